@@ -1,0 +1,88 @@
+"""Makes a small language of written addition: data to warm up on, to train on and to test on, tokenizer and model.
+
+    python examples/arithmetic.py out --digits 2
+
+``27+58=`` is answered digit by digit from the right, digit + digit + carry, each step on its own line:
+
+    7+8+0=15
+    2+5+1=8
+    #### 85
+
+OUT then holds sft.jsonl, train.jsonl, valid.jsonl (no sum is in two of them), tokenizer/ and model/config.json.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+
+from make_tokenizer import EOS, PAD, save_model_config, save_tokenizer
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+UNKNOWN = "<unk>"
+CHARACTERS = "\n 0123456789+-*/=#.,?"
+
+
+def worked_sum(a: int, b: int) -> tuple[str, str]:
+    """Return the exercise ``a+b`` and its solution in steps; both numbers have the same number of digits."""
+    steps, carry = [], 0
+    for x, y in zip(reversed(str(a)), reversed(str(b)), strict=True):
+        total = int(x) + int(y) + carry
+        steps.append(f"{x}+{y}+{carry}={total}")
+        carry = total // 10
+    return f"{a}+{b}=\n", "\n".join([*steps, f"#### {a + b}"])
+
+
+def character_tokenizer() -> Tokenizer:
+    """Return a tokenizer with one token per character, which gives texts back exactly."""
+    words = [PAD, EOS, UNKNOWN, *CHARACTERS]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([PAD, EOS, UNKNOWN])
+    return tokenizer
+
+
+def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--digits", type=int, default=2, choices=range(1, 10), help="digits of both numbers")
+    parser.add_argument("--sft-rows", type=int, default=2000, help="worked sums to warm up on")
+    parser.add_argument("--train-rows", type=int, default=4000, help="sums to train on by reinforcement")
+    parser.add_argument("--valid-rows", type=int, default=200, help="sums to test on")
+    parser.add_argument("--hidden", type=int, default=128, help="width of the model")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the model")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+
+    low = 10 ** (args.digits - 1)
+    span = 9 * low
+    n_rows = args.sft_rows + args.train_rows + args.valid_rows
+    if n_rows > span**2:
+        parser.error(f"there are {span**2} sums of {args.digits}-digit numbers, fewer than the {n_rows} rows wanted")
+    picks = random.Random(args.seed).sample(range(span**2), n_rows)
+    sums = [worked_sum(low + pick // span, low + pick % span) for pick in picks]
+
+    exercises = [
+        {"query_id": f"sum-{i}", "prompt": prompt, "solutions": [answer.splitlines()[-1]]}
+        for i, (prompt, answer) in enumerate(sums)
+    ]
+    args.out.mkdir(parents=True, exist_ok=True)
+    valid_from = args.sft_rows + args.train_rows
+    warm_up = ({"prompt": prompt, "answer": answer} for prompt, answer in sums[: args.sft_rows])
+    write_jsonl(args.out / "sft.jsonl", warm_up)
+    write_jsonl(args.out / "train.jsonl", exercises[args.sft_rows : valid_from])
+    write_jsonl(args.out / "valid.jsonl", exercises[valid_from:])
+    tokenizer = character_tokenizer()
+    save_tokenizer(tokenizer, args.out / "tokenizer")
+    save_model_config(tokenizer, args.out / "model", args.hidden, args.layers, positions=256)
+    print(f"{args.out}: {n_rows} sums of {args.digits}-digit numbers, {tokenizer.get_vocab_size()} tokens")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""A distributed dataflow system for RLHF and RL of language models."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from realhf.api.config import ExperimentConfig
+
+__version__ = "0.1.0"
+
+
+def quickstart(experiment: "type[ExperimentConfig]") -> None:
+    """Run the command line for a user's own experiment; call it at the end of the file that defines the class."""
+    import inspect
+    import sys
+
+    from realhf.apps.main import run
+
+    name = f"{inspect.getfile(experiment)}:{experiment.__name__}"
+    sys.exit(run(["quickstart", name, *sys.argv[1:]]))

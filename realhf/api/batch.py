@@ -1,0 +1,40 @@
+"""Rows without their tensors: all that the master ever sees of the data."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+PROMPT = -1
+"""Sample number of what all samples of a prompt share: the prompt itself and the columns of the data set."""
+
+SCALAR_BYTES = {"int64": 8, "int32": 4, "uint8": 1, "float32": 4, "float64": 8, "bfloat16": 2}
+
+
+class RowId(NamedTuple):
+    """A row: the prompt's number in the order of consumption (unique in a run), and the sample drawn for it."""
+
+    prompt: int
+    sample: int
+
+
+@dataclass(frozen=True)
+class ColumnMeta:
+    """Element type (torch's name without ``torch.``) and the length of every row."""
+
+    dtype: str
+    lengths: tuple[int, ...]
+
+    def nbytes(self, row: int) -> int:
+        return self.lengths[row] * SCALAR_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class BatchMeta:
+    """Ids and columns of a batch; every column has one length per id."""
+
+    ids: tuple[RowId, ...]
+    columns: dict[str, ColumnMeta]
+
+    def __post_init__(self) -> None:
+        for key, column in self.columns.items():
+            if len(column.lengths) != len(self.ids):
+                raise ValueError(f"column '{key}' has {len(column.lengths)} rows, the batch has {len(self.ids)}")

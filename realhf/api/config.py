@@ -1,0 +1,220 @@
+"""What a user can set. Plain dataclasses for Hydra: never frozen, no Literal, no optional nested dataclass.
+
+Names follow ReaL and AReaL. One dataclass per concept, passed whole.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+def opt(default: Any, text: str) -> Any:
+    """A field with a default and the line that ``--help`` shows."""
+    if isinstance(default, type) or callable(default):
+        return field(default_factory=default, metadata={"help": text})
+    return field(default=default, metadata={"help": text})
+
+
+class OptimizerType(Enum):
+    adam = "adam"
+    empty = "empty"
+
+
+class Schedule(Enum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+class Mode(Enum):
+    local = "local"
+    inline = "inline"
+
+
+class Device(Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Backend(Enum):
+    native = "native"
+
+
+class OnBadRow(Enum):
+    error = "error"
+    skip = "skip"
+
+
+class ValueNormType(Enum):
+    exp = "exp"
+    ma = "ma"
+
+
+@dataclass
+class OptimizerConfig:
+    type: OptimizerType = opt(OptimizerType.adam, "adam, or empty for a model that is never updated")
+    lr: float = opt(1e-5, "peak learning rate")
+    weight_decay: float = opt(0.05, "decoupled weight decay, on matrices only")
+    beta1: float = opt(0.9, "Adam beta1")
+    beta2: float = opt(0.95, "Adam beta2")
+    eps: float = opt(1e-5, "Adam epsilon")
+    min_lr_ratio: float = opt(0.0, "final learning rate over the peak")
+    lr_scheduler_type: Schedule = opt(Schedule.cosine, "shape of the decay after warm-up")
+    warmup_steps_proportion: float = opt(0.02, "share of all steps spent on linear warm-up")
+    gradient_clipping: float = opt(1.0, "largest global gradient norm, 0 for none")
+
+
+@dataclass
+class ModelSpec:
+    """One role's model: where its weights come from and how it is trained."""
+
+    path: str | None = opt(None, "Hugging Face folder with weights, config and tokenizer")
+    config: str | None = opt(None, "config.json (or its folder) for init_from_scratch")
+    tokenizer: str | None = opt(None, "tokenizer folder, when it is not the model's")
+    init_from_scratch: bool = opt(False, "random weights from the config, seeded")
+    init_critic_from_actor: bool = opt(False, "replace the vocabulary head of a language model by a new scalar head")
+    bf16: bool = opt(False, "bfloat16 parameters with a float32 master copy")
+    gradient_checkpointing: bool = opt(False, "recompute activations in the backward pass")
+    backend: Backend = opt(Backend.native, "engine that runs the model")
+    optimizer: OptimizerConfig = opt(OptimizerConfig, "optimizer")
+
+
+@dataclass
+class ParallelConfig:
+    data_parallel_size: int = opt(1, "replicas over the batch")
+    tensor_parallel_size: int = opt(1, "cuts inside a layer")
+    pipeline_parallel_size: int = opt(1, "cuts between layers")
+
+
+@dataclass
+class MicroBatchConfig:
+    n_mbs: int = opt(1, "at least this many micro-batches")
+    max_tokens_per_mb: int = opt(16384, "tokens of one micro-batch at the most")
+
+
+@dataclass
+class MFCConfig:
+    """Where one MFC runs, for allocation_mode=manual."""
+
+    device_mesh: str | None = opt(None, "workers, like node01:0-3 or 0-1; all of them when unset")
+    parallel: ParallelConfig = opt(ParallelConfig, "layout on that mesh")
+    mb_spec: MicroBatchConfig = opt(MicroBatchConfig, "micro-batching (in every allocation mode)")
+
+
+@dataclass
+class GenerationConfig:
+    """How answers are sampled."""
+
+    n: int = opt(1, "answers per prompt (gen only; PPO uses group_size)")
+    max_new_tokens: int = opt(256, "longest answer, in tokens, its stop token included")
+    min_new_tokens: int = opt(0, "no stop token is sampled before this many tokens")
+    greedy: bool = opt(False, "take the most likely token")
+    top_p: float = opt(1.0, "nucleus mass, in (0, 1]")
+    top_k: int = opt(0, "only the k most likely tokens, 0 for all")
+    temperature: float = opt(1.0, "divides the logits; 0 means greedy")
+    stop_token_ids: list[int] = opt(list, "further tokens that end an answer, beside the tokenizer's EOS")
+    max_slots: int = opt(256, "rows decoded at a time; finished rows make room for the next prompts")
+
+
+@dataclass
+class PPOConfig:
+    """PPO with its tricks (sources in docs and in algorithms/ppo_math.py)."""
+
+    gen: GenerationConfig = opt(GenerationConfig, "sampling")
+    ppo_n_minibatches: int = opt(4, "optimizer steps per batch")
+    group_size: int = opt(1, "answers per prompt that are trained on")
+    generation_size: int | None = opt(None, "answers drawn per prompt; the group_size best by (reward, length) stay")
+    kl_ctl: float = opt(0.1, "KL coefficient in the reward")
+    use_adaptive_kl_ctl: bool = opt(False, "adapt the KL coefficient towards adaptive_kl_target")
+    adaptive_kl_target: float = opt(6.0, "KL per answer that the controller aims at, in nats")
+    adaptive_kl_horizon: float = opt(10000.0, "answers over which the controller acts")
+    discount: float = opt(1.0, "gamma of GAE")
+    gae_lambda: float = opt(1.0, "lambda of GAE")
+    eps_clip: float = opt(0.2, "ratio clip of the actor")
+    value_eps_clip: float = opt(0.2, "clip of the critic around its old values")
+    value_loss_type: str = opt("mse", "mse or huber")
+    max_reward_clip: float = opt(20.0, "clip of the scaled reward")
+    reward_output_scaling: float = opt(1.0, "reward = (score - bias) * scaling")
+    reward_output_bias: float = opt(0.0, "reward = (score - bias) * scaling")
+    early_stop_imp_ratio: float | None = opt(5.0, "skip a mini-batch whose mean ratio exceeds this")
+    early_stop_kl: float | None = opt(None, "skip a mini-batch whose approximate KL exceeds this")
+    adv_norm: bool = opt(True, "normalise advantages over the whole batch")
+    group_adv_norm: bool = opt(False, "normalise advantages over each prompt's group instead")
+    value_norm: bool = opt(True, "the critic predicts normalised returns")
+    value_norm_type: ValueNormType = opt(ValueNormType.exp, "exp (moving) or ma (all history)")
+    value_norm_beta: float = opt(0.99995, "decay of the exp statistics")
+    value_norm_eps: float = opt(1e-5, "guard of the statistics")
+    disable_value: bool = opt(False, "no critic: advantages from returns alone")
+    mask_no_eos_with_zero: bool = opt(False, "a truncated answer gets score 0")
+    mask_too_long: bool = opt(False, "a truncated answer is not trained on")
+
+
+@dataclass
+class RewardConfig:
+    """Where rewards come from when no reward model is used."""
+
+    fn: str = opt("math", "math, or my_file.py:function with (prompt, answer, row) -> float")
+    timeout: float = opt(10.0, "seconds for one answer; then the judge is killed and the answer counted as failed")
+    processes: int = opt(1, "judge processes per worker")
+    wrong_reward: float = opt(-1.0, "reward of a wrong answer; a right one gets 1")
+    check_verifier_status: bool = opt(False, "stop the run when every answer of a step is judged wrong")
+
+
+@dataclass
+class DatasetConfig:
+    path: str = opt("", "JSONL (or JSON list) file")
+    max_prompt_len: int = opt(1024, "longest prompt, in tokens")
+    max_seqlen: int = opt(2048, "longest prompt and answer together, in tokens (sft, rw)")
+    train_bs_n_seqs: int = opt(128, "prompts per step")
+    max_pairs_per_prompt: int = opt(2, "pairs drawn per prompt (rw)")
+    on_bad_row: OnBadRow = opt(OnBadRow.error, "error names the row and stops; skip counts it")
+    prompt_template: str = opt("{prompt}", "text around every prompt")
+    shuffle: bool = opt(True, "a new seeded order every epoch")
+
+
+@dataclass
+class ExperimentControl:
+    total_train_epochs: int = opt(1, "passes over the data")
+    total_train_steps: int | None = opt(None, "stop after this many steps")
+    save_freq_steps: int | None = opt(None, "write models/ every so many steps (always at the end)")
+    save_freq_epochs: int | None = opt(None, "write models/ every so many epochs")
+    save_freq_secs: int | None = opt(None, "write models/ when so many seconds have passed")
+
+
+@dataclass
+class WandbConfig:
+    mode: str = opt("disabled", "disabled, online or offline (extra wandb)")
+    project: str | None = opt(None, "project")
+    entity: str | None = opt(None, "entity")
+    name: str | None = opt(None, "run name")
+
+
+@dataclass
+class TensorboardConfig:
+    enabled: bool = opt(True, "write tensorboard/ in the run directory")
+
+
+@dataclass
+class ExperimentConfig:
+    """Options that every experiment has."""
+
+    experiment_name: str = opt("", "first part of the run directory (default: the experiment)")
+    trial_name: str = opt("", "second part of the run directory (default: run and the time)")
+    fileroot: str = opt("runs", "folder of all runs")
+    overwrite: bool = opt(False, "delete a trial directory that already holds a run")
+    mode: Mode = opt(Mode.local, "local: one process per worker; inline: all in this process, for debugging")
+    device: Device = opt(Device.auto, "cpu, cuda, or what the machine has")
+    n_nodes: int = opt(1, "machines")
+    n_gpus_per_node: int = opt(1, "workers per machine; on cpu a worker is a process")
+    allocation_mode: str = opt("heuristic", "heuristic, manual, d2t1p1, or actor_gen:d2,*:d1")
+    seed: int = opt(1, "seed of everything")
+    threads_per_worker: int = opt(0, "CPU threads of one worker, 0 for cores / workers")
+    startup_timeout: float = opt(180.0, "seconds a worker may take to come up")
+    call_timeout: float = opt(3600.0, "seconds a request to the workers may take")
+    n_logged_generations: int = opt(8, "rows written to generations/ per step")
+    save_roles: list[str] = opt(list, "roles whose models are saved (default: every trained one)")
+    exp_ctrl: ExperimentControl = opt(ExperimentControl, "length of the run, saving")
+    dataset: DatasetConfig = opt(DatasetConfig, "data")
+    wandb: WandbConfig = opt(WandbConfig, "Weights & Biases")
+    tensorboard: TensorboardConfig = opt(TensorboardConfig, "TensorBoard")

@@ -1,0 +1,49 @@
+"""What an experiment declares: its graph, its models, and what it reads. Everything else is derived."""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from realhf.api.config import ExperimentConfig, MFCConfig, ModelSpec
+from realhf.api.graph import Graph
+
+
+class Task(Enum):
+    """What kind of rows the data file holds (SURFACE: data files)."""
+
+    sft = "sft"
+    pairs = "pairs"
+    prompt = "prompt"
+    math = "math"
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """A role's model: the user's options, whether it ends in a scalar head, whose random weights it starts with."""
+
+    spec: ModelSpec
+    scalar_head: bool = False
+    starts_as: str | None = None
+
+
+class Experiment(Protocol):
+    """A config dataclass (a subclass of ExperimentConfig) that can say what it stands for."""
+
+    @property
+    def config(self) -> ExperimentConfig: ...
+
+    @property
+    def task(self) -> Task: ...
+
+    def graph(self) -> Graph: ...
+
+    def roles(self) -> dict[str, RoleSpec]: ...
+
+    def placements(self) -> dict[str, MFCConfig]:
+        """The user's options for every MFC, by name."""
+
+    def problems(self) -> list[str]:
+        """What the options contradict, one line each."""
+
+    def longest_answer(self) -> int:
+        """Tokens that may be generated beyond what the data holds; 0 where nothing is."""

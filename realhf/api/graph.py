@@ -1,0 +1,117 @@
+"""What is computed from what: model function calls and the graph that their keys make."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+from typing import Any
+
+
+class Kind(Enum):
+    GENERATE = "generate"
+    INFERENCE = "inference"
+    TRAIN = "train"
+
+
+@dataclass(frozen=True)
+class InterfaceSpec:
+    """An interface by value: its name in ``algorithms.INTERFACES`` (or ``file.py:Class``) and its plain config."""
+
+    name: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MFC:
+    """One model function call. ``batch_size`` counts prompts; ``role`` is None where no model is needed.
+
+    ``n_minibatches`` is how many optimizer steps a training call makes: rows are dealt to data-parallel ranks so that
+    every mini-batch is balanced, and is the same set of rows under any layout.
+    """
+
+    name: str
+    role: str | None
+    kind: Kind
+    interface: InterfaceSpec
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...] = ()
+    batch_size: int = 1
+    n_minibatches: int = 1
+
+    @property
+    def is_train(self) -> bool:
+        return self.kind is Kind.TRAIN
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A directed acyclic graph of MFCs; an edge runs from the producer of a key to each of its consumers."""
+
+    mfcs: tuple[MFC, ...]
+
+    def __post_init__(self) -> None:
+        if problems := graph_problems(self.mfcs):
+            raise ValueError("; ".join(problems))
+
+    def __getitem__(self, name: str) -> MFC:
+        return next(m for m in self.mfcs if m.name == name)
+
+    @cached_property
+    def producer(self) -> dict[str, MFC]:
+        return {key: m for m in self.mfcs for key in m.outputs}
+
+    def parents(self, mfc: MFC) -> tuple[MFC, ...]:
+        made_by = {self.producer[k].name for k in mfc.inputs if k in self.producer}
+        return tuple(m for m in self.mfcs if m.name in made_by)
+
+    def children(self, mfc: MFC) -> tuple[MFC, ...]:
+        return tuple(m for m in self.mfcs if set(m.inputs) & set(mfc.outputs))
+
+    def trainer(self, role: str) -> MFC | None:
+        return next((m for m in self.mfcs if m.role == role and m.is_train), None)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(m.role for m in self.mfcs if m.role is not None))
+
+    @property
+    def dataset_keys(self) -> tuple[str, ...]:
+        """Keys that no MFC makes: the data set must bring them."""
+        needed = dict.fromkeys(k for m in self.mfcs for k in m.inputs)
+        return tuple(k for k in needed if k not in self.producer)
+
+    @cached_property
+    def topological(self) -> tuple[MFC, ...]:
+        """MFCs in an order in which every producer precedes its consumers; ties keep the declared order."""
+        depth: dict[str, int] = {}
+        for name in TopologicalSorter({m.name: [p.name for p in self.parents(m)] for m in self.mfcs}).static_order():
+            depth[name] = 1 + max((depth[p.name] for p in self.parents(self[name])), default=-1)
+        return tuple(sorted(self.mfcs, key=lambda m: depth[m.name]))
+
+
+def graph_problems(mfcs: tuple[MFC, ...]) -> list[str]:
+    """Return every reason why these MFCs make no graph; an empty list means that they do."""
+    problems = []
+    names = [m.name for m in mfcs]
+    problems += [f"MFC name '{n}' is used twice" for n in sorted({n for n in names if names.count(n) > 1})]
+    makers: dict[str, list[str]] = {}
+    for m in mfcs:
+        for key in m.outputs:
+            makers.setdefault(key, []).append(m.name)
+        if m.batch_size < 1:
+            problems.append(f"MFC {m.name}: batch_size must be positive, got {m.batch_size}")
+    problems += [f"key '{k}' is produced by {' and '.join(v)}" for k, v in makers.items() if len(v) > 1]
+    roles: dict[str, list[str]] = {}
+    for m in mfcs:
+        if m.is_train and m.role:
+            roles.setdefault(m.role, []).append(m.name)
+    problems += [f"role '{r}' is trained by {' and '.join(v)}" for r, v in roles.items() if len(v) > 1]
+    if problems:
+        return problems
+    edges = {m.name: {makers[k][0] for k in m.inputs if k in makers} for m in mfcs}
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        problems.append("MFCs wait for each other: " + " -> ".join(error.args[1]))
+    return problems

@@ -1,0 +1,131 @@
+"""What master and workers say to each other: a closed union of frozen dataclasses, sent as msgpack, never pickled.
+
+Statistics travel as ``{name: (sum, count)}`` and are divided once, by the master.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from realhf.api.batch import BatchMeta, RowId
+
+Stats = dict[str, tuple[float, float]]
+State = dict[str, Any]
+"""What an interface remembers between calls of its role (KL coefficient, value statistics): small, plain, JSON-able."""
+
+
+# master -> worker
+@dataclass(frozen=True)
+class Start:
+    """Join the other workers at the rendezvous; rank 0 opened the store there."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Load the prompts at positions ``start <= i < stop`` of the data stream into the row store."""
+
+    request: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """Run the program of ``mfc`` on the rows of ``inputs``.
+
+    ``request`` is numbered by whoever sends it. ``holders[key][i]`` is the rank that holds row ``inputs.ids[i]`` of ``key``; ``shared`` names the keys that are
+    held once per prompt; ``assignment[d]`` lists the rows of data-parallel rank ``d``; ``minibatches[i]`` numbers the
+    mini-batch of row ``i``; ``state`` is the role's state, ``step`` the traversal that these rows belong to.
+    """
+
+    request: int
+    mfc: str
+    step: int
+    version: int
+    inputs: BatchMeta
+    holders: dict[str, tuple[int, ...]]
+    shared: tuple[str, ...]
+    assignment: tuple[tuple[int, ...], ...]
+    minibatches: tuple[int, ...]
+    state: State
+
+
+@dataclass(frozen=True)
+class Collect:
+    """Send back what this worker holds of these rows: decoded text for tokens, numbers for the rest."""
+
+    request: int
+    ids: tuple[RowId, ...]
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Save:
+    """Write the role's weights as a Hugging Face folder."""
+
+    request: int
+    role: str
+    path: str
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Forget every row of the prompts numbered ``start <= p < stop``."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End the process with exit code 0."""
+
+
+# worker -> master
+@dataclass(frozen=True)
+class Hello:
+    """First word of a worker. Rank 0 says where its rendezvous store listens."""
+
+    rank: int
+    pid: int
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Models are built and data is readable; ``info`` describes the worker."""
+
+    rank: int
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Done:
+    """A request is done. ``spans`` are (name, start_us, duration_us); ``memory`` is peak resident bytes."""
+
+    request: int
+    rank: int
+    outputs: BatchMeta | None = None
+    stats: Stats = field(default_factory=dict)
+    state: State | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+    spans: tuple[tuple[str, int, int], ...] = ()
+    memory: int = 0
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The worker met an error and is about to exit."""
+
+    rank: int
+    during: str
+    error: str
+    traceback: str
+    user_error: bool = False
+
+
+ToWorker = Start | Fetch | Call | Collect | Save | Drop | Stop
+ToMaster = Hello | Ready | Done | Failed

@@ -1,0 +1,68 @@
+"""Parameters by name and box. A shard is a half-open range per dimension, in GLOBAL coordinates."""
+
+import math
+from dataclasses import dataclass
+
+Box = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One named parameter of a model.
+
+    ``layer`` is 0 for the embedding, 1..L for blocks, L+1 for what follows. ``tp_dim`` is the dimension that tensor
+    parallelism cuts (None: replicated), in ``tp_units`` indivisible units (heads, for attention).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int
+    tp_dim: int | None = None
+    tp_units: int = 0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def whole(shape: tuple[int, ...]) -> Box:
+    return tuple((0, n) for n in shape)
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
+def box_numel(box: Box) -> int:
+    return math.prod(box_shape(box))
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """Return the common part of two boxes, or None where there is none."""
+    common = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def relative(box: Box, origin: Box) -> tuple[slice, ...]:
+    """Return the slices that select ``box`` inside an array that stores ``origin``."""
+    return tuple(slice(start - base, stop - base) for (start, stop), (base, _) in zip(box, origin, strict=True))
+
+
+def shard_box(spec: ParamSpec, tp: int, tp_rank: int) -> Box:
+    """Return the box of ``spec`` that tensor rank ``tp_rank`` of ``tp`` holds.
+
+    Units are spread as evenly as possible, the first ranks taking the remainder. With fewer units than ranks (few
+    key/value heads), each unit is replicated over consecutive ranks.
+    """
+    if spec.tp_dim is None or tp == 1:
+        return whole(spec.shape)
+    units = spec.tp_units or spec.shape[spec.tp_dim]
+    if units >= tp:
+        start, stop = (r * units // tp for r in (tp_rank, tp_rank + 1))
+    else:
+        start = tp_rank * units // tp
+        stop = start + 1
+    width = spec.shape[spec.tp_dim] // units
+    full = list(whole(spec.shape))
+    full[spec.tp_dim] = (start * width, stop * width)
+    return tuple(full)

@@ -1,0 +1,96 @@
+"""What a person sees of a run: banner, plan, one line per step, summary. Plain lines where there is no terminal."""
+
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from realhf import __version__
+from realhf.api.messages import Ready
+from realhf.system.run import RunSpec
+
+HEAD = f"{'step':>6} {'reward':>8} {'loss':>8} {'kl':>8} {'len':>6} {'tok/s':>8} {'time':>7}  share of calls"
+
+
+class Console:
+    """Shows one run on standard output."""
+
+    def __init__(self, run: RunSpec) -> None:
+        self.run = run
+        self.out = RichConsole(highlight=False, soft_wrap=True)
+        self.began = time.monotonic()
+        self.progress: Progress | None = None
+        self.task = None
+
+    def banner(self) -> None:
+        run, config = self.run, self.run.config
+        self.out.print(f"[bold]realhf {__version__}[/]  {run.experiment}  {run.device} x {run.plan.n_workers}  "
+                       f"seed {config.seed}")  # fmt: skip
+        self.out.print(f"run     {run.paths.root}")
+        length = run.length
+        self.out.print(f"data    {config.dataset.path}: {run.n_rows} rows, {length.batch_size} per step, "
+                       f"{length.n_steps} steps")  # fmt: skip
+        self.out.print(plan_table(run))
+
+    def ready(self, workers: dict[int, Ready]) -> None:
+        slowest = max(w.info.get("seconds", 0.0) for w in workers.values())
+        self.out.print(f"workers {len(workers)} ready after {time.monotonic() - self.began:.1f} s "
+                       f"(models and data {slowest:.1f} s)\n{HEAD}")  # fmt: skip
+        if self.out.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self.progress = Progress(*columns, console=self.out, transient=True)
+            self.progress.start()
+            self.task = self.progress.add_task("steps", total=self.run.length.n_steps)
+
+    def step(self, metrics: dict[str, float]) -> None:
+        self.out.print(step_line(metrics))
+        if self.progress is not None and self.task is not None:
+            self.progress.advance(self.task)
+        sys.stdout.flush()
+
+    def saved(self, role: str, path: Path) -> None:
+        self.out.print(f"saved   {role} -> {path}")
+
+    def summary(self, models: dict[str, Path]) -> None:
+        self.close()
+        self.out.print(f"done    {self.run.length.n_steps} steps in {time.monotonic() - self.began:.1f} s")
+        for role, path in models.items():
+            self.out.print(f"model   {role}: {path}")
+        self.out.print(f"metrics {self.run.paths.metrics}   trace {self.run.paths.trace}")
+
+    def close(self) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+            self.progress = None
+
+
+def plan_table(run: RunSpec) -> Table:
+    """One line per call: what it runs, where, and what it makes."""
+    table = Table(box=None, pad_edge=False)
+    for head in ("call", "kind", "role", "layout", "batch", "instructions", "makes"):
+        table.add_column(head)
+    for mfc in run.graph.topological:
+        steps = " ".join(type(step).__name__ for step in run.program[mfc.name])
+        layout = str(run.plan[mfc.name].layout)
+        row = (mfc.name, mfc.kind.value, mfc.role or "-", layout, str(mfc.batch_size), steps, " ".join(mfc.outputs))
+        table.add_row(*row)
+    return table
+
+
+def step_line(metrics: dict[str, float]) -> str:
+    def cell(name: str, width: int, digits: int) -> str:
+        return f"{metrics[name]:>{width}.{digits}f}" if name in metrics else " " * (width - 1) + "-"
+
+    shares = sorted(
+        ((v, k) for k, v in metrics.items() if k.startswith("time/") and k.endswith("_s") and k != "time/step_s"),
+        reverse=True,
+    )
+    step_s = metrics["time/step_s"]
+    parts = " ".join(f"{k[5:-2]} {100 * v / step_s:.0f}%" for v, k in shares if v / step_s >= 0.005)
+    return (
+        f"{int(metrics['step']):>6} {cell('reward/mean', 8, 3)} {cell('loss', 8, 4)} {cell('kl/ref', 8, 4)} "
+        f"{cell('length/answer', 6, 1)} {cell('tokens/per_s', 8, 0)} {step_s:>6.2f}s  {parts}"
+    )

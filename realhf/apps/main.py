@@ -1,0 +1,76 @@
+"""The command ``realhf``: finds the word after it and hands the rest on. Heavy imports wait until they are needed."""
+
+import importlib
+import signal
+import sys
+
+COMMANDS = {
+    "quickstart": ("realhf.apps.quickstart", "EXPERIMENT [key=value ...]", "plan, check, launch and follow a run"),
+    "plan": ("realhf.apps.plan", "EXPERIMENT [key=value ...]", "everything short of launching: graph, layouts, program"),
+    "demo": ("realhf.apps.demo", "[--dir DIR]", "SFT and PPO on a little arithmetic language, from nothing"),
+    "env": ("realhf.apps.env", "", "versions, devices and extras, ready to paste"),
+}
+
+EXIT_USER, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
+
+
+def usage() -> str:
+    width = max(len(f"{name} {args}") for name, (_, args, _) in COMMANDS.items())
+    lines = [f"  realhf {f'{name} {args}':<{width}}  {what}" for name, (_, args, what) in COMMANDS.items()]
+    return "\n".join(["usage: realhf COMMAND ...", "", *lines, "",
+                      "realhf quickstart --help lists the experiments, realhf quickstart ppo --help its options.",
+                      "--traceback shows where an error came from."])  # fmt: skip
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command and return its exit code: 0 done, 1 the run failed, 2 the user can mend it, 130 interrupted."""
+    show_traceback = "--traceback" in arguments
+    arguments = [a for a in arguments if a != "--traceback"]
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if arguments else EXIT_USER
+    if arguments[0] == "--version":
+        from realhf import __version__
+
+        print(__version__)
+        return 0
+    from realhf.base.errors import RunFailed, UserError, did_you_mean
+
+    command, rest = arguments[0], arguments[1:]
+    if command not in COMMANDS:
+        print(f"error: unknown command '{command}'{did_you_mean(command, COMMANDS)}\n\n{usage()}", file=sys.stderr)
+        return EXIT_USER
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        importlib.import_module(COMMANDS[command][0]).main(rest)
+        return 0
+    except (UserError, RunFailed) as error:
+        if show_traceback:
+            raise
+        print(describe(error), file=sys.stderr)
+        return EXIT_USER if isinstance(error, UserError) else EXIT_FAILED
+    except KeyboardInterrupt:
+        print("interrupted: workers are stopped", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def describe(error: Exception) -> str:
+    """Return one screen for an error: numbered problems, or what ended a run."""
+    from realhf.base.errors import RunFailed, UserError
+
+    if isinstance(error, UserError):
+        if len(error.problems) == 1:
+            return f"error: {error.problems[0]}"
+        lines = [f"  {i}. {problem}" for i, problem in enumerate(error.problems, 1)]
+        return "\n".join([f"error: {len(lines)} problems (nothing was launched)", *lines])
+    assert isinstance(error, RunFailed)
+    return f"{error.traceback_text}error: {error}"
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def console() -> None:
+    """Entry point of the console script."""
+    sys.exit(run(sys.argv[1:]))

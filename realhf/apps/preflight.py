@@ -1,0 +1,192 @@
+"""Everything that can be known to be wrong before a process starts, found in one go."""
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from realhf.api.config import Device, ExperimentConfig, Mode
+from realhf.api.experiment import Experiment, RoleSpec, Task
+from realhf.api.graph import Graph
+from realhf.api.model import ModelConfig
+from realhf.api.plan import ExecutionPlan
+from realhf.base.errors import UserError
+from realhf.base.paths import RunDir
+from realhf.data.encode import EncodedRows, encode_rows
+from realhf.data.tokenizer import load_tokenizer
+from realhf.plan.allocate import allocate
+from realhf.system.run import RunSpec, model_config, tokenizer_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+DATASET_KEYS = {
+    Task.prompt: {"prompts", "row"},
+    Task.math: {"prompts", "row"},
+    Task.sft: {"tokens", "prompt_mask"},
+    Task.pairs: {"tokens", "prompt_mask"},
+}
+
+
+@dataclass
+class _Findings:
+    """Problems so far; ``attempt`` runs a check and keeps its complaint."""
+
+    problems: list[str]
+
+    def attempt(self, check: Callable[[], T], prefix: str = "") -> T | None:
+        try:
+            return check()
+        except UserError as error:
+            self.problems += [prefix + p for p in error.problems]
+        except ValueError as error:
+            self.problems.append(f"{prefix}{error}")
+        return None
+
+
+def preflight(name: str, experiment: Experiment, paths: RunDir) -> RunSpec:
+    """Return the run that an experiment stands for, or raise one ``UserError`` with every problem found."""
+    config, findings = experiment.config, _Findings([])
+    findings.problems += run_problems(config, paths)
+    findings.problems += experiment.problems()
+    device = findings.attempt(lambda: pick_device(config))
+    graph = findings.attempt(experiment.graph)
+    roles = experiment.roles()
+    models = {
+        role: findings.attempt(lambda spec=spec, role=role: check_model(role, spec)) for role, spec in roles.items()
+    }
+    plan = findings.attempt(lambda: allocate(graph, config, experiment.placements())) if graph else None
+    tokenizer = findings.attempt(lambda: check_tokenizer(roles, models)) if all(models.values()) else None
+    rows = findings.attempt(lambda: encode_rows(config.dataset, experiment.task, tokenizer)) if tokenizer else None
+    if graph:
+        findings.problems += graph_key_problems(graph, experiment.task) + role_problems(graph, config)
+    if rows is not None:
+        findings.problems += size_problems(config, experiment, rows, models)
+    if findings.problems:
+        raise UserError(findings.problems)
+    assert graph and plan and rows is not None and device
+    assert isinstance(plan, ExecutionPlan)
+    return RunSpec(name, config, experiment.task, graph, roles, plan, paths, device, len(rows))
+
+
+def run_problems(config: ExperimentConfig, paths: RunDir) -> list[str]:
+    """Say why this run cannot have its directory or its mode."""
+    problems = []
+    for option in ("experiment_name", "trial_name"):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value := getattr(config, option)):
+            problems.append(f"{option}='{value}': use letters, digits, '.', '_' and '-'")
+    taken = next((p for p in (paths.root, *paths.root.parents) if p.exists() and not p.is_dir()), None)
+    if taken:
+        problems.append(f"the run directory {paths.root} cannot be made: {taken} is a file; set fileroot or trial_name")
+    elif paths.root.exists() and any(paths.root.iterdir()):
+        if not paths.config.exists():
+            problems.append(f"{paths.root} is not empty and holds no run of realhf; choose another trial_name")
+        elif not config.overwrite:
+            problems.append(f"{paths.root} already holds a run; choose another trial_name, or set overwrite=True")
+    holder = next(p for p in (paths.root, *paths.root.parents) if p.exists())
+    if not taken and not os.access(holder, os.W_OK):
+        problems.append(f"no permission to write below {holder}; set fileroot")
+    if config.mode is Mode.inline and config.n_nodes * config.n_gpus_per_node != 1:
+        problems.append("mode=inline runs one worker in this process; set n_nodes=1 n_gpus_per_node=1")
+    if config.mode is Mode.local and config.n_nodes != 1:
+        problems.append(f"mode=local runs on this machine only; set n_nodes=1 (got {config.n_nodes})")
+    control = config.exp_ctrl
+    for option in ("total_train_epochs", "total_train_steps", "save_freq_steps", "save_freq_epochs", "save_freq_secs"):
+        if (value := getattr(control, option)) is not None and value < 1:
+            problems.append(f"exp_ctrl.{option} must be positive, got {value}")
+    return problems
+
+
+def role_problems(graph: Graph, config: ExperimentConfig) -> list[str]:
+    trained = [role for role in graph.roles if graph.trainer(role)]
+    known = ", ".join(trained) or "none"
+    return [f"save_roles: '{r}' is no trained role ({known})" for r in config.save_roles if r not in trained]
+
+
+def pick_device(config: ExperimentConfig) -> str:
+    """Return ``cpu`` or ``cuda``; the driver's control file tells, without loading torch."""
+    has_gpu = Path("/dev/nvidiactl").exists()
+    if config.device is Device.cuda and not has_gpu:
+        raise UserError("device=cuda, but this machine shows no NVIDIA driver; set device=cpu")
+    return "cuda" if config.device is Device.cuda or (config.device is Device.auto and has_gpu) else "cpu"
+
+
+def check_model(role: str, spec: RoleSpec) -> ModelConfig:
+    """Return a role's architecture; its files must be there."""
+    options = spec.spec
+    if options.init_from_scratch:
+        if not options.config:
+            raise UserError(f"{role}.init_from_scratch=True needs {role}.config=FOLDER_OR_JSON")
+        return _named(role, lambda: model_config(spec))
+    if not options.path:
+        raise UserError(f"{role}.path is not set (a Hugging Face folder), and {role}.init_from_scratch is not True")
+    folder = Path(options.path)
+    if not folder.is_dir():
+        raise UserError(f"{role}.path={options.path}: there is no such folder")
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(f"{role}.path={options.path}: the folder has no *.safetensors weights")
+    return _named(role, lambda: model_config(spec))
+
+
+def _named(role: str, read: Callable[[], ModelConfig]) -> ModelConfig:
+    try:
+        return read()
+    except ValueError as error:
+        raise UserError(f"{role}: {error}") from error
+
+
+def check_tokenizer(
+    roles: dict[str, RoleSpec], models: dict[str, ModelConfig | None]
+) -> "PreTrainedTokenizerBase":
+    """Return the tokenizer that all roles share; tokens are never re-tokenised from one role to another."""
+    folder = tokenizer_folder(roles)
+    if not str(folder) or str(folder) == ".":
+        first = next(iter(roles))
+        raise UserError(f"no tokenizer: set {first}.tokenizer=FOLDER (models from scratch bring none)")
+    tokenizer = load_tokenizer(folder)
+    problems = []
+    for role, model in models.items():
+        if model is not None and len(tokenizer) > model.vocab:
+            problems.append(f"{role}: the tokenizer in {folder} has {len(tokenizer)} tokens, the model's vocab_size "
+                            f"is {model.vocab}")  # fmt: skip
+    reference = folder / "tokenizer.json"
+    for role, spec in roles.items():
+        own = Path(spec.spec.tokenizer or spec.spec.path or folder) / "tokenizer.json"
+        if own.is_file() and reference.is_file() and own.read_bytes() != reference.read_bytes():
+            problems.append(f"{role}: its tokenizer {own} differs from {reference}; all roles must read the same tokens")
+    if problems:
+        raise UserError(problems)
+    return tokenizer
+
+
+def graph_key_problems(graph: Graph, task: Task) -> list[str]:
+    missing = sorted(set(graph.dataset_keys) - DATASET_KEYS[task])
+    consumers = {k: [m.name for m in graph.mfcs if k in m.inputs] for k in missing}
+    return [
+        f"{' and '.join(consumers[k])} need '{k}': no MFC makes it, and {task.value} data has only "
+        f"{', '.join(sorted(DATASET_KEYS[task]))}"
+        for k in missing
+    ]
+
+
+def size_problems(
+    config: ExperimentConfig, experiment: Experiment, rows: EncodedRows, models: dict[str, ModelConfig | None]
+) -> list[str]:
+    """Compare the data with the batch and with the models' positions."""
+    problems = []
+    batch = config.dataset.train_bs_n_seqs
+    if batch < 1:
+        problems.append(f"dataset.train_bs_n_seqs must be positive, got {batch}")
+    if batch > len(rows):
+        problems.append(f"dataset.train_bs_n_seqs={batch} is larger than the {len(rows)} rows of {config.dataset.path}")
+    answer = experiment.longest_answer()
+    longest = answer + max(len(r.prompt) + max(map(len, r.answers), default=0) for r in map(rows.__getitem__, range(len(rows))))
+    for role, model in models.items():
+        if model is not None and longest > model.max_positions:
+            what = f"the longest prompt and {answer} new tokens" if answer else "the longest row"
+            problems.append(f"{role} has {model.max_positions} positions, {what} need {longest}; "
+                            f"lower {'max_new_tokens' if answer else 'dataset.max_seqlen'}")  # fmt: skip
+    return problems

@@ -1,0 +1,174 @@
+"""``realhf quickstart``: options -> checks -> plan -> processes -> the run, followed to its end."""
+
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from realhf.api.codec import from_plain, to_plain
+from realhf.api.config import ExperimentConfig, Mode
+from realhf.api.experiment import Experiment
+from realhf.api.plan import ExecutionPlan
+from realhf.apps.console import Console
+from realhf.apps.options import build_experiment, load_experiment, options_of, save_experiment
+from realhf.apps.preflight import preflight
+from realhf.base.errors import RunFailed, UserError
+from realhf.base.paths import RunDir
+from realhf.experiments import EXPERIMENTS, experiment_class
+from realhf.system.run import RunSpec
+
+LEAVE_S = 20.0
+"""How long workers may take to leave after the last step."""
+
+
+def main(arguments: list[str]) -> None:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("usage: realhf quickstart EXPERIMENT [--config FILE.yaml] [key=value ...]\n\nexperiments:")
+        for name in EXPERIMENTS:
+            print(f"  {name:<10} {(experiment_class(name).__doc__ or '').strip()}")
+        return
+    name, rest = arguments[0], arguments[1:]
+    if "-h" in rest or "--help" in rest:
+        print_options(name)
+        return
+    run = prepare(name, rest)
+    write_run(run)
+    launch(run)
+
+
+def prepare(name: str, words: list[str]) -> RunSpec:
+    """Return the run that the command line asks for, checked; nothing is written."""
+    config_file = None
+    if "--config" in words:
+        at = words.index("--config")
+        if at + 1 >= len(words):
+            raise UserError("--config needs a file")
+        config_file, words = words[at + 1], words[:at] + words[at + 2 :]
+    experiment = build_experiment(experiment_class(name), words, config_file)
+    experiment.experiment_name = experiment.experiment_name or name.rpartition(":")[2]
+    experiment.trial_name = experiment.trial_name or time.strftime("run%Y%m%d-%H%M%S")
+    paths = RunDir(Path(experiment.fileroot) / experiment.experiment_name / experiment.trial_name)
+    return preflight(name, as_experiment(experiment), paths)
+
+
+def as_experiment(config: ExperimentConfig) -> Experiment:
+    """A config class that is registered as an experiment declares a graph as well."""
+    return config  # type: ignore[return-value]
+
+
+def print_options(name: str) -> None:
+    cls = experiment_class(name)
+    options = list(options_of(cls))
+    width = max(len(o.key) + len(o.type) for o in options) + 3
+    print(f"realhf quickstart {name}: {(cls.__doc__ or '').strip()}\n")
+    for option in options:
+        print(f"  {option.key + ': ' + option.type:<{width}} {option.help} [{option.default}]")
+
+
+def write_run(run: RunSpec) -> None:
+    """Make the run directory with the two files that start everything."""
+    if run.config.overwrite and run.paths.config.exists():
+        shutil.rmtree(run.paths.root)
+    run.paths.root.mkdir(parents=True, exist_ok=True)
+    save_experiment(run.config, run.paths.config)
+    plan: dict[str, Any] = {"experiment": run.experiment, "device": run.device, "n_rows": run.n_rows}
+    run.paths.plan.write_text(json.dumps({**plan, "plan": to_plain(run.plan)}, indent=1))
+
+
+def read_run(root: Path) -> RunSpec:
+    """Rebuild a run from its directory, as every process of it does."""
+    paths = RunDir(root)
+    stored = json.loads(paths.plan.read_text())
+    config = load_experiment(experiment_class(stored["experiment"]), paths.config)
+    experiment = as_experiment(config)
+    return RunSpec(
+        stored["experiment"],
+        config,
+        experiment.task,
+        experiment.graph(),
+        experiment.roles(),
+        from_plain(stored["plan"], ExecutionPlan),
+        paths,
+        stored["device"],
+        stored["n_rows"],
+    )
+
+
+def launch(run: RunSpec) -> None:
+    """Start the workers, be the master, and leave nothing running however it ends."""
+    from realhf.system.master import Master
+    from realhf.system.sinks import open_sinks
+    from realhf.system.telemetry import Telemetry
+
+    console = Console(run)
+    console.banner()
+    workers = _Inline(run) if run.config.mode is Mode.inline else _Local(run)
+    telemetry = None
+    try:
+        workers.start()
+        telemetry = Telemetry(run, console, open_sinks(run.config, run.paths, to_plain(run.config)))
+        Master(run, workers.channel, workers.dead, telemetry).train()
+        workers.leave(LEAVE_S)
+        console.summary(telemetry.models)
+    finally:
+        console.close()
+        workers.stop()
+        if telemetry is not None:
+            telemetry.close()
+
+
+class _Local:
+    """Worker processes and the channel to them."""
+
+    def __init__(self, run: RunSpec) -> None:
+        from realhf.launch.local import LocalLauncher
+        from realhf.system.channel import ZmqMaster
+
+        self.channel = ZmqMaster()
+        threads = run.config.threads_per_worker
+        self.launcher = LocalLauncher(run.paths, run.plan.n_workers, self.channel.address, threads)
+        self.start, self.dead = self.launcher.start, self.launcher.dead
+
+    def leave(self, timeout_s: float) -> None:
+        codes = self.launcher.wait(timeout_s)
+        late = [r for r in range(self.launcher.n_workers) if codes.get(r) != 0]
+        if late:
+            raise RunFailed(f"worker {late[0]} did not leave cleanly after the last step (exit code {codes.get(late[0])})")
+
+    def stop(self) -> None:
+        self.launcher.stop()
+        self.channel.close()
+
+
+class _Inline:
+    """The only worker in this process: for debuggers."""
+
+    def __init__(self, run: RunSpec) -> None:
+        from realhf.base.logging import open_log
+        from realhf.system.channel import InlineChannel
+        from realhf.system.worker import ModelWorker
+
+        self.channel = InlineChannel()
+        log = open_log(run.paths.log("worker-0"), "worker-0")
+        self.worker = ModelWorker(run, 0, self.channel.reply, log)
+        self.channel.handler = self.worker.handle
+
+    def start(self) -> None:
+        self.worker.hello()
+
+    def dead(self) -> dict[int, str]:
+        return {}
+
+    def leave(self, timeout_s: float) -> None:
+        self.worker.close()
+
+    def stop(self) -> None:
+        self.channel.close()
+
+
+if __name__ == "__main__":
+    from realhf.apps.main import run as run_command
+
+    sys.exit(run_command(["quickstart", *sys.argv[1:]]))

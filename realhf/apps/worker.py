@@ -1,0 +1,34 @@
+"""Entry of a model worker process: ``python -m realhf.apps.worker RUN_DIR RANK ADDRESS``."""
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+
+def main(root: str, rank: int, address: str) -> None:
+    threading.Thread(target=_leave_with_launcher, daemon=True).start()
+    from realhf.apps.quickstart import read_run
+    from realhf.api.messages import Stop
+    from realhf.base.logging import open_log
+    from realhf.system.channel import ZmqWorker
+    from realhf.system.worker import ModelWorker
+
+    run = read_run(Path(root))
+    channel = ZmqWorker(address, rank)
+    worker = ModelWorker(run, rank, channel.send, open_log(run.paths.log(f"worker-{rank}"), f"worker-{rank}"))
+    worker.hello()
+    while not isinstance(message := channel.receive(run.config.call_timeout, "the next message"), Stop):
+        worker.handle(message)
+    worker.close()
+    channel.close()
+
+
+def _leave_with_launcher() -> None:
+    """Exit when standard input ends: only the launcher holds its other side."""
+    os.read(0, 1)
+    os._exit(3)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,19 @@
+"""One log file per process, UTC times, no console output: the console belongs to the run's own view."""
+
+import logging
+from pathlib import Path
+
+
+def open_log(path: Path, name: str) -> logging.Logger:
+    """Return a logger named ``name`` that appends to ``path``; opening it twice keeps one handler."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    logger = logging.getLogger(f"realhf.{name}")
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    return logger

@@ -1,0 +1,44 @@
+"""Balanced partitions of weighted things: rows over data-parallel ranks, rows into micro-batches. Deterministic."""
+
+from collections.abc import Sequence
+
+
+def balanced_partition(weights: Sequence[int], k: int) -> list[list[int]]:
+    """Split indices into ``k`` parts of nearly equal weight (longest first onto the lightest part).
+
+    Parts may be empty when there are fewer items than parts. Each part lists its indices in ascending order; ties go
+    to the part with fewer items and then the lower number, so the answer depends on the weights alone.
+    """
+    if k < 1:
+        raise ValueError(f"cannot split into {k} parts")
+    parts: list[list[int]] = [[] for _ in range(k)]
+    loads = [0] * k
+    for i in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
+        lightest = min(range(k), key=lambda p: (loads[p], len(parts[p]), p))
+        parts[lightest].append(i)
+        loads[lightest] += weights[i]
+    return [sorted(part) for part in parts]
+
+
+def pack_bins(weights: Sequence[int], capacity: int, min_bins: int = 1) -> list[list[int]]:
+    """Pack indices into bins of at most ``capacity`` (first-fit decreasing), never fewer than ``min_bins``.
+
+    An item heavier than the capacity gets a bin of its own. ``min_bins`` is a wish: no empty bin is returned.
+    """
+    if capacity < 1:
+        raise ValueError(f"bin capacity must be positive, got {capacity}")
+    if not weights:
+        return []
+    bins: list[list[int]] = []
+    loads: list[int] = []
+    for i in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
+        fit = next((b for b, load in enumerate(loads) if load + weights[i] <= capacity), None)
+        if fit is None:
+            bins.append([i])
+            loads.append(weights[i])
+        else:
+            bins[fit].append(i)
+            loads[fit] += weights[i]
+    if len(bins) < min_bins:
+        bins = [part for part in balanced_partition(weights, min(min_bins, len(weights))) if part]
+    return [sorted(part) for part in bins]

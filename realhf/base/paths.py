@@ -1,0 +1,44 @@
+"""Where a run keeps its files. Only names: nothing here makes a directory."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The directory of one trial, ``{fileroot}/{experiment_name}/{trial_name}``."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        return self.root / "plan.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
+
+    @property
+    def trace(self) -> Path:
+        return self.root / "trace.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    def log(self, process: str) -> Path:
+        return self.root / "logs" / f"{process}.log"
+
+    def generations(self, step: int) -> Path:
+        return self.root / "generations" / f"step_{step}.jsonl"
+
+    def model(self, role: str, step: int) -> Path:
+        return self.root / "models" / role / f"step_{step}"

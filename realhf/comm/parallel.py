@@ -1,0 +1,87 @@
+"""Process groups and the place of this worker in them; passed to whoever needs it, never ambient."""
+
+import datetime
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from realhf.api.layout import Coord, Layout
+
+
+def open_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """Open the rendezvous store on this machine; port 0 takes a free one. A taken port is a ``ValueError``."""
+    try:
+        return dist.TCPStore(
+            host, port, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=timeout_s)
+        )
+    except RuntimeError as error:
+        raise ValueError(f"cannot open the rendezvous store on {host}:{port}: {error}") from error
+
+
+def join(host: str, port: int, rank: int, world: int, device: str, timeout_s: float, store: dist.TCPStore | None) -> None:
+    """Join all workers in the default process group. Collective; raises when a worker is missing after the timeout."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store = store or dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Group:
+    """Some workers that reduce and gather together. A group of one does nothing, without torch.distributed."""
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup | None = None) -> None:
+        self.ranks, self.handle = ranks, handle
+        self.size = len(ranks)
+        self.index = ranks.index(rank) if rank in ranks else -1
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum in place over the group and return the tensor."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.handle)
+        return tensor
+
+    def reduce_scatter(self, output: Tensor, whole: Tensor) -> None:
+        """Fill ``output`` with this member's equal part of the sum of ``whole`` over the group."""
+        if self.size > 1:
+            dist.reduce_scatter_tensor(output, whole, group=self.handle)
+        elif output.data_ptr() != whole.data_ptr():
+            output.copy_(whole)
+
+    def all_gather(self, whole: Tensor, part: Tensor) -> None:
+        """Fill ``whole`` with the members' equal parts, in order."""
+        if self.size > 1:
+            dist.all_gather_into_tensor(whole, part, group=self.handle)
+        elif whole.data_ptr() != part.data_ptr():
+            whole.copy_(part)
+
+
+def make_groups(members: Iterable[tuple[int, ...]], rank: int) -> dict[tuple[int, ...], Group]:
+    """Create process groups in the order given. Collective over ALL workers; the only place that makes a group."""
+    return {ranks: Group(ranks, rank, dist.new_group(list(ranks))) for ranks in members}
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """One worker's place in one layout, with the groups along its axes."""
+
+    layout: Layout
+    rank: int
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    groups: Mapping[tuple[int, ...], Group] = field(default_factory=dict)
+
+    @property
+    def coord(self) -> Coord:
+        return self.layout.coord(self.rank)
+
+    def group(self, axis: str) -> Group:
+        """Return the group along ``dp``, ``tp`` or ``pp`` that this worker is in."""
+        ranks = self.layout.axis(axis, self.rank)
+        return self.groups[ranks] if len(ranks) > 1 else Group(ranks, self.rank)

@@ -1,0 +1,123 @@
+"""Packed rows: columns of concatenated values, each with its own lengths. No padding, no length guessed from a name.
+
+A per-token column has the length of ``tokens`` in every row; a scalar column has length 1.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from realhf.api.batch import BatchMeta, ColumnMeta, RowId
+
+
+@dataclass(frozen=True)
+class Column:
+    """``data`` is one-dimensional, of ``sum(lengths)`` elements; row i follows row i-1."""
+
+    data: Tensor
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.data.ndim != 1 or self.data.numel() != sum(self.lengths):
+            raise ValueError(f"column of shape {tuple(self.data.shape)} for rows of {sum(self.lengths)} elements")
+
+    @property
+    def offsets(self) -> list[int]:
+        """Start of every row and the end of the last, ``[B+1]``."""
+        return [0, *accumulate(self.lengths)]
+
+    def rows(self) -> tuple[Tensor, ...]:
+        """Views of the rows."""
+        return self.data.split(self.lengths) if self.lengths else ()
+
+    def select(self, index: Sequence[int]) -> "Column":
+        """The rows in ``index``, in that order; a view when they are consecutive."""
+        lengths = tuple(self.lengths[i] for i in index)
+        if not index:
+            return Column(self.data[:0], ())
+        if list(index) == list(range(index[0], index[0] + len(index))):
+            start = sum(self.lengths[: index[0]])
+            return Column(self.data[start : start + sum(lengths)], lengths)
+        rows = self.rows()
+        return Column(torch.cat([rows[i] for i in index]), lengths)
+
+    @staticmethod
+    def of(rows: Sequence[Tensor]) -> "Column":
+        return Column(torch.cat(list(rows)), tuple(r.numel() for r in rows))
+
+    @staticmethod
+    def scalars(values: Tensor) -> "Column":
+        return Column(values.reshape(-1), (1,) * values.numel())
+
+
+@dataclass(frozen=True)
+class SequenceBatch:
+    """Rows ``ids`` and their columns."""
+
+    ids: tuple[RowId, ...]
+    columns: Mapping[str, Column] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key, column in self.columns.items():
+            if len(column.lengths) != len(self.ids):
+                raise ValueError(f"column '{key}' has {len(column.lengths)} rows, the batch has {len(self.ids)}")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, key: str) -> Tensor:
+        """The packed data of a column."""
+        return self.columns[key].data
+
+    def lengths(self, key: str) -> tuple[int, ...]:
+        return self.columns[key].lengths
+
+    def cu_seqlens(self, key: str = "tokens") -> Tensor:
+        """Row boundaries, ``[B+1]`` int32, on the column's device."""
+        column = self.columns[key]
+        return torch.tensor(column.offsets, dtype=torch.int32, device=column.data.device)
+
+    @property
+    def meta(self) -> BatchMeta:
+        columns = {k: ColumnMeta(str(c.data.dtype).removeprefix("torch."), c.lengths) for k, c in self.columns.items()}
+        return BatchMeta(self.ids, columns)
+
+    def select(self, index: Sequence[int]) -> "SequenceBatch":
+        return SequenceBatch(tuple(self.ids[i] for i in index), {k: c.select(index) for k, c in self.columns.items()})
+
+    def only(self, keys: Iterable[str]) -> "SequenceBatch":
+        return SequenceBatch(self.ids, {k: self.columns[k] for k in keys})
+
+    def with_columns(self, **columns: Column) -> "SequenceBatch":
+        return SequenceBatch(self.ids, {**self.columns, **columns})
+
+    def with_scalars(self, key: str, values: Tensor) -> "SequenceBatch":
+        return self.with_columns(**{key: Column.scalars(values)})
+
+    def with_tokenwise(self, key: str, data: Tensor) -> "SequenceBatch":
+        """Add a column with the lengths of ``tokens``."""
+        return self.with_columns(**{key: Column(data, self.lengths("tokens"))})
+
+    def split(self, parts: Sequence[Sequence[int]]) -> list["SequenceBatch"]:
+        return [self.select(part) for part in parts]
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> "SequenceBatch":
+        return SequenceBatch(self.ids, {k: Column(fn(c.data), c.lengths) for k, c in self.columns.items()})
+
+    def to(self, device: torch.device | str) -> "SequenceBatch":
+        return self.map(lambda data: data.to(device))
+
+    @staticmethod
+    def concat(batches: Sequence["SequenceBatch"]) -> "SequenceBatch":
+        """Stack batches of equal columns; empty batches are passed over."""
+        full = [b for b in batches if len(b)]
+        if not full:
+            return batches[0] if batches else SequenceBatch(())
+        columns = {
+            k: Column(torch.cat([b[k] for b in full]), tuple(n for b in full for n in b.lengths(k)))
+            for k in full[0].columns
+        }
+        return SequenceBatch(tuple(i for b in full for i in b.ids), columns)

@@ -1,0 +1,70 @@
+"""AdamW on this worker's equal range of the flat parameters (ZeRO-1): reduce-scatter, step, all-gather."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from realhf.api.config import OptimizerConfig, Schedule
+from realhf.comm.parallel import Group
+from realhf.models.flat import FlatParams
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Return the rate of step ``0 <= step < total_steps``: linear warm-up, then the decay to ``min_lr_ratio``."""
+    warmup = math.ceil(config.warmup_steps_proportion * total_steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    match config.lr_scheduler_type:
+        case Schedule.constant:
+            shape = 1.0
+        case Schedule.linear:
+            shape = 1.0 - progress
+        case Schedule.cosine:
+            shape = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape)
+
+
+class ShardedAdamW:
+    """The optimizer of one model on one data-parallel rank. State lives in float32, for this rank's range only."""
+
+    def __init__(self, params: FlatParams, config: OptimizerConfig, group: Group) -> None:
+        self.params, self.config, self.group = params, config, group
+        size = params.data.numel() // group.size
+        assert size * group.size == params.data.numel(), "flat parameters are padded to a multiple of dp"
+        self.start, self.stop = group.index * size, (group.index + 1) * size
+        mine = params.data[self.start : self.stop]
+        self.master = mine if mine.dtype == torch.float32 else mine.float()
+        params.enable_grad()
+        self.grad: Tensor = params.grad if group.size == 1 else torch.empty_like(self.master)
+        border = min(max(params.n_matrix - self.start, 0), size)
+        decays = ((0, border, config.weight_decay), (border, size, 0.0))
+        groups = [self._param_group(a, b, decay) for a, b, decay in decays if b > a]
+        betas = (config.beta1, config.beta2)
+        self.adam = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+
+    def _param_group(self, start: int, stop: int, weight_decay: float) -> dict:
+        segment = self.master[start:stop]
+        segment.grad = self.grad[start:stop]
+        return {"params": [segment], "weight_decay": weight_decay}
+
+    @torch.no_grad()
+    def step(self, lr: float) -> float:
+        """Make one step with the accumulated gradient and return its global norm before clipping. Collective."""
+        self.group.reduce_scatter(self.grad, self.params.grad)
+        squares = self.group.all_reduce(self.grad.square().sum(dtype=torch.float64).reshape(1))
+        norm = float(squares.sqrt())
+        if not math.isfinite(norm):
+            raise ValueError(f"the gradient norm is {norm}: lower the learning rate, or look at the rewards and data")
+        limit = self.config.gradient_clipping
+        if limit > 0 and norm > limit:
+            self.grad.mul_(limit / norm)
+        for group in self.adam.param_groups:
+            group["lr"] = lr
+        self.adam.step()
+        mine = self.params.data[self.start : self.stop]
+        if self.master.data_ptr() != mine.data_ptr():
+            mine.copy_(self.master)
+        self.group.all_gather(self.params.data, mine)
+        return norm

@@ -1,0 +1,39 @@
+"""Supervised fine-tuning: one model, one call."""
+
+from dataclasses import dataclass
+
+from realhf.api.config import ExperimentConfig, MFCConfig, ModelSpec, opt
+from realhf.api.experiment import RoleSpec, Task
+from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
+
+
+@dataclass
+class SFTExperiment(ExperimentConfig):
+    """Supervised fine-tuning on prompt and answer."""
+
+    model: ModelSpec = opt(ModelSpec, "the model")
+    sft_train: MFCConfig = opt(MFCConfig, "training call")
+    seq_mean: bool = opt(False, "average over the tokens of an answer first, then over answers")
+
+    task = Task.sft
+
+    @property
+    def config(self) -> ExperimentConfig:
+        return self
+
+    def graph(self) -> Graph:
+        interface = InterfaceSpec("sft", {"seq_mean": self.seq_mean})
+        batch = self.dataset.train_bs_n_seqs
+        return Graph((MFC("sft_train", "model", Kind.TRAIN, interface, ("tokens", "prompt_mask"), batch_size=batch),))
+
+    def roles(self) -> dict[str, RoleSpec]:
+        return {"model": RoleSpec(self.model)}
+
+    def placements(self) -> dict[str, MFCConfig]:
+        return {"sft_train": self.sft_train}
+
+    def longest_answer(self) -> int:
+        return 0
+
+    def problems(self) -> list[str]:
+        return []

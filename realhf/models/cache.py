@@ -1,0 +1,43 @@
+"""Keys and values of the tokens so far, one slot for each row that is being generated."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from realhf.api.model import ModelConfig
+
+
+class KVCache:
+    """``k`` and ``v`` of shape ``[L, n_slots, K, max_len, head_dim]``; place p of a slot is its token at position p."""
+
+    def __init__(
+        self, config: ModelConfig, n_slots: int, max_len: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        shape = (config.n_layers, n_slots, config.n_kv_heads, max_len, config.head_dim)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.n_slots, self.max_len = n_slots, max_len
+
+    def places(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Return where the heads of tokens ``(slot, position)`` go, ``[T*K]``; all layers of a step share it."""
+        heads = torch.arange(self.k.shape[2], device=slots.device)
+        return ((slots[:, None] * len(heads) + heads) * self.max_len + positions[:, None]).view(-1)
+
+    def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store new keys and values, ``[T, K, head_dim]``, of one layer."""
+        for store, new in ((self.k, k), (self.v, v)):
+            head_dim = store.shape[-1]
+            store[layer].view(-1, head_dim).index_copy_(0, places, new.detach().reshape(-1, head_dim))
+
+    def copy_slot(self, src: int, dst: int, length: int) -> None:
+        """Move a row to another slot: its first ``length`` tokens."""
+        self.copy_prefix(src, (dst,), length)
+
+    def copy_prefix(self, src: int, dst_slots: Sequence[int], length: int) -> None:
+        """Give the first ``length`` tokens of a slot to others: the samples of a prompt share its prefill."""
+        for store in (self.k, self.v):
+            prefix = store[:, src, :, :length]
+            for dst in dst_slots:
+                if dst != src:
+                    store[:, dst, :, :length] = prefix

@@ -1,0 +1,131 @@
+"""What a family declares: names and sizes of its Hugging Face twin. No tensors: the planner reads these files."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from realhf.api.model import ModelConfig
+from realhf.api.params import Box
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+@dataclass(frozen=True)
+class HfTensor:
+    """Which part of a Hugging Face tensor one of our parameters is.
+
+    ``box`` is in that tensor's own coordinates (None: all of it); ``transpose`` when its rows are our columns.
+    """
+
+    name: str
+    transpose: bool = False
+    box: Box | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """One ``model_type``: its class names (language model, scalar head) and the translation both ways.
+
+    ``base_prefix`` starts every name but the heads' and is absent in folders of a bare base model; tensors whose name
+    ends with one of ``ignored`` are buffers of older versions, not weights.
+    """
+
+    name: str
+    hf_architectures: tuple[str, str]
+    base_prefix: str
+    config_from_hf: Callable[[Mapping[str, Any], bool], ModelConfig]
+    config_to_hf: Callable[[ModelConfig], dict[str, Any]]
+    hf_tensors: Callable[[ModelConfig], dict[str, HfTensor]]
+    ignored: tuple[str, ...] = ()
+
+    def architecture(self, config: ModelConfig) -> str:
+        return self.hf_architectures[config.head == "scalar"]
+
+
+def whole_number(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """Return a positive whole number; an absent or null field gives ``default``, or an error where that is None."""
+    value = default if hf.get(key) is None else hf[key]
+    if value is None:
+        raise ValueError(f"field '{key}' is missing")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"field '{key}' must be a positive whole number, got {value!r}")
+    return value
+
+
+def number(hf: Mapping[str, Any], key: str, default: float) -> float:
+    value = default if hf.get(key) is None else hf[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise ValueError(f"field '{key}' must be a positive number, got {value!r}")
+    return float(value)
+
+
+def activation(hf: Mapping[str, Any], key: str, default: str) -> str:
+    value = hf.get(key, default)
+    if value not in ACTIVATIONS:
+        raise ValueError(f"field '{key}' is {value!r}, known are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[value]
+
+
+def refuse(hf: Mapping[str, Any], **supported: Any) -> None:
+    """Raise where a switch is set to something that this code does not compute; null counts as the supported value."""
+    for key, only in supported.items():
+        if hf.get(key) is not None and hf[key] != only:
+            raise ValueError(f"field '{key}' is {hf[key]!r}, only {only!r} is supported")
+
+
+def token_ids(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the special tokens as fields of ``ModelConfig``; Hugging Face allows one end token or a list."""
+    eos = hf.get("eos_token_id")
+    ends = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    return {"bos_token_id": hf.get("bos_token_id"), "eos_token_ids": ends, "pad_token_id": hf.get("pad_token_id")}
+
+
+def token_ids_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Return the special tokens as Hugging Face fields.
+
+    A scalar head needs a pad token: Hugging Face scores the last token that is not one. Where the model has none, it
+    is never an end token, which our rows are scored at.
+    """
+    ends, pad = config.eos_token_ids, config.pad_token_id
+    if config.head == "scalar" and pad is None:
+        candidates = [config.bos_token_id, *range(len(ends) + 1)]
+        pad = next(i for i in candidates if i is not None and i not in ends)
+    eos = None if not ends else ends[0] if len(ends) == 1 else list(ends)
+    return {"bos_token_id": config.bos_token_id, "eos_token_id": eos, "pad_token_id": pad}
+
+
+def rotary(hf: Mapping[str, Any]) -> tuple[float, tuple[tuple[str, float], ...]]:
+    """Return base and scaling; version 5 keeps them in ``rope_parameters``, older ones in two fields."""
+    new, old = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
+    base = number(new if "rope_theta" in new else hf, "rope_theta", 10000.0)
+    scaling = new or old
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return base, ()
+    if kind != "llama3":
+        raise ValueError(f"rotary scaling '{kind}' is not supported, known are default, llama3")
+    missing = [key for key in LLAMA3_SCALING if key not in scaling]
+    if missing:
+        raise ValueError(f"rotary scaling 'llama3' lacks {', '.join(missing)}")
+    return base, tuple((key, float(scaling[key])) for key in LLAMA3_SCALING)
+
+
+def rotary_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Return the rotary fields in both spellings, for versions before and after 5."""
+    scaling: dict[str, Any] = {"rope_type": "default"}
+    if config.rotary_scaling:
+        scaling = {"rope_type": "llama3", **dict(config.rotary_scaling)}
+        scaling["original_max_position_embeddings"] = int(scaling["original_max_position_embeddings"])
+    return {
+        "rope_theta": config.rotary_base,
+        "rope_scaling": scaling if config.rotary_scaling else None,
+        "rope_parameters": {"rope_theta": config.rotary_base, **scaling},
+    }

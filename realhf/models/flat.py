@@ -1,0 +1,146 @@
+"""All parameters of a shard in one flat tensor: what moves, what is stepped and what is freed is one piece of memory.
+
+Matrices come first, then vectors (which weight decay leaves alone); in each group the order is by layer and then as
+declared, so that a fused product reads its weights as one wider view of the same memory.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from realhf.api.params import Box, ParamSpec, box_numel, box_shape, intersect, relative, whole
+
+
+@dataclass(frozen=True)
+class _Place:
+    spec: ParamSpec
+    box: Box
+    start: int
+    stop: int
+
+
+class FlatParams:
+    """The parameters named in ``boxes``, each the part of it that its box tells.
+
+    ``data`` is the flat tensor, zero-filled at first and rounded up to a multiple of ``pad_to`` elements; its first
+    ``n_matrix`` elements belong to matrices. ``grad``, after ``enable_grad``, is a float32 tensor of the same length.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ParamSpec],
+        boxes: Mapping[str, Box],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        pad_to: int = 1,
+    ) -> None:
+        held = [spec for spec in specs if spec.name in boxes]
+        assert len(held) == len(boxes), f"boxes of unknown parameters: {sorted(set(boxes) - {s.name for s in held})}"
+        self._places: dict[str, _Place] = {}
+        self.n_matrix = end = 0
+        for spec in sorted(held, key=lambda spec: (len(spec.shape) < 2, spec.layer)):
+            box = boxes[spec.name]
+            assert intersect(box, whole(spec.shape)) == box, f"box {box} is not inside {spec}"
+            self._places[spec.name] = _Place(spec, box, end, end + box_numel(box))
+            end = self._places[spec.name].stop
+            if len(spec.shape) >= 2:
+                self.n_matrix = end
+        self._end = end
+        self.data = torch.zeros(-(-end // pad_to) * pad_to, dtype=dtype, device=device)
+        self.grad: Tensor | None = None
+        self.is_free = False
+        self._leaves: dict[tuple[str, ...], Tensor] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._places)
+
+    def box(self, name: str) -> Box:
+        return self._places[name].box
+
+    def spec(self, name: str) -> ParamSpec:
+        return self._places[name].spec
+
+    def view(self, *names: str) -> Tensor:
+        """Return the shard of a parameter; of several neighbours, their concatenation along dimension 0."""
+        return self._cut(self.data, names)
+
+    def _cut(self, flat: Tensor, names: tuple[str, ...]) -> Tensor:
+        assert not self.is_free, "parameters are used while their memory is released"
+        places = [self._places[name] for name in names]
+        shapes = [box_shape(place.box) for place in places]
+        for left, right in zip(places, places[1:], strict=False):
+            assert left.stop == right.start, f"{left.spec.name} and {right.spec.name} do not lie side by side"
+        assert len({shape[1:] for shape in shapes}) == 1, f"{names} differ in their inner dimensions"
+        rows = sum(shape[0] for shape in shapes)
+        return flat[places[0].start : places[-1].stop].view(rows, *shapes[0][1:])
+
+    def leaf(self, *names: str) -> Tensor:
+        """Return what a computation uses: the plain view, or once gradients are enabled its autograd leaf.
+
+        The same names give the same leaf, so a tied embedding is one leaf used twice.
+        """
+        if self.grad is None:
+            return self.view(*names)
+        if names not in self._leaves:
+            self._leaves[names] = self._new_leaf(names, self.grad)
+        return self._leaves[names]
+
+    def _new_leaf(self, names: tuple[str, ...], grad: Tensor) -> Tensor:
+        with torch.inference_mode(False):
+            leaf = self.view(*names).detach().requires_grad_()
+            total = self._cut(grad, names)
+        if leaf.dtype == torch.float32:
+            leaf.grad = total  # autograd adds to it in place
+            return leaf
+
+        def add_to_total(param: Tensor) -> None:
+            assert param.grad is not None
+            total.add_(param.grad)
+            param.grad = None
+
+        leaf.register_post_accumulate_grad_hook(add_to_total)
+        return leaf
+
+    def enable_grad(self) -> None:
+        """Allocate the gradient; leaves fetched from now on collect into it. Views fetched before stay plain."""
+        if self.grad is None:
+            with torch.inference_mode(False):
+                self.grad = torch.zeros(self.data.shape, device=self.data.device)
+
+    def zero_grad(self) -> None:
+        assert self.grad is not None, "gradients are not enabled"
+        self.grad.zero_()
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """Return a view of ``box``, in global coordinates, which must lie in this shard."""
+        mine = self._places[name].box
+        assert intersect(box, mine) == box, f"{name}: {box} is not inside this shard's {mine}"
+        return self.view(name)[relative(box, mine)]
+
+    @torch.no_grad()
+    def write(self, name: str, box: Box, tensor: Tensor) -> None:
+        """Copy ``tensor`` (any type or device) over ``box``, in global coordinates."""
+        self.read(name, box).copy_(tensor)
+
+    def free(self) -> None:
+        """Release the memory of data and gradient, whoever holds views of them; contents are lost."""
+        for flat in (self.data, self.grad):
+            if flat is not None:
+                flat.untyped_storage().resize_(0)
+        self.is_free = True
+
+    @torch.no_grad()
+    def allocate(self) -> None:
+        """Take memory again after ``free``. Parameters are to be written; the gradient is zero."""
+        if not self.is_free:
+            return
+        for flat in (self.data, self.grad):
+            if flat is not None:
+                flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+        self.is_free = False
+        self.data[self._end :].zero_()
+        if self.grad is not None:
+            self.grad.zero_()

@@ -1,0 +1,79 @@
+"""Norms over the last dimension and rotary positions, with the fewest passes over memory."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class _RmsNorm(torch.autograd.Function):
+    """The CPU twin of the fused CUDA kernel: keeps x and one number per token, and makes two temporaries."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        unit = x * scale
+        product = grad * unit
+        grad_weight = product.sum(0)
+        along = (product @ weight).div_(x.shape[-1]).unsqueeze_(-1)
+        grad_x = torch.mul(grad, weight, out=product).addcmul_(unit, along, value=-1).mul_(scale)
+        return grad_x, grad_weight, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Divide each token of ``x`` ``[T, D]`` by its root mean square and scale it by ``weight`` ``[D]``."""
+    if x.device.type == "cpu" and x.dtype == torch.float32:
+        return _RmsNorm.apply(x, weight, eps)
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def rotary_frequencies(head_dim: int, base: float, scaling: dict[str, float]) -> Tensor:
+    """Return the angle per position of each pair, ``[head_dim / 2]`` float32.
+
+    ``scaling`` is empty or Llama 3.1's: long waves are slowed by ``factor``, short ones kept, the rest blended.
+    """
+    plain = 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if not scaling:
+        return plain
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return plain * (keep + (1 - keep) / scaling["factor"])
+
+
+class Rotary:
+    """Cosines and signed sines of every position, computed once and extended when a longer row comes."""
+
+    def __init__(self, head_dim: int, base: float, scaling: dict[str, float], device: torch.device | str) -> None:
+        self._frequencies = rotary_frequencies(head_dim, base, scaling).to(device)
+        self._tables = torch.empty(2, 0, head_dim, device=device)
+
+    def rows(self, positions: Tensor, longest: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return (cosine, signed sine), each ``[T, 1, head_dim]``, of positions below ``longest``."""
+        if longest > self._tables.shape[1]:
+            self._tables = self._build(1 << (longest - 1).bit_length())
+        cos, sin = self._tables[:, positions].to(dtype).unsqueeze(2)
+        return cos, sin
+
+    def _build(self, length: int) -> Tensor:
+        angles = torch.outer(torch.arange(length, device=self._frequencies.device).float(), self._frequencies)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs ``(i, i + d/2)`` of ``x`` ``[T, heads, d]`` by their angles (RoFormer, arXiv 2104.09864)."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

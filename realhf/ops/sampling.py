@@ -1,0 +1,107 @@
+"""Sampling of tokens with counter-based randomness: what is drawn depends on (seed, prompt, sample, position) alone."""
+
+import torch
+from torch import Tensor
+
+
+def _int64(x: int) -> int:
+    """The two's complement reading of the lowest 64 bits."""
+    x &= (1 << 64) - 1
+    return x - (1 << 64) if x >> 63 else x
+
+
+_INCREMENT = _int64(0x9E3779B97F4A7C15)
+_FACTORS = (_int64(0xBF58476D1CE4E5B9), _int64(0x94D049BB133111EB))
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words. Products wrap around."""
+    x = (x ^ _shift(x, 30)) * _FACTORS[0]
+    x = (x ^ _shift(x, 27)) * _FACTORS[1]
+    return x ^ _shift(x, 31)
+
+
+def uniform(seed: int, prompts: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
+    """Return one number in [0, 1) per row, ``[S]`` float64 with 53 random bits, from int64 counters ``[S]``."""
+    state = _mix(torch.full_like(prompts, _int64(seed + _INCREMENT)))
+    for counter in (prompts, samples, positions):
+        state = _mix((state ^ counter) + _INCREMENT)
+    return _shift(state, 11).double() * 2.0**-53
+
+
+def _best(logits_SV: Tensor, k: int) -> Tensor:
+    """Ids of the k largest logits, descending, ``[S, k]``; of equal ones the lowest ids, on every device."""
+    bits = logits_SV.float().contiguous().view(torch.int32).long()
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers in the order of the floats
+    vocab = logits_SV.shape[-1]
+    keys = (ordered << 32) + torch.arange(vocab - 1, -1, -1, device=logits_SV.device)
+    return keys.topk(k).indices
+
+
+def _candidates(logits_SV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor | None]:
+    """Logits of what may be drawn (-inf: may not), and their token ids where they are not the whole vocabulary."""
+    if 0 < top_k < logits_SV.shape[-1]:
+        ids = _best(logits_SV, top_k)
+        logits = logits_SV.gather(-1, ids)
+    elif top_p < 1.0:
+        logits, ids = logits_SV.sort(dim=-1, descending=True, stable=True)
+    else:
+        return logits_SV, None
+    if top_p < 1.0:
+        mass = logits.softmax(-1).double()
+        logits = logits.masked_fill(mass.cumsum(-1) - mass >= top_p, float("-inf"))
+    return logits, ids
+
+
+def _inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
+    """Index ``[S]`` of the first candidate whose cumulated probability exceeds ``u``; never one of probability 0."""
+    cdf = probs.cumsum(-1, dtype=torch.float64)
+    target = u.double().unsqueeze(-1) * cdf[:, -1:]
+    index = torch.searchsorted(cdf, target, right=True).clamp(max=probs.shape[-1] - 1)
+    # u next to 1, or a parallel cumsum that is not quite monotone, can land on nothing
+    index = torch.where(probs.gather(-1, index) > 0, index, probs.argmax(-1, keepdim=True))
+    return index.squeeze(-1)
+
+
+def sample(
+    logits: Tensor,
+    u: Tensor,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    forbid: Tensor | None = None,
+    forbid_rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw one token per row by inverse CDF; returns (tokens int64, logprobs, sampling_logprobs), each ``[S]``.
+
+    ``logits`` is ``[S, V]`` float32 and ``u`` ``[S]`` in [0, 1). Token ids ``forbid`` (``[n]``) are ruled out in the
+    rows where ``forbid_rows`` (``[S]`` bool; None: everywhere) holds; then come the ``top_k`` most likely tokens
+    (0: all), then the smallest prefix of those whose mass reaches ``top_p``. ``logprobs`` is
+    log_softmax(logits / temperature) of the token, what training recomputes; ``sampling_logprobs`` is under the
+    distribution that was drawn from. Temperature 0 takes the most likely token (the lowest id of equal ones), with
+    ``logprobs`` of temperature 1 and ``sampling_logprobs`` 0. At least one token must be allowed in every row.
+    """
+    if temperature < 0.0 or top_k < 0 or not 0.0 < top_p <= 1.0:
+        raise ValueError(f"need temperature >= 0, top_k >= 0, 0 < top_p <= 1: got {temperature}, {top_k}, {top_p}")
+    scaled = logits.float() / (temperature or 1.0)
+    log_p = scaled.log_softmax(-1)
+    allowed = scaled
+    if forbid is not None and forbid.numel():
+        banned = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device).index_fill(0, forbid, True)
+        banned = banned if forbid_rows is None else forbid_rows.unsqueeze(-1) & banned
+        allowed = scaled.masked_fill(banned, float("-inf"))
+    if temperature == 0.0:
+        tokens = allowed.argmax(-1)
+        sampling_logprobs = torch.zeros_like(tokens, dtype=torch.float32)
+    else:
+        kept, ids = _candidates(allowed, top_k, top_p)
+        log_q = log_p if kept is scaled else kept.log_softmax(-1)
+        index = _inverse_cdf(log_q.exp(), u).unsqueeze(-1)
+        tokens = (index if ids is None else ids.gather(-1, index)).squeeze(-1)
+        sampling_logprobs = log_q.gather(-1, index).squeeze(-1)
+    return tokens, log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), sampling_logprobs

@@ -1,0 +1,38 @@
+"""Floating-point operations of a model's passes, from its sizes and the lengths of the rows.
+
+Counts multiply-adds as two. Grouped-query attention and causal masks are counted as they are computed.
+"""
+
+from collections.abc import Iterable
+
+from realhf.api.model import ModelConfig
+
+
+def matrix_params(config: ModelConfig) -> int:
+    """Weights that every token multiplies with, the head apart."""
+    attention = config.hidden * config.head_dim * (2 * config.n_heads + 2 * config.n_kv_heads)
+    mlp = config.hidden * config.intermediate * (3 if config.mlp == "gated" else 2)
+    return config.n_layers * (attention + mlp)
+
+
+def forward_flops(config: ModelConfig, lengths: Iterable[int], head_tokens: int | None = None) -> int:
+    """Operations of one causal pass over packed rows; ``head_tokens`` go through the head (default: all)."""
+    lengths = list(lengths)
+    tokens = sum(lengths)
+    pairs = sum(n * (n + 1) // 2 for n in lengths)
+    attention = 4 * config.n_layers * config.n_heads * config.head_dim * pairs
+    out = config.vocab if config.head == "lm" else 1
+    head = 2 * config.hidden * out * (tokens if head_tokens is None else head_tokens)
+    return 2 * matrix_params(config) * tokens + attention + head
+
+
+def train_flops(config: ModelConfig, lengths: Iterable[int], recompute: bool = False) -> int:
+    """Operations of forward and backward (twice the forward), and the recomputed forward where asked for."""
+    return (4 if recompute else 3) * forward_flops(config, lengths)
+
+
+def generate_flops(config: ModelConfig, prompts: Iterable[int], rows: Iterable[int]) -> int:
+    """Operations of computing every prompt once and decoding the rest of every row (prompt and answer lengths)."""
+    prompts, rows = list(prompts), list(rows)
+    new = sum(rows) - sum(prompts)
+    return forward_flops(config, rows, head_tokens=len(prompts) + new)

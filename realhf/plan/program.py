@@ -1,0 +1,65 @@
+"""From graph and plan to a program: per MFC, the instructions in order. And what every worker derives from it."""
+
+from realhf.api.graph import MFC, Graph
+from realhf.api.layout import Layout
+from realhf.api.plan import ExecutionPlan
+from realhf.api.program import Compute, Instruction, Program, Reallocate, Release, Transfer
+
+
+def home(graph: Graph, plan: ExecutionPlan, role: str) -> Layout:
+    """Return the layout in which a role's weights live between calls: its trainer's, or its first call's."""
+    keeper = graph.trainer(role) or next(m for m in graph.mfcs if m.role == role)
+    return plan[keeper.name].layout
+
+
+def compile_program(graph: Graph, plan: ExecutionPlan) -> Program:
+    """Return the instructions of every MFC; weights are borrowed wherever a call is laid out unlike its role's home."""
+    return {m.name: _instructions(m, graph, plan) for m in graph.mfcs}
+
+
+def _instructions(mfc: MFC, graph: Graph, plan: ExecutionPlan) -> tuple[Instruction, ...]:
+    layout = plan[mfc.name].layout
+    work: list[Instruction] = [Transfer(mfc.inputs, layout), Compute(mfc.name, mfc.role, layout)]
+    if mfc.role is not None and (source := home(graph, plan, mfc.role)) != layout:
+        work = [Reallocate(mfc.role, source, layout), *work, Release(mfc.role, layout)]
+    return tuple(work)
+
+
+def engines_of(program: Program, rank: int) -> tuple[tuple[str, Layout], ...]:
+    """Return the (role, layout) pairs that a worker must hold an engine for: where it computes or lends weights."""
+    pairs: dict[tuple[str, Layout], None] = {}
+    for instructions in program.values():
+        for step in instructions:
+            match step:
+                case Compute(_, str() as role, layout):
+                    pairs[role, layout] = None
+                case Reallocate(role, src, dst):
+                    pairs[role, src] = pairs[role, dst] = None
+    return tuple((role, layout) for role, layout in pairs if rank in layout.mesh.ranks)
+
+
+def groups_of(program: Program) -> tuple[tuple[int, ...], ...]:
+    """Return the process groups that the program needs, in the one order in which every worker creates them."""
+    groups: dict[tuple[int, ...], None] = {}
+    for instructions in program.values():
+        for step in instructions:
+            if not isinstance(step, Compute):
+                continue
+            for axis in ("dp", "tp", "pp"):
+                for rank in step.layout.mesh.ranks:
+                    members = step.layout.axis(axis, rank)
+                    if len(members) > 1:
+                        groups[members] = None
+    return tuple(groups)
+
+
+def meshes_of(instructions: tuple[Instruction, ...]) -> frozenset[int]:
+    """Return the workers that take part in an MFC by its layouts (holders of its rows come on top)."""
+    ranks: set[int] = set()
+    for step in instructions:
+        match step:
+            case Reallocate(_, src, dst):
+                ranks |= {*src.mesh.ranks, *dst.mesh.ranks}
+            case Compute(_, _, layout):
+                ranks |= {*layout.mesh.ranks}
+    return frozenset(ranks)

@@ -1,0 +1,259 @@
+"""What the master does next, as a pure machine: events in, actions out. No IO, no clock, no torch.
+
+The list of events determines everything: the same events give the same actions, in a run and in a simulation.
+A call starts when its rows have their inputs, the MFC is not running already, and its weights are fresh enough.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from realhf.api.batch import PROMPT, BatchMeta, ColumnMeta, RowId
+from realhf.api.graph import MFC, Graph
+from realhf.api.messages import Call, State
+from realhf.api.plan import ExecutionPlan
+from realhf.plan.assign import deal_rows
+
+
+@dataclass(frozen=True)
+class Span:
+    """Prompts of one step: positions ``start <= p < stop`` of the data stream."""
+
+    step: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class RowsReady:
+    """Rows came to be: by a fetch (``mfc`` is None) or a call. ``outputs[rank]`` is what each worker now holds."""
+
+    mfc: str | None
+    span: Span
+    outputs: dict[int, BatchMeta]
+    state: State | None = None
+
+
+@dataclass(frozen=True)
+class FetchRows:
+    span: Span
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    span: Span
+    call: Call
+
+
+@dataclass(frozen=True)
+class FinishStep:
+    """Every MFC has seen every row of the step: report it, then drop its rows."""
+
+    span: Span
+
+
+Action = FetchRows | Dispatch | FinishStep
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """Prompts per step, prompts in all (the last step may be smaller), steps in all."""
+
+    batch_size: int
+    n_prompts: int
+    n_steps: int
+
+    def span(self, step: int) -> Span:
+        start = step * self.batch_size
+        return Span(step, start, min(start + self.batch_size, self.n_prompts))
+
+
+def run_length(batch_size: int, n_rows: int, epochs: int, max_steps: int | None) -> RunLength:
+    """Return how long a run is: ``epochs`` passes over ``n_rows``, or ``max_steps`` where that is fewer steps."""
+    total = n_rows * epochs
+    steps = -(-total // batch_size)
+    return RunLength(batch_size, total, steps if max_steps is None else min(steps, max_steps))
+
+
+@dataclass
+class _Table:
+    """Where the values of one key are: for every prompt its rows, for every row its holders and length."""
+
+    dtype: str = ""
+    prompts: dict[int, list[RowId]] = field(default_factory=dict)
+    rows: dict[RowId, tuple[list[int], int]] = field(default_factory=dict)
+
+    def drop(self, prompt: int) -> None:
+        for row in self.prompts.pop(prompt, ()):
+            del self.rows[row]
+
+
+class MasterState:
+    """The scheduler of one run. ``handle`` is its only mutator."""
+
+    def __init__(self, graph: Graph, plan: ExecutionPlan, length: RunLength, max_staleness: int = 0) -> None:
+        self.graph, self.plan, self.length, self.max_staleness = graph, plan, length, max_staleness
+        self.versions: dict[str, int] = {r: 0 for r in graph.roles}
+        self.states: dict[str, State] = {m.role or m.name: {} for m in graph.mfcs}
+        self.finished_steps = 0
+        self._tables: dict[str, _Table] = {k: _Table() for m in graph.mfcs for k in (*m.inputs, *m.outputs)}
+        self._next: dict[str, int] = {m.name: 0 for m in graph.mfcs}  # position of the first prompt not yet issued
+        self._done: dict[str, int] = {m.name: 0 for m in graph.mfcs}
+        self._running: set[str] = set()
+        self._fetched = self._fetching = 0  # steps
+        self._stale: list[Span] = []  # finished steps whose rows are still on record
+
+    @property
+    def is_over(self) -> bool:
+        return self.finished_steps >= self.length.n_steps
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Every key of the graph."""
+        return tuple(self._tables)
+
+    def start(self) -> list[Action]:
+        return self._fetch_ahead()
+
+    def handle(self, event: RowsReady) -> list[Action]:
+        """Take one event in and return what to do now, in order."""
+        self._forget_finished()
+        self._store(event)
+        if event.mfc is None:
+            self._fetched += 1
+        else:
+            self._complete(self.graph[event.mfc], event)
+        actions: list[Action] = [*self._finish_steps(), *self._fetch_ahead()]
+        for mfc in self.graph.topological:
+            if (dispatch := self._try_issue(mfc)) is not None:
+                actions.append(dispatch)
+        return actions
+
+    def _store(self, event: RowsReady) -> None:
+        made = self.graph.dataset_keys if event.mfc is None else self.graph[event.mfc].outputs
+        for key in made:
+            table = self._tables[key]
+            for prompt in range(event.span.start, event.span.stop):
+                table.prompts.setdefault(prompt, [])
+        for rank, meta in event.outputs.items():
+            for key, column in meta.columns.items():
+                if key not in self._tables:
+                    continue
+                table = self._tables[key]
+                table.dtype = column.dtype
+                for row, length in zip(meta.ids, column.lengths, strict=True):
+                    table.prompts[row.prompt].append(row)
+                    table.rows[row] = ([rank], length)
+
+    def _complete(self, mfc: MFC, event: RowsReady) -> None:
+        self._running.discard(mfc.name)
+        self._done[mfc.name] = event.span.stop
+        if event.state is not None:
+            self.states[mfc.role or mfc.name] = event.state
+        if mfc.is_train and mfc.role and event.span.stop == self.length.span(event.span.step).stop:
+            self.versions[mfc.role] = event.span.step + 1
+
+    def _finish_steps(self) -> list[Action]:
+        actions: list[Action] = []
+        while not self.is_over:
+            span = self.length.span(self.finished_steps)
+            if self._fetched <= span.step or any(done < span.stop for done in self._done.values()):
+                break
+            self._stale.append(span)
+            self.finished_steps += 1
+            actions.append(FinishStep(span))
+        return actions
+
+    def _forget_finished(self) -> None:
+        for span in self._stale:
+            for table in self._tables.values():
+                for prompt in range(span.start, span.stop):
+                    table.drop(prompt)
+        self._stale = []
+
+    def _fetch_ahead(self) -> list[Action]:
+        """Keep one step of data in hand beyond the one that is being worked on."""
+        actions: list[Action] = []
+        wanted = min(self.finished_steps + 2 + self.max_staleness, self.length.n_steps)
+        while self._fetching < wanted:
+            actions.append(FetchRows(self.length.span(self._fetching)))
+            self._fetching += 1
+        return actions
+
+    def _try_issue(self, mfc: MFC) -> Dispatch | None:
+        position = self._next[mfc.name]
+        step = position // self.length.batch_size
+        if mfc.name in self._running or step >= self.length.n_steps or step >= self._fetched:
+            return None
+        stop = min(position + mfc.batch_size, self.length.span(step).stop)
+        trained = mfc.role is not None and self.graph.trainer(mfc.role) is not None
+        if trained and self.versions[mfc.role or ""] < step - (0 if mfc.is_train else self.max_staleness):
+            return None
+        if any(p not in self._tables[key].prompts for key in mfc.inputs for p in range(position, stop)):
+            return None
+        self._running.add(mfc.name)
+        self._next[mfc.name] = stop
+        span = Span(step, position, stop)
+        return Dispatch(span, self._call(mfc, span))
+
+    def _call(self, mfc: MFC, span: Span) -> Call:
+        prompts = range(span.start, span.stop)
+        tables = {key: self._tables[key] for key in mfc.inputs}
+        shared = tuple(k for k, t in tables.items() if any(r.sample == PROMPT for p in prompts for r in t.prompts[p]))
+        ids = tuple(row for p in prompts for row in self._rows_of(p, tables, shared))
+        found = {
+            key: [table.rows[RowId(i.prompt, PROMPT) if key in shared else i] for i in ids]
+            for key, table in tables.items()
+        }
+        columns = {k: ColumnMeta(tables[k].dtype or "uint8", tuple(n for _, n in rows)) for k, rows in found.items()}
+        weights = [max((c.nbytes(i) for c in columns.values()), default=1) for i in range(len(ids))]
+        layout = self.plan[mfc.name].layout
+        assignment, minibatches = deal_rows(ids, weights, layout.strategy.dp, mfc.n_minibatches)
+        heads = {i: layout.dp_heads()[d] for d, rows in enumerate(assignment) for i in rows}
+        holders = {k: _senders([ranks for ranks, _ in rows], heads) for k, rows in found.items()}
+        return Call(
+            request=0,
+            mfc=mfc.name,
+            step=span.step,
+            version=self.versions.get(mfc.role or "", 0),
+            inputs=BatchMeta(ids, columns),
+            holders=holders,
+            shared=shared,
+            assignment=assignment,
+            minibatches=minibatches,
+            state=self.states[mfc.role or mfc.name],
+        )
+
+    @staticmethod
+    def _rows_of(prompt: int, tables: Mapping[str, _Table], shared: tuple[str, ...]) -> list[RowId]:
+        """Rows of a prompt that have every input; a producer may have dropped some (best of n)."""
+        own = [set(t.prompts[prompt]) for key, t in tables.items() if key not in shared]
+        if not own:
+            return [RowId(prompt, PROMPT)]
+        return sorted(set.intersection(*own))
+
+    def holders_of(self, prompts: range, keys: tuple[str, ...]) -> dict[int, list[RowId]]:
+        """Return the workers that hold any of ``keys`` for these prompts, with the rows they hold.
+
+        A finished step's rows are on record until the next event.
+        """
+        found: dict[int, list[RowId]] = {}
+        for key in keys:
+            table = self._tables[key]
+            for prompt in prompts:
+                for row in table.prompts.get(prompt, ()):
+                    found.setdefault(table.rows[row][0][0], []).append(row)
+        return {rank: sorted(set(rows)) for rank, rows in found.items()}
+
+
+def _senders(holders: list[list[int]], heads: Mapping[int, int]) -> tuple[int, ...]:
+    """Return from whom each row comes: from its destination where that has it, else from its producer.
+
+    The destination is put on record as a holder: a later call finds the row there, since inboxes are first in, first
+    out.
+    """
+    senders = []
+    for i, ranks in enumerate(holders):
+        senders.append(heads[i] if heads[i] in ranks else ranks[0])
+        if heads[i] not in ranks:
+            ranks.append(heads[i])
+    return tuple(senders)

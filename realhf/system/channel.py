@@ -1,0 +1,126 @@
+"""Messages between master and workers: msgpack of known types over ZeroMQ, or straight calls in one process.
+
+Sockets live in a folder that only the owner may enter. A worker names itself by its rank; anything that does not
+decode to a known message is refused.
+"""
+
+import os
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import msgpack
+import zmq
+
+from realhf.api.codec import from_plain, to_plain
+from realhf.api.messages import ToMaster, ToWorker
+from realhf.base.errors import RunFailed
+
+MAX_MESSAGE = 1 << 30
+
+
+class MasterEnd(Protocol):
+    """The master's side of the channel."""
+
+    def send(self, rank: int, message: ToWorker) -> None: ...
+
+    def receive(self, timeout_s: float) -> ToMaster | None:
+        """Return the next message, or None when none came in time."""
+
+    def close(self) -> None: ...
+
+
+def encode(message: object, union: object) -> bytes:
+    return msgpack.packb(to_plain(message, union))
+
+
+def decode(data: bytes, union: type) -> object:
+    """Read a message; ``ValueError`` for anything that is not one of the known types."""
+    try:
+        return from_plain(msgpack.unpackb(data, max_buffer_size=MAX_MESSAGE), union)
+    except Exception as error:
+        raise ValueError(f"refused a message of {len(data)} bytes: {error}") from error
+
+
+class ZmqMaster:
+    """Binds an ipc socket for the workers of one host."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="realhf-"))  # mkdtemp makes it 0700
+        self.address = f"ipc://{self.folder}/master"
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.bind(self.address)
+        os.chmod(self.folder / "master", 0o600)
+
+    def send(self, rank: int, message: ToWorker) -> None:
+        self._socket.send_multipart([b"%d" % rank, encode(message, ToWorker)])
+
+    def receive(self, timeout_s: float) -> ToMaster | None:
+        if not self._socket.poll(max(0, int(timeout_s * 1000))):
+            return None
+        _, data = self._socket.recv_multipart()
+        return decode(data, ToMaster)  # type: ignore[return-value, arg-type]
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+        (self.folder / "master").unlink(missing_ok=True)
+        self.folder.rmdir()
+
+
+class ZmqWorker:
+    """A worker's side: one FIFO inbox, one way out."""
+
+    def __init__(self, address: str, rank: int) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, b"%d" % rank)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
+        self._socket.setsockopt(zmq.LINGER, 2000)
+        self._socket.connect(address)
+
+    def send(self, message: ToMaster) -> None:
+        self._socket.send(encode(message, ToMaster))
+
+    def receive(self, timeout_s: float, waiting_for: str) -> ToWorker:
+        """Return the next message; ``RunFailed`` names what was awaited when none comes in time."""
+        if not self._socket.poll(int(timeout_s * 1000)):
+            raise RunFailed(f"no word from the master for {timeout_s:.0f} s while waiting for {waiting_for}")
+        return decode(self._socket.recv(), ToWorker)  # type: ignore[return-value, arg-type]
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+class InlineChannel:
+    """Master and the only worker in one process: a message is handled before ``send`` returns."""
+
+    def __init__(self) -> None:
+        self._replies: deque[ToMaster] = deque()
+        self.handler: Callable[[ToWorker], None] = lambda message: None
+
+    def send(self, rank: int, message: ToWorker) -> None:
+        self.handler(message)
+
+    def reply(self, message: ToMaster) -> None:
+        self._replies.append(message)
+
+    def receive(self, timeout_s: float) -> ToMaster | None:
+        return self._replies.popleft() if self._replies else None
+
+    def close(self) -> None:
+        self._replies.clear()
+
+
+def deadline(seconds: float) -> Callable[[], float]:
+    """Return a function that tells the seconds left."""
+    end = time.monotonic() + seconds
+    return lambda: end - time.monotonic()

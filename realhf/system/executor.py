@@ -1,0 +1,147 @@
+"""Carries out a call's instructions on this worker. What is decided was decided by the plan; here it is done."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from realhf.api.batch import RowId
+from realhf.api.engine import Interface
+from realhf.api.graph import Kind
+from realhf.api.layout import Layout
+from realhf.api.messages import Call, State, Stats
+from realhf.api.params import box_numel, box_shape
+from realhf.api.program import Compute, Reallocate, Release, Transfer
+from realhf.base.timers import Spans
+from realhf.comm.exchange import Move, Piece, exchange
+from realhf.data.batch import Column, SequenceBatch
+from realhf.engine import NativeEngine
+from realhf.models.specs import param_specs, stage_layers
+from realhf.plan.realloc import BoxCopy, plan_realloc
+from realhf.plan.transfer import RowCopy, plan_transfer, stored_as
+from realhf.system.run import RunSpec
+from realhf.system.store import RowStore
+
+
+@dataclass
+class Outcome:
+    """What a call left on this worker."""
+
+    outputs: SequenceBatch | None = None
+    stats: Stats | None = None
+    state: State | None = None
+
+
+class Executor:
+    """This worker's hands: engines, interfaces, row store."""
+
+    def __init__(
+        self,
+        run: RunSpec,
+        rank: int,
+        device: torch.device,
+        engines: dict[tuple[str, Layout], NativeEngine],
+        interfaces: dict[str, Interface],
+        spans: Spans,
+    ) -> None:
+        self.run, self.rank, self.device = run, rank, device
+        self.engines, self.interfaces, self.spans = engines, interfaces, spans
+        self.store = RowStore()
+        self._realloc_plans: dict[Reallocate, tuple[BoxCopy, ...]] = {}
+
+    def execute(self, call: Call) -> Outcome:
+        """Run the program of the call's MFC, instruction by instruction."""
+        outcome = Outcome()
+        for step in self.run.program[call.mfc]:
+            with self.spans.span(f"{call.mfc}/{type(step).__name__}"):
+                match step:
+                    case Transfer(keys, layout):
+                        self._transfer(call, keys, layout)
+                    case Reallocate():
+                        self._reallocate(step)
+                    case Compute(_, role, layout) if self.rank in layout.mesh.ranks:
+                        outcome = self._compute(call, role, layout)
+                    case Release(role, dst) if self.rank in dst.mesh.ranks:
+                        self.engines[role, dst].params.free()
+        return outcome
+
+    def _transfer(self, call: Call, keys: tuple[str, ...], layout: Layout) -> None:
+        moves = [
+            Move(c, c.src, c.dst, Piece(getattr(torch, c.dtype), c.length)) for c in plan_transfer(call, keys, layout)
+        ]
+
+        def read(copy: object) -> Tensor:
+            assert isinstance(copy, RowCopy)
+            return self.store.get(copy.row, copy.key)
+
+        def write(copy: object, value: Tensor) -> None:
+            assert isinstance(copy, RowCopy)
+            self.store.put_value(copy.row, copy.key, value)
+
+        exchange(moves, self.rank, read, write, self.device)
+
+    def _reallocate(self, step: Reallocate) -> None:
+        config = self.run.models[step.role]
+        if step not in self._realloc_plans:
+            specs = param_specs(config)
+            self._realloc_plans[step] = plan_realloc(specs, lambda pp: stage_layers(config, pp), step.src, step.dst)
+        source = self.engines.get((step.role, step.src))
+        target = self.engines.get((step.role, step.dst))
+        if target is not None:
+            target.params.allocate()
+        dtype = torch.bfloat16 if self.run.roles[step.role].spec.bf16 else torch.float32
+        moves = [
+            Move(c, c.src, c.dst, Piece(dtype, box_numel(c.box))) for c in self._realloc_plans[step]
+        ]  # fmt: skip
+
+        def read(copy: object) -> Tensor:
+            assert isinstance(copy, BoxCopy) and source is not None
+            return source.read(copy.name, copy.box)
+
+        def write(copy: object, value: Tensor) -> None:
+            assert isinstance(copy, BoxCopy) and target is not None
+            target.write(copy.name, copy.box, value.view(box_shape(copy.box)))
+
+        exchange(moves, self.rank, read, write, self.device)
+
+    def _compute(self, call: Call, role: str | None, layout: Layout) -> Outcome:
+        mfc = self.run.graph[call.mfc]
+        batch = self._gather(call, layout)
+        engine = None
+        if role is not None:
+            limits = self.run.plan[call.mfc].micro_batching
+            engine = replace(self.engines[role, layout], micro_batching=limits, version=call.version)
+        interface = self.interfaces[call.mfc]
+        head = self.rank in layout.dp_heads()
+        if mfc.kind is Kind.TRAIN:
+            assert engine is not None
+            stats, state = interface.train_step(engine, batch, call.state)
+            return Outcome(stats=stats if head else None, state=state)
+        if mfc.kind is Kind.GENERATE:
+            assert engine is not None
+            outputs, stats = interface.generate(engine, batch, call.state)
+        else:
+            outputs, stats = interface.inference(engine, batch, call.state)
+        if not head:
+            return Outcome()
+        outputs = outputs.only(mfc.outputs)
+        self.store.put(outputs)
+        return Outcome(outputs, stats)
+
+    def _gather(self, call: Call, layout: Layout) -> SequenceBatch:
+        """Build this data-parallel rank's batch from the store; it may have no rows."""
+        mine = call.assignment[layout.coord(self.rank).dp]
+        ids = tuple(call.inputs.ids[i] for i in mine)
+        columns: dict[str, Column] = {}
+        for key, meta in call.inputs.columns.items():
+            sources = [stored_as(row, key, call.shared) for row in ids]
+            empty = Column(torch.empty(0, dtype=getattr(torch, meta.dtype), device=self.device), ())
+            columns[key] = self.store.gather(sources, key) if sources else empty
+        batch = SequenceBatch(ids, columns)
+        numbers = torch.tensor([call.minibatches[i] for i in mine], dtype=torch.int64, device=self.device)
+        return batch.with_scalars("minibatch", numbers) if self.run.graph[call.mfc].is_train else batch
+
+    def held(self, ids: tuple[RowId, ...], key: str) -> dict[RowId, Tensor]:
+        """Return what this worker's store has of ``key``, by row."""
+        found = {row: self.store.find(row, key) for row in ids}
+        return {row: value for row, value in found.items() if value is not None}

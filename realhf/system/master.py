@@ -1,0 +1,181 @@
+"""The master worker: feeds events to ``MasterState`` and carries out the actions it answers with."""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from realhf.api.messages import Call, Collect, Done, Drop, Fetch, Hello, Ready, Save, Start, Stop, ToWorker
+from realhf.plan.program import home, meshes_of
+from realhf.plan.schedule import Action, Dispatch, FetchRows, FinishStep, MasterState, RowsReady, Span
+from realhf.system.channel import MasterEnd, deadline
+from realhf.system.mailbox import Mailbox, Watch
+from realhf.system.run import RunSpec
+from realhf.system.telemetry import Telemetry
+
+
+@dataclass
+class _Request:
+    """A request under way. ``then`` takes all replies and may answer with an event."""
+
+    what: str
+    step: int
+    waiting: set[int]
+    left: Callable[[], float]
+    then: Callable[[list[Done]], RowsReady | None]
+    replies: list[Done] = field(default_factory=list)
+
+
+class Master:
+    """One run from start to end. ``watch`` tells of dead workers, ``telemetry`` writes down what happens."""
+
+    def __init__(self, run: RunSpec, channel: MasterEnd, watch: Watch, telemetry: Telemetry) -> None:
+        self.run, self.channel, self.telemetry = run, channel, telemetry
+        self.mailbox = Mailbox(channel, watch, self._doing, lambda rank: run.paths.log(f"worker-{rank}"))
+        self.state = MasterState(run.graph, run.plan, run.length)
+        self.requests: dict[int, _Request] = {}
+        self.next_request = 0
+        self.last_save = time.monotonic()
+
+    def train(self) -> None:
+        """Run the experiment; ``RunFailed`` when it ends in any other way than by doing all of its steps."""
+        self._gather_workers()
+        self._perform(self.state.start())
+        while self.requests:
+            if (event := self._next_event()) is not None:
+                self.telemetry.event(event)
+                self._perform(self.state.handle(event))
+        assert self.state.is_over, "nothing is under way, and the run is not over"
+        self._tell_all(Stop())
+
+    def _gather_workers(self) -> None:
+        ranks, patience = range(self.run.plan.n_workers), self.run.config.startup_timeout
+        hello = self.mailbox.receive_all(Hello, ranks, patience, "to come up")
+        one_host = len({h.host for h in hello.values()}) == 1
+        self._tell_all(Start("127.0.0.1" if one_host else hello[0].host, hello[0].port))
+        self.telemetry.ready(self.mailbox.receive_all(Ready, ranks, patience, "to build its models"))
+
+    def _tell_all(self, message: ToWorker) -> None:
+        for rank in range(self.run.plan.n_workers):
+            self.channel.send(rank, message)
+
+    def _doing(self, rank: int) -> str:
+        return ", ".join(r.what for r in self.requests.values() if rank in r.waiting) or "nothing it was asked for"
+
+    def _next_event(self) -> RowsReady | None:
+        """Take one reply in; return the event that it completes, if any."""
+        oldest = min(self.requests.values(), key=lambda r: r.left())
+        patience = self.run.config.call_timeout
+        message = self.mailbox.receive(
+            oldest.left,
+            lambda: f"waited {patience:.0f} s for {oldest.what} from worker {', '.join(map(str, oldest.waiting))}",
+        )
+        assert isinstance(message, Done), f"a worker that is ready says Done, not {type(message).__name__}"
+        request = self.requests[message.request]
+        request.waiting.discard(message.rank)
+        request.replies.append(message)
+        self.telemetry.reply(request.step, message)
+        if request.waiting:
+            return None
+        del self.requests[message.request]
+        return request.then(sorted(request.replies, key=lambda r: r.rank))
+
+    def _ask(
+        self,
+        ranks: Iterable[int],
+        message: Callable[[int, int], ToWorker],
+        what: str,
+        step: int,
+        then: Callable[[list[Done]], RowsReady | None],
+    ) -> None:
+        """Send ``message(request, rank)`` to every rank; ``then`` is called with the replies."""
+        self.next_request += 1
+        ranks = tuple(ranks)
+        left = deadline(self.run.config.call_timeout)
+        self.requests[self.next_request] = _Request(what, step, set(ranks), left, then)
+        for rank in ranks:
+            self.channel.send(rank, message(self.next_request, rank))
+
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case FetchRows(span):
+                    self._fetch(span)
+                case Dispatch(span, call):
+                    self._dispatch(span, call)
+                case FinishStep(span):
+                    self._finish_step(span)
+
+    def _fetch(self, span: Span) -> None:
+        def message(request: int, rank: int) -> ToWorker:
+            return Fetch(request, span.start, span.stop)
+
+        what = f"the data of step {span.step + 1}"
+        self._ask(self.run.fetchers, message, what, span.step, lambda replies: RowsReady(None, span, _outputs(replies)))
+
+    def _dispatch(self, span: Span, call: Call) -> None:
+        ranks = meshes_of(self.run.program[call.mfc]) | {rank for held in call.holders.values() for rank in held}
+
+        def finished(replies: list[Done]) -> RowsReady:
+            self.telemetry.call_done(call, replies)
+            states = [reply.state for reply in replies if reply.state is not None]
+            return RowsReady(call.mfc, span, _outputs(replies), states[0] if states else None)
+
+        what = f"{call.mfc} of step {span.step + 1}"
+        self._ask(sorted(ranks), lambda request, rank: replace(call, request=request), what, span.step, finished)
+
+    def _finish_step(self, span: Span) -> None:
+        self.telemetry.step_done(span.step, self.state.versions)
+        self._log_generations(span)
+        self._tell_all(Drop(span.start, span.stop))
+        if self.state.is_over or self._save_is_due(span.step + 1):
+            self._save(span.step + 1)
+
+    def _log_generations(self, span: Span) -> None:
+        """Ask for a few of the step's rows in words; the replies are merged by row and written down."""
+        keys = tuple(k for k in self.telemetry.logged_keys if k in self.state.keys)
+        limit = self.run.config.n_logged_generations
+        if "tokens" not in keys or not limit:
+            return
+        prompts = range(span.start, span.stop if limit < 0 else min(span.stop, span.start + limit))
+        held = self.state.holders_of(prompts, keys)
+
+        def written(replies: list[Done]) -> None:
+            self.telemetry.generations(span.step + 1, [row for r in replies for row in r.values["rows"]], limit)
+
+        self._ask(
+            held,
+            lambda request, rank: Collect(request, tuple(held[rank]), keys),
+            f"the generations of step {span.step + 1}",
+            span.step,
+            written,
+        )
+
+    def _save_is_due(self, step: int) -> bool:
+        control, per_step = self.run.config.exp_ctrl, self.run.length.batch_size
+        before, now = ((s * per_step) // self.run.n_rows for s in (step - 1, step))
+        return bool(
+            (control.save_freq_steps and step % control.save_freq_steps == 0)
+            or (control.save_freq_epochs and now // control.save_freq_epochs > before // control.save_freq_epochs)
+            or (control.save_freq_secs and time.monotonic() - self.last_save >= control.save_freq_secs)
+        )
+
+    def _save(self, step: int) -> None:
+        """Write the models of trained roles; inboxes are in order, so the weights are those of this step."""
+        self.last_save = time.monotonic()
+        trained = [r for r in self.run.graph.roles if self.run.graph.trainer(r)]
+        for role in self.run.config.save_roles or trained:
+            path = self.run.paths.model(role, step)
+
+            def message(request: int, rank: int, role: str = role, path: Any = path) -> ToWorker:
+                return Save(request, role, str(path))
+
+            def saved(replies: list[Done], role: str = role, path: Any = path) -> None:
+                self.telemetry.saved(role, path)
+
+            ranks = home(self.run.graph, self.run.plan, role).mesh.ranks
+            self._ask(ranks, message, f"saving {role}", step - 1, saved)
+
+
+def _outputs(replies: list[Done]) -> dict[int, Any]:
+    return {reply.rank: reply.outputs for reply in replies if reply.outputs is not None}

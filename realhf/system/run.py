@@ -1,0 +1,72 @@
+"""What master and workers know of a run, rebuilt by each of them from config.yaml and plan.json."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from realhf.api.config import ExperimentConfig
+from realhf.api.experiment import RoleSpec, Task
+from realhf.api.graph import Graph
+from realhf.api.model import ModelConfig
+from realhf.api.plan import ExecutionPlan
+from realhf.api.program import Program
+from realhf.base.paths import RunDir
+from realhf.models.specs import read_hf_config
+from realhf.plan.program import compile_program
+from realhf.plan.schedule import RunLength, run_length
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """A run by value. ``experiment`` is the name that the user typed, ``n_rows`` the size of the data set."""
+
+    experiment: str
+    config: ExperimentConfig
+    task: Task
+    graph: Graph
+    roles: dict[str, RoleSpec]
+    plan: ExecutionPlan
+    paths: RunDir
+    device: str
+    n_rows: int
+
+    @cached_property
+    def length(self) -> RunLength:
+        control = self.config.exp_ctrl
+        return run_length(
+            self.config.dataset.train_bs_n_seqs, self.n_rows, control.total_train_epochs, control.total_train_steps
+        )
+
+    @cached_property
+    def program(self) -> Program:
+        return compile_program(self.graph, self.plan)
+
+    @cached_property
+    def models(self) -> dict[str, ModelConfig]:
+        """Architecture of every role."""
+        return {name: model_config(role) for name, role in self.roles.items()}
+
+    @property
+    def fetchers(self) -> tuple[int, ...]:
+        """Workers that read the data set: the data-parallel heads of the first call that needs it."""
+        keys = set(self.graph.dataset_keys)
+        first = next(m for m in self.graph.topological if keys & set(m.inputs))
+        return self.plan[first.name].layout.dp_heads()
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        return tokenizer_folder(self.roles)
+
+
+def model_config(role: RoleSpec) -> ModelConfig:
+    """Read a role's architecture from its folder or its config file."""
+    source = role.spec.config if role.spec.init_from_scratch else role.spec.path
+    return read_hf_config(Path(source or ""), scalar_head=role.scalar_head)
+
+
+def tokenizer_folder(roles: dict[str, RoleSpec]) -> Path:
+    """Return the folder of the tokenizer that every role of a run shares: the first that a role names."""
+    for role in roles.values():
+        if folder := role.spec.tokenizer or role.spec.path:
+            return Path(folder)
+    return Path("")

@@ -1,0 +1,156 @@
+"""What a run writes down: metrics, events, trace, generations, TensorBoard, wandb. Shown by a ``View``."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from realhf.api.codec import to_plain
+from realhf.api.graph import Kind
+from realhf.api.messages import Call, Done, Ready
+from realhf.plan.flops import forward_flops, generate_flops, train_flops
+from realhf.plan.schedule import RowsReady
+from realhf.system.run import RunSpec
+from realhf.system.sinks import MetricSink
+
+Metrics = dict[str, float]
+
+
+class View(Protocol):
+    """Who shows the run to a person."""
+
+    def ready(self, workers: dict[int, Ready]) -> None: ...
+
+    def step(self, metrics: Metrics) -> None: ...
+
+    def saved(self, role: str, path: Path) -> None: ...
+
+
+class Telemetry:
+    """Gathers a step's replies into one line of metrics, and appends to the files of the run directory."""
+
+    logged_keys = ("tokens", "prompt_mask", "rewards", "truncated", "row")
+
+    def __init__(self, run: RunSpec, view: View, sinks: list[MetricSink]) -> None:
+        self.run, self.view, self.sinks = run, view, sinks
+        self.models: dict[str, Path] = {}
+        self.last: Metrics = {}
+        self._steps: dict[int, Metrics] = {}
+        self._sums: dict[int, dict[str, tuple[float, float]]] = {}
+        self._step_began = time.monotonic()
+        self._events = run.paths.events.open("a")
+        self._trace = run.paths.trace.open("w")
+        self._trace.write("[\n")
+
+    def ready(self, workers: dict[int, Ready]) -> None:
+        self._step_began = time.monotonic()
+        self.view.ready(workers)
+
+    def event(self, event: RowsReady) -> None:
+        self._events.write(json.dumps(to_plain(event)) + "\n")
+
+    def reply(self, step: int, done: Done) -> None:
+        """Note what one worker spent its time on."""
+        metrics = self._steps.setdefault(step, {})
+        for name, start, duration in done.spans:
+            line = {"name": name, "ph": "X", "pid": done.rank, "tid": 0, "ts": start, "dur": duration}
+            line["args"] = {"step": step + 1}
+            self._trace.write(json.dumps(line) + ",\n")
+            mfc, _, instruction = name.partition("/")
+            if instruction in ("Compute", "Transfer", "Reallocate"):
+                kind = f"time/{mfc}_s" if instruction == "Compute" else "time/move_s"
+                slot = f"_rank{done.rank}/{kind}"
+                metrics[slot] = metrics.get(slot, 0.0) + duration / 1e6
+        metrics["memory/worker_peak_gb"] = max(metrics.get("memory/worker_peak_gb", 0.0), done.memory / 1e9)
+
+    def call_done(self, call: Call, replies: list[Done]) -> None:
+        """Add a call's statistics, tokens and operations to its step."""
+        sums = self._sums.setdefault(call.step, {})
+        for reply in replies:
+            for name, (value, weight) in reply.stats.items():
+                before = sums.get(f"{call.mfc}/{name}", (0.0, 0.0))
+                sums[f"{call.mfc}/{name}"] = (before[0] + value, before[1] + weight)
+        mfc = self.run.graph[call.mfc]
+        if mfc.role is None:
+            return
+        config = self.run.models[mfc.role]
+        if mfc.kind is Kind.GENERATE:
+            prompts = call.inputs.columns["prompts"].lengths
+            rows = [n for r in replies if r.outputs for n in r.outputs.columns["tokens"].lengths]
+            per_prompt = len(rows) // max(1, len(prompts))
+            flops = generate_flops(config, prompts, rows)
+            self._add(call.step, "tokens/generated", sum(rows) - per_prompt * sum(prompts))
+        else:
+            lengths = call.inputs.columns["tokens"].lengths
+            flops = train_flops(config, lengths) if mfc.is_train else forward_flops(config, lengths)
+            if mfc.is_train:
+                trained = self._steps.setdefault(call.step, {})
+                trained["tokens/trained"] = max(trained.get("tokens/trained", 0), sum(lengths))
+        self._add(call.step, "flops/model", flops)
+
+    def _add(self, step: int, name: str, value: float) -> None:
+        metrics = self._steps.setdefault(step, {})
+        metrics[name] = metrics.get(name, 0) + value
+
+    def step_done(self, step: int, versions: dict[str, int]) -> None:
+        """Write the step's line and show it."""
+        now = time.monotonic()
+        seconds, self._step_began = now - self._step_began, now
+        raw = self._steps.pop(step, {})
+        metrics: Metrics = {"step": step + 1, "time/step_s": seconds}
+        for name, value in raw.items():
+            if name.startswith("_rank"):  # a call takes as long as its slowest worker
+                shown = name.partition("/")[2]
+                metrics[shown] = max(metrics.get(shown, 0.0), value)
+            else:
+                metrics[name] = value
+        tokens = metrics.get("tokens/trained") or metrics.get("tokens/generated", 0)
+        metrics["tokens/per_s"] = tokens / seconds
+        metrics["flops/model_per_s"] = metrics.pop("flops/model", 0) / seconds
+        for name, (value, weight) in sorted(self._sums.pop(step, {}).items()):
+            metrics[name] = value / weight if weight else 0.0
+        metrics.update(_headlines(metrics))
+        self.last = metrics
+        with self.run.paths.metrics.open("a") as file:
+            file.write(json.dumps(metrics) + "\n")
+        self._events.flush()
+        self._trace.flush()
+        for sink in self.sinks:
+            sink.write(metrics)
+        self.view.step(metrics)
+
+    def generations(self, step: int, parts: list[dict[str, Any]], limit: int) -> None:
+        """Merge what several workers know of the same rows, and write one line per row."""
+        rows: dict[tuple[int, int], dict[str, Any]] = {}
+        for part in parts:
+            rows.setdefault((part["prompt_id"], part["sample"]), {}).update(part)
+        path = self.run.paths.generations(step)
+        path.parent.mkdir(exist_ok=True)
+        shown = [row for at, row in sorted(rows.items()) if at[1] >= 0]
+        for row in shown:
+            row["fields"] = rows.get((row["prompt_id"], -1), {}).get("fields")
+        with path.open("w") as file:
+            file.writelines(json.dumps(r, ensure_ascii=False) + "\n" for r in (shown if limit < 0 else shown[:limit]))
+
+    def saved(self, role: str, path: Path) -> None:
+        self.models[role] = path
+        self.view.saved(role, path)
+
+    def close(self) -> None:
+        self._trace.write('{"name": "end", "ph": "i", "pid": 0, "tid": 0, "ts": 0, "s": "g"}\n]\n')
+        self._trace.close()
+        self._events.close()
+        for sink in self.sinks:
+            sink.close()
+
+
+def _headlines(metrics: Metrics) -> Metrics:
+    """The few names that every experiment with them shares."""
+    sources = {
+        "reward/mean": ("rew_inf/reward",),
+        "reward/accuracy": ("rew_inf/accuracy",),
+        "kl/ref": ("actor_train/kl",),
+        "length/answer": ("actor_gen/answer_length", "gen/answer_length"),
+        "loss": ("sft_train/loss", "rw_train/loss", "actor_train/actor_loss"),
+    }
+    return {name: metrics[s] for name, options in sources.items() for s in options if s in metrics}

@@ -1,0 +1,165 @@
+"""The model worker: one device, one FIFO inbox, one message at a time, in order."""
+
+import os
+import resource
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from logging import Logger
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from realhf.algorithms import build_interface
+from realhf.api.engine import InterfaceContext
+from realhf.api.messages import Call, Collect, Done, Drop, Failed, Fetch, Hello, Ready, Save, Start, ToMaster, ToWorker
+from realhf.base.errors import UserError
+from realhf.base.seeding import stable_seed
+from realhf.base.timers import Spans
+from realhf.comm.parallel import Group, ParallelContext, join, leave, make_groups, open_store
+from realhf.data.source import RowSource, row_fields
+from realhf.data.tokenizer import load_tokenizer
+from realhf.engine import ENGINES
+from realhf.plan.program import engines_of, groups_of, home
+from realhf.system.executor import Executor
+from realhf.system.run import RunSpec
+
+
+class ModelWorker:
+    """Answers the master's messages through ``send``. ``handle`` is called with one message after the other."""
+
+    def __init__(self, run: RunSpec, rank: int, send: Callable[[ToMaster], None], log: Logger) -> None:
+        self.run, self.rank, self.send, self.log = run, rank, send, log
+        self.spans = Spans()
+        self.device = torch.device(f"cuda:{rank % max(1, torch.cuda.device_count())}" if run.device == "cuda" else "cpu")
+        self.store = open_store("127.0.0.1", 0, run.config.startup_timeout) if self._opens_store else None
+        self.during = "start-up"
+
+    @property
+    def _opens_store(self) -> bool:
+        return self.rank == 0 and self.run.plan.n_workers > 1
+
+    def hello(self) -> None:
+        port = self.store.port if self.store else 0
+        self.send(Hello(self.rank, pid=os.getpid(), host=socket.gethostname(), port=port))
+
+    def handle(self, message: ToWorker) -> None:
+        """Carry out one message and reply; an error is reported to the master and raised."""
+        try:
+            self._handle(message)
+        except BaseException as error:
+            if not isinstance(error, SystemExit):
+                user_error = isinstance(error, UserError | ValueError)
+                text = str(error) if user_error else f"{type(error).__name__}: {error}"
+                self.log.exception("failed during %s", self.during)
+                self.send(Failed(self.rank, self.during, text, traceback.format_exc(), user_error))
+            raise
+
+    def _handle(self, message: ToWorker) -> None:
+        match message:
+            case Start(host, port):
+                self._start(host, port)
+            case Fetch(request, start, stop):
+                self.during = f"reading prompts {start} to {stop - 1}"
+                self._fetch(request, start, stop)
+            case Call():
+                self.during = f"{message.mfc} of step {message.step + 1}"
+                self._call(message)
+            case Collect(request, ids, keys):
+                self.during = "collecting rows"
+                self._done(request, values={"rows": self._collect(ids, keys)})
+            case Save(request, role, path):
+                self.during = f"saving {role} to {path}"
+                with self.spans.span(f"save/{role}"):
+                    self.executor.engines[role, home(self.run.graph, self.run.plan, role)].save(Path(path))
+                self._done(request)
+            case Drop(start, stop):
+                self.executor.store.drop(start, stop)
+
+    def _start(self, host: str, port: int) -> None:
+        run, began = self.run, time.monotonic()
+        n_workers = run.plan.n_workers
+        groups: dict[tuple[int, ...], Group] = {}
+        if n_workers > 1:
+            self.during = "joining the other workers"
+            join(host, port, self.rank, n_workers, run.device, run.config.call_timeout, self.store)
+            groups = make_groups(groups_of(run.program), self.rank)
+        self.during = "loading the tokenizer"
+        self.tokenizer = load_tokenizer(run.tokenizer_folder)
+        engines = {}
+        for role, layout in engines_of(run.program, self.rank):
+            self.during = f"building {role}"
+            keeper = home(run.graph, run.plan, role)
+            trainer = run.graph.trainer(role)
+            build = ENGINES[run.roles[role].spec.backend]
+            engines[role, layout] = build(
+                run.models[role],
+                run.roles[role],
+                ParallelContext(layout, self.rank, self.device, groups),
+                trained=trainer is not None and layout == keeper,
+                holds_weights=layout == keeper,
+                seed=stable_seed(run.config.seed, run.roles[role].starts_as or role),
+                total_steps=run.length.n_steps,
+                stop_ids=(self.tokenizer.eos_token_id,),
+                tokenizer_folder=run.tokenizer_folder,
+            )
+        self.during = "building interfaces"
+        mine = [m for m in run.graph.mfcs if self.rank in run.plan[m.name].layout.mesh.ranks]
+        interfaces = {}
+        for mfc in mine:
+            dp_rank = run.plan[mfc.name].layout.coord(self.rank).dp
+            context = InterfaceContext(run.config.seed, self.tokenizer, run.paths.root, dp_rank)
+            interfaces[mfc.name] = build_interface(mfc.interface, context)
+        self.executor = Executor(run, self.rank, self.device, engines, interfaces, self.spans)
+        self.during = "reading the data"
+        self.source = None
+        if self.rank in run.fetchers:
+            self.source = RowSource(run.config.dataset, run.task, self.tokenizer, run.config.seed)
+            if len(self.source) != run.n_rows:
+                raise UserError(f"{run.config.dataset.path} has {len(self.source)} rows, it had {run.n_rows} at launch")
+        info = {
+            "parameters": {role: e.params.data.numel() for (role, _), e in engines.items()},
+            "seconds": time.monotonic() - began,
+            "device": str(self.device),
+        }
+        self.log.info("ready: %s", info)
+        self.send(Ready(self.rank, info))
+
+    def _fetch(self, request: int, start: int, stop: int) -> None:
+        assert self.source is not None, "only fetchers are asked for data"
+        index, count = self.run.fetchers.index(self.rank), len(self.run.fetchers)
+        first, last = (start + (stop - start) * k // count for k in (index, index + 1))
+        with self.spans.span("fetch"):
+            batch = self.source.batch(first, last).to(self.device)
+            self.executor.store.put(batch)
+        self._done(request, outputs=batch.meta)
+
+    def _call(self, call: Call) -> None:
+        outcome = self.executor.execute(call)
+        meta = outcome.outputs.meta if outcome.outputs is not None else None
+        self._done(call.request, outputs=meta, stats=outcome.stats or {}, state=outcome.state)
+
+    def _collect(self, ids: tuple, keys: tuple[str, ...]) -> list[dict[str, Any]]:
+        """Describe rows in words: text of prompt and answer, numbers of scalars, the question's own fields."""
+        rows: dict[Any, dict[str, Any]] = {i: {"prompt_id": i.prompt, "sample": i.sample} for i in ids}
+        for key in keys:
+            for row, value in self.executor.held(ids, key).items():
+                if key == "tokens" and (mask := self.executor.store.find(row, "prompt_mask")) is not None:
+                    cut = int(mask.sum())
+                    rows[row]["prompt"] = self.tokenizer.decode(value[:cut].tolist(), skip_special_tokens=True)
+                    rows[row]["answer"] = self.tokenizer.decode(value[cut:].tolist(), skip_special_tokens=True)
+                    rows[row]["answer_tokens"] = value.numel() - cut
+                elif key == "row":
+                    rows[row]["fields"] = row_fields(value)
+                elif value.numel() == 1:
+                    rows[row][key] = value.item()
+        return [fields for fields in rows.values() if len(fields) > 2]
+
+    def _done(self, request: int, **what: Any) -> None:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self.send(Done(request, self.rank, spans=tuple(self.spans.take()), memory=peak, **what))
+
+    def close(self) -> None:
+        leave()

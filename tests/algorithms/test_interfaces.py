@@ -1,0 +1,68 @@
+"""Interfaces by name, from files, and from plain configs."""
+
+from dataclasses import is_dataclass
+from pathlib import Path
+
+import pytest
+
+from realhf.algorithms import INTERFACES, build_interface
+from realhf.algorithms.ppo import PPOActor
+from realhf.algorithms.verifier import VerifierConfig
+from realhf.api.codec import to_plain
+from realhf.api.config import PPOConfig
+from realhf.api.engine import InterfaceContext
+from realhf.api.graph import InterfaceSpec
+
+CONTEXT = InterfaceContext(seed=1, tokenizer=None, run_root=Path("."))
+
+MINE = """
+from dataclasses import dataclass
+
+@dataclass
+class Config:
+    beta: float = 0.1
+
+class Mine:
+    config_type = Config
+
+    def __init__(self, config, context):
+        self.config, self.context = config, context
+
+class Bare:
+    pass
+"""
+
+
+@pytest.mark.parametrize("name", sorted(INTERFACES))
+def test_every_interface_is_built_from_its_defaults(name):
+    assert is_dataclass(INTERFACES[name].config_type)
+    interface = build_interface(InterfaceSpec(name, to_plain(INTERFACES[name].config_type())), CONTEXT)
+    assert isinstance(interface, INTERFACES[name])
+
+
+def test_the_config_arrives():
+    config = PPOConfig(kl_ctl=0.7, generation_size=4)
+    actor = build_interface(InterfaceSpec("ppo_actor", to_plain(config)), CONTEXT)
+    assert isinstance(actor, PPOActor) and actor.config == config
+    verifier = build_interface(InterfaceSpec("verifier", to_plain(VerifierConfig(ppo=config))), CONTEXT)
+    assert verifier.config.ppo == config
+
+
+def test_a_users_own(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    mine = build_interface(InterfaceSpec(f"{file}:Mine", {"beta": 0.3}), CONTEXT)
+    assert mine.config.beta == 0.3 and mine.context is CONTEXT
+    with pytest.raises(ValueError, match="defines no class 'Mime'  did you mean Mine"):
+        build_interface(InterfaceSpec(f"{file}:Mime"), CONTEXT)
+    with pytest.raises(ValueError, match="no config_type"):
+        build_interface(InterfaceSpec(f"{file}:Bare"), CONTEXT)
+    with pytest.raises(ValueError, match="there is no Python file"):
+        build_interface(InterfaceSpec(f"{tmp_path}/other.py:Mine"), CONTEXT)
+
+
+def test_unknown_names_and_options_are_refused():
+    with pytest.raises(ValueError, match="'ppo_actr'  did you mean ppo_actor"):
+        build_interface(InterfaceSpec("ppo_actr"), CONTEXT)
+    with pytest.raises(ValueError, match="config of interface 'sft'.*seq_men"):
+        build_interface(InterfaceSpec("sft", {"seq_men": True}), CONTEXT)

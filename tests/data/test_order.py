@@ -1,0 +1,36 @@
+"""The stream of rows depends on the seed and the position alone."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realhf.data.order import epoch_order, rows_at
+
+SEEDS = st.integers(0, 2**40)
+SIZES = st.integers(1, 40)
+
+
+@settings(max_examples=50, deadline=None)
+@given(SEEDS, st.integers(0, 100), SIZES, st.booleans())
+def test_every_epoch_is_a_permutation(seed: int, epoch: int, n: int, shuffle: bool) -> None:
+    assert sorted(epoch_order(seed, epoch, n, shuffle)) == list(range(n))
+
+
+@settings(max_examples=50, deadline=None)
+@given(SEEDS, SIZES, st.lists(st.integers(0, 200), min_size=3, max_size=3), st.booleans())
+def test_a_range_may_be_split_anywhere(seed: int, n: int, cuts: list[int], shuffle: bool) -> None:
+    start, middle, stop = sorted(cuts)
+    whole = rows_at(seed, n, start, stop, shuffle)
+    assert whole == rows_at(seed, n, start, middle, shuffle) + rows_at(seed, n, middle, stop, shuffle)
+    assert whole == [int(epoch_order(seed, i // n, n, shuffle)[i % n]) for i in range(start, stop)]
+
+
+def test_epochs_and_seeds_differ_unless_rows_are_not_shuffled() -> None:
+    orders = [tuple(epoch_order(seed, epoch, 30, True)) for seed in (1, 2) for epoch in (0, 1)]
+    assert len(set(orders)) == 4
+    assert rows_at(1, 3, 0, 7, shuffle=False) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_positions_before_the_start_are_refused() -> None:
+    with pytest.raises(ValueError, match="positions -1:2"):
+        rows_at(1, 3, -1, 2, True)

@@ -1,0 +1,160 @@
+"""Tokenising, and the batches that come of it, with a tokenizer of one token per character."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from realhf.api.batch import PROMPT, RowId
+from realhf.api.config import DatasetConfig, OnBadRow
+from realhf.api.experiment import Task
+from realhf.base.errors import UserError
+from realhf.data.source import RowSource, row_fields
+from realhf.data.tokenizer import encode_answer, encode_prompt, load_tokenizer
+
+WORDS = ["<pad>", "<eos>", "<bos>", *map(chr, range(32, 127)), "\n"]
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+)
+
+
+def characters(**options: object) -> PreTrainedTokenizerFast:
+    """A tokenizer that puts BOS before and EOS behind every text, as some do."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 2), ("<eos>", 1)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{"eos_token": "<eos>", "bos_token": "<bos>"} | options)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return characters(chat_template=TEMPLATE)
+
+
+def ids(text: str) -> list[int]:
+    return [WORDS.index(c) for c in text]
+
+
+def source(
+    tmp_path: Path, rows: list[dict], task: Task, tokenizer: PreTrainedTokenizerBase, **options: object
+) -> RowSource:
+    file = tmp_path / "d.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return RowSource(DatasetConfig(path=str(file), **{"shuffle": False} | options), task, tokenizer, seed=3)
+
+
+def test_a_prompt_keeps_bos_and_loses_eos_and_an_answer_gets_only_eos(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert encode_prompt(tokenizer, "ab") == [2, *ids("ab")]
+    assert encode_answer(tokenizer, "ab\n") == [*ids("ab\n"), 1]
+
+
+def test_chat_messages_go_through_the_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert encode_prompt(tokenizer, [{"role": "user", "content": "hi"}]) == ids("u:hi;>")
+    with pytest.raises(UserError, match="no chat template"):
+        encode_prompt(characters(), [{"role": "user", "content": "hi"}])
+
+
+def test_a_folder_without_a_usable_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        load_tokenizer(tmp_path / "none")
+    with pytest.raises(UserError, match=r"none of tokenizer.json, .* tokenizer= can name"):
+        load_tokenizer(tmp_path)
+    characters(eos_token=None).save_pretrained(tmp_path / "no_eos")
+    with pytest.raises(UserError, match="no end-of-sequence token"):
+        load_tokenizer(tmp_path / "no_eos")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_saved_tokenizer_is_loaded(tmp_path: Path) -> None:
+    characters().save_pretrained(tmp_path)
+    assert encode_prompt(load_tokenizer(tmp_path), "x y") == [2, *ids("x y")]
+
+
+def test_prompts_carry_their_row(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [{"prompt": c * n, "solutions": ["\u00e9" + c]} for c, n in [("a", 1), ("b", 3)]]
+    batch = source(tmp_path, rows, Task.math, tokenizer).batch(1, 4)
+    assert batch.ids == (RowId(1, PROMPT), RowId(2, PROMPT), RowId(3, PROMPT))
+    assert batch["prompts"].dtype == torch.int64
+    assert [r.tolist() for r in batch.columns["prompts"].rows()] == [[2, *ids(t)] for t in ("bbb", "a", "bbb")]
+    assert row_fields(batch.columns["row"].rows()[1]) == {"query_id": "1", "prompt": "a", "solutions": ["\u00e9a"]}
+
+
+def test_sft_rows_are_masked_on_the_prompt_and_cut_at_max_seqlen(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rows = [{"prompt": "ab", "answer": "c"}, {"prompt": "a", "answer": "cdefgh"}]
+    batch = source(tmp_path, rows, Task.sft, tokenizer, max_seqlen=6).batch(0, 2)
+    assert batch.ids == (RowId(0, 0), RowId(1, 0))
+    tokens, masks = ([r.tolist() for r in batch.columns[key].rows()] for key in ("tokens", "prompt_mask"))
+    assert tokens == [[2, *ids("abc"), 1], [2, *ids("acdef")]]
+    assert masks == [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0]]
+    assert batch["prompt_mask"].dtype == torch.uint8
+
+
+def test_pairs_are_interleaved_and_drawn_without_replacement(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rows = [
+        {"prompt": "p", "chosen": "+", "rejected": "-"},
+        {"prompt": "q", "pos_answers": list("ABCDE"), "neg_answers": list("abcde")},
+    ]
+    stream = source(tmp_path, rows, Task.pairs, tokenizer, max_pairs_per_prompt=2)
+    batch = stream.batch(0, 20)
+    assert batch.ids[:6] == tuple(RowId(p, s) for p, s in [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)])
+    texts = [tokenizer.decode(r[2:-1]) for r in batch.columns["tokens"].rows()]
+    assert texts[:2] == ["+", "-"]
+    drawn = [tuple(texts[i + 2 : i + 6]) for i in range(0, 60, 6)]
+    assert all(a.lower() == b and c.lower() == d and a != c for a, b, c, d in drawn)
+    assert len(set(drawn)) > 2
+    again = stream.batch(3, 4)
+    assert again["tokens"].tolist() == batch.select([8, 9, 10, 11])["tokens"].tolist()
+
+
+def test_rows_that_are_too_long_are_bad_rows(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [{"prompt": "x" * n, "answer": "a"} for n in (2, 5, 3)]
+    options = {"max_prompt_len": 5, "max_seqlen": 4}
+    with pytest.raises(UserError) as caught:
+        source(tmp_path, rows, Task.sft, tokenizer, **options)
+    path = tmp_path / "d.jsonl"
+    assert caught.value.problems[:2] == [
+        f"{path}:2: the prompt has 6 tokens, more than dataset.max_prompt_len=5",
+        f"{path}:3: the prompt has 4 tokens and leaves no room for an answer in dataset.max_seqlen=4",
+    ]
+    kept = source(tmp_path, rows, Task.sft, tokenizer, on_bad_row=OnBadRow.skip, **options)
+    assert (len(kept), len(kept.problems)) == (1, 2)
+    with pytest.raises(UserError, match="no usable row"):
+        source(tmp_path, rows[1:], Task.sft, tokenizer, on_bad_row=OnBadRow.skip, **options)
+
+
+def test_a_shuffled_epoch_holds_every_row_once(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [{"prompt": chr(97 + i)} for i in range(20)]
+    stream = source(tmp_path, rows, Task.prompt, tokenizer, shuffle=True)
+    epochs = [[r[1].item() for r in stream.batch(e, e + 20).columns["prompts"].rows()] for e in (0, 20)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == ids("".join(r["prompt"] for r in rows))
+    assert epochs[0] != epochs[1]
+
+
+def test_no_positions_give_an_empty_batch(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    for task, row in [(Task.prompt, {"prompt": "p"}), (Task.sft, {"prompt": "p", "answer": "a"})]:
+        batch = source(tmp_path, [row], task, tokenizer).batch(5, 5)
+        assert len(batch) == 0
+        assert all(column.data.numel() == 0 for column in batch.columns.values())
+
+
+def test_real_preferences_become_pairs(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    file = Path(__file__).parents[2] / "../shared/data/gsm8k_preferences.jsonl"
+    if not file.is_file():
+        pytest.skip(f"third-party data {file.name} is not here")
+    config = DatasetConfig(path=str(file), max_prompt_len=4096, max_seqlen=4096)
+    stream = RowSource(config, Task.pairs, tokenizer, seed=1)
+    batch = stream.batch(0, 8)
+    assert len(batch) == 16
+    assert len(stream) > 100 and not stream.problems

@@ -1,0 +1,127 @@
+"""Parameter lists, stages, and reading configurations."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realhf.api.model import ModelConfig
+from realhf.api.params import box_numel, intersect, shard_box
+from realhf.models.families import FAMILIES
+from realhf.models.specs import param_specs, read_hf_config, stage_layers
+
+LLAMA = ModelConfig("llama", 3, 48, 12, 4, 4, 60, 101, 64)
+QWEN2 = replace(LLAMA, family="qwen2", qkv_bias=True, tied_embedding=True)
+GPT2 = ModelConfig(
+    "gpt2", 3, 48, 12, 12, 4, 192, 101, 64, norm="layer", mlp="plain", activation="gelu_tanh",
+    learned_positions=True, qkv_bias=True, proj_bias=True, tied_embedding=True,
+)  # fmt: skip
+CONFIGS = [c for one in (LLAMA, QWEN2, GPT2) for c in (one, replace(one, head="scalar"))]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("tp", [1, 2, 3, 4, 6])
+def test_tensor_shards_tile_every_parameter(config: ModelConfig, tp: int) -> None:
+    for spec in param_specs(config):
+        boxes = [shard_box(spec, tp, rank) for rank in range(tp)]
+        distinct = sorted(set(boxes))
+        assert sum(map(box_numel, distinct)) == spec.numel
+        assert not any(intersect(a, b) for i, a in enumerate(distinct) for b in distinct[:i])
+        if spec.tp_dim is None:
+            assert len(distinct) == 1
+        elif spec.tp_units >= tp:
+            assert len(distinct) == tp
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_parameter_has_its_hugging_face_tensor(config: ModelConfig) -> None:
+    names = [spec.name for spec in param_specs(config)]
+    assert len(set(names)) == len(names)
+    assert set(FAMILIES[config.family].hf_tensors(config)) == set(names)
+    assert ("head.weight" in names) == (config.head == "scalar" or not config.tied_embedding)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_configurations_survive_the_way_there_and_back(config: ModelConfig) -> None:
+    family = FAMILIES[config.family]
+    config = replace(config, bos_token_id=1, eos_token_ids=(2, 3), pad_token_id=0)
+    untied = config.head == "scalar"
+    back = family.config_from_hf(json.loads(json.dumps(family.config_to_hf(config))), untied)
+    assert back == replace(config, tied_embedding=config.tied_embedding and not untied)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 5000), st.booleans())
+def test_stages_are_a_balanced_cut(n_layers: int, pp: int, vocab: int, tied: bool) -> None:
+    config = replace(LLAMA, n_layers=n_layers, vocab=vocab, tied_embedding=tied)
+    if pp > n_layers:
+        with pytest.raises(ValueError, match="pipeline stages"):
+            stage_layers(config, pp)
+        return
+    stages = stage_layers(config, pp)
+    assert [layer for stage in stages for layer in stage] == list(range(n_layers + 2))
+    assert all(set(stage) & set(range(1, n_layers + 1)) for stage in stages)
+
+
+def test_a_heavy_embedding_is_given_fewer_blocks() -> None:
+    sizes = [len(stage) for stage in stage_layers(replace(LLAMA, n_layers=8, vocab=620), 3)]
+    assert sizes == [3, 4, 3]
+    assert [len(s) for s in stage_layers(replace(LLAMA, n_layers=8, vocab=1), 4)] == [3, 2, 2, 3]
+
+
+def written(folder: Path, **fields: object) -> Path:
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 8, "vocab_size": 9}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "qwen22"}, "unknown model_type 'qwen22', known are llama, qwen2, gpt2  did you mean qwen2"),
+        ({}, "unknown model_type None"),
+        ({"model_type": "llama", **SIZES, "hidden_size": None}, "field 'hidden_size' is missing"),
+        ({"model_type": "llama", **SIZES, "vocab_size": "9"}, "'vocab_size' must be a positive whole number, got '9'"),
+        ({"model_type": "llama", **SIZES, "hidden_size": 18}, "'hidden_size' is 18, not a multiple"),
+        ({"model_type": "llama", **SIZES, "num_key_value_heads": 3}, "4 query heads are not a multiple of 3"),
+        ({"model_type": "llama", **SIZES, "hidden_act": "relu"}, "field 'hidden_act' is 'relu'"),
+        ({"model_type": "llama", **SIZES, "mlp_bias": True}, "field 'mlp_bias' is True"),
+        ({"model_type": "llama", **SIZES, "rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
+        ({"model_type": "llama", **SIZES, "rope_scaling": {"rope_type": "llama3"}}, "'llama3' lacks factor"),
+        ({"model_type": "qwen2", **SIZES, "use_sliding_window": True}, "field 'use_sliding_window' is True"),
+    ],
+)
+def test_a_bad_configuration_says_what_is_wrong(tmp_path: Path, fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("'", ".")):
+        read_hf_config(written(tmp_path, **fields), False)
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no model configuration at .*config.json"):
+        read_hf_config(tmp_path, False)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        read_hf_config(tmp_path / "config.json", False)
+
+
+def test_both_spellings_of_rotary_scaling_agree(tmp_path: Path) -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4}
+    scaling["original_max_position_embeddings"] = 64
+    old = written(tmp_path, model_type="llama", **SIZES, rope_theta=5e5, rope_scaling=scaling)
+    first = read_hf_config(old, False)
+    new = written(tmp_path, model_type="llama", **SIZES, rope_parameters={"rope_theta": 5e5, **scaling})
+    assert read_hf_config(new, False) == first
+    assert first.rotary_base == 5e5
+    assert dict(first.rotary_scaling)["factor"] == 8.0
+
+
+def test_the_planner_reads_models_without_torch() -> None:
+    code = "import sys, realhf.models.specs; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
