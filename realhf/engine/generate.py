@@ -129,11 +129,13 @@ class _Decoding:
         keep = live - len(slots)
         gone = set(slots)
         movers = [s for s in range(keep, live) if s not in gone]
+        places = list(range(keep))
         for hole, mover in zip([s for s in slots if s < keep], movers, strict=True):
             row = int(self.rows[mover])
             self.cache.copy_slot(mover, hole, int(self.prompt_lengths[row // self.n] + self.counts[row]) - 1)
-            self.rows[hole], self.last[hole] = self.rows[mover], self.last[mover]
-        self.rows, self.last = self.rows[:keep], self.last[:keep]
+            places[hole] = mover
+        index = torch.tensor(places, dtype=torch.int64, device=self.device)
+        self.rows, self.last = self.rows[index], self.last[index]  # new tensors: the old ones are on record
 
     def result(self) -> SequenceBatch:
         order = torch.cat(self.drawn.rows).argsort(stable=True)

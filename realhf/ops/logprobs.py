@@ -50,7 +50,7 @@ class _PackedLogprobs(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor, scale: float, buffer: Tensor) -> Tensor:
-    """Scaled float32 logits of a chunk, in ``buffer``: fresh memory for each chunk would cost as much as the product."""
+    """Scaled float32 logits of a chunk, in ``buffer``: fresh memory per chunk costs as much as the product."""
     logits = buffer[: hidden.shape[0]]
     if weight.dtype == torch.float32:
         torch.mm(hidden, weight.t(), out=logits)

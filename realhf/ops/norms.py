@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class _RmsNorm(torch.autograd.Function):
-    """The CPU twin of the fused CUDA kernel: keeps x and one number per token, and makes two temporaries."""
+    """For training on a CPU: keeps x and one number per token, and its backward pass makes two temporaries."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -31,7 +31,7 @@ class _RmsNorm(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divide each token of ``x`` ``[T, D]`` by its root mean square and scale it by ``weight`` ``[D]``."""
-    if x.device.type == "cpu" and x.dtype == torch.float32:
+    if torch.is_grad_enabled() and x.device.type == "cpu" and x.dtype == torch.float32:
         return _RmsNorm.apply(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 

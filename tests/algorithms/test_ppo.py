@@ -146,14 +146,16 @@ def plain_critic(rows, scores, config, old_mean, old_std, mean, std):
 def test_critic_predicts_normalised_returns(table_engine, make_rollouts):
     config, batch, engine = replace(CONFIG, mask_too_long=True), make_rollouts(), table_engine()
     scores, critic = engine.scores.detach().clone(), PPOCritic(config, CONTEXT)
-    seen = {"first": 1.0, "second": 8.0, "weight": 0.5}  # mean 2, std sqrt(12)
+    near = scores[batch["tokens"]] * math.sqrt(12) + 2 + 0.3 * batch["values"]  # where clipping begins and ends
+    batch = batch.with_tokenwise("values", near)
+    seen = {"first": 1e-4, "second": 8e-4, "weight": 5e-5}  # mean 2, std sqrt(12); as heavy as this batch
     stats, state = critic.train_step(engine, batch, {"value_norm": seen})
     rows = plain_rows(batch, config)
     returns = [row["ret"][t] for row in rows for t in row["trained"]]
     beta, n = config.value_norm_beta, len(returns)
-    weight = beta * 0.5 + 1 - beta
-    mean = (beta * 1.0 + (1 - beta) * sum(returns) / n) / weight
-    std = math.sqrt((beta * 8.0 + (1 - beta) * sum(r * r for r in returns) / n) / weight - mean**2)
+    weight = beta * 5e-5 + 1 - beta
+    mean = (beta * 1e-4 + (1 - beta) * sum(returns) / n) / weight
+    std = math.sqrt((beta * 8e-4 + (1 - beta) * sum(r * r for r in returns) / n) / weight - mean**2)
     assert state["value_norm"]["first"] / state["value_norm"]["weight"] == pytest.approx(mean)
     assert stats["return"] == pytest.approx((sum(returns), n))
     assert stats["value"] == pytest.approx((sum(r["v"][t - 1] for r in rows for t in r["trained"]), n))

@@ -28,11 +28,12 @@ from realhf.models.transformer import Transformer
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48}
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 67, "max_position_embeddings": 64, "initializer_range": 0.2}
+GPT2_SIZES = {"vocab_size": 67, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
     "llama_tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True, attention_bias=True)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(67, 64, 32, 2, 4, initializer_range=0.2)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2_SIZES)),
 }
 TOKENS = torch.arange(4, 16)
 
@@ -118,7 +119,7 @@ def test_a_pipeline_stage_needs_only_its_layers(tmp_path: Path) -> None:
 
 def test_a_bare_base_model_is_read(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    base = GPT2Model(GPT2Config(67, 64, 32, 2, 4)).eval()
+    base = GPT2Model(GPT2Config(**GPT2_SIZES)).eval()
     base.save_pretrained(tmp_path)
     ours = load(tmp_path)
     with torch.no_grad():

@@ -20,12 +20,13 @@ SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "i
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 67, "max_position_embeddings": 64, "initializer_range": 0.2}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 16}
+GPT2_SIZES = {"vocab_size": 67, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
     "llama_tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True, attention_bias=True)),
     "llama_scaled": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=16, rope_parameters=LLAMA3)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(67, 64, 32, 2, 4, initializer_range=0.2)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2_SIZES)),
 }
 LENGTHS = [9, 9, 4, 1]
 
@@ -80,7 +81,7 @@ def test_logits_and_logprobs_equal_hugging_face(name: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("name", MODELS)
 def test_prefill_and_decoding_equal_the_full_forward(name: str, tmp_path: Path) -> None:
     ours = twins(name, tmp_path)[1]
-    lengths, prompts, slots = [9, 9, 6], [3, 5, 1], [2, 0, 1]
+    lengths, prompts, slots = [9, 9, 5], [3, 5, 1], [2, 0, 1]
     rows = tokens()[: sum(lengths)].split(lengths)
     with torch.no_grad():
         full = ours.hidden(torch.cat(rows), lengths).split(lengths)
@@ -153,6 +154,15 @@ def test_a_bound_model_follows_its_parameters(tmp_path: Path) -> None:
     assert torch.equal(ours.hidden(tokens(), LENGTHS), first)
     ours.params.enable_grad()
     assert ours.hidden(tokens(), LENGTHS).requires_grad
+
+
+def test_training_follows_generation_in_inference_mode(tmp_path: Path) -> None:
+    ours = twins("llama", tmp_path)[1]
+    expected = loss_and_gradient(ours)
+    fresh = Transformer(ours.config, ours.params)
+    with torch.inference_mode():
+        fresh.hidden(tokens(), LENGTHS)
+    assert torch.equal(loss_and_gradient(fresh), expected)
 
 
 def test_an_empty_batch_runs_both_ways(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ def _from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
 
 
 def _to_hf(config: ModelConfig) -> dict[str, Any]:
-    return llama.sizes_to_hf(config) | {"use_sliding_window": False}
+    return llama.sizes_to_hf(config) | {"use_sliding_window": False, "sliding_window": None}
 
 
 QWEN2 = Family(
