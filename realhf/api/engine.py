@@ -50,7 +50,7 @@ class Engine(Protocol):
     config: ModelConfig
 
     def forward(self, batch: SequenceBatch, fn: Callable[[Outputs, SequenceBatch], Tensor]) -> Tensor:
-        """Run without gradients; ``fn`` maps each micro-batch to a packed column. The result is in the batch's order."""
+        """Run without gradients; ``fn`` maps each micro-batch to a packed column. Results are in the batch's order."""
 
     def train(
         self, batch: SequenceBatch, loss_fn: LossFn, count: float, limits: Limits | None = None, together: bool = False

@@ -101,6 +101,10 @@ def graph_problems(mfcs: tuple[MFC, ...]) -> list[str]:
             makers.setdefault(key, []).append(m.name)
         if m.batch_size < 1:
             problems.append(f"MFC {m.name}: batch_size must be positive, got {m.batch_size}")
+        if m.n_minibatches < 1:
+            problems.append(f"MFC {m.name}: n_minibatches must be positive, got {m.n_minibatches}")
+        if m.role is None and m.kind is not Kind.INFERENCE:
+            problems.append(f"MFC {m.name}: kind {m.kind.value} needs a role, it computes with a model")
     problems += [f"key '{k}' is produced by {' and '.join(v)}" for k, v in makers.items() if len(v) > 1]
     roles: dict[str, list[str]] = {}
     for m in mfcs:
@@ -114,4 +118,6 @@ def graph_problems(mfcs: tuple[MFC, ...]) -> list[str]:
         TopologicalSorter(edges).prepare()
     except CycleError as error:
         problems.append("MFCs wait for each other: " + " -> ".join(error.args[1]))
+    if not problems and all(k in makers for m in mfcs for k in m.inputs):
+        problems.append("no MFC reads a key of the data set")
     return problems

@@ -1,8 +1,13 @@
-"""Where and how one model is cut: device mesh + parallel strategy = layout. What moves between layouts lives in plan/."""
+"""Where and how one model is cut: device mesh + parallel strategy = layout. What moves between them lives in plan/."""
 
 import re
 from dataclasses import dataclass
 from typing import NamedTuple
+
+SPAN = r"\d+(?:-\d+)?"
+SPANS = rf"{SPAN}(?:,{SPAN})*"
+MESH_PART = re.compile(rf"(?:[A-Za-z]+(?:(\d+)|\[({SPANS})\])(?::({SPANS}))?|({SPAN}))(?:,(?=.)|\Z)")
+"""One node, some nodes, or plain ranks, and the comma before the next part."""
 
 
 class Coord(NamedTuple):
@@ -34,11 +39,12 @@ class ParallelStrategy:
 
     @staticmethod
     def parse(text: str) -> "ParallelStrategy":
-        """Read ``d4t2p1``, ``d4p1m2`` or any order of the letters; anything left over is an error."""
-        if not re.fullmatch(r"(?:[dtmp][1-9]\d*){1,3}", text):
+        """Read ``d4t2p1``, ``d4p1m2``, any order and case of the letters; anything left over is an error."""
+        lower = text.strip().lower()
+        if not re.fullmatch(r"(?:[dtmp][1-9][0-9]*){1,3}", lower):
             raise ValueError(f"'{text}' is not a parallel strategy; write it like d4t2p1 (or d4p1m2)")
         degrees: dict[str, int] = {}
-        for letter, number in re.findall(r"([dtmp])(\d+)", text):
+        for letter, number in re.findall(r"([dtmp])(\d+)", lower):
             axis = {"d": "dp", "t": "tp", "m": "tp", "p": "pp"}[letter]
             if axis in degrees:
                 raise ValueError(f"'{text}' gives the {axis} degree twice")
@@ -64,46 +70,46 @@ class DeviceMesh:
 
     @staticmethod
     def parse(text: str, n_nodes: int, n_per_node: int) -> "DeviceMesh":
-        """Read ``node01:0-3``, ``node[01-02]``, ``node01,node02`` (nodes count from 1), or plain ranks ``0-2,5``."""
+        """Read ``node01:0-3``, ``node[01-02]``, ``node01,node02`` (nodes count from 1), or plain ranks ``0-2,5``.
+
+        Parts may be mixed, ``NODE[01-02,05],NODE07:0,1``: what stands between a colon and the next name is slots.
+        """
+        compact, at = re.sub(r"\s*,\s*", ",", text.strip()), 0
         ranks: list[int] = []
-        for part in re.findall(r"[^,\[:]+(?:\[[^\]]*\])?(?::[\d,-]+?(?=,[A-Za-z]|$))?", text):
-            ranks += _mesh_part(part, text, n_nodes, n_per_node)
+        while at < len(compact):
+            if not (part := MESH_PART.match(compact, at)):
+                raise ValueError(f"'{compact[at:]}' in device mesh '{text}' is not like node01, node01:0-3, "
+                                 "node[01-02] or 0-3")  # fmt: skip
+            ranks += _ranks_of(part, text, n_nodes, n_per_node)
+            at = part.end()
         if not ranks:
-            raise ValueError(f"'{text}' names no worker")
+            raise ValueError("the device mesh names no worker")
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"device mesh '{text}' names a worker twice")
         return DeviceMesh(tuple(ranks))
 
 
-def _numbers(text: str) -> list[int]:
-    numbers: list[int] = []
-    for piece in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece.strip())
-        if not match:
-            raise ValueError(f"'{piece}' is not a number or a range")
-        first, last = int(match[1]), int(match[2] or match[1])
-        numbers += range(first, last + 1)
-    return numbers
-
-
-def _mesh_part(part: str, text: str, n_nodes: int, n_per_node: int) -> list[int]:
-    plain = re.fullmatch(r"\s*[\d-]+\s*", part)
-    match = re.fullmatch(r"\s*[A-Za-z]+(?:(\d+)|\[([^\]]+)\])(?::([\d,-]+))?\s*", part)
+def _ranks_of(part: re.Match[str], text: str, n_nodes: int, n_per_node: int) -> list[int]:
+    node, nodes, slots, plain = part.groups()
     if plain:
-        ranks = _numbers(part)
-    elif match:
-        nodes = _numbers(match[1] or match[2])
-        slots = _numbers(match[3]) if match[3] else list(range(n_per_node))
-        if bad := [n for n in nodes if not 1 <= n <= n_nodes]:
-            raise ValueError(f"device mesh '{text}' names node {bad[0]}, but there are nodes 1 to {n_nodes}")
-        if bad := [s for s in slots if not 0 <= s < n_per_node]:
-            raise ValueError(f"device mesh '{text}' names slot {bad[0]}, but a node has slots 0 to {n_per_node - 1}")
-        ranks = [(n - 1) * n_per_node + s for n in nodes for s in slots]
-    else:
-        raise ValueError(f"'{part}' in device mesh '{text}' is not like node01, node01:0-3 or node[01-02]")
-    if bad := [r for r in ranks if r >= n_nodes * n_per_node]:
-        raise ValueError(f"device mesh '{text}' names worker {bad[0]}, but there are {n_nodes * n_per_node} workers")
-    return ranks
+        return _numbers(plain, text, "worker", 0, n_nodes * n_per_node - 1)
+    chosen = _numbers(slots, text, "slot", 0, n_per_node - 1) if slots else range(n_per_node)
+    return [(n - 1) * n_per_node + s for n in _numbers(node or nodes, text, "node", 1, n_nodes) for s in chosen]
+
+
+def _numbers(spans: str, text: str, what: str, low: int, high: int) -> list[int]:
+    """Read ``01-02,05``; every number must lie between ``low`` and ``high``."""
+    numbers: list[int] = []
+    for span in spans.split(","):
+        first, _, last = span.partition("-")
+        start, stop = int(first), int(last or first)
+        if start > stop:
+            raise ValueError(f"device mesh '{text}': the range {span} runs backwards")
+        for bound in (start, stop):
+            if not low <= bound <= high:
+                raise ValueError(f"device mesh '{text}' names {what} {bound}, but there are {what}s {low} to {high}")
+        numbers += range(start, stop + 1)
+    return numbers
 
 
 @dataclass(frozen=True)

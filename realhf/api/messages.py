@@ -35,9 +35,10 @@ class Fetch:
 class Call:
     """Run the program of ``mfc`` on the rows of ``inputs``.
 
-    ``request`` is numbered by whoever sends it. ``holders[key][i]`` is the rank that holds row ``inputs.ids[i]`` of ``key``; ``shared`` names the keys that are
-    held once per prompt; ``assignment[d]`` lists the rows of data-parallel rank ``d``; ``minibatches[i]`` numbers the
-    mini-batch of row ``i``; ``state`` is the role's state, ``step`` the traversal that these rows belong to.
+    ``request`` is numbered by whoever sends it. ``holders[key][i]`` is the rank that holds row ``inputs.ids[i]`` of
+    ``key``; ``shared`` names the keys that are held once per prompt; ``assignment[d]`` lists the rows of data-parallel
+    rank ``d``; ``minibatches[i]`` numbers the mini-batch of row ``i``; ``state`` is the role's state, ``step`` the
+    traversal that these rows belong to.
     """
 
     request: int
@@ -104,7 +105,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Done:
-    """A request is done. ``spans`` are (name, start_us, duration_us); ``memory`` is peak resident bytes."""
+    """A request is done. ``spans`` are (name, start_us, duration_us); ``memory`` is (peak, present) resident bytes."""
 
     request: int
     rank: int
@@ -113,7 +114,7 @@ class Done:
     state: State | None = None
     values: dict[str, Any] = field(default_factory=dict)
     spans: tuple[tuple[str, int, int], ...] = ()
-    memory: int = 0
+    memory: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,8 @@ def relative(box: Box, origin: Box) -> tuple[slice, ...]:
 def shard_box(spec: ParamSpec, tp: int, tp_rank: int) -> Box:
     """Return the box of ``spec`` that tensor rank ``tp_rank`` of ``tp`` holds.
 
-    Units are spread as evenly as possible, the first ranks taking the remainder. With fewer units than ranks (few
-    key/value heads), each unit is replicated over consecutive ranks.
+    Units are spread so that ranks differ by one at the most. With fewer units than ranks (few key/value heads), each
+    unit is replicated over consecutive ranks.
     """
     if spec.tp_dim is None or tp == 1:
         return whole(spec.shape)

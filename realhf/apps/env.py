@@ -7,8 +7,8 @@ import sys
 
 from realhf import __version__
 
-LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "hydra-core", "omegaconf", "rich", "pyzmq", "msgpack",
-             "cattrs", "numpy", "math-verify", "tensorboard")  # fmt: skip
+LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "hydra-core", "omegaconf", "rich", "pyzmq",
+             "msgpack", "cattrs", "numpy", "math-verify", "tensorboard")  # fmt: skip
 EXTRAS = {"ray": "ray", "vllm": "vllm", "megatron": "megatron-core", "wandb": "wandb"}
 
 

@@ -69,7 +69,10 @@ def save_experiment(config: ExperimentConfig, path: Path) -> None:
 
 
 def _to_object(tree: Any) -> ExperimentConfig:
-    config = OmegaConf.to_object(tree)
+    try:
+        config = OmegaConf.to_object(tree)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
     assert isinstance(config, ExperimentConfig)
     return config
 

@@ -15,6 +15,7 @@ from realhf.api.plan import ExecutionPlan
 from realhf.base.errors import UserError
 from realhf.base.paths import RunDir
 from realhf.data.encode import EncodedRows, encode_rows
+from realhf.data.rows import read_rows
 from realhf.data.tokenizer import load_tokenizer
 from realhf.plan.allocate import allocate
 from realhf.system.run import RunSpec, model_config, tokenizer_folder
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 DATASET_KEYS = {
     Task.prompt: {"prompts", "row"},
     Task.math: {"prompts", "row"},
@@ -55,12 +57,15 @@ def preflight(name: str, experiment: Experiment, paths: RunDir) -> RunSpec:
     device = findings.attempt(lambda: pick_device(config))
     graph = findings.attempt(experiment.graph)
     roles = experiment.roles()
-    models = {
-        role: findings.attempt(lambda spec=spec, role=role: check_model(role, spec)) for role, spec in roles.items()
-    }
+    models = check_models(roles, findings)
     plan = findings.attempt(lambda: allocate(graph, config, experiment.placements())) if graph else None
-    tokenizer = findings.attempt(lambda: check_tokenizer(roles, models)) if all(models.values()) else None
-    rows = findings.attempt(lambda: encode_rows(config.dataset, experiment.task, tokenizer)) if tokenizer else None
+    is_readable = all(models.values()) or (tokenizer_folder(roles) != Path() and tokenizer_folder(roles).is_dir())
+    tokenizer = findings.attempt(lambda: check_tokenizer(roles, models)) if is_readable else None
+    rows = None
+    if tokenizer is not None:
+        rows = findings.attempt(lambda: encode_rows(config.dataset, experiment.task, tokenizer))
+    else:
+        findings.attempt(lambda: read_rows(config.dataset, experiment.task))
     if graph:
         findings.problems += graph_key_problems(graph, experiment.task) + role_problems(graph, config)
     if rows is not None:
@@ -114,6 +119,21 @@ def pick_device(config: ExperimentConfig) -> str:
     return "cuda" if config.device is Device.cuda or (config.device is Device.auto and has_gpu) else "cpu"
 
 
+def check_models(roles: dict[str, RoleSpec], findings: _Findings) -> dict[str, ModelConfig | None]:
+    """Return every role's architecture; what is wrong with a model that several roles start from is said once."""
+    models: dict[str, ModelConfig | None] = {}
+    broken: list[tuple[str | None, str | None]] = []
+    for role, spec in roles.items():
+        source = (spec.spec.path, spec.spec.config)
+        is_taken_over = spec.starts_as is not None or spec.spec.init_critic_from_actor
+        models[role] = None
+        if not (is_taken_over and source in broken):
+            models[role] = findings.attempt(lambda role=role, spec=spec: check_model(role, spec))
+        if models[role] is None:
+            broken.append(source)
+    return models
+
+
 def check_model(role: str, spec: RoleSpec) -> ModelConfig:
     """Return a role's architecture; its files must be there."""
     options = spec.spec
@@ -126,8 +146,8 @@ def check_model(role: str, spec: RoleSpec) -> ModelConfig:
     folder = Path(options.path)
     if not folder.is_dir():
         raise UserError(f"{role}.path={options.path}: there is no such folder")
-    if not any(folder.glob("*.safetensors")):
-        raise UserError(f"{role}.path={options.path}: the folder has no *.safetensors weights")
+    if not any((folder / name).is_file() for name in WEIGHTS):
+        raise UserError(f"{role}.path={options.path}: the folder has no weights ({' or '.join(WEIGHTS)})")
     return _named(role, lambda: model_config(spec))
 
 
@@ -138,25 +158,32 @@ def _named(role: str, read: Callable[[], ModelConfig]) -> ModelConfig:
         raise UserError(f"{role}: {error}") from error
 
 
-def check_tokenizer(
-    roles: dict[str, RoleSpec], models: dict[str, ModelConfig | None]
-) -> "PreTrainedTokenizerBase":
+def _same(models: dict[str, ModelConfig | None], size: Callable[[ModelConfig], int]) -> dict[int, str]:
+    """Return the names of the roles by the size of their models."""
+    found: dict[int, list[str]] = {}
+    for role, model in models.items():
+        if model is not None:
+            found.setdefault(size(model), []).append(role)
+    return {value: ", ".join(names) for value, names in found.items()}
+
+
+def check_tokenizer(roles: dict[str, RoleSpec], models: dict[str, ModelConfig | None]) -> "PreTrainedTokenizerBase":
     """Return the tokenizer that all roles share; tokens are never re-tokenised from one role to another."""
     folder = tokenizer_folder(roles)
     if not str(folder) or str(folder) == ".":
         first = next(iter(roles))
         raise UserError(f"no tokenizer: set {first}.tokenizer=FOLDER (models from scratch bring none)")
     tokenizer = load_tokenizer(folder)
-    problems = []
-    for role, model in models.items():
-        if model is not None and len(tokenizer) > model.vocab:
-            problems.append(f"{role}: the tokenizer in {folder} has {len(tokenizer)} tokens, the model's vocab_size "
-                            f"is {model.vocab}")  # fmt: skip
+    problems = [
+        f"{names}: the tokenizer in {folder} has {len(tokenizer)} tokens, the model's vocab_size is {vocab}"
+        for vocab, names in _same(models, lambda model: model.vocab).items()
+        if len(tokenizer) > vocab
+    ]
     reference = folder / "tokenizer.json"
     for role, spec in roles.items():
         own = Path(spec.spec.tokenizer or spec.spec.path or folder) / "tokenizer.json"
         if own.is_file() and reference.is_file() and own.read_bytes() != reference.read_bytes():
-            problems.append(f"{role}: its tokenizer {own} differs from {reference}; all roles must read the same tokens")
+            problems.append(f"{role}: its tokenizer {own} differs from {reference}; all roles must read alike")
     if problems:
         raise UserError(problems)
     return tokenizer
@@ -183,10 +210,13 @@ def size_problems(
     if batch > len(rows):
         problems.append(f"dataset.train_bs_n_seqs={batch} is larger than the {len(rows)} rows of {config.dataset.path}")
     answer = experiment.longest_answer()
-    longest = answer + max(len(r.prompt) + max(map(len, r.answers), default=0) for r in map(rows.__getitem__, range(len(rows))))
-    for role, model in models.items():
-        if model is not None and longest > model.max_positions:
-            what = f"the longest prompt and {answer} new tokens" if answer else "the longest row"
-            problems.append(f"{role} has {model.max_positions} positions, {what} need {longest}; "
-                            f"lower {'max_new_tokens' if answer else 'dataset.max_seqlen'}")  # fmt: skip
+    every_row = map(rows.__getitem__, range(len(rows)))
+    longest = answer + max(len(row.prompt) + max(map(len, row.answers), default=0) for row in every_row)
+    what = f"the longest prompt and {answer} new tokens need" if answer else "the longest row needs"
+    problems += [
+        f"{names}: the model has {positions} positions, {what} {longest}; "
+        f"lower {'max_new_tokens or dataset.max_prompt_len' if answer else 'dataset.max_seqlen'}"
+        for positions, names in _same(models, lambda model: model.max_positions).items()
+        if longest > positions
+    ]
     return problems

@@ -8,8 +8,8 @@ from pathlib import Path
 
 def main(root: str, rank: int, address: str) -> None:
     threading.Thread(target=_leave_with_launcher, daemon=True).start()
-    from realhf.apps.quickstart import read_run
     from realhf.api.messages import Stop
+    from realhf.apps.quickstart import read_run
     from realhf.base.logging import open_log
     from realhf.system.channel import ZmqWorker
     from realhf.system.worker import ModelWorker

@@ -1,6 +1,7 @@
 """One log file per process, UTC times, no console output: the console belongs to the run's own view."""
 
 import logging
+import time
 from pathlib import Path
 
 
@@ -13,7 +14,9 @@ def open_log(path: Path, name: str) -> logging.Logger:
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    formatter = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    formatter.converter = time.gmtime
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(formatter)
     logger.addHandler(handler)
     return logger

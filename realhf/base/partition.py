@@ -40,5 +40,14 @@ def pack_bins(weights: Sequence[int], capacity: int, min_bins: int = 1) -> list[
             bins[fit].append(i)
             loads[fit] += weights[i]
     if len(bins) < min_bins:
-        bins = [part for part in balanced_partition(weights, min(min_bins, len(weights))) if part]
+        return _spread(weights, max(capacity, max(weights)), min(min_bins, len(weights)))
     return [sorted(part) for part in bins]
+
+
+def _spread(weights: Sequence[int], capacity: int, k: int) -> list[list[int]]:
+    """Return the balanced partition into ``k`` parts, or into the few more that it takes to keep to the capacity."""
+    parts = balanced_partition(weights, k)
+    while max(sum(weights[i] for i in part) for part in parts) > capacity:
+        k += 1
+        parts = balanced_partition(weights, k)
+    return parts

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+ALIGN = 16
 """Pieces start at multiples of this many bytes, so that any element type can be viewed in place."""
 
 

@@ -38,33 +38,46 @@ class ShardedAdamW:
         self.master = mine if mine.dtype == torch.float32 else mine.float()
         params.enable_grad()
         self.grad: Tensor = params.grad if group.size == 1 else torch.empty_like(self.master)
+        self.first, self.second = torch.zeros_like(self.master), torch.zeros_like(self.master)
+        self.steps = 0
         border = min(max(params.n_matrix - self.start, 0), size)
-        decays = ((0, border, config.weight_decay), (border, size, 0.0))
-        groups = [self._param_group(a, b, decay) for a, b, decay in decays if b > a]
-        betas = (config.beta1, config.beta2)
-        self.adam = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
-
-    def _param_group(self, start: int, stop: int, weight_decay: float) -> dict:
-        segment = self.master[start:stop]
-        segment.grad = self.grad[start:stop]
-        return {"params": [segment], "weight_decay": weight_decay}
+        decays = ((slice(0, border), config.weight_decay), (slice(border, size), 0.0))
+        self._segments = [(part, decay) for part, decay in decays if part.stop > part.start]
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
         """Make one step with the accumulated gradient and return its global norm before clipping. Collective."""
         self.group.reduce_scatter(self.grad, self.params.grad)
-        squares = self.group.all_reduce(self.grad.square().sum(dtype=torch.float64).reshape(1))
-        norm = float(squares.sqrt())
+        norm_of_mine = torch.linalg.vector_norm(self.grad, dtype=torch.float64)
+        norm = float(self.group.all_reduce(norm_of_mine.square().reshape(1)).sqrt())
         if not math.isfinite(norm):
             raise ValueError(f"the gradient norm is {norm}: lower the learning rate, or look at the rewards and data")
         limit = self.config.gradient_clipping
         if limit > 0 and norm > limit:
             self.grad.mul_(limit / norm)
-        for group in self.adam.param_groups:
-            group["lr"] = lr
-        self.adam.step()
+        self.steps += 1
+        for part, weight_decay in self._segments:
+            self._adamw(part, lr, weight_decay)
         mine = self.params.data[self.start : self.stop]
         if self.master.data_ptr() != mine.data_ptr():
             mine.copy_(self.master)
         self.group.all_gather(self.params.data, mine)
         return norm
+
+    def _adamw(self, part: slice, lr: float, weight_decay: float) -> None:
+        """Update one segment. The fused kernel is called as torch.optim calls it, whose own step loads a compiler."""
+        torch._fused_adamw_(
+            [self.master[part]],
+            [self.grad[part]],
+            [self.first[part]],
+            [self.second[part]],
+            [],
+            [torch.tensor(float(self.steps), device=self.master.device)],
+            lr=lr,
+            beta1=self.config.beta1,
+            beta2=self.config.beta2,
+            weight_decay=weight_decay,
+            eps=self.config.eps,
+            amsgrad=False,
+            maximize=False,
+        )

@@ -34,11 +34,15 @@ def _from_file(file: str, cls: str) -> type[ExperimentConfig]:
     path = Path(file).resolve()
     if not path.is_file():
         raise UserError(f"experiment '{file}:{cls}': there is no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"realhf_experiment_{path.stem}"  # a file may be called like a library
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"experiment '{file}:{cls}' cannot be loaded: {type(error).__name__}: {error}") from error
     found = {k: v for k, v in vars(module).items() if inspect.isclass(v) and issubclass(v, ExperimentConfig)}
     if cls not in found:
         raise UserError(f"{path} defines no experiment '{cls}'{did_you_mean(cls, found)}")

@@ -82,8 +82,14 @@ class PPOExperiment(ExperimentConfig):
         return {**found, "critic": RoleSpec(critic, scalar_head=True)}
 
     def placements(self) -> dict[str, MFCConfig]:
-        calls = {"actor_gen": self.actor_gen, "rew_inf": self.rew_inf, "ref_inf": self.ref_inf,
-                 "critic_inf": self.critic_inf, "actor_train": self.actor_train, "critic_train": self.critic_train}  # fmt: skip
+        calls = {
+            "actor_gen": self.actor_gen,
+            "rew_inf": self.rew_inf,
+            "ref_inf": self.ref_inf,
+            "critic_inf": self.critic_inf,
+            "actor_train": self.actor_train,
+            "critic_train": self.critic_train,
+        }
         return {m.name: calls[m.name] for m in self.graph().mfcs}
 
     def longest_answer(self) -> int:
@@ -105,6 +111,11 @@ class PPOExperiment(ExperimentConfig):
             (ppo.kl_ctl >= 0, f"ppo.kl_ctl must not be negative, got {ppo.kl_ctl}"),
             (ppo.value_loss_type in ("mse", "huber"),
              f"ppo.value_loss_type must be mse or huber, got {ppo.value_loss_type}"),
+            (ppo.gen.n == 1, f"ppo.gen.n={ppo.gen.n} is for the experiment gen; set ppo.group_size"),
+            (_is_given(self.ref) or self.ref == ModelSpec(),
+             "ref has options, but neither ref.path nor ref.config says which model it is"),
+            (_is_given(self.critic) or not self.critic.init_from_scratch,
+             "critic.init_from_scratch=True needs critic.config=FOLDER_OR_JSON"),
         ]  # fmt: skip
         return [line for holds, line in checks if not holds] + sampling_problems("ppo.gen", ppo.gen)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from realhf.api.codec import to_plain
-from realhf.api.config import RewardConfig, opt
+from realhf.api.config import ModelSpec, RewardConfig, opt
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, InterfaceSpec, Kind
 from realhf.experiments.ppo import PPOExperiment
@@ -33,5 +33,6 @@ class PPOMathExperiment(PPOExperiment):
         checks = [
             (reward.timeout > 0, f"reward.timeout must be positive, got {reward.timeout}"),
             (reward.processes >= 1, f"reward.processes must be positive, got {reward.processes}"),
+            (self.rew == ModelSpec(), "rew has options, but rewards come from reward.fn here; for a model use ppo"),
         ]
         return super().problems() + [line for holds, line in checks if not holds] + check_reward_fn(reward.fn)

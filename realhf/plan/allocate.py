@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 
-from realhf.api.config import ExperimentConfig, MFCConfig
+from realhf.api.config import ExperimentConfig, MFCConfig, ParallelConfig
 from realhf.api.graph import Graph
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.plan import ExecutionPlan, MicroBatching, Placement
 from realhf.base.errors import UserError, did_you_mean
+
+MODES = "heuristic, manual, dN, or actor_gen:d2,*:d1"
 
 
 def allocate(graph: Graph, config: ExperimentConfig, options: Mapping[str, MFCConfig]) -> ExecutionPlan:
@@ -20,6 +22,8 @@ def allocate(graph: Graph, config: ExperimentConfig, options: Mapping[str, MFCCo
     except ValueError as error:
         raise UserError(f"allocation_mode={config.allocation_mode}: {error}") from error
     for name, layout in layouts.items():
+        if config.allocation_mode != "manual":
+            problems += _unread(name, options[name], config.allocation_mode)
         if isinstance(layout, str):
             problems.append(layout)
             continue
@@ -45,8 +49,10 @@ def _layouts_of(
     if mode == "heuristic":
         return {name: _first(ParallelStrategy(dp=n_workers), n_workers) for name in names}
     if mode == "search" or "vllm" in mode or "sglang" in mode:
-        raise ValueError("this version has no such mode; use heuristic, manual, dN, or actor_gen:d2,*:d1")
+        raise ValueError(f"this version has no such mode; use {MODES}")
     if ":" not in mode:
+        if not any(letter.isdigit() for letter in mode):
+            raise ValueError(f"there is no such mode; use {MODES}{did_you_mean(mode, ('heuristic', 'manual'))}")
         strategy = ParallelStrategy.parse(mode)
         if strategy.world != n_workers:
             raise ValueError(f"{strategy} needs {strategy.world} workers, n_nodes * n_gpus_per_node gives {n_workers}")
@@ -57,7 +63,7 @@ def _layouts_of(
 def _per_mfc(mode: str, names: list[str], n_workers: int) -> dict[str, Layout | str]:
     entries: dict[str, ParallelStrategy] = {}
     for entry in mode.split(","):
-        name, _, strategy = entry.partition(":")
+        name, _, strategy = (part.strip() for part in entry.partition(":"))
         if name != "*" and name not in names:
             raise ValueError(f"'{name}' is no MFC of this experiment ({', '.join(names)}){did_you_mean(name, names)}")
         if name in entries:
@@ -78,6 +84,16 @@ def _per_mfc(mode: str, names: list[str], n_workers: int) -> dict[str, Layout | 
 def _first(strategy: ParallelStrategy, n_workers: int) -> Layout:
     """Lay a strategy out on the first workers."""
     return Layout(DeviceMesh(tuple(range(min(strategy.world, n_workers)))), strategy)
+
+
+def _unread(name: str, wish: MFCConfig, mode: str) -> list[str]:
+    """Say which options of an MFC this mode passes over."""
+    given = {"device_mesh": wish.device_mesh is not None, "parallel": wish.parallel != ParallelConfig()}
+    return [
+        f"{name}.{option} is set, but allocation_mode={mode} does not read it; set allocation_mode=manual"
+        for option, is_given in given.items()
+        if is_given
+    ]
 
 
 def _manual(name: str, wish: MFCConfig, config: ExperimentConfig) -> Layout | str:

@@ -32,7 +32,13 @@ def train_flops(config: ModelConfig, lengths: Iterable[int], recompute: bool = F
 
 
 def generate_flops(config: ModelConfig, prompts: Iterable[int], rows: Iterable[int]) -> int:
-    """Operations of computing every prompt once and decoding the rest of every row (prompt and answer lengths)."""
+    """Operations of computing every prompt once and drawing the same number of answers to each.
+
+    ``rows`` are lengths of prompt and answer together. Every new token takes the head once; a row's last token is drawn
+    but not computed with.
+    """
     prompts, rows = list(prompts), list(rows)
-    new = sum(rows) - sum(prompts)
-    return forward_flops(config, rows, head_tokens=len(prompts) + new)
+    n = len(rows) // max(1, len(prompts))
+    new = sum(rows) - n * sum(prompts)
+    once = forward_flops(config, prompts, head_tokens=0)
+    return forward_flops(config, (length - 1 for length in rows), head_tokens=new) - (n - 1) * once

@@ -42,19 +42,10 @@ def plan_realloc(
         for name, need in shard_of(specs, stages, dst, rank).items():
             parts: dict[Box, list[int]] = {}
             for holder, boxes in held.items():
-                if name in boxes and (part := intersect(boxes[name], need)):
+                if name in boxes and (part := intersect(boxes[name], need)) is not None:
                     parts.setdefault(part, []).append(holder)
-            for part, holders in _disjoint(parts).items():
+            for part, holders in parts.items():  # shards are alike or disjoint, so these are too
                 sender = min(holders, key=lambda h: (h != rank, h // node_size != rank // node_size, load[h], h))
                 load[sender] += box_numel(part) * (sender != rank)
                 copies.append(BoxCopy(name, part, sender, rank))
     return tuple(copies)
-
-
-def _disjoint(parts: dict[Box, list[int]]) -> dict[Box, list[int]]:
-    """Drop boxes that another box covers (replicated units make shards that overlap)."""
-    kept: dict[Box, list[int]] = {}
-    for box in sorted(parts, key=lambda b: (-box_numel(b), b)):
-        if not any(intersect(box, other) == box for other in kept):
-            kept[box] = parts[box]
-    return kept

@@ -92,7 +92,7 @@ class MasterState:
 
     def __init__(self, graph: Graph, plan: ExecutionPlan, length: RunLength, max_staleness: int = 0) -> None:
         self.graph, self.plan, self.length, self.max_staleness = graph, plan, length, max_staleness
-        self.versions: dict[str, int] = {r: 0 for r in graph.roles}
+        self.versions: dict[str, int] = dict.fromkeys(graph.roles, 0)
         self.states: dict[str, State] = {m.role or m.name: {} for m in graph.mfcs}
         self.finished_steps = 0
         self._tables: dict[str, _Table] = {k: _Table() for m in graph.mfcs for k in (*m.inputs, *m.outputs)}
@@ -226,6 +226,8 @@ class MasterState:
     @staticmethod
     def _rows_of(prompt: int, tables: Mapping[str, _Table], shared: tuple[str, ...]) -> list[RowId]:
         """Rows of a prompt that have every input; a producer may have dropped some (best of n)."""
+        if any(RowId(prompt, PROMPT) not in tables[key].rows for key in shared):
+            return []
         own = [set(t.prompts[prompt]) for key, t in tables.items() if key not in shared]
         if not own:
             return [RowId(prompt, PROMPT)]

@@ -39,6 +39,7 @@ def plan_transfer(call: Call, keys: tuple[str, ...], layout: Layout) -> tuple[Ro
             for i in rows:
                 row = stored_as(call.inputs.ids[i], key, call.shared)
                 for dst in replica:
-                    if holders[i] != dst:
-                        copies[key, row, dst] = RowCopy(key, row, holders[i], dst, column.dtype, column.lengths[i])
+                    if holders[i] != dst:  # of a shared value's holders the first on record is not itself waiting
+                        copy = RowCopy(key, row, holders[i], dst, column.dtype, column.lengths[i])
+                        copies.setdefault((key, row, dst), copy)
     return tuple(copies.values())

@@ -61,7 +61,8 @@ class Telemetry:
                 kind = f"time/{mfc}_s" if instruction == "Compute" else "time/move_s"
                 slot = f"_rank{done.rank}/{kind}"
                 metrics[slot] = metrics.get(slot, 0.0) + duration / 1e6
-        metrics["memory/worker_peak_gb"] = max(metrics.get("memory/worker_peak_gb", 0.0), done.memory / 1e9)
+        for name, size in zip(("memory/worker_peak_gb", "memory/worker_gb"), done.memory, strict=True):
+            metrics[name] = max(metrics.get(name, 0.0), size / 1e9)
 
     def call_done(self, call: Call, replies: list[Done]) -> None:
         """Add a call's statistics, tokens and operations to its step."""

@@ -158,8 +158,15 @@ class ModelWorker:
         return [fields for fields in rows.values() if len(fields) > 2]
 
     def _done(self, request: int, **what: Any) -> None:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        self.send(Done(request, self.rank, spans=tuple(self.spans.take()), memory=peak, **what))
+        self.send(Done(request, self.rank, spans=tuple(self.spans.take()), memory=resident_bytes(), **what))
 
     def close(self) -> None:
         leave()
+
+
+def resident_bytes() -> tuple[int, int]:
+    """Return this process's peak and present resident memory."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    statm = Path("/proc/self/statm")
+    present = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else peak
+    return peak, present

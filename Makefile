@@ -1,0 +1,53 @@
+# make demo and make test do everything on a fresh machine: Python >= 3.10, a C++ compiler if there is one.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+STAMP = $(VENV)/.installed
+
+.PHONY: help install demo test check unit format bench docs clean
+
+help:
+	@echo "make demo    watch PPO raise a reward, from nothing, in about a minute"
+	@echo "make test    all tests"
+	@echo "make check   lint, types, the rules of the house, torch-free tests"
+	@echo "make bench   benchmarks (ratios; quiet machine)"
+	@echo "make docs    regenerate docs/options.md from the code"
+	@echo "make clean   remove what was built (not the environment)"
+
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard csrc/*)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade "pip>=24" "setuptools>=77" wheel
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
+	$(BIN)/python setup.py -q build_ext --inplace
+	touch $(STAMP)
+
+install: $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/realhf demo
+
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy realhf
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_house.py tests/base tests/api tests/plan tests/experiments
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/start_up.py
+	$(BIN)/python benchmarks/bench_gae.py
+	$(BIN)/python benchmarks/memory.py
+
+docs: $(STAMP)
+	$(BIN)/python docs/make_options.py
+
+clean:
+	rm -rf build dist *.egg-info runs demo-run .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find realhf -name '*.so' -delete

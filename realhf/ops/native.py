@@ -1,0 +1,69 @@
+"""The compiled kernels of csrc: found and loaded at first use, absent without complaint.
+
+A kernel is called by the function that has its plain-torch twin, in the twin's file; nothing else calls one.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+
+def _like_values(
+    rewards: Tensor, values: Tensor, cu_seqlens: Tensor, bootstrap: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    return values.new_empty(values.shape), values.new_empty(values.shape)
+
+
+# What each kernel returns, as shapes and dtypes only: torch.compile asks.
+SHAPES: Mapping[str, Callable[..., object]] = MappingProxyType({"packed_gae": _like_values})
+DEVICES = ("cpu", "cuda")
+
+
+def available() -> bool:
+    """Say whether the compiled library is there and loads."""
+    return _load()
+
+
+@cache
+def kernels() -> tuple[str, ...]:
+    """Return what the library can do, as ``name:device``; empty where it is absent."""
+    return tuple(f"{name}:{device}" for name in SHAPES for device in DEVICES if kernel(name, device) is not None)
+
+
+@cache
+def kernel(name: str, device: str) -> Callable[..., object] | None:
+    """Return the kernel ``name`` where it was compiled for devices of that type, else None."""
+    if not _load() or not _compiled(name):
+        return None
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"realhf::{name}", device.upper()):
+        return None
+    return getattr(torch.ops.realhf, name).default
+
+
+@cache
+def _load() -> bool:
+    path = Path(__file__).with_name("_C.so")
+    if not path.exists():
+        return False
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        warnings.warn(
+            f"{path.name} does not load and plain torch is used instead ({error}); "
+            "build it anew with: python setup.py build_ext --inplace",
+            stacklevel=2,
+        )
+        return False
+    for name, shapes in SHAPES.items():
+        if _compiled(name):
+            torch.library.register_fake(f"realhf::{name}", shapes)
+    return True
+
+
+def _compiled(name: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel(f"realhf::{name}"))

@@ -1,0 +1,123 @@
+"""Values survive JSON and msgpack, and nothing unknown is let in."""
+
+import json
+import typing
+from typing import Any
+
+import msgpack
+import pytest
+from cattrs.errors import ForbiddenExtraKeysError
+
+from realhf.api.batch import BatchMeta, ColumnMeta, RowId
+from realhf.api.codec import from_json, from_plain, to_json, to_plain
+from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.messages import (
+    Call,
+    Collect,
+    Done,
+    Drop,
+    Failed,
+    Fetch,
+    Hello,
+    Ready,
+    Save,
+    Start,
+    Stop,
+    ToMaster,
+    ToWorker,
+)
+from realhf.api.plan import ExecutionPlan, MicroBatching, Placement
+from realhf.api.program import Compute, Instruction, Program, Reallocate, Release, Transfer
+
+REFUSED = (ForbiddenExtraKeysError, KeyError, TypeError, ValueError)
+META = BatchMeta(
+    (RowId(0, -1), RowId(7, 2)), {"tokens": ColumnMeta("int64", (3, 0)), "r": ColumnMeta("float32", (1, 1))}
+)
+STATE = {"kl_coef": 0.25, "value_norm": {"mean": -1.5, "steps": [1, 2]}, "none": None}
+LAYOUT = Layout(DeviceMesh((2, 0)), ParallelStrategy(2))
+PLAN = ExecutionPlan(3, {"a": Placement(LAYOUT), "b": Placement(LAYOUT, MicroBatching(2, 100))})
+STEPS = (Reallocate("actor", LAYOUT, LAYOUT), Transfer(("tokens", "row"), LAYOUT), Compute("a", "actor", LAYOUT),
+         Compute("b", None, LAYOUT), Release("actor", LAYOUT))  # fmt: skip
+CALL = Call(3, "a", 1, 2, META, {"tokens": (0, 1), "r": (1, 1)}, ("r",), ((1,), (), (0,)), (0, 3), STATE)
+TO_WORKER = [
+    Start("h", 1),
+    Fetch(1, 0, 8),
+    CALL,
+    Collect(1, META.ids, ("r",)),
+    Save(2, "actor", "a/b"),
+    Drop(0, 4),
+    Stop(),
+]
+DONE = Done(5, 1, META, {"loss": (2.0, 4.0)}, STATE, {"rows": [{"answer": "\u00fc", "n": 1}]}, (("a/Compute", 5, 6),))
+TO_MASTER = [Hello(0, 77, "h", 9), Ready(1, {"seconds": 0.5}), DONE, Done(1, 0), Failed(1, "x", "e", "tb", True)]
+
+
+def wire(data: Any) -> Any:
+    return msgpack.unpackb(msgpack.packb(data))
+
+
+def text(data: Any) -> Any:
+    return json.loads(json.dumps(data))
+
+
+@pytest.mark.parametrize("way", [wire, text])
+def test_every_message_of_both_unions_comes_back(way: Any) -> None:
+    for messages, union in [(TO_WORKER, ToWorker), (TO_MASTER, ToMaster)]:
+        assert {type(m) for m in messages} == set(typing.get_args(union))
+        for message in messages:
+            back = from_plain(way(to_plain(message, union)), union)
+            assert back == message and type(back) is type(message)
+
+
+def test_row_ids_come_back_as_row_ids() -> None:
+    back = from_plain(wire(to_plain(DONE, ToMaster)), ToMaster)
+    assert all(isinstance(row, RowId) for row in back.outputs.ids) and back.outputs.ids[1].sample == 2
+
+
+def test_plans_and_programs_come_back() -> None:
+    assert from_json(to_json(PLAN), ExecutionPlan) == PLAN and from_json(to_json(PLAN), ExecutionPlan)["b"] == PLAN["b"]
+    program: Program = {"a": STEPS, "b": ()}
+    assert from_json(to_json(program, Program), Program) == program
+    assert {type(step) for step in STEPS} == set(typing.get_args(Instruction))
+
+
+def test_graphs_are_plain_data_too() -> None:
+    graph = Graph((MFC("gen", "actor", Kind.GENERATE, InterfaceSpec("x", {"n": [1]}), ("prompts",), ("tokens",), 4),))
+    assert from_json(to_json(graph), Graph) == graph
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"type": "Drop", "start": 0, "stop": 1, "force": True},
+        {"type": "Drop", "start": 0},
+        {"type": "Drop", "start": "zero", "stop": 1},
+        {"type": "Drop", "start": None, "stop": 1},
+        {"type": "Eval", "start": 0, "stop": 1},
+        {"type": "Done", "request": 1, "rank": 0},
+        {"start": 0, "stop": 1},
+        {"type": "Collect", "request": 1, "ids": [[0, 0, 0]], "keys": []},
+        [],
+        None,
+        "Stop",
+    ],
+)
+def test_what_is_no_message_is_refused(data: Any) -> None:
+    with pytest.raises(REFUSED):
+        from_plain(data, ToWorker)
+
+
+def test_a_value_that_makes_no_sense_is_refused() -> None:
+    data = to_plain(PLAN)
+    data["placements"]["a"]["layout"]["mesh"]["ranks"] = [0, 0]
+    with pytest.raises(ValueError, match="distinct ranks"):
+        from_plain(data, ExecutionPlan)
+    data = to_plain(META)
+    data["columns"]["r"]["lengths"] = [1]
+    with pytest.raises(ValueError, match="column 'r' has 1 rows, the batch has 2"):
+        from_plain(data, BatchMeta)
+
+
+def test_a_row_of_a_column_has_a_size_in_bytes() -> None:
+    assert [META.columns["tokens"].nbytes(0), META.columns["r"].nbytes(1)] == [24, 4]

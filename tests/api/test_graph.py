@@ -1,0 +1,66 @@
+"""What makes a graph, and what does not."""
+
+from dataclasses import replace
+
+import pytest
+
+from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, graph_problems
+
+SPEC = InterfaceSpec("any")
+GEN = MFC("gen", "actor", Kind.GENERATE, SPEC, ("prompts",), ("tokens",))
+REW = MFC("rew", None, Kind.INFERENCE, SPEC, ("tokens", "row"), ("rewards",))
+REF = MFC("ref", "ref", Kind.INFERENCE, SPEC, ("tokens",), ("ref_logprobs",))
+TRAIN = MFC("train", "actor", Kind.TRAIN, SPEC, ("tokens", "rewards", "ref_logprobs"))
+
+
+def names(mfcs: tuple[MFC, ...]) -> list[str]:
+    return [m.name for m in mfcs]
+
+
+def test_edges_run_from_the_maker_of_a_key_to_its_readers() -> None:
+    graph = Graph((TRAIN, REW, GEN, REF))
+    assert names(graph.parents(TRAIN)) == ["rew", "gen", "ref"]
+    assert names(graph.parents(GEN)) == [] and names(graph.children(GEN)) == ["train", "rew", "ref"]
+    assert names(graph.topological) == ["gen", "rew", "ref", "train"]
+    assert graph.dataset_keys == ("row", "prompts")
+    assert graph.roles == ("actor", "ref")
+    assert graph["rew"] is REW and graph.producer["rewards"] is REW
+    assert graph.trainer("actor") is TRAIN and graph.trainer("ref") is None
+    assert TRAIN.is_train and not REF.is_train
+
+
+def test_declared_order_breaks_ties() -> None:
+    assert names(Graph((GEN, REF, REW, TRAIN)).topological) == ["gen", "ref", "rew", "train"]
+
+
+@pytest.mark.parametrize(
+    ("mfcs", "problem"),
+    [
+        ((GEN, replace(GEN, outputs=("other",))), "MFC name 'gen' is used twice"),
+        ((GEN, REW, replace(REW, name="rew2")), "key 'rewards' is produced by rew and rew2"),
+        ((replace(GEN, outputs=("a", "a")),), "key 'a' is produced by gen and gen"),
+        ((GEN, replace(GEN, name="t1", kind=Kind.TRAIN, outputs=()), replace(TRAIN, inputs=("prompts",))),
+         "role 'actor' is trained by t1 and train"),
+        ((replace(GEN, batch_size=0),), "MFC gen: batch_size must be positive, got 0"),
+        ((replace(GEN, n_minibatches=0),), "MFC gen: n_minibatches must be positive, got 0"),
+        ((replace(GEN, role=None),), "MFC gen: kind generate needs a role, it computes with a model"),
+        ((replace(REW, inputs=("rewards",)),), "MFCs wait for each other: rew -> rew"),
+        ((), "no MFC reads a key of the data set"),
+        ((replace(GEN, inputs=()),), "no MFC reads a key of the data set"),
+    ],
+)  # fmt: skip
+def test_what_is_no_graph_is_said(mfcs: tuple[MFC, ...], problem: str) -> None:
+    assert graph_problems(mfcs) == [problem]
+    with pytest.raises(ValueError, match=problem.split(":")[0]):
+        Graph(mfcs)
+
+
+def test_a_cycle_is_named() -> None:
+    one = MFC("one", None, Kind.INFERENCE, SPEC, ("b", "row"), ("a",))
+    two = MFC("two", None, Kind.INFERENCE, SPEC, ("a",), ("b",))
+    (problem,) = graph_problems((one, two))
+    assert problem.startswith("MFCs wait for each other: ") and "one" in problem and "two" in problem
+
+
+def test_all_problems_come_at_once() -> None:
+    assert len(graph_problems((GEN, GEN, replace(REW, batch_size=-1), replace(REW, name="x")))) == 4
