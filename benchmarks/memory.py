@@ -91,7 +91,9 @@ def sft_peak(folder: Path, steps: int) -> None:
 
 def ppo_growth(folder: Path, steps: int) -> None:
     """Print how a worker's resident memory moves over many PPO steps."""
-    subprocess.run([sys.executable, ROOT / "examples/arithmetic.py", folder, "--hidden", "64", "--layers", "2"], check=True)
+    subprocess.run(
+        [sys.executable, ROOT / "examples/arithmetic.py", folder, "--hidden", "64", "--layers", "2"], check=True
+    )
     scratch = [f"{role}.{option}" for role in ("actor", "critic")
                for option in ("init_from_scratch=True", f"config={folder}/model")]  # fmt: skip
     quickstart("ppo-math", f"fileroot={folder}", "trial_name=ppo", "overwrite=True", *scratch,

@@ -1,6 +1,6 @@
 """How long the command line takes to answer: ``realhf --help``, ``realhf quickstart ppo --help``, a bare interpreter.
 
-    python benchmarks/start_up.py [--runs 7]
+python benchmarks/start_up.py [--runs 7]
 """
 
 import argparse

@@ -20,7 +20,7 @@ class Console:
 
     def __init__(self, run: RunSpec) -> None:
         self.run = run
-        self.out = RichConsole(highlight=False, soft_wrap=True)
+        self.out = open_console()
         self.began = time.monotonic()
         self.progress: Progress | None = None
         self.task = None
@@ -67,11 +67,17 @@ class Console:
             self.progress = None
 
 
+def open_console() -> RichConsole:
+    """Return a console that wraps at the terminal's width, and not at all where there is no terminal."""
+    console = RichConsole(highlight=False, soft_wrap=True)
+    return console if console.is_terminal else RichConsole(highlight=False, soft_wrap=True, width=200)
+
+
 def plan_table(run: RunSpec) -> Table:
     """One line per call: what it runs, where, and what it makes."""
     table = Table(box=None, pad_edge=False)
     for head in ("call", "kind", "role", "layout", "batch", "instructions", "makes"):
-        table.add_column(head)
+        table.add_column(head, overflow="fold")
     for mfc in run.graph.topological:
         steps = " ".join(type(step).__name__ for step in run.program[mfc.name])
         layout = str(run.plan[mfc.name].layout)

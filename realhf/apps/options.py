@@ -104,8 +104,10 @@ def _apply(tree: DictConfig, word: str, known: list[str]) -> list[str]:
         override = OverridesParser.create().parse_override(word)
     except HydraException as error:
         return [f"'{word}' cannot be read: {str(error).splitlines()[0]} (quote values with special characters)"]
-    if override.is_delete() or override.is_sweep_override():
-        return [f"'{word}': deletions and sweeps are not supported; give one value"]
+    if override.is_delete():
+        return [f"'{word}': options cannot be deleted; give a value"]
+    if override.is_sweep_override():  # no sweeps here: 'actor_gen:d2,*:d1' and 'node01,node02' are plain texts
+        return _set(tree, override.key_or_group, word.partition("=")[2], known, "")
     return _set(tree, override.key_or_group, override.value(), known, "")
 
 

@@ -1,8 +1,6 @@
 """``realhf plan``: what a run would do, without launching it."""
 
-from rich.console import Console as RichConsole
-
-from realhf.apps.console import plan_table
+from realhf.apps.console import open_console, plan_table
 from realhf.apps.quickstart import prepare
 
 
@@ -11,7 +9,7 @@ def main(arguments: list[str]) -> None:
         print("usage: realhf plan EXPERIMENT [--config FILE.yaml] [key=value ...]")
         return
     run = prepare(arguments[0], arguments[1:])
-    out = RichConsole(highlight=False, soft_wrap=True)
+    out = open_console()
     out.print(f"{run.experiment}: {run.n_rows} rows, {run.length.n_steps} steps on {run.plan.n_workers} x {run.device}")
     out.print(plan_table(run))
     for name, steps in run.program.items():

@@ -30,7 +30,7 @@ from realhf.api.messages import (
 from realhf.api.plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.program import Compute, Instruction, Program, Reallocate, Release, Transfer
 
-REFUSED = (ForbiddenExtraKeysError, KeyError, TypeError, ValueError)
+REFUSED = (AttributeError, ForbiddenExtraKeysError, KeyError, TypeError, ValueError)
 META = BatchMeta(
     (RowId(0, -1), RowId(7, 2)), {"tokens": ColumnMeta("int64", (3, 0)), "r": ColumnMeta("float32", (1, 1))}
 )
