@@ -141,6 +141,10 @@ class Layout:
         at = self.coord(rank)
         return tuple(self.rank(at._replace(**{name: i})) for i in range(getattr(self.strategy, name)))
 
+    def replica(self, dp: int) -> tuple[int, ...]:
+        """Return the workers of one data-parallel replica, in order of stages."""
+        return tuple(self.rank(Coord(p, dp, t)) for p in range(self.strategy.pp) for t in range(self.strategy.tp))
+
     def dp_heads(self) -> tuple[int, ...]:
         """Return, per data-parallel rank, the worker that holds its rows: the last stage's first tensor rank."""
         return tuple(self.rank(Coord(self.strategy.pp - 1, d, 0)) for d in range(self.strategy.dp))

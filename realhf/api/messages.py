@@ -35,7 +35,7 @@ class Fetch:
 class Call:
     """Run the program of ``mfc`` on the rows of ``inputs``.
 
-    ``request`` is numbered by whoever sends it. ``holders[key][i]`` is the rank that holds row ``inputs.ids[i]`` of
+    ``request`` is numbered by whoever sends it. ``holders[key][i]`` are ranks that hold row ``inputs.ids[i]`` of
     ``key``; ``shared`` names the keys that are held once per prompt; ``assignment[d]`` lists the rows of data-parallel
     rank ``d``; ``minibatches[i]`` numbers the mini-batch of row ``i``; ``state`` is the role's state, ``step`` the
     traversal that these rows belong to.
@@ -46,7 +46,7 @@ class Call:
     step: int
     version: int
     inputs: BatchMeta
-    holders: dict[str, tuple[int, ...]]
+    holders: dict[str, tuple[tuple[int, ...], ...]]
     shared: tuple[str, ...]
     assignment: tuple[tuple[int, ...], ...]
     minibatches: tuple[int, ...]

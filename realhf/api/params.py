@@ -11,7 +11,8 @@ class ParamSpec:
     """One named parameter of a model.
 
     ``layer`` is 0 for the embedding, 1..L for blocks, L+1 for what follows. ``tp_dim`` is the dimension that tensor
-    parallelism cuts (None: replicated), in ``tp_units`` indivisible units (heads, for attention).
+    parallelism cuts (None: replicated), in ``tp_units`` indivisible units (heads, for attention). ``shared_layer`` is a
+    second layer that uses it (a tied embedding is the head too): the stage of that layer holds it as well.
     """
 
     name: str
@@ -19,10 +20,15 @@ class ParamSpec:
     layer: int
     tp_dim: int | None = None
     tp_units: int = 0
+    shared_layer: int | None = None
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def is_in(self, layers: range) -> bool:
+        """Tell whether a stage with these layers holds this parameter."""
+        return self.layer in layers or self.shared_layer in layers
 
 
 def whole(shape: tuple[int, ...]) -> Box:

@@ -18,6 +18,7 @@ from realhf.data.encode import EncodedRows, encode_rows
 from realhf.data.rows import read_rows
 from realhf.data.tokenizer import load_tokenizer
 from realhf.plan.allocate import allocate
+from realhf.plan.check import plan_problems
 from realhf.system.run import RunSpec, model_config, tokenizer_folder
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ def preflight(name: str, experiment: Experiment, paths: RunDir) -> RunSpec:
         findings.attempt(lambda: read_rows(config.dataset, experiment.task))
     if graph:
         findings.problems += graph_key_problems(graph, experiment.task) + role_problems(graph, config)
+    if graph and plan:
+        findings.problems += plan_problems(graph, plan, {role: m for role, m in models.items() if m is not None})
     if rows is not None:
         findings.problems += size_problems(config, experiment, rows, models)
     if findings.problems:

@@ -48,6 +48,18 @@ class Group:
             dist.all_reduce(tensor, group=self.handle)
         return tensor
 
+    def all_max(self, tensor: Tensor) -> Tensor:
+        """Take the element-wise maximum in place over the group and return the tensor."""
+        if self.size > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.handle)
+        return tensor
+
+    def broadcast(self, tensor: Tensor, index: int) -> Tensor:
+        """Overwrite the tensor with that of member ``index`` and return it."""
+        if self.size > 1:
+            dist.broadcast(tensor, self.ranks[index], group=self.handle)
+        return tensor
+
     def reduce_scatter(self, output: Tensor, whole: Tensor) -> None:
         """Fill ``output`` with this member's equal part of the sum of ``whole`` over the group."""
         if self.size > 1:

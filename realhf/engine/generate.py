@@ -13,8 +13,7 @@ from torch import Tensor
 from realhf.api.batch import RowId
 from realhf.api.config import GenerationConfig
 from realhf.data.batch import Column, SequenceBatch
-from realhf.models.cache import KVCache
-from realhf.models.transformer import Transformer
+from realhf.engine.pipeline import Pipeline
 from realhf.ops.sampling import sample, uniform
 
 
@@ -33,7 +32,7 @@ class _Decoding:
 
     def __init__(
         self,
-        model: Transformer,
+        pipeline: Pipeline,
         prompts: SequenceBatch,
         config: GenerationConfig,
         n: int,
@@ -41,7 +40,8 @@ class _Decoding:
         stops: tuple[int, ...],
         device: torch.device,
     ) -> None:
-        self.model, self.prompts, self.config, self.seed, self.device = model, prompts, config, seed, device
+        self.pipeline, self.model, self.prompts, self.config = pipeline, pipeline.model, prompts, config
+        self.seed, self.device = seed, device
         self.n = n
         self.stops = torch.tensor(stops, dtype=torch.int64, device=device)
         lengths = prompts.lengths("prompts")
@@ -50,11 +50,11 @@ class _Decoding:
         self.row_prompts = torch.tensor([i.prompt for i in prompts.ids], device=device).repeat_interleave(n)
         self.queue = deque(range(len(prompts) * n))
         longest = max(lengths) + config.max_new_tokens
-        if longest > model.config.max_positions:
-            raise ValueError(f"prompt and answer may reach {longest} tokens, the model has {model.config.max_positions}"
+        if longest > self.model.config.max_positions:
+            raise ValueError(f"prompt and answer may reach {longest} tokens, the model has {self.model.config.max_positions}"
                              " positions; lower max_new_tokens or max_prompt_len")  # fmt: skip
         self.n_slots = min(config.max_slots, len(self.queue))
-        self.cache = KVCache(model.config, self.n_slots, longest, model.params.data.dtype, device)
+        self.cache = self.model.new_cache(self.n_slots, longest)
         self.rows = torch.empty(0, dtype=torch.int64, device=device)  # row in each live slot
         self.last = self.rows.clone()  # its last token, not yet in the cache
         self.drawn = _Drawn()
@@ -68,8 +68,12 @@ class _Decoding:
                 self._admit(free)
             elif self.rows.numel():
                 positions = self.prompt_lengths[self.rows // self.n] + self.counts[self.rows] - 1
-                hidden = self.model.decode(self.last, positions, self.cache)
-                self._draw(self.rows, hidden)
+                last, live = self.last, len(self.rows)
+
+                def step(x: Tensor | None, last: Tensor = last, positions: Tensor = positions) -> Tensor:
+                    return self.model.decode(last, positions, self.cache, x)
+
+                self._draw(self.rows, self.pipeline.relay(step, live))
 
     def _admit(self, free: int) -> None:
         """Compute the prompts of the next rows and draw their first tokens."""
@@ -86,7 +90,8 @@ class _Decoding:
         order = sorted(first_slot, key=lambda p: (self.prompt_rows[p].numel(), p))
         lengths = [self.prompt_rows[p].numel() for p in order]
         tokens = torch.cat([self.prompt_rows[p] for p in order])
-        hidden = self.model.hidden(tokens, lengths, self.cache, [first_slot[p] for p in order])
+        slots = [first_slot[p] for p in order]
+        hidden = self.pipeline.relay(lambda x: self.model.hidden(tokens, lengths, self.cache, slots, x), len(tokens))
         for prompt, slots in copies.items():
             self.cache.copy_prefix(first_slot[prompt], slots, self.prompt_rows[prompt].numel())
         ends = torch.tensor(lengths, device=self.device).cumsum(0) - 1
@@ -99,18 +104,8 @@ class _Decoding:
 
     def _draw(self, rows: Tensor, hidden: Tensor) -> None:
         """Sample the next token of ``rows``, which sit in the last ``len(rows)`` live slots."""
-        config, counts = self.config, self.counts[rows]
-        u = uniform(self.seed, self.row_prompts[rows], rows % self.n, counts)
-        early = counts < config.min_new_tokens if config.min_new_tokens else None
-        tokens, logprobs, sampling = sample(
-            self.model.logits(hidden),
-            u,
-            temperature=0.0 if config.greedy else config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            forbid=self.stops if early is not None else None,
-            forbid_rows=early,
-        )
+        counts = self.counts[rows]
+        tokens, logprobs, sampling = self._sample(rows, counts, hidden)
         self.drawn.rows.append(rows)
         self.drawn.tokens.append(tokens)
         self.drawn.logprobs.append(logprobs)
@@ -118,10 +113,29 @@ class _Decoding:
         self.counts[rows] = counts + 1
         self.last[self.last.numel() - tokens.numel() :] = tokens
         stopped = torch.isin(tokens, self.stops)
-        ended = stopped | (counts + 1 >= config.max_new_tokens)
+        ended = stopped | (counts + 1 >= self.config.max_new_tokens)
         if bool(ended.any()):
             self.truncated[rows[ended & ~stopped].cpu()] = 1
             self._leave((ended.nonzero().flatten() + (self.rows.numel() - rows.numel())).tolist())
+
+    def _sample(self, rows: Tensor, counts: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw on the last stage, whose every tensor-parallel rank draws the same, and tell the other stages."""
+        config = self.config
+        drawn = (torch.empty_like(rows), *(torch.empty(len(rows), device=self.device) for _ in range(2)))
+        if self.pipeline.is_last:
+            u = uniform(self.seed, self.row_prompts[rows], rows % self.n, counts)
+            early = counts < config.min_new_tokens if config.min_new_tokens else None
+            drawn = sample(
+                self.model.logits(hidden),
+                u,
+                temperature=0.0 if config.greedy else config.temperature,
+                top_k=config.top_k,
+                top_p=config.top_p,
+                forbid=self.stops if early is not None else None,
+                forbid_rows=early,
+            )
+        tokens, logprobs, sampling = (self.pipeline.from_last(part) for part in drawn)
+        return tokens, logprobs, sampling
 
     def _leave(self, slots: list[int]) -> None:
         """Free slots and move the last live rows into the holes."""
@@ -164,7 +178,7 @@ class _Decoding:
 
 
 def generate(
-    model: Transformer,
+    pipeline: Pipeline,
     prompts: SequenceBatch,
     config: GenerationConfig,
     n: int,
@@ -176,7 +190,7 @@ def generate(
     if not len(prompts):
         empty = {k: Column(torch.empty(0, dtype=t, device=device), ()) for k, t in COLUMNS.items()}
         return SequenceBatch((), empty)
-    decoding = _Decoding(model, prompts, config, n, seed, stops, device)
+    decoding = _Decoding(pipeline, prompts, config, n, seed, stops, device)
     decoding.run()
     return decoding.result()
 

@@ -1,7 +1,7 @@
 """The native engine: forward, train and generate on one shard, in plain torch, on CPU and CUDA."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,21 +10,24 @@ from torch import Tensor
 from realhf.api.config import GenerationConfig, OptimizerType
 from realhf.api.engine import Limits, LossFn
 from realhf.api.experiment import RoleSpec
+from realhf.api.layout import Coord, DeviceMesh, Layout, ParallelStrategy
 from realhf.api.messages import Stats
 from realhf.api.model import ModelConfig
-from realhf.api.params import Box
+from realhf.api.params import Box, box_numel, box_shape
 from realhf.api.plan import MicroBatching
+from realhf.comm.exchange import Move, Piece, exchange
 from realhf.comm.parallel import ParallelContext
 from realhf.data.batch import SequenceBatch
 from realhf.engine.generate import generate
 from realhf.engine.micro_batch import micro_batches
 from realhf.engine.optimizer import ShardedAdamW, learning_rate
 from realhf.engine.outputs import ForwardOutputs
+from realhf.engine.pipeline import Pipeline
 from realhf.models.flat import FlatParams
 from realhf.models.hf import init_random, load_hf, save_hf
 from realhf.models.specs import param_specs, stage_layers
 from realhf.models.transformer import Transformer
-from realhf.plan.realloc import shard_of
+from realhf.plan.realloc import BoxCopy, plan_realloc, shard_of
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class NativeEngine:
     role: RoleSpec
     params: FlatParams
     model: Transformer
+    pipeline: Pipeline
     context: ParallelContext
     stop_ids: tuple[int, ...]
     total_steps: int
@@ -44,15 +48,29 @@ class NativeEngine:
     version: int = 0
 
     def forward(self, batch: SequenceBatch, fn: Callable[[ForwardOutputs, SequenceBatch], Tensor]) -> Tensor:
+        parts = self._micro_batches(batch, at_least=self.pipeline.n_stages)
+        batches = batch.split(parts)
         rows: list[Tensor] = [torch.empty(0)] * len(batch)
+
+        def finish(number: int, hidden: Tensor) -> None:
+            some = batches[number]
+            packed = fn(ForwardOutputs(self.model, hidden, some), some)
+            lengths = some.lengths("tokens") if packed.numel() == sum(some.lengths("tokens")) else (1,) * len(some)
+            for i, row in zip(parts[number], packed.split(lengths), strict=True):
+                rows[i] = row
+
         with torch.no_grad():
-            for part in micro_batches(batch.ids, batch.lengths("tokens"), self.micro_batching):
-                some = batch.select(part)
-                packed = fn(self._outputs(some), some)
-                lengths = some.lengths("tokens") if packed.numel() == sum(some.lengths("tokens")) else (1,) * len(some)
-                for i, row in zip(part, packed.split(lengths), strict=True):
-                    rows[i] = row
-        return torch.cat(rows) if rows else torch.empty(0)
+            self.pipeline.infer(batches, finish)
+        return self._to_all_stages(torch.cat(rows) if rows else torch.empty(0))
+
+    def _to_all_stages(self, result: Tensor) -> Tensor:
+        """Give every stage what the last one made: interfaces run on all of them."""
+        if self.pipeline.n_stages == 1:
+            return result
+        size = self.pipeline.from_last(torch.tensor([result.numel()], device=self.context.device))
+        if not self.pipeline.is_last:
+            result = torch.empty(int(size), device=self.context.device)
+        return self.pipeline.from_last(result.float())
 
     def train(
         self, batch: SequenceBatch, loss_fn: LossFn, count: float, limits: Limits | None = None, together: bool = False
@@ -63,24 +81,32 @@ class NativeEngine:
         if total == 0:
             return {}
         self.params.zero_grad()
+        at_least = 2 * self.pipeline.n_stages if self.pipeline.n_stages > 1 else 1
+        batches = batch.split(self._micro_batches(batch, at_least, together))
         stats: dict[str, tuple[float, float]] = {}
-        for part in micro_batches(batch.ids, batch.lengths("tokens"), self.micro_batching, together):
-            some = batch.select(part)
-            loss = loss_fn(self._outputs(some), some)
-            (loss.total / total).backward()
+
+        def loss_of(number: int, hidden: Tensor) -> Tensor:
+            loss = loss_fn(ForwardOutputs(self.model, hidden, batches[number]), batches[number])
             for name, (value, weight) in loss.stats.items():
                 before = stats.get(name, (0.0, 0.0))
                 stats[name] = (before[0] + float(value), before[1] + float(weight))
+            return loss.total / total
+
+        self.pipeline.train(batches, loss_of)
         if self._exceeds(stats, limits or {}):
             return {**stats, "vetoed": (1.0, 1.0)}
         lr = learning_rate(self.role.spec.optimizer, self.version, self.total_steps)
         norm = self.optimizer.step(lr)
         return {**stats, "vetoed": (0.0, 1.0), "grad_norm": (norm, 1.0), "lr": (lr, 1.0)}
 
+    def _micro_batches(self, batch: SequenceBatch, at_least: int, together: bool = False) -> list[list[int]]:
+        limits = replace(self.micro_batching, n_mbs=max(self.micro_batching.n_mbs, at_least))
+        return micro_batches(batch.ids, batch.lengths("tokens"), limits, together)
+
     def generate(self, prompts: SequenceBatch, config: GenerationConfig, n: int, seed: int) -> SequenceBatch:
         stops = tuple(dict.fromkeys((*self.stop_ids, *config.stop_token_ids)))
         with torch.no_grad():
-            return generate(self.model, prompts, config, n, seed, stops, self.context.device)
+            return generate(self.pipeline, prompts, config, n, seed, stops, self.context.device)
 
     def reduce(self, sums: Tensor) -> Tensor:
         return self.context.group("dp").all_reduce(sums.double().clone())
@@ -92,18 +118,45 @@ class NativeEngine:
         self.params.write(name, box, tensor)
 
     def save(self, path: Path) -> None:
-        if self.context.coord.dp == 0:
-            save_hf(path, self.config, self.params.view, self.tokenizer_folder)
+        layout = self.context.layout
+        if self.context.coord.dp != 0:
+            return
+        writer = layout.rank(Coord(0, 0, 0))
+        if self.context.rank == writer:
+            save_hf(path, self.config, lambda name: self._assemble(name, writer), self.tokenizer_folder)
+        else:
+            for spec in param_specs(self.config):
+                self._assemble(spec.name, writer)
 
-    def _outputs(self, batch: SequenceBatch) -> ForwardOutputs:
-        return ForwardOutputs(self.model, self.model.hidden(batch["tokens"], batch.lengths("tokens")), batch)
+    def _assemble(self, name: str, writer: int) -> Tensor:
+        """Bring the pieces of a parameter to the writer, which gets it whole. Collective over the first replica."""
+        specs = [spec for spec in param_specs(self.config) if spec.name == name]
+        whole_one = torch.empty(specs[0].shape if self.context.rank == writer else (0,), dtype=self.params.data.dtype)
+        target = Layout(DeviceMesh((writer,)), ParallelStrategy())
+        replica = [rank for rank in self.context.layout.mesh.ranks if self.context.layout.coord(rank).dp == 0]
+        strategy = self.context.layout.strategy
+        source = Layout(DeviceMesh(tuple(replica)), ParallelStrategy(1, strategy.tp, strategy.pp))
+        copies = plan_realloc(specs, lambda pp: stage_layers(self.config, pp), source, target)
+        moves = [Move(c, c.src, c.dst, Piece(self.params.data.dtype, box_numel(c.box))) for c in copies]
+
+        def read(copy: object) -> Tensor:
+            assert isinstance(copy, BoxCopy)
+            return self.params.read(copy.name, copy.box)
+
+        def write(copy: object, flat: Tensor) -> None:
+            assert isinstance(copy, BoxCopy)
+            whole_one[tuple(slice(*span) for span in copy.box)] = flat.view(box_shape(copy.box)).cpu()
+
+        exchange(moves, self.context.rank, read, write, self.context.device)
+        return whole_one
 
     def _exceeds(self, stats: Stats, limits: Limits) -> bool:
         """Tell whether a global mean is above its limit; a rank without rows has no statistics and adds zeros."""
         if not limits:
             return False
         table = torch.tensor([stats.get(name, (0.0, 0.0)) for name in limits], dtype=torch.float64)
-        means = [value / max(weight, 1.0) for value, weight in self.reduce(table).tolist()]
+        sums = self.pipeline.from_last(self.reduce(table))
+        means = [value / max(weight, 1.0) for value, weight in sums.tolist()]
         return any(mean > limit for mean, limit in zip(means, limits.values(), strict=True))
 
 
@@ -131,7 +184,9 @@ def build_engine(
     else:
         fresh = frozenset({"head.weight"}) if role.spec.init_critic_from_actor else frozenset()
         load_hf(Path(role.spec.path or ""), config, params, seed, allow_missing=fresh)
-    model = Transformer(config, params, checkpoint_activations=trained and role.spec.gradient_checkpointing)
+    recompute = trained and role.spec.gradient_checkpointing
+    model = Transformer(config, params, recompute, context.group("tp"))
+    pipeline = Pipeline(model, context)
     learns = trained and role.spec.optimizer.type is not OptimizerType.empty
-    optimizer = ShardedAdamW(params, role.spec.optimizer, context.group("dp")) if learns else None
-    return NativeEngine(config, role, params, model, context, stop_ids, total_steps, tokenizer_folder, optimizer)
+    optimizer = ShardedAdamW(params, role.spec.optimizer, context) if learns else None
+    return NativeEngine(config, role, params, model, pipeline, context, stop_ids, total_steps, tokenizer_folder, optimizer)

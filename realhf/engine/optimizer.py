@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from realhf.api.config import OptimizerConfig, Schedule
-from realhf.comm.parallel import Group
+from realhf.comm.parallel import ParallelContext
+from realhf.engine.gradients import SharedGradients, multiplicity
 from realhf.models.flat import FlatParams
 
 
@@ -29,8 +30,10 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 class ShardedAdamW:
     """The optimizer of one model on one data-parallel rank. State lives in float32, for this rank's range only."""
 
-    def __init__(self, params: FlatParams, config: OptimizerConfig, group: Group) -> None:
-        self.params, self.config, self.group = params, config, group
+    def __init__(self, params: FlatParams, config: OptimizerConfig, context: ParallelContext) -> None:
+        self.params, self.config, self.context = params, config, context
+        self.group = group = context.group("dp")
+        self.shared = SharedGradients(params, context)
         size = params.data.numel() // group.size
         assert size * group.size == params.data.numel(), "flat parameters are padded to a multiple of dp"
         self.start, self.stop = group.index * size, (group.index + 1) * size
@@ -40,6 +43,13 @@ class ShardedAdamW:
         self.grad: Tensor = params.grad if group.size == 1 else torch.empty_like(self.master)
         self.first, self.second = torch.zeros_like(self.master), torch.zeros_like(self.master)
         self.steps = 0
+        self._repeats = [
+            (slice(max(span.start, self.start) - self.start, min(span.stop, self.stop) - self.start), 1 - 1 / count)
+            for name in params.names
+            if (count := multiplicity(params.spec(name), context)) > 1
+            and (span := params.span(name)).start < self.stop
+            and span.stop > self.start
+        ]
         border = min(max(params.n_matrix - self.start, 0), size)
         decays = ((slice(0, border), config.weight_decay), (slice(border, size), 0.0))
         self._segments = [(part, decay) for part, decay in decays if part.stop > part.start]
@@ -47,9 +57,9 @@ class ShardedAdamW:
     @torch.no_grad()
     def step(self, lr: float) -> float:
         """Make one step with the accumulated gradient and return its global norm before clipping. Collective."""
+        self.shared.add_up()
         self.group.reduce_scatter(self.grad, self.params.grad)
-        norm_of_mine = torch.linalg.vector_norm(self.grad, dtype=torch.float64)
-        norm = float(self.group.all_reduce(norm_of_mine.square().reshape(1)).sqrt())
+        norm = self._global_norm()
         if not math.isfinite(norm):
             raise ValueError(f"the gradient norm is {norm}: lower the learning rate, or look at the rewards and data")
         limit = self.config.gradient_clipping
@@ -63,6 +73,17 @@ class ShardedAdamW:
             mine.copy_(self.master)
         self.group.all_gather(self.params.data, mine)
         return norm
+
+    def _global_norm(self) -> float:
+        """Return the norm of the whole model's gradient; what several workers hold counts once."""
+
+        def square(part: Tensor) -> Tensor:
+            return torch.linalg.vector_norm(part, dtype=torch.float64).square()
+
+        squares = square(self.grad) - sum(square(self.grad[part]) * excess for part, excess in self._repeats)
+        for axis in ("dp", "tp", "pp"):
+            squares = self.context.group(axis).all_reduce(squares.reshape(1))
+        return float(squares.sqrt())
 
     def _adamw(self, part: slice, lr: float, weight_decay: float) -> None:
         """Update one segment. The fused kernel is called as torch.optim calls it, whose own step loads a compiler."""

@@ -12,9 +12,10 @@ class KVCache:
     """``k`` and ``v`` of shape ``[L, n_slots, K, max_len, head_dim]``; place p of a slot is its token at position p."""
 
     def __init__(
-        self, config: ModelConfig, n_slots: int, max_len: int, dtype: torch.dtype, device: torch.device | str
+        self, n_layers: int, n_kv_heads: int, head_dim: int, n_slots: int, max_len: int, like: Tensor
     ) -> None:
-        shape = (config.n_layers, n_slots, config.n_kv_heads, max_len, config.head_dim)
+        shape = (n_layers, n_slots, n_kv_heads, max_len, head_dim)
+        dtype, device = like.dtype, like.device
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.n_slots, self.max_len = n_slots, max_len

@@ -77,6 +77,15 @@ class FlatParams:
         rows = sum(shape[0] for shape in shapes)
         return flat[places[0].start : places[-1].stop].view(rows, *shapes[0][1:])
 
+    def grad_view(self, name: str) -> Tensor:
+        """Return the float32 gradient of a parameter, after ``enable_grad``."""
+        assert self.grad is not None, "gradients are not enabled"
+        return self._cut(self.grad, (name,))
+
+    def span(self, name: str) -> range:
+        """Return which elements of ``data`` a parameter is."""
+        return range(self._places[name].start, self._places[name].stop)
+
     def leaf(self, *names: str) -> Tensor:
         """Return what a computation uses: the plain view, or once gradients are enabled its autograd leaf.
 

@@ -19,7 +19,8 @@ def param_specs(config: ModelConfig) -> tuple[ParamSpec, ...]:
     is declared side by side.
     """
     d, vocab = config.hidden, config.vocab
-    specs = [ParamSpec("embed.weight", (vocab, d), 0, 0, vocab)]
+    tied = config.n_layers + 1 if config.tied_embedding and config.head == "lm" else None
+    specs = [ParamSpec("embed.weight", (vocab, d), 0, 0, vocab, shared_layer=tied)]
     if config.learned_positions:
         specs.append(ParamSpec("embed.positions", (config.max_positions, d), 0))
     for layer in range(config.n_layers):

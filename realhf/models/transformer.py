@@ -1,4 +1,4 @@
-"""The decoder of every family, on packed rows. A whole model on one device: engines combine devices, not this file."""
+"""The decoder of every family, on packed rows: one shard of it, which may be a stage of layers and a cut of each layer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,12 +9,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from realhf.api.model import ModelConfig
-from realhf.api.params import whole
+from realhf.api.params import ParamSpec, shard_box
+from realhf.comm.parallel import Group
+from realhf.comm.tensor_parallel import enter, gather_columns, leave
 from realhf.models.cache import KVCache
 from realhf.models.flat import FlatParams
-from realhf.models.specs import param_specs
 from realhf.ops.attention import decode_attention, decode_bias, packed_attention
-from realhf.ops.logprobs import packed_logprobs
+from realhf.ops.logprobs import UNCUT, VocabularyCut, packed_logprobs
 from realhf.ops.norms import Rotary, layer_norm, rms_norm, rotate
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -50,27 +51,35 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Weights:
-    embed: Tensor
+    embed: Tensor | None
     positions: Tensor | None
     blocks: tuple[_Block, ...]
-    final_norm: _Norm
-    head: Tensor
+    final_norm: _Norm | None
+    head: Tensor | None
+
+
+ALONE = Group((0,), 0)
 
 
 class Transformer:
-    """Computes with the weights in ``params``, which must hold the whole model.
+    """Computes with the weights in ``params``: the layers that it holds, cut over the tensor-parallel group ``tp``.
 
+    The first stage embeds tokens, a later one takes the hidden states of the stage before; the last one has the heads.
     ``bind`` collects the views of the weights; it happens by itself, again when gradients are enabled, and not at
     every call, where the views of all layers would cost as much as a small model's decoding step. Bound views do not
     keep memory alive: ``params.free`` releases it under them.
     """
 
-    def __init__(self, config: ModelConfig, params: FlatParams, checkpoint_activations: bool = False) -> None:
-        for spec in param_specs(config):
-            assert params.box(spec.name) == whole(spec.shape), f"{spec.name}: a part of a parameter cannot compute"
-        self.config = config
-        self.params = params
+    def __init__(
+        self, config: ModelConfig, params: FlatParams, checkpoint_activations: bool = False, tp: Group = ALONE
+    ) -> None:
+        self.config, self.params, self.tp = config, params, tp
         self.checkpoint_activations = checkpoint_activations
+        self.layers = [i for i in range(config.n_layers) if f"layers.{i}.wq" in params.names]
+        assert self.layers, "a stage holds one layer or more"
+        self.is_first, self.is_last = self.layers[0] == 0, "final_norm.weight" in params.names
+        self.n_q, self.n_kv = (self._local_heads(name) for name in ("wq", "wk"))
+        self._cut = self._vocabulary_cut()
         self._activation = ACTIVATIONS[config.activation]
         self._rotary = None
         if not config.learned_positions:
@@ -78,18 +87,35 @@ class Transformer:
         self._weights: _Weights | None = None
         self._bound_with_grad = False
 
+    def _local_heads(self, name: str) -> int:
+        start, stop = self.params.box(f"layers.{self.layers[0]}.{name}")[0]
+        return (stop - start) // self.config.head_dim
+
+    def new_cache(self, n_slots: int, max_len: int) -> KVCache:
+        """Return an empty cache for this shard's layers and heads."""
+        return KVCache(len(self.layers), self.n_kv, self.config.head_dim, n_slots, max_len, self.params.data)
+
     def bind(self) -> None:
         """Fetch the weights' views (leaves, when gradients are enabled) from ``params``."""
         leaf, names = self.params.leaf, self.params.names
-        layers = range(self.config.n_layers)
+        head = "head.weight" if "head.weight" in names else "embed.weight"
         self._weights = _Weights(
-            embed=leaf("embed.weight"),
+            embed=leaf("embed.weight") if self.is_first else None,
             positions=leaf("embed.positions") if "embed.positions" in names else None,
-            blocks=tuple(self._bind_block(f"layers.{i}.") for i in layers),
-            final_norm=self._bind_norm("final_norm"),
-            head=leaf("head.weight" if "head.weight" in names else "embed.weight"),
+            blocks=tuple(self._bind_block(f"layers.{i}.") for i in self.layers),
+            final_norm=self._bind_norm("final_norm") if self.is_last else None,
+            head=leaf(head) if self.is_last else None,
         )
         self._bound_with_grad = self.params.grad is not None
+
+    def _vocabulary_cut(self) -> VocabularyCut:
+        """Which part of the vocabulary this member of the tensor-parallel group embeds and predicts."""
+        if self.tp.size == 1:
+            return UNCUT
+        spec = ParamSpec("vocabulary", (self.config.vocab,), 0, 0, self.config.vocab)
+        parts = [shard_box(spec, self.tp.size, rank)[0] for rank in range(self.tp.size)]
+        widths = tuple(stop - start for start, stop in parts)
+        return VocabularyCut(parts[self.tp.index][0], widths, self.tp.all_reduce, self.tp.all_max)
 
     def _bind_norm(self, name: str) -> _Norm:
         leaf = self.params.leaf
@@ -128,11 +154,13 @@ class Transformer:
         lengths: Sequence[int],
         cache: KVCache | None = None,
         slots: Sequence[int] | None = None,
+        x: Tensor | None = None,
     ) -> Tensor:
-        """Run packed rows and return ``[T, D]`` after the final norm; positions start at 0 in every row.
+        """Run packed rows through this stage: ``[T, D]``, after the final norm on the last one.
 
-        With a cache, keys and values of row i are stored in slot ``slots[i]`` (prefill). Rows sorted by length run
-        fastest. Raises ValueError for a row longer than learned positions reach.
+        ``x`` is what the stage before returned (None on the first). Positions start at 0 in every row. With a cache,
+        keys and values of row i are stored in slot ``slots[i]`` (prefill). Rows sorted by length run fastest. Raises
+        ValueError for a row longer than learned positions reach.
         """
         device = tokens.device
         counts = torch.tensor(lengths, dtype=torch.int64, device=device)
@@ -149,85 +177,102 @@ class Transformer:
                 cache.write(layer, places, k, v)
             return packed_attention(q, k, v, lengths)
 
-        return self._run(tokens, positions, max(lengths, default=0), attend)
+        return self._run(tokens, positions, max(lengths, default=0), attend, x)
 
-    def decode(self, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
-        """Run one token for each of the cache's first S slots and return ``[S, D]``.
+    def decode(self, tokens: Tensor, positions: Tensor, cache: KVCache, x: Tensor | None = None) -> Tensor:
+        """Run one token for each of the cache's first S slots through this stage and return ``[S, D]``.
 
         Slot s stores its key and value at ``positions[s]`` and attends to places 0 to there.
         """
         count = len(tokens)
         longest = int(positions.max()) + 1 if count else 0
         places = cache.places(torch.arange(count, device=tokens.device), positions)
-        bias = decode_bias(positions, longest, self.config.n_kv_heads).to(cache.k.dtype)
+        bias = decode_bias(positions, longest, self.n_kv).to(cache.k.dtype)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             cache.write(layer, places, k, v)
             return decode_attention(q, cache.k[layer, :count], cache.v[layer, :count], positions, bias)
 
-        return self._run(tokens, positions, longest, attend)
+        return self._run(tokens, positions, longest, attend, x)
 
-    def _run(self, tokens: Tensor, positions: Tensor, longest: int, attend: Attend) -> Tensor:
+    def _run(self, tokens: Tensor, positions: Tensor, longest: int, attend: Attend, x: Tensor | None) -> Tensor:
         weights = self.weights
-        x = F.embedding(tokens, weights.embed)
-        angles = None
+        if x is None:
+            x = self._embed(tokens, positions, longest)
+        angles = None if self._rotary is None else self._rotary.rows(positions, longest, x.dtype)
+        save_memory = self.checkpoint_activations and torch.is_grad_enabled() and self.params.grad is not None
+        for index in range(len(weights.blocks)):
+            if save_memory:
+                x = checkpoint(self._block, index, x, angles, attend, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = self._block(index, x, angles, attend)
+        return x if weights.final_norm is None else self._norm(x, weights.final_norm)
+
+    def _embed(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
+        weights = self.weights
+        assert weights.embed is not None, "a later stage takes the hidden states of the stage before"
+        if self.tp.size == 1:
+            x = F.embedding(tokens, weights.embed)
+        else:
+            local, held = self._cut.mine(tokens, len(weights.embed))
+            x = leave(F.embedding(local, weights.embed) * held[:, None], self.tp)
         if weights.positions is not None:
             if longest > len(weights.positions):
                 raise ValueError(f"a row of {longest} tokens; this model has {len(weights.positions)} positions")
             x = x + F.embedding(positions, weights.positions)
-        if self._rotary is not None:
-            angles = self._rotary.rows(positions, longest, x.dtype)
-        save_memory = self.checkpoint_activations and torch.is_grad_enabled() and weights.embed.requires_grad
-        for layer in range(len(weights.blocks)):
-            if save_memory:
-                x = checkpoint(self._block, layer, x, angles, attend, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = self._block(layer, x, angles, attend)
-        return self._norm(x, weights.final_norm)
+        return x
 
-    def _block(self, layer: int, x: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
-        config, block = self.config, self.weights.blocks[layer]
-        n_q, n_kv = config.n_heads, config.n_kv_heads
-        qkv = F.linear(self._norm(x, block.attn_norm), block.wqkv, block.bqkv)
-        qkv = qkv.view(len(x), n_q + 2 * n_kv, config.head_dim)
+    def _block(self, index: int, x: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
+        block = self.weights.blocks[index]
+        n_q, n_kv = self.n_q, self.n_kv
+        qkv = F.linear(enter(self._norm(x, block.attn_norm), self.tp), block.wqkv, block.bqkv)
+        qkv = qkv.view(len(x), n_q + 2 * n_kv, self.config.head_dim)
         if angles is None:
             q, k, v = qkv.split((n_q, n_kv, n_kv), 1)
         else:
             qk, v = qkv.split((n_q + n_kv, n_kv), 1)
             q, k = rotate(qk, *angles).split((n_q, n_kv), 1)
-        x = _add_product(x, attend(layer, q, k, v).flatten(1), block.wo, block.bo)
-        inner = F.linear(self._norm(x, block.mlp_norm), block.up, block.b_up)
-        if config.mlp == "gated":
+        x = self._add_product(x, attend(index, q, k, v).flatten(1), block.wo, block.bo)
+        inner = F.linear(enter(self._norm(x, block.mlp_norm), self.tp), block.up, block.b_up)
+        if self.config.mlp == "gated":
             gate, up = inner.chunk(2, -1)
             inner = self._activation(gate) * up
         else:
             inner = self._activation(inner)
-        return _add_product(x, inner, block.down, block.b_down)
+        return self._add_product(x, inner, block.down, block.b_down)
+
+    def _add_product(self, x: Tensor, inner: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``x + inner @ weight.T + bias``; the product is summed over the group where rows of the weight are cut."""
+        if self.tp.size > 1:
+            x = x + leave(F.linear(inner, weight), self.tp)
+        elif bias is None:
+            return torch.addmm(x, inner, weight.t())  # the sum inside the product
+        else:
+            return x + F.linear(inner, weight, bias)
+        return x if bias is None else x + bias
 
     def _norm(self, x: Tensor, norm: _Norm) -> Tensor:
         if norm.bias is None:
             return rms_norm(x, norm.weight, self.config.norm_eps)
         return layer_norm(x, norm.weight, norm.bias, self.config.norm_eps)
 
+    @property
+    def head(self) -> Tensor:
+        assert self.weights.head is not None, "only the last stage has a head"
+        return self.weights.head
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return all logits of a few tokens, ``[S, V]`` float32: for sampling."""
-        return F.linear(hidden, self.weights.head).float()
+        """Return all logits of a few tokens, ``[S, V]`` float32: for sampling. Collective over ``tp``."""
+        return gather_columns(F.linear(hidden, self.head).float(), self.tp, self._cut.widths)
 
     def logprobs(self, hidden: Tensor, tokens: Tensor, lengths: Sequence[int], temperature: float = 1.0) -> Tensor:
         """Return the log-probability of each token given those before it, ``[T]`` float32; 0 at a row's first token."""
         counts = torch.tensor(lengths, dtype=torch.int64, device=tokens.device)
         firsts = (counts.cumsum(0) - counts)[counts > 0]
         # every token predicts the next one; what a row's last token says of the following row is masked
-        of_next = packed_logprobs(hidden, self.weights.head, tokens.roll(-1), temperature)
+        of_next = packed_logprobs(enter(hidden, self.tp), self.head, tokens.roll(-1), temperature, cut=self._cut)
         return of_next.roll(1).index_fill(0, firsts, 0.0)
 
     def values(self, hidden: Tensor) -> Tensor:
         """Return the scalar head at every token, ``[T]`` float32 (computed in it: values need more than 8 bits)."""
-        return hidden.float() @ self.weights.head[0].float()
-
-
-def _add_product(x: Tensor, inner: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x + inner @ weight.T + bias``, the sum inside the product where there is no bias."""
-    if bias is None:
-        return torch.addmm(x, inner, weight.t())
-    return x + F.linear(inner, weight, bias)
+        return hidden.float() @ self.head[0].float()

@@ -31,9 +31,6 @@ def allocate(graph: Graph, config: ExperimentConfig, options: Mapping[str, MFCCo
         if wish.n_mbs < 1 or wish.max_tokens_per_mb < 1:
             problems.append(f"{name}.mb_spec: n_mbs and max_tokens_per_mb must be positive, got {wish}")
         placements[name] = Placement(layout, MicroBatching(wish.n_mbs, wish.max_tokens_per_mb))
-        if layout.strategy.tp > 1 or layout.strategy.pp > 1:
-            problems.append(f"{name}: {layout.strategy} cuts the model, and this version runs data parallelism only; "
-                            f"the nearest legal layout is d{layout.strategy.world}")  # fmt: skip
     if problems:
         raise UserError(problems)
     return ExecutionPlan(n_workers, placements)

@@ -24,7 +24,7 @@ def shard_of(specs: Sequence[ParamSpec], stages: Stages, layout: Layout, rank: i
     """Return the boxes that a worker holds in a layout."""
     at, strategy = layout.coord(rank), layout.strategy
     layers = stages(strategy.pp)[at.pp]
-    return {s.name: shard_box(s, strategy.tp, at.tp) for s in specs if s.layer in layers}
+    return {s.name: shard_box(s, strategy.tp, at.tp) for s in specs if s.is_in(layers)}
 
 
 def plan_realloc(

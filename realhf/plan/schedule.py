@@ -208,8 +208,8 @@ class MasterState:
         weights = [max((c.nbytes(i) for c in columns.values()), default=1) for i in range(len(ids))]
         layout = self.plan[mfc.name].layout
         assignment, minibatches = deal_rows(ids, weights, layout.strategy.dp, mfc.n_minibatches)
-        heads = {i: layout.dp_heads()[d] for d, rows in enumerate(assignment) for i in rows}
-        holders = {k: _senders([ranks for ranks, _ in rows], heads) for k, rows in found.items()}
+        replicas = {i: layout.replica(d) for d, rows in enumerate(assignment) for i in rows}
+        holders = {k: _holders([ranks for ranks, _ in rows], replicas) for k, rows in found.items()}
         return Call(
             request=0,
             mfc=mfc.name,
@@ -247,15 +247,14 @@ class MasterState:
         return {rank: sorted(set(rows)) for rank, rows in found.items()}
 
 
-def _senders(holders: list[list[int]], heads: Mapping[int, int]) -> tuple[int, ...]:
-    """Return from whom each row comes: from its destination where that has it, else from its producer.
+def _holders(on_record: list[list[int]], replicas: Mapping[int, tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Return who of its destinations has each row already, the sender first; its producer alone where none has.
 
-    The destination is put on record as a holder: a later call finds the row there, since inboxes are first in, first
-    out.
+    All destinations are put on record: a later call finds the row there, since inboxes are first in, first out.
     """
-    senders = []
-    for i, ranks in enumerate(holders):
-        senders.append(heads[i] if heads[i] in ranks else ranks[0])
-        if heads[i] not in ranks:
-            ranks.append(heads[i])
-    return tuple(senders)
+    chosen = []
+    for i, ranks in enumerate(on_record):
+        have = tuple(rank for rank in replicas[i] if rank in ranks)
+        chosen.append(have or (ranks[0],))
+        ranks += [rank for rank in replicas[i] if rank not in ranks]
+    return tuple(chosen)

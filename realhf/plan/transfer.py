@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from realhf.api.batch import PROMPT, RowId
-from realhf.api.layout import Coord, Layout
+from realhf.api.layout import Layout
 from realhf.api.messages import Call
 
 
@@ -31,15 +31,12 @@ def plan_transfer(call: Call, keys: tuple[str, ...], layout: Layout) -> tuple[Ro
     """
     copies: dict[tuple[str, RowId, int], RowCopy] = {}
     for d, rows in enumerate(call.assignment):
-        replica = [
-            layout.rank(Coord(p, d, t)) for p in range(layout.strategy.pp) for t in range(layout.strategy.tp)
-        ]  # fmt: skip
         for key in keys:
             column, holders = call.inputs.columns[key], call.holders[key]
             for i in rows:
                 row = stored_as(call.inputs.ids[i], key, call.shared)
-                for dst in replica:
-                    if holders[i] != dst:  # of a shared value's holders the first on record is not itself waiting
-                        copy = RowCopy(key, row, holders[i], dst, column.dtype, column.lengths[i])
+                for dst in layout.replica(d):
+                    if dst not in holders[i]:
+                        copy = RowCopy(key, row, holders[i][0], dst, column.dtype, column.lengths[i])
                         copies.setdefault((key, row, dst), copy)
     return tuple(copies.values())

@@ -114,7 +114,7 @@ class Master:
         self._ask(self.run.fetchers, message, what, span.step, lambda replies: RowsReady(None, span, _outputs(replies)))
 
     def _dispatch(self, span: Span, call: Call) -> None:
-        ranks = meshes_of(self.run.program[call.mfc]) | {rank for held in call.holders.values() for rank in held}
+        ranks = meshes_of(self.run.program[call.mfc]) | {r for held in call.holders.values() for ranks in held for r in ranks}
 
         def finished(replies: list[Done]) -> RowsReady:
             self.telemetry.call_done(call, replies)

@@ -1,0 +1,55 @@
+"""Parameters that several workers of one replica hold: whose gradients add up, and how often each counts in the norm."""
+
+from collections.abc import Sequence
+
+import torch
+
+from realhf.api.params import ParamSpec, box_shape, relative, shard_box, whole
+from realhf.comm.neighbours import Neighbours
+from realhf.comm.parallel import ParallelContext
+from realhf.models.flat import FlatParams
+
+
+def multiplicity(spec: ParamSpec, context: ParallelContext) -> int:
+    """Return how many workers of one data-parallel replica hold this worker's box of a parameter."""
+    strategy, tp_rank = context.layout.strategy, context.coord.tp
+    mine = shard_box(spec, strategy.tp, tp_rank)
+    across = sum(shard_box(spec, strategy.tp, rank) == mine for rank in range(strategy.tp))
+    stages = 2 if spec.shared_layer is not None and strategy.pp > 1 else 1
+    return across * stages
+
+
+class SharedGradients:
+    """Adds up what members of a replica found for the same weights.
+
+    Two kinds are shared in parts: key/value heads that several tensor-parallel ranks hold (each sees its own query
+    heads), and a tied embedding on the first and last stage. Other replicated weights have the full gradient already.
+    """
+
+    def __init__(self, params: FlatParams, context: ParallelContext) -> None:
+        self.params, self.context = params, context
+        strategy = context.layout.strategy
+        specs = [params.spec(name) for name in params.names]
+        self.heads: Sequence[ParamSpec] = [
+            s for s in specs if s.tp_dim is not None and (s.tp_units or s.shape[s.tp_dim]) < strategy.tp
+        ]
+        self.tied = [s for s in specs if s.shared_layer is not None and strategy.pp > 1]
+        stages = context.layout.axis("pp", context.rank)
+        self.other_end = stages[-1] if context.coord.pp == 0 else stages[0]
+        self.wires = Neighbours(context.device)
+
+    @torch.no_grad()
+    def add_up(self) -> None:
+        """Replace the gradients of shared weights by their sums. Collective over the replica."""
+        for spec in self.heads:
+            mine, box = self.params.grad_view(spec.name), self.params.box(spec.name)
+            total = torch.zeros(spec.shape, device=mine.device)
+            place = relative(box, whole(spec.shape))
+            total[place] = mine
+            mine.copy_(self.context.group("tp").all_reduce(total)[place])
+        for spec in self.tied:
+            mine = self.params.grad_view(spec.name)
+            self.wires.send(mine, self.other_end)
+            other = self.wires.receive(box_shape(self.params.box(spec.name)), mine.dtype, self.other_end)
+            self.wires.flush()
+            mine.add_(other)

@@ -1,0 +1,101 @@
+"""Runs a stage's schedule: the interpreter of plan/pipeline.py. One stage alone is a pipeline of length one."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from realhf.comm.neighbours import Neighbours
+from realhf.comm.parallel import ParallelContext
+from realhf.data.batch import SequenceBatch
+from realhf.models.transformer import Transformer
+from realhf.plan.pipeline import (
+    Backward,
+    Forward,
+    RecvActivation,
+    RecvGradient,
+    SendActivation,
+    SendGradient,
+    inference_schedule,
+    train_schedule,
+)
+
+
+class Pipeline:
+    """This worker's stage and the wires to the stages before and after it."""
+
+    def __init__(self, model: Transformer, context: ParallelContext) -> None:
+        self.model, self.context = model, context
+        self.ranks = context.layout.axis("pp", context.rank)
+        self.stage, self.n_stages = context.coord.pp, len(self.ranks)
+        self.wires = Neighbours(context.device)
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.n_stages - 1
+
+    def infer(self, batches: Sequence[SequenceBatch], finish: Callable[[int, Tensor], None]) -> None:
+        """Stream batches through; the last stage hands each one's number and hidden states to ``finish``."""
+        inputs: dict[int, Tensor] = {}
+        for step in inference_schedule(self.stage, self.n_stages, len(batches)):
+            match step:
+                case RecvActivation(i):
+                    inputs[i] = self._receive(batches[i], self.ranks[self.stage - 1])
+                case Forward(i):
+                    inputs[i] = self._hidden(batches[i], inputs.pop(i, None))
+                    if self.is_last:
+                        finish(i, inputs.pop(i))
+                case SendActivation(i):
+                    self.wires.send(inputs.pop(i), self.ranks[self.stage + 1])
+        self.wires.flush()
+
+    def train(self, batches: Sequence[SequenceBatch], loss: Callable[[int, Tensor], Tensor]) -> None:
+        """Accumulate the gradients of all batches; the last stage turns hidden states into a scalar by ``loss``."""
+        inputs: dict[int, Tensor] = {}
+        outputs: dict[int, Tensor] = {}
+        gradients: dict[int, Tensor] = {}
+        for step in train_schedule(self.stage, self.n_stages, len(batches)):
+            match step:
+                case RecvActivation(i):
+                    inputs[i] = self._receive(batches[i], self.ranks[self.stage - 1]).requires_grad_()
+                case Forward(i):
+                    hidden = self._hidden(batches[i], inputs.get(i))
+                    outputs[i] = loss(i, hidden) if self.is_last else hidden
+                    del hidden
+                case SendActivation(i):
+                    self.wires.send(outputs[i].detach(), self.ranks[self.stage + 1])
+                case RecvGradient(i):
+                    gradients[i] = self._receive(batches[i], self.ranks[self.stage + 1])
+                case Backward(i):
+                    torch.autograd.backward(outputs.pop(i), gradients.pop(i, None))
+                case SendGradient(i):
+                    self.wires.send(_gradient_of(inputs.pop(i)), self.ranks[self.stage - 1])
+        self.wires.flush()
+
+    def relay(self, run: Callable[[Tensor | None], Tensor], n_rows: int) -> Tensor:
+        """Pass ``n_rows`` hidden states through all stages, each one calling ``run``; return this stage's result."""
+        shape = (n_rows, self.model.config.hidden)
+        x = None
+        if self.stage > 0:
+            x = self.wires.receive(shape, self.model.params.data.dtype, self.ranks[self.stage - 1])
+        result = run(x)
+        if not self.is_last:
+            self.wires.send(result, self.ranks[self.stage + 1])
+            self.wires.flush()
+        return result
+
+    def from_last(self, tensor: Tensor) -> Tensor:
+        """Overwrite a tensor by the last stage's and return it."""
+        return self.context.group("pp").broadcast(tensor, self.n_stages - 1)
+
+    def _hidden(self, batch: SequenceBatch, x: Tensor | None) -> Tensor:
+        return self.model.hidden(batch["tokens"], batch.lengths("tokens"), x=x)
+
+    def _receive(self, batch: SequenceBatch, rank: int) -> Tensor:
+        shape = (batch["tokens"].numel(), self.model.config.hidden)
+        return self.wires.receive(shape, self.model.params.data.dtype, rank)
+
+
+def _gradient_of(x: Tensor) -> Tensor:
+    assert x.grad is not None, "every stage's output depends on its input"
+    return x.grad
