@@ -11,6 +11,7 @@ import runpy
 import shutil
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -23,6 +24,14 @@ CUDA_DEMANDED = os.environ.get("REALHF_BUILD_CUDA") == "1"
 FLAGS = ["-O3", "-std=c++17", "-DNDEBUG"]
 CXX_FLAGS = ["-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
 NVCC_FLAGS = ["-arch=all-major", "--threads=0", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+
+
+class Torch(NamedTuple):
+    """The torch to build against: its folder, its version, and whether it has CUDA."""
+
+    home: Path
+    version: tuple[int, int]
+    has_cuda: bool
 
 
 class BuildNative(build_ext):
@@ -39,32 +48,44 @@ class BuildNative(build_ext):
         return os.path.join(*fullname.split(".")) + ".so"
 
     def build_extension(self, ext: Extension) -> None:
-        """Compile every source and link what compiled, the C++ half at least."""
+        """Build the library; where that is optional, a failure becomes one line of warning in the caller."""
         target = Path(self.build_lib, self.get_ext_filename(ext.name))
         target.unlink(missing_ok=True)
         target.parent.mkdir(parents=True, exist_ok=True)
         Path(self.build_temp).mkdir(parents=True, exist_ok=True)
-        torch, version, has_cuda = find_torch()
-        cxx, nvcc = os.environ.get("CXX", "g++").split(), find_nvcc()
-        objects = [self.compile([*cxx, *CXX_FLAGS], source, torch, CPU_TORCH) for source in sources(ext, ".cpp")]
-        linker = cxx
-        if CUDA_DEMANDED or (nvcc and has_cuda and version >= CUDA_TORCH):
-            objects += [self.compile([nvcc, *NVCC_FLAGS], source, torch, CUDA_TORCH) for source in sources(ext, ".cu")]
-            linker = [nvcc]
-        call([*linker, "-shared", *objects, "-o", str(target), f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"])
+        try:
+            self.build_library(ext, target, find_torch())
+        except CompileError as error:
+            if not ext.optional:
+                raise
+            raise CompileError(f"{error}; realhf works without native kernels, on plain torch") from error
 
-    def compile(self, compiler: list[str], source: str, torch: Path, abi: tuple[int, int]) -> str:
-        """Compile one source against the stable ABI of that torch version and return the object's path."""
-        target = os.path.join(self.build_temp, os.path.basename(source) + ".o")
+    def build_library(self, ext: Extension, target: Path, torch: Torch) -> None:
+        """Compile the C++ half, the CUDA half where it is wanted and can be had, and link them."""
+        linker = os.environ.get("CXX", "g++").split()
+        objects = self.compile([*linker, *CXX_FLAGS], ext, ".cpp", torch, CPU_TORCH)
+        if torch.has_cuda or CUDA_DEMANDED:
+            try:
+                nvcc = find_nvcc()
+                objects += self.compile([nvcc, *NVCC_FLAGS], ext, ".cu", torch, CUDA_TORCH)
+                linker = [nvcc]
+            except CompileError as error:
+                if CUDA_DEMANDED:
+                    raise
+                self.warn(f"native kernels are for CPUs only: {error}")
+        call([*linker, "-shared", *objects, "-o", str(target), f"-L{torch.home / 'lib'}", "-ltorch_cpu", "-lc10"])
+
+    def compile(self, compiler: list[str], ext: Extension, kind: str, torch: Torch, abi: tuple[int, int]) -> list[str]:
+        """Compile the sources of one kind against the stable ABI of that torch version and return the objects."""
+        if torch.version < abi:
+            raise CompileError(f"torch {torch.version} is older than {abi}")
         version = f"-DTORCH_TARGET_VERSION=0x{abi[0]:02x}{abi[1]:02x}000000000000"
-        include = ["-isystem", str(torch / "include")]
-        call([*compiler, *FLAGS, version, *include, "-c", source, "-o", target])
-        return target
-
-
-def sources(ext: Extension, suffix: str) -> list[str]:
-    """Return the extension's sources of one kind."""
-    return [source for source in ext.sources if source.endswith(suffix)]
+        include = ["-isystem", str(torch.home / "include")]
+        objects = []
+        for source in (source for source in ext.sources if source.endswith(kind)):
+            objects.append(os.path.join(self.build_temp, os.path.basename(source) + ".o"))
+            call([*compiler, *FLAGS, version, *include, "-c", source, "-o", objects[-1]])
+        return objects
 
 
 def call(command: list[str]) -> None:
@@ -74,34 +95,26 @@ def call(command: list[str]) -> None:
     except OSError:
         failed = True
     if failed:
-        raise CompileError(f"'{command[0]}' failed; realhf works without native kernels, on plain torch")
+        raise CompileError(f"'{command[0]}' failed")
 
 
-def find_torch() -> tuple[Path, tuple[int, int], bool]:
-    """Return where torch is, its version and whether it has CUDA, without importing it."""
+def find_torch() -> Torch:
+    """Return what torch the building environment has, without importing it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        raise CompileError(
-            "torch is not in the building environment; realhf works without native kernels, on plain torch. "
-            "To have them: pip install --no-build-isolation"
-        )
-    facts = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+        raise CompileError("the building environment has no torch (pip install --no-build-isolation would use yours)")
+    home = Path(spec.origin).parent
+    facts = runpy.run_path(str(home / "version.py"))
     major, minor = facts["__version__"].split(".")[:2]
-    version = (int(major), int(minor))
-    needed = CUDA_TORCH if CUDA_DEMANDED else CPU_TORCH
-    if version < needed:
-        raise CompileError(
-            f"torch {major}.{minor} is older than {needed[0]}.{needed[1]}; realhf works without native kernels"
-        )
-    return Path(spec.origin).parent, version, facts["cuda"] is not None
+    return Torch(home, (int(major), int(minor)), facts["cuda"] is not None)
 
 
 def find_nvcc() -> str:
-    """Return the CUDA compiler, or an empty string; REALHF_BUILD_CUDA=1 makes a missing one an error."""
+    """Return the CUDA compiler."""
     in_home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")
     found = os.environ.get("NVCC") or shutil.which("nvcc") or (str(in_home) if in_home.exists() else "")
-    if CUDA_DEMANDED and not found:
-        raise CompileError("REALHF_BUILD_CUDA=1, but there is no nvcc on PATH or in CUDA_HOME")
+    if not found:
+        raise CompileError("no nvcc on PATH or in CUDA_HOME")
     return found
 
 

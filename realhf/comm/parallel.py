@@ -21,7 +21,9 @@ def open_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
         raise ValueError(f"cannot open the rendezvous store on {host}:{port}: {error}") from error
 
 
-def join(host: str, port: int, rank: int, world: int, device: str, timeout_s: float, store: dist.TCPStore | None) -> None:
+def join(
+    host: str, port: int, rank: int, world: int, device: str, timeout_s: float, store: dist.TCPStore | None
+) -> None:
     """Join all workers in the default process group. Collective; raises when a worker is missing after the timeout."""
     timeout = datetime.timedelta(seconds=timeout_s)
     store = store or dist.TCPStore(host, port, is_master=False, timeout=timeout)
@@ -35,12 +37,16 @@ def leave() -> None:
 
 
 class Group:
-    """Some workers that reduce and gather together. A group of one does nothing, without torch.distributed."""
+    """Some workers that reduce and gather together. A group of one does nothing, without torch.distributed.
+
+    ``index`` is this worker's place among them, -1 outside. Members count by rank, whatever order ``ranks`` names them
+    in (a mesh may be written 1,0): that is how torch.distributed numbers them.
+    """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup | None = None) -> None:
         self.ranks, self.handle = ranks, handle
         self.size = len(ranks)
-        self.index = ranks.index(rank) if rank in ranks else -1
+        self.index = sorted(ranks).index(rank) if rank in ranks else -1
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum in place over the group and return the tensor."""
@@ -68,7 +74,7 @@ class Group:
             output.copy_(whole)
 
     def all_gather(self, whole: Tensor, part: Tensor) -> None:
-        """Fill ``whole`` with the members' equal parts, in order."""
+        """Fill ``whole`` with the members' equal parts, in the order of ``index``."""
         if self.size > 1:
             dist.all_gather_into_tensor(whole, part, group=self.handle)
         elif whole.data_ptr() != part.data_ptr():

@@ -109,7 +109,8 @@ class NativeEngine:
             return generate(self.pipeline, prompts, config, n, seed, stops, self.context.device)
 
     def reduce(self, sums: Tensor) -> Tensor:
-        return self.context.group("dp").all_reduce(sums.double().clone())
+        ours = sums.to(self.context.device, torch.float64, copy=True)  # where the group's backend can reach it
+        return self.context.group("dp").all_reduce(ours).to(sums.device)
 
     def read(self, name: str, box: Box) -> Tensor:
         return self.params.read(name, box)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ def kernels() -> tuple[str, ...]:
 
 
 @cache
-def kernel(name: str, device: str) -> Callable[..., object] | None:
+def kernel(name: str, device: str) -> Callable[..., Any] | None:
     """Return the kernel ``name`` where it was compiled for devices of that type, else None."""
     if not _load() or not _compiled(name):
         return None

@@ -182,7 +182,9 @@ class MasterState:
     def _try_issue(self, mfc: MFC) -> Dispatch | None:
         position = self._next[mfc.name]
         step = position // self.length.batch_size
-        if mfc.name in self._running or step >= self.length.n_steps or step >= self._fetched:
+        if mfc.name in self._running or position >= self.length.n_prompts:
+            return None
+        if step >= min(self.length.n_steps, self._fetched):
             return None
         stop = min(position + mfc.batch_size, self.length.span(step).stop)
         trained = mfc.role is not None and self.graph.trainer(mfc.role) is not None

@@ -1,0 +1,105 @@
+"""What several rooms' tests share: a tiny arithmetic task, a model for it, and gloo ranks in processes of their own."""
+
+import multiprocessing
+import pickle
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from realhf.api.params import whole
+from realhf.comm.parallel import join, leave, open_store
+from realhf.models.flat import FlatParams
+from realhf.models.hf import init_random, save_hf
+from realhf.models.specs import param_specs, read_hf_config
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+RANK_TIMEOUT_S = 60.0
+Job = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One-digit sums: 40 to warm up on, 17 to train on, 5 to test on; tokenizer and a 2-layer, hidden-32 Llama."""
+
+    root: Path
+    sft: Path
+    train: Path
+    valid: Path
+    tokenizer: Path
+    model: Path
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
+    root = tmp_path_factory.mktemp("arithmetic")
+    sizes = {"digits": 1, "sft-rows": 40, "train-rows": 17, "valid-rows": 5, "hidden": 32, "layers": 2}
+    options = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    subprocess.run([sys.executable, str(EXAMPLES / "arithmetic.py"), str(root), *options], check=True)
+    return Task(
+        root, *(root / f"{name}.jsonl" for name in ("sft", "train", "valid")), root / "tokenizer", root / "model"
+    )
+
+
+@pytest.fixture(scope="session")
+def actor_folder(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of the task as a Hugging Face folder, with the tokenizer."""
+    config = read_hf_config(task.model, scalar_head=False)
+    specs = param_specs(config)
+    params = FlatParams(specs, {spec.name: whole(spec.shape) for spec in specs}, torch.float32, "cpu")
+    init_random(config, params, seed=7)
+    folder = tmp_path_factory.mktemp("actor") / "model"
+    save_hf(folder, config, params.view, task.tokenizer)
+    return folder
+
+
+def rank_main(reply: Connection, job: Job, port: int, rank: int, world: int, arguments: tuple) -> None:
+    """Life of one gloo rank: join, do the job, send (result, error)."""
+    torch.set_num_threads(1)
+    try:
+        join("127.0.0.1", port, rank, world, "cpu", RANK_TIMEOUT_S, None)
+        answer = (job(rank, world, *arguments), None)
+    except BaseException:
+        answer = (None, traceback.format_exc())
+    reply.send_bytes(pickle.dumps(answer))
+    reply.recv_bytes()  # a rank that leaves early breaks the others' connections
+    leave()
+
+
+@pytest.fixture(scope="session")
+def on_ranks() -> Callable[..., list[Any]]:
+    """``on_ranks(world, job, *arguments)``: the results of ``job(rank, world, *arguments)`` on ``world`` gloo ranks.
+
+    ``job`` is a function of a test module; a rank that raises fails the test with its traceback.
+    """
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["torch.distributed", "realhf.system.worker"])
+
+    def run(world: int, job: Job, *arguments: Any) -> list[Any]:
+        store = open_store("127.0.0.1", 0, RANK_TIMEOUT_S)
+        ends, ranks = [], []
+        for rank in range(world):
+            mine, theirs = processes.Pipe()
+            process = processes.Process(target=rank_main, args=(theirs, job, store.port, rank, world, arguments))
+            process.start()
+            theirs.close()
+            ends.append(mine)
+            ranks.append(process)
+        answers = [pickle.loads(end.recv_bytes()) if end.poll(RANK_TIMEOUT_S) else (None, "no answer") for end in ends]
+        for end in ends:
+            end.send_bytes(b"leave")
+        for process in ranks:
+            process.join(10)
+            process.kill()
+        errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(answers) if error]
+        assert not errors, "\n".join(errors)
+        return [result for result, _ in answers]
+
+    return run
