@@ -76,6 +76,7 @@ class ModelSpec:
     init_critic_from_actor: bool = opt(False, "replace the vocabulary head of a language model by a new scalar head")
     bf16: bool = opt(False, "bfloat16 parameters with a float32 master copy")
     gradient_checkpointing: bool = opt(False, "recompute activations in the backward pass")
+    sequence_parallel: bool = opt(True, "in training with tensor parallelism, share tokens out between the cut layers")
     backend: Backend = opt(Backend.native, "engine that runs the model")
     optimizer: OptimizerConfig = opt(OptimizerConfig, "optimizer")
 

@@ -1,9 +1,11 @@
 """The seams of tensor parallelism: where activations enter and leave layers that are cut over a group.
 
 A layer cut by columns is entered through ``enter``, one cut by rows is left through ``leave`` (Megatron-LM, Shoeybi et
-al. 2019, section 3: operators f and g).
+al. 2019, section 3: operators f and g). With sequence parallelism (Korthikanti et al. 2022) every member keeps only its
+share of the tokens between the seams; the last shares may be smaller, or empty.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,35 +14,97 @@ from torch import Tensor
 from realhf.comm.parallel import Group
 
 
+@dataclass(frozen=True)
+class Seams:
+    """The seams of one pass over ``n_tokens`` tokens."""
+
+    group: Group
+    n_tokens: int
+    sequence: bool = False
+
+    @property
+    def _chunk(self) -> int:
+        return -(-self.n_tokens // self.group.size)
+
+    @property
+    def mine(self) -> slice:
+        """Which tokens this member keeps between the seams."""
+        if not self.sequence:
+            return slice(0, self.n_tokens)
+        start, stop = (min(i * self._chunk, self.n_tokens) for i in (self.group.index, self.group.index + 1))
+        return slice(start, stop)
+
+    @property
+    def n_mine(self) -> int:
+        return self.mine.stop - self.mine.start
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Give every member all tokens; on the way back gradients are summed (and cut up again)."""
+        return x if self.group.size == 1 else _Enter.apply(x, self)
+
+    def leave(self, partial: Tensor) -> Tensor:
+        """Sum the members' partial results (and keep my tokens); the gradient goes back to each."""
+        return partial if self.group.size == 1 else _Leave.apply(partial, self)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Give every member all tokens for a computation that all do alike: each gradient is whole already."""
+        return _Whole.apply(x, self) if self.sequence else x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All members' tokens, ``[n_tokens, ...]``; no gradient."""
+        if not self.sequence:
+            return x
+        whole = x.new_empty(self._chunk * self.group.size, *x.shape[1:])
+        self.group.all_gather(whole, self._padded(x, self._chunk))
+        return whole[: self.n_tokens]
+
+    def scatter_sum(self, x: Tensor) -> Tensor:
+        """My tokens of the sum over members; no gradient."""
+        if not self.sequence:
+            return self.group.all_reduce(x.clone())
+        mine = x.new_empty(self._chunk, *x.shape[1:])
+        self.group.reduce_scatter(mine, self._padded(x, self._chunk * self.group.size))
+        return mine[: self.n_mine]
+
+    @staticmethod
+    def _padded(x: Tensor, rows: int) -> Tensor:
+        """Collectives want equal parts: at most one token a member is added."""
+        if x.shape[0] == rows:
+            return x.contiguous()
+        return torch.cat([x, x.new_zeros(rows - x.shape[0], *x.shape[1:])])
+
+
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, seams: Seams) -> Tensor:
+        ctx.seams = seams
+        return seams.gather(x) if seams.sequence else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.all_reduce(grad.clone()), None
+        return ctx.seams.scatter_sum(grad), None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, group: Group) -> Tensor:
-        return group.all_reduce(partial.clone())
+    def forward(ctx: Any, partial: Tensor, seams: Seams) -> Tensor:
+        ctx.seams = seams
+        return seams.scatter_sum(partial)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+        return ctx.seams.gather(grad), None
 
 
-def enter(x: Tensor, group: Group) -> Tensor:
-    """Hand the same activations to every member; their gradients are summed on the way back."""
-    return x if group.size == 1 else _Enter.apply(x, group)
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seams: Seams) -> Tensor:
+        ctx.seams = seams
+        return seams.gather(x)
 
-
-def leave(partial: Tensor, group: Group) -> Tensor:
-    """Sum the members' partial results; the gradient goes back to each unchanged."""
-    return partial if group.size == 1 else _Leave.apply(partial, group)
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad[ctx.seams.mine], None
 
 
 def gather_columns(part: Tensor, group: Group, widths: tuple[int, ...]) -> Tensor:

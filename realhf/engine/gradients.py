@@ -22,17 +22,20 @@ def multiplicity(spec: ParamSpec, context: ParallelContext) -> int:
 class SharedGradients:
     """Adds up what members of a replica found for the same weights.
 
-    Two kinds are shared in parts: key/value heads that several tensor-parallel ranks hold (each sees its own query
-    heads), and a tied embedding on the first and last stage. Other replicated weights have the full gradient already.
+    Three kinds are shared in parts: key/value heads that several tensor-parallel ranks hold (each sees its own query
+    heads), a tied embedding on the first and last stage, and with sequence parallelism whatever is not cut (each rank
+    sees its own tokens). Other replicated weights have the full gradient already.
     """
 
-    def __init__(self, params: FlatParams, context: ParallelContext) -> None:
+    def __init__(self, params: FlatParams, context: ParallelContext, sequence_parallel: bool) -> None:
         self.params, self.context = params, context
         strategy = context.layout.strategy
         specs = [params.spec(name) for name in params.names]
         self.heads: Sequence[ParamSpec] = [
             s for s in specs if s.tp_dim is not None and (s.tp_units or s.shape[s.tp_dim]) < strategy.tp
         ]
+        # the scalar head reads all tokens on every rank
+        self.uncut = [s for s in specs if s.tp_dim is None and s.shape[0] > 1] if sequence_parallel else []
         self.tied = [s for s in specs if s.shared_layer is not None and strategy.pp > 1]
         stages = context.layout.axis("pp", context.rank)
         self.other_end = stages[-1] if context.coord.pp == 0 else stages[0]
@@ -47,6 +50,11 @@ class SharedGradients:
             place = relative(box, whole(spec.shape))
             total[place] = mine
             mine.copy_(self.context.group("tp").all_reduce(total)[place])
+        if self.uncut:
+            views = [self.params.grad_view(spec.name) for spec in self.uncut]
+            total = self.context.group("tp").all_reduce(torch.cat([view.reshape(-1) for view in views]))
+            for view, part in zip(views, total.split([view.numel() for view in views]), strict=True):
+                view.copy_(part.view_as(view))
         for spec in self.tied:
             mine = self.params.grad_view(spec.name)
             self.wires.send(mine, self.other_end)

@@ -186,8 +186,8 @@ def build_engine(
         fresh = frozenset({"head.weight"}) if role.spec.init_critic_from_actor else frozenset()
         load_hf(Path(role.spec.path or ""), config, params, seed, allow_missing=fresh)
     recompute = trained and role.spec.gradient_checkpointing
-    model = Transformer(config, params, recompute, context.group("tp"))
+    model = Transformer(config, params, recompute, context.group("tp"), trained and role.spec.sequence_parallel)
     pipeline = Pipeline(model, context)
     learns = trained and role.spec.optimizer.type is not OptimizerType.empty
-    optimizer = ShardedAdamW(params, role.spec.optimizer, context) if learns else None
+    optimizer = ShardedAdamW(params, role.spec.optimizer, context, model.sequence_parallel) if learns else None
     return NativeEngine(config, role, params, model, pipeline, context, stop_ids, total_steps, tokenizer_folder, optimizer)

@@ -30,10 +30,10 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 class ShardedAdamW:
     """The optimizer of one model on one data-parallel rank. State lives in float32, for this rank's range only."""
 
-    def __init__(self, params: FlatParams, config: OptimizerConfig, context: ParallelContext) -> None:
+    def __init__(self, params: FlatParams, config: OptimizerConfig, context: ParallelContext, sequence: bool) -> None:
         self.params, self.config, self.context = params, config, context
         self.group = group = context.group("dp")
-        self.shared = SharedGradients(params, context)
+        self.shared = SharedGradients(params, context, sequence)
         size = params.data.numel() // group.size
         assert size * group.size == params.data.numel(), "flat parameters are padded to a multiple of dp"
         self.start, self.stop = group.index * size, (group.index + 1) * size

@@ -21,8 +21,8 @@ class ForwardOutputs:
         return self.model.logprobs(self.hidden, self.batch["tokens"], self.batch.lengths("tokens"), temperature)
 
     def values(self) -> Tensor:
-        return self.model.values(self.hidden)
+        return self.model.values(self.hidden, self.batch["tokens"].numel())
 
     def last_values(self) -> Tensor:
         last = torch.tensor(self.batch.columns["tokens"].offsets[1:], device=self.hidden.device) - 1
-        return self.model.values(self.hidden.index_select(0, last))
+        return self.values().index_select(0, last)

@@ -92,7 +92,7 @@ class Pipeline:
         return self.model.hidden(batch["tokens"], batch.lengths("tokens"), x=x)
 
     def _receive(self, batch: SequenceBatch, rank: int) -> Tensor:
-        shape = (batch["tokens"].numel(), self.model.config.hidden)
+        shape = (self.model.seams(batch["tokens"].numel()).n_mine, self.model.config.hidden)
         return self.wires.receive(shape, self.model.params.data.dtype, rank)
 
 

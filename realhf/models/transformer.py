@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from realhf.api.model import ModelConfig
 from realhf.api.params import ParamSpec, shard_box
 from realhf.comm.parallel import Group
-from realhf.comm.tensor_parallel import enter, gather_columns, leave
+from realhf.comm.tensor_parallel import Seams, gather_columns
 from realhf.models.cache import KVCache
 from realhf.models.flat import FlatParams
 from realhf.ops.attention import decode_attention, decode_bias, packed_attention
@@ -71,10 +71,15 @@ class Transformer:
     """
 
     def __init__(
-        self, config: ModelConfig, params: FlatParams, checkpoint_activations: bool = False, tp: Group = ALONE
+        self,
+        config: ModelConfig,
+        params: FlatParams,
+        checkpoint_activations: bool = False,
+        tp: Group = ALONE,
+        sequence_parallel: bool = False,
     ) -> None:
         self.config, self.params, self.tp = config, params, tp
-        self.checkpoint_activations = checkpoint_activations
+        self.checkpoint_activations, self.sequence_parallel = checkpoint_activations, sequence_parallel and tp.size > 1
         self.layers = [i for i in range(config.n_layers) if f"layers.{i}.wq" in params.names]
         assert self.layers, "a stage holds one layer or more"
         self.is_first, self.is_last = self.layers[0] == 0, "final_norm.weight" in params.names
@@ -90,6 +95,10 @@ class Transformer:
     def _local_heads(self, name: str) -> int:
         start, stop = self.params.box(f"layers.{self.layers[0]}.{name}")[0]
         return (stop - start) // self.config.head_dim
+
+    def seams(self, n_tokens: int) -> Seams:
+        """Return how this pass crosses the cuts; tokens are shared out in training alone."""
+        return Seams(self.tp, n_tokens, self.sequence_parallel and torch.is_grad_enabled())
 
     def new_cache(self, n_slots: int, max_len: int) -> KVCache:
         """Return an empty cache for this shard's layers and heads."""
@@ -158,7 +167,7 @@ class Transformer:
     ) -> Tensor:
         """Run packed rows through this stage: ``[T, D]``, after the final norm on the last one.
 
-        ``x`` is what the stage before returned (None on the first). Positions start at 0 in every row. With a cache,
+        With sequence parallelism in training it is this worker's share of the tokens. ``x`` is what the stage before returned (None on the first). Positions start at 0 in every row. With a cache,
         keys and values of row i are stored in slot ``slots[i]`` (prefill). Rows sorted by length run fastest. Raises
         ValueError for a row longer than learned positions reach.
         """
@@ -196,55 +205,55 @@ class Transformer:
         return self._run(tokens, positions, longest, attend, x)
 
     def _run(self, tokens: Tensor, positions: Tensor, longest: int, attend: Attend, x: Tensor | None) -> Tensor:
-        weights = self.weights
+        weights, seams = self.weights, self.seams(len(tokens))
         if x is None:
-            x = self._embed(tokens, positions, longest)
+            x = self._embed(tokens, positions, longest, seams)
         angles = None if self._rotary is None else self._rotary.rows(positions, longest, x.dtype)
         save_memory = self.checkpoint_activations and torch.is_grad_enabled() and self.params.grad is not None
         for index in range(len(weights.blocks)):
             if save_memory:
-                x = checkpoint(self._block, index, x, angles, attend, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(self._block, index, x, angles, attend, seams, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = self._block(index, x, angles, attend)
+                x = self._block(index, x, angles, attend, seams)
         return x if weights.final_norm is None else self._norm(x, weights.final_norm)
 
-    def _embed(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
+    def _embed(self, tokens: Tensor, positions: Tensor, longest: int, seams: Seams) -> Tensor:
         weights = self.weights
         assert weights.embed is not None, "a later stage takes the hidden states of the stage before"
         if self.tp.size == 1:
             x = F.embedding(tokens, weights.embed)
         else:
             local, held = self._cut.mine(tokens, len(weights.embed))
-            x = leave(F.embedding(local, weights.embed) * held[:, None], self.tp)
+            x = seams.leave(F.embedding(local, weights.embed) * held[:, None])
         if weights.positions is not None:
             if longest > len(weights.positions):
                 raise ValueError(f"a row of {longest} tokens; this model has {len(weights.positions)} positions")
-            x = x + F.embedding(positions, weights.positions)
+            x = x + F.embedding(positions[seams.mine], weights.positions)
         return x
 
-    def _block(self, index: int, x: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
+    def _block(self, index: int, x: Tensor, angles: Angles | None, attend: Attend, seams: Seams) -> Tensor:
         block = self.weights.blocks[index]
         n_q, n_kv = self.n_q, self.n_kv
-        qkv = F.linear(enter(self._norm(x, block.attn_norm), self.tp), block.wqkv, block.bqkv)
-        qkv = qkv.view(len(x), n_q + 2 * n_kv, self.config.head_dim)
+        qkv = F.linear(seams.enter(self._norm(x, block.attn_norm)), block.wqkv, block.bqkv)
+        qkv = qkv.view(len(qkv), n_q + 2 * n_kv, self.config.head_dim)
         if angles is None:
             q, k, v = qkv.split((n_q, n_kv, n_kv), 1)
         else:
             qk, v = qkv.split((n_q + n_kv, n_kv), 1)
             q, k = rotate(qk, *angles).split((n_q, n_kv), 1)
-        x = self._add_product(x, attend(index, q, k, v).flatten(1), block.wo, block.bo)
-        inner = F.linear(enter(self._norm(x, block.mlp_norm), self.tp), block.up, block.b_up)
+        x = self._add_product(x, attend(index, q, k, v).flatten(1), block.wo, block.bo, seams)
+        inner = F.linear(seams.enter(self._norm(x, block.mlp_norm)), block.up, block.b_up)
         if self.config.mlp == "gated":
             gate, up = inner.chunk(2, -1)
             inner = self._activation(gate) * up
         else:
             inner = self._activation(inner)
-        return self._add_product(x, inner, block.down, block.b_down)
+        return self._add_product(x, inner, block.down, block.b_down, seams)
 
-    def _add_product(self, x: Tensor, inner: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _add_product(self, x: Tensor, inner: Tensor, weight: Tensor, bias: Tensor | None, seams: Seams) -> Tensor:
         """``x + inner @ weight.T + bias``; the product is summed over the group where rows of the weight are cut."""
         if self.tp.size > 1:
-            x = x + leave(F.linear(inner, weight), self.tp)
+            x = x + seams.leave(F.linear(inner, weight))
         elif bias is None:
             return torch.addmm(x, inner, weight.t())  # the sum inside the product
         else:
@@ -270,9 +279,11 @@ class Transformer:
         counts = torch.tensor(lengths, dtype=torch.int64, device=tokens.device)
         firsts = (counts.cumsum(0) - counts)[counts > 0]
         # every token predicts the next one; what a row's last token says of the following row is masked
-        of_next = packed_logprobs(enter(hidden, self.tp), self.head, tokens.roll(-1), temperature, cut=self._cut)
+        of_next = packed_logprobs(
+            self.seams(len(tokens)).enter(hidden), self.head, tokens.roll(-1), temperature, cut=self._cut
+        )
         return of_next.roll(1).index_fill(0, firsts, 0.0)
 
-    def values(self, hidden: Tensor) -> Tensor:
+    def values(self, hidden: Tensor, n_tokens: int) -> Tensor:
         """Return the scalar head at every token, ``[T]`` float32 (computed in it: values need more than 8 bits)."""
-        return hidden.float() @ self.head[0].float()
+        return self.seams(n_tokens).whole(hidden).float() @ self.head[0].float()
