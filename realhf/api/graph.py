@@ -45,10 +45,25 @@ class MFC:
 
 
 @dataclass(frozen=True)
+class Sync:
+    """After each call of ``after``, role ``target`` follows role ``source``: eta * source + (1 - eta) * target."""
+
+    after: str
+    source: str
+    target: str
+    eta: float
+
+
+@dataclass(frozen=True)
 class Graph:
-    """A directed acyclic graph of MFCs; an edge runs from the producer of a key to each of its consumers."""
+    """A directed acyclic graph of MFCs; an edge runs from the producer of a key to each of its consumers.
+
+    ``offloaded`` are the roles whose weights rest in host memory between calls.
+    """
 
     mfcs: tuple[MFC, ...]
+    syncs: tuple[Sync, ...] = ()
+    offloaded: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if problems := graph_problems(self.mfcs):
@@ -70,6 +85,11 @@ class Graph:
 
     def trainer(self, role: str) -> MFC | None:
         return next((m for m in self.mfcs if m.role == role and m.is_train), None)
+
+    def updater(self, role: str) -> MFC | None:
+        """Return the call after which a role has new weights: its trainer, or the one that it follows."""
+        followed = next((self[sync.after] for sync in self.syncs if sync.target == role), None)
+        return self.trainer(role) or followed
 
     @property
     def roles(self) -> tuple[str, ...]:

@@ -15,11 +15,16 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Reallocate:
-    """Fill the role's empty shards in layout ``dst`` from its weights in layout ``src``."""
+    """Bring the weights of ``role`` in layout ``src`` to ``target`` in layout ``dst``.
+
+    With ``eta`` 1 the target is overwritten; below, it moves towards the source: eta * source + (1 - eta) * target.
+    """
 
     role: str
     src: Layout
+    target: str
     dst: Layout
+    eta: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -39,5 +44,21 @@ class Release:
     dst: Layout
 
 
-Instruction = Transfer | Reallocate | Compute | Release
+@dataclass(frozen=True)
+class Load:
+    """Bring a role's weights back from host memory."""
+
+    role: str
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Move a role's weights to host memory and free the device's."""
+
+    role: str
+    layout: Layout
+
+
+Instruction = Transfer | Reallocate | Compute | Release | Load | Offload
 Program = dict[str, tuple[Instruction, ...]]

@@ -1,95 +1,168 @@
-"""Point-to-point exchange of pieces, for rows and for boxes alike: pack per peer, send and receive all at once, unpack.
+"""Point-to-point exchange of pieces, for rows and for boxes alike, over shared memory where possible, else the network.
 
 Every worker passes the same list of moves. What is decided is decided in plan/; here bytes move.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-ALIGN = 16
-"""Pieces start at multiples of this many bytes, so that any element type can be viewed in place."""
+from realhf.comm.parcels import ALIGN, Ends, Move, Parcel, Piece, parcels_of
+from realhf.comm.shared_memory import SLOT_BYTES, Links
+
+__all__ = ["ALIGN", "Move", "Piece", "exchange"]
+
+BUCKET_BYTES = 8 << 20
+UNDER_WAY = 3
+"""Buckets per pair of workers on the wire at once: while one is unpacked and one is packed, one travels."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """What a move carries: element type and number of elements."""
-
-    dtype: torch.dtype
-    numel: int
-
-    @property
-    def nbytes(self) -> int:
-        return -(-self.numel * self.dtype.itemsize // ALIGN) * ALIGN
-
-
-@dataclass(frozen=True)
-class Move:
-    """A thing ``what`` (a row, a box) on its way."""
-
-    what: object
-    src: int
-    dst: int
-    piece: Piece
-
-
+@torch.no_grad()
 def exchange(
     moves: Sequence[Move],
     rank: int,
     read: Callable[[object], Tensor],
     write: Callable[[object, Tensor], None],
     device: torch.device,
+    *,
+    into: Callable[[object], Tensor] | None = None,
+    links: Links | None = None,
+    verify: bool = False,
 ) -> int:
     """Carry out the moves that this worker has a part in; return the bytes it received from others.
 
-    ``read(what)`` gives the elements to send (any shape), ``write(what, flat)`` takes them. A move to itself is a
-    plain copy. The default group's deadline bounds the wait.
+    ``read(what)`` gives the elements to send (any shape), ``write(what, flat)`` takes and may keep them. Where ``into``
+    is given, ``into(what)`` is the place for them (any shape and strides) and ``write`` is not used, which saves a copy
+    and large temporary memory. Both may be called several times. A move to itself is a plain copy.
+
+    Workers in ``links`` are served through shared memory, the others by the default process group; each wait has the
+    deadline of its wire. With ``verify`` all that arrives is compared by checksum; RuntimeError names what differs.
     """
-    outgoing: dict[int, list[Move]] = {}
-    incoming: dict[int, list[Move]] = {}
+    ends = Ends(rank, read, write, into, device, verify)
+    near = links.peers if links else frozenset()
+    mine = [move for move in moves if rank in (move.src, move.dst) and move.piece.numel]
+    far = _Buckets(ends, [m for m in mine if m.src != m.dst and not near.intersection((m.src, m.dst))])
+    far.start()
+    if links is not None and near:
+        _through_memory(moves, links, ends)
     for move in moves:
-        if move.src == rank and move.dst == rank:
-            write(move.what, read(move.what).reshape(-1))
-        elif move.src == rank:
-            outgoing.setdefault(move.dst, []).append(move)
-        elif move.dst == rank:
-            incoming.setdefault(move.src, []).append(move)
-    landing = {peer: torch.empty(_nbytes(batch), dtype=torch.uint8, device=device) for peer, batch in incoming.items()}
-    operations = [dist.P2POp(dist.irecv, buffer, peer) for peer, buffer in landing.items()]
-    operations += [dist.P2POp(dist.isend, _pack(batch, read, device), peer) for peer, batch in outgoing.items()]
-    if operations:
-        for request in dist.batch_isend_irecv(operations):
-            request.wait()
-    for peer, batch in incoming.items():
-        _unpack(batch, landing[peer], write)
-    return sum(buffer.numel() for buffer in landing.values())
+        if move.dst == rank and (move.src == rank or not move.piece.numel):
+            _keep(move, ends)
+    far.finish()
+    return ends.received
 
 
-def _nbytes(batch: Sequence[Move]) -> int:
-    return sum(move.piece.nbytes for move in batch)
+def _keep(move: Move, ends: Ends) -> None:
+    """Carry out a move that needs no wire."""
+    if move.src != ends.rank:
+        values = torch.empty(0, dtype=move.piece.dtype, device=ends.device)
+    else:
+        values = ends.read(move.what)
+    if ends.into is None:
+        ends.write(move.what, values.reshape(-1))
+    else:
+        place = ends.into(move.what)
+        place.copy_(values.view(place.shape))
 
 
-def _pack(batch: Sequence[Move], read: Callable[[object], Tensor], device: torch.device) -> Tensor:
-    buffer = torch.empty(_nbytes(batch), dtype=torch.uint8, device=device)
-    for move, place in _places(batch, buffer):
-        place.copy_(read(move.what).reshape(-1))
-    return buffer
+def _through_memory(moves: Iterable[Move], links: Links, ends: Ends) -> None:
+    leaving: list[Move] = []
+    coming: dict[int, list[Move]] = {}
+    for move in moves:
+        if move.src == move.dst or not move.piece.numel:
+            continue
+        if move.src == ends.rank:
+            if move.dst in links.peers:
+                leaving.append(move)
+        elif move.src in links.peers and (move.dst == ends.rank or move.dst in links.peers):
+            coming.setdefault(move.src, []).append(move)
+    incoming = {
+        peer: (p for p in parcels_of(theirs, SLOT_BYTES, ends.trailer) if ends.rank in p.to)
+        for peer, theirs in coming.items()
+    }
+    links.run(parcels_of(leaving, SLOT_BYTES, ends.trailer), incoming, ends.pack, ends.unpack)
 
 
-def _unpack(batch: Sequence[Move], buffer: Tensor, write: Callable[[object, Tensor], None]) -> None:
-    for move, place in _places(batch, buffer):
-        write(move.what, place)
+class _Buckets:
+    """The moves between this worker and others over the process group, one bucket per pair of workers and round."""
+
+    def __init__(self, ends: Ends, moves: Sequence[Move]) -> None:
+        self.ends = ends
+        pairs: dict[tuple[int, int], list[Move]] = {}
+        for move in moves:
+            pairs.setdefault((move.src, move.dst), []).append(move)
+        self.lanes = [parcels_of(batch, BUCKET_BYTES, ends.trailer) for _, batch in sorted(pairs.items())]
+        self.under_way: deque[list[_Bucket]] = deque()
+        self.spare: list[Tensor] = []
+
+    def start(self) -> None:
+        """Put the first buckets on the wire."""
+        for _ in range(UNDER_WAY):
+            self._post()
+
+    def finish(self) -> None:
+        """Bring in everything, and send on as places become free."""
+        while self.under_way:
+            for bucket in self.under_way.popleft():
+                self._complete(bucket)
+            self._post()
+
+    def _post(self) -> None:
+        buckets = [self._bucket(parcel) for lane in self.lanes if (parcel := next(lane, None)) is not None]
+        if not buckets:
+            return
+        rank = self.ends.rank
+        works = dist.batch_isend_irecv([
+            dist.P2POp(dist.isend, b.wire, b.parcel.to[0])
+            if b.parcel.src == rank
+            else dist.P2POp(dist.irecv, b.wire, b.parcel.src)
+            for b in buckets
+        ])  # fmt: skip
+        for bucket, work in zip_longest(buckets, works, fillvalue=works[-1]):  # NCCL has one for all
+            bucket.work = work
+        self.under_way.append(buckets)
+
+    def _bucket(self, parcel: Parcel) -> "_Bucket":
+        sends = parcel.src == self.ends.rank
+        in_place = self.ends.in_place(parcel)
+        if in_place is not None:
+            return _Bucket(parcel, in_place.view(torch.uint8))
+        fitting = [number for number, spare in enumerate(self.spare) if spare.numel() >= parcel.nbytes]
+        whole = self.spare.pop(fitting[0]) if fitting else None
+        if whole is None:
+            whole = torch.empty(parcel.nbytes, dtype=torch.uint8, device=self.ends.device)
+        if sends:
+            self.ends.pack(parcel, whole)
+        return _Bucket(parcel, whole[: parcel.nbytes], whole)
+
+    def _complete(self, bucket: "_Bucket") -> None:
+        parcel, rank = bucket.parcel, self.ends.rank
+        assert bucket.work is not None
+        try:
+            bucket.work.wait()
+        except RuntimeError as error:
+            what = f"sending {parcel} to rank {parcel.to[0]}"
+            if parcel.src != rank:
+                what = f"awaiting {parcel} from rank {parcel.src}"
+            raise RuntimeError(f"rank {rank} failed while {what}: {error}") from error
+        if parcel.src != rank and bucket.whole is None:
+            self.ends.arrived(parcel.parts[0])
+        elif parcel.src != rank:
+            self.ends.unpack(parcel, bucket.whole)
+        if bucket.whole is not None:
+            self.spare.append(bucket.whole)
 
 
-def _places(batch: Sequence[Move], buffer: Tensor) -> list[tuple[Move, Tensor]]:
-    """Return, for each move, the typed view of its bytes."""
-    places, start = [], 0
-    for move in batch:
-        piece = move.piece
-        used = piece.numel * piece.dtype.itemsize
-        places.append((move, buffer[start : start + used].view(piece.dtype)))
-        start += piece.nbytes
-    return places
+@dataclass
+class _Bucket:
+    """A parcel on the wire: the bytes there, and the memory to be used again that they lie in, if any."""
+
+    parcel: Parcel
+    wire: Tensor
+    whole: Tensor | None = None
+    work: dist.Work | None = None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from realhf.api.codec import to_plain
 from realhf.api.config import ExperimentConfig, MFCConfig, ModelSpec, PPOConfig, opt
 from realhf.api.experiment import RoleSpec, Task
-from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
+from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync
 from realhf.experiments.sampling import sampling_problems
 
 
@@ -62,7 +62,14 @@ class PPOExperiment(ExperimentConfig):
                 MFC("critic_train", "critic", Kind.TRAIN, critic, learned, (), batch, minibatches),
             ]
         mfcs.append(MFC("actor_train", "actor", Kind.TRAIN, actor, learned, (), batch, minibatches))
-        return Graph(tuple(mfcs))
+        eta = self.ppo.ref_ema_eta
+        syncs = () if eta is None else (Sync("actor_train", "actor", "ref", eta),)
+        return Graph(tuple(mfcs), syncs, self._offloaded)
+
+    @property
+    def _offloaded(self) -> tuple[str, ...]:
+        resting = {"ref": self.ref, **({"rew": self.rew} if "rew" in self.reward_roles() else {})}
+        return tuple(role for role, spec in resting.items() if spec.offload)
 
     def reward_roles(self) -> dict[str, RoleSpec]:
         return {"rew": RoleSpec(self.rew, scalar_head=True)}
@@ -70,7 +77,7 @@ class PPOExperiment(ExperimentConfig):
     def roles(self) -> dict[str, RoleSpec]:
         ref = RoleSpec(self.ref)
         if not _is_given(self.ref):
-            ref = RoleSpec(replace(self.actor, gradient_checkpointing=False), starts_as="actor")
+            ref = RoleSpec(replace(self.actor, gradient_checkpointing=False, offload=self.ref.offload), starts_as="actor")
         found = {"actor": RoleSpec(self.actor), "ref": ref, **self.reward_roles()}
         if self.ppo.disable_value:
             return found
@@ -106,13 +113,17 @@ class PPOExperiment(ExperimentConfig):
              f"ppo.ppo_n_minibatches={ppo.ppo_n_minibatches} does not fit dataset.train_bs_n_seqs={self._batch}"),
             (0 <= ppo.discount <= 1, f"ppo.discount must be in [0, 1], got {ppo.discount}"),
             (0 <= ppo.gae_lambda <= 1, f"ppo.gae_lambda must be in [0, 1], got {ppo.gae_lambda}"),
+            (ppo.ref_ema_eta is None or 0 <= ppo.ref_ema_eta <= 1,
+             f"ppo.ref_ema_eta must be in [0, 1], got {ppo.ref_ema_eta}"),
+            (ppo.ref_ema_eta is None or not self.ref.offload,
+             "ref.offload=True and ppo.ref_ema_eta: a reference that follows the actor does not rest"),
             (ppo.eps_clip > 0, f"ppo.eps_clip must be positive, got {ppo.eps_clip}"),
             (ppo.value_eps_clip > 0, f"ppo.value_eps_clip must be positive, got {ppo.value_eps_clip}"),
             (ppo.kl_ctl >= 0, f"ppo.kl_ctl must not be negative, got {ppo.kl_ctl}"),
             (ppo.value_loss_type in ("mse", "huber"),
              f"ppo.value_loss_type must be mse or huber, got {ppo.value_loss_type}"),
             (ppo.gen.n == 1, f"ppo.gen.n={ppo.gen.n} is for the experiment gen; set ppo.group_size"),
-            (_is_given(self.ref) or self.ref == ModelSpec(),
+            (_is_given(self.ref) or replace(self.ref, offload=False) == ModelSpec(),
              "ref has options, but neither ref.path nor ref.config says which model it is"),
             (_is_given(self.critic) or not self.critic.init_from_scratch,
              "critic.init_from_scratch=True needs critic.config=FOLDER_OR_JSON"),

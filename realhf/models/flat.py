@@ -51,6 +51,8 @@ class FlatParams:
         self.data = torch.zeros(-(-end // pad_to) * pad_to, dtype=dtype, device=device)
         self.grad: Tensor | None = None
         self.is_free = False
+        self._average: Tensor | None = None
+        self._host: Tensor | None = None
         self._leaves: dict[tuple[str, ...], Tensor] = {}
 
     @property
@@ -133,6 +135,34 @@ class FlatParams:
     def write(self, name: str, box: Box, tensor: Tensor) -> None:
         """Copy ``tensor`` (any type or device) over ``box``, in global coordinates."""
         self.read(name, box).copy_(tensor)
+
+    @torch.no_grad()
+    def blend(self, name: str, box: Box, tensor: Tensor, eta: float) -> None:
+        """Move ``box`` towards ``tensor``: eta * tensor + (1 - eta) * box.
+
+        In bfloat16 the average is kept in a float32 copy of the shard, made at the first call: small steps would be
+        rounded away.
+        """
+        if self.data.dtype == torch.float32:
+            self.read(name, box).lerp_(tensor, eta)
+            return
+        if self._average is None:
+            self._average = self.data.float()
+        average = self._cut(self._average, (name,))[relative(box, self._places[name].box)]
+        self.read(name, box).copy_(average.lerp_(tensor.float(), eta))
+
+    def offload(self) -> None:
+        """Move the parameters to host memory and free the device's; gradients are not kept."""
+        if not self.is_free:
+            self._host = torch.empty_like(self.data, device="cpu", pin_memory=self.data.is_cuda).copy_(self.data)
+            self.free()
+
+    def load(self) -> None:
+        """Bring offloaded parameters back."""
+        if self._host is not None:
+            self.allocate()
+            self.data.copy_(self._host, non_blocking=True)
+            self._host = None
 
     def free(self) -> None:
         """Release the memory of data and gradient, whoever holds views of them; contents are lost."""

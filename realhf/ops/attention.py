@@ -1,14 +1,40 @@
 """Causal attention over packed rows, and of one new token per slot over a cache. Grouped heads are never expanded."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+BLOCK = 256
+"""Queries whose scores exist at once where they are computed in the open."""
 
 
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
+@dataclass(frozen=True)
+class Scores:
+    """How a query rates a key: ``scale * q . k``, through ``c * tanh(x / c)`` where ``softcap`` is c > 0.
+
+    A query sees the last ``window`` keys, its own included; 0: all. A scale of 0 is one over the root of the head size.
+    """
+
+    scale: float = 0.0
+    window: int = 0
+    softcap: float = 0.0
+
+    def scale_for(self, head_dim: int) -> float:
+        return self.scale or head_dim**-0.5
+
+    def cap(self, scores: Tensor) -> Tensor:
+        return torch.tanh(scores / self.softcap) * self.softcap if self.softcap else scores
+
+
+PLAIN = Scores()
+
+
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], rule: Scores = PLAIN) -> Tensor:
     """Attend causally within each row; no padding, no mask, no copy of the inputs.
 
     ``q`` is ``[T, H, d]``, ``k`` and ``v`` ``[T, K, d]`` with H a multiple of K; rows follow one another. Neighbours
@@ -19,38 +45,83 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) ->
     if not runs:
         return q
     if len(runs) == 1:
-        return _dense(q, k, v, *runs[0])
+        return _dense(q, k, v, *runs[0], rule)
     sizes = [n * length for n, length in runs]
     parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), runs, strict=True)  # split: one cat in the backward
-    return torch.cat([_dense(qs, ks, vs, *run) for qs, ks, vs, run in parts])
+    return torch.cat([_dense(qs, ks, vs, *run, rule) for qs, ks, vs, run in parts])
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, n: int, length: int) -> Tensor:
+def _dense(q: Tensor, k: Tensor, v: Tensor, n: int, length: int, rule: Scores) -> Tensor:
     """``n`` rows of one length, viewed as ``[n, heads, length, d]``."""
     q_, k_, v_ = (x.unflatten(0, (n, length)).transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q_, k_, v_, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    if rule.softcap or 0 < rule.window < length:
+        out = _by_blocks(q_, k_, v_, rule)
+    else:
+        scale = rule.scale_for(q.shape[-1])
+        out = F.scaled_dot_product_attention(
+            q_, k_, v_, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
     return out.transpose(1, 2).reshape(q.shape)
 
 
-def decode_bias(positions: Tensor, longest: int, n_kv_heads: int) -> Tensor:
-    """Return ``[S*K, 1, longest]`` float32: 0 up to each slot's position, minus infinity after it."""
-    after = torch.arange(longest, device=positions.device) > positions[:, None]
-    bias = torch.zeros(after.shape, device=positions.device).masked_fill_(after, float("-inf"))
+def _by_blocks(q: Tensor, k: Tensor, v: Tensor, rule: Scores) -> Tensor:
+    """Attend from one block of queries at a time, each to the keys that it can see."""
+    length = q.shape[2]
+    step = max(BLOCK, rule.window)
+    outs = []
+    for start in range(0, length, step):
+        stop = min(start + step, length)
+        first = max(0, start - rule.window + 1) if rule.window else 0
+        block = (q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop], rule, start - first)
+        if rule.softcap and torch.is_grad_enabled():  # keeps no scores for the backward pass
+            outs.append(checkpoint(_block, *block, use_reentrant=False, preserve_rng_state=False))
+        else:
+            outs.append(_block(*block))
+    return torch.cat(outs, 2)
+
+
+def _block(q: Tensor, k: Tensor, v: Tensor, rule: Scores, offset: int) -> Tensor:
+    """Attend from queries ``[n, H, Q, d]``, the first of which has its own key at ``offset``, to ``[n, K, S, d]``."""
+    behind = torch.arange(q.shape[2], device=q.device)[:, None] + offset - torch.arange(k.shape[2], device=q.device)
+    seen = (behind >= 0) & (behind < rule.window) if rule.window else behind >= 0
+    scale = rule.scale_for(q.shape[-1])
+    if not rule.softcap:
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=grouped)
+    groups = q.shape[1] // k.shape[1]
+    rows = q.unflatten(1, (-1, groups)).flatten(2, 3)  # [n, K, groups * Q, d]
+    scores = rule.cap(rows @ k.transpose(2, 3) * scale).unflatten(2, (groups, -1))
+    shares = scores.masked_fill(~seen, float("-inf")).softmax(-1, dtype=torch.float32).to(q.dtype)
+    return (shares.flatten(2, 3) @ v).unflatten(2, (groups, -1)).flatten(1, 2)
+
+
+def decode_bias(positions: Tensor, longest: int, n_kv_heads: int, window: int = 0) -> Tensor:
+    """Return ``[S*K, 1, longest]`` float32: 0 on what each slot's position sees, minus infinity elsewhere."""
+    behind = positions[:, None] - torch.arange(longest, device=positions.device)
+    hidden = (behind < 0) | (behind >= window) if window else behind < 0
+    bias = torch.zeros(hidden.shape, device=positions.device).masked_fill_(hidden, float("-inf"))
     return bias.repeat_interleave(n_kv_heads, 0).unsqueeze(1)
 
 
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Attend from one token per slot to cache places 0..position.
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, bias: Tensor | None = None, rule: Scores = PLAIN
+) -> Tensor:
+    """Attend from one token per slot to cache places up to its position.
 
     ``q`` is ``[S, H, d]``; ``k`` and ``v`` are a contiguous cache ``[S, K, Lmax, d]``; ``positions`` is ``[S]``. One
-    matrix product per key/value head over the filled part of the cache. ``bias`` is ``decode_bias`` in q's type, which
-    layers of one step share; without it the longest position is read from the device. Returns ``[S, H, d]``.
+    matrix product per key/value head over the filled part of the cache. ``bias`` is ``decode_bias`` for the rule's
+    window in q's type, which layers of one step share; without it the longest position is read from the device.
+    Returns ``[S, H, d]``.
     """
     slots, heads, dim = q.shape
     n_kv = k.shape[1]
     if bias is None:
-        bias = decode_bias(positions, int(positions.max()) + 1 if slots else 0, n_kv).to(q.dtype)
+        bias = decode_bias(positions, int(positions.max()) + 1 if slots else 0, n_kv, rule.window).to(q.dtype)
     longest = bias.shape[-1]
     k_, v_ = (x[:, :, :longest].view(slots * n_kv, longest, dim) for x in (k, v))
-    scores = torch.baddbmm(bias, q.reshape(slots * n_kv, heads // n_kv, dim), k_.transpose(1, 2), alpha=dim**-0.5)
+    grouped, scale = q.reshape(slots * n_kv, heads // n_kv, dim), rule.scale_for(dim)
+    if rule.softcap:
+        scores = rule.cap(torch.bmm(grouped, k_.transpose(1, 2)) * scale) + bias
+    else:
+        scores = torch.baddbmm(bias, grouped, k_.transpose(1, 2), alpha=scale)
     return torch.bmm(scores.softmax(-1), v_).view(slots, heads, dim)

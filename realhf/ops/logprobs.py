@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from realhf.ops import native
+
 CHUNK_ELEMENTS = {"cpu": 1 << 23}
 """Logits held at once: 32 MiB stays near a CPU's caches; elsewhere products should be large."""
 
@@ -25,9 +27,7 @@ class VocabularyCut:
 
     def mine(self, targets: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Return targets in my numbering, 0 where they are not mine, and whether they are."""
-        local = targets - self.start
-        held = (local >= 0) & (local < size)
-        return local.masked_fill(~held, 0), held
+        return _held(targets - self.start, size)
 
 
 UNCUT = VocabularyCut(0, (), lambda x: x, lambda x: x)
@@ -38,52 +38,97 @@ class _PackedLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, chunk: int, cut: VocabularyCut
     ) -> Tensor:
-        targets, held = cut.mine(targets, weight.shape[0])
+        targets = targets - cut.start
         count = targets.numel()
         logps = torch.empty(count, device=hidden.device)
         normalisers = torch.empty(count, device=hidden.device)
-        buffer = torch.empty(min(chunk, count), weight.shape[0], device=hidden.device)
+        buffer = weight.new_empty(min(chunk, count), weight.shape[0])
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
-            logits = _logits(hidden[part], weight, scale, buffer)
-            picked = cut.all_sum(logits.gather(1, targets[part, None]).mul_(held[part, None]))
-            largest = cut.all_max(logits.amax(-1, keepdim=True))
-            log_sum = cut.all_sum(logits.sub_(largest).exp_().sum(-1, keepdim=True)).log_().add_(largest)
-            normalisers[part] = log_sum[:, 0]
-            logps[part] = (picked - log_sum)[:, 0]
-        ctx.save_for_backward(hidden, weight, targets, held, normalisers)
+            largest, sums, picked = logit_stats(_product(hidden[part], weight, buffer), targets[part], scale)
+            of_all = cut.all_max(largest.clone())
+            sums, picked = cut.all_sum(torch.stack([sums * (largest - of_all).exp(), picked]))
+            normalisers[part] = sums.log() + of_all
+            logps[part] = picked - normalisers[part]
+        ctx.save_for_backward(hidden, weight, targets, normalisers)
         ctx.scale, ctx.chunk = scale, chunk
         return logps
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        hidden, weight, targets, held, normalisers = ctx.saved_tensors
+        hidden, weight, targets, normalisers = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
         grad_weight = torch.zeros(weight.shape, device=weight.device) if need_weight else None
         used = grad.nonzero()[:, 0]  # prompts carry no loss: their logits are not computed again
-        buffer = torch.empty(min(ctx.chunk, used.numel()), weight.shape[0], device=hidden.device)
+        buffer = weight.new_empty(min(ctx.chunk, used.numel()), weight.shape[0])
         for rows in used.split(ctx.chunk):
             x = hidden[rows]
-            slope = _logits(x, weight, ctx.scale, buffer).sub_(normalisers[rows, None]).exp_()
-            ours = (grad[rows] * ctx.scale).unsqueeze(1)
-            slope.mul_(-ours).scatter_add_(1, targets[rows, None], ours * held[rows, None])
-            slope = slope.to(weight.dtype)
+            slopes = logit_slopes_(
+                _product(x, weight, buffer), targets[rows], normalisers[rows], grad[rows].float(), ctx.scale
+            )
             if grad_hidden is not None:
-                grad_hidden[rows] = slope @ weight
+                grad_hidden[rows] = slopes @ weight
             if grad_weight is not None:
-                _add_product(grad_weight, slope.t(), x)
+                _add_product(grad_weight, slopes.t(), x)
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, scale: float, buffer: Tensor) -> Tensor:
-    """Scaled float32 logits of a chunk, in ``buffer``: fresh memory per chunk costs as much as the product."""
-    logits = buffer[: hidden.shape[0]]
-    if weight.dtype == torch.float32:
-        torch.mm(hidden, weight.t(), out=logits)
-    else:
-        logits.copy_(hidden @ weight.t())
-    return logits if scale == 1.0 else logits.mul_(scale)
+def logit_stats(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return of ``x = scale * logits`` (``[n, V]``) per row: max(x), sum(exp(x - max(x))), x at target; float32.
+
+    ``targets`` (``[n]`` int64) outside 0..V-1 pick 0: other workers hold them. The logits are used up.
+    """
+    kernel = native.kernel("logit_stats", logits.device.type) if _kernel_fits(logits) else None
+    return logit_stats_reference(logits, targets, scale) if kernel is None else kernel(logits, targets, scale)
+
+
+def logit_stats_reference(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``logit_stats`` in plain torch."""
+    local, held = _held(targets, logits.shape[1])
+    x = logits.float().mul_(scale)
+    picked = x.gather(1, local[:, None])[:, 0].masked_fill(~held, 0.0)
+    largest = x.amax(-1)
+    return largest, x.sub_(largest[:, None]).exp_().sum(-1), picked
+
+
+def logit_slopes_(logits: Tensor, targets: Tensor, normalisers: Tensor, grads: Tensor, scale: float) -> Tensor:
+    """Turn logits (``[n, V]``) into the gradient, in them, of ``grads . (x[target] - normalisers)``; return them.
+
+    ``x = scale * logits`` and ``normalisers`` (``[n]`` float32) is log(sum(exp(x))) over the whole vocabulary, of
+    which ``logits`` may be a part; ``targets`` as for ``logit_stats``, ``grads`` ``[n]`` float32.
+    """
+    kernel = native.kernel("logit_slopes_", logits.device.type) if _kernel_fits(logits) else None
+    if kernel is None:
+        return logit_slopes_reference_(logits, targets, normalisers, grads, scale)
+    kernel(logits, targets, normalisers, grads, scale)
+    return logits
+
+
+def logit_slopes_reference_(
+    logits: Tensor, targets: Tensor, normalisers: Tensor, grads: Tensor, scale: float
+) -> Tensor:
+    """Do what ``logit_slopes_`` does in plain torch."""
+    local, held = _held(targets, logits.shape[1])
+    ours = (grads * scale)[:, None]
+    slopes = logits.float().mul_(scale).sub_(normalisers[:, None]).exp_().mul_(-ours)
+    slopes.scatter_add_(1, local[:, None], ours * held[:, None])
+    return slopes if slopes.dtype == logits.dtype else logits.copy_(slopes)
+
+
+def _held(targets: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return targets, 0 where they are outside 0..size-1, and whether they are inside."""
+    held = (targets >= 0) & (targets < size)
+    return targets.masked_fill(~held, 0), held
+
+
+def _kernel_fits(logits: Tensor) -> bool:
+    return logits.dtype in (torch.float32, torch.bfloat16) or (logits.is_cuda and logits.dtype == torch.float16)
+
+
+def _product(hidden: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
+    """Logits of a chunk, in ``buffer``: fresh memory per chunk costs as much as the product."""
+    return torch.mm(hidden, weight.t(), out=buffer[: hidden.shape[0]])
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -14,14 +14,54 @@ import torch
 from torch import Tensor
 
 
-def _like_values(
+def _twice_like_values(
     rewards: Tensor, values: Tensor, cu_seqlens: Tensor, bootstrap: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
     return values.new_empty(values.shape), values.new_empty(values.shape)
 
 
+def _twice_like_rewards(
+    rewards: Tensor, values: Tensor, ends: Tensor, truncates: Tensor, gamma: float, lam: float, overlap: bool
+) -> tuple[Tensor, Tensor]:
+    return rewards.new_empty(rewards.shape), rewards.new_empty(rewards.shape)
+
+
+def _of_unknown_length(src: Tensor, intervals: Tensor) -> Tensor:
+    return src.new_empty(torch.library.get_ctx().new_dynamic_size())
+
+
+def _nothing(*given: object) -> None:
+    return None
+
+
+def _three_floats(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    largest, exp_sums, picked = (logits.new_empty(targets.shape, dtype=torch.float32) for _ in range(3))
+    return largest, exp_sums, picked
+
+
+def _token_and_two_floats(
+    logits: Tensor, u: Tensor, forbid: Tensor | None, forbid_rows: Tensor | None, *options: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return u.new_empty(u.shape, dtype=torch.int64), logits.new_empty(u.shape), logits.new_empty(u.shape)
+
+
+def _double_per_counter(seed: int, prompts: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
+    return prompts.new_empty(prompts.shape, dtype=torch.float64)
+
+
 # What each kernel returns, as shapes and dtypes only: torch.compile asks.
-SHAPES: Mapping[str, Callable[..., object]] = MappingProxyType({"packed_gae": _like_values})
+SHAPES: Mapping[str, Callable[..., object]] = MappingProxyType(
+    {
+        "packed_gae": _twice_like_values,
+        "gae_2d": _twice_like_rewards,
+        "slice_intervals": _of_unknown_length,
+        "set_intervals": _nothing,
+        "logit_stats": _three_floats,
+        "logit_slopes_": _nothing,
+        "sample_tokens": _token_and_two_floats,
+        "counter_uniform": _double_per_counter,
+    }
+)
 DEVICES = ("cpu", "cuda")
 
 

@@ -29,8 +29,13 @@ class _RmsNorm(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Divide each token of ``x`` ``[T, D]`` by its root mean square and scale it by ``weight`` ``[D]``."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """Divide each token of ``x`` ``[T, D]`` by its root mean square and scale it by ``weight + offset`` ``[D]``.
+
+    With an offset, short types are rounded once, at the end: ``1 + weight`` would lose the weight's last bits.
+    """
+    if offset:
+        return rms_norm(x.float(), weight.float() + offset, eps).to(x.dtype)
     if torch.is_grad_enabled() and x.device.type == "cpu" and x.dtype == torch.float32:
         return _RmsNorm.apply(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
@@ -75,5 +80,11 @@ class Rotary:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs ``(i, i + d/2)`` of ``x`` ``[T, heads, d]`` by their angles (RoFormer, arXiv 2104.09864)."""
+    """Turn the pairs ``(i, i + d/2)`` of ``x`` ``[T, heads, d]`` by their angles (RoFormer, arXiv 2104.09864).
+
+    Angles of fewer dimensions turn the first ones of a head and leave the others.
+    """
+    turning = cos.shape[-1]
+    if turning < x.shape[-1]:
+        return torch.cat((rotate(x[..., :turning], cos, sin), x[..., turning:]), -1)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from realhf.ops import native
+
 
 def _int64(x: int) -> int:
     """The two's complement reading of the lowest 64 bits."""
@@ -28,6 +30,14 @@ def _mix(x: Tensor) -> Tensor:
 
 def uniform(seed: int, prompts: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
     """Return one number in [0, 1) per row, ``[S]`` float64 with 53 random bits, from int64 counters ``[S]``."""
+    kernel = native.kernel("counter_uniform", prompts.device.type)
+    if kernel is None:
+        return uniform_reference(seed, prompts, samples, positions)
+    return kernel(_int64(seed), prompts, samples, positions)
+
+
+def uniform_reference(seed: int, prompts: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
+    """Compute ``uniform`` in plain torch: the same bits."""
     state = _mix(torch.full_like(prompts, _int64(seed + _INCREMENT)))
     for counter in (prompts, samples, positions):
         state = _mix((state ^ counter) + _INCREMENT)
@@ -85,9 +95,28 @@ def sample(
     log_softmax(logits / temperature) of the token, what training recomputes; ``sampling_logprobs`` is under the
     distribution that was drawn from. Temperature 0 takes the most likely token (the lowest id of equal ones), with
     ``logprobs`` of temperature 1 and ``sampling_logprobs`` 0. At least one token must be allowed in every row.
+
+    Where there is a compiled kernel for the device it draws, reading each row once and sorting nothing; tokens are
+    those of ``sample_reference`` unless ``u`` falls within rounding of the border between two.
     """
-    if temperature < 0.0 or top_k < 0 or not 0.0 < top_p <= 1.0:
-        raise ValueError(f"need temperature >= 0, top_k >= 0, 0 < top_p <= 1: got {temperature}, {top_k}, {top_p}")
+    kernel = native.kernel("sample_tokens", logits.device.type)
+    if kernel is None:
+        return sample_reference(logits, u, temperature, top_k, top_p, forbid, forbid_rows)
+    _check_options(temperature, top_k, top_p)
+    return kernel(logits.detach().float(), u.double(), forbid, forbid_rows, temperature, top_k, top_p)
+
+
+def sample_reference(
+    logits: Tensor,
+    u: Tensor,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    forbid: Tensor | None = None,
+    forbid_rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do what ``sample`` does in plain torch, by sorting."""
+    _check_options(temperature, top_k, top_p)
     scaled = logits.float() / (temperature or 1.0)
     log_p = scaled.log_softmax(-1)
     allowed = scaled
@@ -105,3 +134,8 @@ def sample(
         tokens = (index if ids is None else ids.gather(-1, index)).squeeze(-1)
         sampling_logprobs = log_q.gather(-1, index).squeeze(-1)
     return tokens, log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), sampling_logprobs
+
+
+def _check_options(temperature: float, top_k: int, top_p: float) -> None:
+    if temperature < 0.0 or top_k < 0 or not 0.0 < top_p <= 1.0:
+        raise ValueError(f"need temperature >= 0, top_k >= 0, 0 < top_p <= 1: got {temperature}, {top_k}, {top_p}")

@@ -3,7 +3,7 @@
 from realhf.api.graph import MFC, Graph
 from realhf.api.layout import Layout
 from realhf.api.plan import ExecutionPlan
-from realhf.api.program import Compute, Instruction, Program, Reallocate, Release, Transfer
+from realhf.api.program import Compute, Instruction, Load, Offload, Program, Reallocate, Release, Transfer
 
 
 def home(graph: Graph, plan: ExecutionPlan, role: str) -> Layout:
@@ -20,8 +20,17 @@ def compile_program(graph: Graph, plan: ExecutionPlan) -> Program:
 def _instructions(mfc: MFC, graph: Graph, plan: ExecutionPlan) -> tuple[Instruction, ...]:
     layout = plan[mfc.name].layout
     work: list[Instruction] = [Transfer(mfc.inputs, layout), Compute(mfc.name, mfc.role, layout)]
-    if mfc.role is not None and (source := home(graph, plan, mfc.role)) != layout:
-        work = [Reallocate(mfc.role, source, layout), *work, Release(mfc.role, layout)]
+    if mfc.role is None:
+        return tuple(work)
+    source = home(graph, plan, mfc.role)
+    if source != layout:
+        work = [Reallocate(mfc.role, source, mfc.role, layout), *work, Release(mfc.role, layout)]
+    for sync in graph.syncs:
+        if sync.after == mfc.name:
+            ends = (home(graph, plan, sync.source), home(graph, plan, sync.target))
+            work.append(Reallocate(sync.source, ends[0], sync.target, ends[1], sync.eta))
+    if mfc.role in graph.offloaded:
+        work = [Load(mfc.role, source), *work, Offload(mfc.role, source)]
     return tuple(work)
 
 
@@ -33,8 +42,8 @@ def engines_of(program: Program, rank: int) -> tuple[tuple[str, Layout], ...]:
             match step:
                 case Compute(_, str() as role, layout):
                     pairs[role, layout] = None
-                case Reallocate(role, src, dst):
-                    pairs[role, src] = pairs[role, dst] = None
+                case Reallocate(role, src, target, dst):
+                    pairs[role, src] = pairs[target, dst] = None
     return tuple((role, layout) for role, layout in pairs if rank in layout.mesh.ranks)
 
 
@@ -58,7 +67,7 @@ def meshes_of(instructions: tuple[Instruction, ...]) -> frozenset[int]:
     ranks: set[int] = set()
     for step in instructions:
         match step:
-            case Reallocate(_, src, dst):
+            case Reallocate(_, src, _, dst):
                 ranks |= {*src.mesh.ranks, *dst.mesh.ranks}
             case Compute(_, _, layout):
                 ranks |= {*layout.mesh.ranks}

@@ -149,8 +149,10 @@ class MasterState:
         self._done[mfc.name] = event.span.stop
         if event.state is not None:
             self.states[mfc.role or mfc.name] = event.state
-        if mfc.is_train and mfc.role and event.span.stop == self.length.span(event.span.step).stop:
-            self.versions[mfc.role] = event.span.step + 1
+        if event.span.stop == self.length.span(event.span.step).stop:
+            for role in self.graph.roles:
+                if self.graph.updater(role) is mfc:
+                    self.versions[role] = event.span.step + 1
 
     def _finish_steps(self) -> list[Action]:
         actions: list[Action] = []
@@ -187,8 +189,8 @@ class MasterState:
         if step >= min(self.length.n_steps, self._fetched):
             return None
         stop = min(position + mfc.batch_size, self.length.span(step).stop)
-        trained = mfc.role is not None and self.graph.trainer(mfc.role) is not None
-        if trained and self.versions[mfc.role or ""] < step - (0 if mfc.is_train else self.max_staleness):
+        changes = mfc.role is not None and self.graph.updater(mfc.role) is not None
+        if changes and self.versions[mfc.role or ""] < step - (0 if mfc.is_train else self.max_staleness):
             return None
         if any(p not in self._tables[key].prompts for key in mfc.inputs for p in range(position, stop)):
             return None

@@ -11,7 +11,7 @@ from realhf.api.graph import Kind
 from realhf.api.layout import Layout
 from realhf.api.messages import Call, State, Stats
 from realhf.api.params import box_numel, box_shape
-from realhf.api.program import Compute, Reallocate, Release, Transfer
+from realhf.api.program import Compute, Load, Offload, Reallocate, Release, Transfer
 from realhf.base.timers import Spans
 from realhf.comm.exchange import Move, Piece, exchange
 from realhf.data.batch import Column, SequenceBatch
@@ -61,6 +61,10 @@ class Executor:
                         self._reallocate(step)
                     case Compute(_, role, layout) if self.rank in layout.mesh.ranks:
                         outcome = self._compute(call, role, layout)
+                    case Load(role, layout) if self.rank in layout.mesh.ranks:
+                        self.engines[role, layout].params.load()
+                    case Offload(role, layout) if self.rank in layout.mesh.ranks:
+                        self.engines[role, layout].params.offload()
                     case Release(role, dst) if self.rank in dst.mesh.ranks:
                         self.engines[role, dst].params.free()
         return outcome
@@ -86,7 +90,7 @@ class Executor:
             specs = param_specs(config)
             self._realloc_plans[step] = plan_realloc(specs, lambda pp: stage_layers(config, pp), step.src, step.dst)
         source = self.engines.get((step.role, step.src))
-        target = self.engines.get((step.role, step.dst))
+        target = self.engines.get((step.target, step.dst))
         if target is not None:
             target.params.allocate()
         dtype = torch.bfloat16 if self.run.roles[step.role].spec.bf16 else torch.float32
@@ -100,7 +104,11 @@ class Executor:
 
         def write(copy: object, value: Tensor) -> None:
             assert isinstance(copy, BoxCopy) and target is not None
-            target.write(copy.name, copy.box, value.view(box_shape(copy.box)))
+            shaped = value.view(box_shape(copy.box))
+            if step.eta == 1.0:
+                target.write(copy.name, copy.box, shaped)
+            else:
+                target.params.blend(copy.name, copy.box, shaped, step.eta)
 
         exchange(moves, self.rank, read, write, self.device)
 

@@ -1,0 +1,230 @@
+"""What travels together: pieces cut and packed into parcels of bounded size, the same on every rank.
+
+Pure but for ``Ends``, which copies between parcels and tensors. How a parcel travels is not decided here.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, zip_longest
+
+import torch
+from torch import Tensor
+
+ALIGN = 16
+"""Pieces start at multiples of this many bytes, so that any element type can be viewed in place."""
+
+MIX = 0x9E3779B97F4A7C15 - (1 << 64)
+"""The golden ratio in 64 bits, as torch's signed integers write it: spreads a position over all bits."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a move carries: element type and number of elements."""
+
+    dtype: torch.dtype
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        return rounded(self.numel * self.dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class Move:
+    """A thing ``what`` (a row, a box) on its way.
+
+    Moves of one sender with an equal ``content`` that is not None carry the same elements to several workers: where the
+    wire allows, they are written once.
+    """
+
+    what: object
+    src: int
+    dst: int
+    piece: Piece
+    content: Hashable = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements ``start`` to ``stop`` of one piece, at byte ``at`` of a parcel, for each of ``moves``."""
+
+    moves: tuple[Move, ...]
+    start: int
+    stop: int
+    at: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.moves[0].piece.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return (self.stop - self.start) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Bytes that leave ``src`` at once, for all of ``to``."""
+
+    src: int
+    to: tuple[int, ...]
+    parts: tuple[Part, ...]
+    nbytes: int
+
+    def __str__(self) -> str:
+        first = self.parts[0]
+        more = f" and {len(self.parts) - 1} more" if len(self.parts) > 1 else ""
+        return f"{first.moves[0].what} (elements {first.start} to {first.stop - 1}){more}"
+
+
+def rounded(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def parcels_of(moves: Iterable[Move], limit: int, trailer: int = 0) -> Iterator[Parcel]:
+    """Pack the moves of one sender into parcels of at most ``limit`` bytes, by turns for each set of receivers.
+
+    Every part leaves ``trailer`` bytes free behind it. A piece that does not fit into what is left of a parcel starts
+    a new one; only a piece larger than a parcel is cut.
+    """
+    same: dict[Hashable, list[Move]] = {}
+    for number, move in enumerate(moves):
+        same.setdefault((move.content is None, number if move.content is None else move.content), []).append(move)
+    lanes: dict[tuple[int, ...], list[tuple[Move, ...]]] = {}
+    for alike in same.values():
+        lanes.setdefault(tuple(sorted({move.dst for move in alike})), []).append(tuple(alike))
+    turns = zip_longest(*(_lane(to, contents, limit, trailer) for to, contents in lanes.items()))
+    return (parcel for parcel in chain.from_iterable(turns) if parcel is not None)
+
+
+def _lane(to: tuple[int, ...], contents: Sequence[tuple[Move, ...]], limit: int, trailer: int) -> Iterator[Parcel]:
+    parts: list[Part] = []
+    at = 0
+    for alike in contents:
+        piece, start = alike[0].piece, 0
+        most = (limit - trailer) // ALIGN * ALIGN // piece.dtype.itemsize
+        while start < piece.numel:
+            stop = min(piece.numel, start + most)
+            if at + rounded((stop - start) * piece.dtype.itemsize) + trailer > limit:
+                yield Parcel(alike[0].src, to, tuple(parts), at)
+                parts, at = [], 0
+            part = Part(alike, start, stop, at)
+            parts.append(part)
+            at += rounded(part.nbytes) + trailer
+            start = stop
+    if parts:
+        yield Parcel(contents[0][0].src, to, tuple(parts), at)
+
+
+def spans(tensor: Tensor, start: int, stop: int) -> list[Tensor]:
+    """Return views that together are elements ``start`` to ``stop`` of a tensor of any strides, in order."""
+    if tensor.is_contiguous():
+        return [tensor.view(-1)[start:stop]]
+    inner = tensor.numel() // tensor.shape[0]
+    first, last = -(-start // inner), stop // inner
+    if first > last:
+        return spans(tensor[last], start - last * inner, stop - last * inner)
+    views = spans(tensor[first - 1], start - (first - 1) * inner, inner) if start < first * inner else []
+    if first < last:
+        views.append(tensor[first:last])
+    return views + (spans(tensor[last], 0, stop - last * inner) if last * inner < stop else [])
+
+
+def checksum(views: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return ``[1] int64``: the 8-byte words of the elements, as ``dtype``, weighted by odd numbers and added up.
+
+    Wraps at 64 bits. One changed word is always noticed, since an odd factor can be undone; words that changed places
+    all but always.
+    """
+    flat = torch.cat([view.reshape(-1).to(dtype) for view in views]).view(torch.uint8)
+    words = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(torch.int64)
+    weights = torch.arange(1, words.numel() + 1, device=words.device) * MIX
+    weights ^= weights >> 29
+    return (words * (weights | 1)).sum(0, keepdim=True)
+
+
+@dataclass
+class Ends:
+    """Where this rank's pieces come from and go to: ``read``, ``write`` and ``into`` of ``exchange``."""
+
+    rank: int
+    read: Callable[[object], Tensor]
+    write: Callable[[object, Tensor], None]
+    into: Callable[[object], Tensor] | None
+    device: torch.device
+    verify: bool
+    received: int = 0
+    _unfinished: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def trailer(self) -> int:
+        return ALIGN if self.verify else 0
+
+    def source(self, part: Part) -> list[Tensor]:
+        """Return the views a part is read from."""
+        return spans(self.read(part.moves[0].what), part.start, part.stop)
+
+    def target(self, part: Part) -> list[Tensor]:
+        """Return the views a part is written to."""
+        move = self._mine(part)
+        if self.into is not None:
+            return spans(self.into(move.what), part.start, part.stop)
+        if part.start == 0:
+            self._unfinished[id(move)] = torch.empty(move.piece.numel, dtype=part.dtype, device=self.device)
+        return [self._unfinished[id(move)][part.start : part.stop]]
+
+    def in_place(self, parcel: Parcel) -> Tensor | None:
+        """Return the one tensor that is the parcel's content byte by byte, at the sender or the receiver, if any."""
+        part = parcel.parts[0]
+        if self.verify or len(parcel.parts) > 1 or part.nbytes != parcel.nbytes:
+            return None
+        views = self.source(part) if parcel.src == self.rank else self.target(part)
+        fits = len(views) == 1 and views[0].is_contiguous() and views[0].dtype == part.dtype
+        return views[0].view(-1) if fits and views[0].device == self.device else None
+
+    def arrived(self, part: Part) -> None:
+        """Take note that the views of ``target`` are filled; a piece that is whole goes to ``write``."""
+        move = self._mine(part)
+        self.received += rounded(part.nbytes)
+        if self.into is None and part.stop == move.piece.numel:
+            self.write(move.what, self._unfinished.pop(id(move)))
+
+    def pack(self, parcel: Parcel, buffer: Tensor) -> None:
+        """Fill ``buffer``, ``[>= parcel.nbytes] uint8``."""
+        for part in parcel.parts:
+            views = self.source(part)
+            _copy(views, _typed(buffer, part), inwards=False)
+            if self.verify:
+                _trailer(buffer, part).copy_(checksum(views, part.dtype))
+
+    def unpack(self, parcel: Parcel, buffer: Tensor) -> None:
+        """Empty ``buffer`` into its places; RuntimeError when a part is not there as it was at the sender."""
+        for part in parcel.parts:
+            views = self.target(part)
+            _copy(views, _typed(buffer, part), inwards=True)
+            if self.verify and not torch.equal(checksum(views, part.dtype), _trailer(buffer, part)):
+                raise RuntimeError(
+                    f"{self._mine(part).what} was damaged on its way from rank {parcel.src} to rank {self.rank}: the "
+                    f"checksum of elements {part.start} to {part.stop - 1} differs"
+                )
+            self.arrived(part)
+
+    def _mine(self, part: Part) -> Move:
+        return next(move for move in part.moves if move.dst == self.rank)
+
+
+def _typed(buffer: Tensor, part: Part) -> Tensor:
+    return buffer[part.at : part.at + part.nbytes].view(part.dtype)
+
+
+def _trailer(buffer: Tensor, part: Part) -> Tensor:
+    end = part.at + rounded(part.nbytes)
+    return buffer[end : end + 8].view(torch.int64)
+
+
+def _copy(views: Sequence[Tensor], flat: Tensor, inwards: bool) -> None:
+    start = 0
+    for view in views:
+        packed = flat[start : start + view.numel()].view(view.shape)
+        view.copy_(packed) if inwards else packed.copy_(view)
+        start += view.numel()
