@@ -4,44 +4,66 @@
 
 #include <algorithm>
 #include <tuple>
-#include <vector>
 
-#include "simd.h"
+#include "scan.h"
 
 namespace realhf {
 namespace {
 
 constexpr int64_t kTokensPerTask = 1 << 14;
 
-// Three passes over one row, so that the first and the last fill wide registers. `sums` is scratch of `length`.
+struct Eight {
+  Doubles advantages;  // not yet counting what the tokens after the eight are worth
+  Doubles before;      // values of the states in which the tokens were chosen
+};
+
 template <typename scalar_t>
-REALHF_SIMD_CLONES void row_gae(const scalar_t* __restrict rewards, const scalar_t* __restrict values, int64_t length,
-                                bool bootstrap, double gamma, double decay, double* __restrict sums,
-                                scalar_t* __restrict advantages, scalar_t* __restrict returns) {
-  const int64_t last = length - 1;
-  for (int64_t t = 1; t <= last; ++t) sums[t] = rewards[t] + gamma * values[t] - values[t - 1];
-  if (!bootstrap && last > 0) sums[last] = static_cast<double>(rewards[last]) - values[last - 1];
+REALHF_INLINE Eight eight_tokens(const scalar_t* rewards, const scalar_t* values, const scalar_t* values_before,
+                                 double gamma, const Decay& decay) {
+  Eight eight = {{}, load_steps(values_before)};
+  eight.advantages = load_steps(rewards) + gamma * load_steps(values) - eight.before;
+  scan_steps(eight.advantages, decay);
+  return eight;
+}
 
-  // Four tokens a step: only the carry from step to step has to wait for the step before.
-  const double decay2 = decay * decay, decay3 = decay2 * decay, decay4 = decay2 * decay2;
-  double later = 0.0;
-  int64_t t = last;
-  for (; t >= 4; t -= 4) {
-    const double sum0 = sums[t];
-    const double sum1 = sums[t - 1] + decay * sum0;
-    const double sum2 = sums[t - 2] + decay * sum1;
-    const double sum3 = sums[t - 3] + decay * sum2;
-    sums[t] = sum0 + decay * later;
-    sums[t - 1] = sum1 + decay2 * later;
-    sums[t - 2] = sum2 + decay3 * later;
-    sums[t - 3] = later = sum3 + decay4 * later;
-  }
-  for (; t >= 1; --t) sums[t] = later = sums[t] + decay * later;
+template <typename scalar_t>
+REALHF_INLINE void store_eight(const Eight& eight, const Doubles& later, scalar_t* advantages, scalar_t* returns) {
+  const Doubles sum = eight.advantages + later;
+  store_steps(advantages, sum);
+  store_steps(returns, sum + eight.before);
+}
 
+template <typename scalar_t>
+REALHF_SIMD_CLONES void row_gae(const scalar_t* rewards, const scalar_t* values, int64_t length, bool bootstrap,
+                                double gamma, const Decay& decay, scalar_t* advantages, scalar_t* returns) {
   advantages[0] = returns[0] = 0;
-  for (t = 1; t <= last; ++t) {
-    advantages[t] = static_cast<scalar_t>(sums[t]);
-    returns[t] = static_cast<scalar_t>(sums[t] + values[t - 1]);
+  int64_t t = length - 1;  // the first token whose advantage is known
+  if (t == 0) return;
+  double carry = (bootstrap ? rewards[t] + gamma * values[t] : rewards[t]) - values[t - 1];
+  advantages[t] = static_cast<scalar_t>(carry);
+  returns[t] = static_cast<scalar_t>(carry + values[t - 1]);
+  const Doubles reach_of_eight = decay.reach * decay.reach[0];
+  for (; t > 2 * kSteps; t -= 2 * kSteps) {  // two at a time: only the carry has to wait for the tokens after
+    const int64_t at = t - kSteps, first = at - kSteps;
+    const Eight last = eight_tokens(rewards + at, values + at, values + at - 1, gamma, decay);
+    Eight eight = eight_tokens(rewards + first, values + first, values + first - 1, gamma, decay);
+    eight.advantages += decay.reach * last.advantages[0];
+    store_eight(last, decay.reach * carry, advantages + at, returns + at);
+    store_eight(eight, reach_of_eight * carry, advantages + first, returns + first);
+    carry = eight.advantages[0] + reach_of_eight[0] * carry;
+  }
+  while (t > 1) {
+    const int64_t count = std::min(kSteps, t - 1), from = t - count;
+    scalar_t padded[5][kSteps];
+    pad_steps(rewards + from, count, padded[0]);
+    pad_steps(values + from, count, padded[1]);
+    pad_steps(values + from - 1, count, padded[2]);
+    const Eight eight = eight_tokens(padded[0], padded[1], padded[2], gamma, decay);
+    store_eight(eight, decay.reach * carry, padded[3], padded[4]);
+    carry = eight.advantages[0] + decay.reach[0] * carry;
+    std::copy(padded[3] + kSteps - count, padded[3] + kSteps, advantages + from);
+    std::copy(padded[4] + kSteps - count, padded[4] + kSteps, returns + from);
+    t = from;
   }
 }
 
@@ -55,15 +77,13 @@ void rows_gae(const PackedRows& rows, double gamma, double lam, Tensor& advantag
   scalar_t* returns_out = returns.mutable_data_ptr<scalar_t>();
   const int64_t n_rows = rows.starts.numel() - 1;
   const int64_t n_tokens = rows.values.numel();
+  const Decay decay = powers_of(gamma * lam);
   // Work is cut by tokens, for balance; a row belongs to the piece in which it starts.
   torch::stable::parallel_for(0, n_tokens, kTokensPerTask, [&](int64_t first, int64_t stop) {
-    std::vector<double> sums;
     int64_t row = std::lower_bound(starts, starts + n_rows, first) - starts;
     for (; row < n_rows && starts[row] < stop; ++row) {
       const int64_t at = starts[row], length = starts[row + 1] - at;
-      if (static_cast<int64_t>(sums.size()) < length) sums.resize(length);
-      row_gae(rewards + at, values + at, length, bootstrap[row], gamma, gamma * lam, sums.data(), advantages_out + at,
-              returns_out + at);
+      row_gae(rewards + at, values + at, length, bootstrap[row], gamma, decay, advantages_out + at, returns_out + at);
     }
   });
 }

@@ -2,11 +2,99 @@
 #pragma once
 
 #include <cstdint>  // brings __GLIBC__, if anything does
+#include <cstring>
+#include <limits>
 
-// Compiles a function twice, for any x86-64 and for AVX2; the loader picks one. Both give the same bits, because the
-// build forbids contraction of a*b+c (-ffp-contract=off).
+// Compiles a function for any x86-64, for AVX2 and for AVX-512; the loader picks one. All give the same bits, because
+// the build forbids contraction of a*b+c (-ffp-contract=off) and the order of additions is written out.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define REALHF_SIMD_CLONES __attribute__((target_clones("default", "avx2")))
+#define REALHF_SIMD_CLONES __attribute__((target_clones("default", "avx2", "avx512f")))
 #else
 #define REALHF_SIMD_CLONES
 #endif
+
+// A part of such a function: compiled into each of its clones.
+#define REALHF_INLINE static inline __attribute__((always_inline))
+
+#pragma GCC diagnostic ignored "-Wpsabi"  // wide vectors pass between inlined functions only
+
+namespace realhf {
+
+constexpr int64_t kLanes = 16;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Shorts __attribute__((vector_size(2 * kLanes)));
+
+struct BFloat16 {  // the upper half of a float32
+  uint16_t bits;
+};
+
+// A cast between them keeps the bits, as of any vectors.
+REALHF_INLINE Floats load(const float* from) {
+  Floats lanes;
+  std::memcpy(&lanes, from, sizeof lanes);
+  return lanes;
+}
+
+REALHF_INLINE Floats load(const BFloat16* from) {
+  Shorts halves;
+  std::memcpy(&halves, from, sizeof halves);
+  const Ints bits = __builtin_convertvector(halves, Ints) << 16;
+  return (Floats)bits;
+}
+
+REALHF_INLINE void store(float* to, const Floats& lanes) { std::memcpy(to, &lanes, sizeof lanes); }
+
+REALHF_INLINE void store(BFloat16* to, const Floats& lanes) {  // rounds to nearest, to even; a NaN stays one
+  const Ints bits = (Ints)lanes;
+  const Ints rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const Shorts halves = __builtin_convertvector(lanes == lanes ? rounded : (bits >> 16) | 0x40, Shorts);
+  std::memcpy(to, &halves, sizeof halves);
+}
+
+// The lanes from..from+count, the others filled with `fill`; for the end of a row.
+template <typename scalar_t>
+REALHF_INLINE Floats load_some(const scalar_t* from, int64_t count, scalar_t fill) {
+  scalar_t padded[kLanes];
+  for (int64_t i = 0; i < kLanes; ++i) padded[i] = fill;
+  std::memcpy(padded, from, count * sizeof(scalar_t));
+  return load(padded);
+}
+
+REALHF_INLINE Floats larger(const Floats& a, const Floats& b) { return a > b ? a : b; }
+
+REALHF_INLINE float largest_lane(const Floats& lanes) {
+  float most = lanes[0];
+  for (int i = 1; i < kLanes; ++i) most = lanes[i] > most ? lanes[i] : most;
+  return most;
+}
+
+REALHF_INLINE double sum_of_lanes(const Floats& lanes) {
+  double sum = 0.0;
+  for (int i = 0; i < kLanes; ++i) sum += lanes[i];
+  return sum;
+}
+
+// e^x for x <= 88, to about 1e-7; exactly 0 below -87.3, where float32 has no more normal numbers; a NaN stays one.
+// Range reduction by powers of two; the polynomial is that of Cephes' expf.
+REALHF_INLINE Floats exponential(const Floats& x) {
+  const Floats smallest = Floats{} - 87.3f;
+  const Floats bounded = x < smallest ? smallest : x;
+  const Floats shifted = bounded * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: the integer is in the low bits
+  const Floats power = shifted - 12582912.0f;
+  const Floats r = (bounded - power * 0.693359375f) - power * -2.12194440e-4f;
+  Floats poly = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  poly = poly * r + 8.3334519073e-3f;
+  poly = poly * r + 4.1665795894e-2f;
+  poly = poly * r + 1.6666665459e-1f;
+  poly = poly * r + 5.0000001201e-1f;
+  const Floats mantissa = poly * (r * r) + r + 1.0f;
+  const Ints exponent = (Ints)shifted << 23;
+  const Ints bits = (Ints)mantissa + exponent;
+  const Floats value = (Floats)bits;
+  return x >= smallest ? value : (x == x ? Floats{} : x);
+}
+
+}  // namespace realhf

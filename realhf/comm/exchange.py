@@ -4,7 +4,7 @@ Every worker passes the same list of moves. What is decided is decided in plan/;
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -17,9 +17,11 @@ from realhf.comm.shared_memory import SLOT_BYTES, Links
 
 __all__ = ["ALIGN", "Move", "Piece", "exchange"]
 
-BUCKET_BYTES = 8 << 20
-UNDER_WAY = 3
-"""Buckets per pair of workers on the wire at once: while one is unpacked and one is packed, one travels."""
+BUCKET_BYTES = 16 << 20
+ALONE_BYTES = 1 << 20
+"""Pieces of this size make a bucket of their own: where their memory is in one run, they travel without a copy."""
+BUFFER_BYTES = 128 << 20
+"""Buckets are put on the wire ahead, while those that need memory to be packed or unpacked need no more than this."""
 
 
 @torch.no_grad()
@@ -48,29 +50,32 @@ def exchange(
     mine = [move for move in moves if rank in (move.src, move.dst) and move.piece.numel]
     far = _Buckets(ends, [m for m in mine if m.src != m.dst and not near.intersection((m.src, m.dst))])
     far.start()
+    stays = (done for m in moves if m.dst == rank and (m.src == rank or not m.piece.numel) for done in _keep(m, ends))
     if links is not None and near:
-        _through_memory(moves, links, ends)
-    for move in moves:
-        if move.dst == rank and (move.src == rank or not move.piece.numel):
-            _keep(move, ends)
+        _through_memory(moves, links, ends, stays)
+    for _ in stays:
+        pass
     far.finish()
     return ends.received
 
 
-def _keep(move: Move, ends: Ends) -> None:
-    """Carry out a move that needs no wire."""
-    if move.src != ends.rank:
-        values = torch.empty(0, dtype=move.piece.dtype, device=ends.device)
-    else:
-        values = ends.read(move.what)
+def _keep(move: Move, ends: Ends) -> Iterator[bool]:
+    """Carry out a move that needs no wire, a while at a time."""
+    piece = move.piece
+    values = ends.read(move.what) if move.src == ends.rank else torch.empty(0, dtype=piece.dtype, device=ends.device)
     if ends.into is None:
         ends.write(move.what, values.reshape(-1))
-    else:
+        yield True
+    elif piece.numel:
         place = ends.into(move.what)
-        place.copy_(values.view(place.shape))
+        rows = max(1, SLOT_BYTES * len(place) // piece.nbytes)
+        for target, value in zip(place.split(rows), values.view(place.shape).split(rows), strict=True):
+            target.copy_(value)
+            yield True
 
 
-def _through_memory(moves: Iterable[Move], links: Links, ends: Ends) -> None:
+def _through_memory(moves: Iterable[Move], links: Links, ends: Ends, meanwhile: Iterator[bool]) -> None:
+    """Carry out what moves between this worker and those it shares memory with."""
     leaving: list[Move] = []
     coming: dict[int, list[Move]] = {}
     for move in moves:
@@ -85,7 +90,7 @@ def _through_memory(moves: Iterable[Move], links: Links, ends: Ends) -> None:
         peer: (p for p in parcels_of(theirs, SLOT_BYTES, ends.trailer) if ends.rank in p.to)
         for peer, theirs in coming.items()
     }
-    links.run(parcels_of(leaving, SLOT_BYTES, ends.trailer), incoming, ends.pack, ends.unpack)
+    links.run(parcels_of(leaving, SLOT_BYTES, ends.trailer), incoming, ends.pack, ends.unpack, meanwhile)
 
 
 class _Buckets:
@@ -96,26 +101,27 @@ class _Buckets:
         pairs: dict[tuple[int, int], list[Move]] = {}
         for move in moves:
             pairs.setdefault((move.src, move.dst), []).append(move)
-        self.lanes = [parcels_of(batch, BUCKET_BYTES, ends.trailer) for _, batch in sorted(pairs.items())]
+        self.lanes = [parcels_of(batch, BUCKET_BYTES, ends.trailer, ALONE_BYTES) for _, batch in sorted(pairs.items())]
         self.under_way: deque[list[_Bucket]] = deque()
+        self.buffered = 0
         self.spare: list[Tensor] = []
 
     def start(self) -> None:
-        """Put the first buckets on the wire."""
-        for _ in range(UNDER_WAY):
-            self._post()
+        """Put the next buckets on the wire, one round at least."""
+        while self._post() and self.buffered < BUFFER_BYTES:
+            pass
 
     def finish(self) -> None:
         """Bring in everything, and send on as places become free."""
         while self.under_way:
             for bucket in self.under_way.popleft():
                 self._complete(bucket)
-            self._post()
+            self.start()
 
-    def _post(self) -> None:
+    def _post(self) -> bool:
         buckets = [self._bucket(parcel) for lane in self.lanes if (parcel := next(lane, None)) is not None]
         if not buckets:
-            return
+            return False
         rank = self.ends.rank
         works = dist.batch_isend_irecv([
             dist.P2POp(dist.isend, b.wire, b.parcel.to[0])
@@ -126,9 +132,9 @@ class _Buckets:
         for bucket, work in zip_longest(buckets, works, fillvalue=works[-1]):  # NCCL has one for all
             bucket.work = work
         self.under_way.append(buckets)
+        return True
 
     def _bucket(self, parcel: Parcel) -> "_Bucket":
-        sends = parcel.src == self.ends.rank
         in_place = self.ends.in_place(parcel)
         if in_place is not None:
             return _Bucket(parcel, in_place.view(torch.uint8))
@@ -136,7 +142,8 @@ class _Buckets:
         whole = self.spare.pop(fitting[0]) if fitting else None
         if whole is None:
             whole = torch.empty(parcel.nbytes, dtype=torch.uint8, device=self.ends.device)
-        if sends:
+        self.buffered += parcel.nbytes
+        if parcel.src == self.ends.rank:
             self.ends.pack(parcel, whole)
         return _Bucket(parcel, whole[: parcel.nbytes], whole)
 
@@ -156,6 +163,7 @@ class _Buckets:
             self.ends.unpack(parcel, bucket.whole)
         if bucket.whole is not None:
             self.spare.append(bucket.whole)
+            self.buffered -= parcel.nbytes
 
 
 @dataclass

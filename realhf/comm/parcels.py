@@ -3,8 +3,9 @@
 Pure but for ``Ends``, which copies between parcels and tensors. How a parcel travels is not decided here.
 """
 
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 
 import torch
@@ -81,11 +82,11 @@ def rounded(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-def parcels_of(moves: Iterable[Move], limit: int, trailer: int = 0) -> Iterator[Parcel]:
+def parcels_of(moves: Iterable[Move], limit: int, trailer: int = 0, alone: int = sys.maxsize) -> Iterator[Parcel]:
     """Pack the moves of one sender into parcels of at most ``limit`` bytes, by turns for each set of receivers.
 
     Every part leaves ``trailer`` bytes free behind it. A piece that does not fit into what is left of a parcel starts
-    a new one; only a piece larger than a parcel is cut.
+    a new one; only a piece larger than a parcel is cut. Pieces of ``alone`` bytes or more share no parcel.
     """
     same: dict[Hashable, list[Move]] = {}
     for number, move in enumerate(moves):
@@ -93,27 +94,33 @@ def parcels_of(moves: Iterable[Move], limit: int, trailer: int = 0) -> Iterator[
     lanes: dict[tuple[int, ...], list[tuple[Move, ...]]] = {}
     for alike in same.values():
         lanes.setdefault(tuple(sorted({move.dst for move in alike})), []).append(tuple(alike))
-    turns = zip_longest(*(_lane(to, contents, limit, trailer) for to, contents in lanes.items()))
+    turns = zip_longest(*(_lane(to, contents, limit, trailer, alone) for to, contents in lanes.items()))
     return (parcel for parcel in chain.from_iterable(turns) if parcel is not None)
 
 
-def _lane(to: tuple[int, ...], contents: Sequence[tuple[Move, ...]], limit: int, trailer: int) -> Iterator[Parcel]:
+def _lane(
+    to: tuple[int, ...], contents: Iterable[tuple[Move, ...]], limit: int, trailer: int, alone: int
+) -> Iterator[Parcel]:
     parts: list[Part] = []
     at = 0
     for alike in contents:
         piece, start = alike[0].piece, 0
         most = (limit - trailer) // ALIGN * ALIGN // piece.dtype.itemsize
+        room = limit if piece.nbytes < alone else 0
         while start < piece.numel:
-            stop = min(piece.numel, start + most)
-            if at + rounded((stop - start) * piece.dtype.itemsize) + trailer > limit:
-                yield Parcel(alike[0].src, to, tuple(parts), at)
+            part = Part(alike, start, min(piece.numel, start + most), at)
+            start = part.stop
+            if parts and at + rounded(part.nbytes) + trailer > room:
+                yield Parcel(parts[0].moves[0].src, to, tuple(parts), at)
                 parts, at = [], 0
-            part = Part(alike, start, stop, at)
+                part = replace(part, at=0)
             parts.append(part)
             at += rounded(part.nbytes) + trailer
-            start = stop
+        if parts and not room:
+            yield Parcel(alike[0].src, to, tuple(parts), at)
+            parts, at = [], 0
     if parts:
-        yield Parcel(contents[0][0].src, to, tuple(parts), at)
+        yield Parcel(parts[0].moves[0].src, to, tuple(parts), at)
 
 
 def spans(tensor: Tensor, start: int, stop: int) -> list[Tensor]:

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from realhf.comm.parcels import Parcel
 
-SLOT_BYTES = 1 << 20
-N_SLOTS = 8
+SLOT_BYTES = 4 << 20
+N_SLOTS = 4
+"""Smaller slots cost more waking up, a larger ring does not stay in the cache (measured, benchmarks/bench_realloc)."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 MESSAGE = struct.Struct("<BxHI")
@@ -69,9 +70,11 @@ class Links:
         incoming: Mapping[int, Iterable[Parcel]],
         pack: Callable[[Parcel, Tensor], None],
         unpack: Callable[[Parcel, Tensor], None],
+        meanwhile: Iterator[object],
     ) -> None:
         """Send and receive, each sender's parcels in their order, until all have left and all are here.
 
+        Where there is nothing to do but to wait, the next item of ``meanwhile`` is taken, as long as there are any.
         TimeoutError when nothing happens for ``timeout_s``, ConnectionError when a peer ends before it has done its
         part; both name what was awaited. After an error the links are of no more use.
         """
@@ -89,7 +92,10 @@ class Links:
                 idle = False
                 if (parcel := next(coming[peer], None)) is not None:
                     due[peer] = parcel
-            self._look(0.0 if not idle else self.timeout_s, ready, due)
+            if idle and not self._look(0.0, ready, due) and next(meanwhile, None) is None:
+                self._look(self.timeout_s, ready, due)
+            elif not idle:
+                self._look(0.0, ready, due)
 
     def close(self) -> None:
         """Cut the links; what peers have not read yet they can still read."""
@@ -118,8 +124,8 @@ class Links:
         except (BrokenPipeError, ConnectionResetError):
             self._gone.add(peer)  # matters only to those who wait for it
 
-    def _look(self, wait_s: float, ready: Parcel | None, due: Mapping[int, Parcel]) -> None:
-        """Read the messages that are there, waiting for the first up to ``wait_s``."""
+    def _look(self, wait_s: float, ready: Parcel | None, due: Mapping[int, Parcel]) -> bool:
+        """Read the messages that are there, waiting for the first up to ``wait_s``; tell whether there were any."""
         if wait_s and self._gone.intersection(due, ready.to if ready else ()):
             raise ConnectionError(f"a worker ended while {self._awaited(ready, due)}")
         events = self._poll.poll(wait_s * 1000)
@@ -127,6 +133,7 @@ class Links:
             raise TimeoutError(f"nothing happened for {wait_s:g} s while {self._awaited(ready, due)}")
         for number, _ in events:
             self._hear(self._rank_of[number])
+        return bool(events)
 
     def _hear(self, peer: int) -> None:
         try:

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from realhf.api.model import ModelConfig
-from realhf.api.params import Box, ParamSpec, relative, whole
+from realhf.api.params import Box, ParamSpec, box_shape, intersect, relative, whole
 from realhf.base.seeding import stable_seed
-from realhf.models.families import FAMILIES, HfTensor
+from realhf.models.families import FAMILIES
+from realhf.models.families.base import HfTensor, HfTensors
 from realhf.models.flat import FlatParams
 from realhf.models.specs import param_specs
 
@@ -31,7 +33,7 @@ TOKENIZER_FILES = (
     "chat_template*",
     "generation_config.json",
 )
-HEADS = ("lm_head.", "score.", "classifier.", "v_head.")
+HEADS = ("lm_head.", "embed_out.", "score.", "classifier.", "v_head.")
 
 
 class _Folder:
@@ -73,20 +75,40 @@ class _Folder:
         return self._files[file].get_slice(name)
 
 
-def _own_boxes(specs: Mapping[str, ParamSpec], tensors: Mapping[str, HfTensor]) -> dict[str, Box]:
-    """The part of its Hugging Face tensor that each whole parameter is."""
-    boxes = {}
-    for name, tensor in tensors.items():
-        shape = specs[name].shape
-        boxes[name] = tensor.box or whole(shape[::-1] if tensor.transpose else shape)
-    return boxes
+@dataclass(frozen=True)
+class _Part:
+    """Where a part of one of our parameters is stored: what is ``at`` in ours is ``box`` of the tensor ``name``."""
+
+    name: str
+    at: Box
+    box: Box
+    transpose: bool
+
+    @staticmethod
+    def of(tensor: HfTensor, shape: tuple[int, ...]) -> "_Part":
+        box = tensor.box or whole(shape[::-1] if tensor.transpose else shape)
+        return _Part(tensor.name, tensor.at or whole(shape), box, tensor.transpose)
+
+    def theirs(self, ours: Box) -> tuple[slice, ...]:
+        """Return where a box inside ``at`` is in the stored tensor."""
+        inner = [(start - base, stop - base) for (start, stop), (base, _) in zip(ours, self.at, strict=True)]
+        inner = inner[len(inner) - len(self.box) :]
+        pairs = zip(inner[::-1] if self.transpose else inner, self.box, strict=True)
+        return tuple(slice(start + base, stop + base) for (start, stop), (base, _) in pairs)
 
 
-def _hf_shapes(tensors: Mapping[str, HfTensor], boxes: Mapping[str, Box]) -> dict[str, tuple[int, ...]]:
+Parts = dict[str, tuple[_Part, ...]]
+
+
+def _parts(specs: Mapping[str, ParamSpec], tensors: HfTensors) -> Parts:
+    return {name: tuple(_Part.of(t, specs[name].shape) for t in several) for name, several in tensors.items()}
+
+
+def _hf_shapes(parts: Parts) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, tensor in tensors.items():
-        stops = tuple(stop for _, stop in boxes[name])
-        shapes[tensor.name] = tuple(map(max, shapes.get(tensor.name, stops), stops))
+    for part in (part for several in parts.values() for part in several):
+        stops = tuple(stop for _, stop in part.box)
+        shapes[part.name] = tuple(map(max, shapes.get(part.name, stops), stops))
     return shapes
 
 
@@ -99,26 +121,28 @@ def load_hf(
     ValueError for other missing tensors, tensors that the architecture does not know, and shapes that differ.
     """
     family = FAMILIES[config.family]
-    specs = {spec.name: spec for spec in param_specs(config)}
-    tensors = family.hf_tensors(config)
-    boxes = _own_boxes(specs, tensors)
+    parts = _parts({spec.name: spec for spec in param_specs(config)}, family.hf_tensors(config))
+    shapes = _hf_shapes(parts)
     with _Folder(Path(folder)) as source:
-        stored = _stored_names(source, {t.name for t in tensors.values()}, family.base_prefix)
-        _check_names(source, stored, tensors, allow_missing, family.ignored)
-        shapes = _hf_shapes(tensors, boxes)
+        stored = _stored_names(source, set(shapes), family.base_prefix)
+        _check_names(source, stored, parts, allow_missing, family.ignored)
         for name in params.names:
-            tensor = tensors[name]
-            if tensor.name not in stored:
+            if parts[name][0].name not in stored:
                 _draw(config, params, name, seed)
                 continue
-            handle = source.slice(stored[tensor.name])
-            found = tuple(handle.get_shape())
-            if found != shapes[tensor.name]:
-                raise ValueError(
-                    f"'{source.path}': tensor '{stored[tensor.name]}' has shape {list(found)}, "
-                    f"the configuration says {list(shapes[tensor.name])}"
-                )
-            params.write(name, params.box(name), _read(handle, tensor, boxes[name], params.box(name)))
+            for part in parts[name]:
+                ours = intersect(part.at, params.box(name))
+                if ours is not None:
+                    handle = source.slice(stored[part.name])
+                    _check_shape(source, stored[part.name], tuple(handle.get_shape()), shapes[part.name])
+                    params.write(name, ours, _read(handle, part, ours))
+
+
+def _check_shape(source: _Folder, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if found != expected:
+        raise ValueError(
+            f"'{source.path}': tensor '{name}' has shape {list(found)}, the configuration says {list(expected)}"
+        )
 
 
 def _stored_names(source: _Folder, wanted: set[str], prefix: str) -> dict[str, str]:
@@ -130,11 +154,12 @@ def _stored_names(source: _Folder, wanted: set[str], prefix: str) -> dict[str, s
 def _check_names(
     source: _Folder,
     stored: Mapping[str, str],
-    tensors: Mapping[str, HfTensor],
+    parts: Parts,
     allow_missing: frozenset[str],
     ignored: tuple[str, ...],
 ) -> None:
-    missing = sorted({t.name for ours, t in tensors.items() if t.name not in stored and ours not in allow_missing})
+    needed = {part.name for ours, several in parts.items() if ours not in allow_missing for part in several}
+    missing = sorted(needed - set(stored))
     if missing:
         raise ValueError(f"'{source.path}' lacks {len(missing)} tensors: {_first(missing)}")
     extra = source.names - set(stored.values())
@@ -147,27 +172,17 @@ def _first(names: list[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
-def _read(handle: Any, tensor: HfTensor, origin: Box, box: Box) -> Tensor:
-    """Read one shard: ``box`` is in our coordinates, ``origin`` is where the parameter starts in the stored tensor."""
-    theirs = box[::-1] if tensor.transpose else box
-    index = tuple(slice(start + base, stop + base) for (start, stop), (base, _) in zip(theirs, origin, strict=True))
-    part = handle[index]
-    return part.t() if tensor.transpose else part
-
-
-def init_random(config: ModelConfig, params: FlatParams, seed: int) -> None:
-    """Draw a new model: matrices from N(0, init_std), norm weights 1, biases 0.
-
-    Each parameter has its own generator and is drawn whole, so that the model does not depend on how it is cut.
-    """
-    for name in params.names:
-        _draw(config, params, name, seed)
+def _read(handle: Any, part: _Part, ours: Box) -> Tensor:
+    """Read the box ``ours`` of our parameter, and nothing else."""
+    value = handle[part.theirs(ours)]
+    return (value.t() if part.transpose else value).reshape(box_shape(ours))
 
 
 def _draw(config: ModelConfig, params: FlatParams, name: str, seed: int) -> None:
     spec, box = params.spec(name), params.box(name)
     if len(spec.shape) < 2:
-        params.write(name, box, torch.full((), 1.0 if name.endswith("norm.weight") else 0.0))
+        neutral = 1.0 - config.norm_offset if name.endswith("norm.weight") else 0.0
+        params.write(name, box, torch.full((), neutral))
         return
     generator = torch.Generator().manual_seed(stable_seed(seed, name))
     full = torch.empty(spec.shape).normal_(0.0, config.init_std, generator=generator)
@@ -229,22 +244,21 @@ def _config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
 def _assembled(config: ModelConfig, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield whole Hugging Face tensors; those with several parts when the last part has come."""
     specs = param_specs(config)
-    tensors = FAMILIES[config.family].hf_tensors(config)
-    boxes = _own_boxes({spec.name: spec for spec in specs}, tensors)
-    shapes = _hf_shapes(tensors, boxes)
+    parts = _parts({spec.name: spec for spec in specs}, FAMILIES[config.family].hf_tensors(config))
+    shapes = _hf_shapes(parts)
     waiting: dict[str, Tensor] = {}
     left = {name: math.prod(shape) for name, shape in shapes.items()}
     for spec in specs:
-        tensor, box = tensors[spec.name], boxes[spec.name]
         ours = read(spec.name).detach().cpu()
-        part = ours.t() if tensor.transpose else ours
-        name, shape = tensor.name, shapes[tensor.name]
-        if name not in waiting:
-            waiting[name] = torch.empty(shape, dtype=part.dtype)
-        waiting[name][relative(box, whole(shape))] = part
-        left[name] -= part.numel()
-        if not left[name]:
-            yield name, waiting.pop(name)
+        for part in parts[spec.name]:
+            value = ours[tuple(slice(*span) for span in part.at)]
+            if part.name not in waiting:
+                waiting[part.name] = torch.empty(shapes[part.name], dtype=value.dtype)
+            place = waiting[part.name][part.theirs(part.at)]
+            place.copy_(value.t() if part.transpose else value.reshape(place.shape))
+            left[part.name] -= value.numel()
+            if not left[part.name]:
+                yield part.name, waiting.pop(part.name)
     assert not waiting, f"parts are missing of {sorted(waiting)}"
 
 

@@ -13,10 +13,11 @@ from realhf.models.families import FAMILIES
 def param_specs(config: ModelConfig) -> tuple[ParamSpec, ...]:
     """Return every parameter in the order of the layers. Matrices are ``[out, in]``.
 
-    Names: ``embed.weight``, ``embed.positions``, ``layers.{i}.{attn_norm.weight, wq, wk, wv, bq, bk, bv, wo, bo,
-    mlp_norm.weight, gate, up, b_up, down, b_down}`` (and ``.bias`` of layer norms), ``final_norm.weight``,
-    ``head.weight`` (absent when it is the embedding; ``[1, hidden]`` for a scalar head). What a fused product needs
-    is declared side by side.
+    Names: ``embed.weight``, ``embed.positions``, ``layers.{i}.{attn_norm.weight, wq, wk, wv, bq, bk, bv, q_norm.weight,
+    k_norm.weight, wo, bo, attn_post_norm.weight, mlp_norm.weight, gate, up, b_up, down, b_down, router, experts.up,
+    experts.down, mlp_post_norm.weight}`` (and ``.bias`` of layer norms), ``final_norm.weight``, ``head.weight`` (absent
+    when it is the embedding; ``[1, hidden]`` for a scalar head). What a fused product needs is declared side by side;
+    ``experts.up`` is ``[E, 2, wide, hidden]`` (gate and up of each expert), ``experts.down`` ``[E, hidden, wide]``.
     """
     d, vocab = config.hidden, config.vocab
     tied = config.n_layers + 1 if config.tied_embedding and config.head == "lm" else None
@@ -40,23 +41,50 @@ def _norm_specs(config: ModelConfig, name: str, layer: int) -> list[ParamSpec]:
 
 
 def _block_specs(config: ModelConfig, index: int) -> list[ParamSpec]:
-    d, wide, layer, prefix = config.hidden, config.intermediate, index + 1, f"layers.{index}."
-    heads = {"q": config.n_heads, "k": config.n_kv_heads, "v": config.n_kv_heads}
-    inner = config.n_heads * config.head_dim
+    layer, prefix = index + 1, f"layers.{index}."
     specs = _norm_specs(config, prefix + "attn_norm", layer)
-    specs += [ParamSpec(f"{prefix}w{part}", (n * config.head_dim, d), layer, 0, n) for part, n in heads.items()]
+    specs += _attention_specs(config, prefix, layer)
+    if config.post_norms:
+        specs += _norm_specs(config, prefix + "attn_post_norm", layer)
+    specs += _norm_specs(config, prefix + "mlp_norm", layer)
+    specs += (_expert_specs if index in config.routed_layers else _mlp_specs)(config, prefix, layer)
+    if config.post_norms:
+        specs += _norm_specs(config, prefix + "mlp_post_norm", layer)
+    return specs
+
+
+def _attention_specs(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
+    d, inner = config.hidden, config.n_heads * config.head_dim
+    heads = {"q": config.n_heads, "k": config.n_kv_heads, "v": config.n_kv_heads}
+    specs = [ParamSpec(f"{prefix}w{part}", (n * config.head_dim, d), layer, 0, n) for part, n in heads.items()]
     if config.qkv_bias:
         specs += [ParamSpec(f"{prefix}b{part}", (n * config.head_dim,), layer, 0, n) for part, n in heads.items()]
+    if config.qk_norm:
+        specs += [ParamSpec(f"{prefix}{part}_norm.weight", (config.head_dim,), layer) for part in "qk"]
     specs.append(ParamSpec(prefix + "wo", (d, inner), layer, 1, config.n_heads))
     if config.proj_bias:
         specs.append(ParamSpec(prefix + "bo", (d,), layer))
-    specs += _norm_specs(config, prefix + "mlp_norm", layer)
-    for name in ("gate", "up") if config.mlp == "gated" else ("up",):
-        specs.append(ParamSpec(prefix + name, (wide, d), layer, 0, wide))
+    return specs
+
+
+def _mlp_specs(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
+    d, wide = config.hidden, config.intermediate
+    names = ("gate", "up") if config.mlp == "gated" else ("up",)
+    specs = [ParamSpec(prefix + name, (wide, d), layer, 0, wide) for name in names]
     specs.append(ParamSpec(prefix + "down", (d, wide), layer, 1, wide))
     if config.proj_bias and config.mlp == "plain":
         specs += [ParamSpec(prefix + "b_up", (wide,), layer, 0, wide), ParamSpec(prefix + "b_down", (d,), layer)]
     return specs
+
+
+def _expert_specs(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
+    """The router is whole everywhere; each expert is cut like an MLP."""
+    d, wide, count = config.hidden, config.expert_intermediate, config.n_experts
+    return [
+        ParamSpec(prefix + "router", (count, d), layer),
+        ParamSpec(prefix + "experts.up", (count, 2, wide, d), layer, 2, wide),
+        ParamSpec(prefix + "experts.down", (count, d, wide), layer, 2, wide),
+    ]
 
 
 def stage_layers(config: ModelConfig, pp: int) -> tuple[range, ...]:
@@ -122,6 +150,11 @@ def check_sizes(config: ModelConfig) -> ModelConfig:
     """Return the configuration unchanged when its sizes fit together, else raise ValueError."""
     if config.n_heads % config.n_kv_heads:
         raise ValueError(f"{config.n_heads} query heads are not a multiple of {config.n_kv_heads} key/value heads")
-    if not config.learned_positions and config.head_dim % 2:
-        raise ValueError(f"rotary positions need an even head size, got {config.head_dim}")
+    turning = config.rotary_dims or config.head_dim
+    if not config.learned_positions and (turning % 2 or turning > config.head_dim):
+        raise ValueError(f"rotary positions need an even part of a head of {config.head_dim}, got {turning}")
+    if config.windows and len(config.windows) != config.n_layers:
+        raise ValueError(f"{config.n_layers} layers have {len(config.windows)} attention windows")
+    if config.n_experts and not 1 <= config.experts_per_token <= config.n_experts:
+        raise ValueError(f"each token goes to {config.experts_per_token} of {config.n_experts} experts")
     return config

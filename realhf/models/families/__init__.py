@@ -1,10 +1,20 @@
 """The model families by their Hugging Face ``model_type``. To add one: a file of names and sizes, and a line here."""
 
 from realhf.models.families.base import Family, HfTensor
+from realhf.models.families.gemma import GEMMA
+from realhf.models.families.gemma2 import GEMMA2
 from realhf.models.families.gpt2 import GPT2
+from realhf.models.families.gpt_neox import GPT_NEOX
 from realhf.models.families.llama import LLAMA
+from realhf.models.families.mistral import MISTRAL
+from realhf.models.families.mixtral import MIXTRAL
 from realhf.models.families.qwen2 import QWEN2
+from realhf.models.families.qwen3 import QWEN3
+from realhf.models.families.qwen3_moe import QWEN3_MOE
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, QWEN2, GPT2)}
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, GEMMA2, GPT2, GPT_NEOX, MIXTRAL, QWEN3_MOE)
+}
 
 __all__ = ["FAMILIES", "Family", "HfTensor"]

@@ -5,7 +5,7 @@ from typing import Any
 
 from realhf.api.model import ModelConfig
 from realhf.models.families import base
-from realhf.models.families.base import Family, HfTensor
+from realhf.models.families.base import Family, HfTensor, HfTensors
 
 
 def _from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
@@ -74,7 +74,7 @@ def _block(prefix: str, hidden: int) -> dict[str, HfTensor]:
     return {ours: HfTensor(prefix + t.name, t.transpose, t.box) for ours, t in tensors.items()}
 
 
-def hf_tensors(config: ModelConfig) -> dict[str, HfTensor]:
+def hf_tensors(config: ModelConfig) -> HfTensors:
     tensors = {
         "embed.weight": HfTensor("transformer.wte.weight"),
         "embed.positions": HfTensor("transformer.wpe.weight"),
@@ -88,7 +88,7 @@ def hf_tensors(config: ModelConfig) -> dict[str, HfTensor]:
         tensors["head.weight"] = HfTensor("score.weight")
     elif not config.tied_embedding:
         tensors["head.weight"] = HfTensor("lm_head.weight")
-    return tensors
+    return {ours: (tensor,) for ours, tensor in tensors.items()}
 
 
 GPT2 = Family(

@@ -1,0 +1,170 @@
+"""Times each compiled kernel against its yardsticks, all in one run: python benchmarks/bench_kernels.py [--device cuda]
+
+Ratios hold on a shared machine, seconds do not. Each figure is the best of several rounds, taken in turn. Packed GAE
+has a benchmark of its own, bench_gae.py.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from realhf.ops import native
+from realhf.ops.gae import gae_2d_olp, gae_2d_reference
+from realhf.ops.intervals import set_intervals, set_intervals_reference, slice_intervals, slice_intervals_reference
+from realhf.ops.logprobs import (
+    logit_slopes_,
+    logit_slopes_reference_,
+    logit_stats,
+    logit_stats_reference,
+    packed_logprobs,
+)
+from realhf.ops.sampling import sample, sample_reference, uniform, uniform_reference
+
+Actions = dict[str, Callable[[], object]]
+
+
+def best_seconds(actions: Actions, rounds: int, wait: Callable[[], object]) -> dict[str, float]:
+    """Return each action's shortest time; the actions take turns, so that a busy moment hits all alike."""
+    best = dict.fromkeys(actions, float("inf"))
+    for _ in range(rounds):
+        for name, action in actions.items():
+            wait()
+            begin = time.perf_counter()
+            action()
+            wait()
+            best[name] = min(best[name], time.perf_counter() - begin)
+    return best
+
+
+def show(title: str, actions: Actions, device: torch.device, rounds: int = 20) -> None:
+    """Print the times of all actions, in units of the first."""
+    seconds = best_seconds(actions, rounds, torch.cuda.synchronize if device.type == "cuda" else lambda: None)
+    first = next(iter(seconds.values()))
+    print(title)
+    for name, taken in seconds.items():
+        print(f"  {name:24} {1e3 * taken:9.3f} ms   {taken / first:8.2f} x")
+
+
+def bench_intervals(device: torch.device) -> None:
+    """Every second run of a tensor, 4 KiB to 64 KiB each, against one copy of as many bytes."""
+    for dtype, run_bytes, total in ((torch.float32, 4096, 1 << 26), (torch.bfloat16, 4096, 1 << 22),
+                                    (torch.bfloat16, 65536, 1 << 28)):  # fmt: skip
+        run, count = run_bytes // dtype.itemsize, total // run_bytes
+        spread = torch.ones(2 * run * count, dtype=dtype, device=device)
+        packed, copied = torch.ones(run * count, dtype=dtype, device=device), torch.ones(run * count, dtype=dtype)
+        copied = copied.to(device)
+        begin = torch.arange(count) * 2 * run
+        intervals = torch.stack([begin, begin + run], 1)
+        arguments = (packed, spread, intervals)
+        show(
+            f"intervals: {count} runs of {run_bytes} bytes, {dtype}",
+            {
+                "copy": lambda a=packed, b=copied: b.copy_(a),
+                "set_intervals": lambda x=arguments: set_intervals(*x),
+                "  torch twin": lambda x=arguments: set_intervals_reference(*x),
+                "copy to fresh memory": lambda a=packed: a.clone(),
+                "slice_intervals": lambda x=spread, i=intervals: slice_intervals(x, i),
+                "  torch twin ": lambda x=spread, i=intervals: slice_intervals_reference(x, i),
+            },
+            device,
+        )
+
+
+def bench_gae_2d(device: torch.device) -> None:
+    """256 slots of 4096 steps against a copy of the inputs."""
+    rewards, values = torch.randn(256, 4096, device=device), torch.randn(256, 4097, device=device)
+    dones = torch.rand(256, 4097, device=device) < 0.01
+    truncates = dones & (torch.rand(256, 4097, device=device) < 0.5)
+    given = (rewards, values, dones, truncates)
+    show(
+        "gae_2d: 256 slots of 4096 steps",
+        {
+            "copy of inputs": lambda: [x.clone() for x in given],
+            "gae_2d_olp": lambda: gae_2d_olp(*given, 0.99, 0.95),
+            "  torch twin": lambda: gae_2d_reference(*given, 0.99, 0.95, True),
+        },
+        device,
+    )
+
+
+def whole_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return torch.log_softmax((hidden @ weight.t()).float(), -1).gather(1, targets[:, None])[:, 0]
+
+
+def bench_logprobs(device: torch.device) -> None:
+    """The two passes over a chunk of 256 x 32000 logits, and whole log-probabilities of 2048 tokens."""
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = torch.randn(256, 32000, device=device).to(dtype)
+        targets = torch.randint(32000, (256,), device=device)
+        norms, grads = torch.full((256,), 11.0, device=device), torch.rand(256, device=device)
+        show(
+            f"softmax part of 256 x 32000 logits, {dtype}",
+            {
+                "logit_stats": lambda x=logits, t=targets: logit_stats(x, t, 1.0),
+                "  torch twin": lambda x=logits.clone(), t=targets: logit_stats_reference(x, t, 1.0),
+                "  log_softmax, gather": lambda x=logits, t=targets: x.float().log_softmax(-1).gather(1, t[:, None]),
+                "logit_slopes_": lambda x=logits.clone(), *g: logit_slopes_(x, targets, norms, grads, 0.1),
+                "  torch twin ": lambda x=logits.clone(), *g: logit_slopes_reference_(x, targets, norms, grads, 0.1),
+            },
+            device,
+        )
+    for width in (64, 512):
+        hidden = torch.randn(2048, width, device=device, requires_grad=True)
+        weight = (torch.randn(32000, width, device=device) / width**0.5).requires_grad_()
+        targets = torch.randint(32000, (2048,), device=device)
+
+        def backward(f: Callable[..., Tensor], x=hidden, w=weight, t=targets) -> None:  # type: ignore[no-untyped-def]
+            torch.autograd.grad(f(x, w, t).sum(), (x, w))
+
+        show(
+            f"log-probabilities of 2048 tokens, hidden {width}, vocabulary 32000",
+            {
+                "packed, forward": lambda x=hidden.detach(), w=weight.detach(), t=targets: packed_logprobs(x, w, t),
+                "  all logits": lambda x=hidden.detach(), w=weight.detach(), t=targets: whole_logprobs(x, w, t),
+                "packed, with backward": lambda b=backward: b(packed_logprobs),
+                "  all logits ": lambda b=backward: b(whole_logprobs),
+            },
+            device,
+            rounds=4,
+        )
+
+
+def bench_sampling(device: torch.device) -> None:
+    """Drawing from logits shaped as a language model's: a few likely tokens, a long tail."""
+    for rows in (1, 8, 64):
+        generator = torch.Generator().manual_seed(0)
+        logits = (torch.randn(rows, 32000, generator=generator) * 3).to(device)
+        u = torch.rand(rows, generator=generator, dtype=torch.float64).to(device)
+        counters = torch.arange(rows, device=device)
+        actions: Actions = {
+            "uniform": lambda c=counters: uniform(1, c, c, c),
+            "  torch twin": lambda c=counters: uniform_reference(1, c, c, c),
+        }
+        for name, options in (("temperature", (0.7,)), ("top-k 50", (0.7, 50)), ("top-p 0.9", (0.7, 0, 0.9)),
+                              ("top-k 50, top-p 0.9", (0.7, 50, 0.9)), ("greedy", (0.0,))):  # fmt: skip
+            actions[name] = lambda x=logits, u=u, o=options: sample(x, u, *o)
+            actions[f"  torch twin, {name}"] = lambda x=logits, u=u, o=options: sample_reference(x, u, *o)
+        show(f"drawing {rows} tokens of 32000", actions, device)
+
+
+def main() -> None:
+    """Print one table per kernel."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    device = torch.device(parser.parse_args().device)
+    found = [name for name in native.kernels() if name.endswith(device.type)]
+    if not found:
+        raise SystemExit(f"no compiled kernels for {device.type}: run python setup.py build_ext --inplace")
+    print(f"{', '.join(found)}; {torch.get_num_threads()} threads")
+    torch.manual_seed(0)
+    bench_intervals(device)
+    bench_gae_2d(device)
+    bench_logprobs(device)
+    bench_sampling(device)
+
+
+if __name__ == "__main__":
+    main()

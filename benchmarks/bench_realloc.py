@@ -1,0 +1,229 @@
+"""Times the move of a 100M-parameter model between layouts against its yardsticks, all in one run, on CPU:
+
+python benchmarks/bench_realloc.py [--rounds 7]
+
+Ratios hold on a shared machine, seconds do not. Each figure is a median; the ways take turns, so that a busy moment
+hits all alike. Yardsticks move the same bytes between the same processes in one piece, without any bookkeeping:
+``plain`` into shared memory and out again, ``raw`` by one gloo send and receive per pair. What a worker keeps is
+copied once in each of them.
+"""
+
+import argparse
+import mmap
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.model import ModelConfig
+from realhf.api.params import box_numel, box_shape
+from realhf.comm.exchange import Move, Piece, exchange
+from realhf.comm.parallel import join, leave, open_store
+from realhf.comm.shared_memory import Links, open_links
+from realhf.models.flat import FlatParams
+from realhf.models.specs import param_specs, stage_layers
+from realhf.plan.realloc import BoxCopy, plan_realloc, shard_of
+
+CONFIG = ModelConfig("llama", 12, 768, 12, 12, 64, 2048, 32000, 1024, tied_embedding=True)
+PAIRS = {
+    2: ("d1@0 -> d1@1", "d2@0-1 -> t2@0-1", "d1@0 -> t2@0-1", "p2@0-1 -> t2@0-1"),
+    4: ("d2@0-1 -> t2@2-3", "p2@0-1 -> t2@2-3", "d2@0-1 -> d2@2-3", "d1@0 -> d4@0-3", "d2t2@0-3 -> d2p2@0-3"),
+}
+Ways = dict[str, Callable[[], object]]
+
+
+def layout(text: str) -> Layout:
+    strategy, mesh = text.split("@")
+    return Layout(DeviceMesh.parse(mesh, 1, 4), ParallelStrategy.parse(strategy))
+
+
+def shard(where: Layout, rank: int) -> FlatParams | None:
+    """Return this worker's parameters in a layout, their memory in use."""
+    if rank not in where.mesh.ranks:
+        return None
+    specs = param_specs(CONFIG)
+    params = FlatParams(specs, shard_of(specs, stages, where, rank), torch.float32, "cpu")
+    params.data.fill_(rank + 1.0)
+    return params
+
+
+def stages(pp: int) -> Sequence[range]:
+    return stage_layers(CONFIG, pp)
+
+
+@dataclass
+class Yardsticks:
+    """The bytes of a plan between each pair of workers, and memory of every worker to hold what it sends."""
+
+    rank: int
+    shared: dict[int, Tensor]  # by sender
+    copies: Sequence[BoxCopy]
+
+    def __post_init__(self) -> None:
+        self.numel: dict[tuple[int, int], int] = {}
+        content: dict[int, dict[object, int]] = {}
+        for copy in self.copies:
+            pair, size = (copy.src, copy.dst), box_numel(copy.box)
+            self.numel[pair] = self.numel.get(pair, 0) + size
+            if copy.src != copy.dst:
+                content.setdefault(copy.src, {})[copy.name, copy.box] = size
+        self.unique = sum(content.get(self.rank, {}).values())
+        self.outgoing = torch.ones(max([self.unique, *(n for (src, _), n in self.numel.items() if src == self.rank)]))
+        self.incoming = {src: torch.ones(n) for (src, dst), n in self.numel.items() if dst == self.rank}
+
+    def plain(self) -> None:
+        """Write what leaves once into shared memory; when all have, copy out what arrives."""
+        self.keep()
+        self.shared[self.rank][: self.unique].copy_(self.outgoing[: self.unique])
+        dist.barrier()
+        for src, target in self.incoming.items():
+            if src != self.rank:
+                target.copy_(self.shared[src][: target.numel()])
+
+    def raw(self) -> None:
+        """Send and receive one tensor per pair of workers."""
+        works = [dist.irecv(target, src) for src, target in self.incoming.items() if src != self.rank]
+        for (src, dst), size in self.numel.items():
+            if src == self.rank != dst:
+                works.append(dist.isend(self.outgoing[:size], dst))
+        self.keep()
+        for work in works:
+            work.wait()
+
+    def once(self) -> None:
+        """Copy what arrives from this worker's own memory: one copy per byte, the floor for any way."""
+        for target in self.incoming.values():
+            target.copy_(self.shared[self.rank][: target.numel()])
+
+    def keep(self) -> None:
+        if self.rank in self.incoming:
+            target = self.incoming[self.rank]
+            target.copy_(self.outgoing[: target.numel()])
+
+
+def ways_of(pair: str, rank: int, links: Links, shared: dict[int, Tensor]) -> tuple[Ways, Sequence[BoxCopy]]:
+    """Return what is timed for a pair of layouts, and the plan."""
+    src, dst = map(layout, pair.split(" -> "))
+    source, target = shard(src, rank), shard(dst, rank)
+    copies = plan_realloc(param_specs(CONFIG), stages, src, dst)
+    moves = [Move(c, c.src, c.dst, Piece(torch.float32, box_numel(c.box)), (c.name, c.box)) for c in copies]
+
+    def read(copy: object) -> Tensor:
+        assert isinstance(copy, BoxCopy) and source is not None
+        return source.read(copy.name, copy.box)
+
+    def into(copy: object) -> Tensor:
+        assert isinstance(copy, BoxCopy) and target is not None
+        return target.read(copy.name, copy.box)
+
+    def write(copy: object, flat: Tensor) -> None:
+        assert isinstance(copy, BoxCopy) and target is not None
+        target.write(copy.name, copy.box, flat.view(box_shape(copy.box)))
+
+    def move(links: Links | None, verify: bool = False) -> Callable[[], object]:
+        return lambda: exchange(moves, rank, read, write, torch.device("cpu"), into=into, links=links, verify=verify)
+
+    yardsticks = Yardsticks(rank, shared, copies)
+    ways: Ways = {
+        "shared": move(links),
+        "plain": yardsticks.plain,
+        "gloo": move(None),
+        "raw": yardsticks.raw,
+        "once": yardsticks.once,
+        "verified": move(links, verify=True),
+    }
+    return ways, copies
+
+
+def seconds_of(ways: Ways, rounds: int) -> dict[str, float]:
+    """Return each way's median time until the last worker is done; the first round is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, way in ways.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            way()
+            last = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+            dist.all_reduce(last, dist.ReduceOp.MAX)
+            times[name].append(last.item())
+    return {name: statistics.median(taken[1:]) for name, taken in times.items()}
+
+
+def map_shared(path_of: dict[int, str], nbytes: int) -> dict[int, Tensor]:
+    """Map the yardstick's memory: one file without a name per worker, big enough for a whole model."""
+    shared = {}
+    for rank, path in path_of.items():
+        with open(path, "r+b") as file:
+            shared[rank] = torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.float32)
+    return shared
+
+
+def run_rank(rank: int, world: int, port: int, rounds: int) -> None:
+    """Life of one worker; rank 0 prints."""
+    torch.set_num_threads(1)
+    join("127.0.0.1", port, rank, world, "cpu", 120.0, None)
+    links = open_links(rank, world, 120.0)
+    nbytes = 4 * sum(spec.numel for spec in param_specs(CONFIG))
+    memory = os.memfd_create("plain")
+    os.ftruncate(memory, nbytes)
+    paths: list[str] = [""] * world
+    dist.all_gather_object(paths, f"/proc/{os.getpid()}/fd/{memory}")
+    shared = map_shared(dict(enumerate(paths)), nbytes)
+    shared[rank].fill_(1.0)
+    for pair in PAIRS[world]:
+        ways, copies = ways_of(pair, rank, links, shared)
+        seconds = seconds_of(ways, rounds)
+        if rank == 0:
+            print(line(pair, copies, seconds), flush=True)
+    dist.barrier()
+    links.close()
+    leave()
+
+
+def line(pair: str, copies: Sequence[BoxCopy], s: dict[str, float]) -> str:
+    sent = 4 * sum(box_numel(c.box) for c in copies if c.src != c.dst)
+    kept = 4 * sum(box_numel(c.box) for c in copies if c.src == c.dst)
+    speed = (sent + kept) / s["shared"] / 1e9
+    return (
+        f"{pair:22} {sent / 1e6:6.0f} {kept / 1e6:6.0f} {s['shared']:8.3f} {speed:6.2f} {s['plain'] / s['shared']:6.2f} "
+        f"{s['once'] / s['shared']:6.2f} {s['gloo']:9.3f} {s['raw'] / s['gloo']:6.2f} "
+        f"{s['gloo'] / s['shared']:11.2f} {s['verified'] / s['shared']:9.2f}"
+    )
+
+
+def main() -> None:
+    """Print one table per number of processes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    if sys.platform != "linux":
+        raise SystemExit("the yardstick needs Linux")
+    numel = sum(spec.numel for spec in param_specs(CONFIG))
+    print(f"{numel / 1e6:.0f}M parameters, fp32; MB between workers and kept; seconds; ratios, 1.00 = the yardstick")
+    processes = multiprocessing.get_context("spawn")
+    for world in PAIRS:
+        store = open_store("127.0.0.1", 0, 120.0)
+        print(
+            f"\n{world} processes            sent   kept   shared   GB/s  plain   once      gloo    raw gloo/shared  verify"
+        )
+        ranks = [
+            processes.Process(target=run_rank, args=(rank, world, store.port, options.rounds)) for rank in range(world)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        if any(process.exitcode for process in ranks):
+            raise SystemExit("a worker failed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+// Gather from and scatter to intervals of a 1-D tensor: the schemas, and the kernels for CPUs.
+// realhf/ops/intervals.py says what they do. Elements are moved as bytes, whatever they are.
+#include "intervals.h"
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+#include <cstring>
+
+namespace realhf {
+namespace {
+
+constexpr int64_t kBytesPerTask = 1 << 17;
+constexpr int64_t kStreamedBytes = 1 << 24;  // more than this would only push other things out of the caches
+
+// Stores past the caches: a store through them first reads what it overwrites, half as much traffic again.
+void copy_streaming(char* to, const char* from, int64_t n_bytes) {
+#if defined(__SSE2__)
+  constexpr int64_t kWidth = sizeof(__m128i);
+  const int64_t head = std::min<int64_t>(n_bytes, -reinterpret_cast<intptr_t>(to) & (4 * kWidth - 1));
+  std::memcpy(to, from, head);
+  int64_t at = head;
+  for (; at + 4 * kWidth <= n_bytes; at += 4 * kWidth) {
+    for (int64_t part = at; part < at + 4 * kWidth; part += kWidth) {
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to + part),
+                       _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + part)));
+    }
+  }
+  std::memcpy(to + at, from + at, n_bytes - at);
+#else
+  std::memcpy(to, from, n_bytes);
+#endif
+}
+
+using CopyBytes = void (*)(char*, const char*, int64_t);
+
+void copy_cached(char* to, const char* from, int64_t n_bytes) { std::memcpy(to, from, n_bytes); }
+
+CopyBytes copy_for(const Copies& copies) { return copies.n_bytes() < kStreamedBytes ? copy_cached : copy_streaming; }
+
+// Calls copy(spread, packed, n_bytes) for all runs, cut into tasks of equal size.
+template <typename Copy>
+void for_each_run(const Copies& copies, const Copy& copy) {
+  torch::stable::parallel_for(0, copies.n_bytes(), kBytesPerTask, [&](int64_t first, int64_t stop) {
+    for (int64_t i = copies.run_at(first), at = first; at < stop; ++i) {
+      const Run& run = copies.runs[i];
+      const int64_t end = std::min(stop, copies.runs[i + 1].packed);
+      copy(run.spread + at - run.packed, at, end - at);
+      at = end;
+    }
+#if defined(__SSE2__)
+    _mm_sfence();  // streamed stores are seen before the task ends
+#endif
+  });
+}
+
+Tensor slice_intervals_cpu(const Tensor& src, const Tensor& intervals) {
+  const Copies copies = checked_copies(src, intervals);
+  const Tensor source = torch::stable::contiguous(src);
+  Tensor result = empty_result(source, copies);
+  const auto* spread = static_cast<const char*>(source.const_data_ptr());
+  auto* packed = static_cast<char*>(result.mutable_data_ptr());
+  const auto copy = copy_for(copies);
+  for_each_run(copies, [&](int64_t from, int64_t to, int64_t n_bytes) { copy(packed + to, spread + from, n_bytes); });
+  return result;
+}
+
+void set_intervals_cpu(const Tensor& src, Tensor dst, const Tensor& intervals) {
+  const Copies copies = checked_writes(src, dst, intervals);
+  const Tensor source = torch::stable::contiguous(src);
+  const auto* packed = static_cast<const char*>(source.const_data_ptr());
+  auto* spread = static_cast<char*>(dst.mutable_data_ptr());
+  const auto copy = copy_for(copies);
+  for_each_run(copies, [&](int64_t to, int64_t from, int64_t n_bytes) { copy(spread + to, packed + from, n_bytes); });
+}
+
+}  // namespace
+}  // namespace realhf
+
+STABLE_TORCH_LIBRARY_FRAGMENT(realhf, library) {
+  library.def("slice_intervals(Tensor src, Tensor intervals) -> Tensor");
+  library.def("set_intervals(Tensor src, Tensor(a!) dst, Tensor intervals) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(realhf, CPU, library) {
+  library.impl("slice_intervals", TORCH_BOX(&realhf::slice_intervals_cpu));
+  library.impl("set_intervals", TORCH_BOX(&realhf::set_intervals_cpu));
+}

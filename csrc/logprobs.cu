@@ -1,0 +1,127 @@
+// The softmax part of log-probabilities, one chunk of logits at a time: the kernels for CUDA devices.
+// realhf/ops/logprobs.py says what is computed, logprobs.cpp holds the schemas. One block of threads has one row.
+#include "logprobs.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cmath>
+#include <tuple>
+
+#include "device.h"
+
+namespace realhf {
+namespace {
+
+constexpr int kThreads = 512;
+
+__device__ float value_of(float x) { return x; }
+__device__ float value_of(__half x) { return __half2float(x); }
+__device__ float value_of(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ void assign(float& to, float value) { to = value; }
+__device__ void assign(__half& to, float value) { to = __float2half(value); }
+__device__ void assign(__nv_bfloat16& to, float value) { to = __float2bfloat16(value); }
+
+// Reduces over the block, in the same order every time; every thread gets the result.
+template <typename Combine>
+__device__ float over_block(float value, Combine combine) {
+  __shared__ float parts[kThreads];
+  __syncthreads();  // the parts of the last reduction have been read
+  parts[threadIdx.x] = value;
+  for (int half = kThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) parts[threadIdx.x] = combine(parts[threadIdx.x], parts[threadIdx.x + half]);
+  }
+  __syncthreads();
+  return parts[0];
+}
+
+template <typename scalar_t>
+__global__ void stats(const scalar_t* logits, const int64_t* targets, int64_t size, float scale, float* largest,
+                      float* sums, float* picked) {
+  const int64_t row = blockIdx.x;
+  logits += row * size;
+  float most = -INFINITY;
+  for (int64_t i = threadIdx.x; i < size; i += kThreads) most = fmaxf(most, value_of(logits[i]) * scale);
+  most = over_block(most, [](float a, float b) { return fmaxf(a, b); });
+  float sum = 0.0f;
+  for (int64_t i = threadIdx.x; i < size; i += kThreads) sum += expf(value_of(logits[i]) * scale - most);
+  sum = over_block(sum, [](float a, float b) { return a + b; });
+  if (threadIdx.x == 0) {
+    largest[row] = most;
+    sums[row] = sum;
+    const int64_t target = targets[row];
+    picked[row] = target >= 0 && target < size ? value_of(logits[target]) * scale : 0.0f;
+  }
+}
+
+template <typename scalar_t>
+__global__ void slopes(scalar_t* logits, const int64_t* targets, const float* normalisers, const float* grads,
+                       int64_t size, float scale) {
+  const int64_t row = blockIdx.x;
+  logits += row * size;
+  const int64_t target = targets[row];
+  const float slope = grads[row] * scale, normaliser = normalisers[row];
+  for (int64_t i = threadIdx.x; i < size; i += kThreads) {
+    const float falling = -slope * expf(value_of(logits[i]) * scale - normaliser);
+    assign(logits[i], i == target ? slope + falling : falling);
+  }
+}
+
+// Calls run with a null pointer of the type of the logits.
+template <typename Run>
+void for_type(const char* name, const Tensor& logits, const Run& run) {
+  switch (logits.scalar_type()) {
+    case ScalarType::Float:
+      return run(static_cast<float*>(nullptr));
+    case ScalarType::Half:
+      return run(static_cast<__half*>(nullptr));
+    case ScalarType::BFloat16:
+      return run(static_cast<__nv_bfloat16*>(nullptr));
+    default:
+      STD_TORCH_CHECK(false, name, ": logits must be float32, float16 or bfloat16");
+  }
+}
+
+std::tuple<Tensor, Tensor, Tensor> logit_stats_cuda(const Tensor& logits, const Tensor& targets, double scale) {
+  check_logits("logit_stats", logits, targets);
+  const Tensor wanted = torch::stable::contiguous(targets);
+  Tensor largest = empty_per_row(targets), sums = empty_per_row(targets), picked = empty_per_row(targets);
+  if (targets.numel() == 0) return {largest, sums, picked};
+  const Launch on(logits);
+  for_type("logit_stats", logits, [&](auto* type) {
+    using scalar_t = std::remove_pointer_t<decltype(type)>;
+    stats<<<static_cast<unsigned>(targets.numel()), kThreads, 0, on.stream()>>>(
+        static_cast<const scalar_t*>(logits.const_data_ptr()), wanted.const_data_ptr<int64_t>(), logits.size(1),
+        static_cast<float>(scale), largest.mutable_data_ptr<float>(), sums.mutable_data_ptr<float>(),
+        picked.mutable_data_ptr<float>());
+  });
+  on.check("logit_stats");
+  return {largest, sums, picked};
+}
+
+void logit_slopes_cuda(Tensor logits, const Tensor& targets, const Tensor& normalisers, const Tensor& grads,
+                       double scale) {
+  check_logits("logit_slopes_", logits, targets);
+  check_per_row("logit_slopes_", normalisers, targets);
+  check_per_row("logit_slopes_", grads, targets);
+  if (targets.numel() == 0) return;
+  const Tensor wanted = torch::stable::contiguous(targets), shifts = torch::stable::contiguous(normalisers),
+               weights = torch::stable::contiguous(grads);
+  const Launch on(logits);
+  for_type("logit_slopes_", logits, [&](auto* type) {
+    using scalar_t = std::remove_pointer_t<decltype(type)>;
+    slopes<<<static_cast<unsigned>(targets.numel()), kThreads, 0, on.stream()>>>(
+        static_cast<scalar_t*>(logits.mutable_data_ptr()), wanted.const_data_ptr<int64_t>(),
+        shifts.const_data_ptr<float>(), weights.const_data_ptr<float>(), logits.size(1), static_cast<float>(scale));
+  });
+  on.check("logit_slopes_");
+}
+
+}  // namespace
+}  // namespace realhf
+
+STABLE_TORCH_LIBRARY_IMPL(realhf, CUDA, library) {
+  library.impl("logit_stats", TORCH_BOX(&realhf::logit_stats_cuda));
+  library.impl("logit_slopes_", TORCH_BOX(&realhf::logit_slopes_cuda));
+}
