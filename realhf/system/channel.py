@@ -107,8 +107,13 @@ class ZmqWorker:
     def send(self, message: ToMaster) -> None:
         self._socket.send(encode(message, ToMaster))
 
-    def receive(self) -> ToWorker:
-        """Return the next message, however long the master takes: a worker without work waits for its launcher."""
+    def receive(self, timeout_s: float | None = None, waiting_for: str = "the next message") -> ToWorker:
+        """Return the next message; ``RunFailed`` names what was awaited when none comes in time.
+
+        Without a limit it takes as long as the master does: a worker without work leaves with its launcher.
+        """
+        if timeout_s is not None and not self._socket.poll(int(timeout_s * 1000)):
+            raise RunFailed(f"no word from the master for {timeout_s:.0f} s while waiting for {waiting_for}")
         return decode(self._socket.recv(), ToWorker)  # type: ignore[return-value, arg-type]
 
     def close(self) -> None:
