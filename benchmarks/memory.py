@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=Path("runs/bench-memory"))
     options = parser.parse_args()
     folder = options.dir.resolve()
-    sft_peak(folder / "sft-task", 8)
+    sft_peak(folder / "sft-task", 4)
     ppo_growth(folder / "ppo-task", options.steps)
 
 

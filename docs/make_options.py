@@ -7,10 +7,22 @@ from realhf.experiments import EXPERIMENTS, experiment_class
 
 
 def main() -> None:
-    lines = ["# Options", "", "Made by `make docs` from the config dataclasses. `realhf quickstart ppo --help` prints the same.", ""]
+    lines = [
+        "# Options",
+        "",
+        "Made by `make docs` from the config dataclasses. `realhf quickstart ppo --help` prints the same.",
+        "",
+    ]
     for name in EXPERIMENTS:
         cls = experiment_class(name)
-        lines += [f"## {name}", "", (cls.__doc__ or "").strip(), "", "| option | type | default | |", "|---|---|---|---|"]
+        lines += [
+            f"## {name}",
+            "",
+            (cls.__doc__ or "").strip(),
+            "",
+            "| option | type | default | |",
+            "|---|---|---|---|",
+        ]
         for option in options_of(cls):
             kind = option.type.replace("|", "\\|")
             lines.append(f"| `{option.key}` | {kind} | `{option.default}` | {option.help} |")

@@ -13,6 +13,9 @@ def quickstart(experiment: "type[ExperimentConfig]") -> None:
     import inspect
     import sys
 
+    if experiment.__module__ != "__main__":
+        return  # the file is being read by the run that it started
+
     from realhf.apps.main import run
 
     name = f"{inspect.getfile(experiment)}:{experiment.__name__}"

@@ -1,13 +1,15 @@
 """What several rooms' tests share: a tiny arithmetic task, a model for it, and gloo ranks in processes of their own."""
 
+import contextlib
 import multiprocessing
+import os
 import pickle
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,12 @@ class Task:
     valid: Path
     tokenizer: Path
     model: Path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tensors are tiny: more threads would only wait for each other."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -92,14 +100,46 @@ def on_ranks() -> Callable[..., list[Any]]:
             theirs.close()
             ends.append(mine)
             ranks.append(process)
-        answers = [pickle.loads(end.recv_bytes()) if end.poll(RANK_TIMEOUT_S) else (None, "no answer") for end in ends]
-        for end in ends:
-            end.send_bytes(b"leave")
+        answers = gather(ends)
+        for rank, process in enumerate(ranks):
+            if rank in answers:
+                ends[rank].send_bytes(b"leave")
+                process.join(10)
         for process in ranks:
-            process.join(10)
             process.kill()
-        errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(answers) if error]
-        assert not errors, "\n".join(errors)
-        return [result for result, _ in answers]
+        errors = [f"rank {rank}: {answers.get(rank, ('', 'no answer'))[1]}" for rank in range(world)]
+        assert not any(error for _, error in answers.values()) and len(answers) == world, "\n".join(errors)
+        return [answers[rank][0] for rank in range(world)]
 
     return run
+
+
+def gather(ends: list[Connection]) -> dict[int, tuple[Any, str | None]]:
+    """What the ranks answered, by rank; once one has failed, the others are not waited for."""
+    answers: dict[int, tuple[Any, str | None]] = {}
+    patience = RANK_TIMEOUT_S
+    while len(answers) < len(ends):
+        ready = wait([end for rank, end in enumerate(ends) if rank not in answers], patience)
+        if not ready:
+            break
+        for end in ready:
+            answers[ends.index(end)] = pickle.loads(end.recv_bytes())
+        if any(error for _, error in answers.values()):
+            patience = 0.5
+    return answers
+
+
+@pytest.fixture(scope="session")
+def living() -> Callable[[Path], dict[int, str]]:
+    """``living(folder)``: the processes whose command line names something in ``folder``, by id."""
+
+    def find(folder: Path) -> dict[int, str]:
+        found = {}
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):  # it may end while we look
+                if entry.name.isdigit() and str(folder) in (words := (entry / "cmdline").read_text(errors="replace")):
+                    found[int(entry.name)] = words.replace("\0", " ")
+        found.pop(os.getpid(), None)
+        return found
+
+    return find

@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 from pathlib import Path
+from typing import Any
 
 import cattrs
 
@@ -27,7 +28,7 @@ INTERFACES: dict[str, type] = {
 """Every class has ``config_type``, a dataclass, and is built as ``cls(config, context)``."""
 
 
-def interface_class(name: str) -> type:
+def interface_class(name: str) -> Any:
     """Return the class that ``name`` stands for; ValueError when there is none."""
     if ":" in name:
         return _from_file(*name.rsplit(":", 1))

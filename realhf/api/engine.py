@@ -47,7 +47,8 @@ Limits = Mapping[str, float]
 class Engine(Protocol):
     """One role's model on one worker, in one layout. ``tokens`` is the column that a model reads."""
 
-    config: ModelConfig
+    @property
+    def config(self) -> ModelConfig: ...
 
     def forward(self, batch: SequenceBatch, fn: Callable[[Outputs, SequenceBatch], Tensor]) -> Tensor:
         """Run without gradients; ``fn`` maps each micro-batch to a packed column. Results are in the batch's order."""

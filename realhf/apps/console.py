@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from realhf import __version__
@@ -23,7 +23,7 @@ class Console:
         self.out = open_console()
         self.began = time.monotonic()
         self.progress: Progress | None = None
-        self.task = None
+        self.task: TaskID | None = None
 
     def banner(self) -> None:
         run, config = self.run, self.run.config

@@ -29,7 +29,7 @@ def options_of(cls: type, prefix: str = "") -> Iterator[Option]:
     """Yield every leaf option of a config class, in order of declaration."""
     for field in dataclasses.fields(cls):
         key = f"{prefix}{field.name}"
-        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
+        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc, operator]
         if dataclasses.is_dataclass(default):
             yield from options_of(type(default), f"{key}.")
             continue

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -56,11 +57,12 @@ def preflight(name: str, experiment: Experiment, paths: RunDir) -> RunSpec:
     findings.problems += run_problems(config, paths)
     findings.problems += experiment.problems()
     device = findings.attempt(lambda: pick_device(config))
-    graph = findings.attempt(experiment.graph)
+    graph = findings.attempt(experiment.graph) if config.dataset.train_bs_n_seqs >= 1 else None
     roles = experiment.roles()
     models = check_models(roles, findings)
     plan = findings.attempt(lambda: allocate(graph, config, experiment.placements())) if graph else None
-    is_readable = all(models.values()) or (tokenizer_folder(roles) != Path() and tokenizer_folder(roles).is_dir())
+    broken = {Path(roles[role].spec.path or "") for role, model in models.items() if model is None}
+    is_readable = tokenizer_folder(roles) not in broken
     tokenizer = findings.attempt(lambda: check_tokenizer(roles, models)) if is_readable else None
     rows = None
     if tokenizer is not None:
@@ -101,6 +103,8 @@ def run_problems(config: ExperimentConfig, paths: RunDir) -> list[str]:
         problems.append("mode=inline runs one worker in this process; set n_nodes=1 n_gpus_per_node=1")
     if config.mode is Mode.local and config.n_nodes != 1:
         problems.append(f"mode=local runs on this machine only; set n_nodes=1 (got {config.n_nodes})")
+    if config.dataset.train_bs_n_seqs < 1:
+        problems.append(f"dataset.train_bs_n_seqs must be positive, got {config.dataset.train_bs_n_seqs}")
     control = config.exp_ctrl
     for option in ("total_train_epochs", "total_train_steps", "save_freq_steps", "save_freq_epochs", "save_freq_secs"):
         if (value := getattr(control, option)) is not None and value < 1:
@@ -131,7 +135,7 @@ def check_models(roles: dict[str, RoleSpec], findings: _Findings) -> dict[str, M
         is_taken_over = spec.starts_as is not None or spec.spec.init_critic_from_actor
         models[role] = None
         if not (is_taken_over and source in broken):
-            models[role] = findings.attempt(lambda role=role, spec=spec: check_model(role, spec))
+            models[role] = findings.attempt(partial(check_model, role, spec))
         if models[role] is None:
             broken.append(source)
     return models
@@ -208,8 +212,6 @@ def size_problems(
     """Compare the data with the batch and with the models' positions."""
     problems = []
     batch = config.dataset.train_bs_n_seqs
-    if batch < 1:
-        problems.append(f"dataset.train_bs_n_seqs must be positive, got {batch}")
     if batch > len(rows):
         problems.append(f"dataset.train_bs_n_seqs={batch} is larger than the {len(rows)} rows of {config.dataset.path}")
     answer = experiment.longest_answer()

@@ -135,7 +135,9 @@ class _Local:
         codes = self.launcher.wait(timeout_s)
         late = [r for r in range(self.launcher.n_workers) if codes.get(r) != 0]
         if late:
-            raise RunFailed(f"worker {late[0]} did not leave cleanly after the last step (exit code {codes.get(late[0])})")
+            raise RunFailed(
+                f"worker {late[0]} did not leave cleanly after the last step (exit code {codes.get(late[0])})"
+            )
 
     def stop(self) -> None:
         self.launcher.stop()

@@ -18,7 +18,7 @@ def main(root: str, rank: int, address: str) -> None:
     channel = ZmqWorker(address, rank)
     worker = ModelWorker(run, rank, channel.send, open_log(run.paths.log(f"worker-{rank}"), f"worker-{rank}"))
     worker.hello()
-    while not isinstance(message := channel.receive(run.config.call_timeout, "the next message"), Stop):
+    while not isinstance(message := channel.receive(), Stop):
         worker.handle(message)
     worker.close()
     channel.close()

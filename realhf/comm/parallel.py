@@ -29,6 +29,7 @@ def join(
     store = store or dist.TCPStore(host, port, is_master=False, timeout=timeout)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    dist.barrier()  # NCCL wants all ranks in the first operation of a group, and an exchange may concern only some
 
 
 def leave() -> None:

@@ -121,4 +121,6 @@ def list_start(text: str) -> int | None:
 
 
 def skip_space(text: str, at: int) -> int:
-    return SPACE.match(text, at).end()
+    match = SPACE.match(text, at)
+    assert match is not None, "the pattern matches nothing too"
+    return match.end()

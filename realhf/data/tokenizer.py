@@ -52,17 +52,19 @@ def encode_prompts(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Promp
 
     UserError for chat messages where the tokenizer has no chat template.
     """
-    plain = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
-    chats = [i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)]
+    plain = {i: prompt for i, prompt in enumerate(prompts) if isinstance(prompt, str)}
+    chats = {i: prompt for i, prompt in enumerate(prompts) if not isinstance(prompt, str)}
     if chats and tokenizer.chat_template is None:
         raise UserError(
             f"prompts are lists of chat messages, but the tokenizer {tokenizer.name_or_path} has no chat template;"
             " give prompts as text, or tokenizer= a tokenizer with a chat template"
         )
     ids: list[list[int]] = [[] for _ in prompts]
-    for i, row in zip(plain, encode_texts(tokenizer, [prompts[i] for i in plain], True), strict=True):
+    for i, row in zip(plain, encode_texts(tokenizer, list(plain.values()), True), strict=True):
         ids[i] = row[:-1] if row and row[-1] == tokenizer.eos_token_id else row
-    rendered = [tokenizer.apply_chat_template(prompts[i], tokenize=False, add_generation_prompt=True) for i in chats]
+    rendered = [
+        str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)) for chat in chats.values()
+    ]
     for i, row in zip(chats, encode_texts(tokenizer, rendered, False), strict=True):
         ids[i] = row
     return ids

@@ -1,4 +1,4 @@
-"""Rows into micro-batches by a token budget. Rows of a micro-batch are sorted by length, for attention over equal runs."""
+"""Rows into micro-batches by a token budget, each sorted by length, for attention over runs of equal rows."""
 
 from collections.abc import Sequence
 

@@ -48,7 +48,7 @@ class PPOExperiment(ExperimentConfig):
         # with best-of-n only the rows that were kept, those with a reward, are worth a forward pass
         rows = ("tokens", "rewards") if self.best_of_n else ("tokens",)
         made = ("tokens", "prompt_mask", "logprobs", "truncated")
-        learned = (*made, "rewards", "ref_logprobs")
+        learned: tuple[str, ...] = (*made, "rewards", "ref_logprobs")
         batch, minibatches = self._batch, self.ppo.ppo_n_minibatches
         mfcs = [
             MFC("actor_gen", "actor", Kind.GENERATE, actor, ("prompts",), made, batch),

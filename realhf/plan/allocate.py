@@ -60,12 +60,12 @@ def _layouts_of(
 def _per_mfc(mode: str, names: list[str], n_workers: int) -> dict[str, Layout | str]:
     entries: dict[str, ParallelStrategy] = {}
     for entry in mode.split(","):
-        name, _, strategy = (part.strip() for part in entry.partition(":"))
+        name, _, text = (part.strip() for part in entry.partition(":"))
         if name != "*" and name not in names:
             raise ValueError(f"'{name}' is no MFC of this experiment ({', '.join(names)}){did_you_mean(name, names)}")
         if name in entries:
             raise ValueError(f"'{name}' is given twice")
-        entries[name] = ParallelStrategy.parse(strategy)
+        entries[name] = ParallelStrategy.parse(text)
     if missing := [n for n in names if n not in entries and "*" not in entries]:
         raise ValueError(f"no strategy for {', '.join(missing)}; add '*:d{n_workers}' for the rest")
     layouts: dict[str, Layout | str] = {}

@@ -41,8 +41,13 @@ class Child:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
         )
-        for stream in (self._process.stdin, self._process.stdout):
-            os.set_blocking(stream.fileno(), False)
+        for fd in self._fds():
+            os.set_blocking(fd, False)
+
+    def _fds(self) -> tuple[int, int]:
+        """File descriptors of the process's input and output."""
+        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        return self._process.stdin.fileno(), self._process.stdout.fileno()
 
     def await_ready(self) -> None:
         """Wait until the process has loaded its function; UserError when it cannot, or not within the time."""
@@ -91,13 +96,14 @@ class Child:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the group is still ours
-        process.stdin.close()
-        process.stdout.close()
+        for stream in filter(None, (process.stdin, process.stdout)):
+            stream.close()
         process.wait()
         self._ready, self._received = False, b""
 
     def _bury(self) -> str:
         """Clear up after a process that closed its streams, and return how it ended."""
+        assert self._process is not None
         pid = self._process.pid
         for _ in range(50):  # the streams close a moment before the process is gone
             if (end := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
@@ -106,10 +112,10 @@ class Child:
         self.kill()
         if end is None:
             return "it closed its streams"
-        return f"exit code {end.si_status}" if end.si_code == os.CLD_EXITED else signal.strsignal(end.si_status)
+        return f"exit code {end.si_status}" if end.si_code == os.CLD_EXITED else str(signal.strsignal(end.si_status))
 
     def _send(self, data: bytes, deadline: float) -> None:
-        fd = self._process.stdin.fileno()
+        fd, _ = self._fds()
         while data:
             wait(fd, select.POLLOUT, deadline)
             try:
@@ -120,7 +126,7 @@ class Child:
                 raise Gone from None
 
     def _receive(self, deadline: float) -> dict:
-        fd = self._process.stdout.fileno()
+        _, fd = self._fds()
         while b"\n" not in self._received:
             wait(fd, select.POLLIN, deadline)
             chunk = os.read(fd, 65536)

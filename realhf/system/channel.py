@@ -46,9 +46,11 @@ def decode(data: bytes, union: type) -> object:
 
 
 class ZmqMaster:
-    """Binds an ipc socket for the workers of one host."""
+    """Binds an ipc socket for the workers of one host. ``refused`` counts what strangers sent: it is passed over."""
 
     def __init__(self) -> None:
+        self.refused = 0
+        self._known: set[bytes] = set()
         self.folder = Path(tempfile.mkdtemp(prefix="realhf-"))  # mkdtemp makes it 0700
         self.address = f"ipc://{self.folder}/master"
         self._context = zmq.Context()
@@ -63,10 +65,26 @@ class ZmqMaster:
         self._socket.send_multipart([b"%d" % rank, encode(message, ToWorker)])
 
     def receive(self, timeout_s: float) -> ToMaster | None:
-        if not self._socket.poll(max(0, int(timeout_s * 1000))):
+        left = deadline(timeout_s)
+        while self._socket.poll(max(0, int(left() * 1000))):
+            sender, *frames = self._socket.recv_multipart()
+            if (message := self._read(sender, frames)) is not None:
+                return message
+        return None
+
+    def _read(self, sender: bytes, frames: list[bytes]) -> ToMaster | None:
+        """Decode what a worker sent; ``RunFailed`` when one that was understood before sends anything else."""
+        try:
+            message: ToMaster = decode(b"".join(frames), ToMaster)  # type: ignore[assignment, arg-type]
+            if sender != b"%d" % message.rank:
+                raise ValueError(f"refused a message of worker {message.rank} that came from {sender!r}")
+        except ValueError as error:
+            if sender in self._known:
+                raise RunFailed(f"worker {sender.decode()} is not understood: {error}") from error
+            self.refused += 1
             return None
-        _, data = self._socket.recv_multipart()
-        return decode(data, ToMaster)  # type: ignore[return-value, arg-type]
+        self._known.add(sender)
+        return message
 
     def close(self) -> None:
         self._socket.close()
@@ -89,9 +107,12 @@ class ZmqWorker:
     def send(self, message: ToMaster) -> None:
         self._socket.send(encode(message, ToMaster))
 
-    def receive(self, timeout_s: float, waiting_for: str) -> ToWorker:
-        """Return the next message; ``RunFailed`` names what was awaited when none comes in time."""
-        if not self._socket.poll(int(timeout_s * 1000)):
+    def receive(self, timeout_s: float | None = None, waiting_for: str = "the next message") -> ToWorker:
+        """Return the next message; ``RunFailed`` names what was awaited when none comes in time.
+
+        Without a limit it takes as long as the master does: a worker without work leaves with its launcher.
+        """
+        if timeout_s is not None and not self._socket.poll(int(timeout_s * 1000)):
             raise RunFailed(f"no word from the master for {timeout_s:.0f} s while waiting for {waiting_for}")
         return decode(self._socket.recv(), ToWorker)  # type: ignore[return-value, arg-type]
 

@@ -12,7 +12,7 @@ POLL_S = 0.2
 """How often a waiting master looks whether its workers live."""
 
 SETTLE_S = 1.5
-"""How long a reported failure waits for a worse one: a worker that lost its peer often speaks before the death shows."""
+"""How long a reported failure waits for a worse one: a worker that lost its peer may speak before the death shows."""
 
 
 class Watch(Protocol):
@@ -29,6 +29,7 @@ class Mailbox:
     watch: Watch
     doing: Callable[[int], str]
     log_of: Callable[[int], Any]
+    settle_s: float = SETTLE_S
 
     def receive(self, left: Callable[[], float], complaint: Callable[[], str]) -> ToMaster:
         """Return the next message; ``RunFailed`` when a worker died or failed, or the deadline passed."""
@@ -58,7 +59,7 @@ class Mailbox:
 
     def _first_cause(self, reports: list[Failed]) -> RunFailed:
         """Listen on for a moment, then blame: who died without a word, else who failed first of its own accord."""
-        left = deadline(SETTLE_S)
+        left = deadline(self.settle_s)
         while left() > 0:
             message = self.channel.receive(0.1)
             if isinstance(message, Failed):

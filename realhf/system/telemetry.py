@@ -37,6 +37,7 @@ class Telemetry:
         self.last: Metrics = {}
         self._steps: dict[int, Metrics] = {}
         self._sums: dict[int, dict[str, tuple[float, float]]] = {}
+        self._n_written = 0
         self._step_began = time.monotonic()
         self._events = run.paths.events.open("a")
         self._trace = run.paths.trace.open("w")
@@ -51,7 +52,7 @@ class Telemetry:
 
     def reply(self, step: int, done: Done) -> None:
         """Note what one worker spent its time on."""
-        metrics = self._steps.setdefault(step, {})
+        metrics = self._steps.setdefault(step, {}) if step >= self._n_written else {}  # saving comes after its line
         for name, start, duration in done.spans:
             line = {"name": name, "ph": "X", "pid": done.rank, "tid": 0, "ts": start, "dur": duration}
             line["args"] = {"step": step + 1}
@@ -98,6 +99,7 @@ class Telemetry:
         now = time.monotonic()
         seconds, self._step_began = now - self._step_began, now
         raw = self._steps.pop(step, {})
+        self._n_written = step + 1
         metrics: Metrics = {"step": step + 1, "time/step_s": seconds}
         for name, value in raw.items():
             if name.startswith("_rank"):  # a call takes as long as its slowest worker

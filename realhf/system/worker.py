@@ -33,7 +33,9 @@ class ModelWorker:
     def __init__(self, run: RunSpec, rank: int, send: Callable[[ToMaster], None], log: Logger) -> None:
         self.run, self.rank, self.send, self.log = run, rank, send, log
         self.spans = Spans()
-        self.device = torch.device(f"cuda:{rank % max(1, torch.cuda.device_count())}" if run.device == "cuda" else "cpu")
+        self.device = torch.device(
+            f"cuda:{rank % max(1, torch.cuda.device_count())}" if run.device == "cuda" else "cpu"
+        )
         self.store = open_store("127.0.0.1", 0, run.config.startup_timeout) if self._opens_store else None
         self.during = "start-up"
 
@@ -82,6 +84,8 @@ class ModelWorker:
         run, began = self.run, time.monotonic()
         n_workers = run.plan.n_workers
         groups: dict[tuple[int, ...], Group] = {}
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         if n_workers > 1:
             self.during = "joining the other workers"
             join(host, port, self.rank, n_workers, run.device, run.config.call_timeout, self.store)

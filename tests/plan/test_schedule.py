@@ -104,6 +104,7 @@ def play(picks: list[int], keep: Keep = lambda mfc, row: True, staleness: int = 
         story.log.append(("Done", event.mfc or "", event.span.start, event.span.stop))
         actions = state.handle(event)
         story.turns.append((event, actions))
+        assert len(story.turns) < 200, "the run does not end"
         todo += story.note(actions)
     return story
 

@@ -1,0 +1,176 @@
+"""What the experiments declare, and what their options contradict."""
+
+from pathlib import Path
+
+import pytest
+
+from realhf.api.config import GenerationConfig, MFCConfig, ModelSpec, PPOConfig
+from realhf.api.experiment import Task
+from realhf.base.errors import UserError
+from realhf.experiments import EXPERIMENTS, experiment_class
+from realhf.experiments.gen import GenerationExperiment
+from realhf.experiments.ppo import PPOExperiment
+from realhf.experiments.ppo_math import PPOMathExperiment
+from realhf.experiments.rw import RewardModelExperiment
+from realhf.experiments.sampling import sampling_problems
+from realhf.experiments.sft import SFTExperiment
+
+USERS = """
+from dataclasses import dataclass
+from realhf.experiments.sft import SFTExperiment
+
+@dataclass
+class Mine(SFTExperiment):
+    shots: int = 3
+"""
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_hangs_together(name: str) -> None:
+    experiment = experiment_class(name)()
+    experiment.dataset.train_bs_n_seqs = 6
+    graph = experiment.graph()
+    assert set(experiment.roles()) == set(graph.roles)
+    assert set(experiment.placements()) == {m.name for m in graph.mfcs}
+    assert {m.batch_size for m in graph.mfcs} == {6}
+    assert experiment.problems() == [] and experiment.config is experiment
+    assert experiment.longest_answer() == (256 if "prompts" in graph.dataset_keys else 0)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "keys", "task"),
+    [
+        (SFTExperiment(), ("tokens", "prompt_mask"), Task.sft),
+        (RewardModelExperiment(), ("tokens", "prompt_mask"), Task.pairs),
+        (GenerationExperiment(), ("prompts", "row"), Task.prompt),
+        (PPOExperiment(), ("prompts",), Task.prompt),
+        (PPOMathExperiment(), ("prompts", "row"), Task.math),
+    ],
+)
+def test_what_is_read_from_the_data(experiment: SFTExperiment, keys: tuple[str, ...], task: Task) -> None:
+    assert (experiment.graph().dataset_keys, experiment.task) == (keys, task)
+
+
+def test_ppo_has_six_calls_and_without_a_critic_four() -> None:
+    assert [m.name for m in PPOExperiment().graph().topological] == [
+        "actor_gen", "rew_inf", "ref_inf", "critic_inf", "critic_train", "actor_train",
+    ]  # fmt: skip
+    without = PPOExperiment(ppo=PPOConfig(disable_value=True))
+    assert [m.name for m in without.graph().topological] == ["actor_gen", "rew_inf", "ref_inf", "actor_train"]
+    assert "critic" not in without.roles() and "values" not in without.graph()["actor_train"].inputs
+
+
+def test_best_of_n_spends_forward_passes_on_kept_rows_alone() -> None:
+    plain, best = (PPOExperiment(ppo=PPOConfig(group_size=2, generation_size=n)) for n in (None, 8))
+    assert not plain.best_of_n and best.best_of_n
+    assert [e.graph()["ref_inf"].inputs for e in (plain, best)] == [("tokens",), ("tokens", "rewards")]
+
+
+def test_ref_and_critic_start_from_the_actor_unless_they_are_given() -> None:
+    actor = ModelSpec(path="a", bf16=True, gradient_checkpointing=True)
+    roles = PPOExperiment(actor=actor, rew=ModelSpec(path="r")).roles()
+    assert roles["ref"].spec == ModelSpec(path="a", bf16=True) and roles["ref"].starts_as == "actor"
+    assert roles["critic"].spec == ModelSpec(path="a", init_critic_from_actor=True) and roles["critic"].scalar_head
+    assert roles["rew"].scalar_head and not roles["actor"].scalar_head and roles["actor"].spec is actor
+    own = PPOExperiment(actor=actor, ref=ModelSpec(path="b"), critic=ModelSpec(path="c")).roles()
+    assert own["ref"].spec.path == "b" and own["ref"].starts_as is None
+    assert own["critic"].spec == ModelSpec(path="c")
+    scratch = PPOExperiment(actor=ModelSpec(config="cfg", init_from_scratch=True)).roles()
+    assert scratch["critic"].spec == ModelSpec(config="cfg", init_from_scratch=True)
+
+
+def test_a_reward_model_gets_a_new_head_unless_it_is_one() -> None:
+    heads = [RewardModelExperiment(is_reward_model=b).roles()["model"].spec.init_critic_from_actor for b in (0, 1)]
+    assert heads == [True, False]
+    scratch = RewardModelExperiment(model=ModelSpec(init_from_scratch=True))
+    assert not scratch.roles()["model"].spec.init_critic_from_actor
+
+
+def test_ppo_math_has_a_verifier_and_its_data_depends_on_it(tmp_path: Path) -> None:
+    experiment = PPOMathExperiment()
+    assert experiment.graph()["rew_inf"].role is None and "rew" not in experiment.roles()
+    (tmp_path / "r.py").write_text("def reward(prompt, answer, row):\n    return 1.0\n")
+    experiment.reward.fn = f"{tmp_path}/r.py:reward"
+    assert experiment.task is Task.prompt and experiment.problems() == []
+    experiment.reward.fn = f"{tmp_path}/r.py:rewrd"
+    assert "does not define 'rewrd'  did you mean reward" in experiment.problems()[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "start"),
+    [
+        ({"group_size": 0}, "ppo.group_size must be positive, got 0"),
+        ({"group_size": 4, "generation_size": 2}, "ppo.generation_size=2 is smaller than ppo.group_size=4"),
+        ({"group_adv_norm": True}, "ppo.group_adv_norm needs ppo.group_size > 1"),
+        ({"ppo_n_minibatches": 0}, "ppo.ppo_n_minibatches=0 does not fit dataset.train_bs_n_seqs=128"),
+        ({"ppo_n_minibatches": 129}, "ppo.ppo_n_minibatches=129 does not fit"),
+        ({"discount": 1.5}, "ppo.discount must be in [0, 1], got 1.5"),
+        ({"gae_lambda": -1}, "ppo.gae_lambda must be in [0, 1]"),
+        ({"eps_clip": 0}, "ppo.eps_clip must be positive"),
+        ({"value_eps_clip": 0}, "ppo.value_eps_clip must be positive"),
+        ({"kl_ctl": -0.1}, "ppo.kl_ctl must not be negative"),
+        ({"value_loss_type": "mae"}, "ppo.value_loss_type must be mse or huber, got mae"),
+        ({"gen": GenerationConfig(n=2)}, "ppo.gen.n=2 is for the experiment gen; set ppo.group_size"),
+        ({"gen": GenerationConfig(top_p=0)}, "ppo.gen.top_p must be in (0, 1]"),
+    ],
+)
+def test_what_ppo_refuses(options: dict, start: str) -> None:
+    (problem,) = PPOExperiment(ppo=PPOConfig(**options)).problems()
+    assert problem.startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("options", "start"),
+    [
+        ({"max_new_tokens": 0}, "gen.max_new_tokens must be positive, got 0"),
+        ({"min_new_tokens": 300}, "gen.min_new_tokens must be between 0 and max_new_tokens=256, got 300"),
+        ({"top_k": -1}, "gen.top_k must be 0 (all) or positive"),
+        ({"temperature": -1}, "gen.temperature must not be negative"),
+        ({"n": 0}, "gen.n must be positive"),
+        ({"max_slots": 0}, "gen.max_slots must be positive"),
+    ],
+)
+def test_what_sampling_refuses(options: dict, start: str) -> None:
+    problem = sampling_problems("gen", GenerationConfig(**options))[0]
+    assert problem.startswith(start)
+    assert sampling_problems("gen", GenerationConfig()) == []
+
+
+def test_options_that_would_go_unread_are_refused() -> None:
+    assert PPOExperiment(ref=ModelSpec(bf16=True)).problems()[0].startswith("ref has options, but neither ref.path")
+    scratch = PPOExperiment(critic=ModelSpec(init_from_scratch=True)).problems()
+    assert scratch == ["critic.init_from_scratch=True needs critic.config=FOLDER_OR_JSON"]
+    assert PPOMathExperiment(rew=ModelSpec(path="r")).problems()[0].startswith("rew has options, but rewards come from")
+    assert PPOExperiment(ref_inf=MFCConfig("0")).problems() == []  # the allocation mode says whether it reads this
+
+
+def test_all_contradictions_come_at_once() -> None:
+    experiment = PPOMathExperiment(ppo=PPOConfig(group_size=0, gen=GenerationConfig(top_p=2)))
+    experiment.reward.timeout, experiment.reward.processes = 0, 0
+    assert len(experiment.problems()) == 4
+    rw = RewardModelExperiment()
+    rw.dataset.max_pairs_per_prompt = 0
+    assert rw.problems() == ["dataset.max_pairs_per_prompt must be positive, got 0"]
+
+
+def test_an_experiment_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "json.py"  # called like a library
+    file.write_text(USERS)
+    cls = experiment_class(f"{file}:Mine")
+    assert cls.__name__ == "Mine" and cls().shots == 3
+    import json
+
+    assert json.loads("1") == 1
+    file.write_text("import nowhere_to_be_found\n")
+    with pytest.raises(UserError, match=r"json.py:Mine' cannot be loaded: ModuleNotFoundError: .*nowhere"):
+        experiment_class(f"{file}:Mine")
+
+
+def test_an_unknown_experiment_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"unknown experiment 'ppo_math' \(known: sft, .*did you mean ppo-math"):
+        experiment_class("ppo_math")
+    with pytest.raises(UserError, match=r"there is no file .*none.py"):
+        experiment_class(f"{tmp_path}/none.py:Mine")
+    (tmp_path / "e.py").write_text(USERS)
+    with pytest.raises(UserError, match="defines no experiment 'Mien'  did you mean Mine"):
+        experiment_class(f"{tmp_path}/e.py:Mien")

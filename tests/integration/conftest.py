@@ -1,0 +1,157 @@
+"""The command line as a user types it, in processes of its own."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Task
+
+REPOSITORY = Path(__file__).parents[2]
+PROGRAM = [sys.executable, "-c", "from realhf.apps.main import console; console()"]
+PATIENCE_S = 120.0
+OF_THE_CLOCK = ("time/", "memory/", "tokens/per_s", "flops/model_per_s")
+GRADED = '''
+def graded(prompt: str, answer: str, row: dict) -> float:
+    """Small numbers are good, and so are short answers: every answer gets its own reward."""
+    return (answer.count("1") + 2 * answer.count("2") - len(answer) / 4) / 8
+
+
+def moody(prompt: str, answer: str, row: dict) -> float:
+    """Fails at some answers."""
+    if "3" in answer:
+        raise RuntimeError("three is too many")
+    return 1.0
+'''
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is left of a run: exit code, what it said, its directory."""
+
+    code: int
+    said: str
+    root: Path
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        return [json.loads(line) for line in (self.root / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def curve(self) -> list[dict[str, float]]:
+        """The metrics that do not depend on how fast the machine is."""
+        return [{k: v for k, v in line.items() if not k.startswith(OF_THE_CLOCK)} for line in self.metrics]
+
+    def model(self, role: str, step: int) -> Path:
+        return self.root / "models" / role / f"step_{step}"
+
+    def generations(self, step: int) -> list[dict[str, Any]]:
+        return [
+            json.loads(line) for line in (self.root / "generations" / f"step_{step}.jsonl").read_text().splitlines()
+        ]
+
+
+@dataclass(frozen=True)
+class Started:
+    process: subprocess.Popen
+    root: Path
+
+    def finish(self) -> Run:
+        said, _ = self.process.communicate(timeout=PATIENCE_S)
+        return Run(self.process.returncode, said, self.root)
+
+    def wait_for_step(self) -> None:
+        """Wait until the first line of metrics is written."""
+        end = time.monotonic() + PATIENCE_S
+        metrics = self.root / "metrics.jsonl"
+        while not (metrics.exists() and metrics.read_text()):
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < end, "no step was made"
+            time.sleep(0.05)
+
+
+def start(experiment: str, folder: Path, words: Sequence[str]) -> Started:
+    """Start ``realhf quickstart`` with its run in ``folder/t/trial``."""
+    common = [f"fileroot={folder}", "experiment_name=t", "trial_name=trial", "device=cpu", "threads_per_worker=1"]
+    process = subprocess.Popen(
+        [*PROGRAM, "quickstart", experiment, *common, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    return Started(process, folder / "t" / "trial")
+
+
+def run(experiment: str, folder: Path, words: Sequence[str]) -> Run:
+    """Run to the end, which must be a good one."""
+    done = start(experiment, folder, words).finish()
+    assert done.code == 0, done.said
+    return done
+
+
+def run_all(experiment: str, folder: Path, variants: dict[str, list[str]], words: Sequence[str]) -> dict[str, Run]:
+    """Run every variant in a folder of its own, two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        runs = {name: pool.submit(run, experiment, folder / name, [*words, *more]) for name, more in variants.items()}
+        return {name: future.result() for name, future in runs.items()}
+
+
+@pytest.fixture(scope="session")
+def reward_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("reward") / "rewards.py"
+    path.write_text(GRADED)
+    return path
+
+
+@pytest.fixture(scope="session")
+def ppo_words(task: Task, actor_folder: Path, reward_file: Path) -> list[str]:
+    """17 sums, 7 a step: three steps, the last of three sums."""
+    return [
+        f"actor.path={actor_folder}",
+        f"dataset.path={task.train}",
+        f"reward.fn={reward_file}:graded",
+        "dataset.train_bs_n_seqs=7",
+        "ppo.gen.max_new_tokens=12",
+        "ppo.group_size=2",
+        "ppo.ppo_n_minibatches=2",
+        "ppo.kl_ctl=0.05",
+        "actor.optimizer.lr=1e-3",
+        "critic.optimizer.lr=1e-3",
+    ]
+
+
+@pytest.fixture(scope="session")
+def sft_words(task: Task) -> list[str]:
+    return [
+        "model.init_from_scratch=True",
+        f"model.config={task.model}",
+        f"model.tokenizer={task.tokenizer}",
+        f"dataset.path={task.sft}",
+        "dataset.train_bs_n_seqs=15",
+        "model.optimizer.lr=3e-3",
+    ]
+
+
+@pytest.fixture(scope="session")
+def realhf() -> Callable[..., Run]:
+    return run
+
+
+@pytest.fixture(scope="session")
+def realhf_all() -> Callable[..., dict[str, Run]]:
+    return run_all
+
+
+@pytest.fixture(scope="session")
+def realhf_start() -> Callable[..., Started]:
+    return start

@@ -1,0 +1,138 @@
+"""SFT, a reward model, and PPO against it, from files to folders that Hugging Face reads."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests.conftest import EXAMPLES
+from tests.integration.conftest import REPOSITORY, Run
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+PREFERENCES = REPOSITORY.parent / "shared" / "data" / "gsm8k_preferences.jsonl"
+N_PAIRS = 12
+
+
+@pytest.fixture(scope="module")
+def sft(
+    realhf_all: Callable[..., dict[str, Run]], sft_words: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Run]:
+    """Forty rows twice, fifteen a step: six steps, the last of five rows."""
+    variants = {
+        "local": [],
+        "inline": ["mode=inline"],
+        "three": ["n_gpus_per_node=3"],
+        "seq_mean": ["seq_mean=True", "n_gpus_per_node=2", "exp_ctrl.save_freq_steps=2"],
+    }
+    words = [
+        *sft_words,
+        "exp_ctrl.total_train_epochs=2",
+        "n_logged_generations=0",
+        "model.optimizer.lr_scheduler_type=constant",
+    ]
+    return realhf_all("sft", tmp_path_factory.mktemp("sft"), variants, words)
+
+
+def test_sft_learns_and_saves_a_model(sft: dict[str, Run]) -> None:
+    run = sft["local"]
+    losses = [line["loss"] for line in run.metrics]
+    assert len(losses) == 6 and losses[-1] < losses[0] - 0.3
+    assert run.metrics[5]["sft_train/n_tokens"] > 5 and "saved   model" in run.said
+    model = AutoModelForCausalLM.from_pretrained(run.model("model", 6))
+    stored = load_file(run.model("model", 6) / "model.safetensors")
+    assert torch.equal(model.get_input_embeddings().weight, stored["model.embed_tokens.weight"])
+
+
+def test_sft_inline_is_sft_local_bit_for_bit(sft: dict[str, Run]) -> None:
+    assert sft["local"].curve == sft["inline"].curve
+    files = [sft[name].model("model", 6) / "model.safetensors" for name in ("local", "inline")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_sft_does_not_depend_on_the_number_of_workers(sft: dict[str, Run]) -> None:
+    for expected, line in zip(sft["local"].curve, sft["three"].curve, strict=True):
+        assert line == {name: pytest.approx(value, abs=1e-4, rel=1e-4) for name, value in expected.items()}
+
+
+def test_models_are_saved_as_often_as_asked(sft: dict[str, Run]) -> None:
+    folders = sorted((sft["seq_mean"].root / "models" / "model").iterdir())
+    assert [folder.name for folder in folders] == ["step_2", "step_4", "step_6"]
+    tensors = [load_file(folder / "model.safetensors")["model.norm.weight"] for folder in folders]
+    assert not torch.equal(tensors[0], tensors[1]) and not torch.equal(tensors[1], tensors[2])
+    assert not (sft["seq_mean"].root / "generations").exists()
+
+
+@dataclass(frozen=True)
+class PairTask:
+    """Pairs of answers, a byte-pair tokenizer made on them, and a model's sizes."""
+
+    pairs: Path
+    words: Path
+
+
+@pytest.fixture(scope="module")
+def pair_task(tmp_path_factory: pytest.TempPathFactory) -> PairTask:
+    root = tmp_path_factory.mktemp("pairs")
+    pairs = root / "pairs.jsonl"
+    if PREFERENCES.exists():
+        with PREFERENCES.open() as file:
+            pairs.write_text("".join(next(file) for _ in range(N_PAIRS)))
+    else:
+        rows = ({"prompt": f"What is {i} and {i + 1}?", "pos_answers": [f"It is {2 * i + 1}."], "neg_answers": ["No idea!"]}
+                for i in range(N_PAIRS))  # fmt: skip
+        pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = ["--vocab", "300", "--hidden", "32", "--layers", "2"]
+    subprocess.run(
+        [sys.executable, str(EXAMPLES / "make_tokenizer.py"), str(pairs), str(root / "words"), *sizes], check=True
+    )
+    return PairTask(pairs, root / "words")
+
+
+@pytest.fixture(scope="module")
+def reward_model(realhf: Callable[..., Run], pair_task: PairTask, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    words = ["model.init_from_scratch=True", f"model.config={pair_task.words}", f"model.tokenizer={pair_task.words}",
+             f"dataset.path={pair_task.pairs}", "dataset.train_bs_n_seqs=5", "exp_ctrl.total_train_epochs=3",
+             "model.optimizer.lr=3e-3", "n_gpus_per_node=2", "dataset.max_seqlen=300"]  # fmt: skip
+    return realhf("rw", tmp_path_factory.mktemp("rw"), words)
+
+
+def test_a_reward_model_learns_its_pairs(reward_model: Run) -> None:
+    lines = reward_model.metrics
+    assert len(lines) == 8 and lines[0]["loss"] == pytest.approx(0.7, abs=0.1)
+    assert lines[-1]["loss"] < lines[0]["loss"] and lines[-1]["rw_train/accuracy"] > 0.5
+    scorer = AutoModelForSequenceClassification.from_pretrained(reward_model.model("model", 8))
+    assert scorer.config.num_labels == 1
+
+
+def test_ppo_against_the_reward_model(
+    realhf: Callable[..., Run], pair_task: PairTask, reward_model: Run, tmp_path: Path
+) -> None:
+    words = ["actor.init_from_scratch=True", f"actor.config={pair_task.words}", f"actor.tokenizer={pair_task.words}",
+             f"rew.path={reward_model.model('model', 8)}", f"dataset.path={pair_task.pairs}", "dataset.train_bs_n_seqs=5",
+             "ppo.gen.max_new_tokens=8", "ppo.group_size=2", "ppo.ppo_n_minibatches=2", "n_gpus_per_node=2",
+             "ppo.reward_output_scaling=2.0", "exp_ctrl.total_train_steps=2",
+             "allocation_mode=rew_inf:d1,*:d2"]  # fmt: skip
+    run = realhf("ppo", tmp_path, words)
+    assert [line["step"] for line in run.metrics] == [1, 2]
+    scorer = AutoModelForSequenceClassification.from_pretrained(reward_model.model("model", 8)).eval()
+    tokenizer_folder = run.model("actor", 2)
+    for row in run.generations(1):
+        if not row["truncated"] or not row["answer"].isascii():
+            continue  # only what the text tells exactly
+        assert score(scorer, tokenizer_folder, row) == pytest.approx(row["rewards"] / 2.0, abs=1e-3)
+
+
+def score(scorer: torch.nn.Module, words: Path, row: dict) -> float:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(words)
+    tokens = [i for text in (row["prompt"], row["answer"]) for i in tokenizer(text)["input_ids"]]
+    with torch.no_grad():
+        return float(scorer(torch.tensor([tokens])).logits)

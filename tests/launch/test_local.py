@@ -1,0 +1,71 @@
+"""Real worker processes: how they end, by themselves and otherwise."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from realhf.apps.quickstart import prepare, write_run
+from realhf.base.paths import RunDir
+from realhf.launch.local import LocalLauncher
+from realhf.system.channel import ZmqMaster
+from tests.conftest import Task
+
+PATIENCE_S = 60.0
+
+
+def ended(launcher: LocalLauncher, rank: int) -> str:
+    launcher.processes[rank].wait(PATIENCE_S)
+    return launcher.dead()[rank]
+
+
+def test_a_worker_that_cannot_start_says_why_in_its_log(tmp_path: Path) -> None:
+    launcher = LocalLauncher(RunDir(tmp_path), 1, "ipc:///nowhere", threads=1)
+    launcher.start()
+    assert ended(launcher, 0) == "exited with code 1"
+    assert launcher.wait(1.0) == {0: 1}
+    launcher.stop()
+    log = RunDir(tmp_path).log("worker-0").read_text()
+    assert "Traceback" in log and "plan.json" in log
+
+
+@pytest.mark.dist
+def test_workers_leave_when_killed_when_asked_and_when_alone(
+    task: Task, actor_folder: Path, tmp_path: Path, living: Callable[[Path], dict[int, str]]
+) -> None:
+    words = [f"fileroot={tmp_path}", "trial_name=t", f"actor.path={actor_folder}", f"dataset.path={task.train}",
+             "dataset.train_bs_n_seqs=7", "ppo.gen.max_new_tokens=9", "n_gpus_per_node=3", "device=cpu"]  # fmt: skip
+    run = prepare("ppo-math", words)
+    write_run(run)
+    channel = ZmqMaster()
+    launcher = LocalLauncher(run.paths, 3, channel.address, threads=1)
+    try:
+        launcher.start()
+        hello = [channel.receive(PATIENCE_S) for _ in range(3)]
+        pids = {message.rank: message.pid for message in hello if message is not None}
+        assert pids == {rank: process.pid for rank, process in enumerate(launcher.processes)}
+        assert launcher.dead() == {} and launcher.wait(0.0) == {} and len(living(run.paths.root)) == 3
+        assert all(os.getpgid(pid) == pid for pid in pids.values())  # what a terminal sends us is not for them
+        environment = Path(f"/proc/{pids[0]}/environ").read_bytes().split(b"\0")
+        assert b"OMP_NUM_THREADS=1" in environment and b"OMP_WAIT_POLICY=PASSIVE" in environment
+        os.kill(pids[1], signal.SIGKILL)
+        assert ended(launcher, 1) == "was ended by SIGKILL"
+        assert list(launcher.dead()) == [1]
+        stdin = launcher.processes[2].stdin
+        assert stdin is not None
+        stdin.close()  # as when the launcher is gone
+        assert ended(launcher, 2) == "exited with code 3"
+    finally:
+        launcher.stop()
+        channel.close()
+    assert launcher.dead()[0] == "was ended by SIGTERM" and living(run.paths.root) == {}
+    launcher.stop()
+
+
+def test_threads_are_shared_out(tmp_path: Path) -> None:
+    cores = os.cpu_count() or 1
+    assert LocalLauncher(RunDir(tmp_path), 1, "", 0).threads == cores
+    assert LocalLauncher(RunDir(tmp_path), 10 * cores, "", 0).threads == 1
+    assert LocalLauncher(RunDir(tmp_path), 1, "", 5).threads == 5

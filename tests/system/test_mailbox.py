@@ -1,0 +1,79 @@
+"""Who is blamed when a run breaks."""
+
+import pytest
+
+from realhf.api.messages import Failed, Hello, Ready, ToMaster
+from realhf.base.errors import RunFailed
+from realhf.system.channel import deadline
+from realhf.system.mailbox import Mailbox
+
+
+class Script:
+    """A channel that says what is written down; None is a pause. Workers in ``deaths`` are dead from the start."""
+
+    def __init__(self, *messages: ToMaster | None, deaths: dict[int, str] | None = None) -> None:
+        self.messages, self.deaths = list(messages), deaths or {}
+
+    def receive(self, timeout_s: float) -> ToMaster | None:
+        return self.messages.pop(0) if self.messages else None
+
+    def mailbox(self) -> Mailbox:
+        return Mailbox(self, lambda: self.deaths, "task {}".format, "{}.log".format, settle_s=0.05)
+
+
+def lost_peer(rank: int) -> Failed:
+    return Failed(rank, "actor_train of step 3", "RuntimeError: connection closed by peer", "Traceback: gloo\n")
+
+
+def verdict(script: Script) -> RunFailed:
+    with pytest.raises(RunFailed) as caught:
+        script.mailbox().receive(deadline(5.0), lambda: "too late")
+    return caught.value
+
+
+def test_messages_pass() -> None:
+    mailbox = Script(None, Ready(1), Ready(0)).mailbox()
+    assert [mailbox.receive(deadline(5.0), str) for _ in range(2)] == [Ready(1), Ready(0)]
+
+
+def test_a_death_is_named_with_what_the_worker_was_doing() -> None:
+    assert str(verdict(Script(deaths={2: "was ended by SIGKILL"}))) == (
+        "worker 2 was ended by SIGKILL while doing task 2; see 2.log"
+    )
+
+
+@pytest.mark.parametrize("before", [(), (None, None)])
+def test_a_silent_death_is_worse_than_the_complaints_of_its_peers(before: tuple) -> None:
+    deaths = {0: "exited with code 1", 1: "was ended by SIGKILL"}
+    for pause in ((), (None,)):
+        script = Script(*before, lost_peer(0), *pause, lost_peer(2), deaths=deaths)
+        assert str(verdict(script)).startswith("worker 1 was ended by SIGKILL")
+
+
+def test_who_dies_after_speaking_is_not_silent() -> None:
+    error = verdict(Script(None, lost_peer(1), deaths={1: "exited with code 1"}))
+    assert str(error) == (
+        "worker 1 failed during actor_train of step 3: RuntimeError: connection closed by peer\nsee 1.log"
+    )
+    assert error.traceback_text == "Traceback: gloo\n"
+
+
+def test_the_first_to_fail_is_blamed_but_a_user_error_before_all() -> None:
+    assert str(verdict(Script(lost_peer(3), lost_peer(0)))).startswith("worker 3 failed")
+    user = Failed(1, "reading prompts 0 to 3", "data.jsonl: row 7 is broken", "Traceback: long\n", user_error=True)
+    error = verdict(Script(lost_peer(3), user))
+    assert "worker 1 failed during reading prompts 0 to 3: data.jsonl: row 7 is broken" in str(error)
+    assert error.traceback_text == ""
+
+
+def test_every_wait_ends() -> None:
+    with pytest.raises(RunFailed, match="too late"):
+        Script().mailbox().receive(deadline(0.02), lambda: "too late")
+    hello = [Hello(rank, 1, "here", 0) for rank in (2, 0)]
+    with pytest.raises(RunFailed, match="waited 0 s for worker 1, 3 to come up"):
+        Script(*hello).mailbox().receive_all(Hello, range(4), 0.05, "to come up")
+
+
+def test_one_message_from_everybody() -> None:
+    script = Script(Ready(1), None, Ready(0), Ready(2))
+    assert script.mailbox().receive_all(Ready, range(3), 5.0, "to build") == {r: Ready(r) for r in range(3)}

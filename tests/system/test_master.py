@@ -1,0 +1,206 @@
+"""The master's loop with workers that answer at once: what they are asked, when models are saved, how it ends."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realhf.api.batch import PROMPT, BatchMeta, ColumnMeta, RowId
+from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
+from realhf.api.messages import (
+    Call,
+    Collect,
+    Done,
+    Drop,
+    Failed,
+    Fetch,
+    Hello,
+    Ready,
+    Save,
+    Start,
+    Stop,
+    ToMaster,
+    ToWorker,
+)
+from realhf.base.errors import RunFailed
+from realhf.plan.schedule import RowsReady
+from realhf.system.master import Master
+from realhf.system.run import RunSpec
+
+SPEC = InterfaceSpec("any")
+MakeRun = Callable[..., RunSpec]
+
+
+def graph(batch: int) -> Graph:
+    gen = MFC("gen", "actor", Kind.GENERATE, SPEC, ("prompts",), ("tokens",), batch)
+    return Graph((gen, MFC("train", "actor", Kind.TRAIN, SPEC, ("tokens",), (), batch)))
+
+
+Answer = Callable[[int, ToWorker], ToMaster | None]
+
+
+class Workers:
+    """Workers that are as quick as thought, behind a channel. ``on`` may answer in their place."""
+
+    def __init__(self, run: RunSpec, on: Answer = lambda rank, message: None) -> None:
+        self.run, self.on = run, on
+        self.said: list[tuple[int, ToWorker]] = []
+        self.replies: list[ToMaster] = [Hello(r, 1, "here", 7) for r in range(run.plan.n_workers)]
+
+    def send(self, rank: int, message: ToWorker) -> None:
+        self.said.append((rank, message))
+        if (answer := self.on(rank, message) or self.answer(rank, message)) is not None:
+            self.replies.append(answer)
+
+    def answer(self, rank: int, message: ToWorker) -> ToMaster | None:
+        match message:
+            case Start():
+                return Ready(rank)
+            case Fetch(request, start, stop):
+                at, count = self.run.fetchers.index(rank), len(self.run.fetchers)
+                mine = [RowId(p, PROMPT) for p in range(start, stop) if p % count == at]
+                return Done(request, rank, rows(mine, "prompts"))
+            case Call(request, mfc):
+                mine = [message.inputs.ids[i].prompt for i in message.assignment[rank]]
+                made = rows([RowId(p, 0) for p in mine], "tokens") if mfc == "gen" else None
+                return Done(request, rank, made, state={"seen": message.step} if mfc == "train" else None)
+            case Collect(request, ids, _):
+                return Done(request, rank, values={"rows": [{"prompt_id": i.prompt, "sample": i.sample} for i in ids]})
+            case Save(request):
+                return Done(request, rank)
+        return None
+
+    def receive(self, timeout_s: float) -> ToMaster | None:
+        return self.replies.pop(0) if self.replies else None
+
+    def close(self) -> None: ...
+
+    def asked(self, kind: type) -> list[Any]:
+        return [message for _, message in self.said if isinstance(message, kind)]
+
+
+class Notes:
+    """Telemetry that keeps nothing but the numbers of steps."""
+
+    logged_keys = ("tokens", "row")
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.saves: list[tuple[str, str]] = []
+        self.written: list[tuple[int, list[int]]] = []
+
+    def step_done(self, step: int, versions: dict[str, int]) -> None:
+        assert versions == {"actor": step + 1}
+        self.steps.append(step)
+
+    def saved(self, role: str, path: Path) -> None:
+        self.saves.append((role, path.name))
+
+    def generations(self, step: int, parts: list[dict], limit: int) -> None:
+        self.written.append((step, [part["prompt_id"] for part in parts]))
+
+    def ready(self, workers: dict[int, Ready]) -> None: ...
+
+    def event(self, event: RowsReady) -> None: ...
+
+    def reply(self, step: int, done: Done) -> None: ...
+
+    def call_done(self, call: Call, replies: list[Done]) -> None: ...
+
+
+def played(run: RunSpec, **options: Any) -> tuple[Workers, Notes]:
+    workers, notes = Workers(run, **options), Notes()
+    Master(run, workers, dict, notes).train()
+    return workers, notes
+
+
+def test_a_run_from_hello_to_stop(make_run: MakeRun, tmp_path: Path) -> None:
+    """Seven rows twice, three a step: five steps, the last of two rows."""
+    run = make_run(graph(3), {"gen": (0,), "train": (0,)}, tmp_path, n_rows=7, batch=3, total_train_epochs=2)
+    workers, notes = played(run)
+    assert notes.steps == [0, 1, 2, 3, 4]
+    assert [(f.start, f.stop) for f in workers.asked(Fetch)] == [(0, 3), (3, 6), (6, 9), (9, 12), (12, 14)]
+    calls = workers.asked(Call)
+    assert [(c.mfc, c.step, c.version) for c in calls] == [(m, s, s) for s in range(5) for m in ("gen", "train")]
+    assert [c.state for c in calls if c.mfc == "train"] == [{}, *({"seen": s} for s in range(4))]
+    assert [len(c.inputs.ids) for c in calls[::2]] == [3, 3, 3, 3, 2]
+    assert [(d.start, d.stop) for d in workers.asked(Drop)] == [(0, 3), (3, 6), (6, 9), (9, 12), (12, 14)]
+    assert notes.saves == [("actor", "step_5")]
+    assert [type(m) for _, m in workers.said[:2]] == [Start, Fetch] and isinstance(workers.said[-1][1], Stop)
+    numbers = [m.request for _, m in workers.said if not isinstance(m, Start | Drop | Stop)]
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_rows_are_described_before_they_are_dropped(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run(graph(2), {"gen": (0, 1), "train": (0, 1)}, tmp_path)
+    run.config.n_logged_generations = 1
+    workers, notes = played(run)
+    assert notes.written == [(1, [0]), (2, [2])]
+    order = [type(m) for _, m in workers.said]
+    assert order.index(Collect) < order.index(Drop)
+    run.config.n_logged_generations = 0
+    assert played(run)[1].written == []
+    run.config.n_logged_generations = -1
+    assert [sorted(ids) for _, ids in played(run)[1].written] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    "control, steps",
+    [
+        ({}, [6]),
+        ({"save_freq_steps": 2}, [2, 4, 6]),
+        ({"save_freq_steps": 4}, [4, 6]),
+        ({"save_freq_epochs": 1}, [2, 4, 6]),
+        ({"save_freq_epochs": 2}, [4, 6]),
+    ],
+)
+def test_when_models_are_saved(control: dict, steps: list[int], make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run(graph(2), {"gen": (0,), "train": (0,)}, tmp_path, total_train_epochs=3, **control)
+    _, notes = played(run)
+    assert notes.saves == [("actor", f"step_{step}") for step in steps]
+
+
+def test_every_replica_is_asked_and_awaited(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run(graph(2), {"gen": (0, 1, 2), "train": (0, 1)}, tmp_path)
+    workers, notes = played(run)
+    assert notes.steps == [0, 1]
+    asked = {kind: {rank for rank, m in workers.said if isinstance(m, kind)} for kind in (Call, Save, Fetch, Stop)}
+    assert asked == {Call: {0, 1, 2}, Save: {0, 1}, Fetch: {0, 1, 2}, Stop: {0, 1, 2}}
+
+
+def rows(ids: list[RowId], key: str) -> BatchMeta:
+    return BatchMeta(tuple(ids), {key: ColumnMeta("int64", (4,) * len(ids))})
+
+
+def test_a_worker_that_fails_ends_the_run(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run(graph(2), {"gen": (0, 1), "train": (0, 1)}, tmp_path)
+
+    def fail(rank: int, message: ToWorker) -> ToMaster | None:
+        if isinstance(message, Call) and message.step == 1 and rank == 1:
+            return Failed(1, "gen of step 2", "no memory", "Traceback: here\n")
+        return None
+
+    with pytest.raises(RunFailed, match="worker 1 failed during gen of step 2: no memory") as caught:
+        played(run, on=fail)
+    assert str(tmp_path / "logs" / "worker-1.log") in str(caught.value)
+
+
+class Deaf(Workers):
+    """Workers that never carry out a call."""
+
+    def answer(self, rank: int, message: ToWorker) -> ToMaster | None:
+        return None if isinstance(message, Call) else super().answer(rank, message)
+
+
+def test_a_worker_that_does_not_answer_is_waited_for_so_long(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run(graph(2), {"gen": (0,), "train": (1,)}, tmp_path)
+    run.config.call_timeout = 0.2
+    with pytest.raises(RunFailed, match="waited 0 s for gen of step 1 from worker 0"):
+        Master(run, Deaf(run), dict, Notes()).train()
+
+
+def test_a_death_is_told_with_the_request(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run(graph(2), {"gen": (0,), "train": (1,)}, tmp_path)
+    with pytest.raises(RunFailed, match="worker 0 was ended by SIGKILL while doing gen of step 1"):
+        Master(run, Deaf(run), lambda: {0: "was ended by SIGKILL"}, Notes()).train()

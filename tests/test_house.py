@@ -1,0 +1,123 @@
+"""The rules of the house (docs/architecture.md): floors, sizes, and what must not be loaded."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FLOORS = [
+    "base",
+    "api",
+    "plan",
+    "data ops comm rewards",
+    "models",
+    "engine algorithms",
+    "system",
+    "launch",
+    "experiments",
+    "apps",
+]
+FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms.split()}
+TORCH_FREE = ("base", "api", "plan", "launch", "experiments", "apps", "models/families", "models/specs.py")
+MAY_TORCH = ("apps/env.py",)  # it reports on torch
+PACKAGE = sorted((ROOT / "realhf").rglob("*.py"))
+OURS = [f for top in ("realhf", "tests", "examples", "benchmarks") for f in sorted((ROOT / top).rglob("*.py"))]
+FORBIDDEN_CALLS = ("torch.load", "torch.save", "pickle.load", "pickle.loads", "pickle.dump", "pickle.dumps")
+
+
+def name(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
+
+
+def nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Walk a file, lazy imports included, but not what is for type checkers alone."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            child = ast.Module(child.orelse, [])
+        yield child
+        yield from nodes(child)
+
+
+def imports(file: Path) -> Iterator[str]:
+    for node in nodes(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name(file)}:{node.lineno}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room(module: str) -> str | None:
+    """Return the room of a module of the project, or None."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "realhf" and len(parts) > 1 and parts[1] in FLOOR_OF else None
+
+
+@pytest.mark.parametrize("home", FLOOR_OF)
+def test_imports_go_down_the_floors(home: str) -> None:
+    for file in (ROOT / "realhf" / home).rglob("*.py"):
+        for module in imports(file):
+            there = room(module)
+            allowed = there is None or there == home or FLOOR_OF[there] < FLOOR_OF[home]
+            assert allowed, f"{name(file)} imports {module}: {home} is on floor {FLOOR_OF[home]}"
+
+
+def test_every_file_has_a_floor() -> None:
+    found = {f.relative_to(ROOT / "realhf").parts[0] for f in PACKAGE}
+    assert found - {"__init__.py", "__main__.py"} == set(FLOOR_OF)
+
+
+def test_planning_launching_and_declaring_do_without_torch() -> None:
+    for file in PACKAGE:
+        inside = file.relative_to(ROOT / "realhf").as_posix()
+        if inside.startswith(TORCH_FREE) and inside not in MAY_TORCH:
+            assert not [m for m in imports(file) if m.split(".")[0] == "torch"], f"{inside} imports torch"
+
+
+def loaded_by(code: str) -> set[str]:
+    """Return which of the heavy libraries a fresh interpreter has loaded after ``code``."""
+    heavy = ("torch", "transformers", "hydra", "omegaconf", "numpy", "rich")
+    ask = f"import sys\n{code}\nprint('loaded', *(m for m in {heavy} if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", ask], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    return set(done.stdout.splitlines()[-1].split()[1:])
+
+
+def test_the_lower_floors_load_without_torch() -> None:
+    files = [f for f in PACKAGE if f.relative_to(ROOT / "realhf").parts[0] in ("base", "api", "plan")]
+    modules = [".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for f in files]
+    assert not loaded_by("import " + ", ".join(modules)) & {"torch", "transformers"}
+
+
+def test_checking_a_run_needs_no_torch() -> None:
+    assert "torch" not in loaded_by("import realhf.apps.quickstart, realhf.apps.plan, realhf.apps.preflight")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["nonsense"]])
+def test_the_bare_command_loads_nothing_heavy(words: list[str]) -> None:
+    assert loaded_by(f"from realhf.apps.main import run\nrun({words})") == set()
+
+
+def test_no_file_and_no_function_is_too_long() -> None:
+    for file in OURS:
+        text = file.read_text()
+        assert len(text.splitlines()) <= 400, f"{name(file)} has {len(text.splitlines())} lines"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = node.end_lineno - node.lineno + 1
+                assert length <= 60, f"{name(file)}:{node.lineno}: {node.name} has {length} lines"
+
+
+def test_no_globals_bare_excepts_or_pickles() -> None:
+    for file in OURS:
+        for node in ast.walk(ast.parse(file.read_text())):
+            at = f"{name(file)}:{getattr(node, 'lineno', 0)}"
+            assert not isinstance(node, ast.Global), f"{at}: global"
+            assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"{at}: bare except"
+            if file in PACKAGE and isinstance(node, ast.Call):
+                assert ast.unparse(node.func) not in FORBIDDEN_CALLS, f"{at}: {ast.unparse(node.func)}"
+        if file in PACKAGE:
+            assert not {"pickle", "dill", "cloudpickle"} & {m.split(".")[0] for m in imports(file)}, name(file)
