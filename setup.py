@@ -1,8 +1,9 @@
 """Builds csrc into realhf/ops/_C.so, or says in one line why not; all metadata is in pyproject.toml.
 
 CXX and NVCC name the compilers. The CUDA half is built where nvcc is found and torch has CUDA, or where
-REALHF_BUILD_CUDA=1 asks for it; then every failure is an error. The library uses only torch's stable ABI: it needs no
-ATen headers, no Python headers, and runs under the torch that built it and every later one.
+REALHF_BUILD_CUDA=1 asks for it; then every failure is an error. REALHF_CUDA_ARCH narrows the GPUs that it is built
+for, in the words of nvcc's -arch. The library uses only torch's stable ABI: it needs no ATen headers, no Python
+headers, and runs under the torch that built it and every later one.
 """
 
 import importlib.util
@@ -10,6 +11,7 @@ import os
 import runpy
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +25,8 @@ CUDA_TORCH = (2, 13)  # and the CUDA files: the native handle of a stream
 CUDA_DEMANDED = os.environ.get("REALHF_BUILD_CUDA") == "1"
 FLAGS = ["-O3", "-std=c++17", "-DNDEBUG"]
 CXX_FLAGS = ["-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
-NVCC_FLAGS = ["-arch=all-major", "--threads=0", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+CUDA_ARCH = os.environ.get("REALHF_CUDA_ARCH", "all-major")
+NVCC_FLAGS = [f"-arch={CUDA_ARCH}", "--threads=0", "-Xcompiler=-fPIC,-fvisibility=hidden"]
 
 
 class Torch(NamedTuple):
@@ -81,10 +84,14 @@ class BuildNative(build_ext):
             raise CompileError(f"torch {torch.version} is older than {abi}")
         version = f"-DTORCH_TARGET_VERSION=0x{abi[0]:02x}{abi[1]:02x}000000000000"
         include = ["-isystem", str(torch.home / "include")]
-        objects = []
-        for source in (source for source in ext.sources if source.endswith(kind)):
-            objects.append(os.path.join(self.build_temp, os.path.basename(source) + ".o"))
-            call([*compiler, *FLAGS, version, *include, "-c", source, "-o", objects[-1]])
+        sources = [source for source in ext.sources if source.endswith(kind)]
+        objects = [os.path.join(self.build_temp, os.path.basename(source) + ".o") for source in sources]
+        commands = [
+            [*compiler, *FLAGS, version, *include, "-c", source, "-o", made]
+            for source, made in zip(sources, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(call, commands))
         return objects
 
 

@@ -94,42 +94,49 @@ def whole_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return torch.log_softmax((hidden @ weight.t()).float(), -1).gather(1, targets[:, None])[:, 0]
 
 
-def bench_logprobs(device: torch.device) -> None:
-    """The two passes over a chunk of 256 x 32000 logits, and whole log-probabilities of 2048 tokens."""
-    for dtype in (torch.float32, torch.bfloat16):
-        logits = torch.randn(256, 32000, device=device).to(dtype)
-        targets = torch.randint(32000, (256,), device=device)
-        norms, grads = torch.full((256,), 11.0, device=device), torch.rand(256, device=device)
-        show(
-            f"softmax part of 256 x 32000 logits, {dtype}",
-            {
-                "logit_stats": lambda x=logits, t=targets: logit_stats(x, t, 1.0),
-                "  torch twin": lambda x=logits.clone(), t=targets: logit_stats_reference(x, t, 1.0),
-                "  log_softmax, gather": lambda x=logits, t=targets: x.float().log_softmax(-1).gather(1, t[:, None]),
-                "logit_slopes_": lambda x=logits.clone(), *g: logit_slopes_(x, targets, norms, grads, 0.1),
-                "  torch twin ": lambda x=logits.clone(), *g: logit_slopes_reference_(x, targets, norms, grads, 0.1),
-            },
-            device,
-        )
-    for width in (64, 512):
-        hidden = torch.randn(2048, width, device=device, requires_grad=True)
-        weight = (torch.randn(32000, width, device=device) / width**0.5).requires_grad_()
-        targets = torch.randint(32000, (2048,), device=device)
+def bench_softmax(dtype: torch.dtype, device: torch.device) -> None:
+    """The two passes over a chunk of 256 x 32000 logits."""
+    logits = torch.randn(256, 32000, device=device).to(dtype)
+    scratch = [logits.clone() for _ in range(3)]  # used up by what follows
+    targets = torch.randint(32000, (256,), device=device)
+    given = (targets, torch.full((256,), 11.0, device=device), torch.rand(256, device=device), 0.1)
+    show(
+        f"softmax part of 256 x 32000 logits, {dtype}",
+        {
+            "logit_stats": lambda: logit_stats(logits, targets, 1.0),
+            "  torch twin": lambda: logit_stats_reference(scratch[0], targets, 1.0),
+            "  log_softmax, gather": lambda: logits.float().log_softmax(-1).gather(1, targets[:, None]),
+            "logit_slopes_": lambda: logit_slopes_(scratch[1], *given),
+            "  torch twin ": lambda: logit_slopes_reference_(scratch[2], *given),
+        },
+        device,
+    )
 
-        def backward(f: Callable[..., Tensor], x=hidden, w=weight, t=targets) -> None:  # type: ignore[no-untyped-def]
-            torch.autograd.grad(f(x, w, t).sum(), (x, w))
 
-        show(
-            f"log-probabilities of 2048 tokens, hidden {width}, vocabulary 32000",
-            {
-                "packed, forward": lambda x=hidden.detach(), w=weight.detach(), t=targets: packed_logprobs(x, w, t),
-                "  all logits": lambda x=hidden.detach(), w=weight.detach(), t=targets: whole_logprobs(x, w, t),
-                "packed, with backward": lambda b=backward: b(packed_logprobs),
-                "  all logits ": lambda b=backward: b(whole_logprobs),
-            },
-            device,
-            rounds=4,
-        )
+def bench_logprobs(width: int, device: torch.device) -> None:
+    """Log-probabilities of 2048 tokens, forward alone and with both gradients; the products take most of it."""
+    hidden = torch.randn(2048, width, device=device, requires_grad=True)
+    weight = (torch.randn(32000, width, device=device) / width**0.5).requires_grad_()
+    targets = torch.randint(32000, (2048,), device=device)
+
+    def forward(logprobs: Callable[..., Tensor]) -> Tensor:
+        with torch.no_grad():
+            return logprobs(hidden, weight, targets)
+
+    def backward(logprobs: Callable[..., Tensor]) -> object:
+        return torch.autograd.grad(logprobs(hidden, weight, targets).sum(), (hidden, weight))
+
+    show(
+        f"log-probabilities of 2048 tokens, hidden {width}, vocabulary 32000",
+        {
+            "packed, forward": lambda: forward(packed_logprobs),
+            "  all logits": lambda: forward(whole_logprobs),
+            "packed, with backward": lambda: backward(packed_logprobs),
+            "  all logits ": lambda: backward(whole_logprobs),
+        },
+        device,
+        rounds=5,
+    )
 
 
 def bench_sampling(device: torch.device) -> None:
@@ -162,7 +169,10 @@ def main() -> None:
     torch.manual_seed(0)
     bench_intervals(device)
     bench_gae_2d(device)
-    bench_logprobs(device)
+    for dtype in (torch.float32, torch.bfloat16):
+        bench_softmax(dtype, device)
+    for width in (64, 512):
+        bench_logprobs(width, device)
     bench_sampling(device)
 
 

@@ -5,7 +5,8 @@ python benchmarks/bench_realloc.py [--rounds 7]
 Ratios hold on a shared machine, seconds do not. Each figure is a median; the ways take turns, so that a busy moment
 hits all alike. Yardsticks move the same bytes between the same processes in one piece, without any bookkeeping:
 ``plain`` into shared memory and out again, ``raw`` by one gloo send and receive per pair. What a worker keeps is
-copied once in each of them.
+copied once in each of them. ``once`` is a single copy of what arrives, the floor for any way. ``plain`` and ``once``
+are compared with ``shared``, ``raw`` with ``gloo``: 1.00 is as fast. ``verify``: how much longer a checked move takes.
 """
 
 import argparse
@@ -37,6 +38,7 @@ PAIRS = {
     2: ("d1@0 -> d1@1", "d2@0-1 -> t2@0-1", "d1@0 -> t2@0-1", "p2@0-1 -> t2@0-1"),
     4: ("d2@0-1 -> t2@2-3", "p2@0-1 -> t2@2-3", "d2@0-1 -> d2@2-3", "d1@0 -> d4@0-3", "d2t2@0-3 -> d2p2@0-3"),
 }
+HEADER = "            sent   kept   shared   GB/s  plain   once      gloo    raw gloo/shared  verify"
 Ways = dict[str, Callable[[], object]]
 
 
@@ -158,7 +160,7 @@ def seconds_of(ways: Ways, rounds: int) -> dict[str, float]:
 
 
 def map_shared(path_of: dict[int, str], nbytes: int) -> dict[int, Tensor]:
-    """Map the yardstick's memory: one file without a name per worker, big enough for a whole model."""
+    """Map the yardstick's memory: one nameless file per worker, big enough for a whole model."""
     shared = {}
     for rank, path in path_of.items():
         with open(path, "r+b") as file:
@@ -193,9 +195,9 @@ def line(pair: str, copies: Sequence[BoxCopy], s: dict[str, float]) -> str:
     kept = 4 * sum(box_numel(c.box) for c in copies if c.src == c.dst)
     speed = (sent + kept) / s["shared"] / 1e9
     return (
-        f"{pair:22} {sent / 1e6:6.0f} {kept / 1e6:6.0f} {s['shared']:8.3f} {speed:6.2f} {s['plain'] / s['shared']:6.2f} "
-        f"{s['once'] / s['shared']:6.2f} {s['gloo']:9.3f} {s['raw'] / s['gloo']:6.2f} "
-        f"{s['gloo'] / s['shared']:11.2f} {s['verified'] / s['shared']:9.2f}"
+        f"{pair:22} {sent / 1e6:6.0f} {kept / 1e6:6.0f} {s['shared']:8.3f} {speed:6.2f} "
+        f"{s['plain'] / s['shared']:6.2f} {s['once'] / s['shared']:6.2f} {s['gloo']:9.3f} {s['raw'] / s['gloo']:6.2f} "
+        f"{s['gloo'] / s['shared']:11.2f} {s['verified'] / s['shared']:7.2f}"
     )
 
 
@@ -211,9 +213,7 @@ def main() -> None:
     processes = multiprocessing.get_context("spawn")
     for world in PAIRS:
         store = open_store("127.0.0.1", 0, 120.0)
-        print(
-            f"\n{world} processes            sent   kept   shared   GB/s  plain   once      gloo    raw gloo/shared  verify"
-        )
+        print(f"\n{world} processes{HEADER}")
         ranks = [
             processes.Process(target=run_rank, args=(rank, world, store.port, options.rounds)) for rank in range(world)
         ]

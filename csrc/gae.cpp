@@ -12,25 +12,18 @@ namespace {
 
 constexpr int64_t kTokensPerTask = 1 << 14;
 
-struct Eight {
-  Doubles advantages;  // not yet counting what the tokens after the eight are worth
-  Doubles before;      // values of the states in which the tokens were chosen
-};
-
+// Eight tokens, of which the last is followed by those whose advantages the carry sums up.
 template <typename scalar_t>
-REALHF_INLINE Eight eight_tokens(const scalar_t* rewards, const scalar_t* values, const scalar_t* values_before,
-                                 double gamma, const Decay& decay) {
-  Eight eight = {{}, load_steps(values_before)};
-  eight.advantages = load_steps(rewards) + gamma * load_steps(values) - eight.before;
-  scan_steps(eight.advantages, decay);
-  return eight;
-}
-
-template <typename scalar_t>
-REALHF_INLINE void store_eight(const Eight& eight, const Doubles& later, scalar_t* advantages, scalar_t* returns) {
-  const Doubles sum = eight.advantages + later;
+REALHF_INLINE void eight_tokens(const scalar_t* rewards, const scalar_t* values, const scalar_t* values_before,
+                                double gamma, const Decay& decay, double& carry, scalar_t* advantages,
+                                scalar_t* returns) {
+  const Doubles before = load_steps(values_before);
+  Doubles sum = load_steps(rewards) + gamma * load_steps(values) - before;
+  scan_steps(sum, decay);
+  sum += decay.reach * carry;
+  carry = sum[0];
   store_steps(advantages, sum);
-  store_steps(returns, sum + eight.before);
+  store_steps(returns, sum + before);
 }
 
 template <typename scalar_t>
@@ -42,29 +35,18 @@ REALHF_SIMD_CLONES void row_gae(const scalar_t* rewards, const scalar_t* values,
   double carry = (bootstrap ? rewards[t] + gamma * values[t] : rewards[t]) - values[t - 1];
   advantages[t] = static_cast<scalar_t>(carry);
   returns[t] = static_cast<scalar_t>(carry + values[t - 1]);
-  const Doubles reach_of_eight = decay.reach * decay.reach[0];
-  for (; t > 2 * kSteps; t -= 2 * kSteps) {  // two at a time: only the carry has to wait for the tokens after
-    const int64_t at = t - kSteps, first = at - kSteps;
-    const Eight last = eight_tokens(rewards + at, values + at, values + at - 1, gamma, decay);
-    Eight eight = eight_tokens(rewards + first, values + first, values + first - 1, gamma, decay);
-    eight.advantages += decay.reach * last.advantages[0];
-    store_eight(last, decay.reach * carry, advantages + at, returns + at);
-    store_eight(eight, reach_of_eight * carry, advantages + first, returns + first);
-    carry = eight.advantages[0] + reach_of_eight[0] * carry;
+  for (; t > kSteps; t -= kSteps) {
+    const int64_t at = t - kSteps;
+    eight_tokens(rewards + at, values + at, values + at - 1, gamma, decay, carry, advantages + at, returns + at);
   }
-  while (t > 1) {
-    const int64_t count = std::min(kSteps, t - 1), from = t - count;
-    scalar_t padded[5][kSteps];
-    pad_steps(rewards + from, count, padded[0]);
-    pad_steps(values + from, count, padded[1]);
-    pad_steps(values + from - 1, count, padded[2]);
-    const Eight eight = eight_tokens(padded[0], padded[1], padded[2], gamma, decay);
-    store_eight(eight, decay.reach * carry, padded[3], padded[4]);
-    carry = eight.advantages[0] + decay.reach[0] * carry;
-    std::copy(padded[3] + kSteps - count, padded[3] + kSteps, advantages + from);
-    std::copy(padded[4] + kSteps - count, padded[4] + kSteps, returns + from);
-    t = from;
-  }
+  const int64_t left = t - 1;
+  scalar_t padded[5][kSteps];
+  pad_steps(rewards + 1, left, padded[0]);
+  pad_steps(values + 1, left, padded[1]);
+  pad_steps(values, left, padded[2]);
+  eight_tokens(padded[0], padded[1], padded[2], gamma, decay, carry, padded[3], padded[4]);
+  std::copy(padded[3] + kSteps - left, padded[3] + kSteps, advantages + 1);
+  std::copy(padded[4] + kSteps - left, padded[4] + kSteps, returns + 1);
 }
 
 template <typename scalar_t>

@@ -1,18 +1,15 @@
 // Generalised advantage estimation over packed rows (arXiv 1506.02438, eq. 16): the kernel for CUDA devices.
 // realhf/ops/gae.py says what is computed, gae.cpp holds the schema. Sums are kept in double and rounded once.
-#include <cuda_runtime.h>
-#include <torch/csrc/stable/accelerator.h>
+#include "gae.h"
 
 #include <tuple>
 
-#include "gae.h"
+#include "device.h"
 
 namespace realhf {
 namespace {
 
-constexpr int kLanes = 32;
 constexpr int kRowsPerBlock = 4;
-constexpr unsigned kAllLanes = 0xffffffffu;
 
 // One warp walks one row from its end to its start, 32 tokens at a time. Lane i has the token i places before the
 // last one, so A[t] = delta[t] + decay * A[t+1] is a prefix sum over lanes, by doubling, plus what the last 32 left.
@@ -27,7 +24,7 @@ __global__ void rows_gae(const scalar_t* rewards, const scalar_t* values, const 
   double reach = decay;  // decay to the power of this lane's distance from the carry
   for (int i = 0; i < lane; ++i) reach *= decay;
   double carry = 0.0;
-  for (int64_t stop = end; stop > start; stop -= kLanes) {
+  for (int64_t stop = end; stop > start; stop -= kWarp) {
     const int64_t t = stop - 1 - lane;
     const bool has_action = t > start;
     double before = 0.0;
@@ -38,13 +35,13 @@ __global__ void rows_gae(const scalar_t* rewards, const scalar_t* values, const 
       sum = rewards[t] + gamma * after - before;
     }
     double weight = decay;
-    for (int span = 1; span < kLanes; span *= 2) {  // invariant: a lane holds the sum of the next `span` deltas
-      const double later = __shfl_up_sync(kAllLanes, sum, span);
+    for (int span = 1; span < kWarp; span *= 2) {  // invariant: a lane holds the sum of the next `span` deltas
+      const double later = __shfl_up_sync(kWholeWarp, sum, span);
       if (lane >= span) sum += weight * later;
       weight *= weight;
     }
     sum += reach * carry;
-    carry = __shfl_sync(kAllLanes, sum, kLanes - 1);
+    carry = __shfl_sync(kWholeWarp, sum, kWarp - 1);
     if (t >= start) {
       advantages[t] = static_cast<scalar_t>(has_action ? sum : 0.0);
       returns[t] = static_cast<scalar_t>(has_action ? sum + before : 0.0);
@@ -56,9 +53,8 @@ template <typename scalar_t>
 void launch(const PackedRows& rows, const Tensor& starts, double gamma, double lam, Tensor& advantages, Tensor& returns,
             cudaStream_t stream) {
   const int64_t n_rows = starts.numel() - 1;
-  const dim3 threads(kLanes, kRowsPerBlock);
-  const dim3 blocks(static_cast<unsigned>((n_rows + kRowsPerBlock - 1) / kRowsPerBlock));
-  rows_gae<scalar_t><<<blocks, threads, 0, stream>>>(
+  const dim3 threads(kWarp, kRowsPerBlock);
+  rows_gae<scalar_t><<<blocks_for(n_rows, kRowsPerBlock), threads, 0, stream>>>(
       rows.rewards.const_data_ptr<scalar_t>(), rows.values.const_data_ptr<scalar_t>(), starts.const_data_ptr<int64_t>(),
       rows.bootstrap.const_data_ptr<bool>(), n_rows, gamma, gamma * lam, advantages.mutable_data_ptr<scalar_t>(),
       returns.mutable_data_ptr<scalar_t>());
@@ -70,18 +66,15 @@ std::tuple<Tensor, Tensor> packed_gae_cuda(const Tensor& rewards, const Tensor& 
   Tensor advantages = torch::stable::empty_like(rows.values);
   Tensor returns = torch::stable::empty_like(rows.values);
   if (rows.bootstrap.numel() == 0) return {advantages, returns};
-  const int32_t device = rows.values.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  const auto stream = static_cast<cudaStream_t>(torch::stable::accelerator::getCurrentStream(device).nativeHandle());
+  const Launch on(rows.values);
   const Tensor starts =
       torch::stable::to(rows.starts, std::nullopt, std::nullopt, rows.values.device(), std::nullopt, true);
   if (values.scalar_type() == ScalarType::Float) {
-    launch<float>(rows, starts, gamma, lam, advantages, returns, stream);
+    launch<float>(rows, starts, gamma, lam, advantages, returns, on.stream());
   } else {
-    launch<double>(rows, starts, gamma, lam, advantages, returns, stream);
+    launch<double>(rows, starts, gamma, lam, advantages, returns, on.stream());
   }
-  const cudaError_t error = cudaGetLastError();
-  STD_TORCH_CHECK(error == cudaSuccess, "packed_gae: ", cudaGetErrorString(error));
+  on.check("packed_gae");
   return {advantages, returns};
 }
 

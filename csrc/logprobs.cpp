@@ -52,7 +52,8 @@ REALHF_SIMD_CLONES double row_exp_sum(const scalar_t* row, int64_t size, float s
       lanes[1] += exponential(load(row + i + kLanes) * scale - largest);
     }
     for (; i < stop; i += kLanes) {
-      lanes[0] += exponential(load_some(row + i, std::min(kLanes, stop - i), Lowest<scalar_t>::value) * scale - largest);
+      const Floats some = load_some(row + i, std::min(kLanes, stop - i), Lowest<scalar_t>::value);
+      lanes[0] += exponential(some * scale - largest);
     }
     sum += sum_of_lanes(lanes[0] + lanes[1]);
   }

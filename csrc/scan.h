@@ -1,4 +1,4 @@
-// A[t] = sum[t] + link[t] * A[t+1], eight steps at a time, in double: what the CPU kernels of advantages have in common.
+// A[t] = sum[t] + link[t] * A[t+1], eight steps at a time, in double: what the kernels of advantages for CPUs share.
 #pragma once
 
 #include "simd.h"

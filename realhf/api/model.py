@@ -26,11 +26,11 @@ class ModelConfig:
     activation: str = "silu"  # silu | gelu_tanh | gelu
     parallel_residual: bool = False  # the MLP reads what attention reads
     rotary_base: float = 10000.0
-    rotary_scaling: tuple[tuple[str, float], ...] = ()  # llama3 scaling parameters, empty when plain
+    rotary_scaling: tuple[tuple[str, float], ...] = ()  # parameters of linear or llama3 scaling
     rotary_dims: int = 0  # how many dimensions of a head turn with the position, 0: all
     learned_positions: bool = False
     scaled_embedding: bool = False  # embeddings are multiplied by the root of ``hidden``
-    windows: tuple[int, ...] = ()  # tokens that each layer looks back on, itself included, 0: all; empty: all everywhere
+    windows: tuple[int, ...] = ()  # tokens that each layer sees, its own included (0: all); empty: all
     attention_scale: float = 0.0  # 0: one over the root of ``head_dim``
     attention_softcap: float = 0.0  # c * tanh(scores / c), 0: none
     logit_softcap: float = 0.0

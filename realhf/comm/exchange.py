@@ -20,7 +20,7 @@ __all__ = ["ALIGN", "Move", "Piece", "exchange"]
 BUCKET_BYTES = 16 << 20
 ALONE_BYTES = 1 << 20
 """Pieces of this size make a bucket of their own: where their memory is in one run, they travel without a copy."""
-BUFFER_BYTES = 128 << 20
+BUFFER_BYTES = 32 << 20
 """Buckets are put on the wire ahead, while those that need memory to be packed or unpacked need no more than this."""
 
 

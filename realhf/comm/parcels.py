@@ -5,7 +5,8 @@ Pure but for ``Ends``, which copies between parcels and tensors. How a parcel tr
 
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, zip_longest
 
 import torch
@@ -14,8 +15,7 @@ from torch import Tensor
 ALIGN = 16
 """Pieces start at multiples of this many bytes, so that any element type can be viewed in place."""
 
-MIX = 0x9E3779B97F4A7C15 - (1 << 64)
-"""The golden ratio in 64 bits, as torch's signed integers write it: spreads a position over all bits."""
+N_WEIGHTS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,11 @@ class Part:
     start: int
     stop: int
     at: int
+    nbytes: int
 
     @property
     def dtype(self) -> torch.dtype:
         return self.moves[0].piece.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return (self.stop - self.start) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -102,25 +99,26 @@ def _lane(
     to: tuple[int, ...], contents: Iterable[tuple[Move, ...]], limit: int, trailer: int, alone: int
 ) -> Iterator[Parcel]:
     parts: list[Part] = []
-    at = 0
+    at, src = 0, 0
     for alike in contents:
-        piece, start = alike[0].piece, 0
-        most = (limit - trailer) // ALIGN * ALIGN // piece.dtype.itemsize
+        piece, start, src = alike[0].piece, 0, alike[0].src
+        itemsize = piece.dtype.itemsize
+        most = (limit - trailer) // ALIGN * ALIGN // itemsize
         room = limit if piece.nbytes < alone else 0
         while start < piece.numel:
-            part = Part(alike, start, min(piece.numel, start + most), at)
-            start = part.stop
-            if parts and at + rounded(part.nbytes) + trailer > room:
-                yield Parcel(parts[0].moves[0].src, to, tuple(parts), at)
+            stop = min(piece.numel, start + most)
+            size = rounded((stop - start) * itemsize) + trailer
+            if parts and at + size > room:
+                yield Parcel(src, to, tuple(parts), at)
                 parts, at = [], 0
-                part = replace(part, at=0)
-            parts.append(part)
-            at += rounded(part.nbytes) + trailer
+            parts.append(Part(alike, start, stop, at, (stop - start) * itemsize))
+            at += size
+            start = stop
         if parts and not room:
-            yield Parcel(alike[0].src, to, tuple(parts), at)
+            yield Parcel(src, to, tuple(parts), at)
             parts, at = [], 0
     if parts:
-        yield Parcel(parts[0].moves[0].src, to, tuple(parts), at)
+        yield Parcel(src, to, tuple(parts), at)
 
 
 def spans(tensor: Tensor, start: int, stop: int) -> list[Tensor]:
@@ -137,17 +135,21 @@ def spans(tensor: Tensor, start: int, stop: int) -> list[Tensor]:
     return views + (spans(tensor[last], 0, stop - last * inner) if last * inner < stop else [])
 
 
-def checksum(views: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return ``[1] int64``: the 8-byte words of the elements, as ``dtype``, weighted by odd numbers and added up.
+def checksum(views: Sequence[Tensor], dtype: torch.dtype, weights: Tensor) -> Tensor:
+    """Return ``[1] int64``: the 8-byte words of the elements, as ``dtype``, in blocks, weighted and added up.
 
-    Wraps at 64 bits. One changed word is always noticed, since an odd factor can be undone; words that changed places
-    all but always.
+    Wraps at 64 bits. The weights, ``[W] int64``, suffice for ``W * (W - 1)`` words. They are odd, so that no change of a
+    single word goes unnoticed, and random, so that hardly any other change does.
     """
-    flat = torch.cat([view.reshape(-1).to(dtype) for view in views]).view(torch.uint8)
-    words = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(torch.int64)
-    weights = torch.arange(1, words.numel() + 1, device=words.device) * MIX
-    weights ^= weights >> 29
-    return (words * (weights | 1)).sum(0, keepdim=True)
+    flat = torch.cat([view.reshape(-1) for view in views]) if len(views) > 1 else views[0].reshape(-1)
+    flat = flat.to(dtype)
+    if flat.numel() * dtype.itemsize % 8 or flat.storage_offset() * dtype.itemsize % 8:
+        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % (8 // min(8, dtype.itemsize))))
+    words = flat.view(torch.int64)
+    whole = words.numel() // len(weights) * len(weights)
+    sums = (words[:whole].view(-1, len(weights)) * weights).sum(1)
+    rest = (words[whole:] * weights[: words.numel() - whole]).sum(0, keepdim=True)
+    return (torch.cat([rest, sums]) * weights[: len(sums) + 1]).sum(0, keepdim=True)
 
 
 @dataclass
@@ -166,6 +168,12 @@ class Ends:
     @property
     def trailer(self) -> int:
         return ALIGN if self.verify else 0
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """``[N_WEIGHTS] int64``, the same on every rank: the weights of ``checksum``."""
+        generator = torch.Generator().manual_seed(0)
+        return (torch.randint(-(1 << 63), (1 << 63) - 1, (N_WEIGHTS,), generator=generator) | 1).to(self.device)
 
     def source(self, part: Part) -> list[Tensor]:
         """Return the views a part is read from."""
@@ -202,14 +210,14 @@ class Ends:
             views = self.source(part)
             _copy(views, _typed(buffer, part), inwards=False)
             if self.verify:
-                _trailer(buffer, part).copy_(checksum(views, part.dtype))
+                _trailer(buffer, part).copy_(checksum(views, part.dtype, self.weights))
 
     def unpack(self, parcel: Parcel, buffer: Tensor) -> None:
         """Empty ``buffer`` into its places; RuntimeError when a part is not there as it was at the sender."""
         for part in parcel.parts:
             views = self.target(part)
             _copy(views, _typed(buffer, part), inwards=True)
-            if self.verify and not torch.equal(checksum(views, part.dtype), _trailer(buffer, part)):
+            if self.verify and not torch.equal(checksum(views, part.dtype, self.weights), _trailer(buffer, part)):
                 raise RuntimeError(
                     f"{self._mine(part).what} was damaged on its way from rank {parcel.src} to rank {self.rank}: the "
                     f"checksum of elements {part.start} to {part.stop - 1} differs"

@@ -44,7 +44,7 @@ class Links:
         self._poll = select.poll()
         self._rank_of: dict[int, int] = {}
         self._rings: dict[int, Tensor] = {}  # by sender, [N_SLOTS, SLOT_BYTES] uint8
-        self._readers = [0] * N_SLOTS  # who has yet to empty each slot of my own ring
+        self._readers: list[set[int]] = [set() for _ in range(N_SLOTS)]  # who has yet to empty my own ring's slots
         self._filled: dict[int, deque[tuple[int, int]]] = {}  # by sender: slots and sizes not yet looked at
         self._gone: set[int] = set()
 
@@ -84,7 +84,7 @@ class Links:
         ready = next(leaving, None)
         while ready is not None or due:
             idle = True
-            if ready is not None and 0 in self._readers:
+            if ready is not None and set() in self._readers:
                 self._send(ready, pack)
                 ready, idle = next(leaving, None), False
             for peer in [peer for peer in due if self._filled[peer]]:
@@ -104,9 +104,9 @@ class Links:
         self._sockets, self._rings = {}, {}
 
     def _send(self, parcel: Parcel, pack: Callable[[Parcel, Tensor], None]) -> None:
-        slot = self._readers.index(0)
+        slot = self._readers.index(set())
         pack(parcel, self._rings[self.rank][slot])
-        self._readers[slot] = len(parcel.to)
+        self._readers[slot].update(parcel.to)
         for peer in parcel.to:
             self._tell(peer, FILLED, slot, parcel.nbytes)
 
@@ -126,7 +126,8 @@ class Links:
 
     def _look(self, wait_s: float, ready: Parcel | None, due: Mapping[int, Parcel]) -> bool:
         """Read the messages that are there, waiting for the first up to ``wait_s``; tell whether there were any."""
-        if wait_s and self._gone.intersection(due, ready.to if ready else ()):
+        needed = set(due).union(*self._readers if ready else ())
+        if wait_s and self._gone & needed:
             raise ConnectionError(f"a worker ended while {self._awaited(ready, due)}")
         events = self._poll.poll(wait_s * 1000)
         if wait_s and not events:
@@ -148,12 +149,12 @@ class Links:
         if event == FILLED:
             self._filled[peer].append((slot, nbytes))
         else:
-            self._readers[slot] -= 1
+            self._readers[slot].discard(peer)
 
     def _awaited(self, ready: Parcel | None, due: Mapping[int, Parcel]) -> str:
         awaited = [f"{parcel} from rank {peer}" for peer, parcel in due.items()]
         if ready is not None:
-            awaited.append(f"a free slot of shared memory to send {ready} to ranks {ready.to}")
+            awaited.append(f"ranks {sorted(set().union(*self._readers))} to empty memory for {ready} to {ready.to}")
         ended = f" (ended: {sorted(self._gone)})" if self._gone else ""
         return f"rank {self.rank} awaited {' and '.join(awaited)}{ended}"
 

@@ -107,11 +107,10 @@ class _Whole(torch.autograd.Function):
         return grad[ctx.seams.mine], None
 
 
-def gather_columns(part: Tensor, group: Group, widths: tuple[int, ...]) -> Tensor:
-    """Lay the members' columns side by side, ``[S, sum(widths)]``; member i has ``widths[i]`` of them. No gradient."""
+def gather_columns(part: Tensor, group: Group, start: int, width: int) -> Tensor:
+    """Return all members' columns, ``[S, width]``, of which mine begin at ``start``. No gradient."""
     if group.size == 1:
         return part
-    whole = torch.zeros(part.shape[0], sum(widths), dtype=part.dtype, device=part.device)
-    start = sum(widths[: group.index])
-    whole[:, start : start + widths[group.index]] = part
+    whole = torch.zeros(part.shape[0], width, dtype=part.dtype, device=part.device)
+    whole[:, start : start + part.shape[1]] = part
     return group.all_reduce(whole)

@@ -77,7 +77,8 @@ class NativeEngine:
     ) -> Stats:
         if self.optimizer is None:
             raise ValueError("this engine holds no optimizer: its role is not trained in this layout")
-        total = float(self.reduce(torch.tensor([count], dtype=torch.float64)))
+        ours = torch.tensor([count, sum(batch.lengths("tokens"))], dtype=torch.float64)
+        total, n_tokens = self.reduce(ours).tolist()
         if total == 0:
             return {}
         self.params.zero_grad()
@@ -92,7 +93,7 @@ class NativeEngine:
                 stats[name] = (before[0] + float(value), before[1] + float(weight))
             return loss.total / total
 
-        self.pipeline.train(batches, loss_of)
+        self.pipeline.train(batches, loss_of, token_weight=1.0 / max(n_tokens, 1.0))
         if self._exceeds(stats, limits or {}):
             return {**stats, "vetoed": (1.0, 1.0)}
         lr = learning_rate(self.role.spec.optimizer, self.version, self.total_steps)
@@ -190,4 +191,6 @@ def build_engine(
     pipeline = Pipeline(model, context)
     learns = trained and role.spec.optimizer.type is not OptimizerType.empty
     optimizer = ShardedAdamW(params, role.spec.optimizer, context, model.sequence_parallel) if learns else None
-    return NativeEngine(config, role, params, model, pipeline, context, stop_ids, total_steps, tokenizer_folder, optimizer)
+    return NativeEngine(
+        config, role, params, model, pipeline, context, stop_ids, total_steps, tokenizer_folder, optimizer
+    )

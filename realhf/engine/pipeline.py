@@ -26,7 +26,9 @@ class Pipeline:
 
     def __init__(self, model: Transformer, context: ParallelContext) -> None:
         self.model, self.context = model, context
-        self.ranks = context.layout.axis("pp", context.rank)
+        # neighbours hold the same share of the tokens; members of a tensor-parallel group count by rank
+        stages, index = context.layout.axis("pp", context.rank), context.group("tp").index
+        self.ranks = tuple(sorted(context.layout.axis("tp", rank))[index] for rank in stages)
         self.stage, self.n_stages = context.coord.pp, len(self.ranks)
         self.wires = Neighbours(context.device)
 
@@ -49,8 +51,13 @@ class Pipeline:
                     self.wires.send(inputs.pop(i), self.ranks[self.stage + 1])
         self.wires.flush()
 
-    def train(self, batches: Sequence[SequenceBatch], loss: Callable[[int, Tensor], Tensor]) -> None:
-        """Accumulate the gradients of all batches; the last stage turns hidden states into a scalar by ``loss``."""
+    def train(
+        self, batches: Sequence[SequenceBatch], loss: Callable[[int, Tensor], Tensor], token_weight: float = 0.0
+    ) -> None:
+        """Accumulate the gradients of all batches; the last stage turns hidden states into a scalar by ``loss``.
+
+        Every stage adds the losses of its routers, in which a token counts ``token_weight``.
+        """
         inputs: dict[int, Tensor] = {}
         outputs: dict[int, Tensor] = {}
         gradients: dict[int, Tensor] = {}
@@ -59,7 +66,7 @@ class Pipeline:
                 case RecvActivation(i):
                     inputs[i] = self._receive(batches[i], self.ranks[self.stage - 1]).requires_grad_()
                 case Forward(i):
-                    hidden = self._hidden(batches[i], inputs.get(i))
+                    hidden = self._hidden(batches[i], inputs.get(i), token_weight)
                     outputs[i] = loss(i, hidden) if self.is_last else hidden
                     del hidden
                 case SendActivation(i):
@@ -88,8 +95,8 @@ class Pipeline:
         """Overwrite a tensor by the last stage's and return it."""
         return self.context.group("pp").broadcast(tensor, self.n_stages - 1)
 
-    def _hidden(self, batch: SequenceBatch, x: Tensor | None) -> Tensor:
-        return self.model.hidden(batch["tokens"], batch.lengths("tokens"), x=x)
+    def _hidden(self, batch: SequenceBatch, x: Tensor | None, token_weight: float = 0.0) -> Tensor:
+        return self.model.hidden(batch["tokens"], batch.lengths("tokens"), x=x, token_weight=token_weight)
 
     def _receive(self, batch: SequenceBatch, rank: int) -> Tensor:
         shape = (self.model.seams(batch["tokens"].numel()).n_mine, self.model.config.hidden)

@@ -5,15 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from realhf.api.model import ModelConfig
-
 
 class KVCache:
     """``k`` and ``v`` of shape ``[L, n_slots, K, max_len, head_dim]``; place p of a slot is its token at position p."""
 
-    def __init__(
-        self, n_layers: int, n_kv_heads: int, head_dim: int, n_slots: int, max_len: int, like: Tensor
-    ) -> None:
+    def __init__(self, n_layers: int, n_kv_heads: int, head_dim: int, n_slots: int, max_len: int, like: Tensor) -> None:
         shape = (n_layers, n_slots, n_kv_heads, max_len, head_dim)
         dtype, device = like.dtype, like.device
         self.k = torch.zeros(shape, dtype=dtype, device=device)

@@ -178,6 +178,15 @@ def _read(handle: Any, part: _Part, ours: Box) -> Tensor:
     return (value.t() if part.transpose else value).reshape(box_shape(ours))
 
 
+def init_random(config: ModelConfig, params: FlatParams, seed: int) -> None:
+    """Draw a new model: matrices from N(0, init_std), norms that change nothing, biases 0.
+
+    Each parameter has its own generator and is drawn whole, so that the model does not depend on how it is cut.
+    """
+    for name in params.names:
+        _draw(config, params, name, seed)
+
+
 def _draw(config: ModelConfig, params: FlatParams, name: str, seed: int) -> None:
     spec, box = params.spec(name), params.box(name)
     if len(spec.shape) < 2:

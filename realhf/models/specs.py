@@ -103,6 +103,7 @@ def stage_layers(config: ModelConfig, pp: int) -> tuple[range, ...]:
         weights[n + 1] += config.vocab * config.hidden
     total = [0, *accumulate(weights)]
     # best[stop]: (heaviest stage, sum of squares, cuts) over layers before ``stop``, with the stages placed so far
+    best: dict[int, tuple[int, int, tuple[int, ...]]]
     best = {stop: (total[stop], total[stop] ** 2, (0, stop)) for stop in range(2, n + 2)}
     best[n + 2] = (total[-1], total[-1] ** 2, (0, n + 2))
     for stage in range(2, pp + 1):

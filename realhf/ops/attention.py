@@ -91,7 +91,8 @@ def _block(q: Tensor, k: Tensor, v: Tensor, rule: Scores, offset: int) -> Tensor
     groups = q.shape[1] // k.shape[1]
     rows = q.unflatten(1, (-1, groups)).flatten(2, 3)  # [n, K, groups * Q, d]
     scores = rule.cap(rows @ k.transpose(2, 3) * scale).unflatten(2, (groups, -1))
-    shares = scores.masked_fill(~seen, float("-inf")).softmax(-1, dtype=torch.float32).to(q.dtype)
+    precise = torch.promote_types(q.dtype, torch.float32)
+    shares = scores.masked_fill(~seen, float("-inf")).softmax(-1, dtype=precise).to(q.dtype)
     return (shares.flatten(2, 3) @ v).unflatten(2, (groups, -1)).flatten(1, 2)
 
 

@@ -13,10 +13,15 @@ def slice_intervals(src: Tensor, intervals: Tensor) -> Tensor:
     kernel is used where there is one for the device and no gradient is asked for. Raises ValueError for an interval
     that is not inside ``src``.
     """
-    _check(src, intervals)
     wants_grad = torch.is_grad_enabled() and src.requires_grad
     kernel = None if wants_grad else native.kernel("slice_intervals", src.device.type)
-    return slice_intervals_reference(src, intervals) if kernel is None else kernel(src, intervals)
+    if kernel is None:
+        return slice_intervals_reference(src, intervals)
+    try:
+        return kernel(src, intervals)
+    except RuntimeError:  # the kernel checks, faster than we can; we say what is wrong
+        _check(src, intervals)
+        raise
 
 
 def slice_intervals_reference(src: Tensor, intervals: Tensor) -> Tensor:
@@ -31,14 +36,16 @@ def set_intervals(src: Tensor, dst: Tensor, intervals: Tensor) -> None:
     ``src`` and ``dst`` are 1-D of one dtype on one device. Raises ValueError for intervals that are not inside
     ``dst``, overlap, or hold another number of elements than ``src``.
     """
-    _check_writes(src, dst, intervals)
     wants_grad = torch.is_grad_enabled() and (src.requires_grad or dst.requires_grad)
     kernel = None if wants_grad or not dst.is_contiguous() else native.kernel("set_intervals", dst.device.type)
     if kernel is None:
-        set_intervals_reference(src, dst, intervals)
-    else:
+        return set_intervals_reference(src, dst, intervals)
+    try:
         kernel(src, dst, intervals)
-        torch.autograd.graph.increment_version(dst)
+    except RuntimeError:
+        _check_writes(src, dst, intervals)
+        raise
+    torch.autograd.graph.increment_version(dst)
 
 
 def set_intervals_reference(src: Tensor, dst: Tensor, intervals: Tensor) -> None:

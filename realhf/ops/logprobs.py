@@ -9,8 +9,8 @@ from torch import Tensor
 
 from realhf.ops import native
 
-CHUNK_ELEMENTS = {"cpu": 1 << 23}
-"""Logits held at once: 32 MiB stays near a CPU's caches; elsewhere products should be large."""
+CHUNK_ELEMENTS = {"cpu": 1 << 22}
+"""Logits held at once: 16 MiB stay near a CPU's caches; elsewhere products should be large."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,14 @@ UNCUT = VocabularyCut(0, (), lambda x: x, lambda x: x)
 class _PackedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, chunk: int, cut: VocabularyCut
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        scale: float,
+        chunk: int,
+        cut: VocabularyCut,
+        softcap: float,
     ) -> Tensor:
         targets = targets - cut.start
         count = targets.numel()
@@ -45,17 +52,18 @@ class _PackedLogprobs(torch.autograd.Function):
         buffer = weight.new_empty(min(chunk, count), weight.shape[0])
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
-            largest, sums, picked = logit_stats(_product(hidden[part], weight, buffer), targets[part], scale)
+            logits = _capped_(_product(hidden[part], weight, buffer), softcap)
+            largest, sums, picked = logit_stats(logits, targets[part], scale)
             of_all = cut.all_max(largest.clone())
             sums, picked = cut.all_sum(torch.stack([sums * (largest - of_all).exp(), picked]))
             normalisers[part] = sums.log() + of_all
             logps[part] = picked - normalisers[part]
         ctx.save_for_backward(hidden, weight, targets, normalisers)
-        ctx.scale, ctx.chunk = scale, chunk
+        ctx.scale, ctx.chunk, ctx.softcap = scale, chunk, softcap
         return logps
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         hidden, weight, targets, normalisers = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
@@ -64,14 +72,18 @@ class _PackedLogprobs(torch.autograd.Function):
         buffer = weight.new_empty(min(ctx.chunk, used.numel()), weight.shape[0])
         for rows in used.split(ctx.chunk):
             x = hidden[rows]
-            slopes = logit_slopes_(
-                _product(x, weight, buffer), targets[rows], normalisers[rows], grad[rows].float(), ctx.scale
-            )
+            logits = _capped_(_product(x, weight, buffer), ctx.softcap)
+            steepness = 1 - (logits / ctx.softcap).square_() if ctx.softcap else None
+            slopes = logit_slopes_(logits, targets[rows], normalisers[rows], grad[rows].float(), ctx.scale)
+            if steepness is not None:
+                slopes = slopes.mul_(steepness)
             if grad_hidden is not None:
                 grad_hidden[rows] = slopes @ weight
             if grad_weight is not None:
                 _add_product(grad_weight, slopes.t(), x)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def logit_stats(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,6 +143,17 @@ def _product(hidden: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
     return torch.mm(hidden, weight.t(), out=buffer[: hidden.shape[0]])
 
 
+def _capped_(logits: Tensor, softcap: float) -> Tensor:
+    """Put logits through ``c * tanh(x / c)`` in place, where there is a cap c."""
+    return logits.div_(softcap).tanh_().mul_(softcap) if softcap else logits
+
+
+def _check_targets(targets: Tensor, vocab: int) -> None:
+    wrong = (targets < 0) | (targets >= vocab)
+    if bool(wrong.any()):
+        raise ValueError(f"target {int(targets[wrong][0])} is not one of {vocab} tokens")
+
+
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype == torch.float32:
         total.addmm_(a, b)
@@ -145,16 +168,20 @@ def packed_logprobs(
     temperature: float = 1.0,
     chunk: int | None = None,
     cut: VocabularyCut = UNCUT,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Return ``log softmax(hidden @ weight.T / temperature)`` at ``targets``, ``[T]`` float32.
 
+    With a ``softcap`` c the product goes through ``c * tanh(x / c)`` first (Gemma 2, arXiv 2408.00118, section 2).
     ``hidden`` is ``[T, D]``, ``weight`` ``[V, D]`` of the same type, ``targets`` ``[T]`` int64. Never more than
     ``chunk`` tokens' logits exist at once; the backward pass computes them again, only for tokens whose gradient is
     not zero. With a cut, ``weight`` is my part of the vocabulary and the gradient of ``hidden`` is mine to be summed.
-    Raises ValueError for a temperature that is not positive.
+    Raises ValueError for a temperature that is not positive and, on CPUs, for targets that are no tokens.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
+    if not targets.is_cuda:  # elsewhere the check would wait for the device
+        _check_targets(targets, sum(cut.widths) or weight.shape[0])
     if chunk is None:
         chunk = max(1, CHUNK_ELEMENTS.get(hidden.device.type, 1 << 27) // max((weight.shape[0], *cut.widths)))
-    return _PackedLogprobs.apply(hidden, weight, targets, 1.0 / temperature, chunk, cut)
+    return _PackedLogprobs.apply(hidden, weight, targets, 1.0 / temperature, chunk, cut, softcap)

@@ -21,7 +21,7 @@ class Order:
 
 
 def route(logits: Tensor, per_token: int, renormalise: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (probabilities ``[T, E]`` float32, weights ``[T, k]``, experts ``[T, k]``) of a router's ``[T, E]`` logits.
+    """Return probabilities ``[T, E]`` (float32), weights and experts (``[T, k]``) of a router's ``[T, E]`` logits.
 
     A token's experts are the ``per_token`` most probable ones, and their weights the probabilities, divided by their
     sum where ``renormalise`` says so (Mixtral, arXiv 2401.04088, section 2.1).
@@ -108,11 +108,11 @@ def combine(y: Tensor, weights: Tensor, by: Order) -> Tensor:
 def balance_loss(probs: Tensor, experts: Tensor, rows: Tensor, n_rows: int, mine: slice) -> Tensor:
     """Return the load-balancing loss of my tokens: a sum over tokens.
 
-    ``probs`` (``[t, E]``) are of my tokens, ``experts`` (``[T, k]``) and ``rows`` (``[T]``, the row each token is in) of
-    all. For a row of n tokens it is ``n * E * sum_e f_e P_e``, where ``f_e`` is the share of its tokens that chose
-    expert e and ``P_e`` the mean of their probabilities for it: the loss of Switch Transformer (arXiv 2101.03961, eq. 4)
-    over one sequence at a time (DeepSeek-V3, arXiv 2412.19437, eq. 17). No statistic spans rows, so it depends on
-    neither micro-batches nor layout; divided by the tokens it is k for a balanced router.
+    ``probs`` (``[t, E]``) are of my tokens, ``experts`` (``[T, k]``) and ``rows`` (``[T]``, the row each token is in)
+    of all. For a row of n tokens it is ``n * E * sum_e f_e P_e``, where ``f_e`` is the share of its tokens that chose
+    expert e and ``P_e`` the mean of their probabilities for it: the loss of Switch Transformer (arXiv 2101.03961,
+    eq. 4) over one sequence at a time (DeepSeek-V3, arXiv 2412.19437, eq. 17). No statistic spans rows, so it depends
+    on neither micro-batches nor layout; divided by the tokens it is k for a balanced router.
     """
     n_experts = probs.shape[1]
     places = (rows[:, None] * n_experts + experts).flatten()
@@ -124,7 +124,10 @@ def balance_loss(probs: Tensor, experts: Tensor, rows: Tensor, n_rows: int, mine
 
 
 def z_loss(logits: Tensor) -> Tensor:
-    """Return the sum over tokens of the squared log-partition function of ``[t, E]`` logits (arXiv 2202.08906, eq. 5)."""
+    """Return the sum over tokens of the squared log-partition function of ``[t, E]`` logits.
+
+    Source: ST-MoE, arXiv 2202.08906, eq. 5.
+    """
     return logits.float().logsumexp(-1).square().sum()
 
 

@@ -48,11 +48,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 def rotary_frequencies(head_dim: int, base: float, scaling: dict[str, float]) -> Tensor:
     """Return the angle per position of each pair, ``[head_dim / 2]`` float32.
 
-    ``scaling`` is empty or Llama 3.1's: long waves are slowed by ``factor``, short ones kept, the rest blended.
+    ``scaling`` is empty, a ``factor`` alone that slows all waves (arXiv 2306.15595), or Llama 3.1's: long waves are
+    slowed by ``factor``, short ones kept, the rest blended.
     """
     plain = 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if not scaling:
         return plain
+    if set(scaling) == {"factor"}:
+        return plain / scaling["factor"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)

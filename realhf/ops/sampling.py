@@ -46,7 +46,7 @@ def uniform_reference(seed: int, prompts: Tensor, samples: Tensor, positions: Te
 
 def _best(logits_SV: Tensor, k: int) -> Tensor:
     """Ids of the k largest logits, descending, ``[S, k]``; of equal ones the lowest ids, on every device."""
-    bits = logits_SV.float().contiguous().view(torch.int32).long()
+    bits = (logits_SV.float() + 0.0).contiguous().view(torch.int32).long()  # -0.0 + 0.0 is 0.0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers in the order of the floats
     vocab = logits_SV.shape[-1]
     keys = (ordered << 32) + torch.arange(vocab - 1, -1, -1, device=logits_SV.device)

@@ -28,7 +28,7 @@ from realhf.api.messages import (
     ToWorker,
 )
 from realhf.api.plan import ExecutionPlan, MicroBatching, Placement
-from realhf.api.program import Compute, Instruction, Program, Reallocate, Release, Transfer
+from realhf.api.program import Compute, Instruction, Load, Offload, Program, Reallocate, Release, Transfer
 
 REFUSED = (AttributeError, ForbiddenExtraKeysError, KeyError, TypeError, ValueError)
 META = BatchMeta(
@@ -37,9 +37,10 @@ META = BatchMeta(
 STATE = {"kl_coef": 0.25, "value_norm": {"mean": -1.5, "steps": [1, 2]}, "none": None}
 LAYOUT = Layout(DeviceMesh((2, 0)), ParallelStrategy(2))
 PLAN = ExecutionPlan(3, {"a": Placement(LAYOUT), "b": Placement(LAYOUT, MicroBatching(2, 100))})
-STEPS = (Reallocate("actor", LAYOUT, LAYOUT), Transfer(("tokens", "row"), LAYOUT), Compute("a", "actor", LAYOUT),
-         Compute("b", None, LAYOUT), Release("actor", LAYOUT))  # fmt: skip
-CALL = Call(3, "a", 1, 2, META, {"tokens": (0, 1), "r": (1, 1)}, ("r",), ((1,), (), (0,)), (0, 3), STATE)
+STEPS = (Reallocate("actor", LAYOUT, "ref", LAYOUT, 0.5), Transfer(("tokens", "row"), LAYOUT),
+         Compute("a", "actor", LAYOUT),
+         Compute("b", None, LAYOUT), Release("actor", LAYOUT), Load("ref", LAYOUT), Offload("ref", LAYOUT))  # fmt: skip
+CALL = Call(3, "a", 1, 2, META, {"tokens": ((0,), (1, 2)), "r": ((1,), (1,))}, ("r",), ((1,), (), (0,)), (0, 3), STATE)
 TO_WORKER = [
     Start("h", 1),
     Fetch(1, 0, 8),

@@ -2,15 +2,12 @@
 
 import torch
 
-from realhf.api.model import ModelConfig
 from realhf.models.cache import KVCache
-
-CONFIG = ModelConfig("llama", 2, 8, 4, 2, 4, 16, 10, 32)
 
 
 def cache() -> KVCache:
     torch.manual_seed(0)
-    kv = KVCache(CONFIG, 4, 6, torch.float32, "cpu")
+    kv = KVCache(2, 2, 4, n_slots=4, max_len=6, like=torch.empty(0))
     kv.k.normal_()
     kv.v.normal_()
     return kv

@@ -11,12 +11,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     GPT2Config,
-    GPT2LMHeadModel,
     GPT2Model,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
+    PreTrainedModel,
 )
 
 from realhf.api.model import ModelConfig
@@ -24,17 +20,10 @@ from realhf.api.params import relative, shard_box, whole
 from realhf.models.flat import FlatParams
 from realhf.models.hf import init_random, load_hf, save_hf
 from realhf.models.specs import param_specs, read_hf_config
-from realhf.models.transformer import Transformer
+from tests.models.zoo import GPT2, MODELS, ONE_OF_EACH, whole_params
+from tests.models.zoo import ours as load
+from tests.models.zoo import theirs as hugging_face
 
-SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48}
-SIZES |= {"num_key_value_heads": 2, "vocab_size": 67, "max_position_embeddings": 64, "initializer_range": 0.2}
-GPT2_SIZES = {"vocab_size": 67, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
-MODELS: dict[str, Callable[[], torch.nn.Module]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "llama_tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True, attention_bias=True)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2_SIZES)),
-}
 TOKENS = torch.arange(4, 16)
 
 
@@ -42,20 +31,8 @@ def boxes(config: ModelConfig, tp: int = 1, rank: int = 0) -> dict[str, tuple]:
     return {spec.name: shard_box(spec, tp, rank) for spec in param_specs(config)}
 
 
-def load(folder: Path, scalar_head: bool = False, seed: int = 0) -> Transformer:
-    config = read_hf_config(folder, scalar_head)
-    params = FlatParams(param_specs(config), boxes(config), torch.float32, "cpu")
-    load_hf(folder, config, params, seed, frozenset({"head.weight"}) if scalar_head else frozenset())
-    return Transformer(config, params)
-
-
-def written_by_hf(name: str, folder: Path, **options: object) -> torch.nn.Module:
-    torch.manual_seed(0)
-    model = MODELS[name]().eval()
-    with torch.no_grad():
-        for param in model.parameters():
-            if param.ndim == 1:
-                param.add_(0.1 * torch.randn_like(param))
+def written_by_hf(name: str, folder: Path, **options: object) -> PreTrainedModel:
+    model = hugging_face(name)
     model.save_pretrained(folder, **options)
     return model
 
@@ -89,13 +66,13 @@ def test_a_scalar_head_is_a_sequence_classifier(name: str, tmp_path: Path) -> No
     assert not report["missing_keys"]
     with torch.no_grad():
         scores = back.eval()(TOKENS[None]).logits
-        values = critic.values(critic.hidden(TOKENS, [12]))
+        values = critic.values(critic.hidden(TOKENS, [12]), 12)
     assert scores.shape == (1, 1)
     assert torch.allclose(scores[0, 0], values[-1], atol=1e-4)
     assert torch.equal(load(tmp_path / "out", scalar_head=True).params.data, critic.params.data)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_shards_read_only_their_slices(name: str, tmp_path: Path) -> None:
     written_by_hf(name, tmp_path, max_shard_size=20_000)
     full = load(tmp_path)
@@ -119,7 +96,7 @@ def test_a_pipeline_stage_needs_only_its_layers(tmp_path: Path) -> None:
 
 def test_a_bare_base_model_is_read(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    base = GPT2Model(GPT2Config(**GPT2_SIZES)).eval()
+    base = GPT2Model(GPT2Config(**GPT2)).eval()
     base.save_pretrained(tmp_path)
     ours = load(tmp_path)
     with torch.no_grad():
@@ -129,7 +106,7 @@ def test_a_bare_base_model_is_read(tmp_path: Path) -> None:
 def test_sixteen_bit_weights_are_written_as_such(tmp_path: Path) -> None:
     written_by_hf("qwen2", tmp_path / "in")
     config = read_hf_config(tmp_path / "in", False)
-    params = FlatParams(param_specs(config), boxes(config), torch.bfloat16, "cpu")
+    params = whole_params(config, torch.bfloat16)
     load_hf(tmp_path / "in", config, params, 0)
     save_hf(tmp_path / "out", config, params.view, None)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
@@ -150,17 +127,18 @@ def test_tokenizer_files_come_along_and_an_old_folder_goes(tmp_path: Path) -> No
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
 
 
-def test_a_random_model_does_not_depend_on_how_it_is_cut(tmp_path: Path) -> None:
-    written_by_hf("gpt2", tmp_path)
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "qwen3_moe"])
+def test_a_random_model_does_not_depend_on_how_it_is_cut(name: str, tmp_path: Path) -> None:
+    written_by_hf(name, tmp_path)
     config = read_hf_config(tmp_path, False)
     full, half = (FlatParams(param_specs(config), boxes(config, tp, tp - 1), torch.float32, "cpu") for tp in (1, 2))
     for params in (full, half):
         init_random(config, params, 7)
     for name in half.names:
         assert torch.equal(half.view(name), full.view(name)[relative(half.box(name), whole(half.spec(name).shape))])
-    assert full.view("layers.0.up").std() == pytest.approx(config.init_std, rel=0.1)
-    assert bool((full.view("final_norm.weight") == 1).all())
-    assert not full.view("layers.1.bo").any()
+    assert full.view("layers.0.wq").std() == pytest.approx(config.init_std, rel=0.1)
+    assert bool((full.view("final_norm.weight") == 1 - config.norm_offset).all())
+    assert "layers.1.bo" not in full.names or not full.view("layers.1.bo").any()
     before = full.data.clone()
     init_random(config, full, 8)
     assert not torch.equal(full.data, before)
@@ -177,7 +155,7 @@ def test_bad_folders_say_what_is_wrong(tmp_path: Path) -> None:
     written_by_hf("llama", tmp_path)
     with pytest.raises(ValueError, match=r"lacks 1 tensors: score\.weight"):
         config = read_hf_config(tmp_path, True)
-        load_hf(tmp_path, config, FlatParams(param_specs(config), boxes(config), torch.float32, "cpu"), 0)
+        load_hf(tmp_path, config, whole_params(config), 0)
     edit(tmp_path, lambda t: t.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}))
     with pytest.raises(ValueError, match="1 tensors that this architecture lacks: .*q_norm"):
         load(tmp_path)

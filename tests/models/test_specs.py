@@ -21,7 +21,24 @@ GPT2 = ModelConfig(
     "gpt2", 3, 48, 12, 12, 4, 192, 101, 64, norm="layer", mlp="plain", activation="gelu_tanh",
     learned_positions=True, qkv_bias=True, proj_bias=True, tied_embedding=True,
 )  # fmt: skip
-CONFIGS = [c for one in (LLAMA, QWEN2, GPT2) for c in (one, replace(one, head="scalar"))]
+QWEN3 = replace(LLAMA, family="qwen3", qk_norm=True, windows=(0, 16, 16))
+MISTRAL = replace(LLAMA, family="mistral", windows=(16, 16, 16), rotary_scaling=(("factor", 2.0),))
+GEMMA = replace(LLAMA, family="gemma", norm_offset=1.0, scaled_embedding=True, activation="gelu_tanh")
+GEMMA2 = replace(
+    GEMMA, family="gemma2", post_norms=True, windows=(16, 0, 16), attention_scale=144**-0.5,
+    attention_softcap=50.0, logit_softcap=30.0,
+)  # fmt: skip
+GPT_NEOX = replace(
+    GPT2, family="gpt_neox", activation="gelu", learned_positions=False, rotary_dims=2, parallel_residual=True,
+    tied_embedding=False,
+)  # fmt: skip
+MIXTRAL = replace(LLAMA, family="mixtral", n_experts=8, experts_per_token=2, expert_intermediate=60, balance_loss=0.02)
+QWEN3_MOE = replace(
+    LLAMA, family="qwen3_moe", qk_norm=True, n_experts=5, experts_per_token=3, expert_intermediate=24,
+    dense_layers=(1,), renormalise_experts=False, balance_loss=0.001,
+)  # fmt: skip
+ALL = (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, GEMMA2, GPT2, GPT_NEOX, MIXTRAL, QWEN3_MOE)
+CONFIGS = [c for one in ALL for c in (one, replace(one, head="scalar"))]
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -43,6 +60,7 @@ def test_every_parameter_has_its_hugging_face_tensor(config: ModelConfig) -> Non
     names = [spec.name for spec in param_specs(config)]
     assert len(set(names)) == len(names)
     assert set(FAMILIES[config.family].hf_tensors(config)) == set(names)
+    assert {config.family for config in CONFIGS} == set(FAMILIES)
     assert ("head.weight" in names) == (config.head == "scalar" or not config.tied_embedding)
 
 
@@ -85,7 +103,7 @@ SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1, "i
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "qwen22"}, "unknown model_type 'qwen22', known are llama, qwen2, gpt2  did you mean qwen2"),
+        ({"model_type": "qwen22"}, "unknown model_type 'qwen22', known are llama, .* did you mean qwen2"),
         ({}, "unknown model_type None"),
         ({"model_type": "llama", **SIZES, "hidden_size": None}, "field 'hidden_size' is missing"),
         ({"model_type": "llama", **SIZES, "vocab_size": "9"}, "'vocab_size' must be a positive whole number, got '9'"),
@@ -93,9 +111,18 @@ SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1, "i
         ({"model_type": "llama", **SIZES, "num_key_value_heads": 3}, "4 query heads are not a multiple of 3"),
         ({"model_type": "llama", **SIZES, "hidden_act": "relu"}, "field 'hidden_act' is 'relu'"),
         ({"model_type": "llama", **SIZES, "mlp_bias": True}, "field 'mlp_bias' is True"),
-        ({"model_type": "llama", **SIZES, "rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
+        ({"model_type": "llama", **SIZES, "rope_scaling": {"type": "yarn", "factor": 2.0}}, "'yarn'"),
         ({"model_type": "llama", **SIZES, "rope_scaling": {"rope_type": "llama3"}}, "'llama3' lacks factor"),
-        ({"model_type": "qwen2", **SIZES, "use_sliding_window": True}, "field 'use_sliding_window' is True"),
+        ({"model_type": "mistral", **SIZES, "sliding_window": 0}, "'sliding_window' must be a positive whole number"),
+        ({"model_type": "qwen3", **SIZES, "use_sliding_window": True, "layer_types": ["a"]}, "'layer_types' must say"),
+        ({"model_type": "gemma2", **SIZES, "layer_types": ["full_attention"] * 2}, "of 1 layers, got"),
+        ({"model_type": "gemma2", **SIZES, "final_logit_softcapping": -1}, "'final_logit_softcapping' must be a posi"),
+        ({"model_type": "gemma", **SIZES, "use_bidirectional_attention": True}, "only False is supported"),
+        ({"model_type": "gpt_neox", **SIZES, "attention_bias": False}, "field 'attention_bias' is False"),
+        ({"model_type": "gpt_neox", **SIZES, "rotary_pct": 0.8}, "even part of a head of 4, got 3"),
+        ({"model_type": "mixtral", **SIZES, "router_jitter_noise": 0.1}, "field 'router_jitter_noise' is 0.1"),
+        ({"model_type": "mixtral", **SIZES, "num_experts_per_tok": 9}, "each token goes to 9 of 8 experts"),
+        ({"model_type": "qwen3_moe", **SIZES, "router_aux_loss_coef": -1}, "must be a number of 0 or more, got -1"),
     ],
 )
 def test_a_bad_configuration_says_what_is_wrong(tmp_path: Path, fields: dict, message: str) -> None:

@@ -1,59 +1,25 @@
 """The packed transformer against Hugging Face: logits, gradients, decoding, recomputation."""
 
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from realhf.api.model import ModelConfig
-from realhf.api.params import relative, whole
-from realhf.models.cache import KVCache
-from realhf.models.families import FAMILIES
-from realhf.models.flat import FlatParams
 from realhf.models.hf import init_random, load_hf
-from realhf.models.specs import param_specs, read_hf_config
+from realhf.models.specs import read_hf_config
 from realhf.models.transformer import Transformer
+from realhf.ops.moe import balance_loss, route
+from tests.models.zoo import MODELS, VOCAB, twins, whole_params
+from tests.models.zoo import theirs as hugging_face
 
-SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48}
-SIZES |= {"num_key_value_heads": 2, "vocab_size": 67, "max_position_embeddings": 64, "initializer_range": 0.2}
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA3 |= {"original_max_position_embeddings": 16}
-GPT2_SIZES = {"vocab_size": 67, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
-MODELS: dict[str, Callable[[], torch.nn.Module]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "llama_tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True, attention_bias=True)),
-    "llama_scaled": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=16, rope_parameters=LLAMA3)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2_SIZES)),
-}
-LENGTHS = [9, 9, 4, 1]
-
-
-def whole_params(config: ModelConfig, dtype: torch.dtype = torch.float32) -> FlatParams:
-    specs = param_specs(config)
-    return FlatParams(specs, {spec.name: whole(spec.shape) for spec in specs}, dtype, "cpu")
-
-
-def twins(name: str, folder: Path) -> tuple[torch.nn.Module, Transformer]:
-    """A random Hugging Face model, biases and norms included, and ours with the same weights."""
-    torch.manual_seed(0)
-    theirs = MODELS[name]().eval()
-    with torch.no_grad():
-        for param in theirs.parameters():
-            if param.ndim == 1:
-                param.add_(0.1 * torch.randn_like(param))
-    theirs.save_pretrained(folder)
-    config = read_hf_config(folder, False)
-    params = whole_params(config)
-    load_hf(folder, config, params, seed=0)
-    return theirs, Transformer(config, params)
+LENGTHS = [9, 9, 4, 1]  # windows are 4
 
 
 def tokens() -> torch.Tensor:
     torch.manual_seed(1)
-    return torch.randint(67, (sum(LENGTHS),))
+    return torch.randint(VOCAB, (sum(LENGTHS),))
 
 
 def their_logits(model: torch.nn.Module) -> torch.Tensor:
@@ -85,7 +51,7 @@ def test_prefill_and_decoding_equal_the_full_forward(name: str, tmp_path: Path) 
     rows = tokens()[: sum(lengths)].split(lengths)
     with torch.no_grad():
         full = ours.hidden(torch.cat(rows), lengths).split(lengths)
-        cache = KVCache(ours.config, 4, 16, torch.float32, "cpu")
+        cache = ours.new_cache(4, 16)
         prefixes = torch.cat([row[:n] for row, n in zip(rows, prompts, strict=True)])
         ours.hidden(prefixes, prompts, cache, slots)
         by_slot = [(rows[slots.index(slot)], full[slots.index(slot)], prompts[slots.index(slot)]) for slot in range(3)]
@@ -113,20 +79,59 @@ def test_gradients_equal_hugging_face(name: str, tmp_path: Path) -> None:
     loss_and_gradient(ours)
     logprobs = their_logprobs(theirs, 1.0)
     (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
-    gradients = {key: param.grad for key, param in theirs.named_parameters()}
-    collected = FlatParams(
-        param_specs(ours.config), {n: ours.params.box(n) for n in ours.params.names}, torch.float32, "cpu"
-    )
-    collected.data.copy_(ours.params.grad)
-    for our_name, tensor in FAMILIES[ours.config.family].hf_tensors(ours.config).items():
-        gradient = gradients[tensor.name]
-        if tensor.box is not None:
-            gradient = gradient[relative(tensor.box, whole(gradient.shape))]
-        gradient = gradient.t() if tensor.transpose else gradient
-        assert torch.allclose(collected.view(our_name), gradient, atol=1e-4), our_name
+    compare_gradients(theirs, ours, tmp_path / "gradients")
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def compare_gradients(theirs: torch.nn.Module, ours: Transformer, folder: Path) -> None:
+    """Read their gradients as if they were weights: names and shapes are translated on the way."""
+    with torch.no_grad():
+        for param in theirs.parameters():
+            param.copy_(param.grad)
+    theirs.save_pretrained(folder)
+    gradients = whole_params(ours.config)
+    load_hf(folder, ours.config, gradients, seed=0)
+    for name in gradients.names:
+        assert torch.allclose(ours.params.grad_view(name), gradients.view(name), atol=1e-4), name
+
+
+def router_losses(theirs: torch.nn.Module, balance: float, z: float) -> torch.Tensor:
+    """Both losses by their definitions: a mean over routed layers and tokens, balance within each row and layer."""
+    total, per_token = torch.zeros(()), theirs.config.num_experts_per_tok
+    for row in tokens().split(LENGTHS):
+        for logits in theirs(row[None], output_router_logits=True).router_logits:
+            probs = logits.softmax(-1)
+            chosen = torch.nn.functional.one_hot(probs.topk(per_token).indices, probs.shape[1]).sum(1).float()
+            total = total + balance * len(row) * probs.shape[1] * (chosen.mean(0) * probs.mean(0)).sum()
+            total = total + z * logits.logsumexp(-1).square().sum()
+    n_layers = len(theirs(row[None], output_router_logits=True).router_logits)
+    return total / sum(LENGTHS) / n_layers
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen3_moe_some"])
+@pytest.mark.parametrize("saving", [False, True])
+def test_router_losses_join_what_is_trained(name: str, saving: bool, tmp_path: Path) -> None:
+    theirs, ours = twins(name, tmp_path)
+    assert ours.config.balance_loss == 0.5
+    ours = Transformer(replace(ours.config, z_loss=0.3), ours.params, checkpoint_activations=saving)
+    ours.params.enable_grad()
+    hidden = ours.hidden(tokens(), LENGTHS, token_weight=1 / sum(LENGTHS))
+    ours.logprobs(hidden, tokens(), LENGTHS).sum().backward()
+    (their_logprobs(theirs, 1.0).sum() + router_losses(theirs, 0.5, 0.3)).backward()
+    compare_gradients(theirs, ours, tmp_path / "gradients")
+
+
+def test_one_row_and_one_layer_are_balanced_as_hugging_face_balances() -> None:
+    theirs = hugging_face("mixtral")
+    row = tokens()[: LENGTHS[0]]
+    result = theirs(row[None], output_router_logits=True)
+    logits = result.router_logits[0]
+    probs, _, experts = route(logits, 2, True)
+    ours = balance_loss(probs, experts, torch.zeros(len(row), dtype=torch.int64), 1, slice(0, len(row)))
+    expected = load_balancing_loss_func((logits,), 5, 2)
+    assert torch.allclose(ours / len(row), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mixtral"])
 def test_recomputed_activations_give_the_same_gradient(name: str, tmp_path: Path) -> None:
     ours = twins(name, tmp_path)[1]
     saving = Transformer(ours.config, ours.params, checkpoint_activations=True)
@@ -188,6 +193,6 @@ def test_values_are_the_scalar_head(tmp_path: Path) -> None:
     init_random(config, params, 3)
     model = Transformer(config, params)
     hidden = model.hidden(tokens(), LENGTHS)
-    values = model.values(hidden)
+    values = model.values(hidden, sum(LENGTHS))
     assert values.shape == (sum(LENGTHS),)
     assert torch.allclose(values, hidden @ params.view("head.weight")[0], atol=1e-6)

@@ -5,7 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.ops.gae import packed_gae, packed_gae_reference
+from realhf.ops import native
+from realhf.ops.gae import (
+    gae_1d_nolp_misalign,
+    gae_2d_nolp,
+    gae_2d_olp,
+    gae_2d_reference,
+    packed_gae,
+    packed_gae_reference,
+)
 
 both = pytest.mark.parametrize("gae", [packed_gae, packed_gae_reference])
 
@@ -96,3 +104,153 @@ def test_lengths_that_do_not_fit_are_refused(gae, lengths):
 def test_shapes_that_do_not_fit_are_refused(gae, rewards, values, cut):
     with pytest.raises(ValueError, match=r"must be \[B\] with 2 rows"):
         gae(torch.zeros(rewards), torch.zeros(values), (1, 2), torch.zeros(cut, dtype=torch.bool), 1.0, 1.0)
+
+
+def misaligned_loops(rewards, values, lengths, bootstrap, gamma, lam):
+    """One row after the other, each with one value more than it has actions."""
+    advantages, returns, at = [], [], 0
+    for row, (n, cut) in enumerate(zip(lengths, bootstrap, strict=True)):
+        r, v = rewards[at : at + n], values[at + row : at + row + n + 1]
+        later, of_row = 0.0, [0.0] * n
+        for t in range(n - 1, -1, -1):
+            after = v[t + 1] if t < n - 1 or cut else 0.0
+            of_row[t] = later = r[t] + gamma * after - v[t] + gamma * lam * later
+        advantages += of_row
+        returns += [a + b for a, b in zip(of_row, v, strict=False)]
+        at += n
+    return advantages, returns
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=6), st.floats(0, 1), st.floats(0, 1))
+def test_one_value_more_per_row(rows, gamma, lam):
+    lengths, cut = [n for n, _ in rows], [c for _, c in rows]
+    rewards = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    values = torch.randn(sum(lengths) + len(rows), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    got = gae_1d_nolp_misalign(rewards, values, lengths, torch.tensor(cut, dtype=torch.bool), gamma, lam)
+    for a, b in zip(got, misaligned_loops(rewards.tolist(), values.tolist(), lengths, cut, gamma, lam), strict=True):
+        assert a.tolist() == pytest.approx(b, abs=1e-10)
+
+
+def slots(n_slots, n_steps, seed, dtype=torch.float64):
+    """Random slots: rewards, values, marks of ends, and which of them are cuts."""
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.randn(n_slots, n_steps, generator=generator, dtype=torch.float64).to(dtype)
+    values = torch.randn(n_slots, n_steps + 1, generator=generator, dtype=torch.float64).to(dtype)
+    ends, cuts = torch.rand(2, n_slots, n_steps + 1, generator=generator) < 0.3
+    return rewards, values, ends, cuts
+
+
+def olp_loops(r, v, done, cut, gamma, lam):
+    """One slot of sequences that overlap, in floats."""
+    advantages, later = [0.0] * len(r), 0.0
+    for t in range(len(r) - 1, -1, -1):
+        if cut[t + 1]:
+            later = 0.0
+        elif done[t + 1]:
+            later = r[t] - v[t]
+        else:
+            later = r[t] + gamma * v[t + 1] - v[t] + gamma * lam * later
+        advantages[t] = later
+    return advantages
+
+
+def nolp_loops(r, v, reset, cut, gamma, lam):
+    """One slot of sequences with a last observation of their own, in floats."""
+    advantages, later = [0.0] * len(r), 0.0
+    for t in range(len(r) - 1, -1, -1):
+        link = gamma * lam * (1 - reset[t + 1]) * (1 - cut[t + 1])
+        later = r[t] + gamma * v[t + 1] * (1 - reset[t + 1]) - v[t] + link * later
+        advantages[t] = later
+    return advantages
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 4), st.integers(0, 40), st.floats(0, 1), st.floats(0, 1), st.integers(0, 2**31))
+def test_slots_agree_with_the_definition(overlap, n_slots, n_steps, gamma, lam, seed):
+    rewards, values, ends, cuts = slots(n_slots, n_steps, seed)
+    cuts = cuts & ends if overlap else cuts
+    loop = olp_loops if overlap else nolp_loops
+    given_lists = zip(rewards.tolist(), values.tolist(), ends.tolist(), cuts.tolist(), strict=True)
+    want = [loop(*one, gamma, lam) for one in given_lists]
+    dispatched = (gae_2d_olp if overlap else gae_2d_nolp)(rewards, values, ends, cuts, gamma, lam)
+    for advantages, returns in (dispatched, gae_2d_reference(rewards, values, ends, cuts, gamma, lam, overlap)):
+        for a, b in zip(advantages.tolist(), want, strict=True):
+            assert a == pytest.approx(b, abs=1e-10)
+        assert torch.allclose(returns, advantages + values[:, :-1], rtol=0, atol=1e-12)
+
+
+def test_a_slot_with_a_last_observation_is_what_its_packed_sequences_are():
+    # three actions and an end, two actions and a cut: rewards and, at a finished end, values of last steps are 0
+    rewards = torch.tensor([[1.0, 2, 3, 0, 4, 5, 0]])
+    values = torch.tensor([[10.0, 20, 30, 0, 40, 50, 60, 7]])
+    resets = torch.tensor([[1, 0, 0, 0, 1, 0, 0, 1]]).bool()
+    cuts = torch.tensor([[0, 0, 0, 0, 0, 0, 1, 0]]).bool()
+    got = gae_2d_nolp(rewards, values, resets, cuts, 0.9, 0.8)
+    of_rows = (torch.tensor([1.0, 2, 3, 4, 5]), values[0, :7], (3, 2), torch.tensor([False, True]), 0.9, 0.8)
+    for a, b in zip(got, gae_1d_nolp_misalign(*of_rows), strict=True):
+        torch.testing.assert_close(a[0, [0, 1, 2, 4, 5]], b)
+
+
+def test_threads_and_company_do_not_change_a_bit_of_a_slot():
+    given_slots = slots(50, 1001, 3, torch.float32)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for n in (1, 3):
+            torch.set_num_threads(n)
+            results.append(gae_2d_nolp(*given_slots, 0.99, 0.95))
+    finally:
+        torch.set_num_threads(threads)
+    alone = gae_2d_nolp(*(x[7:8] for x in given_slots), 0.99, 0.95)
+    for k in (0, 1):
+        assert torch.equal(results[0][k], results[1][k]) and torch.equal(results[0][k][7:8], alone[k])
+    want = gae_2d_reference(*(x.double() if x.dtype == torch.float32 else x for x in given_slots), 0.99, 0.95, False)
+    torch.testing.assert_close(results[0][0].double(), want[0], rtol=0, atol=1e-5)
+
+
+def test_slots_have_gradients_and_other_dtypes_through_the_twin():
+    rewards, values, ends, cuts = slots(2, 5, 0)
+    values.requires_grad_()
+    gae_2d_olp(rewards, values, ends, cuts, 0.9, 0.8)[0].sum().backward()
+    assert values.grad is not None
+    assert gae_2d_nolp(rewards.bfloat16(), values.detach().bfloat16(), ends, cuts, 0.9, 0.8)[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"values": torch.zeros(2, 3)}, r"values \[2, 3\]"),
+        ({"rewards": torch.zeros(3)}, r"rewards \[3\] must be \[B, T\]"),
+        ({"truncates": torch.zeros(1, 4).bool()}, r"truncates \[1, 4\] \[B, T\+1\]"),
+        ({"dones": torch.zeros(2, 4)}, "must be bool"),
+    ],
+)
+def test_slots_that_do_not_fit_are_refused(wrong, message):
+    fitting = {
+        "rewards": torch.zeros(2, 3),
+        "values": torch.zeros(2, 4),
+        "dones": torch.zeros(2, 4).bool(),
+        "truncates": torch.zeros(2, 4).bool(),
+    }
+    gae_2d_olp(**fitting, gamma=1.0, lam=1.0)
+    with pytest.raises(ValueError, match=message):
+        gae_2d_olp(**{**fitting, **wrong}, gamma=1.0, lam=1.0)
+
+
+def test_the_schema_of_slots_holds():
+    kernel = native.kernel("gae_2d", "cpu")
+    if kernel is None:
+        pytest.skip("NATIVE KERNELS NOT BUILT")
+    torch.library.opcheck(kernel, (*slots(2, 9, 0), 0.9, 0.8, True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("overlap", [True, False])
+def test_cuda_slots_agree_with_the_twin_on_the_cpu(overlap):
+    for n_slots, n_steps in ((1, 1), (5, 31), (6, 32), (7, 1000), (3, 0)):
+        on_cpu = slots(n_slots, n_steps, 1)
+        got = (gae_2d_olp if overlap else gae_2d_nolp)(*(x.cuda() for x in on_cpu), 0.99, 0.95)
+        for a, b in zip(got, gae_2d_reference(*on_cpu, 0.99, 0.95, overlap), strict=True):
+            torch.testing.assert_close(a.cpu(), b, rtol=0, atol=1e-12)

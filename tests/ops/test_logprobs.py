@@ -1,11 +1,25 @@
 """Chunked log-probabilities against log_softmax over all logits."""
 
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.ops.logprobs import packed_logprobs
+from realhf.ops import native
+from realhf.ops.logprobs import (
+    VocabularyCut,
+    logit_slopes_,
+    logit_slopes_reference_,
+    logit_stats,
+    logit_stats_reference,
+    packed_logprobs,
+)
 
 
 def problem(count: int, vocab: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
@@ -67,3 +81,162 @@ def test_a_temperature_of_zero_is_refused() -> None:
     hidden, weight, targets = problem(2, 3)
     with pytest.raises(ValueError, match="temperature must be positive, got 0"):
         packed_logprobs(hidden, weight, targets, temperature=0)
+
+
+def test_targets_outside_the_vocabulary_are_refused() -> None:
+    hidden, weight, targets = problem(3, 5)
+    for wrong in (-1, 5):
+        with pytest.raises(ValueError, match=f"target {wrong} is not one of 5 tokens"):
+            packed_logprobs(hidden, weight, targets.index_fill(0, torch.tensor([1]), wrong))
+
+
+class Parts:
+    """Two workers in one process, each with its part of the vocabulary: both run up to a reduction, then it is done."""
+
+    def __init__(self, widths: tuple[int, int]) -> None:
+        self.widths, self.barrier = widths, threading.Barrier(2)
+        self.given: dict[int, torch.Tensor] = {}
+
+    def cut(self, rank: int) -> VocabularyCut:
+        def reduce(x: torch.Tensor, combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+            self.given[rank] = x.clone()
+            self.barrier.wait()
+            x.copy_(combine(self.given[0], self.given[1]))
+            self.barrier.wait()
+            return x
+
+        start = sum(self.widths[:rank])
+        return VocabularyCut(start, self.widths, lambda x: reduce(x, torch.add), lambda x: reduce(x, torch.maximum))
+
+
+@pytest.mark.parametrize("widths", [(5, 4), (1, 8)])
+def test_parts_of_a_vocabulary_make_the_whole(widths: tuple[int, int]) -> None:
+    hidden, weight, targets = problem(11, 9)
+    slopes = torch.randn(11)
+    parts, results = Parts(widths), {}
+
+    def work(rank: int) -> None:
+        x, w = hidden.detach().requires_grad_(), weight.detach().split(widths)[rank].requires_grad_()
+        logps = packed_logprobs(x, w, targets, 0.7, chunk=4, cut=parts.cut(rank))
+        results[rank] = (logps.detach(), *torch.autograd.grad((logps * slopes).sum(), (x, w)))
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    whole = all_at_once(hidden, weight, targets, 0.7)
+    of_hidden, of_weight = torch.autograd.grad((whole * slopes).sum(), (hidden, weight))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.allclose(results[0][0], whole, atol=1e-5)
+    assert torch.allclose(results[0][1] + results[1][1], of_hidden, atol=1e-5)
+    assert torch.allclose(torch.cat([results[0][2], results[1][2]]), of_weight, atol=1e-5)
+
+
+def peak_growth(statement: str) -> int:
+    """Bytes by which a fresh process's peak memory grows in ``statement``."""
+    setting = (
+        "import torch\n"
+        "from realhf.ops.logprobs import packed_logprobs\n"
+        "torch.manual_seed(0)\n"
+        "hidden = torch.randn(2048, 8, requires_grad=True)\n"
+        "weight = torch.randn(32000, 8, requires_grad=True)\n"
+        "targets = torch.randint(32000, (2048,))\n"
+        "packed_logprobs(hidden[:9], weight, targets[:9]).sum().backward()\n"
+        "peak = lambda: 1024 * int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])\n"
+        "before = peak()\n"
+    )
+    command = [sys.executable, "-c", f"{setting}{statement}\nprint(peak() - before)"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory of a process as Linux reports it")
+def test_memory_is_an_eighth_of_all_logits_at_most() -> None:
+    all_logits = 2048 * 32000 * 4
+    assert peak_growth("(hidden @ weight.t()).sum()") >= 0.9 * all_logits  # the measure works
+    assert peak_growth("packed_logprobs(hidden, weight, targets).sum().backward()") <= all_logits / 8
+
+
+def chunk(count: int, vocab: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """Logits, targets of which some are held elsewhere, normalisers and gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(count, vocab, generator=generator) * 4).to(dtype)
+    targets = torch.randint(-2, vocab + 2, (count,), generator=generator)
+    normalisers = logits.float().logsumexp(-1) + torch.rand(count, generator=generator)
+    return logits, targets, normalisers, torch.randn(count, generator=generator)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 5),
+    st.integers(1, 2100),
+    st.sampled_from([0.25, 1.0]),
+    st.sampled_from([(torch.float32, 1e-6), (torch.bfloat16, 4e-3)]),
+    st.integers(0, 2**31),
+)
+def test_both_passes_agree_with_their_twins(
+    count: int, vocab: int, scale: float, precision: tuple[torch.dtype, float], seed: int
+) -> None:
+    dtype, tolerance = precision
+    logits, targets, normalisers, grads = chunk(count, vocab, dtype, seed)
+    for a, b in zip(
+        logit_stats(logits.clone(), targets, scale), logit_stats_reference(logits.clone(), targets, scale), strict=True
+    ):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, b, rtol=3e-6, atol=1e-6)
+    got = logit_slopes_(logits.clone(), targets, normalisers, grads, scale)
+    want = logit_slopes_reference_(logits.clone().float(), targets, normalisers, grads, scale)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.float(), want, rtol=max(tolerance, 3e-6), atol=1e-6)
+
+
+def test_extreme_logits_are_exact_or_nothing() -> None:
+    infinity = float("inf")
+    logits = torch.tensor([[-infinity, 0.0, -200.0, 3e38], [-infinity, 1.0, -80.0, 1.0], [0.0, float("nan"), 0.0, 0.0]])
+    largest, sums, picked = logit_stats(logits, torch.tensor([0, 2, 0]), 1.0)
+    assert largest[:2].tolist() == pytest.approx([3e38, 1.0]) and picked.tolist() == [-infinity, -80.0, 0.0]
+    assert sums[:2].tolist() == [1.0, 2.0] and sums[2].isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_do_not_change_a_bit(dtype: torch.dtype) -> None:
+    logits, *rest = chunk(70, 1003, dtype)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for n in (1, 3):
+            torch.set_num_threads(n)
+            results.append((*logit_stats(logits.clone(), rest[0], 0.5), logit_slopes_(logits.clone(), *rest, 0.5)))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_the_schemas_hold_and_refuse_what_does_not_fit() -> None:
+    stats, slopes = native.kernel("logit_stats", "cpu"), native.kernel("logit_slopes_", "cpu")
+    if stats is None or slopes is None:
+        pytest.skip("NATIVE KERNELS NOT BUILT")
+    logits, targets, normalisers, grads = chunk(3, 20, torch.float32)
+    torch.library.opcheck(stats, (logits, targets, 0.5))
+    torch.library.opcheck(slopes, (logits.clone(), targets, normalisers, grads, 0.5))
+    with pytest.raises(RuntimeError, match="must be float32 or bfloat16"):
+        stats(logits.double(), targets, 1.0)
+    with pytest.raises(RuntimeError, match=r"targets must be \[3\] int64"):
+        stats(logits, targets[:2], 1.0)
+    with pytest.raises(RuntimeError, match="contiguous"):
+        slopes(logits.t(), targets, normalisers, grads, 1.0)
+    with pytest.raises(RuntimeError, match=r"must be \[3\] float32"):
+        slopes(logits, targets, normalisers.double(), grads, 1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 1e-2)])
+def test_cuda_agrees_with_the_twins_on_the_cpu(dtype: torch.dtype, tolerance: float) -> None:
+    logits, targets, normalisers, grads = chunk(9, 1501, dtype)
+    got = logit_stats(logits.cuda(), targets.cuda(), 0.7)
+    for a, b in zip(got, logit_stats_reference(logits.clone(), targets, 0.7), strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-5)
+    slopes = logit_slopes_(logits.cuda(), targets.cuda(), normalisers.cuda(), grads.cuda(), 0.7)
+    want = logit_slopes_reference_(logits.clone().float(), targets, normalisers, grads, 0.7)
+    torch.testing.assert_close(slopes.cpu().float(), want, rtol=tolerance, atol=1e-5)

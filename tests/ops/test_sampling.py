@@ -7,7 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.ops.sampling import sample, uniform
+from realhf.ops import native
+from realhf.ops.sampling import sample, sample_reference, uniform, uniform_reference
+
+both = pytest.mark.parametrize("draw", [sample, sample_reference])
 
 WORD = (1 << 64) - 1
 
@@ -38,9 +41,10 @@ signed = st.integers(-(2**63), 2**63 - 1)
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**64), signed, signed, signed)
 def test_uniform_is_the_hash(seed, prompt, row, position):
-    got = uniform(seed, *(torch.tensor([c]) for c in (prompt, row, position)))
-    assert got.dtype == torch.float64 and 0 <= got.item() < 1
-    assert got.item() == python_uniform(seed, prompt, row, position)
+    for hashed in (uniform, uniform_reference):
+        got = hashed(seed, *(torch.tensor([c]) for c in (prompt, row, position)))
+        assert got.dtype == torch.float64 and 0 <= got.item() < 1
+        assert got.item() == python_uniform(seed, prompt, row, position)
 
 
 def test_uniform_is_uniform():
@@ -80,6 +84,7 @@ def distribution(logits, temperature, top_k, top_p, forbid):
     return {i: w / sum(kept.values()) for i, w in kept.items()}
 
 
+@both
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.integers(-8, 8), min_size=2, max_size=12),  # ties are common
@@ -88,13 +93,13 @@ def distribution(logits, temperature, top_k, top_p, forbid):
     st.sampled_from([0.123, 0.5, 0.87, 1.0]),
     st.sets(st.integers(0, 11), max_size=3),
 )
-def test_the_distribution_is_exact(whole, temperature, top_k, top_p, forbid):
+def test_the_distribution_is_exact(draw, whole, temperature, top_k, top_p, forbid):
     logits = [x / 2 for x in whole]
     forbid = {i for i in forbid if 0 < i < len(logits)}
     n = 4000
     u = (torch.arange(n, dtype=torch.float64) + 0.5) / n
     banned = torch.tensor(sorted(forbid), dtype=torch.int64)
-    tokens, logprobs, sampling = sample(torch.tensor(logits).expand(n, -1), u, temperature, top_k, top_p, banned)
+    tokens, logprobs, sampling = draw(torch.tensor(logits).expand(n, -1), u, temperature, top_k, top_p, banned)
     want = distribution(logits, temperature, top_k, top_p, forbid)
     full = distribution(logits, temperature, 0, 1.0, ())
     counts = torch.bincount(tokens, minlength=len(logits)).tolist()
@@ -106,10 +111,11 @@ def test_the_distribution_is_exact(whole, temperature, top_k, top_p, forbid):
         assert sampling[where][0].item() == pytest.approx(math.log(want[i]), abs=1e-5)
 
 
-def test_forbidden_tokens_only_in_the_rows_that_say_so():
+@both
+def test_forbidden_tokens_only_in_the_rows_that_say_so(draw):
     logits = torch.tensor([[9.0, 0.0, 0.0]]).expand(4, -1)
     rows = torch.tensor([True, False, True, False])
-    tokens, logprobs, sampling = sample(
+    tokens, logprobs, sampling = draw(
         logits, torch.tensor([0.1, 0.1, 0.9, 0.9]), forbid=torch.tensor([0]), forbid_rows=rows
     )
     assert tokens.tolist() == [1, 0, 2, 0]
@@ -117,32 +123,152 @@ def test_forbidden_tokens_only_in_the_rows_that_say_so():
     assert logprobs[0].item() == pytest.approx(-math.log(2 + math.exp(9)))
 
 
-def test_greedy_takes_the_lowest_of_equal_tokens():
+@both
+def test_greedy_takes_the_lowest_of_equal_tokens(draw):
     logits = torch.tensor([[1.0, 3.0, 3.0], [5.0, 1.0, 2.0]])
     forbid = torch.tensor([0])
-    tokens, logprobs, sampling = sample(logits, torch.rand(2), 0.0, 1, 0.1, forbid)
+    tokens, logprobs, sampling = draw(logits, torch.rand(2), 0.0, 1, 0.1, forbid)
     assert tokens.tolist() == [1, 2] and sampling.tolist() == [0.0, 0.0]
     assert torch.allclose(logprobs, logits.log_softmax(-1)[[0, 1], [1, 2]])
 
 
+@both
 @pytest.mark.parametrize("u", [0.0, 1.0 - 2**-53, 1.0])
-def test_never_a_token_of_probability_zero(u):
+def test_never_a_token_of_probability_zero(draw, u):
     inf = float("inf")
     logits = torch.tensor([[-inf, 1.0, -200.0, 0.0, -inf]])
     for top_k, top_p in ((0, 1.0), (3, 1.0), (0, 0.99), (5, 1.0)):
-        tokens, _, sampling = sample(logits, torch.tensor([u], dtype=torch.float64), 1.0, top_k, top_p)
+        tokens, _, sampling = draw(logits, torch.tensor([u], dtype=torch.float64), 1.0, top_k, top_p)
         assert tokens.item() in (1, 3) and torch.isfinite(sampling).all()
 
 
-def test_a_row_draws_the_same_in_any_batch():
+@both
+def test_a_row_draws_the_same_in_any_batch(draw):
     generator = torch.Generator().manual_seed(0)
     logits, u = torch.randn(6, 50, generator=generator), torch.rand(6, generator=generator)
     for top_k, top_p in ((0, 1.0), (5, 1.0), (0, 0.7), (20, 0.7)):
-        whole = sample(logits, u, 0.8, top_k, top_p)[0]
-        assert all(sample(logits[i : i + 1], u[i : i + 1], 0.8, top_k, top_p)[0] == whole[i] for i in range(6))
+        whole = draw(logits, u, 0.8, top_k, top_p)[0]
+        assert all(draw(logits[i : i + 1], u[i : i + 1], 0.8, top_k, top_p)[0] == whole[i] for i in range(6))
 
 
+@both
 @pytest.mark.parametrize("wrong", [(-1.0, 0, 1.0), (1.0, -1, 1.0), (1.0, 0, 0.0), (1.0, 0, 1.5)])
-def test_options_out_of_range_are_refused(wrong):
+def test_options_out_of_range_are_refused(draw, wrong):
     with pytest.raises(ValueError, match="need temperature"):
-        sample(torch.zeros(1, 3), torch.zeros(1), *wrong)
+        draw(torch.zeros(1, 3), torch.zeros(1), *wrong)
+
+
+def reach(logits, ids, temperature, top_k, top_p, banned):
+    """In doubles, per row: where in [0, 1) of what may be drawn, in its order, the tokens ``ids`` begin and end."""
+    x = (logits / (temperature or 1.0)).double().masked_fill(banned, float("-inf"))
+    order = x.sort(dim=-1, descending=True, stable=True).indices
+    few = 0 < top_k < x.shape[1]
+    if not few and top_p == 1.0:
+        order = torch.arange(x.shape[1]).expand_as(x)
+    probs = x.gather(-1, order).softmax(-1)
+    if few:
+        probs[:, top_k:] = 0
+    probs = probs / probs.sum(-1, keepdim=True)
+    if top_p < 1.0:
+        probs = probs.masked_fill(probs.cumsum(-1) - probs >= top_p, 0.0)
+    probs = probs / probs.sum(-1, keepdim=True)
+    end = probs.cumsum(-1)
+    at = (order == ids[:, None]).long().argmax(-1, keepdim=True)
+    return (end - probs).gather(-1, at)[:, 0], end.gather(-1, at)[:, 0]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.sampled_from([1, 2, 50, 128, 129, 1000, 5003]),
+    st.sampled_from([0.3, 1.0, 1.7]),
+    st.sampled_from([0, 1, 3, 40, 700]),
+    st.sampled_from([1.0, 0.9991, 0.8123, 0.05171]),  # no whole number of equal tokens
+    st.sampled_from([0.0, 0.02, 3.0, 30.0]),  # all alike, nearly so, as in a model, one token alone
+    st.booleans(),
+    st.integers(0, 2**31),
+)
+def test_the_kernel_draws_what_its_twin_draws(vocab, temperature, top_k, top_p, spread, ties, seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(5, vocab, generator=generator) * spread
+    logits = logits.mul(2).round().div(2) if ties else logits
+    u = torch.rand(5, generator=generator, dtype=torch.float64)
+    forbid = torch.randint(1, vocab, (3,), generator=generator) if vocab > 1 else None
+    rows = torch.rand(5, generator=generator) < 0.5
+    got = sample(logits, u, temperature, top_k, top_p, forbid, rows)
+    want = sample_reference(logits, u, temperature, top_k, top_p, forbid, rows)
+    banned = torch.zeros(5, vocab, dtype=torch.bool)
+    if forbid is not None:
+        banned[rows] = banned[rows].index_fill(1, forbid, True)
+    begin, end = reach(logits, got[0], temperature, top_k, top_p, banned)
+    near = 1e-4 if top_p < 1.0 else 2e-6  # at the border of the top p one token more or less moves all others
+    same = got[0] == want[0]
+    assert bool(((begin - near <= u) & (u <= end + near)).all())
+    clear = (begin + near < u) & (u < end - near)
+    assert bool((same | ~clear).all())
+    assert torch.allclose(got[1][same], want[1][same], atol=1e-5)
+    assert torch.allclose(got[2][same], want[2][same], atol=1e-5 if top_p == 1.0 else 1e-3)
+
+
+@pytest.mark.parametrize("options", [(0.7,), (1.0, 40), (0.7, 0, 0.9), (0.7, 300, 0.9), (0.0,)])
+def test_threads_do_not_change_a_bit(options):
+    generator = torch.Generator().manual_seed(0)
+    logits, u = torch.randn(9, 20_011, generator=generator), torch.rand(9, generator=generator)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for n in (1, 3):
+            torch.set_num_threads(n)
+            results.append(sample(logits, u, *options))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@both
+def test_logits_far_apart_and_a_forbidden_favourite(draw):
+    logits = torch.full((1, 300), -1e4)
+    logits[0, 7], logits[0, 200] = 900.0, 0.0
+    for options in ((1.0,), (1.0, 3), (1.0, 0, 0.5)):
+        tokens, logprobs, sampling = draw(logits, torch.tensor([0.5]), *options, forbid=torch.tensor([7, 7]))
+        assert (tokens.item(), logprobs.item(), sampling.item()) == (200, -900.0, 0.0)
+
+
+def test_logits_that_are_no_numbers_give_a_token_of_the_vocabulary():
+    for value in (float("nan"), float("inf"), -float("inf")):
+        logits = torch.full((2, 130), value)
+        for options in ((1.0,), (1.0, 5), (1.0, 0, 0.5), (0.0,)):
+            tokens, _, _ = sample(logits, torch.tensor([0.2, 0.9]), *options)
+            assert bool(((tokens >= 0) & (tokens < 130)).all())
+
+
+def test_the_schemas_hold_and_refuse_what_does_not_fit():
+    kernel, hashing = native.kernel("sample_tokens", "cpu"), native.kernel("counter_uniform", "cpu")
+    if kernel is None or hashing is None:
+        pytest.skip("NATIVE KERNELS NOT BUILT")
+    logits, u, forbid = torch.randn(3, 40), torch.rand(3, dtype=torch.float64), torch.tensor([1])
+    torch.library.opcheck(kernel, (logits, u, forbid, torch.tensor([True, False, True]), 0.7, 5, 0.9))
+    torch.library.opcheck(hashing, (5, *torch.arange(12).reshape(3, 4)))
+    with pytest.raises(RuntimeError, match=r"u must be \[3\] float64"):
+        kernel(logits, u.float(), None, None, 1.0, 0, 1.0)
+    with pytest.raises(RuntimeError, match="token 40 is forbidden, but the vocabulary has 40"):
+        kernel(logits, u, torch.tensor([40]), None, 1.0, 0, 1.0)
+    with pytest.raises(RuntimeError, match="need temperature >= 0"):
+        kernel(logits, u, None, None, -1.0, 0, 1.0)
+    with pytest.raises(RuntimeError, match=r"counters must be \[S\] int64"):
+        hashing(5, torch.zeros(3), torch.zeros(3), torch.zeros(3))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("options", [(0.7,), (1.0, 40), (0.7, 0, 0.9), (0.7, 300, 0.9), (0.0,), (1.0, 0, 0.05)])
+def test_cuda_draws_what_the_twin_draws_on_the_cpu(options):
+    generator = torch.Generator().manual_seed(0)
+    logits, u = torch.randn(64, 20_011, generator=generator) * 3, torch.rand(64, generator=generator)
+    forbid, rows = torch.tensor([5, 9, 5]), torch.arange(64) % 2 == 0
+    want = sample_reference(logits, u, *options, forbid=forbid, forbid_rows=rows)
+    got = [x.cpu() for x in sample(logits.cuda(), u.cuda(), *options, forbid=forbid.cuda(), forbid_rows=rows.cuda())]
+    same = got[0] == want[0]
+    assert int(same.sum()) >= 63  # u may fall within rounding of a border
+    assert torch.allclose(got[1][same], want[1][same], atol=1e-5)
+    assert torch.allclose(got[2][same], want[2][same], atol=1e-4)
+    counters = torch.arange(300).reshape(3, 100)
+    assert torch.equal(uniform(9, *counters.cuda()).cpu(), uniform_reference(9, *counters))

@@ -1,9 +1,9 @@
 """Programs as literals: what a graph and a plan compile to, and what workers derive from it."""
 
-from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
+from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.plan import ExecutionPlan, Placement
-from realhf.api.program import Compute, Reallocate, Release, Transfer
+from realhf.api.program import Compute, Load, Offload, Reallocate, Release, Transfer
 from realhf.plan.program import compile_program, engines_of, groups_of, home, meshes_of
 
 SPEC = InterfaceSpec("any")
@@ -47,7 +47,7 @@ def test_calls_at_home_move_rows_and_compute() -> None:
 def test_a_call_away_from_home_borrows_weights_and_gives_them_back() -> None:
     program = compile_program(PPO, UNLIKE)
     assert program["actor_gen"] == (
-        Reallocate("actor", PAIR, WIDE),
+        Reallocate("actor", PAIR, "actor", WIDE),
         Transfer(("prompts",), WIDE),
         Compute("actor_gen", "actor", WIDE),
         Release("actor", WIDE),
@@ -60,7 +60,7 @@ def test_home_is_the_trainers_layout_or_the_first_calls() -> None:
     twice = Graph((*PPO.mfcs, MFC("ref_again", "ref", Kind.INFERENCE, SPEC, ("tokens",), ("again",))))
     other = ExecutionPlan(4, {**UNLIKE.placements, "ref_again": Placement(ONE)})
     assert home(twice, other, "ref") == PAIR
-    assert compile_program(twice, other)["ref_again"][0] == Reallocate("ref", PAIR, ONE)
+    assert compile_program(twice, other)["ref_again"][0] == Reallocate("ref", PAIR, "ref", ONE)
 
 
 def test_a_worker_holds_engines_where_it_computes_or_lends() -> None:
@@ -85,3 +85,18 @@ def test_a_call_takes_the_workers_of_its_layouts() -> None:
         "ref_inf": {2, 3},
         "actor_train": {2, 3},
     }
+
+
+def test_a_role_that_follows_another_moves_after_its_training() -> None:
+    graph = Graph(PPO.mfcs, (Sync("actor_train", "actor", "ref", 0.25),))
+    program = compile_program(graph, DISJOINT)
+    assert program["actor_train"][-1] == Reallocate("actor", TWO, "ref", PAIR, 0.25)
+    assert graph.updater("ref") is graph["actor_train"] and PPO.updater("ref") is None
+    assert meshes_of(program["actor_train"]) == {0, 1, 2, 3}
+    assert engines_of(program, 2) == (("ref", PAIR),)
+
+
+def test_an_idle_role_rests_in_host_memory() -> None:
+    program = compile_program(Graph(PPO.mfcs, offloaded=("ref",)), DISJOINT)
+    assert program["ref_inf"][0] == Load("ref", PAIR) and program["ref_inf"][-1] == Offload("ref", PAIR)
+    assert not any(isinstance(step, Load) for step in program["actor_gen"])

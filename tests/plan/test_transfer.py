@@ -9,8 +9,14 @@ IDS = (RowId(0, 0), RowId(0, 1), RowId(3, 0))
 META = BatchMeta(IDS, {"tokens": ColumnMeta("int64", (5, 6, 7)), "row": ColumnMeta("uint8", (9, 9, 8))})
 
 
-def call(tokens: tuple[int, ...], row: tuple[int, ...], assignment: tuple[tuple[int, ...], ...]) -> Call:
-    holders = {"tokens": tokens, "row": row}
+Ranks = tuple[int | tuple[int, ...], ...]
+
+
+def call(tokens: Ranks, row: Ranks, assignment: tuple[tuple[int, ...], ...]) -> Call:
+    holders = {
+        key: tuple(ranks if isinstance(ranks, tuple) else (ranks,) for ranks in column)
+        for key, column in (("tokens", tokens), ("row", row))
+    }
     return Call(1, "any", 0, 0, META, holders, ("row",), assignment, (0, 0, 0), {})
 
 
@@ -49,11 +55,16 @@ def test_every_replica_of_a_rank_gets_its_rows() -> None:
 
 
 def test_a_worker_does_not_send_what_it_is_still_waiting_for() -> None:
-    # the master put the head, worker 0, on record as a holder after the first row of the prompt
-    copies = plan_transfer(call((0, 0, 0), (5, 0, 0), ((0, 1), ())), ("row",), layout(dp=2, tp=2))
+    # the master put the replica, workers 0 and 1, on record as holders after the first row of the prompt
+    copies = plan_transfer(call((0, 0, 0), (5, (0, 1), (0, 1)), ((0, 1), ())), ("row",), layout(dp=2, tp=2))
     assert [(c.src, c.dst) for c in copies] == [(5, 0), (5, 1)]
 
 
 def test_a_rank_without_rows_gets_nothing() -> None:
     copies = plan_transfer(call((0, 0, 0), (0, 0, 0), ((), (), (0, 1, 2))), ("tokens",), layout(dp=3))
     assert {c.dst for c in copies} == {2}
+
+
+def test_members_of_a_replica_that_lack_a_row_get_it_from_the_one_that_has_it() -> None:
+    copies = plan_transfer(call((1, (0, 1), (1, 0)), (0, 0, 0), ((0, 1, 2),)), ("tokens",), layout(tp=2))
+    assert copies == (RowCopy("tokens", IDS[0], 1, 0, "int64", 5),)

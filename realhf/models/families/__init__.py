@@ -13,8 +13,7 @@ from realhf.models.families.qwen3 import QWEN3
 from realhf.models.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, GEMMA2, GPT2, GPT_NEOX, MIXTRAL, QWEN3_MOE)
+    family.name: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, GEMMA2, GPT2, GPT_NEOX, MIXTRAL, QWEN3_MOE)
 }
 
 __all__ = ["FAMILIES", "Family", "HfTensor"]

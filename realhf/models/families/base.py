@@ -16,15 +16,18 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
-LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+SCALINGS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 
 
 @dataclass(frozen=True)
 class HfTensor:
     """A Hugging Face tensor, or a part of one, that holds one of our parameters or a part of it.
 
-    ``box`` is in that tensor's own coordinates (None: all of it); ``transpose`` when its rows are our columns. ``at`` is
-    the part of our parameter (None: all of it); where the tensor has fewer dimensions, its first ones have size 1.
+    ``box`` is in that tensor's own coordinates (None: all of it); ``transpose`` when its rows are our columns. ``at``
+    is the part of our parameter (None: all of it); where the tensor has fewer dimensions, its first ones have size 1.
     """
 
     name: str
@@ -70,7 +73,8 @@ def whole_number(hf: Mapping[str, Any], key: str, default: int | None = None) ->
 def number(hf: Mapping[str, Any], key: str, default: float, least: float | None = None) -> float:
     """Return a positive number; with ``least``, one that is not below it."""
     value = default if hf.get(key) is None else hf[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or (value <= 0 if least is None else value < least):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or (value <= 0 if least is None else value < least):
         kind = "a positive number" if least is None else f"a number of {least:g} or more"
         raise ValueError(f"field '{key}' must be {kind}, got {value!r}")
     return float(value)
@@ -167,20 +171,22 @@ def rotary(hf: Mapping[str, Any], base: float = 10000.0) -> tuple[float, tuple[t
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return base, ()
-    if kind != "llama3":
-        raise ValueError(f"rotary scaling '{kind}' is not supported, known are default, llama3")
-    missing = [key for key in LLAMA3_SCALING if key not in scaling]
+    if kind not in SCALINGS:
+        raise ValueError(f"rotary scaling '{kind}' is not supported, known are default, {', '.join(SCALINGS)}")
+    missing = [key for key in SCALINGS[kind] if key not in scaling]
     if missing:
-        raise ValueError(f"rotary scaling 'llama3' lacks {', '.join(missing)}")
-    return base, tuple((key, float(scaling[key])) for key in LLAMA3_SCALING)
+        raise ValueError(f"rotary scaling '{kind}' lacks {', '.join(missing)}")
+    return base, tuple((key, float(scaling[key])) for key in SCALINGS[kind])
 
 
 def rotary_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Return the rotary fields in both spellings, for versions before and after 5."""
     scaling: dict[str, Any] = {"rope_type": "default"}
     if config.rotary_scaling:
-        scaling = {"rope_type": "llama3", **dict(config.rotary_scaling)}
-        scaling["original_max_position_embeddings"] = int(scaling["original_max_position_embeddings"])
+        values = dict(config.rotary_scaling)
+        kind = next(kind for kind, keys in SCALINGS.items() if set(keys) == set(values))
+        whole_ones = {key: int(value) for key, value in values.items() if key == "original_max_position_embeddings"}
+        scaling = {"rope_type": kind, **values, **whole_ones}
     return {
         "rope_theta": config.rotary_base,
         "rope_scaling": scaling if config.rotary_scaling else None,

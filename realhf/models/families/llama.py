@@ -103,7 +103,7 @@ def hf_tensors(config: ModelConfig, norms: Mapping[str, str] = NORM_NAMES) -> Hf
 
 
 def routed_tensors(config: ModelConfig, mlp: str, experts: tuple[str, str, str]) -> HfTensors:
-    """Return the tensors of a model with routed experts: ``mlp`` is their module, ``experts`` name gate, up and down."""
+    """Return the tensors of a model with routed experts: ``mlp`` is their module, ``experts`` gate, up and down."""
     tensors = base.whole_tensors(outer_names(config))
     for i in range(config.n_layers):
         ours, theirs = f"layers.{i}.", f"model.layers.{i}."

@@ -1,0 +1,123 @@
+"""Parameters move from any layout to any other, whichever way they travel, and nothing travels twice."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.model import ModelConfig
+from realhf.api.params import box_numel, box_shape, intersect, relative, whole
+from realhf.comm.exchange import Move, Piece, exchange
+from realhf.comm.shared_memory import open_links
+from realhf.models.flat import FlatParams
+from realhf.models.specs import param_specs, stage_layers
+from realhf.plan.realloc import BoxCopy, plan_realloc, shard_of
+
+CONFIG = ModelConfig("llama", 2, 32, 4, 2, 8, 48, 40, 64, tied_embedding=True)
+SPECS = param_specs(CONFIG)
+WORLD = 4
+LAYOUTS = [
+    Layout(DeviceMesh(ranks), ParallelStrategy.parse(strategy))
+    for strategy, ranks in [
+        ("d1", (0,)),
+        ("d1", (3,)),
+        ("d2", (0, 1)),
+        ("d2", (2, 3)),
+        ("t2", (0, 1)),
+        ("t2", (2, 1)),
+        ("p2", (0, 1)),
+        ("p2", (1, 3)),
+        ("d4", (0, 1, 2, 3)),
+        ("t4", (3, 2, 1, 0)),
+        ("d2t2", (0, 1, 2, 3)),
+        ("t2p2", (0, 1, 2, 3)),
+        ("d3", (3, 0, 2)),
+    ]
+]
+WAYS = {  # the hosts of the ranks, into a place or through write, checked or not
+    "one host": (("a",) * WORLD, True, False),
+    "two hosts, checked": (("a", "b", "a", "b"), True, True),
+    "four hosts": (("a", "b", "c", "d"), False, False),
+}
+
+
+def stages(pp: int) -> tuple[range, ...]:
+    return stage_layers(CONFIG, pp)
+
+
+def wholes() -> dict[str, Tensor]:
+    """Every parameter, each element with a value of its own."""
+    flat, start = torch.arange(float(sum(spec.numel for spec in SPECS))), 0
+    values = {}
+    for spec in SPECS:
+        values[spec.name] = flat[start : start + spec.numel].view(spec.shape)
+        start += spec.numel
+    return values
+
+
+def shard(layout: Layout, rank: int, values: dict[str, Tensor] | None) -> FlatParams | None:
+    if rank not in layout.mesh.ranks:
+        return None
+    params = FlatParams(SPECS, shard_of(SPECS, stages, layout, rank), torch.float32, "cpu")
+    for name in params.names if values else ():
+        params.write(name, params.box(name), values[name][relative(params.box(name), whole(values[name].shape))])
+    return params
+
+
+def lacking(src: Layout, dst: Layout, rank: int) -> int:
+    """Return the bytes a worker needs in ``dst`` and does not hold in ``src``."""
+    held = shard_of(SPECS, stages, src, rank) if rank in src.mesh.ranks else {}
+    need = shard_of(SPECS, stages, dst, rank) if rank in dst.mesh.ranks else {}
+    common = [intersect(box, held[name]) for name, box in need.items() if name in held]
+    return 4 * (sum(map(box_numel, need.values())) - sum(box_numel(box) for box in common if box))
+
+
+def all_pairs(rank: int, world: int, hosts: tuple[str, ...], in_place: bool, verify: bool) -> tuple[list[str], int]:
+    """Return what was wrong, and with how many ranks memory was shared."""
+    links = open_links(rank, world, 60.0, hosts)
+    values, wrong = wholes(), []
+    for src in LAYOUTS:
+        source = shard(src, rank, values)
+        for dst in LAYOUTS:
+            target = shard(dst, rank, None)
+            copies = plan_realloc(SPECS, stages, src, dst)
+            moves = [Move(c, c.src, c.dst, Piece(torch.float32, box_numel(c.box)), (c.name, c.box)) for c in copies]
+
+            def read(copy: BoxCopy, source: FlatParams | None = source) -> Tensor:
+                return source.read(copy.name, copy.box)
+
+            def into(copy: BoxCopy, target: FlatParams | None = target) -> Tensor:
+                return target.read(copy.name, copy.box)
+
+            def write(copy: BoxCopy, flat: Tensor, target: FlatParams | None = target) -> None:
+                target.write(copy.name, copy.box, flat.view(box_shape(copy.box)))
+
+            received = exchange(
+                moves,
+                rank,
+                read,
+                write,
+                torch.device("cpu"),
+                into=into if in_place else None,
+                links=links,
+                verify=verify,
+            )
+            if received != lacking(src, dst, rank):
+                wrong.append(f"{src} -> {dst}: {received} bytes instead of {lacking(src, dst, rank)}")
+            if target is not None and not torch.equal(target.data, shard(dst, rank, values).data):
+                wrong.append(f"{src} -> {dst}: other values")
+    shared = len(links.peers)
+    links.close()
+    return wrong, shared
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("way", WAYS)
+def test_all_pairs_of_layouts(on_ranks: Callable[..., list[Any]], way: str) -> None:
+    hosts, in_place, verify = WAYS[way]
+    for rank, (wrong, shared) in enumerate(on_ranks(WORLD, all_pairs, hosts, in_place, verify)):
+        assert not wrong
+        assert shared == hosts.count(hosts[rank]) - 1

@@ -1,0 +1,117 @@
+"""Routed experts against a loop over tokens, their gradients, and the router's losses by their definitions."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realhf.ops.moe import (
+    Order,
+    add_loss,
+    balance_loss,
+    combine,
+    dispatch,
+    grouped_linear,
+    route,
+    sort_by_expert,
+    z_loss,
+)
+
+DOUBLE = torch.float64
+
+
+def problem(tokens: int, experts: int, per_token: int) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(tokens * 7 + experts)
+    x = torch.randn(tokens, 5, dtype=DOUBLE, requires_grad=True)
+    weight = torch.randn(experts, 3, 5, dtype=DOUBLE, requires_grad=True)
+    shares = torch.rand(tokens, per_token, dtype=DOUBLE, requires_grad=True)
+    chosen = torch.rand(tokens, experts).topk(per_token, -1).indices
+    return x, weight, shares, chosen
+
+
+def routed(x: torch.Tensor, weight: torch.Tensor, shares: torch.Tensor, by: Order) -> torch.Tensor:
+    return combine(grouped_linear(dispatch(x, by), weight, by), shares, by)
+
+
+sizes = st.integers(1, 5).flatmap(lambda experts: st.tuples(st.just(experts), st.integers(1, experts)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 12), sizes)
+def test_products_and_gradients_equal_a_loop_over_tokens(tokens: int, sizes: tuple[int, int]) -> None:
+    x, weight, shares, chosen = problem(tokens, *sizes)
+    ours = routed(x, weight, shares, sort_by_expert(chosen, sizes[0]))
+    choices = zip(x, shares, chosen, strict=True)
+    loop = [sum(p * (weight[e] @ row) for p, e in zip(ps, es, strict=True)) for row, ps, es in choices]
+    theirs = torch.stack(loop) if loop else x.new_zeros(0, 3) + 0 * (x.sum() + weight.sum() + shares.sum())
+    slopes = torch.randn(tokens, 3, dtype=DOUBLE)
+    assert torch.allclose(ours, theirs)
+    leaves = (x, weight, shares)
+    for a, b in zip(
+        torch.autograd.grad((ours * slopes).sum(), leaves),
+        torch.autograd.grad((theirs * slopes).sum(), leaves),
+        strict=True,
+    ):
+        assert torch.allclose(a, b)
+
+
+def test_tokens_are_sorted_by_expert_in_their_order() -> None:
+    by = sort_by_expert(torch.tensor([[2, 0], [0, 1], [2, 1]]), 4)
+    assert by.order.tolist() == [1, 2, 3, 5, 0, 4]
+    assert by.sizes == (2, 2, 2, 0)
+    assert by.order[by.inverse].tolist() == list(range(6))
+
+
+def test_a_gradient_that_nobody_needs_is_not_made() -> None:
+    x, weight, shares, chosen = problem(4, 3, 2)
+    routed(x.detach(), weight, shares, sort_by_expert(chosen, 3)).sum().backward()
+    assert x.grad is None and weight.grad is not None
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_the_most_probable_experts_are_taken(renormalise: bool) -> None:
+    logits = torch.log(torch.tensor([[0.1, 0.5, 0.1, 0.3], [0.4, 0.3, 0.2, 0.1]]))
+    probs, weights, experts = route(logits, 2, renormalise)
+    assert torch.allclose(probs, logits.exp())
+    assert experts.tolist() == [[1, 3], [0, 1]]
+    expected = torch.tensor([[0.5, 0.3], [0.4, 0.3]])
+    assert torch.allclose(weights, expected / expected.sum(-1, keepdim=True) if renormalise else expected)
+    assert route(logits.bfloat16(), 2, renormalise)[1].dtype == torch.bfloat16
+
+
+def definition(probs: torch.Tensor, experts: torch.Tensor) -> float:
+    """``n * E * sum_e f_e P_e`` of one row."""
+    n, n_experts = probs.shape
+    return sum(float(n_experts * (experts == e).sum() * probs[:, e].mean()) for e in range(n_experts))
+
+
+def test_the_balance_loss_is_a_sum_over_rows_and_over_shares_of_tokens() -> None:
+    torch.manual_seed(0)
+    lengths, n_experts = [5, 1, 0, 4], 6
+    probs = torch.randn(10, n_experts).softmax(-1)
+    experts = probs.topk(2, -1).indices
+    rows = torch.arange(4).repeat_interleave(torch.tensor(lengths))
+    total = balance_loss(probs, experts, rows, 4, slice(0, 10))
+    parts = zip(probs.split(lengths), experts.split(lengths), strict=True)
+    assert float(total) == pytest.approx(sum(definition(p, e) for p, e in parts if len(p)), rel=1e-5)
+    shares = [balance_loss(probs[mine], experts, rows, 4, mine) for mine in (slice(0, 4), slice(4, 10), slice(10, 10))]
+    assert float(sum(shares)) == pytest.approx(float(total), rel=1e-5)
+
+
+def test_a_balanced_router_costs_as_many_as_a_token_has_experts() -> None:
+    probs, experts = torch.full((4, 4), 0.25), torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]])
+    assert float(balance_loss(probs, experts, torch.zeros(4, dtype=torch.int64), 1, slice(0, 4))) / 4 == 2.0
+
+
+def test_the_z_loss_is_the_squared_log_partition_function() -> None:
+    logits = torch.tensor([[0.0, 0.0], [1.0, 2.0]])
+    assert torch.allclose(z_loss(logits), logits.exp().sum(-1).log().square().sum())
+    assert z_loss(logits.bfloat16()).dtype == torch.float32
+
+
+def test_an_added_loss_is_differentiated_with_what_carries_it() -> None:
+    x, w = torch.ones(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+    carrier = add_loss(x * 1.0, w**2)
+    assert torch.equal(carrier, x)
+    (carrier * 5).sum().backward()
+    assert x.grad.tolist() == [5.0] * 3 and float(w.grad) == 4.0
