@@ -107,7 +107,9 @@ def critic_loss(values: Tensor, old_values: Tensor, targets: Tensor, mask: Tenso
     plain, clipped = error(values - targets), error(limited - targets)
     total = torch.maximum(plain, clipped).masked_fill(~mask, 0.0).sum()
     count = mask.sum()
-    stats = {"critic_loss": (total.detach(), count), "value_clip_ratio": (((clipped > plain) & mask).sum(), count)}
+    beyond = (values - old_values).abs() > config.value_eps_clip  # old + (new - old) may miss new by a last bit
+    flat = (clipped > plain) & beyond & mask
+    stats = {"critic_loss": (total.detach(), count), "value_clip_ratio": (flat.sum(), count)}
     return Loss(total, stats)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from realhf.api.config import ExperimentConfig, MFCConfig, ModelSpec
+from realhf.api.config import ExperimentConfig, GenerationConfig, MFCConfig, ModelSpec
 from realhf.api.graph import Graph
 
 
@@ -45,5 +45,5 @@ class Experiment(Protocol):
     def problems(self) -> list[str]:
         """What the options contradict, one line each."""
 
-    def longest_answer(self) -> int:
-        """Tokens that may be generated beyond what the data holds; 0 where nothing is."""
+    def sampling_options(self) -> GenerationConfig | None:
+        """How answers are generated; None where none are."""

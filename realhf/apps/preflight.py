@@ -214,10 +214,15 @@ def size_problems(
     batch = config.dataset.train_bs_n_seqs
     if batch > len(rows):
         problems.append(f"dataset.train_bs_n_seqs={batch} is larger than the {len(rows)} rows of {config.dataset.path}")
-    answer = experiment.longest_answer()
+    sampling = experiment.sampling_options()
+    answer = sampling.max_new_tokens if sampling else 0
     every_row = map(rows.__getitem__, range(len(rows)))
     longest = answer + max(len(row.prompt) + max(map(len, row.answers), default=0) for row in every_row)
     what = f"the longest prompt and {answer} new tokens need" if answer else "the longest row needs"
+    for vocabulary in {model.vocab for model in models.values() if model}:
+        for token in sampling.stop_token_ids if sampling else ():
+            if not 0 <= token < vocabulary:
+                problems.append(f"stop_token_ids: there is no token {token}, the vocabulary has {vocabulary}")
     problems += [
         f"{names}: the model has {positions} positions, {what} {longest}; "
         f"lower {'max_new_tokens or dataset.max_prompt_len' if answer else 'dataset.max_seqlen'}"

@@ -1,5 +1,6 @@
 """``realhf quickstart``: options -> checks -> plan -> processes -> the run, followed to its end."""
 
+import contextlib
 import json
 import shutil
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 from realhf.api.codec import from_plain, to_plain
 from realhf.api.config import ExperimentConfig, Mode
 from realhf.api.experiment import Experiment
+from realhf.api.messages import ToWorker
 from realhf.api.plan import ExecutionPlan
 from realhf.apps.console import Console
 from realhf.apps.options import build_experiment, load_experiment, options_of, save_experiment
@@ -114,9 +116,11 @@ def launch(run: RunSpec) -> None:
         console.summary(telemetry.models)
     finally:
         console.close()
-        workers.stop()
-        if telemetry is not None:
-            telemetry.close()
+        try:
+            workers.stop()
+        finally:
+            if telemetry is not None:
+                telemetry.close()
 
 
 class _Local:
@@ -155,7 +159,11 @@ class _Inline:
         self.channel = InlineChannel()
         log = open_log(run.paths.log("worker-0"), "worker-0")
         self.worker = ModelWorker(run, 0, self.channel.reply, log)
-        self.channel.handler = self.worker.handle
+        self.channel.handler = self._handle
+
+    def _handle(self, message: ToWorker) -> None:
+        with contextlib.suppress(Exception):  # the worker has told the master, who ends the run with its words
+            self.worker.handle(message)
 
     def start(self) -> None:
         self.worker.hello()

@@ -17,11 +17,13 @@ def main(root: str, rank: int, address: str) -> None:
     run = read_run(Path(root))
     channel = ZmqWorker(address, rank)
     worker = ModelWorker(run, rank, channel.send, open_log(run.paths.log(f"worker-{rank}"), f"worker-{rank}"))
-    worker.hello()
-    while not isinstance(message := channel.receive(), Stop):
-        worker.handle(message)
-    worker.close()
-    channel.close()
+    try:
+        worker.hello()
+        while not isinstance(message := channel.receive(), Stop):
+            worker.handle(message)
+        worker.close()
+    finally:
+        channel.close()
 
 
 def _leave_with_launcher() -> None:

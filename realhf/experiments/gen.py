@@ -36,8 +36,8 @@ class GenerationExperiment(ExperimentConfig):
     def placements(self) -> dict[str, MFCConfig]:
         return {"gen": self.gen}
 
-    def longest_answer(self) -> int:
-        return self.sampling.max_new_tokens
+    def sampling_options(self) -> GenerationConfig | None:
+        return self.sampling
 
     def problems(self) -> list[str]:
         return sampling_problems("sampling", self.sampling)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from realhf.api.codec import to_plain
-from realhf.api.config import ExperimentConfig, MFCConfig, ModelSpec, PPOConfig, opt
+from realhf.api.config import ExperimentConfig, GenerationConfig, MFCConfig, ModelSpec, PPOConfig, opt
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync
 from realhf.experiments.sampling import sampling_problems
@@ -99,8 +99,8 @@ class PPOExperiment(ExperimentConfig):
         }
         return {m.name: calls[m.name] for m in self.graph().mfcs}
 
-    def longest_answer(self) -> int:
-        return self.ppo.gen.max_new_tokens
+    def sampling_options(self) -> GenerationConfig | None:
+        return self.ppo.gen
 
     def problems(self) -> list[str]:
         ppo = self.ppo

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from realhf.api.codec import to_plain
-from realhf.api.config import ExperimentConfig, MFCConfig, ModelSpec, PPOConfig, opt
+from realhf.api.config import ExperimentConfig, GenerationConfig, MFCConfig, ModelSpec, PPOConfig, opt
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 
@@ -34,8 +34,8 @@ class RewardModelExperiment(ExperimentConfig):
     def placements(self) -> dict[str, MFCConfig]:
         return {"rw_train": self.rw_train}
 
-    def longest_answer(self) -> int:
-        return 0
+    def sampling_options(self) -> GenerationConfig | None:
+        return None
 
     def problems(self) -> list[str]:
         pairs = self.dataset.max_pairs_per_prompt

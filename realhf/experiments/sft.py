@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from realhf.api.config import ExperimentConfig, MFCConfig, ModelSpec, opt
+from realhf.api.config import ExperimentConfig, GenerationConfig, MFCConfig, ModelSpec, opt
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 
@@ -32,8 +32,8 @@ class SFTExperiment(ExperimentConfig):
     def placements(self) -> dict[str, MFCConfig]:
         return {"sft_train": self.sft_train}
 
-    def longest_answer(self) -> int:
-        return 0
+    def sampling_options(self) -> GenerationConfig | None:
+        return None
 
     def problems(self) -> list[str]:
         return []

@@ -60,7 +60,8 @@ class Master:
             self.channel.send(rank, message)
 
     def _doing(self, rank: int) -> str:
-        return ", ".join(r.what for r in self.requests.values() if rank in r.waiting) or "nothing it was asked for"
+        asked = ", ".join(r.what for r in self.requests.values() if rank in r.waiting)
+        return asked or ("nothing it was asked for" if self.requests else "its start-up")
 
     def _next_event(self) -> RowsReady | None:
         """Take one reply in; return the event that it completes, if any."""

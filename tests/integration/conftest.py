@@ -54,9 +54,8 @@ class Run:
         return self.root / "models" / role / f"step_{step}"
 
     def generations(self, step: int) -> list[dict[str, Any]]:
-        return [
-            json.loads(line) for line in (self.root / "generations" / f"step_{step}.jsonl").read_text().splitlines()
-        ]
+        path = self.root / "generations" / f"step_{step}.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,9 @@ def test_the_curve_does_not_depend_on_the_layout(other: str, runs: dict[str, Run
     for expected, line in zip(runs["one"].curve, runs[other].curve, strict=True):
         assert line.keys() == expected.keys()
         for name, value in line.items():
-            assert value == pytest.approx(expected[name], abs=1e-4, rel=1e-4), (line["step"], name)
+            # of a hundred tokens one may lie on the border of a clip
+            tolerance = 0.02 if name.endswith("clip_ratio") else 1e-4
+            assert value == pytest.approx(expected[name], abs=tolerance, rel=1e-4), (line["step"], name)
     for role in ("actor", "critic"):
         expected_weights = weights(runs["one"], role)
         for name, tensor in weights(runs[other], role).items():
@@ -89,17 +91,13 @@ def test_a_model_that_is_lent_is_moved_and_released(runs: dict[str, Run]) -> Non
     spans = json.loads((runs["lent"].root / "trace.json").read_text())
     moved = {(s["pid"], s["name"]) for s in spans if s["name"].endswith(("Reallocate", "Release"))}
     assert moved == {(rank, f"actor_gen/{what}") for rank in (0, 1) for what in ("Reallocate", "Release")}
-    assert (
-        "Reallocate Transfer Compute Release" in " ".join(runs["lent"].said.split())
-        or "Reallocate" in runs["lent"].said
-    )
+    assert "Reallocate" in runs["lent"].said and "Reallocate" not in runs["two"].said
 
 
 def test_the_files_of_a_run(runs: dict[str, Run]) -> None:
     root = runs["three"].root
-    assert {p.name for p in root.iterdir()} == {
-        "config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "trace.json", "tensorboard", "generations", "logs", "models"
-    }  # fmt: skip
+    files = {"config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "trace.json"}
+    assert {p.name for p in root.iterdir()} == files | {"tensorboard", "generations", "logs", "models"}
     assert {p.name for p in (root / "logs").iterdir()} == {f"worker-{rank}.log" for rank in range(3)}
     spans = json.loads((root / "trace.json").read_text())
     assert {s["pid"] for s in spans} == {0, 1, 2} and {s["args"]["step"] for s in spans if s["ph"] == "X"} == {1, 2, 3}
@@ -109,22 +107,15 @@ def test_the_files_of_a_run(runs: dict[str, Run]) -> None:
     tensorboard = EventAccumulator(str(root / "tensorboard"), {"tensors": 0})
     tensorboard.Reload()
     assert [e.step for e in tensorboard.Tensors("reward/mean")] == [1, 2, 3]
-    for line in runs["three"].metrics:
-        assert {
-            "time/step_s",
-            "time/actor_gen_s",
-            "tokens/per_s",
-            "memory/worker_gb",
-            "flops/model_per_s",
-        } <= line.keys()
+    measured = {"time/step_s", "time/actor_gen_s", "tokens/per_s", "memory/worker_gb", "flops/model_per_s"}
+    assert all(measured <= line.keys() for line in runs["three"].metrics)
 
 
 def test_hugging_face_loads_what_was_saved(runs: dict[str, Run]) -> None:
     run = runs["two"]
     actor = AutoModelForCausalLM.from_pretrained(run.model("actor", 3))
-    critic, problems = AutoModelForSequenceClassification.from_pretrained(
-        run.model("critic", 3), output_loading_info=True
-    )
+    folder = run.model("critic", 3)
+    critic, problems = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
     assert not any(problems.values()) and critic.config.num_labels == 1
     tokenizer = AutoTokenizer.from_pretrained(run.model("actor", 3))
     tokens = tokenizer("3+4=\n", return_tensors="pt")["input_ids"]

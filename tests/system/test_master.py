@@ -204,3 +204,10 @@ def test_a_death_is_told_with_the_request(make_run: MakeRun, tmp_path: Path) -> 
     run = make_run(graph(2), {"gen": (0,), "train": (1,)}, tmp_path)
     with pytest.raises(RunFailed, match="worker 0 was ended by SIGKILL while doing gen of step 1"):
         Master(run, Deaf(run), lambda: {0: "was ended by SIGKILL"}, Notes()).train()
+
+
+def test_a_death_at_the_start_is_told_as_such(make_run: MakeRun, tmp_path: Path) -> None:
+    workers = Workers(make_run(graph(2), {"gen": (0,), "train": (1,)}, tmp_path))
+    workers.replies.clear()
+    with pytest.raises(RunFailed, match="worker 1 exited with code 1 while doing its start-up; see .*worker-1.log"):
+        Master(workers.run, workers, lambda: {1: "exited with code 1"}, Notes()).train()

@@ -1,0 +1,106 @@
+"""A run that is broken says who, what and where, and leaves nothing behind; a directory is never used twice unasked."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import PATIENCE_S, Run, Started
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+Start = Callable[..., Started]
+Living = Callable[[Path], dict[int, str]]
+
+
+@pytest.fixture
+def endless(realhf_start: Start, ppo_words: list[str], tmp_path: Path) -> Started:
+    """A run on two workers, with judges, that has made a step and would make 10000 more."""
+    rewards = tmp_path / "own_rewards.py"
+    rewards.write_text("def graded(prompt, answer, row):\n    return len(answer) / 10\n")
+    words = [f"reward.fn={rewards}:graded", "exp_ctrl.total_train_epochs=10000", "n_gpus_per_node=2"]
+    started = realhf_start("ppo-math", tmp_path, [*ppo_words, *words])
+    started.wait_for_step()
+    return started
+
+
+def worker_pid(started: Started, rank: int, living: Living) -> int:
+    words = f"realhf.apps.worker {started.root} {rank} "
+    return next(pid for pid, command in living(started.root).items() if words in command)
+
+
+def nothing_is_left(folder: Path, living: Living) -> bool:
+    """Wait a little for processes that are on their way out."""
+    end = time.monotonic() + 10.0
+    while (left := living(folder)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not left
+
+
+def test_an_interrupt_ends_launcher_workers_and_judges(endless: Started, living: Living, tmp_path: Path) -> None:
+    commands = list(living(tmp_path).values())
+    assert len(commands) == 5 and sum("realhf.rewards.judge" in c for c in commands) == 2  # one for each worker
+    endless.process.send_signal(signal.SIGINT)
+    run = endless.finish()
+    assert run.code == 130 and "interrupted: workers are stopped" in run.said and "Traceback" not in run.said
+    assert nothing_is_left(tmp_path, living)
+    json.loads((run.root / "trace.json").read_text())  # closed in time
+
+
+def test_a_killed_worker_is_named_with_what_it_did(endless: Started, living: Living, tmp_path: Path) -> None:
+    os.kill(worker_pid(endless, 1, living), signal.SIGKILL)
+    run = endless.finish()
+    assert run.code == 1
+    (line,) = (line for line in run.said.splitlines() if line.startswith("error: "))
+    assert line.startswith("error: worker 1 was ended by SIGKILL while doing ")
+    assert " of step " in line and str(run.root / "logs" / "worker-1.log") in line
+    assert "done " not in run.said and nothing_is_left(tmp_path, living)
+
+
+def test_workers_leave_with_their_launcher(endless: Started, living: Living, tmp_path: Path) -> None:
+    endless.process.kill()
+    assert endless.process.wait(PATIENCE_S) == -signal.SIGKILL
+    assert nothing_is_left(tmp_path, living)
+
+
+def snapshot(root: Path) -> dict[str, tuple[int, bytes]]:
+    return {str(p.relative_to(root)): (p.stat().st_mtime_ns, p.read_bytes()) for p in root.rglob("*") if p.is_file()}
+
+
+def test_after_sigterm_the_directory_is_taken_until_it_is_overwritten(
+    endless: Started, realhf_start: Start, ppo_words: list[str], living: Living, tmp_path: Path
+) -> None:
+    endless.process.terminate()
+    run = endless.finish()
+    assert run.code == 130 and nothing_is_left(tmp_path, living)
+    before = snapshot(run.root)
+    again = realhf_start("ppo-math", tmp_path, ppo_words).finish()
+    assert again.code == 2 and "already holds a run" in again.said and "overwrite=True" in again.said
+    assert snapshot(run.root) == before
+    anew = realhf_start("ppo-math", tmp_path, [*ppo_words, "overwrite=True", "exp_ctrl.total_train_steps=1"]).finish()
+    assert anew.code == 0 and len(anew.metrics) == 1
+    assert {p.name for p in (anew.root / "logs").iterdir()} == {"worker-0.log"}  # of the old run nothing is left
+
+
+def failed(run: Run, *words: str) -> None:
+    assert run.code == 1 and all(word in run.said for word in words), run.said
+    assert "done " not in run.said
+
+
+def test_an_error_of_a_worker_reaches_the_console(
+    realhf_start: Start, ppo_words: list[str], living: Living, tmp_path: Path
+) -> None:
+    """A learning rate without bounds, and a verifier that finds nothing right."""
+    wild = ["actor.optimizer.lr=1e30", "actor.optimizer.gradient_clipping=0", "ppo.early_stop_imp_ratio=null"]
+    runs = [
+        realhf_start("ppo-math", tmp_path / "wild", [*ppo_words, *wild, "n_gpus_per_node=2"]),
+        realhf_start(
+            "ppo-math", tmp_path / "wrong", [*ppo_words, "reward.fn=math", "reward.check_verifier_status=True"]
+        ),
+    ]
+    failed(runs[0].finish(), "worker ", "failed during ", "of step ", "learning rate", "logs/worker-")
+    failed(runs[1].finish(), "worker 0 failed during rew_inf of step 1", "judged wrong", "check_verifier_status")
+    assert nothing_is_left(tmp_path, living)

@@ -1,0 +1,149 @@
+"""What can be switched in PPO, and generation alone: each switch does what it says, in a whole run."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import EXAMPLES, Task
+from tests.integration.conftest import Run
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+TWO = "n_gpus_per_node=2"
+Runs = dict[str, Run]
+
+
+@pytest.fixture(scope="module")
+def runs(
+    realhf_all: Callable[..., Runs],
+    ppo_words: list[str],
+    reward_file: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Runs:
+    variants = {
+        "best": [
+            TWO,
+            "ppo.generation_size=5",
+            "ppo.use_adaptive_kl_ctl=True",
+            "ppo.adaptive_kl_target=0.01",
+            "ppo.adaptive_kl_horizon=100",
+            "n_logged_generations=-1",
+        ],
+        "no_critic": [
+            TWO,
+            "ppo.disable_value=True",
+            "ppo.group_adv_norm=True",
+            "ppo.group_size=3",
+            "ppo.mask_too_long=True",
+        ],
+        "bf16": [
+            "actor.bf16=True",
+            "actor.gradient_checkpointing=True",
+            "critic.gradient_checkpointing=True",
+            "exp_ctrl.total_train_epochs=2",
+            "exp_ctrl.total_train_steps=4",
+            "ppo.value_norm_type=ma",
+        ],
+        "moody": [TWO, f"reward.fn={reward_file}:moody", "reward.wrong_reward=-0.5", "n_logged_generations=-1"],
+        "custom": [f"reward.fn={EXAMPLES}/custom_reward.py:reward", "exp_ctrl.total_train_steps=1"],
+        "math": ["reward.fn=math", "exp_ctrl.total_train_steps=1", "ppo.gen.greedy=True", "save_roles=[actor]"],
+    }
+    return realhf_all("ppo-math", tmp_path_factory.mktemp("variants"), variants, ppo_words)
+
+
+def test_every_variant_makes_its_steps(runs: Runs) -> None:
+    steps = {"best": 3, "no_critic": 3, "bf16": 4, "moody": 3, "custom": 1, "math": 1}
+    assert {name: len(run.metrics) for name, run in runs.items()} == steps
+    for run in runs.values():
+        for line in run.metrics:
+            assert all(math.isfinite(value) for value in line.values())
+
+
+def test_the_best_of_more_answers_are_trained_on(runs: Runs) -> None:
+    for line in runs["best"].metrics:
+        rows = runs["best"].generations(int(line["step"]))
+        prompts = {row["prompt_id"] for row in rows}
+        assert len(rows) == 5 * len(prompts)
+        kept = [row for row in rows if "rewards" in row]
+        assert len(kept) == 2 * len(prompts) and len({(r["prompt_id"], r["sample"]) for r in kept}) == len(kept)
+        mean = sum(row["rewards"] for row in kept) / len(kept)
+        assert mean > line["rew_inf/reward"] + 0.05  # of all five the mean is lower
+        assert line["actor_train/reward"] == pytest.approx(mean, abs=1e-5)
+
+
+def test_the_kl_coefficient_adapts_and_is_the_same_for_both(runs: Runs) -> None:
+    coefficients = [line["actor_train/kl_coef"] for line in runs["best"].metrics]
+    assert coefficients[0] == pytest.approx(0.05) and coefficients[1] < coefficients[0]  # it starts below its target
+    assert len(set(coefficients)) == 3
+    assert coefficients == [line["critic_train/kl_coef"] for line in runs["best"].metrics]
+
+
+def test_without_values_there_is_no_critic(runs: Runs) -> None:
+    run = runs["no_critic"]
+    assert {p.name for p in (run.root / "models").iterdir()} == {"actor"}
+    assert not any(name.startswith("critic") for line in run.metrics for name in line)
+    assert all(line["actor_train/grad_norm"] > 0 for line in run.metrics)
+
+
+def test_bfloat16_is_stored_as_it_is_computed(runs: Runs, actor_folder: Path) -> None:
+    run = runs["bf16"]
+    actor, critic = (load_file(run.model(role, 4) / "model.safetensors") for role in ("actor", "critic"))
+    assert {t.dtype for t in actor.values()} == {torch.bfloat16} and {t.dtype for t in critic.values()} == {
+        torch.float32
+    }
+    before = load_file(actor_folder / "model.safetensors")
+    moved = max(float((actor[name].float() - before[name]).abs().max()) for name in actor)
+    assert 1e-3 < moved < 0.1
+    assert abs(run.metrics[0]["actor_train/importance_ratio"] - 1.0) < 0.05
+
+
+def test_a_reward_function_that_raises_is_counted_and_the_run_goes_on(runs: Runs) -> None:
+    for line in runs["moody"].metrics:
+        rows = runs["moody"].generations(int(line["step"]))
+        failed = [row for row in rows if "3" in row["answer"]]
+        assert {row["rewards"] for row in failed} <= {-0.5} and line["rew_inf/verifier_timeout"] == 0
+        assert {row["rewards"] for row in rows if row not in failed} <= {1.0}
+        assert line["rew_inf/verifier_error"] == pytest.approx(len(failed) / len(rows))
+    assert any(line["rew_inf/verifier_error"] > 0 for line in runs["moody"].metrics)
+
+
+def test_rewards_of_the_example_and_of_math(runs: Runs) -> None:
+    assert 0.0 <= runs["custom"].metrics[0]["reward/mean"] <= 1.0 and "reward/accuracy" not in runs["custom"].metrics[0]
+    line = runs["math"].metrics[0]
+    assert line["reward/mean"] == pytest.approx(2 * line["reward/accuracy"] - 1)
+    assert {p.name for p in (runs["math"].root / "models").iterdir()} == {"actor"}
+
+
+@pytest.fixture(scope="module")
+def generated(
+    realhf_all: Callable[..., Runs], task: Task, actor_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Runs:
+    words = [
+        f"model.path={actor_folder}",
+        f"dataset.path={task.train}",
+        "dataset.train_bs_n_seqs=10",
+        "dataset.shuffle=False",
+        "sampling.n=3",
+        "sampling.max_new_tokens=10",
+        "sampling.temperature=0.8",
+    ]
+    variants = {"one": ["mode=inline"], "two": [TWO, "sampling.max_slots=4", "dataset.train_bs_n_seqs=17"]}
+    return realhf_all("gen", tmp_path_factory.mktemp("gen"), variants, words)
+
+
+def test_generation_writes_every_answer(generated: Runs, task: Task) -> None:
+    rows = generated["one"].generations(1) + generated["one"].generations(2)
+    assert [(row["prompt_id"], row["sample"]) for row in rows] == [(p, s) for p in range(17) for s in range(3)]
+    for row, line in zip(rows[::3], task.train.read_text().splitlines(), strict=True):
+        assert f'"{row["fields"]["query_id"]}"' in line and row["prompt"] == row["fields"]["prompt"]
+    assert not (generated["one"].root / "models").exists()
+    lengths = [row["answer_tokens"] for row in rows]
+    assert max(lengths) == 10 and all(row["answer_tokens"] == 10 for row in rows if row["truncated"])
+
+
+def test_answers_do_not_depend_on_how_they_are_computed(generated: Runs) -> None:
+    rows = generated["one"].generations(1) + generated["one"].generations(2)
+    assert generated["two"].generations(1) == rows
