@@ -17,11 +17,11 @@ template <typename scalar_t>
 REALHF_INLINE void eight_steps(const scalar_t* rewards, const scalar_t* values, const scalar_t* values_after,
                                const bool* ends_after, const bool* truncates_after, double gamma, double decay,
                                bool overlap, double& carry, scalar_t* advantages, scalar_t* returns) {
-  const Doubles none = {}, before = load_steps(values);
-  const Longs ended = load_steps(ends_after), cut = load_steps(truncates_after);
-  const Doubles delta = load_steps(rewards) + (ended ? none : gamma * load_steps(values_after)) - before;
-  Doubles sum = overlap ? (cut ? none : delta) : delta;
-  Doubles link = (ended | cut) ? none : none + decay;
+  const Doubles before = load_steps(values);
+  const Longs goes_on = load_falsehood(ends_after), uncut = load_falsehood(truncates_after);
+  const Doubles delta = load_steps(rewards) + where(goes_on, gamma * load_steps(values_after)) - before;
+  Doubles sum = overlap ? where(uncut, delta) : delta;
+  Doubles link = where(goes_on & uncut, Doubles{} + decay);
   scan_steps(sum, link);
   sum += link * carry;
   carry = sum[0];

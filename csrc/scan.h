@@ -9,8 +9,8 @@ constexpr int64_t kSteps = 8;
 
 typedef double Doubles __attribute__((vector_size(8 * kSteps)));
 typedef int64_t Longs __attribute__((vector_size(8 * kSteps)));
+typedef uint64_t Words __attribute__((vector_size(8 * kSteps)));
 typedef float EightFloats __attribute__((vector_size(4 * kSteps)));
-typedef int8_t Bytes __attribute__((vector_size(kSteps)));
 
 REALHF_INLINE Doubles load_steps(const double* from) {
   Doubles steps;
@@ -24,11 +24,19 @@ REALHF_INLINE Doubles load_steps(const float* from) {
   return __builtin_convertvector(steps, Doubles);
 }
 
-REALHF_INLINE Longs load_steps(const bool* from) {  // all bits set where true
-  Bytes steps;
-  std::memcpy(&steps, from, sizeof steps);
-  return __builtin_convertvector(steps, Longs) != 0;
+// All bits where false, none where true. Without a comparison, whose result compilers may take apart lane by lane.
+REALHF_INLINE Longs load_falsehood(const bool* from) {
+  uint64_t bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+  const Words place = {0, 8, 16, 24, 32, 40, 48, 56};
+#else
+  const Words place = {56, 48, 40, 32, 24, 16, 8, 0};
+#endif
+  return (Longs)((((Words{} + bytes) >> place) & 1) - 1);
 }
+
+REALHF_INLINE Doubles where(const Longs& mask, const Doubles& steps) { return (Doubles)((Longs)steps & mask); }
 
 REALHF_INLINE void store_steps(double* to, const Doubles& steps) { std::memcpy(to, &steps, sizeof steps); }
 

@@ -138,8 +138,8 @@ def spans(tensor: Tensor, start: int, stop: int) -> list[Tensor]:
 def checksum(views: Sequence[Tensor], dtype: torch.dtype, weights: Tensor) -> Tensor:
     """Return ``[1] int64``: the 8-byte words of the elements, as ``dtype``, in blocks, weighted and added up.
 
-    Wraps at 64 bits. The weights, ``[W] int64``, suffice for ``W * (W - 1)`` words. They are odd, so that no change of a
-    single word goes unnoticed, and random, so that hardly any other change does.
+    Wraps at 64 bits. The weights, ``[W] int64``, suffice for ``W * (W - 1)`` words: odd, so that no change of a
+    single word goes unnoticed; random, so that hardly any other change does.
     """
     flat = torch.cat([view.reshape(-1) for view in views]) if len(views) > 1 else views[0].reshape(-1)
     flat = flat.to(dtype)

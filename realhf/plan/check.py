@@ -21,8 +21,8 @@ def strategy_problems(config: ModelConfig, strategy: ParallelStrategy) -> list[s
 
 
 def _legal_tp(config: ModelConfig, tp: int) -> bool:
-    kv = config.n_kv_heads
-    return config.n_heads % tp == 0 and (kv % tp == 0 or tp % kv == 0) and tp <= min(config.intermediate, config.vocab)
+    kv, width = config.n_kv_heads, config.expert_intermediate or config.intermediate
+    return config.n_heads % tp == 0 and (kv % tp == 0 or tp % kv == 0) and tp <= min(width, config.vocab)
 
 
 def plan_problems(graph: Graph, plan: ExecutionPlan, models: Mapping[str, ModelConfig]) -> list[str]:

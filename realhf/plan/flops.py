@@ -11,8 +11,11 @@ from realhf.api.model import ModelConfig
 def matrix_params(config: ModelConfig) -> int:
     """Weights that every token multiplies with, the head apart."""
     attention = config.hidden * config.head_dim * (2 * config.n_heads + 2 * config.n_kv_heads)
-    mlp = config.hidden * config.intermediate * (3 if config.mlp == "gated" else 2)
-    return config.n_layers * (attention + mlp)
+    routed = len(config.routed_layers)
+    width = (config.n_layers - routed) * config.intermediate
+    width += routed * config.experts_per_token * config.expert_intermediate
+    mlp = config.hidden * width * (3 if config.mlp == "gated" else 2) + routed * config.hidden * config.n_experts
+    return config.n_layers * attention + mlp
 
 
 def forward_flops(config: ModelConfig, lengths: Iterable[int], head_tokens: int | None = None) -> int:

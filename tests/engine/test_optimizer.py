@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from realhf.api.config import OptimizerConfig, Schedule
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.params import ParamSpec, whole
-from realhf.comm.parallel import Group, make_groups
+from realhf.comm.parallel import ParallelContext, make_groups
 from realhf.engine.optimizer import ShardedAdamW, learning_rate
 from realhf.models.flat import FlatParams
 
 SPECS = (ParamSpec("a", (3, 5), 0), ParamSpec("b", (7,), 0), ParamSpec("c", (4, 4), 1), ParamSpec("d", (3,), 1))
+ALONE = ParallelContext(Layout(DeviceMesh((0,)), ParallelStrategy()), 0)
 RATES = (1e-2, 3e-2, 1e-2, 5e-3, 0.0)
 
 
@@ -61,9 +63,10 @@ def ours(
 ) -> tuple[dict[str, Tensor], list[float]]:
     """The same by ShardedAdamW; every rank brings an unequal part of the gradient."""
     members = groups or tuple(range(world))
-    group = make_groups([members], rank)[members] if world > 1 else Group(members, rank)
+    groups_made = make_groups([members], rank) if world > 1 else {}
+    place = ParallelContext(Layout(DeviceMesh(members), ParallelStrategy(dp=world)), rank, groups=groups_made)
     params = flat_params(torch.float32, pad_to=world)
-    optimizer = ShardedAdamW(params, options(clip), group)
+    optimizer = ShardedAdamW(params, options(clip), place, False)
     shares = torch.arange(1.0, world + 1) / sum(range(1, world + 1))
     norms = []
     for step, lr in enumerate(RATES):
@@ -102,7 +105,7 @@ def test_several_workers_against_torch(
 def test_many_small_steps_are_not_lost_in_bfloat16() -> None:
     params = flat_params(torch.bfloat16)
     before = params.data.float()
-    optimizer = ShardedAdamW(params, OptimizerConfig(weight_decay=0.0, gradient_clipping=0.0), Group((0,), 0))
+    optimizer = ShardedAdamW(params, OptimizerConfig(weight_decay=0.0, gradient_clipping=0.0), ALONE, False)
     params.enable_grad()
     for _ in range(400):
         params.grad.fill_(1.0)
@@ -118,7 +121,7 @@ def test_many_small_steps_are_not_lost_in_bfloat16() -> None:
 def test_weight_decay_touches_matrices_alone() -> None:
     params = flat_params(torch.float32)
     before = {spec.name: params.view(spec.name).clone() for spec in SPECS}
-    optimizer = ShardedAdamW(params, OptimizerConfig(weight_decay=0.5), Group((0,), 0))
+    optimizer = ShardedAdamW(params, OptimizerConfig(weight_decay=0.5), ALONE, False)
     params.zero_grad()
     assert optimizer.step(0.1) == 0.0
     for spec in SPECS:
@@ -130,7 +133,7 @@ def test_weight_decay_touches_matrices_alone() -> None:
 def test_a_gradient_that_is_no_number_is_an_error_and_changes_nothing(bad: float) -> None:
     params = flat_params(torch.float32)
     before = params.data.clone()
-    optimizer = ShardedAdamW(params, options(1.0), Group((0,), 0))
+    optimizer = ShardedAdamW(params, options(1.0), ALONE, False)
     params.zero_grad()
     params.grad[3] = bad
     with pytest.raises(ValueError, match=f"gradient norm is {bad}.*learning rate"):

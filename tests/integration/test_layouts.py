@@ -24,6 +24,7 @@ VARIANTS = {
     "three": ["n_gpus_per_node=3"],
     "apart": [TWO, MANUAL, *(f"{call}.device_mesh={int(call in OF_CRITIC)}" for call in CALLS)],
     "lent": [TWO, "allocation_mode=actor_gen:d2,*:d1"],
+    "cut": ["n_gpus_per_node=4", "allocation_mode=actor_gen:d4,ref_inf:t2,critic_inf:p2,critic_train:t2,*:d1t2p2"],
     "turned": [TWO, MANUAL, *(f"{call}.device_mesh=1,0" for call in CALLS),
                *(f"{call}.parallel.data_parallel_size=2" for call in CALLS)],
     "small": ["actor_train.mb_spec.max_tokens_per_mb=40", "critic_train.mb_spec.n_mbs=3", "ppo.gen.max_slots=3"],
@@ -62,7 +63,7 @@ def test_the_same_seed_gives_the_same_bytes(other: str, runs: dict[str, Run]) ->
             assert (one.model(role, 3) / name).read_bytes() == (two.model(role, 3) / name).read_bytes()
 
 
-@pytest.mark.parametrize("other", ["two", "three", "apart", "lent", "turned", "small"])
+@pytest.mark.parametrize("other", ["two", "three", "apart", "lent", "cut", "turned", "small"])
 def test_the_curve_does_not_depend_on_the_layout(other: str, runs: dict[str, Run]) -> None:
     for expected, line in zip(runs["one"].curve, runs[other].curve, strict=True):
         assert line.keys() == expected.keys()

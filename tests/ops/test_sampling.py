@@ -78,7 +78,7 @@ def distribution(logits, temperature, top_k, top_p, forbid):
     weights = {i: math.exp(left[i] - left[ranked[0]]) for i in ranked}
     total, mass, kept = sum(weights.values()), 0.0, {}
     for i in ranked:
-        if mass / total < top_p - 1e-6:
+        if top_p == 1.0 or mass / total < top_p - 1e-6:
             kept[i] = weights[i]
         mass += weights[i]
     return {i: w / sum(kept.values()) for i, w in kept.items()}

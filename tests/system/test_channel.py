@@ -17,7 +17,7 @@ from realhf.base.errors import RunFailed
 from realhf.system.channel import InlineChannel, ZmqMaster, ZmqWorker, deadline, decode, encode
 
 META = BatchMeta((RowId(3, -1), RowId(3, 0)), {"tokens": ColumnMeta("int64", (0, 7))})
-CALL = Call(5, "actor_gen", 2, 1, META, {"tokens": (0, 1)}, ("tokens",), ((0,), (1,)), (0, 0), {"kl_coef": 0.1})
+CALL = Call(5, "actor_gen", 2, 1, META, {"tokens": ((0,), (1,))}, ("tokens",), ((0,), (1,)), (0, 0), {"kl_coef": 0.1})
 DONE = Done(5, 1, META, {"loss": (1.5, 3.0)}, {"kl_coef": 0.2}, {"rows": [{"a": 1}]}, (("x/Compute", 10, 20),), (9, 8))
 WAIT_S = 5.0
 
