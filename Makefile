@@ -43,6 +43,8 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/start_up.py
 	$(BIN)/python benchmarks/bench_gae.py
+	$(BIN)/python benchmarks/bench_kernels.py
+	$(BIN)/python benchmarks/bench_realloc.py
 	$(BIN)/python benchmarks/memory.py
 
 docs: $(STAMP)

@@ -17,11 +17,11 @@ from realhf.comm.shared_memory import SLOT_BYTES, Links
 
 __all__ = ["ALIGN", "Move", "Piece", "exchange"]
 
-BUCKET_BYTES = 16 << 20
-ALONE_BYTES = 1 << 20
+BUCKET_BYTES = 4 << 20
+ALONE_BYTES = 256 << 10
 """Pieces of this size make a bucket of their own: where their memory is in one run, they travel without a copy."""
-BUFFER_BYTES = 32 << 20
-"""Buckets are put on the wire ahead, while those that need memory to be packed or unpacked need no more than this."""
+BUFFER_BYTES = 8 << 20
+"""Buckets are put on the wire ahead until those that have to be packed or unpacked take this: little stays in cache."""
 
 
 @torch.no_grad()

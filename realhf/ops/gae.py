@@ -1,7 +1,6 @@
 """Generalised advantage estimation over packed rows (Schulman et al. 2016, arXiv 1506.02438, eq. 16)."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -25,12 +24,15 @@ def packed_gae(
     the dtype and no gradient is asked for, else ``packed_gae_reference``, the same in plain torch. Raises ValueError
     for empty rows, for lengths that do not add up to T and for arguments of another shape.
     """
-    _check_rows(rewards, values, lengths, bootstrap)
     kernel = native.kernel("packed_gae", values.device.type) if _kernel_fits(rewards, values) else None
     if kernel is None:
         return packed_gae_reference(rewards, values, lengths, bootstrap, gamma, lam)
-    cu_seqlens = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int64)
-    return kernel(rewards, values, cu_seqlens, bootstrap, gamma, lam)
+    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+    try:
+        return kernel(rewards, values, cu_seqlens, bootstrap, gamma, lam)
+    except RuntimeError:  # the kernel checks, faster than we can; we say what is wrong
+        _check_rows(rewards, values, lengths, bootstrap)
+        raise
 
 
 def packed_gae_reference(

@@ -14,6 +14,7 @@ from realhf.api.params import box_numel, box_shape
 from realhf.api.program import Compute, Load, Offload, Reallocate, Release, Transfer
 from realhf.base.timers import Spans
 from realhf.comm.exchange import Move, Piece, exchange
+from realhf.comm.shared_memory import Links
 from realhf.data.batch import Column, SequenceBatch
 from realhf.engine import NativeEngine
 from realhf.models.specs import param_specs, stage_layers
@@ -43,8 +44,9 @@ class Executor:
         engines: dict[tuple[str, Layout], NativeEngine],
         interfaces: dict[str, Interface],
         spans: Spans,
+        links: Links | None = None,
     ) -> None:
-        self.run, self.rank, self.device = run, rank, device
+        self.run, self.rank, self.device, self.links = run, rank, device, links
         self.engines, self.interfaces, self.spans = engines, interfaces, spans
         self.store = RowStore()
         self._realloc_plans: dict[Reallocate, tuple[BoxCopy, ...]] = {}
@@ -82,7 +84,7 @@ class Executor:
             assert isinstance(copy, RowCopy)
             self.store.put_value(copy.row, copy.key, value)
 
-        exchange(moves, self.rank, read, write, self.device)
+        exchange(moves, self.rank, read, write, self.device, links=self.links)
 
     def _reallocate(self, step: Reallocate) -> None:
         config = self.run.models[step.role]
@@ -95,8 +97,8 @@ class Executor:
             target.params.allocate()
         dtype = torch.bfloat16 if self.run.roles[step.role].spec.bf16 else torch.float32
         moves = [
-            Move(c, c.src, c.dst, Piece(dtype, box_numel(c.box))) for c in self._realloc_plans[step]
-        ]  # fmt: skip
+            Move(c, c.src, c.dst, Piece(dtype, box_numel(c.box)), (c.name, c.box)) for c in self._realloc_plans[step]
+        ]
 
         def read(copy: object) -> Tensor:
             assert isinstance(copy, BoxCopy) and source is not None
@@ -104,13 +106,14 @@ class Executor:
 
         def write(copy: object, value: Tensor) -> None:
             assert isinstance(copy, BoxCopy) and target is not None
-            shaped = value.view(box_shape(copy.box))
-            if step.eta == 1.0:
-                target.write(copy.name, copy.box, shaped)
-            else:
-                target.params.blend(copy.name, copy.box, shaped, step.eta)
+            target.params.blend(copy.name, copy.box, value.view(box_shape(copy.box)), step.eta)
 
-        exchange(moves, self.rank, read, write, self.device)
+        def place(copy: object) -> Tensor:
+            assert isinstance(copy, BoxCopy) and target is not None
+            return target.read(copy.name, copy.box)
+
+        into = place if step.eta == 1.0 else None
+        exchange(moves, self.rank, read, write, self.device, into=into, links=self.links)
 
     def _compute(self, call: Call, role: str | None, layout: Layout) -> Outcome:
         mfc = self.run.graph[call.mfc]

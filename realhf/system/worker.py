@@ -19,6 +19,7 @@ from realhf.base.errors import UserError
 from realhf.base.seeding import stable_seed
 from realhf.base.timers import Spans
 from realhf.comm.parallel import Group, ParallelContext, join, leave, make_groups, open_store
+from realhf.comm.shared_memory import Links, open_links
 from realhf.data.source import RowSource, row_fields
 from realhf.data.tokenizer import load_tokenizer
 from realhf.engine import ENGINES
@@ -37,6 +38,7 @@ class ModelWorker:
             f"cuda:{rank % max(1, torch.cuda.device_count())}" if run.device == "cuda" else "cpu"
         )
         self.store = open_store("127.0.0.1", 0, run.config.startup_timeout) if self._opens_store else None
+        self.links: Links | None = None
         self.during = "start-up"
 
     @property
@@ -90,6 +92,8 @@ class ModelWorker:
             self.during = "joining the other workers"
             join(host, port, self.rank, n_workers, run.device, run.config.call_timeout, self.store)
             groups = make_groups(groups_of(run.program), self.rank)
+            if self.device.type == "cpu":
+                self.links = open_links(self.rank, n_workers, run.config.call_timeout)
         self.during = "loading the tokenizer"
         self.tokenizer = load_tokenizer(run.tokenizer_folder)
         engines = {}
@@ -116,7 +120,7 @@ class ModelWorker:
             dp_rank = run.plan[mfc.name].layout.coord(self.rank).dp
             context = InterfaceContext(run.config.seed, self.tokenizer, run.paths.root, dp_rank)
             interfaces[mfc.name] = build_interface(mfc.interface, context)
-        self.executor = Executor(run, self.rank, self.device, engines, interfaces, self.spans)
+        self.executor = Executor(run, self.rank, self.device, engines, interfaces, self.spans, self.links)
         self.during = "reading the data"
         self.source = None
         if self.rank in run.fetchers:
@@ -165,6 +169,8 @@ class ModelWorker:
         self.send(Done(request, self.rank, spans=tuple(self.spans.take()), memory=resident_bytes(), **what))
 
     def close(self) -> None:
+        if self.links is not None:
+            self.links.close()
         leave()
 
 
