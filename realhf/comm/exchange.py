@@ -159,7 +159,7 @@ class _Buckets:
             raise RuntimeError(f"rank {rank} failed while {what}: {error}") from error
         if parcel.src != rank and bucket.whole is None:
             self.ends.arrived(parcel.parts[0])
-        elif parcel.src != rank:
+        elif parcel.src != rank and bucket.whole is not None:
             self.ends.unpack(parcel, bucket.whole)
         if bucket.whole is not None:
             self.spare.append(bucket.whole)

@@ -14,7 +14,9 @@ class Neighbours:
 
     def send(self, tensor: Tensor, rank: int) -> None:
         whole = tensor.contiguous()
-        self._under_way.append((dist.isend(whole, rank), whole))
+        work = dist.isend(whole, rank)
+        assert work is not None, "stages are never alone in their own group"
+        self._under_way.append((work, whole))
         self._under_way = [pair for pair in self._under_way if not pair[0].is_completed()]
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> Tensor:

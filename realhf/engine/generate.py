@@ -50,8 +50,8 @@ class _Decoding:
         self.row_prompts = torch.tensor([i.prompt for i in prompts.ids], device=device).repeat_interleave(n)
         self.queue = deque(range(len(prompts) * n))
         longest = max(lengths) + config.max_new_tokens
-        if longest > self.model.config.max_positions:
-            raise ValueError(f"prompt and answer may reach {longest} tokens, the model has {self.model.config.max_positions}"
+        if longest > (reach := self.model.config.max_positions):
+            raise ValueError(f"prompt and answer may reach {longest} tokens, the model has {reach}"
                              " positions; lower max_new_tokens or max_prompt_len")  # fmt: skip
         self.n_slots = min(config.max_slots, len(self.queue))
         self.cache = self.model.new_cache(self.n_slots, longest)

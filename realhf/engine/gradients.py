@@ -1,4 +1,4 @@
-"""Parameters that several workers of one replica hold: whose gradients add up, and how often each counts in the norm."""
+"""Parameters that several workers of one replica hold: whose gradients add up, how often each counts in the norm."""
 
 from collections.abc import Sequence
 

@@ -39,8 +39,8 @@ class ShardedAdamW:
         self.start, self.stop = group.index * size, (group.index + 1) * size
         mine = params.data[self.start : self.stop]
         self.master = mine if mine.dtype == torch.float32 else mine.float()
-        params.enable_grad()
-        self.grad: Tensor = params.grad if group.size == 1 else torch.empty_like(self.master)
+        self.whole_grad = params.enable_grad()
+        self.grad = self.whole_grad if group.size == 1 else torch.empty_like(self.master)
         self.first, self.second = torch.zeros_like(self.master), torch.zeros_like(self.master)
         self.steps = 0
         self._repeats = [
@@ -58,7 +58,7 @@ class ShardedAdamW:
     def step(self, lr: float) -> float:
         """Make one step with the accumulated gradient and return its global norm before clipping. Collective."""
         self.shared.add_up()
-        self.group.reduce_scatter(self.grad, self.params.grad)
+        self.group.reduce_scatter(self.grad, self.whole_grad)
         norm = self._global_norm()
         if not math.isfinite(norm):
             raise ValueError(f"the gradient norm is {norm}: lower the learning rate, or look at the rewards and data")

@@ -77,7 +77,8 @@ class PPOExperiment(ExperimentConfig):
     def roles(self) -> dict[str, RoleSpec]:
         ref = RoleSpec(self.ref)
         if not _is_given(self.ref):
-            ref = RoleSpec(replace(self.actor, gradient_checkpointing=False, offload=self.ref.offload), starts_as="actor")
+            like_actor = replace(self.actor, gradient_checkpointing=False, offload=self.ref.offload)
+            ref = RoleSpec(like_actor, starts_as="actor")
         found = {"actor": RoleSpec(self.actor), "ref": ref, **self.reward_roles()}
         if self.ppo.disable_value:
             return found

@@ -115,11 +115,12 @@ class FlatParams:
         leaf.register_post_accumulate_grad_hook(add_to_total)
         return leaf
 
-    def enable_grad(self) -> None:
-        """Allocate the gradient; leaves fetched from now on collect into it. Views fetched before stay plain."""
+    def enable_grad(self) -> Tensor:
+        """Allocate the gradient and return it. Leaves fetched from now on collect into it, earlier views stay plain."""
         if self.grad is None:
             with torch.inference_mode(False):
                 self.grad = torch.zeros(self.data.shape, device=self.data.device)
+        return self.grad
 
     def zero_grad(self) -> None:
         assert self.grad is not None, "gradients are not enabled"

@@ -30,6 +30,6 @@ def plan_problems(graph: Graph, plan: ExecutionPlan, models: Mapping[str, ModelC
     return [
         f"{mfc.name}: {plan[mfc.name].layout.strategy}: {problem}"
         for mfc in graph.mfcs
-        if mfc.role in models
+        if mfc.role is not None and mfc.role in models
         for problem in strategy_problems(models[mfc.role], plan[mfc.name].layout.strategy)
     ]

@@ -54,7 +54,7 @@ def inference_schedule(stage: int, n_stages: int, n_micro_batches: int) -> tuple
 
 
 def train_schedule(stage: int, n_stages: int, n_micro_batches: int) -> tuple[StageStep, ...]:
-    """One forward, one backward (PipeDream-flush, Narayanan et al. 2021): stage s holds at most n_stages - s of them."""
+    """One forward, one backward (PipeDream-flush, Narayanan et al. 2021): stage s holds at most n_stages - s."""
     ahead = min(n_stages - 1 - stage, n_micro_batches)
     steps = [step for i in range(ahead) for step in _forward(stage, n_stages, i)]
     for i in range(n_micro_batches):

@@ -115,7 +115,8 @@ class Master:
         self._ask(self.run.fetchers, message, what, span.step, lambda replies: RowsReady(None, span, _outputs(replies)))
 
     def _dispatch(self, span: Span, call: Call) -> None:
-        ranks = meshes_of(self.run.program[call.mfc]) | {r for held in call.holders.values() for ranks in held for r in ranks}
+        holders = {rank for held in call.holders.values() for ranks in held for rank in ranks}
+        ranks = meshes_of(self.run.program[call.mfc]) | holders
 
         def finished(replies: list[Done]) -> RowsReady:
             self.telemetry.call_done(call, replies)

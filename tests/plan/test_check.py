@@ -30,7 +30,8 @@ def test_more_stages_than_layers() -> None:
 
 def test_every_call_is_named() -> None:
     calls = tuple(MFC(n, "actor", Kind.INFERENCE, InterfaceSpec("any"), ("prompts",), (n,)) for n in ("a", "b"))
-    plan = ExecutionPlan(4, {n: Placement(Layout(DeviceMesh((0, 1, 2, 3)), ParallelStrategy(tp=4))) for n in ("a", "b")})
+    quarter = Placement(Layout(DeviceMesh((0, 1, 2, 3)), ParallelStrategy(tp=4)))
+    plan = ExecutionPlan(4, {"a": quarter, "b": quarter})
     found = plan_problems(Graph(calls), plan, {"actor": MODEL})
     assert [line.split(":")[0] for line in found] == ["a", "b"] and all("d1t4p1" in line for line in found)
     assert plan_problems(Graph(calls), plan, {}) == []
