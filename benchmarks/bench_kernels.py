@@ -99,7 +99,7 @@ def bench_softmax(dtype: torch.dtype, device: torch.device) -> None:
     logits = torch.randn(256, 32000, device=device).to(dtype)
     scratch = [logits.clone() for _ in range(3)]  # used up by what follows
     targets = torch.randint(32000, (256,), device=device)
-    given = (targets, torch.full((256,), 11.0, device=device), torch.rand(256, device=device), 0.1)
+    given = (targets, *torch.rand(3, 256, device=device), 0.1)
     show(
         f"softmax part of 256 x 32000 logits, {dtype}",
         {

@@ -60,14 +60,14 @@ REALHF_SIMD_CLONES double row_exp_sum(const scalar_t* row, int64_t size, float s
   return sum;
 }
 
-// row = -slope * e^(scale * row - normaliser)
+// row = slope * e^(scale * row - normaliser)
 template <typename scalar_t>
 REALHF_SIMD_CLONES void row_slopes(scalar_t* row, int64_t size, float scale, float normaliser, float slope) {
   int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) store(row + i, exponential(load(row + i) * scale - normaliser) * -slope);
+  for (; i + kLanes <= size; i += kLanes) store(row + i, exponential(load(row + i) * scale - normaliser) * slope);
   if (i < size) {
     scalar_t end[kLanes];
-    store(end, exponential(load_some(row + i, size - i, Lowest<scalar_t>::value) * scale - normaliser) * -slope);
+    store(end, exponential(load_some(row + i, size - i, Lowest<scalar_t>::value) * scale - normaliser) * slope);
     std::memcpy(row + i, end, (size - i) * sizeof(scalar_t));
   }
 }
@@ -98,17 +98,16 @@ void stats(const Tensor& logits, const int64_t* targets, float scale, float* lar
 }
 
 template <typename scalar_t>
-void slopes(Tensor& logits, const int64_t* targets, const float* normalisers, const float* grads, float scale) {
+void slopes(Tensor& logits, const int64_t* targets, const float* normalisers, const float* logprobs,
+            const float* grads, float scale) {
   auto* all = static_cast<scalar_t*>(logits.mutable_data_ptr());
   const int64_t size = logits.size(1);
   torch::stable::parallel_for(0, logits.size(0), rows_per_task(logits), [&](int64_t first, int64_t stop) {
     for (int64_t i = first; i < stop; ++i) {
       scalar_t* row = all + i * size;
-      const bool held = targets[i] >= 0 && targets[i] < size;
-      const float logit = held ? value_of(row[targets[i]]) * scale : 0.0f;
       const float slope = grads[i] * scale;
-      row_slopes(row, size, scale, normalisers[i], slope);
-      if (held) assign(row + targets[i], slope - slope * std::exp(logit - normalisers[i]));
+      row_slopes(row, size, scale, normalisers[i], -slope);
+      if (targets[i] >= 0 && targets[i] < size) assign(row + targets[i], -slope * std::expm1(logprobs[i]));
     }
   });
 }
@@ -125,18 +124,17 @@ std::tuple<Tensor, Tensor, Tensor> logit_stats_cpu(const Tensor& logits, const T
   return {largest, sums, picked};
 }
 
-void logit_slopes_cpu(Tensor logits, const Tensor& targets, const Tensor& normalisers, const Tensor& grads,
-                      double scale) {
+void logit_slopes_cpu(Tensor logits, const Tensor& targets, const Tensor& normalisers, const Tensor& logprobs,
+                      const Tensor& grads, double scale) {
   check_logits("logit_slopes_", logits, targets);
-  check_per_row("logit_slopes_", normalisers, targets);
-  check_per_row("logit_slopes_", grads, targets);
+  for (const Tensor* given : {&normalisers, &logprobs, &grads}) check_per_row("logit_slopes_", *given, targets);
   STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Float || logits.scalar_type() == ScalarType::BFloat16,
                   "logit_slopes_: logits must be float32 or bfloat16");
   const Tensor wanted = torch::stable::contiguous(targets), shifts = torch::stable::contiguous(normalisers),
-               weights = torch::stable::contiguous(grads);
+               chosen = torch::stable::contiguous(logprobs), weights = torch::stable::contiguous(grads);
   const auto run = logits.scalar_type() == ScalarType::Float ? slopes<float> : slopes<BFloat16>;
-  run(logits, wanted.const_data_ptr<int64_t>(), shifts.const_data_ptr<float>(), weights.const_data_ptr<float>(),
-      static_cast<float>(scale));
+  run(logits, wanted.const_data_ptr<int64_t>(), shifts.const_data_ptr<float>(), chosen.const_data_ptr<float>(),
+      weights.const_data_ptr<float>(), static_cast<float>(scale));
 }
 
 }  // namespace
@@ -146,7 +144,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(realhf, library) {
   library.def(
       "logit_stats(Tensor logits, Tensor targets, float scale) -> (Tensor largest, Tensor exp_sums, Tensor picked)");
   library.def(
-      "logit_slopes_(Tensor(a!) logits, Tensor targets, Tensor normalisers, Tensor grads, float scale) -> ()");
+      "logit_slopes_(Tensor(a!) logits, Tensor targets, Tensor normalisers, Tensor logprobs, Tensor grads,"
+      " float scale) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(realhf, CPU, library) {

@@ -56,15 +56,15 @@ __global__ void stats(const scalar_t* logits, const int64_t* targets, int64_t si
 }
 
 template <typename scalar_t>
-__global__ void slopes(scalar_t* logits, const int64_t* targets, const float* normalisers, const float* grads,
-                       int64_t size, float scale) {
+__global__ void slopes(scalar_t* logits, const int64_t* targets, const float* normalisers, const float* logprobs,
+                       const float* grads, int64_t size, float scale) {
   const int64_t row = blockIdx.x;
   logits += row * size;
   const int64_t target = targets[row];
   const float slope = grads[row] * scale, normaliser = normalisers[row];
   for (int64_t i = threadIdx.x; i < size; i += kThreads) {
-    const float falling = -slope * expf(value_of(logits[i]) * scale - normaliser);
-    assign(logits[i], i == target ? slope + falling : falling);
+    const float less = i == target ? expm1f(logprobs[row]) : expf(value_of(logits[i]) * scale - normaliser);
+    assign(logits[i], -slope * less);
   }
 }
 
@@ -100,20 +100,20 @@ std::tuple<Tensor, Tensor, Tensor> logit_stats_cuda(const Tensor& logits, const 
   return {largest, sums, picked};
 }
 
-void logit_slopes_cuda(Tensor logits, const Tensor& targets, const Tensor& normalisers, const Tensor& grads,
-                       double scale) {
+void logit_slopes_cuda(Tensor logits, const Tensor& targets, const Tensor& normalisers,
+                       const Tensor& logprobs, const Tensor& grads, double scale) {
   check_logits("logit_slopes_", logits, targets);
-  check_per_row("logit_slopes_", normalisers, targets);
-  check_per_row("logit_slopes_", grads, targets);
+  for (const Tensor* given : {&normalisers, &logprobs, &grads}) check_per_row("logit_slopes_", *given, targets);
   if (targets.numel() == 0) return;
   const Tensor wanted = torch::stable::contiguous(targets), shifts = torch::stable::contiguous(normalisers),
-               weights = torch::stable::contiguous(grads);
+               chosen = torch::stable::contiguous(logprobs), weights = torch::stable::contiguous(grads);
   const Launch on(logits);
   for_type("logit_slopes_", logits, [&](auto* type) {
     using scalar_t = std::remove_pointer_t<decltype(type)>;
     slopes<<<static_cast<unsigned>(targets.numel()), kThreads, 0, on.stream()>>>(
         static_cast<scalar_t*>(logits.mutable_data_ptr()), wanted.const_data_ptr<int64_t>(),
-        shifts.const_data_ptr<float>(), weights.const_data_ptr<float>(), logits.size(1), static_cast<float>(scale));
+        shifts.const_data_ptr<float>(), chosen.const_data_ptr<float>(), weights.const_data_ptr<float>(), logits.size(1),
+        static_cast<float>(scale));
   });
   on.check("logit_slopes_");
 }

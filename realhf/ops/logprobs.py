@@ -47,8 +47,7 @@ class _PackedLogprobs(torch.autograd.Function):
     ) -> Tensor:
         targets = targets - cut.start
         count = targets.numel()
-        logps = torch.empty(count, device=hidden.device)
-        normalisers = torch.empty(count, device=hidden.device)
+        logps, normalisers = torch.empty(2, count, device=hidden.device)
         buffer = weight.new_empty(min(chunk, count), weight.shape[0])
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
@@ -57,14 +56,14 @@ class _PackedLogprobs(torch.autograd.Function):
             of_all = cut.all_max(largest.clone())
             sums, picked = cut.all_sum(torch.stack([sums * (largest - of_all).exp(), picked]))
             normalisers[part] = sums.log() + of_all
-            logps[part] = picked - normalisers[part]
-        ctx.save_for_backward(hidden, weight, targets, normalisers)
+            logps[part] = (picked - of_all) - sums.log()
+        ctx.save_for_backward(hidden, weight, targets, normalisers, logps)
         ctx.scale, ctx.chunk, ctx.softcap = scale, chunk, softcap
         return logps
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
-        hidden, weight, targets, normalisers = ctx.saved_tensors
+        hidden, weight, targets, normalisers, logps = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
         grad_weight = torch.zeros(weight.shape, device=weight.device) if need_weight else None
@@ -74,7 +73,8 @@ class _PackedLogprobs(torch.autograd.Function):
             x = hidden[rows]
             logits = _capped_(_product(x, weight, buffer), ctx.softcap)
             steepness = 1 - (logits / ctx.softcap).square_() if ctx.softcap else None
-            slopes = logit_slopes_(logits, targets[rows], normalisers[rows], grad[rows].float(), ctx.scale)
+            per_row = (targets[rows], normalisers[rows], logps[rows], grad[rows].float())
+            slopes = logit_slopes_(logits, *per_row, ctx.scale)
             if steepness is not None:
                 slopes = slopes.mul_(steepness)
             if grad_hidden is not None:
@@ -104,27 +104,32 @@ def logit_stats_reference(logits: Tensor, targets: Tensor, scale: float) -> tupl
     return largest, x.sub_(largest[:, None]).exp_().sum(-1), picked
 
 
-def logit_slopes_(logits: Tensor, targets: Tensor, normalisers: Tensor, grads: Tensor, scale: float) -> Tensor:
-    """Turn logits (``[n, V]``) into the gradient, in them, of ``grads . (x[target] - normalisers)``; return them.
+def logit_slopes_(
+    logits: Tensor, targets: Tensor, normalisers: Tensor, logprobs: Tensor, grads: Tensor, scale: float
+) -> Tensor:
+    """Turn logits (``[n, V]``) into the gradient, in them, of ``grads . log softmax(x)[target]``; return them.
 
-    ``x = scale * logits`` and ``normalisers`` (``[n]`` float32) is log(sum(exp(x))) over the whole vocabulary, of
-    which ``logits`` may be a part; ``targets`` as for ``logit_stats``, ``grads`` ``[n]`` float32.
+    ``x = scale * logits``, ``normalisers`` is log(sum(exp(x))) over the whole vocabulary, of which ``logits`` may be a
+    part, and ``targets`` are as for ``logit_stats``. The gradient at a target is ``1 - p`` from its ``logprobs``: the
+    logits, computed again in another chunk, differ in their last bits, all that is left of it where p is next to 1.
+    ``normalisers``, ``logprobs`` and ``grads`` are ``[n]`` float32.
     """
     kernel = native.kernel("logit_slopes_", logits.device.type) if _kernel_fits(logits) else None
     if kernel is None:
-        return logit_slopes_reference_(logits, targets, normalisers, grads, scale)
-    kernel(logits, targets, normalisers, grads, scale)
+        return logit_slopes_reference_(logits, targets, normalisers, logprobs, grads, scale)
+    kernel(logits, targets, normalisers, logprobs, grads, scale)
     return logits
 
 
 def logit_slopes_reference_(
-    logits: Tensor, targets: Tensor, normalisers: Tensor, grads: Tensor, scale: float
+    logits: Tensor, targets: Tensor, normalisers: Tensor, logprobs: Tensor, grads: Tensor, scale: float
 ) -> Tensor:
     """Do what ``logit_slopes_`` does in plain torch."""
     local, held = _held(targets, logits.shape[1])
-    ours = (grads * scale)[:, None]
-    slopes = logits.float().mul_(scale).sub_(normalisers[:, None]).exp_().mul_(-ours)
-    slopes.scatter_add_(1, local[:, None], ours * held[:, None])
+    ours = grads * scale
+    slopes = logits.float().mul_(scale).sub_(normalisers[:, None]).exp_().mul_(-ours[:, None])
+    at_target = torch.where(held, -ours * logprobs.expm1(), slopes.gather(1, local[:, None])[:, 0])
+    slopes.scatter_(1, local[:, None], at_target[:, None])
     return slopes if slopes.dtype == logits.dtype else logits.copy_(slopes)
 
 

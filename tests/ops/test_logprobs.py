@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from realhf.ops import native
@@ -35,6 +35,7 @@ def all_at_once(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tenso
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 20), st.integers(1, 30), st.integers(1, 8), st.sampled_from([0.5, 1.0, 1.7]))
+@example(14, 5, 2, 0.5)  # a probability next to 1, whose logits come out otherwise in the backward pass
 def test_values_and_gradients_are_exact(count: int, vocab: int, chunk: int, temperature: float) -> None:
     hidden, weight, targets = problem(count, vocab)
     slopes = torch.randn(count) * (torch.rand(count) < 0.6)
@@ -159,12 +160,13 @@ def test_memory_is_an_eighth_of_all_logits_at_most() -> None:
 
 
 def chunk(count: int, vocab: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """Logits, targets of which some are held elsewhere, normalisers and gradients."""
+    """Logits, targets of which some are held elsewhere, normalisers over more logits, logprobs and gradients."""
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(count, vocab, generator=generator) * 4).to(dtype)
     targets = torch.randint(-2, vocab + 2, (count,), generator=generator)
     normalisers = logits.float().logsumexp(-1) + torch.rand(count, generator=generator)
-    return logits, targets, normalisers, torch.randn(count, generator=generator)
+    logprobs, grads = torch.randn(2, count, generator=generator)
+    return logits, targets, normalisers, -logprobs.abs(), grads
 
 
 @settings(max_examples=40, deadline=None)
@@ -179,14 +181,15 @@ def test_both_passes_agree_with_their_twins(
     count: int, vocab: int, scale: float, precision: tuple[torch.dtype, float], seed: int
 ) -> None:
     dtype, tolerance = precision
-    logits, targets, normalisers, grads = chunk(count, vocab, dtype, seed)
+    logits, *rest = chunk(count, vocab, dtype, seed)
+    targets = rest[0]
     for a, b in zip(
         logit_stats(logits.clone(), targets, scale), logit_stats_reference(logits.clone(), targets, scale), strict=True
     ):
         assert a.dtype == torch.float32
         torch.testing.assert_close(a, b, rtol=3e-6, atol=1e-6)
-    got = logit_slopes_(logits.clone(), targets, normalisers, grads, scale)
-    want = logit_slopes_reference_(logits.clone().float(), targets, normalisers, grads, scale)
+    got = logit_slopes_(logits.clone(), *rest, scale)
+    want = logit_slopes_reference_(logits.clone().float(), *rest, scale)
     assert got.dtype == dtype
     torch.testing.assert_close(got.float(), want, rtol=max(tolerance, 3e-6), atol=1e-6)
 
@@ -216,27 +219,28 @@ def test_the_schemas_hold_and_refuse_what_does_not_fit() -> None:
     stats, slopes = native.kernel("logit_stats", "cpu"), native.kernel("logit_slopes_", "cpu")
     if stats is None or slopes is None:
         pytest.skip("NATIVE KERNELS NOT BUILT")
-    logits, targets, normalisers, grads = chunk(3, 20, torch.float32)
+    logits, targets, normalisers, logprobs, grads = chunk(3, 20, torch.float32)
     torch.library.opcheck(stats, (logits, targets, 0.5))
-    torch.library.opcheck(slopes, (logits.clone(), targets, normalisers, grads, 0.5))
+    torch.library.opcheck(slopes, (logits.clone(), targets, normalisers, logprobs, grads, 0.5))
     with pytest.raises(RuntimeError, match="must be float32 or bfloat16"):
         stats(logits.double(), targets, 1.0)
     with pytest.raises(RuntimeError, match=r"targets must be \[3\] int64"):
         stats(logits, targets[:2], 1.0)
     with pytest.raises(RuntimeError, match="contiguous"):
-        slopes(logits.t(), targets, normalisers, grads, 1.0)
+        slopes(logits.t(), targets, normalisers, logprobs, grads, 1.0)
     with pytest.raises(RuntimeError, match=r"must be \[3\] float32"):
-        slopes(logits, targets, normalisers.double(), grads, 1.0)
+        slopes(logits, targets, normalisers, logprobs.double(), grads, 1.0)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 1e-2)])
 def test_cuda_agrees_with_the_twins_on_the_cpu(dtype: torch.dtype, tolerance: float) -> None:
-    logits, targets, normalisers, grads = chunk(9, 1501, dtype)
+    logits, *rest = chunk(9, 1501, dtype)
+    targets = rest[0]
     got = logit_stats(logits.cuda(), targets.cuda(), 0.7)
     for a, b in zip(got, logit_stats_reference(logits.clone(), targets, 0.7), strict=True):
         torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-5)
-    slopes = logit_slopes_(logits.cuda(), targets.cuda(), normalisers.cuda(), grads.cuda(), 0.7)
-    want = logit_slopes_reference_(logits.clone().float(), targets, normalisers, grads, 0.7)
+    slopes = logit_slopes_(logits.cuda(), *(x.cuda() for x in rest), 0.7)
+    want = logit_slopes_reference_(logits.clone().float(), *rest, 0.7)
     torch.testing.assert_close(slopes.cpu().float(), want, rtol=tolerance, atol=1e-5)
