@@ -22,6 +22,9 @@ def main(arguments: list[str]) -> None:
         print(f"extra {extra:<8}{_version(name)}")
     import torch
 
+    from realhf.ops import native
+
+    print(f"kernels       {' '.join(native.kernels()) or 'none: the plain-torch twins run'}")
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(i)
