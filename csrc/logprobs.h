@@ -22,7 +22,8 @@ inline void check_logits(const char* name, const Tensor& logits, const Tensor& t
 inline void check_per_row(const char* name, const Tensor& given, const Tensor& targets) {
   STD_TORCH_CHECK(given.dim() == 1 && given.numel() == targets.numel() && given.scalar_type() == ScalarType::Float &&
                       given.device() == targets.device(),
-                  name, ": normalisers, logprobs and grads must be [", targets.numel(), "] float32 on the device of logits");
+                  name, ": normalisers, logprobs and grads must be [", targets.numel(),
+                  "] float32 on the device of logits");
 }
 
 inline Tensor empty_per_row(const Tensor& targets) {

@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> None:
     for name in LIBRARIES:
         print(f"{name:<13} {_version(name)}")
     for extra, name in EXTRAS.items():
-        print(f"extra {extra:<8}{_version(name)}")
+        print(f"extra {extra:<8} {_version(name)}")
     import torch
 
     from realhf.ops import native

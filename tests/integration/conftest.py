@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -77,6 +78,11 @@ class Started:
             time.sleep(0.05)
 
 
+def hear_interrupts() -> None:
+    """A shell's background jobs, and so what they start, ignore Ctrl-C; a user's terminal does not."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(experiment: str, folder: Path, words: Sequence[str]) -> Started:
     """Start ``realhf quickstart`` with its run in ``folder/t/trial``."""
     common = [f"fileroot={folder}", "experiment_name=t", "trial_name=trial", "device=cpu", "threads_per_worker=1"]
@@ -87,6 +93,7 @@ def start(experiment: str, folder: Path, words: Sequence[str]) -> Started:
         text=True,
         cwd=REPOSITORY,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=hear_interrupts,
     )
     return Started(process, folder / "t" / "trial")
 
