@@ -31,7 +31,7 @@ from realhf.comm.parallel import join, leave, open_store
 from realhf.comm.shared_memory import Links, open_links
 from realhf.models.flat import FlatParams
 from realhf.models.specs import param_specs, stage_layers
-from realhf.plan.realloc import BoxCopy, plan_realloc, shard_of
+from realhf.plan.realloc import BoxCopy, copies_of, plan_realloc, shard_of
 
 CONFIG = ModelConfig("llama", 12, 768, 12, 12, 64, 2048, 32000, 1024, tied_embedding=True)
 PAIRS = {
@@ -115,7 +115,7 @@ def ways_of(pair: str, rank: int, links: Links, shared: dict[int, Tensor]) -> tu
     """Return what is timed for a pair of layouts, and the plan."""
     src, dst = map(layout, pair.split(" -> "))
     source, target = shard(src, rank), shard(dst, rank)
-    copies = plan_realloc(param_specs(CONFIG), stages, src, dst)
+    copies = tuple(copies_of(plan_realloc(param_specs(CONFIG), stages, src, dst)))
     moves = [Move(c, c.src, c.dst, Piece(torch.float32, box_numel(c.box)), (c.name, c.box)) for c in copies]
 
     def read(copy: object) -> Tensor:

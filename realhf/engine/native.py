@@ -27,7 +27,7 @@ from realhf.models.flat import FlatParams
 from realhf.models.hf import init_random, load_hf, save_hf
 from realhf.models.specs import param_specs, stage_layers
 from realhf.models.transformer import Transformer
-from realhf.plan.realloc import BoxCopy, plan_realloc, shard_of
+from realhf.plan.realloc import BoxCopy, copies_of, plan_realloc, shard_of
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ class NativeEngine:
         replica = [rank for rank in self.context.layout.mesh.ranks if self.context.layout.coord(rank).dp == 0]
         strategy = self.context.layout.strategy
         source = Layout(DeviceMesh(tuple(replica)), ParallelStrategy(1, strategy.tp, strategy.pp))
-        copies = plan_realloc(specs, lambda pp: stage_layers(self.config, pp), source, target)
-        moves = [Move(c, c.src, c.dst, Piece(self.params.data.dtype, box_numel(c.box))) for c in copies]
+        routes = plan_realloc(specs, lambda pp: stage_layers(self.config, pp), source, target)
+        moves = [Move(c, c.src, c.dst, Piece(self.params.data.dtype, box_numel(c.box))) for c in copies_of(routes)]
 
         def read(copy: object) -> Tensor:
             assert isinstance(copy, BoxCopy)

@@ -1,13 +1,17 @@
 """Which box of which parameter must move from which worker to which, from any layout to any other."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
-from realhf.api.layout import Layout
+from realhf.api.layout import Coord, Layout
 from realhf.api.params import Box, ParamSpec, box_numel, intersect, shard_box
 
 Stages = Callable[[int], Sequence[range]]
 """From a number of pipeline stages to the layers of each."""
+
+Part = tuple[str, Box]
+"""A box, in global coordinates, of a named parameter."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,28 @@ class BoxCopy:
     dst: int
 
 
+@dataclass(frozen=True)
+class Route:
+    """Parts that worker ``src`` sends to each of ``dsts`` alike; ``(src,)`` alone is a local copy."""
+
+    src: int
+    dsts: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements that each receiver gets."""
+        return sum(box_numel(box) for _, box in self.parts)
+
+    def copies(self) -> Iterator[BoxCopy]:
+        return (BoxCopy(name, box, self.src, dst) for name, box in self.parts for dst in self.dsts)
+
+
+def copies_of(routes: Sequence[Route]) -> Iterator[BoxCopy]:
+    """Return every copy of every route, those of the same part one after the other."""
+    return (copy for route in routes for copy in route.copies())
+
+
 def shard_of(specs: Sequence[ParamSpec], stages: Stages, layout: Layout, rank: int) -> dict[str, Box]:
     """Return the boxes that a worker holds in a layout."""
     at, strategy = layout.coord(rank), layout.strategy
@@ -29,23 +55,102 @@ def shard_of(specs: Sequence[ParamSpec], stages: Stages, layout: Layout, rank: i
 
 def plan_realloc(
     specs: Sequence[ParamSpec], stages: Stages, src: Layout, dst: Layout, node_size: int = 1 << 30
-) -> tuple[BoxCopy, ...]:
-    """Return the copies that fill layout ``dst`` from layout ``src``; each destination receives what it lacks once.
+) -> tuple[Route, ...]:
+    """Return the routes that fill layout ``dst`` from layout ``src``; each destination receives what it lacks once.
 
-    The sender of a box is the worker itself where it holds it, else a worker of its node, else any; among equals the
-    one with the least elements to send so far.
+    The sender of a part is the worker itself where it holds it, else workers of its node, else any. Where several hold
+    it they share the work: a part goes from one of them to all receivers of a node at once, so that memory they share
+    is written once. Workers that differ in their data-parallel rank alone hold and need the same, which is why the time
+    to plan grows with parameters and with workers, but not with their product.
     """
-    held = {rank: shard_of(specs, stages, src, rank) for rank in src.mesh.ranks}
-    load = dict.fromkeys(src.mesh.ranks, 0)
-    copies = []
-    for rank in dst.mesh.ranks:
-        for name, need in shard_of(specs, stages, dst, rank).items():
-            parts: dict[Box, list[int]] = {}
-            for holder, boxes in held.items():
-                if name in boxes and (part := intersect(boxes[name], need)) is not None:
-                    parts.setdefault(part, []).append(holder)
-            for part, holders in parts.items():  # shards are alike or disjoint, so these are too
-                sender = min(holders, key=lambda h: (h != rank, h // node_size != rank // node_size, load[h], h))
-                load[sender] += box_numel(part) * (sender != rank)
-                copies.append(BoxCopy(name, part, sender, rank))
-    return tuple(copies)
+    routes: list[Route] = []
+    for (holding, needing), parts in _parts(specs, stages, src, dst).items():
+        holders = [src.rank(Coord(p, d, t)) for d in range(src.strategy.dp) for p, t in holding]
+        needers = [dst.rank(Coord(p, d, t)) for d in range(dst.strategy.dp) for p, t in needing]
+        routes += _routes(tuple(parts), holders, needers, node_size)
+    return tuple(routes)
+
+
+Seats = tuple[tuple[int, int], ...]
+"""(stage, tensor rank) of all that hold the same box; every data-parallel rank has one."""
+
+
+def _parts(
+    specs: Sequence[ParamSpec], stages: Stages, src: Layout, dst: Layout
+) -> dict[tuple[Seats, Seats], list[Part]]:
+    """Sort what must move by who holds and who needs it."""
+    src_layers, dst_layers = stages(src.strategy.pp), stages(dst.strategy.pp)
+    found: dict[tuple[Seats, Seats], list[Part]] = {}
+    for spec in specs:
+        held_by = [p for p, layers in enumerate(src_layers) if spec.is_in(layers)]
+        needed_by = [p for p, layers in enumerate(dst_layers) if spec.is_in(layers)]
+        cut = _common(spec.shape, spec.tp_dim, spec.tp_units, src.strategy.tp, dst.strategy.tp)
+        for holding, needing, box in cut:
+            seats = tuple((p, t) for p in held_by for t in holding), tuple((p, t) for p in needed_by for t in needing)
+            found.setdefault(seats, []).append((spec.name, box))
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _common(
+    shape: tuple[int, ...], tp_dim: int | None, tp_units: int, src_tp: int, dst_tp: int
+) -> tuple[tuple[tuple[int, ...], tuple[int, ...], Box], ...]:
+    """Return (tensor ranks that hold it, tensor ranks that need it, box) for all common parts of two cuts."""
+    spec = ParamSpec("", shape, 0, tp_dim, tp_units)
+    held: dict[Box, list[int]] = {}
+    needed: dict[Box, list[int]] = {}
+    for boxes, tp in ((held, src_tp), (needed, dst_tp)):
+        for t in range(tp):
+            boxes.setdefault(shard_box(spec, tp, t), []).append(t)
+    return tuple(
+        (tuple(holding), tuple(needing), part)
+        for mine, holding in held.items()
+        for yours, needing in needed.items()
+        if (part := intersect(mine, yours)) is not None
+    )
+
+
+def _routes(parts: tuple[Part, ...], holders: list[int], needers: list[int], node_size: int) -> list[Route]:
+    """Choose the senders of parts that all ``holders`` hold and all ``needers`` need."""
+    have = set(holders)
+    near: dict[int, list[int]] = {}
+    for rank in holders:
+        near.setdefault(rank // node_size, []).append(rank)
+    routes = [Route(rank, (rank,), parts) for rank in needers if rank in have]
+    lacking: dict[int, list[int]] = {}
+    for rank in needers:
+        if rank not in have:
+            lacking.setdefault(rank // node_size, []).append(rank)
+    far = [node for node in lacking if node not in near]
+    for node, receivers in lacking.items():
+        senders = near.get(node) or _share(holders, far.index(node), len(far))
+        chunks = _chunks(parts, len(senders))
+        routes += [Route(src, tuple(receivers), some) for src, some in zip(senders, chunks, strict=False)]
+    return routes
+
+
+def _share(holders: list[int], index: int, n_shares: int) -> list[int]:
+    """Return the holders that serve the ``index``-th of ``n_shares`` nodes: an equal share, one at the least."""
+    start = index * len(holders) // n_shares
+    return holders[start : max(start + 1, (index + 1) * len(holders) // n_shares)]
+
+
+def _chunks(parts: tuple[Part, ...], n: int) -> list[tuple[Part, ...]]:
+    """Cut parts into at most ``n`` runs of equal size, but for a row of a matrix on either side of a cut."""
+    total = sum(box_numel(box) for _, box in parts)
+    chunks: list[list[Part]] = [[]]
+    done = 0
+    for name, box in parts:
+        rest, wide = box, box_numel(box[1:])
+        while len(chunks) < n and done + box_numel(rest) > (goal := len(chunks) * total // n):
+            (start, stop), *others = rest
+            cut = min(stop, start + (-(-(goal - done) // wide) if others else stop))  # vectors are not worth a cut
+            if start < cut:
+                chunks[-1].append((name, ((start, cut), *others)))
+                done += (cut - start) * wide
+            chunks.append([])
+            rest = ((cut, stop), *others)
+        if box_numel(rest):
+            chunks[-1].append((name, rest))
+            done += box_numel(rest)
+    return [tuple(chunk) for chunk in chunks if chunk]

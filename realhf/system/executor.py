@@ -18,7 +18,7 @@ from realhf.comm.shared_memory import Links
 from realhf.data.batch import Column, SequenceBatch
 from realhf.engine import NativeEngine
 from realhf.models.specs import param_specs, stage_layers
-from realhf.plan.realloc import BoxCopy, plan_realloc
+from realhf.plan.realloc import BoxCopy, copies_of, plan_realloc
 from realhf.plan.transfer import RowCopy, plan_transfer, stored_as
 from realhf.system.run import RunSpec
 from realhf.system.store import RowStore
@@ -49,7 +49,7 @@ class Executor:
         self.run, self.rank, self.device, self.links = run, rank, device, links
         self.engines, self.interfaces, self.spans = engines, interfaces, spans
         self.store = RowStore()
-        self._realloc_plans: dict[Reallocate, tuple[BoxCopy, ...]] = {}
+        self._moves: dict[Reallocate, list[Move]] = {}
 
     def execute(self, call: Call) -> Outcome:
         """Run the program of the call's MFC, instruction by instruction."""
@@ -87,18 +87,12 @@ class Executor:
         exchange(moves, self.rank, read, write, self.device, links=self.links)
 
     def _reallocate(self, step: Reallocate) -> None:
-        config = self.run.models[step.role]
-        if step not in self._realloc_plans:
-            specs = param_specs(config)
-            self._realloc_plans[step] = plan_realloc(specs, lambda pp: stage_layers(config, pp), step.src, step.dst)
+        if step not in self._moves:
+            self._moves[step] = self._plan_moves(step)
         source = self.engines.get((step.role, step.src))
         target = self.engines.get((step.target, step.dst))
         if target is not None:
             target.params.allocate()
-        dtype = torch.bfloat16 if self.run.roles[step.role].spec.bf16 else torch.float32
-        moves = [
-            Move(c, c.src, c.dst, Piece(dtype, box_numel(c.box)), (c.name, c.box)) for c in self._realloc_plans[step]
-        ]
 
         def read(copy: object) -> Tensor:
             assert isinstance(copy, BoxCopy) and source is not None
@@ -113,7 +107,18 @@ class Executor:
             return target.read(copy.name, copy.box)
 
         into = place if step.eta == 1.0 else None
-        exchange(moves, self.rank, read, write, self.device, into=into, links=self.links)
+        exchange(self._moves[step], self.rank, read, write, self.device, into=into, links=self.links)
+
+    def _plan_moves(self, step: Reallocate) -> list[Move]:
+        """Return what this worker sends, receives, or sees pass by in the memory it shares with others."""
+        config = self.run.models[step.role]
+        node_size = self.run.config.n_gpus_per_node
+        specs = param_specs(config)
+        routes = plan_realloc(specs, lambda pp: stage_layers(config, pp), step.src, step.dst, node_size)
+        near = {self.rank, *(self.links.peers if self.links else ())}
+        ours = [route for route in routes if route.src in near or self.rank in route.dsts]
+        dtype = torch.bfloat16 if self.run.roles[step.role].spec.bf16 else torch.float32
+        return [Move(c, c.src, c.dst, Piece(dtype, box_numel(c.box)), (c.name, c.box)) for c in copies_of(ours)]
 
     def _compute(self, call: Call, role: str | None, layout: Layout) -> Outcome:
         mfc = self.run.graph[call.mfc]

@@ -14,7 +14,7 @@ from realhf.comm.exchange import Move, Piece, exchange
 from realhf.comm.shared_memory import open_links
 from realhf.models.flat import FlatParams
 from realhf.models.specs import param_specs, stage_layers
-from realhf.plan.realloc import BoxCopy, plan_realloc, shard_of
+from realhf.plan.realloc import BoxCopy, copies_of, plan_realloc, shard_of
 
 CONFIG = ModelConfig("llama", 2, 32, 4, 2, 8, 48, 40, 64, tied_embedding=True)
 SPECS = param_specs(CONFIG)
@@ -83,7 +83,7 @@ def all_pairs(rank: int, world: int, hosts: tuple[str, ...], in_place: bool, ver
         source = shard(src, rank, values)
         for dst in LAYOUTS:
             target = shard(dst, rank, None)
-            copies = plan_realloc(SPECS, stages, src, dst)
+            copies = tuple(copies_of(plan_realloc(SPECS, stages, src, dst)))
             moves = [Move(c, c.src, c.dst, Piece(torch.float32, box_numel(c.box)), (c.name, c.box)) for c in copies]
 
             def read(copy: BoxCopy, source: FlatParams | None = source) -> Tensor:

@@ -151,7 +151,7 @@ def borrow_twice(rank: int, world: int, folder: Path, home: tuple[int, ...], awa
             else:
                 keeper.params.data.add_(1.0)
     bytes_left = borrower.params.data.untyped_storage().nbytes() if borrower is not None else 0
-    return {"seen": look.seen, "had": had, "left": bytes_left, "plans": len(executor._realloc_plans)}
+    return {"seen": look.seen, "had": had, "left": bytes_left, "plans": len(executor._moves)}
 
 
 @pytest.mark.dist
