@@ -33,7 +33,7 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Call:
-    """Run the program of ``mfc`` on the rows of ``inputs``.
+    """Bring the rows of ``inputs`` to where ``mfc`` runs; ``Run`` with the same number starts it.
 
     ``request`` is numbered by whoever sends it. ``holders[key][i]`` are ranks that hold row ``inputs.ids[i]`` of
     ``key``; ``shared`` names the keys that are held once per prompt; ``assignment[d]`` lists the rows of data-parallel
@@ -51,6 +51,13 @@ class Call:
     assignment: tuple[tuple[int, ...], ...]
     minibatches: tuple[int, ...]
     state: State
+
+
+@dataclass(frozen=True)
+class Run:
+    """Carry out the rest of the program of a call, whose rows are here."""
+
+    request: int
 
 
 @dataclass(frozen=True)
@@ -128,5 +135,5 @@ class Failed:
     user_error: bool = False
 
 
-ToWorker = Start | Fetch | Call | Collect | Save | Drop | Stop
+ToWorker = Start | Fetch | Call | Run | Collect | Save | Drop | Stop
 ToMaster = Hello | Ready | Done | Failed

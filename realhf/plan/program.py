@@ -18,10 +18,12 @@ def compile_program(graph: Graph, plan: ExecutionPlan) -> Program:
 
 
 def _instructions(mfc: MFC, graph: Graph, plan: ExecutionPlan) -> tuple[Instruction, ...]:
+    """Rows come first: who holds them gives them away before it turns to work of its own."""
     layout = plan[mfc.name].layout
-    work: list[Instruction] = [Transfer(mfc.inputs, layout), Compute(mfc.name, mfc.role, layout)]
+    rows = Transfer(mfc.inputs, layout)
+    work: list[Instruction] = [Compute(mfc.name, mfc.role, layout)]
     if mfc.role is None:
-        return tuple(work)
+        return (rows, *work)
     source = home(graph, plan, mfc.role)
     if source != layout:
         work = [Reallocate(mfc.role, source, mfc.role, layout), *work, Release(mfc.role, layout)]
@@ -31,7 +33,7 @@ def _instructions(mfc: MFC, graph: Graph, plan: ExecutionPlan) -> tuple[Instruct
             work.append(Reallocate(sync.source, ends[0], sync.target, ends[1], sync.eta))
     if mfc.role in graph.offloaded:
         work = [Load(mfc.role, source), *work, Offload(mfc.role, source)]
-    return tuple(work)
+    return (rows, *work)
 
 
 def engines_of(program: Program, rank: int) -> tuple[tuple[str, Layout], ...]:

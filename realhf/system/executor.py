@@ -51,14 +51,21 @@ class Executor:
         self.store = RowStore()
         self._moves: dict[Reallocate, list[Move]] = {}
 
+    def bring(self, call: Call) -> None:
+        """Take part in bringing the call's rows to where it runs."""
+        for step in self.run.program[call.mfc]:
+            if isinstance(step, Transfer):
+                with self.spans.span(f"{call.mfc}/Transfer"):
+                    self._transfer(call, step.keys, step.layout)
+
     def execute(self, call: Call) -> Outcome:
-        """Run the program of the call's MFC, instruction by instruction."""
+        """Run the rest of the program of the call's MFC, instruction by instruction."""
         outcome = Outcome()
         for step in self.run.program[call.mfc]:
+            if isinstance(step, Transfer):
+                continue
             with self.spans.span(f"{call.mfc}/{type(step).__name__}"):
                 match step:
-                    case Transfer(keys, layout):
-                        self._transfer(call, keys, layout)
                     case Reallocate():
                         self._reallocate(step)
                     case Compute(_, role, layout) if self.rank in layout.mesh.ranks:

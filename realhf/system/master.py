@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from realhf.api.messages import Call, Collect, Done, Drop, Fetch, Hello, Ready, Save, Start, Stop, ToWorker
+from realhf.api.messages import Call, Collect, Done, Drop, Fetch, Hello, Ready, Run, Save, Start, Stop, ToWorker
 from realhf.plan.program import home, meshes_of
 from realhf.plan.schedule import Action, Dispatch, FetchRows, FinishStep, MasterState, RowsReady, Span
 from realhf.system.channel import MasterEnd, deadline
@@ -88,24 +88,30 @@ class Master:
         what: str,
         step: int,
         then: Callable[[list[Done]], RowsReady | None],
-    ) -> None:
-        """Send ``message(request, rank)`` to every rank; ``then`` is called with the replies."""
+    ) -> int:
+        """Send ``message(request, rank)`` to every rank; ``then`` is called with the replies. Returns the number."""
         self.next_request += 1
         ranks = tuple(ranks)
         left = deadline(self.run.config.call_timeout)
         self.requests[self.next_request] = _Request(what, step, set(ranks), left, then)
         for rank in ranks:
             self.channel.send(rank, message(self.next_request, rank))
+        return self.next_request
 
     def _perform(self, actions: list[Action]) -> None:
+        """Carry out actions; the rows of all calls move before any is run, so that none waits for another."""
+        runs: list[tuple[int, Dispatch]] = []
         for action in actions:
             match action:
                 case FetchRows(span):
                     self._fetch(span)
                 case Dispatch(span, call):
-                    self._dispatch(span, call)
+                    runs.append((self._dispatch(span, call), action))
                 case FinishStep(span):
                     self._finish_step(span)
+        for request, dispatch in runs:
+            for rank in meshes_of(self.run.program[dispatch.call.mfc]):
+                self.channel.send(rank, Run(request))
 
     def _fetch(self, span: Span) -> None:
         def message(request: int, rank: int) -> ToWorker:
@@ -114,7 +120,7 @@ class Master:
         what = f"the data of step {span.step + 1}"
         self._ask(self.run.fetchers, message, what, span.step, lambda replies: RowsReady(None, span, _outputs(replies)))
 
-    def _dispatch(self, span: Span, call: Call) -> None:
+    def _dispatch(self, span: Span, call: Call) -> int:
         holders = {rank for held in call.holders.values() for ranks in held for rank in ranks}
         ranks = meshes_of(self.run.program[call.mfc]) | holders
 
@@ -124,7 +130,7 @@ class Master:
             return RowsReady(call.mfc, span, _outputs(replies), states[0] if states else None)
 
         what = f"{call.mfc} of step {span.step + 1}"
-        self._ask(sorted(ranks), lambda request, rank: replace(call, request=request), what, span.step, finished)
+        return self._ask(sorted(ranks), lambda request, rank: replace(call, request=request), what, span.step, finished)
 
     def _finish_step(self, span: Span) -> None:
         self.telemetry.step_done(span.step, self.state.versions)

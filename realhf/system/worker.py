@@ -14,7 +14,21 @@ import torch
 
 from realhf.algorithms import build_interface
 from realhf.api.engine import InterfaceContext
-from realhf.api.messages import Call, Collect, Done, Drop, Failed, Fetch, Hello, Ready, Save, Start, ToMaster, ToWorker
+from realhf.api.messages import (
+    Call,
+    Collect,
+    Done,
+    Drop,
+    Failed,
+    Fetch,
+    Hello,
+    Ready,
+    Run,
+    Save,
+    Start,
+    ToMaster,
+    ToWorker,
+)
 from realhf.base.errors import UserError
 from realhf.base.seeding import stable_seed
 from realhf.base.timers import Spans
@@ -23,7 +37,7 @@ from realhf.comm.shared_memory import Links, open_links
 from realhf.data.source import RowSource, row_fields
 from realhf.data.tokenizer import load_tokenizer
 from realhf.engine import ENGINES
-from realhf.plan.program import engines_of, groups_of, home
+from realhf.plan.program import engines_of, groups_of, home, meshes_of
 from realhf.system.executor import Executor
 from realhf.system.run import RunSpec
 
@@ -39,6 +53,7 @@ class ModelWorker:
         )
         self.store = open_store("127.0.0.1", 0, run.config.startup_timeout) if self._opens_store else None
         self.links: Links | None = None
+        self.calls: dict[int, Call] = {}  # whose rows are here
         self.during = "start-up"
 
     @property
@@ -69,8 +84,12 @@ class ModelWorker:
                 self.during = f"reading prompts {start} to {stop - 1}"
                 self._fetch(request, start, stop)
             case Call():
-                self.during = f"{message.mfc} of step {message.step + 1}"
-                self._call(message)
+                self.during = f"moving rows for {message.mfc} of step {message.step + 1}"
+                self._bring(message)
+            case Run(request):
+                call = self.calls.pop(request)
+                self.during = f"{call.mfc} of step {call.step + 1}"
+                self._run(call)
             case Collect(request, ids, keys):
                 self.during = "collecting rows"
                 self._done(request, values={"rows": self._collect(ids, keys)})
@@ -144,7 +163,14 @@ class ModelWorker:
             self.executor.store.put(batch)
         self._done(request, outputs=batch.meta)
 
-    def _call(self, call: Call) -> None:
+    def _bring(self, call: Call) -> None:
+        self.executor.bring(call)
+        if self.rank in meshes_of(self.run.program[call.mfc]):
+            self.calls[call.request] = call
+        else:
+            self._done(call.request)
+
+    def _run(self, call: Call) -> None:
         outcome = self.executor.execute(call)
         meta = outcome.outputs.meta if outcome.outputs is not None else None
         self._done(call.request, outputs=meta, stats=outcome.stats or {}, state=outcome.state)

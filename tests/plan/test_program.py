@@ -47,8 +47,8 @@ def test_calls_at_home_move_rows_and_compute() -> None:
 def test_a_call_away_from_home_borrows_weights_and_gives_them_back() -> None:
     program = compile_program(PPO, UNLIKE)
     assert program["actor_gen"] == (
-        Reallocate("actor", PAIR, "actor", WIDE),
         Transfer(("prompts",), WIDE),
+        Reallocate("actor", PAIR, "actor", WIDE),
         Compute("actor_gen", "actor", WIDE),
         Release("actor", WIDE),
     )

@@ -82,6 +82,7 @@ def three_calls(rank: int, world: int) -> dict[str, Any]:
     stats = {}
     for name in meshes:
         call = next(a.call for a in state.handle(event) if isinstance(a, Dispatch) and a.call.mfc == name)
+        executor.bring(call)
         outcome = executor.execute(call)
         stats[name] = (outcome.stats, outcome.outputs is not None)
         event = RowsReady(name, span, everybody_s(world, outcome))
@@ -193,6 +194,7 @@ def test_a_training_call_brings_the_minibatch_numbers(tmp_path: Path) -> None:
     state = MasterState(run.graph, run.plan, run.length)
     state.start()
     (dispatch,) = state.handle(RowsReady(None, run.length.span(0), {0: rows.meta}))
+    executor.bring(dispatch.call)
     outcome = executor.execute(dispatch.call)
     batch, version, limits = seen[0]
     assert batch["minibatch"].tolist() == [0, 1] and torch.equal(batch["tokens"], rows["tokens"])

@@ -17,6 +17,7 @@ from realhf.api.messages import (
     Fetch,
     Hello,
     Ready,
+    Run,
     Save,
     Start,
     Stop,
@@ -46,6 +47,7 @@ class Workers:
     def __init__(self, run: RunSpec, on: Answer = lambda rank, message: None) -> None:
         self.run, self.on = run, on
         self.said: list[tuple[int, ToWorker]] = []
+        self.calls: dict[int, Call] = {}
         self.replies: list[ToMaster] = [Hello(r, 1, "here", 7) for r in range(run.plan.n_workers)]
 
     def send(self, rank: int, message: ToWorker) -> None:
@@ -61,10 +63,13 @@ class Workers:
                 at, count = self.run.fetchers.index(rank), len(self.run.fetchers)
                 mine = [RowId(p, PROMPT) for p in range(start, stop) if p % count == at]
                 return Done(request, rank, rows(mine, "prompts"))
-            case Call(request, mfc):
-                mine = [message.inputs.ids[i].prompt for i in message.assignment[rank]]
-                made = rows([RowId(p, 0) for p in mine], "tokens") if mfc == "gen" else None
-                return Done(request, rank, made, state={"seen": message.step} if mfc == "train" else None)
+            case Call(request):
+                self.calls[request] = message
+            case Run(request):
+                call = self.calls[request]
+                mine = [call.inputs.ids[i].prompt for i in call.assignment[rank]]
+                made = rows([RowId(p, 0) for p in mine], "tokens") if call.mfc == "gen" else None
+                return Done(request, rank, made, state={"seen": call.step} if call.mfc == "train" else None)
             case Collect(request, ids, _):
                 return Done(request, rank, values={"rows": [{"prompt_id": i.prompt, "sample": i.sample} for i in ids]})
             case Save(request):
@@ -128,7 +133,7 @@ def test_a_run_from_hello_to_stop(make_run: MakeRun, tmp_path: Path) -> None:
     assert [(d.start, d.stop) for d in workers.asked(Drop)] == [(0, 3), (3, 6), (6, 9), (9, 12), (12, 14)]
     assert notes.saves == [("actor", "step_5")]
     assert [type(m) for _, m in workers.said[:2]] == [Start, Fetch] and isinstance(workers.said[-1][1], Stop)
-    numbers = [m.request for _, m in workers.said if not isinstance(m, Start | Drop | Stop)]
+    numbers = [m.request for _, m in workers.said if not isinstance(m, Start | Run | Drop | Stop)]
     assert numbers == list(range(1, len(numbers) + 1))
 
 
@@ -190,7 +195,7 @@ class Deaf(Workers):
     """Workers that never carry out a call."""
 
     def answer(self, rank: int, message: ToWorker) -> ToMaster | None:
-        return None if isinstance(message, Call) else super().answer(rank, message)
+        return None if isinstance(message, Call | Run) else super().answer(rank, message)
 
 
 def test_a_worker_that_does_not_answer_is_waited_for_so_long(make_run: MakeRun, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def test_who_reads_the_data_and_how_long_it_takes(make_run: Callable[..., RunSpe
     run = make_run(Graph((TRAIN, GEN)), meshes, tmp_path, n_rows=7, batch=3, total_train_epochs=2)
     assert run.fetchers == (2, 1)
     assert run.length == RunLength(3, 14, 5)
-    assert [type(step).__name__ for step in run.program["gen"]] == ["Reallocate", "Transfer", "Compute", "Release"]
+    assert [type(step).__name__ for step in run.program["gen"]] == ["Transfer", "Reallocate", "Compute", "Release"]
 
 
 def test_a_role_s_architecture(task: Task, actor_folder: Path) -> None:

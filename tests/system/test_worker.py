@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from realhf.api.batch import RowId
-from realhf.api.messages import Collect, Done, Drop, Failed, Fetch, Hello, Ready, Save, Start, ToMaster
+from realhf.api.messages import Collect, Done, Drop, Failed, Fetch, Hello, Ready, Run, Save, Start, ToMaster
 from realhf.apps.quickstart import prepare
 from realhf.base.errors import UserError
 from realhf.models.hf import SINGLE
@@ -51,6 +51,7 @@ def test_a_life_of_messages(task: Task, tmp_path: Path) -> None:
     losses = []
     for _ in range(3):
         worker.handle(call)
+        worker.handle(Run(call.request))
         total, count = said[-1].stats["loss"]
         losses.append(total / count)
     assert losses == sorted(losses, reverse=True) and losses[0] > losses[2]
