@@ -14,7 +14,7 @@ help:
 	@echo "make docs    regenerate docs/options.md from the code"
 	@echo "make clean   remove what was built (not the environment)"
 
-$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard csrc/*)
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard csrc/* csrc/*/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade "pip>=24" "setuptools>=77" wheel
 	$(BIN)/python -m pip install -q -c constraints.txt torch
@@ -45,6 +45,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_gae.py
 	$(BIN)/python benchmarks/bench_kernels.py
 	$(BIN)/python benchmarks/bench_realloc.py
+	$(BIN)/python benchmarks/bench_plan.py
 	$(BIN)/python benchmarks/memory.py
 
 docs: $(STAMP)

@@ -1,9 +1,10 @@
-"""Builds csrc into realhf/ops/_C.so, or says in one line why not; all metadata is in pyproject.toml.
+"""Builds csrc into realhf/ops/_C.so, and csrc/planner into realhf/plan/_planner.so, or says in one line why not.
 
 CXX and NVCC name the compilers. The CUDA half is built where nvcc is found and torch has CUDA, or where
 REALHF_BUILD_CUDA=1 asks for it; then every failure is an error. REALHF_CUDA_ARCH narrows the GPUs that it is built
-for, in the words of nvcc's -arch. The library uses only torch's stable ABI: it needs no ATen headers, no Python
-headers, and runs under the torch that built it and every later one.
+for, in the words of nvcc's -arch. The kernels use only torch's stable ABI: they need no ATen headers, no Python
+headers, and run under the torch that built them and every later one. The planner needs a C++ compiler and nothing else.
+All metadata is in pyproject.toml.
 """
 
 import importlib.util
@@ -19,10 +20,15 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
-LIBRARY = "realhf.ops._C"
+KERNELS, PLANNER = "realhf.ops._C", "realhf.plan._planner"
+INSTEAD = {
+    KERNELS: "realhf works without native kernels, on plain torch",
+    PLANNER: "plans are searched in Python, a hundred times slower",
+}
 CPU_TORCH = (2, 10)  # the first torch whose stable ABI has what the C++ files use: parallel_for, to, contiguous
 CUDA_TORCH = (2, 13)  # and the CUDA files: the native handle of a stream
 CUDA_DEMANDED = os.environ.get("REALHF_BUILD_CUDA") == "1"
+CXX = os.environ.get("CXX", "g++").split()
 FLAGS = ["-O3", "-std=c++17", "-DNDEBUG"]
 CXX_FLAGS = ["-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
 CUDA_ARCH = os.environ.get("REALHF_CUDA_ARCH", "all-major")
@@ -43,7 +49,8 @@ class BuildNative(build_ext):
     def run(self) -> None:
         """Build; what an earlier build left is removed first, so that the library is never older than the sources."""
         if self.inplace:
-            Path(self.get_ext_filename(LIBRARY)).unlink(missing_ok=True)
+            for ext in self.extensions:
+                Path(self.get_ext_filename(ext.name)).unlink(missing_ok=True)
         super().run()
 
     def get_ext_filename(self, fullname: str) -> str:
@@ -57,15 +64,18 @@ class BuildNative(build_ext):
         target.parent.mkdir(parents=True, exist_ok=True)
         Path(self.build_temp).mkdir(parents=True, exist_ok=True)
         try:
-            self.build_library(ext, target, find_torch())
+            if ext.name == PLANNER:
+                call([*CXX, *CXX_FLAGS, *FLAGS, "-shared", *ext.sources, "-o", str(target)])
+            else:
+                self.build_kernels(ext, target, find_torch())
         except CompileError as error:
             if not ext.optional:
                 raise
-            raise CompileError(f"{error}; realhf works without native kernels, on plain torch") from error
+            raise CompileError(f"{error}; {INSTEAD[ext.name]}") from error
 
-    def build_library(self, ext: Extension, target: Path, torch: Torch) -> None:
+    def build_kernels(self, ext: Extension, target: Path, torch: Torch) -> None:
         """Compile the C++ half, the CUDA half where it is wanted and can be had, and link them."""
-        linker = os.environ.get("CXX", "g++").split()
+        linker = CXX
         objects = self.compile([*linker, *CXX_FLAGS], ext, ".cpp", torch, CPU_TORCH)
         if torch.has_cuda or CUDA_DEMANDED:
             try:
@@ -125,15 +135,17 @@ def find_nvcc() -> str:
     return found
 
 
-csrc = Path("csrc")
-native = Extension(
-    LIBRARY,
-    sources=sorted(str(path) for kind in ("*.cpp", "*.cu") for path in csrc.glob(kind)),
-    depends=sorted(str(path) for path in csrc.glob("*.h")),
-    optional=not CUDA_DEMANDED,
-)
+def extension(name: str, folder: str, optional: bool) -> Extension:
+    """Return the library that a folder's sources make."""
+    found = {kind: sorted(str(path) for path in Path(folder).glob(f"*.{kind}")) for kind in ("cpp", "cu", "h")}
+    return Extension(name, sources=found["cpp"] + found["cu"], depends=found["h"], optional=optional)
+
+
 setup(
-    ext_modules=[native],
+    ext_modules=[
+        extension(KERNELS, "csrc", optional=not CUDA_DEMANDED),
+        extension(PLANNER, "csrc/planner", optional=True),
+    ],
     cmdclass={"build_ext": BuildNative},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

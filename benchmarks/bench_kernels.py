@@ -1,12 +1,15 @@
 """Times each compiled kernel against its yardsticks, all in one run: python benchmarks/bench_kernels.py [--device cuda]
 
 Ratios hold on a shared machine, seconds do not. Each figure is the best of several rounds, taken in turn. Packed GAE
-has a benchmark of its own, bench_gae.py.
+has a benchmark of its own, bench_gae.py. Memory is what the operating system says of a fresh process: by how much its
+peak grows over forward and backward, less the two gradients, which are there afterwards whichever way they were made.
 """
 
 import argparse
+import multiprocessing
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -139,6 +142,49 @@ def bench_logprobs(width: int, device: torch.device) -> None:
     )
 
 
+def status(key: str) -> int:
+    """Bytes that Linux has under ``key`` for this process."""
+    return 1024 * int(Path("/proc/self/status").read_text().split(f"{key}:")[1].split()[0])
+
+
+def memory_of(packed: bool, width: int, given: bool) -> tuple[int, int]:
+    """Bytes by which the peak grows, and bytes of the gradients that are new. ``given``: the weight's is there already.
+
+    To be run in a fresh process.
+    """
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    few, hidden, weight = (torch.randn(rows, width).requires_grad_() for rows in (9, 2048, 32000))
+    targets = torch.randint(32000, (2048,))
+    add_to = torch.ones(32000, width) if given else None
+
+    def work(x: Tensor, y: Tensor) -> None:
+        logprobs = packed_logprobs(x, weight, y, add_to=add_to) if packed else whole_logprobs(x, weight, y)
+        logprobs.sum().backward()
+
+    work(few, targets[:9])  # libraries take what they keep
+    weight.grad = None
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    before = status("VmRSS")
+    work(hidden, targets)
+    return status("VmHWM") - before, sum(x.grad.nbytes for x in (hidden, weight) if x.grad is not None)
+
+
+def show_memory() -> None:
+    """Memory of forward and backward in units of all logits, float32."""
+    logits = 4 * 2048 * 32000
+    print(f"memory, log-probabilities of 2048 tokens, vocabulary 32000: 1 is that of all logits, {logits / 1e6:.0f} MB")
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as fresh:
+        for width in (64, 512, 2048):
+            print(f"  hidden {width}")
+            for name, given in (("packed", (True, width, False)), ("  adding to a gradient", (True, width, True)),
+                                ("  all logits", (False, width, False))):  # fmt: skip
+                grown, gradients = fresh.apply(memory_of, given)
+                print(
+                    f"    {name:24} {(grown - gradients) / logits:6.3f} and {gradients / logits:.3f} of new gradients"
+                )
+
+
 def bench_sampling(device: torch.device) -> None:
     """Drawing from logits shaped as a language model's: a few likely tokens, a long tail."""
     for rows in (1, 8, 64):
@@ -173,6 +219,8 @@ def main() -> None:
         bench_softmax(dtype, device)
     for width in (64, 512):
         bench_logprobs(width, device)
+    if Path("/proc/self/clear_refs").exists():
+        show_memory()
     bench_sampling(device)
 
 

@@ -30,8 +30,8 @@ from realhf.comm.exchange import Move, Piece, exchange
 from realhf.comm.parallel import join, leave, open_store
 from realhf.comm.shared_memory import Links, open_links
 from realhf.models.flat import FlatParams
-from realhf.models.specs import param_specs, stage_layers
 from realhf.plan.realloc import BoxCopy, copies_of, plan_realloc, shard_of
+from realhf.plan.specs import param_specs, stage_layers
 
 CONFIG = ModelConfig("llama", 12, 768, 12, 12, 64, 2048, 32000, 1024, tied_embedding=True)
 PAIRS = {

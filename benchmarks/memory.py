@@ -23,9 +23,9 @@ from realhf.comm.parallel import ParallelContext
 from realhf.data.source import RowSource
 from realhf.data.tokenizer import load_tokenizer
 from realhf.engine import NativeEngine
-from realhf.engine.micro_batch import micro_batches
 from realhf.engine.native import build_engine
-from realhf.models.specs import read_hf_config
+from realhf.models.hf_config import read_hf_config
+from realhf.plan.micro_batch import micro_batches
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES_MB = 300

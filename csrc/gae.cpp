@@ -1,5 +1,5 @@
 // Generalised advantage estimation over packed rows (arXiv 1506.02438, eq. 16): the schema, and the kernel for CPUs.
-// realhf/ops/gae.py says what is computed. Sums are kept in double and rounded once.
+// realhf/ops/gae.py says what is computed, scan.h how it is summed up.
 #include "gae.h"
 
 #include <algorithm>
@@ -12,41 +12,45 @@ namespace {
 
 constexpr int64_t kTokensPerTask = 1 << 14;
 
-// Eight tokens, of which the last is followed by those whose advantages the carry sums up.
-template <typename scalar_t>
-REALHF_INLINE void eight_tokens(const scalar_t* rewards, const scalar_t* values, const scalar_t* values_before,
-                                double gamma, const Decay& decay, double& carry, scalar_t* advantages,
-                                scalar_t* returns) {
-  const Doubles before = load_steps(values_before);
-  Doubles sum = load_steps(rewards) + gamma * load_steps(values) - before;
-  scan_steps(sum, decay);
-  sum += decay.reach * carry;
-  carry = sum[0];
-  store_steps(advantages, sum);
-  store_steps(returns, sum + before);
+// A register of tokens, of which the last is followed by those whose advantages the carry sums up.
+template <typename scalar_t, typename R = Register<scalar_t>>
+REALHF_INLINE void some_tokens(const scalar_t* rewards, const typename R::Steps& after, const scalar_t* values_before,
+                               const Decay<scalar_t>& decay, double& carry, scalar_t* advantages, scalar_t* returns) {
+  const typename R::Steps before = R::load(values_before);
+  typename R::Steps sum = deltas(R::load(rewards), after, before, decay);
+  scan_steps(sum, ~typename R::Marks{}, decay, carry);
+  R::store(advantages, sum);
+  R::store(returns, sum + before);
 }
 
 template <typename scalar_t>
 REALHF_SIMD_CLONES void row_gae(const scalar_t* rewards, const scalar_t* values, int64_t length, bool bootstrap,
-                                double gamma, const Decay& decay, scalar_t* advantages, scalar_t* returns) {
+                                const Decay<scalar_t>& given, scalar_t* advantages, scalar_t* returns) {
+  using R = Register<scalar_t>;
+  const Decay<scalar_t> decay = given;  // in registers: results could overlap what is given by reference
+  double carry = 0.0;
+  int64_t left = length - 1;
   advantages[0] = returns[0] = 0;
-  int64_t t = length - 1;  // the first token whose advantage is known
-  if (t == 0) return;
-  double carry = (bootstrap ? rewards[t] + gamma * values[t] : rewards[t]) - values[t - 1];
-  advantages[t] = static_cast<scalar_t>(carry);
-  returns[t] = static_cast<scalar_t>(carry + values[t - 1]);
-  for (; t > kSteps; t -= kSteps) {
-    const int64_t at = t - kSteps;
-    eight_tokens(rewards + at, values + at, values + at - 1, gamma, decay, carry, advantages + at, returns + at);
+  if (left < R::kSteps) {
+    for (double after = bootstrap ? values[left] : 0.0; left > 0; --left) {
+      const double before = values[left - 1];
+      carry = rewards[left] + decay.gamma * after - before + decay.once * carry;
+      advantages[left] = static_cast<scalar_t>(carry);
+      returns[left] = static_cast<scalar_t>(carry + before);
+      after = before;
+    }
+    return;
   }
-  const int64_t left = t - 1;
-  scalar_t padded[5][kSteps];
-  pad_steps(rewards + 1, left, padded[0]);
-  pad_steps(values + 1, left, padded[1]);
-  pad_steps(values, left, padded[2]);
-  eight_tokens(padded[0], padded[1], padded[2], gamma, decay, carry, padded[3], padded[4]);
-  std::copy(padded[3] + kSteps - left, padded[3] + kSteps, advantages + 1);
-  std::copy(padded[4] + kSteps - left, padded[4] + kSteps, returns + 1);
+  int64_t at = left - R::kSteps + 1;
+  typename R::Steps after = R::load(values + at);
+  if (!bootstrap) after[R::kSteps - 1] = 0;
+  some_tokens(rewards + at, after, values + at - 1, decay, carry, advantages + at, returns + at);
+  left = (left - 1) / R::kSteps * R::kSteps;  // what is left is cut evenly, and done twice where the cut falls
+  carry = advantages[left + 1];
+  for (; left > 0; left -= R::kSteps) {
+    at = left - R::kSteps + 1;
+    some_tokens(rewards + at, R::load(values + at), values + at - 1, decay, carry, advantages + at, returns + at);
+  }
 }
 
 template <typename scalar_t>
@@ -59,13 +63,13 @@ void rows_gae(const PackedRows& rows, double gamma, double lam, Tensor& advantag
   scalar_t* returns_out = returns.mutable_data_ptr<scalar_t>();
   const int64_t n_rows = rows.starts.numel() - 1;
   const int64_t n_tokens = rows.values.numel();
-  const Decay decay = powers_of(gamma * lam);
+  const Decay<scalar_t> decay(gamma, lam);
   // Work is cut by tokens, for balance; a row belongs to the piece in which it starts.
   torch::stable::parallel_for(0, n_tokens, kTokensPerTask, [&](int64_t first, int64_t stop) {
-    int64_t row = std::lower_bound(starts, starts + n_rows, first) - starts;
-    for (; row < n_rows && starts[row] < stop; ++row) {
+    int64_t row = std::lower_bound(starts, starts + n_rows, stop) - starts;
+    while (--row >= 0 && starts[row] >= first) {  // backwards, as inside a row: memory is fetched ahead
       const int64_t at = starts[row], length = starts[row + 1] - at;
-      row_gae(rewards + at, values + at, length, bootstrap[row], gamma, decay, advantages_out + at, returns_out + at);
+      row_gae(rewards + at, values + at, length, bootstrap[row], decay, advantages_out + at, returns_out + at);
     }
   });
 }

@@ -1,5 +1,5 @@
 // Generalised advantage estimation over slots that hold one sequence after the other: the schema, and the kernel for
-// CPUs. realhf/ops/gae.py says what is computed. Sums are kept in double and rounded once.
+// CPUs. realhf/ops/gae.py says what is computed, scan.h how it is summed up.
 #include "gae_2d.h"
 
 #include <algorithm>
@@ -12,45 +12,46 @@ namespace {
 
 constexpr int64_t kStepsPerTask = 1 << 14;
 
-// Eight steps, of which the last is followed by those whose advantages the carry sums up.
-template <typename scalar_t>
-REALHF_INLINE void eight_steps(const scalar_t* rewards, const scalar_t* values, const scalar_t* values_after,
-                               const bool* ends_after, const bool* truncates_after, double gamma, double decay,
-                               bool overlap, double& carry, scalar_t* advantages, scalar_t* returns) {
-  const Doubles before = load_steps(values);
-  const Longs goes_on = load_falsehood(ends_after), uncut = load_falsehood(truncates_after);
-  const Doubles delta = load_steps(rewards) + where(goes_on, gamma * load_steps(values_after)) - before;
-  Doubles sum = overlap ? where(uncut, delta) : delta;
-  Doubles link = where(goes_on & uncut, Doubles{} + decay);
-  scan_steps(sum, link);
-  sum += link * carry;
-  carry = sum[0];
-  store_steps(advantages, sum);
-  store_steps(returns, sum + before);
+// A register of steps, of which the last is followed by those whose advantages the carry sums up.
+template <typename scalar_t, typename R = Register<scalar_t>>
+REALHF_INLINE void some_steps(const scalar_t* rewards, const scalar_t* values, const bool* ends_after,
+                              const bool* truncates_after, const Decay<scalar_t>& decay, bool overlap, double& carry,
+                              scalar_t* advantages, scalar_t* returns) {
+  const typename R::Steps before = R::load(values);
+  const typename R::Marks goes_on = R::load_falsehood(ends_after), uncut = R::load_falsehood(truncates_after);
+  typename R::Steps sum = deltas(R::load(rewards), R::where(goes_on, R::load(values + 1)), before, decay);
+  if (overlap) sum = R::where(uncut, sum);
+  scan_steps(sum, goes_on & uncut, decay, carry);
+  R::store(advantages, sum);
+  R::store(returns, sum + before);
 }
 
 template <typename scalar_t>
 REALHF_SIMD_CLONES void slot_gae(const scalar_t* rewards, const scalar_t* values, const bool* ends,
-                                 const bool* truncates, int64_t n_steps, double gamma, double decay, bool overlap,
+                                 const bool* truncates, int64_t n_steps, const Decay<scalar_t>& given, bool overlap,
                                  scalar_t* advantages, scalar_t* returns) {
+  using R = Register<scalar_t>;
+  const Decay<scalar_t> decay = given;  // in registers: results could overlap what is given by reference
   double carry = 0.0;
   int64_t left = n_steps;
-  for (; left >= kSteps; left -= kSteps) {
-    const int64_t at = left - kSteps;
-    eight_steps(rewards + at, values + at, values + at + 1, ends + at + 1, truncates + at + 1, gamma, decay, overlap,
-                carry, advantages + at, returns + at);
+  if (left < R::kSteps) {
+    while (--left >= 0) {
+      const bool end = ends[left + 1], cut = truncates[left + 1];
+      const double delta = rewards[left] + (end ? 0.0 : decay.gamma * values[left + 1]) - values[left];
+      carry = (overlap && cut ? 0.0 : delta) + (end || cut ? 0.0 : decay.once * carry);
+      advantages[left] = static_cast<scalar_t>(carry);
+      returns[left] = static_cast<scalar_t>(carry + values[left]);
+    }
+    return;
   }
-  if (left == 0) return;
-  scalar_t padded[5][kSteps];
-  bool flags[2][kSteps];
-  pad_steps(rewards, left, padded[0]);
-  pad_steps(values, left, padded[1]);
-  pad_steps(values + 1, left, padded[2]);
-  pad_steps(ends + 1, left, flags[0]);
-  pad_steps(truncates + 1, left, flags[1]);
-  eight_steps(padded[0], padded[1], padded[2], flags[0], flags[1], gamma, decay, overlap, carry, padded[3], padded[4]);
-  std::copy(padded[3] + kSteps - left, padded[3] + kSteps, advantages);
-  std::copy(padded[4] + kSteps - left, padded[4] + kSteps, returns);
+  const auto steps_from = [&](int64_t at)  __attribute__((always_inline)) {
+    some_steps(rewards + at, values + at, ends + at + 1, truncates + at + 1, decay, overlap, carry, advantages + at,
+               returns + at);
+  };
+  steps_from(left - R::kSteps);
+  left = (left - 1) / R::kSteps * R::kSteps;  // what is left is cut evenly, and done twice where the cut falls
+  carry = advantages[left];
+  for (; left > 0; left -= R::kSteps) steps_from(left - R::kSteps);
 }
 
 template <typename scalar_t>
@@ -61,12 +62,13 @@ void slots_gae(const Slots& slots, double gamma, double lam, bool overlap, Tenso
   const bool* truncates = slots.truncates.const_data_ptr<bool>();
   scalar_t* advantages_out = advantages.mutable_data_ptr<scalar_t>();
   scalar_t* returns_out = returns.mutable_data_ptr<scalar_t>();
+  const Decay<scalar_t> decay(gamma, lam);
   const int64_t n_steps = slots.n_steps, grain = kStepsPerTask / (n_steps + 1) + 1;
   torch::stable::parallel_for(0, slots.n_slots, grain, [&](int64_t first, int64_t stop) {
-    for (int64_t slot = first; slot < stop; ++slot) {
+    for (int64_t slot = stop - 1; slot >= first; --slot) {  // backwards, as inside a slot: memory is fetched ahead
       const int64_t at = slot * n_steps, at_longer = slot * (n_steps + 1);
-      slot_gae(rewards + at, values + at_longer, ends + at_longer, truncates + at_longer, n_steps, gamma, gamma * lam,
-               overlap, advantages_out + at, returns_out + at);
+      slot_gae(rewards + at, values + at_longer, ends + at_longer, truncates + at_longer, n_steps, decay, overlap,
+               advantages_out + at, returns_out + at);
     }
   });
 }

@@ -1,90 +1,120 @@
-// A[t] = sum[t] + link[t] * A[t+1], eight steps at a time, in double: what the kernels of advantages for CPUs share.
+// A[t] = delta[t] + link[t] * A[t+1], a register of steps at a time: what the kernels of advantages for CPUs share.
+// Inside a register sums are in the type of the steps, by doubling; from register to register they go on in double.
 #pragma once
 
 #include "simd.h"
 
 namespace realhf {
 
-constexpr int64_t kSteps = 8;
+template <typename scalar_t>
+struct Lanes;
 
-typedef double Doubles __attribute__((vector_size(8 * kSteps)));
-typedef int64_t Longs __attribute__((vector_size(8 * kSteps)));
-typedef uint64_t Words __attribute__((vector_size(8 * kSteps)));
-typedef float EightFloats __attribute__((vector_size(4 * kSteps)));
+template <>
+struct Lanes<float> {
+  typedef float Steps __attribute__((vector_size(64)));
+  typedef int32_t Marks __attribute__((vector_size(64)));
+  typedef uint8_t Bytes __attribute__((vector_size(16)));
+  typedef uint16_t Shorts __attribute__((vector_size(32)));
 
-REALHF_INLINE Doubles load_steps(const double* from) {
-  Doubles steps;
-  std::memcpy(&steps, from, sizeof steps);
-  return steps;
-}
-
-REALHF_INLINE Doubles load_steps(const float* from) {
-  EightFloats steps;
-  std::memcpy(&steps, from, sizeof steps);
-  return __builtin_convertvector(steps, Doubles);
-}
-
-// All bits where false, none where true. Without a comparison, whose result compilers may take apart lane by lane.
-REALHF_INLINE Longs load_falsehood(const bool* from) {
-  uint64_t bytes;
-  std::memcpy(&bytes, from, sizeof bytes);
-#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
-  const Words place = {0, 8, 16, 24, 32, 40, 48, 56};
-#else
-  const Words place = {56, 48, 40, 32, 24, 16, 8, 0};
-#endif
-  return (Longs)((((Words{} + bytes) >> place) & 1) - 1);
-}
-
-REALHF_INLINE Doubles where(const Longs& mask, const Doubles& steps) { return (Doubles)((Longs)steps & mask); }
-
-REALHF_INLINE void store_steps(double* to, const Doubles& steps) { std::memcpy(to, &steps, sizeof steps); }
-
-REALHF_INLINE void store_steps(float* to, const Doubles& steps) {
-  const EightFloats rounded = __builtin_convertvector(steps, EightFloats);
-  std::memcpy(to, &rounded, sizeof rounded);
-}
-
-// The step `span` later, and `fill` where that is beyond the eight.
-template <int span>
-REALHF_INLINE Doubles later_steps(const Doubles& steps, double fill) {
-  const Longs from = Longs{0, 1, 2, 3, 4, 5, 6, 7} + span;
-  return __builtin_shuffle(steps, Doubles{} + fill, from > 8 ? Longs{} + 8 : from);
-}
-
-// Makes eight steps those of a scan that ends with them: A[t] = sum[t] + link[t] * (A after the eight).
-REALHF_INLINE void scan_steps(Doubles& sum, Doubles& link) {
-  sum += link * later_steps<1>(sum, 0.0);
-  link *= later_steps<1>(link, 1.0);
-  sum += link * later_steps<2>(sum, 0.0);
-  link *= later_steps<2>(link, 1.0);
-  sum += link * later_steps<4>(sum, 0.0);
-  link *= later_steps<4>(link, 1.0);
-}
-
-// The same for one link everywhere: its powers are worked out once.
-struct Decay {
-  double once, twice, four;
-  Doubles reach;  // of A after the eight, at each
+  REALHF_INLINE Marks widened(const Bytes& bytes) {
+    return __builtin_convertvector(__builtin_convertvector(bytes, Shorts), Marks);
+  }
 };
 
-REALHF_INLINE Decay powers_of(double decay) {
-  Decay powers = {decay, decay * decay, (decay * decay) * (decay * decay), {}};
-  double reach = 1.0;
-  for (int64_t i = kSteps - 1; i >= 0; --i) powers.reach[i] = reach *= decay;
-  return powers;
-}
+template <>
+struct Lanes<double> {
+  typedef double Steps __attribute__((vector_size(64)));
+  typedef int64_t Marks __attribute__((vector_size(64)));
+  typedef uint8_t Bytes __attribute__((vector_size(8)));
+  typedef uint16_t Shorts __attribute__((vector_size(16)));
+  typedef uint32_t Ints __attribute__((vector_size(32)));
 
-REALHF_INLINE void scan_steps(Doubles& sum, const Decay& decay) {
-  sum += decay.once * later_steps<1>(sum, 0.0);
-  sum += decay.twice * later_steps<2>(sum, 0.0);
-  sum += decay.four * later_steps<4>(sum, 0.0);
-}
+  REALHF_INLINE Marks widened(const Bytes& bytes) {
+    return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(bytes, Shorts), Ints), Marks);
+  }
+};
 
-// The first `count` steps of a row, as the last of eight.
 template <typename scalar_t>
-REALHF_INLINE void pad_steps(const scalar_t* from, int64_t count, scalar_t* padded) {
-  for (int64_t i = 0; i < kSteps; ++i) padded[i] = i < kSteps - count ? scalar_t{} : from[i - (kSteps - count)];
+struct Register : Lanes<scalar_t> {
+  static constexpr int kSteps = 64 / sizeof(scalar_t);
+  using typename Lanes<scalar_t>::Steps;
+  using typename Lanes<scalar_t>::Marks;  // all bits where true, none where false
+  using typename Lanes<scalar_t>::Bytes;
+
+  REALHF_INLINE Steps load(const scalar_t* from) {
+    Steps steps;
+    std::memcpy(&steps, from, sizeof steps);
+    return steps;
+  }
+
+  REALHF_INLINE void store(scalar_t* to, const Steps& steps) { std::memcpy(to, &steps, sizeof steps); }
+
+  // Without a comparison, and widened by a half at a time: compilers take other ways apart lane by lane.
+  REALHF_INLINE Marks load_falsehood(const bool* from) {
+    Bytes bytes;
+    std::memcpy(&bytes, from, sizeof bytes);
+    return Lanes<scalar_t>::widened(bytes) - 1;
+  }
+
+  REALHF_INLINE Steps where(const Marks& marks, const Steps& steps) { return (Steps)((Marks)steps & marks); }
+
+  // The step or mark `span` later, and the fill where that is beyond the register.
+  template <int span, typename lanes_t>
+  REALHF_INLINE lanes_t later(const lanes_t& lanes, const lanes_t& fill) {
+    Marks from;
+    for (int i = 0; i < kSteps; ++i) from[i] = i + span < kSteps ? i + span : kSteps;
+    return __builtin_shuffle(lanes, fill, from);
+  }
+};
+
+// What a decay, the same at every link, makes of a register of steps.
+template <typename scalar_t>
+struct Decay {
+  using R = Register<scalar_t>;
+  double gamma;
+  double once, all;         // the weight of a step at the one before it; of the step after the register at its first
+  scalar_t discount;        // 1 - gamma
+  scalar_t spans[4];        // the weight of a step 1, 2, 4 and 8 later
+  typename R::Steps reach;  // the weight of the step after the register at each in it
+
+  Decay(double gamma, double lam) : gamma(gamma), once(gamma * lam), all(1.0), discount(1.0 - gamma) {
+    for (int i = R::kSteps - 1; i >= 0; --i) reach[i] = static_cast<scalar_t>(all *= once);
+    double power = once;
+    for (scalar_t& span : spans) {
+      span = static_cast<scalar_t>(power);
+      power *= power;
+    }
+  }
+};
+
+// reward + gamma * after - before. Values that are alike are subtracted first, without a loss: what rounding leaves
+// behind is in proportion to their difference, and to 1 - gamma, not to the values.
+template <typename scalar_t, typename Steps = typename Register<scalar_t>::Steps>
+REALHF_INLINE Steps deltas(const Steps& rewards, const Steps& after, const Steps& before,
+                           const Decay<scalar_t>& decay) {
+  return (after - before) - decay.discount * after + rewards;
+}
+
+// Turns deltas into advantages. The carry is the advantage after the register, and then that of its first step. From
+// one to the other is a product and a sum, all that a register waits for. Steps that are not linked never touch.
+template <typename scalar_t, typename R = Register<scalar_t>>
+REALHF_INLINE void scan_steps(typename R::Steps& sum, typename R::Marks linked, const Decay<scalar_t>& decay,
+                              double& carry) {
+  const typename R::Steps none = {};
+  const typename R::Marks all = ~typename R::Marks{};
+  sum += R::where(linked, decay.spans[0] * R::template later<1>(sum, none));
+  linked &= R::template later<1>(linked, all);
+  sum += R::where(linked, decay.spans[1] * R::template later<2>(sum, none));
+  linked &= R::template later<2>(linked, all);
+  sum += R::where(linked, decay.spans[2] * R::template later<4>(sum, none));
+  linked &= R::template later<4>(linked, all);
+  if constexpr (R::kSteps > 8) {
+    sum += R::where(linked, decay.spans[3] * R::template later<8>(sum, none));
+    linked &= R::template later<8>(linked, all);
+  }
+  const scalar_t after = static_cast<scalar_t>(carry);
+  carry = sum[0] + (linked[0] ? decay.all * carry : 0.0);
+  sum += R::where(linked, decay.reach * after);
 }
 
 }  // namespace realhf

@@ -20,7 +20,8 @@ from realhf.api.params import whole
 from realhf.comm.parallel import join, leave, open_store
 from realhf.models.flat import FlatParams
 from realhf.models.hf import init_random, save_hf
-from realhf.models.specs import param_specs, read_hf_config
+from realhf.models.hf_config import read_hf_config
+from realhf.plan.specs import param_specs
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 RANK_TIMEOUT_S = 60.0

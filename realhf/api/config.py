@@ -186,6 +186,17 @@ class ExperimentControl:
 
 
 @dataclass
+class PlannerConfig:
+    """What predictions and plan search assume."""
+
+    profile: str = opt("", "measurements of this machine, by realhf profile (default: fileroot/profile.json, if there)")
+    hardware: str = opt("", "a100, h100, h200, cpu or a YAML file, where there is no profile (default: by device)")
+    memory_gb: float | None = opt(None, "memory of one worker (default: the device's, or its share of this machine's)")
+    new_tokens: float | None = opt(None, "tokens of a typical answer (default: max_new_tokens)")
+    budget_s: float = opt(60.0, "longest time of a search, in seconds")
+
+
+@dataclass
 class WandbConfig:
     mode: str = opt("disabled", "disabled, online or offline (extra wandb)")
     project: str | None = opt(None, "project")
@@ -219,5 +230,6 @@ class ExperimentConfig:
     save_roles: list[str] = opt(list, "roles whose models are saved (default: every trained one)")
     exp_ctrl: ExperimentControl = opt(ExperimentControl, "length of the run, saving")
     dataset: DatasetConfig = opt(DatasetConfig, "data")
+    planner: PlannerConfig = opt(PlannerConfig, "predictions and plan search")
     wandb: WandbConfig = opt(WandbConfig, "Weights & Biases")
     tensorboard: TensorboardConfig = opt(TensorboardConfig, "TensorBoard")

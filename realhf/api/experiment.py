@@ -47,3 +47,6 @@ class Experiment(Protocol):
 
     def sampling_options(self) -> GenerationConfig | None:
         """How answers are generated; None where none are."""
+
+    def samples_per_prompt(self) -> int:
+        """How many answers are drawn to a prompt."""

@@ -78,14 +78,16 @@ class DeviceMesh:
         ranks: list[int] = []
         while at < len(compact):
             if not (part := MESH_PART.match(compact, at)):
+                every = DeviceMesh(tuple(range(n_nodes * n_per_node)))
                 raise ValueError(f"'{compact[at:]}' in device mesh '{text}' is not like node01, node01:0-3, "
-                                 "node[01-02] or 0-3")  # fmt: skip
+                                 f"node[01-02] or 0-3; nearest legal: {every}")  # fmt: skip
             ranks += _ranks_of(part, text, n_nodes, n_per_node)
             at = part.end()
         if not ranks:
             raise ValueError("the device mesh names no worker")
         if len(set(ranks)) != len(ranks):
-            raise ValueError(f"device mesh '{text}' names a worker twice")
+            once = DeviceMesh(tuple(dict.fromkeys(ranks)))
+            raise ValueError(f"device mesh '{text}' names a worker twice; nearest legal: {once}")
         return DeviceMesh(tuple(ranks))
 
 
@@ -103,11 +105,12 @@ def _numbers(spans: str, text: str, what: str, low: int, high: int) -> list[int]
     for span in spans.split(","):
         first, _, last = span.partition("-")
         start, stop = int(first), int(last or first)
-        if start > stop:
-            raise ValueError(f"device mesh '{text}': the range {span} runs backwards")
         for bound in (start, stop):
             if not low <= bound <= high:
-                raise ValueError(f"device mesh '{text}' names {what} {bound}, but there are {what}s {low} to {high}")
+                raise ValueError(f"device mesh '{text}' names {what} {bound}, but there are {what}s {low} to {high}; "
+                                 f"nearest legal: {what} {min(max(bound, low), high)}")  # fmt: skip
+        if start > stop:
+            raise ValueError(f"device mesh '{text}': the range {span} runs backwards; nearest legal: {last}-{first}")
         numbers += range(start, stop + 1)
     return numbers
 
@@ -126,6 +129,10 @@ class Layout:
 
     def __str__(self) -> str:
         return f"{self.strategy}@{self.mesh}"
+
+    def starting_at(self, rank: int) -> "Layout":
+        """Return the same strategy on the contiguous workers from ``rank`` on."""
+        return Layout(DeviceMesh(tuple(range(rank, rank + self.strategy.world))), self.strategy)
 
     def rank(self, coord: Coord) -> int:
         s = self.strategy

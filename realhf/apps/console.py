@@ -12,7 +12,9 @@ from realhf import __version__
 from realhf.api.messages import Ready
 from realhf.system.run import RunSpec
 
-HEAD = f"{'step':>6} {'reward':>8} {'loss':>8} {'kl':>8} {'len':>6} {'tok/s':>8} {'time':>7}  share of calls"
+HEAD = (
+    f"{'step':>6} {'reward':>8} {'loss':>8} {'kl':>8} {'len':>6} {'tok/s':>8} {'time':>7} {'(pred)':>9}  share of calls"
+)
 
 
 class Console:
@@ -33,6 +35,9 @@ class Console:
         length = run.length
         self.out.print(f"data    {config.dataset.path}: {run.n_rows} rows, {length.batch_size} per step, "
                        f"{length.n_steps} steps")  # fmt: skip
+        if expected := run.expected:
+            self.out.print(f"predicted {expected.step_s:.3g} s a step, {expected.peak_bytes / 1e9:.2f} GB on the "
+                           f"fullest worker, from {expected.source}")  # fmt: skip
         self.out.print(plan_table(run))
 
     def ready(self, workers: dict[int, Ready]) -> None:
@@ -95,8 +100,9 @@ def step_line(metrics: dict[str, float]) -> str:
         reverse=True,
     )
     step_s = metrics["time/step_s"]
+    expected = f"({metrics['predicted/step_s']:.2f}s)" if "predicted/step_s" in metrics else ""
     parts = " ".join(f"{k[5:-2]} {100 * v / step_s:.0f}%" for v, k in shares if v / step_s >= 0.005)
     return (
         f"{int(metrics['step']):>6} {cell('reward/mean', 8, 3)} {cell('loss', 8, 4)} {cell('kl/ref', 8, 4)} "
-        f"{cell('length/answer', 6, 1)} {cell('tokens/per_s', 8, 0)} {step_s:>6.2f}s  {parts}"
+        f"{cell('length/answer', 6, 1)} {cell('tokens/per_s', 8, 0)} {step_s:>6.2f}s {expected:>9}  {parts}"
     )

@@ -13,14 +13,15 @@ from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph
 from realhf.api.model import ModelConfig
 from realhf.api.plan import ExecutionPlan
+from realhf.apps.planning import Machine, machine_of, planned, planner_of
 from realhf.base.errors import UserError
 from realhf.base.paths import RunDir
 from realhf.data.encode import EncodedRows, encode_rows
 from realhf.data.rows import read_rows
 from realhf.data.tokenizer import load_tokenizer
-from realhf.plan.allocate import allocate
-from realhf.plan.check import plan_problems
-from realhf.system.run import RunSpec, model_config, tokenizer_folder
+from realhf.plan.allocate import PLANNED, allocate
+from realhf.plan.planner import Planner
+from realhf.system.run import Expected, RunSpec, model_config, tokenizer_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,35 +52,80 @@ class _Findings:
         return None
 
 
+@dataclass(frozen=True)
+class Survey:
+    """What can be known of an experiment before it runs. ``n_rows`` is 0 where no data set is named."""
+
+    name: str
+    experiment: Experiment
+    graph: Graph
+    plan: ExecutionPlan
+    planner: Planner
+    machine: Machine
+    device: str
+    n_rows: int
+
+    @property
+    def n_rows_text(self) -> str:
+        return f"{self.n_rows} rows" if self.n_rows else "rows of full length"
+
+
 def preflight(name: str, experiment: Experiment, paths: RunDir) -> RunSpec:
     """Return the run that an experiment stands for, or raise one ``UserError`` with every problem found."""
     config, findings = experiment.config, _Findings([])
     findings.problems += run_problems(config, paths)
+    found = _look(name, experiment, findings, launching=True)
+    prediction = found.planner.predict(found.plan)
+    if prediction.peak > found.machine.hardware.memory:
+        raise UserError(found.planner.too_large(found.plan, prediction))
+    calls = {mfc: compute for mfc, (compute, _) in prediction.call_seconds.items()}
+    expected = Expected(found.machine.source, prediction.seconds, calls, prediction.peak)
+    return RunSpec(name, config, experiment.task, found.graph, experiment.roles(), found.plan, paths, found.device,
+                   found.n_rows, expected)  # fmt: skip
+
+
+def survey(name: str, experiment: Experiment) -> Survey:
+    """Return what ``realhf plan`` tells: as ``preflight``, but neither weights nor devices nor data need be there."""
+    return _look(name, experiment, _Findings([]), launching=False)
+
+
+def _look(name: str, experiment: Experiment, findings: "_Findings", launching: bool) -> Survey:
+    config = experiment.config
     findings.problems += experiment.problems()
-    device = findings.attempt(lambda: pick_device(config))
+    device = findings.attempt(lambda: pick_device(config, launching))
     graph = findings.attempt(experiment.graph) if config.dataset.train_bs_n_seqs >= 1 else None
     roles = experiment.roles()
-    models = check_models(roles, findings)
-    plan = findings.attempt(lambda: allocate(graph, config, experiment.placements())) if graph else None
+    models = check_models(roles, findings, launching)
+    known = {role: model for role, model in models.items() if model is not None}
+    plan = findings.attempt(lambda: allocate(graph, config, experiment.placements(), known)) if graph else None
+    rows = None
+    if launching or config.dataset.path:
+        rows = _rows(experiment, models, findings)
+    if graph:
+        findings.problems += graph_key_problems(graph, experiment.task) + role_problems(graph, config)
+    if rows is not None:
+        findings.problems += size_problems(config, experiment, rows, models)
+    machine = findings.attempt(lambda: machine_of(config, device, known)) if device else None
+    planner = None
+    if graph and machine and device and len(known) == len(models):
+        planner = planner_of(experiment, graph, known, rows, machine, device)
+    if planner and config.allocation_mode in PLANNED and not findings.problems:
+        plan = planned(planner, config)
+    if findings.problems:
+        raise UserError(findings.problems)
+    assert graph and plan and planner and machine and device
+    return Survey(name, experiment, graph, plan, planner, machine, device, len(rows) if rows is not None else 0)
+
+
+def _rows(experiment: Experiment, models: dict[str, ModelConfig | None], findings: "_Findings") -> EncodedRows | None:
+    config, roles = experiment.config, experiment.roles()
     broken = {Path(roles[role].spec.path or "") for role, model in models.items() if model is None}
     is_readable = tokenizer_folder(roles) not in broken
     tokenizer = findings.attempt(lambda: check_tokenizer(roles, models)) if is_readable else None
-    rows = None
     if tokenizer is not None:
-        rows = findings.attempt(lambda: encode_rows(config.dataset, experiment.task, tokenizer))
-    else:
-        findings.attempt(lambda: read_rows(config.dataset, experiment.task))
-    if graph:
-        findings.problems += graph_key_problems(graph, experiment.task) + role_problems(graph, config)
-    if graph and plan:
-        findings.problems += plan_problems(graph, plan, {role: m for role, m in models.items() if m is not None})
-    if rows is not None:
-        findings.problems += size_problems(config, experiment, rows, models)
-    if findings.problems:
-        raise UserError(findings.problems)
-    assert graph and plan and rows is not None and device
-    assert isinstance(plan, ExecutionPlan)
-    return RunSpec(name, config, experiment.task, graph, roles, plan, paths, device, len(rows))
+        return findings.attempt(lambda: encode_rows(config.dataset, experiment.task, tokenizer))
+    findings.attempt(lambda: read_rows(config.dataset, experiment.task))
+    return None
 
 
 def run_problems(config: ExperimentConfig, paths: RunDir) -> list[str]:
@@ -118,15 +164,22 @@ def role_problems(graph: Graph, config: ExperimentConfig) -> list[str]:
     return [f"save_roles: '{r}' is no trained role ({known})" for r in config.save_roles if r not in trained]
 
 
-def pick_device(config: ExperimentConfig) -> str:
-    """Return ``cpu`` or ``cuda``; the driver's control file tells, without loading torch."""
+def pick_device(config: ExperimentConfig, launching: bool = True) -> str:
+    """Return ``cpu`` or ``cuda``; the driver's control file tells, without loading torch.
+
+    A plan may be for hardware that is elsewhere.
+    """
+    if not launching and (config.device is not Device.auto or config.planner.hardware):
+        return "cpu" if config.device is Device.cpu or config.planner.hardware == "cpu" else "cuda"
     has_gpu = Path("/dev/nvidiactl").exists()
     if config.device is Device.cuda and not has_gpu:
         raise UserError("device=cuda, but this machine shows no NVIDIA driver; set device=cpu")
     return "cuda" if config.device is Device.cuda or (config.device is Device.auto and has_gpu) else "cpu"
 
 
-def check_models(roles: dict[str, RoleSpec], findings: _Findings) -> dict[str, ModelConfig | None]:
+def check_models(
+    roles: dict[str, RoleSpec], findings: _Findings, launching: bool = True
+) -> dict[str, ModelConfig | None]:
     """Return every role's architecture; what is wrong with a model that several roles start from is said once."""
     models: dict[str, ModelConfig | None] = {}
     broken: list[tuple[str | None, str | None]] = []
@@ -135,14 +188,14 @@ def check_models(roles: dict[str, RoleSpec], findings: _Findings) -> dict[str, M
         is_taken_over = spec.starts_as is not None or spec.spec.init_critic_from_actor
         models[role] = None
         if not (is_taken_over and source in broken):
-            models[role] = findings.attempt(partial(check_model, role, spec))
+            models[role] = findings.attempt(partial(check_model, role, spec, launching))
         if models[role] is None:
             broken.append(source)
     return models
 
 
-def check_model(role: str, spec: RoleSpec) -> ModelConfig:
-    """Return a role's architecture; its files must be there."""
+def check_model(role: str, spec: RoleSpec, launching: bool = True) -> ModelConfig:
+    """Return a role's architecture; its files must be there, its weights for a launch only."""
     options = spec.spec
     if options.init_from_scratch:
         if not options.config:
@@ -153,7 +206,7 @@ def check_model(role: str, spec: RoleSpec) -> ModelConfig:
     folder = Path(options.path)
     if not folder.is_dir():
         raise UserError(f"{role}.path={options.path}: there is no such folder")
-    if not any((folder / name).is_file() for name in WEIGHTS):
+    if launching and not any((folder / name).is_file() for name in WEIGHTS):
         raise UserError(f"{role}.path={options.path}: the folder has no weights ({' or '.join(WEIGHTS)})")
     return _named(role, lambda: model_config(spec))
 

@@ -19,7 +19,7 @@ from realhf.apps.preflight import preflight
 from realhf.base.errors import RunFailed, UserError
 from realhf.base.paths import RunDir
 from realhf.experiments import EXPERIMENTS, experiment_class
-from realhf.system.run import RunSpec
+from realhf.system.run import Expected, RunSpec
 
 LEAVE_S = 20.0
 """How long workers may take to leave after the last step."""
@@ -42,6 +42,12 @@ def main(arguments: list[str]) -> None:
 
 def prepare(name: str, words: list[str]) -> RunSpec:
     """Return the run that the command line asks for, checked; nothing is written."""
+    experiment, paths = read_words(name, words)
+    return preflight(name, experiment, paths)
+
+
+def read_words(name: str, words: list[str]) -> tuple[Experiment, RunDir]:
+    """Return the experiment that the command line asks for, and its run directory."""
     config_file = None
     if "--config" in words:
         at = words.index("--config")
@@ -52,7 +58,7 @@ def prepare(name: str, words: list[str]) -> RunSpec:
     experiment.experiment_name = experiment.experiment_name or name.rpartition(":")[2]
     experiment.trial_name = experiment.trial_name or time.strftime("run%Y%m%d-%H%M%S")
     paths = RunDir(Path(experiment.fileroot) / experiment.experiment_name / experiment.trial_name)
-    return preflight(name, as_experiment(experiment), paths)
+    return as_experiment(experiment), paths
 
 
 def as_experiment(config: ExperimentConfig) -> Experiment:
@@ -76,7 +82,8 @@ def write_run(run: RunSpec) -> None:
     run.paths.root.mkdir(parents=True, exist_ok=True)
     save_experiment(run.config, run.paths.config)
     plan: dict[str, Any] = {"experiment": run.experiment, "device": run.device, "n_rows": run.n_rows}
-    run.paths.plan.write_text(json.dumps({**plan, "plan": to_plain(run.plan)}, indent=1))
+    expected = to_plain(run.expected) if run.expected else None
+    run.paths.plan.write_text(json.dumps({**plan, "plan": to_plain(run.plan), "expected": expected}, indent=1))
 
 
 def read_run(root: Path) -> RunSpec:
@@ -95,6 +102,7 @@ def read_run(root: Path) -> RunSpec:
         paths,
         stored["device"],
         stored["n_rows"],
+        from_plain(stored["expected"], Expected) if stored.get("expected") else None,
     )
 
 

@@ -1,6 +1,7 @@
 """Balanced partitions of weighted things: rows over data-parallel ranks, rows into micro-batches. Deterministic."""
 
 from collections.abc import Sequence
+from heapq import heapreplace
 
 
 def balanced_partition(weights: Sequence[int], k: int) -> list[list[int]]:
@@ -12,11 +13,11 @@ def balanced_partition(weights: Sequence[int], k: int) -> list[list[int]]:
     if k < 1:
         raise ValueError(f"cannot split into {k} parts")
     parts: list[list[int]] = [[] for _ in range(k)]
-    loads = [0] * k
+    loads = [(0, 0, part) for part in range(k)]
     for i in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
-        lightest = min(range(k), key=lambda p: (loads[p], len(parts[p]), p))
+        load, _, lightest = loads[0]
         parts[lightest].append(i)
-        loads[lightest] += weights[i]
+        heapreplace(loads, (load + weights[i], len(parts[lightest]), lightest))
     return [sorted(part) for part in parts]
 
 

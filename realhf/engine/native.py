@@ -19,15 +19,16 @@ from realhf.comm.exchange import Move, Piece, exchange
 from realhf.comm.parallel import ParallelContext
 from realhf.data.batch import SequenceBatch
 from realhf.engine.generate import generate
-from realhf.engine.micro_batch import micro_batches
 from realhf.engine.optimizer import ShardedAdamW, learning_rate
 from realhf.engine.outputs import ForwardOutputs
 from realhf.engine.pipeline import Pipeline
+from realhf.engine.slots import Request
 from realhf.models.flat import FlatParams
 from realhf.models.hf import init_random, load_hf, save_hf
-from realhf.models.specs import param_specs, stage_layers
 from realhf.models.transformer import Transformer
+from realhf.plan.micro_batch import micro_batches
 from realhf.plan.realloc import BoxCopy, copies_of, plan_realloc, shard_of
+from realhf.plan.specs import param_specs, stage_layers
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,22 @@ class NativeEngine:
             return loss.total / total
 
         self.pipeline.train(batches, loss_of, token_weight=1.0 / max(n_tokens, 1.0))
+        stats |= self._router_stats(sum(batch.lengths("tokens")))
         if self._exceeds(stats, limits or {}):
             return {**stats, "vetoed": (1.0, 1.0)}
         lr = learning_rate(self.role.spec.optimizer, self.version, self.total_steps)
         norm = self.optimizer.step(lr)
         return {**stats, "vetoed": (0.0, 1.0), "grad_norm": (norm, 1.0), "lr": (lr, 1.0)}
+
+    def _router_stats(self, n_tokens: int) -> Stats:
+        """Return the losses of routers, as sums over the tokens of this replica of their mean over routed layers."""
+        if not self.config.n_experts:
+            return {}
+        lost = self.model.take_router_losses()
+        for axis in ("tp", "pp") if self.model.sequence_parallel else ("pp",):  # without it every rank has all tokens
+            self.context.group(axis).all_reduce(lost)
+        balance, z = (lost / len(self.config.routed_layers)).tolist()
+        return {"router_balance_loss": (balance, float(n_tokens)), "router_z_loss": (z, float(n_tokens))}
 
     def _micro_batches(self, batch: SequenceBatch, at_least: int, together: bool = False) -> list[list[int]]:
         limits = replace(self.micro_batching, n_mbs=max(self.micro_batching.n_mbs, at_least))
@@ -106,8 +118,9 @@ class NativeEngine:
 
     def generate(self, prompts: SequenceBatch, config: GenerationConfig, n: int, seed: int) -> SequenceBatch:
         stops = tuple(dict.fromkeys((*self.stop_ids, *config.stop_token_ids)))
+        request = Request(prompts, config, n, seed, stops, self.micro_batching.max_tokens_per_mb)
         with torch.no_grad():
-            return generate(self.pipeline, prompts, config, n, seed, stops, self.context.device)
+            return generate(self.pipeline, request)
 
     def reduce(self, sums: Tensor) -> Tensor:
         ours = sums.to(self.context.device, torch.float64, copy=True)  # where the group's backend can reach it

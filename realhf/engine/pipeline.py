@@ -5,17 +5,22 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from realhf.comm.neighbours import Neighbours
+from realhf.comm.neighbours import Arriving, Neighbours
 from realhf.comm.parallel import ParallelContext
 from realhf.data.batch import SequenceBatch
+from realhf.engine.decoding import Decoding
 from realhf.models.transformer import Transformer
 from realhf.plan.pipeline import (
+    Advance,
     Backward,
+    ExpectTokens,
     Forward,
     RecvActivation,
     RecvGradient,
     SendActivation,
     SendGradient,
+    SendTokens,
+    generation_schedule,
     inference_schedule,
     train_schedule,
 )
@@ -49,6 +54,7 @@ class Pipeline:
                         finish(i, inputs.pop(i))
                 case SendActivation(i):
                     self.wires.send(inputs.pop(i), self.ranks[self.stage + 1])
+                    self.wires.flush(keep=2)
         self.wires.flush()
 
     def train(
@@ -79,17 +85,33 @@ class Pipeline:
                     self.wires.send(_gradient_of(inputs.pop(i)), self.ranks[self.stage - 1])
         self.wires.flush()
 
-    def relay(self, run: Callable[[Tensor | None], Tensor], n_rows: int) -> Tensor:
-        """Pass ``n_rows`` hidden states through all stages, each one calling ``run``; return this stage's result."""
-        shape = (n_rows, self.model.config.hidden)
-        x = None
-        if self.stage > 0:
-            x = self.wires.receive(shape, self.model.params.data.dtype, self.ranks[self.stage - 1])
-        result = run(x)
-        if not self.is_last:
-            self.wires.send(result, self.ranks[self.stage + 1])
-            self.wires.flush()
-        return result
+    def generate(self, decodings: Sequence[Decoding]) -> None:
+        """Stream groups of rows through, turn after turn, until all have ended; every stage learns what is drawn."""
+        inputs: dict[int, Tensor] = {}
+        outputs: dict[int, Tensor] = {}
+        expected: dict[int, Arriving] = {}
+        for step in generation_schedule(self.stage, self.n_stages, len(decodings)):
+            decoding = decodings[step.micro_batch]
+            if decoding.has_ended:
+                if all(one.has_ended for one in decodings):
+                    break
+                continue
+            match step:
+                case Advance(i):
+                    self.wires.flush(keep=len(decodings) * (self.n_stages - 1))  # older ones were answered
+                    decoding.advance(outputs.pop(i) if self.is_last else expected.pop(i).wait())
+                case RecvActivation(i):
+                    inputs[i] = self._receive_rows(decoding.n_computed, self.ranks[self.stage - 1])
+                case Forward(i):
+                    outputs[i] = decoding.forward(inputs.pop(i, None))
+                case SendActivation(i):
+                    self.wires.send(outputs.pop(i), self.ranks[self.stage + 1])
+                case ExpectTokens(i):
+                    expected[i] = self.wires.expect((decoding.slots.n_drawing,), torch.int64, self.ranks[-1])
+                case SendTokens(i):
+                    for rank in self.ranks[:-1]:
+                        self.wires.send(outputs[i], rank)
+        self.wires.flush()
 
     def from_last(self, tensor: Tensor) -> Tensor:
         """Overwrite a tensor by the last stage's and return it."""
@@ -99,8 +121,10 @@ class Pipeline:
         return self.model.hidden(batch["tokens"], batch.lengths("tokens"), x=x, token_weight=token_weight)
 
     def _receive(self, batch: SequenceBatch, rank: int) -> Tensor:
-        shape = (self.model.seams(batch["tokens"].numel()).n_mine, self.model.config.hidden)
-        return self.wires.receive(shape, self.model.params.data.dtype, rank)
+        return self._receive_rows(self.model.seams(batch["tokens"].numel()).n_mine, rank)
+
+    def _receive_rows(self, n_rows: int, rank: int) -> Tensor:
+        return self.wires.receive((n_rows, self.model.config.hidden), self.model.params.data.dtype, rank)
 
 
 def _gradient_of(x: Tensor) -> Tensor:

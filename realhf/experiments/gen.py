@@ -39,5 +39,8 @@ class GenerationExperiment(ExperimentConfig):
     def sampling_options(self) -> GenerationConfig | None:
         return self.sampling
 
+    def samples_per_prompt(self) -> int:
+        return self.sampling.n
+
     def problems(self) -> list[str]:
         return sampling_problems("sampling", self.sampling)

@@ -103,6 +103,9 @@ class PPOExperiment(ExperimentConfig):
     def sampling_options(self) -> GenerationConfig | None:
         return self.ppo.gen
 
+    def samples_per_prompt(self) -> int:
+        return self.ppo.generation_size or self.ppo.group_size
+
     def problems(self) -> list[str]:
         ppo = self.ppo
         checks = [

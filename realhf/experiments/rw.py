@@ -37,6 +37,9 @@ class RewardModelExperiment(ExperimentConfig):
     def sampling_options(self) -> GenerationConfig | None:
         return None
 
+    def samples_per_prompt(self) -> int:
+        return 1
+
     def problems(self) -> list[str]:
         pairs = self.dataset.max_pairs_per_prompt
         return [f"dataset.max_pairs_per_prompt must be positive, got {pairs}"] if pairs < 1 else []

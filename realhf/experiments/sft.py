@@ -35,5 +35,8 @@ class SFTExperiment(ExperimentConfig):
     def sampling_options(self) -> GenerationConfig | None:
         return None
 
+    def samples_per_prompt(self) -> int:
+        return 1
+
     def problems(self) -> list[str]:
         return []

@@ -114,13 +114,16 @@ class Pass:
     router_loss: RouterLoss | None = None
 
 
-def run_block(block: Block, index: int, x: Tensor, step: Pass) -> Tensor:
-    """Return the hidden states ``[T, D]`` behind a block; ``index`` is its place in this stage."""
+def run_block(block: Block, index: int, x: Tensor, step: Pass) -> tuple[Tensor, Tensor | None]:
+    """Return the hidden states ``[T, D]`` behind a block, and what its router lost; ``index`` is its place here.
+
+    The latter are sums over my tokens, ``[2]``: ``balance_loss`` and ``z_loss``; None without a router in training.
+    """
     after = _attention(block.attention, index, x, block.attention.norm(x), step)
     inner = block.mlp.norm(x if step.config.parallel_residual else after)
     if isinstance(block.mlp, Experts):
         return _experts(block.mlp, after, inner, step)
-    return _mlp(block.mlp, after, inner, step)
+    return _mlp(block.mlp, after, inner, step), None
 
 
 def _attention(attention: Attention, index: int, x: Tensor, inner: Tensor, step: Pass) -> Tensor:
@@ -160,7 +163,7 @@ def _activated(wide: Tensor, config: ModelConfig) -> Tensor:
     return activation(gate) * up
 
 
-def _experts(experts: Experts, x: Tensor, inner: Tensor, step: Pass) -> Tensor:
+def _experts(experts: Experts, x: Tensor, inner: Tensor, step: Pass) -> tuple[Tensor, Tensor | None]:
     """Route my tokens, then compute all tokens of the group with my part of every expert."""
     config, seams = step.config, step.seams
     logits = F.linear(inner, experts.router)
@@ -170,19 +173,12 @@ def _experts(experts: Experts, x: Tensor, inner: Tensor, step: Pass) -> Tensor:
     wide = _activated(grouped_linear(dispatch(seams.enter(inner), by), experts.up.flatten(1, 2), by), config)
     partial = combine(grouped_linear(wide, experts.down, by), seams.enter(weights), by)
     after = _add(x, partial, None, experts.post_norm, seams)
-    if step.router_loss is None:
-        return after
-    return add_loss(after, _router_loss(logits, probs, chosen, step.router_loss, config, seams.mine))
-
-
-def _router_loss(
-    logits: Tensor, probs: Tensor, chosen: Tensor, told: RouterLoss, config: ModelConfig, mine: slice
-) -> Tensor:
-    """Both losses of one layer, as its share of the mean over routed layers and over all tokens of the step."""
-    loss = config.balance_loss * balance_loss(probs, chosen, told.rows, told.n_rows, mine)
-    if config.z_loss:
-        loss = loss + config.z_loss * z_loss(logits)
-    return loss * (told.weight / len(config.routed_layers))
+    if (told := step.router_loss) is None:
+        return after, None
+    balance, z = balance_loss(probs, chosen, told.rows, told.n_rows, seams.mine), z_loss(logits)
+    # this layer's share of the mean over routed layers and over all tokens of the step
+    loss = (config.balance_loss * balance + config.z_loss * z) * (told.weight / len(config.routed_layers))
+    return add_loss(after, loss), torch.stack((balance, z)).detach()
 
 
 def _add_product(

@@ -108,9 +108,9 @@ class FlatParams:
             return leaf
 
         def add_to_total(param: Tensor) -> None:
-            assert param.grad is not None
-            total.add_(param.grad)
-            param.grad = None
+            if param.grad is not None:  # the log-probability head adds to the total by itself
+                total.add_(param.grad)
+                param.grad = None
 
         leaf.register_post_accumulate_grad_hook(add_to_total)
         return leaf

@@ -21,7 +21,7 @@ from realhf.base.seeding import stable_seed
 from realhf.models.families import FAMILIES
 from realhf.models.families.base import HfTensor, HfTensors
 from realhf.models.flat import FlatParams
-from realhf.models.specs import param_specs
+from realhf.plan.specs import param_specs
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = (

@@ -55,6 +55,7 @@ class Transformer:
         assert self.layers, "a stage holds one layer or more"
         self.is_first, self.is_last = self.layers[0] == 0, "final_norm.weight" in params.names
         self.n_q, self.n_kv = (self._local_heads(name) for name in ("wq", "wk"))
+        self._head_name = "head.weight" if "head.weight" in params.names else "embed.weight"
         self._cut = self._vocabulary_cut()
         self._scores = [Scores(config.attention_scale, config.window(i), config.attention_softcap) for i in self.layers]
         self._rotary = None
@@ -63,10 +64,22 @@ class Transformer:
             self._rotary = Rotary(turning, config.rotary_base, scaling, params.data.device)
         self._weights: _Weights | None = None
         self._bound_with_grad = False
+        self._lost_by_routers = self._nothing_lost()
 
     def _local_heads(self, name: str) -> int:
         start, stop = self.params.box(f"layers.{self.layers[0]}.{name}")[0]
         return (stop - start) // self.config.head_dim
+
+    def _nothing_lost(self) -> Tensor:
+        return torch.zeros(2, dtype=torch.float64, device=self.params.data.device)
+
+    def take_router_losses(self) -> Tensor:
+        """Return what routers lost since they were last asked, ``[2]`` float64: ``balance_loss`` and ``z_loss``.
+
+        Sums over this worker's tokens and layers, of passes with a ``token_weight``.
+        """
+        lost, self._lost_by_routers = self._lost_by_routers, self._nothing_lost()
+        return lost
 
     def seams(self, n_tokens: int) -> Seams:
         """Return how this pass crosses the cuts; tokens are shared out in training alone."""
@@ -79,13 +92,12 @@ class Transformer:
     def bind(self) -> None:
         """Fetch the weights' views (leaves, when gradients are enabled) from ``params``."""
         leaf, names = self.params.leaf, self.params.names
-        head = "head.weight" if "head.weight" in names else "embed.weight"
         self._weights = _Weights(
             embed=leaf("embed.weight") if self.is_first else None,
             positions=leaf("embed.positions") if "embed.positions" in names else None,
             blocks=tuple(self._bind_block(i) for i in self.layers),
             final_norm=self._bind_norm("final_norm", self.config.norm == "layer") if self.is_last else None,
-            head=leaf(head) if self.is_last else None,
+            head=leaf(self._head_name) if self.is_last else None,
         )
         self._bound_with_grad = self.params.grad is not None
 
@@ -216,9 +228,11 @@ class Transformer:
         save_memory = self.checkpoint_activations and torch.is_grad_enabled() and self.params.grad is not None
         for index, block in enumerate(weights.blocks):
             if save_memory:
-                x = checkpoint(run_block, block, index, x, step, use_reentrant=False, preserve_rng_state=False)
+                x, lost = checkpoint(run_block, block, index, x, step, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = run_block(block, index, x, step)
+                x, lost = run_block(block, index, x, step)
+            if lost is not None:
+                self._lost_by_routers += lost
         return x if weights.final_norm is None else weights.final_norm(x)
 
     def _embed(self, tokens: Tensor, positions: Tensor, longest: int, seams: Seams) -> Tensor:
@@ -260,6 +274,7 @@ class Transformer:
             temperature,
             cut=self._cut,
             softcap=self.config.logit_softcap,
+            add_to=None if self.params.grad is None else self.params.grad_view(self._head_name),
         )
         return of_next.roll(1).index_fill(0, firsts, 0.0)
 

@@ -1,5 +1,6 @@
 """Generalised advantage estimation over packed rows (Schulman et al. 2016, arXiv 1506.02438, eq. 16)."""
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -27,7 +28,7 @@ def packed_gae(
     kernel = native.kernel("packed_gae", values.device.type) if _kernel_fits(rewards, values) else None
     if kernel is None:
         return packed_gae_reference(rewards, values, lengths, bootstrap, gamma, lam)
-    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+    cu_seqlens = torch.frombuffer(array("q", [0, *lengths]), dtype=torch.int64).cumsum(0)  # faster than of a list
     try:
         return kernel(rewards, values, cu_seqlens, bootstrap, gamma, lam)
     except RuntimeError:  # the kernel checks, faster than we can; we say what is wrong

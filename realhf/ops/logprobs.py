@@ -9,16 +9,14 @@ from torch import Tensor
 
 from realhf.ops import native
 
-CHUNK_ELEMENTS = {"cpu": 3 << 21}
-"""Logits held at once: 24 MiB stay near a CPU's caches; elsewhere products should be large."""
+TILES = {"cpu": (512, 2048)}
+"""Tokens and words whose logits are held at once: 4 MiB stay in a CPU's caches; elsewhere products should be large."""
+LARGE_TILE = (4096, 4096)
 
 
 @dataclass(frozen=True)
 class VocabularyCut:
-    """A vocabulary that several workers hold parts of: where mine starts, how to reduce over all of them in place.
-
-    ``widths`` are the sizes of all parts: chunks of tokens must be the same everywhere.
-    """
+    """A vocabulary that several workers hold parts of: where mine starts, the sizes of all, how to reduce in place."""
 
     start: int
     widths: tuple[int, ...]
@@ -41,49 +39,69 @@ class _PackedLogprobs(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         scale: float,
-        chunk: int,
-        cut: VocabularyCut,
         softcap: float,
+        tile: tuple[int, int],
+        cut: VocabularyCut,
+        add_to: Tensor | None,
     ) -> Tensor:
         targets = targets - cut.start
-        count = targets.numel()
-        logps, normalisers = torch.empty(2, count, device=hidden.device)
-        buffer = weight.new_empty(min(chunk, count), weight.shape[0])
-        for start in range(0, count, chunk):
-            part = slice(start, start + chunk)
-            logits = _capped_(_product(hidden[part], weight, buffer), softcap)
-            largest, sums, picked = logit_stats(logits, targets[part], scale)
-            of_all = cut.all_max(largest.clone())
-            sums, picked = cut.all_sum(torch.stack([sums * (largest - of_all).exp(), picked]))
-            normalisers[part] = sums.log() + of_all
-            logps[part] = (picked - of_all) - sums.log()
-        ctx.save_for_backward(hidden, weight, targets, normalisers, logps)
-        ctx.scale, ctx.chunk, ctx.softcap = scale, chunk, softcap
+        largest, sums, picked = _stats(hidden, weight, targets, scale, softcap, tile)
+        of_all = cut.all_max(largest.clone())
+        sums, picked = cut.all_sum(torch.stack([sums * (largest - of_all).exp(), picked]))
+        logps = (picked - of_all) - sums.log()
+        ctx.save_for_backward(hidden, weight, targets, sums.log() + of_all, logps)
+        ctx.scale, ctx.softcap, ctx.tile, ctx.add_to = scale, softcap, tile, add_to
         return logps
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None, None]:
         hidden, weight, targets, normalisers, logps = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
+        n_tokens, n_words = ctx.tile
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros(weight.shape, device=weight.device) if need_weight else None
+        total = ctx.add_to
+        if total is None and need_weight:
+            total = torch.zeros(weight.shape, device=weight.device)
         used = grad.nonzero()[:, 0]  # prompts carry no loss: their logits are not computed again
-        buffer = weight.new_empty(min(ctx.chunk, used.numel()), weight.shape[0])
-        for rows in used.split(ctx.chunk):
-            x = hidden[rows]
-            logits = _capped_(_product(x, weight, buffer), ctx.softcap)
-            steepness = 1 - (logits / ctx.softcap).square_() if ctx.softcap else None
-            per_row = (targets[rows], normalisers[rows], logps[rows], grad[rows].float())
-            slopes = logit_slopes_(logits, *per_row, ctx.scale)
-            if steepness is not None:
-                slopes = slopes.mul_(steepness)
-            if grad_hidden is not None:
-                grad_hidden[rows] = slopes @ weight
-            if grad_weight is not None:
-                _add_product(grad_weight, slopes.t(), x)
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        buffer = _buffer(weight, used.numel(), ctx.tile)
+        for rows in used.split(n_tokens):
+            x, slope = hidden[rows], grad[rows].float()
+            of_x = torch.zeros(x.shape, device=x.device) if need_hidden else None
+            for start in range(0, weight.shape[0], n_words):
+                words = weight[start : start + n_words]
+                logits = _capped_(_product(x, words, buffer), ctx.softcap)
+                steepness = 1 - (logits / ctx.softcap).square_() if ctx.softcap else None
+                slopes = logit_slopes_(logits, targets[rows] - start, normalisers[rows], logps[rows], slope, ctx.scale)
+                if steepness is not None:
+                    slopes = slopes.mul_(steepness)
+                if of_x is not None:
+                    _add_product(of_x, slopes, words)
+                if need_weight and total is not None:
+                    _add_product(total[start : start + n_words], slopes.t(), x)
+            if grad_hidden is not None and of_x is not None:
+                grad_hidden[rows] = of_x.to(hidden.dtype)
+        grad_weight = total.to(weight.dtype) if total is not None and ctx.add_to is None else None
+        return grad_hidden, grad_weight, None, None, None, None, None, None
+
+
+def _stats(
+    hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, softcap: float, tile: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``logit_stats`` of all tokens over all of ``weight``, tile by tile."""
+    n_tokens, n_words = tile
+    sums, picked = torch.zeros(2, targets.numel(), device=hidden.device)
+    largest = torch.full_like(sums, -torch.inf)
+    buffer = _buffer(weight, targets.numel(), tile)
+    for rows in (slice(start, start + n_tokens) for start in range(0, targets.numel(), n_tokens)):
+        for start in range(0, weight.shape[0], n_words):
+            logits = _capped_(_product(hidden[rows], weight[start : start + n_words], buffer), softcap)
+            largest_here, sums_here, picked_here = logit_stats(logits, targets[rows] - start, scale)
+            of_both = torch.maximum(largest[rows], largest_here)
+            sums[rows] *= (largest[rows] - of_both).exp()
+            sums[rows] += sums_here * (largest_here - of_both).exp()
+            largest[rows] = of_both
+            picked[rows] += picked_here
+    return largest, sums, picked
 
 
 def logit_stats(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,9 +161,14 @@ def _kernel_fits(logits: Tensor) -> bool:
     return logits.dtype in (torch.float32, torch.bfloat16) or (logits.is_cuda and logits.dtype == torch.float16)
 
 
-def _product(hidden: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
-    """Logits of a chunk, in ``buffer``: fresh memory per chunk costs as much as the product."""
-    return torch.mm(hidden, weight.t(), out=buffer[: hidden.shape[0]])
+def _buffer(weight: Tensor, count: int, tile: tuple[int, int]) -> Tensor:
+    """Memory of a tile's logits: fresh memory per tile costs as much as the product."""
+    return weight.new_empty(min(tile[0], count) * min(tile[1], weight.shape[0]))
+
+
+def _product(hidden: Tensor, words: Tensor, buffer: Tensor) -> Tensor:
+    shape = hidden.shape[0], words.shape[0]
+    return torch.mm(hidden, words.t(), out=buffer[: shape[0] * shape[1]].view(shape))
 
 
 def _capped_(logits: Tensor, softcap: float) -> Tensor:
@@ -171,22 +194,24 @@ def packed_logprobs(
     weight: Tensor,
     targets: Tensor,
     temperature: float = 1.0,
-    chunk: int | None = None,
-    cut: VocabularyCut = UNCUT,
     softcap: float = 0.0,
+    cut: VocabularyCut = UNCUT,
+    tile: tuple[int, int] | None = None,
+    add_to: Tensor | None = None,
 ) -> Tensor:
     """Return ``log softmax(hidden @ weight.T / temperature)`` at ``targets``, ``[T]`` float32.
 
     With a ``softcap`` c the product goes through ``c * tanh(x / c)`` first (Gemma 2, arXiv 2408.00118, section 2).
-    ``hidden`` is ``[T, D]``, ``weight`` ``[V, D]`` of the same type, ``targets`` ``[T]`` int64. Never more than
-    ``chunk`` tokens' logits exist at once; the backward pass computes them again, only for tokens whose gradient is
-    not zero. With a cut, ``weight`` is my part of the vocabulary and the gradient of ``hidden`` is mine to be summed.
-    Raises ValueError for a temperature that is not positive and, on CPUs, for targets that are no tokens.
+    ``hidden`` is ``[T, D]``, ``weight`` ``[V, D]`` of the same type, ``targets`` ``[T]`` int64. Never more logits than
+    those of a ``tile`` (tokens, words) exist at once; the backward pass computes them again, only for tokens whose
+    gradient is not zero. With a cut, ``weight`` is my part of the vocabulary and the gradient of ``hidden`` is mine to
+    be summed. The gradient of ``weight`` is added to ``add_to``, ``[V, D]`` float32, where that is given, and autograd
+    hears nothing of it: it then takes no memory of its own. Raises ValueError for a temperature that is not positive
+    and, on CPUs, for targets that are no tokens.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     if not targets.is_cuda:  # elsewhere the check would wait for the device
         _check_targets(targets, sum(cut.widths) or weight.shape[0])
-    if chunk is None:
-        chunk = max(1, CHUNK_ELEMENTS.get(hidden.device.type, 1 << 27) // max((weight.shape[0], *cut.widths)))
-    return _PackedLogprobs.apply(hidden, weight, targets, 1.0 / temperature, chunk, cut, softcap)
+    tile = tile or TILES.get(hidden.device.type, LARGE_TILE)
+    return _PackedLogprobs.apply(hidden, weight, targets, 1.0 / temperature, softcap, tile, cut, add_to)

@@ -1,111 +1,219 @@
-"""From the user's options to an execution plan: allocation strings, manual meshes, and the default heuristic."""
+"""From the user's options to an execution plan: allocation strings and manual meshes."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from realhf.api.config import ExperimentConfig, MFCConfig, ParallelConfig
-from realhf.api.graph import Graph
+from realhf.api.graph import Graph, Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.model import ModelConfig
 from realhf.api.plan import ExecutionPlan, MicroBatching, Placement
 from realhf.base.errors import UserError, did_you_mean
+from realhf.plan.check import distance, nearest_strategy, strategy_problems
+from realhf.plan.heuristic import HEURISTICS
 
-MODES = "heuristic, manual, dN, or actor_gen:d2,*:d1"
+PLANNED = {"heuristic": "symmetric", **{rule: rule for rule in HEURISTICS}, "search": ""}
+"""Modes that the planner decides, and the rule behind each."""
+MODES = f"{', '.join(PLANNED)}, manual, d2t1p1, or actor_gen:d2,*:d1"
+SERVERS = ("vllm", "sglang")
+AXES = {"d": "dp", "t": "tp", "m": "tp", "p": "pp"}
+Models = Mapping[str, ModelConfig]
+Entries = tuple[dict[str, ParallelStrategy], list[str]]
+"""Strategies by the name of an MFC or ``*``, and what could not be read."""
 
 
-def allocate(graph: Graph, config: ExperimentConfig, options: Mapping[str, MFCConfig]) -> ExecutionPlan:
-    """Return the plan that ``config.allocation_mode`` asks for; ``UserError`` lists every layout that is impossible."""
-    n_workers = config.n_nodes * config.n_gpus_per_node
-    placements, problems = {}, []
+@dataclass(frozen=True)
+class _Wish:
+    """A strategy and its workers as the options name them; if ``why``, the nearest that could be made of these."""
+
+    strategy: ParallelStrategy
+    mesh: DeviceMesh
+    why: str = ""
+
+    def misfit(self, models: Collection[ModelConfig]) -> str:
+        """Say why a call of these models cannot run like this; empty when it can."""
+        world, size = self.strategy.world, len(self.mesh.ranks)
+        why = [f"its size is {world}, that of mesh {self.mesh} is {size}"] if world != size else []
+        why += [problem for model in models for problem in strategy_problems(model, self.strategy)]
+        return self.why or (f"{self.strategy}: {', and '.join(why)}" if why else "")
+
+
+Wishes = tuple[dict[str, _Wish], list[str]]
+"""Where MFCs shall run, by name, and what could not be read."""
+
+
+def allocate(graph: Graph, config: ExperimentConfig, options: Mapping[str, MFCConfig], models: Models) -> ExecutionPlan:
+    """Return the plan that ``config.allocation_mode`` asks for.
+
+    ``models`` are the architectures by role, as far as they are known. ``UserError`` lists every layout that cannot be
+    read, does not fit its workers, or is not allowed by its model, each with the nearest legal one.
+    """
+    mode, n_workers = config.allocation_mode, config.n_nodes * config.n_gpus_per_node
     if n_workers < 1:
         raise UserError(f"n_nodes * n_gpus_per_node must be positive, got {config.n_nodes} * {config.n_gpus_per_node}")
-    try:
-        layouts = _layouts_of(config, graph, options, n_workers)
-    except ValueError as error:
-        raise UserError(f"allocation_mode={config.allocation_mode}: {error}") from error
-    for name, layout in layouts.items():
-        if config.allocation_mode != "manual":
-            problems += _unread(name, options[name], config.allocation_mode)
-        if isinstance(layout, str):
-            problems.append(layout)
+    is_manual = mode == "manual"
+    wishes, problems = _manual(options, config) if is_manual else _from_text(mode, graph, n_workers, models)
+    placements = {}
+    for mfc in graph.mfcs:
+        option = options[mfc.name]
+        if not is_manual:
+            problems += _unread(mfc.name, option, mode)
+        if option.mb_spec.n_mbs < 1 or option.mb_spec.max_tokens_per_mb < 1:
+            problems.append(f"{mfc.name}.mb_spec: n_mbs and max_tokens_per_mb must be positive, got {option.mb_spec}")
+        if (wish := wishes.get(mfc.name)) is None:
             continue
-        wish = options[name].mb_spec
-        if wish.n_mbs < 1 or wish.max_tokens_per_mb < 1:
-            problems.append(f"{name}.mb_spec: n_mbs and max_tokens_per_mb must be positive, got {wish}")
-        placements[name] = Placement(layout, MicroBatching(wish.n_mbs, wish.max_tokens_per_mb))
+        known = [model for role, model in models.items() if role == mfc.role]
+        if misfit := wish.misfit(known):
+            near = nearest_strategy(wish.strategy, len(wish.mesh.ranks), known)
+            shown = _as_options(mfc.name, option.parallel, near) if is_manual else str(near)
+            problems.append(f"{mfc.name}: {misfit}; nearest legal: {shown}")
+        else:
+            batching = MicroBatching(option.mb_spec.n_mbs, option.mb_spec.max_tokens_per_mb)
+            placements[mfc.name] = Placement(Layout(wish.mesh, wish.strategy), batching)
     if problems:
         raise UserError(problems)
     return ExecutionPlan(n_workers, placements)
 
 
-def _layouts_of(
-    config: ExperimentConfig, graph: Graph, options: Mapping[str, MFCConfig], n_workers: int
-) -> dict[str, Layout | str]:
-    """Return a layout, or the words for why there is none, for every MFC."""
-    mode, names = config.allocation_mode, [m.name for m in graph.mfcs]
-    if mode == "manual":
-        return {name: _manual(name, options[name], config) for name in names}
-    if mode == "heuristic":
-        return {name: _first(ParallelStrategy(dp=n_workers), n_workers) for name in names}
-    if mode == "search" or "vllm" in mode or "sglang" in mode:
-        raise ValueError(f"this version has no such mode; use {MODES}")
-    if ":" not in mode:
-        if not any(letter.isdigit() for letter in mode):
-            raise ValueError(f"there is no such mode; use {MODES}{did_you_mean(mode, ('heuristic', 'manual'))}")
-        strategy = ParallelStrategy.parse(mode)
-        if strategy.world != n_workers:
-            raise ValueError(f"{strategy} needs {strategy.world} workers, n_nodes * n_gpus_per_node gives {n_workers}")
-        return {name: _first(strategy, n_workers) for name in names}
-    return _per_mfc(mode, names, n_workers)
+def _from_text(mode: str, graph: Graph, n_workers: int, models: Models) -> Wishes:
+    """Read an allocation string; for what the planner decides, data parallelism over all workers stands in."""
+    names = [mfc.name for mfc in graph.mfcs]
+    given: dict[str, ParallelStrategy] = {}
+    if mode in PLANNED:
+        given, problems = {"*": ParallelStrategy(dp=n_workers)}, []
+    elif any(server in mode for server in SERVERS):
+        problems = _server_problems(mode, graph, n_workers, models)
+    elif not any(letter.isdigit() for letter in mode):
+        problems = [f"there is no such mode; use {MODES}{did_you_mean(mode, (*PLANNED, 'manual'))}"]
+    elif ":" in mode:
+        given, problems = _per_mfc(mode, names, n_workers, models.values())
+    else:
+        given, problems = _everywhere(mode, n_workers, models.values())
+    found = {name: given[name if name in given else "*"] for name in names if name in given or "*" in given}
+    wishes = {name: _Wish(strategy, _first(min(strategy.world, n_workers))) for name, strategy in found.items()}
+    return wishes, [f"allocation_mode={mode}: {problem}" for problem in problems]
 
 
-def _per_mfc(mode: str, names: list[str], n_workers: int) -> dict[str, Layout | str]:
-    entries: dict[str, ParallelStrategy] = {}
-    for entry in mode.split(","):
-        name, _, text = (part.strip() for part in entry.partition(":"))
+def _first(n_workers: int) -> DeviceMesh:
+    return DeviceMesh(tuple(range(n_workers)))
+
+
+def _read(text: str) -> tuple[ParallelStrategy, str]:
+    """Read a strategy; of a malformed one, return what can be made of it, and why it is none."""
+    try:
+        return ParallelStrategy.parse(text), ""
+    except ValueError as error:
+        degrees = re.findall(r"([dtmp])([1-9]\d*)", text.lower())
+        return ParallelStrategy(**{AXES[letter]: int(number) for letter, number in degrees}), str(error)
+
+
+def _everywhere(text: str, n_workers: int, models: Collection[ModelConfig]) -> Entries:
+    """Read ``d2t1p1``: every call has all workers."""
+    strategy, problem = _read(text)
+    if not problem and strategy.world != n_workers:
+        problem = f"its size is {strategy.world}, n_nodes * n_gpus_per_node is {n_workers}"
+    if problem:
+        return {}, [f"{problem}; nearest legal: {nearest_strategy(strategy, n_workers, models)}"]
+    return {"*": strategy}, []
+
+
+def _per_mfc(text: str, names: Sequence[str], n_workers: int, models: Collection[ModelConfig]) -> Entries:
+    """Read ``actor_gen:d2,*:d1``: each call has the first workers."""
+    entries = [tuple(part.strip() for part in entry.partition(":")[::2]) for entry in text.split(",")]
+    strategies, problems = {}, []
+    for place, (name, wish) in enumerate(entries):
         if name != "*" and name not in names:
-            raise ValueError(f"'{name}' is no MFC of this experiment ({', '.join(names)}){did_you_mean(name, names)}")
-        if name in entries:
-            raise ValueError(f"'{name}' is given twice")
-        entries[name] = ParallelStrategy.parse(text)
-    if missing := [n for n in names if n not in entries and "*" not in entries]:
-        raise ValueError(f"no strategy for {', '.join(missing)}; add '*:d{n_workers}' for the rest")
-    layouts: dict[str, Layout | str] = {}
-    for name in names:
-        strategy = entries.get(name) or entries["*"]
-        fits = strategy.world <= n_workers
-        layouts[name] = _first(strategy, n_workers) if fits else (
-            f"allocation_mode: {name}:{strategy} needs {strategy.world} workers, there are {n_workers}"
-        )  # fmt: skip
-    return layouts
+            problems.append(f"'{name}' is no MFC of this experiment ({', '.join(names)}){did_you_mean(name, names)}")
+        elif name in (before for before, _ in entries[:place]):
+            problems.append(f"'{name}' is given twice")
+        else:
+            strategies[name], problem = _read(wish)
+            if problem:
+                near = nearest_strategy(strategies.pop(name), n_workers, models)
+                problems.append(f"{name}: {problem}; nearest legal: {near}")
+    given = {name for name, _ in entries}
+    if missing := [name for name in names if not given & {name, "*"}]:
+        problems.append(f"no strategy for {', '.join(missing)}; add '*:d{n_workers}' for the rest")
+    return strategies, problems
 
 
-def _first(strategy: ParallelStrategy, n_workers: int) -> Layout:
-    """Lay a strategy out on the first workers."""
-    return Layout(DeviceMesh(tuple(range(min(strategy.world, n_workers)))), strategy)
+def _server_problems(mode: str, graph: Graph, n_workers: int, models: Models) -> list[str]:
+    """Say why generation cannot have a server on workers of its own, ``vllm.d4t1p1+d2t2p1``, or the halves turned."""
+    halves = sorted((half.strip() for half in mode.split("+")), key=lambda half: half.partition(".")[0] not in SERVERS)
+    backend, _, text = halves[0].partition(".")
+    generating = [mfc for mfc in graph.mfcs if mfc.kind is Kind.GENERATE]
+    if len(halves) != 2 or backend not in SERVERS or len(generating) != 1:
+        return [f"a server for the one call that generates is written like vllm.d4t1p1+d2t2p1; use {MODES}"]
+    server, unread = _read(text)
+    problems = [unread] if unread else []
+    if is_list := ":" in halves[1]:
+        names = [mfc.name for mfc in graph.mfcs if mfc not in generating]
+        entries, more = _per_mfc(halves[1], names, n_workers, models.values())
+        rest = max(entries.values(), key=lambda strategy: strategy.world, default=ParallelStrategy())
+    else:
+        rest, unread = _read(halves[1])
+        more = [unread] if unread else []
+    problems += more
+    if server.pp > 1:
+        problems.append(f"a server has no pipeline stages, {server} has {server.pp}")
+    size = server.world + rest.world
+    if size > n_workers or (size < n_workers and not is_list):
+        problems.append(f"without overlap it needs {server.world} + {rest.world} workers, there are {n_workers}")
+    own = [model for role, model in models.items() if role == generating[0].role]
+    wanted = [(server, model) for model in own] + [(rest, model) for model in models.values()]
+    problems += dict.fromkeys(problem for strategy, model in wanted for problem in strategy_problems(model, strategy))
+    if problems:
+        folded = ParallelStrategy(server.dp * server.pp, server.tp)
+        near = _nearest_split(backend, folded, rest, n_workers, own, models.values())
+        problems = [f"{', and '.join(problems)}; nearest legal: {near}"]
+    return [*problems, f"backend {backend} is not in this version; use {MODES}"]
 
 
-def _unread(name: str, wish: MFCConfig, mode: str) -> list[str]:
+def _nearest_split(
+    backend: str, server: ParallelStrategy, rest: ParallelStrategy, n_workers: int, own: Collection[ModelConfig],
+    models: Collection[ModelConfig],
+) -> str:  # fmt: skip
+    """Return what to type for a server and a rest that share all workers out."""
+    if n_workers == 1:
+        return f"n_gpus_per_node={server.world + rest.world}"
+    splits = [
+        (nearest_strategy(server, n, own), nearest_strategy(rest, n_workers - n, models)) for n in range(1, n_workers)
+    ]
+    first, second = min(splits, key=lambda split: distance(split[0], server) * distance(split[1], rest))
+    return f"{backend}.{first}+{second}"
+
+
+def _unread(name: str, option: MFCConfig, mode: str) -> list[str]:
     """Say which options of an MFC this mode passes over."""
-    given = {"device_mesh": wish.device_mesh is not None, "parallel": wish.parallel != ParallelConfig()}
+    given = {"device_mesh": option.device_mesh is not None, "parallel": option.parallel != ParallelConfig()}
     return [
-        f"{name}.{option} is set, but allocation_mode={mode} does not read it; set allocation_mode=manual"
-        for option, is_given in given.items()
+        f"{name}.{field} is set, but allocation_mode={mode} does not read it; set allocation_mode=manual"
+        for field, is_given in given.items()
         if is_given
     ]
 
 
-def _manual(name: str, wish: MFCConfig, config: ExperimentConfig) -> Layout | str:
-    parallel = wish.parallel
-    try:
-        strategy = ParallelStrategy(
-            parallel.data_parallel_size, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-        )
-        text = wish.device_mesh
-        n_workers = config.n_nodes * config.n_gpus_per_node
-        mesh = (
-            DeviceMesh.parse(text, config.n_nodes, config.n_gpus_per_node)
-            if text
-            else DeviceMesh(tuple(range(n_workers)))
-        )
-        return Layout(mesh, strategy)
-    except ValueError as error:
-        return f"{name}: {error}"
+def _manual(options: Mapping[str, MFCConfig], config: ExperimentConfig) -> Wishes:
+    """Read every MFC's own mesh and degrees."""
+    n_workers = config.n_nodes * config.n_gpus_per_node
+    wishes, problems = {}, []
+    for name, option in options.items():
+        parallel, mesh = option.parallel, _first(n_workers)
+        degrees = (parallel.data_parallel_size, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        strategy = ParallelStrategy(*(max(1, degree) for degree in degrees))
+        try:
+            if option.device_mesh:
+                mesh = DeviceMesh.parse(option.device_mesh, config.n_nodes, config.n_gpus_per_node)
+        except ValueError as error:
+            problems.append(f"{name}: {error}")
+            mesh = _first(min(strategy.world, n_workers))  # one that fits: what else is wrong is still said
+        why = "" if min(degrees) > 0 else "parallel degrees must be positive, got d{}t{}p{}".format(*degrees)
+        wishes[name] = _Wish(strategy, mesh, why)
+    return wishes, problems
+
+
+def _as_options(name: str, given: ParallelConfig, near: ParallelStrategy) -> str:
+    """Return what to type for a strategy."""
+    wanted = vars(ParallelConfig(near.dp, near.tp, near.pp)).items()
+    return " ".join(f"{name}.parallel.{field}={value}" for field, value in wanted if value != vars(given)[field])

@@ -1,35 +1,40 @@
-"""Static checks of a plan against the models: which layouts are legal, and the nearest one where one is not."""
+"""Which layouts a model allows, and the nearest one where one is not."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection
+from fractions import Fraction
 
-from realhf.api.graph import Graph
 from realhf.api.layout import ParallelStrategy
 from realhf.api.model import ModelConfig
-from realhf.api.plan import ExecutionPlan
 
 
 def strategy_problems(config: ModelConfig, strategy: ParallelStrategy) -> list[str]:
-    """Say why a model cannot be cut like this, with the nearest legal degree."""
+    """Say why a model cannot be cut like this."""
+    tp, kv = strategy.tp, config.n_kv_heads
+    narrowest = min(width for width in (config.vocab, config.intermediate, config.expert_intermediate) if width)
     problems = []
-    if not _legal_tp(config, strategy.tp):
-        legal = max(t for t in range(1, strategy.tp + 1) if _legal_tp(config, t))
-        problems.append(f"{config.n_heads} heads ({config.n_kv_heads} for keys and values) cannot be cut {strategy.tp} "
-                        f"ways; the nearest legal degree is t{legal}")  # fmt: skip
+    if config.n_heads % tp or (kv % tp and tp % kv):  # every rank has whole groups of heads, or a part of one
+        problems.append(f"{config.n_heads} heads ({kv} for keys and values) cannot be cut {tp} ways")
+    elif tp > narrowest:
+        problems.append(f"a width of {narrowest} cannot be cut {tp} ways")
     if strategy.pp > config.n_layers:
-        problems.append(f"{config.n_layers} layers cannot be cut into {strategy.pp} stages; at most p{config.n_layers}")
+        problems.append(f"{config.n_layers} layers cannot be cut into {strategy.pp} stages")
     return problems
 
 
-def _legal_tp(config: ModelConfig, tp: int) -> bool:
-    kv, width = config.n_kv_heads, config.expert_intermediate or config.intermediate
-    return config.n_heads % tp == 0 and (kv % tp == 0 or tp % kv == 0) and tp <= min(width, config.vocab)
+def nearest_strategy(wish: ParallelStrategy, world: int, models: Collection[ModelConfig]) -> ParallelStrategy:
+    """Return the strategy of ``world`` workers that all models allow and that is nearest to the wish.
+
+    There always is one, data parallelism; of equally near ones it has the fewest stages, then the fewest cuts.
+    """
+    degrees = [n for n in range(1, world + 1) if world % n == 0]
+    cuts = [(tp, pp) for tp in degrees for pp in degrees if world % (tp * pp) == 0]
+    strategies = [ParallelStrategy(world // tp // pp, tp, pp) for tp, pp in cuts]
+    legal = [s for s in strategies if not any(strategy_problems(model, s) for model in models)]
+    return min(legal, key=lambda s: (distance(s, wish), s.pp, s.tp))
 
 
-def plan_problems(graph: Graph, plan: ExecutionPlan, models: Mapping[str, ModelConfig]) -> list[str]:
-    """Return one line for every call whose layout its model does not allow."""
-    return [
-        f"{mfc.name}: {plan[mfc.name].layout.strategy}: {problem}"
-        for mfc in graph.mfcs
-        if mfc.role is not None and mfc.role in models
-        for problem in strategy_problems(models[mfc.role], plan[mfc.name].layout.strategy)
-    ]
+def distance(one: ParallelStrategy, other: ParallelStrategy) -> Fraction:
+    """Return by which factor the degrees of two strategies differ, over all axes."""
+    pairs = ((one.dp, other.dp), (one.tp, other.tp), (one.pp, other.pp))
+    return math.prod((Fraction(max(pair), min(pair)) for pair in pairs), start=Fraction(1))

@@ -1,6 +1,11 @@
-"""Pipeline schedules: for one stage, the order in which micro-batches are received, computed and sent."""
+"""Pipeline schedules: for one stage, the order in which micro-batches are received, computed and sent.
 
+In generation a micro-batch is a group of rows, which passes the stages again and again, one turn after the other.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,38 @@ class SendGradient:
     micro_batch: int
 
 
-StageStep = RecvActivation | Forward | SendActivation | RecvGradient | Backward | SendGradient
+@dataclass(frozen=True)
+class ExpectTokens:
+    """Post the receive of what the last stage will draw for a group in this turn, without waiting."""
+
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class SendTokens:
+    """Tell all other stages what was drawn."""
+
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Advance:
+    """Take the tokens that a group drew in its last turn and decide what its next one computes."""
+
+    micro_batch: int
+
+
+StageStep = (
+    RecvActivation
+    | Forward
+    | SendActivation
+    | RecvGradient
+    | Backward
+    | SendGradient
+    | ExpectTokens
+    | SendTokens
+    | Advance
+)
 
 
 def _forward(stage: int, n_stages: int, i: int) -> list[StageStep]:
@@ -62,3 +98,24 @@ def train_schedule(stage: int, n_stages: int, n_micro_batches: int) -> tuple[Sta
             steps += _forward(stage, n_stages, i + ahead)
         steps += _backward(stage, n_stages, i)
     return tuple(steps)
+
+
+def generation_schedule(stage: int, n_stages: int, n_groups: int) -> Iterator[StageStep]:
+    """Let groups of rows follow one another through the stages, turn after turn, without end.
+
+    A group's next turn waits for its own tokens alone, so no stage is idle when there are as many groups as stages.
+    Tokens are expected where activations are sent: any two stages post what they exchange in the same order, and
+    sends may as well wait for their receivers. Every stage advances the groups in the same order. Raises ValueError
+    without a group.
+    """
+    if n_groups < 1:
+        raise ValueError(f"generation needs a group of rows, got {n_groups}")
+    for turn in count():
+        for i in range(n_groups):
+            if turn > 0:
+                yield Advance(i)
+            yield from _forward(stage, n_stages, i)
+            if stage < n_stages - 1:
+                yield ExpectTokens(i)
+            elif n_stages > 1:
+                yield SendTokens(i)

@@ -1,10 +1,11 @@
 """Which box of which parameter must move from which worker to which, from any layout to any other."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from realhf.api.layout import Coord, Layout
+from realhf.api.layout import Coord, Layout, ParallelStrategy
 from realhf.api.params import Box, ParamSpec, box_numel, intersect, shard_box
 
 Stages = Callable[[int], Sequence[range]]
@@ -12,6 +13,12 @@ Stages = Callable[[int], Sequence[range]]
 
 Part = tuple[str, Box]
 """A box, in global coordinates, of a named parameter."""
+
+Seats = tuple[tuple[int, int], ...]
+"""(stage, tensor rank) of all that hold the same box; every data-parallel rank has one."""
+
+Sizes = dict[tuple[Seats, Seats], tuple[int, int]]
+"""(elements, parts) by who holds and who needs them."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +72,33 @@ def plan_realloc(
     """
     routes: list[Route] = []
     for (holding, needing), parts in _parts(specs, stages, src, dst).items():
-        holders = [src.rank(Coord(p, d, t)) for d in range(src.strategy.dp) for p, t in holding]
-        needers = [dst.rank(Coord(p, d, t)) for d in range(dst.strategy.dp) for p, t in needing]
-        routes += _routes(tuple(parts), holders, needers, node_size)
+        routes += _routes(tuple(parts), seated(src, holding), seated(dst, needing), node_size)
     return tuple(routes)
 
 
-Seats = tuple[tuple[int, int], ...]
-"""(stage, tensor rank) of all that hold the same box; every data-parallel rank has one."""
+def seated(layout: Layout, seats: Seats) -> list[int]:
+    """Return the workers in these seats of all replicas."""
+    return [layout.rank(Coord(p, d, t)) for d in range(layout.strategy.dp) for p, t in seats]
+
+
+def sizes(specs: Sequence[ParamSpec], stages: Stages, src: ParallelStrategy, dst: ParallelStrategy) -> Sizes:
+    """Return (elements, parts) by who holds and who needs them: what ``plan_realloc`` moves, without naming it.
+
+    Layers that are alike and lie in the same stages are counted once.
+    """
+    src_layers, dst_layers = stages(src.pp), stages(dst.pp)
+    kinds: Counter[tuple] = Counter()
+    for spec in specs:
+        held_by = tuple(p for p, layers in enumerate(src_layers) if spec.is_in(layers))
+        needed_by = tuple(p for p, layers in enumerate(dst_layers) if spec.is_in(layers))
+        kinds[held_by, needed_by, spec.shape, spec.tp_dim, spec.tp_units] += 1
+    found: Sizes = {}
+    for (held_by, needed_by, *cut), count in kinds.items():
+        for holding, needing, box in _common(*cut, src.tp, dst.tp):
+            seats = tuple((p, t) for p in held_by for t in holding), tuple((p, t) for p in needed_by for t in needing)
+            numel, n_parts = found.get(seats, (0, 0))
+            found[seats] = (numel + count * box_numel(box), n_parts + count)
+    return found
 
 
 def _parts(
@@ -112,21 +138,31 @@ def _common(
 
 def _routes(parts: tuple[Part, ...], holders: list[int], needers: list[int], node_size: int) -> list[Route]:
     """Choose the senders of parts that all ``holders`` hold and all ``needers`` need."""
+    cuts: dict[int, list[tuple[Part, ...]]] = {}
+    routes = []
+    for src, dsts, index, n in share_out(holders, needers, node_size):
+        chunks = cuts[n] if n in cuts else cuts.setdefault(n, _chunks(parts, n))
+        if index < len(chunks):
+            routes.append(Route(src, dsts, chunks[index]))
+    return routes
+
+
+def share_out(holders: list[int], needers: list[int], node_size: int) -> list[tuple[int, tuple[int, ...], int, int]]:
+    """Return (sender, receivers, index, n): the sender gives chunk ``index`` of ``n`` equal ones to the receivers."""
     have = set(holders)
     near: dict[int, list[int]] = {}
     for rank in holders:
         near.setdefault(rank // node_size, []).append(rank)
-    routes = [Route(rank, (rank,), parts) for rank in needers if rank in have]
+    found: list[tuple[int, tuple[int, ...], int, int]] = [(rank, (rank,), 0, 1) for rank in needers if rank in have]
     lacking: dict[int, list[int]] = {}
     for rank in needers:
         if rank not in have:
             lacking.setdefault(rank // node_size, []).append(rank)
-    far = [node for node in lacking if node not in near]
+    far = {node: i for i, node in enumerate(node for node in lacking if node not in near)}
     for node, receivers in lacking.items():
-        senders = near.get(node) or _share(holders, far.index(node), len(far))
-        chunks = _chunks(parts, len(senders))
-        routes += [Route(src, tuple(receivers), some) for src, some in zip(senders, chunks, strict=False)]
-    return routes
+        senders = near.get(node) or _share(holders, far[node], len(far))
+        found += [(src, tuple(receivers), i, len(senders)) for i, src in enumerate(senders)]
+    return found
 
 
 def _share(holders: list[int], index: int, n_shares: int) -> list[int]:

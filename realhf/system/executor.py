@@ -17,8 +17,8 @@ from realhf.comm.exchange import Move, Piece, exchange
 from realhf.comm.shared_memory import Links
 from realhf.data.batch import Column, SequenceBatch
 from realhf.engine import NativeEngine
-from realhf.models.specs import param_specs, stage_layers
 from realhf.plan.realloc import BoxCopy, copies_of, plan_realloc
+from realhf.plan.specs import param_specs, stage_layers
 from realhf.plan.transfer import RowCopy, plan_transfer, stored_as
 from realhf.system.run import RunSpec
 from realhf.system.store import RowStore

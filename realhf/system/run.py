@@ -11,9 +11,19 @@ from realhf.api.model import ModelConfig
 from realhf.api.plan import ExecutionPlan
 from realhf.api.program import Program
 from realhf.base.paths import RunDir
-from realhf.models.specs import read_hf_config
+from realhf.models.hf_config import read_hf_config
 from realhf.plan.program import compile_program
 from realhf.plan.schedule import RunLength, run_length
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What was predicted before the launch, and from what: seconds of a step and of every call, bytes of a worker."""
+
+    source: str
+    step_s: float
+    calls: dict[str, float]
+    peak_bytes: float
 
 
 @dataclass(frozen=True)
@@ -29,6 +39,7 @@ class RunSpec:
     paths: RunDir
     device: str
     n_rows: int
+    expected: Expected | None = None
 
     @cached_property
     def length(self) -> RunLength:

@@ -113,6 +113,9 @@ class Telemetry:
         for name, (value, weight) in sorted(self._sums.pop(step, {}).items()):
             metrics[name] = value / weight if weight else 0.0
         metrics.update(_headlines(metrics))
+        if expected := self.run.expected:
+            metrics["predicted/step_s"] = expected.step_s
+            metrics |= {f"predicted/{mfc}_s": calls for mfc, calls in expected.calls.items()}
         self.last = metrics
         with self.run.paths.metrics.open("a") as file:
             file.write(json.dumps(metrics) + "\n")

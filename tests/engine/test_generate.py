@@ -2,7 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from realhf.api.batch import PROMPT, RowId
-from realhf.api.config import GenerationConfig
+from realhf.api.config import GenerationConfig, ModelSpec
+from realhf.api.experiment import RoleSpec
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.model import ModelConfig
+from realhf.api.plan import MicroBatching
+from realhf.comm.parallel import ParallelContext, make_groups
 from realhf.data.batch import Column, SequenceBatch
-from realhf.engine.native import NativeEngine
+from realhf.engine.native import NativeEngine, build_engine
 from tests.engine.tiny import FAMILIES, STOP, VOCAB, by_row, engine_on, prompts_of
 
 LENGTHS = (3, 1, 7, 7, 12, 2, 5)
@@ -87,6 +93,15 @@ def test_neither_slots_nor_company_nor_order_change_a_row(slots: int, engine: Na
         for row, tokens in by_row(made, "tokens").items():
             assert torch.equal(tokens, reference[row][0]), row
             torch.testing.assert_close(by_row(made, "logprobs")[row], reference[row][1], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("budget", [1, 8, 13])
+def test_a_budget_of_prompt_tokens_changes_no_row(budget: int, engine: NativeEngine) -> None:
+    config, prompts = GenerationConfig(max_new_tokens=14, max_slots=9), prompts_of(LENGTHS)
+    whole = engine.generate(prompts, config, 3, SEED)
+    parts = replace(engine, micro_batching=MicroBatching(1, budget)).generate(prompts, config, 3, SEED)
+    assert torch.equal(parts["tokens"], whole["tokens"]) and parts.lengths("tokens") == whole.lengths("tokens")
+    torch.testing.assert_close(parts["logprobs"], whole["logprobs"], atol=1e-4, rtol=0)
 
 
 def test_seed_prompt_and_sample_each_make_a_difference(engine: NativeEngine) -> None:
@@ -197,3 +212,48 @@ def test_no_prompts_give_no_rows(engine: NativeEngine) -> None:
 def test_more_than_the_model_has_positions_for_is_said(engine: NativeEngine) -> None:
     with pytest.raises(ValueError, match="74 tokens.*64.*max_new_tokens"):
         engine.generate(prompts_of((4, 10)), GenerationConfig(max_new_tokens=64), 1, SEED)
+
+
+FOUR_LAYERS = ModelConfig("llama", 4, 32, 4, 2, 8, 48, VOCAB, 64, init_std=0.2)
+AXES = ("dp", "tp", "pp")
+MESHES = {"d1": (0,), "p2": (3, 1), "p4": (2, 0, 3, 1), "t2p2": (1, 0, 2, 3)}
+WAYS = [
+    GenerationConfig(max_new_tokens=14),  # a slot for every row
+    GenerationConfig(max_new_tokens=14, max_slots=6, top_k=9, min_new_tokens=2),  # slots change hands
+    GenerationConfig(max_new_tokens=5, max_slots=2),  # fewer slots than some pipelines have stages
+]
+
+
+def generate_everywhere(rank: int, world: int) -> dict[tuple[str, int], SequenceBatch]:
+    """What one worker returns from every layout that it is in."""
+    layouts = {name: Layout(DeviceMesh(mesh), ParallelStrategy.parse(name)) for name, mesh in MESHES.items()}
+    axes = dict.fromkeys(
+        layout.axis(axis, member) for layout in layouts.values() for member in layout.mesh.ranks for axis in AXES
+    )
+    groups = make_groups([ranks for ranks in axes if len(ranks) > 1], rank)
+    made = {}
+    for name, layout in layouts.items():
+        if rank not in layout.mesh.ranks:
+            continue
+        context, role = ParallelContext(layout, rank, groups=groups), RoleSpec(ModelSpec(init_from_scratch=True))
+        engine = build_engine(FOUR_LAYERS, role, context, False, True, 3, 1, (STOP,), None)
+        engine = replace(engine, micro_batching=MicroBatching(1, 20))
+        for number, way in enumerate(WAYS):
+            made[name, number] = engine.generate(prompts_of(LENGTHS), way, 3, SEED)
+    return made
+
+
+@pytest.mark.dist
+def test_all_stages_return_what_one_worker_draws(on_ranks: Callable[..., list]) -> None:
+    told = on_ranks(4, generate_everywhere)
+    for number in range(len(WAYS)):
+        whole = told[0]["d1", number]
+        assert len({tuple(answer) for answer in answers_of(whole)}) > 15
+        for name, mesh in MESHES.items():
+            for rank in mesh:
+                made = told[rank][name, number]
+                assert made.ids == whole.ids and made.lengths("tokens") == whole.lengths("tokens")
+                for key in ("tokens", "prompt_mask", "truncated"):
+                    assert torch.equal(made[key], whole[key]), (name, rank, key)
+                for key in ("logprobs", "sampling_logprobs"):
+                    torch.testing.assert_close(made[key], whole[key], atol=1e-4, rtol=0)

@@ -14,7 +14,7 @@ from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.comm.parallel import ParallelContext, make_groups
 from realhf.data.batch import Column, SequenceBatch
 from realhf.engine.native import NativeEngine, build_engine
-from realhf.models.specs import read_hf_config
+from realhf.models.hf_config import read_hf_config
 
 VOCAB, STOP = 37, 1
 FAMILIES = ("llama", "qwen2", "gpt2")

@@ -19,7 +19,7 @@ from tests.conftest import Task
 REPOSITORY = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-c", "from realhf.apps.main import console; console()"]
 PATIENCE_S = 120.0
-OF_THE_CLOCK = ("time/", "memory/", "tokens/per_s", "flops/model_per_s")
+OF_THE_CLOCK = ("time/", "memory/", "tokens/per_s", "flops/model_per_s", "predicted/")
 GRADED = '''
 def graded(prompt: str, answer: str, row: dict) -> float:
     """Small numbers are good, and so are short answers: every answer gets its own reward."""
@@ -110,6 +110,17 @@ def run_all(experiment: str, folder: Path, variants: dict[str, list[str]], words
     with ThreadPoolExecutor(2) as pool:
         runs = {name: pool.submit(run, experiment, folder / name, [*words, *more]) for name, more in variants.items()}
         return {name: future.result() for name, future in runs.items()}
+
+
+def same_curve(expected: Run, found: Run) -> list[str]:
+    """Say where two curves differ by more than the rounding of float32: 1e-4 of a value, or 1e-6 of its terms."""
+    assert [line.keys() for line in found.curve] == [line.keys() for line in expected.curve]
+    return [
+        f"step {line['step']}: {name} is {line[name]}, not {value}"
+        for before, line in zip(expected.curve, found.curve, strict=True)
+        for name, value in before.items()
+        if line[name] != pytest.approx(value, rel=1e-4, abs=1e-6)
+    ]
 
 
 @pytest.fixture(scope="session")

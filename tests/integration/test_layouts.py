@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.integration.conftest import Run
+from tests.integration.conftest import Run, same_curve
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 CALLS = ("actor_gen", "rew_inf", "ref_inf", "critic_inf", "actor_train", "critic_train")
@@ -24,7 +24,6 @@ VARIANTS = {
     "three": ["n_gpus_per_node=3"],
     "apart": [TWO, MANUAL, *(f"{call}.device_mesh={int(call in OF_CRITIC)}" for call in CALLS)],
     "lent": [TWO, "allocation_mode=actor_gen:d2,*:d1"],
-    "cut": ["n_gpus_per_node=4", "allocation_mode=actor_gen:d4,ref_inf:t2,critic_inf:p2,critic_train:t2,*:d1t2p2"],
     "turned": [TWO, MANUAL, *(f"{call}.device_mesh=1,0" for call in CALLS),
                *(f"{call}.parallel.data_parallel_size=2" for call in CALLS)],
     "small": ["actor_train.mb_spec.max_tokens_per_mb=40", "critic_train.mb_spec.n_mbs=3", "ppo.gen.max_slots=3"],
@@ -63,18 +62,13 @@ def test_the_same_seed_gives_the_same_bytes(other: str, runs: dict[str, Run]) ->
             assert (one.model(role, 3) / name).read_bytes() == (two.model(role, 3) / name).read_bytes()
 
 
-@pytest.mark.parametrize("other", ["two", "three", "apart", "lent", "cut", "turned", "small"])
+@pytest.mark.parametrize("other", ["two", "three", "apart", "lent", "turned", "small"])
 def test_the_curve_does_not_depend_on_the_layout(other: str, runs: dict[str, Run]) -> None:
-    for expected, line in zip(runs["one"].curve, runs[other].curve, strict=True):
-        assert line.keys() == expected.keys()
-        for name, value in line.items():
-            # of a hundred tokens one may lie on the border of a clip
-            tolerance = 0.02 if name.endswith("clip_ratio") else 1e-4
-            assert value == pytest.approx(expected[name], abs=tolerance, rel=1e-4), (line["step"], name)
+    assert same_curve(runs["one"], runs[other]) == []
     for role in ("actor", "critic"):
         expected_weights = weights(runs["one"], role)
         for name, tensor in weights(runs[other], role).items():
-            torch.testing.assert_close(tensor, expected_weights[name], atol=1e-3, rtol=0)
+            torch.testing.assert_close(tensor, expected_weights[name], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("other", ["three", "apart", "lent"])

@@ -1,6 +1,6 @@
 """What one worker does with a model in every layout, as plain values. Gloo ranks import this: no transformers here."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,13 +13,14 @@ from realhf.api.config import GenerationConfig, ModelSpec, OptimizerConfig, Sche
 from realhf.api.engine import Loss
 from realhf.api.experiment import RoleSpec
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.messages import Stats
 from realhf.comm.parallel import Group, ParallelContext, make_groups
 from realhf.data.batch import Column, SequenceBatch
 from realhf.engine.native import NativeEngine, build_engine
 from realhf.engine.outputs import ForwardOutputs
-from realhf.models.specs import read_hf_config
+from realhf.models.hf_config import read_hf_config
 
-LENGTHS = (9, 3, 6, 1, 9, 5)  # windows are 4
+LENGTHS = (9, 3, 6, 1, 9, 5)  # windows are 4; of one token a tensor-parallel group has an empty share
 TEMPERATURE = 0.7
 # a large epsilon makes the step smooth in the gradient
 STEP = {"lr": 0.1, "eps": 1.0, "gradient_clipping": 1.0, "lr_scheduler_type": Schedule.constant}
@@ -48,47 +49,57 @@ CUTS: Mapping[str, Cut] = {
     "t4": _cut((0, 1, 2, 3), "t4"),
     "t4 without sequence": _cut((0, 1, 2, 3), "t4", sequence=False),
     "d2t2": _cut((0, 1, 2, 3), "d2t2"),
+    "d2t2p2": _cut((1, 0, 2, 3, 6, 5, 4, 7), "d2t2p2"),
 }
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a layout computed: by row (keyed by its number) and for the step as a whole."""
+class Start:
+    """The weights of a model; a critic's scalar head is drawn where they have none."""
 
-    logprobs: dict[int, Tensor]
-    logits: dict[int, Tensor]
+    folder: Path
+    is_critic: bool = False
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a member of data-parallel rank ``dp`` computed: by column and row, by answer, and for the step."""
+
+    dp: int
+    columns: dict[str, dict[int, Tensor]]
     drawn: dict[tuple[int, int], Tensor]
     drawn_logprobs: dict[tuple[int, int], Tensor]
-    grad_norm: float
+    stats: Stats
 
 
-def job(rank: int, world: int, folders: Mapping[str, Path], root: Path) -> dict[tuple[str, str], Told]:
-    """Take each model through all layouts, one after the other; what one saves is loaded in the next."""
-    axes = dict.fromkeys(
-        cut.layout.axis(axis, member) for cut in CUTS.values() for member in cut.layout.mesh.ranks for axis in AXES
-    )
+def job(
+    rank: int, world: int, starts: Mapping[str, Start], names: Sequence[str], root: Path
+) -> dict[tuple[str, str], Told]:
+    """Take each model through the layouts, one after the other; what one saves is loaded in the next."""
+    layouts = [CUTS[name].layout for name in names]
+    axes = dict.fromkeys(layout.axis(axis, rank) for layout in layouts for rank in layout.mesh.ranks for axis in AXES)
     groups = make_groups([ranks for ranks in axes if len(ranks) > 1], rank)
     told = {}
-    for model, folder in folders.items():
-        saved = folder
-        for name, cut in CUTS.items():
+    for model, start in starts.items():
+        for name in names:
             where = root / model / name
-            if rank in cut.layout.mesh.ranks:
-                engine = engine_on(saved, cut, rank, groups)
+            if rank in CUTS[name].layout.mesh.ranks:
+                engine = engine_on(start, CUTS[name], rank, groups)
                 engine.save(where / "saved")
                 told[model, name] = run(engine)
                 engine.save(where / "trained")
             dist.barrier()
-            saved = where / "saved"
+            start = replace(start, folder=where / "saved")
     return told
 
 
-def engine_on(folder: Path, cut: Cut, rank: int, groups: Mapping[tuple[int, ...], Group]) -> NativeEngine:
-    spec = ModelSpec(str(folder), sequence_parallel=cut.sequence, optimizer=OptimizerConfig(**STEP))
-    config = read_hf_config(folder, False)
+def engine_on(start: Start, cut: Cut, rank: int, groups: Mapping[tuple[int, ...], Group]) -> NativeEngine:
+    spec = ModelSpec(str(start.folder), sequence_parallel=cut.sequence, optimizer=OptimizerConfig(**STEP))
+    spec.init_critic_from_actor = start.is_critic
+    config = read_hf_config(start.folder, start.is_critic)
     return build_engine(
         replace(config, z_loss=0.05 if config.n_experts else 0.0),
-        RoleSpec(spec),
+        RoleSpec(spec, scalar_head=start.is_critic),
         ParallelContext(cut.layout, rank, groups=groups),
         trained=True,
         holds_weights=True,
@@ -104,19 +115,18 @@ def run(engine: NativeEngine) -> Told:
     strategy, at = engine.context.layout.strategy, engine.context.coord
     mine = range(at.dp, len(LENGTHS), strategy.dp)
     rows, prompts = batch_of(mine, "tokens"), batch_of(mine, "prompts")
-    logprobs = engine.forward(rows, lambda outputs, _: outputs.logprobs(TEMPERATURE))
-    logits = engine.forward(rows, projected_logits)
-    drawn = engine.generate(prompts, GenerationConfig(max_new_tokens=4), 1, seed=5)
-    count = float(rows["tokens"].numel() - len(rows))
-    stats = engine.train(rows, likelihood, count)
-
-    def split(packed: Tensor) -> dict[int, Tensor]:
-        return dict(zip(mine, packed.split(rows.lengths("tokens")), strict=True))
-
-    def answers(key: str) -> dict[tuple[int, int], Tensor]:
-        return dict(zip([(i.prompt, i.sample) for i in drawn.ids], drawn.columns[key].rows(), strict=True))
-
-    return Told(split(logprobs), split(logits), answers("tokens"), answers("logprobs"), stats["grad_norm"][0])
+    is_critic = engine.config.head == "scalar"
+    columns = {
+        name: dict(zip(mine, engine.forward(rows, fn).split(rows.lengths("tokens")), strict=True))
+        for name, fn in (CRITIC if is_critic else ACTOR).items()
+    }
+    drawn: dict[str, dict[tuple[int, int], Tensor]] = {"tokens": {}, "logprobs": {}}
+    if not is_critic:
+        answers = engine.generate(prompts, GenerationConfig(max_new_tokens=4), 1, seed=5)
+        ids = [(row.prompt, row.sample) for row in answers.ids]
+        drawn = {key: dict(zip(ids, answers.columns[key].rows(), strict=True)) for key in drawn}
+    stats = engine.train(rows, regression if is_critic else likelihood, float(rows["tokens"].numel()))
+    return Told(at.dp, columns, drawn["tokens"], drawn["logprobs"], stats)
 
 
 def batch_of(numbers: range, column: str) -> SequenceBatch:
@@ -137,3 +147,13 @@ def projected_logits(outputs: ForwardOutputs, batch: SequenceBatch) -> Tensor:
 def likelihood(outputs: ForwardOutputs, batch: SequenceBatch) -> Loss:
     total = -outputs.logprobs(TEMPERATURE).sum()
     return Loss(total, {"nll": (total.detach(), 1.0)})
+
+
+def regression(outputs: ForwardOutputs, batch: SequenceBatch) -> Loss:
+    """Towards targets that differ from token to token."""
+    total = (outputs.values() - batch["tokens"].float().sin()).square().sum()
+    return Loss(total, {"square": (total.detach(), 1.0)})
+
+
+ACTOR = {"logprobs": lambda outputs, _: outputs.logprobs(TEMPERATURE), "logits": projected_logits}
+CRITIC = {"values": lambda outputs, _: outputs.values()}

@@ -19,7 +19,8 @@ from realhf.api.model import ModelConfig
 from realhf.api.params import relative, shard_box, whole
 from realhf.models.flat import FlatParams
 from realhf.models.hf import init_random, load_hf, save_hf
-from realhf.models.specs import param_specs, read_hf_config
+from realhf.models.hf_config import read_hf_config
+from realhf.plan.specs import param_specs
 from tests.models.zoo import GPT2, MODELS, ONE_OF_EACH, whole_params
 from tests.models.zoo import ours as load
 from tests.models.zoo import theirs as hugging_face

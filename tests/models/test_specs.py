@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from realhf.api.model import ModelConfig
 from realhf.api.params import box_numel, intersect, shard_box
 from realhf.models.families import FAMILIES
-from realhf.models.specs import param_specs, read_hf_config, stage_layers
+from realhf.models.hf_config import read_hf_config
+from realhf.plan.specs import param_specs, stage_layers
 
 LLAMA = ModelConfig("llama", 3, 48, 12, 4, 4, 60, 101, 64)
 QWEN2 = replace(LLAMA, family="qwen2", qkv_bias=True, tied_embedding=True)
@@ -150,5 +151,5 @@ def test_both_spellings_of_rotary_scaling_agree(tmp_path: Path) -> None:
 
 
 def test_the_planner_reads_models_without_torch() -> None:
-    code = "import sys, realhf.models.specs; sys.exit('torch' in sys.modules)"
+    code = "import sys, realhf.models.hf_config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

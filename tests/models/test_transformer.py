@@ -8,7 +8,7 @@ import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from realhf.models.hf import init_random, load_hf
-from realhf.models.specs import read_hf_config
+from realhf.models.hf_config import read_hf_config
 from realhf.models.transformer import Transformer
 from realhf.ops.moe import balance_loss, route
 from tests.models.zoo import MODELS, VOCAB, twins, whole_params
@@ -117,6 +117,10 @@ def test_router_losses_join_what_is_trained(name: str, saving: bool, tmp_path: P
     hidden = ours.hidden(tokens(), LENGTHS, token_weight=1 / sum(LENGTHS))
     ours.logprobs(hidden, tokens(), LENGTHS).sum().backward()
     (their_logprobs(theirs, 1.0).sum() + router_losses(theirs, 0.5, 0.3)).backward()
+    lost = ours.take_router_losses() / sum(LENGTHS) / len(ours.config.routed_layers)  # once, recomputed or not
+    with torch.no_grad():
+        expected = [float(router_losses(theirs, balance, 1.0 - balance)) for balance in (1.0, 0.0)]
+    assert lost.tolist() == pytest.approx(expected, rel=1e-4) and ours.take_router_losses().tolist() == [0.0, 0.0]
     compare_gradients(theirs, ours, tmp_path / "gradients")
 
 

@@ -32,8 +32,9 @@ from realhf.api.model import ModelConfig
 from realhf.api.params import whole
 from realhf.models.flat import FlatParams
 from realhf.models.hf import load_hf
-from realhf.models.specs import param_specs, read_hf_config
+from realhf.models.hf_config import read_hf_config
 from realhf.models.transformer import Transformer
+from realhf.plan.specs import param_specs
 
 VOCAB = 67
 COMMON = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 50}

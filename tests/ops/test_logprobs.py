@@ -29,18 +29,30 @@ def problem(count: int, vocab: int, dtype: torch.dtype = torch.float32) -> tuple
     return hidden, weight, torch.randint(vocab, (count,))
 
 
-def all_at_once(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, t: float) -> torch.Tensor:
-    return torch.log_softmax((hidden @ weight.t()).float() / t, -1).gather(1, targets[:, None])[:, 0]
+def all_at_once(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, t: float, softcap: float = 0.0
+) -> torch.Tensor:
+    logits = (hidden @ weight.t()).float()
+    logits = torch.tanh(logits / softcap) * softcap if softcap else logits
+    return torch.log_softmax(logits / t, -1).gather(1, targets[:, None])[:, 0]
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 20), st.integers(1, 30), st.integers(1, 8), st.sampled_from([0.5, 1.0, 1.7]))
-@example(14, 5, 2, 0.5)  # a probability next to 1, whose logits come out otherwise in the backward pass
-def test_values_and_gradients_are_exact(count: int, vocab: int, chunk: int, temperature: float) -> None:
+@given(
+    st.integers(0, 20),
+    st.integers(1, 30),
+    st.tuples(st.integers(1, 8), st.integers(1, 31)),
+    st.sampled_from([0.5, 1.0, 1.7]),
+    st.sampled_from([0.0, 3.0]),
+)
+@example(14, 5, (2, 5), 0.5, 0.0)  # a probability next to 1, whose logits come out otherwise in the backward pass
+def test_values_and_gradients_are_exact(
+    count: int, vocab: int, tile: tuple[int, int], temperature: float, softcap: float
+) -> None:
     hidden, weight, targets = problem(count, vocab)
     slopes = torch.randn(count) * (torch.rand(count) < 0.6)
-    ours = packed_logprobs(hidden, weight, targets, temperature, chunk)
-    theirs = all_at_once(hidden, weight, targets, temperature)
+    ours = packed_logprobs(hidden, weight, targets, temperature, softcap, tile=tile)
+    theirs = all_at_once(hidden, weight, targets, temperature, softcap)
     assert ours.dtype == torch.float32
     assert torch.allclose(ours, theirs, atol=1e-5)
     for a, b in zip(
@@ -67,9 +79,19 @@ def test_a_gradient_that_nobody_needs_is_not_made() -> None:
     assert weight.grad is not None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_the_weight_is_added_where_it_is_wanted(dtype: torch.dtype) -> None:
+    hidden, weight, targets = problem(12, 9, dtype)
+    (wanted,) = torch.autograd.grad(packed_logprobs(hidden, weight, targets).sum(), weight)
+    total = torch.ones(weight.shape)
+    packed_logprobs(hidden, weight, targets, tile=(5, 4), add_to=total).sum().backward()
+    assert weight.grad is None and hidden.grad is not None
+    assert torch.allclose(total - 1, wanted.float(), atol=1e-5 if dtype == torch.float32 else 0.1)
+
+
 def test_sixteen_bit_inputs_give_sixteen_bit_gradients() -> None:
     hidden, weight, targets = problem(12, 9, torch.bfloat16)
-    ours = packed_logprobs(hidden, weight, targets, chunk=5)
+    ours = packed_logprobs(hidden, weight, targets, tile=(5, 4))
     theirs = all_at_once(hidden, weight, targets, 1.0)
     assert torch.allclose(ours, theirs, atol=1e-5)
     grads = torch.autograd.grad(ours.sum(), (hidden, weight))
@@ -118,7 +140,7 @@ def test_parts_of_a_vocabulary_make_the_whole(widths: tuple[int, int]) -> None:
 
     def work(rank: int) -> None:
         x, w = hidden.detach().requires_grad_(), weight.detach().split(widths)[rank].requires_grad_()
-        logps = packed_logprobs(x, w, targets, 0.7, chunk=4, cut=parts.cut(rank))
+        logps = packed_logprobs(x, w, targets, 0.7, tile=(4, 3), cut=parts.cut(rank))
         results[rank] = (logps.detach(), *torch.autograd.grad((logps * slopes).sum(), (x, w)))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
@@ -134,29 +156,32 @@ def test_parts_of_a_vocabulary_make_the_whole(widths: tuple[int, int]) -> None:
     assert torch.allclose(torch.cat([results[0][2], results[1][2]]), of_weight, atol=1e-5)
 
 
-def peak_growth(statement: str) -> int:
-    """Bytes by which a fresh process's peak memory grows in ``statement``."""
+def peak_growth(width: int, statement: str) -> int:
+    """Bytes by which a fresh process's peak memory grows in ``statement``, new gradients not counted."""
     setting = (
         "import torch\n"
         "from realhf.ops.logprobs import packed_logprobs\n"
         "torch.manual_seed(0)\n"
-        "hidden = torch.randn(2048, 8, requires_grad=True)\n"
-        "weight = torch.randn(32000, 8, requires_grad=True)\n"
+        f"few, hidden, weight = (torch.randn(rows, {width}, requires_grad=True) for rows in (9, 2048, 32000))\n"
         "targets = torch.randint(32000, (2048,))\n"
-        "packed_logprobs(hidden[:9], weight, targets[:9]).sum().backward()\n"
+        "packed_logprobs(few, weight, targets[:9]).sum().backward()\n"
+        "weight.grad = None\n"
         "peak = lambda: 1024 * int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])\n"
+        "open('/proc/self/clear_refs', 'w').write('5')\n"  # the peak so far is forgotten
         "before = peak()\n"
     )
-    command = [sys.executable, "-c", f"{setting}{statement}\nprint(peak() - before)"]
+    made = "sum(x.grad.nbytes for x in (hidden, weight) if x.grad is not None)"
+    command = [sys.executable, "-c", f"{setting}{statement}\nprint(peak() - before - {made})"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
     return int(done.stdout)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory of a process as Linux reports it")
-def test_memory_is_an_eighth_of_all_logits_at_most() -> None:
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="asks Linux for the peak memory of a process")
+@pytest.mark.parametrize("width", [8, 512])
+def test_memory_is_an_eighth_of_all_logits_at_most(width: int) -> None:
     all_logits = 2048 * 32000 * 4
-    assert peak_growth("(hidden @ weight.t()).sum()") >= 0.9 * all_logits  # the measure works
-    assert peak_growth("packed_logprobs(hidden, weight, targets).sum().backward()") <= all_logits / 8
+    assert peak_growth(width, "(hidden @ weight.t()).sum()") >= 0.9 * all_logits  # the measure works
+    assert peak_growth(width, "packed_logprobs(hidden, weight, targets).sum().backward()") <= all_logits / 8
 
 
 def chunk(count: int, vocab: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, ...]:

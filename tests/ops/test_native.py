@@ -79,6 +79,14 @@ def test_threads_and_company_do_not_change_a_bit(gae):
     assert_near(results[0], packed_gae_reference(rewards.double(), values.double(), lengths, cut, 0.999, 0.97), 1e-6)
 
 
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.999, 0.97)])
+def test_small_advantages_of_large_values_are_exact(gae, gamma, lam):
+    rewards, values, cu_seqlens, cut = drawn([5000], torch.float32)
+    values += 1000
+    want = packed_gae_reference(rewards.double(), values.double(), [5000], cut, gamma, lam)
+    assert_near(gae(rewards, values, cu_seqlens, cut, gamma, lam), want, 1e-6)
+
+
 def test_no_rows_and_rows_of_one_token(gae):
     assert [x.numel() for x in gae(*drawn([]), 1.0, 1.0)] == [0, 0]
     assert [x.tolist() for x in gae(*drawn([1, 1]), 1.0, 1.0)] == [[0, 0], [0, 0]]

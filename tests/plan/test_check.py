@@ -1,12 +1,14 @@
-"""Which layouts a model allows."""
+"""Which layouts a model allows, and which one is nearest."""
+
+from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.layout import ParallelStrategy
 from realhf.api.model import ModelConfig
-from realhf.api.plan import ExecutionPlan, Placement
-from realhf.plan.check import plan_problems, strategy_problems
+from realhf.plan.check import distance, nearest_strategy, strategy_problems
 
 MODEL = ModelConfig("llama", n_layers=3, hidden=24, n_heads=6, n_kv_heads=2, head_dim=4, intermediate=40, vocab=11,
                     max_positions=64)  # fmt: skip
@@ -17,21 +19,46 @@ def test_legal(text: str) -> None:
     assert strategy_problems(MODEL, ParallelStrategy.parse(text)) == []
 
 
-def test_heads_that_cannot_be_cut_name_the_nearest_degree() -> None:
-    assert strategy_problems(MODEL, ParallelStrategy(tp=4)) == [
-        "6 heads (2 for keys and values) cannot be cut 4 ways; the nearest legal degree is t2"
-    ]
-    assert "t2" in strategy_problems(MODEL, ParallelStrategy(tp=3))[0]  # query heads would leave their key head
+def test_heads_that_cannot_be_cut() -> None:
+    for tp in (4, 3):  # by 3, query heads would leave their key head
+        line = f"6 heads (2 for keys and values) cannot be cut {tp} ways"
+        assert strategy_problems(MODEL, ParallelStrategy(tp=tp)) == [line]
 
 
 def test_more_stages_than_layers() -> None:
-    assert strategy_problems(MODEL, ParallelStrategy(pp=4)) == ["3 layers cannot be cut into 4 stages; at most p3"]
+    both = strategy_problems(MODEL, ParallelStrategy(tp=4, pp=4))
+    assert len(both) == 2 and both[1] == "3 layers cannot be cut into 4 stages"
 
 
-def test_every_call_is_named() -> None:
-    calls = tuple(MFC(n, "actor", Kind.INFERENCE, InterfaceSpec("any"), ("prompts",), (n,)) for n in ("a", "b"))
-    quarter = Placement(Layout(DeviceMesh((0, 1, 2, 3)), ParallelStrategy(tp=4)))
-    plan = ExecutionPlan(4, {"a": quarter, "b": quarter})
-    found = plan_problems(Graph(calls), plan, {"actor": MODEL})
-    assert [line.split(":")[0] for line in found] == ["a", "b"] and all("d1t4p1" in line for line in found)
-    assert plan_problems(Graph(calls), plan, {}) == []
+def test_what_is_narrower_than_the_group() -> None:
+    for narrow in (replace(MODEL, vocab=5), replace(MODEL, intermediate=5), replace(MODEL, expert_intermediate=5)):
+        assert strategy_problems(narrow, ParallelStrategy(tp=6)) == ["a width of 5 cannot be cut 6 ways"]
+
+
+DEGREES = st.integers(1, 12)
+MODELS = st.builds(
+    lambda kv, groups, layers: replace(MODEL, n_kv_heads=kv, n_heads=kv * groups, n_layers=layers),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 5),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.builds(ParallelStrategy, DEGREES, DEGREES, DEGREES), st.integers(1, 24), st.lists(MODELS, max_size=2))
+def test_no_legal_strategy_is_nearer_than_the_nearest(
+    wish: ParallelStrategy, world: int, models: list[ModelConfig]
+) -> None:
+    def is_legal(strategy: ParallelStrategy) -> bool:
+        return strategy.world == world and not any(strategy_problems(model, strategy) for model in models)
+
+    near = nearest_strategy(wish, world, models)
+    assert is_legal(near) and (near == wish or not is_legal(wish))
+    degrees = range(1, world + 1)
+    every = (ParallelStrategy(world // tp // pp, tp, pp) for tp in degrees for pp in degrees if world >= tp * pp)
+    assert all(distance(near, wish) <= distance(other, wish) for other in every if is_legal(other))
+
+
+def test_the_distance_is_a_factor() -> None:
+    assert distance(ParallelStrategy(4, 2, 3), ParallelStrategy(2, 2, 1)) == 6
+    assert distance(ParallelStrategy(), ParallelStrategy()) == 1

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from realhf.api.model import ModelConfig
-from realhf.models.specs import param_specs
 from realhf.plan.flops import forward_flops, generate_flops, matrix_params, train_flops
+from realhf.plan.specs import param_specs
 
 TINY = ModelConfig(
     "llama", n_layers=2, hidden=4, n_heads=2, n_kv_heads=1, head_dim=2, intermediate=6, vocab=10, max_positions=16

@@ -60,7 +60,7 @@ def test_home_is_the_trainers_layout_or_the_first_calls() -> None:
     twice = Graph((*PPO.mfcs, MFC("ref_again", "ref", Kind.INFERENCE, SPEC, ("tokens",), ("again",))))
     other = ExecutionPlan(4, {**UNLIKE.placements, "ref_again": Placement(ONE)})
     assert home(twice, other, "ref") == PAIR
-    assert compile_program(twice, other)["ref_again"][0] == Reallocate("ref", PAIR, "ref", ONE)
+    assert compile_program(twice, other)["ref_again"][1] == Reallocate("ref", PAIR, "ref", ONE)
 
 
 def test_a_worker_holds_engines_where_it_computes_or_lends() -> None:
@@ -98,5 +98,5 @@ def test_a_role_that_follows_another_moves_after_its_training() -> None:
 
 def test_an_idle_role_rests_in_host_memory() -> None:
     program = compile_program(Graph(PPO.mfcs, offloaded=("ref",)), DISJOINT)
-    assert program["ref_inf"][0] == Load("ref", PAIR) and program["ref_inf"][-1] == Offload("ref", PAIR)
+    assert program["ref_inf"][1] == Load("ref", PAIR) and program["ref_inf"][-1] == Offload("ref", PAIR)
     assert not any(isinstance(step, Load) for step in program["actor_gen"])

@@ -6,8 +6,8 @@ import pytest
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model import ModelConfig
 from realhf.api.params import Box, box_numel, box_shape, intersect, relative
-from realhf.models.specs import param_specs, stage_layers
 from realhf.plan.realloc import BoxCopy, copies_of, plan_realloc, shard_of
+from realhf.plan.specs import param_specs, stage_layers
 
 CONFIG = ModelConfig(
     "llama", n_layers=3, hidden=6, n_heads=4, n_kv_heads=2, head_dim=2, intermediate=9, vocab=11, max_positions=8

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from realhf.api.batch import RowId
 from realhf.api.plan import MicroBatching
-from realhf.engine.micro_batch import micro_batches
+from realhf.plan.micro_batch import micro_batches
 
 ROWS = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 40)), max_size=30)
 

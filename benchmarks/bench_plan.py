@@ -1,0 +1,136 @@
+"""Times the planner on one core: simulated plans per second, searches, and the plan of a reallocation.
+
+python benchmarks/bench_plan.py [--seed 0]
+
+Problems are the six calls of PPO at made-up prices: work over devices, with a tax on every way of cutting it and a
+floor below which more devices do not help; models grow with the cluster. Seconds depend on the machine.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator
+from itertools import product
+from random import Random
+
+from realhf.api.graph import Graph
+from realhf.api.hardware import Cost
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.model import ModelConfig
+from realhf.experiments.ppo import PPOExperiment
+from realhf.plan.native import evaluator
+from realhf.plan.problem import Move, Option, Problem
+from realhf.plan.realloc import plan_realloc
+from realhf.plan.search import search
+from realhf.plan.specs import param_specs, stage_layers
+from realhf.plan.walk import Dice, Evaluator, PythonEvaluator, Walker
+
+LLAMA_7B = ModelConfig("llama", 32, 4096, 32, 32, 128, 11008, 32000, 4096)
+SIZES = {8: 7e9, 128: 34e9, 1024: 70e9}
+"""Parameters of actor and reference by devices; critic and reward model have 7e9."""
+WORK = {"actor_gen": 8.0, "rew_inf": 1.0, "ref_inf": 1.0, "critic_inf": 1.0, "actor_train": 3.0, "critic_train": 3.0}
+"""Device-hours of each call per 1e12 parameters."""
+FLOOR = 1.0
+"""Share of the time on a node that no number of devices goes below."""
+CAPACITY, LINK, NODE = 80e9, 50e9, 8
+
+
+def layouts(n_devices: int) -> Iterator[Layout]:
+    """Return meshes of a power of two devices on multiples of their size, cut in every way by powers of two."""
+    powers = [1 << i for i in range(n_devices.bit_length())]
+    for size in powers:
+        starts = range(0, n_devices, size)
+        for first, tp, pp in product(starts if len(starts) <= 16 else [*starts[:8], *starts[-8:]], powers, powers):
+            if tp <= NODE and pp <= 16 and size % (tp * pp) == 0:
+                mesh = DeviceMesh(tuple(range(first, first + size)))
+                yield Layout(mesh, ParallelStrategy(size // tp // pp, tp, pp))
+
+
+def problem_on(n_devices: int, per_mesh: int) -> Problem:
+    """Return PPO on a cluster; of each mesh, a call keeps the fastest layouts that fit when they are alone."""
+    config = PPOExperiment()
+    config.dataset.train_bs_n_seqs = 512
+    graph = config.graph()
+    found = {m.name: list(kept(graph, m.name, n_devices, per_mesh)) for m in graph.mfcs}
+
+    def move(mfc: str, option: int, home: int) -> Move:
+        keeper = graph.trainer(graph[mfc].role or "") or graph[mfc]
+        src, dst = found[keeper.name][home][1], found[mfc][option][1]
+        nbytes = weights(graph, mfc, n_devices) / (dst.strategy.tp * dst.strategy.pp)
+        return Move() if src == dst else Move(Cost(nbytes / LINK, 0.0), nbytes)
+
+    options = {name: [option for option, _ in some] for name, some in found.items()}
+    return Problem(graph, options, n_devices, 512, CAPACITY, move, call_seconds=1e-3)
+
+
+def weights(graph: Graph, mfc: str, n_devices: int) -> float:
+    return 2 * (SIZES[n_devices] if graph[mfc].role in ("actor", "ref") else 7e9)
+
+
+def kept(graph: Graph, mfc: str, n_devices: int, per_mesh: int) -> Iterator[tuple[Option, Layout]]:
+    """Price every layout of a call; yield the best of each mesh."""
+    by_mesh: dict[range, list[tuple[Option, Layout]]] = {}
+    nbytes, trained = weights(graph, mfc, n_devices), graph.trainer(graph[mfc].role or "") is not None
+    alone = WORK[mfc] * 3600 * nbytes / 2e12
+    for layout in layouts(n_devices):
+        (dp, tp, pp), n = (layout.strategy.dp, layout.strategy.tp, layout.strategy.pp), len(layout.mesh.ranks)
+        tax = (1 + 0.06 * (tp - 1)) * (1 + 0.12 * (pp - 1)) * (1 + 0.02 * dp.bit_length())
+        seconds = tax * (alone / n + FLOOR * alone / NODE / (tp * pp))
+        ranks, share = range(layout.mesh.ranks[0], layout.mesh.ranks[-1] + 1), nbytes / (tp * pp)
+        resident = share * (3 + 6 / dp if trained else 1)
+        option = Option(ranks, ranks[-dp * tp :], Cost(seconds, seconds * n), Cost(0.01, 0.0), 6e9, resident)
+        if resident + 6e9 <= CAPACITY:
+            by_mesh.setdefault(ranks, []).append((option, layout))
+    for some in by_mesh.values():
+        yield from sorted(some, key=lambda pair: pair[0].compute.seconds)[:per_mesh]
+
+
+def plans_per_second(players: Evaluator, problem: Problem, n: int, seed: int) -> float:
+    """Return how many random plans are evaluated a second, one walk's proposals."""
+    dice = Dice(seed)
+    walker = Walker.start(dice, dice.choice(problem), 1e30)
+    players.walk(walker, n // 10, 1.0)
+    begin = time.perf_counter()
+    players.walk(walker, n, 1.0)
+    return n / (time.perf_counter() - begin)
+
+
+def slowest_realloc(n_devices: int, n_pairs: int, seed: int) -> tuple[float, str]:
+    """Return the longest time to plan a move of a 7B model between two random layouts, and which they were."""
+    random, specs, slowest = Random(seed), param_specs(LLAMA_7B), (0.0, "")
+    sizes = [s for s in (n_devices, n_devices // 2) if s]
+    cuts = [x for x in layouts(n_devices) if len(x.mesh.ranks) in sizes]
+    for _ in range(n_pairs):
+        src, dst = random.sample(cuts, 2)
+        begin = time.perf_counter()
+        plan_realloc(specs, lambda pp: stage_layers(LLAMA_7B, pp), src, dst, NODE)
+        slowest = max(slowest, (time.perf_counter() - begin, f"{src} -> {dst}"))
+    return slowest
+
+
+def main() -> None:
+    """Print one line for each figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    seed = parser.parse_args().seed
+    for n_devices in SIZES:
+        problem = problem_on(n_devices, per_mesh=4)
+        fast, slow = evaluator(problem), PythonEvaluator(problem)
+        if isinstance(fast, PythonEvaluator):
+            print("the planner in C++ is not built: python setup.py build_ext --inplace")
+        rates = plans_per_second(fast, problem, 50_000, seed), plans_per_second(slow, problem, 500, seed)
+        print(f"{n_devices:5} devices: {rates[0]:9,.0f} plans/s in C++, {rates[1]:6,.0f} in Python")
+        begin = time.perf_counter()
+        found = search(problem, seed=seed)
+        seconds, first = time.perf_counter() - begin, found.history[0][1]
+        n_options = sum(map(len, problem.table))
+        print(
+            f"      search: {seconds:5.2f} s, {n_options} options, {found.n_evaluated:,} plans, {found.stop.value}; "
+            f"step {found.seconds:.4g} s, greedy {first:.4g} s"
+        )
+    for n_devices in (64, 1024):
+        seconds, pair = slowest_realloc(n_devices, 36, seed)
+        print(f"{n_devices:5} devices: reallocation of a 7B model planned in at most {seconds:.3f} s ({pair})")
+
+
+if __name__ == "__main__":
+    main()

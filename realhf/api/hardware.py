@@ -1,0 +1,93 @@
+"""What the planner knows of machines and of the data: plain values, from a YAML file, a profile or a data set."""
+
+from dataclasses import dataclass
+
+from realhf.api.batch import PROMPT, RowId
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way between two memories: bytes per second in one direction and seconds before the first byte."""
+
+    bandwidth: float
+    latency: float = 0.0
+
+    def seconds(self, nbytes: float) -> float:
+        return self.latency + nbytes / self.bandwidth if nbytes else 0.0
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A cluster of equal devices, by named limits (the YAML files beside plan/hardware.py give their sources).
+
+    ``flops`` is what large matrix products reach, in operations per second; ``memory_bandwidth`` what a copy reaches,
+    in bytes per second; ``kernel`` seconds of the smallest kernel, its launch included; ``call`` seconds from the
+    master to a worker and back. ``cores`` is how many workers of a node compute at full speed at a time: workers on
+    CPU share them (0: every device is its own). ``memory`` is bytes of one device, ``reserved`` what runtime and
+    libraries take of it. Links are per device: ``node`` to a device of the same node, ``cluster`` to another node,
+    ``host`` to the memory that offloaded weights rest in.
+    """
+
+    name: str
+    node_size: int
+    memory: float
+    flops: float
+    memory_bandwidth: float
+    node: Link
+    cluster: Link
+    host: Link
+    kernel: float
+    call: float
+    reserved: float = 0.0
+    cores: int = 0
+
+    def link(self, src: int, dst: int) -> Link:
+        """Return the way between two workers: the device's own memory, the node's link, or the network."""
+        if src == dst:
+            return Link(self.memory_bandwidth / 2)  # a copy reads and writes
+        return self.node if src // self.node_size == dst // self.node_size else self.cluster
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an instruction takes: seconds on its workers when nothing else runs, and core-seconds over all of them.
+
+    ``work / seconds`` is how many of its workers compute at a time: less than all of them in a pipeline's bubbles, and
+    where loads are uneven. It matters only where workers share cores.
+    """
+
+    seconds: float
+    work: float
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the rows of a run will look like; ``prompts`` and ``answers`` are used in turns, by number.
+
+    ``prompts[i]`` holds the lengths of what the data set has at a position: one prompt (``sampled``), else whole
+    sequences. A generating call draws ``samples`` answers to each prompt, of ``answers`` tokens.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    answers: tuple[int, ...] = ()
+    samples: int = 1
+
+    @property
+    def sampled(self) -> bool:
+        return bool(self.answers)
+
+    def fetched(self, position: int) -> tuple[tuple[RowId, int], ...]:
+        """Return the rows that the data set has at a position of the stream, with their lengths."""
+        lengths = self.prompts[position % len(self.prompts)]
+        if self.sampled:
+            return ((RowId(position, PROMPT), lengths[0]),)
+        return tuple((RowId(position, sample), n) for sample, n in enumerate(lengths))
+
+    def drawn(self, position: int) -> tuple[tuple[RowId, int], ...]:
+        """Return the rows that are sampled for a position, with the lengths of prompt and answer together."""
+        prompt = self.prompts[position % len(self.prompts)][0]
+        first = position * self.samples
+        return tuple(
+            (RowId(position, sample), prompt + self.answers[(first + sample) % len(self.answers)])
+            for sample in range(self.samples)
+        )

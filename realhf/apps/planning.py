@@ -1,0 +1,131 @@
+"""The planner of an experiment: its graph and models, what its rows will look like, and the machine it is for."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from realhf.api.codec import from_json
+from realhf.api.config import ExperimentConfig, GenerationConfig
+from realhf.api.experiment import Experiment, Task
+from realhf.api.graph import Graph
+from realhf.api.hardware import Hardware, Workload
+from realhf.api.model import ModelConfig
+from realhf.api.plan import ExecutionPlan, MicroBatching
+from realhf.base.errors import UserError
+from realhf.data.encode import EncodedRows
+from realhf.data.order import rows_at
+from realhf.plan.allocate import PLANNED
+from realhf.plan.candidates import Candidates
+from realhf.plan.cost import CostModel
+from realhf.plan.hardware import read_hardware
+from realhf.plan.memory import MemoryModel
+from realhf.plan.planner import Planner
+from realhf.plan.profile import Measured, Profile
+from realhf.plan.roofline import Roofline
+from realhf.plan.speed import Speed
+
+N_POSITIONS = 4096
+"""Rows of the data set that a prediction looks at."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a plan is for: limits, speed, and in words where both are from."""
+
+    hardware: Hardware
+    speed: Speed
+    source: str
+
+
+def planned(planner: Planner, config: ExperimentConfig) -> ExecutionPlan:
+    """Return the plan of a mode that is a rule, or a search."""
+    if config.allocation_mode == "search":
+        return planner.search(config.seed, config.planner.budget_s).plan
+    return planner.by_rule(PLANNED[config.allocation_mode])
+
+
+def machine_of(config: ExperimentConfig, device: str, models: Mapping[str, ModelConfig]) -> Machine:
+    """Return the machine that the options name; a profile that does not know a model is passed over, and said so."""
+    options = config.planner
+    name = options.hardware or ("cpu" if device == "cpu" else "h100")
+    hardware = read_hardware(name, config.n_gpus_per_node)
+    if name == "cpu":
+        threads = config.threads_per_worker or 1
+        share = _memory_of_this_machine() / config.n_gpus_per_node
+        hardware = replace(hardware, memory=share, cores=max(1, (os.cpu_count() or 1) // threads))
+    if options.memory_gb is not None:
+        hardware = replace(hardware, memory=options.memory_gb * 1e9)
+    roofline = Machine(hardware, Roofline(hardware), f"the limits of {name}")
+    file = Path(options.profile or Path(config.fileroot) / "profile.json")
+    if options.hardware or not file.is_file():
+        if options.profile:
+            raise UserError(f"planner.profile={file}: there is no such file; make it with realhf profile")
+        return roofline
+    profile = from_json(file.read_text(), Profile)
+    measured = Measured(profile)
+    unknown = sorted(role for role, model in models.items() if not measured.knows(model))
+    if unknown:
+        words = f"the profile {file} does not know the model of {', '.join(unknown)}"
+        return replace(roofline, source=f"{roofline.source} ({words})")
+    return Machine(hardware, measured, f"the profile {file}")
+
+
+def _memory_of_this_machine() -> float:
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def workload_of(
+    config: ExperimentConfig, task: Task, rows: EncodedRows | None, sampling: GenerationConfig | None, samples: int
+) -> Workload:
+    """Return what the rows of a run will look like: those of the data set in their order, answers as long as expected.
+
+    Without data (None) every prompt has the longest length that is allowed.
+    """
+    batch = config.dataset.train_bs_n_seqs
+    lengths: list[tuple[int, ...]]
+    if rows is None:
+        lengths = [(config.dataset.max_prompt_len if sampling else config.dataset.max_seqlen,)]
+    else:
+        positions = rows_at(config.seed, len(rows), 0, min(N_POSITIONS, 3 * batch), config.dataset.shuffle)
+        read = [rows[i] for i in positions]
+        if sampling:
+            lengths = [(len(row.prompt),) for row in read]
+        else:
+            most = 2 * config.dataset.max_pairs_per_prompt if task is Task.pairs else 1
+            lengths = [tuple(len(row.prompt) + len(answer) for answer in row.answers[:most]) for row in read]
+    if sampling is None:
+        return Workload(tuple(lengths))
+    return Workload(tuple(lengths), answer_lengths(config.planner.new_tokens, sampling.max_new_tokens), samples)
+
+
+def answer_lengths(mean: float | None, longest: int, n: int = 16) -> tuple[int, ...]:
+    """Return lengths that stand for all answers: evenly spread about the mean, none beyond the longest.
+
+    They alternate, so that the samples of a prompt differ.
+    """
+    if mean is None or mean >= longest:
+        return (longest,)
+    spread = min(mean - 1, longest - mean)
+    ramp = [round(mean + spread * (2 * k / (n - 1) - 1)) for k in range(n)]
+    return tuple(max(1, ramp[k * 7 % n]) for k in range(n))
+
+
+def planner_of(
+    experiment: Experiment,
+    graph: Graph,
+    models: Mapping[str, ModelConfig],
+    rows: EncodedRows | None,
+    machine: Machine,
+    device: str,
+) -> Planner:
+    """Return the planner of an experiment on a machine."""
+    config, sampling, roles = experiment.config, experiment.sampling_options(), experiment.roles()
+    workload = workload_of(config, experiment.task, rows, sampling, experiment.samples_per_prompt())
+    cost = CostModel(graph, models, roles, machine.speed, workload, config.n_gpus_per_node, sampling)
+    memory = MemoryModel(graph, models, roles, workload, device, machine.hardware.reserved, sampling)
+    limits = {name: MicroBatching(o.mb_spec.n_mbs, o.mb_spec.max_tokens_per_mb)
+              for name, o in experiment.placements().items()}  # fmt: skip
+    n_workers = config.n_nodes * config.n_gpus_per_node
+    calls = Candidates(cost, memory, machine.hardware, config.dataset.train_bs_n_seqs, limits)
+    return Planner(graph, calls, n_workers)

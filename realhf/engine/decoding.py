@@ -1,0 +1,73 @@
+"""One group of rows that is being generated, on one stage: its slots, their cache, and what a turn computes."""
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from realhf.engine.slots import Request, Slots
+from realhf.models.transformer import Transformer
+from realhf.ops.sampling import sample, uniform
+
+
+class Decoding:
+    """Computes the turns of a group. The last stage alone keeps ``logprobs``, those of sampling beside, by turn."""
+
+    def __init__(self, model: Transformer, request: Request, queue: deque[int], n_slots: int) -> None:
+        self.model, self.request = model, request
+        self.cache = model.new_cache(n_slots, request.longest)
+        self.slots = Slots(request, queue, n_slots)
+        self.logprobs: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def has_ended(self) -> bool:
+        return self.slots.n_live == 0
+
+    @property
+    def n_computed(self) -> int:
+        """Tokens that pass the stages in this turn."""
+        prefill = self.slots.prefill
+        return sum(self.request.lengths[p] for p in prefill.prompts) if prefill else self.slots.n_live
+
+    def forward(self, x: Tensor | None) -> Tensor:
+        """Compute this stage's part of a turn: hidden states for the next one, or the tokens that the last one draws.
+
+        ``x`` is what the stage before returned, ``[n_computed, D]``.
+        """
+        if self.slots.prefill is None:
+            hidden = self.model.decode(self.slots.last, self.slots.positions, self.cache, x)
+        else:
+            hidden = self._prefill(x)
+        return self._draw(hidden) if self.model.is_last else hidden
+
+    def _prefill(self, x: Tensor | None) -> Tensor:
+        """Compute each prompt once and share its cache; the last stage goes on with what fresh rows end in."""
+        prefill, request = self.slots.prefill, self.request
+        assert prefill is not None
+        lengths = [request.lengths[prompt] for prompt in prefill.prompts]
+        tokens = torch.cat([request.texts[prompt] for prompt in prefill.prompts])
+        hidden = self.model.hidden(tokens, lengths, self.cache, [slots[0] for slots in prefill.slots], x)
+        for (first, *others), length in zip(prefill.slots, lengths, strict=True):
+            self.cache.copy_prefix(first, others, length)
+        return hidden[torch.tensor(prefill.ends, device=hidden.device)] if self.model.is_last else hidden
+
+    def _draw(self, hidden: Tensor) -> Tensor:
+        """Draw the next tokens; all tensor-parallel ranks draw the same."""
+        config, (prompts, samples, counts) = self.request.config, self.slots.counters
+        early = counts < config.min_new_tokens if config.min_new_tokens else None
+        tokens, logprobs, sampling_logprobs = sample(
+            self.model.logits(hidden),
+            uniform(self.request.seed, prompts, samples, counts),
+            temperature=0.0 if config.greedy else config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            forbid=self.request.stop_tokens if early is not None else None,
+            forbid_rows=early,
+        )
+        self.logprobs.append((logprobs, sampling_logprobs))
+        return tokens
+
+    def advance(self, tokens: Tensor) -> None:
+        """Take the tokens that the turn drew, on whichever stage, and make ready for the next turn."""
+        for move in self.slots.record(tokens):
+            self.cache.copy_slot(move.src, move.dst, move.length)

@@ -1,0 +1,139 @@
+"""How one call may be done in a layout: the micro-batching that suits it, what that takes, and how many bytes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from realhf.api.batch import RowId
+from realhf.api.graph import MFC, Kind
+from realhf.api.hardware import Cost, Hardware
+from realhf.api.layout import Layout
+from realhf.api.plan import MicroBatching, Placement
+from realhf.plan.assign import deal_rows
+from realhf.plan.cost import CostModel, Rows
+from realhf.plan.memory import MemoryModel
+from realhf.plan.speed import Traffic
+
+SMALLEST_MICRO_BATCH = 512
+SMALLEST_SLOTS = 8
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that a call may have: its micro-batching, its costs, its bytes."""
+
+    placement: Placement
+    cost: Cost
+    transfer: Cost
+    transient: float
+    resident: float
+
+    @property
+    def bytes(self) -> float:
+        return self.transient + self.resident
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """All that is known of single calls. ``limits`` are the user's micro-batching options by MFC."""
+
+    cost: CostModel
+    memory: MemoryModel
+    hardware: Hardware
+    batch_size: int
+    limits: Mapping[str, MicroBatching]
+
+    @property
+    def capacity(self) -> float:
+        """Bytes of a worker for models and what they do."""
+        return self.hardware.memory - self.memory.runtime
+
+    def of(self, mfc: MFC, layout: Layout) -> Candidate:
+        """Return a layout with the fastest micro-batching that fits, else with the leanest."""
+        key = (mfc.name, str(layout.strategy), layout.mesh.ranks[0] % self.hardware.node_size)
+        if key not in self._known:
+            self._known[key] = self._settle(mfc, layout)
+        known = self._known[key]
+        return replace(known, placement=replace(known.placement, layout=layout))
+
+    def _settle(self, mfc: MFC, layout: Layout) -> Candidate:
+        rows = self.rows(mfc, layout.strategy.dp)
+        tried: list[Candidate] = []
+        for limits in self._limits(mfc):
+            tried.append(self._candidate(mfc, Placement(layout, limits), rows))
+            deeper = layout.strategy.pp > 1 and len(tried) < 3  # smaller micro-batches leave smaller bubbles
+            if tried[-1].bytes <= self.capacity and not deeper:
+                break
+        fitting = [c for c in tried if c.bytes <= self.capacity]
+        return min(fitting, key=lambda c: c.cost.seconds) if fitting else min(tried, key=lambda c: c.bytes)
+
+    def _limits(self, mfc: MFC) -> Iterator[MicroBatching]:
+        """Return the user's micro-batching, then finer ones: fewer tokens at a time, in generation fewer rows."""
+        limits = self.limits[mfc.name]
+        yield limits
+        sampling = self.cost.sampling
+        if mfc.kind is Kind.GENERATE and sampling is not None:
+            slots = limits.slots(sampling.max_slots)
+            while slots >= 2 * SMALLEST_SLOTS:
+                slots //= 2
+                yield replace(limits, max_slots=slots)
+        else:
+            while limits.max_tokens_per_mb >= 2 * SMALLEST_MICRO_BATCH:
+                limits = replace(limits, max_tokens_per_mb=limits.max_tokens_per_mb // 2)
+                yield limits
+
+    def _candidate(self, mfc: MFC, placement: Placement, rows: Sequence[Rows]) -> Candidate:
+        layout = placement.layout
+        transient = self.memory.transient(mfc, placement, rows, layout).total
+        resident = self.memory.resident(mfc.role, layout.strategy).total if mfc.role else 0.0
+        if self.hardware.cores:
+            cost = self.cost.compute(mfc, placement, rows)
+        else:  # every worker has a device of its own: the busiest replica tells how long it takes
+            alone = self.cost.compute(mfc, placement, [_busiest(rows, mfc.n_minibatches)])
+            cost = Cost(alone.seconds, alone.seconds * layout.strategy.world)
+        return Candidate(placement, cost, self._transfer(mfc, layout, rows), transient, resident)
+
+    def _transfer(self, mfc: MFC, layout: Layout, rows: Sequence[Rows]) -> Cost:
+        """What bringing the rows takes when all of them lie elsewhere."""
+        size = 8 + 4 * (len(mfc.inputs) - 1)
+        nbytes = size * max(sum(r.lengths) for r in rows)
+        n_parts = len(mfc.inputs) * max(len(r.ids) for r in rows)
+        copied = nbytes * layout.strategy.tp * layout.strategy.pp
+        total = 2 * copied * layout.strategy.dp
+        return self.cost.exchange(Traffic(node=nbytes, n_parts=n_parts, copied=copied, total=total))
+
+    def rows(self, mfc: MFC, dp: int) -> tuple[Rows, ...]:
+        """Return what each of ``dp`` ranks computes in one call of an MFC."""
+        key = (mfc.name, dp)
+        if key not in self._dealt:
+            workload = self.cost.workload
+            prompts = mfc.kind is Kind.GENERATE or not workload.sampled
+            rows: list[tuple[RowId, int]] = []
+            for position in range(min(mfc.batch_size, self.batch_size)):
+                rows += workload.fetched(position) if prompts else workload.drawn(position)
+            ids, lengths = [i for i, _ in rows], [n for _, n in rows]
+            assignment, minibatches = deal_rows(ids, [8 * n for n in lengths], dp, mfc.n_minibatches)
+            self._dealt[key] = tuple(
+                Rows(tuple(ids[i] for i in part), tuple(lengths[i] for i in part), tuple(minibatches[i] for i in part))
+                for part in assignment
+            )
+        return self._dealt[key]
+
+    @cached_property
+    def _dealt(self) -> dict[tuple[str, int], tuple[Rows, ...]]:
+        return {}
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, str, int], Candidate]:
+        return {}
+
+
+def _busiest(rows: Sequence[Rows], n_minibatches: int) -> Rows:
+    """Return the rows of a rank that has most to do in every mini-batch: at the end of each all ranks meet."""
+    ids: tuple[RowId, ...] = ()
+    lengths: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
+    for number in range(n_minibatches):
+        mine = max((some.of_minibatch(number) for some in rows), key=lambda part: sum(part[1]))
+        ids, lengths, numbers = ids + mine[0], lengths + mine[1], numbers + (number,) * len(mine[0])
+    return Rows(ids, lengths, numbers)

@@ -1,0 +1,306 @@
+"""What every instruction of a program costs: the one place where counts of work meet the speed of a machine."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+
+from realhf.api.batch import RowId
+from realhf.api.config import GenerationConfig
+from realhf.api.experiment import RoleSpec
+from realhf.api.graph import MFC, Graph, Kind
+from realhf.api.hardware import Cost, Workload
+from realhf.api.layout import Coord, Layout
+from realhf.api.messages import Call
+from realhf.api.model import ModelConfig
+from realhf.api.plan import ExecutionPlan, MicroBatching, Placement
+from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
+from realhf.plan.bubbles import makespan, uniform_makespan
+from realhf.plan.micro_batch import micro_batches
+from realhf.plan.parts import parts_of, shard_numels
+from realhf.plan.pipeline import StageStep, inference_schedule, train_schedule
+from realhf.plan.speed import Collective, Part, Speed, Traffic, Work
+from realhf.plan.traffic import realloc_traffic, transfer_traffic
+
+NOTHING = Cost(0.0, 0.0)
+Stages = Sequence[tuple[Part, tuple[int, ...]]]
+"""Each stage's share of a model, and the tensor-parallel group that computes it."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What one data-parallel rank computes in a call: ids and lengths, and the mini-batch of every row."""
+
+    ids: tuple[RowId, ...]
+    lengths: tuple[int, ...]
+    minibatches: tuple[int, ...]
+
+    def of_minibatch(self, number: int) -> tuple[tuple[RowId, ...], tuple[int, ...]]:
+        mine = [i for i, minibatch in enumerate(self.minibatches) if minibatch == number]
+        return tuple(self.ids[i] for i in mine), tuple(self.lengths[i] for i in mine)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Prices the instructions of one experiment on one machine. ``models`` and ``roles`` are by role."""
+
+    graph: Graph
+    models: Mapping[str, ModelConfig]
+    roles: Mapping[str, RoleSpec]
+    speed: Speed
+    workload: Workload
+    node_size: int
+    sampling: GenerationConfig | None = None
+
+    def price(self, plan: ExecutionPlan) -> Callable[[Call, Instruction], Cost]:
+        """Return what the instructions of a plan's calls cost, for the simulator."""
+
+        @cache
+        def computed(mfc: str, ranks: tuple[Rows, ...]) -> Cost:
+            return self.compute(self.graph[mfc], plan[mfc], ranks)
+
+        def price(call: Call, step: Instruction) -> Cost:
+            match step:
+                case Transfer(keys, layout):
+                    return self.exchange(transfer_traffic(call, keys, layout, self.node_size))
+                case Compute(mfc):
+                    return computed(mfc, rows_of(call))
+                case Reallocate(role, src, _, dst, eta):
+                    return self.reallocate(role, src, dst, eta)
+                case Load(role, layout) | Offload(role, layout):
+                    return self.host_copy(role, layout)
+                case Release():
+                    return NOTHING
+
+        return price
+
+    def compute(self, mfc: MFC, placement: Placement, ranks: Sequence[Rows]) -> Cost:
+        """Return the cost of an MFC's own work on the rows of every data-parallel rank."""
+        outside = [self.speed.interface(_interface(mfc), len(r.ids), sum(r.lengths)) for r in ranks]
+        if mfc.role is None:
+            return Cost(max(outside), sum(outside))
+        layout = placement.layout
+        copies = layout.strategy.tp * layout.strategy.pp
+        own = Cost(max(outside), sum(outside) * copies)  # interfaces run alike on every rank of a replica
+        match mfc.kind:
+            case Kind.TRAIN:
+                costs = [self._minibatch(mfc, placement, ranks, n) for n in range(mfc.n_minibatches)]
+            case Kind.INFERENCE:
+                costs = [_together([self._forward(mfc, placement, d, rows) for d, rows in enumerate(ranks)])]
+            case Kind.GENERATE:
+                costs = [_together([self._generate(mfc, placement, d, rows) for d, rows in enumerate(ranks)])]
+        return Cost(own.seconds + sum(c.seconds for c in costs), own.work + sum(c.work for c in costs))
+
+    def exchange(self, traffic: Traffic) -> Cost:
+        seconds = self.speed.exchange(traffic) if traffic.n_parts else 0.0
+        return Cost(seconds, seconds * traffic.total / max(traffic.copied, 1))
+
+    def reallocate(self, role: str, src: Layout, dst: Layout, eta: float = 1.0) -> Cost:
+        """Return the cost of moving a role's weights; a blend reads and writes its target once more."""
+        itemsize = 2 if self.roles[role].spec.bf16 else 4
+        traffic = realloc_traffic(self.models[role], src, dst, itemsize, self.node_size)
+        if eta < 1.0:
+            again = 2 * max(traffic.node + traffic.cluster, traffic.local)
+            traffic = replace(traffic, copied=traffic.copied + again, total=traffic.total + again * dst.strategy.world)
+        return self.exchange(traffic)
+
+    def host_copy(self, role: str, layout: Layout) -> Cost:
+        """Return the cost of bringing a role's weights to host memory, or back."""
+        strategy = layout.strategy
+        numel = max(shard_numels(self.models[role], strategy.tp, strategy.pp))
+        seconds = self.speed.host_copy(numel * (2 if self.roles[role].spec.bf16 else 4))
+        return Cost(seconds, seconds * strategy.world)
+
+    def _stages(self, mfc: MFC, layout: Layout, dp: int) -> Stages:
+        """Each stage's share of the model, and its tensor-parallel group in replica ``dp``."""
+        assert mfc.role is not None
+        parts = parts_of(self.models[mfc.role], self.roles[mfc.role], layout.strategy)
+        seats = range(layout.strategy.tp)
+        return [(part, tuple(layout.rank(Coord(p, dp, t)) for t in seats)) for p, part in enumerate(parts)]
+
+    def _hop(self, stages: Stages, tokens: int, stage: int, share: int = 1) -> float:
+        """Seconds of activations of ``tokens`` from a stage to the next one (or to the one before, for the last)."""
+        part, ranks = stages[stage]
+        other = stages[stage + 1][1] if stage + 1 < len(stages) else stages[stage - 1][1]
+        return self.speed.send(tokens * part.model.hidden * (2 if part.bf16 else 4) / share, ranks[0], other[0])
+
+    def _forward(self, mfc: MFC, placement: Placement, dp: int, rows: Rows) -> Cost:
+        if not rows.ids:
+            return NOTHING
+        stages = self._stages(mfc, placement.layout, dp)
+        n = len(stages)
+        limits = _at_least(placement.micro_batching, n)
+        works = works_of(rows.ids, rows.lengths, limits)
+        seconds, busy = self._stream(
+            stages, works, inference_schedule, lambda *given: (self.speed.forward(*given), 0.0), share=1
+        )
+        return Cost(seconds, busy * placement.layout.strategy.tp)
+
+    def _stream(
+        self,
+        stages: Stages,
+        works: tuple[Work, ...],
+        schedule: Callable[[int, int, int], Sequence[StageStep]],
+        seconds_of: Callable[[Part, Work, Sequence[int]], tuple[float, float]],
+        share: int,
+    ) -> tuple[float, float]:
+        """Return the seconds of micro-batches going through all stages, and the sum of the stages' own."""
+        n, kinds = len(stages), list(dict.fromkeys(works))
+        times = {work: [seconds_of(part, work, ranks) for part, ranks in stages] for work in kinds}
+        busy = sum(f + b for work in works for f, b in times[work])
+        if n == 1:
+            return busy, busy
+        hops = {work: [self._hop(stages, work.tokens, s, share) for s in range(n)] for work in kinds}
+        if len(kinds) == 1:
+            forward, backward = zip(*times[kinds[0]], strict=True)
+            return uniform_makespan(schedule, len(works), forward, backward, hops[kinds[0]]), busy
+        steps = [schedule(stage, n, len(works)) for stage in range(n)]
+        seconds = makespan(
+            steps,
+            lambda s, i: times[works[i]][s][0],
+            lambda s, i: times[works[i]][s][1],
+            lambda s, i: hops[works[i]][s],
+        )
+        return seconds, busy
+
+    def _minibatch(self, mfc: MFC, placement: Placement, ranks: Sequence[Rows], number: int) -> Cost:
+        """One optimizer step: forward and backward of every replica, then what they do together."""
+        layout = placement.layout
+        own = _together([self._train(mfc, placement, d, *rows.of_minibatch(number)) for d, rows in enumerate(ranks)])
+        update = max(self._update(mfc, layout, stage) for stage in range(layout.strategy.pp))
+        return Cost(own.seconds + update, own.work + update * layout.strategy.world)
+
+    def _train(self, mfc: MFC, placement: Placement, dp: int, ids: tuple[RowId, ...], lengths: tuple[int, ...]) -> Cost:
+        if not ids:
+            return NOTHING
+        assert mfc.role is not None
+        stages = self._stages(mfc, placement.layout, dp)
+        n = len(stages)
+        limits = _at_least(placement.micro_batching, 2 * n if n > 1 else 1)
+        works = works_of(ids, lengths, limits)
+        tp = placement.layout.strategy.tp
+        share = tp if self.roles[mfc.role].spec.sequence_parallel else 1
+        seconds, busy = self._stream(stages, works, train_schedule, self.speed.train, share)
+        return Cost(seconds, busy * tp)
+
+    def _update(self, mfc: MFC, layout: Layout, stage: int) -> float:
+        """Gradients are reduced over replicas, each updates its range, and the new weights are gathered (ZeRO-1)."""
+        part, group = self._stages(mfc, layout, 0)[stage]
+        strategy = layout.strategy
+        numel = shard_numels(part.model, strategy.tp, strategy.pp)[stage]
+        replicas = layout.axis("dp", group[0])
+        seconds = self.speed.optimizer(part, numel // strategy.dp)
+        if strategy.dp > 1:
+            seconds += self.speed.collective(Collective.REDUCE_SCATTER, 4 * numel, replicas)
+            seconds += self.speed.collective(Collective.ALL_GATHER, (2 if part.bf16 else 4) * numel, replicas)
+        for axis in ("dp", "tp", "pp"):  # the norm of the gradient
+            seconds += self.speed.collective(Collective.ALL_REDUCE, 8, layout.axis(axis, group[0]))
+        return seconds
+
+    def _generate(self, mfc: MFC, placement: Placement, dp: int, rows: Rows) -> Cost:
+        """Prompts are computed once for all their answers, then one token at a time until the last row ends."""
+        if not rows.ids:
+            return NOTHING
+        assert self.sampling is not None
+        stages = self._stages(mfc, placement.layout, dp)
+        limit = placement.micro_batching.max_tokens_per_mb
+        answers = {row.prompt: [n - length for _, n in self.workload.drawn(row.prompt)]
+                   for row, length in zip(rows.ids, rows.lengths, strict=True)}  # fmt: skip
+        queue = [(length, answer) for row, length in zip(rows.ids, rows.lengths, strict=True)
+                 for answer in answers[row.prompt]]  # fmt: skip
+        slots = min(placement.micro_batching.slots(self.sampling.max_slots), len(queue))
+        clock = _Decoding(self.speed, stages, slots, limit,
+                          lambda tokens: self._hop(stages, tokens, 0) if len(stages) > 1 else 0.0)  # fmt: skip
+        seconds = clock.run(queue, len(queue) // len(rows.ids))
+        return Cost(seconds, clock.busy * placement.layout.strategy.tp)
+
+
+class _Decoding:
+    """The clock of one replica's generation, as engine/generate.py goes about it."""
+
+    def __init__(
+        self,
+        speed: Speed,
+        stages: Stages,
+        n_slots: int,
+        token_limit: int,
+        hop: Callable[[int], float],
+    ) -> None:
+        self.speed, self.stages, self.n_slots, self.limit, self.hop = speed, stages, n_slots, token_limit, hop
+        self.busy = 0.0
+
+    def run(self, queue: list[tuple[int, int]], n: int) -> float:
+        """Return the seconds until every (prompt, answer) of the queue is drawn, ``n`` to each prompt in turn."""
+        seconds, queue = 0.0, list(reversed(queue))
+        live: list[list[int]] = []  # [tokens so far, tokens to come]
+        while queue or live:
+            free = self.n_slots - len(live)
+            if queue and (free * 8 >= self.n_slots or free >= len(queue)):
+                fresh = [queue.pop() for _ in range(min(free, len(queue)))]
+                seconds += self._prefill([prompt for prompt, _ in fresh[::n]], len(fresh))
+                live += [[prompt + 1, answer - 1] for prompt, answer in fresh]
+            else:
+                steps = max(1, min(left for _, left in live))
+                longest = max(seen for seen, _ in live)
+                seconds += steps * self._step(len(live), longest + steps / 2)
+                live = [[seen + steps, left - steps] for seen, left in live]
+            live = [row for row in live if row[1] > 0]
+        return seconds
+
+    def _prefill(self, prompts: list[int], n_rows: int) -> float:
+        work = Work.of(prompts)
+        passes = max(1, -(-work.tokens // self.limit))
+        times = []
+        for part, ranks in self.stages:
+            # one row a prompt goes on to the head
+            time = self.speed.forward(replace(part, last=False), work, ranks)
+            time += self.speed.decode(replace(part, n_blocks=0, first=False), n_rows, 0, ranks)
+            times.append(time)
+        self.busy += sum(times)
+        bubble = sum(times) / passes + (passes - 1) / passes * max(times)
+        return bubble + (len(times) - 1) * self.hop(-(-work.tokens // passes))
+
+    def _step(self, n_rows: int, context: float) -> float:
+        """One token for all live rows: groups of them follow one another through the stages."""
+        n_groups = min(len(self.stages), n_rows)
+        rows = -(-n_rows // n_groups)
+        times = [self.speed.decode(part, rows, context, ranks) for part, ranks in self.stages]
+        self.busy += sum(times) * n_groups
+        if len(times) == 1:
+            return times[0]
+        around = sum(times) + len(times) * self.hop(rows)
+        return max(around, n_groups * max(times))
+
+
+def rows_of(call: Call) -> tuple[Rows, ...]:
+    """Return what each data-parallel rank computes in a call, by the lengths of the column that a model reads."""
+    columns = call.inputs.columns
+    lengths = columns["tokens" if "tokens" in columns else "prompts" if "prompts" in columns else next(iter(columns))]
+    return tuple(
+        Rows(
+            tuple(call.inputs.ids[i] for i in mine),
+            tuple(lengths.lengths[i] for i in mine),
+            tuple(call.minibatches[i] for i in mine),
+        )
+        for mine in call.assignment
+    )
+
+
+@lru_cache(maxsize=16384)
+def works_of(ids: tuple[RowId, ...], lengths: tuple[int, ...], limits: MicroBatching) -> tuple[Work, ...]:
+    """Return the micro-batches of some rows."""
+    return tuple(Work.of([lengths[i] for i in part]) for part in micro_batches(ids, lengths, limits))
+
+
+def _at_least(limits: MicroBatching, n: int) -> MicroBatching:
+    return replace(limits, n_mbs=max(limits.n_mbs, n))
+
+
+def _together(costs: Sequence[Cost]) -> Cost:
+    """Replicas side by side: the slowest decides when they go on."""
+    return Cost(max(c.seconds for c in costs), sum(c.work for c in costs))
+
+
+def _interface(mfc: MFC) -> str:
+    """The name under which the time of an interface's method is known."""
+    method = {Kind.GENERATE: "generate", Kind.INFERENCE: "inference", Kind.TRAIN: "train_step"}[mfc.kind]
+    return f"{mfc.interface.name}/{method}"

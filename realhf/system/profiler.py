@@ -1,0 +1,255 @@
+"""Takes the profile of a machine: starts workers in growing numbers, has them time their probes, and fits the results.
+
+What workers do together is measured on as many as there may be. Where they are more than cores, times are scaled by
+cores over workers: a profile tells the seconds of a worker that has a core to itself, and whoever reads it lets workers
+share cores. Models are measured on one worker alone, a shard of a tensor-parallel group too: its collectives take what
+was measured before.
+"""
+
+import multiprocessing
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from realhf.api.codec import from_json, to_json
+from realhf.api.layout import ParallelStrategy
+from realhf.api.messages import Done, Stop
+from realhf.api.model import ModelConfig
+from realhf.base.errors import RunFailed
+from realhf.comm.parallel import join, leave, make_groups, open_store
+from realhf.comm.shared_memory import open_links
+from realhf.plan.check import strategy_problems
+from realhf.plan.profile import Fit, Machine, Point, Profile, fitted, message_counts, shape_of
+from realhf.plan.speed import Collective
+from realhf.system.channel import ZmqMaster
+from realhf.system.link_probes import (
+    answer_calls,
+    call_probes,
+    collective_probes,
+    exchange_probes,
+    host_copy_probes,
+    send_probes,
+)
+from realhf.system.model_probes import BLOCKS, Bench, cut_down, memory_points, model_probes
+from realhf.system.probes import Clock, Probe, memory_now, sample
+
+PATIENCE_S = 600.0
+"""How long a worker may be silent."""
+WHOLE, SHARD, ELSE = 0.4, 0.15, 0.06
+"""Shares of a model's time for its passes, for those of each kind of shard, and for each other subject."""
+
+Points = dict[str, list[Point]]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to measure. ``seconds`` is about how long each model takes. ``algorithms`` are METHODS, all by default.
+
+    ``collectives`` is what is known already when models are measured.
+    """
+
+    device: str
+    n_workers: int
+    threads: int
+    bf16: bool
+    models: tuple[ModelConfig, ...]
+    seconds: float = 80.0
+    algorithms: tuple[str, ...] = ()
+    collectives: dict[str, Fit] = field(default_factory=dict)
+
+    def price(self, size: int) -> Callable[[Collective, float], float]:
+        """Return what collectives of ``size`` workers take."""
+        return lambda kind, nbytes: self.collectives[f"{kind.value}/{size}"](message_counts(nbytes))
+
+
+@dataclass(frozen=True)
+class News:
+    """What a worker tells: what it is at, how it failed, or in the end what it found."""
+
+    text: str = ""
+    error: str = ""
+    found: dict[str, tuple[Point, ...]] = field(default_factory=dict)
+    resident: float = 0.0
+
+
+def this_machine(device: str, threads: int) -> Machine:
+    """Describe this machine for whoever wants to know whether a profile is of it."""
+    if device == "cuda":
+        return Machine(device, torch.cuda.get_device_name(0), 0, threads)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return Machine(device, next(names, platform.processor() or platform.machine()), n_cores(), threads)
+
+
+def n_cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def numbers_of_workers(most: int) -> tuple[int, ...]:
+    """Return how many workers are measured together: powers of two, and the most there may be."""
+    return tuple(sorted({n for n in (1, 2, 4, 8, 16, 32) if n < most} | {most}))
+
+
+def take_profile(job: Job, say: Say) -> Profile:
+    """Measure on this machine; ``say`` hears of progress. RunFailed when a worker fails."""
+    machine = this_machine(job.device, job.threads)
+    fits: dict[str, Fit] = {}
+    resident = 0.0
+    for world in numbers_of_workers(job.n_workers):
+        if world > 1:
+            store = open_store("127.0.0.1", 0, PATIENCE_S)
+            news = _ask(_together, [(rank, world, store.port, job) for rank in range(world)], say)
+            scale = min(1.0, machine.cores / (world * job.threads)) if machine.cores else 1.0
+            fits |= {name: fitted([p.scaled(scale) for p in some]) for name, some in news.found.items()}
+            resident = max(resident, news.resident)
+    # neighbours do the same on other cores: in a run they compute, too, and share caches and memory
+    n_busy = 1 if job.device == "cuda" else max(1, min(job.n_workers, n_cores() // job.threads))
+    news = _ask(_alone, [(replace(job, collectives=fits),)] * n_busy, say)
+    fits |= {name: fitted(some) for name, some in news.found.items() if min(p.low for p in some) > 0}
+    say("calls of the master")
+    fits |= {name: fitted(some) for name, some in _calls(job.seconds * ELSE).items()}
+    return Profile(machine, max(resident, news.resident), fits)
+
+
+def _ask(measure: Callable[..., News], seats: list[tuple], say: Say) -> News:
+    """Return what ``measure(say, *seat)`` finds out on the first of the seats, each a worker process."""
+    with _processes(_worker, [(measure, seat) for seat in seats]) as ends:
+        while ready := wait(ends, PATIENCE_S):
+            for end in ready:
+                assert isinstance(end, Connection)
+                try:
+                    news = from_json(end.recv_bytes().decode(), News)
+                except EOFError:
+                    news = News(error="it ended without a word")
+                if news.error:
+                    raise RunFailed(f"worker {ends.index(end)} of {len(seats)} failed: {news.error}")
+                if end is ends[0] and not news.text:
+                    return news
+                if end is ends[0]:
+                    say(news.text)
+        raise RunFailed(f"{len(seats)} workers said nothing for {PATIENCE_S:.0f} s")
+
+
+@contextmanager
+def _processes(target: Callable[..., None], arguments: Iterable[tuple]) -> Iterator[list[Any]]:
+    """Run ``target(connection, *arguments)`` in processes of its own, which end with the block."""
+    context = multiprocessing.get_context("spawn")
+    started, ends = [], []
+    try:
+        for some in arguments:
+            mine, theirs = context.Pipe()
+            process = context.Process(target=target, args=(theirs, *some), daemon=True)
+            process.start()
+            theirs.close()
+            started.append(process)
+            ends.append(mine)
+        yield ends
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+
+
+def _worker(end: Connection, measure: Callable[..., News], seat: tuple) -> None:
+    """Life of one worker: measure, tell, and wait for the end."""
+
+    def tell(news: News) -> None:
+        end.send_bytes(to_json(news).encode())
+
+    try:
+        tell(measure(lambda text: tell(News(text)), *seat))
+    except BaseException:
+        tell(News(error=traceback.format_exc()))
+    end.poll(None)  # whoever leaves first breaks the others' connections
+
+
+def _together(say: Say, rank: int, world: int, port: int, job: Job) -> News:
+    """Measure what joined workers do together."""
+    clock = _clock(job, rank, world)
+    join("127.0.0.1", port, rank, world, job.device, PATIENCE_S, None)
+    everyone = make_groups([tuple(range(world))], rank)[tuple(range(world))]
+    links = open_links(rank, world, PATIENCE_S) if job.device == "cpu" else None
+    resident = float(memory_now())
+
+    def agree(value: float) -> float:
+        return float(everyone.broadcast(torch.tensor([value], dtype=torch.float64, device=clock.device), 0))
+
+    subjects: dict[str, Iterator[Probe]] = {"collectives": collective_probes(everyone, clock)}
+    if world == 2:
+        subjects |= {"sends": send_probes(rank, clock), "exchanges": exchange_probes(rank, 2, clock, links)}
+    points: Points = {}
+    for what, probes in subjects.items():
+        say(f"{what} of {world} workers")
+        points |= sample(list(probes), job.seconds * ELSE, clock.now, agree)
+    leave()
+    return News(found=_frozen(points), resident=resident)
+
+
+def _alone(say: Say, job: Job) -> News:
+    """Measure what a worker does by itself."""
+    from realhf.system.algorithm_probes import METHODS, algorithm_probes
+
+    clock, resident, points = _clock(job, 0, 1), float(memory_now()), Points()
+    for model in job.models:
+        shape = shape_of(model, job.bf16)
+        for tp in numbers_of_workers(job.n_workers):
+            if not strategy_problems(model, ParallelStrategy(tp=tp)):
+                say(f"{shape} cut {tp} ways" if tp > 1 else shape)
+                bench = Bench.of(tp, clock, job.bf16, job.price(tp))
+                found = sample(list(model_probes(bench, model)), job.seconds * (WHOLE if tp == 1 else SHARD), clock.now)
+                for name, some in (found | memory_points(bench, model)).items():
+                    points[f"{shape}/{name}" if name == "optimizer" else f"{shape}/t{tp}/{name}"] = some
+    shallow = [some for model in job.models for some in cut_down(model, *BLOCKS)]
+    subjects: dict[str, Iterator[Probe]] = {
+        "algorithms": algorithm_probes(clock, job.algorithms or tuple(METHODS)),
+        "host copies": host_copy_probes(shallow, clock),
+    }
+    if job.n_workers == 1:
+        subjects["exchanges"] = exchange_probes(0, 1, clock, None)
+    for what, probes in subjects.items():
+        say(what)
+        points |= sample(list(probes), job.seconds * ELSE, clock.now)
+    return News(found=_frozen(points), resident=resident)
+
+
+def _frozen(points: Points) -> dict[str, tuple[Point, ...]]:
+    return {name: tuple(some) for name, some in points.items()}
+
+
+def _clock(job: Job, rank: int, world: int) -> Clock:
+    torch.set_num_threads(job.threads)
+    device = torch.device("cpu")
+    if job.device == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    return Clock(device, job.threads, world)
+
+
+def _calls(seconds: float) -> Points:
+    """Measure calls between a master, which is this process, and a worker."""
+    master = ZmqMaster()
+    try:
+        with _processes(_answer_calls, [(master.address,)]):
+            if not isinstance(master.receive(PATIENCE_S), Done):
+                raise RunFailed("the worker that is to answer calls did not come up")
+            points = sample(list(call_probes(master)), seconds, time.perf_counter)
+            master.send(0, Stop())
+            return points
+    finally:
+        master.close()
+
+
+def _answer_calls(end: Connection, address: str) -> None:
+    answer_calls(address)

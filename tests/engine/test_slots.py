@@ -1,0 +1,112 @@
+"""The books of generation, kept along a cache that is played by lists."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realhf.api.config import GenerationConfig
+from realhf.engine.slots import Request, Slots, plan_prefill
+from tests.engine.tiny import prompts_of
+
+LONGEST_ANSWER, STOPS = 5, (1, 2)
+
+
+def request_of(lengths: Sequence[int], n: int, budget: int) -> Request:
+    numbers = [10 * i + 7 for i in range(len(lengths))]
+    return Request(prompts_of(lengths, numbers), GenerationConfig(max_new_tokens=LONGEST_ANSWER), n, 0, STOPS, budget)
+
+
+class Played:
+    """A group of slots with a cache of (row or prompt, position) in place of keys and values."""
+
+    def __init__(self, request: Request, queue: deque[int], n_slots: int) -> None:
+        self.request, self.slots = request, Slots(request, queue, n_slots)
+        self.cache: list[list[tuple[str, int, int]]] = [[] for _ in range(n_slots)]
+
+    def turn(self, answers: Sequence[Sequence[int]]) -> None:
+        """Check a turn's books, and let every row draw what its answer says next."""
+        slots, request = self.slots, self.request
+        rows = slots.rows.tolist()
+        if slots.prefill is None:
+            for slot, position in enumerate(slots.positions.tolist()):
+                assert len(self.cache[slot]) == position
+                self.cache[slot].append(("answer", rows[slot], position))
+        else:
+            costs = [request.lengths[prompt] for prompt in slots.prefill.prompts]
+            assert sum(costs) <= request.max_prefill_tokens or len(costs) == 1
+            for prompt, copies in zip(slots.prefill.prompts, slots.prefill.slots, strict=True):
+                for slot in copies:
+                    self.cache[slot] = [("prompt", prompt, place) for place in range(request.lengths[prompt])]
+        prompts, samples, counts = (counter.tolist() for counter in slots.counters)
+        drawing = rows[slots.n_live - slots.n_drawing :]
+        assert samples == [row % request.n for row in drawing]
+        assert prompts == [request.prompts.ids[row // request.n].prompt for row in drawing]
+        tokens = [answers[row][count] for row, count in zip(drawing, counts, strict=True)]
+        for move in slots.record(torch.tensor(tokens)):
+            assert len(self.cache[move.src]) == move.length
+            self.cache[move.dst] = list(self.cache[move.src])
+        self.check_live()
+
+    def check_live(self) -> None:
+        """Every live row finds its prompt and all it drew but for the last token, unless it is about to enter."""
+        new = self.slots.n_drawing if self.slots.prefill else 0
+        for slot, row in enumerate(self.slots.rows.tolist()[: self.slots.n_live - new]):
+            start = self.request.lengths[row // self.request.n]
+            expected = [("prompt", row // self.request.n, place) for place in range(start)]
+            expected += [("answer", row, place) for place in range(start, int(self.slots.positions[slot]))]
+            assert self.cache[slot] == expected
+
+
+ANSWER = st.lists(st.integers(0, 6), min_size=LONGEST_ANSWER, max_size=LONGEST_ANSWER)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 5), st.integers(1, 20))
+def test_every_row_is_drawn_to_its_end_in_any_slots(data: st.DataObject, lengths: list, n: int, budget: int) -> None:
+    request = request_of(lengths, n, budget)
+    answers = data.draw(st.lists(ANSWER, min_size=request.n_rows, max_size=request.n_rows))
+    queue = deque(range(request.n_rows))
+    groups = [Played(request, queue, size) for size in data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))]
+    for _ in range(request.n_rows * LONGEST_ANSWER + len(lengths)):  # more turns than any group needs
+        for group in groups:
+            if group.slots.n_live:
+                group.turn(answers)
+    assert not queue and not any(group.slots.n_live for group in groups)
+    drawn: dict[int, list[int]] = {row: [] for row in range(request.n_rows)}
+    for rows, tokens in (draw for group in groups for draw in group.slots.drawn):
+        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+            drawn[row].append(token)
+    for row, answer in enumerate(answers):
+        end = next((i for i, token in enumerate(answer) if token in STOPS), LONGEST_ANSWER - 1)
+        assert drawn[row] == answer[: end + 1]
+
+
+def test_rows_enter_by_prompts_within_the_budget() -> None:
+    request, queue = request_of([4, 2, 3, 9, 1], 2, budget=6), deque(range(10))
+    slots = Slots(request, queue, 16)
+    assert slots.prefill is not None and slots.prefill.prompts == [1, 0]  # two prompts of six tokens, shortest first
+    assert slots.prefill.slots == [[2, 3], [0, 1]] and slots.prefill.ends == [5, 5, 1, 1]
+    slots.record(torch.tensor([5, 5, 5, 5]))
+    assert slots.prefill is not None and slots.prefill.prompts == [2] and slots.n_live == 6
+    slots.record(torch.tensor([5, 5]))
+    assert slots.prefill is not None and slots.prefill.prompts == [3]  # too long for the budget: alone
+    slots.record(torch.tensor([5, 1]))  # the second leaves at once
+    assert slots.prefill is not None and slots.prefill.slots == [[7, 8]] and not queue
+
+
+def test_a_prompt_is_computed_again_only_for_rows_that_enter_later() -> None:
+    assert plan_prefill([3, 4, 5, 6], 2, n=3, lengths=(1, 5, 2)).slots == [[5], [2, 3, 4]]
+
+
+def test_few_free_slots_wait_for_more() -> None:
+    queue = deque(range(40))
+    slots = Slots(request_of([2], 40, budget=100), queue, 20)
+    slots.record(torch.full((20,), 5))
+    assert slots.prefill is None and slots.n_drawing == 20
+    slots.record(torch.tensor([1] * 2 + [5] * 18))
+    assert slots.prefill is None and slots.n_drawing == slots.n_live == 18  # an eighth of 20 is more than 2
+    slots.record(torch.tensor([1] + [5] * 17))
+    assert slots.prefill is not None and slots.n_drawing == 3 and len(queue) == 17
