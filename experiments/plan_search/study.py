@@ -21,6 +21,7 @@ from realhf.apps.drawing import stacked, timeline_svg
 from realhf.experiments.ppo import PPOExperiment
 from realhf.plan.candidates import Candidates
 from realhf.plan.cost import CostModel
+from realhf.plan.footprint import Counted
 from realhf.plan.hardware import read_hardware
 from realhf.plan.memory import MemoryModel
 from realhf.plan.planner import Planner
@@ -79,7 +80,7 @@ def planner(actor: str, devices: int, workload: str) -> Planner:
     hardware = read_hardware("h100")
     rows = Workload(((prompt,),), (answer,))
     cost = CostModel(graph, models, roles, Roofline(hardware), rows, hardware.node_size, sampling)
-    memory = MemoryModel(graph, models, roles, rows, "cuda", hardware.reserved, sampling)
+    memory = MemoryModel(graph, models, roles, rows, Counted("cuda"), hardware.reserved, "cuda", sampling)
     limits = {mfc.name: MicroBatching(max_tokens_per_mb=32768) for mfc in graph.mfcs}
     return Planner(graph, Candidates(cost, memory, hardware, batch, limits), devices)
 

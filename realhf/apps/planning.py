@@ -18,12 +18,13 @@ from realhf.data.order import rows_at
 from realhf.plan.allocate import PLANNED
 from realhf.plan.candidates import Candidates
 from realhf.plan.cost import CostModel
+from realhf.plan.footprint import Counted
 from realhf.plan.hardware import read_hardware
 from realhf.plan.memory import MemoryModel
 from realhf.plan.planner import Planner
 from realhf.plan.profile import Measured, Profile
 from realhf.plan.roofline import Roofline
-from realhf.plan.speed import Speed
+from realhf.plan.speed import Footprint, Speed
 
 N_POSITIONS = 4096
 """Rows of the data set that a prediction looks at."""
@@ -35,6 +36,7 @@ class Machine:
 
     hardware: Hardware
     speed: Speed
+    footprint: Footprint
     source: str
 
 
@@ -56,7 +58,7 @@ def machine_of(config: ExperimentConfig, device: str, models: Mapping[str, Model
         hardware = replace(hardware, memory=share, cores=max(1, (os.cpu_count() or 1) // threads))
     if options.memory_gb is not None:
         hardware = replace(hardware, memory=options.memory_gb * 1e9)
-    roofline = Machine(hardware, Roofline(hardware), f"the limits of {name}")
+    roofline = Machine(hardware, Roofline(hardware), Counted(device), f"the limits of {name}")
     file = Path(options.profile or Path(config.fileroot) / "profile.json")
     if options.hardware or not file.is_file():
         if options.profile:
@@ -68,7 +70,8 @@ def machine_of(config: ExperimentConfig, device: str, models: Mapping[str, Model
     if unknown:
         words = f"the profile {file} does not know the model of {', '.join(unknown)}"
         return replace(roofline, source=f"{roofline.source} ({words})")
-    return Machine(hardware, measured, f"the profile {file}")
+    hardware = replace(hardware, reserved=profile.resident)
+    return Machine(hardware, measured, measured, f"the profile {file}")
 
 
 def _memory_of_this_machine() -> float:
@@ -123,7 +126,7 @@ def planner_of(
     config, sampling, roles = experiment.config, experiment.sampling_options(), experiment.roles()
     workload = workload_of(config, experiment.task, rows, sampling, experiment.samples_per_prompt())
     cost = CostModel(graph, models, roles, machine.speed, workload, config.n_gpus_per_node, sampling)
-    memory = MemoryModel(graph, models, roles, workload, device, machine.hardware.reserved, sampling)
+    memory = MemoryModel(graph, models, roles, workload, machine.footprint, machine.hardware.reserved, device, sampling)
     limits = {name: MicroBatching(o.mb_spec.n_mbs, o.mb_spec.max_tokens_per_mb)
               for name, o in experiment.placements().items()}  # fmt: skip
     n_workers = config.n_nodes * config.n_gpus_per_node

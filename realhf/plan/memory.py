@@ -12,13 +12,9 @@ from realhf.api.layout import Layout, ParallelStrategy
 from realhf.api.model import ModelConfig
 from realhf.api.plan import ExecutionPlan, Placement
 from realhf.plan.cost import Rows, works_of
-from realhf.plan.parts import kept_numel, kv_numel, parts_of, shard_numels
+from realhf.plan.parts import kv_numel, parts_of, shard_numels
 from realhf.plan.program import home
-from realhf.plan.speed import Part
-
-LOGITS_BYTES = {"cpu": 24 << 20}
-"""Logits that the log-prob head holds at once (ops/logprobs.py); elsewhere a quarter of a gigabyte."""
-ON_GPU = 256 << 20
+from realhf.plan.speed import Footprint, Part, Work
 
 
 @dataclass(frozen=True)
@@ -50,8 +46,9 @@ class MemoryModel:
     models: Mapping[str, ModelConfig]
     roles: Mapping[str, RoleSpec]
     workload: Workload
-    device: str
+    footprint: Footprint
     runtime: float
+    device: str
     sampling: GenerationConfig | None = None
 
     def resident(self, role: str, strategy: ParallelStrategy) -> Bytes:
@@ -71,27 +68,26 @@ class MemoryModel:
         """Return what a call takes on each of its devices; ``keeper`` is where its role's weights live."""
         if mfc.role is None:
             return Bytes()
-        config, spec, strategy = self.models[mfc.role], self.roles[mfc.role].spec, placement.layout.strategy
-        size = 2 if spec.bf16 else 4
+        config, role, strategy = self.models[mfc.role], self.roles[mfc.role], placement.layout.strategy
         borrowed = 0.0
         if keeper != placement.layout:
-            borrowed = max(shard_numels(config, strategy.tp, strategy.pp)) * size
-        parts = parts_of(config, self.roles[mfc.role], strategy)
+            borrowed = max(shard_numels(config, strategy.tp, strategy.pp)) * (2 if role.spec.bf16 else 4)
+        parts = parts_of(config, role, strategy)
         match mfc.kind:
             case Kind.TRAIN:
-                tokens = max(
-                    self._largest(placement, r, n, 2 * strategy.pp if strategy.pp > 1 else 1)
-                    for r in ranks
-                    for n in range(mfc.n_minibatches)
-                )
-                kept = max(self._kept(mfc.role, part, strategy, stage) for stage, part in enumerate(parts))
-                return Bytes(borrowed=borrowed, activations=kept * tokens * size, buffers=self._logits(config, tokens))
+                least = 2 * strategy.pp if strategy.pp > 1 else 1
+                works = [_largest(placement, r, n, least) for r in ranks for n in range(mfc.n_minibatches)]
+                work = max(works, key=lambda w: w.tokens)
+                peaks = []
+                for stage, part in enumerate(parts):  # 1F1B: stage s has begun pp - s micro-batches
+                    kept, peak = self.footprint.train_bytes(part, work)
+                    peaks.append((strategy.pp - stage - 1) * kept + peak)
+                return Bytes(borrowed=borrowed, activations=max(peaks))
             case Kind.INFERENCE:
-                tokens = max(self._largest(placement, r, None, strategy.pp) for r in ranks)
-                work = self._working(config, strategy.tp) * tokens * size
-                return Bytes(borrowed=borrowed, activations=work, buffers=self._logits(config, tokens))
+                work = max((_largest(placement, r, None, strategy.pp) for r in ranks), key=lambda w: w.tokens)
+                return Bytes(borrowed=borrowed, activations=max(self.footprint.forward_bytes(p, work) for p in parts))
             case Kind.GENERATE:
-                return self._generation(placement, ranks, parts, borrowed, size)
+                return replace(self._generation(placement, ranks, parts), borrowed=borrowed)
 
     def devices(self, plan: ExecutionPlan, calls: Mapping[str, Sequence[Rows]]) -> dict[int, Bytes]:
         """Return the peak of every worker: a worker does one thing at a time, so its calls do not add up.
@@ -117,53 +113,35 @@ class MemoryModel:
             self.roles[role].spec.optimizer.type is not OptimizerType.empty
         )
 
-    def _largest(self, placement: Placement, rows: Rows, minibatch: int | None, at_least: int) -> int:
-        """Tokens of a rank's largest micro-batch."""
-        ids, lengths = (rows.ids, rows.lengths) if minibatch is None else rows.of_minibatch(minibatch)
-        if not ids:
-            return 0
-        limits = placement.micro_batching
-        limits = replace(limits, n_mbs=max(limits.n_mbs, at_least))
-        return max(work.tokens for work in works_of(ids, lengths, limits))
-
-    def _kept(self, role: str, part: Part, strategy: ParallelStrategy, stage: int) -> float:
-        """Elements per token that a stage keeps: of every micro-batch under way in 1F1B, plus a block's backward."""
-        config, spec = self.models[role], self.roles[role].spec
-        in_flight = strategy.pp - stage
-        sequence = spec.sequence_parallel and strategy.tp > 1
-        block = kept_numel(config, strategy.tp, sequence)
-        outside = config.hidden * (2.0 * part.first + 3.0 * part.last)
-        if spec.gradient_checkpointing:
-            share = strategy.tp if sequence else 1
-            return in_flight * (part.n_blocks * config.hidden / share + outside) + block
-        return in_flight * (part.n_blocks * block + outside) + self._working(config, strategy.tp)
-
-    def _working(self, config: ModelConfig, tp: int) -> float:
-        """Elements per token that live at a time inside a block, nothing being kept."""
-        wide = (2 if config.mlp == "gated" else 1) * (
-            config.intermediate or config.expert_intermediate * config.experts_per_token
-        )
-        heads = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
-        return 3 * config.hidden + max(1.5 * wide, 2 * heads) / tp
-
-    def _logits(self, config: ModelConfig, tokens: int) -> float:
-        limit = LOGITS_BYTES.get(self.device, ON_GPU)
-        return min(limit, 4.0 * tokens * config.vocab) if config.head == "lm" else 0.0
-
-    def _generation(
-        self, placement: Placement, ranks: Sequence[Rows], parts: Sequence[Part], borrowed: float, size: int
-    ) -> Bytes:
+    def _generation(self, placement: Placement, ranks: Sequence[Rows], parts: Sequence[Part]) -> Bytes:
         assert self.sampling is not None
-        strategy, config = placement.layout.strategy, parts[0].model
+        config, size = parts[0].model, 2 if parts[0].bf16 else 4
         most = max(len(r.ids) for r in ranks) * self.workload.samples
         slots = min(placement.micro_batching.slots(self.sampling.max_slots), most)
-        longest = max((n for r in ranks for n in r.lengths), default=0)
-        prompts = min(max((sum(r.lengths) for r in ranks), default=0), placement.micro_batching.max_tokens_per_mb)
-        cache = max(kv_numel(config, strategy.tp, part.n_blocks) for part in parts)
-        work = self._working(config, strategy.tp) * max(prompts, slots)
-        return Bytes(
-            borrowed=borrowed,
-            activations=work * size,
-            kv_cache=float(cache * slots * (longest + self.sampling.max_new_tokens) * size),
-            buffers=8.0 * slots * config.vocab,
-        )
+        longest = max((n for r in ranks for n in r.lengths), default=0) + self.sampling.max_new_tokens
+        prompts = max((_prefill(r.lengths, placement.micro_batching.max_tokens_per_mb) for r in ranks),
+                      key=lambda work: work.tokens)  # fmt: skip
+        cache = max(kv_numel(config, part.tp, part.n_blocks) for part in parts)
+        work = max(self.footprint.forward_bytes(replace(part, last=False), prompts) for part in parts)
+        logits = 8.0 * slots * config.vocab  # once as they are, once while they are sampled from
+        return Bytes(activations=work, kv_cache=float(cache * slots * longest * size), buffers=logits)
+
+
+def _largest(placement: Placement, rows: Rows, minibatch: int | None, at_least: int) -> Work:
+    """Return a rank's largest micro-batch."""
+    ids, lengths = (rows.ids, rows.lengths) if minibatch is None else rows.of_minibatch(minibatch)
+    limits = placement.micro_batching
+    limits = replace(limits, n_mbs=max(limits.n_mbs, at_least))
+    return max(works_of(ids, lengths, limits), key=lambda work: work.tokens, default=Work.of(()))
+
+
+def _prefill(lengths: Sequence[int], limit: int) -> Work:
+    """Return the prompts that are computed at a time."""
+    taken: list[int] = []
+    total = 0
+    for length in lengths:
+        if taken and total + length > limit:
+            break
+        taken.append(length)
+        total += length
+    return Work.of(taken)

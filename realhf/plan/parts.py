@@ -22,6 +22,7 @@ def parts_of(config: ModelConfig, role: RoleSpec, strategy: ParallelStrategy) ->
             last=last in layers,
             bf16=role.spec.bf16,
             recompute=role.spec.gradient_checkpointing,
+            sequence_parallel=role.spec.sequence_parallel and strategy.tp > 1,
         )
         for layers in stage_layers(config, strategy.pp)
     )

@@ -66,6 +66,7 @@ class Part:
     last: bool
     bf16: bool
     recompute: bool = False  # gradient checkpointing
+    sequence_parallel: bool = False  # in training, between the cut layers every rank keeps its share of the tokens
 
 
 class Speed(Protocol):
@@ -102,3 +103,13 @@ class Speed(Protocol):
     @property
     def call(self) -> float:
         """Seconds from the master to a worker and back."""
+
+
+class Footprint(Protocol):
+    """Bytes on one worker that a micro-batch takes beyond weights, gradients and optimizer."""
+
+    def train_bytes(self, part: Part, work: Work) -> tuple[float, float]:
+        """What it keeps for its backward pass, and the peak until that is over (what is kept included)."""
+
+    def forward_bytes(self, part: Part, work: Work) -> float:
+        """The peak without autograd."""

@@ -1,0 +1,157 @@
+"""Predictions against measured runs: step time and peak memory of many plans, through the real command line.
+
+    python benchmarks/bench_estimator.py [--runs N] [--keep FOLDER]
+
+makes three tiny models, profiles this machine once for them, then runs PPO (with and without a critic) under plans of
+one to four workers. Answers have a fixed length, so that the work is known beforehand; a run's step is the median of
+its steps after the first. Prints one line per plan and the summary that TARGETS asks for. Wants a quiet machine.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+REALHF = [sys.executable, "-c", "from realhf.apps.main import console; console()"]
+SIZES = {"small": (128, 2), "middle": (192, 4), "large": (256, 6)}
+"""Hidden width and layers of the models."""
+STEPS = 6
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan: size of the model, workers, allocation, and what differs from the common options."""
+
+    size: str
+    workers: int
+    allocation: str
+    words: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.size:<7}{self.workers} {self.allocation:<62} {' '.join(w.partition('.')[2] for w in self.words)}"
+
+
+LONG = ("ppo.gen.max_new_tokens=96", "ppo.gen.min_new_tokens=96", "dataset.train_bs_n_seqs=16")
+GROUPS = ("ppo.disable_value=True", "ppo.group_size=4", "ppo.group_adv_norm=True", "dataset.train_bs_n_seqs=16")
+TIGHT = ("actor_train.mb_spec.max_tokens_per_mb=512", "critic_train.mb_spec.max_tokens_per_mb=512")
+CASES = [
+    *(Case(size, 1, "d1") for size in SIZES),
+    *(Case(size, 1, "d1", LONG) for size in SIZES),
+    *(Case(size, 1, "d1", GROUPS) for size in SIZES),
+    *(Case(size, 2, "d2") for size in SIZES),
+    *(Case(size, 2, "t2") for size in SIZES),
+    *(Case(size, 2, "p2") for size in SIZES),
+    *(Case(size, 2, "d2", (*GROUPS, *LONG[:2])) for size in SIZES),
+    *(Case(size, 2, "actor_gen:d2,*:d1") for size in SIZES),
+    Case("middle", 2, "d2", TIGHT),
+    Case("large", 2, "actor_gen:d2,ref_inf:t2,critic_inf:p2,*:d2", LONG),
+    Case("large", 2, "actor_train:t2,critic_train:p2,*:d2"),
+    Case("small", 3, "d3"),
+    Case("large", 3, "d3", GROUPS),
+    Case("middle", 4, "d4"),
+    Case("large", 4, "d2t2"),
+    Case("large", 4, "d2p2"),
+    Case("middle", 4, "actor_gen:d4,ref_inf:t2,critic_inf:p2,critic_train:t2,*:d1t2p2"),
+]
+
+
+@dataclass(frozen=True)
+class Found:
+    predicted_s: float
+    measured_s: float
+    predicted_gb: float
+    measured_gb: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def memory_error(self) -> float:
+        return self.predicted_gb / self.measured_gb - 1
+
+
+def call(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(words)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+
+
+def prepare(folder: Path) -> None:
+    """Make tasks and models of every size, and the profile."""
+    example = Path(__file__).parent.parent / "examples" / "arithmetic.py"
+    for size, (hidden, layers) in SIZES.items():
+        call(sys.executable, str(example), str(folder / size), "--hidden", str(hidden), "--layers", str(layers))
+    models = ",".join(str(folder / size / "model") for size in SIZES)
+    call(*REALHF, "profile", f"model={models}", "n_gpus_per_node=4", "device=cpu", f"out={folder / 'profile.json'}")
+
+
+def run(case: Case, folder: Path, number: int) -> Found:
+    task, root = folder / case.size, folder / "runs" / str(number)
+    call(*REALHF, "quickstart", "ppo-math", f"fileroot={root}", "experiment_name=e", "trial_name=t", "device=cpu",
+         f"actor.config={task / 'model'}", "actor.init_from_scratch=True", f"actor.tokenizer={task / 'tokenizer'}",
+         f"dataset.path={task / 'train.jsonl'}", "dataset.train_bs_n_seqs=32", "ppo.gen.max_new_tokens=32",
+         "ppo.gen.min_new_tokens=32", "ppo.ppo_n_minibatches=2", f"n_gpus_per_node={case.workers}",
+         "threads_per_worker=1", f"allocation_mode={case.allocation}", f"planner.profile={folder / 'profile.json'}",
+         f"exp_ctrl.total_train_steps={STEPS}", "save_roles=[]", "n_logged_generations=0", "tensorboard.enabled=False",
+         *case.words)  # fmt: skip
+    lines = [json.loads(line) for line in (root / "e" / "t" / "metrics.jsonl").read_text().splitlines()]
+    expected = json.loads((root / "e" / "t" / "plan.json").read_text())["expected"]
+    assert "profile" in expected["source"], expected["source"]
+    steps = median(line["time/step_s"] for line in lines[1:])
+    peak = max(line["memory/worker_peak_gb"] for line in lines)
+    parts = {k: median(line[k] for line in lines[1:]) for k in lines[-1] if k.startswith("time/")}
+    for name, seconds in expected["calls"].items():
+        print(f"        {name:<14} predicted {seconds:7.3f}  measured {parts.get(f'time/{name}_s', 0.0):7.3f}")
+    return Found(expected["step_s"], steps, expected["peak_bytes"] / 1e9, peak)
+
+
+def ranks(values: list[float]) -> list[float]:
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    return [float(order.index(i)) for i in range(len(values))]
+
+
+def spearman(a: list[float], b: list[float]) -> float:
+    """Return the rank correlation of two lists without ties."""
+    n = len(a)
+    return 1 - 6 * sum((x - y) ** 2 for x, y in zip(ranks(a), ranks(b), strict=True)) / (n * (n * n - 1))
+
+
+def summary(found: list[Found]) -> str:
+    errors = sorted(abs(f.error) for f in found)
+    memory = sorted(abs(f.memory_error) for f in found)
+    correlation = spearman([f.predicted_s for f in found], [f.measured_s for f in found])
+    p90 = errors[min(len(errors) - 1, int(0.9 * len(errors)))]
+    return (
+        f"{len(found)} plans: step median error {100 * median(errors):.1f}%, p90 {100 * p90:.1f}%, "
+        f"Spearman {correlation:.3f}; peak memory median error {100 * median(memory):.1f}%, "
+        f"worst {100 * memory[-1]:.1f}%"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=len(CASES), help="only the first plans")
+    parser.add_argument("--keep", type=Path, help="folder for models, profile and runs; an existing profile is used")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.keep or Path(temporary)
+        folder.mkdir(exist_ok=True)
+        if not (folder / "profile.json").exists():
+            prepare(folder)
+        found = []
+        for number, case in enumerate(CASES[: options.runs]):
+            one = run(case, folder, number)
+            found.append(one)
+            print(f"{case}\n    step predicted {one.predicted_s:.3f} s, measured {one.measured_s:.3f} s "
+                  f"({100 * one.error:+.0f}%); peak {one.predicted_gb:.3f} GB, {one.measured_gb:.3f} GB "
+                  f"({100 * one.memory_error:+.0f}%)", flush=True)  # fmt: skip
+        print(summary(found))
+
+
+if __name__ == "__main__":
+    main()
