@@ -83,9 +83,13 @@ class Workload:
             return ((RowId(position, PROMPT), lengths[0]),)
         return tuple((RowId(position, sample), n) for sample, n in enumerate(lengths))
 
+    def prompt_length(self, position: int) -> int:
+        """Return the length of what the data set has first at a position."""
+        return self.prompts[position % len(self.prompts)][0]
+
     def drawn(self, position: int) -> tuple[tuple[RowId, int], ...]:
         """Return the rows that are sampled for a position, with the lengths of prompt and answer together."""
-        prompt = self.prompts[position % len(self.prompts)][0]
+        prompt = self.prompt_length(position)
         first = position * self.samples
         return tuple(
             (RowId(position, sample), prompt + self.answers[(first + sample) % len(self.answers)])

@@ -176,7 +176,8 @@ class CostModel:
         stages = self._stages(mfc, placement.layout, dp)
         n = len(stages)
         limits = _at_least(placement.micro_batching, 2 * n if n > 1 else 1)
-        works = works_of(ids, lengths, limits)
+        prompts = tuple(self.workload.prompt_length(i.prompt) for i in ids) if self.workload.sampled else ()
+        works = works_of(ids, lengths, limits, prompts)
         tp = placement.layout.strategy.tp
         share = tp if self.roles[mfc.role].spec.sequence_parallel else 1
         seconds, busy = self._stream(stages, works, train_schedule, self.speed.train, share)
@@ -286,9 +287,15 @@ def rows_of(call: Call) -> tuple[Rows, ...]:
 
 
 @lru_cache(maxsize=16384)
-def works_of(ids: tuple[RowId, ...], lengths: tuple[int, ...], limits: MicroBatching) -> tuple[Work, ...]:
-    """Return the micro-batches of some rows."""
-    return tuple(Work.of([lengths[i] for i in part]) for part in micro_batches(ids, lengths, limits))
+def works_of(
+    ids: tuple[RowId, ...], lengths: tuple[int, ...], limits: MicroBatching, prompts: tuple[int, ...] = ()
+) -> tuple[Work, ...]:
+    """Return the micro-batches of some rows; tokens of ``prompts`` (lengths, where they are known) have no loss."""
+    found = []
+    for part in micro_batches(ids, lengths, limits):
+        own = [lengths[i] for i in part]
+        found.append(Work.of(own, sum(own) - sum(prompts[i] for i in part) if prompts else None))
+    return tuple(found)
 
 
 def _at_least(limits: MicroBatching, n: int) -> MicroBatching:

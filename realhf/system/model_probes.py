@@ -4,7 +4,7 @@ They run the engine's own code on models of few blocks, so that what a block tak
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -24,7 +24,7 @@ from realhf.engine.native import NativeEngine, build_engine
 from realhf.engine.outputs import ForwardOutputs
 from realhf.engine.slots import Request
 from realhf.plan.profile import Point, decode_counts, pass_counts
-from realhf.plan.speed import Collective, Part, Work
+from realhf.plan.speed import Part, Work
 from realhf.system.probes import Clock, Probe, peak_bytes
 
 BLOCKS, DECODED_BLOCKS = (1, 3), (2, 6)
@@ -47,33 +47,6 @@ SAMPLES = 8
 MEMORY = ((16, 64, 64), (8, 24, 384), (32, 96, 96))
 
 
-class Rehearsal(Group):
-    """A tensor-parallel group whose other members are away: collectives take what ``price`` says.
-
-    A shard computes as it would among them, undisturbed by who else uses the machine. Results mean nothing.
-    """
-
-    def __init__(self, size: int, clock: Clock, price: Callable[[Collective, float], float]) -> None:
-        super().__init__(tuple(range(size)), 0)
-        self.clock, self.price = clock, price
-
-    def _take(self, kind: Collective, whole: Tensor, work: Callable[[], object] = lambda: None) -> None:
-        self.clock.pretend(work, self.price(kind, whole.nbytes))
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        self._take(Collective.ALL_REDUCE, tensor)
-        return tensor
-
-    def all_max(self, tensor: Tensor) -> Tensor:
-        return self.all_reduce(tensor)
-
-    def reduce_scatter(self, output: Tensor, whole: Tensor) -> None:
-        self._take(Collective.REDUCE_SCATTER, whole, lambda: output.copy_(whole[: len(output)]))
-
-    def all_gather(self, whole: Tensor, part: Tensor) -> None:
-        self._take(Collective.ALL_GATHER, whole, lambda: whole.view(self.size, *part.shape).copy_(part))
-
-
 @dataclass(frozen=True)
 class Bench:
     """Where models are measured: a place in a tensor-parallel group, and the clock."""
@@ -83,11 +56,10 @@ class Bench:
     bf16: bool
 
     @staticmethod
-    def of(tp: int, clock: Clock, bf16: bool, price: Callable[[Collective, float], float]) -> "Bench":
-        everyone = tuple(range(tp))
-        layout = Layout(DeviceMesh(everyone), ParallelStrategy(tp=tp))
-        groups = {everyone: Rehearsal(tp, clock, price)}
-        return Bench(ParallelContext(layout, 0, clock.device, groups), clock, bf16)
+    def of(group: Group, clock: Clock, bf16: bool) -> "Bench":
+        layout = Layout(DeviceMesh(group.ranks), ParallelStrategy(tp=group.size))
+        context = ParallelContext(layout, group.ranks[group.index], clock.device, {group.ranks: group})
+        return Bench(context, clock, bf16)
 
     @property
     def tp(self) -> int:
@@ -127,7 +99,7 @@ def _of_blocks(config: ModelConfig, kinds: Sequence[tuple[int, bool]]) -> ModelC
     )
 
 
-def _with_scalar_head(config: ModelConfig) -> ModelConfig:
+def with_scalar_head(config: ModelConfig) -> ModelConfig:
     return replace(config, head="scalar", tied_embedding=False)
 
 
@@ -146,10 +118,10 @@ def model_probes(bench: Bench, config: ModelConfig) -> Iterator[Probe]:
     """Yield the probes of one model shape, with either head."""
     small, large = cut_down(config, *BLOCKS)
     grid = [spread_lengths(*sizes) for sizes in PASSES if sizes[2] <= config.max_positions]
-    for model, some in ((small, grid), (large, grid[::2]), (_with_scalar_head(small), grid[::3])):
+    for model, some in ((small, grid), (large, grid[::2]), (with_scalar_head(small), grid[::3])):
         engine = bench.engine(model)
         for number, lengths in enumerate(some):
-            yield from _passes(bench, engine, lengths, half=number % 2 == 1)
+            yield from pass_probes(bench, engine, lengths, half=number % 2 == 1)
         if model is small:
             for lengths in grid[::3]:
                 yield from _inside(bench, engine, lengths)
@@ -159,10 +131,10 @@ def model_probes(bench: Bench, config: ModelConfig) -> Iterator[Probe]:
         engine = bench.engine(model)
         for rows, context in DECODING:
             if context + TURNS + 3 <= config.max_positions:
-                yield _decoding(bench, engine, rows, context)
+                yield decoding_probe(bench, engine, rows, context)
 
 
-def _passes(bench: Bench, engine: NativeEngine, lengths: Sequence[int], half: bool) -> Iterator[Probe]:
+def pass_probes(bench: Bench, engine: NativeEngine, lengths: Sequence[int], half: bool) -> Iterator[Probe]:
     """Inference and training of a micro-batch; ``half``: the first half of every row has no loss."""
     config, part = engine.config, bench.part(engine.config)
     batch = batch_of(lengths, config.vocab, engine.context.device)
@@ -222,7 +194,7 @@ def _inside(bench: Bench, engine: NativeEngine, lengths: Sequence[int]) -> Itera
         yield Probe((("train_forward", counts), ("train_backward", counts)), train, 3 * size)
 
 
-def _decoding(bench: Bench, engine: NativeEngine, rows: int, context: int) -> Probe:
+def decoding_probe(bench: Bench, engine: NativeEngine, rows: int, context: int) -> Probe:
     """A few turns of a group of rows, and what of them a stage without head has to do."""
     model, config, clock, device = engine.model, engine.config, bench.clock, engine.context.device
     n_prompts, samples = -(-rows // SAMPLES), min(rows, SAMPLES)
@@ -277,7 +249,7 @@ def memory_points(bench: Bench, config: ModelConfig) -> dict[str, list[Point]]:
     """Measure the bytes that micro-batches take: what is kept for the backward pass, and peaks."""
     points: dict[str, list[Point]] = {}
     small, large = cut_down(config, *BLOCKS)
-    for model in (small, large, _with_scalar_head(small)):
+    for model in (small, large, with_scalar_head(small)):
         engine = bench.engine(model)
         for sizes in MEMORY:
             if sizes[2] <= config.max_positions:

@@ -29,8 +29,7 @@ from realhf.base.errors import RunFailed
 from realhf.comm.parallel import join, leave, make_groups, open_store
 from realhf.comm.shared_memory import open_links
 from realhf.plan.check import strategy_problems
-from realhf.plan.profile import Fit, Machine, Point, Profile, fitted, message_counts, shape_of
-from realhf.plan.speed import Collective
+from realhf.plan.profile import Fit, Machine, Point, Profile, fitted, shape_of
 from realhf.system.channel import ZmqMaster
 from realhf.system.link_probes import (
     answer_calls,
@@ -42,6 +41,7 @@ from realhf.system.link_probes import (
 )
 from realhf.system.model_probes import BLOCKS, Bench, cut_down, memory_points, model_probes
 from realhf.system.probes import Clock, Probe, memory_now, sample
+from realhf.system.seam_probes import Price, Rehearsal, seam_counts, seam_points
 
 PATIENCE_S = 600.0
 """How long a worker may be silent."""
@@ -68,9 +68,9 @@ class Job:
     algorithms: tuple[str, ...] = ()
     collectives: dict[str, Fit] = field(default_factory=dict)
 
-    def price(self, size: int) -> Callable[[Collective, float], float]:
-        """Return what collectives of ``size`` workers take."""
-        return lambda kind, nbytes: self.collectives[f"{kind.value}/{size}"](message_counts(nbytes))
+    def price(self, size: int) -> Price:
+        """Return what collectives of ``size`` workers take in the middle of a pass."""
+        return lambda kind, nbytes: self.collectives[f"seams/{size}"](seam_counts(kind, nbytes))
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,7 @@ def take_profile(job: Job, say: Say) -> Profile:
         if world > 1:
             store = open_store("127.0.0.1", 0, PATIENCE_S)
             news = _ask(_together, [(rank, world, store.port, job) for rank in range(world)], say)
-            scale = min(1.0, machine.cores / (world * job.threads)) if machine.cores else 1.0
-            fits |= {name: fitted([p.scaled(scale) for p in some]) for name, some in news.found.items()}
+            fits |= {name: fitted(some) for name, some in news.found.items()}
             resident = max(resident, news.resident)
     # neighbours do the same on other cores: in a run they compute, too, and share caches and memory
     n_busy = 1 if job.device == "cuda" else max(1, min(job.n_workers, n_cores() // job.threads))
@@ -190,9 +189,16 @@ def _together(say: Say, rank: int, world: int, port: int, job: Job) -> News:
     if world == 2:
         subjects |= {"sends": send_probes(rank, clock), "exchanges": exchange_probes(rank, 2, clock, links)}
     points: Points = {}
+    scale = 1.0 if job.device == "cuda" else min(1.0, n_cores() / (world * job.threads))
     for what, probes in subjects.items():
         say(f"{what} of {world} workers")
-        points |= sample(list(probes), job.seconds * ELSE, clock.now, agree)
+        for name, some in sample(list(probes), job.seconds * ELSE, clock.now, agree).items():
+            points[name] = [point.scaled(scale) for point in some]
+    cut = [model for model in job.models if not strategy_problems(model, ParallelStrategy(tp=world))]
+    if cut:
+        say(f"seams of {world} workers")
+        seconds = job.seconds * 2 * ELSE
+        points[f"seams/{world}"] = seam_points(everyone, clock, job.threads, cut[0], job.bf16, scale, seconds, agree)
     leave()
     return News(found=_frozen(points), resident=resident)
 
@@ -207,7 +213,7 @@ def _alone(say: Say, job: Job) -> News:
         for tp in numbers_of_workers(job.n_workers):
             if not strategy_problems(model, ParallelStrategy(tp=tp)):
                 say(f"{shape} cut {tp} ways" if tp > 1 else shape)
-                bench = Bench.of(tp, clock, job.bf16, job.price(tp))
+                bench = Bench.of(Rehearsal(tp, clock, job.price(tp)), clock, job.bf16)
                 found = sample(list(model_probes(bench, model)), job.seconds * (WHOLE if tp == 1 else SHARD), clock.now)
                 for name, some in (found | memory_points(bench, model)).items():
                     points[f"{shape}/{name}" if name == "optimizer" else f"{shape}/t{tp}/{name}"] = some
