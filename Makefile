@@ -45,6 +45,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_gae.py
 	$(BIN)/python benchmarks/bench_kernels.py
 	$(BIN)/python benchmarks/bench_realloc.py
+	$(BIN)/python benchmarks/bench_generate.py
 	$(BIN)/python benchmarks/bench_plan.py
 	$(BIN)/python benchmarks/memory.py
 

@@ -1,11 +1,13 @@
 """What is computed from what: model function calls and the graph that their keys make."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
+
+from realhf.base.errors import Impossible
 
 
 class Kind(Enum):
@@ -54,11 +56,19 @@ class Sync:
     eta: float
 
 
+class GraphError(Impossible):
+    """MFCs that make no graph: every reason, and the MFCs themselves for whoever looks on."""
+
+    def __init__(self, problems: Sequence[str], mfcs: tuple[MFC, ...]) -> None:
+        super().__init__(problems)
+        self.mfcs = mfcs
+
+
 @dataclass(frozen=True)
 class Graph:
     """A directed acyclic graph of MFCs; an edge runs from the producer of a key to each of its consumers.
 
-    ``offloaded`` are the roles whose weights rest in host memory between calls.
+    ``offloaded`` are the roles whose weights rest in host memory between calls. Raises ``GraphError``.
     """
 
     mfcs: tuple[MFC, ...]
@@ -66,8 +76,8 @@ class Graph:
     offloaded: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if problems := graph_problems(self.mfcs):
-            raise ValueError("; ".join(problems))
+        if problems := graph_problems(self.mfcs, self.syncs, self.offloaded):
+            raise GraphError(problems, self.mfcs)
 
     def __getitem__(self, name: str) -> MFC:
         return next(m for m in self.mfcs if m.name == name)
@@ -110,11 +120,23 @@ class Graph:
         return tuple(sorted(self.mfcs, key=lambda m: depth[m.name]))
 
 
-def graph_problems(mfcs: tuple[MFC, ...]) -> list[str]:
-    """Return every reason why these MFCs make no graph; an empty list means that they do."""
-    problems = []
+def graph_problems(mfcs: tuple[MFC, ...], syncs: Sequence[Sync] = (), offloaded: Sequence[str] = ()) -> list[str]:
+    """Return every reason why these make no graph; an empty list means that they do."""
+    problems = _call_problems(mfcs) + _role_problems(mfcs, syncs, offloaded)
+    edges: dict[str, list[str]] = {m.name: [] for m in mfcs}
+    for m in mfcs:
+        edges[m.name] += [maker.name for maker in mfcs if set(m.inputs) & set(maker.outputs)]
+    problems += ["MFCs wait for each other: " + " -> ".join(cycle) for cycle in _cycles(edges)]
+    made = {key for m in mfcs for key in m.outputs}
+    if not problems and all(key in made for m in mfcs for key in m.inputs):
+        problems.append("no MFC reads a key of the data set")
+    return problems
+
+
+def _call_problems(mfcs: tuple[MFC, ...]) -> list[str]:
+    """Say what is wrong with single MFCs and with the keys that they make."""
     names = [m.name for m in mfcs]
-    problems += [f"MFC name '{n}' is used twice" for n in sorted({n for n in names if names.count(n) > 1})]
+    problems = [f"MFC name '{n}' is used twice" for n in sorted({n for n in names if names.count(n) > 1})]
     makers: dict[str, list[str]] = {}
     for m in mfcs:
         for key in m.outputs:
@@ -125,19 +147,34 @@ def graph_problems(mfcs: tuple[MFC, ...]) -> list[str]:
             problems.append(f"MFC {m.name}: n_minibatches must be positive, got {m.n_minibatches}")
         if m.role is None and m.kind is not Kind.INFERENCE:
             problems.append(f"MFC {m.name}: kind {m.kind.value} needs a role, it computes with a model")
-    problems += [f"key '{k}' is produced by {' and '.join(v)}" for k, v in makers.items() if len(v) > 1]
-    roles: dict[str, list[str]] = {}
+    return problems + [f"key '{k}' is produced by {' and '.join(v)}" for k, v in makers.items() if len(v) > 1]
+
+
+def _role_problems(mfcs: tuple[MFC, ...], syncs: Sequence[Sync], offloaded: Sequence[str]) -> list[str]:
+    """Say what is wrong with who is trained, who follows whom, and who rests."""
+    names, roles = {m.name for m in mfcs}, {m.role for m in mfcs}
+    trainers: dict[str, list[str]] = {}
     for m in mfcs:
         if m.is_train and m.role:
-            roles.setdefault(m.role, []).append(m.name)
-    problems += [f"role '{r}' is trained by {' and '.join(v)}" for r, v in roles.items() if len(v) > 1]
-    if problems:
-        return problems
-    edges = {m.name: {makers[k][0] for k in m.inputs if k in makers} for m in mfcs}
-    try:
-        TopologicalSorter(edges).prepare()
-    except CycleError as error:
-        problems.append("MFCs wait for each other: " + " -> ".join(error.args[1]))
-    if not problems and all(k in makers for m in mfcs for k in m.inputs):
-        problems.append("no MFC reads a key of the data set")
-    return problems
+            trainers.setdefault(m.role, []).append(m.name)
+    problems = [f"role '{r}' is trained by {' and '.join(v)}" for r, v in trainers.items() if len(v) > 1]
+    for sync in syncs:
+        if sync.after not in names:
+            problems.append(f"role '{sync.target}' follows '{sync.source}' after '{sync.after}', which is no MFC")
+        problems += [f"sync after {sync.after}: no MFC has role '{r}'"
+                     for r in (sync.source, sync.target) if r not in roles]  # fmt: skip
+    problems += [f"offloaded: no MFC has role '{r}'" for r in offloaded if r not in roles]
+    return problems + [f"role '{r}' is offloaded between calls, but {trainers[r][0]} trains it"
+                       for r in offloaded if r in trainers]  # fmt: skip
+
+
+def _cycles(edges: Mapping[str, Sequence[str]]) -> Iterator[list[str]]:
+    """Yield cycles, each of MFCs that none before it has."""
+    while True:
+        try:
+            TopologicalSorter(edges).prepare()
+            return
+        except CycleError as error:
+            yield error.args[1]
+            edges = {name: [n for n in needs if n not in error.args[1]]
+                     for name, needs in edges.items() if name not in error.args[1]}  # fmt: skip

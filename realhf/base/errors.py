@@ -12,6 +12,10 @@ class UserError(Exception):
         super().__init__("\n".join(self.problems))
 
 
+class Impossible(UserError):
+    """What was asked for is understood, and cannot be done: a graph that is none, a plan that does not fit."""
+
+
 class RunFailed(Exception):
     """A launched run ended without doing the requested work: a worker died, raised, or missed a deadline."""
 

@@ -98,7 +98,8 @@ class PPOExperiment(ExperimentConfig):
             "actor_train": self.actor_train,
             "critic_train": self.critic_train,
         }
-        return {m.name: calls[m.name] for m in self.graph().mfcs}
+        known = {m.name for m in self.graph().mfcs}
+        return {name: options for name, options in calls.items() if name in known}
 
     def sampling_options(self) -> GenerationConfig | None:
         return self.ppo.gen

@@ -13,6 +13,7 @@ from statistics import median
 
 import torch
 
+from realhf.comm.parallel import Group
 from realhf.plan.profile import Counts, Point
 
 MIN_ROUNDS, MAX_ROUNDS = 4, 60
@@ -24,6 +25,10 @@ LONGEST_ROUND = 0.12
 Now = Callable[[], float]
 Agree = Callable[[float], float]
 """Gives every worker what the first one says: they have to go through the same pieces."""
+
+
+def agreement(group: Group, device: torch.device) -> Agree:
+    return lambda value: float(group.broadcast(torch.tensor([value], dtype=torch.float64, device=device), 0))
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,10 @@ class Clock:
     def pretend(self, work: Callable[[], object], seconds: float) -> None:
         """Let ``work`` take ``seconds``, whatever it takes."""
         self._aside += self.of(work) - seconds
+
+    def forget(self) -> None:
+        """Let what was pretended so far not have been."""
+        self._aside = 0.0
 
 
 def sample(probes: Sequence[Probe], seconds: float, now: Now, agree: Agree = float) -> dict[str, list[Point]]:

@@ -30,6 +30,7 @@ from realhf.comm.parallel import join, leave, make_groups, open_store
 from realhf.comm.shared_memory import open_links
 from realhf.plan.check import strategy_problems
 from realhf.plan.profile import Fit, Machine, Point, Profile, fitted, shape_of
+from realhf.system.algorithm_probes import METHODS, algorithm_probes
 from realhf.system.channel import ZmqMaster
 from realhf.system.link_probes import (
     answer_calls,
@@ -40,13 +41,13 @@ from realhf.system.link_probes import (
     send_probes,
 )
 from realhf.system.model_probes import BLOCKS, Bench, cut_down, memory_points, model_probes
-from realhf.system.probes import Clock, Probe, memory_now, sample
+from realhf.system.probes import Clock, Probe, agreement, memory_now, sample
 from realhf.system.seam_probes import Price, Rehearsal, seam_counts, seam_points
 
 PATIENCE_S = 600.0
 """How long a worker may be silent."""
-WHOLE, SHARD, ELSE = 0.4, 0.15, 0.06
-"""Shares of a model's time for its passes, for those of each kind of shard, and for each other subject."""
+WHOLE, SHARD, SEAMS, ELSE = 0.3, 0.11, 0.11, 0.035
+"""Shares of a model's time: for its passes, those of each kind of shard, their seams, and each other subject."""
 
 Points = dict[str, list[Point]]
 Say = Callable[[str], None]
@@ -64,7 +65,7 @@ class Job:
     threads: int
     bf16: bool
     models: tuple[ModelConfig, ...]
-    seconds: float = 80.0
+    seconds: float = 90.0
     algorithms: tuple[str, ...] = ()
     collectives: dict[str, Fit] = field(default_factory=dict)
 
@@ -91,6 +92,10 @@ def this_machine(device: str, threads: int) -> Machine:
     lines = info.read_text().splitlines() if info.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return Machine(device, next(names, platform.processor() or platform.machine()), n_cores(), threads)
+
+
+def n_gpus() -> int:
+    return torch.cuda.device_count()
 
 
 def n_cores() -> int:
@@ -182,31 +187,28 @@ def _together(say: Say, rank: int, world: int, port: int, job: Job) -> News:
     links = open_links(rank, world, PATIENCE_S) if job.device == "cpu" else None
     resident = float(memory_now())
 
-    def agree(value: float) -> float:
-        return float(everyone.broadcast(torch.tensor([value], dtype=torch.float64, device=clock.device), 0))
-
+    agree = agreement(everyone, clock.device)
+    share = 1.0 if job.device == "cuda" else min(1.0, n_cores() / (world * job.threads))
     subjects: dict[str, Iterator[Probe]] = {"collectives": collective_probes(everyone, clock)}
     if world == 2:
         subjects |= {"sends": send_probes(rank, clock), "exchanges": exchange_probes(rank, 2, clock, links)}
     points: Points = {}
-    scale = 1.0 if job.device == "cuda" else min(1.0, n_cores() / (world * job.threads))
     for what, probes in subjects.items():
         say(f"{what} of {world} workers")
         for name, some in sample(list(probes), job.seconds * ELSE, clock.now, agree).items():
-            points[name] = [point.scaled(scale) for point in some]
-    cut = [model for model in job.models if not strategy_problems(model, ParallelStrategy(tp=world))]
-    if cut:
-        say(f"seams of {world} workers")
-        seconds = job.seconds * 2 * ELSE
-        points[f"seams/{world}"] = seam_points(everyone, clock, job.threads, cut[0], job.bf16, scale, seconds, agree)
+            points[name] = [point.scaled(share) for point in some]
+    for model in job.models:
+        if f"seams/{world}" not in points and not strategy_problems(model, ParallelStrategy(tp=world)):
+            say(f"seams of {world} workers")
+            away = Rehearsal(world, _clock(job, rank, 1), lambda kind, nbytes: 0.0)
+            together, apart = Bench.of(everyone, clock, job.bf16), Bench.of(away, away.clock, job.bf16)
+            points[f"seams/{world}"] = seam_points(together, apart, model, share, SEAMS * job.seconds)
     leave()
     return News(found=_frozen(points), resident=resident)
 
 
 def _alone(say: Say, job: Job) -> News:
     """Measure what a worker does by itself."""
-    from realhf.system.algorithm_probes import METHODS, algorithm_probes
-
     clock, resident, points = _clock(job, 0, 1), float(memory_now()), Points()
     for model in job.models:
         shape = shape_of(model, job.bf16)

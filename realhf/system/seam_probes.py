@@ -13,7 +13,7 @@ from realhf.comm.parallel import Group
 from realhf.plan.profile import Counts, Point
 from realhf.plan.speed import Collective
 from realhf.system.model_probes import Bench, cut_down, decoding_probe, pass_probes, spread_lengths
-from realhf.system.probes import Agree, Clock, Probe, sample
+from realhf.system.probes import Clock, Probe, agreement, sample
 
 KINDS = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
 PASSES = ((2, 64, 64), (16, 64, 64), (8, 24, 384), (40, 64, 64))
@@ -55,41 +55,31 @@ def seam_counts(kind: Collective, nbytes: float) -> Counts:
     return {kind.value: 1, f"{kind.value} byte": nbytes}
 
 
-def seam_points(
-    group: Group,
-    clock: Clock,
-    threads: int,
-    config: ModelConfig,
-    bf16: bool,
-    scale: float,
-    seconds: float,
-    agree: Agree,
-) -> list[Point]:
-    """Measure what collectives take inside of the passes of a model, ``scale`` times. Collective over the group."""
-    away = Rehearsal(group.size, Clock(clock.device, threads, 1), lambda kind, nbytes: 0.0)
-    together = list(_probes(Bench.of(group, clock, bf16), config))
-    alone = list(_probes(Bench.of(away, away.clock, bf16), config))
-    asked = [_asked_of(probe, away) for probe in alone]
-    away.price = lambda kind, nbytes: 0.0
-    ready = torch.zeros(1, device=clock.device)
-    pairs = [
-        probe
-        for i, both in enumerate(zip(together, alone, strict=True))
-        for probe in (_named(both[0], f"{i}+", lambda: group.all_reduce(ready)), _named(both[1], f"{i}", lambda: None))
+def seam_points(together: Bench, apart: Bench, config: ModelConfig, share: float, seconds: float) -> list[Point]:
+    """Measure what collectives take inside of the passes of a model. Collective over the group.
+
+    ``apart`` is the rehearsal of ``together``; ``share`` is how much of a core each worker has when all compute.
+    """
+    group, away = together.context.group("tp"), apart.context.group("tp")
+    assert isinstance(away, Rehearsal)
+    ours, theirs = list(_probes(together, config)), list(_probes(apart, config))
+    asked = [_asked_of(probe, away) for probe in theirs]
+    ready = torch.zeros(1, device=together.clock.device)
+    probes = [_named(probe, f"{i} apart", lambda: None) for i, probe in enumerate(theirs)]
+    probes += [_named(probe, f"{i}", lambda: group.all_reduce(ready)) for i, probe in enumerate(ours)]
+    agree = agreement(group, together.clock.device)
+    found = {name: points[0] for name, points in sample(probes, seconds, together.clock.now, agree).items()}
+    points = [
+        _difference(counts, found[f"{i}/{j}"].scaled(share), found[f"{i} apart/{j}"])
+        for i, works in enumerate(asked)
+        for j, counts in enumerate(works)
+        if counts and f"{i}/{j}" in found and f"{i} apart/{j}" in found
     ]
-    found = sample(pairs, seconds, clock.now, agree)
-    points = []
-    for i, (probe, counts) in enumerate(zip(alone, asked, strict=True)):
-        for j, asked_for in enumerate(counts):
-            if (mine := f"{i}/{j}") in found and f"{i}+/{j}" in found and asked_for:
-                lost = [scale * with_them - by_itself for with_them, by_itself in
-                        zip(_quartiles(found[f"{i}+/{j}"][0]), _quartiles(found[mine][0]), strict=True)]  # fmt: skip
-                points.append(Point(asked_for, *(max(t, 1e-6) for t in lost), found[mine][0].repeats))
-    return points
+    return [point for point in points if point.low > 0]
 
 
-def _quartiles(point: Point) -> tuple[float, float, float]:
-    return point.low, point.median, point.high
+def _difference(counts: Counts, whole: Point, part: Point) -> Point:
+    return Point(counts, whole.low - part.low, whole.median - part.median, whole.high - part.high, whole.repeats)
 
 
 def _named(probe: Probe, name: str, first: Callable[[], object]) -> Probe:
@@ -126,4 +116,6 @@ def _asked_of(probe: Probe, group: Rehearsal) -> list[Counts]:
             for count, value in zip(counts, probe.run(), strict=True):
                 if times := round(value / FORTUNE):
                     count[name] = times
+    group.price = lambda kind, nbytes: 0.0
+    group.clock.forget()
     return counts

@@ -1,0 +1,119 @@
+"""Is what is predicted to fit what fits? Runs near a memory limit that the kernel enforces (cgroup v1, needs root).
+
+    python benchmarks/bench_fit.py --keep FOLDER
+
+uses the models and the profile that bench_estimator.py left in FOLDER. Every plan is predicted, then run with each
+worker in a control group of its own that holds ``LIMIT`` bytes; a worker that needs more is killed.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+REALHF = [sys.executable, "-c", "from realhf.apps.main import console; console()"]
+GROUPS = Path("/sys/fs/cgroup/memory")
+LIMIT = 560_000_000
+
+
+@dataclass(frozen=True)
+class Case:
+    size: str
+    workers: int
+    allocation: str
+    prompts: int
+    new_tokens: int
+    tokens_per_mb: int
+
+    def __str__(self) -> str:
+        return (f"{self.size:<7} {self.workers} {self.allocation:<22} {self.prompts:>4} prompts, {self.new_tokens:>3} "
+                f"new tokens, {self.tokens_per_mb:>5} per micro-batch")  # fmt: skip
+
+
+CASES = [
+    *(Case("middle", 1, "d1", 64, 64, cap) for cap in (512, 1024, 2048, 3072, 4096)),
+    *(Case("large", 1, "d1", 64, 48, cap) for cap in (256, 512, 1024, 1536, 2048)),
+    *(Case("large", 2, "d2", 96, 48, cap) for cap in (512, 1024, 2048)),
+    *(Case("large", 2, "t2", 64, 64, cap) for cap in (1024, 2048, 4096)),
+    *(Case("large", 2, "p2", 96, 64, cap) for cap in (512, 1024, 2048)),
+    Case("large", 2, "actor_gen:d2,*:d1t2p1", 64, 64, 2048),
+]
+
+
+def words(case: Case, folder: Path, root: Path) -> list[str]:
+    task = folder / case.size
+    caps = [f"{call}.mb_spec.max_tokens_per_mb={case.tokens_per_mb}" for call in
+            ("actor_gen", "ref_inf", "critic_inf", "actor_train", "critic_train")]  # fmt: skip
+    return ["ppo-math", f"fileroot={root}", "experiment_name=e", "trial_name=t", "device=cpu", "overwrite=True",
+            f"actor.config={task / 'model'}", "actor.init_from_scratch=True", f"actor.tokenizer={task / 'tokenizer'}",
+            f"dataset.path={task / 'train.jsonl'}", f"dataset.train_bs_n_seqs={case.prompts}",
+            f"ppo.gen.max_new_tokens={case.new_tokens}", f"ppo.gen.min_new_tokens={case.new_tokens}",
+            "ppo.ppo_n_minibatches=1", f"n_gpus_per_node={case.workers}", "threads_per_worker=1",
+            f"allocation_mode={case.allocation}", f"planner.profile={folder / 'profile.json'}",
+            "exp_ctrl.total_train_steps=2", "save_roles=[]", "n_logged_generations=0", "tensorboard.enabled=False",
+            *caps]  # fmt: skip
+
+
+def confine(launcher: int, done: subprocess.Popen, groups: list[Path]) -> None:
+    """Put every worker of a run into a group of its own as soon as it is there."""
+    seen: set[int] = set()
+    while done.poll() is None:
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                pid = int(entry.name)
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[1]) == launcher and pid not in seen and b"realhf.apps.worker" in (
+                    (entry / "cmdline").read_bytes()
+                ):  # fmt: skip
+                    groups[len(seen)].joinpath("tasks").write_text(str(pid))
+                    seen.add(pid)
+        time.sleep(0.02)
+
+
+def run(case: Case, folder: Path) -> tuple[float, float, bool]:
+    """Return predicted and measured peak in bytes, and whether the run survived."""
+    root = folder / "fit"
+    groups = [GROUPS / f"realhf-fit-{i}" for i in range(case.workers)]
+    for group in groups:
+        group.mkdir(exist_ok=True)
+        (group / "memory.move_charge_at_immigrate").write_text("3")
+        (group / "memory.limit_in_bytes").write_text(str(LIMIT))
+        (group / "memory.max_usage_in_bytes").write_text("0")
+    try:
+        process = subprocess.Popen([*REALHF, "quickstart", *words(case, folder, root), "planner.memory_gb=100"],
+                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                   env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+        confine(process.pid, process, groups)
+        said = process.communicate()[0]
+        if process.returncode and "SIGKILL" not in said:
+            raise SystemExit(said[-3000:])
+        most = max(float((group / "memory.max_usage_in_bytes").read_text()) for group in groups)
+        expected = json.loads((root / "e" / "t" / "plan.json").read_text())["expected"]
+        return expected["peak_bytes"], most, process.returncode == 0
+    finally:
+        for group in groups:
+            group.rmdir()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--keep", type=Path, required=True)
+    folder = parser.parse_args().keep
+    died = refused = 0
+    for case in CASES:
+        predicted, measured, survived = run(case, folder)
+        fits = predicted <= LIMIT
+        died += fits and not survived
+        refused += survived and not fits
+        print(f"{case}: predicted {predicted / 1e6:.0f} MB, used {measured / 1e6:.0f} of {LIMIT / 1e6:.0f} MB: "
+              f"{'fits' if fits else 'refused'}, {'survived' if survived else 'killed'}", flush=True)  # fmt: skip
+    print(f"{len(CASES)} plans: {died} predicted to fit were killed, {refused} that fit would have been refused")
+
+
+if __name__ == "__main__":
+    main()
