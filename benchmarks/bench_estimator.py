@@ -81,8 +81,15 @@ def call(*words: str) -> None:
         raise SystemExit(f"{' '.join(words)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
 
 
+REWARD = """
+def share_of_digits(prompt: str, answer: str, row: dict) -> float:
+    return sum(c.isdigit() for c in answer) / max(1, len(answer))
+"""
+
+
 def prepare(folder: Path) -> None:
-    """Make tasks and models of every size, and the profile."""
+    """Make tasks and models of every size, a reward function, and the profile."""
+    (folder / "reward.py").write_text(REWARD)
     example = Path(__file__).parent.parent / "examples" / "arithmetic.py"
     for size, (hidden, layers) in SIZES.items():
         call(sys.executable, str(example), str(folder / size), "--hidden", str(hidden), "--layers", str(layers))
@@ -98,7 +105,7 @@ def run(case: Case, folder: Path, number: int) -> Found:
          "ppo.gen.min_new_tokens=32", "ppo.ppo_n_minibatches=2", f"n_gpus_per_node={case.workers}",
          "threads_per_worker=1", f"allocation_mode={case.allocation}", f"planner.profile={folder / 'profile.json'}",
          f"exp_ctrl.total_train_steps={STEPS}", "save_roles=[]", "n_logged_generations=0", "tensorboard.enabled=False",
-         *case.words)  # fmt: skip
+         f"reward.fn={folder / 'reward.py'}:share_of_digits", *case.words)  # fmt: skip
     lines = [json.loads(line) for line in (root / "e" / "t" / "metrics.jsonl").read_text().splitlines()]
     expected = json.loads((root / "e" / "t" / "plan.json").read_text())["expected"]
     assert "profile" in expected["source"], expected["source"]
