@@ -99,7 +99,8 @@ def prepare(folder: Path) -> None:
 
 def run(case: Case, folder: Path, number: int) -> Found:
     task, root = folder / case.size, folder / "runs" / str(number)
-    call(*REALHF, "quickstart", "ppo-math", f"fileroot={root}", "experiment_name=e", "trial_name=t", "device=cpu",
+    call(*REALHF, "quickstart", "ppo-math", f"fileroot={root}", "experiment_name=e", "trial_name=t", "overwrite=True",
+         "device=cpu",
          f"actor.config={task / 'model'}", "actor.init_from_scratch=True", f"actor.tokenizer={task / 'tokenizer'}",
          f"dataset.path={task / 'train.jsonl'}", "dataset.train_bs_n_seqs=32", "ppo.gen.max_new_tokens=32",
          "ppo.gen.min_new_tokens=32", "ppo.ppo_n_minibatches=2", f"n_gpus_per_node={case.workers}",

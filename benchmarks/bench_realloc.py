@@ -30,6 +30,7 @@ from realhf.comm.exchange import Move, Piece, exchange
 from realhf.comm.parallel import join, leave, open_store
 from realhf.comm.shared_memory import Links, open_links
 from realhf.models.flat import FlatParams
+from realhf.ops.boxes import copy_box
 from realhf.plan.realloc import BoxCopy, copies_of, plan_realloc, shard_of
 from realhf.plan.specs import param_specs, stage_layers
 
@@ -131,7 +132,8 @@ def ways_of(pair: str, rank: int, links: Links, shared: dict[int, Tensor]) -> tu
         target.write(copy.name, copy.box, flat.view(box_shape(copy.box)))
 
     def move(links: Links | None, verify: bool = False) -> Callable[[], object]:
-        return lambda: exchange(moves, rank, read, write, torch.device("cpu"), into=into, links=links, verify=verify)
+        cpu = torch.device("cpu")
+        return lambda: exchange(moves, rank, read, write, cpu, into=into, links=links, verify=verify, copy=copy_box)
 
     yardsticks = Yardsticks(rank, shared, copies)
     ways: Ways = {

@@ -2,40 +2,13 @@
 // realhf/ops/intervals.py says what they do. Elements are moved as bytes, whatever they are.
 #include "intervals.h"
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
-
-#include <cstring>
+#include "bytes.h"
 
 namespace realhf {
 namespace {
 
 constexpr int64_t kBytesPerTask = 1 << 17;
 constexpr int64_t kStreamedBytes = 1 << 24;  // more than this would only push other things out of the caches
-
-// Stores past the caches: a store through them first reads what it overwrites, half as much traffic again.
-void copy_streaming(char* to, const char* from, int64_t n_bytes) {
-#if defined(__SSE2__)
-  constexpr int64_t kWidth = sizeof(__m128i);
-  const int64_t head = std::min<int64_t>(n_bytes, -reinterpret_cast<intptr_t>(to) & (4 * kWidth - 1));
-  std::memcpy(to, from, head);
-  int64_t at = head;
-  for (; at + 4 * kWidth <= n_bytes; at += 4 * kWidth) {
-    for (int64_t part = at; part < at + 4 * kWidth; part += kWidth) {
-      _mm_stream_si128(reinterpret_cast<__m128i*>(to + part),
-                       _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + part)));
-    }
-  }
-  std::memcpy(to + at, from + at, n_bytes - at);
-#else
-  std::memcpy(to, from, n_bytes);
-#endif
-}
-
-using CopyBytes = void (*)(char*, const char*, int64_t);
-
-void copy_cached(char* to, const char* from, int64_t n_bytes) { std::memcpy(to, from, n_bytes); }
 
 CopyBytes copy_for(const Copies& copies) { return copies.n_bytes() < kStreamedBytes ? copy_cached : copy_streaming; }
 
@@ -49,9 +22,7 @@ void for_each_run(const Copies& copies, const Copy& copy) {
       copy(run.spread + at - run.packed, at, end - at);
       at = end;
     }
-#if defined(__SSE2__)
-    _mm_sfence();  // streamed stores are seen before the task ends
-#endif
+    finish_streaming();
   });
 }
 

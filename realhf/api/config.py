@@ -226,6 +226,7 @@ class ExperimentConfig:
     threads_per_worker: int = opt(0, "CPU threads of one worker, 0 for cores / workers")
     startup_timeout: float = opt(180.0, "seconds a worker may take to come up")
     call_timeout: float = opt(3600.0, "seconds a request to the workers may take")
+    verify_reallocation: bool = opt(False, "compare checksums of weights after every move")
     n_logged_generations: int = opt(8, "rows written to generations/ per step")
     save_roles: list[str] = opt(list, "roles whose models are saved (default: every trained one)")
     exp_ctrl: ExperimentControl = opt(ExperimentControl, "length of the run, saving")

@@ -24,7 +24,10 @@ def usage() -> str:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command and return its exit code: 0 done, 1 the run failed, 2 the user can mend it, 130 interrupted."""
+    """Run one command and return its exit code: 0 done, 1 the run failed, 2 the user can mend it, 130 interrupted.
+
+    ``realhf plan`` was asked what is possible: that something is not is its answer, with 1.
+    """
     show_traceback = "--traceback" in arguments
     arguments = [a for a in arguments if a != "--traceback"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -35,7 +38,7 @@ def run(arguments: list[str]) -> int:
 
         print(__version__)
         return 0
-    from realhf.base.errors import RunFailed, UserError, did_you_mean
+    from realhf.base.errors import Impossible, RunFailed, UserError, did_you_mean
 
     command, rest = arguments[0], arguments[1:]
     if command not in COMMANDS:
@@ -49,7 +52,8 @@ def run(arguments: list[str]) -> int:
         if show_traceback:
             raise
         print(describe(error), file=sys.stderr)
-        return EXIT_USER if isinstance(error, UserError) else EXIT_FAILED
+        answered = command == "plan" and isinstance(error, Impossible)
+        return EXIT_FAILED if answered or isinstance(error, RunFailed) else EXIT_USER
     except KeyboardInterrupt:
         print("interrupted: workers are stopped", file=sys.stderr)
         return EXIT_INTERRUPTED

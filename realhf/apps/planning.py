@@ -7,7 +7,7 @@ from pathlib import Path
 
 from realhf.api.codec import from_json
 from realhf.api.config import ExperimentConfig, GenerationConfig
-from realhf.api.experiment import Experiment, Task
+from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph
 from realhf.api.hardware import Hardware, Workload
 from realhf.api.model import ModelConfig
@@ -20,6 +20,7 @@ from realhf.plan.candidates import Candidates
 from realhf.plan.cost import CostModel
 from realhf.plan.footprint import Counted
 from realhf.plan.hardware import read_hardware
+from realhf.plan.heuristic import HEURISTICS
 from realhf.plan.memory import MemoryModel
 from realhf.plan.planner import Planner
 from realhf.plan.profile import Measured, Profile
@@ -47,8 +48,45 @@ def planned(planner: Planner, config: ExperimentConfig) -> ExecutionPlan:
     return planner.by_rule(PLANNED[config.allocation_mode])
 
 
-def machine_of(config: ExperimentConfig, device: str, models: Mapping[str, ModelConfig]) -> Machine:
-    """Return the machine that the options name; a profile that does not know a model is passed over, and said so."""
+def replanned(planner: Planner, mode: str, plan: ExecutionPlan) -> ExecutionPlan:
+    """Return what an allocation mode that gave ``plan`` gives for another planner; of a search, what a rule does."""
+    if mode in PLANNED:
+        plans = [planner.by_rule(rule) for rule in (HEURISTICS if mode == "search" else [PLANNED[mode]])]
+        return next((some for some in plans if planner.fits(some)), plans[0])
+    limits = planner.calls.limits
+    return replace(plan, placements={n: replace(p, micro_batching=limits[n]) for n, p in plan.placements.items()})
+
+
+def machine_of(
+    config: ExperimentConfig, device: str, models: Mapping[str, ModelConfig], roles: Mapping[str, RoleSpec]
+) -> Machine:
+    """Return the machine that the options name: as it was measured, or by its limits where no profile can be used.
+
+    Why a profile is passed over is said in ``source``.
+    """
+    options, limits = config.planner, limits_of(config, device)
+    file = Path(options.profile or Path(config.fileroot) / "profile.json")
+    if options.hardware and options.profile:
+        raise UserError("planner.hardware and planner.profile are both set; predictions are from one of them")
+    if options.profile and not file.is_file():
+        raise UserError(f"planner.profile={file}: there is no such file; make it with realhf profile")
+    if options.hardware or not file.is_file():
+        return limits
+    profile = _read_profile(file)
+    measured = Measured(profile)
+    unknown = [role for role, model in models.items() if not measured.knows(model, roles[role].spec.bf16)]
+    problems = [f"does not know the model of {', '.join(unknown)}"] if unknown else []
+    if profile.machine.device != device:
+        problems.append(f"is of a machine with device={profile.machine.device}")
+    if config.n_nodes > 1:
+        problems.append("knows no links between nodes")
+    if problems:
+        return replace(limits, source=f"{limits.source} (the profile {file} {' and '.join(problems)})")
+    return Machine(replace(limits.hardware, reserved=profile.resident), measured, measured, f"the profile {file}")
+
+
+def limits_of(config: ExperimentConfig, device: str) -> Machine:
+    """Return the machine that the options name, by its limits."""
     options = config.planner
     name = options.hardware or ("cpu" if device == "cpu" else "h100")
     hardware = read_hardware(name, config.n_gpus_per_node)
@@ -58,20 +96,19 @@ def machine_of(config: ExperimentConfig, device: str, models: Mapping[str, Model
         hardware = replace(hardware, memory=share, cores=max(1, (os.cpu_count() or 1) // threads))
     if options.memory_gb is not None:
         hardware = replace(hardware, memory=options.memory_gb * 1e9)
-    roofline = Machine(hardware, Roofline(hardware), Counted(device), f"the limits of {name}")
-    file = Path(options.profile or Path(config.fileroot) / "profile.json")
-    if options.hardware or not file.is_file():
-        if options.profile:
-            raise UserError(f"planner.profile={file}: there is no such file; make it with realhf profile")
-        return roofline
-    profile = from_json(file.read_text(), Profile)
-    measured = Measured(profile)
-    unknown = sorted(role for role, model in models.items() if not measured.knows(model))
-    if unknown:
-        words = f"the profile {file} does not know the model of {', '.join(unknown)}"
-        return replace(roofline, source=f"{roofline.source} ({words})")
-    hardware = replace(hardware, reserved=profile.resident)
-    return Machine(hardware, measured, measured, f"the profile {file}")
+    if hardware.memory <= hardware.reserved:
+        has, needs = hardware.memory / 1e9, hardware.reserved / 1e9
+        raise UserError(f"a worker has {has:.3g} GB and needs {needs:.3g} GB before it has any model: "
+                        "take fewer workers, or set planner.memory_gb")  # fmt: skip
+    return Machine(hardware, Roofline(hardware), Counted(device), f"the limits of {name}")
+
+
+def _read_profile(file: Path) -> Profile:
+    try:
+        return from_json(file.read_text(), Profile)
+    except Exception as error:  # whatever is in a file that is no profile
+        raise UserError(f"planner.profile={file} is no profile ({type(error).__name__}: {error}); make it with realhf "
+                        "profile") from error  # fmt: skip
 
 
 def _memory_of_this_machine() -> float:

@@ -3,24 +3,28 @@
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from realhf.api.config import Device, ExperimentConfig, Mode
+from realhf.api.config import Device, ExperimentConfig, MFCConfig, Mode
 from realhf.api.experiment import Experiment, RoleSpec, Task
-from realhf.api.graph import Graph
+from realhf.api.graph import Graph, GraphError
 from realhf.api.model import ModelConfig
 from realhf.api.plan import ExecutionPlan
-from realhf.apps.planning import Machine, machine_of, planned, planner_of
-from realhf.base.errors import UserError
+from realhf.apps.options import options_of
+from realhf.apps.planning import Machine, limits_of, machine_of, planned, planner_of, replanned
+from realhf.base.errors import Impossible, UserError, did_you_mean
 from realhf.base.paths import RunDir
 from realhf.data.encode import EncodedRows, encode_rows
 from realhf.data.rows import read_rows
 from realhf.data.tokenizer import load_tokenizer
 from realhf.plan.allocate import PLANNED, allocate
+from realhf.plan.check import key_problems, model_problems
 from realhf.plan.planner import Planner
+from realhf.plan.prediction import Prediction
+from realhf.plan.remedy import too_large
 from realhf.system.run import Expected, RunSpec, model_config, tokenizer_folder
 
 if TYPE_CHECKING:
@@ -38,18 +42,24 @@ DATASET_KEYS = {
 
 @dataclass
 class _Findings:
-    """Problems so far; ``attempt`` runs a check and keeps its complaint."""
+    """What is wrong so far: with options and files, and with the graph. ``attempt`` keeps the complaint of a check."""
 
-    problems: list[str]
+    problems: list[str] = field(default_factory=list)
+    impossible: list[str] = field(default_factory=list)
 
-    def attempt(self, check: Callable[[], T], prefix: str = "") -> T | None:
+    def attempt(self, check: Callable[[], T]) -> T | None:
         try:
             return check()
         except UserError as error:
-            self.problems += [prefix + p for p in error.problems]
+            self.problems += error.problems
         except ValueError as error:
-            self.problems.append(f"{prefix}{error}")
+            self.problems.append(str(error))
         return None
+
+    def report(self) -> None:
+        """Raise everything; ``Impossible`` where options and files are right."""
+        if self.problems or self.impossible:
+            raise (UserError if self.problems else Impossible)(self.problems + self.impossible)
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,7 @@ class Survey:
     plan: ExecutionPlan
     planner: Planner
     machine: Machine
+    prediction: Prediction
     device: str
     n_rows: int
 
@@ -69,15 +80,31 @@ class Survey:
     def n_rows_text(self) -> str:
         return f"{self.n_rows} rows" if self.n_rows else "rows of full length"
 
+    def under(self, mode: str) -> ExecutionPlan:
+        """Return the plan of another allocation mode, which passes over the meshes of ``manual``."""
+        options = self.experiment.placements()
+        if mode != "manual":
+            options = {name: MFCConfig(mb_spec=option.mb_spec) for name, option in options.items()}
+        config = replace(self.experiment.config, allocation_mode=mode)
+        plan = allocate(self.graph, config, options, self.planner.calls.cost.models)
+        return planned(self.planner, config) if mode in PLANNED else plan
+
+    def too_large(self) -> str:
+        """Say why the plan does not fit, and what to do about it."""
+        config = self.experiment.config
+        slots = next((o.key for o in options_of(type(config)) if o.key.endswith("max_slots")), "")
+        return too_large(self.planner, self.prediction,
+                         lambda planner: replanned(planner, config.allocation_mode, self.plan), slots)  # fmt: skip
+
 
 def preflight(name: str, experiment: Experiment, paths: RunDir) -> RunSpec:
     """Return the run that an experiment stands for, or raise one ``UserError`` with every problem found."""
-    config, findings = experiment.config, _Findings([])
+    config, findings = experiment.config, _Findings()
     findings.problems += run_problems(config, paths)
     found = _look(name, experiment, findings, launching=True)
-    prediction = found.planner.predict(found.plan)
+    prediction = found.prediction
     if prediction.peak > found.machine.hardware.memory:
-        raise UserError(found.planner.too_large(found.plan, prediction))
+        raise Impossible(found.too_large())
     calls = {mfc: compute for mfc, (compute, _) in prediction.call_seconds.items()}
     expected = Expected(found.machine.source, prediction.seconds, calls, prediction.peak)
     return RunSpec(name, config, experiment.task, found.graph, experiment.roles(), found.plan, paths, found.device,
@@ -86,38 +113,69 @@ def preflight(name: str, experiment: Experiment, paths: RunDir) -> RunSpec:
 
 def survey(name: str, experiment: Experiment) -> Survey:
     """Return what ``realhf plan`` tells: as ``preflight``, but neither weights nor devices nor data need be there."""
-    return _look(name, experiment, _Findings([]), launching=False)
+    return _look(name, experiment, _Findings(), launching=False)
 
 
-def _look(name: str, experiment: Experiment, findings: "_Findings", launching: bool) -> Survey:
-    config = experiment.config
-    findings.problems += experiment.problems()
+def _look(name: str, experiment: Experiment, findings: _Findings, launching: bool) -> Survey:
+    config, roles = experiment.config, experiment.roles()
+    findings.problems += experiment.problems() + planner_problems(config)
     device = findings.attempt(lambda: pick_device(config, launching))
-    graph = findings.attempt(experiment.graph) if config.dataset.train_bs_n_seqs >= 1 else None
-    roles = experiment.roles()
+    graph = _graph(experiment, findings) if config.dataset.train_bs_n_seqs >= 1 else None
     models = check_models(roles, findings, launching)
     known = {role: model for role, model in models.items() if model is not None}
-    plan = findings.attempt(lambda: allocate(graph, config, experiment.placements(), known)) if graph else None
+    has_workers = min(config.n_nodes, config.n_gpus_per_node) >= 1
+    plan = None
+    if graph and has_workers:
+        plan = findings.attempt(lambda: allocate(graph, config, experiment.placements(), known))
     rows = None
     if launching or config.dataset.path:
         rows = _rows(experiment, models, findings)
     if graph:
-        findings.problems += graph_key_problems(graph, experiment.task) + role_problems(graph, config)
+        findings.problems += role_problems(graph, config)
     if rows is not None:
         findings.problems += size_problems(config, experiment, rows, models)
-    machine = findings.attempt(lambda: machine_of(config, device, known)) if device else None
-    planner = None
-    if graph and machine and device and len(known) == len(models):
+    machine = None
+    if device and has_workers:
+        machine = findings.attempt(lambda: machine_of(config, device, known, roles))
+    findings.report()
+    assert graph and plan and machine and device
+    n_rows = len(rows) if rows is not None else 0
+
+    def on(machine: Machine) -> Survey:
         planner = planner_of(experiment, graph, known, rows, machine, device)
-    if planner and config.allocation_mode in PLANNED and not findings.problems:
-        plan = planned(planner, config)
-    if findings.problems:
-        raise UserError(findings.problems)
-    assert graph and plan and planner and machine and device
-    return Survey(name, experiment, graph, plan, planner, machine, device, len(rows) if rows is not None else 0)
+        chosen = planned(planner, config) if config.allocation_mode in PLANNED else plan
+        return Survey(name, experiment, graph, chosen, planner, machine, planner.predict(chosen), device, n_rows)
+
+    try:
+        return on(machine)
+    except ValueError as error:  # the profile lacks something that the plan needs
+        limits = limits_of(config, device)
+        return on(replace(limits, source=f"{limits.source} ({error})"))
 
 
-def _rows(experiment: Experiment, models: dict[str, ModelConfig | None], findings: "_Findings") -> EncodedRows | None:
+def _graph(experiment: Experiment, findings: _Findings) -> Graph | None:
+    """Return the graph if it is one and every call has what it needs; otherwise all that is wrong with it is found."""
+    graph = None
+    try:
+        graph = experiment.graph()
+        mfcs = graph.mfcs
+    except GraphError as error:
+        mfcs = error.mfcs
+        findings.impossible += error.problems
+    task = experiment.task
+    findings.impossible += key_problems(mfcs, DATASET_KEYS[task], f"{task.value} data")
+    findings.impossible += model_problems(mfcs, experiment.roles())
+    if graph:
+        options = experiment.placements()
+        findings.impossible += [
+            f"MFC {m.name}: placements() has no options for it{did_you_mean(m.name, options)}"
+            for m in mfcs
+            if m.name not in options
+        ]
+    return None if findings.impossible else graph
+
+
+def _rows(experiment: Experiment, models: dict[str, ModelConfig | None], findings: _Findings) -> EncodedRows | None:
     config, roles = experiment.config, experiment.roles()
     broken = {Path(roles[role].spec.path or "") for role, model in models.items() if model is None}
     is_readable = tokenizer_folder(roles) not in broken
@@ -149,13 +207,25 @@ def run_problems(config: ExperimentConfig, paths: RunDir) -> list[str]:
         problems.append("mode=inline runs one worker in this process; set n_nodes=1 n_gpus_per_node=1")
     if config.mode is Mode.local and config.n_nodes != 1:
         problems.append(f"mode=local runs on this machine only; set n_nodes=1 (got {config.n_nodes})")
-    if config.dataset.train_bs_n_seqs < 1:
-        problems.append(f"dataset.train_bs_n_seqs must be positive, got {config.dataset.train_bs_n_seqs}")
     control = config.exp_ctrl
     for option in ("total_train_epochs", "total_train_steps", "save_freq_steps", "save_freq_epochs", "save_freq_secs"):
         if (value := getattr(control, option)) is not None and value < 1:
             problems.append(f"exp_ctrl.{option} must be positive, got {value}")
     return problems
+
+
+def planner_problems(config: ExperimentConfig) -> list[str]:
+    """Say what no plan can be made for."""
+    options = config.planner
+    values = {
+        "n_nodes": config.n_nodes,
+        "n_gpus_per_node": config.n_gpus_per_node,
+        "dataset.train_bs_n_seqs": config.dataset.train_bs_n_seqs,
+        "planner.budget_s": options.budget_s,
+        "planner.memory_gb": options.memory_gb,
+        "planner.new_tokens": options.new_tokens,
+    }
+    return [f"{key} must be positive, got {value}" for key, value in values.items() if value is not None and value <= 0]
 
 
 def role_problems(graph: Graph, config: ExperimentConfig) -> list[str]:
@@ -247,16 +317,6 @@ def check_tokenizer(roles: dict[str, RoleSpec], models: dict[str, ModelConfig | 
     if problems:
         raise UserError(problems)
     return tokenizer
-
-
-def graph_key_problems(graph: Graph, task: Task) -> list[str]:
-    missing = sorted(set(graph.dataset_keys) - DATASET_KEYS[task])
-    consumers = {k: [m.name for m in graph.mfcs if k in m.inputs] for k in missing}
-    return [
-        f"{' and '.join(consumers[k])} need '{k}': no MFC makes it, and {task.value} data has only "
-        f"{', '.join(sorted(DATASET_KEYS[task]))}"
-        for k in missing
-    ]
 
 
 def size_problems(

@@ -59,8 +59,8 @@ def main(arguments: list[str]) -> None:
 
     machine = this_machine(wanted.device, options.threads_per_worker)
     if wanted.before is not None and wanted.before.machine != machine:
-        raise UserError(f"out={options.out} is of another machine, {wanted.before.machine}; this one is {machine}: give "
-                        "out=ANOTHER_FILE")  # fmt: skip
+        raise UserError(f"out={options.out} is of another machine, {wanted.before.machine}; this one is {machine}. "
+                        "Give another file")  # fmt: skip
     if wanted.device == "cuda" and options.n_gpus_per_node > n_gpus():
         raise UserError(f"n_gpus_per_node={options.n_gpus_per_node}, but there are {n_gpus()} GPUs here")
     job = Job(

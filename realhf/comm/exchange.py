@@ -6,13 +6,13 @@ Every worker passes the same list of moves. What is decided is decided in plan/;
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realhf.comm.parcels import ALIGN, Ends, Move, Parcel, Piece, parcels_of
+from realhf.comm.parcels import ALIGN, Copy, Ends, Move, Parcel, Piece, parcels_of, plain_copy
+from realhf.comm.relay import in_rounds
 from realhf.comm.shared_memory import SLOT_BYTES, Links
 
 __all__ = ["ALIGN", "Move", "Piece", "exchange"]
@@ -22,6 +22,8 @@ ALONE_BYTES = 256 << 10
 """Pieces of this size make a bucket of their own: where their memory is in one run, they travel without a copy."""
 BUFFER_BYTES = 8 << 20
 """Buckets are put on the wire ahead until those that have to be packed or unpacked take this: little stays in cache."""
+STREAMED_BYTES = 16 << 20
+"""Where more than this arrives, it goes past the caches: it would only push other things out, itself at last."""
 
 
 @torch.no_grad()
@@ -35,27 +37,30 @@ def exchange(
     into: Callable[[object], Tensor] | None = None,
     links: Links | None = None,
     verify: bool = False,
+    copy: Copy = plain_copy,
 ) -> int:
     """Carry out the moves that this worker has a part in; return the bytes it received from others.
 
     ``read(what)`` gives the elements to send (any shape), ``write(what, flat)`` takes and may keep them. Where ``into``
     is given, ``into(what)`` is the place for them (any shape and strides) and ``write`` is not used, which saves a copy
-    and large temporary memory. Both may be called several times. A move to itself is a plain copy.
+    and large temporary memory; receivers that share no memory with a sender then relay what several of them get from it
+    (``relay.in_rounds`` says who must be given which moves). All may be called several times. A move to itself is a
+    plain copy. ``copy`` does all copies.
 
     Workers in ``links`` are served through shared memory, the others by the default process group; each wait has the
     deadline of its wire. With ``verify`` all that arrives is compared by checksum; RuntimeError names what differs.
     """
-    ends = Ends(rank, read, write, into, device, verify)
-    near = links.peers if links else frozenset()
-    mine = [move for move in moves if rank in (move.src, move.dst) and move.piece.numel]
-    far = _Buckets(ends, [m for m in mine if m.src != m.dst and not near.intersection((m.src, m.dst))])
-    far.start()
+    arriving = sum(move.piece.nbytes for move in moves if move.dst == rank)
+    ends = Ends(rank, read, write, into, device, verify, copy, streaming=arriving > STREAMED_BYTES)
     stays = (done for m in moves if m.dst == rank and (m.src == rank or not m.piece.numel) for done in _keep(m, ends))
-    if links is not None and near:
-        _through_memory(moves, links, ends, stays)
-    for _ in stays:
-        pass
-    far.finish()
+    near = links.peers if links else frozenset()
+    for turn in in_rounds(moves, links.hosts if links else {}) if into is not None else (moves,):
+        mine = [move for move in turn if rank in (move.src, move.dst) and move.src != move.dst and move.piece.numel]
+        far = _Buckets(ends, [move for move in mine if not near.intersection((move.src, move.dst))])
+        far.start()
+        if links is not None and near:
+            _through_memory(turn, links, ends, stays)
+        far.finish(stays)
     return ends.received
 
 
@@ -68,9 +73,11 @@ def _keep(move: Move, ends: Ends) -> Iterator[bool]:
         yield True
     elif piece.numel:
         place = ends.into(move.what)
+        values = values.view(place.shape)
         rows = max(1, SLOT_BYTES * len(place) // piece.nbytes)
-        for target, value in zip(place.split(rows), values.view(place.shape).split(rows), strict=True):
-            target.copy_(value)
+        for first in range(0, len(place), rows):
+            value = values[first : first + rows]
+            ends.copy(place[first : first + rows], value, ends.streaming and value.is_contiguous())
             yield True
 
 
@@ -111,26 +118,30 @@ class _Buckets:
         while self._post() and self.buffered < BUFFER_BYTES:
             pass
 
-    def finish(self) -> None:
-        """Bring in everything, and send on as places become free."""
+    def finish(self, meanwhile: Iterator[object]) -> None:
+        """Bring in everything, and send on as places become free; take one of ``meanwhile`` before each wait."""
         while self.under_way:
+            next(meanwhile, None)
             for bucket in self.under_way.popleft():
                 self._complete(bucket)
             self.start()
+        for _ in meanwhile:
+            pass
 
     def _post(self) -> bool:
         buckets = [self._bucket(parcel) for lane in self.lanes if (parcel := next(lane, None)) is not None]
         if not buckets:
             return False
         rank = self.ends.rank
-        works = dist.batch_isend_irecv([
-            dist.P2POp(dist.isend, b.wire, b.parcel.to[0])
-            if b.parcel.src == rank
-            else dist.P2POp(dist.irecv, b.wire, b.parcel.src)
-            for b in buckets
-        ])  # fmt: skip
-        for bucket, work in zip_longest(buckets, works, fillvalue=works[-1]):  # NCCL has one for all
-            bucket.work = work
+        posts = [(dist.isend, b.wire, b.parcel.to[0]) if b.parcel.src == rank else (dist.irecv, b.wire, b.parcel.src)
+                 for b in buckets]  # fmt: skip
+        works: list[dist.Work | None] = []
+        if self.ends.device.type == "cpu":
+            works += [post(wire, peer) for post, wire, peer in posts]
+        else:
+            works += dist.batch_isend_irecv([dist.P2POp(*post) for post in posts])
+        for number, bucket in enumerate(buckets):
+            bucket.work = works[min(number, len(works) - 1)]  # NCCL has one for all
         self.under_way.append(buckets)
         return True
 

@@ -17,6 +17,13 @@ ALIGN = 16
 
 N_WEIGHTS = 1 << 16
 
+Copy = Callable[[Tensor, Tensor, bool], None]
+"""Copies the second tensor over the first, of the same shape and any strides; past the caches, if the third says so."""
+
+
+def plain_copy(target: Tensor, source: Tensor, streaming: bool) -> None:
+    target.copy_(source)
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -32,10 +39,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Move:
-    """A thing ``what`` (a row, a box) on its way.
+    """A thing ``what`` (a row, a box) on its way, or its elements from ``start`` on.
 
     Moves of one sender with an equal ``content`` that is not None carry the same elements to several workers: where the
-    wire allows, they are written once.
+    wire allows, they are written once. A sender that received them itself holds them as ``held_as``.
     """
 
     what: object
@@ -43,6 +50,8 @@ class Move:
     dst: int
     piece: Piece
     content: Hashable = None
+    start: int = 0
+    held_as: object = None
 
 
 @dataclass(frozen=True)
@@ -161,9 +170,12 @@ class Ends:
     write: Callable[[object, Tensor], None]
     into: Callable[[object], Tensor] | None
     device: torch.device
-    verify: bool
+    verify: bool = False
+    copy: Copy = plain_copy
+    streaming: bool = False
     received: int = 0
     _unfinished: dict[int, Tensor] = field(default_factory=dict)
+    _last: tuple[object, object, Tensor] | None = None
 
     @property
     def trailer(self) -> int:
@@ -177,16 +189,28 @@ class Ends:
 
     def source(self, part: Part) -> list[Tensor]:
         """Return the views a part is read from."""
-        return spans(self.read(part.moves[0].what), part.start, part.stop)
+        move = part.moves[0]
+        if move.held_as is None:
+            values = self._at_hand(self.read, move.what)
+        else:
+            assert self.into is not None, "what is relayed has a place"
+            values = self._at_hand(self.into, move.held_as)
+        return spans(values, move.start + part.start, move.start + part.stop)
 
     def target(self, part: Part) -> list[Tensor]:
         """Return the views a part is written to."""
         move = self._mine(part)
         if self.into is not None:
-            return spans(self.into(move.what), part.start, part.stop)
+            return spans(self._at_hand(self.into, move.what), move.start + part.start, move.start + part.stop)
         if part.start == 0:
             self._unfinished[id(move)] = torch.empty(move.piece.numel, dtype=part.dtype, device=self.device)
         return [self._unfinished[id(move)][part.start : part.stop]]
+
+    def _at_hand(self, find: Callable[[object], Tensor], what: object) -> Tensor:
+        """Return what was asked for last without asking again: a large piece is many parts, looked at twice each."""
+        if self._last is None or self._last[0] is not what or self._last[1] is not find:
+            self._last = what, find, find(what)
+        return self._last[2]
 
     def in_place(self, parcel: Parcel) -> Tensor | None:
         """Return the one tensor that is the parcel's content byte by byte, at the sender or the receiver, if any."""
@@ -208,7 +232,8 @@ class Ends:
         """Fill ``buffer``, ``[>= parcel.nbytes] uint8``."""
         for part in parcel.parts:
             views = self.source(part)
-            _copy(views, _typed(buffer, part), inwards=False)
+            for view, packed in _side_by_side(views, _typed(buffer, part)):
+                self.copy(packed, view, False)
             if self.verify:
                 _trailer(buffer, part).copy_(checksum(views, part.dtype, self.weights))
 
@@ -216,11 +241,13 @@ class Ends:
         """Empty ``buffer`` into its places; RuntimeError when a part is not there as it was at the sender."""
         for part in parcel.parts:
             views = self.target(part)
-            _copy(views, _typed(buffer, part), inwards=True)
+            for view, packed in _side_by_side(views, _typed(buffer, part)):
+                self.copy(view, packed, self.streaming)
             if self.verify and not torch.equal(checksum(views, part.dtype, self.weights), _trailer(buffer, part)):
+                move = self._mine(part)
                 raise RuntimeError(
-                    f"{self._mine(part).what} was damaged on its way from rank {parcel.src} to rank {self.rank}: the "
-                    f"checksum of elements {part.start} to {part.stop - 1} differs"
+                    f"{move.what} was damaged on its way from rank {parcel.src} to rank {self.rank}: the checksum of "
+                    f"elements {move.start + part.start} to {move.start + part.stop - 1} differs"
                 )
             self.arrived(part)
 
@@ -237,9 +264,8 @@ def _trailer(buffer: Tensor, part: Part) -> Tensor:
     return buffer[end : end + 8].view(torch.int64)
 
 
-def _copy(views: Sequence[Tensor], flat: Tensor, inwards: bool) -> None:
+def _side_by_side(views: Sequence[Tensor], flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     start = 0
     for view in views:
-        packed = flat[start : start + view.numel()].view(view.shape)
-        view.copy_(packed) if inwards else packed.copy_(view)
+        yield view, flat[start : start + view.numel()].view(view.shape)
         start += view.numel()

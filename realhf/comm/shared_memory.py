@@ -36,10 +36,12 @@ class Links:
     """This rank's links to those workers of its host that it shares memory with, none at first.
 
     ``peers`` are their ranks. ``why_not`` tells why memory is not shared with other workers of this host, if any.
+    ``hosts`` names the host of each rank, anywhere, that shares memory with all others there.
     """
 
     def __init__(self, rank: int, timeout_s: float) -> None:
         self.rank, self.timeout_s, self.why_not = rank, timeout_s, ""
+        self.hosts: dict[int, str] = {}
         self._sockets: dict[int, socket.socket] = {}
         self._poll = select.poll()
         self._rank_of: dict[int, int] = {}
@@ -187,6 +189,8 @@ def open_links(rank: int, world: int, timeout_s: float, hosts: tuple[str, ...] |
         if not reasons and ring is not None:
             called, reason = _call({peer: known[peer][2] for peer in near if peer < rank}, rank, ring, timeout_s)
         refused = _gather((reason,), world)
+        without = {host for (host, no_ring, _), (no_call,) in zip(known, refused, strict=True) if no_ring or no_call}
+        links.hosts = {peer: host for peer, (host, _, _) in enumerate(known) if host not in without}
         reasons = reasons or [refused[peer][0] for peer in near if refused[peer][0]]
         if reasons or ring is None or door is None:
             for wire in called.values():

@@ -118,6 +118,7 @@ class NativeEngine:
 
     def generate(self, prompts: SequenceBatch, config: GenerationConfig, n: int, seed: int) -> SequenceBatch:
         stops = tuple(dict.fromkeys((*self.stop_ids, *config.stop_token_ids)))
+        config = replace(config, max_slots=self.micro_batching.slots(config.max_slots))
         request = Request(prompts, config, n, seed, stops, self.micro_batching.max_tokens_per_mb)
         with torch.no_grad():
             return generate(self.pipeline, request)

@@ -54,6 +54,7 @@ class FlatParams:
         self._average: Tensor | None = None
         self._host: Tensor | None = None
         self._leaves: dict[tuple[str, ...], Tensor] = {}
+        self._boxes: dict[tuple[str, Box], Tensor] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -128,9 +129,13 @@ class FlatParams:
 
     def read(self, name: str, box: Box) -> Tensor:
         """Return a view of ``box``, in global coordinates, which must lie in this shard."""
-        mine = self._places[name].box
-        assert intersect(box, mine) == box, f"{name}: {box} is not inside this shard's {mine}"
-        return self.view(name)[relative(box, mine)]
+        assert not self.is_free, "parameters are used while their memory is released"
+        if (name, box) not in self._boxes:  # reallocation asks for the same hundreds of boxes at every step
+            mine = self._places[name].box
+            assert intersect(box, mine) == box, f"{name}: {box} is not inside this shard's {mine}"
+            with torch.inference_mode(False):
+                self._boxes[name, box] = self.view(name)[relative(box, mine)]
+        return self._boxes[name, box]
 
     @torch.no_grad()
     def write(self, name: str, box: Box, tensor: Tensor) -> None:

@@ -56,6 +56,7 @@ SHAPES: Mapping[str, Callable[..., object]] = MappingProxyType(
         "gae_2d": _twice_like_rewards,
         "slice_intervals": _of_unknown_length,
         "set_intervals": _nothing,
+        "copy_box_": _nothing,
         "logit_stats": _three_floats,
         "logit_slopes_": _nothing,
         "sample_tokens": _token_and_two_floats,

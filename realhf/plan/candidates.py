@@ -7,7 +7,7 @@ from functools import cached_property
 from realhf.api.batch import RowId
 from realhf.api.graph import MFC, Kind
 from realhf.api.hardware import Cost, Hardware
-from realhf.api.layout import Layout
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.plan import MicroBatching, Placement
 from realhf.plan.assign import deal_rows
 from realhf.plan.cost import CostModel, Rows
@@ -35,22 +35,34 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Candidates:
-    """All that is known of single calls. ``limits`` are the user's micro-batching options by MFC."""
+    """All that is known of single calls. ``limits`` are the user's micro-batching options by MFC.
+
+    Micro-batches are as large as ``share`` of a worker's capacity allows.
+    """
 
     cost: CostModel
     memory: MemoryModel
     hardware: Hardware
     batch_size: int
     limits: Mapping[str, MicroBatching]
+    share: float = 1.0
 
     @property
     def capacity(self) -> float:
         """Bytes of a worker for models and what they do."""
         return self.hardware.memory - self.memory.runtime
 
+    @property
+    def room(self) -> float:
+        """Bytes that a call may take together with its model."""
+        return self.capacity * self.share
+
     def of(self, mfc: MFC, layout: Layout) -> Candidate:
         """Return a layout with the fastest micro-batching that fits, else with the leanest."""
-        key = (mfc.name, str(layout.strategy), layout.mesh.ranks[0] % self.hardware.node_size)
+        first, ranks = layout.mesh.ranks[0], layout.mesh.ranks
+        is_run = ranks[-1] - first == len(ranks) - 1 and ranks == tuple(range(first, ranks[-1] + 1))
+        # what a run of workers costs depends on where nodes begin in it
+        key = (mfc.name, layout.strategy, first % self.hardware.node_size if is_run else layout.mesh)
         if key not in self._known:
             self._known[key] = self._settle(mfc, layout)
         known = self._known[key]
@@ -62,9 +74,9 @@ class Candidates:
         for limits in self._limits(mfc):
             tried.append(self._candidate(mfc, Placement(layout, limits), rows))
             deeper = layout.strategy.pp > 1 and len(tried) < 3  # smaller micro-batches leave smaller bubbles
-            if tried[-1].bytes <= self.capacity and not deeper:
+            if tried[-1].bytes <= self.room and not deeper:
                 break
-        fitting = [c for c in tried if c.bytes <= self.capacity]
+        fitting = [c for c in tried if c.bytes <= self.room]
         return min(fitting, key=lambda c: c.cost.seconds) if fitting else min(tried, key=lambda c: c.bytes)
 
     def _limits(self, mfc: MFC) -> Iterator[MicroBatching]:
@@ -124,7 +136,7 @@ class Candidates:
         return {}
 
     @cached_property
-    def _known(self) -> dict[tuple[str, str, int], Candidate]:
+    def _known(self) -> dict[tuple[str, ParallelStrategy, int | DeviceMesh], Candidate]:
         return {}
 
 

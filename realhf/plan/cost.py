@@ -193,6 +193,8 @@ class CostModel:
         if strategy.dp > 1:
             seconds += self.speed.collective(Collective.REDUCE_SCATTER, 4 * numel, replicas)
             seconds += self.speed.collective(Collective.ALL_GATHER, (2 if part.bf16 else 4) * numel, replicas)
+        # the denominator of the loss, and what may veto the step
+        seconds += 2 * self.speed.collective(Collective.ALL_REDUCE, 64, replicas)
         for axis in ("dp", "tp", "pp"):  # the norm of the gradient
             seconds += self.speed.collective(Collective.ALL_REDUCE, 8, layout.axis(axis, group[0]))
         return seconds
@@ -242,7 +244,7 @@ class _Decoding:
             else:
                 steps = max(1, min(left for _, left in live))
                 longest = max(seen for seen, _ in live)
-                seconds += steps * self._step(len(live), longest + steps / 2)
+                seconds += self._turns(steps, len(live), longest + steps / 2)
                 live = [[seen + steps, left - steps] for seen, left in live]
             live = [row for row in live if row[1] > 0]
         return seconds
@@ -260,16 +262,16 @@ class _Decoding:
         bubble = sum(times) / passes + (passes - 1) / passes * max(times)
         return bubble + (len(times) - 1) * self.hop(-(-work.tokens // passes))
 
-    def _step(self, n_rows: int, context: float) -> float:
-        """One token for all live rows: groups of them follow one another through the stages."""
+    def _turns(self, n: int, n_rows: int, context: float) -> float:
+        """``n`` tokens for all live rows: groups of them follow one another through the stages."""
         n_groups = min(len(self.stages), n_rows)
         rows = -(-n_rows // n_groups)
         times = [self.speed.decode(part, rows, context, ranks) for part, ranks in self.stages]
-        self.busy += sum(times) * n_groups
+        self.busy += n * n_groups * sum(times)
         if len(times) == 1:
-            return times[0]
+            return n * times[0]
         around = sum(times) + len(times) * self.hop(rows)
-        return max(around, n_groups * max(times))
+        return n * max(around, n_groups * max(times))
 
 
 def rows_of(call: Call) -> tuple[Rows, ...]:

@@ -1,7 +1,7 @@
 """Bytes on every device: what lies there between calls, and what a call takes on top while it runs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from operator import add
 
 from realhf.api.config import GenerationConfig, OptimizerType
@@ -31,11 +31,11 @@ class Bytes:
     runtime: float = 0.0
 
     def __add__(self, other: "Bytes") -> "Bytes":
-        return Bytes(*map(add, astuple(self), astuple(other)))
+        return Bytes(*map(add, vars(self).values(), vars(other).values()))
 
     @property
     def total(self) -> float:
-        return sum(astuple(self))
+        return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,22 @@ class MemoryModel:
     device: str
     sampling: GenerationConfig | None = None
 
-    def resident(self, role: str, strategy: ParallelStrategy) -> Bytes:
-        """Return what a role's home keeps on each of its devices, at the heaviest stage."""
-        spec = self.roles[role].spec
+    def weights(self, role: str, strategy: ParallelStrategy) -> float:
+        """Return the bytes of a role's weights on each of its devices, at the heaviest stage."""
         numel = max(shard_numels(self.models[role], strategy.tp, strategy.pp))
-        size = 2 if spec.bf16 else 4
-        weights = 0.0 if role in self.graph.offloaded and self.device != "cpu" else numel * size
+        return float(numel * (2 if self.roles[role].spec.bf16 else 4))
+
+    def resident(self, role: str, strategy: ParallelStrategy) -> Bytes:
+        """Return what a role's home keeps on each of its devices, at the heaviest stage (of one that rests: awake)."""
+        bf16 = self.roles[role].spec.bf16
+        numel, weights = max(shard_numels(self.models[role], strategy.tp, strategy.pp)), self.weights(role, strategy)
+        if bf16 and any(sync.target == role for sync in self.graph.syncs):
+            weights += 4 * numel  # the average lives in float32 beside its short copy
         if not self._learns(role):
             return Bytes(weights=weights)
         share = numel / strategy.dp
         # two moments; a float32 copy of short weights; this rank's part of the gradient where it is reduced
-        state = share * (8 + (4 if spec.bf16 else 0) + (4 if strategy.dp > 1 else 0))
+        state = share * (8 + (4 if bf16 else 0) + (4 if strategy.dp > 1 else 0))
         return Bytes(weights=weights, gradients=4 * numel, optimizer=state)
 
     def transient(self, mfc: MFC, placement: Placement, ranks: Sequence[Rows], keeper: Layout | None) -> Bytes:
@@ -69,9 +74,7 @@ class MemoryModel:
         if mfc.role is None:
             return Bytes()
         config, role, strategy = self.models[mfc.role], self.roles[mfc.role], placement.layout.strategy
-        borrowed = 0.0
-        if keeper != placement.layout:
-            borrowed = max(shard_numels(config, strategy.tp, strategy.pp)) * (2 if role.spec.bf16 else 4)
+        borrowed = 0.0 if keeper == placement.layout else self.weights(mfc.role, strategy)
         parts = parts_of(config, role, strategy)
         match mfc.kind:
             case Kind.TRAIN:
@@ -94,19 +97,26 @@ class MemoryModel:
 
         ``calls`` holds the rows of every data-parallel rank of every MFC.
         """
-        at_home = Bytes(runtime=self.runtime)
-        residents = dict.fromkeys(range(plan.n_workers), at_home)
-        for role in self.graph.roles:
-            at = home(self.graph, plan, role)
-            share = self.resident(role, at.strategy)
-            residents |= {rank: residents[rank] + share for rank in at.mesh.ranks}
+        homes = {role: home(self.graph, plan, role) for role in self.graph.roles}
+        at_home = {role: self.resident(role, at.strategy) for role, at in homes.items()}
+        residents = dict.fromkeys(range(plan.n_workers), Bytes(runtime=self.runtime))
+        for role, at in homes.items():
+            if not self._rests(role):
+                residents |= {rank: residents[rank] + at_home[role] for rank in at.mesh.ranks}
         peaks = dict.fromkeys(range(plan.n_workers), Bytes())
         for mfc in self.graph.mfcs:
-            keeper = home(self.graph, plan, mfc.role) if mfc.role else None
-            taken = self.transient(mfc, plan[mfc.name], calls[mfc.name], keeper)
-            for rank in plan[mfc.name].layout.mesh.ranks:
-                peaks[rank] = max(peaks[rank], taken, key=lambda some: some.total)
+            taken = self.transient(mfc, plan[mfc.name], calls[mfc.name], homes.get(mfc.role or ""))
+            needed = dict.fromkeys(plan[mfc.name].layout.mesh.ranks, taken)
+            if mfc.role and self._rests(mfc.role):
+                awake = homes[mfc.role].mesh.ranks
+                needed |= {rank: needed.get(rank, Bytes()) + at_home[mfc.role] for rank in awake}
+            for rank, some in needed.items():
+                peaks[rank] = max(peaks[rank], some, key=lambda bytes_: bytes_.total)
         return {rank: residents[rank] + peaks[rank] for rank in residents}
+
+    def _rests(self, role: str) -> bool:
+        """Tell whether a role's weights leave the device between calls; on CPU they rest where they are."""
+        return role in self.graph.offloaded and self.device != "cpu"
 
     def _learns(self, role: str) -> bool:
         return self.graph.trainer(role) is not None and (

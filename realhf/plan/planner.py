@@ -1,8 +1,8 @@
 """Plans for one experiment on one cluster: by rule or by search, with the time and memory that they will take."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
-from functools import partial
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from realhf.api.graph import MFC, Graph, Sync
 from realhf.api.hardware import Cost
@@ -12,7 +12,6 @@ from realhf.plan.candidates import Candidate, Candidates
 from realhf.plan.evaluate import evaluate
 from realhf.plan.heuristic import HEURISTICS, Cluster, Layouts
 from realhf.plan.memory import Bytes
-from realhf.plan.parts import shard_numels
 from realhf.plan.prediction import Alternative, Prediction
 from realhf.plan.problem import Choice, Move, Option, Problem
 from realhf.plan.program import compile_program
@@ -21,9 +20,12 @@ from realhf.plan.search import Result, search
 from realhf.plan.simulate import simulate
 from realhf.plan.strategies import layouts
 
-STARTS = ("megatron", "symmetric", "real", "split")
 N_STEPS = 3
 """Simulated steps: the first fills the pipeline of calls, the others are alike."""
+SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15)
+"""Of a worker's memory, for each call: the first with which all calls fit together."""
+CLOSE = 1.1
+"""Rules within this factor of the best choice are compared with it by prediction: a search knows moves roughly."""
 
 
 @dataclass(frozen=True)
@@ -56,37 +58,53 @@ class Planner:
         return Prediction(timeline, self._memory_of(plan))
 
     def by_rule(self, name: str) -> ExecutionPlan:
-        """Return the plan of a heuristic."""
-        return self.plan_of(self.rule(name))
-
-    def plan_of(self, found: Layouts) -> ExecutionPlan:
-        """Return the plan with these layouts and the micro-batching that suits each."""
-        placements = {m.name: self.calls.of(m, found[m.name]).placement for m in self.graph.mfcs}
-        return ExecutionPlan(self.n_workers, placements)
-
-    def rule(self, name: str) -> Layouts:
-        """Return the layouts of a heuristic; where all its calls do not fit together, each has to fit into less."""
-        for share in (1.0, 0.75, 0.5, 0.35, 0.25, 0.15):
-            fits = partial(self._fits, share=share)
-            found = HEURISTICS[name](self.graph, self.calls.cost.models, self.cluster, fits)
-            if self._fits(found):
+        """Return the plan of a heuristic; where its calls do not fit together, each has to fit into less."""
+        for share in SHARES:
+            sparing = self._sparing(share)
+            found = HEURISTICS[name](self.graph, self.calls.cost.models, self.cluster, sparing._fits)
+            plan = sparing._plan_of(found)
+            if self.fits(plan):
                 break
-        return found
+        return plan
 
-    def search(self, seed: int = 1, budget_s: float = 60.0, rules: Sequence[str] = STARTS) -> "Searched":
+    def search(self, seed: int = 1, budget_s: float = 60.0, rules: Sequence[str] = tuple(HEURISTICS)) -> "Searched":
         """Return the best plan found, never worse than that of any rule."""
-        started = [self.rule(name) for name in rules]
+        ruled: list[ExecutionPlan] = []
+        for name in rules:
+            with suppress(ValueError):  # a profile need not know what a rule wants
+                ruled.append(self.by_rule(name))
+        for share in SHARES[::2]:
+            found = self._sparing(share)._search(ruled, seed, budget_s)
+            if found.result.fits:
+                break
+        return replace(found, plan=self._best(found, ruled))
+
+    def _search(self, ruled: Sequence[ExecutionPlan], seed: int, budget_s: float) -> "Searched":
+        started = [layouts_of(plan) for plan in ruled]
         table = self.candidates(started)
         problem = self.problem(table)
-        starts = [self._choice(table, layouts_) for layouts_ in started]
-        result = search(problem, starts, seed, self.effort, budget_s)
-        return Searched(self._plan(table, result.choice), result, problem, table)
+        result = search(problem, [choice_of(table, some) for some in started], seed, self.effort, budget_s)
+        chosen = {m.name: table[m.name][i].placement for m, i in zip(self.graph.mfcs, result.choice, strict=True)}
+        return Searched(ExecutionPlan(self.n_workers, chosen), result, problem, table)
+
+    def _best(self, found: "Searched", ruled: Sequence[ExecutionPlan]) -> ExecutionPlan:
+        """Return the plan that was found; of plans that are about as good, the one with the best prediction."""
+        known = [(found.result.seconds, found.plan)]
+        for plan in ruled:
+            known.append((evaluate(found.problem, choice_of(found.table, layouts_of(plan)))[0], plan))
+        fitting = [pair for pair in known if self.fits(pair[1])] or known[:1]
+        best = min(seconds for seconds, _ in fitting)
+        close = [plan for seconds, plan in fitting if seconds <= CLOSE * best]
+        return close[0] if len(close) == 1 else min(close, key=lambda plan: self.predict(plan).seconds)
+
+    def _sparing(self, share: float) -> "Planner":
+        """Return the same planner, whose calls take no more than a share of a worker's memory each."""
+        return self if share == 1.0 else replace(self, calls=replace(self.calls, share=share))
 
     def alternatives(self, plan: ExecutionPlan) -> tuple[float, dict[str, Alternative | None]]:
         """Return the seconds of a step, and for every call the best other layout that fits while the rest stays."""
-        layouts_ = {m.name: plan[m.name].layout for m in self.graph.mfcs}
-        table = self.candidates([layouts_])
-        problem, choice = self.problem(table), self._choice(table, layouts_)
+        table = self.candidates([layouts_of(plan)])
+        problem, choice = self.problem(table), choice_of(table, layouts_of(plan))
         found: dict[str, Alternative | None] = {}
         for i, mfc in enumerate(self.graph.mfcs):
             others = []
@@ -98,49 +116,27 @@ class Planner:
             found[mfc.name] = min(others, key=lambda a: a.seconds, default=None)
         return evaluate(problem, choice)[0], found
 
-    def too_large(self, plan: ExecutionPlan, prediction: Prediction) -> str:
-        """Say what a worker has too little memory for, and the smallest change that fits."""
-        rank, worst = max(prediction.memory.items(), key=lambda item: item[1].total)
-        parts = sorted(((v, f.name) for f, v in zip(fields(worst), astuple(worst), strict=True)), reverse=True)
-        words = ", ".join(f"{name.replace('_', ' ')} {v / 1e9:.2f}" for v, name in parts if v >= 0.005 * worst.total)
-        return (f"worker {rank} would need {worst.total / 1e9:.2f} GB ({words}), it has "
-                f"{self.calls.hardware.memory / 1e9:.2f}; {self._remedy(plan)}")  # fmt: skip
-
-    def _remedy(self, plan: ExecutionPlan) -> str:
-        """Return the first of the changes, from the smallest to the largest, with which a plan fits."""
-        for cap in (8192, 4096, 2048, 1024, 512):
-            smaller = {name: replace(p, micro_batching=replace(
-                           p.micro_batching, max_tokens_per_mb=min(cap, p.micro_batching.max_tokens_per_mb)))
-                       for name, p in plan.placements.items()}  # fmt: skip
-            if self._peak(replace(plan, placements=smaller)) <= self.calls.hardware.memory:
-                return f"it fits with mb_spec.max_tokens_per_mb={cap} of every call"
-        for slots in (128, 64, 32, 16, 8):
-            fewer = {name: replace(p, micro_batching=replace(p.micro_batching, max_tokens_per_mb=1024, max_slots=slots))
-                     for name, p in plan.placements.items()}  # fmt: skip
-            if self._peak(replace(plan, placements=fewer)) <= self.calls.hardware.memory:
-                return f"it fits with mb_spec.max_tokens_per_mb=1024 and {slots} answers at a time (gen.max_slots)"
-        for name in HEURISTICS:
-            other = self.by_rule(name)
-            if self._peak(other) <= self.calls.hardware.memory:
-                layouts_ = ",".join(f"{n}:{p.layout.strategy}" for n, p in other.placements.items())
-                return f"allocation_mode={name} fits ({layouts_})"
-        return "no heuristic fits either: take more workers, bf16 or gradient_checkpointing"
+    def fits(self, plan: ExecutionPlan) -> bool:
+        """Tell whether every worker has enough memory for a plan."""
+        return max(some.total for some in self._memory_of(plan).values()) <= self.calls.hardware.memory
 
     def _memory_of(self, plan: ExecutionPlan) -> dict[int, Bytes]:
         rows = {m.name: self.calls.rows(m, plan[m.name].layout.strategy.dp) for m in self.graph.mfcs}
         return self.calls.memory.devices(plan, rows)
 
-    def _peak(self, plan: ExecutionPlan) -> float:
-        return max(some.total for some in self._memory_of(plan).values())
+    def _plan_of(self, found: Layouts) -> ExecutionPlan:
+        """Return the plan with these layouts and the micro-batching that suits each."""
+        placements = {m.name: self.calls.of(m, found[m.name]).placement for m in self.graph.mfcs}
+        return ExecutionPlan(self.n_workers, placements)
 
-    def _plan(self, table: "Table", choice: Choice) -> ExecutionPlan:
-        chosen = {m.name: table[m.name][i].placement for m, i in zip(self.graph.mfcs, choice, strict=True)}
-        return ExecutionPlan(self.n_workers, chosen)
-
-    def _choice(self, table: "Table", found: Layouts) -> Choice:
-        return tuple(
-            next(i for i, c in enumerate(table[m.name]) if c.placement.layout == found[m.name]) for m in self.graph.mfcs
-        )
+    def _fits(self, found: Layouts) -> bool:
+        """Tell whether calls are known and fit: all together, or each alone where some have no layout yet."""
+        try:
+            if len(found) == len(self.graph.mfcs):
+                return self.fits(self._plan_of(found))
+            return all(self.calls.of(self.graph[n], x).bytes <= self.calls.room for n, x in found.items())
+        except ValueError:
+            return False
 
     def candidates(self, started: Sequence[Layouts]) -> "Table":
         """Return the layouts worth a look for every MFC: on each mesh the fastest, the leanest, and those of rules."""
@@ -150,12 +146,13 @@ class Planner:
             wanted = {found[mfc.name] for found in started}
             by_mesh: dict[tuple[int, ...], list[Candidate]] = {}
             for layout in dict.fromkeys([*layouts(self.n_workers, self.cluster.node_size, config), *wanted]):
-                by_mesh.setdefault(layout.mesh.ranks, []).append(self.calls.of(mfc, layout))
-            table[mfc.name] = [c for some in by_mesh.values() for c in self._best(some, wanted)]
+                with suppress(ValueError):  # a profile need not know all of them
+                    by_mesh.setdefault(layout.mesh.ranks, []).append(self.calls.of(mfc, layout))
+            table[mfc.name] = [c for some in by_mesh.values() for c in self._worth(some, wanted)]
         return table
 
-    def _best(self, some: list[Candidate], wanted: set[Layout]) -> list[Candidate]:
-        fitting = [c for c in some if c.bytes <= self.calls.capacity] or some
+    def _worth(self, some: list[Candidate], wanted: set[Layout]) -> list[Candidate]:
+        fitting = [c for c in some if c.bytes <= self.calls.room] or some
         fastest = sorted(fitting, key=lambda c: c.cost.seconds)[: self.per_mesh]
         leanest = min(some, key=lambda c: (c.bytes, c.cost.seconds))
         kept = [*fastest, leanest, *(c for c in some if c.placement.layout in wanted)]
@@ -163,7 +160,6 @@ class Planner:
 
     def problem(self, table: "Table") -> Problem:
         """Return the choice among candidates as plain numbers."""
-        models, roles = self.calls.cost.models, self.calls.cost.roles
         options = {m.name: [self._option(m, c) for c in table[m.name]] for m in self.graph.mfcs}
         keepers = {r: (self.graph.trainer(r) or next(m for m in self.graph.mfcs if m.role == r)).name
                    for r in self.graph.roles}  # fmt: skip
@@ -174,8 +170,7 @@ class Planner:
             src, dst = table[keepers[role]][at_home].placement.layout, table[mfc][option].placement.layout
             if src == dst:
                 return Move()
-            numel = max(shard_numels(models[role], dst.strategy.tp, dst.strategy.pp))
-            return Move(self.calls.cost.reallocate(role, src, dst), numel * (2 if roles[role].spec.bf16 else 4))
+            return Move(self.calls.cost.reallocate(role, src, dst), self.calls.memory.weights(role, dst.strategy))
 
         def follow(sync: Sync, source: int, target: int) -> Cost:
             src, dst = (table[keepers[r]][i].placement.layout
@@ -187,41 +182,37 @@ class Planner:
                        self.max_staleness, self.calls.cost.speed.call, self.cores, n_steps)  # fmt: skip
 
     def _option(self, mfc: MFC, candidate: Candidate) -> Option:
+        """Return a candidate in numbers. A mesh with gaps counts as the whole span of its workers."""
         layout = candidate.placement.layout
-        size = layout.strategy.world // layout.strategy.pp
-        first, stop = layout.mesh.ranks[0], layout.mesh.ranks[-1] + 1
-        keeps = mfc.role is not None
+        ranks = layout.mesh.ranks
+        last = ranks[-layout.strategy.dp * layout.strategy.tp :]
         rests = mfc.role in self.graph.offloaded
         copy = self.calls.cost.host_copy(mfc.role, layout) if mfc.role is not None and rests else Cost(0.0, 0.0)
         return Option(
-            range(first, stop),
-            range(stop - size, stop),
+            range(min(ranks), max(ranks) + 1),
+            range(min(last), max(last) + 1),
             candidate.cost,
             candidate.transfer,
             candidate.transient,
-            self.calls.memory.resident(mfc.role or "", layout.strategy).total if keeps else 0.0,
+            candidate.resident,
             copy,
             copy,
         )
 
-    def _fits(self, found: Layouts, share: float = 1.0) -> bool:
-        """Tell whether some calls, and the models at home with them, fit a share of the devices' memory."""
-        keepers: dict[str, str] = {}
-        for mfc in self.graph.mfcs:
-            if mfc.name in found and mfc.role and (mfc.is_train or mfc.role not in keepers):
-                keepers[mfc.role] = mfc.name
-        resident: dict[int, float] = {}
-        peak: dict[int, float] = {}
-        for name, layout in found.items():
-            candidate = self.calls.of(self.graph[name], layout)
-            keeps = name in keepers.values()
-            for rank in layout.mesh.ranks:
-                peak[rank] = max(peak.get(rank, 0.0), candidate.transient)
-                resident[rank] = resident.get(rank, 0.0) + (candidate.resident if keeps else 0.0)
-        return all(resident[rank] + some <= self.calls.capacity * share for rank, some in peak.items())
-
 
 Table = Mapping[str, Sequence[Candidate]]
+
+
+def layouts_of(plan: ExecutionPlan) -> Layouts:
+    return {name: placement.layout for name, placement in plan.placements.items()}
+
+
+def choice_of(table: Table, found: Layouts) -> Choice:
+    """Return where layouts stand in a table, which has them."""
+    return tuple(
+        next(i for i, candidate in enumerate(some) if candidate.placement.layout == found[mfc])
+        for mfc, some in table.items()
+    )
 
 
 @dataclass(frozen=True)

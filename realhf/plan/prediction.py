@@ -41,7 +41,7 @@ class Prediction:
         found: dict[str, float] = {}
         for number in self.timeline.critical:
             a = self.timeline.activities[number]
-            inside = max(0.0, a.end - max(a.start, start))
+            inside = max(0.0, min(a.end, end) - max(a.start, start))
             found[a.mfc] = found.get(a.mfc, 0.0) + inside / (end - start)
         return found
 

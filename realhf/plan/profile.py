@@ -49,6 +49,10 @@ class Fit:
     def __call__(self, counts: Mapping[str, float]) -> float:
         return sum(self.coefficients[name] * count for name, count in counts.items())
 
+    def knows(self, counts: Mapping[str, float]) -> bool:
+        """Tell whether all that is counted was measured."""
+        return set(counts) <= set(self.coefficients)
+
     @property
     def error(self) -> float:
         """Median relative error at the points."""
@@ -118,7 +122,7 @@ class Profile:
 
     Passes of a model are ``SHAPE/t2/OP``, what it does elsewhere ``SHAPE/OP``; the rest is ``all_reduce/2`` (of two
     workers), ``send``, ``exchange``, ``host_copy``, ``call`` and ``interface/NAME/METHOD``. ``resident`` is bytes of a
-    worker before it has any model.
+    worker that has done everything once, with next to no model.
     """
 
     machine: Machine

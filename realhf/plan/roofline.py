@@ -130,27 +130,31 @@ def _itemsize(part: Part) -> int:
 
 def _mlp_width(config: ModelConfig) -> float:
     """Mean width of what a token goes through."""
-    routed = len(config.routed_layers) / config.n_layers
+    routed = _routed(config)
     return (1 - routed) * config.intermediate + routed * config.experts_per_token * config.expert_intermediate
 
 
-def _attention_numel(config: ModelConfig) -> int:
-    return config.hidden * config.head_dim * (2 * config.n_heads + 2 * config.n_kv_heads)
+def _routed(config: ModelConfig) -> float:
+    """Share of blocks with experts."""
+    return len(config.routed_layers) / config.n_layers
 
 
 def _active_numel(config: ModelConfig) -> float:
     """Weights of a mean block that a token multiplies with."""
-    matrices = 3 if config.mlp == "gated" else 2
-    return _attention_numel(config) + matrices * config.hidden * _mlp_width(config)
+    return _block_numel(config, _mlp_width(config))
 
 
 def _touched_numel(config: ModelConfig, tokens: int) -> float:
     """Weights of a mean block that are read for so many tokens: of experts, those that any of them is sent to."""
     if not config.n_experts:
         return _active_numel(config)
-    matrices = 3 if config.mlp == "gated" else 2
-    routed = len(config.routed_layers) / config.n_layers
     share = 1 - (1 - config.experts_per_token / config.n_experts) ** tokens
     experts = share * config.n_experts * config.expert_intermediate
-    width = (1 - routed) * config.intermediate + routed * experts
-    return _attention_numel(config) + matrices * config.hidden * width
+    return _block_numel(config, (1 - _routed(config)) * config.intermediate + _routed(config) * experts)
+
+
+def _block_numel(config: ModelConfig, width: float) -> float:
+    """Weights of a mean block whose MLPs are so wide: attention, MLP and router."""
+    attention = config.hidden * config.head_dim * (2 * config.n_heads + 2 * config.n_kv_heads)
+    matrices = 3 if config.mlp == "gated" else 2
+    return attention + matrices * config.hidden * width + _routed(config) * config.hidden * config.n_experts

@@ -31,11 +31,12 @@ def plan_transfer(call: Call, keys: tuple[str, ...], layout: Layout) -> tuple[Ro
     """
     copies: dict[tuple[str, RowId, int], RowCopy] = {}
     for d, rows in enumerate(call.assignment):
+        replica = layout.replica(d)
         for key in keys:
             column, holders = call.inputs.columns[key], call.holders[key]
             for i in rows:
                 row = stored_as(call.inputs.ids[i], key, call.shared)
-                for dst in layout.replica(d):
+                for dst in replica:
                     if dst not in holders[i]:
                         copy = RowCopy(key, row, holders[i][0], dst, column.dtype, column.lengths[i])
                         copies.setdefault((key, row, dst), copy)

@@ -22,6 +22,7 @@ from realhf.system.probes import Clock, Probe
 from realhf.system.store import RowStore
 
 BATCHES = ((4, 64), (16, 64), (64, 64), (16, 512), (128, 160))
+JUDGED = ((6, 0), (18, 0), (12, 400), (48, 100))
 """Rows and their length."""
 TRAINED = ("tokens", "prompt_mask", "logprobs", "ref_logprobs", "values", "truncated", "rewards")
 METHODS: dict[str, tuple[str, ...]] = {
@@ -45,8 +46,10 @@ ANSWERS = (
     ("I do not know.", "#### 7"),
     (r"Hence $x = \boxed{x^2 + 1}$", r"\boxed{1 + x^2}"),
     ("#### 1,234", "#### 1234"),
+    ("7.18 ?-29+ *262.2948*#\n0 #?4 + 5\n8 - 3 =?", "#### 72"),
+    ("12-8*+2.36-86/25.*\n41+ 4", "#### 37"),
 )
-"""What a judge of maths is given: answers and solutions, in the same words and in others, right and wrong."""
+"""What a judge of maths is given: answers and solutions, in the same words or in others, right, wrong, mere noise."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +106,8 @@ def algorithm_probes(clock: Clock, names: Sequence[str]) -> Iterator[Probe]:
         kind, method = name.split("/")
         interface = build_interface(InterfaceSpec(kind), InterfaceContext(1, tokenizer, Path("."), 0))
         judged = kind == "verifier"
-        for rows, length in BATCHES[:3] if judged else BATCHES:
-            store, ids = judged_rows(rows, tokenizer) if judged else rows_of(rows, length, clock.device)
+        for rows, length in JUDGED if judged else BATCHES:
+            store, ids = judged_rows(rows, length, tokenizer) if judged else rows_of(rows, length, clock.device)
             engine = StandIn(_gathered(store, ids, ("tokens", "prompt_mask", "truncated")))
             tokens = sum(engine.answers.lengths("tokens"))  # as many as of prompts
             # judges are processes of their own
@@ -159,12 +162,13 @@ def rows_of(rows: int, length: int, device: torch.device) -> tuple[RowStore, lis
     return store, ids
 
 
-def judged_rows(rows: int, tokenizer: PreTrainedTokenizerFast) -> tuple[RowStore, list[RowId]]:
-    """Return rows with answers to judge."""
+def judged_rows(rows: int, length: int, tokenizer: PreTrainedTokenizerFast) -> tuple[RowStore, list[RowId]]:
+    """Return rows with answers to judge, each of about ``length`` tokens."""
     store, ids = RowStore(), [RowId(i // 2, i % 2) for i in range(rows)]
     for i, row in enumerate(ids):
         answer, solution = ANSWERS[i % len(ANSWERS)]
-        tokens = torch.tensor(tokenizer.encode(f"How many are there?\n{answer}"))
+        thoughts = "Let us think about this step by step. " * (length // 38)
+        tokens = torch.tensor(tokenizer.encode(f"How many are there?\n{thoughts}{answer}"))
         mask = (torch.arange(len(tokens)) < 20).byte()
         fields = torch.tensor(list(json.dumps({"solutions": [solution]}).encode()), dtype=torch.uint8)
         values = {"tokens": tokens, "prompt_mask": mask, "row": fields, "truncated": torch.zeros(1, dtype=torch.uint8)}

@@ -17,7 +17,8 @@ from realhf.comm.exchange import Move, Piece, exchange
 from realhf.comm.shared_memory import Links
 from realhf.data.batch import Column, SequenceBatch
 from realhf.engine import NativeEngine
-from realhf.plan.realloc import BoxCopy, copies_of, plan_realloc
+from realhf.ops.boxes import copy_box
+from realhf.plan.realloc import BoxCopy, plan_realloc
 from realhf.plan.specs import param_specs, stage_layers
 from realhf.plan.transfer import RowCopy, plan_transfer, stored_as
 from realhf.system.run import RunSpec
@@ -114,7 +115,17 @@ class Executor:
             return target.read(copy.name, copy.box)
 
         into = place if step.eta == 1.0 else None
-        exchange(self._moves[step], self.rank, read, write, self.device, into=into, links=self.links)
+        exchange(
+            self._moves[step],
+            self.rank,
+            read,
+            write,
+            self.device,
+            into=into,
+            links=self.links,
+            verify=self.run.config.verify_reallocation,
+            copy=copy_box,
+        )
 
     def _plan_moves(self, step: Reallocate) -> list[Move]:
         """Return what this worker sends, receives, or sees pass by in the memory it shares with others."""
@@ -125,7 +136,11 @@ class Executor:
         near = {self.rank, *(self.links.peers if self.links else ())}
         ours = [route for route in routes if route.src in near or self.rank in route.dsts]
         dtype = torch.bfloat16 if self.run.roles[step.role].spec.bf16 else torch.float32
-        return [Move(c, c.src, c.dst, Piece(dtype, box_numel(c.box)), (c.name, c.box)) for c in copies_of(ours)]
+        return [
+            Move(c, c.src, c.dst, Piece(dtype, box_numel(c.box)), (c.name, c.box, route.dsts))
+            for route in ours
+            for c in route.copies()
+        ]
 
     def _compute(self, call: Call, role: str | None, layout: Layout) -> Outcome:
         mfc = self.run.graph[call.mfc]

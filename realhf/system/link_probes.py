@@ -16,6 +16,7 @@ from realhf.comm.neighbours import Neighbours
 from realhf.comm.parallel import Group
 from realhf.comm.shared_memory import Links
 from realhf.models.flat import FlatParams
+from realhf.ops.boxes import copy_box
 from realhf.plan.profile import message_counts, traffic_counts
 from realhf.plan.specs import param_specs
 from realhf.plan.speed import Collective
@@ -107,7 +108,14 @@ def _exchange(
 
     def move() -> None:
         exchange(
-            moves, rank, read, store.__setitem__, clock.device, into=into if numel > 1 << 12 else None, links=links
+            moves,
+            rank,
+            read,
+            store.__setitem__,
+            clock.device,
+            into=into if numel > 1 << 12 else None,
+            links=links,
+            copy=copy_box,
         )
 
     def run() -> list[float]:

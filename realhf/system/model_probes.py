@@ -44,6 +44,7 @@ DECODING = ((1, 16), (8, 16), (8, 256), (32, 64), (64, 256), (128, 32), (16, 700
 """Rows that are decoded, and the tokens that they see."""
 TURNS = 12
 SAMPLES = 8
+NEXT_TO_NOTHING = ModelConfig("llama", 1, 16, 2, 2, 8, 32, 32, 256)
 MEMORY = ((16, 64, 64), (8, 24, 384), (32, 96, 96))
 
 
@@ -65,10 +66,10 @@ class Bench:
     def tp(self) -> int:
         return self.context.layout.strategy.tp
 
-    def engine(self, config: ModelConfig) -> NativeEngine:
-        """Return an engine on random weights that can do everything."""
+    def engine(self, config: ModelConfig, trained: bool = True) -> NativeEngine:
+        """Return an engine on random weights."""
         role = RoleSpec(ModelSpec(init_from_scratch=True, bf16=self.bf16), scalar_head=config.head == "scalar")
-        return build_engine(config, role, self.context, trained=True, holds_weights=True, seed=1, total_steps=1000,
+        return build_engine(config, role, self.context, trained, holds_weights=True, seed=1, total_steps=1000,
                             stop_ids=(), tokenizer_folder=None)  # fmt: skip
 
     def part(self, config: ModelConfig, first: bool = True, last: bool = True) -> Part:
@@ -128,7 +129,7 @@ def model_probes(bench: Bench, config: ModelConfig) -> Iterator[Probe]:
         if bench.tp == 1:
             yield _update(bench, engine)
     for model in cut_down(config, *DECODED_BLOCKS):
-        engine = bench.engine(model)
+        engine = bench.engine(model, trained=False)
         for rows, context in DECODING:
             if context + TURNS + 3 <= config.max_positions:
                 yield decoding_probe(bench, engine, rows, context)
@@ -243,6 +244,14 @@ def _update(bench: Bench, engine: NativeEngine) -> Probe:
 
     numel = params.data.numel()
     return Probe((("optimizer", {"update": 1, "parameter": numel}),), run, numel / 1000)
+
+
+def warm_up(bench: Bench) -> None:
+    """Do everything once with next to no model, so that what a worker needs for it is there."""
+    engine = bench.engine(NEXT_TO_NOTHING)
+    for probe in (*pass_probes(bench, engine, [8, 8], half=False), decoding_probe(bench, engine, 2, 4)):
+        probe.run()
+    _update(bench, engine).run()
 
 
 def memory_points(bench: Bench, config: ModelConfig) -> dict[str, list[Point]]:

@@ -19,7 +19,7 @@ from realhf.plan.profile import Counts, Point
 MIN_ROUNDS, MAX_ROUNDS = 4, 60
 SHORT_S = 0.01
 """Pieces shorter than this are repeated within a round."""
-LONGEST_ROUND = 0.12
+LONGEST_ROUND = 0.15
 """What all pieces together may take of the time there is, once each; the largest are left out."""
 
 Now = Callable[[], float]
@@ -31,7 +31,7 @@ def agreement(group: Group, device: torch.device) -> Agree:
     return lambda value: float(group.broadcast(torch.tensor([value], dtype=torch.float64, device=device), 0))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Probe:
     """A piece of work. ``run`` returns the seconds of each of ``works``: kinds of work and how much of them there is.
 
@@ -92,21 +92,25 @@ def sample(probes: Sequence[Probe], seconds: float, now: Now, agree: Agree = flo
 
 
 def _that_fit(probes: Sequence[Probe], seconds: float, now: Now, agree: Agree) -> tuple[list[Probe], list[int]]:
-    """Warm the probes up, smallest first, as long as a round of them is short enough; say how often to repeat each."""
-    chosen: list[Probe] = []
-    repeats: list[int] = []
-    pace = total = 0.0
+    """Warm the probes up, smallest first, as long as a round of them is short enough; say how often to repeat each.
+
+    The smallest of every kind of work is run however long it takes.
+    """
+    chosen: dict[Probe, float] = {}
+    seen: set[str] = set()
+    pace = 0.0
     for probe in probes:
-        if chosen and agree(total + pace * probe.size) > LONGEST_ROUND * seconds:
-            break
+        names = {name for name, _ in probe.works}
+        if names <= seen and agree(sum(chosen.values()) + pace * probe.size) > LONGEST_ROUND * seconds:
+            continue
         probe.run()
         start = now()
         probe.run()
-        took = agree(now() - start)
-        pace, total = took / probe.size, total + max(took, SHORT_S)
-        chosen.append(probe)
-        repeats.append(max(1, min(20, int(SHORT_S / max(took, 1e-6)))))
-    return chosen, repeats
+        chosen[probe] = took = max(agree(now() - start), 1e-6)
+        pace = took / probe.size
+        seen |= names
+    turn = min(SHORT_S, LONGEST_ROUND * seconds / len(chosen))
+    return list(chosen), [max(1, min(20, int(turn / took))) for took in chosen.values()]
 
 
 def point_of(counts: Counts, values: Sequence[float]) -> Point:

@@ -28,8 +28,10 @@ from realhf.api.model import ModelConfig
 from realhf.base.errors import RunFailed
 from realhf.comm.parallel import join, leave, make_groups, open_store
 from realhf.comm.shared_memory import open_links
+from realhf.models.transformer import ALONE
 from realhf.plan.check import strategy_problems
-from realhf.plan.profile import Fit, Machine, Point, Profile, fitted, shape_of
+from realhf.plan.profile import Fit, Machine, Point, Profile, fitted, message_counts, shape_of
+from realhf.plan.speed import Collective
 from realhf.system.algorithm_probes import METHODS, algorithm_probes
 from realhf.system.channel import ZmqMaster
 from realhf.system.link_probes import (
@@ -40,14 +42,14 @@ from realhf.system.link_probes import (
     host_copy_probes,
     send_probes,
 )
-from realhf.system.model_probes import BLOCKS, Bench, cut_down, memory_points, model_probes
+from realhf.system.model_probes import BLOCKS, Bench, cut_down, memory_points, model_probes, warm_up
 from realhf.system.probes import Clock, Probe, agreement, memory_now, sample
-from realhf.system.seam_probes import Price, Rehearsal, seam_counts, seam_points
+from realhf.system.seam_probes import Price, Rehearsal, free, seam_counts, seam_points
 
 PATIENCE_S = 600.0
 """How long a worker may be silent."""
-WHOLE, SHARD, SEAMS, ELSE = 0.3, 0.11, 0.11, 0.035
-"""Shares of a model's time: for its passes, those of each kind of shard, their seams, and each other subject."""
+WHOLE, SHARD, SEAMS, ALGORITHMS, ELSE = 0.3, 0.1, 0.1, 0.07, 0.035
+"""Shares of a model's time: its passes, those of each kind of shard, their seams, algorithms, each other subject."""
 
 Points = dict[str, list[Point]]
 Say = Callable[[str], None]
@@ -70,13 +72,23 @@ class Job:
     collectives: dict[str, Fit] = field(default_factory=dict)
 
     def price(self, size: int) -> Price:
-        """Return what collectives of ``size`` workers take in the middle of a pass."""
-        return lambda kind, nbytes: self.collectives[f"seams/{size}"](seam_counts(kind, nbytes))
+        """Return what collectives of ``size`` workers take: in the middle of a pass, or else one after the other."""
+        seams = self.collectives.get(f"seams/{size}")
+
+        def price(kind: Collective, nbytes: float) -> float:
+            if seams and seams.knows(counts := seam_counts(kind, nbytes)):
+                return seams(counts)
+            return self.collectives[f"{kind.value}/{size}"](message_counts(nbytes))
+
+        return price
 
 
 @dataclass(frozen=True)
 class News:
-    """What a worker tells: what it is at, how it failed, or in the end what it found."""
+    """What a worker tells: what it is at, how it failed, or in the end what it found.
+
+    ``resident`` is bytes that it takes without a model, or that it takes more for having joined others.
+    """
 
     text: str = ""
     error: str = ""
@@ -116,7 +128,7 @@ def take_profile(job: Job, say: Say) -> Profile:
         if world > 1:
             store = open_store("127.0.0.1", 0, PATIENCE_S)
             news = _ask(_together, [(rank, world, store.port, job) for rank in range(world)], say)
-            fits |= {name: fitted(some) for name, some in news.found.items()}
+            fits |= {name: fitted(some) for name, some in news.found.items() if some}
             resident = max(resident, news.resident)
     # neighbours do the same on other cores: in a run they compute, too, and share caches and memory
     n_busy = 1 if job.device == "cuda" else max(1, min(job.n_workers, n_cores() // job.threads))
@@ -124,7 +136,7 @@ def take_profile(job: Job, say: Say) -> Profile:
     fits |= {name: fitted(some) for name, some in news.found.items() if min(p.low for p in some) > 0}
     say("calls of the master")
     fits |= {name: fitted(some) for name, some in _calls(job.seconds * ELSE).items()}
-    return Profile(machine, max(resident, news.resident), fits)
+    return Profile(machine, resident + news.resident, fits)
 
 
 def _ask(measure: Callable[..., News], seats: list[tuple], say: Say) -> News:
@@ -181,12 +193,11 @@ def _worker(end: Connection, measure: Callable[..., News], seat: tuple) -> None:
 
 def _together(say: Say, rank: int, world: int, port: int, job: Job) -> News:
     """Measure what joined workers do together."""
-    clock = _clock(job, rank, world)
+    clock, before = _clock(job, rank, world), memory_now()
     join("127.0.0.1", port, rank, world, job.device, PATIENCE_S, None)
     everyone = make_groups([tuple(range(world))], rank)[tuple(range(world))]
     links = open_links(rank, world, PATIENCE_S) if job.device == "cpu" else None
-    resident = float(memory_now())
-
+    resident = float(memory_now() - before)
     agree = agreement(everyone, clock.device)
     share = 1.0 if job.device == "cuda" else min(1.0, n_cores() / (world * job.threads))
     subjects: dict[str, Iterator[Probe]] = {"collectives": collective_probes(everyone, clock)}
@@ -197,38 +208,40 @@ def _together(say: Say, rank: int, world: int, port: int, job: Job) -> News:
         say(f"{what} of {world} workers")
         for name, some in sample(list(probes), job.seconds * ELSE, clock.now, agree).items():
             points[name] = [point.scaled(share) for point in some]
-    for model in job.models:
-        if f"seams/{world}" not in points and not strategy_problems(model, ParallelStrategy(tp=world)):
-            say(f"seams of {world} workers")
-            away = Rehearsal(world, _clock(job, rank, 1), lambda kind, nbytes: 0.0)
-            together, apart = Bench.of(everyone, clock, job.bf16), Bench.of(away, away.clock, job.bf16)
-            points[f"seams/{world}"] = seam_points(together, apart, model, share, SEAMS * job.seconds)
+    if cut := [model for model in job.models if not strategy_problems(model, ParallelStrategy(tp=world))]:
+        say(f"seams of {world} workers")
+        away = Rehearsal(world, _clock(job, rank, 1), free)
+        together, apart = Bench.of(everyone, clock, job.bf16), Bench.of(away, away.clock, job.bf16)
+        cheapest = min(cut, key=lambda model: model.hidden)
+        points[f"seams/{world}"] = seam_points(together, apart, cheapest, share, SEAMS * job.seconds)
     leave()
     return News(found=_frozen(points), resident=resident)
 
 
 def _alone(say: Say, job: Job) -> News:
     """Measure what a worker does by itself."""
-    clock, resident, points = _clock(job, 0, 1), float(memory_now()), Points()
+    clock, points = _clock(job, 0, 1), Points()
+    algorithms = list(algorithm_probes(clock, job.algorithms or tuple(METHODS)))
+    warm_up(Bench.of(ALONE, clock, job.bf16))
+    resident = float(memory_now())
     for model in job.models:
         shape = shape_of(model, job.bf16)
         for tp in numbers_of_workers(job.n_workers):
             if not strategy_problems(model, ParallelStrategy(tp=tp)):
                 say(f"{shape} cut {tp} ways" if tp > 1 else shape)
-                bench = Bench.of(Rehearsal(tp, clock, job.price(tp)), clock, job.bf16)
+                group = Rehearsal(tp, clock, job.price(tp)) if tp > 1 else ALONE
+                bench = Bench.of(group, clock, job.bf16)
                 found = sample(list(model_probes(bench, model)), job.seconds * (WHOLE if tp == 1 else SHARD), clock.now)
                 for name, some in (found | memory_points(bench, model)).items():
                     points[f"{shape}/{name}" if name == "optimizer" else f"{shape}/t{tp}/{name}"] = some
+    say("algorithms")
+    points |= sample(algorithms, job.seconds * ALGORITHMS, clock.now)
+    say("copies")
     shallow = [some for model in job.models for some in cut_down(model, *BLOCKS)]
-    subjects: dict[str, Iterator[Probe]] = {
-        "algorithms": algorithm_probes(clock, job.algorithms or tuple(METHODS)),
-        "host copies": host_copy_probes(shallow, clock),
-    }
+    copies = [*host_copy_probes(shallow, clock)]
     if job.n_workers == 1:
-        subjects["exchanges"] = exchange_probes(0, 1, clock, None)
-    for what, probes in subjects.items():
-        say(what)
-        points |= sample(list(probes), job.seconds * ELSE, clock.now)
+        copies += exchange_probes(0, 1, clock, None)
+    points |= sample(copies, job.seconds * ELSE, clock.now)
     return News(found=_frozen(points), resident=resident)
 
 

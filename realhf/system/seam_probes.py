@@ -1,27 +1,30 @@
 """What tensor-parallel shards lose at their seams: collectives as they are between computations, not one after another.
 
-A shard is computed once with its group and once without; the difference is what the group's collectives took.
+A shard is computed among the others and by itself; the difference is what its group's collectives took: memory that is
+elsewhere, members that arrive at different times, and caches that others used meanwhile.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from realhf.api.model import ModelConfig
 from realhf.comm.parallel import Group
-from realhf.plan.profile import Counts, Point
+from realhf.plan.profile import Counts, Point, message_counts
 from realhf.plan.speed import Collective
-from realhf.system.model_probes import Bench, cut_down, decoding_probe, pass_probes, spread_lengths
+from realhf.system.model_probes import Bench, cut_down, decoding_probe, pass_probes
 from realhf.system.probes import Clock, Probe, agreement, sample
 
 KINDS = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
-PASSES = ((2, 64, 64), (16, 64, 64), (8, 24, 384), (40, 64, 64))
+ACTIVATIONS = (32 << 10, 512 << 10, 5 << 19)
+"""Bytes of the micro-batches' hidden states, which is what most collectives are about."""
 DECODING = ((4, 16), (64, 64))
-FORTUNE = 1e6
-"""Seconds that nothing takes."""
+FORTUNE = 100.0
+"""Seconds that no pass of a probe takes."""
 
-Price = Callable[[Collective, int], float]
+Price = Callable[[Collective, float], float]
 
 
 class Rehearsal(Group):
@@ -52,34 +55,45 @@ class Rehearsal(Group):
 
 
 def seam_counts(kind: Collective, nbytes: float) -> Counts:
-    return {kind.value: 1, f"{kind.value} byte": nbytes}
+    """Return what a collective in the middle of a pass consists of."""
+    return {f"{kind.value} {name}": count for name, count in message_counts(nbytes).items()}
+
+
+def free(kind: Collective, nbytes: float) -> float:
+    return 0.0
 
 
 def seam_points(together: Bench, apart: Bench, config: ModelConfig, share: float, seconds: float) -> list[Point]:
     """Measure what collectives take inside of the passes of a model. Collective over the group.
 
-    ``apart`` is the rehearsal of ``together``; ``share`` is how much of a core each worker has when all compute.
+    ``apart`` is the rehearsal of ``together``; ``share`` is how much of a core each worker has when all compute. As
+    many rehearse at a time as have a core to themselves.
     """
     group, away = together.context.group("tp"), apart.context.group("tp")
     assert isinstance(away, Rehearsal)
     ours, theirs = list(_probes(together, config)), list(_probes(apart, config))
-    asked = [_asked_of(probe, away) for probe in theirs]
+    asked = [asked_of(probe, away) for probe in theirs]
     ready = torch.zeros(1, device=together.clock.device)
-    probes = [_named(probe, f"{i} apart", lambda: None) for i, probe in enumerate(theirs)]
+    idle = group.index >= share * group.size
+    probes = [_named(_nothing(probe) if idle else probe, f"{i} apart", lambda: None) for i, probe in enumerate(theirs)]
     probes += [_named(probe, f"{i}", lambda: group.all_reduce(ready)) for i, probe in enumerate(ours)]
-    agree = agreement(group, together.clock.device)
-    found = {name: points[0] for name, points in sample(probes, seconds, together.clock.now, agree).items()}
+    found = sample(probes, seconds, together.clock.now, agreement(group, together.clock.device))
     points = [
-        _difference(counts, found[f"{i}/{j}"].scaled(share), found[f"{i} apart/{j}"])
+        _difference(counts, found[f"{i}/{j}"][0].scaled(share), found[f"{i} apart/{j}"][0])
         for i, works in enumerate(asked)
         for j, counts in enumerate(works)
-        if counts and f"{i}/{j}" in found and f"{i} apart/{j}" in found
     ]
     return [point for point in points if point.low > 0]
 
 
-def _difference(counts: Counts, whole: Point, part: Point) -> Point:
-    return Point(counts, whole.low - part.low, whole.median - part.median, whole.high - part.high, whole.repeats)
+def _probes(bench: Bench, config: ModelConfig) -> Iterator[Probe]:
+    model, _ = cut_down(config, 1, 2)
+    engine, length = bench.engine(model), min(64, config.max_positions)
+    for nbytes in ACTIVATIONS:
+        rows = nbytes // (engine.params.data.itemsize * config.hidden * length)
+        yield from pass_probes(bench, engine, [length] * max(1, rows), half=False)
+    for rows, context in DECODING:
+        yield decoding_probe(bench, engine, rows, context)
 
 
 def _named(probe: Probe, name: str, first: Callable[[], object]) -> Probe:
@@ -92,30 +106,30 @@ def _named(probe: Probe, name: str, first: Callable[[], object]) -> Probe:
     return Probe(tuple((f"{name}/{j}", counts) for j, (_, counts) in enumerate(probe.works)), run, probe.size)
 
 
-def _probes(bench: Bench, config: ModelConfig) -> Iterator[Probe]:
-    model, _ = cut_down(config, 2, 3)
-    engine = bench.engine(model)
-    for sizes in PASSES:
-        if sizes[2] <= config.max_positions:
-            yield from pass_probes(bench, engine, spread_lengths(*sizes), half=False)
-    for rows, context in DECODING:
-        yield decoding_probe(bench, engine, rows, context)
+def _nothing(probe: Probe) -> Probe:
+    return replace(probe, run=lambda: [0.0 for _ in probe.works])
 
 
-def _asked_of(probe: Probe, group: Rehearsal) -> list[Counts]:
+def _difference(counts: Counts, whole: Point, part: Point) -> Point:
+    return Point(counts, whole.low - part.low, whole.median - part.median, whole.high - part.high, whole.repeats)
+
+
+def asked_of(probe: Probe, group: Rehearsal) -> list[Counts]:
     """Return which collectives, and how many bytes of them, each work of a probe asks a group for.
 
     They are found by letting one after the other cost a fortune.
     """
-    counts: list[Counts] = [{} for _ in probe.works]
+    asked: list[Counts] = [{} for _ in probe.works]
     for kind in KINDS:
-        for name in seam_counts(kind, 1):
-            group.price = lambda asked, nbytes, kind=kind, name=name: (  # type: ignore[misc]
-                FORTUNE * seam_counts(asked, nbytes)[name] if asked is kind else 0.0
-            )
-            for count, value in zip(counts, probe.run(), strict=True):
+        for name in seam_counts(kind, 1.0):
+            group.price = _fortune(kind, name)
+            for counts, value in zip(asked, probe.run(), strict=True):
                 if times := round(value / FORTUNE):
-                    count[name] = times
-    group.price = lambda kind, nbytes: 0.0
+                    counts[name] = times
+    group.price = free
     group.clock.forget()
-    return counts
+    return asked
+
+
+def _fortune(kind: Collective, name: str) -> Price:
+    return lambda asked, nbytes: FORTUNE * seam_counts(asked, nbytes).get(name, 0.0)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, graph_problems
+from realhf.api.graph import MFC, Graph, GraphError, InterfaceSpec, Kind, Sync, graph_problems
 
 SPEC = InterfaceSpec("any")
 GEN = MFC("gen", "actor", Kind.GENERATE, SPEC, ("prompts",), ("tokens",))
@@ -51,16 +51,40 @@ def test_declared_order_breaks_ties() -> None:
 )  # fmt: skip
 def test_what_is_no_graph_is_said(mfcs: tuple[MFC, ...], problem: str) -> None:
     assert graph_problems(mfcs) == [problem]
-    with pytest.raises(ValueError, match=problem.split(":")[0]):
+    with pytest.raises(GraphError) as caught:
         Graph(mfcs)
+    assert (caught.value.problems, caught.value.mfcs) == ([problem], mfcs)
 
 
 def test_a_cycle_is_named() -> None:
     one = MFC("one", None, Kind.INFERENCE, SPEC, ("b", "row"), ("a",))
     two = MFC("two", None, Kind.INFERENCE, SPEC, ("a",), ("b",))
-    (problem,) = graph_problems((one, two))
-    assert problem.startswith("MFCs wait for each other: ") and "one" in problem and "two" in problem
+    alone = MFC("alone", None, Kind.INFERENCE, SPEC, ("b", "c"), ("c",))
+    assert graph_problems((one, two)) == ["MFCs wait for each other: one -> two -> one"]
+    assert graph_problems((alone, two, one)) == [
+        "MFCs wait for each other: alone -> alone",
+        "MFCs wait for each other: two -> one -> two",
+    ]
+
+
+def test_who_follows_and_who_rests_must_be_there() -> None:
+    syncs = (Sync("train", "actor", "ref", 0.5), Sync("trian", "actor", "old", 0.5), Sync("train", "x", "ref", 0.5))
+    assert graph_problems((GEN, REW, REF, TRAIN), syncs[:1], ("ref",)) == []
+    assert graph_problems((GEN, REW, REF, TRAIN), syncs, ("ref", "rwe")) == [
+        "role 'old' follows 'actor' after 'trian', which is no MFC",
+        "sync after trian: no MFC has role 'old'",
+        "sync after train: no MFC has role 'x'",
+        "offloaded: no MFC has role 'rwe'",
+    ]
 
 
 def test_all_problems_come_at_once() -> None:
-    assert len(graph_problems((GEN, GEN, replace(REW, batch_size=-1), replace(REW, name="x")))) == 4
+    loop = replace(REF, inputs=("ref_logprobs", "tokens"))
+    found = graph_problems((GEN, GEN, replace(REW, batch_size=-1), replace(REW, name="x"), loop))
+    assert found == [
+        "MFC name 'gen' is used twice",
+        "MFC rew: batch_size must be positive, got -1",
+        "key 'tokens' is produced by gen and gen",
+        "key 'rewards' is produced by rew and x",
+        "MFCs wait for each other: ref -> ref",
+    ]

@@ -268,7 +268,7 @@ class NeedsMore(SFTExperiment):
 def test_a_key_that_nobody_makes(sft: SFTExperiment, paths: RunDir) -> None:
     made = NeedsMore(**vars(sft))
     assert isinstance(made, ExperimentConfig)
-    assert one(made, paths) == ("sft_train need 'rewards': no MFC makes it, and sft data has only prompt_mask, tokens")
+    assert one(made, paths) == ("sft_train needs 'rewards': no MFC makes it, and sft data has only prompt_mask, tokens")
 
 
 def test_all_problems_come_at_once(ppo: PPOMathExperiment, copy: Callable[..., Path], paths: RunDir) -> None:

@@ -1,4 +1,4 @@
-"""Which layouts a model allows, and which one is nearest."""
+"""What a graph lacks, which layouts a model allows, and which one is nearest."""
 
 from dataclasses import replace
 
@@ -6,9 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from realhf.api.graph import MFC, InterfaceSpec, Kind
 from realhf.api.layout import ParallelStrategy
 from realhf.api.model import ModelConfig
-from realhf.plan.check import distance, nearest_strategy, strategy_problems
+from realhf.plan.check import (
+    distance,
+    graph_notes,
+    key_problems,
+    model_problems,
+    nearest_strategy,
+    strategy_problems,
+)
 
 MODEL = ModelConfig("llama", n_layers=3, hidden=24, n_heads=6, n_kv_heads=2, head_dim=4, intermediate=40, vocab=11,
                     max_positions=64)  # fmt: skip
@@ -62,3 +70,32 @@ def test_no_legal_strategy_is_nearer_than_the_nearest(
 def test_the_distance_is_a_factor() -> None:
     assert distance(ParallelStrategy(4, 2, 3), ParallelStrategy(2, 2, 1)) == 6
     assert distance(ParallelStrategy(), ParallelStrategy()) == 1
+
+
+SPEC = InterfaceSpec("any")
+GEN = MFC("gen", "actor", Kind.GENERATE, SPEC, ("prompts",), ("tokens", "seeds"))
+REW = MFC("rew", None, Kind.INFERENCE, SPEC, ("tokens", "rows"), ("rewards",))
+TRAIN = MFC("train", "actr", Kind.TRAIN, SPEC, ("tokens", "reward", "rows"))
+
+
+def test_keys_that_nobody_makes_are_named_once_with_all_who_read_them() -> None:
+    assert key_problems((GEN, REW, TRAIN), {"prompts", "row"}, "maths data") == [
+        "rew and train need 'rows': no MFC makes it, and maths data has only prompts, row  did you mean row ?",
+        "train needs 'reward': no MFC makes it, and maths data has only prompts, row  did you mean rewards ?",
+    ]
+    assert key_problems((GEN, REW), {"prompts", "rows"}, "data") == []
+
+
+def test_roles_without_a_model() -> None:
+    assert model_problems((GEN, REW, TRAIN), ["actor", "ref"]) == [
+        "MFC train: role 'actr' has no model (roles with one: actor, ref)  did you mean actor ?"
+    ]
+    assert model_problems((GEN,), []) == ["MFC gen: role 'actor' has no model (roles with one: none)"]
+
+
+def test_what_is_made_or_loaded_for_nobody() -> None:
+    assert graph_notes((GEN, REW, TRAIN), ["actor", "actr", "ref"], ("rewards",)) == [
+        "nobody reads seeds of gen",
+        "no MFC uses the model of role 'ref'",
+    ]
+    assert graph_notes((GEN, REW, TRAIN), ["actor", "actr"], ("rewards", "seeds")) == []

@@ -169,6 +169,30 @@ def test_weights_are_lent_as_they_are_and_given_back(
         assert all(torch.equal(seen, kept) for seen, kept in zip(answer["seen"], had, strict=False))
 
 
+def lend_to_one_that_rounds(rank: int, world: int, folder: Path, verify: bool) -> str:
+    """Rank 0 lends float32 weights, rank 1 holds them in 16 bits; return what was raised."""
+    roles = {"actor": RoleSpec(ModelSpec(str(folder)))}
+    run = run_of(Graph((GENERATE, TRAIN)), {"gen": (1,), "train": (0,)}, Path(), roles=roles)
+    run.config.verify_reallocation = verify
+    engine = engine_on(folder, rank, (rank,), trained=False, bf16=rank == 1)
+    executor = Executor(run, rank, CPU, {("actor", layout_on(rank)): engine}, {"gen": Look()}, Spans())
+    try:
+        executor.execute(empty_call("gen", 1))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.dist
+def test_a_move_that_changes_weights_is_named_where_that_is_asked_for(
+    actor_folder: Path, on_ranks: Callable[..., list[Any]]
+) -> None:
+    assert on_ranks(2, lend_to_one_that_rounds, actor_folder, False) == ["", ""]
+    lender, borrower = on_ranks(2, lend_to_one_that_rounds, actor_folder, True)
+    assert lender == ""
+    assert "BoxCopy(name='embed.weight'" in borrower and "damaged on its way from rank 0 to rank 1" in borrower
+
+
 @dataclass(frozen=True)
 class NamedEngine:
     """As much of an engine as a call sets."""
