@@ -92,9 +92,10 @@ class Survey:
     def too_large(self) -> str:
         """Say why the plan does not fit, and what to do about it."""
         config = self.experiment.config
-        slots = next((o.key for o in options_of(type(config)) if o.key.endswith("max_slots")), "")
-        return too_large(self.planner, self.prediction,
-                         lambda planner: replanned(planner, config.allocation_mode, self.plan), slots)  # fmt: skip
+        mode = config.allocation_mode
+        slots = next((o.key for o in options_of(type(config)) if o.key.endswith("max_slots")), "no slots")
+        return too_large(self.planner, self.prediction, lambda planner: replanned(planner, mode, self.plan),
+                         "" if mode in PLANNED else slots)  # fmt: skip
 
 
 def preflight(name: str, experiment: Experiment, paths: RunDir) -> RunSpec:

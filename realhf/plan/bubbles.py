@@ -1,6 +1,7 @@
 """How long a pipeline takes: its stages' very schedules, run against a clock."""
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from realhf.plan.pipeline import (
     Backward,
@@ -41,12 +42,13 @@ def makespan(
     return max(clocks)
 
 
+@lru_cache(maxsize=4096)
 def uniform_makespan(
     schedule: Callable[[int, int, int], Sequence[StageStep]],
     n: int,
-    forward: Sequence[float],
-    backward: Sequence[float],
-    send: Sequence[float],
+    forward: tuple[float, ...],
+    backward: tuple[float, ...],
+    send: tuple[float, ...],
 ) -> float:
     """Return the makespan of ``n`` equal micro-batches, given seconds by stage and ``schedule(stage, n_stages, n)``.
 

@@ -16,6 +16,8 @@ from realhf.plan.speed import Traffic
 
 SMALLEST_MICRO_BATCH = 512
 SMALLEST_SLOTS = 8
+Key = tuple[str, ParallelStrategy, int | DeviceMesh]
+"""A call, how it is cut, and where it starts in a node (or its very workers, where they are no run)."""
 
 
 @dataclass(frozen=True)
@@ -35,49 +37,53 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Candidates:
-    """All that is known of single calls. ``limits`` are the user's micro-batching options by MFC.
-
-    Micro-batches are as large as ``share`` of a worker's capacity allows.
-    """
+    """All that is known of single calls. ``limits`` are the user's micro-batching options by MFC."""
 
     cost: CostModel
     memory: MemoryModel
     hardware: Hardware
     batch_size: int
     limits: Mapping[str, MicroBatching]
-    share: float = 1.0
 
     @property
     def capacity(self) -> float:
         """Bytes of a worker for models and what they do."""
         return self.hardware.memory - self.memory.runtime
 
-    @property
-    def room(self) -> float:
-        """Bytes that a call may take together with its model."""
-        return self.capacity * self.share
+    def of(self, mfc: MFC, layout: Layout, share: float = 1.0) -> Candidate:
+        """Return a layout with the fastest micro-batching with which the call fits ``share`` of a worker's capacity.
 
-    def of(self, mfc: MFC, layout: Layout) -> Candidate:
-        """Return a layout with the fastest micro-batching that fits, else with the leanest."""
+        Where it does not fit with any, that is the leanest.
+        """
         first, ranks = layout.mesh.ranks[0], layout.mesh.ranks
         is_run = ranks[-1] - first == len(ranks) - 1 and ranks == tuple(range(first, ranks[-1] + 1))
         # what a run of workers costs depends on where nodes begin in it
         key = (mfc.name, layout.strategy, first % self.hardware.node_size if is_run else layout.mesh)
-        if key not in self._known:
-            self._known[key] = self._settle(mfc, layout)
-        known = self._known[key]
+        if (key, share) not in self._known:
+            self._known[key, share] = self._settled(mfc, layout, key, share * self.capacity)
+        known = self._known[key, share]
         return replace(known, placement=replace(known.placement, layout=layout))
 
-    def _settle(self, mfc: MFC, layout: Layout) -> Candidate:
-        rows = self.rows(mfc, layout.strategy.dp)
-        tried: list[Candidate] = []
+    def _settled(self, mfc: MFC, layout: Layout, key: Key, room: float) -> Candidate:
+        rows, sizes = self.rows(mfc, layout.strategy.dp), dict[MicroBatching, float]()
+        resident = self.memory.resident(mfc.role, layout.strategy).total if mfc.role else 0.0
+        enough = 3 if layout.strategy.pp > 1 else 1  # smaller micro-batches leave smaller bubbles
         for limits in self._limits(mfc):
-            tried.append(self._candidate(mfc, Placement(layout, limits), rows))
-            deeper = layout.strategy.pp > 1 and len(tried) < 3  # smaller micro-batches leave smaller bubbles
-            if tried[-1].bytes <= self.room and not deeper:
+            if (key, limits) not in self._sizes:
+                taken = self.memory.transient(mfc, Placement(layout, limits), rows, layout)
+                self._sizes[key, limits] = taken.total
+            sizes[limits] = self._sizes[key, limits]
+            if sum(size + resident <= room for size in sizes.values()) == enough:
                 break
-        fitting = [c for c in tried if c.bytes <= self.room]
-        return min(fitting, key=lambda c: c.cost.seconds) if fitting else min(tried, key=lambda c: c.bytes)
+        fitting = [limits for limits, size in sizes.items() if size + resident <= room]
+        tried = []
+        for limits in fitting or [min(sizes, key=lambda limits: sizes[limits])]:
+            if (key, limits) not in self._priced:
+                self._priced[key, limits] = self._cost(mfc, Placement(layout, limits), rows)
+            tried.append((limits, self._priced[key, limits]))
+        limits, cost = min(tried, key=lambda pair: pair[1].seconds)
+        transfer = self._transfer(mfc, layout, rows)
+        return Candidate(Placement(layout, limits), cost, transfer, sizes[limits], resident)
 
     def _limits(self, mfc: MFC) -> Iterator[MicroBatching]:
         """Return the user's micro-batching, then finer ones: fewer tokens at a time, in generation fewer rows."""
@@ -94,16 +100,12 @@ class Candidates:
                 limits = replace(limits, max_tokens_per_mb=limits.max_tokens_per_mb // 2)
                 yield limits
 
-    def _candidate(self, mfc: MFC, placement: Placement, rows: Sequence[Rows]) -> Candidate:
-        layout = placement.layout
-        transient = self.memory.transient(mfc, placement, rows, layout).total
-        resident = self.memory.resident(mfc.role, layout.strategy).total if mfc.role else 0.0
+    def _cost(self, mfc: MFC, placement: Placement, rows: Sequence[Rows]) -> Cost:
         if self.hardware.cores:
-            cost = self.cost.compute(mfc, placement, rows)
-        else:  # every worker has a device of its own: the busiest replica tells how long it takes
-            alone = self.cost.compute(mfc, placement, [_busiest(rows, mfc.n_minibatches)])
-            cost = Cost(alone.seconds, alone.seconds * layout.strategy.world)
-        return Candidate(placement, cost, self._transfer(mfc, layout, rows), transient, resident)
+            return self.cost.compute(mfc, placement, rows)
+        # every worker has a device of its own: the busiest replica tells how long it takes
+        alone = self.cost.compute(mfc, placement, [_busiest(rows, mfc.n_minibatches)])
+        return Cost(alone.seconds, alone.seconds * placement.layout.strategy.world)
 
     def _transfer(self, mfc: MFC, layout: Layout, rows: Sequence[Rows]) -> Cost:
         """What bringing the rows takes when all of them lie elsewhere."""
@@ -136,7 +138,15 @@ class Candidates:
         return {}
 
     @cached_property
-    def _known(self) -> dict[tuple[str, ParallelStrategy, int | DeviceMesh], Candidate]:
+    def _known(self) -> dict[tuple[Key, float], Candidate]:
+        return {}
+
+    @cached_property
+    def _sizes(self) -> dict[tuple[Key, MicroBatching], float]:
+        return {}
+
+    @cached_property
+    def _priced(self) -> dict[tuple[Key, MicroBatching], Cost]:
         return {}
 
 

@@ -149,7 +149,7 @@ class CostModel:
         busy = sum(f + b for work in works for f, b in times[work])
         if n == 1:
             return busy, busy
-        hops = {work: [self._hop(stages, work.tokens, s, share) for s in range(n)] for work in kinds}
+        hops = {work: tuple(self._hop(stages, work.tokens, s, share) for s in range(n)) for work in kinds}
         if len(kinds) == 1:
             forward, backward = zip(*times[kinds[0]], strict=True)
             return uniform_makespan(schedule, len(works), forward, backward, hops[kinds[0]]), busy

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from realhf.api.graph import MFC, Graph, Sync
 from realhf.api.hardware import Cost
@@ -60,9 +61,9 @@ class Planner:
     def by_rule(self, name: str) -> ExecutionPlan:
         """Return the plan of a heuristic; where its calls do not fit together, each has to fit into less."""
         for share in SHARES:
-            sparing = self._sparing(share)
-            found = HEURISTICS[name](self.graph, self.calls.cost.models, self.cluster, sparing._fits)
-            plan = sparing._plan_of(found)
+            fits = partial(self._fits, share=share)
+            found = HEURISTICS[name](self.graph, self.calls.cost.models, self.cluster, fits)
+            plan = self._plan_of(found, share)
             if self.fits(plan):
                 break
         return plan
@@ -73,19 +74,16 @@ class Planner:
         for name in rules:
             with suppress(ValueError):  # a profile need not know what a rule wants
                 ruled.append(self.by_rule(name))
-        for share in SHARES[::2]:
-            found = self._sparing(share)._search(ruled, seed, budget_s)
-            if found.result.fits:
-                break
-        return replace(found, plan=self._best(found, ruled))
-
-    def _search(self, ruled: Sequence[ExecutionPlan], seed: int, budget_s: float) -> "Searched":
         started = [layouts_of(plan) for plan in ruled]
-        table = self.candidates(started)
-        problem = self.problem(table)
-        result = search(problem, [choice_of(table, some) for some in started], seed, self.effort, budget_s)
+        for share in SHARES[::2]:
+            table = self.candidates(started, share)
+            problem = self.problem(table)
+            result = search(problem, [choice_of(table, some) for some in started], seed, self.effort, budget_s)
+            if result.fits:
+                break
         chosen = {m.name: table[m.name][i].placement for m, i in zip(self.graph.mfcs, result.choice, strict=True)}
-        return Searched(ExecutionPlan(self.n_workers, chosen), result, problem, table)
+        found = Searched(ExecutionPlan(self.n_workers, chosen), result, problem, table)
+        return replace(found, plan=self._best(found, ruled))
 
     def _best(self, found: "Searched", ruled: Sequence[ExecutionPlan]) -> ExecutionPlan:
         """Return the plan that was found; of plans that are about as good, the one with the best prediction."""
@@ -96,10 +94,6 @@ class Planner:
         best = min(seconds for seconds, _ in fitting)
         close = [plan for seconds, plan in fitting if seconds <= CLOSE * best]
         return close[0] if len(close) == 1 else min(close, key=lambda plan: self.predict(plan).seconds)
-
-    def _sparing(self, share: float) -> "Planner":
-        """Return the same planner, whose calls take no more than a share of a worker's memory each."""
-        return self if share == 1.0 else replace(self, calls=replace(self.calls, share=share))
 
     def alternatives(self, plan: ExecutionPlan) -> tuple[float, dict[str, Alternative | None]]:
         """Return the seconds of a step, and for every call the best other layout that fits while the rest stays."""
@@ -124,21 +118,22 @@ class Planner:
         rows = {m.name: self.calls.rows(m, plan[m.name].layout.strategy.dp) for m in self.graph.mfcs}
         return self.calls.memory.devices(plan, rows)
 
-    def _plan_of(self, found: Layouts) -> ExecutionPlan:
+    def _plan_of(self, found: Layouts, share: float) -> ExecutionPlan:
         """Return the plan with these layouts and the micro-batching that suits each."""
-        placements = {m.name: self.calls.of(m, found[m.name]).placement for m in self.graph.mfcs}
+        placements = {m.name: self.calls.of(m, found[m.name], share).placement for m in self.graph.mfcs}
         return ExecutionPlan(self.n_workers, placements)
 
-    def _fits(self, found: Layouts) -> bool:
-        """Tell whether calls are known and fit: all together, or each alone where some have no layout yet."""
+    def _fits(self, found: Layouts, share: float) -> bool:
+        """Tell whether calls are known and fit: all together, or each alone a share where some have no layout yet."""
         try:
             if len(found) == len(self.graph.mfcs):
-                return self.fits(self._plan_of(found))
-            return all(self.calls.of(self.graph[n], x).bytes <= self.calls.room for n, x in found.items())
+                return self.fits(self._plan_of(found, share))
+            alone = (self.calls.of(self.graph[name], layout, share) for name, layout in found.items())
+            return all(candidate.bytes <= share * self.calls.capacity for candidate in alone)
         except ValueError:
             return False
 
-    def candidates(self, started: Sequence[Layouts]) -> "Table":
+    def candidates(self, started: Sequence[Layouts], share: float = 1.0) -> "Table":
         """Return the layouts worth a look for every MFC: on each mesh the fastest, the leanest, and those of rules."""
         table: dict[str, list[Candidate]] = {}
         for mfc in self.graph.mfcs:
@@ -147,12 +142,12 @@ class Planner:
             by_mesh: dict[tuple[int, ...], list[Candidate]] = {}
             for layout in dict.fromkeys([*layouts(self.n_workers, self.cluster.node_size, config), *wanted]):
                 with suppress(ValueError):  # a profile need not know all of them
-                    by_mesh.setdefault(layout.mesh.ranks, []).append(self.calls.of(mfc, layout))
-            table[mfc.name] = [c for some in by_mesh.values() for c in self._worth(some, wanted)]
+                    by_mesh.setdefault(layout.mesh.ranks, []).append(self.calls.of(mfc, layout, share))
+            table[mfc.name] = [c for some in by_mesh.values() for c in self._worth(some, wanted, share)]
         return table
 
-    def _worth(self, some: list[Candidate], wanted: set[Layout]) -> list[Candidate]:
-        fitting = [c for c in some if c.bytes <= self.calls.room] or some
+    def _worth(self, some: list[Candidate], wanted: set[Layout], share: float) -> list[Candidate]:
+        fitting = [c for c in some if c.bytes <= share * self.calls.capacity] or some
         fastest = sorted(fitting, key=lambda c: c.cost.seconds)[: self.per_mesh]
         leanest = min(some, key=lambda c: (c.bytes, c.cost.seconds))
         kept = [*fastest, leanest, *(c for c in some if c.placement.layout in wanted)]

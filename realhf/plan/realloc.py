@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from realhf.api.layout import Coord, Layout, ParallelStrategy
+from realhf.api.layout import Layout, ParallelStrategy
 from realhf.api.params import Box, ParamSpec, box_numel, intersect, shard_box
 
 Stages = Callable[[int], Sequence[range]]
@@ -77,8 +77,9 @@ def plan_realloc(
 
 
 def seated(layout: Layout, seats: Seats) -> list[int]:
-    """Return the workers in these seats of all replicas."""
-    return [layout.rank(Coord(p, d, t)) for d in range(layout.strategy.dp) for p, t in seats]
+    """Return the workers in these seats of all replicas; a search asks for hundreds of thousands of them."""
+    ranks, (dp, tp) = layout.mesh.ranks, (layout.strategy.dp, layout.strategy.tp)
+    return [ranks[(p * dp + d) * tp + t] for d in range(dp) for p, t in seats]
 
 
 def sizes(specs: Sequence[ParamSpec], stages: Stages, src: ParallelStrategy, dst: ParallelStrategy) -> Sizes:

@@ -1,7 +1,9 @@
 """What to say of a plan that does not fit: which worker lacks what, and the smallest change with which it fits."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 
 from realhf.api.experiment import RoleSpec
 from realhf.api.plan import ExecutionPlan
@@ -11,17 +13,20 @@ from realhf.plan.prediction import Prediction
 
 Replan = Callable[[Planner], ExecutionPlan]
 """The plan that the same allocation mode gives for another planner."""
-Change = tuple[str, Planner]
-"""Options to set, and the planner with them."""
+Change = tuple[str, Planner, Replan]
+"""Options to set, the planner with them, and how it makes its plan."""
 SMALLEST_MICRO_BATCH, SMALLEST_SLOTS = 512, 8
-MOST_TIMES, FULL_NODE = 16, 8
+MOST_TIMES, FULL_NODE = 8, 8
 """Of the workers there are; devices that a node has room for."""
+PATIENCE_S = 8.0
+"""After so long no further change is tried."""
 
 
 def too_large(planner: Planner, prediction: Prediction, replan: Replan, slots_option: str) -> str:
     """Say what the fullest worker has too little memory for, and what to set so that the plan fits.
 
-    ``slots_option`` is the name of the option that bounds the rows which are decoded at a time.
+    ``slots_option`` is the name of the option that bounds the rows which are decoded at a time; it is empty where the
+    planner itself chooses those and micro-batches.
     """
     rank, worst = max(prediction.memory.items(), key=lambda item: item[1].total)
     parts = sorted(((size, name) for name, size in asdict(worst).items()), reverse=True)
@@ -32,44 +37,40 @@ def too_large(planner: Planner, prediction: Prediction, replan: Replan, slots_op
 
 def remedy(planner: Planner, replan: Replan, slots_option: str) -> str:
     """Return the first of the changes, from the smallest to the largest, with which a plan fits."""
-    found = next(_remedies(planner, replan, slots_option), "")
-    return f"it fits with {found}" if found else "no rule fits either: take smaller models, or workers with more memory"
-
-
-def _remedies(planner: Planner, replan: Replan, slots_option: str) -> Iterator[str]:
-    """Yield what to set; first what leaves the numbers of a run as they are, then bfloat16, then more workers."""
-    for words, changed in _changes(planner, replan, slots_option):
-        if changed.fits(replan(changed)):
-            yield words
-    yield from _rules(planner)
-    bf16, short = _with_models(planner, "bf16")
-    recompute, leanest = _with_models(short, "gradient_checkpointing")
-    both = f"{bf16} {recompute}".strip()
-    for words, changed in ((bf16, short), (both, leanest)):
-        if changed.fits(replan(changed)):
-            yield words
-    yield from (f"{both} {rule}".strip() for rule in _rules(leanest))
-    yield from _more_workers(planner)
-
-
-def _rules(planner: Planner) -> Iterator[str]:
-    for name in HEURISTICS:
-        if planner.fits(planner.by_rule(name)):
-            yield f"allocation_mode={name}"
+    deadline = time.monotonic() + PATIENCE_S
+    for words, changed, made in _changes(planner, replan, slots_option):
+        if time.monotonic() > deadline:
+            break
+        if changed.fits(made(changed)):
+            return f"it fits with {words}"
+    return "nothing that was tried fits: take smaller models, more workers, or workers with more memory"
 
 
 def _changes(planner: Planner, replan: Replan, slots_option: str) -> Iterator[Change]:
-    """Yield changes of options that leave the numbers of a run as they are, smaller ones first."""
-    yield from _smaller_micro_batches(planner, replan)
-    yield from _fewer_slots(planner, slots_option)
-    words, recomputing = _with_models(planner, "gradient_checkpointing")
-    yield words, recomputing
-    for more in (_smaller_micro_batches(recomputing, replan), _fewer_slots(recomputing, slots_option)):
-        yield from ((f"{words} {others}".strip(), changed) for others, changed in more)
+    """Yield what could be set: first what leaves the numbers of a run as they are, then bfloat16, then more workers."""
+    recompute, recomputing = _with_models(planner, "gradient_checkpointing")
+    bf16, short = _with_models(planner, "bf16")
+    both, leanest = f"{bf16} {recompute}".strip(), _with_models(short, "gradient_checkpointing")[1]
+    if slots_option:
+        yield from _finer(planner, replan, slots_option)
+    yield recompute, recomputing, replan
+    if slots_option:
+        for words, changed, made in _finer(recomputing, replan, slots_option):
+            yield f"{recompute} {words}".strip(), changed, made
+    yield from _rules(planner, "")
+    yield bf16, short, replan
+    yield both, leanest, replan
+    yield from _rules(leanest, both)
+    yield from _more_workers(planner)
 
 
-def _smaller_micro_batches(planner: Planner, replan: Replan) -> Iterator[Change]:
-    """Yield the coarsest micro-batches that fit, in no more calls than it takes; nothing where none fit."""
+def _rules(planner: Planner, words: str) -> Iterator[Change]:
+    for name in HEURISTICS:
+        yield f"{words} allocation_mode={name}".strip(), planner, partial(Planner.by_rule, name=name)
+
+
+def _finer(planner: Planner, replan: Replan, slots_option: str) -> Iterator[Change]:
+    """Yield smaller micro-batches of the calls that need them, then fewer slots."""
     limits = planner.calls.limits
     cap = max(limit.max_tokens_per_mb for limit in limits.values()) // 2
     while cap >= SMALLEST_MICRO_BATCH:
@@ -81,9 +82,15 @@ def _smaller_micro_batches(planner: Planner, replan: Replan) -> Iterator[Change]
                     caps[name] = limit.max_tokens_per_mb
             changed = {name: n for name, n in caps.items() if n != limits[name].max_tokens_per_mb}
             words = " ".join(f"{name}.mb_spec.max_tokens_per_mb={n}" for name, n in changed.items())
-            yield words, _capped(planner, caps)
-            return
+            yield words, _capped(planner, caps), replan
         cap //= 2
+    calls, sampling = planner.calls, planner.calls.cost.sampling
+    slots = sampling.max_slots // 2 if sampling else 0
+    while sampling and slots >= SMALLEST_SLOTS:
+        fewer = replace(sampling, max_slots=slots)
+        cost, memory = replace(calls.cost, sampling=fewer), replace(calls.memory, sampling=fewer)
+        yield f"{slots_option}={slots}", replace(planner, calls=replace(calls, cost=cost, memory=memory)), replan
+        slots //= 2
 
 
 def _capped(planner: Planner, caps: Mapping[str, int]) -> Planner:
@@ -91,17 +98,7 @@ def _capped(planner: Planner, caps: Mapping[str, int]) -> Planner:
     return replace(planner, calls=replace(planner.calls, limits=limits))
 
 
-def _fewer_slots(planner: Planner, option: str) -> Iterator[Change]:
-    calls, sampling = planner.calls, planner.calls.cost.sampling
-    slots = sampling.max_slots // 2 if sampling else 0
-    while sampling and slots >= SMALLEST_SLOTS:
-        fewer = replace(sampling, max_slots=slots)
-        cost, memory = replace(calls.cost, sampling=fewer), replace(calls.memory, sampling=fewer)
-        yield f"{option}={slots}", replace(planner, calls=replace(calls, cost=cost, memory=memory))
-        slots //= 2
-
-
-def _with_models(planner: Planner, option: str) -> Change:
+def _with_models(planner: Planner, option: str) -> tuple[str, Planner]:
     """Set a switch of models: ``gradient_checkpointing`` where they are trained, or ``bf16`` everywhere."""
     calls, graph = planner.calls, planner.graph
 
@@ -118,8 +115,8 @@ def _with_models(planner: Planner, option: str) -> Change:
     return words, replace(planner, calls=replace(calls, cost=cost, memory=memory))
 
 
-def _more_workers(planner: Planner) -> Iterator[str]:
-    """Yield how many more devices it takes; workers on CPU share one memory, however many they are."""
+def _more_workers(planner: Planner) -> Iterator[Change]:
+    """Yield more devices, node by node; workers on CPU share one memory, however many they are."""
     calls, n, node_size = planner.calls, planner.n_workers, planner.cluster.node_size
     one_node = n == node_size
     while n < MOST_TIMES * planner.n_workers and not calls.hardware.cores:
@@ -127,5 +124,5 @@ def _more_workers(planner: Planner) -> Iterator[str]:
         node_size = n if one_node and n <= FULL_NODE else node_size
         hardware, cost = replace(calls.hardware, node_size=node_size), replace(calls.cost, node_size=node_size)
         larger = replace(planner, n_workers=n, calls=replace(calls, hardware=hardware, cost=cost))
-        if larger.fits(larger.by_rule("symmetric")):
-            yield f"n_nodes={n // node_size} n_gpus_per_node={node_size} allocation_mode=symmetric"
+        words = f"n_nodes={n // node_size} n_gpus_per_node={node_size} allocation_mode=symmetric"
+        yield words, larger, partial(Planner.by_rule, name="symmetric")

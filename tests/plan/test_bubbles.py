@@ -31,9 +31,9 @@ def test_the_slowest_stage_sets_the_pace_and_sends_add_up() -> None:
 @given(st.data())
 def test_long_uniform_pipelines_need_not_be_run_to_their_end(data: st.DataObject) -> None:
     n_stages, n = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 60))
-    seconds = st.lists(st.floats(0.1, 10.0), min_size=n_stages, max_size=n_stages)
+    seconds = st.lists(st.floats(0.1, 10.0), min_size=n_stages, max_size=n_stages).map(tuple)
     forward, backward = data.draw(seconds), data.draw(seconds)
-    send = [0.05] * n_stages
+    send = (0.05,) * n_stages
     for schedule in (train_schedule, inference_schedule):
         steps = [schedule(stage, n_stages, n) for stage in range(n_stages)]
         whole = makespan(steps, lambda s, i: forward[s], lambda s, i: backward[s], lambda s, i: send[s])

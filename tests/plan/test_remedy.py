@@ -108,23 +108,23 @@ def test_where_generation_needs_most_fewer_answers_are_drawn_at_a_time() -> None
     roomy = planner_with(1e12, 1, options=options)
     needed = peak(roomy, fixed(roomy, "d1"))
     words = remedy(planner_with(0.9 * needed, 1, options=options), lambda p: fixed(p, "d1"), "ppo.gen.max_slots")
-    assert words == "it fits with ppo.gen.max_slots=64"
+    assert words == "it fits with ppo.gen.max_slots=32"
 
 
 def test_a_rule_s_plan_is_made_anew_with_the_change() -> None:
     def by_rule(planner: Planner) -> ExecutionPlan:
         return planner.by_rule("symmetric")
 
-    planner = planner_with(0.6 * NEEDED, 1)
+    planner = planner_with(0.52 * NEEDED, 1)
     assert not planner.fits(by_rule(planner))
-    words = remedy(planner, by_rule, "slots")
+    words = remedy(planner, by_rule, "")
     assert words == "it fits with actor.gradient_checkpointing=True critic.gradient_checkpointing=True"
-    recomputing = planner_with(0.6 * NEEDED, 1, gradient_checkpointing=True)
+    recomputing = planner_with(0.52 * NEEDED, 1, gradient_checkpointing=True)
     assert recomputing.fits(by_rule(recomputing))
 
 
 def test_workers_that_share_a_memory_are_not_multiplied() -> None:
-    assert remedy(planner_with(2e6, 2), lambda p: fixed(p, "d2"), "slots").startswith("no rule fits either")
+    assert remedy(planner_with(2e6, 2), lambda p: fixed(p, "d2"), "slots").startswith("nothing that was tried fits")
     planner = planner_with(0.1 * NEEDED)
     shared = replace(planner, calls=replace(planner.calls, hardware=replace(planner.calls.hardware, cores=2)))
-    assert remedy(shared, fixed, "slots").startswith("no rule fits either")
+    assert remedy(shared, fixed, "slots").startswith("nothing that was tried fits")
