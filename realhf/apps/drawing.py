@@ -135,7 +135,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 def page(title: str, pictures: Sequence[str], listings: Sequence[Listing]) -> str:
     """Return one self-contained HTML page."""
     parts = [
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"/><title>{escape(title)}</title><style>'
+        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"/><title>{escape(title)}</title><style>'
         "body{font-family:sans-serif;margin:2em;color:#222}table{border-collapse:collapse;font-size:13px}"
         "td,th{padding:3px 10px;border-bottom:1px solid #ddd;text-align:left;vertical-align:top}"
         ".r{text-align:right;white-space:nowrap}svg{display:block;max-width:100%}</style></head><body>",
