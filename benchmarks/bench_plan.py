@@ -1,30 +1,44 @@
-"""Times the planner on one core: simulated plans per second, searches, and the plan of a reallocation.
+"""Times the planner on one core: simulated plans per second, searches, whole plans, and the plan of a reallocation.
 
 python benchmarks/bench_plan.py [--seed 0]
 
 Problems are the six calls of PPO at made-up prices: work over devices, with a tax on every way of cutting it and a
-floor below which more devices do not help; models grow with the cluster. Seconds depend on the machine.
+floor below which more devices do not help; models grow with the cluster. Whole plans are of LLaMA-shaped models on H100
+at the prices of the cost model. Seconds depend on the machine.
 """
 
 import argparse
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from random import Random
 
+from realhf.api.config import ModelSpec
 from realhf.api.graph import Graph
-from realhf.api.hardware import Cost
+from realhf.api.hardware import Cost, Workload
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model import ModelConfig
+from realhf.api.plan import MicroBatching
 from realhf.experiments.ppo import PPOExperiment
+from realhf.plan.candidates import Candidates
+from realhf.plan.cost import CostModel
+from realhf.plan.footprint import Counted
+from realhf.plan.hardware import read_hardware
+from realhf.plan.memory import MemoryModel
 from realhf.plan.native import evaluator
+from realhf.plan.planner import Planner
 from realhf.plan.problem import Move, Option, Problem
 from realhf.plan.realloc import plan_realloc
+from realhf.plan.roofline import Roofline
 from realhf.plan.search import search
 from realhf.plan.specs import param_specs, stage_layers
 from realhf.plan.walk import Dice, Evaluator, PythonEvaluator, Walker
 
 LLAMA_7B = ModelConfig("llama", 32, 4096, 32, 32, 128, 11008, 32000, 4096)
+LLAMA_34B = replace(LLAMA_7B, n_layers=48, hidden=8192, n_heads=64, n_kv_heads=8, intermediate=22016)
+ACTORS = {8: LLAMA_7B, 128: LLAMA_34B, 1024: replace(LLAMA_34B, n_layers=80, intermediate=28672)}
+"""Actor and reference by devices: 7B, 34B and 70B; critic and reward model have 7B."""
 SIZES = {8: 7e9, 128: 34e9, 1024: 70e9}
 """Parameters of actor and reference by devices; critic and reward model have 7e9."""
 WORK = {"actor_gen": 8.0, "rew_inf": 1.0, "ref_inf": 1.0, "critic_inf": 1.0, "actor_train": 3.0, "critic_train": 3.0}
@@ -94,6 +108,22 @@ def plans_per_second(players: Evaluator, problem: Problem, n: int, seed: int) ->
     return n / (time.perf_counter() - begin)
 
 
+def planner_on(n_devices: int) -> Planner:
+    """Return the planner of PPO on H100: 512 prompts of 1,024 tokens a step, answers of as many, bfloat16."""
+    experiment = PPOExperiment()
+    experiment.dataset.train_bs_n_seqs, experiment.ppo.gen.max_new_tokens = 512, 1024
+    for role in ("actor", "critic", "ref", "rew"):
+        setattr(experiment, role, ModelSpec(config="-", init_from_scratch=True, bf16=True, gradient_checkpointing=True))
+    graph, roles, sampling = experiment.graph(), experiment.roles(), experiment.sampling_options()
+    judge, actor = replace(LLAMA_7B, head="scalar"), ACTORS[n_devices]
+    models = {"actor": actor, "ref": actor, "critic": judge, "rew": judge}
+    rows, hardware = Workload(((1024,),), (1024,)), read_hardware("h100")
+    cost = CostModel(graph, models, roles, Roofline(hardware), rows, hardware.node_size, sampling)
+    memory = MemoryModel(graph, models, roles, rows, Counted("cuda"), hardware.reserved, "cuda", sampling)
+    limits = {mfc.name: MicroBatching() for mfc in graph.mfcs}
+    return Planner(graph, Candidates(cost, memory, hardware, 512, limits), n_devices)
+
+
 def slowest_realloc(n_devices: int, n_pairs: int, seed: int) -> tuple[float, str]:
     """Return the longest time to plan a move of a 7B model between two random layouts, and which they were."""
     random, specs, slowest = Random(seed), param_specs(LLAMA_7B), (0.0, "")
@@ -127,6 +157,14 @@ def main() -> None:
             f"      search: {seconds:5.2f} s, {n_options} options, {found.n_evaluated:,} plans, {found.stop.value}; "
             f"step {found.seconds:.4g} s, greedy {first:.4g} s"
         )
+    for n_devices in ACTORS:
+        planner = planner_on(n_devices)
+        begin = time.perf_counter()
+        plan = planner.search(seed=seed).plan
+        middle = time.perf_counter()
+        seconds = planner.predict(plan).seconds
+        print(f"{n_devices:5} H100: planned in {middle - begin:5.2f} s, predicted in {time.perf_counter() - middle:.2f} s "
+              f"({seconds:.4g} s a step)")  # fmt: skip
     for n_devices in (64, 1024):
         seconds, pair = slowest_realloc(n_devices, 36, seed)
         print(f"{n_devices:5} devices: reallocation of a 7B model planned in at most {seconds:.3f} s ({pair})")

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from realhf.api.config import DatasetConfig, Device, ExperimentConfig, Mode, ModelSpec, PPOConfig
 from realhf.api.graph import MFC, Graph
 from realhf.apps.preflight import preflight
-from realhf.base.errors import UserError
+from realhf.base.errors import Impossible, UserError
 from realhf.base.paths import RunDir
 from realhf.experiments.ppo import PPOExperiment
 from realhf.experiments.ppo_math import PPOMathExperiment
@@ -80,6 +80,30 @@ def test_a_good_run_is_told_in_full_and_writes_nothing(ppo: PPOMathExperiment, s
     assert run.length.n_steps == 5 and set(run.program) == {m.name for m in run.graph.mfcs}
     assert set(run.models) == {"actor", "ref", "critic"} and run.models["critic"].head == "scalar"
     assert preflight("sft", sft, paths).n_rows == 40 and not paths.root.parent.exists()
+
+
+def test_what_is_expected_of_a_run_is_told(ppo: PPOMathExperiment, paths: RunDir) -> None:
+    ppo.planner.hardware = "cpu"
+    expected = preflight("ppo-math", ppo, paths).expected
+    assert expected is not None and expected.source == "the limits of cpu" and expected.step_s > 0
+    assert set(expected.calls) == {m.name for m in ppo.graph().mfcs} and 3.5e8 < expected.peak_bytes < 5e8
+
+
+def test_a_run_that_does_not_fit_is_refused_with_what_would_fit(ppo: PPOMathExperiment, paths: RunDir) -> None:
+    ppo.dataset.train_bs_n_seqs, ppo.ppo.gen.max_new_tokens, ppo.ppo.ppo_n_minibatches = 16, 150, 1
+    ppo.allocation_mode, ppo.planner.hardware = "d1", "cpu"
+    expected = preflight("ppo-math", ppo, paths).expected
+    assert expected is not None
+    ppo.planner.memory_gb = expected.peak_bytes / 1e9 - 1e-4
+    with pytest.raises(Impossible) as caught:
+        preflight("ppo-math", ppo, paths)
+    (problem,) = caught.value.problems
+    assert problem.startswith("worker 0 would need 0.") and "runtime 0.35" in problem
+    option, _, value = problem.rpartition("it fits with ")[2].partition("=")
+    assert option == "actor_train.mb_spec.max_tokens_per_mb"
+    ppo.actor_train.mb_spec.max_tokens_per_mb = int(value)
+    assert preflight("ppo-math", ppo, paths)
+    assert not paths.root.parent.exists()
 
 
 def test_models_from_scratch_need_no_weights(task: Any, paths: RunDir) -> None:

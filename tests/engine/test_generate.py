@@ -19,6 +19,9 @@ from realhf.api.plan import MicroBatching
 from realhf.comm.parallel import ParallelContext, make_groups
 from realhf.data.batch import Column, SequenceBatch
 from realhf.engine.native import NativeEngine, build_engine
+from realhf.engine.pipeline import Pipeline
+from realhf.models.cache import KVCache
+from realhf.models.transformer import Transformer
 from tests.engine.tiny import FAMILIES, STOP, VOCAB, by_row, engine_on, prompts_of
 
 LENGTHS = (3, 1, 7, 7, 12, 2, 5)
@@ -62,6 +65,27 @@ def test_greedy_is_what_hugging_face_takes(family: str, twins: Twins) -> None:
     for prompt, row in zip(prompts.columns["prompts"].rows(), made.columns["tokens"].rows(), strict=True):
         assert row.tolist() == model.generate(prompt[None], **options)[0].tolist()
     assert answers_of(zero) == [answer for answer in answers_of(made) for _ in range(2)]
+
+
+class Counting(Transformer):
+    """Notes for how many rows it makes caches."""
+
+    n_slots = 0
+
+    def new_cache(self, n_slots: int, max_len: int) -> KVCache:
+        self.n_slots += n_slots
+        return super().new_cache(n_slots, max_len)
+
+
+@pytest.mark.parametrize(("planned", "slots"), [(0, 8), (3, 3), (20, 8)])
+def test_a_plan_may_want_fewer_rows_at_a_time(planned: int, slots: int, engine: NativeEngine) -> None:
+    model = Counting(engine.config, engine.params)
+    counting = replace(engine, model=model, pipeline=Pipeline(model, engine.context),
+                       micro_batching=MicroBatching(max_slots=planned))  # fmt: skip
+    config, prompts = GenerationConfig(max_new_tokens=6, max_slots=8), prompts_of(LENGTHS)
+    made = counting.generate(prompts, config, 2, SEED)
+    assert model.n_slots == slots
+    assert answers_of(made) == answers_of(engine.generate(prompts, config, 2, SEED))
 
 
 def test_the_layout_of_the_result(engine: NativeEngine) -> None:

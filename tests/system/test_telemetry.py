@@ -15,7 +15,7 @@ from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.api.messages import Call, Done, Ready
 from realhf.plan.flops import generate_flops, train_flops
 from realhf.plan.schedule import RowsReady, Span
-from realhf.system.run import RunSpec
+from realhf.system.run import Expected, RunSpec
 from realhf.system.telemetry import Metrics, Telemetry
 
 SPEC = InterfaceSpec("any")
@@ -108,6 +108,20 @@ def test_one_line_of_metrics_per_step(run: RunSpec) -> None:
     assert (metrics["memory/worker_peak_gb"], metrics["memory/worker_gb"]) == (9e-9, 6e-9)
     assert not any(name.startswith("_") for name in metrics)
     telemetry.close()
+
+
+def test_what_was_predicted_stands_in_every_line_beside_what_was_measured(run: RunSpec) -> None:
+    expected = Expected("the limits of cpu", 1.75, {"actor_gen": 0.5, "actor_train": 0.25}, 2e9)
+    telemetry = Telemetry(replace(run, expected=expected), Watcher(), [])
+    for step in (0, 1):
+        one_step(telemetry)
+        telemetry.step_done(step, {})
+    telemetry.close()
+    for metrics in lines(run.paths.metrics):
+        predicted = {name: value for name, value in metrics.items() if name.startswith("predicted/")}
+        wanted = {"predicted/step_s": 1.75, "predicted/actor_gen_s": 0.5, "predicted/actor_train_s": 0.25}
+        assert predicted == wanted
+    assert lines(run.paths.metrics)[0]["time/actor_train_s"] == 0.25
 
 
 def test_steps_do_not_mix_and_leave_nothing_behind(run: RunSpec) -> None:

@@ -1,0 +1,51 @@
+"""What a person sees of a run's steps: measured time beside the predicted one, in columns."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from realhf.api.config import ExperimentConfig
+from realhf.api.experiment import Task
+from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
+from realhf.api.plan import ExecutionPlan, Placement
+from realhf.apps.console import HEAD, Console, step_line
+from realhf.base.paths import RunDir
+from realhf.system.run import Expected, RunSpec
+from tests.plan.planners import layout
+
+METRICS = {"step": 3.0, "time/step_s": 2.0, "time/gen_s": 1.5, "time/train_s": 0.4, "time/move_s": 0.001,
+           "reward/mean": -0.25, "tokens/per_s": 1234.5, "predicted/step_s": 1.75}  # fmt: skip
+
+
+def at(head: str, line: str) -> str:
+    """What stands below a word of the head, right-aligned as it is."""
+    end = HEAD.index(head) + len(head)
+    return line[:end].split(" ")[-1]
+
+
+def test_the_prediction_stands_beside_the_measurement() -> None:
+    line = step_line(METRICS)
+    assert (at("step", line), at("reward", line), at("tok/s", line)) == ("3", "-0.250", "1234")
+    assert (at("time", line), at("(pred)", line)) == ("2.00s", "(1.75s)")
+    assert line.endswith("  gen 75% train 20%")  # what takes less than half a percent is left out
+    assert at("kl", line) == "-"
+
+
+def test_without_a_prediction_its_place_is_empty() -> None:
+    line = step_line({name: value for name, value in METRICS.items() if name != "predicted/step_s"})
+    assert (at("time", line), at("(pred)", line)) == ("2.00s", "")
+    assert line.index("gen 75%") == step_line(METRICS).index("gen 75%")
+
+
+def test_the_banner_tells_what_is_expected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    graph = Graph((MFC("gen", "actor", Kind.GENERATE, InterfaceSpec("any"), ("prompts",), ("tokens",), 2),))
+    plan = ExecutionPlan(2, {"gen": Placement(layout("t2"))})
+    run = RunSpec("test", ExperimentConfig(), Task.prompt, graph, {}, plan, RunDir(tmp_path), "cpu", 4)
+    Console(run).banner()
+    assert "predicted" not in capsys.readouterr().out
+    expected = Expected("the limits of cpu", 1.75, {"gen": 1.5}, 2.5e9)
+    Console(replace(run, expected=expected)).banner()
+    shown = capsys.readouterr().out
+    assert "predicted 1.75 s a step, 2.50 GB on the fullest worker, from the limits of cpu\n" in shown
+    assert "d1t2p1@0-1" in shown
