@@ -163,8 +163,10 @@ def main() -> None:
         plan = planner.search(seed=seed).plan
         middle = time.perf_counter()
         seconds = planner.predict(plan).seconds
-        print(f"{n_devices:5} H100: planned in {middle - begin:5.2f} s, predicted in {time.perf_counter() - middle:.2f} s "
-              f"({seconds:.4g} s a step)")  # fmt: skip
+        took = time.perf_counter() - middle
+        print(
+            f"{n_devices:5} H100: planned in {middle - begin:5.2f} s, predicted in {took:.2f} s ({seconds:.4g} s a step)"
+        )
     for n_devices in (64, 1024):
         seconds, pair = slowest_realloc(n_devices, 36, seed)
         print(f"{n_devices:5} devices: reallocation of a 7B model planned in at most {seconds:.3f} s ({pair})")
