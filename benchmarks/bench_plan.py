@@ -162,9 +162,9 @@ def main() -> None:
         begin = time.perf_counter()
         plan = planner.search(seed=seed).plan
         middle = time.perf_counter()
-        seconds = planner.predict(plan).seconds
-        took = time.perf_counter() - middle
-        print(f"{n_devices:5} H100: planned in {middle - begin:5.2f} s, predicted in {took:.2f} s: {seconds:.4g} s")
+        step = planner.predict(plan).seconds
+        spent = middle - begin, time.perf_counter() - middle
+        print(f"{n_devices:5} H100: planned in {spent[0]:5.2f} s, predicted in {spent[1]:.2f} s; step {step:.4g} s")
     for n_devices in (64, 1024):
         seconds, pair = slowest_realloc(n_devices, 36, seed)
         print(f"{n_devices:5} devices: reallocation of a 7B model planned in at most {seconds:.3f} s ({pair})")

@@ -1,5 +1,6 @@
 """Plans for one experiment on one cluster: by rule or by search, with the time and memory that they will take."""
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -69,7 +70,8 @@ class Planner:
         return plan
 
     def search(self, seed: int = 1, budget_s: float = 60.0, rules: Sequence[str] = tuple(HEURISTICS)) -> "Searched":
-        """Return the best plan found, never worse than that of any rule."""
+        """Return the best plan found, never worse than that of any rule; no choice is looked at after ``budget_s``."""
+        deadline = time.monotonic() + budget_s
         ruled: list[ExecutionPlan] = []
         for name in rules:
             with suppress(ValueError):  # a profile need not know what a rule wants
@@ -78,7 +80,8 @@ class Planner:
         for share in SHARES[::2]:
             table = self.candidates(started, share)
             problem = self.problem(table)
-            result = search(problem, [choice_of(table, some) for some in started], seed, self.effort, budget_s)
+            starts, left = [choice_of(table, some) for some in started], deadline - time.monotonic()
+            result = search(problem, starts, seed, self.effort, left)
             if result.fits:
                 break
         chosen = {m.name: table[m.name][i].placement for m, i in zip(self.graph.mfcs, result.choice, strict=True)}
@@ -89,7 +92,8 @@ class Planner:
         """Return the plan that was found; of plans that are about as good, the one with the best prediction."""
         known = [(found.result.seconds, found.plan)]
         for plan in ruled:
-            known.append((evaluate(found.problem, choice_of(found.table, layouts_of(plan)))[0], plan))
+            if all(plan != other for _, other in known):
+                known.append((evaluate(found.problem, choice_of(found.table, layouts_of(plan)))[0], plan))
         fitting = [pair for pair in known if self.fits(pair[1])] or known[:1]
         best = min(seconds for seconds, _ in fitting)
         close = [plan for seconds, plan in fitting if seconds <= CLOSE * best]
