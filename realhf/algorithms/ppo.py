@@ -1,93 +1,56 @@
 """PPO: the actor's and the critic's halves. The formulas are in ppo_math; here they meet batches and engines."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from realhf.algorithms.advantages import whiten
 from realhf.algorithms.generation import draw_answers, train_temperature
-from realhf.algorithms.ppo_math import (
-    ValueNorm,
-    actor_loss,
-    answer_mask,
-    critic_loss,
-    early_stop_limits,
-    kl_coefficient,
-    loss_mask,
-    next_kl_coefficient,
-    to_states,
-    token_rewards,
-)
+from realhf.algorithms.kl import kl_coefficient, next_kl_coefficient
+from realhf.algorithms.policy_loss import Rows, actor_loss, denominator, early_stop_limits, token_weights
+from realhf.algorithms.ppo_math import ValueNorm, critic_loss, per_token, to_states
+from realhf.algorithms.rollout import Rollout, roll_out, rollout_stats
 from realhf.algorithms.stats import add_stats, mean_of
-from realhf.api.config import PPOConfig
+from realhf.api.config import KLPlace, LossMean, PPOConfig
 from realhf.api.engine import Engine, InterfaceContext, Limits, Loss, LossFn, Outputs
 from realhf.api.messages import State, Stats
 from realhf.data.batch import Column, SequenceBatch
-from realhf.ops.gae import packed_gae
 from realhf.ops.masked import group_normalise, masked_sums, normalise
 
 VALUE_LOSSES = ("mse", "huber")
 
 
-@dataclass(frozen=True)
-class Rollout:
-    """What follows from a batch with its rewards, before any model is asked: ``[T]`` columns of actions."""
-
-    kl: Tensor  # log p - log ref on answers, 0 elsewhere
-    answers: Tensor  # bool
-    trained: Tensor  # bool, the loss mask
-    values: Tensor  # of states, in units of rewards
-    advantages: Tensor
-    returns: Tensor
-    n_rows: int
-
-    @property
-    def kl_sums(self) -> Tensor:
-        """Sum of the KL of all answers, and their number, ``[2]`` float64."""
-        total = self.kl.double().sum()
-        return torch.stack([total, torch.full_like(total, self.n_rows)])
-
-    def stats(self, rewards: Tensor, kl_coef: float) -> Stats:
-        """Statistics of these rows; ``advantage`` is before normalisation."""
-        return {
-            "reward": mean_of(rewards),
-            "kl": mean_of(self.kl, self.answers),
-            "kl_per_answer": (float(self.kl.double().sum()), float(self.n_rows)),
-            "kl_coef": (kl_coef, 1.0),
-            "advantage": mean_of(self.advantages, self.trained),
-            "advantage_sq": mean_of(self.advantages.double().square(), self.trained),
-            "return": mean_of(self.returns, self.trained),
-        }
-
-
-def roll_out(batch: SequenceBatch, config: PPOConfig, kl_coef: float) -> Rollout:
-    """Return rewards turned into advantages and returns (before normalisation). Reads the input columns of training."""
-    lengths = batch.lengths("tokens")
-    truncated = batch["truncated"].bool()
-    answers = answer_mask(batch["prompt_mask"], lengths)
-    kl = (batch["logprobs"] - batch["ref_logprobs"]).masked_fill(~answers, 0.0)
-    values = torch.zeros_like(kl) if config.disable_value else batch["values"]
-    rewards = token_rewards(kl, batch["rewards"], truncated, lengths, kl_coef, config)
-    advantages, returns = packed_gae(rewards, values, lengths, truncated, config.discount, config.gae_lambda)
-    trained = loss_mask(answers, truncated, lengths, config.mask_too_long)
-    return Rollout(kl, answers, trained, values, advantages, returns, len(batch))
+def tokens_trained(part: SequenceBatch) -> float:
+    return float(part["loss_mask"].sum())
 
 
 def train_minibatches(
-    engine: Engine, ready: SequenceBatch, minibatch: Tensor, config: PPOConfig, loss_fn: LossFn, limits: Limits
+    engine: Engine,
+    ready: SequenceBatch,
+    minibatch: Tensor,
+    config: PPOConfig,
+    loss_fn: LossFn,
+    limits: Limits,
+    count: Callable[[SequenceBatch], float] = tokens_trained,
 ) -> Stats:
     """Make one optimizer step per mini-batch, the same number on every rank, and merge the statistics.
 
-    ``ready`` has the columns that ``loss_fn`` reads, ``loss_mask`` among them; ``minibatch`` is ``[B]`` int64.
+    ``ready`` has the columns that ``loss_fn`` reads, ``loss_mask`` among them; ``minibatch`` is ``[B]`` int64;
+    ``count`` is this worker's share of the denominator of a mini-batch.
     """
-    numbers = minibatch.tolist()
-    if any(not 0 <= k < config.ppo_n_minibatches for k in numbers):
-        raise ValueError(f"mini-batch numbers {sorted(set(numbers))}, but ppo_n_minibatches={config.ppo_n_minibatches}")
     stats: Stats = {}
-    for k in range(config.ppo_n_minibatches):
-        part = ready.select([i for i, number in enumerate(numbers) if number == k])
-        stats = add_stats(stats, engine.train(part, loss_fn, float(part["loss_mask"].sum()), limits))
+    for part in split_minibatches(ready, minibatch, config.ppo_n_minibatches):
+        stats = add_stats(stats, engine.train(part, loss_fn, count(part), limits))
     return stats
+
+
+def split_minibatches(ready: SequenceBatch, minibatch: Tensor, n: int) -> list[SequenceBatch]:
+    numbers = minibatch.tolist()
+    if any(not 0 <= k < n for k in numbers):
+        raise ValueError(f"mini-batch numbers {sorted(set(numbers))}, but ppo_n_minibatches={n}")
+    return ready.split([[i for i, number in enumerate(numbers) if number == k] for k in range(n)])
 
 
 def updated_kl_coefficient(engine: Engine, rollout: Rollout, kl_coef: float, config: PPOConfig) -> float:
@@ -99,8 +62,9 @@ def updated_kl_coefficient(engine: Engine, rollout: Rollout, kl_coef: float, con
 class PPOActor:
     """Generates answers, scores them as the reference does, and trains the policy.
 
-    Columns of training: ``tokens prompt_mask logprobs ref_logprobs`` per token, ``values`` too unless disable_value;
-    ``truncated rewards minibatch`` per row. Old log-probabilities are those of generation. Its state is ``kl_coef``.
+    Columns of training: ``tokens prompt_mask logprobs`` per token, with a reference ``ref_logprobs``, with a critic
+    ``values``, with recompute_logprobs ``prox_logprobs``; ``truncated rewards minibatch`` per row. Its state is
+    ``kl_coef``.
     """
 
     config_type = PPOConfig
@@ -115,20 +79,47 @@ class PPOActor:
         return draw_answers(engine, batch, self.config.gen, n, self.context.seed)
 
     def inference(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
-        """Make ``ref_logprobs``, at the temperature of generation."""
+        """Make ``ref_logprobs`` (of the policy itself: ``prox_logprobs``), at the temperature of generation."""
         logprobs = engine.forward(batch.only(("tokens",)), lambda outputs, _: outputs.logprobs(self.temperature))
-        return SequenceBatch(batch.ids, {"ref_logprobs": Column(logprobs, batch.lengths("tokens"))}), {}
+        column = Column(logprobs, batch.lengths("tokens"))
+        return SequenceBatch(batch.ids, {"ref_logprobs": column, "prox_logprobs": column}), {}
 
     def train_step(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[Stats, State]:
-        kl_coef = kl_coefficient(state, self.config)
-        rollout = roll_out(batch, self.config, kl_coef)
-        advantages = self.normalised_advantages(engine, batch, rollout)
-        ready = batch.only(("tokens", "logprobs"))
-        ready = ready.with_tokenwise("advantages", advantages).with_tokenwise("loss_mask", rollout.trained.byte())
-        next_coef = updated_kl_coefficient(engine, rollout, kl_coef, self.config)
-        limits = early_stop_limits(self.config)
-        stats = train_minibatches(engine, ready, batch["minibatch"], self.config, self.loss, limits)
-        return {**stats, **rollout.stats(batch["rewards"], kl_coef)}, {**state, "kl_coef": next_coef}
+        config, kl_coef = self.config, kl_coefficient(state, self.config)
+        rollout = roll_out(batch, config, kl_coef)
+        ready = self.ready(engine, batch, rollout)
+        next_coef = updated_kl_coefficient(engine, rollout, kl_coef, config)
+        stats = train_minibatches(engine, ready, batch["minibatch"], config, partial(self.loss, kl_coef=kl_coef),
+                                  early_stop_limits(config), self.count)  # fmt: skip
+        return {**stats, **rollout_stats(rollout, batch, config, kl_coef)}, {**state, "kl_coef": next_coef}
+
+    def ready(self, engine: Engine, batch: SequenceBatch, rollout: Rollout) -> SequenceBatch:
+        """Return the columns that the loss reads. Collective."""
+        config, rows = self.config, Rows(rollout.trained, batch.lengths("tokens"))
+        length = config.loss_length or float(config.gen.max_new_tokens)
+        ready = batch.only(("tokens",)).with_tokenwise("logprobs", rollout.logprobs)
+        ready = ready.with_tokenwise("advantages", self.normalised_advantages(engine, batch, rollout))
+        ready = ready.with_tokenwise("loss_mask", rollout.trained.byte())
+        ready = ready.with_tokenwise("weights", token_weights(rows, config.loss_mean, length))
+        if rollout.behaviour_weights is not None:
+            ready = ready.with_tokenwise("behaviour_weights", rollout.behaviour_weights)
+        if config.kl_in is not KLPlace.loss:
+            return ready
+        mean = config.kl_loss_mean or config.loss_mean
+        weights = token_weights(rows, mean, length)
+        if mean is not config.loss_mean:  # the engine divides by the denominator of loss_mean
+            parts = split_minibatches(ready, batch["minibatch"], config.ppo_n_minibatches)
+            counts = [[self.count(part), self.count(part, mean)] for part in parts]
+            factors = [loss / max(kl, 1.0) for loss, kl in engine.reduce(torch.tensor(counts)).tolist()]
+            per_row = torch.tensor([factors[k] for k in batch["minibatch"].tolist()], device=weights.device)
+            weights = weights * per_token(per_row, batch.lengths("tokens"))
+        ref = batch.columns["ref_logprobs"]
+        return ready.with_columns(ref_logprobs=ref).with_tokenwise("kl_weights", weights)
+
+    def count(self, part: SequenceBatch, mean: LossMean | None = None) -> float:
+        """Return what a mini-batch adds to the denominator of the loss."""
+        rows = Rows(part["loss_mask"].bool(), part.lengths("tokens"))
+        return denominator(rows, mean or self.config.loss_mean)
 
     def normalised_advantages(self, engine: Engine, batch: SequenceBatch, rollout: Rollout) -> Tensor:
         """Normalise over the global batch, or over each prompt's answers, as configured. Collective for the former."""
@@ -137,12 +128,12 @@ class PPOActor:
             return group_normalise(rollout.advantages, rollout.trained, batch.lengths("tokens"), prompts)
         if self.config.adv_norm:
             sums = engine.reduce(masked_sums(rollout.advantages, rollout.trained))
-            return normalise(rollout.advantages, rollout.trained, sums)
+            how = whiten if self.config.adv_norm_unbiased else normalise
+            return how(rollout.advantages, rollout.trained, sums)
         return rollout.advantages.masked_fill(~rollout.trained, 0.0)
 
-    def loss(self, outputs: Outputs, batch: SequenceBatch) -> Loss:
-        logprobs = outputs.logprobs(self.temperature)
-        return actor_loss(logprobs, batch["logprobs"], batch["advantages"], batch["loss_mask"], self.config.eps_clip)
+    def loss(self, outputs: Outputs, batch: SequenceBatch, kl_coef: float) -> Loss:
+        return actor_loss(outputs.logprobs(self.temperature), batch, self.config, kl_coef)
 
 
 class PPOCritic:
@@ -180,8 +171,8 @@ class PPOCritic:
         ready = batch.only(("tokens",)).with_tokenwise("targets", targets).with_tokenwise("old_values", old_values)
         ready = ready.with_tokenwise("loss_mask", trained)
         stats = train_minibatches(engine, ready, batch["minibatch"], self.config, self.loss, {})
-        stats = {**stats, **rollout.stats(batch["rewards"], kl_coef), "value": mean_of(rollout.values, trained)}
-        return stats, next_state
+        stats = {**stats, **rollout_stats(rollout, batch, self.config, kl_coef)}
+        return {**stats, "value": mean_of(rollout.values, trained)}, next_state
 
     def value_norm(self, state: State) -> ValueNorm:
         return ValueNorm.load(self.config, state.get("value_norm", {}))

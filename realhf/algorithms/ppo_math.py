@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from realhf.api.config import PPOConfig, ValueNormType
-from realhf.api.engine import Limits, Loss
+from realhf.api.engine import Loss
 from realhf.api.messages import State
 
-LOG_RATIO_LIMIT = 40.0
 HUBER_DELTA = 10.0
 VARIANCE_FLOOR = 1e-2
 VALUE_CLIP = 5.0
@@ -57,36 +56,6 @@ def token_rewards(
 def to_states(actions: Tensor) -> Tensor:
     """Move every action's element to the state it was chosen in: token t+1's to t. Needs 0 at rows' first tokens."""
     return actions.roll(-1)
-
-
-def actor_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, eps_clip: float) -> Loss:
-    """Return the sum over ``mask`` of ``max(-A r, -A clip(r, 1-e, 1+e))`` with ``r = exp(logp - old)``.
-
-    All inputs are ``[T]``; gradients flow through ``logprobs``. Monitors: ``actor_loss``, ``importance_ratio`` (r),
-    ``clip_ratio`` (share of tokens where the clipped branch is larger, so that no gradient flows) and ``approx_kl``
-    (``r - 1 - log r``, an unbiased and never negative estimate of KL(old || new), in nats per token). Log-ratios are
-    held within +-40.
-    """
-    mask = mask.bool()
-    log_ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    importance = log_ratio.exp()
-    plain = -advantages * importance
-    clipped = -advantages * importance.clamp(1.0 - eps_clip, 1.0 + eps_clip)
-    total = torch.maximum(plain, clipped).masked_fill(~mask, 0.0).sum()
-    seen, count = log_ratio.detach(), mask.sum()
-    stats = {
-        "actor_loss": (total.detach(), count),
-        "importance_ratio": ((seen.exp() * mask).sum(), count),
-        "clip_ratio": (((clipped > plain) & mask).sum(), count),
-        "approx_kl": ((torch.expm1(seen) - seen).sum(), count),
-    }
-    return Loss(total, stats)
-
-
-def early_stop_limits(config: PPOConfig) -> Limits:
-    """Return the largest mean importance ratio and approximate KL at which a mini-batch still makes a step."""
-    limits = {"importance_ratio": config.early_stop_imp_ratio, "approx_kl": config.early_stop_kl}
-    return {name: limit for name, limit in limits.items() if limit is not None}
 
 
 def huber(error: Tensor) -> Tensor:
@@ -170,20 +139,3 @@ class ValueNorm:
 
     def denormalise(self, raw: Tensor) -> Tensor:
         return raw * self.std + self.mean
-
-
-def kl_coefficient(state: State, config: PPOConfig) -> float:
-    """Return the KL coefficient in force: ``kl_ctl``, or what the adaptive controller has reached."""
-    return float(state.get("kl_coef", config.kl_ctl)) if config.use_adaptive_kl_ctl else config.kl_ctl
-
-
-def next_kl_coefficient(coef: float, kl_sum: float, n_answers: float, config: PPOConfig) -> float:
-    """Return the coefficient after a step: ``n_answers`` answers whose KL to the reference adds up to ``kl_sum`` nats.
-
-    Adaptive: ``coef * (1 + clip(kl / target - 1, +-0.2) * n / horizon)`` with kl the mean per answer (Ziegler et al.
-    2019, arXiv 1909.08593, sec. 2.2): above the target the penalty grows. Fixed: no change.
-    """
-    if not config.use_adaptive_kl_ctl or n_answers == 0:
-        return coef
-    error = kl_sum / n_answers / config.adaptive_kl_target - 1.0
-    return coef * (1.0 + min(max(error, -0.2), 0.2) * n_answers / config.adaptive_kl_horizon)

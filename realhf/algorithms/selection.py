@@ -1,9 +1,10 @@
-"""Which of the answers drawn for a prompt are trained on (generation_size > group_size)."""
+"""Which answers are trained on: the best of each prompt (generation_size), of prompts that tell (dynamic_sampling)."""
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
+from realhf.algorithms.advantages import equal_in_group
 from realhf.api.batch import RowId
 from realhf.api.config import PPOConfig
 from realhf.data.batch import SequenceBatch
@@ -31,6 +32,10 @@ def answer_lengths(batch: SequenceBatch) -> list[int]:
 def scored(batch: SequenceBatch, rewards: Tensor, config: PPOConfig) -> SequenceBatch:
     """Return the rows that stay, with the scalar column ``rewards`` (``[B]`` float32, one per row of ``batch``)."""
     result = SequenceBatch(batch.ids).with_scalars("rewards", rewards.float())
-    if config.generation_size is None or config.generation_size <= config.group_size:
-        return result
-    return result.select(best_rows(batch.ids, rewards.tolist(), answer_lengths(batch), config.group_size))
+    if config.generation_size is not None and config.generation_size > config.group_size:
+        kept = best_rows(batch.ids, rewards.tolist(), answer_lengths(batch), config.group_size)
+        result = result.select(kept)
+    if config.dynamic_sampling:
+        same = equal_in_group(result["rewards"], [row.prompt for row in result.ids]).tolist()
+        result = result.select([i for i, is_same in enumerate(same) if not is_same])
+    return result

@@ -29,7 +29,9 @@ class MFC:
     """One model function call. ``batch_size`` counts prompts; ``role`` is None where no model is needed.
 
     ``n_minibatches`` is how many optimizer steps a training call makes: rows are dealt to data-parallel ranks so that
-    every mini-batch is balanced, and is the same set of rows under any layout.
+    every mini-batch is balanced, and is the same set of rows under any layout. ``aliases`` are pairs (key of the graph,
+    what the interface calls it). With ``per_prompt`` a generating call makes one row for every prompt, which all its
+    samples share.
     """
 
     name: str
@@ -40,10 +42,24 @@ class MFC:
     outputs: tuple[str, ...] = ()
     batch_size: int = 1
     n_minibatches: int = 1
+    aliases: tuple[tuple[str, str], ...] = ()
+    per_prompt: bool = False
 
     @property
     def is_train(self) -> bool:
         return self.kind is Kind.TRAIN
+
+    def interface_key(self, key: str) -> str:
+        """Return what the interface calls a key of the graph."""
+        return dict(self.aliases).get(key, key)
+
+    def graph_key(self, key: str) -> str:
+        """Return the key of the graph that the interface calls ``key``."""
+        return next((ours for ours, theirs in self.aliases if theirs == key), key)
+
+    def lag(self, max_staleness: int) -> int:
+        """Return how many steps older than its rows the call's weights may be: only rollout may be ahead."""
+        return max_staleness if self.kind is Kind.GENERATE else 0
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,10 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+LARGE_BYTES = 1 << 20
+"""From here on what gloo copies costs more than what it asks its peers."""
+
+
 class Group:
     """Some workers that reduce and gather together. A group of one does nothing, without torch.distributed.
 
@@ -68,18 +72,37 @@ class Group:
         return tensor
 
     def reduce_scatter(self, output: Tensor, whole: Tensor) -> None:
-        """Fill ``output`` with this member's equal part of the sum of ``whole`` over the group."""
-        if self.size > 1:
+        """Fill ``output`` with this member's equal part of the sum of ``whole`` over the group.
+
+        ``output`` may be that part of ``whole`` itself, which is then overwritten.
+        """
+        if self.size > 1 and self._is_gloo and output.data_ptr() == self._parts(whole)[self.index].data_ptr():
+            dist.all_reduce(whole, group=self.handle)  # gloo's reduce-scatter is the same with two copies more
+        elif self.size > 1:
             dist.reduce_scatter_tensor(output, whole, group=self.handle)
         elif output.data_ptr() != whole.data_ptr():
             output.copy_(whole)
 
     def all_gather(self, whole: Tensor, part: Tensor) -> None:
-        """Fill ``whole`` with the members' equal parts, in the order of ``index``."""
-        if self.size > 1:
+        """Fill ``whole`` with the members' equal parts, in the order of ``index``; ``part`` may lie there already."""
+        if self.size > 1 and self._is_gloo and whole.nbytes >= LARGE_BYTES:
+            parts = self._parts(whole)
+            if part.data_ptr() != parts[self.index].data_ptr():
+                parts[self.index].copy_(part)
+            for rank, piece in zip(sorted(self.ranks), parts, strict=True):  # gloo's all-gather makes three copies
+                dist.broadcast(piece, rank, group=self.handle)
+        elif self.size > 1:
             dist.all_gather_into_tensor(whole, part, group=self.handle)
         elif whole.data_ptr() != part.data_ptr():
             whole.copy_(part)
+
+    @property
+    def _is_gloo(self) -> bool:
+        return dist.get_backend(self.handle) == "gloo"
+
+    def _parts(self, whole: Tensor) -> tuple[Tensor, ...]:
+        """Return the equal parts of the members, as views."""
+        return whole.chunk(self.size)
 
 
 def make_groups(members: Iterable[tuple[int, ...]], rank: int) -> dict[tuple[int, ...], Group]:

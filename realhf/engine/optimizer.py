@@ -40,7 +40,7 @@ class ShardedAdamW:
         mine = params.data[self.start : self.stop]
         self.master = mine if mine.dtype == torch.float32 else mine.float()
         self.whole_grad = params.enable_grad()
-        self.grad = self.whole_grad if group.size == 1 else torch.empty_like(self.master)
+        self.grad = self.whole_grad[self.start : self.stop]
         self.first, self.second = torch.zeros_like(self.master), torch.zeros_like(self.master)
         self.steps = 0
         self._repeats = [

@@ -206,7 +206,8 @@ class CostModel:
         assert self.sampling is not None
         stages = self._stages(mfc, placement.layout, dp)
         limit = placement.micro_batching.max_tokens_per_mb
-        answers = {row.prompt: [n - length for _, n in self.workload.drawn(row.prompt)]
+        n_drawn = 1 if mfc.per_prompt else None
+        answers = {row.prompt: [n - length for _, n in self.workload.drawn(row.prompt)[:n_drawn]]
                    for row, length in zip(rows.ids, rows.lengths, strict=True)}  # fmt: skip
         queue = [(length, answer) for row, length in zip(rows.ids, rows.lengths, strict=True)
                  for answer in answers[row.prompt]]  # fmt: skip

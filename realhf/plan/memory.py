@@ -65,8 +65,7 @@ class MemoryModel:
         if not self._learns(role):
             return Bytes(weights=weights)
         share = numel / strategy.dp
-        # two moments; a float32 copy of short weights; this rank's part of the gradient where it is reduced
-        state = share * (8 + (4 if bf16 else 0) + (4 if strategy.dp > 1 else 0))
+        state = share * (8 + (4 if bf16 else 0))  # two moments; a float32 copy of short weights
         return Bytes(weights=weights, gradients=4 * numel, optimizer=state)
 
     def transient(self, mfc: MFC, placement: Placement, ranks: Sequence[Rows], keeper: Layout | None) -> Bytes:
@@ -90,7 +89,8 @@ class MemoryModel:
                 work = max((_largest(placement, r, None, strategy.pp) for r in ranks), key=lambda w: w.tokens)
                 return Bytes(borrowed=borrowed, activations=max(self.footprint.forward_bytes(p, work) for p in parts))
             case Kind.GENERATE:
-                return replace(self._generation(placement, ranks, parts), borrowed=borrowed)
+                n = 1 if mfc.per_prompt else self.workload.samples
+                return replace(self._generation(placement, ranks, parts, n), borrowed=borrowed)
 
     def devices(self, plan: ExecutionPlan, calls: Mapping[str, Sequence[Rows]]) -> dict[int, Bytes]:
         """Return the peak of every worker: a worker does one thing at a time, so its calls do not add up.
@@ -123,10 +123,11 @@ class MemoryModel:
             self.roles[role].spec.optimizer.type is not OptimizerType.empty
         )
 
-    def _generation(self, placement: Placement, ranks: Sequence[Rows], parts: Sequence[Part]) -> Bytes:
+    def _generation(self, placement: Placement, ranks: Sequence[Rows], parts: Sequence[Part], n: int) -> Bytes:
+        """Return what drawing ``n`` answers to every row takes."""
         assert self.sampling is not None
         config, size = parts[0].model, 2 if parts[0].bf16 else 4
-        most = max(len(r.ids) for r in ranks) * self.workload.samples
+        most = max(len(r.ids) for r in ranks) * n
         slots = min(placement.micro_batching.slots(self.sampling.max_slots), most)
         longest = max((n for r in ranks for n in r.lengths), default=0) + self.sampling.max_new_tokens
         prompts = max((_prefill(r.lengths, placement.micro_batching.max_tokens_per_mb) for r in ranks),

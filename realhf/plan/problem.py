@@ -138,7 +138,7 @@ class Problem:
                     parents,
                     (*parents, fetcher) if data & set(mfc.inputs) else parents,
                     updater=self.number[updater.name] if updater else -1,
-                    lag=0 if mfc.is_train else self.max_staleness,
+                    lag=mfc.lag(self.max_staleness),
                     keeper=self.keeper(mfc.role) if mfc.role else -1,
                     offloaded=mfc.role in graph.offloaded,
                     chunk=mfc.batch_size,

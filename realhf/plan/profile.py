@@ -35,16 +35,24 @@ class Point:
     high: float
     repeats: int
 
+    def typical(self, shared: bool) -> float:
+        return self.median if shared else self.low
+
     def scaled(self, factor: float) -> "Point":
         return replace(self, low=self.low * factor, median=self.median * factor, high=self.high * factor)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """``sum of coefficient * count``, and the points that it was fitted to."""
+    """``sum of coefficient * count``, and the points that it was fitted to.
+
+    ``shared`` is what several workers do together: waiting for the slowest is part of it, so its typical time is the
+    median. Other users of the machine are not part of what a worker does alone: there it is the lower quartile.
+    """
 
     coefficients: dict[str, float]
     points: tuple[Point, ...]
+    shared: bool = False
 
     def __call__(self, counts: Mapping[str, float]) -> float:
         return sum(self.coefficients[name] * count for name, count in counts.items())
@@ -56,7 +64,7 @@ class Fit:
     @property
     def error(self) -> float:
         """Median relative error at the points."""
-        return median(abs(self(p.counts) / p.low - 1.0) for p in self.points)
+        return median(abs(self(p.counts) / p.typical(self.shared) - 1.0) for p in self.points)
 
     @property
     def spread(self) -> float:
@@ -64,21 +72,23 @@ class Fit:
         return median((p.high - p.low) / p.low for p in self.points)
 
 
-def fitted(points: Sequence[Point]) -> Fit:
-    """Fit non-negative coefficients to the lower quartiles, which other users of the machine touch least.
+def fitted(points: Sequence[Point], shared: bool = False) -> Fit:
+    """Fit non-negative coefficients to what is typical of the points.
 
     What is minimised is the sum of absolute relative errors, by reweighted least squares: a point that was disturbed
     counts little. Raises ValueError without points, and for a point that took no time.
     """
-    if not points or min(point.low for point in points) <= 0:
+    values = [point.typical(shared) for point in points]
+    if not points or min(values) <= 0:
         raise ValueError(f"nothing to fit in {len(points)} points, of which none may be 0")
     names = list(dict.fromkeys(name for point in points for name in point.counts))
-    relative = np.array([[point.counts.get(name, 0.0) / point.low for name in names] for point in points])
+    relative = np.array([[p.counts.get(name, 0.0) / value for name in names]
+                         for p, value in zip(points, values, strict=True)])  # fmt: skip
     weights = np.ones(len(points))
     for _ in range(ROUNDS):
         found = non_negative(relative * weights[:, None], weights)
         weights = np.maximum(np.abs(relative @ found - 1.0), PRECISION) ** -0.5
-    return Fit(dict(zip(names, found.tolist(), strict=True)), tuple(points))
+    return Fit(dict(zip(names, found.tolist(), strict=True)), tuple(points), shared)
 
 
 def non_negative(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -190,7 +190,7 @@ class MasterState:
             return None
         stop = min(position + mfc.batch_size, self.length.span(step).stop)
         changes = mfc.role is not None and self.graph.updater(mfc.role) is not None
-        if changes and self.versions[mfc.role or ""] < step - (0 if mfc.is_train else self.max_staleness):
+        if changes and self.versions[mfc.role or ""] < step - mfc.lag(self.max_staleness):
             return None
         if any(p not in self._tables[key].prompts for key in mfc.inputs for p in range(position, stop)):
             return None

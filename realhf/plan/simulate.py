@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from realhf.api.batch import BatchMeta, ColumnMeta, RowId
-from realhf.api.graph import Graph, Kind
+from realhf.api.batch import PROMPT, BatchMeta, ColumnMeta, RowId
+from realhf.api.graph import MFC, Graph, Kind
 from realhf.api.hardware import Cost, Workload
 from realhf.api.messages import Call
 from realhf.api.plan import ExecutionPlan
@@ -60,12 +60,18 @@ def rows_made(graph: Graph, workload: Workload, action: FetchRows | Dispatch, pl
     for head, part in zip(plan[mfc.name].layout.dp_heads(), call.assignment, strict=True):
         ids = [call.inputs.ids[i] for i in part]
         if mfc.kind is Kind.GENERATE:
-            rows = [row for p in sorted({i.prompt for i in ids}) for row in workload.drawn(p)]
+            rows = [row for p in sorted({i.prompt for i in ids}) for row in drawn_by(mfc, workload, p)]
         else:
             lengths = [max(c.lengths[i] for c in call.inputs.columns.values()) for i in part]
             rows = list(zip(ids, lengths, strict=True))
         outputs[head] = _meta(rows, mfc.outputs)
     return RowsReady(mfc.name, action.span, outputs if mfc.outputs else {})
+
+
+def drawn_by(mfc: MFC, workload: Workload, prompt: int) -> Sequence[tuple[RowId, int]]:
+    """Return the rows that a generating call makes for a prompt, with their lengths."""
+    drawn = workload.drawn(prompt)
+    return [(RowId(prompt, PROMPT), drawn[0][1])] if mfc.per_prompt else drawn
 
 
 def _cut(span: Span, k: int, n: int) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from realhf.api.batch import RowId
+from realhf.api.batch import PROMPT, RowId
 from realhf.api.engine import Interface
 from realhf.api.graph import Kind
 from realhf.api.layout import Layout
@@ -162,22 +162,23 @@ class Executor:
             outputs, stats = interface.inference(engine, batch, call.state)
         if not head:
             return Outcome()
-        outputs = outputs.only(mfc.outputs)
+        ids = tuple(RowId(i.prompt, PROMPT) for i in outputs.ids) if mfc.per_prompt else outputs.ids
+        outputs = SequenceBatch(ids, {key: outputs.columns[mfc.interface_key(key)] for key in mfc.outputs})
         self.store.put(outputs)
         return Outcome(outputs, stats)
 
     def _gather(self, call: Call, layout: Layout) -> SequenceBatch:
         """Build this data-parallel rank's batch from the store; it may have no rows."""
-        mine = call.assignment[layout.coord(self.rank).dp]
+        mfc, mine = self.run.graph[call.mfc], call.assignment[layout.coord(self.rank).dp]
         ids = tuple(call.inputs.ids[i] for i in mine)
         columns: dict[str, Column] = {}
         for key, meta in call.inputs.columns.items():
             sources = [stored_as(row, key, call.shared) for row in ids]
             empty = Column(torch.empty(0, dtype=getattr(torch, meta.dtype), device=self.device), ())
-            columns[key] = self.store.gather(sources, key) if sources else empty
+            columns[mfc.interface_key(key)] = self.store.gather(sources, key) if sources else empty
         batch = SequenceBatch(ids, columns)
         numbers = torch.tensor([call.minibatches[i] for i in mine], dtype=torch.int64, device=self.device)
-        return batch.with_scalars("minibatch", numbers) if self.run.graph[call.mfc].is_train else batch
+        return batch.with_scalars("minibatch", numbers) if mfc.is_train else batch
 
     def held(self, ids: tuple[RowId, ...], key: str) -> dict[RowId, Tensor]:
         """Return what this worker's store has of ``key``, by row."""

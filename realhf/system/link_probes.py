@@ -36,8 +36,8 @@ DEADLINE_S = 60.0
 def collective_probes(group: Group, clock: Clock) -> Iterator[Probe]:
     """Yield the probes of every kind of collective, over all workers."""
     for nbytes in MESSAGES:
-        part = torch.zeros(max(1, nbytes // 4 // group.size), device=clock.device)
-        buffer = torch.zeros(part.numel() * group.size, device=clock.device)
+        buffer = torch.zeros(max(1, nbytes // 4 // group.size) * group.size, device=clock.device)
+        part = buffer.chunk(group.size)[group.index]  # in place, as the optimizer has it
         counts = message_counts(buffer.nbytes)
         for kind, work in _collectives(group, buffer, part).items():
             run = _timed(clock, work)

@@ -32,7 +32,7 @@ class Master:
     def __init__(self, run: RunSpec, channel: MasterEnd, watch: Watch, telemetry: Telemetry) -> None:
         self.run, self.channel, self.telemetry = run, channel, telemetry
         self.mailbox = Mailbox(channel, watch, self._doing, lambda rank: run.paths.log(f"worker-{rank}"))
-        self.state = MasterState(run.graph, run.plan, run.length)
+        self.state = MasterState(run.graph, run.plan, run.length, run.config.max_staleness)
         self.requests: dict[int, _Request] = {}
         self.next_request = 0
         self.last_save = time.monotonic()

@@ -128,7 +128,7 @@ def take_profile(job: Job, say: Say) -> Profile:
         if world > 1:
             store = open_store("127.0.0.1", 0, PATIENCE_S)
             news = _ask(_together, [(rank, world, store.port, job) for rank in range(world)], say)
-            fits |= {name: fitted(some) for name, some in news.found.items() if some}
+            fits |= {name: fitted(some, shared=True) for name, some in news.found.items() if some}
             resident = max(resident, news.resident)
     # neighbours do the same on other cores: in a run they compute, too, and share caches and memory
     n_busy = 1 if job.device == "cuda" else max(1, min(job.n_workers, n_cores() // job.threads))

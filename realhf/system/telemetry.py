@@ -2,12 +2,14 @@
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from realhf.api.codec import to_plain
-from realhf.api.graph import Kind
+from realhf.api.graph import MFC, Kind
 from realhf.api.messages import Call, Done, Ready
+from realhf.api.model import ModelConfig
 from realhf.plan.flops import forward_flops, generate_flops, train_flops
 from realhf.plan.schedule import RowsReady
 from realhf.system.run import RunSpec
@@ -77,13 +79,10 @@ class Telemetry:
             return
         config = self.run.models[mfc.role]
         if mfc.kind is Kind.GENERATE:
-            prompts = call.inputs.columns["prompts"].lengths
-            rows = [n for r in replies if r.outputs for n in r.outputs.columns["tokens"].lengths]
-            per_prompt = len(rows) // max(1, len(prompts))
-            flops = generate_flops(config, prompts, rows)
-            self._add(call.step, "tokens/generated", sum(rows) - per_prompt * sum(prompts))
+            n_drawn, flops = generated(mfc, config, call, replies)
+            self._add(call.step, "tokens/generated", n_drawn)
         else:
-            lengths = call.inputs.columns["tokens"].lengths
+            lengths = call.inputs.columns[mfc.graph_key("tokens")].lengths
             flops = train_flops(config, lengths) if mfc.is_train else forward_flops(config, lengths)
             if mfc.is_train:
                 trained = self._steps.setdefault(call.step, {})
@@ -160,3 +159,16 @@ def _headlines(metrics: Metrics) -> Metrics:
         "loss": ("sft_train/loss", "rw_train/loss", "actor_train/actor_loss"),
     }
     return {name: metrics[s] for name, options in sources.items() for s in options if s in metrics}
+
+
+def generated(mfc: MFC, config: ModelConfig, call: Call, replies: Sequence[Done]) -> tuple[int, int]:
+    """Return how many tokens a generating call drew, and its operations."""
+    columns = [reply.outputs.columns for reply in replies if reply.outputs]
+    if (key := mfc.graph_key("rollouts")) in mfc.outputs:  # continuations of rows, drawn from several places in each
+        read = call.inputs.columns[mfc.graph_key("tokens")].lengths
+        drawn = [n for some in columns for n in some[key].lengths]
+        return sum(drawn), forward_flops(config, read, head_tokens=0) + forward_flops(config, drawn)
+    prompts = call.inputs.columns[mfc.graph_key("prompts")].lengths
+    rows = [n for some in columns for n in some[mfc.graph_key("tokens")].lengths]
+    n_drawn = sum(rows) - len(rows) // max(1, len(prompts)) * sum(prompts)
+    return n_drawn, generate_flops(config, prompts, rows)

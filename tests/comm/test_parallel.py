@@ -8,13 +8,17 @@ import torch
 from torch import Tensor
 
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.comm.parallel import Group, ParallelContext, make_groups, open_store
+from realhf.comm.parallel import LARGE_BYTES, Group, ParallelContext, make_groups, open_store
 
 WIDTH = 5
 
 
 def contribution(rank: int, world: int) -> Tensor:
     return torch.arange(float(WIDTH * world)) * (rank + 1)
+
+
+def share_of_large(rank: int) -> Tensor:
+    return (torch.arange(3.0 * LARGE_BYTES) % 1000).chunk(3)[rank]
 
 
 def collectives(rank: int, world: int) -> dict[str, Any]:
@@ -31,6 +35,11 @@ def collectives(rank: int, world: int) -> dict[str, Any]:
         flat[mine] = rank + torch.arange(float(WIDTH)).to(dtype)
         whole.all_gather(flat, flat[mine])  # the part is a slice of the whole, as in the sharded optimizer
         in_place[dtype] = flat
+    large = (torch.arange(3.0 * LARGE_BYTES) % 1000) * (rank + 1)
+    share = large.chunk(world)[rank]
+    whole.reduce_scatter(share, large)  # as the optimizer does it with gradients
+    reduced, gathered_large = share.clone(), torch.zeros_like(large)
+    whole.all_gather(gathered_large, reduced)
     pair = groups[0, 2].all_reduce(torch.tensor([float(rank)])) if rank != 1 else None
     turned = [0.0] * 3
     if rank != 0:
@@ -46,6 +55,8 @@ def collectives(rank: int, world: int) -> dict[str, Any]:
         "scattered": scattered,
         "gathered": gathered,
         "in_place": in_place,
+        "large": torch.equal(reduced, 6 * share_of_large(rank)),
+        "gathered_large": torch.equal(gathered_large, 6 * (torch.arange(3.0 * LARGE_BYTES) % 1000)),
         "pair": pair,
         "turned": turned,
         "places": places,
@@ -63,6 +74,7 @@ def test_collectives_against_sums(on_ranks: Callable[..., list[Any]]) -> None:
         assert torch.equal(got["gathered"], torch.arange(3.0).repeat_interleave(WIDTH))
         expected = torch.cat([r + torch.arange(float(WIDTH)) for r in range(3)])
         assert all(torch.equal(flat, expected.to(dtype)) for dtype, flat in got["in_place"].items())
+        assert got["large"] and got["gathered_large"]
         assert got["pair"] is None if rank == 1 else got["pair"].tolist() == [2.0]
         assert got["places"] == {(0, 1, 2): rank, (0, 2): (0, -1, 1)[rank], (2, 1): rank - 1}
         assert got["turned"] == [[0.0] * 3, [0.0, 0.0, 1.0], [2.0, 0.0, 1.0]][rank]  # members count by rank

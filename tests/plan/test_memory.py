@@ -42,7 +42,7 @@ def test_a_model_of_this_size_by_hand() -> None:
 @pytest.mark.parametrize(("dp", "bf16"), [(1, False), (2, False), (1, True), (4, True)])
 def test_what_a_trained_role_has_at_home(dp: int, bf16: bool) -> None:
     found = memory_model(bf16=bf16).resident("actor", ParallelStrategy(dp=dp))
-    state = 8 + (4 if bf16 else 0) + (4 if dp > 1 else 0)  # moments, a float32 copy, the reduced gradient
+    state = 8 + (4 if bf16 else 0)  # moments, a float32 copy
     assert found == Bytes(weights=(2 if bf16 else 4) * NUMEL, gradients=4 * NUMEL, optimizer=NUMEL / dp * state)
 
 
