@@ -46,8 +46,8 @@ class Decoding:
         assert prefill is not None
         lengths = [request.lengths[prompt] for prompt in prefill.prompts]
         tokens = torch.cat([request.texts[prompt] for prompt in prefill.prompts])
-        hidden = self.model.hidden(tokens, lengths, self.cache, [slots[0] for slots in prefill.slots], x)
-        for (first, *others), length in zip(prefill.slots, lengths, strict=True):
+        hidden = self.model.hidden(tokens, lengths, self.cache, prefill.slots, x)
+        for first, others, length in prefill.copies:
             self.cache.copy_prefix(first, others, length)
         return hidden[torch.tensor(prefill.ends, device=hidden.device)] if self.model.is_last else hidden
 

@@ -4,7 +4,7 @@ Groups of slots share a queue of rows. Every stage of a pipeline keeps the same 
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -35,6 +35,11 @@ class Request:
         """The tokens of every prompt."""
         return self.prompts.columns["prompts"].rows()
 
+    @cached_property
+    def ids(self) -> tuple[list[int], ...]:
+        """The tokens of every prompt, as numbers."""
+        return tuple(text.tolist() for text in self.texts)
+
     @property
     def lengths(self) -> tuple[int, ...]:
         return self.prompts.lengths("prompts")
@@ -43,10 +48,17 @@ class Request:
     def n_rows(self) -> int:
         return len(self.prompts) * self.n
 
+    @cached_property
+    def budgets(self) -> tuple[int, ...]:
+        """New tokens that an answer to each prompt may have."""
+        if "budget" not in self.prompts.columns:
+            return (self.config.max_new_tokens,) * len(self.prompts)
+        return tuple(self.prompts["budget"].tolist())
+
     @property
     def longest(self) -> int:
         """Tokens that a row may reach."""
-        return max(self.lengths) + self.config.max_new_tokens
+        return max(length + budget for length, budget in zip(self.lengths, self.budgets, strict=True))
 
     @cached_property
     def stop_tokens(self) -> Tensor:
@@ -55,24 +67,49 @@ class Request:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Prompts to compute, shortest first, each into the first of its slots; the others get a copy.
+    """Prompts to compute, shortest first, each into a slot; ``copies`` are what other slots get of them, and how much.
 
     ``ends`` says for every row that enters where its prompt ends in the packed prompts.
     """
 
     prompts: list[int]
-    slots: list[list[int]]
+    slots: list[int]
+    copies: list[tuple[int, list[int], int]]
     ends: list[int]
 
 
-def plan_prefill(fresh: Sequence[int], first_slot: int, n: int, lengths: Sequence[int]) -> Prefill:
-    """Plan for rows that enter the slots from ``first_slot`` on; ``lengths`` are those of all prompts."""
+def plan_prefill(fresh: Sequence[int], first_slot: int, n: int, texts: Mapping[int, Sequence[int]]) -> Prefill:
+    """Plan for rows that enter the slots from ``first_slot`` on; ``texts`` are the tokens of their prompts.
+
+    A prompt with which another one begins is not computed: states of one answer share what came before.
+    """
     slots: dict[int, list[int]] = {}
     for slot, row in enumerate(fresh, first_slot):
         slots.setdefault(row // n, []).append(slot)
-    order = sorted(slots, key=lambda prompt: (lengths[prompt], prompt))
-    ends = dict(zip(order, accumulate(lengths[prompt] for prompt in order), strict=True))
-    return Prefill(order, [slots[prompt] for prompt in order], [ends[row // n] - 1 for row in fresh])
+    leaders = leaders_of({prompt: texts[prompt] for prompt in slots})
+    order = sorted(set(leaders.values()), key=lambda prompt: (len(texts[prompt]), prompt))
+    starts = dict(zip(order, accumulate((len(texts[prompt]) for prompt in order), initial=0), strict=False))
+    copies = []
+    for prompt, own in slots.items():
+        first = slots[leaders[prompt]][0]
+        if others := [slot for slot in own if slot != first]:
+            copies.append((first, others, len(texts[prompt])))
+    ends = [starts[leaders[row // n]] + len(texts[row // n]) - 1 for row in fresh]
+    return Prefill(order, [slots[prompt][0] for prompt in order], copies, ends)
+
+
+def leaders_of(texts: Mapping[int, Sequence[int]]) -> dict[int, int]:
+    """Return for every text one that begins with it, itself where no other does.
+
+    In alphabetical order a text is directly followed by those that begin with it.
+    """
+    order = sorted(texts, key=lambda number: texts[number])
+    leaders: dict[int, int] = {}
+    for number, follower in zip(reversed(order), [None, *reversed(order)], strict=False):
+        text = texts[number]
+        is_prefix = follower is not None and texts[follower][: len(text)] == text
+        leaders[number] = leaders[follower] if is_prefix and follower is not None else number
+    return leaders
 
 
 @dataclass(frozen=True)
@@ -94,13 +131,13 @@ class Slots:
     def __init__(self, request: Request, queue: deque[int], n_slots: int) -> None:
         self.request, self.queue, self.n_slots = request, queue, n_slots
         self.drawn: list[tuple[Tensor, Tensor]] = []  # rows and their tokens, in the order of drawing
-        self._hold(torch.empty(6, 0, dtype=torch.int64, device=request.stop_tokens.device))
+        self._hold(torch.empty(7, 0, dtype=torch.int64, device=request.stop_tokens.device))
         self._choose()
 
     def _hold(self, table: Tensor) -> None:
-        """Keep, by slot: prompt number, sample, tokens drawn, position of the last token, that token, row."""
+        """Keep, by slot: prompt number, sample, tokens drawn, position of the last token, that token, row, limit."""
         self._table, self.n_live = table, table.shape[1]
-        _, _, self._counts, self.positions, self.last, self.rows = table
+        _, _, self._counts, self.positions, self.last, self.rows, self._limits = table
 
     @property
     def counters(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,7 +154,7 @@ class Slots:
         self.drawn.append((self.rows[first:], tokens))
         self.last[first:] = tokens
         self._table[2:4, first:] += 1
-        ended = torch.isin(tokens, request.stop_tokens) | (self._counts[first:] >= request.config.max_new_tokens)
+        ended = torch.isin(tokens, request.stop_tokens) | (self._counts[first:] >= self._limits[first:])
         moves = self._leave((ended.nonzero().flatten() + first).tolist()) if bool(ended.any()) else []
         self._choose()
         return moves
@@ -139,7 +176,8 @@ class Slots:
         free = self.n_slots - self.n_live
         if self.queue and (free * 8 >= self.n_slots or free >= len(self.queue)):
             fresh = self._take(free)
-            self.prefill = plan_prefill(fresh, self.n_live, self.request.n, self.request.lengths)
+            texts = {row // self.request.n: self.request.ids[row // self.request.n] for row in fresh}
+            self.prefill = plan_prefill(fresh, self.n_live, self.request.n, texts)
             self.n_drawing = len(fresh)
             self._enter(fresh)
 
@@ -160,5 +198,6 @@ class Slots:
         numbers = [request.prompts.ids[prompt].prompt for prompt in prompts]
         samples, none = [row % request.n for row in fresh], [0] * len(fresh)
         positions = [request.lengths[prompt] - 1 for prompt in prompts]
-        columns = torch.tensor([numbers, samples, none, positions, none, fresh], device=self._table.device)
+        limits = [request.budgets[prompt] for prompt in prompts]
+        columns = torch.tensor([numbers, samples, none, positions, none, fresh, limits], device=self._table.device)
         self._hold(torch.cat((self._table, columns), 1))

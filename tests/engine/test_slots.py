@@ -1,4 +1,4 @@
-"""The books of generation, kept along a cache that is played by lists."""
+"""The books of generation, kept along a cache that is played by lists; "prompt" entries are tokens."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.api.config import GenerationConfig
-from realhf.engine.slots import Request, Slots, plan_prefill
+from realhf.engine.slots import Prefill, Request, Slots, leaders_of, plan_prefill
 from tests.engine.tiny import prompts_of
 
 LONGEST_ANSWER, STOPS = 5, (1, 2)
@@ -37,9 +37,11 @@ class Played:
         else:
             costs = [request.lengths[prompt] for prompt in slots.prefill.prompts]
             assert sum(costs) <= request.max_prefill_tokens or len(costs) == 1
-            for prompt, copies in zip(slots.prefill.prompts, slots.prefill.slots, strict=True):
-                for slot in copies:
-                    self.cache[slot] = [("prompt", prompt, place) for place in range(request.lengths[prompt])]
+            for prompt, slot in zip(slots.prefill.prompts, slots.prefill.slots, strict=True):
+                self.cache[slot] = [("prompt", token, place) for place, token in enumerate(request.ids[prompt])]
+            for src, others, length in slots.prefill.copies:
+                for slot in others:
+                    self.cache[slot] = self.cache[src][:length]
         prompts, samples, counts = (counter.tolist() for counter in slots.counters)
         drawing = rows[slots.n_live - slots.n_drawing :]
         assert samples == [row % request.n for row in drawing]
@@ -55,7 +57,7 @@ class Played:
         new = self.slots.n_drawing if self.slots.prefill else 0
         for slot, row in enumerate(self.slots.rows.tolist()[: self.slots.n_live - new]):
             start = self.request.lengths[row // self.request.n]
-            expected = [("prompt", row // self.request.n, place) for place in range(start)]
+            expected = [("prompt", token, place) for place, token in enumerate(self.request.ids[row // self.request.n])]
             expected += [("answer", row, place) for place in range(start, int(self.slots.positions[slot]))]
             assert self.cache[slot] == expected
 
@@ -88,17 +90,37 @@ def test_rows_enter_by_prompts_within_the_budget() -> None:
     request, queue = request_of([4, 2, 3, 9, 1], 2, budget=6), deque(range(10))
     slots = Slots(request, queue, 16)
     assert slots.prefill is not None and slots.prefill.prompts == [1, 0]  # two prompts of six tokens, shortest first
-    assert slots.prefill.slots == [[2, 3], [0, 1]] and slots.prefill.ends == [5, 5, 1, 1]
+    assert slots.prefill.slots == [2, 0] and slots.prefill.ends == [5, 5, 1, 1]
+    assert slots.prefill.copies == [(0, [1], 4), (2, [3], 2)]
     slots.record(torch.tensor([5, 5, 5, 5]))
     assert slots.prefill is not None and slots.prefill.prompts == [2] and slots.n_live == 6
     slots.record(torch.tensor([5, 5]))
     assert slots.prefill is not None and slots.prefill.prompts == [3]  # too long for the budget: alone
     slots.record(torch.tensor([5, 1]))  # the second leaves at once
-    assert slots.prefill is not None and slots.prefill.slots == [[7, 8]] and not queue
+    assert slots.prefill is not None and slots.prefill.slots == [7] and not queue
 
 
 def test_a_prompt_is_computed_again_only_for_rows_that_enter_later() -> None:
-    assert plan_prefill([3, 4, 5, 6], 2, n=3, lengths=(1, 5, 2)).slots == [[5], [2, 3, 4]]
+    assert plan_prefill([3, 4, 5, 6], 2, n=3, texts={0: [1], 1: [2] * 5, 2: [3] * 2}) == Prefill(
+        prompts=[2, 1], slots=[5, 2], copies=[(2, [3, 4], 5)], ends=[6, 6, 6, 1]
+    )
+
+
+def test_what_another_prompt_begins_with_is_not_computed() -> None:
+    texts = {0: [5], 1: [5, 6, 7], 2: [5, 6], 3: [5, 6], 4: [4]}
+    assert leaders_of(texts) == {0: 1, 1: 1, 2: 1, 3: 1, 4: 4}
+    plan = plan_prefill(range(10), 0, n=2, texts=texts)
+    assert plan.prompts == [4, 1] and plan.slots == [8, 2] and plan.ends == [1, 1, 3, 3, 2, 2, 2, 2, 0, 0]
+    assert plan.copies == [(2, [0, 1], 1), (2, [3], 3), (2, [4, 5], 2), (2, [6, 7], 2), (8, [9], 1)]
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_size=8))
+def test_leaders_lead_themselves(found: list[list[int]]) -> None:
+    texts = dict(enumerate(found))
+    for number, leader in leaders_of(texts).items():
+        text = texts[leader]
+        assert text[: len(texts[number])] == texts[number] and leaders_of(texts)[leader] == leader
+        assert not any(len(other) > len(text) and other[: len(text)] == text for other in texts.values())
 
 
 def test_few_free_slots_wait_for_more() -> None:

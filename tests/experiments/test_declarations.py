@@ -62,7 +62,7 @@ def test_ppo_has_six_calls_and_without_a_critic_four() -> None:
 
 def test_best_of_n_spends_forward_passes_on_kept_rows_alone() -> None:
     plain, best = (PPOExperiment(ppo=PPOConfig(group_size=2, generation_size=n)) for n in (None, 8))
-    assert not plain.best_of_n and best.best_of_n
+    assert not plain.drops_rows and best.drops_rows
     assert [e.graph()["ref_inf"].inputs for e in (plain, best)] == [("tokens",), ("tokens", "rewards")]
 
 
