@@ -29,7 +29,7 @@ def test_values_and_gradients_by_enumeration(theta: Tensor, reference: Tensor, o
     p = log_p.detach().exp()  # tokens are drawn from the policy; the expectation is over all of them
 
     def value(estimator: KLEstimator) -> float:
-        return float((p * kl_terms(estimator, log_p, log_ref, log_p.detach())).sum())
+        return (p * kl_terms(estimator, log_p, log_ref, log_p.detach())).sum().item()
 
     def expected_gradient(estimator: KLEstimator, drawn_from: Tensor) -> Tensor:
         terms = kl_terms(estimator, log_p, log_ref, drawn_from.log())
@@ -38,7 +38,7 @@ def test_values_and_gradients_by_enumeration(theta: Tensor, reference: Tensor, o
     reverse = gradient(divergence(log_p, log_ref), theta)
     forward = gradient(divergence(log_ref, log_p), theta)
     for estimator in (K1, K3, K4):
-        assert value(estimator) == pytest.approx(float(divergence(log_p, log_ref)), abs=1e-9)
+        assert value(estimator) == pytest.approx(divergence(log_p, log_ref).item(), abs=1e-9)
     assert torch.allclose(expected_gradient(K1, p), torch.zeros(4, dtype=torch.float64), atol=1e-9)
     assert torch.allclose(expected_gradient(K2, p), reverse, atol=1e-9)
     assert torch.allclose(expected_gradient(K3, p), forward, atol=1e-9)

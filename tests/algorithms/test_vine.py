@@ -1,6 +1,6 @@
 """VinePPO on an engine that is played by hand: states, their sharing, values against a tree, advantages."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,11 @@ from realhf.api.batch import RowId
 from realhf.api.config import GenerationConfig, PPOConfig, RewardConfig, VineConfig
 from realhf.api.engine import InterfaceContext
 from realhf.data.batch import Column, SequenceBatch
+
+
+def column(rows: Iterable[Sequence[int]]) -> Column:
+    parts = list(rows)
+    return Column(torch.tensor([x for part in parts for x in part], dtype=torch.int64), tuple(map(len, parts)))
 
 
 class Letters:
@@ -40,10 +45,8 @@ class Scripted:
             self.asked[text] = int(budget)
             rows += [(text, answer) for answer in self.script[text][:n]]
             ids += [RowId(row.prompt, k) for k in range(n)]
-        tokens = Column.of([torch.tensor(list(map(ord, text + answer))) for text, answer in rows])
-        masks = Column.of(
-            [torch.tensor([1] * len(text) + [0] * len(answer), dtype=torch.uint8) for text, answer in rows]
-        )
+        tokens = column(list(map(ord, text + answer)) for text, answer in rows)
+        masks = column([1] * len(text) + [0] * len(answer) for text, answer in rows)
         truncated = torch.tensor([answer.endswith("~") for _, answer in rows]).to(torch.uint8)
         return SequenceBatch(tuple(ids), {"tokens": tokens, "prompt_mask": masks}).with_scalars("truncated", truncated)
 
