@@ -8,7 +8,9 @@
     2+5+1=8
     #### 85
 
-OUT then holds sft.jsonl, train.jsonl, valid.jsonl (no sum is in two of them), tokenizer/ and model/config.json.
+OUT then holds sft.jsonl, train.jsonl, valid.jsonl (no sum is in two of them), tokenizer/ and model/config.json. Of the
+sums in train.jsonl, right and wrong solutions are in preferences.jsonl (pairs), outcomes.jsonl (one of both, labelled)
+and steps.jsonl (wrong ones step by step; what follows a mistake is labelled wrong).
 """
 
 import argparse
@@ -34,6 +36,21 @@ def worked_sum(a: int, b: int) -> tuple[str, str]:
     return f"{a}+{b}=\n", "\n".join([*steps, f"#### {a + b}"])
 
 
+def wrong_sum(prompt: str, chance: random.Random) -> tuple[str, list[float]]:
+    """Return a solution with a mistake in one digit sum, which is carried on, and a label for every line."""
+    numbers = [part[::-1] for part in prompt.removesuffix("=\n").split("+")]
+    place = chance.randrange(len(numbers[0]))
+    lines, digits, carry = [], "", 0
+    for i, (x, y) in enumerate(zip(*numbers, strict=True)):
+        total = int(x) + int(y) + carry
+        if i == place:
+            total = chance.choice([t for t in range(20) if t != total])
+        lines.append(f"{x}+{y}+{carry}={total}")
+        carry, digits = total // 10, str(total % 10) + digits
+    lines.append(f"#### {int(f'{carry}{digits}')}")
+    return "\n".join(lines), [float(i < place) for i in range(len(lines))]
+
+
 def character_tokenizer() -> Tokenizer:
     """Return a tokenizer with one token per character, which gives texts back exactly."""
     words = [PAD, EOS, UNKNOWN, *CHARACTERS]
@@ -46,6 +63,20 @@ def character_tokenizer() -> Tokenizer:
 
 def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_judged(folder: Path, sums: list[tuple[str, str]], chance: random.Random) -> None:
+    """Write right and wrong solutions of sums as pairs, as labelled answers and as labelled steps."""
+    pairs, outcomes, steps = [], [], []
+    for prompt, right in sums:
+        wrong, labels = wrong_sum(prompt, chance)
+        is_right = chance.random() < 0.5
+        pairs.append({"prompt": prompt, "chosen": right, "rejected": wrong})
+        outcomes.append({"prompt": prompt, "answer": right if is_right else wrong, "label": int(is_right)})
+        lines = (right if is_right else wrong).split("\n")
+        steps.append({"prompt": prompt, "steps": lines, "labels": [1.0] * len(lines) if is_right else labels})
+    for name, rows in (("preferences", pairs), ("outcomes", outcomes), ("steps", steps)):
+        write_jsonl(folder / f"{name}.jsonl", rows)
 
 
 def main() -> None:
@@ -78,6 +109,7 @@ def main() -> None:
     write_jsonl(args.out / "sft.jsonl", warm_up)
     write_jsonl(args.out / "train.jsonl", exercises[args.sft_rows : valid_from])
     write_jsonl(args.out / "valid.jsonl", exercises[valid_from:])
+    write_judged(args.out, sums[args.sft_rows : valid_from], random.Random(args.seed))
     tokenizer = character_tokenizer()
     save_tokenizer(tokenizer, args.out / "tokenizer")
     save_model_config(tokenizer, args.out / "model", args.hidden, args.layers, positions=256)

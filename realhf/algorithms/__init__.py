@@ -7,23 +7,32 @@ from typing import Any
 
 import cattrs
 
+from realhf.algorithms.dpo import DPO, DPOEvaluation
 from realhf.algorithms.generation import Generate
 from realhf.algorithms.ppo import PPOActor, PPOCritic
-from realhf.algorithms.rw import PairedReward
+from realhf.algorithms.rw import LabelledReward, PairedReward, RewardModel
 from realhf.algorithms.sft import SFT
 from realhf.algorithms.verifier import Verifier
+from realhf.algorithms.vine import VineAdvantages, VineRollouts, VineValues
 from realhf.api.codec import from_plain
 from realhf.api.engine import Interface, InterfaceContext
 from realhf.api.graph import InterfaceSpec
 from realhf.base.errors import did_you_mean
 
 INTERFACES: dict[str, type] = {
+    "dpo": DPO,
+    "dpo_evaluation": DPOEvaluation,
     "generation": Generate,
+    "labelled_rw": LabelledReward,
     "paired_rw": PairedReward,
     "ppo_actor": PPOActor,
     "ppo_critic": PPOCritic,
+    "reward_model": RewardModel,
     "sft": SFT,
     "verifier": Verifier,
+    "vine_advantages": VineAdvantages,
+    "vine_rollouts": VineRollouts,
+    "vine_values": VineValues,
 }
 """Every class has ``config_type``, a dataclass, and is built as ``cls(config, context)``."""
 

@@ -1,59 +1,67 @@
-"""Reward models: pairwise training (Bradley-Terry) and scoring."""
+"""Reward models: training and evaluation on what people or verifiers said, and the scores that PPO is given."""
+
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-from torch.nn import functional
+from torch import Tensor
 
+from realhf.algorithms.pairs import pairs_of, ranked_pairs
+from realhf.algorithms.reward_loss import aggregate_steps, comparison_loss, label_loss, step_ends
 from realhf.algorithms.selection import scored
-from realhf.algorithms.stats import mean_of
-from realhf.api.batch import RowId
-from realhf.api.config import PPOConfig
+from realhf.algorithms.stats import mean_of, stats_of
+from realhf.api.config import PPOConfig, RewardModelType, RWConfig, ScoreConfig, opt
 from realhf.api.engine import Engine, InterfaceContext, Loss, Outputs
 from realhf.api.messages import State, Stats
-from realhf.data.batch import SequenceBatch
+from realhf.data.batch import Column, SequenceBatch
+
+LABELS = {RewardModelType.outcome: "label", RewardModelType.process: "step_labels"}
 
 
-def pairs_of(ids: tuple[RowId, ...]) -> tuple[list[int], list[int], list[float]]:
-    """Return the chosen rows, the rejected row of each, and each pair's weight 1/g for a prompt of g pairs.
+class RewardModel:
+    """Trains a scalar head, and tries it on held-out rows (``inference``, which makes no column).
 
-    Sample 2i of a prompt is chosen and sample 2i+1 is the rejected one of the same pair, in any order of rows.
-    ValueError where a row has no partner.
+    Columns: ``tokens``; scalar ``label`` (outcome) or per token ``step_labels`` (process). Statistics are those of
+    ``comparison_loss`` and ``label_loss``; of an evaluation also ``score`` and ``score_sq``, of all answers or steps.
     """
-    row_of = {row: i for i, row in enumerate(ids)}
-    per_prompt: dict[int, int] = {}
-    for row in ids:
-        per_prompt[row.prompt] = per_prompt.get(row.prompt, 0) + 1
-        if row._replace(sample=row.sample ^ 1) not in row_of:
-            raise ValueError(
-                f"sample {row.sample} of prompt {row.prompt} has no partner: pairs are samples 2i and 2i+1"
-            )
-    chosen = [row for row in ids if row.sample % 2 == 0]
-    rejected = [row_of[row._replace(sample=row.sample + 1)] for row in chosen]
-    return [row_of[row] for row in chosen], rejected, [2.0 / per_prompt[row.prompt] for row in chosen]
 
+    config_type = RWConfig
 
-def paired_loss(outputs: Outputs, batch: SequenceBatch) -> Loss:
-    """Return the sum over prompts of the mean over pairs of ``-logsigmoid(s_chosen - s_rejected)``."""
-    scores = outputs.last_values()
-    chosen, rejected, weights = pairs_of(batch.ids)
-    margin = scores[chosen] - scores[rejected]
-    total = -(functional.logsigmoid(margin) * torch.tensor(weights, device=margin.device)).sum()
-    seen = margin.detach()
-    stats = {
-        "loss": (total.detach(), float(sum(weights))),
-        "accuracy": ((seen > 0).sum(), float(len(chosen))),
-        "margin": (seen.sum(), float(len(chosen))),
-        "chosen_score": (scores.detach()[chosen].sum(), float(len(chosen))),
-        "rejected_score": (scores.detach()[rejected].sum(), float(len(chosen))),
-    }
-    return Loss(total, stats)
+    def __init__(self, config: RWConfig, context: InterfaceContext) -> None:
+        self.config = config
+        self.label = LABELS.get(config.type)
+
+    def train_step(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[Stats, State]:
+        ready = batch.only(("tokens", self.label) if self.label else ("tokens",))
+        count = float((batch[self.label] >= 0).sum()) if self.label else float(len({row.prompt for row in batch.ids}))
+
+        def loss(outputs: Outputs, part: SequenceBatch) -> Loss:
+            return self.loss(self.scores(outputs), part)
+
+        return engine.train(ready, loss, count, together=self.label is None), state
+
+    def inference(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
+        scores = engine.forward(batch.only(("tokens",)), lambda outputs, _: self.scores(outputs))
+        stats = stats_of(self.loss(scores, batch))
+        judged = scores[batch[self.label] >= 0] if self.label else scores
+        return SequenceBatch(batch.ids), {**stats, "score": mean_of(judged), "score_sq": mean_of(judged.double() ** 2)}
+
+    def scores(self, outputs: Outputs) -> Tensor:
+        """Return the head at every token, ``[T]``, for steps, and at every row's last token, ``[B]``, otherwise."""
+        return outputs.values() if self.config.type is RewardModelType.process else outputs.last_values()
+
+    def loss(self, scores: Tensor, batch: SequenceBatch) -> Loss:
+        if self.label:
+            return label_loss(scores, batch[self.label])
+        pairs = (pairs_of if self.config.type is RewardModelType.pairs else ranked_pairs)(batch.ids)
+        return comparison_loss(scores, pairs, self.config.score_l2_reg)
 
 
 class PairedReward:
-    """A scalar head on the last token.
+    """Scores answers by the head at their last token, as a model of pairs or ranked lists learned to.
 
-    Training reads ``tokens`` of interleaved pairs; scoring reads ``tokens`` (and ``prompt_mask`` where answers are
-    selected) and makes ``rewards = (score - reward_output_bias) * reward_output_scaling``. Equal scores of a pair
-    count as wrong.
+    Reads ``tokens`` (and ``prompt_mask`` where answers are selected); makes the scalar ``rewards = (score -
+    reward_output_bias) * reward_output_scaling``.
     """
 
     config_type = PPOConfig
@@ -63,9 +71,59 @@ class PairedReward:
 
     def inference(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
         scores = engine.forward(batch.only(("tokens",)), lambda outputs, _: outputs.last_values())
-        rewards = (scores.float() - self.config.reward_output_bias) * self.config.reward_output_scaling
-        return scored(batch, rewards, self.config), {"reward": mean_of(rewards)}
+        return served(batch, scores, self.config)
 
-    def train_step(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[Stats, State]:
-        n_prompts = len({row.prompt for row in batch.ids})
-        return engine.train(batch.only(("tokens",)), paired_loss, float(n_prompts), together=True), state
+
+@dataclass
+class LabelledRewardConfig:
+    ppo: PPOConfig = opt(PPOConfig, "scaling and bias of rewards, which answers stay")
+    score: ScoreConfig = opt(ScoreConfig, "what the model learned, how steps' scores become one")
+
+
+class LabelledReward:
+    """Scores answers by the probability that a model of labelled answers or steps gives them.
+
+    Reads ``tokens`` and ``prompt_mask``; makes the scalar ``rewards``, scaled as those of ``PairedReward``, and of a
+    process model ``dense_rewards``, the probability of every step on its last token and 0 elsewhere, unscaled.
+    """
+
+    config_type = LabelledRewardConfig
+
+    def __init__(self, config: LabelledRewardConfig, context: InterfaceContext) -> None:
+        self.config = config
+        self.tokenizer = context.tokenizer
+
+    def inference(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
+        tokens = batch.only(("tokens",))
+        if self.config.score.type is RewardModelType.outcome:
+            logits = engine.forward(tokens, lambda outputs, _: outputs.last_values())
+            return served(batch, logits.sigmoid(), self.config.ppo)
+        values = engine.forward(tokens, lambda outputs, _: outputs.values())
+        dense = Column(values.sigmoid(), batch.lengths("tokens"))
+        scores, marked = [], []
+        for row, ids, prompt in zip(*(c.rows() for c in (dense, *self._text(batch))), strict=True):
+            ends = step_ends(ids, prompt, self.separators.to(ids.device))
+            scores.append(aggregate_steps(row[ends], self.config.score.aggregate))
+            marked.append(row * ends)
+        result, stats = served(batch, torch.stack(scores) if scores else values, self.config.ppo)
+        if not len(batch):
+            return result.with_columns(dense_rewards=dense), stats
+        place = {row: i for i, row in enumerate(batch.ids)}
+        return result.with_columns(dense_rewards=Column.of([marked[place[row]] for row in result.ids])), stats
+
+    @staticmethod
+    def _text(batch: SequenceBatch) -> tuple[Column, Column]:
+        return batch.columns["tokens"], batch.columns["prompt_mask"]
+
+    @cached_property
+    def separators(self) -> Tensor:
+        """The tokens that hold a line break, and EOS, ``[n]`` int64."""
+        texts = self.tokenizer.batch_decode([[i] for i in range(len(self.tokenizer))])
+        ids = [i for i, text in enumerate(texts) if "\n" in text]
+        return torch.tensor(sorted({*ids, self.tokenizer.eos_token_id}), dtype=torch.int64)
+
+
+def served(batch: SequenceBatch, scores: Tensor, config: PPOConfig) -> tuple[SequenceBatch, Stats]:
+    """Return the rows that stay, with ``rewards``; ``scores`` is ``[B]``."""
+    rewards = (scores.float() - config.reward_output_bias) * config.reward_output_scaling
+    return scored(batch, rewards, config), {"reward": mean_of(rewards)}

@@ -2,7 +2,10 @@
 
 from torch import Tensor
 
+from realhf.api.engine import Loss
 from realhf.api.messages import Stats
+
+Monitors = dict[str, tuple[Tensor | float, Tensor | float]]
 
 
 def mean_of(x: Tensor, mask: Tensor | None = None) -> tuple[float, float]:
@@ -10,6 +13,11 @@ def mean_of(x: Tensor, mask: Tensor | None = None) -> tuple[float, float]:
     if mask is not None:
         x = x[mask.bool()]
     return float(x.double().sum()), float(x.numel())
+
+
+def stats_of(loss: Loss) -> Stats:
+    """Return the monitors of a loss that is not differentiated, as numbers."""
+    return {name: (float(value), float(count)) for name, (value, count) in loss.stats.items()}
 
 
 def add_stats(total: Stats, more: Stats) -> Stats:

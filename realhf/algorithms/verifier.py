@@ -1,8 +1,10 @@
 """Rewards from a verifier: decodes answers and has them judged; no model is involved."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,8 +15,10 @@ from realhf.api.config import PPOConfig, RewardConfig, opt
 from realhf.api.engine import Engine, InterfaceContext
 from realhf.api.messages import State, Stats
 from realhf.data.batch import SequenceBatch
-from realhf.rewards.pool import Item, JudgePool
-from realhf.rewards.verdict import Status, Verdict
+from realhf.rewards.pool import Item
+from realhf.rewards.sandbox import Reason
+from realhf.rewards.sources import fns_of, judge_once, names_of, open_judge, verifier_of, weights_of
+from realhf.rewards.verdict import FORMAT, Status, Verdict
 
 
 @dataclass
@@ -37,19 +41,31 @@ def decode_items(batch: SequenceBatch, tokenizer: Any) -> list[Item]:
     return items
 
 
-def shaped_score(verdict: Verdict, config: RewardConfig) -> float:
-    """Return a verdict's score before bias and scaling: ``wrong_reward`` for math's 0 and for a judge that failed."""
-    if verdict.status is not Status.ok or (config.fn == "math" and verdict.score == 0.0):
+def shaped_score(verdict: Verdict, fn: str, config: RewardConfig, is_well_formed: bool = True) -> float:
+    """Return a verdict's score before bias and scaling.
+
+    For math and code it says right or wrong, and whether the answer is well formed counts where ``format_reward`` is
+    set; a user's function gives its own score. A judge that failed gives ``wrong_reward``.
+    """
+    if verdict.status is not Status.ok:
         return config.wrong_reward
-    return verdict.score
+    if verifier_of(fn) is None:
+        return verdict.score
+    formatted = bool(config.format_reward) and is_well_formed
+    if verdict.score > 0:
+        unformatted = config.right_unformatted_reward
+        return config.right_reward if formatted or not config.format_reward or unformatted is None else unformatted
+    return config.wrong_formatted_reward if formatted else config.wrong_reward
 
 
 class Verifier:
     """Judges answers and makes the scalar ``rewards = (score - reward_output_bias) * reward_output_scaling``.
 
-    Statistics count all judged answers: ``reward``, ``accuracy`` (math), ``verifier_error``, ``verifier_timeout``.
-    With check_verifier_status, a call whose answers all got ``wrong_reward`` or less is a ValueError. The judges are
-    started, and tested for math, at the first call.
+    The score is the weighted sum of those of ``reward.fns``, if there are several. Statistics count all judged answers:
+    ``reward``, ``accuracy`` (math, code), ``verifier_error``, ``verifier_timeout``, ``well_formed`` (format_reward),
+    ``verdict_*``, the share of every `Reason` (code), and with several rewards ``score_*``, each by its name. With
+    check_verifier_status, a call whose answers were all judged wrong is a ValueError. The judges are started, and
+    tested for math, code and services, at the first call.
     """
 
     config_type = VerifierConfig
@@ -57,37 +73,66 @@ class Verifier:
     def __init__(self, config: VerifierConfig, context: InterfaceContext) -> None:
         self.config = config
         self.tokenizer = context.tokenizer
-        self.pool = JudgePool(config.reward.fn, config.reward.timeout, config.reward.processes)
+        self.fns = fns_of(config.reward)
+        patterns = [f"{FORMAT}{config.reward.format_reward}"] if config.reward.format_reward else []
+        self.judges = [open_judge(fn, config.reward) for fn in [*self.fns, *patterns]]
         self.tested = False
 
     def inference(self, engine: Engine | None, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
         if not self.tested:
-            self.pool.self_test()
+            for judge in self.judges:
+                judge.self_test()
             self.tested = True
-        verdicts = self.pool.judge(decode_items(batch, self.tokenizer))
-        scores = [shaped_score(verdict, self.config.reward) for verdict in verdicts]
+        found = judge_once(self.judges, decode_items(batch, self.tokenizer))
+        verdicts, formats = found[: len(self.fns)], found[len(self.fns) :]
+        well_formed = [v.score > 0 for v in formats[0]] if formats else [True] * len(batch)
+        scores = [
+            [shaped_score(v, fn, self.config.reward, good) for v, good in zip(column, well_formed, strict=True)]
+            for fn, column in zip(self.fns, verdicts, strict=True)
+        ]
         self.check_status(scores, verdicts)
-        ppo = self.config.ppo
-        shaped = (torch.tensor(scores, dtype=torch.float64) - ppo.reward_output_bias) * ppo.reward_output_scaling
-        rewards = shaped.float().to(batch["tokens"].device)
-        return scored(batch, rewards, ppo), {"reward": mean_of(rewards), **self.verdict_stats(verdicts)}
+        ppo, weights = self.config.ppo, torch.tensor(weights_of(self.config.reward), dtype=torch.float64)
+        totals = weights @ torch.tensor(scores, dtype=torch.float64).reshape(len(self.fns), len(batch))
+        rewards = ((totals - ppo.reward_output_bias) * ppo.reward_output_scaling).float().to(batch["tokens"].device)
+        stats = {"reward": mean_of(rewards), **self.verdict_stats(verdicts)}
+        if formats:
+            stats["well_formed"] = (float(sum(well_formed)), float(len(batch)))
+        if len(self.fns) > 1:
+            names = names_of(self.fns)
+            stats |= {f"score_{name}": (sum(s), float(len(s))) for name, s in zip(names, scores, strict=True)}
+        return scored(batch, rewards, ppo), stats
 
-    def check_status(self, scores: Sequence[float], verdicts: Sequence[Verdict]) -> None:
-        """Raise when no answer was judged right, if configured."""
-        wrong = self.config.reward.wrong_reward
-        if self.config.reward.check_verifier_status and scores and max(scores) <= wrong:
-            failed = [v.detail or v.status.value for v in verdicts if v.status is not Status.ok]
+    def check_status(self, scores: Sequence[Sequence[float]], verdicts: Sequence[Sequence[Verdict]]) -> None:
+        """Raise when no answer was judged right by any of the rewards, if configured."""
+        config = self.config.reward
+        if not config.check_verifier_status or not scores[0]:
+            return
+        worst = max(config.wrong_reward, config.wrong_formatted_reward if config.format_reward else config.wrong_reward)
+        if all(max(column) <= worst for column in scores):
+            failed = [v.detail or v.status.value for v in chain(*verdicts) if v.status is not Status.ok]
             first = f"; {len(failed)} verifications failed, the first with: {failed[0]}" if failed else ""
             raise ValueError(
-                f"all {len(scores)} answers were judged wrong (reward.check_verifier_status is set){first}"
+                f"all {len(scores[0])} answers were judged wrong (reward.check_verifier_status is set){first}"
             )
 
-    def verdict_stats(self, verdicts: Sequence[Verdict]) -> Stats:
-        count = float(len(verdicts))
+    def verdict_stats(self, verdicts: Sequence[Sequence[Verdict]]) -> Stats:
+        """Count failures among all verdicts, and right answers by the first of math and code."""
+        every = list(chain(*verdicts))
         stats = {
-            "verifier_error": (float(sum(v.status is Status.error for v in verdicts)), count),
-            "verifier_timeout": (float(sum(v.status is Status.timeout for v in verdicts)), count),
+            f"verifier_{status.value}": (float(sum(v.status is status for v in every)), float(len(every)))
+            for status in (Status.error, Status.timeout)
         }
-        if self.config.reward.fn == "math":
-            stats["accuracy"] = (float(sum(v.status is Status.ok and v.score > 0 for v in verdicts)), count)
+        kinds = [(verifier_of(fn), column) for fn, column in zip(self.fns, verdicts, strict=True) if verifier_of(fn)]
+        if kinds:
+            kind, column = kinds[0]
+            count = float(len(column))
+            stats["accuracy"] = (float(sum(v.status is Status.ok and v.score > 0 for v in column)), count)
+            if kind != "math":
+                reasons = Counter(v.detail for v in column if v.status is Status.ok)
+                stats |= {f"verdict_{reason.value}": (float(reasons[reason.value]), count) for reason in Reason}
         return stats
+
+    def close(self) -> None:
+        """End the judge processes."""
+        for judge in self.judges:
+            judge.close()

@@ -51,6 +51,56 @@ class ValueNormType(Enum):
     ma = "ma"
 
 
+class Advantage(Enum):
+    """Where advantages come from: GAE, other answers (group, rloo), a greedy one (baseline), or a key of the graph."""
+
+    gae = "gae"
+    group = "group"
+    rloo = "rloo"
+    baseline = "baseline"
+    given = "given"
+
+
+class GroupStd(Enum):
+    population = "population"
+    sample = "sample"
+    none = "none"
+
+
+class PolicyLoss(Enum):
+    clip = "clip"
+    sequence_clip = "sequence_clip"
+    cispo = "cispo"
+    reinforce = "reinforce"
+
+
+class LossMean(Enum):
+    token_mean = "token_mean"
+    seq_mean = "seq_mean"
+    seq_sum = "seq_sum"
+    constant = "constant"
+
+
+class KLPlace(Enum):
+    reward = "reward"
+    loss = "loss"
+    none = "none"
+
+
+class Splitter(Enum):
+    """What a step of an answer is: a line (GSM8K), or a sentence of LaTeX (MATH)."""
+
+    line = "line"
+    latex = "latex"
+
+
+class KLEstimator(Enum):
+    k1 = "k1"
+    k2 = "k2"
+    k3 = "k3"
+    k4 = "k4"
+
+
 @dataclass
 class OptimizerConfig:
     type: OptimizerType = opt(OptimizerType.adam, "adam, or empty for a model that is never updated")
@@ -127,13 +177,32 @@ class PPOConfig:
     ppo_n_minibatches: int = opt(4, "optimizer steps per batch")
     group_size: int = opt(1, "answers per prompt that are trained on")
     generation_size: int | None = opt(None, "answers drawn per prompt; the group_size best by (reward, length) stay")
-    kl_ctl: float = opt(0.1, "KL coefficient in the reward")
+    kl_ctl: float = opt(0.1, "KL coefficient")
+    kl_in: KLPlace = opt(KLPlace.reward, "where the KL penalty goes: reward, loss, or none (no reference at all)")
+    kl_reward_estimator: KLEstimator = opt(KLEstimator.k1, "estimate of the KL in the reward")
+    kl_loss_estimator: KLEstimator = opt(KLEstimator.k3, "estimate of the KL in the loss")
+    kl_loss_mean: LossMean | None = opt(None, "how the KL in the loss is averaged (default: as loss_mean)")
+    kl_loss_clip: float | None = opt(None, "the KL of a token in the loss is held within 0 and this")
+    kl_monitor: list[KLEstimator] = opt(list, "estimates reported beside k1")
     use_adaptive_kl_ctl: bool = opt(False, "adapt the KL coefficient towards adaptive_kl_target")
     adaptive_kl_target: float = opt(6.0, "KL per answer that the controller aims at, in nats")
     adaptive_kl_horizon: float = opt(10000.0, "answers over which the controller acts")
     discount: float = opt(1.0, "gamma of GAE")
     gae_lambda: float = opt(1.0, "lambda of GAE")
     eps_clip: float = opt(0.2, "ratio clip of the actor")
+    eps_clip_high: float | None = opt(None, "upper ratio clip (default: eps_clip)")
+    policy_loss: PolicyLoss = opt(PolicyLoss.clip, "clip (PPO), sequence_clip (GSPO), cispo, or reinforce (no ratio)")
+    loss_mean: LossMean = opt(LossMean.token_mean, "token_mean, seq_mean, seq_sum, or constant (over loss_length)")
+    loss_length: float | None = opt(None, "what loss_mean=constant divides sums by (default: gen.max_new_tokens)")
+    advantage: Advantage = opt(Advantage.gae, "gae, group (GRPO), rloo, baseline (ReMax), or given by the graph")
+    group_std: GroupStd = opt(GroupStd.population, "of advantage=group: population, sample, or none (only centred)")
+    recompute_logprobs: bool = opt(
+        False, "the trainer computes old log-probs itself; the generator's are corrected for"
+    )
+    behaviour_cap: float = opt(2.0, "with recompute_logprobs: cap of the weights p_trainer / p_generator")
+    dynamic_sampling: bool = opt(False, "prompts whose answers all have the same reward are not trained on")
+    overlong_buffer: int = opt(0, "answers lose reward over this many last tokens before max_new_tokens")
+    overlong_penalty: float = opt(1.0, "what the longest answer loses, with overlong_buffer")
     value_eps_clip: float = opt(0.2, "clip of the critic around its old values")
     value_loss_type: str = opt("mse", "mse or huber")
     max_reward_clip: float = opt(20.0, "clip of the scaled reward")
@@ -143,6 +212,7 @@ class PPOConfig:
     early_stop_kl: float | None = opt(None, "skip a mini-batch whose approximate KL exceeds this")
     adv_norm: bool = opt(True, "normalise advantages over the whole batch")
     group_adv_norm: bool = opt(False, "normalise advantages over each prompt's group instead")
+    adv_norm_unbiased: bool = opt(False, "adv_norm divides by sqrt(unbiased variance + 1e-8), as VinePPO does")
     value_norm: bool = opt(True, "the critic predicts normalised returns")
     value_norm_type: ValueNormType = opt(ValueNormType.exp, "exp (moving) or ma (all history)")
     value_norm_beta: float = opt(0.99995, "decay of the exp statistics")
@@ -157,11 +227,93 @@ class PPOConfig:
 class RewardConfig:
     """Where rewards come from when no reward model is used."""
 
-    fn: str = opt("math", "math, or my_file.py:function with (prompt, answer, row) -> float")
+    fn: str = opt("math", "math, code, my_file.py:function (def or async def), format:REGEX, or http://host:port/path")
+    fns: list[str] = opt(list, "several of them instead of fn; the reward is their weighted sum")
+    weights: list[float] = opt(list, "one number for each of fns (default: 1)")
     timeout: float = opt(10.0, "seconds for one answer; then the judge is killed and the answer counted as failed")
-    processes: int = opt(1, "judge processes per worker")
-    wrong_reward: float = opt(-1.0, "reward of a wrong answer; a right one gets 1")
+    processes: int = opt(1, "judge processes per worker; for a service, requests at a time")
+    in_flight: int = opt(16, "answers at a time in one judge process, where the function is async def")
+    right_reward: float = opt(1.0, "score of a right answer (math, code)")
+    wrong_reward: float = opt(-1.0, "score of a wrong answer (math, code), and of one whose judge failed")
+    format_reward: str = opt("", "regular expression that all of an answer must match to be well formed (math, code)")
+    wrong_formatted_reward: float = opt(-0.8, "with format_reward: score of a wrong answer that is well formed")
+    right_unformatted_reward: float | None = opt(
+        None, "with format_reward: score of a right answer that is not well formed (default: right_reward)"
+    )
+    retries: int = opt(3, "further tries of a request to a service that fails")
+    token_env: str = opt("", "environment variable with the bearer token of a service")
     check_verifier_status: bool = opt(False, "stop the run when every answer of a step is judged wrong")
+
+
+class RewardModelType(Enum):
+    """What a reward model learns from: pairs, lists from best to worst, labelled answers, or labelled steps."""
+
+    pairs = "pairs"
+    ranked = "ranked"
+    outcome = "outcome"
+    process = "process"
+
+
+class Aggregate(Enum):
+    """How the scores of an answer's steps become one."""
+
+    min = "min"
+    prod = "prod"
+    last = "last"
+    mean = "mean"
+
+
+@dataclass
+class RWConfig:
+    """What a reward model learns (sources in algorithms/reward_loss.py)."""
+
+    type: RewardModelType = opt(RewardModelType.pairs, "what the data hold: pairs, ranked, outcome or process")
+    score_l2_reg: float = opt(0.0, "pulls scores of pairs and ranked lists towards 0 (Open-Assistant: 0.001)")
+
+
+@dataclass
+class ScoreConfig:
+    """How answers are scored with a reward model."""
+
+    type: RewardModelType = opt(RewardModelType.pairs, "what the reward model learned: pairs, ranked, outcome, process")
+    aggregate: Aggregate = opt(Aggregate.min, "how the steps' scores become the answer's (process)")
+    normalise: bool = opt(False, "scores of held-out answers get mean 0 and deviation 1, before bias and scaling")
+
+
+class PreferenceLoss(Enum):
+    sigmoid = "sigmoid"
+    positive = "positive"
+    ipo = "ipo"
+    kto = "kto"
+    orpo = "orpo"
+    simpo = "simpo"
+
+    @property
+    def needs_ref(self) -> bool:
+        return self not in (PreferenceLoss.orpo, PreferenceLoss.simpo)
+
+
+@dataclass
+class DPOConfig:
+    """Learning from preferences without a reward model (formulas in algorithms/preference_loss.py)."""
+
+    loss: PreferenceLoss = opt(PreferenceLoss.sigmoid, "sigmoid (DPO), positive (DPO-Positive), ipo, kto, orpo, simpo")
+    beta: float = opt(0.1, "scale of implicit rewards; of ipo its tau, of orpo the weight of the odds ratio")
+    label_smoothing: float = opt(0.0, "share of pairs that are taken to be the wrong way round (sigmoid, positive)")
+    positive_lambda: float = opt(50.0, "weight of the drop of the chosen answer below the reference (positive)")
+    simpo_gamma: float = opt(1.0, "margin that the chosen answer's reward must have (simpo)")
+    desirable_weight: float = opt(1.0, "weight of good answers (kto)")
+    undesirable_weight: float = opt(1.0, "weight of bad answers (kto)")
+    unpaired: bool = opt(False, "the data are prompt, answer, label instead of pairs (kto)")
+
+
+@dataclass
+class VineConfig:
+    """How states between an answer's steps are valued (VinePPO)."""
+
+    n_rollouts: int = opt(9, "rollouts from every state")
+    splitter: Splitter = opt(Splitter.line, "what a step is: line (GSM8K), or latex (sentences of MATH)")
+    max_states: int | None = opt(None, "states of one answer at the most; later ones count as what it came to")
 
 
 @dataclass
@@ -170,16 +322,27 @@ class DatasetConfig:
     max_prompt_len: int = opt(1024, "longest prompt, in tokens")
     max_seqlen: int = opt(2048, "longest prompt and answer together, in tokens (sft, rw)")
     train_bs_n_seqs: int = opt(128, "prompts per step")
-    max_pairs_per_prompt: int = opt(2, "pairs drawn per prompt (rw)")
+    max_pairs_per_prompt: int = opt(2, "pairs drawn per prompt (rw, dpo)")
+    max_replies: int = opt(5, "answers drawn per prompt from a ranked list (rw.type=ranked)")
+    label_noise: float = opt(0.0, "share of training pairs whose chosen and rejected answers change places, for good")
+    eval_path: str = opt("", "file of held-out rows (rw, dpo)")
+    eval_share: float = opt(0.0, "share of the rows of path that is held out (rw, dpo)")
+    split_seed: int = opt(1, "seed of held-out share and label noise, which all members of an ensemble have in common")
     on_bad_row: OnBadRow = opt(OnBadRow.error, "error names the row and stops; skip counts it")
     prompt_template: str = opt("{prompt}", "text around every prompt")
     shuffle: bool = opt(True, "a new seeded order every epoch")
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether rows are kept for evaluation."""
+        return bool(self.eval_path or self.eval_share)
 
 
 @dataclass
 class ExperimentControl:
     total_train_epochs: int = opt(1, "passes over the data")
     total_train_steps: int | None = opt(None, "stop after this many steps")
+    eval_freq_steps: int | None = opt(None, "try held-out rows every so many steps (always at the end)")
     save_freq_steps: int | None = opt(None, "write models/ every so many steps (always at the end)")
     save_freq_epochs: int | None = opt(None, "write models/ every so many epochs")
     save_freq_secs: int | None = opt(None, "write models/ when so many seconds have passed")
@@ -225,6 +388,7 @@ class ExperimentConfig:
     seed: int = opt(1, "seed of everything")
     threads_per_worker: int = opt(0, "CPU threads of one worker, 0 for cores / workers")
     startup_timeout: float = opt(180.0, "seconds a worker may take to come up")
+    max_staleness: int = opt(0, "steps that rollout may be ahead of training; 0 is on-policy")
     call_timeout: float = opt(3600.0, "seconds a request to the workers may take")
     verify_reallocation: bool = opt(False, "compare checksums of weights after every move")
     n_logged_generations: int = opt(8, "rows written to generations/ per step")
@@ -234,3 +398,7 @@ class ExperimentConfig:
     planner: PlannerConfig = opt(PlannerConfig, "predictions and plan search")
     wandb: WandbConfig = opt(WandbConfig, "Weights & Biases")
     tensorboard: TensorboardConfig = opt(TensorboardConfig, "TensorBoard")
+
+    def warnings(self) -> list[str]:
+        """What the options allow and is known to be wrong, one line each."""
+        return []

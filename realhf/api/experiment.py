@@ -13,8 +13,12 @@ class Task(Enum):
 
     sft = "sft"
     pairs = "pairs"
+    ranked = "ranked"
+    outcome = "outcome"
+    process = "process"
     prompt = "prompt"
     math = "math"
+    code = "code"
 
 
 @dataclass(frozen=True)

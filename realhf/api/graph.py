@@ -84,19 +84,30 @@ class GraphError(Impossible):
 class Graph:
     """A directed acyclic graph of MFCs; an edge runs from the producer of a key to each of its consumers.
 
-    ``offloaded`` are the roles whose weights rest in host memory between calls. Raises ``GraphError``.
+    ``offloaded`` are the roles whose weights rest in host memory between calls. ``evaluation`` are calls on held-out
+    rows, a graph of their own, of roles that take part in the steps; each runs where its role lives. Raises
+    ``GraphError``.
     """
 
     mfcs: tuple[MFC, ...]
     syncs: tuple[Sync, ...] = ()
     offloaded: tuple[str, ...] = ()
+    evaluation: tuple[MFC, ...] = ()
 
     def __post_init__(self) -> None:
-        if problems := graph_problems(self.mfcs, self.syncs, self.offloaded):
+        problems = graph_problems(self.mfcs, self.syncs, self.offloaded)
+        if self.evaluation:
+            problems += evaluation_problems(self.mfcs, self.evaluation)
+        if problems:
             raise GraphError(problems, self.mfcs)
 
     def __getitem__(self, name: str) -> MFC:
-        return next(m for m in self.mfcs if m.name == name)
+        return next(m for m in (*self.mfcs, *self.evaluation) if m.name == name)
+
+    @cached_property
+    def trial(self) -> "Graph":
+        """The calls on held-out rows as a graph."""
+        return Graph(self.evaluation)
 
     @cached_property
     def producer(self) -> dict[str, MFC]:
@@ -146,6 +157,20 @@ def graph_problems(mfcs: tuple[MFC, ...], syncs: Sequence[Sync] = (), offloaded:
     made = {key for m in mfcs for key in m.outputs}
     if not problems and all(key in made for m in mfcs for key in m.inputs):
         problems.append("no MFC reads a key of the data set")
+    return problems
+
+
+def evaluation_problems(mfcs: tuple[MFC, ...], evaluation: tuple[MFC, ...]) -> list[str]:
+    """Return every reason why ``evaluation`` cannot go with the calls of a step."""
+    names, roles = {m.name for m in mfcs}, {m.role for m in mfcs}
+    problems = graph_problems(evaluation)
+    for m in evaluation:
+        if m.name in names:
+            problems.append(f"MFC name '{m.name}' is used in the steps and in the evaluation")
+        if m.is_train:
+            problems.append(f"MFC {m.name}: an evaluation does not train")
+        if m.role not in (None, *roles):
+            problems.append(f"MFC {m.name}: role '{m.role}' takes no part in the steps")
     return problems
 
 

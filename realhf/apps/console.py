@@ -33,7 +33,8 @@ class Console:
                        f"seed {config.seed}")  # fmt: skip
         self.out.print(f"run     {run.paths.root}")
         length = run.length
-        self.out.print(f"data    {config.dataset.path}: {run.n_rows} rows, {length.batch_size} per step, "
+        held_out = f", {run.n_held_out} held out" if run.n_held_out else ""
+        self.out.print(f"data    {config.dataset.path}: {run.n_rows} rows{held_out}, {length.batch_size} per step, "
                        f"{length.n_steps} steps")  # fmt: skip
         if expected := run.expected:
             self.out.print(f"predicted {expected.step_s:.3g} s a step, {expected.peak_bytes / 1e9:.2f} GB on the "
@@ -54,6 +55,16 @@ class Console:
         self.out.print(step_line(metrics))
         if self.progress is not None and self.task is not None:
             self.progress.advance(self.task)
+        sys.stdout.flush()
+
+    def evaluated(self, step: int, metrics: dict[str, float]) -> None:
+        """Show what held-out rows gave, a line per call."""
+        calls: dict[str, list[str]] = {}
+        for name, value in metrics.items():
+            mfc, _, stat = name.partition("/")
+            calls.setdefault(mfc, []).append(f"{stat} {value:.4f}")
+        for mfc, stats in calls.items():
+            self.out.print(f"held out after step {step}: {mfc}  {'  '.join(stats)}")
         sys.stdout.flush()
 
     def saved(self, role: str, path: Path) -> None:

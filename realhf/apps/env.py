@@ -9,7 +9,7 @@ from realhf import __version__
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "hydra-core", "omegaconf", "rich", "pyzmq",
              "msgpack", "cattrs", "numpy", "math-verify", "tensorboard")  # fmt: skip
-EXTRAS = {"ray": "ray", "vllm": "vllm", "megatron": "megatron-core", "wandb": "wandb"}
+EXTRAS = {"serve": "fastapi", "ray": "ray", "vllm": "vllm", "megatron": "megatron-core", "wandb": "wandb"}
 
 
 def main(arguments: list[str]) -> None:
@@ -23,8 +23,10 @@ def main(arguments: list[str]) -> None:
     import torch
 
     from realhf.ops import native
+    from realhf.rewards.sandbox import describe_sandbox
 
     print(f"kernels       {' '.join(native.kernels()) or 'none: the plain-torch twins run'}")
+    print(f"sandbox       {describe_sandbox()}")
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(i)

@@ -8,6 +8,7 @@ COMMANDS = {
     "quickstart": ("realhf.apps.quickstart", "EXPERIMENT [key=value ...]", "plan, check, launch and follow a run"),
     "plan": ("realhf.apps.plan", "EXPERIMENT [key=value ...]", "all short of launching: graph, layouts, program"),
     "profile": ("realhf.apps.profile", "[model=FOLDER,...] [key=value ...]", "measure this machine, for predictions"),
+    "verifier": ("realhf.apps.verifier", "serve [key=value ...]", "check maths and code for others, over HTTP"),
     "demo": ("realhf.apps.demo", "[--dir DIR]", "SFT and PPO on a little arithmetic language, from nothing"),
     "env": ("realhf.apps.env", "", "versions, devices and extras, ready to paste"),
 }

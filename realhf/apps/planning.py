@@ -132,8 +132,8 @@ def workload_of(
         if sampling:
             lengths = [(len(row.prompt),) for row in read]
         else:
-            most = 2 * config.dataset.max_pairs_per_prompt if task is Task.pairs else 1
-            lengths = [tuple(len(row.prompt) + len(answer) for answer in row.answers[:most]) for row in read]
+            most = {Task.pairs: 2 * config.dataset.max_pairs_per_prompt, Task.ranked: config.dataset.max_replies}
+            lengths = [row.sequence_lengths[: most.get(task, 1)] for row in read]
     if sampling is None:
         return Workload(tuple(lengths))
     return Workload(tuple(lengths), answer_lengths(config.planner.new_tokens, sampling.max_new_tokens), samples)
@@ -168,4 +168,4 @@ def planner_of(
               for name, o in experiment.placements().items()}  # fmt: skip
     n_workers = config.n_nodes * config.n_gpus_per_node
     calls = Candidates(cost, memory, machine.hardware, config.dataset.train_bs_n_seqs, limits)
-    return Planner(graph, calls, n_workers)
+    return Planner(graph, calls, n_workers, config.max_staleness)

@@ -17,13 +17,14 @@ from realhf.apps.options import options_of
 from realhf.apps.planning import Machine, limits_of, machine_of, planned, planner_of, replanned
 from realhf.base.errors import Impossible, UserError, did_you_mean
 from realhf.base.paths import RunDir
-from realhf.data.encode import EncodedRows, encode_rows
+from realhf.data.encode import EncodedRows, encode_split
 from realhf.data.rows import read_rows
 from realhf.data.tokenizer import load_tokenizer
 from realhf.plan.allocate import PLANNED, allocate
 from realhf.plan.check import key_problems, model_problems
 from realhf.plan.planner import Planner
 from realhf.plan.prediction import Prediction
+from realhf.plan.program import with_evaluation
 from realhf.plan.remedy import too_large
 from realhf.system.run import Expected, RunSpec, model_config, tokenizer_folder
 
@@ -31,12 +32,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+FREQUENCIES = ("eval_freq_steps", "save_freq_steps", "save_freq_epochs", "save_freq_secs")
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 DATASET_KEYS = {
     Task.prompt: {"prompts", "row"},
     Task.math: {"prompts", "row"},
+    Task.code: {"prompts", "row"},
     Task.sft: {"tokens", "prompt_mask"},
     Task.pairs: {"tokens", "prompt_mask"},
+    Task.ranked: {"tokens", "prompt_mask"},
+    Task.outcome: {"tokens", "prompt_mask", "label"},
+    Task.process: {"tokens", "prompt_mask", "step_labels"},
 }
 
 
@@ -64,7 +70,7 @@ class _Findings:
 
 @dataclass(frozen=True)
 class Survey:
-    """What can be known of an experiment before it runs. ``n_rows`` is 0 where no data set is named."""
+    """What can be known of an experiment before it runs. Numbers of rows are 0 where no data set is named."""
 
     name: str
     experiment: Experiment
@@ -75,6 +81,7 @@ class Survey:
     prediction: Prediction
     device: str
     n_rows: int
+    n_held_out: int
 
     @property
     def n_rows_text(self) -> str:
@@ -108,8 +115,9 @@ def preflight(name: str, experiment: Experiment, paths: RunDir) -> RunSpec:
         raise Impossible(found.too_large())
     calls = {mfc: compute for mfc, (compute, _) in prediction.call_seconds.items()}
     expected = Expected(found.machine.source, prediction.seconds, calls, prediction.peak)
-    return RunSpec(name, config, experiment.task, found.graph, experiment.roles(), found.plan, paths, found.device,
-                   found.n_rows, expected)  # fmt: skip
+    plan = with_evaluation(found.graph, found.plan)
+    return RunSpec(name, config, experiment.task, found.graph, experiment.roles(), plan, paths, found.device,
+                   found.n_rows, expected, found.n_held_out)  # fmt: skip
 
 
 def survey(name: str, experiment: Experiment) -> Survey:
@@ -128,24 +136,26 @@ def _look(name: str, experiment: Experiment, findings: _Findings, launching: boo
     plan = None
     if graph and has_workers:
         plan = findings.attempt(lambda: allocate(graph, config, experiment.placements(), known))
-    rows = None
+    rows = held_out = None
     if launching or config.dataset.path:
-        rows = _rows(experiment, models, findings)
+        rows, held_out = _rows(experiment, models, findings) or (None, None)
     if graph:
         findings.problems += role_problems(graph, config)
-    if rows is not None:
-        findings.problems += size_problems(config, experiment, rows, models)
+        findings.problems += evaluation_options(graph, config)
+    if rows is not None and held_out is not None:
+        findings.problems += size_problems(config, experiment, rows, held_out, models)
     machine = None
     if device and has_workers:
         machine = findings.attempt(lambda: machine_of(config, device, known, roles))
     findings.report()
     assert graph and plan and machine and device
-    n_rows = len(rows) if rows is not None else 0
+    n_rows, n_held_out = (len(some) if some is not None else 0 for some in (rows, held_out))
 
     def on(machine: Machine) -> Survey:
         planner = planner_of(experiment, graph, known, rows, machine, device)
         chosen = planned(planner, config) if config.allocation_mode in PLANNED else plan
-        return Survey(name, experiment, graph, chosen, planner, machine, planner.predict(chosen), device, n_rows)
+        prediction = planner.predict(chosen)
+        return Survey(name, experiment, graph, chosen, planner, machine, prediction, device, n_rows, n_held_out)
 
     try:
         return on(machine)
@@ -165,6 +175,8 @@ def _graph(experiment: Experiment, findings: _Findings) -> Graph | None:
         findings.impossible += error.problems
     task = experiment.task
     findings.impossible += key_problems(mfcs, DATASET_KEYS[task], f"{task.value} data")
+    if graph:
+        findings.impossible += key_problems(graph.evaluation, DATASET_KEYS[task], f"{task.value} data")
     findings.impossible += model_problems(mfcs, experiment.roles())
     if graph:
         options = experiment.placements()
@@ -176,13 +188,16 @@ def _graph(experiment: Experiment, findings: _Findings) -> Graph | None:
     return None if findings.impossible else graph
 
 
-def _rows(experiment: Experiment, models: dict[str, ModelConfig | None], findings: _Findings) -> EncodedRows | None:
+def _rows(
+    experiment: Experiment, models: dict[str, ModelConfig | None], findings: _Findings
+) -> tuple[EncodedRows, EncodedRows] | None:
+    """Return the rows to train on and those that are held out."""
     config, roles = experiment.config, experiment.roles()
     broken = {Path(roles[role].spec.path or "") for role, model in models.items() if model is None}
     is_readable = tokenizer_folder(roles) not in broken
     tokenizer = findings.attempt(lambda: check_tokenizer(roles, models)) if is_readable else None
     if tokenizer is not None:
-        return findings.attempt(lambda: encode_rows(config.dataset, experiment.task, tokenizer))
+        return findings.attempt(lambda: encode_split(config.dataset, experiment.task, tokenizer))
     findings.attempt(lambda: read_rows(config.dataset, experiment.task))
     return None
 
@@ -209,7 +224,7 @@ def run_problems(config: ExperimentConfig, paths: RunDir) -> list[str]:
     if config.mode is Mode.local and config.n_nodes != 1:
         problems.append(f"mode=local runs on this machine only; set n_nodes=1 (got {config.n_nodes})")
     control = config.exp_ctrl
-    for option in ("total_train_epochs", "total_train_steps", "save_freq_steps", "save_freq_epochs", "save_freq_secs"):
+    for option in ("total_train_epochs", "total_train_steps", *FREQUENCIES):
         if (value := getattr(control, option)) is not None and value < 1:
             problems.append(f"exp_ctrl.{option} must be positive, got {value}")
     return problems
@@ -227,6 +242,18 @@ def planner_problems(config: ExperimentConfig) -> list[str]:
         "planner.new_tokens": options.new_tokens,
     }
     return [f"{key} must be positive, got {value}" for key, value in values.items() if value is not None and value <= 0]
+
+
+def evaluation_options(graph: Graph, config: ExperimentConfig) -> list[str]:
+    """Say which options of an evaluation would go unread."""
+    if graph.evaluation:
+        return []
+    data, where = config.dataset, "held-out rows"
+    unread = {"dataset.eval_path": data.eval_path, "dataset.eval_share": data.eval_share}
+    problems = [f"{key}={value}: this experiment has no use for {where}" for key, value in unread.items() if value]
+    if config.exp_ctrl.eval_freq_steps is not None and not problems:
+        problems.append(f"exp_ctrl.eval_freq_steps={config.exp_ctrl.eval_freq_steps}: there are no {where}")
+    return problems
 
 
 def role_problems(graph: Graph, config: ExperimentConfig) -> list[str]:
@@ -321,7 +348,11 @@ def check_tokenizer(roles: dict[str, RoleSpec], models: dict[str, ModelConfig | 
 
 
 def size_problems(
-    config: ExperimentConfig, experiment: Experiment, rows: EncodedRows, models: dict[str, ModelConfig | None]
+    config: ExperimentConfig,
+    experiment: Experiment,
+    rows: EncodedRows,
+    held_out: EncodedRows,
+    models: dict[str, ModelConfig | None],
 ) -> list[str]:
     """Compare the data with the batch and with the models' positions."""
     problems = []
@@ -330,8 +361,7 @@ def size_problems(
         problems.append(f"dataset.train_bs_n_seqs={batch} is larger than the {len(rows)} rows of {config.dataset.path}")
     sampling = experiment.sampling_options()
     answer = sampling.max_new_tokens if sampling else 0
-    every_row = map(rows.__getitem__, range(len(rows)))
-    longest = answer + max(len(row.prompt) + max(map(len, row.answers), default=0) for row in every_row)
+    longest = answer + max(max(row.sequence_lengths, default=len(row.prompt)) for row in (*rows, *held_out))
     what = f"the longest prompt and {answer} new tokens need" if answer else "the longest row needs"
     for vocabulary in {model.vocab for model in models.values() if model}:
         for token in sampling.stop_token_ids if sampling else ():

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from realhf.api.campaign import Campaign
 from realhf.api.codec import from_plain, to_plain
 from realhf.api.config import ExperimentConfig, Mode
 from realhf.api.experiment import Experiment
@@ -35,7 +36,12 @@ def main(arguments: list[str]) -> None:
     if "-h" in rest or "--help" in rest:
         print_options(name)
         return
-    run = prepare(name, rest)
+    experiment, paths = read_words(name, rest)
+    if isinstance(experiment, Campaign):
+        from realhf.apps.campaign import run_campaign  # it launches as this module does
+
+        return run_campaign(experiment, paths)
+    run = preflight(name, experiment, paths)
     write_run(run)
     launch(run)
 
@@ -81,7 +87,8 @@ def write_run(run: RunSpec) -> None:
         shutil.rmtree(run.paths.root)
     run.paths.root.mkdir(parents=True, exist_ok=True)
     save_experiment(run.config, run.paths.config)
-    plan: dict[str, Any] = {"experiment": run.experiment, "device": run.device, "n_rows": run.n_rows}
+    plan: dict[str, Any] = {"experiment": run.experiment, "device": run.device, "n_rows": run.n_rows,
+                            "n_held_out": run.n_held_out}  # fmt: skip
     expected = to_plain(run.expected) if run.expected else None
     run.paths.plan.write_text(json.dumps({**plan, "plan": to_plain(run.plan), "expected": expected}, indent=1))
 
@@ -103,6 +110,7 @@ def read_run(root: Path) -> RunSpec:
         stored["device"],
         stored["n_rows"],
         from_plain(stored["expected"], Expected) if stored.get("expected") else None,
+        stored["n_held_out"],
     )
 
 

@@ -23,6 +23,10 @@ class RunDir:
         return self.root / "metrics.jsonl"
 
     @property
+    def evaluation(self) -> Path:
+        return self.root / "evaluation.jsonl"
+
+    @property
     def events(self) -> Path:
         return self.root / "events.jsonl"
 

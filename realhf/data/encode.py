@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from realhf.api.config import DatasetConfig
 from realhf.api.experiment import Task
+from realhf.base.seeding import stable_seed
 from realhf.data.rows import Row, read_rows, settle
 from realhf.data.tokenizer import encode_answers, encode_prompts
 
@@ -34,11 +35,22 @@ class Ragged:
 
 @dataclass(frozen=True)
 class EncodedRow:
-    """One row: prompt ids, the ids of its answers (pairs: chosen, rejected, chosen, ...), its fields as JSON."""
+    """One row: prompt ids, the ids of its answers, its fields as JSON, labels.
+
+    Answers are one (sft, outcome), chosen, rejected, chosen, ... (pairs), the best one first (ranked), or the steps of
+    one (process). Labels are those of the answer (outcome) or of every step (process).
+    """
 
     prompt: np.ndarray  # [P] int32
     answers: tuple[np.ndarray, ...]  # [A] int32 each, EOS included unless cut off
-    fields: np.ndarray  # uint8
+    fields: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))  # uint8
+    labels: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))  # float32
+
+    @property
+    def sequence_lengths(self) -> tuple[int, ...]:
+        """Tokens of every sequence that the row stands for: the prompt and an answer, or the prompt and all steps."""
+        answers = [len(answer) for answer in self.answers]
+        return tuple(len(self.prompt) + n for n in ([sum(answers)] if len(self.labels) else answers))
 
 
 class EncodedRows:
@@ -48,6 +60,7 @@ class EncodedRows:
         self.problems = tuple(problems)
         self._prompts = Ragged([row.prompt for row in rows], np.int32)
         self._fields = Ragged([row.fields for row in rows], np.uint8)
+        self._labels = Ragged([row.labels for row in rows], np.float32)
         self._answers = Ragged([answer for row in rows for answer in row.answers], np.int32)
         self._first_answer = np.cumsum([0, *(len(row.answers) for row in rows)])
 
@@ -56,14 +69,49 @@ class EncodedRows:
 
     def __getitem__(self, i: int) -> EncodedRow:
         answers = range(self._first_answer[i], self._first_answer[i + 1])
-        return EncodedRow(self._prompts[i], tuple(self._answers[j] for j in answers), self._fields[i])
+        return EncodedRow(self._prompts[i], tuple(self._answers[j] for j in answers), self._fields[i], self._labels[i])
+
+    def __iter__(self) -> Iterator[EncodedRow]:
+        return map(self.__getitem__, range(len(self)))
+
+
+def encode_split(
+    config: DatasetConfig, task: Task, tokenizer: "PreTrainedTokenizerBase"
+) -> tuple[EncodedRows, EncodedRows]:
+    """Read and tokenise the training rows, in the order of the file, and the rows that are held out from training.
+
+    Held-out rows are those of ``eval_path``, or a share ``eval_share`` of ``path`` (at least one row and not all) that
+    ``split_seed`` draws, or none. ``label_noise`` acts on training rows alone. UserError as in ``encode_rows``.
+    """
+    rows = encode_rows(config, task, tokenizer)
+    held_out: set[int] = set()
+    if config.eval_share:
+        n = min(max(1, round(config.eval_share * len(rows))), len(rows) - 1)
+        random = np.random.default_rng(stable_seed("held out", config.split_seed))
+        held_out = set(random.permutation(len(rows))[:n].tolist())
+    trained = [noisy(row, i, config) for i, row in enumerate(rows) if i not in held_out]
+    if config.eval_path:
+        return EncodedRows(trained, rows.problems), encode_rows(replace(config, path=config.eval_path), task, tokenizer)
+    return EncodedRows(trained, rows.problems), EncodedRows([rows[i] for i in sorted(held_out)], ())
+
+
+def noisy(row: EncodedRow, number: int, config: DatasetConfig) -> EncodedRow:
+    """Return a row of pairs of which a share ``label_noise`` has changed sides: a function of split_seed and place."""
+    if not config.label_noise:
+        return row
+    answers = list(row.answers)
+    for i in range(0, len(answers), 2):
+        if stable_seed("label noise", config.split_seed, number, i) / 2.0**63 < config.label_noise:
+            answers[i : i + 2] = answers[i + 1], answers[i]
+    return replace(row, answers=tuple(answers))
 
 
 def encode_rows(config: DatasetConfig, task: Task, tokenizer: "PreTrainedTokenizerBase") -> EncodedRows:
     """Read and tokenise ``config.path``; rows that are too long are bad rows, as ``config.on_bad_row`` has it.
 
-    With sft and pairs an answer that goes beyond ``max_seqlen`` is cut, and loses its EOS; a row of which no answer
-    token would be left is a bad row.
+    With sft, pairs and ranked an answer that goes beyond ``max_seqlen`` is cut, and loses its EOS; a row of which no
+    answer token would be left is a bad row. A label stands at the end of what it judges: a step that ends beyond is
+    left out with its label and with all that follow; a row without a label is a bad row.
     """
     read = read_rows(config, task)
     good: list[EncodedRow] = []
@@ -71,13 +119,27 @@ def encode_rows(config: DatasetConfig, task: Task, tokenizer: "PreTrainedTokeniz
     for start in range(0, len(read.rows), CHUNK):
         rows = read.rows[start : start + CHUNK]
         for row, encoded in zip(rows, encode_chunk(rows, task, tokenizer), strict=True):
-            if problem := length_problem(len(encoded.prompt), bool(encoded.answers), config):
+            fitting = encoded
+            problem = length_problem(len(encoded.prompt), bool(encoded.answers), config)
+            if not problem:
+                fitting = fitted(encoded, config.max_seqlen - len(encoded.prompt))
+                if len(encoded.labels) and not len(fitting.labels):
+                    what = "the answer ends" if task is Task.outcome else "the first step ends"
+                    problem = f"{what} beyond dataset.max_seqlen={config.max_seqlen}, and its label with it"
+            if problem:
                 problems.append(f"{config.path}:{row.line}: {problem}")
             else:
-                room = config.max_seqlen - len(encoded.prompt)
-                good.append(EncodedRow(encoded.prompt, tuple(a[:room] for a in encoded.answers), encoded.fields))
+                good.append(fitting)
     settle(config, problems, n_good=len(good))
     return EncodedRows(good, [*read.problems, *problems])
+
+
+def fitted(row: EncodedRow, room: int) -> EncodedRow:
+    """Return a row whose answers have at most ``room`` tokens; of labelled parts those that end within them."""
+    if not len(row.labels):
+        return replace(row, answers=tuple(answer[:room] for answer in row.answers))
+    n = int(np.searchsorted(np.cumsum([len(part) for part in row.answers]), room, side="right"))
+    return replace(row, answers=row.answers[:n], labels=row.labels[:n])
 
 
 def encode_chunk(rows: Sequence[Row], task: Task, tokenizer: "PreTrainedTokenizerBase") -> Iterator[EncodedRow]:
@@ -86,21 +148,41 @@ def encode_chunk(rows: Sequence[Row], task: Task, tokenizer: "PreTrainedTokenize
     answers = iter(encode_answers(tokenizer, [text for per_row in texts for text in per_row]))
     for row, prompt, per_row in zip(rows, prompts, texts, strict=True):
         fields = b"" if per_row else json.dumps(row.fields).encode()
+        parts = [next(answers) for _ in per_row]
+        if task is Task.process:
+            parts = [*(ids[:-1] for ids in parts[:-1]), parts[-1]]  # one EOS, behind the last step
         yield EncodedRow(
             np.array(prompt, np.int32),
-            tuple(np.array(next(answers), np.int32) for _ in per_row),
+            tuple(np.array(ids, np.int32) for ids in parts),
             np.frombuffer(fields, np.uint8),
+            np.array(labels_of(row, task), np.float32),
         )
 
 
 def answers_of(row: Row, task: Task) -> list[str]:
-    """Return the texts that stand behind the prompt in the data: none, one, or chosen and rejected in turn."""
+    """Return the texts that stand behind the prompt in the data: see ``EncodedRow``. A step ends with a line break."""
     match task:
-        case Task.sft:
+        case Task.sft | Task.outcome:
             return [row.fields["answer"]]
         case Task.pairs:
             pairs = zip(row.fields["pos_answers"], row.fields["neg_answers"], strict=True)
             return [answer for pair in pairs for answer in pair]
+        case Task.ranked:
+            return row.fields["answers"]
+        case Task.process:
+            *steps, last = row.fields["steps"]
+            return [*(f"{step}\n" for step in steps), last]
+        case _:
+            return []
+
+
+def labels_of(row: Row, task: Task) -> list[float]:
+    """Return what is said of the texts, each within [0, 1]; nothing for most tasks."""
+    match task:
+        case Task.outcome:
+            return [row.fields["label"]]
+        case Task.process:
+            return row.fields["labels"]
         case _:
             return []
 

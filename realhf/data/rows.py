@@ -4,12 +4,17 @@
 |---|---|
 | prompt | ``prompt``, and whatever else the row holds |
 | math | ``query_id``, ``prompt``, ``solutions``, and whatever else the row holds |
+| code | ``query_id``, ``prompt``, and ``input_output`` or ``stub``, ``test``, ``entry_point``; and what else there is |
 | sft | ``prompt``, ``answer`` |
 | pairs | ``prompt``, ``pos_answers``, ``neg_answers`` |
+| ranked | ``prompt``, ``answers``, the best one first |
+| outcome | ``prompt``, ``answer``, ``label`` |
+| process | ``prompt``, ``steps``, ``labels`` |
 
 A prompt is a text, or a list of chat messages that the tokenizer's chat template will turn into one.
 """
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -88,6 +93,16 @@ def check_options(config: DatasetConfig, task: Task) -> None:
         problems.append(f"dataset.prompt_template={config.prompt_template!r} must hold {PLACEHOLDER} exactly once")
     if task is Task.pairs and config.max_pairs_per_prompt < 1:
         problems.append(f"dataset.max_pairs_per_prompt={config.max_pairs_per_prompt} must be positive")
+    if task is Task.ranked and config.max_replies < 2:
+        problems.append(f"dataset.max_replies={config.max_replies} must be at least 2")
+    if not 0.0 <= config.label_noise <= 1.0:
+        problems.append(f"dataset.label_noise={config.label_noise} must be within 0 and 1")
+    if config.label_noise and task is not Task.pairs:
+        problems.append(f"dataset.label_noise={config.label_noise} is for pairs, there is nothing to swap here")
+    if not 0.0 <= config.eval_share < 1.0:
+        problems.append(f"dataset.eval_share={config.eval_share} must be at least 0 and below 1")
+    if config.eval_share and config.eval_path:
+        problems.append("dataset.eval_share and dataset.eval_path are both set; held-out rows are from one of them")
     for name in ("max_prompt_len", "max_seqlen"):
         if (value := vars(config)[name]) < 1:
             problems.append(f"dataset.{name}={value} must be positive")
@@ -111,6 +126,55 @@ def math_row(raw: dict, line: int, template: str) -> dict:
     else:
         raise missing(raw, "solutions")
     return {**others, "query_id": str(raw.get("query_id", line)), "prompt": prompt, "solutions": solutions}
+
+
+def code_row(raw: dict, line: int, template: str) -> dict:
+    prompt = prompt_of(raw, template, "prompt", "question", "messages")
+    others = {key: value for key, value in raw.items() if key not in ("question", "messages")}
+    row = {**others, "query_id": str(raw.get("query_id", raw.get("task_id", line))), "prompt": prompt}
+    if "input_output" in raw:
+        return {**row, "input_output": input_output(raw["input_output"])}
+    if "test" not in raw:
+        raise missing(raw, "input_output")
+    stub, test, name = (text(raw, key) for key in ("prompt", "test", "entry_point"))
+    for key, source, function in (("prompt", stub, name), ("test", test, "check")):
+        if not re.search(rf"^def {re.escape(function)}\b", source, re.MULTILINE):
+            raise BadRow(f"{key!r} does not define a function {function!r}, as one with 'test' and 'entry_point' must")
+    return {**row, "stub": stub}
+
+
+def input_output(value: object) -> str:
+    """Return the tests of a program as JSON text, found to be usable."""
+    try:
+        tests = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise BadRow(f"'input_output' is not JSON: {error}") from None
+    if not isinstance(tests, dict):
+        raise BadRow(f"'input_output' is {kind_of(tests)}, it must be an object with 'inputs' and 'outputs'")
+    for key in ("inputs", "outputs"):
+        if not isinstance(tests.get(key), list):
+            raise BadRow(f"{key!r} of 'input_output' is {kind_of(tests.get(key))}, it must be a list of texts")
+        for i, part in enumerate(tests[key]):
+            check_text(f"{key!r}[{i}] of 'input_output'", part, may_be_empty=True)
+    inputs, outputs = tests["inputs"], tests["outputs"]
+    if len(inputs) != len(outputs) or not inputs:
+        raise BadRow(f"{len(inputs)} 'inputs' and {len(outputs)} 'outputs' in 'input_output': they must be one to one")
+    if (name := tests.get("fn_name")) is None:
+        return json.dumps({"inputs": inputs, "outputs": outputs})
+    if not isinstance(name, str) or not name.isidentifier():
+        raise BadRow(f"'fn_name' of 'input_output' is {kind_of(name)}, it must be the name of a function")
+    for i, (given, wanted) in enumerate(zip(inputs, outputs, strict=True)):
+        check_json(f"'outputs'[{i}]", wanted)
+        for argument in filter(str.strip, given.splitlines()):
+            check_json(f"'inputs'[{i}]", argument)
+    return json.dumps({"inputs": inputs, "outputs": outputs, "fn_name": name})
+
+
+def check_json(name: str, value: str) -> None:
+    try:
+        json.loads(value)
+    except ValueError:
+        raise BadRow(f"{name} holds {value!r:.40}, with 'fn_name' every argument and result is JSON") from None
 
 
 def sft_row(raw: dict, line: int, template: str) -> dict:
@@ -138,11 +202,46 @@ def pairs_row(raw: dict, line: int, template: str) -> dict:
     return {"prompt": prompt, "pos_answers": chosen, "neg_answers": rejected}
 
 
+def ranked_row(raw: dict, line: int, template: str) -> dict:
+    prompt = prompt_of(raw, template, "prompt", "question", "messages")
+    if "answers" not in raw and "chosen" in raw:
+        return {"prompt": prompt, "answers": [text(raw, "chosen"), text(raw, "rejected")]}
+    if len(answers := texts(raw, "answers")) < 2:
+        raise BadRow("'answers' holds one answer, there is nothing to compare it with")
+    return {"prompt": prompt, "answers": answers}
+
+
+def outcome_row(raw: dict, line: int, template: str) -> dict:
+    if "label" not in raw:
+        raise missing(raw, "label")
+    prompt = prompt_of(raw, template, "prompt", "question", "messages")
+    return {"prompt": prompt, "answer": text(raw, "answer"), "label": share("'label'", raw["label"])}
+
+
+def process_row(raw: dict, line: int, template: str) -> dict:
+    """A step loses the line breaks at its end; one within it would make it two steps wherever answers are judged."""
+    prompt = prompt_of(raw, template, "prompt", "question", "messages")
+    steps = [step.rstrip("\n") for step in texts(raw, "steps")]
+    for i, step in enumerate(steps):
+        if not step or "\n" in step:
+            raise BadRow(f"'steps'[{i}] {'holds a line break' if step else 'is empty'}: a step is one line")
+    labels = raw.get("labels")
+    if not isinstance(labels, list):
+        raise missing(raw, "labels") if labels is None else BadRow(f"'labels' is {kind_of(labels)}, it must be a list")
+    if len(steps) != len(labels):
+        raise BadRow(f"{len(steps)} 'steps' and {len(labels)} 'labels': they must be one to one")
+    return {"prompt": prompt, "steps": steps, "labels": [share(f"'labels'[{i}]", x) for i, x in enumerate(labels)]}
+
+
 NORMALISE: dict[Task, Callable[[dict, int, str], dict]] = {
     Task.prompt: prompt_row,
     Task.math: math_row,
+    Task.code: code_row,
     Task.sft: sft_row,
     Task.pairs: pairs_row,
+    Task.ranked: ranked_row,
+    Task.outcome: outcome_row,
+    Task.process: process_row,
 }
 
 
@@ -187,6 +286,13 @@ def texts(raw: dict, key: str) -> list[str]:
     if not isinstance(values, list) or not values:
         raise BadRow(f"{key!r} is {kind_of(values)}, it must be a list of texts")
     return [check_text(f"{key!r}[{i}]", value) for i, value in enumerate(values)]
+
+
+def share(name: str, value: object) -> float:
+    """Return a label: a number within [0, 1], or a truth value."""
+    if not isinstance(value, bool | int | float) or not 0 <= value <= 1:
+        raise BadRow(f"{name} is {kind_of(value)}, it must be within 0 and 1")
+    return float(value)
 
 
 def check_text(name: str, value: object, may_be_empty: bool = False) -> str:

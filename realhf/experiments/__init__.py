@@ -12,8 +12,16 @@ from realhf.base.errors import UserError, did_you_mean
 EXPERIMENTS: dict[str, str] = {
     "sft": "realhf.experiments.sft:SFTExperiment",
     "rw": "realhf.experiments.rw:RewardModelExperiment",
+    "dpo": "realhf.experiments.dpo:DPOExperiment",
     "ppo": "realhf.experiments.ppo:PPOExperiment",
     "ppo-math": "realhf.experiments.ppo_math:PPOMathExperiment",
+    "ppo-code": "realhf.experiments.ppo_code:PPOCodeExperiment",
+    "grpo": "realhf.experiments.grpo:GRPOExperiment",
+    "rloo": "realhf.experiments.grpo:RLOOExperiment",
+    "reinforce-pp": "realhf.experiments.grpo:ReinforcePPExperiment",
+    "remax": "realhf.experiments.remax:ReMaxExperiment",
+    "vineppo": "realhf.experiments.vineppo:VinePPOExperiment",
+    "restem": "realhf.experiments.restem:RestEMExperiment",
     "gen": "realhf.experiments.gen:GenerationExperiment",
 }
 """Loaded when asked for, so that the command line answers at once."""

@@ -3,10 +3,20 @@
 from dataclasses import dataclass, replace
 
 from realhf.api.codec import to_plain
-from realhf.api.config import ExperimentConfig, GenerationConfig, KLPlace, MFCConfig, ModelSpec, PPOConfig, opt
+from realhf.api.config import (
+    ExperimentConfig,
+    GenerationConfig,
+    KLPlace,
+    MFCConfig,
+    ModelSpec,
+    PPOConfig,
+    ScoreConfig,
+    opt,
+)
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync
 from realhf.experiments.ppo_options import ppo_problems, ppo_warnings
+from realhf.experiments.score import score_interface, score_problems
 
 LEARNED = ("rewards", "ref_logprobs", "prox_logprobs", "values", "baseline", "advantages")
 """Keys that training reads beside those of the rollout, where they are made."""
@@ -20,6 +30,7 @@ class PPOExperiment(ExperimentConfig):
     critic: ModelSpec = opt(ModelSpec, "the value model (default: the actor's weights with a new scalar head)")
     ref: ModelSpec = opt(ModelSpec, "the reference (default: the actor as it starts)")
     rew: ModelSpec = opt(ModelSpec, "the reward model")
+    score: ScoreConfig = opt(ScoreConfig, "how it scores")
     actor_gen: MFCConfig = opt(MFCConfig, "rollout")
     rew_inf: MFCConfig = opt(MFCConfig, "rewards")
     ref_inf: MFCConfig = opt(MFCConfig, "reference log-probs")
@@ -36,7 +47,7 @@ class PPOExperiment(ExperimentConfig):
         return self
 
     def reward_mfc(self) -> MFC:
-        interface = InterfaceSpec("paired_rw", to_plain(self.ppo))
+        interface = score_interface(self.score, self.rew, self.ppo)
         return MFC("rew_inf", "rew", Kind.INFERENCE, interface, ("tokens", "prompt_mask"), ("rewards",), self._batch)
 
     @property
@@ -133,7 +144,8 @@ class PPOExperiment(ExperimentConfig):
              "critic.init_from_scratch=True needs critic.config=FOLDER_OR_JSON"),
             (self.max_staleness >= 0, f"max_staleness must not be negative, got {self.max_staleness}"),
         ]  # fmt: skip
-        return ppo_problems(self.ppo, self._batch) + [line for holds, line in checks if not holds]
+        wrong = [line for holds, line in checks if not holds]
+        return ppo_problems(self.ppo, self._batch) + wrong + score_problems(self.score, self.rew)
 
     def warnings(self) -> list[str]:
         return ppo_warnings(self.ppo, self.max_staleness)

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from realhf.api.codec import to_plain
-from realhf.api.config import ModelSpec, RewardConfig, opt
+from realhf.api.config import ModelSpec, RewardConfig, ScoreConfig, opt
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, InterfaceSpec, Kind
 from realhf.experiments.ppo import PPOExperiment
-from realhf.rewards.pool import check_reward_fn
+from realhf.experiments.verified import reward_problems, reward_task
 
 
 @dataclass
@@ -18,7 +18,7 @@ class PPOMathExperiment(PPOExperiment):
 
     @property
     def task(self) -> Task:  # type: ignore[override]
-        return Task.math if self.reward.fn == "math" else Task.prompt
+        return reward_task(self.reward)
 
     def reward_mfc(self) -> MFC:
         interface = InterfaceSpec("verifier", {"reward": to_plain(self.reward), "ppo": to_plain(self.ppo)})
@@ -29,10 +29,7 @@ class PPOMathExperiment(PPOExperiment):
         return {}
 
     def problems(self) -> list[str]:
-        reward = self.reward
-        checks = [
-            (reward.timeout > 0, f"reward.timeout must be positive, got {reward.timeout}"),
-            (reward.processes >= 1, f"reward.processes must be positive, got {reward.processes}"),
-            (self.rew == ModelSpec(), "rew has options, but rewards come from reward.fn here; for a model use ppo"),
-        ]
-        return super().problems() + [line for holds, line in checks if not holds] + check_reward_fn(reward.fn)
+        problems = super().problems() + reward_problems(self.reward)
+        if (self.rew, self.score) != (ModelSpec(), ScoreConfig()):
+            problems.append("rew or score have options, but rewards come from reward.fn here; for a model use ppo")
+        return problems

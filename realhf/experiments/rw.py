@@ -1,31 +1,40 @@
-"""A Bradley-Terry reward model from pairs of answers."""
+"""A reward model, from pairs of answers, ranked lists, labelled answers or labelled steps."""
 
 from dataclasses import dataclass, replace
 
 from realhf.api.codec import to_plain
-from realhf.api.config import ExperimentConfig, GenerationConfig, MFCConfig, ModelSpec, PPOConfig, opt
+from realhf.api.config import ExperimentConfig, GenerationConfig, MFCConfig, ModelSpec, RewardModelType, RWConfig, opt
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
+
+READ = {RewardModelType.outcome: ("tokens", "label"), RewardModelType.process: ("tokens", "step_labels")}
 
 
 @dataclass
 class RewardModelExperiment(ExperimentConfig):
-    """Paired reward model: a scalar head at the last token."""
+    """Reward model: a scalar head at the last token, or at the end of every step."""
 
     model: ModelSpec = opt(ModelSpec, "the model; the head of a language model is replaced by a scalar one")
+    rw: RWConfig = opt(RWConfig, "what is learned")
     rw_train: MFCConfig = opt(MFCConfig, "training call")
     is_reward_model: bool = opt(False, "model.path already ends in a scalar head: go on training it")
 
-    task = Task.pairs
+    @property
+    def task(self) -> Task:
+        return Task[self.rw.type.name]
 
     @property
     def config(self) -> ExperimentConfig:
         return self
 
     def graph(self) -> Graph:
-        interface = InterfaceSpec("paired_rw", to_plain(PPOConfig()))
-        batch = self.dataset.train_bs_n_seqs
-        return Graph((MFC("rw_train", "model", Kind.TRAIN, interface, ("tokens", "prompt_mask"), batch_size=batch),))
+        interface, batch = InterfaceSpec("reward_model", to_plain(self.rw)), self.dataset.train_bs_n_seqs
+        read = READ.get(self.rw.type, ("tokens", "prompt_mask"))
+        trial = MFC("rw_eval", "model", Kind.INFERENCE, interface, read, (), batch)
+        return Graph(
+            (MFC("rw_train", "model", Kind.TRAIN, interface, read, (), batch),),
+            evaluation=(trial,) if self.dataset.holds_out else (),
+        )
 
     def roles(self) -> dict[str, RoleSpec]:
         fresh_head = not self.is_reward_model and not self.model.init_from_scratch
@@ -41,5 +50,12 @@ class RewardModelExperiment(ExperimentConfig):
         return 1
 
     def problems(self) -> list[str]:
+        reg = self.rw.score_l2_reg
         pairs = self.dataset.max_pairs_per_prompt
-        return [f"dataset.max_pairs_per_prompt must be positive, got {pairs}"] if pairs < 1 else []
+        checks = [
+            (pairs >= 1, f"dataset.max_pairs_per_prompt must be positive, got {pairs}"),
+            (reg >= 0, f"rw.score_l2_reg must not be negative, got {reg}"),
+            (reg == 0 or self.rw.type not in READ, f"rw.score_l2_reg={reg} is for scores that are compared, "
+             f"not for rw.type={self.rw.type.name}"),
+        ]  # fmt: skip
+        return [line for holds, line in checks if not holds]

@@ -1,8 +1,10 @@
 """From graph and plan to a program: per MFC, the instructions in order. And what every worker derives from it."""
 
+from dataclasses import replace
+
 from realhf.api.graph import MFC, Graph
 from realhf.api.layout import Layout
-from realhf.api.plan import ExecutionPlan
+from realhf.api.plan import ExecutionPlan, Placement
 from realhf.api.program import Compute, Instruction, Load, Offload, Program, Reallocate, Release, Transfer
 
 
@@ -12,9 +14,23 @@ def home(graph: Graph, plan: ExecutionPlan, role: str) -> Layout:
     return plan[keeper.name].layout
 
 
+def with_evaluation(graph: Graph, plan: ExecutionPlan) -> ExecutionPlan:
+    """Return the plan with a placement for every call on held-out rows: its role's home, or the first call's."""
+
+    def like(role: str | None) -> Placement:
+        first = next((m for m in graph.mfcs if m.role == role), graph.mfcs[0])
+        return plan[(graph.trainer(role) or first).name if role else first.name]
+
+    return replace(plan, placements={**plan.placements, **{m.name: like(m.role) for m in graph.evaluation}})
+
+
 def compile_program(graph: Graph, plan: ExecutionPlan) -> Program:
-    """Return the instructions of every MFC; weights are borrowed wherever a call is laid out unlike its role's home."""
-    return {m.name: _instructions(m, graph, plan) for m in graph.mfcs}
+    """Return the instructions of every MFC that has a placement, which those on held-out rows may lack.
+
+    Weights are borrowed wherever a call is laid out unlike its role's home.
+    """
+    placed = (*graph.mfcs, *(m for m in graph.evaluation if m.name in plan.placements))
+    return {m.name: _instructions(m, graph, plan) for m in placed}
 
 
 def _instructions(mfc: MFC, graph: Graph, plan: ExecutionPlan) -> tuple[Instruction, ...]:

@@ -56,11 +56,12 @@ Action = FetchRows | Dispatch | FinishStep
 
 @dataclass(frozen=True)
 class RunLength:
-    """Prompts per step, prompts in all (the last step may be smaller), steps in all."""
+    """Prompts per step, prompts in all (the last step may be smaller), steps in all; it begins with ``first_step``."""
 
     batch_size: int
     n_prompts: int
     n_steps: int
+    first_step: int = 0
 
     def span(self, step: int) -> Span:
         start = step * self.batch_size
@@ -92,14 +93,15 @@ class MasterState:
 
     def __init__(self, graph: Graph, plan: ExecutionPlan, length: RunLength, max_staleness: int = 0) -> None:
         self.graph, self.plan, self.length, self.max_staleness = graph, plan, length, max_staleness
-        self.versions: dict[str, int] = dict.fromkeys(graph.roles, 0)
+        self.versions: dict[str, int] = dict.fromkeys(graph.roles, length.first_step)
         self.states: dict[str, State] = {m.role or m.name: {} for m in graph.mfcs}
-        self.finished_steps = 0
+        self.finished_steps = length.first_step
         self._tables: dict[str, _Table] = {k: _Table() for m in graph.mfcs for k in (*m.inputs, *m.outputs)}
-        self._next: dict[str, int] = {m.name: 0 for m in graph.mfcs}  # position of the first prompt not yet issued
-        self._done: dict[str, int] = {m.name: 0 for m in graph.mfcs}
+        first = length.first_step * length.batch_size
+        self._next: dict[str, int] = {m.name: first for m in graph.mfcs}  # position of the first prompt not yet issued
+        self._done: dict[str, int] = {m.name: first for m in graph.mfcs}
         self._running: set[str] = set()
-        self._fetched = self._fetching = 0  # steps
+        self._fetched = self._fetching = length.first_step
         self._stale: list[Span] = []  # finished steps whose rows are still on record
 
     @property

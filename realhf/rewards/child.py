@@ -22,9 +22,10 @@ class Child:
 
     def __init__(self, fn: str, timeout: float, startup_timeout: float) -> None:
         self._fn = fn
-        self._timeout = timeout
+        self.timeout = timeout
         self._startup_timeout = startup_timeout
         self._process: subprocess.Popen[bytes] | None = None
+        self.is_asynchronous = False  # known when the process is ready
         self._ready = False
         self._received = b""
 
@@ -37,7 +38,7 @@ class Child:
         """Start the process unless there is one; it comes up by itself."""
         if self._process is not None:
             return
-        command = [sys.executable, "-m", "realhf.rewards.judge", self._fn, str(self._timeout)]
+        command = [sys.executable, "-m", "realhf.rewards.judge", self._fn, str(self.timeout)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
         )
@@ -55,7 +56,7 @@ class Child:
         if self._ready:
             return
         try:
-            reply = self._receive(time.monotonic() + self._startup_timeout)
+            reply = self.receive(time.monotonic() + self._startup_timeout)
         except TimeoutError:
             self.kill()
             raise UserError(
@@ -68,26 +69,24 @@ class Child:
         if "fatal" in reply:
             self.kill()
             raise UserError(f"reward.fn={self._fn!r} cannot be loaded: {reply['fatal']}")
-        self._ready = True
+        self._ready, self.is_asynchronous = True, bool(reply.get("asynchronous"))
 
     def judge(self, request: dict) -> Verdict:
         """Return the verdict on one answer; a process that hangs or dies over it is replaced."""
         self.await_ready()
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self.timeout
         try:
-            self._send(json.dumps(request).encode() + b"\n", deadline)
-            reply = self._receive(deadline)
+            self.send(request, deadline)
+            reply = self.receive(deadline)
         except TimeoutError:
             self.kill()
             self.spawn()
-            return Verdict(0.0, Status.timeout, f"no verdict after {self._timeout:g} s (reward.timeout)")
+            return verdict_of({"timeout": True}, self.timeout)
         except Gone:
             how = self._bury()
             self.spawn()
             return Verdict(0.0, Status.error, f"the judge process ended ({how})")
-        if "error" in reply:
-            return Verdict(0.0, Status.error, str(reply["error"]))
-        return Verdict(float(reply["score"]), Status.ok)
+        return verdict_of(reply, self.timeout)
 
     def kill(self) -> None:
         """End the process and its whole group; harmless when there is none."""
@@ -114,8 +113,10 @@ class Child:
             return "it closed its streams"
         return f"exit code {end.si_status}" if end.si_code == os.CLD_EXITED else str(signal.strsignal(end.si_status))
 
-    def _send(self, data: bytes, deadline: float) -> None:
+    def send(self, request: dict, deadline: float) -> None:
+        """Write a request; TimeoutError at ``deadline`` (monotonic seconds), Gone where nobody reads."""
         fd, _ = self._fds()
+        data = json.dumps(request).encode() + b"\n"
         while data:
             wait(fd, select.POLLOUT, deadline)
             try:
@@ -125,7 +126,8 @@ class Child:
             except BrokenPipeError:
                 raise Gone from None
 
-    def _receive(self, deadline: float) -> dict:
+    def receive(self, deadline: float) -> dict:
+        """Return the next reply; TimeoutError at ``deadline`` (monotonic seconds), Gone where nobody writes."""
         _, fd = self._fds()
         while b"\n" not in self._received:
             wait(fd, select.POLLIN, deadline)
@@ -135,6 +137,15 @@ class Child:
             self._received += chunk
         line, _, self._received = self._received.partition(b"\n")
         return json.loads(line)
+
+
+def verdict_of(reply: dict, timeout: float) -> Verdict:
+    """Return the verdict that a judge's reply stands for."""
+    if "timeout" in reply:
+        return Verdict(0.0, Status.timeout, f"no verdict after {timeout:g} s (reward.timeout)")
+    if "error" in reply:
+        return Verdict(0.0, Status.error, str(reply["error"]))
+    return Verdict(float(reply["score"]), Status.ok, str(reply.get("reason", "")))
 
 
 def wait(fd: int, event: int, deadline: float) -> None:

@@ -3,26 +3,35 @@
 It says ``{"ready": true}`` or ``{"fatal": text}``, and then answers every JSON line ``{prompt, answer, row}`` on stdin
 with ``{"score": x}`` or ``{"error": text}`` on stdout. What the judged code prints goes to stderr. The parent kills it
 when an answer takes too long; it dies by itself when the parent is gone.
+
+An ``async def`` function says ``"asynchronous": true`` with its ``ready``: it takes further requests while earlier ones
+wait, keeps the deadline of each (``{"timeout": true}``), and repeats the request's ``id`` in the reply.
 """
 
+import asyncio
 import importlib.util
+import inspect
 import json
-import logging
 import math
 import numbers
 import os
+import re
 import resource
 import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
+
+from realhf.rewards.verdict import FORMAT, Graded
 
 MEMORY_LIMIT = 8 * 2**30  # bytes of private memory of one judge
 
 RewardFn = Callable[[str, str, dict], float]
+AsyncRewardFn = Callable[[str, str, dict], Awaitable[float]]
 
 
 def main(fn: str, seconds: float) -> None:
@@ -33,15 +42,19 @@ def main(fn: str, seconds: float) -> None:
     threading.Thread(target=die_with_parent, args=(requests, seconds), daemon=True).start()
     limit(resource.RLIMIT_DATA, MEMORY_LIMIT)
     try:
-        reward = load_reward(fn)
+        reward: Any = load_reward(fn, seconds)
     except (Exception, SystemExit) as error:
         send(replies, {"fatal": describe(error)})
         return
-    send(replies, {"ready": True})
-    with os.fdopen(requests, "rb") as lines:
-        for line in lines:
-            limit_cpu(seconds)
-            send(replies, judge(reward, json.loads(line)))
+    if is_asynchronous(reward):
+        send(replies, {"ready": True, "asynchronous": True})
+        asyncio.run(serve_many(reward, requests, replies, seconds))
+    else:
+        send(replies, {"ready": True})
+        with os.fdopen(requests, "rb") as lines:
+            for line in lines:
+                limit_cpu(seconds)
+                send(replies, judge(reward, json.loads(line)))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.killpg(os.getpgrp(), signal.SIGTERM)  # what the judged code left running
 
@@ -49,25 +62,70 @@ def main(fn: str, seconds: float) -> None:
 def judge(reward: RewardFn, request: dict) -> dict[str, object]:
     """Return ``{"score": x}``, or ``{"error": text}`` for a function that raised or did not return a finite number."""
     try:
-        score = reward(request["prompt"], request["answer"], request["row"])
+        return graded(reward(request["prompt"], request["answer"], request["row"]))
     except (Exception, SystemExit) as error:
         return {"error": describe(error)}
+
+
+def is_asynchronous(reward: object) -> bool:
+    """Say whether calling ``reward`` gives a coroutine: it is an ``async def``, or an object that is called as one."""
+    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
+
+
+async def serve_many(reward: AsyncRewardFn, requests: int, replies: int, seconds: float) -> None:
+    """Serve answers until stdin ends, each from the moment it comes."""
+    reader, loop = asyncio.StreamReader(limit=2**30), asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(requests, "rb"))
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(request: dict) -> None:
+        send(replies, {**await judge_in_time(reward, request, seconds), "id": request.get("id")})
+
+    async for line in reader:
+        limit_cpu(seconds)
+        tasks.add(task := loop.create_task(serve(json.loads(line))))
+        task.add_done_callback(tasks.discard)
+    await asyncio.gather(*tasks)
+
+
+async def judge_in_time(reward: AsyncRewardFn, request: dict, seconds: float) -> dict[str, object]:
+    """Return what ``judge`` does, or ``{"timeout": true}``."""
+
+    async def judged() -> dict[str, object]:
+        try:
+            return graded(await reward(request["prompt"], request["answer"], request["row"]))
+        except (Exception, SystemExit) as error:
+            return {"error": describe(error)}
+
+    try:
+        return await asyncio.wait_for(judged(), seconds)
+    except asyncio.TimeoutError:
+        return {"timeout": True}
+
+
+def graded(score: object) -> dict[str, object]:
+    """Return the reply for what a reward function returned."""
     if not isinstance(score, numbers.Real):
         return {"error": f"the reward is {score!r:.100}, a {type(score).__name__}; it must be a number"}
     if not math.isfinite(score):
         return {"error": f"the reward is {float(score)}, it must be finite"}
-    return {"score": float(score)}
+    reason: dict[str, object] = {"reason": score.reason} if isinstance(score, Graded) else {}
+    return {"score": float(score), **reason}
 
 
-def load_reward(fn: str) -> RewardFn:
-    """Return the function that ``math`` or ``path/to/file.py:function`` names."""
+def load_reward(fn: str, seconds: float) -> RewardFn:
+    """Return the function that ``math``, ``code`` or ``path/to/file.py:function`` names; it has ``seconds``."""
+    if fn in ("code", "code_lax"):
+        from realhf.rewards.code import CodeJudge
+
+        return CodeJudge(seconds, lax=fn == "code_lax").ready()
     if fn == "math":
-        import math_verify  # noqa: F401  loaded now: the first answer's deadline must not pay for it
-
         from realhf.rewards.math import judge_math
 
-        logging.getLogger("math_verify").setLevel(logging.ERROR)
         return judge_math
+    if fn.startswith(FORMAT):
+        pattern = re.compile(fn.removeprefix(FORMAT), re.DOTALL)
+        return lambda prompt, answer, row: float(pattern.fullmatch(answer) is not None)
     path, _, name = fn.rpartition(":")
     spec = importlib.util.spec_from_file_location("realhf_user_reward", path)
     assert spec is not None and spec.loader is not None

@@ -1,43 +1,62 @@
 """Judges answers in killable child processes, each answer with its own deadline."""
 
 import ast
+import json
 import os
 import queue
+import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 
 from realhf.base.errors import UserError, did_you_mean
 from realhf.rewards.child import Child
-from realhf.rewards.verdict import Status, Verdict
+from realhf.rewards.flight import judge_all
+from realhf.rewards.verdict import BUILT_IN, FORMAT, Status, Verdict
 
 Item = tuple[str, str, dict]
 
-MATH_SELF_TEST = (
-    ("So it is 7.\n#### 1,234", ["... #### 1234"], 1.0),
-    (r"Hence $\boxed{\frac{1}{2}}$.", [r"\boxed{0.5}"], 1.0),
-    ("The answer is 72.", ["#### 72"], 1.0),
-    ("#### 73", ["#### 72"], 0.0),
-    (r"\boxed{x^2}", [r"\boxed{x^3}"], 0.0),
-    ("I do not know.", ["#### 72"], 0.0),
+SUMS = {"input_output": json.dumps({"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]})}
+CALLS = {"input_output": json.dumps({"inputs": ["1\n2"], "outputs": ["[1, 2]"], "fn_name": "pair"})}
+CODE_SELF_TEST: tuple[tuple[str, dict, float], ...] = (
+    ("```python\nprint(sum(map(int, input().split())))\n```", SUMS, 1.0),
+    ("```python\nprint(max(map(int, input().split())))\n```", SUMS, 0.0),
+    ("class Solution:\n    def pair(self, a, b):\n        return a, b", CALLS, 1.0),
+    ("import os\n\ndef pair(a, b):\n    return [a, b] if os.fork() else None", CALLS, 0.0),
 )
+SELF_TESTS: dict[str, tuple[tuple[str, dict, float], ...]] = {
+    "math": (
+        ("So it is 7.\n#### 1,234", {"solutions": ["... #### 1234"]}, 1.0),
+        (r"Hence $\boxed{\frac{1}{2}}$.", {"solutions": [r"\boxed{0.5}"]}, 1.0),
+        ("The answer is 72.", {"solutions": ["#### 72"]}, 1.0),
+        ("#### 73", {"solutions": ["#### 72"]}, 0.0),
+        (r"\boxed{x^2}", {"solutions": [r"\boxed{x^3}"]}, 0.0),
+        ("I do not know.", {"solutions": ["#### 72"]}, 0.0),
+    ),
+    "code": CODE_SELF_TEST,
+    "code_lax": CODE_SELF_TEST,
+}
+"""Answers, rows and the scores that our own verifiers must give them."""
 
 
 class JudgePool:
-    """``processes`` children that judge with ``fn`` (``math`` or ``file.py:function``), started on first use.
+    """``processes`` children that judge with ``fn`` (one of BUILT_IN or ``file.py:function``), started on first use.
 
     A bad ``fn``, or a child that is not ready within ``startup_timeout`` seconds, is a UserError.
     """
 
-    def __init__(self, fn: str, timeout: float, processes: int = 1, startup_timeout: float = 60.0) -> None:
-        if timeout <= 0 or processes < 1:
-            raise UserError(f"reward.timeout={timeout} and reward.processes={processes} must be positive")
+    def __init__(
+        self, fn: str, timeout: float, processes: int = 1, startup_timeout: float = 60.0, in_flight: int = 16
+    ) -> None:
+        if timeout <= 0 or processes < 1 or in_flight < 1:
+            raise UserError(f"reward.timeout={timeout}, processes={processes}, in_flight={in_flight} must be positive")
         if problems := check_reward_fn(fn):
             raise UserError(problems)
         path, colon, name = fn.rpartition(":")
-        self._fn = f"{os.path.abspath(path)}:{name}" if colon else fn
+        self._fn = f"{os.path.abspath(path)}:{name}" if colon and not fn.startswith(FORMAT) else fn
+        self._in_flight = in_flight
         self.children = [Child(self._fn, timeout, startup_timeout) for _ in range(processes)]
 
     def start(self) -> None:
@@ -55,14 +74,17 @@ class JudgePool:
         verdicts: dict[int, Verdict] = {}
         stop = threading.Event()
 
-        def work(child: Child) -> None:
+        def waiting() -> Iterator[tuple[int, dict]]:
             while not stop.is_set():
                 try:
                     i = todo.get_nowait()
                 except queue.Empty:
                     return
                 prompt, answer, row = items[i]
-                verdicts[i] = child.judge({"prompt": prompt, "answer": answer, "row": row})
+                yield i, {"prompt": prompt, "answer": answer, "row": row}
+
+        def work(child: Child) -> None:
+            verdicts.update(judge_all(child, waiting(), self._in_flight))
 
         with ThreadPoolExecutor(len(self.children)) as threads:
             futures = [threads.submit(work, child) for child in self.children[: len(items)]]
@@ -75,15 +97,14 @@ class JudgePool:
         return [verdicts[i] for i in range(len(items))]
 
     def self_test(self) -> None:
-        """Start the children and let ``math`` judge known answers; a wrong verdict is a UserError."""
+        """Start the children and let our own verifiers judge known answers; a wrong verdict is a UserError."""
         self.start()
-        if self._fn != "math":
-            return
-        verdicts = self.judge([("", answer, {"solutions": gold}) for answer, gold, _ in MATH_SELF_TEST])
+        known = SELF_TESTS.get(self._fn, ())
+        verdicts = self.judge([("", answer, row) for answer, row, _ in known])
         problems = [
-            f"the math judge does not work: {answer!r} against {gold!r} gave {v.score} ({v.status.value} {v.detail})"
-            f" instead of {score}; is math-verify installed as required?"
-            for v, (answer, gold, score) in zip(verdicts, MATH_SELF_TEST, strict=True)
+            f"the {self._fn} judge does not work here: {answer!r} for {row!r} gave {v.score} instead of {score}"
+            f" ({v.status.value} {v.detail})"
+            for v, (answer, row, score) in zip(verdicts, known, strict=True)
             if v.status is not Status.ok or v.score != score
         ]
         if problems:
@@ -105,11 +126,17 @@ class JudgePool:
 
 def check_reward_fn(fn: str) -> list[str]:
     """Return what is wrong with ``reward.fn``, without running the user's file: one line per problem."""
-    if fn == "math":
+    if fn in BUILT_IN:
+        return []
+    if fn.startswith(FORMAT):
+        try:
+            re.compile(fn.removeprefix(FORMAT))
+        except re.error as error:
+            return [f"reward.fn={fn!r}: not a regular expression ({error})"]
         return []
     path, colon, name = fn.rpartition(":")
     if not colon or not path.endswith(".py") or not name.isidentifier():
-        return [f"reward.fn={fn!r} is neither 'math' nor 'file.py:function'"]
+        return [f"reward.fn={fn!r} is neither {', '.join(BUILT_IN)} nor 'file.py:function'"]
     if not Path(path).is_file():
         return [f"reward.fn={fn!r}: there is no file {path}"]
     try:

@@ -26,6 +26,8 @@ JUDGED = ((6, 0), (18, 0), (12, 400), (48, 100))
 """Rows and their length."""
 TRAINED = ("tokens", "prompt_mask", "logprobs", "ref_logprobs", "values", "truncated", "rewards")
 METHODS: dict[str, tuple[str, ...]] = {
+    "dpo/inference": ("tokens", "prompt_mask"),
+    "dpo/train_step": ("tokens", "prompt_mask", "ref_logprob_sums"),
     "generation/generate": ("prompts",),
     "ppo_actor/generate": ("prompts",),
     "ppo_actor/inference": ("tokens",),
@@ -33,7 +35,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "ppo_critic/inference": ("tokens",),
     "ppo_critic/train_step": TRAINED,
     "paired_rw/inference": ("tokens", "prompt_mask"),
-    "paired_rw/train_step": ("tokens",),
+    "reward_model/train_step": ("tokens",),
     "sft/train_step": ("tokens", "prompt_mask"),
     "verifier/inference": ("tokens", "prompt_mask", "row"),
 }
@@ -156,7 +158,8 @@ def rows_of(rows: int, length: int, device: torch.device) -> tuple[RowStore, lis
     for row in ids:
         for key in ("logprobs", "ref_logprobs", "values"):
             store.put_value(row, key, torch.randn(length, device=device))
-        values = {"tokens": tokens, "prompts": tokens, "prompt_mask": mask, "truncated": truth, "rewards": number}
+        values = {"tokens": tokens, "prompts": tokens, "prompt_mask": mask, "truncated": truth, "rewards": number,
+                  "ref_logprob_sums": number}  # fmt: skip
         for key, value in values.items():
             store.put_value(row, key, value)
     return store, ids

@@ -34,6 +34,7 @@ class Master:
         self.mailbox = Mailbox(channel, watch, self._doing, lambda rank: run.paths.log(f"worker-{rank}"))
         self.state = MasterState(run.graph, run.plan, run.length, run.config.max_staleness)
         self.requests: dict[int, _Request] = {}
+        self.waiting: list[RowsReady] = []  # events that came while held-out rows were tried
         self.next_request = 0
         self.last_save = time.monotonic()
 
@@ -41,8 +42,8 @@ class Master:
         """Run the experiment; ``RunFailed`` when it ends in any other way than by doing all of its steps."""
         self._gather_workers()
         self._perform(self.state.start())
-        while self.requests:
-            if (event := self._next_event()) is not None:
+        while self.requests or self.waiting:
+            if (event := self.waiting.pop(0) if self.waiting else self._next_event()) is not None:
                 self.telemetry.event(event)
                 self._perform(self.state.handle(event))
         assert self.state.is_over, "nothing is under way, and the run is not over"
@@ -133,11 +134,30 @@ class Master:
         return self._ask(sorted(ranks), lambda request, rank: replace(call, request=request), what, span.step, finished)
 
     def _finish_step(self, span: Span) -> None:
+        if span.step >= self.run.trial_length.first_step:
+            self._tell_all(Drop(span.start, span.stop))
+            return
         self.telemetry.step_done(span.step, self.state.versions)
         self._log_generations(span)
         self._tell_all(Drop(span.start, span.stop))
+        frequency = self.run.config.exp_ctrl.eval_freq_steps
+        if self.run.graph.evaluation and (self.state.is_over or (frequency and (span.step + 1) % frequency == 0)):
+            self._evaluate(span.step + 1)
         if self.state.is_over or self._save_is_due(span.step + 1):
             self._save(span.step + 1)
+
+    def _evaluate(self, step: int) -> None:
+        """Try the held-out rows with the weights of this step; what happens in training meanwhile waits."""
+        trial = MasterState(self.run.graph.trial, self.run.plan, self.run.trial_length)
+        trial.states |= {name: state for name, state in self.state.states.items() if name in trial.states}
+        self._perform(trial.start())
+        while not trial.is_over:
+            event = self._next_event()
+            if event is not None and event.span.step < self.run.trial_length.first_step:
+                self.waiting.append(event)
+            elif event is not None:
+                self._perform(trial.handle(event))
+        self.telemetry.evaluated(step)
 
     def _log_generations(self, span: Span) -> None:
         """Ask for a few of the step's rows in words; the replies are merged by row and written down."""

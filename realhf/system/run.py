@@ -28,7 +28,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A run by value. ``experiment`` is the name that the user typed, ``n_rows`` the size of the data set."""
+    """A run by value. ``experiment`` is the name that the user typed, ``n_rows`` the rows of an epoch."""
 
     experiment: str
     config: ExperimentConfig
@@ -40,6 +40,7 @@ class RunSpec:
     device: str
     n_rows: int
     expected: Expected | None = None
+    n_held_out: int = 0
 
     @cached_property
     def length(self) -> RunLength:
@@ -47,6 +48,13 @@ class RunSpec:
         return run_length(
             self.config.dataset.train_bs_n_seqs, self.n_rows, control.total_train_epochs, control.total_train_steps
         )
+
+    @cached_property
+    def trial_length(self) -> RunLength:
+        """Steps over the held-out rows, which are the prompts behind all that a run could train on."""
+        batch = self.length.batch_size
+        first, n_steps = -(-self.length.n_prompts // batch), -(-self.n_held_out // batch)
+        return RunLength(batch, first * batch + self.n_held_out, first + n_steps, first)
 
     @cached_property
     def program(self) -> Program:

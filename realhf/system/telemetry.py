@@ -16,6 +16,8 @@ from realhf.system.run import RunSpec
 from realhf.system.sinks import MetricSink
 
 Metrics = dict[str, float]
+EVALUATION = "evaluation.json"
+"""Beside a saved model: means of what held-out rows gave, and over how many values each of them is."""
 
 
 class View(Protocol):
@@ -24,6 +26,8 @@ class View(Protocol):
     def ready(self, workers: dict[int, Ready]) -> None: ...
 
     def step(self, metrics: Metrics) -> None: ...
+
+    def evaluated(self, step: int, metrics: Metrics) -> None: ...
 
     def saved(self, role: str, path: Path) -> None: ...
 
@@ -37,6 +41,7 @@ class Telemetry:
         self.run, self.view, self.sinks = run, view, sinks
         self.models: dict[str, Path] = {}
         self.last: Metrics = {}
+        self.evaluation: dict[str, Any] = {}
         self._steps: dict[int, Metrics] = {}
         self._sums: dict[int, dict[str, tuple[float, float]]] = {}
         self._n_written = 0
@@ -137,8 +142,30 @@ class Telemetry:
         with path.open("w") as file:
             file.writelines(json.dumps(r, ensure_ascii=False) + "\n" for r in (shown if limit < 0 else shown[:limit]))
 
+    def evaluated(self, step: int) -> None:
+        """Write what held-out rows gave after ``step`` steps, and show it; its time is not part of the next step."""
+        sums: dict[str, tuple[float, float]] = {}
+        length = self.run.trial_length
+        for part in range(length.first_step, length.n_steps):
+            self._steps.pop(part, None)
+            for name, (value, weight) in self._sums.pop(part, {}).items():
+                before = sums.get(name, (0.0, 0.0))
+                sums[name] = (before[0] + value, before[1] + weight)
+        seconds, self._step_began = time.monotonic() - self._step_began, time.monotonic()
+        metrics = {name: value / weight for name, (value, weight) in sorted(sums.items()) if weight}
+        counts = {name: sums[name][1] for name in metrics}
+        self.evaluation = {"step": step, "seconds": seconds, "metrics": metrics, "counts": counts}
+        with self.run.paths.evaluation.open("a") as file:
+            file.write(json.dumps(self.evaluation) + "\n")
+        for sink in self.sinks:
+            sink.write({"step": step, **metrics})
+        self.view.evaluated(step, metrics)
+
     def saved(self, role: str, path: Path) -> None:
+        """Note where a model is; what held-out rows gave at the same step is put beside its weights."""
         self.models[role] = path
+        if self.evaluation and path == self.run.paths.model(role, self.evaluation["step"]):
+            (path / EVALUATION).write_text(json.dumps(self.evaluation, indent=1) + "\n")
         self.view.saved(role, path)
 
     def close(self) -> None:
@@ -156,7 +183,7 @@ def _headlines(metrics: Metrics) -> Metrics:
         "reward/accuracy": ("rew_inf/accuracy",),
         "kl/ref": ("actor_train/kl",),
         "length/answer": ("actor_gen/answer_length", "gen/answer_length"),
-        "loss": ("sft_train/loss", "rw_train/loss", "actor_train/actor_loss"),
+        "loss": ("sft_train/loss", "rw_train/loss", "actor_train/actor_loss", "actor_train/loss"),
     }
     return {name: metrics[s] for name, options in sources.items() for s in options if s in metrics}
 

@@ -133,7 +133,7 @@ class ModelWorker:
                 tokenizer_folder=run.tokenizer_folder,
             )
         self.during = "building interfaces"
-        mine = [m for m in run.graph.mfcs if self.rank in run.plan[m.name].layout.mesh.ranks]
+        mine = [m for m in (*run.graph.mfcs, *run.graph.evaluation) if self.rank in run.plan[m.name].layout.mesh.ranks]
         interfaces = {}
         for mfc in mine:
             dp_rank = run.plan[mfc.name].layout.coord(self.rank).dp
@@ -144,8 +144,10 @@ class ModelWorker:
         self.source = None
         if self.rank in run.fetchers:
             self.source = RowSource(run.config.dataset, run.task, self.tokenizer, run.config.seed)
-            if len(self.source) != run.n_rows:
-                raise UserError(f"{run.config.dataset.path} has {len(self.source)} rows, it had {run.n_rows} at launch")
+            found, expected = (len(self.source), self.source.n_held_out), (run.n_rows, run.n_held_out)
+            if found != expected:
+                raise UserError(f"{run.config.dataset.path} has {found[0]} rows and {found[1]} held out, at launch it "
+                                f"had {expected[0]} and {expected[1]}")  # fmt: skip
         info = {
             "parameters": {role: e.params.data.numel() for (role, _), e in engines.items()},
             "seconds": time.monotonic() - began,
@@ -159,7 +161,12 @@ class ModelWorker:
         index, count = self.run.fetchers.index(self.rank), len(self.run.fetchers)
         first, last = (start + (stop - start) * k // count for k in (index, index + 1))
         with self.spans.span("fetch"):
-            batch = self.source.batch(first, last).to(self.device)
+            trial = self.run.trial_length.first_step * self.run.trial_length.batch_size
+            if start >= trial:
+                batch = self.source.held_out(first - trial, last - trial, first)
+            else:
+                batch = self.source.batch(first, last)
+            batch = batch.to(self.device)
             self.executor.store.put(batch)
         self._done(request, outputs=batch.meta)
 

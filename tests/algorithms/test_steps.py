@@ -43,7 +43,10 @@ def test_sentences_of_latex(text: str, steps: list[str]) -> None:
 
 
 def test_long_steps_break_where_both_halves_stay_long() -> None:
-    halves = ["The first of these numbers is what we are looking for here,", " and the second is what we know from before."]
+    halves = [
+        "The first of these numbers is what we are looking for here,",
+        " and the second is what we know from before.",
+    ]
     assert pieces("".join(halves), latex_steps("".join(halves))) == halves
     formula = "$" + "+".join(["a" * 12] * 12) + "=5$"
     parts = pieces(formula, latex_steps(formula))

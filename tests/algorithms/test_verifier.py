@@ -49,7 +49,7 @@ def run(config, batch):
     try:
         return verifier.inference(None, batch, {})
     finally:
-        verifier.pool.close()
+        verifier.close()
 
 
 def test_texts_are_decoded_without_special_tokens():
@@ -106,4 +106,4 @@ def test_all_wrong_stops_the_run_on_request():
     ],
 )
 def test_shaped_score(fn, verdict, score):
-    assert shaped_score(verdict, RewardConfig(fn=fn)) == score
+    assert shaped_score(verdict, fn, RewardConfig()) == score

@@ -96,7 +96,7 @@ def test_values_of_a_tree_and_the_advantages_of_its_steps(tmp_path: Path) -> Non
         [0, -0.75, 0, 0],
         [0, 0, -0.75, -0.75],  # truncated: worth nothing
     ]
-    values.verifier.pool.close()
+    values.verifier.close()
 
 
 def test_states_beyond_the_cap_are_not_asked_for(tmp_path: Path) -> None:

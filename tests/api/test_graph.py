@@ -88,3 +88,28 @@ def test_all_problems_come_at_once() -> None:
         "key 'rewards' is produced by rew and x",
         "MFCs wait for each other: ref -> ref",
     ]
+
+
+TRIAL = MFC("trial", "actor", Kind.GENERATE, SPEC, ("prompts",), ("tokens",))
+
+
+def test_calls_on_held_out_rows_are_a_graph_of_their_own() -> None:
+    graph = Graph((GEN, REW, REF, TRAIN), evaluation=(TRIAL, replace(REW, name="judged")))
+    assert graph["trial"] is TRIAL and names(graph.trial.topological) == ["trial", "judged"]
+    assert graph.dataset_keys == ("prompts", "row") and graph.trial.roles == ("actor",)
+    assert graph.trainer("actor") is TRAIN and graph.trial.trainer("actor") is None
+
+
+@pytest.mark.parametrize(
+    ("trial", "problem"),
+    [
+        (replace(TRIAL, name="gen"), "MFC name 'gen' is used in the steps and in the evaluation"),
+        (replace(TRIAL, kind=Kind.TRAIN), "MFC trial: an evaluation does not train"),
+        (replace(TRIAL, role="judge"), "MFC trial: role 'judge' takes no part in the steps"),
+        (replace(TRIAL, inputs=("tokens",)), "MFCs wait for each other: trial -> trial"),
+    ],
+)
+def test_what_is_no_evaluation_is_said(trial: MFC, problem: str) -> None:
+    with pytest.raises(GraphError) as caught:
+        Graph((GEN, REW, REF, TRAIN), evaluation=(trial,))
+    assert caught.value.problems == [problem]

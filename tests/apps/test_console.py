@@ -49,3 +49,17 @@ def test_the_banner_tells_what_is_expected(tmp_path: Path, capsys: pytest.Captur
     shown = capsys.readouterr().out
     assert "predicted 1.75 s a step, 2.50 GB on the fullest worker, from the limits of cpu\n" in shown
     assert "d1t2p1@0-1" in shown
+
+
+def test_held_out_rows_have_a_line_per_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    graph = Graph((MFC("gen", "actor", Kind.GENERATE, InterfaceSpec("any"), ("prompts",), ("tokens",), 2),))
+    plan = ExecutionPlan(2, {"gen": Placement(layout("t2"))})
+    run = RunSpec("test", ExperimentConfig(), Task.prompt, graph, {}, plan, RunDir(tmp_path), "cpu", 4, n_held_out=3)
+    console = Console(run)
+    console.banner()
+    console.evaluated(7, {"a/loss": 0.25, "b/accuracy": 1.0, "b/loss": 0.5})
+    shown = capsys.readouterr().out
+    assert ": 4 rows, 3 held out, " in shown
+    assert shown.endswith(
+        "held out after step 7: a  loss 0.2500\nheld out after step 7: b  accuracy 1.0000  loss 0.5000\n"
+    )

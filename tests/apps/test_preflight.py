@@ -18,6 +18,7 @@ from realhf.base.errors import Impossible, UserError
 from realhf.base.paths import RunDir
 from realhf.experiments.ppo import PPOExperiment
 from realhf.experiments.ppo_math import PPOMathExperiment
+from realhf.experiments.rw import RewardModelExperiment
 from realhf.experiments.sft import SFTExperiment
 from realhf.system.run import RunSpec
 
@@ -325,3 +326,24 @@ def test_data_is_read_even_where_no_tokenizer_is(ppo: PPOMathExperiment, paths: 
         "actor.path=no/such: there is no such folder",
         "dataset.path=none.jsonl: there is no such file",
     ]
+
+
+def test_held_out_rows_are_told_and_placed(task: Any, actor_folder: Path, paths: RunDir) -> None:
+    made = ready(RewardModelExperiment(model=ModelSpec(path=str(actor_folder))), task.root / "preferences.jsonl")
+    made.dataset.eval_share = 0.25
+    run = preflight("rw", made, paths)
+    assert (run.n_rows, run.n_held_out) == (13, 4) and run.plan["rw_eval"] == run.plan["rw_train"]
+    assert set(run.program) == {"rw_train", "rw_eval"} and run.trial_length.n_steps == run.trial_length.first_step + 1
+    made.dataset.eval_path = "none.jsonl"
+    assert one(made, paths).startswith("dataset.eval_share and dataset.eval_path are both set")
+    made.dataset.eval_share = 0.0
+    assert one(made, paths) == "dataset.path=none.jsonl: there is no such file"
+
+
+def test_held_out_rows_that_nobody_reads(sft: Any, paths: RunDir) -> None:
+    sft.dataset.eval_share = 0.25
+    assert one(sft, paths) == "dataset.eval_share=0.25: this experiment has no use for held-out rows"
+    sft.dataset.eval_share, sft.exp_ctrl.eval_freq_steps = 0.0, 3
+    assert one(sft, paths) == "exp_ctrl.eval_freq_steps=3: there are no held-out rows"
+    sft.exp_ctrl.eval_freq_steps = 0
+    assert "exp_ctrl.eval_freq_steps must be positive, got 0" in problems(sft, paths)

@@ -23,7 +23,8 @@ def fields(tmp_path: Path, row: dict, task: Task, **options: object) -> dict:
 
 def problem(tmp_path: Path, row: object, task: Task) -> str:
     """What is said of ``row``, which stands on line 2 behind a good one."""
-    good = {"prompt": "p", "answer": "a", "solutions": ["1"], "chosen": "c", "rejected": "r"}
+    good = {"prompt": "p", "answer": "a", "solutions": ["1"], "chosen": "c", "rejected": "r", "label": 1}
+    good |= {"steps": ["s"], "labels": [0]}
     text = json.dumps(good) + "\n" + (row if isinstance(row, str) else json.dumps(row))
     rows = read(tmp_path, text, task, on_bad_row=OnBadRow.skip)
     assert [r.line for r in rows.rows] == [1]
@@ -64,6 +65,14 @@ ANSWERED = [*CHAT, {"role": "assistant", "content": "ho"}]
             Task.pairs,
             {"prompt": "p", "chosen": "a", "rejected": "b"},
             {"prompt": "p", "pos_answers": ["a"], "neg_answers": ["b"]},
+        ),
+        (Task.ranked, {"prompt": "p", "answers": ["a", "b", "c"]}, {"prompt": "p", "answers": ["a", "b", "c"]}),
+        (Task.ranked, {"prompt": "p", "chosen": "a", "rejected": "b"}, {"prompt": "p", "answers": ["a", "b"]}),
+        (Task.outcome, {"question": "p", "answer": "a", "label": True}, {"prompt": "p", "answer": "a", "label": 1.0}),
+        (
+            Task.process,
+            {"messages": CHAT, "steps": ["a\n", "b"], "labels": [1, 0.25]},
+            {"prompt": CHAT, "steps": ["a", "b"], "labels": [1.0, 0.25]},
         ),
     ],
 )
@@ -134,6 +143,34 @@ def test_one_row_with_a_list_in_it_is_a_row(tmp_path: Path) -> None:
             {"prompt": "p", "pos_answers": [], "neg_answers": []},
             "'pos_answers' is an empty list, it must be a list of texts",
         ),
+        (
+            Task.ranked,
+            {"prompt": "p", "answers": ["a"]},
+            "'answers' holds one answer, there is nothing to compare it with",
+        ),
+        (Task.ranked, {"prompt": "p"}, "'answers' is missing (keys: prompt)"),
+        (Task.outcome, {"prompt": "p", "answer": "a"}, "'label' is missing (keys: prompt, answer)"),
+        (Task.outcome, {"prompt": "p", "answer": "a", "label": 2}, "'label' is 2, it must be within 0 and 1"),
+        (Task.outcome, {"prompt": "p", "answer": "a", "label": "1"}, "'label' is a text, it must be within 0 and 1"),
+        (
+            Task.process,
+            {"prompt": "p", "steps": [], "labels": []},
+            "'steps' is an empty list, it must be a list of texts",
+        ),
+        (Task.process, {"prompt": "p", "steps": ["a"]}, "'labels' is missing (keys: prompt, steps)"),
+        (Task.process, {"prompt": "p", "steps": ["a"], "labels": 1}, "'labels' is 1, it must be a list"),
+        (
+            Task.process,
+            {"prompt": "p", "steps": ["a", "b"], "labels": [1]},
+            "2 'steps' and 1 'labels': they must be one to one",
+        ),
+        (
+            Task.process,
+            {"prompt": "p", "steps": ["a", "b\nc"], "labels": [1, 1]},
+            "'steps'[1] holds a line break: a step is one line",
+        ),
+        (Task.process, {"prompt": "p", "steps": ["\n"], "labels": [1]}, "'steps'[0] is empty: a step is one line"),
+        (Task.process, {"prompt": "p", "steps": ["a"], "labels": [-1]}, "'labels'[0] is -1, it must be within 0 and 1"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, task: Task, row: object, words: str) -> None:
@@ -189,3 +226,19 @@ def test_options_that_cannot_work_are_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         read(tmp_path, "{}", Task.pairs, prompt_template="Q:", max_pairs_per_prompt=0, max_prompt_len=0)
     assert len(caught.value.problems) == 3
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "words"),
+    [
+        (Task.ranked, {"max_replies": 1}, "dataset.max_replies=1 must be at least 2"),
+        (Task.pairs, {"label_noise": 1.5}, "dataset.label_noise=1.5 must be within 0 and 1"),
+        (Task.sft, {"label_noise": 0.1}, "dataset.label_noise=0.1 is for pairs"),
+        (Task.pairs, {"eval_share": 1.0}, "dataset.eval_share=1.0 must be at least 0 and below 1"),
+        (Task.pairs, {"eval_share": 0.1, "eval_path": "f"}, "dataset.eval_share and dataset.eval_path are both set"),
+    ],
+)
+def test_options_of_preferences_and_held_out_rows(tmp_path: Path, task: Task, options: dict, words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        read(tmp_path, "{}", task, **options)
+    assert len(caught.value.problems) == 1

@@ -12,6 +12,7 @@ from realhf.api.batch import PROMPT, RowId
 from realhf.api.config import DatasetConfig, OnBadRow
 from realhf.api.experiment import Task
 from realhf.base.errors import UserError
+from realhf.data.batch import SequenceBatch
 from realhf.data.source import RowSource, row_fields
 from realhf.data.tokenizer import encode_answer, encode_prompt, load_tokenizer
 
@@ -158,3 +159,93 @@ def test_real_preferences_become_pairs(tmp_path: Path, tokenizer: PreTrainedToke
     batch = stream.batch(0, 8)
     assert len(batch) == 16
     assert len(stream) > 100 and not stream.problems
+
+
+def texts_of(batch: SequenceBatch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Prompt and answer of every row, without BOS."""
+    return [tokenizer.decode(row[1:]) for row in batch.columns["tokens"].rows()]
+
+
+def test_ranked_lists_keep_their_order(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [{"prompt": "p", "answers": list("abcdef")}, {"prompt": "q", "answers": ["x", "y"]}]
+    batch = source(tmp_path, rows, Task.ranked, tokenizer, max_replies=3).batch(0, 10)
+    assert batch.ids[:5] == tuple(RowId(p, s) for p, s in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)])
+    answers = [text[1] for text in texts_of(batch, tokenizer)]
+    assert answers[3:5] == ["x", "y"]
+    drawn = {"".join(answers[i : i + 3]) for i in range(0, 25, 5)}
+    assert len(drawn) > 1 and all(list(some) == sorted(some) and len(set(some)) == 3 for some in drawn)
+
+
+def test_an_answer_has_a_label(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [{"prompt": "p", "answer": "a", "label": 1}, {"prompt": "p", "answer": "bcd", "label": 0.25}]
+    batch = source(tmp_path, rows, Task.outcome, tokenizer).batch(0, 2)
+    assert texts_of(batch, tokenizer) == ["pa<eos>", "pbcd<eos>"] and batch.lengths("label") == (1, 1)
+    assert batch["label"].tolist() == [1.0, 0.25] and batch["label"].dtype == torch.float32
+    with pytest.raises(UserError, match="d.jsonl:2: the answer ends beyond dataset.max_seqlen=5, and its label"):
+        source(tmp_path, rows, Task.outcome, tokenizer, max_seqlen=5)
+
+
+def test_labels_stand_on_the_last_token_of_every_step(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [{"prompt": "p", "steps": ["ab", "c"], "labels": [1, 0.5]}]
+    batch = source(tmp_path, rows, Task.process, tokenizer).batch(0, 1)
+    assert batch["tokens"].tolist() == [2, *ids("pab\nc"), 1]
+    assert batch["step_labels"].tolist() == [-1, -1, -1, -1, 1.0, -1, 0.5]
+    assert batch["prompt_mask"].tolist() == [1, 1, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("room", "kept"), [(9, [1, 0]), (8, [1]), (5, [1])])
+def test_a_step_that_is_cut_is_left_out_with_its_label(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, room: int, kept: list[int]
+) -> None:
+    rows = [{"prompt": "p", "steps": ["ab", "cde"], "labels": [1, 0]}]
+    batch = source(tmp_path, rows, Task.process, tokenizer, max_seqlen=room).batch(0, 1)
+    assert [x for x in batch["step_labels"].tolist() if x >= 0] == kept
+    assert batch["tokens"].numel() == (9 if len(kept) == 2 else 5)
+    with pytest.raises(UserError, match="the first step ends beyond dataset.max_seqlen=4"):
+        source(tmp_path, rows, Task.process, tokenizer, max_seqlen=4)
+
+
+def letters(n: int) -> list[dict]:
+    return [{"prompt": chr(97 + i), "chosen": "+", "rejected": "-"} for i in range(n)]
+
+
+def test_a_share_of_the_rows_is_held_out(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    def parts(**options: object) -> tuple[list[str], list[str]]:
+        stream = source(tmp_path, letters(20), Task.pairs, tokenizer, **options)
+        kept = stream.held_out(0, stream.n_held_out, 40)
+        assert {row.prompt for row in kept.ids} == set(range(40, 40 + stream.n_held_out))
+        trained = stream.batch(0, len(stream))
+        return tuple([text[0] for text in texts_of(some, tokenizer)[::2]] for some in (trained, kept))
+
+    trained, held_out = parts(eval_share=0.2)
+    assert len(held_out) == 4 and sorted(trained + held_out) == [chr(97 + i) for i in range(20)]
+    assert held_out == sorted(held_out) and parts(eval_share=0.2) == (trained, held_out)
+    assert parts(eval_share=0.2, split_seed=2)[1] != held_out
+    assert [len(part) for part in parts(eval_share=0.001)] == [19, 1]
+    assert [len(part) for part in parts()] == [20, 0]
+
+
+def test_held_out_rows_may_have_a_file_of_their_own(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    other = tmp_path / "held.jsonl"
+    other.write_text(json.dumps({"prompt": "z", "chosen": "+", "rejected": "-"}) + "\n")
+    stream = source(tmp_path, letters(3), Task.pairs, tokenizer, eval_path=str(other), label_noise=1.0)
+    assert (len(stream), stream.n_held_out) == (3, 1)
+    assert texts_of(stream.held_out(0, 1, 9), tokenizer) == ["z+<eos>", "z-<eos>"]  # noise is for training
+    assert texts_of(stream.batch(0, 1), tokenizer) == ["a-<eos>", "a+<eos>"]
+    other.write_text("{}\n")
+    with pytest.raises(UserError, match=r"held.jsonl:1: 'prompt' is missing"):
+        source(tmp_path, letters(3), Task.pairs, tokenizer, eval_path=str(other))
+
+
+def test_label_noise_is_drawn_once_for_all(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    file = tmp_path / "d.jsonl"
+    row = {"prompt": "p", "pos_answers": ["+"] * 500, "neg_answers": ["-"] * 500}
+    file.write_text(json.dumps(row) + "\n")
+
+    def flipped(seed: int, **options: object) -> list[bool]:
+        config = DatasetConfig(path=str(file), max_pairs_per_prompt=500, label_noise=0.25, **options)
+        batch = RowSource(config, Task.pairs, tokenizer, seed).batch(3, 4)
+        return [text[1] == "-" for text in texts_of(batch, tokenizer)[::2]]
+
+    assert flipped(1) == flipped(2) != flipped(1, split_seed=5)
+    assert 0.2 < sum(flipped(1)) / 500 < 0.3

@@ -4,10 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from realhf.api.config import GenerationConfig, MFCConfig, ModelSpec, PPOConfig
+from realhf.api.config import (
+    DatasetConfig,
+    DPOConfig,
+    GenerationConfig,
+    MFCConfig,
+    ModelSpec,
+    PPOConfig,
+    PreferenceLoss,
+    RewardModelType,
+    RWConfig,
+)
 from realhf.api.experiment import Task
 from realhf.base.errors import UserError
 from realhf.experiments import EXPERIMENTS, experiment_class
+from realhf.experiments.dpo import DPOExperiment
 from realhf.experiments.gen import GenerationExperiment
 from realhf.experiments.ppo import PPOExperiment
 from realhf.experiments.ppo_math import PPOMathExperiment
@@ -42,6 +53,15 @@ def test_every_experiment_hangs_together(name: str) -> None:
     [
         (SFTExperiment(), ("tokens", "prompt_mask"), Task.sft),
         (RewardModelExperiment(), ("tokens", "prompt_mask"), Task.pairs),
+        (RewardModelExperiment(rw=RWConfig(RewardModelType.ranked)), ("tokens", "prompt_mask"), Task.ranked),
+        (RewardModelExperiment(rw=RWConfig(RewardModelType.outcome)), ("tokens", "label"), Task.outcome),
+        (RewardModelExperiment(rw=RWConfig(RewardModelType.process)), ("tokens", "step_labels"), Task.process),
+        (DPOExperiment(), ("tokens", "prompt_mask"), Task.pairs),
+        (
+            DPOExperiment(dpo=DPOConfig(PreferenceLoss.kto, unpaired=True)),
+            ("tokens", "prompt_mask", "label"),
+            Task.outcome,
+        ),
         (GenerationExperiment(), ("prompts", "row"), Task.prompt),
         (PPOExperiment(), ("prompts",), Task.prompt),
         (PPOMathExperiment(), ("prompts", "row"), Task.math),
@@ -84,6 +104,49 @@ def test_a_reward_model_gets_a_new_head_unless_it_is_one() -> None:
     assert heads == [True, False]
     scratch = RewardModelExperiment(model=ModelSpec(init_from_scratch=True))
     assert not scratch.roles()["model"].spec.init_critic_from_actor
+
+
+@pytest.mark.parametrize("loss", PreferenceLoss)
+def test_a_reference_is_asked_where_the_loss_needs_one(loss: PreferenceLoss) -> None:
+    experiment = DPOExperiment(dpo=DPOConfig(loss), dataset=DatasetConfig(eval_share=0.1))
+    experiment.actor, experiment.ref = ModelSpec("a", bf16=True, gradient_checkpointing=True), ModelSpec(offload=True)
+    graph, roles = experiment.graph(), experiment.roles()
+    if loss in (PreferenceLoss.orpo, PreferenceLoss.simpo):
+        assert [m.name for m in graph.mfcs] == ["actor_train"] and set(roles) == {"actor"}
+        assert [m.name for m in graph.evaluation] == ["actor_eval"] and graph.offloaded == ()
+        assert experiment.problems() == [f"ref has options, but dpo.loss={loss.name} needs no reference"]
+        return
+    assert [m.name for m in graph.topological] == ["ref_inf", "actor_train"] and graph.offloaded == ("ref",)
+    assert [m.name for m in graph.trial.topological] == ["ref_eval", "actor_eval"] and experiment.problems() == []
+    assert roles["ref"].spec == ModelSpec("a", bf16=True, offload=True) and roles["ref"].starts_as == "actor"
+    assert DPOExperiment(ref=ModelSpec("b")).roles()["ref"].starts_as is None
+
+
+@pytest.mark.parametrize(
+    ("options", "start"),
+    [
+        ({"beta": 0}, "dpo.beta must be positive, got 0"),
+        ({"label_smoothing": 0.5}, "dpo.label_smoothing must be at least 0 and below 0.5, got 0.5"),
+        ({"label_smoothing": 0.1, "loss": PreferenceLoss.ipo}, "dpo.label_smoothing is for dpo.loss=sigmoid and"),
+        ({"positive_lambda": -1}, "dpo.positive_lambda must not be negative"),
+        ({"desirable_weight": 0, "undesirable_weight": 0}, "dpo.desirable_weight=0 and dpo.undesirable_weight=0 must"),
+        ({"unpaired": True}, "dpo.unpaired=True is for dpo.loss=kto; sigmoid compares two answers"),
+    ],
+)
+def test_what_dpo_refuses(options: dict, start: str) -> None:
+    (problem,) = DPOExperiment(dpo=DPOConfig(**options)).problems()
+    assert problem.startswith(start)
+
+
+@pytest.mark.parametrize("kind", RewardModelType)
+def test_a_reward_model_is_tried_on_held_out_rows_if_there_are_any(kind: RewardModelType) -> None:
+    experiment = RewardModelExperiment(rw=RWConfig(kind))
+    assert experiment.graph().evaluation == ()
+    experiment.dataset.eval_path = "held_out.jsonl"
+    (trial,) = experiment.graph().evaluation
+    assert trial.interface == experiment.graph()["rw_train"].interface and trial.outputs == ()
+    experiment.rw.score_l2_reg = 0.1
+    assert len(experiment.problems()) == (kind in (RewardModelType.outcome, RewardModelType.process))
 
 
 def test_ppo_math_has_a_verifier_and_its_data_depends_on_it(tmp_path: Path) -> None:
@@ -140,7 +203,11 @@ def test_options_that_would_go_unread_are_refused() -> None:
     assert PPOExperiment(ref=ModelSpec(bf16=True)).problems()[0].startswith("ref has options, but neither ref.path")
     scratch = PPOExperiment(critic=ModelSpec(init_from_scratch=True)).problems()
     assert scratch == ["critic.init_from_scratch=True needs critic.config=FOLDER_OR_JSON"]
-    assert PPOMathExperiment(rew=ModelSpec(path="r")).problems()[0].startswith("rew has options, but rewards come from")
+    assert (
+        PPOMathExperiment(rew=ModelSpec(path="r"))
+        .problems()[0]
+        .startswith("rew or score have options, but rewards come")
+    )
     assert PPOExperiment(ref_inf=MFCConfig("0")).problems() == []  # the allocation mode says whether it reads this
 
 

@@ -4,7 +4,7 @@ from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.plan import ExecutionPlan, Placement
 from realhf.api.program import Compute, Load, Offload, Reallocate, Release, Transfer
-from realhf.plan.program import compile_program, engines_of, groups_of, home, meshes_of
+from realhf.plan.program import compile_program, engines_of, groups_of, home, meshes_of, with_evaluation
 
 SPEC = InterfaceSpec("any")
 PPO = Graph(
@@ -100,3 +100,19 @@ def test_an_idle_role_rests_in_host_memory() -> None:
     program = compile_program(Graph(PPO.mfcs, offloaded=("ref",)), DISJOINT)
     assert program["ref_inf"][1] == Load("ref", PAIR) and program["ref_inf"][-1] == Offload("ref", PAIR)
     assert not any(isinstance(step, Load) for step in program["actor_gen"])
+
+
+def test_held_out_rows_are_tried_where_a_role_lives() -> None:
+    trials = (
+        MFC("trial", "actor", Kind.GENERATE, SPEC, ("prompts",), ("tokens",)),
+        MFC("trial_ref", "ref", Kind.INFERENCE, SPEC, ("tokens",), ("ref_logprobs",)),
+        MFC("trial_rew", None, Kind.INFERENCE, SPEC, ("tokens", "row"), ("rewards",)),
+    )
+    graph = Graph(PPO.mfcs, evaluation=trials)
+    assert compile_program(graph, UNLIKE) == compile_program(PPO, UNLIKE)  # for who only plans
+    placed = with_evaluation(graph, UNLIKE)
+    assert placed.placements == {**UNLIKE.placements, "trial": Placement(PAIR), "trial_ref": Placement(PAIR),
+                                 "trial_rew": Placement(ONE)}  # fmt: skip
+    program = compile_program(graph, placed)
+    assert program["trial"] == (Transfer(("prompts",), PAIR), Compute("trial", "actor", PAIR))
+    assert program["trial_rew"][1] == Compute("trial_rew", None, ONE)

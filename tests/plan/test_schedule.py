@@ -284,3 +284,16 @@ def test_the_length_of_a_run(epochs: int, max_steps: int | None, steps: int, las
     assert length.n_steps == steps
     span = length.span(steps - 1)
     assert span == Span(steps - 1, 4 * (steps - 1), 4 * (steps - 1) + last)
+
+
+def test_a_machine_may_begin_with_a_later_step() -> None:
+    state = MasterState(graph := ppo(), plan_of(graph), RunLength(4, 14, 4, first_step=2))
+    todo, seen = state.start(), []
+    while todo:
+        action = todo.pop(0)
+        seen.append((type(action).__name__, action.span))
+        if not isinstance(action, FinishStep):
+            todo += state.handle(answer(state, action, lambda mfc, row: True))
+    spans = [Span(2, 8, 12), Span(3, 12, 14)]
+    assert state.is_over and {span for _, span in seen} == set(spans)
+    assert [span for name, span in seen if name == "FinishStep"] == spans and len(seen) == 2 * (1 + 6 + 1)

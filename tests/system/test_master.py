@@ -1,6 +1,8 @@
 """The master's loop with workers that answer at once: what they are asked, when models are saved, how it ends."""
 
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +70,7 @@ class Workers:
             case Run(request):
                 call = self.calls[request]
                 mine = [call.inputs.ids[i].prompt for i in call.assignment[rank]]
-                made = rows([RowId(p, 0) for p in mine], "tokens") if call.mfc == "gen" else None
+                made = rows([RowId(p, 0) for p in mine], "tokens") if call.mfc in ("gen", "trial") else None
                 return Done(request, rank, made, state={"seen": call.step} if call.mfc == "train" else None)
             case Collect(request, ids, _):
                 return Done(request, rank, values={"rows": [{"prompt_id": i.prompt, "sample": i.sample} for i in ids]})
@@ -93,11 +95,15 @@ class Notes:
     def __init__(self) -> None:
         self.steps: list[int] = []
         self.saves: list[tuple[str, str]] = []
+        self.evaluations: list[tuple[int, int]] = []
         self.written: list[tuple[int, list[int]]] = []
 
     def step_done(self, step: int, versions: dict[str, int]) -> None:
         assert versions == {"actor": step + 1}
         self.steps.append(step)
+
+    def evaluated(self, step: int) -> None:
+        self.evaluations.append((step, len(self.saves)))
 
     def saved(self, role: str, path: Path) -> None:
         self.saves.append((role, path.name))
@@ -216,3 +222,54 @@ def test_a_death_at_the_start_is_told_as_such(make_run: MakeRun, tmp_path: Path)
     workers.replies.clear()
     with pytest.raises(RunFailed, match="worker 1 exited with code 1 while doing its start-up; see .*worker-1.log"):
         Master(workers.run, workers, lambda: {1: "exited with code 1"}, Notes()).train()
+
+
+TRIAL = MFC("trial", "actor", Kind.GENERATE, SPEC, ("prompts",), ("tokens",), 2)
+
+
+@pytest.mark.parametrize(("frequency", "steps"), [(None, [4]), (2, [2, 4]), (3, [3, 4])])
+def test_held_out_rows_are_tried_between_steps(
+    frequency: int | None, steps: list[int], make_run: MakeRun, tmp_path: Path
+) -> None:
+    """Eight rows, two a step; three held-out rows, which take two calls each time."""
+    declared = replace(graph(2), evaluation=(TRIAL,))
+    meshes = {"gen": (0, 1), "train": (0, 1), "trial": (0, 1)}
+    run = make_run(declared, meshes, tmp_path, n_rows=8, save_freq_steps=2, eval_freq_steps=frequency)
+    workers, notes = played(replace(run, n_held_out=3))
+    assert notes.steps == [0, 1, 2, 3] and [step for step, _ in notes.evaluations] == steps
+    assert notes.evaluations[-1][1] == 1 and notes.saves[-1] == ("actor", "step_4")  # tried, then saved
+    ran = [workers.calls[m.request] for rank, m in workers.said if isinstance(m, Run) and rank == 0]
+    trained = 0
+    for call in ran:
+        if call.mfc == "trial":
+            assert trained in steps and {i.prompt for i in call.inputs.ids} in ({8, 9}, {10})
+            assert call.state == {"seen": trained - 1}
+        trained += call.mfc == "train"
+    assert [c.mfc for c in ran].count("trial") == 2 * len(steps)
+    assert {(d.start, d.stop) for d in workers.asked(Drop)} >= {(8, 10), (10, 11)}
+
+
+class Unordered(Workers):
+    """Workers whose replies arrive in any order."""
+
+    def __init__(self, run: RunSpec, seed: int) -> None:
+        super().__init__(run)
+        self.chance = random.Random(seed)
+
+    def receive(self, timeout_s: float) -> ToMaster | None:
+        return self.replies.pop(self.chance.randrange(len(self.replies))) if self.replies else None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_happens_in_training_waits_for_the_trial(seed: int, make_run: MakeRun, tmp_path: Path) -> None:
+    """The rollout of the next step is under way when a step ends: the master may hear of it during the trial."""
+    declared = replace(graph(2), evaluation=(TRIAL,))
+    run = make_run(declared, {"gen": (0,), "train": (0,), "trial": (0,)}, tmp_path, n_rows=12, eval_freq_steps=1)
+    run.config.max_staleness = 1
+    workers, notes = Unordered(run := replace(run, n_held_out=3), seed), Notes()
+    master = Master(run, workers, dict, notes)
+    master.train()
+    assert notes.steps == list(range(6)) and [step for step, _ in notes.evaluations] == [1, 2, 3, 4, 5, 6]
+    ran = [workers.calls[m.request] for _, m in workers.said if isinstance(m, Run)]
+    assert [call.mfc for call in ran if call.mfc != "gen"] == ["train", "trial", "trial"] * 6
+    assert [call.step for call in ran if call.mfc == "gen"] == list(range(6)) and not master.waiting

@@ -1,6 +1,7 @@
 """What every process derives from a run's two files."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,11 @@ def test_a_run_comes_back_from_its_directory(task: Task, actor_folder: Path, tmp
     again = read_run(run.paths.root)
     assert again == run and again.program == run.program and again.models == run.models
     assert again.fetchers == (0, 1) and again.tokenizer_folder == actor_folder
+
+
+@pytest.mark.parametrize(("n_held_out", "length"), [(0, (15, 5)), (4, (19, 7)), (3, (18, 6))])
+def test_held_out_rows_are_numbered_behind_all_others(
+    make_run: Callable[..., RunSpec], tmp_path: Path, n_held_out: int, length: tuple[int, int]
+) -> None:
+    run = make_run(Graph((GEN, TRAIN)), {"gen": (0,), "train": (0,)}, tmp_path, n_rows=7, batch=3, total_train_epochs=2)
+    assert replace(run, n_held_out=n_held_out).trial_length == RunLength(3, *length, first_step=5)

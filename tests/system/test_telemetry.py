@@ -38,6 +38,9 @@ class Watcher:
     def step(self, metrics: Metrics) -> None:
         self.told.append(metrics["step"])
 
+    def evaluated(self, step: int, metrics: Metrics) -> None:
+        self.told.append(("evaluated", step, metrics))
+
     def saved(self, role: str, path: Path) -> None:
         self.told.append((role, path.name))
 
@@ -196,3 +199,29 @@ def test_where_models_went_is_remembered(run: RunSpec) -> None:
     telemetry.saved("actor", run.paths.model("actor", 3))
     telemetry.close()
     assert telemetry.models == {"actor": run.paths.model("actor", 3)} and view.told == [("actor", "step_3")]
+
+
+def test_what_held_out_rows_gave(run: RunSpec) -> None:
+    """Two calls on two workers; steps over held-out rows begin behind those of training."""
+    trial = MFC("trial", "actor", Kind.INFERENCE, SPEC, ("tokens",), (), 2)
+    run = replace(run, graph=replace(run.graph, evaluation=(trial,)), n_held_out=4)
+    view = Watcher()
+    telemetry = Telemetry(run, view, [view])
+    first = run.trial_length.first_step
+    for step in (first, first + 1):
+        replies = [Done(1, rank, stats={"accuracy": (rank + step - first, 2.0), "none": (0.0, 0.0)}) for rank in (0, 1)]
+        for reply in replies:
+            telemetry.reply(step, reply)
+        telemetry.call_done(replace(call("trial", ROWS), step=step), replies)
+    telemetry.evaluated(2)
+    (found,) = lines(run.paths.evaluation)
+    assert found["step"] == 2 and found["seconds"] >= 0
+    assert found["metrics"] == {"trial/accuracy": (0 + 1 + 1 + 2) / 8} and found["counts"] == {"trial/accuracy": 8.0}
+    assert view.told == [{"step": 2, **found["metrics"]}, ("evaluated", 2, found["metrics"])]
+    for step in (1, 2):
+        folder = run.paths.model("actor", step)
+        folder.mkdir(parents=True)
+        telemetry.saved("actor", folder)
+    assert json.loads((run.paths.model("actor", 2) / "evaluation.json").read_text()) == found
+    assert not (run.paths.model("actor", 1) / "evaluation.json").exists()
+    telemetry.close()

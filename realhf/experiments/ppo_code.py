@@ -1,0 +1,18 @@
+"""PPO with programs that are run: an answer is right when its code passes the tests of its row."""
+
+from dataclasses import dataclass
+
+from realhf.api.config import RewardConfig, opt
+from realhf.api.experiment import Task
+from realhf.experiments.ppo_math import PPOMathExperiment
+
+
+@dataclass
+class PPOCodeExperiment(PPOMathExperiment):
+    """PPO with rewards from running code in a sandbox."""
+
+    reward: RewardConfig = opt(lambda: RewardConfig(fn="code"), "the verifier")
+
+    @property
+    def task(self) -> Task:  # type: ignore[override]
+        return Task.code if self.reward.fn in ("code", "code_lax") else super().task

@@ -1,0 +1,121 @@
+r"""One notation for answers that are spelled differently: signs, spaces, brackets, fractions, roots, texts, degrees.
+
+Words that stand behind mathematics as ``\text{}`` come out in double quotes, so that the metres of ``5\text{ m}`` are
+not the variable of ``5m``.
+"""
+
+import re
+
+SIGNS = {
+    **dict.fromkeys([0x2212, 0x2010, 0x2011, 0x2012, 0x2013, 0xFE63, 0xFF0D], "-"),
+    **dict.fromkeys([0x00A0, 0x2007, 0x2009, 0x202F], "\\,"),
+    **dict.fromkeys([0x00F7, 0x2044, 0x2215, 0xFF0F], "/"),
+    **dict.fromkeys([0x20AC, 0x00A3, 0x00A5, 0x20B9], "$"),
+    **{0xFF10 + i: str(i) for i in range(10)},
+    0xFF0C: ",", 0xFF0E: ".", 0xFF08: "(", 0xFF09: ")", 0xFF1D: "=", 0xFF0B: "+", 0xFF05: "%",
+    0x00D7: "\\times ", 0x22C5: "\\cdot ", 0x00B7: "\\cdot ", 0x03C0: "\\pi ", 0x221E: "\\infty ", 0x00B1: "\\pm ",
+    0x2264: "\\le ", 0x2265: "\\ge ", 0x2260: "\\ne ", 0x222A: "\\cup ", 0x2229: "\\cap ", 0x00B0: "^\\circ ",
+    0x221A: "\\sqrt ", 0x03B8: "\\theta ", 0x00B2: "^2", 0x00B3: "^3", 0x2208: "\\in ",
+    0x00BD: "\\frac{1}{2}", 0x00BC: "\\frac{1}{4}", 0x00BE: "\\frac{3}{4}", 0x2153: "\\frac{1}{3}",
+    0x2154: "\\frac{2}{3}",
+}  # fmt: skip
+TEXT = re.compile(r"\\(text(?:bf|it|rm)?|math(?:rm|bf|it|sf)|mbox|operatorname)\s*\{([^{}]*)\}")
+REWRITES = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"(?<!\\)\\[()\[\]]|\\(?:left|right)\.(?!\d)", " "),
+        (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits)(?![a-zA-Z])", ""),
+        (r"(?<=\d)(?:\{,\}|(?<!\\)\\[,;:! ])(?=\d{3}(?!\d))", ""),
+        (r"(?<!\\)\\!", ""),
+        (r"(?<!\\)\\[,;:> ]|\\q?quad(?![a-zA-Z])|~", " "),
+        (r"\\?\$", ""),
+        (r"\\%", "%"),
+        (r"\\(?:lbrace|\{)", "\\\\{"),
+        (r"\\rbrace", "\\\\}"),
+        (r"\\langle(?![a-z])", "("),
+        (r"\\rangle(?![a-z])", ")"),
+        (r"\\[lr]?vert(?![a-z])", "|"),
+        (r"\\le(?:q|qslant)?(?![a-z])|<=", "\\\\le "),
+        (r"\\ge(?:q|qslant)?(?![a-z])|>=", "\\\\ge "),
+        (r"\\neq(?![a-z])|!=", "\\\\ne "),
+        (r"\*\*", "^"),
+        (r"\\[dtc]frac", "\\\\frac"),
+        (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+        (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
+        (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
+        (r"(\\frac\s*\{[^{}]*\})\s+\{", r"\1{"),
+        (r"(?<![\\a-zA-Z])sqrt(?=\s*[({\d])", "\\\\sqrt"),
+        (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"\\sqrt\s*(\d+|[a-zA-Z])(?![a-zA-Z{])", r"\\sqrt{\1}"),
+        (r"(?<![\\a-zA-Z])(pi|infinity)(?![a-zA-Z])", lambda m: {"pi": "\\pi "}.get(m.group(1), "\\infty ")),
+        (r"\+\s*\\infty", "\\\\infty"),
+        (r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-z]))\s*\"?([CF](?![a-zA-Z])\"?)?",
+         lambda m: ' "degree' + {"C": " celsius", "F": " fahrenheit"}.get((m.group(1) or "")[:1], "") + '" '),
+        (r"(?i)(?<=[\d}%])\s*(?:\"\s*)?(?:percent|pct)(?:\s*\")?(?![a-z])", "%"),
+        (r"(?i)\b(?:negative|minus)\s+(?=[\d.\\])", "-"),
+    )
+]  # fmt: skip
+VARIABLES = ("mathbf", "mathit", "mathsf", "operatorname")
+MATHEMATICS = (*"0123456789)}]%", "\\pi", "\\circ")
+LEFT_EDGE = " \t\n*`,;:"
+RIGHT_EDGE = LEFT_EDGE + "."
+
+
+def ascii_signs(text: str) -> str:
+    """Return ``text`` with typographic signs (minus, times, pi, one half, full-width digits) as ASCII or LaTeX."""
+    return text if text.isascii() else text.translate(SIGNS)
+
+
+def normal(text: str) -> str:
+    """Return an answer in the one notation; an answer that has no mathematics keeps its words and their case."""
+    text = trimmed(ascii_signs(text))
+    for _ in range(2):
+        text = TEXT.sub(_words, text)
+    for pattern, replacement in REWRITES:
+        text = pattern.sub(replacement, text)
+    text = trimmed(" ".join(text.split()))
+    while is_wrapped(text, "{", "}"):
+        text = trimmed(text[1:-1])
+    return text
+
+
+def trimmed(text: str) -> str:
+    """Return ``text`` without marks of prose and emphasis around it."""
+    return text.lstrip(LEFT_EDGE).rstrip(RIGHT_EDGE)
+
+
+def _words(match: re.Match[str]) -> str:
+    """Return a ``\\text{}`` as its words, quoted behind mathematics unless they join two answers."""
+    font, words = match.group(1), match.group(2).strip()
+    before = match.string[: match.start()].rstrip("\\ \t\n~,;:!$")
+    if font not in VARIABLES and words and words not in ("and", "or") and before.endswith(MATHEMATICS):
+        return f' "{words}" '
+    return words if len(words) == 1 else f" {words} "
+
+
+def is_wrapped(text: str, opening: str, closing: str) -> bool:
+    """Say whether the first character is one of ``opening`` and its partner, one of ``closing``, is the last."""
+    if len(text) < 2 or text[0] not in opening or text[-1] not in closing:
+        return False
+    depth = 0
+    for i, char in enumerate(text):
+        depth += (char in opening) - (char in closing)
+        if depth == 0:
+            return i == len(text) - 1
+    return False
+
+
+def tight(text: str) -> str:
+    """Return ``text`` without spaces, but for those between digits: ``3 1/3`` is not ``31/3``."""
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
+
+
+def split_outside(text: str, separator: str) -> list[str]:
+    """Split at ``separator`` where no bracket is open."""
+    parts, depth, start = [], 0, 0
+    for i, char in enumerate(text):
+        depth += (char in "([{") - (char in ")]}")
+        if char == separator and depth == 0:
+            parts.append(text[start:i].strip())
+            start = i + 1
+    return [*parts, text[start:].strip()]

@@ -1,0 +1,162 @@
+r"""Plain numbers in answers: ``1,234``, ``-3/4``, ``\frac{3}{4}``, ``1 1/2``, ``6\times 10^5``, ``50%``, ``5 dollars``.
+
+Values are exact. Nothing here knows variables: ``5x`` is no quantity, ``5 apples`` is one.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
+
+TOLERANCE = Fraction(1, 10**6)
+LONGEST = 200  # characters of a quantity; Python's own limit for integers is a few thousand digits
+DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d{1,3}(?:[ ]\d{3})+(?![\d/ ])|\d+(?:\.\d*)?|\.\d+)"
+TEN = r"(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*(?:\{\s*(?P<ten>[-+]?\d{1,3})\s*\}|(?P<ten_>[-+]?\d{1,3})(?!\d))"
+NUMBER = re.compile(
+    rf"""(?:(?P<sign>[-+])\s*)?(?:
+      (?:(?P<whole>\d+)\s*)?\\frac\s*\{{\s*(?P<over>-?{DECIMAL})\s*\}}\s*\{{\s*(?P<under>-?{DECIMAL})\s*\}}
+    | (?P<whole_>\d+)[ ](?P<over_>\d+)\s*/\s*(?P<under_>\d+)
+    | (?P<over__>{DECIMAL})\s*/\s*(?P<under__>{DECIMAL})
+    | (?P<plain>{DECIMAL})(?:[eE](?P<e>[-+]?\d{{1,3}})(?![\d.])|\s*{TEN})?
+    )\s*(?P<percent>%?)""",
+    re.VERBOSE,
+)
+PARENTHESES = re.compile(r"^(-?)\(\s*([^()+-][^()]*)\)$")
+WORD = re.compile(r"[^\W\d_]+")
+PROSE_MARKS = frozenset(" .,:;?'\"/()-")
+QUOTED = re.compile(r'"[^"]*"')
+RATE = re.compile(r"\b(?:k?m|mi|ft|k?g)/(?:s|h|hr|l|L)\b")
+POWER_OF_UNIT = re.compile(r"(?<=[A-Za-z\"])\s*\^\s*(?:\{\s*-?[123]\s*\}|-?[123])(?!\d)")
+UNITS = frozenset([
+    "mm", "cm", "km", "mg", "kg", "ml", "dl", "oz", "lb", "lbs", "ft", "yd", "mi", "hr", "hrs", "min", "mins",
+    "sec", "secs", "ms", "hz", "khz", "kw", "mph", "kmh", "kph", "pm", "am", "us", "usd", "eur", "gb", "mb", "kb",
+])  # fmt: skip
+SHORT_WORDS = frozenset([
+    "is", "of", "in", "at", "to", "be", "so", "he", "we", "it", "by", "an", "up", "a",
+])  # fmt: skip
+OTHER_VALUE = frozenset([
+    "not", "no", "never", "neither", "nor", "or", "cannot", "isn", "aren", "wasn", "doesn", "don", "except",
+    "than", "least", "most", "below", "above", "between", "half", "halves", "third", "thirds", "fourth",
+    "fourths", "quarter", "quarters", "fifth", "fifths", "tenth", "tenths", "hundredth", "hundredths",
+    "thousandth", "thousandths", "score", "percent", "twice", "double", "triple", "divided", "multiplied", "plus",
+    "minus", "negative", "squared", "cubed", "sqrt", "root", "factorial", "mod", "pi", "sin", "cos", "tan", "cot",
+    "csc", "log", "exp", "lim", "inf", "infinity", "undefined", "abc", "xyz",
+])  # fmt: skip
+"""Words beside a number that make it another number, or none."""
+MULTIPLES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+FILLERS = frozenset([
+    "the", "a", "an", "of", "in", "is", "are", "was", "were", "there", "it", "he", "she", "they", "total",
+    "exactly", "about", "per", "each", "all",
+])  # fmt: skip
+
+
+class Form(Enum):
+    integer = "integer"
+    decimal = "decimal"
+    ratio = "ratio"
+    mixed = "mixed"
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A value as it is written, without its percent sign, and the words of its unit in the singular."""
+
+    value: Fraction
+    form: Form
+    is_percent: bool = False
+    unit: frozenset[str] = frozenset()
+
+
+def quantity(text: str) -> Quantity | None:
+    """Return the one number that a text in normal notation is, alone or among words; None where it is anything else."""
+    if len(text) > LONGEST or not any(char.isdigit() for char in text):
+        return None
+    bare = PARENTHESES.sub(r"\1\2", text)
+    if (match := NUMBER.fullmatch(bare)) is not None:
+        return _read(match)
+    return _among_words(text)
+
+
+def _read(match: re.Match[str]) -> Quantity | None:
+    def part(name: str) -> str | None:
+        found = (match.group(key) for key in (name, f"{name}_", f"{name}__") if key in match.re.groupindex)
+        return next((value for value in found if value is not None), None)
+
+    whole, over, under, plain = part("whole"), part("over"), part("under"), match.group("plain")
+    if over is not None and under is not None:
+        if not (divisor := _decimal(under)):
+            return None
+        value = (_decimal(whole) if whole else 0) + _decimal(over) / divisor
+        form = Form.mixed if whole else Form.ratio
+    else:
+        value = _decimal(plain) * Fraction(10) ** int(match.group("e") or part("ten") or 0)
+        form = Form.decimal if "." in plain or match.group("e") or part("ten") else Form.integer
+    return Quantity(-value if match.group("sign") == "-" else value, form, bool(match.group("percent")))
+
+
+def _decimal(digits: str) -> Fraction:
+    return Fraction(digits.replace(",", "").replace(" ", "").rstrip("."))
+
+
+def _among_words(text: str) -> Quantity | None:
+    """Read ``18 dollars``; a second number, an operator, a variable or a word that changes the value gives None."""
+    text = POWER_OF_UNIT.sub("", text)
+    numbers = [m for m in NUMBER.finditer(text) if any(char.isdigit() for char in m.group())]
+    if len(numbers) != 1 or (read := _read(numbers[0])) is None:
+        return None
+    before, after = text[: numbers[0].start()], text[numbers[0].end() :]
+    if before and (before[-1].isalnum() or before[-1] in "_^\\-.") or not _is_prose(before) or not _is_prose(after):
+        return None
+    attached = WORD.match(after)
+    if attached and not numbers[0].group().endswith(" ") and attached.group().lower() not in UNITS:
+        return None
+    words = [word.lower() for word in WORD.findall(after)]
+    value = read.value
+    if words and words[0] in MULTIPLES:
+        value *= MULTIPLES[words.pop(0)]
+    if any(word in MULTIPLES for word in words):
+        return None
+    unit = frozenset(_singular(word) for word in words) - FILLERS
+    return Quantity(value, read.form, read.is_percent, unit)
+
+
+def _is_prose(text: str) -> bool:
+    """Say whether ``text`` is words that leave a number beside them as it is."""
+    if not all(char.isalpha() or char in PROSE_MARKS for char in text):
+        return False
+    units = set(WORD.findall(" ".join([*QUOTED.findall(text), *RATE.findall(text)])))
+    for word in WORD.findall(text):
+        known = word in units or word.lower() in UNITS or word.lower() in SHORT_WORDS
+        if word.lower() in OTHER_VALUE or not (known or len(word) > 2):
+            return False
+    return True
+
+
+def _singular(word: str) -> str:
+    if word.endswith(("ches", "shes", "xes", "sses")):
+        return word[:-2]
+    return word[:-1] if len(word) > 3 and word.endswith("s") else word
+
+
+def same_quantity(given: Quantity, gold: Quantity) -> bool:
+    """Say whether a number is the one that is wanted.
+
+    Whole numbers must be equal; others may differ by rounding to six decimals. Units count where both sides name them.
+    ``50%`` may be answered by ``50`` or ``0.5``, and ``50`` by ``50%``, but not by ``0.5``. ``170/2`` is no answer
+    where 85 is wanted, which is the exercise again.
+    """
+    if not (given.unit <= gold.unit or gold.unit <= given.unit):
+        return False
+    if gold.form is Form.integer and given.form is Form.ratio:
+        return False
+    if given.is_percent == gold.is_percent:
+        return _near(given.value, gold.value)
+    if gold.is_percent:
+        return _near(given.value, gold.value) or _near(given.value, gold.value / 100)
+    return _near(given.value / 100, gold.value) or (abs(gold.value) > 1 and _near(given.value, gold.value))
+
+
+def _near(a: Fraction, b: Fraction) -> bool:
+    if a == b or (a.denominator == 1 and b.denominator == 1):
+        return a == b
+    return abs(a - b) <= TOLERANCE * min(Fraction(1), 100 * abs(b))

@@ -1,0 +1,63 @@
+"""Policy gradients as whole runs: each algorithm makes the same curve on one worker and cut over two."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import Run, same_curve
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+Runs = dict[str, Run]
+FEW = ["exp_ctrl.total_train_steps=2", "critic.optimizer.lr=1e-5", "ppo.group_size=3"]
+CUT = ["n_gpus_per_node=2", "allocation_mode=actor_gen:d2,actor_train:t2,*:d2"]
+KINDS = {
+    "grpo": ["ppo.dynamic_sampling=True", "ppo.overlong_buffer=4", "ppo.kl_monitor=[k2,k3]"],
+    "rloo": ["ppo.recompute_logprobs=True"],
+    "reinforce-pp": ["ppo.policy_loss=cispo", "ppo.eps_clip_high=0.28"],
+    "remax": ["ppo.kl_in=none"],
+    "vineppo": ["vine.n_rollouts=2", "vine.max_states=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(
+    realhf_all: Callable[..., Runs], ppo_words: list[str], reward_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Runs:
+    found: Runs = {}
+    for name, options in KINDS.items():
+        variants = {name: options, f"{name}, cut": [*options, *CUT]}
+        found |= realhf_all(name, tmp_path_factory.mktemp(name), variants, [*ppo_words, *FEW])
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_curve_does_not_depend_on_the_layout(kind: str, runs: Runs) -> None:
+    whole, cut = runs[kind], runs[f"{kind}, cut"]
+    assert len(whole.curve) == 2 and whole.curve[1]["actor_train/grad_norm"] > 0
+    assert same_curve(whole, cut) == []
+    for step in (1, 2):
+        assert [row["answer"] for row in cut.generations(step)] == [row["answer"] for row in whole.generations(step)]
+
+
+def test_what_each_algorithm_reports(runs: Runs) -> None:
+    grpo, rloo, remax, vine = (runs[name].curve[1] for name in ("grpo", "rloo", "remax", "vineppo"))
+    assert grpo["actor_train/kl_k3"] > 0 and grpo["actor_train/kl_k2"] > 0 and grpo["actor_train/kl_loss"] > 0
+    assert rloo["actor_train/mismatch"] < 1e-4 and rloo["actor_train/behaviour_weight"] == pytest.approx(1.0, abs=1e-4)
+    assert "ref_inf" not in str(remax) and remax["greedy_rew/reward"] != remax["rew_inf/reward"]
+    assert 1 <= vine["value_gen/states"] <= 2 and vine["value_gen/shared_states"] > 0.3
+
+
+def test_rollout_may_be_a_step_ahead(
+    realhf_all: Callable[..., Runs], ppo_words: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    apart = ["n_gpus_per_node=2", "allocation_mode=manual", "ppo.disable_value=True", "ppo.recompute_logprobs=True",
+             "actor_gen.device_mesh=0", "rew_inf.device_mesh=0", "ref_inf.device_mesh=1", "actor_inf.device_mesh=1",
+             "actor_train.device_mesh=1"]  # fmt: skip
+    variants = {"abreast": [], "ahead": ["max_staleness=1"]}
+    runs = realhf_all("ppo-math", tmp_path_factory.mktemp("stale"), variants, [*ppo_words, *apart])
+    abreast, ahead = runs["abreast"].curve, runs["ahead"].curve
+    assert abreast[0]["actor_train/mismatch"] == pytest.approx(ahead[0]["actor_train/mismatch"], abs=1e-6)
+    assert all(line["actor_train/mismatch"] < 1e-4 for line in abreast)
+    assert all(line["actor_train/mismatch"] > 1e-3 for line in ahead[1:])  # drawn by the weights of a step before
+    assert all(line["actor_train/importance_ratio"] == pytest.approx(1.0, abs=0.2) for line in ahead)
