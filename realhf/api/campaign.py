@@ -12,7 +12,7 @@ C = TypeVar("C", bound=ExperimentConfig)
 
 @dataclass(frozen=True)
 class Stage:
-    """One run of a campaign. ``experiment`` is the name of ``config``'s class among experiments, ``name`` its folder."""
+    """One run of a campaign: its folder ``name``, and the ``experiment`` whose config class ``config`` is of."""
 
     name: str
     experiment: str

@@ -41,6 +41,15 @@ class Backend(Enum):
     native = "native"
 
 
+class RecoverMode(Enum):
+    """What a launch does with checkpoints: nothing, go on from the last (resume), restart after a failure, or both."""
+
+    disabled = "disabled"
+    resume = "resume"
+    fault = "fault"
+    auto = "auto"
+
+
 class OnBadRow(Enum):
     error = "error"
     skip = "skip"
@@ -277,6 +286,7 @@ class ScoreConfig:
 
     type: RewardModelType = opt(RewardModelType.pairs, "what the reward model learned: pairs, ranked, outcome, process")
     aggregate: Aggregate = opt(Aggregate.min, "how the steps' scores become the answer's (process)")
+    splitter: Splitter = opt(Splitter.line, "what a step is: line or latex (process)")
     normalise: bool = opt(False, "scores of held-out answers get mean 0 and deviation 1, before bias and scaling")
 
 
@@ -346,6 +356,10 @@ class ExperimentControl:
     save_freq_steps: int | None = opt(None, "write models/ every so many steps (always at the end)")
     save_freq_epochs: int | None = opt(None, "write models/ every so many epochs")
     save_freq_secs: int | None = opt(None, "write models/ when so many seconds have passed")
+    ckpt_freq_steps: int | None = opt(None, "write a checkpoint every so many steps (and at the end)")
+    ckpt_freq_epochs: int | None = opt(None, "write a checkpoint every so many epochs")
+    ckpt_freq_secs: int | None = opt(None, "write a checkpoint when so many seconds have passed")
+    keep_last: int = opt(2, "checkpoints that are kept, 0 for all")
 
 
 @dataclass
@@ -388,6 +402,8 @@ class ExperimentConfig:
     seed: int = opt(1, "seed of everything")
     threads_per_worker: int = opt(0, "CPU threads of one worker, 0 for cores / workers")
     startup_timeout: float = opt(180.0, "seconds a worker may take to come up")
+    recover_mode: RecoverMode = opt(RecoverMode.disabled, "disabled, resume, fault (restart a failed run) or auto")
+    recover_retries: int = opt(1, "restarts of a failed run, with recover_mode=fault or auto")
     max_staleness: int = opt(0, "steps that rollout may be ahead of training; 0 is on-policy")
     call_timeout: float = opt(3600.0, "seconds a request to the workers may take")
     verify_reallocation: bool = opt(False, "compare checksums of weights after every move")

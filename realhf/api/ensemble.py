@@ -22,6 +22,3 @@ class EnsembleConfig:
     objective: Objective = opt(Objective.mean, "mean, WCO (the lowest score), or UWO (mean - uwo_weight * variance)")
     uwo_weight: float = opt(0.1, "weight of the variance between members, 0 for the mean (UWO)")
     uwo_unbiased: bool = opt(False, "the variance is divided by members - 1 instead of members")
-    normalise: bool = opt(
-        False, "bring every member to mean 0 and deviation 1 on its held-out rows (evaluation.json in its folder)"
-    )

@@ -17,6 +17,7 @@ class Task(Enum):
     outcome = "outcome"
     process = "process"
     prompt = "prompt"
+    answer = "answer"
     math = "math"
     code = "code"
 

@@ -16,10 +16,11 @@ State = dict[str, Any]
 # master -> worker
 @dataclass(frozen=True)
 class Start:
-    """Join the other workers at the rendezvous; rank 0 opened the store there."""
+    """Join the other workers at the rendezvous, where rank 0 opened the store; go on from ``checkpoint``, if given."""
 
     host: str
     port: int
+    checkpoint: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,21 @@ class Save:
 
 
 @dataclass(frozen=True)
+class Checkpoint:
+    """Take a copy of what training has changed, and begin to write it into ``folder``."""
+
+    request: int
+    folder: str
+
+
+@dataclass(frozen=True)
+class Settle:
+    """Reply when the checkpoint that was begun is on the disk, with its ``files``."""
+
+    request: int
+
+
+@dataclass(frozen=True)
 class Drop:
     """Forget every row of the prompts numbered ``start <= p < stop``."""
 
@@ -135,5 +151,5 @@ class Failed:
     user_error: bool = False
 
 
-ToWorker = Start | Fetch | Call | Run | Collect | Save | Drop | Stop
+ToWorker = Start | Fetch | Call | Run | Collect | Save | Checkpoint | Settle | Drop | Stop
 ToMaster = Hello | Ready | Done | Failed

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from realhf.api.campaign import Campaign
 from realhf.apps.options import save_experiment
-from realhf.apps.preflight import preflight, run_problems
+from realhf.apps.preflight import directory_problems, preflight, run_problems
 from realhf.apps.quickstart import as_experiment, launch, write_run
 from realhf.base.errors import UserError
 from realhf.base.paths import RunDir
@@ -12,7 +12,7 @@ from realhf.base.paths import RunDir
 
 def run_campaign(campaign: Campaign, paths: RunDir) -> None:
     """Run everything; ``UserError`` before the first run for what can be known by then."""
-    if problems := run_problems(campaign, paths) + campaign.problems():
+    if problems := directory_problems(campaign, paths) + run_problems(campaign) + campaign.problems():
         raise UserError(problems)
     paths.root.mkdir(parents=True, exist_ok=True)
     save_experiment(campaign, paths.config)

@@ -59,6 +59,14 @@ def build_experiment(
     return _to_object(tree)
 
 
+def override(config: ExperimentConfig, words: Sequence[str]) -> ExperimentConfig:
+    """Return a config with some options set anew; ``UserError`` lists every wrong word."""
+    known, tree = [o.key for o in options_of(type(config))], OmegaConf.structured(config)
+    if problems := [problem for word in words for problem in _apply(tree, word, known)]:
+        raise UserError(problems)
+    return _to_object(tree)
+
+
 def load_experiment(cls: type[ExperimentConfig], path: Path) -> ExperimentConfig:
     """Read a resolved ``config.yaml`` back."""
     return _to_object(OmegaConf.merge(OmegaConf.structured(cls), OmegaConf.load(path)))

@@ -32,12 +32,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-FREQUENCIES = ("eval_freq_steps", "save_freq_steps", "save_freq_epochs", "save_freq_secs")
+FREQUENCIES = ("eval_freq_steps", "save_freq_steps", "save_freq_epochs", "save_freq_secs", "ckpt_freq_steps",
+               "ckpt_freq_epochs", "ckpt_freq_secs")  # fmt: skip
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 DATASET_KEYS = {
     Task.prompt: {"prompts", "row"},
     Task.math: {"prompts", "row"},
     Task.code: {"prompts", "row"},
+    Task.answer: {"tokens", "prompt_mask", "row"},
     Task.sft: {"tokens", "prompt_mask"},
     Task.pairs: {"tokens", "prompt_mask"},
     Task.ranked: {"tokens", "prompt_mask"},
@@ -105,10 +107,12 @@ class Survey:
                          "" if mode in PLANNED else slots)  # fmt: skip
 
 
-def preflight(name: str, experiment: Experiment, paths: RunDir) -> RunSpec:
+def preflight(name: str, experiment: Experiment, paths: RunDir, resuming: bool = False) -> RunSpec:
     """Return the run that an experiment stands for, or raise one ``UserError`` with every problem found."""
     config, findings = experiment.config, _Findings()
-    findings.problems += run_problems(config, paths)
+    if not resuming:
+        findings.problems += directory_problems(config, paths)
+    findings.problems += run_problems(config)
     found = _look(name, experiment, findings, launching=True)
     prediction = found.prediction
     if prediction.peak > found.machine.hardware.memory:
@@ -202,8 +206,8 @@ def _rows(
     return None
 
 
-def run_problems(config: ExperimentConfig, paths: RunDir) -> list[str]:
-    """Say why this run cannot have its directory or its mode."""
+def directory_problems(config: ExperimentConfig, paths: RunDir) -> list[str]:
+    """Say why this run cannot have its directory."""
     problems = []
     for option in ("experiment_name", "trial_name"):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value := getattr(config, option)):
@@ -219,11 +223,21 @@ def run_problems(config: ExperimentConfig, paths: RunDir) -> list[str]:
     holder = next(p for p in (paths.root, *paths.root.parents) if p.exists())
     if not taken and not os.access(holder, os.W_OK):
         problems.append(f"no permission to write below {holder}; set fileroot")
+    return problems
+
+
+def run_problems(config: ExperimentConfig) -> list[str]:
+    """Say why this run cannot have its mode or its length."""
+    problems = []
     if config.mode is Mode.inline and config.n_nodes * config.n_gpus_per_node != 1:
         problems.append("mode=inline runs one worker in this process; set n_nodes=1 n_gpus_per_node=1")
     if config.mode is Mode.local and config.n_nodes != 1:
         problems.append(f"mode=local runs on this machine only; set n_nodes=1 (got {config.n_nodes})")
     control = config.exp_ctrl
+    if control.keep_last < 0:
+        problems.append(f"exp_ctrl.keep_last must not be negative, got {control.keep_last}")
+    if config.recover_retries < 0:
+        problems.append(f"recover_retries must not be negative, got {config.recover_retries}")
     for option in ("total_train_epochs", "total_train_steps", *FREQUENCIES):
         if (value := getattr(control, option)) is not None and value < 1:
             problems.append(f"exp_ctrl.{option} must be positive, got {value}")

@@ -5,12 +5,13 @@ import json
 import shutil
 import sys
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from realhf.api.campaign import Campaign
 from realhf.api.codec import from_plain, to_plain
-from realhf.api.config import ExperimentConfig, Mode
+from realhf.api.config import ExperimentConfig, Mode, RecoverMode
 from realhf.api.experiment import Experiment
 from realhf.api.messages import ToWorker
 from realhf.api.plan import ExecutionPlan
@@ -21,6 +22,9 @@ from realhf.base.errors import RunFailed, UserError
 from realhf.base.paths import RunDir
 from realhf.experiments import EXPERIMENTS, experiment_class
 from realhf.system.run import Expected, RunSpec
+
+if TYPE_CHECKING:
+    from realhf.system.recovery import Manifest
 
 LEAVE_S = 20.0
 """How long workers may take to leave after the last step."""
@@ -41,6 +45,33 @@ def main(arguments: list[str]) -> None:
         from realhf.apps.campaign import run_campaign  # it launches as this module does
 
         return run_campaign(experiment, paths)
+    supervise(name, experiment, paths)
+
+
+def supervise(name: str, experiment: Experiment, paths: RunDir) -> None:
+    """Launch a run, from its last checkpoint and again after failures, as ``recover_mode`` has it."""
+    from realhf.apps.resume import resumable, resume
+
+    mode, left = experiment.config.recover_mode, experiment.config.recover_retries
+    if mode in (RecoverMode.resume, RecoverMode.auto) and resumable(paths):
+        run = partial(resume, name, experiment, paths)
+    elif mode is RecoverMode.resume:
+        raise UserError(f"recover_mode=resume, but {paths.checkpoints} holds no checkpoint")
+    else:
+        run = partial(begin, name, experiment, paths)
+    while True:
+        try:
+            return run()
+        except RunFailed as error:
+            if mode not in (RecoverMode.fault, RecoverMode.auto) or not left or not resumable(paths):
+                raise
+            left -= 1
+            print(f"failed  {str(error).splitlines()[0]}\nresume  from the last checkpoint; {left} restarts are left")
+            run = partial(resume, name, experiment, paths)
+
+
+def begin(name: str, experiment: Experiment, paths: RunDir) -> None:
+    """Start a run from nothing."""
     run = preflight(name, experiment, paths)
     write_run(run)
     launch(run)
@@ -81,9 +112,9 @@ def print_options(name: str) -> None:
         print(f"  {option.key + ': ' + option.type:<{width}} {option.help} [{option.default}]")
 
 
-def write_run(run: RunSpec) -> None:
-    """Make the run directory with the two files that start everything."""
-    if run.config.overwrite and run.paths.config.exists():
+def write_run(run: RunSpec, keep: bool = False) -> None:
+    """Make the run directory with the two files that start everything; ``keep`` what is there."""
+    if run.config.overwrite and run.paths.config.exists() and not keep:
         shutil.rmtree(run.paths.root)
     run.paths.root.mkdir(parents=True, exist_ok=True)
     save_experiment(run.config, run.paths.config)
@@ -114,8 +145,8 @@ def read_run(root: Path) -> RunSpec:
     )
 
 
-def launch(run: RunSpec) -> None:
-    """Start the workers, be the master, and leave nothing running however it ends."""
+def launch(run: RunSpec, last: "tuple[Path, Manifest] | None" = None) -> None:
+    """Start the workers, be the master, and leave nothing running however it ends; ``last`` is where to go on from."""
     from realhf.system.master import Master
     from realhf.system.sinks import open_sinks
     from realhf.system.telemetry import Telemetry
@@ -126,8 +157,9 @@ def launch(run: RunSpec) -> None:
     telemetry = None
     try:
         workers.start()
-        telemetry = Telemetry(run, console, open_sinks(run.config, run.paths, to_plain(run.config)))
-        Master(run, workers.channel, workers.dead, telemetry).train()
+        telemetry = Telemetry(run, console, open_sinks(run.config, run.paths, to_plain(run.config)),
+                              last[1].step if last else 0)  # fmt: skip
+        Master(run, workers.channel, workers.dead, telemetry, last).train()
         workers.leave(LEAVE_S)
         console.summary(telemetry.models)
     finally:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI, Request
 
 USAGE = "usage: realhf verifier serve [key=value ...]\n\nServes math, code and reward functions over HTTP.\n"
+CONNECTIONS = 64  # at a time; more are told to come again
 BODY_S = 60.0
 """Seconds in which a request must have arrived."""
 
@@ -38,9 +39,7 @@ BODY_S = 60.0
 class ServeOptions:
     """What can be said after ``realhf verifier serve``."""
 
-    fn: str = opt(
-        "math", "rewards to serve, separated by commas: math, code, my_file.py:function (asked for as function)"
-    )
+    fn: str = opt("math", "what to serve, by commas: math, code, my_file.py:function (asked for as function)")
     host: str = opt("127.0.0.1", "address to listen on; one that others reach needs token_env")
     port: int = opt(8320, "port, 0 for any free one")
     timeout: float = opt(10.0, "seconds for one answer")
@@ -140,14 +139,11 @@ def serve(options: ServeOptions) -> None:
         import fastapi  # noqa: F401
         import uvicorn
     except ImportError as error:
-        raise UserError(
-            f"realhf verifier serve needs the extra 'serve': pip install 'realhf[serve]' ({error})"
-        ) from None
+        raise UserError(f"this needs the extra 'serve': pip install 'realhf[serve]' ({error})") from None
     fns = options.fn.split(",")
     config = RewardConfig(timeout=options.timeout, processes=options.processes, in_flight=options.in_flight)
-    served = {
-        name: Served(open_judge(fn, config), threading.Lock()) for name, fn in zip(names_of(fns), fns, strict=True)
-    }
+    judges = [open_judge(fn, config) for fn in fns]
+    served = {name: Served(judge, threading.Lock()) for name, judge in zip(names_of(fns), judges, strict=True)}
     token = os.environ.get(options.token_env, "") if options.token_env else ""
     with contextlib.ExitStack() as stack:
         for one in served.values():
@@ -155,9 +151,7 @@ def serve(options: ServeOptions) -> None:
             one.judge.self_test()
         link = stack.enter_context(listen(options.host, options.port))
         app = make_app(served, options, token)
-        settings = uvicorn.Config(
-            app, log_level="warning", access_log=False, limit_concurrency=64, timeout_keep_alive=5
-        )
+        settings = uvicorn.Config(app, log_level="warning", access_log=False, limit_concurrency=CONNECTIONS)
         host, port = link.getsockname()[:2]
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         print(f"serving {', '.join(served)} on http://{where}/judge?fn={next(iter(served))}", flush=True)

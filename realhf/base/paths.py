@@ -38,6 +38,10 @@ class RunDir:
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
 
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
     def log(self, process: str) -> Path:
         return self.root / "logs" / f"{process}.log"
 

@@ -54,6 +54,12 @@ class ShardedAdamW:
         decays = ((slice(0, border), config.weight_decay), (slice(border, size), 0.0))
         self._segments = [(part, decay) for part, decay in decays if part.stop > part.start]
 
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """What the optimizer remembers of its range, beside ``steps``; a float32 copy only of short weights."""
+        own = {} if self.master.data_ptr() == self.params.data[self.start :].data_ptr() else {"master": self.master}
+        return {"first": self.first, "second": self.second, **own}
+
     @torch.no_grad()
     def step(self, lr: float) -> float:
         """Make one step with the accumulated gradient and return its global norm before clipping. Collective."""

@@ -78,7 +78,7 @@ class Prefill:
     ends: list[int]
 
 
-def plan_prefill(fresh: Sequence[int], first_slot: int, n: int, texts: Mapping[int, Sequence[int]]) -> Prefill:
+def plan_prefill(fresh: Sequence[int], first_slot: int, n: int, texts: Mapping[int, list[int]]) -> Prefill:
     """Plan for rows that enter the slots from ``first_slot`` on; ``texts`` are the tokens of their prompts.
 
     A prompt with which another one begins is not computed: states of one answer share what came before.
@@ -98,7 +98,7 @@ def plan_prefill(fresh: Sequence[int], first_slot: int, n: int, texts: Mapping[i
     return Prefill(order, [slots[prompt][0] for prompt in order], copies, ends)
 
 
-def leaders_of(texts: Mapping[int, Sequence[int]]) -> dict[int, int]:
+def leaders_of(texts: Mapping[int, list[int]]) -> dict[int, int]:
     """Return for every text one that begins with it, itself where no other does.
 
     In alphabetical order a text is directly followed by those that begin with it.

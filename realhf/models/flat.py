@@ -25,7 +25,8 @@ class FlatParams:
     """The parameters named in ``boxes``, each the part of it that its box tells.
 
     ``data`` is the flat tensor, zero-filled at first and rounded up to a multiple of ``pad_to`` elements; its first
-    ``n_matrix`` elements belong to matrices. ``grad``, after ``enable_grad``, is a float32 tensor of the same length.
+    ``n_matrix`` elements belong to matrices. ``grad``, after ``enable_grad``, is a float32 tensor of the same length;
+    so is ``average``, once bfloat16 parameters follow others.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class FlatParams:
         self.data = torch.zeros(-(-end // pad_to) * pad_to, dtype=dtype, device=device)
         self.grad: Tensor | None = None
         self.is_free = False
-        self._average: Tensor | None = None
+        self.average: Tensor | None = None
         self._host: Tensor | None = None
         self._leaves: dict[tuple[str, ...], Tensor] = {}
         self._boxes: dict[tuple[str, Box], Tensor] = {}
@@ -152,9 +153,9 @@ class FlatParams:
         if self.data.dtype == torch.float32:
             self.read(name, box).lerp_(tensor, eta)
             return
-        if self._average is None:
-            self._average = self.data.float()
-        average = self._cut(self._average, (name,))[relative(box, self._places[name].box)]
+        if self.average is None:
+            self.average = self.data.float()
+        average = self._cut(self.average, (name,))[relative(box, self._places[name].box)]
         self.read(name, box).copy_(average.lerp_(tensor.float(), eta))
 
     def offload(self) -> None:

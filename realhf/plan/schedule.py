@@ -91,8 +91,16 @@ class _Table:
 class MasterState:
     """The scheduler of one run. ``handle`` is its only mutator."""
 
-    def __init__(self, graph: Graph, plan: ExecutionPlan, length: RunLength, max_staleness: int = 0) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        plan: ExecutionPlan,
+        length: RunLength,
+        max_staleness: int = 0,
+        in_line: bool = False,
+    ) -> None:
         self.graph, self.plan, self.length, self.max_staleness = graph, plan, length, max_staleness
+        self.in_line = in_line  # nothing is trained on a step before the last one is finished: it may be saved then
         self.versions: dict[str, int] = dict.fromkeys(graph.roles, length.first_step)
         self.states: dict[str, State] = {m.role or m.name: {} for m in graph.mfcs}
         self.finished_steps = length.first_step
@@ -191,6 +199,8 @@ class MasterState:
         if step >= min(self.length.n_steps, self._fetched):
             return None
         stop = min(position + mfc.batch_size, self.length.span(step).stop)
+        if self.in_line and mfc.is_train and step > self.finished_steps:
+            return None
         changes = mfc.role is not None and self.graph.updater(mfc.role) is not None
         if changes and self.versions[mfc.role or ""] < step - mfc.lag(self.max_staleness):
             return None

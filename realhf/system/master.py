@@ -3,13 +3,30 @@
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from realhf.api.messages import Call, Collect, Done, Drop, Fetch, Hello, Ready, Run, Save, Start, Stop, ToWorker
+from realhf.api.messages import (
+    Call,
+    Checkpoint,
+    Collect,
+    Done,
+    Drop,
+    Fetch,
+    Hello,
+    Ready,
+    Run,
+    Save,
+    Settle,
+    Start,
+    Stop,
+    ToWorker,
+)
 from realhf.plan.program import home, meshes_of
 from realhf.plan.schedule import Action, Dispatch, FetchRows, FinishStep, MasterState, RowsReady, Span
 from realhf.system.channel import MasterEnd, deadline
 from realhf.system.mailbox import Mailbox, Watch
+from realhf.system.recovery import Manifest, aside, commit, flat_options
 from realhf.system.run import RunSpec
 from realhf.system.telemetry import Telemetry
 
@@ -29,21 +46,35 @@ class _Request:
 class Master:
     """One run from start to end. ``watch`` tells of dead workers, ``telemetry`` writes down what happens."""
 
-    def __init__(self, run: RunSpec, channel: MasterEnd, watch: Watch, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        run: RunSpec,
+        channel: MasterEnd,
+        watch: Watch,
+        telemetry: Telemetry,
+        last: tuple[Path, Manifest] | None = None,
+    ) -> None:
+        """``last`` is the checkpoint to go on from, and its folder."""
         self.run, self.channel, self.telemetry = run, channel, telemetry
         self.mailbox = Mailbox(channel, watch, self._doing, lambda rank: run.paths.log(f"worker-{rank}"))
-        self.state = MasterState(run.graph, run.plan, run.length, run.config.max_staleness)
+        self.checkpoint = str(last[0]) if last else ""
+        length = replace(run.length, first_step=last[1].step) if last else run.length
+        self.state = MasterState(run.graph, run.plan, length, run.config.max_staleness, run.writes_checkpoints)
+        self.state.states |= last[1].states if last else {}
+        self.writing: Manifest | None = None  # a checkpoint that was begun
         self.requests: dict[int, _Request] = {}
         self.waiting: list[RowsReady] = []  # events that came while held-out rows were tried
         self.next_request = 0
-        self.last_save = time.monotonic()
+        self.last_save = self.last_checkpoint = time.monotonic()
 
     def train(self) -> None:
         """Run the experiment; ``RunFailed`` when it ends in any other way than by doing all of its steps."""
         self._gather_workers()
         self._perform(self.state.start())
-        while self.requests or self.waiting:
-            if (event := self.waiting.pop(0) if self.waiting else self._next_event()) is not None:
+        while self.requests or self.waiting or self.writing:
+            if not self.requests and not self.waiting:
+                self._settle()  # the last step's
+            elif (event := self.waiting.pop(0) if self.waiting else self._next_event()) is not None:
                 self.telemetry.event(event)
                 self._perform(self.state.handle(event))
         assert self.state.is_over, "nothing is under way, and the run is not over"
@@ -53,7 +84,7 @@ class Master:
         ranks, patience = range(self.run.plan.n_workers), self.run.config.startup_timeout
         hello = self.mailbox.receive_all(Hello, ranks, patience, "to come up")
         one_host = len({h.host for h in hello.values()}) == 1
-        self._tell_all(Start("127.0.0.1" if one_host else hello[0].host, hello[0].port))
+        self._tell_all(Start("127.0.0.1" if one_host else hello[0].host, hello[0].port, self.checkpoint))
         self.telemetry.ready(self.mailbox.receive_all(Ready, ranks, patience, "to build its models"))
 
     def _tell_all(self, message: ToWorker) -> None:
@@ -143,8 +174,16 @@ class Master:
         frequency = self.run.config.exp_ctrl.eval_freq_steps
         if self.run.graph.evaluation and (self.state.is_over or (frequency and (span.step + 1) % frequency == 0)):
             self._evaluate(span.step + 1)
-        if self.state.is_over or self._save_is_due(span.step + 1):
-            self._save(span.step + 1)
+        control, step = self.run.config.exp_ctrl, span.step + 1
+        if self.state.is_over or self._is_due(
+            step, control.save_freq_steps, control.save_freq_epochs, control.save_freq_secs, self.last_save
+        ):
+            self._save(step)
+        self._settle()
+        if self.run.writes_checkpoints and (self.state.is_over or self._is_due(
+            step, control.ckpt_freq_steps, control.ckpt_freq_epochs, control.ckpt_freq_secs, self.last_checkpoint
+        )):  # fmt: skip
+            self._checkpoint(step)
 
     def _evaluate(self, step: int) -> None:
         """Try the held-out rows with the weights of this step; what happens in training meanwhile waits."""
@@ -161,7 +200,8 @@ class Master:
 
     def _log_generations(self, span: Span) -> None:
         """Ask for a few of the step's rows in words; the replies are merged by row and written down."""
-        keys = tuple(k for k in self.telemetry.logged_keys if k in self.state.keys)
+        scores = [k for k, m in self.run.graph.producer.items() if m.interface_key(k) == "rewards"]
+        keys = tuple(k for k in dict.fromkeys((*self.telemetry.logged_keys, *scores)) if k in self.state.keys)
         limit = self.run.config.n_logged_generations
         if "tokens" not in keys or not limit:
             return
@@ -179,14 +219,38 @@ class Master:
             written,
         )
 
-    def _save_is_due(self, step: int) -> bool:
-        control, per_step = self.run.config.exp_ctrl, self.run.length.batch_size
-        before, now = ((s * per_step) // self.run.n_rows for s in (step - 1, step))
+    def _is_due(self, step: int, steps: int | None, epochs: int | None, seconds: int | None, last: float) -> bool:
+        """Tell whether something that is done every so many steps, epochs or seconds is to be done after a step."""
+        before, now = ((s * self.run.length.batch_size) // self.run.n_rows for s in (step - 1, step))
         return bool(
-            (control.save_freq_steps and step % control.save_freq_steps == 0)
-            or (control.save_freq_epochs and now // control.save_freq_epochs > before // control.save_freq_epochs)
-            or (control.save_freq_secs and time.monotonic() - self.last_save >= control.save_freq_secs)
+            (steps and step % steps == 0)
+            or (epochs and now // epochs > before // epochs)
+            or (seconds and time.monotonic() - last >= seconds)
         )
+
+    def _checkpoint(self, step: int) -> None:
+        """Have every worker copy its part; inboxes are in order, so it is that of this step."""
+        self.last_checkpoint = time.monotonic()
+        run = self.run
+        layouts = {role: home(run.graph, run.plan, role) for role in run.changing}
+        self.writing = Manifest(step, dict(self.state.states), layouts, {}, run.data_digest, flat_options(run.config))
+        folder = str(aside(run.paths.checkpoints, step))
+        everyone = range(run.plan.n_workers)
+        self._ask(everyone, lambda request, rank: Checkpoint(request, folder), f"checkpoint {step}", step - 1, nothing)
+
+    def _settle(self) -> None:
+        """Have the checkpoint that was begun a step ago finished, and let it count."""
+        if self.writing is None:
+            return
+        manifest, self.writing = self.writing, None
+
+        def written(replies: list[Done]) -> None:
+            files = {name: tuple(digest) for reply in replies for name, digest in reply.values["files"].items()}
+            commit(self.run.paths.checkpoints, replace(manifest, files=files), self.run.config.exp_ctrl.keep_last)
+
+        what = f"checkpoint {manifest.step} to be on the disk"
+        everyone = range(self.run.plan.n_workers)
+        self._ask(everyone, lambda request, rank: Settle(request), what, manifest.step - 1, written)
 
     def _save(self, step: int) -> None:
         """Write the models of trained roles; inboxes are in order, so the weights are those of this step."""
@@ -203,6 +267,10 @@ class Master:
 
             ranks = home(self.run.graph, self.run.plan, role).mesh.ranks
             self._ask(ranks, message, f"saving {role}", step - 1, saved)
+
+
+def nothing(replies: list[Done]) -> None:
+    """What follows from replies that only say that something is done."""
 
 
 def _outputs(replies: list[Done]) -> dict[int, Any]:

@@ -14,6 +14,7 @@ from realhf.base.paths import RunDir
 from realhf.models.hf_config import read_hf_config
 from realhf.plan.program import compile_program
 from realhf.plan.schedule import RunLength, run_length
+from realhf.system.checkpoint import sha256
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,22 @@ class RunSpec:
         return run_length(
             self.config.dataset.train_bs_n_seqs, self.n_rows, control.total_train_epochs, control.total_train_steps
         )
+
+    @cached_property
+    def data_digest(self) -> str:
+        """SHA-256 of the data file; empty where the data is no file."""
+        path = Path(self.config.dataset.path)
+        return sha256(path) if path.is_file() else ""
+
+    @property
+    def changing(self) -> tuple[str, ...]:
+        """Roles whose weights training changes."""
+        return tuple(role for role in self.graph.roles if self.graph.updater(role) is not None)
+
+    @property
+    def writes_checkpoints(self) -> bool:
+        control = self.config.exp_ctrl
+        return any((control.ckpt_freq_steps, control.ckpt_freq_epochs, control.ckpt_freq_secs))
 
     @cached_property
     def trial_length(self) -> RunLength:

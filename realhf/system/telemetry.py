@@ -37,18 +37,19 @@ class Telemetry:
 
     logged_keys = ("tokens", "prompt_mask", "rewards", "truncated", "row")
 
-    def __init__(self, run: RunSpec, view: View, sinks: list[MetricSink]) -> None:
+    def __init__(self, run: RunSpec, view: View, sinks: list[MetricSink], first_step: int = 0) -> None:
         self.run, self.view, self.sinks = run, view, sinks
         self.models: dict[str, Path] = {}
         self.last: Metrics = {}
         self.evaluation: dict[str, Any] = {}
         self._steps: dict[int, Metrics] = {}
         self._sums: dict[int, dict[str, tuple[float, float]]] = {}
-        self._n_written = 0
+        self._n_written = first_step
         self._step_began = time.monotonic()
         self._events = run.paths.events.open("a")
-        self._trace = run.paths.trace.open("w")
-        self._trace.write("[\n")
+        self._trace = run.paths.trace.open("a" if first_step else "w")
+        if not first_step:
+            self._trace.write("[\n")
 
     def ready(self, workers: dict[int, Ready]) -> None:
         self._step_began = time.monotonic()
@@ -138,7 +139,7 @@ class Telemetry:
         path.parent.mkdir(exist_ok=True)
         shown = [row for at, row in sorted(rows.items()) if at[1] >= 0]
         for row in shown:
-            row["fields"] = rows.get((row["prompt_id"], -1), {}).get("fields")
+            row.setdefault("fields", rows.get((row["prompt_id"], -1), {}).get("fields"))
         with path.open("w") as file:
             file.writelines(json.dumps(r, ensure_ascii=False) + "\n" for r in (shown if limit < 0 else shown[:limit]))
 

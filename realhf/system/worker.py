@@ -16,6 +16,7 @@ from realhf.algorithms import build_interface
 from realhf.api.engine import InterfaceContext
 from realhf.api.messages import (
     Call,
+    Checkpoint,
     Collect,
     Done,
     Drop,
@@ -25,6 +26,7 @@ from realhf.api.messages import (
     Ready,
     Run,
     Save,
+    Settle,
     Start,
     ToMaster,
     ToWorker,
@@ -36,9 +38,12 @@ from realhf.comm.parallel import Group, ParallelContext, join, leave, make_group
 from realhf.comm.shared_memory import Links, open_links
 from realhf.data.source import RowSource, row_fields
 from realhf.data.tokenizer import load_tokenizer
-from realhf.engine import ENGINES
+from realhf.engine import ENGINES, NativeEngine
+from realhf.engine.snapshot import restore, snapshot
 from realhf.plan.program import engines_of, groups_of, home, meshes_of
+from realhf.system.checkpoint import Saved, Writer, file_name
 from realhf.system.executor import Executor
+from realhf.system.recovery import read_manifest
 from realhf.system.run import RunSpec
 
 
@@ -55,6 +60,7 @@ class ModelWorker:
         self.links: Links | None = None
         self.calls: dict[int, Call] = {}  # whose rows are here
         self.during = "start-up"
+        self.writer = Writer()
 
     @property
     def _opens_store(self) -> bool:
@@ -78,8 +84,13 @@ class ModelWorker:
 
     def _handle(self, message: ToWorker) -> None:
         match message:
-            case Start(host, port):
+            case Start(host, port, checkpoint):
                 self._start(host, port)
+                if checkpoint:
+                    self.during = f"reading {checkpoint}"
+                    self._restore(Path(checkpoint))
+                self.log.info("ready: %s", self.info)
+                self.send(Ready(self.rank, self.info))
             case Fetch(request, start, stop):
                 self.during = f"reading prompts {start} to {stop - 1}"
                 self._fetch(request, start, stop)
@@ -98,6 +109,16 @@ class ModelWorker:
                 with self.spans.span(f"save/{role}"):
                     self.executor.engines[role, home(self.run.graph, self.run.plan, role)].save(Path(path))
                 self._done(request)
+            case Checkpoint(request, folder):
+                self.during = f"copying what {folder} will hold"
+                with self.spans.span("checkpoint"):
+                    self.writer.begin(Path(folder), self._changing())
+                self._done(request)
+            case Settle(request):
+                self.during = "writing a checkpoint"
+                with self.spans.span("checkpoint/settle"):
+                    files = self.writer.settle()
+                self._done(request, values={"files": files})
             case Drop(start, stop):
                 self.executor.store.drop(start, stop)
 
@@ -148,13 +169,24 @@ class ModelWorker:
             if found != expected:
                 raise UserError(f"{run.config.dataset.path} has {found[0]} rows and {found[1]} held out, at launch it "
                                 f"had {expected[0]} and {expected[1]}")  # fmt: skip
-        info = {
+        self.info = {
             "parameters": {role: e.params.data.numel() for (role, _), e in engines.items()},
             "seconds": time.monotonic() - began,
             "device": str(self.device),
         }
-        self.log.info("ready: %s", info)
-        self.send(Ready(self.rank, info))
+
+    def _at_home(self, role: str) -> NativeEngine | None:
+        return self.executor.engines.get((role, home(self.run.graph, self.run.plan, role)))
+
+    def _changing(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the files of this worker's part of a checkpoint."""
+        engines = {role: self._at_home(role) for role in self.run.changing}
+        return {file_name(role, self.rank): snapshot(e) for role, e in engines.items() if e is not None}
+
+    def _restore(self, folder: Path) -> None:
+        for role, saved in read_manifest(folder).layouts.items():
+            if (engine := self._at_home(role)) is not None:
+                restore(engine, saved, Saved(folder, role))
 
     def _fetch(self, request: int, start: int, stop: int) -> None:
         assert self.source is not None, "only fetchers are asked for data"

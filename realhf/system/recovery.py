@@ -1,0 +1,144 @@
+"""Checkpoints as a whole: what is in one, when it counts, which one a run goes on from.
+
+A checkpoint is written aside, flushed, renamed, and pointed at last; whatever else lies there was not finished.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from realhf.api.codec import from_plain, to_plain
+from realhf.api.config import ExperimentConfig
+from realhf.api.layout import Layout
+from realhf.api.messages import State
+from realhf.base.errors import UserError
+from realhf.base.paths import RunDir
+from realhf.system.checkpoint import Digests, flushed, sha256
+
+MANIFEST, POINTER, ASIDE = "manifest.json", "latest", ".unfinished"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint after ``step`` steps. ``layouts`` are where roles that training changes were when it was taken.
+
+    ``states`` are what interfaces remember, ``data`` is the SHA-256 of the data file, ``options`` are the run's.
+    """
+
+    step: int
+    states: dict[str, State]
+    layouts: dict[str, Layout]
+    files: Digests
+    data: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def aside(folder: Path, step: int) -> Path:
+    """Return where a checkpoint is written before it counts."""
+    return folder / f"step_{step}{ASIDE}"
+
+
+def commit(folder: Path, manifest: Manifest, keep_last: int) -> Path:
+    """Make a written checkpoint count, and remove those before the last ``keep_last`` (0: none is removed)."""
+    place, target = aside(folder, manifest.step), folder / f"step_{manifest.step}"
+    place.mkdir(parents=True, exist_ok=True)
+    _write(place / MANIFEST, json.dumps(to_plain(manifest), indent=1))
+    _flush_folder(place)
+    if target.exists():
+        shutil.rmtree(target)
+    place.rename(target)
+    _flush_folder(folder)
+    _write(folder / f"{POINTER}{ASIDE}", target.name)
+    (folder / f"{POINTER}{ASIDE}").rename(folder / POINTER)
+    _flush_folder(folder)
+    steps = sorted(int(path.name.removeprefix("step_")) for path in folder.glob("step_*") if path.suffix != ASIDE)
+    for step in steps[:-keep_last] if keep_last else []:
+        shutil.rmtree(folder / f"step_{step}")
+    return target
+
+
+def newest(folder: Path) -> tuple[Path, Manifest] | None:
+    """Return the last good checkpoint; ``UserError`` where the one that is pointed at is damaged.
+
+    What was written aside and never finished is removed.
+    """
+    for path in folder.glob(f"*{ASIDE}"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if not (folder / POINTER).is_file():
+        return None
+    place = folder / (folder / POINTER).read_text().strip()
+    try:
+        manifest = read_manifest(place)
+    except Exception as error:  # of many kinds: files, JSON, types
+        raise UserError(f"{place}: the manifest cannot be read: {error}") from error
+    if problems := damages(place, manifest):
+        others = sorted(path.name for path in folder.glob("step_*") if path != place)
+        hint = f"; to go on from an earlier one, write its name into {folder / POINTER} ({', '.join(others)})"
+        raise UserError([*problems, f"the checkpoint {place} is damaged{hint if others else ''}"])
+    return place, manifest
+
+
+def read_manifest(place: Path) -> Manifest:
+    return from_plain(json.loads((place / MANIFEST).read_text()), Manifest)
+
+
+def flat_options(config: ExperimentConfig) -> dict[str, object]:
+    """Return all options by their full names, as plain values."""
+
+    def flatten(tree: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
+        for key, value in tree.items():
+            if isinstance(value, Mapping):
+                yield from flatten(value, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}", value
+
+    return dict(flatten(to_plain(config), ""))
+
+
+def rewind(paths: RunDir, step: int) -> None:
+    """Take back what a run wrote down after ``step`` steps, line by line."""
+    last: dict[Path, Callable[[dict], int]] = {
+        paths.metrics: lambda line: line["step"],
+        paths.evaluation: lambda line: line["step"],
+        paths.events: lambda line: line["span"]["step"] + 1,
+    }
+    for path, step_of in last.items():
+        if path.is_file():
+            lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            rest = path.with_name(path.name + ASIDE)
+            rest.write_text("".join(line for line in lines if step_of(json.loads(line)) <= step))
+            rest.rename(path)
+    for path in (paths.root / "generations").glob("step_*.jsonl"):
+        if int(path.stem.removeprefix("step_")) > step:
+            path.unlink()
+
+
+def damages(place: Path, manifest: Manifest) -> list[str]:
+    """Return what is wrong with a checkpoint's files, one line each."""
+    problems = []
+    for name, (digest, size) in sorted(manifest.files.items()):
+        path = place / name
+        if not path.is_file():
+            problems.append(f"{path} is missing")
+        elif path.stat().st_size != size:
+            problems.append(f"{path} has {path.stat().st_size} bytes, {size} were written")
+        elif sha256(path) != digest:
+            problems.append(f"{path} holds other bytes than were written")
+    return problems
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text)
+    flushed(path)
+
+
+def _flush_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
