@@ -8,6 +8,7 @@ from typing import Any
 import cattrs
 
 from realhf.algorithms.dpo import DPO, DPOEvaluation
+from realhf.algorithms.ensemble import EnsembleReward
 from realhf.algorithms.generation import Generate
 from realhf.algorithms.ppo import PPOActor, PPOCritic
 from realhf.algorithms.rw import LabelledReward, PairedReward, RewardModel
@@ -22,6 +23,7 @@ from realhf.base.errors import did_you_mean
 INTERFACES: dict[str, type] = {
     "dpo": DPO,
     "dpo_evaluation": DPOEvaluation,
+    "ensemble": EnsembleReward,
     "generation": Generate,
     "labelled_rw": LabelledReward,
     "paired_rw": PairedReward,

@@ -11,7 +11,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from realhf.api.config import Aggregate
+from realhf.api.preferences import Aggregate
 
 
 class Delta(Enum):
@@ -30,21 +30,27 @@ BATCH_MEAN = "batch_mean"
 
 
 def aggregate(q: Tensor, counts: Sequence[int], how: Aggregate) -> Tensor:
-    """Return one score per answer, ``[B]``, from the scores of its steps ``q`` ``[S]``; NaN for an answer without steps."""
-    rows = check_counts(q, counts)
-    nothing = q.new_full((), torch.nan)
-    ways = {Aggregate.min: torch.amin, Aggregate.prod: torch.prod, Aggregate.mean: torch.mean, Aggregate.last: _last}
-    return torch.stack([ways[how](row) if len(row) else nothing for row in rows]) if rows else q.new_empty(0)
+    """Return one score per answer, ``[B]``, from the scores of its steps ``q`` ``[S]``; NaN for one without steps."""
+    scores = [_one_score(row, how) if len(row) else q.new_full((), torch.nan) for row in check_counts(q, counts)]
+    return torch.stack(scores) if scores else q.new_empty(0)
 
 
-def _last(row: Tensor) -> Tensor:
-    return row[-1]
+def _one_score(row: Tensor, how: Aggregate) -> Tensor:
+    match how:
+        case Aggregate.min:
+            return row.min()
+        case Aggregate.prod:
+            return row.prod()
+        case Aggregate.last:
+            return row[-1]
+        case Aggregate.mean:
+            return row.mean()
 
 
 def clip(q: Tensor, eta: float | str) -> Tensor:
-    """Return ``min(q - eta, 0)``, ``[S]``: good steps earn nothing, bad ones cost. ``eta`` may be ``"batch_mean"`` of q.
+    """Return ``min(q - eta, 0)``, ``[S]``: good steps earn nothing, bad ones cost.
 
-    ValueError for any other text.
+    ``eta`` may be ``"batch_mean"``, the mean of q; ValueError for any other text.
     """
     if isinstance(eta, str):
         if eta != BATCH_MEAN:
@@ -54,7 +60,7 @@ def clip(q: Tensor, eta: float | str) -> Tensor:
 
 
 def delta(q: Tensor, counts: Sequence[int], kind: Delta) -> Tensor:
-    """Return the differences ``[S]`` of adjacent step rewards ``q`` ``[S]`` within each answer; one step alone gets 0."""
+    """Return differences of adjacent step rewards ``q`` within each answer, ``[S]``; one step alone gets 0."""
     if kind is Delta.none:
         check_counts(q, counts)
         return q
@@ -77,8 +83,8 @@ def step_rewards(
 ) -> Tensor:
     """Return ``alpha * q'_k``, and ``success`` ``[B]`` on each answer's last step, as ``[S]``.
 
-    q' is ``q`` ``[S]`` after Clip (unless ``eta`` is None) and then Delta. ValueError where an answer has no step, which
-    has no place for its success.
+    q' is ``q`` ``[S]`` after Clip (unless ``eta`` is None) and then Delta. ValueError for an answer without
+    steps, which has no place for its success.
     """
     if min(counts, default=1) < 1:
         raise ValueError(f"counts={list(counts)}: every answer needs a step to carry its success")
@@ -92,15 +98,15 @@ def step_rewards(
 def on_tokens(rewards: Tensor, ends: Tensor, counts: Sequence[int], lengths: Sequence[int]) -> Tensor:
     """Return per-token rewards ``[T]``: each step's reward ``[S]`` on its last token, 0 elsewhere.
 
-    ``ends`` ``[S]`` are the last tokens of steps within their row, rising; ``lengths`` the tokens of each row. ValueError
-    for an end outside of its row, or ends that do not rise.
+    ``ends`` ``[S]`` are the last tokens of steps within their row, rising; ``lengths`` the tokens of each row.
+    ValueError for an end outside of its row, or ends that do not rise.
     """
     rows = check_counts(ends, counts)
     if len(rewards) != len(ends) or len(lengths) != len(counts):
         raise ValueError(f"{len(rewards)} rewards for {len(ends)} steps, {len(lengths)} lengths for {len(counts)} rows")
     start, places = 0, [ends[:0]]
     for row, length in zip(rows, lengths, strict=True):
-        if len(row) and not (0 <= row[0] and row[-1] < length and bool((row[1:] > row[:-1]).all())):
+        if len(row) and not (row[0] >= 0 and row[-1] < length and bool((row[1:] > row[:-1]).all())):
             raise ValueError(f"step ends {row.tolist()} do not rise within a row of {length} tokens")
         places.append(row + start)
         start += length

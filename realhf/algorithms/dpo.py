@@ -7,9 +7,9 @@ from realhf.algorithms.pairs import pairs_of
 from realhf.algorithms.ppo_math import answer_mask
 from realhf.algorithms.preference_loss import kl_reference, kto_loss, pair_loss, pair_stats, sequence_sums
 from realhf.algorithms.stats import stats_of
-from realhf.api.config import DPOConfig, PreferenceLoss
 from realhf.api.engine import Engine, InterfaceContext, Loss, Outputs
 from realhf.api.messages import State, Stats
+from realhf.api.preferences import DPOConfig, PreferenceLoss
 from realhf.data.batch import SequenceBatch
 
 REF = "ref_logprob_sums"

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from realhf.algorithms.stats import Monitors
-from realhf.api.config import DPOConfig, PreferenceLoss
 from realhf.api.engine import Loss
+from realhf.api.preferences import DPOConfig, PreferenceLoss
 
 LARGEST_LOGPROB = -1e-6
 """Mean log-probability above which the odds of an answer are no longer told apart."""

@@ -6,7 +6,6 @@ from torch.nn import functional
 
 from realhf.algorithms.pairs import Pairs
 from realhf.algorithms.stats import Monitors
-from realhf.api.config import Aggregate
 from realhf.api.engine import Loss
 
 
@@ -52,29 +51,3 @@ def label_loss(logits: Tensor, labels: Tensor) -> Loss:
         "wrong_score": (seen.sigmoid()[wrong].sum(), wrong.sum()),
     }
     return Loss(total, stats)
-
-
-def step_ends(tokens: Tensor, prompt_mask: Tensor, separators: Tensor) -> Tensor:
-    """Return where a row's steps end, ``[L]`` bool; ``tokens`` and ``prompt_mask`` are ``[L]``.
-
-    A step is a line: it ends with the last of a run of ``separators`` (tokens with a line break, and EOS), and so does
-    the answer. A run at the start of the answer belongs to its first step, so no step is empty.
-    """
-    answer = prompt_mask == 0
-    parts = torch.isin(tokens, separators) & answer
-    ends = parts & ~torch.cat([parts[1:], parts.new_zeros(1)]) & ((answer & ~parts).cumsum(0) > 0)
-    ends[-1] = True
-    return ends
-
-
-def aggregate_steps(scores: Tensor, how: Aggregate) -> Tensor:
-    """Return one score for an answer from its steps' (``[K]``, at least one; Lightman et al. 2023, app. F)."""
-    match how:
-        case Aggregate.min:
-            return scores.min()
-        case Aggregate.prod:
-            return scores.prod()
-        case Aggregate.last:
-            return scores[-1]
-        case Aggregate.mean:
-            return scores.mean()

@@ -1,18 +1,21 @@
 """Reward models: training and evaluation on what people or verifiers said, and the scores that PPO is given."""
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from realhf.algorithms.dense_rewards import aggregate, on_tokens
 from realhf.algorithms.pairs import pairs_of, ranked_pairs
-from realhf.algorithms.reward_loss import aggregate_steps, comparison_loss, label_loss, step_ends
+from realhf.algorithms.reward_loss import comparison_loss, label_loss
 from realhf.algorithms.selection import scored
 from realhf.algorithms.stats import mean_of, stats_of
-from realhf.api.config import PPOConfig, RewardModelType, RWConfig, ScoreConfig, opt
+from realhf.algorithms.steps import SPLITTERS
+from realhf.algorithms.vine_math import step_starts
+from realhf.api.config import PPOConfig, opt
 from realhf.api.engine import Engine, InterfaceContext, Loss, Outputs
 from realhf.api.messages import State, Stats
+from realhf.api.preferences import RewardModelType, RWConfig, ScoreConfig
 from realhf.data.batch import Column, SequenceBatch
 
 LABELS = {RewardModelType.outcome: "label", RewardModelType.process: "step_labels"}
@@ -77,7 +80,9 @@ class PairedReward:
 @dataclass
 class LabelledRewardConfig:
     ppo: PPOConfig = opt(PPOConfig, "scaling and bias of rewards, which answers stay")
-    score: ScoreConfig = opt(ScoreConfig, "what the model learned, how steps' scores become one")
+    score: ScoreConfig = opt(
+        lambda: ScoreConfig(RewardModelType.outcome), "what the model learned, how steps' scores become one"
+    )
 
 
 class LabelledReward:
@@ -90,37 +95,36 @@ class LabelledReward:
     config_type = LabelledRewardConfig
 
     def __init__(self, config: LabelledRewardConfig, context: InterfaceContext) -> None:
+        if config.score.type not in LABELS:
+            raise ValueError(f"a model of {config.score.type.name} gives scores, not probabilities: use paired_rw")
         self.config = config
         self.tokenizer = context.tokenizer
+        self.split = SPLITTERS[config.score.splitter]
 
     def inference(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
         tokens = batch.only(("tokens",))
         if self.config.score.type is RewardModelType.outcome:
             logits = engine.forward(tokens, lambda outputs, _: outputs.last_values())
             return served(batch, logits.sigmoid(), self.config.ppo)
-        values = engine.forward(tokens, lambda outputs, _: outputs.values())
-        dense = Column(values.sigmoid(), batch.lengths("tokens"))
-        scores, marked = [], []
-        for row, ids, prompt in zip(*(c.rows() for c in (dense, *self._text(batch))), strict=True):
-            ends = step_ends(ids, prompt, self.separators.to(ids.device))
-            scores.append(aggregate_steps(row[ends], self.config.score.aggregate))
-            marked.append(row * ends)
-        result, stats = served(batch, torch.stack(scores) if scores else values, self.config.ppo)
-        if not len(batch):
-            return result.with_columns(dense_rewards=dense), stats
-        place = {row: i for i, row in enumerate(batch.ids)}
-        return result.with_columns(dense_rewards=Column.of([marked[place[row]] for row in result.ids])), stats
+        probabilities = engine.forward(tokens, lambda outputs, _: outputs.values()).sigmoid()
+        ends, lengths = self.step_ends(batch), batch.lengths("tokens")
+        counts = [len(own) for own in ends]
+        rows = probabilities.split(lengths) if lengths else ()
+        steps = torch.cat([probabilities[:0], *(row[own] for row, own in zip(rows, ends, strict=True))])
+        result, stats = served(batch, aggregate(steps, counts, self.config.score.aggregate), self.config.ppo)
+        places = torch.tensor([end for own in ends for end in own], dtype=torch.int64, device=steps.device)
+        dense = Column(on_tokens(steps, places, counts, lengths), lengths)
+        number = {row: i for i, row in enumerate(batch.ids)}
+        return result.with_columns(dense_rewards=dense.select([number[row] for row in result.ids])), stats
 
-    @staticmethod
-    def _text(batch: SequenceBatch) -> tuple[Column, Column]:
-        return batch.columns["tokens"], batch.columns["prompt_mask"]
-
-    @cached_property
-    def separators(self) -> Tensor:
-        """The tokens that hold a line break, and EOS, ``[n]`` int64."""
-        texts = self.tokenizer.batch_decode([[i] for i in range(len(self.tokenizer))])
-        ids = [i for i, text in enumerate(texts) if "\n" in text]
-        return torch.tensor(sorted({*ids, self.tokenizer.eos_token_id}), dtype=torch.int64)
+    def step_ends(self, batch: SequenceBatch) -> list[list[int]]:
+        """Return the last tokens of every row's steps; the last step ends with the row."""
+        found = []
+        for tokens, prompt_mask in zip(*(batch.columns[key].rows() for key in ("tokens", "prompt_mask")), strict=True):
+            first = int(prompt_mask.sum())
+            starts = step_starts(self.tokenizer, tokens[first:].tolist(), self.split)
+            found.append([*(first + start - 1 for start in starts[1:]), len(tokens) - 1])
+        return found
 
 
 def served(batch: SequenceBatch, scores: Tensor, config: PPOConfig) -> tuple[SequenceBatch, Stats]:

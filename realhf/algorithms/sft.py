@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from realhf.algorithms.ppo_math import answer_mask
+from realhf.algorithms.stats import stats_of
 from realhf.api.config import opt
-from realhf.api.engine import Engine, InterfaceContext, Loss, Outputs
+from realhf.api.engine import Engine, InterfaceContext, Loss
 from realhf.api.messages import State, Stats
 from realhf.data.batch import SequenceBatch
 
@@ -25,16 +26,16 @@ def token_weights(mask: Tensor, lengths: tuple[int, ...], seq_mean: bool) -> Ten
     return mask / per_row.repeat_interleave(torch.tensor(lengths, device=mask.device)).float()
 
 
-def sft_loss(outputs: Outputs, batch: SequenceBatch) -> Loss:
+def sft_loss(logprobs: Tensor, batch: SequenceBatch) -> Loss:
     """Return the weighted negative log-likelihood; columns ``weights`` (float32) and ``answer_mask`` (uint8)."""
     mask, weights = batch["answer_mask"].bool(), batch["weights"]
-    nll = (-outputs.logprobs()).masked_fill(~mask, 0.0)
+    nll = (-logprobs).masked_fill(~mask, 0.0)
     total = (nll * weights).sum()
     return Loss(total, {"loss": (total.detach(), weights.sum()), "nll": (nll.detach().sum(), mask.sum())})
 
 
 class SFT:
-    """Token-mean negative log-likelihood of the answers over the global batch.
+    """Token-mean negative log-likelihood of the answers over the global batch; ``inference`` tries held-out rows.
 
     Columns: ``tokens``, ``prompt_mask``. Statistics: ``loss``; ``nll`` per token (perplexity is exp of its mean);
     ``n_tokens``, answer tokens per row. A row without an answer counts for nothing.
@@ -46,12 +47,20 @@ class SFT:
         self.config = config
 
     def train_step(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[Stats, State]:
-        mask = answer_mask(batch["prompt_mask"], batch.lengths("tokens"))
-        weights = token_weights(mask, batch.lengths("tokens"), self.config.seq_mean)
-        ready = batch.only(("tokens",)).with_tokenwise("answer_mask", mask.byte()).with_tokenwise("weights", weights)
-        if self.config.seq_mean:
-            count = float(sum(bool(row.any()) for row in ready.columns["answer_mask"].rows()))
-        else:
-            count = float(mask.sum())
-        stats = engine.train(ready, sft_loss, count)
-        return {**stats, "n_tokens": (float(mask.sum()), float(len(batch)))}, state
+        ready = self.with_weights(batch)
+        mask = ready.columns["answer_mask"]
+        n_tokens = float(mask.data.sum())
+        count = float(sum(bool(row.any()) for row in mask.rows())) if self.config.seq_mean else n_tokens
+        stats = engine.train(ready, lambda outputs, part: sft_loss(outputs.logprobs(), part), count)
+        return {**stats, "n_tokens": (n_tokens, float(len(batch)))}, state
+
+    def inference(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
+        logprobs = engine.forward(batch.only(("tokens",)), lambda outputs, _: outputs.logprobs())
+        return SequenceBatch(batch.ids), stats_of(sft_loss(logprobs, self.with_weights(batch)))
+
+    def with_weights(self, batch: SequenceBatch) -> SequenceBatch:
+        """Return what the loss reads."""
+        lengths = batch.lengths("tokens")
+        mask = answer_mask(batch["prompt_mask"], lengths)
+        ready = batch.only(("tokens",)).with_tokenwise("answer_mask", mask.byte())
+        return ready.with_tokenwise("weights", token_weights(mask, lengths, self.config.seq_mean))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from realhf.algorithms.steps import SPLITTERS
 from realhf.algorithms.verifier import Verifier, VerifierConfig
-from realhf.algorithms.vine_math import spread_over_tokens, step_advantages, token_starts
+from realhf.algorithms.vine_math import spread_over_tokens, step_advantages, step_starts
 from realhf.api.batch import PROMPT, RowId
 from realhf.api.config import PPOConfig, RewardConfig, VineConfig, opt
 from realhf.api.engine import Engine, InterfaceContext
@@ -91,12 +91,7 @@ class VineRollouts:
 
     def steps(self, answer: Tensor) -> list[int]:
         """Return the tokens of an answer at which its steps begin."""
-        tokenizer, ids = self.context.tokenizer, answer.tolist()
-        pieces = tokenizer.batch_decode([[token] for token in ids])
-        if "".join(pieces) != tokenizer.decode(ids):  # characters of several tokens
-            texts = [tokenizer.decode(ids[:i]) for i in range(len(ids) + 1)]
-            pieces = [after[len(before) :] for before, after in zip(texts, texts[1:], strict=False)]
-        return token_starts(pieces, self.split("".join(pieces)))
+        return step_starts(self.context.tokenizer, answer.tolist(), self.split)
 
     def draw(self, engine: Engine, states: _States, device: torch.device) -> SequenceBatch:
         """Return the continuations of all states, those of a state next to each other."""

@@ -4,7 +4,8 @@ Kazemnejad et al. 2024, arXiv 2410.01679. An answer has K steps; state k is what
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,15 @@ def spread_over_tokens(per_step: Sequence[float], starts: Sequence[int], stop: i
     sizes = torch.tensor([b - a for a, b in spans], dtype=torch.int64)
     inside = torch.tensor(list(per_step), dtype=torch.float32).repeat_interleave(sizes)
     return torch.cat([torch.zeros(starts[0]), inside, torch.zeros(length - stop)])
+
+
+def step_starts(tokenizer: Any, ids: Sequence[int], split: Callable[[str], list[int]]) -> list[int]:
+    """Return the tokens of an answer at which its steps begin; ``split`` finds the steps of its text."""
+    pieces = tokenizer.batch_decode([[token] for token in ids])
+    if "".join(pieces) != tokenizer.decode(ids):  # characters of several tokens
+        texts = [tokenizer.decode(ids[:i]) for i in range(len(ids) + 1)]
+        pieces = [after[len(before) :] for before, after in zip(texts, texts[1:], strict=False)]
+    return token_starts(pieces, split("".join(pieces)))
 
 
 def token_starts(pieces: Sequence[str], starts: Sequence[int]) -> list[int]:

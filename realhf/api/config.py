@@ -254,69 +254,6 @@ class RewardConfig:
     check_verifier_status: bool = opt(False, "stop the run when every answer of a step is judged wrong")
 
 
-class RewardModelType(Enum):
-    """What a reward model learns from: pairs, lists from best to worst, labelled answers, or labelled steps."""
-
-    pairs = "pairs"
-    ranked = "ranked"
-    outcome = "outcome"
-    process = "process"
-
-
-class Aggregate(Enum):
-    """How the scores of an answer's steps become one."""
-
-    min = "min"
-    prod = "prod"
-    last = "last"
-    mean = "mean"
-
-
-@dataclass
-class RWConfig:
-    """What a reward model learns (sources in algorithms/reward_loss.py)."""
-
-    type: RewardModelType = opt(RewardModelType.pairs, "what the data hold: pairs, ranked, outcome or process")
-    score_l2_reg: float = opt(0.0, "pulls scores of pairs and ranked lists towards 0 (Open-Assistant: 0.001)")
-
-
-@dataclass
-class ScoreConfig:
-    """How answers are scored with a reward model."""
-
-    type: RewardModelType = opt(RewardModelType.pairs, "what the reward model learned: pairs, ranked, outcome, process")
-    aggregate: Aggregate = opt(Aggregate.min, "how the steps' scores become the answer's (process)")
-    splitter: Splitter = opt(Splitter.line, "what a step is: line or latex (process)")
-    normalise: bool = opt(False, "scores of held-out answers get mean 0 and deviation 1, before bias and scaling")
-
-
-class PreferenceLoss(Enum):
-    sigmoid = "sigmoid"
-    positive = "positive"
-    ipo = "ipo"
-    kto = "kto"
-    orpo = "orpo"
-    simpo = "simpo"
-
-    @property
-    def needs_ref(self) -> bool:
-        return self not in (PreferenceLoss.orpo, PreferenceLoss.simpo)
-
-
-@dataclass
-class DPOConfig:
-    """Learning from preferences without a reward model (formulas in algorithms/preference_loss.py)."""
-
-    loss: PreferenceLoss = opt(PreferenceLoss.sigmoid, "sigmoid (DPO), positive (DPO-Positive), ipo, kto, orpo, simpo")
-    beta: float = opt(0.1, "scale of implicit rewards; of ipo its tau, of orpo the weight of the odds ratio")
-    label_smoothing: float = opt(0.0, "share of pairs that are taken to be the wrong way round (sigmoid, positive)")
-    positive_lambda: float = opt(50.0, "weight of the drop of the chosen answer below the reference (positive)")
-    simpo_gamma: float = opt(1.0, "margin that the chosen answer's reward must have (simpo)")
-    desirable_weight: float = opt(1.0, "weight of good answers (kto)")
-    undesirable_weight: float = opt(1.0, "weight of bad answers (kto)")
-    unpaired: bool = opt(False, "the data are prompt, answer, label instead of pairs (kto)")
-
-
 @dataclass
 class VineConfig:
     """How states between an answer's steps are valued (VinePPO)."""
@@ -335,8 +272,8 @@ class DatasetConfig:
     max_pairs_per_prompt: int = opt(2, "pairs drawn per prompt (rw, dpo)")
     max_replies: int = opt(5, "answers drawn per prompt from a ranked list (rw.type=ranked)")
     label_noise: float = opt(0.0, "share of training pairs whose chosen and rejected answers change places, for good")
-    eval_path: str = opt("", "file of held-out rows (rw, dpo)")
-    eval_share: float = opt(0.0, "share of the rows of path that is held out (rw, dpo)")
+    eval_path: str = opt("", "file of held-out rows (sft, rw, dpo)")
+    eval_share: float = opt(0.0, "share of the rows of path that is held out (sft, rw, dpo)")
     split_seed: int = opt(1, "seed of held-out share and label noise, which all members of an ensemble have in common")
     on_bad_row: OnBadRow = opt(OnBadRow.error, "error names the row and stops; skip counts it")
     prompt_template: str = opt("{prompt}", "text around every prompt")

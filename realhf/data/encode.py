@@ -11,7 +11,7 @@ from realhf.api.config import DatasetConfig
 from realhf.api.experiment import Task
 from realhf.base.seeding import stable_seed
 from realhf.data.rows import Row, read_rows, settle
-from realhf.data.tokenizer import encode_answers, encode_prompts
+from realhf.data.tokenizer import encode_answers, encode_pieces, encode_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -145,24 +145,30 @@ def fitted(row: EncodedRow, room: int) -> EncodedRow:
 def encode_chunk(rows: Sequence[Row], task: Task, tokenizer: "PreTrainedTokenizerBase") -> Iterator[EncodedRow]:
     prompts = encode_prompts(tokenizer, [row.fields["prompt"] for row in rows])
     texts = [answers_of(row, task) for row in rows]
-    answers = iter(encode_answers(tokenizer, [text for per_row in texts for text in per_row]))
-    for row, prompt, per_row in zip(rows, prompts, texts, strict=True):
-        fields = b"" if per_row else json.dumps(row.fields).encode()
-        parts = [next(answers) for _ in per_row]
-        if task is Task.process:
-            parts = [*(ids[:-1] for ids in parts[:-1]), parts[-1]]  # one EOS, behind the last step
+    if task is Task.process:
+        answers = encode_pieces(tokenizer, texts)
+    else:
+        flat = iter(encode_answers(tokenizer, [text for per_row in texts for text in per_row]))
+        answers = [[next(flat) for _ in per_row] for per_row in texts]
+    for row, prompt, per_row in zip(rows, prompts, answers, strict=True):
+        fields = json.dumps(row.fields).encode() if task is Task.answer or not per_row else b""
+        if row.fields.get("truncated") and task is Task.answer:
+            per_row = [ids[:-1] for ids in per_row]  # it was broken off, and had no EOS
+        labels = np.array(labels_of(row, task), np.float32)
+        if task is Task.process:  # a step without a token of its own is none
+            labels, per_row = labels[[len(ids) > 0 for ids in per_row]], [ids for ids in per_row if ids]
         yield EncodedRow(
             np.array(prompt, np.int32),
-            tuple(np.array(ids, np.int32) for ids in parts),
+            tuple(np.array(ids, np.int32) for ids in per_row),
             np.frombuffer(fields, np.uint8),
-            np.array(labels_of(row, task), np.float32),
+            labels,
         )
 
 
 def answers_of(row: Row, task: Task) -> list[str]:
-    """Return the texts that stand behind the prompt in the data: see ``EncodedRow``. A step ends with a line break."""
+    """Return the texts that stand behind the prompt in the data: see ``EncodedRow``."""
     match task:
-        case Task.sft | Task.outcome:
+        case Task.sft | Task.outcome | Task.answer:
             return [row.fields["answer"]]
         case Task.pairs:
             pairs = zip(row.fields["pos_answers"], row.fields["neg_answers"], strict=True)
@@ -170,8 +176,7 @@ def answers_of(row: Row, task: Task) -> list[str]:
         case Task.ranked:
             return row.fields["answers"]
         case Task.process:
-            *steps, last = row.fields["steps"]
-            return [*(f"{step}\n" for step in steps), last]
+            return row.fields["steps"]
         case _:
             return []
 

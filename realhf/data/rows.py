@@ -5,6 +5,7 @@
 | prompt | ``prompt``, and whatever else the row holds |
 | math | ``query_id``, ``prompt``, ``solutions``, and whatever else the row holds |
 | code | ``query_id``, ``prompt``, and ``input_output`` or ``stub``, ``test``, ``entry_point``; and what else there is |
+| answer | ``prompt``, ``answer``, and whatever else the row holds |
 | sft | ``prompt``, ``answer`` |
 | pairs | ``prompt``, ``pos_answers``, ``neg_answers`` |
 | ranked | ``prompt``, ``answers``, the best one first |
@@ -115,6 +116,16 @@ def prompt_row(raw: dict, line: int, template: str) -> dict:
     return {**others, "prompt": prompt_of(raw, template, "prompt", "messages")}
 
 
+def answer_row(raw: dict, line: int, template: str) -> dict:
+    """A row of generations/ is one too: it names its prompt as the data file did, and holds that row's fields."""
+    asked = raw["fields"] if isinstance(raw.get("fields"), dict) else raw
+    others = {key: value for key, value in {**asked, **raw}.items() if key not in ("fields", "messages")}
+    if "answer" not in raw:
+        raise missing(raw, "answer")
+    answer = check_text("'answer'", raw["answer"], may_be_empty=True)
+    return {**others, "prompt": prompt_of(asked, template, "prompt", "messages"), "answer": answer}
+
+
 def math_row(raw: dict, line: int, template: str) -> dict:
     prompt = prompt_of(raw, template, "prompt", "question", "messages")
     others = {key: value for key, value in raw.items() if key not in ("question", "messages")}
@@ -219,12 +230,12 @@ def outcome_row(raw: dict, line: int, template: str) -> dict:
 
 
 def process_row(raw: dict, line: int, template: str) -> dict:
-    """A step loses the line breaks at its end; one within it would make it two steps wherever answers are judged."""
+    """Steps make up the answer as they stand; one that does not begin with white space begins a line."""
     prompt = prompt_of(raw, template, "prompt", "question", "messages")
-    steps = [step.rstrip("\n") for step in texts(raw, "steps")]
-    for i, step in enumerate(steps):
-        if not step or "\n" in step:
-            raise BadRow(f"'steps'[{i}] {'holds a line break' if step else 'is empty'}: a step is one line")
+    steps = [step.rstrip() for step in texts(raw, "steps")]
+    if "" in steps:
+        raise BadRow(f"'steps'[{steps.index('')}] is nothing but white space")
+    steps[1:] = [step if step[0].isspace() else f"\n{step}" for step in steps[1:]]
     labels = raw.get("labels")
     if not isinstance(labels, list):
         raise missing(raw, "labels") if labels is None else BadRow(f"'labels' is {kind_of(labels)}, it must be a list")
@@ -235,6 +246,7 @@ def process_row(raw: dict, line: int, template: str) -> dict:
 
 NORMALISE: dict[Task, Callable[[dict, int, str], dict]] = {
     Task.prompt: prompt_row,
+    Task.answer: answer_row,
     Task.math: math_row,
     Task.code: code_row,
     Task.sft: sft_row,

@@ -48,6 +48,7 @@ class RowSource:
         sft: one row a position, ``tokens`` (int64) and ``prompt_mask`` (uint8, 1 on the prompt).
         pairs: rows chosen, rejected, chosen, ... of up to ``max_pairs_per_prompt`` pairs, with the same columns.
         ranked: rows of up to ``max_replies`` answers, the best one first, with the same columns.
+        answer: as sft, and ``row`` (uint8).
         outcome: as sft, and the scalar ``label`` (float32).
         process: as sft, and ``step_labels`` (float32): a label on the last token of every step, -1 elsewhere.
         """
@@ -77,7 +78,9 @@ class RowSource:
             "tokens": column([np.concatenate(pair) for pair in sequences], torch.int64),
             "prompt_mask": column(masks, torch.uint8),
         }
-        if self._task is Task.outcome:
+        if self._task is Task.answer:
+            columns["row"] = column([row.fields for row in rows], torch.uint8)
+        elif self._task is Task.outcome:
             columns["label"] = column([row.labels for row in rows], torch.float32)
         elif self._task is Task.process:
             columns["step_labels"] = column([labels_at_ends(row) for row in rows], torch.float32)

@@ -1,6 +1,8 @@
 """Loads a tokenizer, and turns prompts and answers into token ids. Nothing that was generated passes here."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,6 +75,32 @@ def encode_prompts(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Promp
 def encode_answers(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
     """Return the ids of every answer, each with EOS at its end."""
     return [[*row, tokenizer.eos_token_id] for row in encode_texts(tokenizer, texts, False)]
+
+
+def encode_pieces(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Sequence[str]]) -> list[list[list[int]]]:
+    """Return the ids of answers that are given in pieces, by piece; a token belongs to that of its first character.
+
+    The last piece has EOS at its end. UserError for a tokenizer that does not tell where its tokens are in a text.
+    """
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"the tokenizer {tokenizer.name_or_path} does not tell where its tokens are in a text:"
+            " labelled steps need one with a tokenizer.json"
+        )
+    if not texts:
+        return []
+    whole = ["".join(pieces) for pieces in texts]
+    encoded = tokenizer(whole, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True,
+                        truncation=False, verbose=False)  # fmt: skip
+    found = []
+    for pieces, ids, spans in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        ends = list(accumulate(map(len, pieces)))
+        parts: list[list[int]] = [[] for _ in pieces]
+        for token, (start, _) in zip(ids, spans, strict=True):
+            parts[bisect_right(ends, start)].append(token)
+        parts[-1].append(tokenizer.eos_token_id)
+        found.append(parts)
+    return found
 
 
 def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], special: bool) -> list[list[int]]:

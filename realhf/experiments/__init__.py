@@ -22,6 +22,8 @@ EXPERIMENTS: dict[str, str] = {
     "remax": "realhf.experiments.remax:ReMaxExperiment",
     "vineppo": "realhf.experiments.vineppo:VinePPOExperiment",
     "restem": "realhf.experiments.restem:RestEMExperiment",
+    "bon": "realhf.experiments.bon:BestOfNExperiment",
+    "score": "realhf.experiments.scoring:ScoreExperiment",
     "gen": "realhf.experiments.gen:GenerationExperiment",
 }
 """Loaded when asked for, so that the command line answers at once."""

@@ -3,17 +3,10 @@
 from dataclasses import dataclass, replace
 
 from realhf.api.codec import to_plain
-from realhf.api.config import (
-    DPOConfig,
-    ExperimentConfig,
-    GenerationConfig,
-    MFCConfig,
-    ModelSpec,
-    PreferenceLoss,
-    opt,
-)
+from realhf.api.config import ExperimentConfig, GenerationConfig, MFCConfig, ModelSpec, opt
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
+from realhf.api.preferences import DPOConfig, PreferenceLoss
 
 REF = "ref_logprob_sums"
 

@@ -3,20 +3,13 @@
 from dataclasses import dataclass, replace
 
 from realhf.api.codec import to_plain
-from realhf.api.config import (
-    ExperimentConfig,
-    GenerationConfig,
-    KLPlace,
-    MFCConfig,
-    ModelSpec,
-    PPOConfig,
-    ScoreConfig,
-    opt,
-)
+from realhf.api.config import ExperimentConfig, GenerationConfig, KLPlace, MFCConfig, ModelSpec, PPOConfig, opt
+from realhf.api.ensemble import EnsembleConfig
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync
+from realhf.api.preferences import ScoreConfig
 from realhf.experiments.ppo_options import ppo_problems, ppo_warnings
-from realhf.experiments.score import score_interface, score_problems
+from realhf.experiments.reward_models import RewardModels
 
 LEARNED = ("rewards", "ref_logprobs", "prox_logprobs", "values", "baseline", "advantages")
 """Keys that training reads beside those of the rollout, where they are made."""
@@ -31,6 +24,7 @@ class PPOExperiment(ExperimentConfig):
     ref: ModelSpec = opt(ModelSpec, "the reference (default: the actor as it starts)")
     rew: ModelSpec = opt(ModelSpec, "the reward model")
     score: ScoreConfig = opt(ScoreConfig, "how it scores")
+    ensemble: EnsembleConfig = opt(EnsembleConfig, "several reward models instead of rew")
     actor_gen: MFCConfig = opt(MFCConfig, "rollout")
     rew_inf: MFCConfig = opt(MFCConfig, "rewards")
     ref_inf: MFCConfig = opt(MFCConfig, "reference log-probs")
@@ -46,9 +40,13 @@ class PPOExperiment(ExperimentConfig):
     def config(self) -> ExperimentConfig:
         return self
 
-    def reward_mfc(self) -> MFC:
-        interface = score_interface(self.score, self.rew, self.ppo)
-        return MFC("rew_inf", "rew", Kind.INFERENCE, interface, ("tokens", "prompt_mask"), ("rewards",), self._batch)
+    def reward_mfcs(self) -> list[MFC]:
+        """The calls that make ``rewards``, the last of which is ``rew_inf``."""
+        return self._reward_models.calls(self.ppo, self._batch)
+
+    @property
+    def _reward_models(self) -> RewardModels:
+        return RewardModels(self.rew, self.score, self.ensemble)
 
     @property
     def _batch(self) -> int:
@@ -70,7 +68,7 @@ class PPOExperiment(ExperimentConfig):
         rows = ("tokens", "rewards") if self.drops_rows else ("tokens",)
         made = ("tokens", "prompt_mask", "logprobs", "truncated")
         batch, minibatches = self._batch, self.ppo.ppo_n_minibatches
-        mfcs = [MFC("actor_gen", "actor", Kind.GENERATE, actor, ("prompts",), made, batch), self.reward_mfc()]
+        mfcs = [MFC("actor_gen", "actor", Kind.GENERATE, actor, ("prompts",), made, batch), *self.reward_mfcs()]
         if self.has_reference:
             mfcs.append(MFC("ref_inf", "ref", Kind.INFERENCE, actor, rows, ("ref_logprobs",), batch))
         if self.ppo.recompute_logprobs:
@@ -92,12 +90,11 @@ class PPOExperiment(ExperimentConfig):
 
     @property
     def _offloaded(self) -> tuple[str, ...]:
-        models = {"ref": self.ref, "rew": self.rew}
-        resting = {role: spec for role, spec in models.items() if role in self.roles()}
-        return tuple(role for role, spec in resting.items() if spec.offload)
+        resting = {"ref", *self.reward_roles()}
+        return tuple(role for role, model in self.roles().items() if role in resting and model.spec.offload)
 
     def reward_roles(self) -> dict[str, RoleSpec]:
-        return {"rew": RoleSpec(self.rew, scalar_head=True)}
+        return self._reward_models.roles()
 
     def roles(self) -> dict[str, RoleSpec]:
         found = {"actor": RoleSpec(self.actor)}
@@ -116,8 +113,8 @@ class PPOExperiment(ExperimentConfig):
 
     def placements(self) -> dict[str, MFCConfig]:
         calls = {
+            **{mfc.name: self.rew_inf for mfc in self.reward_mfcs()},
             "actor_gen": self.actor_gen,
-            "rew_inf": self.rew_inf,
             "ref_inf": self.ref_inf,
             "critic_inf": self.critic_inf,
             "actor_inf": self.actor_inf,
@@ -145,7 +142,7 @@ class PPOExperiment(ExperimentConfig):
             (self.max_staleness >= 0, f"max_staleness must not be negative, got {self.max_staleness}"),
         ]  # fmt: skip
         wrong = [line for holds, line in checks if not holds]
-        return ppo_problems(self.ppo, self._batch) + wrong + score_problems(self.score, self.rew)
+        return ppo_problems(self.ppo, self._batch) + wrong + self._reward_models.problems()
 
     def warnings(self) -> list[str]:
         return ppo_warnings(self.ppo, self.max_staleness)

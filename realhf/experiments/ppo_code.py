@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from realhf.api.config import RewardConfig, opt
-from realhf.api.experiment import Task
 from realhf.experiments.ppo_math import PPOMathExperiment
 
 
@@ -12,7 +11,3 @@ class PPOCodeExperiment(PPOMathExperiment):
     """PPO with rewards from running code in a sandbox."""
 
     reward: RewardConfig = opt(lambda: RewardConfig(fn="code"), "the verifier")
-
-    @property
-    def task(self) -> Task:  # type: ignore[override]
-        return Task.code if self.reward.fn in ("code", "code_lax") else super().task

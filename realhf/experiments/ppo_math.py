@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 
 from realhf.api.codec import to_plain
-from realhf.api.config import ModelSpec, RewardConfig, ScoreConfig, opt
+from realhf.api.config import ModelSpec, RewardConfig, opt
+from realhf.api.ensemble import EnsembleConfig
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, InterfaceSpec, Kind
+from realhf.api.preferences import ScoreConfig
 from realhf.experiments.ppo import PPOExperiment
 from realhf.experiments.verified import reward_problems, reward_task
 
@@ -25,6 +27,9 @@ class PPOMathExperiment(PPOExperiment):
         return MFC("rew_inf", None, Kind.INFERENCE, interface, ("tokens", "prompt_mask", "row"), ("rewards",),
                    self._batch)  # fmt: skip
 
+    def reward_mfcs(self) -> list[MFC]:
+        return [self.reward_mfc()]
+
     def reward_roles(self) -> dict[str, RoleSpec]:
         return {}
 
@@ -32,4 +37,6 @@ class PPOMathExperiment(PPOExperiment):
         problems = super().problems() + reward_problems(self.reward)
         if (self.rew, self.score) != (ModelSpec(), ScoreConfig()):
             problems.append("rew or score have options, but rewards come from reward.fn here; for a model use ppo")
+        if self.ensemble != EnsembleConfig():
+            problems.append("ensemble has options, but rewards come from reward.fn here; for models use ppo")
         return problems

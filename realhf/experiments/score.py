@@ -5,8 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from realhf.api.codec import to_plain
-from realhf.api.config import ModelSpec, PPOConfig, RewardModelType, ScoreConfig
+from realhf.api.config import ModelSpec, PPOConfig
 from realhf.api.graph import InterfaceSpec
+from realhf.api.preferences import RewardModelType, ScoreConfig
 
 COMPARED = (RewardModelType.pairs, RewardModelType.ranked)
 STATISTICS = "evaluation.json"

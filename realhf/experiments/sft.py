@@ -23,8 +23,12 @@ class SFTExperiment(ExperimentConfig):
 
     def graph(self) -> Graph:
         interface = InterfaceSpec("sft", {"seq_mean": self.seq_mean})
-        batch = self.dataset.train_bs_n_seqs
-        return Graph((MFC("sft_train", "model", Kind.TRAIN, interface, ("tokens", "prompt_mask"), batch_size=batch),))
+        read, batch = ("tokens", "prompt_mask"), self.dataset.train_bs_n_seqs
+        trial = MFC("sft_eval", "model", Kind.INFERENCE, interface, read, (), batch)
+        return Graph(
+            (MFC("sft_train", "model", Kind.TRAIN, interface, read, (), batch),),
+            evaluation=(trial,) if self.dataset.holds_out else (),
+        )
 
     def roles(self) -> dict[str, RoleSpec]:
         return {"model": RoleSpec(self.model)}

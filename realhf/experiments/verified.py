@@ -26,6 +26,8 @@ def reward_problems(reward: RewardConfig) -> list[str]:
         (reward.processes >= 1, f"reward.processes must be positive, got {reward.processes}"),
         (reward.in_flight >= 1, f"reward.in_flight must be positive, got {reward.in_flight}"),
         (reward.retries >= 0, f"reward.retries must not be negative, got {reward.retries}"),
+        (not reward.fns or reward.fn in BUILT_IN,
+         f"reward.fn={reward.fn} and reward.fns={reward.fns}: give one of them, or all in reward.fns"),
         (len(set(names)) == len(names), f"reward.fns: the names {', '.join(names)} must differ"),
         (not reward.weights or len(reward.weights) == len(fns),
          f"reward.weights has {len(reward.weights)} numbers, but there are {len(fns)} rewards (reward.fns)"),

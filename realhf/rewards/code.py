@@ -5,6 +5,7 @@ Comparison is ours, outside of the program's process. A row holds ``input_output
 """
 
 import ast
+import inspect
 import json
 import math
 import re
@@ -12,7 +13,6 @@ import time
 import warnings
 from collections.abc import Mapping
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 from realhf.rewards import harness
@@ -29,7 +29,6 @@ PYTHON = ("", "python", "python3", "py")
 UNINDENTED = re.compile(r"\n(?=\S)")
 INTEGER = re.compile(r"[+-]?\d+")
 NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
-HARNESS = Path(harness.__file__).read_text()
 PASSED = b'"passed"'
 
 
@@ -41,6 +40,7 @@ class CodeJudge:
 
     def __init__(self, seconds: float, lax: bool = False) -> None:
         self.sandbox = Sandbox()
+        self._harness = inspect.getsource(harness)
         self._seconds = seconds * SHARE
         self._lax = lax
 
@@ -56,12 +56,13 @@ class CodeJudge:
 
     def judge(self, answer: str, row: Mapping[str, Any]) -> Outcome:
         """Return how the program in ``answer`` fared: ok when it passed all tests."""
-        source = completed(row["stub"], answer, row["entry_point"]) if "test" in row else extract_code(answer)
+        has_stub = "input_output" not in row
+        source = completed(row["stub"], answer, row["entry_point"]) if has_stub else extract_code(answer)
         if source is None:
             return Outcome(Reason.no_program, detail="the answer holds no Python program")
         deadline = time.monotonic() + self._seconds
         try:
-            if "test" in row:
+            if has_stub:
                 return self._check(source, row, deadline)
             tests = json.loads(row["input_output"])
             return (self._call if "fn_name" in tests else self._run)(source, tests, deadline)
@@ -81,7 +82,7 @@ class CodeJudge:
     def _call(self, source: str, tests: Mapping[str, Any], deadline: float) -> Outcome:
         """Call a function once for every input."""
         load = json.dumps({"do": "call", "source": source, "name": tests["fn_name"]}).encode() + b"\n"
-        with closing(self.sandbox.start(HARNESS, self._seconds)) as program:
+        with closing(self.sandbox.start(self._harness, self._seconds)) as program:
             for given, wanted in zip(tests["inputs"], tests["outputs"], strict=True):
                 arguments = [json.loads(line) for line in given.splitlines() if line.strip()]
                 line = json.dumps(encode((arguments, {}))).encode()
@@ -97,8 +98,8 @@ class CodeJudge:
         load = json.dumps({"do": "call", "source": source, "name": name}).encode() + b"\n"
         line = json.dumps({"do": "check", "source": row["stub"], "test": row["test"], "name": name}).encode()
         with (
-            closing(self.sandbox.start(HARNESS, self._seconds)) as program,
-            closing(self.sandbox.start(HARNESS, self._seconds)) as test,
+            closing(self.sandbox.start(self._harness, self._seconds)) as program,
+            closing(self.sandbox.start(self._harness, self._seconds)) as test,
         ):
             while (asked := ask_test(test, line, seconds_left(deadline))) != PASSED:
                 line = program.ask(load + asked, seconds_left(deadline))
@@ -146,7 +147,7 @@ def completed(stub: str, answer: str, name: str) -> str | None:
     """
     fences = fenced(answer)
     defining = [block for block in fences if re.search(rf"^def {name}\b", block, re.MULTILINE)]
-    blocks = (defining or fences)[-1:] or [answer, UNINDENTED.split(answer)[0]]
+    blocks = (defining or fences)[-1:] or [answer, UNINDENTED.split(answer, maxsplit=1)[0]]
     start = stub if stub.endswith("\n") else stub + "\n"
     return next((start + block for block in blocks if block.strip() and parses(start + block)), None)
 
@@ -200,7 +201,8 @@ def same_value(given: object, wanted: object) -> bool:
         case ((list() | tuple()), list()):
             return len(given) == len(wanted) and all(map(same_value, given, wanted))
         case dict(), dict():
-            named = {key if isinstance(key, str) else json.dumps(key): value for key, value in given.items()}
+            plain = (bool, int, float, type(None))
+            named = {json.dumps(key) if isinstance(key, plain) else key: value for key, value in given.items()}
             return named.keys() == wanted.keys() and all(same_value(named[key], wanted[key]) for key in wanted)
         case int() | float(), int() | float() if isinstance(given, float) or isinstance(wanted, float):
             return close(given, wanted)

@@ -25,6 +25,7 @@ def main() -> None:
     os.dup2(2, 1)
     order = json.loads(requests.readline())
     names = {**NAMES, "__name__": "program"}
+    names.pop(order["name"], None)  # the program's own, not ours
     exec(compile(order["source"], "program.py", "exec"), names)
     if order["do"] == "call":
         function = find(names, order["name"])

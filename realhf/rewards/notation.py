@@ -19,6 +19,14 @@ SIGNS = {
     0x00BD: "\\frac{1}{2}", 0x00BC: "\\frac{1}{4}", 0x00BE: "\\frac{3}{4}", 0x2153: "\\frac{1}{3}",
     0x2154: "\\frac{2}{3}",
 }  # fmt: skip
+
+
+def _repeating(whole: str, start: str, period: str) -> str:
+    """Return ``0.1\\overline{6}`` as ``\\frac{15}{90}``."""
+    before = int(whole + start or "0")
+    return rf"\frac{{{int(whole + start + period) - before}}}{{{(10 ** len(period) - 1) * 10 ** len(start)}}}"
+
+
 TEXT = re.compile(r"\\(text(?:bf|it|rm)?|math(?:rm|bf|it|sf)|mbox|operatorname)\s*\{([^{}]*)\}")
 REWRITES = [
     (re.compile(pattern), replacement)
@@ -39,6 +47,7 @@ REWRITES = [
         (r"\\ge(?:q|qslant)?(?![a-z])|>=", "\\\\ge "),
         (r"\\neq(?![a-z])|!=", "\\\\ne "),
         (r"\*\*", "^"),
+        (r"(?<!\d)(\d{0,9})\.(\d{0,9})\\overline\s*\{(\d{1,9})\}", lambda m: _repeating(*m.groups())),
         (r"\\[dtc]frac", "\\\\frac"),
         (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
         (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),

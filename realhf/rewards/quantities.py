@@ -26,6 +26,7 @@ WORD = re.compile(r"[^\W\d_]+")
 PROSE_MARKS = frozenset(" .,:;?'\"/()-")
 QUOTED = re.compile(r'"[^"]*"')
 RATE = re.compile(r"\b(?:k?m|mi|ft|k?g)/(?:s|h|hr|l|L)\b")
+STRAY = re.compile(r"-(?![A-Za-z])")
 POWER_OF_UNIT = re.compile(r"(?<=[A-Za-z\"])\s*\^\s*(?:\{\s*-?[123]\s*\}|-?[123])(?!\d)")
 UNITS = frozenset([
     "mm", "cm", "km", "mg", "kg", "ml", "dl", "oz", "lb", "lbs", "ft", "yd", "mi", "hr", "hrs", "min", "mins",
@@ -105,6 +106,8 @@ def _among_words(text: str) -> Quantity | None:
     if len(numbers) != 1 or (read := _read(numbers[0])) is None:
         return None
     before, after = text[: numbers[0].start()], text[numbers[0].end() :]
+    if STRAY.search(after) or (before + after).count("(") != (before + after).count(")"):
+        return None
     if before and (before[-1].isalnum() or before[-1] in "_^\\-.") or not _is_prose(before) or not _is_prose(after):
         return None
     attached = WORD.match(after)
@@ -141,22 +144,24 @@ def _singular(word: str) -> str:
 def same_quantity(given: Quantity, gold: Quantity) -> bool:
     """Say whether a number is the one that is wanted.
 
-    Whole numbers must be equal; others may differ by rounding to six decimals. Units count where both sides name them.
-    ``50%`` may be answered by ``50`` or ``0.5``, and ``50`` by ``50%``, but not by ``0.5``. ``170/2`` is no answer
-    where 85 is wanted, which is the exercise again.
+    Whole numbers and fractions must be equal; where one is decimal, six decimals count. Units count where both sides
+    name them. ``50%`` may be answered by ``50`` or ``0.5``, and ``50`` by ``50%``, but not by ``0.5``. ``170/2`` is no
+    answer where 85 is wanted, which is the exercise again.
     """
     if not (given.unit <= gold.unit or gold.unit <= given.unit):
         return False
-    if gold.form is Form.integer and given.form is Form.ratio:
+    is_exercise = gold.form is Form.integer and given.form is Form.ratio
+    is_exact = Form.decimal not in (given.form, gold.form) and given.is_percent == gold.is_percent
+
+    def same(value: Fraction, wanted: Fraction) -> bool:
+        if is_exact or (value.denominator == 1 and wanted.denominator == 1):
+            return value == wanted
+        return abs(value - wanted) <= TOLERANCE * min(Fraction(1), 100 * abs(wanted))
+
+    if gold.is_percent and not given.is_percent and same(given.value, gold.value / 100):
+        return True
+    if is_exercise:
         return False
-    if given.is_percent == gold.is_percent:
-        return _near(given.value, gold.value)
-    if gold.is_percent:
-        return _near(given.value, gold.value) or _near(given.value, gold.value / 100)
-    return _near(given.value / 100, gold.value) or (abs(gold.value) > 1 and _near(given.value, gold.value))
-
-
-def _near(a: Fraction, b: Fraction) -> bool:
-    if a == b or (a.denominator == 1 and b.denominator == 1):
-        return a == b
-    return abs(a - b) <= TOLERANCE * min(Fraction(1), 100 * abs(b))
+    if gold.is_percent or not given.is_percent:
+        return same(given.value, gold.value)
+    return same(given.value / 100, gold.value) or (abs(gold.value) > 1 and same(given.value, gold.value))

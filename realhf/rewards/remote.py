@@ -24,6 +24,7 @@ BATCH = 16
 LONGEST_REPLY = 16 * 2**20  # bytes
 FIRST_PAUSE = 0.2
 """Seconds before the second try; the next pauses are twice as long each."""
+LATE = "no result within the deadline (reward.timeout for each answer)"
 TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
 
 
@@ -88,7 +89,7 @@ class RemoteJudge:
                 if not tries_left or time.monotonic() + pause >= deadline:
                     raise
             if time.monotonic() + pause >= deadline:
-                raise TimeoutError("no result within the deadline (reward.timeout for each answer)")
+                raise TimeoutError(LATE)
             time.sleep(pause)
             pause *= 2
         raise AssertionError("the last try returns or raises")
@@ -112,7 +113,7 @@ def connected(url: str, deadline: float) -> Iterator[http.client.HTTPConnection]
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     left = deadline - time.monotonic()
     if left <= 0:
-        raise TimeoutError("no result within the deadline (reward.timeout for each answer)")
+        raise TimeoutError(LATE)
     connection = kind(parts.hostname or "", parts.port, timeout=left)
     late = threading.Event()
 
@@ -128,9 +129,11 @@ def connected(url: str, deadline: float) -> Iterator[http.client.HTTPConnection]
         timer.daemon = True
         timer.start()
         yield connection
+        if late.is_set():  # what came was cut short
+            raise TimeoutError
     except (OSError, http.client.HTTPException) as error:
         if late.is_set() or isinstance(error, TimeoutError):
-            raise TimeoutError("no result within the deadline (reward.timeout for each answer)") from None
+            raise TimeoutError(LATE) from None
         raise
     finally:
         timer.cancel()
@@ -183,9 +186,7 @@ def check_url(url: str) -> list[str]:
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
         return [f"reward.fn={url!r} is no address like http://host:port/path"]
     if parts.username or parts.password:
-        return [
-            f"reward.fn names a user or a password for {parts.hostname}; name a token's variable in reward.token_env"
-        ]
+        return [f"reward.fn has a password in the address of {parts.hostname}; use reward.token_env"]
     if not url.isascii() or any(char.isspace() for char in url):
         return [f"reward.fn={url!r}: an address has no spaces and no letters beyond ASCII"]
     return []

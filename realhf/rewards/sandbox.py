@@ -104,6 +104,8 @@ class Sandbox:
             reply = json.loads(self._requests.recv(CHUNK) or b'{"fatal": "its server ended while it started"}')
         except TimeoutError:
             reply = {"fatal": f"its server was not ready after {STARTUP:g} s"}
+        if "ready" in reply and (first := self.run("")).reason is not Reason.ok:
+            reply = {"fatal": first.detail}
         if "fatal" in reply:
             self.close()
             raise UserError(f"the sandbox cannot be used here: {reply['fatal']}")
@@ -181,7 +183,8 @@ class Program:
     def __init__(self, control: socket.socket, to: int, out: int, err: int, limit: int) -> None:
         self._control, self._out, self._err, self._limit = control, out, err, limit
         self._to: int | None = to
-        self._unsent, self._received, self._errors, self._n_errors = b"", b"", b"", 0
+        self._unsent = memoryview(b"")
+        self._received, self._errors, self._n_errors = b"", b"", 0
         self._last_input = False
         self._status: int | None = None
         self._poll = select.poll()
@@ -220,7 +223,7 @@ class Program:
         os.close(self._err)
 
     def _send(self, data: bytes) -> None:
-        self._unsent += data
+        self._unsent = memoryview(bytes(self._unsent) + data)
         if self._to is not None:
             self._poll.register(self._to, select.POLLOUT)
 
@@ -271,7 +274,7 @@ class Program:
         except BlockingIOError:
             return
         except BrokenPipeError:
-            self._unsent = b""  # it does not want any
+            self._unsent = memoryview(b"")  # it does not want any
         if not self._unsent:
             self._poll.unregister(fd)
             if self._last_input:

@@ -46,15 +46,15 @@ def verifier_of(fn: str) -> str | None:
 
 
 def names_of(fns: Sequence[str]) -> list[str]:
-    """Return a short name for every reward: ``math``, ``format``, a user's function, or where a service is."""
-    names = []
-    for fn in fns:
-        if is_remote(fn):
-            parts = urlsplit(fn)
-            names.append(f"{parts.netloc}{parts.path}" + (f"?{parts.query}" if parts.query else ""))
-        else:
-            names.append("format" if fn.startswith(FORMAT) else fn.rpartition(":")[2])
-    return names
+    """Return a short name for every reward: ``math``, ``format``, a user's function, or ``math@host:port``."""
+    return [_remote_name(fn) if is_remote(fn) else "format" if fn.startswith(FORMAT) else fn.rpartition(":")[2]
+            for fn in fns]  # fmt: skip
+
+
+def _remote_name(url: str) -> str:
+    parts = urlsplit(url)
+    asked = parse_qs(parts.query).get("fn")
+    return f"{asked[0]}@{parts.netloc}" if asked else f"{parts.netloc}{parts.path}"
 
 
 def judge_once(judges: Sequence[Judge], items: Sequence[Item]) -> list[list[Verdict]]:

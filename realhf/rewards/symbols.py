@@ -16,7 +16,7 @@ ENDLESS = re.compile(
     r"|\d{3}\s*\)*\s*!|!\s*\)*\s*!"  # huge factorials
     r"|\d{40}"
 )
-UNFINISHED = re.compile(r"\\(?:sum|prod|i*int|oint|lim)(?![a-z])")
+UNFINISHED = re.compile(r"\\(?:sum|prod|i*int|oint|lim|[cl]?dots)(?![a-z])")
 WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}")
 TAIL_UNIT = re.compile(r'\s*"[^"]*"(?:\s*\^\s*\{?\s*\d\s*\}?)?$')
 CONSTANT = re.compile(r"(?<![A-Za-z\\])[CcKk](?![A-Za-z])")

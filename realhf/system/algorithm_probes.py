@@ -171,7 +171,7 @@ def judged_rows(rows: int, length: int, tokenizer: PreTrainedTokenizerFast) -> t
     for i, row in enumerate(ids):
         answer, solution = ANSWERS[i % len(ANSWERS)]
         thoughts = "Let us think about this step by step. " * (length // 38)
-        tokens = torch.tensor(tokenizer.encode(f"How many are there?\n{thoughts}{answer}"))
+        tokens = torch.tensor(tokenizer.encode(f"How many of {i:<7}?\n{thoughts}{answer}"))
         mask = (torch.arange(len(tokens)) < 20).byte()
         fields = torch.tensor(list(json.dumps({"solutions": [solution]}).encode()), dtype=torch.uint8)
         values = {"tokens": tokens, "prompt_mask": mask, "row": fields, "truncated": torch.zeros(1, dtype=torch.uint8)}

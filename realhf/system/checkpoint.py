@@ -1,7 +1,5 @@
 """A worker's part of a checkpoint: its tensors go to disk while it computes, and come back from there."""
 
-import hashlib
-import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,8 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-Digests = dict[str, tuple[str, int]]
-"""File name -> SHA-256 and size."""
+from realhf.base.disk import Digests, flushed
 
 
 def file_name(role: str, rank: int) -> str:
@@ -51,21 +48,6 @@ class Writer:
                 self._digests[name] = flushed(folder / name)
         except Exception as error:
             self._error = OSError(f"the checkpoint in {folder} cannot be written: {error}")
-
-
-def flushed(path: Path) -> tuple[str, int]:
-    """See to it that a file survives a power cut, and return its SHA-256 and size."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return sha256(path), path.stat().st_size
-
-
-def sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 @dataclass(frozen=True)

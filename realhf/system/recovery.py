@@ -15,9 +15,9 @@ from realhf.api.codec import from_plain, to_plain
 from realhf.api.config import ExperimentConfig
 from realhf.api.layout import Layout
 from realhf.api.messages import State
+from realhf.base.disk import Digests, flushed, sha256
 from realhf.base.errors import UserError
 from realhf.base.paths import RunDir
-from realhf.system.checkpoint import Digests, flushed, sha256
 
 MANIFEST, POINTER, ASIDE = "manifest.json", "latest", ".unfinished"
 
@@ -55,31 +55,35 @@ def commit(folder: Path, manifest: Manifest, keep_last: int) -> Path:
     _write(folder / f"{POINTER}{ASIDE}", target.name)
     (folder / f"{POINTER}{ASIDE}").rename(folder / POINTER)
     _flush_folder(folder)
-    steps = sorted(int(path.name.removeprefix("step_")) for path in folder.glob("step_*") if path.suffix != ASIDE)
-    for step in steps[:-keep_last] if keep_last else []:
-        shutil.rmtree(folder / f"step_{step}")
+    for old in _by_step(folder)[:-keep_last] if keep_last else []:
+        shutil.rmtree(old)
     return target
 
 
-def newest(folder: Path) -> tuple[Path, Manifest] | None:
-    """Return the last good checkpoint; ``UserError`` where the one that is pointed at is damaged.
+def newest(folder: Path, say: Callable[[str], None] = print) -> tuple[Path, Manifest] | None:
+    """Return the last good checkpoint, None where there never was one.
 
-    What was written aside and never finished is removed.
+    What was written aside and never finished is removed. ``say`` hears of damaged checkpoints that are passed over;
+    ``UserError`` where none is good.
     """
     for path in folder.glob(f"*{ASIDE}"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    if not (folder / POINTER).is_file():
-        return None
-    place = folder / (folder / POINTER).read_text().strip()
-    try:
-        manifest = read_manifest(place)
-    except Exception as error:  # of many kinds: files, JSON, types
-        raise UserError(f"{place}: the manifest cannot be read: {error}") from error
-    if problems := damages(place, manifest):
-        others = sorted(path.name for path in folder.glob("step_*") if path != place)
-        hint = f"; to go on from an earlier one, write its name into {folder / POINTER} ({', '.join(others)})"
-        raise UserError([*problems, f"the checkpoint {place} is damaged{hint if others else ''}"])
-    return place, manifest
+    last = folder / (folder / POINTER).read_text().strip() if (folder / POINTER).is_file() else None
+    problems: list[str] = []
+    for place in dict.fromkeys([*([last] if last else []), *reversed(_by_step(folder))]):
+        if not (damaged := damages(place)):
+            for problem in problems:
+                say(f"damaged {problem}")
+            return place, read_manifest(place)
+        problems += damaged
+    if problems:
+        raise UserError([*problems, f"no checkpoint in {folder} is whole; start a new run with overwrite=True"])
+    return None
+
+
+def _by_step(folder: Path) -> list[Path]:
+    found = (path for path in folder.glob("step_*") if path.suffix != ASIDE)
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def read_manifest(place: Path) -> Manifest:
@@ -117,8 +121,12 @@ def rewind(paths: RunDir, step: int) -> None:
             path.unlink()
 
 
-def damages(place: Path, manifest: Manifest) -> list[str]:
-    """Return what is wrong with a checkpoint's files, one line each."""
+def damages(place: Path) -> list[str]:
+    """Return what is wrong with a checkpoint, one line each."""
+    try:
+        manifest = read_manifest(place)
+    except Exception as error:  # of many kinds: files, JSON, types
+        return [f"{place}: the manifest cannot be read: {type(error).__name__}: {error}"]
     problems = []
     for name, (digest, size) in sorted(manifest.files.items()):
         path = place / name

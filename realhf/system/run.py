@@ -10,11 +10,11 @@ from realhf.api.graph import Graph
 from realhf.api.model import ModelConfig
 from realhf.api.plan import ExecutionPlan
 from realhf.api.program import Program
+from realhf.base.disk import sha256
 from realhf.base.paths import RunDir
 from realhf.models.hf_config import read_hf_config
 from realhf.plan.program import compile_program
 from realhf.plan.schedule import RunLength, run_length
-from realhf.system.checkpoint import sha256
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,7 @@ class Telemetry:
         shown = [row for at, row in sorted(rows.items()) if at[1] >= 0]
         for row in shown:
             row.setdefault("fields", rows.get((row["prompt_id"], -1), {}).get("fields"))
+        shown = [{key: row[key] for key in sorted(row, key=_place)} for row in shown]
         with path.open("w") as file:
             file.writelines(json.dumps(r, ensure_ascii=False) + "\n" for r in (shown if limit < 0 else shown[:limit]))
 
@@ -187,6 +188,12 @@ def _headlines(metrics: Metrics) -> Metrics:
         "loss": ("sft_train/loss", "rw_train/loss", "actor_train/actor_loss", "actor_train/loss"),
     }
     return {name: metrics[s] for name, options in sources.items() for s in options if s in metrics}
+
+
+def _place(key: str) -> tuple[int, str]:
+    """Where a key of a written row stands, whichever worker told it first."""
+    first = ("prompt_id", "sample", "prompt", "answer", "answer_tokens")
+    return (first.index(key), key) if key in first else (len(first) + (key == "fields"), key)
 
 
 def generated(mfc: MFC, config: ModelConfig, call: Call, replies: Sequence[Done]) -> tuple[int, int]:

@@ -9,8 +9,8 @@ import torch
 from realhf.algorithms.dpo import DPO, DPOEvaluation
 from realhf.algorithms.stats import add_stats
 from realhf.api.batch import RowId
-from realhf.api.config import DPOConfig, PreferenceLoss
 from realhf.api.engine import InterfaceContext
+from realhf.api.preferences import DPOConfig, PreferenceLoss
 
 CONTEXT = InterfaceContext(seed=1, tokenizer=None, run_root=Path("."))
 

@@ -17,7 +17,7 @@ from realhf.algorithms.preference_loss import (
     pair_losses,
     sequence_sums,
 )
-from realhf.api.config import DPOConfig, PreferenceLoss
+from realhf.api.preferences import DPOConfig, PreferenceLoss
 
 PAIRED = [loss for loss in PreferenceLoss if loss is not PreferenceLoss.kto]
 POLICY = torch.tensor([[-10.0, -12.0], [-20.0, -15.0]], dtype=torch.float64)

@@ -1,19 +1,13 @@
-"""Losses of reward models against sums written out, and steps of answers."""
+"""Losses of reward models against sums written out."""
 
 import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from realhf.algorithms.pairs import Pairs, ranked_pairs
-from realhf.algorithms.reward_loss import aggregate_steps, comparison_loss, label_loss, step_ends
+from realhf.algorithms.reward_loss import comparison_loss, label_loss
 from realhf.api.batch import RowId
-from realhf.api.config import Aggregate
-
-BREAK, EOS = 8, 9
-SEPARATORS = torch.tensor([BREAK, EOS])
 
 
 def test_pairs_by_hand():
@@ -66,39 +60,3 @@ def test_nothing_labelled_costs_nothing():
     loss.total.backward()
     assert loss.total.item() == 0.0 and all(float(count) == 0 for _, count in loss.stats.values())
     assert comparison_loss(torch.zeros(0), Pairs([], [], [])).total.item() == 0.0
-
-
-@pytest.mark.parametrize(
-    ("answer", "ends"),
-    [
-        ([1, 2, BREAK, 3, EOS], [2, 4]),
-        ([1, BREAK, BREAK, 2, BREAK, EOS], [2, 5]),  # blank lines go with the step before them
-        ([BREAK, 1, BREAK, 2], [2, 3]),  # and at the start with the first step; a cut answer ends where it is cut
-        ([1, BREAK], [1]),
-        ([EOS], [0]),
-        ([BREAK, BREAK], [1]),
-    ],
-)
-def test_where_steps_end(answer, ends):
-    prompt = [1, BREAK, 2]
-    tokens, mask = torch.tensor(prompt + answer), torch.tensor([1] * 3 + [0] * len(answer))
-    assert (step_ends(tokens, mask, SEPARATORS).nonzero().flatten() - 3).tolist() == ends
-
-
-@given(st.lists(st.sampled_from([1, 2, BREAK]), min_size=1, max_size=12))
-def test_every_step_has_something_in_it(answer):
-    tokens = torch.tensor([5, *answer])
-    ends = step_ends(tokens, torch.tensor([1] + [0] * len(answer)), SEPARATORS).nonzero().flatten().tolist()
-    starts = [1, *(end + 1 for end in ends[:-1])]
-    assert ends[-1] == len(answer)
-    steps = [tokens[a : b + 1].tolist() for a, b in zip(starts, ends, strict=True)]
-    assert all(set(step) != {BREAK} for step in steps) or set(answer) == {BREAK}
-    assert len(steps) == max(1, len([line for line in "".join("\n" if t == BREAK else "x" for t in answer).split("\n")
-                                     if line]))  # fmt: skip
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=6))
-def test_aggregates_agree_with_python(scores):
-    x = torch.tensor(scores, dtype=torch.float64)
-    want = {"min": min(scores), "prod": math.prod(scores), "last": scores[-1], "mean": sum(scores) / len(scores)}
-    assert {how.name: aggregate_steps(x, how).item() for how in Aggregate} == pytest.approx(want)

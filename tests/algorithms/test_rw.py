@@ -8,8 +8,9 @@ import torch
 
 from realhf.algorithms.rw import LabelledReward, LabelledRewardConfig, PairedReward, RewardModel
 from realhf.api.batch import RowId
-from realhf.api.config import Aggregate, PPOConfig, RewardModelType, RWConfig, ScoreConfig
+from realhf.api.config import PPOConfig
 from realhf.api.engine import InterfaceContext
+from realhf.api.preferences import Aggregate, RewardModelType, RWConfig, ScoreConfig
 from realhf.data.batch import Column, SequenceBatch
 
 CONTEXT = InterfaceContext(seed=1, tokenizer=None, run_root=Path("."))
@@ -17,15 +18,13 @@ LAST = {(5, 0): 1, (5, 1): 2, (5, 2): 3, (5, 3): 4, (9, 0): 6, (9, 1): 6}  # the
 
 
 class Letters:
-    """A tokenizer of seven tokens, of which the last but one is a line break and the last is EOS."""
+    """A tokenizer of seven tokens, of which the last but one is a line break."""
 
-    eos_token_id = 6
-
-    def __len__(self):
-        return 7
+    def decode(self, ids):
+        return "".join("abcde\n."[i] for i in ids)
 
     def batch_decode(self, rows):
-        return ["abcde\n."[i] for (i,) in rows]
+        return [self.decode(row) for row in rows]
 
 
 def pairs_batch():
@@ -34,9 +33,9 @@ def pairs_batch():
 
 
 def steps_batch():
-    """Two answers of two and of one step, behind prompts of one token; hard and soft labels."""
+    """Two answers of two steps and of one, behind prompts of one token; hard and soft labels."""
     tokens = [torch.tensor([0, 1, 5, 2, 6]), torch.tensor([0, 3, 6])]
-    labels = [torch.tensor([-1.0, -1.0, 1.0, -1.0, 0.0]), torch.tensor([-1.0, -1.0, 0.25])]
+    labels = [torch.tensor([-1.0, 1.0, -1.0, -1.0, 0.0]), torch.tensor([-1.0, -1.0, 0.25])]
     masks = [torch.tensor([1] + [0] * (len(t) - 1), dtype=torch.uint8) for t in tokens]
     columns = {"tokens": Column.of(tokens), "step_labels": Column.of(labels), "prompt_mask": Column.of(masks)}
     return SequenceBatch((RowId(3, 0), RowId(4, 0)), columns)
@@ -85,7 +84,7 @@ def test_a_step_on_labelled_steps(ranks, table_engine, parts):
     batch, interface = steps_batch(), RewardModel(RWConfig(type=RewardModelType.process), CONTEXT)
     scores = table_engine().scores
     probability = torch.sigmoid(scores)
-    terms = [-probability[5].log(), -(1 - probability[6]).log(),
+    terms = [-probability[1].log(), -(1 - probability[6]).log(),
              -0.25 * probability[6].log() - 0.75 * (1 - probability[6]).log()]  # fmt: skip
     want = scores - torch.autograd.grad(sum(terms) / 3, scores)[0]
     engines, results = ranks(
@@ -105,7 +104,7 @@ def test_an_evaluation_has_the_statistics_of_training_and_makes_no_step(table_en
         made, stats = interface.inference(engine, batch, {"x": 1})
         assert made.ids == batch.ids and not made.columns and torch.equal(engine.scores, before)
         assert merged([interface.train_step(engine, batch, {})[0]], "loss") == pytest.approx(list(stats["loss"]))
-        judged = [5, 6, 6] if kind is RewardModelType.process else list(LAST.values())
+        judged = [1, 6, 6] if kind is RewardModelType.process else list(LAST.values())
         assert stats["score"] == pytest.approx((before[judged].sum().item(), len(judged)))
         assert stats["score_sq"] == pytest.approx((before[judged].square().sum().item(), len(judged)))
         empty = interface.inference(engine, batch.select([]), {})[1]
@@ -144,11 +143,16 @@ def test_labelled_models_serve_probabilities(table_engine):
     outcome, _ = labelled(RewardModelType.outcome).inference(engine, batch, {})
     assert outcome["rewards"].tolist() == pytest.approx([p[6], p[6]])
     process, stats = labelled(RewardModelType.process, reward_output_scaling=2.0).inference(engine, batch, {})
-    assert process["rewards"].tolist() == pytest.approx([2 * p[5] * p[6], 2 * p[6]])
-    assert process["dense_rewards"].tolist() == pytest.approx([0, 0, p[5], 0, p[6], 0, 0, p[6]])
-    assert stats["reward"] == pytest.approx((2 * p[5] * p[6] + 2 * p[6], 2))
+    assert process["rewards"].tolist() == pytest.approx([2 * p[1] * p[6], 2 * p[6]])
+    assert process["dense_rewards"].tolist() == pytest.approx([0, p[1], 0, 0, p[6], 0, 0, p[6]])
+    assert stats["reward"] == pytest.approx((2 * p[1] * p[6] + 2 * p[6], 2))
     none, _ = labelled(RewardModelType.process).inference(engine, batch.select([]), {})
     assert len(none) == 0 and none["dense_rewards"].numel() == none["rewards"].numel() == 0
+
+
+def test_a_model_of_pairs_gives_no_probabilities():
+    with pytest.raises(ValueError, match="a model of pairs gives scores, not probabilities"):
+        labelled(RewardModelType.pairs)
 
 
 def test_steps_go_with_the_answers_that_are_kept(table_engine):

@@ -43,3 +43,7 @@ def test_step_over_two_ranks(ranks, table_engine, make_rollouts, seq_mean):
     assert total("nll", 0) == pytest.approx(sum(sum(row).item() for row in rows)) and total("nll", 1) == n_tokens
     assert (total("n_tokens", 0), total("n_tokens", 1)) == (n_tokens, 8)
     assert all(state == {} for _, state in results)
+    engine = table_engine()
+    made, trial = interface.inference(engine, batch, {})
+    assert made.ids == batch.ids and not made.columns and torch.equal(engine.logits, logits)
+    assert {name: pytest.approx((total(name, 0), total(name, 1)), rel=1e-6) for name in ("loss", "nll")} == trial

@@ -95,6 +95,42 @@ def test_all_wrong_stops_the_run_on_request():
     assert run(strict, answers("#### 1", "#### 72"))[1]["accuracy"] == (1.0, 2.0)
 
 
+def test_a_format_counts_beside_the_answer():
+    reward = RewardConfig(format_reward=r"<think>.*</think> ####.*", right_unformatted_reward=0.5)
+    batch = answers("<think>a</think> #### 72", "#### 72", "<think>a\n</think> #### 7", "no")
+    out, stats = run(VerifierConfig(reward=reward), batch)
+    assert out["rewards"].tolist() == pytest.approx([1.0, 0.5, -0.8, -1.0])
+    assert (stats["accuracy"], stats["well_formed"]) == ((2.0, 4.0), (2.0, 4.0))
+
+
+def test_several_rewards_are_weighted_and_told_apart(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def length(prompt, answer, row):\n    return len(answer)\n")
+    reward = RewardConfig(fns=["math", f"{file}:length", "format:.*2"], weights=[2.0, -0.1, 1.0])
+    out, stats = run(VerifierConfig(reward=reward), answers("#### 72", "#### 7"))
+    assert out["rewards"].tolist() == pytest.approx([2 - 0.7 + 1, -2 - 0.6])
+    scores = {name: stats[f"score_{name}"] for name in ("math", "length", "format")}
+    assert scores == {"math": (0.0, 2.0), "length": (13.0, 2.0), "format": (1.0, 2.0)}
+    assert stats["accuracy"] == (1.0, 2.0) and stats["verifier_error"] == (0.0, 6.0)
+
+
+def test_equal_answers_are_judged_once(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("calls = 0\ndef count(prompt, answer, row):\n    global calls\n    calls += 1\n    return calls\n")
+    out, _ = run(VerifierConfig(reward=RewardConfig(fn=f"{file}:count")), answers("a", "b", "a", "a"))
+    assert out["rewards"].tolist() == [1.0, 2.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("is_well_formed", "scores"), [(True, (1.0, -0.8, -1.0, 0.0)), (False, (1.0, -1.0, -1.0, 0.0))]
+)
+def test_a_wrong_answer_in_good_form_costs_less(is_well_formed, scores):
+    right, wrong, failed = Verdict(1.0, Status.ok), Verdict(0.0, Status.ok), Verdict(0.0, Status.error)
+    asked = [("math", right), ("code", wrong), ("math", failed), ("f.py:g", wrong)]
+    config = RewardConfig(format_reward="x")
+    assert tuple(shaped_score(v, fn, config, is_well_formed) for fn, v in asked) == scores
+
+
 @pytest.mark.parametrize(
     ("fn", "verdict", "score"),
     [

@@ -291,9 +291,9 @@ def test_what_nobody_reads_is_a_note_and_no_error(plan: Command) -> None:
     assert more.code == 1 and more.err == "error: MFC judge: placements() has no options for it\n"
 
 
-@pytest.mark.parametrize("experiment", ["sft", "rw", "gen", "ppo-math"])
+@pytest.mark.parametrize("experiment", ["sft", "rw", "dpo", "gen", "ppo-math"])
 def test_every_experiment_has_a_plan_and_no_note(experiment: str, plan: Command) -> None:
     write_model(plan.folder / "tiny", hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-    role = "actor" if experiment == "ppo-math" else "model"
+    role = "actor" if experiment in ("dpo", "ppo-math") else "model"
     answer = plan(experiment, f"{role}.path=tiny", "device=cpu", "n_gpus_per_node=2", "dataset.train_bs_n_seqs=4")
     assert answer.code == 0 and "note:" not in answer.out

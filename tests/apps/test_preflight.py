@@ -340,10 +340,10 @@ def test_held_out_rows_are_told_and_placed(task: Any, actor_folder: Path, paths:
     assert one(made, paths) == "dataset.path=none.jsonl: there is no such file"
 
 
-def test_held_out_rows_that_nobody_reads(sft: Any, paths: RunDir) -> None:
-    sft.dataset.eval_share = 0.25
-    assert one(sft, paths) == "dataset.eval_share=0.25: this experiment has no use for held-out rows"
-    sft.dataset.eval_share, sft.exp_ctrl.eval_freq_steps = 0.0, 3
+def test_held_out_rows_that_nobody_reads(sft: Any, ppo: PPOMathExperiment, paths: RunDir) -> None:
+    ppo.dataset.eval_share = 0.25
+    assert one(ppo, paths) == "dataset.eval_share=0.25: this experiment has no use for held-out rows"
+    sft.exp_ctrl.eval_freq_steps = 3
     assert one(sft, paths) == "exp_ctrl.eval_freq_steps=3: there are no held-out rows"
     sft.exp_ctrl.eval_freq_steps = 0
     assert "exp_ctrl.eval_freq_steps must be positive, got 0" in problems(sft, paths)

@@ -13,8 +13,10 @@ from realhf.api.config import DatasetConfig, OnBadRow
 from realhf.api.experiment import Task
 from realhf.base.errors import UserError
 from realhf.data.batch import SequenceBatch
+from realhf.data.encode import encode_chunk
+from realhf.data.rows import Row
 from realhf.data.source import RowSource, row_fields
-from realhf.data.tokenizer import encode_answer, encode_prompt, load_tokenizer
+from realhf.data.tokenizer import encode_answer, encode_pieces, encode_prompt, load_tokenizer
 
 WORDS = ["<pad>", "<eos>", "<bos>", *map(chr, range(32, 127)), "\n"]
 TEMPLATE = (
@@ -186,23 +188,36 @@ def test_an_answer_has_a_label(tmp_path: Path, tokenizer: PreTrainedTokenizerBas
 
 
 def test_labels_stand_on_the_last_token_of_every_step(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    rows = [{"prompt": "p", "steps": ["ab", "c"], "labels": [1, 0.5]}]
+    rows = [{"prompt": "p", "steps": ["ab", "c", " d"], "labels": [1, 0.5, 0]}]
     batch = source(tmp_path, rows, Task.process, tokenizer).batch(0, 1)
-    assert batch["tokens"].tolist() == [2, *ids("pab\nc"), 1]
-    assert batch["step_labels"].tolist() == [-1, -1, -1, -1, 1.0, -1, 0.5]
-    assert batch["prompt_mask"].tolist() == [1, 1, 0, 0, 0, 0, 0]
+    assert batch["tokens"].tolist() == [2, *ids("pab\nc d"), 1]
+    assert batch["step_labels"].tolist() == [-1, -1, -1, 1.0, -1, 0.5, -1, -1, 0.0]
+    assert batch["prompt_mask"].tolist() == [1, 1, 0, 0, 0, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize(("room", "kept"), [(9, [1, 0]), (8, [1]), (5, [1])])
+@pytest.mark.parametrize(("room", "kept"), [(9, [1, 0]), (8, [1]), (4, [1])])
 def test_a_step_that_is_cut_is_left_out_with_its_label(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, room: int, kept: list[int]
 ) -> None:
     rows = [{"prompt": "p", "steps": ["ab", "cde"], "labels": [1, 0]}]
     batch = source(tmp_path, rows, Task.process, tokenizer, max_seqlen=room).batch(0, 1)
     assert [x for x in batch["step_labels"].tolist() if x >= 0] == kept
-    assert batch["tokens"].numel() == (9 if len(kept) == 2 else 5)
-    with pytest.raises(UserError, match="the first step ends beyond dataset.max_seqlen=4"):
-        source(tmp_path, rows, Task.process, tokenizer, max_seqlen=4)
+    assert batch["tokens"].numel() == (9 if len(kept) == 2 else 4)
+    with pytest.raises(UserError, match="the first step ends beyond dataset.max_seqlen=3"):
+        source(tmp_path, rows, Task.process, tokenizer, max_seqlen=3)
+
+
+def test_a_token_is_part_of_the_step_in_which_it_begins() -> None:
+    """Tokens of three characters, one of which takes a step's last character with the next step's first two."""
+    vocabulary = {"<eos>": 0, "abc": 1, "d e": 2, "fgh": 3, "?": 4}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]{3}"), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
+    assert encode_pieces(tokenizer, [["abcd", " e", "fgh"], ["abc"]]) == [[[1, 2], [], [3, 0]], [[1, 0]]]
+    assert encode_pieces(tokenizer, []) == []
+    rows = [Row(1, {"prompt": "abc", "steps": ["abcd", " e", "fgh"], "labels": [1.0, 0.5, 0.25]})]
+    (row,) = encode_chunk(rows, Task.process, tokenizer)
+    assert [ids.tolist() for ids in row.answers] == [[1, 2], [3, 0]] and row.labels.tolist() == [1.0, 0.25]
 
 
 def letters(n: int) -> list[dict]:
@@ -249,3 +264,12 @@ def test_label_noise_is_drawn_once_for_all(tmp_path: Path, tokenizer: PreTrained
 
     assert flipped(1) == flipped(2) != flipped(1, split_seed=5)
     assert 0.2 < sum(flipped(1)) / 500 < 0.3
+
+
+def test_answers_to_be_scored_carry_their_row(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [{"prompt": "ab", "answer": "c", "gold": 2}, {"prompt": "d", "answer": "ef", "truncated": True}]
+    batch = source(tmp_path, rows, Task.answer, tokenizer).batch(0, 2)
+    assert batch.ids == (RowId(0, 0), RowId(1, 0))
+    assert batch["tokens"].tolist() == [2, *ids("abc"), 1, 2, *ids("def")]  # one that was broken off has no EOS
+    assert batch["prompt_mask"].tolist() == [1, 1, 1, 0, 0, 1, 1, 0, 0]
+    assert [row_fields(data) for data in batch.columns["row"].rows()] == rows

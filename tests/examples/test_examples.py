@@ -59,7 +59,8 @@ def test_the_tokenizer_gives_every_text_back_and_fits_the_model(arithmetic: Path
 
 def test_the_files_are_what_the_tasks_read(arithmetic: Path) -> None:
     tokenizer = load_tokenizer(arithmetic / "tokenizer")
-    for name, task in [("sft", Task.sft), ("train", Task.math), ("valid", Task.math)]:
+    tasks = {"sft": Task.sft, "train": Task.math, "valid": Task.math, "preferences": Task.pairs, "steps": Task.process}
+    for name, task in {**tasks, "outcomes": Task.outcome}.items():
         assert len(RowSource(DatasetConfig(path=str(arithmetic / f"{name}.jsonl")), task, tokenizer, 1)) >= 30
 
 
@@ -89,7 +90,7 @@ def test_a_tokenizer_is_trained_on_any_jsonl(tmp_path: Path) -> None:
 
 
 def test_the_reward_of_ones_own_prefers_short_right_answers() -> None:
-    reward = load_reward(f"{EXAMPLES / 'custom_reward.py'}:reward")
+    reward = load_reward(f"{EXAMPLES / 'custom_reward.py'}:reward", seconds=1.0)
     row = {"solutions": ["#### 85"]}
     scores = [reward("", answer, row) for answer in ("#### 85", "20+65=85\n#### 85", "#### 86", "")]
     assert scores == sorted(scores, reverse=True)
@@ -101,3 +102,52 @@ def test_the_gsm8k_script_says_when_the_data_is_missing() -> None:
         ["sh", str(EXAMPLES / "gsm8k.sh")], env={"GSM8K": "none.jsonl", "PATH": "/usr/bin:/bin"}, capture_output=True
     )
     assert done.returncode == 1 and b"no file none.jsonl" in done.stderr
+
+
+def is_right(prompt: str, answer: str) -> list[bool]:
+    """Whether each digit sum of a worked sum is what it should be, and whether the result is."""
+    numbers = prompt.removesuffix("=\n").split("+")
+    *lines, result = answer.splitlines()
+    carry, found = 0, []
+    for x, y, line in zip(*(number[::-1] for number in numbers), lines, strict=True):
+        total = int(x) + int(y) + carry
+        found.append(line == f"{x}+{y}+{carry}={total}")
+        carry = total // 10
+    return [*found, result == f"#### {sum(map(int, numbers))}"]
+
+
+def test_judged_sums_are_judged_rightly(arithmetic: Path) -> None:
+    prompts = [row["prompt"] for row in rows(arithmetic / "train.jsonl")]
+    pairs, outcomes, steps = (rows(arithmetic / f"{name}.jsonl") for name in ("preferences", "outcomes", "steps"))
+    assert all([row["prompt"] for row in judged] == prompts for judged in (pairs, outcomes, steps))
+    for pair, outcome, row in zip(pairs, outcomes, steps, strict=True):
+        assert all(is_right(pair["prompt"], pair["chosen"])) and not all(is_right(pair["prompt"], pair["rejected"]))
+        assert outcome["answer"] == pair["chosen" if outcome["label"] else "rejected"] == "\n".join(row["steps"])
+        first_mistake = ([*is_right(row["prompt"], outcome["answer"])[:-1], False]).index(False)
+        assert row["labels"] == [float(i < first_mistake) for i in range(3)] and len(row["steps"]) == 3
+    assert 5 < sum(row["label"] for row in outcomes) < 35
+
+
+def test_sampled_answers_become_pairs(tmp_path: Path) -> None:
+    """One question in two steps, another with right answers alone, a third in messages."""
+    chat = [{"role": "user", "content": "?"}]
+    answers = {
+        "step_2": [("q", "good", 1.0, None), ("all", "x", 1.0, None), ("q", "bad", -1.0, None)],
+        "step_10": [
+            ("q", "worse", -1.0, None),
+            ("u:?", "yes", 0.5, {"prompt": chat}),
+            ("u:?", "no", 0.0, {"prompt": chat}),
+        ],
+    }
+    (tmp_path / "generations").mkdir()
+    for name, some in answers.items():
+        lines = [json.dumps(dict(zip(("prompt", "answer", "rewards", "fields"), row, strict=True))) for row in some]
+        (tmp_path / "generations" / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    done = run("build_pairs.py", tmp_path / "generations", tmp_path / "pairs.jsonl")
+    assert done.returncode == 0 and done.stdout.endswith("pairs.jsonl: 3 pairs for 2 of 3 questions\n"), done.stderr
+    assert rows(tmp_path / "pairs.jsonl") == [
+        {"prompt": "q", "pos_answers": ["good", "good"], "neg_answers": ["bad", "worse"]},
+        {"prompt": chat, "pos_answers": ["yes"], "neg_answers": ["no"]},
+    ]
+    run("build_pairs.py", tmp_path / "generations", tmp_path / "one.jsonl", "--max-pairs", 1, "--threshold", 0.7)
+    assert [len(row["pos_answers"]) for row in rows(tmp_path / "one.jsonl")] == [1]

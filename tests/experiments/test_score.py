@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realhf.algorithms import build_interface
-from realhf.api.config import ModelSpec, PPOConfig, RewardModelType, ScoreConfig
+from realhf.api.config import ModelSpec, PPOConfig
 from realhf.api.engine import InterfaceContext
+from realhf.api.preferences import RewardModelType, ScoreConfig
 from realhf.experiments.ppo import PPOExperiment
 from realhf.experiments.ppo_math import PPOMathExperiment
 from realhf.experiments.score import normalised, score_interface, score_moments

@@ -51,6 +51,10 @@ class Run:
         """The metrics that do not depend on how fast the machine is."""
         return [{k: v for k, v in line.items() if not k.startswith(OF_THE_CLOCK)} for line in self.metrics]
 
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.root / "evaluation.jsonl").read_text().splitlines()]
+
     def model(self, role: str, step: int) -> Path:
         return self.root / "models" / role / f"step_{step}"
 
@@ -83,11 +87,11 @@ def hear_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def start(experiment: str, folder: Path, words: Sequence[str]) -> Started:
-    """Start ``realhf quickstart`` with its run in ``folder/t/trial``."""
+def start(experiment: str, folder: Path, words: Sequence[str], command: Sequence[str] = ()) -> Started:
+    """Start ``realhf quickstart`` with its run in ``folder/t/trial``, or another command on a run in ``folder``."""
     common = [f"fileroot={folder}", "experiment_name=t", "trial_name=trial", "device=cpu", "threads_per_worker=1"]
     process = subprocess.Popen(
-        [*PROGRAM, "quickstart", experiment, *common, *words],
+        [*PROGRAM, *(command or ["quickstart", experiment, *common]), *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -95,7 +99,7 @@ def start(experiment: str, folder: Path, words: Sequence[str]) -> Started:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         preexec_fn=hear_interrupts,
     )
-    return Started(process, folder / "t" / "trial")
+    return Started(process, folder if command else folder / "t" / "trial")
 
 
 def run(experiment: str, folder: Path, words: Sequence[str]) -> Run:

@@ -1,6 +1,7 @@
 """SFT, a reward model, and PPO against it, from files to folders that Hugging Face reads."""
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.conftest import EXAMPLES
-from tests.integration.conftest import REPOSITORY, Run
+from tests.conftest import EXAMPLES, Task
+from tests.integration.conftest import REPOSITORY, Run, same_curve
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 PREFERENCES = REPOSITORY.parent / "shared" / "data" / "gsm8k_preferences.jsonl"
@@ -95,7 +96,9 @@ def reward_model(realhf: Callable[..., Run], pair_task: PairTask, tmp_path_facto
         f"dataset.path={pair_task.pairs}",
         "dataset.train_bs_n_seqs=5",
         "dataset.max_seqlen=300",
+        f"dataset.eval_path={pair_task.pairs}",
         "exp_ctrl.total_train_epochs=3",
+        "exp_ctrl.eval_freq_steps=6",
         "model.optimizer.lr=3e-3",
         "n_gpus_per_node=2",
     ]
@@ -108,6 +111,14 @@ def test_a_reward_model_learns_its_pairs(reward_model: Run) -> None:
     assert lines[-1]["loss"] < lines[0]["loss"] and lines[-1]["rw_train/accuracy"] > 0.5
     scorer = AutoModelForSequenceClassification.from_pretrained(reward_model.model("model", 8))
     assert scorer.config.num_labels == 1
+
+
+def test_a_reward_model_is_tried_on_held_out_pairs(reward_model: Run) -> None:
+    first, last = reward_model.evaluations
+    assert (first["step"], last["step"]) == (6, 8) and first["metrics"] != last["metrics"]
+    assert last["counts"]["rw_eval/accuracy"] == N_PAIRS and last["counts"]["rw_eval/score"] == 2 * N_PAIRS
+    assert json.loads((reward_model.model("model", 8) / "evaluation.json").read_text()) == last
+    assert f"held out after step 8: rw_eval  accuracy {last['metrics']['rw_eval/accuracy']:.4f}" in reward_model.said
 
 
 def test_ppo_against_the_reward_model(
@@ -123,6 +134,7 @@ def test_ppo_against_the_reward_model(
         "ppo.gen.max_new_tokens=8",
         "ppo.group_size=2",
         "ppo.ppo_n_minibatches=2",
+        "score.normalise=True",
         "exp_ctrl.total_train_steps=2",
         "n_gpus_per_node=2",
         "allocation_mode=rew_inf:d1,*:d2",
@@ -134,3 +146,61 @@ def test_ppo_against_the_reward_model(
         rewards = [row["rewards"] for row in run.generations(int(line["step"]))]
         assert len(set(rewards)) == 10 and line["reward/mean"] == pytest.approx(sum(rewards) / 10)
     assert {p.name for p in (run.root / "models").iterdir()} == {"actor", "critic"}  # the reward model is not trained
+
+
+@pytest.fixture(scope="module")
+def dpo(
+    realhf_all: Callable[..., Runs], task: Task, actor_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Runs:
+    """Seventeen pairs, four of them held out; the others four times, five a step: eleven steps."""
+    variants = {
+        "local": [],
+        "cut": ["n_gpus_per_node=2", "allocation_mode=ref_inf:d2,actor_train:p2", "ref.offload=True"],
+        "kto": ["dpo.loss=kto", "n_gpus_per_node=2"],
+        "orpo": ["dpo.loss=orpo"],
+    }
+    words = [
+        f"actor.path={actor_folder}",
+        f"dataset.path={task.root / 'preferences.jsonl'}",
+        "dataset.eval_share=0.25",
+        "dataset.train_bs_n_seqs=5",
+        "exp_ctrl.eval_freq_steps=5",
+        "exp_ctrl.total_train_epochs=4",
+        "actor.optimizer.lr=3e-3",
+    ]
+    return realhf_all("dpo", tmp_path_factory.mktemp("dpo"), variants, words)
+
+
+def test_dpo_begins_at_log_two_and_learns(dpo: Runs) -> None:
+    losses = [line["loss"] for line in dpo["local"].metrics]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-5) and len(losses) == 11 and losses[-1] < 0.6
+    assert dpo["kto"].metrics[0]["loss"] == pytest.approx(0.5, abs=1e-5)
+    assert "ref_inf" not in dpo["orpo"].said and dpo["orpo"].metrics[-1]["loss"] < dpo["orpo"].metrics[0]["loss"]
+    assert {p.name for p in (dpo["local"].root / "models").iterdir()} == {"actor"}
+
+
+def test_dpo_and_its_evaluation_do_not_depend_on_the_layout(dpo: Runs) -> None:
+    assert not same_curve(dpo["local"], dpo["cut"])
+    trials = [dpo[name].evaluations for name in ("local", "cut")]
+    assert [found["step"] for found in trials[0]] == [5, 10, 11]
+    for one, cut in zip(*trials, strict=True):
+        assert one["counts"] == cut["counts"] and cut["metrics"] == pytest.approx(one["metrics"], rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "file"), [("outcome", "outcomes"), ("process", "steps"), ("ranked", "preferences")])
+def test_reward_models_of_every_kind(
+    kind: str, file: str, realhf: Callable[..., Run], task: Task, actor_folder: Path, tmp_path: Path
+) -> None:
+    words = [
+        f"model.path={actor_folder}",
+        f"rw.type={kind}",
+        f"dataset.path={task.root / file}.jsonl",
+        "dataset.eval_share=0.25",
+        "dataset.train_bs_n_seqs=5",
+        "exp_ctrl.total_train_epochs=4",
+        "model.optimizer.lr=3e-3",
+    ]
+    run = realhf("rw", tmp_path, words)
+    assert run.metrics[-1]["loss"] < run.metrics[0]["loss"] and run.metrics[0]["loss"] == pytest.approx(0.7, abs=0.15)
+    (trial,) = run.evaluations
+    assert trial["counts"]["rw_eval/loss"] == 4 and 0 <= trial["metrics"]["rw_eval/accuracy"] <= 1

@@ -3,8 +3,12 @@
 import gzip
 import json
 import math
+import os
 import platform
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +22,7 @@ from realhf.rewards.pool import JudgePool
 from realhf.rewards.sandbox import Reason
 from realhf.rewards.system_calls import MACHINES
 from realhf.rewards.verdict import Graded, Status, Verdict
+from tests.rewards.processes import descendants, gone
 
 runs = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() not in MACHINES, reason="programs are shut in on Linux only"
@@ -119,6 +124,9 @@ def test_a_stub_is_completed(answer: str, program: str | None) -> None:
         ("def pair(a, b):\n    x = []\n    x.append(x)\n    return x", PAIR, Reason.error),
         ("import time\ntime.sleep(0)\ndef pair(a, b):\n    exit()", PAIR, Reason.error),
         ("def count(n):\n    return {n: float(n)}", function("count", ("1", '{"1": 1.0000001}')), Reason.ok),
+        ("def other(a, b):\n    return a", function("gcd", ("4\n6", "2")), Reason.error),
+        ("from math import gcd  # as good as any", function("gcd", ("4\n6", "2")), Reason.ok),
+        ("class Solution:\n    def count(self, n):\n        return n", function("count", ("4", "4")), Reason.ok),
         ("def many(n):\n    return 10 ** n", function("many", ("5000", "1.5")), Reason.error),
         ("    return x + 1", INCREMENT, Reason.ok),
         (f"```python\n{STUB}    return x + 1\n```", INCREMENT, Reason.ok),
@@ -198,6 +206,23 @@ def test_the_pool_counts_reasons() -> None:
 
 
 @runs
+def test_nothing_outlives_a_judge_that_is_killed() -> None:
+    before = descendants()
+    command = [sys.executable, "-m", "realhf.rewards.judge", "code", "60"]
+    judge = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    assert judge.stdin is not None and judge.stdout is not None
+    assert json.loads(judge.stdout.readline()).get("ready")
+    request = {"prompt": "", "answer": "while True:\n    pass", "row": ADD}
+    judge.stdin.write(json.dumps(request).encode() + b"\n")
+    judge.stdin.flush()
+    while len(mine := descendants() - before) < 3:  # the judge, the sandbox, the program
+        time.sleep(0.01)
+    os.killpg(judge.pid, signal.SIGKILL)
+    judge.communicate()
+    assert gone(mine)
+
+
+@runs
 def test_lax_outputs() -> None:
     judge = CodeJudge(20.0, lax=True)
     graded = judge("", "print('b a')", script(("", "a\nb")))
@@ -272,6 +297,7 @@ def test_numbers_agree_up_to_rounding(x: float) -> None:
         ([1, 2], [1, 2, 3], False),
         ({1: (True,), None: 2}, {"1": [True], "null": 2}, True),
         ({"a": 1}, {"b": 1}, False),
+        ({b"a": 1, (1,): 2}, {"a": 1, "[1]": 2}, False),
         ({1, 2}, [1, 2], False),
         ("a", "a", True),
         (None, None, True),

@@ -5,15 +5,16 @@ import platform
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from realhf.base.errors import UserError
 from realhf.rewards.confine import Guard, Limits
 from realhf.rewards.sandbox import Outcome, Reason, Sandbox, Stopped, describe_sandbox, how_it_ended
 from realhf.rewards.system_calls import MACHINES
+from tests.rewards.processes import descendants, gone
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() not in MACHINES, reason="programs are shut in on Linux only"
@@ -21,9 +22,16 @@ pytestmark = pytest.mark.skipif(
 ROOT = Path(__file__).parents[2]
 
 
+def need_files_kept(sandbox: Sandbox) -> None:
+    sandbox.open()
+    if sandbox.description.startswith("NEITHER"):
+        pytest.skip("this kernel has neither namespaces nor Landlock for us")
+
+
 @pytest.fixture(scope="module", params=[True, False], ids=["namespaces", "landlock"])
 def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
     with Sandbox(namespaces=request.param) as sandbox:
+        need_files_kept(sandbox)
         yield sandbox
 
 
@@ -32,22 +40,6 @@ def after(sandbox: Sandbox, source: str, seconds: float = 20.0) -> Outcome:
     outcome = sandbox.run(source, "", seconds)
     assert sandbox.run("print(int(input()) + 1)", "41\n", 20.0) == Outcome(Reason.ok, "42\n")
     return outcome
-
-
-def children() -> set[int]:
-    """Processes that descend from this one."""
-    parents: dict[int, int] = {}
-    for process in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = process.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if fields[0] != "Z":
-            parents[int(process.parent.name)] = int(fields[1])
-    found = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {os.getpid()}
 
 
 ATTACKS = {
@@ -102,16 +94,12 @@ def test_what_does_not_end_is_ended(sandbox: Sandbox, name: str) -> None:
     assert outcome == Outcome(Reason.timeout, "", "not done after 0.3 s")
 
 
-def folders() -> set[Path]:
-    return set(Path("/tmp").glob("realhf-program-*"))
-
-
 def test_a_program_has_a_folder_that_is_new_every_time(sandbox: Sandbox) -> None:
-    before = folders()
-    source = "import os, tempfile\nprint(os.listdir(), os.path.samefile('.', os.environ['HOME']))\n"
+    source = "import os, tempfile\nprint(os.getcwd(), os.listdir(), os.path.samefile('.', os.environ['HOME']))\n"
     source += "open('a', 'w').write('x'); tempfile.TemporaryFile(); os.mkdir('b'); print(sorted(os.listdir()))"
-    assert [sandbox.run(source).stdout for _ in range(2)] == ["[] True\n['a', 'b']\n"] * 2
-    assert folders() == before
+    for _ in range(2):
+        folder, _, rest = sandbox.run(source).stdout.partition(" ")
+        assert rest == "[] True\n['a', 'b']\n" and (folder == "/tmp" or not os.path.exists(folder))
 
 
 def test_what_is_the_users_is_out_of_reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -125,6 +113,7 @@ def test_what_is_the_users_is_out_of_reach(monkeypatch: pytest.MonkeyPatch, tmp_
     tries += [f"open({__file__!r}, 'a')", "open('/usr/new', 'w')", "os.environ['API_KEY']", "os.listdir('/proc')"]
     for namespaces in (True, False):
         with Sandbox(namespaces=namespaces) as sandbox:
+            need_files_kept(sandbox)
             for action in tries:
                 outcome = sandbox.run(f"import os\nprint({action})")
                 assert (outcome.reason, outcome.stdout) in [(Reason.forbidden, ""), (Reason.error, "")], outcome
@@ -192,24 +181,24 @@ def test_limits_are_the_users() -> None:
 
 
 def test_a_server_that_dies_is_replaced_and_nothing_outlives_it(sandbox: Sandbox) -> None:
-    others, before = children(), folders()
+    others = descendants()
+    sleeps = "import os, time\nprint(os.getcwd(), flush=True)\ntime.sleep(600)"
     with Sandbox(namespaces=sandbox.description.startswith("own")) as mine:
         mine.open()
-        (server,) = children() - others
-        program = mine.start("import os, time\nprint(os.getcwd(), flush=True)\ntime.sleep(600)", 600.0)
-        left_behind = Path(program.ask(b"", 20.0).decode())
+        (server,) = descendants() - others
+        program = mine.start(sleeps, 600.0)
+        left_behind = program.ask(b"", 20.0).decode()
         os.kill(server, signal.SIGKILL)
         assert program.finish(b"", 20.0).reason is Reason.killed
         program.close()
+        if left_behind != "/tmp":
+            os.rmdir(left_behind)
         assert mine.run("print(2)").stdout == "2\n"
-        if left_behind != Path("/tmp"):
-            left_behind.rmdir()
-        endless = mine.start("while True:\n    pass", 600.0)
-    for _ in range(500):  # the kernel takes a moment over what was killed
-        if children() <= others:
-            break
-        time.sleep(0.01)
-    assert children() <= others and folders() == before
+        endless = mine.start(sleeps, 600.0)
+        folder = endless.ask(b"", 20.0).decode()
+        started = descendants() - others
+        assert len(started) == 2
+    assert gone(started) and (folder == "/tmp" or not os.path.exists(folder))
     endless.close()
 
 
@@ -240,6 +229,13 @@ def test_an_ordinary_user_is_as_safe() -> None:
     assert len(words) == 10 and {words[0], words[5]} == {"hi"}, done
     assert words[1] == words[3] == words[6] == words[8] == "forbidden"
     assert {words[2], words[4], words[7], words[9]} <= {"error", "forbidden"}
+
+
+def test_a_server_that_does_not_come_up_is_the_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(UserError, match="the sandbox cannot be used here: its server ended while it started"):
+        Sandbox().run("print(1)")
+    assert describe_sandbox().startswith("the sandbox cannot be used here")
 
 
 def test_what_keeps_programs_in_can_be_asked() -> None:

@@ -1,0 +1,107 @@
+"""Scores of answers, sampled or given, by reward models, and by a judge of these: a gold model or a verifier."""
+
+from dataclasses import dataclass, replace
+
+from realhf.api.codec import to_plain
+from realhf.api.config import ExperimentConfig, GenerationConfig, MFCConfig, ModelSpec, PPOConfig, RewardConfig, opt
+from realhf.api.ensemble import EnsembleConfig
+from realhf.api.experiment import RoleSpec, Task
+from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
+from realhf.api.preferences import ScoreConfig
+from realhf.experiments.reward_models import ANSWER, RewardModels
+from realhf.experiments.sampling import sampling_problems
+from realhf.experiments.score import score_interface
+from realhf.experiments.verified import reward_problems, reward_task
+
+
+@dataclass
+class Scoring:
+    """Options of whoever has answers scored."""
+
+    policy: ModelSpec = opt(ModelSpec, "samples answers to the prompts of the file (default: the file holds answers)")
+    sampling: GenerationConfig = opt(GenerationConfig, "how answers are sampled")
+    rew: ModelSpec = opt(ModelSpec, "the reward model")
+    score: ScoreConfig = opt(ScoreConfig, "how it scores")
+    ensemble: EnsembleConfig = opt(lambda: EnsembleConfig(uwo_weight=0.5), "several reward models instead of rew")
+    gold: ModelSpec = opt(ModelSpec, "a reward model that is taken for the truth")
+    judge: bool = opt(False, "a verifier is taken for the truth")
+    reward: RewardConfig = opt(lambda: RewardConfig(wrong_reward=0.0), "the verifier, with judge=True")
+    gen: MFCConfig = opt(MFCConfig, "sampling call")
+    rew_inf: MFCConfig = opt(MFCConfig, "scoring calls")
+    gold_inf: MFCConfig = opt(MFCConfig, "gold call")
+
+    @property
+    def reward_models(self) -> RewardModels:
+        return RewardModels(self.rew, self.score, self.ensemble)
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.policy != ModelSpec()
+
+    @property
+    def has_gold_model(self) -> bool:
+        return self.gold != ModelSpec()
+
+    def problems(self) -> list[str]:
+        checks = [
+            (not (self.judge and self.has_gold_model), "gold has options, and judge=True: the truth is one of them"),
+            (self.judge or replace(self.reward, wrong_reward=0.0) == RewardConfig(wrong_reward=0.0),
+             "reward has options, but with judge=False nothing is verified"),
+            (self.is_sampled or self.sampling == type(self)().sampling,
+             "sampling has options, but without policy.path no answer is sampled"),
+        ]  # fmt: skip
+        wrong = [line for holds, line in checks if not holds] + self.reward_models.problems()
+        return (wrong + sampling_problems("sampling", self.sampling)
+                + (reward_problems(self.reward) if self.judge else []))  # fmt: skip
+
+
+@dataclass
+class ScoreExperiment(Scoring, ExperimentConfig):
+    """Score answers with reward models; prompts, answers and scores are written to generations/."""
+
+    n_logged_generations: int = opt(-1, "rows written to generations/ per step, -1 for all")
+
+    @property
+    def task(self) -> Task:
+        if self.is_sampled:
+            return reward_task(self.reward) if self.judge else Task.prompt
+        return Task.answer
+
+    @property
+    def config(self) -> ExperimentConfig:
+        return self
+
+    def graph(self) -> Graph:
+        batch, mfcs = self.dataset.train_bs_n_seqs, list[MFC]()
+        *members, rew_inf = self.reward_models.calls(PPOConfig(), batch)
+        if self.is_sampled:
+            sampled = InterfaceSpec("generation", to_plain(self.sampling))
+            mfcs.append(MFC("gen", "policy", Kind.GENERATE, sampled, ("prompts", "row"), (*ANSWER, "truncated"), batch))
+        else:
+            rew_inf = replace(rew_inf, inputs=(*rew_inf.inputs, "row"))  # what is read is written to generations/
+        mfcs += [*members, rew_inf, *self._gold_calls(batch)]
+        return Graph(tuple(mfcs), (), tuple(role for role, spec in self.roles().items() if spec.spec.offload))
+
+    def _gold_calls(self, batch: int) -> list[MFC]:
+        made = (("gold", "rewards"),)
+        if self.judge:
+            judged = InterfaceSpec("verifier", {"reward": to_plain(self.reward), "ppo": to_plain(PPOConfig())})
+            return [MFC("gold_inf", None, Kind.INFERENCE, judged, (*ANSWER, "row"), ("gold",), batch, aliases=made)]
+        scored = score_interface(ScoreConfig(), self.gold, PPOConfig())
+        call = MFC("gold_inf", "gold", Kind.INFERENCE, scored, ANSWER, ("gold",), batch, aliases=made)
+        return [call] if self.has_gold_model else []
+
+    def roles(self) -> dict[str, RoleSpec]:
+        policy = {"policy": RoleSpec(self.policy)} if self.is_sampled else {}
+        gold = {"gold": RoleSpec(self.gold, scalar_head=True)} if self.has_gold_model and not self.judge else {}
+        return {**policy, **self.reward_models.roles(), **gold}
+
+    def placements(self) -> dict[str, MFCConfig]:
+        options = {"gen": self.gen, "gold_inf": self.gold_inf}
+        return {mfc.name: options.get(mfc.name, self.rew_inf) for mfc in self.graph().mfcs}
+
+    def sampling_options(self) -> GenerationConfig | None:
+        return self.sampling if self.is_sampled else None
+
+    def samples_per_prompt(self) -> int:
+        return self.sampling.n if self.is_sampled else 1
