@@ -10,7 +10,7 @@
 
 OUT then holds sft.jsonl, train.jsonl, valid.jsonl (no sum is in two of them), tokenizer/ and model/config.json. Of the
 sums in train.jsonl, right and wrong solutions are in preferences.jsonl (pairs), outcomes.jsonl (one of both, labelled)
-and steps.jsonl (wrong ones step by step; what follows a mistake is labelled wrong).
+and steps.jsonl (one of both in steps, the last of which has the result; what follows a mistake is labelled wrong).
 """
 
 import argparse
@@ -37,7 +37,7 @@ def worked_sum(a: int, b: int) -> tuple[str, str]:
 
 
 def wrong_sum(prompt: str, chance: random.Random) -> tuple[str, list[float]]:
-    """Return a solution with a mistake in one digit sum, which is carried on, and a label for every line."""
+    """Return a solution with a mistake in one digit sum, which is carried on, and a label for every digit sum."""
     numbers = [part[::-1] for part in prompt.removesuffix("=\n").split("+")]
     place = chance.randrange(len(numbers[0]))
     lines, digits, carry = [], "", 0
@@ -48,7 +48,7 @@ def wrong_sum(prompt: str, chance: random.Random) -> tuple[str, list[float]]:
         lines.append(f"{x}+{y}+{carry}={total}")
         carry, digits = total // 10, str(total % 10) + digits
     lines.append(f"#### {int(f'{carry}{digits}')}")
-    return "\n".join(lines), [float(i < place) for i in range(len(lines))]
+    return "\n".join(lines), [float(i < place) for i in range(len(digits))]
 
 
 def character_tokenizer() -> Tokenizer:
@@ -73,8 +73,9 @@ def write_judged(folder: Path, sums: list[tuple[str, str]], chance: random.Rando
         is_right = chance.random() < 0.5
         pairs.append({"prompt": prompt, "chosen": right, "rejected": wrong})
         outcomes.append({"prompt": prompt, "answer": right if is_right else wrong, "label": int(is_right)})
-        lines = (right if is_right else wrong).split("\n")
-        steps.append({"prompt": prompt, "steps": lines, "labels": [1.0] * len(lines) if is_right else labels})
+        *first, last, result = (right if is_right else wrong).split("\n")
+        parts = [*first, f"{last}\n{result}"]
+        steps.append({"prompt": prompt, "steps": parts, "labels": [1.0] * len(parts) if is_right else labels})
     for name, rows in (("preferences", pairs), ("outcomes", outcomes), ("steps", steps)):
         write_jsonl(folder / f"{name}.jsonl", rows)
 

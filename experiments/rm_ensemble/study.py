@@ -1,0 +1,187 @@
+"""One reward model against ensembles of three, in best of n and in PPO, on sums: noisy proxies, a verifier as truth.
+
+    python experiments/rm_ensemble/study.py [FOLDER]
+
+runs everything in FOLDER (default: rm-ensemble-run) and writes results.json, table.md and curves.svg beside this file.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from realhf.apps.drawing import COLOURS, ticks
+from realhf.experiments.restem import newest_model, read_generations
+
+HERE = Path(__file__).parent
+EXAMPLES = HERE.parents[1] / "examples"
+SEEDS = (1, 2, 3)
+SFT_STEPS, PREFERENCE_PROMPTS, PPO_STEPS, JUDGED_STEPS = 90, 1500, 60, 5
+"""JUDGED_STEPS is how many steps lie between those whose answers the verifier is shown."""
+OBJECTIVES = {"single": "", "mean": "mean", "WCO": "WCO", "UWO": "UWO"}
+Point = dict[str, float]
+Series = dict[str, list[tuple[float, float]]]
+
+
+def program(*words: object) -> None:
+    subprocess.run([sys.executable, *map(str, words)], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def quickstart(root: Path, trial: str, experiment: str, *words: str, config: str = "") -> Path:
+    """Run ``realhf quickstart`` and return the run's directory."""
+    place = [f"fileroot={root.parent}", f"experiment_name={root.name}", f"trial_name={trial}", "overwrite=True"]
+    file = ["--config", HERE / config] if config else []
+    program("-m", "realhf", "quickstart", experiment, *file, *place, "device=cpu", "n_gpus_per_node=2", *words)
+    return root / trial
+
+
+def head(source: Path, target: Path, n: int) -> Path:
+    target.write_text("".join(source.read_text().splitlines(keepends=True)[:n]))
+    return target
+
+
+def warmed_up(root: Path) -> str:
+    """Return a policy that gets some of the sums right."""
+    task = root / "task"
+    program(EXAMPLES / "arithmetic.py", task, "--hidden", 96, "--layers", 3)
+    run = quickstart(
+        root, "sft", "sft", f"dataset.path={task}/sft.jsonl", "dataset.train_bs_n_seqs=64",
+        "model.init_from_scratch=True", f"model.config={task}/model", f"model.tokenizer={task}/tokenizer",
+        "model.optimizer.lr=3e-3", "model.optimizer.lr_scheduler_type=constant",
+        f"exp_ctrl.total_train_steps={SFT_STEPS}", "exp_ctrl.total_train_epochs=10",
+    )  # fmt: skip
+    return str(newest_model(run))
+
+
+def proxies(root: Path, policy: str) -> tuple[list[str], list[Point]]:
+    """Return reward models that differ by their seeds alone, and what they say of held-out pairs."""
+    prompts = head(root / "task" / "train.jsonl", root / "asked.jsonl", PREFERENCE_PROMPTS)
+    run = quickstart(
+        root, "answers", "gen", f"dataset.path={prompts}", "dataset.train_bs_n_seqs=100", f"model.path={policy}",
+        "sampling.n=8", "sampling.max_new_tokens=32", "judge=True", "reward.wrong_reward=0",
+    )  # fmt: skip
+    pairs = root / "pairs.jsonl"
+    program(EXAMPLES / "build_pairs.py", run / "generations", pairs, "--max-pairs", 4)
+    models, found = [], []
+    for seed in SEEDS:
+        where = [f"dataset.path={pairs}", f"model.path={policy}", f"seed={seed}"]
+        run = quickstart(root, f"rw{seed}", "rw", *where, config="rw.yaml")
+        models.append(str(newest_model(run)))
+        found.append(json.loads((run / "evaluation.jsonl").read_text().splitlines()[-1])["metrics"])
+    return models, found
+
+
+def ppo(root: Path, name: str, policy: str, models: Sequence[str]) -> list[Point]:
+    """Train against a proxy, and return what the answers of some of the steps are worth to it and to the verifier."""
+    members = f"ensemble.members=[{','.join(models)}]"
+    rewards = [members, f"ensemble.objective={OBJECTIVES[name]}"] if OBJECTIVES[name] else [f"rew.path={models[0]}"]
+    where = [f"dataset.path={root}/task/train.jsonl", f"actor.path={policy}"]
+    steps = f"exp_ctrl.total_train_steps={PPO_STEPS}"
+    run = quickstart(root, f"ppo-{name}", "ppo", *where, *rewards, steps, config="ppo.yaml")
+    judged = [step for step in range(1, PPO_STEPS + 1) if step % JUDGED_STEPS == 0 or step == 1]
+    answers = root / f"ppo-{name}.jsonl"
+    with answers.open("w") as file:
+        for step in judged:
+            for line in (run / "generations" / f"step_{step}.jsonl").read_text().splitlines():
+                file.write(json.dumps({**json.loads(line), "step": step}) + "\n")
+    run_gold = quickstart(root, f"gold-{name}", "score", f"dataset.path={answers}", f"rew.path={models[0]}",
+                          "judge=True", "dataset.train_bs_n_seqs=128")  # fmt: skip
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    gold: dict[int, list[float]] = {}
+    for row in read_generations(run_gold):
+        gold.setdefault(row["fields"]["step"], []).append(row["gold"])
+    return [{"step": step, "kl": metrics[step - 1]["actor_train/kl_per_answer"],
+             "proxy": metrics[step - 1]["reward/mean"], "gold": mean(gold[step])} for step in judged]  # fmt: skip
+
+
+def bon_series(result: dict[str, Any], key: str) -> Series:
+    curves = result["curves"]
+    shown = {"single": [curves[f"member_{i}"] for i in range(len(SEEDS))]}
+    shown |= {name: [curves[name]] for name in ("mean", "WCO", "UWO", *(("gold",) if key == "gold_score" else ()))}
+    return {name: [(points[0]["kl"], mean(p[key] for p in points)) for points in zip(*several, strict=True)]
+            for name, several in shown.items()}  # fmt: skip
+
+
+def panel(title: str, across: str, series: Series, place: tuple[int, int]) -> str:
+    """Draw lines; ``place`` is the corner."""
+    width, height, left, top = 400, 220, 50, 30
+    xs, ys = ([point[i] for line in series.values() for point in line] for i in (0, 1))
+    low, high = min(ys), max(ys)
+    high = high if high > low else low + 1.0
+    middle, bottom = (left + width) / 2, top + height
+    parts = [
+        f'<svg x="{place[0]}" y="{place[1]}" width="{width + 130}" height="{height + 80}">',
+        f'<text x="{left}" y="18" font-weight="bold">{escape(title)}</text>',
+        f'<rect x="{left}" y="{top}" width="{width - left}" height="{height}" fill="none" stroke="#bbb"/>',
+        f'<text x="{middle}" y="{bottom + 32}" text-anchor="middle">{escape(across)}</text>',
+    ]
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        return left + x / max(xs) * (width - left), top + height * (high - y) / (high - low)
+
+    parts += [f'<text x="{at(x, low)[0]:.1f}" y="{bottom + 16}" text-anchor="middle">{x:.3g}</text>'
+              for x in ticks(max(xs))]  # fmt: skip
+    parts += [f'<text x="{left - 5}" y="{at(0, y)[1] + 4:.1f}" text-anchor="end">{y:.2f}</text>' for y in (low, high)]
+    for i, (name, line) in enumerate(series.items()):
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in line))
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[i]}" stroke-width="2"/>')
+        parts.append(f'<text x="{width + 8}" y="{top + 14 + 16 * i}" fill="{COLOURS[i]}">{escape(name)}</text>')
+    return "\n".join([*parts, "</svg>"])
+
+
+def picture(results: dict[str, Any]) -> str:
+    bon, ppos = results["bon"], results["ppo"]
+    panels = []
+    for column, (value, words) in enumerate((("proxy", "score by its own proxy"), ("gold", "share of right answers"))):
+        drawn = [("best of n", "KL from the policy, nats", bon_series(bon, f"{value}_score"))]
+        for across, axis in (("step", "step"), ("kl", "KL from the reference, nats per answer")):
+            lines = {name: [(p[across], p[value]) for p in points] for name, points in ppos.items()}
+            drawn.append(("PPO", axis, lines))
+        panels += [panel(f"{what}: {words}", axis, lines, (530 * column, 300 * row))
+                   for row, (what, axis, lines) in enumerate(drawn)]  # fmt: skip
+    return "\n".join(['<svg xmlns="http://www.w3.org/2000/svg" width="1060" height="900" font-family="sans-serif" '
+                      'font-size="11"><rect width="1060" height="900" fill="#fff"/>', *panels, "</svg>"])  # fmt: skip
+
+
+def table(results: dict[str, Any]) -> str:
+    series = bon_series(results["bon"], "gold_score")
+    grid = [entry["n"] for entry in results["bon"]["entries"]]
+    lines = [f"| best of n, chosen by | {' | '.join(f'n={n}' for n in grid)} |", "|---" * (len(grid) + 1) + "|"]
+    for name, line in series.items():
+        label = {"single": "one member, mean of three", "gold": "the verifier"}.get(name, name)
+        lines.append(f"| {label} | {' | '.join(f'{y:.3f}' for _, y in line)} |")
+    lines += ["", "| PPO against | right at first | right at last | best | KL at last, nats | proxy at last |",
+              "|---" * 6 + "|"]  # fmt: skip
+    for name, points in results["ppo"].items():
+        golds, last = [p["gold"] for p in points], points[-1]
+        lines.append(f"| {name} | {golds[0]:.3f} | {golds[-1]:.3f} | {max(golds):.3f} | {last['kl']:.2f} | "
+                     f"{last['proxy']:.2f} |")  # fmt: skip
+    accuracies = ", ".join(f"{found['rw_eval/accuracy']:.3f}" for found in results["proxies"])
+    return "\n".join([*lines, "", f"Held-out accuracy of the three proxies: {accuracies}. "
+                      f"Everything took {results['seconds']:.0f} s.", ""])  # fmt: skip
+
+
+def main() -> None:
+    root, began = Path(sys.argv[1] if len(sys.argv) > 1 else "rm-ensemble-run"), time.monotonic()
+    policy = warmed_up(root)
+    models, accuracies = proxies(root, policy)
+    where = [f"dataset.path={root}/task/valid.jsonl", f"policy.path={policy}"]
+    run = quickstart(root, "bon", "bon", *where, f"ensemble.members=[{','.join(models)}]", config="bon.yaml")
+    results: dict[str, Any] = {"proxies": accuracies, "bon": json.loads((run / "bon.json").read_text())}
+    results["bon"]["members"] = [f"seed {seed}" for seed in SEEDS]
+    results["ppo"] = {name: ppo(root, name, policy, models) for name in OBJECTIVES}
+    results["seconds"] = time.monotonic() - began
+    (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    (HERE / "table.md").write_text(table(results))
+    (HERE / "curves.svg").write_text(picture(results))
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()
