@@ -46,6 +46,10 @@ def head(source: Path, target: Path, n: int) -> Path:
     return target
 
 
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 def warmed_up(root: Path) -> str:
     """Return a policy that gets some of the sums right."""
     task = root / "task"
@@ -73,7 +77,7 @@ def proxies(root: Path, policy: str) -> tuple[list[str], list[Point]]:
         where = [f"dataset.path={pairs}", f"model.path={policy}", f"seed={seed}"]
         run = quickstart(root, f"rw{seed}", "rw", *where, config="rw.yaml")
         models.append(str(newest_model(run)))
-        found.append(json.loads((run / "evaluation.jsonl").read_text().splitlines()[-1])["metrics"])
+        found.append(read_lines(run / "evaluation.jsonl")[-1]["metrics"])
     return models, found
 
 
@@ -85,14 +89,15 @@ def ppo(root: Path, name: str, policy: str, models: Sequence[str]) -> list[Point
     steps = f"exp_ctrl.total_train_steps={PPO_STEPS}"
     run = quickstart(root, f"ppo-{name}", "ppo", *where, *rewards, steps, config="ppo.yaml")
     judged = [step for step in range(1, PPO_STEPS + 1) if step % JUDGED_STEPS == 0 or step == 1]
+    asked = {row["prompt"]: row for row in read_lines(root / "task" / "train.jsonl")}  # the verifier's solutions
     answers = root / f"ppo-{name}.jsonl"
     with answers.open("w") as file:
         for step in judged:
-            for line in (run / "generations" / f"step_{step}.jsonl").read_text().splitlines():
-                file.write(json.dumps({**json.loads(line), "step": step}) + "\n")
+            for row in read_lines(run / "generations" / f"step_{step}.jsonl"):
+                file.write(json.dumps({**asked[row["prompt"]], **row, "step": step}) + "\n")
     run_gold = quickstart(root, f"gold-{name}", "score", f"dataset.path={answers}", f"rew.path={models[0]}",
                           "judge=True", "dataset.train_bs_n_seqs=128")  # fmt: skip
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    metrics = read_lines(run / "metrics.jsonl")
     gold: dict[int, list[float]] = {}
     for row in read_generations(run_gold):
         gold.setdefault(row["fields"]["step"], []).append(row["gold"])

@@ -6,25 +6,12 @@ several answers are packed: the steps of one answer lie next to each other, ``co
 """
 
 from collections.abc import Sequence
-from enum import Enum
 
 import torch
 from torch import Tensor
 
+from realhf.api.config import Delta, DenseConfig
 from realhf.api.preferences import Aggregate
-
-
-class Delta(Enum):
-    """Which differences of adjacent step rewards are taken.
-
-    paper: r_k = q_k - q_{k+1}, the last step but one keeps its own, the last gets none; what is to come is q_k.
-    potential: r_k = q_{k+1} - q_k, the last gets none; what is to come is q_K - q_k (AReaL's ``reward_delta``).
-    """
-
-    none = "none"
-    paper = "paper"
-    potential = "potential"
-
 
 BATCH_MEAN = "batch_mean"
 
@@ -93,6 +80,18 @@ def step_rewards(
     rewards = alpha * delta(q if eta is None else clip(q, eta), counts, kind)
     last = torch.tensor(counts, device=q.device).cumsum(0) - 1
     return rewards.index_add(0, last, success.to(rewards.dtype))
+
+
+def refined(dense: Tensor, lengths: Sequence[int], config: DenseConfig, eta: float) -> Tensor:
+    """Return what steps add to the rewards of tokens, ``[T]``: on their last tokens, 0 elsewhere.
+
+    ``dense`` ``[T]`` holds the probability of every step on its last token and 0 elsewhere; ``eta`` is Clip's.
+    """
+    ends = dense > 0
+    counts = [int(row.sum()) for row in ends.split(tuple(lengths))] if lengths else []
+    q = dense[ends]
+    steps = config.alpha * delta(clip(q, eta) if config.clip else q, counts, config.delta)
+    return torch.zeros_like(dense).masked_scatter(ends, steps)
 
 
 def on_tokens(rewards: Tensor, ends: Tensor, counts: Sequence[int], lengths: Sequence[int]) -> Tensor:

@@ -59,6 +59,15 @@ def updated_kl_coefficient(engine: Engine, rollout: Rollout, kl_coef: float, con
     return next_kl_coefficient(kl_coef, kl_sum, n_answers, config)
 
 
+def step_threshold(engine: Engine, batch: SequenceBatch, config: PPOConfig) -> float:
+    """Return Clip's threshold of step rewards: as configured, or the mean of all ranks' steps. Collective."""
+    if "dense_rewards" not in batch.columns or not config.dense.clip or config.dense.eta is not None:
+        return config.dense.eta or 0.0
+    steps = batch["dense_rewards"]
+    total, _, count = engine.reduce(masked_sums(steps, steps > 0)).tolist()
+    return total / max(count, 1.0)
+
+
 class PPOActor:
     """Generates answers, scores them as the reference does, and trains the policy.
 
@@ -86,7 +95,7 @@ class PPOActor:
 
     def train_step(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[Stats, State]:
         config, kl_coef = self.config, kl_coefficient(state, self.config)
-        rollout = roll_out(batch, config, kl_coef)
+        rollout = roll_out(batch, config, kl_coef, step_threshold(engine, batch, config))
         ready = self.ready(engine, batch, rollout)
         next_coef = updated_kl_coefficient(engine, rollout, kl_coef, config)
         stats = train_minibatches(engine, ready, batch["minibatch"], config, partial(self.loss, kl_coef=kl_coef),
@@ -160,7 +169,7 @@ class PPOCritic:
 
     def train_step(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[Stats, State]:
         kl_coef = kl_coefficient(state, self.config)
-        rollout = roll_out(batch, self.config, kl_coef)
+        rollout = roll_out(batch, self.config, kl_coef, step_threshold(engine, batch, self.config))
         next_state = {**state, "kl_coef": updated_kl_coefficient(engine, rollout, kl_coef, self.config)}
         targets, old_values, trained = to_states(rollout.returns), rollout.values, to_states(rollout.trained.byte())
         if self.config.value_norm:

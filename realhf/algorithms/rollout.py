@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from realhf.algorithms.advantages import group_advantages, leave_one_out, overlong_penalties
+from realhf.algorithms.advantages import group_advantages, leave_one_out, overlong_penalties, process_advantages
+from realhf.algorithms.dense_rewards import refined
 from realhf.algorithms.kl import kl_terms
 from realhf.algorithms.policy_loss import Rows, truncated_weights
 from realhf.algorithms.ppo_math import answer_mask, loss_mask, per_token, token_rewards
@@ -37,8 +38,11 @@ class Rollout:
         return torch.stack([total, torch.full_like(total, self.n_rows)])
 
 
-def roll_out(batch: SequenceBatch, config: PPOConfig, kl_coef: float) -> Rollout:
-    """Return rewards turned into advantages and returns (before normalisation). Reads the input columns of training."""
+def roll_out(batch: SequenceBatch, config: PPOConfig, kl_coef: float, eta: float = 0.0) -> Rollout:
+    """Return rewards turned into advantages and returns (before normalisation). Reads the input columns of training.
+
+    ``eta`` is the threshold of step rewards.
+    """
     lengths, truncated = batch.lengths("tokens"), batch["truncated"].bool()
     answers = answer_mask(batch["prompt_mask"], lengths)
     logprobs = batch["prox_logprobs"] if config.recompute_logprobs else batch["logprobs"]
@@ -52,6 +56,8 @@ def roll_out(batch: SequenceBatch, config: PPOConfig, kl_coef: float) -> Rollout
         n_tokens, longest = Rows(answers, lengths).counts, config.gen.max_new_tokens
         scores = scores + overlong_penalties(n_tokens, longest, config.overlong_buffer, config.overlong_penalty)
     rewards = token_rewards(penalty, scores, truncated, lengths, kl_coef, config)
+    if "dense_rewards" in batch.columns:
+        rewards = rewards + refined(batch["dense_rewards"], lengths, config.dense, eta)
     values = torch.zeros_like(kl) if config.disable_value else batch["values"]
     advantages, returns = estimate(batch, rewards, values, answers, config)
     trained = loss_mask(answers, truncated, lengths, config.mask_too_long)
@@ -82,6 +88,9 @@ def estimate(
             per_row = leave_one_out(scores, prompts)
         case Advantage.baseline:
             per_row = scores - batch["baseline"]
+        case Advantage.process:
+            steps = batch["dense_rewards"]
+            return process_advantages(steps, steps > 0, lengths, prompts), per_token(scores, lengths)
         case Advantage.given:
             return batch["advantages"], per_token(scores, lengths)
     return per_token(per_row, lengths), per_token(scores, lengths)

@@ -61,13 +61,14 @@ class ValueNormType(Enum):
 
 
 class Advantage(Enum):
-    """Where advantages come from: GAE, other answers (group, rloo), a greedy one (baseline), or a key of the graph."""
+    """Where they come from: GAE, other answers (group, rloo), a greedy one (baseline), the graph, steps (process)."""
 
     gae = "gae"
     group = "group"
     rloo = "rloo"
     baseline = "baseline"
     given = "given"
+    process = "process"
 
 
 class GroupStd(Enum):
@@ -101,6 +102,18 @@ class Splitter(Enum):
 
     line = "line"
     latex = "latex"
+
+
+class Delta(Enum):
+    """Which differences of adjacent step rewards are taken.
+
+    paper: r_k = q_k - q_{k+1}, the last step but one keeps its own, the last gets none; what is to come is q_k.
+    potential: r_k = q_{k+1} - q_k, the last gets none; what is to come is q_K - q_k (AReaL's ``reward_delta``).
+    """
+
+    none = "none"
+    paper = "paper"
+    potential = "potential"
 
 
 class KLEstimator(Enum):
@@ -179,6 +192,17 @@ class GenerationConfig:
 
 
 @dataclass
+class DenseConfig:
+    """What the steps of an answer add to its reward, by a process reward model (algorithms/dense_rewards.py)."""
+
+    alpha: float = opt(1.0, "weight of step rewards beside the answer's own")
+    clip: bool = opt(False, "step rewards become min(q - eta, 0): good steps earn nothing")
+    eta: float | None = opt(None, "threshold of clip (default: the mean of all steps of the batch)")
+    delta: Delta = opt(Delta.none, "none, paper (q_k - q_k+1) or potential (q_k+1 - q_k)")
+    splitter: Splitter = opt(Splitter.line, "what a step is: line or latex")
+
+
+@dataclass
 class PPOConfig:
     """PPO with its tricks (sources in docs and in algorithms/ppo_math.py)."""
 
@@ -203,7 +227,7 @@ class PPOConfig:
     policy_loss: PolicyLoss = opt(PolicyLoss.clip, "clip (PPO), sequence_clip (GSPO), cispo, or reinforce (no ratio)")
     loss_mean: LossMean = opt(LossMean.token_mean, "token_mean, seq_mean, seq_sum, or constant (over loss_length)")
     loss_length: float | None = opt(None, "what loss_mean=constant divides sums by (default: gen.max_new_tokens)")
-    advantage: Advantage = opt(Advantage.gae, "gae, group (GRPO), rloo, baseline (ReMax), or given by the graph")
+    advantage: Advantage = opt(Advantage.gae, "gae, group (GRPO), rloo, baseline (ReMax), given, or process (steps)")
     group_std: GroupStd = opt(GroupStd.population, "of advantage=group: population, sample, or none (only centred)")
     recompute_logprobs: bool = opt(
         False, "the trainer computes old log-probs itself; the generator's are corrected for"
@@ -212,6 +236,7 @@ class PPOConfig:
     dynamic_sampling: bool = opt(False, "prompts whose answers all have the same reward are not trained on")
     overlong_buffer: int = opt(0, "answers lose reward over this many last tokens before max_new_tokens")
     overlong_penalty: float = opt(1.0, "what the longest answer loses, with overlong_buffer")
+    dense: DenseConfig = opt(DenseConfig, "rewards of steps, where there is a process reward model (prm)")
     value_eps_clip: float = opt(0.2, "clip of the critic around its old values")
     value_loss_type: str = opt("mse", "mse or huber")
     max_reward_clip: float = opt(20.0, "clip of the scaled reward")

@@ -50,9 +50,13 @@ class BestOfNExperiment(Scoring, Campaign):
             options["sampling"] = GenerationConfig()
         yield Stage("scored", "score", self.inherit(ScoreExperiment, **options, dataset=data, n_logged_generations=-1))
         prompts = by_prompt(read_generations(root / "scored"))
-        result = best_of_n(prompts, self.ensemble, self.n_grid)
+        failed = failed_share(root / "scored") if self.judge else 0.0
+        result = {**best_of_n(prompts, self.ensemble, self.n_grid), "gold_failed": failed}
         (root / RESULT).write_text(json.dumps(result, indent=1) + "\n")
-        print(f"bon     {len(prompts)} prompts, up to {result['n_answers']} answers each: {root / RESULT}")
+        print(f"bon     {len(prompts)} prompts, {result['n_answers']} answers each: {root / RESULT}")
+        if failed:
+            print(f"bon     the verifier failed at {failed:.1%} of the answers, which count as wrong; "
+                  "see gold_inf/verifier_* in scored/metrics.jsonl")  # fmt: skip
 
 
 def written_singly(data: DatasetConfig, path: Path) -> DatasetConfig:
@@ -81,6 +85,12 @@ def by_prompt(rows: Iterable[dict[str, Any]]) -> list[Answers]:
     for row in sorted(rows, key=lambda row: (row["prompt_id"], row["sample"])):
         prompts.setdefault((row["fields"] or {}).get("prompt_number", row["prompt_id"]), []).append(row)
     return list(prompts.values())
+
+
+def failed_share(run: Path) -> float:
+    """Return the share of answers at which the verifier of a run failed, as its metrics have it, step by step."""
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return sum(step["gold_inf/verifier_error"] + step["gold_inf/verifier_timeout"] for step in steps) / len(steps)
 
 
 def best_of_n(prompts: Sequence[Answers], ensemble: EnsembleConfig, grid: Sequence[int]) -> dict[str, Any]:

@@ -3,15 +3,24 @@
 from dataclasses import dataclass, replace
 
 from realhf.api.codec import to_plain
-from realhf.api.config import ExperimentConfig, GenerationConfig, KLPlace, MFCConfig, ModelSpec, PPOConfig, opt
+from realhf.api.config import (
+    Advantage,
+    ExperimentConfig,
+    GenerationConfig,
+    KLPlace,
+    MFCConfig,
+    ModelSpec,
+    PPOConfig,
+    opt,
+)
 from realhf.api.ensemble import EnsembleConfig
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync
-from realhf.api.preferences import ScoreConfig
+from realhf.api.preferences import RewardModelType, ScoreConfig
 from realhf.experiments.ppo_options import ppo_problems, ppo_warnings
 from realhf.experiments.reward_models import RewardModels
 
-LEARNED = ("rewards", "ref_logprobs", "prox_logprobs", "values", "baseline", "advantages")
+LEARNED = ("rewards", "dense_rewards", "ref_logprobs", "prox_logprobs", "values", "baseline", "advantages")
 """Keys that training reads beside those of the rollout, where they are made."""
 
 
@@ -25,8 +34,10 @@ class PPOExperiment(ExperimentConfig):
     rew: ModelSpec = opt(ModelSpec, "the reward model")
     score: ScoreConfig = opt(ScoreConfig, "how it scores")
     ensemble: EnsembleConfig = opt(EnsembleConfig, "several reward models instead of rew")
+    prm: ModelSpec = opt(ModelSpec, "a process reward model, whose rewards of steps are added (ppo.dense)")
     actor_gen: MFCConfig = opt(MFCConfig, "rollout")
     rew_inf: MFCConfig = opt(MFCConfig, "rewards")
+    prm_inf: MFCConfig = opt(MFCConfig, "rewards of steps")
     ref_inf: MFCConfig = opt(MFCConfig, "reference log-probs")
     critic_inf: MFCConfig = opt(MFCConfig, "values")
     actor_inf: MFCConfig = opt(MFCConfig, "old log-probs of the actor (ppo.recompute_logprobs)")
@@ -69,6 +80,10 @@ class PPOExperiment(ExperimentConfig):
         made = ("tokens", "prompt_mask", "logprobs", "truncated")
         batch, minibatches = self._batch, self.ppo.ppo_n_minibatches
         mfcs = [MFC("actor_gen", "actor", Kind.GENERATE, actor, ("prompts",), made, batch), *self.reward_mfcs()]
+        if _is_given(self.prm):
+            score = ScoreConfig(RewardModelType.process, splitter=self.ppo.dense.splitter)
+            steps = InterfaceSpec("labelled_rw", {"ppo": to_plain(PPOConfig()), "score": to_plain(score)})
+            mfcs.append(MFC("prm_inf", "prm", Kind.INFERENCE, steps, ("prompt_mask", *rows), ("dense_rewards",), batch))
         if self.has_reference:
             mfcs.append(MFC("ref_inf", "ref", Kind.INFERENCE, actor, rows, ("ref_logprobs",), batch))
         if self.ppo.recompute_logprobs:
@@ -90,7 +105,7 @@ class PPOExperiment(ExperimentConfig):
 
     @property
     def _offloaded(self) -> tuple[str, ...]:
-        resting = {"ref", *self.reward_roles()}
+        resting = {"ref", "prm", *self.reward_roles()}
         return tuple(role for role, model in self.roles().items() if role in resting and model.spec.offload)
 
     def reward_roles(self) -> dict[str, RoleSpec]:
@@ -102,6 +117,8 @@ class PPOExperiment(ExperimentConfig):
             like_actor = replace(self.actor, gradient_checkpointing=False, offload=self.ref.offload)
             found["ref"] = RoleSpec(self.ref) if _is_given(self.ref) else RoleSpec(like_actor, starts_as="actor")
         found |= self.reward_roles()
+        if _is_given(self.prm):
+            found["prm"] = RoleSpec(self.prm, scalar_head=True)
         if self.ppo.disable_value:
             return found
         critic = self.critic
@@ -118,6 +135,7 @@ class PPOExperiment(ExperimentConfig):
             "ref_inf": self.ref_inf,
             "critic_inf": self.critic_inf,
             "actor_inf": self.actor_inf,
+            "prm_inf": self.prm_inf,
             "actor_train": self.actor_train,
             "critic_train": self.critic_train,
         }
@@ -139,6 +157,8 @@ class PPOExperiment(ExperimentConfig):
              "ref has options, but neither ref.path nor ref.config says which model it is"),
             (_is_given(self.critic) or not self.critic.init_from_scratch,
              "critic.init_from_scratch=True needs critic.config=FOLDER_OR_JSON"),
+            (self.ppo.advantage is not Advantage.process or _is_given(self.prm),
+             "ppo.advantage=process needs a process reward model: set prm.path"),
             (self.max_staleness >= 0, f"max_staleness must not be negative, got {self.max_staleness}"),
         ]  # fmt: skip
         wrong = [line for holds, line in checks if not holds]

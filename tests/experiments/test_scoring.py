@@ -18,7 +18,7 @@ from realhf.api.ensemble import EnsembleConfig, Objective
 from realhf.api.experiment import Task
 from realhf.api.preferences import ScoreConfig
 from realhf.base.errors import UserError
-from realhf.experiments.bon import BestOfNExperiment, best_of_n, by_prompt, written_singly
+from realhf.experiments.bon import BestOfNExperiment, best_of_n, by_prompt, failed_share, written_singly
 from realhf.experiments.ppo import PPOExperiment
 from realhf.experiments.ppo_math import PPOMathExperiment
 from realhf.experiments.scoring import ScoreExperiment
@@ -157,3 +157,10 @@ def test_every_member_is_brought_to_its_own_scale(tmp_path: Path) -> None:
     assert [c["reward_output_scaling"] for c in configs] == pytest.approx([(2 * 9 / 8) ** -0.5] * 2)
     (tmp_path / "b" / "evaluation.json").unlink()
     assert f"no scores of held-out answers in {tmp_path}/b/evaluation.json" in experiment.problems()[0]
+
+
+def test_verdicts_that_failed_are_counted(tmp_path: Path) -> None:
+    shares = [(0.5, 0.0), (0.0, 0.25)]
+    lines = [{"gold_inf/verifier_error": a, "gold_inf/verifier_timeout": b} for a, b in shares]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert failed_share(tmp_path) == 0.375

@@ -110,6 +110,7 @@ def test_best_of_sampled_and_of_given_answers(
     results = {name: json.loads((run.root / "bon.json").read_text()) for name, run in runs.items()}
     shapes = {name: (r["n_prompts"], r["n_answers"], [e["n"] for e in r["entries"]]) for name, r in results.items()}
     assert shapes == {"sampled": (5, 4, [1, 3, 4]), "given": (5, 3, [1, 2, 3])}
+    assert [results[name]["gold_failed"] for name in ("sampled", "given")] == [0.0, 0.0]
     for result in results.values():
         assert result["entries"] == result["curves"]["WCO"]
         assert all(e["gold_score"] <= best["gold_score"] + 1e-9
