@@ -36,7 +36,7 @@ class BestOfNExperiment(Scoring, Campaign):
 
     def problems(self) -> list[str]:
         wrong = [f"n_grid must hold positive numbers, got {n}" for n in self.n_grid if n < 1]
-        return wrong + super().problems()
+        return wrong + self.scoring_problems(self.dataset.path)
 
     def stages(self, root: Path) -> Iterator[Stage]:
         """Score everything in one run, and then estimate.

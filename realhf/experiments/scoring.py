@@ -1,6 +1,7 @@
 """Scores of answers, sampled or given, by reward models, and by a judge of these: a gold model or a verifier."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from realhf.api.codec import to_plain
 from realhf.api.config import ExperimentConfig, GenerationConfig, MFCConfig, ModelSpec, PPOConfig, RewardConfig, opt
@@ -8,10 +9,14 @@ from realhf.api.ensemble import EnsembleConfig
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.api.preferences import ScoreConfig
+from realhf.data.files import read_raw_rows
 from realhf.experiments.reward_models import ANSWER, RewardModels
 from realhf.experiments.sampling import sampling_problems
 from realhf.experiments.score import score_interface
 from realhf.experiments.verified import reward_problems, reward_task
+
+SOLUTIONS = {Task.math: ("solutions",), Task.code: ("input_output", "test")}
+"""Keys of a row, one of which a verifier of ours needs."""
 
 
 @dataclass
@@ -42,7 +47,8 @@ class Scoring:
     def has_gold_model(self) -> bool:
         return self.gold != ModelSpec()
 
-    def problems(self) -> list[str]:
+    def scoring_problems(self, data: str) -> list[str]:
+        """Return what the options contradict, one line each; ``data`` is the file with prompts or answers."""
         checks = [
             (not (self.judge and self.has_gold_model), "gold has options, and judge=True: the truth is one of them"),
             (self.judge or replace(self.reward, wrong_reward=0.0) == RewardConfig(wrong_reward=0.0),
@@ -51,8 +57,20 @@ class Scoring:
              "sampling has options, but without policy.path no answer is sampled"),
         ]  # fmt: skip
         wrong = [line for holds, line in checks if not holds] + self.reward_models.problems()
-        return (wrong + sampling_problems("sampling", self.sampling)
-                + (reward_problems(self.reward) if self.judge else []))  # fmt: skip
+        if self.judge:
+            wrong += reward_problems(self.reward) + ([] if self.is_sampled else self._solution_problems(data))
+        return wrong + sampling_problems("sampling", self.sampling)
+
+    def _solution_problems(self, data: str) -> list[str]:
+        """Say whether the first row of given answers lacks what the verifier compares them with."""
+        needed = SOLUTIONS.get(reward_task(self.reward), ())
+        if not needed or not Path(data).is_file():
+            return []
+        row = next(read_raw_rows(data)).value
+        found = {**(row.get("fields") or {}), **row} if isinstance(row, dict) else {}
+        if found.keys() & set(needed):
+            return []
+        return [f"judge=True: rows of {data} have no {' or '.join(map(repr, needed))} (keys: {', '.join(found)})"]
 
 
 @dataclass
@@ -60,6 +78,9 @@ class ScoreExperiment(Scoring, ExperimentConfig):
     """Score answers with reward models; prompts, answers and scores are written to generations/."""
 
     n_logged_generations: int = opt(-1, "rows written to generations/ per step, -1 for all")
+
+    def problems(self) -> list[str]:
+        return self.scoring_problems(self.dataset.path)
 
     @property
     def task(self) -> Task:

@@ -14,6 +14,7 @@ from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.messages import (
     Call,
+    Checkpoint,
     Collect,
     Done,
     Drop,
@@ -23,6 +24,7 @@ from realhf.api.messages import (
     Ready,
     Run,
     Save,
+    Settle,
     Start,
     Stop,
     ToMaster,
@@ -49,6 +51,8 @@ TO_WORKER = [
     Run(3),
     Collect(1, META.ids, ("r",)),
     Save(2, "actor", "a/b"),
+    Checkpoint(3, "checkpoints/step_2.unfinished"),
+    Settle(4),
     Drop(0, 4),
     Stop(),
 ]

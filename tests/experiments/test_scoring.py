@@ -74,6 +74,19 @@ def test_scoring_of_sampled_and_of_given_answers() -> None:
         assert set(experiment.placements()) == {m.name for m in experiment.graph().mfcs}
 
 
+def test_given_answers_must_have_solutions_for_a_verifier(tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    row = {"prompt": "p", "answer": "4"}
+    for more, n_problems in [({"fields": None}, 1), ({"fields": {"solutions": ["4"]}}, 0), ({"solutions": ["4"]}, 0)]:
+        file.write_text(json.dumps({**row, **more}))
+        given = ScoreExperiment(judge=True, dataset=DatasetConfig(path=str(file)))
+        assert len(given.problems()) == n_problems
+    file.write_text(json.dumps(row))
+    assert given.problems() == [f"judge=True: rows of {file} have no 'solutions' (keys: prompt, answer)"]
+    given.reward.fn = "code"
+    assert "have no 'input_output' or 'test'" in given.problems()[0]
+
+
 def test_best_of_n_is_one_run_with_the_same_options(tmp_path: Path) -> None:
     experiment = BestOfNExperiment(policy=ModelSpec("p"), ensemble=TWO, seed=7)
     stage = next(iter(experiment.stages(tmp_path)))

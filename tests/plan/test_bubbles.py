@@ -37,7 +37,7 @@ def test_long_uniform_pipelines_need_not_be_run_to_their_end(data: st.DataObject
     for schedule in (train_schedule, inference_schedule):
         steps = [schedule(stage, n_stages, n) for stage in range(n_stages)]
         whole = makespan(steps, lambda s, i: forward[s], lambda s, i: backward[s], lambda s, i: send[s])
-        assert uniform_makespan(schedule, n, forward, backward, send) == pytest.approx(whole, rel=0.01)
+        assert uniform_makespan(schedule, n, forward, backward, send) == pytest.approx(whole, rel=0.02)
 
 
 def test_schedules_that_do_not_fit_are_found() -> None:
