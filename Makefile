@@ -4,12 +4,13 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 
-.PHONY: help install demo test check unit format bench docs clean
+.PHONY: help install demo test check format kill bench docs clean
 
 help:
 	@echo "make demo    watch PPO raise a reward, from nothing, in about a minute"
 	@echo "make test    all tests"
 	@echo "make check   lint, types, the rules of the house, torch-free tests"
+	@echo "make kill    kill runs at random moments and resume them; about ten minutes"
 	@echo "make bench   benchmarks (ratios; quiet machine)"
 	@echo "make docs    regenerate docs/options.md from the code"
 	@echo "make clean   remove what was built (not the environment)"
@@ -40,6 +41,9 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+kill: $(STAMP)  # 50 random kills of runs, each resumed and compared; about ten minutes
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kill_and_resume.py
+
 bench: $(STAMP)
 	$(BIN)/python benchmarks/start_up.py
 	$(BIN)/python benchmarks/bench_gae.py
@@ -47,6 +51,8 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_realloc.py
 	$(BIN)/python benchmarks/bench_generate.py
 	$(BIN)/python benchmarks/bench_plan.py
+	$(BIN)/python benchmarks/bench_verifier.py
+	$(BIN)/python benchmarks/bench_sandbox.py
 	$(BIN)/python benchmarks/memory.py
 
 docs: $(STAMP)

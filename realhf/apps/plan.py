@@ -240,6 +240,8 @@ def _show(found: Survey, listings: list[Listing]) -> None:
         out.print(f"{listing.text(out.width)}\n", markup=False)
     for note in graph_notes(found.graph.mfcs, found.experiment.roles(), Telemetry.logged_keys):
         out.print(f"note: {note}", markup=False)
+    for warning in found.experiment.config.warnings():
+        out.print(f"warning: {warning}", markup=False)
 
 
 def _write(path: Path, found: Survey, results: Predicted, listings: list[Listing]) -> None:

@@ -73,6 +73,8 @@ def supervise(name: str, experiment: Experiment, paths: RunDir) -> None:
 def begin(name: str, experiment: Experiment, paths: RunDir) -> None:
     """Start a run from nothing."""
     run = preflight(name, experiment, paths)
+    for warning in run.config.warnings():
+        print(f"warning {warning}")
     write_run(run)
     launch(run)
 

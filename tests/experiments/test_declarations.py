@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from realhf.api.campaign import Campaign
-from realhf.api.config import DatasetConfig, GenerationConfig, MFCConfig, ModelSpec, PPOConfig
+from realhf.api.config import DatasetConfig, GenerationConfig, KLEstimator, KLPlace, MFCConfig, ModelSpec, PPOConfig
 from realhf.api.experiment import Task
 from realhf.api.preferences import DPOConfig, PreferenceLoss, RewardModelType, RWConfig
 from realhf.base.errors import UserError
@@ -233,3 +233,18 @@ def test_an_unknown_experiment_names_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "e.py").write_text(USERS)
     with pytest.raises(UserError, match="defines no experiment 'Mien'  did you mean Mine"):
         experiment_class(f"{tmp_path}/e.py:Mien")
+
+
+@pytest.mark.parametrize(
+    ("options", "staleness", "words"),
+    [
+        ({"kl_in": KLPlace.loss, "kl_loss_estimator": KLEstimator.k1}, 0, "expected gradient is 0"),
+        ({"kl_reward_estimator": KLEstimator.k3}, 0, "in the reward only k1"),
+        ({"kl_in": KLPlace.loss, "kl_loss_estimator": KLEstimator.k2}, 1, "k4 is not"),
+        ({}, 1, "clipped around the old generator"),
+    ],
+)
+def test_what_works_and_is_known_to_be_wrong(options: dict, staleness: int, words: str) -> None:
+    warnings = PPOExperiment(ppo=PPOConfig(**options), max_staleness=staleness).warnings()
+    assert any(words in line for line in warnings)
+    assert PPOExperiment(ppo=PPOConfig(kl_in=KLPlace.loss)).warnings() == [] == PPOExperiment().warnings()
