@@ -12,12 +12,17 @@ import sys
 import time
 from collections.abc import Sequence
 from html import escape
+from itertools import chain, combinations
 from pathlib import Path
-from statistics import mean
+from statistics import correlation, mean
 from typing import Any
 
+from realhf.api.config import ModelSpec
+from realhf.api.ensemble import EnsembleConfig
 from realhf.apps.drawing import COLOURS, ticks
+from realhf.experiments.bon import best_of_n, by_prompt
 from realhf.experiments.restem import newest_model, read_generations
+from realhf.experiments.score import score_moments
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
@@ -81,6 +86,35 @@ def proxies(root: Path, policy: str) -> tuple[list[str], list[Point]]:
     return models, found
 
 
+def on_one_scale(run: Path, models: Sequence[str]) -> dict[str, Any]:
+    """Return the curves of the same answers with every member's scores over their held-out mean and deviation."""
+    prompts = by_prompt(read_generations(run / "scored"))
+    for i, model in enumerate(models):
+        moments = score_moments(ModelSpec(model))
+        assert moments is not None, f"{model} was trained with held-out rows"
+        for row in chain(*prompts):
+            row[f"score_{i}"] = (row[f"score_{i}"] - moments[0]) / moments[1]
+    curves = best_of_n(prompts, EnsembleConfig(list(models), uwo_weight=0.5), [])["curves"]
+    return {f"{name}, one scale": curves[name] for name in ("mean", "WCO", "UWO")}
+
+
+def agreement(run: Path) -> dict[str, float]:
+    """Return how members correlate with the verifier and with each other among a prompt's answers: means over prompts.
+
+    A prompt counts where its answers differ in both.
+    """
+    found: dict[str, list[float]] = {"with the verifier": [], "with each other": []}
+    for answers in by_prompt(read_generations(run / "scored")):
+        columns = [[row[f"score_{i}"] for row in answers] for i in range(len(SEEDS))]
+        gold = [row["gold"] for row in answers]
+        pairs = [("with the verifier", (column, gold)) for column in columns]
+        pairs += [("with each other", pair) for pair in combinations(columns, 2)]
+        for kind, (one, other) in pairs:
+            if len(set(one)) > 1 and len(set(other)) > 1:
+                found[kind].append(correlation(one, other))
+    return {kind: mean(values) for kind, values in found.items()}
+
+
 def ppo(root: Path, name: str, policy: str, models: Sequence[str]) -> list[Point]:
     """Train against a proxy, and return what the answers of some of the steps are worth to it and to the verifier."""
     members = f"ensemble.members=[{','.join(models)}]"
@@ -108,7 +142,10 @@ def ppo(root: Path, name: str, policy: str, models: Sequence[str]) -> list[Point
 def bon_series(result: dict[str, Any], key: str) -> Series:
     curves = result["curves"]
     shown = {"single": [curves[f"member_{i}"] for i in range(len(SEEDS))]}
-    shown |= {name: [curves[name]] for name in ("mean", "WCO", "UWO", *(("gold",) if key == "gold_score" else ()))}
+    names = ["mean", "WCO", "UWO"]
+    if key == "gold_score":  # scores on another scale are not drawn beside these
+        names += ["gold", *(name for name in curves if name.endswith("one scale"))]
+    shown |= {name: [curves[name]] for name in names}
     return {name: [(points[0]["kl"], mean(p[key] for p in points)) for points in zip(*several, strict=True)]
             for name, several in shown.items()}  # fmt: skip
 
@@ -168,8 +205,9 @@ def table(results: dict[str, Any]) -> str:
         lines.append(f"| {name} | {golds[0]:.3f} | {golds[-1]:.3f} | {max(golds):.3f} | {last['kl']:.2f} | "
                      f"{last['proxy']:.2f} |")  # fmt: skip
     accuracies = ", ".join(f"{found['rw_eval/accuracy']:.3f}" for found in results["proxies"])
-    return "\n".join([*lines, "", f"Held-out accuracy of the three proxies: {accuracies}. "
-                      f"Everything took {results['seconds']:.0f} s.", ""])  # fmt: skip
+    agreed = ", ".join(f"{value:.2f} {kind}" for kind, value in results["agreement"].items())
+    return "\n".join([*lines, "", f"Held-out accuracy of the three proxies: {accuracies}. Among answers to a prompt "
+                      f"their scores correlate {agreed}. Everything took {results['seconds']:.0f} s.", ""])  # fmt: skip
 
 
 def main() -> None:
@@ -179,6 +217,8 @@ def main() -> None:
     where = [f"dataset.path={root}/task/valid.jsonl", f"policy.path={policy}"]
     run = quickstart(root, "bon", "bon", *where, f"ensemble.members=[{','.join(models)}]", config="bon.yaml")
     results: dict[str, Any] = {"proxies": accuracies, "bon": json.loads((run / "bon.json").read_text())}
+    results["agreement"] = agreement(run)
+    results["bon"]["curves"] |= on_one_scale(run, models)
     results["bon"]["members"] = [f"seed {seed}" for seed in SEEDS]
     results["ppo"] = {name: ppo(root, name, policy, models) for name in OBJECTIVES}
     results["seconds"] = time.monotonic() - began

@@ -1,10 +1,12 @@
 """Policy gradients as whole runs: each algorithm makes the same curve on one worker and cut over two."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import Task
 from tests.integration.conftest import Run, same_curve
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -61,3 +63,16 @@ def test_rollout_may_be_a_step_ahead(
     assert all(line["actor_train/mismatch"] < 1e-4 for line in abreast)
     assert all(line["actor_train/mismatch"] > 1e-3 for line in ahead[1:])  # drawn by the weights of a step before
     assert all(line["actor_train/importance_ratio"] == pytest.approx(1.0, abs=0.2) for line in ahead)
+
+
+def test_restem_is_a_campaign_of_runs(
+    realhf: Callable[..., Run], actor_folder: Path, reward_file: Path, task: Task, tmp_path: Path
+) -> None:
+    words = [f"model.path={actor_folder}", f"dataset.path={task.train}", f"valid_path={task.valid}", "n_rounds=1",
+             f"reward.fn={reward_file}:graded", "threshold=-1", "sampling.n=2", "sampling.max_new_tokens=8", "epochs=1",
+             "validation.n=2", "validation.max_new_tokens=8", "fit_batch=8", "dataset.train_bs_n_seqs=5"]  # fmt: skip
+    root = realhf("restem", tmp_path, words).root
+    result = json.loads((root / "restem.json").read_text())
+    assert result["chosen"] == 1 and Path(result["model"], "model.safetensors").is_file()
+    assert result["rounds"][0]["n_answers"] == 34 and 0 < result["rounds"][0]["n_kept"] <= 34
+    assert {path.name for path in root.iterdir() if path.is_dir()} == {"round1-sample", "round1-fit", "round1-valid"}
