@@ -81,7 +81,6 @@ def run(case: Case, folder: Path) -> tuple[float, float, bool]:
     groups = [GROUPS / f"realhf-fit-{i}" for i in range(case.workers)]
     for group in groups:
         group.mkdir(exist_ok=True)
-        (group / "memory.move_charge_at_immigrate").write_text("3")
         (group / "memory.limit_in_bytes").write_text(str(LIMIT))
         (group / "memory.max_usage_in_bytes").write_text("0")
     try:

@@ -17,12 +17,16 @@ from pathlib import Path
 from statistics import correlation, mean
 from typing import Any
 
+import numpy as np
+
 from realhf.api.config import ModelSpec
-from realhf.api.ensemble import EnsembleConfig
+from realhf.api.ensemble import EnsembleConfig, Objective
 from realhf.apps.drawing import COLOURS, ticks
 from realhf.experiments.bon import best_of_n, by_prompt
 from realhf.experiments.restem import newest_model, read_generations
 from realhf.experiments.score import score_moments
+from realhf.rewards.best_of_n import expected_best
+from realhf.rewards.ensemble import combine
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
@@ -115,6 +119,28 @@ def agreement(run: Path) -> dict[str, float]:
     return {kind: mean(values) for kind, values in found.items()}
 
 
+def gains(run: Path, grid: Sequence[int]) -> dict[str, list[Point]]:
+    """Return by how much each objective has more right answers than a member, prompt by prompt: mean, standard error.
+
+    The curves are of the same answers, so their own errors say too little.
+    """
+    found: dict[str, list[np.ndarray]] = {objective.name: [] for objective in Objective}
+    for answers in by_prompt(read_generations(run / "scored")):
+        scores = np.array([[row[f"score_{i}"] for row in answers] for i in range(len(SEEDS))])
+        gold = [row["gold"] for row in answers]
+        member = np.mean([expected_best(one, gold, grid)[1] for one in scores], axis=0)
+        for objective in Objective:
+            together = combine(scores, EnsembleConfig([], objective, uwo_weight=0.5))
+            found[objective.name].append(expected_best(together, gold, grid)[1] - member)
+    return {
+        name: [
+            {"n": n, "gain": float(np.mean(some)), "stderr": float(np.std(some, ddof=1) / len(some) ** 0.5)}
+            for n, some in zip(grid, np.transpose(rows), strict=True)
+        ]
+        for name, rows in found.items()
+    }
+
+
 def ppo(root: Path, name: str, policy: str, models: Sequence[str]) -> list[Point]:
     """Train against a proxy, and return what the answers of some of the steps are worth to it and to the verifier."""
     members = f"ensemble.members=[{','.join(models)}]"
@@ -181,7 +207,8 @@ def picture(results: dict[str, Any]) -> str:
     bon, ppos = results["bon"], results["ppo"]
     panels = []
     for column, (value, words) in enumerate((("proxy", "score by its own proxy"), ("gold", "share of right answers"))):
-        drawn = [("best of n", "KL from the policy, nats", bon_series(bon, f"{value}_score"))]
+        lines = {name: line for name, line in bon_series(bon, f"{value}_score").items() if name != "gold"}
+        drawn = [("best of n", "KL from the policy, nats", lines)]
         for across, axis in (("step", "step"), ("kl", "KL from the reference, nats per answer")):
             lines = {name: [(p[across], p[value]) for p in points] for name, points in ppos.items()}
             drawn.append(("PPO", axis, lines))
@@ -198,6 +225,9 @@ def table(results: dict[str, Any]) -> str:
     for name, line in series.items():
         label = {"single": "one member, mean of three", "gold": "the verifier"}.get(name, name)
         lines.append(f"| {label} | {' | '.join(f'{y:.3f}' for _, y in line)} |")
+    for name, points in results["gains"].items():
+        cells = " | ".join(f"{100 * p['gain']:+.1f} ({100 * p['stderr']:.1f})" for p in points)
+        lines.append(f"| {name} less one member, points (standard error) | {cells} |")
     lines += ["", "| PPO against | right at first | right at last | best | KL at last, nats | proxy at last |",
               "|---" * 6 + "|"]  # fmt: skip
     for name, points in results["ppo"].items():
@@ -217,6 +247,7 @@ def main() -> None:
     where = [f"dataset.path={root}/task/valid.jsonl", f"policy.path={policy}"]
     run = quickstart(root, "bon", "bon", *where, f"ensemble.members=[{','.join(models)}]", config="bon.yaml")
     results: dict[str, Any] = {"proxies": accuracies, "bon": json.loads((run / "bon.json").read_text())}
+    results["gains"] = gains(run, [entry["n"] for entry in results["bon"]["entries"]])
     results["agreement"] = agreement(run)
     results["bon"]["curves"] |= on_one_scale(run, models)
     results["bon"]["members"] = [f"seed {seed}" for seed in SEEDS]

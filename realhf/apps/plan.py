@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from realhf.api.campaign import Campaign
 from realhf.api.codec import to_plain
 from realhf.api.plan import ExecutionPlan
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
@@ -46,6 +47,9 @@ def main(arguments: list[str]) -> None:
         print_options(words[0])
         return
     experiment, _ = read_words(words[0], words[1:])
+    if isinstance(experiment, Campaign):
+        raise UserError(f"{words[0]} is several runs, each of which is planned when its turn comes; plan one of them,"
+                        " like gen or sft")  # fmt: skip
     modes = _modes(flags.get("--compare", ""))
     if modes:
         experiment.config.allocation_mode = modes[0]

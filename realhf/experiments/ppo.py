@@ -79,7 +79,7 @@ class PPOExperiment(ExperimentConfig):
         rows = ("tokens", "rewards") if self.drops_rows else ("tokens",)
         made = ("tokens", "prompt_mask", "logprobs", "truncated")
         batch, minibatches = self._batch, self.ppo.ppo_n_minibatches
-        mfcs = [MFC("actor_gen", "actor", Kind.GENERATE, actor, ("prompts",), made, batch), *self.reward_mfcs()]
+        mfcs = [MFC("actor_gen", "actor", Kind.GENERATE, actor, ("prompts", "row"), made, batch), *self.reward_mfcs()]
         if _is_given(self.prm):
             score = ScoreConfig(RewardModelType.process, splitter=self.ppo.dense.splitter)
             steps = InterfaceSpec("labelled_rw", {"ppo": to_plain(PPOConfig()), "score": to_plain(score)})

@@ -55,7 +55,7 @@ def test_every_experiment_hangs_together(name: str) -> None:
             Task.outcome,
         ),
         (GenerationExperiment(), ("prompts", "row"), Task.prompt),
-        (PPOExperiment(), ("prompts",), Task.prompt),
+        (PPOExperiment(), ("prompts", "row"), Task.prompt),
         (PPOMathExperiment(), ("prompts", "row"), Task.math),
     ],
 )

@@ -71,7 +71,7 @@ def test_written_answers_are_scored_as_they_were(
     words = [
         f"dataset.path={ppo.root}/generations/step_1.jsonl",
         f"rew.path={members[1]}",
-        "judge=True",
+        f"gold.path={members[2]}",
         "dataset.train_bs_n_seqs=5",
         "dataset.shuffle=False",
         "mode=inline",
@@ -82,9 +82,10 @@ def test_written_answers_are_scored_as_they_were(
     assert len(scored) == len(before) == 14 and {row["truncated"] for row in before} == {0, 1}
     n_whole = 0
     for old, new in zip(before, scored, strict=True):
-        assert new["answer"] == old["answer"] and new["gold"] in (0.0, 1.0)
+        assert new["answer"] == old["answer"]
         if len(old["answer"]) + (not old["truncated"]) == old["answer_tokens"]:  # else it held a special token
-            assert new["rewards"] == pytest.approx(old["score_1"], abs=1e-5)
+            scores = [old["score_1"], old["score_2"]]
+            assert [new["rewards"], new["gold"]] == pytest.approx(scores, abs=1e-5)
             n_whole += 1
     assert n_whole >= 5
 
