@@ -27,6 +27,10 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape)
 
 
+PIECE = 1 << 18
+"""Elements of the gradient that are squared at a time."""
+
+
 class ShardedAdamW:
     """The optimizer of one model on one data-parallel rank. State lives in float32, for this rank's range only."""
 
@@ -84,7 +88,10 @@ class ShardedAdamW:
         """Return the norm of the whole model's gradient; what several workers hold counts once."""
 
         def square(part: Tensor) -> Tensor:
-            return torch.linalg.vector_norm(part, dtype=torch.float64).square()
+            pieces = part.split(PIECE)  # each becomes a float64 copy on its way
+            return (
+                torch.stack([torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]).square().sum()
+            )
 
         squares = square(self.grad) - sum(square(self.grad[part]) * excess for part, excess in self._repeats)
         for axis in ("dp", "tp", "pp"):
