@@ -91,7 +91,7 @@ def test_the_tables_say_where_when_and_what(plan: Command) -> None:
     assert instructions[0] == ["actor_gen", "Transfer", "prompts, row to d2t2p2@0-7"]
     assert instructions[1] == ["Compute", "actor on d2t2p2@0-7, makes tokens, prompt_mask, logprobs, truncated"]
     (_, (worker, needs, has, parts)) = answer.table("memory")
-    assert worker == "0-7" and has == "80 GB" and parts.startswith("optimizer 27 GB, weights 13.5 GB, gradients ")
+    assert worker == "0-7" and has == "80 GB" and parts.startswith("optimizer 20.2 GB, weights 13.5 GB, gradients ")
     assert float(needs.split()[0]) == pytest.approx(stored["peak_bytes"] / 1e9, rel=0.01)
     step = dict(row for row in answer.table("step"))
     assert float(step["predicted"].split()[0]) == pytest.approx(stored["step_s"], rel=1e-3)

@@ -82,7 +82,7 @@ def test_data_that_changed_since_the_launch_is_a_user_error(task: Task, tmp_path
     run.config.dataset.path = str(other)
     said: list[ToMaster] = []
     worker = ModelWorker(run, 0, said.append, logging.getLogger("realhf.test"))
-    with pytest.raises(UserError, match="has 25 rows, it had 40 at launch"):
+    with pytest.raises(UserError, match="has 25 rows and 0 held out, at launch it had 40 and 0"):
         worker.handle(Start("127.0.0.1", 0))
     (failed,) = said
     assert isinstance(failed, Failed) and failed.user_error and failed.during == "reading the data"
