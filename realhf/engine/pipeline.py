@@ -83,6 +83,7 @@ class Pipeline:
                     torch.autograd.backward(outputs.pop(i), gradients.pop(i, None))
                 case SendGradient(i):
                     self.wires.send(_gradient_of(inputs.pop(i)), self.ranks[self.stage - 1])
+            self.wires.flush(keep=2 * self.n_stages)  # neighbours are never further behind
         self.wires.flush()
 
     def generate(self, decodings: Sequence[Decoding]) -> None:
