@@ -110,12 +110,13 @@ class Stop:
 # worker -> master
 @dataclass(frozen=True)
 class Hello:
-    """First word of a worker. Rank 0 says where its rendezvous store listens."""
+    """First word of a worker, which others reach at ``address``. Rank 0's rendezvous store listens at ``port``."""
 
     rank: int
     pid: int
     host: str
     port: int
+    address: str = "127.0.0.1"
 
 
 @dataclass(frozen=True)

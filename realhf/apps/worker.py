@@ -1,4 +1,7 @@
-"""Entry of a model worker process: ``python -m realhf.apps.worker RUN_DIR RANK ADDRESS``."""
+"""Entry of a model worker process: ``python -m realhf.apps.worker RUN_DIR RANK ADDRESS``.
+
+RANK may be the name of an environment variable that holds it.
+"""
 
 import os
 import sys
@@ -11,14 +14,19 @@ def main(root: str, rank: int, address: str) -> None:
     from realhf.api.messages import Stop
     from realhf.apps.quickstart import read_run
     from realhf.base.logging import open_log
+    from realhf.launch.network import address_towards, host_of, interface_of
     from realhf.system.channel import ZmqWorker
     from realhf.system.worker import ModelWorker
 
+    here = "127.0.0.1"
+    if master := host_of(address):
+        here = address_towards(master)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(here))  # gloo trusts the host's name, which may lie
     run = read_run(Path(root))
     channel = ZmqWorker(address, rank)
     worker = ModelWorker(run, rank, channel.send, open_log(run.paths.log(f"worker-{rank}"), f"worker-{rank}"))
     try:
-        worker.hello()
+        worker.hello(here)
         while not isinstance(message := channel.receive(), Stop):
             worker.handle(message)
         worker.close()
@@ -33,4 +41,5 @@ def _leave_with_launcher() -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    rank = sys.argv[2] if sys.argv[2].isdigit() else os.environ[sys.argv[2]]
+    main(sys.argv[1], int(rank), sys.argv[3])

@@ -19,6 +19,10 @@ class RunDir:
         return self.root / "plan.json"
 
     @property
+    def job_script(self) -> Path:
+        return self.root / "slurm.sh"
+
+    @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
 

@@ -46,20 +46,24 @@ def decode(data: bytes, union: type) -> object:
 
 
 class ZmqMaster:
-    """Binds an ipc socket for the workers of one host. ``refused`` counts what strangers sent: it is passed over."""
+    """Binds a socket for the workers: of this host alone, or at ``address``, ``tcp://HOST:PORT`` (``*``: any port).
 
-    def __init__(self) -> None:
+    ``refused`` counts what strangers sent: it is passed over.
+    """
+
+    def __init__(self, address: str = "") -> None:
         self.refused = 0
         self._known: set[bytes] = set()
-        self.folder = Path(tempfile.mkdtemp(prefix="realhf-"))  # mkdtemp makes it 0700
-        self.address = f"ipc://{self.folder}/master"
+        self.folder = None if address else Path(tempfile.mkdtemp(prefix="realhf-"))  # mkdtemp makes it 0700
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.bind(self.address)
-        os.chmod(self.folder / "master", 0o600)
+        self._socket.bind(address or f"ipc://{self.folder}/master")
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        if self.folder is not None:
+            os.chmod(self.folder / "master", 0o600)
 
     def send(self, rank: int, message: ToWorker) -> None:
         self._socket.send_multipart([b"%d" % rank, encode(message, ToWorker)])
@@ -89,8 +93,9 @@ class ZmqMaster:
     def close(self) -> None:
         self._socket.close()
         self._context.term()
-        (self.folder / "master").unlink(missing_ok=True)
-        self.folder.rmdir()
+        if self.folder is not None:
+            (self.folder / "master").unlink(missing_ok=True)
+            self.folder.rmdir()
 
 
 class ZmqWorker:

@@ -83,8 +83,7 @@ class Master:
     def _gather_workers(self) -> None:
         ranks, patience = range(self.run.plan.n_workers), self.run.config.startup_timeout
         hello = self.mailbox.receive_all(Hello, ranks, patience, "to come up")
-        one_host = len({h.host for h in hello.values()}) == 1
-        self._tell_all(Start("127.0.0.1" if one_host else hello[0].host, hello[0].port, self.checkpoint))
+        self._tell_all(Start(hello[0].address, hello[0].port, self.checkpoint))
         self.telemetry.ready(self.mailbox.receive_all(Ready, ranks, patience, "to build its models"))
 
     def _tell_all(self, message: ToWorker) -> None:

@@ -66,9 +66,10 @@ class ModelWorker:
     def _opens_store(self) -> bool:
         return self.rank == 0 and self.run.plan.n_workers > 1
 
-    def hello(self) -> None:
+    def hello(self, address: str = "127.0.0.1") -> None:
+        """Report to the master; ``address`` is where other workers reach this one."""
         port = self.store.port if self.store else 0
-        self.send(Hello(self.rank, pid=os.getpid(), host=socket.gethostname(), port=port))
+        self.send(Hello(self.rank, os.getpid(), socket.gethostname(), port, address))
 
     def handle(self, message: ToWorker) -> None:
         """Carry out one message and reply; an error is reported to the master and raised."""
