@@ -46,6 +46,8 @@ def launch_problems(config: ExperimentConfig) -> list[str]:
                         "or mode=ray")  # fmt: skip
     if config.mode is Mode.slurm:
         problems += slurm.problems(config)
+    elif config.slurm.array_seeds:
+        problems.append(f"slurm.array_seeds={config.slurm.array_seeds} is for mode=slurm (got {config.mode.value})")
     if config.mode is Mode.ray:
         problems += ray.problems(config)
     return problems

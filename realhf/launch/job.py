@@ -16,6 +16,8 @@ from realhf.launch.command import python_path
 from realhf.launch.slurm import gpus
 
 POLL_S = 1.0
+CANCEL_S = 60.0
+"""How long a cancelled job is waited for: SLURM kills after KillWait, 30 s by default, who has not left by then."""
 SILENCE_S = 600.0
 """How long the controller may say nothing: it is restarted now and then, and jobs go on without it."""
 OVER = frozenset(("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
@@ -101,8 +103,12 @@ class Job:
         """Return how the tasks are; OSError when SLURM does not answer."""
         return parse_states(_ask("scontrol", "--oneliner", "show", "job", str(self.number)), self.n_tasks)
 
-    def cancel(self) -> None:
+    def end(self) -> None:
+        """Cancel all tasks and wait until they are gone; OSError when SLURM does not answer."""
         _ask("scancel", str(self.number))
+        end = time.monotonic() + CANCEL_S
+        while not all(state.is_over for state in self.states().values()) and time.monotonic() < end:
+            time.sleep(POLL_S)
 
 
 def submit(file: Path, n_tasks: int) -> Job:
@@ -136,11 +142,11 @@ def follow(job: Job, logs: Sequence[Path], names: Sequence[str]) -> None:
             known = states
             time.sleep(POLL_S)
     except BaseException:
-        job.cancel()
+        job.end()
         raise
     for ear in ears:
         ear.hear()
-    bad = [f"{name}: job {job.number} {known[i]}, exit code {known[i].exit_code}; see {logs[i]}"
+    bad = [f"job {job.number} ({name}) {known[i]}, exit code {known[i].exit_code}; see {logs[i]}"
            for i, name in enumerate(names) if known[i].name != "COMPLETED"]  # fmt: skip
     if bad:
         raise RunFailed("\n".join(bad))

@@ -139,7 +139,7 @@ def problems(config: ExperimentConfig) -> list[str]:
     if options.cpus_per_worker < 1:
         found.append(f"slurm.cpus_per_worker must be positive, got {options.cpus_per_worker}")
     found += [f"slurm.extra: '{word}' is no option of sbatch; write --name=value"
-              for word in options.extra if not re.fullmatch(r"--?\w\S.*", word)]  # fmt: skip
+              for word in options.extra if not re.fullmatch(r"--?\w.*", word)]  # fmt: skip
     for name in ("partition", "account", "qos", "time", "constraint", "mem_per_node", "gpu"):
         if re.search(r"\s", value := str(vars(options)[name])):
             found.append(f"slurm.{name}='{value}' has blanks")

@@ -22,7 +22,7 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CryptoType=crypto/munge
-AuthInfo=socket={root}/munge.socket
+AuthInfo=socket={root}/munge.socket,cred_expire=5
 StateSaveLocation={root}/state
 SlurmdSpoolDir={root}/spool/%n
 SlurmctldPidFile={root}/slurmctld.pid
@@ -95,8 +95,9 @@ class SlurmCluster:
         self.run("slurmd", "-f", str(self.configuration), "-N", f"n{i}")
 
     def kill_node(self, i: int) -> None:
-        """End a node's daemon without a word to anybody."""
+        """End a node's daemon without a word to anybody, and have it noticed at once."""
         os.kill(int((self.root / f"n{i}.pid").read_text()), signal.SIGKILL)
+        self.run("scontrol", "update", f"NodeName=n{i}", "State=DOWN", "Reason=killed")
 
     def wait_until_idle(self) -> None:
         end = time.monotonic() + PATIENCE_S
