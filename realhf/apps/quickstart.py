@@ -18,13 +18,16 @@ from realhf.api.plan import ExecutionPlan
 from realhf.apps.console import Console
 from realhf.apps.options import build_experiment, load_experiment, options_of, save_experiment
 from realhf.apps.preflight import preflight
-from realhf.base.errors import RunFailed, UserError
+from realhf.base.errors import Hung, RunFailed, UserError
 from realhf.base.paths import RunDir
 from realhf.experiments import EXPERIMENTS, experiment_class
 from realhf.system.run import Expected, RunSpec
 
 if TYPE_CHECKING:
     from realhf.system.recovery import Manifest
+
+SHOWN = 8
+"""Workers of which the state is told when a run hangs."""
 
 LEAVE_S = 20.0
 """How long workers may take to leave after the last step."""
@@ -162,8 +165,12 @@ def launch(run: RunSpec, last: "tuple[Path, Manifest] | None" = None) -> None:
         Master(run, workers.channel, workers.dead, telemetry, last).train()
         workers.leave(LEAVE_S)
         console.summary(telemetry.models)
+    except Hung as hung:
+        raise RunFailed(f"{hung}{workers.examine(hung.ranks)}") from hung
     finally:
         console.close()
+        if workers.channel.refused:
+            print(f"dropped {workers.channel.refused} messages that no worker of this run has sent")
         try:
             workers.stop()
         finally:
@@ -177,8 +184,10 @@ class _Local:
     def __init__(self, run: RunSpec) -> None:
         from realhf.launch.local import LocalLauncher
         from realhf.system.channel import ZmqMaster
+        from realhf.system.seal import new_key
 
-        self.channel = ZmqMaster()
+        self.paths = run.paths
+        self.channel = ZmqMaster(new_key(run.paths.key), run.plan.n_workers, run.config.channel_address)
         threads = run.config.threads_per_worker
         self.launcher = LocalLauncher(run.paths, run.plan.n_workers, self.channel.address, threads)
         self.start, self.dead = self.launcher.start, self.launcher.dead
@@ -191,9 +200,16 @@ class _Local:
                 f"worker {late[0]} did not leave cleanly after the last step (exit code {codes.get(late[0])})"
             )
 
+    def examine(self, ranks: tuple[int, ...]) -> str:
+        """Return what is seen of workers that do not answer, from outside; all leave their stacks in their logs."""
+        states = [f"\n  worker {rank}'s process is in state {self.launcher.state(rank)}" for rank in ranks[:SHOWN]]
+        self.launcher.dump_stacks()
+        return "".join(states) + f"\nthe stacks of all workers are in {self.paths.root / 'logs'}"
+
     def stop(self) -> None:
         self.launcher.stop()
         self.channel.close()
+        self.paths.key.unlink(missing_ok=True)
 
 
 class _Inline:
@@ -221,6 +237,9 @@ class _Inline:
 
     def leave(self, timeout_s: float) -> None:
         self.worker.close()
+
+    def examine(self, ranks: tuple[int, ...]) -> str:
+        return ""
 
     def stop(self) -> None:
         self.channel.close()

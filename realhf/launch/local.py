@@ -17,6 +17,9 @@ from realhf.base.paths import RunDir
 STOP_S = 5.0
 """How long a worker may take to leave before it is killed."""
 
+DUMP_S = 0.5
+"""How long workers have to write their stacks."""
+
 
 class LocalLauncher:
     def __init__(self, paths: RunDir, n_workers: int, address: str, threads: int) -> None:
@@ -53,6 +56,20 @@ class LocalLauncher:
             if code is not None:
                 ended[rank] = f"was ended by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
         return ended
+
+    def state(self, rank: int) -> str:
+        """Return what the operating system says of a worker's process, such as ``T (stopped)``; empty if nothing."""
+        status = Path(f"/proc/{self.processes[rank].pid}/status")
+        lines = status.read_text().splitlines() if status.exists() else []
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith("State:")), "")
+
+    def dump_stacks(self) -> None:
+        """Have every worker write the stacks of its threads to its log; those that are stopped go on for it."""
+        living = [process.pid for process in self.processes if process.poll() is None]
+        for number in (signal.SIGUSR1, signal.SIGCONT):
+            for pid in living:
+                os.kill(pid, number)
+        time.sleep(DUMP_S)
 
     def wait(self, timeout_s: float) -> dict[int, int]:
         """Wait for all workers to leave by themselves; return their exit codes (those still there are left out)."""
