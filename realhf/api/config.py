@@ -368,6 +368,8 @@ class ExperimentConfig:
     seed: int = opt(1, "seed of everything")
     threads_per_worker: int = opt(0, "CPU threads of one worker, 0 for cores / workers")
     startup_timeout: float = opt(180.0, "seconds a worker may take to come up")
+    heartbeat_timeout: float = opt(60.0, "seconds a worker may give no sign of life, busy or not; 0: for ever")
+    channel_address: str = opt("", "where the master listens, tcp://HOST:PORT; empty for a private socket of this host")
     recover_mode: RecoverMode = opt(RecoverMode.disabled, "disabled, resume, fault (restart a failed run) or auto")
     recover_retries: int = opt(1, "restarts of a failed run, with recover_mode=fault or auto")
     max_staleness: int = opt(0, "steps that rollout may be ahead of training; 0 is on-policy")

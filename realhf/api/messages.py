@@ -142,6 +142,16 @@ class Done:
 
 
 @dataclass(frozen=True)
+class Beat:
+    """A worker's process is alive; ``doing`` says what it is at, from the outermost in."""
+
+    rank: int
+    pid: int
+    host: str
+    doing: str
+
+
+@dataclass(frozen=True)
 class Failed:
     """The worker met an error and is about to exit."""
 
@@ -153,4 +163,4 @@ class Failed:
 
 
 ToWorker = Start | Fetch | Call | Run | Collect | Save | Checkpoint | Settle | Drop | Stop
-ToMaster = Hello | Ready | Done | Failed
+ToMaster = Hello | Ready | Done | Beat | Failed

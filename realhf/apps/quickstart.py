@@ -20,7 +20,7 @@ from realhf.apps.console import Console
 from realhf.apps.jobs import dry_run, is_queued, queue, seeded
 from realhf.apps.options import build_experiment, load_experiment, options_of, save_experiment
 from realhf.apps.preflight import preflight
-from realhf.base.errors import RunFailed, UserError
+from realhf.base.errors import Hung, RunFailed, UserError
 from realhf.base.paths import RunDir
 from realhf.experiments import EXPERIMENTS, experiment_class
 from realhf.launch import LAUNCHERS, missing
@@ -28,6 +28,9 @@ from realhf.system.run import Expected, RunSpec
 
 if TYPE_CHECKING:
     from realhf.system.recovery import Manifest
+
+SHOWN = 8
+"""Workers of which the state is told when a run hangs."""
 
 LEAVE_S = 20.0
 """How long workers may take to leave after the last step."""
@@ -187,6 +190,8 @@ def launch(run: RunSpec, last: "tuple[Path, Manifest] | None" = None) -> None:
         Master(run, workers.channel, workers.dead, telemetry, last).train()
         workers.leave(LEAVE_S)
         console.summary(telemetry.models)
+    except Hung as hung:
+        raise RunFailed(f"{hung}{workers.examine(hung.ranks)}") from hung
     finally:
         console.close()
         try:
@@ -200,24 +205,40 @@ class _Processes:
     """Worker processes and the channel to them."""
 
     def __init__(self, run: RunSpec) -> None:
-        self.launcher = LAUNCHERS[run.config.mode](run)
+        self.run, self.launcher = run, LAUNCHERS[run.config.mode](run)
         self.dead = self.launcher.dead
-        self._close: Callable[[], None] = lambda: None
+        self._end: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         from realhf.system.channel import ZmqMaster
+        from realhf.system.seal import new_key
 
-        self.channel = ZmqMaster(self.launcher.prepare())
-        self._close = self.channel.close
+        address = self.launcher.prepare()
+        key = new_key(self.run.paths.key)
+        self.channel = ZmqMaster(key, self.run.plan.n_workers, self.run.config.channel_address or address)
+        self._end = self._close
         self.launcher.start(self.channel.address)
 
     def leave(self, timeout_s: float) -> None:
         for rank, how in sorted(self.launcher.wait(timeout_s).items()):
             raise RunFailed(f"worker {rank} did not leave cleanly after the last step: it {how}")
 
+    def examine(self, ranks: tuple[int, ...]) -> str:
+        """Return what is seen of workers that do not answer, from outside; all leave their stacks in their logs."""
+        states = {rank: self.launcher.state(rank) for rank in ranks[:SHOWN]}
+        lines = [f"\n  worker {rank}'s process is in state {state}" for rank, state in states.items() if state]
+        self.launcher.dump_stacks()
+        return "".join(lines) + f"\nthe stacks of all workers are in {self.run.paths.root / 'logs'}"
+
     def stop(self) -> None:
         self.launcher.stop()
-        self._close()
+        self._end()
+
+    def _close(self) -> None:
+        if self.channel.refused:
+            print(f"dropped {self.channel.refused} messages that no worker of this run has sent")
+        self.channel.close()
+        self.run.paths.key.unlink(missing_ok=True)
 
 
 class _Inline:
@@ -245,6 +266,9 @@ class _Inline:
 
     def leave(self, timeout_s: float) -> None:
         self.worker.close()
+
+    def examine(self, ranks: tuple[int, ...]) -> str:
+        return ""
 
     def stop(self) -> None:
         self.channel.close()

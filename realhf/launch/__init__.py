@@ -21,6 +21,12 @@ class Launcher(Protocol):
     def dead(self) -> dict[int, str]:
         """Return the workers that ended, with the words for how. Does not wait."""
 
+    def state(self, rank: int) -> str:
+        """Return what the operating system says of a worker's process, such as ``T (stopped)``; empty if nothing."""
+
+    def dump_stacks(self) -> None:
+        """Have every worker write the stacks of its threads to its log; those that are stopped go on for it."""
+
     def wait(self, timeout_s: float) -> dict[int, str]:
         """Wait for all workers to leave by themselves; return those that did not do so cleanly, and how it went."""
 

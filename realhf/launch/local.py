@@ -13,6 +13,9 @@ from realhf.launch.command import how_it_ended, shared_environment, worker_comma
 STOP_S = 5.0
 """How long a worker may take to leave before it is killed."""
 
+DUMP_S = 0.5
+"""How long workers have to write their stacks."""
+
 
 class LocalLauncher:
     def __init__(self, paths: RunDir, n_workers: int, threads: int) -> None:
@@ -33,6 +36,14 @@ class LocalLauncher:
         codes = {rank: process.poll() for rank, process in enumerate(self.processes)}
         return {rank: how_it_ended(code) for rank, code in codes.items() if code is not None}
 
+    def state(self, rank: int) -> str:
+        return state_of(self.processes[rank])
+
+    def dump_stacks(self) -> None:
+        for process in self.processes:
+            ask_for_stacks(process)
+        time.sleep(DUMP_S)
+
     def wait(self, timeout_s: float) -> dict[int, str]:
         end = time.monotonic() + timeout_s
         for process in self.processes:
@@ -50,6 +61,20 @@ class LocalLauncher:
         for process in self.processes:
             if process.stdin:
                 process.stdin.close()
+
+
+def state_of(process: subprocess.Popen) -> str:
+    """Return the state of a process of this machine, such as ``T (stopped)``; empty if it is not there."""
+    status = Path(f"/proc/{process.pid}/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("State:")), "")
+
+
+def ask_for_stacks(process: subprocess.Popen) -> None:
+    """Have a worker of this machine write its stacks, if it lives; one that is stopped goes on for it."""
+    if process.poll() is None:
+        for number in (signal.SIGUSR1, signal.SIGCONT):
+            os.kill(process.pid, number)
 
 
 def start_worker(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen:

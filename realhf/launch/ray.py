@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from realhf.api.config import ExperimentConfig
 from realhf.base.errors import RunFailed, UserError
 from realhf.base.paths import RunDir
 from realhf.launch.command import how_it_ended, python_path, shared_environment, worker_command
-from realhf.launch.local import STOP_S, start_worker
+from realhf.launch.local import DUMP_S, STOP_S, ask_for_stacks, start_worker, state_of
 
 
 class RayLauncher:
@@ -73,6 +74,19 @@ class RayLauncher:
         self._look(0.0)
         return dict(self._ended)
 
+    def state(self, rank: int) -> str:
+        import ray
+
+        try:
+            return ray.get(self.keepers[rank].state.remote(), timeout=STOP_S)
+        except ray.exceptions.RayError:
+            return ""  # a node that does not answer
+
+    def dump_stacks(self) -> None:
+        for rank in [rank for rank in self._kept if rank not in self._ended]:
+            self.keepers[rank].dump_stacks.remote()
+        time.sleep(DUMP_S)
+
     def wait(self, timeout_s: float) -> dict[int, str]:
         self._look(timeout_s)
         late = {rank: "is still there" for rank in self._kept if rank not in self._ended}
@@ -120,6 +134,13 @@ class Keeper:
         command = worker_command(paths, rank, address)
         self.process = start_worker(command, shared_environment(threads), paths.log(f"worker-{rank}"))
         return self.process.wait()
+
+    def state(self) -> str:
+        return state_of(self.process) if self.process is not None else ""
+
+    def dump_stacks(self) -> None:
+        if self.process is not None:
+            ask_for_stacks(self.process)
 
     def end(self, number: int) -> None:
         if self.process is not None and self.process.poll() is None:

@@ -3,12 +3,14 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
+import time
 
 from realhf.api.config import ExperimentConfig
 from realhf.base.paths import RunDir
 from realhf.launch.command import how_it_ended, shared_environment, worker_command
-from realhf.launch.local import STOP_S, start_worker
+from realhf.launch.local import DUMP_S, STOP_S, start_worker
 from realhf.launch.network import address_for
 
 RANK = "SLURM_PROCID"
@@ -44,6 +46,14 @@ class SlurmLauncher:
             how = how_it_ended(code) if not code else f"ended with srun, which {how_it_ended(code)} ({last})"
             found = dict.fromkeys(range(len(self.nodes) * self.config.n_gpus_per_node), how) | found
         return found
+
+    def state(self, rank: int) -> str:
+        return ""  # SLURM knows nothing of it
+
+    def dump_stacks(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGUSR1)  # handed on to all tasks
+            time.sleep(DUMP_S)
 
     def wait(self, timeout_s: float) -> dict[int, str]:
         assert self.process is not None, "started before"

@@ -25,7 +25,8 @@ from realhf.api.messages import (
 from realhf.plan.program import home, meshes_of
 from realhf.plan.schedule import Action, Dispatch, FetchRows, FinishStep, MasterState, RowsReady, Span
 from realhf.system.channel import MasterEnd, deadline
-from realhf.system.mailbox import Mailbox, Watch
+from realhf.system.mailbox import Mailbox, Watch, listed
+from realhf.system.pulse import Pulses
 from realhf.system.recovery import Manifest, aside, commit, flat_options
 from realhf.system.run import RunSpec
 from realhf.system.telemetry import Telemetry
@@ -56,7 +57,8 @@ class Master:
     ) -> None:
         """``last`` is the checkpoint to go on from, and its folder."""
         self.run, self.channel, self.telemetry = run, channel, telemetry
-        self.mailbox = Mailbox(channel, watch, self._doing, lambda rank: run.paths.log(f"worker-{rank}"))
+        pulses = Pulses(run.config.heartbeat_timeout or float("inf"))
+        self.mailbox = Mailbox(channel, watch, self._doing, lambda rank: run.paths.log(f"worker-{rank}"), pulses=pulses)
         self.checkpoint = str(last[0]) if last else ""
         length = replace(run.length, first_step=last[1].step) if last else run.length
         self.state = MasterState(run.graph, run.plan, length, run.config.max_staleness, run.writes_checkpoints)
@@ -100,7 +102,8 @@ class Master:
         patience = self.run.config.call_timeout
         message = self.mailbox.receive(
             oldest.left,
-            lambda: f"waited {patience:.0f} s for {oldest.what} from worker {', '.join(map(str, oldest.waiting))}",
+            lambda: f"waited {patience:.0f} s for {oldest.what} from worker {listed(oldest.waiting)}",
+            oldest.waiting,
         )
         assert isinstance(message, Done), f"a worker that is ready says Done, not {type(message).__name__}"
         request = self.requests[message.request]

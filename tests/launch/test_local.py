@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from realhf.api.messages import Hello
 from realhf.apps.quickstart import prepare, write_run
 from realhf.base.paths import RunDir
 from realhf.launch.local import LocalLauncher
 from realhf.system.channel import ZmqMaster
+from realhf.system.seal import new_key
 from tests.conftest import Task
 
 PATIENCE_S = 60.0
@@ -40,12 +42,13 @@ def test_workers_leave_when_killed_when_asked_and_when_alone(
              "dataset.train_bs_n_seqs=7", "ppo.gen.max_new_tokens=9", "n_gpus_per_node=3", "device=cpu"]  # fmt: skip
     run = prepare("ppo-math", words)
     write_run(run)
-    channel = ZmqMaster()
+    channel = ZmqMaster(new_key(run.paths.key), 3)
     launcher = LocalLauncher(run.paths, 3, threads=1)
     try:
         launcher.start(channel.address)
-        hello = [channel.receive(PATIENCE_S) for _ in range(3)]
-        pids = {message.rank: message.pid for message in hello if message is not None}
+        heard = [channel.receive(PATIENCE_S) for _ in range(6)]  # and a first beat of each
+        hello = [message for message in heard if isinstance(message, Hello)]
+        pids = {message.rank: message.pid for message in hello}
         assert pids == {rank: process.pid for rank, process in enumerate(launcher.processes)}
         assert launcher.dead() == {} and len(living(run.paths.root)) == 3
         assert launcher.wait(0.0) == dict.fromkeys(range(3), "is still there")
