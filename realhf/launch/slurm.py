@@ -52,7 +52,8 @@ class SlurmLauncher:
 
     def dump_stacks(self) -> None:
         if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(signal.SIGUSR1)  # handed on to all tasks
+            self.process.send_signal(signal.SIGUSR1)  # which srun hands on to all tasks, but not the next
+            subprocess.run(["scancel", "--signal=CONT", os.environ["SLURM_JOB_ID"]], stderr=subprocess.DEVNULL)
             time.sleep(DUMP_S)
 
     def wait(self, timeout_s: float) -> dict[int, str]:
