@@ -184,8 +184,10 @@ class _Local:
     def __init__(self, run: RunSpec) -> None:
         from realhf.launch.local import LocalLauncher
         from realhf.system.channel import ZmqMaster
+        from realhf.system.master import look_for_cycles_seldom
         from realhf.system.seal import new_key
 
+        look_for_cycles_seldom()
         self.paths = run.paths
         self.channel = ZmqMaster(new_key(run.paths.key), run.plan.n_workers, run.config.channel_address)
         threads = run.config.threads_per_worker
