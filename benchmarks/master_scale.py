@@ -95,7 +95,8 @@ class Cluster:
         self.seals = [Seal(KEY, Lane.to_master, rank) for rank in range(n)]
         self.chance = random.Random(0)
         self.now = 0.0
-        self.under_way: list[tuple[float, int, ToMaster]] = []
+        self.free_at = [0.0] * n
+        self.under_way: list[tuple[float, int, list[bytes]]] = []
         self.sent: list[tuple[int, ToWorker]] = []
         self.n_fetchers = len(self.run.fetchers)
         self.meshes = {name: meshes_of(program) for name, program in self.run.program.items()}
@@ -109,15 +110,14 @@ class Cluster:
         self.sent.append((rank, message))
 
     def receive(self, timeout_s: float) -> ToMaster | None:
-        start = time.thread_time()
-        for rank, sent in self.sent:
-            self.hear(rank, sent)
-        self.sent.clear()
-        self.now, _, message = heapq.heappop(self.under_way)
-        payload = encode(message, ToMaster)
-        frames = [self.seals[message.rank].head(digest(payload)), payload]
-        self.outside += time.thread_time() - start
+        if self.sent:
+            start = time.thread_time()
+            for rank, sent in self.sent:
+                self.hear(rank, sent)
+            self.sent.clear()
+            self.outside += time.thread_time() - start
         self.heard += 1
+        self.now, _, frames = heapq.heappop(self.under_way)
         opened = self.inbox.opened(frames)
         assert opened is not None
         return opened[1]
@@ -125,8 +125,11 @@ class Cluster:
     def close(self) -> None: ...
 
     def answer(self, message: ToMaster, seconds: float) -> None:
-        arrival = self.now + seconds * self.chance.uniform(0.9, 1.1)
-        heapq.heappush(self.under_way, (arrival, self.chance.getrandbits(62), message))
+        rank = message.rank
+        self.free_at[rank] = max(self.free_at[rank], self.now) + seconds * self.chance.uniform(0.9, 1.1)
+        payload = encode(message, ToMaster)
+        frames = [self.seals[rank].head(digest(payload)), payload]
+        heapq.heappush(self.under_way, (self.free_at[rank], self.chance.getrandbits(62), frames))
 
     def hear(self, rank: int, message: ToWorker) -> None:
         match message:
