@@ -48,6 +48,8 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_generate.py
 	$(BIN)/python benchmarks/bench_plan.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/master_scale.py
+	$(BIN)/python benchmarks/soak.py
 
 docs: $(STAMP)
 	$(BIN)/python docs/make_options.py

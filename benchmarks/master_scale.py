@@ -1,10 +1,11 @@
 """What one call costs the master, per worker, on clusters that nobody has to own: real master, simulated workers.
 
-    python benchmarks/master_scale.py [--workers 1000,4000,16000] [--steps 3] [--profile]
+    python benchmarks/master_scale.py [--workers 1000,4000,16000] [--steps 4] [--profile]
 
 Runs PPO with its layouts (rollout and actor training on all workers, reward, reference and critic on halves) and one
 row per worker. Master, schedule, telemetry, encoding and seals are those of a run; messages pass through memory instead
-of a socket, and workers answer in random order. Their side (deciding what to answer, encoding it) is not counted.
+of a socket, and workers answer in random order. Their side (deciding what to answer, encoding it) is not counted. The
+seconds are the processor's, of the fastest step: others on the machine only make it slower.
 Exits with 1 where a call costs more than 20 us per worker at the largest size, or the process takes more than 2 GB.
 """
 
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from realhf.api.batch import BatchMeta, ColumnMeta, RowId
@@ -30,7 +32,7 @@ from realhf.base.paths import RunDir
 from realhf.experiments import experiment_class
 from realhf.plan.program import meshes_of
 from realhf.system.channel import Inbox, Outbox, encode
-from realhf.system.master import Master
+from realhf.system.master import Master, look_for_cycles_seldom
 from realhf.system.run import RunSpec
 from realhf.system.seal import Lane, Seal, digest
 from realhf.system.telemetry import Metrics, Telemetry
@@ -83,7 +85,6 @@ class Cluster:
 
     run: RunSpec
     outside: float = 0.0
-    began: float = 0.0
     asked: int = 0
     heard: int = 0
     calls: dict[tuple[int, int], Call] = field(default_factory=dict)
@@ -94,7 +95,10 @@ class Cluster:
         self.seals = [Seal(KEY, Lane.to_master, rank) for rank in range(n)]
         self.chance = random.Random(0)
         self.now = 0.0
-        self.under_way: list[tuple[float, int, ToMaster]] = []
+        self.free_at = [0.0] * n
+        self.under_way: list[tuple[float, int, list[bytes]]] = []
+        self.sent: list[tuple[int, ToWorker]] = []
+        self.n_fetchers = len(self.run.fetchers)
         self.meshes = {name: meshes_of(program) for name, program in self.run.program.items()}
         self.heads = {name: {rank: d for d, rank in enumerate(placement.layout.dp_heads())}
                       for name, placement in self.run.plan.placements.items()}  # fmt: skip
@@ -103,19 +107,17 @@ class Cluster:
 
     def send(self, rank: int, message: ToWorker) -> None:
         self.outbox.sealed(rank, message)
-        start = time.perf_counter()
-        if isinstance(message, Fetch) and not self.began:
-            self.began, self.outside = start, 0.0
-        self.hear(rank, message)
-        self.outside += time.perf_counter() - start
+        self.sent.append((rank, message))
 
     def receive(self, timeout_s: float) -> ToMaster | None:
-        start = time.perf_counter()
-        self.now, _, message = heapq.heappop(self.under_way)
-        payload = encode(message, ToMaster)
-        frames = [self.seals[message.rank].head(digest(payload)), payload]
-        self.outside += time.perf_counter() - start
+        if self.sent:
+            start = time.thread_time()
+            for rank, sent in self.sent:
+                self.hear(rank, sent)
+            self.sent.clear()
+            self.outside += time.thread_time() - start
         self.heard += 1
+        self.now, _, frames = heapq.heappop(self.under_way)
         opened = self.inbox.opened(frames)
         assert opened is not None
         return opened[1]
@@ -123,17 +125,19 @@ class Cluster:
     def close(self) -> None: ...
 
     def answer(self, message: ToMaster, seconds: float) -> None:
-        self.heard_at = self.now + seconds * self.chance.uniform(0.9, 1.1)
-        heapq.heappush(self.under_way, (self.heard_at, self.chance.getrandbits(62), message))
+        rank = message.rank
+        self.free_at[rank] = max(self.free_at[rank], self.now) + seconds * self.chance.uniform(0.9, 1.1)
+        payload = encode(message, ToMaster)
+        frames = [self.seals[rank].head(digest(payload)), payload]
+        heapq.heappush(self.under_way, (self.free_at[rank], self.chance.getrandbits(62), frames))
 
     def hear(self, rank: int, message: ToWorker) -> None:
         match message:
             case Start():
                 self.answer(Ready(rank, {"seconds": 1.0}), 10.0)
             case Fetch(request, start, stop):
-                fetchers = self.run.fetchers
-                at, count = self.heads["actor_gen"][rank], len(fetchers)
-                first, last = (start + (stop - start) * k // count for k in (at, at + 1))
+                at = self.heads["actor_gen"][rank]
+                first, last = (start + (stop - start) * k // self.n_fetchers for k in (at, at + 1))
                 ids = tuple(RowId(p, -1) for p in range(first, last))
                 self.done(request, rank, 0.1, "fetch", self.rows(ids, self.run.graph.dataset_keys))
             case Call(request):
@@ -183,12 +187,22 @@ class Cluster:
         })  # fmt: skip
 
 
-class Silent:
-    """A view that shows nothing."""
+class Stopwatch:
+    """A view that shows nothing and notes what the master took for every step, the first of which is start-up."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.laps: list[tuple[float, int, int]] = []
 
     def ready(self, workers: dict[int, Ready]) -> None: ...
 
-    def step(self, metrics: Metrics) -> None: ...
+    def step(self, metrics: Metrics) -> None:
+        cluster = self.cluster
+        self.laps.append((time.thread_time() - cluster.outside, cluster.asked, cluster.heard))
+
+    def steps(self) -> list[tuple[float, int, int]]:
+        """Return seconds, workers that were asked to take part in a call, and events, of every step but the first."""
+        return [tuple(b - a for a, b in zip(*laps, strict=True)) for laps in pairwise(self.laps)]  # type: ignore[misc]
 
     def evaluated(self, step: int, metrics: Metrics) -> None: ...
 
@@ -199,31 +213,33 @@ def measure(n: int, steps: int, profile: bool) -> tuple[float, float]:
     """Print a line for ``n`` workers; return microseconds per worker and call, and gigabytes."""
     with tempfile.TemporaryDirectory() as scratch:
         run = run_of(n, steps, Path(scratch))
-        cluster, telemetry = Cluster(run), Telemetry(run, Silent(), [])
+        cluster = Cluster(run)
+        view = Stopwatch(cluster)
+        telemetry = Telemetry(run, view, [])
         master = Master(run, cluster, dict, telemetry)
         profiler = cProfile.Profile()
         if profile:
             profiler.enable()
         master.train()
-        seconds = time.perf_counter() - cluster.began - cluster.outside
         if profile:
             profiler.disable()
             profiler.print_stats("tottime")
         telemetry.close()
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    each = seconds / cluster.asked * 1e6
-    print(f"{n:>8} {steps:>6} {cluster.asked:>9} {seconds:>9.2f} {each:>18.1f} {cluster.heard / seconds:>11.0f} "
-          f"{memory:>7.2f}", flush=True)  # fmt: skip
-    return each, memory
+    seconds, asked, heard = min(view.steps())
+    print(f"{n:>8} {asked:>9} {seconds:>9.2f} {seconds / asked * 1e6:>18.1f} {heard / seconds:>11.0f} {memory:>7.2f}",
+          flush=True)  # fmt: skip
+    return seconds / asked * 1e6, memory
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--workers", default="1000,4000,16000")
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
-    print(f"{'workers':>8} {'steps':>6} {'asked':>9} {'s':>9} {'us/worker and call':>18} {'events/s':>11} {'GB':>7}")
+    look_for_cycles_seldom()
+    print(f"{'workers':>8} {'asked':>9} {'s':>9} {'us/worker and call':>18} {'events/s':>11} {'GB':>7}")
     for size in options.workers.split(","):
         each, memory = measure(int(size), options.steps, options.profile)
     sys.exit(each > LIMIT_US or memory > LIMIT_GB)

@@ -9,6 +9,8 @@ from typing import Any
 from realhf.api.batch import BatchMeta, RowId
 
 Stats = dict[str, tuple[float, float]]
+Holders = dict[str, tuple[tuple[int, ...], ...]]
+SpanTuple = tuple[str, int, int]
 State = dict[str, Any]
 """What an interface remembers between calls of its role (KL coefficient, value statistics): small, plain, JSON-able."""
 
@@ -47,7 +49,7 @@ class Call:
     step: int
     version: int
     inputs: BatchMeta
-    holders: dict[str, tuple[tuple[int, ...], ...]]
+    holders: Holders
     shared: tuple[str, ...]
     assignment: tuple[tuple[int, ...], ...]
     minibatches: tuple[int, ...]
@@ -137,7 +139,7 @@ class Done:
     stats: Stats = field(default_factory=dict)
     state: State | None = None
     values: dict[str, Any] = field(default_factory=dict)
-    spans: tuple[tuple[str, int, int], ...] = ()
+    spans: tuple[SpanTuple, ...] = ()
     memory: tuple[int, int] = (0, 0)
 
 

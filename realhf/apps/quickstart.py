@@ -211,8 +211,10 @@ class _Processes:
 
     def start(self) -> None:
         from realhf.system.channel import ZmqMaster
+        from realhf.system.master import look_for_cycles_seldom
         from realhf.system.seal import new_key
 
+        look_for_cycles_seldom()
         address = self.launcher.prepare()
         key = new_key(self.run.paths.key)
         self.channel = ZmqMaster(key, self.run.plan.n_workers, self.run.config.channel_address or address)

@@ -45,7 +45,8 @@ class Mailbox:
         """
         while True:
             message = self.channel.receive(min(POLL_S, max(left(), 0.0)))
-            self.pulses.look()
+            if message is None:
+                self.pulses.look()
             match message:
                 case Failed():
                     raise self._first_cause([message])

@@ -62,20 +62,20 @@ class Gate:
 
     def __init__(self, key: bytes, lanes: tuple[Lane, ...], ranks: range) -> None:
         self._key, self._ranks = key, ranks
-        self._heard = {lane: dict.fromkeys(ranks, 0) for lane in lanes}
+        self._heard = {int(lane): (lane, dict.fromkeys(ranks, 0)) for lane in lanes}
 
     def check(self, head: bytes, payload: bytes) -> tuple[Lane, int]:
         """Return lane and rank of a message; ``Refused`` says what is wrong with it."""
         if len(head) != FIELDS.size + TAG_BYTES:
             raise Refused(f"a head of {len(head)} bytes")
         fields = head[: FIELDS.size]
-        lane, rank, number = FIELDS.unpack(fields)
-        if lane not in self._heard or rank not in self._ranks:
-            raise Refused(f"nobody is worker {rank} in lane {lane}")
+        way, rank, number = FIELDS.unpack(fields)
+        if way not in self._heard or rank not in self._ranks:
+            raise Refused(f"nobody is worker {rank} in lane {way}")
         if not hmac.compare_digest(head[FIELDS.size :], tag(self._key, fields, digest(payload))):
             raise Refused(f"not sealed by worker {rank}")
-        heard = self._heard[lane]
+        lane, heard = self._heard[way]
         if number <= heard[rank]:
             raise Refused(f"message {number} of worker {rank} comes after {heard[rank]}")
         heard[rank] = number
-        return Lane(lane), rank
+        return lane, rank

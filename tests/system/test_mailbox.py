@@ -79,11 +79,11 @@ def test_every_wait_ends() -> None:
 
 def test_a_silent_worker_is_blamed_though_others_beat() -> None:
     """Beats do not reach the master's logic; the wait ends before its deadline."""
-    script = Script(Beat(0, 10, "a", "all_reduce"), Beat(1, 11, "b", "gen/Compute"), Ready(0), None, None, None)
+    script = Script(Beat(0, 10, "a", "all_reduce"), Beat(1, 11, "b", "gen/Compute"), Ready(0), None)
     seconds = iter(range(100))
     mailbox = Mailbox(script, dict, str, str, pulses=Pulses(2.5, lambda: float(next(seconds))))
     assert mailbox.receive(deadline(5.0), str) == Ready(0)
-    script.messages.insert(0, Beat(0, 10, "a", "all_reduce"))
+    script.messages.append(Beat(0, 10, "a", "all_reduce"))
     with pytest.raises(
         Hung, match="worker 1 .host b, process 11. gives no sign of life .* it was at gen/Compute"
     ) as hung:
