@@ -54,6 +54,8 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_verifier.py
 	$(BIN)/python benchmarks/bench_sandbox.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/master_scale.py
+	$(BIN)/python benchmarks/soak.py
 
 docs: $(STAMP)
 	$(BIN)/python docs/make_options.py

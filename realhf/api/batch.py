@@ -23,8 +23,10 @@ class ColumnMeta:
     dtype: str
     lengths: tuple[int, ...]
 
-    def nbytes(self, row: int) -> int:
-        return self.lengths[row] * SCALAR_BYTES[self.dtype]
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of every row."""
+        return [length * SCALAR_BYTES[self.dtype] for length in self.lengths]
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ class Schedule(Enum):
 class Mode(Enum):
     local = "local"
     inline = "inline"
+    ray = "ray"
+    slurm = "slurm"
 
 
 class Device(Enum):
@@ -349,6 +351,33 @@ class TensorboardConfig:
 
 
 @dataclass
+class SlurmConfig:
+    """What a job asks for, beside n_nodes with n_gpus_per_node tasks each. An empty text leaves it to the cluster."""
+
+    partition: str = opt("", "partition")
+    account: str = opt("", "account")
+    qos: str = opt("", "quality of service")
+    time: str = opt("", "longest time of the job, like 12:00:00")
+    constraint: str = opt("", "features that nodes must have")
+    exclusive: bool = opt(False, "whole nodes, shared with no other job")
+    cpus_per_worker: int = opt(1, "cores of one worker")
+    mem_per_node: str = opt("", "memory of a node, like 200G; 0 for all of it")
+    gpu: str = opt("gpu", "what a GPU is called there, like gpu:a100 (device=cuda)")
+    container_image: str = opt("", "image that workers run in (srun --container-image)")
+    container_mounts: str = opt("", "what such a container sees of the outside (srun --container-mounts)")
+    python: str = opt("", "python of the workers (default: the one that launches)")
+    setup: list[str] = opt(list, "lines of shell before the run, like 'module load cuda'")
+    extra: list[str] = opt(list, "further options of sbatch, like --mail-type=END")
+    array_seeds: list[int] = opt(list, "one run for each of these seeds, as one array of jobs")
+
+
+@dataclass
+class RayConfig:
+    address: str = opt("", "a Ray cluster, HOST:PORT or auto; empty to start one on this machine for the run")
+    cpus_per_worker: int = opt(1, "cores of one worker")
+
+
+@dataclass
 class ExperimentConfig:
     """Options that every experiment has."""
 
@@ -356,14 +385,16 @@ class ExperimentConfig:
     trial_name: str = opt("", "second part of the run directory (default: run and the time)")
     fileroot: str = opt("runs", "folder of all runs")
     overwrite: bool = opt(False, "delete a trial directory that already holds a run")
-    mode: Mode = opt(Mode.local, "local: one process per worker; inline: all in this process, for debugging")
+    mode: Mode = opt(Mode.local, "local: a process per worker; inline: all in this process, for debugging; ray; slurm")
     device: Device = opt(Device.auto, "cpu, cuda, or what the machine has")
-    n_nodes: int = opt(1, "machines")
+    n_nodes: int = opt(1, "machines (more than one with mode=slurm or ray)")
     n_gpus_per_node: int = opt(1, "workers per machine; on cpu a worker is a process")
     allocation_mode: str = opt("heuristic", "heuristic, manual, d2t1p1, or actor_gen:d2,*:d1")
     seed: int = opt(1, "seed of everything")
     threads_per_worker: int = opt(0, "CPU threads of one worker, 0 for cores / workers")
     startup_timeout: float = opt(180.0, "seconds a worker may take to come up")
+    heartbeat_timeout: float = opt(60.0, "seconds a worker may give no sign of life, busy or not; 0: for ever")
+    channel_address: str = opt("", "where the master listens, tcp://HOST:PORT; empty for a private socket of this host")
     recover_mode: RecoverMode = opt(RecoverMode.disabled, "disabled, resume, fault (restart a failed run) or auto")
     recover_retries: int = opt(1, "restarts of a failed run, with recover_mode=fault or auto")
     max_staleness: int = opt(0, "steps that rollout may be ahead of training; 0 is on-policy")
@@ -374,6 +405,8 @@ class ExperimentConfig:
     exp_ctrl: ExperimentControl = opt(ExperimentControl, "length of the run, saving")
     dataset: DatasetConfig = opt(DatasetConfig, "data")
     planner: PlannerConfig = opt(PlannerConfig, "predictions and plan search")
+    slurm: SlurmConfig = opt(SlurmConfig, "what a job asks for, with mode=slurm")
+    ray: RayConfig = opt(RayConfig, "where actors run, with mode=ray")
     wandb: WandbConfig = opt(WandbConfig, "Weights & Biases")
     tensorboard: TensorboardConfig = opt(TensorboardConfig, "TensorBoard")
 

@@ -9,6 +9,8 @@ from typing import Any
 from realhf.api.batch import BatchMeta, RowId
 
 Stats = dict[str, tuple[float, float]]
+Holders = dict[str, tuple[tuple[int, ...], ...]]
+SpanTuple = tuple[str, int, int]
 State = dict[str, Any]
 """What an interface remembers between calls of its role (KL coefficient, value statistics): small, plain, JSON-able."""
 
@@ -47,7 +49,7 @@ class Call:
     step: int
     version: int
     inputs: BatchMeta
-    holders: dict[str, tuple[tuple[int, ...], ...]]
+    holders: Holders
     shared: tuple[str, ...]
     assignment: tuple[tuple[int, ...], ...]
     minibatches: tuple[int, ...]
@@ -110,12 +112,13 @@ class Stop:
 # worker -> master
 @dataclass(frozen=True)
 class Hello:
-    """First word of a worker. Rank 0 says where its rendezvous store listens."""
+    """First word of a worker, which others reach at ``address``. Rank 0's rendezvous store listens at ``port``."""
 
     rank: int
     pid: int
     host: str
     port: int
+    address: str = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -136,8 +139,18 @@ class Done:
     stats: Stats = field(default_factory=dict)
     state: State | None = None
     values: dict[str, Any] = field(default_factory=dict)
-    spans: tuple[tuple[str, int, int], ...] = ()
+    spans: tuple[SpanTuple, ...] = ()
     memory: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A worker's process is alive; ``doing`` says what it is at, from the outermost in."""
+
+    rank: int
+    pid: int
+    host: str
+    doing: str
 
 
 @dataclass(frozen=True)
@@ -152,4 +165,4 @@ class Failed:
 
 
 ToWorker = Start | Fetch | Call | Run | Collect | Save | Checkpoint | Settle | Drop | Stop
-ToMaster = Hello | Ready | Done | Failed
+ToMaster = Hello | Ready | Done | Beat | Failed

@@ -7,6 +7,7 @@ import sys
 COMMANDS = {
     "quickstart": ("realhf.apps.quickstart", "EXPERIMENT [key=value ...]", "plan, check, launch and follow a run"),
     "resume": ("realhf.apps.resume", "RUN_DIR [key=value ...]", "go on from the last checkpoint of a run"),
+    "master": ("realhf.apps.master", "RUN_DIR", "carry out a run that is written down, as a job does"),
     "plan": ("realhf.apps.plan", "EXPERIMENT [key=value ...]", "all short of launching: graph, layouts, program"),
     "profile": ("realhf.apps.profile", "[model=FOLDER,...] [key=value ...]", "measure this machine, for predictions"),
     "verifier": ("realhf.apps.verifier", "serve [key=value ...]", "check maths and code for others, over HTTP"),

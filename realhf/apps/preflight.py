@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from realhf.api.config import Device, ExperimentConfig, MFCConfig, Mode
+from realhf.api.config import Device, ExperimentConfig, MFCConfig
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph, GraphError
 from realhf.api.model import ModelConfig
@@ -20,6 +20,7 @@ from realhf.base.paths import RunDir
 from realhf.data.encode import EncodedRows, encode_split
 from realhf.data.rows import read_rows
 from realhf.data.tokenizer import load_tokenizer
+from realhf.launch import launch_problems, launches_elsewhere
 from realhf.plan.allocate import PLANNED, allocate
 from realhf.plan.check import key_problems, model_problems
 from realhf.plan.planner import Planner
@@ -228,11 +229,7 @@ def directory_problems(config: ExperimentConfig, paths: RunDir) -> list[str]:
 
 def run_problems(config: ExperimentConfig) -> list[str]:
     """Say why this run cannot have its mode or its length."""
-    problems = []
-    if config.mode is Mode.inline and config.n_nodes * config.n_gpus_per_node != 1:
-        problems.append("mode=inline runs one worker in this process; set n_nodes=1 n_gpus_per_node=1")
-    if config.mode is Mode.local and config.n_nodes != 1:
-        problems.append(f"mode=local runs on this machine only; set n_nodes=1 (got {config.n_nodes})")
+    problems = launch_problems(config)
     control = config.exp_ctrl
     if control.keep_last < 0:
         problems.append(f"exp_ctrl.keep_last must not be negative, got {control.keep_last}")
@@ -283,6 +280,11 @@ def pick_device(config: ExperimentConfig, launching: bool = True) -> str:
     """
     if not launching and (config.device is not Device.auto or config.planner.hardware):
         return "cpu" if config.device is Device.cpu or config.planner.hardware == "cpu" else "cuda"
+    if launching and launches_elsewhere(config):
+        if config.device is Device.auto:
+            raise UserError(f"mode={config.mode.value}: workers run on other machines than this; set device=cuda or "
+                            "device=cpu")  # fmt: skip
+        return config.device.value
     has_gpu = Path("/dev/nvidiactl").exists()
     if config.device is Device.cuda and not has_gpu:
         raise UserError("device=cuda, but this machine shows no NVIDIA driver; set device=cpu")

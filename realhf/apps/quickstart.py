@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,15 +17,20 @@ from realhf.api.experiment import Experiment
 from realhf.api.messages import ToWorker
 from realhf.api.plan import ExecutionPlan
 from realhf.apps.console import Console
+from realhf.apps.jobs import dry_run, is_queued, queue, seeded
 from realhf.apps.options import build_experiment, load_experiment, options_of, save_experiment
 from realhf.apps.preflight import preflight
-from realhf.base.errors import RunFailed, UserError
+from realhf.base.errors import Hung, RunFailed, UserError
 from realhf.base.paths import RunDir
 from realhf.experiments import EXPERIMENTS, experiment_class
+from realhf.launch import LAUNCHERS, missing
 from realhf.system.run import Expected, RunSpec
 
 if TYPE_CHECKING:
     from realhf.system.recovery import Manifest
+
+SHOWN = 8
+"""Workers of which the state is told when a run hangs."""
 
 LEAVE_S = 20.0
 """How long workers may take to leave after the last step."""
@@ -32,7 +38,7 @@ LEAVE_S = 20.0
 
 def main(arguments: list[str]) -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: realhf quickstart EXPERIMENT [--config FILE.yaml] [key=value ...]\n\nexperiments:")
+        print("usage: realhf quickstart EXPERIMENT [--config FILE.yaml] [--dry-run] [key=value ...]\n\nexperiments:")
         for name in EXPERIMENTS:
             print(f"  {name:<10} {(experiment_class(name).__doc__ or '').strip()}")
         return
@@ -40,7 +46,9 @@ def main(arguments: list[str]) -> None:
     if "-h" in rest or "--help" in rest:
         print_options(name)
         return
-    experiment, paths = read_words(name, rest)
+    experiment, paths = read_words(name, [word for word in rest if word != "--dry-run"])
+    if "--dry-run" in rest:
+        return dry_run(name, experiment, paths)
     if isinstance(experiment, Campaign):
         from realhf.apps.campaign import run_campaign  # it launches as this module does
 
@@ -52,31 +60,46 @@ def supervise(name: str, experiment: Experiment, paths: RunDir) -> None:
     """Launch a run, from its last checkpoint and again after failures, as ``recover_mode`` has it."""
     from realhf.apps.resume import resumable, resume
 
-    mode, left = experiment.config.recover_mode, experiment.config.recover_retries
+    mode = experiment.config.recover_mode
+    if problems := missing(experiment.config):
+        raise UserError(problems)
     if mode in (RecoverMode.resume, RecoverMode.auto) and resumable(paths):
         run = partial(resume, name, experiment, paths)
     elif mode is RecoverMode.resume:
         raise UserError(f"recover_mode=resume, but {paths.checkpoints} holds no checkpoint")
     else:
         run = partial(begin, name, experiment, paths)
+    if is_queued(experiment.config):
+        return run()  # the job does what follows
+    retried(run, partial(resume, name, experiment, paths), experiment.config, paths)
+
+
+def retried(run: Callable[[], None], again: Callable[[], None], config: ExperimentConfig, paths: RunDir) -> None:
+    """Call ``run``, and ``again`` after failures, as often as the options allow and where a checkpoint is."""
+    from realhf.apps.resume import resumable
+
+    left = config.recover_retries
     while True:
         try:
             return run()
         except RunFailed as error:
-            if mode not in (RecoverMode.fault, RecoverMode.auto) or not left or not resumable(paths):
+            if config.recover_mode not in (RecoverMode.fault, RecoverMode.auto) or not left or not resumable(paths):
                 raise
             left -= 1
             print(f"failed  {str(error).splitlines()[0]}\nresume  from the last checkpoint; {left} restarts are left")
-            run = partial(resume, name, experiment, paths)
+            run = again
 
 
 def begin(name: str, experiment: Experiment, paths: RunDir) -> None:
-    """Start a run from nothing."""
-    run = preflight(name, experiment, paths)
-    for warning in run.config.warnings():
+    """Start a run from nothing, or one for each of an array's seeds."""
+    runs = [preflight(name, one, place) for one, place in seeded(experiment, paths)]
+    for warning in runs[0].config.warnings():
         print(f"warning {warning}")
-    write_run(run)
-    launch(run)
+    for run in runs:
+        write_run(run)
+    if is_queued(experiment.config):
+        return queue(runs, experiment.config, paths)
+    launch(runs[0])
 
 
 def prepare(name: str, words: list[str]) -> RunSpec:
@@ -148,14 +171,19 @@ def read_run(root: Path) -> RunSpec:
 
 
 def launch(run: RunSpec, last: "tuple[Path, Manifest] | None" = None) -> None:
-    """Start the workers, be the master, and leave nothing running however it ends; ``last`` is where to go on from."""
+    """Start the workers, be the master, and leave nothing running however it ends; ``last`` is where to go on from.
+
+    Outside an allocation a job is queued that does so, which knows by itself where to go on from.
+    """
+    if is_queued(run.config):
+        return queue([run], run.config, run.paths)
     from realhf.system.master import Master
     from realhf.system.sinks import open_sinks
     from realhf.system.telemetry import Telemetry
 
     console = Console(run)
     console.banner()
-    workers = _Inline(run) if run.config.mode is Mode.inline else _Local(run)
+    workers = _Inline(run) if run.config.mode is Mode.inline else _Processes(run)
     telemetry = None
     try:
         workers.start()
@@ -164,6 +192,8 @@ def launch(run: RunSpec, last: "tuple[Path, Manifest] | None" = None) -> None:
         Master(run, workers.channel, workers.dead, telemetry, last).train()
         workers.leave(LEAVE_S)
         console.summary(telemetry.models)
+    except Hung as hung:
+        raise RunFailed(f"{hung}{workers.examine(hung.ranks)}") from hung
     finally:
         console.close()
         try:
@@ -173,29 +203,46 @@ def launch(run: RunSpec, last: "tuple[Path, Manifest] | None" = None) -> None:
                 telemetry.close()
 
 
-class _Local:
+class _Processes:
     """Worker processes and the channel to them."""
 
     def __init__(self, run: RunSpec) -> None:
-        from realhf.launch.local import LocalLauncher
-        from realhf.system.channel import ZmqMaster
+        self.run, self.launcher = run, LAUNCHERS[run.config.mode](run)
+        self.dead = self.launcher.dead
+        self._end: Callable[[], None] = lambda: None
 
-        self.channel = ZmqMaster()
-        threads = run.config.threads_per_worker
-        self.launcher = LocalLauncher(run.paths, run.plan.n_workers, self.channel.address, threads)
-        self.start, self.dead = self.launcher.start, self.launcher.dead
+    def start(self) -> None:
+        from realhf.system.channel import ZmqMaster
+        from realhf.system.master import look_for_cycles_seldom
+        from realhf.system.seal import new_key
+
+        look_for_cycles_seldom()
+        address = self.launcher.prepare()
+        key = new_key(self.run.paths.key)
+        self.channel = ZmqMaster(key, self.run.plan.n_workers, self.run.config.channel_address or address)
+        self._end = self._close
+        self.launcher.start(self.channel.address)
 
     def leave(self, timeout_s: float) -> None:
-        codes = self.launcher.wait(timeout_s)
-        late = [r for r in range(self.launcher.n_workers) if codes.get(r) != 0]
-        if late:
-            raise RunFailed(
-                f"worker {late[0]} did not leave cleanly after the last step (exit code {codes.get(late[0])})"
-            )
+        for rank, how in sorted(self.launcher.wait(timeout_s).items()):
+            raise RunFailed(f"worker {rank} did not leave cleanly after the last step: it {how}")
+
+    def examine(self, ranks: tuple[int, ...]) -> str:
+        """Return what is seen of workers that do not answer, from outside; all leave their stacks in their logs."""
+        states = {rank: self.launcher.state(rank) for rank in ranks[:SHOWN]}
+        lines = [f"\n  worker {rank}'s process is in state {state}" for rank, state in states.items() if state]
+        self.launcher.dump_stacks()
+        return "".join(lines) + f"\nthe stacks of all workers are in {self.run.paths.root / 'logs'}"
 
     def stop(self) -> None:
         self.launcher.stop()
+        self._end()
+
+    def _close(self) -> None:
+        if self.channel.refused:
+            print(f"dropped {self.channel.refused} messages that no worker of this run has sent")
         self.channel.close()
+        self.run.paths.key.unlink(missing_ok=True)
 
 
 class _Inline:
@@ -223,6 +270,9 @@ class _Inline:
 
     def leave(self, timeout_s: float) -> None:
         self.worker.close()
+
+    def examine(self, ranks: tuple[int, ...]) -> str:
+        return ""
 
     def stop(self) -> None:
         self.channel.close()

@@ -14,9 +14,10 @@ from realhf.system.run import RunSpec
 
 USAGE = "usage: realhf resume RUN_DIR [key=value ...]"
 FREE = ("experiment_name", "trial_name", "fileroot", "overwrite", "mode", "device", "n_nodes", "n_gpus_per_node",
-        "allocation_mode", "threads_per_worker", "startup_timeout", "call_timeout", "verify_reallocation",
+        "allocation_mode", "threads_per_worker", "startup_timeout", "call_timeout", "heartbeat_timeout",
+        "channel_address", "verify_reallocation",
         "n_logged_generations", "save_roles", "recover_mode", "recover_retries", "exp_ctrl.", "planner.", "wandb.",
-        "tensorboard.", "dataset.path")  # fmt: skip
+        "tensorboard.", "slurm.", "ray.", "dataset.path")  # fmt: skip
 """Options that may differ from those of the checkpoint: they change neither data nor mathematics. The data file is
 compared by what it holds."""
 FREE_PARTS = (".device_mesh", ".parallel.", ".mb_spec.", ".offload", ".gradient_checkpointing", ".sequence_parallel")

@@ -1,36 +1,55 @@
-"""Entry of a model worker process: ``python -m realhf.apps.worker RUN_DIR RANK ADDRESS``."""
+"""Entry of a model worker process: ``python -m realhf.apps.worker RUN_DIR RANK ADDRESS``.
 
+RANK may be the name of an environment variable that holds it. The worker exits with 0 after a Stop, 1 after an error, 3
+when its launcher is gone. SIGUSR1 writes the stacks of all its threads to standard error, which is its log.
+"""
+
+import faulthandler
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
 
+EXIT_ALONE = 3
+
 
 def main(root: str, rank: int, address: str) -> None:
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
     threading.Thread(target=_leave_with_launcher, daemon=True).start()
     from realhf.api.messages import Stop
     from realhf.apps.quickstart import read_run
     from realhf.base.logging import open_log
+    from realhf.launch.network import address_towards, host_of, interface_of
     from realhf.system.channel import ZmqWorker
+    from realhf.system.pulse import Heart
     from realhf.system.worker import ModelWorker
 
+    here = "127.0.0.1"
+    if master := host_of(address):
+        here = address_towards(master)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(here))  # gloo trusts the host's name, which may lie
     run = read_run(Path(root))
-    channel = ZmqWorker(address, rank)
+    channel = ZmqWorker(address, rank, run.paths.key.read_bytes())
     worker = ModelWorker(run, rank, channel.send, open_log(run.paths.log(f"worker-{rank}"), f"worker-{rank}"))
+    heart = Heart(channel, rank, run.config.heartbeat_timeout, worker.words)
     try:
-        worker.hello()
+        worker.hello(here)
         while not isinstance(message := channel.receive(), Stop):
             worker.handle(message)
         worker.close()
     finally:
+        heart.stop()
         channel.close()
 
 
 def _leave_with_launcher() -> None:
     """Exit when standard input ends: only the launcher holds its other side."""
     os.read(0, 1)
-    os._exit(3)
+    os._exit(EXIT_ALONE)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    rank = sys.argv[2] if sys.argv[2].isdigit() else os.environ[sys.argv[2]]
+    main(sys.argv[1], int(rank), sys.argv[3])

@@ -24,6 +24,14 @@ class RunFailed(Exception):
         self.traceback_text = traceback_text
 
 
+class Hung(RunFailed):
+    """A run whose workers ``ranks`` did not answer in time; their launcher may know more."""
+
+    def __init__(self, message: str, ranks: Iterable[int]) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ``"  did you mean X ?"`` for the nearest known word, or an empty string where none is near."""
     known = list(known)

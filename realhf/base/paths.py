@@ -19,6 +19,15 @@ class RunDir:
         return self.root / "plan.json"
 
     @property
+    def job_script(self) -> Path:
+        return self.root / "slurm.sh"
+
+    @property
+    def key(self) -> Path:
+        """The key of the channel, as long as the run goes on."""
+        return self.root / "channel.key"
+
+    @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from realhf.base.doing import Doing
 from realhf.comm.parcels import ALIGN, Copy, Ends, Move, Parcel, Piece, parcels_of, plain_copy
 from realhf.comm.relay import in_rounds
 from realhf.comm.shared_memory import SLOT_BYTES, Links
@@ -38,6 +39,7 @@ def exchange(
     links: Links | None = None,
     verify: bool = False,
     copy: Copy = plain_copy,
+    doing: Doing | None = None,
 ) -> int:
     """Carry out the moves that this worker has a part in; return the bytes it received from others.
 
@@ -48,19 +50,22 @@ def exchange(
     plain copy. ``copy`` does all copies.
 
     Workers in ``links`` are served through shared memory, the others by the default process group; each wait has the
-    deadline of its wire. With ``verify`` all that arrives is compared by checksum; RuntimeError names what differs.
+    deadline of its wire, and is on ``doing``. With ``verify`` all that arrives is compared by checksum; RuntimeError
+    names what differs.
     """
+    doing = doing or Doing()
     arriving = sum(move.piece.nbytes for move in moves if move.dst == rank)
-    ends = Ends(rank, read, write, into, device, verify, copy, streaming=arriving > STREAMED_BYTES)
+    ends = Ends(rank, read, write, into, device, verify, copy, arriving > STREAMED_BYTES, arriving)
     stays = (done for m in moves if m.dst == rank and (m.src == rank or not m.piece.numel) for done in _keep(m, ends))
     near = links.peers if links else frozenset()
-    for turn in in_rounds(moves, links.hosts if links else {}) if into is not None else (moves,):
-        mine = [move for move in turn if rank in (move.src, move.dst) and move.src != move.dst and move.piece.numel]
-        far = _Buckets(ends, [move for move in mine if not near.intersection((move.src, move.dst))])
-        far.start()
-        if links is not None and near:
-            _through_memory(turn, links, ends, stays)
-        far.finish(stays)
+    with doing.at(ends):
+        for turn in in_rounds(moves, links.hosts if links else {}) if into is not None else (moves,):
+            mine = [move for move in turn if rank in (move.src, move.dst) and move.src != move.dst and move.piece.numel]
+            far = _Buckets(ends, doing, [move for move in mine if not near.intersection((move.src, move.dst))])
+            far.start()
+            if links is not None and near:
+                _through_memory(turn, links, ends, stays)
+            far.finish(stays)
     return ends.received
 
 
@@ -103,8 +108,8 @@ def _through_memory(moves: Iterable[Move], links: Links, ends: Ends, meanwhile: 
 class _Buckets:
     """The moves between this worker and others over the process group, one bucket per pair of workers and round."""
 
-    def __init__(self, ends: Ends, moves: Sequence[Move]) -> None:
-        self.ends = ends
+    def __init__(self, ends: Ends, doing: Doing, moves: Sequence[Move]) -> None:
+        self.ends, self.doing = ends, doing
         pairs: dict[tuple[int, int], list[Move]] = {}
         for move in moves:
             pairs.setdefault((move.src, move.dst), []).append(move)
@@ -162,12 +167,11 @@ class _Buckets:
         parcel, rank = bucket.parcel, self.ends.rank
         assert bucket.work is not None
         try:
-            bucket.work.wait()
+            with self.doing.at(bucket):
+                bucket.work.wait()
         except RuntimeError as error:
-            what = f"sending {parcel} to rank {parcel.to[0]}"
-            if parcel.src != rank:
-                what = f"awaiting {parcel} from rank {parcel.src}"
-            raise RuntimeError(f"rank {rank} failed while {what}: {error}") from error
+            way = "sending" if parcel.src == rank else "awaiting"
+            raise RuntimeError(f"rank {rank} failed while {way} {bucket}: {error}") from error
         if parcel.src != rank and bucket.whole is None:
             self.ends.arrived(parcel.parts[0])
         elif parcel.src != rank and bucket.whole is not None:
@@ -185,3 +189,6 @@ class _Bucket:
     wire: Tensor
     whole: Tensor | None = None
     work: dist.Work | None = None
+
+    def __str__(self) -> str:
+        return f"{self.parcel} from rank {self.parcel.src} to rank {self.parcel.to[0]}"

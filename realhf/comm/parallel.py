@@ -2,13 +2,16 @@
 
 import datetime
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from realhf.api.layout import Coord, Layout
+from realhf.base.doing import Doing
 
 
 def open_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
@@ -41,6 +44,17 @@ LARGE_BYTES = 1 << 20
 """From here on what gloo copies costs more than what it asks its peers."""
 
 
+class Collective(NamedTuple):
+    """An operation that all of ``ranks`` must take part in."""
+
+    name: str
+    nbytes: int
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.nbytes} bytes among ranks {', '.join(map(str, self.ranks))}"
+
+
 class Group:
     """Some workers that reduce and gather together. A group of one does nothing, without torch.distributed.
 
@@ -48,27 +62,32 @@ class Group:
     in (a mesh may be written 1,0): that is how torch.distributed numbers them.
     """
 
-    def __init__(self, ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup | None = None) -> None:
-        self.ranks, self.handle = ranks, handle
+    def __init__(
+        self, ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup | None = None, doing: Doing | None = None
+    ) -> None:
+        self.ranks, self.handle, self.doing = ranks, handle, doing or Doing()
         self.size = len(ranks)
         self.index = sorted(ranks).index(rank) if rank in ranks else -1
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum in place over the group and return the tensor."""
         if self.size > 1:
-            dist.all_reduce(tensor, group=self.handle)
+            with self._at("all_reduce", tensor):
+                dist.all_reduce(tensor, group=self.handle)
         return tensor
 
     def all_max(self, tensor: Tensor) -> Tensor:
         """Take the element-wise maximum in place over the group and return the tensor."""
         if self.size > 1:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.handle)
+            with self._at("all_max", tensor):
+                dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.handle)
         return tensor
 
     def broadcast(self, tensor: Tensor, index: int) -> Tensor:
         """Overwrite the tensor with that of member ``index`` and return it."""
         if self.size > 1:
-            dist.broadcast(tensor, self.ranks[index], group=self.handle)
+            with self._at("broadcast", tensor):
+                dist.broadcast(tensor, self.ranks[index], group=self.handle)
         return tensor
 
     def reduce_scatter(self, output: Tensor, whole: Tensor) -> None:
@@ -76,25 +95,35 @@ class Group:
 
         ``output`` may be that part of ``whole`` itself, which is then overwritten.
         """
-        if self.size > 1 and self._is_gloo and output.data_ptr() == self._parts(whole)[self.index].data_ptr():
-            dist.all_reduce(whole, group=self.handle)  # gloo's reduce-scatter is the same with two copies more
-        elif self.size > 1:
-            dist.reduce_scatter_tensor(output, whole, group=self.handle)
+        if self.size > 1:
+            with self._at("reduce_scatter", whole):
+                if self._is_gloo and output.data_ptr() == self._parts(whole)[self.index].data_ptr():
+                    dist.all_reduce(whole, group=self.handle)  # gloo's reduce-scatter is the same with two copies more
+                else:
+                    dist.reduce_scatter_tensor(output, whole, group=self.handle)
         elif output.data_ptr() != whole.data_ptr():
             output.copy_(whole)
 
     def all_gather(self, whole: Tensor, part: Tensor) -> None:
         """Fill ``whole`` with the members' equal parts, in the order of ``index``; ``part`` may lie there already."""
-        if self.size > 1 and self._is_gloo and whole.nbytes >= LARGE_BYTES:
-            parts = self._parts(whole)
-            if part.data_ptr() != parts[self.index].data_ptr():
-                parts[self.index].copy_(part)
-            for rank, piece in zip(sorted(self.ranks), parts, strict=True):  # gloo's all-gather makes three copies
-                dist.broadcast(piece, rank, group=self.handle)
-        elif self.size > 1:
-            dist.all_gather_into_tensor(whole, part, group=self.handle)
+        if self.size > 1:
+            with self._at("all_gather", whole):
+                self._all_gather(whole, part)
         elif whole.data_ptr() != part.data_ptr():
             whole.copy_(part)
+
+    def _all_gather(self, whole: Tensor, part: Tensor) -> None:
+        if not self._is_gloo or whole.nbytes < LARGE_BYTES:
+            dist.all_gather_into_tensor(whole, part, group=self.handle)
+            return
+        parts = self._parts(whole)
+        if part.data_ptr() != parts[self.index].data_ptr():
+            parts[self.index].copy_(part)
+        for rank, piece in zip(sorted(self.ranks), parts, strict=True):  # gloo's all-gather makes three copies
+            dist.broadcast(piece, rank, group=self.handle)
+
+    def _at(self, name: str, tensor: Tensor) -> AbstractContextManager[None]:
+        return self.doing.at(Collective(name, tensor.nbytes, self.ranks))
 
     @property
     def _is_gloo(self) -> bool:
@@ -105,9 +134,11 @@ class Group:
         return whole.chunk(self.size)
 
 
-def make_groups(members: Iterable[tuple[int, ...]], rank: int) -> dict[tuple[int, ...], Group]:
+def make_groups(
+    members: Iterable[tuple[int, ...]], rank: int, doing: Doing | None = None
+) -> dict[tuple[int, ...], Group]:
     """Create process groups in the order given. Collective over ALL workers; the only place that makes a group."""
-    return {ranks: Group(ranks, rank, dist.new_group(list(ranks))) for ranks in members}
+    return {ranks: Group(ranks, rank, dist.new_group(list(ranks)), doing) for ranks in members}
 
 
 @dataclass(frozen=True)
@@ -118,6 +149,7 @@ class ParallelContext:
     rank: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     groups: Mapping[tuple[int, ...], Group] = field(default_factory=dict)
+    doing: Doing = field(default_factory=Doing)
 
     @property
     def coord(self) -> Coord:

@@ -173,9 +173,13 @@ class Ends:
     verify: bool = False
     copy: Copy = plain_copy
     streaming: bool = False
+    arriving: int = 0
     received: int = 0
     _unfinished: dict[int, Tensor] = field(default_factory=dict)
     _last: tuple[object, object, Tensor] | None = None
+
+    def __str__(self) -> str:
+        return f"an exchange with {self.received} of {self.arriving} bytes here"
 
     @property
     def trailer(self) -> int:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from realhf.base.doing import Doing
 from realhf.comm.parcels import Parcel
 
 SLOT_BYTES = 4 << 20
@@ -39,8 +40,8 @@ class Links:
     ``hosts`` names the host of each rank, anywhere, that shares memory with all others there.
     """
 
-    def __init__(self, rank: int, timeout_s: float) -> None:
-        self.rank, self.timeout_s, self.why_not = rank, timeout_s, ""
+    def __init__(self, rank: int, timeout_s: float, doing: Doing | None = None) -> None:
+        self.rank, self.timeout_s, self.why_not, self.doing = rank, timeout_s, "", doing or Doing()
         self.hosts: dict[int, str] = {}
         self._sockets: dict[int, socket.socket] = {}
         self._poll = select.poll()
@@ -95,7 +96,8 @@ class Links:
                 if (parcel := next(coming[peer], None)) is not None:
                     due[peer] = parcel
             if idle and not self._look(0.0, ready, due) and next(meanwhile, None) is None:
-                self._look(self.timeout_s, ready, due)
+                with self.doing.at(self._awaited(ready, due)):
+                    self._look(self.timeout_s, ready, due)
             elif not idle:
                 self._look(0.0, ready, due)
 
@@ -166,13 +168,15 @@ def _map(ring: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8).view(N_SLOTS, SLOT_BYTES)
 
 
-def open_links(rank: int, world: int, timeout_s: float, hosts: tuple[str, ...] | None = None) -> Links:
+def open_links(
+    rank: int, world: int, timeout_s: float, hosts: tuple[str, ...] | None = None, doing: Doing | None = None
+) -> Links:
     """Link all workers that share a host. Collective over the default group, which must be gloo.
 
     ``hosts`` names the host of each rank; without it the operating system is asked. Where two workers of a host cannot
     share memory nobody there does, ``why_not`` tells the reason, and ``exchange`` takes the network.
     """
-    links = Links(rank, timeout_s)
+    links = Links(rank, timeout_s, doing)
     mine = hosts[rank] if hosts else f"{socket.gethostname()} {BOOT_ID.read_text() if BOOT_ID.exists() else ''}"
     with contextlib.ExitStack() as stack:
         reason, ring, door = "", None, None

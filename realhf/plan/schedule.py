@@ -4,11 +4,12 @@ The list of events determines everything: the same events give the same actions,
 A call starts when its rows have their inputs, the MFC is not running already, and its weights are fresh enough.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from realhf.api.batch import PROMPT, BatchMeta, ColumnMeta, RowId
 from realhf.api.graph import MFC, Graph
+from realhf.api.layout import Layout
 from realhf.api.messages import Call, State
 from realhf.api.plan import ExecutionPlan
 from realhf.plan.assign import deal_rows
@@ -75,17 +76,37 @@ def run_length(batch_size: int, n_rows: int, epochs: int, max_steps: int | None)
     return RunLength(batch_size, total, steps if max_steps is None else min(steps, max_steps))
 
 
+@dataclass(frozen=True, eq=False)
+class _Holders:
+    """Workers that hold the same rows, their producer first. One object for all these rows, told apart by identity."""
+
+    ranks: tuple[int, ...]
+
+    def passed_on(self, replica: tuple[int, ...]) -> "tuple[tuple[int, ...], _Holders]":
+        """Return who of ``replica`` has the rows already, the sender first (the producer alone, where none has).
+
+        Also return who has them when all of ``replica`` does.
+        """
+        before = set(self.ranks)
+        if before.isdisjoint(replica):
+            return self.ranks[:1], _Holders(self.ranks + replica)
+        have = tuple(rank for rank in replica if rank in before)
+        lack = tuple(rank for rank in replica if rank not in before)
+        return have, _Holders(self.ranks + lack) if lack else self
+
+
 @dataclass
 class _Table:
     """Where the values of one key are: for every prompt its rows, for every row its holders and length."""
 
     dtype: str = ""
     prompts: dict[int, list[RowId]] = field(default_factory=dict)
-    rows: dict[RowId, tuple[list[int], int]] = field(default_factory=dict)
+    holders: dict[RowId, _Holders] = field(default_factory=dict)
+    lengths: dict[RowId, int] = field(default_factory=dict)
 
     def drop(self, prompt: int) -> None:
         for row in self.prompts.pop(prompt, ()):
-            del self.rows[row]
+            del self.holders[row], self.lengths[row]
 
 
 class MasterState:
@@ -145,14 +166,16 @@ class MasterState:
             for prompt in range(event.span.start, event.span.stop):
                 table.prompts.setdefault(prompt, [])
         for rank, meta in event.outputs.items():
+            producer = _Holders((rank,))
             for key, column in meta.columns.items():
                 if key not in self._tables:
                     continue
                 table = self._tables[key]
                 table.dtype = column.dtype
-                for row, length in zip(meta.ids, column.lengths, strict=True):
+                for row in meta.ids:
                     table.prompts[row.prompt].append(row)
-                    table.rows[row] = ([rank], length)
+                table.holders.update(dict.fromkeys(meta.ids, producer))
+                table.lengths.update(zip(meta.ids, column.lengths, strict=True))
 
     def _complete(self, mfc: MFC, event: RowsReady) -> None:
         self._running.discard(mfc.name)
@@ -216,16 +239,16 @@ class MasterState:
         tables = {key: self._tables[key] for key in mfc.inputs}
         shared = tuple(k for k, t in tables.items() if any(r.sample == PROMPT for p in prompts for r in t.prompts[p]))
         ids = tuple(row for p in prompts for row in self._rows_of(p, tables, shared))
-        found = {
-            key: [table.rows[RowId(i.prompt, PROMPT) if key in shared else i] for i in ids]
+        of_prompts = tuple(RowId(row.prompt, PROMPT) for row in ids)
+        found = {key: of_prompts if key in shared else ids for key in tables}
+        columns = {
+            key: ColumnMeta(table.dtype or "uint8", tuple(map(table.lengths.__getitem__, found[key])))
             for key, table in tables.items()
         }
-        columns = {k: ColumnMeta(tables[k].dtype or "uint8", tuple(n for _, n in rows)) for k, rows in found.items()}
-        weights = [max((c.nbytes(i) for c in columns.values()), default=1) for i in range(len(ids))]
+        weights = [max(sizes) for sizes in zip(*(c.sizes for c in columns.values()), strict=True)] or [1] * len(ids)
         layout = self.plan[mfc.name].layout
         assignment, minibatches = deal_rows(ids, weights, layout.strategy.dp, mfc.n_minibatches)
-        replicas = {i: layout.replica(d) for d, rows in enumerate(assignment) for i in rows}
-        holders = {k: _holders([ranks for ranks, _ in rows], replicas) for k, rows in found.items()}
+        holders = _pass_on({key: table.holders for key, table in tables.items()}, found, assignment, layout)
         return Call(
             request=0,
             mfc=mfc.name,
@@ -242,7 +265,7 @@ class MasterState:
     @staticmethod
     def _rows_of(prompt: int, tables: Mapping[str, _Table], shared: tuple[str, ...]) -> list[RowId]:
         """Rows of a prompt that have every input; a producer may have dropped some (best of n)."""
-        if any(RowId(prompt, PROMPT) not in tables[key].rows for key in shared):
+        if any(RowId(prompt, PROMPT) not in tables[key].holders for key in shared):
             return []
         own = [set(t.prompts[prompt]) for key, t in tables.items() if key not in shared]
         if not own:
@@ -259,18 +282,29 @@ class MasterState:
             table = self._tables[key]
             for prompt in prompts:
                 for row in table.prompts.get(prompt, ()):
-                    found.setdefault(table.rows[row][0][0], []).append(row)
+                    found.setdefault(table.holders[row].ranks[0], []).append(row)
         return {rank: sorted(set(rows)) for rank, rows in found.items()}
 
 
-def _holders(on_record: list[list[int]], replicas: Mapping[int, tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Return who of its destinations has each row already, the sender first; its producer alone where none has.
+def _pass_on(
+    holders: Mapping[str, dict[RowId, _Holders]],
+    rows: Mapping[str, Sequence[RowId]],
+    assignment: tuple[tuple[int, ...], ...],
+    layout: Layout,
+) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Return, for every key, who of its destinations has each row already, the sender first; else its producer.
 
     All destinations are put on record: a later call finds the row there, since inboxes are first in, first out.
     """
-    chosen = []
-    for i, ranks in enumerate(on_record):
-        have = tuple(rank for rank in replicas[i] if rank in ranks)
-        chosen.append(have or (ranks[0],))
-        ranks += [rank for rank in replicas[i] if rank not in ranks]
-    return tuple(chosen)
+    chosen: dict[str, list[tuple[int, ...]]] = {key: [()] * len(at) for key, at in rows.items()}
+    for d, part in enumerate(assignment):
+        replica = layout.replica(d)
+        known: dict[_Holders, tuple[tuple[int, ...], _Holders]] = {}
+        for key, record in holders.items():
+            at, senders = rows[key], chosen[key]
+            for i in part:
+                before = record[at[i]]
+                if before not in known:
+                    known[before] = before.passed_on(replica)
+                senders[i], record[at[i]] = known[before]
+    return {key: tuple(senders) for key, senders in chosen.items()}

@@ -1,11 +1,12 @@
 """Messages between master and workers: msgpack of known types over ZeroMQ, or straight calls in one process.
 
-Sockets live in a folder that only the owner may enter. A worker names itself by its rank; anything that does not
-decode to a known message is refused.
+Every message is sealed with the key of the launch (``seal``). What is not, is said twice, is too large or comes from
+nobody is dropped and counted. By default sockets live in a folder that only the owner may enter.
 """
 
 import os
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,10 +17,11 @@ import msgpack
 import zmq
 
 from realhf.api.codec import from_plain, to_plain
-from realhf.api.messages import ToMaster, ToWorker
-from realhf.base.errors import RunFailed
+from realhf.api.messages import Beat, ToMaster, ToWorker
+from realhf.base.errors import RunFailed, UserError
+from realhf.system.seal import Gate, Lane, Refused, Seal, digest
 
-MAX_MESSAGE = 1 << 30
+MAX_MESSAGE = 256 << 20
 
 
 class MasterEnd(Protocol):
@@ -34,7 +36,11 @@ class MasterEnd(Protocol):
 
 
 def encode(message: object, union: object) -> bytes:
-    return msgpack.packb(to_plain(message, union))
+    """Return the bytes of a message; ``ValueError`` for one that nobody would take."""
+    data = msgpack.packb(to_plain(message, union))
+    if len(data) > MAX_MESSAGE:
+        raise ValueError(f"a {type(message).__name__} of {len(data)} bytes is more than the {MAX_MESSAGE} of a message")
+    return data
 
 
 def decode(data: bytes, union: type) -> object:
@@ -45,76 +51,147 @@ def decode(data: bytes, union: type) -> object:
         raise ValueError(f"refused a message of {len(data)} bytes: {error}") from error
 
 
-class ZmqMaster:
-    """Binds an ipc socket for the workers of one host. ``refused`` counts what strangers sent: it is passed over."""
+class Outbox:
+    """Seals messages to the workers. One that goes to many of them is encoded once."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: bytes, ranks: range) -> None:
+        self._seals = [Seal(key, Lane.to_worker, rank) for rank in ranks]
+        self._last: tuple[ToWorker | None, bytes, bytes] = (None, b"", b"")
+
+    def sealed(self, rank: int, message: ToWorker) -> tuple[bytes, bytes]:
+        """Return head and payload."""
+        if message is not self._last[0]:
+            payload = encode(message, ToWorker)
+            self._last = (message, payload, digest(payload))
+        _, payload, payload_digest = self._last
+        return self._seals[rank].head(payload_digest), payload
+
+
+class Inbox:
+    """Opens what comes from the workers, and counts in ``refused`` what comes from others."""
+
+    def __init__(self, key: bytes, ranks: range) -> None:
         self.refused = 0
-        self._known: set[bytes] = set()
-        self.folder = Path(tempfile.mkdtemp(prefix="realhf-"))  # mkdtemp makes it 0700
-        self.address = f"ipc://{self.folder}/master"
+        self._gate = Gate(key, (Lane.to_master, Lane.beat), ranks)
+
+    def opened(self, frames: list[bytes]) -> tuple[Lane, ToMaster] | None:
+        """Return a message and its lane, or None for a stranger's; ``RunFailed`` when a worker is not understood."""
+        try:
+            if len(frames) != 2:
+                raise Refused(f"{len(frames)} frames")
+            lane, rank = self._gate.check(frames[0], frames[1])
+        except Refused:
+            self.refused += 1
+            return None
+        try:
+            message: ToMaster = decode(frames[1], ToMaster)  # type: ignore[assignment, arg-type]
+        except ValueError as error:
+            raise RunFailed(f"worker {rank} is not understood: {error}") from error
+        if message.rank != rank or isinstance(message, Beat) != (lane is Lane.beat):
+            raise RunFailed(f"worker {rank} is not understood: it sent a {type(message).__name__} of {message.rank}")
+        return lane, message
+
+
+class ZmqMaster:
+    """Binds a socket for the workers: of this host alone, or at ``address``, ``tcp://HOST:PORT`` (``*``: any port)."""
+
+    def __init__(self, key: bytes, n_workers: int, address: str = "") -> None:
+        self._inbox, self._outbox = Inbox(key, range(n_workers)), Outbox(key, range(n_workers))
+        self._routes: dict[int, bytes] = {}  # ZeroMQ's names of connections: a stranger cannot take a worker's
+        self.folder = None if address else Path(tempfile.mkdtemp(prefix="realhf-"))  # mkdtemp makes it 0700
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.bind(self.address)
-        os.chmod(self.folder / "master", 0o600)
+        try:
+            self._socket.bind(address or f"ipc://{self.folder}/master")
+        except zmq.ZMQError as error:
+            self._context.destroy()
+            raise UserError(f"channel_address={address!r}: {error}") from error
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        if self.folder is not None:
+            os.chmod(self.folder / "master", 0o600)
+
+    @property
+    def refused(self) -> int:
+        """Messages that were dropped, since nobody of this run has sent them."""
+        return self._inbox.refused
 
     def send(self, rank: int, message: ToWorker) -> None:
-        self._socket.send_multipart([b"%d" % rank, encode(message, ToWorker)])
+        """Send to a worker that was heard before."""
+        self._socket.send_multipart([self._routes[rank], *self._outbox.sealed(rank, message)], copy=False)
 
     def receive(self, timeout_s: float) -> ToMaster | None:
         left = deadline(timeout_s)
         while self._socket.poll(max(0, int(left() * 1000))):
-            sender, *frames = self._socket.recv_multipart()
-            if (message := self._read(sender, frames)) is not None:
+            route, *frames = self._socket.recv_multipart()
+            if (opened := self._inbox.opened(frames)) is not None:
+                lane, message = opened
+                if lane is Lane.to_master:
+                    self._routes[message.rank] = route
                 return message
+            if left() <= 0:
+                break  # many strangers make nobody wait
         return None
-
-    def _read(self, sender: bytes, frames: list[bytes]) -> ToMaster | None:
-        """Decode what a worker sent; ``RunFailed`` when one that was understood before sends anything else."""
-        try:
-            message: ToMaster = decode(b"".join(frames), ToMaster)  # type: ignore[assignment, arg-type]
-            if sender != b"%d" % message.rank:
-                raise ValueError(f"refused a message of worker {message.rank} that came from {sender!r}")
-        except ValueError as error:
-            if sender in self._known:
-                raise RunFailed(f"worker {sender.decode()} is not understood: {error}") from error
-            self.refused += 1
-            return None
-        self._known.add(sender)
-        return message
 
     def close(self) -> None:
         self._socket.close()
         self._context.term()
-        (self.folder / "master").unlink(missing_ok=True)
-        self.folder.rmdir()
+        if self.folder is not None:
+            (self.folder / "master").unlink(missing_ok=True)
+            self.folder.rmdir()
 
 
 class ZmqWorker:
     """A worker's side: one FIFO inbox, one way out."""
 
-    def __init__(self, address: str, rank: int) -> None:
+    def __init__(self, address: str, rank: int, key: bytes) -> None:
+        self.refused = 0
+        self._address, self._rank, self._key = address, rank, key
+        self._gate = Gate(key, (Lane.to_worker,), range(rank, rank + 1))
+        self._seal = Seal(key, Lane.to_master, rank)
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, b"%d" % rank)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
-        self._socket.setsockopt(zmq.LINGER, 2000)
-        self._socket.connect(address)
+        self._socket = self._connect(linger_ms=2000)
+
+    def _connect(self, linger_ms: int) -> zmq.Socket:
+        wire = self._context.socket(zmq.DEALER)
+        wire.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
+        wire.setsockopt(zmq.LINGER, linger_ms)
+        wire.connect(self._address)
+        return wire
 
     def send(self, message: ToMaster) -> None:
-        self._socket.send(encode(message, ToMaster))
+        payload = encode(message, ToMaster)
+        self._socket.send_multipart([self._seal.head(digest(payload)), payload])
 
     def receive(self, timeout_s: float | None = None, waiting_for: str = "the next message") -> ToWorker:
         """Return the next message; ``RunFailed`` names what was awaited when none comes in time.
 
         Without a limit it takes as long as the master does: a worker without work leaves with its launcher.
         """
-        if timeout_s is not None and not self._socket.poll(int(timeout_s * 1000)):
-            raise RunFailed(f"no word from the master for {timeout_s:.0f} s while waiting for {waiting_for}")
-        return decode(self._socket.recv(), ToWorker)  # type: ignore[return-value, arg-type]
+        left = deadline(timeout_s or 0.0)
+        while timeout_s is None or self._socket.poll(max(0, int(left() * 1000))):
+            frames = self._socket.recv_multipart()
+            try:
+                if len(frames) != 2:
+                    raise Refused(f"{len(frames)} frames")
+                self._gate.check(frames[0], frames[1])
+            except Refused:
+                self.refused += 1
+                continue
+            return decode(frames[1], ToWorker)  # type: ignore[return-value, arg-type]
+        raise RunFailed(f"no word from the master for {timeout_s:.0f} s while waiting for {waiting_for}")
+
+    def beat_until(self, stopped: threading.Event, interval_s: float, beat: Callable[[], Beat]) -> None:
+        """Send a heartbeat every so often; for a thread of its own, on a connection of its own."""
+        wire, seal = self._connect(linger_ms=0), Seal(self._key, Lane.beat, self._rank)
+        while True:
+            payload = encode(beat(), ToMaster)
+            wire.send_multipart([seal.head(digest(payload)), payload])
+            if stopped.wait(interval_s):
+                wire.close()
+                return
 
     def close(self) -> None:
         self._socket.close()
@@ -123,6 +200,8 @@ class ZmqWorker:
 
 class InlineChannel:
     """Master and the only worker in one process: a message is handled before ``send`` returns."""
+
+    refused = 0
 
     def __init__(self) -> None:
         self._replies: deque[ToMaster] = deque()

@@ -12,6 +12,7 @@ from realhf.api.layout import Layout
 from realhf.api.messages import Call, State, Stats
 from realhf.api.params import box_numel, box_shape
 from realhf.api.program import Compute, Load, Offload, Reallocate, Release, Transfer
+from realhf.base.doing import Doing
 from realhf.base.timers import Spans
 from realhf.comm.exchange import Move, Piece, exchange
 from realhf.comm.shared_memory import Links
@@ -46,7 +47,9 @@ class Executor:
         interfaces: dict[str, Interface],
         spans: Spans,
         links: Links | None = None,
+        doing: Doing | None = None,
     ) -> None:
+        self.doing = doing or Doing()
         self.run, self.rank, self.device, self.links = run, rank, device, links
         self.engines, self.interfaces, self.spans = engines, interfaces, spans
         self.store = RowStore()
@@ -92,7 +95,7 @@ class Executor:
             assert isinstance(copy, RowCopy)
             self.store.put_value(copy.row, copy.key, value)
 
-        exchange(moves, self.rank, read, write, self.device, links=self.links)
+        exchange(moves, self.rank, read, write, self.device, links=self.links, doing=self.doing)
 
     def _reallocate(self, step: Reallocate) -> None:
         if step not in self._moves:
@@ -125,6 +128,7 @@ class Executor:
             links=self.links,
             verify=self.run.config.verify_reallocation,
             copy=copy_box,
+            doing=self.doing,
         )
 
     def _plan_moves(self, step: Reallocate) -> list[Move]:

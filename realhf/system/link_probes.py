@@ -159,9 +159,9 @@ def call_probes(master: MasterEnd) -> Iterator[Probe]:
         yield Probe((("call", {"call": 1.0, "row": float(rows)}),), run, 100.0 + rows)
 
 
-def answer_calls(address: str) -> None:
+def answer_calls(address: str, key: bytes) -> None:
     """Be a worker that answers every call at once, until it is told to stop."""
-    channel = ZmqWorker(address, 0)
+    channel = ZmqWorker(address, 0, key)
     try:
         channel.send(Done(0, 0))
         call = None

@@ -1,18 +1,24 @@
 """The master's ear: messages with deadlines, and the words for what went wrong when a worker dies or fails."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
-from realhf.api.messages import Failed, ToMaster
-from realhf.base.errors import RunFailed
+from realhf.api.messages import Beat, Failed, ToMaster
+from realhf.base.errors import Hung, RunFailed
 from realhf.system.channel import MasterEnd, deadline
+from realhf.system.pulse import Pulses
 
 POLL_S = 0.2
 """How often a waiting master looks whether its workers live."""
 
 SETTLE_S = 1.5
 """How long a reported failure waits for a worse one: a worker that lost its peer may speak before the death shows."""
+
+
+LAST_LINES, LAST_BYTES = 20, 8192
+"""What is shown of the log of a worker that died without a word."""
 
 
 class Watch(Protocol):
@@ -30,19 +36,32 @@ class Mailbox:
     doing: Callable[[int], str]
     log_of: Callable[[int], Any]
     settle_s: float = SETTLE_S
+    pulses: Pulses = field(default_factory=lambda: Pulses(float("inf")))
 
-    def receive(self, left: Callable[[], float], complaint: Callable[[], str]) -> ToMaster:
-        """Return the next message; ``RunFailed`` when a worker died or failed, or the deadline passed."""
+    def receive(self, left: Callable[[], float], complaint: Callable[[], str], awaited: Iterable[int] = ()) -> ToMaster:
+        """Return the next message; ``RunFailed`` when a worker died or failed.
+
+        ``Hung`` when one gives no sign of life for too long, or when the deadline passed for those ``awaited``.
+        """
         while True:
             message = self.channel.receive(min(POLL_S, max(left(), 0.0)))
-            if isinstance(message, Failed):
-                raise self._first_cause([message])
-            if message is not None:
-                return message
-            if self.watch():
-                raise self._first_cause([])
+            if message is None:
+                self.pulses.look()
+            match message:
+                case Failed():
+                    raise self._first_cause([message])
+                case Beat():
+                    self.pulses.hear(message)
+                case None if self.watch():
+                    raise self._first_cause([])
+                case None if silent := self.pulses.silent():
+                    raise Hung(self.pulses.complaint(silent), silent)
+                case None:
+                    pass
+                case _:
+                    return message
             if left() <= 0:
-                raise RunFailed(complaint())
+                raise Hung(complaint() + self.pulses.report(awaited), awaited)
 
     def receive_all(self, kind: type, ranks: Iterable[int], timeout_s: float, what: str) -> dict[int, Any]:
         """Return one message of ``kind`` from every rank; ``what`` completes "waited for worker 1 ..."."""
@@ -50,7 +69,7 @@ class Mailbox:
         found: dict[int, Any] = {}
         while missing:
             message = self.receive(
-                left, lambda: f"waited {timeout_s:.0f} s for worker {', '.join(map(str, sorted(missing)))} {what}"
+                left, lambda: f"waited {timeout_s:.0f} s for worker {listed(missing)} {what}", missing
             )
             if isinstance(message, kind):
                 found[message.rank] = message
@@ -68,9 +87,27 @@ class Mailbox:
         silent = sorted((rank, how) for rank, how in self.watch().items() if rank not in spoke)
         if silent:
             rank, how = silent[0]
-            return RunFailed(f"worker {rank} {how} while doing {self.doing(rank)}; see {self.log_of(rank)}")
+            log = self.log_of(rank)
+            return RunFailed(f"worker {rank} {how} while doing {self.doing(rank)}; see {log}{last_lines(Path(log))}")
         report = next((r for r in reports if r.user_error), reports[0])
         text = f"worker {report.rank} failed during {report.during}: {report.error}"
         return RunFailed(
             f"{text}\nsee {self.log_of(report.rank)}", "" if report.user_error else report.traceback
         )  # fmt: skip
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """Return ranks in words, a handful of them."""
+    first, *rest = sorted(ranks)
+    shown = [first, *rest[:15]]
+    return ", ".join(map(str, shown)) + (f" and {len(rest) + 1 - len(shown)} more" if len(rest) >= len(shown) else "")
+
+
+def last_lines(log: Path) -> str:
+    """Return the end of a log, indented under a line that says so; nothing where there is none."""
+    if not log.is_file():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - LAST_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+    return "\n".join(["", "its last lines:", *(f"  {line}" for line in lines)]) if lines else ""

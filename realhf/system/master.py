@@ -1,5 +1,6 @@
 """The master worker: feeds events to ``MasterState`` and carries out the actions it answers with."""
 
+import gc
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,8 @@ from realhf.api.messages import (
 from realhf.plan.program import home, meshes_of
 from realhf.plan.schedule import Action, Dispatch, FetchRows, FinishStep, MasterState, RowsReady, Span
 from realhf.system.channel import MasterEnd, deadline
-from realhf.system.mailbox import Mailbox, Watch
+from realhf.system.mailbox import Mailbox, Watch, listed
+from realhf.system.pulse import Pulses
 from realhf.system.recovery import Manifest, aside, commit, flat_options
 from realhf.system.run import RunSpec
 from realhf.system.telemetry import Telemetry
@@ -56,7 +58,8 @@ class Master:
     ) -> None:
         """``last`` is the checkpoint to go on from, and its folder."""
         self.run, self.channel, self.telemetry = run, channel, telemetry
-        self.mailbox = Mailbox(channel, watch, self._doing, lambda rank: run.paths.log(f"worker-{rank}"))
+        pulses = Pulses(run.config.heartbeat_timeout or float("inf"))
+        self.mailbox = Mailbox(channel, watch, self._doing, lambda rank: run.paths.log(f"worker-{rank}"), pulses=pulses)
         self.checkpoint = str(last[0]) if last else ""
         length = replace(run.length, first_step=last[1].step) if last else run.length
         self.state = MasterState(run.graph, run.plan, length, run.config.max_staleness, run.writes_checkpoints)
@@ -83,8 +86,7 @@ class Master:
     def _gather_workers(self) -> None:
         ranks, patience = range(self.run.plan.n_workers), self.run.config.startup_timeout
         hello = self.mailbox.receive_all(Hello, ranks, patience, "to come up")
-        one_host = len({h.host for h in hello.values()}) == 1
-        self._tell_all(Start("127.0.0.1" if one_host else hello[0].host, hello[0].port, self.checkpoint))
+        self._tell_all(Start(hello[0].address, hello[0].port, self.checkpoint))
         self.telemetry.ready(self.mailbox.receive_all(Ready, ranks, patience, "to build its models"))
 
     def _tell_all(self, message: ToWorker) -> None:
@@ -97,11 +99,12 @@ class Master:
 
     def _next_event(self) -> RowsReady | None:
         """Take one reply in; return the event that it completes, if any."""
-        oldest = min(self.requests.values(), key=lambda r: r.left())
+        oldest = next(iter(self.requests.values()))  # all have the same time
         patience = self.run.config.call_timeout
         message = self.mailbox.receive(
             oldest.left,
-            lambda: f"waited {patience:.0f} s for {oldest.what} from worker {', '.join(map(str, oldest.waiting))}",
+            lambda: f"waited {patience:.0f} s for {oldest.what} from worker {listed(oldest.waiting)}",
+            oldest.waiting,
         )
         assert isinstance(message, Done), f"a worker that is ready says Done, not {type(message).__name__}"
         request = self.requests[message.request]
@@ -116,41 +119,48 @@ class Master:
     def _ask(
         self,
         ranks: Iterable[int],
-        message: Callable[[int, int], ToWorker],
+        message: Callable[[int], ToWorker],
         what: str,
         step: int,
         then: Callable[[list[Done]], RowsReady | None],
     ) -> int:
-        """Send ``message(request, rank)`` to every rank; ``then`` is called with the replies. Returns the number."""
+        """Send ``message(request)`` to every rank; ``then`` is called with the replies. Returns the number."""
         self.next_request += 1
-        ranks = tuple(ranks)
+        sent = message(self.next_request)
+        self._await(ranks, what, step, then)
+        for rank in ranks:
+            self.channel.send(rank, sent)
+        return self.next_request
+
+    def _await(
+        self, ranks: Iterable[int], what: str, step: int, then: Callable[[list[Done]], RowsReady | None]
+    ) -> None:
         left = deadline(self.run.config.call_timeout)
         self.requests[self.next_request] = _Request(what, step, set(ranks), left, then)
-        for rank in ranks:
-            self.channel.send(rank, message(self.next_request, rank))
-        return self.next_request
 
     def _perform(self, actions: list[Action]) -> None:
         """Carry out actions; the rows of all calls move before any is run, so that none waits for another."""
-        runs: list[tuple[int, Dispatch]] = []
+        runs: list[tuple[Run, Dispatch]] = []
         for action in actions:
             match action:
                 case FetchRows(span):
                     self._fetch(span)
                 case Dispatch(span, call):
-                    runs.append((self._dispatch(span, call), action))
+                    runs.append((Run(self._dispatch(span, call)), action))
                 case FinishStep(span):
                     self._finish_step(span)
-        for request, dispatch in runs:
+        for message, dispatch in runs:
             for rank in meshes_of(self.run.program[dispatch.call.mfc]):
-                self.channel.send(rank, Run(request))
+                self.channel.send(rank, message)
 
     def _fetch(self, span: Span) -> None:
-        def message(request: int, rank: int) -> ToWorker:
-            return Fetch(request, span.start, span.stop)
-
-        what = f"the data of step {span.step + 1}"
-        self._ask(self.run.fetchers, message, what, span.step, lambda replies: RowsReady(None, span, _outputs(replies)))
+        self._ask(
+            self.run.fetchers,
+            lambda request: Fetch(request, span.start, span.stop),
+            f"the data of step {span.step + 1}",
+            span.step,
+            lambda replies: RowsReady(None, span, _outputs(replies)),
+        )
 
     def _dispatch(self, span: Span, call: Call) -> int:
         holders = {rank for held in call.holders.values() for ranks in held for rank in ranks}
@@ -162,7 +172,7 @@ class Master:
             return RowsReady(call.mfc, span, _outputs(replies), states[0] if states else None)
 
         what = f"{call.mfc} of step {span.step + 1}"
-        return self._ask(sorted(ranks), lambda request, rank: replace(call, request=request), what, span.step, finished)
+        return self._ask(sorted(ranks), lambda request: replace(call, request=request), what, span.step, finished)
 
     def _finish_step(self, span: Span) -> None:
         if span.step >= self.run.trial_length.first_step:
@@ -211,13 +221,10 @@ class Master:
         def written(replies: list[Done]) -> None:
             self.telemetry.generations(span.step + 1, [row for r in replies for row in r.values["rows"]], limit)
 
-        self._ask(
-            held,
-            lambda request, rank: Collect(request, tuple(held[rank]), keys),
-            f"the generations of step {span.step + 1}",
-            span.step,
-            written,
-        )
+        self.next_request += 1
+        self._await(held, f"the generations of step {span.step + 1}", span.step, written)
+        for rank, rows in held.items():
+            self.channel.send(rank, Collect(self.next_request, tuple(rows), keys))
 
     def _is_due(self, step: int, steps: int | None, epochs: int | None, seconds: int | None, last: float) -> bool:
         """Tell whether something that is done every so many steps, epochs or seconds is to be done after a step."""
@@ -236,7 +243,7 @@ class Master:
         self.writing = Manifest(step, dict(self.state.states), layouts, {}, run.data_digest, flat_options(run.config))
         folder = str(aside(run.paths.checkpoints, step))
         everyone = range(run.plan.n_workers)
-        self._ask(everyone, lambda request, rank: Checkpoint(request, folder), f"checkpoint {step}", step - 1, nothing)
+        self._ask(everyone, lambda request: Checkpoint(request, folder), f"checkpoint {step}", step - 1, nothing)
 
     def _settle(self) -> None:
         """Have the checkpoint that was begun a step ago finished, and let it count."""
@@ -250,7 +257,7 @@ class Master:
 
         what = f"checkpoint {manifest.step} to be on the disk"
         everyone = range(self.run.plan.n_workers)
-        self._ask(everyone, lambda request, rank: Settle(request), what, manifest.step - 1, written)
+        self._ask(everyone, lambda request: Settle(request), what, manifest.step - 1, written)
 
     def _save(self, step: int) -> None:
         """Write the models of trained roles; inboxes are in order, so the weights are those of this step."""
@@ -259,7 +266,7 @@ class Master:
         for role in self.run.config.save_roles or trained:
             path = self.run.paths.model(role, step)
 
-            def message(request: int, rank: int, role: str = role, path: Any = path) -> ToWorker:
+            def message(request: int, role: str = role, path: Any = path) -> ToWorker:
                 return Save(request, role, str(path))
 
             def saved(replies: list[Done], role: str = role, path: Any = path) -> None:
@@ -267,6 +274,11 @@ class Master:
 
             ranks = home(self.run.graph, self.run.plan, role).mesh.ranks
             self._ask(ranks, message, f"saving {role}", step - 1, saved)
+
+
+def look_for_cycles_seldom() -> None:
+    """Spare this process the collector: a master makes many values, and none of them is part of a cycle."""
+    gc.set_threshold(200_000, 50, 1000)
 
 
 def nothing(replies: list[Done]) -> None:

@@ -9,6 +9,7 @@ was measured before.
 import multiprocessing
 import os
 import platform
+import secrets
 import sys
 import time
 import traceback
@@ -44,6 +45,7 @@ from realhf.system.link_probes import (
 )
 from realhf.system.model_probes import BLOCKS, Bench, cut_down, memory_points, model_probes, warm_up
 from realhf.system.probes import Clock, Probe, agreement, memory_now, sample
+from realhf.system.seal import TAG_BYTES
 from realhf.system.seam_probes import Price, Rehearsal, free, seam_counts, seam_points
 
 PATIENCE_S = 600.0
@@ -260,9 +262,10 @@ def _clock(job: Job, rank: int, world: int) -> Clock:
 
 def _calls(seconds: float) -> Points:
     """Measure calls between a master, which is this process, and a worker."""
-    master = ZmqMaster()
+    key = secrets.token_bytes(TAG_BYTES)
+    master = ZmqMaster(key, 1)
     try:
-        with _processes(_answer_calls, [(master.address,)]):
+        with _processes(_answer_calls, [(master.address, key)]):
             if not isinstance(master.receive(PATIENCE_S), Done):
                 raise RunFailed("the worker that is to answer calls did not come up")
             points = sample(list(call_probes(master)), seconds, time.perf_counter)
@@ -272,5 +275,5 @@ def _calls(seconds: float) -> Points:
         master.close()
 
 
-def _answer_calls(end: Connection, address: str) -> None:
-    answer_calls(address)
+def _answer_calls(end: Connection, address: str, key: bytes) -> None:
+    answer_calls(address, key)

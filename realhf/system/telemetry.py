@@ -16,6 +16,7 @@ from realhf.system.run import RunSpec
 from realhf.system.sinks import MetricSink
 
 Metrics = dict[str, float]
+MOVES = ("Transfer", "Reallocate")
 EVALUATION = "evaluation.json"
 """Beside a saved model: means of what held-out rows gave, and over how many values each of them is."""
 
@@ -43,6 +44,8 @@ class Telemetry:
         self.last: Metrics = {}
         self.evaluation: dict[str, Any] = {}
         self._steps: dict[int, Metrics] = {}
+        self._seconds: dict[int, dict[tuple[str, int], float]] = {}  # by metric and worker
+        self._kinds: dict[str, tuple[str, str]] = {}  # of a span's name: how it is written, and its metric, if any
         self._sums: dict[int, dict[str, tuple[float, float]]] = {}
         self._n_written = first_step
         self._step_began = time.monotonic()
@@ -60,18 +63,20 @@ class Telemetry:
 
     def reply(self, step: int, done: Done) -> None:
         """Note what one worker spent its time on."""
-        metrics = self._steps.setdefault(step, {}) if step >= self._n_written else {}  # saving comes after its line
+        kept = step >= self._n_written  # saving comes after its line
+        metrics, seconds = (self._steps.setdefault(step, {}), self._seconds.setdefault(step, {})) if kept else ({}, {})
+        lines, where, tail = [], f'"ph": "X", "pid": {done.rank}, "tid": 0', f', "args": {{"step": {step + 1}}}}},\n'
         for name, start, duration in done.spans:
-            line = {"name": name, "ph": "X", "pid": done.rank, "tid": 0, "ts": start, "dur": duration}
-            line["args"] = {"step": step + 1}
-            self._trace.write(json.dumps(line) + ",\n")
-            mfc, _, instruction = name.partition("/")
-            if instruction in ("Compute", "Transfer", "Reallocate"):
-                kind = f"time/{mfc}_s" if instruction == "Compute" else "time/move_s"
-                slot = f"_rank{done.rank}/{kind}"
-                metrics[slot] = metrics.get(slot, 0.0) + duration / 1e6
+            quoted, kind = self._kinds.get(name) or self._kinds.setdefault(name, (json.dumps(name), _kind(name)))
+            lines.append(f'{{"name": {quoted}, {where}, "ts": {start}, "dur": {duration}')
+            if kind:
+                slot = kind, done.rank
+                seconds[slot] = seconds.get(slot, 0.0) + duration / 1e6
+        if lines:
+            self._trace.write(tail.join((*lines, "")))
         for name, size in zip(("memory/worker_peak_gb", "memory/worker_gb"), done.memory, strict=True):
-            metrics[name] = max(metrics.get(name, 0.0), size / 1e9)
+            if size / 1e9 > metrics.get(name, 0.0):
+                metrics[name] = size / 1e9
 
     def call_done(self, call: Call, replies: list[Done]) -> None:
         """Add a call's statistics, tokens and operations to its step."""
@@ -103,15 +108,10 @@ class Telemetry:
         """Write the step's line and show it."""
         now = time.monotonic()
         seconds, self._step_began = now - self._step_began, now
-        raw = self._steps.pop(step, {})
         self._n_written = step + 1
-        metrics: Metrics = {"step": step + 1, "time/step_s": seconds}
-        for name, value in raw.items():
-            if name.startswith("_rank"):  # a call takes as long as its slowest worker
-                shown = name.partition("/")[2]
-                metrics[shown] = max(metrics.get(shown, 0.0), value)
-            else:
-                metrics[name] = value
+        metrics: Metrics = {"step": step + 1, "time/step_s": seconds, **self._steps.pop(step, {})}
+        for (name, _), value in self._seconds.pop(step, {}).items():  # a call takes as long as its slowest worker
+            metrics[name] = max(metrics.get(name, 0.0), value)
         tokens = metrics.get("tokens/trained") or metrics.get("tokens/generated", 0)
         metrics["tokens/per_s"] = tokens / seconds
         metrics["flops/model_per_s"] = metrics.pop("flops/model", 0) / seconds
@@ -150,6 +150,7 @@ class Telemetry:
         length = self.run.trial_length
         for part in range(length.first_step, length.n_steps):
             self._steps.pop(part, None)
+            self._seconds.pop(part, None)
             for name, (value, weight) in self._sums.pop(part, {}).items():
                 before = sums.get(name, (0.0, 0.0))
                 sums[name] = (before[0] + value, before[1] + weight)
@@ -176,6 +177,12 @@ class Telemetry:
         self._events.close()
         for sink in self.sinks:
             sink.close()
+
+
+def _kind(span: str) -> str:
+    """Return the metric that a span's time belongs to; empty where it has none."""
+    mfc, _, instruction = span.partition("/")
+    return f"time/{mfc}_s" if instruction == "Compute" else "time/move_s" if instruction in MOVES else ""
 
 
 def _headlines(metrics: Metrics) -> Metrics:

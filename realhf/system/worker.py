@@ -31,6 +31,7 @@ from realhf.api.messages import (
     ToMaster,
     ToWorker,
 )
+from realhf.base.doing import Doing
 from realhf.base.errors import UserError
 from realhf.base.seeding import stable_seed
 from realhf.base.timers import Spans
@@ -46,13 +47,16 @@ from realhf.system.executor import Executor
 from realhf.system.recovery import read_manifest
 from realhf.system.run import RunSpec
 
+IDLE = "nothing, it waits for the master"
+
 
 class ModelWorker:
     """Answers the master's messages through ``send``. ``handle`` is called with one message after the other."""
 
     def __init__(self, run: RunSpec, rank: int, send: Callable[[ToMaster], None], log: Logger) -> None:
         self.run, self.rank, self.send, self.log = run, rank, send, log
-        self.spans = Spans()
+        self.doing = Doing()
+        self.spans = Spans(self.doing)
         self.device = torch.device(
             f"cuda:{rank % max(1, torch.cuda.device_count())}" if run.device == "cuda" else "cpu"
         )
@@ -66,14 +70,20 @@ class ModelWorker:
     def _opens_store(self) -> bool:
         return self.rank == 0 and self.run.plan.n_workers > 1
 
-    def hello(self) -> None:
+    def hello(self, address: str = "127.0.0.1") -> None:
+        """Report to the master; ``address`` is where other workers reach this one."""
         port = self.store.port if self.store else 0
-        self.send(Hello(self.rank, pid=os.getpid(), host=socket.gethostname(), port=port))
+        self.send(Hello(self.rank, os.getpid(), socket.gethostname(), port, address))
+
+    def words(self) -> str:
+        """Say what this worker is at, from any thread."""
+        return ", ".join(filter(None, (self.during, str(self.doing))))
 
     def handle(self, message: ToWorker) -> None:
         """Carry out one message and reply; an error is reported to the master and raised."""
         try:
             self._handle(message)
+            self.during = IDLE
         except BaseException as error:
             if not isinstance(error, SystemExit):
                 user_error = isinstance(error, UserError | ValueError)
@@ -131,9 +141,9 @@ class ModelWorker:
         if n_workers > 1:
             self.during = "joining the other workers"
             join(host, port, self.rank, n_workers, run.device, run.config.call_timeout, self.store)
-            groups = make_groups(groups_of(run.program), self.rank)
+            groups = make_groups(groups_of(run.program), self.rank, self.doing)
             if self.device.type == "cpu":
-                self.links = open_links(self.rank, n_workers, run.config.call_timeout)
+                self.links = open_links(self.rank, n_workers, run.config.call_timeout, doing=self.doing)
         self.during = "loading the tokenizer"
         self.tokenizer = load_tokenizer(run.tokenizer_folder)
         engines = {}
@@ -145,7 +155,7 @@ class ModelWorker:
             engines[role, layout] = build(
                 run.models[role],
                 run.roles[role],
-                ParallelContext(layout, self.rank, self.device, groups),
+                ParallelContext(layout, self.rank, self.device, groups, self.doing),
                 trained=trainer is not None and layout == keeper,
                 holds_weights=layout == keeper,
                 seed=stable_seed(run.config.seed, run.roles[role].starts_as or role),
@@ -160,7 +170,7 @@ class ModelWorker:
             dp_rank = run.plan[mfc.name].layout.coord(self.rank).dp
             context = InterfaceContext(run.config.seed, self.tokenizer, run.paths.root, dp_rank)
             interfaces[mfc.name] = build_interface(mfc.interface, context)
-        self.executor = Executor(run, self.rank, self.device, engines, interfaces, self.spans, self.links)
+        self.executor = Executor(run, self.rank, self.device, engines, interfaces, self.spans, self.links, self.doing)
         self.during = "reading the data"
         self.source = None
         if self.rank in run.fetchers:

@@ -13,6 +13,7 @@ from realhf.api.codec import from_json, from_plain, to_json, to_plain
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.messages import (
+    Beat,
     Call,
     Checkpoint,
     Collect,
@@ -57,7 +58,14 @@ TO_WORKER = [
     Stop(),
 ]
 DONE = Done(5, 1, META, {"loss": (2.0, 4.0)}, STATE, {"rows": [{"answer": "\u00fc", "n": 1}]}, (("a/Compute", 5, 6),))
-TO_MASTER = [Hello(0, 77, "h", 9), Ready(1, {"seconds": 0.5}), DONE, Done(1, 0), Failed(1, "x", "e", "tb", True)]
+TO_MASTER = [
+    Hello(0, 77, "h", 9),
+    Ready(1, {"seconds": 0.5}),
+    DONE,
+    Done(1, 0),
+    Beat(0, 7, "h", "b"),
+    Failed(1, "x", "e", "tb", True),
+]
 
 
 def wire(data: Any) -> Any:
@@ -127,4 +135,4 @@ def test_a_value_that_makes_no_sense_is_refused() -> None:
 
 
 def test_a_row_of_a_column_has_a_size_in_bytes() -> None:
-    assert [META.columns["tokens"].nbytes(0), META.columns["r"].nbytes(1)] == [24, 4]
+    assert [META.columns["tokens"].sizes[0], META.columns["r"].sizes[1]] == [24, 4]

@@ -92,7 +92,7 @@ def test_the_last_word_wins_and_a_word_wins_over_the_file(tmp_path: Path) -> Non
         ("seed=1.5", "seed=1.5: "),
         ("seed=null", "seed=None: "),
         ("ppo.adv_norm=maybe", "ppo.adv_norm=maybe: "),
-        ("mode=ray", "mode=ray: "),
+        ("mode=cloud", "mode=cloud: "),
         ("device=tpu", "device=tpu: "),
         ("ppo.gen.stop_token_ids=[a]", "ppo.gen.stop_token_ids="),
         ("seed=[1]", "seed=[1]: "),

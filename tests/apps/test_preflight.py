@@ -232,9 +232,16 @@ def test_modes_that_do_not_fit(sft: SFTExperiment, paths: RunDir) -> None:
     sft.mode, sft.n_gpus_per_node = Mode.inline, 2
     assert one(sft, paths) == "mode=inline runs one worker in this process; set n_nodes=1 n_gpus_per_node=1"
     sft.mode, sft.n_gpus_per_node, sft.n_nodes = Mode.local, 1, 2
-    assert one(sft, paths) == "mode=local runs on this machine only; set n_nodes=1 (got 2)"
+    assert one(sft, paths) == "mode=local runs on this machine only; set n_nodes=1 (got 2), or mode=slurm or mode=ray"
     sft.n_nodes, sft.allocation_mode = 1, "serch"
     assert one(sft, paths).startswith("allocation_mode=serch: there is no such mode; use heuristic, ")
+
+
+def test_machines_that_are_elsewhere_are_not_guessed_about(sft: SFTExperiment, paths: RunDir) -> None:
+    sft.mode, sft.device = Mode.slurm, Device.auto
+    assert one(sft, paths) == "mode=slurm: workers run on other machines than this; set device=cuda or device=cpu"
+    sft.device = Device.cuda
+    assert preflight("sft", sft, paths).device == "cuda"
 
 
 def test_layouts_that_cannot_be_are_listed_with_the_nearest(ppo: PPOMathExperiment, paths: RunDir) -> None:

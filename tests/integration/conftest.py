@@ -74,11 +74,17 @@ class Started:
 
     def wait_for_step(self) -> None:
         """Wait until the first line of metrics is written."""
+        self._wait_for(self.root / "metrics.jsonl")
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until there is one to go on from."""
+        self._wait_for(self.root / "checkpoints" / "latest")
+
+    def _wait_for(self, file: Path) -> None:
         end = time.monotonic() + PATIENCE_S
-        metrics = self.root / "metrics.jsonl"
-        while not (metrics.exists() and metrics.read_text()):
+        while not (file.exists() and file.read_text()):
             assert self.process.poll() is None, self.process.communicate()[0]
-            assert time.monotonic() < end, "no step was made"
+            assert time.monotonic() < end, f"there is no {file}"
             time.sleep(0.05)
 
 
@@ -149,6 +155,12 @@ def ppo_words(task: Task, actor_folder: Path, reward_file: Path) -> list[str]:
         "actor.optimizer.lr=1e-3",
         "critic.optimizer.lr=1e-3",
     ]
+
+
+@pytest.fixture(scope="session")
+def of_four_workers(ppo_words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """PPO on four workers of this machine, for others to compare with."""
+    return run("ppo-math", tmp_path_factory.mktemp("four"), [*ppo_words, "n_gpus_per_node=4"])
 
 
 @pytest.fixture(scope="session")

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from realhf.api.messages import Hello
 from realhf.apps.quickstart import prepare, write_run
 from realhf.base.paths import RunDir
 from realhf.launch.local import LocalLauncher
 from realhf.system.channel import ZmqMaster
+from realhf.system.seal import new_key
 from tests.conftest import Task
 
 PATIENCE_S = 60.0
@@ -22,10 +24,11 @@ def ended(launcher: LocalLauncher, rank: int) -> str:
 
 
 def test_a_worker_that_cannot_start_says_why_in_its_log(tmp_path: Path) -> None:
-    launcher = LocalLauncher(RunDir(tmp_path), 1, "ipc:///nowhere", threads=1)
-    launcher.start()
+    launcher = LocalLauncher(RunDir(tmp_path), 1, threads=1)
+    assert launcher.prepare() == ""  # a private socket of this machine
+    launcher.start("ipc:///nowhere")
     assert ended(launcher, 0) == "exited with code 1"
-    assert launcher.wait(1.0) == {0: 1}
+    assert launcher.wait(1.0) == {0: "exited with code 1"}
     launcher.stop()
     log = RunDir(tmp_path).log("worker-0").read_text()
     assert "Traceback" in log and "plan.json" in log
@@ -39,14 +42,16 @@ def test_workers_leave_when_killed_when_asked_and_when_alone(
              "dataset.train_bs_n_seqs=7", "ppo.gen.max_new_tokens=9", "n_gpus_per_node=3", "device=cpu"]  # fmt: skip
     run = prepare("ppo-math", words)
     write_run(run)
-    channel = ZmqMaster()
-    launcher = LocalLauncher(run.paths, 3, channel.address, threads=1)
+    channel = ZmqMaster(new_key(run.paths.key), 3)
+    launcher = LocalLauncher(run.paths, 3, threads=1)
     try:
-        launcher.start()
-        hello = [channel.receive(PATIENCE_S) for _ in range(3)]
-        pids = {message.rank: message.pid for message in hello if message is not None}
+        launcher.start(channel.address)
+        heard = [channel.receive(PATIENCE_S) for _ in range(6)]  # and a first beat of each
+        hello = [message for message in heard if isinstance(message, Hello)]
+        pids = {message.rank: message.pid for message in hello}
         assert pids == {rank: process.pid for rank, process in enumerate(launcher.processes)}
-        assert launcher.dead() == {} and launcher.wait(0.0) == {} and len(living(run.paths.root)) == 3
+        assert launcher.dead() == {} and len(living(run.paths.root)) == 3
+        assert launcher.wait(0.0) == dict.fromkeys(range(3), "is still there")
         assert all(os.getpgid(pid) == pid for pid in pids.values())  # what a terminal sends us is not for them
         environment = Path(f"/proc/{pids[0]}/environ").read_bytes().split(b"\0")
         assert b"OMP_NUM_THREADS=1" in environment and b"OMP_WAIT_POLICY=PASSIVE" in environment
@@ -66,6 +71,6 @@ def test_workers_leave_when_killed_when_asked_and_when_alone(
 
 def test_threads_are_shared_out(tmp_path: Path) -> None:
     cores = os.cpu_count() or 1
-    assert LocalLauncher(RunDir(tmp_path), 1, "", 0).threads == cores
-    assert LocalLauncher(RunDir(tmp_path), 10 * cores, "", 0).threads == 1
-    assert LocalLauncher(RunDir(tmp_path), 1, "", 5).threads == 5
+    assert LocalLauncher(RunDir(tmp_path), 1, 0).threads == cores
+    assert LocalLauncher(RunDir(tmp_path), 10 * cores, 0).threads == 1
+    assert LocalLauncher(RunDir(tmp_path), 1, 5).threads == 5

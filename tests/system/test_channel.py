@@ -1,7 +1,9 @@
-"""Messages over real ipc sockets: they arrive in order, strangers are passed over, waits end."""
+"""Messages over real sockets: they arrive in order and once, strangers are dropped and counted, waits end."""
 
 import pickle
+import socket
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.api.batch import BatchMeta, ColumnMeta, RowId
-from realhf.api.messages import Call, Done, Drop, Failed, Hello, Ready, Stop, ToMaster, ToWorker
-from realhf.base.errors import RunFailed
+from realhf.api.messages import Beat, Call, Done, Drop, Failed, Hello, Ready, Stop, ToMaster, ToWorker
+from realhf.base.errors import RunFailed, UserError
+from realhf.system import channel as channel_module
 from realhf.system.channel import InlineChannel, ZmqMaster, ZmqWorker, deadline, decode, encode
+from realhf.system.seal import Lane, Seal, digest
+from tests.system.strangers import KEY, oversized
 
 META = BatchMeta((RowId(3, -1), RowId(3, 0)), {"tokens": ColumnMeta("int64", (0, 7))})
 CALL = Call(5, "actor_gen", 2, 1, META, {"tokens": ((0,), (1,))}, ("tokens",), ((0,), (1,)), (0, 0), {"kl_coef": 0.1})
@@ -22,9 +27,9 @@ DONE = Done(5, 1, META, {"loss": (1.5, 3.0)}, {"kl_coef": 0.2}, {"rows": [{"a": 
 WAIT_S = 5.0
 
 
-@pytest.fixture
-def master() -> Iterator[ZmqMaster]:
-    master = ZmqMaster()
+@pytest.fixture(params=["", "tcp://127.0.0.1:*"], ids=["ipc", "tcp"])
+def master(request: pytest.FixtureRequest) -> Iterator[ZmqMaster]:
+    master = ZmqMaster(KEY, 4, request.param)
     yield master
     master.close()
 
@@ -34,7 +39,7 @@ def hello(rank: int) -> Hello:
 
 
 def test_everything_that_is_said_arrives_in_order(master: ZmqMaster) -> None:
-    workers = [ZmqWorker(master.address, rank) for rank in range(2)]
+    workers = [ZmqWorker(master.address, rank, KEY) for rank in range(2)]
     for rank, worker in enumerate(workers):
         worker.send(hello(rank))
     assert sorted(master.receive(WAIT_S).rank for _ in workers) == [0, 1]
@@ -53,61 +58,140 @@ def test_everything_that_is_said_arrives_in_order(master: ZmqMaster) -> None:
 
 
 def test_only_the_owner_may_enter_and_nothing_is_left_behind() -> None:
-    master = ZmqMaster()
-    socket = Path(master.address.removeprefix("ipc://"))
-    assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
-    assert stat.S_IMODE(socket.stat().st_mode) == 0o600
+    master = ZmqMaster(KEY, 1)
+    path = Path(master.address.removeprefix("ipc://"))
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
     master.close()
-    assert not socket.parent.exists()
+    assert not path.parent.exists()
+
+
+def test_an_address_that_cannot_be_had_is_the_users_to_mend(master: ZmqMaster) -> None:
+    taken = master.address if master.address.startswith("tcp") else "tcp://nowhere:x"
+    with pytest.raises(UserError, match="channel_address='tcp://"):
+        ZmqMaster(KEY, 1, taken)
 
 
 def stranger(address: str, name: bytes | None = None) -> zmq.Socket:
-    socket = zmq.Context.instance().socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
+    wire = zmq.Context.instance().socket(zmq.DEALER)
+    wire.setsockopt(zmq.LINGER, 0)
     if name is not None:
-        socket.setsockopt(zmq.IDENTITY, name)
-    socket.connect(address)
-    return socket
+        wire.setsockopt(zmq.IDENTITY, name)
+    wire.connect(address)
+    return wire
 
 
+def sealed(seal: Seal, payload: bytes) -> list[bytes]:
+    return [seal.head(digest(payload)), payload]
+
+
+HELLO = encode(hello(0), ToMaster)
 GARBAGE = (
     [b""],
     [b"\xff\xff\xff"],
     [b"a", b"b", b"c"],
     [pickle.dumps({"rank": 0})],
-    [msgpack.packb({"type": "Shutdown", "rank": 0})],
     [msgpack.packb({"type": "Ready"})],
-    [msgpack.packb([1, 2, 3])],
-    [encode(Stop(), ToWorker)],
-    [encode(hello(0), ToMaster)],  # well said, but by nobody who is called 0
+    [HELLO],  # well said, but not sealed
+    [b"", HELLO],
+    sealed(Seal(bytes(32), Lane.to_master, 0), HELLO),  # by whoever does not have the key
+    sealed(Seal(KEY, Lane.to_master, 9), encode(hello(9), ToMaster)),  # by nobody of the run
+    sealed(Seal(KEY, Lane.to_worker, 0), encode(Stop(), ToWorker)),  # the master's own word, thrown back
+    [sealed(Seal(KEY, Lane.to_master, 0), HELLO)[0], encode(hello(1), ToMaster)],  # another's words under a seal
 )
 
 
-def test_strangers_are_passed_over_and_counted(master: ZmqMaster) -> None:
-    unnamed, named = stranger(master.address), stranger(master.address, b"7")
-    for frames in GARBAGE:
-        unnamed.send_multipart(frames)
-        named.send_multipart(frames)
+def test_strangers_are_dropped_and_counted_and_take_nobodys_place(master: ZmqMaster) -> None:
+    strangers = [stranger(master.address), stranger(master.address, b"0")]
+    for wire in strangers:
+        for frames in GARBAGE:
+            wire.send_multipart(frames)
     assert master.receive(0.5) is None
     assert master.refused == 2 * len(GARBAGE)
-    worker = ZmqWorker(master.address, 0)
+    worker = ZmqWorker(master.address, 0, KEY)
     worker.send(hello(0))
     assert master.receive(WAIT_S) == hello(0)
-    unnamed.send(b"more")
+    strangers[0].send(b"more")
     worker.send(Ready(0))
     assert master.receive(WAIT_S) == Ready(0)
-    for socket in (unnamed, named, worker):
-        socket.close()
+    master.send(0, Stop())
+    assert worker.receive(WAIT_S) == Stop() and worker.refused == 0
+    for wire in (*strangers, worker):
+        wire.close()
 
 
-def test_a_worker_that_is_no_longer_understood_ends_the_run(master: ZmqMaster) -> None:
-    socket = stranger(master.address, b"3")
-    socket.send(encode(hello(3), ToMaster))
-    assert master.receive(WAIT_S) == hello(3)
-    socket.send(b"\xc1")
-    with pytest.raises(RunFailed, match="worker 3 is not understood"):
-        master.receive(WAIT_S)
-    socket.close()
+def test_of_a_thousand_strange_messages_none_is_accepted(master: ZmqMaster) -> None:
+    """The last word of a worker is recorded and said 400 times more; the rest is garbage, or too large."""
+    seal, wire = Seal(KEY, Lane.to_master, 2), stranger(master.address)
+    said = [sealed(seal, encode(message, ToMaster)) for message in (hello(2), Ready(2))]
+    for frames in said:
+        wire.send_multipart(frames)
+    assert [master.receive(WAIT_S) for _ in said] == [hello(2), Ready(2)]
+    for number in range(400):
+        wire.send_multipart(said[number % 2])
+        wire.send_multipart(GARBAGE[number % len(GARBAGE)])
+    large = 200 if master.address.startswith("tcp") else 0
+    for _ in range(large):
+        oversized(master.address, channel_module.MAX_MESSAGE + 1)
+    assert master.receive(1.0) is None
+    assert master.refused == 800
+    wire.send_multipart(sealed(seal, encode(DONE, ToMaster).replace(b"rank\x01", b"rank\x02")))
+    assert isinstance(master.receive(WAIT_S), Done)
+    wire.close()
+
+
+def test_a_worker_hears_its_master_alone() -> None:
+    """Whoever holds the address, without the key, is not heard; nor is what was meant for another worker."""
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{door.getsockname()[1]}"
+    router = zmq.Context.instance().socket(zmq.ROUTER)
+    router.bind(address)
+    worker = ZmqWorker(address, 0, KEY)
+    worker.send(hello(0))
+    route = router.recv_multipart()[0]
+    stop = encode(Stop(), ToWorker)
+    for frames in (*GARBAGE, sealed(Seal(KEY, Lane.to_worker, 1), stop), [HELLO, HELLO, HELLO]):
+        if frames != GARBAGE[9]:
+            router.send_multipart([route, *frames])
+    with pytest.raises(RunFailed, match="no word from the master for 0 s while waiting for the end"):
+        worker.receive(0.4, "the end")
+    assert worker.refused == len(GARBAGE) + 1
+    router.send_multipart([route, *sealed(Seal(KEY, Lane.to_worker, 0), stop)])
+    assert worker.receive(WAIT_S) == Stop()
+    worker.close()
+    router.close()
+
+
+def test_a_worker_that_is_not_understood_ends_the_run(master: ZmqMaster) -> None:
+    """It has the key, so it is no stranger: it may be of another version."""
+    wire, seal = stranger(master.address), Seal(KEY, Lane.to_master, 3)
+    for payload in (b"\xc1", HELLO, encode(Beat(3, 1, "here", "this"), ToMaster)):
+        wire.send_multipart(sealed(seal, payload))
+        with pytest.raises(RunFailed, match="worker 3 is not understood"):
+            master.receive(WAIT_S)
+    wire.close()
+
+
+def test_beats_come_beside_messages_until_they_are_stopped(master: ZmqMaster) -> None:
+    worker, stopped = ZmqWorker(master.address, 1, KEY), threading.Event()
+    beat = Beat(1, 7, "here", "a long call")
+    thread = threading.Thread(target=worker.beat_until, args=(stopped, 0.01, lambda: beat))
+    thread.start()
+    worker.send(hello(1))
+    heard = [master.receive(WAIT_S) for _ in range(8)]
+    assert heard.count(hello(1)) == 1 and heard.count(beat) == 7
+    stopped.set()
+    thread.join()
+    master.send(1, Stop())
+    assert worker.receive(WAIT_S) == Stop()
+    worker.close()
+
+
+def test_what_nobody_would_take_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "MAX_MESSAGE", 100)
+    with pytest.raises(ValueError, match="a Failed of .* bytes is more than the 100 of a message"):
+        encode(Failed(0, "", "x" * 200, ""), ToMaster)
 
 
 @given(data=st.binary(max_size=60))

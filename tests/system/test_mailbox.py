@@ -1,11 +1,14 @@
 """Who is blamed when a run breaks."""
 
+from pathlib import Path
+
 import pytest
 
-from realhf.api.messages import Failed, Hello, Ready, ToMaster
-from realhf.base.errors import RunFailed
+from realhf.api.messages import Beat, Failed, Hello, Ready, ToMaster
+from realhf.base.errors import Hung, RunFailed
 from realhf.system.channel import deadline
-from realhf.system.mailbox import Mailbox
+from realhf.system.mailbox import Mailbox, last_lines, listed
+from realhf.system.pulse import Pulses
 
 
 class Script:
@@ -72,6 +75,45 @@ def test_every_wait_ends() -> None:
     hello = [Hello(rank, 1, "here", 0) for rank in (2, 0)]
     with pytest.raises(RunFailed, match="waited 0 s for worker 1, 3 to come up"):
         Script(*hello).mailbox().receive_all(Hello, range(4), 0.05, "to come up")
+
+
+def test_a_silent_worker_is_blamed_though_others_beat() -> None:
+    """Beats do not reach the master's logic; the wait ends before its deadline."""
+    script = Script(Beat(0, 10, "a", "all_reduce"), Beat(1, 11, "b", "gen/Compute"), Ready(0), None)
+    seconds = iter(range(100))
+    mailbox = Mailbox(script, dict, str, str, pulses=Pulses(2.5, lambda: float(next(seconds))))
+    assert mailbox.receive(deadline(5.0), str) == Ready(0)
+    script.messages.append(Beat(0, 10, "a", "all_reduce"))
+    with pytest.raises(
+        Hung, match="worker 1 .host b, process 11. gives no sign of life .* it was at gen/Compute"
+    ) as hung:
+        mailbox.receive(deadline(5.0), str)
+    assert hung.value.ranks == (1,)
+
+
+def test_who_is_awaited_in_vain_is_told_with_what_it_is_at() -> None:
+    mailbox = Script(Beat(3, 9, "a", "gen/Compute, 7 bytes from rank 2")).mailbox()
+    with pytest.raises(Hung) as hung:
+        mailbox.receive(deadline(0.05), lambda: "too late", (3, 4))
+    assert str(hung.value) == "too late\n  worker 3 (host a, process 9) is at gen/Compute, 7 bytes from rank 2"
+    assert hung.value.ranks == (3, 4)
+
+
+def test_who_died_without_a_word_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "worker.log"
+    log.write_text("".join(f"line {i}\n" for i in range(5000)))
+    mailbox = Mailbox(Script(), lambda: {0: "exited with code 1"}, str, lambda rank: log, settle_s=0.05)
+    with pytest.raises(RunFailed) as caught:
+        mailbox.receive(deadline(5.0), str)
+    lines = str(caught.value).splitlines()
+    assert lines[1] == "its last lines:" and lines[2:] == [f"  line {i}" for i in range(4980, 5000)]
+    log.write_text("")
+    assert last_lines(log) == "" == last_lines(tmp_path / "none")
+
+
+def test_many_ranks_are_listed_briefly() -> None:
+    assert listed({3, 1}) == "1, 3" and listed(range(16)) == ", ".join(map(str, range(16)))
+    assert listed(range(100)) == ", ".join(map(str, range(16))) + " and 84 more"
 
 
 def test_one_message_from_everybody() -> None:

@@ -1,0 +1,249 @@
+"""What one call costs the master, per worker, on clusters that nobody has to own: real master, simulated workers.
+
+    python benchmarks/master_scale.py [--workers 1000,4000,16000] [--steps 4] [--profile]
+
+Runs PPO with its layouts (rollout and actor training on all workers, reward, reference and critic on halves) and one
+row per worker. Master, schedule, telemetry, encoding and seals are those of a run; messages pass through memory instead
+of a socket, and workers answer in random order. Their side (deciding what to answer, encoding it) is not counted. The
+seconds are the processor's, of the fastest step: others on the machine only make it slower.
+Exits with 1 where a call costs more than 20 us per worker at the largest size, or the process takes more than 2 GB.
+"""
+
+import argparse
+import cProfile
+import heapq
+import json
+import random
+import resource
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from realhf.api.batch import BatchMeta, ColumnMeta, RowId
+from realhf.api.graph import Kind
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.messages import Call, Collect, Done, Fetch, Hello, Ready, Run, Save, Start, ToMaster, ToWorker
+from realhf.api.plan import ExecutionPlan, Placement
+from realhf.apps.quickstart import as_experiment
+from realhf.base.paths import RunDir
+from realhf.experiments import experiment_class
+from realhf.plan.program import meshes_of
+from realhf.system.channel import Inbox, Outbox, encode
+from realhf.system.master import Master, look_for_cycles_seldom
+from realhf.system.run import RunSpec
+from realhf.system.seal import Lane, Seal, digest
+from realhf.system.telemetry import Metrics, Telemetry
+
+LIMIT_US, LIMIT_GB = 20.0, 2.0
+GROUP = 4  # answers per prompt
+KEY = bytes(32)
+LLAMA_7B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "intermediate_size": 11008, "vocab_size": 32000,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def layouts(n: int) -> dict[str, Layout]:
+    """Return the layouts of PPO's calls; ``n`` is a multiple of 40."""
+
+    def on(ranks: range, tp: int, pp: int) -> Layout:
+        return Layout(DeviceMesh(tuple(ranks)), ParallelStrategy(len(ranks) // (tp * pp), tp, pp))
+
+    everyone, first, second = range(n), range(n // 2), range(n // 2, n)
+    return {
+        "actor_gen": on(everyone, 8, 1),
+        "rew_inf": on(first, 4, 1),
+        "ref_inf": on(second, 4, 1),
+        "critic_inf": on(second, 4, 5),
+        "critic_train": on(second, 4, 5),
+        "actor_train": on(everyone, 8, 5),
+    }
+
+
+def run_of(n: int, steps: int, folder: Path) -> RunSpec:
+    model = folder / "config.json"
+    model.write_text(json.dumps(LLAMA_7B))
+    config = experiment_class("ppo")()
+    config.dataset.train_bs_n_seqs = n // GROUP
+    config.exp_ctrl.total_train_steps = steps
+    config.ppo.group_size = GROUP
+    for spec in (config.actor, config.critic, config.ref, config.rew):
+        spec.init_from_scratch, spec.config = True, str(model)
+    experiment = as_experiment(config)
+    plan = ExecutionPlan(n, {name: Placement(layout) for name, layout in layouts(n).items()})
+    return RunSpec("ppo", config, experiment.task, experiment.graph(), experiment.roles(), plan, RunDir(folder), "cpu",
+                   steps * n // GROUP)  # fmt: skip
+
+
+@dataclass
+class Cluster:
+    """The workers, behind a channel that never leaves this process. ``outside`` is the time they took themselves."""
+
+    run: RunSpec
+    outside: float = 0.0
+    asked: int = 0
+    heard: int = 0
+    calls: dict[tuple[int, int], Call] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        n = self.run.plan.n_workers
+        self.inbox, self.outbox = Inbox(KEY, range(n)), Outbox(KEY, range(n))
+        self.seals = [Seal(KEY, Lane.to_master, rank) for rank in range(n)]
+        self.chance = random.Random(0)
+        self.now = 0.0
+        self.free_at = [0.0] * n
+        self.under_way: list[tuple[float, int, list[bytes]]] = []
+        self.sent: list[tuple[int, ToWorker]] = []
+        self.n_fetchers = len(self.run.fetchers)
+        self.meshes = {name: meshes_of(program) for name, program in self.run.program.items()}
+        self.heads = {name: {rank: d for d, rank in enumerate(placement.layout.dp_heads())}
+                      for name, placement in self.run.plan.placements.items()}  # fmt: skip
+        for rank in range(n):
+            self.answer(Hello(rank, 1, "here", 7), 1.0)
+
+    def send(self, rank: int, message: ToWorker) -> None:
+        self.outbox.sealed(rank, message)
+        self.sent.append((rank, message))
+
+    def receive(self, timeout_s: float) -> ToMaster | None:
+        if self.sent:
+            start = time.thread_time()
+            for rank, sent in self.sent:
+                self.hear(rank, sent)
+            self.sent.clear()
+            self.outside += time.thread_time() - start
+        self.heard += 1
+        self.now, _, frames = heapq.heappop(self.under_way)
+        opened = self.inbox.opened(frames)
+        assert opened is not None
+        return opened[1]
+
+    def close(self) -> None: ...
+
+    def answer(self, message: ToMaster, seconds: float) -> None:
+        rank = message.rank
+        self.free_at[rank] = max(self.free_at[rank], self.now) + seconds * self.chance.uniform(0.9, 1.1)
+        payload = encode(message, ToMaster)
+        frames = [self.seals[rank].head(digest(payload)), payload]
+        heapq.heappush(self.under_way, (self.free_at[rank], self.chance.getrandbits(62), frames))
+
+    def hear(self, rank: int, message: ToWorker) -> None:
+        match message:
+            case Start():
+                self.answer(Ready(rank, {"seconds": 1.0}), 10.0)
+            case Fetch(request, start, stop):
+                at = self.heads["actor_gen"][rank]
+                first, last = (start + (stop - start) * k // self.n_fetchers for k in (at, at + 1))
+                ids = tuple(RowId(p, -1) for p in range(first, last))
+                self.done(request, rank, 0.1, "fetch", self.rows(ids, self.run.graph.dataset_keys))
+            case Call(request):
+                self.asked += 1
+                if rank in self.meshes[message.mfc]:
+                    self.calls[request, rank] = message
+                else:
+                    self.done(request, rank, 0.1, f"{message.mfc}/Transfer")
+            case Run(request):
+                self.carry_out(request, rank, self.calls.pop((request, rank)))
+            case Collect(request):
+                self.answer(Done(request, rank, values={"rows": []}), 0.1)
+            case Save(request):
+                self.answer(Done(request, rank), 10.0)
+
+    def carry_out(self, request: int, rank: int, call: Call) -> None:
+        mfc, d = self.run.graph[call.mfc], self.heads[call.mfc].get(rank)
+        outputs = None
+        if d is not None and not mfc.is_train:
+            ids = tuple(call.inputs.ids[i] for i in call.assignment[d])
+            if mfc.kind is Kind.GENERATE:
+                ids = tuple(RowId(row.prompt, sample) for row in ids for sample in range(GROUP))
+            outputs = self.rows(ids, mfc.outputs)
+        stats = {f"statistic_{i}": (1.0, 2.0) for i in range(12)} if d is not None else {}
+        self.done(request, rank, 20.0, f"{call.mfc}/Transfer", outputs, stats, f"{call.mfc}/Reallocate",
+                  f"{call.mfc}/Compute", f"{call.mfc}/Release")  # fmt: skip
+
+    def done(
+        self,
+        request: int,
+        rank: int,
+        seconds: float,
+        span: str,
+        outputs: BatchMeta | None = None,
+        stats: dict[str, tuple[float, float]] | None = None,
+        *spans: str,
+    ) -> None:
+        at = int(1.7e15 + self.now * 1e6)
+        told = tuple((name, at, int(seconds * 1e6)) for name in (span, *spans))
+        self.answer(Done(request, rank, outputs, stats or {}, None, {}, told, (2 << 30, 1 << 30)), seconds)
+
+    def rows(self, ids: tuple[RowId, ...], keys: tuple[str, ...]) -> BatchMeta:
+        lengths = tuple(self.chance.randrange(200, 2000) for _ in ids)
+        scalars = {"rewards", "truncated"}
+        return BatchMeta(ids, {
+            key: ColumnMeta("float32", (1,) * len(ids) if key in scalars else lengths) for key in keys
+        })  # fmt: skip
+
+
+class Stopwatch:
+    """A view that shows nothing and notes what the master took for every step, the first of which is start-up."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.laps: list[tuple[float, int, int]] = []
+
+    def ready(self, workers: dict[int, Ready]) -> None: ...
+
+    def step(self, metrics: Metrics) -> None:
+        cluster = self.cluster
+        self.laps.append((time.thread_time() - cluster.outside, cluster.asked, cluster.heard))
+
+    def steps(self) -> list[tuple[float, int, int]]:
+        """Return seconds, workers that were asked to take part in a call, and events, of every step but the first."""
+        return [tuple(b - a for a, b in zip(*laps, strict=True)) for laps in pairwise(self.laps)]  # type: ignore[misc]
+
+    def evaluated(self, step: int, metrics: Metrics) -> None: ...
+
+    def saved(self, role: str, path: Path) -> None: ...
+
+
+def measure(n: int, steps: int, profile: bool) -> tuple[float, float]:
+    """Print a line for ``n`` workers; return microseconds per worker and call, and gigabytes."""
+    with tempfile.TemporaryDirectory() as scratch:
+        run = run_of(n, steps, Path(scratch))
+        cluster = Cluster(run)
+        view = Stopwatch(cluster)
+        telemetry = Telemetry(run, view, [])
+        master = Master(run, cluster, dict, telemetry)
+        profiler = cProfile.Profile()
+        if profile:
+            profiler.enable()
+        master.train()
+        if profile:
+            profiler.disable()
+            profiler.print_stats("tottime")
+        telemetry.close()
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    seconds, asked, heard = min(view.steps())
+    print(f"{n:>8} {asked:>9} {seconds:>9.2f} {seconds / asked * 1e6:>18.1f} {heard / seconds:>11.0f} {memory:>7.2f}",
+          flush=True)  # fmt: skip
+    return seconds / asked * 1e6, memory
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--workers", default="1000,4000,16000")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--profile", action="store_true")
+    options = parser.parse_args()
+    look_for_cycles_seldom()
+    print(f"{'workers':>8} {'asked':>9} {'s':>9} {'us/worker and call':>18} {'events/s':>11} {'GB':>7}")
+    for size in options.workers.split(","):
+        each, memory = measure(int(size), options.steps, options.profile)
+    sys.exit(each > LIMIT_US or memory > LIMIT_GB)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Runs whose workers stop, wait for ever or never come up are named; strangers at the port of a run change nothing."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import stat
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+import zmq
+
+from realhf.apps.quickstart import launch, prepare, write_run
+from realhf.base.errors import RunFailed
+from tests.integration.conftest import Run, Started
+from tests.integration.test_failures import Living, Start, nothing_is_left, worker_pid
+from tests.system.strangers import KEY, http, oversized
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+
+def begun(start: Start, folder: Path, words: list[str], *more: str) -> Started:
+    """A run on two workers that has made a step and would make 10000 more."""
+    words = [*words, "exp_ctrl.total_train_epochs=10000", "n_gpus_per_node=2", *more]
+    started = start("ppo-math", folder, words)
+    started.wait_for_step()
+    return started
+
+
+def test_a_stopped_worker_is_named_within_its_deadline(
+    realhf_start: Start, ppo_words: list[str], living: Living, tmp_path: Path
+) -> None:
+    started = begun(realhf_start, tmp_path, ppo_words, "heartbeat_timeout=4")
+    pid = worker_pid(started, 1, living)
+    os.kill(pid, signal.SIGSTOP)
+    run = started.finish()
+    assert run.code == 1, run.said
+    (line,) = (line for line in run.said.splitlines() if line.startswith("error: "))
+    assert line.startswith(f"error: worker 1 (host {socket.gethostname()}, process {pid}) gives no sign of life for ")
+    assert "worker 1's process is in state T (stopped)" in run.said
+    for rank in range(2):
+        assert "most recent call first" in (run.root / "logs" / f"worker-{rank}.log").read_text()
+    assert nothing_is_left(tmp_path, living)
+
+
+STUCK = """
+import time
+
+def graded(prompt, answer, row):
+    return 1.0
+
+def stuck(prompt, answer, row):
+    time.sleep(1000)
+"""
+
+
+def test_a_worker_that_waits_for_ever_is_named_with_what_it_is_at(
+    realhf_start: Start, ppo_words: list[str], tmp_path: Path
+) -> None:
+    """It goes on beating, so it is not silent; the call's deadline ends the run."""
+    (tmp_path / "rewards.py").write_text(STUCK)
+    words = [*ppo_words, f"reward.fn={tmp_path}/rewards.py:stuck", "reward.timeout=20", "n_gpus_per_node=2"]
+    run = realhf_start("ppo-math", tmp_path, [*words, "call_timeout=9", "heartbeat_timeout=1"]).finish()
+    assert run.code == 1 and "waited 9 s for " in run.said, run.said
+    found = re.search(r"worker (\d) \(host .*, process \d+\) is at rew_inf of step 1, rew_inf/Compute", run.said)
+    assert found is not None, run.said
+    assert "most recent call first" in (run.root / "logs" / f"worker-{found.group(1)}.log").read_text()
+
+
+def test_a_worker_that_cannot_come_up_is_shown_with_the_end_of_its_log(
+    ppo_words: list[str], living: Living, tmp_path: Path
+) -> None:
+    run = prepare("ppo-math", [*ppo_words, f"fileroot={tmp_path}", "trial_name=t", "device=cpu", "n_gpus_per_node=2"])
+    write_run(run)
+    run.paths.plan.unlink()
+    with pytest.raises(RunFailed, match="worker 0 exited with code 1 while doing its start-up; see ") as caught:
+        launch(run)
+    assert "its last lines:\n" in str(caught.value) and "FileNotFoundError: " in str(caught.value)
+    assert nothing_is_left(tmp_path, living)
+
+
+def free_port() -> int:
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        return int(door.getsockname()[1])
+
+
+def throw_garbage(address: str, started: Started) -> None:
+    """Throw messages until the run ends, under a name of their own and under those of workers."""
+    wires = []
+    for name in (b"7", b"0", b"1"):
+        wire = zmq.Context.instance().socket(zmq.DEALER)
+        wire.setsockopt(zmq.LINGER, 0)
+        wire.setsockopt(zmq.IDENTITY, name)
+        wire.connect(address)
+        wires.append(wire)
+    frames = (
+        [b""],
+        [b"\xff" * 100],
+        [KEY, KEY],
+        [b"\0" * 45, b"\x81\xa4type\xa4Stop"],
+        [b"x" * (1 << 20)],
+        [b"a"] * 30,
+    )
+    kinds = cycle(frames)
+    while started.process.poll() is None:
+        with contextlib.suppress(OSError):  # it may just have ended
+            oversized(address, 1 << 40)
+            http(address)
+        for wire in wires:
+            for _ in range(20):
+                if wire.poll(20, zmq.POLLOUT):
+                    wire.send_multipart(next(kinds))
+    for wire in wires:
+        wire.close()
+
+
+def test_strangers_at_the_port_change_nothing_and_the_key_stays_secret(
+    realhf: Callable[..., Run], realhf_start: Start, ppo_words: list[str], tmp_path: Path
+) -> None:
+    words = [*ppo_words, "n_gpus_per_node=2", "exp_ctrl.total_train_epochs=10"]
+    alone = realhf("ppo-math", tmp_path / "alone", words)
+    address = f"tcp://127.0.0.1:{free_port()}"
+    started = realhf_start("ppo-math", tmp_path / "beside", [*words, f"channel_address={address}"])
+    started.wait_for_step()
+    path = started.root / "channel.key"
+    key = path.read_bytes()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    throw_garbage(address, started)
+    run = started.finish()
+    assert run.code == 0, run.said
+    assert run.curve == alone.curve
+    dropped = re.search(r"dropped (\d+) messages that no worker of this run has sent", run.said)
+    assert dropped is not None and int(dropped.group(1)) >= 1000, run.said
+    written = [file.read_bytes() for file in run.root.rglob("*") if file.is_file()] + [run.said.encode()]
+    assert not path.exists()
+    for secret in (key, key.hex().encode(), repr(key).encode()):
+        assert not any(secret in text for text in written)

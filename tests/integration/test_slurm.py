@@ -1,0 +1,127 @@
+"""Runs on a SLURM cluster of virtual nodes: the same curve, and every way to end one."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import PATIENCE_S, PROGRAM, REPOSITORY, Run, Started, same_curve
+from tests.launch.slurm_cluster import SlurmCluster, why_not
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+Start = Callable[..., Started]
+Living = Callable[[Path], dict[int, str]]
+WORDS = ["mode=slurm", "n_nodes=2", "n_gpus_per_node=2"]
+ENDLESS = ["exp_ctrl.total_train_epochs=10000"]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """Three nodes of two cores."""
+    if reason := why_not():
+        pytest.skip(f"NOTHING ABOUT SLURM IS TESTED: {reason}")
+    cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"), 3)
+    try:
+        cluster.start()
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("SLURM_CONF", str(cluster.configuration))
+            yield cluster
+    finally:
+        cluster.stop()
+
+
+def job_of(cluster: SlurmCluster) -> str:
+    (number,) = cluster.run("squeue", "-h", "-o", "%i").split()
+    return number
+
+
+def is_left(cluster: SlurmCluster, folder: Path, living: Living) -> bool:
+    """Wait a little for jobs and processes that are on their way out."""
+    end = time.monotonic() + 20.0
+    while (left := bool(living(folder) or cluster.run("squeue", "-h"))) and time.monotonic() < end:
+        time.sleep(0.1)
+    return left
+
+
+def worker_pid(run: Path, rank: int, living: Living) -> int:
+    """The worker of a rank; the process that it shares its command with is SLURM's."""
+    words = f"-m realhf.apps.worker {run} SLURM_PROCID"
+    for pid, command in living(run).items():
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if words in command and f"SLURM_PROCID={rank}".encode() in environment:
+            return pid
+    raise AssertionError(f"no worker {rank}: {living(run)}")
+
+
+def test_two_nodes_learn_as_this_machine_does(
+    cluster: SlurmCluster,
+    of_four_workers: Run,
+    realhf_start: Start,
+    ppo_words: list[str],
+    living: Living,
+    tmp_path: Path,
+) -> None:
+    run = realhf_start("ppo-math", tmp_path, [*ppo_words, *WORDS]).finish()
+    assert run.code == 0, run.said
+    assert " runs on n[" in run.said and "done    3 steps" in run.said and " is completed" in run.said
+    assert same_curve(of_four_workers, run) == []
+    assert not is_left(cluster, tmp_path, living)
+
+
+def test_a_job_that_is_cancelled_ends_the_run(
+    cluster: SlurmCluster, realhf_start: Start, ppo_words: list[str], living: Living, tmp_path: Path
+) -> None:
+    """First by somebody else, then by an interrupt, while it waits for nodes that are not there."""
+    started = realhf_start("ppo-math", tmp_path, [*ppo_words, *WORDS, *ENDLESS])
+    started.wait_for_step()
+    waiting = realhf_start("ppo-math", tmp_path / "waiting", [*ppo_words, *WORDS, "n_nodes=3"])
+    end = time.monotonic() + PATIENCE_S
+    while "(Resources)" not in cluster.run("squeue", "-h", "-o", "%r (%r)"):
+        assert time.monotonic() < end, cluster.run("squeue")
+        time.sleep(0.2)
+    waiting.process.send_signal(signal.SIGINT)
+    run = waiting.finish()
+    assert run.code == 130 and "waits in the queue (" in run.said and "interrupted" in run.said, run.said
+    number = job_of(cluster)  # of the other one
+    cluster.run("scancel", number)
+    run = started.finish()
+    assert run.code == 1 and f"error: job {number} (trial) is cancelled" in run.said, run.said
+    assert not is_left(cluster, tmp_path, living)
+
+
+def test_a_lost_node_starts_the_job_again_from_its_checkpoint(
+    cluster: SlurmCluster, realhf_start: Start, ppo_words: list[str], living: Living, tmp_path: Path
+) -> None:
+    words = ["exp_ctrl.ckpt_freq_steps=2", "recover_mode=auto", "exp_ctrl.total_train_epochs=100",
+             "exp_ctrl.total_train_steps=50"]  # fmt: skip
+    started = realhf_start("ppo-math", tmp_path, [*ppo_words, *WORDS, *words])
+    started.wait_for_checkpoint()
+    cluster.kill_node(1)
+    run = started.finish()
+    cluster.start_node(1)
+    cluster.wait_until_idle()
+    assert run.code == 0, run.said
+    assert "runs on n[0,2], started 2 times" in run.said and "done    50 steps" in run.said
+    assert [line["step"] for line in run.metrics] == list(range(1, 51))
+    assert not is_left(cluster, tmp_path, living)
+
+
+def test_inside_an_allocation_a_killed_worker_is_named_with_its_node(
+    cluster: SlurmCluster, ppo_words: list[str], living: Living, tmp_path: Path
+) -> None:
+    places = [f"fileroot={tmp_path}", "experiment_name=t", "trial_name=trial", "device=cpu"]
+    command = ["salloc", "--nodes=2", "--ntasks-per-node=2", *PROGRAM, "quickstart", "ppo-math", *places]
+    process = subprocess.Popen([*command, *ppo_words, *WORDS, *ENDLESS], stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True, cwd=REPOSITORY)  # fmt: skip
+    started = Started(process, tmp_path / "t" / "trial")
+    started.wait_for_step()
+    os.kill(worker_pid(started.root, 3, living), signal.SIGKILL)
+    run = started.finish()
+    assert run.code == 1 and "waits in the queue" not in run.said, run.said
+    (line,) = (line for line in run.said.splitlines() if line.startswith("error: "))
+    assert line.startswith("error: worker 3 on node n") and " ended: killed while doing " in line
+    assert not is_left(cluster, tmp_path, living)

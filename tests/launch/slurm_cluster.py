@@ -1,0 +1,133 @@
+"""A SLURM cluster of virtual nodes on this machine's loopback, without systemd: munge, slurmctld and slurmd.
+
+Debian's packages are installed where they are missing and apt is there; that needs root, as the daemons do.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
+PATIENCE_S = 60.0
+CONFIGURATION = """\
+ClusterName=virtual
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CryptoType=crypto/munge
+AuthInfo=socket={root}/munge.socket,cred_expire=5
+StateSaveLocation={root}/state
+SlurmdSpoolDir={root}/spool/%n
+SlurmctldPidFile={root}/slurmctld.pid
+SlurmdPidFile={root}/%n.pid
+SlurmctldLogFile={root}/slurmctld.log
+SlurmdLogFile={root}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+ReturnToService=2
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmctldTimeout=30
+SlurmdTimeout=5
+KillWait=3
+InactiveLimit=0
+SlurmdParameters=config_overrides
+{nodes}
+PartitionName=dev Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def why_not() -> str:
+    """Install what is missing; say why there can be no cluster here, or nothing."""
+    if os.getuid() != 0:
+        return "the daemons of SLURM need root"
+    if not all(map(shutil.which, DAEMONS)):
+        if not shutil.which("apt-get"):
+            return "neither SLURM nor apt is here"
+        quiet = {"stdout": subprocess.DEVNULL, "env": {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}}
+        install = ["apt-get", "install", "-y", "--no-install-recommends", "slurm-wlm", "munge"]
+        if subprocess.run(install, **quiet).returncode:
+            subprocess.run(["apt-get", "update"], **quiet)
+            subprocess.run(install, check=True, **quiet)
+    return ""
+
+
+class SlurmCluster:
+    """Nodes ``n0`` ... of two cores each. ``environment`` is for the programs that use it."""
+
+    def __init__(self, root: Path, n_nodes: int) -> None:
+        self.root, self.n_nodes = root, n_nodes
+        self.configuration = root / "slurm.conf"
+        self.environment = {**os.environ, "SLURM_CONF": str(self.configuration)}
+
+    def start(self) -> None:
+        host = socket.gethostname().partition(".")[0]
+        for folder in ("state", "spool"):
+            (self.root / folder).mkdir(parents=True)
+        controller, *ports = free_ports(1 + self.n_nodes)
+        nodes = "\n".join(
+            f"NodeName=n{i} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=4000"
+            for i, port in enumerate(ports)
+        )
+        self.configuration.write_text(CONFIGURATION.format(host=host, port=controller, root=self.root, nodes=nodes))
+        key = self.root / "munge.key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o400)
+        self.root.chmod(0o755)  # munge's socket is for everybody
+        self.run("munged", "--force", f"--key-file={key}", f"--socket={self.root}/munge.socket",
+                 f"--pid-file={self.root}/munged.pid", f"--log-file={self.root}/munged.log",
+                 f"--seed-file={self.root}/munge.seed")  # fmt: skip
+        self.run("slurmctld", "-f", str(self.configuration), "-c")
+        for i in range(self.n_nodes):
+            self.start_node(i)
+        self.wait_until_idle()
+
+    def start_node(self, i: int) -> None:
+        self.run("slurmd", "-f", str(self.configuration), "-N", f"n{i}")
+
+    def kill_node(self, i: int) -> None:
+        """End a node's daemon without a word to anybody, and have it noticed at once."""
+        os.kill(int((self.root / f"n{i}.pid").read_text()), signal.SIGKILL)
+        self.run("scontrol", "update", f"NodeName=n{i}", "State=DOWN", "Reason=killed")
+
+    def wait_until_idle(self) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while set(self.run("sinfo", "-h", "-N", "-o", "%t").split()) != {"idle"}:
+            assert time.monotonic() < end, self.run("sinfo", "-N", "-l")
+            time.sleep(0.2)
+
+    def run(self, *command: str) -> str:
+        """Run a program of SLURM and return what it says."""
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=PATIENCE_S)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        return done.stdout
+
+    def stop(self) -> None:
+        """Stop jobs, then daemons, and wait until they are gone."""
+        with contextlib.suppress(AssertionError):
+            self.run("scancel", "--state=RUNNING", "--state=PENDING", "-u", "root")
+        pids = [int(file.read_text()) for file in self.root.glob("*.pid") if file.read_text().strip()]
+        for number, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0)):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            end = time.monotonic() + patience
+            while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < end:
+                time.sleep(0.05)
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]

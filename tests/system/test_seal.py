@@ -1,0 +1,58 @@
+"""Seals: what is changed anywhere, said twice or said by another does not pass."""
+
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from realhf.system.seal import FIELDS, TAG_BYTES, Gate, Lane, Refused, Seal, digest, new_key
+
+KEY = bytes(range(32))
+payloads = st.binary(max_size=40)
+
+
+@given(st.lists(st.tuples(st.sampled_from(list(Lane)), st.integers(0, 3), payloads), min_size=1, max_size=8))
+def test_what_is_sealed_passes_once(messages: list[tuple[Lane, int, bytes]]) -> None:
+    seals = {(lane, rank): Seal(KEY, lane, rank) for lane in Lane for rank in range(4)}
+    gate = Gate(KEY, tuple(Lane), range(4))
+    for lane, rank, payload in messages:
+        head = seals[lane, rank].head(digest(payload))
+        assert gate.check(head, payload) == (lane, rank)
+        with pytest.raises(Refused, match=f"of worker {rank} comes after"):
+            gate.check(head, payload)
+
+
+@given(payload=payloads, at=st.integers(0, FIELDS.size + TAG_BYTES - 1), flip=st.integers(1, 255))
+def test_no_bit_of_a_head_may_change(payload: bytes, at: int, flip: int) -> None:
+    head = Seal(KEY, Lane.to_master, 1).head(digest(payload))
+    changed = bytes(byte ^ flip if i == at else byte for i, byte in enumerate(head))
+    gate = Gate(KEY, tuple(Lane), range(4))
+    with pytest.raises(Refused):
+        gate.check(changed, payload)
+    with pytest.raises(Refused, match="not sealed by worker 1"):
+        gate.check(head, payload + b"x")
+    assert gate.check(head, payload) == (Lane.to_master, 1)  # what was refused takes nobody's number
+
+
+def test_numbers_may_have_gaps_but_not_turn_back() -> None:
+    seal, gate = Seal(KEY, Lane.to_master, 0), Gate(KEY, (Lane.to_master,), range(1))
+    heads = [seal.head(digest(b"x")) for _ in range(3)]
+    gate.check(heads[0], b"x")
+    gate.check(heads[2], b"x")
+    with pytest.raises(Refused, match="message 2 of worker 0 comes after 3"):
+        gate.check(heads[1], b"x")
+
+
+@given(head=st.binary(max_size=80), payload=payloads)
+def test_garbage_is_refused(head: bytes, payload: bytes) -> None:
+    with pytest.raises(Refused):
+        Gate(KEY, tuple(Lane), range(4)).check(head, payload)
+
+
+def test_a_key_is_its_owners_and_new_each_time(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    keys = {new_key(path) for _ in range(3)}
+    assert len(keys) == 3 and path.read_bytes() in keys and len(path.read_bytes()) == TAG_BYTES
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
