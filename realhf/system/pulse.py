@@ -58,6 +58,7 @@ class Pulses:
         self._looked = now
 
     def hear(self, beat: Beat) -> None:
+        self.look()
         self._heard.pop(beat.rank, None)
         self._heard[beat.rank] = self._listened, beat
 
