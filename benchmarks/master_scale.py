@@ -27,7 +27,7 @@ from realhf.api.graph import Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.messages import Call, Collect, Done, Fetch, Hello, Ready, Run, Save, Start, ToMaster, ToWorker
 from realhf.api.plan import ExecutionPlan, Placement
-from realhf.apps.quickstart import as_experiment
+from realhf.apps.launching import as_experiment
 from realhf.base.paths import RunDir
 from realhf.experiments import experiment_class
 from realhf.plan.program import meshes_of

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from realhf.api.campaign import Campaign
+from realhf.apps.launching import as_experiment, launch, write_run
 from realhf.apps.options import save_experiment
 from realhf.apps.preflight import directory_problems, preflight, run_problems
-from realhf.apps.quickstart import as_experiment, launch, write_run
 from realhf.base.errors import UserError
 from realhf.base.paths import RunDir
 

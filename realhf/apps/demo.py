@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import realhf
-from realhf.apps.quickstart import launch, prepare, write_run
+from realhf.apps.launching import launch, write_run
+from realhf.apps.quickstart import prepare
 from realhf.base.errors import RunFailed, UserError
 from realhf.system.run import RunSpec
 

@@ -3,7 +3,8 @@
 import sys
 from pathlib import Path
 
-from realhf.apps.quickstart import launch, read_run, retried
+from realhf.apps.launching import launch, read_run
+from realhf.apps.resume import retried
 from realhf.base.errors import UserError
 from realhf.base.paths import RunDir
 from realhf.system.recovery import newest, rewind

@@ -1,12 +1,14 @@
 """``realhf resume``: goes on from a run's last checkpoint, also with other layouts or on another number of workers."""
 
+from collections.abc import Callable
 from pathlib import Path
 
+from realhf.api.config import ExperimentConfig, RecoverMode
 from realhf.api.experiment import Experiment
+from realhf.apps.launching import as_experiment, launch, read_run, write_run
 from realhf.apps.options import load_experiment, override
 from realhf.apps.preflight import preflight
-from realhf.apps.quickstart import as_experiment, launch, read_run, write_run
-from realhf.base.errors import UserError
+from realhf.base.errors import RunFailed, UserError
 from realhf.base.paths import RunDir
 from realhf.experiments import experiment_class
 from realhf.system.recovery import Manifest, flat_options, newest, rewind
@@ -40,6 +42,20 @@ def main(arguments: list[str]) -> None:
 def resumable(paths: RunDir) -> bool:
     """Tell whether there is a checkpoint to go on from; ``UserError`` for a damaged one."""
     return newest(paths.checkpoints) is not None
+
+
+def retried(run: Callable[[], None], again: Callable[[], None], config: ExperimentConfig, paths: RunDir) -> None:
+    """Call ``run``, and ``again`` after failures, as often as the options allow and where a checkpoint is."""
+    left = config.recover_retries
+    while True:
+        try:
+            return run()
+        except RunFailed as error:
+            if config.recover_mode not in (RecoverMode.fault, RecoverMode.auto) or not left or not resumable(paths):
+                raise
+            left -= 1
+            print(f"failed  {str(error).splitlines()[0]}\nresume  from the last checkpoint; {left} restarts are left")
+            run = again
 
 
 def resume(name: str, experiment: Experiment, paths: RunDir) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from realhf.apps.quickstart import launch, prepare, write_run
+from realhf.apps.launching import launch, write_run
+from realhf.apps.quickstart import prepare
 from realhf.base.errors import RunFailed
 from tests.integration.conftest import Run, Started
 from tests.integration.test_failures import Living, Start, nothing_is_left, worker_pid

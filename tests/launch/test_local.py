@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from realhf.api.messages import Hello
-from realhf.apps.quickstart import prepare, write_run
+from realhf.apps.launching import write_run
+from realhf.apps.quickstart import prepare
 from realhf.base.paths import RunDir
 from realhf.launch.local import LocalLauncher
 from realhf.system.channel import ZmqMaster

@@ -9,7 +9,8 @@ import pytest
 from realhf.api.config import ModelSpec
 from realhf.api.experiment import RoleSpec
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
-from realhf.apps.quickstart import prepare, read_run, write_run
+from realhf.apps.launching import read_run, write_run
+from realhf.apps.quickstart import prepare
 from realhf.plan.schedule import RunLength
 from realhf.system.run import RunSpec, model_config, tokenizer_folder
 from tests.conftest import Task
