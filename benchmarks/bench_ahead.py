@@ -1,0 +1,45 @@
+"""Rollout ahead of training on two workers of their own, against the same two taking turns.
+
+    python benchmarks/bench_ahead.py [--steps N]
+
+GRPO without a reference on the arithmetic task, from the weak start of the study of algorithms: worker 0 generates and
+judges, worker 1 trains. Prints the median step of both, their ratio, and the accuracy of the first and last steps.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean, median
+
+sys.path.append(str(Path(__file__).parents[1] / "experiments" / "algorithms"))
+from study import call, place, start_from
+
+APART = ("n_gpus_per_node=2", "allocation_mode=manual", "actor_gen.device_mesh=0", "rew_inf.device_mesh=0",
+         "actor_train.device_mesh=1", "ppo.kl_in=none", "actor.optimizer.lr=3e-4", "dataset.train_bs_n_seqs=64",
+         "actor.optimizer.lr_scheduler_type=constant", "ppo.gen.max_new_tokens=32",
+         "exp_ctrl.total_train_epochs=9")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=60)
+    steps = parser.parse_args().steps
+    seconds = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        start = start_from(folder)
+        for name, staleness in (("abreast", 0), ("ahead", 1)):
+            call("quickstart", "grpo", *place(folder, name), *APART, f"dataset.path={folder}/task/train.jsonl",
+                 f"actor.path={start}", f"max_staleness={staleness}",
+                 f"exp_ctrl.total_train_steps={steps}")  # fmt: skip
+            lines = [json.loads(line) for line in (folder / "study" / name / "metrics.jsonl").read_text().splitlines()]
+            seconds[name] = median(line["time/step_s"] for line in lines[2:])
+            first, last = (mean(line["rew_inf/accuracy"] for line in part) for part in (lines[:5], lines[-5:]))
+            print(f"{name:<8} {seconds[name]:.3f} s a step, accuracy {first:.3f} -> {last:.3f}")
+    print(f"ahead is {seconds['abreast'] / seconds['ahead']:.2f} times as fast")
+
+
+if __name__ == "__main__":
+    main()
