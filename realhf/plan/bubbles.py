@@ -61,7 +61,7 @@ def uniform_makespan(
         steps = [schedule(stage, n_stages, count) for stage in range(n_stages)]
         return makespan(steps, lambda s, _: forward[s], lambda s, _: backward[s], lambda s, _: send[s])
 
-    filled = 4 * n_stages
+    filled = 8 * n_stages
     if n <= filled:
         return seconds(n)
     return seconds(filled) + (n - filled) * (seconds(filled) - seconds(filled - n_stages)) / n_stages
