@@ -3,7 +3,8 @@
     python benchmarks/bench_ahead.py [--steps N]
 
 GRPO without a reference on the arithmetic task, from the weak start of the study of algorithms: worker 0 generates and
-judges, worker 1 trains. Prints the median step of both, their ratio, and the accuracy of the first and last steps.
+judges, worker 1 trains. Prints the median step of both, their ratio, the accuracy of the first and last steps, and how
+much of generation the trace shows beside training.
 """
 
 import argparse
@@ -22,6 +23,19 @@ APART = ("n_gpus_per_node=2", "allocation_mode=manual", "actor_gen.device_mesh=0
          "exp_ctrl.total_train_epochs=9")  # fmt: skip
 
 
+def beside(trace: Path) -> float:
+    """Return the share of worker 0's generation during which worker 1 trains."""
+    spans = json.loads(trace.read_text().rstrip().rstrip(",").rstrip("]").rstrip().rstrip(",") + "]")
+    wanted = {("actor_gen/Compute", 0), ("actor_train/Compute", 1)}
+    found: dict[str, list[tuple[int, int]]] = {"actor_gen/Compute": [], "actor_train/Compute": []}
+    for span in spans:
+        if (span["name"], span["pid"]) in wanted:
+            found[span["name"]].append((span["ts"], span["ts"] + span["dur"]))
+    generation, training = found["actor_gen/Compute"], found["actor_train/Compute"]
+    common = sum(max(0, min(b, d) - max(a, c)) for a, b in generation for c, d in training)
+    return common / sum(stop - start for start, stop in generation)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=60)
@@ -37,7 +51,9 @@ def main() -> None:
             lines = [json.loads(line) for line in (folder / "study" / name / "metrics.jsonl").read_text().splitlines()]
             seconds[name] = median(line["time/step_s"] for line in lines[2:])
             first, last = (mean(line["rew_inf/accuracy"] for line in part) for part in (lines[:5], lines[-5:]))
-            print(f"{name:<8} {seconds[name]:.3f} s a step, accuracy {first:.3f} -> {last:.3f}")
+            shared = 100 * beside(folder / "study" / name / "trace.json")
+            print(f"{name:<8} {seconds[name]:.3f} s a step, accuracy {first:.3f} -> {last:.3f}, "
+                  f"{shared:.0f}% of generation beside training")  # fmt: skip
     print(f"ahead is {seconds['abreast'] / seconds['ahead']:.2f} times as fast")
 
 
