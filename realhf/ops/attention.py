@@ -1,13 +1,18 @@
 """Causal attention over packed rows, and of one new token per slot over a cache. Grouped heads are never expanded."""
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from realhf.ops import native
 
 BLOCK = 256
 """Queries whose scores exist at once where they are computed in the open."""
@@ -34,21 +39,109 @@ class Scores:
 PLAIN = Scores()
 
 
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], rule: Scores = PLAIN) -> Tensor:
-    """Attend causally within each row; no padding, no mask, no copy of the inputs.
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], rule: Scores = PLAIN, prefixes: Sequence[int] = ()
+) -> Tensor:
+    """Attend causally within each row; no padding, no mask.
 
-    ``q`` is ``[T, H, d]``, ``k`` and ``v`` ``[T, K, d]`` with H a multiple of K; rows follow one another. Neighbours
-    of equal length form one dense batch, so rows sorted by length cost fewest calls; any order is right.
+    ``q`` is ``[T, H, d]``, ``k`` and ``v`` ``[T, K, d]`` with H a multiple of K; rows of ``lengths`` tokens follow one
+    another. Row i with ``prefixes[i] = p >= 0`` continues row p, which has no prefix itself: it sees all of p's keys
+    before its own, and their gradients are summed over all that continue p. Without ``prefixes`` no row has one.
     Returns ``[T, H, d]``.
+
+    The compiled kernel is used where there is one for the device and the type (on CPU: float32, and bfloat16 computed
+    in it), else ``packed_attention_reference``. Raises ValueError for lengths and prefixes that make no rows of q.
     """
+    kernel = _differentiable(q.device.type) if _kernel_fits(q, k, v) else None
+    if kernel is None:
+        return packed_attention_reference(q, k, v, lengths, rule, prefixes)
+    table = torch.frombuffer(array("q", (*lengths, *(prefixes or (-1,) * len(lengths)))), dtype=torch.int64)
+    try:
+        rows = table.view(2, len(lengths))
+        out: Tensor = kernel(q, k, v, rows, rule.scale_for(q.shape[-1]), rule.window, rule.softcap)[0]
+    except RuntimeError:  # the kernel checks, faster than we can; we say what is wrong
+        _check_rows(q, lengths, prefixes)
+        raise
+    return out
+
+
+def shares_prefixes(device: torch.device) -> bool:
+    """Tell whether rows that continue one another are faster than rows that repeat what they share."""
+    return native.kernel("packed_attention", device.type) is not None
+
+
+def _kernel_fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return q.dtype in (torch.float32, torch.bfloat16) and q.dtype == k.dtype == v.dtype and q.numel() > 0
+
+
+def _check_rows(q: Tensor, lengths: Sequence[int], prefixes: Sequence[int]) -> None:
+    if sum(lengths) != len(q) or min(lengths, default=0) < 0:
+        raise ValueError(f"rows of lengths {tuple(lengths)} do not make {len(q)} tokens")
+    if prefixes and len(prefixes) != len(lengths):
+        raise ValueError(f"{len(prefixes)} prefixes of {len(lengths)} rows")
+    for row, prefix in enumerate(prefixes):
+        if not -1 <= prefix < len(lengths) or (prefix >= 0 and prefixes[prefix] >= 0):
+            raise ValueError(f"row {row} has prefix {prefix}, which is no row without a prefix")
+
+
+def _differentiable(device: str) -> Callable[..., Any] | None:
+    """Return the kernel, which autograd knows how to differentiate."""
+    kernel = native.kernel("packed_attention", device)
+    if kernel is not None:
+        _teach_autograd()
+    return kernel
+
+
+@cache
+def _teach_autograd() -> None:
+    torch.library.register_autograd("realhf::packed_attention", _backward, setup_context=_keep)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, rows, *ctx.rule = inputs
+    ctx.save_for_backward(q, k, v, *output, rows)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, of_normalisers: None) -> tuple[Tensor | None, ...]:
+    """The gradient; normalisers are for this alone, and nothing else is made of them."""
+    if grad is None:
+        return (None,) * 7
+    kernel = native.kernel("packed_attention_backward", grad.device.type)
+    assert kernel is not None, "both halves are compiled together"
+    return (*kernel(grad, *ctx.saved_tensors, *ctx.rule), None, None, None, None)
+
+
+def packed_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], rule: Scores = PLAIN, prefixes: Sequence[int] = ()
+) -> Tensor:
+    """Compute ``packed_attention`` in plain torch.
+
+    Neighbours of equal length form one dense batch without copies, so rows sorted by length cost fewest calls; any
+    order is right. Rows that continue another are computed one by one.
+    """
+    _check_rows(q, lengths, prefixes)
+    if max(prefixes, default=-1) >= 0:
+        parts = zip(*(x.split(list(lengths)) for x in (q, k, v)), strict=True)
+        return torch.cat(_continued(list(parts), prefixes, rule))
     runs = [(len(list(group)), length) for length, group in groupby(lengths) if length]
     if not runs:
         return q
     if len(runs) == 1:
         return _dense(q, k, v, *runs[0], rule)
     sizes = [n * length for n, length in runs]
-    parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), runs, strict=True)  # split: one cat in the backward
-    return torch.cat([_dense(qs, ks, vs, *run, rule) for qs, ks, vs, run in parts])
+    by_run = zip(q.split(sizes), k.split(sizes), v.split(sizes), runs, strict=True)  # split: one cat in the backward
+    return torch.cat([_dense(qs, ks, vs, *run, rule) for qs, ks, vs, run in by_run])
+
+
+def _continued(rows: list[tuple[Tensor, Tensor, Tensor]], prefixes: Sequence[int], rule: Scores) -> list[Tensor]:
+    outs = []
+    for (q, k, v), prefix in zip(rows, prefixes, strict=True):
+        if prefix >= 0:
+            k, v = torch.cat((rows[prefix][1], k)), torch.cat((rows[prefix][2], v))
+        q_, k_, v_ = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        outs.append(_block(q_, k_, v_, rule, len(k) - len(q))[0].transpose(0, 1) if len(q) else q)
+    return outs
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, n: int, length: int, rule: Scores) -> Tensor:

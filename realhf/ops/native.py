@@ -49,6 +49,16 @@ def _double_per_counter(seed: int, prompts: Tensor, samples: Tensor, positions: 
     return prompts.new_empty(prompts.shape, dtype=torch.float64)
 
 
+def _like_queries(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, window: int, softcap: float
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def _like_all_three(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *given: object) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
 # What each kernel returns, as shapes and dtypes only: torch.compile asks.
 SHAPES: Mapping[str, Callable[..., object]] = MappingProxyType(
     {
@@ -61,6 +71,9 @@ SHAPES: Mapping[str, Callable[..., object]] = MappingProxyType(
         "logit_slopes_": _nothing,
         "sample_tokens": _token_and_two_floats,
         "counter_uniform": _double_per_counter,
+        "packed_attention": _like_queries,
+        "packed_attention_backward": _like_all_three,
+        "adamw_": _nothing,
     }
 )
 DEVICES = ("cpu", "cuda")

@@ -1,5 +1,6 @@
-"""Packed and decoding attention against a masked softmax written out."""
+"""Packed and decoding attention against a masked softmax written out, and the compiled kernel against its twin."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.ops.attention import BLOCK, Scores, decode_attention, packed_attention
+from realhf.ops import native
+from realhf.ops.attention import BLOCK, Scores, decode_attention, packed_attention, packed_attention_reference
+
+NOT_BUILT = "NATIVE KERNELS NOT BUILT, nothing tested: python setup.py build_ext --inplace"
 
 RULES = [
     Scores(),
@@ -88,3 +92,117 @@ def test_decoding_attends_up_to_each_position(heads: int, kv_heads: int, rule: S
         keys, values = k[slot, :, seen].transpose(0, 1), v[slot, :, seen].transpose(0, 1)
         row = written_out(q[slot, None], keys, values, replace(rule, window=0))
         assert torch.allclose(out[slot], row[0], atol=1e-6)
+
+
+Attention = Callable[..., torch.Tensor]
+FAMILIES = [
+    ([5], ()),
+    ([3, 7, 1, 64, 65, 130, 300], ()),
+    ([0, 17, 0, 33], ()),
+    ([40, 3, 20, 100, 7, 150], (-1, 0, 0, -1, 3, 0)),
+    ([9, 300, 200, 0], (1, -1, 1, 1)),
+    ([0, 5, 6], (-1, 0, 0)),
+]
+"""Lengths and prefixes: rows that end within blocks and beyond, empty ones, answers before their prompt."""
+
+
+@pytest.fixture(scope="module")
+def kernel() -> None:
+    if native.kernel("packed_attention", "cpu") is None:
+        pytest.skip(NOT_BUILT)
+
+
+def with_gradient(
+    attention: Attention, fused: torch.Tensor, heads: tuple[int, int], slope: torch.Tensor, *rows: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    leaf = fused.detach().requires_grad_()
+    out = attention(*leaf.split((heads[0], heads[1], heads[1]), 1), *rows)
+    return out.detach(), torch.autograd.grad(out, leaf, slope.to(out.dtype))[0]
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize(("heads", "dim"), [((4, 4), 32), ((8, 2), 64), ((4, 2), 8), ((6, 1), 20), ((3, 3), 80)])
+@pytest.mark.parametrize("rule", [Scores(), Scores(0.3), Scores(window=3), Scores(softcap=0.8), Scores(0.7, 70, 1.1)])
+def test_kernel_equals_twin(heads: tuple[int, int], dim: int, rule: Scores) -> None:
+    for lengths, prefixes in FAMILIES:
+        torch.manual_seed(sum(lengths))
+        fused = torch.randn(sum(lengths), heads[0] + 2 * heads[1], dim)
+        slope = torch.randn(sum(lengths), heads[0], dim)
+        for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+            given = fused.to(dtype)
+            slope = slope.to(dtype).double()
+            ours = with_gradient(packed_attention, given, heads, slope, lengths, rule, prefixes)
+            twin = with_gradient(packed_attention_reference, given.double(), heads, slope, lengths, rule, prefixes)
+            for found, expected in zip(ours, twin, strict=True):
+                assert found.dtype == dtype and distance(found, expected) < tolerance
+
+
+@pytest.mark.usefixtures("kernel")
+def test_finite_differences_agree_with_the_gradient() -> None:
+    torch.manual_seed(0)
+    lengths, prefixes, step = [6, 4, 5, 7], (-1, 0, 0, -1), 1e-2
+    fused, slope, way = torch.randn(22, 8, 16), torch.randn(22, 4, 16), torch.randn(22, 8, 16)
+    _, gradient = with_gradient(packed_attention, fused, (4, 2), slope, lengths, Scores(), prefixes)
+    ends = [(packed_attention(*(fused + far * way).split((4, 2, 2), 1), lengths, Scores(), prefixes) * slope).sum()
+            for far in (step, -step)]  # fmt: skip
+    assert float(ends[0] - ends[1]) / (2 * step) == pytest.approx(float((gradient * way).sum()), rel=1e-2)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 6), max_size=3)), max_size=4), st.sampled_from(RULES)
+)
+def test_rows_that_share_a_prefix_equal_whole_rows(families: list[tuple[int, list[int]]], rule: Scores) -> None:
+    """The twin in double precision, and the kernel where it is built."""
+    lengths: list[int] = []
+    prefixes: list[int] = []
+    for shared, followers in families:
+        lengths += [shared, *followers]
+        prefixes += [-1, *[len(prefixes)] * len(followers)]
+    parts = list(zip(*(x.split(lengths) for x in rows_of(lengths, 4, 2)), strict=True)) if lengths else []
+    wholes = [part if p < 0 else tuple(map(torch.cat, zip(parts[p], part, strict=True)))
+              for part, p in zip(parts, prefixes, strict=True)]  # fmt: skip
+    expected = [written_out(*whole, rule)[len(whole[0]) - n :] for whole, n in zip(wholes, lengths, strict=True) if n]
+    q, k, v = rows_of(lengths, 4, 2)
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
+        out = packed_attention(*(x.to(dtype) for x in (q, k, v)), lengths, rule, prefixes)
+        torch.testing.assert_close(out.double(), torch.cat(expected) if expected else q, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_the_number_of_threads_changes_no_bit() -> None:
+    lengths, prefixes = FAMILIES[3]
+    torch.manual_seed(1)
+    fused, slope = torch.randn(sum(lengths), 12, 64), torch.randn(sum(lengths), 8, 64)
+    before, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3, 7):
+            torch.set_num_threads(count)
+            found.append(with_gradient(packed_attention, fused, (8, 2), slope, lengths, Scores(), prefixes))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.usefixtures("kernel")
+def test_kernel_is_a_well_behaved_operator() -> None:
+    q, k, v = (torch.randn(9, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    rows = torch.tensor([[4, 3, 2], [-1, 0, -1]])
+    torch.library.opcheck(torch.ops.realhf.packed_attention.default, (q, k, v, rows, 0.25, 0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "prefixes", "complaint"),
+    [([3], (), "do not make 5 tokens"), ([6, -1], (), "do not make 5"), ([2, 3], (-1,), "1 prefixes of 2 rows"),
+     ([2, 3], (-1, 1), "row 1 has prefix 1"), ([2, 2, 1], (-1, 0, 1), "row 2 has prefix 1")],
+)  # fmt: skip
+def test_rows_that_are_none_are_refused(lengths: list[int], prefixes: tuple[int, ...], complaint: str) -> None:
+    given = torch.randn(3, 5, 2, 16).unbind()
+    for attention in (packed_attention, packed_attention_reference):
+        with pytest.raises(ValueError, match=complaint):
+            attention(*given, lengths, prefixes=prefixes)

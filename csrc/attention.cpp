@@ -1,0 +1,340 @@
+// Causal attention over packed rows that may share a first part, forward and backward: the schemas, and the kernels for
+// CPUs. realhf/ops/attention.py says what is computed; attention_rows.h computes it for one family of rows and one
+// key/value head. Families share nothing, so that results do not depend on the number of threads.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <tuple>
+#include <vector>
+
+#include "simd.h"
+
+namespace realhf {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kRowsAtOnce = 64;    // rows of queries that go through the keys together
+constexpr int64_t kKeysAtOnce = 128;   // keys whose scores with these exist at once on the way back
+constexpr int64_t kKeysForward = 128;  // and forward, where only those of a product's rows do
+
+constexpr int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
+
+// How many heads, how many of them share a key/value head, and how long they are; wide: dim padded to registers.
+struct Heads {
+  int64_t count, kv_count, group, dim, wide;
+};
+
+struct Rule {
+  float scale, softcap;
+  int64_t window;
+};
+
+// Tokens that follow one another, the first of them at position `first`.
+struct Segment {
+  int64_t start, length, first;
+};
+
+// A lone row, or what rows share and what each goes on with.
+struct Family {
+  Segment shared;
+  const Segment* followers;
+  int64_t n_followers;
+  double cost;
+};
+
+template <typename scalar_t>
+struct Inputs {
+  const scalar_t *q, *k, *v, *grad, *out;
+  const float* normalisers;
+  int64_t q_token, q_head, k_token, k_head, v_token, v_head, grad_token, grad_head;
+};
+
+template <typename scalar_t>
+struct Outputs {
+  scalar_t* out;
+  float* normalisers;
+};
+
+template <typename scalar_t>
+struct Gradients {
+  scalar_t *q, *k, *v;
+};
+
+template <typename scalar_t>
+struct Call {
+  Inputs<scalar_t> in;
+  Heads heads;
+  Rule rule;
+  Outputs<scalar_t> outputs;
+  Gradients<scalar_t> gradients;
+};
+
+// Queries of one key/value head, token by token and within a token head by head; `first` is the first one's position.
+struct Block {
+  int64_t rows, first, group;
+  int64_t position(int64_t row) const { return first + row / group; }
+};
+
+// Keys and values of a segment in float32: [wide, padded(count)] where they are turned, else [count, wide].
+struct Keys {
+  float *k_turned, *v_turned, *k, *v, *k_grad, *v_grad;
+  int64_t count, first;
+};
+
+// What one thread works with.
+struct Scratch {
+  float *q, *grad, *out, *shares, *slopes, *largest, *sums;
+  Keys shared, own;
+  std::unique_ptr<float[]> memory;
+
+  Scratch(const Heads& heads, int64_t longest_shared, int64_t longest_follower, bool backward) {
+    float* at = nullptr;
+    for (int round = 0; round < 2; ++round) {  // first how much, then where
+      const auto take = [&at](int64_t size) {
+        float* here = at;
+        at += padded(size);
+        return here;
+      };
+      static_assert(kLanes * kKeysForward <= kRowsAtOnce * kKeysAtOnce && kKeysForward % kKeysAtOnce == 0);
+      const int64_t rows = std::max(kRowsAtOnce, heads.group) + kLanes;
+      for (float** part : {&q, &grad, &out}) *part = take(rows * heads.wide);
+      for (float** part : {&shares, &slopes}) *part = take(rows * kKeysAtOnce);
+      for (float** part : {&largest, &sums}) *part = take(rows);
+      shared = keys(take, longest_shared, heads, backward);
+      own = keys(take, longest_follower, heads, backward);
+      if (round == 0) {
+        const int64_t size = (at - static_cast<float*>(nullptr)) + kLanes;
+        memory.reset(new float[size]);
+        at = memory.get() + (-reinterpret_cast<intptr_t>(memory.get()) & 63) / sizeof(float);
+      }
+    }
+  }
+
+  template <typename Take>
+  static Keys keys(const Take& take, int64_t count, const Heads& heads, bool backward) {
+    const int64_t size = padded(count) * heads.wide, more = backward ? size : 0;
+    Keys made{};
+    made.k_turned = take(size), made.v_turned = take(more), made.k = take(more);
+    made.v = take(backward ? 0 : size), made.k_grad = take(more), made.v_grad = take(more);
+    return made;
+  }
+};
+
+#define REALHF_ONCE __attribute__((noinline, noclone)) static  // compiled once, not into its callers
+
+namespace narrow {
+#define REALHF_WIDTH 4
+#define REALHF_TALL 6
+#include "attention_rows.h"
+#undef REALHF_WIDTH
+#undef REALHF_TALL
+}  // namespace narrow
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define REALHF_HAS_WIDE
+#pragma GCC push_options
+#pragma GCC optimize("fp-contract=fast")  // sums of products, of which a fused one is half the work
+#pragma GCC target("avx2,fma")
+namespace avx2 {
+#define REALHF_WIDTH 8
+#define REALHF_TALL 6
+#include "attention_rows.h"
+#undef REALHF_WIDTH
+#undef REALHF_TALL
+}  // namespace avx2
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl")
+namespace avx512 {
+#define REALHF_WIDTH 16
+#define REALHF_TALL 8
+#include "attention_rows.h"
+#undef REALHF_WIDTH
+#undef REALHF_TALL
+}  // namespace avx512
+#pragma GCC pop_options
+#endif
+
+template <typename scalar_t>
+using Work = void (*)(const Call<scalar_t>&, const Family&, int64_t, bool, Scratch&);
+
+template <typename scalar_t>
+Work<scalar_t> work_of_this_machine() {
+#ifdef REALHF_HAS_WIDE
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl")) {
+    return avx512::family_attention;
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2::family_attention;
+#endif
+  return narrow::family_attention;
+}
+
+// The rows of a packed call, those with one prefix together.
+struct Families {
+  std::vector<Segment> followers;
+  std::vector<Family> all;  // the dearest first: what is left over at the end is small
+  int64_t longest_shared = 0, longest_follower = 0;
+
+  Families(const Tensor& rows, int64_t n_tokens) {
+    STD_TORCH_CHECK(rows.dim() == 2 && rows.size(0) == 2 && rows.scalar_type() == ScalarType::Long &&
+                        rows.is_contiguous() && rows.is_cpu(),
+                    "packed_attention: rows must be [2, B] int64 on the CPU, contiguous");
+    const int64_t n = rows.size(1);
+    const int64_t *lengths = rows.const_data_ptr<int64_t>(), *prefixes = lengths + n;
+    std::vector<int64_t> starts(n), order;
+    int64_t total = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      STD_TORCH_CHECK(lengths[i] >= 0, "packed_attention: a row of ", lengths[i], " tokens");
+      starts[i] = total, total += lengths[i];
+      const int64_t prefix = prefixes[i];
+      STD_TORCH_CHECK(prefix >= -1 && prefix < n && (prefix < 0 || prefixes[prefix] < 0),
+                      "packed_attention: row ", i, " has prefix ", prefix, ", which is no row without a prefix");
+      if (prefix >= 0) order.push_back(i);
+    }
+    STD_TORCH_CHECK(total == n_tokens, "packed_attention: rows of ", total, " tokens in all, given are ", n_tokens);
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return prefixes[a] < prefixes[b]; });
+    for (int64_t i : order) {
+      followers.push_back({starts[i], lengths[i], lengths[prefixes[i]]});
+      longest_follower = std::max(longest_follower, lengths[i]);
+    }
+    auto next = order.begin();
+    for (int64_t i = 0; i < n; ++i) {
+      if (prefixes[i] >= 0) continue;
+      const auto first = next;
+      double length = static_cast<double>(lengths[i]), cost = length * length;
+      for (; next != order.end() && prefixes[*next] == i; ++next) {
+        cost += static_cast<double>(lengths[*next]) * static_cast<double>(lengths[*next] + 2 * lengths[i]);
+      }
+      longest_shared = std::max(longest_shared, lengths[i]);
+      if (cost > 0) all.push_back({{starts[i], lengths[i], 0}, followers.data() + (first - order.begin()), next - first,
+                                   cost});
+    }
+    std::stable_sort(all.begin(), all.end(), [](const Family& a, const Family& b) { return a.cost > b.cost; });
+  }
+};
+
+template <typename scalar_t>
+void work_through(const Call<scalar_t>& call, const Families& families, bool backward) {
+  const Work<scalar_t> work = work_of_this_machine<scalar_t>();
+  const int64_t n_items = static_cast<int64_t>(families.all.size()) * call.heads.kv_count;
+  const int64_t n_tasks = std::min<int64_t>(torch::stable::get_num_threads(), n_items);
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, n_tasks, 1, [&](int64_t, int64_t) {
+    Scratch scratch(call.heads, families.longest_shared, families.longest_follower, backward);
+    for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < n_items;) {
+      work(call, families.all[item / call.heads.kv_count], item % call.heads.kv_count, backward, scratch);
+    }
+  });
+}
+
+Tensor with_dense_heads(const Tensor& x) {
+  return x.stride(2) == 1 || x.numel() == 0 ? x : torch::stable::contiguous(x);
+}
+
+void check_like(const char* name, const Tensor& given, const Tensor& q, int64_t heads) {
+  STD_TORCH_CHECK(given.dim() == 3 && given.size(0) == q.size(0) && given.size(1) == heads &&
+                      given.size(2) == q.size(2) && given.scalar_type() == q.scalar_type(),
+                  "packed_attention: ", name, " must be [", q.size(0), ", ", heads, ", ", q.size(2), "], typed as q");
+}
+
+Heads checked_heads(const Tensor& q, const Tensor& k, const Tensor& v) {
+  STD_TORCH_CHECK(q.dim() == 3 && k.dim() == 3, "packed_attention: q, k and v must be [T, heads, d]");
+  STD_TORCH_CHECK(q.scalar_type() == ScalarType::Float || q.scalar_type() == ScalarType::BFloat16,
+                  "packed_attention: q must be float32 or bfloat16");
+  const int64_t count = q.size(1), kv_count = k.size(1);
+  STD_TORCH_CHECK(kv_count > 0 && count % kv_count == 0, "packed_attention: ", count, " heads over ", kv_count);
+  check_like("k", k, q, kv_count);
+  check_like("v", v, q, kv_count);
+  return {count, kv_count, count / kv_count, q.size(2), padded(q.size(2))};
+}
+
+template <typename scalar_t>
+Call<scalar_t> call_of(const Tensor& q, const Tensor& k, const Tensor& v, const Heads& heads, const Rule& rule) {
+  Call<scalar_t> call{};
+  call.heads = heads, call.rule = rule;
+  call.in.q = static_cast<const scalar_t*>(q.const_data_ptr());
+  call.in.q_token = q.stride(0), call.in.q_head = q.stride(1);
+  call.in.k = static_cast<const scalar_t*>(k.const_data_ptr());
+  call.in.k_token = k.stride(0), call.in.k_head = k.stride(1);
+  call.in.v = static_cast<const scalar_t*>(v.const_data_ptr());
+  call.in.v_token = v.stride(0), call.in.v_head = v.stride(1);
+  return call;
+}
+
+template <typename scalar_t>
+void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Families& families, const Heads& heads,
+             const Rule& rule, Tensor& out, Tensor& normalisers) {
+  Call<scalar_t> call = call_of<scalar_t>(q, k, v, heads, rule);
+  call.outputs = {static_cast<scalar_t*>(out.mutable_data_ptr()), normalisers.mutable_data_ptr<float>()};
+  work_through(call, families, false);
+}
+
+std::tuple<Tensor, Tensor> packed_attention_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& rows,
+                                                double scale, int64_t window, double softcap) {
+  const Heads heads = checked_heads(q, k, v);
+  const Rule rule{static_cast<float>(scale), static_cast<float>(softcap), window};
+  const Families families(rows, q.size(0));
+  Tensor out = torch::stable::new_empty(q, {q.size(0), heads.count, heads.dim});
+  Tensor normalisers = torch::stable::new_empty(q, {q.size(0), heads.count}, ScalarType::Float);
+  const auto run = q.scalar_type() == ScalarType::Float ? forward<float> : forward<BFloat16>;
+  run(with_dense_heads(q), with_dense_heads(k), with_dense_heads(v), families, heads, rule, out, normalisers);
+  return {out, normalisers};
+}
+
+template <typename scalar_t>
+void backward(const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+              const Tensor& normalisers, const Families& families, const Heads& heads, const Rule& rule, Tensor& q_grad,
+              Tensor& k_grad, Tensor& v_grad) {
+  Call<scalar_t> call = call_of<scalar_t>(q, k, v, heads, rule);
+  call.in.grad = static_cast<const scalar_t*>(grad.const_data_ptr());
+  call.in.grad_token = grad.stride(0), call.in.grad_head = grad.stride(1);
+  call.in.out = static_cast<const scalar_t*>(out.const_data_ptr());
+  call.in.normalisers = normalisers.const_data_ptr<float>();
+  call.gradients = {static_cast<scalar_t*>(q_grad.mutable_data_ptr()),
+                    static_cast<scalar_t*>(k_grad.mutable_data_ptr()),
+                    static_cast<scalar_t*>(v_grad.mutable_data_ptr())};
+  work_through(call, families, true);
+}
+
+std::tuple<Tensor, Tensor, Tensor> packed_attention_backward_cpu(const Tensor& grad, const Tensor& q, const Tensor& k,
+                                                                 const Tensor& v, const Tensor& out,
+                                                                 const Tensor& normalisers, const Tensor& rows,
+                                                                 double scale, int64_t window, double softcap) {
+  const Heads heads = checked_heads(q, k, v);
+  const Rule rule{static_cast<float>(scale), static_cast<float>(softcap), window};
+  check_like("grad", grad, q, heads.count);
+  check_like("out", out, q, heads.count);
+  STD_TORCH_CHECK(out.is_contiguous() && normalisers.is_contiguous() && normalisers.numel() == q.size(0) * heads.count,
+                  "packed_attention_backward: out and normalisers must be what packed_attention returned");
+  const Families families(rows, q.size(0));
+  Tensor q_grad = torch::stable::new_empty(q, {q.size(0), heads.count, heads.dim});
+  Tensor k_grad = torch::stable::new_empty(k, {q.size(0), heads.kv_count, heads.dim});
+  Tensor v_grad = torch::stable::new_empty(v, {q.size(0), heads.kv_count, heads.dim});
+  const auto run = q.scalar_type() == ScalarType::Float ? backward<float> : backward<BFloat16>;
+  run(with_dense_heads(grad), with_dense_heads(q), with_dense_heads(k), with_dense_heads(v), out, normalisers, families,
+      heads, rule, q_grad, k_grad, v_grad);
+  return {q_grad, k_grad, v_grad};
+}
+
+}  // namespace
+}  // namespace realhf
+
+STABLE_TORCH_LIBRARY_FRAGMENT(realhf, library) {
+  library.def(
+      "packed_attention(Tensor q, Tensor k, Tensor v, Tensor rows, float scale, int window, float softcap)"
+      " -> (Tensor out, Tensor normalisers)");
+  library.def(
+      "packed_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor normalisers,"
+      " Tensor rows, float scale, int window, float softcap) -> (Tensor q_grad, Tensor k_grad, Tensor v_grad)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(realhf, CPU, library) {
+  library.impl("packed_attention", TORCH_BOX(&realhf::packed_attention_cpu));
+  library.impl("packed_attention_backward", TORCH_BOX(&realhf::packed_attention_backward_cpu));
+}

@@ -1,0 +1,442 @@
+// Attention of one family of rows and one key/value head, compiled once for every width of registers: a file includes
+// this in a namespace of its own, below a target pragma, with REALHF_WIDTH (floats in a register) and REALHF_TALL (rows
+// of a product that are held in registers) set. No function of the standard library is called from here: the linker
+// could keep its wide copy for everyone.
+
+
+
+typedef float Wide __attribute__((vector_size(4 * REALHF_WIDTH)));
+constexpr int64_t kTall = REALHF_TALL;
+
+REALHF_INLINE Wide load_wide(const float* from) {
+  Wide lanes;
+  __builtin_memcpy(&lanes, from, sizeof lanes);
+  return lanes;
+}
+
+// c[M, kAcross * width] (+)= a[M, depth] b[depth, kAcross * width], all of it in registers
+template <int kRows, int kAcross>
+REALHF_INLINE void tile_product(int64_t depth, const float* a, int64_t a_row, int64_t a_col, const float* b,
+                                int64_t b_row, float* c, int64_t c_row, bool add) {
+  Wide sums[kRows][kAcross];
+  for (int m = 0; m < kRows; ++m) {
+    for (int n = 0; n < kAcross; ++n) sums[m][n] = add ? load_wide(c + m * c_row + n * REALHF_WIDTH) : Wide{};
+  }
+  for (int64_t k = 0; k < depth; ++k) {
+    Wide right[kAcross];
+    for (int n = 0; n < kAcross; ++n) right[n] = load_wide(b + k * b_row + n * REALHF_WIDTH);
+    for (int m = 0; m < kRows; ++m) {
+      const float left = a[m * a_row + k * a_col];
+      for (int n = 0; n < kAcross; ++n) sums[m][n] += right[n] * left;
+    }
+  }
+  for (int m = 0; m < kRows; ++m) {
+    for (int n = 0; n < kAcross; ++n) __builtin_memcpy(c + m * c_row + n * REALHF_WIDTH, &sums[m][n], sizeof(Wide));
+  }
+}
+
+template <int kRows>
+REALHF_INLINE void rows_product(int64_t across, int64_t depth, const float* a, int64_t a_row, int64_t a_col,
+                                const float* b, int64_t b_row, float* c, int64_t c_row, bool add) {
+  int64_t n = 0;
+  for (; n + 2 * REALHF_WIDTH <= across; n += 2 * REALHF_WIDTH) {
+    tile_product<kRows, 2>(depth, a, a_row, a_col, b + n, b_row, c + n, c_row, add);
+  }
+  if (n < across) tile_product<kRows, 1>(depth, a, a_row, a_col, b + n, b_row, c + n, c_row, add);
+}
+
+// c[rows, across] (+)= a[rows, depth] b[depth, across] for rows <= kTall; across is a multiple of a register's width.
+REALHF_ONCE void product(int64_t rows, int64_t across, int64_t depth, const float* a, int64_t a_row,
+                                       int64_t a_col, const float* b, int64_t b_row, float* c, int64_t c_row,
+                                       bool add) {
+  switch (rows) {
+    case 1: return rows_product<1>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
+    case 2: return rows_product<2>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
+    case 3: return rows_product<3>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
+    case 4: return rows_product<4>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
+    case 5: return rows_product<5>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
+    case 6: return rows_product<6>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
+#if REALHF_TALL > 6
+    case 7: return rows_product<7>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
+    case 8: return rows_product<8>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
+#endif
+  }
+}
+
+REALHF_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+REALHF_INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
+
+constexpr Ints kNumbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+// `lanes` where lo <= at + lane < hi, else `other`.
+REALHF_INLINE Floats within(const Floats& lanes, int64_t at, int64_t lo, int64_t hi, float other) {
+  const Ints place = kNumbers + static_cast<int32_t>(at);
+  const Floats others = Floats{} + other;
+  const Floats bounded = place < static_cast<int32_t>(hi) ? lanes : others;
+  return place >= static_cast<int32_t>(lo) ? bounded : others;
+}
+
+REALHF_INLINE Floats hyperbolic_tangent(const Floats& x) {
+  const Floats size = x < 0.0f ? -x : x, shrunk = exponential(size * -2.0f);
+  const Floats value = (1.0f - shrunk) / (1.0f + shrunk);
+  return x < 0.0f ? -value : value;
+}
+
+// One step of a transposition: lanes and lines change places where their numbers differ in this bit.
+template <int kBit>
+REALHF_INLINE void turn_bit(Floats* lines) {
+  const Ints odd = (kNumbers & kBit) != 0;
+  const Ints low = odd ? kNumbers + (16 - kBit) : kNumbers, high = odd ? kNumbers + 16 : kNumbers + kBit;
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) {
+    if (i & kBit) continue;
+    const Floats first = lines[i], second = lines[i + kBit];
+    lines[i] = __builtin_shuffle(first, second, low);
+    lines[i + kBit] = __builtin_shuffle(first, second, high);
+  }
+}
+
+// 16 tokens' elements, token by token, become 16 elements' tokens.
+REALHF_INLINE void turn(Floats* lines) {
+#if REALHF_WIDTH == 16
+  turn_bit<8>(lines);
+  turn_bit<4>(lines);
+  turn_bit<2>(lines);
+  turn_bit<1>(lines);
+#else
+  float flat[16][16];
+  for (int i = 0; i < 16; ++i) store(flat[i], lines[i]);
+  for (int i = 0; i < 16; ++i) {
+    for (int j = 0; j < 16; ++j) lines[i][j] = flat[j][i];
+  }
+#endif
+}
+
+typedef float Half __attribute__((vector_size(32)));
+typedef int32_t HalfInts __attribute__((vector_size(32)));
+constexpr HalfInts kAcross4 = {4, 5, 6, 7, 0, 1, 2, 3}, kAcross2 = {2, 3, 0, 1, 6, 7, 4, 5},
+                   kAcross1 = {1, 0, 3, 2, 5, 4, 7, 6};
+
+struct Halves {
+  Half low, high;
+};
+REALHF_INLINE Halves halves_of(const Floats& lanes) {
+  Halves halves;
+  __builtin_memcpy(&halves, &lanes, sizeof halves);
+  return halves;
+}
+
+REALHF_INLINE float total_of(const Floats& lanes) {
+  const Halves halves = halves_of(lanes);
+  Half sum = halves.low + halves.high;
+  sum += __builtin_shuffle(sum, kAcross4);
+  sum += __builtin_shuffle(sum, kAcross2);
+  sum += __builtin_shuffle(sum, kAcross1);
+  return sum[0];
+}
+
+REALHF_INLINE Half larger_half(const Half& a, const Half& b) { return a > b ? a : b; }
+
+REALHF_INLINE float most_of(const Floats& lanes) {
+  const Halves halves = halves_of(lanes);
+  Half most = larger_half(halves.low, halves.high);
+  most = larger_half(most, __builtin_shuffle(most, kAcross4));
+  most = larger_half(most, __builtin_shuffle(most, kAcross2));
+  most = larger_half(most, __builtin_shuffle(most, kAcross1));
+  return most[0];
+}
+
+template <typename scalar_t>
+REALHF_INLINE Floats load_upto(const scalar_t* from, int64_t count) {
+  if (count >= kLanes) return load(from);
+  scalar_t padded[kLanes] = {};
+  for (int64_t i = 0; i < count; ++i) padded[i] = from[i];
+  return load(padded);
+}
+
+// Some heads of `count` tokens of a strided tensor become [count * n_heads, wide] float32, times `scale`; behind
+// dim are zeros.
+template <typename scalar_t>
+REALHF_ONCE void gather_rows(const scalar_t* from, int64_t token, int64_t count, int64_t head, int64_t n_heads,
+                             const Heads& heads, float scale, float* to) {
+  const int64_t dim = heads.dim, wide = heads.wide;
+  for (int64_t i = 0; i < count * n_heads; ++i) {
+    const scalar_t* row = from + (n_heads == 1 ? i * token : i / n_heads * token + i % n_heads * head);
+    int64_t c = 0;
+    for (; c + kLanes <= dim; c += kLanes) store(to + i * wide + c, load(row + c) * scale);
+    if (c < dim) store(to + i * wide + c, load_upto(row + c, dim - c) * scale);
+  }
+}
+
+// One head of `count` tokens, turned: [wide, padded(count)].
+template <typename scalar_t>
+REALHF_ONCE void gather_turned(const scalar_t* from, int64_t stride, int64_t count, const Heads& heads, float* to) {
+  const int64_t across = padded(count);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    for (int64_t c = 0; c < heads.wide; c += kLanes) {
+      Floats lines[kLanes];
+      for (int64_t line = 0; line < kLanes; ++line) {
+        lines[line] = i + line < count ? load_upto(from + (i + line) * stride + c, heads.dim - c) : Floats{};
+      }
+      turn(lines);
+      for (int64_t line = 0; line < kLanes; ++line) store(to + (c + line) * across + i, lines[line]);
+    }
+  }
+}
+
+template <typename scalar_t>
+REALHF_ONCE void scatter_row(scalar_t* to, const float* from, const Heads& heads, float scale) {
+  int64_t c = 0;
+  for (; c + kLanes <= heads.dim; c += kLanes) store(to + c, load(from + c) * scale);
+  if (c < heads.dim) {
+    scalar_t end[kLanes];
+    store(end, load(from + c) * scale);
+    for (int64_t i = c; i < heads.dim; ++i) to[i] = end[i - c];
+  }
+}
+
+template <typename scalar_t>
+REALHF_INLINE void gather_keys(const Inputs<scalar_t>& in, const Heads& heads, const Segment& segment, int64_t kv_head,
+                               bool backward, Keys& keys) {
+  const scalar_t* k = in.k + segment.start * in.k_token + kv_head * in.k_head;
+  const scalar_t* v = in.v + segment.start * in.v_token + kv_head * in.v_head;
+  keys.count = segment.length, keys.first = segment.first;
+  gather_turned(k, in.k_token, segment.length, heads, keys.k_turned);
+  if (!backward) {
+    gather_rows(v, in.v_token, segment.length, 0, 1, heads, 1.0f, keys.v);
+    return;
+  }
+  gather_rows(k, in.k_token, segment.length, 0, 1, heads, 1.0f, keys.k);
+  gather_turned(v, in.v_token, segment.length, heads, keys.v_turned);
+  __builtin_memset(keys.k_grad, 0, sizeof(float) * segment.length * heads.wide);
+  __builtin_memset(keys.v_grad, 0, sizeof(float) * segment.length * heads.wide);
+}
+
+// Which of `count` keys, the first at position `first`, the queries at positions from..to see at all.
+struct Seen {
+  int64_t lo, hi;
+};
+REALHF_INLINE Seen seen_by(int64_t from, int64_t to, int64_t first, int64_t count, int64_t window) {
+  return {window > 0 ? larger_of(0, from - window + 1 - first) : 0, smaller(count, to - first + 1)};
+}
+
+// A row of scores becomes e^(score - its largest so far); what was summed before is scaled to that.
+REALHF_ONCE void soften(float* scores, int64_t across, Seen tile, Seen row, const Rule& rule, float* largest,
+                          float* sum, float* out, int64_t wide) {
+  const int64_t from = tile.lo / kLanes * kLanes;
+  Floats most = Floats{} + *largest;
+  for (int64_t j = from; j < across; j += kLanes) {
+    Floats some = load(scores + j);
+    if (rule.softcap > 0) some = hyperbolic_tangent(some * (1.0f / rule.softcap)) * rule.softcap;
+    if (j + kLanes > row.hi || j < row.lo) some = within(some, j, row.lo, row.hi, -kInfinity);
+    store(scores + j, some);
+    most = larger(some, most);
+  }
+  const float now = most_of(most);
+  Floats sums = {};
+  const float shift = now == -kInfinity ? 0.0f : now;
+  for (int64_t j = from; j < across; j += kLanes) {
+    const Floats share = exponential(load(scores + j) - shift);
+    store(scores + j, share);
+    sums += share;
+  }
+  if (now > *largest && *sum > 0.0f) {
+    const float shrink = exponential(Floats{} + (*largest - now))[0];
+    *sum *= shrink;
+    for (int64_t c = 0; c < wide; c += kLanes) store(out + c, load(out + c) * shrink);
+  }
+  *sum += total_of(sums);
+  *largest = now;
+}
+
+// Let a block of queries see one range of keys.
+REALHF_ONCE void attend_forward(const Heads& heads, const Rule& rule, const Block& block, const Keys& keys,
+                                  Scratch& scratch) {
+  const int64_t wide = heads.wide, across = padded(keys.count);
+  for (int64_t at = 0; at < keys.count; at += kKeysForward) {
+    const int64_t count = smaller(kKeysForward, keys.count - at), first = keys.first + at;
+    for (int64_t r = 0; r < block.rows; r += kTall) {
+      const int64_t rows = smaller(kTall, block.rows - r);
+      const Seen tile = seen_by(block.position(r), block.position(r + rows - 1), first, count, rule.window);
+      if (tile.hi <= tile.lo) continue;
+      const int64_t from = tile.lo / kLanes * kLanes, to = padded(tile.hi);
+      product(rows, to - from, wide, scratch.q + r * wide, wide, 1, keys.k_turned + at + from, across,
+              scratch.shares + from, kKeysForward, false);
+      for (int64_t i = 0; i < rows; ++i) {
+        const int64_t position = block.position(r + i);
+        const Seen row = seen_by(position, position, first, count, rule.window);
+        soften(scratch.shares + i * kKeysForward, to, tile, row, rule, scratch.largest + r + i,
+               scratch.sums + r + i, scratch.out + (r + i) * wide, wide);
+      }
+      product(rows, wide, tile.hi - from, scratch.shares + from, kKeysForward, 1, keys.v + (at + from) * wide, wide,
+              scratch.out + r * wide, wide, true);
+    }
+  }
+}
+
+template <typename scalar_t>
+REALHF_INLINE void segment_forward(const Inputs<scalar_t>& in, const Heads& heads, const Rule& rule,
+                                   const Outputs<scalar_t>& result, const Segment& segment, int64_t kv_head,
+                                   const Keys* const* ranges, int n_ranges, Scratch& scratch) {
+  const int64_t at_once = larger_of(1, kRowsAtOnce / heads.group), wide = heads.wide;
+  for (int64_t p = 0; p < segment.length; p += at_once) {
+    const int64_t n = smaller(at_once, segment.length - p), token = segment.start + p, head = kv_head * heads.group;
+    const Block block{n * heads.group, segment.first + p, heads.group};
+    gather_rows(in.q + token * in.q_token + head * in.q_head, in.q_token, n, in.q_head, heads.group, heads, rule.scale,
+                scratch.q);
+    for (int64_t r = 0; r < block.rows; ++r) scratch.largest[r] = -kInfinity, scratch.sums[r] = 0.0f;
+    __builtin_memset(scratch.out, 0, sizeof(float) * block.rows * wide);
+    for (int i = 0; i < n_ranges; ++i) attend_forward(heads, rule, block, *ranges[i], scratch);
+    for (int64_t r = 0; r < block.rows; ++r) {
+      const int64_t place = (token + r / heads.group) * heads.count + head + r % heads.group;
+      scatter_row(result.out + place * heads.dim, scratch.out + r * wide, heads, 1.0f / scratch.sums[r]);
+      result.normalisers[place] = scratch.largest[r] + __builtin_logf(scratch.sums[r]);
+    }
+  }
+}
+
+// Shares and slopes of a row of scores, zeros where a query does not see.
+REALHF_ONCE void slopes_of(float* shares, float* slopes, int64_t across, Seen row, const Rule& rule, float normaliser,
+                             float along) {
+  for (int64_t j = 0; j < across; j += kLanes) {
+    if (j >= row.hi || j + kLanes <= row.lo) {
+      store(shares + j, Floats{});
+      store(slopes + j, Floats{});
+      continue;
+    }
+    Floats score = load(shares + j), steepness = Floats{} + 1.0f;
+    if (rule.softcap > 0) {
+      const Floats bent = hyperbolic_tangent(score * (1.0f / rule.softcap));
+      score = bent * rule.softcap, steepness = 1.0f - bent * bent;
+    }
+    Floats share = exponential(score - normaliser), slope = share * (load(slopes + j) - along) * steepness;
+    if (j + kLanes > row.hi || j < row.lo) {
+      share = within(share, j, row.lo, row.hi, 0.0f);
+      slope = within(slope, j, row.lo, row.hi, 0.0f);
+    }
+    store(shares + j, share);
+    store(slopes + j, slope);
+  }
+}
+
+REALHF_ONCE void attend_backward(const Heads& heads, const Rule& rule, const Block& block, const Keys& keys,
+                                   Scratch& scratch) {
+  const int64_t wide = heads.wide, across = padded(keys.count), last = block.position(block.rows - 1);
+  for (int64_t at = 0; at < keys.count; at += kKeysAtOnce) {
+    const int64_t count = smaller(kKeysAtOnce, keys.count - at), first = keys.first + at;
+    const Seen all = seen_by(block.position(0), last, first, count, rule.window);
+    if (all.hi <= all.lo) continue;
+    for (int64_t r = 0; r < block.rows; r += kTall) {
+      const int64_t rows = smaller(kTall, block.rows - r);
+      const Seen tile = seen_by(block.position(r), block.position(r + rows - 1), first, count, rule.window);
+      const int64_t from = tile.lo / kLanes * kLanes, to = padded(tile.hi), some = to - from;
+      float *shares = scratch.shares + r * kKeysAtOnce, *slopes = scratch.slopes + r * kKeysAtOnce;
+      if (tile.hi > tile.lo) {
+        product(rows, some, wide, scratch.q + r * wide, wide, 1, keys.k_turned + at + from, across, shares + from,
+                kKeysAtOnce, false);
+        product(rows, some, wide, scratch.grad + r * wide, wide, 1, keys.v_turned + at + from, across, slopes + from,
+                kKeysAtOnce, false);
+      }
+      for (int64_t i = 0; i < rows; ++i) {
+        const int64_t position = block.position(r + i);
+        slopes_of(shares + i * kKeysAtOnce, slopes + i * kKeysAtOnce, padded(all.hi),
+                  seen_by(position, position, first, count, rule.window), rule, scratch.largest[r + i],
+                  scratch.sums[r + i]);
+      }
+      if (tile.hi > tile.lo) {
+        product(rows, wide, tile.hi - from, slopes + from, kKeysAtOnce, 1, keys.k + (at + from) * wide, wide,
+                scratch.out + r * wide, wide, true);
+      }
+    }
+    for (int64_t j = all.lo; j < all.hi; j += kTall) {
+      const int64_t some = smaller(kTall, all.hi - j);
+      const int64_t r = larger_of(0, first + j - block.first) * heads.group;  // rows before it see none of these keys
+      int64_t stop = block.rows;
+      if (rule.window > 0) {
+        stop = smaller(stop, (first + j + some - 1 + rule.window - block.first) * heads.group);
+      }
+      if (stop <= r) continue;
+      product(some, wide, stop - r, scratch.slopes + r * kKeysAtOnce + j, 1, kKeysAtOnce, scratch.q + r * wide, wide,
+              keys.k_grad + (at + j) * wide, wide, true);
+      product(some, wide, stop - r, scratch.shares + r * kKeysAtOnce + j, 1, kKeysAtOnce, scratch.grad + r * wide, wide,
+              keys.v_grad + (at + j) * wide, wide, true);
+    }
+  }
+}
+
+template <typename scalar_t>
+REALHF_INLINE void segment_backward(const Inputs<scalar_t>& in, const Heads& heads, const Rule& rule,
+                                    const Gradients<scalar_t>& result, const Segment& segment, int64_t kv_head,
+                                    Keys* const* ranges, int n_ranges, Scratch& scratch) {
+  const int64_t at_once = larger_of(1, kRowsAtOnce / heads.group), wide = heads.wide;
+  for (int64_t p = 0; p < segment.length; p += at_once) {
+    const int64_t n = smaller(at_once, segment.length - p), token = segment.start + p, head = kv_head * heads.group;
+    const Block block{n * heads.group, segment.first + p, heads.group};
+    gather_rows(in.q + token * in.q_token + head * in.q_head, in.q_token, n, in.q_head, heads.group, heads, rule.scale,
+                scratch.q);
+    gather_rows(in.grad + token * in.grad_token + head * in.grad_head, in.grad_token, n, in.grad_head, heads.group,
+                heads, 1.0f, scratch.grad);
+    gather_rows(in.out + (token * heads.count + head) * heads.dim, heads.count * heads.dim, n, heads.dim, heads.group,
+                heads, 1.0f, scratch.out);
+    for (int64_t r = 0; r < block.rows; ++r) {
+      const float *grad = scratch.grad + r * wide, *out = scratch.out + r * wide;
+      Floats along = {};
+      for (int64_t c = 0; c < wide; c += kLanes) along += load(grad + c) * load(out + c);
+      scratch.sums[r] = total_of(along);
+      scratch.largest[r] = in.normalisers[(token + r / heads.group) * heads.count + head + r % heads.group];
+    }
+    __builtin_memset(scratch.out, 0, sizeof(float) * block.rows * wide);
+    for (int i = 0; i < n_ranges; ++i) attend_backward(heads, rule, block, *ranges[i], scratch);
+    for (int64_t r = 0; r < block.rows; ++r) {
+      const int64_t place = (token + r / heads.group) * heads.count + head + r % heads.group;
+      scatter_row(result.q + place * heads.dim, scratch.out + r * wide, heads, rule.scale);
+    }
+  }
+}
+
+template <typename scalar_t>
+REALHF_INLINE void scatter_keys(const Heads& heads, const Gradients<scalar_t>& result, const Segment& segment,
+                                int64_t kv_head, const Keys& keys) {
+  for (int64_t i = 0; i < segment.length; ++i) {
+    const int64_t place = ((segment.start + i) * heads.kv_count + kv_head) * heads.dim;
+    scatter_row(result.k + place, keys.k_grad + i * heads.wide, heads, 1.0f);
+    scatter_row(result.v + place, keys.v_grad + i * heads.wide, heads, 1.0f);
+  }
+}
+
+template <typename scalar_t>
+REALHF_INLINE void any_family_forward(const Call<scalar_t>& call, const Family& family, int64_t kv_head,
+                                      Scratch& scratch) {
+  Keys *first = &scratch.shared, *own = &scratch.own;
+  const Keys* ranges[2] = {first, own};
+  gather_keys(call.in, call.heads, family.shared, kv_head, false, *first);
+  segment_forward(call.in, call.heads, call.rule, call.outputs, family.shared, kv_head, ranges, 1, scratch);
+  for (int64_t i = 0; i < family.n_followers; ++i) {
+    gather_keys(call.in, call.heads, family.followers[i], kv_head, false, *own);
+    segment_forward(call.in, call.heads, call.rule, call.outputs, family.followers[i], kv_head, ranges, 2, scratch);
+  }
+}
+
+template <typename scalar_t>
+REALHF_INLINE void any_family_backward(const Call<scalar_t>& call, const Family& family, int64_t kv_head,
+                                       Scratch& scratch) {
+  Keys *first = &scratch.shared, *own = &scratch.own;
+  Keys* ranges[2] = {first, own};
+  gather_keys(call.in, call.heads, family.shared, kv_head, true, *first);
+  segment_backward(call.in, call.heads, call.rule, call.gradients, family.shared, kv_head, ranges, 1, scratch);
+  for (int64_t i = 0; i < family.n_followers; ++i) {
+    gather_keys(call.in, call.heads, family.followers[i], kv_head, true, *own);
+    segment_backward(call.in, call.heads, call.rule, call.gradients, family.followers[i], kv_head, ranges, 2, scratch);
+    scatter_keys(call.heads, call.gradients, family.followers[i], kv_head, *own);
+  }
+  scatter_keys(call.heads, call.gradients, family.shared, kv_head, *first);
+}
+
+void family_attention(const Call<float>& call, const Family& family, int64_t kv_head, bool backward, Scratch& scratch) {
+  backward ? any_family_backward(call, family, kv_head, scratch) : any_family_forward(call, family, kv_head, scratch);
+}
+
+void family_attention(const Call<BFloat16>& call, const Family& family, int64_t kv_head, bool backward,
+                      Scratch& scratch) {
+  backward ? any_family_backward(call, family, kv_head, scratch) : any_family_forward(call, family, kv_head, scratch);
+}

@@ -1,0 +1,69 @@
+"""One step of AdamW on flat tensors (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from realhf.ops import native
+
+
+@dataclass(frozen=True)
+class AdamWStep:
+    """Step number ``steps`` (from 1) with its rate; the gradient counts ``scale`` times.
+
+    Weight decay is for the first ``n_decayed`` elements alone.
+    """
+
+    steps: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    n_decayed: int
+    scale: float = 1.0
+
+
+def adamw_(
+    master: Tensor, grad: Tensor, first: Tensor, second: Tensor, step: AdamWStep, rounded: Tensor | None = None
+) -> None:
+    """Update ``master`` and its moments ``first`` and ``second`` in place, all ``[N]`` float32, by ``grad``.
+
+    ``rounded``, ``[N]`` bfloat16, becomes what ``master`` is then, to nearest: the weights that a model computes with.
+    The result does not depend on the number of threads. The compiled kernel is used where there is one for the device:
+    one pass over memory; else ``adamw_reference_``.
+    """
+    alike = rounded is None or rounded.dtype == torch.bfloat16
+    kernel = native.kernel("adamw_", master.device.type) if alike else None
+    if kernel is None:
+        return adamw_reference_(master, grad, first, second, step, rounded)
+    kernel(
+        master, grad, first, second, rounded, step.n_decayed, step.lr, step.beta1, step.beta2, step.eps,
+        step.weight_decay, step.steps, step.scale,
+    )  # fmt: skip
+    for changed in (master, first, second, rounded):
+        if changed is not None:
+            torch.autograd.graph.increment_version(changed)
+
+
+@torch.no_grad()
+def adamw_reference_(
+    master: Tensor, grad: Tensor, first: Tensor, second: Tensor, step: AdamWStep, rounded: Tensor | None = None
+) -> None:
+    """Do what ``adamw_`` does by torch's fused step, called as torch.optim calls it, whose own loads a compiler.
+
+    The gradient is changed where its scale is not 1.
+    """
+    if step.scale != 1.0:
+        grad.mul_(step.scale)
+    count = torch.tensor(float(step.steps), device=master.device)
+    for part, decay in ((slice(0, step.n_decayed), step.weight_decay), (slice(step.n_decayed, len(master)), 0.0)):
+        if part.stop > part.start:
+            torch._fused_adamw_(
+                [master[part]], [grad[part]], [first[part]], [second[part]], [], [count],
+                lr=step.lr, beta1=step.beta1, beta2=step.beta2, weight_decay=decay, eps=step.eps,
+                amsgrad=False, maximize=False,
+            )  # fmt: skip
+    if rounded is not None:
+        rounded.copy_(master)
