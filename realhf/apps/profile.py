@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +11,9 @@ from realhf.api.codec import from_json, to_plain
 from realhf.api.config import Device, ExperimentConfig, opt
 from realhf.api.model import ModelConfig
 from realhf.apps.console import open_console
-from realhf.apps.options import options_of
+from realhf.apps.options import options_of, read_options
 from realhf.apps.preflight import pick_device
-from realhf.base.errors import UserError, did_you_mean
+from realhf.base.errors import UserError
 from realhf.models.hf_config import read_hf_config
 from realhf.plan.profile import Fit, Profile
 
@@ -53,7 +52,7 @@ def main(arguments: list[str]) -> None:
         for option in options_of(ProfileOptions):
             print(f"  {option.key + ': ' + option.type:<28} {option.help} [{option.default}]")
         return
-    options = read_options(arguments)
+    options = read_options(ProfileOptions, arguments, option_problems)
     wanted = check(options)
     from realhf.system.profiler import Job, n_gpus, take_profile, this_machine
 
@@ -79,46 +78,9 @@ def main(arguments: list[str]) -> None:
     out.print(f"{profile.machine}\nprofile  {options.out}, {time.monotonic() - began:.0f} s")
 
 
-def read_options(words: list[str]) -> ProfileOptions:
-    """Read ``key=value`` words; ``UserError`` lists every wrong one."""
-    readers: dict[str, Callable[[str], object]] = {
-        "n_gpus_per_node": _count, "threads_per_worker": _count, "seconds": _seconds, "bf16": _switch,
-        "device": Device, "model": str, "out": str,
-    }  # fmt: skip
-    found: dict[str, object] = {}
-    problems = []
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals:
-            problems.append(f"'{word}' is not of the form key=value{did_you_mean(word, readers)}")
-        elif key not in readers:
-            problems.append(f"unknown option {key}{did_you_mean(key, readers)}")
-        else:
-            try:
-                found[key] = readers[key](value)
-            except ValueError as error:
-                problems.append(f"{word}: {error}")
-    if problems:
-        raise UserError(problems)
-    return ProfileOptions(**found)  # type: ignore[arg-type]
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError("a whole number above 0 is needed")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    if (value := float(text)) <= 0:
-        raise ValueError("it must be positive")
-    return value
-
-
-def _switch(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise ValueError("it is True or False")
-    return text.lower() == "true"
+def option_problems(options: ProfileOptions) -> list[str]:
+    positive = ("n_gpus_per_node", "threads_per_worker", "seconds")
+    return [f"{key} must be positive, got {getattr(options, key)}" for key in positive if getattr(options, key) <= 0]
 
 
 def check(options: ProfileOptions) -> Wanted:

@@ -1,14 +1,15 @@
 """Runs a stage's schedule: the interpreter of plan/pipeline.py. One stage alone is a pipeline of length one."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from realhf.comm.neighbours import Arriving, Neighbours
 from realhf.comm.parallel import ParallelContext
-from realhf.data.batch import SequenceBatch
 from realhf.engine.decoding import Decoding
+from realhf.engine.packing import Packing
 from realhf.models.transformer import Transformer
 from realhf.plan.pipeline import (
     Advance,
@@ -41,7 +42,7 @@ class Pipeline:
     def is_last(self) -> bool:
         return self.stage == self.n_stages - 1
 
-    def infer(self, batches: Sequence[SequenceBatch], finish: Callable[[int, Tensor], None]) -> None:
+    def infer(self, batches: Sequence[Packing], finish: Callable[[int, Tensor], None]) -> None:
         """Stream batches through; the last stage hands each one's number and hidden states to ``finish``."""
         inputs: dict[int, Tensor] = {}
         for step in inference_schedule(self.stage, self.n_stages, len(batches)):
@@ -58,7 +59,7 @@ class Pipeline:
         self.wires.flush()
 
     def train(
-        self, batches: Sequence[SequenceBatch], loss: Callable[[int, Tensor], Tensor], token_weight: float = 0.0
+        self, batches: Sequence[Packing], loss: Callable[[int, Tensor], Tensor], token_weight: float = 0.0
     ) -> None:
         """Accumulate the gradients of all batches; the last stage turns hidden states into a scalar by ``loss``.
 
@@ -80,7 +81,7 @@ class Pipeline:
                 case RecvGradient(i):
                     gradients[i] = self._receive(batches[i], self.ranks[self.stage + 1])
                 case Backward(i):
-                    torch.autograd.backward(outputs.pop(i), gradients.pop(i, None))
+                    with_gradient(outputs.pop(i), gradients.pop(i, None)).backward()
                 case SendGradient(i):
                     self.wires.send(_gradient_of(inputs.pop(i)), self.ranks[self.stage - 1])
             self.wires.flush(keep=2 * self.n_stages)  # neighbours are never further behind
@@ -118,14 +119,32 @@ class Pipeline:
         """Overwrite a tensor by the last stage's and return it."""
         return self.context.group("pp").broadcast(tensor, self.n_stages - 1)
 
-    def _hidden(self, batch: SequenceBatch, x: Tensor | None, token_weight: float = 0.0) -> Tensor:
-        return self.model.hidden(batch["tokens"], batch.lengths("tokens"), x=x, token_weight=token_weight)
+    def _hidden(self, batch: Packing, x: Tensor | None, token_weight: float = 0.0) -> Tensor:
+        return self.model.hidden(batch.tokens, batch.lengths, x=x, token_weight=token_weight, prefixes=batch.prefixes)
 
-    def _receive(self, batch: SequenceBatch, rank: int) -> Tensor:
-        return self._receive_rows(self.model.seams(batch["tokens"].numel()).n_mine, rank)
+    def _receive(self, batch: Packing, rank: int) -> Tensor:
+        return self._receive_rows(self.model.seams(len(batch.tokens)).n_mine, rank)
 
     def _receive_rows(self, n_rows: int, rank: int) -> Tensor:
         return self.wires.receive((n_rows, self.model.config.hidden), self.model.params.data.dtype, rank)
+
+
+class _WithGradient(torch.autograd.Function):
+    """Takes the place of handing a gradient to ``backward``: that imports torch's symbolic shapes, of 40 MB."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return gradient.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.saved_tensors[0], None
+
+
+def with_gradient(x: Tensor, gradient: Tensor | None) -> Tensor:
+    """Return a scalar whose backward pass gives ``gradient`` to ``x``; ``x`` where it is a loss itself."""
+    return x if gradient is None else _WithGradient.apply(x, gradient)
 
 
 def _gradient_of(x: Tensor) -> Tensor:

@@ -35,24 +35,19 @@ class Point:
     high: float
     repeats: int
 
-    def typical(self, shared: bool) -> float:
-        return self.median if shared else self.low
-
     def scaled(self, factor: float) -> "Point":
         return replace(self, low=self.low * factor, median=self.median * factor, high=self.high * factor)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """``sum of coefficient * count``, and the points that it was fitted to.
+    """``sum of coefficient * count``, and the points to whose medians it was fitted.
 
-    ``shared`` is what several workers do together: waiting for the slowest is part of it, so its typical time is the
-    median. Other users of the machine are not part of what a worker does alone: there it is the lower quartile.
+    A run's steps are told by their median, too; the lower quartile is a machine that nothing disturbs.
     """
 
     coefficients: dict[str, float]
     points: tuple[Point, ...]
-    shared: bool = False
 
     def __call__(self, counts: Mapping[str, float]) -> float:
         return sum(self.coefficients[name] * count for name, count in counts.items())
@@ -64,7 +59,7 @@ class Fit:
     @property
     def error(self) -> float:
         """Median relative error at the points."""
-        return median(abs(self(p.counts) / p.typical(self.shared) - 1.0) for p in self.points)
+        return median(abs(self(p.counts) / p.median - 1.0) for p in self.points)
 
     @property
     def spread(self) -> float:
@@ -72,13 +67,13 @@ class Fit:
         return median((p.high - p.low) / p.low for p in self.points)
 
 
-def fitted(points: Sequence[Point], shared: bool = False) -> Fit:
-    """Fit non-negative coefficients to what is typical of the points.
+def fitted(points: Sequence[Point]) -> Fit:
+    """Fit non-negative coefficients to the medians of the points.
 
     What is minimised is the sum of absolute relative errors, by reweighted least squares: a point that was disturbed
     counts little. Raises ValueError without points, and for a point that took no time.
     """
-    values = [point.typical(shared) for point in points]
+    values = [point.median for point in points]
     if not points or min(values) <= 0:
         raise ValueError(f"nothing to fit in {len(points)} points, of which none may be 0")
     names = list(dict.fromkeys(name for point in points for name in point.counts))
@@ -88,7 +83,7 @@ def fitted(points: Sequence[Point], shared: bool = False) -> Fit:
     for _ in range(ROUNDS):
         found = non_negative(relative * weights[:, None], weights)
         weights = np.maximum(np.abs(relative @ found - 1.0), PRECISION) ** -0.5
-    return Fit(dict(zip(names, found.tolist(), strict=True)), tuple(points), shared)
+    return Fit(dict(zip(names, found.tolist(), strict=True)), tuple(points))
 
 
 def non_negative(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realhf.api.batch import BatchMeta, ColumnMeta, RowId
-from realhf.api.messages import Call, Done, Run, Stop
+from realhf.api.messages import Call, Done, Holders, Run, Stop
 from realhf.api.model import ModelConfig
 from realhf.api.params import whole
 from realhf.comm.exchange import Move, Piece, exchange
@@ -149,8 +149,8 @@ def call_probes(master: MasterEnd) -> Iterator[Probe]:
 
         def run(call: Call = call) -> list[float]:
             start = time.perf_counter()
-            master.send(0, call)
-            master.send(0, Run(call.request))
+            master.send((0,), call)
+            master.send((0,), Run(call.request))
             answer = master.receive(DEADLINE_S)
             if answer is None:
                 raise RuntimeError(f"a worker did not answer a call for {DEADLINE_S:g} s")
@@ -180,6 +180,6 @@ def _call(rows: int) -> Call:
     ids, lengths = tuple(RowId(i // 4, i % 4) for i in range(rows)), tuple(100 + i % 50 for i in range(rows))
     columns = {key: ColumnMeta("float32", lengths) for key in ("tokens", "prompt_mask", "logprobs", "ref_logprobs")}
     columns |= {key: ColumnMeta("float32", (1,) * rows) for key in ("truncated", "rewards")}
-    holders: dict[str, tuple[tuple[int, ...], ...]] = dict.fromkeys(columns, ((0,),) * rows)
+    holders = Holders(((0,),), dict.fromkeys(columns, (0,) * rows))
     order = tuple(range(rows))
     return Call(1, "actor_train", 0, 0, BatchMeta(ids, columns), holders, (), (order,), order, {"kl_coef": 0.1})

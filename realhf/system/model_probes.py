@@ -6,6 +6,7 @@ They run the engine's own code on models of few blocks, so that what a block tak
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 
 import torch
@@ -22,6 +23,8 @@ from realhf.data.batch import Column, SequenceBatch
 from realhf.engine.decoding import Decoding
 from realhf.engine.native import NativeEngine, build_engine
 from realhf.engine.outputs import ForwardOutputs
+from realhf.engine.packing import pack
+from realhf.engine.pipeline import with_gradient
 from realhf.engine.slots import Request
 from realhf.plan.profile import Point, decode_counts, pass_counts
 from realhf.plan.speed import Part, Work
@@ -44,8 +47,11 @@ DECODING = ((1, 16), (8, 16), (8, 256), (32, 64), (64, 256), (128, 32), (16, 700
 """Rows that are decoded, and the tokens that they see."""
 TURNS = 12
 SAMPLES = 8
-NEXT_TO_NOTHING = ModelConfig("llama", 1, 16, 2, 2, 8, 32, 32, 256)
-MEMORY = ((16, 64, 64), (8, 24, 384), (32, 96, 96))
+LITTLE = ModelConfig("llama", 1, 256, 4, 4, 64, 512, 32, 256)
+"""A model of next to no weights, in matrices for which libraries take their scratch space."""
+MEMORY = ((8, 64, 64), (48, 16, 48), (6, 200, 200))
+REPEATS, AHEAD = 6, 3
+"""Where memory is measured: micro-batches that follow one another, and how many wait for their backward passes."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,7 @@ def pass_probes(bench: Bench, engine: NativeEngine, lengths: Sequence[int], half
     """Inference and training of a micro-batch; ``half``: the first half of every row has no loss."""
     config, part = engine.config, bench.part(engine.config)
     batch = batch_of(lengths, config.vocab, engine.context.device)
+    packing = pack(batch)
     counted = [torch.arange(n) >= n // 2 * half for n in lengths]
     weights = torch.cat(counted).float().to(engine.context.device)
     work, clock = Work.of(lengths, int(weights.sum())), bench.clock
@@ -150,12 +157,12 @@ def pass_probes(bench: Bench, engine: NativeEngine, lengths: Sequence[int], half
         marks: list[float] = []
 
         def loss(number: int, hidden: Tensor) -> Tensor:
-            total = (_head(config, ForwardOutputs(engine.model, hidden, batch)) * weights).sum()
+            total = (_head(config, ForwardOutputs(engine.model, hidden, batch, packing)) * weights).sum()
             marks.append(clock())
             return total
 
         start = clock()
-        engine.pipeline.train([batch], loss)
+        engine.pipeline.train([packing], loss)
         return [marks[0] - start, clock() - marks[0]]
 
     size = work.tokens * (config.n_layers + 1.0)
@@ -187,7 +194,7 @@ def _inside(bench: Bench, engine: NativeEngine, lengths: Sequence[int]) -> Itera
             start = clock()
             hidden = model.hidden(batch["tokens"], batch.lengths("tokens"), x=x)
             middle = clock()
-            torch.autograd.backward(hidden, slope)
+            with_gradient(hidden, slope).backward()
             return [middle - start, clock() - middle]
 
         counts, size = pass_counts(bench.part(config, first, False), work, 0), 2.0 * work.tokens
@@ -247,9 +254,9 @@ def _update(bench: Bench, engine: NativeEngine) -> Probe:
 
 
 def warm_up(bench: Bench) -> None:
-    """Do everything once with next to no model, so that what a worker needs for it is there."""
-    engine = bench.engine(NEXT_TO_NOTHING)
-    for probe in (*pass_probes(bench, engine, [8, 8], half=False), decoding_probe(bench, engine, 2, 4)):
+    """Do everything once with a little model, so that what a worker needs for it is there."""
+    engine = bench.engine(LITTLE)
+    for probe in (*pass_probes(bench, engine, [64, 64], half=False), decoding_probe(bench, engine, 2, 4)):
         probe.run()
     _update(bench, engine).run()
 
@@ -270,21 +277,29 @@ def memory_points(bench: Bench, config: ModelConfig) -> dict[str, list[Point]]:
 
 
 def _memory(engine: NativeEngine, batch: SequenceBatch) -> dict[str, float]:
-    config, device = engine.config, engine.context.device
-    kept: dict[int, int] = {}
+    """Measure what a micro-batch takes after others like it, and what one more takes that waits for its backward pass.
 
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
+    Between tensors that live on, freed memory lies in pieces: a peak is more than the sum of what is in use.
+    """
+    config, device, packing = engine.config, engine.context.device, pack(batch)
 
-    def loss(_: int, hidden: Tensor) -> Tensor:
-        return _head(config, ForwardOutputs(engine.model, hidden, batch)).sum()
+    def loss() -> Tensor:
+        hidden = engine.model.hidden(batch["tokens"], batch.lengths("tokens"))
+        return _head(config, ForwardOutputs(engine.model, hidden, batch, packing)).sum()
 
-    def train() -> None:
-        engine.pipeline.train([batch], loss)
+    def train(ahead: int) -> None:
+        begun: deque[Tensor] = deque()
+        for _ in range(REPEATS):
+            begun.append(loss())
+            if len(begun) > ahead:
+                begun.popleft().backward()
+        while begun:
+            begun.popleft().backward()
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        train()
-    kept.pop(engine.params.data.untyped_storage().data_ptr(), None)
-    forward = peak_bytes(lambda: engine.forward(batch, lambda outputs, _: _head(config, outputs)), device)
-    return {"kept_bytes": float(sum(kept.values())), "train_bytes": peak_bytes(train, device), "forward_bytes": forward}
+    def infer() -> None:
+        for _ in range(REPEATS):
+            engine.forward(batch, lambda outputs, _: _head(config, outputs))
+
+    alone, deep = (peak_bytes(partial(train, ahead), device) for ahead in (0, AHEAD))
+    kept = max((deep - alone) / AHEAD, 1.0)
+    return {"kept_bytes": kept, "train_bytes": alone, "forward_bytes": peak_bytes(infer, device)}

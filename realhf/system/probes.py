@@ -3,8 +3,6 @@
 What disturbs a machine comes in spells; by turns it hits all pieces alike.
 """
 
-import ctypes
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from statistics import median
 
 import torch
 
+from realhf.base.memory import give_back_heap
 from realhf.comm.parallel import Group
 from realhf.plan.profile import Counts, Point
 
@@ -141,8 +140,7 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> float:
     reset = Path("/proc/self/clear_refs")
     if not reset.exists():
         return 0.0
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed would be used again unseen
+    give_back_heap()  # what was freed would be used again unseen
     before = memory_now()
     reset.write_text("5")
     work()

@@ -27,6 +27,7 @@ from realhf.api.layout import ParallelStrategy
 from realhf.api.messages import Done, Stop
 from realhf.api.model import ModelConfig
 from realhf.base.errors import RunFailed
+from realhf.base.memory import give_back_heap
 from realhf.comm.parallel import join, leave, make_groups, open_store
 from realhf.comm.shared_memory import open_links
 from realhf.models.transformer import ALONE
@@ -130,12 +131,12 @@ def take_profile(job: Job, say: Say) -> Profile:
         if world > 1:
             store = open_store("127.0.0.1", 0, PATIENCE_S)
             news = _ask(_together, [(rank, world, store.port, job) for rank in range(world)], say)
-            fits |= {name: fitted(some, shared=True) for name, some in news.found.items() if some}
+            fits |= {name: fitted(some) for name, some in news.found.items() if some}
             resident = max(resident, news.resident)
     # neighbours do the same on other cores: in a run they compute, too, and share caches and memory
     n_busy = 1 if job.device == "cuda" else max(1, min(job.n_workers, n_cores() // job.threads))
     news = _ask(_alone, [(replace(job, collectives=fits),)] * n_busy, say)
-    fits |= {name: fitted(some) for name, some in news.found.items() if min(p.low for p in some) > 0}
+    fits |= {name: fitted(some) for name, some in news.found.items() if min(p.median for p in some) > 0}
     say("calls of the master")
     fits |= {name: fitted(some) for name, some in _calls(job.seconds * ELSE).items()}
     return Profile(machine, resident + news.resident, fits)
@@ -225,6 +226,7 @@ def _alone(say: Say, job: Job) -> News:
     clock, points = _clock(job, 0, 1), Points()
     algorithms = list(algorithm_probes(clock, job.algorithms or tuple(METHODS)))
     warm_up(Bench.of(ALONE, clock, job.bf16))
+    give_back_heap()
     resident = float(memory_now())
     for model in job.models:
         shape = shape_of(model, job.bf16)
@@ -269,7 +271,7 @@ def _calls(seconds: float) -> Points:
             if not isinstance(master.receive(PATIENCE_S), Done):
                 raise RunFailed("the worker that is to answer calls did not come up")
             points = sample(list(call_probes(master)), seconds, time.perf_counter)
-            master.send(0, Stop())
+            master.send((0,), Stop())
             return points
     finally:
         master.close()

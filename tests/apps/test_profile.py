@@ -10,31 +10,34 @@ from realhf.api.codec import from_json
 from realhf.api.config import Device
 from realhf.apps import profile as command
 from realhf.apps.main import run
+from realhf.apps.options import read_options
 from realhf.base.errors import UserError
 from realhf.plan.profile import Fit, Machine, Point, Profile
 
 MACHINE = Machine("cpu", "abacus", 2, 1)
-FIT = Fit({"call": 1e-3, "row": 0.0}, (Point({"call": 1, "row": 8}, 1e-3, 2e-3, 3e-3, 5),))
+FIT = Fit({"call": 1e-3, "row": 0.0}, (Point({"call": 1, "row": 8}, 5e-4, 1e-3, 1.5e-3, 5),))
 PROFILE = Profile(MACHINE, 2e8, {"call": FIT, "h8-v9/t1/forward": FIT})
 LLAMA = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
 LLAMA |= {"num_key_value_heads": 2, "intermediate_size": 48}
 
 
+def read(*words: str) -> command.ProfileOptions:
+    return read_options(command.ProfileOptions, words, command.option_problems)
+
+
 def problems(*words: str) -> list[str]:
     with pytest.raises(UserError) as caught:
-        command.check(command.read_options(list(words)))
+        command.check(read(*words))
     return caught.value.problems
 
 
 def test_every_wrong_word_is_named() -> None:
-    found = problems("modle=x", "n_gpus_per_node=0", "bf16=perhaps", "here", "seconds=-1", "device=tpu")
-    assert found == [
-        "unknown option modle  did you mean model ?",
-        "n_gpus_per_node=0: a whole number above 0 is needed",
-        "bf16=perhaps: it is True or False",
-        "'here' is not of the form key=value",
-        "seconds=-1: it must be positive",
-        "device=tpu: 'tpu' is not a valid Device",
+    found = problems("modle=x", "bf16=perhaps", "here", "device=tpu")
+    assert found[::2] == ["unknown option modle  did you mean model ?", "'here' is not of the form key=value"]
+    assert found[1].startswith("bf16=perhaps: Value 'perhaps'") and found[3].startswith("device=tpu: Invalid value")
+    assert problems("n_gpus_per_node=0", "seconds=-1") == [
+        "n_gpus_per_node must be positive, got 0",
+        "seconds must be positive, got -1.0",
     ]
 
 
@@ -50,7 +53,7 @@ def test_models_and_files_that_cannot_be_used_are_all_named(tmp_path: Path) -> N
 def test_options_and_models_are_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     words = [f"model={tmp_path},{tmp_path}/config.json", "bf16=true", "threads_per_worker=2", "device=cpu"]
-    options = command.read_options([*words, f"out={tmp_path}/new/profile.json"])
+    options = read(*words, f"out={tmp_path}/new/profile.json")
     assert options.bf16 and options.threads_per_worker == 2 and options.device is Device.cpu and options.seconds == 90.0
     wanted = command.check(options)
     assert [m.hidden for m in wanted.models] == [32, 32] and wanted.before is None and wanted.device == "cpu"
@@ -60,7 +63,7 @@ def test_a_profile_is_written_whole_and_read_back(tmp_path: Path) -> None:
     file = tmp_path / "runs" / "profile.json"
     command.write(PROFILE, file)
     assert from_json(file.read_text(), Profile) == PROFILE
-    assert command.check(command.read_options([f"out={file}", "device=cpu"])).before == PROFILE
+    assert command.check(read(f"out={file}", "device=cpu")).before == PROFILE
     assert [f.name for f in file.parent.iterdir()] == ["profile.json"]
 
 

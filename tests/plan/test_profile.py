@@ -35,7 +35,7 @@ def part(n_blocks: int = 4, first: bool = True, last: bool = True, tp: int = 1, 
 
 
 def point(counts: dict[str, float], value: float) -> Point:
-    return Point(counts, value, 1.1 * value, 1.3 * value, 9)
+    return Point(counts, 0.9 * value, value, 1.3 * value, 9)
 
 
 def all_ones(counts: dict[str, float]) -> Fit:
