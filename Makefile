@@ -9,7 +9,7 @@ STAMP = $(VENV)/.installed
 help:
 	@echo "make demo    watch PPO raise a reward, from nothing, in about a minute"
 	@echo "make test    all tests"
-	@echo "make check   lint, types, the rules of the house, torch-free tests"
+	@echo "make check   lint, types, known vulnerabilities, the rules of the house, torch-free tests"
 	@echo "make kill    kill runs at random moments and resume them; about ten minutes"
 	@echo "make bench   benchmarks (ratios; quiet machine)"
 	@echo "make docs    regenerate docs/options.md from the code"
@@ -35,7 +35,8 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy realhf
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_house.py tests/base tests/api tests/plan tests/experiments
+	$(BIN)/python -m tests.audit
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_house.py tests/test_dependencies.py tests/base tests/api tests/plan tests/experiments
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -3,11 +3,14 @@
     python benchmarks/kill_and_resume.py [--kills N] [--seed N]
 
 SFT, PPO and GRPO with one and two workers. A blow is a SIGKILL of the master, of a worker or of everything, at a random
-moment or inside of a checkpoint's writing; a disk that takes no more; or a SIGKILL and a shard that loses its end.
-Exits with 1 when weights, metrics (but for times and memory) or generations differ anywhere.
+moment or while a checkpoint is being written; a disk that takes no more from a random moment on (a limit on the size of
+files, which every process of the run is given); or a SIGKILL, after which a shard of the last checkpoint loses its end.
+What did not happen, because the run was over before, is no blow. Exits with 1 when anything differs: weights, last
+checkpoint, generations, or metrics but for those that a clock or the size of processes makes (``CLOCK``).
 """
 
 import argparse
+import collections
 import json
 import os
 import random
@@ -18,17 +21,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 REALHF = [sys.executable, "-m", "realhf"]
 EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic.py"
-CLOCK = ("time/", "memory/", "tokens/per_s", "flops/model_per_s", "predicted/")
+CLOCK = ("time/", "memory/", "tokens/per_s", "flops/model_per_s")
 BLOWS = ("master", "worker", "everything", "while writing", "disk full", "truncated shard")
-STEPS, PATIENCE_S = 8, 120.0
+STEPS, PATIENCE_S = 8, 240.0
 SHORT = 20_000
-"""Bytes that a file may have on the disk that is full: less than a shard, more than anything else before it."""
+"""Bytes beyond which no file grows on the disk that is full, at the most: less than a shard."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +63,13 @@ def jobs(task: Path) -> list[Job]:
     return [Job(name, workers, words) for name, words in kinds.items() for workers in (1, 2)]
 
 
-def remains(root: Path) -> dict[str, object]:
+def remains(root: Path) -> dict[str, bytes]:
     """Return all that must not depend on blows."""
     lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
-    found: dict[str, object] = {
-        "metrics": [{k: v for k, v in line.items() if not k.startswith(CLOCK)} for line in lines]
-    }
-    for path in (*root.glob("models/*/*/model.safetensors"), *root.glob("generations/*.jsonl")):
-        found[str(path.relative_to(root))] = path.read_bytes()
-    return found
+    kept = [json.dumps({k: v for k, v in line.items() if not k.startswith(CLOCK)}) for line in lines]
+    files = (*root.glob("models/*/*/model.safetensors"), *root.glob("generations/*.jsonl"),
+             *root.glob(f"checkpoints/step_{STEPS}/*.safetensors"))  # fmt: skip
+    return {"metrics.jsonl": "\n".join(kept).encode()} | {str(p.relative_to(root)): p.read_bytes() for p in files}
 
 
 def processes(root: Path) -> list[int]:
@@ -84,59 +85,103 @@ def processes(root: Path) -> list[int]:
     return found
 
 
-def take_no_more() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (SHORT, SHORT))
-
-
-def strike(command: Sequence[str], root: Path, blow: str, chance: random.Random, seconds: float) -> bool:
-    """Start something and strike it; False where it was over before."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-                               preexec_fn=take_no_more if blow == "disk full" else None)  # fmt: skip
-    end = time.monotonic() + (PATIENCE_S if blow in ("while writing", "disk full") else chance.uniform(0.2, seconds))
-    while process.poll() is None and time.monotonic() < end:
-        if blow == "while writing" and any((root / "checkpoints").glob("*.unfinished/*")):
-            time.sleep(chance.uniform(0, 0.01))
-            break
+def wait_for(what: str, is_so: Callable[[], object]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not is_so():
+        if time.monotonic() > end:
+            raise TimeoutError(f"waited {PATIENCE_S:.0f} s for {what}")
         time.sleep(0.002)
-    if process.poll() is not None:
-        return blow == "disk full" and process.returncode != 0
-    workers = processes(root)
-    if blow == "worker" and workers:
-        os.kill(chance.choice(workers), signal.SIGKILL)
-    else:
-        for pid in workers if blow == "everything" else []:
-            os.kill(pid, signal.SIGKILL)
+
+
+def whole_checkpoints(root: Path) -> list[Path]:
+    return [
+        path for path in (root / "checkpoints").glob("step_*/manifest.json") if "unfinished" not in path.parent.name
+    ]
+
+
+def strike(command: list[str], root: Path, blow: str, chance: random.Random, seconds: float) -> bool:
+    """Start something and strike it at its moment; False where it was over before."""
+    moments: dict[str, Callable[[], object]] = {
+        "worker": lambda: processes(root),
+        "while writing": lambda: any((root / "checkpoints").glob("*.unfinished/*")),
+        "disk full": lambda: (root / "metrics.jsonl").exists(),
+        "truncated shard": lambda: len(whole_checkpoints(root)) > 1,
+    }
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    has_come = moments.get(blow, lambda: True)
+    longest = {"master": seconds, "everything": seconds, "worker": seconds / 2, "disk full": 0.05}.get(blow, 0.01)
+    try:
+        wait_for(f"the moment of '{blow}'", lambda: process.poll() is not None or has_come())
+        end = time.monotonic() + chance.uniform(0, longest)
+        while process.poll() is None and time.monotonic() < end:
+            time.sleep(0.002)
+        return hit(process, root, blow, chance)
+    finally:
         process.kill()
-    process.wait(PATIENCE_S)
-    while processes(root):  # workers leave when their launcher is gone
-        time.sleep(0.01)
-    if blow == "truncated shard" and len(whole := sorted((root / "checkpoints").glob("step_*/manifest.json"))) > 1:
-        newest = (root / "checkpoints" / (root / "checkpoints" / "latest").read_text()).glob("*.safetensors")
-        os.truncate(chance.choice(sorted(newest)), 100)
-        assert whole
+        process.wait(PATIENCE_S)
+        wait_for("workers to leave, whose launcher is gone", lambda: not processes(root))
+
+
+def hit(process: subprocess.Popen, root: Path, blow: str, chance: random.Random) -> bool:
+    workers = processes(root)
+    if process.poll() is not None or (blow == "worker" and not workers):
+        return False
+    if blow == "disk full":
+        limit = chance.randint(0, SHORT)
+        for pid in (process.pid, *workers):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, limit))
+        return process.wait(PATIENCE_S) != 0
+    if blow == "worker":
+        os.kill(chance.choice(workers), signal.SIGKILL)
+        return process.wait(PATIENCE_S) != 0
+    process.kill()
+    for pid in workers if blow == "everything" else []:
+        os.kill(pid, signal.SIGKILL)
+    if blow == "truncated shard":
+        process.wait(PATIENCE_S)
+        last = root / "checkpoints" / (root / "checkpoints" / "latest").read_text()
+        shard = chance.choice(sorted(last.glob("*.safetensors")))
+        os.truncate(shard, chance.randrange(shard.stat().st_size))
     return True
+
+
+def can_go_on(root: Path) -> bool:
+    return (root / "checkpoints" / "latest").exists()
 
 
 def go_on(job: Job, root: Path) -> list[str]:
     """Return the command that goes on: resume, or the launch again where nothing was saved yet."""
-    return [*REALHF, "resume", str(root)] if (root / "checkpoints" / "latest").exists() else job.command(root)
+    return [*REALHF, "resume", str(root)] if can_go_on(root) else job.command(root)
 
 
-def torment(job: Job, folder: Path, n_blows: int, chance: random.Random) -> tuple[int, list[str]]:
-    """Return how many blows were struck, and what came out differently."""
+@dataclass
+class Tally:
+    """What was struck, how often a checkpoint was there to go on from, and what came out differently."""
+
+    blows: collections.Counter[str]
+    resumed: int
+    wrong: list[str]
+
+
+def torment(job: Job, folder: Path, blows: list[str], chance: random.Random, tally: Tally) -> None:
+    """Strike runs of a job, up to three times each, until every blow of the list has hit."""
     straight = folder / job.experiment / f"straight-{job.workers}"
     began = time.monotonic()
     subprocess.run(job.command(straight), check=True, stdout=subprocess.DEVNULL, timeout=PATIENCE_S)
     seconds, expected = time.monotonic() - began, remains(straight)
-    struck, wrong = 0, []
-    while struck < n_blows:
-        root = folder / job.experiment / f"struck-{job.workers}-{struck}"
-        blows = []
-        for _ in range(min(chance.randint(1, 3), n_blows - struck)):
-            blow = BLOWS[(struck + len(blows) + job.workers) % len(BLOWS)]
-            if strike(go_on(job, root), root, blow, chance, seconds):
-                blows.append(blow)
-        struck += len(blows)
+    while blows:
+        root, struck = folder / job.experiment / f"struck-{job.workers}-{len(blows)}", list[str]()
+        for blow in blows[: chance.randint(1, 3)]:
+            tally.resumed += can_go_on(root)
+            if not strike(go_on(job, root), root, blow, chance, seconds):
+                break  # this run is over
+            struck.append(blow)
+        if not struck:
+            shutil.rmtree(root)
+            continue
+        blows = blows[len(struck) :]
+        tally.blows.update(struck)
+        tally.resumed += can_go_on(root)
         done = subprocess.run(go_on(job, root), capture_output=True, text=True, timeout=PATIENCE_S)
         problem = ""
         if done.returncode:
@@ -144,11 +189,10 @@ def torment(job: Job, folder: Path, n_blows: int, chance: random.Random) -> tupl
         elif (found := remains(root)) != expected:
             names = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
             problem = f"{', '.join(names)} differ"
-        line = f"{job.experiment:<9} x {job.workers}  {', '.join(blows):<45}"
-        print(line, problem or "as if nothing had been", flush=True)
-        wrong += [f"{line} {problem}"] if problem else []
+        line = f"{job.experiment:<9} x {job.workers}  {', '.join(struck):<45}"
+        print(line, problem or f"as if nothing had been ({len(expected)} files)", flush=True)
+        tally.wrong += [f"{line} {problem}"] if problem else []
         shutil.rmtree(root)
-    return struck, wrong
 
 
 def main() -> None:
@@ -156,19 +200,20 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    chance, total, wrong = random.Random(options.seed), 0, list[str]()
+    chance, tally = random.Random(options.seed), Tally(collections.Counter(), 0, [])
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         size = ("--digits", "1", "--hidden", "32", "--layers", "2", "--sft-rows", "40", "--train-rows", "20",
                 "--valid-rows", "5")  # fmt: skip
         subprocess.run([sys.executable, str(EXAMPLE), str(folder / "task"), *size], check=True, capture_output=True)
         todo = jobs(folder / "task")
-        for i, job in enumerate(todo):
-            share = options.kills * (i + 1) // len(todo) - options.kills * i // len(todo)
-            struck, more = torment(job, folder, share, chance)
-            total, wrong = total + struck, wrong + more
-    print(f"{total} blows, {len(wrong)} runs that came out differently")
-    raise SystemExit(1 if wrong else 0)
+        for i, job in enumerate(todo):  # every job begins with another blow, so that all meet all
+            turns = range(options.kills * i // len(todo), options.kills * (i + 1) // len(todo))
+            torment(job, folder, [BLOWS[(turn + i) % len(BLOWS)] for turn in turns], chance, tally)
+    kinds = ", ".join(f"{number} {blow}" for blow, number in sorted(tally.blows.items()))
+    print(f"{tally.blows.total()} blows ({kinds}); {tally.resumed} launches went on from a checkpoint; "
+          f"{len(tally.wrong)} runs came out differently (not compared: {', '.join(CLOCK)})")  # fmt: skip
+    raise SystemExit(1 if tally.wrong else 0)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import contextlib
 import multiprocessing
 import os
-import pickle
 import subprocess
 import sys
 import traceback
@@ -22,6 +21,7 @@ from realhf.models.flat import FlatParams
 from realhf.models.hf import init_random, save_hf
 from realhf.models.hf_config import read_hf_config
 from realhf.plan.specs import param_specs
+from tests.told import packed, unpacked
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 RANK_TIMEOUT_S = 60.0
@@ -74,10 +74,10 @@ def rank_main(reply: Connection, job: Job, port: int, rank: int, world: int, arg
     torch.set_num_threads(1)
     try:
         join("127.0.0.1", port, rank, world, "cpu", RANK_TIMEOUT_S, None)
-        answer = (job(rank, world, *arguments), None)
+        answer = packed((job(rank, world, *arguments), None))
     except BaseException:
-        answer = (None, traceback.format_exc())
-    reply.send_bytes(pickle.dumps(answer))
+        answer = packed((None, traceback.format_exc()))
+    reply.send_bytes(answer)
     reply.recv_bytes()  # a rank that leaves early breaks the others' connections
     leave()
 
@@ -124,7 +124,7 @@ def gather(ends: list[Connection]) -> dict[int, tuple[Any, str | None]]:
         if not ready:
             break
         for end in ready:
-            answers[ends.index(end)] = pickle.loads(end.recv_bytes())
+            answers[ends.index(end)] = unpacked(end.recv_bytes())
         if any(error for _, error in answers.values()):
             patience = 0.5
     return answers

@@ -9,7 +9,7 @@ from realhf.algorithms.preference_loss import kl_reference, kto_loss, pair_loss,
 from realhf.algorithms.stats import stats_of
 from realhf.api.engine import Engine, InterfaceContext, Loss, Outputs
 from realhf.api.messages import State, Stats
-from realhf.api.preferences import DPOConfig, PreferenceLoss
+from realhf.api.preferences import MISMATCHED, DPOConfig, PreferenceLoss
 from realhf.data.batch import SequenceBatch
 
 REF = "ref_logprob_sums"
@@ -20,8 +20,9 @@ class DPO:
     """Trains the policy, and as ``inference`` sums the reference's log-probabilities of every answer.
 
     Columns: ``tokens prompt_mask`` per token; the scalars ``ref_logprob_sums`` (float32, nats) unless the loss needs no
-    reference, and with unpaired data ``label``. Statistics are those of ``pair_stats``, or of ``kto_loss`` where there
-    are no pairs.
+    reference, and with unpaired data ``label``. KTO also reads the keys of ``MISMATCHED`` and ``kl_ref_logprob_sums``:
+    its point of reference is found from prompts with answers that belong to others. Statistics are those of
+    ``pair_stats``, or of ``kto_loss`` where there are no pairs.
     """
 
     config_type = DPOConfig
@@ -35,7 +36,7 @@ class DPO:
     def train_step(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[Stats, State]:
         ready = with_answers(batch)
         judges_single = self.config.loss is PreferenceLoss.kto
-        kl = self.kl_reference(engine, ready, logprob_sums(engine, ready)) if judges_single else 0.0
+        kl = self.kl_reference(engine, batch) if judges_single else 0.0
 
         def loss(outputs: Outputs, part: SequenceBatch) -> Loss:
             return self.loss(sums_of(outputs, part), part, kl)
@@ -43,9 +44,11 @@ class DPO:
         count = float(len(batch)) if judges_single else len(batch) / 2
         return engine.train(ready, loss, count, together=not self.config.unpaired), state
 
-    def kl_reference(self, engine: Engine, batch: SequenceBatch, sums: Tensor) -> float:
-        """Return KTO's point of reference from all ranks' answers. Collective."""
-        total = (sums - batch[REF]).double().sum()
+    def kl_reference(self, engine: Engine, batch: SequenceBatch) -> float:
+        """Return KTO's point of reference from the mismatched answers of all ranks. Collective."""
+        names = {**MISMATCHED, f"kl_{REF}": REF}
+        others = SequenceBatch(batch.ids, {theirs: batch.columns[ours] for ours, theirs in names.items()})
+        total = (logprob_sums(engine, with_answers(others)) - others[REF]).double().sum()
         return kl_reference(engine.reduce(torch.stack([total, torch.full_like(total, len(batch))])))
 
     def loss(self, sums: Tensor, batch: SequenceBatch, kl: float) -> Loss:
@@ -71,7 +74,7 @@ class DPOEvaluation(DPO):
     def inference(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
         ready = with_answers(batch)
         sums = logprob_sums(engine, ready)
-        kl = self.kl_reference(engine, ready, sums) if self.config.loss is PreferenceLoss.kto else 0.0
+        kl = self.kl_reference(engine, batch) if self.config.loss is PreferenceLoss.kto else 0.0
         return SequenceBatch(batch.ids), stats_of(self.loss(sums, ready, kl))
 
 

@@ -132,8 +132,9 @@ def kto_loss(policy: Tensor, ref: Tensor, is_good: Tensor, kl: float, config: DP
 def kl_reference(sums: Tensor) -> float:
     """Return KTO's point of reference in nats from the (sum, count) of ``policy - ref`` over the global batch, ``[2]``.
 
-    It is their mean, and 0 where that is negative. The paper takes it over answers to other prompts; here it is over
-    the batch's own answers, which asks for no further rows.
+    It is the mean log-ratio of answers behind prompts that they do not belong to, and 0 where that is negative: a
+    biased estimate of KL(policy || ref) at the cost of no sampling (Ethayarajh et al. 2024, arXiv 2402.01306, sec. 4).
+    It is a number: no gradient flows in it.
     """
     total, count = sums.tolist()
     return max(0.0, total / max(count, 1.0))

@@ -143,7 +143,10 @@ class PPOConfig:
         False, "the trainer computes old log-probs itself; the generator's are corrected for"
     )
     behaviour_cap: float = opt(2.0, "with recompute_logprobs: cap of the weights p_trainer / p_generator")
-    dynamic_sampling: bool = opt(False, "prompts whose answers all have the same reward are not trained on")
+    dynamic_sampling: bool = opt(
+        False, "prompts whose answers all have the same reward are not trained on; others are drawn in their place"
+    )
+    max_redraws: int = opt(8, "with dynamic_sampling: how often a step draws more prompts until its batch is full")
     overlong_buffer: int = opt(0, "answers lose reward over this many last tokens before max_new_tokens")
     overlong_penalty: float = opt(1.0, "what the longest answer loses, with overlong_buffer")
     dense: DenseConfig = opt(DenseConfig, "rewards of steps, where there is a process reward model (prm)")
@@ -165,6 +168,17 @@ class PPOConfig:
     disable_value: bool = opt(False, "no critic: advantages from returns alone")
     mask_no_eos_with_zero: bool = opt(False, "a truncated answer gets score 0")
     mask_too_long: bool = opt(False, "a truncated answer is not trained on")
+
+
+@dataclass
+class EvaluationConfig:
+    """How held-out prompts are answered; lengths, stop tokens and slots are those of ppo.gen."""
+
+    n: int = opt(1, "answers per held-out prompt")
+    greedy: bool = opt(True, "take the most likely token")
+    top_p: float = opt(1.0, "nucleus mass, in (0, 1]")
+    top_k: int = opt(0, "only the k most likely tokens, 0 for all")
+    temperature: float = opt(1.0, "divides the logits; 0 means greedy")
 
 
 @dataclass
@@ -207,8 +221,8 @@ class DatasetConfig:
     max_pairs_per_prompt: int = opt(2, "pairs drawn per prompt (rw, dpo)")
     max_replies: int = opt(5, "answers drawn per prompt from a ranked list (rw.type=ranked)")
     label_noise: float = opt(0.0, "share of training pairs whose chosen and rejected answers change places, for good")
-    eval_path: str = opt("", "file of held-out rows (sft, rw, dpo)")
-    eval_share: float = opt(0.0, "share of the rows of path that is held out (sft, rw, dpo)")
+    eval_path: str = opt("", "file of held-out rows")
+    eval_share: float = opt(0.0, "share of the rows of path that is held out")
     split_seed: int = opt(1, "seed of held-out share and label noise, which all members of an ensemble have in common")
     on_bad_row: OnBadRow = opt(OnBadRow.error, "error names the row and stops; skip counts it")
     prompt_template: str = opt("{prompt}", "text around every prompt")
@@ -224,7 +238,12 @@ class DatasetConfig:
 class ExperimentControl:
     total_train_epochs: int = opt(1, "passes over the data")
     total_train_steps: int | None = opt(None, "stop after this many steps")
+    eval_at_start: bool = opt(True, "try held-out rows before the first step")
     eval_freq_steps: int | None = opt(None, "try held-out rows every so many steps (always at the end)")
+    eval_freq_epochs: int | None = opt(None, "try held-out rows every so many epochs")
+    eval_freq_secs: int | None = opt(None, "try held-out rows when so many seconds have passed")
+    keep_best: str = opt("", "metric of held-out rows, like eval/accuracy, or -eval/loss where less is better: the "
+                             "models that reached the best so far are kept in best/")  # fmt: skip
     save_freq_steps: int | None = opt(None, "write models/ every so many steps (always at the end)")
     save_freq_epochs: int | None = opt(None, "write models/ every so many epochs")
     save_freq_secs: int | None = opt(None, "write models/ when so many seconds have passed")
@@ -305,6 +324,11 @@ class ExperimentConfig:
     channel_address: str = opt("", "where the master listens, tcp://HOST:PORT; empty for a private socket of this host")
     recover_mode: RecoverMode = opt(RecoverMode.disabled, "disabled, resume, fault (restart a failed run) or auto")
     recover_retries: int = opt(1, "restarts of a failed run, with recover_mode=fault or auto")
+    recover_deaths: int = opt(2, "deaths of a worker after which restarts go on without its device (mode=local)")
+    recover_allocation: str = opt(
+        "", "allocation_mode of restarts with fewer workers (default: as before, or none if that names a plan)"
+    )
+    devices: list[int] = opt(list, "numbers of the devices that workers have (mode=local on cuda; default: the first)")
     max_staleness: int = opt(0, "steps that rollout may be ahead of training; 0 is on-policy")
     call_timeout: float = opt(3600.0, "seconds a request to the workers may take")
     verify_reallocation: bool = opt(False, "compare checksums of weights after every move")

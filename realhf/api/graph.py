@@ -31,7 +31,8 @@ class MFC:
     ``n_minibatches`` is how many optimizer steps a training call makes: rows are dealt to data-parallel ranks so that
     every mini-batch is balanced, and is the same set of rows under any layout. ``aliases`` are pairs (key of the graph,
     what the interface calls it). With ``per_prompt`` a generating call makes one row for every prompt, which all its
-    samples share.
+    samples share. With ``redraws`` the call drops rows, and for prompts that have none left others are drawn, up to so
+    many times a step.
     """
 
     name: str
@@ -44,6 +45,7 @@ class MFC:
     n_minibatches: int = 1
     aliases: tuple[tuple[str, str], ...] = ()
     per_prompt: bool = False
+    redraws: int = 0
 
     @property
     def is_train(self) -> bool:
@@ -120,6 +122,16 @@ class Graph:
     def children(self, mfc: MFC) -> tuple[MFC, ...]:
         return tuple(m for m in self.mfcs if set(m.inputs) & set(mfc.outputs))
 
+    @cached_property
+    def picker(self) -> MFC | None:
+        """The call that decides whether prompts are drawn anew."""
+        return next((m for m in self.mfcs if m.redraws), None)
+
+    @cached_property
+    def after_picker(self) -> frozenset[str]:
+        """Names of the calls that read what the picker keeps, also by way of others."""
+        return _descendants(self.mfcs, self.picker) if self.picker else frozenset()
+
     def trainer(self, role: str) -> MFC | None:
         return next((m for m in self.mfcs if m.role == role and m.is_train), None)
 
@@ -188,7 +200,23 @@ def _call_problems(mfcs: tuple[MFC, ...]) -> list[str]:
             problems.append(f"MFC {m.name}: n_minibatches must be positive, got {m.n_minibatches}")
         if m.role is None and m.kind is not Kind.INFERENCE:
             problems.append(f"MFC {m.name}: kind {m.kind.value} needs a role, it computes with a model")
+    if pickers := [m for m in mfcs if m.redraws]:
+        problems += [f"MFC {m.name}: redraws are those of {pickers[0].name} already" for m in pickers[1:]]
+        problems += [f"MFC {m.name}: redraws must not be negative" for m in pickers if m.redraws < 0]
+        after = _descendants(mfcs, pickers[0])
+        problems += [f"MFC {m.name} trains, but reads nothing of {pickers[0].name}, for which prompts are drawn anew"
+                     for m in mfcs if m.is_train and m.name not in after]  # fmt: skip
     return problems + [f"key '{k}' is produced by {' and '.join(v)}" for k, v in makers.items() if len(v) > 1]
+
+
+def _descendants(mfcs: tuple[MFC, ...], origin: MFC) -> frozenset[str]:
+    """Return the names of the calls that read an output of ``origin``, or of one of these."""
+    found: set[str] = set()
+    keys = set(origin.outputs)
+    while more := [m for m in mfcs if m.name not in found and keys & set(m.inputs)]:
+        found |= {m.name for m in more}
+        keys |= {key for m in more for key in m.outputs}
+    return frozenset(found)
 
 
 def _role_problems(mfcs: tuple[MFC, ...], syncs: Sequence[Sync], offloaded: Sequence[str]) -> list[str]:

@@ -150,7 +150,9 @@ class Layout:
 
     def replica(self, dp: int) -> tuple[int, ...]:
         """Return the workers of one data-parallel replica, in order of stages."""
-        return tuple(self.rank(Coord(p, dp, t)) for p in range(self.strategy.pp) for t in range(self.strategy.tp))
+        s, ranks = self.strategy, self.mesh.ranks
+        starts = [(p * s.dp + dp) * s.tp for p in range(s.pp)]
+        return tuple([rank for start in starts for rank in ranks[start : start + s.tp]])
 
     def dp_heads(self) -> tuple[int, ...]:
         """Return, per data-parallel rank, the worker that holds its rows: the last stage's first tensor rank."""

@@ -1,23 +1,50 @@
-"""What master and workers say to each other: a closed union of frozen dataclasses, sent as msgpack, never pickled.
+"""What master and workers say to each other: a closed union of frozen structs, sent as msgpack, never pickled.
 
+Structs are read straight into their types, which a master of thousands of workers does thousands of times a second.
 Statistics travel as ``{name: (sum, count)}`` and are divided once, by the master.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from realhf.api.batch import BatchMeta, RowId
 
 Stats = dict[str, tuple[float, float]]
-Holders = dict[str, tuple[tuple[int, ...], ...]]
 SpanTuple = tuple[str, int, int]
 State = dict[str, Any]
 """What an interface remembers between calls of its role (KL coefficient, value statistics): small, plain, JSON-able."""
 
 
-# master -> worker
 @dataclass(frozen=True)
-class Start:
+class Holders:
+    """Who has which rows: row ``i`` of ``key`` is with the workers ``groups[rows[key][i]]``, its sender first."""
+
+    groups: tuple[tuple[int, ...], ...]
+    rows: dict[str, tuple[int, ...]]
+
+    def __post_init__(self) -> None:
+        for key, numbers in self.rows.items():
+            if numbers and not 0 <= min(numbers) <= max(numbers) < len(self.groups):
+                raise ValueError(f"rows of '{key}' name holders that are not among {len(self.groups)} groups")
+
+    def of(self, key: str) -> list[tuple[int, ...]]:
+        """Return the holders of every row."""
+        return [self.groups[number] for number in self.rows[key]]
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """Every worker that has any of the rows."""
+        return frozenset(rank for group in self.groups for rank in group)
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True, forbid_unknown_fields=True):
+    """One message: a map with the name of its type, as strict as its annotations."""
+
+
+# master -> worker
+class Start(Message, frozen=True):
     """Join the other workers at the rendezvous, where rank 0 opened the store; go on from ``checkpoint``, if given."""
 
     host: str
@@ -25,8 +52,7 @@ class Start:
     checkpoint: str = ""
 
 
-@dataclass(frozen=True)
-class Fetch:
+class Fetch(Message, frozen=True):
     """Load the prompts at positions ``start <= i < stop`` of the data stream into the row store."""
 
     request: int
@@ -34,14 +60,13 @@ class Fetch:
     stop: int
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(Message, frozen=True):
     """Bring the rows of ``inputs`` to where ``mfc`` runs; ``Run`` with the same number starts it.
 
-    ``request`` is numbered by whoever sends it. ``holders[key][i]`` are ranks that hold row ``inputs.ids[i]`` of
-    ``key``; ``shared`` names the keys that are held once per prompt; ``assignment[d]`` lists the rows of data-parallel
-    rank ``d``; ``minibatches[i]`` numbers the mini-batch of row ``i``; ``state`` is the role's state, ``step`` the
-    traversal that these rows belong to.
+    ``request`` is numbered by whoever sends it. ``holders`` tells who has the rows of ``inputs``; ``shared`` names the
+    keys that are held once per prompt; ``assignment[d]`` lists the rows of data-parallel rank ``d``;
+    ``minibatches[i]`` numbers the mini-batch of row ``i``; ``state`` is the role's state, ``step`` the traversal that
+    these rows belong to.
     """
 
     request: int
@@ -56,15 +81,13 @@ class Call:
     state: State
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(Message, frozen=True):
     """Carry out the rest of the program of a call, whose rows are here."""
 
     request: int
 
 
-@dataclass(frozen=True)
-class Collect:
+class Collect(Message, frozen=True):
     """Send back what this worker holds of these rows: decoded text for tokens, numbers for the rest."""
 
     request: int
@@ -72,8 +95,7 @@ class Collect:
     keys: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Save:
+class Save(Message, frozen=True):
     """Write the role's weights as a Hugging Face folder."""
 
     request: int
@@ -81,37 +103,32 @@ class Save:
     path: str
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(Message, frozen=True):
     """Take a copy of what training has changed, and begin to write it into ``folder``."""
 
     request: int
     folder: str
 
 
-@dataclass(frozen=True)
-class Settle:
+class Settle(Message, frozen=True):
     """Reply when the checkpoint that was begun is on the disk, with its ``files``."""
 
     request: int
 
 
-@dataclass(frozen=True)
-class Drop:
+class Drop(Message, frozen=True):
     """Forget every row of the prompts numbered ``start <= p < stop``."""
 
     start: int
     stop: int
 
 
-@dataclass(frozen=True)
-class Stop:
+class Stop(Message, frozen=True):
     """End the process with exit code 0."""
 
 
 # worker -> master
-@dataclass(frozen=True)
-class Hello:
+class Hello(Message, frozen=True):
     """First word of a worker, which others reach at ``address``. Rank 0's rendezvous store listens at ``port``."""
 
     rank: int
@@ -121,30 +138,27 @@ class Hello:
     address: str = "127.0.0.1"
 
 
-@dataclass(frozen=True)
-class Ready:
+class Ready(Message, frozen=True):
     """Models are built and data is readable; ``info`` describes the worker."""
 
     rank: int
-    info: dict[str, Any] = field(default_factory=dict)
+    info: dict[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(Message, frozen=True):
     """A request is done. ``spans`` are (name, start_us, duration_us); ``memory`` is (peak, present) resident bytes."""
 
     request: int
     rank: int
     outputs: BatchMeta | None = None
-    stats: Stats = field(default_factory=dict)
+    stats: Stats = {}
     state: State | None = None
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = {}
     spans: tuple[SpanTuple, ...] = ()
     memory: tuple[int, int] = (0, 0)
 
 
-@dataclass(frozen=True)
-class Beat:
+class Beat(Message, frozen=True):
     """A worker's process is alive; ``doing`` says what it is at, from the outermost in."""
 
     rank: int
@@ -153,8 +167,7 @@ class Beat:
     doing: str
 
 
-@dataclass(frozen=True)
-class Failed:
+class Failed(Message, frozen=True):
     """The worker met an error and is about to exit."""
 
     rank: int
@@ -166,3 +179,6 @@ class Failed:
 
 ToWorker = Start | Fetch | Call | Run | Collect | Save | Checkpoint | Settle | Drop | Stop
 ToMaster = Hello | Ready | Done | Beat | Failed
+
+TO_WORKER = msgspec.msgpack.Decoder(ToWorker)
+TO_MASTER = msgspec.msgpack.Decoder(ToMaster)

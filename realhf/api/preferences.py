@@ -5,6 +5,9 @@ from enum import Enum
 
 from realhf.api.config import Splitter, opt
 
+MISMATCHED = {"kl_tokens": "tokens", "kl_prompt_mask": "prompt_mask"}
+"""Keys of prompts with answers that belong to others, and what an interface calls them."""
+
 
 class RewardModelType(Enum):
     """What a reward model learns from: pairs, lists from best to worst, labelled answers, or labelled steps."""

@@ -70,11 +70,16 @@ class Console:
     def saved(self, role: str, path: Path) -> None:
         self.out.print(f"saved   {role} -> {path}")
 
-    def summary(self, models: dict[str, Path]) -> None:
+    def kept(self, metric: str, value: float, path: Path) -> None:
+        self.out.print(f"best    {metric} {value:.4f} -> {path}")
+
+    def summary(self, models: dict[str, Path], best: Path | None = None) -> None:
         self.close()
         self.out.print(f"done    {self.run.length.n_steps} steps in {time.monotonic() - self.began:.1f} s")
         for role, path in models.items():
             self.out.print(f"model   {role}: {path}")
+        if best is not None:
+            self.out.print(f"best    {best}")
         self.out.print(f"metrics {self.run.paths.metrics}   trace {self.run.paths.trace}")
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +12,11 @@ from realhf.api.experiment import Experiment
 from realhf.api.messages import ToWorker
 from realhf.api.plan import ExecutionPlan
 from realhf.apps.console import Console
+from realhf.apps.directory import running
 from realhf.apps.jobs import is_queued, queue
 from realhf.apps.options import load_experiment, save_experiment
-from realhf.base.errors import Hung, RunFailed
+from realhf.base.disk import hold, remove_folder, rewrite
+from realhf.base.errors import Hung, RunFailed, UserError
 from realhf.base.paths import RunDir
 from realhf.experiments import experiment_class
 from realhf.launch import LAUNCHERS
@@ -38,14 +39,14 @@ def as_experiment(config: ExperimentConfig) -> Experiment:
 
 def write_run(run: RunSpec, keep: bool = False) -> None:
     """Make the run directory with the two files that start everything; ``keep`` what is there."""
-    if run.config.overwrite and run.paths.config.exists() and not keep:
-        shutil.rmtree(run.paths.root)
+    if run.config.overwrite and run.paths.root.exists() and any(run.paths.root.iterdir()) and not keep:
+        remove_folder(run.paths.root)
     run.paths.root.mkdir(parents=True, exist_ok=True)
     save_experiment(run.config, run.paths.config)
     plan: dict[str, Any] = {"experiment": run.experiment, "device": run.device, "n_rows": run.n_rows,
                             "n_held_out": run.n_held_out}  # fmt: skip
     expected = to_plain(run.expected) if run.expected else None
-    run.paths.plan.write_text(json.dumps({**plan, "plan": to_plain(run.plan), "expected": expected}, indent=1))
+    rewrite(run.paths.plan, json.dumps({**plan, "plan": to_plain(run.plan), "expected": expected}, indent=1))
 
 
 def read_run(root: Path) -> RunSpec:
@@ -76,6 +77,14 @@ def launch(run: RunSpec, last: "tuple[Path, Manifest] | None" = None) -> None:
     """
     if is_queued(run.config):
         return queue([run], run.config, run.paths)
+    with hold(run.paths.lock) as is_mine:
+        if not is_mine:
+            raise UserError(running(run.paths))
+        run.paths.stop.unlink(missing_ok=True)  # what was asked of a run before
+        _follow(run, last)
+
+
+def _follow(run: RunSpec, last: "tuple[Path, Manifest] | None") -> None:
     from realhf.system.master import Master
     from realhf.system.sinks import open_sinks
     from realhf.system.telemetry import Telemetry
@@ -90,9 +99,10 @@ def launch(run: RunSpec, last: "tuple[Path, Manifest] | None" = None) -> None:
                               last[1].step if last else 0)  # fmt: skip
         Master(run, workers.channel, workers.dead, telemetry, last).train()
         workers.leave(LEAVE_S)
-        console.summary(telemetry.models)
-    except Hung as hung:
-        raise RunFailed(f"{hung}{workers.examine(hung.ranks)}") from hung
+        console.summary(telemetry.models, telemetry.best)
+    except RunFailed as failed:
+        seen = workers.examine(failed.ranks) if isinstance(failed, Hung) else ""
+        raise RunFailed(f"{failed}{seen}", failed.traceback_text, failed.lost, workers.n_nodes()) from failed
     finally:
         console.close()
         try:
@@ -125,6 +135,9 @@ class _Processes:
     def leave(self, timeout_s: float) -> None:
         for rank, how in sorted(self.launcher.wait(timeout_s).items()):
             raise RunFailed(f"worker {rank} did not leave cleanly after the last step: it {how}")
+
+    def n_nodes(self) -> int:
+        return self.launcher.n_nodes()
 
     def examine(self, ranks: tuple[int, ...]) -> str:
         """Return what is seen of workers that do not answer, from outside; all leave their stacks in their logs."""
@@ -169,6 +182,9 @@ class _Inline:
 
     def leave(self, timeout_s: float) -> None:
         self.worker.close()
+
+    def n_nodes(self) -> int:
+        return 1
 
     def examine(self, ranks: tuple[int, ...]) -> str:
         return ""

@@ -7,6 +7,7 @@ import sys
 COMMANDS = {
     "quickstart": ("realhf.apps.quickstart", "EXPERIMENT [key=value ...]", "plan, check, launch and follow a run"),
     "resume": ("realhf.apps.resume", "RUN_DIR [key=value ...]", "go on from the last checkpoint of a run"),
+    "stop": ("realhf.apps.stop", "RUN_DIR", "end a run after the step it is at, with a checkpoint"),
     "master": ("realhf.apps.master", "RUN_DIR", "carry out a run that is written down, as a job does"),
     "plan": ("realhf.apps.plan", "EXPERIMENT [key=value ...]", "all short of launching: graph, layouts, program"),
     "profile": ("realhf.apps.profile", "[model=FOLDER,...] [key=value ...]", "measure this machine, for predictions"),
@@ -27,7 +28,8 @@ def usage() -> str:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command and return its exit code: 0 done, 1 the run failed, 2 the user can mend it, 130 interrupted.
+    """Run one command and return its exit code: 0 done, 1 the run failed, 2 the user can mend it, 130 interrupted or
+    stopped.
 
     ``realhf plan`` was asked what is possible: that something is not is its answer, with 1.
     """
@@ -41,7 +43,7 @@ def run(arguments: list[str]) -> int:
 
         print(__version__)
         return 0
-    from realhf.base.errors import Impossible, RunFailed, UserError, did_you_mean
+    from realhf.base.errors import Impossible, RunFailed, Stopped, UserError, did_you_mean
 
     command, rest = arguments[0], arguments[1:]
     if command not in COMMANDS:
@@ -57,6 +59,9 @@ def run(arguments: list[str]) -> int:
         print(describe(error), file=sys.stderr)
         answered = command == "plan" and isinstance(error, Impossible)
         return EXIT_FAILED if answered or isinstance(error, RunFailed) else EXIT_USER
+    except Stopped as stopped:
+        print(stopped)
+        return EXIT_INTERRUPTED
     except KeyboardInterrupt:
         print("interrupted: workers are stopped", file=sys.stderr)
         return EXIT_INTERRUPTED

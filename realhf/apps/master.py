@@ -1,6 +1,7 @@
 """``realhf master``: a master that is a process of its own, inside an allocation; what a job runs."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 from realhf.apps.launching import launch, read_run
@@ -14,15 +15,14 @@ def main(arguments: list[str]) -> None:
     if len(arguments) != 1 or not RunDir(Path(arguments[0])).plan.is_file():
         raise UserError("usage: realhf master RUN_DIR, with the config.yaml and plan.json of a run")
     root = Path(arguments[0])
-    run = read_run(root)
-    retried(lambda: go_on(root), lambda: go_on(root), run.config, run.paths)
+    retried(partial(go_on, root), RunDir(root))
 
 
 def go_on(root: Path) -> None:
     """Run from the last checkpoint, or from the start where there is none: this job may have been started before."""
     run = read_run(root)
     last = newest(run.paths.checkpoints)
-    rewind(run.paths, last[1].step if last else 0)
+    rewind(run.paths, last[1].step if last else -1)
     launch(run, last)
 
 

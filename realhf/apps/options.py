@@ -1,10 +1,10 @@
 """From ``key=value`` words and YAML files to an experiment, with Hydra's grammar and OmegaConf's types."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -12,7 +12,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from realhf.api.config import ExperimentConfig
+from realhf.base.disk import rewrite
 from realhf.base.errors import UserError, did_you_mean
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,17 +55,26 @@ def build_experiment(
     if config_file:
         for key, value in _flatten(_load_yaml(config_file)):
             problems += _set(tree, key, value, known, f" ({config_file})")
-    for word in overrides:
-        problems += _apply(tree, word, known)
+    problems += _apply_all(tree, overrides, known)
     if problems:
         raise UserError(problems)
     return _to_object(tree)
 
 
+def read_options(cls: type[T], words: Sequence[str], problems_of: Callable[[T], list[str]]) -> T:
+    """Return a command's own options; ``UserError`` lists every wrong word, else what ``problems_of`` finds."""
+    tree = OmegaConf.structured(cls)
+    problems = _apply_all(tree, words, [o.key for o in options_of(cls)])
+    options: Any = None if problems else OmegaConf.to_object(tree)
+    if problems := problems or problems_of(options):
+        raise UserError(problems)
+    return options
+
+
 def override(config: ExperimentConfig, words: Sequence[str]) -> ExperimentConfig:
     """Return a config with some options set anew; ``UserError`` lists every wrong word."""
     known, tree = [o.key for o in options_of(type(config))], OmegaConf.structured(config)
-    if problems := [problem for word in words for problem in _apply(tree, word, known)]:
+    if problems := _apply_all(tree, words, known):
         raise UserError(problems)
     return _to_object(tree)
 
@@ -73,7 +85,7 @@ def load_experiment(cls: type[ExperimentConfig], path: Path) -> ExperimentConfig
 
 
 def save_experiment(config: ExperimentConfig, path: Path) -> None:
-    OmegaConf.save(OmegaConf.structured(config), path)
+    rewrite(path, OmegaConf.to_yaml(OmegaConf.structured(config)))
 
 
 def _to_object(tree: Any) -> ExperimentConfig:
@@ -103,6 +115,10 @@ def _flatten(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def _apply_all(tree: DictConfig, words: Sequence[str], known: list[str]) -> list[str]:
+    return [problem for word in words for problem in _apply(tree, word, known)]
 
 
 def _apply(tree: DictConfig, word: str, known: list[str]) -> list[str]:

@@ -1,7 +1,5 @@
 """Everything that can be known to be wrong before a process starts, found in one go."""
 
-import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,6 +11,8 @@ from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph, GraphError
 from realhf.api.model import ModelConfig
 from realhf.api.plan import ExecutionPlan
+from realhf.api.preferences import MISMATCHED
+from realhf.apps.directory import directory_problems
 from realhf.apps.options import options_of
 from realhf.apps.planning import Machine, limits_of, machine_of, planned, planner_of, replanned
 from realhf.base.errors import Impossible, UserError, did_you_mean
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-FREQUENCIES = ("eval_freq_steps", "save_freq_steps", "save_freq_epochs", "save_freq_secs", "ckpt_freq_steps",
-               "ckpt_freq_epochs", "ckpt_freq_secs")  # fmt: skip
+FREQUENCIES = tuple(f"{what}_freq_{unit}" for what in ("eval", "save", "ckpt") for unit in ("steps", "epochs", "secs"))
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 DATASET_KEYS = {
     Task.prompt: {"prompts", "row"},
@@ -42,9 +41,9 @@ DATASET_KEYS = {
     Task.code: {"prompts", "row"},
     Task.answer: {"tokens", "prompt_mask", "row"},
     Task.sft: {"tokens", "prompt_mask"},
-    Task.pairs: {"tokens", "prompt_mask"},
+    Task.pairs: {"tokens", "prompt_mask", *MISMATCHED},
     Task.ranked: {"tokens", "prompt_mask"},
-    Task.outcome: {"tokens", "prompt_mask", "label"},
+    Task.outcome: {"tokens", "prompt_mask", "label", *MISMATCHED},
     Task.process: {"tokens", "prompt_mask", "step_labels"},
 }
 
@@ -207,26 +206,6 @@ def _rows(
     return None
 
 
-def directory_problems(config: ExperimentConfig, paths: RunDir) -> list[str]:
-    """Say why this run cannot have its directory."""
-    problems = []
-    for option in ("experiment_name", "trial_name"):
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value := getattr(config, option)):
-            problems.append(f"{option}='{value}': use letters, digits, '.', '_' and '-'")
-    taken = next((p for p in (paths.root, *paths.root.parents) if p.exists() and not p.is_dir()), None)
-    if taken:
-        problems.append(f"the run directory {paths.root} cannot be made: {taken} is a file; set fileroot or trial_name")
-    elif paths.root.exists() and any(paths.root.iterdir()):
-        if not paths.config.exists():
-            problems.append(f"{paths.root} is not empty and holds no run of realhf; choose another trial_name")
-        elif not config.overwrite:
-            problems.append(f"{paths.root} already holds a run; choose another trial_name, or set overwrite=True")
-    holder = next(p for p in (paths.root, *paths.root.parents) if p.exists())
-    if not taken and not os.access(holder, os.W_OK):
-        problems.append(f"no permission to write below {holder}; set fileroot")
-    return problems
-
-
 def run_problems(config: ExperimentConfig) -> list[str]:
     """Say why this run cannot have its mode or its length."""
     problems = launch_problems(config)
@@ -262,8 +241,11 @@ def evaluation_options(graph: Graph, config: ExperimentConfig) -> list[str]:
     data, where = config.dataset, "held-out rows"
     unread = {"dataset.eval_path": data.eval_path, "dataset.eval_share": data.eval_share}
     problems = [f"{key}={value}: this experiment has no use for {where}" for key, value in unread.items() if value]
-    if config.exp_ctrl.eval_freq_steps is not None and not problems:
-        problems.append(f"exp_ctrl.eval_freq_steps={config.exp_ctrl.eval_freq_steps}: there are no {where}")
+    if not problems:
+        options = ("keep_best", *(name for name in FREQUENCIES if name.startswith("eval_")))
+        given = {name: getattr(config.exp_ctrl, name) for name in options}
+        problems += [f"exp_ctrl.{key}={value}: there are no {where}" for key, value in given.items()
+                     if value not in (None, "")]  # fmt: skip
     return problems
 
 

@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> None:
     if "--dry-run" in rest:
         return dry_run(name, experiment, paths)
     if isinstance(experiment, Campaign):
-        return run_campaign(experiment, paths)
+        return run_campaign(name, experiment, paths)
     supervise(name, experiment, paths)
 
 
@@ -52,7 +52,7 @@ def supervise(name: str, experiment: Experiment, paths: RunDir) -> None:
         run = partial(begin, name, experiment, paths)
     if is_queued(experiment.config):
         return run()  # the job does what follows
-    retried(run, partial(resume, name, experiment, paths), experiment.config, paths)
+    retried(run, paths)
 
 
 def begin(name: str, experiment: Experiment, paths: RunDir) -> None:

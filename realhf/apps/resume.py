@@ -1,16 +1,21 @@
 """``realhf resume``: goes on from a run's last checkpoint, also with other layouts or on another number of workers."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
-from realhf.api.config import ExperimentConfig, RecoverMode
+from realhf.api.config import RecoverMode
 from realhf.api.experiment import Experiment
+from realhf.apps.directory import running
+from realhf.apps.jobs import is_queued
 from realhf.apps.launching import as_experiment, launch, read_run, write_run
-from realhf.apps.options import load_experiment, override
+from realhf.apps.options import override
 from realhf.apps.preflight import preflight
+from realhf.base.disk import is_held
 from realhf.base.errors import RunFailed, UserError
 from realhf.base.paths import RunDir
-from realhf.experiments import experiment_class
+from realhf.launch.elastic import Way, gone_for_good, way_on
 from realhf.system.recovery import Manifest, flat_options, newest, rewind
 from realhf.system.run import RunSpec
 
@@ -18,7 +23,7 @@ USAGE = "usage: realhf resume RUN_DIR [key=value ...]"
 FREE = ("experiment_name", "trial_name", "fileroot", "overwrite", "mode", "device", "n_nodes", "n_gpus_per_node",
         "allocation_mode", "threads_per_worker", "startup_timeout", "call_timeout", "heartbeat_timeout",
         "channel_address", "verify_reallocation",
-        "n_logged_generations", "save_roles", "recover_mode", "recover_retries", "exp_ctrl.", "planner.", "wandb.",
+        "n_logged_generations", "save_roles", "recover_", "exp_ctrl.", "planner.", "wandb.",
         "tensorboard.", "slurm.", "ray.", "dataset.path")  # fmt: skip
 """Options that may differ from those of the checkpoint: they change neither data nor mathematics. The data file is
 compared by what it holds."""
@@ -30,13 +35,20 @@ def main(arguments: list[str]) -> None:
         print(USAGE)
         return
     paths = RunDir(Path(arguments[0]))
+    if paths.campaign.is_file():
+        from realhf.apps.campaign import resume_campaign
+
+        return resume_campaign(paths, arguments[1:])
     if not paths.config.is_file() or not paths.plan.is_file():
         raise UserError(
             f"{paths.root} holds no run: {paths.config.name} and {paths.plan.name} are not both there\n{USAGE}"
         )
-    name = read_run(paths.root).experiment
-    config = load_experiment(experiment_class(name), paths.config)
-    resume(name, as_experiment(override(config, arguments[1:])), paths)
+    run = read_run(paths.root)
+    experiment = as_experiment(override(run.config, arguments[1:]))
+    go_on = partial(resume, run.experiment, experiment, paths)
+    if is_queued(experiment.config):
+        return go_on()  # the job starts again by itself
+    retried(go_on, paths)
 
 
 def resumable(paths: RunDir) -> bool:
@@ -44,22 +56,65 @@ def resumable(paths: RunDir) -> bool:
     return newest(paths.checkpoints) is not None
 
 
-def retried(run: Callable[[], None], again: Callable[[], None], config: ExperimentConfig, paths: RunDir) -> None:
-    """Call ``run``, and ``again`` after failures, as often as the options allow and where a checkpoint is."""
-    left = config.recover_retries
+def retried(run: Callable[[], None], paths: RunDir) -> None:
+    """Call ``run``, and go on from the last checkpoint after failures, as often as its options allow.
+
+    Where workers are lost for good, what is left goes on: under a plan for them, if the planner may make it.
+    """
+    deaths, restarts, first = Counter[int](), 0, None
     while True:
         try:
             return run()
-        except RunFailed as error:
-            if config.recover_mode not in (RecoverMode.fault, RecoverMode.auto) or not left or not resumable(paths):
+        except RunFailed as failed:
+            deaths.update(failed.lost)
+            config = read_run(paths.root).config
+            may = config.recover_mode in (RecoverMode.fault, RecoverMode.auto) and restarts < config.recover_retries
+            way, experiment = _way_on(failed, deaths, paths)
+            if way is None:
                 raise
-            left -= 1
-            print(f"failed  {str(error).splitlines()[0]}\nresume  from the last checkpoint; {left} restarts are left")
-            run = again
+            if not may or way.refusal:
+                raise _with_hint(failed, way, paths) from failed
+            restarts, first = restarts + 1, failed
+            print(f"failed  {str(failed).splitlines()[0]}\nresume  from the last checkpoint; "
+                  f"{config.recover_retries - restarts} restarts are left")  # fmt: skip
+            if way.words:
+                deaths.clear()  # ranks are new ones
+                before = config.n_nodes * config.n_gpus_per_node
+                print(f"lost    {way.lost}; {way.workers} of {before} workers go on, under a plan for them: "
+                      f"{' '.join(way.words)}")  # fmt: skip
+            run = partial(resume, read_run(paths.root).experiment, experiment, paths)
+        except UserError as error:
+            if first is None:
+                raise
+            raise RunFailed(f"{first}\nit cannot go on with what is left: {error}") from error
+
+
+def _way_on(failed: RunFailed, deaths: Counter[int], paths: RunDir) -> tuple[Way | None, Experiment]:
+    """Return how to go on, if there is anything to go on with and from, and the experiment that would."""
+    run = read_run(paths.root)
+    experiment = as_experiment(run.config)
+    try:
+        if failed.n_nodes is None or not resumable(paths):
+            return None, experiment
+    except UserError as error:
+        print(f"damaged {error}")
+        return None, experiment
+    gone = gone_for_good(run.config, deaths)
+    way = way_on(run.config, experiment.placements(), run.device, failed.n_nodes, gone)
+    return way, as_experiment(override(run.config, way.words)) if way else experiment
+
+
+def _with_hint(failed: RunFailed, way: Way, paths: RunDir) -> RunFailed:
+    """Return a failure with the command that would go on."""
+    why = f"\nit does not go on by itself: {way.refusal}; recover_allocation=heuristic allows it" if way.refusal else ""
+    command = " ".join(["realhf resume", str(paths.root), *way.words])
+    return RunFailed(f"{failed}{why}\ngo on with: {command}", failed.traceback_text)
 
 
 def resume(name: str, experiment: Experiment, paths: RunDir) -> None:
     """Go on from the last checkpoint; ``UserError`` where data or options are not what they were."""
+    if is_held(paths.lock):
+        raise UserError(running(paths))
     last = newest(paths.checkpoints)
     if last is None:
         raise UserError(f"{paths.checkpoints} holds no checkpoint (exp_ctrl.ckpt_freq_steps writes them); "
@@ -69,9 +124,13 @@ def resume(name: str, experiment: Experiment, paths: RunDir) -> None:
         run = preflight(name, experiment, paths, resuming=True)
     if problems := differences(run, last[1]):
         raise UserError([*problems, f"the checkpoint {last[0]} was taken with other data or options; start a new run"])
-    rewind(paths, last[1].step)
+    step, done = last[1].step, rewind(paths, last[1].step)
     write_run(run, keep=True)
-    print(f"resume  {last[0]}: {last[1].step} of {run.length.n_steps} steps are done")
+    print(f"resume  {last[0]}: {step} of {run.length.n_steps} steps are done")
+    if done > step:
+        n_prompts = run.length.span(done - 1).stop - run.length.span(step).start
+        print(f"again   steps {step + 1} to {done} ({n_prompts} prompts), which no checkpoint holds, and what was done "
+              f"of step {done + 1}; no prompt is left out")  # fmt: skip
     launch(run, last)
 
 
@@ -81,11 +140,11 @@ def differences(run: RunSpec, manifest: Manifest) -> list[str]:
     if run.data_digest != manifest.data:
         problems.append(f"{run.config.dataset.path} has changed: its SHA-256 was {manifest.data[:12]}..., "
                         f"it is {run.data_digest[:12]}...")  # fmt: skip
-    now = flat_options(run.config)
-    for key in sorted({*now, *manifest.options}):
-        if key.startswith(FREE) or any(part in f".{key}" for part in FREE_PARTS):
-            continue
-        before, after = manifest.options.get(key, "(not there)"), now.get(key, "(not there)")
-        if before != after:
-            problems.append(f"{key}: {before} at the checkpoint, {after} now")
-    return problems
+    return problems + changes(manifest.options, flat_options(run.config))
+
+
+def changes(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """Return which options were changed that may not be."""
+    keys = [k for k in sorted({*now, *before}) if not k.startswith(FREE) and not any(p in f".{k}" for p in FREE_PARTS)]
+    pairs = {key: (before.get(key, "(not there)"), now.get(key, "(not there)")) for key in keys}
+    return [f"{key}: {old} at the checkpoint, {new} now" for key, (old, new) in pairs.items() if old != new]

@@ -12,15 +12,12 @@ import json
 import os
 import socket
 import threading
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from realhf import __version__
 from realhf.api.config import RewardConfig, opt
-from realhf.apps.options import options_of
+from realhf.apps.options import options_of, read_options
 from realhf.base.errors import UserError, did_you_mean
 from realhf.rewards.pool import Item
 from realhf.rewards.sources import Judge, check_fn, is_remote, judge_once, names_of, open_judge
@@ -84,29 +81,7 @@ def main(arguments: list[str]) -> None:
         return
     if not arguments or arguments[0] != "serve":
         raise UserError(USAGE.splitlines()[0])
-    serve(read_options(arguments[1:]))
-
-
-def read_options(words: list[str]) -> ServeOptions:
-    """Read ``key=value`` words; ``UserError`` lists every wrong one."""
-    known = [field.name for field in fields(ServeOptions)]
-    tree, problems = OmegaConf.structured(ServeOptions), []
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals:
-            problems.append(f"'{word}' is not of the form key=value{did_you_mean(word, known)}")
-        elif key not in known:
-            problems.append(f"unknown option {key}{did_you_mean(key, known)}")
-        else:
-            try:
-                OmegaConf.update(tree, key, value)
-            except OmegaConfBaseException as error:
-                problems.append(f"{word}: {str(error).splitlines()[0]}")
-    if not problems:
-        problems = option_problems(options := ServeOptions(**OmegaConf.to_container(tree)))  # type: ignore[arg-type]
-    if problems:
-        raise UserError(problems)
-    return options
+    serve(read_options(ServeOptions, arguments[1:], option_problems))
 
 
 def option_problems(options: ServeOptions) -> list[str]:

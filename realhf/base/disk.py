@@ -1,11 +1,18 @@
-"""Files that survive a power cut, and how to tell whether they are what they were."""
+"""Files that survive a power cut, how to tell whether they are what they were, and whether somebody is at them."""
 
+import contextlib
+import fcntl
 import hashlib
 import os
+import shutil
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 Digests = dict[str, tuple[str, int]]
 """File name -> SHA-256 and size."""
+ASIDE = ".unfinished"
+"""How the name of a file or folder ends that does not count yet, or no longer."""
 
 
 def flushed(path: Path) -> tuple[str, int]:
@@ -15,9 +22,68 @@ def flushed(path: Path) -> tuple[str, int]:
     return sha256(path), path.stat().st_size
 
 
+def flush_folder(folder: Path) -> None:
+    """See to it that the names in a folder are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def rewrite(path: Path, text: str) -> None:
+    """Give a file another text: whatever happens meanwhile, it is there with the old one or with the new one."""
+    rest = path.with_name(path.name + ASIDE)
+    rest.write_text(text)
+    flushed(rest)
+    rest.rename(path)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder: whatever happens meanwhile, it is there as it was or not at all."""
+    rest = path.with_name(path.name + ASIDE)
+    if rest.exists():
+        shutil.rmtree(rest)
+    path.rename(rest)
+    shutil.rmtree(rest)
+
+
+@contextlib.contextmanager
+def hold(path: Path, patience_s: float = 1.0) -> Iterator[bool]:
+    """Hold a lock that goes with this process, however it ends; yields False where somebody else keeps it.
+
+    Those that only look (``is_held``) have it for a moment. Where the file system knows no locks, nobody is kept out.
+    """
+    handle, end = os.open(path, os.O_RDWR | os.O_CREAT, 0o644), time.monotonic() + patience_s
+    try:
+        while not (is_mine := _lock(handle)) and time.monotonic() < end:
+            time.sleep(0.01)
+        yield is_mine
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # no locks here
+    return True
+
+
+def is_held(path: Path) -> bool:
+    """Tell whether a process holds a lock."""
+    if not path.exists():
+        return False
+    with hold(path, 0.0) as is_free:
+        return not is_free

@@ -17,19 +17,29 @@ class Impossible(UserError):
 
 
 class RunFailed(Exception):
-    """A launched run ended without doing the requested work: a worker died, raised, or missed a deadline."""
+    """A launched run ended without doing the requested work: a worker died, raised, or missed a deadline.
 
-    def __init__(self, message: str, traceback_text: str = "") -> None:
+    ``lost`` are the workers that gave no more sign of life, ``n_nodes`` is how many nodes their launcher has left for
+    the run (None: it was not asked).
+    """
+
+    def __init__(
+        self, message: str, traceback_text: str = "", lost: Iterable[int] = (), n_nodes: int | None = None
+    ) -> None:
         super().__init__(message)
-        self.traceback_text = traceback_text
+        self.traceback_text, self.lost, self.n_nodes = traceback_text, tuple(lost), n_nodes
 
 
 class Hung(RunFailed):
     """A run whose workers ``ranks`` did not answer in time; their launcher may know more."""
 
-    def __init__(self, message: str, ranks: Iterable[int]) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, ranks: Iterable[int], lost: Iterable[int] = ()) -> None:
+        super().__init__(message, lost=lost)
         self.ranks = tuple(ranks)
+
+
+class Stopped(Exception):
+    """A run that ended after a step, before its last one, because somebody asked it to."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -19,6 +19,21 @@ class RunDir:
         return self.root / "plan.json"
 
     @property
+    def campaign(self) -> Path:
+        """Which experiment a campaign is, and which of its stages are done."""
+        return self.root / "campaign.json"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the master as long as the run goes on."""
+        return self.root / "lock"
+
+    @property
+    def stop(self) -> Path:
+        """There when the run shall end after the step it is at."""
+        return self.root / "stop"
+
+    @property
     def job_script(self) -> Path:
         return self.root / "slurm.sh"
 
@@ -50,6 +65,11 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
+
+    @property
+    def best(self) -> Path:
+        """Models of the best evaluation so far, and ``best.json``, which names them."""
+        return self.root / "best"
 
     def log(self, process: str) -> Path:
         return self.root / "logs" / f"{process}.log"

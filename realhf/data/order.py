@@ -1,5 +1,7 @@
 """Which row stands at which place of the endless stream of training rows: a pure function of the seed."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from realhf.base.seeding import stable_seed
@@ -23,3 +25,14 @@ def rows_at(seed: int, n: int, start: int, stop: int, shuffle: bool) -> list[int
         rows += epoch_order(seed, epoch, n, shuffle)[first:last].tolist()
         start += last - first
     return rows
+
+
+def redrawn_at(seed: int, n: int, step: int, own: Sequence[int], start: int, stop: int) -> list[int]:
+    """Return the rows at places ``start`` to ``stop`` of what a step draws beyond its ``own`` rows.
+
+    They come from all other rows in an order that (seed, step) shuffles, over and over where these are too few.
+    """
+    order = np.random.default_rng(stable_seed("redraw", seed, step)).permutation(n)
+    others = order[~np.isin(order, list(own))]
+    fresh = others if len(others) else order
+    return fresh[np.arange(start, stop) % len(fresh)].tolist()

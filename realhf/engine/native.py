@@ -21,11 +21,13 @@ from realhf.data.batch import SequenceBatch
 from realhf.engine.generate import generate
 from realhf.engine.optimizer import ShardedAdamW, learning_rate
 from realhf.engine.outputs import ForwardOutputs
+from realhf.engine.packing import pack
 from realhf.engine.pipeline import Pipeline
 from realhf.engine.slots import Request
 from realhf.models.flat import FlatParams
 from realhf.models.hf import init_random, load_hf, save_hf
 from realhf.models.transformer import Transformer
+from realhf.ops.attention import shares_prefixes
 from realhf.plan.micro_batch import micro_batches
 from realhf.plan.realloc import BoxCopy, copies_of, plan_realloc, shard_of
 from realhf.plan.specs import param_specs, stage_layers
@@ -47,21 +49,28 @@ class NativeEngine:
     optimizer: ShardedAdamW | None = None
     micro_batching: MicroBatching = MicroBatching()
     version: int = 0
+    share_prompts: bool = True
+
+    @property
+    def _shares(self) -> bool:
+        """Tell whether what rows of one prompt begin with is computed once: not where attention would be slower so."""
+        return self.share_prompts and shares_prefixes(self.context.device)
 
     def forward(self, batch: SequenceBatch, fn: Callable[[ForwardOutputs, SequenceBatch], Tensor]) -> Tensor:
         parts = self._micro_batches(batch, at_least=self.pipeline.n_stages)
         batches = batch.split(parts)
+        packings = [pack(some, self._shares) for some in batches]
         rows: list[Tensor] = [torch.empty(0)] * len(batch)
 
         def finish(number: int, hidden: Tensor) -> None:
             some = batches[number]
-            packed = fn(ForwardOutputs(self.model, hidden, some), some)
+            packed = fn(ForwardOutputs(self.model, hidden, some, packings[number]), some)
             lengths = some.lengths("tokens") if packed.numel() == sum(some.lengths("tokens")) else (1,) * len(some)
             for i, row in zip(parts[number], packed.split(lengths), strict=True):
                 rows[i] = row
 
         with torch.no_grad():
-            self.pipeline.infer(batches, finish)
+            self.pipeline.infer(packings, finish)
         return self._to_all_stages(torch.cat(rows) if rows else torch.empty(0))
 
     def _to_all_stages(self, result: Tensor) -> Tensor:
@@ -85,16 +94,18 @@ class NativeEngine:
         self.params.zero_grad()
         at_least = 2 * self.pipeline.n_stages if self.pipeline.n_stages > 1 else 1
         batches = batch.split(self._micro_batches(batch, at_least, together))
+        # the losses of routers are means over rows, of which each has all of its tokens
+        packings = [pack(some, self._shares and not self.config.n_experts) for some in batches]
         stats: dict[str, tuple[float, float]] = {}
 
         def loss_of(number: int, hidden: Tensor) -> Tensor:
-            loss = loss_fn(ForwardOutputs(self.model, hidden, batches[number]), batches[number])
+            loss = loss_fn(ForwardOutputs(self.model, hidden, batches[number], packings[number]), batches[number])
             for name, (value, weight) in loss.stats.items():
                 before = stats.get(name, (0.0, 0.0))
                 stats[name] = (before[0] + float(value), before[1] + float(weight))
             return loss.total / total
 
-        self.pipeline.train(batches, loss_of, token_weight=1.0 / max(n_tokens, 1.0))
+        self.pipeline.train(packings, loss_of, token_weight=1.0 / max(n_tokens, 1.0))
         stats |= self._router_stats(sum(batch.lengths("tokens")))
         if self._exceeds(stats, limits or {}):
             return {**stats, "vetoed": (1.0, 1.0)}
@@ -114,7 +125,7 @@ class NativeEngine:
 
     def _micro_batches(self, batch: SequenceBatch, at_least: int, together: bool = False) -> list[list[int]]:
         limits = replace(self.micro_batching, n_mbs=max(self.micro_batching.n_mbs, at_least))
-        return micro_batches(batch.ids, batch.lengths("tokens"), limits, together)
+        return micro_batches(batch.ids, batch.lengths("tokens"), limits, together, near=self._shares)
 
     def generate(self, prompts: SequenceBatch, config: GenerationConfig, n: int, seed: int) -> SequenceBatch:
         stops = tuple(dict.fromkeys((*self.stop_ids, *config.stop_token_ids)))

@@ -9,6 +9,7 @@ from realhf.api.config import OptimizerConfig, Schedule
 from realhf.comm.parallel import ParallelContext
 from realhf.engine.gradients import SharedGradients, multiplicity
 from realhf.models.flat import FlatParams
+from realhf.ops.adamw import AdamWStep, adamw_
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -54,9 +55,7 @@ class ShardedAdamW:
             and (span := params.span(name)).start < self.stop
             and span.stop > self.start
         ]
-        border = min(max(params.n_matrix - self.start, 0), size)
-        decays = ((slice(0, border), config.weight_decay), (slice(border, size), 0.0))
-        self._segments = [(part, decay) for part, decay in decays if part.stop > part.start]
+        self._n_decayed = min(max(params.n_matrix - self.start, 0), size)
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -72,15 +71,15 @@ class ShardedAdamW:
         norm = self._global_norm()
         if not math.isfinite(norm):
             raise ValueError(f"the gradient norm is {norm}: lower the learning rate, or look at the rewards and data")
-        limit = self.config.gradient_clipping
-        if limit > 0 and norm > limit:
-            self.grad.mul_(limit / norm)
+        limit, config = self.config.gradient_clipping, self.config
         self.steps += 1
-        for part, weight_decay in self._segments:
-            self._adamw(part, lr, weight_decay)
+        step = AdamWStep(
+            self.steps, lr, config.beta1, config.beta2, config.eps, config.weight_decay, self._n_decayed,
+            scale=limit / norm if 0 < limit < norm else 1.0,
+        )  # fmt: skip
         mine = self.params.data[self.start : self.stop]
-        if self.master.data_ptr() != mine.data_ptr():
-            mine.copy_(self.master)
+        rounded = None if self.master.data_ptr() == mine.data_ptr() else mine
+        adamw_(self.master, self.grad, self.first, self.second, step, rounded)
         self.group.all_gather(self.params.data, mine)
         return norm
 
@@ -97,21 +96,3 @@ class ShardedAdamW:
         for axis in ("dp", "tp", "pp"):
             squares = self.context.group(axis).all_reduce(squares.reshape(1))
         return float(squares.sqrt())
-
-    def _adamw(self, part: slice, lr: float, weight_decay: float) -> None:
-        """Update one segment. The fused kernel is called as torch.optim calls it, whose own step loads a compiler."""
-        torch._fused_adamw_(
-            [self.master[part]],
-            [self.grad[part]],
-            [self.first[part]],
-            [self.second[part]],
-            [],
-            [torch.tensor(float(self.steps), device=self.master.device)],
-            lr=lr,
-            beta1=self.config.beta1,
-            beta2=self.config.beta2,
-            weight_decay=weight_decay,
-            eps=self.config.eps,
-            amsgrad=False,
-            maximize=False,
-        )

@@ -6,9 +6,10 @@ from realhf.api.codec import to_plain
 from realhf.api.config import ExperimentConfig, GenerationConfig, MFCConfig, ModelSpec, opt
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
-from realhf.api.preferences import DPOConfig, PreferenceLoss
+from realhf.api.preferences import MISMATCHED, DPOConfig, PreferenceLoss
 
 REF = "ref_logprob_sums"
+KL_REF = f"kl_{REF}"
 
 
 @dataclass
@@ -33,11 +34,18 @@ class DPOExperiment(ExperimentConfig):
         train, trial = (InterfaceSpec(name, to_plain(self.dpo)) for name in ("dpo", "dpo_evaluation"))
         text, batch = ("tokens", "prompt_mask"), self.dataset.train_bs_n_seqs
         read = (*text, *(("label",) if self.dpo.unpaired else ()), *((REF,) if self.dpo.loss.needs_ref else ()))
+        read += (*MISMATCHED, KL_REF) if self.dpo.loss is PreferenceLoss.kto else ()
         steps = [MFC("actor_train", "actor", Kind.TRAIN, train, read, (), batch)]
         trials = [MFC("actor_eval", "actor", Kind.INFERENCE, trial, read, (), batch)]
         if self.dpo.loss.needs_ref:
-            steps.insert(0, MFC("ref_inf", "ref", Kind.INFERENCE, train, text, (REF,), batch))
-            trials.insert(0, MFC("ref_eval", "ref", Kind.INFERENCE, train, text, (REF,), batch))
+            ref_inf = MFC("ref_inf", "ref", Kind.INFERENCE, train, text, (REF,), batch)
+            steps.insert(0, ref_inf)
+            trials.insert(0, replace(ref_inf, name="ref_eval"))
+        if self.dpo.loss is PreferenceLoss.kto:
+            known_as = (*MISMATCHED.items(), (KL_REF, REF))
+            ref_kl = replace(ref_inf, name="ref_kl_inf", inputs=tuple(MISMATCHED), outputs=(KL_REF,), aliases=known_as)
+            steps.insert(1, ref_kl)
+            trials.insert(1, replace(ref_kl, name="ref_kl_eval"))
         return Graph(tuple(steps), (), self._offloaded, tuple(trials) if self.dataset.holds_out else ())
 
     @property
@@ -54,8 +62,8 @@ class DPOExperiment(ExperimentConfig):
         return {"actor": actor, "ref": RoleSpec(like_actor, starts_as="actor")}
 
     def placements(self) -> dict[str, MFCConfig]:
-        calls = {"ref_inf": self.ref_inf, "actor_train": self.actor_train}
-        return calls if self.dpo.loss.needs_ref else {"actor_train": self.actor_train}
+        calls = {"ref_inf": self.ref_inf, "ref_kl_inf": self.ref_inf, "actor_train": self.actor_train}
+        return {mfc.name: calls[mfc.name] for mfc in self.graph().mfcs}
 
     def sampling_options(self) -> GenerationConfig | None:
         return None

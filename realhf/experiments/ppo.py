@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from realhf.api.codec import to_plain
 from realhf.api.config import (
     Advantage,
+    EvaluationConfig,
     ExperimentConfig,
     GenerationConfig,
     KLPlace,
@@ -17,7 +18,7 @@ from realhf.api.ensemble import EnsembleConfig
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync
 from realhf.api.preferences import RewardModelType, ScoreConfig
-from realhf.experiments.ppo_options import ppo_problems, ppo_warnings
+from realhf.experiments.ppo_options import ppo_problems, ppo_warnings, trial_problems, trial_sampling
 from realhf.experiments.reward_models import RewardModels
 
 LEARNED = ("rewards", "dense_rewards", "ref_logprobs", "prox_logprobs", "values", "baseline", "advantages")
@@ -44,6 +45,7 @@ class PPOExperiment(ExperimentConfig):
     actor_train: MFCConfig = opt(MFCConfig, "actor training")
     critic_train: MFCConfig = opt(MFCConfig, "critic training")
     ppo: PPOConfig = opt(PPOConfig, "the algorithm")
+    evaluation: EvaluationConfig = opt(EvaluationConfig, "how held-out prompts are answered")
 
     task = Task.prompt
 
@@ -79,7 +81,9 @@ class PPOExperiment(ExperimentConfig):
         rows = ("tokens", "rewards") if self.drops_rows else ("tokens",)
         made = ("tokens", "prompt_mask", "logprobs", "truncated")
         batch, minibatches = self._batch, self.ppo.ppo_n_minibatches
+        redraws = self.ppo.max_redraws if self.ppo.dynamic_sampling else 0
         mfcs = [MFC("actor_gen", "actor", Kind.GENERATE, actor, ("prompts", "row"), made, batch), *self.reward_mfcs()]
+        mfcs[-1] = replace(mfcs[-1], redraws=max(redraws, 0))
         if _is_given(self.prm):
             score = ScoreConfig(RewardModelType.process, splitter=self.ppo.dense.splitter)
             steps = InterfaceSpec("labelled_rw", {"ppo": to_plain(PPOConfig()), "score": to_plain(score)})
@@ -97,11 +101,25 @@ class PPOExperiment(ExperimentConfig):
         mfcs.append(MFC("actor_train", "actor", Kind.TRAIN, actor, learned, (), batch, minibatches))
         eta = self.ppo.ref_ema_eta
         syncs = () if eta is None else (Sync("actor_train", "actor", "ref", eta),)
-        return Graph(tuple(mfcs), syncs, self._offloaded)
+        return Graph(tuple(mfcs), syncs, self._offloaded, tuple(self.trial_mfcs()))
 
     def more_mfcs(self) -> list[MFC]:
         """Calls that an algorithm adds between rewards and training."""
         return []
+
+    def trial_mfcs(self) -> list[MFC]:
+        """The calls on held-out prompts, if there are any: ``eval_gen``, and ``eval_rew`` as the last."""
+        if not self.dataset.holds_out:
+            return []
+        how = InterfaceSpec("generation", to_plain(trial_sampling(self.ppo.gen, self.evaluation)))
+        made = ("tokens", "prompt_mask", "truncated")
+        answer = MFC("eval_gen", "actor", Kind.GENERATE, how, ("prompts", "row"), made, self._batch)
+        judged = (replace(mfc, name=f"eval_{mfc.name.removesuffix('_inf')}") for mfc in self.as_judge().reward_mfcs())
+        return [answer, *judged]
+
+    def as_judge(self) -> "PPOExperiment":
+        """Return the experiment with options under which every answer gets its reward, and none is dropped."""
+        return replace(self, ppo=replace(self.ppo, generation_size=None, dynamic_sampling=False))
 
     @property
     def _offloaded(self) -> tuple[str, ...]:
@@ -162,7 +180,8 @@ class PPOExperiment(ExperimentConfig):
             (self.max_staleness >= 0, f"max_staleness must not be negative, got {self.max_staleness}"),
         ]  # fmt: skip
         wrong = [line for holds, line in checks if not holds]
-        return ppo_problems(self.ppo, self._batch) + wrong + self._reward_models.problems()
+        wrong += ppo_problems(self.ppo, self._batch) + trial_problems(self.evaluation, self.dataset.holds_out)
+        return wrong + self._reward_models.problems()
 
     def warnings(self) -> list[str]:
         return ppo_warnings(self.ppo, self.max_staleness)

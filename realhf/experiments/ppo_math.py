@@ -1,6 +1,6 @@
 """PPO with a verifier: maths answers judged in a child process, or any reward function of the user's."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from realhf.api.codec import to_plain
 from realhf.api.config import ModelSpec, RewardConfig, opt
@@ -29,6 +29,11 @@ class PPOMathExperiment(PPOExperiment):
 
     def reward_mfcs(self) -> list[MFC]:
         return [self.reward_mfc()]
+
+    def as_judge(self) -> "PPOMathExperiment":
+        judge = super().as_judge()
+        assert isinstance(judge, PPOMathExperiment)
+        return replace(judge, reward=replace(self.reward, check_verifier_status=False))
 
     def reward_roles(self) -> dict[str, RoleSpec]:
         return {}

@@ -1,6 +1,16 @@
 """What options of PPO and its kin contradict, and which are known not to do what they seem to."""
 
-from realhf.api.config import Advantage, KLEstimator, KLPlace, PolicyLoss, PPOConfig
+from dataclasses import replace
+
+from realhf.api.config import (
+    Advantage,
+    EvaluationConfig,
+    GenerationConfig,
+    KLEstimator,
+    KLPlace,
+    PolicyLoss,
+    PPOConfig,
+)
 from realhf.experiments.sampling import sampling_problems
 
 
@@ -18,6 +28,7 @@ def ppo_problems(ppo: PPOConfig, batch: int) -> list[str]:
         (ppo.advantage is Advantage.gae or ppo.disable_value,
          f"ppo.advantage={advantage} has no use for a critic: set ppo.disable_value=True"),
         (not ppo.dynamic_sampling or ppo.group_size > 1, "ppo.dynamic_sampling needs ppo.group_size > 1"),
+        (ppo.max_redraws >= 0, f"ppo.max_redraws must not be negative, got {ppo.max_redraws}"),
         (1 <= ppo.ppo_n_minibatches <= batch,
          f"ppo.ppo_n_minibatches={ppo.ppo_n_minibatches} does not fit dataset.train_bs_n_seqs={batch}"),
         (0 <= ppo.discount <= 1, f"ppo.discount must be in [0, 1], got {ppo.discount}"),
@@ -42,6 +53,25 @@ def ppo_problems(ppo: PPOConfig, batch: int) -> list[str]:
         (ppo.gen.n == 1, f"ppo.gen.n={ppo.gen.n} is for the experiment gen; set ppo.group_size"),
     ]  # fmt: skip
     return [line for holds, line in checks if not holds] + sampling_problems("ppo.gen", ppo.gen)
+
+
+def trial_sampling(gen: GenerationConfig, evaluation: EvaluationConfig) -> GenerationConfig:
+    """Return how held-out prompts are answered: as in rollout, but for what ``evaluation`` says."""
+    return replace(gen, n=evaluation.n, greedy=evaluation.greedy, top_p=evaluation.top_p, top_k=evaluation.top_k,
+                   temperature=evaluation.temperature)  # fmt: skip
+
+
+def trial_problems(evaluation: EvaluationConfig, holds_out: bool) -> list[str]:
+    """Return what the options of an evaluation contradict, one line each."""
+    if evaluation == EvaluationConfig():
+        return []
+    if not holds_out:
+        return ["evaluation has options, but no rows are held out: set dataset.eval_path or dataset.eval_share"]
+    problems = sampling_problems("evaluation", trial_sampling(GenerationConfig(), evaluation))
+    if evaluation.n > 1 and (evaluation.greedy or evaluation.temperature == 0):
+        problems.append(f"evaluation.n={evaluation.n}: greedy answers are all the same; set evaluation.greedy=False "
+                        "and a temperature")  # fmt: skip
+    return problems
 
 
 def ppo_warnings(ppo: PPOConfig, max_staleness: int) -> list[str]:

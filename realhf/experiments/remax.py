@@ -24,7 +24,7 @@ class ReMaxExperiment(PPOMathExperiment):
 
     def more_mfcs(self) -> list[MFC]:
         greedy = InterfaceSpec("generation", to_plain(replace(self.ppo.gen, greedy=True)))
-        reward = self.reward_mfc()
+        reward = self.as_judge().reward_mfc()
         answer = (("greedy_tokens", "tokens"), ("greedy_prompt_mask", "prompt_mask"))
         keys = tuple(key for key, _ in answer)
         others = tuple(key for key in reward.inputs if key not in dict(answer).values())

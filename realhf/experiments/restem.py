@@ -106,7 +106,7 @@ class RestEMExperiment(Campaign):
         whole = replace(data, shuffle=False)
         config = self.inherit(GenerationExperiment, model=replace(self.model, path=policy), sampling=how, judge=True,
                               reward=self.reward, dataset=whole, seed=seed, n_logged_generations=-1,
-                              exp_ctrl=ExperimentControl())  # fmt: skip
+                              exp_ctrl=self.control(1))  # fmt: skip
         return Stage(name, "gen", config)
 
     def fit(self, name: str, data: Path, n_kept: int) -> Stage:
@@ -114,8 +114,13 @@ class RestEMExperiment(Campaign):
             self.dataset, path=str(data), train_bs_n_seqs=min(self.fit_batch, n_kept), prompt_template="{prompt}"
         )
         config = self.inherit(SFTExperiment, model=self.model, dataset=rows, save_roles=[],
-                              exp_ctrl=ExperimentControl(total_train_epochs=self.epochs))  # fmt: skip
+                              exp_ctrl=self.control(self.epochs))  # fmt: skip
         return Stage(name, "sft", config)
+
+    def control(self, epochs: int) -> ExperimentControl:
+        """Return the length of a stage; its checkpoints are those that the campaign asks for."""
+        checkpoints = {name: value for name, value in vars(self.exp_ctrl).items() if name.startswith("ckpt_")}
+        return ExperimentControl(total_train_epochs=epochs, keep_last=self.exp_ctrl.keep_last, **checkpoints)
 
 
 def read_generations(run: Path) -> Iterator[dict[str, Any]]:

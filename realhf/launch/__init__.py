@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from realhf.api.config import ExperimentConfig, Mode
-from realhf.launch import ray, slurm
+from realhf.launch import local, ray, slurm
+from realhf.launch.elastic import elastic_problems
 from realhf.launch.local import LocalLauncher
 from realhf.system.run import RunSpec
 
@@ -21,6 +22,9 @@ class Launcher(Protocol):
     def dead(self) -> dict[int, str]:
         """Return the workers that ended, with the words for how. Does not wait."""
 
+    def n_nodes(self) -> int:
+        """Return how many nodes there are to launch on now, at the most as many as the run has."""
+
     def state(self, rank: int) -> str:
         """Return what the operating system says of a worker's process, such as ``T (stopped)``; empty if nothing."""
 
@@ -35,7 +39,9 @@ class Launcher(Protocol):
 
 
 LAUNCHERS: dict[Mode, Callable[[RunSpec], Launcher]] = {
-    Mode.local: lambda run: LocalLauncher(run.paths, run.plan.n_workers, run.config.threads_per_worker),
+    Mode.local: lambda run: LocalLauncher(
+        run.paths, run.plan.n_workers, run.config.threads_per_worker, run.config.devices
+    ),
     Mode.slurm: lambda run: slurm.SlurmLauncher(run.paths, run.config, run.device),
     Mode.ray: lambda run: ray.RayLauncher(run.paths, run.config, run.device),
 }
@@ -44,7 +50,7 @@ LAUNCHERS: dict[Mode, Callable[[RunSpec], Launcher]] = {
 
 def launch_problems(config: ExperimentConfig) -> list[str]:
     """Say why a run cannot have its mode."""
-    problems = []
+    problems = local.problems(config) + elastic_problems(config)
     if config.mode is Mode.inline and config.n_nodes * config.n_gpus_per_node != 1:
         problems.append("mode=inline runs one worker in this process; set n_nodes=1 n_gpus_per_node=1")
     if config.mode is Mode.local and config.n_nodes != 1:

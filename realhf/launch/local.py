@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from realhf.api.config import Device, ExperimentConfig, Mode
 from realhf.base.paths import RunDir
 from realhf.launch.command import how_it_ended, shared_environment, worker_command
 
@@ -18,8 +20,9 @@ DUMP_S = 0.5
 
 
 class LocalLauncher:
-    def __init__(self, paths: RunDir, n_workers: int, threads: int) -> None:
-        self.paths, self.n_workers = paths, n_workers
+    def __init__(self, paths: RunDir, n_workers: int, threads: int, devices: Sequence[int] = ()) -> None:
+        """``devices`` are those of this machine, by number, that the workers have; none for the first ones."""
+        self.paths, self.n_workers, self.devices = paths, n_workers, devices
         self.threads = threads or max(1, (os.cpu_count() or 1) // n_workers)
         self.processes: list[subprocess.Popen] = []
 
@@ -27,14 +30,17 @@ class LocalLauncher:
         return ""
 
     def start(self, address: str) -> None:
+        environment = shared_environment(self.threads) | visible(self.devices)
         for rank in range(self.n_workers):
             command = worker_command(self.paths, rank, address)
-            log = self.paths.log(f"worker-{rank}")
-            self.processes.append(start_worker(command, shared_environment(self.threads), log))
+            self.processes.append(start_worker(command, environment, self.paths.log(f"worker-{rank}")))
 
     def dead(self) -> dict[int, str]:
         codes = {rank: process.poll() for rank, process in enumerate(self.processes)}
         return {rank: how_it_ended(code) for rank, code in codes.items() if code is not None}
+
+    def n_nodes(self) -> int:
+        return 1
 
     def state(self, rank: int) -> str:
         return state_of(self.processes[rank])
@@ -61,6 +67,30 @@ class LocalLauncher:
         for process in self.processes:
             if process.stdin:
                 process.stdin.close()
+
+
+def visible(devices: Sequence[int]) -> dict[str, str]:
+    """Return what has CUDA show these devices alone, of those that this process is shown; nothing where none is named.
+
+    All workers see them all: NCCL wants to.
+    """
+    shown = [word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
+    words = [shown[number] if shown else str(number) for number in devices]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(words)} if words else {}
+
+
+def problems(config: ExperimentConfig) -> list[str]:
+    """Say why workers cannot have the devices that are named."""
+    named, found = config.devices, []
+    if named and (config.mode is not Mode.local or config.device is Device.cpu):
+        found.append(f"devices={named} is for mode=local device=cuda "
+                     f"(got mode={config.mode.value} device={config.device.value})")  # fmt: skip
+    if named and (len(set(named)) != config.n_gpus_per_node or min(named) < 0 or len(named) != len(set(named))):
+        found.append(f"devices={named} does not name n_gpus_per_node={config.n_gpus_per_node} different devices")
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if shown != [""] and named and max(named) >= len(shown):
+        found.append(f"devices={named}: CUDA_VISIBLE_DEVICES shows {len(shown)} devices, numbered from 0")
+    return found
 
 
 def state_of(process: subprocess.Popen) -> str:

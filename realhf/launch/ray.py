@@ -19,6 +19,9 @@ from realhf.base.paths import RunDir
 from realhf.launch.command import how_it_ended, python_path, shared_environment, worker_command
 from realhf.launch.local import DUMP_S, STOP_S, ask_for_stacks, start_worker, state_of
 
+NOTICE_S = 15.0
+"""How long Ray may take to notice that a node has died."""
+
 
 class RayLauncher:
     def __init__(self, paths: RunDir, config: ExperimentConfig, device: str) -> None:
@@ -54,8 +57,7 @@ class RayLauncher:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         each, per_node = self.config.ray.cpus_per_worker, self.config.n_gpus_per_node
-        on_gpu = int(self.device == "cuda")
-        share = {"CPU": each * per_node} | ({"GPU": per_node} if on_gpu else {})
+        on_gpu, share = int(self.device == "cuda"), self._share()
         strategy = "STRICT_SPREAD" if self.config.n_nodes > 1 else "STRICT_PACK"
         self._group = placement_group([share] * self.config.n_nodes, strategy=strategy)
         if not self._group.wait(self.config.startup_timeout):
@@ -63,12 +65,37 @@ class RayLauncher:
                             f"each; free in all of the cluster: {free(ray.available_resources())}")  # fmt: skip
         for rank in range(self.n_workers):
             bundle = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank // per_node)
-            keeper = ray.remote(num_cpus=each, num_gpus=on_gpu, max_concurrency=2)(Keeper)
-            self.keepers.append(keeper.options(scheduling_strategy=bundle).remote())
+            keeper: Any = ray.remote(Keeper)
+            needs = {"num_cpus": each, "num_gpus": on_gpu, "max_concurrency": 2}
+            self.keepers.append(keeper.options(**needs, scheduling_strategy=bundle).remote())
         threads = self.config.threads_per_worker or each
         root = str(self.paths.root.resolve())
         self._kept = {rank: k.keep.remote(root, rank, address, threads) for rank, k in enumerate(self.keepers)}
         self.places = ray.get([keeper.place.remote() for keeper in self.keepers])
+
+    def _share(self) -> dict[str, int]:
+        """Return what the workers of a node are given."""
+        per_node = self.config.n_gpus_per_node
+        gpus = {"GPU": per_node} if self.device == "cuda" else {}
+        return {"CPU": self.config.ray.cpus_per_worker * per_node, **gpus}
+
+    def n_nodes(self) -> int:
+        """Give Ray time to notice: peers of a worker speak of its death before the cluster knows of its node's."""
+        end = time.monotonic() + (NOTICE_S if self.config.n_nodes > 1 else 0.0)
+        while (found := self._able()) >= self.config.n_nodes and time.monotonic() < end:
+            time.sleep(0.2)
+        return min(self.config.n_nodes, found)
+
+    def _able(self) -> int:
+        """Return how many living nodes are large enough for a share."""
+        import ray
+
+        share = self._share()
+        try:
+            living = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        except Exception:  # of whatever kind: a cluster without its head says nothing more
+            return 0
+        return sum(all(has.get(kind, 0) >= needed for kind, needed in share.items()) for has in living)
 
     def dead(self) -> dict[int, str]:
         self._look(0.0)

@@ -14,6 +14,8 @@ from realhf.launch.local import DUMP_S, STOP_S, start_worker
 from realhf.launch.network import address_for
 
 RANK = "SLURM_PROCID"
+ANSWER_S = 60.0
+LOST = "was lost with its node"
 TASKS_ENDED = re.compile(r"^srun: error: (\S+): tasks? ([\d,-]+): (.+)$", re.MULTILINE)
 NODES_FAILED = re.compile(r"^srun: error: Node failure on (\S+)$", re.MULTILINE)
 
@@ -23,7 +25,7 @@ class SlurmLauncher:
 
     def __init__(self, paths: RunDir, config: ExperimentConfig, device: str) -> None:
         self.paths, self.config, self.device = paths, config, device
-        self.nodes = expand(os.environ["SLURM_JOB_NODELIST"])[: config.n_nodes]
+        self.nodes = nodes_of_job()[: config.n_nodes]
         self.log = paths.log("srun")
         self.process: subprocess.Popen | None = None
         self._begins = 0  # where in the log this launch begins
@@ -41,11 +43,16 @@ class SlurmLauncher:
         code = self.process.poll() if self.process else None
         said = self._said()
         found = ended(said, self.nodes, self.config.n_gpus_per_node)
+        if lost := {rank: how for rank, how in found.items() if how.startswith(LOST)}:
+            return lost  # srun has ended the others for it
         if code is not None:
             last = said.strip().rpartition("\n")[2]
             how = how_it_ended(code) if not code else f"ended with srun, which {how_it_ended(code)} ({last})"
             found = dict.fromkeys(range(len(self.nodes) * self.config.n_gpus_per_node), how) | found
         return found
+
+    def n_nodes(self) -> int:
+        return min(self.config.n_nodes, len(nodes_of_job()))
 
     def state(self, rank: int) -> str:
         return ""  # SLURM knows nothing of it
@@ -120,7 +127,7 @@ def ended(said: str, nodes: list[str], per_node: int) -> dict[int, str]:
         for node in set(expand(failed)) & set(nodes):
             first = nodes.index(node) * per_node
             for rank in range(first, first + per_node):
-                found.setdefault(rank, f"was lost with its node {node}")
+                found.setdefault(rank, f"{LOST} {node}")
     return found
 
 
@@ -137,6 +144,17 @@ def expand(names: str) -> list[str]:
         if not bracket:
             found.append(name)
     return found
+
+
+def nodes_of_job() -> list[str]:
+    """Return the nodes that the job of this process still has: with --no-kill it goes on without those that failed."""
+    command = ["scontrol", "--oneliner", "show", "job", os.environ["SLURM_JOB_ID"]]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        said = ""  # what it was given is the best that is known
+    found = re.search(r"\bNodeList=(\S+)", said)
+    return expand(found[1] if found else os.environ["SLURM_JOB_NODELIST"])
 
 
 def in_allocation() -> bool:

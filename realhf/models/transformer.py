@@ -165,11 +165,13 @@ class Transformer:
         slots: Sequence[int] | None = None,
         x: Tensor | None = None,
         token_weight: float = 0.0,
+        prefixes: Sequence[int] = (),
     ) -> Tensor:
         """Run packed rows through this stage: ``[T, D]``, after the final norm on the last one.
 
         With sequence parallelism in training it is this worker's share of the tokens. ``x`` is what the stage before
-        returned (None on the first). Positions start at 0 in every row. With a cache, keys and values of row i are
+        returned (None on the first). Positions start at 0 in every row, and go on behind the row ``prefixes[i]`` in one
+        that continues it (see ``packed_attention``). With a cache, keys and values of row i are
         stored in slot ``slots[i]`` (prefill). Rows sorted by length run fastest. With a ``token_weight`` whatever is
         differentiated through the result has the losses of routers added to it: the sum over tokens, times that
         weight, of their mean over routed layers. Raises ValueError for a row longer than learned positions reach.
@@ -177,7 +179,11 @@ class Transformer:
         device = tokens.device
         counts = torch.tensor(lengths, dtype=torch.int64, device=device)
         rows = torch.arange(len(lengths), device=device).repeat_interleave(counts, output_size=len(tokens))
-        positions = torch.arange(len(tokens), device=device) - (counts.cumsum(0) - counts)[rows]
+        before = [lengths[prefix] if prefix >= 0 else 0 for prefix in prefixes]
+        firsts = counts.cumsum(0) - counts
+        if before:
+            firsts = firsts - torch.tensor(before, device=device)
+        positions = torch.arange(len(tokens), device=device) - firsts[rows]
         places = None
         if cache is not None:
             assert slots is not None and len(slots) == len(lengths)
@@ -187,10 +193,11 @@ class Transformer:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if cache is not None and places is not None:
                 cache.write(layer, places, k, v)
-            return packed_attention(q, k, v, lengths, self._scores[layer])
+            return packed_attention(q, k, v, lengths, self._scores[layer], prefixes)
 
         router_loss = RouterLoss(rows, len(lengths), token_weight) if token_weight and self.config.n_experts else None
-        return self._run(tokens, positions, max(lengths, default=0), attend, x, router_loss)
+        longest = max((length + n for length, n in zip(lengths, before or (0,) * len(lengths), strict=True)), default=0)
+        return self._run(tokens, positions, longest, attend, x, router_loss)
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: KVCache, x: Tensor | None = None) -> Tensor:
         """Run one token for each of the cache's first S slots through this stage and return ``[S, D]``.
@@ -262,20 +269,30 @@ class Transformer:
         cap = self.config.logit_softcap
         return torch.tanh(logits / cap) * cap if cap else logits
 
-    def logprobs(self, hidden: Tensor, tokens: Tensor, lengths: Sequence[int], temperature: float = 1.0) -> Tensor:
-        """Return the log-probability of each token given those before it, ``[T]`` float32; 0 at a row's first token."""
+    def logprobs(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        lengths: Sequence[int],
+        temperature: float = 1.0,
+        before: Tensor | None = None,
+    ) -> Tensor:
+        """Return the log-probability of each token given those before it, ``[T]`` float32; 0 at a row's first token.
+
+        ``before`` (``[T]`` int64) says which token comes before each, -1: none; without it, the neighbour in its row.
+        """
+        whole = self.seams(len(tokens)).enter(hidden)
+        add_to = None if self.params.grad is None else self.params.grad_view(self._head_name)
+        cut, softcap = self._cut, self.config.logit_softcap
+        if before is not None:
+            states = whole.index_select(0, before.clamp(min=0))
+            found = packed_logprobs(states, self.head, tokens, temperature, cut=cut, softcap=softcap, add_to=add_to)
+            return found.masked_fill(before < 0, 0.0)
         counts = torch.tensor(lengths, dtype=torch.int64, device=tokens.device)
         firsts = (counts.cumsum(0) - counts)[counts > 0]
         # every token predicts the next one; what a row's last token says of the following row is masked
-        of_next = packed_logprobs(
-            self.seams(len(tokens)).enter(hidden),
-            self.head,
-            tokens.roll(-1),
-            temperature,
-            cut=self._cut,
-            softcap=self.config.logit_softcap,
-            add_to=None if self.params.grad is None else self.params.grad_view(self._head_name),
-        )
+        targets = tokens.roll(-1)
+        of_next = packed_logprobs(whole, self.head, targets, temperature, cut=cut, softcap=softcap, add_to=add_to)
         return of_next.roll(1).index_fill(0, firsts, 0.0)
 
     def values(self, hidden: Tensor, n_tokens: int) -> Tensor:

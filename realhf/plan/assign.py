@@ -18,14 +18,18 @@ def deal_rows(
     for i, row in enumerate(ids):
         groups.setdefault(row.prompt, []).append(i)
     prompts = sorted(groups)
+    weight = {p: sum([weights[i] for i in at]) for p, at in groups.items()}
     number = {p: k * n_minibatches // len(prompts) for k, p in enumerate(prompts)}
     assignment: list[list[int]] = [[] for _ in range(dp)]
+    loads = [0] * dp
     for minibatch in range(n_minibatches):
         members = [p for p in prompts if number[p] == minibatch]
-        parts = balanced_partition([sum(weights[i] for i in groups[p]) for p in members], dp)
+        parts = balanced_partition([weight[p] for p in members], dp)
+        part_weights = [sum([weight[members[k]] for k in part]) for part in parts]
         # heavier parts go to ranks that carry less so far
-        order = sorted(range(dp), key=lambda d: (sum(weights[i] for i in assignment[d]), d))
-        heavy = sorted(range(dp), key=lambda d: (-sum(weights[i] for k in parts[d] for i in groups[members[k]]), d))
+        order = sorted(range(dp), key=lambda d: (loads[d], d))
+        heavy = sorted(range(dp), key=lambda d: (-part_weights[d], d))
         for rank, part in zip(order, heavy, strict=True):
             assignment[rank] += [i for k in parts[part] for i in groups[members[k]]]
-    return tuple(tuple(sorted(part)) for part in assignment), tuple(number[row.prompt] for row in ids)
+            loads[rank] += part_weights[part]
+    return tuple(tuple(sorted(part)) for part in assignment), tuple([number[row.prompt] for row in ids])

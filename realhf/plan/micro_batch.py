@@ -8,15 +8,39 @@ from realhf.base.partition import pack_bins
 
 
 def micro_batches(
-    ids: Sequence[RowId], lengths: Sequence[int], limits: MicroBatching, together: bool = False
+    ids: Sequence[RowId],
+    lengths: Sequence[int],
+    limits: MicroBatching,
+    together: bool = False,
+    near: bool = False,
 ) -> list[list[int]]:
-    """Return row indices per micro-batch; ``together`` keeps the rows of one prompt in one of them."""
+    """Return row indices per micro-batch; ``together`` keeps the rows of one prompt in one of them.
+
+    ``near`` keeps as many of them together as the limits allow: they are computed faster so.
+    """
     atoms: list[list[int]] = [[i] for i in range(len(ids))]
-    if together:
+    if together or near:
         groups: dict[int, list[int]] = {}
         for i, row in enumerate(ids):
             groups.setdefault(row.prompt, []).append(i)
-        atoms = list(groups.values())
+        wholes = list(groups.values())
+        share = min(limits.max_tokens_per_mb, sum(lengths) // limits.n_mbs)
+        pieces = wholes if together else [piece for rows in wholes for piece in _pieces(rows, lengths, share)]
+        if together or len(pieces) >= min(limits.n_mbs, len(ids)):
+            atoms = pieces
     weights = [sum(lengths[i] for i in atom) for atom in atoms]
     bins = pack_bins(weights, limits.max_tokens_per_mb, limits.n_mbs)
     return [sorted((i for a in part for i in atoms[a]), key=lambda i: (lengths[i], i)) for part in bins]
+
+
+def _pieces(rows: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Cut rows into runs of at most ``capacity`` tokens, or one row."""
+    pieces: list[list[int]] = []
+    filled = capacity
+    for row in rows:
+        if filled + lengths[row] > capacity or not pieces:
+            pieces.append([])
+            filled = 0
+        pieces[-1].append(row)
+        filled += lengths[row]
+    return pieces

@@ -2,17 +2,20 @@
 
 The list of events determines everything: the same events give the same actions, in a run and in a simulation.
 A call starts when its rows have their inputs, the MFC is not running already, and its weights are fresh enough.
+Where a call picks prompts (``Graph.picker``), a step is drawn on until enough are kept or the redraws are used up; then
+the calls that read what it keeps begin, with the first so many of them.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from realhf.api.batch import PROMPT, BatchMeta, ColumnMeta, RowId
 from realhf.api.graph import MFC, Graph
-from realhf.api.layout import Layout
 from realhf.api.messages import Call, State
 from realhf.api.plan import ExecutionPlan
 from realhf.plan.assign import deal_rows
+from realhf.plan.holdings import NOBODY, Keepers, PromptRows, Table, common_rows, in_order, pass_on
 
 
 @dataclass(frozen=True)
@@ -57,56 +60,39 @@ Action = FetchRows | Dispatch | FinishStep
 
 @dataclass(frozen=True)
 class RunLength:
-    """Prompts per step, prompts in all (the last step may be smaller), steps in all; it begins with ``first_step``."""
+    """Prompts per step, prompts in all (the last step may be smaller), steps in all; it begins with ``first_step``.
+
+    A step may draw prompts ``redraws`` times more, each time a batch at the most: their numbers are left free.
+    """
 
     batch_size: int
     n_prompts: int
     n_steps: int
     first_step: int = 0
+    redraws: int = 0
+
+    @property
+    def stride(self) -> int:
+        """From the number of a step's first prompt to that of the next step's."""
+        return self.batch_size * (1 + self.redraws)
 
     def span(self, step: int) -> Span:
-        start = step * self.batch_size
-        return Span(step, start, min(start + self.batch_size, self.n_prompts))
+        """Return a step's own prompts, those that it begins with."""
+        start = step * self.stride
+        return Span(step, start, start + min(self.batch_size, self.n_prompts - step * self.batch_size))
 
 
-def run_length(batch_size: int, n_rows: int, epochs: int, max_steps: int | None) -> RunLength:
+def run_length(batch_size: int, n_rows: int, epochs: int, max_steps: int | None, redraws: int = 0) -> RunLength:
     """Return how long a run is: ``epochs`` passes over ``n_rows``, or ``max_steps`` where that is fewer steps."""
     total = n_rows * epochs
     steps = -(-total // batch_size)
-    return RunLength(batch_size, total, steps if max_steps is None else min(steps, max_steps))
+    return RunLength(batch_size, total, steps if max_steps is None else min(steps, max_steps), redraws=redraws)
 
 
-@dataclass(frozen=True, eq=False)
-class _Holders:
-    """Workers that hold the same rows, their producer first. One object for all these rows, told apart by identity."""
-
-    ranks: tuple[int, ...]
-
-    def passed_on(self, replica: tuple[int, ...]) -> "tuple[tuple[int, ...], _Holders]":
-        """Return who of ``replica`` has the rows already, the sender first (the producer alone, where none has).
-
-        Also return who has them when all of ``replica`` does.
-        """
-        before = set(self.ranks)
-        if before.isdisjoint(replica):
-            return self.ranks[:1], _Holders(self.ranks + replica)
-        have = tuple(rank for rank in replica if rank in before)
-        lack = tuple(rank for rank in replica if rank not in before)
-        return have, _Holders(self.ranks + lack) if lack else self
-
-
-@dataclass
-class _Table:
-    """Where the values of one key are: for every prompt its rows, for every row its holders and length."""
-
-    dtype: str = ""
-    prompts: dict[int, list[RowId]] = field(default_factory=dict)
-    holders: dict[RowId, _Holders] = field(default_factory=dict)
-    lengths: dict[RowId, int] = field(default_factory=dict)
-
-    def drop(self, prompt: int) -> None:
-        for row in self.prompts.pop(prompt, ()):
-            del self.holders[row], self.lengths[row]
+def next_draw(n_drawn: int, n_kept: int, n_wanted: int, most: int) -> int:
+    """Return how many prompts to draw so that, kept at the rate so far, what is missing is there; ``most`` at most."""
+    missing = n_wanted - n_kept
+    return min(most, -(-missing * n_drawn // n_kept)) if n_kept else most
 
 
 class MasterState:
@@ -125,10 +111,12 @@ class MasterState:
         self.versions: dict[str, int] = dict.fromkeys(graph.roles, length.first_step)
         self.states: dict[str, State] = {m.role or m.name: {} for m in graph.mfcs}
         self.finished_steps = length.first_step
-        self._tables: dict[str, _Table] = {k: _Table() for m in graph.mfcs for k in (*m.inputs, *m.outputs)}
-        first = length.first_step * length.batch_size
-        self._next: dict[str, int] = {m.name: first for m in graph.mfcs}  # position of the first prompt not yet issued
-        self._done: dict[str, int] = {m.name: first for m in graph.mfcs}
+        self._tables: dict[str, Table] = {k: Table() for m in graph.mfcs for k in (*m.inputs, *m.outputs)}
+        first = length.first_step, length.first_step * length.stride
+        self._next = {m.name: first for m in graph.mfcs}  # step and number of the first prompt not yet issued
+        self._done: dict[str, int] = {m.name: first[1] for m in graph.mfcs}
+        self._drawn: dict[int, list[Span]] = {}  # what a step drew beyond its own prompts
+        self._picked: dict[int, frozenset[int]] = {}  # prompts that are trained on, of steps that draw no more
         self._running: set[str] = set()
         self._fetched = self._fetching = length.first_step
         self._stale: list[Span] = []  # finished steps whose rows are still on record
@@ -149,11 +137,14 @@ class MasterState:
         """Take one event in and return what to do now, in order."""
         self._forget_finished()
         self._store(event)
-        if event.mfc is None:
-            self._fetched += 1
-        else:
+        actions: list[Action] = []
+        if event.mfc is not None:
             self._complete(self.graph[event.mfc], event)
-        actions: list[Action] = [*self._finish_steps(), *self._fetch_ahead()]
+            picker = self.graph.picker
+            actions += self._draw_on(picker, event.span.step) if picker and picker.name == event.mfc else []
+        elif event.span == self.length.span(event.span.step):
+            self._fetched += 1
+        actions += [*self._finish_steps(), *self._fetch_ahead()]
         for mfc in self.graph.topological:
             if (dispatch := self._try_issue(mfc)) is not None:
                 actions.append(dispatch)
@@ -162,37 +153,74 @@ class MasterState:
     def _store(self, event: RowsReady) -> None:
         made = self.graph.dataset_keys if event.mfc is None else self.graph[event.mfc].outputs
         for key in made:
-            table = self._tables[key]
+            prompts = self._tables[key].prompts
             for prompt in range(event.span.start, event.span.stop):
-                table.prompts.setdefault(prompt, [])
+                prompts.setdefault(prompt, PromptRows((), (), NOBODY))
         for rank, meta in event.outputs.items():
-            producer = _Holders((rank,))
-            for key, column in meta.columns.items():
-                if key not in self._tables:
-                    continue
-                table = self._tables[key]
+            producer, meta = Keepers((rank,)), in_order(meta)
+            known = [(self._tables[key], column) for key, column in meta.columns.items() if key in self._tables]
+            for table, column in known:
                 table.dtype = column.dtype
-                for row in meta.ids:
-                    table.prompts[row.prompt].append(row)
-                table.holders.update(dict.fromkeys(meta.ids, producer))
-                table.lengths.update(zip(meta.ids, column.lengths, strict=True))
+            firsts = [i for i, row in enumerate(meta.ids) if not i or row.prompt != meta.ids[i - 1].prompt]
+            for start, stop in pairwise((*firsts, len(meta.ids))):
+                prompt, ids = meta.ids[start].prompt, meta.ids[start:stop]
+                for table, column in known:
+                    assert not table.prompts[prompt].ids, f"two workers made rows of prompt {prompt}"
+                    table.prompts[prompt] = PromptRows(ids, column.lengths[start:stop], producer)
 
     def _complete(self, mfc: MFC, event: RowsReady) -> None:
         self._running.discard(mfc.name)
         self._done[mfc.name] = event.span.stop
         if event.state is not None:
             self.states[mfc.role or mfc.name] = event.state
-        if event.span.stop == self.length.span(event.span.step).stop:
+        if event.span.stop == self._span(event.span.step).stop:
             for role in self.graph.roles:
                 if self.graph.updater(role) is mfc:
                     self.versions[role] = event.span.step + 1
 
+    def _span(self, step: int) -> Span:
+        """Return a step's prompts as far as they are drawn."""
+        own, further = self.length.span(step), self._drawn.get(step, [])
+        return replace(own, stop=further[-1].stop) if further else own
+
+    def _draw_on(self, picker: MFC, step: int) -> list[Action]:
+        """When all of a step's prompts were looked at, draw more of them, or settle which ones are trained on."""
+        span, further = self._span(step), self._drawn.setdefault(step, [])
+        if self._done[picker.name] < span.stop:
+            return []
+        own = self.length.span(step)
+        wanted, kept = own.stop - own.start, self._kept(picker, span)
+        if len(kept) < wanted and len(further) < self.length.redraws:
+            n = next_draw(span.stop - span.start, len(kept), wanted, self.length.batch_size)
+            further.append(Span(step, span.stop, span.stop + n))
+            return [FetchRows(further[-1])]
+        self._picked[step] = frozenset(kept[:wanted])
+        for name, at in self._next.items():
+            if at == (step, span.stop):
+                self._next[name] = self._begin(step + 1)
+        return []
+
+    def _kept(self, picker: MFC, span: Span) -> list[int]:
+        """Return the prompts of which the picker kept rows."""
+        table = self._tables[picker.outputs[0]]
+        return [prompt for prompt in range(span.start, span.stop) if table.prompts[prompt].ids]
+
+    def _begin(self, step: int) -> tuple[int, int]:
+        return step, step * self.length.stride
+
+    def _is_drawn(self, step: int) -> bool:
+        return self.graph.picker is None or step in self._picked
+
     def _finish_steps(self) -> list[Action]:
         actions: list[Action] = []
         while not self.is_over:
-            span = self.length.span(self.finished_steps)
-            if self._fetched <= span.step or any(done < span.stop for done in self._done.values()):
+            span = self._span(self.finished_steps)
+            if self._fetched <= span.step or not self._is_drawn(span.step):
                 break
+            if any(done < span.stop for done in self._done.values()):
+                break
+            self._drawn.pop(span.step, None)
+            self._picked.pop(span.step, None)
             self._stale.append(span)
             self.finished_steps += 1
             actions.append(FinishStep(span))
@@ -202,7 +230,7 @@ class MasterState:
         for span in self._stale:
             for table in self._tables.values():
                 for prompt in range(span.start, span.stop):
-                    table.drop(prompt)
+                    table.prompts.pop(prompt, None)
         self._stale = []
 
     def _fetch_ahead(self) -> list[Action]:
@@ -215,96 +243,74 @@ class MasterState:
         return actions
 
     def _try_issue(self, mfc: MFC) -> Dispatch | None:
-        position = self._next[mfc.name]
-        step = position // self.length.batch_size
-        if mfc.name in self._running or position >= self.length.n_prompts:
+        step, position = self._next[mfc.name]
+        if mfc.name in self._running or step >= min(self.length.n_steps, self._fetched):
             return None
-        if step >= min(self.length.n_steps, self._fetched):
+        span = self._span(step)
+        if position == span.stop or (mfc.name in self.graph.after_picker and not self._is_drawn(step)):
             return None
-        stop = min(position + mfc.batch_size, self.length.span(step).stop)
+        stop = self._cut(mfc, span, position)
         if self.in_line and mfc.is_train and step > self.finished_steps:
             return None
         changes = mfc.role is not None and self.graph.updater(mfc.role) is not None
         if changes and self.versions[mfc.role or ""] < step - mfc.lag(self.max_staleness):
             return None
-        if any(p not in self._tables[key].prompts for key in mfc.inputs for p in range(position, stop)):
+        prompts = set(range(position, stop))
+        if not all(prompts <= self._tables[key].prompts.keys() for key in mfc.inputs):
             return None
         self._running.add(mfc.name)
-        self._next[mfc.name] = stop
-        span = Span(step, position, stop)
-        return Dispatch(span, self._call(mfc, span))
+        self._next[mfc.name] = (step, stop) if stop < span.stop or not self._is_drawn(step) else self._begin(step + 1)
+        part = Span(step, position, stop)
+        return Dispatch(part, self._call(mfc, part))
+
+    def _cut(self, mfc: MFC, span: Span, position: int) -> int:
+        """Return where a call stops that begins with a step's prompt ``position`` and has room for ``batch_size``."""
+        prompts = self._prompts(mfc, replace(span, start=position))
+        return span.stop if len(prompts) <= mfc.batch_size else prompts[mfc.batch_size]
+
+    def _prompts(self, mfc: MFC, span: Span) -> Sequence[int]:
+        """Return the prompts of a span that a call is about."""
+        every = range(span.start, span.stop)
+        if mfc.name not in self.graph.after_picker:
+            return every
+        return [prompt for prompt in every if prompt in self._picked[span.step]]
 
     def _call(self, mfc: MFC, span: Span) -> Call:
-        prompts = range(span.start, span.stop)
-        tables = {key: self._tables[key] for key in mfc.inputs}
-        shared = tuple(k for k, t in tables.items() if any(r.sample == PROMPT for p in prompts for r in t.prompts[p]))
-        ids = tuple(row for p in prompts for row in self._rows_of(p, tables, shared))
-        of_prompts = tuple(RowId(row.prompt, PROMPT) for row in ids)
-        found = {key: of_prompts if key in shared else ids for key in tables}
-        columns = {
-            key: ColumnMeta(table.dtype or "uint8", tuple(map(table.lengths.__getitem__, found[key])))
-            for key, table in tables.items()
-        }
+        prompts = self._prompts(mfc, span)
+        found = {key: [self._tables[key].prompts[p] for p in prompts] for key in mfc.inputs}
+        shared = tuple(key for key, rows in found.items() if any(r.ids and r.ids[0].sample == PROMPT for r in rows))
+        own = [rows for key, rows in found.items() if key not in shared]
+        numbers = enumerate(prompts)
+        kept = [common_rows(p, [rows[k] for rows in found.values()], [rows[k] for rows in own]) for k, p in numbers]
+        ids = tuple([row for rows in kept for row in rows])
+        columns = {}
+        for key, rows in found.items():
+            lengths = [n for r, of in zip(rows, kept, strict=True) for n in r.lengths_of(of, key in shared)]
+            columns[key] = ColumnMeta(self._tables[key].dtype or "uint8", tuple(lengths))
         weights = [max(sizes) for sizes in zip(*(c.sizes for c in columns.values()), strict=True)] or [1] * len(ids)
         layout = self.plan[mfc.name].layout
         assignment, minibatches = deal_rows(ids, weights, layout.strategy.dp, mfc.n_minibatches)
-        holders = _pass_on({key: table.holders for key, table in tables.items()}, found, assignment, layout)
         return Call(
             request=0,
             mfc=mfc.name,
             step=span.step,
             version=self.versions.get(mfc.role or "", 0),
             inputs=BatchMeta(ids, columns),
-            holders=holders,
+            holders=pass_on(found, kept, assignment, layout),
             shared=shared,
             assignment=assignment,
             minibatches=minibatches,
             state=self.states[mfc.role or mfc.name],
         )
 
-    @staticmethod
-    def _rows_of(prompt: int, tables: Mapping[str, _Table], shared: tuple[str, ...]) -> list[RowId]:
-        """Rows of a prompt that have every input; a producer may have dropped some (best of n)."""
-        if any(RowId(prompt, PROMPT) not in tables[key].holders for key in shared):
-            return []
-        own = [set(t.prompts[prompt]) for key, t in tables.items() if key not in shared]
-        if not own:
-            return [RowId(prompt, PROMPT)]
-        return sorted(set.intersection(*own))
-
     def holders_of(self, prompts: range, keys: tuple[str, ...]) -> dict[int, list[RowId]]:
         """Return the workers that hold any of ``keys`` for these prompts, with the rows they hold.
 
         A finished step's rows are on record until the next event.
         """
-        found: dict[int, list[RowId]] = {}
+        found: dict[int, set[RowId]] = {}
         for key in keys:
-            table = self._tables[key]
-            for prompt in prompts:
-                for row in table.prompts.get(prompt, ()):
-                    found.setdefault(table.holders[row].ranks[0], []).append(row)
-        return {rank: sorted(set(rows)) for rank, rows in found.items()}
-
-
-def _pass_on(
-    holders: Mapping[str, dict[RowId, _Holders]],
-    rows: Mapping[str, Sequence[RowId]],
-    assignment: tuple[tuple[int, ...], ...],
-    layout: Layout,
-) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Return, for every key, who of its destinations has each row already, the sender first; else its producer.
-
-    All destinations are put on record: a later call finds the row there, since inboxes are first in, first out.
-    """
-    chosen: dict[str, list[tuple[int, ...]]] = {key: [()] * len(at) for key, at in rows.items()}
-    for d, part in enumerate(assignment):
-        replica = layout.replica(d)
-        known: dict[_Holders, tuple[tuple[int, ...], _Holders]] = {}
-        for key, record in holders.items():
-            at, senders = rows[key], chosen[key]
-            for i in part:
-                before = record[at[i]]
-                if before not in known:
-                    known[before] = before.passed_on(replica)
-                senders[i], record[at[i]] = known[before]
-    return {key: tuple(senders) for key, senders in chosen.items()}
+            for rows in filter(None, map(self._tables[key].prompts.get, prompts)):
+                if rows.ids:
+                    found.setdefault(rows.holders.ranks[0], set()).update(rows.ids)
+        return {rank: sorted(rows) for rank, rows in found.items()}

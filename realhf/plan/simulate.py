@@ -130,8 +130,7 @@ def participants(call: Call, instruction: Instruction) -> frozenset[int]:
     """Return the workers that carry out an instruction of a call together."""
     match instruction:
         case Transfer(_, layout):
-            holders = (rank for held in call.holders.values() for ranks in held for rank in ranks)
-            return frozenset((*layout.mesh.ranks, *holders))
+            return call.holders.ranks | frozenset(layout.mesh.ranks)
         case Reallocate(_, src, _, dst):
             return frozenset((*src.mesh.ranks, *dst.mesh.ranks))
         case Compute(_, _, layout) | Load(_, layout) | Offload(_, layout) | Release(_, layout):

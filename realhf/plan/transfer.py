@@ -33,7 +33,7 @@ def plan_transfer(call: Call, keys: tuple[str, ...], layout: Layout) -> tuple[Ro
     for d, rows in enumerate(call.assignment):
         replica = layout.replica(d)
         for key in keys:
-            column, holders = call.inputs.columns[key], call.holders[key]
+            column, holders = call.inputs.columns[key], call.holders.of(key)
             for i in rows:
                 row = stored_as(call.inputs.ids[i], key, call.shared)
                 for dst in replica:

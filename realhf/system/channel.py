@@ -9,15 +9,14 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-import msgpack
+import msgspec
 import zmq
 
-from realhf.api.codec import from_plain, to_plain
-from realhf.api.messages import Beat, ToMaster, ToWorker
+from realhf.api.messages import TO_MASTER, TO_WORKER, Beat, Message, ToMaster, ToWorker
 from realhf.base.errors import RunFailed, UserError
 from realhf.system.seal import Gate, Lane, Refused, Seal, digest
 
@@ -27,7 +26,8 @@ MAX_MESSAGE = 256 << 20
 class MasterEnd(Protocol):
     """The master's side of the channel."""
 
-    def send(self, rank: int, message: ToWorker) -> None: ...
+    def send(self, ranks: Collection[int], message: ToWorker) -> None:
+        """Say the same to workers that were heard before."""
 
     def receive(self, timeout_s: float) -> ToMaster | None:
         """Return the next message, or None when none came in time."""
@@ -35,36 +35,32 @@ class MasterEnd(Protocol):
     def close(self) -> None: ...
 
 
-def encode(message: object, union: object) -> bytes:
+def encode(message: Message) -> bytes:
     """Return the bytes of a message; ``ValueError`` for one that nobody would take."""
-    data = msgpack.packb(to_plain(message, union))
+    data = msgspec.msgpack.encode(message)
     if len(data) > MAX_MESSAGE:
         raise ValueError(f"a {type(message).__name__} of {len(data)} bytes is more than the {MAX_MESSAGE} of a message")
     return data
 
 
-def decode(data: bytes, union: type) -> object:
-    """Read a message; ``ValueError`` for anything that is not one of the known types."""
+def decode(data: bytes, kinds: msgspec.msgpack.Decoder) -> Any:
+    """Read a message; ``ValueError`` for anything that is not one of the known ``kinds``."""
     try:
-        return from_plain(msgpack.unpackb(data), union)
+        return kinds.decode(data)
     except Exception as error:
         raise ValueError(f"refused a message of {len(data)} bytes: {error}") from error
 
 
 class Outbox:
-    """Seals messages to the workers. One that goes to many of them is encoded once."""
+    """Encodes and seals messages to the workers, once however many they go to."""
 
-    def __init__(self, key: bytes, ranks: range) -> None:
-        self._seals = [Seal(key, Lane.to_worker, rank) for rank in ranks]
-        self._last: tuple[ToWorker | None, bytes, bytes] = (None, b"", b"")
+    def __init__(self, key: bytes) -> None:
+        self._seal = Seal(key, Lane.to_worker)
 
-    def sealed(self, rank: int, message: ToWorker) -> tuple[bytes, bytes]:
+    def sealed(self, ranks: Iterable[int], message: ToWorker) -> tuple[bytes, bytes]:
         """Return head and payload."""
-        if message is not self._last[0]:
-            payload = encode(message, ToWorker)
-            self._last = (message, payload, digest(payload))
-        _, payload, payload_digest = self._last
-        return self._seals[rank].head(payload_digest), payload
+        payload = encode(message)
+        return self._seal.head(ranks, digest(payload)), payload
 
 
 class Inbox:
@@ -84,7 +80,7 @@ class Inbox:
             self.refused += 1
             return None
         try:
-            message: ToMaster = decode(frames[1], ToMaster)  # type: ignore[assignment, arg-type]
+            message: ToMaster = decode(frames[1], TO_MASTER)
         except ValueError as error:
             raise RunFailed(f"worker {rank} is not understood: {error}") from error
         if message.rank != rank or isinstance(message, Beat) != (lane is Lane.beat):
@@ -96,7 +92,7 @@ class ZmqMaster:
     """Binds a socket for the workers: of this host alone, or at ``address``, ``tcp://HOST:PORT`` (``*``: any port)."""
 
     def __init__(self, key: bytes, n_workers: int, address: str = "") -> None:
-        self._inbox, self._outbox = Inbox(key, range(n_workers)), Outbox(key, range(n_workers))
+        self._inbox, self._outbox = Inbox(key, range(n_workers)), Outbox(key)
         self._routes: dict[int, bytes] = {}  # ZeroMQ's names of connections: a stranger cannot take a worker's
         self.folder = None if address else Path(tempfile.mkdtemp(prefix="realhf-"))  # mkdtemp makes it 0700
         self._context = zmq.Context()
@@ -118,9 +114,10 @@ class ZmqMaster:
         """Messages that were dropped, since nobody of this run has sent them."""
         return self._inbox.refused
 
-    def send(self, rank: int, message: ToWorker) -> None:
-        """Send to a worker that was heard before."""
-        self._socket.send_multipart([self._routes[rank], *self._outbox.sealed(rank, message)], copy=False)
+    def send(self, ranks: Collection[int], message: ToWorker) -> None:
+        head, payload = self._outbox.sealed(ranks, message)
+        for rank in ranks:
+            self._socket.send_multipart([self._routes[rank], head, payload], copy=False)
 
     def receive(self, timeout_s: float) -> ToMaster | None:
         left = deadline(timeout_s)
@@ -150,7 +147,7 @@ class ZmqWorker:
         self.refused = 0
         self._address, self._rank, self._key = address, rank, key
         self._gate = Gate(key, (Lane.to_worker,), range(rank, rank + 1))
-        self._seal = Seal(key, Lane.to_master, rank)
+        self._seal = Seal(key, Lane.to_master)
         self._context = zmq.Context()
         self._socket = self._connect(linger_ms=2000)
 
@@ -162,8 +159,8 @@ class ZmqWorker:
         return wire
 
     def send(self, message: ToMaster) -> None:
-        payload = encode(message, ToMaster)
-        self._socket.send_multipart([self._seal.head(digest(payload)), payload])
+        payload = encode(message)
+        self._socket.send_multipart([self._seal.head((self._rank,), digest(payload)), payload])
 
     def receive(self, timeout_s: float | None = None, waiting_for: str = "the next message") -> ToWorker:
         """Return the next message; ``RunFailed`` names what was awaited when none comes in time.
@@ -180,15 +177,15 @@ class ZmqWorker:
             except Refused:
                 self.refused += 1
                 continue
-            return decode(frames[1], ToWorker)  # type: ignore[return-value, arg-type]
+            return decode(frames[1], TO_WORKER)
         raise RunFailed(f"no word from the master for {timeout_s:.0f} s while waiting for {waiting_for}")
 
     def beat_until(self, stopped: threading.Event, interval_s: float, beat: Callable[[], Beat]) -> None:
         """Send a heartbeat every so often; for a thread of its own, on a connection of its own."""
-        wire, seal = self._connect(linger_ms=0), Seal(self._key, Lane.beat, self._rank)
+        wire, seal = self._connect(linger_ms=0), Seal(self._key, Lane.beat)
         while True:
-            payload = encode(beat(), ToMaster)
-            wire.send_multipart([seal.head(digest(payload)), payload])
+            payload = encode(beat())
+            wire.send_multipart([seal.head((self._rank,), digest(payload)), payload])
             if stopped.wait(interval_s):
                 wire.close()
                 return
@@ -207,8 +204,9 @@ class InlineChannel:
         self._replies: deque[ToMaster] = deque()
         self.handler: Callable[[ToWorker], None] = lambda message: None
 
-    def send(self, rank: int, message: ToWorker) -> None:
-        self.handler(message)
+    def send(self, ranks: Collection[int], message: ToWorker) -> None:
+        for _ in ranks:
+            self.handler(message)
 
     def reply(self, message: ToMaster) -> None:
         self._replies.append(message)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from realhf.api.messages import Beat, Failed, ToMaster
+from realhf.api.messages import Beat, Done, Failed, Hello, Ready, ToMaster
 from realhf.base.errors import Hung, RunFailed
 from realhf.system.channel import MasterEnd, deadline
 from realhf.system.pulse import Pulses
@@ -48,6 +48,8 @@ class Mailbox:
             if message is None:
                 self.pulses.look()
             match message:
+                case Done() | Hello() | Ready():
+                    return message
                 case Failed():
                     raise self._first_cause([message])
                 case Beat():
@@ -55,11 +57,7 @@ class Mailbox:
                 case None if self.watch():
                     raise self._first_cause([])
                 case None if silent := self.pulses.silent():
-                    raise Hung(self.pulses.complaint(silent), silent)
-                case None:
-                    pass
-                case _:
-                    return message
+                    raise Hung(self.pulses.complaint(silent), silent, lost=silent)
             if left() <= 0:
                 raise Hung(complaint() + self.pulses.report(awaited), awaited)
 
@@ -88,7 +86,8 @@ class Mailbox:
         if silent:
             rank, how = silent[0]
             log = self.log_of(rank)
-            return RunFailed(f"worker {rank} {how} while doing {self.doing(rank)}; see {log}{last_lines(Path(log))}")
+            text = f"worker {rank} {how} while doing {self.doing(rank)}; see {log}{last_lines(Path(log))}"
+            return RunFailed(text, lost=[rank for rank, _ in silent])
         report = next((r for r in reports if r.user_error), reports[0])
         text = f"worker {report.rank} failed during {report.during}: {report.error}"
         return RunFailed(

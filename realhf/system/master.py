@@ -2,10 +2,12 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from realhf.api.messages import (
     Call,
@@ -23,12 +25,14 @@ from realhf.api.messages import (
     Stop,
     ToWorker,
 )
+from realhf.base.errors import Stopped
 from realhf.plan.program import home, meshes_of
 from realhf.plan.schedule import Action, Dispatch, FetchRows, FinishStep, MasterState, RowsReady, Span
+from realhf.system.best import Best, Record
 from realhf.system.channel import MasterEnd, deadline
 from realhf.system.mailbox import Mailbox, Watch, listed
 from realhf.system.pulse import Pulses
-from realhf.system.recovery import Manifest, aside, commit, flat_options
+from realhf.system.recovery import Manifest, aside, checkpoints_of, commit, flat_options
 from realhf.system.run import RunSpec
 from realhf.system.telemetry import Telemetry
 
@@ -62,17 +66,24 @@ class Master:
         self.mailbox = Mailbox(channel, watch, self._doing, lambda rank: run.paths.log(f"worker-{rank}"), pulses=pulses)
         self.checkpoint = str(last[0]) if last else ""
         length = replace(run.length, first_step=last[1].step) if last else run.length
-        self.state = MasterState(run.graph, run.plan, length, run.config.max_staleness, run.writes_checkpoints)
+        in_line = run.writes_checkpoints or bool(run.graph.evaluation)
+        self.state = MasterState(run.graph, run.plan, length, run.config.max_staleness, in_line)
         self.state.states |= last[1].states if last else {}
         self.writing: Manifest | None = None  # a checkpoint that was begun
         self.requests: dict[int, _Request] = {}
         self.waiting: list[RowsReady] = []  # events that came while held-out rows were tried
         self.next_request = 0
-        self.last_save = self.last_checkpoint = time.monotonic()
+        self.last_save = self.last_checkpoint = self.last_trial = time.monotonic()
+        self.best = Best(run.paths.best, run.config.exp_ctrl.keep_best)
 
     def train(self) -> None:
-        """Run the experiment; ``RunFailed`` when it ends in any other way than by doing all of its steps."""
+        """Run the experiment; ``RunFailed`` when it ends in any other way than by doing all of its steps.
+
+        ``Stopped`` where it was asked to end before, with a checkpoint of the step that it was at.
+        """
         self._gather_workers()
+        if self.run.graph.evaluation and self.run.config.exp_ctrl.eval_at_start and not self.checkpoint:
+            self._evaluate(0)
         self._perform(self.state.start())
         while self.requests or self.waiting or self.writing:
             if not self.requests and not self.waiting:
@@ -90,35 +101,34 @@ class Master:
         self.telemetry.ready(self.mailbox.receive_all(Ready, ranks, patience, "to build its models"))
 
     def _tell_all(self, message: ToWorker) -> None:
-        for rank in range(self.run.plan.n_workers):
-            self.channel.send(rank, message)
+        self.channel.send(range(self.run.plan.n_workers), message)
 
     def _doing(self, rank: int) -> str:
         asked = ", ".join(r.what for r in self.requests.values() if rank in r.waiting)
         return asked or ("nothing it was asked for" if self.requests else "its start-up")
 
     def _next_event(self) -> RowsReady | None:
-        """Take one reply in; return the event that it completes, if any."""
+        """Take replies in until a request has all of its own; return the event that this is, if any."""
         oldest = next(iter(self.requests.values()))  # all have the same time
         patience = self.run.config.call_timeout
-        message = self.mailbox.receive(
-            oldest.left,
-            lambda: f"waited {patience:.0f} s for {oldest.what} from worker {listed(oldest.waiting)}",
-            oldest.waiting,
-        )
-        assert isinstance(message, Done), f"a worker that is ready says Done, not {type(message).__name__}"
-        request = self.requests[message.request]
-        request.waiting.discard(message.rank)
-        request.replies.append(message)
-        self.telemetry.reply(request.step, message)
-        if request.waiting:
-            return None
-        del self.requests[message.request]
-        return request.then(sorted(request.replies, key=lambda r: r.rank))
+
+        def complaint() -> str:
+            return f"waited {patience:.0f} s for {oldest.what} from worker {listed(oldest.waiting)}"
+
+        while True:
+            message = self.mailbox.receive(oldest.left, complaint, oldest.waiting)
+            assert isinstance(message, Done), f"a worker that is ready says Done, not {type(message).__name__}"
+            request = self.requests[message.request]
+            request.waiting.discard(message.rank)
+            request.replies.append(message)
+            if not request.waiting:
+                del self.requests[message.request]
+                self.telemetry.replies(request.step, request.replies)
+                return request.then(sorted(request.replies, key=lambda r: r.rank))
 
     def _ask(
         self,
-        ranks: Iterable[int],
+        ranks: Collection[int],
         message: Callable[[int], ToWorker],
         what: str,
         step: int,
@@ -128,8 +138,7 @@ class Master:
         self.next_request += 1
         sent = message(self.next_request)
         self._await(ranks, what, step, then)
-        for rank in ranks:
-            self.channel.send(rank, sent)
+        self.channel.send(ranks, sent)
         return self.next_request
 
     def _await(
@@ -150,8 +159,7 @@ class Master:
                 case FinishStep(span):
                     self._finish_step(span)
         for message, dispatch in runs:
-            for rank in meshes_of(self.run.program[dispatch.call.mfc]):
-                self.channel.send(rank, message)
+            self.channel.send(meshes_of(self.run.program[dispatch.call.mfc]), message)
 
     def _fetch(self, span: Span) -> None:
         self._ask(
@@ -163,8 +171,7 @@ class Master:
         )
 
     def _dispatch(self, span: Span, call: Call) -> int:
-        holders = {rank for held in call.holders.values() for ranks in held for rank in ranks}
-        ranks = meshes_of(self.run.program[call.mfc]) | holders
+        ranks = meshes_of(self.run.program[call.mfc]) | call.holders.ranks
 
         def finished(replies: list[Done]) -> RowsReady:
             self.telemetry.call_done(call, replies)
@@ -172,28 +179,35 @@ class Master:
             return RowsReady(call.mfc, span, _outputs(replies), states[0] if states else None)
 
         what = f"{call.mfc} of step {span.step + 1}"
-        return self._ask(sorted(ranks), lambda request: replace(call, request=request), what, span.step, finished)
+        return self._ask(
+            sorted(ranks), lambda request: msgspec.structs.replace(call, request=request), what, span.step, finished
+        )
 
     def _finish_step(self, span: Span) -> None:
         if span.step >= self.run.trial_length.first_step:
             self._tell_all(Drop(span.start, span.stop))
             return
-        self.telemetry.step_done(span.step, self.state.versions)
+        control, step = self.run.config.exp_ctrl, span.step + 1
+        is_tried = bool(self.run.graph.evaluation) and (self.state.is_over or self._is_due(
+            step, control.eval_freq_steps, control.eval_freq_epochs, control.eval_freq_secs, self.last_trial
+        ))  # fmt: skip
+        self.telemetry.step_done(span.step, self.state.versions, is_tried)
         self._log_generations(span)
         self._tell_all(Drop(span.start, span.stop))
-        frequency = self.run.config.exp_ctrl.eval_freq_steps
-        if self.run.graph.evaluation and (self.state.is_over or (frequency and (span.step + 1) % frequency == 0)):
-            self._evaluate(span.step + 1)
-        control, step = self.run.config.exp_ctrl, span.step + 1
+        if is_tried:
+            self._evaluate(step)
         if self.state.is_over or self._is_due(
             step, control.save_freq_steps, control.save_freq_epochs, control.save_freq_secs, self.last_save
         ):
             self._save(step)
         self._settle()
-        if self.run.writes_checkpoints and (self.state.is_over or self._is_due(
+        is_to_end = not self.state.is_over and self.run.writes_checkpoints and self.run.paths.stop.exists()
+        if self.run.writes_checkpoints and (self.state.is_over or is_to_end or self._is_due(
             step, control.ckpt_freq_steps, control.ckpt_freq_epochs, control.ckpt_freq_secs, self.last_checkpoint
         )):  # fmt: skip
             self._checkpoint(step)
+        if is_to_end:
+            self._end_early(step)
 
     def _evaluate(self, step: int) -> None:
         """Try the held-out rows with the weights of this step; what happens in training meanwhile waits."""
@@ -206,7 +220,9 @@ class Master:
                 self.waiting.append(event)
             elif event is not None:
                 self._perform(trial.handle(event))
-        self.telemetry.evaluated(step)
+        self.last_trial = time.monotonic()
+        if (record := self.best.record(step, self.telemetry.evaluated(step))) is not None:
+            self._keep(record)
 
     def _log_generations(self, span: Span) -> None:
         """Ask for a few of the step's rows in words; the replies are merged by row and written down."""
@@ -224,7 +240,7 @@ class Master:
         self.next_request += 1
         self._await(held, f"the generations of step {span.step + 1}", span.step, written)
         for rank, rows in held.items():
-            self.channel.send(rank, Collect(self.next_request, tuple(rows), keys))
+            self.channel.send((rank,), Collect(self.next_request, tuple(rows), keys))
 
     def _is_due(self, step: int, steps: int | None, epochs: int | None, seconds: int | None, last: float) -> bool:
         """Tell whether something that is done every so many steps, epochs or seconds is to be done after a step."""
@@ -254,26 +270,49 @@ class Master:
         def written(replies: list[Done]) -> None:
             files = {name: tuple(digest) for reply in replies for name, digest in reply.values["files"].items()}
             commit(self.run.paths.checkpoints, replace(manifest, files=files), self.run.config.exp_ctrl.keep_last)
+            self.best.prune(checkpoints_of(self.run.paths.checkpoints))
 
         what = f"checkpoint {manifest.step} to be on the disk"
         everyone = range(self.run.plan.n_workers)
         self._ask(everyone, lambda request: Settle(request), what, manifest.step - 1, written)
 
+    def _end_early(self, step: int) -> None:
+        """Have the checkpoint of this step finished, and leave it at that."""
+        self._settle()
+        last = self.next_request
+        while last in self.requests:
+            self._next_event()  # of later steps, which are done again
+        raise Stopped(f"stopped after step {step} of {self.run.length.n_steps}, as it was asked to; go on with: "
+                      f"realhf resume {self.run.paths.root}")  # fmt: skip
+
     def _save(self, step: int) -> None:
-        """Write the models of trained roles; inboxes are in order, so the weights are those of this step."""
+        """Write the models of trained roles."""
         self.last_save = time.monotonic()
-        trained = [r for r in self.run.graph.roles if self.run.graph.trainer(r)]
-        for role in self.run.config.save_roles or trained:
-            path = self.run.paths.model(role, step)
+        for role in self.run.saved_roles:
+            self._export(role, self.run.paths.model(role, step), step, self.telemetry.saved)
 
-            def message(request: int, role: str = role, path: Any = path) -> ToWorker:
-                return Save(request, role, str(path))
+    def _keep(self, record: Record) -> None:
+        """Write the models of the best evaluation so far; they count when all of them are on the disk."""
+        missing, found = set(self.run.saved_roles), self.telemetry.evaluation
 
-            def saved(replies: list[Done], role: str = role, path: Any = path) -> None:
-                self.telemetry.saved(role, path)
+        def saved(role: str, path: Path) -> None:
+            self.telemetry.describe(path, found)
+            missing.discard(role)
+            if not missing:
+                place = self.best.commit(record, checkpoints_of(self.run.paths.checkpoints))
+                self.telemetry.kept(self.best.metric, record.value, place)
 
-            ranks = home(self.run.graph, self.run.plan, role).mesh.ranks
-            self._ask(ranks, message, f"saving {role}", step - 1, saved)
+        for role in self.run.saved_roles:
+            self._export(role, self.best.aside(record) / role, record.step, saved)
+
+    def _export(self, role: str, path: Path, step: int, then: Callable[[str, Path], None]) -> None:
+        """Have a model written; inboxes are in order, so the weights are those of this step."""
+
+        def message(request: int) -> ToWorker:
+            return Save(request, role, str(path))
+
+        ranks = home(self.run.graph, self.run.plan, role).mesh.ranks
+        self._ask(ranks, message, f"saving {role}", max(step - 1, 0), lambda replies: then(role, path))
 
 
 def look_for_cycles_seldom() -> None:

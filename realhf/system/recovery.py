@@ -4,7 +4,6 @@ A checkpoint is written aside, flushed, renamed, and pointed at last; whatever e
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,11 +14,12 @@ from realhf.api.codec import from_plain, to_plain
 from realhf.api.config import ExperimentConfig
 from realhf.api.layout import Layout
 from realhf.api.messages import State
-from realhf.base.disk import Digests, flushed, sha256
+from realhf.base.disk import ASIDE, Digests, flush_folder, flushed, rewrite, sha256
 from realhf.base.errors import UserError
 from realhf.base.paths import RunDir
+from realhf.system.best import rewind_best
 
-MANIFEST, POINTER, ASIDE = "manifest.json", "latest", ".unfinished"
+MANIFEST, POINTER = "manifest.json", "latest"
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ def commit(folder: Path, manifest: Manifest, keep_last: int) -> Path:
     place, target = aside(folder, manifest.step), folder / f"step_{manifest.step}"
     place.mkdir(parents=True, exist_ok=True)
     _write(place / MANIFEST, json.dumps(to_plain(manifest), indent=1))
-    _flush_folder(place)
+    flush_folder(place)
     if target.exists():
         shutil.rmtree(target)
     place.rename(target)
-    _flush_folder(folder)
+    flush_folder(folder)
     _write(folder / f"{POINTER}{ASIDE}", target.name)
     (folder / f"{POINTER}{ASIDE}").rename(folder / POINTER)
-    _flush_folder(folder)
+    flush_folder(folder)
     for old in _by_step(folder)[:-keep_last] if keep_last else []:
         shutil.rmtree(old)
     return target
@@ -86,6 +86,11 @@ def _by_step(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
+def checkpoints_of(folder: Path) -> list[int]:
+    """Return the steps after which there is a checkpoint, in order."""
+    return [int(path.name.removeprefix("step_")) for path in _by_step(folder)]
+
+
 def read_manifest(place: Path) -> Manifest:
     return from_plain(json.loads((place / MANIFEST).read_text()), Manifest)
 
@@ -103,22 +108,28 @@ def flat_options(config: ExperimentConfig) -> dict[str, object]:
     return dict(flatten(to_plain(config), ""))
 
 
-def rewind(paths: RunDir, step: int) -> None:
-    """Take back what a run wrote down after ``step`` steps, line by line."""
+def rewind(paths: RunDir, step: int) -> int:
+    """Take back what a run wrote down after ``step`` steps, line by line, and its best models since; -1: all of it.
+
+    Return the last step that it had done.
+    """
     last: dict[Path, Callable[[dict], int]] = {
         paths.metrics: lambda line: line["step"],
         paths.evaluation: lambda line: line["step"],
         paths.events: lambda line: line["span"]["step"] + 1,
     }
+    done = step
     for path, step_of in last.items():
         if path.is_file():
             lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-            rest = path.with_name(path.name + ASIDE)
-            rest.write_text("".join(line for line in lines if step_of(json.loads(line)) <= step))
-            rest.rename(path)
+            steps = [step_of(json.loads(line)) for line in lines]
+            done = max([done, *steps]) if path == paths.metrics else done
+            rewrite(path, "".join(line for line, at in zip(lines, steps, strict=True) if at <= step))
     for path in (paths.root / "generations").glob("step_*.jsonl"):
         if int(path.stem.removeprefix("step_")) > step:
             path.unlink()
+    rewind_best(paths.best, step)
+    return done
 
 
 def damages(place: Path) -> list[str]:
@@ -142,11 +153,3 @@ def damages(place: Path) -> list[str]:
 def _write(path: Path, text: str) -> None:
     path.write_text(text)
     flushed(path)
-
-
-def _flush_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

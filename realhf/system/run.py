@@ -46,9 +46,9 @@ class RunSpec:
     @cached_property
     def length(self) -> RunLength:
         control = self.config.exp_ctrl
-        return run_length(
-            self.config.dataset.train_bs_n_seqs, self.n_rows, control.total_train_epochs, control.total_train_steps
-        )
+        redraws = self.graph.picker.redraws if self.graph.picker else 0
+        return run_length(self.config.dataset.train_bs_n_seqs, self.n_rows, control.total_train_epochs,
+                          control.total_train_steps, redraws)  # fmt: skip
 
     @cached_property
     def data_digest(self) -> str:
@@ -62,6 +62,11 @@ class RunSpec:
         return tuple(role for role in self.graph.roles if self.graph.updater(role) is not None)
 
     @property
+    def saved_roles(self) -> list[str]:
+        """Roles whose models are written: those of the options, or every trained one."""
+        return self.config.save_roles or [role for role in self.graph.roles if self.graph.trainer(role)]
+
+    @property
     def writes_checkpoints(self) -> bool:
         control = self.config.exp_ctrl
         return any((control.ckpt_freq_steps, control.ckpt_freq_epochs, control.ckpt_freq_secs))
@@ -71,7 +76,7 @@ class RunSpec:
         """Steps over the held-out rows, which are the prompts behind all that a run could train on."""
         batch = self.length.batch_size
         first, n_steps = -(-self.length.n_prompts // batch), -(-self.n_held_out // batch)
-        return RunLength(batch, first * batch + self.n_held_out, first + n_steps, first)
+        return RunLength(batch, first * batch + self.n_held_out, first + n_steps, first, self.length.redraws)
 
     @cached_property
     def program(self) -> Program:

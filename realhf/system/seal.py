@@ -1,19 +1,23 @@
-"""Messages that prove who sent them: before a payload stand rank, number in a lane, and a keyed BLAKE2b of it all.
+"""Messages that prove who sent them: before a payload stand lane, number, ranks, and a keyed BLAKE2b of it all.
 
-A lane is one way between the master and one worker. Numbers in it only grow, so that a recorded message is not heard
-again; the key is made for one launch, so that those of another are not heard at all.
+The ranks are whom it is from or, from the master, everyone it is for: it says the same to many under one seal. Numbers
+only grow in a lane, so that a recorded message is not heard again; the key is made for one launch, so that those of
+another are not heard at all.
 """
 
 import hmac
 import os
 import secrets
 import struct
+from collections.abc import Iterable
 from enum import IntEnum
 from hashlib import blake2b
 from pathlib import Path
 
-FIELDS = struct.Struct("<BIQ")
+FIELDS = struct.Struct("<BQ")
+RUN = struct.Struct("<II")  # ranks, start <= rank < stop
 TAG_BYTES = 32
+SHORT_BYTES = 512
 
 
 class Lane(IntEnum):
@@ -36,7 +40,13 @@ def new_key(path: Path) -> bytes:
 
 
 def digest(payload: bytes) -> bytes:
-    return blake2b(payload, digest_size=TAG_BYTES).digest()
+    """Return what stands for a payload: its hash, so that many seals cost one; itself where that is shorter work.
+
+    The first byte tells them apart: a short payload that reads like the hash of another does not stand for it.
+    """
+    if len(payload) <= SHORT_BYTES:
+        return b"\0" + payload
+    return b"\1" + blake2b(payload, digest_size=TAG_BYTES).digest()
 
 
 def tag(key: bytes, fields: bytes, payload_digest: bytes) -> bytes:
@@ -44,17 +54,28 @@ def tag(key: bytes, fields: bytes, payload_digest: bytes) -> bytes:
     return blake2b(fields + payload_digest, key=key, digest_size=TAG_BYTES).digest()
 
 
+def runs_of(ranks: Iterable[int]) -> bytes:
+    """Return ranks as runs, in order."""
+    bounds: list[int] = []
+    for rank in sorted(ranks):
+        if bounds and bounds[-1] == rank:
+            bounds[-1] += 1
+        else:
+            bounds += (rank, rank + 1)
+    return struct.pack(f"<{len(bounds)}I", *bounds)
+
+
 class Seal:
-    """Numbers and signs what goes out in one lane of one worker."""
+    """Numbers and signs what goes out in one lane, of one worker or to many."""
 
-    def __init__(self, key: bytes, lane: Lane, rank: int) -> None:
-        self._key, self._lane, self._rank, self._number = key, lane, rank, 0
+    def __init__(self, key: bytes, lane: Lane) -> None:
+        self._key, self._lane, self._number = key, lane, 0
 
-    def head(self, payload_digest: bytes) -> bytes:
+    def head(self, ranks: Iterable[int], payload_digest: bytes) -> bytes:
         """Return what is sent before the payload."""
         self._number += 1
-        fields = FIELDS.pack(self._lane, self._rank, self._number)
-        return fields + tag(self._key, fields, payload_digest)
+        fields = FIELDS.pack(self._lane, self._number) + runs_of(ranks)
+        return tag(self._key, fields, payload_digest) + fields
 
 
 class Gate:
@@ -66,16 +87,24 @@ class Gate:
 
     def check(self, head: bytes, payload: bytes) -> tuple[Lane, int]:
         """Return lane and rank of a message; ``Refused`` says what is wrong with it."""
-        if len(head) != FIELDS.size + TAG_BYTES:
+        fields, runs = head[TAG_BYTES:], head[TAG_BYTES + FIELDS.size :]
+        if not runs or len(runs) % RUN.size:
             raise Refused(f"a head of {len(head)} bytes")
-        fields = head[: FIELDS.size]
-        way, rank, number = FIELDS.unpack(fields)
-        if way not in self._heard or rank not in self._ranks:
-            raise Refused(f"nobody is worker {rank} in lane {way}")
-        if not hmac.compare_digest(head[FIELDS.size :], tag(self._key, fields, digest(payload))):
-            raise Refused(f"not sealed by worker {rank}")
+        if not hmac.compare_digest(head[:TAG_BYTES], tag(self._key, fields, digest(payload))):
+            raise Refused("not sealed with our key")
+        way, number = FIELDS.unpack_from(fields)
+        rank = self._one_of_ours(runs)
+        if way not in self._heard or rank is None:
+            raise Refused(f"nobody here is meant in lane {way}")
         lane, heard = self._heard[way]
         if number <= heard[rank]:
             raise Refused(f"message {number} of worker {rank} comes after {heard[rank]}")
         heard[rank] = number
         return lane, rank
+
+    def _one_of_ours(self, runs: bytes) -> int | None:
+        """Return the first of the ranks that are ours."""
+        for start, stop in RUN.iter_unpack(runs):
+            if (rank := max(start, self._ranks.start)) < min(stop, self._ranks.stop):
+                return rank
+        return None

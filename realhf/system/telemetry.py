@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from realhf.api.codec import to_plain
+import msgspec
+
 from realhf.api.graph import MFC, Kind
 from realhf.api.messages import Call, Done, Ready
 from realhf.api.model import ModelConfig
@@ -17,8 +18,26 @@ from realhf.system.sinks import MetricSink
 
 Metrics = dict[str, float]
 MOVES = ("Transfer", "Reallocate")
+MEMORY = ("memory/worker_peak_gb", "memory/worker_gb")
 EVALUATION = "evaluation.json"
 """Beside a saved model: means of what held-out rows gave, and over how many values each of them is."""
+
+HEADLINES = {
+    "reward/mean": ("rew_inf/reward",),
+    "reward/accuracy": ("rew_inf/accuracy",),
+    "kl/ref": ("actor_train/kl",),
+    "length/answer": ("actor_gen/answer_length", "gen/answer_length"),
+    "loss": ("sft_train/loss", "rw_train/loss", "actor_train/actor_loss", "actor_train/loss"),
+}
+"""The few names that every experiment with them shares, and what they are of."""
+TRIED = {
+    "eval/accuracy": ("eval_rew/accuracy", "rw_eval/accuracy", "actor_eval/accuracy"),
+    "eval/reward": ("eval_rew/reward",),
+    "eval/loss": ("sft_eval/loss", "rw_eval/loss", "actor_eval/loss"),
+    "eval/answer_length": ("eval_gen/answer_length",),
+    "eval/truncated": ("eval_gen/truncated",),
+}
+"""The same for held-out rows."""
 
 
 class View(Protocol):
@@ -32,6 +51,8 @@ class View(Protocol):
 
     def saved(self, role: str, path: Path) -> None: ...
 
+    def kept(self, metric: str, value: float, path: Path) -> None: ...
+
 
 class Telemetry:
     """Gathers a step's replies into one line of metrics, and appends to the files of the run directory."""
@@ -41,11 +62,11 @@ class Telemetry:
     def __init__(self, run: RunSpec, view: View, sinks: list[MetricSink], first_step: int = 0) -> None:
         self.run, self.view, self.sinks = run, view, sinks
         self.models: dict[str, Path] = {}
+        self.best: Path | None = None
         self.last: Metrics = {}
         self.evaluation: dict[str, Any] = {}
         self._steps: dict[int, Metrics] = {}
-        self._seconds: dict[int, dict[tuple[str, int], float]] = {}  # by metric and worker
-        self._kinds: dict[str, tuple[str, str]] = {}  # of a span's name: how it is written, and its metric, if any
+        self._spent: dict[int, dict[str, dict[int, int]]] = {}  # microseconds of a step, by metric and worker
         self._sums: dict[int, dict[str, tuple[float, float]]] = {}
         self._n_written = first_step
         self._step_began = time.monotonic()
@@ -59,24 +80,31 @@ class Telemetry:
         self.view.ready(workers)
 
     def event(self, event: RowsReady) -> None:
-        self._events.write(json.dumps(to_plain(event)) + "\n")
+        self._events.write(json.dumps(msgspec.to_builtins(event, str_keys=True)) + "\n")
 
-    def reply(self, step: int, done: Done) -> None:
-        """Note what one worker spent its time on."""
-        kept = step >= self._n_written  # saving comes after its line
-        metrics, seconds = (self._steps.setdefault(step, {}), self._seconds.setdefault(step, {})) if kept else ({}, {})
-        lines, where, tail = [], f'"ph": "X", "pid": {done.rank}, "tid": 0', f', "args": {{"step": {step + 1}}}}},\n'
-        for name, start, duration in done.spans:
-            quoted, kind = self._kinds.get(name) or self._kinds.setdefault(name, (json.dumps(name), _kind(name)))
-            lines.append(f'{{"name": {quoted}, {where}, "ts": {start}, "dur": {duration}')
-            if kind:
-                slot = kind, done.rank
-                seconds[slot] = seconds.get(slot, 0.0) + duration / 1e6
-        if lines:
-            self._trace.write(tail.join((*lines, "")))
-        for name, size in zip(("memory/worker_peak_gb", "memory/worker_gb"), done.memory, strict=True):
-            if size / 1e9 > metrics.get(name, 0.0):
-                metrics[name] = size / 1e9
+    def replies(self, step: int, replies: Sequence[Done]) -> None:
+        """Note what workers spent their time on when they did what a request asks."""
+        metrics: Metrics = {}
+        spent: dict[str, dict[int, int]] = {}
+        if step >= self._n_written:  # saving comes after its line
+            metrics, spent = self._steps.setdefault(step, {}), self._spent.setdefault(step, {})
+        heads: dict[str, str] = {}
+        times: dict[str, dict[int, int]] = {}  # of the spans that have a metric
+        lines, tail = [], f', "args": {{"step": {step + 1}}}}},\n'
+        for done in replies:
+            rank = done.rank
+            for name, start, duration in done.spans:
+                if name not in heads:
+                    heads[name] = f'{{"name": {json.dumps(name)}, "ph": "X", "tid": 0, "pid": '
+                    if metric := _metric(name):
+                        times[name] = spent.setdefault(metric, {})
+                lines.append(f'{heads[name]}{rank}, "ts": {start}, "dur": {duration}{tail}')
+                if name in times:
+                    worker = times[name]
+                    worker[rank] = worker.get(rank, 0) + duration
+        self._trace.write("".join(lines))
+        for name, sizes in zip(MEMORY, zip(*(done.memory for done in replies), strict=True), strict=True):
+            metrics[name] = max(metrics.get(name, 0.0), max(sizes) / 1e9)
 
     def call_done(self, call: Call, replies: list[Done]) -> None:
         """Add a call's statistics, tokens and operations to its step."""
@@ -86,6 +114,10 @@ class Telemetry:
                 before = sums.get(f"{call.mfc}/{name}", (0.0, 0.0))
                 sums[f"{call.mfc}/{name}"] = (before[0] + value, before[1] + weight)
         mfc = self.run.graph[call.mfc]
+        if mfc.redraws:
+            kept = {row.prompt for reply in replies if reply.outputs for row in reply.outputs.ids}
+            self._add(call.step, "prompts/drawn", len({row.prompt for row in call.inputs.ids}))
+            self._add(call.step, "prompts/kept", len(kept))
         if mfc.role is None:
             return
         config = self.run.models[mfc.role]
@@ -104,31 +136,35 @@ class Telemetry:
         metrics = self._steps.setdefault(step, {})
         metrics[name] = metrics.get(name, 0) + value
 
-    def step_done(self, step: int, versions: dict[str, int]) -> None:
-        """Write the step's line and show it."""
+    def step_done(self, step: int, versions: dict[str, int], is_tried: bool = False) -> None:
+        """Show the step and write its line; where held-out rows are tried after it, ``evaluated`` writes it."""
         now = time.monotonic()
         seconds, self._step_began = now - self._step_began, now
         self._n_written = step + 1
         metrics: Metrics = {"step": step + 1, "time/step_s": seconds, **self._steps.pop(step, {})}
-        for (name, _), value in self._seconds.pop(step, {}).items():  # a call takes as long as its slowest worker
-            metrics[name] = max(metrics.get(name, 0.0), value)
+        for name, workers in self._spent.pop(step, {}).items():  # a call takes as long as its slowest worker
+            metrics[name] = max(workers.values()) / 1e6
         tokens = metrics.get("tokens/trained") or metrics.get("tokens/generated", 0)
         metrics["tokens/per_s"] = tokens / seconds
         metrics["flops/model_per_s"] = metrics.pop("flops/model", 0) / seconds
         for name, (value, weight) in sorted(self._sums.pop(step, {}).items()):
             metrics[name] = value / weight if weight else 0.0
-        metrics.update(_headlines(metrics))
+        metrics.update(_picked(metrics, HEADLINES))
         if expected := self.run.expected:
             metrics["predicted/step_s"] = expected.step_s
             metrics |= {f"predicted/{mfc}_s": calls for mfc, calls in expected.calls.items()}
         self.last = metrics
+        if not is_tried:
+            self._write(metrics)
+        self.view.step(metrics)
+
+    def _write(self, metrics: Metrics) -> None:
         with self.run.paths.metrics.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
         self._events.flush()
         self._trace.flush()
         for sink in self.sinks:
             sink.write(metrics)
-        self.view.step(metrics)
 
     def generations(self, step: int, parts: list[dict[str, Any]], limit: int) -> None:
         """Merge what several workers know of the same rows, and write one line per row."""
@@ -144,32 +180,46 @@ class Telemetry:
         with path.open("w") as file:
             file.writelines(json.dumps(r, ensure_ascii=False) + "\n" for r in (shown if limit < 0 else shown[:limit]))
 
-    def evaluated(self, step: int) -> None:
-        """Write what held-out rows gave after ``step`` steps, and show it; its time is not part of the next step."""
+    def evaluated(self, step: int) -> Metrics:
+        """Write what held-out rows gave after ``step`` steps, also into the step's line, show and return it.
+
+        Its time is not part of the next step. Before the first step, the line is of the evaluation alone.
+        """
         sums: dict[str, tuple[float, float]] = {}
         length = self.run.trial_length
         for part in range(length.first_step, length.n_steps):
             self._steps.pop(part, None)
-            self._seconds.pop(part, None)
+            self._spent.pop(part, None)
             for name, (value, weight) in self._sums.pop(part, {}).items():
                 before = sums.get(name, (0.0, 0.0))
                 sums[name] = (before[0] + value, before[1] + weight)
         seconds, self._step_began = time.monotonic() - self._step_began, time.monotonic()
-        metrics = {name: value / weight for name, (value, weight) in sorted(sums.items()) if weight}
-        counts = {name: sums[name][1] for name in metrics}
+        found = {name: value / weight for name, (value, weight) in sorted(sums.items()) if weight}
+        metrics = {**_picked(found, TRIED), "eval/prompts": float(self.run.n_held_out), **found}
+        counts = {name: sums[name][1] for name in found}
         self.evaluation = {"step": step, "seconds": seconds, "metrics": metrics, "counts": counts}
         with self.run.paths.evaluation.open("a") as file:
             file.write(json.dumps(self.evaluation) + "\n")
-        for sink in self.sinks:
-            sink.write({"step": step, **metrics})
+        self._write({**(self.last or {"step": step}), "time/eval_s": seconds, **metrics})
         self.view.evaluated(step, metrics)
+        return metrics
 
     def saved(self, role: str, path: Path) -> None:
         """Note where a model is; what held-out rows gave at the same step is put beside its weights."""
         self.models[role] = path
         if self.evaluation and path == self.run.paths.model(role, self.evaluation["step"]):
-            (path / EVALUATION).write_text(json.dumps(self.evaluation, indent=1) + "\n")
+            self.describe(path, self.evaluation)
         self.view.saved(role, path)
+
+    @staticmethod
+    def describe(path: Path, evaluation: dict[str, Any]) -> None:
+        """Put what held-out rows gave beside a model's weights."""
+        (path / EVALUATION).write_text(json.dumps(evaluation, indent=1) + "\n")
+
+    def kept(self, metric: str, value: float, path: Path) -> None:
+        """Note where the best models so far are."""
+        self.best = path
+        self.view.kept(metric, value, path)
 
     def close(self) -> None:
         self._trace.write('{"name": "end", "ph": "i", "pid": 0, "tid": 0, "ts": 0, "s": "g"}\n]\n')
@@ -179,21 +229,14 @@ class Telemetry:
             sink.close()
 
 
-def _kind(span: str) -> str:
+def _metric(span: str) -> str:
     """Return the metric that a span's time belongs to; empty where it has none."""
     mfc, _, instruction = span.partition("/")
     return f"time/{mfc}_s" if instruction == "Compute" else "time/move_s" if instruction in MOVES else ""
 
 
-def _headlines(metrics: Metrics) -> Metrics:
-    """The few names that every experiment with them shares."""
-    sources = {
-        "reward/mean": ("rew_inf/reward",),
-        "reward/accuracy": ("rew_inf/accuracy",),
-        "kl/ref": ("actor_train/kl",),
-        "length/answer": ("actor_gen/answer_length", "gen/answer_length"),
-        "loss": ("sft_train/loss", "rw_train/loss", "actor_train/actor_loss", "actor_train/loss"),
-    }
+def _picked(metrics: Metrics, sources: dict[str, tuple[str, ...]]) -> Metrics:
+    """Return what there is of ``sources`` under the names that experiments share."""
     return {name: metrics[s] for name, options in sources.items() for s in options if s in metrics}
 
 

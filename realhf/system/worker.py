@@ -1,7 +1,6 @@
 """The model worker: one device, one FIFO inbox, one message at a time, in order."""
 
 import os
-import resource
 import socket
 import time
 import traceback
@@ -13,7 +12,8 @@ from typing import Any
 import torch
 
 from realhf.algorithms import build_interface
-from realhf.api.engine import InterfaceContext
+from realhf.api.engine import Interface, InterfaceContext
+from realhf.api.graph import InterfaceSpec
 from realhf.api.messages import (
     Call,
     Checkpoint,
@@ -31,12 +31,15 @@ from realhf.api.messages import (
     ToMaster,
     ToWorker,
 )
+from realhf.api.preferences import MISMATCHED
 from realhf.base.doing import Doing
 from realhf.base.errors import UserError
+from realhf.base.memory import resident_bytes
 from realhf.base.seeding import stable_seed
 from realhf.base.timers import Spans
 from realhf.comm.parallel import Group, ParallelContext, join, leave, make_groups, open_store
 from realhf.comm.shared_memory import Links, open_links
+from realhf.data.batch import SequenceBatch
 from realhf.data.source import RowSource, row_fields
 from realhf.data.tokenizer import load_tokenizer
 from realhf.engine import ENGINES, NativeEngine
@@ -164,17 +167,13 @@ class ModelWorker:
                 tokenizer_folder=run.tokenizer_folder,
             )
         self.during = "building interfaces"
-        mine = [m for m in (*run.graph.mfcs, *run.graph.evaluation) if self.rank in run.plan[m.name].layout.mesh.ranks]
-        interfaces = {}
-        for mfc in mine:
-            dp_rank = run.plan[mfc.name].layout.coord(self.rank).dp
-            context = InterfaceContext(run.config.seed, self.tokenizer, run.paths.root, dp_rank)
-            interfaces[mfc.name] = build_interface(mfc.interface, context)
+        interfaces = self._interfaces()
         self.executor = Executor(run, self.rank, self.device, engines, interfaces, self.spans, self.links, self.doing)
         self.during = "reading the data"
         self.source = None
         if self.rank in run.fetchers:
-            self.source = RowSource(run.config.dataset, run.task, self.tokenizer, run.config.seed)
+            mismatched = bool(MISMATCHED.keys() & set(run.graph.dataset_keys))
+            self.source = RowSource(run.config.dataset, run.task, self.tokenizer, run.config.seed, mismatched)
             found, expected = (len(self.source), self.source.n_held_out), (run.n_rows, run.n_held_out)
             if found != expected:
                 raise UserError(f"{run.config.dataset.path} has {found[0]} rows and {found[1]} held out, at launch it "
@@ -184,6 +183,23 @@ class ModelWorker:
             "seconds": time.monotonic() - began,
             "device": str(self.device),
         }
+
+    def _interfaces(self) -> dict[str, Interface]:
+        """Build the interface of every call of this worker; calls of the same judge share it, and its processes."""
+        run, interfaces = self.run, dict[str, Interface]()
+        judges: list[tuple[InterfaceSpec, int, Interface]] = []
+        for mfc in (*run.graph.mfcs, *run.graph.evaluation):
+            layout = run.plan[mfc.name].layout
+            if self.rank not in layout.mesh.ranks:
+                continue
+            dp_rank = layout.coord(self.rank).dp
+            alike = (judge for spec, at, judge in judges if mfc.role is None and (spec, at) == (mfc.interface, dp_rank))
+            if (interface := next(alike, None)) is None:
+                context = InterfaceContext(run.config.seed, self.tokenizer, run.paths.root, dp_rank)
+                interface = build_interface(mfc.interface, context)
+                judges += [(mfc.interface, dp_rank, interface)] if mfc.role is None else []
+            interfaces[mfc.name] = interface
+        return interfaces
 
     def _at_home(self, role: str) -> NativeEngine | None:
         return self.executor.engines.get((role, home(self.run.graph, self.run.plan, role)))
@@ -203,14 +219,23 @@ class ModelWorker:
         index, count = self.run.fetchers.index(self.rank), len(self.run.fetchers)
         first, last = (start + (stop - start) * k // count for k in (index, index + 1))
         with self.spans.span("fetch"):
-            trial = self.run.trial_length.first_step * self.run.trial_length.batch_size
-            if start >= trial:
-                batch = self.source.held_out(first - trial, last - trial, first)
-            else:
-                batch = self.source.batch(first, last)
+            batch = self._read(self.source, first, last)
             batch = batch.to(self.device)
             self.executor.store.put(batch)
         self._done(request, outputs=batch.meta)
+
+    def _read(self, source: RowSource, start: int, stop: int) -> SequenceBatch:
+        """Return the rows that the prompts ``start`` to ``stop`` of one step stand for."""
+        length, trial = self.run.length, self.run.trial_length
+        step, at = divmod(start, length.stride)
+        if step >= trial.first_step:
+            first = (step - trial.first_step) * trial.batch_size + at
+            return source.held_out(first, first + stop - start, start)
+        own, first = length.span(step), step * length.batch_size
+        if start < own.stop:
+            return source.batch(first + at, first + at + stop - start, start)
+        positions = range(first, first + own.stop - own.start)
+        return source.redrawn(step, positions, start - own.stop, stop - own.stop, start)
 
     def _bring(self, call: Call) -> None:
         self.executor.bring(call)
@@ -247,11 +272,3 @@ class ModelWorker:
         if self.links is not None:
             self.links.close()
         leave()
-
-
-def resident_bytes() -> tuple[int, int]:
-    """Return this process's peak and present resident memory."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    statm = Path("/proc/self/statm")
-    present = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else peak
-    return peak, present

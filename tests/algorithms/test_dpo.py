@@ -11,6 +11,7 @@ from realhf.algorithms.stats import add_stats
 from realhf.api.batch import RowId
 from realhf.api.engine import InterfaceContext
 from realhf.api.preferences import DPOConfig, PreferenceLoss
+from realhf.data.batch import Column, SequenceBatch
 
 CONTEXT = InterfaceContext(seed=1, tokenizer=None, run_root=Path("."))
 
@@ -28,6 +29,21 @@ def batch(make_rollouts):
 def with_ref(batch, seed=5):
     noise = torch.randn(len(batch), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return batch.with_scalars("ref_logprob_sums", noise - 6.0)
+
+
+def with_others(batch, seed=6):
+    """Give every prompt the answer of the next but one as well: that of another prompt."""
+    n, keys = len(batch), ("tokens", "prompt_mask")
+    texts = [list(zip(*(batch.columns[k].rows()[i] for k in keys), strict=True)) for i in range(n)]
+    mixed = [[t for t in texts[i] if t[1]] + [t for t in texts[(i + 2) % n] if not t[1]] for i in range(n)]
+    columns = {f"kl_{k}": Column.of([torch.stack([t[j] for t in row]) for row in mixed]) for j, k in enumerate(keys)}
+    ref = with_ref(batch, seed)["ref_logprob_sums"] - 1.0
+    return batch.with_columns(**columns).with_scalars("kl_ref_logprob_sums", ref)
+
+
+def others_of(batch):
+    """The same rows as an interface sees them."""
+    return SequenceBatch(batch.ids, {k: batch.columns[f"kl_{k}"] for k in ("tokens", "prompt_mask")})
 
 
 def row_sums(logits, batch):
@@ -70,6 +86,10 @@ def test_a_step_of_dpo(batch, ranks, table_engine, parts):
 def test_the_loss_of_a_policy_that_is_its_reference(batch, table_engine, loss):
     engine, algorithm = table_engine(), interface(loss, beta=0.5)
     ready = batch.with_scalars("ref_logprob_sums", algorithm.inference(engine, batch, {})[0]["ref_logprob_sums"])
+    if loss == "kto":
+        ready = with_others(ready)
+        of_others = algorithm.inference(engine, others_of(ready), {})[0]["ref_logprob_sums"]
+        ready = ready.with_scalars("kl_ref_logprob_sums", of_others)
     stats, _ = algorithm.train_step(engine, ready, {})
     want = {"sigmoid": math.log(2), "positive": math.log(2), "ipo": 1.0, "kto": 0.5}[loss]
     assert stats["loss"][0] / stats["loss"][1] == pytest.approx(want)
@@ -87,14 +107,16 @@ def test_some_need_no_reference(batch, table_engine, loss):
 @pytest.mark.parametrize("unpaired", [False, True])
 @pytest.mark.parametrize("parts", [[list(range(8))], [[5, 4, 0, 1], [], [3, 2, 6, 7]]])
 def test_a_step_of_kto(batch, ranks, table_engine, parts, unpaired):
-    batch = with_ref(batch, seed=8)
+    batch = with_others(with_ref(batch, seed=8))
     labels = torch.tensor([1.0, 0.0] * 4)
     if unpaired:
         batch = batch.with_scalars("label", labels)
         batch = type(batch)(tuple(RowId(i, 0) for i in range(8)), batch.columns)
     logits, ref = table_engine().logits, batch["ref_logprob_sums"]
     ratios = [x - r for x, r in zip(row_sums(logits, batch), ref, strict=True)]
-    z = max(0.0, float(sum(ratios).detach()) / 8)
+    of_others = torch.stack(row_sums(logits, others_of(batch))).detach() - torch.linspace(-0.5, 1.5, 8)
+    batch = batch.with_scalars("kl_ref_logprob_sums", of_others)
+    z = 0.5  # the mean of what was taken off
     terms = [torch.sigmoid(-0.5 * (r - z)) * 2 if good else torch.sigmoid(0.5 * (r - z)) * 3
              for r, good in zip(ratios, labels, strict=True)]  # fmt: skip
     want = logits - torch.autograd.grad(sum(terms) / 8, logits)[0]
@@ -107,7 +129,7 @@ def test_a_step_of_kto(batch, ranks, table_engine, parts, unpaired):
 
 @pytest.mark.parametrize("loss", list(PreferenceLoss))
 def test_an_evaluation_has_the_statistics_of_training_and_makes_no_step(batch, table_engine, loss):
-    engine, ready = table_engine(), with_ref(batch) if loss.needs_ref else batch
+    engine, ready = table_engine(), with_others(with_ref(batch)) if loss.needs_ref else batch
     before = engine.logits.detach().clone()
     made, found = interface(loss.name, DPOEvaluation).inference(engine, ready, {})
     assert made.ids == batch.ids and not made.columns and torch.equal(engine.logits, before)

@@ -93,6 +93,20 @@ def test_all_problems_come_at_once() -> None:
 TRIAL = MFC("trial", "actor", Kind.GENERATE, SPEC, ("prompts",), ("tokens",))
 
 
+def test_who_reads_what_is_picked() -> None:
+    picker, later = replace(REW, redraws=3), replace(REF, name="later", inputs=("rewards",), outputs=("ref2",))
+    graph = Graph((GEN, picker, REF, later, replace(TRAIN, inputs=("ref2", "ref", "rewards"))))
+    assert graph.picker is picker and graph.after_picker == {"later", "train"}
+    plain = Graph((GEN, REW, REF, TRAIN))
+    assert plain.picker is None and plain.after_picker == frozenset()
+    found = graph_problems((replace(GEN, redraws=1), replace(picker), REF, replace(TRAIN, inputs=("prompts",))))
+    assert found == [
+        "MFC rew: redraws are those of gen already",
+        "MFC train trains, but reads nothing of gen, for which prompts are drawn anew",
+    ]
+    assert "MFC rew: redraws must not be negative" in graph_problems((GEN, replace(REW, redraws=-1), REF, TRAIN))
+
+
 def test_calls_on_held_out_rows_are_a_graph_of_their_own() -> None:
     graph = Graph((GEN, REW, REF, TRAIN), evaluation=(TRIAL, replace(REW, name="judged")))
     assert graph["trial"] is TRIAL and names(graph.trial.topological) == ["trial", "judged"]

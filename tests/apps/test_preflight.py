@@ -16,6 +16,7 @@ from realhf.api.graph import MFC, Graph
 from realhf.apps.preflight import preflight
 from realhf.base.errors import Impossible, UserError
 from realhf.base.paths import RunDir
+from realhf.experiments.gen import GenerationExperiment
 from realhf.experiments.ppo import PPOExperiment
 from realhf.experiments.ppo_math import PPOMathExperiment
 from realhf.experiments.rw import RewardModelExperiment
@@ -347,9 +348,22 @@ def test_held_out_rows_are_told_and_placed(task: Any, actor_folder: Path, paths:
     assert one(made, paths) == "dataset.path=none.jsonl: there is no such file"
 
 
-def test_held_out_rows_that_nobody_reads(sft: Any, ppo: PPOMathExperiment, paths: RunDir) -> None:
-    ppo.dataset.eval_share = 0.25
-    assert one(ppo, paths) == "dataset.eval_share=0.25: this experiment has no use for held-out rows"
+def test_held_out_prompts_are_answered_where_the_policy_lives(ppo: PPOMathExperiment, paths: RunDir) -> None:
+    ppo.dataset.eval_share, ppo.n_gpus_per_node, ppo.allocation_mode = 0.25, 2, "actor_gen:d2,*:p2"
+    run = preflight("ppo-math", ppo, paths)
+    assert (run.n_rows, run.n_held_out) == (13, 4)
+    assert run.plan["eval_gen"] == run.plan["actor_train"] and run.plan["eval_rew"] == run.plan["rew_inf"]
+
+
+def test_held_out_rows_that_nobody_reads(sft: Any, ppo: PPOMathExperiment, task: Any, paths: RunDir) -> None:
+    answers = ready(GenerationExperiment(model=ppo.actor), task.train)
+    answers.dataset.eval_share, answers.sampling.max_new_tokens = 0.25, 16
+    assert one(answers, paths) == "dataset.eval_share=0.25: this experiment has no use for held-out rows"
+    ppo.evaluation.n, ppo.exp_ctrl.keep_best = 4, "eval/accuracy"
+    assert problems(ppo, paths) == [
+        "evaluation has options, but no rows are held out: set dataset.eval_path or dataset.eval_share",
+        "exp_ctrl.keep_best=eval/accuracy: there are no held-out rows",
+    ]
     sft.exp_ctrl.eval_freq_steps = 3
     assert one(sft, paths) == "exp_ctrl.eval_freq_steps=3: there are no held-out rows"
     sft.exp_ctrl.eval_freq_steps = 0

@@ -13,7 +13,8 @@ import pytest
 
 from realhf.api.config import RewardConfig
 from realhf.apps.main import run
-from realhf.apps.verifier import ServeOptions, is_loopback, read_options
+from realhf.apps.options import read_options
+from realhf.apps.verifier import ServeOptions, is_loopback, option_problems
 from realhf.base.errors import UserError
 from realhf.experiments.verified import reward_problems
 from realhf.rewards.sources import open_judge
@@ -133,9 +134,13 @@ def test_what_a_web_page_can_send_unasked_is_refused(address: str) -> None:
     assert post(f"{address}/judge", b'{"items": []}', token="")[0] == 401
 
 
+def read(*words: str) -> ServeOptions:
+    return read_options(ServeOptions, words, option_problems)
+
+
 def test_options_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("T", "x")
-    options = read_options(["port=0", "timeout=2.5", "host=0.0.0.0", "token_env=T"])
+    options = read("port=0", "timeout=2.5", "host=0.0.0.0", "token_env=T")
     assert options == ServeOptions(port=0, timeout=2.5, host="0.0.0.0", token_env="T")
 
 
@@ -154,7 +159,7 @@ def test_options_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_bad_options_are_named(words: list[str], problems: list[str]) -> None:
     with pytest.raises(UserError) as error:
-        read_options(words)
+        read(*words)
     assert [found.startswith(wanted) for found, wanted in zip(error.value.problems, problems, strict=True)] == [
         True
     ] * len(problems)

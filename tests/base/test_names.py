@@ -12,7 +12,7 @@ from realhf.base.timers import Spans
 def test_a_run_keeps_its_files_where_users_look_for_them() -> None:
     run = RunDir(Path("runs/exp/trial"))
     found = [run.config, run.plan, run.metrics, run.events, run.trace, run.log("master"), run.generations(3)]
-    found.append(run.model("actor", 5))
+    found += [run.model("actor", 5), run.best]
     assert [path.relative_to(run.root).as_posix() for path in found] == [
         "config.yaml",
         "plan.json",
@@ -22,6 +22,7 @@ def test_a_run_keeps_its_files_where_users_look_for_them() -> None:
         "logs/master.log",
         "generations/step_3.jsonl",
         "models/actor/step_5",
+        "best",
     ]
 
 

@@ -153,9 +153,9 @@ def die_in_the_middle(rank: int, port: int, reply: Connection) -> None:
     moves = [Move(what, 1, 0, Piece(torch.float32, numel)) for what in ("first", "second")]
     try:
         exchange(moves, rank, read, lambda what, flat: None, CPU, links=links)
-        reply.send("no error")
+        reply.send_bytes(b"no error")
     except ConnectionError as error:
-        reply.send(str(error))
+        reply.send_bytes(str(error).encode())
     finally:
         os._exit(0)  # without a word to the peer that is no more
 
@@ -170,7 +170,7 @@ def test_a_killed_worker_is_noticed_at_once_and_leaves_nothing() -> None:
         process.start()
     try:
         assert mine.poll(50)
-        text = mine.recv()
+        text = mine.recv_bytes().decode()
         assert "a worker ended while rank 0 awaited second" in text and "from rank 1 (ended: [1])" in text
         ranks[1].join(10)
         assert ranks[1].exitcode == -signal.SIGKILL

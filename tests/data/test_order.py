@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.data.order import epoch_order, rows_at
+from realhf.data.order import epoch_order, redrawn_at, rows_at
 
 SEEDS = st.integers(0, 2**40)
 SIZES = st.integers(1, 40)
@@ -23,6 +23,18 @@ def test_a_range_may_be_split_anywhere(seed: int, n: int, cuts: list[int], shuff
     whole = rows_at(seed, n, start, stop, shuffle)
     assert whole == rows_at(seed, n, start, middle, shuffle) + rows_at(seed, n, middle, stop, shuffle)
     assert whole == [int(epoch_order(seed, i // n, n, shuffle)[i % n]) for i in range(start, stop)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(SEEDS, SIZES, st.integers(0, 9), st.integers(1, 9), st.lists(st.integers(0, 60), min_size=3, max_size=3))
+def test_redraws_are_of_rows_that_the_step_has_not(seed: int, n: int, step: int, size: int, cuts: list[int]) -> None:
+    start, middle, stop = sorted(cuts)
+    own = rows_at(seed, n, step * size, (step + 1) * size, True)
+    found = redrawn_at(seed, n, step, own, start, stop)
+    assert found == redrawn_at(seed, n, step, own, start, middle) + redrawn_at(seed, n, step, own, middle, stop)
+    n_others = n - len(set(own))
+    assert len(set(redrawn_at(seed, n, step, own, 0, n_others))) == n_others
+    assert not set(found) & set(own) or n_others == 0
 
 
 def test_epochs_and_seeds_differ_unless_rows_are_not_shuffled() -> None:

@@ -121,6 +121,64 @@ def test_pairs_are_interleaved_and_drawn_without_replacement(
     assert again["tokens"].tolist() == batch.select([8, 9, 10, 11])["tokens"].tolist()
 
 
+def texts(batch: SequenceBatch, key: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    return [tokenizer.decode(row[1:]) for row in batch.columns[key].rows()]
+
+
+def test_prompts_come_with_answers_that_belong_to_others(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """The next row with another prompt lends its answers, cut where the sequence would be longer than any row."""
+    pairs = [
+        {"prompt": "p", "chosen": "PPPPPP", "rejected": "pppppp"},
+        {"prompt": "p", "chosen": "P", "rejected": "p"},
+        {"prompt": "qqqqqq", "chosen": "Q", "rejected": "q"},
+    ]
+    file = tmp_path / "d.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    config = DatasetConfig(path=str(file), shuffle=False, eval_path=str(file))
+    stream = RowSource(config, Task.pairs, tokenizer, seed=3, mismatched=True)
+    batch = stream.batch(0, 3)
+    assert texts(batch, "tokens", tokenizer)[:2] == ["pPPPPPP<eos>", "ppppppp<eos>"]
+    want = ["pQ<eos>", "pq<eos>", "pQ<eos>", "pq<eos>", "qqqqqqPP", "qqqqqqpp"]
+    assert texts(batch, "kl_tokens", tokenizer) == want
+    masks = [row.tolist() for row in batch.columns["kl_prompt_mask"].rows()]
+    assert masks[0] == [1, 1, 0, 0] and masks[-1] == [1] * 7 + [0, 0]
+    parts = [stream.batch(0, 1), stream.batch(1, 2), stream.batch(2, 3)]
+    assert [t for part in parts for t in texts(part, "kl_tokens", tokenizer)] == texts(batch, "kl_tokens", tokenizer)
+    held_out = stream.held_out(1, 3, 50)
+    assert texts(held_out, "kl_tokens", tokenizer) == texts(batch, "kl_tokens", tokenizer)[2:]
+    assert (
+        held_out.ids[0] == RowId(50, 0)
+        and "kl_tokens" not in source(tmp_path, pairs, Task.pairs, tokenizer).batch(0, 1).columns
+    )
+
+
+def test_labelled_answers_are_mismatched_too(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [{"prompt": "a", "answer": str(i), "label": i % 2} for i in range(20)] + [
+        {"prompt": "b", "answer": "x", "label": 1}
+    ]
+    file = tmp_path / "d.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DatasetConfig(path=str(file), shuffle=False)
+    stream = RowSource(config, Task.outcome, tokenizer, seed=3, mismatched=True)
+    found = texts(stream.batch(0, 21), "kl_tokens", tokenizer)
+    assert found == ["ax<eos>"] * 20 + ["b0<eos>"]  # the only other prompt is far from the first rows
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows[:20]))
+    with pytest.raises(UserError, match="all rows have the same prompt"):
+        RowSource(config, Task.outcome, tokenizer, seed=3, mismatched=True).batch(0, 1)
+
+
+def test_what_a_step_draws_beyond_its_own_rows(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [{"prompt": c, "solutions": ["1"]} for c in "abcdefg"]
+    stream = source(tmp_path, rows, Task.math, tokenizer, shuffle=True)
+    own = set(texts(stream.batch(3, 6), "prompts", tokenizer))
+    drawn = stream.redrawn(1, range(3, 6), 0, 4, 100)
+    assert drawn.ids == tuple(RowId(p, PROMPT) for p in range(100, 104))
+    fresh = texts(drawn, "prompts", tokenizer)
+    assert len(set(fresh)) == 4 and not own & set(fresh)
+    again = texts(stream.redrawn(1, range(3, 6), 2, 8, 7), "prompts", tokenizer)
+    assert again == [*fresh[2:], *fresh]  # the same over and over, where there are no others
+
+
 def test_rows_that_are_too_long_are_bad_rows(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [{"prompt": "x" * n, "answer": "a"} for n in (2, 5, 3)]
     options = {"max_prompt_len": 5, "max_seqlen": 4}

@@ -68,7 +68,7 @@ def test_rows_of_a_prompt_stay_together_when_asked(llama: Path) -> None:
     engine.train(batch, watched, counted(batch), together=True)
     assert sorted(p for part in seen for p in part) == [0, 1, 2, 3]
     seen.clear()
-    engine.train(batch, watched, counted(batch))
+    replace(engine, share_prompts=False).train(batch, watched, counted(batch))
     assert sum(map(len, seen)) > 4
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from realhf.engine.outputs import ForwardOutputs
+from realhf.engine.packing import pack
 from tests.engine.tiny import FAMILIES, engine_on, rows_of
 
 LENGTHS = (4, 1, 9, 4)
@@ -17,7 +18,7 @@ def test_logprobs(family: str, twins: dict[str, tuple[Path, nn.Module]]) -> None
     folder, theirs = twins[family]
     engine, batch = engine_on(folder, trained=False), rows_of(LENGTHS)
     with torch.no_grad():
-        outputs = ForwardOutputs(engine.model, engine.model.hidden(batch["tokens"], LENGTHS), batch)
+        outputs = ForwardOutputs(engine.model, engine.model.hidden(batch["tokens"], LENGTHS), batch, pack(batch))
         for temperature in (1.0, 0.6):
             found = outputs.logprobs(temperature).split(LENGTHS)
             for row, logprobs in zip(batch.columns["tokens"].rows(), found, strict=True):
@@ -29,7 +30,7 @@ def test_logprobs(family: str, twins: dict[str, tuple[Path, nn.Module]]) -> None
 def test_values(llama: Path) -> None:
     engine, batch = engine_on(llama, trained=False, scalar=True), rows_of(LENGTHS)
     with torch.no_grad():
-        outputs = ForwardOutputs(engine.model, engine.model.hidden(batch["tokens"], LENGTHS), batch)
+        outputs = ForwardOutputs(engine.model, engine.model.hidden(batch["tokens"], LENGTHS), batch, pack(batch))
         values, last = outputs.values(), outputs.last_values()
     assert values.shape == (18,) and last.shape == (4,) and values.dtype == last.dtype == torch.float32
     assert torch.equal(last, torch.stack([row[-1] for row in values.split(LENGTHS)]))

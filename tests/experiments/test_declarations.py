@@ -5,7 +5,17 @@ from pathlib import Path
 import pytest
 
 from realhf.api.campaign import Campaign
-from realhf.api.config import DatasetConfig, GenerationConfig, KLEstimator, KLPlace, MFCConfig, ModelSpec, PPOConfig
+from realhf.api.config import (
+    DatasetConfig,
+    EvaluationConfig,
+    GenerationConfig,
+    KLEstimator,
+    KLPlace,
+    MFCConfig,
+    ModelSpec,
+    PPOConfig,
+)
+from realhf.api.ensemble import EnsembleConfig
 from realhf.api.experiment import Task
 from realhf.api.preferences import DPOConfig, PreferenceLoss, RewardModelType, RWConfig
 from realhf.base.errors import UserError
@@ -51,7 +61,7 @@ def test_every_experiment_hangs_together(name: str) -> None:
         (DPOExperiment(), ("tokens", "prompt_mask"), Task.pairs),
         (
             DPOExperiment(dpo=DPOConfig(PreferenceLoss.kto, unpaired=True)),
-            ("tokens", "prompt_mask", "label"),
+            ("tokens", "prompt_mask", "kl_tokens", "kl_prompt_mask", "label"),
             Task.outcome,
         ),
         (GenerationExperiment(), ("prompts", "row"), Task.prompt),
@@ -108,8 +118,11 @@ def test_a_reference_is_asked_where_the_loss_needs_one(loss: PreferenceLoss) -> 
         assert [m.name for m in graph.evaluation] == ["actor_eval"] and graph.offloaded == ()
         assert experiment.problems() == [f"ref has options, but dpo.loss={loss.name} needs no reference"]
         return
-    assert [m.name for m in graph.topological] == ["ref_inf", "actor_train"] and graph.offloaded == ("ref",)
-    assert [m.name for m in graph.trial.topological] == ["ref_eval", "actor_eval"] and experiment.problems() == []
+    more = loss is PreferenceLoss.kto  # its point of reference comes from answers that belong to other prompts
+    steps, trials = [*["ref_kl_inf"] * more, "actor_train"], [*["ref_kl_eval"] * more, "actor_eval"]
+    assert [m.name for m in graph.topological] == ["ref_inf", *steps] and graph.offloaded == ("ref",)
+    assert [m.name for m in graph.trial.topological] == ["ref_eval", *trials] and experiment.problems() == []
+    assert set(experiment.placements()) == {m.name for m in graph.mfcs}
     assert roles["ref"].spec == ModelSpec("a", bf16=True, offload=True) and roles["ref"].starts_as == "actor"
     assert DPOExperiment(ref=ModelSpec("b")).roles()["ref"].starts_as is None
 
@@ -139,6 +152,54 @@ def test_a_reward_model_is_tried_on_held_out_rows_if_there_are_any(kind: RewardM
     assert trial.interface == experiment.graph()["rw_train"].interface and trial.outputs == ()
     experiment.rw.score_l2_reg = 0.1
     assert len(experiment.problems()) == (kind in (RewardModelType.outcome, RewardModelType.process))
+
+
+LEARNING_BY_REWARD = ("ppo", "ppo-math", "ppo-code", "grpo", "rloo", "reinforce-pp", "remax", "vineppo")
+
+
+@pytest.mark.parametrize("name", LEARNING_BY_REWARD)
+def test_held_out_prompts_are_answered_and_judged(name: str) -> None:
+    experiment = experiment_class(name)()
+    assert isinstance(experiment, PPOExperiment) and experiment.graph().evaluation == ()
+    experiment.dataset.eval_share, experiment.ppo.gen.temperature, experiment.ppo.gen.max_new_tokens = 0.1, 0.5, 99
+    experiment.ppo.generation_size = 16
+    graph = experiment.graph()
+    answer, judge = graph.trial.topological
+    assert (answer.name, answer.role, answer.inputs) == ("eval_gen", "actor", ("prompts", "row"))
+    assert {key: answer.interface.config[key] for key in ("greedy", "n", "max_new_tokens", "temperature")} == {
+        "greedy": True, "n": 1, "max_new_tokens": 99, "temperature": 1.0}  # fmt: skip
+    assert judge.name == "eval_rew" and judge.role == graph["rew_inf"].role and judge.outputs == ("rewards",)
+    assert judge.interface.name == graph["rew_inf"].interface.name
+    scaled = judge.interface.config.get("ppo", judge.interface.config)
+    assert scaled["generation_size"] is None and experiment.ppo.generation_size == 16
+    assert experiment.problems() == []
+
+
+def test_trials_of_ensembles_and_of_strict_verifiers() -> None:
+    ensemble = PPOExperiment(ensemble=EnsembleConfig(members=["a", "b"]), dataset=DatasetConfig(eval_path="x"))
+    names = [m.name for m in ensemble.graph().trial.topological]
+    assert names == ["eval_gen", "eval_rew_0", "eval_rew_1", "eval_rew"]
+    strict = PPOMathExperiment(dataset=DatasetConfig(eval_path="x"))
+    strict.reward.check_verifier_status = True
+    config = strict.graph()["eval_rew"].interface.config
+    assert not config["reward"]["check_verifier_status"] and strict.reward.check_verifier_status
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "start"),
+    [
+        (EvaluationConfig(n=4), "evaluation.n=4: greedy answers are all the same"),
+        (EvaluationConfig(n=4, greedy=False, temperature=0.0), "evaluation.n=4: greedy answers are all the same"),
+        (EvaluationConfig(n=0), "evaluation.n must be positive, got 0"),
+        (EvaluationConfig(top_p=2.0), "evaluation.top_p must be in (0, 1]"),
+    ],
+)
+def test_what_an_evaluation_refuses(evaluation: EvaluationConfig, start: str) -> None:
+    held_out = DatasetConfig(eval_path="x")
+    (problem,) = PPOExperiment(evaluation=evaluation, dataset=held_out).problems()
+    assert problem.startswith(start)
+    assert PPOExperiment(evaluation=EvaluationConfig(4, False), dataset=held_out).problems() == []
+    assert PPOExperiment(evaluation=evaluation).problems()[0].startswith("evaluation has options, but no rows are held")
 
 
 def test_ppo_math_has_a_verifier_and_its_data_depends_on_it(tmp_path: Path) -> None:

@@ -26,6 +26,11 @@ def graded(prompt: str, answer: str, row: dict) -> float:
     return (answer.count("1") + 2 * answer.count("2") - len(answer) / 4) / 8
 
 
+def rare(prompt: str, answer: str, row: dict) -> float:
+    """Right is what has a one in it: all answers to a prompt may be alike."""
+    return float("1" in answer)
+
+
 def moody(prompt: str, answer: str, row: dict) -> float:
     """Fails at some answers."""
     if "3" in answer:
@@ -68,8 +73,8 @@ class Started:
     process: subprocess.Popen
     root: Path
 
-    def finish(self) -> Run:
-        said, _ = self.process.communicate(timeout=PATIENCE_S)
+    def finish(self, patience_s: float = PATIENCE_S) -> Run:
+        said, _ = self.process.communicate(timeout=patience_s)
         return Run(self.process.returncode, said, self.root)
 
     def wait_for_step(self) -> None:

@@ -65,6 +65,34 @@ def test_rollout_may_be_a_step_ahead(
     assert all(line["actor_train/importance_ratio"] == pytest.approx(1.0, abs=0.2) for line in ahead)
 
 
+def test_dynamic_sampling_fills_its_batches(
+    realhf_all: Callable[..., Runs], ppo_words: list[str], reward_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Seventeen sums, seven a step; a third of the groups tells nothing."""
+    words = [*ppo_words, *FEW, f"reward.fn={reward_file}:rare", "ppo.dynamic_sampling=True", "n_logged_generations=-1",
+             "exp_ctrl.total_train_epochs=2", "exp_ctrl.total_train_steps=4"]  # fmt: skip
+    variants = {"whole": [], "cut": CUT, "no more": ["ppo.max_redraws=0"], "ahead": ["max_staleness=1"]}
+    runs = realhf_all("grpo", tmp_path_factory.mktemp("dapo"), variants, words)
+    assert same_curve(runs["whole"], runs["cut"]) == []
+    told = [
+        {row["prompt_id"] for row in runs["no more"].generations(step) if "rewards" in row} for step in (1, 2, 3, 4)
+    ]
+    assert min(map(len, told)) < 7 and "prompts/drawn" not in runs["no more"].metrics[0]
+    for name in ("whole", "cut", "ahead"):
+        assert all(line["prompts/kept"] >= 7 for line in runs[name].metrics)
+        assert max(line["prompts/drawn"] for line in runs[name].metrics) > 7
+    for line in runs["whole"].metrics:
+        rows = runs["whole"].generations(int(line["step"]))
+        groups: dict[int, list[float]] = {}
+        for row in rows:
+            groups.setdefault(row["prompt_id"], []).extend([row["rewards"]] if "rewards" in row else [])
+        assert len(groups) == line["prompts/drawn"]
+        if line["step"] <= 2:  # later ones lie across the end of an epoch
+            assert len({row["prompt"] for row in rows}) == min(17, len(groups))
+        told = [rewards for rewards in groups.values() if rewards]
+        assert len(told) == line["prompts/kept"] and all(len(set(rewards)) == 2 for rewards in told)
+
+
 def test_restem_is_a_campaign_of_runs(
     realhf: Callable[..., Run], actor_folder: Path, reward_file: Path, task: Task, tmp_path: Path
 ) -> None:

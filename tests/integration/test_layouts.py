@@ -91,7 +91,7 @@ def test_a_model_that_is_lent_is_moved_and_released(runs: dict[str, Run]) -> Non
 
 def test_the_files_of_a_run(runs: dict[str, Run]) -> None:
     root = runs["three"].root
-    files = {"config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "trace.json"}
+    files = {"config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "trace.json", "lock"}
     assert {p.name for p in root.iterdir()} == files | {"tensorboard", "generations", "logs", "models"}
     assert {p.name for p in (root / "logs").iterdir()} == {f"worker-{rank}.log" for rank in range(3)}
     spans = json.loads((root / "trace.json").read_text())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.conftest import Run, Started, same_curve
+from tests.integration.conftest import PATIENCE_S, Run, Started, same_curve
 from tests.integration.test_failures import nothing_is_left, worker_pid
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -58,6 +58,22 @@ def test_the_death_of_actor_and_node_is_told(
     assert run.code == 1 and "resume  from the last checkpoint; 0 restarts are left" in run.said, run.said
     assert "failed  worker 1 was lost with its actor on node " in run.said
     assert "error: worker " in run.said and " was lost with its actor on node " in run.said.split("error: ")[1]
+    assert nothing_is_left(tmp_path, living)
+
+
+def test_the_nodes_that_are_left_go_on(
+    cluster: Any, realhf_start: Start, ppo_words: list[str], living: Living, tmp_path: Path
+) -> None:
+    node = cluster.add_node(num_cpus=2) if len(cluster.list_all_nodes()) < 2 else cluster.list_all_nodes()[-1]
+    words = [f"ray.address={cluster.address}", "exp_ctrl.total_train_epochs=100", "exp_ctrl.total_train_steps=12",
+             "exp_ctrl.ckpt_freq_steps=2", "recover_mode=auto"]  # fmt: skip
+    started = realhf_start("ppo-math", tmp_path, [*ppo_words, *WORDS, *words])
+    started.wait_for_checkpoint()
+    cluster.remove_node(node, allow_graceful=False)
+    run = started.finish(3 * PATIENCE_S)
+    assert run.code == 0, run.said
+    assert "lost    1 of 2 nodes; 2 of 4 workers go on, under a plan for them: n_nodes=1" in run.said, run.said
+    assert [line["step"] for line in run.metrics] == list(range(1, 13))
     assert nothing_is_left(tmp_path, living)
 
 

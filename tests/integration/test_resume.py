@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Task
-from tests.integration.conftest import Run, Started, same_curve, start
+from tests.integration.conftest import PATIENCE_S, Run, Started, same_curve, start
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 OFTEN = ["exp_ctrl.ckpt_freq_steps=1", "exp_ctrl.total_train_epochs=2", "exp_ctrl.total_train_steps=5",
@@ -32,7 +32,7 @@ def files(run: Run) -> dict[str, bytes]:
 
 def kill(started: Started, step: int, whom: str) -> None:
     """Kill without a warning, when the line of ``step`` is there."""
-    metrics, end = started.root / "metrics.jsonl", time.monotonic() + 60
+    metrics, end = started.root / "metrics.jsonl", time.monotonic() + PATIENCE_S
     while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
         assert started.process.poll() is None and time.monotonic() < end, "the run is over before it is killed"
         time.sleep(0.01)
@@ -88,6 +88,20 @@ def test_sft_goes_on_to_the_bit(realhf: Callable[..., Run], sft_words: list[str]
     kill(started, 3, "master")
     found = resume(started.root)
     assert found.code == 0 and found.curve == straight.curve and files(found) == files(straight)
+
+
+def test_redraws_go_on_to_the_bit(
+    realhf: Callable[..., Run], ppo_words: list[str], reward_file: Path, tmp_path: Path
+) -> None:
+    words = [*ppo_words, *OFTEN, "ppo.dynamic_sampling=True", f"reward.fn={reward_file}:rare", "ppo.group_size=3",
+             "critic.optimizer.lr=1e-5"]  # fmt: skip
+    straight = realhf("grpo", tmp_path / "straight", words)
+    assert max(line["prompts/drawn"] for line in straight.metrics) > 7
+    started = start("grpo", tmp_path / "killed", words)
+    kill(started, 3, "master")
+    found = resume(started.root)
+    assert found.code == 0, found.said
+    assert found.curve == straight.curve and files(found) == files(straight)
 
 
 @pytest.mark.parametrize("layout", ["d1", "t2", "p2"])

@@ -1,6 +1,7 @@
 """Runs on a SLURM cluster of virtual nodes: the same curve, and every way to end one."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -107,6 +108,25 @@ def test_a_lost_node_starts_the_job_again_from_its_checkpoint(
     assert run.code == 0, run.said
     assert "runs on n[0,2], started 2 times" in run.said and "done    50 steps" in run.said
     assert [line["step"] for line in run.metrics] == list(range(1, 51))
+    assert not is_left(cluster, tmp_path, living)
+
+
+def test_a_job_that_may_go_on_without_a_node_does(
+    cluster: SlurmCluster, realhf_start: Start, ppo_words: list[str], living: Living, tmp_path: Path
+) -> None:
+    words = ["slurm.extra=['--no-kill']", "exp_ctrl.ckpt_freq_steps=2", "recover_mode=auto",
+             "exp_ctrl.total_train_epochs=100", "exp_ctrl.total_train_steps=12"]  # fmt: skip
+    started = realhf_start("ppo-math", tmp_path, [*ppo_words, *WORDS, *words])
+    started.wait_for_checkpoint()
+    cluster.kill_node(1)
+    run = started.finish(3 * PATIENCE_S)
+    cluster.start_node(1)
+    cluster.wait_until_idle()
+    assert run.code == 0 and "started 2 times" not in run.said, run.said
+    # whose end is heard of first, the node's or that of a neighbour's connection, is a race
+    assert re.search(r"failed  worker \d (was lost with its node n1 while doing|failed during) ", run.said), run.said
+    assert "lost    1 of 2 nodes; 2 of 4 workers go on, under a plan for them: n_nodes=1" in run.said
+    assert [line["step"] for line in run.metrics] == list(range(1, 13))
     assert not is_left(cluster, tmp_path, living)
 
 

@@ -106,7 +106,7 @@ def reward_model(realhf: Callable[..., Run], pair_task: PairTask, tmp_path_facto
 
 
 def test_a_reward_model_learns_its_pairs(reward_model: Run) -> None:
-    lines = reward_model.metrics
+    lines = reward_model.metrics[1:]
     assert len(lines) == 8 and lines[0]["loss"] == pytest.approx(0.7, abs=0.1)
     assert lines[-1]["loss"] < lines[0]["loss"] and lines[-1]["rw_train/accuracy"] > 0.5
     scorer = AutoModelForSequenceClassification.from_pretrained(reward_model.model("model", 8))
@@ -114,8 +114,8 @@ def test_a_reward_model_learns_its_pairs(reward_model: Run) -> None:
 
 
 def test_a_reward_model_is_tried_on_held_out_pairs(reward_model: Run) -> None:
-    first, last = reward_model.evaluations
-    assert (first["step"], last["step"]) == (6, 8) and first["metrics"] != last["metrics"]
+    at_start, first, last = reward_model.evaluations
+    assert (at_start["step"], first["step"], last["step"]) == (0, 6, 8) and first["metrics"] != last["metrics"]
     assert last["counts"]["rw_eval/accuracy"] == N_PAIRS and last["counts"]["rw_eval/score"] == 2 * N_PAIRS
     assert json.loads((reward_model.model("model", 8) / "evaluation.json").read_text()) == last
     assert f"held out after step 8: rw_eval  accuracy {last['metrics']['rw_eval/accuracy']:.4f}" in reward_model.said
@@ -172,17 +172,17 @@ def dpo(
 
 
 def test_dpo_begins_at_log_two_and_learns(dpo: Runs) -> None:
-    losses = [line["loss"] for line in dpo["local"].metrics]
+    losses = [line["loss"] for line in dpo["local"].metrics[1:]]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-5) and len(losses) == 11 and losses[-1] < 0.6
-    assert dpo["kto"].metrics[0]["loss"] == pytest.approx(0.5, abs=1e-5)
-    assert "ref_inf" not in dpo["orpo"].said and dpo["orpo"].metrics[-1]["loss"] < dpo["orpo"].metrics[0]["loss"]
+    assert dpo["kto"].metrics[1]["loss"] == pytest.approx(0.5, abs=1e-5)
+    assert "ref_inf" not in dpo["orpo"].said and dpo["orpo"].metrics[-1]["loss"] < dpo["orpo"].metrics[1]["loss"]
     assert {p.name for p in (dpo["local"].root / "models").iterdir()} == {"actor"}
 
 
 def test_dpo_and_its_evaluation_do_not_depend_on_the_layout(dpo: Runs) -> None:
     assert not same_curve(dpo["local"], dpo["cut"])
     trials = [dpo[name].evaluations for name in ("local", "cut")]
-    assert [found["step"] for found in trials[0]] == [5, 10, 11]
+    assert [found["step"] for found in trials[0]] == [0, 5, 10, 11]
     for one, cut in zip(*trials, strict=True):
         assert one["counts"] == cut["counts"] and cut["metrics"] == pytest.approx(one["metrics"], rel=1e-3, abs=1e-5)
 
@@ -201,6 +201,6 @@ def test_reward_models_of_every_kind(
         "model.optimizer.lr=3e-3",
     ]
     run = realhf("rw", tmp_path, words)
-    assert run.metrics[-1]["loss"] < run.metrics[0]["loss"] and run.metrics[0]["loss"] == pytest.approx(0.7, abs=0.15)
-    (trial,) = run.evaluations
+    assert run.metrics[-1]["loss"] < run.metrics[1]["loss"] and run.metrics[1]["loss"] == pytest.approx(0.7, abs=0.15)
+    _, trial = run.evaluations
     assert trial["counts"]["rw_eval/loss"] == 4 and 0 <= trial["metrics"]["rw_eval/accuracy"] <= 1

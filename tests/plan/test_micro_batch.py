@@ -36,3 +36,25 @@ def test_they_depend_on_lengths_alone() -> None:
     limits = MicroBatching(2, 10)
     assert micro_batches(ids, lengths, limits) == micro_batches(others, lengths, limits)
     assert micro_batches([], [], limits) == []
+
+
+@given(rows=ROWS, n_mbs=st.integers(1, 7), budget=st.integers(1, 120))
+@settings(max_examples=50, deadline=None)
+def test_rows_of_a_prompt_are_near_one_another_where_limits_allow(
+    rows: list[tuple[int, int]], n_mbs: int, budget: int
+) -> None:
+    ids = [RowId(prompt, i) for i, (prompt, _) in enumerate(rows)]
+    lengths = [length for _, length in rows]
+    parts = micro_batches(ids, lengths, MicroBatching(n_mbs, budget), near=True)
+    assert sorted(i for part in parts for i in part) == list(range(len(rows)))
+    assert len(parts) >= min(n_mbs, len(rows))
+    for part in parts:
+        assert sum(lengths[i] for i in part) <= budget or len(part) == 1
+    if n_mbs == 1 and sum(lengths) <= budget:
+        assert len(parts) == min(1, len(rows))
+
+
+def test_a_group_that_fits_is_not_parted() -> None:
+    ids = [RowId(prompt, sample) for sample in range(4) for prompt in range(3)]
+    parts = micro_batches(ids, [5] * 12, MicroBatching(3, 25), near=True)
+    assert sorted(sorted({ids[i].prompt for i in part}) for part in parts) == [[0], [1], [2]]

@@ -12,6 +12,7 @@ from realhf.api.codec import from_json, to_json
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.plan import ExecutionPlan, Placement
+from realhf.plan.holdings import in_order
 from realhf.plan.schedule import (
     Action,
     Dispatch,
@@ -21,6 +22,7 @@ from realhf.plan.schedule import (
     RowsReady,
     RunLength,
     Span,
+    next_draw,
     run_length,
 )
 from realhf.plan.transfer import plan_transfer, stored_as
@@ -45,7 +47,9 @@ def ppo(**sizes: int) -> Graph:
         MFC("train", "actor", Kind.TRAIN, spec, learned, n_minibatches=2),
         MFC("critic_train", "critic", Kind.TRAIN, spec, learned),
     )
-    return Graph(tuple(replace(m, batch_size=sizes.get(m.name, LENGTH.batch_size)) for m in mfcs))
+    redraws = {"rew": sizes.pop("redraws", 0)}
+    sized = (replace(m, batch_size=sizes.get(m.name, LENGTH.batch_size)) for m in mfcs)
+    return Graph(tuple(replace(m, redraws=redraws.get(m.name, 0)) for m in sized))
 
 
 def plan_of(graph: Graph) -> ExecutionPlan:
@@ -96,7 +100,8 @@ class Story:
 
 def play(picks: list[int], keep: Keep = lambda mfc, row: True, staleness: int = 0, **sizes: int) -> Story:
     graph = ppo(**sizes)
-    state = MasterState(graph, plan_of(graph), LENGTH, staleness)
+    length = replace(LENGTH, redraws=graph.picker.redraws if graph.picker else 0)
+    state = MasterState(graph, plan_of(graph), length, staleness)
     story = Story(state, state.start())
     todo = story.note(story.first)
     while todo:
@@ -104,7 +109,7 @@ def play(picks: list[int], keep: Keep = lambda mfc, row: True, staleness: int = 
         story.log.append(("Done", event.mfc or "", event.span.start, event.span.stop))
         actions = state.handle(event)
         story.turns.append((event, actions))
-        assert len(story.turns) < 200, "the run does not end"
+        assert len(story.turns) < 400, "the run does not end"
         todo += story.note(actions)
     return story
 
@@ -240,8 +245,74 @@ def test_holders_are_true_and_nothing_is_sent_twice(picks: list[int], is_best_of
             for c in copies:
                 stores[c.dst].add((c.key, c.row))
             for rank, part in zip(layout.dp_heads(), call.assignment, strict=True):
-                wanted = {(k, stored_as(call.inputs.ids[i], k, call.shared)) for k in call.holders for i in part}
+                wanted = {(k, stored_as(call.inputs.ids[i], k, call.shared)) for k in call.holders.rows for i in part}
                 assert wanted <= stores[rank]
+
+
+def tells(rate: int, salt: int) -> Keep:
+    """The answers to one prompt in ``rate`` tell something; the verifier drops the others."""
+    return lambda mfc, row: mfc != "rew" or (row.prompt * 2654435761 + salt) % 97 % rate == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(PICKS, st.integers(1, 6), st.integers(0, 96), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2))
+def test_prompts_that_tell_nothing_are_drawn_anew(
+    picks: list[int], rate: int, salt: int, redraws: int, size: int, staleness: int
+) -> None:
+    keep = tells(rate, salt)
+    story = play(picks, keep, staleness, redraws=redraws, gen=size, rew=size, train=size)
+    stride = 4 * (1 + redraws)
+    finished = [(a, b) for what, _, a, b in story.log if what == "FinishStep"]
+    assert story.state.is_over and [a // stride for a, _ in finished] == [0, 1, 2, 3]
+    for step, (start, stop) in enumerate(finished):
+        draws = [(a, b) for what, _, a, b in story.log if what == "FetchRows" and a // stride == step]
+        assert (draws[0][0], draws[-1][1]) == (start, stop) == (stride * step, stop) and len(draws) <= 1 + redraws
+        assert all(before[1] == after[0] for before, after in zip(draws, draws[1:], strict=False))
+        told = [p for p in range(start, stop) if keep("rew", RowId(p, 0))]
+        wanted = 2 if step == 3 else 4
+        enough = [sum(keep("rew", RowId(p, 0)) for p in range(start, b)) >= wanted for _, b in draws]
+        assert enough[-1] or len(draws) == 1 + redraws
+        assert not any(enough[:-1]), "drawn on although there were enough"
+        for name in ("train", "critic_train", "ref"):
+            rows = [
+                i for d in story.dispatched if d.call.mfc == name and d.span.step == step for i in d.call.inputs.ids
+            ]
+            assert rows == [RowId(p, s) for p in told[:wanted] for s in (0, 1)]
+        seen = [p for d in story.dispatched if d.call.mfc == "gen" and d.span.step == step
+                for p in range(d.span.start, d.span.stop)]  # fmt: skip
+        assert seen == list(range(start, stop))
+    trained = [d for d in story.dispatched if d.call.mfc == "train"]
+    assert all(len({i.prompt for i in d.call.inputs.ids}) <= size for d in trained)
+    again = MasterState(story.state.graph, story.state.plan, story.state.length, staleness)
+    assert again.start() == story.first and all(again.handle(event) == actions for event, actions in story.turns)
+
+
+def test_where_all_prompts_tell_a_redraw_changes_nothing_but_numbers() -> None:
+    plain, drawn = play([3, 1, 2]), play([3, 1, 2], redraws=2)
+    assert [(what, mfc) for what, mfc, _, _ in drawn.log] == [(what, mfc) for what, mfc, _, _ in plain.log]
+    assert [a - 8 * (a // 12) for _, _, a, _ in drawn.log] == [a for _, _, a, _ in plain.log]
+
+
+@pytest.mark.parametrize(
+    ("drawn", "kept", "wanted", "n"),
+    [(8, 0, 8, 8), (8, 4, 8, 8), (8, 6, 8, 3), (8, 7, 8, 2), (12, 1, 8, 8), (4, 3, 4, 2)],
+)
+def test_how_many_are_drawn_next(drawn: int, kept: int, wanted: int, n: int) -> None:
+    assert next_draw(drawn, kept, wanted, most=8) == n
+
+
+def test_rows_may_come_in_any_order() -> None:
+    ids = tuple(RowId(p, s) for p, s in ((5, 1), (2, 0), (5, 0), (2, 1)))
+    rows = in_order(BatchMeta(ids, {"tokens": ColumnMeta("int64", (4, 1, 3, 2))}))
+    assert rows.ids == tuple(sorted(ids)) and rows.columns["tokens"].lengths == (1, 2, 3, 4)
+    assert in_order(rows) is rows
+
+
+def test_rows_of_a_prompt_are_made_by_one_worker() -> None:
+    state = MasterState(graph := ppo(), plan_of(graph), LENGTH)
+    state.start()
+    with pytest.raises(AssertionError, match="two workers made rows of prompt 0"):
+        state.handle(RowsReady(None, LENGTH.span(0), dict.fromkeys((0, 1), made([RowId(0, PROMPT)], ("prompts",)))))
 
 
 def test_shared_keys_and_minibatches_are_told() -> None:

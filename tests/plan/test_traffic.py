@@ -6,7 +6,7 @@ import pytest
 
 from realhf.api.batch import PROMPT, BatchMeta, ColumnMeta, RowId
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.messages import Call
+from realhf.api.messages import Call, Holders
 from realhf.plan.realloc import plan_realloc
 from realhf.plan.specs import param_specs, stage_layers
 from realhf.plan.speed import Traffic
@@ -43,6 +43,6 @@ def test_what_a_node_shares_is_written_once_and_read_by_each() -> None:
 def test_rows_count_by_their_type_and_length() -> None:
     ids = (RowId(0, PROMPT), RowId(1, PROMPT))
     meta = BatchMeta(ids, {"tokens": ColumnMeta("int64", (3, 5))})
-    call = Call(0, "any", 0, 0, meta, {"tokens": ((2,), (2,))}, (), ((0,), (1,)), (0, 0), {})
+    call = Call(0, "any", 0, 0, meta, Holders(((2,),), {"tokens": (0, 0)}), (), ((0,), (1,)), (0, 0), {})
     traffic = transfer_traffic(call, ("tokens",), layout("d2"), 4)
     assert traffic.node == 64 and traffic.total == 128

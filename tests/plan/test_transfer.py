@@ -2,7 +2,7 @@
 
 from realhf.api.batch import PROMPT, BatchMeta, ColumnMeta, RowId
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.messages import Call
+from realhf.api.messages import Call, Holders
 from realhf.plan.transfer import RowCopy, plan_transfer, stored_as
 
 IDS = (RowId(0, 0), RowId(0, 1), RowId(3, 0))
@@ -13,10 +13,8 @@ Ranks = tuple[int | tuple[int, ...], ...]
 
 
 def call(tokens: Ranks, row: Ranks, assignment: tuple[tuple[int, ...], ...]) -> Call:
-    holders = {
-        key: tuple(ranks if isinstance(ranks, tuple) else (ranks,) for ranks in column)
-        for key, column in (("tokens", tokens), ("row", row))
-    }
+    groups = tuple(ranks if isinstance(ranks, tuple) else (ranks,) for ranks in (*tokens, *row))
+    holders = Holders(groups, {"tokens": tuple(range(len(tokens))), "row": tuple(range(len(tokens), len(groups)))})
     return Call(1, "any", 0, 0, META, holders, ("row",), assignment, (0, 0, 0), {})
 
 

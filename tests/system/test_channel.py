@@ -7,14 +7,14 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgpack
+import msgspec
 import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.api.batch import BatchMeta, ColumnMeta, RowId
-from realhf.api.messages import Beat, Call, Done, Drop, Failed, Hello, Ready, Stop, ToMaster, ToWorker
+from realhf.api.messages import TO_MASTER, Beat, Call, Done, Drop, Failed, Hello, Holders, Ready, Stop, ToWorker
 from realhf.base.errors import RunFailed, UserError
 from realhf.system import channel as channel_module
 from realhf.system.channel import InlineChannel, ZmqMaster, ZmqWorker, deadline, decode, encode
@@ -22,7 +22,18 @@ from realhf.system.seal import Lane, Seal, digest
 from tests.system.strangers import KEY, oversized
 
 META = BatchMeta((RowId(3, -1), RowId(3, 0)), {"tokens": ColumnMeta("int64", (0, 7))})
-CALL = Call(5, "actor_gen", 2, 1, META, {"tokens": ((0,), (1,))}, ("tokens",), ((0,), (1,)), (0, 0), {"kl_coef": 0.1})
+CALL = Call(
+    5,
+    "actor_gen",
+    2,
+    1,
+    META,
+    Holders(((0,), (1,)), {"tokens": (0, 1)}),
+    ("tokens",),
+    ((0,), (1,)),
+    (0, 0),
+    {"kl_coef": 0.1},
+)
 DONE = Done(5, 1, META, {"loss": (1.5, 3.0)}, {"kl_coef": 0.2}, {"rows": [{"a": 1}]}, (("x/Compute", 10, 20),), (9, 8))
 WAIT_S = 5.0
 
@@ -48,8 +59,8 @@ def test_everything_that_is_said_arrives_in_order(master: ZmqMaster) -> None:
         workers[1].send(message)
     assert [master.receive(WAIT_S) for _ in range(3)] == [Ready(1, {"seconds": 0.5}), DONE, big]
     for message in (CALL, Drop(0, 4), Stop()):
-        master.send(0, message)
-    master.send(1, Stop())
+        master.send((0,), message)
+    master.send((1,), Stop())
     assert [workers[0].receive() for _ in range(3)] == [CALL, Drop(0, 4), Stop()]
     assert workers[1].receive() == Stop()
     assert master.receive(0.0) is None and master.refused == 0
@@ -81,23 +92,23 @@ def stranger(address: str, name: bytes | None = None) -> zmq.Socket:
     return wire
 
 
-def sealed(seal: Seal, payload: bytes) -> list[bytes]:
-    return [seal.head(digest(payload)), payload]
+def sealed(seal: Seal, rank: int, payload: bytes) -> list[bytes]:
+    return [seal.head((rank,), digest(payload)), payload]
 
 
-HELLO = encode(hello(0), ToMaster)
+HELLO = encode(hello(0))
 GARBAGE = (
     [b""],
     [b"\xff\xff\xff"],
     [b"a", b"b", b"c"],
     [pickle.dumps({"rank": 0})],
-    [msgpack.packb({"type": "Ready"})],
+    [msgspec.msgpack.encode({"type": "Ready"})],
     [HELLO],  # well said, but not sealed
     [b"", HELLO],
-    sealed(Seal(bytes(32), Lane.to_master, 0), HELLO),  # by whoever does not have the key
-    sealed(Seal(KEY, Lane.to_master, 9), encode(hello(9), ToMaster)),  # by nobody of the run
-    sealed(Seal(KEY, Lane.to_worker, 0), encode(Stop(), ToWorker)),  # the master's own word, thrown back
-    [sealed(Seal(KEY, Lane.to_master, 0), HELLO)[0], encode(hello(1), ToMaster)],  # another's words under a seal
+    sealed(Seal(bytes(32), Lane.to_master), 0, HELLO),  # by whoever does not have the key
+    sealed(Seal(KEY, Lane.to_master), 9, encode(hello(9))),  # by nobody of the run
+    sealed(Seal(KEY, Lane.to_worker), 0, encode(Stop())),  # the master's own word, thrown back
+    [sealed(Seal(KEY, Lane.to_master), 0, HELLO)[0], encode(hello(1))],  # another's words under a seal
 )
 
 
@@ -114,7 +125,7 @@ def test_strangers_are_dropped_and_counted_and_take_nobodys_place(master: ZmqMas
     strangers[0].send(b"more")
     worker.send(Ready(0))
     assert master.receive(WAIT_S) == Ready(0)
-    master.send(0, Stop())
+    master.send((0,), Stop())
     assert worker.receive(WAIT_S) == Stop() and worker.refused == 0
     for wire in (*strangers, worker):
         wire.close()
@@ -122,8 +133,8 @@ def test_strangers_are_dropped_and_counted_and_take_nobodys_place(master: ZmqMas
 
 def test_of_a_thousand_strange_messages_none_is_accepted(master: ZmqMaster) -> None:
     """The last word of a worker is recorded and said 400 times more; the rest is garbage, or too large."""
-    seal, wire = Seal(KEY, Lane.to_master, 2), stranger(master.address)
-    said = [sealed(seal, encode(message, ToMaster)) for message in (hello(2), Ready(2))]
+    seal, wire = Seal(KEY, Lane.to_master), stranger(master.address)
+    said = [sealed(seal, 2, encode(message)) for message in (hello(2), Ready(2))]
     for frames in said:
         wire.send_multipart(frames)
     assert [master.receive(WAIT_S) for _ in said] == [hello(2), Ready(2)]
@@ -135,7 +146,7 @@ def test_of_a_thousand_strange_messages_none_is_accepted(master: ZmqMaster) -> N
         oversized(master.address, channel_module.MAX_MESSAGE + 1)
     assert master.receive(1.0) is None
     assert master.refused == 800
-    wire.send_multipart(sealed(seal, encode(DONE, ToMaster).replace(b"rank\x01", b"rank\x02")))
+    wire.send_multipart(sealed(seal, 2, encode(DONE).replace(b"rank\x01", b"rank\x02")))
     assert isinstance(master.receive(WAIT_S), Done)
     wire.close()
 
@@ -150,14 +161,14 @@ def test_a_worker_hears_its_master_alone() -> None:
     worker = ZmqWorker(address, 0, KEY)
     worker.send(hello(0))
     route = router.recv_multipart()[0]
-    stop = encode(Stop(), ToWorker)
-    for frames in (*GARBAGE, sealed(Seal(KEY, Lane.to_worker, 1), stop), [HELLO, HELLO, HELLO]):
+    stop = encode(Stop())
+    for frames in (*GARBAGE, sealed(Seal(KEY, Lane.to_worker), 1, stop), [HELLO, HELLO, HELLO]):
         if frames != GARBAGE[9]:
             router.send_multipart([route, *frames])
     with pytest.raises(RunFailed, match="no word from the master for 0 s while waiting for the end"):
         worker.receive(0.4, "the end")
     assert worker.refused == len(GARBAGE) + 1
-    router.send_multipart([route, *sealed(Seal(KEY, Lane.to_worker, 0), stop)])
+    router.send_multipart([route, *sealed(Seal(KEY, Lane.to_worker), 0, stop)])
     assert worker.receive(WAIT_S) == Stop()
     worker.close()
     router.close()
@@ -165,9 +176,9 @@ def test_a_worker_hears_its_master_alone() -> None:
 
 def test_a_worker_that_is_not_understood_ends_the_run(master: ZmqMaster) -> None:
     """It has the key, so it is no stranger: it may be of another version."""
-    wire, seal = stranger(master.address), Seal(KEY, Lane.to_master, 3)
-    for payload in (b"\xc1", HELLO, encode(Beat(3, 1, "here", "this"), ToMaster)):
-        wire.send_multipart(sealed(seal, payload))
+    wire, seal = stranger(master.address), Seal(KEY, Lane.to_master)
+    for payload in (b"\xc1", HELLO, encode(Beat(3, 1, "here", "this"))):
+        wire.send_multipart(sealed(seal, 3, payload))
         with pytest.raises(RunFailed, match="worker 3 is not understood"):
             master.receive(WAIT_S)
     wire.close()
@@ -183,7 +194,7 @@ def test_beats_come_beside_messages_until_they_are_stopped(master: ZmqMaster) ->
     assert heard.count(hello(1)) == 1 and heard.count(beat) == 7
     stopped.set()
     thread.join()
-    master.send(1, Stop())
+    master.send((1,), Stop())
     assert worker.receive(WAIT_S) == Stop()
     worker.close()
 
@@ -191,22 +202,22 @@ def test_beats_come_beside_messages_until_they_are_stopped(master: ZmqMaster) ->
 def test_what_nobody_would_take_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel_module, "MAX_MESSAGE", 100)
     with pytest.raises(ValueError, match="a Failed of .* bytes is more than the 100 of a message"):
-        encode(Failed(0, "", "x" * 200, ""), ToMaster)
+        encode(Failed(0, "", "x" * 200, ""))
 
 
 @given(data=st.binary(max_size=60))
 @settings(max_examples=50, deadline=None)
 def test_whatever_cannot_be_read_is_a_value_error(data: bytes) -> None:
     with pytest.raises(ValueError, match=f"refused a message of {len(data)} bytes"):
-        decode(data, ToMaster)
+        decode(data, TO_MASTER)
 
 
 @pytest.mark.parametrize("change", [{"rank": "one"}, {"surprise": 1}, {"type": "Hello"}, {"spans": [["x", 1]]}])
 def test_a_message_with_wrong_fields_is_refused(change: dict) -> None:
-    plain = msgpack.unpackb(encode(DONE, ToMaster))
-    assert decode(msgpack.packb(plain), ToMaster) == DONE
+    plain = msgspec.msgpack.decode(encode(DONE))
+    assert decode(msgspec.msgpack.encode(plain), TO_MASTER) == DONE
     with pytest.raises(ValueError, match="refused"):
-        decode(msgpack.packb({**plain, **change}), ToMaster)
+        decode(msgspec.msgpack.encode({**plain, **change}), TO_MASTER)
 
 
 def test_inline_a_message_is_handled_before_send_returns() -> None:
@@ -219,7 +230,7 @@ def test_inline_a_message_is_handled_before_send_returns() -> None:
 
     channel.handler = handler
     assert channel.receive(WAIT_S) is None
-    channel.send(0, CALL)
+    channel.send((0,), CALL)
     assert heard == [CALL]
     assert [channel.receive(0.0) for _ in range(3)] == [DONE, Ready(0), None]
 

@@ -14,7 +14,7 @@ from realhf.api.config import ModelSpec
 from realhf.api.engine import Engine
 from realhf.api.experiment import RoleSpec
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
-from realhf.api.messages import Call, State, Stats
+from realhf.api.messages import Call, Holders, State, Stats
 from realhf.api.plan import MicroBatching
 from realhf.base.timers import Spans
 from realhf.data.batch import Column, SequenceBatch
@@ -123,7 +123,7 @@ class Look:
 
 def empty_call(mfc: str, world: int) -> Call:
     inputs = BatchMeta((), {"prompts": ColumnMeta("int64", ())})
-    return Call(0, mfc, 0, 0, inputs, {"prompts": ()}, (), ((),) * world, (), {})
+    return Call(0, mfc, 0, 0, inputs, Holders((), {"prompts": ()}), (), ((),) * world, (), {})
 
 
 def borrow_twice(rank: int, world: int, folder: Path, home: tuple[int, ...], away: tuple[int, ...]) -> dict[str, Any]:

@@ -50,7 +50,8 @@ def test_a_silent_death_is_worse_than_the_complaints_of_its_peers(before: tuple)
     deaths = {0: "exited with code 1", 1: "was ended by SIGKILL"}
     for pause in ((), (None,)):
         script = Script(*before, lost_peer(0), *pause, lost_peer(2), deaths=deaths)
-        assert str(verdict(script)).startswith("worker 1 was ended by SIGKILL")
+        error = verdict(script)
+        assert str(error).startswith("worker 1 was ended by SIGKILL") and error.lost == (1,)
 
 
 def test_who_dies_after_speaking_is_not_silent() -> None:
@@ -58,7 +59,7 @@ def test_who_dies_after_speaking_is_not_silent() -> None:
     assert str(error) == (
         "worker 1 failed during actor_train of step 3: RuntimeError: connection closed by peer\nsee 1.log"
     )
-    assert error.traceback_text == "Traceback: gloo\n"
+    assert error.traceback_text == "Traceback: gloo\n" and error.lost == ()  # its device is there
 
 
 def test_the_first_to_fail_is_blamed_but_a_user_error_before_all() -> None:
@@ -88,7 +89,7 @@ def test_a_silent_worker_is_blamed_though_others_beat() -> None:
         Hung, match="worker 1 .host b, process 11. gives no sign of life .* it was at gen/Compute"
     ) as hung:
         mailbox.receive(deadline(5.0), str)
-    assert hung.value.ranks == (1,)
+    assert hung.value.ranks == (1,) == hung.value.lost
 
 
 def test_who_is_awaited_in_vain_is_told_with_what_it_is_at() -> None:
@@ -96,7 +97,7 @@ def test_who_is_awaited_in_vain_is_told_with_what_it_is_at() -> None:
     with pytest.raises(Hung) as hung:
         mailbox.receive(deadline(0.05), lambda: "too late", (3, 4))
     assert str(hung.value) == "too late\n  worker 3 (host a, process 9) is at gen/Compute, 7 bytes from rank 2"
-    assert hung.value.ranks == (3, 4)
+    assert hung.value.ranks == (3, 4) and hung.value.lost == ()  # it is only late
 
 
 def test_who_died_without_a_word_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:

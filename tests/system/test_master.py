@@ -1,7 +1,8 @@
 """The master's loop with workers that answer at once: what they are asked, when models are saved, how it ends."""
 
+import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,10 +53,11 @@ class Workers:
         self.calls: dict[int, Call] = {}
         self.replies: list[ToMaster] = [Hello(r, 1, "here", 7) for r in range(run.plan.n_workers)]
 
-    def send(self, rank: int, message: ToWorker) -> None:
-        self.said.append((rank, message))
-        if (answer := self.on(rank, message) or self.answer(rank, message)) is not None:
-            self.replies.append(answer)
+    def send(self, ranks: Iterable[int], message: ToWorker) -> None:
+        for rank in ranks:
+            self.said.append((rank, message))
+            if (answer := self.on(rank, message) or self.answer(rank, message)) is not None:
+                self.replies.append(answer)
 
     def answer(self, rank: int, message: ToWorker) -> ToMaster | None:
         match message:
@@ -92,18 +94,30 @@ class Notes:
 
     logged_keys = ("tokens", "row")
 
-    def __init__(self) -> None:
+    def __init__(self, accuracies: dict[int, float] | None = None) -> None:
+        self.accuracies, self.evaluation = accuracies or {}, {"step": 1}
+        self.bests: list[tuple[str, float, str]] = []
+        self.tried: list[int] = []
         self.steps: list[int] = []
         self.saves: list[tuple[str, str]] = []
         self.evaluations: list[tuple[int, int]] = []
         self.written: list[tuple[int, list[int]]] = []
 
-    def step_done(self, step: int, versions: dict[str, int]) -> None:
+    def step_done(self, step: int, versions: dict[str, int], is_tried: bool = False) -> None:
         assert versions == {"actor": step + 1}
         self.steps.append(step)
+        self.tried += [step + 1] if is_tried else []
 
-    def evaluated(self, step: int) -> None:
+    def evaluated(self, step: int) -> dict[str, float]:
         self.evaluations.append((step, len(self.saves)))
+        return {"eval/accuracy": self.accuracies.get(step, 0.0)}
+
+    def describe(self, path: Path, evaluation: dict) -> None:
+        path.mkdir(parents=True)  # no worker has done so
+        (path / "weights").write_text(json.dumps(evaluation))
+
+    def kept(self, metric: str, value: float, path: Path) -> None:
+        self.bests.append((metric, value, path.name))
 
     def saved(self, role: str, path: Path) -> None:
         self.saves.append((role, path.name))
@@ -115,7 +129,7 @@ class Notes:
 
     def event(self, event: RowsReady) -> None: ...
 
-    def reply(self, step: int, done: Done) -> None: ...
+    def replies(self, step: int, replies: list[Done]) -> None: ...
 
     def call_done(self, call: Call, replies: list[Done]) -> None: ...
 
@@ -227,26 +241,60 @@ def test_a_death_at_the_start_is_told_as_such(make_run: MakeRun, tmp_path: Path)
 TRIAL = MFC("trial", "actor", Kind.GENERATE, SPEC, ("prompts",), ("tokens",), 2)
 
 
-@pytest.mark.parametrize(("frequency", "steps"), [(None, [4]), (2, [2, 4]), (3, [3, 4])])
+@pytest.mark.parametrize(
+    ("control", "steps"),
+    [
+        ({}, [0, 4]),
+        ({"eval_freq_steps": 2}, [0, 2, 4]),
+        ({"eval_freq_steps": 3, "eval_at_start": False}, [3, 4]),
+        ({"eval_freq_epochs": 1, "total_train_epochs": 2, "total_train_steps": 6}, [0, 4, 6]),
+    ],
+)
 def test_held_out_rows_are_tried_between_steps(
-    frequency: int | None, steps: list[int], make_run: MakeRun, tmp_path: Path
+    control: dict, steps: list[int], make_run: MakeRun, tmp_path: Path
 ) -> None:
     """Eight rows, two a step; three held-out rows, which take two calls each time."""
     declared = replace(graph(2), evaluation=(TRIAL,))
     meshes = {"gen": (0, 1), "train": (0, 1), "trial": (0, 1)}
-    run = make_run(declared, meshes, tmp_path, n_rows=8, save_freq_steps=2, eval_freq_steps=frequency)
-    workers, notes = played(replace(run, n_held_out=3))
-    assert notes.steps == [0, 1, 2, 3] and [step for step, _ in notes.evaluations] == steps
-    assert notes.evaluations[-1][1] == 1 and notes.saves[-1] == ("actor", "step_4")  # tried, then saved
+    run = make_run(declared, meshes, tmp_path, n_rows=8, save_freq_steps=2, **control)
+    workers, notes = played(run := replace(run, n_held_out=3))
+    n, behind = steps[-1], run.length.n_prompts
+    assert notes.steps == list(range(n)) and [step for step, _ in notes.evaluations] == steps
+    assert notes.tried == [step for step in steps if step]
+    assert notes.evaluations[-1][1] == n // 2 - 1 and notes.saves[-1] == ("actor", f"step_{n}")  # tried, then saved
     ran = [workers.calls[m.request] for rank, m in workers.said if isinstance(m, Run) and rank == 0]
     trained = 0
     for call in ran:
         if call.mfc == "trial":
-            assert trained in steps and {i.prompt for i in call.inputs.ids} in ({8, 9}, {10})
-            assert call.state == {"seen": trained - 1}
+            assert trained in steps
+            assert {i.prompt for i in call.inputs.ids} in ({behind, behind + 1}, {behind + 2})
+            assert call.state == ({"seen": trained - 1} if trained else {})
         trained += call.mfc == "train"
     assert [c.mfc for c in ran].count("trial") == 2 * len(steps)
-    assert {(d.start, d.stop) for d in workers.asked(Drop)} >= {(8, 10), (10, 11)}
+    assert {(d.start, d.stop) for d in workers.asked(Drop)} >= {(behind, behind + 2), (behind + 2, behind + 3)}
+
+
+def test_the_best_models_are_kept(make_run: MakeRun, tmp_path: Path) -> None:
+    """Of equal ones the first; without checkpoints none but the best stays."""
+    declared = replace(graph(2), evaluation=(TRIAL,))
+    meshes = {"gen": (0,), "train": (0,), "trial": (0,)}
+    run = make_run(declared, meshes, tmp_path, n_rows=8, eval_freq_steps=1, keep_best="eval/accuracy")
+    workers, notes = Workers(run := replace(run, n_held_out=3)), Notes({0: 0.1, 1: 0.3, 2: 0.2, 3: 0.5, 4: 0.5})
+    Master(run, workers, dict, notes).train()
+    assert notes.bests == [("eval/accuracy", value, f"step_{step}") for step, value in ((0, 0.1), (1, 0.3), (3, 0.5))]
+    assert {path.name for path in run.paths.best.iterdir()} == {"best.json", "step_3"}
+    stored = json.loads((run.paths.best / "best.json").read_text())
+    assert (stored["step"], stored["value"], stored["folder"]) == (3, 0.5, "step_3")
+    wanted = [run.paths.best / f"step_{step}.unfinished" / "actor" for step in (0, 1, 3)]
+    assert [Path(m.path) for m in workers.asked(Save)] == [*wanted, run.paths.model("actor", 4)]
+
+
+def test_a_metric_that_no_evaluation_has_is_said_before_the_first_step(make_run: MakeRun, tmp_path: Path) -> None:
+    declared = replace(graph(2), evaluation=(TRIAL,))
+    meshes = {"gen": (0,), "train": (0,), "trial": (0,)}
+    run = replace(make_run(declared, meshes, tmp_path, keep_best="eval/acuracy"), n_held_out=1)
+    with pytest.raises(RunFailed, match=r"keep_best=eval/acuracy: .* \(it has eval/accuracy\)  did you mean eval/acc"):
+        played(run)
 
 
 class Unordered(Workers):
@@ -269,7 +317,7 @@ def test_what_happens_in_training_waits_for_the_trial(seed: int, make_run: MakeR
     workers, notes = Unordered(run := replace(run, n_held_out=3), seed), Notes()
     master = Master(run, workers, dict, notes)
     master.train()
-    assert notes.steps == list(range(6)) and [step for step, _ in notes.evaluations] == [1, 2, 3, 4, 5, 6]
+    assert notes.steps == list(range(6)) and [step for step, _ in notes.evaluations] == [0, 1, 2, 3, 4, 5, 6]
     ran = [workers.calls[m.request] for _, m in workers.said if isinstance(m, Run)]
-    assert [call.mfc for call in ran if call.mfc != "gen"] == ["train", "trial", "trial"] * 6
+    assert [call.mfc for call in ran if call.mfc != "gen"] == ["trial", "trial", *["train", "trial", "trial"] * 6]
     assert [call.step for call in ran if call.mfc == "gen"] == list(range(6)) and not master.waiting

@@ -9,6 +9,7 @@ import torch
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.base.errors import UserError
 from realhf.base.paths import RunDir
+from realhf.system.best import Best
 from realhf.system.checkpoint import Saved, Writer, file_name
 from realhf.system.recovery import Manifest, aside, commit, newest, rewind
 
@@ -82,7 +83,25 @@ def test_files_of_a_run_go_back_to_a_step(tmp_path: Path) -> None:
     paths.generations(1).parent.mkdir()
     for step in (1, 2, 3):
         paths.generations(step).write_text("{}\n")
-    rewind(paths, 2)
+    assert rewind(paths, 2) == 3  # which had been done; half a line is no step
     assert [json.loads(line)["step"] for line in paths.metrics.read_text().splitlines()] == [1, 2]
     assert len(paths.events.read_text().splitlines()) == 2
     assert sorted(path.name for path in paths.generations(1).parent.iterdir()) == ["step_1.jsonl", "step_2.jsonl"]
+    assert rewind(paths, 2) == 2
+
+
+def test_what_was_tried_goes_back_too(tmp_path: Path) -> None:
+    """Held-out rows are tried before the first step as well: a run that starts over takes back that line."""
+    paths, best = RunDir(tmp_path), Best(RunDir(tmp_path).best, "eval/accuracy")
+    for step in (0, 1, 2):
+        record = best.record(step, {"eval/accuracy": float(step)})
+        assert record is not None
+        best.aside(record).mkdir(parents=True)
+        best.commit(record, [0, 1])
+        with paths.evaluation.open("a") as file:
+            file.write(json.dumps({"step": step}) + "\n")
+    rewind(paths, 1)
+    assert [json.loads(line)["step"] for line in paths.evaluation.read_text().splitlines()] == [0, 1]
+    assert Best(paths.best, "eval/accuracy").records == best.records[:2]
+    rewind(paths, -1)
+    assert paths.evaluation.read_text() == "" and not list(paths.best.iterdir())

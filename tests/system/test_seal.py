@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realhf.system.seal import FIELDS, TAG_BYTES, Gate, Lane, Refused, Seal, digest, new_key
+from realhf.system.seal import FIELDS, RUN, SHORT_BYTES, TAG_BYTES, Gate, Lane, Refused, Seal, digest, new_key
 
 KEY = bytes(range(32))
 payloads = st.binary(max_size=40)
@@ -15,34 +15,61 @@ payloads = st.binary(max_size=40)
 
 @given(st.lists(st.tuples(st.sampled_from(list(Lane)), st.integers(0, 3), payloads), min_size=1, max_size=8))
 def test_what_is_sealed_passes_once(messages: list[tuple[Lane, int, bytes]]) -> None:
-    seals = {(lane, rank): Seal(KEY, lane, rank) for lane in Lane for rank in range(4)}
+    seals = {(lane, rank): Seal(KEY, lane) for lane in Lane for rank in range(4)}
     gate = Gate(KEY, tuple(Lane), range(4))
     for lane, rank, payload in messages:
-        head = seals[lane, rank].head(digest(payload))
+        head = seals[lane, rank].head((rank,), digest(payload))
         assert gate.check(head, payload) == (lane, rank)
         with pytest.raises(Refused, match=f"of worker {rank} comes after"):
             gate.check(head, payload)
 
 
-@given(payload=payloads, at=st.integers(0, FIELDS.size + TAG_BYTES - 1), flip=st.integers(1, 255))
+@given(payload=payloads, at=st.integers(0, TAG_BYTES + FIELDS.size + RUN.size - 1), flip=st.integers(1, 255))
 def test_no_bit_of_a_head_may_change(payload: bytes, at: int, flip: int) -> None:
-    head = Seal(KEY, Lane.to_master, 1).head(digest(payload))
+    head = Seal(KEY, Lane.to_master).head((1,), digest(payload))
     changed = bytes(byte ^ flip if i == at else byte for i, byte in enumerate(head))
     gate = Gate(KEY, tuple(Lane), range(4))
     with pytest.raises(Refused):
         gate.check(changed, payload)
-    with pytest.raises(Refused, match="not sealed by worker 1"):
+    with pytest.raises(Refused, match="not sealed with our key"):
         gate.check(head, payload + b"x")
     assert gate.check(head, payload) == (Lane.to_master, 1)  # what was refused takes nobody's number
 
 
+def test_a_short_payload_does_not_pass_for_a_long_one() -> None:
+    long = bytes(SHORT_BYTES + 1)
+    head = Seal(KEY, Lane.to_master).head((1,), digest(long))
+    gate = Gate(KEY, (Lane.to_master,), range(4))
+    for short in (digest(long), digest(long)[1:]):
+        assert len(short) <= SHORT_BYTES
+        with pytest.raises(Refused, match="not sealed with our key"):
+            gate.check(head, short)
+    assert gate.check(head, long) == (Lane.to_master, 1)
+
+
 def test_numbers_may_have_gaps_but_not_turn_back() -> None:
-    seal, gate = Seal(KEY, Lane.to_master, 0), Gate(KEY, (Lane.to_master,), range(1))
-    heads = [seal.head(digest(b"x")) for _ in range(3)]
+    seal, gate = Seal(KEY, Lane.to_master), Gate(KEY, (Lane.to_master,), range(1))
+    heads = [seal.head((0,), digest(b"x")) for _ in range(3)]
     gate.check(heads[0], b"x")
     gate.check(heads[2], b"x")
     with pytest.raises(Refused, match="message 2 of worker 0 comes after 3"):
         gate.check(heads[1], b"x")
+
+
+@given(st.sets(st.integers(0, 40), min_size=1), payloads)
+def test_what_is_for_many_passes_at_each_of_them_alone(ranks: set[int], payload: bytes) -> None:
+    seal = Seal(KEY, Lane.to_worker)
+    for number in (1, 2):
+        head = seal.head(ranks, digest(payload))
+        for rank in range(42):
+            gate = Gate(KEY, (Lane.to_worker,), range(rank, rank + 1))
+            if rank in ranks:
+                assert gate.check(head, payload) == (Lane.to_worker, rank)
+                with pytest.raises(Refused, match=f"message {number} of worker {rank} comes after"):
+                    gate.check(head, payload)
+            else:
+                with pytest.raises(Refused, match="nobody here is meant in lane 0"):
+                    gate.check(head, payload)
 
 
 @given(head=st.binary(max_size=80), payload=payloads)

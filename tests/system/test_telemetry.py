@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from realhf.api.batch import BatchMeta, ColumnMeta, RowId
 from realhf.api.config import ModelSpec
 from realhf.api.experiment import RoleSpec
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
-from realhf.api.messages import Call, Done, Ready
+from realhf.api.messages import Call, Done, Holders, Ready
 from realhf.plan.flops import generate_flops, train_flops
 from realhf.plan.schedule import RowsReady, Span
 from realhf.system.run import Expected, RunSpec
@@ -44,6 +45,9 @@ class Watcher:
     def saved(self, role: str, path: Path) -> None:
         self.told.append((role, path.name))
 
+    def kept(self, metric: str, value: float, path: Path) -> None:
+        self.told.append((metric, value, path.name))
+
     def write(self, metrics: Metrics) -> None:
         self.told.append(metrics)
 
@@ -59,7 +63,7 @@ def run(make_run: Callable[..., RunSpec], actor_folder: Path, tmp_path: Path) ->
 
 
 def call(mfc: str, inputs: BatchMeta) -> Call:
-    return Call(1, mfc, 0, 0, inputs, {}, (), ((0,), (1,)), (), {})
+    return Call(1, mfc, 0, 0, inputs, Holders((), {}), (), ((0,), (1,)), (), {})
 
 
 def one_step(telemetry: Telemetry) -> None:
@@ -80,8 +84,7 @@ def one_step(telemetry: Telemetry) -> None:
     trained = [Done(3, rank, stats=losses, spans=spans) for rank in (0, 1)]
     calls = (("actor_gen", PROMPTS, generated), ("rew_inf", ROWS, judged), ("actor_train", ROWS, trained))
     for name, inputs, replies in calls:
-        for reply in replies:
-            telemetry.reply(0, reply)
+        telemetry.replies(0, replies)
         telemetry.call_done(call(name, inputs), replies)
         telemetry.event(RowsReady(name, Span(0, 0, 2), {r.rank: r.outputs for r in replies if r.outputs}))
 
@@ -131,9 +134,9 @@ def test_steps_do_not_mix_and_leave_nothing_behind(run: RunSpec) -> None:
     telemetry = Telemetry(run, Watcher(), [])
     one_step(telemetry)
     fetched = Done(9, 0, spans=(("fetch", 1, 2),))
-    telemetry.reply(1, fetched)  # the next step's data, before this step is over
+    telemetry.replies(1, [fetched])  # the next step's data, before this step is over
     telemetry.step_done(0, {})
-    telemetry.reply(0, Done(10, 0, spans=(("save/actor", 1, 2),)))  # saving, after it is over
+    telemetry.replies(0, [Done(10, 0, spans=(("save/actor", 1, 2),))])  # saving, after it is over
     telemetry.step_done(1, {})
     telemetry.close()
     first, second = lines(run.paths.metrics)
@@ -203,27 +206,42 @@ def test_where_models_went_is_remembered(run: RunSpec) -> None:
     assert telemetry.models == {"actor": run.paths.model("actor", 3)} and view.told == [("actor", "step_3")]
 
 
-def test_what_held_out_rows_gave(run: RunSpec) -> None:
-    """Two calls on two workers; steps over held-out rows begin behind those of training."""
-    trial = MFC("trial", "actor", Kind.INFERENCE, SPEC, ("tokens",), (), 2)
-    run = replace(run, graph=replace(run.graph, evaluation=(trial,)), n_held_out=4)
-    view = Watcher()
-    telemetry = Telemetry(run, view, [view])
+def tried(telemetry: Telemetry, run: RunSpec) -> None:
+    """What the master tells of four held-out rows, in two steps of their own."""
     first = run.trial_length.first_step
     for step in (first, first + 1):
         replies = [Done(1, rank, stats={"accuracy": (rank + step - first, 2.0), "none": (0.0, 0.0)}) for rank in (0, 1)]
-        for reply in replies:
-            telemetry.reply(step, reply)
-        telemetry.call_done(replace(call("trial", ROWS), step=step), replies)
-    telemetry.evaluated(2)
-    (found,) = lines(run.paths.evaluation)
-    assert found["step"] == 2 and found["seconds"] >= 0
-    assert found["metrics"] == {"trial/accuracy": (0 + 1 + 1 + 2) / 8} and found["counts"] == {"trial/accuracy": 8.0}
-    assert view.told == [{"step": 2, **found["metrics"]}, ("evaluated", 2, found["metrics"])]
+        telemetry.replies(step, replies)
+        telemetry.call_done(msgspec.structs.replace(call("eval_rew", ROWS), step=step), replies)
+
+
+def test_what_held_out_rows_gave(run: RunSpec) -> None:
+    """Two calls on two workers; steps over held-out rows begin behind those of training."""
+    trial = MFC("eval_rew", "actor", Kind.INFERENCE, SPEC, ("tokens",), (), 2)
+    run = replace(run, graph=replace(run.graph, evaluation=(trial,)), n_held_out=4)
+    view = Watcher()
+    telemetry = Telemetry(run, view, [view])
+    tried(telemetry, run)
+    assert telemetry.evaluated(0) == {"eval/accuracy": 0.5, "eval/prompts": 4.0, "eval_rew/accuracy": 0.5}
+    one_step(telemetry)
+    tried(telemetry, run)
+    telemetry.step_done(0, {}, is_tried=True)
+    assert len(lines(run.paths.metrics)) == 1
+    metrics = telemetry.evaluated(1)
+    before, found = lines(run.paths.evaluation)
+    assert (before["step"], found["step"]) == (0, 1) and before["metrics"] == found["metrics"] == metrics
+    assert found["seconds"] >= 0 and found["counts"] == {"eval_rew/accuracy": 8.0}
+    at_start, line = lines(run.paths.metrics)
+    assert at_start == {"step": 0, "time/eval_s": before["seconds"], **metrics}
+    assert line["time/eval_s"] == found["seconds"] and line["step"] == 1 and "rew_inf/reward" in line
+    assert {**line, **metrics} == line
+    assert view.told == [at_start, ("evaluated", 0, metrics), 1, line, ("evaluated", 1, metrics)]
     for step in (1, 2):
         folder = run.paths.model("actor", step)
         folder.mkdir(parents=True)
         telemetry.saved("actor", folder)
-    assert json.loads((run.paths.model("actor", 2) / "evaluation.json").read_text()) == found
-    assert not (run.paths.model("actor", 1) / "evaluation.json").exists()
+    assert json.loads((run.paths.model("actor", 1) / "evaluation.json").read_text()) == found
+    assert not (run.paths.model("actor", 2) / "evaluation.json").exists()
+    telemetry.kept("eval/accuracy", 0.5, run.paths.best / "step_2")
+    assert telemetry.best == run.paths.best / "step_2" and view.told[-1] == ("eval/accuracy", 0.5, "step_2")
     telemetry.close()

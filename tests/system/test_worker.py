@@ -10,10 +10,11 @@ from realhf.api.batch import RowId
 from realhf.api.messages import Collect, Done, Drop, Failed, Fetch, Hello, Ready, Run, Save, Start, ToMaster
 from realhf.apps.quickstart import prepare
 from realhf.base.errors import UserError
+from realhf.base.memory import resident_bytes
 from realhf.models.hf import SINGLE
 from realhf.plan.schedule import Dispatch, MasterState, RowsReady
 from realhf.system.run import RunSpec
-from realhf.system.worker import ModelWorker, resident_bytes
+from realhf.system.worker import ModelWorker
 from tests.conftest import Task
 
 

@@ -1,0 +1,120 @@
+"""Held-out prompts in runs that learn by reward: tried between steps, to no effect on training; the best is kept."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Task
+from tests.integration.conftest import PATIENCE_S, Run, Started, start
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+Runs = dict[str, Run]
+STEPS = ["exp_ctrl.total_train_epochs=2", "exp_ctrl.total_train_steps=4", "exp_ctrl.save_freq_steps=1",
+         "n_logged_generations=-1", "tensorboard.enabled=False"]  # fmt: skip
+KEEP = ["exp_ctrl.eval_freq_steps=1", "exp_ctrl.keep_best=-eval/reward", "exp_ctrl.ckpt_freq_steps=1"]
+
+
+@pytest.fixture(scope="module")
+def words(ppo_words: list[str], task: Task) -> list[str]:
+    return [*ppo_words, *STEPS, f"dataset.eval_path={task.valid}"]
+
+
+@pytest.fixture(scope="module")
+def runs(
+    realhf_all: Callable[..., Runs], ppo_words: list[str], words: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Runs:
+    sampled = ["evaluation.greedy=False", "evaluation.n=3", "exp_ctrl.eval_at_start=False"]
+    cut = ["n_gpus_per_node=2", "allocation_mode=actor_gen:d2,actor_train:p2,*:d2", "exp_ctrl.eval_freq_steps=1"]
+    variants = {"tried": KEEP, "sampled": sampled, "cut": cut, "without": ["dataset.eval_path=''"]}
+    return realhf_all("ppo-math", tmp_path_factory.mktemp("tried"), variants, words)
+
+
+def weights(run: Run) -> dict[str, bytes]:
+    return {str(p.relative_to(run.root)): p.read_bytes() for p in run.root.glob("models/*/*/model.safetensors")}
+
+
+def of_training(run: Run) -> list[dict[str, float]]:
+    return [{k: v for k, v in line.items() if not k.startswith("eval")} for line in run.curve if line["step"]]
+
+
+def test_training_does_not_notice(runs: Runs) -> None:
+    plain = runs["without"]
+    assert len(weights(plain)) == 8 and "eval" not in str(plain.metrics)
+    for name in ("tried", "sampled"):
+        assert weights(runs[name]) == weights(plain) and of_training(runs[name]) == plain.curve
+        assert all(runs[name].generations(step) == plain.generations(step) for step in (1, 2, 3, 4))
+
+
+def test_what_is_written_down(runs: Runs, task: Task) -> None:
+    tried, sampled = runs["tried"], runs["sampled"]
+    n = len(task.valid.read_text().splitlines())
+    assert [found["step"] for found in tried.evaluations] == [0, 1, 2, 3, 4] == [line["step"] for line in tried.metrics]
+    assert [found["step"] for found in sampled.evaluations] == [4]
+    for found, line in zip(tried.evaluations, tried.metrics, strict=True):
+        assert {**line, **found["metrics"]} == line and line["time/eval_s"] == found["seconds"]
+        assert line["eval/prompts"] == n == found["counts"]["eval_rew/reward"]
+        assert 1 <= line["eval/answer_length"] <= 12 and line["eval/reward"] == line["eval_rew/reward"]
+        assert f"held out after step {int(line['step'])}: eval  reward {line['eval/reward']:.4f}" in tried.said
+    assert sampled.evaluations[0]["counts"]["eval_rew/reward"] == 3 * n
+    assert len({line["eval/reward"] for line in tried.metrics}) > 1
+
+
+def test_it_does_not_depend_on_the_layout(runs: Runs) -> None:
+    for one, cut in zip(runs["tried"].evaluations, runs["cut"].evaluations, strict=True):
+        assert one["counts"] == cut["counts"] and cut["metrics"] == pytest.approx(one["metrics"], rel=1e-4, abs=1e-6)
+
+
+def best_of(run: Run) -> dict[str, bytes]:
+    return {str(p.relative_to(run.root)): p.read_bytes() for p in run.root.glob("best/**/*") if p.is_file()}
+
+
+def test_the_best_models_are_those_of_the_best_evaluation(runs: Runs) -> None:
+    run = runs["tried"]
+    values = [found["metrics"]["eval/reward"] for found in run.evaluations]
+    pointer = json.loads((run.root / "best" / "best.json").read_text())
+    best = min(values)  # this run is asked for the least: the first updates make these answers worse
+    assert (pointer["value"], pointer["step"]) == (best, values.index(best)) and pointer["step"] > 0
+    place = run.root / "best" / pointer["folder"]
+    for role in ("actor", "critic"):
+        assert json.loads((place / role / "evaluation.json").read_text())["step"] == pointer["step"]
+        kept, saved = (folder / "model.safetensors" for folder in (place / role, run.model(role, pointer["step"])))
+        assert kept.read_bytes() == saved.read_bytes()
+    assert f"best    eval/reward {best:.4f} -> {place}" in run.said
+    assert not list(run.root.glob("best/*unfinished*"))
+
+
+def kill_when(started: Started, moment: Callable[[Path], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not moment(started.root):
+        assert started.process.poll() is None, "the run is over before it is killed"
+        assert time.monotonic() < end, "the moment does not come"
+        time.sleep(0.001)
+    os.kill(started.process.pid, signal.SIGKILL)
+    started.process.communicate(timeout=60)
+
+
+def lines(root: Path) -> int:
+    return len((root / "metrics.jsonl").read_text().splitlines()) if (root / "metrics.jsonl").exists() else 0
+
+
+def test_killed_while_the_best_is_written_and_still_the_same_to_the_bit(
+    runs: Runs, words: list[str], tmp_path: Path
+) -> None:
+    started = start("ppo-math", tmp_path, [*words, *KEEP])
+    kill_when(started, lambda root: lines(root) >= 3 and (root / "checkpoints" / "latest").exists())
+    pointer = json.loads((started.root / "best" / "best.json").read_text())
+    assert (started.root / "best" / pointer["folder"] / "actor" / "model.safetensors").is_file()
+    (started.root / "best" / "step_2.unfinished" / "actor").mkdir(parents=True, exist_ok=True)  # half written
+    found = start("", started.root, [], command=["resume", str(started.root)]).finish()
+    assert found.code == 0, found.said
+    whole = runs["tried"]
+    assert found.curve == whole.curve and weights(found) == weights(whole)
+    timeless = [[{**line, "seconds": 0} for line in run.evaluations] for run in (found, whole)]
+    assert timeless[0] == timeless[1]
+    kept = [{k: v for k, v in best_of(run).items() if not k.endswith("evaluation.json")} for run in (found, whole)]
+    assert kept[0] == kept[1] and kept[0]

@@ -1,0 +1,155 @@
+"""What is not ours: declared and used, bounded and pinned; nothing is unpickled; what an audit's answers mean."""
+
+import ast
+import json
+import re
+import sys
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.audit import verdict
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TOOLS = ("test", "dev")  # extras that the package itself does not import
+PLANNED = {"vllm", "megatron-core"}  # `realhf env` says whether they are there; nothing runs on them yet
+OURS = ("realhf", "tests", "examples", "benchmarks", "experiments", "docs")
+UNPICKLING = re.compile(r"(pickle|dill|cloudpickle|marshal|joblib)\.(load|loads|Unpickler)|shelve\.open|"
+                        r"pandas\.read_pickle|yaml\.(unsafe_load|full_load|unsafe_load_all|full_load_all)")  # fmt: skip
+
+
+def requirements(lines: list[str]) -> dict[str, Requirement]:
+    found = {canonicalize_name(r.name): r for r in map(Requirement, lines)}
+    return {name: r for name, r in found.items() if name != PROJECT["name"]}
+
+
+EXTRAS = {name: requirements(lines) for name, lines in PROJECT["optional-dependencies"].items()}
+RUNTIME = requirements(PROJECT["dependencies"]) | {
+    name: r for extra, found in EXTRAS.items() if extra not in TOOLS for name, r in found.items()
+}
+DECLARED = RUNTIME | {name: r for extra in TOOLS for name, r in EXTRAS[extra].items()}
+PINS = requirements(re.sub(r"#.*", "", (ROOT / "constraints.txt").read_text()).split())
+
+
+def trees(*folders: str) -> Iterator[tuple[str, ast.AST]]:
+    for file in chain.from_iterable(sorted((ROOT / folder).rglob("*.py")) for folder in folders):
+        yield file.relative_to(ROOT).as_posix(), ast.parse(file.read_text())
+
+
+def imported() -> dict[str, str]:
+    """Return the modules that realhf imports from elsewhere, each with a file that does."""
+    found: dict[str, str] = {}
+    for file, tree in trees("realhf"):
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found |= {name.split(".")[0]: file for name in names}
+    return {name: file for name, file in found.items() if name != "realhf" and name not in sys.stdlib_module_names}
+
+
+def distributions() -> dict[str, str]:
+    """Return the distribution of every module that realhf imports; one that is not installed has the module's name."""
+    known = packages_distributions()
+    return {name: canonicalize_name(known.get(name, [name])[0]) for name in imported()}
+
+
+def test_what_is_imported_is_declared() -> None:
+    files = imported()
+    assert {name: files[name] for name, owner in distributions().items() if owner not in RUNTIME} == {}
+
+
+def test_what_is_declared_is_imported() -> None:
+    assert set(RUNTIME) - set(distributions().values()) == PLANNED
+
+
+def test_every_dependency_has_a_lower_bound_and_a_pin_that_keeps_it() -> None:
+    for name, wanted in DECLARED.items():
+        assert any(bound.operator in (">=", "==") for bound in wanted.specifier), f"{wanted}: which version is needed?"
+        if name not in PLANNED:
+            (pin,) = PINS[name].specifier
+            assert pin.operator == "==" and wanted.specifier.contains(pin.version), f"{PINS[name]} is not {wanted}"
+    assert set(PINS) <= set(DECLARED), "what is pinned is declared"
+
+
+def loads_objects(call: ast.Call) -> bool:
+    """Tell whether a call may run what the data says."""
+    name, options = ast.unparse(call.func), {k.arg: ast.unparse(k.value) for k in call.keywords}
+    match name:
+        case "torch.load":
+            return options.get("weights_only") != "True"
+        case "np.load" | "numpy.load":
+            return options.get("allow_pickle", "False") != "False"
+        case "yaml.load" | "yaml.load_all":
+            return not any(
+                "SafeLoader" in ast.unparse(value) for value in (*call.args, *(k.value for k in call.keywords))
+            )
+    return bool(UNPICKLING.fullmatch(name))
+
+
+def test_nothing_is_unpickled_anywhere() -> None:
+    found = [
+        f"{file}:{node.lineno}: {ast.unparse(node)}"
+        for file, tree in trees(*OURS)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and loads_objects(node)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("text", "unsafe"),
+    [
+        ("pickle.loads(x)", True),
+        ("torch.load(f)", True),
+        ("torch.load(f, weights_only=False)", True),
+        ("torch.load(f, weights_only=True)", False),
+        ("yaml.load(f)", True),
+        ("yaml.load(f, yaml.Loader)", True),
+        ("yaml.load(f, Loader=yaml.CSafeLoader)", False),
+        ("yaml.safe_load(f)", False),
+        ("np.load(f, allow_pickle=True)", True),
+        ("np.load(f)", False),
+        ("json.loads(x)", False),
+    ],
+)
+def test_which_calls_those_are(text: str, unsafe: bool) -> None:
+    (call,) = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
+    assert loads_objects(call) is unsafe
+
+
+HOLE = {
+    "name": "b",
+    "version": "2",
+    "vulns": [{"id": "PYSEC-1", "fix_versions": ["3"]}, {"id": "X", "fix_versions": []}],
+}
+CLEAN, UNKNOWN = {"name": "a", "version": "1", "vulns": []}, {"name": "c", "skip_reason": "nobody knows it"}
+
+
+@pytest.mark.parametrize(
+    ("pins", "code", "lines"),
+    [
+        ([CLEAN], 0, ["1 pinned versions were asked for, 0 vulnerabilities are known"]),
+        ([CLEAN, HOLE], 1, ["2 pinned versions were asked for, 2 vulnerabilities are known",
+                            "b 2: PYSEC-1, mended in 3", "b 2: X, mended in no version"]),
+        ([CLEAN, UNKNOWN], 0, ["1 pinned versions were asked for, 0 vulnerabilities are known",
+                               "NOT AUDITED, the database does not know them: c"]),
+    ],
+)  # fmt: skip
+def test_what_an_audit_says(pins: list[dict], code: int, lines: list[str]) -> None:
+    assert verdict(json.dumps({"dependencies": pins}), "") == (code, "\n".join(lines))
+
+
+def test_an_audit_that_could_not_ask_says_so() -> None:
+    code, text = verdict("", "Traceback: long\nConnectionError: no such host\n")
+    assert code == 0 and text.startswith("NOT AUDITED") and text.endswith("ConnectionError: no such host")
