@@ -13,6 +13,7 @@ from realhf.api.hardware import Hardware, Workload
 from realhf.api.model import ModelConfig
 from realhf.api.plan import ExecutionPlan, MicroBatching
 from realhf.base.errors import UserError
+from realhf.base.paths import KERNELS
 from realhf.data.encode import EncodedRows
 from realhf.data.order import rows_at
 from realhf.plan.allocate import PLANNED
@@ -162,8 +163,10 @@ def planner_of(
     """Return the planner of an experiment on a machine."""
     config, sampling, roles = experiment.config, experiment.sampling_options(), experiment.roles()
     workload = workload_of(config, experiment.task, rows, sampling, experiment.samples_per_prompt())
-    cost = CostModel(graph, models, roles, machine.speed, workload, config.n_gpus_per_node, sampling)
-    memory = MemoryModel(graph, models, roles, workload, machine.footprint, machine.hardware.reserved, device, sampling)
+    shares = device == "cpu" and KERNELS.exists()  # what computes a prompt once for all its rows is compiled for CPU
+    cost = CostModel(graph, models, roles, machine.speed, workload, config.n_gpus_per_node, sampling, shares)
+    reserved = machine.hardware.reserved
+    memory = MemoryModel(graph, models, roles, workload, machine.footprint, reserved, device, sampling, shares)
     limits = {name: MicroBatching(o.mb_spec.n_mbs, o.mb_spec.max_tokens_per_mb)
               for name, o in experiment.placements().items()}  # fmt: skip
     n_workers = config.n_nodes * config.n_gpus_per_node

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+KERNELS = Path(__file__).parents[1] / "ops" / "_C.so"
+"""What csrc compiles to; torch loads it."""
+
 
 @dataclass(frozen=True)
 class RunDir:

@@ -18,6 +18,7 @@ from realhf.base.errors import RunFailed, UserError
 from realhf.base.paths import RunDir
 from realhf.launch.command import how_it_ended, python_path, shared_environment, worker_command
 from realhf.launch.local import DUMP_S, STOP_S, ask_for_stacks, start_worker, state_of
+from realhf.system.mailbox import NodeLost
 
 NOTICE_S = 15.0
 """How long Ray may take to notice that a node has died."""
@@ -143,7 +144,8 @@ class RayLauncher:
                 self._ended[left[ref]] = how_it_ended(ray.get(ref))
             except ray.exceptions.RayError as error:
                 place = self.places[left[ref]] if self.places else "unknown"
-                self._ended[left[ref]] = f"was lost with its actor on node {place}: {reason(str(error))}"
+                words = f"was lost with its actor on node {place}: {reason(str(error))}"
+                self._ended[left[ref]] = NodeLost(words)
 
 
 class Keeper:

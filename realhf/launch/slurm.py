@@ -12,10 +12,10 @@ from realhf.base.paths import RunDir
 from realhf.launch.command import how_it_ended, shared_environment, worker_command
 from realhf.launch.local import DUMP_S, STOP_S, start_worker
 from realhf.launch.network import address_for
+from realhf.system.mailbox import NodeLost
 
 RANK = "SLURM_PROCID"
 ANSWER_S = 60.0
-LOST = "was lost with its node"
 TASKS_ENDED = re.compile(r"^srun: error: (\S+): tasks? ([\d,-]+): (.+)$", re.MULTILINE)
 NODES_FAILED = re.compile(r"^srun: error: Node failure on (\S+)$", re.MULTILINE)
 
@@ -43,7 +43,7 @@ class SlurmLauncher:
         code = self.process.poll() if self.process else None
         said = self._said()
         found = ended(said, self.nodes, self.config.n_gpus_per_node)
-        if lost := {rank: how for rank, how in found.items() if how.startswith(LOST)}:
+        if lost := {rank: how for rank, how in found.items() if isinstance(how, NodeLost)}:
             return lost  # srun has ended the others for it
         if code is not None:
             last = said.strip().rpartition("\n")[2]
@@ -127,7 +127,7 @@ def ended(said: str, nodes: list[str], per_node: int) -> dict[int, str]:
         for node in set(expand(failed)) & set(nodes):
             first = nodes.index(node) * per_node
             for rank in range(first, first + per_node):
-                found.setdefault(rank, f"{LOST} {node}")
+                found[rank] = NodeLost(f"was lost with its node {node}")
     return found
 
 

@@ -1,5 +1,6 @@
 """What every instruction of a program costs: the one place where counts of work meet the speed of a machine."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -41,7 +42,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Prices the instructions of one experiment on one machine. ``models`` and ``roles`` are by role."""
+    """Prices the instructions of one experiment on one machine. ``models`` and ``roles`` are by role.
+
+    ``shares``: engines compute what the rows of a prompt share once (``engine/packing.py``).
+    """
 
     graph: Graph
     models: Mapping[str, ModelConfig]
@@ -50,6 +54,7 @@ class CostModel:
     workload: Workload
     node_size: int
     sampling: GenerationConfig | None = None
+    shares: bool = False
 
     def price(self, plan: ExecutionPlan) -> Callable[[Call, Instruction], Cost]:
         """Return what the instructions of a plan's calls cost, for the simulator."""
@@ -129,7 +134,8 @@ class CostModel:
         stages = self._stages(mfc, placement.layout, dp)
         n = len(stages)
         limits = _at_least(placement.micro_batching, n)
-        works = works_of(rows.ids, rows.lengths, limits)
+        prompts = prompts_of(self.workload, rows.ids)
+        works = works_of(rows.ids, rows.lengths, limits, prompts, self.shares)
         seconds, busy = self._stream(
             stages, works, inference_schedule, lambda *given: (self.speed.forward(*given), 0.0), share=1
         )
@@ -176,8 +182,8 @@ class CostModel:
         stages = self._stages(mfc, placement.layout, dp)
         n = len(stages)
         limits = _at_least(placement.micro_batching, 2 * n if n > 1 else 1)
-        prompts = tuple(self.workload.prompt_length(i.prompt) for i in ids) if self.workload.sampled else ()
-        works = works_of(ids, lengths, limits, prompts)
+        shares = self.shares and not self.models[mfc.role].n_experts
+        works = works_of(ids, lengths, limits, prompts_of(self.workload, ids), shares, near=self.shares)
         tp = placement.layout.strategy.tp
         share = tp if self.roles[mfc.role].spec.sequence_parallel else 1
         seconds, busy = self._stream(stages, works, train_schedule, self.speed.train, share)
@@ -289,16 +295,47 @@ def rows_of(call: Call) -> tuple[Rows, ...]:
     )
 
 
+def prompts_of(workload: Workload, ids: tuple[RowId, ...]) -> tuple[int, ...]:
+    """Return how much of every row is its prompt; empty where rows have none."""
+    return tuple(workload.prompt_length(i.prompt) for i in ids) if workload.sampled else ()
+
+
 @lru_cache(maxsize=16384)
 def works_of(
-    ids: tuple[RowId, ...], lengths: tuple[int, ...], limits: MicroBatching, prompts: tuple[int, ...] = ()
+    ids: tuple[RowId, ...],
+    lengths: tuple[int, ...],
+    limits: MicroBatching,
+    prompts: tuple[int, ...] = (),
+    shares: bool = False,
+    near: bool | None = None,
 ) -> tuple[Work, ...]:
-    """Return the micro-batches of some rows; tokens of ``prompts`` (lengths, where they are known) have no loss."""
+    """Return the micro-batches of some rows; tokens of ``prompts`` (lengths, where they are known) have no loss.
+
+    ``shares``: a prompt is computed once for all its rows in a micro-batch; ``near`` (default: where they share) keeps
+    them together.
+    """
     found = []
-    for part in micro_batches(ids, lengths, limits):
-        own = [lengths[i] for i in part]
-        found.append(Work.of(own, sum(own) - sum(prompts[i] for i in part) if prompts else None))
+    for part in micro_batches(ids, lengths, limits, near=shares if near is None else near):
+        trained = sum(lengths[i] - prompts[i] for i in part) if prompts else None
+        own, before = [lengths[i] for i in part], []
+        if shares and prompts:
+            own, before = _without_repeats(part, ids, lengths, prompts)
+        found.append(Work.of(own, trained, before))
     return tuple(found)
+
+
+def _without_repeats(
+    part: Sequence[int], ids: Sequence[RowId], lengths: Sequence[int], prompts: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Return the lengths of a micro-batch's rows where those of one prompt share it, and what precedes each."""
+    times = Counter(ids[i].prompt for i in part)
+    own, before = [], []
+    for i in part:
+        several = times[ids[i].prompt] > 1
+        own.append(lengths[i] - prompts[i] * several)
+        before.append(prompts[i] * several)
+    shared = {ids[i].prompt: prompts[i] for i in part if times[ids[i].prompt] > 1}
+    return [*shared.values(), *own], [*[0] * len(shared), *before]
 
 
 def _at_least(limits: MicroBatching, n: int) -> MicroBatching:

@@ -11,7 +11,7 @@ from realhf.api.hardware import Workload
 from realhf.api.layout import Layout, ParallelStrategy
 from realhf.api.model import ModelConfig
 from realhf.api.plan import ExecutionPlan, Placement
-from realhf.plan.cost import Rows, works_of
+from realhf.plan.cost import Rows, prompts_of, works_of
 from realhf.plan.parts import kv_numel, parts_of, shard_numels
 from realhf.plan.program import home
 from realhf.plan.speed import Footprint, Part, Work
@@ -40,7 +40,10 @@ class Bytes:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Counts bytes of one experiment. ``runtime`` is what a worker takes before it has any model."""
+    """Counts bytes of one experiment. ``runtime`` is what a worker takes before it has any model.
+
+    ``shares`` is as in ``CostModel``.
+    """
 
     graph: Graph
     models: Mapping[str, ModelConfig]
@@ -50,6 +53,7 @@ class MemoryModel:
     runtime: float
     device: str
     sampling: GenerationConfig | None = None
+    shares: bool = False
 
     def weights(self, role: str, strategy: ParallelStrategy) -> float:
         """Return the bytes of a role's weights on each of its devices, at the heaviest stage."""
@@ -78,7 +82,7 @@ class MemoryModel:
         match mfc.kind:
             case Kind.TRAIN:
                 least = 2 * strategy.pp if strategy.pp > 1 else 1
-                works = [_largest(placement, r, n, least) for r in ranks for n in range(mfc.n_minibatches)]
+                works = [self._largest(mfc, placement, r, n, least) for r in ranks for n in range(mfc.n_minibatches)]
                 work = max(works, key=lambda w: w.tokens)
                 peaks = []
                 for stage, part in enumerate(parts):  # 1F1B: stage s has begun pp - s micro-batches
@@ -86,7 +90,8 @@ class MemoryModel:
                     peaks.append((strategy.pp - stage - 1) * kept + peak)
                 return Bytes(borrowed=borrowed, activations=max(peaks))
             case Kind.INFERENCE:
-                work = max((_largest(placement, r, None, strategy.pp) for r in ranks), key=lambda w: w.tokens)
+                least = strategy.pp
+                work = max((self._largest(mfc, placement, r, None, least) for r in ranks), key=lambda w: w.tokens)
                 return Bytes(borrowed=borrowed, activations=max(self.footprint.forward_bytes(p, work) for p in parts))
             case Kind.GENERATE:
                 n = 1 if mfc.per_prompt else self.workload.samples
@@ -123,6 +128,16 @@ class MemoryModel:
             self.roles[role].spec.optimizer.type is not OptimizerType.empty
         )
 
+    def _largest(self, mfc: MFC, placement: Placement, rows: Rows, minibatch: int | None, at_least: int) -> Work:
+        """Return a rank's largest micro-batch."""
+        assert mfc.role is not None
+        ids, lengths = (rows.ids, rows.lengths) if minibatch is None else rows.of_minibatch(minibatch)
+        limits = placement.micro_batching
+        limits = replace(limits, n_mbs=max(limits.n_mbs, at_least))
+        shares = self.shares and not (mfc.kind is Kind.TRAIN and self.models[mfc.role].n_experts)
+        works = works_of(ids, lengths, limits, prompts_of(self.workload, ids), shares, near=self.shares)
+        return max(works, key=lambda work: work.tokens, default=Work.of(()))
+
     def _generation(self, placement: Placement, ranks: Sequence[Rows], parts: Sequence[Part], n: int) -> Bytes:
         """Return what drawing ``n`` answers to every row takes."""
         assert self.sampling is not None
@@ -136,14 +151,6 @@ class MemoryModel:
         work = max(self.footprint.forward_bytes(replace(part, last=False), prompts) for part in parts)
         logits = 8.0 * slots * config.vocab  # once as they are, once while they are sampled from
         return Bytes(activations=work, kv_cache=float(cache * slots * longest * size), buffers=logits)
-
-
-def _largest(placement: Placement, rows: Rows, minibatch: int | None, at_least: int) -> Work:
-    """Return a rank's largest micro-batch."""
-    ids, lengths = (rows.ids, rows.lengths) if minibatch is None else rows.of_minibatch(minibatch)
-    limits = placement.micro_batching
-    limits = replace(limits, n_mbs=max(limits.n_mbs, at_least))
-    return max(works_of(ids, lengths, limits), key=lambda work: work.tokens, default=Work.of(()))
 
 
 def _prefill(lengths: Sequence[int], limit: int) -> Work:

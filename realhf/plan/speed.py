@@ -23,7 +23,8 @@ class Collective(Enum):
 class Work:
     """One micro-batch: rows, distinct lengths among them, tokens, and pairs of a token and one that it sees.
 
-    ``trained`` counts the tokens with a loss (None: all): the vocabulary head looks at no other on its way back.
+    ``trained`` counts the tokens with a loss (None: all): the vocabulary head looks at no other on its way back. What
+    rows share counts once, as a row of its own.
     """
 
     rows: int
@@ -33,8 +34,10 @@ class Work:
     trained: int | None = None
 
     @staticmethod
-    def of(lengths: Sequence[int], trained: int | None = None) -> "Work":
-        pairs = sum(n * (n + 1) // 2 for n in lengths)
+    def of(lengths: Sequence[int], trained: int | None = None, before: Sequence[int] = ()) -> "Work":
+        """Return the work of rows of which each goes on from ``before`` tokens of another one (default: none does)."""
+        seen = before or [0] * len(lengths)
+        pairs = sum(n * (n + 1) // 2 + n * b for n, b in zip(lengths, seen, strict=True))
         return Work(len(lengths), len(set(lengths)), sum(lengths), pairs, trained)
 
 

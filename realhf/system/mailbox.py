@@ -1,6 +1,6 @@
 """The master's ear: messages with deadlines, and the words for what went wrong when a worker dies or fails."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,9 +16,15 @@ POLL_S = 0.2
 SETTLE_S = 1.5
 """How long a reported failure waits for a worse one: a worker that lost its peer may speak before the death shows."""
 
+NODES_SETTLE_S = 6.0
+"""The same where a node may be the cause: whoever keeps nodes hears of it later than their workers' peers do."""
 
 LAST_LINES, LAST_BYTES = 20, 8192
 """What is shown of the log of a worker that died without a word."""
+
+
+class NodeLost(str):
+    """The words for a worker that went with its node, or with what kept it: whatever it said last, that is the cause."""
 
 
 class Watch(Protocol):
@@ -36,6 +42,7 @@ class Mailbox:
     doing: Callable[[int], str]
     log_of: Callable[[int], Any]
     settle_s: float = SETTLE_S
+    nodes_settle_s: float = 0.0
     pulses: Pulses = field(default_factory=lambda: Pulses(float("inf")))
 
     def receive(self, left: Callable[[], float], complaint: Callable[[], str], awaited: Iterable[int] = ()) -> ToMaster:
@@ -76,13 +83,13 @@ class Mailbox:
 
     def _first_cause(self, reports: list[Failed]) -> RunFailed:
         """Listen on for a moment, then blame: who died without a word, else who failed first of its own accord."""
-        left = deadline(self.settle_s)
-        while left() > 0:
+        soon, late = deadline(self.settle_s), deadline(max(self.settle_s, self.nodes_settle_s))
+        silent: list[tuple[int, str]] = []
+        while soon() > 0 or (late() > 0 and not silent and not any(report.user_error for report in reports)):
             message = self.channel.receive(0.1)
             if isinstance(message, Failed):
                 reports.append(message)
-        spoke = {report.rank for report in reports}
-        silent = sorted((rank, how) for rank, how in self.watch().items() if rank not in spoke)
+            silent = died_without_a_word(self.watch(), {report.rank for report in reports})
         if silent:
             rank, how = silent[0]
             log = self.log_of(rank)
@@ -93,6 +100,12 @@ class Mailbox:
         return RunFailed(
             f"{text}\nsee {self.log_of(report.rank)}", "" if report.user_error else report.traceback
         )  # fmt: skip
+
+
+def died_without_a_word(ended: Mapping[int, str], spoke: Collection[int]) -> list[tuple[int, str]]:
+    """Return who ended and did not say why, with the words for how; those whose node was lost come first."""
+    found = [(rank, how) for rank, how in ended.items() if rank not in spoke or isinstance(how, NodeLost)]
+    return sorted(found, key=lambda one: (not isinstance(one[1], NodeLost), one[0]))
 
 
 def listed(ranks: Iterable[int]) -> str:

@@ -30,7 +30,7 @@ from realhf.plan.program import home, meshes_of
 from realhf.plan.schedule import Action, Dispatch, FetchRows, FinishStep, MasterState, RowsReady, Span
 from realhf.system.best import Best, Record
 from realhf.system.channel import MasterEnd, deadline
-from realhf.system.mailbox import Mailbox, Watch, listed
+from realhf.system.mailbox import NODES_SETTLE_S, Mailbox, Watch, listed
 from realhf.system.pulse import Pulses
 from realhf.system.recovery import Manifest, aside, checkpoints_of, commit, flat_options
 from realhf.system.run import RunSpec
@@ -63,7 +63,9 @@ class Master:
         """``last`` is the checkpoint to go on from, and its folder."""
         self.run, self.channel, self.telemetry = run, channel, telemetry
         pulses = Pulses(run.config.heartbeat_timeout or float("inf"))
-        self.mailbox = Mailbox(channel, watch, self._doing, lambda rank: run.paths.log(f"worker-{rank}"), pulses=pulses)
+        patience = NODES_SETTLE_S if run.config.n_nodes > 1 else 0.0
+        self.mailbox = Mailbox(channel, watch, self._doing, lambda rank: run.paths.log(f"worker-{rank}"),
+                               nodes_settle_s=patience, pulses=pulses)  # fmt: skip
         self.checkpoint = str(last[0]) if last else ""
         length = replace(run.length, first_step=last[1].step) if last else run.length
         in_line = run.writes_checkpoints or bool(run.graph.evaluation)

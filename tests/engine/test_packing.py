@@ -10,10 +10,14 @@ from hypothesis import strategies as st
 
 from realhf.api.batch import RowId
 from realhf.api.plan import MicroBatching
+from realhf.base.paths import KERNELS
 from realhf.data.batch import Column, SequenceBatch
 from realhf.engine.native import NativeEngine
 from realhf.engine.packing import pack
+from realhf.ops import native
 from realhf.ops.attention import shares_prefixes
+from realhf.plan.cost import works_of
+from realhf.plan.micro_batch import micro_batches
 from tests.engine.tiny import FAMILIES, counted, engine_on, nll
 
 ROWS = st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 1), min_size=1, max_size=6)), max_size=8)
@@ -47,6 +51,32 @@ def test_every_token_is_found_behind_those_that_came_before_it(rows: list[tuple[
         assert packing.before[places].tolist() == [-1, *places[:-1]]
         own = segment[places[-1]]
         assert all(segment[place] in (own, packing.prefixes[own]) for place in places)
+
+
+PROMPTS = st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 12), min_size=1, max_size=4)), max_size=6)
+
+
+@given(PROMPTS, st.integers(1, 4), st.integers(8, 80))
+@settings(max_examples=100, deadline=None)
+def test_the_planner_counts_what_is_computed(prompts: list[tuple[int, list[int]]], n_mbs: int, cap: int) -> None:
+    """Every group's first answers begin differently, so that a prompt is all that they share."""
+    ids, tokens, shared = [], [], []
+    for prompt, (length, answers) in enumerate(prompts):
+        for sample, answer in enumerate(answers):
+            ids.append(RowId(prompt, sample))
+            tokens.append(torch.cat([torch.full((length,), 99), torch.full((answer,), sample)]))
+            shared.append(length)
+    lengths, limits = tuple(map(len, tokens)), MicroBatching(n_mbs, cap)
+    works = works_of(tuple(ids), lengths, limits, tuple(shared), shares=True)
+    parts = micro_batches(ids, lengths, limits, near=True)
+    assert len(works) == len(parts)
+    for work, part in zip(works, parts, strict=True):
+        some = SequenceBatch(tuple(ids[i] for i in part), {"tokens": Column.of([tokens[i] for i in part])})
+        packing = pack(some, share=True)
+        rows = zip(packing.lengths, packing.prefixes or (-1,) * len(packing.lengths), strict=True)
+        pairs = sum(n * (n + 1) // 2 + (n * packing.lengths[p] if p >= 0 else 0) for n, p in rows)
+        assert (work.tokens, work.rows, work.pairs) == (len(packing.tokens), len(packing.lengths), pairs)
+        assert work.trained == sum(lengths[i] - shared[i] for i in part)
 
 
 def groups(n: int, vocab: int = 37) -> SequenceBatch:
@@ -122,3 +152,7 @@ def test_fewer_tokens_are_computed() -> None:
     packing = pack(batch, share=True)
     assert len(packing.tokens) == batch["tokens"].numel() - 3 * (9 + 1 + 17)
     assert pack(batch).tokens is batch["tokens"]
+
+
+def test_the_planner_finds_the_library_that_engines_load() -> None:
+    assert KERNELS.exists() == native.available()

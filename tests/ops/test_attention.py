@@ -193,7 +193,8 @@ def test_the_number_of_threads_changes_no_bit() -> None:
 def test_kernel_is_a_well_behaved_operator() -> None:
     q, k, v = (torch.randn(9, heads, 16, requires_grad=True) for heads in (4, 2, 2))
     rows = torch.tensor([[4, 3, 2], [-1, 0, -1]])
-    torch.library.opcheck(torch.ops.realhf.packed_attention.default, (q, k, v, rows, 0.25, 0, 0.0))
+    found = torch.library.opcheck(torch.ops.realhf.packed_attention.default, (q, k, v, rows, 0.25, 0, 0.0))
+    assert set(found.values()) == {"SUCCESS"}, found
 
 
 @pytest.mark.parametrize(

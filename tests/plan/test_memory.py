@@ -72,6 +72,17 @@ def test_inference_holds_its_largest_micro_batch() -> None:
     assert transient(memory_model(), "rew_inf", "d1", rows(1), limits).activations > 0
 
 
+def test_a_prompt_that_rows_share_takes_its_bytes_once() -> None:
+    (part,) = parts_of(LLAMA, memory_model().roles["ref"], D1)
+    ids = tuple(RowId(0, sample) for sample in range(4))
+    some, model = Rows(ids, (20,) * 4, (0,) * 4), replace(memory_model(workload=Workload(((8,),), (12,), 4)), shares=True)
+    expected = COUNTED.forward_bytes(part, Work.of([8, *[12] * 4], before=[0, *[8] * 4]))
+    assert transient(model, "ref_inf", "d1", some, MicroBatching()) == Bytes(activations=expected)
+    assert transient(model, "actor_train", "d1", some, MicroBatching()).activations < (
+        transient(replace(model, shares=False), "actor_train", "d1", some, MicroBatching()).activations
+    )
+
+
 @pytest.mark.parametrize("pp", [1, 2, 4])
 def test_training_keeps_every_micro_batch_that_is_under_way(pp: int) -> None:
     """1F1B: of pp stages, stage s has begun pp - s micro-batches when it turns back."""

@@ -1,5 +1,6 @@
 """Who is blamed when a run breaks."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from realhf.api.messages import Beat, Failed, Hello, Ready, ToMaster
 from realhf.base.errors import Hung, RunFailed
 from realhf.system.channel import deadline
-from realhf.system.mailbox import Mailbox, last_lines, listed
+from realhf.system.mailbox import Mailbox, NodeLost, last_lines, listed
 from realhf.system.pulse import Pulses
 
 
@@ -16,21 +17,26 @@ class Script:
 
     def __init__(self, *messages: ToMaster | None, deaths: dict[int, str] | None = None) -> None:
         self.messages, self.deaths = list(messages), deaths or {}
+        self.late = (0.0, dict[int, str]())  # when more deaths are heard of, and which
 
     def receive(self, timeout_s: float) -> ToMaster | None:
         return self.messages.pop(0) if self.messages else None
 
-    def mailbox(self) -> Mailbox:
-        return Mailbox(self, lambda: self.deaths, "task {}".format, "{}.log".format, settle_s=0.05)
+    def mailbox(self, **patience: float) -> Mailbox:
+        return Mailbox(self, self.watch, "task {}".format, "{}.log".format, settle_s=0.05, **patience)
+
+    def watch(self) -> dict[int, str]:
+        when, deaths = self.late
+        return self.deaths | (deaths if time.monotonic() >= when else {})
 
 
 def lost_peer(rank: int) -> Failed:
     return Failed(rank, "actor_train of step 3", "RuntimeError: connection closed by peer", "Traceback: gloo\n")
 
 
-def verdict(script: Script) -> RunFailed:
+def verdict(script: Script, **patience: float) -> RunFailed:
     with pytest.raises(RunFailed) as caught:
-        script.mailbox().receive(deadline(5.0), lambda: "too late")
+        script.mailbox(**patience).receive(deadline(5.0), lambda: "too late")
     return caught.value
 
 
@@ -52,6 +58,21 @@ def test_a_silent_death_is_worse_than_the_complaints_of_its_peers(before: tuple)
         script = Script(*before, lost_peer(0), *pause, lost_peer(2), deaths=deaths)
         error = verdict(script)
         assert str(error).startswith("worker 1 was ended by SIGKILL") and error.lost == (1,)
+
+
+def test_a_worker_that_went_with_its_node_is_the_cause_whatever_it_said() -> None:
+    lost = {2: NodeLost("was lost with its node n1"), 3: NodeLost("was lost with its node n1")}
+    deaths = {0: "exited with code 1", 1: "was ended by SIGKILL", **lost}
+    error = verdict(Script(lost_peer(3), lost_peer(0), lost_peer(2), deaths=deaths))
+    assert str(error).startswith("worker 2 was lost with its node n1 while doing task 2; ")
+    assert error.lost == (2, 3, 1)
+
+
+def test_where_a_node_may_be_the_cause_word_of_it_is_waited_for() -> None:
+    for patience, blamed in ((0.0, "worker 1 failed during"), (5.0, "worker 3 was lost with its node n1")):
+        script = Script(lost_peer(1))
+        script.late = (time.monotonic() + 0.3, {3: NodeLost("was lost with its node n1")})
+        assert str(verdict(script, nodes_settle_s=patience)).startswith(blamed)
 
 
 def test_who_dies_after_speaking_is_not_silent() -> None:
