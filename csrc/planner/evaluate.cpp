@@ -41,11 +41,11 @@ void list_work(Problem &problem, const int *choice, Scratch &s) {
     for (int source : mfc.sources) around |= s.holders[source];
     work.assign(1, {around, option.transfer});
     if (mfc.offloaded) work.push_back({s.ranks[mfc.keeper], s.chosen[mfc.keeper]->load});
-    s.borrowed[m] = 0;
+    s.borrowed[m] = s.rings[m] = 0;
     if (!mfc.moves.empty()) {
       const Move &move = mfc.moves[0].at(choice[m], choice[mfc.keeper], problem.fill);
       work.push_back({s.ranks[mfc.keeper] | s.ranks[m], move.cost});
-      s.borrowed[m] = move.nbytes;
+      s.borrowed[m] = move.nbytes, s.rings[m] = move.rings;
     }
     work.push_back({s.ranks[m], option.compute});
     for (Follow &follow : problem.follows) {
@@ -61,7 +61,7 @@ double peak_bytes(const Problem &problem, const Scratch &s) {
   double peak = 0;
   for (int atom = 0; atom < s.n_atoms; ++atom) {
     const Ranks bit = Ranks{1} << atom;
-    double resident = 0, transient = 0;
+    double resident = 0, transient = 0, rings = 0;
     for (size_t m = 0; m < problem.mfcs.size(); ++m) {
       const Mfc &mfc = problem.mfcs[m];
       double needed = s.ranks[m] & bit ? s.chosen[m]->transient + s.borrowed[m] : 0;
@@ -71,8 +71,9 @@ double peak_bytes(const Problem &problem, const Scratch &s) {
         resident += s.chosen[m]->resident;
       }
       transient = std::max(transient, needed);
+      if (s.rings[m] > 0 && ((s.ranks[mfc.keeper] | s.ranks[m]) & bit)) rings = std::max(rings, s.rings[m]);
     }
-    peak = std::max(peak, resident + transient);
+    peak = std::max(peak, resident + transient + rings);
   }
   return peak;
 }
@@ -145,7 +146,8 @@ class Master {
 
 }  // namespace
 
-Scratch::Scratch(size_t n_mfcs) : chosen(n_mfcs), ranks(n_mfcs), holders(n_mfcs), borrowed(n_mfcs), work(n_mfcs) {}
+Scratch::Scratch(size_t n_mfcs)
+    : chosen(n_mfcs), ranks(n_mfcs), holders(n_mfcs), borrowed(n_mfcs), rings(n_mfcs), work(n_mfcs) {}
 
 Value evaluate(Problem &problem, const int *choice, Scratch &scratch) {
   const int n = static_cast<int>(problem.mfcs.size());

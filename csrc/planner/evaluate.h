@@ -18,7 +18,7 @@ struct Scratch {
 
   std::vector<const Option *> chosen;
   std::vector<Ranks> ranks, holders;
-  std::vector<double> borrowed;
+  std::vector<double> borrowed, rings;
   std::vector<std::vector<Work>> work;
   std::vector<int> bounds, next, done, batch;
   std::vector<char> running;

@@ -26,10 +26,10 @@ struct Option {
 
 struct Move {
   Cost cost;
-  double nbytes;
+  double nbytes, rings;
 };
 
-// Asks Python for an entry of a table: seconds, work, bytes. Not 0: it failed.
+// Asks Python for an entry of a table: seconds, work, bytes, bytes of rings. Not 0: it failed.
 using Fill = int (*)(int table, int row, int column, double *entry);
 struct Failed {};
 
@@ -37,14 +37,14 @@ struct Failed {};
 class Table {
  public:
   Table(int number, size_t n_rows, size_t n_columns)
-      : number_(number), n_columns_(n_columns), entries_(n_rows * n_columns, Move{{NAN, NAN}, NAN}) {}
+      : number_(number), n_columns_(n_columns), entries_(n_rows * n_columns, Move{{NAN, NAN}, NAN, NAN}) {}
 
   const Move &at(int row, int column, Fill fill) {
     Move &entry = entries_[row * n_columns_ + column];
     if (std::isnan(entry.nbytes)) {
-      double got[3];
+      double got[4];
       if (fill(number_, row, column, got) != 0) throw Failed{};
-      entry = {{got[0], got[1]}, got[2]};
+      entry = {{got[0], got[1]}, got[2], got[3]};
     }
     return entry;
   }

@@ -164,9 +164,10 @@ def planner_of(
     config, sampling, roles = experiment.config, experiment.sampling_options(), experiment.roles()
     workload = workload_of(config, experiment.task, rows, sampling, experiment.samples_per_prompt())
     shares = device == "cpu" and KERNELS.exists()  # what computes a prompt once for all its rows is compiled for CPU
-    cost = CostModel(graph, models, roles, machine.speed, workload, config.n_gpus_per_node, sampling, shares)
+    node = config.n_gpus_per_node
+    cost = CostModel(graph, models, roles, machine.speed, workload, node, sampling, shares)
     reserved = machine.hardware.reserved
-    memory = MemoryModel(graph, models, roles, workload, machine.footprint, reserved, device, sampling, shares)
+    memory = MemoryModel(graph, models, roles, workload, machine.footprint, reserved, device, sampling, shares, node)
     limits = {name: MicroBatching(o.mb_spec.n_mbs, o.mb_spec.max_tokens_per_mb)
               for name, o in experiment.placements().items()}  # fmt: skip
     n_workers = config.n_nodes * config.n_gpus_per_node

@@ -22,10 +22,8 @@ from torch import Tensor
 
 from realhf.base.doing import Doing
 from realhf.comm.parcels import Parcel
+from realhf.plan.traffic import N_SLOTS, SLOT_BYTES
 
-SLOT_BYTES = 4 << 20
-N_SLOTS = 4
-"""Smaller slots cost more waking up, a larger ring does not stay in the cache (measured, benchmarks/bench_realloc)."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 MESSAGE = struct.Struct("<BxHI")

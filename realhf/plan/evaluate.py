@@ -87,13 +87,15 @@ def _jobs(chosen: Chosen, mfc: int) -> tuple[Job, list[Job]]:
 
 
 def peak_bytes(chosen: Chosen) -> float:
-    """Return the most bytes of a worker: what is at home there, and the call that needs most on top."""
-    resident, transient = [0.0] * chosen.n_atoms, [0.0] * chosen.n_atoms
+    """Return the most bytes of a worker: what is at home there, rings, and the call that needs most on top."""
+    resident, transient, rings = ([0.0] * chosen.n_atoms for _ in range(3))
     for mfc, (option, wire) in enumerate(zip(chosen.options, chosen.problem.wires, strict=True)):
         needed = [0.0] * chosen.n_atoms
         move = chosen.move(mfc)
         for atom in chosen.atoms(option.ranks):
             needed[atom] = option.transient + (move.nbytes if move else 0.0)
+        for atom in chosen.atoms(chosen.ranks(wire.keeper), option.ranks) if move else ():
+            rings[atom] = max(rings[atom], move.rings)
         if wire.offloaded:
             home = chosen.options[wire.keeper]
             for atom in chosen.atoms(home.ranks):
@@ -102,7 +104,7 @@ def peak_bytes(chosen: Chosen) -> float:
             for atom in chosen.atoms(option.ranks):
                 resident[atom] += option.resident
         transient = [max(pair) for pair in zip(transient, needed, strict=True)]
-    return max((r + t for r, t in zip(resident, transient, strict=True)), default=0.0)
+    return max(map(sum, zip(resident, transient, rings, strict=True)), default=0.0)
 
 
 @dataclass

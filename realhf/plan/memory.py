@@ -15,6 +15,7 @@ from realhf.plan.cost import Rows, prompts_of, works_of
 from realhf.plan.parts import kv_numel, parts_of, shard_numels
 from realhf.plan.program import home
 from realhf.plan.speed import Footprint, Part, Work
+from realhf.plan.traffic import realloc_rings
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,19 @@ class MemoryModel:
     device: str
     sampling: GenerationConfig | None = None
     shares: bool = False
+    node_size: int = 8
 
     def weights(self, role: str, strategy: ParallelStrategy) -> float:
         """Return the bytes of a role's weights on each of its devices, at the heaviest stage."""
         numel = max(shard_numels(self.models[role], strategy.tp, strategy.pp))
         return float(numel * (2 if self.roles[role].spec.bf16 else 4))
+
+    def rings(self, role: str, src: Layout, dst: Layout) -> float:
+        """Return the bytes of shared memory that moving a role's weights leaves with workers that take part."""
+        if self.device != "cpu" or src == dst:
+            return 0.0
+        itemsize = 2 if self.roles[role].spec.bf16 else 4
+        return float(realloc_rings(self.models[role], src, dst, itemsize, self.node_size))
 
     def resident(self, role: str, strategy: ParallelStrategy) -> Bytes:
         """Return what a role's home keeps on each of its devices, at the heaviest stage (of one that rests: awake)."""
@@ -117,7 +126,18 @@ class MemoryModel:
                 needed |= {rank: needed.get(rank, Bytes()) + at_home[mfc.role] for rank in awake}
             for rank, some in needed.items():
                 peaks[rank] = max(peaks[rank], some, key=lambda bytes_: bytes_.total)
-        return {rank: residents[rank] + peaks[rank] for rank in residents}
+        rings = self._rings(plan, homes)
+        return {rank: residents[rank] + peaks[rank] + Bytes(buffers=rings[rank]) for rank in residents}
+
+    def _rings(self, plan: ExecutionPlan, homes: Mapping[str, Layout]) -> dict[int, float]:
+        """Return what the moves of a plan leave with every worker; the next one uses the same rings."""
+        found = dict.fromkeys(range(plan.n_workers), 0.0)
+        for mfc in self.graph.mfcs:
+            if mfc.role is not None:
+                src, dst = homes[mfc.role], plan[mfc.name].layout
+                left = self.rings(mfc.role, src, dst)
+                found |= {rank: max(found[rank], left) for rank in {*src.mesh.ranks, *dst.mesh.ranks}}
+        return found
 
     def _rests(self, role: str) -> bool:
         """Tell whether a role's weights leave the device between calls; on CPU they rest where they are."""

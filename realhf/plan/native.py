@@ -92,10 +92,10 @@ class NativeEvaluator:
             n = len(self.problem.table)
             if table < n:
                 move = self.problem.move_cost(table, row, column)
-                entry[0], entry[1], entry[2] = move.cost.seconds, move.cost.work, move.nbytes
+                entry[0], entry[1], entry[2], entry[3] = move.cost.seconds, move.cost.work, move.nbytes, move.rings
             else:
                 cost = self.problem.follow_cost(table - n, row, column)
-                entry[0], entry[1], entry[2] = cost.seconds, cost.work, 0.0
+                entry[0], entry[1], entry[2], entry[3] = cost.seconds, cost.work, 0.0, 0.0
         except BaseException as error:
             self._error = error
             return 1

@@ -169,7 +169,9 @@ class Planner:
             src, dst = table[keepers[role]][at_home].placement.layout, table[mfc][option].placement.layout
             if src == dst:
                 return Move()
-            return Move(self.calls.cost.reallocate(role, src, dst), self.calls.memory.weights(role, dst.strategy))
+            memory = self.calls.memory
+            cost, copy = self.calls.cost.reallocate(role, src, dst), memory.weights(role, dst.strategy)
+            return Move(cost, copy, memory.rings(role, src, dst))
 
         def follow(sync: Sync, source: int, target: int) -> Cost:
             src, dst = (table[keepers[r]][i].placement.layout

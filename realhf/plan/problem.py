@@ -34,10 +34,14 @@ class Option:
 
 @dataclass(frozen=True)
 class Move:
-    """Bringing weights to a layout that is not their home; the copy has ``nbytes`` on the worker that needs most."""
+    """Bringing weights to a layout that is not their home; the copy has ``nbytes`` on the worker that needs most.
+
+    ``rings`` are bytes that stay with every worker that takes part.
+    """
 
     cost: Cost = FREE
     nbytes: float = 0.0
+    rings: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ from realhf.plan.transfer import plan_transfer
 
 Copy = tuple[int, tuple[int, ...], int, int]
 """(sender, receivers, bytes, pieces)"""
+SLOT_BYTES, N_SLOTS = 4 << 20, 4
+"""A worker's ring, through which others of its host read what it sends (comm/shared_memory.py). Smaller slots cost more
+waking up, a larger ring does not stay in the cache (measured, benchmarks/bench_realloc)."""
 SENT, RECEIVED, FAR_SENT, FAR_RECEIVED, LOCAL, PIECES = range(6)
 
 
@@ -56,28 +59,49 @@ def _copied(worker: list[int]) -> int:
     return sum(worker[:4]) + 2 * worker[LOCAL]
 
 
-def realloc_traffic(config: ModelConfig, src: Layout, dst: Layout, itemsize: int, node_size: int) -> Traffic:
-    """Return what moving a model's weights from one layout to another asks for.
+def rings_of(copies: Iterable[Copy], node_size: int) -> int:
+    """Return the bytes of rings that stay with the worker that touches most: its own, and those that it reads."""
+    touched: dict[int, dict[int, int]] = {}
+    for src, dsts, nbytes, _ in copies:
+        near = [dst for dst in dsts if dst != src and dst // node_size == src // node_size]
+        for worker in (*near, src) if near else ():
+            rings = touched.setdefault(worker, {})
+            rings[src] = min(rings.get(src, 0) + nbytes, N_SLOTS * SLOT_BYTES)
+    return max((sum(rings.values()) for rings in touched.values()), default=0)
 
-    That does not change when both meshes are shifted by whole nodes, nor where disjoint meshes of whole nodes lie.
+
+def realloc_traffic(config: ModelConfig, src: Layout, dst: Layout, itemsize: int, node_size: int) -> Traffic:
+    """Return what moving a model's weights from one layout to another asks for."""
+    return _realloc(config, *_moved_together(src, dst, node_size), itemsize, node_size)[0]
+
+
+def realloc_rings(config: ModelConfig, src: Layout, dst: Layout, itemsize: int, node_size: int) -> int:
+    """Return the bytes of shared memory that this leaves with a worker (``rings_of``)."""
+    return _realloc(config, *_moved_together(src, dst, node_size), itemsize, node_size)[1]
+
+
+def _moved_together(src: Layout, dst: Layout, node_size: int) -> tuple[Layout, Layout]:
+    """Return two layouts that stand for these: nothing changes when both meshes are shifted by whole nodes.
+
+    Nor does it matter where disjoint meshes of whole nodes lie.
     """
     a, b = src.mesh.ranks, dst.mesh.ranks
-    if a == tuple(range(a[0], a[0] + len(a))) and b == tuple(range(b[0], b[0] + len(b))):
-        whole = not any(n % node_size for n in (a[0], len(a), b[0], len(b)))
-        apart = a[-1] < b[0] or b[-1] < a[0]
-        shift = min(a[0], b[0]) // node_size * node_size
-        first, second = (0, len(a)) if whole and apart else (a[0] - shift, b[0] - shift)
-        src, dst = src.starting_at(first), dst.starting_at(second)
-    return _realloc_traffic(config, src, dst, itemsize, node_size)
+    if a != tuple(range(a[0], a[0] + len(a))) or b != tuple(range(b[0], b[0] + len(b))):
+        return src, dst
+    whole = not any(n % node_size for n in (a[0], len(a), b[0], len(b)))
+    apart = a[-1] < b[0] or b[-1] < a[0]
+    shift = min(a[0], b[0]) // node_size * node_size
+    first, second = (0, len(a)) if whole and apart else (a[0] - shift, b[0] - shift)
+    return src.starting_at(first), dst.starting_at(second)
 
 
 @lru_cache(maxsize=100_000)
-def _realloc_traffic(config: ModelConfig, src: Layout, dst: Layout, itemsize: int, node_size: int) -> Traffic:
+def _realloc(config: ModelConfig, src: Layout, dst: Layout, itemsize: int, node_size: int) -> tuple[Traffic, int]:
     copies: list[Copy] = []
     for (holding, needing), (numel, n_parts) in _sizes(config, src.strategy, dst.strategy).items():
         for sender, receivers, _, n in share_out(seated(src, holding), seated(dst, needing), node_size):
             copies.append((sender, receivers, numel * itemsize // n, -(-n_parts // n)))
-    return traffic_of(copies, node_size)
+    return traffic_of(copies, node_size), rings_of(copies, node_size)
 
 
 @lru_cache(maxsize=16384)

@@ -24,7 +24,7 @@ LAST_LINES, LAST_BYTES = 20, 8192
 
 
 class NodeLost(str):
-    """The words for a worker that went with its node, or with what kept it: whatever it said last, that is the cause."""
+    """The words for a worker that went with its node, or with what kept it: that is the cause, whatever it said."""
 
 
 class Watch(Protocol):

@@ -103,7 +103,7 @@ def random_instance(
         if layouts[mfc][option] == layouts[homes[mfc]][home]:
             return Move()
         by = Random(f"{seed} {mfc} {option} {home}")
-        return Move(cost(by), by.uniform(0, 3))
+        return Move(cost(by), by.uniform(0, 3), by.uniform(0, 2))
 
     def follow(sync: Sync, source: int, target: int) -> Cost:
         return cost(Random(f"{seed} {sync} {source} {target}"))

@@ -75,7 +75,8 @@ def test_inference_holds_its_largest_micro_batch() -> None:
 def test_a_prompt_that_rows_share_takes_its_bytes_once() -> None:
     (part,) = parts_of(LLAMA, memory_model().roles["ref"], D1)
     ids = tuple(RowId(0, sample) for sample in range(4))
-    some, model = Rows(ids, (20,) * 4, (0,) * 4), replace(memory_model(workload=Workload(((8,),), (12,), 4)), shares=True)
+    some = Rows(ids, (20,) * 4, (0,) * 4)
+    model = replace(memory_model(workload=Workload(((8,),), (12,), 4)), shares=True)
     expected = COUNTED.forward_bytes(part, Work.of([8, *[12] * 4], before=[0, *[8] * 4]))
     assert transient(model, "ref_inf", "d1", some, MicroBatching()) == Bytes(activations=expected)
     assert transient(model, "actor_train", "d1", some, MicroBatching()).activations < (
@@ -146,6 +147,16 @@ def test_a_worker_needs_what_lives_there_and_its_largest_call() -> None:
         assert found[rank].total == pytest.approx(residents + taken[expected].total + 1e6)
     assert found[2].borrowed == 4 * shard_numels(LLAMA, 2, 1)[0] and found[2].weights == 0
     assert all(some.runtime == 1e6 for some in found.values())
+
+
+def test_shared_memory_that_a_move_filled_stays_with_who_took_part() -> None:
+    planner = ppo_planner(device="cpu")
+    model, where = planner.calls.memory, plan(actor_gen="t2@2", critic_inf="t2")
+    calls = {m.name: planner.calls.rows(m, where[m.name].layout.strategy.dp) for m in planner.graph.mfcs}
+    found, without = (m.devices(where, calls) for m in (model, replace(model, device="cuda")))
+    far, near = model.rings("actor", layout("d2"), layout("t2", 2)), model.rings("critic", layout("d2"), layout("t2"))
+    assert far > 0 == near  # who has all of a model keeps a part of it without a word to anybody
+    assert [found[r].total - without[r].total for r in range(4)] == pytest.approx([far] * 4)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
