@@ -43,7 +43,8 @@ class SlurmLauncher:
         code = self.process.poll() if self.process else None
         said = self._said()
         found = ended(said, self.nodes, self.config.n_gpus_per_node)
-        if lost := {rank: how for rank, how in found.items() if isinstance(how, NodeLost)}:
+        lost: dict[int, str] = {rank: how for rank, how in found.items() if isinstance(how, NodeLost)}
+        if lost:
             return lost  # srun has ended the others for it
         if code is not None:
             last = said.strip().rpartition("\n")[2]

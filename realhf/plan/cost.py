@@ -317,7 +317,7 @@ def works_of(
     found = []
     for part in micro_batches(ids, lengths, limits, near=shares if near is None else near):
         trained = sum(lengths[i] - prompts[i] for i in part) if prompts else None
-        own, before = [lengths[i] for i in part], []
+        own, before = [lengths[i] for i in part], list[int]()
         if shares and prompts:
             own, before = _without_repeats(part, ids, lengths, prompts)
         found.append(Work.of(own, trained, before))

@@ -94,8 +94,9 @@ def peak_bytes(chosen: Chosen) -> float:
         move = chosen.move(mfc)
         for atom in chosen.atoms(option.ranks):
             needed[atom] = option.transient + (move.nbytes if move else 0.0)
-        for atom in chosen.atoms(chosen.ranks(wire.keeper), option.ranks) if move else ():
-            rings[atom] = max(rings[atom], move.rings)
+        if move:
+            for atom in chosen.atoms(chosen.ranks(wire.keeper), option.ranks):
+                rings[atom] = max(rings[atom], move.rings)
         if wire.offloaded:
             home = chosen.options[wire.keeper]
             for atom in chosen.atoms(home.ranks):
