@@ -95,8 +95,9 @@ def confine(process: subprocess.Popen, groups: list[Path]) -> list[int]:
 
 
 def field(path: Path, name: str) -> int:
+    """Return a number of a file of lines; 0 where it is not there: a process that has ended has no memory."""
     lines = (line.split() for line in path.read_text().splitlines())
-    return next(int(words[1]) for words in lines if words[0] == name)
+    return next((int(words[1]) for words in lines if words[0] == name), 0)
 
 
 def run(case: Case, folder: Path) -> tuple[float, float, bool]:
