@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,13 +60,13 @@ def words(case: Case, folder: Path, root: Path) -> list[str]:
             *caps]  # fmt: skip
 
 
-def workers_of(launcher: int) -> list[int]:
-    found = []
+def children_of(parents: Collection[int]) -> dict[int, str]:
+    """Return the processes that some have started, with their commands."""
+    found = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError, IndexError):
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == launcher and b"realhf.apps.worker" in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
+            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) in parents:
+                found[int(entry.name)] = (entry / "cmdline").read_text()
     return found
 
 
@@ -73,15 +74,18 @@ def confine(process: subprocess.Popen, groups: list[Path]) -> list[int]:
     """Put every worker of a run into a group of its own as soon as it is there; return what each has beyond its group.
 
     Which group is charged with a library's page is chance: that of whoever read it first. What a worker maps of files
-    at others' expense is taken off its group's limit.
+    at others' expense is taken off its group's limit. Judges, which predictions do not count, are put elsewhere.
     """
     members: dict[int, Path] = {}
     beyond = dict.fromkeys(groups, 0)
     while process.poll() is None:
-        for pid in workers_of(process.pid):
-            if pid not in members:
+        for pid, command in children_of((process.pid,)).items():
+            if pid not in members and "realhf.apps.worker" in command:
                 members[pid] = groups[len(members)]
                 members[pid].joinpath("tasks").write_text(str(pid))
+        for pid in children_of(members):
+            with contextlib.suppress(OSError):
+                (GROUPS / "tasks").write_text(str(pid))
         for pid, group in members.items():
             with contextlib.suppress(OSError):  # it has left, or holds more than it may: the next page kills it
                 others = field(Path(f"/proc/{pid}/status"), "RssFile:") * 1024 - field(

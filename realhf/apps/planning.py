@@ -27,6 +27,7 @@ from realhf.plan.planner import Planner
 from realhf.plan.profile import Measured, Profile
 from realhf.plan.roofline import Roofline
 from realhf.plan.speed import Footprint, Speed
+from realhf.plan.traffic import RING_BYTES
 
 N_POSITIONS = 4096
 """Rows of the data set that a prediction looks at."""
@@ -166,7 +167,8 @@ def planner_of(
     shares = device == "cpu" and KERNELS.exists()  # what computes a prompt once for all its rows is compiled for CPU
     node = config.n_gpus_per_node
     cost = CostModel(graph, models, roles, machine.speed, workload, node, sampling, shares)
-    reserved = machine.hardware.reserved
+    # a worker's own ring is taken when it joins others of its host (comm/shared_memory.py)
+    reserved = machine.hardware.reserved + (RING_BYTES if device == "cpu" and node > 1 else 0)
     memory = MemoryModel(graph, models, roles, workload, machine.footprint, reserved, device, sampling, shares, node)
     limits = {name: MicroBatching(o.mb_spec.n_mbs, o.mb_spec.max_tokens_per_mb)
               for name, o in experiment.placements().items()}  # fmt: skip

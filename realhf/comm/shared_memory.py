@@ -22,7 +22,7 @@ from torch import Tensor
 
 from realhf.base.doing import Doing
 from realhf.comm.parcels import Parcel
-from realhf.plan.traffic import N_SLOTS, SLOT_BYTES
+from realhf.plan.traffic import N_SLOTS, RING_BYTES, SLOT_BYTES
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -162,7 +162,7 @@ class Links:
 
 
 def _map(ring: int) -> Tensor:
-    memory = mmap.mmap(ring, N_SLOTS * SLOT_BYTES)
+    memory = mmap.mmap(ring, RING_BYTES)
     return torch.frombuffer(memory, dtype=torch.uint8).view(N_SLOTS, SLOT_BYTES)
 
 
@@ -218,7 +218,7 @@ def _new_ring() -> int:
     if sys.platform != "linux":
         raise OSError(f"needs Linux, this is {sys.platform}")
     ring = os.memfd_create("realhf-ring")
-    os.posix_fallocate(ring, 0, N_SLOTS * SLOT_BYTES)  # an error now instead of a fault at the first write
+    os.posix_fallocate(ring, 0, RING_BYTES)  # an error now instead of a fault at the first write
     return ring
 
 

@@ -20,6 +20,7 @@ ROUNDS, PRECISION = 8, 0.02
 """Of reweighting in ``fitted``; residuals below the precision all count alike."""
 
 
+FEW = 0.1
 CACHED_BYTES = 1 << 20
 TYPICAL_ROWS = 128
 """Of a call, where nobody says how many it has."""
@@ -144,6 +145,15 @@ class Profile:
                 found.setdefault(shape, set()).add(int(rest[0][1:]))
         return {shape: tuple(sorted(degrees)) for shape, degrees in found.items()}
 
+    def excess(self, op: str) -> float:
+        """Return how much more than its counts say a micro-batch takes that is exceeded by few (``FEW``), as a share.
+
+        Freed memory lies in pieces, differently from time to time: bytes have no one value.
+        """
+        fits = [fit for name, fit in self.fits.items() if name.endswith(f"/{op}")]
+        found = sorted(point.median / fit(point.counts) - 1.0 for fit in fits for point in fit.points)
+        return max(0.0, found[int((1 - FEW) * len(found))]) if found else 0.0
+
     def __add__(self, newer: "Profile") -> "Profile":
         """Put a newer profile of the same machine on top; ValueError for that of another one."""
         if newer.machine != self.machine:
@@ -248,12 +258,13 @@ class Measured:
 
     def train_bytes(self, part: Part, work: Work) -> tuple[float, float]:
         """Return what a micro-batch keeps for its backward pass, and its peak beyond weights and gradients."""
-        counts = pass_counts(part, work, work.tokens)
-        return self._of(part, "kept_bytes")(counts), self._of(part, "train_bytes")(counts)
+        counts, more = pass_counts(part, work, work.tokens), 1 + self.profile.excess("train_bytes")
+        return more * self._of(part, "kept_bytes")(counts), more * self._of(part, "train_bytes")(counts)
 
     def forward_bytes(self, part: Part, work: Work) -> float:
         """Return the peak of a micro-batch without autograd beyond the weights."""
-        return self._of(part, "forward_bytes")(pass_counts(part, work, work.tokens))
+        more = 1 + self.profile.excess("forward_bytes")
+        return more * self._of(part, "forward_bytes")(pass_counts(part, work, work.tokens))
 
     def collective(self, kind: Collective, nbytes: float, ranks: Sequence[int]) -> float:
         if len(ranks) == 1:

@@ -17,6 +17,7 @@ Copy = tuple[int, tuple[int, ...], int, int]
 SLOT_BYTES, N_SLOTS = 4 << 20, 4
 """A worker's ring, through which others of its host read what it sends (comm/shared_memory.py). Smaller slots cost more
 waking up, a larger ring does not stay in the cache (measured, benchmarks/bench_realloc)."""
+RING_BYTES = N_SLOTS * SLOT_BYTES
 SENT, RECEIVED, FAR_SENT, FAR_RECEIVED, LOCAL, PIECES = range(6)
 
 
@@ -60,13 +61,12 @@ def _copied(worker: list[int]) -> int:
 
 
 def rings_of(copies: Iterable[Copy], node_size: int) -> int:
-    """Return the bytes of rings that stay with the worker that touches most: its own, and those that it reads."""
+    """Return the bytes of others' rings that stay with the worker that reads most of them; its own it has anyway."""
     touched: dict[int, dict[int, int]] = {}
     for src, dsts, nbytes, _ in copies:
-        near = [dst for dst in dsts if dst != src and dst // node_size == src // node_size]
-        for worker in (*near, src) if near else ():
+        for worker in (dst for dst in dsts if dst != src and dst // node_size == src // node_size):
             rings = touched.setdefault(worker, {})
-            rings[src] = min(rings.get(src, 0) + nbytes, N_SLOTS * SLOT_BYTES)
+            rings[src] = min(rings.get(src, 0) + nbytes, RING_BYTES)
     return max((sum(rings.values()) for rings in touched.values()), default=0)
 
 

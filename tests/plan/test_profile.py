@@ -160,3 +160,12 @@ def test_profiles_of_one_machine_add_up() -> None:
     assert both.fits["send"] == fit and set(both.fits) == set(older.fits) and both.resident == 2e8
     with pytest.raises(ValueError, match="abacus.*not on another"):
         Profile(replace(MACHINE, processor="another"), 0.0, {}) + newer
+
+
+def test_bytes_that_few_micro_batches_exceed() -> None:
+    """Nine of ten points are as their fit says, one is half as large again."""
+    points = tuple(Point({"byte": 1.0}, n, n, n, 1) for n in [100.0] * 18 + [150.0] * 2)
+    fit = Fit({"byte": 100.0}, points)
+    profile = replace(measured().profile, fits={"a/t1/train_bytes": fit, "b/t2/train_bytes": fit, "a/t1/forward": fit})
+    assert profile.excess("train_bytes") == pytest.approx(0.5) and profile.excess("forward_bytes") == 0.0
+    assert replace(profile, fits={"a/t1/train_bytes": replace(fit, points=points[:19])}).excess("train_bytes") == 0.0
