@@ -39,8 +39,10 @@ class Holders:
         return frozenset(rank for group in self.groups for rank in group)
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True, forbid_unknown_fields=True):
-    """One message: a map with the name of its type, as strict as its annotations."""
+class Message(
+    msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True, forbid_unknown_fields=True, gc=False
+):
+    """One message: a map with the name of its type, as strict as its annotations. None is part of a cycle."""
 
 
 # master -> worker

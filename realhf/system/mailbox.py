@@ -50,13 +50,14 @@ class Mailbox:
 
         ``Hung`` when one gives no sign of life for too long, or when the deadline passed for those ``awaited``.
         """
+        patience = POLL_S
         while True:
-            message = self.channel.receive(min(POLL_S, max(left(), 0.0)))
+            message = self.channel.receive(patience)
+            if isinstance(message, Done | Hello | Ready):  # nearly always: thousands of workers, microseconds each
+                return message
             if message is None:
                 self.pulses.look()
             match message:
-                case Done() | Hello() | Ready():
-                    return message
                 case Failed():
                     raise self._first_cause([message])
                 case Beat():
@@ -67,6 +68,7 @@ class Mailbox:
                     raise Hung(self.pulses.complaint(silent), silent, lost=silent)
             if left() <= 0:
                 raise Hung(complaint() + self.pulses.report(awaited), awaited)
+            patience = min(POLL_S, left())
 
     def receive_all(self, kind: type, ranks: Iterable[int], timeout_s: float, what: str) -> dict[int, Any]:
         """Return one message of ``kind`` from every rank; ``what`` completes "waited for worker 1 ..."."""

@@ -122,10 +122,10 @@ class Master:
             assert isinstance(message, Done), f"a worker that is ready says Done, not {type(message).__name__}"
             request = self.requests[message.request]
             request.waiting.discard(message.rank)
+            self.telemetry.reply(request.step, message)
             request.replies.append(message)
             if not request.waiting:
                 del self.requests[message.request]
-                self.telemetry.replies(request.step, request.replies)
                 return request.then(sorted(request.replies, key=lambda r: r.rank))
 
     def _ask(

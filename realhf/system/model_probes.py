@@ -30,8 +30,9 @@ from realhf.plan.profile import Point, decode_counts, pass_counts
 from realhf.plan.speed import Part, Work
 from realhf.system.probes import Clock, Probe, peak_bytes
 
-BLOCKS, DECODED_BLOCKS = (1, 3), (2, 6)
-"""Depths of the models that are measured; the weights of a single block would not leave a core's cache in decoding."""
+BLOCKS, DEEP_BLOCKS = (1, 3), (2, 6)
+"""Depths of the models that are measured. In decoding, the weights of a single block would not leave a core's cache;
+bytes grow a little faster than blocks, since more of what is freed lies in pieces."""
 PASSES = (
     (2, 64, 64),
     (24, 64, 64),
@@ -134,7 +135,7 @@ def model_probes(bench: Bench, config: ModelConfig) -> Iterator[Probe]:
                 yield from _inside(bench, engine, lengths)
         if bench.tp == 1:
             yield _update(bench, engine)
-    for model in cut_down(config, *DECODED_BLOCKS):
+    for model in cut_down(config, *DEEP_BLOCKS):
         engine = bench.engine(model, trained=False)
         for rows, context in DECODING:
             if context + TURNS + 3 <= config.max_positions:
@@ -264,7 +265,7 @@ def warm_up(bench: Bench) -> None:
 def memory_points(bench: Bench, config: ModelConfig) -> dict[str, list[Point]]:
     """Measure the bytes that micro-batches take: what is kept for the backward pass, and peaks."""
     points: dict[str, list[Point]] = {}
-    small, large = cut_down(config, *BLOCKS)
+    small, large = cut_down(config, *DEEP_BLOCKS)
     for model in (small, large, with_scalar_head(small)):
         engine = bench.engine(model)
         for sizes in MEMORY:

@@ -49,9 +49,16 @@ def digest(payload: bytes) -> bytes:
     return b"\1" + blake2b(payload, digest_size=TAG_BYTES).digest()
 
 
-def tag(key: bytes, fields: bytes, payload_digest: bytes) -> bytes:
-    """Return the message authentication code (RFC 7693, keyed)."""
-    return blake2b(fields + payload_digest, key=key, digest_size=TAG_BYTES).digest()
+def keyed(key: bytes) -> "blake2b":
+    """Return the message authentication code of nothing yet (RFC 7693, keyed), for copies to go on from."""
+    return blake2b(key=key, digest_size=TAG_BYTES)
+
+
+def tag(mac: "blake2b", fields: bytes, payload_digest: bytes) -> bytes:
+    """Return the message authentication code of a message; ``mac`` is that of nothing."""
+    own = mac.copy()
+    own.update(fields + payload_digest)
+    return own.digest()
 
 
 def runs_of(ranks: Iterable[int]) -> bytes:
@@ -69,20 +76,20 @@ class Seal:
     """Numbers and signs what goes out in one lane, of one worker or to many."""
 
     def __init__(self, key: bytes, lane: Lane) -> None:
-        self._key, self._lane, self._number = key, lane, 0
+        self._mac, self._lane, self._number = keyed(key), lane, 0
 
     def head(self, ranks: Iterable[int], payload_digest: bytes) -> bytes:
         """Return what is sent before the payload."""
         self._number += 1
         fields = FIELDS.pack(self._lane, self._number) + runs_of(ranks)
-        return tag(self._key, fields, payload_digest) + fields
+        return tag(self._mac, fields, payload_digest) + fields
 
 
 class Gate:
     """Lets through what was sealed for one of ``lanes`` of one of ``ranks``, in order and once."""
 
     def __init__(self, key: bytes, lanes: tuple[Lane, ...], ranks: range) -> None:
-        self._key, self._ranks = key, ranks
+        self._mac, self._ranks = keyed(key), ranks
         self._heard = {int(lane): (lane, dict.fromkeys(ranks, 0)) for lane in lanes}
 
     def check(self, head: bytes, payload: bytes) -> tuple[Lane, int]:
@@ -90,7 +97,7 @@ class Gate:
         fields, runs = head[TAG_BYTES:], head[TAG_BYTES + FIELDS.size :]
         if not runs or len(runs) % RUN.size:
             raise Refused(f"a head of {len(head)} bytes")
-        if not hmac.compare_digest(head[:TAG_BYTES], tag(self._key, fields, digest(payload))):
+        if not hmac.compare_digest(head[:TAG_BYTES], tag(self._mac, fields, digest(payload))):
             raise Refused("not sealed with our key")
         way, number = FIELDS.unpack_from(fields)
         rank = self._one_of_ours(runs)
@@ -105,6 +112,8 @@ class Gate:
     def _one_of_ours(self, runs: bytes) -> int | None:
         """Return the first of the ranks that are ours."""
         for start, stop in RUN.iter_unpack(runs):
-            if (rank := max(start, self._ranks.start)) < min(stop, self._ranks.stop):
-                return rank
+            if start in self._ranks and start < stop:
+                return start
+            if start < self._ranks.start < stop:
+                return self._ranks.start
         return None

@@ -68,6 +68,7 @@ class Telemetry:
         self._steps: dict[int, Metrics] = {}
         self._spent: dict[int, dict[str, dict[int, int]]] = {}  # microseconds of a step, by metric and worker
         self._sums: dict[int, dict[str, tuple[float, float]]] = {}
+        self._heads: dict[str, tuple[str, str]] = {}
         self._n_written = first_step
         self._step_began = time.monotonic()
         self._events = run.paths.events.open("a")
@@ -82,29 +83,31 @@ class Telemetry:
     def event(self, event: RowsReady) -> None:
         self._events.write(json.dumps(msgspec.to_builtins(event, str_keys=True)) + "\n")
 
-    def replies(self, step: int, replies: Sequence[Done]) -> None:
-        """Note what workers spent their time on when they did what a request asks."""
+    def reply(self, step: int, done: Done) -> None:
+        """Note what a worker spent its time on when it did its part of a request: at once, while all is at hand."""
         metrics: Metrics = {}
         spent: dict[str, dict[int, int]] = {}
         if step >= self._n_written:  # saving comes after its line
             metrics, spent = self._steps.setdefault(step, {}), self._spent.setdefault(step, {})
-        heads: dict[str, str] = {}
-        times: dict[str, dict[int, int]] = {}  # of the spans that have a metric
-        lines, tail = [], f', "args": {{"step": {step + 1}}}}},\n'
-        for done in replies:
-            rank = done.rank
-            for name, start, duration in done.spans:
-                if name not in heads:
-                    heads[name] = f'{{"name": {json.dumps(name)}, "ph": "X", "tid": 0, "pid": '
-                    if metric := _metric(name):
-                        times[name] = spent.setdefault(metric, {})
-                lines.append(f'{heads[name]}{rank}, "ts": {start}, "dur": {duration}{tail}')
-                if name in times:
-                    worker = times[name]
-                    worker[rank] = worker.get(rank, 0) + duration
+        rank, tail = done.rank, f', "args": {{"step": {step + 1}}}}},\n'
+        lines = []
+        for name, start, duration in done.spans:
+            head, metric = self._heads.get(name) or self._head(name)
+            lines.append(f'{head}{rank}, "ts": {start}, "dur": {duration}{tail}')
+            if metric:
+                worker = spent.setdefault(metric, {})
+                worker[rank] = worker.get(rank, 0) + duration
         self._trace.write("".join(lines))
-        for name, sizes in zip(MEMORY, zip(*(done.memory for done in replies), strict=True), strict=True):
-            metrics[name] = max(metrics.get(name, 0.0), max(sizes) / 1e9)
+        for name, size in zip(MEMORY, done.memory, strict=True):
+            if (gigabytes := size / 1e9) >= metrics.get(name, 0.0):
+                metrics[name] = gigabytes
+
+    def _head(self, span: str) -> tuple[str, str]:
+        """Return how the lines of a span begin, and the metric that its time belongs to; empty where it has none."""
+        mfc, _, instruction = span.partition("/")
+        metric = f"time/{mfc}_s" if instruction == "Compute" else "time/move_s" if instruction in MOVES else ""
+        found = self._heads[span] = (f'{{"name": {json.dumps(span)}, "ph": "X", "tid": 0, "pid": ', metric)
+        return found
 
     def call_done(self, call: Call, replies: list[Done]) -> None:
         """Add a call's statistics, tokens and operations to its step."""
@@ -227,12 +230,6 @@ class Telemetry:
         self._events.close()
         for sink in self.sinks:
             sink.close()
-
-
-def _metric(span: str) -> str:
-    """Return the metric that a span's time belongs to; empty where it has none."""
-    mfc, _, instruction = span.partition("/")
-    return f"time/{mfc}_s" if instruction == "Compute" else "time/move_s" if instruction in MOVES else ""
 
 
 def _picked(metrics: Metrics, sources: dict[str, tuple[str, ...]]) -> Metrics:

@@ -84,7 +84,8 @@ def one_step(telemetry: Telemetry) -> None:
     trained = [Done(3, rank, stats=losses, spans=spans) for rank in (0, 1)]
     calls = (("actor_gen", PROMPTS, generated), ("rew_inf", ROWS, judged), ("actor_train", ROWS, trained))
     for name, inputs, replies in calls:
-        telemetry.replies(0, replies)
+        for reply in replies:
+            telemetry.reply(0, reply)
         telemetry.call_done(call(name, inputs), replies)
         telemetry.event(RowsReady(name, Span(0, 0, 2), {r.rank: r.outputs for r in replies if r.outputs}))
 
@@ -134,9 +135,9 @@ def test_steps_do_not_mix_and_leave_nothing_behind(run: RunSpec) -> None:
     telemetry = Telemetry(run, Watcher(), [])
     one_step(telemetry)
     fetched = Done(9, 0, spans=(("fetch", 1, 2),))
-    telemetry.replies(1, [fetched])  # the next step's data, before this step is over
+    telemetry.reply(1, fetched)  # the next step's data, before this step is over
     telemetry.step_done(0, {})
-    telemetry.replies(0, [Done(10, 0, spans=(("save/actor", 1, 2),))])  # saving, after it is over
+    telemetry.reply(0, Done(10, 0, spans=(("save/actor", 1, 2),)))  # saving, after it is over
     telemetry.step_done(1, {})
     telemetry.close()
     first, second = lines(run.paths.metrics)
@@ -211,7 +212,8 @@ def tried(telemetry: Telemetry, run: RunSpec) -> None:
     first = run.trial_length.first_step
     for step in (first, first + 1):
         replies = [Done(1, rank, stats={"accuracy": (rank + step - first, 2.0), "none": (0.0, 0.0)}) for rank in (0, 1)]
-        telemetry.replies(step, replies)
+        for reply in replies:
+            telemetry.reply(step, reply)
         telemetry.call_done(msgspec.structs.replace(call("eval_rew", ROWS), step=step), replies)
 
 
