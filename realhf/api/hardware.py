@@ -4,6 +4,10 @@ from dataclasses import dataclass
 
 from realhf.api.batch import PROMPT, RowId
 
+KEPT_FREE = 0.05
+"""Share of a device's memory that plans leave: predictions of peaks are within 6 % of what runs took, most of them
+within 3 (benchmarks/RESULTS.md), and a run that needs more than there is ends."""
+
 
 @dataclass(frozen=True)
 class Link:
@@ -40,6 +44,11 @@ class Hardware:
     call: float
     reserved: float = 0.0
     cores: int = 0
+
+    @property
+    def usable(self) -> float:
+        """Bytes of a device that a plan may fill."""
+        return self.memory * (1.0 - KEPT_FREE)
 
     def link(self, src: int, dst: int) -> Link:
         """Return the way between two workers: the device's own memory, the node's link, or the network."""

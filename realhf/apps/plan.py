@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> None:
     _show(found, listings)
     if "--out" in flags:
         _write(Path(flags["--out"]), found, results, listings)
-    if all(prediction.peak > found.machine.hardware.memory for _, prediction in results.values()):
+    if all(prediction.peak > found.machine.hardware.usable for _, prediction in results.values()):
         raise Impossible(found.too_large())
 
 
@@ -119,7 +119,7 @@ def _listings(found: Survey) -> list[Listing]:
     return [
         _allocation(found),
         _instructions(found.planner, found.plan),
-        _memory(prediction, found.machine.hardware.memory),
+        _memory(prediction, found.machine.hardware.usable),
         _step(prediction),
     ]
 
@@ -164,7 +164,7 @@ def text(step: Instruction) -> str:
 def _memory(prediction: Prediction, capacity: float) -> Listing:
     rows = [(ranks_text(ranks), size_text(some.total), size_text(capacity), _parts(some))
             for ranks, some in _alike(prediction)]  # fmt: skip
-    return Listing("memory", "lrrl", ("worker", "needs", "has", "for"), tuple(rows))
+    return Listing("memory", "lrrl", ("worker", "needs", "may fill", "for"), tuple(rows))
 
 
 def _alike(prediction: Prediction) -> list[tuple[list[int], Bytes]]:
@@ -200,7 +200,7 @@ def _step(prediction: Prediction) -> Listing:
 
 
 def _comparison(found: Survey, results: Predicted) -> Listing:
-    capacity = found.machine.hardware.memory
+    capacity = found.machine.hardware.usable
     best = min(p.seconds for _, p in results.values())
     rows = []
     for mode, (plan, p) in results.items():
@@ -209,7 +209,7 @@ def _comparison(found: Survey, results: Predicted) -> Listing:
         cells = (mode, f"{p.seconds:.4g} s", f"{p.seconds / best:.2f}", busy, size_text(p.peak) + fits)
         rows.append((*cells, layouts_text(plan)))
     head = ("allocation_mode", "step", "of best", "busy", "fullest worker", "layouts")
-    return Listing(f"comparison (workers have {size_text(capacity)})", "lrrrrl", head, tuple(rows))
+    return Listing(f"comparison (workers may fill {size_text(capacity)})", "lrrrrl", head, tuple(rows))
 
 
 def layouts_text(plan: ExecutionPlan) -> str:
@@ -274,7 +274,7 @@ def _data(found: Survey, results: Predicted) -> dict[str, object]:
             "step_s": p.seconds,
             "busy": 1 - p.timeline.idle,
             "peak_bytes": p.peak,
-            "fits": p.peak <= found.machine.hardware.memory,
+            "fits": p.peak <= found.machine.hardware.usable,
             "calls": {name: {"compute_s": c, "moves_s": m} for name, (c, m) in p.call_seconds.items()},
             "memory": [{"workers": ranks, **asdict(some)} for ranks, some in _alike(p)],
             "plan": to_plain(plan),

@@ -98,7 +98,7 @@ def limits_of(config: ExperimentConfig, device: str) -> Machine:
         hardware = replace(hardware, memory=share, cores=max(1, (os.cpu_count() or 1) // threads))
     if options.memory_gb is not None:
         hardware = replace(hardware, memory=options.memory_gb * 1e9)
-    if hardware.memory <= hardware.reserved:
+    if hardware.usable <= hardware.reserved:
         has, needs = hardware.memory / 1e9, hardware.reserved / 1e9
         raise UserError(f"a worker has {has:.3g} GB and needs {needs:.3g} GB before it has any model: "
                         "take fewer workers, or set planner.memory_gb")  # fmt: skip

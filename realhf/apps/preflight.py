@@ -115,7 +115,7 @@ def preflight(name: str, experiment: Experiment, paths: RunDir, resuming: bool =
     findings.problems += run_problems(config)
     found = _look(name, experiment, findings, launching=True)
     prediction = found.prediction
-    if prediction.peak > found.machine.hardware.memory:
+    if prediction.peak > found.machine.hardware.usable:
         raise Impossible(found.too_large())
     calls = {mfc: compute for mfc, (compute, _) in prediction.call_seconds.items()}
     expected = Expected(found.machine.source, prediction.seconds, calls, prediction.peak)

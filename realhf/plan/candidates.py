@@ -48,7 +48,7 @@ class Candidates:
     @property
     def capacity(self) -> float:
         """Bytes of a worker for models and what they do."""
-        return self.hardware.memory - self.memory.runtime
+        return self.hardware.usable - self.memory.runtime
 
     def of(self, mfc: MFC, layout: Layout, share: float = 1.0) -> Candidate:
         """Return a layout with the fastest micro-batching with which the call fits ``share`` of a worker's capacity.

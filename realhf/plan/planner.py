@@ -116,7 +116,7 @@ class Planner:
 
     def fits(self, plan: ExecutionPlan) -> bool:
         """Tell whether every worker has enough memory for a plan."""
-        return max(some.total for some in self._memory_of(plan).values()) <= self.calls.hardware.memory
+        return max(some.total for some in self._memory_of(plan).values()) <= self.calls.hardware.usable
 
     def _memory_of(self, plan: ExecutionPlan) -> dict[int, Bytes]:
         rows = {m.name: self.calls.rows(m, plan[m.name].layout.strategy.dp) for m in self.graph.mfcs}

@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from functools import partial
 
 from realhf.api.experiment import RoleSpec
+from realhf.api.hardware import KEPT_FREE
 from realhf.api.plan import ExecutionPlan
 from realhf.plan.heuristic import HEURISTICS
 from realhf.plan.planner import Planner
@@ -31,8 +32,9 @@ def too_large(planner: Planner, prediction: Prediction, replan: Replan, slots_op
     rank, worst = max(prediction.memory.items(), key=lambda item: item[1].total)
     parts = sorted(((size, name) for name, size in asdict(worst).items()), reverse=True)
     words = ", ".join(f"{name.replace('_', ' ')} {v / 1e9:.3g}" for v, name in parts if v >= 0.01 * worst.total)
-    return (f"worker {rank} would need {worst.total / 1e9:.4g} GB ({words}), it has "
-            f"{planner.calls.hardware.memory / 1e9:.4g}; {remedy(planner, replan, slots_option)}")  # fmt: skip
+    hardware = planner.calls.hardware
+    return (f"worker {rank} would need {worst.total / 1e9:.4g} GB ({words}), it has {hardware.memory / 1e9:.4g}, "
+            f"of which plans leave {KEPT_FREE:.0%} free; {remedy(planner, replan, slots_option)}")  # fmt: skip
 
 
 def remedy(planner: Planner, replan: Replan, slots_option: str) -> str:

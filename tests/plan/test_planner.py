@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from realhf.api.hardware import Hardware, Link, Workload
+from realhf.api.hardware import KEPT_FREE, Hardware, Link, Workload
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.plan import ExecutionPlan, MicroBatching, Placement
 from realhf.plan.evaluate import evaluate
@@ -68,7 +68,7 @@ def test_rules_make_plans_that_can_be_carried_out(name: str, rule: str) -> None:
     assert plan.n_workers == planner.n_workers
     predicted = planner.predict(plan)
     assert predicted.seconds > 0 and set(predicted.memory) == set(range(plan.n_workers))
-    assert planner.fits(plan) == (predicted.peak <= planner.calls.hardware.memory)
+    assert planner.fits(plan) == (predicted.peak <= planner.calls.hardware.usable)
 
 
 def test_a_rule_cuts_more_where_its_calls_do_not_fit_together() -> None:
@@ -83,7 +83,7 @@ def test_micro_batches_shrink_before_a_plan_does_not_fit(share: float) -> None:
     rows = Workload(((60,),), (140,))
     roomy = ppo_planner(1, replace(TOY, memory=1e12), WIDE, 128, rows)
     peak = roomy.predict(roomy.by_rule("symmetric")).peak
-    tight = ppo_planner(1, replace(TOY, memory=share * peak), WIDE, 128, rows)
+    tight = ppo_planner(1, replace(TOY, memory=share * peak / (1 - KEPT_FREE)), WIDE, 128, rows)
     plan, found = tight.by_rule("symmetric"), tight.search()
     finest = {name: replace(limit, max_tokens_per_mb=512, max_slots=8) for name, limit in tight.calls.limits.items()}
     leanest = replace(plan, placements={n: replace(plan[n], micro_batching=finest[n]) for n in finest})

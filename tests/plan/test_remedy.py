@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from realhf.api.hardware import Workload
+from realhf.api.hardware import KEPT_FREE, Workload
 from realhf.api.plan import ExecutionPlan, MicroBatching, Placement
 from realhf.plan.planner import Planner
 from realhf.plan.remedy import remedy, too_large
 from tests.plan.planners import TOY, WIDE, layout, ppo_planner
 
 
-def planner_with(memory: float, n_workers: int = 4, node_size: int = 4, **options: object) -> Planner:
+def planner_with(usable: float, n_workers: int = 4, node_size: int = 4, **options: object) -> Planner:
     rows = Workload(((240,),), (560,))
-    hardware = replace(TOY, memory=memory, node_size=node_size)
+    hardware = replace(TOY, memory=usable / (1 - KEPT_FREE), node_size=node_size)
     return ppo_planner(n_workers, hardware, WIDE, 64, rows, **options)  # type: ignore[arg-type]
 
 
@@ -36,7 +36,11 @@ def test_the_worker_its_largest_parts_and_a_remedy_are_named() -> None:
     planner = planner_with(NEEDED - 1)
     prediction = planner.predict(fixed(planner))
     text = too_large(planner, prediction, fixed, "ppo.gen.max_slots")
-    found = re.fullmatch(r"worker (\d) would need ([\d.]+) GB \((.*)\), it has ([\d.]+); it fits with (.*)", text)
+    found = re.fullmatch(
+        r"worker (\d) would need ([\d.]+) GB \((.*)\), it has ([\d.]+), of "
+        r"which plans leave 5% free; it fits with (.*)",
+        text,
+    )
     assert found, text
     worst = prediction.memory[int(found[1])]
     assert worst.total == prediction.peak and float(found[2]) == pytest.approx(NEEDED / 1e9, rel=1e-3)
@@ -68,7 +72,7 @@ def applied(planner: Planner, words: str) -> tuple[Planner, ExecutionPlan]:
                 mode = value
             case _:
                 raise AssertionError(f"{key} is no option")
-    made = planner_with(planner.calls.hardware.memory, n_workers, node_size, **changes)
+    made = planner_with(planner.calls.hardware.usable, n_workers, node_size, **changes)
     made = replace(made, calls=replace(made.calls, limits=limits))
     return made, made.by_rule(mode) if mode else fixed(made)
 
