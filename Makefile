@@ -1,6 +1,7 @@
 # make demo and make test do everything on a fresh machine: Python >= 3.10, a C++ compiler if there is one.
 PYTHON ?= python3
 VENV ?= .venv
+JOBS ?= 2
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 
@@ -8,7 +9,7 @@ STAMP = $(VENV)/.installed
 
 help:
 	@echo "make demo    watch PPO raise a reward, from nothing, in about a minute"
-	@echo "make test    all tests"
+	@echo "make test    all tests, JOBS=2 files at a time"
 	@echo "make check   lint, types, known vulnerabilities, the rules of the house, torch-free tests"
 	@echo "make kill    kill runs at random moments and resume them; about ten minutes"
 	@echo "make bench   benchmarks (ratios; quiet machine)"
@@ -29,7 +30,7 @@ demo: $(STAMP)
 	$(BIN)/realhf demo
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --numprocesses $(JOBS) --dist loadfile
 
 check: $(STAMP)
 	$(BIN)/ruff check .
