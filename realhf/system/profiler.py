@@ -51,7 +51,7 @@ from realhf.system.seam_probes import Price, Rehearsal, free, seam_counts, seam_
 
 PATIENCE_S = 600.0
 """How long a worker may be silent."""
-WHOLE, SHARD, SEAMS, ALGORITHMS, ELSE = 0.3, 0.1, 0.1, 0.07, 0.035
+WHOLE, SHARD, SEAMS, ALGORITHMS, ELSE = 0.25, 0.08, 0.1, 0.07, 0.035
 """Shares of a model's time: its passes, those of each kind of shard, their seams, algorithms, each other subject."""
 
 Points = dict[str, list[Point]]
