@@ -8,10 +8,10 @@ STAMP = $(VENV)/.installed
 .PHONY: help install demo test check format kill bench docs clean
 
 help:
-	@echo "make demo    watch PPO raise a reward, from nothing, in about a minute"
+	@echo "make demo    watch PPO raise a reward, from nothing, in a few minutes"
 	@echo "make test    all tests, JOBS=2 files at a time"
 	@echo "make check   lint, types, known vulnerabilities, the rules of the house, torch-free tests"
-	@echo "make kill    kill runs at random moments and resume them; about ten minutes"
+	@echo "make kill    kill runs at random moments and resume them; half an hour or more"
 	@echo "make bench   benchmarks (ratios; quiet machine)"
 	@echo "make docs    regenerate docs/options.md from the code"
 	@echo "make clean   remove what was built (not the environment)"
@@ -43,7 +43,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-kill: $(STAMP)  # 50 random kills of runs, each resumed and compared; about ten minutes
+kill: $(STAMP)  # 50 random kills of runs, each resumed and compared; half an hour or more
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kill_and_resume.py
 
 bench: $(STAMP)
