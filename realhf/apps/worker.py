@@ -1,7 +1,7 @@
 """Entry of a model worker process: ``python -m realhf.apps.worker RUN_DIR RANK ADDRESS``.
 
 RANK may be the name of an environment variable that holds it. The worker exits with 0 after a Stop, 1 after an error, 3
-when its launcher is gone. SIGUSR1 writes the stacks of all its threads to standard error, which is its log.
+when its launcher or its master is gone. SIGUSR1 writes the stacks of all its threads to standard error, which is its log.
 """
 
 import faulthandler
@@ -31,7 +31,7 @@ def main(root: str, rank: int, address: str) -> None:
         here = address_towards(master)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(here))  # gloo trusts the host's name, which may lie
     run = read_run(Path(root))
-    channel = ZmqWorker(address, rank, run.paths.key.read_bytes())
+    channel = ZmqWorker(address, rank, run.paths.key.read_bytes(), when_alone=_leave)
     worker = ModelWorker(run, rank, channel.send, open_log(run.paths.log(f"worker-{rank}"), f"worker-{rank}"))
     heart = Heart(channel, rank, run.config.heartbeat_timeout, worker.words)
     try:
@@ -47,7 +47,11 @@ def main(root: str, rank: int, address: str) -> None:
 def _leave_with_launcher() -> None:
     """Exit when standard input ends: only the launcher holds its other side."""
     os.read(0, 1)
-    os._exit(EXIT_ALONE)
+    _leave()
+
+
+def _leave() -> None:
+    os._exit(EXIT_ALONE)  # whatever the other threads wait for
 
 
 if __name__ == "__main__":

@@ -15,12 +15,19 @@ from typing import Any, Protocol
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from realhf.api.messages import TO_MASTER, TO_WORKER, Beat, Message, ToMaster, ToWorker
 from realhf.base.errors import RunFailed, UserError
 from realhf.system.seal import Gate, Lane, Refused, Seal, digest
 
 MAX_MESSAGE = 256 << 20
+
+ALONE_S = 10.0
+"""A worker whose connection was lost and has not come back for so long has no master any more."""
+
+FIRST_S = 120.0
+"""The same before there was a connection: thousands of workers may be taken one after another."""
 
 
 class MasterEnd(Protocol):
@@ -141,20 +148,29 @@ class ZmqMaster:
 
 
 class ZmqWorker:
-    """A worker's side: one FIFO inbox, one way out."""
+    """A worker's side: one FIFO inbox, one way out.
 
-    def __init__(self, address: str, rank: int, key: bytes) -> None:
+    ``when_alone`` is called, in a thread of its own, when the master is gone: nobody else may tell a worker whose
+    launcher's other half lives on another host. A master that is stopped or busy keeps its connections.
+    """
+
+    def __init__(self, address: str, rank: int, key: bytes, when_alone: Callable[[], None] | None = None) -> None:
         self.refused = 0
         self._address, self._rank, self._key = address, rank, key
         self._gate = Gate(key, (Lane.to_worker,), range(rank, rank + 1))
         self._seal = Seal(key, Lane.to_master)
         self._context = zmq.Context()
-        self._socket = self._connect(linger_ms=2000)
+        self._socket = self._connect(linger_ms=2000, when_alone=when_alone)
 
-    def _connect(self, linger_ms: int) -> zmq.Socket:
+    def _connect(self, linger_ms: int, when_alone: Callable[[], None] | None = None) -> zmq.Socket:
         wire = self._context.socket(zmq.DEALER)
         wire.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
         wire.setsockopt(zmq.LINGER, linger_ms)
+        wire.setsockopt(zmq.TCP_KEEPALIVE, 1)  # a host that is gone says nothing
+        wire.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60)
+        if when_alone is not None:  # before there is anything to see
+            events = wire.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+            threading.Thread(target=_watch, args=(events, when_alone), daemon=True).start()
         wire.connect(self._address)
         return wire
 
@@ -193,6 +209,21 @@ class ZmqWorker:
     def close(self) -> None:
         self._socket.close()
         self._context.term()
+
+
+def _watch(events: zmq.Socket, when_alone: Callable[[], None]) -> None:
+    """Follow what happens to a connection until it is lost for good, or its context ends."""
+    left: Callable[[], float] | None = deadline(FIRST_S)
+    try:
+        while left is None or left() > 0:
+            if events.poll(None if left is None else max(1, int(left() * 1000))):
+                lost = recv_monitor_message(events)["event"] == zmq.EVENT_DISCONNECTED
+                left = deadline(ALONE_S) if lost else None
+        when_alone()
+    except zmq.ContextTerminated:
+        pass
+    finally:
+        events.close()
 
 
 class InlineChannel:

@@ -5,7 +5,9 @@ import socket
 import stat
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 import msgspec
 import pytest
@@ -197,6 +199,30 @@ def test_beats_come_beside_messages_until_they_are_stopped(master: ZmqMaster) ->
     master.send((1,), Stop())
     assert worker.receive(WAIT_S) == Stop()
     worker.close()
+
+
+@pytest.mark.parametrize("address", ["", "tcp://127.0.0.1:*"], ids=["ipc", "tcp"])
+def test_a_worker_is_told_when_its_master_is_gone_for_good(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when it closes its own side, and not when a master comes back in time."""
+    monkeypatch.setattr(channel_module, "ALONE_S", 1.0)
+    alone: SimpleQueue[int] = SimpleQueue()
+    master = ZmqMaster(KEY, 2, address)
+    workers = [ZmqWorker(master.address, rank, KEY, partial(alone.put, rank)) for rank in range(2)]
+    for rank, worker in enumerate(workers):
+        worker.send(hello(rank))
+    assert {master.receive(WAIT_S).rank for _ in workers} == {0, 1}
+    if address:  # a private socket has another name each time
+        master.close()
+        master = ZmqMaster(KEY, 2, master.address)
+        workers[0].send(hello(0))
+        assert master.receive(WAIT_S) == hello(0)
+    workers[0].close()
+    with pytest.raises(Empty):
+        alone.get(timeout=1.5)
+    master.close()
+    assert alone.get(timeout=WAIT_S) == 1
+    workers[1].close()
+    assert alone.empty()
 
 
 def test_what_nobody_would_take_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
