@@ -1,7 +1,7 @@
 """Entry of a model worker process: ``python -m realhf.apps.worker RUN_DIR RANK ADDRESS``.
 
-RANK may be the name of an environment variable that holds it. The worker exits with 0 after a Stop, 1 after an error, 3
-when its launcher or its master is gone. SIGUSR1 writes the stacks of all its threads to standard error, which is its log.
+RANK may be the name of an environment variable that holds it. The worker exits with 0 after a Stop, 1 after an error,
+3 when its launcher or its master is gone. SIGUSR1 writes the stacks of all its threads to standard error: its log.
 """
 
 import faulthandler
