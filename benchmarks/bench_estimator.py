@@ -19,7 +19,8 @@ from statistics import median
 REALHF = [sys.executable, "-c", "from realhf.apps.main import console; console()"]
 SIZES = {"small": (128, 2), "middle": (192, 4), "large": (256, 6)}
 """Hidden width and layers of the models."""
-STEPS = 6
+STEPS = {"small": 30, "middle": 12, "large": 7}
+"""Steps of a run: ten seconds or more, so that a spell of a slower machine is not all of it."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ def run(case: Case, folder: Path, number: int) -> Found:
          f"dataset.path={task / 'train.jsonl'}", "dataset.train_bs_n_seqs=32", "ppo.gen.max_new_tokens=32",
          "ppo.gen.min_new_tokens=32", "ppo.ppo_n_minibatches=2", f"n_gpus_per_node={case.workers}",
          "threads_per_worker=1", f"allocation_mode={case.allocation}", f"planner.profile={folder / 'profile.json'}",
-         f"exp_ctrl.total_train_steps={STEPS}", "save_roles=[]", "n_logged_generations=0", "tensorboard.enabled=False",
+         f"exp_ctrl.total_train_steps={STEPS[case.size]}", "save_roles=[]", "n_logged_generations=0",
+         "tensorboard.enabled=False",
          f"reward.fn={folder / 'reward.py'}:share_of_digits", *case.words)  # fmt: skip
     lines = [json.loads(line) for line in (root / "e" / "t" / "metrics.jsonl").read_text().splitlines()]
     expected = json.loads((root / "e" / "t" / "plan.json").read_text())["expected"]

@@ -3,14 +3,16 @@
     python benchmarks/kill_and_resume.py [--kills N] [--seed N]
 
 SFT, PPO and GRPO with one and two workers. A blow is a SIGKILL of the master, of a worker or of everything, at a random
-moment or while a checkpoint is being written; a disk that takes no more from a random moment on (a limit on the size of
-files, which every process of the run is given); or a SIGKILL, after which a shard of the last checkpoint loses its end.
+moment or while a checkpoint is being written; a disk that is full from a random moment on, or takes no file beyond a
+size (a limit that every process of the run is given); or a SIGKILL, after which a shard of the last checkpoint loses
+its end. The disk that fills up is a small one of its own, in a mount namespace, which only root can make.
 What did not happen, because the run was over before, is no blow. Exits with 1 when anything differs: weights, last
 checkpoint, generations, or metrics but for those that a clock or the size of processes makes (``CLOCK``).
 """
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import random
@@ -21,17 +23,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 REALHF = [sys.executable, "-m", "realhf"]
 EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic.py"
 CLOCK = ("time/", "memory/", "tokens/per_s", "flops/model_per_s")
-BLOWS = ("master", "worker", "everything", "while writing", "disk full", "truncated shard")
+DISK_FULL = "disk full"
+BLOWS = ("master", "worker", "everything", "while writing", DISK_FULL, "truncated shard", "files limited")
 STEPS, PATIENCE_S = 8, 240.0
 SHORT = 20_000
-"""Bytes beyond which no file grows on the disk that is full, at the most: less than a shard."""
+"""Bytes that a full disk still takes, and beyond which no limited file grows, at the most: less than a shard."""
+DISK = "256m"
+OWN_NAMESPACE = ("unshare", "--mount", "--propagation", "private")
 
 
 @dataclass(frozen=True)
@@ -104,12 +109,13 @@ def strike(command: list[str], root: Path, blow: str, chance: random.Random, sec
     moments: dict[str, Callable[[], object]] = {
         "worker": lambda: processes(root),
         "while writing": lambda: any((root / "checkpoints").glob("*.unfinished/*")),
-        "disk full": lambda: (root / "metrics.jsonl").exists(),
+        DISK_FULL: lambda: (root / "metrics.jsonl").exists(),
+        "files limited": lambda: (root / "metrics.jsonl").exists(),
         "truncated shard": lambda: len(whole_checkpoints(root)) > 1,
     }
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     has_come = moments.get(blow, lambda: True)
-    longest = {"master": seconds, "everything": seconds, "worker": seconds / 2, "disk full": 0.05}.get(blow, 0.01)
+    longest = {"master": seconds, "everything": seconds, "worker": seconds / 2}.get(blow, 0.05)
     try:
         wait_for(f"the moment of '{blow}'", lambda: process.poll() is not None or has_come())
         end = time.monotonic() + chance.uniform(0, longest)
@@ -126,7 +132,12 @@ def hit(process: subprocess.Popen, root: Path, blow: str, chance: random.Random)
     workers = processes(root)
     if process.poll() is not None or (blow == "worker" and not workers):
         return False
-    if blow == "disk full":
+    if blow == DISK_FULL:
+        fill(ballast := root.parent / "ballast", chance.randint(0, SHORT))
+        code = process.wait(PATIENCE_S)
+        ballast.unlink()
+        return code != 0
+    if blow == "files limited":
         limit = chance.randint(0, SHORT)
         for pid in (process.pid, *workers):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, limit))
@@ -143,6 +154,13 @@ def hit(process: subprocess.Popen, root: Path, blow: str, chance: random.Random)
         shard = chance.choice(sorted(last.glob("*.safetensors")))
         os.truncate(shard, chance.randrange(shard.stat().st_size))
     return True
+
+
+def fill(ballast: Path, left: int) -> None:
+    """Leave about so many bytes of a disk."""
+    state = os.statvfs(ballast.parent)
+    with ballast.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, max(1, state.f_bavail * state.f_bsize - left))
 
 
 def can_go_on(root: Path) -> bool:
@@ -195,21 +213,39 @@ def torment(job: Job, folder: Path, blows: list[str], chance: random.Random, tal
         shutil.rmtree(root)
 
 
+@contextlib.contextmanager
+def disk(own: bool) -> Iterator[Path]:
+    """A folder for everything; on a small disk of its ``own`` it is gone with this process and its namespace."""
+    with tempfile.TemporaryDirectory() as temporary:
+        if own:
+            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", temporary], check=True)
+        try:
+            yield Path(temporary)
+        finally:
+            if own:
+                subprocess.run(["umount", "--lazy", temporary], check=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--own-namespace", action="store_true", help="said by this program to itself: it may mount")
     options = parser.parse_args()
+    if not options.own_namespace and not subprocess.run([*OWN_NAMESPACE, "true"], stderr=subprocess.DEVNULL).returncode:
+        os.execvp(OWN_NAMESPACE[0], [*OWN_NAMESPACE, sys.executable, *sys.argv, "--own-namespace"])
     chance, tally = random.Random(options.seed), Tally(collections.Counter(), 0, [])
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
+    blows = [blow for blow in BLOWS if options.own_namespace or blow != DISK_FULL]
+    if DISK_FULL not in blows:
+        print("no disk is filled: this user may not mount one")
+    with disk(options.own_namespace) as folder:
         size = ("--digits", "1", "--hidden", "32", "--layers", "2", "--sft-rows", "40", "--train-rows", "20",
                 "--valid-rows", "5")  # fmt: skip
         subprocess.run([sys.executable, str(EXAMPLE), str(folder / "task"), *size], check=True, capture_output=True)
         todo = jobs(folder / "task")
         for i, job in enumerate(todo):  # every job begins with another blow, so that all meet all
             turns = range(options.kills * i // len(todo), options.kills * (i + 1) // len(todo))
-            torment(job, folder, [BLOWS[(turn + i) % len(BLOWS)] for turn in turns], chance, tally)
+            torment(job, folder, [blows[(turn + i) % len(blows)] for turn in turns], chance, tally)
     kinds = ", ".join(f"{number} {blow}" for blow, number in sorted(tally.blows.items()))
     print(f"{tally.blows.total()} blows ({kinds}); {tally.resumed} launches went on from a checkpoint; "
           f"{len(tally.wrong)} runs came out differently (not compared: {', '.join(CLOCK)})")  # fmt: skip

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from statistics import median
 
 import torch
@@ -50,6 +51,7 @@ TURNS = 12
 SAMPLES = 8
 LITTLE = ModelConfig("llama", 1, 256, 4, 4, 64, 512, 32, 256)
 """A model of next to no weights, in matrices for which libraries take their scratch space."""
+PACE = "pace"
 MEMORY = ((8, 64, 64), (48, 16, 48), (6, 200, 200))
 REPEATS, AHEAD = 6, 3
 """Where memory is measured: micro-batches that follow one another, and how many wait for their backward passes."""
@@ -262,18 +264,28 @@ def warm_up(bench: Bench) -> None:
     _update(bench, engine).run()
 
 
-def memory_points(bench: Bench, config: ModelConfig) -> dict[str, list[Point]]:
-    """Measure the bytes that micro-batches take: what is kept for the backward pass, and peaks."""
+def pace_probe(bench: Bench) -> Probe:
+    """A piece of work that is always the same, matrices and interpreter, to tell how fast the machine is just now."""
+    *_, train = pass_probes(bench, bench.engine(LITTLE), [64, 64], half=False)
+    return Probe(((PACE, {"pass": 1}),), lambda: [sum(train.run())], train.size)
+
+
+def memory_points(bench: Bench, config: ModelConfig, seat: int = 0, n_seats: int = 1) -> dict[str, list[Point]]:
+    """Measure the bytes that micro-batches take: what is kept for the backward pass, and peaks.
+
+    Of several seats each measures every so many of them.
+    """
     points: dict[str, list[Point]] = {}
     small, large = cut_down(config, *DEEP_BLOCKS)
-    for model in (small, large, with_scalar_head(small)):
+    sizes = [some for some in MEMORY if some[2] <= config.max_positions]
+    cases = [(model, some) for model in (small, large, with_scalar_head(small)) for some in sizes][seat::n_seats]
+    for model, some in groupby(cases, key=lambda case: case[0]):
         engine = bench.engine(model)
-        for sizes in MEMORY:
-            if sizes[2] <= config.max_positions:
-                lengths = spread_lengths(*sizes)
-                counts = pass_counts(bench.part(model), Work.of(lengths), sum(lengths))
-                for name, value in _memory(engine, batch_of(lengths, model.vocab, engine.context.device)).items():
-                    points.setdefault(name, []).append(Point(counts, value, value, value, 1))
+        for _, (rows, shortest, longest) in some:
+            lengths = spread_lengths(rows, shortest, longest)
+            counts = pass_counts(bench.part(model), Work.of(lengths), sum(lengths))
+            for name, value in _memory(engine, batch_of(lengths, model.vocab, engine.context.device)).items():
+                points.setdefault(name, []).append(Point(counts, value, value, value, 1))
     return points
 
 

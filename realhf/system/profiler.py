@@ -3,7 +3,8 @@
 What workers do together is measured on as many as there may be. Where they are more than cores, times are scaled by
 cores over workers: a profile tells the seconds of a worker that has a core to itself, and whoever reads it lets workers
 share cores. Models are measured on one worker alone, a shard of a tensor-parallel group too: its collectives take what
-was measured before.
+was measured before. Spells of a slower machine, longer than a model takes, are told by a piece of work that is always
+the same, and evened out.
 """
 
 import multiprocessing
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -44,14 +46,14 @@ from realhf.system.link_probes import (
     host_copy_probes,
     send_probes,
 )
-from realhf.system.model_probes import BLOCKS, Bench, cut_down, memory_points, model_probes, warm_up
+from realhf.system.model_probes import BLOCKS, PACE, Bench, cut_down, memory_points, model_probes, pace_probe, warm_up
 from realhf.system.probes import Clock, Probe, agreement, memory_now, sample
 from realhf.system.seal import TAG_BYTES
 from realhf.system.seam_probes import Price, Rehearsal, free, seam_counts, seam_points
 
 PATIENCE_S = 600.0
 """How long a worker may be silent."""
-WHOLE, SHARD, SEAMS, ALGORITHMS, ELSE = 0.25, 0.08, 0.1, 0.07, 0.035
+WHOLE, SHARD, SEAMS, ALGORITHMS, ELSE = 0.25, 0.08, 0.06, 0.07, 0.035
 """Shares of a model's time: its passes, those of each kind of shard, their seams, algorithms, each other subject."""
 
 Points = dict[str, list[Point]]
@@ -70,9 +72,22 @@ class Job:
     threads: int
     bf16: bool
     models: tuple[ModelConfig, ...]
-    seconds: float = 90.0
+    seconds: float = 70.0
     algorithms: tuple[str, ...] = ()
     collectives: dict[str, Fit] = field(default_factory=dict)
+
+    def shards(self) -> list[tuple[ModelConfig, int]]:
+        """Return the models, and the degrees of tensor parallelism that they allow."""
+        return [
+            (model, tp)
+            for model in self.models
+            for tp in numbers_of_workers(self.n_workers)
+            if not strategy_problems(model, ParallelStrategy(tp=tp))
+        ]
+
+    def bench(self, clock: Clock, tp: int) -> Bench:
+        """Return where a shard is measured by itself."""
+        return Bench.of(Rehearsal(tp, clock, self.price(tp)) if tp > 1 else ALONE, clock, self.bf16)
 
     def price(self, size: int) -> Price:
         """Return what collectives of ``size`` workers take: in the middle of a pass, or else one after the other."""
@@ -130,22 +145,28 @@ def take_profile(job: Job, say: Say) -> Profile:
     for world in numbers_of_workers(job.n_workers):
         if world > 1:
             store = open_store("127.0.0.1", 0, PATIENCE_S)
-            news = _ask(_together, [(rank, world, store.port, job) for rank in range(world)], say)
+            news, *_ = _ask(_together, [(rank, world, store.port, job) for rank in range(world)], say)
             fits |= {name: fitted(some) for name, some in news.found.items() if some}
             resident = max(resident, news.resident)
     # neighbours do the same on other cores: in a run they compute, too, and share caches and memory
     n_busy = 1 if job.device == "cuda" else max(1, min(job.n_workers, n_cores() // job.threads))
-    news = _ask(_alone, [(replace(job, collectives=fits),)] * n_busy, say)
-    fits |= {name: fitted(some) for name, some in news.found.items() if min(p.median for p in some) > 0}
+    job = replace(job, collectives=fits)
+    news, *_ = _ask(_alone, [(job,)] * n_busy, say)
+    points = {name: list(some) for name, some in news.found.items()}
+    for part in _ask(_memory, [(seat, n_busy, job) for seat in range(n_busy)], say):
+        for name, some in part.found.items():
+            points.setdefault(name, []).extend(some)
+    fits |= {name: fitted(some) for name, some in points.items() if min(p.median for p in some) > 0}
     say("calls of the master")
     fits |= {name: fitted(some) for name, some in _calls(job.seconds * ELSE).items()}
     return Profile(machine, resident + news.resident, fits)
 
 
-def _ask(measure: Callable[..., News], seats: list[tuple], say: Say) -> News:
-    """Return what ``measure(say, *seat)`` finds out on the first of the seats, each a worker process."""
+def _ask(measure: Callable[..., News], seats: list[tuple], say: Say) -> list[News]:
+    """Return what ``measure(say, *seat)`` finds out on every seat, each a worker process; the first one is heard."""
     with _processes(_worker, [(measure, seat) for seat in seats]) as ends:
-        while ready := wait(ends, PATIENCE_S):
+        found: dict[Connection, News] = {}
+        while ready := wait([end for end in ends if end not in found], PATIENCE_S):
             for end in ready:
                 assert isinstance(end, Connection)
                 try:
@@ -154,10 +175,12 @@ def _ask(measure: Callable[..., News], seats: list[tuple], say: Say) -> News:
                     news = News(error="it ended without a word")
                 if news.error:
                     raise RunFailed(f"worker {ends.index(end)} of {len(seats)} failed: {news.error}")
-                if end is ends[0] and not news.text:
-                    return news
-                if end is ends[0]:
+                if not news.text:
+                    found[end] = news
+                elif end is ends[0]:
                     say(news.text)
+            if len(found) == len(ends):
+                return [found[end] for end in ends]
         raise RunFailed(f"{len(seats)} workers said nothing for {PATIENCE_S:.0f} s")
 
 
@@ -222,24 +245,24 @@ def _together(say: Say, rank: int, world: int, port: int, job: Job) -> News:
 
 
 def _alone(say: Say, job: Job) -> News:
-    """Measure what a worker does by itself."""
+    """Measure how long a worker takes for what it does by itself."""
     clock, points = _clock(job, 0, 1), Points()
     algorithms = list(algorithm_probes(clock, job.algorithms or tuple(METHODS)))
-    warm_up(Bench.of(ALONE, clock, job.bf16))
+    warm_up(job.bench(clock, 1))
     give_back_heap()
     resident = float(memory_now())
-    for model in job.models:
+    pace = pace_probe(job.bench(clock, 1))
+    spells: list[Points] = []
+    for model, tp in job.shards():
         shape = shape_of(model, job.bf16)
-        for tp in numbers_of_workers(job.n_workers):
-            if not strategy_problems(model, ParallelStrategy(tp=tp)):
-                say(f"{shape} cut {tp} ways" if tp > 1 else shape)
-                group = Rehearsal(tp, clock, job.price(tp)) if tp > 1 else ALONE
-                bench = Bench.of(group, clock, job.bf16)
-                found = sample(list(model_probes(bench, model)), job.seconds * (WHOLE if tp == 1 else SHARD), clock.now)
-                for name, some in (found | memory_points(bench, model)).items():
-                    points[f"{shape}/{name}" if name == "optimizer" else f"{shape}/t{tp}/{name}"] = some
+        say(f"{shape} cut {tp} ways" if tp > 1 else shape)
+        probes = [pace, *model_probes(job.bench(clock, tp), model)]
+        found = sample(probes, job.seconds * (WHOLE if tp == 1 else SHARD), clock.now)
+        spells.append({place(shape, tp, name): some for name, some in found.items()})
     say("algorithms")
-    points |= sample(algorithms, job.seconds * ALGORITHMS, clock.now)
+    spells.append(sample([pace, *algorithms], job.seconds * ALGORITHMS, clock.now))
+    for some in evened(spells):
+        points |= some
     say("copies")
     shallow = [some for model in job.models for some in cut_down(model, *BLOCKS)]
     copies = [*host_copy_probes(shallow, clock)]
@@ -247,6 +270,31 @@ def _alone(say: Say, job: Job) -> News:
         copies += exchange_probes(0, 1, clock, None)
     points |= sample(copies, job.seconds * ELSE, clock.now)
     return News(found=_frozen(points), resident=resident)
+
+
+def _memory(say: Say, seat: int, n_seats: int, job: Job) -> News:
+    """Measure the memory that shards of models take, a part of it on each seat."""
+    clock, points = _clock(job, 0, 1), Points()
+    warm_up(job.bench(clock, 1))
+    say("memory")
+    for model, tp in job.shards():
+        for name, some in memory_points(job.bench(clock, tp), model, seat, n_seats).items():
+            points[place(shape_of(model, job.bf16), tp, name)] = some
+    return News(found=_frozen(points))
+
+
+def place(shape: str, tp: int, name: str) -> str:
+    """Return the name in a profile of what is measured of a model; an update depends on no more than its parameters."""
+    return name if name == PACE else f"{shape}/{name}" if name == "optimizer" else f"{shape}/t{tp}/{name}"
+
+
+def evened(spells: list[Points]) -> list[Points]:
+    """Scale what was measured in each spell to the middle of their paces: what the same work took in each."""
+    paces = [some[PACE][0].median for some in spells]
+    return [
+        {name: [point.scaled(median(paces) / pace) for point in some] for name, some in spell.items() if name != PACE}
+        for spell, pace in zip(spells, paces, strict=True)
+    ]
 
 
 def _frozen(points: Points) -> dict[str, tuple[Point, ...]]:

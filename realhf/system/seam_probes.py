@@ -6,6 +6,7 @@ elsewhere, members that arrive at different times, and caches that others used m
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -117,19 +118,23 @@ def _difference(counts: Counts, whole: Point, part: Point) -> Point:
 def asked_of(probe: Probe, group: Rehearsal) -> list[Counts]:
     """Return which collectives, and how many bytes of them, each work of a probe asks a group for.
 
-    They are found by letting one after the other cost a fortune.
+    How many each asks for is told by letting one cost a fortune. Works follow one another, the last time at the end.
     """
-    asked: list[Counts] = [{} for _ in probe.works]
-    for kind in KINDS:
-        for name in seam_counts(kind, 1.0):
-            group.price = _fortune(kind, name)
-            for counts, value in zip(asked, probe.run(), strict=True):
-                if times := round(value / FORTUNE):
-                    counts[name] = times
+    calls: list[Counts] = []
+
+    def note(kind: Collective, nbytes: float) -> float:
+        calls.append(seam_counts(kind, nbytes))
+        return FORTUNE
+
+    group.price = note
+    numbers = [round(value / FORTUNE) for value in probe.run()]
     group.price = free
     group.clock.forget()
+    last = iter(calls[len(calls) - sum(numbers) :])
+    asked: list[Counts] = []
+    for number in numbers:
+        asked.append({})
+        for counts in islice(last, number):
+            for name, count in ((name, count) for name, count in counts.items() if count):
+                asked[-1][name] = asked[-1].get(name, 0.0) + count
     return asked
-
-
-def _fortune(kind: Collective, name: str) -> Price:
-    return lambda asked, nbytes: FORTUNE * seam_counts(asked, nbytes).get(name, 0.0)
