@@ -89,10 +89,14 @@ def sizes(specs: Sequence[ParamSpec], stages: Stages, src: ParallelStrategy, dst
     """
     src_layers, dst_layers = stages(src.pp), stages(dst.pp)
     kinds: Counter[tuple] = Counter()
+    stages_of: dict[tuple[int, int | None], tuple[tuple[int, ...], ...]] = {}  # of a layer's few specs alike
     for spec in specs:
-        held_by = tuple(p for p, layers in enumerate(src_layers) if spec.is_in(layers))
-        needed_by = tuple(p for p, layers in enumerate(dst_layers) if spec.is_in(layers))
-        kinds[held_by, needed_by, spec.shape, spec.tp_dim, spec.tp_units] += 1
+        place = spec.layer, spec.shared_layer
+        if place not in stages_of:
+            stages_of[place] = tuple(
+                tuple(p for p, layers in enumerate(some) if spec.is_in(layers)) for some in (src_layers, dst_layers)
+            )
+        kinds[*stages_of[place], spec.shape, spec.tp_dim, spec.tp_units] += 1
     found: Sizes = {}
     for (held_by, needed_by, *cut), count in kinds.items():
         for holding, needing, box in _common(*cut, src.tp, dst.tp):

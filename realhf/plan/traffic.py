@@ -1,6 +1,6 @@
 """What an exchange asks of its busiest worker, from the very routes and copies that will be carried out."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 from realhf.api.batch import SCALAR_BYTES
@@ -72,12 +72,12 @@ def rings_of(copies: Iterable[Copy], node_size: int) -> int:
 
 def realloc_traffic(config: ModelConfig, src: Layout, dst: Layout, itemsize: int, node_size: int) -> Traffic:
     """Return what moving a model's weights from one layout to another asks for."""
-    return _realloc(config, *_moved_together(src, dst, node_size), itemsize, node_size)[0]
+    return _traffic(config, *_moved_together(src, dst, node_size), itemsize, node_size)
 
 
 def realloc_rings(config: ModelConfig, src: Layout, dst: Layout, itemsize: int, node_size: int) -> int:
     """Return the bytes of shared memory that this leaves with a worker (``rings_of``)."""
-    return _realloc(config, *_moved_together(src, dst, node_size), itemsize, node_size)[1]
+    return _rings(config, *_moved_together(src, dst, node_size), itemsize, node_size)
 
 
 def _moved_together(src: Layout, dst: Layout, node_size: int) -> tuple[Layout, Layout]:
@@ -96,12 +96,19 @@ def _moved_together(src: Layout, dst: Layout, node_size: int) -> tuple[Layout, L
 
 
 @lru_cache(maxsize=100_000)
-def _realloc(config: ModelConfig, src: Layout, dst: Layout, itemsize: int, node_size: int) -> tuple[Traffic, int]:
-    copies: list[Copy] = []
+def _traffic(config: ModelConfig, src: Layout, dst: Layout, itemsize: int, node_size: int) -> Traffic:
+    return traffic_of(_copies(config, src, dst, itemsize, node_size), node_size)
+
+
+@lru_cache(maxsize=100_000)
+def _rings(config: ModelConfig, src: Layout, dst: Layout, itemsize: int, node_size: int) -> int:
+    return rings_of(_copies(config, src, dst, itemsize, node_size), node_size)
+
+
+def _copies(config: ModelConfig, src: Layout, dst: Layout, itemsize: int, node_size: int) -> Iterator[Copy]:
     for (holding, needing), (numel, n_parts) in _sizes(config, src.strategy, dst.strategy).items():
         for sender, receivers, _, n in share_out(seated(src, holding), seated(dst, needing), node_size):
-            copies.append((sender, receivers, numel * itemsize // n, -(-n_parts // n)))
-    return traffic_of(copies, node_size), rings_of(copies, node_size)
+            yield sender, receivers, numel * itemsize // n, -(-n_parts // n)
 
 
 @lru_cache(maxsize=16384)
