@@ -22,7 +22,7 @@ EXAMPLE = HERE.parents[1] / "examples" / "arithmetic.py"
 SFT_STEPS = 90
 LEARN = ("actor.optimizer.lr=3e-4", "actor.optimizer.lr_scheduler_type=constant", "ppo.gen.max_new_tokens=32",
          "dataset.train_bs_n_seqs=64", "exp_ctrl.total_train_epochs=20")  # fmt: skip
-STEPS = {"ppo-math": 200, "grpo": 80, "rloo": 100, "reinforce-pp": 100, "remax": 300, "vineppo": 45}
+STEPS = {"ppo-math": 200, "grpo": 80, "rloo": 100, "reinforce-pp": 100, "remax": 300, "vineppo": 30}
 OWN = {"ppo-math": ("critic.optimizer.lr=1e-3", "critic.optimizer.lr_scheduler_type=constant")}
 RESTEM = ("model.optimizer.lr=1e-3", "sampling.max_new_tokens=32", "validation.max_new_tokens=32", "n_rounds=1",
           "dataset.train_bs_n_seqs=200")  # fmt: skip

@@ -88,7 +88,7 @@ def planner(actor: str, devices: int, workload: str) -> Planner:
 def measured(actor: str, devices: int, workload: str) -> tuple[Row, dict[str, Prediction]]:
     """Predict the plans of every rule and of the search."""
     asked = planner(actor, devices, workload)
-    capacity = asked.calls.hardware.memory
+    capacity = asked.calls.hardware.usable
     found = {rule: asked.predict(asked.by_rule(rule)) for rule in RULES}
     began = time.monotonic()
     best = asked.search().plan
@@ -107,7 +107,7 @@ def table(rows: list[Row]) -> str:
     head = ("workload", "actor", "H100", *(f"{rule}, s" for rule in RULES), "searched, s", "gain over megatron")
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
-        gain = f"+{100 * row.gain:.0f}%" if row.megatron else "-"
+        gain = f"{100 * row.gain:+.0f}%" if row.megatron else "-"
         steps = [cell(vars(row)[name]) for name in (*RULES, "searched")]
         lines.append(f"| {' | '.join((row.workload, row.actor, str(row.devices), *steps, gain))} |")
     for workload in WORKLOADS:
