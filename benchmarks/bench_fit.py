@@ -17,7 +17,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from realhf.api.hardware import KEPT_FREE
+from realhf.plan.hardware import read_hardware
 
 REALHF = [sys.executable, "-c", "from realhf.apps.main import console; console()"]
 GROUPS = Path("/sys/fs/cgroup/memory")
@@ -138,7 +138,7 @@ def main() -> None:
     died = refused = 0
     for case in CASES:
         predicted, measured, survived = run(case, folder)
-        fits = predicted <= (1.0 - KEPT_FREE) * LIMIT
+        fits = predicted <= (1.0 - read_hardware("cpu").kept_free) * LIMIT
         died += fits and not survived
         refused += survived and not fits
         print(f"{case}: predicted {predicted / 1e6:.0f} MB, used {measured / 1e6:.0f} of {LIMIT / 1e6:.0f} MB: "

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from realhf.api.batch import PROMPT, RowId
 
 KEPT_FREE = 0.05
-"""Share of a device's memory that plans leave: predictions of peaks are within 6 % of what runs took, most of them
-within 3 (benchmarks/RESULTS.md), and a run that needs more than there is ends."""
+"""Share of a device's memory that plans leave, where a machine does not say otherwise: a run that needs more than there
+is ends."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Hardware:
 
     ``flops`` is what large matrix products reach, in operations per second; ``memory_bandwidth`` what a copy reaches,
     in bytes per second; ``kernel`` seconds of the smallest kernel, its launch included; ``call`` seconds from the
-    master to a worker and back. ``cores`` is how many workers of a node compute at full speed at a time: workers on
-    CPU share them (0: every device is its own). ``memory`` is bytes of one device, ``reserved`` what runtime and
-    libraries take of it. Links are per device: ``node`` to a device of the same node, ``cluster`` to another node,
-    ``host`` to the memory that offloaded weights rest in.
+    master to a worker and back. ``cores`` is how many workers of a node compute at full speed at a time: workers on CPU
+    share them (0: every device is its own). ``memory`` is bytes of one device, ``reserved`` what runtime and libraries
+    take of it, ``kept_free`` the share of it that plans leave. Links are per device: ``node`` to a device of the same
+    node, ``cluster`` to another node, ``host`` to the memory that offloaded weights rest in.
     """
 
     name: str
@@ -43,12 +43,13 @@ class Hardware:
     kernel: float
     call: float
     reserved: float = 0.0
+    kept_free: float = KEPT_FREE
     cores: int = 0
 
     @property
     def usable(self) -> float:
         """Bytes of a device that a plan may fill."""
-        return self.memory * (1.0 - KEPT_FREE)
+        return self.memory * (1.0 - self.kept_free)
 
     def link(self, src: int, dst: int) -> Link:
         """Return the way between two workers: the device's own memory, the node's link, or the network."""

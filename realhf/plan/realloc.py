@@ -96,7 +96,7 @@ def sizes(specs: Sequence[ParamSpec], stages: Stages, src: ParallelStrategy, dst
             stages_of[place] = tuple(
                 tuple(p for p, layers in enumerate(some) if spec.is_in(layers)) for some in (src_layers, dst_layers)
             )
-        kinds[*stages_of[place], spec.shape, spec.tp_dim, spec.tp_units] += 1
+        kinds[(*stages_of[place], spec.shape, spec.tp_dim, spec.tp_units)] += 1
     found: Sizes = {}
     for (held_by, needed_by, *cut), count in kinds.items():
         for holding, needing, box in _common(*cut, src.tp, dst.tp):

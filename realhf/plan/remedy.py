@@ -6,7 +6,6 @@ from dataclasses import asdict, replace
 from functools import partial
 
 from realhf.api.experiment import RoleSpec
-from realhf.api.hardware import KEPT_FREE
 from realhf.api.plan import ExecutionPlan
 from realhf.plan.heuristic import HEURISTICS
 from realhf.plan.planner import Planner
@@ -34,7 +33,7 @@ def too_large(planner: Planner, prediction: Prediction, replan: Replan, slots_op
     words = ", ".join(f"{name.replace('_', ' ')} {v / 1e9:.3g}" for v, name in parts if v >= 0.01 * worst.total)
     hardware = planner.calls.hardware
     return (f"worker {rank} would need {worst.total / 1e9:.4g} GB ({words}), it has {hardware.memory / 1e9:.4g}, "
-            f"of which plans leave {KEPT_FREE:.0%} free; {remedy(planner, replan, slots_option)}")  # fmt: skip
+            f"of which plans leave {hardware.kept_free:.0%} free; {remedy(planner, replan, slots_option)}")  # fmt: skip
 
 
 def remedy(planner: Planner, replan: Replan, slots_option: str) -> str:

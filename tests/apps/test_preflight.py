@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 
 from realhf.api.config import DatasetConfig, Device, ExperimentConfig, Mode, ModelSpec, PPOConfig
 from realhf.api.graph import MFC, Graph
-from realhf.api.hardware import KEPT_FREE
 from realhf.apps.preflight import preflight
 from realhf.base.errors import Impossible, UserError
 from realhf.base.paths import RunDir
@@ -22,6 +21,7 @@ from realhf.experiments.ppo import PPOExperiment
 from realhf.experiments.ppo_math import PPOMathExperiment
 from realhf.experiments.rw import RewardModelExperiment
 from realhf.experiments.sft import SFTExperiment
+from realhf.plan.hardware import read_hardware
 from realhf.system.run import RunSpec
 
 
@@ -97,7 +97,7 @@ def test_a_run_that_does_not_fit_is_refused_with_what_would_fit(ppo: PPOMathExpe
     ppo.allocation_mode, ppo.planner.hardware = "d1", "cpu"
     expected = preflight("ppo-math", ppo, paths).expected
     assert expected is not None
-    ppo.planner.memory_gb = (expected.peak_bytes / 1e9 - 1e-4) / (1 - KEPT_FREE)
+    ppo.planner.memory_gb = (expected.peak_bytes / 1e9 - 1e-4) / (1 - read_hardware("cpu").kept_free)
     with pytest.raises(Impossible) as caught:
         preflight("ppo-math", ppo, paths)
     (problem,) = caught.value.problems

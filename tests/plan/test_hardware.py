@@ -80,6 +80,12 @@ def test_what_is_no_number(value: str, tmp_path: Path) -> None:
     assert problem.startswith("flops=") and problem.endswith("is no number from 0 on")
 
 
+def test_a_machine_of_which_plans_would_leave_all_is_refused(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, GOOD.replace("reserved: 4e9", "kept_free: 1.0"))
+    assert problem == "kept_free=1.0 leaves nothing: it is a share of the memory"
+    assert read_hardware("cpu").usable == pytest.approx(0.9 * read_hardware("cpu").memory)
+
+
 @pytest.mark.parametrize("text", ["a: [", "- 1\n- 2\n", "a: ${b}"])
 def test_what_is_no_table(text: str, tmp_path: Path) -> None:
     (problem,) = problems(tmp_path, text)
