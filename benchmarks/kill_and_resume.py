@@ -158,9 +158,9 @@ def hit(process: subprocess.Popen, root: Path, blow: str, chance: random.Random)
 
 def fill(ballast: Path, left: int) -> None:
     """Leave about so many bytes of a disk."""
-    state = os.statvfs(ballast.parent)
-    with ballast.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, max(1, state.f_bavail * state.f_bsize - left))
+    with ballast.open("wb") as file, contextlib.suppress(OSError):  # the run may have filled it meanwhile
+        while (size := shutil.disk_usage(ballast.parent).free - left) > 0:
+            os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, size)
 
 
 def can_go_on(root: Path) -> bool:

@@ -93,11 +93,19 @@ class Planner:
         known = [(found.result.seconds, found.plan)]
         for plan in ruled:
             if all(plan != other for _, other in known):
-                known.append((evaluate(found.problem, choice_of(found.table, layouts_of(plan)))[0], plan))
+                known.append((self._seconds(found, plan), plan))
         fitting = [pair for pair in known if self.fits(pair[1])] or known[:1]
         best = min(seconds for seconds, _ in fitting)
         close = [plan for seconds, plan in fitting if seconds <= CLOSE * best]
         return close[0] if len(close) == 1 else min(close, key=lambda plan: self.predict(plan).seconds)
+
+    def _seconds(self, found: "Searched", plan: ExecutionPlan) -> float:
+        """Return what a rule's plan takes: as the search reckons, unless it knows other micro-batches of its layouts."""
+        choice = choice_of(found.table, layouts_of(plan))
+        looked_at = (found.table[m.name][i].placement for m, i in zip(self.graph.mfcs, choice, strict=True))
+        if all(placement == plan[m.name] for m, placement in zip(self.graph.mfcs, looked_at, strict=True)):
+            return evaluate(found.problem, choice)[0]
+        return self.predict(plan).seconds
 
     def alternatives(self, plan: ExecutionPlan) -> tuple[float, dict[str, Alternative | None]]:
         """Return the seconds of a step, and for every call the best other layout that fits while the rest stays."""
