@@ -90,6 +90,16 @@ def test_micro_batches_shrink_before_a_plan_does_not_fit(share: float) -> None:
     assert tight.fits(plan) == tight.fits(found.plan) == tight.fits(leanest)
 
 
+def test_a_plan_of_a_rule_is_reckoned_with_its_own_micro_batches() -> None:
+    """Where the search knows the same layouts with others, that do not fit together, it would look too fast."""
+    planner = PLANNERS["toy"]
+    plan, found = planner.by_rule("symmetric"), planner.search()
+    fine = replace(plan["actor_gen"], micro_batching=replace(plan["actor_gen"].micro_batching, max_slots=1))
+    slow = replace(plan, placements={**plan.placements, "actor_gen": fine})
+    assert planner._seconds(found, slow) == planner.predict(slow).seconds > 1.2 * planner._seconds(found, plan)
+    assert planner._best(found, [slow]) == found.plan
+
+
 def test_candidates_hold_the_layouts_of_rules_and_the_fastest_of_every_mesh() -> None:
     planner = PLANNERS["toy"]
     started = [layouts_of(planner.by_rule(rule)) for rule in HEURISTICS]
