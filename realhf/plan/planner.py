@@ -100,7 +100,7 @@ class Planner:
         return close[0] if len(close) == 1 else min(close, key=lambda plan: self.predict(plan).seconds)
 
     def _seconds(self, found: "Searched", plan: ExecutionPlan) -> float:
-        """Return what a rule's plan takes: as the search reckons, unless it knows its layouts otherwise micro-batched."""
+        """Return what a rule's plan takes: as the search reckons, unless its micro-batches are others."""
         choice = choice_of(found.table, layouts_of(plan))
         looked_at = (found.table[m.name][i].placement for m, i in zip(self.graph.mfcs, choice, strict=True))
         if all(placement == plan[m.name] for m, placement in zip(self.graph.mfcs, looked_at, strict=True)):

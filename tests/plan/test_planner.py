@@ -92,7 +92,7 @@ def test_micro_batches_shrink_before_a_plan_does_not_fit(share: float) -> None:
 
 def test_a_plan_of_a_rule_is_reckoned_with_its_own_micro_batches() -> None:
     """Where the search knows the same layouts with others, that do not fit together, it would look too fast."""
-    planner = PLANNERS["toy"]
+    planner = ppo_planner(4, batch=64)
     plan, found = planner.by_rule("symmetric"), planner.search()
     fine = replace(plan["actor_gen"], micro_batching=replace(plan["actor_gen"].micro_batching, max_slots=1))
     slow = replace(plan, placements={**plan.placements, "actor_gen": fine})
