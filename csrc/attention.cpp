@@ -12,6 +12,7 @@
 #include <tuple>
 #include <vector>
 
+#include "arena.h"
 #include "simd.h"
 
 namespace realhf {
@@ -95,26 +96,15 @@ struct Scratch {
   std::unique_ptr<float[]> memory;
 
   Scratch(const Heads& heads, int64_t longest_shared, int64_t longest_follower, bool backward) {
-    float* at = nullptr;
-    for (int round = 0; round < 2; ++round) {  // first how much, then where
-      const auto take = [&at](int64_t size) {
-        float* here = at;
-        at += padded(size);
-        return here;
-      };
-      static_assert(kLanes * kKeysForward <= kRowsAtOnce * kKeysAtOnce && kKeysForward % kKeysAtOnce == 0);
-      const int64_t rows = std::max(kRowsAtOnce, heads.group) + kLanes;
+    static_assert(kLanes * kKeysForward <= kRowsAtOnce * kKeysAtOnce && kKeysForward % kKeysAtOnce == 0);
+    const int64_t rows = std::max(kRowsAtOnce, heads.group) + kLanes;
+    memory = laid_out([&](const auto& take) {
       for (float** part : {&q, &grad, &out}) *part = take(rows * heads.wide);
       for (float** part : {&shares, &slopes}) *part = take(rows * kKeysAtOnce);
       for (float** part : {&largest, &sums}) *part = take(rows);
       shared = keys(take, longest_shared, heads, backward);
       own = keys(take, longest_follower, heads, backward);
-      if (round == 0) {
-        const int64_t size = (at - static_cast<float*>(nullptr)) + kLanes;
-        memory.reset(new float[size]);
-        at = memory.get() + (-reinterpret_cast<intptr_t>(memory.get()) & 63) / sizeof(float);
-      }
-    }
+    });
   }
 
   template <typename Take>
@@ -127,53 +117,11 @@ struct Scratch {
   }
 };
 
-#define REALHF_ONCE __attribute__((noinline, noclone)) static  // compiled once, not into its callers
-
-namespace narrow {
-#define REALHF_WIDTH 4
-#define REALHF_TALL 6
-#include "attention_rows.h"
-#undef REALHF_WIDTH
-#undef REALHF_TALL
-}  // namespace narrow
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define REALHF_HAS_WIDE
-#pragma GCC push_options
-#pragma GCC optimize("fp-contract=fast")  // sums of products, of which a fused one is half the work
-#pragma GCC target("avx2,fma")
-namespace avx2 {
-#define REALHF_WIDTH 8
-#define REALHF_TALL 6
-#include "attention_rows.h"
-#undef REALHF_WIDTH
-#undef REALHF_TALL
-}  // namespace avx2
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl")
-namespace avx512 {
-#define REALHF_WIDTH 16
-#define REALHF_TALL 8
-#include "attention_rows.h"
-#undef REALHF_WIDTH
-#undef REALHF_TALL
-}  // namespace avx512
-#pragma GCC pop_options
-#endif
+#define REALHF_ROWS "attention_rows.h"
+#include "each_width.h"
 
 template <typename scalar_t>
 using Work = void (*)(const Call<scalar_t>&, const Family&, int64_t, bool, Scratch&);
-
-template <typename scalar_t>
-Work<scalar_t> work_of_this_machine() {
-#ifdef REALHF_HAS_WIDE
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl")) {
-    return avx512::family_attention;
-  }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2::family_attention;
-#endif
-  return narrow::family_attention;
-}
 
 // The rows of a packed call, those with one prefix together.
 struct Families {
@@ -221,7 +169,7 @@ struct Families {
 
 template <typename scalar_t>
 void work_through(const Call<scalar_t>& call, const Families& families, bool backward) {
-  const Work<scalar_t> work = work_of_this_machine<scalar_t>();
+  const auto work = widest<Work<scalar_t>>(REALHF_ALL_WIDTHS(family_attention));
   const int64_t n_items = static_cast<int64_t>(families.all.size()) * call.heads.kv_count;
   const int64_t n_tasks = std::min<int64_t>(torch::stable::get_num_threads(), n_items);
   std::atomic<int64_t> next{0};

@@ -1,158 +1,4 @@
-// Attention of one family of rows and one key/value head, compiled once for every width of registers: a file includes
-// this in a namespace of its own, below a target pragma, with REALHF_WIDTH (floats in a register) and REALHF_TALL (rows
-// of a product that are held in registers) set. No function of the standard library is called from here: the linker
-// could keep its wide copy for everyone.
-
-
-
-typedef float Wide __attribute__((vector_size(4 * REALHF_WIDTH)));
-constexpr int64_t kTall = REALHF_TALL;
-
-REALHF_INLINE Wide load_wide(const float* from) {
-  Wide lanes;
-  __builtin_memcpy(&lanes, from, sizeof lanes);
-  return lanes;
-}
-
-// c[M, kAcross * width] (+)= a[M, depth] b[depth, kAcross * width], all of it in registers
-template <int kRows, int kAcross>
-REALHF_INLINE void tile_product(int64_t depth, const float* a, int64_t a_row, int64_t a_col, const float* b,
-                                int64_t b_row, float* c, int64_t c_row, bool add) {
-  Wide sums[kRows][kAcross];
-  for (int m = 0; m < kRows; ++m) {
-    for (int n = 0; n < kAcross; ++n) sums[m][n] = add ? load_wide(c + m * c_row + n * REALHF_WIDTH) : Wide{};
-  }
-  for (int64_t k = 0; k < depth; ++k) {
-    Wide right[kAcross];
-    for (int n = 0; n < kAcross; ++n) right[n] = load_wide(b + k * b_row + n * REALHF_WIDTH);
-    for (int m = 0; m < kRows; ++m) {
-      const float left = a[m * a_row + k * a_col];
-      for (int n = 0; n < kAcross; ++n) sums[m][n] += right[n] * left;
-    }
-  }
-  for (int m = 0; m < kRows; ++m) {
-    for (int n = 0; n < kAcross; ++n) __builtin_memcpy(c + m * c_row + n * REALHF_WIDTH, &sums[m][n], sizeof(Wide));
-  }
-}
-
-template <int kRows>
-REALHF_INLINE void rows_product(int64_t across, int64_t depth, const float* a, int64_t a_row, int64_t a_col,
-                                const float* b, int64_t b_row, float* c, int64_t c_row, bool add) {
-  int64_t n = 0;
-  for (; n + 2 * REALHF_WIDTH <= across; n += 2 * REALHF_WIDTH) {
-    tile_product<kRows, 2>(depth, a, a_row, a_col, b + n, b_row, c + n, c_row, add);
-  }
-  if (n < across) tile_product<kRows, 1>(depth, a, a_row, a_col, b + n, b_row, c + n, c_row, add);
-}
-
-// c[rows, across] (+)= a[rows, depth] b[depth, across] for rows <= kTall; across is a multiple of a register's width.
-REALHF_ONCE void product(int64_t rows, int64_t across, int64_t depth, const float* a, int64_t a_row,
-                                       int64_t a_col, const float* b, int64_t b_row, float* c, int64_t c_row,
-                                       bool add) {
-  switch (rows) {
-    case 1: return rows_product<1>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
-    case 2: return rows_product<2>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
-    case 3: return rows_product<3>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
-    case 4: return rows_product<4>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
-    case 5: return rows_product<5>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
-    case 6: return rows_product<6>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
-#if REALHF_TALL > 6
-    case 7: return rows_product<7>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
-    case 8: return rows_product<8>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
-#endif
-  }
-}
-
-REALHF_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-REALHF_INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
-
-constexpr Ints kNumbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
-// `lanes` where lo <= at + lane < hi, else `other`.
-REALHF_INLINE Floats within(const Floats& lanes, int64_t at, int64_t lo, int64_t hi, float other) {
-  const Ints place = kNumbers + static_cast<int32_t>(at);
-  const Floats others = Floats{} + other;
-  const Floats bounded = place < static_cast<int32_t>(hi) ? lanes : others;
-  return place >= static_cast<int32_t>(lo) ? bounded : others;
-}
-
-REALHF_INLINE Floats hyperbolic_tangent(const Floats& x) {
-  const Floats size = x < 0.0f ? -x : x, shrunk = exponential(size * -2.0f);
-  const Floats value = (1.0f - shrunk) / (1.0f + shrunk);
-  return x < 0.0f ? -value : value;
-}
-
-// One step of a transposition: lanes and lines change places where their numbers differ in this bit.
-template <int kBit>
-REALHF_INLINE void turn_bit(Floats* lines) {
-  const Ints odd = (kNumbers & kBit) != 0;
-  const Ints low = odd ? kNumbers + (16 - kBit) : kNumbers, high = odd ? kNumbers + 16 : kNumbers + kBit;
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) {
-    if (i & kBit) continue;
-    const Floats first = lines[i], second = lines[i + kBit];
-    lines[i] = __builtin_shuffle(first, second, low);
-    lines[i + kBit] = __builtin_shuffle(first, second, high);
-  }
-}
-
-// 16 tokens' elements, token by token, become 16 elements' tokens.
-REALHF_INLINE void turn(Floats* lines) {
-#if REALHF_WIDTH == 16
-  turn_bit<8>(lines);
-  turn_bit<4>(lines);
-  turn_bit<2>(lines);
-  turn_bit<1>(lines);
-#else
-  float flat[16][16];
-  for (int i = 0; i < 16; ++i) store(flat[i], lines[i]);
-  for (int i = 0; i < 16; ++i) {
-    for (int j = 0; j < 16; ++j) lines[i][j] = flat[j][i];
-  }
-#endif
-}
-
-typedef float Half __attribute__((vector_size(32)));
-typedef int32_t HalfInts __attribute__((vector_size(32)));
-constexpr HalfInts kAcross4 = {4, 5, 6, 7, 0, 1, 2, 3}, kAcross2 = {2, 3, 0, 1, 6, 7, 4, 5},
-                   kAcross1 = {1, 0, 3, 2, 5, 4, 7, 6};
-
-struct Halves {
-  Half low, high;
-};
-REALHF_INLINE Halves halves_of(const Floats& lanes) {
-  Halves halves;
-  __builtin_memcpy(&halves, &lanes, sizeof halves);
-  return halves;
-}
-
-REALHF_INLINE float total_of(const Floats& lanes) {
-  const Halves halves = halves_of(lanes);
-  Half sum = halves.low + halves.high;
-  sum += __builtin_shuffle(sum, kAcross4);
-  sum += __builtin_shuffle(sum, kAcross2);
-  sum += __builtin_shuffle(sum, kAcross1);
-  return sum[0];
-}
-
-REALHF_INLINE Half larger_half(const Half& a, const Half& b) { return a > b ? a : b; }
-
-REALHF_INLINE float most_of(const Floats& lanes) {
-  const Halves halves = halves_of(lanes);
-  Half most = larger_half(halves.low, halves.high);
-  most = larger_half(most, __builtin_shuffle(most, kAcross4));
-  most = larger_half(most, __builtin_shuffle(most, kAcross2));
-  most = larger_half(most, __builtin_shuffle(most, kAcross1));
-  return most[0];
-}
-
-template <typename scalar_t>
-REALHF_INLINE Floats load_upto(const scalar_t* from, int64_t count) {
-  if (count >= kLanes) return load(from);
-  scalar_t padded[kLanes] = {};
-  for (int64_t i = 0; i < count; ++i) padded[i] = from[i];
-  return load(padded);
-}
+// Attention of one family of rows and one key/value head, for every width of registers: see each_width.h.
 
 // Some heads of `count` tokens of a strided tensor become [count * n_heads, wide] float32, times `scale`; behind
 // dim are zeros.
@@ -172,14 +18,24 @@ REALHF_ONCE void gather_rows(const scalar_t* from, int64_t token, int64_t count,
 template <typename scalar_t>
 REALHF_ONCE void gather_turned(const scalar_t* from, int64_t stride, int64_t count, const Heads& heads, float* to) {
   const int64_t across = padded(count);
-  for (int64_t i = 0; i < count; i += kLanes) {
+  constexpr int kParts = kLanes / REALHF_WIDTH;
+  for (int64_t i = 0; i < across; i += REALHF_WIDTH) {
     for (int64_t c = 0; c < heads.wide; c += kLanes) {
-      Floats lines[kLanes];
-      for (int64_t line = 0; line < kLanes; ++line) {
-        lines[line] = i + line < count ? load_upto(from + (i + line) * stride + c, heads.dim - c) : Floats{};
+      Wide lines[kParts][REALHF_WIDTH];
+      for (int64_t line = 0; line < REALHF_WIDTH; ++line) {
+        const bool is_there = i + line < count;
+        const Floats lanes = is_there ? load_upto(from + (i + line) * stride + c, heads.dim - c) : Floats{};
+        Wide parts[kParts];
+        __builtin_memcpy(parts, &lanes, sizeof lanes);
+        for (int part = 0; part < kParts; ++part) lines[part][line] = parts[part];
       }
-      turn(lines);
-      for (int64_t line = 0; line < kLanes; ++line) store(to + (c + line) * across + i, lines[line]);
+      for (int part = 0; part < kParts; ++part) {
+        turn(lines[part]);
+        float* const at = to + (c + part * REALHF_WIDTH) * across + i;
+        for (int64_t line = 0; line < REALHF_WIDTH; ++line) {
+          __builtin_memcpy(at + line * across, &lines[part][line], sizeof(Wide));
+        }
+      }
     }
   }
 }

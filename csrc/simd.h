@@ -31,7 +31,20 @@ struct BFloat16 {  // the upper half of a float32
   uint16_t bits;
 };
 
-// A cast between them keeps the bits, as of any vectors.
+// Choices are made with masks of bits: the compiler makes selects of vectors that are wider than a register number by
+// number, ten times slower. A cast between vectors keeps the bits.
+REALHF_INLINE Ints below_zero(const Ints& x) { return x >> 31; }                         // all bits, or none
+REALHF_INLINE Ints is_less(const Floats& a, const Floats& b) { return below_zero((Ints)(a - b)); }  // of no NaN
+REALHF_INLINE Ints is_nan(const Floats& x) { return below_zero(0x7f800000 - ((Ints)x & 0x7fffffff)); }
+REALHF_INLINE Ints choose(const Ints& mask, const Ints& yes, const Ints& no) { return (yes & mask) | (no & ~mask); }
+REALHF_INLINE Floats choose(const Ints& mask, const Floats& yes, const Floats& no) {
+  return (Floats)choose(mask, (Ints)yes, (Ints)no);
+}
+REALHF_INLINE Floats size_of(const Floats& x) { return (Floats)((Ints)x & 0x7fffffff); }
+REALHF_INLINE Floats signed_as(const Floats& size, const Floats& x) {
+  return (Floats)((Ints)size | ((Ints)x & static_cast<int32_t>(0x80000000)));
+}
+
 REALHF_INLINE Floats load(const float* from) {
   Floats lanes;
   std::memcpy(&lanes, from, sizeof lanes);
@@ -50,7 +63,7 @@ REALHF_INLINE void store(float* to, const Floats& lanes) { std::memcpy(to, &lane
 REALHF_INLINE void store(BFloat16* to, const Floats& lanes) {  // rounds to nearest, to even; a NaN stays one
   const Ints bits = (Ints)lanes;
   const Ints rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  const Shorts halves = __builtin_convertvector(lanes == lanes ? rounded : (bits >> 16) | 0x40, Shorts);
+  const Shorts halves = __builtin_convertvector(choose(is_nan(lanes), (bits >> 16) | 0x40, rounded), Shorts);
   std::memcpy(to, &halves, sizeof halves);
 }
 
@@ -63,7 +76,7 @@ REALHF_INLINE Floats load_some(const scalar_t* from, int64_t count, scalar_t fil
   return load(padded);
 }
 
-REALHF_INLINE Floats larger(const Floats& a, const Floats& b) { return a > b ? a : b; }
+REALHF_INLINE Floats larger(const Floats& a, const Floats& b) { return choose(is_less(a, b), b, a); }
 
 REALHF_INLINE float largest_lane(const Floats& lanes) {
   float most = lanes[0];
@@ -81,7 +94,7 @@ REALHF_INLINE double sum_of_lanes(const Floats& lanes) {
 // Range reduction by powers of two; the polynomial is that of Cephes' expf.
 REALHF_INLINE Floats exponential(const Floats& x) {
   const Floats smallest = Floats{} - 87.3f;
-  const Floats bounded = x < smallest ? smallest : x;
+  const Floats bounded = larger(x, smallest);
   const Floats shifted = bounded * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: the integer is in the low bits
   const Floats power = shifted - 12582912.0f;
   const Floats r = (bounded - power * 0.693359375f) - power * -2.12194440e-4f;
@@ -93,8 +106,8 @@ REALHF_INLINE Floats exponential(const Floats& x) {
   const Floats mantissa = poly * (r * r) + r + 1.0f;
   const Ints exponent = (Ints)shifted << 23;
   const Ints bits = (Ints)mantissa + exponent;
-  const Floats value = (Floats)bits;
-  return x >= smallest ? value : (x == x ? Floats{} : x);
+  const Ints kept = bits & ~is_less(x, smallest);
+  return choose(is_nan(x), x, (Floats)kept);
 }
 
 }  // namespace realhf

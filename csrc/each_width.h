@@ -1,0 +1,53 @@
+// Compiles the file that REALHF_ROWS names once for every width of registers, over lanes.h; `widest` picks what this
+// machine runs. Included once in a source file, inside its namespace. Sums of products are fused here, where a machine
+// can: one that cannot gives other last bits.
+#define REALHF_ONCE __attribute__((noinline, noclone)) static  // compiled once, not into its callers
+
+namespace narrow {
+#define REALHF_WIDTH 4
+#define REALHF_TALL 6
+#include "lanes.h"
+#include REALHF_ROWS
+#undef REALHF_WIDTH
+#undef REALHF_TALL
+}  // namespace narrow
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC push_options
+#pragma GCC optimize("fp-contract=fast")  // a fused sum of products is half the work
+#pragma GCC target("avx2,fma")
+namespace avx2 {
+#define REALHF_WIDTH 8
+#define REALHF_TALL 6
+#include "lanes.h"
+#include REALHF_ROWS
+#undef REALHF_WIDTH
+#undef REALHF_TALL
+}  // namespace avx2
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl")
+namespace avx512 {
+#define REALHF_WIDTH 16
+#define REALHF_TALL 8
+#include "lanes.h"
+#include REALHF_ROWS
+#undef REALHF_WIDTH
+#undef REALHF_TALL
+}  // namespace avx512
+#pragma GCC pop_options
+
+#define REALHF_ALL_WIDTHS(function) narrow::function, avx2::function, avx512::function
+template <typename Function>
+Function widest(Function of_narrow, Function of_avx2, Function of_avx512) {
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl")) {
+    return of_avx512;
+  }
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? of_avx2 : of_narrow;
+}
+#else
+#define REALHF_ALL_WIDTHS(function) narrow::function
+template <typename Function>
+Function widest(Function of_narrow) {
+  return of_narrow;
+}
+#endif
