@@ -35,7 +35,8 @@ class Decoding:
         ``x`` is what the stage before returned, ``[n_computed, D]``.
         """
         if self.slots.prefill is None:
-            hidden = self.model.decode(self.slots.last, self.slots.positions, self.cache, x)
+            slots = self.slots
+            hidden = self.model.decode(slots.last, slots.positions, self.cache, x, slots.prefixes)
         else:
             hidden = self._prefill(x)
         return self._draw(hidden) if self.model.is_last else hidden

@@ -138,6 +138,7 @@ class Slots:
         """Keep, by slot: prompt number, sample, tokens drawn, position of the last token, that token, row, limit."""
         self._table, self.n_live = table, table.shape[1]
         _, _, self._counts, self.positions, self.last, self.rows, self._limits = table
+        self.prefixes = torch.stack((self.rows // self.request.n, self.positions - self._counts + 1))
 
     @property
     def counters(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,11 +9,20 @@ from torch import Tensor
 class KVCache:
     """``k`` and ``v`` of shape ``[L, n_slots, K, max_len, head_dim]``; place p of a slot is its token at position p."""
 
-    def __init__(self, n_layers: int, n_kv_heads: int, head_dim: int, n_slots: int, max_len: int, like: Tensor) -> None:
+    def __init__(
+        self,
+        n_layers: int,
+        n_kv_heads: int,
+        head_dim: int,
+        n_slots: int,
+        max_len: int,
+        like: Tensor,
+        cleared: bool = True,
+    ) -> None:
+        """``cleared``: what is not written yet is zero, for whoever reads it and gives it no weight."""
+        new = like.new_zeros if cleared else like.new_empty
         shape = (n_layers, n_slots, n_kv_heads, max_len, head_dim)
-        dtype, device = like.dtype, like.device
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.k, self.v = new(shape), new(shape)
         self.n_slots, self.max_len = n_slots, max_len
 
     def places(self, slots: Tensor, positions: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from realhf.comm.tensor_parallel import Seams, gather_columns
 from realhf.models.blocks import Attend, Attention, Block, Experts, Mlp, Norm, Pass, RouterLoss, run_block
 from realhf.models.cache import KVCache
 from realhf.models.flat import FlatParams
+from realhf.models.fused import FusedBlocks, fused
 from realhf.ops.attention import Scores, decode_attention, decode_bias, packed_attention
 from realhf.ops.logprobs import UNCUT, VocabularyCut, packed_logprobs
 from realhf.ops.norms import Rotary
@@ -27,6 +28,7 @@ class _Weights:
     blocks: tuple[Block, ...]
     final_norm: Norm | None
     head: Tensor | None
+    fused: FusedBlocks | None
 
 
 ALONE = Group((0,), 0)
@@ -87,17 +89,21 @@ class Transformer:
 
     def new_cache(self, n_slots: int, max_len: int) -> KVCache:
         """Return an empty cache for this shard's layers and heads."""
-        return KVCache(len(self.layers), self.n_kv, self.config.head_dim, n_slots, max_len, self.params.data)
+        sizes = (len(self.layers), self.n_kv, self.config.head_dim, n_slots, max_len)
+        return KVCache(*sizes, self.params.data, cleared=self.weights.fused is None)
 
     def bind(self) -> None:
         """Fetch the weights' views (leaves, when gradients are enabled) from ``params``."""
-        leaf, names = self.params.leaf, self.params.names
+        leaf, names, config = self.params.leaf, self.params.names, self.config
+        blocks = tuple(self._bind_block(i) for i in self.layers)
+        final_norm = self._bind_norm("final_norm", config.norm == "layer") if self.is_last else None
         self._weights = _Weights(
             embed=leaf("embed.weight") if self.is_first else None,
             positions=leaf("embed.positions") if "embed.positions" in names else None,
-            blocks=tuple(self._bind_block(i) for i in self.layers),
-            final_norm=self._bind_norm("final_norm", self.config.norm == "layer") if self.is_last else None,
+            blocks=blocks,
+            final_norm=final_norm,
             head=leaf(self._head_name) if self.is_last else None,
+            fused=fused(config, self.n_q, blocks, final_norm, tuple(self._scores)) if self.tp.size == 1 else None,
         )
         self._bound_with_grad = self.params.grad is not None
 
@@ -199,13 +205,26 @@ class Transformer:
         longest = max((length + n for length, n in zip(lengths, before or (0,) * len(lengths), strict=True)), default=0)
         return self._run(tokens, positions, longest, attend, x, router_loss)
 
-    def decode(self, tokens: Tensor, positions: Tensor, cache: KVCache, x: Tensor | None = None) -> Tensor:
+    def decode(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        x: Tensor | None = None,
+        prefixes: Tensor | None = None,
+    ) -> Tensor:
         """Run one token for each of the cache's first S slots through this stage and return ``[S, D]``.
 
-        Slot s stores its key and value at ``positions[s]`` and attends to places up to there.
+        Slot s stores its key and value at ``positions[s]`` and attends to places up to there. ``prefixes`` (``[2, S]``
+        int64) may tell what slots have in common, which is then read once: a number for each, and how many first
+        places are alike in all slots of that number.
         """
         count = len(tokens)
         longest = int(positions.max()) + 1 if count else 0
+        if (blocks := self.weights.fused) is not None:
+            x = self._embed(tokens, positions, longest, self.seams(count)) if x is None else x
+            angles = None if self._rotary is None else self._rotary.table(longest)
+            return blocks(x, positions, cache, prefixes, angles)
         places = cache.places(torch.arange(count, device=tokens.device), positions)
         windows = {rule.window for rule in self._scores}
         biases = {w: decode_bias(positions, longest, self.n_kv, w).to(cache.k.dtype) for w in windows}

@@ -1,6 +1,7 @@
 """The compiled kernels of csrc: found and loaded at first use, absent without complaint.
 
-A kernel is called by the function that has its plain-torch twin, in the twin's file; nothing else calls one.
+A kernel is called by the function that has its plain-torch twin, in the twin's file; nothing else calls one. (The twin
+of ``decode_blocks`` is the model itself: models/fused.py.)
 """
 
 import warnings
@@ -59,6 +60,10 @@ def _like_all_three(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *given: objec
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+def _like_first(x: Tensor, *given: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 # What each kernel returns, as shapes and dtypes only: torch.compile asks.
 SHAPES: Mapping[str, Callable[..., object]] = MappingProxyType(
     {
@@ -74,6 +79,7 @@ SHAPES: Mapping[str, Callable[..., object]] = MappingProxyType(
         "packed_attention": _like_queries,
         "packed_attention_backward": _like_all_three,
         "adamw_": _nothing,
+        "decode_blocks": _like_first,
     }
 )
 DEVICES = ("cpu", "cuda")

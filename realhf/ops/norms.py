@@ -71,10 +71,14 @@ class Rotary:
 
     def rows(self, positions: Tensor, longest: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return (cosine, signed sine), each ``[T, 1, head_dim]``, of positions below ``longest``."""
+        cos, sin = self.table(longest)[:, positions].to(dtype).unsqueeze(2)
+        return cos, sin
+
+    def table(self, longest: int) -> Tensor:
+        """Return cosines and signed sines, ``[2, L, head_dim]`` float32, of ``longest`` positions or more."""
         if longest > self._tables.shape[1]:
             self._tables = self._build(1 << (longest - 1).bit_length())
-        cos, sin = self._tables[:, positions].to(dtype).unsqueeze(2)
-        return cos, sin
+        return self._tables
 
     def _build(self, length: int) -> Tensor:
         angles = torch.outer(torch.arange(length, device=self._frequencies.device).float(), self._frequencies)

@@ -1,0 +1,279 @@
+// One token for each of some rows through all blocks of a stage, with their cache: the schema, and the kernel for CPUs.
+// realhf/models/fused.py says what is computed; decode_rows.h computes it for a share of the rows. A thread takes its
+// rows through all blocks, so nobody waits for anybody, and computes in float32 whatever the weights' type.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <vector>
+
+#include "arena.h"
+#include "simd.h"
+
+namespace realhf {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kRowsAtOnce = 128;    // rows that go through the weights together
+constexpr int64_t kRowsOfAThread = 12;  // fewer are not worth a thread
+constexpr int64_t kRowsOfAFamily = 16;  // that attend together
+constexpr int64_t kTensorsOfALayer = 16;
+
+constexpr int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
+
+enum class Activation : int64_t { silu, gelu, gelu_tanh };
+
+// Sizes and switches; `angles` are [2, n_angles, turning]: cosines, and sines with their signs.
+struct Shape {
+  int64_t hidden, n_q, n_kv, dim, inner, max_len, turning, n_angles;
+  const float* angles;
+  Activation activation;
+  bool gated, parallel;
+  float eps, scale, softcap;
+
+  int64_t place(int64_t row, int64_t head, int64_t position) const {
+    return ((row * n_kv + head) * max_len + position) * dim;
+  }
+};
+
+template <typename scalar_t>
+struct Norm {  // of the root mean square, or with a bias of the deviation
+  const scalar_t *weight, *bias;
+  float offset;
+};
+
+template <typename scalar_t>
+struct Matrix {  // weight[outs, depth]
+  const scalar_t *weight, *bias;
+  int64_t outs, depth;
+};
+
+template <typename scalar_t>
+struct Layer {
+  Norm<scalar_t> norm, q_norm, k_norm, post_norm, mlp_norm, mlp_post_norm;
+  Matrix<scalar_t> qkv, out, up, down;
+  scalar_t *keys, *values;  // [rows, n_kv, max_len, dim]
+  int64_t window;
+};
+
+template <typename scalar_t>
+struct Stage {
+  const Layer<scalar_t>* layers;
+  int64_t n_layers;
+  Norm<scalar_t> final_norm;
+  const scalar_t* x;
+  const int64_t *positions, *prefixes;
+  scalar_t* result;
+};
+
+// Rows that have `shared` first tokens in common; `longest` is how many the longest of them has now.
+struct Family {
+  const int64_t* rows;
+  int64_t n_rows, shared, longest;
+};
+
+// What one thread works with.
+struct Buffers {
+  float *x, *inner, *mixed, *product, *wide, *scores, *panel, *queries, *heads, *sums;
+  std::unique_ptr<float[]> memory;
+  std::vector<int64_t> order;
+  std::vector<Family> families;
+
+  Buffers(const Shape& shape, int64_t rows) {
+    const int64_t of_mixed = shape.n_q * shape.dim, of_qkv = of_mixed + 2 * shape.n_kv * shape.dim;
+    const int64_t of_wide = std::max(of_qkv, shape.inner * (shape.gated ? 2 : 1));
+    const int64_t depth = std::max({shape.hidden, of_mixed, shape.inner});
+    const int64_t group = std::min(kRowsOfAFamily, rows) * (shape.n_q / shape.n_kv);
+    memory = laid_out([&](const auto& take) {
+      for (float** part : {&x, &inner, &product}) *part = take(rows * shape.hidden);
+      mixed = take(rows * of_mixed), wide = take(rows * of_wide), panel = take(depth * kLanes);
+      scores = take(group * padded(shape.max_len)), sums = take(group);
+      for (float** part : {&queries, &heads}) *part = take(group * shape.dim);
+    });
+  }
+
+  // Finds the families among rows first..first+count, `prefixes` [2, S] being their numbers and what they share.
+  void find_families(int64_t first, int64_t count, const int64_t* positions, const int64_t* prefixes, int64_t n_rows) {
+    order.resize(count), families.clear();
+    std::iota(order.begin(), order.end(), first);
+    if (prefixes) {
+      std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return prefixes[a] < prefixes[b]; });
+    }
+    for (const int64_t& row : order) {
+      const bool goes_on = prefixes && !families.empty() && families.back().n_rows < kRowsOfAFamily &&
+                           prefixes[families.back().rows[0]] == prefixes[row];
+      const int64_t shared = prefixes ? prefixes[n_rows + row] : 0;
+      if (!goes_on) families.push_back({&row, 0, shared, 0});
+      Family& family = families.back();
+      family.shared = std::min(family.shared, shared), family.longest = std::max(family.longest, positions[row] + 1);
+      ++family.n_rows;
+    }
+  }
+};
+
+#define REALHF_ROWS "decode_rows.h"
+#include "each_width.h"
+
+// Takes the tensors of a stage one after another and checks their sizes; an empty one is none.
+template <typename scalar_t>
+class Reader {
+ public:
+  Reader(const std::vector<Tensor>& all, float offset) : next_(all.begin()), offset_(offset) {}
+
+  const scalar_t* take(int64_t size) {
+    const Tensor& given = *next_++;
+    if (given.numel() == 0) return nullptr;
+    STD_TORCH_CHECK(given.numel() == size && given.is_contiguous(), "decode_blocks: a weight of ", given.numel(),
+                    " elements where ", size, " are expected, contiguous");
+    return static_cast<const scalar_t*>(given.const_data_ptr());
+  }
+
+  Norm<scalar_t> norm(int64_t size, bool has_bias) {
+    const scalar_t* weight = take(size);
+    return {weight, has_bias ? take(size) : nullptr, offset_};
+  }
+
+  Matrix<scalar_t> matrix(int64_t outs, int64_t depth) {
+    const scalar_t* weight = take(outs * depth);
+    STD_TORCH_CHECK(weight != nullptr, "decode_blocks: a matrix is missing");
+    return {weight, take(outs), outs, depth};
+  }
+
+ private:
+  std::vector<Tensor>::const_iterator next_;
+  float offset_;
+};
+
+template <typename scalar_t>
+Layer<scalar_t> read_layer(Reader<scalar_t>& reader, const Shape& shape) {
+  const int64_t hidden = shape.hidden, of_q = shape.n_q * shape.dim;
+  Layer<scalar_t> layer{};
+  layer.norm = reader.norm(hidden, true);
+  layer.qkv = reader.matrix(of_q + 2 * shape.n_kv * shape.dim, hidden);
+  layer.q_norm = reader.norm(shape.dim, false);
+  layer.k_norm = reader.norm(shape.dim, false);
+  layer.out = reader.matrix(hidden, of_q);
+  layer.post_norm = reader.norm(hidden, false);
+  layer.mlp_norm = reader.norm(hidden, true);
+  layer.up = reader.matrix(shape.gated ? 2 * shape.inner : shape.inner, hidden);
+  layer.down = reader.matrix(hidden, shape.inner);
+  layer.mlp_post_norm = reader.norm(hidden, false);
+  STD_TORCH_CHECK(layer.norm.weight && layer.mlp_norm.weight, "decode_blocks: a norm is missing");
+  return layer;
+}
+
+template <typename scalar_t>
+void run(const Shape& shape, const std::vector<Tensor>& weights, const std::vector<int64_t>& windows, float offset,
+         Tensor& k, Tensor& v, const Tensor& x, const Tensor& positions, const std::optional<Tensor>& prefixes,
+         Tensor& result) {
+  Reader<scalar_t> reader(weights, offset);
+  std::vector<Layer<scalar_t>> layers;
+  const int64_t of_layer = k.size(1) * shape.n_kv * shape.max_len * shape.dim;
+  for (size_t i = 0; i < windows.size(); ++i) {
+    layers.push_back(read_layer(reader, shape));
+    layers[i].keys = static_cast<scalar_t*>(k.mutable_data_ptr()) + i * of_layer;
+    layers[i].values = static_cast<scalar_t*>(v.mutable_data_ptr()) + i * of_layer;
+    layers[i].window = windows[i];
+  }
+  const Stage<scalar_t> stage{layers.data(), static_cast<int64_t>(layers.size()), reader.norm(shape.hidden, true),
+                              static_cast<const scalar_t*>(x.const_data_ptr()), positions.const_data_ptr<int64_t>(),
+                              prefixes ? prefixes->const_data_ptr<int64_t>() : nullptr,
+                              static_cast<scalar_t*>(result.mutable_data_ptr())};
+  using Work = void (*)(const Shape&, const Stage<scalar_t>&, int64_t, int64_t, Buffers&);
+  const auto work = widest<Work>(REALHF_ALL_WIDTHS(run_stage));
+  const int64_t n_rows = x.size(0), n_threads = torch::stable::get_num_threads();
+  const int64_t share = std::max(kRowsOfAThread, (n_rows + n_threads - 1) / n_threads);
+  torch::stable::parallel_for(0, (n_rows + share - 1) / share, 1, [&](int64_t from, int64_t to) {
+    const int64_t stop = std::min(n_rows, to * share);
+    Buffers buffers(shape, std::min(kRowsAtOnce, stop - from * share));
+    for (int64_t row = from * share; row < stop; row += kRowsAtOnce) {
+      const int64_t count = std::min(kRowsAtOnce, stop - row);
+      buffers.find_families(row, count, stage.positions, stage.prefixes, n_rows);
+      work(shape, stage, row, count, buffers);
+    }
+  });
+}
+
+void check_rows(const Tensor& positions, const std::optional<Tensor>& prefixes, int64_t n_rows, int64_t limit) {
+  STD_TORCH_CHECK(positions.dim() == 1 && positions.size(0) == n_rows && positions.is_contiguous() &&
+                      positions.scalar_type() == ScalarType::Long,
+                  "decode_blocks: positions must be [", n_rows, "] int64, contiguous");
+  STD_TORCH_CHECK(!prefixes || (prefixes->dim() == 2 && prefixes->size(0) == 2 && prefixes->size(1) == n_rows &&
+                                prefixes->is_contiguous() && prefixes->scalar_type() == ScalarType::Long),
+                  "decode_blocks: prefixes must be [2, ", n_rows, "] int64, contiguous");
+  const int64_t *all = positions.const_data_ptr<int64_t>(),
+                *shared = prefixes ? prefixes->const_data_ptr<int64_t>() + n_rows : nullptr;
+  for (int64_t i = 0; i < n_rows; ++i) {
+    STD_TORCH_CHECK(all[i] >= 0 && all[i] < limit, "decode_blocks: position ", all[i], " of ", limit);
+    STD_TORCH_CHECK(!shared || (shared[i] >= 0 && shared[i] <= all[i]), "decode_blocks: row ", i, " at position ",
+                    all[i], " shares ", shared ? shared[i] : 0, " tokens");
+  }
+}
+
+Shape checked_shape(const Tensor& x, const Tensor& k, const Tensor& v, const std::optional<Tensor>& angles,
+                    int64_t n_heads, int64_t inner) {
+  STD_TORCH_CHECK(x.dim() == 2 && k.dim() == 5 && x.is_contiguous() && k.is_contiguous() && v.is_contiguous() &&
+                      v.numel() == k.numel() && k.size(1) >= x.size(0),
+                  "decode_blocks: x must be [S, D], k and v [L, slots >= S, K, max_len, d], contiguous");
+  STD_TORCH_CHECK(x.scalar_type() == k.scalar_type() && x.scalar_type() == v.scalar_type() &&
+                      (x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16),
+                  "decode_blocks: x, k and v must be float32 or bfloat16, all alike");
+  Shape shape{};
+  shape.hidden = x.size(1), shape.n_q = n_heads, shape.n_kv = k.size(2), shape.max_len = k.size(3);
+  shape.dim = k.size(4), shape.inner = inner;
+  STD_TORCH_CHECK(shape.n_kv > 0 && n_heads % shape.n_kv == 0, "decode_blocks: ", n_heads, " heads over ", shape.n_kv);
+  for (const int64_t size : {shape.hidden, shape.dim, inner}) {
+    STD_TORCH_CHECK(size > 0 && size % kLanes == 0, "decode_blocks: size ", size, " is no multiple of ", kLanes);
+  }
+  if (angles) {
+    STD_TORCH_CHECK(angles->dim() == 3 && angles->size(0) == 2 && angles->size(2) <= shape.dim &&
+                        angles->size(2) % 2 == 0 && angles->is_contiguous() &&
+                        angles->scalar_type() == ScalarType::Float,
+                    "decode_blocks: angles must be [2, positions, turning <= d] float32, contiguous");
+    shape.angles = angles->const_data_ptr<float>();
+    shape.n_angles = angles->size(1), shape.turning = angles->size(2);
+  }
+  return shape;
+}
+
+Tensor decode_blocks_cpu(const Tensor& x, std::vector<Tensor> weights, Tensor k, Tensor v, const Tensor& positions,
+                         const std::optional<Tensor>& prefixes, const std::optional<Tensor>& angles, std::vector<int64_t> windows, int64_t n_heads,
+                         int64_t inner, int64_t activation, bool gated, bool parallel, double eps, double offset,
+                         double scale, double softcap) {
+  Shape shape = checked_shape(x, k, v, angles, n_heads, inner);
+  STD_TORCH_CHECK(static_cast<int64_t>(windows.size()) == k.size(0) &&
+                      weights.size() == windows.size() * kTensorsOfALayer + 2,
+                  "decode_blocks: ", weights.size(), " weights and ", windows.size(), " windows of ", k.size(0),
+                  " layers");
+  for (const Tensor& given : weights) {
+    STD_TORCH_CHECK(given.scalar_type() == x.scalar_type(), "decode_blocks: weights must be typed as x");
+  }
+  check_rows(positions, prefixes, x.size(0), shape.turning > 0 ? std::min(shape.max_len, shape.n_angles) : shape.max_len);
+  STD_TORCH_CHECK(activation >= 0 && activation <= 2, "decode_blocks: activation ", activation);
+  shape.activation = static_cast<Activation>(activation), shape.gated = gated, shape.parallel = parallel;
+  shape.eps = static_cast<float>(eps), shape.scale = static_cast<float>(scale);
+  shape.softcap = static_cast<float>(softcap);
+  Tensor result = torch::stable::new_empty(x, {x.size(0), x.size(1)});
+  const auto all = x.scalar_type() == ScalarType::Float ? run<float> : run<BFloat16>;
+  if (x.size(0) > 0) all(shape, weights, windows, static_cast<float>(offset), k, v, x, positions, prefixes, result);
+  return result;
+}
+
+}  // namespace
+}  // namespace realhf
+
+STABLE_TORCH_LIBRARY_FRAGMENT(realhf, library) {
+  library.def(
+      "decode_blocks(Tensor x, Tensor[] weights, Tensor(a!) k, Tensor(b!) v, Tensor positions, Tensor? prefixes, Tensor? angles,"
+      " int[] windows, int n_heads, int inner, int activation, bool gated, bool parallel, float eps, float offset,"
+      " float scale, float softcap) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(realhf, CPU, library) { library.impl("decode_blocks", TORCH_BOX(&realhf::decode_blocks_cpu)); }

@@ -1,0 +1,358 @@
+// One token of some rows through all blocks of a stage, for every width of registers: see decode.cpp.
+
+constexpr int64_t kDotRows = REALHF_WIDTH == 16 ? 4 : 3;  // rows of a product that are held in registers
+constexpr int64_t kDotOuts = 4;                           // and columns
+constexpr int64_t kDeep = 256;                            // as much of kLanes columns stays in the first cache
+constexpr int64_t kManyRows = 20;                         // for these it pays to turn the weights first
+
+typedef float Quad __attribute__((vector_size(16)));
+typedef int32_t QuadInts __attribute__((vector_size(16)));
+
+REALHF_INLINE float value_of(float x) { return x; }
+REALHF_INLINE float value_of(BFloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+REALHF_INLINE Quad folded(const Wide& lanes) {
+  Quad parts[REALHF_WIDTH / 4];
+  __builtin_memcpy(parts, &lanes, sizeof lanes);
+  for (int size = REALHF_WIDTH / 8; size > 0; size /= 2) {
+    for (int i = 0; i < size; ++i) parts[i] += parts[i + size];
+  }
+  return parts[0];
+}
+
+// What the lanes of each of four registers add up to.
+REALHF_INLINE Quad totals(const Wide* four) {
+  const QuadInts low = {0, 4, 1, 5}, high = {2, 6, 3, 7}, left = {0, 1, 4, 5}, right = {2, 3, 6, 7};
+  const Quad a = folded(four[0]), b = folded(four[1]), c = folded(four[2]), d = folded(four[3]);
+  const Quad first = __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+  const Quad second = __builtin_shuffle(c, d, low) + __builtin_shuffle(c, d, high);
+  return __builtin_shuffle(first, second, left) + __builtin_shuffle(first, second, right);
+}
+
+// Four outputs of a matrix for some rows, or one, all of it in registers.
+template <int kRows, int kOuts, typename scalar_t>
+REALHF_INLINE void dot_tile(const Matrix<scalar_t>& matrix, int64_t out, const float* x, bool add, float* y,
+                            int64_t y_row) {
+  const int64_t depth = matrix.depth;
+  const scalar_t* weights = matrix.weight + out * depth;
+  Wide sums[kRows][kDotOuts] = {};  // those of outputs that are not there stay zero
+  for (int64_t k = 0; k < depth; k += REALHF_WIDTH) {
+    Wide left[kRows];
+    for (int m = 0; m < kRows; ++m) left[m] = load_wide(x + m * depth + k);
+    for (int n = 0; n < kOuts; ++n) {
+      const Wide right = load_wide(weights + n * depth + k);
+      for (int m = 0; m < kRows; ++m) sums[m][n] += left[m] * right;
+    }
+  }
+  Quad bias = {};
+  if (matrix.bias) {
+    for (int n = 0; n < kOuts; ++n) bias[n] = value_of(matrix.bias[out + n]);
+  }
+  for (int m = 0; m < kRows; ++m) {
+    Quad sum = totals(sums[m]) + bias, before = {};
+    float* const to = y + m * y_row + out;
+    if (add) {
+      __builtin_memcpy(&before, to, kOuts * sizeof(float));
+      sum += before;
+    }
+    __builtin_memcpy(to, &sum, kOuts * sizeof(float));
+  }
+}
+
+template <int kOuts, typename scalar_t>
+REALHF_INLINE void dot_rows(const Matrix<scalar_t>& matrix, int64_t out, int64_t rows, const float* x, bool add,
+                            float* y, int64_t y_row) {
+  for (int64_t r = 0; r < rows; r += kDotRows, x += kDotRows * matrix.depth, y += kDotRows * y_row) {
+    switch (smaller(kDotRows, rows - r)) {
+      case 1: dot_tile<1, kOuts>(matrix, out, x, add, y, y_row); break;
+      case 2: dot_tile<2, kOuts>(matrix, out, x, add, y, y_row); break;
+      case 3: dot_tile<3, kOuts>(matrix, out, x, add, y, y_row); break;
+#if REALHF_WIDTH == 16
+      case 4: dot_tile<4, kOuts>(matrix, out, x, add, y, y_row); break;
+#endif
+    }
+  }
+}
+
+template <typename scalar_t>
+REALHF_ONCE void product_of_few(const Matrix<scalar_t>& matrix, int64_t rows, const float* x, bool add, float* y,
+                                int64_t y_row) {
+  int64_t out = 0;
+  for (; out + kDotOuts <= matrix.outs; out += kDotOuts) dot_rows<kDotOuts>(matrix, out, rows, x, add, y, y_row);
+  for (; out < matrix.outs; ++out) dot_rows<1>(matrix, out, rows, x, add, y, y_row);
+}
+
+// kLanes outputs of a matrix, turned: [depth, kLanes].
+template <typename scalar_t>
+REALHF_INLINE void turn_panel(const scalar_t* weights, int64_t depth, float* panel) {
+  for (int64_t k = 0; k < depth; k += REALHF_WIDTH) {
+    for (int64_t n = 0; n < kLanes; n += REALHF_WIDTH) {
+      Wide lines[REALHF_WIDTH];
+      for (int64_t i = 0; i < REALHF_WIDTH; ++i) lines[i] = load_wide(weights + (n + i) * depth + k);
+      turn(lines);
+      for (int64_t i = 0; i < REALHF_WIDTH; ++i) __builtin_memcpy(panel + (k + i) * kLanes + n, lines + i, sizeof(Wide));
+    }
+  }
+}
+
+template <typename scalar_t>
+REALHF_ONCE void product_of_many(const Matrix<scalar_t>& matrix, int64_t rows, const float* x, bool add, float* panel,
+                                 float* y) {
+  const int64_t depth = matrix.depth, outs = matrix.outs;
+  for (int64_t out = 0; out < outs; out += kLanes) {
+    turn_panel(matrix.weight + out * depth, depth, panel);
+    if (matrix.bias) {
+      const Floats bias = load(matrix.bias + out);
+      for (int64_t r = 0; r < rows; ++r) store(y + r * outs + out, add ? load(y + r * outs + out) + bias : bias);
+    }
+    for (int64_t k = 0; k < depth; k += kDeep) {
+      const int64_t some = smaller(kDeep, depth - k);
+      for (int64_t r = 0; r < rows; r += kTall) {
+        product(smaller(kTall, rows - r), kLanes, some, x + r * depth + k, depth, 1, panel + k * kLanes, kLanes,
+                y + r * outs + out, outs, add || matrix.bias || k > 0);
+      }
+    }
+  }
+}
+
+// y[rows, outs] (+)= x[rows, depth] . weight^T + bias; in the last bits a row's numbers depend on how many rows there
+// are, not on which.
+template <typename scalar_t>
+REALHF_INLINE void matrix_product(const Matrix<scalar_t>& matrix, int64_t rows, const float* x, bool add,
+                                  const Buffers& buffers, float* y) {
+  if (rows < kManyRows) return product_of_few(matrix, rows, x, add, y, matrix.outs);
+  product_of_many(matrix, rows, x, add, buffers.panel, y);
+}
+
+// Rows of `size` numbers, a multiple of kLanes; `to` may be `x`.
+template <typename scalar_t>
+REALHF_ONCE void normalise(const Norm<scalar_t>& norm, float eps, int64_t rows, int64_t size, const float* x,
+                           float* to) {
+  for (int64_t r = 0; r < rows; ++r, x += size, to += size) {
+    Floats sum = {}, squares = {};
+    if (norm.bias) {
+      for (int64_t c = 0; c < size; c += kLanes) sum += load(x + c);
+    }
+    const float mean = norm.bias ? total_of(sum) / size : 0.0f;
+    for (int64_t c = 0; c < size; c += kLanes) {
+      const Floats centred = load(x + c) - mean;
+      squares += centred * centred;
+    }
+    const float scale = 1.0f / __builtin_sqrtf(total_of(squares) / size + eps);
+    for (int64_t c = 0; c < size; c += kLanes) {
+      Floats scaled = (load(x + c) - mean) * scale * (load(norm.weight + c) + norm.offset);
+      if (norm.bias) scaled += load(norm.bias + c);
+      store(to + c, scaled);
+    }
+  }
+}
+
+REALHF_INLINE Floats error_function(const Floats& x) {  // Abramowitz and Stegun 7.1.26, to 1.5e-7
+  const Floats size = size_of(x), t = 1.0f / (size * 0.3275911f + 1.0f);
+  Floats poly = t * 1.061405429f - 1.453152027f;
+  poly = poly * t + 1.421413741f;
+  poly = poly * t - 0.284496736f;
+  poly = poly * t + 0.254829592f;
+  return signed_as(1.0f - poly * t * exponential(-size * size), x);
+}
+
+template <Activation activation>
+REALHF_INLINE Floats activated(const Floats& x) {
+  if (activation == Activation::silu) {
+    const Floats shrunk = exponential(-size_of(x)), share = 1.0f / (1.0f + shrunk);
+    return x * choose(below_zero((Ints)x), shrunk * share, share);
+  }
+  if (activation == Activation::gelu) return x * 0.5f * (error_function(x * 0.70710678118f) + 1.0f);
+  return x * 0.5f * (hyperbolic_tangent((x + x * x * x * 0.044715f) * 0.79788456080f) + 1.0f);
+}
+
+template <Activation activation>
+REALHF_INLINE void activate_all(const Shape& shape, int64_t rows, float* wide) {
+  const int64_t inner = shape.inner, across = shape.gated ? 2 * inner : inner;
+  for (int64_t r = 0; r < rows; ++r) {
+    const float* from = wide + r * across;
+    for (int64_t c = 0; c < inner; c += kLanes) {
+      Floats value = activated<activation>(load(from + c));
+      if (shape.gated) value *= load(from + inner + c);
+      store(wide + r * inner + c, value);
+    }
+  }
+}
+
+// wide[rows, inner or 2 * inner] -> [rows, inner], in place.
+REALHF_ONCE void activate(const Shape& shape, int64_t rows, float* wide) {
+  switch (shape.activation) {
+    case Activation::silu: return activate_all<Activation::silu>(shape, rows, wide);
+    case Activation::gelu: return activate_all<Activation::gelu>(shape, rows, wide);
+    case Activation::gelu_tanh: return activate_all<Activation::gelu_tanh>(shape, rows, wide);
+  }
+}
+
+// Turns the first `turning` numbers of some heads by a position's angles: cosines, then sines with their signs.
+REALHF_ONCE void rotate(const Shape& shape, const float* cosines, const float* sines, int64_t n_heads, float* heads) {
+  const int64_t half = shape.turning / 2;
+  for (int64_t h = 0; h < n_heads; ++h, heads += shape.dim) {
+    for (int64_t i = 0; i < half; ++i) {
+      const float first = heads[i], second = heads[i + half];
+      heads[i] = first * cosines[i] + second * sines[i];
+      heads[i + half] = second * cosines[i + half] + first * sines[i + half];
+    }
+  }
+}
+
+template <typename scalar_t>
+REALHF_INLINE void put(scalar_t* to, const float* from, int64_t count) {
+  for (int64_t c = 0; c < count; c += kLanes) store(to + c, load(from + c));
+}
+
+// A row of scores, padded to registers, becomes shares; what they add up to is returned.
+REALHF_ONCE float soften(const Shape& shape, int64_t count, float* scores) {
+  Floats most = Floats{} - kInfinity, sums = {};
+  for (int64_t j = 0; j < count; j += kLanes) {
+    Floats some = load(scores + j) * shape.scale;
+    if (shape.softcap > 0) some = hyperbolic_tangent(some * (1.0f / shape.softcap)) * shape.softcap;
+    some = within(some, j, 0, count, -kInfinity);
+    store(scores + j, some);
+    most = larger(some, most);
+  }
+  const float largest = most_of(most);
+  for (int64_t j = 0; j < count; j += kLanes) {
+    const Floats share = exponential(load(scores + j) - largest);
+    store(scores + j, share);
+    sums += share;
+  }
+  return total_of(sums);
+}
+
+// Turns a row's queries and keys to its position, and stores its new keys and values.
+template <typename scalar_t>
+REALHF_INLINE void enter_row(const Shape& shape, const Layer<scalar_t>& layer, int64_t row, int64_t position,
+                             float* qkv) {
+  const int64_t dim = shape.dim;
+  float *k = qkv + shape.n_q * dim, *v = k + shape.n_kv * dim;
+  if (layer.q_norm.weight) {
+    normalise(layer.q_norm, shape.eps, shape.n_q, dim, qkv, qkv);
+    normalise(layer.k_norm, shape.eps, shape.n_kv, dim, k, k);
+  }
+  if (shape.turning > 0) {
+    const float *cosines = shape.angles + position * shape.turning, *sines = cosines + shape.n_angles * shape.turning;
+    rotate(shape, cosines, sines, shape.n_q + shape.n_kv, qkv);
+  }
+  for (int64_t h = 0; h < shape.n_kv; ++h) {
+    put(layer.keys + shape.place(row, h, position), k + h * dim, dim);
+    put(layer.values + shape.place(row, h, position), v + h * dim, dim);
+  }
+}
+
+// out[n, dim] (+)= shares[n, count] . values[count, dim]
+template <typename scalar_t>
+REALHF_INLINE void mix(int64_t n, int64_t count, int64_t dim, const float* shares, int64_t across,
+                       const scalar_t* values, bool add, float* out) {
+  for (int64_t i = 0; i < n; i += kTall) {
+    product(smaller(kTall, n - i), dim, count, shares + i * across, across, 1, values, dim, out + i * dim, dim, add);
+  }
+}
+
+// The queries of one head of keys, of rows whose first `shared` keys are the same: they read those of the first row.
+template <typename scalar_t>
+REALHF_INLINE void attend(const Shape& shape, const Layer<scalar_t>& layer, const Family& family, int64_t head,
+                          const int64_t* positions, Buffers& buffers) {
+  const int64_t dim = shape.dim, group = shape.n_q / shape.n_kv, across = padded(family.longest);
+  const int64_t shared = layer.window > 0 || family.n_rows == 1 ? 0 : family.shared;
+  const int64_t first = shape.place(family.rows[0], head, 0), n_queries = family.n_rows * group;
+  float *const scores = buffers.scores, *const out = buffers.heads;
+  if (shared > 0) {
+    product_of_few(Matrix<scalar_t>{layer.keys + first, nullptr, shared, dim}, n_queries, buffers.queries, false,
+                   scores, across);
+  }
+  for (int64_t i = 0; i < family.n_rows; ++i) {
+    const int64_t row = family.rows[i], from = layer.window > 0 ? larger_of(0, positions[row] - layer.window + 1) : shared;
+    const int64_t count = positions[row] - from + 1;
+    const scalar_t* keys = layer.keys + shape.place(row, head, from);
+    float* const of_row = scores + i * group * across;
+    product_of_few(Matrix<scalar_t>{keys, nullptr, count, dim}, group, buffers.queries + i * group * dim, false,
+                   of_row + shared, across);
+    for (int64_t g = 0; g < group; ++g) buffers.sums[i * group + g] = soften(shape, shared + count, of_row + g * across);
+  }
+  if (shared > 0) mix(n_queries, shared, dim, scores, across, layer.values + first, false, out);
+  for (int64_t i = 0; i < family.n_rows; ++i) {
+    const int64_t row = family.rows[i], from = layer.window > 0 ? larger_of(0, positions[row] - layer.window + 1) : shared;
+    mix(group, positions[row] - from + 1, dim, scores + i * group * across + shared, across,
+        layer.values + shape.place(row, head, from), shared > 0, out + i * group * dim);
+  }
+  for (int64_t q = 0; q < n_queries; ++q) {
+    for (int64_t c = 0; c < dim; c += kLanes) store(out + q * dim + c, load(out + q * dim + c) * (1.0f / buffers.sums[q]));
+  }
+}
+
+// All heads of a family; rows are numbered as in the cache, `from` is the first of those in the buffers.
+template <typename scalar_t>
+REALHF_INLINE void attend_family(const Shape& shape, const Layer<scalar_t>& layer, const Family& family, int64_t from,
+                                 const int64_t* positions, Buffers& buffers) {
+  const int64_t of_group = shape.n_q / shape.n_kv * shape.dim, of_qkv = (shape.n_q + 2 * shape.n_kv) * shape.dim;
+  for (int64_t head = 0; head < shape.n_kv; ++head) {
+    for (int64_t i = 0; i < family.n_rows; ++i) {
+      put(buffers.queries + i * of_group, buffers.wide + (family.rows[i] - from) * of_qkv + head * of_group, of_group);
+    }
+    attend(shape, layer, family, head, positions, buffers);
+    for (int64_t i = 0; i < family.n_rows; ++i) {
+      float* const to = buffers.mixed + (family.rows[i] - from) * shape.n_q * shape.dim + head * of_group;
+      put(to, buffers.heads + i * of_group, of_group);
+    }
+  }
+}
+
+// x += inner . matrix^T + bias, normalised first where a family does so.
+template <typename scalar_t>
+REALHF_INLINE void add_product(const Shape& shape, const Matrix<scalar_t>& matrix, const Norm<scalar_t>& post,
+                               int64_t rows, const float* inner, const Buffers& buffers, float* x) {
+  if (!post.weight) return matrix_product(matrix, rows, inner, true, buffers, x);
+  matrix_product(matrix, rows, inner, false, buffers, buffers.product);
+  normalise(post, shape.eps, rows, shape.hidden, buffers.product, buffers.product);
+  for (int64_t c = 0; c < rows * shape.hidden; c += kLanes) store(x + c, load(x + c) + load(buffers.product + c));
+}
+
+template <typename scalar_t>
+REALHF_INLINE void run_block(const Shape& shape, const Layer<scalar_t>& layer, int64_t first, int64_t rows,
+                             const int64_t* positions, Buffers& buffers) {
+  const int64_t of_qkv = (shape.n_q + 2 * shape.n_kv) * shape.dim;
+  normalise(layer.norm, shape.eps, rows, shape.hidden, buffers.x, buffers.inner);
+  matrix_product(layer.qkv, rows, buffers.inner, false, buffers, buffers.wide);
+  for (int64_t r = 0; r < rows; ++r) {
+    enter_row(shape, layer, first + r, positions[first + r], buffers.wide + r * of_qkv);
+  }
+  for (const Family& family : buffers.families) attend_family(shape, layer, family, first, positions, buffers);
+  if (shape.parallel) normalise(layer.mlp_norm, shape.eps, rows, shape.hidden, buffers.x, buffers.inner);
+  add_product(shape, layer.out, layer.post_norm, rows, buffers.mixed, buffers, buffers.x);
+  if (!shape.parallel) normalise(layer.mlp_norm, shape.eps, rows, shape.hidden, buffers.x, buffers.inner);
+  matrix_product(layer.up, rows, buffers.inner, false, buffers, buffers.wide);
+  activate(shape, rows, buffers.wide);
+  add_product(shape, layer.down, layer.mlp_post_norm, rows, buffers.wide, buffers, buffers.x);
+}
+
+template <typename scalar_t>
+REALHF_INLINE void run_some(const Shape& shape, const Stage<scalar_t>& stage, int64_t first, int64_t rows,
+                            Buffers& buffers) {
+  const int64_t size = rows * shape.hidden;
+  for (int64_t c = 0; c < size; c += kLanes) store(buffers.x + c, load(stage.x + first * shape.hidden + c));
+  for (const Layer<scalar_t>* layer = stage.layers; layer != stage.layers + stage.n_layers; ++layer) {
+    run_block(shape, *layer, first, rows, stage.positions, buffers);
+  }
+  if (stage.final_norm.weight) {
+    normalise(stage.final_norm, shape.eps, rows, shape.hidden, buffers.x, buffers.x);
+  }
+  put(stage.result + first * shape.hidden, buffers.x, size);
+}
+
+void run_stage(const Shape& shape, const Stage<float>& stage, int64_t first, int64_t rows, Buffers& buffers) {
+  run_some(shape, stage, first, rows, buffers);
+}
+
+void run_stage(const Shape& shape, const Stage<BFloat16>& stage, int64_t first, int64_t rows, Buffers& buffers) {
+  run_some(shape, stage, first, rows, buffers);
+}

@@ -1,0 +1,91 @@
+"""All blocks of a stage in one compiled call, for one new token per slot; ``Transformer.decode`` is its twin.
+
+A decoding step of a small model is thirty operations per block on little data; here it is one.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from realhf.api.model import ModelConfig
+from realhf.models.blocks import Block, Mlp, Norm
+from realhf.models.cache import KVCache
+from realhf.ops import native
+from realhf.ops.attention import Scores
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+"""In the kernel's order."""
+LANES = 16
+"""Sizes must be multiples of this."""
+
+
+@dataclass(frozen=True)
+class FusedBlocks:
+    """The weights of a stage as the kernel takes them. ``rules`` are those of its blocks, which differ in windows."""
+
+    config: ModelConfig
+    n_heads: int
+    weights: tuple[Tensor, ...]
+    rules: tuple[Scores, ...]
+
+    def __call__(
+        self, x: Tensor, positions: Tensor, cache: KVCache, prefixes: Tensor | None, angles: Tensor | None
+    ) -> Tensor:
+        """Return the hidden states ``[S, D]`` behind all blocks, and the final norm where the stage has it.
+
+        ``x`` is ``[S, D]`` before them, ``positions`` and ``prefixes`` are as for ``Transformer.decode``, ``angles``
+        are ``Rotary.table``. Inner values are float32 whatever the type of x.
+        """
+        config, rule = self.config, self.rules[0]
+        kernel = native.kernel("decode_blocks", x.device.type)
+        assert kernel is not None, "``fused`` looked"
+        out: Tensor = kernel(
+            x, self.weights, cache.k, cache.v, positions, prefixes, angles, [rule.window for rule in self.rules],
+            self.n_heads, config.intermediate, ACTIVATIONS.index(config.activation), config.mlp == "gated",
+            config.parallel_residual, config.norm_eps, config.norm_offset, rule.scale_for(config.head_dim), rule.softcap,
+        )  # fmt: skip
+        return out
+
+
+def fused(
+    config: ModelConfig, n_heads: int, blocks: tuple[Block, ...], final_norm: Norm | None, rules: tuple[Scores, ...]
+) -> FusedBlocks | None:
+    """Return the blocks as one call; None where there is no kernel for them.
+
+    There is one on CPU for dense blocks that are not cut, of sizes that fill its registers. In bfloat16 torch's own
+    products are faster where the CPU has instructions for them.
+    """
+    first = blocks[0].attention.wqkv
+    sizes = (config.hidden, config.head_dim, config.intermediate)
+    fits = (
+        native.kernel("decode_blocks", first.device.type) is not None
+        and all(isinstance(block.mlp, Mlp) for block in blocks)
+        and not any(size % LANES for size in sizes)
+        and (first.dtype == torch.float32 or (first.dtype == torch.bfloat16 and not _computes_short()))
+    )
+    if not fits:
+        return None
+    none = first.new_empty(0)
+
+    def parts(block: Block) -> tuple[Tensor | None, ...]:
+        attention, mlp = block.attention, block.mlp
+        assert isinstance(mlp, Mlp)
+        return (
+            attention.norm.weight, attention.norm.bias, attention.wqkv, attention.bqkv, _weight(attention.q_norm),
+            _weight(attention.k_norm), attention.wo, attention.bo, _weight(attention.post_norm),
+            mlp.norm.weight, mlp.norm.bias, mlp.up, mlp.b_up, mlp.down, mlp.b_down, _weight(mlp.post_norm),
+        )  # fmt: skip
+
+    last = (final_norm.weight, final_norm.bias) if final_norm else (None, None)
+    found = [*(part for block in blocks for part in parts(block)), *last]
+    return FusedBlocks(config, n_heads, tuple(none if part is None else part.detach() for part in found), rules)
+
+
+def _weight(norm: Norm | None) -> Tensor | None:
+    return None if norm is None else norm.weight
+
+
+def _computes_short() -> bool:
+    """Tell whether this CPU multiplies bfloat16."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
