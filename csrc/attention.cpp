@@ -12,8 +12,8 @@
 #include <tuple>
 #include <vector>
 
+#include "activations.h"
 #include "arena.h"
-#include "simd.h"
 
 namespace realhf {
 namespace {

@@ -12,8 +12,8 @@
 #include <optional>
 #include <vector>
 
+#include "activations.h"
 #include "arena.h"
-#include "simd.h"
 
 namespace realhf {
 namespace {
@@ -27,8 +27,6 @@ constexpr int64_t kRowsOfAFamily = 16;  // that attend together
 constexpr int64_t kTensorsOfALayer = 16;
 
 constexpr int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
-
-enum class Activation : int64_t { silu, gelu, gelu_tanh };
 
 // Sizes and switches; `angles` are [2, n_angles, turning]: cosines, and sines with their signs.
 struct Shape {

@@ -152,25 +152,6 @@ REALHF_ONCE void normalise(const Norm<scalar_t>& norm, float eps, int64_t rows, 
   }
 }
 
-REALHF_INLINE Floats error_function(const Floats& x) {  // Abramowitz and Stegun 7.1.26, to 1.5e-7
-  const Floats size = size_of(x), t = 1.0f / (size * 0.3275911f + 1.0f);
-  Floats poly = t * 1.061405429f - 1.453152027f;
-  poly = poly * t + 1.421413741f;
-  poly = poly * t - 0.284496736f;
-  poly = poly * t + 0.254829592f;
-  return signed_as(1.0f - poly * t * exponential(-size * size), x);
-}
-
-template <Activation activation>
-REALHF_INLINE Floats activated(const Floats& x) {
-  if (activation == Activation::silu) {
-    const Floats shrunk = exponential(-size_of(x)), share = 1.0f / (1.0f + shrunk);
-    return x * choose(below_zero((Ints)x), shrunk * share, share);
-  }
-  if (activation == Activation::gelu) return x * 0.5f * (error_function(x * 0.70710678118f) + 1.0f);
-  return x * 0.5f * (hyperbolic_tangent((x + x * x * x * 0.044715f) * 0.79788456080f) + 1.0f);
-}
-
 template <Activation activation>
 REALHF_INLINE void activate_all(const Shape& shape, int64_t rows, float* wide) {
   const int64_t inner = shape.inner, across = shape.gated ? 2 * inner : inner;

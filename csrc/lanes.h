@@ -82,11 +82,6 @@ REALHF_INLINE Floats within(const Floats& lanes, int64_t at, int64_t lo, int64_t
   return choose(inside, lanes, Floats{} + other);
 }
 
-REALHF_INLINE Floats hyperbolic_tangent(const Floats& x) {
-  const Floats shrunk = exponential(size_of(x) * -2.0f);
-  return signed_as((1.0f - shrunk) / (1.0f + shrunk), x);
-}
-
 // One step of a transposition: lanes and lines change places where their numbers differ in this bit.
 template <int kBit>
 REALHF_INLINE void turn_bit(Wide* lines) {

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from realhf.api.model import ModelConfig
 from realhf.comm.tensor_parallel import Seams
+from realhf.ops.activations import activate
 from realhf.ops.moe import (
     add_loss,
     balance_loss,
@@ -24,11 +25,6 @@ from realhf.ops.moe import (
 )
 from realhf.ops.norms import layer_norm, rms_norm, rotate
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """From the number of a block in its stage and its queries, keys and values ``[T, heads, d]`` to the mixed values."""
 Angles = tuple[Tensor, Tensor]
@@ -156,11 +152,7 @@ def _mlp(mlp: Mlp, x: Tensor, inner: Tensor, step: Pass) -> Tensor:
 
 
 def _activated(wide: Tensor, config: ModelConfig) -> Tensor:
-    activation = ACTIVATIONS[config.activation]
-    if config.mlp == "plain":
-        return activation(wide)
-    gate, up = wide.chunk(2, -1)
-    return activation(gate) * up
+    return activate(wide, config.activation, config.mlp == "gated")
 
 
 def _experts(experts: Experts, x: Tensor, inner: Tensor, step: Pass) -> tuple[Tensor, Tensor | None]:

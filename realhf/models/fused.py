@@ -12,10 +12,9 @@ from realhf.api.model import ModelConfig
 from realhf.models.blocks import Block, Mlp, Norm
 from realhf.models.cache import KVCache
 from realhf.ops import native
+from realhf.ops.activations import NUMBERS
 from realhf.ops.attention import Scores
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-"""In the kernel's order."""
 LANES = 16
 """Sizes must be multiples of this."""
 
@@ -42,8 +41,9 @@ class FusedBlocks:
         assert kernel is not None, "``fused`` looked"
         out: Tensor = kernel(
             x, self.weights, cache.k, cache.v, positions, prefixes, angles, [rule.window for rule in self.rules],
-            self.n_heads, config.intermediate, ACTIVATIONS.index(config.activation), config.mlp == "gated",
-            config.parallel_residual, config.norm_eps, config.norm_offset, rule.scale_for(config.head_dim), rule.softcap,
+            self.n_heads, config.intermediate, NUMBERS[config.activation], config.mlp == "gated",
+            config.parallel_residual, config.norm_eps, config.norm_offset, rule.scale_for(config.head_dim),
+            rule.softcap,
         )  # fmt: skip
         return out
 

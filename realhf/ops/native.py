@@ -64,6 +64,14 @@ def _like_first(x: Tensor, *given: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
+def _like_second(grad: Tensor, wide: Tensor, *given: object) -> Tensor:
+    return wide.new_empty(wide.shape)
+
+
+def _inner_part(wide: Tensor, activation: int, gated: bool) -> Tensor:
+    return wide.new_empty((wide.shape[0], wide.shape[1] // 2 if gated else wide.shape[1]))
+
+
 # What each kernel returns, as shapes and dtypes only: torch.compile asks.
 SHAPES: Mapping[str, Callable[..., object]] = MappingProxyType(
     {
@@ -80,6 +88,8 @@ SHAPES: Mapping[str, Callable[..., object]] = MappingProxyType(
         "packed_attention_backward": _like_all_three,
         "adamw_": _nothing,
         "decode_blocks": _like_first,
+        "activate": _inner_part,
+        "activate_backward": _like_second,
     }
 )
 DEVICES = ("cpu", "cuda")

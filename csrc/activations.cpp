@@ -1,0 +1,149 @@
+// The activation of an MLP, gated or not, and its gradient, in one pass each: the schemas, and the kernels for CPUs.
+// realhf/ops/activations.py says what is computed.
+#include "activations.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+
+namespace realhf {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kElementsPerTask = 1 << 14;
+
+template <typename scalar_t>
+REALHF_INLINE Floats load_upto(const scalar_t* from, int64_t count) {
+  return count >= kLanes ? load(from) : load_some(from, count, scalar_t{});
+}
+
+template <typename scalar_t>
+REALHF_INLINE void store_upto(scalar_t* to, const Floats& lanes, int64_t count) {
+  if (count >= kLanes) return store(to, lanes);
+  scalar_t end[kLanes];
+  store(end, lanes);
+  std::memcpy(to, end, count * sizeof(scalar_t));
+}
+
+// A token's wide row and, behind `inner` of its numbers, what they gate; no gate: `up` is null.
+template <Activation activation, typename scalar_t>
+REALHF_SIMD_CLONES void forward_row(const scalar_t* wide, const scalar_t* up, int64_t inner, scalar_t* out) {
+  for (int64_t i = 0; i < inner; i += kLanes) {
+    Floats value = activated<activation>(load_upto(wide + i, inner - i));
+    if (up) value *= load_upto(up + i, inner - i);
+    store_upto(out + i, value, inner - i);
+  }
+}
+
+template <Activation activation, typename scalar_t>
+REALHF_SIMD_CLONES void backward_row(const scalar_t* grad, const scalar_t* wide, const scalar_t* up, int64_t inner,
+                                     scalar_t* wide_grad, scalar_t* up_grad) {
+  for (int64_t i = 0; i < inner; i += kLanes) {
+    Floats along = load_upto(grad + i, inner - i);
+    const Slope found = activated_with_slope<activation>(load_upto(wide + i, inner - i));
+    if (up) {
+      store_upto(up_grad + i, along * found.value, inner - i);
+      along *= load_upto(up + i, inner - i);
+    }
+    store_upto(wide_grad + i, along * found.slope, inner - i);
+  }
+}
+
+struct Sizes {
+  int64_t rows, across, inner;
+};
+
+template <Activation activation, typename scalar_t>
+void forward(const Sizes& sizes, const Tensor& wide, Tensor& out) {
+  const auto* from = static_cast<const scalar_t*>(wide.const_data_ptr());
+  auto* to = static_cast<scalar_t*>(out.mutable_data_ptr());
+  torch::stable::parallel_for(0, sizes.rows, kElementsPerTask / sizes.across + 1, [&](int64_t first, int64_t stop) {
+    for (int64_t row = first; row < stop; ++row) {
+      const scalar_t* of_row = from + row * sizes.across;
+      forward_row<activation>(of_row, sizes.across > sizes.inner ? of_row + sizes.inner : nullptr, sizes.inner,
+                              to + row * sizes.inner);
+    }
+  });
+}
+
+template <Activation activation, typename scalar_t>
+void backward(const Sizes& sizes, const Tensor& grad, const Tensor& wide, Tensor& wide_grad) {
+  const auto* along = static_cast<const scalar_t*>(grad.const_data_ptr());
+  const auto* from = static_cast<const scalar_t*>(wide.const_data_ptr());
+  auto* to = static_cast<scalar_t*>(wide_grad.mutable_data_ptr());
+  torch::stable::parallel_for(0, sizes.rows, kElementsPerTask / sizes.across + 1, [&](int64_t first, int64_t stop) {
+    for (int64_t row = first; row < stop; ++row) {
+      const scalar_t* of_row = from + row * sizes.across;
+      scalar_t* grad_of_row = to + row * sizes.across;
+      backward_row<activation>(along + row * sizes.inner, of_row,
+                               sizes.across > sizes.inner ? of_row + sizes.inner : nullptr, sizes.inner, grad_of_row,
+                               grad_of_row + sizes.inner);
+    }
+  });
+}
+
+// Calls `with` by the activation and the type of the numbers.
+template <typename With>
+void by_kind(int64_t activation, ScalarType type, const With& with) {
+  const auto typed = [&](auto kind) {
+    if (type == ScalarType::Float) {
+      with(kind, float{});
+    } else {
+      with(kind, BFloat16{});
+    }
+  };
+  switch (static_cast<Activation>(activation)) {
+    case Activation::silu: return typed(std::integral_constant<Activation, Activation::silu>{});
+    case Activation::gelu: return typed(std::integral_constant<Activation, Activation::gelu>{});
+    case Activation::gelu_tanh: return typed(std::integral_constant<Activation, Activation::gelu_tanh>{});
+  }
+}
+
+Sizes checked(const Tensor& wide, int64_t activation, bool gated) {
+  STD_TORCH_CHECK(wide.dim() == 2 && wide.is_contiguous() && (!gated || wide.size(1) % 2 == 0) &&
+                      (wide.scalar_type() == ScalarType::Float || wide.scalar_type() == ScalarType::BFloat16),
+                  "activate: wide must be [T, inner] or, gated, [T, 2 * inner], float32 or bfloat16, contiguous");
+  STD_TORCH_CHECK(activation >= 0 && activation <= 2, "activate: activation ", activation);
+  return {wide.size(0), wide.size(1), gated ? wide.size(1) / 2 : wide.size(1)};
+}
+
+Tensor activate_cpu(const Tensor& wide, int64_t activation, bool gated) {
+  const Sizes sizes = checked(wide, activation, gated);
+  Tensor out = torch::stable::new_empty(wide, {sizes.rows, sizes.inner});
+  if (out.numel() == 0) return out;
+  by_kind(activation, wide.scalar_type(), [&](auto kind, auto number) {
+    forward<decltype(kind)::value, decltype(number)>(sizes, wide, out);
+  });
+  return out;
+}
+
+Tensor activate_backward_cpu(const Tensor& grad, const Tensor& wide, int64_t activation, bool gated) {
+  const Sizes sizes = checked(wide, activation, gated);
+  STD_TORCH_CHECK(grad.dim() == 2 && grad.size(0) == sizes.rows && grad.size(1) == sizes.inner &&
+                      grad.is_contiguous() && grad.scalar_type() == wide.scalar_type(),
+                  "activate_backward: grad must be [", sizes.rows, ", ", sizes.inner, "], typed as wide, contiguous");
+  Tensor wide_grad = torch::stable::new_empty(wide, {sizes.rows, sizes.across});
+  if (wide_grad.numel() == 0) return wide_grad;
+  by_kind(activation, wide.scalar_type(), [&](auto kind, auto number) {
+    backward<decltype(kind)::value, decltype(number)>(sizes, grad, wide, wide_grad);
+  });
+  return wide_grad;
+}
+
+}  // namespace
+}  // namespace realhf
+
+STABLE_TORCH_LIBRARY_FRAGMENT(realhf, library) {
+  library.def("activate(Tensor wide, int activation, bool gated) -> Tensor");
+  library.def("activate_backward(Tensor grad, Tensor wide, int activation, bool gated) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(realhf, CPU, library) {
+  library.impl("activate", TORCH_BOX(&realhf::activate_cpu));
+  library.impl("activate_backward", TORCH_BOX(&realhf::activate_backward_cpu));
+}

@@ -1,0 +1,58 @@
+// What stands between the two products of an MLP, and its slope, on lanes of float32.
+#pragma once
+
+#include "simd.h"
+
+namespace realhf {
+
+enum class Activation : int64_t { silu, gelu, gelu_tanh };
+
+REALHF_INLINE Floats hyperbolic_tangent(const Floats& x) {
+  const Floats shrunk = exponential(size_of(x) * -2.0f);
+  return signed_as((1.0f - shrunk) / (1.0f + shrunk), x);
+}
+
+REALHF_INLINE Floats error_function(const Floats& x) {  // Abramowitz and Stegun 7.1.26, to 1.5e-7
+  const Floats size = size_of(x), t = 1.0f / (size * 0.3275911f + 1.0f);
+  Floats poly = t * 1.061405429f - 1.453152027f;
+  poly = poly * t + 1.421413741f;
+  poly = poly * t - 0.284496736f;
+  poly = poly * t + 0.254829592f;
+  return signed_as(1.0f - poly * t * exponential(-size * size), x);
+}
+
+REALHF_INLINE Floats logistic(const Floats& x) {
+  const Floats shrunk = exponential(-size_of(x)), share = 1.0f / (1.0f + shrunk);
+  return choose(below_zero((Ints)x), shrunk * share, share);
+}
+
+constexpr float kRootOfHalf = 0.70710678118f, kRootOfTwoOverPi = 0.79788456080f, kCubic = 0.044715f;
+
+struct Slope {
+  Floats value, slope;
+};
+
+template <Activation activation>
+REALHF_INLINE Floats activated(const Floats& x) {
+  if (activation == Activation::silu) return x * logistic(x);
+  if (activation == Activation::gelu) return x * 0.5f * (error_function(x * kRootOfHalf) + 1.0f);
+  return x * 0.5f * (hyperbolic_tangent((x + x * x * x * kCubic) * kRootOfTwoOverPi) + 1.0f);
+}
+
+template <Activation activation>
+REALHF_INLINE Slope activated_with_slope(const Floats& x) {
+  if (activation == Activation::silu) {
+    const Floats share = logistic(x), value = x * share;
+    return {value, share + value * (1.0f - share)};
+  }
+  if (activation == Activation::gelu) {
+    const Floats share = (error_function(x * kRootOfHalf) + 1.0f) * 0.5f;
+    const Floats density = exponential(x * x * -0.5f) * (kRootOfTwoOverPi * 0.5f);
+    return {x * share, share + x * density};
+  }
+  const Floats bent = hyperbolic_tangent((x + x * x * x * kCubic) * kRootOfTwoOverPi), share = (bent + 1.0f) * 0.5f;
+  const Floats inner = (x * x * (3.0f * kCubic) + 1.0f) * kRootOfTwoOverPi;
+  return {x * share, share + x * (1.0f - bent * bent) * inner * 0.5f};
+}
+
+}  // namespace realhf
