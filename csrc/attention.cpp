@@ -9,11 +9,13 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <tuple>
 #include <vector>
 
 #include "activations.h"
 #include "arena.h"
+#include "rotation.h"
 
 namespace realhf {
 namespace {
@@ -66,6 +68,7 @@ struct Outputs {
 template <typename scalar_t>
 struct Gradients {
   scalar_t *q, *k, *v;
+  int64_t token;
 };
 
 template <typename scalar_t>
@@ -73,6 +76,7 @@ struct Call {
   Inputs<scalar_t> in;
   Heads heads;
   Rule rule;
+  Rotation rotation;
   Outputs<scalar_t> outputs;
   Gradients<scalar_t> gradients;
 };
@@ -111,7 +115,7 @@ struct Scratch {
   static Keys keys(const Take& take, int64_t count, const Heads& heads, bool backward) {
     const int64_t size = padded(count) * heads.wide, more = backward ? size : 0;
     Keys made{};
-    made.k_turned = take(size), made.v_turned = take(more), made.k = take(more);
+    made.k_turned = take(size), made.v_turned = take(more), made.k = take(size);
     made.v = take(backward ? 0 : size), made.k_grad = take(more), made.v_grad = take(more);
     return made;
   }
@@ -127,7 +131,7 @@ using Work = void (*)(const Call<scalar_t>&, const Family&, int64_t, bool, Scrat
 struct Families {
   std::vector<Segment> followers;
   std::vector<Family> all;  // the dearest first: what is left over at the end is small
-  int64_t longest_shared = 0, longest_follower = 0;
+  int64_t longest_shared = 0, longest_follower = 0, longest = 0;
 
   Families(const Tensor& rows, int64_t n_tokens) {
     STD_TORCH_CHECK(rows.dim() == 2 && rows.size(0) == 2 && rows.scalar_type() == ScalarType::Long &&
@@ -150,6 +154,7 @@ struct Families {
     for (int64_t i : order) {
       followers.push_back({starts[i], lengths[i], lengths[prefixes[i]]});
       longest_follower = std::max(longest_follower, lengths[i]);
+      longest = std::max(longest, lengths[prefixes[i]] + lengths[i]);
     }
     auto next = order.begin();
     for (int64_t i = 0; i < n; ++i) {
@@ -163,6 +168,7 @@ struct Families {
       if (cost > 0) all.push_back({{starts[i], lengths[i], 0}, followers.data() + (first - order.begin()), next - first,
                                    cost});
     }
+    longest = std::max(longest, longest_shared);
     std::stable_sort(all.begin(), all.end(), [](const Family& a, const Family& b) { return a.cost > b.cost; });
   }
 };
@@ -203,9 +209,10 @@ Heads checked_heads(const Tensor& q, const Tensor& k, const Tensor& v) {
 }
 
 template <typename scalar_t>
-Call<scalar_t> call_of(const Tensor& q, const Tensor& k, const Tensor& v, const Heads& heads, const Rule& rule) {
+Call<scalar_t> call_of(const Tensor& q, const Tensor& k, const Tensor& v, const Heads& heads, const Rule& rule,
+                       const Rotation& rotation) {
   Call<scalar_t> call{};
-  call.heads = heads, call.rule = rule;
+  call.heads = heads, call.rule = rule, call.rotation = rotation;
   call.in.q = static_cast<const scalar_t*>(q.const_data_ptr());
   call.in.q_token = q.stride(0), call.in.q_head = q.stride(1);
   call.in.k = static_cast<const scalar_t*>(k.const_data_ptr());
@@ -217,43 +224,52 @@ Call<scalar_t> call_of(const Tensor& q, const Tensor& k, const Tensor& v, const 
 
 template <typename scalar_t>
 void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Families& families, const Heads& heads,
-             const Rule& rule, Tensor& out, Tensor& normalisers) {
-  Call<scalar_t> call = call_of<scalar_t>(q, k, v, heads, rule);
+             const Rule& rule, const Rotation& rotation, Tensor& out, Tensor& normalisers) {
+  Call<scalar_t> call = call_of<scalar_t>(q, k, v, heads, rule, rotation);
   call.outputs = {static_cast<scalar_t*>(out.mutable_data_ptr()), normalisers.mutable_data_ptr<float>()};
   work_through(call, families, false);
 }
 
+Rotation rotation_of(const std::optional<Tensor>& angles, const Heads& heads, const Families& families) {
+  const Rotation rotation = checked_rotation(angles, heads.dim);
+  STD_TORCH_CHECK(!angles || families.longest <= rotation.count, "packed_attention: a row of ", families.longest,
+                  " tokens, and angles of ", rotation.count, " positions");
+  return rotation;
+}
+
 std::tuple<Tensor, Tensor> packed_attention_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& rows,
-                                                double scale, int64_t window, double softcap) {
+                                                const std::optional<Tensor>& angles, double scale, int64_t window,
+                                                double softcap) {
   const Heads heads = checked_heads(q, k, v);
   const Rule rule{static_cast<float>(scale), static_cast<float>(softcap), window};
   const Families families(rows, q.size(0));
+  const Rotation rotation = rotation_of(angles, heads, families);
   Tensor out = torch::stable::new_empty(q, {q.size(0), heads.count, heads.dim});
   Tensor normalisers = torch::stable::new_empty(q, {q.size(0), heads.count}, ScalarType::Float);
   const auto run = q.scalar_type() == ScalarType::Float ? forward<float> : forward<BFloat16>;
-  run(with_dense_heads(q), with_dense_heads(k), with_dense_heads(v), families, heads, rule, out, normalisers);
+  run(with_dense_heads(q), with_dense_heads(k), with_dense_heads(v), families, heads, rule, rotation, out, normalisers);
   return {out, normalisers};
 }
 
 template <typename scalar_t>
 void backward(const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-              const Tensor& normalisers, const Families& families, const Heads& heads, const Rule& rule, Tensor& q_grad,
-              Tensor& k_grad, Tensor& v_grad) {
-  Call<scalar_t> call = call_of<scalar_t>(q, k, v, heads, rule);
+              const Tensor& normalisers, const Families& families, const Heads& heads, const Rule& rule,
+              const Rotation& rotation, Tensor& result) {
+  Call<scalar_t> call = call_of<scalar_t>(q, k, v, heads, rule, rotation);
   call.in.grad = static_cast<const scalar_t*>(grad.const_data_ptr());
   call.in.grad_token = grad.stride(0), call.in.grad_head = grad.stride(1);
   call.in.out = static_cast<const scalar_t*>(out.const_data_ptr());
   call.in.normalisers = normalisers.const_data_ptr<float>();
-  call.gradients = {static_cast<scalar_t*>(q_grad.mutable_data_ptr()),
-                    static_cast<scalar_t*>(k_grad.mutable_data_ptr()),
-                    static_cast<scalar_t*>(v_grad.mutable_data_ptr())};
+  auto* const first = static_cast<scalar_t*>(result.mutable_data_ptr());
+  scalar_t* const of_keys = first + heads.count * heads.dim;
+  call.gradients = {first, of_keys, of_keys + heads.kv_count * heads.dim, result.size(1) * heads.dim};
   work_through(call, families, true);
 }
 
-std::tuple<Tensor, Tensor, Tensor> packed_attention_backward_cpu(const Tensor& grad, const Tensor& q, const Tensor& k,
-                                                                 const Tensor& v, const Tensor& out,
-                                                                 const Tensor& normalisers, const Tensor& rows,
-                                                                 double scale, int64_t window, double softcap) {
+Tensor packed_attention_backward_cpu(const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v,
+                                     const Tensor& out, const Tensor& normalisers, const Tensor& rows,
+                                     const std::optional<Tensor>& angles, double scale, int64_t window,
+                                     double softcap) {
   const Heads heads = checked_heads(q, k, v);
   const Rule rule{static_cast<float>(scale), static_cast<float>(softcap), window};
   check_like("grad", grad, q, heads.count);
@@ -261,13 +277,12 @@ std::tuple<Tensor, Tensor, Tensor> packed_attention_backward_cpu(const Tensor& g
   STD_TORCH_CHECK(out.is_contiguous() && normalisers.is_contiguous() && normalisers.numel() == q.size(0) * heads.count,
                   "packed_attention_backward: out and normalisers must be what packed_attention returned");
   const Families families(rows, q.size(0));
-  Tensor q_grad = torch::stable::new_empty(q, {q.size(0), heads.count, heads.dim});
-  Tensor k_grad = torch::stable::new_empty(k, {q.size(0), heads.kv_count, heads.dim});
-  Tensor v_grad = torch::stable::new_empty(v, {q.size(0), heads.kv_count, heads.dim});
+  const Rotation rotation = rotation_of(angles, heads, families);
+  Tensor result = torch::stable::new_empty(q, {q.size(0), heads.count + 2 * heads.kv_count, heads.dim});
   const auto run = q.scalar_type() == ScalarType::Float ? backward<float> : backward<BFloat16>;
   run(with_dense_heads(grad), with_dense_heads(q), with_dense_heads(k), with_dense_heads(v), out, normalisers, families,
-      heads, rule, q_grad, k_grad, v_grad);
-  return {q_grad, k_grad, v_grad};
+      heads, rule, rotation, result);
+  return result;
 }
 
 }  // namespace
@@ -275,11 +290,11 @@ std::tuple<Tensor, Tensor, Tensor> packed_attention_backward_cpu(const Tensor& g
 
 STABLE_TORCH_LIBRARY_FRAGMENT(realhf, library) {
   library.def(
-      "packed_attention(Tensor q, Tensor k, Tensor v, Tensor rows, float scale, int window, float softcap)"
-      " -> (Tensor out, Tensor normalisers)");
+      "packed_attention(Tensor q, Tensor k, Tensor v, Tensor rows, Tensor? angles, float scale, int window,"
+      " float softcap) -> (Tensor out, Tensor normalisers)");
   library.def(
       "packed_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor normalisers,"
-      " Tensor rows, float scale, int window, float softcap) -> (Tensor q_grad, Tensor k_grad, Tensor v_grad)");
+      " Tensor rows, Tensor? angles, float scale, int window, float softcap) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(realhf, CPU, library) {

@@ -51,18 +51,28 @@ REALHF_ONCE void scatter_row(scalar_t* to, const float* from, const Heads& heads
   }
 }
 
+// Heads of tokens that follow one another, `group` of them for each, the first at `position`.
+REALHF_INLINE void rotate_rows(const Rotation& rotation, int64_t count, int64_t group, int64_t position, float sign,
+                               int64_t wide, float* rows) {
+  for (int64_t i = 0; i < (rotation.turning > 0 ? count : 0); ++i) {
+    rotate(rotation, position + i / group, sign, rows + i * wide);
+  }
+}
+
 template <typename scalar_t>
-REALHF_INLINE void gather_keys(const Inputs<scalar_t>& in, const Heads& heads, const Segment& segment, int64_t kv_head,
-                               bool backward, Keys& keys) {
+REALHF_INLINE void gather_keys(const Inputs<scalar_t>& in, const Heads& heads, const Rotation& rotation,
+                               const Segment& segment, int64_t kv_head, bool backward, Keys& keys) {
   const scalar_t* k = in.k + segment.start * in.k_token + kv_head * in.k_head;
   const scalar_t* v = in.v + segment.start * in.v_token + kv_head * in.v_head;
   keys.count = segment.length, keys.first = segment.first;
-  gather_turned(k, in.k_token, segment.length, heads, keys.k_turned);
+  gather_rows(k, in.k_token, segment.length, 0, 1, heads, 1.0f, keys.k);
+  rotate_rows(rotation, segment.length, 1, segment.first, 1.0f, heads.wide, keys.k);
+  const Heads whole{1, 1, 1, heads.wide, heads.wide};
+  gather_turned(keys.k, heads.wide, segment.length, whole, keys.k_turned);
   if (!backward) {
     gather_rows(v, in.v_token, segment.length, 0, 1, heads, 1.0f, keys.v);
     return;
   }
-  gather_rows(k, in.k_token, segment.length, 0, 1, heads, 1.0f, keys.k);
   gather_turned(v, in.v_token, segment.length, heads, keys.v_turned);
   __builtin_memset(keys.k_grad, 0, sizeof(float) * segment.length * heads.wide);
   __builtin_memset(keys.v_grad, 0, sizeof(float) * segment.length * heads.wide);
@@ -132,7 +142,7 @@ REALHF_ONCE void attend_forward(const Heads& heads, const Rule& rule, const Bloc
 
 template <typename scalar_t>
 REALHF_INLINE void segment_forward(const Inputs<scalar_t>& in, const Heads& heads, const Rule& rule,
-                                   const Outputs<scalar_t>& result, const Segment& segment, int64_t kv_head,
+                                   const Rotation& rotation, const Outputs<scalar_t>& result, const Segment& segment, int64_t kv_head,
                                    const Keys* const* ranges, int n_ranges, Scratch& scratch) {
   const int64_t at_once = larger_of(1, kRowsAtOnce / heads.group), wide = heads.wide;
   for (int64_t p = 0; p < segment.length; p += at_once) {
@@ -140,6 +150,7 @@ REALHF_INLINE void segment_forward(const Inputs<scalar_t>& in, const Heads& head
     const Block block{n * heads.group, segment.first + p, heads.group};
     gather_rows(in.q + token * in.q_token + head * in.q_head, in.q_token, n, in.q_head, heads.group, heads, rule.scale,
                 scratch.q);
+    rotate_rows(rotation, block.rows, heads.group, block.first, 1.0f, wide, scratch.q);
     for (int64_t r = 0; r < block.rows; ++r) scratch.largest[r] = -kInfinity, scratch.sums[r] = 0.0f;
     __builtin_memset(scratch.out, 0, sizeof(float) * block.rows * wide);
     for (int i = 0; i < n_ranges; ++i) attend_forward(heads, rule, block, *ranges[i], scratch);
@@ -222,7 +233,7 @@ REALHF_ONCE void attend_backward(const Heads& heads, const Rule& rule, const Blo
 
 template <typename scalar_t>
 REALHF_INLINE void segment_backward(const Inputs<scalar_t>& in, const Heads& heads, const Rule& rule,
-                                    const Gradients<scalar_t>& result, const Segment& segment, int64_t kv_head,
+                                    const Rotation& rotation, const Gradients<scalar_t>& result, const Segment& segment, int64_t kv_head,
                                     Keys* const* ranges, int n_ranges, Scratch& scratch) {
   const int64_t at_once = larger_of(1, kRowsAtOnce / heads.group), wide = heads.wide;
   for (int64_t p = 0; p < segment.length; p += at_once) {
@@ -230,6 +241,7 @@ REALHF_INLINE void segment_backward(const Inputs<scalar_t>& in, const Heads& hea
     const Block block{n * heads.group, segment.first + p, heads.group};
     gather_rows(in.q + token * in.q_token + head * in.q_head, in.q_token, n, in.q_head, heads.group, heads, rule.scale,
                 scratch.q);
+    rotate_rows(rotation, block.rows, heads.group, block.first, 1.0f, wide, scratch.q);
     gather_rows(in.grad + token * in.grad_token + head * in.grad_head, in.grad_token, n, in.grad_head, heads.group,
                 heads, 1.0f, scratch.grad);
     gather_rows(in.out + (token * heads.count + head) * heads.dim, heads.count * heads.dim, n, heads.dim, heads.group,
@@ -243,18 +255,20 @@ REALHF_INLINE void segment_backward(const Inputs<scalar_t>& in, const Heads& hea
     }
     __builtin_memset(scratch.out, 0, sizeof(float) * block.rows * wide);
     for (int i = 0; i < n_ranges; ++i) attend_backward(heads, rule, block, *ranges[i], scratch);
+    rotate_rows(rotation, block.rows, heads.group, block.first, -1.0f, wide, scratch.out);
     for (int64_t r = 0; r < block.rows; ++r) {
-      const int64_t place = (token + r / heads.group) * heads.count + head + r % heads.group;
-      scatter_row(result.q + place * heads.dim, scratch.out + r * wide, heads, rule.scale);
+      scalar_t* const to = result.q + (token + r / heads.group) * result.token + (head + r % heads.group) * heads.dim;
+      scatter_row(to, scratch.out + r * wide, heads, rule.scale);
     }
   }
 }
 
 template <typename scalar_t>
-REALHF_INLINE void scatter_keys(const Heads& heads, const Gradients<scalar_t>& result, const Segment& segment,
-                                int64_t kv_head, const Keys& keys) {
+REALHF_INLINE void scatter_keys(const Heads& heads, const Rotation& rotation, const Gradients<scalar_t>& result,
+                                const Segment& segment, int64_t kv_head, const Keys& keys) {
+  rotate_rows(rotation, segment.length, 1, segment.first, -1.0f, heads.wide, keys.k_grad);
   for (int64_t i = 0; i < segment.length; ++i) {
-    const int64_t place = ((segment.start + i) * heads.kv_count + kv_head) * heads.dim;
+    const int64_t place = (segment.start + i) * result.token + kv_head * heads.dim;
     scatter_row(result.k + place, keys.k_grad + i * heads.wide, heads, 1.0f);
     scatter_row(result.v + place, keys.v_grad + i * heads.wide, heads, 1.0f);
   }
@@ -265,11 +279,11 @@ REALHF_INLINE void any_family_forward(const Call<scalar_t>& call, const Family& 
                                       Scratch& scratch) {
   Keys *first = &scratch.shared, *own = &scratch.own;
   const Keys* ranges[2] = {first, own};
-  gather_keys(call.in, call.heads, family.shared, kv_head, false, *first);
-  segment_forward(call.in, call.heads, call.rule, call.outputs, family.shared, kv_head, ranges, 1, scratch);
+  gather_keys(call.in, call.heads, call.rotation, family.shared, kv_head, false, *first);
+  segment_forward(call.in, call.heads, call.rule, call.rotation, call.outputs, family.shared, kv_head, ranges, 1, scratch);
   for (int64_t i = 0; i < family.n_followers; ++i) {
-    gather_keys(call.in, call.heads, family.followers[i], kv_head, false, *own);
-    segment_forward(call.in, call.heads, call.rule, call.outputs, family.followers[i], kv_head, ranges, 2, scratch);
+    gather_keys(call.in, call.heads, call.rotation, family.followers[i], kv_head, false, *own);
+    segment_forward(call.in, call.heads, call.rule, call.rotation, call.outputs, family.followers[i], kv_head, ranges, 2, scratch);
   }
 }
 
@@ -278,14 +292,14 @@ REALHF_INLINE void any_family_backward(const Call<scalar_t>& call, const Family&
                                        Scratch& scratch) {
   Keys *first = &scratch.shared, *own = &scratch.own;
   Keys* ranges[2] = {first, own};
-  gather_keys(call.in, call.heads, family.shared, kv_head, true, *first);
-  segment_backward(call.in, call.heads, call.rule, call.gradients, family.shared, kv_head, ranges, 1, scratch);
+  gather_keys(call.in, call.heads, call.rotation, family.shared, kv_head, true, *first);
+  segment_backward(call.in, call.heads, call.rule, call.rotation, call.gradients, family.shared, kv_head, ranges, 1, scratch);
   for (int64_t i = 0; i < family.n_followers; ++i) {
-    gather_keys(call.in, call.heads, family.followers[i], kv_head, true, *own);
-    segment_backward(call.in, call.heads, call.rule, call.gradients, family.followers[i], kv_head, ranges, 2, scratch);
-    scatter_keys(call.heads, call.gradients, family.followers[i], kv_head, *own);
+    gather_keys(call.in, call.heads, call.rotation, family.followers[i], kv_head, true, *own);
+    segment_backward(call.in, call.heads, call.rule, call.rotation, call.gradients, family.followers[i], kv_head, ranges, 2, scratch);
+    scatter_keys(call.heads, call.rotation, call.gradients, family.followers[i], kv_head, *own);
   }
-  scatter_keys(call.heads, call.gradients, family.shared, kv_head, *first);
+  scatter_keys(call.heads, call.rotation, call.gradients, family.shared, kv_head, *first);
 }
 
 void family_attention(const Call<float>& call, const Family& family, int64_t kv_head, bool backward, Scratch& scratch) {

@@ -14,6 +14,7 @@
 
 #include "activations.h"
 #include "arena.h"
+#include "rotation.h"
 
 namespace realhf {
 namespace {
@@ -28,10 +29,10 @@ constexpr int64_t kTensorsOfALayer = 16;
 
 constexpr int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
-// Sizes and switches; `angles` are [2, n_angles, turning]: cosines, and sines with their signs.
+// Sizes and switches.
 struct Shape {
-  int64_t hidden, n_q, n_kv, dim, inner, max_len, turning, n_angles;
-  const float* angles;
+  int64_t hidden, n_q, n_kv, dim, inner, max_len;
+  Rotation rotation;
   Activation activation;
   bool gated, parallel;
   float eps, scale, softcap;
@@ -230,14 +231,7 @@ Shape checked_shape(const Tensor& x, const Tensor& k, const Tensor& v, const std
   for (const int64_t size : {shape.hidden, shape.dim, inner}) {
     STD_TORCH_CHECK(size > 0 && size % kLanes == 0, "decode_blocks: size ", size, " is no multiple of ", kLanes);
   }
-  if (angles) {
-    STD_TORCH_CHECK(angles->dim() == 3 && angles->size(0) == 2 && angles->size(2) <= shape.dim &&
-                        angles->size(2) % 2 == 0 && angles->is_contiguous() &&
-                        angles->scalar_type() == ScalarType::Float,
-                    "decode_blocks: angles must be [2, positions, turning <= d] float32, contiguous");
-    shape.angles = angles->const_data_ptr<float>();
-    shape.n_angles = angles->size(1), shape.turning = angles->size(2);
-  }
+  shape.rotation = checked_rotation(angles, shape.dim);
   return shape;
 }
 
@@ -253,7 +247,8 @@ Tensor decode_blocks_cpu(const Tensor& x, std::vector<Tensor> weights, Tensor k,
   for (const Tensor& given : weights) {
     STD_TORCH_CHECK(given.scalar_type() == x.scalar_type(), "decode_blocks: weights must be typed as x");
   }
-  check_rows(positions, prefixes, x.size(0), shape.turning > 0 ? std::min(shape.max_len, shape.n_angles) : shape.max_len);
+  const int64_t limit = angles ? std::min(shape.max_len, shape.rotation.count) : shape.max_len;
+  check_rows(positions, prefixes, x.size(0), limit);
   STD_TORCH_CHECK(activation >= 0 && activation <= 2, "decode_blocks: activation ", activation);
   shape.activation = static_cast<Activation>(activation), shape.gated = gated, shape.parallel = parallel;
   shape.eps = static_cast<float>(eps), shape.scale = static_cast<float>(scale);

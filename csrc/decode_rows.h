@@ -174,18 +174,6 @@ REALHF_ONCE void activate(const Shape& shape, int64_t rows, float* wide) {
   }
 }
 
-// Turns the first `turning` numbers of some heads by a position's angles: cosines, then sines with their signs.
-REALHF_ONCE void rotate(const Shape& shape, const float* cosines, const float* sines, int64_t n_heads, float* heads) {
-  const int64_t half = shape.turning / 2;
-  for (int64_t h = 0; h < n_heads; ++h, heads += shape.dim) {
-    for (int64_t i = 0; i < half; ++i) {
-      const float first = heads[i], second = heads[i + half];
-      heads[i] = first * cosines[i] + second * sines[i];
-      heads[i + half] = second * cosines[i + half] + first * sines[i + half];
-    }
-  }
-}
-
 template <typename scalar_t>
 REALHF_INLINE void put(scalar_t* to, const float* from, int64_t count) {
   for (int64_t c = 0; c < count; c += kLanes) store(to + c, load(from + c));
@@ -220,9 +208,8 @@ REALHF_INLINE void enter_row(const Shape& shape, const Layer<scalar_t>& layer, i
     normalise(layer.q_norm, shape.eps, shape.n_q, dim, qkv, qkv);
     normalise(layer.k_norm, shape.eps, shape.n_kv, dim, k, k);
   }
-  if (shape.turning > 0) {
-    const float *cosines = shape.angles + position * shape.turning, *sines = cosines + shape.n_angles * shape.turning;
-    rotate(shape, cosines, sines, shape.n_q + shape.n_kv, qkv);
+  for (int64_t h = 0; h < (shape.rotation.turning > 0 ? shape.n_q + shape.n_kv : 0); ++h) {
+    rotate(shape.rotation, position, 1.0f, qkv + h * dim);
   }
   for (int64_t h = 0; h < shape.n_kv; ++h) {
     put(layer.keys + shape.place(row, h, position), k + h * dim, dim);

@@ -152,3 +152,23 @@ REALHF_INLINE Floats load_upto(const scalar_t* from, int64_t count) {
   for (int64_t i = 0; i < count; ++i) padded[i] = from[i];
   return load(padded);
 }
+
+// The first `turning` numbers of a head turn, pairs half of that apart; back with a sign of -1.
+REALHF_ONCE void rotate(const Rotation& rotation, int64_t position, float sign, float* head) {
+  const int64_t half = rotation.turning / 2;
+  const float* cosines = rotation.angles + position * rotation.turning;
+  const float* sines = cosines + rotation.count * rotation.turning;
+  int64_t i = 0;
+  for (; i + REALHF_WIDTH <= half; i += REALHF_WIDTH) {
+    const Wide first = load_wide(head + i), second = load_wide(head + half + i);
+    const Wide low = first * load_wide(cosines + i) + second * load_wide(sines + i) * sign;
+    const Wide high = second * load_wide(cosines + half + i) + first * load_wide(sines + half + i) * sign;
+    __builtin_memcpy(head + i, &low, sizeof low);
+    __builtin_memcpy(head + half + i, &high, sizeof high);
+  }
+  for (; i < half; ++i) {
+    const float first = head[i], second = head[half + i];
+    head[i] = first * cosines[i] + second * sines[i] * sign;
+    head[half + i] = second * cosines[half + i] + first * sines[half + i] * sign;
+  }
+}

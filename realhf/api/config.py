@@ -74,7 +74,8 @@ class ParallelConfig:
 @dataclass
 class MicroBatchConfig:
     n_mbs: int = opt(1, "at least this many micro-batches")
-    max_tokens_per_mb: int = opt(16384, "tokens of one micro-batch at the most")
+    max_tokens_per_mb: int | None = opt(None, "tokens of one micro-batch at the most (by default 4096 on a CPU, whose"
+                                        " caches hold those, and 16384 on a GPU)")  # fmt: skip
 
 
 @dataclass

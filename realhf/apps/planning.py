@@ -11,12 +11,12 @@ from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph
 from realhf.api.hardware import Hardware, Workload
 from realhf.api.model import ModelConfig
-from realhf.api.plan import ExecutionPlan, MicroBatching
+from realhf.api.plan import ExecutionPlan
 from realhf.base.errors import UserError
 from realhf.base.paths import KERNELS
 from realhf.data.encode import EncodedRows
 from realhf.data.order import rows_at
-from realhf.plan.allocate import PLANNED
+from realhf.plan.allocate import PLANNED, micro_batching
 from realhf.plan.candidates import Candidates
 from realhf.plan.cost import CostModel
 from realhf.plan.footprint import Counted
@@ -170,8 +170,7 @@ def planner_of(
     # a worker's own ring is taken when it joins others of its host (comm/shared_memory.py)
     reserved = machine.hardware.reserved + (RING_BYTES if device == "cpu" and node > 1 else 0)
     memory = MemoryModel(graph, models, roles, workload, machine.footprint, reserved, device, sampling, shares, node)
-    limits = {name: MicroBatching(o.mb_spec.n_mbs, o.mb_spec.max_tokens_per_mb)
-              for name, o in experiment.placements().items()}  # fmt: skip
+    limits = {name: micro_batching(option, device) for name, option in experiment.placements().items()}
     n_workers = config.n_nodes * config.n_gpus_per_node
     calls = Candidates(cost, memory, machine.hardware, config.dataset.train_bs_n_seqs, limits)
     return Planner(graph, calls, n_workers, config.max_staleness)

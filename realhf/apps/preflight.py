@@ -95,7 +95,7 @@ class Survey:
         if mode != "manual":
             options = {name: MFCConfig(mb_spec=option.mb_spec) for name, option in options.items()}
         config = replace(self.experiment.config, allocation_mode=mode)
-        plan = allocate(self.graph, config, options, self.planner.calls.cost.models)
+        plan = allocate(self.graph, config, options, self.planner.calls.cost.models, self.device)
         return planned(self.planner, config) if mode in PLANNED else plan
 
     def too_large(self) -> str:
@@ -139,7 +139,7 @@ def _look(name: str, experiment: Experiment, findings: _Findings, launching: boo
     has_workers = min(config.n_nodes, config.n_gpus_per_node) >= 1
     plan = None
     if graph and has_workers:
-        plan = findings.attempt(lambda: allocate(graph, config, experiment.placements(), known))
+        plan = findings.attempt(lambda: allocate(graph, config, experiment.placements(), known, device or "cpu"))
     rows = held_out = None
     if launching or config.dataset.path:
         rows, held_out = _rows(experiment, models, findings) or (None, None)

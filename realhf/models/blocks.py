@@ -23,11 +23,11 @@ from realhf.ops.moe import (
     sort_by_expert,
     z_loss,
 )
-from realhf.ops.norms import layer_norm, rms_norm, rotate
+from realhf.ops.norms import layer_norm, rms_norm
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""From the number of a block in its stage and its queries, keys and values ``[T, heads, d]`` to the mixed values."""
-Angles = tuple[Tensor, Tensor]
+Attend = Callable[[int, Tensor], Tensor]
+"""From the number of a block in its stage and its queries, keys and values ``[T, H + 2K, d]``, which have not turned by
+their positions yet, to the mixed values ``[T, H, d]``."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,6 @@ class Pass:
     n_q: int
     n_kv: int
     seams: Seams
-    angles: Angles | None
     attend: Attend
     router_loss: RouterLoss | None = None
 
@@ -124,15 +123,13 @@ def run_block(block: Block, index: int, x: Tensor, step: Pass) -> tuple[Tensor, 
 
 def _attention(attention: Attention, index: int, x: Tensor, inner: Tensor, step: Pass) -> Tensor:
     n_q, n_kv, head_dim = step.n_q, step.n_kv, step.config.head_dim
-    qkv = F.linear(step.seams.enter(inner), attention.wqkv, attention.bqkv)
-    qk, v = qkv.view(len(qkv), n_q + 2 * n_kv, head_dim).split((n_q + n_kv, n_kv), 1)
+    qkv = F.linear(step.seams.enter(inner), attention.wqkv, attention.bqkv).view(-1, n_q + 2 * n_kv, head_dim)
     if attention.q_norm is not None and attention.k_norm is not None:
-        q, k = qk.split((n_q, n_kv), 1)
-        qk = torch.cat((_head_norm(attention.q_norm, q, step.seams), _head_norm(attention.k_norm, k, step.seams)), 1)
-    if step.angles is not None:
-        qk = rotate(qk, *step.angles)
-    q, k = qk.split((n_q, n_kv), 1)
-    mixed = step.attend(index, q, k, v).flatten(1, 2)
+        q, k, v = qkv.split((n_q, n_kv, n_kv), 1)
+        qkv = torch.cat(
+            (_head_norm(attention.q_norm, q, step.seams), _head_norm(attention.k_norm, k, step.seams), v), 1
+        )
+    mixed = step.attend(index, qkv).flatten(1, 2)
     return _add_product(x, mixed, attention.wo, attention.bo, attention.post_norm, step.seams)
 
 

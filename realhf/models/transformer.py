@@ -16,9 +16,9 @@ from realhf.models.blocks import Attend, Attention, Block, Experts, Mlp, Norm, P
 from realhf.models.cache import KVCache
 from realhf.models.flat import FlatParams
 from realhf.models.fused import FusedBlocks, fused
-from realhf.ops.attention import Scores, decode_attention, decode_bias, packed_attention
+from realhf.ops.attention import Scores, decode_attention, decode_bias, positions_in_rows, rotary_attention
 from realhf.ops.logprobs import UNCUT, VocabularyCut, packed_logprobs
-from realhf.ops.norms import Rotary
+from realhf.ops.norms import Rotary, rotate
 
 
 @dataclass(frozen=True)
@@ -183,26 +183,23 @@ class Transformer:
         weight, of their mean over routed layers. Raises ValueError for a row longer than learned positions reach.
         """
         device = tokens.device
+        positions = positions_in_rows(lengths, prefixes, device)
+        longest = int(positions.max()) + 1 if len(positions) else 0
         counts = torch.tensor(lengths, dtype=torch.int64, device=device)
         rows = torch.arange(len(lengths), device=device).repeat_interleave(counts, output_size=len(tokens))
-        before = [lengths[prefix] if prefix >= 0 else 0 for prefix in prefixes]
-        firsts = counts.cumsum(0) - counts
-        if before:
-            firsts = firsts - torch.tensor(before, device=device)
-        positions = torch.arange(len(tokens), device=device) - firsts[rows]
-        places = None
+        angles, places, turned = self._angles(longest), None, None
         if cache is not None:
             assert slots is not None and len(slots) == len(lengths)
-            slot_of = torch.tensor(slots, dtype=torch.int64, device=device)
-            places = cache.places(slot_of[rows], positions)
+            places = cache.places(torch.tensor(slots, dtype=torch.int64, device=device)[rows], positions)
+            turned = None if self._rotary is None else self._rotary.rows(positions, longest, self.params.data.dtype)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, qkv: Tensor) -> Tensor:
             if cache is not None and places is not None:
-                cache.write(layer, places, k, v)
-            return packed_attention(q, k, v, lengths, self._scores[layer], prefixes)
+                _, k, v = qkv.split((self.n_q, self.n_kv, self.n_kv), 1)
+                cache.write(layer, places, k if turned is None else rotate(k, *turned), v)
+            return rotary_attention(qkv, self.n_q, self.n_kv, lengths, self._scores[layer], prefixes, angles)
 
         router_loss = RouterLoss(rows, len(lengths), token_weight) if token_weight and self.config.n_experts else None
-        longest = max((length + n for length, n in zip(lengths, before or (0,) * len(lengths), strict=True)), default=0)
         return self._run(tokens, positions, longest, attend, x, router_loss)
 
     def decode(
@@ -223,19 +220,25 @@ class Transformer:
         longest = int(positions.max()) + 1 if count else 0
         if (blocks := self.weights.fused) is not None:
             x = self._embed(tokens, positions, longest, self.seams(count)) if x is None else x
-            angles = None if self._rotary is None else self._rotary.table(longest)
-            return blocks(x, positions, cache, prefixes, angles)
+            return blocks(x, positions, cache, prefixes, self._angles(longest))
         places = cache.places(torch.arange(count, device=tokens.device), positions)
         windows = {rule.window for rule in self._scores}
         biases = {w: decode_bias(positions, longest, self.n_kv, w).to(cache.k.dtype) for w in windows}
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        turned = None if self._rotary is None else self._rotary.rows(positions, longest, cache.k.dtype)
+
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            qk, v = qkv.split((self.n_q + self.n_kv, self.n_kv), 1)
+            q, k = (qk if turned is None else rotate(qk, *turned)).split((self.n_q, self.n_kv), 1)
             cache.write(layer, places, k, v)
             rule = self._scores[layer]
             keys, values = cache.k[layer, :count], cache.v[layer, :count]
             return decode_attention(q, keys, values, positions, biases[rule.window], rule)
 
         return self._run(tokens, positions, longest, attend, x)
+
+    def _angles(self, longest: int) -> Tensor | None:
+        return None if self._rotary is None else self._rotary.table(longest)
 
     def _run(
         self,
@@ -249,8 +252,7 @@ class Transformer:
         weights, seams = self.weights, self.seams(len(tokens))
         if x is None:
             x = self._embed(tokens, positions, longest, seams)
-        angles = None if self._rotary is None else self._rotary.rows(positions, longest, x.dtype)
-        step = Pass(self.config, self.n_q, self.n_kv, seams, angles, attend, router_loss)
+        step = Pass(self.config, self.n_q, self.n_kv, seams, attend, router_loss)
         save_memory = self.checkpoint_activations and torch.is_grad_enabled() and self.params.grad is not None
         for index, block in enumerate(weights.blocks):
             if save_memory:

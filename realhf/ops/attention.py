@@ -1,9 +1,8 @@
 """Causal attention over packed rows, and of one new token per slot over a cache. Grouped heads are never expanded."""
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from realhf.ops import native
+from realhf.ops.norms import rotate
 
 BLOCK = 256
 """Queries whose scores exist at once where they are computed in the open."""
@@ -47,31 +47,67 @@ def packed_attention(
     ``q`` is ``[T, H, d]``, ``k`` and ``v`` ``[T, K, d]`` with H a multiple of K; rows of ``lengths`` tokens follow one
     another. Row i with ``prefixes[i] = p >= 0`` continues row p, which has no prefix itself: it sees all of p's keys
     before its own, and their gradients are summed over all that continue p. Without ``prefixes`` no row has one.
-    Returns ``[T, H, d]``.
-
-    The compiled kernel is used where there is one for the device and the type (on CPU: float32, and bfloat16 computed
-    in it), else ``packed_attention_reference``. Raises ValueError for lengths and prefixes that make no rows of q.
+    Returns ``[T, H, d]``. Raises ValueError for lengths and prefixes that make no rows of q.
     """
-    kernel = _differentiable(q.device.type) if _kernel_fits(q, k, v) else None
-    if kernel is None:
-        return packed_attention_reference(q, k, v, lengths, rule, prefixes)
+    return rotary_attention(torch.cat((q, k, v), 1), q.shape[1], k.shape[1], lengths, rule, prefixes)
+
+
+def rotary_attention(
+    qkv: Tensor,
+    n_q: int,
+    n_kv: int,
+    lengths: Sequence[int],
+    rule: Scores = PLAIN,
+    prefixes: Sequence[int] = (),
+    angles: Tensor | None = None,
+) -> Tensor:
+    """Do ``packed_attention`` with queries, keys and values side by side, ``[T, n_q + 2 * n_kv, d]``.
+
+    Queries and keys turn by their positions in their rows first, where ``angles`` are given (``Rotary.table``). The
+    compiled kernel is used where there is one for the device and the type (on CPU: float32, and bfloat16 computed in
+    it), else ``rotary_attention_reference``.
+    """
+    fits = qkv.dtype in (torch.float32, torch.bfloat16) and qkv.numel() > 0
+    if not fits or native.kernel("packed_attention", qkv.device.type) is None:
+        return rotary_attention_reference(qkv, n_q, n_kv, lengths, rule, prefixes, angles)
     table = torch.frombuffer(array("q", (*lengths, *(prefixes or (-1,) * len(lengths)))), dtype=torch.int64)
     try:
         rows = table.view(2, len(lengths))
-        out: Tensor = kernel(q, k, v, rows, rule.scale_for(q.shape[-1]), rule.window, rule.softcap)[0]
+        given = (rule.scale_for(qkv.shape[-1]), rule.window, rule.softcap)
+        out: Tensor = _Attention.apply(qkv, n_q, n_kv, rows, angles, given)
     except RuntimeError:  # the kernel checks, faster than we can; we say what is wrong
-        _check_rows(q, lengths, prefixes)
+        _check_rows(qkv, lengths, prefixes)
         raise
     return out
+
+
+class _Attention(torch.autograd.Function):
+    """The kernels, which read parts of one tensor and write its gradient as one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, n_q: int, n_kv: int, rows: Tensor, angles: Tensor | None, rule: tuple[float, int, float]
+    ) -> Tensor:
+        kernel = native.kernel("packed_attention", qkv.device.type)
+        assert kernel is not None, "``rotary_attention`` looked"
+        ctx.sizes, ctx.rule = (n_q, n_kv, n_kv), rule
+        out: Tensor
+        out, normalisers = kernel(*qkv.split(ctx.sizes, 1), rows, angles, *rule)
+        ctx.save_for_backward(qkv, out, normalisers, rows, angles)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, out, normalisers, rows, angles = ctx.saved_tensors
+        kernel = native.kernel("packed_attention_backward", grad.device.type)
+        assert kernel is not None, "both halves are compiled together"
+        parts = qkv.split(ctx.sizes, 1)
+        return (kernel(grad, *parts, out, normalisers, rows, angles, *ctx.rule), *[None] * 5)
 
 
 def shares_prefixes(device: torch.device) -> bool:
     """Tell whether rows that continue one another are faster than rows that repeat what they share."""
     return native.kernel("packed_attention", device.type) is not None
-
-
-def _kernel_fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return q.dtype in (torch.float32, torch.bfloat16) and q.dtype == k.dtype == v.dtype and q.numel() > 0
 
 
 def _check_rows(q: Tensor, lengths: Sequence[int], prefixes: Sequence[int]) -> None:
@@ -84,32 +120,34 @@ def _check_rows(q: Tensor, lengths: Sequence[int], prefixes: Sequence[int]) -> N
             raise ValueError(f"row {row} has prefix {prefix}, which is no row without a prefix")
 
 
-def _differentiable(device: str) -> Callable[..., Any] | None:
-    """Return the kernel, which autograd knows how to differentiate."""
-    kernel = native.kernel("packed_attention", device)
-    if kernel is not None:
-        _teach_autograd()
-    return kernel
+def positions_in_rows(lengths: Sequence[int], prefixes: Sequence[int], device: torch.device) -> Tensor:
+    """Return the position of every token, ``[T]``: from 0 on, or behind the row that its own one continues."""
+    counts = torch.tensor(lengths, dtype=torch.int64, device=device)
+    firsts = counts.cumsum(0) - counts
+    if prefixes:
+        before = [lengths[prefix] if prefix >= 0 else 0 for prefix in prefixes]
+        firsts = firsts - torch.tensor(before, device=device)
+    n_tokens = sum(lengths)
+    return torch.arange(n_tokens, device=device) - firsts.repeat_interleave(counts, output_size=n_tokens)
 
 
-@cache
-def _teach_autograd() -> None:
-    torch.library.register_autograd("realhf::packed_attention", _backward, setup_context=_keep)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, rows, *ctx.rule = inputs
-    ctx.save_for_backward(q, k, v, *output, rows)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad: Tensor | None, of_normalisers: None) -> tuple[Tensor | None, ...]:
-    """The gradient; normalisers are for this alone, and nothing else is made of them."""
-    if grad is None:
-        return (None,) * 7
-    kernel = native.kernel("packed_attention_backward", grad.device.type)
-    assert kernel is not None, "both halves are compiled together"
-    return (*kernel(grad, *ctx.saved_tensors, *ctx.rule), None, None, None, None)
+def rotary_attention_reference(
+    qkv: Tensor,
+    n_q: int,
+    n_kv: int,
+    lengths: Sequence[int],
+    rule: Scores = PLAIN,
+    prefixes: Sequence[int] = (),
+    angles: Tensor | None = None,
+) -> Tensor:
+    """Compute ``rotary_attention`` in plain torch."""
+    _check_rows(qkv, lengths, prefixes)
+    qk, v = qkv.split((n_q + n_kv, n_kv), 1)
+    if angles is not None:
+        cos, sin = angles[:, positions_in_rows(lengths, prefixes, qkv.device)].to(qkv.dtype).unsqueeze(2)
+        qk = rotate(qk, cos, sin)
+    q, k = qk.split((n_q, n_kv), 1)
+    return packed_attention_reference(q, k, v, lengths, rule, prefixes)
 
 
 def packed_attention_reference(

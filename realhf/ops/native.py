@@ -51,13 +51,13 @@ def _double_per_counter(seed: int, prompts: Tensor, samples: Tensor, positions: 
 
 
 def _like_queries(
-    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, window: int, softcap: float
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor, angles: Tensor | None, scale: float, window: int, softcap: float
 ) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-def _like_all_three(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *given: object) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _like_all_three(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *given: object) -> Tensor:
+    return q.new_empty((q.shape[0], q.shape[1] + 2 * k.shape[1], q.shape[2]))
 
 
 def _like_first(x: Tensor, *given: object) -> Tensor:

@@ -80,6 +80,7 @@ class Rotary:
             self._tables = self._build(1 << (longest - 1).bit_length())
         return self._tables
 
+    @torch.inference_mode(False)  # a backward pass may keep them
     def _build(self, length: int) -> Tensor:
         angles = torch.outer(torch.arange(length, device=self._frequencies.device).float(), self._frequencies)
         cos, sin = angles.cos(), angles.sin()

@@ -17,6 +17,8 @@ PLANNED = {"heuristic": "symmetric", **{rule: rule for rule in HEURISTICS}, "sea
 """Modes that the planner decides, and the rule behind each."""
 MODES = f"{', '.join(PLANNED)}, manual, d2t1p1, or actor_gen:d2,*:d1"
 SERVERS = ("vllm", "sglang")
+TOKENS = {"cpu": 4096, "cuda": 16384}
+"""Of a micro-batch, by device: as many as stay in the caches of a CPU; a GPU wants large products."""
 AXES = {"d": "dp", "t": "tp", "m": "tp", "p": "pp"}
 Models = Mapping[str, ModelConfig]
 Entries = tuple[dict[str, ParallelStrategy], list[str]]
@@ -43,7 +45,15 @@ Wishes = tuple[dict[str, _Wish], list[str]]
 """Where MFCs shall run, by name, and what could not be read."""
 
 
-def allocate(graph: Graph, config: ExperimentConfig, options: Mapping[str, MFCConfig], models: Models) -> ExecutionPlan:
+def micro_batching(option: MFCConfig, device: str) -> MicroBatching:
+    """Return how a call's rows are cut on ``cpu`` or ``cuda``."""
+    given = option.mb_spec.max_tokens_per_mb
+    return MicroBatching(option.mb_spec.n_mbs, TOKENS[device] if given is None else given)
+
+
+def allocate(
+    graph: Graph, config: ExperimentConfig, options: Mapping[str, MFCConfig], models: Models, device: str
+) -> ExecutionPlan:
     """Return the plan that ``config.allocation_mode`` asks for.
 
     ``models`` are the architectures by role, as far as they are known. ``UserError`` lists every layout that cannot be
@@ -59,7 +69,8 @@ def allocate(graph: Graph, config: ExperimentConfig, options: Mapping[str, MFCCo
         option = options[mfc.name]
         if not is_manual:
             problems += _unread(mfc.name, option, mode)
-        if option.mb_spec.n_mbs < 1 or option.mb_spec.max_tokens_per_mb < 1:
+        batching = micro_batching(option, device)
+        if batching.n_mbs < 1 or batching.max_tokens_per_mb < 1:
             problems.append(f"{mfc.name}.mb_spec: n_mbs and max_tokens_per_mb must be positive, got {option.mb_spec}")
         if (wish := wishes.get(mfc.name)) is None:
             continue
@@ -69,7 +80,6 @@ def allocate(graph: Graph, config: ExperimentConfig, options: Mapping[str, MFCCo
             shown = _as_options(mfc.name, option.parallel, near) if is_manual else str(near)
             problems.append(f"{mfc.name}: {misfit}; nearest legal: {shown}")
         else:
-            batching = MicroBatching(option.mb_spec.n_mbs, option.mb_spec.max_tokens_per_mb)
             placements[mfc.name] = Placement(Layout(wish.mesh, wish.strategy), batching)
     if problems:
         raise UserError(problems)

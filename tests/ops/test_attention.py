@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.ops import native
-from realhf.ops.attention import BLOCK, Scores, decode_attention, packed_attention, packed_attention_reference
+from realhf.ops.attention import (
+    BLOCK,
+    Scores,
+    decode_attention,
+    packed_attention,
+    packed_attention_reference,
+    rotary_attention,
+    rotary_attention_reference,
+)
+from realhf.ops.norms import Rotary
 
 NOT_BUILT = "NATIVE KERNELS NOT BUILT, nothing tested: python setup.py build_ext --inplace"
 
@@ -191,10 +200,43 @@ def test_the_number_of_threads_changes_no_bit() -> None:
 
 @pytest.mark.usefixtures("kernel")
 def test_kernel_is_a_well_behaved_operator() -> None:
-    q, k, v = (torch.randn(9, heads, 16, requires_grad=True) for heads in (4, 2, 2))
-    rows = torch.tensor([[4, 3, 2], [-1, 0, -1]])
-    found = torch.library.opcheck(torch.ops.realhf.packed_attention.default, (q, k, v, rows, 0.25, 0, 0.0))
-    assert set(found.values()) == {"SUCCESS"}, found
+    q, k, v = (torch.randn(9, heads, 16) for heads in (4, 2, 2))
+    rows, angles = torch.tensor([[4, 3, 2], [-1, 0, -1]]), torch.randn(2, 8, 12)
+    out = (torch.randn(9, 4, 16), torch.randn(9, 4))
+    forward, backward = (
+        getattr(torch.ops.realhf, name).default for name in ("packed_attention", "packed_attention_backward")
+    )
+    for turned in (None, angles):
+        rule = (rows, turned, 0.25, 0, 0.0)
+        assert set(torch.library.opcheck(forward, (q, k, v, *rule)).values()) == {"SUCCESS"}
+        assert set(torch.library.opcheck(backward, (out[0], q, k, v, *out, *rule)).values()) == {"SUCCESS"}
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize(
+    ("heads", "dim", "turning"), [((4, 4), 32, 32), ((8, 2), 64, 64), ((6, 1), 20, 8), ((3, 3), 80, 6)]
+)
+def test_heads_that_turn_equal_their_twin(heads: tuple[int, int], dim: int, turning: int) -> None:
+    angles = Rotary(turning, 1e3, {}, "cpu").table(600)
+    for lengths, prefixes in FAMILIES:
+        torch.manual_seed(sum(lengths))
+        fused = torch.randn(sum(lengths), heads[0] + 2 * heads[1], dim)
+        slope = torch.randn(sum(lengths), heads[0], dim)
+        for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+            results = []
+            for attention, precise in ((rotary_attention, dtype), (rotary_attention_reference, torch.float64)):
+                leaf = fused.to(dtype).to(precise).requires_grad_()
+                out = attention(leaf, *heads, lengths, Scores(), prefixes, angles)
+                along = slope.to(dtype).to(precise)
+                results.append((out.detach(), torch.autograd.grad(out, leaf, along)[0]))
+            for found, expected in zip(*results, strict=True):
+                assert found.dtype == dtype and distance(found, expected) < tolerance
+
+
+@pytest.mark.usefixtures("kernel")
+def test_rows_longer_than_the_angles_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="a row of 9 tokens, and angles of 8 positions"):
+        rotary_attention(torch.randn(14, 6, 16), 2, 2, [5, 4, 5], prefixes=(-1, 0, -1), angles=torch.randn(2, 8, 16))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ ACTOR = ModelConfig("llama", n_layers=3, hidden=24, n_heads=4, n_kv_heads=2, hea
 
 def plan(mode: str, n_gpus: int = 4, n_nodes: int = 1, **options: MFCConfig) -> ExecutionPlan:
     config = ExperimentConfig(allocation_mode=mode, n_gpus_per_node=n_gpus, n_nodes=n_nodes)
-    return allocate(GRAPH, config, {m.name: options.get(m.name, MFCConfig()) for m in GRAPH.mfcs}, {"actor": ACTOR})
+    calls = {m.name: options.get(m.name, MFCConfig()) for m in GRAPH.mfcs}
+    return allocate(GRAPH, config, calls, {"actor": ACTOR}, "cpu")
 
 
 def layouts(made: ExecutionPlan) -> list[str]:
@@ -59,7 +60,15 @@ def test_manual_meshes_and_micro_batches() -> None:
 def test_micro_batching_is_read_in_every_mode() -> None:
     made = plan("heuristic", actor_gen=MFCConfig(mb_spec=MicroBatchConfig(7, 99)))
     assert made["actor_gen"].micro_batching == MicroBatching(7, 99)
-    assert made["actor_train"].micro_batching == MicroBatching()
+    assert made["actor_train"].micro_batching == MicroBatching(1, 4096)
+
+
+def test_a_gpu_takes_more_tokens_at_a_time_than_a_cpu() -> None:
+    calls = {m.name: MFCConfig() for m in GRAPH.mfcs}
+    config = ExperimentConfig(allocation_mode="d1", n_gpus_per_node=1)
+    found = {device: allocate(GRAPH, config, calls, {}, device) for device in ("cpu", "cuda")}
+    assert found["cuda"]["actor_gen"].micro_batching == MicroBatching(1, 16384)
+    assert found["cpu"]["actor_gen"].micro_batching == MicroBatching(1, 4096)
 
 
 @pytest.mark.parametrize(
