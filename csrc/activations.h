@@ -50,9 +50,10 @@ REALHF_INLINE Slope activated_with_slope(const Floats& x) {
     const Floats density = exponential(x * x * -0.5f) * (kRootOfTwoOverPi * 0.5f);
     return {x * share, share + x * density};
   }
-  const Floats bent = hyperbolic_tangent((x + x * x * x * kCubic) * kRootOfTwoOverPi), share = (bent + 1.0f) * 0.5f;
+  const Floats bend = (x + x * x * x * kCubic) * kRootOfTwoOverPi, shrunk = exponential(size_of(bend) * -2.0f);
+  const Floats part = 1.0f / (1.0f + shrunk), share = choose(below_zero((Ints)bend), shrunk * part, part);
   const Floats inner = (x * x * (3.0f * kCubic) + 1.0f) * kRootOfTwoOverPi;
-  return {x * share, share + x * (1.0f - bent * bent) * inner * 0.5f};
+  return {x * share, share + x * (shrunk * part * part) * inner * 2.0f};  // 1 - tanh^2 = 4 s / (1 + s)^2, s = e^-2|x|
 }
 
 }  // namespace realhf

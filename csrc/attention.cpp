@@ -87,37 +87,31 @@ struct Block {
   int64_t position(int64_t row) const { return first + row / group; }
 };
 
-// Keys and values of a segment in float32: [wide, padded(count)] where they are turned, else [count, wide].
+// Keys and values in float32, of a segment behind those of the one that it continues: [wide, across] where they are
+// turned, else [count, wide].
 struct Keys {
   float *k_turned, *v_turned, *k, *v, *k_grad, *v_grad;
-  int64_t count, first;
+  int64_t count, across;
 };
 
 // What one thread works with.
 struct Scratch {
   float *q, *grad, *out, *shares, *slopes, *largest, *sums;
-  Keys shared, own;
+  Keys keys;
   std::unique_ptr<float[]> memory;
 
-  Scratch(const Heads& heads, int64_t longest_shared, int64_t longest_follower, bool backward) {
+  Scratch(const Heads& heads, int64_t longest, bool backward) {
     static_assert(kLanes * kKeysForward <= kRowsAtOnce * kKeysAtOnce && kKeysForward % kKeysAtOnce == 0);
     const int64_t rows = std::max(kRowsAtOnce, heads.group) + kLanes;
+    keys.across = padded(longest) + kLanes;  // what is written behind the last keys is up to a register
+    const int64_t size = keys.across * heads.wide, more = backward ? size : 0;
     memory = laid_out([&](const auto& take) {
       for (float** part : {&q, &grad, &out}) *part = take(rows * heads.wide);
       for (float** part : {&shares, &slopes}) *part = take(rows * kKeysAtOnce);
       for (float** part : {&largest, &sums}) *part = take(rows);
-      shared = keys(take, longest_shared, heads, backward);
-      own = keys(take, longest_follower, heads, backward);
+      keys.k_turned = take(size), keys.k = take(size), keys.v = take(backward ? 0 : size);
+      for (float** part : {&keys.v_turned, &keys.k_grad, &keys.v_grad}) *part = take(more);
     });
-  }
-
-  template <typename Take>
-  static Keys keys(const Take& take, int64_t count, const Heads& heads, bool backward) {
-    const int64_t size = padded(count) * heads.wide, more = backward ? size : 0;
-    Keys made{};
-    made.k_turned = take(size), made.v_turned = take(more), made.k = take(size);
-    made.v = take(backward ? 0 : size), made.k_grad = take(more), made.v_grad = take(more);
-    return made;
   }
 };
 
@@ -131,7 +125,7 @@ using Work = void (*)(const Call<scalar_t>&, const Family&, int64_t, bool, Scrat
 struct Families {
   std::vector<Segment> followers;
   std::vector<Family> all;  // the dearest first: what is left over at the end is small
-  int64_t longest_shared = 0, longest_follower = 0, longest = 0;
+  int64_t longest = 0;  // tokens that a query sees at the most
 
   Families(const Tensor& rows, int64_t n_tokens) {
     STD_TORCH_CHECK(rows.dim() == 2 && rows.size(0) == 2 && rows.scalar_type() == ScalarType::Long &&
@@ -153,7 +147,6 @@ struct Families {
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return prefixes[a] < prefixes[b]; });
     for (int64_t i : order) {
       followers.push_back({starts[i], lengths[i], lengths[prefixes[i]]});
-      longest_follower = std::max(longest_follower, lengths[i]);
       longest = std::max(longest, lengths[prefixes[i]] + lengths[i]);
     }
     auto next = order.begin();
@@ -164,11 +157,10 @@ struct Families {
       for (; next != order.end() && prefixes[*next] == i; ++next) {
         cost += static_cast<double>(lengths[*next]) * static_cast<double>(lengths[*next] + 2 * lengths[i]);
       }
-      longest_shared = std::max(longest_shared, lengths[i]);
+      longest = std::max(longest, lengths[i]);
       if (cost > 0) all.push_back({{starts[i], lengths[i], 0}, followers.data() + (first - order.begin()), next - first,
                                    cost});
     }
-    longest = std::max(longest, longest_shared);
     std::stable_sort(all.begin(), all.end(), [](const Family& a, const Family& b) { return a.cost > b.cost; });
   }
 };
@@ -180,7 +172,7 @@ void work_through(const Call<scalar_t>& call, const Families& families, bool bac
   const int64_t n_tasks = std::min<int64_t>(torch::stable::get_num_threads(), n_items);
   std::atomic<int64_t> next{0};
   torch::stable::parallel_for(0, n_tasks, 1, [&](int64_t, int64_t) {
-    Scratch scratch(call.heads, families.longest_shared, families.longest_follower, backward);
+    Scratch scratch(call.heads, families.longest, backward);
     for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < n_items;) {
       work(call, families.all[item / call.heads.kv_count], item % call.heads.kv_count, backward, scratch);
     }

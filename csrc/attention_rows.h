@@ -14,12 +14,12 @@ REALHF_ONCE void gather_rows(const scalar_t* from, int64_t token, int64_t count,
   }
 }
 
-// One head of `count` tokens, turned: [wide, padded(count)].
+// One head of `count` tokens, turned: [wide, across], of which padded(count) are written.
 template <typename scalar_t>
-REALHF_ONCE void gather_turned(const scalar_t* from, int64_t stride, int64_t count, const Heads& heads, float* to) {
-  const int64_t across = padded(count);
+REALHF_ONCE void gather_turned(const scalar_t* from, int64_t stride, int64_t count, const Heads& heads, int64_t across,
+                               float* to) {
   constexpr int kParts = kLanes / REALHF_WIDTH;
-  for (int64_t i = 0; i < across; i += REALHF_WIDTH) {
+  for (int64_t i = 0; i < padded(count); i += REALHF_WIDTH) {
     for (int64_t c = 0; c < heads.wide; c += kLanes) {
       Wide lines[kParts][REALHF_WIDTH];
       for (int64_t line = 0; line < REALHF_WIDTH; ++line) {
@@ -59,23 +59,27 @@ REALHF_INLINE void rotate_rows(const Rotation& rotation, int64_t count, int64_t 
   }
 }
 
+// Puts a segment's keys and values at its positions, behind those of the segment that it continues.
 template <typename scalar_t>
-REALHF_INLINE void gather_keys(const Inputs<scalar_t>& in, const Heads& heads, const Rotation& rotation,
-                               const Segment& segment, int64_t kv_head, bool backward, Keys& keys) {
+REALHF_INLINE void gather_keys(const Call<scalar_t>& call, const Segment& segment, int64_t kv_head, bool backward,
+                               Keys& keys) {
+  const Inputs<scalar_t>& in = call.in;
+  const Heads& heads = call.heads;
   const scalar_t* k = in.k + segment.start * in.k_token + kv_head * in.k_head;
   const scalar_t* v = in.v + segment.start * in.v_token + kv_head * in.v_head;
-  keys.count = segment.length, keys.first = segment.first;
-  gather_rows(k, in.k_token, segment.length, 0, 1, heads, 1.0f, keys.k);
-  rotate_rows(rotation, segment.length, 1, segment.first, 1.0f, heads.wide, keys.k);
+  const int64_t at = segment.first, row = at * heads.wide;
+  keys.count = at + segment.length;
+  gather_rows(k, in.k_token, segment.length, 0, 1, heads, 1.0f, keys.k + row);
+  rotate_rows(call.rotation, segment.length, 1, segment.first, 1.0f, heads.wide, keys.k + row);
   const Heads whole{1, 1, 1, heads.wide, heads.wide};
-  gather_turned(keys.k, heads.wide, segment.length, whole, keys.k_turned);
+  gather_turned(keys.k + row, heads.wide, segment.length, whole, keys.across, keys.k_turned + at);
   if (!backward) {
-    gather_rows(v, in.v_token, segment.length, 0, 1, heads, 1.0f, keys.v);
+    gather_rows(v, in.v_token, segment.length, 0, 1, heads, 1.0f, keys.v + row);
     return;
   }
-  gather_turned(v, in.v_token, segment.length, heads, keys.v_turned);
-  __builtin_memset(keys.k_grad, 0, sizeof(float) * segment.length * heads.wide);
-  __builtin_memset(keys.v_grad, 0, sizeof(float) * segment.length * heads.wide);
+  gather_turned(v, in.v_token, segment.length, heads, keys.across, keys.v_turned + at);
+  __builtin_memset(keys.k_grad + row, 0, sizeof(float) * segment.length * heads.wide);
+  __builtin_memset(keys.v_grad + row, 0, sizeof(float) * segment.length * heads.wide);
 }
 
 // Which of `count` keys, the first at position `first`, the queries at positions from..to see at all.
@@ -118,15 +122,15 @@ REALHF_ONCE void soften(float* scores, int64_t across, Seen tile, Seen row, cons
 // Let a block of queries see one range of keys.
 REALHF_ONCE void attend_forward(const Heads& heads, const Rule& rule, const Block& block, const Keys& keys,
                                   Scratch& scratch) {
-  const int64_t wide = heads.wide, across = padded(keys.count);
+  const int64_t wide = heads.wide;
   for (int64_t at = 0; at < keys.count; at += kKeysForward) {
-    const int64_t count = smaller(kKeysForward, keys.count - at), first = keys.first + at;
+    const int64_t count = smaller(kKeysForward, keys.count - at), first = at;
     for (int64_t r = 0; r < block.rows; r += kTall) {
       const int64_t rows = smaller(kTall, block.rows - r);
       const Seen tile = seen_by(block.position(r), block.position(r + rows - 1), first, count, rule.window);
       if (tile.hi <= tile.lo) continue;
       const int64_t from = tile.lo / kLanes * kLanes, to = padded(tile.hi);
-      product(rows, to - from, wide, scratch.q + r * wide, wide, 1, keys.k_turned + at + from, across,
+      product(rows, to - from, wide, scratch.q + r * wide, wide, 1, keys.k_turned + at + from, keys.across,
               scratch.shares + from, kKeysForward, false);
       for (int64_t i = 0; i < rows; ++i) {
         const int64_t position = block.position(r + i);
@@ -141,19 +145,21 @@ REALHF_ONCE void attend_forward(const Heads& heads, const Rule& rule, const Bloc
 }
 
 template <typename scalar_t>
-REALHF_INLINE void segment_forward(const Inputs<scalar_t>& in, const Heads& heads, const Rule& rule,
-                                   const Rotation& rotation, const Outputs<scalar_t>& result, const Segment& segment, int64_t kv_head,
-                                   const Keys* const* ranges, int n_ranges, Scratch& scratch) {
+REALHF_INLINE void segment_forward(const Call<scalar_t>& call, const Segment& segment, int64_t kv_head,
+                                   const Keys& keys, Scratch& scratch) {
+  const Inputs<scalar_t>& in = call.in;
+  const Heads& heads = call.heads;
+  const Outputs<scalar_t>& result = call.outputs;
   const int64_t at_once = larger_of(1, kRowsAtOnce / heads.group), wide = heads.wide;
   for (int64_t p = 0; p < segment.length; p += at_once) {
     const int64_t n = smaller(at_once, segment.length - p), token = segment.start + p, head = kv_head * heads.group;
     const Block block{n * heads.group, segment.first + p, heads.group};
-    gather_rows(in.q + token * in.q_token + head * in.q_head, in.q_token, n, in.q_head, heads.group, heads, rule.scale,
-                scratch.q);
-    rotate_rows(rotation, block.rows, heads.group, block.first, 1.0f, wide, scratch.q);
+    gather_rows(in.q + token * in.q_token + head * in.q_head, in.q_token, n, in.q_head, heads.group, heads,
+                call.rule.scale, scratch.q);
+    rotate_rows(call.rotation, block.rows, heads.group, block.first, 1.0f, wide, scratch.q);
     for (int64_t r = 0; r < block.rows; ++r) scratch.largest[r] = -kInfinity, scratch.sums[r] = 0.0f;
     __builtin_memset(scratch.out, 0, sizeof(float) * block.rows * wide);
-    for (int i = 0; i < n_ranges; ++i) attend_forward(heads, rule, block, *ranges[i], scratch);
+    attend_forward(heads, call.rule, block, keys, scratch);
     for (int64_t r = 0; r < block.rows; ++r) {
       const int64_t place = (token + r / heads.group) * heads.count + head + r % heads.group;
       scatter_row(result.out + place * heads.dim, scratch.out + r * wide, heads, 1.0f / scratch.sums[r]);
@@ -188,9 +194,9 @@ REALHF_ONCE void slopes_of(float* shares, float* slopes, int64_t across, Seen ro
 
 REALHF_ONCE void attend_backward(const Heads& heads, const Rule& rule, const Block& block, const Keys& keys,
                                    Scratch& scratch) {
-  const int64_t wide = heads.wide, across = padded(keys.count), last = block.position(block.rows - 1);
+  const int64_t wide = heads.wide, across = keys.across, last = block.position(block.rows - 1);
   for (int64_t at = 0; at < keys.count; at += kKeysAtOnce) {
-    const int64_t count = smaller(kKeysAtOnce, keys.count - at), first = keys.first + at;
+    const int64_t count = smaller(kKeysAtOnce, keys.count - at), first = at;
     const Seen all = seen_by(block.position(0), last, first, count, rule.window);
     if (all.hi <= all.lo) continue;
     for (int64_t r = 0; r < block.rows; r += kTall) {
@@ -232,16 +238,18 @@ REALHF_ONCE void attend_backward(const Heads& heads, const Rule& rule, const Blo
 }
 
 template <typename scalar_t>
-REALHF_INLINE void segment_backward(const Inputs<scalar_t>& in, const Heads& heads, const Rule& rule,
-                                    const Rotation& rotation, const Gradients<scalar_t>& result, const Segment& segment, int64_t kv_head,
-                                    Keys* const* ranges, int n_ranges, Scratch& scratch) {
+REALHF_INLINE void segment_backward(const Call<scalar_t>& call, const Segment& segment, int64_t kv_head,
+                                    const Keys& keys, Scratch& scratch) {
+  const Inputs<scalar_t>& in = call.in;
+  const Heads& heads = call.heads;
+  const Gradients<scalar_t>& result = call.gradients;
   const int64_t at_once = larger_of(1, kRowsAtOnce / heads.group), wide = heads.wide;
   for (int64_t p = 0; p < segment.length; p += at_once) {
     const int64_t n = smaller(at_once, segment.length - p), token = segment.start + p, head = kv_head * heads.group;
     const Block block{n * heads.group, segment.first + p, heads.group};
-    gather_rows(in.q + token * in.q_token + head * in.q_head, in.q_token, n, in.q_head, heads.group, heads, rule.scale,
-                scratch.q);
-    rotate_rows(rotation, block.rows, heads.group, block.first, 1.0f, wide, scratch.q);
+    gather_rows(in.q + token * in.q_token + head * in.q_head, in.q_token, n, in.q_head, heads.group, heads,
+                call.rule.scale, scratch.q);
+    rotate_rows(call.rotation, block.rows, heads.group, block.first, 1.0f, wide, scratch.q);
     gather_rows(in.grad + token * in.grad_token + head * in.grad_head, in.grad_token, n, in.grad_head, heads.group,
                 heads, 1.0f, scratch.grad);
     gather_rows(in.out + (token * heads.count + head) * heads.dim, heads.count * heads.dim, n, heads.dim, heads.group,
@@ -254,52 +262,48 @@ REALHF_INLINE void segment_backward(const Inputs<scalar_t>& in, const Heads& hea
       scratch.largest[r] = in.normalisers[(token + r / heads.group) * heads.count + head + r % heads.group];
     }
     __builtin_memset(scratch.out, 0, sizeof(float) * block.rows * wide);
-    for (int i = 0; i < n_ranges; ++i) attend_backward(heads, rule, block, *ranges[i], scratch);
-    rotate_rows(rotation, block.rows, heads.group, block.first, -1.0f, wide, scratch.out);
+    attend_backward(heads, call.rule, block, keys, scratch);
+    rotate_rows(call.rotation, block.rows, heads.group, block.first, -1.0f, wide, scratch.out);
     for (int64_t r = 0; r < block.rows; ++r) {
       scalar_t* const to = result.q + (token + r / heads.group) * result.token + (head + r % heads.group) * heads.dim;
-      scatter_row(to, scratch.out + r * wide, heads, rule.scale);
+      scatter_row(to, scratch.out + r * wide, heads, call.rule.scale);
     }
   }
 }
 
 template <typename scalar_t>
-REALHF_INLINE void scatter_keys(const Heads& heads, const Rotation& rotation, const Gradients<scalar_t>& result,
-                                const Segment& segment, int64_t kv_head, const Keys& keys) {
-  rotate_rows(rotation, segment.length, 1, segment.first, -1.0f, heads.wide, keys.k_grad);
+REALHF_INLINE void scatter_keys(const Call<scalar_t>& call, const Segment& segment, int64_t kv_head, const Keys& keys) {
+  const int64_t wide = call.heads.wide, row = segment.first * wide;
+  rotate_rows(call.rotation, segment.length, 1, segment.first, -1.0f, wide, keys.k_grad + row);
   for (int64_t i = 0; i < segment.length; ++i) {
-    const int64_t place = (segment.start + i) * result.token + kv_head * heads.dim;
-    scatter_row(result.k + place, keys.k_grad + i * heads.wide, heads, 1.0f);
-    scatter_row(result.v + place, keys.v_grad + i * heads.wide, heads, 1.0f);
+    const int64_t place = (segment.start + i) * call.gradients.token + kv_head * call.heads.dim;
+    scatter_row(call.gradients.k + place, keys.k_grad + row + i * wide, call.heads, 1.0f);
+    scatter_row(call.gradients.v + place, keys.v_grad + row + i * wide, call.heads, 1.0f);
   }
 }
 
 template <typename scalar_t>
 REALHF_INLINE void any_family_forward(const Call<scalar_t>& call, const Family& family, int64_t kv_head,
                                       Scratch& scratch) {
-  Keys *first = &scratch.shared, *own = &scratch.own;
-  const Keys* ranges[2] = {first, own};
-  gather_keys(call.in, call.heads, call.rotation, family.shared, kv_head, false, *first);
-  segment_forward(call.in, call.heads, call.rule, call.rotation, call.outputs, family.shared, kv_head, ranges, 1, scratch);
+  gather_keys(call, family.shared, kv_head, false, scratch.keys);
+  segment_forward(call, family.shared, kv_head, scratch.keys, scratch);
   for (int64_t i = 0; i < family.n_followers; ++i) {
-    gather_keys(call.in, call.heads, call.rotation, family.followers[i], kv_head, false, *own);
-    segment_forward(call.in, call.heads, call.rule, call.rotation, call.outputs, family.followers[i], kv_head, ranges, 2, scratch);
+    gather_keys(call, family.followers[i], kv_head, false, scratch.keys);
+    segment_forward(call, family.followers[i], kv_head, scratch.keys, scratch);
   }
 }
 
 template <typename scalar_t>
 REALHF_INLINE void any_family_backward(const Call<scalar_t>& call, const Family& family, int64_t kv_head,
                                        Scratch& scratch) {
-  Keys *first = &scratch.shared, *own = &scratch.own;
-  Keys* ranges[2] = {first, own};
-  gather_keys(call.in, call.heads, call.rotation, family.shared, kv_head, true, *first);
-  segment_backward(call.in, call.heads, call.rule, call.rotation, call.gradients, family.shared, kv_head, ranges, 1, scratch);
+  gather_keys(call, family.shared, kv_head, true, scratch.keys);
+  segment_backward(call, family.shared, kv_head, scratch.keys, scratch);
   for (int64_t i = 0; i < family.n_followers; ++i) {
-    gather_keys(call.in, call.heads, call.rotation, family.followers[i], kv_head, true, *own);
-    segment_backward(call.in, call.heads, call.rule, call.rotation, call.gradients, family.followers[i], kv_head, ranges, 2, scratch);
-    scatter_keys(call.heads, call.rotation, call.gradients, family.followers[i], kv_head, *own);
+    gather_keys(call, family.followers[i], kv_head, true, scratch.keys);
+    segment_backward(call, family.followers[i], kv_head, scratch.keys, scratch);
+    scatter_keys(call, family.followers[i], kv_head, scratch.keys);
   }
-  scatter_keys(call.heads, call.rotation, call.gradients, family.shared, kv_head, *first);
+  scatter_keys(call, family.shared, kv_head, scratch.keys);
 }
 
 void family_attention(const Call<float>& call, const Family& family, int64_t kv_head, bool backward, Scratch& scratch) {

@@ -236,9 +236,9 @@ Shape checked_shape(const Tensor& x, const Tensor& k, const Tensor& v, const std
 }
 
 Tensor decode_blocks_cpu(const Tensor& x, std::vector<Tensor> weights, Tensor k, Tensor v, const Tensor& positions,
-                         const std::optional<Tensor>& prefixes, const std::optional<Tensor>& angles, std::vector<int64_t> windows, int64_t n_heads,
-                         int64_t inner, int64_t activation, bool gated, bool parallel, double eps, double offset,
-                         double scale, double softcap) {
+                         const std::optional<Tensor>& prefixes, const std::optional<Tensor>& angles,
+                         std::vector<int64_t> windows, int64_t n_heads, int64_t inner, int64_t activation, bool gated,
+                         bool parallel, double eps, double offset, double scale, double softcap) {
   Shape shape = checked_shape(x, k, v, angles, n_heads, inner);
   STD_TORCH_CHECK(static_cast<int64_t>(windows.size()) == k.size(0) &&
                       weights.size() == windows.size() * kTensorsOfALayer + 2,
@@ -264,9 +264,11 @@ Tensor decode_blocks_cpu(const Tensor& x, std::vector<Tensor> weights, Tensor k,
 
 STABLE_TORCH_LIBRARY_FRAGMENT(realhf, library) {
   library.def(
-      "decode_blocks(Tensor x, Tensor[] weights, Tensor(a!) k, Tensor(b!) v, Tensor positions, Tensor? prefixes, Tensor? angles,"
-      " int[] windows, int n_heads, int inner, int activation, bool gated, bool parallel, float eps, float offset,"
-      " float scale, float softcap) -> Tensor");
+      "decode_blocks(Tensor x, Tensor[] weights, Tensor(a!) k, Tensor(b!) v, Tensor positions, Tensor? prefixes,"
+      " Tensor? angles, int[] windows, int n_heads, int inner, int activation, bool gated, bool parallel, float eps,"
+      " float offset, float scale, float softcap) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(realhf, CPU, library) { library.impl("decode_blocks", TORCH_BOX(&realhf::decode_blocks_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(realhf, CPU, library) {
+  library.impl("decode_blocks", TORCH_BOX(&realhf::decode_blocks_cpu));
+}

@@ -95,7 +95,9 @@ REALHF_INLINE void turn_panel(const scalar_t* weights, int64_t depth, float* pan
       Wide lines[REALHF_WIDTH];
       for (int64_t i = 0; i < REALHF_WIDTH; ++i) lines[i] = load_wide(weights + (n + i) * depth + k);
       turn(lines);
-      for (int64_t i = 0; i < REALHF_WIDTH; ++i) __builtin_memcpy(panel + (k + i) * kLanes + n, lines + i, sizeof(Wide));
+      for (int64_t i = 0; i < REALHF_WIDTH; ++i) {
+        __builtin_memcpy(panel + (k + i) * kLanes + n, lines + i, sizeof(Wide));
+      }
     }
   }
 }
@@ -233,28 +235,34 @@ REALHF_INLINE void attend(const Shape& shape, const Layer<scalar_t>& layer, cons
   const int64_t dim = shape.dim, group = shape.n_q / shape.n_kv, across = padded(family.longest);
   const int64_t shared = layer.window > 0 || family.n_rows == 1 ? 0 : family.shared;
   const int64_t first = shape.place(family.rows[0], head, 0), n_queries = family.n_rows * group;
+  const auto begin = [&](int64_t position) {  // of a row's own keys
+    return layer.window > 0 ? larger_of(0, position - layer.window + 1) : shared;
+  };
   float *const scores = buffers.scores, *const out = buffers.heads;
   if (shared > 0) {
     product_of_few(Matrix<scalar_t>{layer.keys + first, nullptr, shared, dim}, n_queries, buffers.queries, false,
                    scores, across);
   }
   for (int64_t i = 0; i < family.n_rows; ++i) {
-    const int64_t row = family.rows[i], from = layer.window > 0 ? larger_of(0, positions[row] - layer.window + 1) : shared;
+    const int64_t row = family.rows[i], from = begin(positions[row]);
     const int64_t count = positions[row] - from + 1;
     const scalar_t* keys = layer.keys + shape.place(row, head, from);
     float* const of_row = scores + i * group * across;
     product_of_few(Matrix<scalar_t>{keys, nullptr, count, dim}, group, buffers.queries + i * group * dim, false,
                    of_row + shared, across);
-    for (int64_t g = 0; g < group; ++g) buffers.sums[i * group + g] = soften(shape, shared + count, of_row + g * across);
+    for (int64_t g = 0; g < group; ++g) {
+      buffers.sums[i * group + g] = soften(shape, shared + count, of_row + g * across);
+    }
   }
   if (shared > 0) mix(n_queries, shared, dim, scores, across, layer.values + first, false, out);
   for (int64_t i = 0; i < family.n_rows; ++i) {
-    const int64_t row = family.rows[i], from = layer.window > 0 ? larger_of(0, positions[row] - layer.window + 1) : shared;
+    const int64_t row = family.rows[i], from = begin(positions[row]);
     mix(group, positions[row] - from + 1, dim, scores + i * group * across + shared, across,
         layer.values + shape.place(row, head, from), shared > 0, out + i * group * dim);
   }
   for (int64_t q = 0; q < n_queries; ++q) {
-    for (int64_t c = 0; c < dim; c += kLanes) store(out + q * dim + c, load(out + q * dim + c) * (1.0f / buffers.sums[q]));
+    const float scale = 1.0f / buffers.sums[q];
+    for (int64_t c = q * dim; c < (q + 1) * dim; c += kLanes) store(out + c, load(out + c) * scale);
   }
 }
 
