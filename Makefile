@@ -5,7 +5,7 @@ JOBS ?= 2
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 
-.PHONY: help install demo test check format kill bench docs clean
+.PHONY: help install demo test check format kill bench bench-peer docs clean
 
 help:
 	@echo "make demo    watch PPO raise a reward, from nothing, in a few minutes"
@@ -13,6 +13,7 @@ help:
 	@echo "make check   lint, types, known vulnerabilities, the rules of the house, torch-free tests"
 	@echo "make kill    kill runs at random moments and resume them; half an hour or more"
 	@echo "make bench   benchmarks (ratios; quiet machine)"
+	@echo "make bench-peer   the same work by realhf, Hugging Face and TRL, which gets an environment of its own"
 	@echo "make docs    regenerate docs/options.md from the code"
 	@echo "make clean   remove what was built (not the environment)"
 
@@ -58,6 +59,12 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/master_scale.py
 	$(BIN)/python benchmarks/soak.py
+
+bench-peer: $(STAMP)  # TRL sees our torch and transformers, and what it needs besides
+	test -x .venv-peer/bin/python || $(PYTHON) -m venv .venv-peer
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > "$$(.venv-peer/bin/python -c 'import site; print(site.getsitepackages()[0])')/ours.pth"
+	.venv-peer/bin/python -m pip install -q -c constraints.txt trl==1.16.0 accelerate datasets
+	$(BIN)/python benchmarks/bench_peer.py decode train grpo
 
 docs: $(STAMP)
 	$(BIN)/python docs/make_options.py

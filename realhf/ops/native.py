@@ -68,6 +68,10 @@ def _like_second(grad: Tensor, wide: Tensor, *given: object) -> Tensor:
     return wide.new_empty(wide.shape)
 
 
+def _like_both_of_a_norm(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
 def _inner_part(wide: Tensor, activation: int, gated: bool) -> Tensor:
     return wide.new_empty((wide.shape[0], wide.shape[1] // 2 if gated else wide.shape[1]))
 
@@ -88,6 +92,8 @@ SHAPES: Mapping[str, Callable[..., object]] = MappingProxyType(
         "packed_attention_backward": _like_all_three,
         "adamw_": _nothing,
         "decode_blocks": _like_first,
+        "rms_norm": _like_first,
+        "rms_norm_backward": _like_both_of_a_norm,
         "activate": _inner_part,
         "activate_backward": _like_second,
     }

@@ -7,38 +7,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-class _RmsNorm(torch.autograd.Function):
-    """For training on a CPU: keeps x and one number per token, and its backward pass makes two temporaries."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, scale = ctx.saved_tensors
-        unit = x * scale
-        product = grad * unit
-        grad_weight = product.sum(0)
-        along = (product @ weight).div_(x.shape[-1]).unsqueeze_(-1)
-        grad_x = torch.mul(grad, weight, out=product).addcmul_(unit, along, value=-1).mul_(scale)
-        return grad_x, grad_weight, None
+from realhf.ops import native
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """Divide each token of ``x`` ``[T, D]`` by its root mean square and scale it by ``weight + offset`` ``[D]``.
 
-    With an offset, short types are rounded once, at the end: ``1 + weight`` would lose the weight's last bits.
+    With an offset, short types are rounded once, at the end: ``1 + weight`` would lose the weight's last bits. The
+    compiled kernel is used for float32 where there is one for the device; its gradient keeps x alone.
     """
     if offset:
         return rms_norm(x.float(), weight.float() + offset, eps).to(x.dtype)
-    if torch.is_grad_enabled() and x.device.type == "cpu" and x.dtype == torch.float32:
+    kernel = native.kernel("rms_norm", x.device.type) if x.dtype == weight.dtype == torch.float32 else None
+    if kernel is None:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    if torch.is_grad_enabled():
         return _RmsNorm.apply(x, weight, eps)
-    return F.rms_norm(x, weight.shape, weight, eps)
+    return kernel(x.contiguous(), weight, eps)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        kernel = native.kernel("rms_norm", x.device.type)
+        assert kernel is not None, "``rms_norm`` looked"
+        return kernel(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        kernel = native.kernel("rms_norm_backward", grad.device.type)
+        assert kernel is not None, "both halves are compiled together"
+        x_grad, weight_grad = kernel(grad.contiguous(), *ctx.saved_tensors, ctx.eps)
+        return x_grad, weight_grad, None
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

@@ -19,6 +19,9 @@ SETTLE_S = 1.5
 NODES_SETTLE_S = 6.0
 """The same where a node may be the cause: whoever keeps nodes hears of it later than their workers' peers do."""
 
+AWAITED = (Done, Hello, Ready)
+"""What a master waits for."""
+
 LAST_LINES, LAST_BYTES = 20, 8192
 """What is shown of the log of a worker that died without a word."""
 
@@ -53,7 +56,7 @@ class Mailbox:
         patience = POLL_S
         while True:
             message = self.channel.receive(patience)
-            if isinstance(message, Done | Hello | Ready):  # nearly always: thousands of workers, microseconds each
+            if isinstance(message, AWAITED):  # nearly always: thousands of workers, microseconds each
                 return message
             if message is None:
                 self.pulses.look()

@@ -2,6 +2,7 @@
 
 import json
 import time
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,8 @@ from realhf.system.run import RunSpec
 from realhf.system.sinks import MetricSink
 
 Metrics = dict[str, float]
+MANY_STEPS = 64
+"""That are under way at a time, at the very most."""
 MOVES = ("Transfer", "Reallocate")
 MEMORY = ("memory/worker_peak_gb", "memory/worker_gb")
 EVALUATION = "evaluation.json"
@@ -66,7 +69,9 @@ class Telemetry:
         self.last: Metrics = {}
         self.evaluation: dict[str, Any] = {}
         self._steps: dict[int, Metrics] = {}
-        self._spent: dict[int, dict[str, dict[int, int]]] = {}  # microseconds of a step, by metric and worker
+        self._spent: dict[int, dict[str, array[int]]] = {}  # microseconds of a step, by metric and worker
+        self._memory: dict[int, tuple[int, int]] = {}  # bytes of the largest worker in a step: peak, present
+        self._tails: dict[int, str] = {}
         self._sums: dict[int, dict[str, tuple[float, float]]] = {}
         self._heads: dict[str, tuple[str, str]] = {}
         self._n_written = first_step
@@ -84,23 +89,33 @@ class Telemetry:
         self._events.write(json.dumps(msgspec.to_builtins(event, str_keys=True)) + "\n")
 
     def reply(self, step: int, done: Done) -> None:
-        """Note what a worker spent its time on when it did its part of a request: at once, while all is at hand."""
-        metrics: Metrics = {}
-        spent: dict[str, dict[int, int]] = {}
-        if step >= self._n_written:  # saving comes after its line
-            metrics, spent = self._steps.setdefault(step, {}), self._spent.setdefault(step, {})
-        rank, tail = done.rank, f', "args": {{"step": {step + 1}}}}},\n'
-        lines = []
+        """Note what a worker spent its time on when it did its part of a request: at once, while all is at hand.
+
+        Of thousands of workers at every call: what does not depend on the worker is looked up, and no more.
+        """
+        rank, text, heads = done.rank, "", self._heads
+        counts = step >= self._n_written  # saving comes after its line
+        spent = self._spent.setdefault(step, {}) if counts else {}
+        tail = self._tails.get(step) or self._tail(step)
         for name, start, duration in done.spans:
-            head, metric = self._heads.get(name) or self._head(name)
-            lines.append(f'{head}{rank}, "ts": {start}, "dur": {duration}{tail}')
+            head, metric = heads.get(name) or self._head(name)
+            text += f'{head}{rank}, "ts": {start}, "dur": {duration}{tail}'
             if metric:
-                worker = spent.setdefault(metric, {})
-                worker[rank] = worker.get(rank, 0) + duration
-        self._trace.write("".join(lines))
-        for name, size in zip(MEMORY, done.memory, strict=True):
-            if (gigabytes := size / 1e9) >= metrics.get(name, 0.0):
-                metrics[name] = gigabytes
+                if (of_workers := spent.get(metric)) is None:
+                    of_workers = spent[metric] = array("q", bytes(8 * self.run.plan.n_workers))
+                of_workers[rank] += duration
+        self._trace.write(text)
+        if counts:
+            (peak, present), (highest, most) = done.memory, self._memory.get(step, (-1, -1))
+            if peak > highest or present > most:
+                self._memory[step] = max(peak, highest), max(present, most)
+
+    def _tail(self, step: int) -> str:
+        """Return how the lines of a step end."""
+        if len(self._tails) > MANY_STEPS:
+            self._tails.clear()
+        found = self._tails[step] = f', "args": {{"step": {step + 1}}}}},\n'
+        return found
 
     def _head(self, span: str) -> tuple[str, str]:
         """Return how the lines of a span begin, and the metric that its time belongs to; empty where it has none."""
@@ -146,7 +161,8 @@ class Telemetry:
         self._n_written = step + 1
         metrics: Metrics = {"step": step + 1, "time/step_s": seconds, **self._steps.pop(step, {})}
         for name, workers in self._spent.pop(step, {}).items():  # a call takes as long as its slowest worker
-            metrics[name] = max(workers.values()) / 1e6
+            metrics[name] = max(workers) / 1e6
+        metrics |= dict(zip(MEMORY, (size / 1e9 for size in self._memory.pop(step, ())), strict=False))
         tokens = metrics.get("tokens/trained") or metrics.get("tokens/generated", 0)
         metrics["tokens/per_s"] = tokens / seconds
         metrics["flops/model_per_s"] = metrics.pop("flops/model", 0) / seconds
@@ -191,8 +207,8 @@ class Telemetry:
         sums: dict[str, tuple[float, float]] = {}
         length = self.run.trial_length
         for part in range(length.first_step, length.n_steps):
-            self._steps.pop(part, None)
-            self._spent.pop(part, None)
+            for kept in (self._steps, self._spent, self._memory):
+                kept.pop(part, None)
             for name, (value, weight) in self._sums.pop(part, {}).items():
                 before = sums.get(name, (0.0, 0.0))
                 sums[name] = (before[0] + value, before[1] + weight)

@@ -207,7 +207,7 @@ def test_a_build_without_a_compiler_says_so_and_succeeds(tmp_path):
 
 
 ON_CPU_ALONE = ("copy_box_", "packed_attention", "packed_attention_backward", "adamw_", "decode_blocks", "activate",
-                "activate_backward")  # fmt: skip
+                "activate_backward", "rms_norm", "rms_norm_backward")  # fmt: skip
 
 
 @pytest.mark.slow

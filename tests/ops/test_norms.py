@@ -1,8 +1,12 @@
 """Norms and rotary positions against their definitions."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.nn.functional as F
 
+from realhf.ops import native
 from realhf.ops.norms import Rotary, rms_norm, rotary_frequencies, rotate
 
 
@@ -76,3 +80,46 @@ def test_llama3_scaling_slows_long_waves_alone() -> None:
 
 def test_linear_scaling_slows_all_waves() -> None:
     assert torch.equal(rotary_frequencies(8, 1e4, {"factor": 4.0}), rotary_frequencies(8, 1e4, {}) / 4)
+
+
+needs_kernel = pytest.mark.skipif(native.kernel("rms_norm", "cpu") is None, reason="the compiled kernels are not built")
+
+
+def norm_and_gradients(x: torch.Tensor, weight: torch.Tensor, fn: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
+    out = fn(*leaves)
+    slope = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, slope)]
+
+
+@needs_kernel
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 16), (300, 41), (129, 512), (0, 8)])
+def test_kernel_equals_twin(rows: int, size: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    x, weight = (torch.randn(shape, generator=generator) for shape in ((rows, size), (size,)))
+    ours = norm_and_gradients(x, weight, lambda x, w: rms_norm(x, w, 1e-5))
+    twin = norm_and_gradients(x.double(), weight.double(), lambda x, w: F.rms_norm(x, w.shape, w, 1e-5))
+    for found, expected in zip(ours, twin, strict=True):
+        assert found.shape == expected.shape
+        assert (found.double() - expected).norm() <= 1e-6 * (1 + expected.norm())
+
+
+@needs_kernel
+def test_threads_and_views_change_no_bit() -> None:
+    x, weight, before = torch.randn(700, 64), torch.randn(64), torch.get_num_threads()
+    expected = norm_and_gradients(x, weight, lambda x, w: rms_norm(x, w, 1e-6))
+    try:
+        torch.set_num_threads(3)
+        again = norm_and_gradients(x, weight, lambda x, w: rms_norm(x, w, 1e-6))
+    finally:
+        torch.set_num_threads(before)
+    strided = norm_and_gradients(torch.cat((x, x), 1)[:, 64:], weight, lambda x, w: rms_norm(x, w, 1e-6))
+    assert all(map(torch.equal, again, expected)) and all(map(torch.equal, strided, expected))
+
+
+@needs_kernel
+def test_kernels_are_well_behaved_operators() -> None:
+    x, weight = torch.randn(5, 12), torch.randn(12)
+    for name, given in (("rms_norm", (x, weight, 1e-6)), ("rms_norm_backward", (x + 1, x, weight, 1e-6))):
+        found = torch.library.opcheck(getattr(torch.ops.realhf, name).default, given)
+        assert set(found.values()) == {"SUCCESS"}, found
