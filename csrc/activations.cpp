@@ -17,19 +17,6 @@ using torch::stable::Tensor;
 
 constexpr int64_t kElementsPerTask = 1 << 14;
 
-template <typename scalar_t>
-REALHF_INLINE Floats load_upto(const scalar_t* from, int64_t count) {
-  return count >= kLanes ? load(from) : load_some(from, count, scalar_t{});
-}
-
-template <typename scalar_t>
-REALHF_INLINE void store_upto(scalar_t* to, const Floats& lanes, int64_t count) {
-  if (count >= kLanes) return store(to, lanes);
-  scalar_t end[kLanes];
-  store(end, lanes);
-  std::memcpy(to, end, count * sizeof(scalar_t));
-}
-
 // A token's wide row and, behind `inner` of its numbers, what they gate; no gate: `up` is null.
 template <Activation activation, typename scalar_t>
 REALHF_SIMD_CLONES void forward_row(const scalar_t* wide, const scalar_t* up, int64_t inner, scalar_t* out) {

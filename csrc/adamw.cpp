@@ -44,13 +44,7 @@ REALHF_SIMD_CLONES void update_some(float* __restrict__ master, float* __restric
 }
 
 REALHF_SIMD_CLONES void round_some(const float* from, int64_t count, BFloat16* to) {
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
-  if (i < count) {
-    BFloat16 lanes[kLanes];
-    store(lanes, load_some(from + i, count - i, 0.0f));
-    std::memcpy(to + i, lanes, (count - i) * sizeof(BFloat16));
-  }
+  for (int64_t i = 0; i < count; i += kLanes) store_upto(to + i, load_upto(from + i, count - i), count - i);
 }
 
 void update_run(const State& state, int64_t from, int64_t to, const Step& step) {

@@ -44,11 +44,7 @@ template <typename scalar_t>
 REALHF_ONCE void scatter_row(scalar_t* to, const float* from, const Heads& heads, float scale) {
   int64_t c = 0;
   for (; c + kLanes <= heads.dim; c += kLanes) store(to + c, load(from + c) * scale);
-  if (c < heads.dim) {
-    scalar_t end[kLanes];
-    store(end, load(from + c) * scale);
-    for (int64_t i = c; i < heads.dim; ++i) to[i] = end[i - c];
-  }
+  if (c < heads.dim) store_upto(to + c, load(from + c) * scale, heads.dim - c);
 }
 
 // Heads of tokens that follow one another, `group` of them for each, the first at `position`.

@@ -145,14 +145,6 @@ REALHF_INLINE float most_of(const Floats& lanes) {
   return most[0];
 }
 
-template <typename scalar_t>
-REALHF_INLINE Floats load_upto(const scalar_t* from, int64_t count) {
-  if (count >= kLanes) return load(from);
-  scalar_t padded[kLanes] = {};
-  for (int64_t i = 0; i < count; ++i) padded[i] = from[i];
-  return load(padded);
-}
-
 // The first `turning` numbers of a head turn, pairs half of that apart; back with a sign of -1.
 REALHF_ONCE void rotate(const Rotation& rotation, int64_t position, float sign, float* head) {
   const int64_t half = rotation.turning / 2;

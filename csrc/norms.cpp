@@ -21,21 +21,10 @@ using torch::stable::Tensor;
 constexpr int64_t kElementsPerTask = 1 << 14;
 constexpr int64_t kRowsOfABlock = 128;
 
-REALHF_INLINE Floats some_of(const float* from, int64_t count) {
-  return count >= kLanes ? load(from) : load_some(from, count, 0.0f);
-}
-
-REALHF_INLINE void put_some(float* to, const Floats& lanes, int64_t count) {
-  if (count >= kLanes) return store(to, lanes);
-  float end[kLanes];
-  store(end, lanes);
-  std::memcpy(to, end, count * sizeof(float));
-}
-
 REALHF_INLINE float scale_of(const float* x, int64_t size, float eps) {
   Floats squares = {};
   for (int64_t i = 0; i < size; i += kLanes) {
-    const Floats some = some_of(x + i, size - i);
+    const Floats some = load_upto(x + i, size - i);
     squares += some * some;
   }
   return 1.0f / __builtin_sqrtf(static_cast<float>(sum_of_lanes(squares) / static_cast<double>(size)) + eps);
@@ -44,7 +33,7 @@ REALHF_INLINE float scale_of(const float* x, int64_t size, float eps) {
 REALHF_SIMD_CLONES void forward_row(const float* x, const float* weight, int64_t size, float eps, float* y) {
   const float scale = scale_of(x, size, eps);
   for (int64_t i = 0; i < size; i += kLanes) {
-    put_some(y + i, some_of(x + i, size - i) * scale * some_of(weight + i, size - i), size - i);
+    store_upto(y + i, load_upto(x + i, size - i) * scale * load_upto(weight + i, size - i), size - i);
   }
 }
 
@@ -53,14 +42,14 @@ REALHF_SIMD_CLONES void backward_row(const float* grad, const float* x, const fl
   const float scale = scale_of(x, size, eps);
   Floats sum = {};
   for (int64_t i = 0; i < size; i += kLanes) {
-    const Floats part = some_of(grad + i, size - i) * (some_of(x + i, size - i) * scale);
-    sum += part * some_of(weight + i, size - i);
-    put_some(weight_grad + i, some_of(weight_grad + i, size - i) + part, size - i);
+    const Floats part = load_upto(grad + i, size - i) * (load_upto(x + i, size - i) * scale);
+    sum += part * load_upto(weight + i, size - i);
+    store_upto(weight_grad + i, load_upto(weight_grad + i, size - i) + part, size - i);
   }
   const float along = static_cast<float>(sum_of_lanes(sum) / static_cast<double>(size));
   for (int64_t i = 0; i < size; i += kLanes) {
-    const Floats slope = some_of(grad + i, size - i) * some_of(weight + i, size - i);
-    put_some(x_grad + i, (slope - some_of(x + i, size - i) * scale * along) * scale, size - i);
+    const Floats slope = load_upto(grad + i, size - i) * load_upto(weight + i, size - i);
+    store_upto(x_grad + i, (slope - load_upto(x + i, size - i) * scale * along) * scale, size - i);
   }
 }
 

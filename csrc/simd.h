@@ -76,6 +76,20 @@ REALHF_INLINE Floats load_some(const scalar_t* from, int64_t count, scalar_t fil
   return load(padded);
 }
 
+// Up to kLanes numbers of a row that ends after `count`; behind them are zeros, and nothing is written.
+template <typename scalar_t>
+REALHF_INLINE Floats load_upto(const scalar_t* from, int64_t count) {
+  return count >= kLanes ? load(from) : load_some(from, count, scalar_t{});
+}
+
+template <typename scalar_t>
+REALHF_INLINE void store_upto(scalar_t* to, const Floats& lanes, int64_t count) {
+  if (count >= kLanes) return store(to, lanes);
+  scalar_t end[kLanes];
+  store(end, lanes);
+  std::memcpy(to, end, count * sizeof(scalar_t));
+}
+
 REALHF_INLINE Floats larger(const Floats& a, const Floats& b) { return choose(is_less(a, b), b, a); }
 
 REALHF_INLINE float largest_lane(const Floats& lanes) {
