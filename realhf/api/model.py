@@ -62,3 +62,8 @@ class ModelConfig:
     def window(self, layer: int) -> int:
         """Return how many tokens a block looks back on, itself included; 0: all."""
         return self.windows[layer] if self.windows else 0
+
+    @property
+    def is_fusable(self) -> bool:
+        """Tell whether a compiled call takes its blocks: dense ones, of sizes that are multiples of 16."""
+        return not self.n_experts and not any(n % 16 for n in (self.hidden, self.head_dim, self.intermediate))

@@ -130,7 +130,8 @@ class NativeEngine:
     def generate(self, prompts: SequenceBatch, config: GenerationConfig, n: int, seed: int) -> SequenceBatch:
         stops = tuple(dict.fromkeys((*self.stop_ids, *config.stop_token_ids)))
         config = replace(config, max_slots=self.micro_batching.slots(config.max_slots))
-        request = Request(prompts, config, n, seed, stops, self.micro_batching.max_tokens_per_mb)
+        limit = self.micro_batching.max_tokens_per_mb
+        request = Request(prompts, config, n, seed, stops, limit, share=self.share_prompts and n > 1)
         with torch.no_grad():
             return generate(self.pipeline, request)
 

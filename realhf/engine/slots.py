@@ -21,6 +21,7 @@ class Request:
     """What one call of generation asks for: row r is sample ``r % n`` of prompt ``r // n``.
 
     ``max_prefill_tokens`` bounds the prompts that are computed in one pass; only a single longer one may exceed it.
+    ``share``: what rows of one prompt have cached alike may be read once for all of them.
     """
 
     prompts: SequenceBatch
@@ -29,6 +30,7 @@ class Request:
     seed: int
     stops: tuple[int, ...]
     max_prefill_tokens: int
+    share: bool = True
 
     @cached_property
     def texts(self) -> tuple[Tensor, ...]:
@@ -138,7 +140,9 @@ class Slots:
         """Keep, by slot: prompt number, sample, tokens drawn, position of the last token, that token, row, limit."""
         self._table, self.n_live = table, table.shape[1]
         _, _, self._counts, self.positions, self.last, self.rows, self._limits = table
-        self.prefixes = torch.stack((self.rows // self.request.n, self.positions - self._counts + 1))
+        self.prefixes: Tensor | None = None
+        if self.request.share:
+            self.prefixes = torch.stack((self.rows // self.request.n, self.positions - self._counts + 1))
 
     @property
     def counters(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,9 +15,6 @@ from realhf.ops import native
 from realhf.ops.activations import NUMBERS
 from realhf.ops.attention import Scores
 
-LANES = 16
-"""Sizes must be multiples of this."""
-
 
 @dataclass(frozen=True)
 class FusedBlocks:
@@ -57,11 +54,9 @@ def fused(
     products are faster where the CPU has instructions for them.
     """
     first = blocks[0].attention.wqkv
-    sizes = (config.hidden, config.head_dim, config.intermediate)
     fits = (
         native.kernel("decode_blocks", first.device.type) is not None
-        and all(isinstance(block.mlp, Mlp) for block in blocks)
-        and not any(size % LANES for size in sizes)
+        and config.is_fusable
         and (first.dtype == torch.float32 or (first.dtype == torch.bfloat16 and not _computes_short()))
     )
     if not fits:

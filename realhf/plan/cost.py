@@ -209,7 +209,7 @@ class CostModel:
         """Prompts are computed once for all their answers, then one token at a time until the last row ends."""
         if not rows.ids:
             return NOTHING
-        assert self.sampling is not None
+        assert self.sampling is not None and mfc.role is not None
         stages = self._stages(mfc, placement.layout, dp)
         limit = placement.micro_batching.max_tokens_per_mb
         n_drawn = 1 if mfc.per_prompt else None
@@ -218,14 +218,19 @@ class CostModel:
         queue = [(length, answer) for row, length in zip(rows.ids, rows.lengths, strict=True)
                  for answer in answers[row.prompt]]  # fmt: skip
         slots = min(placement.micro_batching.slots(self.sampling.max_slots), len(queue))
-        clock = _Decoding(self.speed, stages, slots, limit,
+        n = len(queue) // len(rows.ids)
+        is_fused = self.shares and self.models[mfc.role].is_fusable and placement.layout.strategy.tp == 1
+        clock = _Decoding(self.speed, stages, slots, limit, n if is_fused else 0,
                           lambda tokens: self._hop(stages, tokens, 0) if len(stages) > 1 else 0.0)  # fmt: skip
-        seconds = clock.run(queue, len(queue) // len(rows.ids))
+        seconds = clock.run(queue, n)
         return Cost(seconds, clock.busy * placement.layout.strategy.tp)
 
 
 class _Decoding:
-    """The clock of one replica's generation, as engine/generate.py goes about it."""
+    """The clock of one replica's generation, as engine/generate.py goes about it.
+
+    ``alike`` rows of a prompt read its cached tokens once, and each its own; 0: all rows read as many as the longest.
+    """
 
     def __init__(
         self,
@@ -233,28 +238,35 @@ class _Decoding:
         stages: Stages,
         n_slots: int,
         token_limit: int,
+        alike: int,
         hop: Callable[[int], float],
     ) -> None:
         self.speed, self.stages, self.n_slots, self.limit, self.hop = speed, stages, n_slots, token_limit, hop
+        self.alike = alike
         self.busy = 0.0
 
     def run(self, queue: list[tuple[int, int]], n: int) -> float:
         """Return the seconds until every (prompt, answer) of the queue is drawn, ``n`` to each prompt in turn."""
         seconds, queue = 0.0, list(reversed(queue))
-        live: list[list[int]] = []  # [tokens so far, tokens to come]
+        live: list[tuple[int, int, int]] = []  # tokens of the prompt, of the answer so far and to come
         while queue or live:
             free = self.n_slots - len(live)
             if queue and (free * 8 >= self.n_slots or free >= len(queue)):
                 fresh = [queue.pop() for _ in range(min(free, len(queue)))]
                 seconds += self._prefill([prompt for prompt, _ in fresh[::n]], len(fresh))
-                live += [[prompt + 1, answer - 1] for prompt, answer in fresh]
+                live += [(prompt, 1, answer - 1) for prompt, answer in fresh]
             else:
-                steps = max(1, min(left for _, left in live))
-                longest = max(seen for seen, _ in live)
-                seconds += self._turns(steps, len(live), longest + steps / 2)
-                live = [[seen + steps, left - steps] for seen, left in live]
-            live = [row for row in live if row[1] > 0]
+                steps = max(1, min(left for *_, left in live))
+                seconds += self._turns(steps, len(live), self._read(live) + steps / 2)
+                live = [(prompt, drawn + steps, left - steps) for prompt, drawn, left in live]
+            live = [row for row in live if row[2] > 0]
         return seconds
+
+    def _read(self, live: list[tuple[int, int, int]]) -> float:
+        """Return the cached tokens that a row reads, on average."""
+        if not self.alike:
+            return max(prompt + drawn for prompt, drawn, _ in live)
+        return sum(prompt / self.alike + drawn for prompt, drawn, _ in live) / len(live)
 
     def _prefill(self, prompts: list[int], n_rows: int) -> float:
         work = Work.of(prompts)

@@ -213,7 +213,8 @@ def decoding_probe(bench: Bench, engine: NativeEngine, rows: int, context: int) 
     ids = tuple(RowId(i, PROMPT) for i in range(n_prompts))
     prompts = SequenceBatch(ids, {"prompts": Column(tokens, (context,) * n_prompts)})
     sampling = GenerationConfig(max_new_tokens=TURNS + 3)
-    request = Request(prompts, sampling, samples, 1, (config.vocab,), 1 << 30)  # a stop token that is never drawn
+    # a stop token that is never drawn; rows are priced by the cached tokens that they read, which these share not
+    request = Request(prompts, sampling, samples, 1, (config.vocab,), 1 << 30, share=False)
     x = torch.zeros(request.n_rows, config.hidden, dtype=model.params.data.dtype, device=device)
 
     @torch.no_grad()
