@@ -28,8 +28,6 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
 )
 
 from realhf.api.batch import PROMPT, RowId
@@ -48,12 +46,12 @@ SIZES = {
         hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, intermediate_size=352,
         vocab_size=512, max_position_embeddings=256, initializer_range=0.05,
     ))),
-    "small": (42, lambda: Qwen2ForCausalLM(Qwen2Config(
+    "small": (42, lambda: LlamaForCausalLM(LlamaConfig(
         hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2, intermediate_size=1408,
-        vocab_size=2048, max_position_embeddings=256, initializer_range=0.05, tie_word_embeddings=True,
+        vocab_size=2048, max_position_embeddings=256, initializer_range=0.05,
     ))),
 }  # fmt: skip
-"""Mean length of a prompt, and the model."""
+"""Mean length of a prompt, and the model; ``small`` has the sizes of a Qwen2, whose tokenizer would want more words."""
 
 
 @dataclass(frozen=True)
@@ -197,17 +195,27 @@ def train(duel: Contest, rounds: int) -> None:
 
 REWARD = """
 def share_of_low_words(prompt: str, answer: str, row: dict) -> float:
-    words = answer.split()
+    words = [word for word in answer.split() if word.startswith("w")]
     return sum(int(word[1:]) % 2 == 0 for word in words) / max(1, len(words))
 """
 STEPS = {"tiny": 12, "small": 4}
 
 
+def mean_answer(model: PreTrainedModel, n_prompt: int) -> float:
+    """Return how many tokens are drawn until the first one of the vocabulary ends an answer."""
+    prompts = torch.randint(2, model.config.vocab_size - 4, (24, n_prompt))
+    made = model.generate(
+        prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0, max_new_tokens=N_NEW, eos_token_id=0,
+        pad_token_id=1,
+    )[:, n_prompt:]  # fmt: skip
+    return float((made != 1).sum()) / len(made)
+
+
 def prepare(name: str, folder: Path) -> None:
     """Write a model with its tokenizer of numbered words, prompts and a reward.
 
-    The first number of all hidden states is nearly constant and lifts one word alone, the end of an answer: it is drawn
-    once in MEAN words.
+    The first number of all hidden states is nearly constant and lifts one word alone, the end of an answer, until
+    answers have MEAN words on average.
     """
     torch.manual_seed(0)
     mean_prompt, build = SIZES[name]
@@ -221,18 +229,16 @@ def prepare(name: str, folder: Path) -> None:
         table[:, 0] = 1.0
         if head is not table:
             head[:, 0] = 0.0
-        states = model.model(torch.arange(2, vocab)[None, :128]).last_hidden_state[0]
-        low, high = 0.0, 50.0
-        for _ in range(40):
-            lift = (low + high) / 2
-            head[0, 0] += lift
-            is_rare = float((1 / (states @ head.T).softmax(-1)[:, 0]).mean()) > MEAN
-            head[0, 0] -= lift
-            low, high = (lift, high) if is_rare else (low, lift)
-        head[0, 0] += lift
+        low, high, lift = 0.0, 40.0, 0.0
+        for _ in range(9):
+            middle = (low + high) / 2
+            head[0, 0] += middle - lift
+            lift = middle
+            low, high = (lift, high) if mean_answer(model, mean_prompt) > MEAN else (low, lift)
     model.config.eos_token_id, model.config.pad_token_id = 0, 1
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = 0, 1
-    words = {"<eos>": 0, "<pad>": 1, **{f"w{number}": number for number in range(2, vocab)}}
+    n_words = vocab - 4  # tokenizers of some families add tokens of their own
+    words = {"<eos>": 0, "<pad>": 1, **{f"w{number}": number for number in range(2, n_words)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w2"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
@@ -240,7 +246,9 @@ def prepare(name: str, folder: Path) -> None:
         part.save_pretrained(folder / "model")
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(mean_prompt - 8, mean_prompt + 8, (512,), generator=generator).tolist()
-    prompts = [" ".join(f"w{w}" for w in torch.randint(2, vocab, (n,), generator=generator).tolist()) for n in lengths]
+    prompts = [
+        " ".join(f"w{w}" for w in torch.randint(2, n_words, (n,), generator=generator).tolist()) for n in lengths
+    ]
     rows = [json.dumps({"prompt": prompt, "solutions": [""], "query_id": str(i)}) for i, prompt in enumerate(prompts)]
     (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
     (folder / "reward.py").write_text(REWARD)

@@ -33,7 +33,8 @@ class Stopwatch(TrainerCallback):
 
 
 def share_of_low_words(completions: list[str], **_: Any) -> list[float]:
-    return [sum(int(word[1:]) % 2 == 0 for word in c.split()) / max(1, len(c.split())) for c in completions]
+    words = [[word for word in text.split() if word.startswith("w")] for text in completions]
+    return [sum(int(word[1:]) % 2 == 0 for word in some) / max(1, len(some)) for some in words]
 
 
 def main() -> None:
