@@ -159,8 +159,9 @@ class Slots:
         self.drawn.append((self.rows[first:], tokens))
         self.last[first:] = tokens
         self._table[2:4, first:] += 1
-        ended = torch.isin(tokens, request.stop_tokens) | (self._counts[first:] >= self._limits[first:])
-        moves = self._leave((ended.nonzero().flatten() + first).tolist()) if bool(ended.any()) else []
+        stopped = (tokens[:, None] == request.stop_tokens).any(1)  # of few: isin would sort
+        ended = (stopped | (self._counts[first:] >= self._limits[first:])).nonzero().flatten() + first
+        moves = self._leave(ended.tolist()) if len(ended) else []
         self._choose()
         return moves
 
