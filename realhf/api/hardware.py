@@ -1,6 +1,8 @@
 """What the planner knows of machines and of the data: plain values, from a YAML file, a profile or a data set."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from realhf.api.batch import PROMPT, RowId
 
@@ -97,11 +99,23 @@ class Workload:
         """Return the length of what the data set has first at a position."""
         return self.prompts[position % len(self.prompts)][0]
 
+    def prompt_lengths(self, positions: Sequence[int]) -> tuple[int, ...]:
+        """Return ``prompt_length`` of each position; a search asks for millions."""
+        n = len(self.prompts)
+        return self._firsts * len(positions) if n == 1 else tuple(self._firsts[i % n] for i in positions)
+
+    @cached_property
+    def _firsts(self) -> tuple[int, ...]:
+        return tuple(lengths[0] for lengths in self.prompts)
+
     def drawn(self, position: int) -> tuple[tuple[RowId, int], ...]:
         """Return the rows that are sampled for a position, with the lengths of prompt and answer together."""
-        prompt = self.prompt_length(position)
-        first = position * self.samples
-        return tuple(
-            (RowId(position, sample), prompt + self.answers[(first + sample) % len(self.answers)])
-            for sample in range(self.samples)
-        )
+        prompt, answers = self.prompt_length(position), self.answers_to(position)
+        return tuple((RowId(position, sample), prompt + answer) for sample, answer in enumerate(answers))
+
+    def answers_to(self, position: int) -> tuple[int, ...]:
+        """Return the lengths of what is sampled for a position."""
+        n = len(self.answers)
+        first = position * self.samples % n
+        rounds = -(-(first + self.samples) // n)
+        return (self.answers * rounds)[first : first + self.samples]

@@ -32,8 +32,11 @@ def pack_bins(weights: Sequence[int], capacity: int, min_bins: int = 1) -> list[
         return []
     bins: list[list[int]] = []
     loads: list[int] = []
+    full, least = 0, min(weights)  # the first bins, in which nothing has room
     for i in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
-        fit = next((b for b, load in enumerate(loads) if load + weights[i] <= capacity), None)
+        while full < len(loads) and loads[full] + least > capacity:
+            full += 1
+        fit = next((b for b in range(full, len(loads)) if loads[b] + weights[i] <= capacity), None)
         if fit is None:
             bins.append([i])
             loads.append(weights[i])

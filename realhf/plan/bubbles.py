@@ -56,15 +56,12 @@ def uniform_makespan(
     where stages are nearly alike it fills slowly, and the result may be 2 % off.
     """
     n_stages = len(forward)
-
-    def seconds(count: int) -> float:
-        steps = [schedule(stage, n_stages, count) for stage in range(n_stages)]
-        return makespan(steps, lambda s, _: forward[s], lambda s, _: backward[s], lambda s, _: send[s])
-
     filled = 8 * n_stages
     if n <= filled:
-        return seconds(n)
-    return seconds(filled) + (n - filled) * (seconds(filled) - seconds(filled - n_stages)) / n_stages
+        steps = [schedule(stage, n_stages, n) for stage in range(n_stages)]
+        return makespan(steps, lambda s, _: forward[s], lambda s, _: backward[s], lambda s, _: send[s])
+    full, before = (uniform_makespan(schedule, m, forward, backward, send) for m in (filled, filled - n_stages))
+    return full + (n - filled) * (full - before) / n_stages
 
 
 def _after(

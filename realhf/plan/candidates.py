@@ -118,12 +118,12 @@ class Candidates:
 
     def rows(self, mfc: MFC, dp: int) -> tuple[Rows, ...]:
         """Return what each of ``dp`` ranks computes in one call of an MFC."""
-        key = (mfc.name, dp)
+        workload, n_positions = self.cost.workload, min(mfc.batch_size, self.batch_size)
+        prompts = mfc.kind is Kind.GENERATE or not workload.sampled
+        key = (prompts, n_positions, mfc.n_minibatches, dp)
         if key not in self._dealt:
-            workload = self.cost.workload
-            prompts = mfc.kind is Kind.GENERATE or not workload.sampled
             rows: list[tuple[RowId, int]] = []
-            for position in range(min(mfc.batch_size, self.batch_size)):
+            for position in range(n_positions):
                 rows += workload.fetched(position) if prompts else workload.drawn(position)
             ids, lengths = [i for i, _ in rows], [n for _, n in rows]
             assignment, minibatches = deal_rows(ids, [8 * n for n in lengths], dp, mfc.n_minibatches)
@@ -134,7 +134,7 @@ class Candidates:
         return self._dealt[key]
 
     @cached_property
-    def _dealt(self) -> dict[tuple[str, int], tuple[Rows, ...]]:
+    def _dealt(self) -> dict[tuple[bool, int, int, int], tuple[Rows, ...]]:
         return {}
 
     @cached_property

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 
 from realhf.api.batch import RowId
 from realhf.api.config import GenerationConfig
@@ -36,8 +36,18 @@ class Rows:
     minibatches: tuple[int, ...]
 
     def of_minibatch(self, number: int) -> tuple[tuple[RowId, ...], tuple[int, ...]]:
-        mine = [i for i, minibatch in enumerate(self.minibatches) if minibatch == number]
-        return tuple(self.ids[i] for i in mine), tuple(self.lengths[i] for i in mine)
+        """Return ids and lengths of the rows of a mini-batch."""
+        return self._by_minibatch.get(number, ((), ()))
+
+    @cached_property
+    def _by_minibatch(self) -> dict[int, tuple[tuple[RowId, ...], tuple[int, ...]]]:
+        found: dict[int, list[int]] = {}
+        for i, number in enumerate(self.minibatches):
+            found.setdefault(number, []).append(i)
+        return {
+            number: (tuple(self.ids[i] for i in mine), tuple(self.lengths[i] for i in mine))
+            for number, mine in found.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -88,7 +98,8 @@ class CostModel:
         own = Cost(max(outside), sum(outside) * copies)  # interfaces run alike on every rank of a replica
         match mfc.kind:
             case Kind.TRAIN:
-                costs = [self._minibatch(mfc, placement, ranks, n) for n in range(mfc.n_minibatches)]
+                update = max(self._update(mfc, layout, stage) for stage in range(layout.strategy.pp))
+                costs = [self._minibatch(mfc, placement, ranks, n, update) for n in range(mfc.n_minibatches)]
             case Kind.INFERENCE:
                 costs = [_together([self._forward(mfc, placement, d, rows) for d, rows in enumerate(ranks)])]
             case Kind.GENERATE:
@@ -150,9 +161,10 @@ class CostModel:
         share: int,
     ) -> tuple[float, float]:
         """Return the seconds of micro-batches going through all stages, and the sum of the stages' own."""
-        n, kinds = len(stages), list(dict.fromkeys(works))
+        n, counts = len(stages), Counter(works)
+        kinds = list(counts)
         times = {work: [seconds_of(part, work, ranks) for part, ranks in stages] for work in kinds}
-        busy = sum(f + b for work in works for f, b in times[work])
+        busy = sum(count * (f + b) for work, count in counts.items() for f, b in times[work])
         if n == 1:
             return busy, busy
         hops = {work: tuple(self._hop(stages, work.tokens, s, share) for s in range(n)) for work in kinds}
@@ -168,12 +180,10 @@ class CostModel:
         )
         return seconds, busy
 
-    def _minibatch(self, mfc: MFC, placement: Placement, ranks: Sequence[Rows], number: int) -> Cost:
-        """One optimizer step: forward and backward of every replica, then what they do together."""
-        layout = placement.layout
+    def _minibatch(self, mfc: MFC, placement: Placement, ranks: Sequence[Rows], number: int, update: float) -> Cost:
+        """One optimizer step: forward and backward of every replica, then what they do together, the update."""
         own = _together([self._train(mfc, placement, d, *rows.of_minibatch(number)) for d, rows in enumerate(ranks)])
-        update = max(self._update(mfc, layout, stage) for stage in range(layout.strategy.pp))
-        return Cost(own.seconds + update, own.work + update * layout.strategy.world)
+        return Cost(own.seconds + update, own.work + update * placement.layout.strategy.world)
 
     def _train(self, mfc: MFC, placement: Placement, dp: int, ids: tuple[RowId, ...], lengths: tuple[int, ...]) -> Cost:
         if not ids:
@@ -213,10 +223,8 @@ class CostModel:
         stages = self._stages(mfc, placement.layout, dp)
         limit = placement.micro_batching.max_tokens_per_mb
         n_drawn = 1 if mfc.per_prompt else None
-        answers = {row.prompt: [n - length for _, n in self.workload.drawn(row.prompt)[:n_drawn]]
-                   for row, length in zip(rows.ids, rows.lengths, strict=True)}  # fmt: skip
         queue = [(length, answer) for row, length in zip(rows.ids, rows.lengths, strict=True)
-                 for answer in answers[row.prompt]]  # fmt: skip
+                 for answer in self.workload.answers_to(row.prompt)[:n_drawn]]  # fmt: skip
         slots = min(placement.micro_batching.slots(self.sampling.max_slots), len(queue))
         n = len(queue) // len(rows.ids)
         is_fused = self.shares and self.models[mfc.role].is_fusable and placement.layout.strategy.tp == 1
@@ -244,6 +252,9 @@ class _Decoding:
         self.speed, self.stages, self.n_slots, self.limit, self.hop = speed, stages, n_slots, token_limit, hop
         self.alike = alike
         self.busy = 0.0
+        # of a prompt, one row goes on to the head
+        self._bodies = [replace(part, last=False) for part, _ in stages]
+        self._heads = [replace(part, n_blocks=0, first=False) for part, _ in stages]
 
     def run(self, queue: list[tuple[int, int]], n: int) -> float:
         """Return the seconds until every (prompt, answer) of the queue is drawn, ``n`` to each prompt in turn."""
@@ -271,12 +282,10 @@ class _Decoding:
     def _prefill(self, prompts: list[int], n_rows: int) -> float:
         work = Work.of(prompts)
         passes = max(1, -(-work.tokens // self.limit))
-        times = []
-        for part, ranks in self.stages:
-            # one row a prompt goes on to the head
-            time = self.speed.forward(replace(part, last=False), work, ranks)
-            time += self.speed.decode(replace(part, n_blocks=0, first=False), n_rows, 0, ranks)
-            times.append(time)
+        times = [
+            self.speed.forward(body, work, ranks) + self.speed.decode(head, n_rows, 0, ranks)
+            for body, head, (_, ranks) in zip(self._bodies, self._heads, self.stages, strict=True)
+        ]
         self.busy += sum(times)
         bubble = sum(times) / passes + (passes - 1) / passes * max(times)
         return bubble + (len(times) - 1) * self.hop(-(-work.tokens // passes))
@@ -309,10 +318,9 @@ def rows_of(call: Call) -> tuple[Rows, ...]:
 
 def prompts_of(workload: Workload, ids: tuple[RowId, ...]) -> tuple[int, ...]:
     """Return how much of every row is its prompt; empty where rows have none."""
-    return tuple(workload.prompt_length(i.prompt) for i in ids) if workload.sampled else ()
+    return workload.prompt_lengths([i.prompt for i in ids]) if workload.sampled else ()
 
 
-@lru_cache(maxsize=16384)
 def works_of(
     ids: tuple[RowId, ...],
     lengths: tuple[int, ...],
@@ -326,8 +334,22 @@ def works_of(
     ``shares``: a prompt is computed once for all its rows in a micro-batch; ``near`` (default: where they share) keeps
     them together.
     """
+    near = shares if near is None else near
+    return _works(ids if near or shares else (), lengths, limits, prompts, shares, near)
+
+
+@lru_cache(maxsize=16384)
+def _works(
+    ids: tuple[RowId, ...],
+    lengths: tuple[int, ...],
+    limits: MicroBatching,
+    prompts: tuple[int, ...],
+    shares: bool,
+    near: bool,
+) -> tuple[Work, ...]:
+    """Return the same; ``ids`` only where it matters whose rows they are, so that ranks with rows alike are one."""
     found = []
-    for part in micro_batches(ids, lengths, limits, near=shares if near is None else near):
+    for part in micro_batches(ids, lengths, limits, near=near):
         trained = sum(lengths[i] - prompts[i] for i in part) if prompts else None
         own, before = [lengths[i] for i in part], list[int]()
         if shares and prompts:

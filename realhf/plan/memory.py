@@ -153,7 +153,8 @@ class MemoryModel:
         assert mfc.role is not None
         ids, lengths = (rows.ids, rows.lengths) if minibatch is None else rows.of_minibatch(minibatch)
         limits = placement.micro_batching
-        limits = replace(limits, n_mbs=max(limits.n_mbs, at_least))
+        if limits.n_mbs < at_least:
+            limits = replace(limits, n_mbs=at_least)
         shares = self.shares and not (mfc.kind is Kind.TRAIN and self.models[mfc.role].n_experts)
         works = works_of(ids, lengths, limits, prompts_of(self.workload, ids), shares, near=self.shares)
         return max(works, key=lambda work: work.tokens, default=Work.of(()))

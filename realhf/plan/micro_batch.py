@@ -16,9 +16,10 @@ def micro_batches(
 ) -> list[list[int]]:
     """Return row indices per micro-batch; ``together`` keeps the rows of one prompt in one of them.
 
-    ``near`` keeps as many of them together as the limits allow: they are computed faster so.
+    ``near`` keeps as many of them together as the limits allow: they are computed faster so. With neither, ``ids`` are
+    not looked at.
     """
-    atoms: list[list[int]] = [[i] for i in range(len(ids))]
+    atoms: list[list[int]] = []
     if together or near:
         groups: dict[int, list[int]] = {}
         for i, row in enumerate(ids):
@@ -28,6 +29,9 @@ def micro_batches(
         pieces = wholes if together else [piece for rows in wholes for piece in _pieces(rows, lengths, share)]
         if together or len(pieces) >= min(limits.n_mbs, len(ids)):
             atoms = pieces
+    if not atoms:
+        bins = pack_bins(lengths, limits.max_tokens_per_mb, limits.n_mbs)
+        return [sorted(part, key=lambda i: lengths[i]) for part in bins]  # each is in the order of rows
     weights = [sum(lengths[i] for i in atom) for atom in atoms]
     bins = pack_bins(weights, limits.max_tokens_per_mb, limits.n_mbs)
     return [sorted((i for a in part for i in atoms[a]), key=lambda i: (lengths[i], i)) for part in bins]

@@ -5,6 +5,7 @@ In generation a micro-batch is a group of rows, which passes the stages again an
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count
 
 
@@ -84,11 +85,13 @@ def _backward(stage: int, n_stages: int, i: int) -> list[StageStep]:
     return steps + ([SendGradient(i)] if stage > 0 else [])
 
 
+@lru_cache(maxsize=1024)
 def inference_schedule(stage: int, n_stages: int, n_micro_batches: int) -> tuple[StageStep, ...]:
     """Stream micro-batches through the stages one after the other."""
     return tuple(step for i in range(n_micro_batches) for step in _forward(stage, n_stages, i))
 
 
+@lru_cache(maxsize=1024)
 def train_schedule(stage: int, n_stages: int, n_micro_batches: int) -> tuple[StageStep, ...]:
     """One forward, one backward (PipeDream-flush, Narayanan et al. 2021): stage s holds at most n_stages - s."""
     ahead = min(n_stages - 1 - stage, n_micro_batches)

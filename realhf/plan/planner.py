@@ -90,11 +90,13 @@ class Planner:
 
     def _best(self, found: "Searched", ruled: Sequence[ExecutionPlan]) -> ExecutionPlan:
         """Return the plan that was found; of plans that are about as good, the one with the best prediction."""
-        known = [(found.result.seconds, found.plan)]
-        for plan in ruled:
-            if all(plan != other for _, other in known):
-                known.append((self._seconds(found, plan), plan))
-        fitting = [pair for pair in known if self.fits(pair[1])] or known[:1]
+        fitting: list[tuple[float, ExecutionPlan]] = []
+        for plan in [found.plan, *ruled]:
+            if all(plan != other for _, other in fitting) and self.fits(plan):
+                seconds = found.result.seconds if plan is found.plan else self._seconds(found, plan)
+                fitting.append((seconds, plan))
+        if not fitting:
+            return found.plan
         best = min(seconds for seconds, _ in fitting)
         close = [plan for seconds, plan in fitting if seconds <= CLOSE * best]
         return close[0] if len(close) == 1 else min(close, key=lambda plan: self.predict(plan).seconds)

@@ -17,6 +17,12 @@ Part = tuple[str, Box]
 Seats = tuple[tuple[int, int], ...]
 """(stage, tensor rank) of all that hold the same box; every data-parallel rank has one."""
 
+Cut = tuple[tuple[int, ...], int | None, int]
+"""(shape, tp_dim, tp_units): what decides how a parameter is cut."""
+
+Kinds = tuple[tuple[tuple[int, int | None], tuple[tuple[Cut, int], ...]], ...]
+"""For each pair (layer, shared_layer) how many parameters are cut how."""
+
 Sizes = dict[tuple[Seats, Seats], tuple[int, int]]
 """(elements, parts) by who holds and who needs them."""
 
@@ -82,27 +88,35 @@ def seated(layout: Layout, seats: Seats) -> list[int]:
     return [ranks[(p * dp + d) * tp + t] for d in range(dp) for p, t in seats]
 
 
-def sizes(specs: Sequence[ParamSpec], stages: Stages, src: ParallelStrategy, dst: ParallelStrategy) -> Sizes:
+def kinds_of(specs: Sequence[ParamSpec]) -> Kinds:
+    """Count the parameters that are cut alike, by their layers."""
+    found: dict[tuple[int, int | None], Counter[Cut]] = {}
+    for spec in specs:
+        found.setdefault((spec.layer, spec.shared_layer), Counter())[spec.shape, spec.tp_dim, spec.tp_units] += 1
+    return tuple((layers, tuple(counts.items())) for layers, counts in found.items())
+
+
+def sizes(kinds: Kinds, stages: Stages, src: ParallelStrategy, dst: ParallelStrategy) -> Sizes:
     """Return (elements, parts) by who holds and who needs them: what ``plan_realloc`` moves, without naming it.
 
     Layers that are alike and lie in the same stages are counted once.
     """
-    src_layers, dst_layers = stages(src.pp), stages(dst.pp)
-    kinds: Counter[tuple] = Counter()
-    stages_of: dict[tuple[int, int | None], tuple[tuple[int, ...], ...]] = {}  # of a layer's few specs alike
-    for spec in specs:
-        place = spec.layer, spec.shared_layer
-        if place not in stages_of:
-            stages_of[place] = tuple(
-                tuple(p for p, layers in enumerate(some) if spec.is_in(layers)) for some in (src_layers, dst_layers)
-            )
-        kinds[(*stages_of[place], spec.shape, spec.tp_dim, spec.tp_units)] += 1
+    both = stages(src.pp), stages(dst.pp)
+    alike: Counter[tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[Cut, int], ...]]] = Counter()
+    for layers, cuts in kinds:
+        held_by, needed_by = (tuple(p for p, own in enumerate(some) if any(at in own for at in layers))
+                              for some in both)  # fmt: skip
+        alike[held_by, needed_by, cuts] += 1
     found: Sizes = {}
-    for (held_by, needed_by, *cut), count in kinds.items():
-        for holding, needing, box in _common(*cut, src.tp, dst.tp):
-            seats = tuple((p, t) for p in held_by for t in holding), tuple((p, t) for p in needed_by for t in needing)
-            numel, n_parts = found.get(seats, (0, 0))
-            found[seats] = (numel + count * box_numel(box), n_parts + count)
+    for (held_by, needed_by, cuts), n_layers in alike.items():
+        for cut, n in cuts:
+            for holding, needing, box in _common(*cut, src.tp, dst.tp):
+                ends = (
+                    tuple((p, t) for p in held_by for t in holding),
+                    tuple((p, t) for p in needed_by for t in needing),
+                )
+                numel, n_parts = found.get(ends, (0, 0))
+                found[ends] = (numel + n_layers * n * box_numel(box), n_parts + n_layers * n)
     return found
 
 
@@ -145,32 +159,40 @@ def _routes(parts: tuple[Part, ...], holders: list[int], needers: list[int], nod
     """Choose the senders of parts that all ``holders`` hold and all ``needers`` need."""
     cuts: dict[int, list[tuple[Part, ...]]] = {}
     routes = []
-    for src, dsts, index, n in share_out(holders, needers, node_size):
+    kept, given = deliveries(holders, needers, node_size)
+    routes += [Route(rank, (rank,), parts) for rank in kept]
+    for senders, receivers in given:
+        n = len(senders)
         chunks = cuts[n] if n in cuts else cuts.setdefault(n, _chunks(parts, n))
-        if index < len(chunks):
-            routes.append(Route(src, dsts, chunks[index]))
+        routes += [Route(src, tuple(receivers), chunk) for src, chunk in zip(senders, chunks, strict=False)]
     return routes
 
 
-def share_out(holders: list[int], needers: list[int], node_size: int) -> list[tuple[int, tuple[int, ...], int, int]]:
-    """Return (sender, receivers, index, n): the sender gives chunk ``index`` of ``n`` equal ones to the receivers."""
+Deliveries = tuple[list[int], list[tuple[Sequence[int], list[int]]]]
+
+
+def deliveries(holders: Sequence[int], needers: Sequence[int], node_size: int) -> Deliveries:
+    """Return who has what it needs, and (senders, receivers) for the others.
+
+    Each sender has an equal share of what all the receivers, of one node, lack.
+    """
     have = set(holders)
-    near: dict[int, list[int]] = {}
-    for rank in holders:
-        near.setdefault(rank // node_size, []).append(rank)
-    found: list[tuple[int, tuple[int, ...], int, int]] = [(rank, (rank,), 0, 1) for rank in needers if rank in have]
     lacking: dict[int, list[int]] = {}
     for rank in needers:
         if rank not in have:
             lacking.setdefault(rank // node_size, []).append(rank)
+    if not lacking:
+        return list(needers), []
+    near: dict[int, list[int]] = {}
+    for rank in holders:
+        near.setdefault(rank // node_size, []).append(rank)
     far = {node: i for i, node in enumerate(node for node in lacking if node not in near)}
-    for node, receivers in lacking.items():
-        senders = near.get(node) or _share(holders, far[node], len(far))
-        found += [(src, tuple(receivers), i, len(senders)) for i, src in enumerate(senders)]
-    return found
+    return [rank for rank in needers if rank in have], [
+        (near.get(node) or _share(holders, far[node], len(far)), receivers) for node, receivers in lacking.items()
+    ]
 
 
-def _share(holders: list[int], index: int, n_shares: int) -> list[int]:
+def _share(holders: Sequence[int], index: int, n_shares: int) -> Sequence[int]:
     """Return the holders that serve the ``index``-th of ``n_shares`` nodes: an equal share, one at the least."""
     start = index * len(holders) // n_shares
     return holders[start : max(start + 1, (index + 1) * len(holders) // n_shares)]

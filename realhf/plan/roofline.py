@@ -136,7 +136,7 @@ def _mlp_width(config: ModelConfig) -> float:
 
 def _routed(config: ModelConfig) -> float:
     """Share of blocks with experts."""
-    return len(config.routed_layers) / config.n_layers
+    return len(config.routed_layers) / config.n_layers if config.n_experts else 0.0
 
 
 def _active_numel(config: ModelConfig) -> float:

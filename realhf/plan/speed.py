@@ -7,7 +7,7 @@ Times are seconds of one worker that has its core or device to itself.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from realhf.api.model import ModelConfig
 
@@ -19,8 +19,7 @@ class Collective(Enum):
     BROADCAST = "broadcast"
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """One micro-batch: rows, distinct lengths among them, tokens, and pairs of a token and one that it sees.
 
     ``trained`` counts the tokens with a loss (None: all): the vocabulary head looks at no other on its way back. What
@@ -36,8 +35,9 @@ class Work:
     @staticmethod
     def of(lengths: Sequence[int], trained: int | None = None, before: Sequence[int] = ()) -> "Work":
         """Return the work of rows of which each goes on from ``before`` tokens of another one (default: none does)."""
-        seen = before or [0] * len(lengths)
-        pairs = sum(n * (n + 1) // 2 + n * b for n, b in zip(lengths, seen, strict=True))
+        pairs = sum([n * (n + 1) // 2 for n in lengths])
+        if before:
+            pairs += sum(n * b for n, b in zip(lengths, before, strict=True))
         return Work(len(lengths), len(set(lengths)), sum(lengths), pairs, trained)
 
 

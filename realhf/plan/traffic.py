@@ -1,18 +1,20 @@
 """What an exchange asks of its busiest worker, from the very routes and copies that will be carried out."""
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from realhf.api.batch import SCALAR_BYTES
 from realhf.api.layout import Layout, ParallelStrategy
 from realhf.api.messages import Call
 from realhf.api.model import ModelConfig
-from realhf.plan.realloc import Sizes, seated, share_out, sizes
+from realhf.plan.realloc import Deliveries, Kinds, Sizes, deliveries, kinds_of, seated, sizes
 from realhf.plan.specs import param_specs, stage_layers
 from realhf.plan.speed import Traffic
-from realhf.plan.transfer import plan_transfer
+from realhf.plan.transfer import moved_rows
 
-Copy = tuple[int, tuple[int, ...], int, int]
+Copy = tuple[int, Sequence[int], int, int]
 """(sender, receivers, bytes, pieces)"""
 SLOT_BYTES, N_SLOTS = 4 << 20, 4
 """A worker's ring, through which others of its host read what it sends (comm/shared_memory.py). Smaller slots cost more
@@ -21,39 +23,58 @@ RING_BYTES = N_SLOTS * SLOT_BYTES
 SENT, RECEIVED, FAR_SENT, FAR_RECEIVED, LOCAL, PIECES = range(6)
 
 
+class _Workers:
+    """What every worker sends, receives and copies, in the end."""
+
+    def __init__(self) -> None:
+        self._counts: defaultdict[int, list[int]] = defaultdict(lambda: [0] * 6)
+
+    def keep(self, workers: Sequence[int], nbytes: int, n_parts: int) -> None:
+        """Count what workers have already, in another place."""
+        for worker in workers:
+            counts = self._counts[worker]
+            counts[LOCAL] += nbytes
+            counts[PIECES] += n_parts
+
+    def give(self, senders: Sequence[int], receivers: Sequence[int], nbytes: int, n_parts: int, near: bool) -> None:
+        """Count what each sender gives to all receivers; those of its node (``near``) read what it wrote once."""
+        for src in senders:
+            counts = self._counts[src]
+            counts[SENT if near else FAR_SENT] += nbytes if near else nbytes * len(receivers)
+            counts[PIECES] += n_parts
+        for dst in receivers:
+            counts = self._counts[dst]
+            counts[RECEIVED if near else FAR_RECEIVED] += nbytes * len(senders)
+            counts[PIECES] += n_parts * len(senders)
+
+    def traffic(self) -> Traffic:
+        if not self._counts:
+            return Traffic()
+        workers = self._counts.values()
+        busiest = max(workers, key=lambda w: (_copied(w), max(w[:2]) + max(w[2:4])))
+        return Traffic(
+            local=busiest[LOCAL],
+            node=max(busiest[:2]),
+            cluster=max(max(w[2:4]) for w in workers),
+            n_parts=max(w[PIECES] for w in workers),
+            copied=_copied(busiest),
+            total=sum(map(_copied, workers)),
+        )
+
+
 def traffic_of(copies: Iterable[Copy], node_size: int) -> Traffic:
     """Return the traffic of copies; what has several receivers on a node is written once by its sender."""
-    workers: dict[int, list[int]] = {}
+    workers = _Workers()
     for src, dsts, nbytes, n_parts in copies:
-        sender = workers.setdefault(src, [0] * 6)
-        near = far = False
+        others: dict[int, list[int]] = {}
         for dst in dsts:
-            receiver = workers.setdefault(dst, [0] * 6)
-            receiver[PIECES] += n_parts
-            if src == dst:
-                receiver[LOCAL] += nbytes
-            elif src // node_size == dst // node_size:
-                receiver[RECEIVED] += nbytes
-                near = True
+            if dst == src:
+                workers.keep((src,), nbytes, n_parts)
             else:
-                receiver[FAR_RECEIVED] += nbytes
-                sender[FAR_SENT] += nbytes
-                far = True
-        if near:
-            sender[SENT] += nbytes
-        if near or far:
-            sender[PIECES] += n_parts
-    if not workers:
-        return Traffic()
-    busiest = max(workers.values(), key=lambda w: (_copied(w), max(w[:2]) + max(w[2:4])))
-    return Traffic(
-        local=busiest[LOCAL],
-        node=max(busiest[:2]),
-        cluster=max(max(w[2:4]) for w in workers.values()),
-        n_parts=max(w[PIECES] for w in workers.values()),
-        copied=_copied(busiest),
-        total=sum(map(_copied, workers.values())),
-    )
+                others.setdefault(dst // node_size, []).append(dst)
+        for node, receivers in others.items():
+            workers.give((src,), receivers, nbytes, n_parts, node == src // node_size)
+    return workers.traffic()
 
 
 def _copied(worker: list[int]) -> int:
@@ -97,26 +118,49 @@ def _moved_together(src: Layout, dst: Layout, node_size: int) -> tuple[Layout, L
 
 @lru_cache(maxsize=100_000)
 def _traffic(config: ModelConfig, src: Layout, dst: Layout, itemsize: int, node_size: int) -> Traffic:
-    return traffic_of(_copies(config, src, dst, itemsize, node_size), node_size)
+    workers = _Workers()
+    for numel, n_parts, (kept, given) in _deliveries(config, src, dst, node_size):
+        workers.keep(kept, numel * itemsize, n_parts)
+        for senders, receivers in given:
+            share = numel * itemsize // len(senders), -(-n_parts // len(senders))
+            workers.give(senders, receivers, *share, near=senders[0] // node_size == receivers[0] // node_size)
+    return workers.traffic()
 
 
 @lru_cache(maxsize=100_000)
 def _rings(config: ModelConfig, src: Layout, dst: Layout, itemsize: int, node_size: int) -> int:
-    return rings_of(_copies(config, src, dst, itemsize, node_size), node_size)
+    copies = (
+        (sender, receivers, numel * itemsize // len(senders), 1)
+        for numel, _, (_, given) in _deliveries(config, src, dst, node_size)
+        for senders, receivers in given
+        for sender in senders
+    )
+    return rings_of(copies, node_size)
 
 
-def _copies(config: ModelConfig, src: Layout, dst: Layout, itemsize: int, node_size: int) -> Iterator[Copy]:
-    for (holding, needing), (numel, n_parts) in _sizes(config, src.strategy, dst.strategy).items():
-        for sender, receivers, _, n in share_out(seated(src, holding), seated(dst, needing), node_size):
-            yield sender, receivers, numel * itemsize // n, -(-n_parts // n)
+def _deliveries(config: ModelConfig, src: Layout, dst: Layout, node_size: int) -> Iterator[tuple[int, int, Deliveries]]:
+    """Yield (elements, parts, deliveries) for everything that the same workers hold and the same workers need."""
+    cuts = (replace(layout.strategy, dp=1) for layout in (src, dst))  # replicas hold and need the same
+    for (holding, needing), (numel, n_parts) in _sizes(config, *cuts).items():
+        yield numel, n_parts, deliveries(seated(src, holding), seated(dst, needing), node_size)
 
 
 @lru_cache(maxsize=16384)
 def _sizes(config: ModelConfig, src: ParallelStrategy, dst: ParallelStrategy) -> Sizes:
-    return sizes(param_specs(config), lambda pp: stage_layers(config, pp), src, dst)
+    return sizes(_kinds(config), lambda pp: stage_layers(config, pp), src, dst)
+
+
+@lru_cache(maxsize=256)
+def _kinds(config: ModelConfig) -> Kinds:
+    return kinds_of(param_specs(config))
 
 
 def transfer_traffic(call: Call, keys: tuple[str, ...], layout: Layout, node_size: int) -> Traffic:
     """Return what bringing a call's rows to its layout asks for."""
-    copies = plan_transfer(call, keys, layout)
-    return traffic_of(((c.src, (c.dst,), c.length * SCALAR_BYTES[c.dtype], 1) for c in copies), node_size)
+    found: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for _, _, src, dsts, dtype, length in moved_rows(call, keys, layout):
+        counts = found.setdefault((src, dsts), [0, 0])
+        counts[0] += length * SCALAR_BYTES[dtype]
+        counts[1] += 1
+    each = ((src, (dst,), nbytes, n_parts) for (src, dsts), (nbytes, n_parts) in found.items() for dst in dsts)
+    return traffic_of(each, node_size)

@@ -1,5 +1,6 @@
 """Which row must move from which worker to which, before a call computes."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from realhf.api.batch import PROMPT, RowId
@@ -24,20 +25,35 @@ def stored_as(row: RowId, key: str, shared: tuple[str, ...]) -> RowId:
     return RowId(row.prompt, PROMPT) if key in shared else row
 
 
-def plan_transfer(call: Call, keys: tuple[str, ...], layout: Layout) -> tuple[RowCopy, ...]:
-    """Return the copies that bring every data-parallel replica its rows; what is there already is not copied.
+def moved_rows(
+    call: Call, keys: tuple[str, ...], layout: Layout
+) -> Iterator[tuple[str, RowId, int, tuple[int, ...], str, int]]:
+    """Yield (key, row, sender, receivers, type, length) of what brings every data-parallel replica its rows.
 
-    A value shared by several rows is sent to a worker once.
+    What is there already is not copied, and a value shared by several rows is sent to a worker once.
     """
-    copies: dict[tuple[str, RowId, int], RowCopy] = {}
     for d, rows in enumerate(call.assignment):
         replica = layout.replica(d)
+        lacking: dict[tuple[int, ...], tuple[int, ...]] = {}  # by those who hold a row: few are alike
         for key in keys:
             column, holders = call.inputs.columns[key], call.holders.of(key)
+            sent: set[RowId] = set()
             for i in rows:
                 row = stored_as(call.inputs.ids[i], key, call.shared)
-                for dst in replica:
-                    if dst not in holders[i]:
-                        copy = RowCopy(key, row, holders[i][0], dst, column.dtype, column.lengths[i])
-                        copies.setdefault((key, row, dst), copy)
-    return tuple(copies.values())
+                if row in sent:
+                    continue
+                sent.add(row)
+                here = holders[i]
+                if here not in lacking:
+                    lacking[here] = tuple(rank for rank in replica if rank not in here)
+                if lacking[here]:
+                    yield key, row, here[0], lacking[here], column.dtype, column.lengths[i]
+
+
+def plan_transfer(call: Call, keys: tuple[str, ...], layout: Layout) -> tuple[RowCopy, ...]:
+    """Return the copies of ``moved_rows``, one for each receiver."""
+    return tuple(
+        RowCopy(key, row, src, dst, dtype, length)
+        for key, row, src, dsts, dtype, length in moved_rows(call, keys, layout)
+        for dst in dsts
+    )
