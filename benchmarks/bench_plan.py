@@ -142,6 +142,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     seed = parser.parse_args().seed
+    for n_devices in ACTORS:
+        planner = planner_on(n_devices)
+        begin = time.perf_counter()
+        plan = planner.search(seed=seed).plan
+        middle = time.perf_counter()
+        step = planner.predict(plan).seconds
+        spent = middle - begin, time.perf_counter() - middle
+        print(f"{n_devices:5} H100: planned in {spent[0]:5.2f} s, predicted in {spent[1]:.2f} s; step {step:.4g} s")
     for n_devices in SIZES:
         problem = problem_on(n_devices, per_mesh=4)
         fast, slow = evaluator(problem), PythonEvaluator(problem)
@@ -157,14 +165,6 @@ def main() -> None:
             f"      search: {seconds:5.2f} s, {n_options} options, {found.n_evaluated:,} plans, {found.stop.value}; "
             f"step {found.seconds:.4g} s, greedy {first:.4g} s"
         )
-    for n_devices in ACTORS:
-        planner = planner_on(n_devices)
-        begin = time.perf_counter()
-        plan = planner.search(seed=seed).plan
-        middle = time.perf_counter()
-        step = planner.predict(plan).seconds
-        spent = middle - begin, time.perf_counter() - middle
-        print(f"{n_devices:5} H100: planned in {spent[0]:5.2f} s, predicted in {spent[1]:.2f} s; step {step:.4g} s")
     for n_devices in (64, 1024):
         seconds, pair = slowest_realloc(n_devices, 36, seed)
         print(f"{n_devices:5} devices: reallocation of a 7B model planned in at most {seconds:.3f} s ({pair})")
