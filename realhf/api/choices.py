@@ -29,6 +29,7 @@ class Device(Enum):
 
 class Backend(Enum):
     native = "native"
+    vllm = "vllm"
 
 
 class RecoverMode(Enum):

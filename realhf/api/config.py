@@ -79,12 +79,24 @@ class MicroBatchConfig:
 
 
 @dataclass
+class VllmConfig:
+    """The processes of vLLM, where a call has backend=vllm."""
+
+    python: str | None = opt(None, "interpreter that has vLLM (default: the one that runs realhf)")
+    kv_cache_gb: float = opt(1.0, "memory of each for keys and values")
+    max_length: int = opt(0, "longest row in tokens, 0 for all that the model has positions for")
+    slots: int = opt(256, "rows decoded at a time")
+    timeout: float = opt(600.0, "seconds that starting, taking weights or a call's answers may take")
+
+
+@dataclass
 class MFCConfig:
-    """Where one MFC runs, for allocation_mode=manual."""
+    """Where one MFC runs, for allocation_mode=manual, and with what."""
 
     device_mesh: str | None = opt(None, "workers, like node01:0-3 or 0-1; all of them when unset")
     parallel: ParallelConfig = opt(ParallelConfig, "layout on that mesh")
     mb_spec: MicroBatchConfig = opt(MicroBatchConfig, "micro-batching (in every allocation mode)")
+    backend: Backend = opt(Backend.native, "engine of this call: native, or vllm where it generates (in every mode)")
 
 
 @dataclass
@@ -331,6 +343,9 @@ class ExperimentConfig:
     )
     devices: list[int] = opt(list, "numbers of the devices that workers have (mode=local on cuda; default: the first)")
     max_staleness: int = opt(0, "steps that rollout may be ahead of training; 0 is on-policy")
+    mismatch_limit: float = opt(
+        0.1, "nats a token by which trainer and generator may disagree before the run warns; 0: never"
+    )
     call_timeout: float = opt(3600.0, "seconds a request to the workers may take")
     verify_reallocation: bool = opt(False, "compare checksums of weights after every move")
     n_logged_generations: int = opt(8, "rows written to generations/ per step")
@@ -338,6 +353,7 @@ class ExperimentConfig:
     exp_ctrl: ExperimentControl = opt(ExperimentControl, "length of the run, saving")
     dataset: DatasetConfig = opt(DatasetConfig, "data")
     planner: PlannerConfig = opt(PlannerConfig, "predictions and plan search")
+    vllm: VllmConfig = opt(VllmConfig, "processes of vLLM, for calls with backend=vllm")
     slurm: SlurmConfig = opt(SlurmConfig, "what a job asks for, with mode=slurm")
     ray: RayConfig = opt(RayConfig, "where actors run, with mode=ray")
     wandb: WandbConfig = opt(WandbConfig, "Weights & Biases")

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from realhf.api.choices import Backend
 from realhf.api.layout import Layout
 
 
@@ -23,8 +24,11 @@ class MicroBatching:
 
 @dataclass(frozen=True)
 class Placement:
+    """``backend`` is the engine that a generating call has there."""
+
     layout: Layout
     micro_batching: MicroBatching = MicroBatching()
+    backend: Backend = Backend.native
 
 
 @dataclass(frozen=True)

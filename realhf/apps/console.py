@@ -53,6 +53,8 @@ class Console:
 
     def step(self, metrics: dict[str, float]) -> None:
         self.out.print(step_line(metrics))
+        for line in alarms(metrics, self.run.config.mismatch_limit):
+            self.out.print(f"warning {line}")
         if self.progress is not None and self.task is not None:
             self.progress.advance(self.task)
         sys.stdout.flush()
@@ -105,6 +107,16 @@ def plan_table(run: RunSpec) -> Table:
         row = (mfc.name, mfc.kind.value, mfc.role or "-", layout, str(mfc.batch_size), steps, " ".join(mfc.outputs))
         table.add_row(*row)
     return table
+
+
+def alarms(metrics: dict[str, float], limit: float) -> list[str]:
+    """Say where trainer and generator disagree about the answers of a step by more than ``limit`` (0: never)."""
+    found = {name: value for name, value in metrics.items() if name.endswith("/mismatch") and 0 < limit < value}
+    return [
+        f"{name} is {value:.3g} nats a token, more than mismatch_limit={limit:g}: trainer and generator do not compute "
+        "the same; ppo.recompute_logprobs=True corrects for it"
+        for name, value in found.items()
+    ]
 
 
 def step_line(metrics: dict[str, float]) -> str:

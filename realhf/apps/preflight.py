@@ -6,12 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from realhf.api.config import Device, ExperimentConfig, MFCConfig
+from realhf.api.config import Backend, Device, ExperimentConfig, MFCConfig
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph, GraphError
 from realhf.api.model import ModelConfig
 from realhf.api.plan import ExecutionPlan
 from realhf.api.preferences import MISMATCHED
+from realhf.apps.backends import server_problems
 from realhf.apps.directory import directory_problems
 from realhf.apps.options import options_of
 from realhf.apps.planning import Machine, limits_of, machine_of, planned, planner_of, replanned
@@ -21,7 +22,7 @@ from realhf.data.encode import EncodedRows, encode_split
 from realhf.data.rows import read_rows
 from realhf.data.tokenizer import load_tokenizer
 from realhf.launch import launch_problems, launches_elsewhere
-from realhf.plan.allocate import PLANNED, allocate
+from realhf.plan.allocate import PLANNED, allocate, with_backends
 from realhf.plan.check import key_problems, model_problems
 from realhf.plan.planner import Planner
 from realhf.plan.prediction import Prediction
@@ -146,6 +147,8 @@ def _look(name: str, experiment: Experiment, findings: _Findings, launching: boo
     if graph:
         findings.problems += role_problems(graph, config)
         findings.problems += evaluation_options(graph, config)
+    if plan and launching:
+        findings.problems += server_problems(config, plan, experiment.sampling_options())
     if rows is not None and held_out is not None:
         findings.problems += size_problems(config, experiment, rows, held_out, models)
     machine = None
@@ -158,6 +161,7 @@ def _look(name: str, experiment: Experiment, findings: _Findings, launching: boo
     def on(machine: Machine) -> Survey:
         planner = planner_of(experiment, graph, known, rows, machine, device)
         chosen = planned(planner, config) if config.allocation_mode in PLANNED else plan
+        chosen = with_backends(chosen, graph, experiment.placements())
         prediction = planner.predict(chosen)
         return Survey(name, experiment, graph, chosen, planner, machine, prediction, device, n_rows, n_held_out)
 
@@ -293,6 +297,9 @@ def check_models(
 def check_model(role: str, spec: RoleSpec, launching: bool = True) -> ModelConfig:
     """Return a role's architecture; its files must be there, its weights for a launch only."""
     options = spec.spec
+    if options.backend is not Backend.native:
+        raise UserError(f"{role}.backend={options.backend.value}: it does nothing but generate; set it for a call, "
+                        f"like {role}_gen.backend=vllm")  # fmt: skip
     if options.init_from_scratch:
         if not options.config:
             raise UserError(f"{role}.init_from_scratch=True needs {role}.config=FOLDER_OR_JSON")

@@ -1,8 +1,6 @@
-"""Floor 5: backends. Each puts one role's model behind the ``Engine`` protocol; ``ENGINES`` names them."""
+"""Floor 5: backends. Each puts one role's model behind the ``Engine`` protocol."""
 
-from collections.abc import Callable
-
-from realhf.api.config import Backend
 from realhf.engine.native import NativeEngine, build_engine
+from realhf.engine.vllm import ServedEngine, VllmServer, served
 
-ENGINES: dict[Backend, Callable[..., NativeEngine]] = {Backend.native: build_engine}
+__all__ = ["NativeEngine", "ServedEngine", "VllmServer", "build_engine", "served"]

@@ -28,8 +28,7 @@ COLUMNS = {
 def generate(pipeline: Pipeline, request: Request) -> SequenceBatch:
     """Sample answers to every prompt; see ``Engine.generate`` for the columns. No prompts give no rows."""
     if not request.n_rows:
-        device = request.prompts["prompts"].device
-        return SequenceBatch((), {k: Column(torch.empty(0, dtype=t, device=device), ()) for k, t in COLUMNS.items()})
+        return no_rows(request.prompts["prompts"].device)
     model = pipeline.model
     if request.longest > (reach := model.config.max_positions):
         raise ValueError(f"prompt and answer may reach {request.longest} tokens, the model has {reach}"
@@ -42,19 +41,27 @@ def generate(pipeline: Pipeline, request: Request) -> SequenceBatch:
     return _assemble(pipeline, request, decodings)
 
 
+def no_rows(device: torch.device) -> SequenceBatch:
+    """Return what no prompts give."""
+    return SequenceBatch((), {k: Column(torch.empty(0, dtype=t, device=device), ()) for k, t in COLUMNS.items()})
+
+
 def _assemble(pipeline: Pipeline, request: Request, decodings: list[Decoding]) -> SequenceBatch:
     """Put what was drawn in the order of rows, behind the prompts."""
     drawn = [draw for decoding in decodings for draw in decoding.slots.drawn]
     of_row = torch.cat([rows for rows, _ in drawn])
     order = of_row.argsort(stable=True)
-    counts = of_row.bincount(minlength=request.n_rows)
-    n_drawn = tuple(counts.tolist())
     tokens = torch.cat([tokens for _, tokens in drawn])[order]
     logprobs = torch.empty(2, len(order), device=tokens.device)
     if pipeline.is_last:
         pairs = [pair for decoding in decodings for pair in decoding.logprobs]
         logprobs = torch.stack([torch.cat(parts) for parts in zip(*pairs, strict=True)])[:, order]
-    logprobs = pipeline.from_last(logprobs)
+    return rows_of(request, of_row.bincount(minlength=request.n_rows), tokens, pipeline.from_last(logprobs))
+
+
+def rows_of(request: Request, counts: Tensor, tokens: Tensor, logprobs: Tensor) -> SequenceBatch:
+    """Return the columns of what was drawn, row after row: ``counts`` [rows], ``tokens`` [n], ``logprobs`` [2, n]."""
+    n_drawn = tuple(counts.tolist())
     prompt_of = [row // request.n for row in range(request.n_rows)]
     lengths = tuple(request.lengths[p] + count for p, count in zip(prompt_of, n_drawn, strict=True))
     zeros = [torch.zeros_like(text, dtype=torch.float32) for text in request.texts]

@@ -198,13 +198,17 @@ def build_engine(
     total_steps: int,
     stop_ids: tuple[int, ...],
     tokenizer_folder: Path | None,
+    share_as: str = "",
 ) -> NativeEngine:
-    """Build a role's engine on this worker. ``holds_weights`` is False for a layout that borrows them per call."""
+    """Build a role's engine on this worker. ``holds_weights`` is False for a layout that borrows them per call.
+
+    With ``share_as`` another process can map the weights, which then lie on the host.
+    """
     specs = param_specs(config)
     boxes = shard_of(specs, lambda pp: stage_layers(config, pp), context.layout, context.rank)
     mine = [s for s in specs if s.name in boxes]
     dtype = torch.bfloat16 if role.spec.bf16 else torch.float32
-    params = FlatParams(mine, boxes, dtype, context.device, pad_to=context.layout.strategy.dp)
+    params = FlatParams(mine, boxes, dtype, context.device, context.layout.strategy.dp, share_as)
     if not holds_weights:
         params.free()
     elif role.spec.init_from_scratch:

@@ -4,13 +4,14 @@ Matrices come first, then vectors (which weight decay leaves alone); in each gro
 declared, so that a fused product reads its weights as one wider view of the same memory.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from realhf.api.params import Box, ParamSpec, box_numel, box_shape, intersect, relative, whole
+from realhf.base.shared_bytes import SharedBytes
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class FlatParams:
 
     ``data`` is the flat tensor, zero-filled at first and rounded up to a multiple of ``pad_to`` elements; its first
     ``n_matrix`` elements belong to matrices. ``grad``, after ``enable_grad``, is a float32 tensor of the same length;
-    so is ``average``, once bfloat16 parameters follow others.
+    so is ``average``, once bfloat16 parameters follow others. With ``share_as`` ``data`` lies on the host, in memory of
+    that name that another process can map.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class FlatParams:
         dtype: torch.dtype,
         device: torch.device | str,
         pad_to: int = 1,
+        share_as: str = "",
     ) -> None:
         held = [spec for spec in specs if spec.name in boxes]
         assert len(held) == len(boxes), f"boxes of unknown parameters: {sorted(set(boxes) - {s.name for s in held})}"
@@ -49,7 +52,12 @@ class FlatParams:
             if len(spec.shape) >= 2:
                 self.n_matrix = end
         self._end = end
-        self.data = torch.zeros(-(-end // pad_to) * pad_to, dtype=dtype, device=device)
+        numel = -(-end // pad_to) * pad_to
+        self.shared = SharedBytes(numel * dtype.itemsize, share_as) if share_as else None
+        if self.shared is None:
+            self.data = torch.zeros(numel, dtype=dtype, device=device)
+        else:
+            self.data = torch.frombuffer(self.shared.map, dtype=dtype, count=numel)
         self.grad: Tensor | None = None
         self.is_free = False
         self.average: Tensor | None = None
@@ -173,19 +181,26 @@ class FlatParams:
 
     def free(self) -> None:
         """Release the memory of data and gradient, whoever holds views of them; contents are lost."""
-        for flat in (self.data, self.grad):
-            if flat is not None:
-                flat.untyped_storage().resize_(0)
+        if self.shared is not None:
+            self.shared.give_back()
+        for flat in self._resizable():
+            flat.untyped_storage().resize_(0)
         self.is_free = True
+
+    def _resizable(self) -> Iterator[Tensor]:
+        """Yield the tensors whose memory this process alone has."""
+        if self.shared is None:
+            yield self.data
+        if self.grad is not None:
+            yield self.grad
 
     @torch.no_grad()
     def allocate(self) -> None:
         """Take memory again after ``free``. Parameters are to be written; the gradient is zero."""
         if not self.is_free:
             return
-        for flat in (self.data, self.grad):
-            if flat is not None:
-                flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+        for flat in self._resizable():
+            flat.untyped_storage().resize_(flat.numel() * flat.element_size())
         self.is_free = False
         self.data[self._end :].zero_()
         if self.grad is not None:

@@ -100,11 +100,13 @@ class _Part:
 Parts = dict[str, tuple[_Part, ...]]
 
 
-def _parts(specs: Mapping[str, ParamSpec], tensors: HfTensors) -> Parts:
+def parts_of_parameters(specs: Mapping[str, ParamSpec], tensors: HfTensors) -> Parts:
+    """Return where each of our parameters is stored."""
     return {name: tuple(_Part.of(t, specs[name].shape) for t in several) for name, several in tensors.items()}
 
 
-def _hf_shapes(parts: Parts) -> dict[str, tuple[int, ...]]:
+def hf_shapes(parts: Parts) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of which there are parts."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in (part for several in parts.values() for part in several):
         stops = tuple(stop for _, stop in part.box)
@@ -121,8 +123,8 @@ def load_hf(
     ValueError for other missing tensors, tensors that the architecture does not know, and shapes that differ.
     """
     family = FAMILIES[config.family]
-    parts = _parts({spec.name: spec for spec in param_specs(config)}, family.hf_tensors(config))
-    shapes = _hf_shapes(parts)
+    parts = parts_of_parameters({spec.name: spec for spec in param_specs(config)}, family.hf_tensors(config))
+    shapes = hf_shapes(parts)
     with _Folder(Path(folder)) as source:
         stored = _stored_names(source, set(shapes), family.base_prefix)
         _check_names(source, stored, parts, allow_missing, family.ignored)
@@ -215,7 +217,7 @@ def save_hf(
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     dtype = _write_weights(aside, _assembled(config, read), max_shard_bytes)
-    (aside / "config.json").write_text(json.dumps(_config_json(config, dtype), indent=2) + "\n")
+    (aside / "config.json").write_text(json.dumps(config_json(config, dtype), indent=2) + "\n")
     if tokenizer_folder is not None:
         for pattern in TOKENIZER_FILES:
             for file in Path(tokenizer_folder).glob(pattern):
@@ -235,7 +237,8 @@ def _fsync(file: Path) -> None:
         os.fsync(handle.fileno())
 
 
-def _config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return what ``config.json`` says of a model whose weights have this type."""
     family = FAMILIES[config.family]
     kind = str(dtype).removeprefix("torch.")
     fields = {
@@ -253,8 +256,8 @@ def _config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
 def _assembled(config: ModelConfig, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield whole Hugging Face tensors; those with several parts when the last part has come."""
     specs = param_specs(config)
-    parts = _parts({spec.name: spec for spec in specs}, FAMILIES[config.family].hf_tensors(config))
-    shapes = _hf_shapes(parts)
+    parts = parts_of_parameters({spec.name: spec for spec in specs}, FAMILIES[config.family].hf_tensors(config))
+    shapes = hf_shapes(parts)
     waiting: dict[str, Tensor] = {}
     left = {name: math.prod(shape) for name, shape in shapes.items()}
     for spec in specs:

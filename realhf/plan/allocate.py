@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from realhf.api.choices import Backend
 from realhf.api.config import ExperimentConfig, MFCConfig, ParallelConfig
 from realhf.api.graph import Graph, Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
@@ -32,6 +33,7 @@ class _Wish:
     strategy: ParallelStrategy
     mesh: DeviceMesh
     why: str = ""
+    backend: Backend = Backend.native
 
     def misfit(self, models: Collection[ModelConfig]) -> str:
         """Say why a call of these models cannot run like this; empty when it can."""
@@ -80,10 +82,30 @@ def allocate(
             shown = _as_options(mfc.name, option.parallel, near) if is_manual else str(near)
             problems.append(f"{mfc.name}: {misfit}; nearest legal: {shown}")
         else:
-            placements[mfc.name] = Placement(Layout(wish.mesh, wish.strategy), batching)
+            placements[mfc.name] = Placement(Layout(wish.mesh, wish.strategy), batching, wish.backend)
     if problems:
         raise UserError(problems)
-    return ExecutionPlan(n_workers, placements)
+    return with_backends(ExecutionPlan(n_workers, placements), graph, options)
+
+
+def with_backends(plan: ExecutionPlan, graph: Graph, options: Mapping[str, MFCConfig]) -> ExecutionPlan:
+    """Return the plan with the backends that options name; ``UserError`` where a call cannot have its own."""
+    placements, problems = dict(plan.placements), []
+    for mfc in graph.mfcs:
+        placement = placements[mfc.name]
+        if placement.backend is Backend.native:
+            placement = placements[mfc.name] = replace(placement, backend=options[mfc.name].backend)
+        if placement.backend is Backend.native:
+            continue
+        name, strategy = f"{mfc.name}.backend={placement.backend.value}", placement.layout.strategy
+        if mfc.kind is not Kind.GENERATE:
+            problems.append(f"{name}: it generates, and this call does not")
+        elif strategy.pp > 1:
+            near = ParallelStrategy(strategy.dp * strategy.pp, strategy.tp)
+            problems.append(f"{name}: it has no pipeline stages, {strategy} has {strategy.pp}; nearest legal: {near}")
+    if problems:
+        raise UserError(problems)
+    return replace(plan, placements=placements)
 
 
 def _from_text(mode: str, graph: Graph, n_workers: int, models: Models) -> Wishes:
@@ -93,7 +115,7 @@ def _from_text(mode: str, graph: Graph, n_workers: int, models: Models) -> Wishe
     if mode in PLANNED:
         given, problems = {"*": ParallelStrategy(dp=n_workers)}, []
     elif any(server in mode for server in SERVERS):
-        problems = _server_problems(mode, graph, n_workers, models)
+        return _with_server(mode, graph, n_workers, models)
     elif not any(letter.isdigit() for letter in mode):
         problems = [f"there is no such mode; use {MODES}{did_you_mean(mode, (*PLANNED, 'manual'))}"]
     elif ":" in mode:
@@ -106,7 +128,11 @@ def _from_text(mode: str, graph: Graph, n_workers: int, models: Models) -> Wishe
 
 
 def _first(n_workers: int) -> DeviceMesh:
-    return DeviceMesh(tuple(range(n_workers)))
+    return _run(0, n_workers)
+
+
+def _run(first: int, n_workers: int) -> DeviceMesh:
+    return DeviceMesh(tuple(range(first, first + n_workers)))
 
 
 def _read(text: str) -> tuple[ParallelStrategy, str]:
@@ -148,23 +174,24 @@ def _per_mfc(text: str, names: Sequence[str], n_workers: int, models: Collection
     return strategies, problems
 
 
-def _server_problems(mode: str, graph: Graph, n_workers: int, models: Models) -> list[str]:
-    """Say why generation cannot have a server on workers of its own, ``vllm.d4t1p1+d2t2p1``, or the halves turned."""
+def _with_server(mode: str, graph: Graph, n_workers: int, models: Models) -> Wishes:
+    """Read ``vllm.d4t1p1+d2t2p1``, or the halves turned: generation on workers of its own, the rest on others."""
     halves = sorted((half.strip() for half in mode.split("+")), key=lambda half: half.partition(".")[0] not in SERVERS)
     backend, _, text = halves[0].partition(".")
     generating = [mfc for mfc in graph.mfcs if mfc.kind is Kind.GENERATE]
+    where = f"allocation_mode={mode}:"
     if len(halves) != 2 or backend not in SERVERS or len(generating) != 1:
-        return [f"a server for the one call that generates is written like vllm.d4t1p1+d2t2p1; use {MODES}"]
+        return {}, [f"{where} a server for the one call that generates is written like vllm.d4t1p1+d2t2p1; use {MODES}"]
+    names = [mfc.name for mfc in graph.mfcs if mfc not in generating]
     server, unread = _read(text)
-    problems = [unread] if unread else []
+    problems, entries = [unread] if unread else [], dict[str, ParallelStrategy]()
     if is_list := ":" in halves[1]:
-        names = [mfc.name for mfc in graph.mfcs if mfc not in generating]
         entries, more = _per_mfc(halves[1], names, n_workers, models.values())
-        rest = max(entries.values(), key=lambda strategy: strategy.world, default=ParallelStrategy())
+        problems += more
     else:
-        rest, unread = _read(halves[1])
-        more = [unread] if unread else []
-    problems += more
+        entries["*"], unread = _read(halves[1])
+        problems += [unread] if unread else []
+    rest = max(entries.values(), key=lambda strategy: strategy.world, default=ParallelStrategy())
     if server.pp > 1:
         problems.append(f"a server has no pipeline stages, {server} has {server.pp}")
     size = server.world + rest.world
@@ -176,8 +203,14 @@ def _server_problems(mode: str, graph: Graph, n_workers: int, models: Models) ->
     if problems:
         folded = ParallelStrategy(server.dp * server.pp, server.tp)
         near = _nearest_split(backend, folded, rest, n_workers, own, models.values())
-        problems = [f"{', and '.join(problems)}; nearest legal: {near}"]
-    return [*problems, f"backend {backend} is not in this version; use {MODES}"]
+        return {}, [f"{where} {', and '.join(problems)}; nearest legal: {near}"]
+    if backend not in {known.value for known in Backend}:
+        return {}, [f"{where} backend {backend} is not in this version; use {MODES}"]
+    found = {generating[0].name: _Wish(server, _run(0, server.world), backend=Backend(backend))}
+    for name in names:
+        strategy = entries[name if name in entries else "*"]
+        found[name] = _Wish(strategy, _run(server.world, strategy.world))
+    return found, []
 
 
 def _nearest_split(

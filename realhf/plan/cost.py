@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 
 from realhf.api.batch import RowId
+from realhf.api.choices import Backend
 from realhf.api.config import GenerationConfig
 from realhf.api.experiment import RoleSpec
 from realhf.api.graph import MFC, Graph, Kind
@@ -104,6 +105,8 @@ class CostModel:
                 costs = [_together([self._forward(mfc, placement, d, rows) for d, rows in enumerate(ranks)])]
             case Kind.GENERATE:
                 costs = [_together([self._generate(mfc, placement, d, rows) for d, rows in enumerate(ranks)])]
+                if placement.backend is not Backend.native:  # it copies the weights, and is taken to be as fast
+                    costs.append(self.host_copy(mfc.role, layout))
         return Cost(own.seconds + sum(c.seconds for c in costs), own.work + sum(c.work for c in costs))
 
     def exchange(self, traffic: Traffic) -> Cost:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from realhf.api.choices import Backend
 from realhf.api.graph import MFC, Graph
 from realhf.api.layout import Layout
 from realhf.api.plan import ExecutionPlan, Placement
@@ -63,6 +64,12 @@ def engines_of(program: Program, rank: int) -> tuple[tuple[str, Layout], ...]:
                 case Reallocate(role, src, target, dst):
                     pairs[role, src] = pairs[target, dst] = None
     return tuple((role, layout) for role, layout in pairs if rank in layout.mesh.ranks)
+
+
+def served_of(graph: Graph, plan: ExecutionPlan) -> frozenset[tuple[str, Layout]]:
+    """Return the (role, layout) pairs from which a server generates: it maps their weights."""
+    calls = [m for m in graph.mfcs if m.role is not None and plan[m.name].backend is not Backend.native]
+    return frozenset((m.role, plan[m.name].layout) for m in calls if m.role is not None)
 
 
 def groups_of(program: Program) -> tuple[tuple[int, ...], ...]:

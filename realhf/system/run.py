@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import cast
 
 from realhf.api.config import ExperimentConfig
-from realhf.api.experiment import RoleSpec, Task
+from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph
 from realhf.api.model import ModelConfig
 from realhf.api.plan import ExecutionPlan
@@ -65,6 +66,12 @@ class RunSpec:
     def saved_roles(self) -> list[str]:
         """Roles whose models are written: those of the options, or every trained one."""
         return self.config.save_roles or [role for role in self.graph.roles if self.graph.trainer(role)]
+
+    @property
+    def temperature(self) -> float:
+        """At which answers are drawn; 1 where none are."""
+        sampling = cast(Experiment, self.config).sampling_options()
+        return sampling.temperature if sampling else 1.0
 
     @property
     def writes_checkpoints(self) -> bool:

@@ -42,9 +42,9 @@ from realhf.comm.shared_memory import Links, open_links
 from realhf.data.batch import SequenceBatch
 from realhf.data.source import RowSource, row_fields
 from realhf.data.tokenizer import load_tokenizer
-from realhf.engine import ENGINES, NativeEngine
+from realhf.engine import NativeEngine, ServedEngine, VllmServer, build_engine, served
 from realhf.engine.snapshot import restore, snapshot
-from realhf.plan.program import engines_of, groups_of, home, meshes_of
+from realhf.plan.program import engines_of, groups_of, home, meshes_of, served_of
 from realhf.system.checkpoint import Saved, Writer, file_name
 from realhf.system.executor import Executor
 from realhf.system.recovery import read_manifest
@@ -65,6 +65,7 @@ class ModelWorker:
         )
         self.store = open_store("127.0.0.1", 0, run.config.startup_timeout) if self._opens_store else None
         self.links: Links | None = None
+        self.servers: list[VllmServer] = []
         self.calls: dict[int, Call] = {}  # whose rows are here
         self.during = "start-up"
         self.writer = Writer()
@@ -150,12 +151,12 @@ class ModelWorker:
         self.during = "loading the tokenizer"
         self.tokenizer = load_tokenizer(run.tokenizer_folder)
         engines = {}
+        served_here = served_of(run.graph, run.plan)
         for role, layout in engines_of(run.program, self.rank):
             self.during = f"building {role}"
             keeper = home(run.graph, run.plan, role)
             trainer = run.graph.trainer(role)
-            build = ENGINES[run.roles[role].spec.backend]
-            engines[role, layout] = build(
+            engines[role, layout] = build_engine(
                 run.models[role],
                 run.roles[role],
                 ParallelContext(layout, self.rank, self.device, groups, self.doing),
@@ -165,7 +166,10 @@ class ModelWorker:
                 total_steps=run.length.n_steps,
                 stop_ids=(self.tokenizer.eos_token_id,),
                 tokenizer_folder=run.tokenizer_folder,
+                share_as=role if (role, layout) in served_here and self.device.type == "cpu" else "",
             )
+            if (role, layout) in served_here:
+                engines[role, layout] = self._with_server(role, engines[role, layout])
         self.during = "building interfaces"
         interfaces = self._interfaces()
         self.executor = Executor(run, self.rank, self.device, engines, interfaces, self.spans, self.links, self.doing)
@@ -183,6 +187,16 @@ class ModelWorker:
             "seconds": time.monotonic() - began,
             "device": str(self.device),
         }
+
+    def _with_server(self, role: str, engine: NativeEngine) -> ServedEngine:
+        """Start the process that generates with an engine's weights."""
+        run, name = self.run, f"vllm_{role}_{self.rank}"
+        self.during = f"starting vLLM for {role}"
+        folder = run.paths.root / "vllm" / name
+        verify = run.config.verify_reallocation
+        found = served(engine, run.config.vllm, folder, run.paths.log(name), run.temperature, verify)
+        self.servers += [found.server] if found.server else []
+        return found
 
     def _interfaces(self) -> dict[str, Interface]:
         """Build the interface of every call of this worker; calls of the same judge share it, and its processes."""
@@ -269,6 +283,8 @@ class ModelWorker:
         self.send(Done(request, self.rank, spans=tuple(self.spans.take()), memory=resident_bytes(), **what))
 
     def close(self) -> None:
+        for server in self.servers:
+            server.close()
         if self.links is not None:
             self.links.close()
         leave()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from realhf.api.choices import Backend
 from realhf.api.config import ExperimentConfig, MFCConfig, MicroBatchConfig, ParallelConfig
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.api.model import ModelConfig
@@ -142,9 +143,6 @@ def test_manual_layouts_that_are_impossible_say_what_to_type() -> None:
 @pytest.mark.parametrize(
     ("mode", "n_gpus", "words"),
     [
-        ("vllm.d4t1p1+d2t2p1", 8, []),
-        ("d2t2p1+sglang.d4t1p1", 8, []),
-        ("vllm.d2+actor_train:d1", 4, []),
         ("vllm.d4t1p1+d2t2p1", 4, ["without overlap it needs 4 + 4 workers, there are 4", "vllm.d2t1p1+d2t1p1"]),
         ("vllm.d4t1p1+d2t2p1", 9, ["without overlap it needs 4 + 4 workers, there are 9", "vllm.d5t1p1+d2t2p1"]),
         ("d2t2p1+vllm.d4t1p1", 1, ["without overlap it needs 4 + 4 workers, there are 1", "n_gpus_per_node=8"]),
@@ -155,14 +153,29 @@ def test_manual_layouts_that_are_impossible_say_what_to_type() -> None:
         ("vllm.t3+t3", 6, ["4 heads (2 for keys and values) cannot be cut 3 ways", "vllm.d1t2p1+d1t4p1"]),
     ],
 )
-def test_a_server_is_read_and_refused(mode: str, n_gpus: int, words: list[str]) -> None:
-    found = problems(mode, n_gpus)
-    backend = "sglang" if "sglang" in mode else "vllm"
-    assert found[-1].startswith(f"allocation_mode={mode}: backend {backend} is not in this version; use heuristic")
-    if not words:
-        assert len(found) == 1
-    else:
-        assert all(word in found[0] for word in words[:-1]) and found[0].endswith(f"nearest legal: {words[-1]}")
+def test_a_server_that_does_not_fit_is_refused(mode: str, n_gpus: int, words: list[str]) -> None:
+    (found,) = problems(mode, n_gpus)
+    assert all(word in found for word in words[:-1]) and found.endswith(f"nearest legal: {words[-1]}")
+
+
+def test_a_server_generates_on_workers_of_its_own() -> None:
+    for mode in ("vllm.d2t2p1+d2t1p2", "d2t1p2+vllm.d2t2"):
+        made = plan(mode, 8)
+        assert layouts(made) == ["d2t2p1@0-3", "d2t1p2@4-7"]
+        assert [made[name].backend for name in made.placements] == [Backend.vllm, Backend.native]
+    assert layouts(plan("vllm.d2+actor_train:d1", 4)) == ["d2t1p1@0-1", "d1t1p1@2"]
+    (line,) = problems("d2t2p1+sglang.d4t1p1", 8)
+    assert line.startswith("allocation_mode=d2t2p1+sglang.d4t1p1: backend sglang is not in this version; use heuristic")
+
+
+def test_a_backend_is_an_option_of_calls_that_generate() -> None:
+    assert plan("d2", 2, actor_gen=MFCConfig(backend=Backend.vllm))["actor_gen"].backend is Backend.vllm
+    assert problems("d1t1p2", 2, actor_gen=MFCConfig(backend=Backend.vllm)) == [
+        "actor_gen.backend=vllm: it has no pipeline stages, d1t1p2 has 2; nearest legal: d2t1p1"
+    ]
+    assert problems("d2", 2, actor_train=MFCConfig(backend=Backend.vllm)) == [
+        "actor_train.backend=vllm: it generates, and this call does not"
+    ]
 
 
 @pytest.mark.parametrize("mode", ["vllm", "vllmd2", "vllm.d2", "d2+d2,vllm.d1", "vllm.d1+d1+d2"])

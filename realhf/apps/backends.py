@@ -1,0 +1,42 @@
+"""What backends other than the native one cannot do, told before a launch."""
+
+import subprocess
+import sys
+
+from realhf.api.choices import Backend
+from realhf.api.config import ExperimentConfig, GenerationConfig
+from realhf.api.plan import ExecutionPlan
+
+LOOK_S = 60.0
+
+
+def server_problems(config: ExperimentConfig, plan: ExecutionPlan, sampling: GenerationConfig | None) -> list[str]:
+    """Say why calls with ``backend=vllm`` would not run here."""
+    if all(placement.backend is Backend.native for placement in plan.placements.values()):
+        return []
+    problems, python = [], config.vllm.python or sys.executable
+    for option in ("kv_cache_gb", "slots", "timeout"):
+        if (value := getattr(config.vllm, option)) <= 0:
+            problems.append(f"vllm.{option} must be positive, got {value}")
+    if sampling and cuts(sampling) and sampling.temperature not in (0.0, 1.0):
+        problems.append("gen.top_p, gen.top_k and gen.min_new_tokens with backend=vllm need gen.temperature=1: of a "
+                        "tempered distribution that is cut vLLM gives no log-probability before the cut")  # fmt: skip
+    if why := _lacks_vllm(python):
+        problems.append(f"backend=vllm: {python} cannot import vllm ({why}); install it there, or set vllm.python to "
+                        "an interpreter that has it (make vllm makes one)")  # fmt: skip
+    return problems
+
+
+def cuts(sampling: GenerationConfig) -> bool:
+    """Tell whether tokens are drawn from less than the whole distribution."""
+    return sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_new_tokens > 0
+
+
+def _lacks_vllm(python: str) -> str:
+    """Return why an interpreter has no vLLM; empty when it has."""
+    look = "import importlib.util, sys; sys.exit(not importlib.util.find_spec('vllm') and 'no such module')"
+    try:
+        found = subprocess.run([python, "-c", look], capture_output=True, text=True, timeout=LOOK_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return "" if found.returncode == 0 else (found.stderr.strip().splitlines() or ["it fails"])[-1]

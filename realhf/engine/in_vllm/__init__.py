@@ -1,0 +1,1 @@
+"""What runs inside of vLLM's own process: on its path alone, and imported by nothing here."""

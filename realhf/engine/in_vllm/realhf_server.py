@@ -1,0 +1,183 @@
+"""The process that runs vLLM: a worker's child, in an interpreter of its own if need be, that knows nothing of realhf.
+
+Requests and answers are msgpack maps behind their length, over a socket that the child inherits. Weights are not sent:
+every process of the engine maps the memory in which workers keep them, and copies from there into its own.
+"""
+
+import mmap
+import os
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+LENGTH = struct.Struct("<I")
+WITHOUT_OUTSIDE = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process: one to start, to watch and to end
+    "TORCHDYNAMO_DISABLE": "1",
+}
+_maps: dict[str, torch.Tensor] = {}
+
+
+class Weights:
+    """What every process of the engine can do beside vLLM's own: vLLM mixes this class into its worker."""
+
+    model_runner: Any
+    version = -1
+
+    def take(self, pieces: list[dict[str, Any]], version: int) -> None:
+        """Copy tensors from the trainer's memory into the model."""
+        self.model_runner.reload_weights(weights_iterator=tensors(pieces))
+        self.version = version
+
+    def held(self) -> int:
+        return self.version
+
+    def bits(self) -> int:
+        """Return the sum of all weights read as integers: it does not depend on how they are laid out.
+
+        Where a kernel keeps a matrix in an order of its own, it is what comes out for the unit matrix.
+        """
+        model, total = self.model_runner.model, 0
+        for parameter in model.parameters():
+            total += int(parameter.detach().reshape(-1).view(torch.int16).sum(dtype=torch.int64))
+        for layer in model.modules():
+            weight = getattr(layer, "weight", None)
+            if isinstance(weight, torch.Tensor) and not weight.numel() and hasattr(layer, "cpu_linear"):
+                unit = torch.eye(layer.input_size_per_partition, dtype=weight.dtype)
+                matrix = layer.cpu_linear(unit, weight, None).contiguous()
+                total += int(matrix.view(-1).view(torch.int16).sum(dtype=torch.int64))
+        return total
+
+
+def tensors(pieces: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield named tensors, each put together from where its parts lie: views where one part is all of it."""
+    for piece in pieces:
+        dtype, shape, places = getattr(torch, piece["dtype"]), tuple(piece["shape"]), piece["places"]
+        if len(places) == 1 and not places[0]["transpose"] and tuple(places[0]["shape"]) == shape:
+            yield piece["name"], mapped(places[0], dtype)
+            continue
+        whole = torch.empty(shape, dtype=dtype)
+        for place in places:
+            part = whole[tuple(slice(*span) for span in place["box"])]
+            value = mapped(place, dtype)
+            part.copy_((value.t() if place["transpose"] else value).reshape(part.shape))
+        yield piece["name"], whole
+
+
+def mapped(place: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
+    """Return a view of what lies at a place of a worker's memory."""
+    path, shape = place["path"], tuple(place["shape"])
+    if path not in _maps:
+        with Path(path).open("r+b") as file:
+            _maps[path] = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+    start = place["start"] * dtype.itemsize
+    return _maps[path][start : start + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+
+
+class Server:
+    """One engine and what it is asked to do."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(
+            model=options["folder"],
+            skip_tokenizer_init=True,
+            load_format="dummy",  # weights come from the trainer
+            dtype=options["dtype"],
+            tensor_parallel_size=options["tp"],
+            distributed_executor_backend="uni" if options["tp"] == 1 else "mp",
+            max_model_len=options["max_length"],
+            max_num_seqs=options["slots"],
+            enforce_eager=True,
+            enable_prefix_caching=True,
+            logprobs_mode=options["logprobs"],
+            worker_extension_cls=f"{Path(__file__).stem}.{Weights.__name__}",
+            seed=0,
+        )
+        self.version = -1
+
+    def load(self, pieces: list[dict[str, Any]], version: int) -> dict[str, Any]:
+        """Take the trainer's weights; what was cached with others is forgotten."""
+        began = time.perf_counter()
+        self.llm.collective_rpc("take", args=(pieces, version))
+        self.llm.reset_prefix_cache()
+        self.version = version
+        return {"seconds": time.perf_counter() - began}
+
+    def bits(self) -> dict[str, Any]:
+        return {"bits": self.llm.collective_rpc("bits")}
+
+    def generate(self, version: int, prompts: list[list[int]], rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """Sample an answer for every row, if all processes of the engine hold the weights of that version."""
+        from vllm import SamplingParams
+
+        held = self.llm.collective_rpc("held")
+        if any(one != version for one in held):
+            raise RuntimeError(f"weights of version {version} are wanted, the engine holds {held}")
+        sampling = [SamplingParams(logprobs=0, detokenize=False, ignore_eos=True, **row["sampling"]) for row in rows]
+        texts = [{"prompt_token_ids": prompts[row["prompt"]]} for row in rows]
+        answers = [found.outputs[0] for found in self.llm.generate(texts, sampling, use_tqdm=False)]
+        return {
+            "tokens": [list(answer.token_ids) for answer in answers],
+            "logprobs": [
+                [step[token].logprob for step, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+                for answer in answers
+            ],
+        }
+
+
+def serve(wire: socket.socket) -> None:
+    """Answer until the parent hangs up."""
+    server: Server | None = None
+    while (request := receive(wire)) is not None:
+        what = request.pop("do")
+        try:
+            if server is None:
+                server = Server(**request)
+                reply: dict[str, Any] = {}
+            else:
+                reply = getattr(server, what)(**request)
+        except Exception as error:  # the parent shows it, and decides
+            traceback.print_exc()
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        send(wire, reply)
+
+
+def send(wire: socket.socket, message: dict[str, Any]) -> None:
+    body = msgspec.msgpack.encode(message)
+    wire.sendall(LENGTH.pack(len(body)) + body)
+
+
+def receive(wire: socket.socket) -> dict[str, Any] | None:
+    """Return the next message; None when the parent has hung up."""
+    head = exactly(wire, LENGTH.size)
+    body = exactly(wire, LENGTH.unpack(head)[0]) if head else None
+    return msgspec.msgpack.decode(body) if body is not None else None
+
+
+def exactly(wire: socket.socket, size: int) -> bytes | None:
+    received = bytearray()
+    while len(received) < size:
+        part = wire.recv(min(size - len(received), 1 << 20))
+        if not part:
+            return None
+        received += part
+    return bytes(received)
+
+
+if __name__ == "__main__":
+    os.environ.update(WITHOUT_OUTSIDE)
+    folder = str(Path(__file__).parent)  # vLLM's own processes look for ``Weights`` by name
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+    serve(socket.socket(fileno=int(sys.argv[1])))

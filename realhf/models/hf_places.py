@@ -1,0 +1,53 @@
+"""Where the tensors of a Hugging Face model lie in the memory of its shards: who maps it needs no copy."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from realhf.api.model import ModelConfig
+from realhf.api.params import Box, intersect
+from realhf.models.families import FAMILIES
+from realhf.models.flat import FlatParams
+from realhf.models.hf import hf_shapes, parts_of_parameters
+from realhf.plan.specs import param_specs
+
+
+@dataclass(frozen=True)
+class Place:
+    """A part of a tensor: ``box`` of it is what lies, with ``shape``, from element ``start`` of a shard's memory on."""
+
+    shard: int
+    start: int
+    shape: tuple[int, ...]
+    box: Box
+    transpose: bool
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One tensor as Hugging Face names it, and where its parts are."""
+
+    name: str
+    shape: tuple[int, ...]
+    places: tuple[Place, ...]
+
+
+def placed_tensors(config: ModelConfig, shards: Iterable[FlatParams]) -> list[Placed]:
+    """Return every tensor of a model with its places in the shards that together hold it; these need no memory.
+
+    What several shards hold is taken from the first.
+    """
+    specs = {spec.name: spec for spec in param_specs(config)}
+    parts = parts_of_parameters(specs, FAMILIES[config.family].hf_tensors(config))
+    shapes = hf_shapes(parts)
+    found: dict[str, dict[Box, Place]] = {name: {} for name in shapes}
+    for number, shard in enumerate(shards):
+        for name in shard.names:
+            for part in parts[name]:
+                if (ours := intersect(part.at, shard.box(name))) is None:
+                    continue
+                value = shard.read(name, ours)
+                assert value.is_contiguous(), f"{part.name} is no run of {name}"
+                box = tuple((span.start, span.stop) for span in part.theirs(ours))
+                place = Place(number, int(value.storage_offset()), tuple(value.shape), box, part.transpose)
+                found[part.name].setdefault(box, place)
+    return [Placed(name, shapes[name], tuple(places.values())) for name, places in found.items()]

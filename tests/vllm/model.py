@@ -1,0 +1,44 @@
+"""Engines for the tests of vLLM. Gloo ranks import this too."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from realhf.api.batch import PROMPT, RowId
+from realhf.api.config import ModelSpec, VllmConfig
+from realhf.api.experiment import RoleSpec
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.comm.parallel import ParallelContext, make_groups
+from realhf.data.batch import Column, SequenceBatch
+from realhf.engine import NativeEngine, ServedEngine, build_engine, served
+from realhf.models.hf_config import read_hf_config
+
+INTERPRETER = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+ALONE = ParallelStrategy()
+VOCAB = 24
+OPTIONS = VllmConfig(python=str(INTERPRETER), timeout=180.0)
+
+
+def engine_on(sums: Path, rank: int = 0, strategy: ParallelStrategy = ALONE) -> NativeEngine:
+    """A random model whose weights another process can map."""
+    layout = Layout(DeviceMesh(tuple(range(strategy.world))), strategy)
+    members = {layout.axis(axis, r) for axis in ("dp", "tp") for r in layout.mesh.ranks}
+    groups = make_groups(sorted(m for m in members if len(m) > 1), rank)
+    role = RoleSpec(ModelSpec(config=str(sums / "model"), init_from_scratch=True))
+    config = read_hf_config(sums / "model", scalar_head=False)
+    context = ParallelContext(layout, rank, groups=groups)
+    return build_engine(config, role, context, trained=False, holds_weights=True, seed=3, total_steps=10, stop_ids=(1,),
+                        tokenizer_folder=None, share_as="actor")  # fmt: skip
+
+
+def served_on(engine: NativeEngine, folder: Path, temperature: float = 1.0) -> ServedEngine:
+    return served(engine, OPTIONS, folder, folder.with_suffix(".log"), temperature)
+
+
+def prompts_of(lengths: Sequence[int], first: int = 0) -> SequenceBatch:
+    """Prompts of these lengths, numbered from ``first`` on; what is in one depends on its number."""
+    numbers = range(first, first + len(lengths))
+    rows = [torch.randint(2, VOCAB, (length,), generator=torch.Generator().manual_seed(100 + number))
+            for number, length in zip(numbers, lengths, strict=True)]  # fmt: skip
+    return SequenceBatch(tuple(RowId(n, PROMPT) for n in numbers), {"prompts": Column.of(rows)})
