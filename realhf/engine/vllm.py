@@ -52,11 +52,15 @@ Bucket = tuple[dict[str, Any], ...]
 class VllmServer:
     """A process of vLLM as its worker sees it: ``ask`` with a deadline, ``close``. One thread at a time uses it."""
 
-    def __init__(self, name: str, options: VllmConfig, log: Path, doing: Doing) -> None:
+    def __init__(self, name: str, options: VllmConfig, log: Path, cores: str, doing: Doing) -> None:
         self.name, self.log, self.timeout_s, self.doing = name, log, options.timeout, doing
         self.version = -1
         self._wire, theirs = socket.socketpair()
-        environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": f"{max(1, round(options.kv_cache_gb))}"}
+        environment = {
+            **os.environ,
+            "VLLM_CPU_KVCACHE_SPACE": f"{max(1, round(options.kv_cache_gb))}",
+            "VLLM_CPU_OMP_THREADS_BIND": cores,
+        }
         with log.open("ab") as words, theirs:
             self._process = subprocess.Popen(
                 [options.python or sys.executable, str(PROGRAM), str(theirs.fileno())],
@@ -133,10 +137,11 @@ class ServedEngine(NativeEngine):
         group.all_reduce(bits)  # and every shard of the weights is here
         found = self._ask(request, int(bits)) if self.server is not None else None
         counts = torch.zeros(request.n_rows, dtype=torch.int64) if found is None else found[0]
-        counts = group.broadcast(counts.to(device), 0)
+        first = group.ranks.index(min(group.ranks))
+        counts = group.broadcast(counts.to(device), first)
         tokens = torch.empty(int(counts.sum()), dtype=torch.int64) if found is None else found[1]
         logprobs = torch.empty(len(tokens)) if found is None else found[2]
-        tokens, logprobs = (group.broadcast(some.to(device), 0) for some in (tokens, logprobs))
+        tokens, logprobs = (group.broadcast(some.to(device), first) for some in (tokens, logprobs))
         return rows_of(request, counts, tokens, torch.stack((logprobs, logprobs)))
 
     def _stops(self, config: GenerationConfig) -> tuple[int, ...]:
@@ -186,17 +191,51 @@ def sampling_of(request: Request, row: int) -> dict[str, Any]:
     }
 
 
-def start_options(engine: NativeEngine, options: VllmConfig, folder: Path, temperature: float) -> dict[str, Any]:
-    """Return what an engine of vLLM is started with."""
-    return {
-        "folder": str(folder),
-        "dtype": str(engine.params.data.dtype).removeprefix("torch."),
-        "tp": engine.context.layout.strategy.tp,
-        "max_length": options.max_length or engine.config.max_positions,
-        "slots": options.slots,
-        # of the tempered distribution: the model's own, or what is sampled from, which nothing may cut then
-        "logprobs": "raw_logprobs" if temperature in (0.0, 1.0) else "processed_logprobs",
-    }
+@dataclass(frozen=True)
+class Serving:
+    """How a process of vLLM is started for a role.
+
+    ``folder`` gets the model's ``config.json``; ``temperature`` is that of all that will be asked for; with ``verify``
+    checksums are compared before anything is drawn. A host has ``n_workers`` workers, which share its cores out.
+    """
+
+    options: VllmConfig
+    folder: Path
+    log: Path
+    temperature: float = 1.0
+    verify: bool = False
+    n_workers: int = 1
+
+    def start(self, engine: NativeEngine) -> VllmServer:
+        """Start it for an engine's replica; RunFailed when vLLM does not come up."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        dtype, context = engine.params.data.dtype, engine.context
+        told = config_json(replace(engine.config, tied_embedding=False), dtype)
+        (self.folder / "config.json").write_text(json.dumps(told, indent=2) + "\n")
+        ranks = context.group("tp").ranks
+        server = VllmServer(f"vLLM of worker {context.rank}", self.options, self.log, self._cores(ranks), context.doing)
+        options = {
+            "folder": str(self.folder),
+            "dtype": str(dtype).removeprefix("torch."),
+            "tp": len(ranks),
+            "max_length": self.options.max_length or engine.config.max_positions,
+            "slots": self.options.slots,
+            # of the tempered distribution: the model's own, or what is sampled from, which nothing may cut then
+            "logprobs": "raw_logprobs" if self.temperature in (0.0, 1.0) else "processed_logprobs",
+        }
+        try:
+            server.ask("start", options=options)
+        except BaseException:
+            server.close()
+            raise
+        return server
+
+    def _cores(self, ranks: Iterable[int]) -> str:
+        """Return the cores of each worker, in vLLM's words; where there are fewer than workers, they share them."""
+        cores = sorted(os.sched_getaffinity(0))
+        each = max(1, len(cores) // self.n_workers)
+        first = [rank % self.n_workers * each for rank in ranks]
+        return "|".join(",".join(str(cores[(at + i) % len(cores)]) for i in range(each)) for at in first)
 
 
 def in_buckets(tensors: Iterable[Placed], paths: Sequence[str], dtype: torch.dtype) -> tuple[Bucket, ...]:
@@ -229,27 +268,18 @@ def _tensors(engine: NativeEngine) -> list[Placed]:
 
 
 def _shards(engine: NativeEngine) -> list[FlatParams]:
-    """Return the shards of this replica's tensor group, without memory but its own."""
+    """Return the shards of this replica's tensor group, by rank, without memory."""
     specs, layout = param_specs(engine.config), engine.context.layout
     found = []
-    for rank in engine.context.group("tp").ranks:
-        if rank == engine.context.rank:
-            found.append(engine.params)
-            continue
+    for rank in sorted(engine.context.group("tp").ranks):
         boxes = shard_of(specs, lambda pp: stage_layers(engine.config, pp), layout, rank)
         mine = [spec for spec in specs if spec.name in boxes]
         found.append(FlatParams(mine, boxes, engine.params.data.dtype, "meta", layout.strategy.dp))
     return found
 
 
-def served(
-    engine: NativeEngine, options: VllmConfig, folder: Path, log: Path, temperature: float, verify: bool = False
-) -> ServedEngine:
-    """Return the engine with a process of vLLM for its replica. Collective over its tensor group.
-
-    ``folder`` gets the model's ``config.json``; ``temperature`` is that of all that will be asked for; with ``verify``
-    checksums are compared before anything is drawn. RunFailed when vLLM does not come up.
-    """
+def served(engine: NativeEngine, how: Serving) -> ServedEngine:
+    """Return the engine with a process of vLLM for its replica. Collective over its tensor group."""
     context, data, shared, host = engine.context, engine.params.data, engine.params.shared, None
     if shared is None:
         shared = SharedBytes(data.nbytes, "weights")
@@ -257,19 +287,8 @@ def served(
     group = context.group("tp")
     places = torch.zeros(2 * group.size, dtype=torch.int64, device=context.device)
     group.all_gather(places, torch.tensor(shared.place, device=context.device))
-    server: VllmServer | None = None
-    buckets: tuple[Bucket, ...] = ()
-    if group.index == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        told = config_json(replace(engine.config, tied_embedding=False), data.dtype)
-        (folder / "config.json").write_text(json.dumps(told, indent=2) + "\n")
-        server = VllmServer(f"vLLM of worker {context.rank}", options, log, context.doing)
-        try:
-            server.ask("start", options=start_options(engine, options, folder, temperature))
-        except BaseException:
-            server.close()
-            raise
-        paths = [path_of(pid, fd) for pid, fd in places.view(-1, 2).tolist()]
-        buckets = in_buckets(_tensors(engine), paths, data.dtype)
+    server = how.start(engine) if group.index == 0 else None
+    paths = [path_of(pid, fd) for pid, fd in places.view(-1, 2).tolist()]
+    buckets = in_buckets(_tensors(engine), paths, data.dtype) if server else ()
     own = {field.name: getattr(engine, field.name) for field in fields(engine)}
-    return ServedEngine(**own, server=server, buckets=buckets, host=host, verify=verify)
+    return ServedEngine(**own, server=server, buckets=buckets, host=host, verify=how.verify)

@@ -42,7 +42,7 @@ from realhf.comm.shared_memory import Links, open_links
 from realhf.data.batch import SequenceBatch
 from realhf.data.source import RowSource, row_fields
 from realhf.data.tokenizer import load_tokenizer
-from realhf.engine import NativeEngine, ServedEngine, VllmServer, build_engine, served
+from realhf.engine import NativeEngine, ServedEngine, Serving, VllmServer, build_engine, served
 from realhf.engine.snapshot import restore, snapshot
 from realhf.plan.program import engines_of, groups_of, home, meshes_of, served_of
 from realhf.system.checkpoint import Saved, Writer, file_name
@@ -192,9 +192,9 @@ class ModelWorker:
         """Start the process that generates with an engine's weights."""
         run, name = self.run, f"vllm_{role}_{self.rank}"
         self.during = f"starting vLLM for {role}"
-        folder = run.paths.root / "vllm" / name
-        verify = run.config.verify_reallocation
-        found = served(engine, run.config.vllm, folder, run.paths.log(name), run.temperature, verify)
+        how = Serving(run.config.vllm, run.paths.root / "vllm" / name, run.paths.log(name), run.temperature,
+                      run.config.verify_reallocation, run.config.n_gpus_per_node)  # fmt: skip
+        found = served(engine, how)
         self.servers += [found.server] if found.server else []
         return found
 

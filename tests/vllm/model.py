@@ -11,7 +11,7 @@ from realhf.api.experiment import RoleSpec
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.comm.parallel import ParallelContext, make_groups
 from realhf.data.batch import Column, SequenceBatch
-from realhf.engine import NativeEngine, ServedEngine, build_engine, served
+from realhf.engine import NativeEngine, ServedEngine, Serving, build_engine, served
 from realhf.models.hf_config import read_hf_config
 
 INTERPRETER = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
@@ -33,7 +33,7 @@ def engine_on(sums: Path, rank: int = 0, strategy: ParallelStrategy = ALONE) -> 
 
 
 def served_on(engine: NativeEngine, folder: Path, temperature: float = 1.0) -> ServedEngine:
-    return served(engine, OPTIONS, folder, folder.with_suffix(".log"), temperature)
+    return served(engine, Serving(OPTIONS, folder, folder.with_suffix(".log"), temperature))
 
 
 def prompts_of(lengths: Sequence[int], first: int = 0) -> SequenceBatch:

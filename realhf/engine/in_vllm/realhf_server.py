@@ -47,16 +47,21 @@ class Weights:
 
         Where a kernel keeps a matrix in an order of its own, it is what comes out for the unit matrix.
         """
-        model, total = self.model_runner.model, 0
-        for parameter in model.parameters():
-            total += int(parameter.detach().reshape(-1).view(torch.int16).sum(dtype=torch.int64))
-        for layer in model.modules():
-            weight = getattr(layer, "weight", None)
-            if isinstance(weight, torch.Tensor) and not weight.numel() and hasattr(layer, "cpu_linear"):
-                unit = torch.eye(layer.input_size_per_partition, dtype=weight.dtype)
-                matrix = layer.cpu_linear(unit, weight, None).contiguous()
-                total += int(matrix.view(-1).view(torch.int16).sum(dtype=torch.int64))
+        total = 0
+        for layer in self.model_runner.model.modules():
+            for weight in layer.parameters(recurse=False):
+                if hasattr(layer, "shard_indices"):  # of a vocabulary, which is filled up with rows of no token
+                    total += bits_of(weight[: layer.shard_indices.num_org_elements])
+                elif not weight.numel() and hasattr(layer, "cpu_linear"):
+                    unit = torch.eye(layer.input_size_per_partition, dtype=weight.dtype)
+                    total += bits_of(layer.cpu_linear(unit, weight, None))
+                else:
+                    total += bits_of(weight)
         return total
+
+
+def bits_of(weight: torch.Tensor) -> int:
+    return int(weight.detach().contiguous().view(-1).view(torch.int16).sum(dtype=torch.int64))
 
 
 def tensors(pieces: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
