@@ -86,6 +86,9 @@ class VllmConfig:
     kv_cache_gb: float = opt(1.0, "memory of each for keys and values")
     max_length: int = opt(0, "longest row in tokens, 0 for all that the model has positions for")
     slots: int = opt(256, "rows decoded at a time")
+    pack: bool = opt(
+        True, "on a CPU: matrices in the order of vLLM's kernels, faster to draw with, slower to hand over"
+    )
     timeout: float = opt(600.0, "seconds that starting, taking weights or a call's answers may take")
 
 

@@ -60,6 +60,7 @@ class VllmServer:
             **os.environ,
             "VLLM_CPU_KVCACHE_SPACE": f"{max(1, round(options.kv_cache_gb))}",
             "VLLM_CPU_OMP_THREADS_BIND": cores,
+            "REALHF_PLAIN_MATRICES": "" if options.pack else "1",
         }
         with log.open("ab") as words, theirs:
             self._process = subprocess.Popen(
@@ -92,6 +93,7 @@ class VllmServer:
         received = bytearray()
         while len(received) < size:
             if not select.select([self._wire], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                self.kill()
                 raise RunFailed(f"{self.name} did not {do} within {self.timeout_s:g} s (vllm.timeout); see {self.log}")
             part = self._wire.recv(min(size - len(received), 1 << 20))
             if not part:
@@ -112,6 +114,10 @@ class VllmServer:
         self._wire.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5.0)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process and all that it started, at once."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -1,6 +1,7 @@
 """Engines for the tests of vLLM. Gloo ranks import this too."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -32,8 +33,8 @@ def engine_on(sums: Path, rank: int = 0, strategy: ParallelStrategy = ALONE) -> 
                         tokenizer_folder=None, share_as="actor")  # fmt: skip
 
 
-def served_on(engine: NativeEngine, folder: Path, temperature: float = 1.0) -> ServedEngine:
-    return served(engine, Serving(OPTIONS, folder, folder.with_suffix(".log"), temperature))
+def served_on(engine: NativeEngine, folder: Path, temperature: float = 1.0, pack: bool = True) -> ServedEngine:
+    return served(engine, Serving(replace(OPTIONS, pack=pack), folder, folder.with_suffix(".log"), temperature))
 
 
 def prompts_of(lengths: Sequence[int], first: int = 0) -> SequenceBatch:

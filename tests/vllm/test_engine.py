@@ -26,9 +26,11 @@ def engine(sums: Path) -> NativeEngine:
     return engine_on(sums)
 
 
-@pytest.fixture(scope="module")
-def vllm(engine: NativeEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
-    found = served_on(engine, tmp_path_factory.mktemp("served") / "actor")
+@pytest.fixture(scope="module", params=[True, False], ids=["packed", "plain"])
+def vllm(
+    engine: NativeEngine, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServedEngine]:
+    found = served_on(engine, tmp_path_factory.mktemp("served") / "actor", pack=request.param)
     yield found
     assert found.server is not None
     found.server.close()

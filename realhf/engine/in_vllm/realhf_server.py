@@ -4,8 +4,10 @@ Requests and answers are msgpack maps behind their length, over a socket that th
 every process of the engine maps the memory in which workers keep them, and copies from there into its own.
 """
 
+import ctypes
 import mmap
 import os
+import signal
 import socket
 import struct
 import sys
@@ -19,6 +21,8 @@ import msgspec
 import torch
 
 LENGTH = struct.Struct("<I")
+PR_SET_PDEATHSIG = 1
+PLAIN = "REALHF_PLAIN_MATRICES"
 WITHOUT_OUTSIDE = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -36,7 +40,11 @@ class Weights:
 
     def take(self, pieces: list[dict[str, Any]], version: int) -> None:
         """Copy tensors from the trainer's memory into the model."""
-        self.model_runner.reload_weights(weights_iterator=tensors(pieces))
+        model = self.model_runner.model
+        if all(weight.numel() for weight in model.parameters()):
+            model.load_weights(tensors(pieces))
+        else:  # matrices lie in an order of their kernels' own: they are made anew
+            self.model_runner.reload_weights(weights_iterator=tensors(pieces))
         self.version = version
 
     def held(self) -> int:
@@ -87,6 +95,20 @@ def mapped(place: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
             _maps[path] = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
     start = place["start"] * dtype.itemsize
     return _maps[path][start : start + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+
+
+def keep_matrices_plain() -> None:
+    """Let vLLM's products on a CPU read matrices as they are loaded. Before a model is loaded, in every process."""
+    from vllm.model_executor.layers import utils
+
+    def plain(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = plain
+
+
+if os.environ.get(PLAIN):
+    keep_matrices_plain()
 
 
 class Server:
@@ -181,7 +203,13 @@ def exactly(wire: socket.socket, size: int) -> bytes | None:
     return bytes(received)
 
 
+def die_with_parent() -> None:
+    """Be killed when the worker ends, however it ends: one that stands still hears of nothing else."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 if __name__ == "__main__":
+    die_with_parent()
     os.environ.update(WITHOUT_OUTSIDE)
     folder = str(Path(__file__).parent)  # vLLM's own processes look for ``Weights`` by name
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))

@@ -1,0 +1,103 @@
+"""Whole runs whose answers vLLM draws: data parallel, tensor parallel, on workers of their own; and their bad ends."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import GRADED, Run, Started, run_all, same_curve, start
+from tests.vllm.model import INTERPRETER
+
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.dist]
+SERVED = "actor_gen.backend=vllm"
+VARIANTS = {
+    "one": [SERVED],
+    "two": ["n_gpus_per_node=2", SERVED],
+    "cut": ["n_gpus_per_node=2", "allocation_mode=actor_gen:t2,*:d2", SERVED],
+    "apart": ["n_gpus_per_node=2", "allocation_mode=vllm.d1+d1"],
+}
+
+
+@pytest.fixture(scope="module")
+def words(sums: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    rewards = tmp_path_factory.mktemp("reward") / "rewards.py"
+    rewards.write_text(GRADED)
+    return [
+        f"actor.config={sums / 'model'}",
+        "actor.init_from_scratch=True",
+        f"actor.tokenizer={sums / 'tokenizer'}",
+        f"dataset.path={sums / 'train.jsonl'}",
+        f"reward.fn={rewards}:graded",
+        "dataset.train_bs_n_seqs=6",
+        "ppo.gen.max_new_tokens=12",
+        "ppo.group_size=2",
+        "ppo.ppo_n_minibatches=2",
+        "exp_ctrl.total_train_steps=5",
+        "verify_reallocation=True",
+        f"vllm.python={INTERPRETER}",
+        "vllm.timeout=120",
+    ]
+
+
+@pytest.fixture(scope="module")
+def runs(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Every step of every run compares checksums of vLLM's weights with the trainer's before it draws."""
+    return run_all("ppo-math", tmp_path_factory.mktemp("vllm"), VARIANTS, words)
+
+
+@pytest.mark.parametrize("other", ["two", "cut", "apart"])
+def test_a_curve_does_not_depend_on_where_vllm_runs(other: str, runs: dict[str, Run]) -> None:
+    assert not same_curve(runs["one"], runs[other])
+
+
+def test_trainer_and_generator_agree(runs: dict[str, Run]) -> None:
+    for run in runs.values():
+        assert len(run.metrics) == 5
+        assert all(line["actor_train/mismatch"] < 1e-5 for line in run.metrics)
+
+
+@pytest.fixture
+def started(words: list[str], tmp_path: Path) -> Callable[..., Started]:
+    return lambda *more: start("ppo-math", tmp_path, [*words, *more])
+
+
+def test_a_killed_vllm_ends_the_run_by_name(started: Callable[..., Started]) -> None:
+    run = started(SERVED, "exp_ctrl.total_train_steps=500", "exp_ctrl.total_train_epochs=500")
+    run.wait_for_step()
+    os.kill(vllm_of(run), signal.SIGKILL)
+    began, ended = time.monotonic(), run.finish()
+    assert ended.code != 0 and time.monotonic() - began < 60
+    assert "worker 0 failed during actor_gen" in ended.said and "vLLM of worker 0 ended by signal SIGKILL" in ended.said
+
+
+def test_a_vllm_that_stands_still_is_named(started: Callable[..., Started]) -> None:
+    run = started(SERVED, "exp_ctrl.total_train_steps=500", "exp_ctrl.total_train_epochs=500", "vllm.timeout=30")
+    run.wait_for_step()
+    pid = vllm_of(run)
+    os.kill(pid, signal.SIGSTOP)
+    ended = run.finish()
+    assert ended.code != 0 and "within 30 s (vllm.timeout)" in ended.said
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_an_interpreter_without_vllm_is_refused(started: Callable[..., Started]) -> None:
+    ended = started(SERVED, "vllm.python=/usr/bin/env").finish()
+    assert ended.code == 2 and "backend=vllm: /usr/bin/env cannot import vllm" in ended.said
+
+
+def vllm_of(run: Started) -> int:
+    """Return the process of vLLM that works for a run."""
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                words = (folder / "cmdline").read_bytes().decode().split("\0")
+                parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+                above = Path(f"/proc/{parent}/cmdline").read_bytes().decode()
+            except OSError:
+                continue
+            if any(word.endswith("realhf_server.py") for word in words) and str(run.root) in above:
+                return int(folder.name)
+    raise AssertionError(f"no process of vLLM works for {run.root}")
