@@ -84,7 +84,7 @@ class Contest:
         ]
 
 
-def contest(name: str, folder: Path, bf16: bool) -> Contest:
+def contest(name: str, folder: Path, bf16: bool, share_as: str = "") -> Contest:
     torch.manual_seed(0)
     mean_prompt, build = SIZES[name]
     model = build()
@@ -92,7 +92,8 @@ def contest(name: str, folder: Path, bf16: bool) -> Contest:
     spec = ModelSpec(str(folder), bf16=bf16, optimizer=OptimizerConfig(lr=1e-4))
     layout = Layout(DeviceMesh((0,)), ParallelStrategy())
     config = read_hf_config(folder, scalar_head=False)
-    engine = build_engine(config, RoleSpec(spec), ParallelContext(layout, 0), True, True, 1, 100, (), None)
+    context = ParallelContext(layout, 0)
+    engine = build_engine(config, RoleSpec(spec), context, True, True, 1, 100, (), None, share_as)
     return Contest(name, model.to(torch.bfloat16 if bf16 else torch.float32), engine, mean_prompt)
 
 

@@ -30,6 +30,9 @@ class Placement:
     micro_batching: MicroBatching = MicroBatching()
     backend: Backend = Backend.native
 
+    def __str__(self) -> str:
+        return str(self.layout) if self.backend is Backend.native else f"{self.backend.value} {self.layout}"
+
 
 @dataclass(frozen=True)
 class ExecutionPlan:

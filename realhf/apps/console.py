@@ -103,7 +103,7 @@ def plan_table(run: RunSpec) -> Table:
         table.add_column(head, overflow="fold")
     for mfc in run.graph.topological:
         steps = " ".join(type(step).__name__ for step in run.program[mfc.name])
-        layout = str(run.plan[mfc.name].layout)
+        layout = str(run.plan[mfc.name])
         row = (mfc.name, mfc.kind.value, mfc.role or "-", layout, str(mfc.batch_size), steps, " ".join(mfc.outputs))
         table.add_row(*row)
     return table

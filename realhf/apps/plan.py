@@ -131,7 +131,7 @@ def _allocation(found: Survey) -> Listing:
         placement = found.plan[mfc.name]
         limits, (compute, moves) = placement.micro_batching, spent[mfc.name]
         batching = f"{limits.max_tokens_per_mb}" + (f", {limits.max_slots} rows" if limits.max_slots else "")
-        cells = (mfc.name, mfc.kind.value, mfc.role or "-", str(placement.layout), batching)
+        cells = (mfc.name, mfc.kind.value, mfc.role or "-", str(placement), batching)
         rows.append((*cells, f"{compute:.3g}", f"{moves:.3g}" if moves else "-"))
     return Listing("allocation", "llllrrr", ("call", "kind", "role", "layout", "tokens/mb", "seconds", "moves"),
                    tuple(rows))  # fmt: skip
@@ -216,7 +216,7 @@ def layouts_text(plan: ExecutionPlan) -> str:
     """Return the layouts of a plan, each with its calls; one that all share stands alone."""
     calls: dict[str, list[str]] = {}
     for name, placement in plan.placements.items():
-        calls.setdefault(str(placement.layout), []).append(name)
+        calls.setdefault(str(placement), []).append(name)
     if len(calls) == 1:
         return next(iter(calls))
     return "; ".join(f"{layout}: {', '.join(names)}" for layout, names in calls.items())

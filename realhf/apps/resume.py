@@ -24,6 +24,7 @@ FREE = ("experiment_name", "trial_name", "fileroot", "overwrite", "mode", "devic
         "allocation_mode", "threads_per_worker", "startup_timeout", "call_timeout", "heartbeat_timeout",
         "channel_address", "verify_reallocation",
         "n_logged_generations", "save_roles", "recover_", "exp_ctrl.", "planner.", "wandb.",
+        "vllm.", "mismatch_limit",
         "tensorboard.", "slurm.", "ray.", "dataset.path")  # fmt: skip
 """Options that may differ from those of the checkpoint: they change neither data nor mathematics. The data file is
 compared by what it holds."""

@@ -1,8 +1,9 @@
-"""How long handing a model of 100 M parameters over to vLLM takes, against a copy of its bytes.
+"""vLLM on this machine: tokens that the native engine draws in a second against its, and how long a push takes.
 
-    make vllm; python benchmarks/bench_push.py [--python .venv-vllm/bin/python] [--rounds N]
+    make vllm; python benchmarks/bench_vllm.py [decode] [push] [--python .venv-vllm/bin/python] [--rounds N]
 
-One worker, float32; both sides in turns. The copy is torch's, from one piece of memory to another.
+``decode`` is that of bench_peer.py: 16 prompts with 8 answers of 32 tokens on average, both with log-probabilities,
+float32, two threads; vLLM without its compiler. ``push`` hands over 100 M parameters, against torch's copy of them.
 """
 
 import argparse
@@ -10,9 +11,12 @@ import json
 import statistics
 import tempfile
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
+from bench_peer import contest, in_turns, our_tokens, report
 
 from realhf.api.config import ModelSpec, VllmConfig
 from realhf.api.experiment import RoleSpec
@@ -39,16 +43,34 @@ def engine_in(folder: Path, python: str, pack: bool = True) -> ServedEngine:
     return served(engine, Serving(VllmConfig(python=python, pack=pack), folder / "vllm", folder / "vllm.log"))
 
 
+def decode(python: str, rounds: int) -> None:
+    """Print how many tokens are drawn in a second, in turns."""
+    for name in ("tiny", "small"):
+        with tempfile.TemporaryDirectory() as folder:
+            duel = contest(name, Path(folder) / "model", bf16=False, share_as="model")
+            engine = served(duel.ours, Serving(VllmConfig(python=python), Path(folder) / "v", Path(folder) / "v.log"))
+            assert engine.server is not None
+            sides = {"realhf": duel, "vLLM": replace(duel, ours=engine)}
+            rates = in_turns({who: partial(our_tokens, side) for who, side in sides.items()}, rounds)
+            engine.server.close()
+        report(f"decode {name}", rates, "tokens/s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("subjects", nargs="*", choices=["decode", "push", []], default=["decode", "push"])
     parser.add_argument("--python", default=".venv-vllm/bin/python")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    for pack in (False, True):
-        measure(str(Path(options.python).absolute()), options.rounds, pack)
+    torch.set_num_threads(2)
+    python = str(Path(options.python).absolute())
+    if "decode" in options.subjects:
+        decode(python, options.rounds)
+    for pack in (False, True) if "push" in options.subjects else ():
+        push(python, options.rounds, pack)
 
 
-def measure(python: str, rounds: int, pack: bool) -> None:
+def push(python: str, rounds: int, pack: bool) -> None:
     """Print what a push takes, with vLLM's matrices as they are or in the order of its kernels."""
     with tempfile.TemporaryDirectory() as folder:
         engine = engine_in(Path(folder), python, pack)
@@ -65,10 +87,10 @@ def measure(python: str, rounds: int, pack: bool) -> None:
                 engine.server.ask("load", pieces=bucket, version=number)
             pushes.append(time.perf_counter() - began)
         engine.server.close()
-    copy, push = (statistics.median(some[1:]) for some in (copies, pushes))
+    copy_s, push_s = (statistics.median(some[1:]) for some in (copies, pushes))
     kind = "packed" if pack else "plain"
-    print(f"{len(data) / 1e6:.0f} M parameters, {kind}: push {push:.3f} s ({min(pushes):.3f}-{max(pushes[1:]):.3f}), "
-          f"copy {copy:.3f} s: {push / copy:.1f} copies")  # fmt: skip
+    print(f"{len(data) / 1e6:.0f} M parameters, {kind}: push {push_s:.3f} s ({min(pushes):.3f}-{max(pushes[1:]):.3f}), "
+          f"copy {copy_s:.3f} s: {push_s / copy_s:.1f} copies")  # fmt: skip
 
 
 if __name__ == "__main__":
