@@ -223,6 +223,7 @@ class Serving:
         options = {
             "folder": str(self.folder),
             "dtype": str(dtype).removeprefix("torch."),
+            "device": context.device.type,
             "tp": len(ranks),
             "max_length": self.options.max_length or engine.config.max_positions,
             "slots": self.options.slots,

@@ -22,6 +22,7 @@ import torch
 
 LENGTH = struct.Struct("<I")
 PR_SET_PDEATHSIG = 1
+BATCHED_TOKENS = 8192
 PLAIN = "REALHF_PLAIN_MATRICES"
 WITHOUT_OUTSIDE = {
     "HF_HUB_OFFLINE": "1",
@@ -128,6 +129,9 @@ class Server:
             max_num_seqs=options["slots"],
             enforce_eager=True,
             enable_prefix_caching=True,
+            # a row's generator on a CPU cannot be put back by what a part of a prompt drew (vLLM 0.32)
+            enable_chunked_prefill=options["device"] != "cpu",
+            max_num_batched_tokens=max(options["max_length"], BATCHED_TOKENS),
             logprobs_mode=options["logprobs"],
             worker_extension_cls=f"{Path(__file__).stem}.{Weights.__name__}",
             seed=0,
