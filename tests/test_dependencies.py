@@ -23,7 +23,7 @@ else:
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TOOLS = ("test", "dev")  # extras that the package itself does not import
-PLANNED = {"megatron-core"}  # `realhf env` says whether it is there; nothing runs on it yet
+PLANNED = {"megatron-core"}  # an oracle in tests; nothing runs on it yet
 ELSEWHERE = {"vllm"}  # imported by its own process alone, in an interpreter of its own, which `make vllm` pins
 OURS = ("realhf", "tests", "examples", "benchmarks", "experiments", "docs")
 UNPICKLING = re.compile(r"(pickle|dill|cloudpickle|marshal|joblib)\.(load|loads|Unpickler)|shelve\.open|"
