@@ -246,15 +246,18 @@ class Serving:
 
 
 def in_buckets(tensors: Iterable[Placed], paths: Sequence[str], dtype: torch.dtype) -> tuple[Bucket, ...]:
-    """Return what requests say of the weights: names, shapes and where the parts lie, by ``BUCKET_BYTES`` of them."""
+    """Return what requests say of the weights: names, shapes and where the parts lie, by ``BUCKET_BYTES`` of them.
+
+    A layer is handed over at once: vLLM makes one matrix of several of its tensors.
+    """
     buckets: list[list[dict[str, Any]]] = []
-    room = 0
-    for tensor in tensors:
-        nbytes = math.prod(tensor.shape) * dtype.itemsize
-        if not buckets or nbytes > room:
+    room, layer = 0, -1
+    for tensor in sorted(tensors, key=lambda tensor: tensor.layer):
+        if tensor.layer != layer and room <= 0:
             buckets.append([])
             room = BUCKET_BYTES
-        room -= nbytes
+        layer = tensor.layer
+        room -= math.prod(tensor.shape) * dtype.itemsize
         places = [
             {"path": paths[at.shard], "start": at.start, "shape": at.shape, "box": at.box, "transpose": at.transpose}
             for at in tensor.places

@@ -24,9 +24,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Placed:
-    """One tensor as Hugging Face names it, and where its parts are."""
+    """One tensor as Hugging Face names it, the layer that it belongs to, and where its parts are."""
 
     name: str
+    layer: int
     shape: tuple[int, ...]
     places: tuple[Place, ...]
 
@@ -39,6 +40,7 @@ def placed_tensors(config: ModelConfig, shards: Iterable[FlatParams]) -> list[Pl
     specs = {spec.name: spec for spec in param_specs(config)}
     parts = parts_of_parameters(specs, FAMILIES[config.family].hf_tensors(config))
     shapes = hf_shapes(parts)
+    layers = {part.name: specs[ours].layer for ours, several in parts.items() for part in several}
     found: dict[str, dict[Box, Place]] = {name: {} for name in shapes}
     for number, shard in enumerate(shards):
         for name in shard.names:
@@ -50,4 +52,4 @@ def placed_tensors(config: ModelConfig, shards: Iterable[FlatParams]) -> list[Pl
                 box = tuple((span.start, span.stop) for span in part.theirs(ours))
                 place = Place(number, int(value.storage_offset()), tuple(value.shape), box, part.transpose)
                 found[part.name].setdefault(box, place)
-    return [Placed(name, shapes[name], tuple(places.values())) for name, places in found.items()]
+    return [Placed(name, layers[name], shapes[name], tuple(places.values())) for name, places in found.items()]

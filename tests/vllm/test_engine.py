@@ -91,6 +91,15 @@ def test_new_weights_are_drawn_with(engine: NativeEngine, vllm: ServedEngine) ->
         now.generate(prompts_of(LENGTHS), PLAIN, 1, seed=5)
 
 
+def test_weights_in_many_requests(engine: NativeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("realhf.engine.vllm.BUCKET_BYTES", 1000)
+    found = served_on(engine, tmp_path / "actor")
+    assert found.server is not None and len(found.buckets) == 4  # embedding, two blocks, the last norm
+    made = replace(found, verify=True).generate(prompts_of(LENGTHS), PLAIN, 2, seed=5)
+    assert differ(engine, made) < 1e-4
+    found.server.close()
+
+
 def test_weights_of_another_version_are_not_drawn_with(vllm: ServedEngine) -> None:
     assert vllm.server is not None
     with pytest.raises(
