@@ -32,7 +32,7 @@ demo: $(STAMP)
 	$(BIN)/realhf demo
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --numprocesses $(JOBS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore tests/vllm --numprocesses $(JOBS) --dist loadfile
 
 VLLM = .venv-vllm
 
