@@ -5,16 +5,12 @@ import os
 
 
 class SharedBytes:
-    """``size`` zero bytes. ``path`` opens them in another process for as long as this one lives."""
+    """``size`` zero bytes; another process can open them at their place for as long as this one lives."""
 
     def __init__(self, size: int, name: str) -> None:
         self._fd = os.memfd_create(f"realhf-{name}")
         os.ftruncate(self._fd, max(size, mmap.PAGESIZE))
         self.map = mmap.mmap(self._fd, 0)
-
-    @property
-    def path(self) -> str:
-        return path_of(os.getpid(), self._fd)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -24,9 +20,6 @@ class SharedBytes:
     def give_back(self) -> None:
         """Release the memory; it is zero when it is used again."""
         self.map.madvise(mmap.MADV_REMOVE)
-
-    def close(self) -> None:
-        os.close(self._fd)
 
 
 def path_of(pid: int, fd: int) -> str:
