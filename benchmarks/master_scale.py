@@ -34,8 +34,9 @@ from realhf.plan.program import meshes_of
 from realhf.system.channel import Inbox, Outbox, encode
 from realhf.system.master import Master, look_for_cycles_seldom
 from realhf.system.run import RunSpec
-from realhf.system.seal import Lane, Seal, digest
+from realhf.system.seal import Lane, Seal
 from realhf.system.telemetry import Metrics, Telemetry
+from realhf.system.tracing import time_by_metric, trace_lines
 
 LIMIT_US, LIMIT_GB = 20.0, 2.0
 GROUP = 4  # answers per prompt
@@ -132,14 +133,14 @@ class Cluster:
         rank = message.rank
         self.free_at[rank] = max(self.free_at[rank], self.now) + seconds * self.chance.uniform(0.9, 1.1)
         payload = encode(message)
-        frames = [self.seals[rank].head((rank,), digest(payload)), payload]
+        frames = [self.seals[rank].head((rank,), payload), payload]
         self.under_way.append((self.free_at[rank], self.chance.getrandbits(62), frames))
 
     def hear(self, rank: int, message: ToWorker) -> None:
         match message:
             case Start():
                 self.answer(Ready(rank, {"seconds": 1.0}), 10.0)
-            case Fetch(request, start, stop):
+            case Fetch(request, _, start, stop):
                 at = self.heads["actor_gen"][rank]
                 first, last = (start + (stop - start) * k // self.n_fetchers for k in (at, at + 1))
                 ids = tuple(RowId(p, -1) for p in range(first, last))
@@ -180,8 +181,9 @@ class Cluster:
         *spans: str,
     ) -> None:
         at = int(1.7e15 + self.now * 1e6)
-        told = tuple((name, at, int(seconds * 1e6)) for name in (span, *spans))
-        self.answer(Done(request, rank, outputs, stats or {}, None, {}, told, (2 << 30, 1 << 30)), seconds)
+        told = [(name, at, int(seconds * 1e6)) for name in (span, *spans)]
+        trace, took = trace_lines(told, rank, 0), time_by_metric(told)
+        self.answer(Done(request, rank, outputs, stats or {}, None, {}, trace, took, (2 << 30, 1 << 30)), seconds)
 
     def rows(self, ids: tuple[RowId, ...], keys: tuple[str, ...]) -> BatchMeta:
         lengths = tuple(self.chance.randrange(200, 2000) for _ in ids)

@@ -26,7 +26,8 @@ class ColumnMeta:
     @property
     def sizes(self) -> list[int]:
         """Bytes of every row."""
-        return [length * SCALAR_BYTES[self.dtype] for length in self.lengths]
+        each = SCALAR_BYTES[self.dtype]
+        return [length * each for length in self.lengths]
 
 
 @dataclass(frozen=True)

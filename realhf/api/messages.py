@@ -5,6 +5,7 @@ Statistics travel as ``{name: (sum, count)}`` and are divided once, by the maste
 """
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -12,7 +13,6 @@ import msgspec
 from realhf.api.batch import BatchMeta, RowId
 
 Stats = dict[str, tuple[float, float]]
-SpanTuple = tuple[str, int, int]
 State = dict[str, Any]
 """What an interface remembers between calls of its role (KL coefficient, value statistics): small, plain, JSON-able."""
 
@@ -36,7 +36,7 @@ class Holders:
     @property
     def ranks(self) -> frozenset[int]:
         """Every worker that has any of the rows."""
-        return frozenset(rank for group in self.groups for rank in group)
+        return frozenset(chain.from_iterable(self.groups))
 
 
 class Message(
@@ -45,7 +45,7 @@ class Message(
     """One message: a map with the name of its type, as strict as its annotations. None is part of a cycle."""
 
 
-# master -> worker
+# master -> worker; where a request has a ``step``, it is the traversal of the graph that it belongs to
 class Start(Message, frozen=True):
     """Join the other workers at the rendezvous, where rank 0 opened the store; go on from ``checkpoint``, if given."""
 
@@ -58,6 +58,7 @@ class Fetch(Message, frozen=True):
     """Load the prompts at positions ``start <= i < stop`` of the data stream into the row store."""
 
     request: int
+    step: int
     start: int
     stop: int
 
@@ -67,8 +68,7 @@ class Call(Message, frozen=True):
 
     ``request`` is numbered by whoever sends it. ``holders`` tells who has the rows of ``inputs``; ``shared`` names the
     keys that are held once per prompt; ``assignment[d]`` lists the rows of data-parallel rank ``d``;
-    ``minibatches[i]`` numbers the mini-batch of row ``i``; ``state`` is the role's state, ``step`` the traversal that
-    these rows belong to.
+    ``minibatches[i]`` numbers the mini-batch of row ``i``; ``state`` is the role's state.
     """
 
     request: int
@@ -101,6 +101,7 @@ class Save(Message, frozen=True):
     """Write the role's weights as a Hugging Face folder."""
 
     request: int
+    step: int
     role: str
     path: str
 
@@ -109,6 +110,7 @@ class Checkpoint(Message, frozen=True):
     """Take a copy of what training has changed, and begin to write it into ``folder``."""
 
     request: int
+    step: int
     folder: str
 
 
@@ -116,6 +118,7 @@ class Settle(Message, frozen=True):
     """Reply when the checkpoint that was begun is on the disk, with its ``files``."""
 
     request: int
+    step: int
 
 
 class Drop(Message, frozen=True):
@@ -148,7 +151,10 @@ class Ready(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """A request is done. ``spans`` are (name, start_us, duration_us); ``memory`` is (peak, present) resident bytes."""
+    """A request is done. ``trace`` and ``took`` (microseconds by metric) say how the time went (``system/tracing``).
+
+    ``memory`` is (peak, present) resident bytes.
+    """
 
     request: int
     rank: int
@@ -156,8 +162,14 @@ class Done(Message, frozen=True):
     stats: Stats = {}
     state: State | None = None
     values: dict[str, Any] = {}
-    spans: tuple[SpanTuple, ...] = ()
+    trace: bytes = b""
+    took: dict[str, int] = {}
     memory: tuple[int, int] = (0, 0)
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether nothing came of the request but that it is done, as with most of a mesh."""
+        return self.outputs is None and not self.stats and self.state is None and not self.values
 
 
 class Beat(Message, frozen=True):

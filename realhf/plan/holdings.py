@@ -2,15 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter, eq
 
 from realhf.api.batch import PROMPT, BatchMeta, ColumnMeta, RowId
 from realhf.api.layout import Layout
 from realhf.api.messages import Holders
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Keepers:
-    """Workers that hold the same rows, their producer first. One object for all these rows, told apart by identity."""
+    """Workers that hold the same rows, their producer first. One object for all these rows, told apart by identity.
+
+    Thousands are made at every call: it is never changed, but not frozen, which would take three times as long.
+    """
 
     ranks: tuple[int, ...]
 
@@ -27,7 +32,7 @@ class Keepers:
         return have, Keepers(self.ranks + lack) if lack else self
 
 
-@dataclass
+@dataclass(slots=True)
 class PromptRows:
     """The rows of one prompt that have the values of one key, in order. One worker made them; they move together."""
 
@@ -35,17 +40,9 @@ class PromptRows:
     lengths: tuple[int, ...]
     holders: Keepers
 
-    def lengths_of(self, ids: tuple[RowId, ...], is_shared: bool) -> tuple[int, ...]:
-        """Return the length of every one of ``ids``; what is shared has one for all of them."""
-        if is_shared:
-            return self.lengths * len(ids)
-        if ids == self.ids:
-            return self.lengths
-        length = dict(zip(self.ids, self.lengths, strict=True))
-        return tuple(length[row] for row in ids)
 
-
-NOBODY = Keepers(())
+NO_ROWS = PromptRows((), (), Keepers(()))
+"""A prompt of which nothing was left: nobody holds it, so this one stands for all of them."""
 
 
 @dataclass
@@ -65,19 +62,35 @@ def in_order(meta: BatchMeta) -> BatchMeta:
     return BatchMeta(tuple([meta.ids[i] for i in order]), columns)
 
 
-def common_rows(prompt: int, inputs: Sequence[PromptRows], own: Sequence[PromptRows]) -> tuple[RowId, ...]:
-    """Return the rows of a prompt that have every input; a producer may have dropped some (best of n).
+def kept_rows(
+    prompts: Sequence[int], inputs: Sequence[Sequence[PromptRows]], own: Sequence[Sequence[PromptRows]]
+) -> list[tuple[RowId, ...]]:
+    """Return the rows of every prompt that have every input; a producer may have dropped some (best of n).
 
-    ``own`` are the inputs that every row has for itself.
+    An input has one element for each of ``prompts``. ``own`` are those that every row has for itself.
     """
-    if not all(rows.ids for rows in inputs):
-        return ()
     if not own:
-        return (RowId(prompt, PROMPT),)
-    first = own[0].ids
-    if all(rows.ids == first for rows in own):
-        return first
-    return tuple(sorted(set(first).intersection(*(rows.ids for rows in own))))
+        kept: list[tuple[RowId, ...]] = [(RowId(prompt, PROMPT),) for prompt in prompts]
+    else:
+        first, *others = ([rows.ids for rows in of_prompts] for of_prompts in own)
+        kept = first if all(ids == first for ids in others) else [*map(_common, first, *others)]
+    if all(map(attrgetter("ids"), chain.from_iterable(inputs))):
+        return kept
+    return [ids if all(rows.ids for rows in at) else () for ids, *at in zip(kept, *inputs, strict=True)]
+
+
+def _common(first: tuple[RowId, ...], *others: tuple[RowId, ...]) -> tuple[RowId, ...]:
+    return first if all(ids == first for ids in others) else tuple(sorted(set(first).intersection(*others)))
+
+
+def lengths_of(rows: Sequence[PromptRows], kept: Sequence[tuple[RowId, ...]], is_shared: bool) -> tuple[int, ...]:
+    """Return the length of every row that was kept, of a key; what is shared has one for all rows of its prompt."""
+    if is_shared:
+        return tuple([n for of, ids in zip(rows, kept, strict=True) for n in of.lengths * len(ids)])
+    if all(map(eq, map(attrgetter("ids"), rows), kept)):
+        return tuple(chain.from_iterable(map(attrgetter("lengths"), rows)))
+    length = {row: n for of in rows for row, n in zip(of.ids, of.lengths, strict=True)}
+    return tuple([length[row] for ids in kept for row in ids])
 
 
 def pass_on(

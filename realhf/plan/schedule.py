@@ -8,14 +8,14 @@ the calls that read what it keeps begin, with the first so many of them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from realhf.api.batch import PROMPT, BatchMeta, ColumnMeta, RowId
 from realhf.api.graph import MFC, Graph
 from realhf.api.messages import Call, State
 from realhf.api.plan import ExecutionPlan
 from realhf.plan.assign import deal_rows
-from realhf.plan.holdings import NOBODY, Keepers, PromptRows, Table, common_rows, in_order, pass_on
+from realhf.plan.holdings import NO_ROWS, Keepers, PromptRows, Table, in_order, kept_rows, lengths_of, pass_on
 
 
 @dataclass(frozen=True)
@@ -152,10 +152,9 @@ class MasterState:
 
     def _store(self, event: RowsReady) -> None:
         made = self.graph.dataset_keys if event.mfc is None else self.graph[event.mfc].outputs
+        through = dict.fromkeys(range(event.span.start, event.span.stop), NO_ROWS)
         for key in made:
-            prompts = self._tables[key].prompts
-            for prompt in range(event.span.start, event.span.stop):
-                prompts.setdefault(prompt, PromptRows((), (), NOBODY))
+            self._tables[key].prompts |= through
         for rank, meta in event.outputs.items():
             producer, meta = Keepers((rank,)), in_order(meta)
             known = [(self._tables[key], column) for key, column in meta.columns.items() if key in self._tables]
@@ -277,17 +276,16 @@ class MasterState:
 
     def _call(self, mfc: MFC, span: Span) -> Call:
         prompts = self._prompts(mfc, span)
-        found = {key: [self._tables[key].prompts[p] for p in prompts] for key in mfc.inputs}
-        shared = tuple(key for key, rows in found.items() if any(r.ids and r.ids[0].sample == PROMPT for r in rows))
-        own = [rows for key, rows in found.items() if key not in shared]
-        numbers = enumerate(prompts)
-        kept = [common_rows(p, [rows[k] for rows in found.values()], [rows[k] for rows in own]) for k, p in numbers]
-        ids = tuple([row for rows in kept for row in rows])
-        columns = {}
-        for key, rows in found.items():
-            lengths = [n for r, of in zip(rows, kept, strict=True) for n in r.lengths_of(of, key in shared)]
-            columns[key] = ColumnMeta(self._tables[key].dtype or "uint8", tuple(lengths))
-        weights = [max(sizes) for sizes in zip(*(c.sizes for c in columns.values()), strict=True)] or [1] * len(ids)
+        found = {key: [*map(self._tables[key].prompts.__getitem__, prompts)] for key in mfc.inputs}
+        shared = tuple(key for key, rows in found.items() if any(r.ids[0].sample == PROMPT for r in rows if r.ids))
+        kept = kept_rows(prompts, [*found.values()], [rows for key, rows in found.items() if key not in shared])
+        ids = tuple(chain.from_iterable(kept))
+        columns = {
+            key: ColumnMeta(self._tables[key].dtype or "uint8", lengths_of(rows, kept, key in shared))
+            for key, rows in found.items()
+        }
+        sizes = [column.sizes for column in columns.values()]
+        weights = [*map(max, zip(*sizes, strict=True))] or [1] * len(ids)
         layout = self.plan[mfc.name].layout
         assignment, minibatches = deal_rows(ids, weights, layout.strategy.dp, mfc.n_minibatches)
         return Call(

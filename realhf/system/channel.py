@@ -19,7 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from realhf.api.messages import TO_MASTER, TO_WORKER, Beat, Message, ToMaster, ToWorker
 from realhf.base.errors import RunFailed, UserError
-from realhf.system.seal import Gate, Lane, Refused, Seal, digest
+from realhf.system.seal import Gate, Lane, Refused, Seal
 
 MAX_MESSAGE = 256 << 20
 
@@ -67,7 +67,7 @@ class Outbox:
     def sealed(self, ranks: Iterable[int], message: ToWorker) -> tuple[bytes, bytes]:
         """Return head and payload."""
         payload = encode(message)
-        return self._seal.head(ranks, digest(payload)), payload
+        return self._seal.head(ranks, payload), payload
 
 
 class Inbox:
@@ -176,7 +176,7 @@ class ZmqWorker:
 
     def send(self, message: ToMaster) -> None:
         payload = encode(message)
-        self._socket.send_multipart([self._seal.head((self._rank,), digest(payload)), payload])
+        self._socket.send_multipart([self._seal.head((self._rank,), payload), payload])
 
     def receive(self, timeout_s: float | None = None, waiting_for: str = "the next message") -> ToWorker:
         """Return the next message; ``RunFailed`` names what was awaited when none comes in time.
@@ -201,7 +201,7 @@ class ZmqWorker:
         wire, seal = self._connect(linger_ms=0), Seal(self._key, Lane.beat)
         while True:
             payload = encode(beat())
-            wire.send_multipart([seal.head((self._rank,), digest(payload)), payload])
+            wire.send_multipart([seal.head((self._rank,), payload), payload])
             if stopped.wait(interval_s):
                 wire.close()
                 return

@@ -48,7 +48,9 @@ class Mailbox:
     nodes_settle_s: float = 0.0
     pulses: Pulses = field(default_factory=lambda: Pulses(float("inf")))
 
-    def receive(self, left: Callable[[], float], complaint: Callable[[], str], awaited: Iterable[int] = ()) -> ToMaster:
+    def receive(
+        self, left: Callable[[], float], complaint: Callable[[], str], awaited: Callable[[], Collection[int]]
+    ) -> ToMaster:
         """Return the next message; ``RunFailed`` when a worker died or failed.
 
         ``Hung`` when one gives no sign of life for too long, or when the deadline passed for those ``awaited``.
@@ -70,7 +72,7 @@ class Mailbox:
                 case None if silent := self.pulses.silent():
                     raise Hung(self.pulses.complaint(silent), silent, lost=silent)
             if left() <= 0:
-                raise Hung(complaint() + self.pulses.report(awaited), awaited)
+                raise Hung(complaint() + self.pulses.report(awaited()), awaited())
             patience = min(POLL_S, left())
 
     def receive_all(self, kind: type, ranks: Iterable[int], timeout_s: float, what: str) -> dict[int, Any]:
@@ -79,7 +81,7 @@ class Mailbox:
         found: dict[int, Any] = {}
         while missing:
             message = self.receive(
-                left, lambda: f"waited {timeout_s:.0f} s for worker {listed(missing)} {what}", missing
+                left, lambda: f"waited {timeout_s:.0f} s for worker {listed(missing)} {what}", lambda: missing
             )
             if isinstance(message, kind):
                 found[message.rank] = message

@@ -39,14 +39,28 @@ from realhf.system.telemetry import Telemetry
 
 @dataclass
 class _Request:
-    """A request under way. ``then`` takes all replies and may answer with an event."""
+    """A request under way. ``then`` takes the replies that say more than "done", and may answer with an event."""
 
     what: str
     step: int
-    waiting: set[int]
+    is_due: bytearray  # 1 for every worker whose reply is awaited, 0 for others
+    n_due: int
     left: Callable[[], float]
     then: Callable[[list[Done]], RowsReady | None]
     replies: list[Done] = field(default_factory=list)
+
+    @property
+    def waiting(self) -> list[int]:
+        """The workers whose reply is awaited."""
+        return [rank for rank, is_due in enumerate(self.is_due) if is_due]
+
+    def take(self, reply: Done) -> bool:
+        """Take a reply in; tell whether it was the last. Thousands come: nothing is kept of those that say no more."""
+        self.n_due -= self.is_due[reply.rank]
+        self.is_due[reply.rank] = 0
+        if not reply.is_bare:
+            self.replies.append(reply)
+        return not self.n_due
 
 
 class Master:
@@ -106,7 +120,7 @@ class Master:
         self.channel.send(range(self.run.plan.n_workers), message)
 
     def _doing(self, rank: int) -> str:
-        asked = ", ".join(r.what for r in self.requests.values() if rank in r.waiting)
+        asked = ", ".join(r.what for r in self.requests.values() if r.is_due[rank])
         return asked or ("nothing it was asked for" if self.requests else "its start-up")
 
     def _next_event(self) -> RowsReady | None:
@@ -118,13 +132,11 @@ class Master:
             return f"waited {patience:.0f} s for {oldest.what} from worker {listed(oldest.waiting)}"
 
         while True:
-            message = self.mailbox.receive(oldest.left, complaint, oldest.waiting)
+            message = self.mailbox.receive(oldest.left, complaint, lambda: oldest.waiting)
             assert isinstance(message, Done), f"a worker that is ready says Done, not {type(message).__name__}"
             request = self.requests[message.request]
-            request.waiting.discard(message.rank)
             self.telemetry.reply(request.step, message)
-            request.replies.append(message)
-            if not request.waiting:
+            if request.take(message):
                 del self.requests[message.request]
                 return request.then(sorted(request.replies, key=lambda r: r.rank))
 
@@ -147,7 +159,10 @@ class Master:
         self, ranks: Iterable[int], what: str, step: int, then: Callable[[list[Done]], RowsReady | None]
     ) -> None:
         left = deadline(self.run.config.call_timeout)
-        self.requests[self.next_request] = _Request(what, step, set(ranks), left, then)
+        is_due = bytearray(self.run.plan.n_workers)
+        for rank in ranks:
+            is_due[rank] = 1
+        self.requests[self.next_request] = _Request(what, step, is_due, sum(is_due), left, then)
 
     def _perform(self, actions: list[Action]) -> None:
         """Carry out actions; the rows of all calls move before any is run, so that none waits for another."""
@@ -166,7 +181,7 @@ class Master:
     def _fetch(self, span: Span) -> None:
         self._ask(
             self.run.fetchers,
-            lambda request: Fetch(request, span.start, span.stop),
+            lambda request: Fetch(request, span.step, span.start, span.stop),
             f"the data of step {span.step + 1}",
             span.step,
             lambda replies: RowsReady(None, span, _outputs(replies)),
@@ -261,7 +276,9 @@ class Master:
         self.writing = Manifest(step, dict(self.state.states), layouts, {}, run.data_digest, flat_options(run.config))
         folder = str(aside(run.paths.checkpoints, step))
         everyone = range(run.plan.n_workers)
-        self._ask(everyone, lambda request: Checkpoint(request, folder), f"checkpoint {step}", step - 1, nothing)
+        self._ask(
+            everyone, lambda request: Checkpoint(request, step - 1, folder), f"checkpoint {step}", step - 1, nothing
+        )
 
     def _settle(self) -> None:
         """Have the checkpoint that was begun a step ago finished, and let it count."""
@@ -276,7 +293,8 @@ class Master:
 
         what = f"checkpoint {manifest.step} to be on the disk"
         everyone = range(self.run.plan.n_workers)
-        self._ask(everyone, lambda request: Settle(request), what, manifest.step - 1, written)
+        last = manifest.step - 1
+        self._ask(everyone, lambda request: Settle(request, last), what, last, written)
 
     def _end_early(self, step: int) -> None:
         """Have the checkpoint of this step finished, and leave it at that."""
@@ -310,16 +328,17 @@ class Master:
     def _export(self, role: str, path: Path, step: int, then: Callable[[str, Path], None]) -> None:
         """Have a model written; inboxes are in order, so the weights are those of this step."""
 
-        def message(request: int) -> ToWorker:
-            return Save(request, role, str(path))
+        last, ranks = max(step - 1, 0), home(self.run.graph, self.run.plan, role).mesh.ranks
 
-        ranks = home(self.run.graph, self.run.plan, role).mesh.ranks
-        self._ask(ranks, message, f"saving {role}", max(step - 1, 0), lambda replies: then(role, path))
+        def message(request: int) -> ToWorker:
+            return Save(request, last, role, str(path))
+
+        self._ask(ranks, message, f"saving {role}", last, lambda replies: then(role, path))
 
 
 def look_for_cycles_seldom() -> None:
     """Spare this process the collector: a master makes many values, and none of them is part of a cycle."""
-    gc.set_threshold(200_000, 50, 1000)
+    gc.set_threshold(2_000_000, 50, 1000)
 
 
 def nothing(replies: list[Done]) -> None:

@@ -9,15 +9,17 @@ import hmac
 import os
 import secrets
 import struct
+from array import array
 from collections.abc import Iterable
 from enum import IntEnum
 from hashlib import blake2b
 from pathlib import Path
 
-FIELDS = struct.Struct("<BQ")
+FIELDS = struct.Struct("<BQI")  # lane, number, how many runs follow: so no byte may pass from them to the payload
 RUN = struct.Struct("<II")  # ranks, start <= rank < stop
+ONE_RUN = struct.Struct(FIELDS.format + RUN.format[1:])
 TAG_BYTES = 32
-SHORT_BYTES = 512
+ONE_RUN_BYTES = TAG_BYTES + ONE_RUN.size
 
 
 class Lane(IntEnum):
@@ -39,26 +41,9 @@ def new_key(path: Path) -> bytes:
     return key
 
 
-def digest(payload: bytes) -> bytes:
-    """Return what stands for a payload: its hash, so that many seals cost one; itself where that is shorter work.
-
-    The first byte tells them apart: a short payload that reads like the hash of another does not stand for it.
-    """
-    if len(payload) <= SHORT_BYTES:
-        return b"\0" + payload
-    return b"\1" + blake2b(payload, digest_size=TAG_BYTES).digest()
-
-
 def keyed(key: bytes) -> "blake2b":
     """Return the message authentication code of nothing yet (RFC 7693, keyed), for copies to go on from."""
     return blake2b(key=key, digest_size=TAG_BYTES)
-
-
-def tag(mac: "blake2b", fields: bytes, payload_digest: bytes) -> bytes:
-    """Return the message authentication code of a message; ``mac`` is that of nothing."""
-    own = mac.copy()
-    own.update(fields + payload_digest)
-    return own.digest()
 
 
 def runs_of(ranks: Iterable[int]) -> bytes:
@@ -78,11 +63,15 @@ class Seal:
     def __init__(self, key: bytes, lane: Lane) -> None:
         self._mac, self._lane, self._number = keyed(key), lane, 0
 
-    def head(self, ranks: Iterable[int], payload_digest: bytes) -> bytes:
+    def head(self, ranks: Iterable[int], payload: bytes) -> bytes:
         """Return what is sent before the payload."""
         self._number += 1
-        fields = FIELDS.pack(self._lane, self._number) + runs_of(ranks)
-        return tag(self._mac, fields, payload_digest) + fields
+        runs = runs_of(ranks)
+        fields = FIELDS.pack(self._lane, self._number, len(runs) // RUN.size) + runs
+        mac = self._mac.copy()
+        mac.update(fields)
+        mac.update(payload)
+        return mac.digest() + fields
 
 
 class Gate:
@@ -90,34 +79,41 @@ class Gate:
 
     def __init__(self, key: bytes, lanes: tuple[Lane, ...], ranks: range) -> None:
         self._mac, self._ranks = keyed(key), ranks
-        self._heard = {int(lane): (lane, dict.fromkeys(ranks, 0)) for lane in lanes}
+        self._heard = {
+            int(lane): (lane, array("Q", bytes(8 * len(ranks)))) for lane in lanes
+        }  # last number of every rank
 
     def check(self, head: bytes, payload: bytes) -> tuple[Lane, int]:
-        """Return lane and rank of a message; ``Refused`` says what is wrong with it."""
-        fields, runs = head[TAG_BYTES:], head[TAG_BYTES + FIELDS.size :]
-        if not runs or len(runs) % RUN.size:
+        """Return lane and rank of a message; ``Refused`` says what is wrong with it.
+
+        A master of thousands of workers does this thousands of times a second.
+        """
+        if len(head) < ONE_RUN_BYTES:
             raise Refused(f"a head of {len(head)} bytes")
-        if not hmac.compare_digest(head[:TAG_BYTES], tag(self._mac, fields, digest(payload))):
+        mac = self._mac.copy()
+        mac.update(head[TAG_BYTES:])
+        mac.update(payload)
+        if not hmac.compare_digest(head[:TAG_BYTES], mac.digest()):
             raise Refused("not sealed with our key")
-        way, number = FIELDS.unpack_from(fields)
-        rank = self._one_of_ours(runs)
+        way, number, n_runs, rank, stop = ONE_RUN.unpack_from(head, TAG_BYTES)
+        if len(head) != TAG_BYTES + FIELDS.size + n_runs * RUN.size:
+            raise Refused(f"a head of {len(head)} bytes for {n_runs} runs")
+        if n_runs > 1 or rank not in self._ranks or rank >= stop:
+            rank = self._one_of_ours(head)
         if way not in self._heard or rank is None:
             raise Refused(f"nobody here is meant in lane {way}")
         lane, heard = self._heard[way]
-        if number <= heard[rank]:
-            raise Refused(f"message {number} of worker {rank} comes after {heard[rank]}")
-        heard[rank] = number
+        at = rank - self._ranks.start
+        if number <= heard[at]:
+            raise Refused(f"message {number} of worker {rank} comes after {heard[at]}")
+        heard[at] = number
         return lane, rank
 
-    def _one_of_ours(self, runs: bytes) -> int | None:
+    def _one_of_ours(self, head: bytes) -> int | None:
         """Return the first of the ranks that are ours."""
-        if len(runs) == RUN.size:  # a worker's own, thousands of times a step
-            start, stop = RUN.unpack(runs)
+        for start, stop in RUN.iter_unpack(head[TAG_BYTES + FIELDS.size :]):
             if start in self._ranks and start < stop:
                 return int(start)
-        for start, stop in RUN.iter_unpack(runs):
-            if start in self._ranks and start < stop:
-                return start
             if start < self._ranks.start < stop:
                 return self._ranks.start
         return None

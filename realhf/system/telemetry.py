@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from realhf.api.graph import MFC, Kind
-from realhf.api.messages import Call, Done, Ready
+from realhf.api.messages import Call, Done, Ready, Stats
 from realhf.api.model import ModelConfig
 from realhf.plan.flops import forward_flops, generate_flops, train_flops
 from realhf.plan.schedule import RowsReady
@@ -18,9 +18,6 @@ from realhf.system.run import RunSpec
 from realhf.system.sinks import MetricSink
 
 Metrics = dict[str, float]
-MANY_STEPS = 64
-"""That are under way at a time, at the very most."""
-MOVES = ("Transfer", "Reallocate")
 MEMORY = ("memory/worker_peak_gb", "memory/worker_gb")
 EVALUATION = "evaluation.json"
 """Beside a saved model: means of what held-out rows gave, and over how many values each of them is."""
@@ -71,66 +68,43 @@ class Telemetry:
         self._steps: dict[int, Metrics] = {}
         self._spent: dict[int, dict[str, array[int]]] = {}  # microseconds of a step, by metric and worker
         self._memory: dict[int, tuple[int, int]] = {}  # bytes of the largest worker in a step: peak, present
-        self._tails: dict[int, str] = {}
         self._sums: dict[int, dict[str, tuple[float, float]]] = {}
-        self._heads: dict[str, tuple[str, str]] = {}
         self._n_written = first_step
         self._step_began = time.monotonic()
-        self._events = run.paths.events.open("a")
-        self._trace = run.paths.trace.open("a" if first_step else "w")
+        self._events = run.paths.events.open("ab")
+        self._trace = run.paths.trace.open("ab" if first_step else "wb")
         if not first_step:
-            self._trace.write("[\n")
+            self._trace.write(b"[\n")
 
     def ready(self, workers: dict[int, Ready]) -> None:
         self._step_began = time.monotonic()
         self.view.ready(workers)
 
     def event(self, event: RowsReady) -> None:
-        self._events.write(json.dumps(msgspec.to_builtins(event, str_keys=True)) + "\n")
+        self._events.write(msgspec.json.encode(event) + b"\n")
 
     def reply(self, step: int, done: Done) -> None:
-        """Note what a worker spent its time on when it did its part of a request: at once, while all is at hand.
-
-        Of thousands of workers at every call: what does not depend on the worker is looked up, and no more.
-        """
-        rank, text, heads = done.rank, "", self._heads
-        counts = step >= self._n_written  # saving comes after its line
-        spent = self._spent.setdefault(step, {}) if counts else {}
-        tail = self._tails.get(step) or self._tail(step)
-        for name, start, duration in done.spans:
-            head, metric = heads.get(name) or self._head(name)
-            text += f'{head}{rank}, "ts": {start}, "dur": {duration}{tail}'
-            if metric:
-                if (of_workers := spent.get(metric)) is None:
-                    of_workers = spent[metric] = array("q", bytes(8 * self.run.plan.n_workers))
-                of_workers[rank] += duration
-        self._trace.write(text)
-        if counts:
-            (peak, present), (highest, most) = done.memory, self._memory.get(step, (-1, -1))
-            if peak > highest or present > most:
-                self._memory[step] = max(peak, highest), max(present, most)
-
-    def _tail(self, step: int) -> str:
-        """Return how the lines of a step end."""
-        if len(self._tails) > MANY_STEPS:
-            self._tails.clear()
-        found = self._tails[step] = f', "args": {{"step": {step + 1}}}}},\n'
-        return found
-
-    def _head(self, span: str) -> tuple[str, str]:
-        """Return how the lines of a span begin, and the metric that its time belongs to; empty where it has none."""
-        mfc, _, instruction = span.partition("/")
-        metric = f"time/{mfc}_s" if instruction == "Compute" else "time/move_s" if instruction in MOVES else ""
-        found = self._heads[span] = (f'{{"name": {json.dumps(span)}, "ph": "X", "tid": 0, "pid": ', metric)
-        return found
+        """File what a worker spent its time on when it did its part of a request, at once."""
+        self._trace.write(done.trace)
+        if step < self._n_written:  # saving comes after its line
+            return
+        rank, spent = done.rank, self._spent.get(step)
+        if spent is None:
+            spent = self._spent[step] = {}
+        for metric, took in done.took.items():
+            if (of_workers := spent.get(metric)) is None:
+                of_workers = spent[metric] = array("q", bytes(8 * self.run.plan.n_workers))
+            of_workers[rank] += took
+        (peak, present), (highest, most) = done.memory, self._memory.get(step, (-1, -1))
+        if peak > highest or present > most:
+            self._memory[step] = max(peak, highest), max(present, most)
 
     def call_done(self, call: Call, replies: list[Done]) -> None:
         """Add a call's statistics, tokens and operations to its step."""
         sums = self._sums.setdefault(call.step, {})
-        for reply in replies:
-            for name, (value, weight) in reply.stats.items():
-                before = sums.get(f"{call.mfc}/{name}", (0.0, 0.0))
-                sums[f"{call.mfc}/{name}"] = (before[0] + value, before[1] + weight)
+        for name, (value, weight) in summed([reply.stats for reply in replies if reply.stats]).items():
+            before = sums.get(f"{call.mfc}/{name}", (0.0, 0.0))
+            sums[f"{call.mfc}/{name}"] = (before[0] + value, before[1] + weight)
         mfc = self.run.graph[call.mfc]
         if mfc.redraws:
             kept = {row.prompt for reply in replies if reply.outputs for row in reply.outputs.ids}
@@ -241,7 +215,7 @@ class Telemetry:
         self.view.kept(metric, value, path)
 
     def close(self) -> None:
-        self._trace.write('{"name": "end", "ph": "i", "pid": 0, "tid": 0, "ts": 0, "s": "g"}\n]\n')
+        self._trace.write(b'{"name": "end", "ph": "i", "pid": 0, "tid": 0, "ts": 0, "s": "g"}\n]\n')
         self._trace.close()
         self._events.close()
         for sink in self.sinks:
@@ -257,6 +231,16 @@ def _place(key: str) -> tuple[int, str]:
     """Where a key of a written row stands, whichever worker told it first."""
     first = ("prompt_id", "sample", "prompt", "answer", "answer_tokens")
     return (first.index(key), key) if key in first else (len(first) + (key == "fields"), key)
+
+
+def summed(stats: Sequence[Stats]) -> Stats:
+    """Return sums and counts of all workers, by name."""
+    found: Stats = {}
+    for of_worker in stats:
+        for name, (value, weight) in of_worker.items():
+            before = found.get(name, (0.0, 0.0))
+            found[name] = (before[0] + value, before[1] + weight)
+    return found
 
 
 def generated(mfc: MFC, config: ModelConfig, call: Call, replies: Sequence[Done]) -> tuple[int, int]:

@@ -49,6 +49,7 @@ from realhf.system.checkpoint import Saved, Writer, file_name
 from realhf.system.executor import Executor
 from realhf.system.recovery import read_manifest
 from realhf.system.run import RunSpec
+from realhf.system.tracing import time_by_metric, trace_lines
 
 IDLE = "nothing, it waits for the master"
 
@@ -105,9 +106,9 @@ class ModelWorker:
                     self._restore(Path(checkpoint))
                 self.log.info("ready: %s", self.info)
                 self.send(Ready(self.rank, self.info))
-            case Fetch(request, start, stop):
+            case Fetch(request, step, start, stop):
                 self.during = f"reading prompts {start} to {stop - 1}"
-                self._fetch(request, start, stop)
+                self._fetch(request, step, start, stop)
             case Call():
                 self.during = f"moving rows for {message.mfc} of step {message.step + 1}"
                 self._bring(message)
@@ -117,22 +118,22 @@ class ModelWorker:
                 self._run(call)
             case Collect(request, ids, keys):
                 self.during = "collecting rows"
-                self._done(request, values={"rows": self._collect(ids, keys)})
-            case Save(request, role, path):
+                self.send(Done(request, self.rank, values={"rows": self._collect(ids, keys)}))
+            case Save(request, step, role, path):
                 self.during = f"saving {role} to {path}"
                 with self.spans.span(f"save/{role}"):
                     self.executor.engines[role, home(self.run.graph, self.run.plan, role)].save(Path(path))
-                self._done(request)
-            case Checkpoint(request, folder):
+                self._done(request, step)
+            case Checkpoint(request, step, folder):
                 self.during = f"copying what {folder} will hold"
                 with self.spans.span("checkpoint"):
                     self.writer.begin(Path(folder), self._changing())
-                self._done(request)
-            case Settle(request):
+                self._done(request, step)
+            case Settle(request, step):
                 self.during = "writing a checkpoint"
                 with self.spans.span("checkpoint/settle"):
                     files = self.writer.settle()
-                self._done(request, values={"files": files})
+                self._done(request, step, values={"files": files})
             case Drop(start, stop):
                 self.executor.store.drop(start, stop)
 
@@ -228,7 +229,7 @@ class ModelWorker:
             if (engine := self._at_home(role)) is not None:
                 restore(engine, saved, Saved(folder, role))
 
-    def _fetch(self, request: int, start: int, stop: int) -> None:
+    def _fetch(self, request: int, step: int, start: int, stop: int) -> None:
         assert self.source is not None, "only fetchers are asked for data"
         index, count = self.run.fetchers.index(self.rank), len(self.run.fetchers)
         first, last = (start + (stop - start) * k // count for k in (index, index + 1))
@@ -236,7 +237,7 @@ class ModelWorker:
             batch = self._read(self.source, first, last)
             batch = batch.to(self.device)
             self.executor.store.put(batch)
-        self._done(request, outputs=batch.meta)
+        self._done(request, step, outputs=batch.meta)
 
     def _read(self, source: RowSource, start: int, stop: int) -> SequenceBatch:
         """Return the rows that the prompts ``start`` to ``stop`` of one step stand for."""
@@ -256,12 +257,12 @@ class ModelWorker:
         if self.rank in meshes_of(self.run.program[call.mfc]):
             self.calls[call.request] = call
         else:
-            self._done(call.request)
+            self._done(call.request, call.step)
 
     def _run(self, call: Call) -> None:
         outcome = self.executor.execute(call)
         meta = outcome.outputs.meta if outcome.outputs is not None else None
-        self._done(call.request, outputs=meta, stats=outcome.stats or {}, state=outcome.state)
+        self._done(call.request, call.step, outputs=meta, stats=outcome.stats or {}, state=outcome.state)
 
     def _collect(self, ids: tuple, keys: tuple[str, ...]) -> list[dict[str, Any]]:
         """Describe rows in words: text of prompt and answer, numbers of scalars, the question's own fields."""
@@ -279,8 +280,10 @@ class ModelWorker:
                     rows[row][key] = value.item()
         return [fields for fields in rows.values() if len(fields) > 2]
 
-    def _done(self, request: int, **what: Any) -> None:
-        self.send(Done(request, self.rank, spans=tuple(self.spans.take()), memory=resident_bytes(), **what))
+    def _done(self, request: int, step: int, **what: Any) -> None:
+        spans = self.spans.take()
+        trace, took = trace_lines(spans, self.rank, step), time_by_metric(spans)
+        self.send(Done(request, self.rank, trace=trace, took=took, memory=resident_bytes(), **what))
 
     def close(self) -> None:
         for server in self.servers:

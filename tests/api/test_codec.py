@@ -48,17 +48,17 @@ HOLDERS = Holders(((0,), (1, 2), (1,)), {"tokens": (0, 1), "r": (2, 2)})
 CALL = Call(3, "a", 1, 2, META, HOLDERS, ("r",), ((1,), (), (0,)), (0, 3), STATE)
 ORDERS = [
     Start("h", 1),
-    Fetch(1, 0, 8),
+    Fetch(1, 0, 0, 8),
     CALL,
     Run(3),
     Collect(1, META.ids, ("r",)),
-    Save(2, "actor", "a/b"),
-    Checkpoint(3, "checkpoints/step_2.unfinished"),
-    Settle(4),
+    Save(2, 1, "actor", "a/b"),
+    Checkpoint(3, 1, "checkpoints/step_2.unfinished"),
+    Settle(4, 1),
     Drop(0, 4),
     Stop(),
 ]
-DONE = Done(5, 1, META, {"loss": (2.0, 4.0)}, STATE, {"rows": [{"answer": "\u00fc", "n": 1}]}, (("a/Compute", 5, 6),))
+DONE = Done(5, 1, META, {"loss": (2.0, 4.0)}, STATE, {"rows": [{"answer": "\u00fc", "n": 1}]}, b"{}", {"time/a_s": 6})
 REPLIES = [
     Hello(0, 77, "h", 9),
     Ready(1, {"seconds": 0.5}),

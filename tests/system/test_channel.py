@@ -20,7 +20,7 @@ from realhf.api.messages import TO_MASTER, Beat, Call, Done, Drop, Failed, Hello
 from realhf.base.errors import RunFailed, UserError
 from realhf.system import channel as channel_module
 from realhf.system.channel import InlineChannel, ZmqMaster, ZmqWorker, deadline, decode, encode
-from realhf.system.seal import Lane, Seal, digest
+from realhf.system.seal import Lane, Seal
 from tests.system.strangers import KEY, oversized
 
 META = BatchMeta((RowId(3, -1), RowId(3, 0)), {"tokens": ColumnMeta("int64", (0, 7))})
@@ -36,7 +36,7 @@ CALL = Call(
     (0, 0),
     {"kl_coef": 0.1},
 )
-DONE = Done(5, 1, META, {"loss": (1.5, 3.0)}, {"kl_coef": 0.2}, {"rows": [{"a": 1}]}, (("x/Compute", 10, 20),), (9, 8))
+DONE = Done(5, 1, META, {"loss": (1.5, 3.0)}, {"kl_coef": 0.2}, {"rows": [{"a": 1}]}, b"{},\n", {"time/x_s": 20}, (9, 8))
 WAIT_S = 5.0
 
 
@@ -95,7 +95,7 @@ def stranger(address: str, name: bytes | None = None) -> zmq.Socket:
 
 
 def sealed(seal: Seal, rank: int, payload: bytes) -> list[bytes]:
-    return [seal.head((rank,), digest(payload)), payload]
+    return [seal.head((rank,), payload), payload]
 
 
 HELLO = encode(hello(0))

@@ -36,13 +36,13 @@ def lost_peer(rank: int) -> Failed:
 
 def verdict(script: Script, **patience: float) -> RunFailed:
     with pytest.raises(RunFailed) as caught:
-        script.mailbox(**patience).receive(deadline(5.0), lambda: "too late")
+        script.mailbox(**patience).receive(deadline(5.0), lambda: "too late", tuple)
     return caught.value
 
 
 def test_messages_pass() -> None:
     mailbox = Script(None, Ready(1), Ready(0)).mailbox()
-    assert [mailbox.receive(deadline(5.0), str) for _ in range(2)] == [Ready(1), Ready(0)]
+    assert [mailbox.receive(deadline(5.0), str, tuple) for _ in range(2)] == [Ready(1), Ready(0)]
 
 
 def test_a_death_is_named_with_what_the_worker_was_doing() -> None:
@@ -93,7 +93,7 @@ def test_the_first_to_fail_is_blamed_but_a_user_error_before_all() -> None:
 
 def test_every_wait_ends() -> None:
     with pytest.raises(RunFailed, match="too late"):
-        Script().mailbox().receive(deadline(0.02), lambda: "too late")
+        Script().mailbox().receive(deadline(0.02), lambda: "too late", tuple)
     hello = [Hello(rank, 1, "here", 0) for rank in (2, 0)]
     with pytest.raises(RunFailed, match="waited 0 s for worker 1, 3 to come up"):
         Script(*hello).mailbox().receive_all(Hello, range(4), 0.05, "to come up")
@@ -104,19 +104,19 @@ def test_a_silent_worker_is_blamed_though_others_beat() -> None:
     script = Script(Beat(0, 10, "a", "all_reduce"), Beat(1, 11, "b", "gen/Compute"), Ready(0), None)
     seconds = iter(range(100))
     mailbox = Mailbox(script, dict, str, str, pulses=Pulses(2.5, lambda: float(next(seconds))))
-    assert mailbox.receive(deadline(5.0), str) == Ready(0)
+    assert mailbox.receive(deadline(5.0), str, tuple) == Ready(0)
     script.messages.append(Beat(0, 10, "a", "all_reduce"))
     with pytest.raises(
         Hung, match="worker 1 .host b, process 11. gives no sign of life .* it was at gen/Compute"
     ) as hung:
-        mailbox.receive(deadline(5.0), str)
+        mailbox.receive(deadline(5.0), str, tuple)
     assert hung.value.ranks == (1,) == hung.value.lost
 
 
 def test_who_is_awaited_in_vain_is_told_with_what_it_is_at() -> None:
     mailbox = Script(Beat(3, 9, "a", "gen/Compute, 7 bytes from rank 2")).mailbox()
     with pytest.raises(Hung) as hung:
-        mailbox.receive(deadline(0.05), lambda: "too late", (3, 4))
+        mailbox.receive(deadline(0.05), lambda: "too late", lambda: (3, 4))
     assert str(hung.value) == "too late\n  worker 3 (host a, process 9) is at gen/Compute, 7 bytes from rank 2"
     assert hung.value.ranks == (3, 4) and hung.value.lost == ()  # it is only late
 
@@ -126,7 +126,7 @@ def test_who_died_without_a_word_is_told_with_the_end_of_its_log(tmp_path: Path)
     log.write_text("".join(f"line {i}\n" for i in range(5000)))
     mailbox = Mailbox(Script(), lambda: {0: "exited with code 1"}, str, lambda rank: log, settle_s=0.05)
     with pytest.raises(RunFailed) as caught:
-        mailbox.receive(deadline(5.0), str)
+        mailbox.receive(deadline(5.0), str, tuple)
     lines = str(caught.value).splitlines()
     assert lines[1] == "its last lines:" and lines[2:] == [f"  line {i}" for i in range(4980, 5000)]
     log.write_text("")

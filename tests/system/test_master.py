@@ -63,7 +63,7 @@ class Workers:
         match message:
             case Start():
                 return Ready(rank)
-            case Fetch(request, start, stop):
+            case Fetch(request, _, start, stop):
                 at, count = self.run.fetchers.index(rank), len(self.run.fetchers)
                 mine = [RowId(p, PROMPT) for p in range(start, stop) if p % count == at]
                 return Done(request, rank, rows(mine, "prompts"))

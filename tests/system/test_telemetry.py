@@ -18,6 +18,7 @@ from realhf.plan.flops import generate_flops, train_flops
 from realhf.plan.schedule import RowsReady, Span
 from realhf.system.run import Expected, RunSpec
 from realhf.system.telemetry import Metrics, Telemetry
+from realhf.system.tracing import SpanTuple, time_by_metric, trace_lines
 
 SPEC = InterfaceSpec("any")
 GEN = MFC("actor_gen", "actor", Kind.GENERATE, SPEC, ("prompts",), ("tokens",), 2)
@@ -66,6 +67,11 @@ def call(mfc: str, inputs: BatchMeta) -> Call:
     return Call(1, mfc, 0, 0, inputs, Holders((), {}), (), ((0,), (1,)), (), {})
 
 
+def done(request: int, rank: int, spans: tuple[SpanTuple, ...], step: int = 0, **what: Any) -> Done:
+    """What a worker says that spent its time so."""
+    return Done(request, rank, trace=trace_lines(spans, rank, step), took=time_by_metric(spans), **what)
+
+
 def one_step(telemetry: Telemetry) -> None:
     """What the master tells of a step on two workers."""
     part = BatchMeta(ROWS.ids[:2], {"tokens": ColumnMeta("int64", (5, 9))})
@@ -73,15 +79,22 @@ def one_step(telemetry: Telemetry) -> None:
     stats = {"answer_length": (6.0, 2.0)}
     spans = (("actor_gen/Transfer", 100, 2000), ("actor_gen/Compute", 2100, 500_000))
     generated = [
-        Done(1, 0, part, stats, spans=spans, memory=(9, 5)),
-        Done(1, 1, rest, {"answer_length": (5.0, 2.0)}, spans=(("actor_gen/Compute", 2000, 700_000),), memory=(8, 6)),
+        done(1, 0, spans, outputs=part, stats=stats, memory=(9, 5)),
+        done(
+            1,
+            1,
+            (("actor_gen/Compute", 2000, 700_000),),
+            outputs=rest,
+            stats={"answer_length": (5.0, 2.0)},
+            memory=(8, 6),
+        ),
     ]
     judged = [
         Done(2, 0, stats={"reward": (1.0, 2.0), "accuracy": (1.0, 2.0)}),
         Done(2, 1, stats={"reward": (-2.0, 2.0), "accuracy": (0.0, 2.0)}),
     ]
     losses, spans = {"actor_loss": (0.5, 1.0), "kl": (0.0, 0.0)}, (("actor_train/Compute", 9, 250_000),)
-    trained = [Done(3, rank, stats=losses, spans=spans) for rank in (0, 1)]
+    trained = [done(3, rank, spans, stats=losses) for rank in (0, 1)]
     calls = (("actor_gen", PROMPTS, generated), ("rew_inf", ROWS, judged), ("actor_train", ROWS, trained))
     for name, inputs, replies in calls:
         for reply in replies:
@@ -134,10 +147,10 @@ def test_what_was_predicted_stands_in_every_line_beside_what_was_measured(run: R
 def test_steps_do_not_mix_and_leave_nothing_behind(run: RunSpec) -> None:
     telemetry = Telemetry(run, Watcher(), [])
     one_step(telemetry)
-    fetched = Done(9, 0, spans=(("fetch", 1, 2),))
+    fetched = done(9, 0, (("fetch", 1, 2),))
     telemetry.reply(1, fetched)  # the next step's data, before this step is over
     telemetry.step_done(0, {})
-    telemetry.reply(0, Done(10, 0, spans=(("save/actor", 1, 2),)))  # saving, after it is over
+    telemetry.reply(0, done(10, 0, (("save/actor", 1, 2),)))  # saving, after it is over
     telemetry.step_done(1, {})
     telemetry.close()
     first, second = lines(run.paths.metrics)

@@ -41,12 +41,11 @@ def test_a_life_of_messages(task: Task, tmp_path: Path) -> None:
     assert isinstance(ready, Ready) and ready.info["device"] == "cpu" and ready.info["parameters"]["model"] > 1000
     state = MasterState(run.graph, run.plan, run.length)
     state.start()
-    worker.handle(Fetch(1, 0, 20))
+    worker.handle(Fetch(1, 0, 0, 20))
     fetched = said[-1]
     assert isinstance(fetched, Done) and fetched.outputs is not None
-    assert fetched.outputs.ids == tuple(RowId(p, 0) for p in range(20)) and [n for n, _, _ in fetched.spans] == [
-        "fetch"
-    ]
+    assert fetched.outputs.ids == tuple(RowId(p, 0) for p in range(20))
+    assert fetched.trace.count(b"\n") == 1 and fetched.trace.startswith(b'{"name": "fetch"') and fetched.took == {}
     actions = state.handle(RowsReady(None, run.length.span(0), {0: fetched.outputs}))
     (call,) = (action.call for action in actions if isinstance(action, Dispatch))
     losses = []
@@ -55,11 +54,12 @@ def test_a_life_of_messages(task: Task, tmp_path: Path) -> None:
         worker.handle(Run(call.request))
         total, count = said[-1].stats["loss"]
         losses.append(total / count)
+        assert said[-1].took.keys() == {"time/move_s", f"time/{call.mfc}_s"}
     assert losses == sorted(losses, reverse=True) and losses[0] > losses[2]
     worker.handle(Collect(7, (RowId(3, 0), RowId(99, 0)), ("tokens", "prompt_mask")))
     (row,) = said[-1].values["rows"]
     assert row["prompt"].endswith("=\n") and "####" in row["answer"] and row["prompt_id"] == 3
-    worker.handle(Save(8, "model", str(tmp_path / "saved")))
+    worker.handle(Save(8, 0, "model", str(tmp_path / "saved")))
     assert said[-1].request == 8 and (tmp_path / "saved" / SINGLE).is_file()
     worker.handle(Drop(0, 20))
     assert len(worker.executor.store) == 0 and said[-1].request == 8  # nothing is said to a drop
@@ -69,7 +69,7 @@ def test_an_error_is_told_and_raised(task: Task, tmp_path: Path) -> None:
     worker, said = started(sft_run(task, tmp_path))
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
-        worker.handle(Save(1, "model", str(tmp_path / "file" / "saved")))
+        worker.handle(Save(1, 0, "model", str(tmp_path / "file" / "saved")))
     failed = said[-1]
     assert isinstance(failed, Failed) and not failed.user_error
     assert failed.during == f"saving model to {tmp_path}/file/saved" and failed.error.startswith("NotADirectoryError: ")
