@@ -1,18 +1,14 @@
-"""The same work by realhf and by its peers on one machine, in turns: generation, a training step, all on CPU.
+"""The same work by realhf and by Hugging Face on one machine, in turns: generation and a training step, on CPU.
 
-    python benchmarks/bench_peer.py [decode] [train] [grpo] [--rounds N] [--models tiny,small] [--threads N] [--bf16]
-        [--peer PYTHON]
+    python benchmarks/bench_peer.py [decode] [train] [--rounds N] [--models tiny,small] [--threads N] [--bf16]
 
-Peers are Hugging Face ``generate``, a padded training step of a Hugging Face model, and TRL's GRPO by the interpreter
-of an environment that has it. 16 prompts with 8 answers each; an answer ends by a stop token (1 in 32) or after 64
-tokens. Ratios hold on a shared machine, seconds do not: each figure is a median, and both take turns.
+Peers are ``generate`` and a padded training step. 16 prompts with 8 answers each; an answer ends by a stop token (1 in
+32) or after 64 tokens. Ratios hold on a shared machine, seconds do not: each figure is a median, and both take turns.
+TRL's whole steps are in bench_trl.py.
 """
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,14 +17,8 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from realhf.api.batch import PROMPT, RowId
 from realhf.api.config import GenerationConfig, ModelSpec, OptimizerConfig
@@ -194,122 +184,20 @@ def train(duel: Contest, rounds: int) -> None:
     report(f"training step {duel.name}", rates, "steps/s")
 
 
-REWARD = """
-def share_of_low_words(prompt: str, answer: str, row: dict) -> float:
-    words = [word for word in answer.split() if word.startswith("w")]
-    return sum(int(word[1:]) % 2 == 0 for word in words) / max(1, len(words))
-"""
-STEPS = {"tiny": 12, "small": 4}
-
-
-def mean_answer(model: PreTrainedModel, n_prompt: int) -> float:
-    """Return how many tokens are drawn until the first one of the vocabulary ends an answer."""
-    prompts = torch.randint(2, model.config.vocab_size - 4, (24, n_prompt))
-    made = model.generate(
-        prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0, max_new_tokens=N_NEW, eos_token_id=0,
-        pad_token_id=1,
-    )[:, n_prompt:]  # fmt: skip
-    return float((made != 1).sum()) / len(made)
-
-
-def prepare(name: str, folder: Path) -> None:
-    """Write a model with its tokenizer of numbered words, prompts and a reward.
-
-    The first number of all hidden states is nearly constant and lifts one word alone, the end of an answer, until
-    answers have MEAN words on average.
-    """
-    torch.manual_seed(0)
-    mean_prompt, build = SIZES[name]
-    model = build()
-    vocab, table, head = (
-        model.config.vocab_size,
-        model.get_input_embeddings().weight,
-        model.get_output_embeddings().weight,
-    )
-    with torch.no_grad():
-        table[:, 0] = 1.0
-        if head is not table:
-            head[:, 0] = 0.0
-        low, high, lift = 0.0, 40.0, 0.0
-        for _ in range(9):
-            middle = (low + high) / 2
-            head[0, 0] += middle - lift
-            lift = middle
-            low, high = (lift, high) if mean_answer(model, mean_prompt) > MEAN else (low, lift)
-    model.config.eos_token_id, model.config.pad_token_id = 0, 1
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = 0, 1
-    n_words = vocab - 4  # tokenizers of some families add tokens of their own
-    words = {"<eos>": 0, "<pad>": 1, **{f"w{number}": number for number in range(2, n_words)}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w2"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
-    for part in (model, fast):
-        part.save_pretrained(folder / "model")
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(mean_prompt - 8, mean_prompt + 8, (512,), generator=generator).tolist()
-    prompts = [
-        " ".join(f"w{w}" for w in torch.randint(2, n_words, (n,), generator=generator).tolist()) for n in lengths
-    ]
-    rows = [json.dumps({"prompt": prompt, "solutions": [""], "query_id": str(i)}) for i, prompt in enumerate(prompts)]
-    (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
-    (folder / "reward.py").write_text(REWARD)
-
-
-def our_grpo(name: str, folder: Path, number: int, threads: int) -> float:
-    """Return the seconds of a step of our command line: a worker for every core."""
-    root = folder / f"ours{number}"
-    subprocess.run([
-        sys.executable, "-c", "from realhf.apps.main import console; console()", "quickstart", "grpo", "device=cpu",
-        f"fileroot={root}", "experiment_name=e", "trial_name=t", f"actor.path={folder / 'model'}", "ppo.kl_in=none",
-        "actor.optimizer.lr=1e-6", "actor.optimizer.lr_scheduler_type=constant",
-        f"dataset.path={folder / 'prompts.jsonl'}", f"dataset.train_bs_n_seqs={N_PROMPTS}",
-        f"ppo.group_size={N_ANSWERS}", f"ppo.gen.max_new_tokens={N_NEW}",
-        f"reward.fn={folder / 'reward.py'}:share_of_low_words", f"exp_ctrl.total_train_steps={STEPS[name]}",
-        f"n_gpus_per_node={threads}", "threads_per_worker=1", f"allocation_mode=d{threads}", "save_roles=[]",
-        "n_logged_generations=0", "tensorboard.enabled=False",
-    ], check=True, capture_output=True)  # fmt: skip
-    lines = [json.loads(line) for line in (root / "e" / "t" / "metrics.jsonl").read_text().splitlines()]
-    return statistics.median(line["time/step_s"] for line in lines[1:])
-
-
-def grpo(name: str, rounds: int, threads: int, peer: str) -> None:
-    """Print how many of TRL's steps of GRPO one of ours is, TRL in the faster of two settings."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        prepare(name, folder)
-        script = str(Path(__file__).with_name("peer_trl.py"))
-
-        def theirs(rows: int) -> float:
-            words = [peer, script, str(folder), str(STEPS[name]), str(threads), str(rows)]
-            done = subprocess.run(words, check=True, capture_output=True, text=True)
-            return float(json.loads(done.stdout.splitlines()[-1])["step_s"])
-
-        found: dict[str, list[float]] = {"realhf": [], "TRL, 128 rows": [], "TRL, 32 rows": []}
-        for number in range(rounds):
-            found["realhf"].append(our_grpo(name, folder, number, threads))
-            found["TRL, 128 rows"].append(theirs(128))
-            found["TRL, 32 rows"].append(theirs(32))
-    report(f"GRPO step {name}", {who: 1 / statistics.median(seconds) for who, seconds in found.items()}, "steps/s")
-
-
 SUBJECTS = {"decode": decode, "train": train}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("subjects", nargs="*", default=list(SUBJECTS), help="decode train grpo")
+    parser.add_argument("subjects", nargs="*", default=list(SUBJECTS), help="decode train")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", default="tiny,small")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--peer", default=".venv-peer/bin/python", help="interpreter of an environment with TRL")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     for subject in options.subjects:
         for name in options.models.split(","):
-            if subject == "grpo":
-                grpo(name, options.rounds, options.threads, options.peer)
-                continue
             with tempfile.TemporaryDirectory() as folder:
                 SUBJECTS[subject](contest(name, Path(folder), options.bf16), options.rounds)
 

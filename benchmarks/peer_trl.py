@@ -1,10 +1,13 @@
-"""GRPO by TRL, as bench_peer.py asks for it: PYTHON benchmarks/peer_trl.py FOLDER STEPS THREADS ROWS
+"""A trainer of TRL, as bench_trl.py asks for it.
 
-FOLDER holds model/ (with its tokenizer) and prompts.jsonl. ROWS are those of a backward pass. Prints the median of the
-seconds of a step, the first of which is not counted. Runs in an environment of TRL's own: ``make bench-peer`` makes it.
+    PYTHON benchmarks/peer_trl.py SUBJECT FOLDER STEPS THREADS ROWS [by_length]
+
+FOLDER holds model/ (with its tokenizer), reward/, prompts.jsonl and rows.jsonl. ROWS are those of a backward pass.
+Prints the median of the seconds of a step, the first of which is not counted. Runs in an environment of TRL's own.
 """
 
 import json
+import os
 import statistics
 import sys
 import time
@@ -13,23 +16,27 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
 
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 N_PROMPTS, N_ANSWERS, N_NEW = 16, 8, 64
+ALIKE = {
+    "learning_rate": 1e-6, "use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no", "seed": 1,
+    "logging_strategy": "no", "gradient_checkpointing": False, "disable_tqdm": True,
+}  # fmt: skip
 
 
 class Stopwatch(TrainerCallback):
-    """Notes how long every step took."""
+    """Notes how long every step took, from the end of one to the end of the next."""
 
     def __init__(self) -> None:
         self.steps: list[float] = []
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.began = time.perf_counter()
+        self.ended = 0.0
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.steps.append(time.perf_counter() - self.began)
+        before, self.ended = self.ended, time.perf_counter()
+        if before:
+            self.steps.append(self.ended - before)
 
 
 def share_of_low_words(completions: list[str], **_: Any) -> list[float]:
@@ -37,25 +44,67 @@ def share_of_low_words(completions: list[str], **_: Any) -> list[float]:
     return [sum(int(word[1:]) % 2 == 0 for word in some) / max(1, len(some)) for some in words]
 
 
-def main() -> None:
-    folder, n_steps, n_threads, rows = Path(sys.argv[1]), *map(int, sys.argv[2:])
-    torch.set_num_threads(n_threads)
-    lines = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+def language_model(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def grpo(folder: Path, steps: int, rows: int, tokenizer: Any, watch: Stopwatch) -> Any:
+    from trl import GRPOConfig, GRPOTrainer
+
     config = GRPOConfig(
-        output_dir=str(folder / "trl"), per_device_train_batch_size=rows, num_generations=N_ANSWERS,
+        output_dir=str(folder / "trl"), per_device_train_batch_size=rows, num_generations=N_ANSWERS, max_steps=steps,
         gradient_accumulation_steps=N_PROMPTS * N_ANSWERS // rows, max_completion_length=N_NEW, temperature=1.0,
-        top_p=1.0, top_k=0, beta=0.0, learning_rate=1e-6, max_steps=n_steps, use_cpu=True, bf16=False, report_to=[],
-        save_strategy="no", logging_strategy="no", gradient_checkpointing=False, disable_tqdm=True, seed=1,
+        top_p=1.0, top_k=0, beta=0.0, **ALIKE,
     )  # fmt: skip
-    watch = Stopwatch()
-    trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
-        processing_class=AutoTokenizer.from_pretrained(folder / "model", padding_side="left"),
-        reward_funcs=share_of_low_words, args=config, callbacks=[watch],
-        train_dataset=Dataset.from_list([{"prompt": line["prompt"]} for line in lines]),
+    data = Dataset.from_list([{"prompt": line["prompt"]} for line in read(folder / "prompts.jsonl")])
+    return GRPOTrainer(model=language_model(folder), processing_class=tokenizer, reward_funcs=share_of_low_words,
+                       args=config, callbacks=[watch], train_dataset=data)  # fmt: skip
+
+
+def ppo(folder: Path, steps: int, rows: int, tokenizer: Any, watch: Stopwatch) -> Any:
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    batch = N_PROMPTS * N_ANSWERS
+    config = PPOConfig(
+        output_dir=str(folder / "trl"), per_device_train_batch_size=rows, gradient_accumulation_steps=batch // rows,
+        total_episodes=steps * batch, num_ppo_epochs=1, num_mini_batches=1, local_rollout_forward_batch_size=rows,
+        response_length=N_NEW, stop_token="eos", temperature=1.0, num_sample_generations=0, **ALIKE,
     )  # fmt: skip
-    trainer.train()
-    print(json.dumps({"step_s": statistics.median(watch.steps[1:]), "steps": watch.steps}))
+    texts = [line["prompt"] for line in read(folder / "prompts.jsonl")[: steps * N_PROMPTS]]
+    data = Dataset.from_list([{"input_ids": tokenizer(t)["input_ids"]} for t in texts for _ in range(N_ANSWERS)])
+    scorers = [AutoModelForSequenceClassification.from_pretrained(folder / "reward", num_labels=1) for _ in range(2)]
+    return PPOTrainer(args=config, processing_class=tokenizer, model=language_model(folder), train_dataset=data,
+                      ref_model=language_model(folder), reward_model=scorers[0], value_model=scorers[1],
+                      eval_dataset=data.select(range(8)), callbacks=[watch])  # fmt: skip
+
+
+def sft(folder: Path, steps: int, rows: int, tokenizer: Any, watch: Stopwatch, *by_length: str) -> Any:
+    from trl import SFTConfig, SFTTrainer
+
+    config = SFTConfig(
+        output_dir=str(folder / "trl"), per_device_train_batch_size=rows, max_steps=steps, **ALIKE,
+        gradient_accumulation_steps=N_PROMPTS * N_ANSWERS // rows, max_length=512,
+        train_sampling_strategy="group_by_length" if by_length else "random",
+    )  # fmt: skip
+    data = [{"prompt": row["prompt"], "completion": row["answer"]} for row in read(folder / "rows.jsonl")]
+    return SFTTrainer(model=language_model(folder), processing_class=tokenizer, args=config, callbacks=[watch],
+                      train_dataset=Dataset.from_list(data))  # fmt: skip
+
+
+TRAINERS = {"grpo": grpo, "ppo": ppo, "sft": sft}
+
+
+def main() -> None:
+    subject, folder = sys.argv[1], Path(sys.argv[2])
+    steps, threads, rows = map(int, sys.argv[3:6])
+    torch.set_num_threads(threads)
+    tokenizer, watch = AutoTokenizer.from_pretrained(folder / "model", padding_side="left"), Stopwatch()
+    TRAINERS[subject](folder, steps, rows, tokenizer, watch, *sys.argv[6:]).train()
+    print(json.dumps({"step_s": statistics.median(watch.steps), "steps": watch.steps}))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """The command ``realhf``: finds the word after it and hands the rest on. Heavy imports wait until they are needed."""
 
 import importlib
+import os
+import select
 import signal
 import sys
 
@@ -16,7 +18,7 @@ COMMANDS = {
     "env": ("realhf.apps.env", "", "versions, devices and extras, ready to paste"),
 }
 
-EXIT_USER, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
+EXIT_USER, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNHEARD = 2, 1, 130, 141
 
 
 def usage() -> str:
@@ -29,7 +31,7 @@ def usage() -> str:
 
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code: 0 done, 1 the run failed, 2 the user can mend it, 130 interrupted or
-    stopped.
+    stopped, 141 whoever read its output has left.
 
     ``realhf plan`` was asked what is possible: that something is not is its answer, with 1.
     """
@@ -65,6 +67,11 @@ def run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted: workers are stopped", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        if not _reader_has_left():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still to be flushed
+        return EXIT_UNHEARD
 
 
 def describe(error: Exception) -> str:
@@ -78,6 +85,13 @@ def describe(error: Exception) -> str:
         return "\n".join([f"error: {len(lines)} problems (nothing was launched)", *lines])
     assert isinstance(error, RunFailed)
     return f"{error.traceback_text}error: {error}"
+
+
+def _reader_has_left() -> bool:
+    """Tell whether standard output is a pipe that nobody reads any more, as after ``| head``."""
+    poll = select.poll()
+    poll.register(1, select.POLLOUT)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -5,6 +5,7 @@ nobody is dropped and counted. By default sockets live in a folder that only the
 """
 
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -143,8 +144,7 @@ class ZmqMaster:
         self._socket.close()
         self._context.term()
         if self.folder is not None:
-            (self.folder / "master").unlink(missing_ok=True)
-            self.folder.rmdir()
+            shutil.rmtree(self.folder, ignore_errors=True)  # who tidies /tmp may have been here
 
 
 class ZmqWorker:

@@ -1,0 +1,165 @@
+"""Whole steps by realhf's command line and by TRL's trainers on one machine, in turns, on CPU.
+
+    python benchmarks/bench_trl.py [grpo] [ppo] [sft] [--rounds N] [--models tiny,small] [--threads N]
+        [--peer PYTHON] [--peer-ppo PYTHON]
+
+16 prompts with 8 answers each, of 32 tokens on average and 64 at most; one update a step; SFT trains on 128 such rows.
+PPO has four models (TRL 1.5.1, the last with a trainer for it), GRPO no reference. TRL takes the faster of 32 and 128
+rows a pass, SFT of it with and without rows of like length together. Seconds are a step's, by each one's own clock: a
+median, and both take turns. ``make bench-peer`` makes the environments.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from bench_peer import MEAN, N_ANSWERS, N_NEW, N_PROMPTS, SIZES, report
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaForSequenceClassification, PreTrainedModel, PreTrainedTokenizerFast
+
+STEPS = {"tiny": 12, "small": 4}
+REWARD = """
+def share_of_low_words(prompt: str, answer: str, row: dict) -> float:
+    words = [word for word in answer.split() if word.startswith("w")]
+    return sum(int(word[1:]) % 2 == 0 for word in words) / max(1, len(words))
+"""
+GROUPS = (f"ppo.group_size={N_ANSWERS}", f"ppo.gen.max_new_tokens={N_NEW}", "actor.optimizer.lr=1e-6",
+          "actor.optimizer.lr_scheduler_type=constant", "ppo.ppo_n_minibatches=1")  # fmt: skip
+SETTINGS = {"grpo": ("128", "32"), "ppo": ("128", "32"), "sft": ("128", "32", "128 by_length", "32 by_length")}
+"""TRL's: rows a pass."""
+
+
+def our_words(subject: str, folder: Path) -> list[str]:
+    """Return what is said of a subject on our command line."""
+    prompts = (f"dataset.path={folder / 'prompts.jsonl'}", f"dataset.train_bs_n_seqs={N_PROMPTS}")
+    match subject:
+        case "grpo":
+            reward = f"reward.fn={folder / 'reward.py'}:share_of_low_words"
+            return ["grpo", f"actor.path={folder / 'model'}", "ppo.kl_in=none", reward, *GROUPS, *prompts]
+        case "ppo":
+            return ["ppo", f"actor.path={folder / 'model'}", f"rew.path={folder / 'reward'}", *GROUPS, *prompts,
+                    "critic.optimizer.lr=1e-6", "critic.optimizer.lr_scheduler_type=constant"]  # fmt: skip
+        case _:
+            return ["sft", f"model.path={folder / 'model'}", "model.optimizer.lr=1e-6",
+                    "model.optimizer.lr_scheduler_type=constant", f"dataset.path={folder / 'rows.jsonl'}",
+                    f"dataset.train_bs_n_seqs={N_PROMPTS * N_ANSWERS}"]  # fmt: skip
+
+
+def mean_answer(model: PreTrainedModel, n_prompt: int) -> float:
+    """Return how many tokens are drawn until the first one of the vocabulary ends an answer."""
+    prompts = torch.randint(2, model.config.vocab_size - 4, (24, n_prompt))
+    made = model.generate(
+        prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0, max_new_tokens=N_NEW, eos_token_id=0,
+        pad_token_id=1,
+    )[:, n_prompt:]  # fmt: skip
+    return float((made != 1).sum()) / len(made)
+
+
+def prepare(name: str, folder: Path) -> None:
+    """Write a model with its tokenizer of numbered words, prompts and a reward.
+
+    The first number of all hidden states is nearly constant and lifts one word alone, the end of an answer, until
+    answers have MEAN words on average.
+    """
+    torch.manual_seed(0)
+    mean_prompt, build = SIZES[name]
+    model = build()
+    vocab, table, head = (
+        model.config.vocab_size,
+        model.get_input_embeddings().weight,
+        model.get_output_embeddings().weight,
+    )
+    with torch.no_grad():
+        table[:, 0] = 1.0
+        if head is not table:
+            head[:, 0] = 0.0
+        low, high, lift = 0.0, 40.0, 0.0
+        for _ in range(9):
+            middle = (low + high) / 2
+            head[0, 0] += middle - lift
+            lift = middle
+            low, high = (lift, high) if mean_answer(model, mean_prompt) > MEAN else (low, lift)
+    model.config.eos_token_id, model.config.pad_token_id = 0, 1
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = 0, 1
+    n_words = vocab - 4  # tokenizers of some families add tokens of their own
+    words = {"<eos>": 0, "<pad>": 1, **{f"w{number}": number for number in range(2, n_words)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w2"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+    model.config.num_labels = 1
+    scorer = LlamaForSequenceClassification(model.config)
+    for part, place in ((model, "model"), (fast, "model"), (scorer, "reward"), (fast, "reward")):
+        part.save_pretrained(folder / place)
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(mean_prompt - 8, mean_prompt + 8, (512,), generator=generator).tolist()
+    prompts = [
+        " ".join(f"w{w}" for w in torch.randint(2, n_words, (n,), generator=generator).tolist()) for n in lengths
+    ]
+    rows = [json.dumps({"prompt": prompt, "solutions": [""], "query_id": str(i)}) for i, prompt in enumerate(prompts)]
+    (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+    (folder / "reward.py").write_text(REWARD)
+    answers = (1 + torch.empty(len(prompts)).geometric_(1 / MEAN, generator=generator)).clamp(max=N_NEW).long().tolist()
+    pairs = [
+        {"prompt": prompt, "answer": " " + " ".join(f"w{w}" for w in torch.randint(2, n_words, (n,)).tolist())}
+        for prompt, n in zip(prompts * 4, answers * 4, strict=True)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+
+
+def our_step(subject: str, name: str, folder: Path, number: int, threads: int) -> float:
+    """Return the seconds of a step of our command line: a worker for every core."""
+    root = folder / f"ours{subject}{number}"
+    subprocess.run([
+        sys.executable, "-c", "from realhf.apps.main import console; console()", "quickstart",
+        *our_words(subject, folder), "device=cpu", f"fileroot={root}", "experiment_name=e", "trial_name=t",
+        f"exp_ctrl.total_train_steps={STEPS[name]}", f"n_gpus_per_node={threads}", "threads_per_worker=1",
+        f"allocation_mode=d{threads}", "save_roles=[]", "n_logged_generations=0", "tensorboard.enabled=False",
+    ], check=True, capture_output=True)  # fmt: skip
+    lines = [json.loads(line) for line in (root / "e" / "t" / "metrics.jsonl").read_text().splitlines()]
+    return statistics.median(line["time/step_s"] for line in lines[1:])
+
+
+def their_step(peer: str, subject: str, name: str, folder: Path, threads: int, setting: str) -> float:
+    """Return the seconds of a step of TRL's."""
+    script = str(Path(__file__).with_name("peer_trl.py"))
+    words = [peer, script, subject, str(folder), str(STEPS[name]), str(threads), *setting.split()]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    return float(json.loads(done.stdout.splitlines()[-1])["step_s"])
+
+
+def compare(subject: str, name: str, rounds: int, threads: int, peer: str) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        prepare(name, folder)
+        found: dict[str, list[float]] = {}
+        for number in range(rounds):
+            found.setdefault("realhf", []).append(our_step(subject, name, folder, number, threads))
+            for setting in SETTINGS[subject]:
+                seconds = their_step(peer, subject, name, folder, threads, setting)
+                found.setdefault(f"TRL, {setting}", []).append(seconds)
+    report(f"{subject} step {name}", {who: 1 / statistics.median(seconds) for who, seconds in found.items()}, "steps/s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("subjects", nargs="*", default=list(SETTINGS), help=" ".join(SETTINGS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--models", default="tiny,small")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--peer", default=".venv-peer/bin/python", help="interpreter of an environment with TRL")
+    parser.add_argument("--peer-ppo", default=".venv-peer-ppo/bin/python", help="the same with a TRL that has PPO")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    for subject in options.subjects:
+        for name in options.models.split(","):
+            peer = options.peer_ppo if subject == "ppo" else options.peer
+            compare(subject, name, options.rounds, options.threads, peer)
+
+
+if __name__ == "__main__":
+    main()
