@@ -20,25 +20,24 @@ constexpr int64_t kElementsPerTask = 1 << 14;
 // A token's wide row and, behind `inner` of its numbers, what they gate; no gate: `up` is null.
 template <Activation activation, typename scalar_t>
 REALHF_SIMD_CLONES void forward_row(const scalar_t* wide, const scalar_t* up, int64_t inner, scalar_t* out) {
-  for (int64_t i = 0; i < inner; i += kLanes) {
-    Floats value = activated<activation>(load_upto(wide + i, inner - i));
-    if (up) value *= load_upto(up + i, inner - i);
-    store_upto(out + i, value, inner - i);
-  }
+  by_lanes(inner, [=](int64_t i, auto lanes) REALHF_BODY {
+    const Floats value = activated<activation>(lanes.load(wide + i));
+    lanes.store(out + i, up ? value * lanes.load(up + i) : value);
+  });
 }
 
 template <Activation activation, typename scalar_t>
 REALHF_SIMD_CLONES void backward_row(const scalar_t* grad, const scalar_t* wide, const scalar_t* up, int64_t inner,
                                      scalar_t* wide_grad, scalar_t* up_grad) {
-  for (int64_t i = 0; i < inner; i += kLanes) {
-    Floats along = load_upto(grad + i, inner - i);
-    const Slope found = activated_with_slope<activation>(load_upto(wide + i, inner - i));
+  by_lanes(inner, [=](int64_t i, auto lanes) REALHF_BODY {
+    Floats along = lanes.load(grad + i);
+    const Slope found = activated_with_slope<activation>(lanes.load(wide + i));
     if (up) {
-      store_upto(up_grad + i, along * found.value, inner - i);
-      along *= load_upto(up + i, inner - i);
+      lanes.store(up_grad + i, along * found.value);
+      along *= lanes.load(up + i);
     }
-    store_upto(wide_grad + i, along * found.slope, inner - i);
-  }
+    lanes.store(wide_grad + i, along * found.slope);
+  });
 }
 
 struct Sizes {

@@ -27,7 +27,7 @@ constexpr int64_t kRowsAtOnce = 64;    // rows of queries that go through the ke
 constexpr int64_t kKeysAtOnce = 128;   // keys whose scores with these exist at once on the way back
 constexpr int64_t kKeysForward = 128;  // and forward, where only those of a product's rows do
 
-constexpr int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
+constexpr int64_t padded(int64_t count) { return (count + kPadding - 1) / kPadding * kPadding; }
 
 // How many heads, how many of them share a key/value head, and how long they are; wide: dim padded to registers.
 struct Heads {
@@ -101,9 +101,9 @@ struct Scratch {
   std::unique_ptr<float[]> memory;
 
   Scratch(const Heads& heads, int64_t longest, bool backward) {
-    static_assert(kLanes * kKeysForward <= kRowsAtOnce * kKeysAtOnce && kKeysForward % kKeysAtOnce == 0);
-    const int64_t rows = std::max(kRowsAtOnce, heads.group) + kLanes;
-    keys.across = padded(longest) + kLanes;  // what is written behind the last keys is up to a register
+    static_assert(kPadding * kKeysForward <= kRowsAtOnce * kKeysAtOnce && kKeysForward % kKeysAtOnce == 0);
+    const int64_t rows = std::max(kRowsAtOnce, heads.group) + kPadding;
+    keys.across = padded(longest) + kPadding;  // what is written behind the last keys is up to a register
     const int64_t size = keys.across * heads.wide, more = backward ? size : 0;
     memory = laid_out([&](const auto& take) {
       for (float** part : {&q, &grad, &out}) *part = take(rows * heads.wide);

@@ -10,7 +10,7 @@ REALHF_ONCE void gather_rows(const scalar_t* from, int64_t token, int64_t count,
     const scalar_t* row = from + (n_heads == 1 ? i * token : i / n_heads * token + i % n_heads * head);
     int64_t c = 0;
     for (; c + kLanes <= dim; c += kLanes) store(to + i * wide + c, load(row + c) * scale);
-    if (c < dim) store(to + i * wide + c, load_upto(row + c, dim - c) * scale);
+    for (; c < wide; c += kLanes) store(to + i * wide + c, load_upto(row + c, dim - c) * scale);
   }
 }
 
@@ -18,16 +18,16 @@ REALHF_ONCE void gather_rows(const scalar_t* from, int64_t token, int64_t count,
 template <typename scalar_t>
 REALHF_ONCE void gather_turned(const scalar_t* from, int64_t stride, int64_t count, const Heads& heads, int64_t across,
                                float* to) {
-  constexpr int kParts = kLanes / REALHF_WIDTH;
+  constexpr int kParts = kPadding / REALHF_WIDTH;
   for (int64_t i = 0; i < padded(count); i += REALHF_WIDTH) {
-    for (int64_t c = 0; c < heads.wide; c += kLanes) {
+    for (int64_t c = 0; c < heads.wide; c += kPadding) {
       Wide lines[kParts][REALHF_WIDTH];
       for (int64_t line = 0; line < REALHF_WIDTH; ++line) {
-        const bool is_there = i + line < count;
-        const Floats lanes = is_there ? load_upto(from + (i + line) * stride + c, heads.dim - c) : Floats{};
-        Wide parts[kParts];
-        __builtin_memcpy(parts, &lanes, sizeof lanes);
-        for (int part = 0; part < kParts; ++part) lines[part][line] = parts[part];
+        const int64_t there = i + line < count ? heads.dim - c : 0;
+        const scalar_t* row = from + (i + line) * stride + c;
+        float lanes[kPadding];
+        for (int64_t at = 0; at < kPadding; at += kLanes) store(lanes + at, load_upto(row + at, there - at));
+        for (int part = 0; part < kParts; ++part) lines[part][line] = load_wide(lanes + part * REALHF_WIDTH);
       }
       for (int part = 0; part < kParts; ++part) {
         turn(lines[part]);
@@ -89,7 +89,7 @@ REALHF_INLINE Seen seen_by(int64_t from, int64_t to, int64_t first, int64_t coun
 // A row of scores becomes e^(score - its largest so far); what was summed before is scaled to that.
 REALHF_ONCE void soften(float* scores, int64_t across, Seen tile, Seen row, const Rule& rule, float* largest,
                           float* sum, float* out, int64_t wide) {
-  const int64_t from = tile.lo / kLanes * kLanes;
+  const int64_t from = tile.lo / kPadding * kPadding;
   Floats most = Floats{} + *largest;
   for (int64_t j = from; j < across; j += kLanes) {
     Floats some = load(scores + j);
@@ -125,7 +125,7 @@ REALHF_ONCE void attend_forward(const Heads& heads, const Rule& rule, const Bloc
       const int64_t rows = smaller(kTall, block.rows - r);
       const Seen tile = seen_by(block.position(r), block.position(r + rows - 1), first, count, rule.window);
       if (tile.hi <= tile.lo) continue;
-      const int64_t from = tile.lo / kLanes * kLanes, to = padded(tile.hi);
+      const int64_t from = tile.lo / kPadding * kPadding, to = padded(tile.hi);
       product(rows, to - from, wide, scratch.q + r * wide, wide, 1, keys.k_turned + at + from, keys.across,
               scratch.shares + from, kKeysForward, false);
       for (int64_t i = 0; i < rows; ++i) {
@@ -198,7 +198,7 @@ REALHF_ONCE void attend_backward(const Heads& heads, const Rule& rule, const Blo
     for (int64_t r = 0; r < block.rows; r += kTall) {
       const int64_t rows = smaller(kTall, block.rows - r);
       const Seen tile = seen_by(block.position(r), block.position(r + rows - 1), first, count, rule.window);
-      const int64_t from = tile.lo / kLanes * kLanes, to = padded(tile.hi), some = to - from;
+      const int64_t from = tile.lo / kPadding * kPadding, to = padded(tile.hi), some = to - from;
       float *shares = scratch.shares + r * kKeysAtOnce, *slopes = scratch.slopes + r * kKeysAtOnce;
       if (tile.hi > tile.lo) {
         product(rows, some, wide, scratch.q + r * wide, wide, 1, keys.k_turned + at + from, across, shares + from,

@@ -27,7 +27,7 @@ constexpr int64_t kRowsOfAThread = 12;  // fewer are not worth a thread
 constexpr int64_t kRowsOfAFamily = 16;  // that attend together
 constexpr int64_t kTensorsOfALayer = 16;
 
-constexpr int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
+constexpr int64_t padded(int64_t count) { return (count + kPadding - 1) / kPadding * kPadding; }
 
 // Sizes and switches.
 struct Shape {
@@ -92,7 +92,7 @@ struct Buffers {
     const int64_t group = std::min(kRowsOfAFamily, rows) * (shape.n_q / shape.n_kv);
     memory = laid_out([&](const auto& take) {
       for (float** part : {&x, &inner, &product}) *part = take(rows * shape.hidden);
-      mixed = take(rows * of_mixed), wide = take(rows * of_wide), panel = take(depth * kLanes);
+      mixed = take(rows * of_mixed), wide = take(rows * of_wide), panel = take(depth * kPadding);
       scores = take(group * padded(shape.max_len)), sums = take(group);
       for (float** part : {&queries, &heads}) *part = take(group * shape.dim);
     });
@@ -229,7 +229,7 @@ Shape checked_shape(const Tensor& x, const Tensor& k, const Tensor& v, const std
   shape.dim = k.size(4), shape.inner = inner;
   STD_TORCH_CHECK(shape.n_kv > 0 && n_heads % shape.n_kv == 0, "decode_blocks: ", n_heads, " heads over ", shape.n_kv);
   for (const int64_t size : {shape.hidden, shape.dim, inner}) {
-    STD_TORCH_CHECK(size > 0 && size % kLanes == 0, "decode_blocks: size ", size, " is no multiple of ", kLanes);
+    STD_TORCH_CHECK(size > 0 && size % kPadding == 0, "decode_blocks: size ", size, " is no multiple of ", kPadding);
   }
   shape.rotation = checked_rotation(angles, shape.dim);
   return shape;

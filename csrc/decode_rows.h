@@ -2,7 +2,7 @@
 
 constexpr int64_t kDotRows = REALHF_WIDTH == 16 ? 4 : 3;  // rows of a product that are held in registers
 constexpr int64_t kDotOuts = 4;                           // and columns
-constexpr int64_t kDeep = 256;                            // as much of kLanes columns stays in the first cache
+constexpr int64_t kDeep = 256;                            // as much of kPadding columns stays in the first cache
 constexpr int64_t kManyRows = 20;                         // for these it pays to turn the weights first
 
 typedef float Quad __attribute__((vector_size(16)));
@@ -87,16 +87,16 @@ REALHF_ONCE void product_of_few(const Matrix<scalar_t>& matrix, int64_t rows, co
   for (; out < matrix.outs; ++out) dot_rows<1>(matrix, out, rows, x, add, y, y_row);
 }
 
-// kLanes outputs of a matrix, turned: [depth, kLanes].
+// kPadding outputs of a matrix, turned: [depth, kPadding].
 template <typename scalar_t>
 REALHF_INLINE void turn_panel(const scalar_t* weights, int64_t depth, float* panel) {
   for (int64_t k = 0; k < depth; k += REALHF_WIDTH) {
-    for (int64_t n = 0; n < kLanes; n += REALHF_WIDTH) {
+    for (int64_t n = 0; n < kPadding; n += REALHF_WIDTH) {
       Wide lines[REALHF_WIDTH];
       for (int64_t i = 0; i < REALHF_WIDTH; ++i) lines[i] = load_wide(weights + (n + i) * depth + k);
       turn(lines);
       for (int64_t i = 0; i < REALHF_WIDTH; ++i) {
-        __builtin_memcpy(panel + (k + i) * kLanes + n, lines + i, sizeof(Wide));
+        __builtin_memcpy(panel + (k + i) * kPadding + n, lines + i, sizeof(Wide));
       }
     }
   }
@@ -106,7 +106,7 @@ template <typename scalar_t>
 REALHF_ONCE void product_of_many(const Matrix<scalar_t>& matrix, int64_t rows, const float* x, bool add, float* panel,
                                  float* y) {
   const int64_t depth = matrix.depth, outs = matrix.outs;
-  for (int64_t out = 0; out < outs; out += kLanes) {
+  for (int64_t out = 0; out < outs; out += kPadding) {
     turn_panel(matrix.weight + out * depth, depth, panel);
     if (matrix.bias) {
       const Floats bias = load(matrix.bias + out);
@@ -115,7 +115,7 @@ REALHF_ONCE void product_of_many(const Matrix<scalar_t>& matrix, int64_t rows, c
     for (int64_t k = 0; k < depth; k += kDeep) {
       const int64_t some = smaller(kDeep, depth - k);
       for (int64_t r = 0; r < rows; r += kTall) {
-        product(smaller(kTall, rows - r), kLanes, some, x + r * depth + k, depth, 1, panel + k * kLanes, kLanes,
+        product(smaller(kTall, rows - r), kPadding, some, x + r * depth + k, depth, 1, panel + k * kPadding, kPadding,
                 y + r * outs + out, outs, add || matrix.bias || k > 0);
       }
     }

@@ -73,7 +73,7 @@ REALHF_ONCE void product(int64_t rows, int64_t across, int64_t depth, const floa
 REALHF_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 REALHF_INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
-constexpr Ints kNumbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+constexpr Ints kNumbers = {0, 1, 2, 3, 4, 5, 6, 7};
 
 // `lanes` where lo <= at + lane < hi, else `other`.
 REALHF_INLINE Floats within(const Floats& lanes, int64_t at, int64_t lo, int64_t hi, float other) {
@@ -111,37 +111,20 @@ REALHF_INLINE void turn(Wide* lines) {
   turn_bit<1>(lines);
 }
 
-typedef float Half __attribute__((vector_size(32)));
-typedef int32_t HalfInts __attribute__((vector_size(32)));
-constexpr HalfInts kAcross4 = {4, 5, 6, 7, 0, 1, 2, 3}, kAcross2 = {2, 3, 0, 1, 6, 7, 4, 5},
-                   kAcross1 = {1, 0, 3, 2, 5, 4, 7, 6};
-
-struct Halves {
-  Half low, high;
-};
-REALHF_INLINE Halves halves_of(const Floats& lanes) {
-  Halves halves;
-  __builtin_memcpy(&halves, &lanes, sizeof halves);
-  return halves;
-}
+constexpr Ints kAcross4 = {4, 5, 6, 7, 0, 1, 2, 3}, kAcross2 = {2, 3, 0, 1, 6, 7, 4, 5},
+               kAcross1 = {1, 0, 3, 2, 5, 4, 7, 6};
 
 REALHF_INLINE float total_of(const Floats& lanes) {
-  const Halves halves = halves_of(lanes);
-  Half sum = halves.low + halves.high;
-  sum += __builtin_shuffle(sum, kAcross4);
+  Floats sum = lanes + __builtin_shuffle(lanes, kAcross4);
   sum += __builtin_shuffle(sum, kAcross2);
   sum += __builtin_shuffle(sum, kAcross1);
   return sum[0];
 }
 
-REALHF_INLINE Half larger_half(const Half& a, const Half& b) { return a > b ? a : b; }
-
 REALHF_INLINE float most_of(const Floats& lanes) {
-  const Halves halves = halves_of(lanes);
-  Half most = larger_half(halves.low, halves.high);
-  most = larger_half(most, __builtin_shuffle(most, kAcross4));
-  most = larger_half(most, __builtin_shuffle(most, kAcross2));
-  most = larger_half(most, __builtin_shuffle(most, kAcross1));
+  Floats most = larger(lanes, __builtin_shuffle(lanes, kAcross4));
+  most = larger(most, __builtin_shuffle(most, kAcross2));
+  most = larger(most, __builtin_shuffle(most, kAcross1));
   return most[0];
 }
 

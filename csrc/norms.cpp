@@ -23,34 +23,34 @@ constexpr int64_t kRowsOfABlock = 128;
 
 REALHF_INLINE float scale_of(const float* x, int64_t size, float eps) {
   Floats squares = {};
-  for (int64_t i = 0; i < size; i += kLanes) {
-    const Floats some = load_upto(x + i, size - i);
+  by_lanes(size, [&](int64_t i, auto lanes) REALHF_BODY {
+    const Floats some = lanes.load(x + i);
     squares += some * some;
-  }
+  });
   return 1.0f / __builtin_sqrtf(static_cast<float>(sum_of_lanes(squares) / static_cast<double>(size)) + eps);
 }
 
 REALHF_SIMD_CLONES void forward_row(const float* x, const float* weight, int64_t size, float eps, float* y) {
   const float scale = scale_of(x, size, eps);
-  for (int64_t i = 0; i < size; i += kLanes) {
-    store_upto(y + i, load_upto(x + i, size - i) * scale * load_upto(weight + i, size - i), size - i);
-  }
+  by_lanes(size, [=](int64_t i, auto lanes) REALHF_BODY {
+    lanes.store(y + i, lanes.load(x + i) * scale * lanes.load(weight + i));
+  });
 }
 
 REALHF_SIMD_CLONES void backward_row(const float* grad, const float* x, const float* weight, int64_t size, float eps,
                                      float* x_grad, float* weight_grad) {
   const float scale = scale_of(x, size, eps);
   Floats sum = {};
-  for (int64_t i = 0; i < size; i += kLanes) {
-    const Floats part = load_upto(grad + i, size - i) * (load_upto(x + i, size - i) * scale);
-    sum += part * load_upto(weight + i, size - i);
-    store_upto(weight_grad + i, load_upto(weight_grad + i, size - i) + part, size - i);
-  }
+  by_lanes(size, [&](int64_t i, auto lanes) REALHF_BODY {
+    const Floats part = lanes.load(grad + i) * (lanes.load(x + i) * scale);
+    sum += part * lanes.load(weight + i);
+    lanes.store(weight_grad + i, lanes.load(weight_grad + i) + part);
+  });
   const float along = static_cast<float>(sum_of_lanes(sum) / static_cast<double>(size));
-  for (int64_t i = 0; i < size; i += kLanes) {
-    const Floats slope = load_upto(grad + i, size - i) * load_upto(weight + i, size - i);
-    store_upto(x_grad + i, (slope - load_upto(x + i, size - i) * scale * along) * scale, size - i);
-  }
+  by_lanes(size, [=](int64_t i, auto lanes) REALHF_BODY {
+    const Floats slope = lanes.load(grad + i) * lanes.load(weight + i);
+    lanes.store(x_grad + i, (slope - lanes.load(x + i) * scale * along) * scale);
+  });
 }
 
 void check(const Tensor& x, const Tensor& weight) {

@@ -15,12 +15,15 @@
 
 // A part of such a function: compiled into each of its clones.
 #define REALHF_INLINE static inline __attribute__((always_inline))
+#define REALHF_INLINE_MEMBER inline __attribute__((always_inline))
+#define REALHF_BODY __attribute__((always_inline))  // of a lambda
 
 #pragma GCC diagnostic ignored "-Wpsabi"  // wide vectors pass between inlined functions only
 
 namespace realhf {
 
-constexpr int64_t kLanes = 16;
+constexpr int64_t kLanes = 8;      // of a vector; the compiler keeps vectors that are wider than a register in memory
+constexpr int64_t kPadding = 16;   // what rows are made a multiple of where the widest registers work on them
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
@@ -45,11 +48,10 @@ REALHF_INLINE Floats signed_as(const Floats& size, const Floats& x) {
   return (Floats)((Ints)size | ((Ints)x & static_cast<int32_t>(0x80000000)));
 }
 
-REALHF_INLINE Floats load(const float* from) {
-  Floats lanes;
-  std::memcpy(&lanes, from, sizeof lanes);
-  return lanes;
-}
+// Lanes where they lie in memory: copied byte by byte, a vector that is wider than a register would take to the stack.
+typedef float FloatsThere __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+
+REALHF_INLINE Floats load(const float* from) { return *reinterpret_cast<const FloatsThere*>(from); }
 
 REALHF_INLINE Floats load(const BFloat16* from) {
   Shorts halves;
@@ -58,7 +60,7 @@ REALHF_INLINE Floats load(const BFloat16* from) {
   return (Floats)bits;
 }
 
-REALHF_INLINE void store(float* to, const Floats& lanes) { std::memcpy(to, &lanes, sizeof lanes); }
+REALHF_INLINE void store(float* to, const Floats& lanes) { *reinterpret_cast<FloatsThere*>(to) = lanes; }
 
 REALHF_INLINE void store(BFloat16* to, const Floats& lanes) {  // rounds to nearest, to even; a NaN stays one
   const Ints bits = (Ints)lanes;
@@ -71,12 +73,11 @@ REALHF_INLINE void store(BFloat16* to, const Floats& lanes) {  // rounds to near
 template <typename scalar_t>
 REALHF_INLINE Floats load_some(const scalar_t* from, int64_t count, scalar_t fill) {
   scalar_t padded[kLanes];
-  for (int64_t i = 0; i < kLanes; ++i) padded[i] = fill;
-  std::memcpy(padded, from, count * sizeof(scalar_t));
+  for (int64_t i = 0; i < kLanes; ++i) padded[i] = i < count ? from[i] : fill;
   return load(padded);
 }
 
-// Up to kLanes numbers of a row that ends after `count`; behind them are zeros, and nothing is written.
+// Up to kLanes numbers of a row that ends after `count`, or has ended; behind are zeros, and nothing is written.
 template <typename scalar_t>
 REALHF_INLINE Floats load_upto(const scalar_t* from, int64_t count) {
   return count >= kLanes ? load(from) : load_some(from, count, scalar_t{});
@@ -88,6 +89,30 @@ REALHF_INLINE void store_upto(scalar_t* to, const Floats& lanes, int64_t count) 
   scalar_t end[kLanes];
   store(end, lanes);
   std::memcpy(to, end, count * sizeof(scalar_t));
+}
+
+// How to take a run of lanes from memory and put it there: all of them, or the first `count` at the end of a row.
+struct Whole {
+  template <typename scalar_t>
+  REALHF_INLINE_MEMBER Floats load(const scalar_t* from) const { return realhf::load(from); }
+  template <typename scalar_t>
+  REALHF_INLINE_MEMBER void store(scalar_t* to, const Floats& lanes) const { realhf::store(to, lanes); }
+};
+
+struct Part {
+  int64_t count;
+  template <typename scalar_t>
+  REALHF_INLINE_MEMBER Floats load(const scalar_t* from) const { return load_some(from, count, scalar_t{}); }
+  template <typename scalar_t>
+  REALHF_INLINE_MEMBER void store(scalar_t* to, const Floats& lanes) const { store_upto(to, lanes, count); }
+};
+
+// Calls `body(i, lanes)` for every run of lanes in a row, its end by itself: one body for both would choose in memory.
+template <typename Body>
+REALHF_INLINE void by_lanes(int64_t size, const Body& body) {
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) body(i, Whole{});
+  if (i < size) body(i, Part{size - i});
 }
 
 REALHF_INLINE Floats larger(const Floats& a, const Floats& b) { return choose(is_less(a, b), b, a); }
