@@ -1,6 +1,7 @@
 // The activation of an MLP, gated or not, and its gradient, in one pass each: the schemas, and the kernels for CPUs.
 // realhf/ops/activations.py says what is computed.
 #include "activations.h"
+#include "rotation.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -17,28 +18,8 @@ using torch::stable::Tensor;
 
 constexpr int64_t kElementsPerTask = 1 << 14;
 
-// A token's wide row and, behind `inner` of its numbers, what they gate; no gate: `up` is null.
-template <Activation activation, typename scalar_t>
-REALHF_SIMD_CLONES void forward_row(const scalar_t* wide, const scalar_t* up, int64_t inner, scalar_t* out) {
-  by_lanes(inner, [=](int64_t i, auto lanes) REALHF_BODY {
-    const Floats value = activated<activation>(lanes.load(wide + i));
-    lanes.store(out + i, up ? value * lanes.load(up + i) : value);
-  });
-}
-
-template <Activation activation, typename scalar_t>
-REALHF_SIMD_CLONES void backward_row(const scalar_t* grad, const scalar_t* wide, const scalar_t* up, int64_t inner,
-                                     scalar_t* wide_grad, scalar_t* up_grad) {
-  by_lanes(inner, [=](int64_t i, auto lanes) REALHF_BODY {
-    Floats along = lanes.load(grad + i);
-    const Slope found = activated_with_slope<activation>(lanes.load(wide + i));
-    if (up) {
-      lanes.store(up_grad + i, along * found.value);
-      along *= lanes.load(up + i);
-    }
-    lanes.store(wide_grad + i, along * found.slope);
-  });
-}
+#define REALHF_ROWS "activation_rows.h"
+#include "each_width.h"
 
 struct Sizes {
   int64_t rows, across, inner;
@@ -48,11 +29,11 @@ template <Activation activation, typename scalar_t>
 void forward(const Sizes& sizes, const Tensor& wide, Tensor& out) {
   const auto* from = static_cast<const scalar_t*>(wide.const_data_ptr());
   auto* to = static_cast<scalar_t*>(out.mutable_data_ptr());
+  const auto run = widest(REALHF_ALL_WIDTHS(forward_row<activation, scalar_t>));
   torch::stable::parallel_for(0, sizes.rows, kElementsPerTask / sizes.across + 1, [&](int64_t first, int64_t stop) {
     for (int64_t row = first; row < stop; ++row) {
       const scalar_t* of_row = from + row * sizes.across;
-      forward_row<activation>(of_row, sizes.across > sizes.inner ? of_row + sizes.inner : nullptr, sizes.inner,
-                              to + row * sizes.inner);
+      run(of_row, sizes.across > sizes.inner ? of_row + sizes.inner : nullptr, sizes.inner, to + row * sizes.inner);
     }
   });
 }
@@ -62,13 +43,13 @@ void backward(const Sizes& sizes, const Tensor& grad, const Tensor& wide, Tensor
   const auto* along = static_cast<const scalar_t*>(grad.const_data_ptr());
   const auto* from = static_cast<const scalar_t*>(wide.const_data_ptr());
   auto* to = static_cast<scalar_t*>(wide_grad.mutable_data_ptr());
+  const auto run = widest(REALHF_ALL_WIDTHS(backward_row<activation, scalar_t>));
   torch::stable::parallel_for(0, sizes.rows, kElementsPerTask / sizes.across + 1, [&](int64_t first, int64_t stop) {
     for (int64_t row = first; row < stop; ++row) {
       const scalar_t* of_row = from + row * sizes.across;
       scalar_t* grad_of_row = to + row * sizes.across;
-      backward_row<activation>(along + row * sizes.inner, of_row,
-                               sizes.across > sizes.inner ? of_row + sizes.inner : nullptr, sizes.inner, grad_of_row,
-                               grad_of_row + sizes.inner);
+      run(along + row * sizes.inner, of_row, sizes.across > sizes.inner ? of_row + sizes.inner : nullptr, sizes.inner,
+          grad_of_row, grad_of_row + sizes.inner);
     }
   });
 }

@@ -1,7 +1,7 @@
 // Compiles the file that REALHF_ROWS names once for every width of registers, over lanes.h; `widest` picks what this
 // machine runs. Included once in a source file, inside its namespace. Sums of products are fused here, where a machine
 // can: one that cannot gives other last bits.
-#define REALHF_ONCE __attribute__((noinline, noclone)) static  // compiled once, not into its callers
+#define REALHF_ONCE __attribute__((noinline, noclone, unused)) static  // compiled once, not into its callers
 
 namespace narrow {
 #define REALHF_WIDTH 4
@@ -35,7 +35,7 @@ namespace avx512 {
 }  // namespace avx512
 #pragma GCC pop_options
 
-#define REALHF_ALL_WIDTHS(function) narrow::function, avx2::function, avx512::function
+#define REALHF_ALL_WIDTHS(...) narrow::__VA_ARGS__, avx2::__VA_ARGS__, avx512::__VA_ARGS__
 template <typename Function>
 Function widest(Function of_narrow, Function of_avx2, Function of_avx512) {
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
@@ -45,7 +45,7 @@ Function widest(Function of_narrow, Function of_avx2, Function of_avx512) {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? of_avx2 : of_narrow;
 }
 #else
-#define REALHF_ALL_WIDTHS(function) narrow::function
+#define REALHF_ALL_WIDTHS(...) narrow::__VA_ARGS__
 template <typename Function>
 Function widest(Function of_narrow) {
   return of_narrow;

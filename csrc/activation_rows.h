@@ -1,0 +1,38 @@
+// The rows of an activation and of its gradient, for every width of registers: see each_width.h.
+
+// Some numbers of a token's wide row and, behind all of these, what they gate; no gate: `up` is null.
+template <Activation activation, typename scalar_t, typename Lanes>
+REALHF_INLINE void forward_some(const scalar_t* wide, const scalar_t* up, int64_t i, const Lanes& lanes,
+                                scalar_t* out) {
+  const Floats value = activated<activation>(lanes.load(wide + i));
+  lanes.store(out + i, up ? value * lanes.load(up + i) : value);
+}
+
+template <Activation activation, typename scalar_t>
+REALHF_ONCE void forward_row(const scalar_t* wide, const scalar_t* up, int64_t inner, scalar_t* out) {
+  int64_t i = 0;
+  for (; i + kLanes <= inner; i += kLanes) forward_some<activation>(wide, up, i, Whole{}, out);
+  if (i < inner) forward_some<activation>(wide, up, i, Part{inner - i}, out);
+}
+
+template <Activation activation, typename scalar_t, typename Lanes>
+REALHF_INLINE void backward_some(const scalar_t* grad, const scalar_t* wide, const scalar_t* up, int64_t i,
+                                 const Lanes& lanes, scalar_t* wide_grad, scalar_t* up_grad) {
+  Floats along = lanes.load(grad + i);
+  const Slope found = activated_with_slope<activation>(lanes.load(wide + i));
+  if (up) {
+    lanes.store(up_grad + i, along * found.value);
+    along *= lanes.load(up + i);
+  }
+  lanes.store(wide_grad + i, along * found.slope);
+}
+
+template <Activation activation, typename scalar_t>
+REALHF_ONCE void backward_row(const scalar_t* grad, const scalar_t* wide, const scalar_t* up, int64_t inner,
+                              scalar_t* wide_grad, scalar_t* up_grad) {
+  int64_t i = 0;
+  for (; i + kLanes <= inner; i += kLanes) {
+    backward_some<activation>(grad, wide, up, i, Whole{}, wide_grad, up_grad);
+  }
+  if (i < inner) backward_some<activation>(grad, wide, up, i, Part{inner - i}, wide_grad, up_grad);
+}
