@@ -72,10 +72,10 @@ struct Stage {
   scalar_t* result;
 };
 
-// Rows that have `shared` first tokens in common; `longest` is how many the longest of them has now.
+// Rows that have `shared` first tokens in common, which lie in the row `holder`; `longest` is how many the longest has.
 struct Family {
   const int64_t* rows;
-  int64_t n_rows, shared, longest;
+  int64_t n_rows, shared, longest, holder;
 };
 
 // What one thread works with.
@@ -98,7 +98,7 @@ struct Buffers {
     });
   }
 
-  // Finds the families among rows first..first+count, `prefixes` [2, S] being their numbers and what they share.
+  // Finds the families among rows first..first+count, `prefixes` [3, S] being numbers, what they share, where.
   void find_families(int64_t first, int64_t count, const int64_t* positions, const int64_t* prefixes, int64_t n_rows) {
     order.resize(count), families.clear();
     std::iota(order.begin(), order.end(), first);
@@ -109,7 +109,7 @@ struct Buffers {
       const bool goes_on = prefixes && !families.empty() && families.back().n_rows < kRowsOfAFamily &&
                            prefixes[families.back().rows[0]] == prefixes[row];
       const int64_t shared = prefixes ? prefixes[n_rows + row] : 0;
-      if (!goes_on) families.push_back({&row, 0, shared, 0});
+      if (!goes_on) families.push_back({&row, 0, shared, 0, prefixes ? prefixes[2 * n_rows + row] : row});
       Family& family = families.back();
       family.shared = std::min(family.shared, shared), family.longest = std::max(family.longest, positions[row] + 1);
       ++family.n_rows;
@@ -200,19 +200,23 @@ void run(const Shape& shape, const std::vector<Tensor>& weights, const std::vect
   });
 }
 
-void check_rows(const Tensor& positions, const std::optional<Tensor>& prefixes, int64_t n_rows, int64_t limit) {
+void check_rows(const Tensor& positions, const std::optional<Tensor>& prefixes, int64_t n_rows, int64_t limit,
+                bool has_windows) {
   STD_TORCH_CHECK(positions.dim() == 1 && positions.size(0) == n_rows && positions.is_contiguous() &&
                       positions.scalar_type() == ScalarType::Long,
                   "decode_blocks: positions must be [", n_rows, "] int64, contiguous");
-  STD_TORCH_CHECK(!prefixes || (prefixes->dim() == 2 && prefixes->size(0) == 2 && prefixes->size(1) == n_rows &&
+  STD_TORCH_CHECK(!prefixes || (prefixes->dim() == 2 && prefixes->size(0) == 3 && prefixes->size(1) == n_rows &&
                                 prefixes->is_contiguous() && prefixes->scalar_type() == ScalarType::Long),
-                  "decode_blocks: prefixes must be [2, ", n_rows, "] int64, contiguous");
+                  "decode_blocks: prefixes must be [3, ", n_rows, "] int64, contiguous");
   const int64_t *all = positions.const_data_ptr<int64_t>(),
                 *shared = prefixes ? prefixes->const_data_ptr<int64_t>() + n_rows : nullptr;
   for (int64_t i = 0; i < n_rows; ++i) {
     STD_TORCH_CHECK(all[i] >= 0 && all[i] < limit, "decode_blocks: position ", all[i], " of ", limit);
     STD_TORCH_CHECK(!shared || (shared[i] >= 0 && shared[i] <= all[i]), "decode_blocks: row ", i, " at position ",
                     all[i], " shares ", shared ? shared[i] : 0, " tokens");
+    const int64_t holder = shared ? shared[n_rows + i] : i;
+    STD_TORCH_CHECK(holder == i || (holder >= 0 && holder < n_rows && !has_windows), "decode_blocks: row ", i,
+                    " cannot read what row ", holder, " holds");
   }
 }
 
@@ -248,7 +252,8 @@ Tensor decode_blocks_cpu(const Tensor& x, std::vector<Tensor> weights, Tensor k,
     STD_TORCH_CHECK(given.scalar_type() == x.scalar_type(), "decode_blocks: weights must be typed as x");
   }
   const int64_t limit = angles ? std::min(shape.max_len, shape.rotation.count) : shape.max_len;
-  check_rows(positions, prefixes, x.size(0), limit);
+  const bool has_windows = std::any_of(windows.begin(), windows.end(), [](int64_t window) { return window > 0; });
+  check_rows(positions, prefixes, x.size(0), limit, has_windows);
   STD_TORCH_CHECK(activation >= 0 && activation <= 2, "decode_blocks: activation ", activation);
   shape.activation = static_cast<Activation>(activation), shape.gated = gated, shape.parallel = parallel;
   shape.eps = static_cast<float>(eps), shape.scale = static_cast<float>(scale);

@@ -228,13 +228,14 @@ REALHF_INLINE void mix(int64_t n, int64_t count, int64_t dim, const float* share
   }
 }
 
-// The queries of one head of keys, of rows whose first `shared` keys are the same: they read those of the first row.
+// The queries of one head of keys, of rows whose first `shared` keys are the same: they read those of their holder.
 template <typename scalar_t>
 REALHF_INLINE void attend(const Shape& shape, const Layer<scalar_t>& layer, const Family& family, int64_t head,
                           const int64_t* positions, Buffers& buffers) {
   const int64_t dim = shape.dim, group = shape.n_q / shape.n_kv, across = padded(family.longest);
-  const int64_t shared = layer.window > 0 || family.n_rows == 1 ? 0 : family.shared;
-  const int64_t first = shape.place(family.rows[0], head, 0), n_queries = family.n_rows * group;
+  const bool is_alone = family.n_rows == 1 && family.holder == family.rows[0];
+  const int64_t shared = layer.window > 0 || is_alone ? 0 : family.shared;
+  const int64_t first = shape.place(family.holder, head, 0), n_queries = family.n_rows * group;
   const auto begin = [&](int64_t position) {  // of a row's own keys
     return layer.window > 0 ? larger_of(0, position - layer.window + 1) : shared;
   };

@@ -16,7 +16,7 @@ class Decoding:
     def __init__(self, model: Transformer, request: Request, queue: deque[int], n_slots: int) -> None:
         self.model, self.request = model, request
         self.cache = model.new_cache(n_slots, request.longest)
-        self.slots = Slots(request, queue, n_slots)
+        self.slots = Slots(request, queue, n_slots, request.share and model.reads_prefixes)
         self.logprobs: list[tuple[Tensor, Tensor]] = []
 
     @property
@@ -71,4 +71,4 @@ class Decoding:
     def advance(self, tokens: Tensor) -> None:
         """Take the tokens that the turn drew, on whichever stage, and make ready for the next turn."""
         for move in self.slots.record(tokens):
-            self.cache.copy_slot(move.src, move.dst, move.length)
+            self.cache.copy_slot(move.src, move.dst, move.start, move.stop)

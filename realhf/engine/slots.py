@@ -71,19 +71,23 @@ class Request:
 class Prefill:
     """Prompts to compute, shortest first, each into a slot; ``copies`` are what other slots get of them, and how much.
 
-    ``ends`` says for every row that enters where its prompt ends in the packed prompts.
+    ``ends`` says for every row that enters where its prompt ends in the packed prompts, ``holders`` which slot has it.
     """
 
     prompts: list[int]
     slots: list[int]
     copies: list[tuple[int, list[int], int]]
     ends: list[int]
+    holders: list[int]
 
 
-def plan_prefill(fresh: Sequence[int], first_slot: int, n: int, texts: Mapping[int, list[int]]) -> Prefill:
+def plan_prefill(
+    fresh: Sequence[int], first_slot: int, n: int, texts: Mapping[int, list[int]], lends: bool = False
+) -> Prefill:
     """Plan for rows that enter the slots from ``first_slot`` on; ``texts`` are the tokens of their prompts.
 
-    A prompt with which another one begins is not computed: states of one answer share what came before.
+    A prompt with which another one begins is not computed: states of one answer share what came before. Where a slot
+    ``lends`` its prompt to the other rows of it, only that one gets it.
     """
     slots: dict[int, list[int]] = {}
     for slot, row in enumerate(fresh, first_slot):
@@ -94,10 +98,11 @@ def plan_prefill(fresh: Sequence[int], first_slot: int, n: int, texts: Mapping[i
     copies = []
     for prompt, own in slots.items():
         first = slots[leaders[prompt]][0]
-        if others := [slot for slot in own if slot != first]:
+        if others := [slot for slot in (own[:1] if lends else own) if slot != first]:
             copies.append((first, others, len(texts[prompt])))
     ends = [starts[leaders[row // n]] + len(texts[row // n]) - 1 for row in fresh]
-    return Prefill(order, [slots[prompt][0] for prompt in order], copies, ends)
+    holders = [slots[row // n][0] if lends else slot for slot, row in enumerate(fresh, first_slot)]
+    return Prefill(order, [slots[prompt][0] for prompt in order], copies, ends, holders)
 
 
 def leaders_of(texts: Mapping[int, list[int]]) -> dict[int, int]:
@@ -116,11 +121,12 @@ def leaders_of(texts: Mapping[int, list[int]]) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class SlotMove:
-    """The first ``length`` cached tokens of a row go to another slot."""
+    """Cached tokens ``start`` to ``stop`` of a row go to another slot."""
 
     src: int
     dst: int
-    length: int
+    start: int
+    stop: int
 
 
 class Slots:
@@ -128,21 +134,26 @@ class Slots:
 
     A turn draws one token for each of the last ``n_drawing`` live rows: for all of them in a decoding step; for those
     that just entered when there is a ``prefill``. A group without live rows has ended: none will enter any more.
+    Where slots lend, a prompt lies in the slot of one of its rows alone; when that row leaves, another one gets it.
     """
 
-    def __init__(self, request: Request, queue: deque[int], n_slots: int) -> None:
-        self.request, self.queue, self.n_slots = request, queue, n_slots
+    def __init__(self, request: Request, queue: deque[int], n_slots: int, lends: bool = False) -> None:
+        self.request, self.queue, self.n_slots, self.lends = request, queue, n_slots, lends
         self.drawn: list[tuple[Tensor, Tensor]] = []  # rows and their tokens, in the order of drawing
-        self._hold(torch.empty(7, 0, dtype=torch.int64, device=request.stop_tokens.device))
+        self._hold(torch.empty(8, 0, dtype=torch.int64, device=request.stop_tokens.device))
         self._choose()
 
     def _hold(self, table: Tensor) -> None:
-        """Keep, by slot: prompt number, sample, tokens drawn, position of the last token, that token, row, limit."""
+        """Keep, by slot: prompt number, sample, tokens drawn, position of the last token, that token, row, limit.
+
+        And the slot that has the row's prompt.
+        """
         self._table, self.n_live = table, table.shape[1]
-        _, _, self._counts, self.positions, self.last, self.rows, self._limits = table
+        _, _, self._counts, self.positions, self.last, self.rows, self._limits, self.holders = table
         self.prefixes: Tensor | None = None
         if self.request.share:
-            self.prefixes = torch.stack((self.rows // self.request.n, self.positions - self._counts + 1))
+            starts = self.positions - self._counts + 1
+            self.prefixes = torch.stack((self.rows // self.request.n, starts, self.holders))
 
     @property
     def counters(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,14 +177,27 @@ class Slots:
         return moves
 
     def _leave(self, slots: list[int]) -> list[SlotMove]:
-        keep, gone, lengths = self.n_live - len(slots), set(slots), self.positions.tolist()
+        keep, gone, positions = self.n_live - len(slots), set(slots), self.positions.tolist()
+        starts = (self.positions - self._counts + 1).tolist()
+        holders, moves = self._inherited(gone, starts)
         movers = [slot for slot in range(keep, self.n_live) if slot not in gone]
         holes = [slot for slot in slots if slot < keep]
-        places = list(range(keep))
+        places, now = list(range(keep)), list(range(self.n_live))
         for mover, hole in zip(movers, holes, strict=True):
-            places[hole] = mover
-        self._hold(self._table[:, torch.tensor(places, dtype=torch.int64, device=self._table.device)])
-        return [SlotMove(mover, hole, lengths[mover]) for mover, hole in zip(movers, holes, strict=True)]
+            places[hole], now[mover] = mover, hole
+            moves.append(SlotMove(mover, hole, 0 if holders[mover] == mover else starts[mover], positions[mover]))
+        table = self._table[:, torch.tensor(places, dtype=torch.int64, device=self._table.device)]
+        table[-1] = torch.tensor([now[holders[place]] for place in places], device=table.device)
+        self._hold(table)
+        return moves
+
+    def _inherited(self, gone: set[int], starts: Sequence[int]) -> tuple[list[int], list[SlotMove]]:
+        """Return who has every row's prompt when some slots are gone, and what their heirs get of them."""
+        holders, heirs = self.holders.tolist(), dict[int, int]()
+        for slot, holder in enumerate(holders):
+            if holder in gone and slot not in gone:
+                holders[slot] = heirs.setdefault(holder, slot)
+        return holders, [SlotMove(holder, heir, 0, starts[heir]) for holder, heir in heirs.items()]
 
     def _choose(self) -> None:
         """Let rows enter when an eighth of the slots is free, or enough for all that wait; else decode."""
@@ -183,9 +207,9 @@ class Slots:
         if self.queue and (free * 8 >= self.n_slots or free >= len(self.queue)):
             fresh = self._take(free)
             texts = {row // self.request.n: self.request.ids[row // self.request.n] for row in fresh}
-            self.prefill = plan_prefill(fresh, self.n_live, self.request.n, texts)
+            self.prefill = plan_prefill(fresh, self.n_live, self.request.n, texts, self.lends)
             self.n_drawing = len(fresh)
-            self._enter(fresh)
+            self._enter(fresh, self.prefill.holders)
 
     def _take(self, n_slots: int) -> list[int]:
         """Take rows from the queue while there are slots for them and tokens left for their prompts."""
@@ -199,11 +223,11 @@ class Slots:
             rows.append(self.queue.popleft())
         return rows
 
-    def _enter(self, fresh: list[int]) -> None:
+    def _enter(self, fresh: list[int], holders: list[int]) -> None:
         request, prompts = self.request, [row // self.request.n for row in fresh]
         numbers = [request.prompts.ids[prompt].prompt for prompt in prompts]
         samples, none = [row % request.n for row in fresh], [0] * len(fresh)
         positions = [request.lengths[prompt] - 1 for prompt in prompts]
         limits = [request.budgets[prompt] for prompt in prompts]
-        columns = torch.tensor([numbers, samples, none, positions, none, fresh, limits], device=self._table.device)
-        self._hold(torch.cat((self._table, columns), 1))
+        columns = [numbers, samples, none, positions, none, fresh, limits, holders]
+        self._hold(torch.cat((self._table, torch.tensor(columns, device=self._table.device)), 1))

@@ -36,9 +36,10 @@ class KVCache:
             head_dim = store.shape[-1]
             store[layer].view(-1, head_dim).index_copy_(0, places, new.detach().reshape(-1, head_dim))
 
-    def copy_slot(self, src: int, dst: int, length: int) -> None:
-        """Move a row to another slot: its first ``length`` tokens."""
-        self.copy_prefix(src, (dst,), length)
+    def copy_slot(self, src: int, dst: int, start: int, stop: int) -> None:
+        """Give tokens ``start`` to ``stop`` of a slot to another one."""
+        for store in (self.k, self.v):
+            store[:, dst, :, start:stop] = store[:, src, :, start:stop]
 
     def copy_prefix(self, src: int, dst_slots: Sequence[int], length: int) -> None:
         """Give the first ``length`` tokens of a slot to others: the samples of a prompt share its prefill."""

@@ -202,6 +202,11 @@ class Transformer:
         router_loss = RouterLoss(rows, len(lengths), token_weight) if token_weight and self.config.n_experts else None
         return self._run(tokens, positions, longest, attend, x, router_loss)
 
+    @property
+    def reads_prefixes(self) -> bool:
+        """Whether ``decode`` finds what rows have in common in the slot of one of them."""
+        return self.weights.fused is not None and not any(rule.window for rule in self._scores)
+
     def decode(
         self,
         tokens: Tensor,
@@ -212,9 +217,10 @@ class Transformer:
     ) -> Tensor:
         """Run one token for each of the cache's first S slots through this stage and return ``[S, D]``.
 
-        Slot s stores its key and value at ``positions[s]`` and attends to places up to there. ``prefixes`` (``[2, S]``
-        int64) may tell what slots have in common, which is then read once: a number for each, and how many first
-        places are alike in all slots of that number.
+        Slot s stores its key and value at ``positions[s]`` and attends to places up to there. ``prefixes`` (``[3, S]``
+        int64) may tell what slots have in common, which is then read once: a number for each, how many first places
+        are alike in all slots of that number, and a slot that has them. Only where the model ``reads_prefixes`` may
+        that be another slot.
         """
         count = len(tokens)
         longest = int(positions.max()) + 1 if count else 0

@@ -31,5 +31,6 @@ def test_prefixes_are_copied_and_no_more() -> None:
     for slot in (0, 3):
         assert torch.equal(kv.k[:, slot, :, :4], before[:, 1, :, :4])
         assert torch.equal(kv.k[:, slot, :, 4:], before[:, slot, :, 4:])
-    kv.copy_slot(2, 0, 6)
-    assert torch.equal(kv.k[:, 0], before[:, 2])
+    kv.copy_slot(2, 0, 3, 5)
+    assert torch.equal(kv.k[:, 0, :, 3:5], before[:, 2, :, 3:5])
+    assert torch.equal(kv.k[:, 0, :, :3], before[:, 1, :, :3]) and torch.equal(kv.k[:, 0, :, 5], before[:, 0, :, 5])

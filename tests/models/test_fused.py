@@ -126,15 +126,23 @@ def test_what_slots_have_in_common_is_read_once(name: str) -> None:
         expected = without_kernel(model).decode(tokens, positions, twin_cache)
         apart = model.decode(tokens, positions, filled_alike(model, twin_cache))
         for store in (cache.k, cache.v):  # nobody reads the others'
-            for slot in (2, 3, 4):
+            for slot in (0, 2, 4, *range(7, N_SLOTS)):
                 store[:, slot, :, : shared[slot]] = torch.nan
-        prefixes = torch.stack((numbers, shared))
-        if not any(model.config.windows):
-            assert torch.equal(model.decode(tokens, positions, cache, prefixes=prefixes), apart)
+        own = torch.stack((numbers, shared, tokens))
+        lent = torch.stack((numbers, shared, torch.tensor([3, 1, 3, 3, 1, 5, *[6] * 18])))
+        if model.reads_prefixes:
+            assert torch.equal(model.decode(tokens, positions, cache, prefixes=lent), apart)
+            apart_from = torch.stack((torch.arange(N_SLOTS), shared, lent[2]))  # as if each went with no other
+            assert torch.equal(model.decode(tokens, positions, cache, prefixes=apart_from), apart)
+        else:
+            with pytest.raises(RuntimeError, match="row 0 cannot read what row 3 holds"):
+                model.decode(tokens, positions, cache, prefixes=lent)
         cache = filled_alike(model, twin_cache)
-        assert distance(model.decode(tokens, positions, cache, prefixes=prefixes), expected) < 1e-5
+        assert distance(model.decode(tokens, positions, cache, prefixes=own), expected) < 1e-5
         with pytest.raises(RuntimeError, match="row 0 at position 20 shares 21 tokens"):
-            model.decode(tokens, positions, cache, prefixes=prefixes + torch.tensor([[0], [1]]))
+            model.decode(tokens, positions, cache, prefixes=own + torch.tensor([[0], [1], [0]]))
+        with pytest.raises(RuntimeError, match="row 23 cannot read what row 24 holds"):
+            model.decode(tokens, positions, cache, prefixes=own + torch.tensor([[0], [0], [1]]) * (tokens == 23))
 
 
 def filled_alike(model: Transformer, other: KVCache) -> KVCache:
