@@ -76,10 +76,14 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/soak.py
 
 bench-peer: $(STAMP)  # TRL sees our torch and transformers, and what it needs besides
-	test -x .venv-peer/bin/python || $(PYTHON) -m venv .venv-peer
-	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > "$$(.venv-peer/bin/python -c 'import site; print(site.getsitepackages()[0])')/ours.pth"
+	for peer in "" -ppo; do \
+	  test -x .venv-peer$$peer/bin/python || $(PYTHON) -m venv .venv-peer$$peer || exit 1; \
+	  $(BIN)/python -c "import site; print(site.getsitepackages()[0])" > "$$(.venv-peer$$peer/bin/python -c 'import site; print(site.getsitepackages()[0])')/ours.pth"; \
+	done
 	.venv-peer/bin/python -m pip install -q -c constraints.txt trl==1.16.0 accelerate datasets
-	$(BIN)/python benchmarks/bench_peer.py decode train grpo
+	.venv-peer-ppo/bin/python -m pip install -q -c constraints.txt trl==1.5.1 accelerate datasets  # the last with PPO
+	$(BIN)/python benchmarks/bench_peer.py
+	$(BIN)/python benchmarks/bench_trl.py
 
 docs: $(STAMP)
 	$(BIN)/python docs/make_options.py
