@@ -16,7 +16,7 @@ from realhf.apps.directory import directory_problems
 from realhf.apps.launching import as_experiment, launch, write_run
 from realhf.apps.options import load_experiment, override, save_experiment
 from realhf.apps.preflight import preflight, run_problems
-from realhf.apps.resume import changes, resumable, resume, retried
+from realhf.apps.restart import changes, resumable, resume, retried
 from realhf.base.disk import remove_folder, rewrite
 from realhf.base.errors import UserError
 from realhf.base.paths import RunDir

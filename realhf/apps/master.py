@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from realhf.apps.launching import launch, read_run
-from realhf.apps.resume import retried
+from realhf.apps.restart import retried
 from realhf.base.errors import UserError
 from realhf.base.paths import RunDir
 from realhf.system.recovery import newest, rewind

@@ -13,7 +13,7 @@ from realhf.apps.jobs import dry_run, is_queued, queue, seeded
 from realhf.apps.launching import as_experiment, launch, write_run
 from realhf.apps.options import build_experiment, options_of
 from realhf.apps.preflight import preflight
-from realhf.apps.resume import resumable, resume, retried
+from realhf.apps.restart import resumable, resume, retried
 from realhf.base.errors import UserError
 from realhf.base.paths import RunDir
 from realhf.experiments import EXPERIMENTS, experiment_class
