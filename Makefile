@@ -5,7 +5,7 @@ JOBS ?= 2
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 
-.PHONY: help install demo test check format kill bench bench-peer docs clean vllm test-vllm
+.PHONY: help install demo test check format kill bench bench-peer gpu docs clean vllm test-vllm
 
 help:
 	@echo "make demo    watch PPO raise a reward, from nothing, in a few minutes"
@@ -15,6 +15,7 @@ help:
 	@echo "make kill    kill runs at random moments and resume them; half an hour or more"
 	@echo "make bench   benchmarks (ratios; quiet machine)"
 	@echo "make bench-peer   the same work by realhf, Hugging Face and TRL, which gets an environment of its own"
+	@echo "make gpu     kernels, tests and benchmarks on a GPU, in the environment of PYTHON, which has its own torch"
 	@echo "make docs    regenerate docs/options.md from the code"
 	@echo "make clean   remove what was built (not the environment)"
 
@@ -84,6 +85,15 @@ bench-peer: $(STAMP)  # TRL sees our torch and transformers, and what it needs b
 	.venv-peer-ppo/bin/python -m pip install -q -c constraints.txt trl==1.5.1 accelerate datasets  # the last with PPO
 	$(BIN)/python benchmarks/bench_peer.py
 	$(BIN)/python benchmarks/bench_trl.py
+
+gpu:  # with what PYTHON has: a torch for CUDA, and our dependencies, or the wheels of those in GPU_WHEELS
+	test -z "$(GPU_WHEELS)" || $(PYTHON) -m pip install -q --no-index --find-links $(GPU_WHEELS) hydra-core omegaconf rich pyzmq msgspec cattrs math-verify tensorboard pytest hypothesis
+	$(PYTHON) -c "import torch; assert torch.cuda.is_available(), f'torch {torch.__version__} sees no GPU'"
+	REALHF_BUILD_CUDA=1 $(PYTHON) setup.py -q build_ext --inplace
+	$(PYTHON) -m pytest tests/ops tests/engine tests/gpu -m gpu -rs
+	PYTHONPATH=. $(PYTHON) benchmarks/bench_kernels.py --device cuda
+	PYTHONPATH=. $(PYTHON) benchmarks/bench_gae.py --device cuda
+	PYTHONPATH=. $(PYTHON) benchmarks/bench_utilisation.py --device cuda
 
 docs: $(STAMP)
 	$(BIN)/python docs/make_options.py

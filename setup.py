@@ -31,6 +31,7 @@ CUDA_DEMANDED = os.environ.get("REALHF_BUILD_CUDA") == "1"
 CXX = os.environ.get("CXX", "g++").split()
 FLAGS = ["-O3", "-std=c++17", "-DNDEBUG"]
 CXX_FLAGS = ["-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra"]
+CXX_FLAGS += ["-Wno-psabi"]  # vectors pass between functions of one library
 CUDA_ARCH = os.environ.get("REALHF_CUDA_ARCH", "all-major")
 NVCC_FLAGS = [f"-arch={CUDA_ARCH}", "--threads=0", "-Xcompiler=-fPIC,-fvisibility=hidden"]
 

@@ -30,6 +30,7 @@ class Device(Enum):
 class Backend(Enum):
     native = "native"
     vllm = "vllm"
+    megatron = "megatron"
 
 
 class RecoverMode(Enum):

@@ -60,7 +60,7 @@ class ModelSpec:
     offload: bool = opt(False, "keep the weights in host memory between calls (untrained roles)")
     gradient_checkpointing: bool = opt(False, "recompute activations in the backward pass")
     sequence_parallel: bool = opt(True, "in training with tensor parallelism, share tokens out between the cut layers")
-    backend: Backend = opt(Backend.native, "engine that runs the model")
+    backend: Backend = opt(Backend.native, "what trains it: native, or megatron on GPUs")
     optimizer: OptimizerConfig = opt(OptimizerConfig, "optimizer")
 
 

@@ -1,10 +1,14 @@
 """What backends other than the native one cannot do, told before a launch."""
 
+import importlib.util
 import subprocess
 import sys
+from collections.abc import Mapping
 
-from realhf.api.choices import Backend
+from realhf.api.choices import Backend, Device
 from realhf.api.config import ExperimentConfig, GenerationConfig
+from realhf.api.experiment import RoleSpec
+from realhf.api.graph import Graph
 from realhf.api.plan import ExecutionPlan
 
 LOOK_S = 60.0
@@ -24,6 +28,25 @@ def server_problems(config: ExperimentConfig, plan: ExecutionPlan, sampling: Gen
     if why := _lacks_vllm(python):
         problems.append(f"backend=vllm: {python} cannot import vllm ({why}); install it there, or set vllm.python to "
                         "an interpreter that has it (make vllm makes one)")  # fmt: skip
+    return problems
+
+
+def trainer_problems(graph: Graph, roles: Mapping[str, RoleSpec], device: str | None, launching: bool) -> list[str]:
+    """Say why roles with a backend of their own cannot be trained by it."""
+    problems = []
+    for role, spec in roles.items():
+        backend = spec.spec.backend
+        name = f"{role}.backend={backend.value}"
+        if backend is Backend.vllm:
+            problems.append(f"{name}: it does nothing but generate; set it for a call, like {role}_gen.backend=vllm")
+        if backend is not Backend.megatron or spec.starts_as is not None:  # that has its actor's options
+            continue
+        if graph.trainer(role) is None:
+            problems.append(f"{name}: it does nothing but train, and no call trains {role}; leave it out")
+        elif device == Device.cpu.value:
+            problems.append(f"{name}: megatron-core trains on GPUs alone; the native backend trains on CPUs")
+        elif launching and importlib.util.find_spec("megatron") is None:
+            problems.append(f"{name}: megatron-core is not installed here; pip install 'realhf[megatron]'")
     return problems
 
 

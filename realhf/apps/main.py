@@ -49,7 +49,10 @@ def run(arguments: list[str]) -> int:
 
     command, rest = arguments[0], arguments[1:]
     if command not in COMMANDS:
-        print(f"error: unknown command '{command}'{did_you_mean(command, COMMANDS)}\n\n{usage()}", file=sys.stderr)
+        from realhf.experiments import EXPERIMENTS
+
+        hint = f"; use realhf quickstart {command}" if command in EXPERIMENTS else did_you_mean(command, COMMANDS)
+        print(f"error: unknown command '{command}'{hint}\n\n{usage()}", file=sys.stderr)
         return EXIT_USER
     signal.signal(signal.SIGTERM, _interrupt)
     try:

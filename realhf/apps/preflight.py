@@ -6,13 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from realhf.api.config import Backend, Device, ExperimentConfig, MFCConfig
+from realhf.api.config import Device, ExperimentConfig, MFCConfig
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph, GraphError
 from realhf.api.model import ModelConfig
 from realhf.api.plan import ExecutionPlan
 from realhf.api.preferences import MISMATCHED
-from realhf.apps.backends import server_problems
+from realhf.apps.backends import server_problems, trainer_problems
 from realhf.apps.directory import directory_problems
 from realhf.apps.options import options_of
 from realhf.apps.planning import Machine, limits_of, machine_of, planned, planner_of, replanned
@@ -146,6 +146,7 @@ def _look(name: str, experiment: Experiment, findings: _Findings, launching: boo
         rows, held_out = _rows(experiment, models, findings) or (None, None)
     if graph:
         findings.problems += role_problems(graph, config)
+        findings.problems += trainer_problems(graph, roles, device, launching)
         findings.problems += evaluation_options(graph, config)
     if plan and launching:
         findings.problems += server_problems(config, plan, experiment.sampling_options())
@@ -297,9 +298,6 @@ def check_models(
 def check_model(role: str, spec: RoleSpec, launching: bool = True) -> ModelConfig:
     """Return a role's architecture; its files must be there, its weights for a launch only."""
     options = spec.spec
-    if options.backend is not Backend.native:
-        raise UserError(f"{role}.backend={options.backend.value}: it does nothing but generate; set it for a call, "
-                        f"like {role}_gen.backend=vllm")  # fmt: skip
     if options.init_from_scratch:
         if not options.config:
             raise UserError(f"{role}.init_from_scratch=True needs {role}.config=FOLDER_OR_JSON")

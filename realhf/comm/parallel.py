@@ -69,6 +69,12 @@ class Group:
         self.size = len(ranks)
         self.index = sorted(ranks).index(rank) if rank in ranks else -1
 
+    def of_torch(self) -> dist.ProcessGroup:
+        """Return the group as torch.distributed knows it; a group of one makes it then, without asking others."""
+        if self.handle is None:
+            self.handle = dist.new_group(list(self.ranks), use_local_synchronization=True)
+        return self.handle
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum in place over the group and return the tensor."""
         if self.size > 1:

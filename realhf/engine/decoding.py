@@ -5,6 +5,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from realhf.engine.graphs import GraphedSteps, has_graphs
 from realhf.engine.slots import Request, Slots
 from realhf.models.transformer import Transformer
 from realhf.ops.sampling import sample, uniform
@@ -18,6 +19,9 @@ class Decoding:
         self.cache = model.new_cache(n_slots, request.longest)
         self.slots = Slots(request, queue, n_slots, request.share and model.reads_prefixes)
         self.logprobs: list[tuple[Tensor, Tensor]] = []
+        self.graphs: GraphedSteps | None = None
+        if has_graphs(model):
+            self.graphs = GraphedSteps(self._whole_step, n_slots, request.longest, model.params.data.device)
 
     @property
     def has_ended(self) -> bool:
@@ -34,12 +38,26 @@ class Decoding:
 
         ``x`` is what the stage before returned, ``[n_computed, D]``.
         """
-        if self.slots.prefill is None:
-            slots = self.slots
+        slots = self.slots
+        if slots.prefill is None and self.graphs is not None:
+            tokens, *logprobs = self.graphs(slots.inputs, int(slots.positions.max()) + 1)
+            self.logprobs.append((logprobs[0].float(), logprobs[1].float()))
+            return tokens.long()
+        if slots.prefill is None:
             hidden = self.model.decode(slots.last, slots.positions, self.cache, x, slots.prefixes)
         else:
             hidden = self._prefill(x)
-        return self._draw(hidden) if self.model.is_last else hidden
+        if not self.model.is_last:
+            return hidden
+        tokens, *drawn_with = self._draw(hidden, *slots.counters)
+        self.logprobs.append((drawn_with[0], drawn_with[1]))
+        return tokens
+
+    def _whole_step(self, inputs: Tensor, longest: int) -> Tensor:
+        """Compute a decoding step of a whole model, as ``engine/graphs.py`` wants it; float64 holds every token."""
+        last, positions, *counters = inputs
+        hidden = self.model.decode(last, positions, self.cache, longest=longest)
+        return torch.stack([drawn.double() for drawn in self._draw(hidden, *counters)])
 
     def _prefill(self, x: Tensor | None) -> Tensor:
         """Compute each prompt once and share its cache; the last stage goes on with what fresh rows end in."""
@@ -52,11 +70,11 @@ class Decoding:
             self.cache.copy_prefix(first, others, length)
         return hidden[torch.tensor(prefill.ends, device=hidden.device)] if self.model.is_last else hidden
 
-    def _draw(self, hidden: Tensor) -> Tensor:
-        """Draw the next tokens; all tensor-parallel ranks draw the same."""
-        config, (prompts, samples, counts) = self.request.config, self.slots.counters
+    def _draw(self, hidden: Tensor, prompts: Tensor, samples: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw the next tokens, with their log-probabilities; all tensor-parallel ranks draw the same."""
+        config = self.request.config
         early = counts < config.min_new_tokens if config.min_new_tokens else None
-        tokens, logprobs, sampling_logprobs = sample(
+        return sample(
             self.model.logits(hidden),
             uniform(self.request.seed, prompts, samples, counts),
             temperature=0.0 if config.greedy else config.temperature,
@@ -65,8 +83,6 @@ class Decoding:
             forbid=self.request.stop_tokens if early is not None else None,
             forbid_rows=early,
         )
-        self.logprobs.append((logprobs, sampling_logprobs))
-        return tokens
 
     def advance(self, tokens: Tensor) -> None:
         """Take the tokens that the turn drew, on whichever stage, and make ready for the next turn."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from realhf.api.choices import Backend
 from realhf.api.config import GenerationConfig, OptimizerType
 from realhf.api.engine import Limits, LossFn
 from realhf.api.experiment import RoleSpec
@@ -208,7 +209,9 @@ def build_engine(
     boxes = shard_of(specs, lambda pp: stage_layers(config, pp), context.layout, context.rank)
     mine = [s for s in specs if s.name in boxes]
     dtype = torch.bfloat16 if role.spec.bf16 else torch.float32
-    params = FlatParams(mine, boxes, dtype, context.device, context.layout.strategy.dp, share_as)
+    learns = trained and role.spec.optimizer.type is not OptimizerType.empty
+    kind, pad_to = _optimizer(role, context.layout.strategy.dp) if learns else (None, context.layout.strategy.dp)
+    params = FlatParams(mine, boxes, dtype, context.device, pad_to, share_as)
     if not holds_weights:
         params.free()
     elif role.spec.init_from_scratch:
@@ -219,8 +222,16 @@ def build_engine(
     recompute = trained and role.spec.gradient_checkpointing
     model = Transformer(config, params, recompute, context.group("tp"), trained and role.spec.sequence_parallel)
     pipeline = Pipeline(model, context)
-    learns = trained and role.spec.optimizer.type is not OptimizerType.empty
-    optimizer = ShardedAdamW(params, role.spec.optimizer, context, model.sequence_parallel) if learns else None
+    optimizer = kind(params, role.spec.optimizer, context, model.sequence_parallel) if kind else None
     return NativeEngine(
         config, role, params, model, pipeline, context, stop_ids, total_steps, tokenizer_folder, optimizer
     )
+
+
+def _optimizer(role: RoleSpec, dp: int) -> tuple[type[ShardedAdamW], int]:
+    """Return who steps a role's weights, and what their length must be a multiple of."""
+    if role.spec.backend is not Backend.megatron:
+        return ShardedAdamW, dp
+    from realhf.engine.megatron import MegatronAdamW, padding
+
+    return MegatronAdamW, padding(dp)

@@ -67,21 +67,28 @@ class ShardedAdamW:
     def step(self, lr: float) -> float:
         """Make one step with the accumulated gradient and return its global norm before clipping. Collective."""
         self.shared.add_up()
-        self.group.reduce_scatter(self.grad, self.whole_grad)
+        self._reduce()
         norm = self._global_norm()
         if not math.isfinite(norm):
             raise ValueError(f"the gradient norm is {norm}: lower the learning rate, or look at the rewards and data")
         limit, config = self.config.gradient_clipping, self.config
         self.steps += 1
-        step = AdamWStep(
+        self._update(AdamWStep(
             self.steps, lr, config.beta1, config.beta2, config.eps, config.weight_decay, self._n_decayed,
             scale=limit / norm if 0 < limit < norm else 1.0,
-        )  # fmt: skip
+        ))  # fmt: skip
+        return norm
+
+    def _reduce(self) -> None:
+        """Sum the gradient over replicas, each its range."""
+        self.group.reduce_scatter(self.grad, self.whole_grad)
+
+    def _update(self, step: AdamWStep) -> None:
+        """Step this rank's range, and give it to the other replicas."""
         mine = self.params.data[self.start : self.stop]
         rounded = None if self.master.data_ptr() == mine.data_ptr() else mine
         adamw_(self.master, self.grad, self.first, self.second, step, rounded)
         self.group.all_gather(self.params.data, mine)
-        return norm
 
     def _global_norm(self) -> float:
         """Return the norm of the whole model's gradient; what several workers hold counts once."""

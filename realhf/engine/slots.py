@@ -161,6 +161,11 @@ class Slots:
         prompts, samples, counts = self._table[:3, self.n_live - self.n_drawing :]
         return prompts, samples, counts
 
+    @property
+    def inputs(self) -> Tensor:
+        """What a decoding step depends on, ``[5, n_live]``: last token, position, prompt number, sample, count."""
+        return self._table[[4, 3, 0, 1, 2]]
+
     def record(self, tokens: Tensor) -> list[SlotMove]:
         """Take the turn's tokens ``[n_drawing]``, choose the next turn, and return what moves in the cache before it.
 

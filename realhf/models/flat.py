@@ -26,9 +26,9 @@ class FlatParams:
     """The parameters named in ``boxes``, each the part of it that its box tells.
 
     ``data`` is the flat tensor, zero-filled at first and rounded up to a multiple of ``pad_to`` elements; its first
-    ``n_matrix`` elements belong to matrices. ``grad``, after ``enable_grad``, is a float32 tensor of the same length;
-    so is ``average``, once bfloat16 parameters follow others. With ``share_as`` ``data`` lies on the host, in memory of
-    that name that another process can map.
+    ``n_matrix`` elements belong to matrices, those up to ``end`` to vectors. ``grad``, after ``enable_grad``, is a
+    float32 tensor of the same length; so is ``average``, once bfloat16 parameters follow others. With ``share_as``
+    ``data`` lies on the host, in memory of that name that another process can map.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class FlatParams:
             end = self._places[spec.name].stop
             if len(spec.shape) >= 2:
                 self.n_matrix = end
-        self._end = end
+        self.end = end
         numel = -(-end // pad_to) * pad_to
         self.shared = SharedBytes(numel * dtype.itemsize, share_as) if share_as else None
         if self.shared is None:
@@ -132,6 +132,12 @@ class FlatParams:
                 self.grad = torch.zeros(self.data.shape, device=self.data.device)
         return self.grad
 
+    def adopt(self, data: Tensor, grad: Tensor) -> None:
+        """Live in the memory of others from now on: ``data``, which holds the same values, and ``grad`` as is."""
+        assert data.shape == grad.shape == self.data.shape and data.dtype == self.data.dtype and self.grad is None
+        self.data, self.grad = data, grad
+        self._boxes.clear()
+
     def zero_grad(self) -> None:
         assert self.grad is not None, "gradients are not enabled"
         self.grad.zero_()
@@ -202,6 +208,6 @@ class FlatParams:
         for flat in self._resizable():
             flat.untyped_storage().resize_(flat.numel() * flat.element_size())
         self.is_free = False
-        self.data[self._end :].zero_()
+        self.data[self.end :].zero_()
         if self.grad is not None:
             self.grad.zero_()

@@ -214,16 +214,17 @@ class Transformer:
         cache: KVCache,
         x: Tensor | None = None,
         prefixes: Tensor | None = None,
+        longest: int = 0,
     ) -> Tensor:
         """Run one token for each of the cache's first S slots through this stage and return ``[S, D]``.
 
         Slot s stores its key and value at ``positions[s]`` and attends to places up to there. ``prefixes`` (``[3, S]``
         int64) may tell what slots have in common, which is then read once: a number for each, how many first places
         are alike in all slots of that number, and a slot that has them. Only where the model ``reads_prefixes`` may
-        that be another slot.
+        that be another slot. ``longest`` bounds positions from above where they are not to be read from the device.
         """
         count = len(tokens)
-        longest = int(positions.max()) + 1 if count else 0
+        longest = longest or (int(positions.max()) + 1 if count else 0)
         if (blocks := self.weights.fused) is not None:
             x = self._embed(tokens, positions, longest, self.seams(count)) if x is None else x
             return blocks(x, positions, cache, prefixes, self._angles(longest))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from realhf.ops import native
+from realhf.ops import native, varlen
 from realhf.ops.norms import rotate
 
 BLOCK = 256
@@ -65,8 +65,13 @@ def rotary_attention(
 
     Queries and keys turn by their positions in their rows first, where ``angles`` are given (``Rotary.table``). The
     compiled kernel is used where there is one for the device and the type (on CPU: float32, and bfloat16 computed in
-    it), else ``rotary_attention_reference``.
+    it), on a GPU torch's own for short types, else ``rotary_attention_reference``.
     """
+    if qkv.numel() and varlen.suits(qkv, rule.softcap):
+        _check_rows(qkv, lengths, prefixes)
+        parts = _turned(qkv, n_q, n_kv, lengths, prefixes, angles)
+        scale = rule.scale_for(qkv.shape[-1])
+        return varlen.varlen_attention(*parts, tuple(lengths), tuple(prefixes), scale, rule.window)
     fits = qkv.dtype in (torch.float32, torch.bfloat16) and qkv.numel() > 0
     if not fits or native.kernel("packed_attention", qkv.device.type) is None:
         return rotary_attention_reference(qkv, n_q, n_kv, lengths, rule, prefixes, angles)
@@ -107,7 +112,7 @@ class _Attention(torch.autograd.Function):
 
 def shares_prefixes(device: torch.device) -> bool:
     """Tell whether rows that continue one another are faster than rows that repeat what they share."""
-    return native.kernel("packed_attention", device.type) is not None
+    return native.kernel("packed_attention", device.type) is not None or varlen.is_available(device)
 
 
 def _check_rows(q: Tensor, lengths: Sequence[int], prefixes: Sequence[int]) -> None:
@@ -142,12 +147,19 @@ def rotary_attention_reference(
 ) -> Tensor:
     """Compute ``rotary_attention`` in plain torch."""
     _check_rows(qkv, lengths, prefixes)
+    return packed_attention_reference(*_turned(qkv, n_q, n_kv, lengths, prefixes, angles), lengths, rule, prefixes)
+
+
+def _turned(
+    qkv: Tensor, n_q: int, n_kv: int, lengths: Sequence[int], prefixes: Sequence[int], angles: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values, the first two turned by their positions."""
     qk, v = qkv.split((n_q + n_kv, n_kv), 1)
     if angles is not None:
         cos, sin = angles[:, positions_in_rows(lengths, prefixes, qkv.device)].to(qkv.dtype).unsqueeze(2)
         qk = rotate(qk, cos, sin)
     q, k = qk.split((n_q, n_kv), 1)
-    return packed_attention_reference(q, k, v, lengths, rule, prefixes)
+    return q, k, v
 
 
 def packed_attention_reference(

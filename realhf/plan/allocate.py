@@ -98,7 +98,9 @@ def with_backends(plan: ExecutionPlan, graph: Graph, options: Mapping[str, MFCCo
         if placement.backend is Backend.native:
             continue
         name, strategy = f"{mfc.name}.backend={placement.backend.value}", placement.layout.strategy
-        if mfc.kind is not Kind.GENERATE:
+        if placement.backend is Backend.megatron:
+            problems.append(f"{name}: it is a role that megatron-core trains; set {mfc.role}.backend=megatron")
+        elif mfc.kind is not Kind.GENERATE:
             problems.append(f"{name}: it generates, and this call does not")
         elif strategy.pp > 1:
             near = ParallelStrategy(strategy.dp * strategy.pp, strategy.tp)

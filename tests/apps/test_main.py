@@ -3,7 +3,9 @@
 import subprocess
 import sys
 
-from realhf.apps.main import EXIT_UNHEARD
+import pytest
+
+from realhf.apps.main import EXIT_UNHEARD, EXIT_USER, run
 
 
 def test_a_reader_who_leaves_ends_the_command_without_a_word() -> None:
@@ -13,3 +15,10 @@ def test_a_reader_who_leaves_ends_the_command_without_a_word() -> None:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == "" and process.wait() == EXIT_UNHEARD == 141
+
+
+@pytest.mark.parametrize("word, hint", [("ppo-math", "; use realhf quickstart ppo-math"), ("resme", "resume")])
+def test_an_unknown_command_says_which_one_was_meant(word: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([word]) == EXIT_USER
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith(f"error: unknown command '{word}'") and hint in first

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from realhf.api.config import DatasetConfig, Device, ExperimentConfig, Mode, ModelSpec, PPOConfig
+from realhf.api.config import Backend, DatasetConfig, Device, ExperimentConfig, Mode, ModelSpec, PPOConfig
 from realhf.api.graph import MFC, Graph
 from realhf.apps.preflight import preflight
 from realhf.base.errors import Impossible, UserError
@@ -369,3 +369,15 @@ def test_held_out_rows_that_nobody_reads(sft: Any, ppo: PPOMathExperiment, task:
     assert one(sft, paths) == "exp_ctrl.eval_freq_steps=3: there are no held-out rows"
     sft.exp_ctrl.eval_freq_steps = 0
     assert "exp_ctrl.eval_freq_steps must be positive, got 0" in problems(sft, paths)
+
+
+def test_a_role_has_a_backend_that_can_train_it(ppo: PPOMathExperiment, paths: RunDir) -> None:
+    ppo.actor.backend = Backend.megatron
+    (only,) = problems(ppo, paths)
+    ppo.critic.backend, ppo.ref = Backend.vllm, replace(ppo.actor)
+    assert sorted(problems(ppo, paths)) == [
+        only,
+        "critic.backend=vllm: it does nothing but generate; set it for a call, like critic_gen.backend=vllm",
+        "ref.backend=megatron: it does nothing but train, and no call trains ref; leave it out",
+    ]
+    assert only == "actor.backend=megatron: megatron-core trains on GPUs alone; the native backend trains on CPUs"

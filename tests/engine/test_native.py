@@ -175,7 +175,7 @@ def steps_on_ranks(
     second = replace(engine, version=1).train(mine, nll, counted(mine), {"nll": 100.0})
     none = engine.train(mine.select([]), nll, 0.0)
     return {
-        "params": engine.params.data[: engine.params._end].clone(),
+        "params": engine.params.data[: engine.params.end].clone(),
         "norm": first["grad_norm"],
         "nll": first.get("nll", (0.0, 0.0)),
         "vetoed": (vetoed["vetoed"], second["vetoed"], none),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ def engine_on(
     trained: bool = True,
     scalar: bool = False,
     optimizer: dict | None = None,
-    **options: bool,
+    device: str = "cpu",
+    **options: Any,
 ) -> NativeEngine:
     """An engine on a folder's weights; with several workers in the mesh this is collective."""
     spec = ModelSpec(str(folder), init_critic_from_actor=scalar, **options)
@@ -38,7 +40,7 @@ def engine_on(
     return build_engine(
         read_hf_config(folder, scalar),
         RoleSpec(spec, scalar_head=scalar),
-        ParallelContext(layout, rank, groups=groups),
+        ParallelContext(layout, rank, torch.device(device), groups),
         trained=trained,
         holds_weights=True,
         seed=3,

@@ -176,6 +176,9 @@ def test_a_backend_is_an_option_of_calls_that_generate() -> None:
     assert problems("d2", 2, actor_train=MFCConfig(backend=Backend.vllm)) == [
         "actor_train.backend=vllm: it generates, and this call does not"
     ]
+    assert problems("d2", 2, actor_train=MFCConfig(backend=Backend.megatron)) == [
+        "actor_train.backend=megatron: it is a role that megatron-core trains; set actor.backend=megatron"
+    ]
 
 
 @pytest.mark.parametrize("mode", ["vllm", "vllmd2", "vllm.d2", "d2+d2,vllm.d1", "vllm.d1+d1+d2"])

@@ -117,7 +117,7 @@ class Look:
         self.seen: list[torch.Tensor] = []
 
     def generate(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
-        self.seen.append(engine.params.data[: engine.params._end].clone())
+        self.seen.append(engine.params.data[: engine.params.end].clone())
         return SequenceBatch((), {"tokens": Column(torch.empty(0, dtype=torch.int64), ())}), {}
 
 
@@ -145,7 +145,7 @@ def borrow_twice(rank: int, world: int, folder: Path, home: tuple[int, ...], awa
     for _ in range(2):
         executor.execute(empty_call("gen", len(away)))
         if keeper is not None:
-            had.append(keeper.params.data[: keeper.params._end].clone())
+            had.append(keeper.params.data[: keeper.params.end].clone())
             batch = rows_of((4, 7), vocab=keeper.config.vocab)
             if keeper.optimizer is not None:
                 keeper.train(batch, nll, counted(batch))

@@ -1,0 +1,126 @@
+"""How near decoding comes to the memory's bandwidth (MBU) and training to the products' speed (MFU):
+
+python benchmarks/bench_utilisation.py [--device cuda] [--size 0.5b] [--rounds 5]
+
+What the device can do is measured in the same run: a large product, and a copy. Decoding reads every weight once a
+step, and keys and values of every row; training does three times the operations of a forward pass, and computes
+nothing again. No answer ends before its 256 tokens, no row is shorter than 1,024. One worker, one engine, no master.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from realhf.api.batch import PROMPT, RowId
+from realhf.api.config import GenerationConfig, ModelSpec
+from realhf.api.engine import Loss, Outputs
+from realhf.api.experiment import RoleSpec
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.model import ModelConfig
+from realhf.comm.parallel import ParallelContext
+from realhf.data.batch import Column, SequenceBatch
+from realhf.engine.native import NativeEngine, build_engine
+from realhf.plan.flops import generate_flops, matrix_params, train_flops
+
+SIZES = {  # Qwen2's shapes: layers, hidden, heads, of keys and values, head, width, vocabulary
+    "tiny": (4, 128, 4, 2, 32, 384, 512),
+    "small": (8, 512, 8, 2, 64, 1536, 2048),
+    "0.5b": (24, 896, 14, 2, 64, 4864, 151_936),
+    "1.5b": (28, 1536, 12, 2, 128, 8960, 151_936),
+}
+N_NEW, PROMPT_LENGTH, ROW = 256, 256, 1024
+
+
+def seconds_of(job: Callable[[], object], rounds: int, device: torch.device) -> float:
+    """Return the median of some rounds; the first is not counted."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    taken = []
+    for _ in range(rounds + 1):
+        wait()
+        begin = time.perf_counter()
+        job()
+        wait()
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken[1:])
+
+
+def limits(device: torch.device, dtype: torch.dtype, rounds: int) -> tuple[float, float]:
+    """Return operations a second of a large product, and bytes a second that a copy reads and writes."""
+    side, n_copied = (8192, 1 << 29) if device.type == "cuda" else (1536, 1 << 26)
+    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    source = torch.zeros(n_copied, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    product = seconds_of(lambda: a @ b, rounds, device)
+    return 2 * side**3 / product, 2 * n_copied / seconds_of(lambda: target.copy_(source), rounds, device)
+
+
+def engine_of(config: ModelConfig, device: torch.device, bf16: bool, trained: bool) -> NativeEngine:
+    role = RoleSpec(ModelSpec(init_from_scratch=True, bf16=bf16))
+    place = ParallelContext(Layout(DeviceMesh((0,)), ParallelStrategy()), 0, device)
+    return build_engine(config, role, place, trained, True, 1, 1000, (), None)
+
+
+def decode_bytes(config: ModelConfig, rows: int, itemsize: int) -> int:
+    """Return what drawing ``N_NEW`` tokens for each of so many rows reads at the least: weights, keys and values."""
+    weights = matrix_params(config) + config.hidden * config.vocab
+    seen = sum(PROMPT_LENGTH + done for done in range(1, N_NEW))  # the first token comes from the prompt's own pass
+    cache = 2 * config.n_layers * config.n_kv_heads * config.head_dim
+    return itemsize * ((N_NEW - 1) * weights + rows * seen * cache)
+
+
+def decode(config: ModelConfig, device: torch.device, bf16: bool, rows: int, rounds: int) -> tuple[float, int, int]:
+    """Return seconds of drawing for ``rows`` prompts, bytes that takes, and operations."""
+    engine = engine_of(config, device, bf16, trained=False)
+    tokens = torch.randint(config.vocab, (rows * PROMPT_LENGTH,), device=device)
+    column = Column(tokens, (PROMPT_LENGTH,) * rows)
+    prompts = SequenceBatch(tuple(RowId(i, PROMPT) for i in range(rows)), {"prompts": column})
+    sampling = GenerationConfig(max_new_tokens=N_NEW, max_slots=rows)
+    seconds = seconds_of(lambda: engine.generate(prompts, sampling, 1, 3), rounds, device)
+    done = generate_flops(config, (PROMPT_LENGTH,) * rows, (PROMPT_LENGTH + N_NEW,) * rows)
+    return seconds, decode_bytes(config, rows, engine.params.data.element_size()), done
+
+
+def train(config: ModelConfig, device: torch.device, bf16: bool, rows: int, rounds: int) -> tuple[float, int]:
+    """Return seconds of a training step on ``rows`` rows, and its operations."""
+    engine = engine_of(config, device, bf16, trained=True)
+    tokens = torch.randint(config.vocab, (rows * ROW,), device=device)
+    batch = SequenceBatch(tuple(RowId(i, 0) for i in range(rows)), {"tokens": Column(tokens, (ROW,) * rows)})
+
+    def nll(outputs: Outputs, some: SequenceBatch) -> Loss:
+        return Loss(-outputs.logprobs().sum(), {})
+
+    seconds = seconds_of(lambda: engine.train(batch, nll, float(rows * ROW)), rounds, device)
+    return seconds, train_flops(config, (ROW,) * rows)
+
+
+def main() -> None:
+    """Print the limits, and a line for decoding with each number of rows and for training."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--size", choices=SIZES, default="0.5b")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256], help="answers decoded at a time")
+    parser.add_argument("--fp32", action="store_true", help="float32 weights (default on a CPU)")
+    o = parser.parse_args()
+    device, bf16 = torch.device(o.device), not o.fp32 and o.device != "cpu"
+    layers, hidden, heads, kv, dim, width, vocab = SIZES[o.size]
+    config = ModelConfig(
+        "qwen2", layers, hidden, heads, kv, dim, width, vocab, 4096, qkv_bias=True, tied_embedding=True
+    )
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    flops, bandwidth = limits(device, dtype, o.rounds)
+    print(f"{o.size} on {o.device}, {dtype}: products {flops / 1e12:.2f} TFLOP/s, copy {bandwidth / 1e9:.1f} GB/s")
+    for rows in o.rows:
+        seconds, nbytes, done = decode(config, device, bf16, rows, o.rounds)
+        print(f"decode {rows:4} rows {rows * N_NEW / seconds:10.0f} tokens/s   MBU {nbytes / seconds / bandwidth:6.1%}"
+              f"   MFU {done / seconds / flops:6.1%}")  # fmt: skip
+    rows = 16
+    seconds, done = train(config, device, bf16, rows, o.rounds)
+    print(f"train  {rows:4} rows {rows * ROW / seconds:10.0f} tokens/s   MFU {done / seconds / flops:6.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""How rows are laid out for torch's kernel of rows of any length; the kernel itself where there is a GPU."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from realhf.ops.attention import Scores, packed_attention_reference, rotary_attention, rotary_attention_reference
+from realhf.ops.norms import Rotary
+from realhf.ops.varlen import ragged, varlen_attention
+
+CASES = [
+    ((5, 1, 3), ()),
+    ((4, 3, 2, 6), (-1, 0, 0, -1)),
+    ((2, 7, 3, 1), (1, -1, 1, 1)),  # a row may stand before the one that it continues
+    ((3, 0, 4), (-1, 0, 0)),
+]
+
+
+def by_row(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *,
+    scale: float, window_size: tuple[int, int], enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    """What torch documents of its kernel: every row alone, its last query at its last key, windows to the left."""
+    assert (cu_q.dtype, cu_k.dtype) == (torch.int32, torch.int32) and window_size[1] == 0
+    assert enable_gqa == (q.shape[1] != k.shape[1])
+    outs = []
+    for row in range(len(cu_q) - 1):
+        some_q, keys = q[cu_q[row] : cu_q[row + 1]], slice(int(cu_k[row]), int(cu_k[row + 1]))
+        assert len(some_q) <= max_q and keys.stop - keys.start <= max_k
+        groups = q.shape[1] // k.shape[1]
+        some_k, some_v = (x[keys].repeat_interleave(groups, 1) for x in (k, v))
+        at = torch.arange(len(some_q))[:, None] + len(some_k) - len(some_q)
+        behind = at - torch.arange(len(some_k))
+        hidden = behind < 0 if window_size[0] < 0 else (behind < 0) | (behind > window_size[0])
+        scores = (torch.einsum("ihd,jhd->hij", some_q, some_k) * scale).masked_fill(hidden, float("-inf"))
+        outs.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1), some_v))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("lengths, prefixes", CASES)
+@pytest.mark.parametrize("window", [0, 1, 3])
+def test_rows_are_laid_out_as_the_twin_reads_them(
+    lengths: tuple[int, ...], prefixes: tuple[int, ...], window: int
+) -> None:
+    torch.manual_seed(0)
+    leaves = [torch.randn(sum(lengths), heads, 8, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)]
+    rule = Scores(window=window)
+    found = varlen_attention(*leaves, lengths, prefixes, rule.scale_for(8), window, by_row)
+    expected = packed_attention_reference(*leaves, lengths, rule, prefixes)
+    torch.testing.assert_close(found, expected)
+    weight = torch.randn_like(expected)
+    ours, theirs = (torch.autograd.grad((out * weight).sum(), leaves) for out in (found, expected))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_rows_without_prefixes_are_not_gathered() -> None:
+    rows = ragged((4, 2), (), torch.device("cpu"))
+    assert rows.gather is None and rows.queries.tolist() == rows.keys.tolist() == [0, 4, 6]
+    assert (rows.longest_query, rows.longest_key) == (4, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("lengths, prefixes", [((130, 7, 64), ()), *CASES[1:]])
+@pytest.mark.parametrize("window", [0, 3])
+def test_the_kernel_agrees_with_the_twin(lengths: tuple[int, ...], prefixes: tuple[int, ...], window: int) -> None:
+    torch.manual_seed(0)
+    exact = torch.randn(sum(lengths), 8 + 2 + 2, 64, device="cuda")
+    angles = Rotary(64, 1e4, {}, "cuda").table(256)
+    found, expected = [], []
+    for dtype, fn, into in ((torch.bfloat16, rotary_attention, found), (None, rotary_attention_reference, expected)):
+        leaf = exact.to(dtype or torch.float32).requires_grad_()
+        out = fn(leaf, 8, 2, lengths, Scores(window=window), prefixes, angles)
+        into += [out.float(), *torch.autograd.grad(out.float().square().sum(), [leaf])]
+    for mine, other in zip(found, expected, strict=True):
+        assert float((mine.float() - other).norm() / other.norm()) < 1e-2
