@@ -23,7 +23,7 @@ from realhf.api.model import ModelConfig
 from realhf.comm.parallel import ParallelContext
 from realhf.data.batch import Column, SequenceBatch
 from realhf.engine.native import NativeEngine, build_engine
-from realhf.plan.flops import generate_flops, matrix_params, train_flops
+from realhf.plan.flops import generate_bytes, generate_flops, train_flops
 
 SIZES = {  # Qwen2's shapes: layers, hidden, heads, of keys and values, head, width, vocabulary
     "tiny": (4, 128, 4, 2, 32, 384, 512),
@@ -63,14 +63,6 @@ def engine_of(config: ModelConfig, device: torch.device, bf16: bool, trained: bo
     return build_engine(config, role, place, trained, True, 1, 1000, (), None)
 
 
-def decode_bytes(config: ModelConfig, rows: int, itemsize: int) -> int:
-    """Return what drawing ``N_NEW`` tokens for each of so many rows reads at the least: weights, keys and values."""
-    weights = matrix_params(config) + config.hidden * config.vocab
-    seen = sum(PROMPT_LENGTH + done for done in range(1, N_NEW))  # the first token comes from the prompt's own pass
-    cache = 2 * config.n_layers * config.n_kv_heads * config.head_dim
-    return itemsize * ((N_NEW - 1) * weights + rows * seen * cache)
-
-
 def decode(config: ModelConfig, device: torch.device, bf16: bool, rows: int, rounds: int) -> tuple[float, int, int]:
     """Return seconds of drawing for ``rows`` prompts, bytes that takes, and operations."""
     engine = engine_of(config, device, bf16, trained=False)
@@ -79,8 +71,9 @@ def decode(config: ModelConfig, device: torch.device, bf16: bool, rows: int, rou
     prompts = SequenceBatch(tuple(RowId(i, PROMPT) for i in range(rows)), {"prompts": column})
     sampling = GenerationConfig(max_new_tokens=N_NEW, max_slots=rows)
     seconds = seconds_of(lambda: engine.generate(prompts, sampling, 1, 3), rounds, device)
-    done = generate_flops(config, (PROMPT_LENGTH,) * rows, (PROMPT_LENGTH + N_NEW,) * rows)
-    return seconds, decode_bytes(config, rows, engine.params.data.element_size()), done
+    lengths = (PROMPT_LENGTH,) * rows, (PROMPT_LENGTH + N_NEW,) * rows
+    itemsize = engine.params.data.element_size()
+    return seconds, generate_bytes(config, *lengths, rows, itemsize), generate_flops(config, *lengths)
 
 
 def train(config: ModelConfig, device: torch.device, bf16: bool, rows: int, rounds: int) -> tuple[float, int]:

@@ -31,7 +31,8 @@ class Hardware:
     master to a worker and back. ``cores`` is how many workers of a node compute at full speed at a time: workers on CPU
     share them (0: every device is its own). ``memory`` is bytes of one device, ``reserved`` what runtime and libraries
     take of it, ``kept_free`` the share of it that plans leave. Links are per device: ``node`` to a device of the same
-    node, ``cluster`` to another node, ``host`` to the memory that offloaded weights rest in.
+    node, ``cluster`` to another node, ``host`` to the memory that offloaded weights rest in. ``peak_flops`` and
+    ``peak_bandwidth`` are what a data sheet says, of which MFU and MBU are shares (0: they are not told).
     """
 
     name: str
@@ -47,6 +48,8 @@ class Hardware:
     reserved: float = 0.0
     kept_free: float = KEPT_FREE
     cores: int = 0
+    peak_flops: float = 0.0
+    peak_bandwidth: float = 0.0
 
     @property
     def usable(self) -> float:

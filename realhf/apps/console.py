@@ -15,6 +15,7 @@ from realhf.system.run import RunSpec
 HEAD = (
     f"{'step':>6} {'reward':>8} {'loss':>8} {'kl':>8} {'len':>6} {'tok/s':>8} {'time':>7} {'(pred)':>9}  share of calls"
 )
+BY_LIMITS = HEAD.replace(" (pred)", "(limit)")  # of a machine that nobody has measured
 
 
 class Console:
@@ -37,14 +38,18 @@ class Console:
         self.out.print(f"data    {config.dataset.path}: {run.n_rows} rows{held_out}, {length.batch_size} per step, "
                        f"{length.n_steps} steps")  # fmt: skip
         if expected := run.expected:
-            self.out.print(f"predicted {expected.step_s:.3g} s a step, {expected.peak_bytes / 1e9:.2f} GB on the "
-                           f"fullest worker, from {expected.source}")  # fmt: skip
+            word, hint = (
+                ("predicted", "") if expected.is_measured else ("limits ", "; realhf profile measures a machine")
+            )
+            self.out.print(f"{word} {expected.step_s:.3g} s a step, {expected.peak_bytes / 1e9:.2f} GB on the "
+                           f"fullest worker, from {expected.source}{hint}")  # fmt: skip
         self.out.print(plan_table(run))
 
     def ready(self, workers: dict[int, Ready]) -> None:
         slowest = max(w.info.get("seconds", 0.0) for w in workers.values())
+        head = BY_LIMITS if self.run.expected and not self.run.expected.is_measured else HEAD
         self.out.print(f"workers {len(workers)} ready after {time.monotonic() - self.began:.1f} s "
-                       f"(models and data {slowest:.1f} s)\n{HEAD}")  # fmt: skip
+                       f"(models and data {slowest:.1f} s)\n{head}")  # fmt: skip
         if self.out.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self.progress = Progress(*columns, console=self.out, transient=True)

@@ -41,6 +41,7 @@ class Machine:
     speed: Speed
     footprint: Footprint
     source: str
+    is_measured: bool = False
 
 
 def planned(planner: Planner, config: ExperimentConfig) -> ExecutionPlan:
@@ -84,7 +85,7 @@ def machine_of(
         problems.append("knows no links between nodes")
     if problems:
         return replace(limits, source=f"{limits.source} (the profile {file} {' and '.join(problems)})")
-    return Machine(replace(limits.hardware, reserved=profile.resident), measured, measured, f"the profile {file}")
+    return Machine(replace(limits.hardware, reserved=profile.resident), measured, measured, f"the profile {file}", True)
 
 
 def limits_of(config: ExperimentConfig, device: str) -> Machine:

@@ -119,7 +119,8 @@ def preflight(name: str, experiment: Experiment, paths: RunDir, resuming: bool =
     if prediction.peak > found.machine.hardware.usable:
         raise Impossible(found.too_large())
     calls = {mfc: compute for mfc, (compute, _) in prediction.call_seconds.items()}
-    expected = Expected(found.machine.source, prediction.seconds, calls, prediction.peak)
+    machine, peaks = found.machine, (found.machine.hardware.peak_flops, found.machine.hardware.peak_bandwidth)
+    expected = Expected(machine.source, prediction.seconds, calls, prediction.peak, machine.is_measured, *peaks)
     plan = with_evaluation(found.graph, found.plan)
     return RunSpec(name, config, experiment.task, found.graph, experiment.roles(), plan, paths, found.device,
                    found.n_rows, expected, found.n_held_out)  # fmt: skip

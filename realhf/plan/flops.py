@@ -1,9 +1,9 @@
-"""Floating-point operations of a model's passes, from its sizes and the lengths of the rows.
+"""Floating-point operations of a model's passes, and bytes that decoding reads, from sizes and the lengths of rows.
 
 Counts multiply-adds as two. Grouped-query attention and causal masks are counted as they are computed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from realhf.api.model import ModelConfig
 
@@ -45,3 +45,16 @@ def generate_flops(config: ModelConfig, prompts: Iterable[int], rows: Iterable[i
     new = sum(rows) - n * sum(prompts)
     once = forward_flops(config, prompts, head_tokens=0)
     return forward_flops(config, (length - 1 for length in rows), head_tokens=new) - (n - 1) * once
+
+
+def generate_bytes(config: ModelConfig, prompts: Sequence[int], rows: Sequence[int], slots: int, itemsize: int) -> int:
+    """Return what one replica reads at the least as it draws: weights once a step, keys and values of every row.
+
+    ``rows[i]`` is the length of prompt and answer together, ``prompts[i]`` of the prompt in it; ``slots`` rows are
+    decoded at a time. An answer's first token comes from its prompt's pass.
+    """
+    steps = [row - prompt - 1 for row, prompt in zip(rows, prompts, strict=True)]
+    seen = sum(step * prompt + step * (step + 1) // 2 for step, prompt in zip(steps, prompts, strict=True))
+    n_steps = max(max(steps, default=0), -(-sum(steps) // slots))
+    weights = matrix_params(config) + config.hidden * config.vocab
+    return itemsize * (n_steps * weights + seen * 2 * config.n_layers * config.n_kv_heads * config.head_dim)

@@ -20,12 +20,18 @@ from realhf.plan.schedule import RunLength, run_length
 
 @dataclass(frozen=True)
 class Expected:
-    """What was predicted before the launch, and from what: seconds of a step and of every call, bytes of a worker."""
+    """What was predicted before the launch, and from what: seconds of a step and of every call, bytes of a worker.
+
+    ``is_measured``: from a profile of this machine, not from limits. Peaks are those of a data sheet, 0: unknown.
+    """
 
     source: str
     step_s: float
     calls: dict[str, float]
     peak_bytes: float
+    is_measured: bool = True
+    peak_flops: float = 0.0
+    peak_bandwidth: float = 0.0
 
 
 @dataclass(frozen=True)

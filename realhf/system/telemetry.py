@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from realhf.api.graph import MFC, Kind
+from realhf.api.graph import Kind
 from realhf.api.messages import Call, Done, Ready, Stats
-from realhf.api.model import ModelConfig
-from realhf.plan.flops import forward_flops, generate_flops, train_flops
+from realhf.plan.flops import forward_flops, train_flops
 from realhf.plan.schedule import RowsReady
+from realhf.system.drawn import generated, read_to_draw
 from realhf.system.run import RunSpec
 from realhf.system.sinks import MetricSink
 
@@ -69,6 +69,7 @@ class Telemetry:
         self._spent: dict[int, dict[str, array[int]]] = {}  # microseconds of a step, by metric and worker
         self._memory: dict[int, tuple[int, int]] = {}  # bytes of the largest worker in a step: peak, present
         self._sums: dict[int, dict[str, tuple[float, float]]] = {}
+        self._work: dict[int, dict[str, tuple[int, int]]] = {}  # operations of a step's calls, bytes that they read
         self._n_written = first_step
         self._step_began = time.monotonic()
         self._events = run.paths.events.open("ab")
@@ -112,9 +113,13 @@ class Telemetry:
             self._add(call.step, "prompts/kept", len(kept))
         if mfc.role is None:
             return
-        config = self.run.models[mfc.role]
+        config, nbytes = self.run.models[mfc.role], 0
         if mfc.kind is Kind.GENERATE:
             n_drawn, flops = generated(mfc, config, call, replies)
+            if self.run.expected and self.run.expected.peak_bandwidth:
+                nbytes = sum(
+                    read_to_draw(self.run, mfc, config, call, reply.outputs) for reply in replies if reply.outputs
+                )
             self._add(call.step, "tokens/generated", n_drawn)
         else:
             lengths = call.inputs.columns[mfc.graph_key("tokens")].lengths
@@ -123,6 +128,9 @@ class Telemetry:
                 trained = self._steps.setdefault(call.step, {})
                 trained["tokens/trained"] = max(trained.get("tokens/trained", 0), sum(lengths))
         self._add(call.step, "flops/model", flops)
+        work = self._work.setdefault(call.step, {})
+        before = work.get(call.mfc, (0, 0))
+        work[call.mfc] = (before[0] + flops, before[1] + nbytes)
 
     def _add(self, step: int, name: str, value: float) -> None:
         metrics = self._steps.setdefault(step, {})
@@ -140,6 +148,7 @@ class Telemetry:
         tokens = metrics.get("tokens/trained") or metrics.get("tokens/generated", 0)
         metrics["tokens/per_s"] = tokens / seconds
         metrics["flops/model_per_s"] = metrics.pop("flops/model", 0) / seconds
+        metrics |= self._utilisation(self._work.pop(step, {}), metrics)
         for name, (value, weight) in sorted(self._sums.pop(step, {}).items()):
             metrics[name] = value / weight if weight else 0.0
         metrics.update(_picked(metrics, HEADLINES))
@@ -150,6 +159,19 @@ class Telemetry:
         if not is_tried:
             self._write(metrics)
         self.view.step(metrics)
+
+    def _utilisation(self, work: dict[str, tuple[int, int]], metrics: Metrics) -> Metrics:
+        """Return shares of what the devices' data sheet says: MFU of every call, MBU of those that draw."""
+        found: Metrics = {}
+        if not (expected := self.run.expected) or not expected.peak_flops:
+            return found
+        for mfc, (flops, nbytes) in work.items():
+            devices = len(self.run.plan[mfc].layout.mesh.ranks) * metrics.get(f"time/{mfc}_s", 0.0)
+            if devices:
+                found[f"mfu/{mfc}"] = flops / devices / expected.peak_flops
+            if devices and nbytes and expected.peak_bandwidth:
+                found[f"mbu/{mfc}"] = nbytes / devices / expected.peak_bandwidth
+        return found
 
     def _write(self, metrics: Metrics) -> None:
         with self.run.paths.metrics.open("a") as file:
@@ -181,7 +203,7 @@ class Telemetry:
         sums: dict[str, tuple[float, float]] = {}
         length = self.run.trial_length
         for part in range(length.first_step, length.n_steps):
-            for kept in (self._steps, self._spent, self._memory):
+            for kept in (self._steps, self._spent, self._memory, self._work):
                 kept.pop(part, None)
             for name, (value, weight) in self._sums.pop(part, {}).items():
                 before = sums.get(name, (0.0, 0.0))
@@ -241,16 +263,3 @@ def summed(stats: Sequence[Stats]) -> Stats:
             before = found.get(name, (0.0, 0.0))
             found[name] = (before[0] + value, before[1] + weight)
     return found
-
-
-def generated(mfc: MFC, config: ModelConfig, call: Call, replies: Sequence[Done]) -> tuple[int, int]:
-    """Return how many tokens a generating call drew, and its operations."""
-    columns = [reply.outputs.columns for reply in replies if reply.outputs]
-    if (key := mfc.graph_key("rollouts")) in mfc.outputs:  # continuations of rows, drawn from several places in each
-        read = call.inputs.columns[mfc.graph_key("tokens")].lengths
-        drawn = [n for some in columns for n in some[key].lengths]
-        return sum(drawn), forward_flops(config, read, head_tokens=0) + forward_flops(config, drawn)
-    prompts = call.inputs.columns[mfc.graph_key("prompts")].lengths
-    rows = [n for some in columns for n in some[mfc.graph_key("tokens")].lengths]
-    n_drawn = sum(rows) - len(rows) // max(1, len(prompts)) * sum(prompts)
-    return n_drawn, generate_flops(config, prompts, rows)

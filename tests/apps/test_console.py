@@ -8,8 +8,9 @@ import pytest
 from realhf.api.config import ExperimentConfig
 from realhf.api.experiment import Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
+from realhf.api.messages import Ready
 from realhf.api.plan import ExecutionPlan, Placement
-from realhf.apps.console import HEAD, Console, step_line
+from realhf.apps.console import BY_LIMITS, HEAD, Console, step_line
 from realhf.base.paths import RunDir
 from realhf.system.run import Expected, RunSpec
 from tests.plan.planners import layout
@@ -43,12 +44,25 @@ def test_the_banner_tells_what_is_expected(tmp_path: Path, capsys: pytest.Captur
     plan = ExecutionPlan(2, {"gen": Placement(layout("t2"))})
     run = RunSpec("test", ExperimentConfig(), Task.prompt, graph, {}, plan, RunDir(tmp_path), "cpu", 4)
     Console(run).banner()
-    assert "predicted" not in capsys.readouterr().out
-    expected = Expected("the limits of cpu", 1.75, {"gen": 1.5}, 2.5e9)
+    assert "s a step" not in capsys.readouterr().out
+    expected = Expected("the profile p.json", 1.75, {"gen": 1.5}, 2.5e9)
     Console(replace(run, expected=expected)).banner()
     shown = capsys.readouterr().out
-    assert "predicted 1.75 s a step, 2.50 GB on the fullest worker, from the limits of cpu\n" in shown
+    assert "predicted 1.75 s a step, 2.50 GB on the fullest worker, from the profile p.json\n" in shown
     assert "d1t2p1@0-1" in shown
+
+
+def test_limits_of_a_machine_are_not_called_a_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    graph = Graph((MFC("gen", "actor", Kind.GENERATE, InterfaceSpec("any"), ("prompts",), ("tokens",), 2),))
+    expected = Expected("the limits of cpu", 1.75, {"gen": 1.5}, 2.5e9, is_measured=False)
+    plan = ExecutionPlan(2, {"gen": Placement(layout("t2"))})
+    run = RunSpec("test", ExperimentConfig(), Task.prompt, graph, {}, plan, RunDir(tmp_path), "cpu", 4, expected)
+    console = Console(run)
+    console.banner()
+    console.ready({0: Ready(0)})
+    shown = capsys.readouterr().out
+    assert "limits  1.75 s a step" in shown and "from the limits of cpu; realhf profile measures" in shown
+    assert "predicted" not in shown and BY_LIMITS.index("(limit)") + 1 == HEAD.index("(pred)") and BY_LIMITS in shown
 
 
 def test_held_out_rows_have_a_line_per_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,8 @@ from realhf.api.config import ModelSpec
 from realhf.api.experiment import RoleSpec
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.api.messages import Call, Done, Holders, Ready
-from realhf.plan.flops import generate_flops, train_flops
+from realhf.experiments.ppo import PPOExperiment
+from realhf.plan.flops import generate_flops, matrix_params, train_flops
 from realhf.plan.schedule import RowsReady, Span
 from realhf.system.run import Expected, RunSpec
 from realhf.system.telemetry import Metrics, Telemetry
@@ -142,6 +143,32 @@ def test_what_was_predicted_stands_in_every_line_beside_what_was_measured(run: R
         wanted = {"predicted/step_s": 1.75, "predicted/actor_gen_s": 0.5, "predicted/actor_train_s": 0.25}
         assert predicted == wanted
     assert lines(run.paths.metrics)[0]["time/actor_train_s"] == 0.25
+
+
+def test_shares_of_what_a_data_sheet_says(run: RunSpec) -> None:
+    peaks = {"peak_flops": 1e9, "peak_bandwidth": 1e8}
+    drawing = PPOExperiment(dataset=run.config.dataset)
+    told = Telemetry(replace(run, config=drawing, expected=Expected("x", 1.0, {}, 1e9, **peaks)), Watcher(), [])
+    one_step(told)
+    told.step_done(0, {})
+    told.close()
+    (line,) = lines(run.paths.metrics)
+    config = run.models["actor"]
+    assert {name for name in line if name[:4] in ("mfu/", "mbu/")} == {
+        "mfu/actor_gen",
+        "mfu/actor_train",
+        "mbu/actor_gen",
+    }
+    drawn, trained = generate_flops(config, (3, 5), (5, 9, 6, 7)), train_flops(config, (5, 9, 6, 7))
+    assert line["mfu/actor_gen"] == pytest.approx(drawn / (2 * line["time/actor_gen_s"]) / 1e9)
+    assert line["mfu/actor_train"] == pytest.approx(trained / (2 * line["time/actor_train_s"]) / 1e9)
+    # two replicas: answers of 2 and 6 tokens behind 3, of 1 and 2 behind 5; the first token of each is not decoded
+    weights = matrix_params(config) + config.hidden * config.vocab
+    seen = (4) + (4 + 5 + 6 + 7 + 8) + (6)
+    cached = 2 * config.n_layers * config.n_kv_heads * config.head_dim
+    assert line["mbu/actor_gen"] == pytest.approx(
+        4 * ((5 + 1) * weights + seen * cached) / (2 * line["time/actor_gen_s"]) / 1e8
+    )
 
 
 def test_steps_do_not_mix_and_leave_nothing_behind(run: RunSpec) -> None:
