@@ -29,7 +29,7 @@ from pathlib import Path
 
 REALHF = [sys.executable, "-m", "realhf"]
 EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic.py"
-CLOCK = ("time/", "memory/", "tokens/per_s", "flops/model_per_s")
+CLOCK = ("time/", "memory/", "tokens/per_s", "flops/model_per_s", "mfu/", "mbu/")
 DISK_FULL = "disk full"
 BLOWS = ("master", "worker", "everything", "while writing", DISK_FULL, "truncated shard", "files limited")
 STEPS, PATIENCE_S = 8, 240.0

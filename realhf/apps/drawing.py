@@ -132,8 +132,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return text if len(text) <= 14 else f"{text[:11]}..."
 
 
-def page(title: str, pictures: Sequence[str], listings: Sequence[Listing]) -> str:
-    """Return one self-contained HTML page."""
+def page(title: str, pictures: Sequence[str], listings: Sequence[Listing], ends: Sequence[str] = ()) -> str:
+    """Return one self-contained HTML page; ``ends`` are further parts of it."""
     parts = [
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"/><title>{escape(title)}</title><style>'
         "body{font-family:sans-serif;margin:2em;color:#222}table{border-collapse:collapse;font-size:13px}"
@@ -142,5 +142,6 @@ def page(title: str, pictures: Sequence[str], listings: Sequence[Listing]) -> st
         f"<h1>{escape(title)}</h1>",
         *pictures,
         *(listing.html() for listing in listings),
+        *ends,
     ]
     return "\n".join([*parts, "</body></html>"])

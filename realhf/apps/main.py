@@ -9,6 +9,7 @@ import sys
 COMMANDS = {
     "quickstart": ("realhf.apps.quickstart", "EXPERIMENT [key=value ...]", "plan, check, launch and follow a run"),
     "resume": ("realhf.apps.resume", "RUN_DIR [key=value ...]", "go on from the last checkpoint of a run"),
+    "report": ("realhf.apps.report", "RUN_DIR [--out FILE.html]", "a run on one page: curves, timelines, answers"),
     "stop": ("realhf.apps.stop", "RUN_DIR", "end a run after the step it is at, with a checkpoint"),
     "master": ("realhf.apps.master", "RUN_DIR", "carry out a run that is written down, as a job does"),
     "plan": ("realhf.apps.plan", "EXPERIMENT [key=value ...]", "all short of launching: graph, layouts, program"),

@@ -40,6 +40,7 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+ProcessGroup = dist.ProcessGroup
 LARGE_BYTES = 1 << 20
 """From here on what gloo copies costs more than what it asks its peers."""
 

@@ -13,11 +13,10 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from realhf.api.config import OptimizerConfig
-from realhf.comm.parallel import Collective, Group, ParallelContext
+from realhf.comm.parallel import Collective, Group, ParallelContext, ProcessGroup
 from realhf.engine.optimizer import ShardedAdamW
 from realhf.models.flat import FlatParams
 from realhf.ops.adamw import AdamWStep
@@ -90,7 +89,7 @@ class _Flat(nn.Module):
         self.matrices = nn.Parameter(data[: params.n_matrix].clone())
 
 
-def _wrapped(module: nn.Module, replicas: dist.ProcessGroup, alone: dist.ProcessGroup) -> Any:
+def _wrapped(module: nn.Module, replicas: ProcessGroup, alone: ProcessGroup) -> Any:
     """Return the module in megatron-core's data parallelism: sums of gradients in float32, in one bucket."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -115,7 +114,7 @@ def _adam(module: _Flat, config: OptimizerConfig) -> Any:
     return Adam(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
-def _distributed(inner: Any, ddp: Any, handle: dist.ProcessGroup, dtype: torch.dtype) -> Any:
+def _distributed(inner: Any, ddp: Any, handle: ProcessGroup, dtype: torch.dtype) -> Any:
     from megatron.core.optimizer import OptimizerConfig as Rules
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 

@@ -19,7 +19,7 @@ from tests.conftest import Task
 REPOSITORY = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-c", "from realhf.apps.main import console; console()"]
 PATIENCE_S = 120.0
-OF_THE_CLOCK = ("time/", "memory/", "tokens/per_s", "flops/model_per_s", "predicted/")
+OF_THE_CLOCK = ("time/", "memory/", "tokens/per_s", "flops/model_per_s", "predicted/", "mfu/", "mbu/")
 GRADED = '''
 def graded(prompt: str, answer: str, row: dict) -> float:
     """Small numbers are good, and so are short answers: every answer gets its own reward."""
