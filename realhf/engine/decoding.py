@@ -40,11 +40,12 @@ class Decoding:
         """
         slots = self.slots
         if slots.prefill is None and self.graphs is not None:
-            tokens, *logprobs = self.graphs(slots.inputs, int(slots.positions.max()) + 1)
+            tokens, *logprobs = self.graphs(slots.inputs, slots.longest)
             self.logprobs.append((logprobs[0].float(), logprobs[1].float()))
             return tokens.long()
         if slots.prefill is None:
-            hidden = self.model.decode(slots.last, slots.positions, self.cache, x, slots.prefixes)
+            last, positions, *_ = slots.inputs
+            hidden = self.model.decode(last, positions, self.cache, x, slots.prefixes, slots.longest)
         else:
             hidden = self._prefill(x)
         if not self.model.is_last:

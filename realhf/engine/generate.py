@@ -49,9 +49,10 @@ def no_rows(device: torch.device) -> SequenceBatch:
 def _assemble(pipeline: Pipeline, request: Request, decodings: list[Decoding]) -> SequenceBatch:
     """Put what was drawn in the order of rows, behind the prompts."""
     drawn = [draw for decoding in decodings for draw in decoding.slots.drawn]
-    of_row = torch.cat([rows for rows, _ in drawn])
+    tokens = torch.cat([tokens for _, tokens in drawn])
+    of_row = torch.cat([rows for rows, _ in drawn]).to(tokens.device)
     order = of_row.argsort(stable=True)
-    tokens = torch.cat([tokens for _, tokens in drawn])[order]
+    tokens = tokens[order]
     logprobs = torch.empty(2, len(order), device=tokens.device)
     if pipeline.is_last:
         pairs = [pair for decoding in decodings for pair in decoding.logprobs]

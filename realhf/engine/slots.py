@@ -9,11 +9,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from realhf.api.config import GenerationConfig
 from realhf.data.batch import SequenceBatch
+
+Books = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -135,74 +140,96 @@ class Slots:
     A turn draws one token for each of the last ``n_drawing`` live rows: for all of them in a decoding step; for those
     that just entered when there is a ``prefill``. A group without live rows has ended: none will enter any more.
     Where slots lend, a prompt lies in the slot of one of its rows alone; when that row leaves, another one gets it.
+    The books are kept in host memory, by numpy: they are many small steps, and a device would wait for each.
     """
 
     def __init__(self, request: Request, queue: deque[int], n_slots: int, lends: bool = False) -> None:
         self.request, self.queue, self.n_slots, self.lends = request, queue, n_slots, lends
         self.drawn: list[tuple[Tensor, Tensor]] = []  # rows and their tokens, in the order of drawing
-        self._hold(torch.empty(8, 0, dtype=torch.int64, device=request.stop_tokens.device))
+        self._stops = np.array(request.stops, np.int64)
+        self._hold(np.empty((8, 0), np.int64))
         self._choose()
 
-    def _hold(self, table: Tensor) -> None:
-        """Keep, by slot: prompt number, sample, tokens drawn, position of the last token, that token, row, limit.
+    def _hold(self, table: Books) -> None:
+        """Keep, by slot: last token, position of it, prompt number, sample, tokens drawn, row, limit.
 
         And the slot that has the row's prompt.
         """
         self._table, self.n_live = table, table.shape[1]
-        _, _, self._counts, self.positions, self.last, self.rows, self._limits, self.holders = table
+        self._last, self._positions, _, _, self._counts, self._rows, self._limits, self._holders = table
+        self._starts = self._positions - self._counts + 1
         self.prefixes: Tensor | None = None
         if self.request.share:
-            starts = self.positions - self._counts + 1
-            self.prefixes = torch.stack((self.rows // self.request.n, starts, self.holders))
+            self.prefixes = self._placed(np.stack((self._rows // self.request.n, self._starts, self._holders)))
 
-    @property
-    def counters(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What a draw depends on, beside the seed: prompt number, sample and position, ``[n_drawing]`` each."""
-        prompts, samples, counts = self._table[:3, self.n_live - self.n_drawing :]
-        return prompts, samples, counts
+    def _placed(self, part: Books) -> Tensor:
+        """Return what the model reads, where it is; on the CPU it shares the memory of the books."""
+        return torch.from_numpy(part).to(self.request.stop_tokens.device)
 
     @property
     def inputs(self) -> Tensor:
-        """What a decoding step depends on, ``[5, n_live]``: last token, position, prompt number, sample, count."""
-        return self._table[[4, 3, 0, 1, 2]]
+        """What a turn depends on, ``[5, n_live]``: last token, position, prompt number, sample, tokens drawn."""
+        return self._placed(self._table[:5])
+
+    @property
+    def counters(self) -> Tensor:
+        """What a draw depends on, beside the seed: prompt number, sample and tokens drawn, ``[3, n_drawing]``."""
+        return self._placed(self._table[2:5, self.n_live - self.n_drawing :])
+
+    @property
+    def rows(self) -> Tensor:
+        return torch.from_numpy(self._rows)
+
+    @property
+    def positions(self) -> Tensor:
+        return torch.from_numpy(self._positions)
+
+    @property
+    def holders(self) -> Tensor:
+        return torch.from_numpy(self._holders)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row, with the one that is computed next."""
+        return int(self._positions.max(initial=-1)) + 1
 
     def record(self, tokens: Tensor) -> list[SlotMove]:
         """Take the turn's tokens ``[n_drawing]``, choose the next turn, and return what moves in the cache before it.
 
         Finished rows leave and the last live ones move into the holes.
         """
-        request, first = self.request, self.n_live - self.n_drawing
+        first, seen = self.n_live - self.n_drawing, tokens.cpu().numpy()
         self.drawn.append((self.rows[first:], tokens))
-        self.last[first:] = tokens
-        self._table[2:4, first:] += 1
-        stopped = (tokens[:, None] == request.stop_tokens).any(1)  # of few: isin would sort
-        ended = (stopped | (self._counts[first:] >= self._limits[first:])).nonzero().flatten() + first
-        moves = self._leave(ended.tolist()) if len(ended) else []
+        self._last[first:] = seen
+        self._positions[first:] += 1
+        self._counts[first:] += 1
+        stopped = (seen[:, None] == self._stops).any(1)
+        ended = np.flatnonzero(stopped | (self._counts[first:] >= self._limits[first:])) + first
+        moves = self._leave(ended) if len(ended) else []
         self._choose()
         return moves
 
-    def _leave(self, slots: list[int]) -> list[SlotMove]:
-        keep, gone, positions = self.n_live - len(slots), set(slots), self.positions.tolist()
-        starts = (self.positions - self._counts + 1).tolist()
-        holders, moves = self._inherited(gone, starts)
-        movers = [slot for slot in range(keep, self.n_live) if slot not in gone]
-        holes = [slot for slot in slots if slot < keep]
-        places, now = list(range(keep)), list(range(self.n_live))
-        for mover, hole in zip(movers, holes, strict=True):
-            places[hole], now[mover] = mover, hole
-            moves.append(SlotMove(mover, hole, 0 if holders[mover] == mover else starts[mover], positions[mover]))
-        table = self._table[:, torch.tensor(places, dtype=torch.int64, device=self._table.device)]
-        table[-1] = torch.tensor([now[holders[place]] for place in places], device=table.device)
+    def _leave(self, ended: Books) -> list[SlotMove]:
+        keep, gone = self.n_live - len(ended), np.zeros(self.n_live, np.bool_)
+        gone[ended] = True
+        holders, moves = self._inherited(gone)
+        movers, holes = np.flatnonzero(~gone[keep:]) + keep, ended[ended < keep]
+        places, now = np.arange(keep), np.arange(self.n_live)
+        places[holes], now[movers] = movers, holes
+        for src, dst in zip(movers.tolist(), holes.tolist(), strict=True):
+            start = 0 if holders[src] == src else int(self._starts[src])
+            moves.append(SlotMove(src, dst, start, int(self._positions[src])))
+        table = self._table.take(places, 1)
+        table[-1] = now[holders[places]]
         self._hold(table)
         return moves
 
-    def _inherited(self, gone: set[int], starts: Sequence[int]) -> tuple[list[int], list[SlotMove]]:
+    def _inherited(self, gone: Flags) -> tuple[Books, list[SlotMove]]:
         """Return who has every row's prompt when some slots are gone, and what their heirs get of them."""
-        holders, heirs = self.holders.tolist(), dict[int, int]()
-        for slot, holder in enumerate(holders):
-            if holder in gone and slot not in gone:
-                holders[slot] = heirs.setdefault(holder, slot)
-        return holders, [SlotMove(holder, heir, 0, starts[heir]) for holder, heir in heirs.items()]
+        holders, heirs = self._holders.copy(), dict[int, int]()
+        for slot in np.flatnonzero(gone[holders] & ~gone).tolist():
+            holders[slot] = heirs.setdefault(int(holders[slot]), slot)
+        return holders, [SlotMove(holder, heir, 0, int(self._starts[heir])) for holder, heir in heirs.items()]
 
     def _choose(self) -> None:
         """Let rows enter when an eighth of the slots is free, or enough for all that wait; else decode."""
@@ -234,5 +261,5 @@ class Slots:
         samples, none = [row % request.n for row in fresh], [0] * len(fresh)
         positions = [request.lengths[prompt] - 1 for prompt in prompts]
         limits = [request.budgets[prompt] for prompt in prompts]
-        columns = [numbers, samples, none, positions, none, fresh, limits, holders]
-        self._hold(torch.cat((self._table, torch.tensor(columns, device=self._table.device)), 1))
+        columns = [none, positions, numbers, samples, none, fresh, limits, holders]
+        self._hold(np.concatenate((self._table, np.array(columns, np.int64)), 1))

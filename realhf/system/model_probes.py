@@ -228,7 +228,8 @@ def decoding_probe(bench: Bench, engine: NativeEngine, rows: int, context: int) 
             middle = clock()
             group.advance(drawn)
             end = clock()
-            model.decode(group.slots.last, group.slots.positions, group.cache, x)
+            last, positions, *_ = group.slots.inputs
+            model.decode(last, positions, group.cache, x)
             whole.append(end - start)
             inner.append(clock() - middle)
         return [median(whole), median(inner)]
