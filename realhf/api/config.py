@@ -56,7 +56,10 @@ class ModelSpec:
     tokenizer: str | None = opt(None, "tokenizer folder, when it is not the model's")
     init_from_scratch: bool = opt(False, "random weights from the config, seeded")
     init_critic_from_actor: bool = opt(False, "replace the vocabulary head of a language model by a new scalar head")
-    bf16: bool = opt(False, "bfloat16 parameters with a float32 master copy")
+    bf16: bool | None = opt(
+        None,
+        "bfloat16 parameters with a float32 master copy (default: on GPUs; on CPUs results would differ between them)",
+    )
     offload: bool = opt(False, "keep the weights in host memory between calls (untrained roles)")
     gradient_checkpointing: bool = opt(False, "recompute activations in the backward pass")
     sequence_parallel: bool = opt(True, "in training with tensor parallelism, share tokens out between the cut layers")

@@ -4,9 +4,10 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 
 from realhf.api.choices import Backend, Device
-from realhf.api.config import ExperimentConfig, GenerationConfig
+from realhf.api.config import ExperimentConfig, GenerationConfig, ModelSpec
 from realhf.api.experiment import RoleSpec
 from realhf.api.graph import Graph
 from realhf.api.plan import ExecutionPlan
@@ -29,6 +30,19 @@ def server_problems(config: ExperimentConfig, plan: ExecutionPlan, sampling: Gen
         problems.append(f"backend=vllm: {python} cannot import vllm ({why}); install it there, or set vllm.python to "
                         "an interpreter that has it (make vllm makes one)")  # fmt: skip
     return problems
+
+
+def settle_types(options: object, is_short: bool) -> None:
+    """Decide ``bf16`` of every model that is named and leaves it open, in place: a run is told what it computes in."""
+    if isinstance(options, ModelSpec):
+        if options.bf16 is None and (options.path or options.config):
+            options.bf16 = is_short
+    elif is_dataclass(options):
+        for field in fields(options):
+            settle_types(getattr(options, field.name), is_short)
+    elif isinstance(options, list):
+        for option in options:
+            settle_types(option, is_short)
 
 
 def trainer_problems(graph: Graph, roles: Mapping[str, RoleSpec], device: str | None, launching: bool) -> list[str]:

@@ -12,7 +12,7 @@ from realhf.api.graph import Graph, GraphError
 from realhf.api.model import ModelConfig
 from realhf.api.plan import ExecutionPlan
 from realhf.api.preferences import MISMATCHED
-from realhf.apps.backends import server_problems, trainer_problems
+from realhf.apps.backends import server_problems, settle_types, trainer_problems
 from realhf.apps.directory import directory_problems
 from realhf.apps.options import options_of
 from realhf.apps.planning import Machine, limits_of, machine_of, planned, planner_of, replanned
@@ -132,9 +132,11 @@ def survey(name: str, experiment: Experiment) -> Survey:
 
 
 def _look(name: str, experiment: Experiment, findings: _Findings, launching: bool) -> Survey:
-    config, roles = experiment.config, experiment.roles()
-    findings.problems += experiment.problems() + planner_problems(config)
+    config = experiment.config
     device = findings.attempt(lambda: pick_device(config, launching))
+    settle_types(config, device == Device.cuda.value)
+    roles = experiment.roles()
+    findings.problems += experiment.problems() + planner_problems(config)
     graph = _graph(experiment, findings) if config.dataset.train_bs_n_seqs >= 1 else None
     models = check_models(roles, findings, launching)
     known = {role: model for role, model in models.items() if model is not None}

@@ -20,7 +20,7 @@ def parts_of(config: ModelConfig, role: RoleSpec, strategy: ParallelStrategy) ->
             n_blocks=len(layers) - (0 in layers) - (last in layers),
             first=0 in layers,
             last=last in layers,
-            bf16=role.spec.bf16,
+            bf16=bool(role.spec.bf16),
             recompute=role.spec.gradient_checkpointing,
             sequence_parallel=role.spec.sequence_parallel and strategy.tp > 1,
         )

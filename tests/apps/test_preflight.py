@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from realhf.api.config import Backend, DatasetConfig, Device, ExperimentConfig, Mode, ModelSpec, PPOConfig
 from realhf.api.graph import MFC, Graph
+from realhf.apps.backends import settle_types
 from realhf.apps.preflight import preflight
 from realhf.base.errors import Impossible, UserError
 from realhf.base.paths import RunDir
@@ -381,3 +382,13 @@ def test_a_role_has_a_backend_that_can_train_it(ppo: PPOMathExperiment, paths: R
         "ref.backend=megatron: it does nothing but train, and no call trains ref; leave it out",
     ]
     assert only == "actor.backend=megatron: megatron-core trains on GPUs alone; the native backend trains on CPUs"
+
+
+def test_what_models_compute_in_is_decided_once(ppo: PPOMathExperiment, paths: RunDir) -> None:
+    ppo.critic = replace(ppo.actor, bf16=True)
+    made = preflight("x", ppo, paths)
+    assert {role: spec.spec.bf16 for role, spec in made.roles.items()} == {"actor": False, "ref": False, "critic": True}
+    assert ppo.actor.bf16 is False and ppo.ref.bf16 is None, "what is not named stays as it is"
+    other = PPOMathExperiment(actor=ModelSpec(path="m"), critic=ModelSpec(config="c", bf16=False))
+    settle_types(other, is_short=True)
+    assert (other.actor.bf16, other.critic.bf16, other.ref.bf16) == (True, False, None)
