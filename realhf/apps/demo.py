@@ -1,5 +1,6 @@
 """``realhf demo``: from nothing to a rising reward. SFT to a weak start, then PPO with verified answers, on CPU."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -31,7 +32,12 @@ def make_task(folder: Path) -> Path:
     program = Path(realhf.__file__).parents[1] / "examples" / "arithmetic.py"
     if not program.is_file():
         raise UserError(f"the demo needs a checkout of the repository: {program} is not there")
-    subprocess.run([sys.executable, str(program), str(folder), "--hidden", "96", "--layers", "3"], check=True)
+    with subprocess.Popen([sys.executable, str(program), str(folder), "--hidden", "96", "--layers", "3"]) as making:
+        importlib.import_module(
+            "transformers.models.auto.tokenization_auto"
+        )  # seconds, which reading the task takes next
+    if making.returncode:
+        raise UserError(f"{program} ended with {making.returncode}: it cannot write to {folder}, or lacks a package")
     return folder
 
 
