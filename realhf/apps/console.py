@@ -10,6 +10,7 @@ from rich.table import Table
 
 from realhf import __version__
 from realhf.api.messages import Ready
+from realhf.base.errors import UserError
 from realhf.system.run import RunSpec
 
 HEAD = (
@@ -99,6 +100,16 @@ def open_console() -> RichConsole:
     """Return a console that wraps at the terminal's width, and not at all where there is no terminal."""
     console = RichConsole(highlight=False, soft_wrap=True)
     return console if console.is_terminal else RichConsole(highlight=False, soft_wrap=True, width=200)
+
+
+def write_out(path: Path, content: str) -> None:
+    """Write what ``--out`` asked for, and say where it is."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out {path}: {error.strerror}") from error
+    open_console().print(f"wrote {path}", markup=False)
 
 
 def plan_table(run: RunSpec) -> Table:

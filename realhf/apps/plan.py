@@ -9,7 +9,7 @@ from realhf.api.campaign import Campaign
 from realhf.api.codec import to_plain
 from realhf.api.plan import ExecutionPlan
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
-from realhf.apps.console import open_console
+from realhf.apps.console import open_console, write_out
 from realhf.apps.drawing import page, ranks_text, stacked, timeline_svg
 from realhf.apps.listing import Listing
 from realhf.apps.preflight import Survey, survey
@@ -260,12 +260,7 @@ def _write(path: Path, found: Survey, results: Predicted, listings: list[Listing
             content = page(f"realhf plan {found.name}", pictures, listings)
         case _:
             content = json.dumps(_data(found, results), indent=1)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--out {path}: {error.strerror}") from error
-    open_console().print(f"wrote {path}", markup=False)
+    write_out(path, content)
 
 
 def _data(found: Survey, results: Predicted) -> dict[str, object]:

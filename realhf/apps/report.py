@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from realhf.api.plan import ExecutionPlan
-from realhf.apps.console import open_console
+from realhf.apps.console import write_out
 from realhf.apps.curves import Curve, curves_svg
 from realhf.apps.drawing import page, timeline_svg
 from realhf.apps.launching import as_experiment, read_run
@@ -53,13 +53,7 @@ def main(arguments: list[str]) -> None:
     if not paths.plan.is_file() or not paths.config.is_file():
         raise UserError(f"{paths.root} holds no run: {paths.config.name} and {paths.plan.name} are not both there")
     target = Path(words[2]) if len(words) == 3 else paths.root / "report.html"
-    content = report(read_run(paths.root))
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--out {target}: {error.strerror}") from error
-    open_console().print(f"wrote {target}", markup=False)
+    write_out(target, report(read_run(paths.root)))
 
 
 def report(run: RunSpec) -> str:
