@@ -170,7 +170,8 @@ def planner_of(
     cost = CostModel(graph, models, roles, machine.speed, workload, node, sampling, shares)
     # a worker's own ring is taken when it joins others of its host (comm/shared_memory.py)
     reserved = machine.hardware.reserved + (RING_BYTES if device == "cpu" and node > 1 else 0)
-    memory = MemoryModel(graph, models, roles, workload, machine.footprint, reserved, device, sampling, shares, node)
+    memory = MemoryModel(graph, models, roles, workload, machine.footprint, reserved, device, sampling, shares, node,
+                         config.vllm.kv_cache_gb * 2**30)  # fmt: skip
     limits = {name: micro_batching(option, device) for name, option in experiment.placements().items()}
     n_workers = config.n_nodes * config.n_gpus_per_node
     calls = Candidates(cost, memory, machine.hardware, config.dataset.train_bs_n_seqs, limits)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import add
 
+from realhf.api.choices import Backend
 from realhf.api.config import GenerationConfig, OptimizerType
 from realhf.api.experiment import RoleSpec
 from realhf.api.graph import MFC, Graph, Kind
@@ -16,6 +17,9 @@ from realhf.plan.parts import kv_numel, parts_of, shard_numels
 from realhf.plan.program import home
 from realhf.plan.speed import Footprint, Part, Work
 from realhf.plan.traffic import realloc_rings
+
+SERVER_BYTES = 1e9
+"""What a process of vLLM takes before it has weights and cache: measured on a CPU, about."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class Bytes:
     kv_cache: float = 0.0
     buffers: float = 0.0  # logits, collectives, rows
     runtime: float = 0.0
+    server: float = 0.0  # a backend's own process
 
     def __add__(self, other: "Bytes") -> "Bytes":
         return Bytes(*map(add, vars(self).values(), vars(other).values()))
@@ -43,7 +48,7 @@ class Bytes:
 class MemoryModel:
     """Counts bytes of one experiment. ``runtime`` is what a worker takes before it has any model.
 
-    ``shares`` is as in ``CostModel``.
+    ``shares`` is as in ``CostModel``. ``server_cache`` is what a served call's process keeps keys and values in.
     """
 
     graph: Graph
@@ -56,6 +61,7 @@ class MemoryModel:
     sampling: GenerationConfig | None = None
     shares: bool = False
     node_size: int = 8
+    server_cache: float = 0.0
 
     def weights(self, role: str, strategy: ParallelStrategy) -> float:
         """Return the bytes of a role's weights on each of its devices, at the heaviest stage."""
@@ -86,6 +92,8 @@ class MemoryModel:
         if mfc.role is None:
             return Bytes()
         config, role, strategy = self.models[mfc.role], self.roles[mfc.role], placement.layout.strategy
+        if placement.backend is Backend.vllm:  # its weights lie in memory that its process maps, wherever their home is
+            return Bytes(borrowed=self.weights(mfc.role, strategy))
         borrowed = 0.0 if keeper == placement.layout else self.weights(mfc.role, strategy)
         parts = parts_of(config, role, strategy)
         match mfc.kind:
@@ -126,8 +134,19 @@ class MemoryModel:
                 needed |= {rank: needed.get(rank, Bytes()) + at_home[mfc.role] for rank in awake}
             for rank, some in needed.items():
                 peaks[rank] = max(peaks[rank], some, key=lambda bytes_: bytes_.total)
-        rings = self._rings(plan, homes)
-        return {rank: residents[rank] + peaks[rank] + Bytes(buffers=rings[rank]) for rank in residents}
+        rings, servers = self._rings(plan, homes), self._servers(plan)
+        beside = {rank: Bytes(buffers=rings[rank], server=servers[rank]) for rank in residents}
+        return {rank: residents[rank] + peaks[rank] + beside[rank] for rank in residents}
+
+    def _servers(self, plan: ExecutionPlan) -> dict[int, float]:
+        """Return what processes of backends keep beside every worker: weights of their own, a cache, libraries."""
+        found = dict.fromkeys(range(plan.n_workers), 0.0)
+        for mfc in self.graph.mfcs:
+            placement = plan[mfc.name]
+            if mfc.role is not None and placement.backend is Backend.vllm:
+                taken = self.weights(mfc.role, placement.layout.strategy) + self.server_cache + SERVER_BYTES
+                found |= {rank: found[rank] + taken for rank in placement.layout.mesh.ranks}
+        return found
 
     def _rings(self, plan: ExecutionPlan, homes: Mapping[str, Layout]) -> dict[int, float]:
         """Return what the moves of a plan leave with every worker; the next one uses the same rings."""

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.api.batch import PROMPT, RowId
+from realhf.api.choices import Backend
 from realhf.api.config import GenerationConfig, OptimizerConfig, OptimizerType
 from realhf.api.graph import Graph
 from realhf.api.hardware import Workload
@@ -14,7 +15,7 @@ from realhf.api.layout import ParallelStrategy
 from realhf.api.plan import ExecutionPlan, MicroBatching, Placement
 from realhf.plan.cost import Rows
 from realhf.plan.footprint import Counted
-from realhf.plan.memory import Bytes, MemoryModel
+from realhf.plan.memory import SERVER_BYTES, Bytes, MemoryModel
 from realhf.plan.parts import parts_of, shard_numels
 from realhf.plan.specs import param_specs
 from realhf.plan.speed import Work
@@ -116,6 +117,22 @@ def test_the_cache_has_a_place_for_every_slot(slots: int, limits: int, expected:
     half = transient(model, "actor_gen", "t2p2", prompts, MicroBatching(max_slots=limits))
     assert half.kv_cache == found.kv_cache / 4
     assert found.buffers == 8 * expected * LLAMA.vocab
+
+
+def test_a_served_call_has_a_process_beside_its_workers() -> None:
+    model = memory_model()
+    model = replace(model, server_cache=3e8)
+    native = plan(actor_gen="d2")
+    placed = replace(native["actor_gen"], backend=Backend.vllm)
+    served = replace(native, placements={**native.placements, "actor_gen": placed})
+    calls = {mfc.name: [rows(4)] * 2 for mfc in model.graph.mfcs}
+    plain, found = (model.devices(one, calls) for one in (native, served))
+    weights = model.weights("actor", ParallelStrategy(2))
+    for rank in found:
+        on_it = rank in placed.layout.mesh.ranks
+        assert found[rank].server == (weights + 3e8 + SERVER_BYTES if on_it else 0.0) and plain[rank].server == 0.0
+    taken = model.transient(model.graph["actor_gen"], placed, [rows(4)], placed.layout)
+    assert taken == Bytes(borrowed=weights), "neither a cache of ours nor logits"
 
 
 def test_borrowed_weights_count_where_they_are_borrowed() -> None:
