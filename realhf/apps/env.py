@@ -8,8 +8,15 @@ import sys
 from realhf import __version__
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "hydra-core", "omegaconf", "rich", "pyzmq",
-             "msgpack", "cattrs", "numpy", "math-verify", "tensorboard")  # fmt: skip
-EXTRAS = {"serve": "fastapi", "ray": "ray", "vllm": "vllm", "megatron": "megatron-core", "wandb": "wandb"}
+             "msgspec", "cattrs", "numpy", "math-verify", "tensorboard")  # fmt: skip
+EXTRAS = {
+    "serve": "fastapi",
+    "ray": "ray",
+    "vllm": "vllm",
+    "megatron": "megatron-core",
+    "parquet": "pyarrow",
+    "wandb": "wandb",
+}
 
 
 def main(arguments: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Reads JSONL, a JSON list, or a JSON object that holds one list, and knows the line on which every row starts."""
+"""Reads JSONL, a JSON list, a JSON object that holds one list, or Parquet, and knows where every row stands."""
 
 import json
 import re
@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from realhf.base.errors import UserError
+from realhf.data.parquet import MAGIC, parquet_rows
 
+SUFFIXES = (".jsonl", ".json", ".parquet")
 ROW_KEYS = frozenset({"prompt", "question", "messages"})
 SPACE = re.compile(r"[ \t\r\n]*")
 
 
 @dataclass(frozen=True)
 class RawRow:
-    """A row as it stands in the file; ``problem`` says why it has no value."""
+    """A row as it stands in the file, from a line on (of Parquet: its number); ``problem`` says why it has no value."""
 
     line: int
     value: Any = None
@@ -26,6 +28,9 @@ class RawRow:
 def read_raw_rows(path: str) -> Iterator[RawRow]:
     """Yield the rows of the data file ``path``; UserError when it is missing, empty, or a broken JSON document."""
     data = read_file(path)
+    if data.startswith(MAGIC):
+        yield from (RawRow(number, value) for number, value in enumerate(parquet_rows(path), 1))
+        return
     if data.lstrip()[:1] == b"[":
         yield from list_rows(path, decode(path, data), 0)
         return
@@ -46,7 +51,7 @@ def read_file(path: str) -> bytes:
         raise UserError("dataset.path is not set: name a JSONL file")
     file = Path(path)
     if file.is_dir():
-        inside = sorted(p.name for p in file.iterdir() if p.suffix in (".jsonl", ".json"))
+        inside = sorted(p.name for p in file.iterdir() if p.suffix in SUFFIXES)
         hint = f"it holds {', '.join(inside[:5])}" if inside else "it holds no .jsonl file"
         raise UserError(f"dataset.path={path} is a folder, name one file: {hint}")
     if not file.exists():
