@@ -233,7 +233,7 @@ class VineConfig:
 
 @dataclass
 class DatasetConfig:
-    path: str = opt("", "JSONL (or JSON list) file")
+    path: str = opt("", "file of rows: JSONL, a JSON list, or Parquet")
     max_prompt_len: int = opt(1024, "longest prompt, in tokens")
     max_seqlen: int = opt(2048, "longest prompt and answer together, in tokens (sft, rw)")
     train_bs_n_seqs: int = opt(128, "prompts per step")
