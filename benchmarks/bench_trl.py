@@ -1,12 +1,12 @@
 """Whole steps by realhf's command line and by TRL's trainers on one machine, in turns, on CPU.
 
-    python benchmarks/bench_trl.py [grpo] [ppo] [sft] [--rounds N] [--models tiny,small] [--threads N]
+    python benchmarks/bench_trl.py [grpo] [ppo] [sft] [rw] [dpo] [--rounds N] [--models tiny,small] [--threads N]
         [--peer PYTHON] [--peer-ppo PYTHON]
 
-16 prompts with 8 answers each, of 32 tokens on average and 64 at most; one update a step; SFT trains on 128 such rows.
-PPO has four models (TRL 1.5.1, the last with a trainer for it), GRPO no reference. TRL takes the faster of 32 and 128
-rows a pass, SFT of it with and without rows of like length together. Seconds are a step's, by each one's own clock: a
-median, and both take turns. ``make bench-peer`` makes the environments.
+16 prompts with 8 answers each, of 32 tokens on average and 64 at most; one update a step; SFT trains on 128 such rows,
+a reward model and DPO on 64 pairs of them. PPO has four models (TRL 1.5.1, the last with a trainer for it), GRPO no
+reference. TRL takes the faster of 32 and 128 rows a pass, SFT of it with and without rows of like length together.
+Seconds are a step's, by each one's own clock: a median; both take turns. ``make bench-peer`` makes the environments.
 """
 
 import argparse
@@ -30,7 +30,8 @@ def share_of_low_words(prompt: str, answer: str, row: dict) -> float:
 """
 GROUPS = (f"ppo.group_size={N_ANSWERS}", f"ppo.gen.max_new_tokens={N_NEW}", "actor.optimizer.lr=1e-6",
           "actor.optimizer.lr_scheduler_type=constant", "ppo.ppo_n_minibatches=1")  # fmt: skip
-SETTINGS = {"grpo": ("128", "32"), "ppo": ("128", "32"), "sft": ("128", "32", "128 by_length", "32 by_length")}
+SETTINGS = {"grpo": ("128", "32"), "ppo": ("128", "32"), "sft": ("128", "32", "128 by_length", "32 by_length"),
+            "rw": ("128", "32"), "dpo": ("128", "32")}  # fmt: skip
 """TRL's: rows a pass."""
 
 
@@ -44,6 +45,11 @@ def our_words(subject: str, folder: Path) -> list[str]:
         case "ppo":
             return ["ppo", f"actor.path={folder / 'model'}", f"rew.path={folder / 'reward'}", *GROUPS, *prompts,
                     "critic.optimizer.lr=1e-6", "critic.optimizer.lr_scheduler_type=constant"]  # fmt: skip
+        case "rw" | "dpo":
+            role, n_pairs = {"rw": "model", "dpo": "actor"}[subject], N_PROMPTS * N_ANSWERS // 2
+            return [subject, f"{role}.path={folder / 'model'}", f"{role}.optimizer.lr=1e-6",
+                    f"{role}.optimizer.lr_scheduler_type=constant", f"dataset.path={folder / 'pairs.jsonl'}",
+                    f"dataset.train_bs_n_seqs={n_pairs}"]  # fmt: skip
         case _:
             return ["sft", f"model.path={folder / 'model'}", "model.optimizer.lr=1e-6",
                     "model.optimizer.lr_scheduler_type=constant", f"dataset.path={folder / 'rows.jsonl'}",
@@ -109,6 +115,11 @@ def prepare(name: str, folder: Path) -> None:
         for prompt, n in zip(prompts * 4, answers * 4, strict=True)
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    preferred = [
+        {"prompt": good["prompt"], "chosen": good["answer"], "rejected": bad["answer"]}
+        for good, bad in zip(pairs, pairs[1:] + pairs[:1], strict=True)
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in preferred))
 
 
 def our_step(subject: str, name: str, folder: Path, number: int, threads: int) -> float:

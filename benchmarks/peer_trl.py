@@ -2,7 +2,7 @@
 
     PYTHON benchmarks/peer_trl.py SUBJECT FOLDER STEPS THREADS ROWS [by_length]
 
-FOLDER holds model/ (with its tokenizer), reward/, prompts.jsonl and rows.jsonl. ROWS are those of a backward pass.
+FOLDER holds model/ (with its tokenizer), reward/, prompts.jsonl, rows.jsonl and pairs.jsonl. ROWS are those of a pass.
 Prints the median of the seconds of a step, the first of which is not counted. Runs in an environment of TRL's own.
 """
 
@@ -95,7 +95,31 @@ def sft(folder: Path, steps: int, rows: int, tokenizer: Any, watch: Stopwatch, *
                       train_dataset=Dataset.from_list(data))  # fmt: skip
 
 
-TRAINERS = {"grpo": grpo, "ppo": ppo, "sft": sft}
+def rw(folder: Path, steps: int, rows: int, tokenizer: Any, watch: Stopwatch) -> Any:
+    from trl import RewardConfig, RewardTrainer
+
+    scorer = AutoModelForSequenceClassification.from_pretrained(folder / "reward", num_labels=1)
+    config = RewardConfig(**of_pairs(folder, steps, rows))
+    return RewardTrainer(model=scorer, processing_class=tokenizer, args=config, callbacks=[watch],
+                         train_dataset=Dataset.from_list(read(folder / "pairs.jsonl")))  # fmt: skip
+
+
+def dpo(folder: Path, steps: int, rows: int, tokenizer: Any, watch: Stopwatch) -> Any:
+    from trl import DPOConfig, DPOTrainer
+
+    config = DPOConfig(**of_pairs(folder, steps, rows))
+    return DPOTrainer(model=language_model(folder), processing_class=tokenizer, args=config, callbacks=[watch],
+                      train_dataset=Dataset.from_list(read(folder / "pairs.jsonl")))  # fmt: skip
+
+
+def of_pairs(folder: Path, steps: int, rows: int) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder / "trl"), "per_device_train_batch_size": rows // 2, "max_steps": steps,
+        "gradient_accumulation_steps": N_PROMPTS * N_ANSWERS // rows, "max_length": 512, **ALIKE,
+    }  # fmt: skip
+
+
+TRAINERS = {"grpo": grpo, "ppo": ppo, "sft": sft, "rw": rw, "dpo": dpo}
 
 
 def main() -> None:
