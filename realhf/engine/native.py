@@ -55,7 +55,8 @@ class NativeEngine:
     @property
     def _shares(self) -> bool:
         """Tell whether what rows of one prompt begin with is computed once: not where attention would be slower so."""
-        return self.share_prompts and shares_prefixes(self.context.device)
+        softcap = self.config.attention_softcap
+        return self.share_prompts and shares_prefixes(self.context.device, self.params.data.dtype, softcap)
 
     def forward(self, batch: SequenceBatch, fn: Callable[[ForwardOutputs, SequenceBatch], Tensor]) -> Tensor:
         parts = self._micro_batches(batch, at_least=self.pipeline.n_stages)

@@ -110,9 +110,10 @@ class _Attention(torch.autograd.Function):
         return (kernel(grad, *parts, out, normalisers, rows, angles, *ctx.rule), *[None] * 5)
 
 
-def shares_prefixes(device: torch.device) -> bool:
+def shares_prefixes(device: torch.device, dtype: torch.dtype, softcap: float = 0.0) -> bool:
     """Tell whether rows that continue one another are faster than rows that repeat what they share."""
-    return native.kernel("packed_attention", device.type) is not None or varlen.is_available(device)
+    on_gpu = varlen.is_available(device) and dtype.itemsize == 2 and not softcap
+    return native.kernel("packed_attention", device.type) is not None or on_gpu
 
 
 def _check_rows(q: Tensor, lengths: Sequence[int], prefixes: Sequence[int]) -> None:

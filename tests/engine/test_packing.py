@@ -102,7 +102,7 @@ def both(engine: NativeEngine) -> tuple[NativeEngine, NativeEngine]:
 
 @pytest.fixture(autouse=True)
 def _kernel() -> None:
-    if not shares_prefixes(torch.device("cpu")):
+    if not shares_prefixes(torch.device("cpu"), torch.float32):
         pytest.skip("NATIVE KERNELS NOT BUILT, nothing is shared: python setup.py build_ext --inplace")
 
 
