@@ -1,6 +1,6 @@
 """Sampling with a key/value cache in slots: finished rows leave at once, live rows stay dense, free slots are refilled.
 
-A group's prompt is computed once and its cache copied to the group's other slots. What is drawn depends on
+A group's prompt is computed once; its cache is lent, or copied to the group's other slots. What is drawn depends on
 (seed, prompt, sample, position) alone, so neither slots nor placement change a row. Over a pipeline the slots are dealt
 into as many groups as there are stages, which follow one another through them.
 """
