@@ -1,9 +1,10 @@
 """Every algorithm from the same start on the arithmetic task: how far held-out accuracy rises, and in what time.
 
-    python experiments/algorithms/study.py [--only NAME,...] [--jobs N]
+    python experiments/algorithms/study.py [--only NAME,...] [--workers N] [--jobs N]
 
-writes results.json and table.md beside this file, which docs/algorithms.md shows. All runs go through the command line
-with one worker; an algorithm's own options are its defaults, the optimizer's and the task's are the same for all.
+writes results.json and table.md beside this file, which docs/algorithms.md shows. All runs go through the command line,
+on two workers of one thread and one after another; an algorithm's own options are its defaults, the optimizer's and the
+task's are the same for all.
 """
 
 import argparse
@@ -22,7 +23,7 @@ EXAMPLE = HERE.parents[1] / "examples" / "arithmetic.py"
 SFT_STEPS = 90
 LEARN = ("actor.optimizer.lr=3e-4", "actor.optimizer.lr_scheduler_type=constant", "ppo.gen.max_new_tokens=32",
          "dataset.train_bs_n_seqs=64", "exp_ctrl.total_train_epochs=20")  # fmt: skip
-STEPS = {"ppo-math": 200, "grpo": 80, "rloo": 100, "reinforce-pp": 100, "remax": 300, "vineppo": 30}
+STEPS = {"ppo-math": 200, "grpo": 80, "rloo": 100, "reinforce-pp": 100, "remax": 400, "vineppo": 30}
 OWN = {"ppo-math": ("critic.optimizer.lr=1e-3", "critic.optimizer.lr_scheduler_type=constant")}
 RESTEM = ("model.optimizer.lr=1e-3", "sampling.max_new_tokens=32", "validation.max_new_tokens=32", "n_rounds=1",
           "dataset.train_bs_n_seqs=200")  # fmt: skip
@@ -75,7 +76,8 @@ def start_from(folder: Path) -> Path:
     return folder / "study" / "sft" / "models" / "model" / f"step_{SFT_STEPS}"
 
 
-def study(folder: Path, name: str, start: Path, before: float) -> Result:
+def study(folder: Path, name: str, start: Path, before: float, workers: int) -> Result:
+    layout = (f"n_gpus_per_node={workers}", f"allocation_mode=d{workers}")
     began = time.monotonic()
     if name == "restem":
         words = (f"dataset.path={folder}/task/train1000.jsonl", f"valid_path={folder}/task/valid.jsonl",
@@ -83,13 +85,13 @@ def study(folder: Path, name: str, start: Path, before: float) -> Result:
     else:
         words = (f"dataset.path={folder}/task/train.jsonl", f"actor.path={start}", *LEARN, *OWN.get(name, ()),
                  f"exp_ctrl.total_train_steps={STEPS[name]}")  # fmt: skip
-    call("quickstart", name, *place(folder, name), *words)
+    call("quickstart", name, *place(folder, name), *layout, *words)
     seconds, root = time.monotonic() - began, folder / "study" / name
     if name == "restem":
         model, steps = Path(json.loads((root / "restem.json").read_text())["model"]), 1
     else:
         model, steps = root / "models" / "actor" / f"step_{STEPS[name]}", STEPS[name]
-    command = " ".join(["realhf quickstart", name, *words]).replace(str(folder), "DIR")
+    command = " ".join(["realhf quickstart", name, *layout, *words]).replace(str(folder), "DIR")
     return Result(name, steps, before, accuracy(folder, name, model), seconds, command)
 
 
@@ -105,14 +107,15 @@ def table(results: list[Result]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join([*STEPS, "restem"]))
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--workers", type=int, default=2, help="workers of a run, a core each")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         start = start_from(folder)
         before = accuracy(folder, "sft", start)
         with ThreadPoolExecutor(options.jobs) as pool:
-            found = pool.map(lambda name: study(folder, name, start, before), options.only.split(","))
+            found = pool.map(lambda name: study(folder, name, start, before, options.workers), options.only.split(","))
             results = []
             for result in found:
                 print(f"{result.algorithm:<14} {result.before:.3f} -> {result.after:.3f} in {result.seconds:.0f} s")
