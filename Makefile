@@ -1,7 +1,7 @@
 # make demo and make test do everything on a fresh machine: Python >= 3.10, a C++ compiler if there is one.
 PYTHON ?= python3
 VENV ?= .venv
-JOBS ?= 2
+JOBS ?= 3
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 
@@ -9,7 +9,7 @@ STAMP = $(VENV)/.installed
 
 help:
 	@echo "make demo    watch PPO raise a reward, from nothing, in a few minutes"
-	@echo "make test    all tests, JOBS=2 files at a time"
+	@echo "make test    all tests, JOBS=3 files at a time (they wait as much as they compute)"
 	@echo "make vllm    an environment with vLLM, for vllm.python; make test-vllm tests with it"
 	@echo "make check   lint, types, known vulnerabilities, the rules of the house, torch-free tests"
 	@echo "make kill    kill runs at random moments and resume them; half an hour or more"
