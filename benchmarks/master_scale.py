@@ -36,7 +36,7 @@ from realhf.system.master import Master, look_for_cycles_seldom
 from realhf.system.run import RunSpec
 from realhf.system.seal import Lane, Seal
 from realhf.system.telemetry import Metrics, Telemetry
-from realhf.system.tracing import time_by_metric, trace_lines
+from realhf.system.tracing import time_spent, trace_lines
 
 LIMIT_US, LIMIT_GB = 20.0, 2.0
 GROUP = 4  # answers per prompt
@@ -182,8 +182,8 @@ class Cluster:
     ) -> None:
         at = int(1.7e15 + self.now * 1e6)
         told = [(name, at, int(seconds * 1e6)) for name in (span, *spans)]
-        trace, took = trace_lines(told, rank, 0), time_by_metric(told)
-        self.answer(Done(request, rank, outputs, stats or {}, None, {}, trace, took, (2 << 30, 1 << 30)), seconds)
+        trace, spent, memory = trace_lines(told, rank, 0), time_spent(told), (2 << 30, 1 << 30)
+        self.answer(Done(request, rank, outputs, stats or {}, None, {}, trace, *spent, memory), seconds)
 
     def rows(self, ids: tuple[RowId, ...], keys: tuple[str, ...]) -> BatchMeta:
         lengths = tuple(self.chance.randrange(200, 2000) for _ in ids)

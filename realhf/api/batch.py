@@ -23,12 +23,6 @@ class ColumnMeta:
     dtype: str
     lengths: tuple[int, ...]
 
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of every row."""
-        each = SCALAR_BYTES[self.dtype]
-        return [length * each for length in self.lengths]
-
 
 @dataclass(frozen=True)
 class BatchMeta:

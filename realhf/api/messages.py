@@ -151,7 +151,7 @@ class Ready(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """A request is done. ``trace`` and ``took`` (microseconds by metric) say how the time went (``system/tracing``).
+    """A request is done. ``trace``, and microseconds ``moved`` and ``computed``, say how the time went.
 
     ``memory`` is (peak, present) resident bytes.
     """
@@ -163,7 +163,8 @@ class Done(Message, frozen=True):
     state: State | None = None
     values: dict[str, Any] = {}
     trace: bytes = b""
-    took: dict[str, int] = {}
+    moved: int = 0
+    computed: int = 0
     memory: tuple[int, int] = (0, 0)
 
     @property

@@ -14,10 +14,10 @@ def balanced_partition(weights: Sequence[int], k: int) -> list[list[int]]:
         raise ValueError(f"cannot split into {k} parts")
     parts: list[list[int]] = [[] for _ in range(k)]
     loads = [(0, 0, part) for part in range(k)]
-    for i in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
-        load, _, lightest = loads[0]
+    for i in sorted(range(len(weights)), key=weights.__getitem__, reverse=True):  # stable: ties in order
+        load, n, lightest = loads[0]
         parts[lightest].append(i)
-        heapreplace(loads, (load + weights[i], len(parts[lightest]), lightest))
+        heapreplace(loads, (load + weights[i], n + 1, lightest))
     return [sorted(part) for part in parts]
 
 

@@ -1,6 +1,7 @@
 """Which rows go to which data-parallel rank and mini-batch: groups of one prompt stay together, loads are balanced."""
 
 from collections.abc import Sequence
+from itertools import chain
 
 from realhf.api.batch import RowId
 from realhf.base.partition import balanced_partition
@@ -16,20 +17,27 @@ def deal_rows(
     """
     groups: dict[int, list[int]] = {}
     for i, row in enumerate(ids):
-        groups.setdefault(row.prompt, []).append(i)
+        if (group := groups.get(row.prompt)) is None:
+            groups[row.prompt] = [i]
+        else:
+            group.append(i)
     prompts = sorted(groups)
-    weight = {p: sum([weights[i] for i in at]) for p, at in groups.items()}
-    number = {p: k * n_minibatches // len(prompts) for k, p in enumerate(prompts)}
+    rows = [groups[prompt] for prompt in prompts]
+    row_weights = [sum([weights[i] for i in group]) for group in rows]
     assignment: list[list[int]] = [[] for _ in range(dp)]
-    loads = [0] * dp
+    minibatches, loads = [0] * len(ids), [0] * dp
     for minibatch in range(n_minibatches):
-        members = [p for p in prompts if number[p] == minibatch]
-        parts = balanced_partition([weight[p] for p in members], dp)
-        part_weights = [sum([weight[members[k]] for k in part]) for part in parts]
-        # heavier parts go to ranks that carry less so far
-        order = sorted(range(dp), key=lambda d: (loads[d], d))
-        heavy = sorted(range(dp), key=lambda d: (-part_weights[d], d))
+        start, stop = (-(-k * len(rows) // n_minibatches) for k in (minibatch, minibatch + 1))
+        parts = balanced_partition(row_weights[start:stop], dp)
+        part_weights = [sum([row_weights[start + k] for k in part]) for part in parts]
+        # heavier parts go to ranks that carry less so far; the lower number first where it is the same
+        order = sorted(range(dp), key=loads.__getitem__)
+        heavy = sorted(range(dp), key=part_weights.__getitem__, reverse=True)
         for rank, part in zip(order, heavy, strict=True):
-            assignment[rank] += [i for k in parts[part] for i in groups[members[k]]]
+            for k in parts[part]:
+                assignment[rank] += rows[start + k]
             loads[rank] += part_weights[part]
-    return tuple(tuple(sorted(part)) for part in assignment), tuple([number[row.prompt] for row in ids])
+        if minibatch:
+            for i in chain.from_iterable(rows[start:stop]):
+                minibatches[i] = minibatch
+    return tuple([tuple(sorted(part)) for part in assignment]), tuple(minibatches)

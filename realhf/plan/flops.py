@@ -4,6 +4,7 @@ Counts multiply-adds as two. Grouped-query attention and causal masks are counte
 """
 
 from collections.abc import Iterable, Sequence
+from operator import mul
 
 from realhf.api.model import ModelConfig
 
@@ -22,7 +23,7 @@ def forward_flops(config: ModelConfig, lengths: Iterable[int], head_tokens: int 
     """Operations of one causal pass over packed rows; ``head_tokens`` go through the head (default: all)."""
     lengths = list(lengths)
     tokens = sum(lengths)
-    pairs = sum(n * (n + 1) // 2 for n in lengths)
+    pairs = (sum(map(mul, lengths, lengths)) + tokens) // 2
     attention = 4 * config.n_layers * config.n_heads * config.head_dim * pairs
     out = config.vocab if config.head == "lm" else 1
     head = 2 * config.hidden * out * (tokens if head_tokens is None else head_tokens)

@@ -1,11 +1,13 @@
 """Which workers hold the rows of every prompt, and who sends a call's rows to those that compute it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, eq
 
-from realhf.api.batch import PROMPT, BatchMeta, ColumnMeta, RowId
+import numpy as np
+
+from realhf.api.batch import PROMPT, SCALAR_BYTES, BatchMeta, ColumnMeta, RowId
 from realhf.api.layout import Layout
 from realhf.api.messages import Holders
 
@@ -19,14 +21,14 @@ class Keepers:
 
     ranks: tuple[int, ...]
 
-    def passed_on(self, replica: tuple[int, ...]) -> "tuple[tuple[int, ...], Keepers]":
+    def passed_on(self, replica: tuple[int, ...], meant: frozenset[int]) -> "tuple[tuple[int, ...], Keepers]":
         """Return who of ``replica`` has the rows already, the sender first (the producer alone, where none has).
 
-        Also return who has them when all of ``replica`` does.
+        Also return who has them when all of ``replica`` does. ``meant`` are the same workers as a set.
         """
-        before = set(self.ranks)
-        if before.isdisjoint(replica):
+        if meant.isdisjoint(self.ranks):  # nearly always; without a set of the many that are not meant
             return self.ranks[:1], Keepers(self.ranks + replica)
+        before = set(self.ranks)
         have = tuple(rank for rank in replica if rank in before)
         lack = tuple(rank for rank in replica if rank not in before)
         return have, Keepers(self.ranks + lack) if lack else self
@@ -55,9 +57,9 @@ class Table:
 
 def in_order(meta: BatchMeta) -> BatchMeta:
     """Return the same rows by prompt and sample, as most come anyway."""
-    order = sorted(range(len(meta.ids)), key=meta.ids.__getitem__)
-    if order == list(range(len(order))):
+    if tuple(sorted(meta.ids)) == meta.ids:
         return meta
+    order = sorted(range(len(meta.ids)), key=meta.ids.__getitem__)
     columns = {k: ColumnMeta(c.dtype, tuple([c.lengths[i] for i in order])) for k, c in meta.columns.items()}
     return BatchMeta(tuple([meta.ids[i] for i in order]), columns)
 
@@ -93,6 +95,12 @@ def lengths_of(rows: Sequence[PromptRows], kept: Sequence[tuple[RowId, ...]], is
     return tuple([length[row] for ids in kept for row in ids])
 
 
+def heaviest(columns: Iterable[ColumnMeta]) -> list[int]:
+    """Return the bytes of the largest value of every row, what a row weighs when rows are dealt out."""
+    sizes = [np.array(column.lengths, np.int64) * SCALAR_BYTES[column.dtype] for column in columns]
+    return np.maximum.reduce(sizes).tolist()
+
+
 def pass_on(
     inputs: Mapping[str, Sequence[PromptRows]],
     kept: Sequence[tuple[RowId, ...]],
@@ -108,15 +116,18 @@ def pass_on(
     groups: list[tuple[int, ...]] = []
     numbers = {key: [0] * len(kept) for key in inputs}
     for d, part in enumerate(assignment):
-        replica, prompts = layout.replica(d), dict.fromkeys([prompt_of[i] for i in part])
+        replica, prompts = layout.replica(d), [*dict.fromkeys(map(prompt_of.__getitem__, part))]
+        meant = frozenset(replica)
         known: dict[Keepers, tuple[int, Keepers]] = {}
         for key, rows in inputs.items():
             chosen = numbers[key]
             for k in prompts:
-                before = rows[k].holders
-                if before not in known:
-                    have, after = before.passed_on(replica)
-                    known[before] = len(groups), after
+                row = rows[k]
+                if (found := known.get(row.holders)) is None:
+                    have, after = row.holders.passed_on(replica, meant)
+                    found = known[row.holders] = len(groups), after
                     groups.append(have)
-                chosen[k], rows[k].holders = known[before]
-    return Holders(tuple(groups), {key: tuple([chosen[k] for k in prompt_of]) for key, chosen in numbers.items()})
+                chosen[k], row.holders = found
+    return Holders(tuple(groups), {
+        key: tuple(map(chosen.__getitem__, prompt_of)) for key, chosen in numbers.items()
+    })  # fmt: skip

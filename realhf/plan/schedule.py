@@ -15,7 +15,17 @@ from realhf.api.graph import MFC, Graph
 from realhf.api.messages import Call, State
 from realhf.api.plan import ExecutionPlan
 from realhf.plan.assign import deal_rows
-from realhf.plan.holdings import NO_ROWS, Keepers, PromptRows, Table, in_order, kept_rows, lengths_of, pass_on
+from realhf.plan.holdings import (
+    NO_ROWS,
+    Keepers,
+    PromptRows,
+    Table,
+    heaviest,
+    in_order,
+    kept_rows,
+    lengths_of,
+    pass_on,
+)
 
 
 @dataclass(frozen=True)
@@ -277,15 +287,15 @@ class MasterState:
     def _call(self, mfc: MFC, span: Span) -> Call:
         prompts = self._prompts(mfc, span)
         found = {key: [*map(self._tables[key].prompts.__getitem__, prompts)] for key in mfc.inputs}
-        shared = tuple(key for key, rows in found.items() if any(r.ids[0].sample == PROMPT for r in rows if r.ids))
+        first = {key: next((rows.ids[0] for rows in of_prompts if rows.ids), None) for key, of_prompts in found.items()}
+        shared = tuple(key for key, row in first.items() if row and row.sample == PROMPT)  # a key's rows are all alike
         kept = kept_rows(prompts, [*found.values()], [rows for key, rows in found.items() if key not in shared])
         ids = tuple(chain.from_iterable(kept))
         columns = {
             key: ColumnMeta(self._tables[key].dtype or "uint8", lengths_of(rows, kept, key in shared))
             for key, rows in found.items()
         }
-        sizes = [column.sizes for column in columns.values()]
-        weights = [*map(max, zip(*sizes, strict=True))] or [1] * len(ids)
+        weights = heaviest(columns.values()) if columns else [1] * len(ids)
         layout = self.plan[mfc.name].layout
         assignment, minibatches = deal_rows(ids, weights, layout.strategy.dp, mfc.n_minibatches)
         return Call(

@@ -27,6 +27,9 @@ MAX_MESSAGE = 256 << 20
 ALONE_S = 10.0
 """A worker whose connection was lost and has not come back for so long has no master any more."""
 
+BEAT = Lane.beat
+"""Looked up once: it is asked for at every message."""
+
 FIRST_S = 120.0
 """The same before there was a connection: thousands of workers may be taken one after another."""
 
@@ -91,7 +94,7 @@ class Inbox:
             message: ToMaster = decode(frames[1], TO_MASTER)
         except ValueError as error:
             raise RunFailed(f"worker {rank} is not understood: {error}") from error
-        if message.rank != rank or isinstance(message, Beat) != (lane is Lane.beat):
+        if message.rank != rank or (message.__class__ is Beat) != (lane is BEAT):
             raise RunFailed(f"worker {rank} is not understood: it sent a {type(message).__name__} of {message.rank}")
         return lane, message
 

@@ -43,6 +43,7 @@ class _Request:
 
     what: str
     step: int
+    mfc: str  # empty where it is about none
     is_due: bytearray  # 1 for every worker whose reply is awaited, 0 for others
     n_due: int
     left: Callable[[], float]
@@ -135,7 +136,7 @@ class Master:
             message = self.mailbox.receive(oldest.left, complaint, lambda: oldest.waiting)
             assert isinstance(message, Done), f"a worker that is ready says Done, not {type(message).__name__}"
             request = self.requests[message.request]
-            self.telemetry.reply(request.step, message)
+            self.telemetry.reply(request.step, request.mfc, message)
             if request.take(message):
                 del self.requests[message.request]
                 return request.then(sorted(request.replies, key=lambda r: r.rank))
@@ -147,22 +148,28 @@ class Master:
         what: str,
         step: int,
         then: Callable[[list[Done]], RowsReady | None],
+        mfc: str = "",
     ) -> int:
         """Send ``message(request)`` to every rank; ``then`` is called with the replies. Returns the number."""
         self.next_request += 1
         sent = message(self.next_request)
-        self._await(ranks, what, step, then)
+        self._await(ranks, what, step, then, mfc)
         self.channel.send(ranks, sent)
         return self.next_request
 
     def _await(
-        self, ranks: Iterable[int], what: str, step: int, then: Callable[[list[Done]], RowsReady | None]
+        self,
+        ranks: Iterable[int],
+        what: str,
+        step: int,
+        then: Callable[[list[Done]], RowsReady | None],
+        mfc: str = "",
     ) -> None:
         left = deadline(self.run.config.call_timeout)
         is_due = bytearray(self.run.plan.n_workers)
         for rank in ranks:
             is_due[rank] = 1
-        self.requests[self.next_request] = _Request(what, step, is_due, sum(is_due), left, then)
+        self.requests[self.next_request] = _Request(what, step, mfc, is_due, sum(is_due), left, then)
 
     def _perform(self, actions: list[Action]) -> None:
         """Carry out actions; the rows of all calls move before any is run, so that none waits for another."""
@@ -196,9 +203,8 @@ class Master:
             return RowsReady(call.mfc, span, _outputs(replies), states[0] if states else None)
 
         what = f"{call.mfc} of step {span.step + 1}"
-        return self._ask(
-            sorted(ranks), lambda request: msgspec.structs.replace(call, request=request), what, span.step, finished
-        )
+        return self._ask(sorted(ranks), lambda request: msgspec.structs.replace(call, request=request), what,
+                         span.step, finished, call.mfc)  # fmt: skip
 
     def _finish_step(self, span: Span) -> None:
         if span.step >= self.run.trial_length.first_step:

@@ -5,7 +5,6 @@ only grow in a lane, so that a recorded message is not heard again; the key is m
 another are not heard at all.
 """
 
-import hmac
 import os
 import secrets
 import struct
@@ -13,13 +12,13 @@ from array import array
 from collections.abc import Iterable
 from enum import IntEnum
 from hashlib import blake2b
+from hmac import compare_digest
 from pathlib import Path
 
 FIELDS = struct.Struct("<BQI")  # lane, number, how many runs follow: so no byte may pass from them to the payload
 RUN = struct.Struct("<II")  # ranks, start <= rank < stop
 ONE_RUN = struct.Struct(FIELDS.format + RUN.format[1:])
 TAG_BYTES = 32
-ONE_RUN_BYTES = TAG_BYTES + ONE_RUN.size
 
 
 class Lane(IntEnum):
@@ -49,11 +48,13 @@ def keyed(key: bytes) -> "blake2b":
 def runs_of(ranks: Iterable[int]) -> bytes:
     """Return ranks as runs, in order."""
     bounds: list[int] = []
+    stop = None
     for rank in sorted(ranks):
-        if bounds and bounds[-1] == rank:
-            bounds[-1] += 1
-        else:
-            bounds += (rank, rank + 1)
+        if rank != stop:
+            bounds += (rank,) if stop is None else (stop, rank)
+        stop = rank + 1
+    if stop is not None:
+        bounds.append(stop)
     return struct.pack(f"<{len(bounds)}I", *bounds)
 
 
@@ -88,18 +89,19 @@ class Gate:
 
         A master of thousands of workers does this thousands of times a second.
         """
-        if len(head) < ONE_RUN_BYTES:
-            raise Refused(f"a head of {len(head)} bytes")
+        fields = head[TAG_BYTES:]
         mac = self._mac.copy()
-        mac.update(head[TAG_BYTES:])
+        mac.update(fields)
         mac.update(payload)
-        if not hmac.compare_digest(head[:TAG_BYTES], mac.digest()):
+        if not compare_digest(head[:TAG_BYTES], mac.digest()):
             raise Refused("not sealed with our key")
-        way, number, n_runs, rank, stop = ONE_RUN.unpack_from(head, TAG_BYTES)
-        if len(head) != TAG_BYTES + FIELDS.size + n_runs * RUN.size:
+        if len(fields) < ONE_RUN.size:
+            raise Refused(f"a head of {len(head)} bytes")
+        way, number, n_runs, rank, stop = ONE_RUN.unpack_from(fields)
+        if len(fields) != FIELDS.size + n_runs * RUN.size:
             raise Refused(f"a head of {len(head)} bytes for {n_runs} runs")
         if n_runs > 1 or rank not in self._ranks or rank >= stop:
-            rank = self._one_of_ours(head)
+            rank = self._one_of_ours(fields)
         if way not in self._heard or rank is None:
             raise Refused(f"nobody here is meant in lane {way}")
         lane, heard = self._heard[way]
@@ -109,9 +111,9 @@ class Gate:
         heard[at] = number
         return lane, rank
 
-    def _one_of_ours(self, head: bytes) -> int | None:
+    def _one_of_ours(self, fields: bytes) -> int | None:
         """Return the first of the ranks that are ours."""
-        for start, stop in RUN.iter_unpack(head[TAG_BYTES + FIELDS.size :]):
+        for start, stop in RUN.iter_unpack(fields[FIELDS.size :]):
             if start in self._ranks and start < stop:
                 return int(start)
             if start < self._ranks.start < stop:

@@ -4,6 +4,7 @@ import json
 import time
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from realhf.system.run import RunSpec
 from realhf.system.sinks import MetricSink
 
 Metrics = dict[str, float]
+TRACE_BUFFER = 1 << 20
 MEMORY = ("memory/worker_peak_gb", "memory/worker_gb")
 EVALUATION = "evaluation.json"
 """Beside a saved model: means of what held-out rows gave, and over how many values each of them is."""
@@ -54,6 +56,25 @@ class View(Protocol):
     def kept(self, metric: str, value: float, path: Path) -> None: ...
 
 
+@dataclass(slots=True)
+class _Spent:
+    """What the workers spent on a step: microseconds of each of them, by MFC where it computed; bytes of the largest.
+
+    Made once a step, filled in by every reply.
+    """
+
+    moved: "array[int]"
+    computed: "dict[str, array[int]]" = field(default_factory=dict)
+    peak: int = -1
+    present: int = -1
+
+    def metrics(self) -> Metrics:
+        """Return seconds and gigabytes; a call takes as long as its slowest worker."""
+        times = {f"time/{mfc}_s": max(took) / 1e6 for mfc, took in self.computed.items()}
+        moved = {"time/move_s": max(self.moved) / 1e6} if any(self.moved) else {}
+        return times | moved | dict(zip(MEMORY, (self.peak / 1e9, self.present / 1e9), strict=True))
+
+
 class Telemetry:
     """Gathers a step's replies into one line of metrics, and appends to the files of the run directory."""
 
@@ -66,14 +87,13 @@ class Telemetry:
         self.last: Metrics = {}
         self.evaluation: dict[str, Any] = {}
         self._steps: dict[int, Metrics] = {}
-        self._spent: dict[int, dict[str, array[int]]] = {}  # microseconds of a step, by metric and worker
-        self._memory: dict[int, tuple[int, int]] = {}  # bytes of the largest worker in a step: peak, present
+        self._spent: dict[int, _Spent] = {}
         self._sums: dict[int, dict[str, tuple[float, float]]] = {}
         self._work: dict[int, dict[str, tuple[int, int]]] = {}  # operations of a step's calls, bytes that they read
         self._n_written = first_step
         self._step_began = time.monotonic()
         self._events = run.paths.events.open("ab")
-        self._trace = run.paths.trace.open("ab" if first_step else "wb")
+        self._trace = run.paths.trace.open("ab" if first_step else "wb", TRACE_BUFFER)
         if not first_step:
             self._trace.write(b"[\n")
 
@@ -84,21 +104,27 @@ class Telemetry:
     def event(self, event: RowsReady) -> None:
         self._events.write(msgspec.json.encode(event) + b"\n")
 
-    def reply(self, step: int, done: Done) -> None:
-        """File what a worker spent its time on when it did its part of a request, at once."""
+    def reply(self, step: int, mfc: str, done: Done) -> None:
+        """File what a worker spent its time on when it did its part of a request, of an MFC unless that is empty."""
         self._trace.write(done.trace)
         if step < self._n_written:  # saving comes after its line
             return
-        rank, spent = done.rank, self._spent.get(step)
-        if spent is None:
-            spent = self._spent[step] = {}
-        for metric, took in done.took.items():
-            if (of_workers := spent.get(metric)) is None:
-                of_workers = spent[metric] = array("q", bytes(8 * self.run.plan.n_workers))
-            of_workers[rank] += took
-        (peak, present), (highest, most) = done.memory, self._memory.get(step, (-1, -1))
-        if peak > highest or present > most:
-            self._memory[step] = max(peak, highest), max(present, most)
+        if (spent := self._spent.get(step)) is None:
+            spent = self._spent[step] = _Spent(self._of_all_workers())
+        if done.moved:
+            spent.moved[done.rank] += done.moved
+        if done.computed:
+            if (computed := spent.computed.get(mfc)) is None:
+                computed = spent.computed[mfc] = self._of_all_workers()
+            computed[done.rank] += done.computed
+        peak, present = done.memory
+        if peak > spent.peak:
+            spent.peak = peak
+        if present > spent.present:
+            spent.present = present
+
+    def _of_all_workers(self) -> "array[int]":
+        return array("q", bytes(8 * self.run.plan.n_workers))
 
     def call_done(self, call: Call, replies: list[Done]) -> None:
         """Add a call's statistics, tokens and operations to its step."""
@@ -142,9 +168,8 @@ class Telemetry:
         seconds, self._step_began = now - self._step_began, now
         self._n_written = step + 1
         metrics: Metrics = {"step": step + 1, "time/step_s": seconds, **self._steps.pop(step, {})}
-        for name, workers in self._spent.pop(step, {}).items():  # a call takes as long as its slowest worker
-            metrics[name] = max(workers) / 1e6
-        metrics |= dict(zip(MEMORY, (size / 1e9 for size in self._memory.pop(step, ())), strict=False))
+        if (spent := self._spent.pop(step, None)) is not None:
+            metrics |= spent.metrics()
         tokens = metrics.get("tokens/trained") or metrics.get("tokens/generated", 0)
         metrics["tokens/per_s"] = tokens / seconds
         metrics["flops/model_per_s"] = metrics.pop("flops/model", 0) / seconds
@@ -203,7 +228,7 @@ class Telemetry:
         sums: dict[str, tuple[float, float]] = {}
         length = self.run.trial_length
         for part in range(length.first_step, length.n_steps):
-            for kept in (self._steps, self._spent, self._memory, self._work):
+            for kept in (self._steps, self._spent, self._work):
                 kept.pop(part, None)
             for name, (value, weight) in self._sums.pop(part, {}).items():
                 before = sums.get(name, (0.0, 0.0))

@@ -49,7 +49,7 @@ from realhf.system.checkpoint import Saved, Writer, file_name
 from realhf.system.executor import Executor
 from realhf.system.recovery import read_manifest
 from realhf.system.run import RunSpec
-from realhf.system.tracing import time_by_metric, trace_lines
+from realhf.system.tracing import time_spent, trace_lines
 
 IDLE = "nothing, it waits for the master"
 
@@ -282,8 +282,9 @@ class ModelWorker:
 
     def _done(self, request: int, step: int, **what: Any) -> None:
         spans = self.spans.take()
-        trace, took = trace_lines(spans, self.rank, step), time_by_metric(spans)
-        self.send(Done(request, self.rank, trace=trace, took=took, memory=resident_bytes(), **what))
+        trace, (moved, computed) = trace_lines(spans, self.rank, step), time_spent(spans)
+        memory = resident_bytes()
+        self.send(Done(request, self.rank, trace=trace, moved=moved, computed=computed, memory=memory, **what))
 
     def close(self) -> None:
         for server in self.servers:

@@ -58,7 +58,7 @@ ORDERS = [
     Drop(0, 4),
     Stop(),
 ]
-DONE = Done(5, 1, META, {"loss": (2.0, 4.0)}, STATE, {"rows": [{"answer": "\u00fc", "n": 1}]}, b"{}", {"time/a_s": 6})
+DONE = Done(5, 1, META, {"loss": (2.0, 4.0)}, STATE, {"rows": [{"answer": "\u00fc", "n": 1}]}, b"{}", 4, 6)
 REPLIES = [
     Hello(0, 77, "h", 9),
     Ready(1, {"seconds": 0.5}),
@@ -139,7 +139,3 @@ def test_a_value_that_makes_no_sense_is_refused() -> None:
     data["columns"]["r"]["lengths"] = [1]
     with pytest.raises(ValueError, match="column 'r' has 1 rows, the batch has 2"):
         from_plain(data, BatchMeta)
-
-
-def test_a_row_of_a_column_has_a_size_in_bytes() -> None:
-    assert [META.columns["tokens"].sizes[0], META.columns["r"].sizes[1]] == [24, 4]

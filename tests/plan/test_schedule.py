@@ -12,7 +12,7 @@ from realhf.api.codec import from_json, to_json
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.plan import ExecutionPlan, Placement
-from realhf.plan.holdings import in_order
+from realhf.plan.holdings import heaviest, in_order
 from realhf.plan.schedule import (
     Action,
     Dispatch,
@@ -306,6 +306,11 @@ def test_rows_may_come_in_any_order() -> None:
     rows = in_order(BatchMeta(ids, {"tokens": ColumnMeta("int64", (4, 1, 3, 2))}))
     assert rows.ids == tuple(sorted(ids)) and rows.columns["tokens"].lengths == (1, 2, 3, 4)
     assert in_order(rows) is rows
+
+
+def test_a_row_weighs_as_much_as_its_largest_value() -> None:
+    columns = [ColumnMeta("int64", (3, 1, 0)), ColumnMeta("float32", (1, 5, 0))]
+    assert heaviest(columns) == [24, 20, 0]
 
 
 def test_rows_of_a_prompt_are_made_by_one_worker() -> None:

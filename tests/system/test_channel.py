@@ -36,9 +36,7 @@ CALL = Call(
     (0, 0),
     {"kl_coef": 0.1},
 )
-DONE = Done(
-    5, 1, META, {"loss": (1.5, 3.0)}, {"kl_coef": 0.2}, {"rows": [{"a": 1}]}, b"{},\n", {"time/x_s": 20}, (9, 8)
-)
+DONE = Done(5, 1, META, {"loss": (1.5, 3.0)}, {"kl_coef": 0.2}, {"rows": [{"a": 1}]}, b"{},\n", 3, 20, (9, 8))
 WAIT_S = 5.0
 
 

@@ -19,7 +19,7 @@ from realhf.plan.flops import generate_flops, matrix_params, train_flops
 from realhf.plan.schedule import RowsReady, Span
 from realhf.system.run import Expected, RunSpec
 from realhf.system.telemetry import Metrics, Telemetry
-from realhf.system.tracing import SpanTuple, time_by_metric, trace_lines
+from realhf.system.tracing import SpanTuple, time_spent, trace_lines
 
 SPEC = InterfaceSpec("any")
 GEN = MFC("actor_gen", "actor", Kind.GENERATE, SPEC, ("prompts",), ("tokens",), 2)
@@ -70,7 +70,8 @@ def call(mfc: str, inputs: BatchMeta) -> Call:
 
 def done(request: int, rank: int, spans: tuple[SpanTuple, ...], step: int = 0, **what: Any) -> Done:
     """What a worker says that spent its time so."""
-    return Done(request, rank, trace=trace_lines(spans, rank, step), took=time_by_metric(spans), **what)
+    moved, computed = time_spent(spans)
+    return Done(request, rank, trace=trace_lines(spans, rank, step), moved=moved, computed=computed, **what)
 
 
 def one_step(telemetry: Telemetry) -> None:
@@ -99,7 +100,7 @@ def one_step(telemetry: Telemetry) -> None:
     calls = (("actor_gen", PROMPTS, generated), ("rew_inf", ROWS, judged), ("actor_train", ROWS, trained))
     for name, inputs, replies in calls:
         for reply in replies:
-            telemetry.reply(0, reply)
+            telemetry.reply(0, name, reply)
         telemetry.call_done(call(name, inputs), replies)
         telemetry.event(RowsReady(name, Span(0, 0, 2), {r.rank: r.outputs for r in replies if r.outputs}))
 
@@ -175,9 +176,9 @@ def test_steps_do_not_mix_and_leave_nothing_behind(run: RunSpec) -> None:
     telemetry = Telemetry(run, Watcher(), [])
     one_step(telemetry)
     fetched = done(9, 0, (("fetch", 1, 2),))
-    telemetry.reply(1, fetched)  # the next step's data, before this step is over
+    telemetry.reply(1, "", fetched)  # the next step's data, before this step is over
     telemetry.step_done(0, {})
-    telemetry.reply(0, done(10, 0, (("save/actor", 1, 2),)))  # saving, after it is over
+    telemetry.reply(0, "", done(10, 0, (("save/actor", 1, 2),)))  # saving, after it is over
     telemetry.step_done(1, {})
     telemetry.close()
     first, second = lines(run.paths.metrics)
@@ -253,7 +254,7 @@ def tried(telemetry: Telemetry, run: RunSpec) -> None:
     for step in (first, first + 1):
         replies = [Done(1, rank, stats={"accuracy": (rank + step - first, 2.0), "none": (0.0, 0.0)}) for rank in (0, 1)]
         for reply in replies:
-            telemetry.reply(step, reply)
+            telemetry.reply(step, "eval_rew", reply)
         telemetry.call_done(msgspec.structs.replace(call("eval_rew", ROWS), step=step), replies)
 
 

@@ -45,7 +45,8 @@ def test_a_life_of_messages(task: Task, tmp_path: Path) -> None:
     fetched = said[-1]
     assert isinstance(fetched, Done) and fetched.outputs is not None
     assert fetched.outputs.ids == tuple(RowId(p, 0) for p in range(20))
-    assert fetched.trace.count(b"\n") == 1 and fetched.trace.startswith(b'{"name": "fetch"') and fetched.took == {}
+    assert fetched.trace.count(b"\n") == 1 and fetched.trace.startswith(b'{"name": "fetch"')
+    assert fetched.moved == fetched.computed == 0
     actions = state.handle(RowsReady(None, run.length.span(0), {0: fetched.outputs}))
     (call,) = (action.call for action in actions if isinstance(action, Dispatch))
     losses = []
@@ -54,7 +55,7 @@ def test_a_life_of_messages(task: Task, tmp_path: Path) -> None:
         worker.handle(Run(call.request))
         total, count = said[-1].stats["loss"]
         losses.append(total / count)
-        assert said[-1].took.keys() == {"time/move_s", f"time/{call.mfc}_s"}
+        assert said[-1].moved > 0 and said[-1].computed > 0
     assert losses == sorted(losses, reverse=True) and losses[0] > losses[2]
     worker.handle(Collect(7, (RowId(3, 0), RowId(99, 0)), ("tokens", "prompt_mask")))
     (row,) = said[-1].values["rows"]
