@@ -33,7 +33,7 @@ def pack_bins(weights: Sequence[int], capacity: int, min_bins: int = 1) -> list[
     bins: list[list[int]] = []
     loads: list[int] = []
     full, least = 0, min(weights)  # the first bins, in which nothing has room
-    for i in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
+    for i in sorted(range(len(weights)), key=weights.__getitem__, reverse=True):
         while full < len(loads) and loads[full] + least > capacity:
             full += 1
         fit = next((b for b in range(full, len(loads)) if loads[b] + weights[i] <= capacity), None)

@@ -23,12 +23,10 @@ from realhf.base.errors import RunFailed, UserError
 from realhf.system.seal import Gate, Lane, Refused, Seal
 
 MAX_MESSAGE = 256 << 20
+BEAT = Lane.beat  # looked up once: it is asked for at every message
 
 ALONE_S = 10.0
 """A worker whose connection was lost and has not come back for so long has no master any more."""
-
-BEAT = Lane.beat
-"""Looked up once: it is asked for at every message."""
 
 FIRST_S = 120.0
 """The same before there was a connection: thousands of workers may be taken one after another."""

@@ -19,7 +19,7 @@ from realhf.system.run import RunSpec
 from realhf.system.sinks import MetricSink
 
 Metrics = dict[str, float]
-TRACE_BUFFER = 1 << 20
+TRACE_BUFFER = 1 << 20  # bytes; what a step leaves there goes to the disk with its line
 MEMORY = ("memory/worker_peak_gb", "memory/worker_gb")
 EVALUATION = "evaluation.json"
 """Beside a saved model: means of what held-out rows gave, and over how many values each of them is."""
