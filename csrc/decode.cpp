@@ -14,6 +14,7 @@
 
 #include "activations.h"
 #include "arena.h"
+#include "panels.h"
 #include "rotation.h"
 
 namespace realhf {
@@ -49,12 +50,6 @@ struct Norm {  // of the root mean square, or with a bias of the deviation
 };
 
 template <typename scalar_t>
-struct Matrix {  // weight[outs, depth]
-  const scalar_t *weight, *bias;
-  int64_t outs, depth;
-};
-
-template <typename scalar_t>
 struct Layer {
   Norm<scalar_t> norm, q_norm, k_norm, post_norm, mlp_norm, mlp_post_norm;
   Matrix<scalar_t> qkv, out, up, down;
@@ -80,7 +75,7 @@ struct Family {
 
 // What one thread works with.
 struct Buffers {
-  float *x, *inner, *mixed, *product, *wide, *scores, *panel, *queries, *heads, *sums;
+  float *x, *inner, *mixed, *product, *wide, *scores, *queries, *heads, *sums;
   std::unique_ptr<float[]> memory;
   std::vector<int64_t> order;
   std::vector<Family> families;
@@ -88,11 +83,10 @@ struct Buffers {
   Buffers(const Shape& shape, int64_t rows) {
     const int64_t of_mixed = shape.n_q * shape.dim, of_qkv = of_mixed + 2 * shape.n_kv * shape.dim;
     const int64_t of_wide = std::max(of_qkv, shape.inner * (shape.gated ? 2 : 1));
-    const int64_t depth = std::max({shape.hidden, of_mixed, shape.inner});
     const int64_t group = std::min(kRowsOfAFamily, rows) * (shape.n_q / shape.n_kv);
     memory = laid_out([&](const auto& take) {
       for (float** part : {&x, &inner, &product}) *part = take(rows * shape.hidden);
-      mixed = take(rows * of_mixed), wide = take(rows * of_wide), panel = take(depth * kPadding);
+      mixed = take(rows * of_mixed), wide = take(rows * of_wide);
       scores = take(group * padded(shape.max_len)), sums = take(group);
       for (float** part : {&queries, &heads}) *part = take(group * shape.dim);
     });
@@ -140,9 +134,9 @@ class Reader {
   }
 
   Matrix<scalar_t> matrix(int64_t outs, int64_t depth) {
-    const scalar_t* weight = take(outs * depth);
-    STD_TORCH_CHECK(weight != nullptr, "decode_blocks: a matrix is missing");
-    return {weight, take(outs), outs, depth};
+    const scalar_t* panels = take(outs * depth);
+    STD_TORCH_CHECK(panels != nullptr, "decode_blocks: a matrix is missing");
+    return {panels, take(outs), outs, depth};
   }
 
  private:

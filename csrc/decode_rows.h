@@ -1,20 +1,11 @@
 // One token of some rows through all blocks of a stage, for every width of registers: see decode.cpp.
+#include "panel_rows.h"
 
-constexpr int64_t kDotRows = REALHF_WIDTH == 16 ? 4 : 3;  // rows of a product that are held in registers
-constexpr int64_t kDotOuts = 4;                           // and columns
-constexpr int64_t kDeep = 256;                            // as much of kPadding columns stays in the first cache
-constexpr int64_t kManyRows = 20;                         // for these it pays to turn the weights first
+constexpr int64_t kDotRows = REALHF_WIDTH == 16 ? 4 : 3;  // queries whose scores are held in registers
+constexpr int64_t kDotKeys = 4;                           // and keys
 
 typedef float Quad __attribute__((vector_size(16)));
 typedef int32_t QuadInts __attribute__((vector_size(16)));
-
-REALHF_INLINE float value_of(float x) { return x; }
-REALHF_INLINE float value_of(BFloat16 x) {
-  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-  float value;
-  __builtin_memcpy(&value, &bits, sizeof value);
-  return value;
-}
 
 REALHF_INLINE Quad folded(const Wide& lanes) {
   Quad parts[REALHF_WIDTH / 4];
@@ -34,101 +25,46 @@ REALHF_INLINE Quad totals(const Wide* four) {
   return __builtin_shuffle(first, second, left) + __builtin_shuffle(first, second, right);
 }
 
-// Four outputs of a matrix for some rows, or one, all of it in registers.
-template <int kRows, int kOuts, typename scalar_t>
-REALHF_INLINE void dot_tile(const Matrix<scalar_t>& matrix, int64_t out, const float* x, bool add, float* y,
-                            int64_t y_row) {
-  const int64_t depth = matrix.depth;
-  const scalar_t* weights = matrix.weight + out * depth;
-  Wide sums[kRows][kDotOuts] = {};  // those of outputs that are not there stay zero
+// The scores of some queries with four keys, or one, all of it in registers.
+template <int kRows, int kKeys, typename scalar_t>
+REALHF_INLINE void dot_tile(int64_t depth, const float* x, const scalar_t* keys, float* out, int64_t out_row) {
+  Wide sums[kRows][kDotKeys] = {};  // those of keys that are not there stay zero
   for (int64_t k = 0; k < depth; k += REALHF_WIDTH) {
     Wide left[kRows];
     for (int m = 0; m < kRows; ++m) left[m] = load_wide(x + m * depth + k);
-    for (int n = 0; n < kOuts; ++n) {
-      const Wide right = load_wide(weights + n * depth + k);
+    for (int n = 0; n < kKeys; ++n) {
+      const Wide right = load_wide(keys + n * depth + k);
       for (int m = 0; m < kRows; ++m) sums[m][n] += left[m] * right;
     }
   }
-  Quad bias = {};
-  if (matrix.bias) {
-    for (int n = 0; n < kOuts; ++n) bias[n] = value_of(matrix.bias[out + n]);
-  }
   for (int m = 0; m < kRows; ++m) {
-    Quad sum = totals(sums[m]) + bias, before = {};
-    float* const to = y + m * y_row + out;
-    if (add) {
-      __builtin_memcpy(&before, to, kOuts * sizeof(float));
-      sum += before;
-    }
-    __builtin_memcpy(to, &sum, kOuts * sizeof(float));
+    const Quad sum = totals(sums[m]);
+    __builtin_memcpy(out + m * out_row, &sum, kKeys * sizeof(float));
   }
 }
 
-template <int kOuts, typename scalar_t>
-REALHF_INLINE void dot_rows(const Matrix<scalar_t>& matrix, int64_t out, int64_t rows, const float* x, bool add,
-                            float* y, int64_t y_row) {
-  for (int64_t r = 0; r < rows; r += kDotRows, x += kDotRows * matrix.depth, y += kDotRows * y_row) {
+template <int kKeys, typename scalar_t>
+REALHF_INLINE void dot_rows(int64_t rows, int64_t depth, const float* x, const scalar_t* keys, float* out,
+                            int64_t out_row) {
+  for (int64_t r = 0; r < rows; r += kDotRows, x += kDotRows * depth, out += kDotRows * out_row) {
     switch (smaller(kDotRows, rows - r)) {
-      case 1: dot_tile<1, kOuts>(matrix, out, x, add, y, y_row); break;
-      case 2: dot_tile<2, kOuts>(matrix, out, x, add, y, y_row); break;
-      case 3: dot_tile<3, kOuts>(matrix, out, x, add, y, y_row); break;
+      case 1: dot_tile<1, kKeys>(depth, x, keys, out, out_row); break;
+      case 2: dot_tile<2, kKeys>(depth, x, keys, out, out_row); break;
+      case 3: dot_tile<3, kKeys>(depth, x, keys, out, out_row); break;
 #if REALHF_WIDTH == 16
-      case 4: dot_tile<4, kOuts>(matrix, out, x, add, y, y_row); break;
+      case 4: dot_tile<4, kKeys>(depth, x, keys, out, out_row); break;
 #endif
     }
   }
 }
 
+// out[rows, count] = x[rows, depth] . keys[count, depth]^T
 template <typename scalar_t>
-REALHF_ONCE void product_of_few(const Matrix<scalar_t>& matrix, int64_t rows, const float* x, bool add, float* y,
-                                int64_t y_row) {
-  int64_t out = 0;
-  for (; out + kDotOuts <= matrix.outs; out += kDotOuts) dot_rows<kDotOuts>(matrix, out, rows, x, add, y, y_row);
-  for (; out < matrix.outs; ++out) dot_rows<1>(matrix, out, rows, x, add, y, y_row);
-}
-
-// kPadding outputs of a matrix, turned: [depth, kPadding].
-template <typename scalar_t>
-REALHF_INLINE void turn_panel(const scalar_t* weights, int64_t depth, float* panel) {
-  for (int64_t k = 0; k < depth; k += REALHF_WIDTH) {
-    for (int64_t n = 0; n < kPadding; n += REALHF_WIDTH) {
-      Wide lines[REALHF_WIDTH];
-      for (int64_t i = 0; i < REALHF_WIDTH; ++i) lines[i] = load_wide(weights + (n + i) * depth + k);
-      turn(lines);
-      for (int64_t i = 0; i < REALHF_WIDTH; ++i) {
-        __builtin_memcpy(panel + (k + i) * kPadding + n, lines + i, sizeof(Wide));
-      }
-    }
-  }
-}
-
-template <typename scalar_t>
-REALHF_ONCE void product_of_many(const Matrix<scalar_t>& matrix, int64_t rows, const float* x, bool add, float* panel,
-                                 float* y) {
-  const int64_t depth = matrix.depth, outs = matrix.outs;
-  for (int64_t out = 0; out < outs; out += kPadding) {
-    turn_panel(matrix.weight + out * depth, depth, panel);
-    if (matrix.bias) {
-      const Floats bias = load(matrix.bias + out);
-      for (int64_t r = 0; r < rows; ++r) store(y + r * outs + out, add ? load(y + r * outs + out) + bias : bias);
-    }
-    for (int64_t k = 0; k < depth; k += kDeep) {
-      const int64_t some = smaller(kDeep, depth - k);
-      for (int64_t r = 0; r < rows; r += kTall) {
-        product(smaller(kTall, rows - r), kPadding, some, x + r * depth + k, depth, 1, panel + k * kPadding, kPadding,
-                y + r * outs + out, outs, add || matrix.bias || k > 0);
-      }
-    }
-  }
-}
-
-// y[rows, outs] (+)= x[rows, depth] . weight^T + bias; in the last bits a row's numbers depend on how many rows there
-// are, not on which.
-template <typename scalar_t>
-REALHF_INLINE void matrix_product(const Matrix<scalar_t>& matrix, int64_t rows, const float* x, bool add,
-                                  const Buffers& buffers, float* y) {
-  if (rows < kManyRows) return product_of_few(matrix, rows, x, add, y, matrix.outs);
-  product_of_many(matrix, rows, x, add, buffers.panel, y);
+REALHF_ONCE void scores_of(int64_t rows, int64_t count, int64_t depth, const float* x, const scalar_t* keys, float* out,
+                           int64_t out_row) {
+  int64_t j = 0;
+  for (; j + kDotKeys <= count; j += kDotKeys) dot_rows<kDotKeys>(rows, depth, x, keys + j * depth, out + j, out_row);
+  for (; j < count; ++j) dot_rows<1>(rows, depth, x, keys + j * depth, out + j, out_row);
 }
 
 // Rows of `size` numbers, a multiple of kLanes; `to` may be `x`.
@@ -241,16 +177,14 @@ REALHF_INLINE void attend(const Shape& shape, const Layer<scalar_t>& layer, cons
   };
   float *const scores = buffers.scores, *const out = buffers.heads;
   if (shared > 0) {
-    product_of_few(Matrix<scalar_t>{layer.keys + first, nullptr, shared, dim}, n_queries, buffers.queries, false,
-                   scores, across);
+    scores_of(n_queries, shared, dim, buffers.queries, layer.keys + first, scores, across);
   }
   for (int64_t i = 0; i < family.n_rows; ++i) {
     const int64_t row = family.rows[i], from = begin(positions[row]);
     const int64_t count = positions[row] - from + 1;
     const scalar_t* keys = layer.keys + shape.place(row, head, from);
     float* const of_row = scores + i * group * across;
-    product_of_few(Matrix<scalar_t>{keys, nullptr, count, dim}, group, buffers.queries + i * group * dim, false,
-                   of_row + shared, across);
+    scores_of(group, count, dim, buffers.queries + i * group * dim, keys, of_row + shared, across);
     for (int64_t g = 0; g < group; ++g) {
       buffers.sums[i * group + g] = soften(shape, shared + count, of_row + g * across);
     }
@@ -288,8 +222,8 @@ REALHF_INLINE void attend_family(const Shape& shape, const Layer<scalar_t>& laye
 template <typename scalar_t>
 REALHF_INLINE void add_product(const Shape& shape, const Matrix<scalar_t>& matrix, const Norm<scalar_t>& post,
                                int64_t rows, const float* inner, const Buffers& buffers, float* x) {
-  if (!post.weight) return matrix_product(matrix, rows, inner, true, buffers, x);
-  matrix_product(matrix, rows, inner, false, buffers, buffers.product);
+  if (!post.weight) return matrix_product(matrix, rows, inner, true, x, shape.hidden);
+  matrix_product(matrix, rows, inner, false, buffers.product, shape.hidden);
   normalise(post, shape.eps, rows, shape.hidden, buffers.product, buffers.product);
   for (int64_t c = 0; c < rows * shape.hidden; c += kLanes) store(x + c, load(x + c) + load(buffers.product + c));
 }
@@ -299,7 +233,7 @@ REALHF_INLINE void run_block(const Shape& shape, const Layer<scalar_t>& layer, i
                              const int64_t* positions, Buffers& buffers) {
   const int64_t of_qkv = (shape.n_q + 2 * shape.n_kv) * shape.dim;
   normalise(layer.norm, shape.eps, rows, shape.hidden, buffers.x, buffers.inner);
-  matrix_product(layer.qkv, rows, buffers.inner, false, buffers, buffers.wide);
+  matrix_product(layer.qkv, rows, buffers.inner, false, buffers.wide, of_qkv);
   for (int64_t r = 0; r < rows; ++r) {
     enter_row(shape, layer, first + r, positions[first + r], buffers.wide + r * of_qkv);
   }
@@ -307,7 +241,7 @@ REALHF_INLINE void run_block(const Shape& shape, const Layer<scalar_t>& layer, i
   if (shape.parallel) normalise(layer.mlp_norm, shape.eps, rows, shape.hidden, buffers.x, buffers.inner);
   add_product(shape, layer.out, layer.post_norm, rows, buffers.mixed, buffers, buffers.x);
   if (!shape.parallel) normalise(layer.mlp_norm, shape.eps, rows, shape.hidden, buffers.x, buffers.inner);
-  matrix_product(layer.up, rows, buffers.inner, false, buffers, buffers.wide);
+  matrix_product(layer.up, rows, buffers.inner, false, buffers.wide, layer.up.outs);
   activate(shape, rows, buffers.wide);
   add_product(shape, layer.down, layer.mlp_post_norm, rows, buffers.wide, buffers, buffers.x);
 }

@@ -46,6 +46,9 @@ template <int kRows, typename scalar_t>
 REALHF_INLINE void rows_product(int64_t across, int64_t depth, const float* a, int64_t a_row, int64_t a_col,
                                 const scalar_t* b, int64_t b_row, float* c, int64_t c_row, bool add) {
   int64_t n = 0;
+  for (; kRows <= 2 && n + 4 * REALHF_WIDTH <= across; n += 4 * REALHF_WIDTH) {  // more sums: each waits for its last
+    tile_product<kRows, 4>(depth, a, a_row, a_col, b + n, b_row, c + n, c_row, add);
+  }
   for (; n + 2 * REALHF_WIDTH <= across; n += 2 * REALHF_WIDTH) {
     tile_product<kRows, 2>(depth, a, a_row, a_col, b + n, b_row, c + n, c_row, add);
   }

@@ -129,24 +129,20 @@ REALHF_INLINE double sum_of_lanes(const Floats& lanes) {
   return sum;
 }
 
-// e^x for x <= 88, to about 1e-7; exactly 0 below -87.3, where float32 has no more normal numbers; a NaN stays one.
-// Range reduction by powers of two; the polynomial is that of Cephes' expf.
+// e^x for x <= 88, to about 1e-7; exactly 0 below -87.7, where float32 has no more normal numbers; a NaN stays one.
+// Range reduction by powers of two; the polynomial is that of Cephes' expf, summed in pairs: the chain is shorter. The
+// lower bound is a comparison, not a mask of bits, since of a NaN it must choose x.
 REALHF_INLINE Floats exponential(const Floats& x) {
-  const Floats smallest = Floats{} - 87.3f;
-  const Floats bounded = larger(x, smallest);
+  const Floats smallest = Floats{} - 88.0f;
+  const Floats bounded = x < smallest ? smallest : x;
   const Floats shifted = bounded * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: the integer is in the low bits
   const Floats power = shifted - 12582912.0f;
-  const Floats r = (bounded - power * 0.693359375f) - power * -2.12194440e-4f;
-  Floats poly = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  poly = poly * r + 8.3334519073e-3f;
-  poly = poly * r + 4.1665795894e-2f;
-  poly = poly * r + 1.6666665459e-1f;
-  poly = poly * r + 5.0000001201e-1f;
-  const Floats mantissa = poly * (r * r) + r + 1.0f;
-  const Ints exponent = (Ints)shifted << 23;
-  const Ints bits = (Ints)mantissa + exponent;
-  const Ints kept = bits & ~is_less(x, smallest);
-  return choose(is_nan(x), x, (Floats)kept);
+  const Floats r = (bounded - power * 0.693359375f) - power * -2.12194440e-4f, square = r * r;
+  const Floats high = (r * 1.9875691500e-4f + 1.3981999507e-3f) * square + (r * 8.3334519073e-3f + 4.1665795894e-2f);
+  const Floats poly = high * square + (r * 1.6666665459e-1f + 5.0000001201e-1f);
+  const Floats mantissa = poly * square + (r + 1.0f);
+  const Ints scale = ((Ints)shifted + 127) << 23;  // 2^power; 0 where that is -127
+  return mantissa * (Floats)scale;
 }
 
 }  // namespace realhf

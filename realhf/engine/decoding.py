@@ -44,8 +44,8 @@ class Decoding:
             self.logprobs.append((logprobs[0].float(), logprobs[1].float()))
             return tokens.long()
         if slots.prefill is None:
-            last, positions, *_ = slots.inputs
-            hidden = self.model.decode(last, positions, self.cache, x, slots.prefixes, slots.longest)
+            inputs = slots.inputs
+            hidden = self.model.decode(inputs[0], inputs[1], self.cache, x, slots.prefixes, slots.longest)
         else:
             hidden = self._prefill(x)
         if not self.model.is_last:

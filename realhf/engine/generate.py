@@ -37,7 +37,8 @@ def generate(pipeline: Pipeline, request: Request) -> SequenceBatch:
     n_groups = min(pipeline.n_stages, n_slots)
     shares = [n_slots // n_groups + (i < n_slots % n_groups) for i in range(n_groups)]
     decodings = [Decoding(model, request, queue, share) for share in shares]
-    pipeline.generate(decodings)
+    with model.decoding():
+        pipeline.generate(decodings)
     return _assemble(pipeline, request, decodings)
 
 

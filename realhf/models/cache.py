@@ -7,7 +7,10 @@ from torch import Tensor
 
 
 class KVCache:
-    """``k`` and ``v`` of shape ``[L, n_slots, K, max_len, head_dim]``; place p of a slot is its token at position p."""
+    """``k`` and ``v`` of shape ``[L, n_slots, K, max_len, head_dim]``; place p of a slot is its token at position p.
+
+    Both are parts of one tensor, so that a copy of both is one operation.
+    """
 
     def __init__(
         self,
@@ -21,8 +24,8 @@ class KVCache:
     ) -> None:
         """``cleared``: what is not written yet is zero, for whoever reads it and gives it no weight."""
         new = like.new_zeros if cleared else like.new_empty
-        shape = (n_layers, n_slots, n_kv_heads, max_len, head_dim)
-        self.k, self.v = new(shape), new(shape)
+        self.both = new((2, n_layers, n_slots, n_kv_heads, max_len, head_dim))
+        self.k, self.v = self.both
         self.n_slots, self.max_len = n_slots, max_len
 
     def places(self, slots: Tensor, positions: Tensor) -> Tensor:
@@ -38,13 +41,10 @@ class KVCache:
 
     def copy_slot(self, src: int, dst: int, start: int, stop: int) -> None:
         """Give tokens ``start`` to ``stop`` of a slot to another one."""
-        for store in (self.k, self.v):
-            store[:, dst, :, start:stop] = store[:, src, :, start:stop]
+        self.both[:, :, dst, :, start:stop] = self.both[:, :, src, :, start:stop]
 
     def copy_prefix(self, src: int, dst_slots: Sequence[int], length: int) -> None:
         """Give the first ``length`` tokens of a slot to others: the samples of a prompt share its prefill."""
-        for store in (self.k, self.v):
-            prefix = store[:, src, :, :length]
-            for dst in dst_slots:
-                if dst != src:
-                    store[:, dst, :, :length] = prefix
+        for dst in dst_slots:
+            if dst != src:
+                self.copy_slot(src, dst, 0, length)

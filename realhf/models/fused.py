@@ -3,9 +3,10 @@
 A decoding step of a small model is thirty operations per block on little data; here it is one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.api.model import ModelConfig
@@ -15,15 +16,29 @@ from realhf.ops import native
 from realhf.ops.activations import NUMBERS
 from realhf.ops.attention import Scores
 
+PANEL = 16
+"""Outputs of a matrix that lie beside one another in a panel, ``[in, PANEL]``."""
+
 
 @dataclass(frozen=True)
 class FusedBlocks:
-    """The weights of a stage as the kernel takes them. ``rules`` are those of its blocks, which differ in windows."""
+    """The weights of a stage as the kernel wants them. ``rules`` are those of its blocks, which differ in windows."""
 
     config: ModelConfig
     n_heads: int
     weights: tuple[Tensor, ...]
     rules: tuple[Scores, ...]
+
+    def in_panels(self) -> "PackedBlocks":
+        """Copy the matrices in the order in which a product reads them."""
+        return PackedBlocks(replace(self, weights=tuple(in_panels(w) if w.dim() == 2 else w for w in self.weights)))
+
+
+@dataclass(frozen=True)
+class PackedBlocks:
+    """Blocks whose matrices lie in panels, ready to be computed."""
+
+    blocks: FusedBlocks
 
     def __call__(
         self, x: Tensor, positions: Tensor, cache: KVCache, prefixes: Tensor | None, angles: Tensor | None
@@ -33,12 +48,13 @@ class FusedBlocks:
         ``x`` is ``[S, D]`` before them, ``positions`` and ``prefixes`` are as for ``Transformer.decode``, ``angles``
         are ``Rotary.table``. Inner values are float32 whatever the type of x.
         """
-        config, rule = self.config, self.rules[0]
+        blocks = self.blocks
+        config, rule = blocks.config, blocks.rules[0]
         kernel = native.kernel("decode_blocks", x.device.type)
         assert kernel is not None, "``fused`` looked"
         out: Tensor = kernel(
-            x, self.weights, cache.k, cache.v, positions, prefixes, angles, [rule.window for rule in self.rules],
-            self.n_heads, config.intermediate, NUMBERS[config.activation], config.mlp == "gated",
+            x, blocks.weights, cache.k, cache.v, positions, prefixes, angles, [rule.window for rule in blocks.rules],
+            blocks.n_heads, config.intermediate, NUMBERS[config.activation], config.mlp == "gated",
             config.parallel_residual, config.norm_eps, config.norm_offset, rule.scale_for(config.head_dim),
             rule.softcap,
         )  # fmt: skip
@@ -75,6 +91,20 @@ def fused(
     last = (final_norm.weight, final_norm.bias) if final_norm else (None, None)
     found = [*(part for block in blocks for part in parts(block)), *last]
     return FusedBlocks(config, n_heads, tuple(none if part is None else part.detach() for part in found), rules)
+
+
+def in_panels(weight: Tensor) -> Tensor:
+    """Copy a matrix ``[out, in]`` as ``[ceil(out / PANEL), in, PANEL]``; behind the last output are zeros."""
+    whole = F.pad(weight, (0, 0, 0, -len(weight) % PANEL))
+    return whole.view(-1, PANEL, weight.shape[1]).transpose(1, 2).contiguous()
+
+
+def panel_linear(x: Tensor, panels: Tensor, n_outs: int) -> Tensor:
+    """Return ``x`` ``[S, in]`` times the transpose of a matrix in panels, ``[S, n_outs]`` float32."""
+    kernel = native.kernel("panel_linear", x.device.type)
+    assert kernel is not None, "panels are made where there are fused blocks"
+    out: Tensor = kernel(x, panels, n_outs)
+    return out
 
 
 def _weight(norm: Norm | None) -> Tensor | None:

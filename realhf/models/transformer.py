@@ -1,6 +1,7 @@
 """The decoder of every family on packed rows: one shard, which may be a stage of layers and a cut of each."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from realhf.comm.tensor_parallel import Seams, gather_columns
 from realhf.models.blocks import Attend, Attention, Block, Experts, Mlp, Norm, Pass, RouterLoss, run_block
 from realhf.models.cache import KVCache
 from realhf.models.flat import FlatParams
-from realhf.models.fused import FusedBlocks, fused
+from realhf.models.fused import FusedBlocks, PackedBlocks, fused, in_panels, panel_linear
 from realhf.ops.attention import Scores, decode_attention, decode_bias, positions_in_rows, rotary_attention
 from realhf.ops.logprobs import UNCUT, VocabularyCut, packed_logprobs
 from realhf.ops.norms import Rotary, rotate
@@ -29,6 +30,14 @@ class _Weights:
     final_norm: Norm | None
     head: Tensor | None
     fused: FusedBlocks | None
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Copies of the weights in panels, for as long as the weights stay as they are."""
+
+    blocks: PackedBlocks
+    head: Tensor | None
 
 
 ALONE = Group((0,), 0)
@@ -66,6 +75,7 @@ class Transformer:
             self._rotary = Rotary(turning, config.rotary_base, scaling, params.data.device)
         self._weights: _Weights | None = None
         self._bound_with_grad = False
+        self._packed: _Packed | None = None
         self._lost_by_routers = self._nothing_lost()
 
     def _local_heads(self, name: str) -> int:
@@ -202,6 +212,17 @@ class Transformer:
         router_loss = RouterLoss(rows, len(lengths), token_weight) if token_weight and self.config.n_experts else None
         return self._run(tokens, positions, longest, attend, x, router_loss)
 
+    @contextmanager
+    def decoding(self) -> Iterator[None]:
+        """Make many calls of ``decode`` cheap: weights, which must not change meanwhile, are put in order once."""
+        blocks, head = self.weights.fused, self.weights.head
+        if blocks is not None:
+            self._packed = _Packed(blocks.in_panels(), None if head is None else in_panels(head.detach()))
+        try:
+            yield
+        finally:
+            self._packed = None
+
     @property
     def reads_prefixes(self) -> bool:
         """Whether ``decode`` finds what rows have in common in the slot of one of them."""
@@ -227,7 +248,8 @@ class Transformer:
         longest = longest or (int(positions.max()) + 1 if count else 0)
         if (blocks := self.weights.fused) is not None:
             x = self._embed(tokens, positions, longest, self.seams(count)) if x is None else x
-            return blocks(x, positions, cache, prefixes, self._angles(longest))
+            packed = self._packed.blocks if self._packed else blocks.in_panels()
+            return packed(x, positions, cache, prefixes, self._angles(longest))
         places = cache.places(torch.arange(count, device=tokens.device), positions)
         windows = {rule.window for rule in self._scores}
         biases = {w: decode_bias(positions, longest, self.n_kv, w).to(cache.k.dtype) for w in windows}
@@ -293,7 +315,10 @@ class Transformer:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return all logits of a few tokens, ``[S, V]`` float32: for sampling. Collective over ``tp``."""
-        logits = gather_columns(F.linear(hidden, self.head).float(), self.tp, self._cut.start, self.config.vocab)
+        if self._packed and self._packed.head is not None:
+            logits = panel_linear(hidden, self._packed.head, self.config.vocab)
+        else:
+            logits = gather_columns(F.linear(hidden, self.head).float(), self.tp, self._cut.start, self.config.vocab)
         cap = self.config.logit_softcap
         return torch.tanh(logits / cap) * cap if cap else logits
 

@@ -60,6 +60,10 @@ def _like_all_three(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *given: objec
     return q.new_empty((q.shape[0], q.shape[1] + 2 * k.shape[1], q.shape[2]))
 
 
+def _floats_of_width(x: Tensor, panels: Tensor, outs: int) -> Tensor:
+    return x.new_empty((x.shape[0], outs), dtype=torch.float32)
+
+
 def _like_first(x: Tensor, *given: object) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -92,6 +96,7 @@ SHAPES: Mapping[str, Callable[..., object]] = MappingProxyType(
         "packed_attention_backward": _like_all_three,
         "adamw_": _nothing,
         "decode_blocks": _like_first,
+        "panel_linear": _floats_of_width,
         "rms_norm": _like_first,
         "rms_norm_backward": _like_both_of_a_norm,
         "activate": _inner_part,

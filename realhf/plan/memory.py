@@ -112,7 +112,10 @@ class MemoryModel:
                 return Bytes(borrowed=borrowed, activations=max(self.footprint.forward_bytes(p, work) for p in parts))
             case Kind.GENERATE:
                 n = 1 if mfc.per_prompt else self.workload.samples
-                return replace(self._generation(placement, ranks, parts, n), borrowed=borrowed)
+                taken = self._generation(placement, ranks, parts, n)
+                if self.shares and config.is_fusable and strategy.tp == 1:  # matrices in panels, models/fused.py
+                    taken += Bytes(buffers=self.weights(mfc.role, strategy))
+                return replace(taken, borrowed=borrowed)
 
     def devices(self, plan: ExecutionPlan, calls: Mapping[str, Sequence[Rows]]) -> dict[int, Bytes]:
         """Return the peak of every worker: a worker does one thing at a time, so its calls do not add up.

@@ -222,16 +222,17 @@ def decoding_probe(bench: Bench, engine: NativeEngine, rows: int, context: int) 
         group = Decoding(model, request, deque(range(request.n_rows)), request.n_rows)
         group.advance(group.forward(None))
         whole, inner = [], []
-        for _ in range(TURNS):
-            start = clock()
-            drawn = group.forward(None)
-            middle = clock()
-            group.advance(drawn)
-            end = clock()
-            last, positions, *_ = group.slots.inputs
-            model.decode(last, positions, group.cache, x)
-            whole.append(end - start)
-            inner.append(clock() - middle)
+        with model.decoding():
+            for _ in range(TURNS):
+                start = clock()
+                drawn = group.forward(None)
+                middle = clock()
+                group.advance(drawn)
+                end = clock()
+                last, positions, *_ = group.slots.inputs
+                model.decode(last, positions, group.cache, x)
+                whole.append(end - start)
+                inner.append(clock() - middle)
         return [median(whole), median(inner)]
 
     seen = context + 1 + TURNS / 2

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.api.model import ModelConfig
 from realhf.models.cache import KVCache
+from realhf.models.fused import in_panels, panel_linear
 from realhf.models.hf import init_random
 from realhf.models.transformer import Transformer
 from realhf.ops import native
@@ -97,6 +99,58 @@ def test_short_weights_are_computed_in_float32(name: str, monkeypatch: pytest.Mo
     assert distance(found, expected) <= distance(decoded(without_kernel(model))[0], expected)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_row_has_the_same_bits_with_few_rows_and_with_many(name: str) -> None:
+    """One row, two, and more go through the panels differently; depth is added up in the same order."""
+    model = model_of(CONFIGS[name])
+    whole = decoded(model)[0]
+    for count in (1, 2, 3, 7, 13):
+        assert torch.equal(decoded(model, rows=slice(0, count))[0], whole[:count])
+
+
+def test_while_decoding_matrices_are_copies_and_afterwards_are_read_anew() -> None:
+    model = model_of(LLAMA)
+    each = decoded(model)[0]
+    with model.decoding(), torch.no_grad():
+        assert torch.equal(decoded(model)[0], each)
+        for name in ("layers.0.wo", "layers.1.down", "head.weight"):
+            model.params.view(name).mul_(1.1)
+        assert torch.equal(decoded(model)[0], each)
+        assert distance(model.logits(each) * 1.1, F.linear(each, model.head)) < 1e-5
+    with torch.no_grad():
+        assert distance(decoded(model)[0], each) > 1e-3
+        assert torch.equal(model.logits(each), F.linear(each, model.head))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 6, 7, 31])
+@pytest.mark.parametrize("outs", [1, 16, 40, 521])
+def test_a_product_by_panels_is_the_product(outs: int, rows: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(outs + rows)
+    x = torch.randn(rows, 272, generator=generator).to(dtype)
+    weight = torch.randn(outs, 272, generator=generator).to(dtype)
+    found, before = panel_linear(x, in_panels(weight), outs), torch.get_num_threads()
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), x.double() @ weight.double().t(), rtol=1e-5, atol=1e-4)
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(panel_linear(x, in_panels(weight), outs), found)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_product_by_panels_of_other_sizes_is_refused() -> None:
+    panels = in_panels(torch.randn(40, 32))
+    found = torch.library.opcheck(torch.ops.realhf.panel_linear.default, (torch.randn(3, 32), panels, 40))
+    assert set(found.values()) == {"SUCCESS"}, found
+    with pytest.raises(RuntimeError, match=r"panels must be \[ceil\(50 / 16\), 32, 16\]"):
+        panel_linear(torch.randn(3, 32), panels, 50)
+    with pytest.raises(RuntimeError, match="D a multiple of 16"):
+        panel_linear(torch.randn(3, 31), panels, 40)
+    with pytest.raises(RuntimeError, match="both alike"):
+        panel_linear(torch.randn(3, 32).bfloat16(), panels, 40)
+
+
 def test_a_row_does_not_depend_on_threads_or_on_the_rows_beside_it() -> None:
     model, before = model_of(LLAMA), torch.get_num_threads()
     whole = decoded(model)[0]
@@ -183,8 +237,8 @@ def test_kernel_is_a_well_behaved_operator() -> None:
     cache, fused = filled(model), model.weights.fused
     assert fused is not None and model._rotary is not None
     given = (
-        torch.randn(5, 64), list(fused.weights), cache.k, cache.v, torch.arange(5), None, model._rotary.table(96), [0],
-        4, 112, 0, True, False, 1e-6, 0.0, 0.25, 0.0,
+        torch.randn(5, 64), list(fused.in_panels().blocks.weights), cache.k, cache.v, torch.arange(5), None,
+        model._rotary.table(96), [0], 4, 112, 0, True, False, 1e-6, 0.0, 0.25, 0.0,
     )  # fmt: skip
     found = torch.library.opcheck(torch.ops.realhf.decode_blocks.default, given)
     assert set(found.values()) == {"SUCCESS"}, found

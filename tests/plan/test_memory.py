@@ -119,6 +119,17 @@ def test_the_cache_has_a_place_for_every_slot(slots: int, limits: int, expected:
     assert found.buffers == 8 * expected * LLAMA.vocab
 
 
+def test_matrices_are_copied_where_blocks_are_one_call() -> None:
+    model, prompts = memory_model(), Rows((RowId(0, PROMPT),), (10,), (0,))
+    model = replace(model, models={role: replace(config, head_dim=16) for role, config in model.models.items()})
+    for name, copied in (("d1", True), ("p2", True), ("t2", False)):
+        apart, fused = (
+            transient(replace(model, shares=shares), "actor_gen", name, prompts, MicroBatching()).buffers
+            for shares in (False, True)
+        )
+        assert fused - apart == (model.weights("actor", ParallelStrategy.parse(name)) if copied else 0)
+
+
 def test_a_served_call_has_a_process_beside_its_workers() -> None:
     model = memory_model()
     model = replace(model, server_cache=3e8)
