@@ -18,7 +18,7 @@ from realhf.api.plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
 from realhf.plan.bubbles import makespan, uniform_makespan
 from realhf.plan.micro_batch import micro_batches
-from realhf.plan.parts import parts_of, shard_numels
+from realhf.plan.parts import decodes_in_one_call, parts_of, shard_numels
 from realhf.plan.pipeline import StageStep, inference_schedule, train_schedule
 from realhf.plan.speed import Collective, Part, Speed, Traffic, Work
 from realhf.plan.traffic import realloc_traffic, transfer_traffic
@@ -230,7 +230,7 @@ class CostModel:
                  for answer in self.workload.answers_to(row.prompt)[:n_drawn]]  # fmt: skip
         slots = min(placement.micro_batching.slots(self.sampling.max_slots), len(queue))
         n = len(queue) // len(rows.ids)
-        is_fused = self.shares and self.models[mfc.role].is_fusable and placement.layout.strategy.tp == 1
+        is_fused = decodes_in_one_call(self.models[mfc.role], placement.layout.strategy, self.shares)
         clock = _Decoding(self.speed, stages, slots, limit, n if is_fused else 0,
                           lambda tokens: self._hop(stages, tokens, 0) if len(stages) > 1 else 0.0)  # fmt: skip
         seconds = clock.run(queue, n)

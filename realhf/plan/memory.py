@@ -13,7 +13,7 @@ from realhf.api.layout import Layout, ParallelStrategy
 from realhf.api.model import ModelConfig
 from realhf.api.plan import ExecutionPlan, Placement
 from realhf.plan.cost import Rows, prompts_of, works_of
-from realhf.plan.parts import kv_numel, parts_of, shard_numels
+from realhf.plan.parts import decodes_in_one_call, kv_numel, parts_of, shard_numels
 from realhf.plan.program import home
 from realhf.plan.speed import Footprint, Part, Work
 from realhf.plan.traffic import realloc_rings
@@ -113,7 +113,7 @@ class MemoryModel:
             case Kind.GENERATE:
                 n = 1 if mfc.per_prompt else self.workload.samples
                 taken = self._generation(placement, ranks, parts, n)
-                if self.shares and config.is_fusable and strategy.tp == 1:  # matrices in panels, models/fused.py
+                if decodes_in_one_call(config, strategy, self.shares):  # which copies its matrices
                     taken += Bytes(buffers=self.weights(mfc.role, strategy))
                 return replace(taken, borrowed=borrowed)
 

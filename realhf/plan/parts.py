@@ -28,6 +28,11 @@ def parts_of(config: ModelConfig, role: RoleSpec, strategy: ParallelStrategy) ->
     )
 
 
+def decodes_in_one_call(config: ModelConfig, strategy: ParallelStrategy, has_kernels: bool) -> bool:
+    """Tell whether a stage's blocks are one compiled call for a decoding step, as models/fused.py decides it on CPUs."""
+    return has_kernels and config.is_fusable and strategy.tp == 1
+
+
 @lru_cache(maxsize=4096)
 def shard_numels(config: ModelConfig, tp: int, pp: int) -> tuple[int, ...]:
     """Return, per stage, the parameters of its first tensor rank (the others hold as many, or one unit less)."""
