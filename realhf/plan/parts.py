@@ -29,7 +29,7 @@ def parts_of(config: ModelConfig, role: RoleSpec, strategy: ParallelStrategy) ->
 
 
 def decodes_in_one_call(config: ModelConfig, strategy: ParallelStrategy, has_kernels: bool) -> bool:
-    """Tell whether a stage's blocks are one compiled call for a decoding step, as models/fused.py decides it on CPUs."""
+    """Tell whether a decoding step is one compiled call through a stage, as models/fused.py decides it on CPUs."""
     return has_kernels and config.is_fusable and strategy.tp == 1
 
 
