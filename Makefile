@@ -54,7 +54,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy realhf
 	$(BIN)/python -m tests.audit
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_house.py tests/test_dependencies.py tests/base tests/api tests/plan tests/experiments
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_architecture.py tests/test_dependencies.py tests/base tests/api tests/plan tests/experiments
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

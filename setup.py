@@ -1,4 +1,4 @@
-"""Builds csrc into realhf/ops/_C.so, and csrc/planner into realhf/plan/_planner.so, or says in one line why not.
+"""Builds csrc into realhf/ops/_C.so, and csrc/planner into realhf/plan/search/_planner.so, or says in one line why not.
 
 CXX and NVCC name the compilers. The CUDA half is built where nvcc is found and torch has CUDA, or where
 REALHF_BUILD_CUDA=1 asks for it; then every failure is an error. REALHF_CUDA_ARCH narrows the GPUs that it is built
@@ -20,7 +20,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
-KERNELS, PLANNER = "realhf.ops._C", "realhf.plan._planner"
+KERNELS, PLANNER = "realhf.ops._C", "realhf.plan.search._planner"
 INSTEAD = {
     KERNELS: "realhf works without native kernels, on plain torch",
     PLANNER: "plans are searched in Python, a hundred times slower",

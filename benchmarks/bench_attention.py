@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from bench_kernels import show
 from torch import Tensor
 
-from realhf.ops import native
+from realhf.ops import extension
 from realhf.ops.adamw import AdamWStep, adamw_
 from realhf.ops.attention import packed_attention, packed_attention_reference
 
@@ -119,7 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     threads = parser.parse_args().threads
-    if native.kernel("packed_attention", "cpu") is None:
+    if extension.kernel("packed_attention", "cpu") is None:
         raise SystemExit("no compiled kernels: run python setup.py build_ext --inplace")
     torch.manual_seed(0)
     prompts = [31, 42]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from realhf.ops import native
+from realhf.ops import extension
 from realhf.ops.gae import packed_gae, packed_gae_reference
 
 GAMMA, LAM = 0.99, 0.95
@@ -55,7 +55,7 @@ def actions_on(rewards: Tensor, values: Tensor, lengths: list[int], cut: Tensor)
     """Return what is timed: the kernel, the function around it, and the three yardsticks."""
     lists = rewards.tolist(), values.tolist(), lengths, cut.tolist()
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    kernel = native.kernel("packed_gae", values.device.type)
+    kernel = extension.kernel("packed_gae", values.device.type)
     assert kernel is not None
     return {
         "kernel": (50, lambda: kernel(rewards, values, cu_seqlens, cut, GAMMA, LAM)),
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--row", type=int, default=256, help="mean length of a row")
     options = parser.parse_args()
     device = torch.device(options.device)
-    if native.kernel("packed_gae", device.type) is None:
+    if extension.kernel("packed_gae", device.type) is None:
         raise SystemExit(f"no compiled packed_gae for {device.type}: run python setup.py build_ext --inplace")
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     lengths = row_lengths(options.tokens, options.row)

@@ -13,14 +13,14 @@ import time
 import torch
 import torch.distributed as dist
 
-from realhf.api.batch import PROMPT, RowId
+from realhf.api.batch_meta import PROMPT, RowId
 from realhf.api.config import GenerationConfig, ModelSpec
 from realhf.api.experiment import RoleSpec
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.model import ModelConfig
-from realhf.comm.parallel import ParallelContext, join, leave, make_groups, open_store
+from realhf.api.model_config import ModelConfig
+from realhf.comm.process_groups import ParallelContext, join, leave, make_groups, open_store
 from realhf.data.batch import Column, SequenceBatch
-from realhf.engine.native import NativeEngine, build_engine
+from realhf.models.engine.native import NativeEngine, build_engine
 
 STRATEGIES = {name: ParallelStrategy.parse(name) for name in ("d1", "d2", "p2", "t2")}
 LAYOUTS = {name: Layout(DeviceMesh(tuple(range(cut.world))), cut) for name, cut in STRATEGIES.items()}

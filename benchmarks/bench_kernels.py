@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from realhf.ops import native
+from realhf.ops import extension
 from realhf.ops.gae import gae_2d_olp, gae_2d_reference
 from realhf.ops.intervals import set_intervals, set_intervals_reference, slice_intervals, slice_intervals_reference
 from realhf.ops.logprobs import (
@@ -208,7 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
     device = torch.device(parser.parse_args().device)
-    found = [name for name in native.kernels() if name.endswith(device.type)]
+    found = [name for name in extension.kernels() if name.endswith(device.type)]
     if not found:
         raise SystemExit(f"no compiled kernels for {device.type}: run python setup.py build_ext --inplace")
     print(f"{', '.join(found)}; {torch.get_num_threads()} threads")

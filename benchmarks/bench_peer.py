@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from realhf.api.batch import PROMPT, RowId
+from realhf.api.batch_meta import PROMPT, RowId
 from realhf.api.config import GenerationConfig, ModelSpec, OptimizerConfig
-from realhf.api.engine import Loss, Outputs
 from realhf.api.experiment import RoleSpec
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.comm.parallel import ParallelContext
+from realhf.arch.hf_config import read_hf_config
+from realhf.comm.process_groups import ParallelContext
 from realhf.data.batch import Column, SequenceBatch
-from realhf.engine.native import NativeEngine, build_engine
-from realhf.models.hf_config import read_hf_config
+from realhf.data.protocols import Loss, Outputs
+from realhf.models.engine.native import NativeEngine, build_engine
 
 N_PROMPTS, N_ANSWERS, N_NEW, MEAN = 16, 8, 64, 32
 SIZES = {

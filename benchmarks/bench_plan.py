@@ -15,25 +15,25 @@ from itertools import product
 from random import Random
 
 from realhf.api.config import ModelSpec
+from realhf.api.execution_plan import MicroBatching
 from realhf.api.graph import Graph
-from realhf.api.hardware import Cost, Workload
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.model import ModelConfig
-from realhf.api.plan import MicroBatching
+from realhf.api.machine import Cost, Workload
+from realhf.api.model_config import ModelConfig
+from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.experiments.ppo import PPOExperiment
-from realhf.plan.candidates import Candidates
-from realhf.plan.cost import CostModel
-from realhf.plan.footprint import Counted
-from realhf.plan.hardware import read_hardware
-from realhf.plan.memory import MemoryModel
-from realhf.plan.native import evaluator
-from realhf.plan.planner import Planner
-from realhf.plan.problem import Move, Option, Problem
-from realhf.plan.realloc import plan_realloc
-from realhf.plan.roofline import Roofline
-from realhf.plan.search import search
-from realhf.plan.specs import param_specs, stage_layers
-from realhf.plan.walk import Dice, Evaluator, PythonEvaluator, Walker
+from realhf.plan.compile.realloc import plan_realloc
+from realhf.plan.cost.activation_memory import Counted
+from realhf.plan.cost.cost import CostModel
+from realhf.plan.cost.hardware import read_hardware
+from realhf.plan.cost.memory import MemoryModel
+from realhf.plan.cost.roofline import Roofline
+from realhf.plan.search.candidates import Candidates
+from realhf.plan.search.cpp_evaluator import evaluator
+from realhf.plan.search.mcmc import Dice, Evaluator, PythonEvaluator, Walker
+from realhf.plan.search.planner import Planner
+from realhf.plan.search.problem import Move, Option, Problem
+from realhf.plan.search.search import search
 
 LLAMA_7B = ModelConfig("llama", 32, 4096, 32, 32, 128, 11008, 32000, 4096)
 LLAMA_34B = replace(LLAMA_7B, n_layers=48, hidden=8192, n_heads=64, n_kv_heads=8, intermediate=22016)

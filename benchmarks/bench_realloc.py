@@ -24,15 +24,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.model import ModelConfig
-from realhf.api.params import box_numel, box_shape
+from realhf.api.model_config import ModelConfig
+from realhf.api.param_box import box_numel, box_shape
+from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.comm.exchange import Move, Piece, exchange
-from realhf.comm.parallel import join, leave, open_store
+from realhf.comm.process_groups import join, leave, open_store
 from realhf.comm.shared_memory import Links, open_links
-from realhf.models.flat import FlatParams
-from realhf.ops.boxes import copy_box
-from realhf.plan.realloc import BoxCopy, copies_of, plan_realloc, shard_of
-from realhf.plan.specs import param_specs, stage_layers
+from realhf.models.flat_params import FlatParams
+from realhf.ops.strided_copy import copy_box
+from realhf.plan.compile.realloc import BoxCopy, copies_of, plan_realloc, shard_of
 
 CONFIG = ModelConfig("llama", 12, 768, 12, 12, 64, 2048, 32000, 1024, tied_embedding=True)
 PAIRS = {

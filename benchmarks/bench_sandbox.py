@@ -10,8 +10,8 @@ import json
 import time
 from pathlib import Path
 
-from realhf.rewards.pool import JudgePool
-from realhf.rewards.sandbox import Sandbox
+from realhf.rewards.judge.pool import JudgePool
+from realhf.rewards.sandbox.sandbox import Sandbox
 
 HUMAN_EVAL = Path(__file__).parents[1] / "../shared/data/HumanEval.jsonl.gz"
 PROGRAM = "print(sum(map(int, input().split())))"

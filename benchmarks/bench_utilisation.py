@@ -14,16 +14,16 @@ from collections.abc import Callable
 
 import torch
 
-from realhf.api.batch import PROMPT, RowId
+from realhf.api.batch_meta import PROMPT, RowId
 from realhf.api.config import GenerationConfig, ModelSpec
-from realhf.api.engine import Loss, Outputs
 from realhf.api.experiment import RoleSpec
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.model import ModelConfig
-from realhf.comm.parallel import ParallelContext
+from realhf.api.model_config import ModelConfig
+from realhf.arch.flops import generate_bytes, generate_flops, train_flops
+from realhf.comm.process_groups import ParallelContext
 from realhf.data.batch import Column, SequenceBatch
-from realhf.engine.native import NativeEngine, build_engine
-from realhf.plan.flops import generate_bytes, generate_flops, train_flops
+from realhf.data.protocols import Loss, Outputs
+from realhf.models.engine.native import NativeEngine, build_engine
 
 SIZES = {  # Qwen2's shapes: layers, hidden, heads, of keys and values, head, width, vocabulary
     "tiny": (4, 128, 4, 2, 32, 384, 512),

@@ -12,11 +12,11 @@ from collections import Counter
 from itertools import islice
 from pathlib import Path
 
-from realhf.rewards.pool import Item, JudgePool
+from realhf.rewards.judge.pool import Item, JudgePool
 from realhf.rewards.verdict import Status
 
 ROOT = Path(__file__).parents[1]
-PAIRS = ROOT / "tests/rewards/math_pairs.jsonl"
+PAIRS = ROOT / "tests/rewards/math/math_pairs.jsonl"
 GSM8K = ROOT / "../shared/data/gsm8k_train.jsonl"
 N_ANSWERS = 1000
 

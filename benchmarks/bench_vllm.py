@@ -21,9 +21,9 @@ from bench_peer import contest, in_turns, our_tokens, report
 from realhf.api.config import ModelSpec, VllmConfig
 from realhf.api.experiment import RoleSpec
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.comm.parallel import ParallelContext
-from realhf.engine import ServedEngine, Serving, build_engine, served
-from realhf.models.hf_config import read_hf_config
+from realhf.arch.hf_config import read_hf_config
+from realhf.comm.process_groups import ParallelContext
+from realhf.models.engine import ServedEngine, Serving, build_engine, served
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 16384, "hidden_size": 768,

@@ -22,21 +22,21 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from realhf.api.batch import BatchMeta, ColumnMeta, RowId
+from realhf.api.batch_meta import BatchMeta, ColumnMeta, RowId
+from realhf.api.execution_plan import ExecutionPlan, Placement
 from realhf.api.graph import Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.messages import Call, Collect, Done, Fetch, Hello, Ready, Run, Save, Start, ToMaster, ToWorker
-from realhf.api.plan import ExecutionPlan, Placement
-from realhf.apps.launching import as_experiment
+from realhf.apps.prepare.launching import as_experiment
 from realhf.base.paths import RunDir
 from realhf.experiments import experiment_class
-from realhf.plan.program import meshes_of
-from realhf.system.channel import Inbox, Outbox, encode
+from realhf.plan.compile.program import meshes_of
+from realhf.plan.run_spec import RunSpec
 from realhf.system.master import Master, look_for_cycles_seldom
-from realhf.system.run import RunSpec
-from realhf.system.seal import Lane, Seal
-from realhf.system.telemetry import Metrics, Telemetry
-from realhf.system.tracing import time_spent, trace_lines
+from realhf.system.metrics.telemetry import Metrics, Telemetry
+from realhf.system.metrics.trace import time_spent, trace_lines
+from realhf.system.transport.auth import Lane, Seal
+from realhf.system.transport.channel import Inbox, Outbox, encode
 
 LIMIT_US, LIMIT_GB = 20.0, 2.0
 GROUP = 4  # answers per prompt

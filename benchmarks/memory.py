@@ -16,16 +16,16 @@ from pathlib import Path
 import torch
 
 from realhf.api.config import DatasetConfig, ModelSpec
+from realhf.api.execution_plan import MicroBatching
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.plan import MicroBatching
-from realhf.comm.parallel import ParallelContext
+from realhf.arch.hf_config import read_hf_config
+from realhf.comm.process_groups import ParallelContext
 from realhf.data.source import RowSource
 from realhf.data.tokenizer import load_tokenizer
-from realhf.engine import NativeEngine
-from realhf.engine.native import build_engine
-from realhf.models.hf_config import read_hf_config
-from realhf.plan.micro_batch import micro_batches
+from realhf.models.engine import NativeEngine
+from realhf.models.engine.native import build_engine
+from realhf.plan.compile.micro_batch import micro_batches
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES_MB = 300

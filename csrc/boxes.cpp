@@ -1,5 +1,5 @@
 // Copies a box from one tensor to another, each with strides of its own: the schema, and the kernel for CPUs.
-// realhf/ops/boxes.py says what it does. Elements are moved as bytes, whatever they are.
+// realhf/ops/strided_copy.py says what it does. Elements are moved as bytes, whatever they are.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>

@@ -1,5 +1,5 @@
 // One token for each of some rows through all blocks of a stage, with their cache: the schema, and the kernel for CPUs.
-// realhf/models/fused.py says what is computed; decode_rows.h computes it for a share of the rows. A thread takes its
+// realhf/models/fused_decode.py says what is computed; decode_rows.h computes it for a share of the rows. A thread takes its
 // rows through all blocks, so nobody waits for anybody, and computes in float32 whatever the weights' type.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>

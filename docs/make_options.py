@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from realhf.apps.options import options_of
+from realhf.apps.prepare.options import options_of
 from realhf.experiments import EXPERIMENTS, experiment_class
 
 

@@ -12,8 +12,8 @@ import argparse
 import json
 from pathlib import Path
 
-from realhf.algorithms.pairs import build_pairs
-from realhf.base.seeding import stable_seed
+from realhf.algorithms.preference.pairs import build_pairs
+from realhf.base.seeds import stable_seed
 
 
 def read_questions(folder: Path) -> dict[str, list[dict]]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from realhf.api.config import ExperimentConfig
 
-__version__ = "0.1.0"
+from realhf.base.version import __version__ as __version__
 
 
 def quickstart(experiment: "type[ExperimentConfig]") -> None:

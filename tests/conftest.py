@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from realhf.api.params import whole
-from realhf.comm.parallel import join, leave, open_store
-from realhf.models.flat import FlatParams
-from realhf.models.hf import init_random, save_hf
-from realhf.models.hf_config import read_hf_config
-from realhf.plan.specs import param_specs
-from tests.told import packed, unpacked
+from realhf.api.param_box import whole
+from realhf.arch.hf_config import read_hf_config
+from realhf.arch.param_specs import param_specs
+from realhf.comm.process_groups import join, leave, open_store
+from realhf.models.flat_params import FlatParams
+from realhf.models.hf_folder import init_random, save_hf
+from tests.rank_results import packed, unpacked
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 RANK_TIMEOUT_S = 60.0

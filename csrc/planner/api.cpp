@@ -1,4 +1,4 @@
-// What Python calls (realhf/plan/native.py).
+// What Python calls (realhf/plan/search/cpp_evaluator.py).
 #include <memory>
 
 #include "walk.h"

@@ -1,4 +1,4 @@
-// Seconds per step and bytes of the fullest worker for a choice of options: the twin of realhf/plan/evaluate.py.
+// Seconds per step and bytes of the fullest worker for a choice of options: the twin of realhf/plan/search/evaluate.py.
 #include "evaluate.h"
 
 #include <algorithm>
@@ -78,7 +78,7 @@ double peak_bytes(const Problem &problem, const Scratch &s) {
   return peak;
 }
 
-// The scheduler of plan/schedule.py for steps of equal size, in which only the numbers of prompts matter.
+// The scheduler of plan/compile/schedule.py for steps of equal size, in which only the numbers of prompts matter.
 class Master {
  public:
   Master(const Problem &problem, Scratch &scratch) : problem_(problem), s_(scratch) {

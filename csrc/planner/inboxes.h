@@ -1,4 +1,4 @@
-// Workers that carry out their inboxes in order, under a clock: the twin of realhf/plan/inboxes.py.
+// Workers that carry out their inboxes in order, under a clock: the twin of realhf/plan/search/event_sim.py.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// The choice of layouts as tables: the twin of realhf/plan/problem.py, where every field is explained.
+// The choice of layouts as tables: the twin of realhf/plan/search/problem.py, where every field is explained.
 #pragma once
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// One chain of Metropolis-Hastings over choices: the twin of ``walk`` in realhf/plan/walk.py.
+// One chain of Metropolis-Hastings over choices: the twin of ``walk`` in realhf/plan/search/mcmc.py.
 #pragma once
 
 #include "evaluate.h"

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 from realhf.api.config import ModelSpec
-from realhf.api.ensemble import EnsembleConfig, Objective
-from realhf.apps.drawing import COLOURS, ticks
+from realhf.api.config.ensemble import EnsembleConfig, Objective
+from realhf.apps.view.timeline_svg import COLOURS, ticks
+from realhf.base.best_of_n import expected_best
 from realhf.experiments.bon import best_of_n, by_prompt
+from realhf.experiments.options.score import score_moments
 from realhf.experiments.restem import newest_model, read_generations
-from realhf.experiments.score import score_moments
-from realhf.rewards.best_of_n import expected_best
-from realhf.rewards.ensemble import combine
+from realhf.ops.ensemble import combine
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"

@@ -7,18 +7,18 @@ from typing import Any
 
 import cattrs
 
-from realhf.algorithms.dpo import DPO, DPOEvaluation
-from realhf.algorithms.ensemble import EnsembleReward
-from realhf.algorithms.generation import Generate
-from realhf.algorithms.ppo import PPOActor, PPOCritic
-from realhf.algorithms.rw import LabelledReward, PairedReward, RewardModel
+from realhf.algorithms.policy_gradient.generation import Generate
+from realhf.algorithms.policy_gradient.ppo import PPOActor, PPOCritic
+from realhf.algorithms.policy_gradient.verifier import Verifier
+from realhf.algorithms.preference.dpo import DPO, DPOEvaluation
+from realhf.algorithms.reward_model.ensemble import EnsembleReward
+from realhf.algorithms.reward_model.reward_model import LabelledReward, PairedReward, RewardModel
 from realhf.algorithms.sft import SFT
-from realhf.algorithms.verifier import Verifier
-from realhf.algorithms.vine import VineAdvantages, VineRollouts, VineValues
+from realhf.algorithms.vineppo.vineppo import VineAdvantages, VineRollouts, VineValues
 from realhf.api.codec import from_plain
-from realhf.api.engine import Interface, InterfaceContext
 from realhf.api.graph import InterfaceSpec
 from realhf.base.errors import did_you_mean
+from realhf.data.protocols import Interface, InterfaceContext
 
 INTERFACES: dict[str, type] = {
     "dpo": DPO,

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from realhf.algorithms.ppo_math import answer_mask
+from realhf.algorithms.policy_gradient.ppo_formulas import answer_mask
 from realhf.algorithms.stats import stats_of
 from realhf.api.config import opt
-from realhf.api.engine import Engine, InterfaceContext, Loss
 from realhf.api.messages import State, Stats
 from realhf.data.batch import SequenceBatch
+from realhf.data.protocols import Engine, InterfaceContext, Loss
 
 
 @dataclass

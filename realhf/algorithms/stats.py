@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from realhf.api.engine import Loss
 from realhf.api.messages import Stats
+from realhf.data.protocols import Loss
 
 Monitors = dict[str, tuple[Tensor | float, Tensor | float]]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from realhf.api.batch import BatchMeta, RowId
+from realhf.api.batch_meta import BatchMeta, RowId
 
 Stats = dict[str, tuple[float, float]]
 State = dict[str, Any]

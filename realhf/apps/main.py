@@ -7,24 +7,25 @@ import signal
 import sys
 
 COMMANDS = {
-    "quickstart": ("realhf.apps.quickstart", "EXPERIMENT [key=value ...]", "plan, check, launch and follow a run"),
-    "resume": ("realhf.apps.resume", "RUN_DIR [key=value ...]", "go on from the last checkpoint of a run"),
-    "report": ("realhf.apps.report", "RUN_DIR [--out FILE.html]", "a run on one page: curves, timelines, answers"),
-    "stop": ("realhf.apps.stop", "RUN_DIR", "end a run after the step it is at, with a checkpoint"),
-    "master": ("realhf.apps.master", "RUN_DIR", "carry out a run that is written down, as a job does"),
-    "plan": ("realhf.apps.plan", "EXPERIMENT [key=value ...]", "all short of launching: graph, layouts, program"),
-    "profile": ("realhf.apps.profile", "[model=FOLDER,...] [key=value ...]", "measure this machine, for predictions"),
-    "verifier": ("realhf.apps.verifier", "serve [key=value ...]", "check maths and code for others, over HTTP"),
-    "demo": ("realhf.apps.demo", "[--dir DIR]", "SFT and PPO on a little arithmetic language, from nothing"),
-    "env": ("realhf.apps.env", "", "versions, devices and extras, ready to paste"),
+    "quickstart": ("EXPERIMENT [key=value ...]", "plan, check, launch and follow a run"),
+    "resume": ("RUN_DIR [key=value ...]", "resume a run from its last checkpoint"),
+    "report": ("RUN_DIR [--out FILE.html]", "write one HTML page: curves, timelines, responses"),
+    "stop": ("RUN_DIR", "end a run after its current step, with a checkpoint"),
+    "master": ("RUN_DIR", "run the master for a prepared run directory (used by SLURM)"),
+    "plan": ("EXPERIMENT [key=value ...]", "everything except launching: graph, layouts, program"),
+    "profile": ("[model=FOLDER,...] [key=value ...]", "measure this machine, for predictions"),
+    "verifier": ("serve [key=value ...]", "score math and code answers over HTTP"),
+    "demo": ("[--dir DIR]", "SFT and PPO on a small arithmetic task, from nothing"),
+    "env": ("", "versions, devices and extras, ready to paste"),
 }
+"""Every command is the function ``main`` of the module of its name in ``apps/commands``."""
 
 EXIT_USER, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNHEARD = 2, 1, 130, 141
 
 
 def usage() -> str:
-    width = max(len(f"{name} {args}") for name, (_, args, _) in COMMANDS.items())
-    lines = [f"  realhf {f'{name} {args}':<{width}}  {what}" for name, (_, args, what) in COMMANDS.items()]
+    width = max(len(f"{name} {args}") for name, (args, _) in COMMANDS.items())
+    lines = [f"  realhf {f'{name} {args}':<{width}}  {what}" for name, (args, what) in COMMANDS.items()]
     return "\n".join(["usage: realhf COMMAND ...", "", *lines, "",
                       "realhf quickstart --help lists the experiments, realhf quickstart ppo --help its options.",
                       "--traceback shows where an error came from."])  # fmt: skip
@@ -42,7 +43,7 @@ def run(arguments: list[str]) -> int:
         print(usage())
         return 0 if arguments else EXIT_USER
     if arguments[0] == "--version":
-        from realhf import __version__
+        from realhf.base.version import __version__
 
         print(__version__)
         return 0
@@ -57,7 +58,7 @@ def run(arguments: list[str]) -> int:
         return EXIT_USER
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        importlib.import_module(COMMANDS[command][0]).main(rest)
+        importlib.import_module(f"realhf.apps.commands.{command}").main(rest)
         return 0
     except (UserError, RunFailed) as error:
         if show_traceback:

@@ -19,11 +19,11 @@ def main(root: str, rank: int, address: str) -> None:
     faulthandler.register(signal.SIGUSR1)
     threading.Thread(target=_leave_with_launcher, daemon=True).start()
     from realhf.api.messages import Stop
-    from realhf.apps.launching import read_run
+    from realhf.apps.prepare.launching import read_run
     from realhf.base.logging import open_log
     from realhf.launch.network import address_towards, host_of, interface_of
-    from realhf.system.channel import ZmqWorker
-    from realhf.system.pulse import Heart
+    from realhf.system.transport.channel import ZmqWorker
+    from realhf.system.transport.heartbeat import Heart
     from realhf.system.worker import ModelWorker
 
     here = "127.0.0.1"

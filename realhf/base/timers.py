@@ -4,21 +4,21 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from realhf.base.doing import Doing
+from realhf.base.activity import ActivityStack
 
 
 class Spans:
     """Collects ``(name, start_us, duration_us)`` of what one process did; while it does it, it is on ``doing``."""
 
-    def __init__(self, doing: Doing | None = None) -> None:
+    def __init__(self, doing: ActivityStack | None = None) -> None:
         self._spans: list[tuple[str, int, int]] = []
-        self._doing = doing or Doing()
+        self._doing = doing or ActivityStack()
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         start = time.time_ns()
         try:
-            with self._doing.at(name):
+            with self._doing.enter(name):
                 yield
         finally:
             self._spans.append((name, start // 1000, (time.time_ns() - start) // 1000))

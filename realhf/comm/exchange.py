@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realhf.base.doing import Doing
-from realhf.comm.parcels import ALIGN, Copy, Ends, Move, Parcel, Piece, parcels_of, plain_copy
+from realhf.base.activity import ActivityStack
+from realhf.comm.packets import ALIGN, Copy, Ends, Move, Parcel, Piece, parcels_of, plain_copy
 from realhf.comm.relay import in_rounds
 from realhf.comm.shared_memory import SLOT_BYTES, Links
 
@@ -39,7 +39,7 @@ def exchange(
     links: Links | None = None,
     verify: bool = False,
     copy: Copy = plain_copy,
-    doing: Doing | None = None,
+    doing: ActivityStack | None = None,
 ) -> int:
     """Carry out the moves that this worker has a part in; return the bytes it received from others.
 
@@ -53,12 +53,12 @@ def exchange(
     deadline of its wire, and is on ``doing``. With ``verify`` all that arrives is compared by checksum; RuntimeError
     names what differs.
     """
-    doing = doing or Doing()
+    doing = doing or ActivityStack()
     arriving = sum(move.piece.nbytes for move in moves if move.dst == rank)
     ends = Ends(rank, read, write, into, device, verify, copy, arriving > STREAMED_BYTES, arriving)
     stays = (done for m in moves if m.dst == rank and (m.src == rank or not m.piece.numel) for done in _keep(m, ends))
     near = links.peers if links else frozenset()
-    with doing.at(ends):
+    with doing.enter(ends):
         for turn in in_rounds(moves, links.hosts if links else {}) if into is not None else (moves,):
             mine = [move for move in turn if rank in (move.src, move.dst) and move.src != move.dst and move.piece.numel]
             far = _Buckets(ends, doing, [move for move in mine if not near.intersection((move.src, move.dst))])
@@ -108,7 +108,7 @@ def _through_memory(moves: Iterable[Move], links: Links, ends: Ends, meanwhile: 
 class _Buckets:
     """The moves between this worker and others over the process group, one bucket per pair of workers and round."""
 
-    def __init__(self, ends: Ends, doing: Doing, moves: Sequence[Move]) -> None:
+    def __init__(self, ends: Ends, doing: ActivityStack, moves: Sequence[Move]) -> None:
         self.ends, self.doing = ends, doing
         pairs: dict[tuple[int, int], list[Move]] = {}
         for move in moves:
@@ -167,7 +167,7 @@ class _Buckets:
         parcel, rank = bucket.parcel, self.ends.rank
         assert bucket.work is not None
         try:
-            with self.doing.at(bucket):
+            with self.doing.enter(bucket):
                 bucket.work.wait()
         except RuntimeError as error:
             way = "sending" if parcel.src == rank else "awaiting"

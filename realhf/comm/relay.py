@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
-from realhf.comm.parcels import ALIGN, Move, Piece
+from realhf.comm.packets import ALIGN, Move, Piece
 
 RELAYED_BYTES = 1 << 18
 """Less than this for each receiver is not worth a second round."""

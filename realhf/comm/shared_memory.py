@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realhf.base.doing import Doing
-from realhf.comm.parcels import Parcel
-from realhf.plan.traffic import N_SLOTS, RING_BYTES, SLOT_BYTES
+from realhf.base.activity import ActivityStack
+from realhf.comm.packets import Parcel
+from realhf.plan.cost.traffic import N_SLOTS, RING_BYTES, SLOT_BYTES
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -38,8 +38,8 @@ class Links:
     ``hosts`` names the host of each rank, anywhere, that shares memory with all others there.
     """
 
-    def __init__(self, rank: int, timeout_s: float, doing: Doing | None = None) -> None:
-        self.rank, self.timeout_s, self.why_not, self.doing = rank, timeout_s, "", doing or Doing()
+    def __init__(self, rank: int, timeout_s: float, doing: ActivityStack | None = None) -> None:
+        self.rank, self.timeout_s, self.why_not, self.doing = rank, timeout_s, "", doing or ActivityStack()
         self.hosts: dict[int, str] = {}
         self._sockets: dict[int, socket.socket] = {}
         self._poll = select.poll()
@@ -94,7 +94,7 @@ class Links:
                 if (parcel := next(coming[peer], None)) is not None:
                     due[peer] = parcel
             if idle and not self._look(0.0, ready, due) and next(meanwhile, None) is None:
-                with self.doing.at(self._awaited(ready, due)):
+                with self.doing.enter(self._awaited(ready, due)):
                     self._look(self.timeout_s, ready, due)
             elif not idle:
                 self._look(0.0, ready, due)
@@ -167,7 +167,7 @@ def _map(ring: int) -> Tensor:
 
 
 def open_links(
-    rank: int, world: int, timeout_s: float, hosts: tuple[str, ...] | None = None, doing: Doing | None = None
+    rank: int, world: int, timeout_s: float, hosts: tuple[str, ...] | None = None, doing: ActivityStack | None = None
 ) -> Links:
     """Link all workers that share a host. Collective over the default group, which must be gloo.
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realhf.comm.parallel import Group
+from realhf.comm.process_groups import Group
 
 
 @dataclass(frozen=True)

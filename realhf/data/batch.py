@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from realhf.api.batch import BatchMeta, ColumnMeta, RowId
+from realhf.api.batch_meta import BatchMeta, ColumnMeta, RowId
 
 
 @dataclass(frozen=True)

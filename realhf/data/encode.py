@@ -9,7 +9,7 @@ import numpy as np
 
 from realhf.api.config import DatasetConfig
 from realhf.api.experiment import Task
-from realhf.base.seeding import stable_seed
+from realhf.base.seeds import stable_seed
 from realhf.data.rows import Row, read_rows, settle
 from realhf.data.tokenizer import encode_answers, encode_pieces, encode_prompts
 

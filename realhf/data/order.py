@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from realhf.base.seeding import stable_seed
+from realhf.base.seeds import stable_seed
 
 
 def epoch_order(seed: int, epoch: int, n: int, shuffle: bool) -> np.ndarray:

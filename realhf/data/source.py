@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realhf.api.batch import PROMPT, RowId
+from realhf.api.batch_meta import PROMPT, RowId
 from realhf.api.config import DatasetConfig
+from realhf.api.config.preference import MISMATCHED
 from realhf.api.experiment import Task
-from realhf.api.preferences import MISMATCHED
 from realhf.base.errors import UserError
-from realhf.base.seeding import stable_seed
+from realhf.base.seeds import stable_seed
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.encode import EncodedRow, encode_split
 from realhf.data.order import redrawn_at, rows_at

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from realhf.api.campaign import Campaign, Stage
 from realhf.api.config import DatasetConfig, GenerationConfig, opt
-from realhf.api.ensemble import EnsembleConfig, Objective
+from realhf.api.config.ensemble import EnsembleConfig, Objective
+from realhf.api.multi_stage import Campaign, Stage
+from realhf.base.best_of_n import Entry, curve
 from realhf.base.errors import UserError
 from realhf.data.files import read_raw_rows
 from realhf.experiments.restem import read_generations
 from realhf.experiments.scoring import ScoreExperiment, Scoring
-from realhf.rewards.best_of_n import Entry, curve
-from realhf.rewards.ensemble import combine
+from realhf.ops.ensemble import combine
 
 RESULT = "bon.json"
 Answers = list[dict[str, Any]]

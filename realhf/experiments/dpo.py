@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 from realhf.api.codec import to_plain
 from realhf.api.config import ExperimentConfig, GenerationConfig, MFCConfig, ModelSpec, opt
+from realhf.api.config.preference import MISMATCHED, DPOConfig, PreferenceLoss
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
-from realhf.api.preferences import MISMATCHED, DPOConfig, PreferenceLoss
 
 REF = "ref_logprob_sums"
 KL_REF = f"kl_{REF}"

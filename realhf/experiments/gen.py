@@ -6,8 +6,8 @@ from realhf.api.codec import to_plain
 from realhf.api.config import ExperimentConfig, GenerationConfig, MFCConfig, ModelSpec, PPOConfig, RewardConfig, opt
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
-from realhf.experiments.sampling import sampling_problems
-from realhf.experiments.verified import reward_problems, reward_task
+from realhf.experiments.options.sampling import sampling_problems
+from realhf.experiments.options.verifier import reward_problems, reward_task
 
 
 @dataclass

@@ -14,12 +14,12 @@ from realhf.api.config import (
     PPOConfig,
     opt,
 )
-from realhf.api.ensemble import EnsembleConfig
+from realhf.api.config.ensemble import EnsembleConfig
+from realhf.api.config.preference import RewardModelType, ScoreConfig
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync
-from realhf.api.preferences import RewardModelType, ScoreConfig
-from realhf.experiments.ppo_options import ppo_problems, ppo_warnings, trial_problems, trial_sampling
-from realhf.experiments.reward_models import RewardModels
+from realhf.experiments.options.ppo import ppo_problems, ppo_warnings, trial_problems, trial_sampling
+from realhf.experiments.options.reward_models import RewardModels
 
 LEARNED = ("rewards", "dense_rewards", "ref_logprobs", "prox_logprobs", "values", "baseline", "advantages")
 """Keys that training reads beside those of the rollout, where they are made."""

@@ -4,12 +4,12 @@ from dataclasses import dataclass, replace
 
 from realhf.api.codec import to_plain
 from realhf.api.config import ModelSpec, RewardConfig, opt
-from realhf.api.ensemble import EnsembleConfig
+from realhf.api.config.ensemble import EnsembleConfig
+from realhf.api.config.preference import ScoreConfig
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, InterfaceSpec, Kind
-from realhf.api.preferences import ScoreConfig
+from realhf.experiments.options.verifier import reward_problems, reward_task
 from realhf.experiments.ppo import PPOExperiment
-from realhf.experiments.verified import reward_problems, reward_task
 
 
 @dataclass

@@ -7,13 +7,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from realhf.api.campaign import Campaign, Stage
 from realhf.api.config import DatasetConfig, ExperimentControl, GenerationConfig, ModelSpec, RewardConfig, opt
+from realhf.api.multi_stage import Campaign, Stage
 from realhf.base.errors import RunFailed
 from realhf.experiments.gen import GenerationExperiment
-from realhf.experiments.sampling import sampling_problems
+from realhf.experiments.options.sampling import sampling_problems
+from realhf.experiments.options.verifier import reward_problems
 from realhf.experiments.sft import SFTExperiment
-from realhf.experiments.verified import reward_problems
 
 
 class Choice(Enum):

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 from realhf.api.codec import to_plain
 from realhf.api.config import ExperimentConfig, GenerationConfig, MFCConfig, ModelSpec, opt
+from realhf.api.config.preference import RewardModelType, RWConfig
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
-from realhf.api.preferences import RewardModelType, RWConfig
 
 READ = {RewardModelType.outcome: ("tokens", "label"), RewardModelType.process: ("tokens", "step_labels")}
 

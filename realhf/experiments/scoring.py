@@ -5,15 +5,15 @@ from pathlib import Path
 
 from realhf.api.codec import to_plain
 from realhf.api.config import ExperimentConfig, GenerationConfig, MFCConfig, ModelSpec, PPOConfig, RewardConfig, opt
-from realhf.api.ensemble import EnsembleConfig
+from realhf.api.config.ensemble import EnsembleConfig
+from realhf.api.config.preference import ScoreConfig
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
-from realhf.api.preferences import ScoreConfig
 from realhf.data.files import read_raw_rows
-from realhf.experiments.reward_models import ANSWER, RewardModels
-from realhf.experiments.sampling import sampling_problems
-from realhf.experiments.score import score_interface
-from realhf.experiments.verified import reward_problems, reward_task
+from realhf.experiments.options.reward_models import ANSWER, RewardModels
+from realhf.experiments.options.sampling import sampling_problems
+from realhf.experiments.options.score import score_interface
+from realhf.experiments.options.verifier import reward_problems, reward_task
 
 SOLUTIONS = {Task.math: ("solutions",), Task.code: ("input_output", "test")}
 """Keys of a row, one of which a verifier of ours needs."""

@@ -7,7 +7,7 @@ from realhf.api.config import ExperimentConfig, Mode
 from realhf.launch import local, ray, slurm
 from realhf.launch.elastic import elastic_problems
 from realhf.launch.local import LocalLauncher
-from realhf.system.run import RunSpec
+from realhf.plan.run_spec import RunSpec
 
 
 class Launcher(Protocol):

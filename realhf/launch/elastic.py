@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from realhf.api.config import ExperimentConfig, MFCConfig, Mode, ParallelConfig
-from realhf.plan.allocate import PLANNED
+from realhf.plan.compile.allocate import PLANNED
 
 
 @dataclass(frozen=True)

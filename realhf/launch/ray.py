@@ -18,7 +18,7 @@ from realhf.base.errors import RunFailed, UserError
 from realhf.base.paths import RunDir
 from realhf.launch.command import how_it_ended, python_path, shared_environment, worker_command
 from realhf.launch.local import DUMP_S, STOP_S, ask_for_stacks, start_worker, state_of
-from realhf.system.mailbox import NodeLost
+from realhf.system.transport.reply_receiver import NodeLost
 
 NOTICE_S = 15.0
 """How long Ray may take to notice that a node has died."""

@@ -12,7 +12,7 @@ from realhf.base.paths import RunDir
 from realhf.launch.command import how_it_ended, shared_environment, worker_command
 from realhf.launch.local import DUMP_S, STOP_S, start_worker
 from realhf.launch.network import address_for
-from realhf.system.mailbox import NodeLost
+from realhf.system.transport.reply_receiver import NodeLost
 
 RANK = "SLURM_PROCID"
 ANSWER_S = 60.0

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.api.model import ModelConfig
+from realhf.api.model_config import ModelConfig
 from realhf.comm.tensor_parallel import Seams
 from realhf.ops.activations import activate
 from realhf.ops.moe import (

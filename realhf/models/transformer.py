@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from realhf.api.model import ModelConfig
-from realhf.api.params import ParamSpec, shard_box
-from realhf.comm.parallel import Group
+from realhf.api.model_config import ModelConfig
+from realhf.api.param_box import ParamSpec, shard_box
+from realhf.comm.process_groups import Group
 from realhf.comm.tensor_parallel import Seams, gather_columns
 from realhf.models.blocks import Attend, Attention, Block, Experts, Mlp, Norm, Pass, RouterLoss, run_block
-from realhf.models.cache import KVCache
-from realhf.models.flat import FlatParams
-from realhf.models.fused import FusedBlocks, PackedBlocks, fused, in_panels, panel_linear
+from realhf.models.flat_params import FlatParams
+from realhf.models.fused_decode import FusedBlocks, PackedBlocks, fused, in_panels, panel_linear
+from realhf.models.kv_cache import KVCache
 from realhf.ops.attention import Scores, decode_attention, decode_bias, positions_in_rows, rotary_attention
 from realhf.ops.logprobs import UNCUT, VocabularyCut, packed_logprobs
 from realhf.ops.norms import Rotary, rotate

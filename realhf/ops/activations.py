@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.ops import native
+from realhf.ops import extension
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -27,7 +27,7 @@ def activate(wide: Tensor, activation: str, gated: bool) -> Tensor:
     then keeps ``wide`` and nothing else.
     """
     fits = wide.dtype in (torch.float32, torch.bfloat16)
-    kernel = native.kernel("activate", wide.device.type) if fits else None
+    kernel = extension.kernel("activate", wide.device.type) if fits else None
     if kernel is None:
         return activate_reference(wide, activation, gated)
     if torch.is_grad_enabled() and wide.requires_grad:
@@ -49,12 +49,12 @@ class _Activate(torch.autograd.Function):
         wide = wide.contiguous()
         ctx.save_for_backward(wide)
         ctx.given = NUMBERS[activation], gated
-        kernel = native.kernel("activate", wide.device.type)
+        kernel = extension.kernel("activate", wide.device.type)
         assert kernel is not None, "``activate`` looked"
         return kernel(wide, *ctx.given)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        kernel = native.kernel("activate_backward", grad.device.type)
+        kernel = extension.kernel("activate_backward", grad.device.type)
         assert kernel is not None, "both halves are compiled together"
         return kernel(grad.contiguous(), *ctx.saved_tensors, *ctx.given), None, None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from realhf.ops import native
+from realhf.ops import extension
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def adamw_(
     one pass over memory; else ``adamw_reference_``.
     """
     alike = rounded is None or rounded.dtype == torch.bfloat16
-    kernel = native.kernel("adamw_", master.device.type) if alike else None
+    kernel = extension.kernel("adamw_", master.device.type) if alike else None
     if kernel is None:
         return adamw_reference_(master, grad, first, second, step, rounded)
     kernel(

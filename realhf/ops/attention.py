@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from realhf.ops import native, varlen
+from realhf.ops import extension, varlen
 from realhf.ops.norms import rotate
 
 BLOCK = 256
@@ -73,7 +73,7 @@ def rotary_attention(
         scale = rule.scale_for(qkv.shape[-1])
         return varlen.varlen_attention(*parts, tuple(lengths), tuple(prefixes), scale, rule.window)
     fits = qkv.dtype in (torch.float32, torch.bfloat16) and qkv.numel() > 0
-    if not fits or native.kernel("packed_attention", qkv.device.type) is None:
+    if not fits or extension.kernel("packed_attention", qkv.device.type) is None:
         return rotary_attention_reference(qkv, n_q, n_kv, lengths, rule, prefixes, angles)
     table = torch.frombuffer(array("q", (*lengths, *(prefixes or (-1,) * len(lengths)))), dtype=torch.int64)
     try:
@@ -93,7 +93,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, qkv: Tensor, n_q: int, n_kv: int, rows: Tensor, angles: Tensor | None, rule: tuple[float, int, float]
     ) -> Tensor:
-        kernel = native.kernel("packed_attention", qkv.device.type)
+        kernel = extension.kernel("packed_attention", qkv.device.type)
         assert kernel is not None, "``rotary_attention`` looked"
         ctx.sizes, ctx.rule = (n_q, n_kv, n_kv), rule
         out: Tensor
@@ -104,7 +104,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         qkv, out, normalisers, rows, angles = ctx.saved_tensors
-        kernel = native.kernel("packed_attention_backward", grad.device.type)
+        kernel = extension.kernel("packed_attention_backward", grad.device.type)
         assert kernel is not None, "both halves are compiled together"
         parts = qkv.split(ctx.sizes, 1)
         return (kernel(grad, *parts, out, normalisers, rows, angles, *ctx.rule), *[None] * 5)
@@ -113,7 +113,7 @@ class _Attention(torch.autograd.Function):
 def shares_prefixes(device: torch.device, dtype: torch.dtype, softcap: float = 0.0) -> bool:
     """Tell whether rows that continue one another are faster than rows that repeat what they share."""
     on_gpu = varlen.is_available(device) and dtype.itemsize == 2 and not softcap
-    return native.kernel("packed_attention", device.type) is not None or on_gpu
+    return extension.kernel("packed_attention", device.type) is not None or on_gpu
 
 
 def _check_rows(q: Tensor, lengths: Sequence[int], prefixes: Sequence[int]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from realhf.ops import native
+from realhf.ops import extension
 
 
 def packed_gae(
@@ -25,7 +25,7 @@ def packed_gae(
     the dtype and no gradient is asked for, else ``packed_gae_reference``, the same in plain torch. Raises ValueError
     for empty rows, for lengths that do not add up to T and for arguments of another shape.
     """
-    kernel = native.kernel("packed_gae", values.device.type) if _kernel_fits(rewards, values) else None
+    kernel = extension.kernel("packed_gae", values.device.type) if _kernel_fits(rewards, values) else None
     if kernel is None:
         return packed_gae_reference(rewards, values, lengths, bootstrap, gamma, lam)
     cu_seqlens = torch.frombuffer(array("q", [0, *lengths]), dtype=torch.int64).cumsum(0)  # faster than of a list
@@ -131,7 +131,7 @@ def _gae_2d(
     rewards: Tensor, values: Tensor, ends: Tensor, truncates: Tensor, gamma: float, lam: float, overlap: bool
 ) -> tuple[Tensor, Tensor]:
     _check_slots(rewards, values, ends, truncates)
-    kernel = native.kernel("gae_2d", values.device.type) if _kernel_fits(rewards, values) else None
+    kernel = extension.kernel("gae_2d", values.device.type) if _kernel_fits(rewards, values) else None
     if kernel is None:
         return gae_2d_reference(rewards, values, ends, truncates, gamma, lam, overlap)
     return kernel(rewards, values, ends, truncates, gamma, lam, overlap)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from realhf.ops import native
+from realhf.ops import extension
 
 
 def slice_intervals(src: Tensor, intervals: Tensor) -> Tensor:
@@ -14,7 +14,7 @@ def slice_intervals(src: Tensor, intervals: Tensor) -> Tensor:
     that is not inside ``src``.
     """
     wants_grad = torch.is_grad_enabled() and src.requires_grad
-    kernel = None if wants_grad else native.kernel("slice_intervals", src.device.type)
+    kernel = None if wants_grad else extension.kernel("slice_intervals", src.device.type)
     if kernel is None:
         return slice_intervals_reference(src, intervals)
     try:
@@ -37,7 +37,7 @@ def set_intervals(src: Tensor, dst: Tensor, intervals: Tensor) -> None:
     ``dst``, overlap, or hold another number of elements than ``src``.
     """
     wants_grad = torch.is_grad_enabled() and (src.requires_grad or dst.requires_grad)
-    kernel = None if wants_grad or not dst.is_contiguous() else native.kernel("set_intervals", dst.device.type)
+    kernel = None if wants_grad or not dst.is_contiguous() else extension.kernel("set_intervals", dst.device.type)
     if kernel is None:
         return set_intervals_reference(src, dst, intervals)
     try:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realhf.ops import native
+from realhf.ops import extension
 
 TILES = {"cpu": (512, 2048)}
 """Tokens and words whose logits are held at once: 4 MiB stay in a CPU's caches; elsewhere products should be large."""
@@ -109,7 +109,7 @@ def logit_stats(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, 
 
     ``targets`` (``[n]`` int64) outside 0..V-1 pick 0: other workers hold them. The logits are used up.
     """
-    kernel = native.kernel("logit_stats", logits.device.type) if _kernel_fits(logits) else None
+    kernel = extension.kernel("logit_stats", logits.device.type) if _kernel_fits(logits) else None
     return logit_stats_reference(logits, targets, scale) if kernel is None else kernel(logits, targets, scale)
 
 
@@ -132,7 +132,7 @@ def logit_slopes_(
     logits, computed again in another chunk, differ in their last bits, all that is left of it where p is next to 1.
     ``normalisers``, ``logprobs`` and ``grads`` are ``[n]`` float32.
     """
-    kernel = native.kernel("logit_slopes_", logits.device.type) if _kernel_fits(logits) else None
+    kernel = extension.kernel("logit_slopes_", logits.device.type) if _kernel_fits(logits) else None
     if kernel is None:
         return logit_slopes_reference_(logits, targets, normalisers, logprobs, grads, scale)
     kernel(logits, targets, normalisers, logprobs, grads, scale)

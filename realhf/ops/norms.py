@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.ops import native
+from realhf.ops import extension
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -18,7 +18,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     """
     if offset:
         return rms_norm(x.float(), weight.float() + offset, eps).to(x.dtype)
-    kernel = native.kernel("rms_norm", x.device.type) if x.dtype == weight.dtype == torch.float32 else None
+    kernel = extension.kernel("rms_norm", x.device.type) if x.dtype == weight.dtype == torch.float32 else None
     if kernel is None:
         return F.rms_norm(x, weight.shape, weight, eps)
     if torch.is_grad_enabled():
@@ -32,13 +32,13 @@ class _RmsNorm(torch.autograd.Function):
         x = x.contiguous()
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        kernel = native.kernel("rms_norm", x.device.type)
+        kernel = extension.kernel("rms_norm", x.device.type)
         assert kernel is not None, "``rms_norm`` looked"
         return kernel(x, weight, eps)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        kernel = native.kernel("rms_norm_backward", grad.device.type)
+        kernel = extension.kernel("rms_norm_backward", grad.device.type)
         assert kernel is not None, "both halves are compiled together"
         x_grad, weight_grad = kernel(grad.contiguous(), *ctx.saved_tensors, ctx.eps)
         return x_grad, weight_grad, None

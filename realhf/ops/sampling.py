@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from realhf.ops import native
+from realhf.ops import extension
 
 
 def _int64(x: int) -> int:
@@ -30,7 +30,7 @@ def _mix(x: Tensor) -> Tensor:
 
 def uniform(seed: int, prompts: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
     """Return one number in [0, 1) per row, ``[S]`` float64 with 53 random bits, from int64 counters ``[S]``."""
-    kernel = native.kernel("counter_uniform", prompts.device.type)
+    kernel = extension.kernel("counter_uniform", prompts.device.type)
     if kernel is None:
         return uniform_reference(seed, prompts, samples, positions)
     return kernel(_int64(seed), prompts, samples, positions)
@@ -99,7 +99,7 @@ def sample(
     Where there is a compiled kernel for the device it draws, reading each row once and sorting nothing; tokens are
     those of ``sample_reference`` unless ``u`` falls within rounding of the border between two.
     """
-    kernel = native.kernel("sample_tokens", logits.device.type)
+    kernel = extension.kernel("sample_tokens", logits.device.type)
     if kernel is None:
         return sample_reference(logits, u, temperature, top_k, top_p, forbid, forbid_rows)
     _check_options(temperature, top_k, top_p)

@@ -5,25 +5,25 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from realhf.api.batch import PROMPT, RowId
-from realhf.api.engine import Interface
+from realhf.api.batch_meta import PROMPT, RowId
 from realhf.api.graph import Kind
 from realhf.api.layout import Layout
 from realhf.api.messages import Call, State, Stats
-from realhf.api.params import box_numel, box_shape
+from realhf.api.param_box import box_numel, box_shape
 from realhf.api.program import Compute, Load, Offload, Reallocate, Release, Transfer
-from realhf.base.doing import Doing
+from realhf.arch.param_specs import param_specs, stage_layers
+from realhf.base.activity import ActivityStack
 from realhf.base.timers import Spans
 from realhf.comm.exchange import Move, Piece, exchange
 from realhf.comm.shared_memory import Links
 from realhf.data.batch import Column, SequenceBatch
-from realhf.engine import NativeEngine
-from realhf.ops.boxes import copy_box
-from realhf.plan.realloc import BoxCopy, plan_realloc
-from realhf.plan.specs import param_specs, stage_layers
-from realhf.plan.transfer import RowCopy, plan_transfer, stored_as
-from realhf.system.run import RunSpec
-from realhf.system.store import RowStore
+from realhf.data.protocols import Interface
+from realhf.models.engine import NativeEngine
+from realhf.ops.strided_copy import copy_box
+from realhf.plan.compile.realloc import BoxCopy, plan_realloc
+from realhf.plan.compile.transfer import RowCopy, plan_transfer, stored_as
+from realhf.plan.run_spec import RunSpec
+from realhf.system.row_store import RowStore
 
 
 @dataclass
@@ -47,9 +47,9 @@ class Executor:
         interfaces: dict[str, Interface],
         spans: Spans,
         links: Links | None = None,
-        doing: Doing | None = None,
+        doing: ActivityStack | None = None,
     ) -> None:
-        self.doing = doing or Doing()
+        self.doing = doing or ActivityStack()
         self.run, self.rank, self.device, self.links = run, rank, device, links
         self.engines, self.interfaces, self.spans = engines, interfaces, spans
         self.store = RowStore()

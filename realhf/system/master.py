@@ -26,15 +26,15 @@ from realhf.api.messages import (
     ToWorker,
 )
 from realhf.base.errors import Stopped
-from realhf.plan.program import home, meshes_of
-from realhf.plan.schedule import Action, Dispatch, FetchRows, FinishStep, MasterState, RowsReady, Span
-from realhf.system.best import Best, Record
-from realhf.system.channel import MasterEnd, deadline
-from realhf.system.mailbox import NODES_SETTLE_S, Mailbox, Watch, listed
-from realhf.system.pulse import Pulses
-from realhf.system.recovery import Manifest, aside, checkpoints_of, commit, flat_options
-from realhf.system.run import RunSpec
-from realhf.system.telemetry import Telemetry
+from realhf.plan.compile.program import home, meshes_of
+from realhf.plan.compile.schedule import Action, Dispatch, FetchRows, FinishStep, MasterState, RowsReady, Span
+from realhf.plan.run_spec import RunSpec
+from realhf.system.checkpoint.best_models import Best, Record
+from realhf.system.checkpoint.manifest import Manifest, aside, checkpoints_of, commit, flat_options
+from realhf.system.metrics.telemetry import Telemetry
+from realhf.system.transport.channel import MasterEnd, deadline
+from realhf.system.transport.heartbeat import Pulses
+from realhf.system.transport.reply_receiver import NODES_SETTLE_S, Mailbox, Watch, listed
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from realhf.algorithms import build_interface
-from realhf.api.engine import Interface, InterfaceContext
+from realhf.api.config.preference import MISMATCHED
 from realhf.api.graph import InterfaceSpec
 from realhf.api.messages import (
     Call,
@@ -31,25 +31,25 @@ from realhf.api.messages import (
     ToMaster,
     ToWorker,
 )
-from realhf.api.preferences import MISMATCHED
-from realhf.base.doing import Doing
+from realhf.base.activity import ActivityStack
 from realhf.base.errors import UserError
-from realhf.base.memory import resident_bytes
-from realhf.base.seeding import stable_seed
+from realhf.base.host_memory import resident_bytes
+from realhf.base.seeds import stable_seed
 from realhf.base.timers import Spans
-from realhf.comm.parallel import Group, ParallelContext, join, leave, make_groups, open_store
+from realhf.comm.process_groups import Group, ParallelContext, join, leave, make_groups, open_store
 from realhf.comm.shared_memory import Links, open_links
 from realhf.data.batch import SequenceBatch
+from realhf.data.protocols import Interface, InterfaceContext
 from realhf.data.source import RowSource, row_fields
 from realhf.data.tokenizer import load_tokenizer
-from realhf.engine import NativeEngine, ServedEngine, Serving, VllmServer, build_engine, served
-from realhf.engine.snapshot import restore, snapshot
-from realhf.plan.program import engines_of, groups_of, home, meshes_of, served_of
-from realhf.system.checkpoint import Saved, Writer, file_name
+from realhf.models.engine import NativeEngine, ServedEngine, Serving, VllmServer, build_engine, served
+from realhf.models.engine.snapshot import restore, snapshot
+from realhf.plan.compile.program import engines_of, groups_of, home, meshes_of, served_of
+from realhf.plan.run_spec import RunSpec
+from realhf.system.checkpoint.manifest import read_manifest
+from realhf.system.checkpoint.writer import Saved, Writer, file_name
 from realhf.system.executor import Executor
-from realhf.system.recovery import read_manifest
-from realhf.system.run import RunSpec
-from realhf.system.tracing import time_spent, trace_lines
+from realhf.system.metrics.trace import time_spent, trace_lines
 
 IDLE = "nothing, it waits for the master"
 
@@ -59,7 +59,7 @@ class ModelWorker:
 
     def __init__(self, run: RunSpec, rank: int, send: Callable[[ToMaster], None], log: Logger) -> None:
         self.run, self.rank, self.send, self.log = run, rank, send, log
-        self.doing = Doing()
+        self.doing = ActivityStack()
         self.spans = Spans(self.doing)
         self.device = torch.device(
             f"cuda:{rank % max(1, torch.cuda.device_count())}" if run.device == "cuda" else "cpu"

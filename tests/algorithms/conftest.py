@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from realhf.api.batch import RowId
+from realhf.api.batch_meta import RowId
 from realhf.data.batch import Column, SequenceBatch
 
 

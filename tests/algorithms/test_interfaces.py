@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from realhf.algorithms import INTERFACES, build_interface
-from realhf.algorithms.ppo import PPOActor
-from realhf.algorithms.verifier import VerifierConfig
+from realhf.algorithms.policy_gradient.ppo import PPOActor
+from realhf.algorithms.policy_gradient.verifier import VerifierConfig
 from realhf.api.codec import to_plain
 from realhf.api.config import PPOConfig
-from realhf.api.engine import InterfaceContext
 from realhf.api.graph import InterfaceSpec
+from realhf.data.protocols import InterfaceContext
 
 CONTEXT = InterfaceContext(seed=1, tokenizer=None, run_root=Path("."))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from realhf.algorithms.sft import SFT, SFTConfig
-from realhf.api.engine import InterfaceContext
+from realhf.data.protocols import InterfaceContext
 
 CONTEXT = InterfaceContext(seed=1, tokenizer=None, run_root=Path("."))
 

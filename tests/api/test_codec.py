@@ -6,8 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from realhf.api.batch import BatchMeta, ColumnMeta, RowId
+from realhf.api.batch_meta import BatchMeta, ColumnMeta, RowId
 from realhf.api.codec import from_json, from_plain, to_json, to_plain
+from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.messages import (
@@ -32,7 +33,6 @@ from realhf.api.messages import (
     ToMaster,
     ToWorker,
 )
-from realhf.api.plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.program import Compute, Instruction, Load, Offload, Program, Reallocate, Release, Transfer
 
 META = BatchMeta(

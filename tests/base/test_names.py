@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from realhf.base.paths import RunDir
-from realhf.base.seeding import stable_seed
+from realhf.base.seeds import stable_seed
 from realhf.base.timers import Spans
 
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.model import ModelConfig
-from realhf.api.params import box_numel, box_shape, intersect, relative, whole
+from realhf.api.model_config import ModelConfig
+from realhf.api.param_box import box_numel, box_shape, intersect, relative, whole
+from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.comm.exchange import Move, Piece, exchange
 from realhf.comm.shared_memory import open_links
-from realhf.models.flat import FlatParams
-from realhf.plan.realloc import BoxCopy, copies_of, plan_realloc, shard_of
-from realhf.plan.specs import param_specs, stage_layers
+from realhf.models.flat_params import FlatParams
+from realhf.plan.compile.realloc import BoxCopy, copies_of, plan_realloc, shard_of
 
 CONFIG = ModelConfig("llama", 2, 32, 4, 2, 8, 48, 40, 64, tied_embedding=True)
 SPECS = param_specs(CONFIG)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.comm.parallel import Group, make_groups
+from realhf.comm.process_groups import Group, make_groups
 from realhf.comm.tensor_parallel import Seams
 from realhf.ops.logprobs import VocabularyCut, packed_logprobs
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from realhf.comm.exchange import exchange
-from realhf.comm.parcels import Move, Piece
+from realhf.comm.packets import Move, Piece
 from realhf.comm.relay import RELAYED_BYTES, in_rounds
 from realhf.comm.shared_memory import open_links
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realhf.comm.exchange import Move, Piece, exchange
-from realhf.comm.parallel import join, open_store
+from realhf.comm.process_groups import join, open_store
 from realhf.comm.shared_memory import SLOT_BYTES, Links, open_links
 
 CPU = torch.device("cpu")

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from realhf.api.campaign import Campaign
 from realhf.api.config import (
     DatasetConfig,
     EvaluationConfig,
@@ -15,17 +14,18 @@ from realhf.api.config import (
     ModelSpec,
     PPOConfig,
 )
-from realhf.api.ensemble import EnsembleConfig
+from realhf.api.config.ensemble import EnsembleConfig
+from realhf.api.config.preference import DPOConfig, PreferenceLoss, RewardModelType, RWConfig
 from realhf.api.experiment import Task
-from realhf.api.preferences import DPOConfig, PreferenceLoss, RewardModelType, RWConfig
+from realhf.api.multi_stage import Campaign
 from realhf.base.errors import UserError
 from realhf.experiments import EXPERIMENTS, experiment_class
 from realhf.experiments.dpo import DPOExperiment
 from realhf.experiments.gen import GenerationExperiment
+from realhf.experiments.options.sampling import sampling_problems
 from realhf.experiments.ppo import PPOExperiment
 from realhf.experiments.ppo_math import PPOMathExperiment
 from realhf.experiments.rw import RewardModelExperiment
-from realhf.experiments.sampling import sampling_problems
 from realhf.experiments.sft import SFTExperiment
 
 USERS = """

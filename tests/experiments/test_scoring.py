@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from realhf.api.campaign import Campaign
 from realhf.api.config import (
     DatasetConfig,
     GenerationConfig,
@@ -14,9 +13,10 @@ from realhf.api.config import (
     PPOConfig,
     RewardConfig,
 )
-from realhf.api.ensemble import EnsembleConfig, Objective
+from realhf.api.config.ensemble import EnsembleConfig, Objective
+from realhf.api.config.preference import ScoreConfig
 from realhf.api.experiment import Task
-from realhf.api.preferences import ScoreConfig
+from realhf.api.multi_stage import Campaign
 from realhf.base.errors import UserError
 from realhf.experiments.bon import BestOfNExperiment, best_of_n, by_prompt, failed_share, written_singly
 from realhf.experiments.ppo import PPOExperiment

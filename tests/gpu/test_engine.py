@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from realhf.api.choices import Backend
 from realhf.api.config import GenerationConfig
-from realhf.comm.parallel import join, leave, open_store
-from realhf.engine import decoding
-from tests.engine.conftest import llama, twins  # noqa: F401
-from tests.engine.tiny import FAMILIES, counted, engine_on, nll, prompts_of, rows_of
+from realhf.api.config.choices import Backend
+from realhf.comm.process_groups import join, leave, open_store
+from realhf.models.engine.decode import group
+from tests.models.engine.conftest import llama, twins  # noqa: F401
+from tests.models.engine.tiny_engine import FAMILIES, counted, engine_on, nll, prompts_of, rows_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 LENGTHS = (3, 1, 7, 7, 12, 2, 5)
@@ -56,7 +56,7 @@ def test_graphs_draw_what_steps_draw(
     config = GenerationConfig(max_new_tokens=40, max_slots=19, **options)
     engine, prompts = engine_on(llama, trained=False, device="cuda"), prompts_of(LENGTHS).to("cuda")
     made = engine.generate(prompts, config, 3, 11)
-    monkeypatch.setattr(decoding, "has_graphs", lambda model: False)
+    monkeypatch.setattr(group, "has_graphs", lambda model: False)
     plain = engine.generate(prompts, config, 3, 11)
     assert torch.equal(made["tokens"], plain["tokens"])
     torch.testing.assert_close(made["logprobs"], plain["logprobs"], atol=1e-4, rtol=0)

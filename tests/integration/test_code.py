@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.rewards.sandbox import Reason
+from realhf.rewards.sandbox.sandbox import Reason
 from tests.integration.conftest import Run
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

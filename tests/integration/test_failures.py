@@ -42,7 +42,7 @@ def nothing_is_left(folder: Path, living: Living) -> bool:
 
 def test_an_interrupt_ends_launcher_workers_and_judges(endless: Started, living: Living, tmp_path: Path) -> None:
     commands = list(living(tmp_path).values())
-    assert len(commands) == 5 and sum("realhf.rewards.judge" in c for c in commands) == 2  # one for each worker
+    assert len(commands) == 5 and sum("realhf.rewards.judge.server" in c for c in commands) == 2  # one for each worker
     endless.process.send_signal(signal.SIGINT)
     run = endless.finish()
     assert run.code == 130 and "interrupted: workers are stopped" in run.said and "Traceback" not in run.said

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import zmq
 
-from realhf.apps.launching import launch, write_run
-from realhf.apps.quickstart import prepare
+from realhf.apps.commands.quickstart import prepare
+from realhf.apps.prepare.launching import launch, write_run
 from realhf.base.errors import RunFailed
 from tests.integration.conftest import Run, Started
 from tests.integration.test_failures import Living, Start, nothing_is_left, worker_pid
-from tests.system.strangers import KEY, http, oversized
+from tests.system.transport.hostile_peers import KEY, http, oversized
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from realhf.apps.report import main, measured, report
+from realhf.apps.commands.report import main, measured, report
 from realhf.base.errors import UserError
-from realhf.plan.timeline import Timeline
-from realhf.system.run import RunSpec
+from realhf.plan.run_spec import RunSpec
+from realhf.plan.search.timeline import Timeline
 from tests.conftest import Task
 from tests.integration.conftest import Run, run
 
@@ -26,7 +26,7 @@ def trained(task: Task, actor_folder: Path, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def read(trained: Run) -> Callable[[Path], RunSpec]:
-    from realhf.apps.launching import read_run
+    from realhf.apps.prepare.launching import read_run
 
     return read_run
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.rewards.best_of_n import curve
+from realhf.base.best_of_n import curve
 from tests.conftest import Task
 from tests.integration.conftest import Run
 

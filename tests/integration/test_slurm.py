@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.system.channel import ALONE_S
+from realhf.system.transport.channel import ALONE_S
 from tests.integration.conftest import PATIENCE_S, PROGRAM, REPOSITORY, Run, Started, same_curve
 from tests.launch.slurm_cluster import SlurmCluster, why_not
 

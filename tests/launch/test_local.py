@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from realhf.api.messages import Hello
-from realhf.apps.launching import write_run
-from realhf.apps.quickstart import prepare
+from realhf.apps.commands.quickstart import prepare
+from realhf.apps.prepare.launching import write_run
 from realhf.base.paths import RunDir
 from realhf.launch.local import LocalLauncher
-from realhf.system.channel import ZmqMaster
-from realhf.system.seal import new_key
+from realhf.system.transport.auth import new_key
+from realhf.system.transport.channel import ZmqMaster
 from tests.conftest import Task
 
 PATIENCE_S = 60.0

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.models.cut import CUTS, LENGTHS, TEMPERATURE, Start, Told, batch_of, job
-from tests.models.zoo import ONE_OF_EACH, theirs
+from tests.models.sharding import CUTS, LENGTHS, TEMPERATURE, Start, Told, batch_of, job
+from tests.models.tiny_models import ONE_OF_EACH, theirs
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 ACTORS = (*ONE_OF_EACH, "llama_tied", "qwen3_moe_some")

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.api.model import ModelConfig
-from realhf.api.params import box_numel, intersect, shard_box
-from realhf.models.families import FAMILIES
-from realhf.models.hf_config import read_hf_config
-from realhf.plan.specs import param_specs, stage_layers
+from realhf.api.model_config import ModelConfig
+from realhf.api.param_box import box_numel, intersect, shard_box
+from realhf.arch.families import FAMILIES
+from realhf.arch.hf_config import read_hf_config
+from realhf.arch.param_specs import param_specs, stage_layers
 
 LLAMA = ModelConfig("llama", 3, 48, 12, 4, 4, 60, 101, 64)
 QWEN2 = replace(LLAMA, family="qwen2", qkv_bias=True, tied_embedding=True)
@@ -151,5 +151,5 @@ def test_both_spellings_of_rotary_scaling_agree(tmp_path: Path) -> None:
 
 
 def test_the_planner_reads_models_without_torch() -> None:
-    code = "import sys, realhf.models.hf_config; sys.exit('torch' in sys.modules)"
+    code = "import sys, realhf.arch.hf_config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

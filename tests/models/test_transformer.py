@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from realhf.models.hf import init_random, load_hf
-from realhf.models.hf_config import read_hf_config
+from realhf.arch.hf_config import read_hf_config
+from realhf.models.hf_folder import init_random, load_hf
 from realhf.models.transformer import Transformer
 from realhf.ops.moe import balance_loss, route
-from tests.models.zoo import MODELS, VOCAB, twins, whole_params
-from tests.models.zoo import theirs as hugging_face
+from tests.models.tiny_models import MODELS, VOCAB, twins, whole_params
+from tests.models.tiny_models import theirs as hugging_face
 
 LENGTHS = [9, 9, 4, 1]  # windows are 4
 

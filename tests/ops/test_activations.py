@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from realhf.ops import native
+from realhf.ops import extension
 from realhf.ops.activations import ACTIVATIONS, activate, activate_reference
 
-needs_kernel = pytest.mark.skipif(native.kernel("activate", "cpu") is None, reason="the compiled kernels are not built")
+needs_kernel = pytest.mark.skipif(
+    extension.kernel("activate", "cpu") is None, reason="the compiled kernels are not built"
+)
 
 
 def with_gradient(fn, wide, *options):

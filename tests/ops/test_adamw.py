@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from realhf.ops import native
+from realhf.ops import extension
 from realhf.ops.adamw import AdamWStep, adamw_, adamw_reference_
 
 SIZE = 100_003
@@ -14,7 +14,7 @@ STEP = AdamWStep(1, 1e-2, 0.9, 0.95, 1e-8, 0.1, SIZE)
 
 @pytest.fixture
 def kernel() -> None:
-    if native.kernel("adamw_", "cpu") is None:
+    if extension.kernel("adamw_", "cpu") is None:
         pytest.skip("NATIVE KERNELS NOT BUILT, nothing tested: python setup.py build_ext --inplace")
 
 

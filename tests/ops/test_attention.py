@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.ops import native
+from realhf.ops import extension
 from realhf.ops.attention import (
     BLOCK,
     Scores,
@@ -117,7 +117,7 @@ FAMILIES = [
 
 @pytest.fixture(scope="module")
 def kernel() -> None:
-    if native.kernel("packed_attention", "cpu") is None:
+    if extension.kernel("packed_attention", "cpu") is None:
         pytest.skip(NOT_BUILT)
 
 

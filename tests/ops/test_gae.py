@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.ops import native
+from realhf.ops import extension
 from realhf.ops.gae import (
     gae_1d_nolp_misalign,
     gae_2d_nolp,
@@ -239,7 +239,7 @@ def test_slots_that_do_not_fit_are_refused(wrong, message):
 
 
 def test_the_schema_of_slots_holds():
-    kernel = native.kernel("gae_2d", "cpu")
+    kernel = extension.kernel("gae_2d", "cpu")
     if kernel is None:
         pytest.skip("NATIVE KERNELS NOT BUILT")
     torch.library.opcheck(kernel, (*slots(2, 9, 0), 0.9, 0.8, True))

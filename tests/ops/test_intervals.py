@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.ops import native
+from realhf.ops import extension
 from realhf.ops.intervals import (
     set_intervals,
     set_intervals_reference,
@@ -147,7 +147,7 @@ def test_writes_that_cannot_be_meant_are_refused_and_write_nothing(put_back, src
 
 
 def test_the_schemas_hold():
-    write, read = native.kernel("set_intervals", "cpu"), native.kernel("slice_intervals", "cpu")
+    write, read = extension.kernel("set_intervals", "cpu"), extension.kernel("slice_intervals", "cpu")
     if write is None or read is None:
         pytest.skip("NATIVE KERNELS NOT BUILT")
     torch.library.opcheck(write, (torch.ones(2), torch.zeros(5), listed((1, 3))))

@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from realhf.ops import native
+from realhf.ops import extension
 from realhf.ops.logprobs import (
     VocabularyCut,
     logit_slopes_,
@@ -241,7 +241,7 @@ def test_threads_do_not_change_a_bit(dtype: torch.dtype) -> None:
 
 
 def test_the_schemas_hold_and_refuse_what_does_not_fit() -> None:
-    stats, slopes = native.kernel("logit_stats", "cpu"), native.kernel("logit_slopes_", "cpu")
+    stats, slopes = extension.kernel("logit_stats", "cpu"), extension.kernel("logit_slopes_", "cpu")
     if stats is None or slopes is None:
         pytest.skip("NATIVE KERNELS NOT BUILT")
     logits, targets, normalisers, logprobs, grads = chunk(3, 20, torch.float32)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from realhf.ops import native
+from realhf.ops import extension
 from realhf.ops.norms import Rotary, rms_norm, rotary_frequencies, rotate
 
 
@@ -82,7 +82,9 @@ def test_linear_scaling_slows_all_waves() -> None:
     assert torch.equal(rotary_frequencies(8, 1e4, {"factor": 4.0}), rotary_frequencies(8, 1e4, {}) / 4)
 
 
-needs_kernel = pytest.mark.skipif(native.kernel("rms_norm", "cpu") is None, reason="the compiled kernels are not built")
+needs_kernel = pytest.mark.skipif(
+    extension.kernel("rms_norm", "cpu") is None, reason="the compiled kernels are not built"
+)
 
 
 def norm_and_gradients(x: torch.Tensor, weight: torch.Tensor, fn: Callable[..., torch.Tensor]) -> list[torch.Tensor]:

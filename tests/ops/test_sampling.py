@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.ops import native
+from realhf.ops import extension
 from realhf.ops.sampling import sample, sample_reference, uniform, uniform_reference
 
 both = pytest.mark.parametrize("draw", [sample, sample_reference])
@@ -241,7 +241,7 @@ def test_logits_that_are_no_numbers_give_a_token_of_the_vocabulary():
 
 
 def test_the_schemas_hold_and_refuse_what_does_not_fit():
-    kernel, hashing = native.kernel("sample_tokens", "cpu"), native.kernel("counter_uniform", "cpu")
+    kernel, hashing = extension.kernel("sample_tokens", "cpu"), extension.kernel("counter_uniform", "cpu")
     if kernel is None or hashing is None:
         pytest.skip("NATIVE KERNELS NOT BUILT")
     logits, u, forbid = torch.randn(3, 40), torch.rand(3, dtype=torch.float64), torch.tensor([1])

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from realhf.api.config import DatasetConfig, ExperimentConfig, ExperimentControl
+from realhf.api.execution_plan import ExecutionPlan, Placement
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import Graph
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.plan import ExecutionPlan, Placement
 from realhf.base.paths import RunDir
-from realhf.system.run import RunSpec
+from realhf.plan.run_spec import RunSpec
 
 
 def layout_on(*ranks: int) -> Layout:

@@ -9,18 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from realhf.api.batch import PROMPT, BatchMeta, ColumnMeta, RowId
+from realhf.api.batch_meta import PROMPT, BatchMeta, ColumnMeta, RowId
 from realhf.api.config import ModelSpec
-from realhf.api.engine import Engine
+from realhf.api.execution_plan import MicroBatching
 from realhf.api.experiment import RoleSpec
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.api.messages import Call, Holders, State, Stats
-from realhf.api.plan import MicroBatching
 from realhf.base.timers import Spans
 from realhf.data.batch import Column, SequenceBatch
-from realhf.plan.schedule import Dispatch, MasterState, RowsReady
+from realhf.data.protocols import Engine
+from realhf.plan.compile.schedule import Dispatch, MasterState, RowsReady
 from realhf.system.executor import Executor, Outcome
-from tests.engine.tiny import counted, engine_on, nll, rows_of
+from tests.models.engine.tiny_engine import counted, engine_on, nll, rows_of
 from tests.system.conftest import layout_on, run_of
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from realhf.api.batch import PROMPT, BatchMeta, ColumnMeta, RowId
+from realhf.api.batch_meta import PROMPT, BatchMeta, ColumnMeta, RowId
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.api.messages import (
     Call,
@@ -28,9 +28,9 @@ from realhf.api.messages import (
     ToWorker,
 )
 from realhf.base.errors import RunFailed
-from realhf.plan.schedule import RowsReady
+from realhf.plan.compile.schedule import RowsReady
+from realhf.plan.run_spec import RunSpec
 from realhf.system.master import Master
-from realhf.system.run import RunSpec
 
 SPEC = InterfaceSpec("any")
 MakeRun = Callable[..., RunSpec]

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from realhf.api.batch import RowId
+from realhf.api.batch_meta import RowId
 from realhf.api.messages import Collect, Done, Drop, Failed, Fetch, Hello, Ready, Run, Save, Start, ToMaster
-from realhf.apps.quickstart import prepare
+from realhf.apps.commands.quickstart import prepare
 from realhf.base.errors import UserError
-from realhf.base.memory import resident_bytes
-from realhf.models.hf import SINGLE
-from realhf.plan.schedule import Dispatch, MasterState, RowsReady
-from realhf.system.run import RunSpec
+from realhf.base.host_memory import resident_bytes
+from realhf.models.hf_folder import SINGLE
+from realhf.plan.compile.schedule import Dispatch, MasterState, RowsReady
+from realhf.plan.run_spec import RunSpec
 from realhf.system.worker import ModelWorker
 from tests.conftest import Task
 

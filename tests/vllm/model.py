@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-from realhf.api.batch import PROMPT, RowId
+from realhf.api.batch_meta import PROMPT, RowId
 from realhf.api.config import ModelSpec, VllmConfig
 from realhf.api.experiment import RoleSpec
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.comm.parallel import ParallelContext, make_groups
+from realhf.arch.hf_config import read_hf_config
+from realhf.comm.process_groups import ParallelContext, make_groups
 from realhf.data.batch import Column, SequenceBatch
-from realhf.engine import NativeEngine, ServedEngine, Serving, build_engine, served
-from realhf.models.hf_config import read_hf_config
+from realhf.models.engine import NativeEngine, ServedEngine, Serving, build_engine, served
 
 INTERPRETER = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 ALONE = ParallelStrategy()

@@ -12,8 +12,8 @@ import torch
 from realhf.api.config import GenerationConfig
 from realhf.base.errors import RunFailed
 from realhf.data.batch import SequenceBatch
-from realhf.engine import NativeEngine, ServedEngine
-from tests.engine.tiny import by_row
+from realhf.models.engine import NativeEngine, ServedEngine
+from tests.models.engine.tiny_engine import by_row
 from tests.vllm.model import engine_on, prompts_of, served_on
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
@@ -92,7 +92,7 @@ def test_new_weights_are_drawn_with(engine: NativeEngine, vllm: ServedEngine) ->
 
 
 def test_weights_in_many_requests(engine: NativeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realhf.engine.vllm.BUCKET_BYTES", 1000)
+    monkeypatch.setattr("realhf.models.engine.vllm.BUCKET_BYTES", 1000)
     found = served_on(engine, tmp_path / "actor")
     assert found.server is not None and len(found.buckets) == 4  # embedding, two blocks, the last norm
     made = replace(found, verify=True).generate(prompts_of(LENGTHS), PLAIN, 2, seed=5)

@@ -1,0 +1,141 @@
+"""The formulas of PPO as pure functions (Schulman et al. 2017, arXiv 1707.06347, and the tricks of RLHF).
+
+Every packed column is ``[T]``: one element per token, prompt and answer, 0 at a row's first token. Element t of a
+column of actions (log-probabilities, rewards, advantages, returns, masks) belongs to the action that produced token t;
+element t of a column of states (values) to the state after token t, in which token t+1 is chosen.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from realhf.api.config import PPOConfig, ValueNormType
+from realhf.api.messages import State
+from realhf.data.protocols import Loss
+
+HUBER_DELTA = 10.0
+VARIANCE_FLOOR = 1e-2
+VALUE_CLIP = 5.0
+
+
+def answer_mask(prompt_mask: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return ``[T]`` bool: 1 on answer tokens, never on a row's first token, which was produced by no action."""
+    starts = [end - n for end, n in zip(accumulate(lengths), lengths, strict=True)]
+    return (prompt_mask == 0).index_fill(0, torch.tensor(starts, dtype=torch.int64, device=prompt_mask.device), False)
+
+
+def per_token(rows: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Repeat each row's scalar (``[B]``) over its tokens, ``[T]``."""
+    return rows.repeat_interleave(torch.tensor(lengths, dtype=torch.int64, device=rows.device))
+
+
+def loss_mask(answers: Tensor, truncated: Tensor, lengths: Sequence[int], mask_too_long: bool) -> Tensor:
+    """Return ``[T]`` bool, the tokens that are trained on: answers, without truncated rows when ``mask_too_long``."""
+    return answers & ~per_token(truncated.bool(), lengths) if mask_too_long else answers
+
+
+def token_rewards(
+    kl: Tensor, rewards: Tensor, truncated: Tensor, lengths: Sequence[int], kl_coef: float, config: PPOConfig
+) -> Tensor:
+    """Return the reward of every token, ``[T]``: ``-kl_coef * kl``, and the clipped score on a row's last token.
+
+    ``kl`` is log p - log ref on answer tokens and 0 elsewhere; ``rewards`` and ``truncated`` are ``[B]``. With
+    ``mask_no_eos_with_zero`` a truncated answer gets score 0 (its KL penalty stays).
+    """
+    scores = rewards.clamp(-config.max_reward_clip, config.max_reward_clip)
+    if config.mask_no_eos_with_zero:
+        scores = scores.masked_fill(truncated.bool(), 0.0)
+    last = torch.tensor(list(accumulate(lengths)), dtype=torch.int64, device=kl.device) - 1
+    return (-kl_coef * kl).index_add(0, last, scores.to(kl.dtype))
+
+
+def to_states(actions: Tensor) -> Tensor:
+    """Move every action's element to the state it was chosen in: token t+1's to t. Needs 0 at rows' first tokens."""
+    return actions.roll(-1)
+
+
+def huber(error: Tensor) -> Tensor:
+    """Return ``0.5 e^2`` within +-10 and ``10 (|e| - 5)`` beyond."""
+    size = error.abs()
+    return torch.where(size < HUBER_DELTA, 0.5 * error.square(), HUBER_DELTA * (size - 0.5 * HUBER_DELTA))
+
+
+def critic_loss(values: Tensor, old_values: Tensor, targets: Tensor, mask: Tensor, config: PPOConfig) -> Loss:
+    """Return the sum over ``mask`` of the larger loss of ``v`` and of ``clip(v, v_old +- value_eps_clip)``.
+
+    The loss is ``0.5 (v - target)^2``, or huber. All inputs are ``[T]`` columns of states, in normalised units.
+    Monitors: ``critic_loss`` and ``value_clip_ratio``, the share of values where the clipped branch is larger.
+    """
+    mask = mask.bool()
+    error = huber if config.value_loss_type == "huber" else lambda e: 0.5 * e.square()
+    limited = old_values + (values - old_values).clamp(-config.value_eps_clip, config.value_eps_clip)
+    plain, clipped = error(values - targets), error(limited - targets)
+    total = torch.maximum(plain, clipped).masked_fill(~mask, 0.0).sum()
+    count = mask.sum()
+    beyond = (values - old_values).abs() > config.value_eps_clip  # old + (new - old) may miss new by a last bit
+    flat = (clipped > plain) & beyond & mask
+    stats = {"critic_loss": (total.detach(), count), "value_clip_ratio": (flat.sum(), count)}
+    return Loss(total, stats)
+
+
+@dataclass(frozen=True)
+class ValueNorm:
+    """Running mean and variance of returns. ``first`` and ``second`` are moments times ``weight``.
+
+    ``exp``: moving averages with decay ``beta``, ``weight`` undoes the start at 0; ``ma``: sums over all history.
+    The variance is at least 1e-2, also before anything was seen.
+    """
+
+    type: ValueNormType
+    beta: float
+    eps: float
+    first: float = 0.0
+    second: float = 0.0
+    weight: float = 0.0
+
+    @staticmethod
+    def load(config: PPOConfig, state: Mapping[str, Any]) -> "ValueNorm":
+        """Build from what ``dump`` wrote; an empty state means that nothing was seen."""
+        moments = {k: float(state[k]) for k in ("first", "second", "weight") if k in state}
+        return ValueNorm(config.value_norm_type, config.value_norm_beta, config.value_norm_eps, **moments)
+
+    def dump(self) -> State:
+        return {"first": self.first, "second": self.second, "weight": self.weight}
+
+    @property
+    def mean(self) -> float:
+        return self.first / max(self.weight, self.eps)
+
+    @property
+    def std(self) -> float:
+        return max(self.second / max(self.weight, self.eps) - self.mean**2, VARIANCE_FLOOR) ** 0.5
+
+    def update(self, sums: Tensor) -> "ValueNorm":
+        """Take in global (sum, sum of squares, count) of returns, ``[3]`` float64; a count of 0 changes nothing."""
+        total, squares, count = sums.tolist()
+        if count == 0:
+            return self
+        if self.type is ValueNormType.ma:
+            return replace(self, first=self.first + total, second=self.second + squares, weight=self.weight + count)
+        keep, take = self.beta, 1.0 - self.beta
+        return replace(
+            self,
+            first=keep * self.first + take * total / count,
+            second=keep * self.second + take * squares / count,
+            weight=keep * self.weight + take,
+        )
+
+    def normalise(self, returns: Tensor) -> Tensor:
+        """Return targets of the critic, within +-5."""
+        return self.raw(returns).clamp(-VALUE_CLIP, VALUE_CLIP)
+
+    def raw(self, values: Tensor) -> Tensor:
+        """Return values in normalised units, unclipped: the inverse of ``denormalise``."""
+        return (values - self.mean) / self.std
+
+    def denormalise(self, raw: Tensor) -> Tensor:
+        return raw * self.std + self.mean

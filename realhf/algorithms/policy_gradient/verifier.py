@@ -1,0 +1,138 @@
+"""Rewards from a verifier: decodes answers and has them judged; no model is involved."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+
+from realhf.algorithms.policy_gradient.filter import scored
+from realhf.algorithms.stats import mean_of
+from realhf.api.config import PPOConfig, RewardConfig, opt
+from realhf.api.messages import State, Stats
+from realhf.data.batch import SequenceBatch
+from realhf.data.protocols import Engine, InterfaceContext
+from realhf.rewards.judge.pool import Item
+from realhf.rewards.registry import fns_of, judge_once, names_of, open_judge, verifier_of, weights_of
+from realhf.rewards.sandbox.sandbox import Reason
+from realhf.rewards.verdict import FORMAT, Status, Verdict
+
+
+@dataclass
+class VerifierConfig:
+    reward: RewardConfig = opt(RewardConfig, "where rewards come from")
+    ppo: PPOConfig = opt(PPOConfig, "scaling and bias of rewards, which answers stay")
+
+
+def decode_items(batch: SequenceBatch, tokenizer: Any) -> list[Item]:
+    """Return (prompt, answer, data row) of every row, texts without special tokens.
+
+    Columns: ``tokens``; ``prompt_mask``; ``row``, the data row as JSON in UTF-8 bytes.
+    """
+    items = []
+    keys = ("tokens", "prompt_mask", "row")
+    for tokens, prompt_mask, row in zip(*(batch.columns[key].rows() for key in keys), strict=True):
+        is_prompt = prompt_mask.bool()
+        texts = [tokenizer.decode(tokens[m].tolist(), skip_special_tokens=True) for m in (is_prompt, ~is_prompt)]
+        items.append((texts[0], texts[1], json.loads(bytes(row.tolist()))))
+    return items
+
+
+def shaped_score(verdict: Verdict, fn: str, config: RewardConfig, is_well_formed: bool = True) -> float:
+    """Return a verdict's score before bias and scaling.
+
+    For math and code it says right or wrong, and whether the answer is well formed counts where ``format_reward`` is
+    set; a user's function gives its own score. A judge that failed gives ``wrong_reward``.
+    """
+    if verdict.status is not Status.ok:
+        return config.wrong_reward
+    if verifier_of(fn) is None:
+        return verdict.score
+    formatted = bool(config.format_reward) and is_well_formed
+    if verdict.score > 0:
+        unformatted = config.right_unformatted_reward
+        return config.right_reward if formatted or not config.format_reward or unformatted is None else unformatted
+    return config.wrong_formatted_reward if formatted else config.wrong_reward
+
+
+class Verifier:
+    """Judges answers and makes the scalar ``rewards = (score - reward_output_bias) * reward_output_scaling``.
+
+    The score is the weighted sum of those of ``reward.fns``, if there are several. Statistics count all judged answers:
+    ``reward``, ``accuracy`` (math, code), ``verifier_error``, ``verifier_timeout``, ``well_formed`` (format_reward),
+    ``verdict_*``, the share of every `Reason` (code), and with several rewards ``score_*``, each by its name. With
+    check_verifier_status, a call whose answers were all judged wrong is a ValueError. The judges are started, and
+    tested for math, code and services, at the first call.
+    """
+
+    config_type = VerifierConfig
+
+    def __init__(self, config: VerifierConfig, context: InterfaceContext) -> None:
+        self.config = config
+        self.tokenizer = context.tokenizer
+        self.fns = fns_of(config.reward)
+        patterns = [f"{FORMAT}{config.reward.format_reward}"] if config.reward.format_reward else []
+        self.judges = [open_judge(fn, config.reward) for fn in [*self.fns, *patterns]]
+        self.tested = False
+
+    def inference(self, engine: Engine | None, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
+        if not self.tested:
+            for judge in self.judges:
+                judge.self_test()
+            self.tested = True
+        found = judge_once(self.judges, decode_items(batch, self.tokenizer))
+        verdicts, formats = found[: len(self.fns)], found[len(self.fns) :]
+        well_formed = [v.score > 0 for v in formats[0]] if formats else [True] * len(batch)
+        scores = [
+            [shaped_score(v, fn, self.config.reward, good) for v, good in zip(column, well_formed, strict=True)]
+            for fn, column in zip(self.fns, verdicts, strict=True)
+        ]
+        self.check_status(scores, verdicts)
+        ppo, weights = self.config.ppo, torch.tensor(weights_of(self.config.reward), dtype=torch.float64)
+        totals = weights @ torch.tensor(scores, dtype=torch.float64).reshape(len(self.fns), len(batch))
+        rewards = ((totals - ppo.reward_output_bias) * ppo.reward_output_scaling).float().to(batch["tokens"].device)
+        stats = {"reward": mean_of(rewards), **self.verdict_stats(verdicts)}
+        if formats:
+            stats["well_formed"] = (float(sum(well_formed)), float(len(batch)))
+        if len(self.fns) > 1:
+            names = names_of(self.fns)
+            stats |= {f"score_{name}": (sum(s), float(len(s))) for name, s in zip(names, scores, strict=True)}
+        return scored(batch, rewards, ppo), stats
+
+    def check_status(self, scores: Sequence[Sequence[float]], verdicts: Sequence[Sequence[Verdict]]) -> None:
+        """Raise when no answer was judged right by any of the rewards, if configured."""
+        config = self.config.reward
+        if not config.check_verifier_status or not scores[0]:
+            return
+        worst = max(config.wrong_reward, config.wrong_formatted_reward if config.format_reward else config.wrong_reward)
+        if all(max(column) <= worst for column in scores):
+            failed = [v.detail or v.status.value for v in chain(*verdicts) if v.status is not Status.ok]
+            first = f"; {len(failed)} verifications failed, the first with: {failed[0]}" if failed else ""
+            raise ValueError(
+                f"all {len(scores[0])} answers were judged wrong (reward.check_verifier_status is set){first}"
+            )
+
+    def verdict_stats(self, verdicts: Sequence[Sequence[Verdict]]) -> Stats:
+        """Count failures among all verdicts, and right answers by the first of math and code."""
+        every = list(chain(*verdicts))
+        stats = {
+            f"verifier_{status.value}": (float(sum(v.status is status for v in every)), float(len(every)))
+            for status in (Status.error, Status.timeout)
+        }
+        kinds = [(verifier_of(fn), column) for fn, column in zip(self.fns, verdicts, strict=True) if verifier_of(fn)]
+        if kinds:
+            kind, column = kinds[0]
+            count = float(len(column))
+            stats["accuracy"] = (float(sum(v.status is Status.ok and v.score > 0 for v in column)), count)
+            if kind != "math":
+                reasons = Counter(v.detail for v in column if v.status is Status.ok)
+                stats |= {f"verdict_{reason.value}": (float(reasons[reason.value]), count) for reason in Reason}
+        return stats
+
+    def close(self) -> None:
+        """End the judge processes."""
+        for judge in self.judges:
+            judge.close()

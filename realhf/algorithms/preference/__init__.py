@@ -1,0 +1,1 @@
+"""Learning from preference pairs: DPO and related losses."""

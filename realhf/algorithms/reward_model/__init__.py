@@ -1,0 +1,1 @@
+"""Reward models, ensembles, and process reward models."""

@@ -1,0 +1,133 @@
+"""Reward models: training and evaluation on what people or verifiers said, and the scores that PPO is given."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from realhf.algorithms.policy_gradient.filter import scored
+from realhf.algorithms.policy_gradient.prm_rewards import aggregate, on_tokens
+from realhf.algorithms.preference.pairs import pairs_of, ranked_pairs
+from realhf.algorithms.reward_model.reward_loss import comparison_loss, label_loss
+from realhf.algorithms.reward_model.step_splitter import SPLITTERS
+from realhf.algorithms.stats import mean_of, stats_of
+from realhf.algorithms.vineppo.vineppo_formulas import step_starts
+from realhf.api.config import PPOConfig, opt
+from realhf.api.config.preference import RewardModelType, RWConfig, ScoreConfig
+from realhf.api.messages import State, Stats
+from realhf.data.batch import Column, SequenceBatch
+from realhf.data.protocols import Engine, InterfaceContext, Loss, Outputs
+
+LABELS = {RewardModelType.outcome: "label", RewardModelType.process: "step_labels"}
+
+
+class RewardModel:
+    """Trains a scalar head, and tries it on held-out rows (``inference``, which makes no column).
+
+    Columns: ``tokens``; scalar ``label`` (outcome) or per token ``step_labels`` (process). Statistics are those of
+    ``comparison_loss`` and ``label_loss``; of an evaluation also ``score`` and ``score_sq``, of all answers or steps.
+    """
+
+    config_type = RWConfig
+
+    def __init__(self, config: RWConfig, context: InterfaceContext) -> None:
+        self.config = config
+        self.label = LABELS.get(config.type)
+
+    def train_step(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[Stats, State]:
+        ready = batch.only(("tokens", self.label) if self.label else ("tokens",))
+        count = float((batch[self.label] >= 0).sum()) if self.label else float(len({row.prompt for row in batch.ids}))
+
+        def loss(outputs: Outputs, part: SequenceBatch) -> Loss:
+            return self.loss(self.scores(outputs), part)
+
+        return engine.train(ready, loss, count, together=self.label is None), state
+
+    def inference(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
+        scores = engine.forward(batch.only(("tokens",)), lambda outputs, _: self.scores(outputs))
+        stats = stats_of(self.loss(scores, batch))
+        judged = scores[batch[self.label] >= 0] if self.label else scores
+        return SequenceBatch(batch.ids), {**stats, "score": mean_of(judged), "score_sq": mean_of(judged.double() ** 2)}
+
+    def scores(self, outputs: Outputs) -> Tensor:
+        """Return the head at every token, ``[T]``, for steps, and at every row's last token, ``[B]``, otherwise."""
+        return outputs.values() if self.config.type is RewardModelType.process else outputs.last_values()
+
+    def loss(self, scores: Tensor, batch: SequenceBatch) -> Loss:
+        if self.label:
+            return label_loss(scores, batch[self.label])
+        pairs = (pairs_of if self.config.type is RewardModelType.pairs else ranked_pairs)(batch.ids)
+        return comparison_loss(scores, pairs, self.config.score_l2_reg)
+
+
+class PairedReward:
+    """Scores answers by the head at their last token, as a model of pairs or ranked lists learned to.
+
+    Reads ``tokens`` (and ``prompt_mask`` where answers are selected); makes the scalar ``rewards = (score -
+    reward_output_bias) * reward_output_scaling``.
+    """
+
+    config_type = PPOConfig
+
+    def __init__(self, config: PPOConfig, context: InterfaceContext) -> None:
+        self.config = config
+
+    def inference(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
+        scores = engine.forward(batch.only(("tokens",)), lambda outputs, _: outputs.last_values())
+        return served(batch, scores, self.config)
+
+
+@dataclass
+class LabelledRewardConfig:
+    ppo: PPOConfig = opt(PPOConfig, "scaling and bias of rewards, which answers stay")
+    score: ScoreConfig = opt(
+        lambda: ScoreConfig(RewardModelType.outcome), "what the model learned, how steps' scores become one"
+    )
+
+
+class LabelledReward:
+    """Scores answers by the probability that a model of labelled answers or steps gives them.
+
+    Reads ``tokens`` and ``prompt_mask``; makes the scalar ``rewards``, scaled as those of ``PairedReward``, and of a
+    process model ``dense_rewards``, the probability of every step on its last token and 0 elsewhere, unscaled.
+    """
+
+    config_type = LabelledRewardConfig
+
+    def __init__(self, config: LabelledRewardConfig, context: InterfaceContext) -> None:
+        if config.score.type not in LABELS:
+            raise ValueError(f"a model of {config.score.type.name} gives scores, not probabilities: use paired_rw")
+        self.config = config
+        self.tokenizer = context.tokenizer
+        self.split = SPLITTERS[config.score.splitter]
+
+    def inference(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
+        tokens = batch.only(("tokens",))
+        if self.config.score.type is RewardModelType.outcome:
+            logits = engine.forward(tokens, lambda outputs, _: outputs.last_values())
+            return served(batch, logits.sigmoid(), self.config.ppo)
+        probabilities = engine.forward(tokens, lambda outputs, _: outputs.values()).sigmoid()
+        ends, lengths = self.step_ends(batch), batch.lengths("tokens")
+        counts = [len(own) for own in ends]
+        rows = probabilities.split(lengths) if lengths else ()
+        steps = torch.cat([probabilities[:0], *(row[own] for row, own in zip(rows, ends, strict=True))])
+        result, stats = served(batch, aggregate(steps, counts, self.config.score.aggregate), self.config.ppo)
+        places = torch.tensor([end for own in ends for end in own], dtype=torch.int64, device=steps.device)
+        dense = Column(on_tokens(steps, places, counts, lengths), lengths)
+        number = {row: i for i, row in enumerate(batch.ids)}
+        return result.with_columns(dense_rewards=dense.select([number[row] for row in result.ids])), stats
+
+    def step_ends(self, batch: SequenceBatch) -> list[list[int]]:
+        """Return the last tokens of every row's steps; the last step ends with the row."""
+        found = []
+        for tokens, prompt_mask in zip(*(batch.columns[key].rows() for key in ("tokens", "prompt_mask")), strict=True):
+            first = int(prompt_mask.sum())
+            starts = step_starts(self.tokenizer, tokens[first:].tolist(), self.split)
+            found.append([*(first + start - 1 for start in starts[1:]), len(tokens) - 1])
+        return found
+
+
+def served(batch: SequenceBatch, scores: Tensor, config: PPOConfig) -> tuple[SequenceBatch, Stats]:
+    """Return the rows that stay, with ``rewards``; ``scores`` is ``[B]``."""
+    rewards = (scores.float() - config.reward_output_bias) * config.reward_output_scaling
+    return scored(batch, rewards, config), {"reward": mean_of(rewards)}

@@ -1,0 +1,1 @@
+"""VinePPO: Monte-Carlo values of intermediate states."""

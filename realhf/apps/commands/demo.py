@@ -1,0 +1,92 @@
+"""``realhf demo``: from nothing to a rising reward. SFT to a weak start, then PPO with verified answers, on CPU."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import realhf
+from realhf.apps.commands.quickstart import prepare
+from realhf.apps.prepare.launching import launch, write_run
+from realhf.base.errors import RunFailed, UserError
+from realhf.plan.run_spec import RunSpec
+
+SFT_STEPS, PPO_STEPS, EDGE = 90, 50, 5
+"""Steps of both phases; the reward of the last EDGE steps is compared with that of the first."""
+
+
+def main(arguments: list[str]) -> None:
+    if arguments and (arguments[0] != "--dir" or len(arguments) != 2):
+        raise UserError("usage: realhf demo [--dir DIR]")
+    folder = Path(arguments[1] if arguments else "demo-run")
+    task = make_task(folder / "task")
+    sft = run("sft", folder, sft_words(task))
+    actor = sft.paths.model("model", SFT_STEPS)
+    ppo = run("ppo-math", folder, ppo_words(task, actor))
+    report(ppo)
+
+
+def make_task(folder: Path) -> Path:
+    """Write data, tokenizer and model config with the generator in ``examples/``."""
+    program = Path(realhf.__file__).parents[1] / "examples" / "arithmetic.py"
+    if not program.is_file():
+        raise UserError(f"the demo needs a checkout of the repository: {program} is not there")
+    with subprocess.Popen([sys.executable, str(program), str(folder), "--hidden", "96", "--layers", "3"]) as making:
+        importlib.import_module(
+            "transformers.models.auto.tokenization_auto"
+        )  # seconds, which reading the task takes next
+    if making.returncode:
+        raise UserError(f"{program} ended with {making.returncode}: it cannot write to {folder}, or lacks a package")
+    return folder
+
+
+def sft_words(task: Path) -> list[str]:
+    return [
+        f"dataset.path={task}/sft.jsonl",
+        "dataset.train_bs_n_seqs=64",
+        "model.init_from_scratch=True",
+        f"model.config={task}/model",
+        f"model.tokenizer={task}/tokenizer",
+        "model.optimizer.lr=3e-3",
+        "model.optimizer.lr_scheduler_type=constant",
+        f"exp_ctrl.total_train_steps={SFT_STEPS}",
+        "exp_ctrl.total_train_epochs=10",
+    ]
+
+
+def ppo_words(task: Path, actor: Path) -> list[str]:
+    return [
+        f"dataset.path={task}/train.jsonl",
+        "dataset.train_bs_n_seqs=64",
+        f"actor.path={actor}",
+        "actor.optimizer.lr=5e-4",
+        "actor.optimizer.lr_scheduler_type=constant",
+        "critic.optimizer.lr=1e-3",
+        "critic.optimizer.lr_scheduler_type=constant",
+        "ppo.group_size=4",
+        "ppo.kl_ctl=0.01",
+        "ppo.gen.max_new_tokens=32",
+        f"exp_ctrl.total_train_steps={PPO_STEPS}",
+        "n_gpus_per_node=2",
+    ]
+
+
+def run(experiment: str, folder: Path, words: list[str]) -> RunSpec:
+    common = [f"fileroot={folder}", "experiment_name=demo", f"trial_name={experiment}", "overwrite=True", "device=cpu"]
+    spec = prepare(experiment, [*common, *words])
+    write_run(spec)
+    launch(spec)
+    return spec
+
+
+def report(run: RunSpec) -> None:
+    """Say how far the reward rose; ``RunFailed`` when it did not."""
+    rewards = [json.loads(line)["reward/mean"] for line in run.paths.metrics.read_text().splitlines()]
+    first, last = (sum(part) / EDGE for part in (rewards[:EDGE], rewards[-EDGE:]))
+    print(f"demo    mean reward {first:.3f} over the first {EDGE} steps, {last:.3f} over the last {EDGE}: "
+          f"up by {last - first:.3f}")  # fmt: skip
+    print(f"demo    the model is in {run.paths.model('actor', PPO_STEPS)}; load it with transformers' "
+          "AutoModelForCausalLM.from_pretrained")  # fmt: skip
+    if last - first < 0.25:
+        raise RunFailed(f"the demo's reward rose by {last - first:.3f} only, expected at least 0.25")

@@ -1,0 +1,103 @@
+"""``realhf quickstart``: options -> checks -> plan -> processes -> the run, followed to its end."""
+
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from realhf.api.config import RecoverMode
+from realhf.api.experiment import Experiment
+from realhf.api.multi_stage import Campaign
+from realhf.apps.prepare.jobs import dry_run, is_queued, queue, seeded
+from realhf.apps.prepare.launching import as_experiment, launch, write_run
+from realhf.apps.prepare.multi_stage import run_campaign
+from realhf.apps.prepare.options import build_experiment, options_of
+from realhf.apps.prepare.preflight import preflight
+from realhf.apps.prepare.recovery import resumable, resume, retried
+from realhf.base.errors import UserError
+from realhf.base.paths import RunDir
+from realhf.experiments import EXPERIMENTS, experiment_class
+from realhf.launch import missing
+from realhf.plan.run_spec import RunSpec
+
+
+def main(arguments: list[str]) -> None:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("usage: realhf quickstart EXPERIMENT [--config FILE.yaml] [--dry-run] [key=value ...]\n\nexperiments:")
+        for name in EXPERIMENTS:
+            print(f"  {name:<10} {(experiment_class(name).__doc__ or '').strip()}")
+        return
+    name, rest = arguments[0], arguments[1:]
+    if "-h" in rest or "--help" in rest:
+        print_options(name)
+        return
+    experiment, paths = read_words(name, [word for word in rest if word != "--dry-run"])
+    if "--dry-run" in rest:
+        return dry_run(name, experiment, paths)
+    if isinstance(experiment, Campaign):
+        return run_campaign(name, experiment, paths)
+    supervise(name, experiment, paths)
+
+
+def supervise(name: str, experiment: Experiment, paths: RunDir) -> None:
+    """Launch a run, from its last checkpoint and again after failures, as ``recover_mode`` has it."""
+    mode = experiment.config.recover_mode
+    if problems := missing(experiment.config):
+        raise UserError(problems)
+    if mode in (RecoverMode.resume, RecoverMode.auto) and resumable(paths):
+        run = partial(resume, name, experiment, paths)
+    elif mode is RecoverMode.resume:
+        raise UserError(f"recover_mode=resume, but {paths.checkpoints} holds no checkpoint")
+    else:
+        run = partial(begin, name, experiment, paths)
+    if is_queued(experiment.config):
+        return run()  # the job does what follows
+    retried(run, paths)
+
+
+def begin(name: str, experiment: Experiment, paths: RunDir) -> None:
+    """Start a run from nothing, or one for each of an array's seeds."""
+    runs = [preflight(name, one, place) for one, place in seeded(experiment, paths)]
+    for warning in runs[0].config.warnings():
+        print(f"warning {warning}")
+    for run in runs:
+        write_run(run)
+    if is_queued(experiment.config):
+        return queue(runs, experiment.config, paths)
+    launch(runs[0])
+
+
+def prepare(name: str, words: list[str]) -> RunSpec:
+    """Return the run that the command line asks for, checked; nothing is written."""
+    experiment, paths = read_words(name, words)
+    return preflight(name, experiment, paths)
+
+
+def read_words(name: str, words: list[str]) -> tuple[Experiment, RunDir]:
+    """Return the experiment that the command line asks for, and its run directory."""
+    config_file = None
+    if "--config" in words:
+        at = words.index("--config")
+        if at + 1 >= len(words):
+            raise UserError("--config needs a file")
+        config_file, words = words[at + 1], words[:at] + words[at + 2 :]
+    experiment = build_experiment(experiment_class(name), words, config_file)
+    experiment.experiment_name = experiment.experiment_name or name.rpartition(":")[2]
+    experiment.trial_name = experiment.trial_name or time.strftime("run%Y%m%d-%H%M%S")
+    paths = RunDir(Path(experiment.fileroot) / experiment.experiment_name / experiment.trial_name)
+    return as_experiment(experiment), paths
+
+
+def print_options(name: str) -> None:
+    cls = experiment_class(name)
+    options = list(options_of(cls))
+    width = max(len(o.key) + len(o.type) for o in options) + 3
+    print(f"realhf quickstart {name}: {(cls.__doc__ or '').strip()}\n")
+    for option in options:
+        print(f"  {option.key + ': ' + option.type:<{width}} {option.help} [{option.default}]")
+
+
+if __name__ == "__main__":
+    from realhf.apps.main import run as run_command
+
+    sys.exit(run_command(["quickstart", *sys.argv[1:]]))

@@ -1,0 +1,33 @@
+"""``realhf resume``: goes on from a run's last checkpoint, also with other layouts or on another number of workers."""
+
+from functools import partial
+from pathlib import Path
+
+from realhf.apps.prepare.jobs import is_queued
+from realhf.apps.prepare.launching import as_experiment, read_run
+from realhf.apps.prepare.multi_stage import resume_campaign
+from realhf.apps.prepare.options import override
+from realhf.apps.prepare.recovery import resume, retried
+from realhf.base.errors import UserError
+from realhf.base.paths import RunDir
+
+USAGE = "usage: realhf resume RUN_DIR [key=value ...]"
+
+
+def main(arguments: list[str]) -> None:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return
+    paths = RunDir(Path(arguments[0]))
+    if paths.campaign.is_file():
+        return resume_campaign(paths, arguments[1:])
+    if not paths.config.is_file() or not paths.plan.is_file():
+        raise UserError(
+            f"{paths.root} holds no run: {paths.config.name} and {paths.plan.name} are not both there\n{USAGE}"
+        )
+    run = read_run(paths.root)
+    experiment = as_experiment(override(run.config, arguments[1:]))
+    go_on = partial(resume, run.experiment, experiment, paths)
+    if is_queued(experiment.config):
+        return go_on()  # the job starts again by itself
+    retried(go_on, paths)

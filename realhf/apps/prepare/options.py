@@ -1,0 +1,149 @@
+"""From ``key=value`` words and YAML files to an experiment, with Hydra's grammar and OmegaConf's types."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from realhf.api.config import ExperimentConfig
+from realhf.base.atomic_io import rewrite
+from realhf.base.errors import UserError, did_you_mean
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One line of ``--help``."""
+
+    key: str
+    type: str
+    default: str
+    help: str
+
+
+def options_of(cls: type, prefix: str = "") -> Iterator[Option]:
+    """Yield every leaf option of a config class, in order of declaration."""
+    for field in dataclasses.fields(cls):
+        key = f"{prefix}{field.name}"
+        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc, operator]
+        if dataclasses.is_dataclass(default):
+            yield from options_of(type(default), f"{key}.")
+            continue
+        kind = "|".join(e.name for e in type(default)) if isinstance(default, Enum) else _type_name(field.type)
+        shown = default.name if isinstance(default, Enum) else str(default)
+        yield Option(key, kind, shown, field.metadata.get("help", ""))
+
+
+def _type_name(annotation: Any) -> str:
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace(" | None", "")
+
+
+def build_experiment(
+    cls: type[ExperimentConfig], overrides: Sequence[str], config_file: str | None
+) -> ExperimentConfig:
+    """Return the experiment with defaults, then the file, then the overrides; ``UserError`` lists every wrong one."""
+    known = [o.key for o in options_of(cls)]
+    tree = OmegaConf.structured(cls)
+    problems: list[str] = []
+    if config_file:
+        for key, value in _flatten(_load_yaml(config_file)):
+            problems += _set(tree, key, value, known, f" ({config_file})")
+    problems += _apply_all(tree, overrides, known)
+    if problems:
+        raise UserError(problems)
+    return _to_object(tree)
+
+
+def read_options(cls: type[T], words: Sequence[str], problems_of: Callable[[T], list[str]]) -> T:
+    """Return a command's own options; ``UserError`` lists every wrong word, else what ``problems_of`` finds."""
+    tree = OmegaConf.structured(cls)
+    problems = _apply_all(tree, words, [o.key for o in options_of(cls)])
+    options: Any = None if problems else OmegaConf.to_object(tree)
+    if problems := problems or problems_of(options):
+        raise UserError(problems)
+    return options
+
+
+def override(config: ExperimentConfig, words: Sequence[str]) -> ExperimentConfig:
+    """Return a config with some options set anew; ``UserError`` lists every wrong word."""
+    known, tree = [o.key for o in options_of(type(config))], OmegaConf.structured(config)
+    if problems := _apply_all(tree, words, known):
+        raise UserError(problems)
+    return _to_object(tree)
+
+
+def load_experiment(cls: type[ExperimentConfig], path: Path) -> ExperimentConfig:
+    """Read a resolved ``config.yaml`` back."""
+    return _to_object(OmegaConf.merge(OmegaConf.structured(cls), OmegaConf.load(path)))
+
+
+def save_experiment(config: ExperimentConfig, path: Path) -> None:
+    rewrite(path, OmegaConf.to_yaml(OmegaConf.structured(config)))
+
+
+def _to_object(tree: Any) -> ExperimentConfig:
+    try:
+        config = OmegaConf.to_object(tree)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+    assert isinstance(config, ExperimentConfig)
+    return config
+
+
+def _load_yaml(path: str) -> dict:
+    if not Path(path).is_file():
+        raise UserError(f"--config {path}: there is no such file")
+    try:
+        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except Exception as error:
+        raise UserError(f"--config {path}: not readable as YAML: {error}") from error
+    if not isinstance(loaded, dict):
+        raise UserError(f"--config {path}: expected keys and values, found a list")
+    return loaded
+
+
+def _flatten(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _apply_all(tree: DictConfig, words: Sequence[str], known: list[str]) -> list[str]:
+    return [problem for word in words for problem in _apply(tree, word, known)]
+
+
+def _apply(tree: DictConfig, word: str, known: list[str]) -> list[str]:
+    if "=" not in word:
+        return [f"'{word}' is not of the form key=value{did_you_mean(word, known)}"]
+    try:
+        override = OverridesParser.create().parse_override(word)
+    except HydraException as error:
+        return [f"'{word}' cannot be read: {str(error).splitlines()[0]} (quote values with special characters)"]
+    if override.is_delete():
+        return [f"'{word}': options cannot be deleted; give a value"]
+    if override.is_sweep_override():  # no sweeps here: 'actor_gen:d2,*:d1' and 'node01,node02' are plain texts
+        return _set(tree, override.key_or_group, word.partition("=")[2], known, "")
+    return _set(tree, override.key_or_group, override.value(), known, "")
+
+
+def _set(tree: DictConfig, key: str, value: Any, known: list[str], where: str) -> list[str]:
+    if key not in known:
+        groups = {".".join(k.split(".")[:n]) for k in known for n in range(1, k.count(".") + 1)}
+        if key in groups:
+            example = next(k for k in known if k.startswith(f"{key}."))
+            return [f"{key} is a group of options; set one of them, like {example}=...{where}"]
+        return [f"unknown option {key}{did_you_mean(key, known)}{where}"]
+    try:
+        OmegaConf.update(tree, key, value)
+    except OmegaConfBaseException as error:
+        return [f"{key}={value}: {str(error).splitlines()[0]}{where}"]
+    return []

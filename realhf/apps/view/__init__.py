@@ -1,0 +1,1 @@
+"""What users see: console, tables, SVG pictures."""

@@ -1,0 +1,152 @@
+"""What a person sees of a run: banner, plan, one line per step, summary. Plain lines where there is no terminal."""
+
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from realhf.api.messages import Ready
+from realhf.base.errors import UserError
+from realhf.base.version import __version__
+from realhf.plan.run_spec import RunSpec
+
+HEAD = (
+    f"{'step':>6} {'reward':>8} {'loss':>8} {'kl':>8} {'len':>6} {'tok/s':>8} {'time':>7} {'(pred)':>9}  share of calls"
+)
+BY_LIMITS = HEAD.replace(" (pred)", "(limit)")  # of a machine that nobody has measured
+
+
+class Console:
+    """Shows one run on standard output."""
+
+    def __init__(self, run: RunSpec) -> None:
+        self.run = run
+        self.out = open_console()
+        self.began = time.monotonic()
+        self.progress: Progress | None = None
+        self.task: TaskID | None = None
+
+    def banner(self) -> None:
+        run, config = self.run, self.run.config
+        self.out.print(f"[bold]realhf {__version__}[/]  {run.experiment}  {run.device} x {run.plan.n_workers}  "
+                       f"seed {config.seed}")  # fmt: skip
+        self.out.print(f"run     {run.paths.root}")
+        length = run.length
+        held_out = f", {run.n_held_out} held out" if run.n_held_out else ""
+        self.out.print(f"data    {config.dataset.path}: {run.n_rows} rows{held_out}, {length.batch_size} per step, "
+                       f"{length.n_steps} steps")  # fmt: skip
+        if expected := run.expected:
+            word, hint = (
+                ("predicted", "") if expected.is_measured else ("limits ", "; realhf profile measures a machine")
+            )
+            self.out.print(f"{word} {expected.step_s:.3g} s a step, {expected.peak_bytes / 1e9:.2f} GB on the "
+                           f"fullest worker, from {expected.source}{hint}")  # fmt: skip
+        self.out.print(plan_table(run))
+
+    def ready(self, workers: dict[int, Ready]) -> None:
+        slowest = max(w.info.get("seconds", 0.0) for w in workers.values())
+        head = BY_LIMITS if self.run.expected and not self.run.expected.is_measured else HEAD
+        self.out.print(f"workers {len(workers)} ready after {time.monotonic() - self.began:.1f} s "
+                       f"(models and data {slowest:.1f} s)\n{head}")  # fmt: skip
+        if self.out.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self.progress = Progress(*columns, console=self.out, transient=True)
+            self.progress.start()
+            self.task = self.progress.add_task("steps", total=self.run.length.n_steps)
+
+    def step(self, metrics: dict[str, float]) -> None:
+        self.out.print(step_line(metrics))
+        for line in alarms(metrics, self.run.config.mismatch_limit):
+            self.out.print(f"warning {line}")
+        if self.progress is not None and self.task is not None:
+            self.progress.advance(self.task)
+        sys.stdout.flush()
+
+    def evaluated(self, step: int, metrics: dict[str, float]) -> None:
+        """Show what held-out rows gave, a line per call."""
+        calls: dict[str, list[str]] = {}
+        for name, value in metrics.items():
+            mfc, _, stat = name.partition("/")
+            calls.setdefault(mfc, []).append(f"{stat} {value:.4f}")
+        for mfc, stats in calls.items():
+            self.out.print(f"held out after step {step}: {mfc}  {'  '.join(stats)}")
+        sys.stdout.flush()
+
+    def saved(self, role: str, path: Path) -> None:
+        self.out.print(f"saved   {role} -> {path}")
+
+    def kept(self, metric: str, value: float, path: Path) -> None:
+        self.out.print(f"best    {metric} {value:.4f} -> {path}")
+
+    def summary(self, models: dict[str, Path], best: Path | None = None) -> None:
+        self.close()
+        self.out.print(f"done    {self.run.length.n_steps} steps in {time.monotonic() - self.began:.1f} s")
+        for role, path in models.items():
+            self.out.print(f"model   {role}: {path}")
+        if best is not None:
+            self.out.print(f"best    {best}")
+        self.out.print(f"metrics {self.run.paths.metrics}   trace {self.run.paths.trace}")
+
+    def close(self) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+            self.progress = None
+
+
+def open_console() -> RichConsole:
+    """Return a console that wraps at the terminal's width, and not at all where there is no terminal."""
+    console = RichConsole(highlight=False, soft_wrap=True)
+    return console if console.is_terminal else RichConsole(highlight=False, soft_wrap=True, width=200)
+
+
+def write_out(path: Path, content: str) -> None:
+    """Write what ``--out`` asked for, and say where it is."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out {path}: {error.strerror}") from error
+    open_console().print(f"wrote {path}", markup=False)
+
+
+def plan_table(run: RunSpec) -> Table:
+    """One line per call: what it runs, where, and what it makes."""
+    table = Table(box=None, pad_edge=False)
+    for head in ("call", "kind", "role", "layout", "batch", "instructions", "makes"):
+        table.add_column(head, overflow="fold")
+    for mfc in run.graph.topological:
+        steps = " ".join(type(step).__name__ for step in run.program[mfc.name])
+        layout = str(run.plan[mfc.name])
+        row = (mfc.name, mfc.kind.value, mfc.role or "-", layout, str(mfc.batch_size), steps, " ".join(mfc.outputs))
+        table.add_row(*row)
+    return table
+
+
+def alarms(metrics: dict[str, float], limit: float) -> list[str]:
+    """Say where trainer and generator disagree about the answers of a step by more than ``limit`` (0: never)."""
+    found = {name: value for name, value in metrics.items() if name.endswith("/mismatch") and 0 < limit < value}
+    return [
+        f"{name} is {value:.3g} nats a token, more than mismatch_limit={limit:g}: trainer and generator do not compute "
+        "the same; ppo.recompute_logprobs=True corrects for it"
+        for name, value in found.items()
+    ]
+
+
+def step_line(metrics: dict[str, float]) -> str:
+    def cell(name: str, width: int, digits: int) -> str:
+        return f"{metrics[name]:>{width}.{digits}f}" if name in metrics else " " * (width - 1) + "-"
+
+    shares = sorted(
+        ((v, k) for k, v in metrics.items() if k.startswith("time/") and k.endswith("_s") and k != "time/step_s"),
+        reverse=True,
+    )
+    step_s = metrics["time/step_s"]
+    expected = f"({metrics['predicted/step_s']:.2f}s)" if "predicted/step_s" in metrics else ""
+    parts = " ".join(f"{k[5:-2]} {100 * v / step_s:.0f}%" for v, k in shares if v / step_s >= 0.005)
+    return (
+        f"{int(metrics['step']):>6} {cell('reward/mean', 8, 3)} {cell('loss', 8, 4)} {cell('kl/ref', 8, 4)} "
+        f"{cell('length/answer', 6, 1)} {cell('tokens/per_s', 8, 0)} {step_s:>6.2f}s {expected:>9}  {parts}"
+    )

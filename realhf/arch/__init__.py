@@ -1,0 +1,1 @@
+"""What a model is: parameter specs, FLOP counts, Hugging Face configs, families. Torch-free."""

@@ -1,0 +1,46 @@
+"""The sizes of a Hugging Face model, from its folder or its ``config.json``. Does not import torch."""
+
+import json
+from pathlib import Path
+
+from realhf.api.model_config import ModelConfig
+from realhf.arch.families import FAMILIES
+from realhf.base.errors import did_you_mean
+
+
+def read_hf_config(path: Path | str, scalar_head: bool) -> ModelConfig:
+    """Read the sizes of a Hugging Face model from its folder or its ``config.json``.
+
+    Raises ValueError for a missing or malformed file, an unknown ``model_type`` and fields that make no sense.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / "config.json"
+    if not file.is_file():
+        raise ValueError(f"no model configuration at '{file}': give a Hugging Face folder or its config.json")
+    try:
+        hf = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"'{file}' is not JSON: {error}") from error
+    kind = hf.get("model_type") if isinstance(hf, dict) else None
+    if kind not in FAMILIES:
+        hint = did_you_mean(str(kind), FAMILIES)
+        raise ValueError(f"'{file}': unknown model_type {kind!r}, known are {', '.join(FAMILIES)}{hint}")
+    try:
+        return check_sizes(FAMILIES[kind].config_from_hf(hf, scalar_head))
+    except ValueError as error:
+        raise ValueError(f"'{file}': {error}") from error
+
+
+def check_sizes(config: ModelConfig) -> ModelConfig:
+    """Return the configuration unchanged when its sizes fit together, else raise ValueError."""
+    if config.n_heads % config.n_kv_heads:
+        raise ValueError(f"{config.n_heads} query heads are not a multiple of {config.n_kv_heads} key/value heads")
+    turning = config.rotary_dims or config.head_dim
+    if not config.learned_positions and (turning % 2 or turning > config.head_dim):
+        raise ValueError(f"rotary positions need an even part of a head of {config.head_dim}, got {turning}")
+    if config.windows and len(config.windows) != config.n_layers:
+        raise ValueError(f"{config.n_layers} layers have {len(config.windows)} attention windows")
+    if config.n_experts and not 1 <= config.experts_per_token <= config.n_experts:
+        raise ValueError(f"each token goes to {config.experts_per_token} of {config.n_experts} experts")
+    return config

@@ -1,0 +1,1 @@
+"""Option checks and reward wiring shared by experiments."""

@@ -1,0 +1,1 @@
+"""Generation: the slot scheduler, decoding steps, CUDA graphs."""

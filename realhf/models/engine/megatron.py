@@ -1,0 +1,126 @@
+"""megatron-core's gradient buffer and distributed optimizer in the place of ours, under our model, layouts and boxes.
+
+A shard's flat tensors become megatron-core's own buffers, so that nothing is copied between the two: the model computes
+with views of its parameters, reallocation and checkpoints read and write them, and gradients are added up where it
+reduces them. Its reduction, its AdamW (of Transformer Engine or Apex, where one is installed) and its gathering of
+parameters then do a step. It computes on GPUs alone.
+
+Its ``get_megatron_optimizer`` is passed by: it asks all workers of the run, also those that do not train this role, and
+pickles what they say.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from realhf.api.config import OptimizerConfig
+from realhf.comm.process_groups import Collective, Group, ParallelContext, ProcessGroup
+from realhf.models.engine.optimizer import ShardedAdamW
+from realhf.models.flat_params import FlatParams
+from realhf.ops.adamw import AdamWStep
+
+ALIGNED, OF_BUCKET = 64, 128
+"""Elements at whose multiples megatron-core lets a parameter begin, and a bucket end."""
+
+
+def padding(dp: int) -> int:
+    """Return what the length of a shard with ``dp`` replicas must be a multiple of to be a buffer of megatron-core."""
+    return math.lcm(dp, OF_BUCKET)
+
+
+class MegatronAdamW(ShardedAdamW):
+    """``ShardedAdamW`` carried out by megatron-core: the same ranges, the same state, the same steps.
+
+    Raises ValueError for a shard whose matrices end where megatron-core lets no other parameter begin.
+    """
+
+    def __init__(self, params: FlatParams, config: OptimizerConfig, context: ParallelContext, sequence: bool) -> None:
+        if params.n_matrix % ALIGNED:
+            raise ValueError(f"megatron-core lets parameters begin at multiples of {ALIGNED} elements, and matrices of "
+                             f"this shard end at {params.n_matrix}; use backend=native")  # fmt: skip
+        replicas, alone = context.group("dp"), Group((context.rank,), context.rank)
+        handle = replicas.of_torch()
+        module = _Flat(params)
+        self._ddp = _wrapped(module, handle, handle if replicas.size == 1 else alone.of_torch())
+        buffer = self._ddp.buffers[0]
+        params.adopt(buffer.param_data, buffer.grad_data)
+        super().__init__(params, config, context, sequence)
+        self._inner = _adam(module, config)
+        self._outer = _distributed(self._inner, self._ddp, handle, params.data.dtype)
+        self._share_state()
+
+    def _share_state(self) -> None:
+        """Let moments and master copy of the inner optimizer be views of ours, which checkpoints know."""
+        shards = [shard for group in self._inner.param_groups for shard in group["params"]]
+        sizes = [shard.numel() for shard in shards]
+        rest = len(self.master) - sum(sizes)  # the padding behind the last replica's range
+        of = [flat.split([*sizes, rest]) for flat in (self.master, self.first, self.second)]
+        for shard, master, first, second in zip(shards, *of, strict=False):
+            if shard.data_ptr() != master.data_ptr():
+                shard.data = master
+            self._inner.state[shard] = {"step": torch.tensor(0.0), "exp_avg": first, "exp_avg_sq": second}
+
+    def _reduce(self) -> None:
+        whole = Collective("reduce_scatter", self.whole_grad.nbytes, self.group.ranks)
+        with self.group.doing.enter(whole):
+            self._ddp.finish_grad_sync()
+
+    def _update(self, step: AdamWStep) -> None:
+        if step.scale != 1.0:
+            self.grad.mul_(step.scale)
+        for group in self._inner.param_groups:
+            group["lr"], group["step"] = step.lr, step.steps - 1
+            for shard in group["params"]:
+                self._inner.state[shard]["step"].fill_(step.steps - 1)
+        with self.group.doing.enter(Collective("all_gather", self.params.data.nbytes, self.group.ranks)):
+            self._outer.prepare_grads()
+            self._outer.step_with_ready_grads()
+
+
+class _Flat(nn.Module):
+    """A shard as megatron-core takes it: two parameters, of which one decays. The last comes first in its buffer."""
+
+    def __init__(self, params: FlatParams) -> None:
+        super().__init__()
+        data, end = params.data.detach(), params.end
+        self.vectors = nn.Parameter(data[params.n_matrix : end].clone())
+        self.matrices = nn.Parameter(data[: params.n_matrix].clone())
+
+
+def _wrapped(module: nn.Module, replicas: ProcessGroup, alone: ProcessGroup) -> Any:
+    """Return the module in megatron-core's data parallelism: sums of gradients in float32, in one bucket."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+
+    groups = ProcessGroupCollection()
+    for name in ("dp", "dp_cp", "expt_dp"):
+        setattr(groups, name, replicas)
+    for name in ("tp", "pp", "ep"):  # what these axes share is added up before (models/engine/shared_gradients.py)
+        setattr(groups, name, alone)
+    # our losses are sums over all replicas already: per token, in its words
+    config = TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1, calculate_per_token_loss=True)
+    rules = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    return DistributedDataParallel(config, rules, module, disable_bucketing=True, pg_collection=groups)
+
+
+def _adam(module: _Flat, config: OptimizerConfig) -> Any:
+    from megatron.core.optimizer import Adam
+
+    decays = ((module.matrices, config.weight_decay), (module.vectors, 0.0))
+    groups = [{"params": [param], "weight_decay": decay} for param, decay in decays]
+    return Adam(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+
+
+def _distributed(inner: Any, ddp: Any, handle: ProcessGroup, dtype: torch.dtype) -> Any:
+    from megatron.core.optimizer import OptimizerConfig as Rules
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    rules = Rules(optimizer="adam", bf16=dtype == torch.bfloat16, use_distributed_optimizer=True, clip_grad=0.0)
+    return DistributedOptimizer(
+        inner, rules, None, lambda *_: None, model_chunks=[ddp], per_model_buffers={0: ddp.buffers},
+        data_parallel_group=handle, data_parallel_group_gloo=None, data_parallel_group_idx=0,
+        distributed_optimizer_instance_id=0,
+    )  # fmt: skip

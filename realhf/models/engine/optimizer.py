@@ -1,0 +1,105 @@
+"""AdamW on this worker's equal range of the flat parameters (ZeRO-1): reduce-scatter, step, all-gather."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from realhf.api.config import OptimizerConfig, Schedule
+from realhf.comm.process_groups import ParallelContext
+from realhf.models.engine.shared_gradients import SharedGradients, multiplicity
+from realhf.models.flat_params import FlatParams
+from realhf.ops.adamw import AdamWStep, adamw_
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Return the rate of step ``0 <= step < total_steps``: linear warm-up, then the decay to ``min_lr_ratio``."""
+    warmup = math.ceil(config.warmup_steps_proportion * total_steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    match config.lr_scheduler_type:
+        case Schedule.constant:
+            shape = 1.0
+        case Schedule.linear:
+            shape = 1.0 - progress
+        case Schedule.cosine:
+            shape = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape)
+
+
+PIECE = 1 << 18
+"""Elements of the gradient that are squared at a time."""
+
+
+class ShardedAdamW:
+    """The optimizer of one model on one data-parallel rank. State lives in float32, for this rank's range only."""
+
+    def __init__(self, params: FlatParams, config: OptimizerConfig, context: ParallelContext, sequence: bool) -> None:
+        self.params, self.config, self.context = params, config, context
+        self.group = group = context.group("dp")
+        self.shared = SharedGradients(params, context, sequence)
+        size = params.data.numel() // group.size
+        assert size * group.size == params.data.numel(), "flat parameters are padded to a multiple of dp"
+        self.start, self.stop = group.index * size, (group.index + 1) * size
+        mine = params.data[self.start : self.stop]
+        self.master = mine if mine.dtype == torch.float32 else mine.float()
+        self.whole_grad = params.enable_grad()
+        self.grad = self.whole_grad[self.start : self.stop]
+        self.first, self.second = torch.zeros_like(self.master), torch.zeros_like(self.master)
+        self.steps = 0
+        self._repeats = [
+            (slice(max(span.start, self.start) - self.start, min(span.stop, self.stop) - self.start), 1 - 1 / count)
+            for name in params.names
+            if (count := multiplicity(params.spec(name), context)) > 1
+            and (span := params.span(name)).start < self.stop
+            and span.stop > self.start
+        ]
+        self._n_decayed = min(max(params.n_matrix - self.start, 0), size)
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """What the optimizer remembers of its range, beside ``steps``; a float32 copy only of short weights."""
+        own = {} if self.master.data_ptr() == self.params.data[self.start :].data_ptr() else {"master": self.master}
+        return {"first": self.first, "second": self.second, **own}
+
+    @torch.no_grad()
+    def step(self, lr: float) -> float:
+        """Make one step with the accumulated gradient and return its global norm before clipping. Collective."""
+        self.shared.add_up()
+        self._reduce()
+        norm = self._global_norm()
+        if not math.isfinite(norm):
+            raise ValueError(f"the gradient norm is {norm}: lower the learning rate, or look at the rewards and data")
+        limit, config = self.config.gradient_clipping, self.config
+        self.steps += 1
+        self._update(AdamWStep(
+            self.steps, lr, config.beta1, config.beta2, config.eps, config.weight_decay, self._n_decayed,
+            scale=limit / norm if 0 < limit < norm else 1.0,
+        ))  # fmt: skip
+        return norm
+
+    def _reduce(self) -> None:
+        """Sum the gradient over replicas, each its range."""
+        self.group.reduce_scatter(self.grad, self.whole_grad)
+
+    def _update(self, step: AdamWStep) -> None:
+        """Step this rank's range, and give it to the other replicas."""
+        mine = self.params.data[self.start : self.stop]
+        rounded = None if self.master.data_ptr() == mine.data_ptr() else mine
+        adamw_(self.master, self.grad, self.first, self.second, step, rounded)
+        self.group.all_gather(self.params.data, mine)
+
+    def _global_norm(self) -> float:
+        """Return the norm of the whole model's gradient; what several workers hold counts once."""
+
+        def square(part: Tensor) -> Tensor:
+            pieces = part.split(PIECE)  # each becomes a float64 copy on its way
+            return (
+                torch.stack([torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]).square().sum()
+            )
+
+        squares = square(self.grad) - sum(square(self.grad[part]) * excess for part, excess in self._repeats)
+        for axis in ("dp", "tp", "pp"):
+            squares = self.context.group(axis).all_reduce(squares.reshape(1))
+        return float(squares.sqrt())

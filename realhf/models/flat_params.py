@@ -1,0 +1,213 @@
+"""All parameters of a shard in one flat tensor: what moves, what is stepped and what is freed is one piece of memory.
+
+Matrices come first, then vectors (which weight decay leaves alone); in each group the order is by layer and then as
+declared, so that a fused product reads its weights as one wider view of the same memory.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from realhf.api.param_box import Box, ParamSpec, box_numel, box_shape, intersect, relative, whole
+from realhf.base.shared_buffer import SharedBytes
+
+
+@dataclass(frozen=True)
+class _Place:
+    spec: ParamSpec
+    box: Box
+    start: int
+    stop: int
+
+
+class FlatParams:
+    """The parameters named in ``boxes``, each the part of it that its box tells.
+
+    ``data`` is the flat tensor, zero-filled at first and rounded up to a multiple of ``pad_to`` elements; its first
+    ``n_matrix`` elements belong to matrices, those up to ``end`` to vectors. ``grad``, after ``enable_grad``, is a
+    float32 tensor of the same length; so is ``average``, once bfloat16 parameters follow others. With ``share_as``
+    ``data`` lies on the host, in memory of that name that another process can map.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ParamSpec],
+        boxes: Mapping[str, Box],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        pad_to: int = 1,
+        share_as: str = "",
+    ) -> None:
+        held = [spec for spec in specs if spec.name in boxes]
+        assert len(held) == len(boxes), f"boxes of unknown parameters: {sorted(set(boxes) - {s.name for s in held})}"
+        self._places: dict[str, _Place] = {}
+        self.n_matrix = end = 0
+        for spec in sorted(held, key=lambda spec: (len(spec.shape) < 2, spec.layer)):
+            box = boxes[spec.name]
+            assert intersect(box, whole(spec.shape)) == box, f"box {box} is not inside {spec}"
+            self._places[spec.name] = _Place(spec, box, end, end + box_numel(box))
+            end = self._places[spec.name].stop
+            if len(spec.shape) >= 2:
+                self.n_matrix = end
+        self.end = end
+        numel = -(-end // pad_to) * pad_to
+        self.shared = SharedBytes(numel * dtype.itemsize, share_as) if share_as else None
+        if self.shared is None:
+            self.data = torch.zeros(numel, dtype=dtype, device=device)
+        else:
+            self.data = torch.frombuffer(self.shared.map, dtype=dtype, count=numel)
+        self.grad: Tensor | None = None
+        self.is_free = False
+        self.average: Tensor | None = None
+        self._host: Tensor | None = None
+        self._leaves: dict[tuple[str, ...], Tensor] = {}
+        self._boxes: dict[tuple[str, Box], Tensor] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._places)
+
+    def box(self, name: str) -> Box:
+        return self._places[name].box
+
+    def spec(self, name: str) -> ParamSpec:
+        return self._places[name].spec
+
+    def view(self, *names: str) -> Tensor:
+        """Return the shard of a parameter; of several neighbours, their concatenation along dimension 0."""
+        return self._cut(self.data, names)
+
+    def _cut(self, flat: Tensor, names: tuple[str, ...]) -> Tensor:
+        assert not self.is_free, "parameters are used while their memory is released"
+        places = [self._places[name] for name in names]
+        shapes = [box_shape(place.box) for place in places]
+        for left, right in zip(places, places[1:], strict=False):
+            assert left.stop == right.start, f"{left.spec.name} and {right.spec.name} do not lie side by side"
+        assert len({shape[1:] for shape in shapes}) == 1, f"{names} differ in their inner dimensions"
+        rows = sum(shape[0] for shape in shapes)
+        return flat[places[0].start : places[-1].stop].view(rows, *shapes[0][1:])
+
+    def grad_view(self, name: str) -> Tensor:
+        """Return the float32 gradient of a parameter, after ``enable_grad``."""
+        assert self.grad is not None, "gradients are not enabled"
+        return self._cut(self.grad, (name,))
+
+    def span(self, name: str) -> range:
+        """Return which elements of ``data`` a parameter is."""
+        return range(self._places[name].start, self._places[name].stop)
+
+    def leaf(self, *names: str) -> Tensor:
+        """Return what a computation uses: the plain view, or once gradients are enabled its autograd leaf.
+
+        The same names give the same leaf, so a tied embedding is one leaf used twice.
+        """
+        if self.grad is None:
+            return self.view(*names)
+        if names not in self._leaves:
+            self._leaves[names] = self._new_leaf(names, self.grad)
+        return self._leaves[names]
+
+    def _new_leaf(self, names: tuple[str, ...], grad: Tensor) -> Tensor:
+        with torch.inference_mode(False):
+            leaf = self.view(*names).detach().requires_grad_()
+            total = self._cut(grad, names)
+        if leaf.dtype == torch.float32:
+            leaf.grad = total  # autograd adds to it in place
+            return leaf
+
+        def add_to_total(param: Tensor) -> None:
+            if param.grad is not None:  # the log-probability head adds to the total by itself
+                total.add_(param.grad)
+                param.grad = None
+
+        leaf.register_post_accumulate_grad_hook(add_to_total)
+        return leaf
+
+    def enable_grad(self) -> Tensor:
+        """Allocate the gradient and return it. Leaves fetched from now on collect into it, earlier views stay plain."""
+        if self.grad is None:
+            with torch.inference_mode(False):
+                self.grad = torch.zeros(self.data.shape, device=self.data.device)
+        return self.grad
+
+    def adopt(self, data: Tensor, grad: Tensor) -> None:
+        """Live in the memory of others from now on: ``data``, which holds the same values, and ``grad`` as is."""
+        assert data.shape == grad.shape == self.data.shape and data.dtype == self.data.dtype and self.grad is None
+        self.data, self.grad = data, grad
+        self._boxes.clear()
+
+    def zero_grad(self) -> None:
+        assert self.grad is not None, "gradients are not enabled"
+        self.grad.zero_()
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """Return a view of ``box``, in global coordinates, which must lie in this shard."""
+        assert not self.is_free, "parameters are used while their memory is released"
+        if (name, box) not in self._boxes:  # reallocation asks for the same hundreds of boxes at every step
+            mine = self._places[name].box
+            assert intersect(box, mine) == box, f"{name}: {box} is not inside this shard's {mine}"
+            with torch.inference_mode(False):
+                self._boxes[name, box] = self.view(name)[relative(box, mine)]
+        return self._boxes[name, box]
+
+    @torch.no_grad()
+    def write(self, name: str, box: Box, tensor: Tensor) -> None:
+        """Copy ``tensor`` (any type or device) over ``box``, in global coordinates."""
+        self.read(name, box).copy_(tensor)
+
+    @torch.no_grad()
+    def blend(self, name: str, box: Box, tensor: Tensor, eta: float) -> None:
+        """Move ``box`` towards ``tensor``: eta * tensor + (1 - eta) * box.
+
+        In bfloat16 the average is kept in a float32 copy of the shard, made at the first call: small steps would be
+        rounded away.
+        """
+        if self.data.dtype == torch.float32:
+            self.read(name, box).lerp_(tensor, eta)
+            return
+        if self.average is None:
+            self.average = self.data.float()
+        average = self._cut(self.average, (name,))[relative(box, self._places[name].box)]
+        self.read(name, box).copy_(average.lerp_(tensor.float(), eta))
+
+    def offload(self) -> None:
+        """Move the parameters to host memory and free the device's; gradients are not kept."""
+        if not self.is_free:
+            self._host = torch.empty_like(self.data, device="cpu", pin_memory=self.data.is_cuda).copy_(self.data)
+            self.free()
+
+    def load(self) -> None:
+        """Bring offloaded parameters back."""
+        if self._host is not None:
+            self.allocate()
+            self.data.copy_(self._host, non_blocking=True)
+            self._host = None
+
+    def free(self) -> None:
+        """Release the memory of data and gradient, whoever holds views of them; contents are lost."""
+        if self.shared is not None:
+            self.shared.give_back()
+        for flat in self._resizable():
+            flat.untyped_storage().resize_(0)
+        self.is_free = True
+
+    def _resizable(self) -> Iterator[Tensor]:
+        """Yield the tensors whose memory this process alone has."""
+        if self.shared is None:
+            yield self.data
+        if self.grad is not None:
+            yield self.grad
+
+    @torch.no_grad()
+    def allocate(self) -> None:
+        """Take memory again after ``free``. Parameters are to be written; the gradient is zero."""
+        if not self.is_free:
+            return
+        for flat in self._resizable():
+            flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+        self.is_free = False
+        self.data[self.end :].zero_()
+        if self.grad is not None:
+            self.grad.zero_()

@@ -1,0 +1,43 @@
+"""Which rows go to which data-parallel rank and mini-batch: groups of one prompt stay together, loads are balanced."""
+
+from collections.abc import Sequence
+from itertools import chain
+
+from realhf.api.batch_meta import RowId
+from realhf.base.partition import balanced_partition
+
+
+def deal_rows(
+    ids: Sequence[RowId], weights: Sequence[int], dp: int, n_minibatches: int = 1
+) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """Return ``(assignment, minibatches)``: row indices per data-parallel rank, and the mini-batch of every row.
+
+    Mini-batches are runs of prompts in order, the same under any ``dp``; inside each of them prompts are balanced over
+    ranks by ``weights``. Nothing has to divide anything; a rank may get no row.
+    """
+    groups: dict[int, list[int]] = {}
+    for i, row in enumerate(ids):
+        if (group := groups.get(row.prompt)) is None:
+            groups[row.prompt] = [i]
+        else:
+            group.append(i)
+    prompts = sorted(groups)
+    rows = [groups[prompt] for prompt in prompts]
+    row_weights = [sum([weights[i] for i in group]) for group in rows]
+    assignment: list[list[int]] = [[] for _ in range(dp)]
+    minibatches, loads = [0] * len(ids), [0] * dp
+    for minibatch in range(n_minibatches):
+        start, stop = (-(-k * len(rows) // n_minibatches) for k in (minibatch, minibatch + 1))
+        parts = balanced_partition(row_weights[start:stop], dp)
+        part_weights = [sum([row_weights[start + k] for k in part]) for part in parts]
+        # heavier parts go to ranks that carry less so far; the lower number first where it is the same
+        order = sorted(range(dp), key=loads.__getitem__)
+        heavy = sorted(range(dp), key=part_weights.__getitem__, reverse=True)
+        for rank, part in zip(order, heavy, strict=True):
+            for k in parts[part]:
+                assignment[rank] += rows[start + k]
+            loads[rank] += part_weights[part]
+        if minibatch:
+            for i in chain.from_iterable(rows[start:stop]):
+                minibatches[i] = minibatch
+    return tuple([tuple(sorted(part)) for part in assignment]), tuple(minibatches)

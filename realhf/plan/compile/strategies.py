@@ -1,0 +1,62 @@
+"""Which meshes and strategies a call may have: all that are legal and useful on a cluster of equal nodes."""
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.model_config import ModelConfig
+from realhf.plan.compile.check import strategy_problems
+
+MAX_STAGES = 16
+"""Deeper pipelines are bubbles at the batch sizes of reinforcement learning."""
+FEW = 6
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def meshes(n_workers: int, node_size: int) -> list[DeviceMesh]:
+    """Return meshes of contiguous workers: every run of a few units, else the useful fractions of the cluster.
+
+    A unit is a node where there are several, else a worker. Of more than six units there are the whole, three quarters
+    at either end, and every half, quarter and eighth, as far as these are whole nodes or equal parts of one.
+    """
+    n_nodes = n_workers // node_size
+    unit = node_size if n_nodes > 1 else 1
+    if n_workers // unit <= FEW:
+        runs = [(a, b) for a in range(0, n_workers, unit) for b in range(a + unit, n_workers + 1, unit)]
+    else:
+        runs = []
+    for share in (Fraction(1), Fraction(3, 4), Fraction(1, 2), Fraction(1, 4), Fraction(1, 8)):
+        size = n_workers * share
+        if size.denominator == 1 and (size % node_size == 0 or node_size % size == 0):
+            starts = range(0, n_workers - int(size) + 1, int(size if share.numerator == 1 else n_workers * (1 - share)))
+            runs += [(start, start + int(size)) for start in starts]
+    return [DeviceMesh(tuple(range(a, b))) for a, b in dict.fromkeys(runs)]
+
+
+def strategies(size: int, node_size: int, config: ModelConfig | None) -> Iterator[ParallelStrategy]:
+    """Return the ways to cut a model over ``size`` workers; without a model, data parallelism alone.
+
+    Tensor parallelism stays inside a node.
+    """
+    if config is None:
+        yield ParallelStrategy(dp=size)
+        return
+    for tp in divisors(size):
+        if tp > node_size or (size >= node_size and node_size % tp):
+            continue
+        for pp in divisors(size // tp):
+            strategy = ParallelStrategy(size // tp // pp, tp, pp)
+            if pp <= MAX_STAGES and not strategy_problems(config, strategy):
+                yield strategy
+
+
+def layouts(n_workers: int, node_size: int, config: ModelConfig | None) -> list[Layout]:
+    """Return every layout that a search looks at for a call of a model."""
+    return [
+        Layout(mesh, strategy)
+        for mesh in meshes(n_workers, node_size)
+        for strategy in strategies(len(mesh.ranks), node_size, config)
+    ]

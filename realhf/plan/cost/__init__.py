@@ -1,0 +1,1 @@
+"""Time and memory of instructions: machine models, measured profiles, pipeline schedules."""

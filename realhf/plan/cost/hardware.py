@@ -1,0 +1,74 @@
+"""Descriptions of machines: the YAML files of ``machines/``, or one of the user's own."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields, replace
+from math import inf
+from pathlib import Path
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from realhf.api.codec import from_plain
+from realhf.api.machine import Hardware, Link
+from realhf.base.errors import UserError, did_you_mean
+
+FOLDER = Path(__file__).parents[1] / "machines"
+LINKS = ("node", "cluster", "host")
+DIVISORS = ("node_size", "memory", "flops", "memory_bandwidth", "bandwidth")
+WHOLE = ("node_size", "cores")
+
+
+def machine_names() -> list[str]:
+    return sorted(file.stem for file in FOLDER.glob("*.yaml"))
+
+
+def read_hardware(name: str, node_size: int | None = None) -> Hardware:
+    """Return the machine of a name (see ``machine_names``) or of a YAML file, with ``node_size`` devices a node.
+
+    ``UserError`` names what a file lacks, has too much of, or has wrong.
+    """
+    path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
+    if not path.is_file():
+        known = machine_names()
+        raise UserError(f"planner.hardware={name}: no such machine or file; known are {', '.join(known)}"
+                        f"{did_you_mean(name, known)}")  # fmt: skip
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
+        raise UserError(f"planner.hardware={name}: not readable as YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"planner.hardware={name}: the file holds no table of values")
+    hardware = _read(name, {str(k): v for k, v in values.items()})
+    return replace(hardware, node_size=node_size) if node_size else hardware
+
+
+def _read(name: str, values: dict[str, object]) -> Hardware:
+    problems = list(_problems(values, Hardware, ""))
+    for link in LINKS:
+        value = values.get(link)
+        if isinstance(value, dict):
+            problems += _problems(value, Link, f"{link}.")
+        elif link in values:
+            problems.append(f"{link}={value}: a link has a bandwidth and a latency")
+    if problems:
+        raise UserError([f"planner.hardware={name}: {problem}" for problem in problems])
+    return from_plain(values, Hardware)
+
+
+def _problems(values: Mapping[str, object], kind: type[Hardware] | type[Link], prefix: str) -> Iterator[str]:
+    """Say what a table lacks, has too much of, or has wrong; links are looked at for themselves."""
+    known = {f.name: f for f in fields(kind)}
+    yield from (f"unknown '{prefix}{key}'{did_you_mean(key, known)}" for key in values if key not in known)
+    yield from (f"'{prefix}{k}' is missing" for k, f in known.items() if f.default is MISSING and k not in values)
+    for key, value in values.items():
+        if key not in known or key in (*LINKS, "name"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
+            yield f"{prefix}{key}={value} is no number from 0 on"
+        elif key == "kept_free" and value >= 1:
+            yield f"{prefix}{key}={value} leaves nothing: it is a share of the memory"
+        elif value == 0 and key in DIVISORS:
+            yield f"{prefix}{key} must be above 0"
+        elif key in WHOLE and value != int(value):
+            yield f"{prefix}{key}={value} must be a whole number"

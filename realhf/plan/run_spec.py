@@ -1,0 +1,126 @@
+"""What master and workers know of a run, rebuilt by each of them from config.yaml and plan.json."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import cast
+
+from realhf.api.config import ExperimentConfig
+from realhf.api.execution_plan import ExecutionPlan
+from realhf.api.experiment import Experiment, RoleSpec, Task
+from realhf.api.graph import Graph
+from realhf.api.model_config import ModelConfig
+from realhf.api.program import Program
+from realhf.arch.hf_config import read_hf_config
+from realhf.base.atomic_io import sha256
+from realhf.base.paths import RunDir
+from realhf.plan.compile.program import compile_program
+from realhf.plan.compile.schedule import RunLength, run_length
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What was predicted before the launch, and from what: seconds of a step and of every call, bytes of a worker.
+
+    ``is_measured``: from a profile of this machine, not from limits. Peaks are those of a data sheet, 0: unknown.
+    """
+
+    source: str
+    step_s: float
+    calls: dict[str, float]
+    peak_bytes: float
+    is_measured: bool = True
+    peak_flops: float = 0.0
+    peak_bandwidth: float = 0.0
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """A run by value. ``experiment`` is the name that the user typed, ``n_rows`` the rows of an epoch."""
+
+    experiment: str
+    config: ExperimentConfig
+    task: Task
+    graph: Graph
+    roles: dict[str, RoleSpec]
+    plan: ExecutionPlan
+    paths: RunDir
+    device: str
+    n_rows: int
+    expected: Expected | None = None
+    n_held_out: int = 0
+
+    @cached_property
+    def length(self) -> RunLength:
+        control = self.config.exp_ctrl
+        redraws = self.graph.picker.redraws if self.graph.picker else 0
+        return run_length(self.config.dataset.train_bs_n_seqs, self.n_rows, control.total_train_epochs,
+                          control.total_train_steps, redraws)  # fmt: skip
+
+    @cached_property
+    def data_digest(self) -> str:
+        """SHA-256 of the data file; empty where the data is no file."""
+        path = Path(self.config.dataset.path)
+        return sha256(path) if path.is_file() else ""
+
+    @property
+    def changing(self) -> tuple[str, ...]:
+        """Roles whose weights training changes."""
+        return tuple(role for role in self.graph.roles if self.graph.updater(role) is not None)
+
+    @property
+    def saved_roles(self) -> list[str]:
+        """Roles whose models are written: those of the options, or every trained one."""
+        return self.config.save_roles or [role for role in self.graph.roles if self.graph.trainer(role)]
+
+    @property
+    def temperature(self) -> float:
+        """At which answers are drawn; 1 where none are."""
+        sampling = cast(Experiment, self.config).sampling_options()
+        return sampling.temperature if sampling else 1.0
+
+    @property
+    def writes_checkpoints(self) -> bool:
+        control = self.config.exp_ctrl
+        return any((control.ckpt_freq_steps, control.ckpt_freq_epochs, control.ckpt_freq_secs))
+
+    @cached_property
+    def trial_length(self) -> RunLength:
+        """Steps over the held-out rows, which are the prompts behind all that a run could train on."""
+        batch = self.length.batch_size
+        first, n_steps = -(-self.length.n_prompts // batch), -(-self.n_held_out // batch)
+        return RunLength(batch, first * batch + self.n_held_out, first + n_steps, first, self.length.redraws)
+
+    @cached_property
+    def program(self) -> Program:
+        return compile_program(self.graph, self.plan)
+
+    @cached_property
+    def models(self) -> dict[str, ModelConfig]:
+        """Architecture of every role."""
+        return {name: model_config(role) for name, role in self.roles.items()}
+
+    @property
+    def fetchers(self) -> tuple[int, ...]:
+        """Workers that read the data set: the data-parallel heads of the first call that needs it."""
+        keys = set(self.graph.dataset_keys)
+        first = next(m for m in self.graph.topological if keys & set(m.inputs))
+        return self.plan[first.name].layout.dp_heads()
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        return tokenizer_folder(self.roles)
+
+
+def model_config(role: RoleSpec) -> ModelConfig:
+    """Read a role's architecture from its folder or its config file."""
+    source = role.spec.config if role.spec.init_from_scratch else role.spec.path
+    return read_hf_config(Path(source or ""), scalar_head=role.scalar_head)
+
+
+def tokenizer_folder(roles: dict[str, RoleSpec]) -> Path:
+    """Return the folder of the tokenizer that every role of a run shares: the first that a role names."""
+    for role in roles.values():
+        if folder := role.spec.tokenizer or role.spec.path:
+            return Path(folder)
+    return Path("")

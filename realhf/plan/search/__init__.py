@@ -1,0 +1,1 @@
+"""Plan search: the problem as tables, evaluators, MCMC, and the simulator that predicts a run."""

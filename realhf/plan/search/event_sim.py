@@ -1,0 +1,138 @@
+"""Workers that carry out their inboxes in order, under a clock. Who sends what, and its price, are the caller's.
+
+A job starts when all its workers have reached it and ends for all of them together. Where workers share cores, jobs
+that ask for more cores together than there are all run slower in proportion.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from realhf.api.machine import Cost
+
+
+@dataclass(eq=False)
+class Job:
+    """One instruction of a call on ``ranks``, ascending. ``cause`` is the job whose end let this one start."""
+
+    ranks: Sequence[int]
+    cost: Cost
+    what: object = None
+    start: float = 0.0
+    end: float = 0.0
+    cause: "Job | None" = None
+    order: "Order" = field(init=False, repr=False)
+    missing: int = field(init=False, repr=False)  # workers that have not reached it
+
+    @property
+    def cores(self) -> float:
+        """Cores that it keeps busy when it runs at full speed."""
+        return self.cost.work / self.cost.seconds if self.cost.seconds else 0.0
+
+
+@dataclass(eq=False)
+class Order:
+    """All jobs of one call. Of calls that are sent together, the ``first`` jobs of all go before the rest of any."""
+
+    what: object
+    first: Sequence[Job]
+    rest: Sequence[Job]
+    left: int = field(init=False, repr=False)
+    last: Job = field(init=False, repr=False)  # the job that ended last
+
+    @property
+    def jobs(self) -> tuple[Job, ...]:
+        return (*self.first, *self.rest)
+
+
+Batches = Iterable[Sequence[Order]]
+"""Orders; those of one batch are sent together."""
+
+
+class Inboxes:
+    """``cores`` are those of all workers together (0: every worker has its own); ``latency`` seconds to hear of an end.
+
+    Orders whose ends are heard of at the same time are answered in the order in which they were sent.
+    """
+
+    def __init__(self, n_workers: int, cores: float = 0.0, latency: float = 0.0) -> None:
+        self.now, self.latency, self.cores = 0.0, latency, cores
+        self._inboxes: list[deque[Job]] = [deque() for _ in range(n_workers)]
+        self._running: list[Job] = []
+        self._speed = 1.0
+        self._over: list[tuple[float, int, Order]] = []
+        self._numbers: dict[Order, int] = {}
+
+    def run(self, batches: Batches, answer: Callable[[Order], Batches]) -> None:
+        """Send the batches, and for every order that is over what ``answer`` wants sent then, until all is done."""
+        self._send(batches, None)
+        while (order := self._next_over()) is not None:
+            self._send(answer(order), order.last)
+
+    def _send(self, batches: Batches, cause: Job | None) -> None:
+        for batch in batches:
+            for order in batch:
+                self._numbers[order] = len(self._numbers)
+                order.left = len(order.first) + len(order.rest)
+            for order in batch:
+                self._enqueue(order, order.first, cause)
+            for order in batch:
+                self._enqueue(order, order.rest, cause)
+        self._share_cores()
+
+    def _enqueue(self, order: Order, jobs: Sequence[Job], cause: Job | None) -> None:
+        for job in jobs:
+            job.order, job.missing = order, len(job.ranks)
+            for rank in job.ranks:
+                inbox = self._inboxes[rank]
+                inbox.append(job)
+                if inbox[0] is job:
+                    self._reach(job, cause)
+
+    def _reach(self, job: Job, cause: Job | None) -> None:
+        job.missing -= 1
+        if not job.missing:
+            job.start, job.cause = self.now, cause
+            job.end = self.now + job.cost.seconds / self._speed
+            self._running.append(job)
+
+    def _next_over(self) -> Order | None:
+        """Let time pass until the master hears that an order is over; None when nothing is under way."""
+        while self._running:
+            job = min(self._running, key=lambda j: j.end)
+            if self._over and self._over[0][0] < job.end:
+                break
+            self._finish(job)
+        if not self._over:
+            return None
+        self.now, _, order = heappop(self._over)
+        return order
+
+    def _finish(self, job: Job) -> None:
+        self.now = job.end
+        self._running.remove(job)
+        for rank in job.ranks:
+            inbox = self._inboxes[rank]
+            inbox.popleft()
+            if inbox:
+                self._reach(inbox[0], job)
+        order = job.order
+        order.left -= 1
+        if not order.left:
+            order.last = job
+            heappush(self._over, (self.now + self.latency, self._numbers[order], order))
+        self._share_cores()
+
+    def _share_cores(self) -> None:
+        """Set the speed of all running jobs to what the cores allow, and their ends accordingly."""
+        if not self.cores:
+            return
+        wanted = 0.0
+        for job in self._running:  # one after the other, as in C++: sum() of newer Pythons rounds otherwise
+            wanted += job.cores
+        speed = min(1.0, self.cores / wanted) if wanted else 1.0
+        if speed != self._speed:
+            for job in self._running:
+                job.end = self.now + (job.end - self.now) * self._speed / speed
+            self._speed = speed

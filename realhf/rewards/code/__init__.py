@@ -1,0 +1,1 @@
+"""Code answers: extraction, execution in the sandbox, comparison of outputs."""

@@ -1,0 +1,1 @@
+"""Judge processes: pools, deadlines, remote services."""

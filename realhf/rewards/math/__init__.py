@@ -1,0 +1,1 @@
+"""Math answers: extraction, normalization, comparison."""

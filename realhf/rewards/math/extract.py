@@ -1,0 +1,78 @@
+r"""Finds the answer in a text: boxed, after ``####``, between answer tags, after "answer is", or the last number.
+
+Every search takes time in proportion to the text: a model may write anything.
+"""
+
+import re
+
+from realhf.rewards.math.normalize import ascii_signs
+
+NUMBER = re.compile(r"(?<![\w.^])(?<!\^\{)-?\$?(?:\d+(?:,\d{3}(?!\d))*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:/\d+)?\\?%?")
+ANSWER_IS = re.compile(r"\banswer\**(?:\s+is|\s*:)\**\s*:?\s*(?=\S)", re.IGNORECASE)
+ANSWER_TAG = re.compile(r"</?answer>", re.IGNORECASE)
+SENTENCE_END = re.compile(r"\.(?=\s|$)|,?\s+(?:because|since|so|which|where)\b")
+BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+
+
+def extract_answer(text: str) -> str | None:
+    r"""Return the last ``\boxed{}``, else what follows the last ``####``, else X of "answer is X", or the last number.
+
+    Where the text has ``<answer>`` tags, what they hold is searched, and is the answer if nothing in it is marked. A
+    marker with nothing behind it gives an empty text: the answer was announced and not given.
+    """
+    text = ascii_signs(text)
+    tagged = tagged_answer(text)
+    text = text if tagged is None else tagged
+    if (marked := marked_answer(text)) is not None:
+        return marked
+    if said := list(ANSWER_IS.finditer(text)):
+        return said_answer(text[said[-1].end() :].splitlines()[0])
+    if tagged is not None:
+        return tagged
+    numbers = NUMBER.findall(text)
+    return numbers[-1] if numbers else None
+
+
+def tagged_answer(text: str) -> str | None:
+    """Return what the last complete pair of ``<answer>`` and ``</answer>`` holds, or None."""
+    found, start = None, None
+    for tag in ANSWER_TAG.finditer(text):
+        if not tag.group().startswith("</"):
+            start = tag.end()
+        elif start is not None:
+            found, start = text[start : tag.start()].strip(), None
+    return found
+
+
+def marked_answer(text: str) -> str | None:
+    r"""Return the content of the last complete ``\boxed{}``, else the line after the last ``####``, else None."""
+    if (boxed := last_box(text)) is not None:
+        return boxed
+    if "####" in text:
+        tail = text.rpartition("####")[2].strip()
+        return tail.splitlines()[0].strip() if tail else ""
+    return None
+
+
+def last_box(text: str) -> str | None:
+    r"""Return the content of the complete ``\boxed{}`` that starts last; escaped braces do not count."""
+    opened: list[int | None] = []  # where the content of a box starts; None for an ordinary brace
+    last: tuple[int, int] | None = None
+    for token in BOX_TOKEN.finditer(text):
+        word = token.group()
+        if len(word) > 2:
+            opened.append(token.end())
+        elif word == "{":
+            opened.append(None)
+        elif word == "}" and opened:
+            start = opened.pop()
+            if start is not None and (last is None or start > last[0]):
+                last = (start, token.start())
+    return text[last[0] : last[1]].strip() if last else None
+
+
+def said_answer(sentence: str) -> str:
+    """Return the answer at the start of what follows "answer is": a formula, or the rest of the sentence."""
+    if re.match(r"\$[^$\d][^$]*\$|\$[^$ ]+\$", sentence):
+        return sentence[1 : sentence.index("$", 1)].strip()
+    return SENTENCE_END.split(sentence)[0].strip()

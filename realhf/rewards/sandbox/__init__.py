@@ -1,0 +1,1 @@
+"""Execution of untrusted Python programs in isolated processes."""

@@ -1,0 +1,1 @@
+"""Checkpoints: tensors of one worker, the manifest of the whole, best models."""

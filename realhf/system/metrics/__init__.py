@@ -1,0 +1,1 @@
+"""Metrics, traces, events and generations that a run writes."""

@@ -1,0 +1,188 @@
+"""Probes of what algorithms do outside of models: the real interfaces, with an engine that answers at once."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from realhf.algorithms import build_interface
+from realhf.api.batch_meta import RowId
+from realhf.api.graph import InterfaceSpec
+from realhf.api.messages import Stats
+from realhf.data.batch import SequenceBatch
+from realhf.data.protocols import InterfaceContext, Limits, LossFn
+from realhf.system.profiler.probes import Clock, Probe
+from realhf.system.row_store import RowStore
+
+BATCHES = ((4, 64), (16, 64), (64, 64), (16, 512), (128, 160))
+JUDGED = ((6, 0), (18, 0), (12, 400), (48, 100))
+"""Rows and their length."""
+TRAINED = ("tokens", "prompt_mask", "logprobs", "ref_logprobs", "values", "truncated", "rewards")
+METHODS: dict[str, tuple[str, ...]] = {
+    "dpo/inference": ("tokens", "prompt_mask"),
+    "dpo/train_step": ("tokens", "prompt_mask", "ref_logprob_sums"),
+    "generation/generate": ("prompts",),
+    "ppo_actor/generate": ("prompts",),
+    "ppo_actor/inference": ("tokens",),
+    "ppo_actor/train_step": TRAINED,
+    "ppo_critic/inference": ("tokens",),
+    "ppo_critic/train_step": TRAINED,
+    "paired_rw/inference": ("tokens", "prompt_mask"),
+    "reward_model/train_step": ("tokens",),
+    "sft/train_step": ("tokens", "prompt_mask"),
+    "verifier/inference": ("tokens", "prompt_mask", "row"),
+}
+"""The columns that each method of an interface reads."""
+MINIBATCHES = 4
+ANSWERS = (
+    ("So we have 12 apples and 7 pears.\n#### 19", "#### 19"),
+    (r"Therefore the answer is $\boxed{\frac{3}{4}}$.", r"\boxed{0.75}"),
+    ("First add 27 and 58, that is 85. Then take 10 away.\nThe answer is 75.", "#### 72"),
+    ("I do not know.", "#### 7"),
+    (r"Hence $x = \boxed{x^2 + 1}$", r"\boxed{1 + x^2}"),
+    ("#### 1,234", "#### 1234"),
+    ("7.18 ?-29+ *262.2948*#\n0 #?4 + 5\n8 - 3 =?", "#### 72"),
+    ("12-8*+2.36-86/25.*\n41+ 4", "#### 37"),
+)
+"""What a judge of maths is given: answers and solutions, in the same words or in others, right, wrong, mere noise."""
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """An engine that answers at once: whatever a model would say of a token is 0."""
+
+    answers: SequenceBatch
+
+    @torch.no_grad()
+    def forward(self, batch: SequenceBatch, fn: Callable[[Any, SequenceBatch], Tensor]) -> Tensor:
+        return fn(Zeros(batch), batch)
+
+    def train(
+        self, batch: SequenceBatch, loss_fn: LossFn, count: float, limits: Limits | None = None, together: bool = False
+    ) -> Stats:
+        loss = loss_fn(Zeros(batch), batch)
+        loss.total.backward()
+        return {name: (float(value), float(weight)) for name, (value, weight) in loss.stats.items()}
+
+    def generate(self, prompts: SequenceBatch, config: object, n: int, seed: int) -> SequenceBatch:
+        return self.answers
+
+    def reduce(self, sums: Tensor) -> Tensor:
+        return sums
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """What a forward pass of the stand-in offers."""
+
+    batch: SequenceBatch
+    zeros: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        tokens = self.batch["tokens"]
+        zeros = torch.zeros(tokens.numel(), device=tokens.device, requires_grad=True)
+        object.__setattr__(self, "zeros", zeros)
+
+    def logprobs(self, temperature: float = 1.0) -> Tensor:
+        return self.zeros * 1.0
+
+    def values(self) -> Tensor:
+        return self.zeros * 1.0
+
+    def last_values(self) -> Tensor:
+        last = torch.tensor(self.batch.columns["tokens"].offsets[1:], device=self.zeros.device) - 1
+        return self.zeros.index_select(0, last)
+
+
+def algorithm_probes(clock: Clock, names: Sequence[str]) -> Iterator[Probe]:
+    """Yield the probes of the interfaces' methods, by ``INTERFACE/METHOD``; a worker's rows are packed and put away."""
+    tokenizer = byte_tokenizer()
+    for name in names:
+        kind, method = name.split("/")
+        interface = build_interface(InterfaceSpec(kind), InterfaceContext(1, tokenizer, Path("."), 0))
+        judged = kind == "verifier"
+        for rows, length in JUDGED if judged else BATCHES:
+            store, ids = judged_rows(rows, length, tokenizer) if judged else rows_of(rows, length, clock.device)
+            engine = StandIn(_gathered(store, ids, ("tokens", "prompt_mask", "truncated")))
+            tokens = sum(engine.answers.lengths("tokens"))  # as many as of prompts
+            # judges are processes of their own
+            timed = time.perf_counter if judged else clock
+            run = _call_of(interface, method, engine, store, ids, METHODS[name], timed)
+            counts = {"call": 1.0, "row": float(rows), "token": float(tokens)}
+            yield Probe(((f"interface/{name}", counts),), run, tokens + 1000.0)
+
+
+def _call_of(
+    interface: Any,
+    method: str,
+    engine: StandIn,
+    store: RowStore,
+    ids: Sequence[RowId],
+    keys: Sequence[str],
+    clock: Callable[[], float],
+) -> Callable[[], list[float]]:
+    """Return what calls an interface as a worker does."""
+    numbers = torch.tensor([i * MINIBATCHES // len(ids) for i in range(len(ids))])
+
+    def run() -> list[float]:
+        start = clock()
+        batch = _gathered(store, ids, keys)
+        if method == "train_step":
+            interface.train_step(engine, batch.with_scalars("minibatch", numbers), {})
+        elif method == "generate":
+            store.put(interface.generate(engine, batch, {})[0])
+        else:
+            store.put(interface.inference(engine, batch, {})[0])
+        return [clock() - start]
+
+    return run
+
+
+def _gathered(store: RowStore, ids: Sequence[RowId], keys: Sequence[str]) -> SequenceBatch:
+    return SequenceBatch(tuple(ids), {key: store.gather(ids, key) for key in keys})
+
+
+def rows_of(rows: int, length: int, device: torch.device) -> tuple[RowStore, list[RowId]]:
+    """Return rows with every column, half of them prompt; two rows a prompt, which are a pair."""
+    store, ids = RowStore(), [RowId(i // 2, i % 2) for i in range(rows)]
+    tokens = torch.ones(length, dtype=torch.int64, device=device)
+    mask = (torch.arange(length, device=device) < length // 2).byte()
+    truth, number = torch.zeros(1, dtype=torch.uint8, device=device), torch.randn(1, device=device)
+    for row in ids:
+        for key in ("logprobs", "ref_logprobs", "values"):
+            store.put_value(row, key, torch.randn(length, device=device))
+        values = {"tokens": tokens, "prompts": tokens, "prompt_mask": mask, "truncated": truth, "rewards": number,
+                  "ref_logprob_sums": number}  # fmt: skip
+        for key, value in values.items():
+            store.put_value(row, key, value)
+    return store, ids
+
+
+def judged_rows(rows: int, length: int, tokenizer: PreTrainedTokenizerFast) -> tuple[RowStore, list[RowId]]:
+    """Return rows with answers to judge, each of about ``length`` tokens."""
+    store, ids = RowStore(), [RowId(i // 2, i % 2) for i in range(rows)]
+    for i, row in enumerate(ids):
+        answer, solution = ANSWERS[i % len(ANSWERS)]
+        thoughts = "Let us think about this step by step. " * (length // 38)
+        tokens = torch.tensor(tokenizer.encode(f"How many of {i:<7}?\n{thoughts}{answer}"))
+        mask = (torch.arange(len(tokens)) < 20).byte()
+        fields = torch.tensor(list(json.dumps({"solutions": [solution]}).encode()), dtype=torch.uint8)
+        values = {"tokens": tokens, "prompt_mask": mask, "row": fields, "truncated": torch.zeros(1, dtype=torch.uint8)}
+        for key, value in values.items():
+            store.put_value(row, key, value)
+    return store, ids
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of single bytes, which needs no files."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_ = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    bytes_.pre_tokenizer, bytes_.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bytes_, clean_up_tokenization_spaces=False)

@@ -1,0 +1,1 @@
+"""Messages between master and workers: channel, authentication, heartbeats, reply receiver."""

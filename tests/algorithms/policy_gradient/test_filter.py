@@ -1,0 +1,42 @@
+"""Best of n."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realhf.algorithms.policy_gradient.filter import answer_lengths, best_rows, scored
+from realhf.api.batch_meta import RowId
+from realhf.api.config import PPOConfig
+from realhf.data.batch import Column, SequenceBatch
+
+IDS = tuple(RowId(p, s) for p in (4, 1) for s in range(3))
+
+
+def test_by_reward_then_length_then_sample():
+    assert best_rows(IDS, [1, 2, 2, 5, 5, 5], [9, 3, 4, 7, 7, 8], 1) == [2, 5]
+    assert best_rows(IDS, [1, 2, 2, 5, 5, 5], [9, 3, 4, 7, 7, 8], 2) == [1, 2, 3, 5]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=6, max_size=6),
+    st.permutations(range(6)),
+    st.integers(1, 3),
+)
+def test_the_order_of_the_batch_does_not_matter(values, order, keep):
+    rewards, lengths = [v[0] for v in values], [v[1] for v in values]
+    kept = {IDS[i] for i in best_rows(IDS, rewards, lengths, keep)}
+    mixed = best_rows([IDS[i] for i in order], [rewards[i] for i in order], [lengths[i] for i in order], keep)
+    assert {IDS[order[i]] for i in mixed} == kept and len(kept) == 2 * keep
+
+
+def test_rows_stay_with_their_rewards():
+    mask = [torch.tensor([1, 0, 0], dtype=torch.uint8), torch.tensor([1, 0], dtype=torch.uint8)] * 3
+    batch = SequenceBatch(IDS, {"prompt_mask": Column.of(mask)})
+    assert answer_lengths(batch) == [2, 1] * 3
+    rewards = torch.tensor([1.0, 1, 0, 1, 1, 2], dtype=torch.float64)
+    best = scored(batch, rewards, PPOConfig(generation_size=3, group_size=1))
+    assert best.ids == (RowId(4, 0), RowId(1, 2)) and best["rewards"].tolist() == [1, 2]
+    assert best["rewards"].dtype == torch.float32
+    assert scored(batch, rewards, PPOConfig(group_size=3)).ids == IDS
+    assert scored(batch.select([]), rewards[:0], PPOConfig(generation_size=3)).ids == ()

@@ -1,0 +1,87 @@
+"""``realhf profile`` says what is wrong before it measures, and adds to the profile that is there."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from realhf.api.codec import from_json
+from realhf.api.config import Device
+from realhf.apps.commands import profile as command
+from realhf.apps.main import run
+from realhf.apps.prepare.options import read_options
+from realhf.base.errors import UserError
+from realhf.plan.cost.profile import Fit, Machine, Point, Profile
+
+MACHINE = Machine("cpu", "abacus", 2, 1)
+FIT = Fit({"call": 1e-3, "row": 0.0}, (Point({"call": 1, "row": 8}, 5e-4, 1e-3, 1.5e-3, 5),))
+PROFILE = Profile(MACHINE, 2e8, {"call": FIT, "h8-v9/t1/forward": FIT})
+LLAMA = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
+LLAMA |= {"num_key_value_heads": 2, "intermediate_size": 48}
+
+
+def read(*words: str) -> command.ProfileOptions:
+    return read_options(command.ProfileOptions, words, command.option_problems)
+
+
+def problems(*words: str) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        command.check(read(*words))
+    return caught.value.problems
+
+
+def test_every_wrong_word_is_named() -> None:
+    found = problems("modle=x", "bf16=perhaps", "here", "device=tpu")
+    assert found[::2] == ["unknown option modle  did you mean model ?", "'here' is not of the form key=value"]
+    assert found[1].startswith("bf16=perhaps: Value 'perhaps'") and found[3].startswith("device=tpu: Invalid value")
+    assert problems("n_gpus_per_node=0", "seconds=-1") == [
+        "n_gpus_per_node must be positive, got 0",
+        "seconds must be positive, got -1.0",
+    ]
+
+
+def test_models_and_files_that_cannot_be_used_are_all_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "lama"}))
+    (tmp_path / "notes.json").write_text("[]")
+    found = problems(f"model={tmp_path},{tmp_path}/none", f"out={tmp_path}/notes.json", "device=cpu")
+    assert len(found) == 3 and "unknown model_type 'lama'" in found[0] and "no model configuration at" in found[1]
+    assert "notes.json is there and no profile" in found[2]
+    assert problems(f"out={tmp_path}", "device=cpu") == [f"out={tmp_path} is a folder; give a file"]
+
+
+def test_options_and_models_are_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    words = [f"model={tmp_path},{tmp_path}/config.json", "bf16=true", "threads_per_worker=2", "device=cpu"]
+    options = read(*words, f"out={tmp_path}/new/profile.json")
+    assert options.bf16 and options.threads_per_worker == 2 and options.device is Device.cpu and options.seconds == 90.0
+    wanted = command.check(options)
+    assert [m.hidden for m in wanted.models] == [32, 32] and wanted.before is None and wanted.device == "cpu"
+
+
+def test_a_profile_is_written_whole_and_read_back(tmp_path: Path) -> None:
+    file = tmp_path / "runs" / "profile.json"
+    command.write(PROFILE, file)
+    assert from_json(file.read_text(), Profile) == PROFILE
+    assert command.check(read(f"out={file}", "device=cpu")).before == PROFILE
+    assert [f.name for f in file.parent.iterdir()] == ["profile.json"]
+
+
+def test_the_profile_of_another_machine_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command.write(PROFILE, file := tmp_path / "profile.json")
+    assert run(["profile", f"out={file}", "device=cpu"]) == 2
+    assert "is of another machine, abacus (2 cores" in capsys.readouterr().err
+    assert from_json(file.read_text(), Profile) == PROFILE
+
+
+def test_bad_input_ends_with_code_2_and_help_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["profile", "model=/nowhere"]) == 2 and "/nowhere" in capsys.readouterr().err
+    assert run(["profile", "--help"]) == 0 and "threads_per_worker: int" in capsys.readouterr().out
+
+
+def test_the_table_shows_every_fit() -> None:
+    table = command.table(replace(PROFILE, fits={**PROFILE.fits, "h8-v9/t1/kept_bytes": FIT}))
+    columns = [list(column.cells) for column in table.columns]
+    assert columns[0] == ["call", "h8-v9/t1/forward", "h8-v9/t1/kept_bytes"] and columns[1] == ["1"] * 3
+    assert columns[2] == ["0.0%"] * 3 and columns[3] == ["200%"] * 3
+    assert columns[4] == ["call 1 ms", "call 1 ms", "call 1 mB"]

@@ -1,0 +1,156 @@
+"""Words and files become an experiment, or a list of everything that is wrong with them."""
+
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+
+from realhf.api.config import Device, ExperimentConfig, Mode, OnBadRow, Schedule, ValueNormType
+from realhf.apps.prepare.options import build_experiment, load_experiment, options_of, save_experiment
+from realhf.base.errors import UserError
+from realhf.experiments import EXPERIMENTS, experiment_class
+from realhf.experiments.ppo import PPOExperiment
+from realhf.experiments.ppo_math import PPOMathExperiment
+
+
+def build(*words: str, file: Path | None = None) -> PPOExperiment:
+    built = build_experiment(PPOExperiment, words, str(file) if file else None)
+    assert isinstance(built, PPOExperiment)
+    return built
+
+
+def problems(*words: str, file: Path | None = None) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        build(*words, file=file)
+    return caught.value.problems
+
+
+def written(folder: Path, text: str) -> Path:
+    (folder / "c.yaml").write_text(text)
+    return folder / "c.yaml"
+
+
+def test_without_words_everything_has_its_default() -> None:
+    assert build() == PPOExperiment()
+
+
+def test_words_of_every_type() -> None:
+    config = build(
+        "seed=7",
+        "actor.optimizer.lr=1e-3",
+        "critic.optimizer.lr=2",
+        "ppo.adv_norm=false",
+        "ppo.early_stop_imp_ratio=null",
+        "ppo.generation_size=4",
+        "mode=inline",
+        "device=cpu",
+        "dataset.on_bad_row=skip",
+        "actor.optimizer.lr_scheduler_type=linear",
+        "ppo.value_norm_type=ma",
+        "save_roles=[actor,critic]",
+        "ppo.gen.stop_token_ids=[1,2]",
+        "dataset.path=a/b-c.jsonl",
+        "actor_gen.device_mesh='node01:0-3'",
+        "experiment_name=007",
+    )
+    assert (config.seed, config.actor.optimizer.lr, config.ppo.adv_norm) == (7, 1e-3, False)
+    assert isinstance(config.critic.optimizer.lr, float) and config.critic.optimizer.lr == 2.0
+    assert config.ppo.early_stop_imp_ratio is None and config.ppo.generation_size == 4
+    assert (config.mode, config.device, config.dataset.on_bad_row) == (Mode.inline, Device.cpu, OnBadRow.skip)
+    assert config.actor.optimizer.lr_scheduler_type is Schedule.linear
+    assert config.ppo.value_norm_type is ValueNormType.ma
+    assert config.save_roles == ["actor", "critic"] and config.ppo.gen.stop_token_ids == [1, 2]
+    assert config.dataset.path == "a/b-c.jsonl" and config.experiment_name == "007"
+    assert config.actor_gen.device_mesh == "node01:0-3"
+
+
+@pytest.mark.parametrize("text", ["actor_gen:d2,*:d1", "d2t1p1", "heuristic"])
+def test_allocation_modes_need_no_quotes(text: str) -> None:
+    assert build(f"allocation_mode={text}").allocation_mode == text
+
+
+def test_the_last_word_wins_and_a_word_wins_over_the_file(tmp_path: Path) -> None:
+    file = written(tmp_path, "seed: 3\nppo:\n  kl_ctl: 0.5\n  gen: {max_new_tokens: 9}\nsave_roles: [actor]\n")
+    config = build("seed=4", "seed=5", file=file)
+    assert (config.seed, config.ppo.kl_ctl, config.ppo.gen.max_new_tokens) == (5, 0.5, 9)
+    assert config.save_roles == ["actor"] and config.ppo.eps_clip == PPOExperiment().ppo.eps_clip
+    assert build(file=written(tmp_path, "")) == PPOExperiment()
+
+
+@pytest.mark.parametrize(
+    ("word", "start"),
+    [
+        ("ppo.kl_ctrl=1", "unknown option ppo.kl_ctrl  did you mean ppo.kl_ctl ?"),
+        ("kl_ctl=1", "unknown option kl_ctl  did you mean ppo.kl_ctl ?"),
+        ("zzz=1", "unknown option zzz"),
+        ("ppo=1", "ppo is a group of options; set one of them, like ppo.gen.n=..."),
+        ("actor.optimizer=adam", "actor.optimizer is a group of options; set one of them, like actor.optimizer.type="),
+        ("ppo.kl_ctl.x=1", "unknown option ppo.kl_ctl.x"),
+        ("seed", "'seed' is not of the form key=value"),
+        ("sed", "'sed' is not of the form key=value  did you mean seed ?"),
+        ("seed=one", "seed=one: "),
+        ("seed=1.5", "seed=1.5: "),
+        ("seed=null", "seed=None: "),
+        ("ppo.adv_norm=maybe", "ppo.adv_norm=maybe: "),
+        ("mode=cloud", "mode=cloud: "),
+        ("device=tpu", "device=tpu: "),
+        ("ppo.gen.stop_token_ids=[a]", "ppo.gen.stop_token_ids="),
+        ("seed=[1]", "seed=[1]: "),
+        ("dataset.path={a", "'dataset.path={a' cannot be read: "),
+        ("~seed=1", "'~seed=1': options cannot be deleted"),
+        ("trial_name=${nobody}", "trial_name: "),
+    ],
+)
+def test_a_wrong_word_is_said_in_one_line(word: str, start: str) -> None:
+    (problem,) = problems(word)
+    assert problem.startswith(start) and "\n" not in problem
+
+
+def test_all_wrong_words_come_at_once_and_the_files_name_theirs(tmp_path: Path) -> None:
+    file = written(tmp_path, "sed: 3\nppo: 4\nactor: {optimizer: {lr: fast}}\n")
+    found = problems("seed=x", "seed=1", "nope", file=file)
+    assert len(found) == 5
+    assert found[0] == f"unknown option sed  did you mean seed ? ({file})"
+    assert all(line.endswith(f"({file})") for line in found[:3])
+    assert found[2].startswith("actor.optimizer.lr=fast: ")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    assert problems(file=tmp_path / "none.yaml") == [f"--config {tmp_path}/none.yaml: there is no such file"]
+    assert "not readable as YAML" in problems(file=written(tmp_path, "a: [1"))[0]
+    assert "expected keys and values" in problems(file=written(tmp_path, "- 1\n- 2\n"))[0]
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_comes_back_from_its_config_file(name: str, tmp_path: Path) -> None:
+    cls = experiment_class(name)
+    words = ["seed=5", "mode=inline", "save_roles=[x]", "exp_ctrl.total_train_steps=3", "dataset.path=a,b.jsonl",
+             "dataset.prompt_template='Q: {prompt}\nA:'"]  # fmt: skip
+    config = build_experiment(cls, words, None)
+    assert config.dataset.prompt_template == "Q: {prompt}\nA:" and config.dataset.path == "a,b.jsonl"
+    save_experiment(config, tmp_path / "config.yaml")
+    again = load_experiment(cls, tmp_path / "config.yaml")
+    assert again == config and type(again) is cls
+
+
+def leaves(config: object, prefix: str = "") -> list[str]:
+    found = []
+    for field in fields(config):
+        value = getattr(config, field.name)
+        found += leaves(value, f"{prefix}{field.name}.") if is_dataclass(value) else [prefix + field.name]
+    return found
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_help_lists_every_option_with_a_line_about_it(name: str) -> None:
+    cls = experiment_class(name)
+    options = list(options_of(cls))
+    assert [o.key for o in options] == leaves(cls())
+    assert all(o.help and o.type for o in options) and issubclass(cls, ExperimentConfig)
+
+
+def test_help_shows_choices_types_and_defaults() -> None:
+    shown = {o.key: (o.type, o.default) for o in options_of(PPOMathExperiment)}
+    assert shown["device"] == ("auto|cpu|cuda", "auto")
+    assert shown["ppo.generation_size"] == ("int", "None") and shown["seed"] == ("int", "1")
+    assert shown["reward.fn"] == ("str", "math") and shown["save_roles"] == ("list[str]", "[]")

@@ -1,0 +1,96 @@
+"""Configurations as released models have them, their sizes made small: we read them as Hugging Face does."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from realhf.arch.hf_config import read_hf_config
+from tests.models.tiny_models import ours
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 67}
+SMALL |= {"initializer_range": 0.2}
+WIDE = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2}
+OLD_MISTRAL = {"bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "max_position_embeddings": 32768,
+               "rms_norm_eps": 1e-05, "tie_word_embeddings": False, "use_cache": True}  # fmt: skip
+QWEN = {"attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645, "hidden_act": "silu",
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
+        "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False}  # fmt: skip
+GEMMA = {"attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
+         "head_dim": 16, "max_position_embeddings": 8192, "rms_norm_eps": 1e-06, "rope_theta": 10000.0}  # fmt: skip
+NEOX = {"hidden_act": "gelu", "intermediate_size": 128, "layer_norm_eps": 1e-05, "max_position_embeddings": 2048,
+        "rotary_emb_base": 10000, "rotary_pct": 0.25, "use_parallel_residual": True}  # fmt: skip
+RELEASED: dict[str, dict[str, Any]] = {
+    "mistral-7b-v0.1": {**WIDE, **OLD_MISTRAL, "model_type": "mistral", "rope_theta": 10000.0, "sliding_window": 4096},
+    "mistral-7b-v0.3": {**WIDE, **OLD_MISTRAL, "model_type": "mistral", "rope_theta": 1e6, "sliding_window": None},
+    "mistral-nemo": {**WIDE, **OLD_MISTRAL, "model_type": "mistral", "rope_theta": 1e6, "head_dim": 16},
+    "mixtral-8x7b-v0.1": {
+        **WIDE, **OLD_MISTRAL, "model_type": "mixtral", "num_experts_per_tok": 2, "num_local_experts": 8,
+        "output_router_logits": False, "rope_theta": 1e6, "router_aux_loss_coef": 0.02, "sliding_window": None,
+    },
+    "qwen2.5-7b": {**WIDE, **QWEN, "model_type": "qwen2", "max_window_layers": 28, "sliding_window": 131072},
+    "qwen3-8b": {**WIDE, **QWEN, "model_type": "qwen3", "attention_bias": False, "head_dim": 16,
+                 "max_window_layers": 36},
+    "qwen3-30b-a3b": {
+        **WIDE, **QWEN, "model_type": "qwen3_moe", "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 16,
+        "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 24, "norm_topk_prob": True,
+        "num_experts": 8, "num_experts_per_tok": 4, "output_router_logits": False, "router_aux_loss_coef": 0.001,
+    },
+    "gemma-2b": {**WIDE, **GEMMA, "model_type": "gemma", "num_key_value_heads": 1, "hidden_act": "gelu"},
+    "gemma-7b": {**WIDE, **GEMMA, "model_type": "gemma", "hidden_act": "gelu_pytorch_tanh",
+                 "hidden_activation": "gelu_pytorch_tanh"},
+    "gemma-2-27b": {
+        **WIDE, **GEMMA, "model_type": "gemma2", "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid",
+        "final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 144, "sliding_window": 4096,
+    },
+    "pythia-70m": {**SMALL, **NEOX, "model_type": "gpt_neox", "bos_token_id": 0, "eos_token_id": 0,
+                   "tie_word_embeddings": False},
+    "gpt-neox-20b": {**SMALL, **NEOX, "model_type": "gpt_neox", "hidden_act": "gelu_fast", "eos_token_id": 0},
+    "redpajama-incite": {**SMALL, **NEOX, "model_type": "gpt_neox", "rotary_pct": 1.0, "use_parallel_residual": False},
+    "deepseek-coder": {**WIDE, **OLD_MISTRAL, "model_type": "llama", "rope_theta": 100000,
+                       "rope_scaling": {"type": "linear", "factor": 4.0}},
+}  # fmt: skip
+TOKENS = torch.arange(3, 30)
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_released_configuration_means_the_same_to_us(name: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(RELEASED[name]))
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)).eval()
+    theirs.save_pretrained(tmp_path)
+    config.write_text(json.dumps(RELEASED[name]))  # as released, not as written anew
+    with torch.no_grad():
+        model = ours(tmp_path)
+        logits = model.logits(model.hidden(TOKENS, [len(TOKENS)]))
+        assert torch.allclose(logits, theirs(TOKENS[None]).logits[0], atol=1e-4)
+
+
+def test_special_windows_and_coefficients_are_read(tmp_path: Path) -> None:
+    def read(name: str) -> Any:
+        (tmp_path / "config.json").write_text(json.dumps(RELEASED[name]))
+        return read_hf_config(tmp_path, False)
+
+    assert read("mistral-7b-v0.1").windows == (4096, 4096) and not read("mistral-7b-v0.3").windows
+    assert read("gemma-2-27b").windows == (4096, 0) and not read("qwen2.5-7b").windows
+    assert read("mixtral-8x7b-v0.1").balance_loss == 0.02 and read("qwen3-30b-a3b").balance_loss == 0.001
+    assert read("gemma-2b").tied_embedding and not read("pythia-70m").tied_embedding
+
+
+def test_buffers_of_an_old_pythia_are_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(RELEASED["pythia-70m"]))
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)).save_pretrained(tmp_path)
+    before = ours(tmp_path).params.data
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in range(2):
+        prefix = f"gpt_neox.layers.{layer}.attention."
+        tensors |= {prefix + "bias": torch.ones(1, 1, 4, 4), prefix + "masked_bias": torch.tensor(-1e9)}
+        tensors[prefix + "rotary_emb.inv_freq"] = torch.ones(1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert torch.equal(ours(tmp_path).params.data, before)

@@ -1,0 +1,45 @@
+"""Files that are old or new and nothing between, and locks that go with their process."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from realhf.base.atomic_io import hold, is_held, remove_folder, rewrite
+
+HOLDER = """
+import sys
+from pathlib import Path
+from realhf.base.atomic_io import hold
+with hold(Path(sys.argv[1])) as is_mine:
+    print(is_mine, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_file_gets_another_text_and_leaves_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    for text in ("one", "two"):
+        rewrite(file, text)
+        assert file.read_text() == text and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_folder_goes_with_what_was_left_of_it_before(tmp_path: Path) -> None:
+    for folder in (tmp_path / "a", tmp_path / "a.unfinished"):
+        (folder / "b").mkdir(parents=True)
+    remove_folder(tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_is_one_process_s_and_goes_with_it(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    assert not is_held(lock) and not lock.exists()
+    with hold(lock) as is_mine:
+        assert is_mine and is_held(lock)
+        with hold(lock, 0.0) as is_mine_too:
+            assert not is_mine_too
+    assert not is_held(lock)
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout and process.stdout.readline() == b"True\n" and is_held(lock)
+    process.kill()
+    process.communicate(timeout=60)
+    assert not is_held(lock)

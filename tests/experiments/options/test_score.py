@@ -1,0 +1,62 @@
+"""How PPO's options choose what scores answers, and on which scale."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from realhf.algorithms import build_interface
+from realhf.api.config import ModelSpec, PPOConfig
+from realhf.api.config.preference import RewardModelType, ScoreConfig
+from realhf.data.protocols import InterfaceContext
+from realhf.experiments.options.score import normalised, score_interface, score_moments
+from realhf.experiments.ppo import PPOExperiment
+from realhf.experiments.ppo_math import PPOMathExperiment
+
+CONTEXT = InterfaceContext(seed=1, tokenizer=None, run_root=Path("."))
+
+
+def reward_model(folder: Path, mean: float, square: float, count: float) -> ModelSpec:
+    found = {"step": 3, "metrics": {"rw_eval/score": mean, "rw_eval/score_sq": square}}
+    (folder / "evaluation.json").write_text(json.dumps({**found, "counts": {"rw_eval/score": count}}))
+    return ModelSpec(str(folder))
+
+
+@pytest.mark.parametrize("kind", RewardModelType)
+def test_every_type_is_served(kind: RewardModelType) -> None:
+    ppo = PPOConfig(reward_output_bias=0.5)
+    interface = build_interface(score_interface(ScoreConfig(kind), ModelSpec(), ppo), CONTEXT)
+    config = interface.config if kind.name in ("pairs", "ranked") else interface.config.ppo
+    assert config == ppo and PPOExperiment(score=ScoreConfig(kind)).graph()["rew_inf"].outputs == ("rewards",)
+
+
+@given(st.floats(-5, 5), st.floats(0.1, 5), st.floats(-5, 5), st.floats(0.1, 3), st.floats(-2, 2))
+def test_bias_and_scaling_act_on_normalised_scores(
+    mean: float, std: float, bias: float, scaling: float, score: float
+) -> None:
+    ppo = normalised(PPOConfig(reward_output_bias=bias, reward_output_scaling=scaling), mean, std)
+    reward = (score - ppo.reward_output_bias) * ppo.reward_output_scaling
+    assert reward == pytest.approx(((score - mean) / std - bias) * scaling, abs=1e-9)
+
+
+def test_moments_are_those_of_held_out_answers(tmp_path: Path) -> None:
+    """Scores 1, 2, 6: mean 3, unbiased variance 7."""
+    rew = reward_model(tmp_path, 3.0, 41 / 3, 3.0)
+    assert score_moments(rew) == pytest.approx((3.0, 7**0.5))
+    spec = PPOExperiment(rew=rew, score=ScoreConfig(normalise=True)).graph()["rew_inf"].interface
+    assert spec.config["reward_output_bias"] == pytest.approx(3.0)
+    assert spec.config["reward_output_scaling"] == pytest.approx(7**-0.5)
+
+
+def test_what_cannot_be_normalised_is_said(tmp_path: Path) -> None:
+    experiment = PPOExperiment(rew=ModelSpec(str(tmp_path)), score=ScoreConfig(normalise=True))
+    (problem,) = experiment.problems()
+    assert f"no scores of held-out answers in {tmp_path}/evaluation.json; train the reward model with" in problem
+    experiment.rew = reward_model(tmp_path, 2.0, 4.0, 5.0)  # all scores alike
+    assert len(experiment.problems()) == 1
+    experiment.score.type = RewardModelType.process
+    assert "those of score.type=process are shares" in experiment.problems()[0]
+    verified = PPOMathExperiment(score=ScoreConfig(normalise=True)).problems()
+    assert "rew or score have options, but rewards come from reward.fn here; for a model use ppo" in verified

@@ -1,0 +1,62 @@
+"""What options of rewards contradict, and what rows they need."""
+
+from pathlib import Path
+
+import pytest
+
+from realhf.api.config import RewardConfig
+from realhf.api.experiment import Task
+from realhf.experiments.options.verifier import reward_problems, reward_task
+
+
+@pytest.mark.parametrize(
+    ("options", "task"),
+    [
+        ({}, Task.math),
+        ({"fn": "code"}, Task.code),
+        ({"fn": "http://host/judge?fn=math"}, Task.math),
+        ({"fn": "http://host/judge"}, Task.prompt),
+        ({"fns": ["format:x", "math"]}, Task.math),
+        ({"fns": ["mine.py:f", "code_lax"]}, Task.code),
+        ({"fn": "mine.py:f"}, Task.prompt),
+    ],
+)
+def test_what_rows_must_hold(options: dict, task: Task) -> None:
+    assert reward_task(RewardConfig(**options)) is task
+
+
+@pytest.mark.parametrize(
+    ("options", "start"),
+    [
+        ({"timeout": 0.0}, "reward.timeout must be positive, got 0.0"),
+        ({"processes": 0}, "reward.processes must be positive, got 0"),
+        ({"in_flight": 0}, "reward.in_flight must be positive, got 0"),
+        ({"retries": -1}, "reward.retries must not be negative, got -1"),
+        ({"fn": "f.py:g", "fns": ["math"]}, "reward.fn=f.py:g and reward.fns=['math']: give one of them"),
+        ({"fns": ["math", "math"]}, "reward.fns: the names math, math must differ"),
+        (
+            {"fns": ["math"], "weights": [1.0, 2.0]},
+            "reward.weights has 2 numbers, but there are 1 rewards",
+        ),
+        ({"fns": ["math", "maths"]}, "reward.fn='maths' is neither"),
+        ({"fn": "format:("}, "reward.fn='format:(': not a regular expression"),
+        ({"format_reward": "("}, "reward.fn='format:(': not a regular expression"),
+        ({"fn": "format:x", "format_reward": "x"}, "reward.format_reward grades answers that are right or wrong"),
+        ({"fn": "http://host:0/"}, "reward.fn='http://host:0/' is no address"),
+        ({"token_env": "X"}, "reward.token_env is for services"),
+        ({"fn": "http://host/", "token_env": "X"}, "reward.token_env=X: there is no such variable"),
+    ],
+)
+def test_what_cannot_be(options: dict, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("X", raising=False)
+    (problem,) = reward_problems(RewardConfig(**options))
+    assert problem.startswith(start)
+
+
+def test_what_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("X", "secret")
+    (tmp_path / "r.py").write_text("async def reward(prompt, answer, row): return 1.0\n")
+    fns = ["math", "http://host/judge", f"{tmp_path}/r.py:reward", "format:.*"]
+    assert (
+        reward_problems(RewardConfig(fns=fns, weights=[1.0, -0.5, 0.0, 2.0], token_env="X", format_reward=".*")) == []
+    )

@@ -1,0 +1,158 @@
+"""Rows of one prompt that share what they begin with: the same results, computed once."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realhf.api.batch_meta import RowId
+from realhf.api.execution_plan import MicroBatching
+from realhf.base.paths import KERNELS
+from realhf.data.batch import Column, SequenceBatch
+from realhf.models.engine.native import NativeEngine
+from realhf.models.engine.packing import pack
+from realhf.ops import extension
+from realhf.ops.attention import shares_prefixes
+from realhf.plan.compile.micro_batch import micro_batches
+from realhf.plan.cost.cost import works_of
+from tests.models.engine.tiny_engine import FAMILIES, counted, engine_on, nll
+
+ROWS = st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 1), min_size=1, max_size=6)), max_size=8)
+
+
+def batch_of(rows: list[tuple[int, list[int]]]) -> SequenceBatch:
+    ids = tuple(RowId(prompt, sample) for sample, (prompt, _) in enumerate(rows))
+    tokens = [torch.tensor(row, dtype=torch.int64) for _, row in rows]
+    return SequenceBatch(ids, {"tokens": Column.of(tokens) if rows else Column(torch.empty(0, dtype=torch.int64), ())})
+
+
+@given(ROWS)
+@settings(max_examples=200, deadline=None)
+def test_every_token_is_found_behind_those_that_came_before_it(rows: list[tuple[int, list[int]]]) -> None:
+    batch = batch_of(rows)
+    packing = pack(batch, share=True)
+    assert sum(packing.lengths) == len(packing.tokens) <= batch["tokens"].numel()
+    assert torch.equal(packing.spread(packing.tokens), batch["tokens"])
+    if packing.places is None or packing.before is None:
+        prompts = [prompt for prompt, _ in rows]
+        alone = {prompt for prompt in prompts if prompts.count(prompt) == 1}
+        assert packing.prefixes == () and packing.lengths == batch.lengths("tokens")
+        assert all(p in alone or len({row[0] for q, row in rows if q == p}) > 1 for p in prompts)
+        return
+    ends = torch.tensor(packing.lengths).cumsum(0).tolist()
+    segment = [next(i for i, end in enumerate(ends) if place < end) for place in range(len(packing.tokens))]
+    at = 0
+    for _, row in rows:
+        places = packing.places[at : at + len(row)].tolist()
+        at += len(row)
+        assert packing.before[places].tolist() == [-1, *places[:-1]]
+        own = segment[places[-1]]
+        assert all(segment[place] in (own, packing.prefixes[own]) for place in places)
+
+
+PROMPTS = st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 12), min_size=1, max_size=4)), max_size=6)
+
+
+@given(PROMPTS, st.integers(1, 4), st.integers(8, 80))
+@settings(max_examples=100, deadline=None)
+def test_the_planner_counts_what_is_computed(prompts: list[tuple[int, list[int]]], n_mbs: int, cap: int) -> None:
+    """Every group's first answers begin differently, so that a prompt is all that they share."""
+    ids, tokens, shared = [], [], []
+    for prompt, (length, answers) in enumerate(prompts):
+        for sample, answer in enumerate(answers):
+            ids.append(RowId(prompt, sample))
+            tokens.append(torch.cat([torch.full((length,), 99), torch.full((answer,), sample)]))
+            shared.append(length)
+    lengths, limits = tuple(map(len, tokens)), MicroBatching(n_mbs, cap)
+    works = works_of(tuple(ids), lengths, limits, tuple(shared), shares=True)
+    parts = micro_batches(ids, lengths, limits, near=True)
+    assert len(works) == len(parts)
+    for work, part in zip(works, parts, strict=True):
+        some = SequenceBatch(tuple(ids[i] for i in part), {"tokens": Column.of([tokens[i] for i in part])})
+        packing = pack(some, share=True)
+        rows = zip(packing.lengths, packing.prefixes or (-1,) * len(packing.lengths), strict=True)
+        pairs = sum(n * (n + 1) // 2 + (n * packing.lengths[p] if p >= 0 else 0) for n, p in rows)
+        assert (work.tokens, work.rows, work.pairs) == (len(packing.tokens), len(packing.lengths), pairs)
+        assert work.trained == sum(lengths[i] - shared[i] for i in part)
+
+
+def groups(n: int, vocab: int = 37) -> SequenceBatch:
+    """Three prompts of ``n`` answers each and one lone row; masks are on answers alone."""
+    generator = torch.Generator().manual_seed(5)
+    rows, ids, masks = [], [], []
+    for prompt, length in enumerate((9, 1, 17)):
+        shared = torch.randint(2, vocab, (length,), generator=generator)
+        for sample in range(n):
+            answer = torch.randint(2, vocab, (1 + 3 * sample + prompt,), generator=generator)
+            rows.append(torch.cat([shared, answer]))
+            masks.append(torch.cat([torch.zeros_like(shared), torch.ones_like(answer)]).byte())
+            ids.append(RowId(prompt, sample))
+    rows.append(torch.randint(2, vocab, (11,), generator=generator))
+    masks.append(torch.ones(11, dtype=torch.uint8))
+    ids.append(RowId(7, 0))
+    return SequenceBatch(tuple(ids), {"tokens": Column.of(rows), "mask": Column.of(masks)})
+
+
+def both(engine: NativeEngine) -> tuple[NativeEngine, NativeEngine]:
+    return replace(engine, share_prompts=True), replace(engine, share_prompts=False)
+
+
+@pytest.fixture(autouse=True)
+def _kernel() -> None:
+    if not shares_prefixes(torch.device("cpu"), torch.float32):
+        pytest.skip("NATIVE KERNELS NOT BUILT, nothing is shared: python setup.py build_ext --inplace")
+
+
+@pytest.mark.parametrize("limits", [MicroBatching(), MicroBatching(3, 70), MicroBatching(1, 1)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_inference_is_the_same(family: str, limits: MicroBatching, twins: dict) -> None:
+    engine = replace(engine_on(twins[family][0], trained=False), micro_batching=limits)
+    batch = groups(4)
+    for fn in (lambda outputs, _: outputs.logprobs(0.7), lambda outputs, _: outputs.logprobs()):
+        shared, apart = (one.forward(batch, fn) for one in both(engine))
+        torch.testing.assert_close(shared, apart, atol=1e-5, rtol=1e-5)
+
+
+def test_values_are_the_same(llama: Path) -> None:
+    engine = engine_on(llama, trained=False, scalar=True)
+    for fn in (lambda outputs, _: outputs.values(), lambda outputs, _: outputs.last_values()):
+        shared, apart = (one.forward(groups(3), fn) for one in both(engine))
+        torch.testing.assert_close(shared, apart, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}])
+def test_a_training_step_is_the_same(family: str, options: dict, twins: dict) -> None:
+    batch, found = groups(4), []
+    for number in range(2):
+        engine = both(engine_on(twins[family][0], **options))[number]
+        stats = engine.train(batch, nll, counted(batch))
+        found.append((engine.params.grad.clone(), engine.params.data.clone(), stats))
+    (shared_grad, shared, stats), (grad, apart, other_stats) = found
+    assert (shared_grad - grad).norm() < 1e-5 * grad.norm()
+    assert (shared - apart).norm() < 1e-5 * apart.norm()
+    assert stats["nll"] == pytest.approx(other_stats["nll"], rel=1e-5)
+
+
+def test_a_loss_on_shared_tokens_counts_every_row(llama: Path) -> None:
+    batch, gradients = groups(4), []
+    batch = batch.with_tokenwise("mask", torch.ones_like(batch["mask"]))
+    for number in range(2):
+        engine = both(engine_on(llama))[number]
+        engine.train(batch, nll, counted(batch))
+        gradients.append(engine.params.grad.clone())
+    assert (gradients[0] - gradients[1]).norm() < 1e-5 * gradients[1].norm()
+
+
+def test_fewer_tokens_are_computed() -> None:
+    batch = groups(4)
+    packing = pack(batch, share=True)
+    assert len(packing.tokens) == batch["tokens"].numel() - 3 * (9 + 1 + 17)
+    assert pack(batch).tokens is batch["tokens"]
+
+
+def test_the_planner_finds_the_library_that_engines_load() -> None:
+    assert KERNELS.exists() == extension.available()

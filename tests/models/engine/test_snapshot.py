@@ -1,0 +1,104 @@
+"""What a checkpoint holds of an engine, and that any layout finds its part in it."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from realhf.api.config import ModelSpec, OptimizerConfig
+from realhf.api.experiment import RoleSpec
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.arch.hf_config import read_hf_config
+from realhf.arch.param_specs import param_specs, stage_layers
+from realhf.comm.process_groups import Group, ParallelContext
+from realhf.models.engine.native import NativeEngine
+from realhf.models.engine.optimizer import ShardedAdamW
+from realhf.models.engine.pipeline_runner import Pipeline
+from realhf.models.engine.snapshot import restore, snapshot
+from realhf.models.flat_params import FlatParams
+from realhf.models.transformer import Transformer
+from realhf.plan.compile.realloc import shard_of
+
+STRATEGIES = {"d1": (1, 1, 1), "d2": (2, 1, 1), "t2": (1, 2, 1), "p2": (1, 1, 2), "d2t2": (2, 2, 1), "t2p2": (1, 2, 2)}
+KINDS = {"weights": 0.0, "first": 0.25, "second": 0.5, "master": 0.75, "average": 0.875}
+
+
+def layout_of(name: str) -> Layout:
+    strategy = ParallelStrategy(*STRATEGIES[name])
+    return Layout(DeviceMesh(tuple(reversed(range(strategy.world)))), strategy)  # members count by rank
+
+
+def engine_of(folder: Path, layout: Layout, rank: int, bf16: bool) -> NativeEngine:
+    """An engine among others that are elsewhere: it has its shard and its optimizer, and nobody to talk to."""
+    config = read_hf_config(folder, scalar_head=False)
+    specs = param_specs(config)
+    boxes = shard_of(specs, lambda pp: stage_layers(config, pp), layout, rank)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    params = FlatParams([s for s in specs if s.name in boxes], boxes, dtype, "cpu", pad_to=layout.strategy.dp)
+    groups = {ranks: Group(ranks, rank) for axis in ("dp", "tp", "pp") if len(ranks := layout.axis(axis, rank)) > 1}
+    context = ParallelContext(layout, rank, groups=groups)
+    model = Transformer(config, params, False, context.group("tp"), True)
+    optimizer = ShardedAdamW(params, OptimizerConfig(), context, model.sequence_parallel)
+    role = RoleSpec(ModelSpec(str(folder), bf16=bf16))
+    return NativeEngine(config, role, params, model, Pipeline(model, context), context, (1,), 10, optimizer=optimizer)
+
+
+def truth(engine: NativeEngine) -> dict[str, Tensor]:
+    """Every parameter in full, each of its elements another number, the same on every worker."""
+    found = {}
+    for i, spec in enumerate(param_specs(engine.config)):
+        generator = torch.Generator().manual_seed(i)
+        found[spec.name] = torch.randint(0, 100, spec.shape, generator=generator).float()  # exact in bfloat16 too
+    return found
+
+
+def fill(engine: NativeEngine, flat: Tensor, start: int, kind: str) -> None:
+    """Write what is true of ``kind`` into a flat tensor that begins at ``start`` of the shard's."""
+    for name, expected in truth(engine).items():
+        if name in engine.params.names:
+            box = tuple(slice(*span) for span in engine.params.box(name))
+            values, span = (expected[box] + KINDS[kind]).flatten(), engine.params.span(name)
+            low, high = max(span.start, start), min(span.stop, start + len(flat))
+            if low < high:
+                flat[low - start : high - start] = values[low - span.start : high - span.start].to(flat.dtype)
+
+
+def trained(folder: Path, layout: Layout, rank: int, bf16: bool, average: bool) -> NativeEngine:
+    engine = engine_of(folder, layout, rank, bf16)
+    assert engine.optimizer is not None
+    fill(engine, engine.params.data, 0, "weights")
+    for kind, flat in engine.optimizer.state.items():
+        fill(engine, flat, engine.optimizer.start, kind)
+    if average:
+        engine.params.average = torch.zeros_like(engine.params.data, dtype=torch.float32)
+        fill(engine, engine.params.average, 0, "average")
+    engine.optimizer.steps = 7
+    return engine
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_any_layout_goes_on_from_any_other(actor_folder: Path, bf16: bool) -> None:
+    for before, after in product(STRATEGIES, STRATEGIES):
+        old, new = layout_of(before), layout_of(after)
+        files = {rank: snapshot(trained(actor_folder, old, rank, bf16, bf16)) for rank in old.mesh.ranks}
+        for rank in new.mesh.ranks:
+            engine, expected = engine_of(actor_folder, new, rank, bf16), trained(actor_folder, new, rank, bf16, bf16)
+            restore(engine, old, files.__getitem__)
+            assert engine.optimizer is not None and expected.optimizer is not None and engine.optimizer.steps == 7
+            assert torch.equal(engine.params.data, expected.params.data), (before, after, rank)
+            for kind, flat in expected.optimizer.state.items():
+                assert torch.equal(engine.optimizer.state[kind], flat), (before, after, rank, kind)
+            if bf16:
+                assert engine.params.average is not None and expected.params.average is not None
+                assert torch.equal(engine.params.average, expected.params.average)
+
+
+def test_replicas_share_the_work_of_writing(actor_folder: Path) -> None:
+    layout = layout_of("d2")
+    found = {rank: snapshot(trained(actor_folder, layout, rank, False, False)) for rank in layout.mesh.ranks}
+    writer = layout.rank(layout.coord(0)._replace(dp=0))
+    assert "weights" in found[writer] and "weights" not in found[1 - writer]
+    assert len(found[0]["first"]) == len(found[1]["first"]) == len(found[writer]["weights"]) // 2
+    assert "master" not in found[0], "float32 weights are their own master"

@@ -1,0 +1,244 @@
+"""Blocks as one compiled call against the same blocks operation by operation."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from realhf.api.model_config import ModelConfig
+from realhf.models.fused_decode import in_panels, panel_linear
+from realhf.models.hf_folder import init_random
+from realhf.models.kv_cache import KVCache
+from realhf.models.transformer import Transformer
+from realhf.ops import extension
+from tests.models.tiny_models import whole_params
+
+LLAMA = ModelConfig("llama", 3, 64, 4, 2, 16, 112, 40, 128, init_std=0.2)
+LAYER_NORMS = {"norm": "layer", "qkv_bias": True, "proj_bias": True, "mlp": "plain", "n_kv_heads": 4}
+CONFIGS = {
+    "llama": LLAMA,
+    "wide heads": replace(LLAMA, head_dim=48, n_heads=6, n_kv_heads=1),
+    "qwen2": replace(LLAMA, qkv_bias=True, tied_embedding=True),
+    "qwen3": replace(LLAMA, qk_norm=True),
+    "mistral": replace(LLAMA, windows=(5, 5, 0)),
+    "gemma": replace(LLAMA, norm_offset=1.0, activation="gelu_tanh", scaled_embedding=True),
+    "gemma2": replace(LLAMA, norm_offset=1.0, activation="gelu_tanh", post_norms=True, attention_softcap=1.5,
+                      attention_scale=0.3, windows=(0, 7, 0)),
+    "gpt2": replace(LLAMA, **LAYER_NORMS, activation="gelu_tanh", learned_positions=True),
+    "gpt_neox": replace(LLAMA, **LAYER_NORMS, activation="gelu", parallel_residual=True, rotary_dims=8),
+}  # fmt: skip
+N_SLOTS, CACHED = 24, (1, 6, 2, 30, 17, 64, 5, 0, 9, 33, 12, 3, 8, 1, 21)
+
+pytestmark = pytest.mark.skipif(
+    extension.kernel("decode_blocks", "cpu") is None, reason="the compiled kernels are not built"
+)
+
+
+def model_of(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Transformer:
+    params = whole_params(config, dtype)
+    init_random(config, params, 0)
+    generator = torch.Generator().manual_seed(1)
+    for name in params.names:  # norms and biases that do something
+        view = params.view(name)
+        if view.dim() == 1:
+            view.add_(torch.randn(view.shape, generator=generator).mul_(0.1).to(dtype))
+    return Transformer(config, params)
+
+
+def without_kernel(model: Transformer) -> Transformer:
+    twin = Transformer(model.config, model.params)
+    twin._weights = replace(twin.weights, fused=None)
+    return twin
+
+
+def filled(model: Transformer) -> KVCache:
+    cache = model.new_cache(N_SLOTS, 96)
+    generator = torch.Generator().manual_seed(2)  # all of it: the twin reads what is not seen, too
+    for store in (cache.k, cache.v):
+        store.copy_(torch.randn(store.shape, generator=generator))
+    return cache
+
+
+def decoded(model: Transformer, steps: int = 3, rows: slice = slice(None)) -> tuple[Tensor, KVCache]:
+    """Hidden states of the last of some steps, and the cache behind them; ``rows`` are those of CACHED."""
+    cache, tokens = filled(model), torch.arange(len(CACHED))[rows] % model.config.vocab
+    for store in (cache.k, cache.v):
+        store[:, : len(tokens)] = store[:, : len(CACHED)][:, rows].clone()
+    with torch.no_grad():
+        for step in range(steps):
+            hidden = model.decode(tokens, torch.tensor(CACHED)[rows] + step, cache)
+    return hidden, cache
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_blocks_in_one_call_equal_their_twin(name: str) -> None:
+    model = model_of(CONFIGS[name])
+    assert model.weights.fused is not None
+    found, cache = decoded(model)
+    expected, twin_cache = decoded(without_kernel(model))
+    assert distance(found, expected) < 1e-5
+    for ours, theirs in ((cache.k, twin_cache.k), (cache.v, twin_cache.v)):
+        assert distance(ours, theirs) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_neox"])
+def test_short_weights_are_computed_in_float32(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("realhf.models.fused_decode._computes_short", lambda: False)
+    model = model_of(CONFIGS[name], torch.bfloat16)
+    assert model.weights.fused is not None
+    precise = model_of(CONFIGS[name])
+    precise.params.data.copy_(model.params.data)
+    found, expected = decoded(model)[0], decoded(without_kernel(precise))[0]
+    assert found.dtype == torch.bfloat16 and distance(found, expected) < 1e-2
+    assert distance(found, expected) <= distance(decoded(without_kernel(model))[0], expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_row_has_the_same_bits_with_few_rows_and_with_many(name: str) -> None:
+    """One row, two, and more go through the panels differently; depth is added up in the same order."""
+    model = model_of(CONFIGS[name])
+    whole = decoded(model)[0]
+    for count in (1, 2, 3, 7, 13):
+        assert torch.equal(decoded(model, rows=slice(0, count))[0], whole[:count])
+
+
+def test_while_decoding_matrices_are_copies_and_afterwards_are_read_anew() -> None:
+    model = model_of(LLAMA)
+    each = decoded(model)[0]
+    with model.decoding(), torch.no_grad():
+        assert torch.equal(decoded(model)[0], each)
+        for name in ("layers.0.wo", "layers.1.down", "head.weight"):
+            model.params.view(name).mul_(1.1)
+        assert torch.equal(decoded(model)[0], each)
+        assert distance(model.logits(each) * 1.1, F.linear(each, model.head)) < 1e-5
+    with torch.no_grad():
+        assert distance(decoded(model)[0], each) > 1e-3
+        assert torch.equal(model.logits(each), F.linear(each, model.head))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 6, 7, 31])
+@pytest.mark.parametrize("outs", [1, 16, 40, 521])
+def test_a_product_by_panels_is_the_product(outs: int, rows: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(outs + rows)
+    x = torch.randn(rows, 272, generator=generator).to(dtype)
+    weight = torch.randn(outs, 272, generator=generator).to(dtype)
+    found, before = panel_linear(x, in_panels(weight), outs), torch.get_num_threads()
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), x.double() @ weight.double().t(), rtol=1e-5, atol=1e-4)
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(panel_linear(x, in_panels(weight), outs), found)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_product_by_panels_of_other_sizes_is_refused() -> None:
+    panels = in_panels(torch.randn(40, 32))
+    found = torch.library.opcheck(torch.ops.realhf.panel_linear.default, (torch.randn(3, 32), panels, 40))
+    assert set(found.values()) == {"SUCCESS"}, found
+    with pytest.raises(RuntimeError, match=r"panels must be \[ceil\(50 / 16\), 32, 16\]"):
+        panel_linear(torch.randn(3, 32), panels, 50)
+    with pytest.raises(RuntimeError, match="D a multiple of 16"):
+        panel_linear(torch.randn(3, 31), panels, 40)
+    with pytest.raises(RuntimeError, match="both alike"):
+        panel_linear(torch.randn(3, 32).bfloat16(), panels, 40)
+
+
+def test_a_row_does_not_depend_on_threads_or_on_the_rows_beside_it() -> None:
+    model, before = model_of(LLAMA), torch.get_num_threads()
+    whole = decoded(model)[0]
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(decoded(model)[0], whole)
+    finally:
+        torch.set_num_threads(before)
+    for first in (0, 1, 4, 14):
+        assert torch.equal(decoded(model, rows=slice(first, first + 5))[0], whole[first : first + 5])
+
+
+@pytest.mark.parametrize("name", ["llama", "wide heads", "gemma2"])
+def test_what_slots_have_in_common_is_read_once(name: str) -> None:
+    """Slots of one prompt, of which there are more than go together, lie anywhere and are at any place behind it."""
+    model = model_of(CONFIGS[name])
+    numbers = torch.tensor([7, 3, 7, 7, 3, 1, *[9] * 18])
+    shared = torch.tensor([20, 5, 20, 20, 5, 0, *[33] * 18])
+    positions = shared + torch.arange(N_SLOTS) % 7
+    cache, twin_cache = filled(model), filled(model)
+    for store in (cache.k, cache.v, twin_cache.k, twin_cache.v):
+        for slot in range(N_SLOTS):
+            first = int((numbers == numbers[slot]).nonzero()[0])
+            store[:, slot, :, : shared[slot]] = store[:, first, :, : shared[slot]].clone()
+    tokens = torch.arange(N_SLOTS)
+    with torch.no_grad():
+        expected = without_kernel(model).decode(tokens, positions, twin_cache)
+        apart = model.decode(tokens, positions, filled_alike(model, twin_cache))
+        for store in (cache.k, cache.v):  # nobody reads the others'
+            for slot in (0, 2, 4, *range(7, N_SLOTS)):
+                store[:, slot, :, : shared[slot]] = torch.nan
+        own = torch.stack((numbers, shared, tokens))
+        lent = torch.stack((numbers, shared, torch.tensor([3, 1, 3, 3, 1, 5, *[6] * 18])))
+        if model.reads_prefixes:
+            assert torch.equal(model.decode(tokens, positions, cache, prefixes=lent), apart)
+            apart_from = torch.stack((torch.arange(N_SLOTS), shared, lent[2]))  # as if each went with no other
+            assert torch.equal(model.decode(tokens, positions, cache, prefixes=apart_from), apart)
+        else:
+            with pytest.raises(RuntimeError, match="row 0 cannot read what row 3 holds"):
+                model.decode(tokens, positions, cache, prefixes=lent)
+        cache = filled_alike(model, twin_cache)
+        assert distance(model.decode(tokens, positions, cache, prefixes=own), expected) < 1e-5
+        with pytest.raises(RuntimeError, match="row 0 at position 20 shares 21 tokens"):
+            model.decode(tokens, positions, cache, prefixes=own + torch.tensor([[0], [1], [0]]))
+        with pytest.raises(RuntimeError, match="row 23 cannot read what row 24 holds"):
+            model.decode(tokens, positions, cache, prefixes=own + torch.tensor([[0], [0], [1]]) * (tokens == 23))
+
+
+def filled_alike(model: Transformer, other: KVCache) -> KVCache:
+    cache = model.new_cache(N_SLOTS, 96)
+    cache.k.copy_(other.k)
+    cache.v.copy_(other.v)
+    return cache
+
+
+def test_later_weights_are_those_that_count() -> None:
+    """The call holds views of the weights: what training makes of them is what it computes with."""
+    model = model_of(LLAMA)
+    before = decoded(model)[0]
+    model.params.data.mul_(1.1)
+    assert distance(decoded(model)[0], before) > 1e-2
+    assert distance(decoded(model)[0], decoded(without_kernel(model))[0]) < 1e-5
+
+
+@pytest.mark.parametrize("change", [{"head_dim": 12}, {"intermediate": 50}, {"n_experts": 4, "experts_per_token": 2,
+                                     "expert_intermediate": 32}])  # fmt: skip
+def test_other_sizes_and_experts_are_computed_without_it(change: dict[str, int]) -> None:
+    model = model_of(replace(LLAMA, **change))
+    assert model.weights.fused is None
+    assert decoded(model)[0].isfinite().all()
+
+
+def test_no_rows_and_positions_beyond_the_cache() -> None:
+    model = model_of(LLAMA)
+    with torch.no_grad():
+        none = torch.empty(0, dtype=torch.int64)
+        assert model.decode(none, none, filled(model)).shape == (0, LLAMA.hidden)
+        with pytest.raises(RuntimeError, match="position 96 of 96"):
+            model.decode(torch.tensor([3]), torch.tensor([96]), filled(model))
+
+
+def test_kernel_is_a_well_behaved_operator() -> None:
+    model = model_of(replace(LLAMA, n_layers=1))
+    cache, fused = filled(model), model.weights.fused
+    assert fused is not None and model._rotary is not None
+    given = (
+        torch.randn(5, 64), list(fused.in_panels().blocks.weights), cache.k, cache.v, torch.arange(5), None,
+        model._rotary.table(96), [0], 4, 112, 0, True, False, 1e-6, 0.0, 0.25, 0.0,
+    )  # fmt: skip
+    found = torch.library.opcheck(torch.ops.realhf.decode_blocks.default, given)
+    assert set(found.values()) == {"SUCCESS"}, found

@@ -1,0 +1,175 @@
+"""Hugging Face folders in and out: whole, sharded, in slices, and what is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    GPT2Model,
+    PreTrainedModel,
+)
+
+from realhf.api.model_config import ModelConfig
+from realhf.api.param_box import relative, shard_box, whole
+from realhf.arch.hf_config import read_hf_config
+from realhf.arch.param_specs import param_specs
+from realhf.models.flat_params import FlatParams
+from realhf.models.hf_folder import init_random, load_hf, save_hf
+from tests.models.tiny_models import GPT2, MODELS, ONE_OF_EACH, whole_params
+from tests.models.tiny_models import ours as load
+from tests.models.tiny_models import theirs as hugging_face
+
+TOKENS = torch.arange(4, 16)
+
+
+def boxes(config: ModelConfig, tp: int = 1, rank: int = 0) -> dict[str, tuple]:
+    return {spec.name: shard_box(spec, tp, rank) for spec in param_specs(config)}
+
+
+def written_by_hf(name: str, folder: Path, **options: object) -> PreTrainedModel:
+    model = hugging_face(name)
+    model.save_pretrained(folder, **options)
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("max_shard_bytes", [5e9, 2e4])
+def test_hugging_face_loads_what_we_write(name: str, max_shard_bytes: float, tmp_path: Path) -> None:
+    original = written_by_hf(name, tmp_path / "in", max_shard_size=int(max_shard_bytes))
+    ours = load(tmp_path / "in")
+    save_hf(tmp_path / "out", ours.config, ours.params.view, None, max_shard_bytes)
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists() == (max_shard_bytes < 1e5)
+    back, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    with torch.no_grad():
+        expected = original(TOKENS[None]).logits
+        assert torch.allclose(back.eval()(TOKENS[None]).logits, expected, atol=1e-5)
+        again = load(tmp_path / "out")
+        assert again.config == ours.config
+        assert torch.equal(again.params.data, ours.params.data)
+        assert torch.allclose(again.logits(again.hidden(TOKENS, [12])), expected[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_scalar_head_is_a_sequence_classifier(name: str, tmp_path: Path) -> None:
+    written_by_hf(name, tmp_path / "in")
+    critic = load(tmp_path / "in", scalar_head=True, seed=5)
+    assert critic.params.view("head.weight").std() > 0
+    save_hf(tmp_path / "out", critic.config, critic.params.view, None)
+    back, report = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"]
+    with torch.no_grad():
+        scores = back.eval()(TOKENS[None]).logits
+        values = critic.values(critic.hidden(TOKENS, [12]), 12)
+    assert scores.shape == (1, 1)
+    assert torch.allclose(scores[0, 0], values[-1], atol=1e-4)
+    assert torch.equal(load(tmp_path / "out", scalar_head=True).params.data, critic.params.data)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_shards_read_only_their_slices(name: str, tmp_path: Path) -> None:
+    written_by_hf(name, tmp_path, max_shard_size=20_000)
+    full = load(tmp_path)
+    specs = {spec.name: spec for spec in param_specs(full.config)}
+    for rank in range(2):
+        params = FlatParams(list(specs.values()), boxes(full.config, 2, rank), torch.float32, "cpu")
+        load_hf(tmp_path, full.config, params, 0)
+        for spec in specs.values():
+            expected = full.params.view(spec.name)[relative(params.box(spec.name), whole(spec.shape))]
+            assert torch.equal(params.view(spec.name), expected)
+
+
+def test_a_pipeline_stage_needs_only_its_layers(tmp_path: Path) -> None:
+    written_by_hf("llama", tmp_path)
+    full = load(tmp_path)
+    mine = {name: box for name, box in boxes(full.config).items() if name.startswith("layers.1.")}
+    params = FlatParams(param_specs(full.config), mine, torch.bfloat16, "cpu")
+    load_hf(tmp_path, full.config, params, 0)
+    assert torch.equal(params.view("layers.1.wq"), full.params.view("layers.1.wq").bfloat16())
+
+
+def test_a_bare_base_model_is_read(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    base = GPT2Model(GPT2Config(**GPT2)).eval()
+    base.save_pretrained(tmp_path)
+    ours = load(tmp_path)
+    with torch.no_grad():
+        assert torch.allclose(ours.hidden(TOKENS, [12]), base(TOKENS[None]).last_hidden_state[0], atol=1e-4)
+
+
+def test_sixteen_bit_weights_are_written_as_such(tmp_path: Path) -> None:
+    written_by_hf("qwen2", tmp_path / "in")
+    config = read_hf_config(tmp_path / "in", False)
+    params = whole_params(config, torch.bfloat16)
+    load_hf(tmp_path / "in", config, params, 0)
+    save_hf(tmp_path / "out", config, params.view, None)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_tokenizer_files_come_along_and_an_old_folder_goes(tmp_path: Path) -> None:
+    written_by_hf("llama", tmp_path / "in")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "README.md"):
+        (tmp_path / "in" / name).write_text(name)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "stale").write_text("")
+    ours = load(tmp_path / "in")
+    save_hf(tmp_path / "out", ours.config, ours.params.view, tmp_path / "in")
+    files = {file.name for file in (tmp_path / "out").iterdir()}
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "config.json"} < files
+    assert not {"README.md", "stale"} & files
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "qwen3_moe"])
+def test_a_random_model_does_not_depend_on_how_it_is_cut(name: str, tmp_path: Path) -> None:
+    written_by_hf(name, tmp_path)
+    config = read_hf_config(tmp_path, False)
+    full, half = (FlatParams(param_specs(config), boxes(config, tp, tp - 1), torch.float32, "cpu") for tp in (1, 2))
+    for params in (full, half):
+        init_random(config, params, 7)
+    for name in half.names:
+        assert torch.equal(half.view(name), full.view(name)[relative(half.box(name), whole(half.spec(name).shape))])
+    assert full.view("layers.0.wq").std() == pytest.approx(config.init_std, rel=0.1)
+    assert bool((full.view("final_norm.weight") == 1 - config.norm_offset).all())
+    assert "layers.1.bo" not in full.names or not full.view("layers.1.bo").any()
+    before = full.data.clone()
+    init_random(config, full, 8)
+    assert not torch.equal(full.data, before)
+
+
+def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_bad_folders_say_what_is_wrong(tmp_path: Path) -> None:
+    written_by_hf("llama", tmp_path)
+    with pytest.raises(ValueError, match=r"lacks 1 tensors: score\.weight"):
+        config = read_hf_config(tmp_path, True)
+        load_hf(tmp_path, config, whole_params(config), 0)
+    edit(tmp_path, lambda t: t.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}))
+    with pytest.raises(ValueError, match="1 tensors that this architecture lacks: .*q_norm"):
+        load(tmp_path)
+    edit(tmp_path, lambda t: t.pop("model.layers.0.self_attn.q_norm.weight"))
+    edit(tmp_path, lambda t: t.update({"model.norm.weight": torch.ones(31)}))
+    with pytest.raises(ValueError, match=r"'model.norm.weight' has shape \[31\], the configuration says \[32\]"):
+        load(tmp_path)
+    edit(tmp_path, lambda t: t.pop("model.norm.weight"))
+    with pytest.raises(ValueError, match=r"lacks 1 tensors: model\.norm\.weight"):
+        load(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="pickled .bin weights"):
+        load(tmp_path)
+    (tmp_path / "pytorch_model.bin").unlink()
+    with pytest.raises(ValueError, match="holds neither"):
+        load(tmp_path)

@@ -1,0 +1,36 @@
+"""Key/value cache: where tokens go and how prompts are shared."""
+
+import torch
+
+from realhf.models.kv_cache import KVCache
+
+
+def cache() -> KVCache:
+    torch.manual_seed(0)
+    kv = KVCache(2, 2, 4, n_slots=4, max_len=6, like=torch.empty(0))
+    kv.k.normal_()
+    kv.v.normal_()
+    return kv
+
+
+def test_tokens_go_to_their_slot_and_position() -> None:
+    kv = cache()
+    before, slots, positions = kv.k.clone(), torch.tensor([2, 0]), torch.tensor([5, 1])
+    k, v = torch.randn(2, 2, 2, 4)
+    kv.write(1, kv.places(slots, positions), k, v)
+    assert torch.equal(kv.k[1, 2, :, 5], k[0])
+    assert torch.equal(kv.v[1, 0, :, 1], v[1])
+    assert torch.equal(kv.k[0], before[0])
+    assert int((kv.k != before).sum()) == k.numel()
+
+
+def test_prefixes_are_copied_and_no_more() -> None:
+    kv = cache()
+    before = kv.k.clone()
+    kv.copy_prefix(1, (0, 1, 3), 4)
+    for slot in (0, 3):
+        assert torch.equal(kv.k[:, slot, :, :4], before[:, 1, :, :4])
+        assert torch.equal(kv.k[:, slot, :, 4:], before[:, slot, :, 4:])
+    kv.copy_slot(2, 0, 3, 5)
+    assert torch.equal(kv.k[:, 0, :, 3:5], before[:, 2, :, 3:5])
+    assert torch.equal(kv.k[:, 0, :, :3], before[:, 1, :, :3]) and torch.equal(kv.k[:, 0, :, 5], before[:, 0, :, 5])

@@ -1,0 +1,112 @@
+"""Tiny random Hugging Face models of every family, with the switches that real ones set."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from realhf.api.model_config import ModelConfig
+from realhf.api.param_box import whole
+from realhf.arch.hf_config import read_hf_config
+from realhf.arch.param_specs import param_specs
+from realhf.models.flat_params import FlatParams
+from realhf.models.hf_folder import load_hf
+from realhf.models.transformer import Transformer
+
+VOCAB = 67
+COMMON = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 50}
+COMMON |= {"vocab_size": VOCAB, "max_position_embeddings": 64, "initializer_range": 0.2}
+COMMON |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+SIZES = {**COMMON, "num_key_value_heads": 2}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 16}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+GPT2 = {"vocab_size": VOCAB, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
+GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
+# widths of experts are multiples of 4 for Hugging Face's grouped product
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 12}
+BALANCE = {"router_aux_loss_coef": 0.5}
+WINDOW = 4
+CAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 24}
+PARTIAL = {"rope_theta": 1e3, "rope_type": "default", "partial_rotary_factor": 0.25}
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "llama_tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True, attention_bias=True)),
+    "llama_scaled": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=16, rope_parameters=LLAMA3)),
+    "llama_linear": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=LINEAR)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
+    "qwen2_window": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)
+    ),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=12, attention_bias=True)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=WINDOW)),
+    "mistral_open": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None, head_dim=12)),
+    "gemma": lambda: GemmaForCausalLM(GemmaConfig(**COMMON, num_key_value_heads=1, head_dim=12)),
+    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=12, sliding_window=WINDOW, **CAPS)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2)),
+    "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**COMMON, rope_parameters=PARTIAL)),
+    "gpt_neox_serial": lambda: GPTNeoXForCausalLM(
+        GPTNeoXConfig(**COMMON, use_parallel_residual=False, rotary_pct=1.0, tie_word_embeddings=True)
+    ),
+    "mixtral": lambda: MixtralForCausalLM(
+        MixtralConfig(**{**SIZES, "intermediate_size": 52}, **BALANCE, num_local_experts=5, sliding_window=WINDOW)
+    ),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MOE, **BALANCE, norm_topk_prob=True)),
+    "qwen3_moe_some": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MOE, **BALANCE, mlp_only_layers=[0])),
+}
+ONE_OF_EACH = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gpt2", "gpt_neox", "mixtral", "qwen3_moe")
+
+
+def theirs(name: str) -> PreTrainedModel:
+    """A random Hugging Face model, biases and norms included."""
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.ndim == 1:
+                param.add_(0.1 * torch.randn_like(param))
+    return model
+
+
+def whole_params(config: ModelConfig, dtype: torch.dtype = torch.float32) -> FlatParams:
+    specs = param_specs(config)
+    return FlatParams(specs, {spec.name: whole(spec.shape) for spec in specs}, dtype, "cpu")
+
+
+def ours(folder: Path, scalar_head: bool = False, seed: int = 0) -> Transformer:
+    """Our model with the weights in a folder; a scalar head that it lacks is drawn."""
+    config = read_hf_config(folder, scalar_head)
+    params = whole_params(config)
+    load_hf(folder, config, params, seed, frozenset({"head.weight"}) if scalar_head else frozenset())
+    return Transformer(config, params)
+
+
+def twins(name: str, folder: Path) -> tuple[PreTrainedModel, Transformer]:
+    """A random Hugging Face model and ours with the same weights."""
+    model = theirs(name)
+    model.save_pretrained(folder)
+    return model, ours(folder)

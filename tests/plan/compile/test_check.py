@@ -1,0 +1,101 @@
+"""What a graph lacks, which layouts a model allows, and which one is nearest."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realhf.api.graph import MFC, InterfaceSpec, Kind
+from realhf.api.layout import ParallelStrategy
+from realhf.api.model_config import ModelConfig
+from realhf.plan.compile.check import (
+    distance,
+    graph_notes,
+    key_problems,
+    model_problems,
+    nearest_strategy,
+    strategy_problems,
+)
+
+MODEL = ModelConfig("llama", n_layers=3, hidden=24, n_heads=6, n_kv_heads=2, head_dim=4, intermediate=40, vocab=11,
+                    max_positions=64)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["d1", "t2", "t6", "p3", "d5t2p3"])
+def test_legal(text: str) -> None:
+    assert strategy_problems(MODEL, ParallelStrategy.parse(text)) == []
+
+
+def test_heads_that_cannot_be_cut() -> None:
+    for tp in (4, 3):  # by 3, query heads would leave their key head
+        line = f"6 heads (2 for keys and values) cannot be cut {tp} ways"
+        assert strategy_problems(MODEL, ParallelStrategy(tp=tp)) == [line]
+
+
+def test_more_stages_than_layers() -> None:
+    both = strategy_problems(MODEL, ParallelStrategy(tp=4, pp=4))
+    assert len(both) == 2 and both[1] == "3 layers cannot be cut into 4 stages"
+
+
+def test_what_is_narrower_than_the_group() -> None:
+    for narrow in (replace(MODEL, vocab=5), replace(MODEL, intermediate=5), replace(MODEL, expert_intermediate=5)):
+        assert strategy_problems(narrow, ParallelStrategy(tp=6)) == ["a width of 5 cannot be cut 6 ways"]
+
+
+DEGREES = st.integers(1, 12)
+MODELS = st.builds(
+    lambda kv, groups, layers: replace(MODEL, n_kv_heads=kv, n_heads=kv * groups, n_layers=layers),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 5),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.builds(ParallelStrategy, DEGREES, DEGREES, DEGREES), st.integers(1, 24), st.lists(MODELS, max_size=2))
+def test_no_legal_strategy_is_nearer_than_the_nearest(
+    wish: ParallelStrategy, world: int, models: list[ModelConfig]
+) -> None:
+    def is_legal(strategy: ParallelStrategy) -> bool:
+        return strategy.world == world and not any(strategy_problems(model, strategy) for model in models)
+
+    near = nearest_strategy(wish, world, models)
+    assert is_legal(near) and (near == wish or not is_legal(wish))
+    degrees = range(1, world + 1)
+    every = (ParallelStrategy(world // tp // pp, tp, pp) for tp in degrees for pp in degrees if world >= tp * pp)
+    assert all(distance(near, wish) <= distance(other, wish) for other in every if is_legal(other))
+
+
+def test_the_distance_is_a_factor() -> None:
+    assert distance(ParallelStrategy(4, 2, 3), ParallelStrategy(2, 2, 1)) == 6
+    assert distance(ParallelStrategy(), ParallelStrategy()) == 1
+
+
+SPEC = InterfaceSpec("any")
+GEN = MFC("gen", "actor", Kind.GENERATE, SPEC, ("prompts",), ("tokens", "seeds"))
+REW = MFC("rew", None, Kind.INFERENCE, SPEC, ("tokens", "rows"), ("rewards",))
+TRAIN = MFC("train", "actr", Kind.TRAIN, SPEC, ("tokens", "reward", "rows"))
+
+
+def test_keys_that_nobody_makes_are_named_once_with_all_who_read_them() -> None:
+    assert key_problems((GEN, REW, TRAIN), {"prompts", "row"}, "maths data") == [
+        "rew and train need 'rows': no MFC makes it, and maths data has only prompts, row  did you mean row ?",
+        "train needs 'reward': no MFC makes it, and maths data has only prompts, row  did you mean rewards ?",
+    ]
+    assert key_problems((GEN, REW), {"prompts", "rows"}, "data") == []
+
+
+def test_roles_without_a_model() -> None:
+    assert model_problems((GEN, REW, TRAIN), ["actor", "ref"]) == [
+        "MFC train: role 'actr' has no model (roles with one: actor, ref)  did you mean actor ?"
+    ]
+    assert model_problems((GEN,), []) == ["MFC gen: role 'actor' has no model (roles with one: none)"]
+
+
+def test_what_is_made_or_loaded_for_nobody() -> None:
+    assert graph_notes((GEN, REW, TRAIN), ["actor", "actr", "ref"], ("rewards",)) == [
+        "nobody reads seeds of gen",
+        "no MFC uses the model of role 'ref'",
+    ]
+    assert graph_notes((GEN, REW, TRAIN), ["actor", "actr"], ("rewards", "seeds")) == []

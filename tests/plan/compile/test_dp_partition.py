@@ -1,0 +1,62 @@
+"""Dealing rows to data-parallel ranks and mini-batches."""
+
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realhf.api.batch_meta import RowId
+from realhf.plan.compile.dp_partition import deal_rows
+
+GROUPS = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=4), max_size=12)
+SMALL = st.integers(1, 5)
+
+
+def rows_of(groups: list[list[int]]) -> tuple[list[RowId], list[int]]:
+    """Rows of prompts 10, 11, ... in an order that mixes the prompts."""
+    ids = [RowId(10 + p, s) for s in range(4) for p, group in enumerate(groups) if s < len(group)]
+    return ids, [groups[row.prompt - 10][row.sample] for row in ids]
+
+
+@settings(max_examples=50, deadline=None)
+@given(GROUPS, SMALL, SMALL)
+def test_every_row_is_dealt_once_and_no_group_is_cut(groups: list[list[int]], dp: int, n_minibatches: int) -> None:
+    ids, weights = rows_of(groups)
+    assignment, minibatches = deal_rows(ids, weights, dp, n_minibatches)
+    assert len(assignment) == dp and sorted(i for part in assignment for i in part) == list(range(len(ids)))
+    assert all(list(part) == sorted(part) for part in assignment)
+    rank = {i: d for d, part in enumerate(assignment) for i in part}
+    for prompt in {row.prompt for row in ids}:
+        mine = [i for i, row in enumerate(ids) if row.prompt == prompt]
+        assert len({rank[i] for i in mine}) == len({minibatches[i] for i in mine}) == 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(GROUPS, SMALL, SMALL)
+def test_minibatches_are_the_same_under_any_layout(groups: list[list[int]], dp: int, n_minibatches: int) -> None:
+    ids, weights = rows_of(groups)
+    _, minibatches = deal_rows(ids, weights, dp, n_minibatches)
+    assert minibatches == deal_rows(ids, weights, 1, n_minibatches)[1]
+    assert all(0 <= k < n_minibatches for k in minibatches)
+    number = {row.prompt: k for row, k in zip(ids, minibatches, strict=True)}
+    assert [number[p] for p in sorted(number)] == sorted(number.values())
+    counts = [Counter(number.values())[k] for k in range(n_minibatches)]
+    assert max(counts) - min(counts) <= 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(GROUPS, SMALL, SMALL)
+def test_loads_differ_by_one_group_at_the_most(groups: list[list[int]], dp: int, n_minibatches: int) -> None:
+    ids, weights = rows_of(groups)
+    assignment, minibatches = deal_rows(ids, weights, dp, n_minibatches)
+    bound = max(map(sum, groups), default=0)
+    for chosen in [{k} for k in range(n_minibatches)] + [set(range(n_minibatches))]:
+        loads = [sum(weights[i] for i in part if minibatches[i] in chosen) for part in assignment]
+        assert max(loads) - min(loads) <= bound
+
+
+def test_nothing_has_to_divide_anything() -> None:
+    ids = [RowId(p, 0) for p in range(3)]
+    assert deal_rows(ids, [5, 1, 1], 2, 2) == (((0,), (1, 2)), (0, 0, 1))
+    assert deal_rows(ids[:1], [5], 3, 4) == (((0,), (), ()), (0,))
+    assert deal_rows([], [], 2, 2) == (((), ()), ())

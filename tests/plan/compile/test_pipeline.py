@@ -1,0 +1,169 @@
+"""Pipeline schedules, played by stages that wait for one another."""
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realhf.plan.compile.pipeline import (
+    Advance,
+    Backward,
+    ExpectTokens,
+    Forward,
+    RecvActivation,
+    RecvGradient,
+    SendActivation,
+    SendGradient,
+    SendTokens,
+    StageStep,
+    generation_schedule,
+    inference_schedule,
+    train_schedule,
+)
+
+TURNS = 4
+Message = tuple[str, int, int]  # what, of which micro-batch, to which stage
+
+
+def awaited(step: StageStep, stage: int) -> Message | None:
+    match step:
+        case RecvActivation(i):
+            return "activation", i, stage
+        case RecvGradient(i):
+            return "gradient", i, stage
+        case Advance(i):
+            return "tokens", i, stage
+    return None
+
+
+def sent(step: StageStep, stage: int, last: int) -> list[Message]:
+    match step:
+        case SendActivation(i):
+            return [("activation", i, stage + 1)]
+        case SendGradient(i):
+            return [("gradient", i, stage - 1)]
+        case SendTokens(i):
+            return [("tokens", i, other) for other in range(last)]
+        case Forward(i) if stage == last:
+            return [("tokens", i, last)]
+    return []
+
+
+def play(schedules: Sequence[Sequence[StageStep]]) -> list[list[int]]:
+    """Let stages go on until all are done; fail when all wait. Returns when each began its forward passes.
+
+    A pass takes one unit of time, a message none.
+    """
+    todo, now = [deque(steps) for steps in schedules], [0] * len(schedules)
+    boxes: dict[Message | None, deque[int]] = defaultdict(deque, {None: deque()})
+    began: list[list[int]] = [[] for _ in schedules]
+    while any(todo):
+        waiting_for = {stage: awaited(steps[0], stage) for stage, steps in enumerate(todo) if steps}
+        able = {stage: message for stage, message in waiting_for.items() if message is None or boxes[message]}
+        assert able, f"all stages wait: {waiting_for}"
+        for stage, message in able.items():
+            step = todo[stage].popleft()
+            if message is not None:
+                now[stage] = max(now[stage], boxes[message].popleft())
+            if isinstance(step, Forward):
+                began[stage].append(now[stage])
+            now[stage] += isinstance(step, Forward | Backward)
+            for letter in sent(step, stage, len(schedules) - 1):
+                boxes[letter].append(now[stage])
+    return began
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 6), st.integers(0, 12))
+def test_training_ends_and_holds_few_micro_batches(n_stages: int, n_micro: int) -> None:
+    schedules = [train_schedule(stage, n_stages, n_micro) for stage in range(n_stages)]
+    play(schedules)
+    for stage, steps in enumerate(schedules):
+        assert [s.micro_batch for s in steps if isinstance(s, Forward)] == list(range(n_micro))
+        assert [s.micro_batch for s in steps if isinstance(s, Backward)] == list(range(n_micro))
+        held = most = 0
+        for step in steps:
+            held += isinstance(step, Forward) - isinstance(step, Backward)
+            most = max(most, held)
+        assert most <= min(n_stages - stage, n_micro) and held == 0
+        assert not any(isinstance(s, RecvActivation | SendGradient) for s in steps) or stage > 0
+        assert not any(isinstance(s, SendActivation | RecvGradient) for s in steps) or stage < n_stages - 1
+
+
+def test_inference_streams() -> None:
+    assert inference_schedule(1, 3, 2) == (
+        RecvActivation(0), Forward(0), SendActivation(0), RecvActivation(1), Forward(1), SendActivation(1),
+    )  # fmt: skip
+    assert play([inference_schedule(stage, 3, 4) for stage in range(3)]) == [[s, s + 1, s + 2, s + 3] for s in range(3)]
+
+
+def test_one_stage_alternates() -> None:
+    assert train_schedule(0, 1, 2) == (Forward(0), Backward(0), Forward(1), Backward(1))
+
+
+def first_turns(stage: int, n_stages: int, n_groups: int) -> list[StageStep]:
+    """The first turns of all groups, without the look at what the last ones drew."""
+    steps: list[StageStep] = []
+    for step in generation_schedule(stage, n_stages, n_groups):
+        if isinstance(step, Advance) and sum(isinstance(s, Forward) for s in steps) == TURNS * n_groups:
+            break
+        steps.append(step)
+    return steps
+
+
+def wire(steps: Sequence[StageStep], stage: int, other: int, last: int) -> list[tuple[str, int]]:
+    """What one stage posts on the wire to another: sends, and receives."""
+    posted = []
+    for step in steps:
+        match step:
+            case SendActivation(i) if other == stage + 1:
+                posted.append(("activation", i))
+            case RecvActivation(i) if other == stage - 1:
+                posted.append(("activation", i))
+            case SendTokens(i) if stage == last:
+                posted.append(("tokens", i))
+            case ExpectTokens(i) if other == last:
+                posted.append(("tokens", i))
+    return posted
+
+
+@pytest.mark.parametrize("n_groups", range(1, 9))
+@pytest.mark.parametrize("n_stages", range(1, 9))
+def test_generation_never_stalls_and_idles_only_for_lack_of_groups(n_stages: int, n_groups: int) -> None:
+    schedules = [first_turns(stage, n_stages, n_groups) for stage in range(n_stages)]
+    every_turn = [i for _ in range(TURNS) for i in range(n_groups)]
+    for steps in schedules:
+        assert [step.micro_batch for step in steps if isinstance(step, Forward)] == every_turn
+        assert [step.micro_batch for step in steps if isinstance(step, Advance)] == every_turn[n_groups:]
+    period = max(n_stages, n_groups)
+    for stage, began in enumerate(play(schedules)):
+        assert began == [turn * period + stage + i for turn in range(TURNS) for i in range(n_groups)]
+
+
+@pytest.mark.parametrize("n_groups", [1, 2, 3, 8])
+@pytest.mark.parametrize("n_stages", [2, 3, 5, 8])
+def test_both_ends_of_a_wire_post_in_the_same_order(n_stages: int, n_groups: int) -> None:
+    schedules = [first_turns(stage, n_stages, n_groups) for stage in range(n_stages)]
+    last = n_stages - 1
+    for one in range(n_stages):
+        for other in range(one):
+            posted = wire(schedules[one], one, other, last)
+            assert posted == wire(schedules[other], other, one, last)
+            assert (len(posted) > 0) == (one == last or one == other + 1)
+
+
+def test_two_stages_generate_by_turns() -> None:
+    assert first_turns(0, 2, 2)[:8] == [
+        Forward(0), SendActivation(0), ExpectTokens(0), Forward(1), SendActivation(1), ExpectTokens(1),
+        Advance(0), Forward(0),
+    ]  # fmt: skip
+    assert first_turns(1, 2, 1)[:6] == [
+        RecvActivation(0), Forward(0), SendTokens(0), Advance(0), RecvActivation(0), Forward(0),
+    ]  # fmt: skip
+
+
+def test_generation_without_a_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="got 0"):
+        next(generation_schedule(0, 1, 0))

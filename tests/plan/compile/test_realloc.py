@@ -1,0 +1,95 @@
+"""Reallocation between all pairs of layouts on up to eight workers, carried out with numpy."""
+
+import numpy as np
+import pytest
+
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.model_config import ModelConfig
+from realhf.api.param_box import Box, box_numel, box_shape, intersect, relative
+from realhf.arch.param_specs import param_specs, stage_layers
+from realhf.plan.compile.realloc import BoxCopy, copies_of, plan_realloc, shard_of
+
+CONFIG = ModelConfig(
+    "llama", n_layers=3, hidden=6, n_heads=4, n_kv_heads=2, head_dim=2, intermediate=9, vocab=11, max_positions=8
+)
+SPECS = tuple(
+    s for s in param_specs(CONFIG) if not s.name.endswith(("wv", "gate", "mlp_norm.weight"))
+)  # alike to others
+WHOLE = {spec.name: np.arange(spec.numel).reshape(spec.shape) for spec in SPECS}
+STAGES = {pp: stage_layers(CONFIG, pp) for pp in (1, 2, 3)}
+STRATEGIES = [
+    ParallelStrategy(dp, tp, pp)
+    for pp in STAGES for tp in range(1, 9) for dp in range(1, 9) if dp * tp * pp <= 8
+]  # fmt: skip
+
+
+def stages(pp: int) -> tuple[range, ...]:
+    return STAGES[pp]
+
+
+def meshes(src: int, dst: int) -> list[tuple[range, range]]:
+    """Equal or nested, disjoint where eight workers are enough, else overlapping as little as can be."""
+    return [(range(src), range(dst)), (range(src), range(8 - dst, 8))]
+
+
+def shards(layout: Layout) -> dict[int, dict[str, Box]]:
+    return {rank: shard_of(SPECS, stages, layout, rank) for rank in layout.mesh.ranks}
+
+
+def carry_out(copies: tuple[BoxCopy, ...], held: dict, needed: dict) -> dict[int, dict[str, np.ndarray]]:
+    """Copy every box from the sender's own array into the receiver's."""
+    arrays = {r: {n: WHOLE[n][tuple(slice(*s) for s in b)] for n, b in boxes.items()} for r, boxes in held.items()}
+    filled = {r: {n: np.full(box_shape(b), -1) for n, b in boxes.items()} for r, boxes in needed.items()}
+    for c in copies:
+        part = arrays[c.src][c.name][relative(c.box, held[c.src][c.name])]
+        filled[c.dst][c.name][relative(c.box, needed[c.dst][c.name])] = part
+    return filled
+
+
+def check(src: Layout, dst: Layout) -> None:
+    copies, held, needed = tuple(copies_of(plan_realloc(SPECS, stages, src, dst))), shards(src), shards(dst)
+    filled = carry_out(copies, held, needed)
+    received = dict.fromkeys(dst.mesh.ranks, 0)
+    for c in copies:
+        received[c.dst] += box_numel(c.box) * (c.src != c.dst)
+    for rank, boxes in needed.items():
+        lacks = 0
+        for name, box in boxes.items():
+            assert (filled[rank][name] == WHOLE[name][tuple(slice(*side) for side in box)]).all(), (src, dst, name)
+            mine = held.get(rank, {}).get(name)
+            own = intersect(mine, box) if mine else None
+            lacks += box_numel(box) - (box_numel(own) if own else 0)
+        assert received[rank] == lacks, (src, dst, rank)
+
+
+@pytest.mark.parametrize("src", STRATEGIES, ids=str)
+def test_every_layout_is_filled_from_every_other(src: ParallelStrategy) -> None:
+    for dst in STRATEGIES:
+        for here, there in meshes(src.world, dst.world):
+            check(Layout(DeviceMesh(tuple(here)), src), Layout(DeviceMesh(tuple(there)), dst))
+
+
+def test_a_mesh_may_be_in_any_order() -> None:
+    src = Layout(DeviceMesh((5, 2, 0, 7)), ParallelStrategy(1, 2, 2))
+    for ranks in [(7, 0, 2, 5), (2, 9, 5, 1)]:
+        check(src, Layout(DeviceMesh(ranks), ParallelStrategy(2, 2, 1)))
+
+
+def test_the_same_layout_copies_locally_alone() -> None:
+    layout = Layout(DeviceMesh((0, 1, 2, 3)), ParallelStrategy(2, 2, 1))
+    assert all(c.src == c.dst for c in copies_of(plan_realloc(SPECS, stages, layout, layout)))
+
+
+def test_senders_are_of_the_same_node_and_share_the_load() -> None:
+    src = Layout(DeviceMesh((0, 1, 2, 3)), ParallelStrategy(dp=4))
+    dst = Layout(DeviceMesh((4, 5, 6, 7)), ParallelStrategy(dp=4))
+    sent = dict.fromkeys(range(4), 0)
+    for c in copies_of(plan_realloc(SPECS, stages, src, dst)):
+        sent[c.src] += box_numel(c.box)
+    assert max(sent.values()) - min(sent.values()) <= max(spec.numel for spec in SPECS)
+    near = Layout(DeviceMesh((0, 2)), ParallelStrategy(dp=2))
+    far = Layout(DeviceMesh((1, 3)), ParallelStrategy(dp=2))
+    node = {(r.src, r.dsts) for r in plan_realloc(SPECS, stages, near, Layout(far.mesh, ParallelStrategy(tp=2)))}
+    assert node == {(0, (1,)), (0, (3,)), (0, (1, 3)), (2, (1,)), (2, (3,)), (2, (1, 3))}
+    pairs = {(c.src, c.dst) for c in copies_of(plan_realloc(SPECS, stages, near, far, node_size=2))}
+    assert pairs == {(0, 1), (2, 3)}

@@ -1,0 +1,249 @@
+"""What calls cost, by hand: operations over speed, bubbles, collectives, rows that finish one after the other."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realhf.api.batch_meta import PROMPT, RowId
+from realhf.api.config import GenerationConfig
+from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
+from realhf.api.graph import MFC, InterfaceSpec, Kind
+from realhf.api.machine import Cost, Hardware, Workload
+from realhf.api.messages import Call
+from realhf.api.model_config import ModelConfig
+from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
+from realhf.arch.flops import forward_flops
+from realhf.plan.compile.program import compile_program
+from realhf.plan.compile.schedule import RunLength
+from realhf.plan.cost.cost import CostModel, Rows, works_of
+from realhf.plan.cost.roofline import Roofline
+from realhf.plan.cost.speed import Collective, Traffic, Work
+from realhf.plan.cost.stage import parts_of, shard_numels
+from realhf.plan.cost.traffic import realloc_traffic
+from realhf.plan.search.simulate import simulate
+from tests.plan.search.planners import COMPUTE_ONLY, CRITIC, LLAMA, TOY, layout, ppo_planner
+
+STRATEGIES = ("d1", "d2", "t2", "p2", "d2p2", "t4", "p4", "d4")
+
+
+def cost_model(hardware: Hardware = COMPUTE_ONLY, actor: ModelConfig = LLAMA, **options: object) -> CostModel:
+    return ppo_planner(hardware=hardware, actor=actor, **options).calls.cost  # type: ignore[arg-type]
+
+
+def equal_rows(dp: int, n: int = 16, length: int = 30, minibatches: int = 2) -> tuple[Rows, ...]:
+    """``n`` rows of one length, dealt to ``dp`` ranks and to mini-batches."""
+    numbers = tuple(i * minibatches // n for i in range(n))
+    return tuple(
+        Rows(tuple(RowId(i, 0) for i in range(d, n, dp)), (length,) * len(range(d, n, dp)), numbers[d::dp])
+        for d in range(dp)
+    )
+
+
+def seconds(cost: CostModel, mfc: str, text: str, rows: Sequence[Rows] = (), limits: int = 4096) -> float:
+    where = layout(text)
+    placement = Placement(where, MicroBatching(max_tokens_per_mb=limits))
+    return cost.compute(cost.graph[mfc], placement, rows or equal_rows(where.strategy.dp)).seconds
+
+
+def test_inference_takes_its_operations_and_no_other_rank_s() -> None:
+    cost = cost_model()
+    assert seconds(cost, "ref_inf", "d1") == pytest.approx(forward_flops(LLAMA, [30] * 16) / 1e12)
+    uneven = (equal_rows(1, n=3)[0], equal_rows(1, n=5)[0])
+    assert seconds(cost, "ref_inf", "d2", uneven) == pytest.approx(forward_flops(LLAMA, [30] * 5) / 1e12)
+
+
+@pytest.mark.parametrize("dp", [2, 4])
+def test_data_parallelism_divides_arithmetic_and_adds_collectives(dp: int) -> None:
+    alone = seconds(cost_model(), "actor_train", "d1")
+    assert seconds(cost_model(), "actor_train", f"d{dp}") == pytest.approx(alone / dp)
+    linked = replace(COMPUTE_ONLY, node=TOY.node)
+    numel, ranks, speed = shard_numels(LLAMA, 1, 1)[0], tuple(range(dp)), Roofline(linked)
+    step = speed.collective(Collective.REDUCE_SCATTER, 4 * numel, ranks)
+    step += speed.collective(Collective.ALL_GATHER, 4 * numel, ranks)
+    step += speed.collective(Collective.ALL_REDUCE, 8, ranks)  # the norm
+    step += 2 * speed.collective(Collective.ALL_REDUCE, 64, ranks)  # the denominator, and what may veto the step
+    assert seconds(cost_model(linked), "actor_train", f"d{dp}") == pytest.approx(alone / dp + 2 * step)  # mini-batches
+    short = cost_model(linked, bf16=True)
+    gathered = speed.collective(Collective.ALL_GATHER, 2 * numel, ranks)
+    saved = speed.collective(Collective.ALL_GATHER, 4 * numel, ranks) - gathered
+    assert seconds(short, "actor_train", f"d{dp}") == pytest.approx(alone / dp + 2 * (step - saved))
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_equal_stages_have_the_bubble_of_their_schedule(pp: int) -> None:
+    cost = cost_model(actor=CRITIC)
+    whole, n = seconds(cost, "critic_train", "d1"), 2 * pp  # micro-batches of each mini-batch
+    # the head of one number is the stages' only difference
+    assert seconds(cost, "critic_train", f"p{pp}") == pytest.approx(whole * (n + pp - 1) / n / pp, rel=5e-3)
+    whole = seconds(cost, "critic_inf", "d1")
+    assert seconds(cost, "critic_inf", f"p{pp}") == pytest.approx(whole * (2 * pp - 1) / pp / pp, rel=5e-3)
+    finer = seconds(cost, "critic_train", f"p{pp}", limits=30)  # eight micro-batches of a row each
+    assert finer == pytest.approx(seconds(cost, "critic_train", "d1") * (8 + pp - 1) / 8 / pp, rel=5e-3)
+
+
+def test_activations_travel_between_stages() -> None:
+    far = replace(COMPUTE_ONLY, node=TOY.node, node_size=1, cluster=TOY.cluster)
+    hop = TOY.cluster.seconds(4 * 30 * LLAMA.hidden * 4)  # of eight rows in two micro-batches
+    rows = equal_rows(1, n=8)
+    added = seconds(cost_model(far), "ref_inf", "p2", rows) - seconds(cost_model(), "ref_inf", "p2", rows)
+    assert added == pytest.approx(hop)
+
+
+def test_what_works_at_a_time_is_never_more_than_there_are_workers() -> None:
+    cost = cost_model(TOY)
+    for mfc in cost.graph.mfcs:
+        for text in STRATEGIES:
+            where = layout(text)
+            rows = equal_rows(where.strategy.dp) if mfc.kind is not Kind.GENERATE else prompts_on(where.strategy.dp)
+            found = cost.compute(mfc, Placement(where), rows)
+            assert 0 < found.work <= found.seconds * where.strategy.world * (1 + 1e-9), (mfc.name, text)
+            if text == "d1":
+                assert found.work == pytest.approx(found.seconds)
+
+
+def test_ranks_without_rows_wait() -> None:
+    cost, nothing = cost_model(), Rows((), (), ())
+    for mfc in ("ref_inf", "actor_train"):
+        some = equal_rows(1, n=4)[0]
+        assert seconds(cost, mfc, "d2", (some, nothing)) == pytest.approx(seconds(cost, mfc, "d1", (some,)))
+    assert seconds(cost, "actor_gen", "d2", (*prompts_on(1), nothing)) == seconds(
+        cost, "actor_gen", "d1", prompts_on(1)
+    )
+
+
+def prompts_on(dp: int, n: int = 4) -> tuple[Rows, ...]:
+    """Prompts as the workload of ``ppo_planner`` has them."""
+    lengths = (16, 10, 13)
+    return tuple(
+        Rows(tuple(RowId(p, PROMPT) for p in range(d, n, dp)), tuple(lengths[p % 3] for p in range(d, n, dp)),
+             (0,) * len(range(d, n, dp)))
+        for d in range(dp)
+    )  # fmt: skip
+
+
+def generating(answers: tuple[int, ...], samples: int = 1, slots: int = 64, hardware: Hardware = TOY) -> CostModel:
+    workload = Workload(((4,),), answers, samples)
+    options = {"gen": GenerationConfig(max_new_tokens=max(answers), max_slots=slots)}
+    return cost_model(hardware, workload=workload, options=options)
+
+
+def generation(cost: CostModel, n_prompts: int, text: str = "d1") -> float:
+    return seconds(cost, "actor_gen", text, (Rows(tuple(RowId(p, PROMPT) for p in range(n_prompts)), (4,) * n_prompts,
+                                                  (0,) * n_prompts),))  # fmt: skip
+
+
+def test_generation_by_hand() -> None:
+    """Prompts of 4, answers of 3 and 5: two turns for both rows, two more for the longer one."""
+    speed, cost = Roofline(TOY), generating((3, 5))
+    (part,) = parts_of(LLAMA, cost.roles["actor"], layout("d1").strategy)
+    prefill = speed.forward(replace(part, last=False), Work.of([4, 4]), (0,))
+    prefill += speed.decode(replace(part, n_blocks=0, first=False), 2, 0, (0,))
+    turns = 2 * speed.decode(part, 2, 5 + 1, (0,)) + 2 * speed.decode(part, 1, 7 + 1, (0,))
+    outside = speed.interface("ppo_actor/generate", 2, 8)
+    assert generation(cost, 2) == pytest.approx(prefill + turns + outside)
+    assert generation(generating((3, 5)), 2) < generation(generating((5, 5)), 2)
+    one_by_one = generation(generating((3,), slots=1), 1) + generation(generating((5,), slots=1), 1) - outside
+    assert generation(generating((3, 5), slots=1), 2) == pytest.approx(one_by_one)
+
+
+def test_a_group_s_prompt_is_computed_once() -> None:
+    alone, four = generation(generating((8,), 1, hardware=COMPUTE_ONLY), 1), generating((8,), 4, hardware=COMPUTE_ONLY)
+    prompt = forward_flops(LLAMA, [4], head_tokens=0) / 1e12
+    assert generation(four, 1) == pytest.approx(4 * (alone - prompt) + prompt)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(0, 5), st.integers(1, 5))
+def test_shorter_answers_and_fewer_rows_take_no_longer(answers: list[int], which: int, shorter: int) -> None:
+    which %= len(answers)
+    less = [*answers[:which], max(1, answers[which] - shorter), *answers[which + 1 :]]
+    n = len(answers)
+    full = generation(generating(tuple(answers)), n)
+    assert generation(generating(tuple(less)), n) <= full * (1 + 1e-9)
+    assert n == 1 or generation(generating(tuple(answers)), n - 1) <= full * (1 + 1e-9)
+
+
+def test_stages_generate_in_turns() -> None:
+    """Two groups of rows on two stages: each turn takes as long as both stages for half of the rows."""
+    cost, speed = generating((9,), hardware=COMPUTE_ONLY), Roofline(COMPUTE_ONLY)
+    parts = parts_of(LLAMA, cost.roles["actor"], layout("p2").strategy)
+    turn = sum(speed.decode(part, 2, 5 + 4, (0,)) for part in parts)
+    slowest = 2 * max(speed.decode(part, 2, 5 + 4, (0,)) for part in parts)
+    prefill = forward_flops(LLAMA, [4] * 4, head_tokens=4) / 1e12
+    assert generation(cost, 4, "p2") == pytest.approx(prefill + 8 * max(turn, slowest))
+
+
+def test_a_call_without_a_model_costs_its_interface_alone() -> None:
+    cost = cost_model(TOY)
+    judge = MFC("judge", None, Kind.INFERENCE, InterfaceSpec("verifier"), ("tokens",), ("rewards",), 8)
+    found = cost.compute(judge, Placement(layout("d2")), equal_rows(2))
+    assert found == Cost(100 * TOY.kernel, 200 * TOY.kernel)
+
+
+def test_moving_weights_costs_what_its_traffic_does() -> None:
+    cost, speed = cost_model(TOY), Roofline(TOY)
+    traffic = realloc_traffic(LLAMA, layout("d2"), layout("t2", 2), 4, TOY.node_size)
+    found = cost.reallocate("actor", layout("d2"), layout("t2", 2))
+    assert found.seconds == speed.exchange(traffic) > 0
+    assert found.work == pytest.approx(found.seconds * traffic.total / traffic.copied)
+    short = cost_model(TOY, bf16=True).reallocate("actor", layout("d2"), layout("t2", 2))
+    assert 0.4 < short.seconds / found.seconds < 0.6
+    assert cost.reallocate("actor", layout("d2"), layout("t2", 2), eta=0.5).seconds >= found.seconds
+    assert cost.exchange(Traffic()) == Cost(0.0, 0.0)
+
+
+def test_resting_weights_cross_the_host_s_link() -> None:
+    cost = cost_model(TOY)
+    assert cost.host_copy("ref", layout("t2p2")).seconds == TOY.host.seconds(4 * max(shard_numels(LLAMA, 2, 2)))
+    assert cost.host_copy("ref", layout("t2p2")).work == 4 * cost.host_copy("ref", layout("t2p2")).seconds
+
+
+def test_every_instruction_of_a_run_has_its_price() -> None:
+    planner = ppo_planner(hardware=TOY)
+    cost, graph = planner.calls.cost, replace(planner.graph, offloaded=("rew",))
+    places = {"actor_gen": "d4", "rew_inf": "d1", "ref_inf": "t2", "critic_inf": "p2", "critic_train": "d2",
+              "actor_train": "t2p2"}  # fmt: skip
+    plan = ExecutionPlan(4, {name: Placement(layout(text)) for name, text in places.items()})
+    price, seen = cost.price(plan), dict[type, list[tuple[Call, Instruction, Cost]]]()
+
+    def noted(call: Call, step: Instruction) -> Cost:
+        seen.setdefault(type(step), []).append((call, step, price(call, step)))
+        return seen[type(step)][-1][2]
+
+    simulate(graph, plan, compile_program(graph, plan), noted, RunLength(8, 16, 2), cost.workload)
+    assert all(c == Cost(0.0, 0.0) for _, _, c in seen[Release])
+    assert {c for _, _, c in seen[Load] + seen[Offload]} == {cost.host_copy("rew", layout("d1"))}
+    moved = {s.role: c for _, s, c in seen[Reallocate] if isinstance(s, Reallocate)}
+    assert moved == {
+        "actor": cost.reallocate("actor", layout("t2p2"), layout("d4")),
+        "critic": cost.reallocate("critic", layout("d2"), layout("p2")),
+    }
+    assert all(c.seconds > 0 for _, _, c in seen[Compute]) and any(c.seconds > 0 for _, _, c in seen[Transfer])
+
+
+def test_rows_that_share_their_prompt_cost_what_is_left() -> None:
+    """Three answers of 6, 8 and 10 tokens to a prompt of 10, and a lone row of 12."""
+    ids = (*(RowId(0, sample) for sample in range(3)), RowId(1, 0))
+    given = (ids, (16, 18, 20, 12), MicroBatching(1, 100), (10, 10, 10, 8))
+    (apart,), (shared,) = works_of(*given), works_of(*given, shares=True)
+    assert apart == Work.of([12, 16, 18, 20], trained=28)
+    assert shared == Work(rows=5, runs=4, tokens=46, pairs=55 + 78 + sum(n * (n + 1) // 2 + 10 * n for n in (6, 8, 10)),
+                          trained=28)  # fmt: skip
+    cost = cost_model()
+    groups = [Rows(tuple(RowId(i // 4, i % 4) for i in range(16)), (30,) * 16, (0,) * 16)]
+    once = replace(cost, shares=True)
+    assert seconds(once, "ref_inf", "d1", groups) < seconds(cost, "ref_inf", "d1", groups)
+    assert seconds(once, "actor_train", "d1", groups) < seconds(cost, "actor_train", "d1", groups)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 6), st.integers(8, 80))
+def test_micro_batches_hold_every_row_once(lengths: list[int], n_mbs: int, cap: int) -> None:
+    ids = tuple(RowId(i, 0) for i in range(len(lengths)))
+    works = works_of(ids, tuple(lengths), MicroBatching(n_mbs, cap), tuple(n // 2 for n in lengths))
+    assert sum(w.rows for w in works) == len(lengths) and sum(w.tokens for w in works) == sum(lengths)
+    assert sum(w.pairs for w in works) == sum(n * (n + 1) // 2 for n in lengths)
+    assert sum(w.trained or 0 for w in works) == sum(n - n // 2 for n in lengths)

@@ -1,0 +1,92 @@
+"""The machines that ship, and what is said of a description that is none."""
+
+from pathlib import Path
+
+import pytest
+
+from realhf.api.machine import Link
+from realhf.base.errors import UserError
+from realhf.plan.cost.hardware import FOLDER, machine_names, read_hardware
+
+GOOD = (FOLDER / "h100.yaml").read_text()
+
+
+def problems(tmp_path: Path, text: str) -> list[str]:
+    """What is said of a file, without its name."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError) as caught:
+        read_hardware(str(file))
+    assert all(problem.startswith(f"planner.hardware={file}: ") for problem in caught.value.problems)
+    return [problem.partition(": ")[2] for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_every_machine_loads_and_makes_sense(name: str) -> None:
+    found = read_hardware(name)
+    assert found.name == name and found.reserved < found.memory
+    assert found.memory_bandwidth > found.node.bandwidth > found.cluster.bandwidth
+    assert found.node.latency < found.cluster.latency and 0 < found.kernel < found.call
+    assert read_hardware(name, 4).node_size == 4
+
+
+def test_the_machines_that_ship() -> None:
+    assert machine_names() == ["a100", "cpu", "h100", "h200"]
+    a100, h100, h200 = (read_hardware(name) for name in ("a100", "h100", "h200"))
+    assert a100.flops < h100.flops == h200.flops and h100.memory < h200.memory
+    assert h100.memory == 80e9 and h100.node == Link(360e9, 1.5e-6) and h100.node_size == 8
+
+
+def test_the_way_between_two_workers() -> None:
+    h100 = read_hardware("h100")
+    assert h100.link(3, 4) == h100.node and h100.link(7, 8) == h100.cluster
+    assert h100.link(2, 2).seconds(2.8e12) == 2.0  # what is copied is read and written
+    assert h100.node.seconds(0) == 0.0 and h100.node.seconds(360e9) == 1.0 + 1.5e-6
+
+
+def test_a_file_of_the_user_s(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yml"
+    file.write_text(GOOD.replace("name: h100", "name: mine").replace("reserved: 4e9", "cores: 0"))
+    assert (read_hardware(str(file)).name, read_hardware(str(file)).reserved) == ("mine", 0.0)
+
+
+def test_an_unknown_machine() -> None:
+    with pytest.raises(UserError, match="planner.hardware=h10: no such machine or file; known are a100, .* h100 ?"):
+        read_hardware("h10")
+    with pytest.raises(UserError, match="no such machine or file"):
+        read_hardware("nowhere.yaml")
+
+
+def test_every_problem_of_a_file_is_named(tmp_path: Path) -> None:
+    text = (
+        "name: x\nnode_size: 2.5\nmemory: 80GB\nflops: 0\nnode: {latency: -1, bandwith: 3}\ncluster: 5\ncores: true\n"
+    )
+    assert sorted(problems(tmp_path, text)) == sorted([
+        "node_size=2.5 must be a whole number",
+        "memory=80GB is no number from 0 on",
+        "flops must be above 0",
+        "cores=True is no number from 0 on",
+        "node.latency=-1 is no number from 0 on",
+        "unknown 'node.bandwith'  did you mean bandwidth ?",
+        "'node.bandwidth' is missing",
+        "cluster=5: a link has a bandwidth and a latency",
+        *(f"'{key}' is missing" for key in ("memory_bandwidth", "host", "kernel", "call")),
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [".inf", ".nan", "-3", "yes", "[1]"])
+def test_what_is_no_number(value: str, tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, GOOD.replace("flops: 650e12", f"flops: {value}"))
+    assert problem.startswith("flops=") and problem.endswith("is no number from 0 on")
+
+
+def test_a_machine_of_which_plans_would_leave_all_is_refused(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, GOOD.replace("reserved: 4e9", "kept_free: 1.0"))
+    assert problem == "kept_free=1.0 leaves nothing: it is a share of the memory"
+    assert read_hardware("cpu").usable == pytest.approx(0.9 * read_hardware("cpu").memory)
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1\n- 2\n", "a: ${b}"])
+def test_what_is_no_table(text: str, tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, text)
+    assert "YAML" in problem or problem == "the file holds no table of values"

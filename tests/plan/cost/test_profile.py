@@ -1,0 +1,171 @@
+"""Fits find what made the numbers, profiles survive JSON, and what was not measured is said."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from realhf.api.codec import from_json, to_json
+from realhf.api.model_config import ModelConfig
+from realhf.plan.cost.profile import (
+    Fit,
+    Machine,
+    Measured,
+    Point,
+    Profile,
+    decode_counts,
+    fitted,
+    message_counts,
+    pass_counts,
+    shape_of,
+    traffic_counts,
+)
+from realhf.plan.cost.speed import Collective, Part, Traffic, Work
+
+MODEL = ModelConfig("llama", 4, 64, 4, 2, 16, 128, 512, 1024)
+MACHINE = Machine("cpu", "abacus", 2, 1)
+RANKS = (0, 1)
+COSTS = st.floats(1e-7, 1e-3)
+WORKS = tuple(Work.of(lengths) for lengths in ([8] * 4, [64] * 2, [64] * 32, [300, 300], list(range(20, 60)), [5, 9]))
+
+
+def part(n_blocks: int = 4, first: bool = True, last: bool = True, tp: int = 1, **more: bool) -> Part:
+    return Part(MODEL, tp, n_blocks, first, last, bf16=False, **more)
+
+
+def point(counts: dict[str, float], value: float) -> Point:
+    return Point(counts, 0.9 * value, value, 1.3 * value, 9)
+
+
+def all_ones(counts: dict[str, float]) -> Fit:
+    return Fit(dict.fromkeys(counts, 1.0), (point(counts, 1.0),))
+
+
+def measured() -> Measured:
+    """Everything counts one second; training passes two and three."""
+    whole = pass_counts(part(), WORKS[0], 1)
+    shape = shape_of(MODEL, False)
+    twice, thrice = (Fit(dict.fromkeys(whole, factor), ()) for factor in (2.0, 3.0))
+    passes = {"forward": all_ones(whole), "train_forward": twice, "train_backward": thrice}
+    fits = {f"{shape}/t1/{name}": fit for name, fit in passes.items()}
+    fits[f"{shape}/t1/decode"] = all_ones(decode_counts(part(), 1, 1))
+    fits[f"{shape}/optimizer"] = all_ones({"update": 1, "parameter": 1})
+    fits["all_reduce/4"] = fits["send"] = fits["host_copy"] = all_ones(message_counts(1.0))
+    fits["exchange"] = all_ones(traffic_counts(Traffic(node=1)))
+    fits["interface/sft/train_step"] = all_ones({"call": 1, "row": 1, "token": 1})
+    fits["call"] = Fit({"call": 1.0, "row": 0.0}, ())
+    return Measured(Profile(MACHINE, 1e8, fits))
+
+
+@given(st.lists(COSTS, min_size=4, max_size=4), st.integers(0, 5))
+def test_a_fit_finds_the_coefficients_that_made_the_points(costs: list[float], spoilt: int) -> None:
+    names = ("block", "block token", "block pair", "block run")
+    true = dict(zip(names, costs, strict=True))
+    parts = [pass_counts(part(n, False, False), work, 0) for n in (1, 3) for work in WORKS]
+    counts = [{name: some[name] for name in names} for some in parts]
+    points = [point(some, Fit(true, ())(some)) for some in counts]
+    points[spoilt] = points[spoilt].scaled(1.7)  # somebody else was on the machine
+    fit = fitted(points)
+    for some in counts:
+        assert fit(some) == pytest.approx(Fit(true, ())(some), rel=0.03)
+
+
+@given(st.lists(st.tuples(st.floats(1, 1e4), st.floats(0, 1e6), st.floats(1e-6, 10)), min_size=1, max_size=12))
+def test_no_coefficient_is_negative(rows: list[tuple[float, float, float]]) -> None:
+    fit = fitted([point({"a": a, "b": b}, value) for a, b, value in rows])
+    assert min(fit.coefficients.values()) >= 0 and fit.error >= 0
+
+
+def test_what_shrinks_with_a_count_does_not_make_it_cost_less_than_nothing() -> None:
+    fit = fitted([point({"call": 1, "row": n}, 1.0 - n / 100) for n in range(0, 50, 5)])
+    assert fit.coefficients["row"] == 0.0 and 0.5 < fit.coefficients["call"] <= 1.0
+
+
+def test_nothing_is_not_fitted() -> None:
+    with pytest.raises(ValueError, match="0 points"):
+        fitted([])
+    with pytest.raises(ValueError, match="none may be 0"):
+        fitted([point({"call": 1}, 0.0)])
+
+
+def test_a_profile_survives_json() -> None:
+    profile = measured().profile
+    assert from_json(to_json(profile), Profile) == profile
+
+
+def test_a_shape_is_neither_depth_nor_head() -> None:
+    assert shape_of(replace(MODEL, n_layers=9, head="scalar"), False) == shape_of(MODEL, False)
+    others = [{"hidden": 128}, {"vocab": 99}, {"n_experts": 4}, {"norm": "layer"}, {"windows": (8,) * 4}]
+    shapes = {shape_of(replace(MODEL, **change), False) for change in others} | {shape_of(MODEL, True)}  # type: ignore[arg-type]
+    assert len(shapes) == 6 and shape_of(MODEL, False) not in shapes
+
+
+def test_a_pass_is_its_blocks_and_its_ends() -> None:
+    work = Work.of([3, 4])
+    assert measured().forward(part(2, False, False), work, (0,)) == 2 * (1 + 7 + 16 + 2) + 1 + 2 + 7
+    assert measured().forward(part(0, True, False), work, (0,)) == (1 + 2 + 7) + (1 + 7)
+    assert measured().forward(part(0, False, True), work, (0,)) == (1 + 2 + 7) + (1 + 7)
+
+
+def test_tokens_without_a_loss_cost_the_head_nothing_on_its_way_back() -> None:
+    all_tokens, some = (measured().train(part(), Work.of([10], trained), (0,)) for trained in (None, 4))
+    assert all_tokens[0] == some[0] and all_tokens[1] - some[1] == 3 * 6
+
+
+def test_recomputed_blocks_run_without_autograd_first_and_again_behind() -> None:
+    work = Work.of([10])
+    plain, again = (measured().train(part(recompute=recompute), work, (0,)) for recompute in (False, True))
+    blocks = 4 * (1 + 10 + 55 + 1)
+    assert plain[0] - again[0] == blocks and again[1] - plain[1] == 2 * blocks
+
+
+def test_drawing_tokens_pays_for_places_in_the_cache() -> None:
+    assert measured().decode(part(2), 3, 10.0, (0,)) == 2 * (1 + 3 + 30) + 1 + 3 + 1 + 3
+    assert measured().decode(part(0, False, True), 3, 0, (0,)) == 2 * (1 + 3)
+
+
+def test_links_and_the_rest() -> None:
+    speed = measured()
+    assert speed.optimizer(part(), 10) == 11
+    assert speed.send(100, 0, 1) == 101 and speed.send(100, 1, 1) == 0
+    assert speed.collective(Collective.ALL_REDUCE, 100, (0,)) == 0
+    assert speed.collective(Collective.ALL_REDUCE, 100, (0, 1, 2)) == 101  # as if they were four
+    assert speed.exchange(Traffic(local=5, n_parts=2, copied=10)) == 1 + 2 + 10
+    assert speed.exchange(Traffic(node=6, n_parts=2, copied=6)) == 1 + 2 + 6 + 1 + 2 + 6
+    assert speed.interface("sft/train_step", 2, 30) == 33 and speed.interface("sft/train_step", 0, 0) == 0
+    assert speed.interface("mine.py:Mine/inference", 2, 30) == 0
+    assert speed.call == 1.0
+
+
+def test_what_was_not_measured_is_said_with_the_command_that_does() -> None:
+    speed = measured()
+    with pytest.raises(
+        ValueError, match=r"t2/forward.*only h64\S+ \(t1\).*realhf profile model=\S+ n_gpus_per_node=2'"
+    ):
+        speed.forward(part(tp=2), WORKS[0], RANKS)
+    with pytest.raises(ValueError, match=r"h32\S+/t1/decode.*n_gpus_per_node=1 bf16=True'"):
+        speed.decode(replace(part(), model=replace(MODEL, hidden=32), bf16=True), 1, 1, (0,))
+    with pytest.raises(ValueError, match=r"all_reduce/5.*n_gpus_per_node=5"):
+        speed.collective(Collective.ALL_REDUCE, 8, range(5))
+    with pytest.raises(ValueError, match="links between nodes"):
+        speed.exchange(Traffic(cluster=1))
+    assert speed.knows(MODEL) and not speed.knows(MODEL, tp=2) and not speed.knows(MODEL, bf16=True)
+
+
+def test_profiles_of_one_machine_add_up() -> None:
+    older, fit = measured().profile, all_ones({"call": 1})
+    newer = Profile(MACHINE, 2e8, {"send": fit})
+    both = older + newer
+    assert both.fits["send"] == fit and set(both.fits) == set(older.fits) and both.resident == 2e8
+    with pytest.raises(ValueError, match="abacus.*not on another"):
+        Profile(replace(MACHINE, processor="another"), 0.0, {}) + newer
+
+
+def test_bytes_that_few_micro_batches_exceed() -> None:
+    """Nine of ten points are as their fit says, one is half as large again."""
+    points = tuple(Point({"byte": 1.0}, n, n, n, 1) for n in [100.0] * 18 + [150.0] * 2)
+    fit = Fit({"byte": 100.0}, points)
+    profile = replace(measured().profile, fits={"a/t1/train_bytes": fit, "b/t2/train_bytes": fit, "a/t1/forward": fit})
+    assert profile.excess("train_bytes") == pytest.approx(0.5) and profile.excess("forward_bytes") == 0.0
+    assert replace(profile, fits={"a/t1/train_bytes": replace(fit, points=points[:19])}).excess("train_bytes") == 0.0

@@ -1,0 +1,149 @@
+"""Times by hand: what only computes, what only passes through memory, what only waits for others."""
+
+from dataclasses import replace
+from math import log2
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realhf.api.machine import Link
+from realhf.api.model_config import ModelConfig
+from realhf.arch.flops import forward_flops, matrix_params
+from realhf.arch.param_specs import param_specs
+from realhf.plan.cost.roofline import KERNELS_PER_BLOCK, OPTIMIZER_BYTES, Roofline
+from realhf.plan.cost.speed import Collective, Part, Traffic, Work
+from tests.plan.search.planners import COMPUTE_ONLY, CRITIC, FREE, LLAMA, TOY
+
+MOE = replace(LLAMA, n_experts=8, experts_per_token=2, expert_intermediate=48, dense_layers=(1,))
+PLAIN = replace(LLAMA, n_kv_heads=8, mlp="plain", norm="layer", qkv_bias=True, proj_bias=True)
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=8)
+BYTES_ONLY = replace(COMPUTE_ONLY, flops=FREE, memory_bandwidth=1e11)
+
+
+def whole(model: ModelConfig, tp: int = 1, bf16: bool = False, recompute: bool = False) -> Part:
+    return Part(model, tp, model.n_layers, first=True, last=True, bf16=bf16, recompute=recompute)
+
+
+@pytest.mark.parametrize("model", [LLAMA, CRITIC, MOE, PLAIN], ids=["llama", "critic", "moe", "plain"])
+@settings(max_examples=25, deadline=None)
+@given(lengths=LENGTHS)
+def test_where_only_arithmetic_takes_time_passes_take_their_operations(model: ModelConfig, lengths: list[int]) -> None:
+    speed, work = Roofline(COMPUTE_ONLY), Work.of(lengths)
+    seconds = forward_flops(model, lengths) / COMPUTE_ONLY.flops
+    head = forward_flops(model, lengths) - forward_flops(model, lengths, head_tokens=0)
+    again = head / COMPUTE_ONLY.flops  # logits are never kept
+    assert speed.forward(whole(model), work, (0,)) == pytest.approx(seconds, rel=1e-9)
+    forward, backward = speed.train(whole(model), work, (0,))
+    assert (forward, backward) == (pytest.approx(seconds, rel=1e-9), pytest.approx(2 * seconds + again, rel=1e-9))
+    with_again = speed.train(whole(model, recompute=True), work, (0,))[1]
+    assert with_again == pytest.approx(3 * seconds, rel=1e-9)  # blocks once more, and the head as before
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_tensor_parallelism_cuts_arithmetic_and_adds_two_collectives_a_block(tp: int) -> None:
+    speed, work, ranks = Roofline(COMPUTE_ONLY), Work.of([50, 20]), tuple(range(tp))
+    assert speed.forward(whole(LLAMA, tp), work, ranks) == pytest.approx(
+        speed.forward(whole(LLAMA), work, (0,)) / tp, rel=1e-6
+    )
+    linked = replace(COMPUTE_ONLY, node=TOY.node)
+    nbytes = 70 * LLAMA.hidden * 4
+    reduce = 2 * (tp - 1) * (1e-6 + nbytes / tp / 1e10)
+    added = Roofline(linked).forward(whole(LLAMA, tp), work, ranks) - speed.forward(whole(LLAMA, tp), work, ranks)
+    assert added == pytest.approx(LLAMA.n_layers * 2 * reduce, rel=1e-6)
+    both, alone = Roofline(linked).train(whole(LLAMA, tp), work, ranks), speed.train(whole(LLAMA, tp), work, ranks)
+    assert sum(both) - sum(alone) == pytest.approx(2 * added, rel=1e-6)  # and two more on the way back
+
+
+def test_decoding_one_row_reads_every_weight_and_its_cache() -> None:
+    speed = Roofline(BYTES_ONLY)
+    blocks = replace(whole(LLAMA, bf16=True), first=False, last=False)
+    cache = 2 * LLAMA.n_layers * LLAMA.n_kv_heads * LLAMA.head_dim
+    for rows in (1, 5):
+        nbytes = 2 * (matrix_params(LLAMA) + rows * 100 * cache)
+        assert speed.decode(blocks, rows, 100, (0,)) == pytest.approx(nbytes / 1e11)
+    head = speed.decode(replace(blocks, last=True), 1, 100, (0,)) - speed.decode(blocks, 1, 100, (0,))
+    assert head == pytest.approx(2 * LLAMA.hidden * LLAMA.vocab / 1e11, rel=0.1)
+
+
+def test_decoding_computes_what_a_pass_over_one_more_token_does() -> None:
+    speed = Roofline(COMPUTE_ONLY)
+    flops = forward_flops(LLAMA, [101]) - forward_flops(LLAMA, [100])
+    assert speed.decode(whole(LLAMA), 3, 101, (0,)) == pytest.approx(3 * flops / COMPUTE_ONLY.flops)
+
+
+def test_of_experts_only_those_are_read_that_a_token_is_sent_to() -> None:
+    speed = Roofline(BYTES_ONLY)
+    part = replace(whole(MOE), n_blocks=4, first=False, last=False)
+    one, many = speed.decode(part, 1, 0, (0,)), speed.decode(part, 4096, 0, (0,))
+    blocks = sum(s.numel for s in param_specs(MOE) if 1 <= s.layer <= 4 and len(s.shape) > 1)
+    expert = 3 * MOE.hidden * MOE.expert_intermediate
+    assert many == pytest.approx(4 * blocks / 1e11, rel=1e-6)
+    assert one == pytest.approx(4 * (blocks - 3 * 6 * expert) / 1e11, rel=1e-6)  # three layers of eight experts
+
+
+@settings(max_examples=50, deadline=None)
+@given(LENGTHS, st.integers(1, 60), st.sampled_from([LLAMA, MOE, PLAIN]))
+def test_more_work_takes_no_less_time(lengths: list[int], more: int, model: ModelConfig) -> None:
+    speed = Roofline(TOY)
+    little, much = Work.of(lengths), Work.of([*lengths, more])
+    assert speed.forward(whole(model), little, (0,)) < speed.forward(whole(model), much, (0,))
+    assert sum(speed.train(whole(model), little, (0,))) < sum(speed.train(whole(model), much, (0,)))
+    assert speed.decode(whole(model), 3, more, (0,)) <= speed.decode(whole(model), 4, more, (0,))
+    assert speed.decode(whole(model), 3, more, (0,)) < speed.decode(whole(model), 3, more + 1, (0,))
+
+
+def test_kernels_are_launched_one_by_one() -> None:
+    slow, fast = Roofline(replace(TOY, kernel=1.0)), Roofline(replace(TOY, kernel=0.0))
+    part, kernels = replace(whole(LLAMA), first=False, last=False), LLAMA.n_layers * KERNELS_PER_BLOCK
+    work = Work.of([3])
+    assert slow.forward(part, work, (0,)) - fast.forward(part, work, (0,)) == pytest.approx(kernels)
+    assert slow.decode(part, 1, 3, (0,)) - fast.decode(part, 1, 3, (0,)) == pytest.approx(kernels)
+
+
+N, A, B = 1e6, TOY.node, TOY.cluster
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "seconds"),
+    [
+        (Collective.ALL_REDUCE, (3,), 0.0),
+        (Collective.ALL_REDUCE, (0, 1, 2, 3), 2 * 3 * (A.latency + N / 4 / A.bandwidth)),
+        (Collective.ALL_GATHER, (0, 1, 2, 3), 3 * (A.latency + N / 4 / A.bandwidth)),
+        (Collective.REDUCE_SCATTER, (0, 1), A.latency + N / 2 / A.bandwidth),
+        (Collective.BROADCAST, (0, 1, 2), 2 * A.latency + N / A.bandwidth),
+        (Collective.ALL_REDUCE, (0, 4), 2 * (B.latency + N / 2 / B.bandwidth)),
+        # two nodes, four members each: four ports out of a node, of a tenth of the inner bandwidth each
+        (Collective.ALL_GATHER, tuple(range(8)), 7 * (B.latency + N / 8 / (4 * B.bandwidth))),
+    ],
+)
+def test_collectives_go_around_rings(kind: Collective, ranks: tuple[int, ...], seconds: float) -> None:
+    assert Roofline(TOY).collective(kind, N, ranks) == pytest.approx(seconds)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 64), st.floats(1, 1e9), st.sampled_from(list(Collective)))
+def test_a_collective_takes_no_less_than_its_bytes(n: int, nbytes: float, kind: Collective) -> None:
+    ranks = tuple(range(n))
+    found = Roofline(TOY).collective(kind, nbytes, ranks)
+    assert found >= nbytes * (n - 1) / n / TOY.node.bandwidth
+    assert found >= TOY.node.latency * log2(n) * 0.99
+    assert found < Roofline(TOY).collective(kind, 2 * nbytes, ranks)
+
+
+def test_links_and_copies() -> None:
+    speed = Roofline(TOY)
+    assert speed.send(1e6, 0, 3) == 1e-6 + 1e-4 and speed.send(1e6, 3, 4) == 1e-5 + 1e-3
+    assert speed.send(1e6, 2, 2) == pytest.approx(2e6 / 1e11)
+    assert speed.host_copy(1e6) == 1e-5 + 1e-3 and speed.call == TOY.call
+    assert speed.optimizer(whole(LLAMA), 1000) == OPTIMIZER_BYTES * 1000 / 1e11
+    assert speed.interface("any/train_step", 0, 0) == 0.0 < speed.interface("any/train_step", 1, 9)
+
+
+def test_an_exchange_waits_for_packing_or_for_the_wire() -> None:
+    speed = Roofline(TOY)
+    packing = Traffic(local=10**8, n_parts=5, copied=2 * 10**8)
+    assert speed.exchange(packing) == pytest.approx(4e8 / 1e11 + 5e-7)
+    wire = Traffic(node=10**7, cluster=10**6, n_parts=5, copied=10**7)
+    assert speed.exchange(wire) == pytest.approx(1e-6 + 1e-3 + 1e-5 + 1e-3)
+    assert Roofline(replace(TOY, node=Link(FREE))).exchange(Traffic(node=8, n_parts=1, copied=8)) > 0

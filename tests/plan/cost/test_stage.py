@@ -1,0 +1,72 @@
+"""Stages and shards add up to the model; what is kept of a token is counted by hand."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realhf.api.config import ModelSpec
+from realhf.api.experiment import RoleSpec
+from realhf.api.layout import ParallelStrategy
+from realhf.api.model_config import ModelConfig
+from realhf.arch.param_specs import param_specs, stage_layers
+from realhf.plan.compile.realloc import shard_of
+from realhf.plan.cost.stage import kept_numel, kv_numel, parts_of, shard_numels
+from tests.plan.search.planners import LLAMA, layout
+
+MOE = replace(LLAMA, n_experts=4, experts_per_token=2, expert_intermediate=48, dense_layers=(0,))
+STRATEGIES = ("d1", "t2", "t4", "t8", "p2", "p3", "p4", "t2p2", "t4p3")
+
+
+@pytest.mark.parametrize("model", [LLAMA, replace(LLAMA, tied_embedding=True), MOE])
+@pytest.mark.parametrize("text", STRATEGIES)
+def test_shards_hold_what_the_first_rank_of_every_stage_holds(text: str, model: ModelConfig) -> None:
+    where, specs = layout(text), param_specs(model)
+    strategy = where.strategy
+    expected = []
+    for stage in range(strategy.pp):
+        boxes = shard_of(specs, lambda pp: stage_layers(model, pp), where, where.mesh.ranks[stage * strategy.tp])
+        sizes = []
+        for box in boxes.values():
+            numel = 1
+            for start, stop in box:
+                numel *= stop - start
+            sizes.append(numel)
+        expected.append(sum(sizes))
+    assert shard_numels(model, strategy.tp, strategy.pp) == tuple(expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 12), st.data())
+def test_stages_share_out_all_blocks(n_layers: int, data: st.DataObject) -> None:
+    model, pp = replace(LLAMA, n_layers=n_layers), data.draw(st.integers(1, n_layers))
+    spec = ModelSpec(bf16=True, gradient_checkpointing=True)
+    parts = parts_of(model, RoleSpec(spec), ParallelStrategy(2, 2, pp))
+    assert sum(part.n_blocks for part in parts) == n_layers and min(part.n_blocks for part in parts) >= 1
+    assert [part.first for part in parts] == [True] + [False] * (pp - 1)
+    assert [part.last for part in parts] == [False] * (pp - 1) + [True]
+    assert all((part.tp, part.bf16, part.recompute, part.sequence_parallel) == (2, True, True, True) for part in parts)
+    assert sum(shard_numels(model, 1, pp)) == sum(spec.numel for spec in param_specs(model))
+
+
+def test_sequence_parallelism_needs_a_group() -> None:
+    (alone,) = parts_of(LLAMA, RoleSpec(ModelSpec()), ParallelStrategy())
+    (off,) = parts_of(LLAMA, RoleSpec(ModelSpec(sequence_parallel=False)), ParallelStrategy(tp=2))
+    assert not alone.sequence_parallel and not off.sequence_parallel
+
+
+def test_the_cache_holds_keys_and_values_of_every_head_here() -> None:
+    assert kv_numel(LLAMA, 1, 4) == 2 * 4 * 4 * 8
+    assert kv_numel(LLAMA, 2, 4) == 2 * 4 * 2 * 8
+    assert kv_numel(LLAMA, 8, 4) == 2 * 4 * 1 * 8  # four heads on eight ranks: each has one
+
+
+def test_what_a_block_keeps_of_a_token() -> None:
+    # 8 query and 4 key/value heads of 8: qkv 128, turned 96, mixed 64; gate and up 320, activated and product 320
+    assert kept_numel(LLAMA, 1, False) == 4 * 64 + (128 + 96 + 64) + 4 * 160
+    assert kept_numel(LLAMA, 2, False) == 4 * 64 + (128 + 96 + 64) / 2 + 4 * 80
+    assert kept_numel(LLAMA, 2, True) == (2 / 2 + 2) * 64 + (128 + 96 + 64) / 2 + 4 * 80
+    assert kept_numel(replace(LLAMA, mlp="plain"), 1, False) == 4 * 64 + 288 + 2 * 160
+    routed = (4 * 48 + 2 * 64) * 2 + 3 * 4
+    assert kept_numel(MOE, 1, False) == 4 * 64 + 288 + 4 * 160 / 4 + 0.75 * routed

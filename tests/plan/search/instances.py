@@ -1,0 +1,158 @@
+"""Random planning problems, and the graph, plan, program and prices that each choice of one stands for."""
+
+from dataclasses import dataclass
+from random import Random
+
+from realhf.api.execution_plan import ExecutionPlan, Placement
+from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.machine import Cost, Workload
+from realhf.api.messages import Call
+from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
+from realhf.plan.compile.program import compile_program
+from realhf.plan.compile.schedule import RunLength
+from realhf.plan.search.problem import FREE, Choice, Move, Option, Problem
+from realhf.plan.search.simulate import simulate
+from realhf.plan.search.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A problem, and the layout that each option stands for."""
+
+    problem: Problem
+    layouts: dict[str, tuple[Layout, ...]]
+
+    def simulate(self, choice: Choice) -> Timeline:
+        """Run the real master on a choice, at the prices of the problem's tables."""
+        p = self.problem
+        chosen = {m.name: i for m, i in zip(p.graph.mfcs, choice, strict=True)}
+        plan = ExecutionPlan(p.n_ranks, {name: Placement(self.layouts[name][i]) for name, i in chosen.items()})
+        sampled = any(m.kind is Kind.GENERATE for m in p.graph.mfcs)
+        workload = Workload(((3,), (5,), (4,)), (2, 6), 2) if sampled else Workload(((3, 4), (5,), (4, 1, 7)))
+        length = RunLength(p.batch_size, p.batch_size * p.n_steps, p.n_steps)
+
+        def price(call: Call, instruction: Instruction) -> Cost:
+            return price_of(p, chosen, call.mfc, instruction)
+
+        program = compile_program(p.graph, plan)
+        return simulate(p.graph, plan, program, price, length, workload, p.call_seconds, p.cores, p.max_staleness)
+
+
+def price_of(p: Problem, chosen: dict[str, int], mfc: str, instruction: Instruction) -> Cost:
+    def keeper(role: str) -> str:
+        return p.graph.mfcs[p.keeper(role)].name
+
+    option = p.options[mfc][chosen[mfc]]
+    match instruction:
+        case Transfer():
+            return option.transfer
+        case Compute():
+            return option.compute
+        case Release():
+            return FREE
+        case Load(role):
+            return p.options[keeper(role)][chosen[keeper(role)]].load
+        case Offload(role):
+            return p.options[keeper(role)][chosen[keeper(role)]].offload
+        case Reallocate(role, _, target) if role == target:
+            return p.move(mfc, chosen[mfc], chosen[keeper(role)]).cost
+        case Reallocate(role, _, target):
+            sync = next(s for s in p.graph.syncs if (s.after, s.source, s.target) == (mfc, role, target))
+            return p.follow(sync, chosen[keeper(role)], chosen[keeper(target)])
+
+
+def random_instance(
+    seed: int, n_mfcs: int | None = None, n_options: int = 4, n_ranks: int = 4, tight: bool = False
+) -> Instance:
+    """Draw a problem. Whoever holds rows of a call holds some of every chunk that is read, as the tables suppose.
+
+    With ``tight`` memory, some choices fit and some do not, as a rule.
+    """
+    random = Random(seed)
+    batch, n_steps, staleness = random.randint(1, 6), random.randint(1, 4), random.choice((0, 0, 1, 2))
+    graph = random_graph(random, n_mfcs or random.randint(1, 5), batch)
+    shared = random.random() < 0.3
+    cores = random.uniform(0.5, n_ranks) if shared else 0.0
+    whole = not shared and random.random() < 0.3  # whole numbers: many things happen at the same time
+
+    def cost(by: Random = random) -> Cost:
+        seconds = float(by.randint(0, 4)) if whole else by.choice((0.0, by.uniform(0, 4)))
+        return Cost(seconds, seconds * by.uniform(0, 3))
+
+    layouts = {m.name: tuple(_layouts(random, m, graph, batch, n_ranks, n_options)) for m in graph.mfcs}
+    options = {
+        name: tuple(
+            Option(
+                range(min(x.mesh.ranks), max(x.mesh.ranks) + 1),
+                range(min(x.dp_heads()), max(x.dp_heads()) + 1),
+                cost(),
+                cost(),
+                random.uniform(0, 4),
+                random.uniform(0, 4),
+                cost(),
+                cost(),
+            )
+            for x in some
+        )
+        for name, some in layouts.items()
+    }
+    homes: dict[str, str] = {}
+
+    def move(mfc: str, option: int, home: int) -> Move:
+        if layouts[mfc][option] == layouts[homes[mfc]][home]:
+            return Move()
+        by = Random(f"{seed} {mfc} {option} {home}")
+        return Move(cost(by), by.uniform(0, 3), by.uniform(0, 2))
+
+    def follow(sync: Sync, source: int, target: int) -> Cost:
+        return cost(Random(f"{seed} {sync} {source} {target}"))
+
+    capacity = random.uniform(4, 12) if tight else 1e9
+    latency = random.choice((0.0, 0.1))
+    problem = Problem(graph, options, n_ranks, batch, capacity, move, follow, staleness, latency, cores, n_steps)
+    homes.update({m.name: graph.mfcs[problem.keeper(m.role)].name for m in graph.mfcs if m.role})
+    return Instance(problem, layouts)
+
+
+def random_graph(random: Random, n_mfcs: int, batch: int) -> Graph:
+    """Draw MFCs that read what earlier ones made, one key for every pair, or data of their own."""
+    parents = {i: [p for p in range(i) if random.random() < 0.5] for i in range(n_mfcs)}
+    roles = [random.choice((None, "a", "b", "c")) for _ in range(n_mfcs)]
+    mfcs: list[MFC] = []
+    for i, role in enumerate(roles):
+        kinds = [Kind.INFERENCE]
+        if role is not None:
+            trained = any(m.role == role and m.is_train for m in mfcs)
+            kinds += [Kind.GENERATE, *([] if trained else [Kind.TRAIN] * 2)]
+        data = not parents[i] or random.random() < 0.3
+        inputs = (*(f"{p}to{i}" for p in parents[i]), *([f"data{i}"] if data else []))
+        outputs = tuple(f"{i}to{c}" for c in range(n_mfcs) if i in parents[c])
+        size = random.choice((batch, batch, random.randint(1, batch)))
+        mfcs.append(MFC(f"m{i}", role, random.choice(kinds), InterfaceSpec("any"), inputs, outputs, size))
+    names = {m.role for m in mfcs if m.role}
+    trainers = {m.role: m.name for m in mfcs if m.is_train}
+    syncs = [
+        Sync(after, str(source), target, 0.5)
+        for source, after in trainers.items()
+        for target in sorted(names - set(trainers))
+        if random.random() < 0.5
+    ]
+    offloaded = tuple(sorted(r for r in names if random.random() < 0.2))
+    return Graph(tuple(mfcs), tuple(syncs[:1]), offloaded)
+
+
+def _layouts(random: Random, mfc: MFC, graph: Graph, batch: int, n_ranks: int, n_options: int) -> list[Layout]:
+    fewest = min(mfc.batch_size, batch % mfc.batch_size or mfc.batch_size)
+    readers = graph.children(mfc)
+    if mfc == next(m for m in graph.topological if set(graph.dataset_keys) & set(m.inputs)):
+        others = [m for m in graph.mfcs if m != mfc and set(graph.dataset_keys) & set(m.inputs)]
+        fewest = fewest if all(m.batch_size == batch for m in others) else 1
+    most = fewest if all(m.batch_size % mfc.batch_size == 0 for m in readers) else 1
+    found = []
+    for _ in range(random.randint(1, n_options)):
+        dp = random.randint(1, min(most, n_ranks))
+        pp = random.randint(1, n_ranks // dp)
+        first = random.randint(0, n_ranks - dp * pp)
+        found.append(Layout(DeviceMesh(tuple(range(first, first + dp * pp))), ParallelStrategy(dp=dp, pp=pp)))
+    return found

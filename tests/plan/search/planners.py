@@ -1,0 +1,62 @@
+"""What tests of predictions share: a small Llama, machines whose limits can be switched off, and PPO on them."""
+
+from dataclasses import replace
+from typing import Any
+
+from realhf.api.config import ModelSpec
+from realhf.api.execution_plan import MicroBatching
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.machine import Hardware, Link, Workload
+from realhf.api.model_config import ModelConfig
+from realhf.experiments.ppo import PPOExperiment
+from realhf.plan.cost.activation_memory import Counted
+from realhf.plan.cost.cost import CostModel
+from realhf.plan.cost.memory import MemoryModel
+from realhf.plan.cost.roofline import Roofline
+from realhf.plan.search.candidates import Candidates
+from realhf.plan.search.planner import Planner
+
+FREE = 1e30
+"""Bytes or operations per second of what takes no time."""
+LLAMA = ModelConfig("llama", n_layers=4, hidden=64, n_heads=8, n_kv_heads=4, head_dim=8, intermediate=160, vocab=120,
+                    max_positions=4096)  # fmt: skip
+WIDE = replace(LLAMA, n_layers=8, hidden=512, n_heads=16, n_kv_heads=8, head_dim=32, intermediate=1408, vocab=2048)
+CRITIC = replace(LLAMA, head="scalar")
+TOY = Hardware("toy", node_size=4, memory=1e9, flops=1e12, memory_bandwidth=1e11, node=Link(1e10, 1e-6),
+               cluster=Link(1e9, 1e-5), host=Link(1e9, 1e-5), kernel=1e-7, call=1e-4, reserved=1e6)  # fmt: skip
+COMPUTE_ONLY = replace(TOY, memory_bandwidth=FREE, node=Link(FREE), cluster=Link(FREE), host=Link(FREE), kernel=0.0)
+"""A machine of which nothing but arithmetic takes time."""
+
+
+def layout(text: str, start: int = 0) -> Layout:
+    """The contiguous workers from ``start`` on, cut like ``d2t2p1``."""
+    strategy = ParallelStrategy.parse(text)
+    return Layout(DeviceMesh(tuple(range(start, start + strategy.world))), strategy)
+
+
+def ppo_planner(
+    n_workers: int = 4,
+    hardware: Hardware = TOY,
+    actor: ModelConfig = LLAMA,
+    batch: int = 8,
+    workload: Workload | None = None,
+    device: str = "cuda",
+    options: dict[str, Any] | None = None,
+    **spec: Any,
+) -> Planner:
+    """PPO by the roofline; ``spec`` holds options of all models, ``options`` those of PPO. All models are alike."""
+    experiment = PPOExperiment()
+    experiment.dataset.train_bs_n_seqs = batch
+    experiment.ppo.ppo_n_minibatches = 2
+    experiment.ppo.gen.max_new_tokens = 24
+    for name, value in (options or {}).items():
+        setattr(experiment.ppo, name, value)
+    for role in ("actor", "critic", "ref", "rew"):
+        setattr(experiment, role, ModelSpec(config="-", init_from_scratch=True, **spec))
+    graph, roles, sampling = experiment.graph(), experiment.roles(), experiment.sampling_options()
+    models = {role: replace(actor, head="scalar" if role in ("critic", "rew") else "lm") for role in graph.roles}
+    rows = workload or Workload(((16,), (10,), (13,)), (24, 12, 18), experiment.samples_per_prompt())
+    cost = CostModel(graph, models, roles, Roofline(hardware), rows, hardware.node_size, sampling)
+    memory = MemoryModel(graph, models, roles, rows, Counted(device), hardware.reserved, device, sampling)
+    limits = {mfc.name: MicroBatching(max_tokens_per_mb=4096) for mfc in graph.mfcs}
+    return Planner(graph, Candidates(cost, memory, hardware, batch, limits), n_workers, effort=3000)

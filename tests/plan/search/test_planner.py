@@ -1,0 +1,192 @@
+"""Plans by rule and by search on made-up machines, as the real master would carry them out."""
+
+from dataclasses import replace
+
+import pytest
+
+from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.machine import KEPT_FREE, Hardware, Link, Workload
+from realhf.plan.compile.heuristic import HEURISTICS
+from realhf.plan.cost.roofline import Roofline
+from realhf.plan.cost.speed import Part, Work
+from realhf.plan.search.evaluate import evaluate
+from realhf.plan.search.planner import Planner, layouts_of
+from tests.plan.search.planners import TOY, WIDE, layout, ppo_planner
+
+SLOW_LINKS = replace(TOY, node=Link(1e8, 1e-4), cluster=Link(1e7, 1e-3))
+MACHINES = {"toy": TOY, "slow links": SLOW_LINKS, "shared cores": replace(TOY, cores=2)}
+
+
+def planners() -> dict[str, Planner]:
+    return {
+        **{name: ppo_planner(8, machine, WIDE) for name, machine in MACHINES.items()},
+        "odd": ppo_planner(6, replace(TOY, node_size=3), WIDE),
+        "one": ppo_planner(1),
+        "tight": ppo_planner(8, replace(TOY, memory=3.2e8), WIDE),
+        "tiny": ppo_planner(4),
+        "groups": ppo_planner(4, TOY, WIDE, options={"group_size": 4, "disable_value": True}),
+        "resting": ppo_planner(4, TOY, WIDE, offload=True),
+        "following": ppo_planner(4, TOY, WIDE, options={"ref_ema_eta": 0.5}),
+    }
+
+
+PLANNERS = planners()
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_a_search_is_never_worse_than_any_rule(name: str) -> None:
+    planner = PLANNERS[name]
+    found = planner.search()
+    predicted = planner.predict(found.plan)
+    rules = {rule: planner.by_rule(rule) for rule in HEURISTICS}
+    fitting = {rule: planner.predict(plan).seconds for rule, plan in rules.items() if planner.fits(plan)}
+    assert planner.fits(found.plan) >= bool(fitting)
+    for rule, seconds in fitting.items():
+        assert predicted.seconds <= 1.01 * seconds, rule
+
+
+@pytest.mark.parametrize("name", ["toy", "odd", "groups", "resting", "following"])
+def test_what_a_search_expects_is_close_to_what_is_predicted(name: str) -> None:
+    planner = PLANNERS[name]
+    found = planner.search()
+    predicted = planner.predict(found.plan)
+    assert found.result.seconds == pytest.approx(predicted.seconds, rel=0.1)
+    assert found.result.peak + planner.calls.memory.runtime == pytest.approx(predicted.peak, rel=1e-6)
+
+
+def test_the_same_seed_gives_the_same_plan() -> None:
+    one, two = (ppo_planner(8, TOY, WIDE).search(seed=3) for _ in range(2))
+    assert one.plan == two.plan and one.result.choice == two.result.choice
+
+
+@pytest.mark.parametrize("rule", HEURISTICS)
+@pytest.mark.parametrize("name", PLANNERS)
+def test_rules_make_plans_that_can_be_carried_out(name: str, rule: str) -> None:
+    planner = PLANNERS[name]
+    plan = planner.by_rule(rule)
+    assert plan.n_workers == planner.n_workers
+    predicted = planner.predict(plan)
+    assert predicted.seconds > 0 and set(predicted.memory) == set(range(plan.n_workers))
+    assert planner.fits(plan) == (predicted.peak <= planner.calls.hardware.usable)
+
+
+def test_a_rule_cuts_more_where_its_calls_do_not_fit_together() -> None:
+    roomy, tight = PLANNERS["toy"], PLANNERS["tight"]
+    assert not tight.fits(roomy.by_rule("symmetric"))
+    for rule in ("megatron", "symmetric", "real"):
+        assert tight.fits(tight.by_rule(rule)), rule
+
+
+@pytest.mark.parametrize("share", [0.9, 0.6, 0.4, 0.25])
+def test_micro_batches_shrink_before_a_plan_does_not_fit(share: float) -> None:
+    rows = Workload(((60,),), (140,))
+    roomy = ppo_planner(1, replace(TOY, memory=1e12), WIDE, 128, rows)
+    peak = roomy.predict(roomy.by_rule("symmetric")).peak
+    tight = ppo_planner(1, replace(TOY, memory=share * peak / (1 - KEPT_FREE)), WIDE, 128, rows)
+    plan, found = tight.by_rule("symmetric"), tight.search()
+    finest = {name: replace(limit, max_tokens_per_mb=512, max_slots=8) for name, limit in tight.calls.limits.items()}
+    leanest = replace(plan, placements={n: replace(plan[n], micro_batching=finest[n]) for n in finest})
+    assert tight.fits(plan) == tight.fits(found.plan) == tight.fits(leanest)
+
+
+def test_a_plan_of_a_rule_is_reckoned_with_its_own_micro_batches() -> None:
+    """Where the search knows the same layouts with others, that do not fit together, it would look too fast."""
+    planner = ppo_planner(4, batch=64)
+    plan, found = planner.by_rule("symmetric"), planner.search()
+    fine = replace(plan["actor_gen"], micro_batching=replace(plan["actor_gen"].micro_batching, max_slots=1))
+    slow = replace(plan, placements={**plan.placements, "actor_gen": fine})
+    assert planner._seconds(found, slow) == planner.predict(slow).seconds > 1.2 * planner._seconds(found, plan)
+    assert planner._best(found, [slow]) == found.plan
+
+
+def test_candidates_hold_the_layouts_of_rules_and_the_fastest_of_every_mesh() -> None:
+    planner = PLANNERS["toy"]
+    started = [layouts_of(planner.by_rule(rule)) for rule in HEURISTICS]
+    table = planner.candidates(started)
+    for mfc in planner.graph.mfcs:
+        here = [candidate.placement.layout for candidate in table[mfc.name]]
+        assert len(set(here)) == len(here) and {found[mfc.name] for found in started} <= set(here)
+        whole = [x for x in here if len(x.mesh.ranks) == 8]
+        every = [layout(t) for t in ("d8", "d4t2", "d2t4", "d4p2", "d2p4", "p8", "d2t2p2", "t4p2", "t2p4")]
+        fastest = min(every, key=lambda x: planner.calls.of(mfc, x).cost.seconds)
+        assert fastest in whole
+
+
+def test_the_problem_asks_what_the_cost_and_memory_models_say() -> None:
+    planner = PLANNERS["toy"]
+    table = planner.candidates([layouts_of(planner.by_rule("symmetric"))])
+    problem = planner.problem(table)
+    assert problem.capacity == planner.calls.capacity and problem.n_ranks == 8
+    train, gen = table["actor_train"], table["actor_gen"]
+    away = next(i for i, c in enumerate(gen) if c.placement.layout != train[0].placement.layout)
+    move = problem.move("actor_gen", away, 0)
+    src, dst = train[0].placement.layout, gen[away].placement.layout
+    assert move.cost == planner.calls.cost.reallocate("actor", src, dst)
+    assert move.nbytes == planner.calls.memory.weights("actor", dst.strategy)
+    same = next(i for i, c in enumerate(gen) if c.placement.layout == train[0].placement.layout)
+    assert problem.move("actor_gen", same, 0).cost.seconds == 0
+
+
+def test_alternatives_are_what_the_evaluation_says() -> None:
+    planner = PLANNERS["toy"]
+    plan = planner.by_rule("symmetric")
+    now, found = planner.alternatives(plan)
+    table = planner.candidates([layouts_of(planner.by_rule("symmetric"))])
+    problem = planner.problem(table)
+    choice = tuple(
+        next(i for i, c in enumerate(table[m.name]) if c.placement == plan[m.name]) for m in planner.graph.mfcs
+    )
+    assert now == evaluate(problem, choice)[0]
+    for i, mfc in enumerate(planner.graph.mfcs):
+        others = {
+            str(candidate.placement.layout): evaluate(problem, (*choice[:i], k, *choice[i + 1 :]))[0]
+            for k, candidate in enumerate(table[mfc.name])
+            if k != choice[i]
+        }
+        best = found[mfc.name]
+        assert best is not None and best.seconds == min(others.values()) == others[str(best.layout)]
+
+
+def test_a_mesh_with_gaps_and_in_any_order_can_be_asked_about() -> None:
+    planner = PLANNERS["tiny"]
+    odd = Layout(DeviceMesh((3, 0)), ParallelStrategy(2))
+    places = {m.name: Placement(odd, MicroBatching()) for m in planner.graph.mfcs}
+    plan = ExecutionPlan(4, places)
+    now, others = planner.alternatives(plan)
+    assert now > 0 and all(other is not None and other.layout != odd for other in others.values())
+    assert planner.predict(plan).seconds > 0
+
+
+class HalfKnown(Roofline):
+    """A machine that was measured without tensor parallelism."""
+
+    def forward(self, part: Part, work: Work, ranks: object) -> float:
+        if part.tp > 1:
+            raise ValueError("nobody measured tensor parallelism")
+        return super().forward(part, work, ranks)  # type: ignore[arg-type]
+
+
+def half_known(hardware: Hardware) -> Planner:
+    planner = ppo_planner(4, hardware, WIDE)
+    cost = replace(planner.calls.cost, speed=HalfKnown(hardware))
+    return replace(planner, calls=replace(planner.calls, cost=cost))
+
+
+def test_what_was_not_measured_is_not_chosen() -> None:
+    planner = half_known(TOY)
+    table = planner.candidates([])
+    by_forward = [c.placement.layout.strategy.tp for name in ("actor_gen", "ref_inf") for c in table[name]]
+    assert set(by_forward) == {1}
+    found = planner.search()
+    assert all(found.plan[name].layout.strategy.tp == 1 for name in ("actor_gen", "rew_inf", "ref_inf", "critic_inf"))
+    assert planner.predict(found.plan).seconds > 0
+    with pytest.raises(ValueError, match="nobody measured"):
+        planner.predict(ExecutionPlan(4, {m.name: Placement(layout("t4")) for m in planner.graph.mfcs}))
+
+
+def test_without_data_every_step_is_alike() -> None:
+    planner = ppo_planner(2, workload=Workload(((20,),), (24,)))
+    timeline = planner.predict(planner.by_rule("symmetric")).timeline
+    ends = timeline.step_ends
+    assert ends[2] - ends[1] == pytest.approx(ends[1] - ends[0])

@@ -1,0 +1,134 @@
+"""What is said of plans that do not fit: the largest parts, and a change that does make them fit."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
+from realhf.api.machine import KEPT_FREE, Workload
+from realhf.plan.search.planner import Planner
+from realhf.plan.search.suggest_fix import remedy, too_large
+from tests.plan.search.planners import TOY, WIDE, layout, ppo_planner
+
+
+def planner_with(usable: float, n_workers: int = 4, node_size: int = 4, **options: object) -> Planner:
+    rows = Workload(((240,),), (560,))
+    hardware = replace(TOY, memory=usable / (1 - KEPT_FREE), node_size=node_size)
+    return ppo_planner(n_workers, hardware, WIDE, 64, rows, **options)  # type: ignore[arg-type]
+
+
+def fixed(planner: Planner, text: str = "d4") -> ExecutionPlan:
+    """The plan of ``allocation_mode=d4``: the user's micro-batching, whatever it takes."""
+    limits = planner.calls.limits
+    return ExecutionPlan(planner.n_workers, {n: Placement(layout(text), limits[n]) for n in limits})
+
+
+def peak(planner: Planner, plan: ExecutionPlan) -> float:
+    return planner.predict(plan).peak
+
+
+ROOMY = planner_with(1e12)
+NEEDED = peak(ROOMY, fixed(ROOMY))
+
+
+def test_the_worker_its_largest_parts_and_a_remedy_are_named() -> None:
+    planner = planner_with(NEEDED - 1)
+    prediction = planner.predict(fixed(planner))
+    text = too_large(planner, prediction, fixed, "ppo.gen.max_slots")
+    found = re.fullmatch(
+        r"worker (\d) would need ([\d.]+) GB \((.*)\), it has ([\d.]+), of "
+        r"which plans leave 5% free; it fits with (.*)",
+        text,
+    )
+    assert found, text
+    worst = prediction.memory[int(found[1])]
+    assert worst.total == prediction.peak and float(found[2]) == pytest.approx(NEEDED / 1e9, rel=1e-3)
+    parts = [(name.rpartition(" ")[0], float(name.rpartition(" ")[2])) for name in found[3].split(", ")]
+    assert [size for _, size in parts] == sorted((size for _, size in parts), reverse=True)
+    sizes = {name.replace("_", " "): size for name, size in vars(worst).items()}
+    assert all(size == pytest.approx(sizes[name] / 1e9, rel=1e-2) for name, size in parts)
+    assert sum(size for _, size in parts) > 0.95 * NEEDED / 1e9
+
+
+def applied(planner: Planner, words: str) -> tuple[Planner, ExecutionPlan]:
+    """The planner and the plan that those options would make."""
+    given = [word.partition("=")[::2] for word in words.split(" ")]
+    limits, changes, n_workers, node_size, mode = dict(planner.calls.limits), {}, planner.n_workers, 4, ""
+    for key, value in given:
+        owner, _, option = key.partition(".")
+        match key, option:
+            case _, "mb_spec.max_tokens_per_mb":
+                limits[owner] = MicroBatching(max_tokens_per_mb=int(value))
+            case "slots", _:
+                changes["options"] = {"gen": replace(planner.calls.cost.sampling, max_slots=int(value))}
+            case _, "gradient_checkpointing" | "bf16":
+                changes[option] = value == "True"
+            case "n_nodes", _:
+                n_workers = int(value) * int(dict(given)["n_gpus_per_node"])
+            case "n_gpus_per_node", _:
+                node_size = int(value)
+            case "allocation_mode", _:
+                mode = value
+            case _:
+                raise AssertionError(f"{key} is no option")
+    made = planner_with(planner.calls.hardware.usable, n_workers, node_size, **changes)
+    made = replace(made, calls=replace(made.calls, limits=limits))
+    return made, made.by_rule(mode) if mode else fixed(made)
+
+
+STAIRS = {
+    0.999: r"\w+_train\.mb_spec\.max_tokens_per_mb=2048",
+    0.95: r"critic_train\.mb_spec\.max_tokens_per_mb=2048 actor_train\.mb_spec\.max_tokens_per_mb=2048",
+    0.45: r"(\w+\.gradient_checkpointing=True ){2}.*mb_spec.*",
+    0.3: r"allocation_mode=megatron",
+    0.15: r"(\w+\.bf16=True ){4}(\w+\.gradient_checkpointing=True ){2}allocation_mode=megatron",
+    0.1: r"n_nodes=1 n_gpus_per_node=8 allocation_mode=symmetric",
+}
+"""The smallest remedies by share of the memory that it takes."""
+
+
+@pytest.mark.parametrize("share", STAIRS)
+def test_the_smallest_remedy_comes_first_and_really_fits_when_it_is_applied(share: float) -> None:
+    planner = planner_with(share * NEEDED)
+    assert not planner.fits(fixed(planner))
+    words = remedy(planner, fixed, "slots")
+    assert re.fullmatch(f"it fits with {STAIRS[share]}", words), words
+    changed, plan = applied(planner, words.removeprefix("it fits with "))
+    assert changed.fits(plan), words
+
+
+def test_a_model_is_named_by_its_own_role() -> None:
+    words = remedy(planner_with(0.15 * NEEDED), fixed, "slots")
+    roles = {word.partition(".")[0] for word in words.split(" ") if word.endswith("bf16=True")}
+    assert roles == {"actor", "critic", "rew", "ref"}
+    recomputing = {word.partition(".")[0] for word in words.split(" ") if "checkpointing" in word}
+    assert recomputing == {"actor", "critic"}  # the others are never trained
+
+
+def test_where_generation_needs_most_fewer_answers_are_drawn_at_a_time() -> None:
+    gen = replace(ROOMY.calls.cost.sampling, max_new_tokens=8000, max_slots=128)  # type: ignore[type-var]
+    options = {"gen": gen}
+    roomy = planner_with(1e12, 1, options=options)
+    needed = peak(roomy, fixed(roomy, "d1"))
+    words = remedy(planner_with(0.9 * needed, 1, options=options), lambda p: fixed(p, "d1"), "ppo.gen.max_slots")
+    assert words == "it fits with ppo.gen.max_slots=32"
+
+
+def test_a_rule_s_plan_is_made_anew_with_the_change() -> None:
+    def by_rule(planner: Planner) -> ExecutionPlan:
+        return planner.by_rule("symmetric")
+
+    planner = planner_with(0.56 * NEEDED, 1)
+    assert not planner.fits(by_rule(planner))
+    words = remedy(planner, by_rule, "")
+    assert words == "it fits with actor.gradient_checkpointing=True critic.gradient_checkpointing=True"
+    recomputing = planner_with(0.56 * NEEDED, 1, gradient_checkpointing=True)
+    assert recomputing.fits(by_rule(recomputing))
+
+
+def test_workers_that_share_a_memory_are_not_multiplied() -> None:
+    assert remedy(planner_with(2e6, 2), lambda p: fixed(p, "d2"), "slots").startswith("nothing that was tried fits")
+    planner = planner_with(0.1 * NEEDED)
+    shared = replace(planner, calls=replace(planner.calls, hardware=replace(planner.calls.hardware, cores=2)))
+    assert remedy(shared, fixed, "slots").startswith("nothing that was tried fits")

@@ -1,0 +1,266 @@
+"""Messages over real sockets: they arrive in order and once, strangers are dropped and counted, waits end."""
+
+import pickle
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realhf.api.batch_meta import BatchMeta, ColumnMeta, RowId
+from realhf.api.messages import TO_MASTER, Beat, Call, Done, Drop, Failed, Hello, Holders, Ready, Stop, ToWorker
+from realhf.base.errors import RunFailed, UserError
+from realhf.system.transport import channel as channel_module
+from realhf.system.transport.auth import Lane, Seal
+from realhf.system.transport.channel import InlineChannel, ZmqMaster, ZmqWorker, deadline, decode, encode
+from tests.system.transport.hostile_peers import KEY, oversized
+
+META = BatchMeta((RowId(3, -1), RowId(3, 0)), {"tokens": ColumnMeta("int64", (0, 7))})
+CALL = Call(
+    5,
+    "actor_gen",
+    2,
+    1,
+    META,
+    Holders(((0,), (1,)), {"tokens": (0, 1)}),
+    ("tokens",),
+    ((0,), (1,)),
+    (0, 0),
+    {"kl_coef": 0.1},
+)
+DONE = Done(5, 1, META, {"loss": (1.5, 3.0)}, {"kl_coef": 0.2}, {"rows": [{"a": 1}]}, b"{},\n", 3, 20, (9, 8))
+WAIT_S = 5.0
+
+
+@pytest.fixture(params=["", "tcp://127.0.0.1:*"], ids=["ipc", "tcp"])
+def master(request: pytest.FixtureRequest) -> Iterator[ZmqMaster]:
+    master = ZmqMaster(KEY, 4, request.param)
+    yield master
+    master.close()
+
+
+def hello(rank: int) -> Hello:
+    return Hello(rank, pid=1, host="here", port=0)
+
+
+def test_everything_that_is_said_arrives_in_order(master: ZmqMaster) -> None:
+    workers = [ZmqWorker(master.address, rank, KEY) for rank in range(2)]
+    for rank, worker in enumerate(workers):
+        worker.send(hello(rank))
+    assert sorted(master.receive(WAIT_S).rank for _ in workers) == [0, 1]
+    big = Failed(1, "x", "y" * (1 << 22), "z")
+    for message in (Ready(1, {"seconds": 0.5}), DONE, big):
+        workers[1].send(message)
+    assert [master.receive(WAIT_S) for _ in range(3)] == [Ready(1, {"seconds": 0.5}), DONE, big]
+    for message in (CALL, Drop(0, 4), Stop()):
+        master.send((0,), message)
+    master.send((1,), Stop())
+    assert [workers[0].receive() for _ in range(3)] == [CALL, Drop(0, 4), Stop()]
+    assert workers[1].receive() == Stop()
+    assert master.receive(0.0) is None and master.refused == 0
+    for worker in workers:
+        worker.close()
+
+
+def test_only_the_owner_may_enter_and_nothing_is_left_behind() -> None:
+    master = ZmqMaster(KEY, 1)
+    path = Path(master.address.removeprefix("ipc://"))
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    master.close()
+    assert not path.parent.exists()
+
+
+def test_an_address_that_cannot_be_had_is_the_users_to_mend(master: ZmqMaster) -> None:
+    taken = master.address if master.address.startswith("tcp") else "tcp://nowhere:x"
+    with pytest.raises(UserError, match="channel_address='tcp://"):
+        ZmqMaster(KEY, 1, taken)
+
+
+def stranger(address: str, name: bytes | None = None) -> zmq.Socket:
+    wire = zmq.Context.instance().socket(zmq.DEALER)
+    wire.setsockopt(zmq.LINGER, 0)
+    if name is not None:
+        wire.setsockopt(zmq.IDENTITY, name)
+    wire.connect(address)
+    return wire
+
+
+def sealed(seal: Seal, rank: int, payload: bytes) -> list[bytes]:
+    return [seal.head((rank,), payload), payload]
+
+
+HELLO = encode(hello(0))
+GARBAGE = (
+    [b""],
+    [b"\xff\xff\xff"],
+    [b"a", b"b", b"c"],
+    [pickle.dumps({"rank": 0})],
+    [msgspec.msgpack.encode({"type": "Ready"})],
+    [HELLO],  # well said, but not sealed
+    [b"", HELLO],
+    sealed(Seal(bytes(32), Lane.to_master), 0, HELLO),  # by whoever does not have the key
+    sealed(Seal(KEY, Lane.to_master), 9, encode(hello(9))),  # by nobody of the run
+    sealed(Seal(KEY, Lane.to_worker), 0, encode(Stop())),  # the master's own word, thrown back
+    [sealed(Seal(KEY, Lane.to_master), 0, HELLO)[0], encode(hello(1))],  # another's words under a seal
+)
+
+
+def test_strangers_are_dropped_and_counted_and_take_nobodys_place(master: ZmqMaster) -> None:
+    strangers = [stranger(master.address), stranger(master.address, b"0")]
+    for wire in strangers:
+        for frames in GARBAGE:
+            wire.send_multipart(frames)
+    assert master.receive(0.5) is None
+    assert master.refused == 2 * len(GARBAGE)
+    worker = ZmqWorker(master.address, 0, KEY)
+    worker.send(hello(0))
+    assert master.receive(WAIT_S) == hello(0)
+    strangers[0].send(b"more")
+    worker.send(Ready(0))
+    assert master.receive(WAIT_S) == Ready(0)
+    master.send((0,), Stop())
+    assert worker.receive(WAIT_S) == Stop() and worker.refused == 0
+    for wire in (*strangers, worker):
+        wire.close()
+
+
+def test_of_a_thousand_strange_messages_none_is_accepted(master: ZmqMaster) -> None:
+    """The last word of a worker is recorded and said 400 times more; the rest is garbage, or too large."""
+    seal, wire = Seal(KEY, Lane.to_master), stranger(master.address)
+    said = [sealed(seal, 2, encode(message)) for message in (hello(2), Ready(2))]
+    for frames in said:
+        wire.send_multipart(frames)
+    assert [master.receive(WAIT_S) for _ in said] == [hello(2), Ready(2)]
+    for number in range(400):
+        wire.send_multipart(said[number % 2])
+        wire.send_multipart(GARBAGE[number % len(GARBAGE)])
+    large = 200 if master.address.startswith("tcp") else 0
+    for _ in range(large):
+        oversized(master.address, channel_module.MAX_MESSAGE + 1)
+    assert master.receive(1.0) is None
+    assert master.refused == 800
+    wire.send_multipart(sealed(seal, 2, encode(DONE).replace(b"rank\x01", b"rank\x02")))
+    assert isinstance(master.receive(WAIT_S), Done)
+    wire.close()
+
+
+def test_a_worker_hears_its_master_alone() -> None:
+    """Whoever holds the address, without the key, is not heard; nor is what was meant for another worker."""
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{door.getsockname()[1]}"
+    router = zmq.Context.instance().socket(zmq.ROUTER)
+    router.bind(address)
+    worker = ZmqWorker(address, 0, KEY)
+    worker.send(hello(0))
+    route = router.recv_multipart()[0]
+    stop = encode(Stop())
+    for frames in (*GARBAGE, sealed(Seal(KEY, Lane.to_worker), 1, stop), [HELLO, HELLO, HELLO]):
+        if frames != GARBAGE[9]:
+            router.send_multipart([route, *frames])
+    with pytest.raises(RunFailed, match="no word from the master for 0 s while waiting for the end"):
+        worker.receive(0.4, "the end")
+    assert worker.refused == len(GARBAGE) + 1
+    router.send_multipart([route, *sealed(Seal(KEY, Lane.to_worker), 0, stop)])
+    assert worker.receive(WAIT_S) == Stop()
+    worker.close()
+    router.close()
+
+
+def test_a_worker_that_is_not_understood_ends_the_run(master: ZmqMaster) -> None:
+    """It has the key, so it is no stranger: it may be of another version."""
+    wire, seal = stranger(master.address), Seal(KEY, Lane.to_master)
+    for payload in (b"\xc1", HELLO, encode(Beat(3, 1, "here", "this"))):
+        wire.send_multipart(sealed(seal, 3, payload))
+        with pytest.raises(RunFailed, match="worker 3 is not understood"):
+            master.receive(WAIT_S)
+    wire.close()
+
+
+def test_beats_come_beside_messages_until_they_are_stopped(master: ZmqMaster) -> None:
+    worker, stopped = ZmqWorker(master.address, 1, KEY), threading.Event()
+    beat = Beat(1, 7, "here", "a long call")
+    thread = threading.Thread(target=worker.beat_until, args=(stopped, 0.01, lambda: beat))
+    thread.start()
+    worker.send(hello(1))
+    heard = [master.receive(WAIT_S) for _ in range(8)]
+    assert heard.count(hello(1)) == 1 and heard.count(beat) == 7
+    stopped.set()
+    thread.join()
+    master.send((1,), Stop())
+    assert worker.receive(WAIT_S) == Stop()
+    worker.close()
+
+
+@pytest.mark.parametrize("address", ["", "tcp://127.0.0.1:*"], ids=["ipc", "tcp"])
+def test_a_worker_is_told_when_its_master_is_gone_for_good(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when it closes its own side, and not when a master comes back in time."""
+    monkeypatch.setattr(channel_module, "ALONE_S", 1.0)
+    alone: SimpleQueue[int] = SimpleQueue()
+    master = ZmqMaster(KEY, 2, address)
+    workers = [ZmqWorker(master.address, rank, KEY, partial(alone.put, rank)) for rank in range(2)]
+    for rank, worker in enumerate(workers):
+        worker.send(hello(rank))
+    assert {master.receive(WAIT_S).rank for _ in workers} == {0, 1}
+    if address:  # a private socket has another name each time
+        master.close()
+        master = ZmqMaster(KEY, 2, master.address)
+        workers[0].send(hello(0))
+        assert master.receive(WAIT_S) == hello(0)
+    workers[0].close()
+    with pytest.raises(Empty):
+        alone.get(timeout=1.5)
+    master.close()
+    assert alone.get(timeout=WAIT_S) == 1
+    workers[1].close()
+    assert alone.empty()
+
+
+def test_what_nobody_would_take_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "MAX_MESSAGE", 100)
+    with pytest.raises(ValueError, match="a Failed of .* bytes is more than the 100 of a message"):
+        encode(Failed(0, "", "x" * 200, ""))
+
+
+@given(data=st.binary(max_size=60))
+@settings(max_examples=50, deadline=None)
+def test_whatever_cannot_be_read_is_a_value_error(data: bytes) -> None:
+    with pytest.raises(ValueError, match=f"refused a message of {len(data)} bytes"):
+        decode(data, TO_MASTER)
+
+
+@pytest.mark.parametrize("change", [{"rank": "one"}, {"surprise": 1}, {"type": "Hello"}, {"spans": [["x", 1]]}])
+def test_a_message_with_wrong_fields_is_refused(change: dict) -> None:
+    plain = msgspec.msgpack.decode(encode(DONE))
+    assert decode(msgspec.msgpack.encode(plain), TO_MASTER) == DONE
+    with pytest.raises(ValueError, match="refused"):
+        decode(msgspec.msgpack.encode({**plain, **change}), TO_MASTER)
+
+
+def test_inline_a_message_is_handled_before_send_returns() -> None:
+    channel, heard = InlineChannel(), []
+
+    def handler(message: ToWorker) -> None:
+        heard.append(message)
+        channel.reply(DONE)
+        channel.reply(Ready(0))
+
+    channel.handler = handler
+    assert channel.receive(WAIT_S) is None
+    channel.send((0,), CALL)
+    assert heard == [CALL]
+    assert [channel.receive(0.0) for _ in range(3)] == [DONE, Ready(0), None]
+
+
+def test_a_deadline_counts_down() -> None:
+    assert 0 < deadline(100.0)() <= 100.0
+    assert deadline(-1.0)() < 0
