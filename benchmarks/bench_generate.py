@@ -18,7 +18,13 @@ from realhf.api.config import GenerationConfig, ModelSpec
 from realhf.api.experiment import RoleSpec
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model_config import ModelConfig
-from realhf.comm.process_groups import ParallelContext, join, leave, make_groups, open_store
+from realhf.comm.process_groups import (
+    ParallelContext,
+    destroy_process_group,
+    init_process_group,
+    make_groups,
+    open_rendezvous,
+)
 from realhf.data.batch import Column, SequenceBatch
 from realhf.models.engine.native import NativeEngine, build_engine
 
@@ -45,7 +51,7 @@ def seconds_of(engine: NativeEngine | None, seed: int) -> tuple[float, float]:
 def run_rank(rank: int, port: int, config: ModelConfig, rounds: int) -> None:
     """Life of one worker; rank 0 prints. The first round is not counted."""
     torch.set_num_threads(1)
-    join("127.0.0.1", port, rank, 2, "cpu", 120.0, None)
+    init_process_group("127.0.0.1", port, rank, 2, "cpu", 120.0, None)
     groups, role = make_groups([(0, 1)], rank), RoleSpec(ModelSpec(init_from_scratch=True))
     engines = {
         name: build_engine(config, role, ParallelContext(where, rank, groups=groups), False, True, 1, 1, (0,), None)
@@ -58,7 +64,7 @@ def run_rank(rank: int, port: int, config: ModelConfig, rounds: int) -> None:
     for name, seconds in medians.items() if rank == 0 else ():
         print(f"{name} {seconds:7.3f} s {n_drawn / seconds:8.0f} tokens/s {medians['d1'] / seconds:6.2f} x d1")
     dist.barrier()
-    leave()
+    destroy_process_group()
 
 
 def main() -> None:
@@ -69,7 +75,7 @@ def main() -> None:
     o = parser.parse_args()
     heads = o.hidden // 64
     config = ModelConfig("llama", o.layers, o.hidden, heads, max(heads // 4, 1), 64, 3 * o.hidden, o.vocab, 256)
-    store = open_store("127.0.0.1", 0, 120.0)
+    store = open_rendezvous("127.0.0.1", 0, 120.0)
     torch.multiprocessing.spawn(run_rank, (store.port, config, o.rounds), nprocs=2)
 
 

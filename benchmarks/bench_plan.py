@@ -23,16 +23,16 @@ from realhf.api.model_config import ModelConfig
 from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.experiments.ppo import PPOExperiment
 from realhf.plan.compile.realloc import plan_realloc
-from realhf.plan.cost.activation_memory import Counted
+from realhf.plan.cost.activation_memory import AnalyticMemory
 from realhf.plan.cost.cost import CostModel
 from realhf.plan.cost.hardware import read_hardware
 from realhf.plan.cost.memory import MemoryModel
 from realhf.plan.cost.roofline import Roofline
 from realhf.plan.search.candidates import Candidates
 from realhf.plan.search.cpp_evaluator import evaluator
-from realhf.plan.search.mcmc import Dice, Evaluator, PythonEvaluator, Walker
+from realhf.plan.search.mcmc import Chain, Evaluator, PythonEvaluator, SplitMix64
 from realhf.plan.search.planner import Planner
-from realhf.plan.search.problem import Move, Option, Problem
+from realhf.plan.search.problem import LayoutOption, Problem, ReallocCost
 from realhf.plan.search.search import search
 
 LLAMA_7B = ModelConfig("llama", 32, 4096, 32, 32, 128, 11008, 32000, 4096)
@@ -66,11 +66,11 @@ def problem_on(n_devices: int, per_mesh: int) -> Problem:
     graph = config.graph()
     found = {m.name: list(kept(graph, m.name, n_devices, per_mesh)) for m in graph.mfcs}
 
-    def move(mfc: str, option: int, home: int) -> Move:
+    def move(mfc: str, option: int, home: int) -> ReallocCost:
         keeper = graph.trainer(graph[mfc].role or "") or graph[mfc]
         src, dst = found[keeper.name][home][1], found[mfc][option][1]
         nbytes = weights(graph, mfc, n_devices) / (dst.strategy.tp * dst.strategy.pp)
-        return Move() if src == dst else Move(Cost(nbytes / LINK, 0.0), nbytes)
+        return ReallocCost() if src == dst else ReallocCost(Cost(nbytes / LINK, 0.0), nbytes)
 
     options = {name: [option for option, _ in some] for name, some in found.items()}
     return Problem(graph, options, n_devices, 512, CAPACITY, move, call_seconds=1e-3)
@@ -80,9 +80,9 @@ def weights(graph: Graph, mfc: str, n_devices: int) -> float:
     return 2 * (SIZES[n_devices] if graph[mfc].role in ("actor", "ref") else 7e9)
 
 
-def kept(graph: Graph, mfc: str, n_devices: int, per_mesh: int) -> Iterator[tuple[Option, Layout]]:
+def kept(graph: Graph, mfc: str, n_devices: int, per_mesh: int) -> Iterator[tuple[LayoutOption, Layout]]:
     """Price every layout of a call; yield the best of each mesh."""
-    by_mesh: dict[range, list[tuple[Option, Layout]]] = {}
+    by_mesh: dict[range, list[tuple[LayoutOption, Layout]]] = {}
     nbytes, trained = weights(graph, mfc, n_devices), graph.trainer(graph[mfc].role or "") is not None
     alone = WORK[mfc] * 3600 * nbytes / 2e12
     for layout in layouts(n_devices):
@@ -91,7 +91,7 @@ def kept(graph: Graph, mfc: str, n_devices: int, per_mesh: int) -> Iterator[tupl
         seconds = tax * (alone / n + FLOOR * alone / NODE / (tp * pp))
         ranks, share = range(layout.mesh.ranks[0], layout.mesh.ranks[-1] + 1), nbytes / (tp * pp)
         resident = share * (3 + 6 / dp if trained else 1)
-        option = Option(ranks, ranks[-dp * tp :], Cost(seconds, seconds * n), Cost(0.01, 0.0), 6e9, resident)
+        option = LayoutOption(ranks, ranks[-dp * tp :], Cost(seconds, seconds * n), Cost(0.01, 0.0), 6e9, resident)
         if resident + 6e9 <= CAPACITY:
             by_mesh.setdefault(ranks, []).append((option, layout))
     for some in by_mesh.values():
@@ -100,8 +100,8 @@ def kept(graph: Graph, mfc: str, n_devices: int, per_mesh: int) -> Iterator[tupl
 
 def plans_per_second(players: Evaluator, problem: Problem, n: int, seed: int) -> float:
     """Return how many random plans are evaluated a second, one walk's proposals."""
-    dice = Dice(seed)
-    walker = Walker.start(dice, dice.choice(problem), 1e30)
+    dice = SplitMix64(seed)
+    walker = Chain.start(dice, dice.choice(problem), 1e30)
     players.walk(walker, n // 10, 1.0)
     begin = time.perf_counter()
     players.walk(walker, n, 1.0)
@@ -119,7 +119,7 @@ def planner_on(n_devices: int) -> Planner:
     models = {"actor": actor, "ref": actor, "critic": judge, "rew": judge}
     rows, hardware = Workload(((1024,),), (1024,)), read_hardware("h100")
     cost = CostModel(graph, models, roles, Roofline(hardware), rows, hardware.node_size, sampling)
-    memory = MemoryModel(graph, models, roles, rows, Counted("cuda"), hardware.reserved, "cuda", sampling)
+    memory = MemoryModel(graph, models, roles, rows, AnalyticMemory("cuda"), hardware.reserved, "cuda", sampling)
     limits = {mfc.name: MicroBatching() for mfc in graph.mfcs}
     return Planner(graph, Candidates(cost, memory, hardware, 512, limits), n_devices)
 

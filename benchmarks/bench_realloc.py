@@ -27,9 +27,9 @@ from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import box_numel, box_shape
 from realhf.arch.param_specs import param_specs, stage_layers
-from realhf.comm.exchange import Move, Piece, exchange
-from realhf.comm.process_groups import join, leave, open_store
-from realhf.comm.shared_memory import Links, open_links
+from realhf.comm.exchange import P2PCopy, TensorSlice, exchange
+from realhf.comm.process_groups import destroy_process_group, init_process_group, open_rendezvous
+from realhf.comm.shared_memory import SharedMemoryPeers, open_shared_memory_peers
 from realhf.models.flat_params import FlatParams
 from realhf.ops.strided_copy import copy_box
 from realhf.plan.compile.realloc import BoxCopy, copies_of, plan_realloc, shard_of
@@ -112,12 +112,14 @@ class Yardsticks:
             target.copy_(self.outgoing[: target.numel()])
 
 
-def ways_of(pair: str, rank: int, links: Links, shared: dict[int, Tensor]) -> tuple[Ways, Sequence[BoxCopy]]:
+def ways_of(
+    pair: str, rank: int, links: SharedMemoryPeers, shared: dict[int, Tensor]
+) -> tuple[Ways, Sequence[BoxCopy]]:
     """Return what is timed for a pair of layouts, and the plan."""
     src, dst = map(layout, pair.split(" -> "))
     source, target = shard(src, rank), shard(dst, rank)
     copies = tuple(copies_of(plan_realloc(param_specs(CONFIG), stages, src, dst)))
-    moves = [Move(c, c.src, c.dst, Piece(torch.float32, box_numel(c.box)), (c.name, c.box)) for c in copies]
+    moves = [P2PCopy(c, c.src, c.dst, TensorSlice(torch.float32, box_numel(c.box)), (c.name, c.box)) for c in copies]
 
     def read(copy: object) -> Tensor:
         assert isinstance(copy, BoxCopy) and source is not None
@@ -131,7 +133,7 @@ def ways_of(pair: str, rank: int, links: Links, shared: dict[int, Tensor]) -> tu
         assert isinstance(copy, BoxCopy) and target is not None
         target.write(copy.name, copy.box, flat.view(box_shape(copy.box)))
 
-    def move(links: Links | None, verify: bool = False) -> Callable[[], object]:
+    def move(links: SharedMemoryPeers | None, verify: bool = False) -> Callable[[], object]:
         cpu = torch.device("cpu")
         return lambda: exchange(moves, rank, read, write, cpu, into=into, links=links, verify=verify, copy=copy_box)
 
@@ -173,8 +175,8 @@ def map_shared(path_of: dict[int, str], nbytes: int) -> dict[int, Tensor]:
 def run_rank(rank: int, world: int, port: int, rounds: int) -> None:
     """Life of one worker; rank 0 prints."""
     torch.set_num_threads(1)
-    join("127.0.0.1", port, rank, world, "cpu", 120.0, None)
-    links = open_links(rank, world, 120.0)
+    init_process_group("127.0.0.1", port, rank, world, "cpu", 120.0, None)
+    links = open_shared_memory_peers(rank, world, 120.0)
     nbytes = 4 * sum(spec.numel for spec in param_specs(CONFIG))
     memory = os.memfd_create("plain")
     os.ftruncate(memory, nbytes)
@@ -189,7 +191,7 @@ def run_rank(rank: int, world: int, port: int, rounds: int) -> None:
             print(line(pair, copies, seconds), flush=True)
     dist.barrier()
     links.close()
-    leave()
+    destroy_process_group()
 
 
 def line(pair: str, copies: Sequence[BoxCopy], s: dict[str, float]) -> str:
@@ -214,7 +216,7 @@ def main() -> None:
     print(f"{numel / 1e6:.0f}M parameters, fp32; MB between workers and kept; seconds; ratios, 1.00 = the yardstick")
     processes = multiprocessing.get_context("spawn")
     for world in PAIRS:
-        store = open_store("127.0.0.1", 0, 120.0)
+        store = open_rendezvous("127.0.0.1", 0, 120.0)
         print(f"\n{world} processes{HEADER}")
         ranks = [
             processes.Process(target=run_rank, args=(rank, world, store.port, options.rounds)) for rank in range(world)

@@ -69,7 +69,7 @@ def decode(config: ModelConfig, device: torch.device, bf16: bool, rows: int, rou
     tokens = torch.randint(config.vocab, (rows * PROMPT_LENGTH,), device=device)
     column = Column(tokens, (PROMPT_LENGTH,) * rows)
     prompts = SequenceBatch(tuple(RowId(i, PROMPT) for i in range(rows)), {"prompts": column})
-    sampling = GenerationConfig(max_new_tokens=N_NEW, max_slots=rows)
+    sampling = GenerationConfig(max_new_tokens=N_NEW, max_num_seqs=rows)
     seconds = seconds_of(lambda: engine.generate(prompts, sampling, 1, 3), rounds, device)
     lengths = (PROMPT_LENGTH,) * rows, (PROMPT_LENGTH + N_NEW,) * rows
     itemsize = engine.params.data.element_size()

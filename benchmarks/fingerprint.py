@@ -56,7 +56,7 @@ def experiments(out: Path) -> dict[str, tuple[str, ...]]:
     actor, data = f"actor.path={sft_model(out)}", f"dataset.path={out}/task/train.jsonl"
     members = ",".join(str(out / "demo" / f"rw{i}" / "models" / "model" / "step_6") for i in range(3))
     return {
-        "grpo-redraws-d2": ("grpo", actor, data, *LEARN, "n_gpus_per_node=2", "ppo.group_size=4",
+        "grpo-resamples-d2": ("grpo", actor, data, *LEARN, "n_gpus_per_node=2", "ppo.group_size=4",
                             "ppo.dynamic_sampling=True", "exp_ctrl.total_train_steps=8"),
         "ppo-ensemble-d1t2": ("ppo", actor, data, *LEARN, "n_gpus_per_node=2", "allocation_mode=d1t2", "ppo.group_size=2",
                               f"ensemble.members=[{members}]", "ensemble.objective=UWO", "exp_ctrl.total_train_steps=6"),

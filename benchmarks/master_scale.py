@@ -26,16 +26,28 @@ from realhf.api.batch_meta import BatchMeta, ColumnMeta, RowId
 from realhf.api.execution_plan import ExecutionPlan, Placement
 from realhf.api.graph import Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.messages import Call, Collect, Done, Fetch, Hello, Ready, Run, Save, Start, ToMaster, ToWorker
+from realhf.api.messages import (
+    Done,
+    ExecuteCall,
+    Fetch,
+    Hello,
+    PrepareCall,
+    ReadRows,
+    Ready,
+    Save,
+    Start,
+    ToMaster,
+    ToWorker,
+)
 from realhf.apps.prepare.launching import as_experiment
 from realhf.base.paths import RunDir
 from realhf.experiments import experiment_class
 from realhf.plan.compile.program import meshes_of
 from realhf.plan.run_spec import RunSpec
-from realhf.system.master import Master, look_for_cycles_seldom
+from realhf.system.master import Master, relax_gc
 from realhf.system.metrics.telemetry import Metrics, Telemetry
 from realhf.system.metrics.trace import time_spent, trace_lines
-from realhf.system.transport.auth import Lane, Seal
+from realhf.system.transport.auth import Direction, Signer
 from realhf.system.transport.channel import Inbox, Outbox, encode
 
 LIMIT_US, LIMIT_GB = 20.0, 2.0
@@ -89,12 +101,12 @@ class Cluster:
     calls_made: int = 0
     asked: int = 0
     heard: int = 0
-    calls: dict[tuple[int, int], Call] = field(default_factory=dict)
+    calls: dict[tuple[int, int], PrepareCall] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         n = self.run.plan.n_workers
         self.inbox, self.outbox = Inbox(KEY, range(n)), Outbox(KEY)
-        self.seals = [Seal(KEY, Lane.to_master) for _ in range(n)]
+        self.seals = [Signer(KEY, Direction.to_master) for _ in range(n)]
         self.chance = random.Random(0)
         self.now = 0.0
         self.free_at = [0.0] * n
@@ -109,7 +121,7 @@ class Cluster:
         self.under_way.sort(reverse=True)
 
     def send(self, ranks: Collection[int], message: ToWorker) -> None:
-        self.calls_made += isinstance(message, Call)
+        self.calls_made += isinstance(message, PrepareCall)
         self.outbox.sealed(ranks, message)
         self.sent += [(rank, message) for rank in ranks]
 
@@ -145,20 +157,20 @@ class Cluster:
                 first, last = (start + (stop - start) * k // self.n_fetchers for k in (at, at + 1))
                 ids = tuple(RowId(p, -1) for p in range(first, last))
                 self.done(request, rank, 0.1, "fetch", self.rows(ids, self.run.graph.dataset_keys))
-            case Call(request):
+            case PrepareCall(request):
                 self.asked += 1
                 if rank in self.meshes[message.mfc]:
                     self.calls[request, rank] = message
                 else:
                     self.done(request, rank, 0.1, f"{message.mfc}/Transfer")
-            case Run(request):
+            case ExecuteCall(request):
                 self.carry_out(request, rank, self.calls.pop((request, rank)))
-            case Collect(request):
+            case ReadRows(request):
                 self.answer(Done(request, rank, values={"rows": []}), 0.1)
             case Save(request):
                 self.answer(Done(request, rank), 10.0)
 
-    def carry_out(self, request: int, rank: int, call: Call) -> None:
+    def carry_out(self, request: int, rank: int, call: PrepareCall) -> None:
         mfc, d = self.run.graph[call.mfc], self.heads[call.mfc].get(rank)
         outputs = None
         if d is not None and not mfc.is_train:
@@ -244,7 +256,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
-    look_for_cycles_seldom()
+    relax_gc()
     print(f"{'workers':>8} {'asked':>9} {'s':>9} {'ms/call':>9} {'us/worker and call':>18} {'events/s':>11} {'GB':>7}")
     for size in options.workers.split(","):
         each, memory = measure(int(size), options.steps, options.profile)

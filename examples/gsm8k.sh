@@ -14,5 +14,5 @@ exec ${PYTHON:-python} -m realhf quickstart ppo-math \
     critic.init_from_scratch=True critic.config="$out" \
     dataset.path="$data" dataset.max_prompt_len=512 dataset.train_bs_n_seqs=8 \
     dataset.prompt_template="'{prompt} Answer: '" \
-    ppo.gen.max_new_tokens=64 ppo.gen.max_slots=16 \
+    ppo.gen.max_new_tokens=64 ppo.gen.max_num_seqs=16 \
     exp_ctrl.total_train_steps=3 "$@"

@@ -18,7 +18,7 @@ import torch
 from realhf.api.param_box import whole
 from realhf.arch.hf_config import read_hf_config
 from realhf.arch.param_specs import param_specs
-from realhf.comm.process_groups import join, leave, open_store
+from realhf.comm.process_groups import destroy_process_group, init_process_group, open_rendezvous
 from realhf.models.flat_params import FlatParams
 from realhf.models.hf_folder import init_random, save_hf
 from tests.rank_results import packed, unpacked
@@ -73,13 +73,13 @@ def rank_main(reply: Connection, job: Job, port: int, rank: int, world: int, arg
     """Life of one gloo rank: join, do the job, send (result, error)."""
     torch.set_num_threads(1)
     try:
-        join("127.0.0.1", port, rank, world, "cpu", RANK_TIMEOUT_S, None)
+        init_process_group("127.0.0.1", port, rank, world, "cpu", RANK_TIMEOUT_S, None)
         answer = packed((job(rank, world, *arguments), None))
     except BaseException:
         answer = packed((None, traceback.format_exc()))
     reply.send_bytes(answer)
     reply.recv_bytes()  # a rank that leaves early breaks the others' connections
-    leave()
+    destroy_process_group()
 
 
 @pytest.fixture(scope="session")
@@ -92,7 +92,7 @@ def on_ranks() -> Callable[..., list[Any]]:
     processes.set_forkserver_preload(["torch.distributed", "realhf.system.worker"])
 
     def run(world: int, job: Job, *arguments: Any) -> list[Any]:
-        store = open_store("127.0.0.1", 0, RANK_TIMEOUT_S)
+        store = open_rendezvous("127.0.0.1", 0, RANK_TIMEOUT_S)
         ends, ranks = [], []
         for rank in range(world):
             mine, theirs = processes.Pipe()

@@ -19,7 +19,7 @@ from realhf.api.machine import Workload
 from realhf.api.model_config import ModelConfig
 from realhf.apps.view.timeline_svg import stacked, timeline_svg
 from realhf.experiments.ppo import PPOExperiment
-from realhf.plan.cost.activation_memory import Counted
+from realhf.plan.cost.activation_memory import AnalyticMemory
 from realhf.plan.cost.cost import CostModel
 from realhf.plan.cost.hardware import read_hardware
 from realhf.plan.cost.memory import MemoryModel
@@ -71,7 +71,7 @@ def planner(actor: str, devices: int, workload: str) -> Planner:
     experiment.dataset.train_bs_n_seqs = batch
     experiment.ppo.ppo_n_minibatches = 8
     experiment.ppo.gen.max_new_tokens = experiment.ppo.gen.min_new_tokens = answer
-    experiment.ppo.gen.max_slots = batch
+    experiment.ppo.gen.max_num_seqs = batch
     for role in ("actor", "critic", "ref", "rew"):
         setattr(experiment, role, ModelSpec(config="-", init_from_scratch=True, bf16=True, gradient_checkpointing=True))
     graph, roles, sampling = experiment.graph(), experiment.roles(), experiment.sampling_options()
@@ -80,7 +80,7 @@ def planner(actor: str, devices: int, workload: str) -> Planner:
     hardware = read_hardware("h100")
     rows = Workload(((prompt,),), (answer,))
     cost = CostModel(graph, models, roles, Roofline(hardware), rows, hardware.node_size, sampling)
-    memory = MemoryModel(graph, models, roles, rows, Counted("cuda"), hardware.reserved, "cuda", sampling)
+    memory = MemoryModel(graph, models, roles, rows, AnalyticMemory("cuda"), hardware.reserved, "cuda", sampling)
     limits = {mfc.name: MicroBatching(max_tokens_per_mb=32768) for mfc in graph.mfcs}
     return Planner(graph, Candidates(cost, memory, hardware, batch, limits), devices)
 

@@ -10,16 +10,16 @@ from realhf.api.layout import Layout
 class MicroBatching:
     """``n_mbs`` is a minimum; ``max_tokens_per_mb`` a cap that only a single longer row may exceed.
 
-    ``max_slots`` is how many rows a replica decodes at a time at the most (0: as the sampling options have it).
+    ``max_num_seqs`` is how many rows a replica decodes at a time at the most (0: as the sampling options have it).
     """
 
     n_mbs: int = 1
     max_tokens_per_mb: int = 16384
-    max_slots: int = 0
+    max_num_seqs: int = 0
 
     def slots(self, wanted: int) -> int:
         """Return the rows that are decoded at a time where the sampling options want so many."""
-        return min(wanted, self.max_slots) if self.max_slots else wanted
+        return min(wanted, self.max_num_seqs) if self.max_num_seqs else wanted
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
-from realhf.base.errors import Impossible
+from realhf.base.errors import InfeasibleError
 
 
 class Kind(Enum):
@@ -31,7 +31,7 @@ class MFC:
     ``n_minibatches`` is how many optimizer steps a training call makes: rows are dealt to data-parallel ranks so that
     every mini-batch is balanced, and is the same set of rows under any layout. ``aliases`` are pairs (key of the graph,
     what the interface calls it). With ``per_prompt`` a generating call makes one row for every prompt, which all its
-    samples share. With ``redraws`` the call drops rows, and for prompts that have none left others are drawn, up to so
+    samples share. With ``resamples`` the call drops rows, and for prompts that have none left others are drawn, up to so
     many times a step.
     """
 
@@ -45,7 +45,7 @@ class MFC:
     n_minibatches: int = 1
     aliases: tuple[tuple[str, str], ...] = ()
     per_prompt: bool = False
-    redraws: int = 0
+    resamples: int = 0
 
     @property
     def is_train(self) -> bool:
@@ -59,7 +59,7 @@ class MFC:
         """Return the key of the graph that the interface calls ``key``."""
         return next((ours for ours, theirs in self.aliases if theirs == key), key)
 
-    def lag(self, max_staleness: int) -> int:
+    def allowed_staleness(self, max_staleness: int) -> int:
         """Return how many steps older than its rows the call's weights may be: only rollout may be ahead."""
         return max_staleness if self.kind is Kind.GENERATE else 0
 
@@ -74,7 +74,7 @@ class Sync:
     eta: float
 
 
-class GraphError(Impossible):
+class GraphError(InfeasibleError):
     """MFCs that make no graph: every reason, and the MFCs themselves for whoever looks on."""
 
     def __init__(self, problems: Sequence[str], mfcs: tuple[MFC, ...]) -> None:
@@ -107,7 +107,7 @@ class Graph:
         return next(m for m in (*self.mfcs, *self.evaluation) if m.name == name)
 
     @cached_property
-    def trial(self) -> "Graph":
+    def eval_graph(self) -> "Graph":
         """The calls on held-out rows as a graph."""
         return Graph(self.evaluation)
 
@@ -123,14 +123,14 @@ class Graph:
         return tuple(m for m in self.mfcs if set(m.inputs) & set(mfc.outputs))
 
     @cached_property
-    def picker(self) -> MFC | None:
+    def filter_mfc(self) -> MFC | None:
         """The call that decides whether prompts are drawn anew."""
-        return next((m for m in self.mfcs if m.redraws), None)
+        return next((m for m in self.mfcs if m.resamples), None)
 
     @cached_property
-    def after_picker(self) -> frozenset[str]:
+    def after_filter(self) -> frozenset[str]:
         """Names of the calls that read what the picker keeps, also by way of others."""
-        return _descendants(self.mfcs, self.picker) if self.picker else frozenset()
+        return _descendants(self.mfcs, self.filter_mfc) if self.filter_mfc else frozenset()
 
     def trainer(self, role: str) -> MFC | None:
         return next((m for m in self.mfcs if m.role == role and m.is_train), None)
@@ -200,9 +200,9 @@ def _call_problems(mfcs: tuple[MFC, ...]) -> list[str]:
             problems.append(f"MFC {m.name}: n_minibatches must be positive, got {m.n_minibatches}")
         if m.role is None and m.kind is not Kind.INFERENCE:
             problems.append(f"MFC {m.name}: kind {m.kind.value} needs a role, it computes with a model")
-    if pickers := [m for m in mfcs if m.redraws]:
-        problems += [f"MFC {m.name}: redraws are those of {pickers[0].name} already" for m in pickers[1:]]
-        problems += [f"MFC {m.name}: redraws must not be negative" for m in pickers if m.redraws < 0]
+    if pickers := [m for m in mfcs if m.resamples]:
+        problems += [f"MFC {m.name}: resamples are those of {pickers[0].name} already" for m in pickers[1:]]
+        problems += [f"MFC {m.name}: resamples must not be negative" for m in pickers if m.resamples < 0]
         after = _descendants(mfcs, pickers[0])
         problems += [f"MFC {m.name} trains, but reads nothing of {pickers[0].name}, for which prompts are drawn anew"
                      for m in mfcs if m.is_train and m.name not in after]  # fmt: skip

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from realhf.api.batch_meta import PROMPT, RowId
 
-KEPT_FREE = 0.05
+MEMORY_RESERVE_FRACTION = 0.05
 """Share of a device's memory that plans leave, where a machine does not say otherwise: a run that needs more than there
 is ends."""
 
@@ -30,7 +30,7 @@ class Hardware:
     in bytes per second; ``kernel`` seconds of the smallest kernel, its launch included; ``call`` seconds from the
     master to a worker and back. ``cores`` is how many workers of a node compute at full speed at a time: workers on CPU
     share them (0: every device is its own). ``memory`` is bytes of one device, ``reserved`` what runtime and libraries
-    take of it, ``kept_free`` the share of it that plans leave. Links are per device: ``node`` to a device of the same
+    take of it, ``memory_reserve_fraction`` the share of it that plans leave. Links are per device: ``node`` to a device of the same
     node, ``cluster`` to another node, ``host`` to the memory that offloaded weights rest in. ``peak_flops`` and
     ``peak_bandwidth`` are what a data sheet says, of which MFU and MBU are shares (0: they are not told).
     """
@@ -46,7 +46,7 @@ class Hardware:
     kernel: float
     call: float
     reserved: float = 0.0
-    kept_free: float = KEPT_FREE
+    memory_reserve_fraction: float = MEMORY_RESERVE_FRACTION
     cores: int = 0
     peak_flops: float = 0.0
     peak_bandwidth: float = 0.0
@@ -54,7 +54,7 @@ class Hardware:
     @property
     def usable(self) -> float:
         """Bytes of a device that a plan may fill."""
-        return self.memory * (1.0 - self.kept_free)
+        return self.memory * (1.0 - self.memory_reserve_fraction)
 
     def link(self, src: int, dst: int) -> Link:
         """Return the way between two workers: the device's own memory, the node's link, or the network."""
@@ -72,7 +72,7 @@ class Cost:
     """
 
     seconds: float
-    work: float
+    core_seconds: float
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class Fetch(Message, frozen=True):
     stop: int
 
 
-class Call(Message, frozen=True):
+class PrepareCall(Message, frozen=True):
     """Bring the rows of ``inputs`` to where ``mfc`` runs; ``Run`` with the same number starts it.
 
     ``request`` is numbered by whoever sends it. ``holders`` tells who has the rows of ``inputs``; ``shared`` names the
@@ -83,13 +83,13 @@ class Call(Message, frozen=True):
     state: State
 
 
-class Run(Message, frozen=True):
+class ExecuteCall(Message, frozen=True):
     """Carry out the rest of the program of a call, whose rows are here."""
 
     request: int
 
 
-class Collect(Message, frozen=True):
+class ReadRows(Message, frozen=True):
     """Send back what this worker holds of these rows: decoded text for tokens, numbers for the rest."""
 
     request: int
@@ -114,21 +114,21 @@ class Checkpoint(Message, frozen=True):
     folder: str
 
 
-class Settle(Message, frozen=True):
+class AwaitCheckpoint(Message, frozen=True):
     """Reply when the checkpoint that was begun is on the disk, with its ``files``."""
 
     request: int
     step: int
 
 
-class Drop(Message, frozen=True):
+class FreeRows(Message, frozen=True):
     """Forget every row of the prompts numbered ``start <= p < stop``."""
 
     start: int
     stop: int
 
 
-class Stop(Message, frozen=True):
+class Shutdown(Message, frozen=True):
     """End the process with exit code 0."""
 
 
@@ -173,7 +173,7 @@ class Done(Message, frozen=True):
         return self.outputs is None and not self.stats and self.state is None and not self.values
 
 
-class Beat(Message, frozen=True):
+class Heartbeat(Message, frozen=True):
     """A worker's process is alive; ``doing`` says what it is at, from the outermost in."""
 
     rank: int
@@ -192,8 +192,10 @@ class Failed(Message, frozen=True):
     user_error: bool = False
 
 
-ToWorker = Start | Fetch | Call | Run | Collect | Save | Checkpoint | Settle | Drop | Stop
-ToMaster = Hello | Ready | Done | Beat | Failed
+ToWorker = (
+    Start | Fetch | PrepareCall | ExecuteCall | ReadRows | Save | Checkpoint | AwaitCheckpoint | FreeRows | Shutdown
+)
+ToMaster = Hello | Ready | Done | Heartbeat | Failed
 
 TO_WORKER = msgspec.msgpack.Decoder(ToWorker)
 TO_MASTER = msgspec.msgpack.Decoder(ToMaster)

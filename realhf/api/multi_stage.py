@@ -19,7 +19,7 @@ class Stage:
     config: ExperimentConfig
 
 
-class Campaign(ExperimentConfig):
+class MultiStageExperiment(ExperimentConfig):
     """A config whose experiment is a list of runs that nobody knows beforehand."""
 
     def problems(self) -> list[str]:

@@ -47,7 +47,7 @@ def run(arguments: list[str]) -> int:
 
         print(__version__)
         return 0
-    from realhf.base.errors import Impossible, RunFailed, Stopped, UserError, did_you_mean
+    from realhf.base.errors import InfeasibleError, RunFailed, RunStopped, UserError, did_you_mean
 
     command, rest = arguments[0], arguments[1:]
     if command not in COMMANDS:
@@ -64,9 +64,9 @@ def run(arguments: list[str]) -> int:
         if show_traceback:
             raise
         print(describe(error), file=sys.stderr)
-        answered = command == "plan" and isinstance(error, Impossible)
+        answered = command == "plan" and isinstance(error, InfeasibleError)
         return EXIT_FAILED if answered or isinstance(error, RunFailed) else EXIT_USER
-    except Stopped as stopped:
+    except RunStopped as stopped:
         print(stopped)
         return EXIT_INTERRUPTED
     except KeyboardInterrupt:

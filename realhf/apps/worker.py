@@ -18,12 +18,12 @@ def main(root: str, rank: int, address: str) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     threading.Thread(target=_leave_with_launcher, daemon=True).start()
-    from realhf.api.messages import Stop
+    from realhf.api.messages import Shutdown
     from realhf.apps.prepare.launching import read_run
     from realhf.base.logging import open_log
     from realhf.launch.network import address_towards, host_of, interface_of
     from realhf.system.transport.channel import ZmqWorker
-    from realhf.system.transport.heartbeat import Heart
+    from realhf.system.transport.heartbeat import HeartbeatSender
     from realhf.system.worker import ModelWorker
 
     here = "127.0.0.1"
@@ -31,12 +31,12 @@ def main(root: str, rank: int, address: str) -> None:
         here = address_towards(master)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(here))  # gloo trusts the host's name, which may lie
     run = read_run(Path(root))
-    channel = ZmqWorker(address, rank, run.paths.key.read_bytes(), when_alone=_leave)
+    channel = ZmqWorker(address, rank, run.paths.key.read_bytes(), on_master_lost=_leave)
     worker = ModelWorker(run, rank, channel.send, open_log(run.paths.log(f"worker-{rank}"), f"worker-{rank}"))
-    heart = Heart(channel, rank, run.config.heartbeat_timeout, worker.words)
+    heart = HeartbeatSender(channel, rank, run.config.heartbeat_timeout, worker.words)
     try:
         worker.hello(here)
-        while not isinstance(message := channel.receive(), Stop):
+        while not isinstance(message := channel.receive(), Shutdown):
             worker.handle(message)
         worker.close()
     finally:

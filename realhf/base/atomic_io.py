@@ -11,18 +11,18 @@ from pathlib import Path
 
 Digests = dict[str, tuple[str, int]]
 """File name -> SHA-256 and size."""
-ASIDE = ".unfinished"
+TMP_SUFFIX = ".unfinished"
 """How the name of a file or folder ends that does not count yet, or no longer."""
 
 
-def flushed(path: Path) -> tuple[str, int]:
+def fsync_and_hash(path: Path) -> tuple[str, int]:
     """See to it that a file is on the disk, and return its SHA-256 and size."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return sha256(path), path.stat().st_size
 
 
-def flush_folder(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
     """See to it that the names in a folder are on the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -39,17 +39,17 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def rewrite(path: Path, text: str) -> None:
+def atomic_write(path: Path, text: str) -> None:
     """Give a file another text: whatever happens meanwhile, it is there with the old one or with the new one."""
-    rest = path.with_name(path.name + ASIDE)
+    rest = path.with_name(path.name + TMP_SUFFIX)
     rest.write_text(text)
-    flushed(rest)
+    fsync_and_hash(rest)
     rest.rename(path)
 
 
 def remove_folder(path: Path) -> None:
     """Remove a folder: whatever happens meanwhile, it is there as it was or not at all."""
-    rest = path.with_name(path.name + ASIDE)
+    rest = path.with_name(path.name + TMP_SUFFIX)
     if rest.exists():
         shutil.rmtree(rest)
     path.rename(rest)
@@ -57,7 +57,7 @@ def remove_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def hold(path: Path, patience_s: float = 1.0) -> Iterator[bool]:
+def try_lock(path: Path, patience_s: float = 1.0) -> Iterator[bool]:
     """Hold a lock that goes with this process, however it ends; yields False where somebody else keeps it.
 
     Those that only look (``is_held``) have it for a moment. Where the file system knows no locks, nobody is kept out.
@@ -81,9 +81,9 @@ def _lock(handle: int) -> bool:
     return True
 
 
-def is_held(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Tell whether a process holds a lock."""
     if not path.exists():
         return False
-    with hold(path, 0.0) as is_free:
+    with try_lock(path, 0.0) as is_free:
         return not is_free

@@ -12,7 +12,7 @@ class UserError(Exception):
         super().__init__("\n".join(self.problems))
 
 
-class Impossible(UserError):
+class InfeasibleError(UserError):
     """What was asked for is understood, and cannot be done: a graph that is none, a plan that does not fit."""
 
 
@@ -30,7 +30,7 @@ class RunFailed(Exception):
         self.traceback_text, self.lost, self.n_nodes = traceback_text, tuple(lost), n_nodes
 
 
-class Hung(RunFailed):
+class WorkerTimeout(RunFailed):
     """A run whose workers ``ranks`` did not answer in time; their launcher may know more."""
 
     def __init__(self, message: str, ranks: Iterable[int], lost: Iterable[int] = ()) -> None:
@@ -38,7 +38,7 @@ class Hung(RunFailed):
         self.ranks = tuple(ranks)
 
 
-class Stopped(Exception):
+class RunStopped(Exception):
     """A run that ended after a step, before its last one, because somebody asked it to."""
 
 

@@ -4,7 +4,7 @@ import mmap
 import os
 
 
-class SharedBytes:
+class SharedBuffer:
     """``size`` zero bytes; another process can open them at their place for as long as this one lives."""
 
     def __init__(self, size: int, name: str) -> None:
@@ -13,11 +13,11 @@ class SharedBytes:
         self.map = mmap.mmap(self._fd, 0)
 
     @property
-    def place(self) -> tuple[int, int]:
+    def handle(self) -> tuple[int, int]:
         """Process and descriptor, of which ``path_of`` makes the path: two numbers that a collective can carry."""
         return os.getpid(), self._fd
 
-    def give_back(self) -> None:
+    def release_pages(self) -> None:
         """Release the memory; it is zero when it is used again."""
         self.map.madvise(mmap.MADV_REMOVE)
 

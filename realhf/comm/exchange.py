@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realhf.base.activity import ActivityStack
-from realhf.comm.packets import ALIGN, Copy, Ends, Move, Parcel, Piece, parcels_of, plain_copy
-from realhf.comm.relay import in_rounds
-from realhf.comm.shared_memory import SLOT_BYTES, Links
+from realhf.comm.packets import ALIGN, Copy, ExchangeBuffers, P2PCopy, Packet, TensorSlice, packets_of, plain_copy
+from realhf.comm.relay import scatter_allgather_rounds
+from realhf.comm.shared_memory import SLOT_BYTES, SharedMemoryPeers
 
-__all__ = ["ALIGN", "Move", "Piece", "exchange"]
+__all__ = ["ALIGN", "P2PCopy", "TensorSlice", "exchange"]
 
 BUCKET_BYTES = 4 << 20
 ALONE_BYTES = 256 << 10
@@ -29,14 +29,14 @@ STREAMED_BYTES = 16 << 20
 
 @torch.no_grad()
 def exchange(
-    moves: Sequence[Move],
+    moves: Sequence[P2PCopy],
     rank: int,
     read: Callable[[object], Tensor],
     write: Callable[[object, Tensor], None],
     device: torch.device,
     *,
     into: Callable[[object], Tensor] | None = None,
-    links: Links | None = None,
+    links: SharedMemoryPeers | None = None,
     verify: bool = False,
     copy: Copy = plain_copy,
     doing: ActivityStack | None = None,
@@ -55,21 +55,23 @@ def exchange(
     """
     doing = doing or ActivityStack()
     arriving = sum(move.piece.nbytes for move in moves if move.dst == rank)
-    ends = Ends(rank, read, write, into, device, verify, copy, arriving > STREAMED_BYTES, arriving)
-    stays = (done for m in moves if m.dst == rank and (m.src == rank or not m.piece.numel) for done in _keep(m, ends))
+    ends = ExchangeBuffers(rank, read, write, into, device, verify, copy, arriving > STREAMED_BYTES, arriving)
+    stays = (
+        done for m in moves if m.dst == rank and (m.src == rank or not m.piece.numel) for done in _copy_local(m, ends)
+    )
     near = links.peers if links else frozenset()
     with doing.enter(ends):
-        for turn in in_rounds(moves, links.hosts if links else {}) if into is not None else (moves,):
+        for turn in scatter_allgather_rounds(moves, links.hosts if links else {}) if into is not None else (moves,):
             mine = [move for move in turn if rank in (move.src, move.dst) and move.src != move.dst and move.piece.numel]
             far = _Buckets(ends, doing, [move for move in mine if not near.intersection((move.src, move.dst))])
             far.start()
             if links is not None and near:
-                _through_memory(turn, links, ends, stays)
+                _via_shared_memory(turn, links, ends, stays)
             far.finish(stays)
     return ends.received
 
 
-def _keep(move: Move, ends: Ends) -> Iterator[bool]:
+def _copy_local(move: P2PCopy, ends: ExchangeBuffers) -> Iterator[bool]:
     """Carry out a move that needs no wire, a while at a time."""
     piece = move.piece
     values = ends.read(move.what) if move.src == ends.rank else torch.empty(0, dtype=piece.dtype, device=ends.device)
@@ -86,10 +88,12 @@ def _keep(move: Move, ends: Ends) -> Iterator[bool]:
             yield True
 
 
-def _through_memory(moves: Iterable[Move], links: Links, ends: Ends, meanwhile: Iterator[bool]) -> None:
+def _via_shared_memory(
+    moves: Iterable[P2PCopy], links: SharedMemoryPeers, ends: ExchangeBuffers, meanwhile: Iterator[bool]
+) -> None:
     """Carry out what moves between this worker and those it shares memory with."""
-    leaving: list[Move] = []
-    coming: dict[int, list[Move]] = {}
+    leaving: list[P2PCopy] = []
+    coming: dict[int, list[P2PCopy]] = {}
     for move in moves:
         if move.src == move.dst or not move.piece.numel:
             continue
@@ -99,21 +103,21 @@ def _through_memory(moves: Iterable[Move], links: Links, ends: Ends, meanwhile: 
         elif move.src in links.peers and (move.dst == ends.rank or move.dst in links.peers):
             coming.setdefault(move.src, []).append(move)
     incoming = {
-        peer: (p for p in parcels_of(theirs, SLOT_BYTES, ends.trailer) if ends.rank in p.to)
+        peer: (p for p in packets_of(theirs, SLOT_BYTES, ends.trailer) if ends.rank in p.to)
         for peer, theirs in coming.items()
     }
-    links.run(parcels_of(leaving, SLOT_BYTES, ends.trailer), incoming, ends.pack, ends.unpack, meanwhile)
+    links.run(packets_of(leaving, SLOT_BYTES, ends.trailer), incoming, ends.pack, ends.unpack, meanwhile)
 
 
 class _Buckets:
     """The moves between this worker and others over the process group, one bucket per pair of workers and round."""
 
-    def __init__(self, ends: Ends, doing: ActivityStack, moves: Sequence[Move]) -> None:
+    def __init__(self, ends: ExchangeBuffers, doing: ActivityStack, moves: Sequence[P2PCopy]) -> None:
         self.ends, self.doing = ends, doing
-        pairs: dict[tuple[int, int], list[Move]] = {}
+        pairs: dict[tuple[int, int], list[P2PCopy]] = {}
         for move in moves:
             pairs.setdefault((move.src, move.dst), []).append(move)
-        self.lanes = [parcels_of(batch, BUCKET_BYTES, ends.trailer, ALONE_BYTES) for _, batch in sorted(pairs.items())]
+        self.lanes = [packets_of(batch, BUCKET_BYTES, ends.trailer, ALONE_BYTES) for _, batch in sorted(pairs.items())]
         self.under_way: deque[list[_Bucket]] = deque()
         self.buffered = 0
         self.spare: list[Tensor] = []
@@ -150,7 +154,7 @@ class _Buckets:
         self.under_way.append(buckets)
         return True
 
-    def _bucket(self, parcel: Parcel) -> "_Bucket":
+    def _bucket(self, parcel: Packet) -> "_Bucket":
         in_place = self.ends.in_place(parcel)
         if in_place is not None:
             return _Bucket(parcel, in_place.view(torch.uint8))
@@ -185,7 +189,7 @@ class _Buckets:
 class _Bucket:
     """A parcel on the wire: the bytes there, and the memory to be used again that they lie in, if any."""
 
-    parcel: Parcel
+    parcel: Packet
     wire: Tensor
     whole: Tensor | None = None
     work: dist.Work | None = None

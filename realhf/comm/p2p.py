@@ -10,7 +10,7 @@ from torch import Tensor
 from realhf.base.activity import ActivityStack
 
 
-class Wait(NamedTuple):
+class PendingTransfer(NamedTuple):
     """A tensor that a neighbour has not sent or taken yet."""
 
     nbytes: int
@@ -22,7 +22,7 @@ class Wait(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Arriving:
+class PendingRecv:
     """A tensor whose receive is posted; its content is there after ``wait``."""
 
     tensor: Tensor
@@ -32,12 +32,12 @@ class Arriving:
 
     def wait(self) -> Tensor:
         if self.work is not None:
-            with self.doing.enter(Wait(self.tensor.nbytes, "from", self.rank)):
+            with self.doing.enter(PendingTransfer(self.tensor.nbytes, "from", self.rank)):
                 self.work.wait()
         return self.tensor
 
 
-class Neighbours:
+class P2PChannel:
     """Sends do not wait; what they send stays alive until ``flush``. Order per pair is kept; empty tensors stay."""
 
     def __init__(self, device: torch.device, doing: ActivityStack | None = None) -> None:
@@ -53,17 +53,17 @@ class Neighbours:
         self._under_way.append((work, whole, rank))
         self._under_way = [sent for sent in self._under_way if not sent[0].is_completed()]
 
-    def expect(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> Arriving:
+    def post_receive(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> PendingRecv:
         """Post a receive without waiting for it."""
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        return Arriving(tensor, dist.irecv(tensor, rank) if tensor.numel() else None, rank, self.doing)
+        return PendingRecv(tensor, dist.irecv(tensor, rank) if tensor.numel() else None, rank, self.doing)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> Tensor:
-        return self.expect(shape, dtype, rank).wait()
+        return self.post_receive(shape, dtype, rank).wait()
 
     def flush(self, keep: int = 0) -> None:
         """Wait for all sends but the last ``keep``; gloo lets go of none before."""
         while len(self._under_way) > keep:
             work, tensor, rank = self._under_way.pop(0)
-            with self.doing.enter(Wait(tensor.nbytes, "to", rank)):
+            with self.doing.enter(PendingTransfer(tensor.nbytes, "to", rank)):
                 work.wait()

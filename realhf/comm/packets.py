@@ -26,7 +26,7 @@ def plain_copy(target: Tensor, source: Tensor, streaming: bool) -> None:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorSlice:
     """What a move carries: element type and number of elements."""
 
     dtype: torch.dtype
@@ -34,11 +34,11 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        return rounded(self.numel * self.dtype.itemsize)
+        return aligned_size(self.numel * self.dtype.itemsize)
 
 
 @dataclass(frozen=True)
-class Move:
+class P2PCopy:
     """A thing ``what`` (a row, a box) on its way, or its elements from ``start`` on.
 
     Moves of one sender with an equal ``content`` that is not None carry the same elements to several workers: where the
@@ -48,17 +48,17 @@ class Move:
     what: object
     src: int
     dst: int
-    piece: Piece
-    content: Hashable = None
+    piece: TensorSlice
+    dedup_key: Hashable = None
     start: int = 0
-    held_as: object = None
+    relay_source: object = None
 
 
 @dataclass(frozen=True)
-class Part:
+class Chunk:
     """Elements ``start`` to ``stop`` of one piece, at byte ``at`` of a parcel, for each of ``moves``."""
 
-    moves: tuple[Move, ...]
+    moves: tuple[P2PCopy, ...]
     start: int
     stop: int
     at: int
@@ -70,12 +70,12 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class Packet:
     """Bytes that leave ``src`` at once, for all of ``to``."""
 
     src: int
     to: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[Chunk, ...]
     nbytes: int
 
     def __str__(self) -> str:
@@ -84,30 +84,30 @@ class Parcel:
         return f"{first.moves[0].what} (elements {first.start} to {first.stop - 1}){more}"
 
 
-def rounded(nbytes: int) -> int:
+def aligned_size(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-def parcels_of(moves: Iterable[Move], limit: int, trailer: int = 0, alone: int = sys.maxsize) -> Iterator[Parcel]:
+def packets_of(moves: Iterable[P2PCopy], limit: int, trailer: int = 0, alone: int = sys.maxsize) -> Iterator[Packet]:
     """Pack the moves of one sender into parcels of at most ``limit`` bytes, by turns for each set of receivers.
 
     Every part leaves ``trailer`` bytes free behind it. A piece that does not fit into what is left of a parcel starts
     a new one; only a piece larger than a parcel is cut. Pieces of ``alone`` bytes or more share no parcel.
     """
-    same: dict[Hashable, list[Move]] = {}
+    same: dict[Hashable, list[P2PCopy]] = {}
     for number, move in enumerate(moves):
-        same.setdefault((move.content is None, number if move.content is None else move.content), []).append(move)
-    lanes: dict[tuple[int, ...], list[tuple[Move, ...]]] = {}
+        same.setdefault((move.dedup_key is None, number if move.dedup_key is None else move.dedup_key), []).append(move)
+    lanes: dict[tuple[int, ...], list[tuple[P2PCopy, ...]]] = {}
     for alike in same.values():
         lanes.setdefault(tuple(sorted({move.dst for move in alike})), []).append(tuple(alike))
-    turns = zip_longest(*(_lane(to, contents, limit, trailer, alone) for to, contents in lanes.items()))
+    turns = zip_longest(*(_packets_to(to, contents, limit, trailer, alone) for to, contents in lanes.items()))
     return (parcel for parcel in chain.from_iterable(turns) if parcel is not None)
 
 
-def _lane(
-    to: tuple[int, ...], contents: Iterable[tuple[Move, ...]], limit: int, trailer: int, alone: int
-) -> Iterator[Parcel]:
-    parts: list[Part] = []
+def _packets_to(
+    to: tuple[int, ...], contents: Iterable[tuple[P2PCopy, ...]], limit: int, trailer: int, alone: int
+) -> Iterator[Packet]:
+    parts: list[Chunk] = []
     at, src = 0, 0
     for alike in contents:
         piece, start, src = alike[0].piece, 0, alike[0].src
@@ -116,32 +116,32 @@ def _lane(
         room = limit if piece.nbytes < alone else 0
         while start < piece.numel:
             stop = min(piece.numel, start + most)
-            size = rounded((stop - start) * itemsize) + trailer
+            size = aligned_size((stop - start) * itemsize) + trailer
             if parts and at + size > room:
-                yield Parcel(src, to, tuple(parts), at)
+                yield Packet(src, to, tuple(parts), at)
                 parts, at = [], 0
-            parts.append(Part(alike, start, stop, at, (stop - start) * itemsize))
+            parts.append(Chunk(alike, start, stop, at, (stop - start) * itemsize))
             at += size
             start = stop
         if parts and not room:
-            yield Parcel(src, to, tuple(parts), at)
+            yield Packet(src, to, tuple(parts), at)
             parts, at = [], 0
     if parts:
-        yield Parcel(src, to, tuple(parts), at)
+        yield Packet(src, to, tuple(parts), at)
 
 
-def spans(tensor: Tensor, start: int, stop: int) -> list[Tensor]:
+def strided_views(tensor: Tensor, start: int, stop: int) -> list[Tensor]:
     """Return views that together are elements ``start`` to ``stop`` of a tensor of any strides, in order."""
     if tensor.is_contiguous():
         return [tensor.view(-1)[start:stop]]
     inner = tensor.numel() // tensor.shape[0]
     first, last = -(-start // inner), stop // inner
     if first > last:
-        return spans(tensor[last], start - last * inner, stop - last * inner)
-    views = spans(tensor[first - 1], start - (first - 1) * inner, inner) if start < first * inner else []
+        return strided_views(tensor[last], start - last * inner, stop - last * inner)
+    views = strided_views(tensor[first - 1], start - (first - 1) * inner, inner) if start < first * inner else []
     if first < last:
         views.append(tensor[first:last])
-    return views + (spans(tensor[last], 0, stop - last * inner) if last * inner < stop else [])
+    return views + (strided_views(tensor[last], 0, stop - last * inner) if last * inner < stop else [])
 
 
 def checksum(views: Sequence[Tensor], dtype: torch.dtype, weights: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ def checksum(views: Sequence[Tensor], dtype: torch.dtype, weights: Tensor) -> Te
 
 
 @dataclass
-class Ends:
+class ExchangeBuffers:
     """Where this rank's pieces come from and go to: ``read``, ``write`` and ``into`` of ``exchange``."""
 
     rank: int
@@ -191,21 +191,21 @@ class Ends:
         generator = torch.Generator().manual_seed(0)
         return (torch.randint(-(1 << 63), (1 << 63) - 1, (N_WEIGHTS,), generator=generator) | 1).to(self.device)
 
-    def source(self, part: Part) -> list[Tensor]:
+    def source(self, part: Chunk) -> list[Tensor]:
         """Return the views a part is read from."""
         move = part.moves[0]
-        if move.held_as is None:
+        if move.relay_source is None:
             values = self._at_hand(self.read, move.what)
         else:
             assert self.into is not None, "what is relayed has a place"
-            values = self._at_hand(self.into, move.held_as)
-        return spans(values, move.start + part.start, move.start + part.stop)
+            values = self._at_hand(self.into, move.relay_source)
+        return strided_views(values, move.start + part.start, move.start + part.stop)
 
-    def target(self, part: Part) -> list[Tensor]:
+    def target(self, part: Chunk) -> list[Tensor]:
         """Return the views a part is written to."""
         move = self._mine(part)
         if self.into is not None:
-            return spans(self._at_hand(self.into, move.what), move.start + part.start, move.start + part.stop)
+            return strided_views(self._at_hand(self.into, move.what), move.start + part.start, move.start + part.stop)
         if part.start == 0:
             self._unfinished[id(move)] = torch.empty(move.piece.numel, dtype=part.dtype, device=self.device)
         return [self._unfinished[id(move)][part.start : part.stop]]
@@ -216,7 +216,7 @@ class Ends:
             self._last = what, find, find(what)
         return self._last[2]
 
-    def in_place(self, parcel: Parcel) -> Tensor | None:
+    def in_place(self, parcel: Packet) -> Tensor | None:
         """Return the one tensor that is the parcel's content byte by byte, at the sender or the receiver, if any."""
         part = parcel.parts[0]
         if self.verify or len(parcel.parts) > 1 or part.nbytes != parcel.nbytes:
@@ -225,14 +225,14 @@ class Ends:
         fits = len(views) == 1 and views[0].is_contiguous() and views[0].dtype == part.dtype
         return views[0].view(-1) if fits and views[0].device == self.device else None
 
-    def arrived(self, part: Part) -> None:
+    def arrived(self, part: Chunk) -> None:
         """Take note that the views of ``target`` are filled; a piece that is whole goes to ``write``."""
         move = self._mine(part)
-        self.received += rounded(part.nbytes)
+        self.received += aligned_size(part.nbytes)
         if self.into is None and part.stop == move.piece.numel:
             self.write(move.what, self._unfinished.pop(id(move)))
 
-    def pack(self, parcel: Parcel, buffer: Tensor) -> None:
+    def pack(self, parcel: Packet, buffer: Tensor) -> None:
         """Fill ``buffer``, ``[>= parcel.nbytes] uint8``."""
         for part in parcel.parts:
             views = self.source(part)
@@ -241,7 +241,7 @@ class Ends:
             if self.verify:
                 _trailer(buffer, part).copy_(checksum(views, part.dtype, self.weights))
 
-    def unpack(self, parcel: Parcel, buffer: Tensor) -> None:
+    def unpack(self, parcel: Packet, buffer: Tensor) -> None:
         """Empty ``buffer`` into its places; RuntimeError when a part is not there as it was at the sender."""
         for part in parcel.parts:
             views = self.target(part)
@@ -255,16 +255,16 @@ class Ends:
                 )
             self.arrived(part)
 
-    def _mine(self, part: Part) -> Move:
+    def _mine(self, part: Chunk) -> P2PCopy:
         return next(move for move in part.moves if move.dst == self.rank)
 
 
-def _typed(buffer: Tensor, part: Part) -> Tensor:
+def _typed(buffer: Tensor, part: Chunk) -> Tensor:
     return buffer[part.at : part.at + part.nbytes].view(part.dtype)
 
 
-def _trailer(buffer: Tensor, part: Part) -> Tensor:
-    end = part.at + rounded(part.nbytes)
+def _trailer(buffer: Tensor, part: Chunk) -> Tensor:
+    end = part.at + aligned_size(part.nbytes)
     return buffer[end : end + 8].view(torch.int64)
 
 

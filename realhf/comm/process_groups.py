@@ -14,7 +14,7 @@ from realhf.api.layout import Coord, Layout
 from realhf.base.activity import ActivityStack
 
 
-def open_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+def open_rendezvous(host: str, port: int, timeout_s: float) -> dist.TCPStore:
     """Open the rendezvous store on this machine; port 0 takes a free one. A taken port is a ``ValueError``."""
     try:
         return dist.TCPStore(
@@ -24,7 +24,7 @@ def open_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
         raise ValueError(f"cannot open the rendezvous store on {host}:{port}: {error}") from error
 
 
-def join(
+def init_process_group(
     host: str, port: int, rank: int, world: int, device: str, timeout_s: float, store: dist.TCPStore | None
 ) -> None:
     """Join all workers in the default process group. Collective; raises when a worker is missing after the timeout."""
@@ -35,7 +35,7 @@ def join(
     dist.barrier()  # NCCL wants all ranks in the first operation of a group, and an exchange may concern only some
 
 
-def leave() -> None:
+def destroy_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -45,7 +45,7 @@ LARGE_BYTES = 1 << 20
 """From here on what gloo copies costs more than what it asks its peers."""
 
 
-class Collective(NamedTuple):
+class PendingCollective(NamedTuple):
     """An operation that all of ``ranks`` must take part in."""
 
     name: str
@@ -134,7 +134,7 @@ class Group:
             dist.broadcast(piece, rank, group=self.handle)
 
     def _at(self, name: str, tensor: Tensor) -> AbstractContextManager[None]:
-        return self.doing.enter(Collective(name, tensor.nbytes, self.ranks))
+        return self.doing.enter(PendingCollective(name, tensor.nbytes, self.ranks))
 
     @property
     def _is_gloo(self) -> bool:

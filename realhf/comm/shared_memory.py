@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realhf.base.activity import ActivityStack
-from realhf.comm.packets import Parcel
+from realhf.comm.packets import Packet
 from realhf.plan.cost.traffic import N_SLOTS, RING_BYTES, SLOT_BYTES
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -31,7 +31,7 @@ MESSAGE = struct.Struct("<BxHI")
 FILLED, EMPTIED = 1, 2
 
 
-class Links:
+class SharedMemoryPeers:
     """This rank's links to those workers of its host that it shares memory with, none at first.
 
     ``peers`` are their ranks. ``why_not`` tells why memory is not shared with other workers of this host, if any.
@@ -57,7 +57,7 @@ class Links:
         """Use the memory of file descriptor ``ring`` as this rank's own."""
         self._rings[self.rank] = _map(ring)
 
-    def add(self, peer: int, wire: socket.socket, ring: int) -> None:
+    def add_peer(self, peer: int, wire: socket.socket, ring: int) -> None:
         """Take up a connected peer and the descriptor of its ring, which is closed."""
         wire.settimeout(self.timeout_s)
         self._sockets[peer], self._filled[peer], self._rings[peer] = wire, deque(), _map(ring)
@@ -67,10 +67,10 @@ class Links:
 
     def run(
         self,
-        outgoing: Iterable[Parcel],
-        incoming: Mapping[int, Iterable[Parcel]],
-        pack: Callable[[Parcel, Tensor], None],
-        unpack: Callable[[Parcel, Tensor], None],
+        outgoing: Iterable[Packet],
+        incoming: Mapping[int, Iterable[Packet]],
+        pack: Callable[[Packet, Tensor], None],
+        unpack: Callable[[Packet, Tensor], None],
         meanwhile: Iterator[object],
     ) -> None:
         """Send and receive, each sender's parcels in their order, until all have left and all are here.
@@ -93,11 +93,11 @@ class Links:
                 idle = False
                 if (parcel := next(coming[peer], None)) is not None:
                     due[peer] = parcel
-            if idle and not self._look(0.0, ready, due) and next(meanwhile, None) is None:
+            if idle and not self._poll_events(0.0, ready, due) and next(meanwhile, None) is None:
                 with self.doing.enter(self._awaited(ready, due)):
-                    self._look(self.timeout_s, ready, due)
+                    self._poll_events(self.timeout_s, ready, due)
             elif not idle:
-                self._look(0.0, ready, due)
+                self._poll_events(0.0, ready, due)
 
     def close(self) -> None:
         """Cut the links; what peers have not read yet they can still read."""
@@ -105,28 +105,28 @@ class Links:
             wire.close()
         self._sockets, self._rings = {}, {}
 
-    def _send(self, parcel: Parcel, pack: Callable[[Parcel, Tensor], None]) -> None:
+    def _send(self, parcel: Packet, pack: Callable[[Packet, Tensor], None]) -> None:
         slot = self._readers.index(set())
         pack(parcel, self._rings[self.rank][slot])
         self._readers[slot].update(parcel.to)
         for peer in parcel.to:
-            self._tell(peer, FILLED, slot, parcel.nbytes)
+            self._notify(peer, FILLED, slot, parcel.nbytes)
 
-    def _receive(self, peer: int, parcel: Parcel, unpack: Callable[[Parcel, Tensor], None]) -> None:
+    def _receive(self, peer: int, parcel: Packet, unpack: Callable[[Packet, Tensor], None]) -> None:
         slot, nbytes = self._filled[peer].popleft()
         if nbytes != parcel.nbytes:
             raise RuntimeError(f"rank {peer} sent {nbytes} bytes where rank {self.rank} expects {parcel.nbytes}: they "
                                "were given different moves")  # fmt: skip
         unpack(parcel, self._rings[peer][slot])
-        self._tell(peer, EMPTIED, slot, nbytes)
+        self._notify(peer, EMPTIED, slot, nbytes)
 
-    def _tell(self, peer: int, event: int, slot: int, nbytes: int) -> None:
+    def _notify(self, peer: int, event: int, slot: int, nbytes: int) -> None:
         try:
             self._sockets[peer].send(MESSAGE.pack(event, slot, nbytes))
         except (BrokenPipeError, ConnectionResetError):
             self._gone.add(peer)  # matters only to those who wait for it
 
-    def _look(self, wait_s: float, ready: Parcel | None, due: Mapping[int, Parcel]) -> bool:
+    def _poll_events(self, wait_s: float, ready: Packet | None, due: Mapping[int, Packet]) -> bool:
         """Read the messages that are there, waiting for the first up to ``wait_s``; tell whether there were any."""
         needed = set(due).union(*self._readers if ready else ())
         if wait_s and self._gone & needed:
@@ -135,10 +135,10 @@ class Links:
         if wait_s and not events:
             raise TimeoutError(f"nothing happened for {wait_s:g} s while {self._awaited(ready, due)}")
         for number, _ in events:
-            self._hear(self._rank_of[number])
+            self._read_event(self._rank_of[number])
         return bool(events)
 
-    def _hear(self, peer: int) -> None:
+    def _read_event(self, peer: int) -> None:
         try:
             message = self._sockets[peer].recv(MESSAGE.size)
         except ConnectionResetError:
@@ -153,7 +153,7 @@ class Links:
         else:
             self._readers[slot].discard(peer)
 
-    def _awaited(self, ready: Parcel | None, due: Mapping[int, Parcel]) -> str:
+    def _awaited(self, ready: Packet | None, due: Mapping[int, Packet]) -> str:
         awaited = [f"{parcel} from rank {peer}" for peer, parcel in due.items()]
         if ready is not None:
             awaited.append(f"ranks {sorted(set().union(*self._readers))} to empty memory for {ready} to {ready.to}")
@@ -166,22 +166,22 @@ def _map(ring: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8).view(N_SLOTS, SLOT_BYTES)
 
 
-def open_links(
+def open_shared_memory_peers(
     rank: int, world: int, timeout_s: float, hosts: tuple[str, ...] | None = None, doing: ActivityStack | None = None
-) -> Links:
+) -> SharedMemoryPeers:
     """Link all workers that share a host. Collective over the default group, which must be gloo.
 
     ``hosts`` names the host of each rank; without it the operating system is asked. Where two workers of a host cannot
     share memory nobody there does, ``why_not`` tells the reason, and ``exchange`` takes the network.
     """
-    links = Links(rank, timeout_s, doing)
+    links = SharedMemoryPeers(rank, timeout_s, doing)
     mine = hosts[rank] if hosts else f"{socket.gethostname()} {BOOT_ID.read_text() if BOOT_ID.exists() else ''}"
     with contextlib.ExitStack() as stack:
         reason, ring, door = "", None, None
         try:
             ring = _new_ring()
             stack.callback(os.close, ring)
-            door = stack.enter_context(_new_door(world, timeout_s))
+            door = stack.enter_context(_new_listener(world, timeout_s))
         except OSError as error:
             reason = f"rank {rank}: {error}"
         known = _gather((mine, reason, door.getsockname() if door else b""), world)
@@ -201,9 +201,9 @@ def open_links(
             return links
         links.share(ring)
         for peer, wire, their_ring in _answer(door, sum(peer > rank for peer in near), rank, ring):
-            links.add(peer, wire, their_ring)
+            links.add_peer(peer, wire, their_ring)
         for peer, wire in called.items():
-            links.add(peer, wire, _hello(wire)[1])
+            links.add_peer(peer, wire, _hello(wire)[1])
     return links
 
 
@@ -222,7 +222,7 @@ def _new_ring() -> int:
     return ring
 
 
-def _new_door(world: int, timeout_s: float) -> socket.socket:
+def _new_listener(world: int, timeout_s: float) -> socket.socket:
     door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     door.bind(b"\0realhf-" + secrets.token_hex(16).encode())  # an abstract address: no file
     door.listen(world)

@@ -15,7 +15,7 @@ from realhf.comm.process_groups import Group
 
 
 @dataclass(frozen=True)
-class Seams:
+class TensorParallelRegion:
     """The seams of one pass over ``n_tokens`` tokens."""
 
     group: Group
@@ -27,7 +27,7 @@ class Seams:
         return -(-self.n_tokens // self.group.size)
 
     @property
-    def mine(self) -> slice:
+    def local_tokens(self) -> slice:
         """Which tokens this member keeps between the seams."""
         if not self.sequence:
             return slice(0, self.n_tokens)
@@ -35,22 +35,22 @@ class Seams:
         return slice(start, stop)
 
     @property
-    def n_mine(self) -> int:
-        return self.mine.stop - self.mine.start
+    def n_local_tokens(self) -> int:
+        return self.local_tokens.stop - self.local_tokens.start
 
-    def enter(self, x: Tensor) -> Tensor:
+    def copy_to_tp(self, x: Tensor) -> Tensor:
         """Give every member all tokens; on the way back gradients are summed (and cut up again)."""
-        return x if self.group.size == 1 else _Enter.apply(x, self)
+        return x if self.group.size == 1 else _CopyToTP.apply(x, self)
 
-    def leave(self, partial: Tensor) -> Tensor:
+    def reduce_from_tp(self, partial: Tensor) -> Tensor:
         """Sum the members' partial results (and keep my tokens); the gradient goes back to each."""
-        return partial if self.group.size == 1 else _Leave.apply(partial, self)
+        return partial if self.group.size == 1 else _ReduceFromTP.apply(partial, self)
 
-    def whole(self, x: Tensor) -> Tensor:
+    def gather_from_sp(self, x: Tensor) -> Tensor:
         """Give every member all tokens for a computation that all do alike: each gradient is whole already."""
-        return _Whole.apply(x, self) if self.sequence else x
+        return _GatherFromSP.apply(x, self) if self.sequence else x
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather_tokens(self, x: Tensor) -> Tensor:
         """All members' tokens, ``[n_tokens, ...]``; no gradient."""
         if not self.sequence:
             return x
@@ -58,13 +58,13 @@ class Seams:
         self.group.all_gather(whole, self._padded(x, self._chunk))
         return whole[: self.n_tokens]
 
-    def scatter_sum(self, x: Tensor) -> Tensor:
+    def reduce_scatter_tokens(self, x: Tensor) -> Tensor:
         """My tokens of the sum over members; no gradient."""
         if not self.sequence:
             return self.group.all_reduce(x.clone())
         mine = x.new_empty(self._chunk, *x.shape[1:])
         self.group.reduce_scatter(mine, self._padded(x, self._chunk * self.group.size))
-        return mine[: self.n_mine]
+        return mine[: self.n_local_tokens]
 
     @staticmethod
     def _padded(x: Tensor, rows: int) -> Tensor:
@@ -74,33 +74,33 @@ class Seams:
         return torch.cat([x, x.new_zeros(rows - x.shape[0], *x.shape[1:])])
 
 
-class _Enter(torch.autograd.Function):
+class _CopyToTP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seams: Seams) -> Tensor:
+    def forward(ctx: Any, x: Tensor, seams: TensorParallelRegion) -> Tensor:
         ctx.seams = seams
-        return seams.gather(x) if seams.sequence else x.view_as(x)
+        return seams.all_gather_tokens(x) if seams.sequence else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.seams.scatter_sum(grad), None
 
 
-class _Leave(torch.autograd.Function):
+class _ReduceFromTP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, seams: Seams) -> Tensor:
+    def forward(ctx: Any, partial: Tensor, seams: TensorParallelRegion) -> Tensor:
         ctx.seams = seams
-        return seams.scatter_sum(partial)
+        return seams.reduce_scatter_tokens(partial)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.seams.gather(grad), None
 
 
-class _Whole(torch.autograd.Function):
+class _GatherFromSP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seams: Seams) -> Tensor:
+    def forward(ctx: Any, x: Tensor, seams: TensorParallelRegion) -> Tensor:
         ctx.seams = seams
-        return seams.gather(x)
+        return seams.all_gather_tokens(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 CHUNK = 2000  # rows tokenised at a time: lists of Python ints are big
 
 
-class Ragged:
+class RaggedList:
     """Many short arrays in one."""
 
     def __init__(self, parts: Sequence[np.ndarray], dtype: type[np.generic]) -> None:
@@ -58,10 +58,10 @@ class EncodedRows:
 
     def __init__(self, rows: Sequence[EncodedRow], problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
-        self._prompts = Ragged([row.prompt for row in rows], np.int32)
-        self._fields = Ragged([row.fields for row in rows], np.uint8)
-        self._labels = Ragged([row.labels for row in rows], np.float32)
-        self._answers = Ragged([answer for row in rows for answer in row.answers], np.int32)
+        self._prompts = RaggedList([row.prompt for row in rows], np.int32)
+        self._fields = RaggedList([row.fields for row in rows], np.uint8)
+        self._labels = RaggedList([row.labels for row in rows], np.float32)
+        self._answers = RaggedList([answer for row in rows for answer in row.answers], np.int32)
         self._first_answer = np.cumsum([0, *(len(row.answers) for row in rows)])
 
     def __len__(self) -> int:
@@ -80,13 +80,13 @@ def encode_split(
 ) -> tuple[EncodedRows, EncodedRows]:
     """Read and tokenise the training rows, in the order of the file, and the rows that are held out from training.
 
-    Held-out rows are those of ``eval_path``, or a share ``eval_share`` of ``path`` (at least one row and not all) that
+    Held-out rows are those of ``eval_path``, or a share ``eval_fraction`` of ``path`` (at least one row and not all) that
     ``split_seed`` draws, or none. ``label_noise`` acts on training rows alone. UserError as in ``encode_rows``.
     """
     rows = encode_rows(config, task, tokenizer)
     held_out: set[int] = set()
-    if config.eval_share:
-        n = min(max(1, round(config.eval_share * len(rows))), len(rows) - 1)
+    if config.eval_fraction:
+        n = min(max(1, round(config.eval_fraction * len(rows))), len(rows) - 1)
         random = np.random.default_rng(stable_seed("held out", config.split_seed))
         held_out = set(random.permutation(len(rows))[:n].tolist())
     trained = [noisy(row, i, config) for i, row in enumerate(rows) if i not in held_out]

@@ -60,7 +60,7 @@ class Engine(Protocol):
 
         ``count`` is this worker's share of the denominator; the engine sums both over data-parallel ranks, so the
         step depends on neither micro-batching nor layout. When a statistic's global mean exceeds its limit, the
-        gradient is dropped and no step is made (statistic ``vetoed``). Collective: every data-parallel rank calls it,
+        gradient is dropped and no step is made (statistic ``step_skipped``). Collective: every data-parallel rank calls it,
         with an empty batch where it has no rows. ``together`` keeps the rows of one prompt in one micro-batch.
         """
 

@@ -43,7 +43,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Rows:
+class TaskRows:
     """The usable rows in file order, and a line of text for every other."""
 
     rows: tuple[Row, ...]
@@ -54,7 +54,7 @@ class BadRow(ValueError):
     """What is wrong with one row."""
 
 
-def read_rows(config: DatasetConfig, task: Task) -> Rows:
+def read_rows(config: DatasetConfig, task: Task) -> TaskRows:
     """Return the rows of ``config.path``; UserError for a file or options that cannot work, and for bad rows.
 
     With ``on_bad_row=skip`` bad rows are only listed, unless no other is left.
@@ -72,7 +72,7 @@ def read_rows(config: DatasetConfig, task: Task) -> Rows:
         except BadRow as problem:
             problems.append(f"{config.path}:{raw.line}: {problem}")
     settle(config, problems, n_good=len(rows))
-    return Rows(tuple(rows), tuple(problems))
+    return TaskRows(tuple(rows), tuple(problems))
 
 
 def settle(config: DatasetConfig, problems: Sequence[str], n_good: int) -> None:
@@ -94,16 +94,16 @@ def check_options(config: DatasetConfig, task: Task) -> None:
         problems.append(f"dataset.prompt_template={config.prompt_template!r} must hold {PLACEHOLDER} exactly once")
     if task is Task.pairs and config.max_pairs_per_prompt < 1:
         problems.append(f"dataset.max_pairs_per_prompt={config.max_pairs_per_prompt} must be positive")
-    if task is Task.ranked and config.max_replies < 2:
-        problems.append(f"dataset.max_replies={config.max_replies} must be at least 2")
+    if task is Task.ranked and config.max_responses < 2:
+        problems.append(f"dataset.max_responses={config.max_responses} must be at least 2")
     if not 0.0 <= config.label_noise <= 1.0:
         problems.append(f"dataset.label_noise={config.label_noise} must be within 0 and 1")
     if config.label_noise and task is not Task.pairs:
         problems.append(f"dataset.label_noise={config.label_noise} is for pairs, there is nothing to swap here")
-    if not 0.0 <= config.eval_share < 1.0:
-        problems.append(f"dataset.eval_share={config.eval_share} must be at least 0 and below 1")
-    if config.eval_share and config.eval_path:
-        problems.append("dataset.eval_share and dataset.eval_path are both set; held-out rows are from one of them")
+    if not 0.0 <= config.eval_fraction < 1.0:
+        problems.append(f"dataset.eval_fraction={config.eval_fraction} must be at least 0 and below 1")
+    if config.eval_fraction and config.eval_path:
+        problems.append("dataset.eval_fraction and dataset.eval_path are both set; held-out rows are from one of them")
     for name in ("max_prompt_len", "max_seqlen"):
         if (value := vars(config)[name]) < 1:
             problems.append(f"dataset.{name}={value} must be positive")

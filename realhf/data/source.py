@@ -10,7 +10,7 @@ from torch import Tensor
 
 from realhf.api.batch_meta import PROMPT, RowId
 from realhf.api.config import DatasetConfig
-from realhf.api.config.preference import MISMATCHED
+from realhf.api.config.preference import KTO_KL_KEYS
 from realhf.api.experiment import Task
 from realhf.base.errors import UserError
 from realhf.base.seeds import stable_seed
@@ -65,7 +65,7 @@ class RowSource:
         prompt, math, code: one row a position, ``prompts`` (int64 ids) and ``row`` (uint8, see ``row_fields``).
         sft: one row a position, ``tokens`` (int64) and ``prompt_mask`` (uint8, 1 on the prompt).
         pairs: rows chosen, rejected, chosen, ... of up to ``max_pairs_per_prompt`` pairs, with the same columns.
-        ranked: rows of up to ``max_replies`` answers, the best one first, with the same columns.
+        ranked: rows of up to ``max_responses`` answers, the best one first, with the same columns.
         answer: as sft, and ``row`` (uint8).
         outcome: as sft, and the scalar ``label`` (float32).
         process: as sft, and ``step_labels`` (float32): a label on the last token of every step, -1 elsewhere.
@@ -106,7 +106,7 @@ class RowSource:
                 strange += self._mismatched(row, len(answers), ahead[i + 1 : i + 1 + NEAR])
         columns = text_columns(sequences, ("tokens", "prompt_mask"))
         if self._longest:
-            columns |= text_columns(strange, tuple(MISMATCHED))
+            columns |= text_columns(strange, tuple(KTO_KL_KEYS))
         if self._task is Task.answer:
             columns["row"] = column([row.fields for row in rows], torch.uint8)
         elif self._task is Task.outcome:
@@ -134,7 +134,8 @@ class RowSource:
                 return [row.answers[2 * i + side] for i in pairs for side in (0, 1)]
             case Task.ranked:
                 return [
-                    row.answers[i] for i in self._drawn("ranked", position, len(row.answers), self._config.max_replies)
+                    row.answers[i]
+                    for i in self._drawn("ranked", position, len(row.answers), self._config.max_responses)
                 ]
             case _:
                 return [np.concatenate(row.answers)]

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from realhf.api.config import DatasetConfig, GenerationConfig, opt
 from realhf.api.config.ensemble import EnsembleConfig, Objective
-from realhf.api.multi_stage import Campaign, Stage
+from realhf.api.multi_stage import MultiStageExperiment, Stage
 from realhf.base.best_of_n import Entry, curve
 from realhf.base.errors import UserError
 from realhf.data.files import read_raw_rows
@@ -24,14 +24,14 @@ Answers = list[dict[str, Any]]
 
 
 @dataclass
-class BestOfNExperiment(Scoring, Campaign):
+class BestOfNExperiment(Scoring, MultiStageExperiment):
     """Best-of-n curves of reward models (Coste et al. 2024, arXiv 2310.02743), by the unbiased estimator."""
 
     sampling: GenerationConfig = opt(lambda: GenerationConfig(n=16), "how answers are sampled, with policy.path")
     n_grid: list[int] = opt(list, "the n of best of n (default: powers of two, and all answers)")
 
     @property
-    def config(self) -> Campaign:
+    def config(self) -> MultiStageExperiment:
         return self
 
     def problems(self) -> list[str]:

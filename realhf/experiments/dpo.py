@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from realhf.api.codec import to_plain
 from realhf.api.config import ExperimentConfig, GenerationConfig, MFCConfig, ModelSpec, opt
-from realhf.api.config.preference import MISMATCHED, DPOConfig, PreferenceLoss
+from realhf.api.config.preference import KTO_KL_KEYS, DPOConfig, PreferenceLoss
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 
@@ -34,7 +34,7 @@ class DPOExperiment(ExperimentConfig):
         train, trial = (InterfaceSpec(name, to_plain(self.dpo)) for name in ("dpo", "dpo_evaluation"))
         text, batch = ("tokens", "prompt_mask"), self.dataset.train_bs_n_seqs
         read = (*text, *(("label",) if self.dpo.unpaired else ()), *((REF,) if self.dpo.loss.needs_ref else ()))
-        read += (*MISMATCHED, KL_REF) if self.dpo.loss is PreferenceLoss.kto else ()
+        read += (*KTO_KL_KEYS, KL_REF) if self.dpo.loss is PreferenceLoss.kto else ()
         steps = [MFC("actor_train", "actor", Kind.TRAIN, train, read, (), batch)]
         trials = [MFC("actor_eval", "actor", Kind.INFERENCE, trial, read, (), batch)]
         if self.dpo.loss.needs_ref:
@@ -42,8 +42,8 @@ class DPOExperiment(ExperimentConfig):
             steps.insert(0, ref_inf)
             trials.insert(0, replace(ref_inf, name="ref_eval"))
         if self.dpo.loss is PreferenceLoss.kto:
-            known_as = (*MISMATCHED.items(), (KL_REF, REF))
-            ref_kl = replace(ref_inf, name="ref_kl_inf", inputs=tuple(MISMATCHED), outputs=(KL_REF,), aliases=known_as)
+            known_as = (*KTO_KL_KEYS.items(), (KL_REF, REF))
+            ref_kl = replace(ref_inf, name="ref_kl_inf", inputs=tuple(KTO_KL_KEYS), outputs=(KL_REF,), aliases=known_as)
             steps.insert(1, ref_kl)
             trials.insert(1, replace(ref_kl, name="ref_kl_eval"))
         return Graph(tuple(steps), (), self._offloaded, tuple(trials) if self.dataset.holds_out else ())

@@ -2,21 +2,21 @@
 
 from dataclasses import dataclass
 
-from realhf.api.config import Advantage, KLEstimator, KLPlace, LossMean, PolicyLoss, PPOConfig, opt
+from realhf.api.config import Advantage, KLEstimator, KLPlace, LossAggregation, PolicyLoss, PPOConfig, opt
 from realhf.experiments.ppo_math import PPOMathExperiment
 
 
 def grpo() -> PPOConfig:
     """Shao et al. 2024 (arXiv 2402.03300, sec. 4.1): normalised in the group, every answer alike, KL in the loss."""
     return PPOConfig(group_size=8, disable_value=True, advantage=Advantage.group, adv_norm=False,
-                     loss_mean=LossMean.seq_mean, kl_in=KLPlace.loss, kl_loss_estimator=KLEstimator.k3, kl_ctl=0.04,
+                     loss_aggregation=LossAggregation.seq_mean, kl_in=KLPlace.loss, kl_loss_estimator=KLEstimator.k3, kl_ctl=0.04,
                      ppo_n_minibatches=1)  # fmt: skip
 
 
 def rloo() -> PPOConfig:
     """Ahmadian et al. 2024 (arXiv 2402.14740): an answer against the mean of the others, KL in the reward."""
     return PPOConfig(group_size=4, disable_value=True, advantage=Advantage.rloo, adv_norm=False,
-                     policy_loss=PolicyLoss.reinforce, loss_mean=LossMean.seq_sum, kl_ctl=0.05,
+                     policy_loss=PolicyLoss.reinforce, loss_aggregation=LossAggregation.seq_sum, kl_ctl=0.05,
                      ppo_n_minibatches=1)  # fmt: skip
 
 

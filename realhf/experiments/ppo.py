@@ -18,10 +18,10 @@ from realhf.api.config.ensemble import EnsembleConfig
 from realhf.api.config.preference import RewardModelType, ScoreConfig
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync
-from realhf.experiments.options.ppo import ppo_problems, ppo_warnings, trial_problems, trial_sampling
+from realhf.experiments.options.ppo import eval_problems, eval_sampling, ppo_problems, ppo_warnings
 from realhf.experiments.options.reward_models import RewardModels
 
-LEARNED = ("rewards", "dense_rewards", "ref_logprobs", "prox_logprobs", "values", "baseline", "advantages")
+LEARNED = ("rewards", "step_rewards", "ref_logprobs", "prox_logprobs", "values", "baseline", "advantages")
 """Keys that training reads beside those of the rollout, where they are made."""
 
 
@@ -35,7 +35,7 @@ class PPOExperiment(ExperimentConfig):
     rew: ModelSpec = opt(ModelSpec, "the reward model")
     score: ScoreConfig = opt(ScoreConfig, "how it scores")
     ensemble: EnsembleConfig = opt(EnsembleConfig, "several reward models instead of rew")
-    prm: ModelSpec = opt(ModelSpec, "a process reward model, whose rewards of steps are added (ppo.dense)")
+    prm: ModelSpec = opt(ModelSpec, "a process reward model, whose rewards of steps are added (ppo.prm)")
     actor_gen: MFCConfig = opt(MFCConfig, "rollout")
     rew_inf: MFCConfig = opt(MFCConfig, "rewards")
     prm_inf: MFCConfig = opt(MFCConfig, "rewards of steps")
@@ -81,13 +81,13 @@ class PPOExperiment(ExperimentConfig):
         rows = ("tokens", "rewards") if self.drops_rows else ("tokens",)
         made = ("tokens", "prompt_mask", "logprobs", "truncated")
         batch, minibatches = self._batch, self.ppo.ppo_n_minibatches
-        redraws = self.ppo.max_redraws if self.ppo.dynamic_sampling else 0
+        resamples = self.ppo.max_resamples if self.ppo.dynamic_sampling else 0
         mfcs = [MFC("actor_gen", "actor", Kind.GENERATE, actor, ("prompts", "row"), made, batch), *self.reward_mfcs()]
-        mfcs[-1] = replace(mfcs[-1], redraws=max(redraws, 0))
+        mfcs[-1] = replace(mfcs[-1], resamples=max(resamples, 0))
         if _is_given(self.prm):
-            score = ScoreConfig(RewardModelType.process, splitter=self.ppo.dense.splitter)
+            score = ScoreConfig(RewardModelType.process, step_splitter=self.ppo.prm.step_splitter)
             steps = InterfaceSpec("labelled_rw", {"ppo": to_plain(PPOConfig()), "score": to_plain(score)})
-            mfcs.append(MFC("prm_inf", "prm", Kind.INFERENCE, steps, ("prompt_mask", *rows), ("dense_rewards",), batch))
+            mfcs.append(MFC("prm_inf", "prm", Kind.INFERENCE, steps, ("prompt_mask", *rows), ("step_rewards",), batch))
         if self.has_reference:
             mfcs.append(MFC("ref_inf", "ref", Kind.INFERENCE, actor, rows, ("ref_logprobs",), batch))
         if self.ppo.recompute_logprobs:
@@ -101,17 +101,17 @@ class PPOExperiment(ExperimentConfig):
         mfcs.append(MFC("actor_train", "actor", Kind.TRAIN, actor, learned, (), batch, minibatches))
         eta = self.ppo.ref_ema_eta
         syncs = () if eta is None else (Sync("actor_train", "actor", "ref", eta),)
-        return Graph(tuple(mfcs), syncs, self._offloaded, tuple(self.trial_mfcs()))
+        return Graph(tuple(mfcs), syncs, self._offloaded, tuple(self.eval_mfcs()))
 
     def more_mfcs(self) -> list[MFC]:
         """Calls that an algorithm adds between rewards and training."""
         return []
 
-    def trial_mfcs(self) -> list[MFC]:
+    def eval_mfcs(self) -> list[MFC]:
         """The calls on held-out prompts, if there are any: ``eval_gen``, and ``eval_rew`` as the last."""
         if not self.dataset.holds_out:
             return []
-        how = InterfaceSpec("generation", to_plain(trial_sampling(self.ppo.gen, self.evaluation)))
+        how = InterfaceSpec("generation", to_plain(eval_sampling(self.ppo.gen, self.evaluation)))
         made = ("tokens", "prompt_mask", "truncated")
         answer = MFC("eval_gen", "actor", Kind.GENERATE, how, ("prompts", "row"), made, self._batch)
         judged = (replace(mfc, name=f"eval_{mfc.name.removesuffix('_inf')}") for mfc in self.as_judge().reward_mfcs())
@@ -180,7 +180,7 @@ class PPOExperiment(ExperimentConfig):
             (self.max_staleness >= 0, f"max_staleness must not be negative, got {self.max_staleness}"),
         ]  # fmt: skip
         wrong = [line for holds, line in checks if not holds]
-        wrong += ppo_problems(self.ppo, self._batch) + trial_problems(self.evaluation, self.dataset.holds_out)
+        wrong += ppo_problems(self.ppo, self._batch) + eval_problems(self.evaluation, self.dataset.holds_out)
         return wrong + self._reward_models.problems()
 
     def warnings(self) -> list[str]:

@@ -3,15 +3,15 @@
 from dataclasses import dataclass, replace
 
 from realhf.api.codec import to_plain
-from realhf.api.config import Advantage, LossMean, MFCConfig, PolicyLoss, PPOConfig, opt
+from realhf.api.config import Advantage, LossAggregation, MFCConfig, PolicyLoss, PPOConfig, opt
 from realhf.api.graph import MFC, InterfaceSpec, Kind
 from realhf.experiments.ppo_math import PPOMathExperiment
 
 
 def remax() -> PPOConfig:
     """Li et al. 2023 (arXiv 2310.10505): the policy gradient with the greedy answer's reward taken off."""
-    return PPOConfig(group_size=1, disable_value=True, advantage=Advantage.baseline, adv_norm=False,
-                     policy_loss=PolicyLoss.reinforce, loss_mean=LossMean.seq_sum, ppo_n_minibatches=1)  # fmt: skip
+    return PPOConfig(group_size=1, disable_value=True, advantage=Advantage.greedy_baseline, adv_norm=False,
+                     policy_loss=PolicyLoss.reinforce, loss_aggregation=LossAggregation.seq_sum, ppo_n_minibatches=1)  # fmt: skip
 
 
 @dataclass

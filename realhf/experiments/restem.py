@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.config import DatasetConfig, ExperimentControl, GenerationConfig, ModelSpec, RewardConfig, opt
-from realhf.api.multi_stage import Campaign, Stage
+from realhf.api.multi_stage import MultiStageExperiment, Stage
 from realhf.base.errors import RunFailed
 from realhf.experiments.gen import GenerationExperiment
 from realhf.experiments.options.sampling import sampling_problems
@@ -37,7 +37,7 @@ class Round:
 
 
 @dataclass
-class RestEMExperiment(Campaign):
+class RestEMExperiment(MultiStageExperiment):
     """Expectation and maximisation by sampling (Singh et al. 2023, arXiv 2312.06585)."""
 
     model: ModelSpec = opt(ModelSpec, "the initial model: every round starts from it")
@@ -57,7 +57,7 @@ class RestEMExperiment(Campaign):
     fit_batch: int = opt(64, "answers per optimizer step")
 
     @property
-    def config(self) -> Campaign:
+    def config(self) -> MultiStageExperiment:
         return self
 
     def problems(self) -> list[str]:

@@ -11,7 +11,7 @@ from realhf.plan.compile.allocate import PLANNED
 
 
 @dataclass(frozen=True)
-class Way:
+class ElasticRestart:
     """How a run can go on, with ``workers``: options to set, as they are typed, and what was lost, in words.
 
     ``refusal`` says why a run may not set them by itself; it may where that is empty.
@@ -23,9 +23,9 @@ class Way:
     refusal: str = ""
 
 
-def way_on(
+def plan_restart(
     config: ExperimentConfig, placements: Mapping[str, MFCConfig], device: str, n_nodes: int, gone: Collection[int]
-) -> Way | None:
+) -> ElasticRestart | None:
     """Return how to go on with ``n_nodes`` nodes and without the devices of the workers ``gone``.
 
     None where nothing is left. ``placements`` are the options of the calls, for ``allocation_mode=manual``.
@@ -34,7 +34,7 @@ def way_on(
     if n_nodes < 1 or per_node < 1:
         return None
     if n_nodes == config.n_nodes and not gone:
-        return Way((), config.n_nodes * per_node)
+        return ElasticRestart((), config.n_nodes * per_node)
     words = [f"n_nodes={n_nodes}"] if n_nodes != config.n_nodes else []
     words += [f"n_gpus_per_node={per_node}"] if gone else []
     if gone and device == "cuda":
@@ -44,11 +44,11 @@ def way_on(
     lost = [f"{config.n_nodes - n_nodes} of {config.n_nodes} nodes"] if n_nodes != config.n_nodes else []
     lost += [f"the device of worker {', '.join(map(str, sorted(gone)))}"] if gone else []
     if mode in PLANNED:
-        return Way(tuple(words), workers, " and ".join(lost))
+        return ElasticRestart(tuple(words), workers, " and ".join(lost))
     words.append(f"allocation_mode={config.recover_allocation or 'heuristic'}")
     words += unplaced(placements) if mode == "manual" else []
     refusal = f"allocation_mode={mode} is for {config.n_nodes * config.n_gpus_per_node} workers, {workers} are left"
-    return Way(tuple(words), workers, " and ".join(lost), "" if config.recover_allocation else refusal)
+    return ElasticRestart(tuple(words), workers, " and ".join(lost), "" if config.recover_allocation else refusal)
 
 
 def unplaced(placements: Mapping[str, MFCConfig]) -> list[str]:
@@ -61,17 +61,17 @@ def unplaced(placements: Mapping[str, MFCConfig]) -> list[str]:
     return words
 
 
-def gone_for_good(config: ExperimentConfig, deaths: Mapping[int, int]) -> list[int]:
+def failed_permanently(config: ExperimentConfig, deaths: Mapping[int, int]) -> list[int]:
     """Return the workers that died so often that their devices count as lost."""
     if config.mode is not Mode.local:
         return []
-    return sorted(rank for rank, times in deaths.items() if times >= config.recover_deaths)
+    return sorted(rank for rank, times in deaths.items() if times >= config.max_device_failures)
 
 
 def elastic_problems(config: ExperimentConfig) -> list[str]:
     found = []
-    if config.recover_deaths < 1:
-        found.append(f"recover_deaths must be positive, got {config.recover_deaths}")
+    if config.max_device_failures < 1:
+        found.append(f"max_device_failures must be positive, got {config.max_device_failures}")
     if config.recover_allocation and config.recover_allocation not in PLANNED:
         found.append(f"recover_allocation={config.recover_allocation}: nobody knows beforehand how many workers will "
                      f"be left; use {', '.join(PLANNED)}")  # fmt: skip

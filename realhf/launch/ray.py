@@ -18,7 +18,7 @@ from realhf.base.errors import RunFailed, UserError
 from realhf.base.paths import RunDir
 from realhf.launch.command import how_it_ended, python_path, shared_environment, worker_command
 from realhf.launch.local import DUMP_S, STOP_S, ask_for_stacks, start_worker, state_of
-from realhf.system.transport.reply_receiver import NodeLost
+from realhf.system.transport.reply_receiver import NodeLostError
 
 NOTICE_S = 15.0
 """How long Ray may take to notice that a node has died."""
@@ -66,7 +66,7 @@ class RayLauncher:
                             f"each; free in all of the cluster: {free(ray.available_resources())}")  # fmt: skip
         for rank in range(self.n_workers):
             bundle = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank // per_node)
-            keeper: Any = ray.remote(Keeper)
+            keeper: Any = ray.remote(NodeActor)
             needs = {"num_cpus": each, "num_gpus": on_gpu, "max_concurrency": 2}
             self.keepers.append(keeper.options(**needs, scheduling_strategy=bundle).remote())
         threads = self.config.threads_per_worker or each
@@ -145,10 +145,10 @@ class RayLauncher:
             except ray.exceptions.RayError as error:
                 place = self.places[left[ref]] if self.places else "unknown"
                 words = f"was lost with its actor on node {place}: {reason(str(error))}"
-                self._ended[left[ref]] = NodeLost(words)
+                self._ended[left[ref]] = NodeLostError(words)
 
 
-class Keeper:
+class NodeActor:
     """The actor of a worker, which is a process of its own: it leaves when the actor goes."""
 
     def __init__(self) -> None:

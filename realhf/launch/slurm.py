@@ -12,7 +12,7 @@ from realhf.base.paths import RunDir
 from realhf.launch.command import how_it_ended, shared_environment, worker_command
 from realhf.launch.local import DUMP_S, STOP_S, start_worker
 from realhf.launch.network import address_for
-from realhf.system.transport.reply_receiver import NodeLost
+from realhf.system.transport.reply_receiver import NodeLostError
 
 RANK = "SLURM_PROCID"
 ANSWER_S = 60.0
@@ -43,7 +43,7 @@ class SlurmLauncher:
         code = self.process.poll() if self.process else None
         said = self._said()
         found = ended(said, self.nodes, self.config.n_gpus_per_node)
-        lost: dict[int, str] = {rank: how for rank, how in found.items() if isinstance(how, NodeLost)}
+        lost: dict[int, str] = {rank: how for rank, how in found.items() if isinstance(how, NodeLostError)}
         if lost:
             return lost  # srun has ended the others for it
         if code is not None:
@@ -128,7 +128,7 @@ def ended(said: str, nodes: list[str], per_node: int) -> dict[int, str]:
         for node in set(expand(failed)) & set(nodes):
             first = nodes.index(node) * per_node
             for rank in range(first, first + per_node):
-                found[rank] = NodeLost(f"was lost with its node {node}")
+                found[rank] = NodeLostError(f"was lost with its node {node}")
     return found
 
 

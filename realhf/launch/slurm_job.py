@@ -93,7 +93,7 @@ def log_file(folder: Path, task: int | str = "") -> Path:
     return RunDir(folder).log(f"slurm-{task}" if task != "" else "slurm")
 
 
-class Job:
+class SlurmJob:
     """A job that was submitted. ``n_tasks`` is the length of its array, 1 where it has none."""
 
     def __init__(self, number: int, n_tasks: int) -> None:
@@ -111,20 +111,20 @@ class Job:
             time.sleep(POLL_S)
 
 
-def submit(file: Path, n_tasks: int) -> Job:
+def submit(file: Path, n_tasks: int) -> SlurmJob:
     """Hand a script to SLURM; ``RunFailed`` with its words where it is refused."""
     try:
-        return Job(int(_ask("sbatch", "--parsable", str(file)).partition(";")[0]), n_tasks)
+        return SlurmJob(int(_ask("sbatch", "--parsable", str(file)).partition(";")[0]), n_tasks)
     except OSError as error:
         raise RunFailed(f"SLURM refused {file}: {error}") from error
 
 
-def follow(job: Job, logs: Sequence[Path], names: Sequence[str]) -> None:
+def follow(job: SlurmJob, logs: Sequence[Path], names: Sequence[str]) -> None:
     """Show what happens to a job and what its masters write, until it is over; ``RunFailed`` if it ends badly.
 
     An interrupt cancels the job. There is no limit to how long it may wait in the queue.
     """
-    ears = [Ear(log, f"{name}  " if len(logs) > 1 else "") for log, name in zip(logs, names, strict=True)]
+    ears = [LogTail(log, f"{name}  " if len(logs) > 1 else "") for log, name in zip(logs, names, strict=True)]
     known: dict[int, JobState] = {}
     answered = time.monotonic()
     try:
@@ -136,7 +136,7 @@ def follow(job: Job, logs: Sequence[Path], names: Sequence[str]) -> None:
                 if time.monotonic() - answered > SILENCE_S:
                     raise RunFailed(f"no word about job {job.number} for {SILENCE_S:.0f} s ({error})") from error
             for task, state in states.items():
-                ears[task].hear()
+                ears[task].poll()
                 if str(state) != str(known.get(task)):
                     print(f"{ears[task].prefix}job {job.number} {state}", flush=True)
             known = states
@@ -145,21 +145,21 @@ def follow(job: Job, logs: Sequence[Path], names: Sequence[str]) -> None:
         job.end()
         raise
     for ear in ears:
-        ear.hear()
+        ear.poll()
     bad = [f"job {job.number} ({name}) {known[i]}, exit code {known[i].exit_code}; see {logs[i]}"
            for i, name in enumerate(names) if known[i].name != "COMPLETED"]  # fmt: skip
     if bad:
         raise RunFailed("\n".join(bad))
 
 
-class Ear:
+class LogTail:
     """Prints what is new in a file, line by line."""
 
     def __init__(self, file: Path, prefix: str) -> None:
         self.file, self.prefix = file, prefix
         self._heard = file.stat().st_size if file.exists() else 0
 
-    def hear(self) -> None:
+    def poll(self) -> None:
         if not self.file.exists():
             return
         with self.file.open("rb") as file:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.api.model_config import ModelConfig
-from realhf.comm.tensor_parallel import Seams
+from realhf.comm.tensor_parallel import TensorParallelRegion
 from realhf.ops.activations import activate
 from realhf.ops.moe import (
     add_loss,
@@ -98,18 +98,18 @@ class RouterLoss:
 
 
 @dataclass(frozen=True)
-class Pass:
+class ForwardContext:
     """What the blocks of one pass over some tokens share. ``n_q`` and ``n_kv`` are the heads of this shard."""
 
     config: ModelConfig
     n_q: int
     n_kv: int
-    seams: Seams
+    seams: TensorParallelRegion
     attend: Attend
     router_loss: RouterLoss | None = None
 
 
-def run_block(block: Block, index: int, x: Tensor, step: Pass) -> tuple[Tensor, Tensor | None]:
+def run_block(block: Block, index: int, x: Tensor, step: ForwardContext) -> tuple[Tensor, Tensor | None]:
     """Return the hidden states ``[T, D]`` behind a block, and what its router lost; ``index`` is its place here.
 
     The latter are sums over my tokens, ``[2]``: ``balance_loss`` and ``z_loss``; None without a router in training.
@@ -121,9 +121,9 @@ def run_block(block: Block, index: int, x: Tensor, step: Pass) -> tuple[Tensor, 
     return _mlp(block.mlp, after, inner, step), None
 
 
-def _attention(attention: Attention, index: int, x: Tensor, inner: Tensor, step: Pass) -> Tensor:
+def _attention(attention: Attention, index: int, x: Tensor, inner: Tensor, step: ForwardContext) -> Tensor:
     n_q, n_kv, head_dim = step.n_q, step.n_kv, step.config.head_dim
-    qkv = F.linear(step.seams.enter(inner), attention.wqkv, attention.bqkv).view(-1, n_q + 2 * n_kv, head_dim)
+    qkv = F.linear(step.seams.copy_to_tp(inner), attention.wqkv, attention.bqkv).view(-1, n_q + 2 * n_kv, head_dim)
     if attention.q_norm is not None and attention.k_norm is not None:
         q, k, v = qkv.split((n_q, n_kv, n_kv), 1)
         qkv = torch.cat(
@@ -133,18 +133,18 @@ def _attention(attention: Attention, index: int, x: Tensor, inner: Tensor, step:
     return _add_product(x, mixed, attention.wo, attention.bo, attention.post_norm, step.seams)
 
 
-def _head_norm(norm: Norm, x: Tensor, seams: Seams) -> Tensor:
+def _head_norm(norm: Norm, x: Tensor, seams: TensorParallelRegion) -> Tensor:
     """Normalise each head.
 
     Every worker sees its own heads alone, so the weight's gradient is summed: here, or where tokens are shared out with
     that of everything that is not cut.
     """
-    weight = norm.weight if seams.sequence else seams.enter(norm.weight)
+    weight = norm.weight if seams.sequence else seams.copy_to_tp(norm.weight)
     return rms_norm(x.reshape(-1, x.shape[-1]), weight, norm.eps, norm.offset).view(x.shape)
 
 
-def _mlp(mlp: Mlp, x: Tensor, inner: Tensor, step: Pass) -> Tensor:
-    wide = _activated(F.linear(step.seams.enter(inner), mlp.up, mlp.b_up), step.config)
+def _mlp(mlp: Mlp, x: Tensor, inner: Tensor, step: ForwardContext) -> Tensor:
+    wide = _activated(F.linear(step.seams.copy_to_tp(inner), mlp.up, mlp.b_up), step.config)
     return _add_product(x, wide, mlp.down, mlp.b_down, mlp.post_norm, step.seams)
 
 
@@ -152,26 +152,26 @@ def _activated(wide: Tensor, config: ModelConfig) -> Tensor:
     return activate(wide, config.activation, config.mlp == "gated")
 
 
-def _experts(experts: Experts, x: Tensor, inner: Tensor, step: Pass) -> tuple[Tensor, Tensor | None]:
+def _experts(experts: Experts, x: Tensor, inner: Tensor, step: ForwardContext) -> tuple[Tensor, Tensor | None]:
     """Route my tokens, then compute all tokens of the group with my part of every expert."""
     config, seams = step.config, step.seams
     logits = F.linear(inner, experts.router)
     probs, weights, chosen = route(logits, config.experts_per_token, config.renormalise_experts)
-    chosen = seams.gather(chosen)
+    chosen = seams.all_gather_tokens(chosen)
     by = sort_by_expert(chosen, config.n_experts)
-    wide = _activated(grouped_linear(dispatch(seams.enter(inner), by), experts.up.flatten(1, 2), by), config)
-    partial = combine(grouped_linear(wide, experts.down, by), seams.enter(weights), by)
+    wide = _activated(grouped_linear(dispatch(seams.copy_to_tp(inner), by), experts.up.flatten(1, 2), by), config)
+    partial = combine(grouped_linear(wide, experts.down, by), seams.copy_to_tp(weights), by)
     after = _add(x, partial, None, experts.post_norm, seams)
     if (told := step.router_loss) is None:
         return after, None
-    balance, z = balance_loss(probs, chosen, told.rows, told.n_rows, seams.mine), z_loss(logits)
+    balance, z = balance_loss(probs, chosen, told.rows, told.n_rows, seams.local_tokens), z_loss(logits)
     # this layer's share of the mean over routed layers and over all tokens of the step
     loss = (config.balance_loss * balance + config.z_loss * z) * (told.weight / len(config.routed_layers))
     return add_loss(after, loss), torch.stack((balance, z)).detach()
 
 
 def _add_product(
-    x: Tensor, inner: Tensor, weight: Tensor, bias: Tensor | None, post_norm: Norm | None, seams: Seams
+    x: Tensor, inner: Tensor, weight: Tensor, bias: Tensor | None, post_norm: Norm | None, seams: TensorParallelRegion
 ) -> Tensor:
     """``x + inner @ weight.T + bias``; the product is summed over the group where rows of the weight are cut."""
     if seams.group.size > 1 or post_norm is not None:
@@ -181,8 +181,10 @@ def _add_product(
     return x + F.linear(inner, weight, bias)
 
 
-def _add(x: Tensor, partial: Tensor, bias: Tensor | None, post_norm: Norm | None, seams: Seams) -> Tensor:
-    whole = seams.leave(partial)
+def _add(
+    x: Tensor, partial: Tensor, bias: Tensor | None, post_norm: Norm | None, seams: TensorParallelRegion
+) -> Tensor:
+    whole = seams.reduce_from_tp(partial)
     if bias is not None:
         whole = whole + bias
     return x + (whole if post_norm is None else post_norm(whole))

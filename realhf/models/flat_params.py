@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from realhf.api.param_box import Box, ParamSpec, box_numel, box_shape, intersect, relative, whole
-from realhf.base.shared_buffer import SharedBytes
+from realhf.base.shared_buffer import SharedBuffer
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class FlatParams:
                 self.n_matrix = end
         self.end = end
         numel = -(-end // pad_to) * pad_to
-        self.shared = SharedBytes(numel * dtype.itemsize, share_as) if share_as else None
+        self.shared = SharedBuffer(numel * dtype.itemsize, share_as) if share_as else None
         if self.shared is None:
             self.data = torch.zeros(numel, dtype=dtype, device=device)
         else:
@@ -158,7 +158,7 @@ class FlatParams:
         self.read(name, box).copy_(tensor)
 
     @torch.no_grad()
-    def blend(self, name: str, box: Box, tensor: Tensor, eta: float) -> None:
+    def lerp_(self, name: str, box: Box, tensor: Tensor, eta: float) -> None:
         """Move ``box`` towards ``tensor``: eta * tensor + (1 - eta) * box.
 
         In bfloat16 the average is kept in a float32 copy of the shard, made at the first call: small steps would be
@@ -188,7 +188,7 @@ class FlatParams:
     def free(self) -> None:
         """Release the memory of data and gradient, whoever holds views of them; contents are lost."""
         if self.shared is not None:
-            self.shared.give_back()
+            self.shared.release_pages()
         for flat in self._resizable():
             flat.untyped_storage().resize_(0)
         self.is_free = True

@@ -16,7 +16,7 @@ from realhf.ops import extension
 from realhf.ops.activations import NUMBERS
 from realhf.ops.attention import Scores
 
-PANEL = 16
+TILE_N = 16
 """Outputs of a matrix that lie beside one another in a panel, ``[in, PANEL]``."""
 
 
@@ -29,13 +29,13 @@ class FusedBlocks:
     weights: tuple[Tensor, ...]
     rules: tuple[Scores, ...]
 
-    def in_panels(self) -> "PackedBlocks":
+    def tiled(self) -> "TiledBlocks":
         """Copy the matrices in the order in which a product reads them."""
-        return PackedBlocks(replace(self, weights=tuple(in_panels(w) if w.dim() == 2 else w for w in self.weights)))
+        return TiledBlocks(replace(self, weights=tuple(pack_tiles(w) if w.dim() == 2 else w for w in self.weights)))
 
 
 @dataclass(frozen=True)
-class PackedBlocks:
+class TiledBlocks:
     """Blocks whose matrices lie in panels, ready to be computed."""
 
     blocks: FusedBlocks
@@ -93,13 +93,13 @@ def fused(
     return FusedBlocks(config, n_heads, tuple(none if part is None else part.detach() for part in found), rules)
 
 
-def in_panels(weight: Tensor) -> Tensor:
+def pack_tiles(weight: Tensor) -> Tensor:
     """Copy a matrix ``[out, in]`` as ``[ceil(out / PANEL), in, PANEL]``; behind the last output are zeros."""
-    whole = F.pad(weight, (0, 0, 0, -len(weight) % PANEL))
-    return whole.view(-1, PANEL, weight.shape[1]).transpose(1, 2).contiguous()
+    whole = F.pad(weight, (0, 0, 0, -len(weight) % TILE_N))
+    return whole.view(-1, TILE_N, weight.shape[1]).transpose(1, 2).contiguous()
 
 
-def panel_linear(x: Tensor, panels: Tensor, n_outs: int) -> Tensor:
+def tiled_linear(x: Tensor, panels: Tensor, n_outs: int) -> Tensor:
     """Return ``x`` ``[S, in]`` times the transpose of a matrix in panels, ``[S, n_outs]`` float32."""
     kernel = extension.kernel("panel_linear", x.device.type)
     assert kernel is not None, "panels are made where there are fused blocks"

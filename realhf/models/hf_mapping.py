@@ -23,7 +23,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Placed:
+class HfSlot:
     """One tensor as Hugging Face names it, the layer that it belongs to, and where its parts are."""
 
     name: str
@@ -32,7 +32,7 @@ class Placed:
     places: tuple[Place, ...]
 
 
-def placed_tensors(config: ModelConfig, shards: Iterable[FlatParams]) -> list[Placed]:
+def hf_mapping(config: ModelConfig, shards: Iterable[FlatParams]) -> list[HfSlot]:
     """Return every tensor of a model with its places in the shards that together hold it; these need no memory.
 
     What several shards hold is taken from the first.
@@ -52,4 +52,4 @@ def placed_tensors(config: ModelConfig, shards: Iterable[FlatParams]) -> list[Pl
                 box = tuple((span.start, span.stop) for span in part.theirs(ours))
                 place = Place(number, int(value.storage_offset()), tuple(value.shape), box, part.transpose)
                 found[part.name].setdefault(box, place)
-    return [Placed(name, layers[name], shapes[name], tuple(places.values())) for name, places in found.items()]
+    return [HfSlot(name, layers[name], shapes[name], tuple(places.values())) for name, places in found.items()]

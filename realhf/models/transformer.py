@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import ParamSpec, shard_box
 from realhf.comm.process_groups import Group
-from realhf.comm.tensor_parallel import Seams, gather_columns
-from realhf.models.blocks import Attend, Attention, Block, Experts, Mlp, Norm, Pass, RouterLoss, run_block
+from realhf.comm.tensor_parallel import TensorParallelRegion, gather_columns
+from realhf.models.blocks import Attend, Attention, Block, Experts, ForwardContext, Mlp, Norm, RouterLoss, run_block
 from realhf.models.flat_params import FlatParams
-from realhf.models.fused_decode import FusedBlocks, PackedBlocks, fused, in_panels, panel_linear
+from realhf.models.fused_decode import FusedBlocks, TiledBlocks, fused, pack_tiles, tiled_linear
 from realhf.models.kv_cache import KVCache
 from realhf.ops.attention import Scores, decode_attention, decode_bias, positions_in_rows, rotary_attention
 from realhf.ops.logprobs import UNCUT, VocabularyCut, packed_logprobs
@@ -36,7 +36,7 @@ class _Weights:
 class _Packed:
     """Copies of the weights in panels, for as long as the weights stay as they are."""
 
-    blocks: PackedBlocks
+    blocks: TiledBlocks
     head: Tensor | None
 
 
@@ -76,13 +76,13 @@ class Transformer:
         self._weights: _Weights | None = None
         self._bound_with_grad = False
         self._packed: _Packed | None = None
-        self._lost_by_routers = self._nothing_lost()
+        self._lost_by_routers = self._no_router_loss()
 
     def _local_heads(self, name: str) -> int:
         start, stop = self.params.box(f"layers.{self.layers[0]}.{name}")[0]
         return (stop - start) // self.config.head_dim
 
-    def _nothing_lost(self) -> Tensor:
+    def _no_router_loss(self) -> Tensor:
         return torch.zeros(2, dtype=torch.float64, device=self.params.data.device)
 
     def take_router_losses(self) -> Tensor:
@@ -90,12 +90,12 @@ class Transformer:
 
         Sums over this worker's tokens and layers, of passes with a ``token_weight``.
         """
-        lost, self._lost_by_routers = self._lost_by_routers, self._nothing_lost()
+        lost, self._lost_by_routers = self._lost_by_routers, self._no_router_loss()
         return lost
 
-    def seams(self, n_tokens: int) -> Seams:
+    def seams(self, n_tokens: int) -> TensorParallelRegion:
         """Return how this pass crosses the cuts; tokens are shared out in training alone."""
-        return Seams(self.tp, n_tokens, self.sequence_parallel and torch.is_grad_enabled())
+        return TensorParallelRegion(self.tp, n_tokens, self.sequence_parallel and torch.is_grad_enabled())
 
     def new_cache(self, n_slots: int, max_len: int) -> KVCache:
         """Return an empty cache for this shard's layers and heads."""
@@ -217,7 +217,7 @@ class Transformer:
         """Make many calls of ``decode`` cheap: weights, which must not change meanwhile, are put in order once."""
         blocks, head = self.weights.fused, self.weights.head
         if blocks is not None:
-            self._packed = _Packed(blocks.in_panels(), None if head is None else in_panels(head.detach()))
+            self._packed = _Packed(blocks.tiled(), None if head is None else pack_tiles(head.detach()))
         try:
             yield
         finally:
@@ -248,7 +248,7 @@ class Transformer:
         longest = longest or (int(positions.max()) + 1 if count else 0)
         if (blocks := self.weights.fused) is not None:
             x = self._embed(tokens, positions, longest, self.seams(count)) if x is None else x
-            packed = self._packed.blocks if self._packed else blocks.in_panels()
+            packed = self._packed.blocks if self._packed else blocks.tiled()
             return packed(x, positions, cache, prefixes, self._angles(longest))
         places = cache.places(torch.arange(count, device=tokens.device), positions)
         windows = {rule.window for rule in self._scores}
@@ -281,7 +281,7 @@ class Transformer:
         weights, seams = self.weights, self.seams(len(tokens))
         if x is None:
             x = self._embed(tokens, positions, longest, seams)
-        step = Pass(self.config, self.n_q, self.n_kv, seams, attend, router_loss)
+        step = ForwardContext(self.config, self.n_q, self.n_kv, seams, attend, router_loss)
         save_memory = self.checkpoint_activations and torch.is_grad_enabled() and self.params.grad is not None
         for index, block in enumerate(weights.blocks):
             if save_memory:
@@ -292,20 +292,20 @@ class Transformer:
                 self._lost_by_routers += lost
         return x if weights.final_norm is None else weights.final_norm(x)
 
-    def _embed(self, tokens: Tensor, positions: Tensor, longest: int, seams: Seams) -> Tensor:
+    def _embed(self, tokens: Tensor, positions: Tensor, longest: int, seams: TensorParallelRegion) -> Tensor:
         weights = self.weights
         assert weights.embed is not None, "a later stage takes the hidden states of the stage before"
         if self.tp.size == 1:
             x = F.embedding(tokens, weights.embed)
         else:
             local, held = self._cut.mine(tokens, len(weights.embed))
-            x = seams.leave(F.embedding(local, weights.embed) * held[:, None])
+            x = seams.reduce_from_tp(F.embedding(local, weights.embed) * held[:, None])
         if self.config.scaled_embedding:
             x = x * float(torch.tensor(self.config.hidden**0.5, dtype=x.dtype))  # as Hugging Face rounds it
         if weights.positions is not None:
             if longest > len(weights.positions):
                 raise ValueError(f"a row of {longest} tokens; this model has {len(weights.positions)} positions")
-            x = x + F.embedding(positions[seams.mine], weights.positions)
+            x = x + F.embedding(positions[seams.local_tokens], weights.positions)
         return x
 
     @property
@@ -316,7 +316,7 @@ class Transformer:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return all logits of a few tokens, ``[S, V]`` float32: for sampling. Collective over ``tp``."""
         if self._packed and self._packed.head is not None:
-            logits = panel_linear(hidden, self._packed.head, self.config.vocab)
+            logits = tiled_linear(hidden, self._packed.head, self.config.vocab)
         else:
             logits = gather_columns(F.linear(hidden, self.head).float(), self.tp, self._cut.start, self.config.vocab)
         cap = self.config.logit_softcap
@@ -334,7 +334,7 @@ class Transformer:
 
         ``before`` (``[T]`` int64) says which token comes before each, -1: none; without it, the neighbour in its row.
         """
-        whole = self.seams(len(tokens)).enter(hidden)
+        whole = self.seams(len(tokens)).copy_to_tp(hidden)
         add_to = None if self.params.grad is None else self.params.grad_view(self._head_name)
         cut, softcap = self._cut, self.config.logit_softcap
         if before is not None:
@@ -350,4 +350,4 @@ class Transformer:
 
     def values(self, hidden: Tensor, n_tokens: int) -> Tensor:
         """Return the scalar head at every token, ``[T]`` float32 (computed in it: values need more than 8 bits)."""
-        return self.seams(n_tokens).whole(hidden).float() @ self.head[0].float()
+        return self.seams(n_tokens).gather_from_sp(hidden).float() @ self.head[0].float()

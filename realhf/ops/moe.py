@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Order:
+class ExpertOrder:
     """Tokens sorted by expert. ``order`` ``[T*k]`` lists the choices of all tokens by expert, ``inverse`` undoes it.
 
     Choice ``k*t + j`` is the j-th of token t. ``sizes`` are how many choices each expert has.
@@ -33,17 +33,17 @@ def route(logits: Tensor, per_token: int, renormalise: bool) -> tuple[Tensor, Te
     return probs, weights.to(logits.dtype), experts
 
 
-def sort_by_expert(experts: Tensor, n_experts: int) -> Order:
+def sort_by_expert(experts: Tensor, n_experts: int) -> ExpertOrder:
     """Sort the choices ``[T, k]`` by expert, tokens of one expert in their order. Waits for the device."""
     flat = experts.flatten()
     order = flat.argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return Order(order, inverse, tuple(flat.bincount(minlength=n_experts).tolist()), experts.shape[1])
+    return ExpertOrder(order, inverse, tuple(flat.bincount(minlength=n_experts).tolist()), experts.shape[1])
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, by: Order) -> Tensor:
+    def forward(ctx: Any, x: Tensor, by: ExpertOrder) -> Tensor:
         ctx.by = by
         return x.index_select(0, by.order // by.per_token)
 
@@ -54,7 +54,7 @@ class _Dispatch(torch.autograd.Function):
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, by: Order) -> Tensor:
+    def forward(ctx: Any, y: Tensor, by: ExpertOrder) -> Tensor:
         ctx.by = by
         return y.index_select(0, by.inverse)
 
@@ -89,17 +89,17 @@ class _GroupedLinear(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def dispatch(x: Tensor, by: Order) -> Tensor:
+def dispatch(x: Tensor, by: ExpertOrder) -> Tensor:
     """Copy each token ``[T, D]`` to each of its experts, sorted by expert: ``[T*k, D]``."""
     return _Dispatch.apply(x, by)
 
 
-def grouped_linear(x: Tensor, weight: Tensor, by: Order) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, by: ExpertOrder) -> Tensor:
     """Multiply the tokens of each expert by its matrix: ``x`` is ``[T*k, D]``, ``weight`` ``[E, out, D]``."""
     return _GroupedLinear.apply(x, weight, by.sizes)
 
 
-def combine(y: Tensor, weights: Tensor, by: Order) -> Tensor:
+def combine(y: Tensor, weights: Tensor, by: ExpertOrder) -> Tensor:
     """Add up what a token's experts returned (``y`` ``[T*k, D]``) with its weights ``[T, k]``: ``[T, D]``."""
     by_token = _Collect.apply(y, by).unflatten(0, (-1, by.per_token))
     return torch.bmm(weights.unsqueeze(1), by_token).squeeze(1)

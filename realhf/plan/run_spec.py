@@ -15,7 +15,7 @@ from realhf.arch.hf_config import read_hf_config
 from realhf.base.atomic_io import sha256
 from realhf.base.paths import RunDir
 from realhf.plan.compile.program import compile_program
-from realhf.plan.compile.schedule import RunLength, run_length
+from realhf.plan.compile.schedule import TrainSchedule, train_schedule_of
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class RunSpec:
     n_held_out: int = 0
 
     @cached_property
-    def length(self) -> RunLength:
+    def schedule(self) -> TrainSchedule:
         control = self.config.exp_ctrl
-        redraws = self.graph.picker.redraws if self.graph.picker else 0
-        return run_length(self.config.dataset.train_bs_n_seqs, self.n_rows, control.total_train_epochs,
-                          control.total_train_steps, redraws)  # fmt: skip
+        resamples = self.graph.filter_mfc.resamples if self.graph.filter_mfc else 0
+        return train_schedule_of(self.config.dataset.train_bs_n_seqs, self.n_rows, control.total_train_epochs,
+                          control.total_train_steps, resamples)  # fmt: skip
 
     @cached_property
     def data_digest(self) -> str:
@@ -85,11 +85,11 @@ class RunSpec:
         return any((control.ckpt_freq_steps, control.ckpt_freq_epochs, control.ckpt_freq_secs))
 
     @cached_property
-    def trial_length(self) -> RunLength:
+    def eval_schedule(self) -> TrainSchedule:
         """Steps over the held-out rows, which are the prompts behind all that a run could train on."""
-        batch = self.length.batch_size
-        first, n_steps = -(-self.length.n_prompts // batch), -(-self.n_held_out // batch)
-        return RunLength(batch, first * batch + self.n_held_out, first + n_steps, first, self.length.redraws)
+        batch = self.schedule.batch_size
+        first, n_steps = -(-self.schedule.n_prompts // batch), -(-self.n_held_out // batch)
+        return TrainSchedule(batch, first * batch + self.n_held_out, first + n_steps, first, self.schedule.resamples)
 
     @cached_property
     def program(self) -> Program:

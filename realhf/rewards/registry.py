@@ -27,7 +27,7 @@ def open_judge(fn: str, config: RewardConfig) -> Judge:
     if is_remote(fn):
         token = os.environ.get(config.token_env, "") if config.token_env else ""
         return RemoteJudge(fn, config.timeout, config.processes, config.retries, token)
-    return JudgePool(fn, config.timeout, config.processes, in_flight=config.in_flight)
+    return JudgePool(fn, config.timeout, config.processes, max_concurrency=config.max_concurrency)
 
 
 def check_fn(fn: str) -> list[str]:
@@ -39,7 +39,7 @@ def is_remote(fn: str) -> bool:
     return fn.startswith(("http:", "https:"))
 
 
-def verifier_of(fn: str) -> str | None:
+def builtin_verifier(fn: str) -> str | None:
     """Return which of our own verifiers, that judge right (1) or wrong (0), ``fn`` is, here or behind ``?fn=math``."""
     name = parse_qs(urlsplit(fn).query).get("fn", [""])[0] if is_remote(fn) else fn
     return name if name in BUILT_IN else None

@@ -3,16 +3,16 @@
 from dataclasses import dataclass
 from enum import Enum
 
-BUILT_IN = ("math", "code", "code_lax")
+BUILT_IN = ("math", "code", "code_unordered")
 """The verifiers of ours, by the names that ``reward.fn`` knows them under; they judge right (1) or wrong (0)."""
 FORMAT = "format:"
 """What stands before a regular expression as the name of a reward: 1 for an answer that all of it matches, else 0."""
 
 
-class Graded(float):
+class ScoreWithReason(float):
     """A score that says why."""
 
-    def __new__(cls, score: float, reason: str) -> "Graded":
+    def __new__(cls, score: float, reason: str) -> "ScoreWithReason":
         graded = super().__new__(cls, score)
         graded.reason = reason
         return graded

@@ -8,14 +8,14 @@ from torch import Tensor
 from realhf.api.batch_meta import PROMPT, RowId
 from realhf.api.graph import Kind
 from realhf.api.layout import Layout
-from realhf.api.messages import Call, State, Stats
+from realhf.api.messages import PrepareCall, State, Stats
 from realhf.api.param_box import box_numel, box_shape
 from realhf.api.program import Compute, Load, Offload, Reallocate, Release, Transfer
 from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.base.activity import ActivityStack
 from realhf.base.timers import Spans
-from realhf.comm.exchange import Move, Piece, exchange
-from realhf.comm.shared_memory import Links
+from realhf.comm.exchange import P2PCopy, TensorSlice, exchange
+from realhf.comm.shared_memory import SharedMemoryPeers
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import Interface
 from realhf.models.engine import NativeEngine
@@ -27,7 +27,7 @@ from realhf.system.row_store import RowStore
 
 
 @dataclass
-class Outcome:
+class CallResult:
     """What a call left on this worker."""
 
     outputs: SequenceBatch | None = None
@@ -46,25 +46,25 @@ class Executor:
         engines: dict[tuple[str, Layout], NativeEngine],
         interfaces: dict[str, Interface],
         spans: Spans,
-        links: Links | None = None,
+        links: SharedMemoryPeers | None = None,
         doing: ActivityStack | None = None,
     ) -> None:
         self.doing = doing or ActivityStack()
         self.run, self.rank, self.device, self.links = run, rank, device, links
         self.engines, self.interfaces, self.spans = engines, interfaces, spans
         self.store = RowStore()
-        self._moves: dict[Reallocate, list[Move]] = {}
+        self._moves: dict[Reallocate, list[P2PCopy]] = {}
 
-    def bring(self, call: Call) -> None:
+    def receive_inputs(self, call: PrepareCall) -> None:
         """Take part in bringing the call's rows to where it runs."""
         for step in self.run.program[call.mfc]:
             if isinstance(step, Transfer):
                 with self.spans.span(f"{call.mfc}/Transfer"):
                     self._transfer(call, step.keys, step.layout)
 
-    def execute(self, call: Call) -> Outcome:
+    def execute(self, call: PrepareCall) -> CallResult:
         """Run the rest of the program of the call's MFC, instruction by instruction."""
-        outcome = Outcome()
+        outcome = CallResult()
         for step in self.run.program[call.mfc]:
             if isinstance(step, Transfer):
                 continue
@@ -82,9 +82,10 @@ class Executor:
                         self.engines[role, dst].params.free()
         return outcome
 
-    def _transfer(self, call: Call, keys: tuple[str, ...], layout: Layout) -> None:
+    def _transfer(self, call: PrepareCall, keys: tuple[str, ...], layout: Layout) -> None:
         moves = [
-            Move(c, c.src, c.dst, Piece(getattr(torch, c.dtype), c.length)) for c in plan_transfer(call, keys, layout)
+            P2PCopy(c, c.src, c.dst, TensorSlice(getattr(torch, c.dtype), c.length))
+            for c in plan_transfer(call, keys, layout)
         ]
 
         def read(copy: object) -> Tensor:
@@ -111,7 +112,7 @@ class Executor:
 
         def write(copy: object, value: Tensor) -> None:
             assert isinstance(copy, BoxCopy) and target is not None
-            target.params.blend(copy.name, copy.box, value.view(box_shape(copy.box)), step.eta)
+            target.params.lerp_(copy.name, copy.box, value.view(box_shape(copy.box)), step.eta)
 
         def place(copy: object) -> Tensor:
             assert isinstance(copy, BoxCopy) and target is not None
@@ -131,7 +132,7 @@ class Executor:
             doing=self.doing,
         )
 
-    def _plan_moves(self, step: Reallocate) -> list[Move]:
+    def _plan_moves(self, step: Reallocate) -> list[P2PCopy]:
         """Return what this worker sends, receives, or sees pass by in the memory it shares with others."""
         config = self.run.models[step.role]
         node_size = self.run.config.n_gpus_per_node
@@ -141,12 +142,12 @@ class Executor:
         ours = [route for route in routes if route.src in near or self.rank in route.dsts]
         dtype = torch.bfloat16 if self.run.roles[step.role].spec.bf16 else torch.float32
         return [
-            Move(c, c.src, c.dst, Piece(dtype, box_numel(c.box)), (c.name, c.box, route.dsts))
+            P2PCopy(c, c.src, c.dst, TensorSlice(dtype, box_numel(c.box)), (c.name, c.box, route.dsts))
             for route in ours
             for c in route.copies()
         ]
 
-    def _compute(self, call: Call, role: str | None, layout: Layout) -> Outcome:
+    def _compute(self, call: PrepareCall, role: str | None, layout: Layout) -> CallResult:
         mfc = self.run.graph[call.mfc]
         batch = self._gather(call, layout)
         engine = None
@@ -158,20 +159,20 @@ class Executor:
         if mfc.kind is Kind.TRAIN:
             assert engine is not None
             stats, state = interface.train_step(engine, batch, call.state)
-            return Outcome(stats=stats if head else None, state=state)
+            return CallResult(stats=stats if head else None, state=state)
         if mfc.kind is Kind.GENERATE:
             assert engine is not None
             outputs, stats = interface.generate(engine, batch, call.state)
         else:
             outputs, stats = interface.inference(engine, batch, call.state)
         if not head:
-            return Outcome()
+            return CallResult()
         ids = tuple(RowId(i.prompt, PROMPT) for i in outputs.ids) if mfc.per_prompt else outputs.ids
         outputs = SequenceBatch(ids, {key: outputs.columns[mfc.interface_key(key)] for key in mfc.outputs})
         self.store.put(outputs)
-        return Outcome(outputs, stats)
+        return CallResult(outputs, stats)
 
-    def _gather(self, call: Call, layout: Layout) -> SequenceBatch:
+    def _gather(self, call: PrepareCall, layout: Layout) -> SequenceBatch:
         """Build this data-parallel rank's batch from the store; it may have no rows."""
         mfc, mine = self.run.graph[call.mfc], call.assignment[layout.coord(self.rank).dp]
         ids = tuple(call.inputs.ids[i] for i in mine)

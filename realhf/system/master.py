@@ -10,31 +10,31 @@ from typing import Any
 import msgspec
 
 from realhf.api.messages import (
-    Call,
+    AwaitCheckpoint,
     Checkpoint,
-    Collect,
     Done,
-    Drop,
+    ExecuteCall,
     Fetch,
+    FreeRows,
     Hello,
+    PrepareCall,
+    ReadRows,
     Ready,
-    Run,
     Save,
-    Settle,
+    Shutdown,
     Start,
-    Stop,
     ToWorker,
 )
-from realhf.base.errors import Stopped
+from realhf.base.errors import RunStopped
 from realhf.plan.compile.program import home, meshes_of
-from realhf.plan.compile.schedule import Action, Dispatch, FetchRows, FinishStep, MasterState, RowsReady, Span
+from realhf.plan.compile.schedule import Action, Dispatch, FetchRows, FinishStep, MasterState, PromptRange, RowsReady
 from realhf.plan.run_spec import RunSpec
 from realhf.system.checkpoint.best_models import Best, Record
 from realhf.system.checkpoint.manifest import Manifest, aside, checkpoints_of, commit, flat_options
 from realhf.system.metrics.telemetry import Telemetry
 from realhf.system.transport.channel import MasterEnd, deadline
-from realhf.system.transport.heartbeat import Pulses
-from realhf.system.transport.reply_receiver import NODES_SETTLE_S, Mailbox, Watch, listed
+from realhf.system.transport.heartbeat import HeartbeatMonitor
+from realhf.system.transport.reply_receiver import NODES_SETTLE_S, ReplyReceiver, Watch, listed
 
 
 @dataclass
@@ -77,12 +77,12 @@ class Master:
     ) -> None:
         """``last`` is the checkpoint to go on from, and its folder."""
         self.run, self.channel, self.telemetry = run, channel, telemetry
-        pulses = Pulses(run.config.heartbeat_timeout or float("inf"))
+        pulses = HeartbeatMonitor(run.config.heartbeat_timeout or float("inf"))
         patience = NODES_SETTLE_S if run.config.n_nodes > 1 else 0.0
-        self.mailbox = Mailbox(channel, watch, self._doing, lambda rank: run.paths.log(f"worker-{rank}"),
+        self.mailbox = ReplyReceiver(channel, watch, self._doing, lambda rank: run.paths.log(f"worker-{rank}"),
                                nodes_settle_s=patience, pulses=pulses)  # fmt: skip
         self.checkpoint = str(last[0]) if last else ""
-        length = replace(run.length, first_step=last[1].step) if last else run.length
+        length = replace(run.schedule, first_step=last[1].step) if last else run.schedule
         in_line = run.writes_checkpoints or bool(run.graph.evaluation)
         self.state = MasterState(run.graph, run.plan, length, run.config.max_staleness, in_line)
         self.state.states |= last[1].states if last else {}
@@ -109,7 +109,7 @@ class Master:
                 self.telemetry.event(event)
                 self._perform(self.state.handle(event))
         assert self.state.is_over, "nothing is under way, and the run is not over"
-        self._tell_all(Stop())
+        self._tell_all(Shutdown())
 
     def _gather_workers(self) -> None:
         ranks, patience = range(self.run.plan.n_workers), self.run.config.startup_timeout
@@ -173,19 +173,19 @@ class Master:
 
     def _perform(self, actions: list[Action]) -> None:
         """Carry out actions; the rows of all calls move before any is run, so that none waits for another."""
-        runs: list[tuple[Run, Dispatch]] = []
+        runs: list[tuple[ExecuteCall, Dispatch]] = []
         for action in actions:
             match action:
                 case FetchRows(span):
                     self._fetch(span)
                 case Dispatch(span, call):
-                    runs.append((Run(self._dispatch(span, call)), action))
+                    runs.append((ExecuteCall(self._dispatch(span, call)), action))
                 case FinishStep(span):
                     self._finish_step(span)
         for message, dispatch in runs:
             self.channel.send(meshes_of(self.run.program[dispatch.call.mfc]), message)
 
-    def _fetch(self, span: Span) -> None:
+    def _fetch(self, span: PromptRange) -> None:
         self._ask(
             self.run.fetchers,
             lambda request: Fetch(request, span.step, span.start, span.stop),
@@ -194,7 +194,7 @@ class Master:
             lambda replies: RowsReady(None, span, _outputs(replies)),
         )
 
-    def _dispatch(self, span: Span, call: Call) -> int:
+    def _dispatch(self, span: PromptRange, call: PrepareCall) -> int:
         ranks = meshes_of(self.run.program[call.mfc]) | call.holders.ranks
 
         def finished(replies: list[Done]) -> RowsReady:
@@ -206,9 +206,9 @@ class Master:
         return self._ask(sorted(ranks), lambda request: msgspec.structs.replace(call, request=request), what,
                          span.step, finished, call.mfc)  # fmt: skip
 
-    def _finish_step(self, span: Span) -> None:
-        if span.step >= self.run.trial_length.first_step:
-            self._tell_all(Drop(span.start, span.stop))
+    def _finish_step(self, span: PromptRange) -> None:
+        if span.step >= self.run.eval_schedule.first_step:
+            self._tell_all(FreeRows(span.start, span.stop))
             return
         control, step = self.run.config.exp_ctrl, span.step + 1
         is_tried = bool(self.run.graph.evaluation) and (self.state.is_over or self._is_due(
@@ -216,7 +216,7 @@ class Master:
         ))  # fmt: skip
         self.telemetry.step_done(span.step, self.state.versions, is_tried)
         self._log_generations(span)
-        self._tell_all(Drop(span.start, span.stop))
+        self._tell_all(FreeRows(span.start, span.stop))
         if is_tried:
             self._evaluate(step)
         if self.state.is_over or self._is_due(
@@ -234,12 +234,12 @@ class Master:
 
     def _evaluate(self, step: int) -> None:
         """Try the held-out rows with the weights of this step; what happens in training meanwhile waits."""
-        trial = MasterState(self.run.graph.trial, self.run.plan, self.run.trial_length)
+        trial = MasterState(self.run.graph.eval_graph, self.run.plan, self.run.eval_schedule)
         trial.states |= {name: state for name, state in self.state.states.items() if name in trial.states}
         self._perform(trial.start())
         while not trial.is_over:
             event = self._next_event()
-            if event is not None and event.span.step < self.run.trial_length.first_step:
+            if event is not None and event.span.step < self.run.eval_schedule.first_step:
                 self.waiting.append(event)
             elif event is not None:
                 self._perform(trial.handle(event))
@@ -247,7 +247,7 @@ class Master:
         if (record := self.best.record(step, self.telemetry.evaluated(step))) is not None:
             self._keep(record)
 
-    def _log_generations(self, span: Span) -> None:
+    def _log_generations(self, span: PromptRange) -> None:
         """Ask for a few of the step's rows in words; the replies are merged by row and written down."""
         scores = [k for k, m in self.run.graph.producer.items() if m.interface_key(k) == "rewards"]
         keys = tuple(k for k in dict.fromkeys((*self.telemetry.logged_keys, *scores)) if k in self.state.keys)
@@ -263,11 +263,11 @@ class Master:
         self.next_request += 1
         self._await(held, f"the generations of step {span.step + 1}", span.step, written)
         for rank, rows in held.items():
-            self.channel.send((rank,), Collect(self.next_request, tuple(rows), keys))
+            self.channel.send((rank,), ReadRows(self.next_request, tuple(rows), keys))
 
     def _is_due(self, step: int, steps: int | None, epochs: int | None, seconds: int | None, last: float) -> bool:
         """Tell whether something that is done every so many steps, epochs or seconds is to be done after a step."""
-        before, now = ((s * self.run.length.batch_size) // self.run.n_rows for s in (step - 1, step))
+        before, now = ((s * self.run.schedule.batch_size) // self.run.n_rows for s in (step - 1, step))
         return bool(
             (steps and step % steps == 0)
             or (epochs and now // epochs > before // epochs)
@@ -283,7 +283,11 @@ class Master:
         folder = str(aside(run.paths.checkpoints, step))
         everyone = range(run.plan.n_workers)
         self._ask(
-            everyone, lambda request: Checkpoint(request, step - 1, folder), f"checkpoint {step}", step - 1, nothing
+            everyone,
+            lambda request: Checkpoint(request, step - 1, folder),
+            f"checkpoint {step}",
+            step - 1,
+            ignore_replies,
         )
 
     def _settle(self) -> None:
@@ -300,7 +304,7 @@ class Master:
         what = f"checkpoint {manifest.step} to be on the disk"
         everyone = range(self.run.plan.n_workers)
         last = manifest.step - 1
-        self._ask(everyone, lambda request: Settle(request, last), what, last, written)
+        self._ask(everyone, lambda request: AwaitCheckpoint(request, last), what, last, written)
 
     def _end_early(self, step: int) -> None:
         """Have the checkpoint of this step finished, and leave it at that."""
@@ -308,7 +312,7 @@ class Master:
         last = self.next_request
         while last in self.requests:
             self._next_event()  # of later steps, which are done again
-        raise Stopped(f"stopped after step {step} of {self.run.length.n_steps}, as it was asked to; go on with: "
+        raise RunStopped(f"stopped after step {step} of {self.run.schedule.n_steps}, as it was asked to; go on with: "
                       f"realhf resume {self.run.paths.root}")  # fmt: skip
 
     def _save(self, step: int) -> None:
@@ -342,12 +346,12 @@ class Master:
         self._ask(ranks, message, f"saving {role}", last, lambda replies: then(role, path))
 
 
-def look_for_cycles_seldom() -> None:
+def relax_gc() -> None:
     """Spare this process the collector: a master makes many values, and none of them is part of a cycle."""
     gc.set_threshold(2_000_000, 50, 1000)
 
 
-def nothing(replies: list[Done]) -> None:
+def ignore_replies(replies: list[Done]) -> None:
     """What follows from replies that only say that something is done."""
 
 

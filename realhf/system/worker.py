@@ -12,21 +12,21 @@ from typing import Any
 import torch
 
 from realhf.algorithms import build_interface
-from realhf.api.config.preference import MISMATCHED
+from realhf.api.config.preference import KTO_KL_KEYS
 from realhf.api.graph import InterfaceSpec
 from realhf.api.messages import (
-    Call,
+    AwaitCheckpoint,
     Checkpoint,
-    Collect,
     Done,
-    Drop,
+    ExecuteCall,
     Failed,
     Fetch,
+    FreeRows,
     Hello,
+    PrepareCall,
+    ReadRows,
     Ready,
-    Run,
     Save,
-    Settle,
     Start,
     ToMaster,
     ToWorker,
@@ -36,8 +36,15 @@ from realhf.base.errors import UserError
 from realhf.base.host_memory import resident_bytes
 from realhf.base.seeds import stable_seed
 from realhf.base.timers import Spans
-from realhf.comm.process_groups import Group, ParallelContext, join, leave, make_groups, open_store
-from realhf.comm.shared_memory import Links, open_links
+from realhf.comm.process_groups import (
+    Group,
+    ParallelContext,
+    destroy_process_group,
+    init_process_group,
+    make_groups,
+    open_rendezvous,
+)
+from realhf.comm.shared_memory import SharedMemoryPeers, open_shared_memory_peers
 from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import Interface, InterfaceContext
 from realhf.data.source import RowSource, row_fields
@@ -64,10 +71,10 @@ class ModelWorker:
         self.device = torch.device(
             f"cuda:{rank % max(1, torch.cuda.device_count())}" if run.device == "cuda" else "cpu"
         )
-        self.store = open_store("127.0.0.1", 0, run.config.startup_timeout) if self._opens_store else None
-        self.links: Links | None = None
+        self.store = open_rendezvous("127.0.0.1", 0, run.config.startup_timeout) if self._opens_store else None
+        self.links: SharedMemoryPeers | None = None
         self.servers: list[VllmServer] = []
-        self.calls: dict[int, Call] = {}  # whose rows are here
+        self.calls: dict[int, PrepareCall] = {}  # whose rows are here
         self.during = "start-up"
         self.writer = Writer()
 
@@ -109,14 +116,14 @@ class ModelWorker:
             case Fetch(request, step, start, stop):
                 self.during = f"reading prompts {start} to {stop - 1}"
                 self._fetch(request, step, start, stop)
-            case Call():
+            case PrepareCall():
                 self.during = f"moving rows for {message.mfc} of step {message.step + 1}"
                 self._bring(message)
-            case Run(request):
+            case ExecuteCall(request):
                 call = self.calls.pop(request)
                 self.during = f"{call.mfc} of step {call.step + 1}"
                 self._run(call)
-            case Collect(request, ids, keys):
+            case ReadRows(request, ids, keys):
                 self.during = "collecting rows"
                 self.send(Done(request, self.rank, values={"rows": self._collect(ids, keys)}))
             case Save(request, step, role, path):
@@ -129,12 +136,12 @@ class ModelWorker:
                 with self.spans.span("checkpoint"):
                     self.writer.begin(Path(folder), self._changing())
                 self._done(request, step)
-            case Settle(request, step):
+            case AwaitCheckpoint(request, step):
                 self.during = "writing a checkpoint"
                 with self.spans.span("checkpoint/settle"):
                     files = self.writer.settle()
                 self._done(request, step, values={"files": files})
-            case Drop(start, stop):
+            case FreeRows(start, stop):
                 self.executor.store.drop(start, stop)
 
     def _start(self, host: str, port: int) -> None:
@@ -145,10 +152,10 @@ class ModelWorker:
             torch.cuda.set_device(self.device)
         if n_workers > 1:
             self.during = "joining the other workers"
-            join(host, port, self.rank, n_workers, run.device, run.config.call_timeout, self.store)
+            init_process_group(host, port, self.rank, n_workers, run.device, run.config.call_timeout, self.store)
             groups = make_groups(groups_of(run.program), self.rank, self.doing)
             if self.device.type == "cpu":
-                self.links = open_links(self.rank, n_workers, run.config.call_timeout, doing=self.doing)
+                self.links = open_shared_memory_peers(self.rank, n_workers, run.config.call_timeout, doing=self.doing)
         self.during = "loading the tokenizer"
         self.tokenizer = load_tokenizer(run.tokenizer_folder)
         engines = {}
@@ -164,7 +171,7 @@ class ModelWorker:
                 trained=trainer is not None and layout == keeper,
                 holds_weights=layout == keeper,
                 seed=stable_seed(run.config.seed, run.roles[role].starts_as or role),
-                total_steps=run.length.n_steps,
+                total_steps=run.schedule.n_steps,
                 stop_ids=(self.tokenizer.eos_token_id,),
                 tokenizer_folder=run.tokenizer_folder,
                 share_as=role if (role, layout) in served_here and self.device.type == "cpu" else "",
@@ -177,7 +184,7 @@ class ModelWorker:
         self.during = "reading the data"
         self.source = None
         if self.rank in run.fetchers:
-            mismatched = bool(MISMATCHED.keys() & set(run.graph.dataset_keys))
+            mismatched = bool(KTO_KL_KEYS.keys() & set(run.graph.dataset_keys))
             self.source = RowSource(run.config.dataset, run.task, self.tokenizer, run.config.seed, mismatched)
             found, expected = (len(self.source), self.source.n_held_out), (run.n_rows, run.n_held_out)
             if found != expected:
@@ -241,7 +248,7 @@ class ModelWorker:
 
     def _read(self, source: RowSource, start: int, stop: int) -> SequenceBatch:
         """Return the rows that the prompts ``start`` to ``stop`` of one step stand for."""
-        length, trial = self.run.length, self.run.trial_length
+        length, trial = self.run.schedule, self.run.eval_schedule
         step, at = divmod(start, length.stride)
         if step >= trial.first_step:
             first = (step - trial.first_step) * trial.batch_size + at
@@ -252,14 +259,14 @@ class ModelWorker:
         positions = range(first, first + own.stop - own.start)
         return source.redrawn(step, positions, start - own.stop, stop - own.stop, start)
 
-    def _bring(self, call: Call) -> None:
-        self.executor.bring(call)
+    def _bring(self, call: PrepareCall) -> None:
+        self.executor.receive_inputs(call)
         if self.rank in meshes_of(self.run.program[call.mfc]):
             self.calls[call.request] = call
         else:
             self._done(call.request, call.step)
 
-    def _run(self, call: Call) -> None:
+    def _run(self, call: PrepareCall) -> None:
         outcome = self.executor.execute(call)
         meta = outcome.outputs.meta if outcome.outputs is not None else None
         self._done(call.request, call.step, outputs=meta, stats=outcome.stats or {}, state=outcome.state)
@@ -291,4 +298,4 @@ class ModelWorker:
             server.close()
         if self.links is not None:
             self.links.close()
-        leave()
+        destroy_process_group()

@@ -55,13 +55,13 @@ class TableEngine:
                 x0, n0 = stats.get(name, (0.0, 0.0))
                 stats[name] = (x0 + float(x), n0 + float(n))
         means = [self.reduce(torch.tensor(stats.get(name, (0.0, 0.0)))) for name in limits or {}]
-        vetoed = any(x / max(n, 1) > limit for (x, n), limit in zip(means, (limits or {}).values(), strict=True))
+        step_skipped = any(x / max(n, 1) > limit for (x, n), limit in zip(means, (limits or {}).values(), strict=True))
         count = self.reduce(torch.tensor(count)).clamp(min=1.0)
         grads = torch.autograd.grad(total, (self.logits, self.scores))
         self.grads.append([self.reduce(g) / count for g in grads])
         for parameter, g in zip((self.logits, self.scores), self.grads[-1], strict=True):
-            parameter.data -= 0.0 if vetoed else g
-        return {**stats, "vetoed": (float(vetoed), 1.0)}
+            parameter.data -= 0.0 if step_skipped else g
+        return {**stats, "step_skipped": (float(step_skipped), 1.0)}
 
 
 def on_ranks(jobs: list[Callable]):

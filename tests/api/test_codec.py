@@ -14,22 +14,22 @@ from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.messages import (
     TO_MASTER,
     TO_WORKER,
-    Beat,
-    Call,
+    AwaitCheckpoint,
     Checkpoint,
-    Collect,
     Done,
-    Drop,
+    ExecuteCall,
     Failed,
     Fetch,
+    FreeRows,
+    Heartbeat,
     Hello,
     Holders,
+    PrepareCall,
+    ReadRows,
     Ready,
-    Run,
     Save,
-    Settle,
+    Shutdown,
     Start,
-    Stop,
     ToMaster,
     ToWorker,
 )
@@ -45,18 +45,18 @@ STEPS = (Reallocate("actor", LAYOUT, "ref", LAYOUT, 0.5), Transfer(("tokens", "r
          Compute("a", "actor", LAYOUT),
          Compute("b", None, LAYOUT), Release("actor", LAYOUT), Load("ref", LAYOUT), Offload("ref", LAYOUT))  # fmt: skip
 HOLDERS = Holders(((0,), (1, 2), (1,)), {"tokens": (0, 1), "r": (2, 2)})
-CALL = Call(3, "a", 1, 2, META, HOLDERS, ("r",), ((1,), (), (0,)), (0, 3), STATE)
+CALL = PrepareCall(3, "a", 1, 2, META, HOLDERS, ("r",), ((1,), (), (0,)), (0, 3), STATE)
 ORDERS = [
     Start("h", 1),
     Fetch(1, 0, 0, 8),
     CALL,
-    Run(3),
-    Collect(1, META.ids, ("r",)),
+    ExecuteCall(3),
+    ReadRows(1, META.ids, ("r",)),
     Save(2, 1, "actor", "a/b"),
     Checkpoint(3, 1, "checkpoints/step_2.unfinished"),
-    Settle(4, 1),
-    Drop(0, 4),
-    Stop(),
+    AwaitCheckpoint(4, 1),
+    FreeRows(0, 4),
+    Shutdown(),
 ]
 DONE = Done(5, 1, META, {"loss": (2.0, 4.0)}, STATE, {"rows": [{"answer": "\u00fc", "n": 1}]}, b"{}", 4, 6)
 REPLIES = [
@@ -64,7 +64,7 @@ REPLIES = [
     Ready(1, {"seconds": 0.5}),
     DONE,
     Done(1, 0),
-    Beat(0, 7, "h", "b"),
+    Heartbeat(0, 7, "h", "b"),
     Failed(1, "x", "e", "tb", True),
 ]
 

@@ -94,24 +94,24 @@ TRIAL = MFC("trial", "actor", Kind.GENERATE, SPEC, ("prompts",), ("tokens",))
 
 
 def test_who_reads_what_is_picked() -> None:
-    picker, later = replace(REW, redraws=3), replace(REF, name="later", inputs=("rewards",), outputs=("ref2",))
+    picker, later = replace(REW, resamples=3), replace(REF, name="later", inputs=("rewards",), outputs=("ref2",))
     graph = Graph((GEN, picker, REF, later, replace(TRAIN, inputs=("ref2", "ref", "rewards"))))
-    assert graph.picker is picker and graph.after_picker == {"later", "train"}
+    assert graph.filter_mfc is picker and graph.after_filter == {"later", "train"}
     plain = Graph((GEN, REW, REF, TRAIN))
-    assert plain.picker is None and plain.after_picker == frozenset()
-    found = graph_problems((replace(GEN, redraws=1), replace(picker), REF, replace(TRAIN, inputs=("prompts",))))
+    assert plain.filter_mfc is None and plain.after_filter == frozenset()
+    found = graph_problems((replace(GEN, resamples=1), replace(picker), REF, replace(TRAIN, inputs=("prompts",))))
     assert found == [
-        "MFC rew: redraws are those of gen already",
+        "MFC rew: resamples are those of gen already",
         "MFC train trains, but reads nothing of gen, for which prompts are drawn anew",
     ]
-    assert "MFC rew: redraws must not be negative" in graph_problems((GEN, replace(REW, redraws=-1), REF, TRAIN))
+    assert "MFC rew: resamples must not be negative" in graph_problems((GEN, replace(REW, resamples=-1), REF, TRAIN))
 
 
 def test_calls_on_held_out_rows_are_a_graph_of_their_own() -> None:
     graph = Graph((GEN, REW, REF, TRAIN), evaluation=(TRIAL, replace(REW, name="judged")))
-    assert graph["trial"] is TRIAL and names(graph.trial.topological) == ["trial", "judged"]
-    assert graph.dataset_keys == ("prompts", "row") and graph.trial.roles == ("actor",)
-    assert graph.trainer("actor") is TRAIN and graph.trial.trainer("actor") is None
+    assert graph["trial"] is TRIAL and names(graph.eval_graph.topological) == ["trial", "judged"]
+    assert graph.dataset_keys == ("prompts", "row") and graph.eval_graph.roles == ("actor",)
+    assert graph.trainer("actor") is TRAIN and graph.eval_graph.trainer("actor") is None
 
 
 @pytest.mark.parametrize(

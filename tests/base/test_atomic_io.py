@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from realhf.base.atomic_io import hold, is_held, remove_folder, rewrite
+from realhf.base.atomic_io import atomic_write, is_locked, remove_folder, try_lock
 
 HOLDER = """
 import sys
@@ -19,7 +19,7 @@ with hold(Path(sys.argv[1])) as is_mine:
 def test_a_file_gets_another_text_and_leaves_nothing(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     for text in ("one", "two"):
-        rewrite(file, text)
+        atomic_write(file, text)
         assert file.read_text() == text and list(tmp_path.iterdir()) == [file]
 
 
@@ -32,14 +32,14 @@ def test_a_folder_goes_with_what_was_left_of_it_before(tmp_path: Path) -> None:
 
 def test_a_lock_is_one_process_s_and_goes_with_it(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
-    assert not is_held(lock) and not lock.exists()
-    with hold(lock) as is_mine:
-        assert is_mine and is_held(lock)
-        with hold(lock, 0.0) as is_mine_too:
+    assert not is_locked(lock) and not lock.exists()
+    with try_lock(lock) as is_mine:
+        assert is_mine and is_locked(lock)
+        with try_lock(lock, 0.0) as is_mine_too:
             assert not is_mine_too
-    assert not is_held(lock)
+    assert not is_locked(lock)
     process = subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdout and process.stdout.readline() == b"True\n" and is_held(lock)
+    assert process.stdout and process.stdout.readline() == b"True\n" and is_locked(lock)
     process.kill()
     process.communicate(timeout=60)
-    assert not is_held(lock)
+    assert not is_locked(lock)

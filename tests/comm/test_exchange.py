@@ -7,18 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from realhf.comm.exchange import ALIGN, Move, Piece, exchange
+from realhf.comm.exchange import ALIGN, P2PCopy, TensorSlice, exchange
 
 CPU = torch.device("cpu")
 DTYPES = (torch.int64, torch.int32, torch.uint8, torch.float32, torch.float64, torch.bfloat16)
 
 
-def row(number: int, piece: Piece) -> Tensor:
+def row(number: int, piece: TensorSlice) -> Tensor:
     """What move ``number`` carries."""
     return (torch.arange(piece.numel) * 7 + number).remainder(251).to(piece.dtype)
 
 
-def random_moves(seed: int, world: int, count: int, longest: int) -> list[Move]:
+def random_moves(seed: int, world: int, count: int, longest: int) -> list[P2PCopy]:
     generator = torch.Generator().manual_seed(seed)
 
     def pick(n: int) -> int:
@@ -27,11 +27,11 @@ def random_moves(seed: int, world: int, count: int, longest: int) -> list[Move]:
     moves = []
     for number in range(count):
         numel = pick(longest + 1) if pick(4) else 0
-        moves.append(Move(number, pick(world), pick(world), Piece(DTYPES[pick(len(DTYPES))], numel)))
+        moves.append(P2PCopy(number, pick(world), pick(world), TensorSlice(DTYPES[pick(len(DTYPES))], numel)))
     return moves
 
 
-def exchange_rows(rank: int, moves: list[Move]) -> tuple[dict[int, Tensor], int]:
+def exchange_rows(rank: int, moves: list[P2PCopy]) -> tuple[dict[int, Tensor], int]:
     got: dict[int, Tensor] = {}
     pieces = {move.what: move.piece for move in moves}
     received = exchange(
@@ -40,11 +40,11 @@ def exchange_rows(rank: int, moves: list[Move]) -> tuple[dict[int, Tensor], int]
     return got, received
 
 
-def many_exchanges(rank: int, world: int, batches: list[list[Move]]) -> list[Any]:
+def many_exchanges(rank: int, world: int, batches: list[list[P2PCopy]]) -> list[Any]:
     return [exchange_rows(rank, moves) for moves in batches]
 
 
-def check(moves: list[Move], rank: int, got: dict[int, Tensor], received: int) -> None:
+def check(moves: list[P2PCopy], rank: int, got: dict[int, Tensor], received: int) -> None:
     mine = [move for move in moves if move.dst == rank]
     assert sorted(got) == [move.what for move in mine]
     for move in mine:
@@ -69,8 +69,8 @@ def swap_boxes(rank: int, world: int) -> Tensor:
     inside = torch.zeros(5, 6)
     box = (slice(1, 4), slice(2, 5))
     own = (slice(0, 1), slice(0, 6))
-    moves = [Move(box, r, (r + 1) % world, Piece(torch.float32, 9)) for r in range(world)]
-    moves += [Move(own, r, r, Piece(torch.float32, 6)) for r in range(world)]
+    moves = [P2PCopy(box, r, (r + 1) % world, TensorSlice(torch.float32, 9)) for r in range(world)]
+    moves += [P2PCopy(own, r, r, TensorSlice(torch.float32, 6)) for r in range(world)]
 
     def write(what: object, value: Tensor) -> None:
         inside[what].copy_(value.view(inside[what].shape))
@@ -91,9 +91,9 @@ def test_boxes_of_a_matrix(on_ranks: Callable[..., list[Any]]) -> None:
 
 def test_what_concerns_nobody_else_needs_no_processes() -> None:
     moves = [
-        Move(0, 1, 1, Piece(torch.int64, 4)),
-        Move(1, 0, 2, Piece(torch.int64, 4)),
-        Move(2, 1, 1, Piece(torch.uint8, 0)),
+        P2PCopy(0, 1, 1, TensorSlice(torch.int64, 4)),
+        P2PCopy(1, 0, 2, TensorSlice(torch.int64, 4)),
+        P2PCopy(2, 1, 1, TensorSlice(torch.uint8, 0)),
     ]
     got, received = exchange_rows(1, moves)
     assert received == 0 and sorted(got) == [0, 2]
@@ -101,6 +101,6 @@ def test_what_concerns_nobody_else_needs_no_processes() -> None:
 
 
 def test_pieces_are_rounded_up_so_that_any_type_can_follow() -> None:
-    sizes = [Piece(dtype, numel).nbytes for dtype in DTYPES for numel in range(40)]
+    sizes = [TensorSlice(dtype, numel).nbytes for dtype in DTYPES for numel in range(40)]
     assert all(size % ALIGN == 0 for size in sizes)
-    assert all(Piece(d, n).nbytes - n * d.itemsize in range(ALIGN) for d in DTYPES for n in range(40))
+    assert all(TensorSlice(d, n).nbytes - n * d.itemsize in range(ALIGN) for d in DTYPES for n in range(40))

@@ -11,8 +11,8 @@ from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import box_numel, box_shape, intersect, relative, whole
 from realhf.arch.param_specs import param_specs, stage_layers
-from realhf.comm.exchange import Move, Piece, exchange
-from realhf.comm.shared_memory import open_links
+from realhf.comm.exchange import P2PCopy, TensorSlice, exchange
+from realhf.comm.shared_memory import open_shared_memory_peers
 from realhf.models.flat_params import FlatParams
 from realhf.plan.compile.realloc import BoxCopy, copies_of, plan_realloc, shard_of
 
@@ -77,14 +77,16 @@ def lacking(src: Layout, dst: Layout, rank: int) -> int:
 
 def all_pairs(rank: int, world: int, hosts: tuple[str, ...], in_place: bool, verify: bool) -> tuple[list[str], int]:
     """Return what was wrong, and with how many ranks memory was shared."""
-    links = open_links(rank, world, 60.0, hosts)
+    links = open_shared_memory_peers(rank, world, 60.0, hosts)
     values, wrong = wholes(), []
     for src in LAYOUTS:
         source = shard(src, rank, values)
         for dst in LAYOUTS:
             target = shard(dst, rank, None)
             copies = tuple(copies_of(plan_realloc(SPECS, stages, src, dst)))
-            moves = [Move(c, c.src, c.dst, Piece(torch.float32, box_numel(c.box)), (c.name, c.box)) for c in copies]
+            moves = [
+                P2PCopy(c, c.src, c.dst, TensorSlice(torch.float32, box_numel(c.box)), (c.name, c.box)) for c in copies
+            ]
 
             def read(copy: BoxCopy, source: FlatParams | None = source) -> Tensor:
                 return source.read(copy.name, copy.box)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.comm.process_groups import Group, make_groups
-from realhf.comm.tensor_parallel import Seams
+from realhf.comm.tensor_parallel import TensorParallelRegion
 from realhf.ops.logprobs import VocabularyCut, packed_logprobs
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
@@ -63,8 +63,8 @@ def linear(rank: int, group: Group, config: Any, columns: bool) -> Pair:
     their_x = leaf(x)
     their_y, _ = layer(their_x[:, None])
     their_y[:, 0].backward(slope)
-    our_x, our_w, seams = leaf(x), leaf(mine), Seams(group, TOKENS)
-    our_y = F.linear(seams.enter(our_x), our_w) if columns else seams.leave(F.linear(our_x, our_w))
+    our_x, our_w, seams = leaf(x), leaf(mine), TensorParallelRegion(group, TOKENS)
+    our_y = F.linear(seams.copy_to_tp(our_x), our_w) if columns else seams.reduce_from_tp(F.linear(our_x, our_w))
     our_y.backward(slope)
     return [our_y, our_x.grad, our_w.grad], [their_y[:, 0], their_x.grad, layer.weight.grad]
 
@@ -94,7 +94,7 @@ def embedding(rank: int, world: int) -> tuple[float, int]:
         theirs.backward(slope)
         weight = leaf(mine)
         local, held = cut_of(rank, group).mine(tokens, len(weight))
-        ours = Seams(group, TOKENS).leave(F.embedding(local, weight) * held[:, None])
+        ours = TensorParallelRegion(group, TOKENS).reduce_from_tp(F.embedding(local, weight) * held[:, None])
         ours.backward(slope)
         return [ours, weight.grad], [theirs, layer.weight.grad]
 
@@ -115,7 +115,9 @@ def cross_entropy(rank: int, world: int) -> tuple[float, int]:
         theirs = vocab_parallel_cross_entropy(logits[:, None].contiguous(), targets[:, None])[:, 0]
         theirs.backward(slope)
         our_x, our_w = leaf(x), leaf(mine)
-        ours = -packed_logprobs(Seams(group, TOKENS).enter(our_x), our_w, targets, cut=cut_of(rank, group))
+        ours = -packed_logprobs(
+            TensorParallelRegion(group, TOKENS).copy_to_tp(our_x), our_w, targets, cut=cut_of(rank, group)
+        )
         ours.backward(slope)
         return [ours, our_x.grad, our_w.grad], [theirs, their_x.grad, their_w.grad]
 

@@ -6,30 +6,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from realhf.comm.packets import ALIGN, Ends, Move, Piece, checksum, parcels_of, spans
+from realhf.comm.packets import ALIGN, ExchangeBuffers, P2PCopy, TensorSlice, checksum, packets_of, strided_views
 
 CPU = torch.device("cpu")
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.int64)
 
 
 @st.composite
-def moves_of_rank_0(draw: st.DrawFn) -> list[Move]:
+def moves_of_rank_0(draw: st.DrawFn) -> list[P2PCopy]:
     moves = []
     for number in range(draw(st.integers(0, 12))):
-        piece = Piece(draw(st.sampled_from(DTYPES)), draw(st.integers(1, 300)))
+        piece = TensorSlice(draw(st.sampled_from(DTYPES)), draw(st.integers(1, 300)))
         receivers = draw(st.sets(st.integers(1, 3), min_size=1))
         content = number if draw(st.booleans()) else None
-        moves += [Move((number, dst), 0, dst, piece, content) for dst in sorted(receivers)]
+        moves += [P2PCopy((number, dst), 0, dst, piece, content) for dst in sorted(receivers)]
     return draw(st.permutations(moves))
 
 
 @settings(max_examples=50, deadline=None)
 @given(moves_of_rank_0(), st.integers(2, 40), st.sampled_from((0, ALIGN)), st.sampled_from((1, 500, 1 << 40)))
-def test_every_element_travels_once(moves: list[Move], limit: int, trailer: int, alone: int) -> None:
+def test_every_element_travels_once(moves: list[P2PCopy], limit: int, trailer: int, alone: int) -> None:
     limit = limit * ALIGN
     seen = {move.what: 0 for move in moves}
     written = set()
-    for parcel in parcels_of(moves, limit, trailer, alone):
+    for parcel in packets_of(moves, limit, trailer, alone):
         assert 0 < parcel.nbytes <= limit
         end = 0
         for part in parcel.parts:
@@ -40,7 +40,7 @@ def test_every_element_travels_once(moves: list[Move], limit: int, trailer: int,
             for move in part.moves:
                 assert seen[move.what] == part.start
                 seen[move.what] = part.stop
-            key = (part.moves[0].content, part.start)
+            key = (part.moves[0].dedup_key, part.start)
             assert key[0] is None or key not in written  # the same content leaves once
             written.add(key)
             assert len(parcel.parts) == 1 or part.moves[0].piece.nbytes < alone
@@ -56,7 +56,7 @@ def test_spans_are_the_elements_in_order(shape: list[int], data: st.DataObject) 
     box = wide[tuple(slice(cut, cut + n) for cut, n in zip(cuts, shape, strict=True))]
     start = data.draw(st.integers(0, box.numel() - 1))
     stop = data.draw(st.integers(start + 1, box.numel()))
-    views = spans(box, start, stop)
+    views = strided_views(box, start, stop)
     assert torch.equal(torch.cat([view.reshape(-1) for view in views]), box.reshape(-1)[start:stop])
     storage = wide.untyped_storage().data_ptr()
     assert all(view.untyped_storage().data_ptr() == storage for view in views)
@@ -74,14 +74,16 @@ def test_any_changed_element_is_noticed(dtype: torch.dtype, numel: int, offset: 
     assert not torch.equal(checksum([values], dtype, weights), before)
 
 
-def ends(place: Tensor, rank: int = 1) -> Ends:
-    return Ends(rank, lambda what: torch.arange(8.0), lambda what, flat: None, lambda what: place, CPU, verify=True)
+def ends(place: Tensor, rank: int = 1) -> ExchangeBuffers:
+    return ExchangeBuffers(
+        rank, lambda what: torch.arange(8.0), lambda what, flat: None, lambda what: place, CPU, verify=True
+    )
 
 
 @pytest.mark.parametrize("at", (0, 17, 31, 32))  # in the elements, and in the checksum itself
 def test_a_damaged_parcel_is_refused_by_name(at: int) -> None:
-    moves = [Move("layers.3.wq", 0, 1, Piece(torch.float32, 8))]
-    (parcel,) = parcels_of(moves, 1024, ALIGN)
+    moves = [P2PCopy("layers.3.wq", 0, 1, TensorSlice(torch.float32, 8))]
+    (parcel,) = packets_of(moves, 1024, ALIGN)
     buffer, place = torch.zeros(parcel.nbytes, dtype=torch.uint8), torch.zeros(8)
     ends(place, 0).pack(parcel, buffer)
     ends(place).unpack(parcel, buffer)
@@ -92,9 +94,9 @@ def test_a_damaged_parcel_is_refused_by_name(at: int) -> None:
 
 
 def test_a_place_that_cannot_hold_the_values_is_noticed() -> None:
-    moves = [Move("norm", 0, 1, Piece(torch.float32, 8))]
-    (parcel,) = parcels_of(moves, 1024, ALIGN)
+    moves = [P2PCopy("norm", 0, 1, TensorSlice(torch.float32, 8))]
+    (parcel,) = packets_of(moves, 1024, ALIGN)
     buffer = torch.zeros(parcel.nbytes, dtype=torch.uint8)
-    Ends(0, lambda what: torch.rand(8), lambda what, flat: None, None, CPU, verify=True).pack(parcel, buffer)
+    ExchangeBuffers(0, lambda what: torch.rand(8), lambda what, flat: None, None, CPU, verify=True).pack(parcel, buffer)
     with pytest.raises(RuntimeError, match="norm was damaged"):
         ends(torch.zeros(8, dtype=torch.bfloat16)).unpack(parcel, buffer)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.comm.process_groups import LARGE_BYTES, Group, ParallelContext, make_groups, open_store
+from realhf.comm.process_groups import LARGE_BYTES, Group, ParallelContext, make_groups, open_rendezvous
 
 WIDTH = 5
 
@@ -101,6 +101,6 @@ def test_a_worker_alone_on_its_axes_has_groups_of_one() -> None:
 
 
 def test_a_taken_port_is_an_error_that_names_it() -> None:
-    store = open_store("127.0.0.1", 0, 5.0)
+    store = open_rendezvous("127.0.0.1", 0, 5.0)
     with pytest.raises(ValueError, match=f"127.0.0.1:{store.port}"):
-        open_store("127.0.0.1", store.port, 5.0)
+        open_rendezvous("127.0.0.1", store.port, 5.0)

@@ -11,21 +11,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from realhf.comm.exchange import exchange
-from realhf.comm.packets import Move, Piece
-from realhf.comm.relay import RELAYED_BYTES, in_rounds
-from realhf.comm.shared_memory import open_links
+from realhf.comm.packets import P2PCopy, TensorSlice
+from realhf.comm.relay import MIN_RELAY_BYTES, scatter_allgather_rounds
+from realhf.comm.shared_memory import open_shared_memory_peers
 
 WORLD = 6
 
 
 @st.composite
-def broadcasts(draw: st.DrawFn) -> list[Move]:
+def broadcasts(draw: st.DrawFn) -> list[P2PCopy]:
     moves = []
     for number in range(draw(st.integers(0, 6))):
         src, content = draw(st.integers(0, WORLD - 1)), number if draw(st.booleans()) else None
-        piece = Piece(torch.float32, draw(st.integers(0, 60)))
+        piece = TensorSlice(torch.float32, draw(st.integers(0, 60)))
         receivers = draw(st.sets(st.integers(0, WORLD - 1), min_size=1))
-        moves += [Move((number, dst), src, dst, piece, content) for dst in draw(st.permutations(sorted(receivers)))]
+        moves += [P2PCopy((number, dst), src, dst, piece, content) for dst in draw(st.permutations(sorted(receivers)))]
     return moves
 
 
@@ -34,31 +34,34 @@ hosts_of_ranks = st.dictionaries(st.integers(0, WORLD - 1), st.sampled_from("ab"
 
 @settings(max_examples=200, deadline=None)
 @given(broadcasts(), hosts_of_ranks, st.integers(1, 64))
-def test_everything_arrives_once_from_who_has_it(moves: list[Move], hosts: dict[int, str], least: int) -> None:
-    first, second = in_rounds(moves, hosts, least)
+def test_everything_arrives_once_from_who_has_it(moves: list[P2PCopy], hosts: dict[int, str], least: int) -> None:
+    first, second = scatter_allgather_rounds(moves, hosts, least)
     of = {move.what: move for move in moves}
     got = Counter((move.what, at) for turn in (first, second) for move in turn for at in elements(move))
     assert got == Counter((move.what, at) for move in moves for at in elements(move))
-    assert all(move.held_as is None and move.src == of[move.what].src for move in first)
+    assert all(move.relay_source is None and move.src == of[move.what].src for move in first)
     brought = {(move.what, at) for move in first for at in elements(move)}
     for move in second:
-        assert of[move.held_as].dst == move.src and of[move.held_as].content == of[move.what].content
-        assert all((move.held_as, at) in brought for at in elements(move))
+        assert of[move.relay_source].dst == move.src and of[move.relay_source].dedup_key == of[move.what].dedup_key
+        assert all((move.relay_source, at) in brought for at in elements(move))
 
 
-def elements(move: Move) -> range:
+def elements(move: P2PCopy) -> range:
     return range(move.start, move.start + move.piece.numel)
 
 
 @settings(max_examples=100, deadline=None)
 @given(broadcasts(), hosts_of_ranks, st.integers(0, WORLD - 1), st.integers(0, WORLD - 1))
 def test_two_workers_agree_on_what_passes_between_them(
-    moves: list[Move], hosts: dict[int, str], one: int, other: int
+    moves: list[P2PCopy], hosts: dict[int, str], one: int, other: int
 ) -> None:
-    def between(given_moves: list[Move]) -> list[list[Move]]:
-        return [[m for m in turn if {m.src, m.dst} == {one, other}] for turn in in_rounds(given_moves, hosts, 16)]
+    def between(given_moves: list[P2PCopy]) -> list[list[P2PCopy]]:
+        return [
+            [m for m in turn if {m.src, m.dst} == {one, other}]
+            for turn in scatter_allgather_rounds(given_moves, hosts, 16)
+        ]
 
-    def known_to(rank: int) -> list[Move]:
+    def known_to(rank: int) -> list[P2PCopy]:
         contents = {(m.src, m.what[0]) for m in moves if rank in (m.src, m.dst)}
         return [m for m in moves if (m.src, m.what[0]) in contents]
 
@@ -66,24 +69,24 @@ def test_two_workers_agree_on_what_passes_between_them(
 
 
 def test_a_sender_far_away_sends_once_whatever_the_number_of_receivers() -> None:
-    numel = 8 * RELAYED_BYTES // 4
-    moves = [Move(dst, 0, dst, Piece(torch.float32, numel), "head") for dst in range(1, WORLD)]
+    numel = 8 * MIN_RELAY_BYTES // 4
+    moves = [P2PCopy(dst, 0, dst, TensorSlice(torch.float32, numel), "head") for dst in range(1, WORLD)]
     for hosts, sent in (({}, 1), ({0: "a", 1: "a"}, 2), ({1: "b", 2: "b", 3: "b", 4: "c", 5: "c"}, 2)):
-        first, second = in_rounds(moves, hosts)
+        first, second = scatter_allgather_rounds(moves, hosts)
         assert sum(move.piece.numel for move in first) == sent * numel
         assert all(move.src != 0 for move in second)
-    small = [Move(dst, 0, dst, Piece(torch.float32, 100), "norm") for dst in range(1, WORLD)]
-    assert in_rounds(small, {}) == (small, [])
+    small = [P2PCopy(dst, 0, dst, TensorSlice(torch.float32, 100), "norm") for dst in range(1, WORLD)]
+    assert scatter_allgather_rounds(small, {}) == (small, [])
 
 
 def everyone_to_all(rank: int, world: int, hosts: tuple[str, ...] | None, verify: bool) -> list[str]:
     """Every rank sends some columns of its matrix to all others; return which did not come as they were."""
-    links = open_links(rank, world, 60.0, hosts) if hosts else None
-    rows, columns = 500, 4 * RELAYED_BYTES // 4 // 500
+    links = open_shared_memory_peers(rank, world, 60.0, hosts) if hosts else None
+    rows, columns = 500, 4 * MIN_RELAY_BYTES // 4 // 500
     matrices = [torch.arange(2.0 * rows * columns).view(rows, -1) + src for src in range(world)]
     places = {src: torch.zeros(rows, 2 * columns) for src in range(world)}
-    piece = Piece(torch.float32, rows * columns)
-    moves = [Move((s, d), s, d, piece, "columns") for d in range(world) for s in range(world) if s != d]
+    piece = TensorSlice(torch.float32, rows * columns)
+    moves = [P2PCopy((s, d), s, d, piece, "columns") for d in range(world) for s in range(world) if s != d]
 
     def into(what: Any) -> Tensor:
         return places[what[0]][:, columns // 2 : columns // 2 + columns]

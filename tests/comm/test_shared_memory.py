@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realhf.comm.exchange import Move, Piece, exchange
-from realhf.comm.process_groups import join, open_store
-from realhf.comm.shared_memory import SLOT_BYTES, Links, open_links
+from realhf.comm.exchange import P2PCopy, TensorSlice, exchange
+from realhf.comm.process_groups import init_process_group, open_rendezvous
+from realhf.comm.shared_memory import SLOT_BYTES, SharedMemoryPeers, open_shared_memory_peers
 
 CPU = torch.device("cpu")
 WIDE = 3 * SLOT_BYTES // 2 // 4 // 1000  # elements; 1000 rows of twice this need several slots
@@ -34,13 +34,13 @@ def columns(of: Tensor, rank: int) -> Tensor:
     return of[:, rank * WIDE : (rank + 2) * WIDE]
 
 
-def swap_large(links: Links, rank: int, world: int, verify: bool) -> bool:
+def swap_large(links: SharedMemoryPeers, rank: int, world: int, verify: bool) -> bool:
     """Every rank sends some columns of its matrix to all others; tell whether all of them came."""
     sent = torch.arange(1000.0 * WIDE * (world + 1)).view(1000, -1) + rank
     received = {src: torch.zeros(1000, WIDE * (world + 1)) for src in range(world)}
-    piece = Piece(torch.float32, 1000 * 2 * WIDE)
+    piece = TensorSlice(torch.float32, 1000 * 2 * WIDE)
     pairs = [(src, dst) for dst in range(world) for src in range(world) if src != dst]
-    moves = [Move((src, dst), src, dst, piece, "columns") for src, dst in pairs]
+    moves = [P2PCopy((src, dst), src, dst, piece, "columns") for src, dst in pairs]
     exchange(
         moves,
         rank,
@@ -57,7 +57,7 @@ def swap_large(links: Links, rank: int, world: int, verify: bool) -> bool:
 
 
 def swap_again_and_again(rank: int, world: int) -> dict[str, Any]:
-    links = open_links(rank, world, 60.0)
+    links = open_shared_memory_peers(rank, world, 60.0)
     first = [swap_large(links, rank, world, verify=False)]
     before = len(rings()), len(os.listdir("/proc/self/fd"))
     again = [swap_large(links, rank, world, verify) for verify in (False, True, False)]
@@ -87,9 +87,9 @@ def test_large_pieces_again_and_again(on_ranks: Callable[..., list[Any]]) -> Non
 def without_memory(rank: int, world: int) -> tuple[frozenset[int], str, list[float]]:
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (SLOT_BYTES, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    links = open_links(rank, world, 60.0, ("near", "near", "far"))
+    links = open_shared_memory_peers(rank, world, 60.0, ("near", "near", "far"))
     place = torch.zeros(4)
-    moves = [Move(dst, (dst + 1) % world, dst, Piece(torch.float32, 4)) for dst in range(world)]
+    moves = [P2PCopy(dst, (dst + 1) % world, dst, TensorSlice(torch.float32, 4)) for dst in range(world)]
     exchange(
         moves, rank, lambda what: torch.full((4,), 1.0 + what), lambda what, flat: place.copy_(flat), CPU, links=links
     )
@@ -104,9 +104,9 @@ def test_where_memory_is_refused_the_network_is_used(on_ranks: Callable[..., lis
 
 
 def wait_in_vain(rank: int, world: int) -> str:
-    links = open_links(rank, world, 60.0)
+    links = open_shared_memory_peers(rank, world, 60.0)
     links.timeout_s = 0.2
-    moves = [Move("layers.0.wq", 1, 0, Piece(torch.float32, 4))]
+    moves = [P2PCopy("layers.0.wq", 1, 0, TensorSlice(torch.float32, 4))]
     text = ""
     if rank == 0:
         with pytest.raises(TimeoutError) as raised:
@@ -123,8 +123,8 @@ def test_a_wait_ends_and_names_what_was_awaited(on_ranks: Callable[..., list[Any
 
 
 def different_moves(rank: int, world: int) -> str:
-    links = open_links(rank, world, 60.0)
-    moves = [Move("head", 1, 0, Piece(torch.float32, 4 * (rank + 1)))]
+    links = open_shared_memory_peers(rank, world, 60.0)
+    moves = [P2PCopy("head", 1, 0, TensorSlice(torch.float32, 4 * (rank + 1)))]
     if rank == 1:
         exchange(moves, rank, lambda what: torch.zeros(8), lambda what, flat: None, CPU, links=links)
         return ""
@@ -141,8 +141,8 @@ def test_different_lists_of_moves_are_an_error(on_ranks: Callable[..., list[Any]
 def die_in_the_middle(rank: int, port: int, reply: Connection) -> None:
     """Rank 1 is killed while it packs its second piece."""
     torch.set_num_threads(1)
-    join("127.0.0.1", port, rank, 2, "cpu", 60.0, None)
-    links = open_links(rank, 2, 60.0)
+    init_process_group("127.0.0.1", port, rank, 2, "cpu", 60.0, None)
+    links = open_shared_memory_peers(rank, 2, 60.0)
     numel = 3 * SLOT_BYTES // 4 // 4
 
     def read(what: object) -> Tensor:
@@ -150,7 +150,7 @@ def die_in_the_middle(rank: int, port: int, reply: Connection) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return torch.zeros(numel)
 
-    moves = [Move(what, 1, 0, Piece(torch.float32, numel)) for what in ("first", "second")]
+    moves = [P2PCopy(what, 1, 0, TensorSlice(torch.float32, numel)) for what in ("first", "second")]
     try:
         exchange(moves, rank, read, lambda what, flat: None, CPU, links=links)
         reply.send_bytes(b"no error")
@@ -163,7 +163,7 @@ def die_in_the_middle(rank: int, port: int, reply: Connection) -> None:
 @pytest.mark.dist
 def test_a_killed_worker_is_noticed_at_once_and_leaves_nothing() -> None:
     processes = multiprocessing.get_context("spawn")
-    store = open_store("127.0.0.1", 0, 60.0)
+    store = open_rendezvous("127.0.0.1", 0, 60.0)
     mine, theirs = processes.Pipe()
     ranks = [processes.Process(target=die_in_the_middle, args=(rank, store.port, theirs)) for rank in range(2)]
     for process in ranks:

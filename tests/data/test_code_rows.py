@@ -8,7 +8,7 @@ import pytest
 
 from realhf.api.config import DatasetConfig, OnBadRow
 from realhf.api.experiment import Task
-from realhf.data.rows import Rows, read_rows
+from realhf.data.rows import TaskRows, read_rows
 
 HUMAN_EVAL = Path(__file__).parents[2] / "../shared/data/HumanEval.jsonl.gz"
 TESTS = {"inputs": ["1\n", ""], "outputs": ["2", "0\n"]}
@@ -16,7 +16,7 @@ CALLS = {"inputs": ['1\n"a"', "[2]\n\nnull\n"], "outputs": ['"b"', "{}"], "fn_na
 STUB = {"prompt": "def f(x):\n", "test": "def check(candidate):\n    pass", "entry_point": "f"}
 
 
-def read(tmp_path: Path, *rows: object, **options: object) -> Rows:
+def read(tmp_path: Path, *rows: object, **options: object) -> TaskRows:
     file = tmp_path / "d.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return read_rows(DatasetConfig(path=str(file), on_bad_row=OnBadRow.skip, **options), Task.code)

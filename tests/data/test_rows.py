@@ -8,10 +8,10 @@ import pytest
 from realhf.api.config import DatasetConfig, OnBadRow
 from realhf.api.experiment import Task
 from realhf.base.errors import UserError
-from realhf.data.rows import Rows, read_rows
+from realhf.data.rows import TaskRows, read_rows
 
 
-def read(tmp_path: Path, text: str | bytes, task: Task, **options: object) -> Rows:
+def read(tmp_path: Path, text: str | bytes, task: Task, **options: object) -> TaskRows:
     file = tmp_path / "d.jsonl"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     return read_rows(DatasetConfig(path=str(file), **options), task)
@@ -237,11 +237,15 @@ def test_options_that_cannot_work_are_errors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "options", "words"),
     [
-        (Task.ranked, {"max_replies": 1}, "dataset.max_replies=1 must be at least 2"),
+        (Task.ranked, {"max_responses": 1}, "dataset.max_responses=1 must be at least 2"),
         (Task.pairs, {"label_noise": 1.5}, "dataset.label_noise=1.5 must be within 0 and 1"),
         (Task.sft, {"label_noise": 0.1}, "dataset.label_noise=0.1 is for pairs"),
-        (Task.pairs, {"eval_share": 1.0}, "dataset.eval_share=1.0 must be at least 0 and below 1"),
-        (Task.pairs, {"eval_share": 0.1, "eval_path": "f"}, "dataset.eval_share and dataset.eval_path are both set"),
+        (Task.pairs, {"eval_fraction": 1.0}, "dataset.eval_fraction=1.0 must be at least 0 and below 1"),
+        (
+            Task.pairs,
+            {"eval_fraction": 0.1, "eval_path": "f"},
+            "dataset.eval_fraction and dataset.eval_path are both set",
+        ),
     ],
 )
 def test_options_of_preferences_and_held_out_rows(tmp_path: Path, task: Task, options: dict, words: str) -> None:

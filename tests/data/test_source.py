@@ -228,7 +228,7 @@ def texts_of(batch: SequenceBatch, tokenizer: PreTrainedTokenizerBase) -> list[s
 
 def test_ranked_lists_keep_their_order(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [{"prompt": "p", "answers": list("abcdef")}, {"prompt": "q", "answers": ["x", "y"]}]
-    batch = source(tmp_path, rows, Task.ranked, tokenizer, max_replies=3).batch(0, 10)
+    batch = source(tmp_path, rows, Task.ranked, tokenizer, max_responses=3).batch(0, 10)
     assert batch.ids[:5] == tuple(RowId(p, s) for p, s in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)])
     answers = [text[1] for text in texts_of(batch, tokenizer)]
     assert answers[3:5] == ["x", "y"]
@@ -290,11 +290,11 @@ def test_a_share_of_the_rows_is_held_out(tmp_path: Path, tokenizer: PreTrainedTo
         trained = stream.batch(0, len(stream))
         return tuple([text[0] for text in texts_of(some, tokenizer)[::2]] for some in (trained, kept))
 
-    trained, held_out = parts(eval_share=0.2)
+    trained, held_out = parts(eval_fraction=0.2)
     assert len(held_out) == 4 and sorted(trained + held_out) == [chr(97 + i) for i in range(20)]
-    assert held_out == sorted(held_out) and parts(eval_share=0.2) == (trained, held_out)
-    assert parts(eval_share=0.2, split_seed=2)[1] != held_out
-    assert [len(part) for part in parts(eval_share=0.001)] == [19, 1]
+    assert held_out == sorted(held_out) and parts(eval_fraction=0.2) == (trained, held_out)
+    assert parts(eval_fraction=0.2, split_seed=2)[1] != held_out
+    assert [len(part) for part in parts(eval_fraction=0.001)] == [19, 1]
     assert [len(part) for part in parts()] == [20, 0]
 
 

@@ -17,7 +17,7 @@ from realhf.api.config import (
 from realhf.api.config.ensemble import EnsembleConfig
 from realhf.api.config.preference import DPOConfig, PreferenceLoss, RewardModelType, RWConfig
 from realhf.api.experiment import Task
-from realhf.api.multi_stage import Campaign
+from realhf.api.multi_stage import MultiStageExperiment
 from realhf.base.errors import UserError
 from realhf.experiments import EXPERIMENTS, experiment_class
 from realhf.experiments.dpo import DPOExperiment
@@ -38,7 +38,7 @@ class Mine(SFTExperiment):
 """
 
 
-@pytest.mark.parametrize("name", [n for n in EXPERIMENTS if not issubclass(experiment_class(n), Campaign)])
+@pytest.mark.parametrize("name", [n for n in EXPERIMENTS if not issubclass(experiment_class(n), MultiStageExperiment)])
 def test_every_experiment_hangs_together(name: str) -> None:
     experiment = experiment_class(name)()
     experiment.dataset.train_bs_n_seqs = 6
@@ -110,7 +110,7 @@ def test_a_reward_model_gets_a_new_head_unless_it_is_one() -> None:
 
 @pytest.mark.parametrize("loss", PreferenceLoss)
 def test_a_reference_is_asked_where_the_loss_needs_one(loss: PreferenceLoss) -> None:
-    experiment = DPOExperiment(dpo=DPOConfig(loss), dataset=DatasetConfig(eval_share=0.1))
+    experiment = DPOExperiment(dpo=DPOConfig(loss), dataset=DatasetConfig(eval_fraction=0.1))
     experiment.actor, experiment.ref = ModelSpec("a", bf16=True, gradient_checkpointing=True), ModelSpec(offload=True)
     graph, roles = experiment.graph(), experiment.roles()
     if loss in (PreferenceLoss.orpo, PreferenceLoss.simpo):
@@ -121,7 +121,7 @@ def test_a_reference_is_asked_where_the_loss_needs_one(loss: PreferenceLoss) -> 
     more = loss is PreferenceLoss.kto  # its point of reference comes from answers that belong to other prompts
     steps, trials = [*["ref_kl_inf"] * more, "actor_train"], [*["ref_kl_eval"] * more, "actor_eval"]
     assert [m.name for m in graph.topological] == ["ref_inf", *steps] and graph.offloaded == ("ref",)
-    assert [m.name for m in graph.trial.topological] == ["ref_eval", *trials] and experiment.problems() == []
+    assert [m.name for m in graph.eval_graph.topological] == ["ref_eval", *trials] and experiment.problems() == []
     assert set(experiment.placements()) == {m.name for m in graph.mfcs}
     assert roles["ref"].spec == ModelSpec("a", bf16=True, offload=True) and roles["ref"].starts_as == "actor"
     assert DPOExperiment(ref=ModelSpec("b")).roles()["ref"].starts_as is None
@@ -161,10 +161,10 @@ LEARNING_BY_REWARD = ("ppo", "ppo-math", "ppo-code", "grpo", "rloo", "reinforce-
 def test_held_out_prompts_are_answered_and_judged(name: str) -> None:
     experiment = experiment_class(name)()
     assert isinstance(experiment, PPOExperiment) and experiment.graph().evaluation == ()
-    experiment.dataset.eval_share, experiment.ppo.gen.temperature, experiment.ppo.gen.max_new_tokens = 0.1, 0.5, 99
+    experiment.dataset.eval_fraction, experiment.ppo.gen.temperature, experiment.ppo.gen.max_new_tokens = 0.1, 0.5, 99
     experiment.ppo.generation_size = 16
     graph = experiment.graph()
-    answer, judge = graph.trial.topological
+    answer, judge = graph.eval_graph.topological
     assert (answer.name, answer.role, answer.inputs) == ("eval_gen", "actor", ("prompts", "row"))
     assert {key: answer.interface.config[key] for key in ("greedy", "n", "max_new_tokens", "temperature")} == {
         "greedy": True, "n": 1, "max_new_tokens": 99, "temperature": 1.0}  # fmt: skip
@@ -177,7 +177,7 @@ def test_held_out_prompts_are_answered_and_judged(name: str) -> None:
 
 def test_trials_of_ensembles_and_of_strict_verifiers() -> None:
     ensemble = PPOExperiment(ensemble=EnsembleConfig(members=["a", "b"]), dataset=DatasetConfig(eval_path="x"))
-    names = [m.name for m in ensemble.graph().trial.topological]
+    names = [m.name for m in ensemble.graph().eval_graph.topological]
     assert names == ["eval_gen", "eval_rew_0", "eval_rew_1", "eval_rew"]
     strict = PPOMathExperiment(dataset=DatasetConfig(eval_path="x"))
     strict.reward.check_verifier_status = True
@@ -243,7 +243,7 @@ def test_what_ppo_refuses(options: dict, start: str) -> None:
         ({"top_k": -1}, "gen.top_k must be 0 (all) or positive"),
         ({"temperature": -1}, "gen.temperature must not be negative"),
         ({"n": 0}, "gen.n must be positive"),
-        ({"max_slots": 0}, "gen.max_slots must be positive"),
+        ({"max_num_seqs": 0}, "gen.max_num_seqs must be positive"),
     ],
 )
 def test_what_sampling_refuses(options: dict, start: str) -> None:

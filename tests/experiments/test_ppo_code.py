@@ -13,7 +13,7 @@ def test_code_is_judged_unless_another_reward_is_named(tmp_path: Path) -> None:
     assert experiment.graph().dataset_keys == ("prompts", "row")
     assert experiment.graph()["rew_inf"].interface.config["reward"]["fn"] == "code"
     (tmp_path / "r.py").write_text("def reward(prompt, answer, row):\n    return 1.0\n")
-    tasks = {"code_lax": Task.code, "math": Task.math, f"{tmp_path}/r.py:reward": Task.prompt}
+    tasks = {"code_unordered": Task.code, "math": Task.math, f"{tmp_path}/r.py:reward": Task.prompt}
     for experiment.reward.fn, task in tasks.items():
         assert experiment.task is task and experiment.problems() == []
     experiment.reward.fn = "cod"

@@ -16,7 +16,7 @@ from realhf.api.config import (
 from realhf.api.config.ensemble import EnsembleConfig, Objective
 from realhf.api.config.preference import ScoreConfig
 from realhf.api.experiment import Task
-from realhf.api.multi_stage import Campaign
+from realhf.api.multi_stage import MultiStageExperiment
 from realhf.base.errors import UserError
 from realhf.experiments.bon import BestOfNExperiment, best_of_n, by_prompt, failed_share, written_singly
 from realhf.experiments.ppo import PPOExperiment
@@ -90,7 +90,7 @@ def test_given_answers_must_have_solutions_for_a_verifier(tmp_path: Path) -> Non
 def test_best_of_n_is_one_run_with_the_same_options(tmp_path: Path) -> None:
     experiment = BestOfNExperiment(policy=ModelSpec("p"), ensemble=TWO, seed=7)
     stage = next(iter(experiment.stages(tmp_path)))
-    assert isinstance(experiment, Campaign) and (stage.name, stage.experiment) == ("scored", "score")
+    assert isinstance(experiment, MultiStageExperiment) and (stage.name, stage.experiment) == ("scored", "score")
     assert isinstance(stage.config, ScoreExperiment) and stage.config.n_logged_generations == -1
     assert (stage.config.ensemble, stage.config.seed, stage.config.sampling.n) == (TWO, 7, 16)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from realhf.api.config import GenerationConfig
 from realhf.api.config.choices import Backend
-from realhf.comm.process_groups import join, leave, open_store
+from realhf.comm.process_groups import destroy_process_group, init_process_group, open_rendezvous
 from realhf.models.engine.decode import group
 from tests.models.engine.conftest import llama, twins  # noqa: F401
 from tests.models.engine.tiny_engine import FAMILIES, counted, engine_on, nll, prompts_of, rows_of
@@ -42,7 +42,7 @@ def test_inference_and_training_equal_the_cpu(family: str, bf16: bool, twins: di
 
 
 def test_generation_equals_the_cpu_token_by_token(llama: Path) -> None:  # noqa: F811
-    config = GenerationConfig(max_new_tokens=20, max_slots=9)
+    config = GenerationConfig(max_new_tokens=20, max_num_seqs=9)
     made = engine_on(llama, trained=False).generate(prompts_of(LENGTHS), config, 3, 11)
     there = engine_on(llama, trained=False, device="cuda").generate(prompts_of(LENGTHS).to("cuda"), config, 3, 11)
     assert torch.equal(there["tokens"].cpu(), made["tokens"])
@@ -53,7 +53,7 @@ def test_generation_equals_the_cpu_token_by_token(llama: Path) -> None:  # noqa:
 def test_graphs_draw_what_steps_draw(
     options: dict, llama: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:  # fmt: skip
-    config = GenerationConfig(max_new_tokens=40, max_slots=19, **options)
+    config = GenerationConfig(max_new_tokens=40, max_num_seqs=19, **options)
     engine, prompts = engine_on(llama, trained=False, device="cuda"), prompts_of(LENGTHS).to("cuda")
     made = engine.generate(prompts, config, 3, 11)
     monkeypatch.setattr(group, "has_graphs", lambda model: False)
@@ -65,8 +65,8 @@ def test_graphs_draw_what_steps_draw(
 @pytest.mark.parametrize("bf16", [False, True])
 def test_megatron_trains_as_the_native_optimizer(bf16: bool, llama: Path) -> None:  # noqa: F811
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-    store = open_store("127.0.0.1", 0, 60.0)
-    join("127.0.0.1", store.port, 0, 1, "cuda", 60.0, store)
+    store = open_rendezvous("127.0.0.1", 0, 60.0)
+    init_process_group("127.0.0.1", store.port, 0, 1, "cuda", 60.0, store)
     try:
         assert dist.get_backend() == "nccl"
         rows = rows_of((5, 9, 2, 7)).to("cuda")
@@ -79,7 +79,7 @@ def test_megatron_trains_as_the_native_optimizer(bf16: bool, llama: Path) -> Non
         n = ours.params.end
         assert apart(theirs.params.data[:n], ours.params.data[:n]) < (1e-2 if bf16 else 1e-5)
     finally:
-        leave()
+        destroy_process_group()
 
 
 def test_ppo_on_one_gpu(task: Any, actor_folder: Path, tmp_path: Path) -> None:

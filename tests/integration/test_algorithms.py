@@ -45,7 +45,7 @@ def test_the_curve_does_not_depend_on_the_layout(kind: str, runs: Runs) -> None:
 def test_what_each_algorithm_reports(runs: Runs) -> None:
     grpo, rloo, remax, vine = (runs[name].curve[1] for name in ("grpo", "rloo", "remax", "vineppo"))
     assert grpo["actor_train/kl_k3"] > 0 and grpo["actor_train/kl_k2"] > 0 and grpo["actor_train/kl_loss"] > 0
-    assert rloo["actor_train/mismatch"] < 1e-4 and rloo["actor_train/behaviour_weight"] == pytest.approx(1.0, abs=1e-4)
+    assert rloo["actor_train/logprob_diff"] < 1e-4 and rloo["actor_train/is_weight"] == pytest.approx(1.0, abs=1e-4)
     assert "ref_inf" not in str(remax) and remax["greedy_rew/reward"] != remax["rew_inf/reward"]
     assert 1 <= vine["value_gen/states"] <= 2 and vine["value_gen/shared_states"] > 0.3
 
@@ -59,9 +59,9 @@ def test_rollout_may_be_a_step_ahead(
     variants = {"abreast": [], "ahead": ["max_staleness=1"]}
     runs = realhf_all("ppo-math", tmp_path_factory.mktemp("stale"), variants, [*ppo_words, *apart])
     abreast, ahead = runs["abreast"].curve, runs["ahead"].curve
-    assert abreast[0]["actor_train/mismatch"] == pytest.approx(ahead[0]["actor_train/mismatch"], abs=1e-6)
-    assert all(line["actor_train/mismatch"] < 1e-4 for line in abreast)
-    assert all(line["actor_train/mismatch"] > 1e-3 for line in ahead[1:])  # drawn by the weights of a step before
+    assert abreast[0]["actor_train/logprob_diff"] == pytest.approx(ahead[0]["actor_train/logprob_diff"], abs=1e-6)
+    assert all(line["actor_train/logprob_diff"] < 1e-4 for line in abreast)
+    assert all(line["actor_train/logprob_diff"] > 1e-3 for line in ahead[1:])  # drawn by the weights of a step before
     assert all(line["actor_train/importance_ratio"] == pytest.approx(1.0, abs=0.2) for line in ahead)
 
 
@@ -71,26 +71,26 @@ def test_dynamic_sampling_fills_its_batches(
     """Seventeen sums, seven a step; a third of the groups tells nothing."""
     words = [*ppo_words, *FEW, f"reward.fn={reward_file}:rare", "ppo.dynamic_sampling=True", "n_logged_generations=-1",
              "exp_ctrl.total_train_epochs=2", "exp_ctrl.total_train_steps=4"]  # fmt: skip
-    variants = {"whole": [], "cut": CUT, "no more": ["ppo.max_redraws=0"], "ahead": ["max_staleness=1"]}
+    variants = {"whole": [], "cut": CUT, "no more": ["ppo.max_resamples=0"], "ahead": ["max_staleness=1"]}
     runs = realhf_all("grpo", tmp_path_factory.mktemp("dapo"), variants, words)
     assert same_curve(runs["whole"], runs["cut"]) == []
     told = [
         {row["prompt_id"] for row in runs["no more"].generations(step) if "rewards" in row} for step in (1, 2, 3, 4)
     ]
-    assert min(map(len, told)) < 7 and "prompts/drawn" not in runs["no more"].metrics[0]
+    assert min(map(len, told)) < 7 and "prompts/sampled" not in runs["no more"].metrics[0]
     for name in ("whole", "cut", "ahead"):
-        assert all(line["prompts/kept"] >= 7 for line in runs[name].metrics)
-        assert max(line["prompts/drawn"] for line in runs[name].metrics) > 7
+        assert all(line["prompts/used"] >= 7 for line in runs[name].metrics)
+        assert max(line["prompts/sampled"] for line in runs[name].metrics) > 7
     for line in runs["whole"].metrics:
         rows = runs["whole"].generations(int(line["step"]))
         groups: dict[int, list[float]] = {}
         for row in rows:
             groups.setdefault(row["prompt_id"], []).extend([row["rewards"]] if "rewards" in row else [])
-        assert len(groups) == line["prompts/drawn"]
+        assert len(groups) == line["prompts/sampled"]
         if line["step"] <= 2:  # later ones lie across the end of an epoch
             assert len({row["prompt"] for row in rows}) == min(17, len(groups))
         told = [rewards for rewards in groups.values() if rewards]
-        assert len(told) == line["prompts/kept"] and all(len(set(rewards)) == 2 for rewards in told)
+        assert len(told) == line["prompts/used"] and all(len(set(rewards)) == 2 for rewards in told)
 
 
 def test_restem_is_a_campaign_of_runs(

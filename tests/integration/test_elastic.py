@@ -14,7 +14,7 @@ from tests.integration.test_resume import OFTEN, resume
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 Living = Callable[[Path], dict[int, str]]
-TWO = ["n_gpus_per_node=2", "recover_deaths=1", "recover_mode=fault"]
+TWO = ["n_gpus_per_node=2", "max_device_failures=1", "recover_mode=fault"]
 PATIENCE_S = 120.0
 
 

@@ -26,7 +26,7 @@ VARIANTS = {
     "lent": [TWO, "allocation_mode=actor_gen:d2,*:d1"],
     "turned": [TWO, MANUAL, *(f"{call}.device_mesh=1,0" for call in CALLS),
                *(f"{call}.parallel.data_parallel_size=2" for call in CALLS)],
-    "small": ["actor_train.mb_spec.max_tokens_per_mb=40", "critic_train.mb_spec.n_mbs=3", "ppo.gen.max_slots=3"],
+    "small": ["actor_train.mb_spec.max_tokens_per_mb=40", "critic_train.mb_spec.n_mbs=3", "ppo.gen.max_num_seqs=3"],
 }  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def weights(run: Run, role: str) -> dict[str, torch.Tensor]:
 def test_the_run_made_three_steps_and_learned_something(runs: dict[str, Run], actor_folder: Path) -> None:
     one = runs["one"]
     assert [line["step"] for line in one.metrics] == [1, 2, 3]
-    assert all(line["actor_train/vetoed"] == 0 and line["actor_train/grad_norm"] > 0 for line in one.metrics)
+    assert all(line["actor_train/step_skipped"] == 0 and line["actor_train/grad_norm"] > 0 for line in one.metrics)
     assert one.curve[0]["kl/ref"] == pytest.approx(0.0, abs=1e-5) and one.curve[2]["kl/ref"] > 1e-4
     assert one.curve[0]["actor_train/importance_ratio"] == pytest.approx(1.0, abs=0.05)
     before, after = load_file(actor_folder / "model.safetensors"), weights(one, "actor")

@@ -96,7 +96,7 @@ def test_redraws_go_on_to_the_bit(
     words = [*ppo_words, *OFTEN, "ppo.dynamic_sampling=True", f"reward.fn={reward_file}:rare", "ppo.group_size=3",
              "critic.optimizer.lr=1e-5"]  # fmt: skip
     straight = realhf("grpo", tmp_path / "straight", words)
-    assert max(line["prompts/drawn"] for line in straight.metrics) > 7
+    assert max(line["prompts/sampled"] for line in straight.metrics) > 7
     started = start("grpo", tmp_path / "killed", words)
     kill(started, 3, "master")
     found = resume(started.root)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.system.transport.channel import ALONE_S
+from realhf.system.transport.channel import MASTER_LOST_S
 from tests.integration.conftest import PATIENCE_S, PROGRAM, REPOSITORY, Run, Started, same_curve
 from tests.launch.slurm_cluster import SlurmCluster, why_not
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 Start = Callable[..., Started]
 Living = Callable[[Path], dict[int, str]]
 WORDS = ["mode=slurm", "n_nodes=2", "n_gpus_per_node=2"]
-GOING_S = 2 * ALONE_S  # a killed daemon ends nothing: its workers leave without their master
+GOING_S = 2 * MASTER_LOST_S  # a killed daemon ends nothing: its workers leave without their master
 ENDLESS = ["exp_ctrl.total_train_epochs=10000"]
 
 

@@ -162,7 +162,7 @@ def dpo(
     words = [
         f"actor.path={actor_folder}",
         f"dataset.path={task.root / 'preferences.jsonl'}",
-        "dataset.eval_share=0.25",
+        "dataset.eval_fraction=0.25",
         "dataset.train_bs_n_seqs=5",
         "exp_ctrl.eval_freq_steps=5",
         "exp_ctrl.total_train_epochs=4",
@@ -195,7 +195,7 @@ def test_reward_models_of_every_kind(
         f"model.path={actor_folder}",
         f"rw.type={kind}",
         f"dataset.path={task.root / file}.jsonl",
-        "dataset.eval_share=0.25",
+        "dataset.eval_fraction=0.25",
         "dataset.train_bs_n_seqs=5",
         "exp_ctrl.total_train_epochs=4",
         "model.optimizer.lr=3e-3",

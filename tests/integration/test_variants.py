@@ -130,7 +130,7 @@ def generated(
         "sampling.max_new_tokens=10",
         "sampling.temperature=0.8",
     ]
-    variants = {"one": ["mode=inline"], "two": [TWO, "sampling.max_slots=4", "dataset.train_bs_n_seqs=17"]}
+    variants = {"one": ["mode=inline"], "two": [TWO, "sampling.max_num_seqs=4", "dataset.train_bs_n_seqs=17"]}
     return realhf_all("gen", tmp_path_factory.mktemp("gen"), variants, words)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from realhf.api.config import ExperimentConfig, MFCConfig, Mode, ParallelConfig
 from realhf.launch import launch_problems
-from realhf.launch.elastic import Way, gone_for_good, way_on
+from realhf.launch.elastic import ElasticRestart, failed_permanently, plan_restart
 from realhf.launch.local import visible
 
 
@@ -13,43 +13,46 @@ def config(**options: object) -> ExperimentConfig:
 
 
 def test_nothing_lost_nothing_set() -> None:
-    assert way_on(config(n_nodes=2, allocation_mode="d8"), {}, "cuda", 2, []) == Way((), 8)
+    assert plan_restart(config(n_nodes=2, allocation_mode="d8"), {}, "cuda", 2, []) == ElasticRestart((), 8)
 
 
 def test_devices_that_are_left_keep_their_numbers() -> None:
-    way = way_on(config(), {}, "cuda", 1, [1])
-    assert way == Way(("n_gpus_per_node=3", "devices=[0,2,3]"), 3, "the device of worker 1")
-    way = way_on(config(n_gpus_per_node=3, devices=[0, 2, 3]), {}, "cuda", 1, [0, 1])
+    way = plan_restart(config(), {}, "cuda", 1, [1])
+    assert way == ElasticRestart(("n_gpus_per_node=3", "devices=[0,2,3]"), 3, "the device of worker 1")
+    way = plan_restart(config(n_gpus_per_node=3, devices=[0, 2, 3]), {}, "cuda", 1, [0, 1])
     assert way and way.words == ("n_gpus_per_node=1", "devices=[3]")
-    way = way_on(config(), {}, "cpu", 1, [1])
+    way = plan_restart(config(), {}, "cpu", 1, [1])
     assert way and way.words == ("n_gpus_per_node=3",)
 
 
 def test_nodes_are_lost_whole() -> None:
-    way = way_on(config(n_nodes=3, mode=Mode.ray), {}, "cuda", 2, [])
-    assert way == Way(("n_nodes=2",), 8, "1 of 3 nodes")
-    assert way_on(config(n_nodes=3), {}, "cuda", 0, []) is None and way_on(config(), {}, "cpu", 1, range(4)) is None
+    way = plan_restart(config(n_nodes=3, mode=Mode.ray), {}, "cuda", 2, [])
+    assert way == ElasticRestart(("n_nodes=2",), 8, "1 of 3 nodes")
+    assert (
+        plan_restart(config(n_nodes=3), {}, "cuda", 0, []) is None
+        and plan_restart(config(), {}, "cpu", 1, range(4)) is None
+    )
 
 
 def test_plans_of_the_user_are_not_replaced_unasked() -> None:
     placements = {"gen": MFCConfig(device_mesh="0-1", parallel=ParallelConfig(2)), "train": MFCConfig()}
-    way = way_on(config(allocation_mode="manual"), placements, "cpu", 1, [3])
+    way = plan_restart(config(allocation_mode="manual"), placements, "cpu", 1, [3])
     assert way and way.refusal == "allocation_mode=manual is for 4 workers, 3 are left"
     assert way.words == ("n_gpus_per_node=3", "allocation_mode=heuristic", "gen.device_mesh=null",
                          "gen.parallel.data_parallel_size=1")  # fmt: skip
-    way = way_on(config(allocation_mode="d2t2", recover_allocation="search"), placements, "cpu", 1, [3])
+    way = plan_restart(config(allocation_mode="d2t2", recover_allocation="search"), placements, "cpu", 1, [3])
     assert way and not way.refusal and way.words == ("n_gpus_per_node=3", "allocation_mode=search")
 
 
 def test_who_dies_too_often_is_gone() -> None:
-    assert gone_for_good(config(), {0: 1, 3: 2, 1: 3}) == [1, 3]
-    assert gone_for_good(config(mode=Mode.ray), {3: 2}) == []  # Ray says which nodes are
+    assert failed_permanently(config(), {0: 1, 3: 2, 1: 3}) == [1, 3]
+    assert failed_permanently(config(mode=Mode.ray), {3: 2}) == []  # Ray says which nodes are
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"recover_deaths": 0}, "recover_deaths must be positive"),
+        ({"max_device_failures": 0}, "max_device_failures must be positive"),
         ({"recover_allocation": "d2"}, "recover_allocation=d2: nobody knows"),
         ({"devices": [0, 1]}, "does not name n_gpus_per_node=4 different devices"),
         ({"devices": [0, 1, 1, 2]}, "does not name n_gpus_per_node=4 different devices"),

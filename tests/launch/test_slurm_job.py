@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from realhf.api.config import ExperimentConfig, Mode, RecoverMode, SlurmConfig
-from realhf.launch.slurm_job import Ear, JobState, parse_states, script
+from realhf.launch.slurm_job import JobState, LogTail, parse_states, script
 
 SHOWN = "JobId={} ArrayJobId=7 {}JobName=a JobState={} Reason={} Restarts={} ExitCode={} NodeList={} Command=/x y=z/s"
 SCRIPT = """\
@@ -72,15 +72,15 @@ def test_tasks_of_an_array_are_told_apart() -> None:
 
 def test_an_ear_hears_whole_lines_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "log"
-    ear = Ear(file, "seed_1  ")
-    ear.hear()
+    ear = LogTail(file, "seed_1  ")
+    ear.poll()
     file.write_text("one\ntw")
-    ear.hear()
-    ear.hear()
+    ear.poll()
+    ear.poll()
     assert capsys.readouterr().out == "seed_1  one\n"
     with file.open("a") as log:
         log.write("o\n")
-    ear.hear()
+    ear.poll()
     assert capsys.readouterr().out == "seed_1  two\n"
-    Ear(file, "").hear()
+    LogTail(file, "").poll()
     assert capsys.readouterr().out == ""  # of an earlier launch

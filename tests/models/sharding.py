@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realhf.api.batch_meta import PROMPT, RowId
-from realhf.api.config import GenerationConfig, ModelSpec, OptimizerConfig, Schedule
+from realhf.api.config import GenerationConfig, LRSchedule, ModelSpec, OptimizerConfig
 from realhf.api.experiment import RoleSpec
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.messages import Stats
@@ -23,7 +23,7 @@ from realhf.models.engine.outputs import ForwardOutputs
 LENGTHS = (9, 3, 6, 1, 9, 5)  # windows are 4; of one token a tensor-parallel group has an empty share
 TEMPERATURE = 0.7
 # a large epsilon makes the step smooth in the gradient
-STEP = {"lr": 0.1, "eps": 1.0, "gradient_clipping": 1.0, "lr_scheduler_type": Schedule.constant}
+STEP = {"lr": 0.1, "eps": 1.0, "gradient_clipping": 1.0, "lr_scheduler_type": LRSchedule.constant}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.api.model_config import ModelConfig
-from realhf.models.fused_decode import in_panels, panel_linear
+from realhf.models.fused_decode import pack_tiles, tiled_linear
 from realhf.models.hf_folder import init_random
 from realhf.models.kv_cache import KVCache
 from realhf.models.transformer import Transformer
@@ -129,26 +129,26 @@ def test_a_product_by_panels_is_the_product(outs: int, rows: int, dtype: torch.d
     generator = torch.Generator().manual_seed(outs + rows)
     x = torch.randn(rows, 272, generator=generator).to(dtype)
     weight = torch.randn(outs, 272, generator=generator).to(dtype)
-    found, before = panel_linear(x, in_panels(weight), outs), torch.get_num_threads()
+    found, before = tiled_linear(x, pack_tiles(weight), outs), torch.get_num_threads()
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), x.double() @ weight.double().t(), rtol=1e-5, atol=1e-4)
     try:
         torch.set_num_threads(3)
-        assert torch.equal(panel_linear(x, in_panels(weight), outs), found)
+        assert torch.equal(tiled_linear(x, pack_tiles(weight), outs), found)
     finally:
         torch.set_num_threads(before)
 
 
 def test_a_product_by_panels_of_other_sizes_is_refused() -> None:
-    panels = in_panels(torch.randn(40, 32))
+    panels = pack_tiles(torch.randn(40, 32))
     found = torch.library.opcheck(torch.ops.realhf.panel_linear.default, (torch.randn(3, 32), panels, 40))
     assert set(found.values()) == {"SUCCESS"}, found
     with pytest.raises(RuntimeError, match=r"panels must be \[ceil\(50 / 16\), 32, 16\]"):
-        panel_linear(torch.randn(3, 32), panels, 50)
+        tiled_linear(torch.randn(3, 32), panels, 50)
     with pytest.raises(RuntimeError, match="D a multiple of 16"):
-        panel_linear(torch.randn(3, 31), panels, 40)
+        tiled_linear(torch.randn(3, 31), panels, 40)
     with pytest.raises(RuntimeError, match="both alike"):
-        panel_linear(torch.randn(3, 32).bfloat16(), panels, 40)
+        tiled_linear(torch.randn(3, 32).bfloat16(), panels, 40)
 
 
 def test_a_row_does_not_depend_on_threads_or_on_the_rows_beside_it() -> None:
@@ -237,7 +237,7 @@ def test_kernel_is_a_well_behaved_operator() -> None:
     cache, fused = filled(model), model.weights.fused
     assert fused is not None and model._rotary is not None
     given = (
-        torch.randn(5, 64), list(fused.in_panels().blocks.weights), cache.k, cache.v, torch.arange(5), None,
+        torch.randn(5, 64), list(fused.tiled().blocks.weights), cache.k, cache.v, torch.arange(5), None,
         model._rotary.table(96), [0], 4, 112, 0, True, False, 1e-6, 0.0, 0.25, 0.0,
     )  # fmt: skip
     found = torch.library.opcheck(torch.ops.realhf.decode_blocks.default, given)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.ops.moe import (
-    Order,
+    ExpertOrder,
     add_loss,
     balance_loss,
     combine,
@@ -29,7 +29,7 @@ def problem(tokens: int, experts: int, per_token: int) -> tuple[torch.Tensor, ..
     return x, weight, shares, chosen
 
 
-def routed(x: torch.Tensor, weight: torch.Tensor, shares: torch.Tensor, by: Order) -> torch.Tensor:
+def routed(x: torch.Tensor, weight: torch.Tensor, shares: torch.Tensor, by: ExpertOrder) -> torch.Tensor:
     return combine(grouped_linear(dispatch(x, by), weight, by), shares, by)
 
 

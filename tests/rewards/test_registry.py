@@ -7,7 +7,7 @@ import pytest
 from realhf.api.config import RewardConfig
 from realhf.rewards.judge.pool import Item, JudgePool
 from realhf.rewards.judge.remote import RemoteJudge
-from realhf.rewards.registry import fns_of, judge_once, names_of, open_judge, verifier_of, weights_of
+from realhf.rewards.registry import builtin_verifier, fns_of, judge_once, names_of, open_judge, weights_of
 from realhf.rewards.verdict import Status, Verdict
 
 
@@ -47,7 +47,7 @@ def test_equal_items_are_judged_once() -> None:
     ],
 )
 def test_names(fn: str, name: str, verifier: str | None) -> None:
-    assert (names_of([fn]), verifier_of(fn)) == ([name], verifier)
+    assert (names_of([fn]), builtin_verifier(fn)) == ([name], verifier)
 
 
 def test_one_reward_or_several() -> None:

@@ -14,12 +14,12 @@ from realhf.api.config import ModelSpec
 from realhf.api.execution_plan import MicroBatching
 from realhf.api.experiment import RoleSpec
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
-from realhf.api.messages import Call, Holders, State, Stats
+from realhf.api.messages import Holders, PrepareCall, State, Stats
 from realhf.base.timers import Spans
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import Engine
 from realhf.plan.compile.schedule import Dispatch, MasterState, RowsReady
-from realhf.system.executor import Executor, Outcome
+from realhf.system.executor import CallResult, Executor
 from tests.models.engine.tiny_engine import counted, engine_on, nll, rows_of
 from tests.system.conftest import layout_on, run_of
 
@@ -61,7 +61,7 @@ def prompts() -> SequenceBatch:
     return SequenceBatch(tuple(RowId(p, PROMPT) for p in range(5)), {"prompts": Column.of(rows)})
 
 
-def everybody_s(world: int, outcome: Outcome) -> dict[int, BatchMeta]:
+def everybody_s(world: int, outcome: CallResult) -> dict[int, BatchMeta]:
     """What the master would know after the call."""
     metas: list[BatchMeta | None] = [None] * world
     dist.all_gather_object(metas, outcome.outputs.meta if outcome.outputs else None)
@@ -73,16 +73,16 @@ def three_calls(rank: int, world: int) -> dict[str, Any]:
     meshes = {"answer": (0, 1), "weigh": (2, 1), "judge": (0,)}
     run = run_of(Graph((ANSWER, WEIGH, JUDGE)), meshes, Path(), n_rows=5, batch=5)
     executor = Executor(run, rank, CPU, {}, {"answer": Answer(), "weigh": Weigh(), "judge": Judge()}, Spans())
-    state = MasterState(run.graph, run.plan, run.length)
+    state = MasterState(run.graph, run.plan, run.schedule)
     state.start()
-    span = run.length.span(0)
+    span = run.schedule.span(0)
     if rank == 0:
         executor.store.put(prompts())
     event = RowsReady(None, span, {0: prompts().meta})
     stats = {}
     for name in meshes:
         call = next(a.call for a in state.handle(event) if isinstance(a, Dispatch) and a.call.mfc == name)
-        executor.bring(call)
+        executor.receive_inputs(call)
         outcome = executor.execute(call)
         stats[name] = (outcome.stats, outcome.outputs is not None)
         event = RowsReady(name, span, everybody_s(world, outcome))
@@ -121,9 +121,9 @@ class Look:
         return SequenceBatch((), {"tokens": Column(torch.empty(0, dtype=torch.int64), ())}), {}
 
 
-def empty_call(mfc: str, world: int) -> Call:
+def empty_call(mfc: str, world: int) -> PrepareCall:
     inputs = BatchMeta((), {"prompts": ColumnMeta("int64", ())})
-    return Call(0, mfc, 0, 0, inputs, Holders((), {"prompts": ()}), (), ((),) * world, (), {})
+    return PrepareCall(0, mfc, 0, 0, inputs, Holders((), {"prompts": ()}), (), ((),) * world, (), {})
 
 
 def borrow_twice(rank: int, world: int, folder: Path, home: tuple[int, ...], away: tuple[int, ...]) -> dict[str, Any]:
@@ -215,12 +215,12 @@ def test_a_training_call_brings_the_minibatch_numbers(tmp_path: Path) -> None:
     executor = Executor(run, 0, CPU, {("actor", layout_on(0)): engine}, {"train": Keep()}, Spans())
     rows = rows_of((3, 2)).only(("tokens",))
     executor.store.put(rows)
-    state = MasterState(run.graph, run.plan, run.length)
+    state = MasterState(run.graph, run.plan, run.schedule)
     state.start()
-    (dispatch,) = state.handle(RowsReady(None, run.length.span(0), {0: rows.meta}))
-    executor.bring(dispatch.call)
+    (dispatch,) = state.handle(RowsReady(None, run.schedule.span(0), {0: rows.meta}))
+    executor.receive_inputs(dispatch.call)
     outcome = executor.execute(dispatch.call)
     batch, version, limits = seen[0]
     assert batch["minibatch"].tolist() == [0, 1] and torch.equal(batch["tokens"], rows["tokens"])
     assert version == 0 and limits == run.plan["train"].micro_batching
-    assert outcome == Outcome(None, {"loss": (1.0, 2.0)}, {"steps": 1})
+    assert outcome == CallResult(None, {"loss": (1.0, 2.0)}, {"steps": 1})

@@ -12,18 +12,18 @@ import pytest
 from realhf.api.batch_meta import PROMPT, BatchMeta, ColumnMeta, RowId
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.api.messages import (
-    Call,
-    Collect,
     Done,
-    Drop,
+    ExecuteCall,
     Failed,
     Fetch,
+    FreeRows,
     Hello,
+    PrepareCall,
+    ReadRows,
     Ready,
-    Run,
     Save,
+    Shutdown,
     Start,
-    Stop,
     ToMaster,
     ToWorker,
 )
@@ -50,7 +50,7 @@ class Workers:
     def __init__(self, run: RunSpec, on: Answer = lambda rank, message: None) -> None:
         self.run, self.on = run, on
         self.said: list[tuple[int, ToWorker]] = []
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[int, PrepareCall] = {}
         self.replies: list[ToMaster] = [Hello(r, 1, "here", 7) for r in range(run.plan.n_workers)]
 
     def send(self, ranks: Iterable[int], message: ToWorker) -> None:
@@ -67,14 +67,14 @@ class Workers:
                 at, count = self.run.fetchers.index(rank), len(self.run.fetchers)
                 mine = [RowId(p, PROMPT) for p in range(start, stop) if p % count == at]
                 return Done(request, rank, rows(mine, "prompts"))
-            case Call(request):
+            case PrepareCall(request):
                 self.calls[request] = message
-            case Run(request):
+            case ExecuteCall(request):
                 call = self.calls[request]
                 mine = [call.inputs.ids[i].prompt for i in call.assignment[rank]]
                 made = rows([RowId(p, 0) for p in mine], "tokens") if call.mfc in ("gen", "trial") else None
                 return Done(request, rank, made, state={"seen": call.step} if call.mfc == "train" else None)
-            case Collect(request, ids, _):
+            case ReadRows(request, ids, _):
                 return Done(request, rank, values={"rows": [{"prompt_id": i.prompt, "sample": i.sample} for i in ids]})
             case Save(request):
                 return Done(request, rank)
@@ -131,7 +131,7 @@ class Notes:
 
     def reply(self, step: int, mfc: str, done: Done) -> None: ...
 
-    def call_done(self, call: Call, replies: list[Done]) -> None: ...
+    def call_done(self, call: PrepareCall, replies: list[Done]) -> None: ...
 
 
 def played(run: RunSpec, **options: Any) -> tuple[Workers, Notes]:
@@ -146,14 +146,14 @@ def test_a_run_from_hello_to_stop(make_run: MakeRun, tmp_path: Path) -> None:
     workers, notes = played(run)
     assert notes.steps == [0, 1, 2, 3, 4]
     assert [(f.start, f.stop) for f in workers.asked(Fetch)] == [(0, 3), (3, 6), (6, 9), (9, 12), (12, 14)]
-    calls = workers.asked(Call)
+    calls = workers.asked(PrepareCall)
     assert [(c.mfc, c.step, c.version) for c in calls] == [(m, s, s) for s in range(5) for m in ("gen", "train")]
     assert [c.state for c in calls if c.mfc == "train"] == [{}, *({"seen": s} for s in range(4))]
     assert [len(c.inputs.ids) for c in calls[::2]] == [3, 3, 3, 3, 2]
-    assert [(d.start, d.stop) for d in workers.asked(Drop)] == [(0, 3), (3, 6), (6, 9), (9, 12), (12, 14)]
+    assert [(d.start, d.stop) for d in workers.asked(FreeRows)] == [(0, 3), (3, 6), (6, 9), (9, 12), (12, 14)]
     assert notes.saves == [("actor", "step_5")]
-    assert [type(m) for _, m in workers.said[:2]] == [Start, Fetch] and isinstance(workers.said[-1][1], Stop)
-    numbers = [m.request for _, m in workers.said if not isinstance(m, Start | Run | Drop | Stop)]
+    assert [type(m) for _, m in workers.said[:2]] == [Start, Fetch] and isinstance(workers.said[-1][1], Shutdown)
+    numbers = [m.request for _, m in workers.said if not isinstance(m, Start | ExecuteCall | FreeRows | Shutdown)]
     assert numbers == list(range(1, len(numbers) + 1))
 
 
@@ -163,7 +163,7 @@ def test_rows_are_described_before_they_are_dropped(make_run: MakeRun, tmp_path:
     workers, notes = played(run)
     assert notes.written == [(1, [0]), (2, [2])]
     order = [type(m) for _, m in workers.said]
-    assert order.index(Collect) < order.index(Drop)
+    assert order.index(ReadRows) < order.index(FreeRows)
     run.config.n_logged_generations = 0
     assert played(run)[1].written == []
     run.config.n_logged_generations = -1
@@ -190,8 +190,10 @@ def test_every_replica_is_asked_and_awaited(make_run: MakeRun, tmp_path: Path) -
     run = make_run(graph(2), {"gen": (0, 1, 2), "train": (0, 1)}, tmp_path)
     workers, notes = played(run)
     assert notes.steps == [0, 1]
-    asked = {kind: {rank for rank, m in workers.said if isinstance(m, kind)} for kind in (Call, Save, Fetch, Stop)}
-    assert asked == {Call: {0, 1, 2}, Save: {0, 1}, Fetch: {0, 1, 2}, Stop: {0, 1, 2}}
+    asked = {
+        kind: {rank for rank, m in workers.said if isinstance(m, kind)} for kind in (PrepareCall, Save, Fetch, Shutdown)
+    }
+    assert asked == {PrepareCall: {0, 1, 2}, Save: {0, 1}, Fetch: {0, 1, 2}, Shutdown: {0, 1, 2}}
 
 
 def rows(ids: list[RowId], key: str) -> BatchMeta:
@@ -202,7 +204,7 @@ def test_a_worker_that_fails_ends_the_run(make_run: MakeRun, tmp_path: Path) -> 
     run = make_run(graph(2), {"gen": (0, 1), "train": (0, 1)}, tmp_path)
 
     def fail(rank: int, message: ToWorker) -> ToMaster | None:
-        if isinstance(message, Call) and message.step == 1 and rank == 1:
+        if isinstance(message, PrepareCall) and message.step == 1 and rank == 1:
             return Failed(1, "gen of step 2", "no memory", "Traceback: here\n")
         return None
 
@@ -215,7 +217,7 @@ class Deaf(Workers):
     """Workers that never carry out a call."""
 
     def answer(self, rank: int, message: ToWorker) -> ToMaster | None:
-        return None if isinstance(message, Call | Run) else super().answer(rank, message)
+        return None if isinstance(message, PrepareCall | ExecuteCall) else super().answer(rank, message)
 
 
 def test_a_worker_that_does_not_answer_is_waited_for_so_long(make_run: MakeRun, tmp_path: Path) -> None:
@@ -258,11 +260,11 @@ def test_held_out_rows_are_tried_between_steps(
     meshes = {"gen": (0, 1), "train": (0, 1), "trial": (0, 1)}
     run = make_run(declared, meshes, tmp_path, n_rows=8, save_freq_steps=2, **control)
     workers, notes = played(run := replace(run, n_held_out=3))
-    n, behind = steps[-1], run.length.n_prompts
+    n, behind = steps[-1], run.schedule.n_prompts
     assert notes.steps == list(range(n)) and [step for step, _ in notes.evaluations] == steps
     assert notes.tried == [step for step in steps if step]
     assert notes.evaluations[-1][1] == n // 2 - 1 and notes.saves[-1] == ("actor", f"step_{n}")  # tried, then saved
-    ran = [workers.calls[m.request] for rank, m in workers.said if isinstance(m, Run) and rank == 0]
+    ran = [workers.calls[m.request] for rank, m in workers.said if isinstance(m, ExecuteCall) and rank == 0]
     trained = 0
     for call in ran:
         if call.mfc == "trial":
@@ -271,7 +273,7 @@ def test_held_out_rows_are_tried_between_steps(
             assert call.state == ({"seen": trained - 1} if trained else {})
         trained += call.mfc == "train"
     assert [c.mfc for c in ran].count("trial") == 2 * len(steps)
-    assert {(d.start, d.stop) for d in workers.asked(Drop)} >= {(behind, behind + 2), (behind + 2, behind + 3)}
+    assert {(d.start, d.stop) for d in workers.asked(FreeRows)} >= {(behind, behind + 2), (behind + 2, behind + 3)}
 
 
 def test_the_best_models_are_kept(make_run: MakeRun, tmp_path: Path) -> None:
@@ -318,6 +320,6 @@ def test_what_happens_in_training_waits_for_the_trial(seed: int, make_run: MakeR
     master = Master(run, workers, dict, notes)
     master.train()
     assert notes.steps == list(range(6)) and [step for step, _ in notes.evaluations] == [0, 1, 2, 3, 4, 5, 6]
-    ran = [workers.calls[m.request] for _, m in workers.said if isinstance(m, Run)]
+    ran = [workers.calls[m.request] for _, m in workers.said if isinstance(m, ExecuteCall)]
     assert [call.mfc for call in ran if call.mfc != "gen"] == ["trial", "trial", *["train", "trial", "trial"] * 6]
     assert [call.step for call in ran if call.mfc == "gen"] == list(range(6)) and not master.waiting

@@ -7,7 +7,19 @@ import pytest
 import torch
 
 from realhf.api.batch_meta import RowId
-from realhf.api.messages import Collect, Done, Drop, Failed, Fetch, Hello, Ready, Run, Save, Start, ToMaster
+from realhf.api.messages import (
+    Done,
+    ExecuteCall,
+    Failed,
+    Fetch,
+    FreeRows,
+    Hello,
+    ReadRows,
+    Ready,
+    Save,
+    Start,
+    ToMaster,
+)
 from realhf.apps.commands.quickstart import prepare
 from realhf.base.errors import UserError
 from realhf.base.host_memory import resident_bytes
@@ -39,7 +51,7 @@ def test_a_life_of_messages(task: Task, tmp_path: Path) -> None:
     hello, ready = said
     assert isinstance(hello, Hello) and (hello.rank, hello.port) == (0, 0)
     assert isinstance(ready, Ready) and ready.info["device"] == "cpu" and ready.info["parameters"]["model"] > 1000
-    state = MasterState(run.graph, run.plan, run.length)
+    state = MasterState(run.graph, run.plan, run.schedule)
     state.start()
     worker.handle(Fetch(1, 0, 0, 20))
     fetched = said[-1]
@@ -47,22 +59,22 @@ def test_a_life_of_messages(task: Task, tmp_path: Path) -> None:
     assert fetched.outputs.ids == tuple(RowId(p, 0) for p in range(20))
     assert fetched.trace.count(b"\n") == 1 and fetched.trace.startswith(b'{"name": "fetch"')
     assert fetched.moved == fetched.computed == 0
-    actions = state.handle(RowsReady(None, run.length.span(0), {0: fetched.outputs}))
+    actions = state.handle(RowsReady(None, run.schedule.span(0), {0: fetched.outputs}))
     (call,) = (action.call for action in actions if isinstance(action, Dispatch))
     losses = []
     for _ in range(3):
         worker.handle(call)
-        worker.handle(Run(call.request))
+        worker.handle(ExecuteCall(call.request))
         total, count = said[-1].stats["loss"]
         losses.append(total / count)
         assert said[-1].moved > 0 and said[-1].computed > 0
     assert losses == sorted(losses, reverse=True) and losses[0] > losses[2]
-    worker.handle(Collect(7, (RowId(3, 0), RowId(99, 0)), ("tokens", "prompt_mask")))
+    worker.handle(ReadRows(7, (RowId(3, 0), RowId(99, 0)), ("tokens", "prompt_mask")))
     (row,) = said[-1].values["rows"]
     assert row["prompt"].endswith("=\n") and "####" in row["answer"] and row["prompt_id"] == 3
     worker.handle(Save(8, 0, "model", str(tmp_path / "saved")))
     assert said[-1].request == 8 and (tmp_path / "saved" / SINGLE).is_file()
-    worker.handle(Drop(0, 20))
+    worker.handle(FreeRows(0, 20))
     assert len(worker.executor.store) == 0 and said[-1].request == 8  # nothing is said to a drop
 
 

@@ -56,7 +56,7 @@ def test_a_curve_does_not_depend_on_where_vllm_runs(other: str, runs: dict[str, 
 def test_trainer_and_generator_agree(runs: dict[str, Run]) -> None:
     for run in runs.values():
         assert len(run.metrics) == 5
-        assert all(line["actor_train/mismatch"] < 1e-5 for line in run.metrics)
+        assert all(line["actor_train/logprob_diff"] < 1e-5 for line in run.metrics)
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ def answer_lengths(batch: SequenceBatch) -> list[int]:
     return [int((row == 0).sum()) for row in batch.columns["prompt_mask"].rows()]
 
 
-def scored(batch: SequenceBatch, rewards: Tensor, config: PPOConfig) -> SequenceBatch:
+def attach_rewards_and_filter(batch: SequenceBatch, rewards: Tensor, config: PPOConfig) -> SequenceBatch:
     """Return the rows that stay, with the scalar column ``rewards`` (``[B]`` float32, one per row of ``batch``)."""
     result = SequenceBatch(batch.ids).with_scalars("rewards", rewards.float())
     if config.generation_size is not None and config.generation_size > config.group_size:

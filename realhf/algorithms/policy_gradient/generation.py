@@ -12,7 +12,7 @@ def train_temperature(config: GenerationConfig) -> float:
     return 1.0 if config.greedy or config.temperature == 0.0 else config.temperature
 
 
-def draw_answers(
+def sample_responses(
     engine: Engine, batch: SequenceBatch, config: GenerationConfig, n: int, seed: int
 ) -> tuple[SequenceBatch, Stats]:
     """Draw ``n`` answers to every row of column ``prompts``; columns as in Engine.generate.
@@ -38,4 +38,4 @@ class Generate:
         self.context = context
 
     def generate(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
-        return draw_answers(engine, batch, self.config, self.config.n, self.context.seed)
+        return sample_responses(engine, batch, self.config, self.config.n, self.context.seed)

@@ -12,30 +12,30 @@ from torch import Tensor
 
 from realhf.algorithms.policy_gradient.kl import LOG_RATIO_LIMIT, kl_terms
 from realhf.algorithms.policy_gradient.ppo_formulas import per_token
-from realhf.api.config import KLPlace, LossMean, PolicyLoss, PPOConfig
+from realhf.api.config import KLPlace, LossAggregation, PolicyLoss, PPOConfig
 from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import Limits, Loss
 
 
 @dataclass(frozen=True)
-class Terms:
+class TokenLoss:
     """The loss of every token, and where it is flat: no gradient flows because the ratio was clipped (bool)."""
 
     loss: Tensor
-    flat: Tensor
+    is_clipped: Tensor
 
 
-def clipped(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> Terms:
+def clipped(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> TokenLoss:
     """Return ``max(-A r, -A clip(r, 1 - low, 1 + high))`` with ``r = exp(log_ratio)``.
 
     PPO (Schulman et al. 2017, arXiv 1707.06347, eq. 7); ``high > low`` is the clip-higher of DAPO (arXiv 2503.14476).
     """
     ratio = log_ratio.exp()
     plain, held = -advantages * ratio, -advantages * ratio.clamp(1.0 - low, 1.0 + high)
-    return Terms(torch.maximum(plain, held), held > plain)
+    return TokenLoss(torch.maximum(plain, held), held > plain)
 
 
-def sequence_clipped(log_ratio: Tensor, advantages: Tensor, rows: "Rows", low: float, high: float) -> Terms:
+def sequence_clipped(log_ratio: Tensor, advantages: Tensor, rows: "ResponseRows", low: float, high: float) -> TokenLoss:
     """Return the clipped loss with one ratio per answer, the geometric mean of its tokens'.
 
     GSPO (Zheng et al. 2025, arXiv 2507.18071, eq. 5-7).
@@ -43,23 +43,23 @@ def sequence_clipped(log_ratio: Tensor, advantages: Tensor, rows: "Rows", low: f
     return clipped(rows.mean(log_ratio), advantages, low, high)
 
 
-def clipped_weights(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> Terms:
+def clipped_weights(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> TokenLoss:
     """Return ``-sg(clip(r, 1 - low, 1 + high)) A log p``: clipped tokens keep their gradient.
 
     CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4-5).
     """
     ratio = log_ratio.detach().exp()
     held = ratio.clamp(1.0 - low, 1.0 + high)
-    return Terms(-held * advantages * logprobs, torch.zeros_like(ratio, dtype=torch.bool))
+    return TokenLoss(-held * advantages * logprobs, torch.zeros_like(ratio, dtype=torch.bool))
 
 
-def reinforce(logprobs: Tensor, advantages: Tensor) -> Terms:
+def reinforce(logprobs: Tensor, advantages: Tensor) -> TokenLoss:
     """Return ``-A log p``: the policy gradient on fresh answers, with neither ratio nor clip (ReMax, RLOO)."""
-    return Terms(-advantages * logprobs, torch.zeros_like(logprobs, dtype=torch.bool))
+    return TokenLoss(-advantages * logprobs, torch.zeros_like(logprobs, dtype=torch.bool))
 
 
 @dataclass(frozen=True)
-class Rows:
+class ResponseRows:
     """Sums over the masked tokens of each row. ``mask`` is ``[T]`` bool, rows are of ``lengths``."""
 
     mask: Tensor
@@ -80,7 +80,7 @@ class Rows:
         return per_token(self.sums(x) / self.counts.clamp(min=1.0), self.lengths)
 
 
-def token_weights(rows: Rows, mean: LossMean, constant: float) -> Tensor:
+def token_weights(rows: ResponseRows, mean: LossAggregation, constant: float) -> Tensor:
     """Return what each token counts in the sum that is divided by ``denominator``, ``[T]`` float32, 0 where masked.
 
     ``token_mean``: every token of the batch alike (DAPO). ``seq_mean``: every answer alike, its tokens share its weight
@@ -89,42 +89,42 @@ def token_weights(rows: Rows, mean: LossMean, constant: float) -> Tensor:
     """
     ones = rows.mask.float()
     match mean:
-        case LossMean.token_mean | LossMean.seq_sum:
+        case LossAggregation.token_mean | LossAggregation.seq_sum:
             return ones
-        case LossMean.seq_mean:
+        case LossAggregation.seq_mean:
             return ones / per_token(rows.counts.clamp(min=1.0), rows.lengths)
-        case LossMean.constant:
+        case LossAggregation.constant:
             return ones / constant
 
 
-def denominator(rows: Rows, mean: LossMean) -> float:
+def denominator(rows: ResponseRows, mean: LossAggregation) -> float:
     """Return this worker's share of what the weighted sum is divided by: trained tokens, or answers that have any."""
     counts = rows.counts
-    return float(counts.sum() if mean is LossMean.token_mean else (counts > 0).sum())
+    return float(counts.sum() if mean is LossAggregation.token_mean else (counts > 0).sum())
 
 
 def actor_loss(logprobs: Tensor, batch: SequenceBatch, config: PPOConfig, kl_coef: float = 0.0) -> Loss:
     """Return the weighted sum over trained tokens of the policy's loss and, with ``kl_in=loss``, of the KL penalty.
 
     Columns (``[T]``): ``logprobs`` (old), ``advantages``, ``loss_mask``, ``weights``; ``ref_logprobs`` and
-    ``kl_weights`` for the penalty; ``behaviour_weights`` where old log-probabilities are not those of the generator
-    (truncated importance sampling). Monitors: ``actor_loss``, ``importance_ratio``, ``clip_ratio`` (share of tokens
+    ``kl_weights`` for the penalty; ``is_weights`` where old log-probabilities are not those of the generator
+    (truncated importance sampling). Monitors: ``actor_loss``, ``importance_ratio``, ``clip_fraction`` (share of tokens
     without gradient), ``approx_kl`` (``r - 1 - log r``, an estimate of KL(old || new) in nats per token) and
-    ``mismatch`` (the mean of |log r|: before the first step of a batch, how far trainer and generator are apart).
+    ``logprob_diff`` (the mean of |log r|: before the first step of a batch, how far trainer and generator are apart).
     """
     mask, old = batch["loss_mask"].bool(), batch["logprobs"]
-    rows = Rows(mask, batch.lengths("tokens"))
+    rows = ResponseRows(mask, batch.lengths("tokens"))
     log_ratio = (logprobs - old).masked_fill(~mask, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     terms = _terms(logprobs, log_ratio, batch["advantages"], rows, config)
-    loss = terms.loss * batch["behaviour_weights"] if "behaviour_weights" in batch.columns else terms.loss
+    loss = terms.loss * batch["is_weights"] if "is_weights" in batch.columns else terms.loss
     total = (loss * batch["weights"]).masked_fill(~mask, 0.0).sum()
     seen, count = log_ratio.detach(), mask.sum()
     stats = {
         "actor_loss": (loss.detach().masked_fill(~mask, 0.0).sum(), count),
         "importance_ratio": ((seen.exp() * mask).sum(), count),
-        "clip_ratio": ((terms.flat & mask).sum(), count),
+        "clip_fraction": ((terms.is_clipped & mask).sum(), count),
         "approx_kl": ((torch.expm1(seen) - seen).sum(), count),
-        "mismatch": (seen.abs().sum(), count),
+        "logprob_diff": (seen.abs().sum(), count),
     }
     if config.kl_in is KLPlace.loss:
         kl = kl_terms(config.kl_loss_estimator, logprobs, batch["ref_logprobs"], old)
@@ -135,7 +135,7 @@ def actor_loss(logprobs: Tensor, batch: SequenceBatch, config: PPOConfig, kl_coe
     return Loss(total, stats)
 
 
-def _terms(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, rows: Rows, config: PPOConfig) -> Terms:
+def _terms(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, rows: ResponseRows, config: PPOConfig) -> TokenLoss:
     low = config.eps_clip
     high = low if config.eps_clip_high is None else config.eps_clip_high
     match config.policy_loss:
@@ -149,7 +149,7 @@ def _terms(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, rows: Rows, 
             return reinforce(logprobs, advantages)
 
 
-def truncated_weights(logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor, cap: float) -> Tensor:
+def truncated_is_weights(logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor, cap: float) -> Tensor:
     """Return ``min(p / p_behaviour, cap)`` per token, 1 where masked: what makes up for answers of another policy.
 
     ``logprobs`` are those of the weights that training starts from, as training computes them; the answers were drawn

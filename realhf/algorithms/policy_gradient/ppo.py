@@ -7,19 +7,19 @@ import torch
 from torch import Tensor
 
 from realhf.algorithms.policy_gradient.advantages import whiten
-from realhf.algorithms.policy_gradient.generation import draw_answers, train_temperature
+from realhf.algorithms.policy_gradient.generation import sample_responses, train_temperature
 from realhf.algorithms.policy_gradient.kl import kl_coefficient, next_kl_coefficient
 from realhf.algorithms.policy_gradient.policy_loss import (
-    Rows,
+    ResponseRows,
     actor_loss,
     denominator,
     early_stop_limits,
     token_weights,
 )
 from realhf.algorithms.policy_gradient.ppo_formulas import ValueNorm, critic_loss, per_token, to_states
-from realhf.algorithms.policy_gradient.signals import Rollout, roll_out, rollout_stats
+from realhf.algorithms.policy_gradient.signals import TrainingSignals, compute_signals, rollout_stats
 from realhf.algorithms.stats import add_stats, mean_of
-from realhf.api.config import KLPlace, LossMean, PPOConfig
+from realhf.api.config import KLPlace, LossAggregation, PPOConfig
 from realhf.api.messages import State, Stats
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import Engine, InterfaceContext, Limits, Loss, LossFn, Outputs
@@ -50,7 +50,7 @@ def train_minibatches(
     for number, part in enumerate(split_minibatches(ready, minibatch, config.ppo_n_minibatches)):
         found = engine.train(part, loss_fn, count(part), limits)
         if number:  # weights have changed since: that they differ from the generator's is no mismatch
-            found = {name: value for name, value in found.items() if name != "mismatch"}
+            found = {name: value for name, value in found.items() if name != "logprob_diff"}
         stats = add_stats(stats, found)
     return stats
 
@@ -62,7 +62,7 @@ def split_minibatches(ready: SequenceBatch, minibatch: Tensor, n: int) -> list[S
     return ready.split([[i for i, number in enumerate(numbers) if number == k] for k in range(n)])
 
 
-def updated_kl_coefficient(engine: Engine, rollout: Rollout, kl_coef: float, config: PPOConfig) -> float:
+def updated_kl_coefficient(engine: Engine, rollout: TrainingSignals, kl_coef: float, config: PPOConfig) -> float:
     """Return the next KL coefficient from the KL of all ranks' answers. Collective."""
     kl_sum, n_answers = engine.reduce(rollout.kl_sums).tolist()
     return next_kl_coefficient(kl_coef, kl_sum, n_answers, config)
@@ -70,9 +70,9 @@ def updated_kl_coefficient(engine: Engine, rollout: Rollout, kl_coef: float, con
 
 def step_threshold(engine: Engine, batch: SequenceBatch, config: PPOConfig) -> float:
     """Return Clip's threshold of step rewards: as configured, or the mean of all ranks' steps. Collective."""
-    if "dense_rewards" not in batch.columns or not config.dense.clip or config.dense.eta is not None:
-        return config.dense.eta or 0.0
-    steps = batch["dense_rewards"]
+    if "step_rewards" not in batch.columns or not config.prm.clip or config.prm.eta is not None:
+        return config.prm.eta or 0.0
+    steps = batch["step_rewards"]
     total, _, count = engine.reduce(masked_sums(steps, steps > 0)).tolist()
     return total / max(count, 1.0)
 
@@ -94,7 +94,7 @@ class PPOActor:
 
     def generate(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
         n = self.config.generation_size or self.config.group_size
-        return draw_answers(engine, batch, self.config.gen, n, self.context.seed)
+        return sample_responses(engine, batch, self.config.gen, n, self.context.seed)
 
     def inference(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
         """Make ``ref_logprobs`` (of the policy itself: ``prox_logprobs``), at the temperature of generation."""
@@ -104,28 +104,28 @@ class PPOActor:
 
     def train_step(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[Stats, State]:
         config, kl_coef = self.config, kl_coefficient(state, self.config)
-        rollout = roll_out(batch, config, kl_coef, step_threshold(engine, batch, config))
+        rollout = compute_signals(batch, config, kl_coef, step_threshold(engine, batch, config))
         ready = self.ready(engine, batch, rollout)
         next_coef = updated_kl_coefficient(engine, rollout, kl_coef, config)
         stats = train_minibatches(engine, ready, batch["minibatch"], config, partial(self.loss, kl_coef=kl_coef),
                                   early_stop_limits(config), self.count)  # fmt: skip
         return {**stats, **rollout_stats(rollout, batch, config, kl_coef)}, {**state, "kl_coef": next_coef}
 
-    def ready(self, engine: Engine, batch: SequenceBatch, rollout: Rollout) -> SequenceBatch:
+    def ready(self, engine: Engine, batch: SequenceBatch, rollout: TrainingSignals) -> SequenceBatch:
         """Return the columns that the loss reads. Collective."""
-        config, rows = self.config, Rows(rollout.trained, batch.lengths("tokens"))
+        config, rows = self.config, ResponseRows(rollout.trained, batch.lengths("tokens"))
         length = config.loss_length or float(config.gen.max_new_tokens)
         ready = batch.only(("tokens",)).with_tokenwise("logprobs", rollout.logprobs)
         ready = ready.with_tokenwise("advantages", self.normalised_advantages(engine, batch, rollout))
         ready = ready.with_tokenwise("loss_mask", rollout.trained.byte())
-        ready = ready.with_tokenwise("weights", token_weights(rows, config.loss_mean, length))
-        if rollout.behaviour_weights is not None:
-            ready = ready.with_tokenwise("behaviour_weights", rollout.behaviour_weights)
+        ready = ready.with_tokenwise("weights", token_weights(rows, config.loss_aggregation, length))
+        if rollout.is_weights is not None:
+            ready = ready.with_tokenwise("is_weights", rollout.is_weights)
         if config.kl_in is not KLPlace.loss:
             return ready
-        mean = config.kl_loss_mean or config.loss_mean
+        mean = config.kl_loss_aggregation or config.loss_aggregation
         weights = token_weights(rows, mean, length)
-        if mean is not config.loss_mean:  # the engine divides by the denominator of loss_mean
+        if mean is not config.loss_aggregation:  # the engine divides by the denominator of loss_aggregation
             parts = split_minibatches(ready, batch["minibatch"], config.ppo_n_minibatches)
             counts = [[self.count(part), self.count(part, mean)] for part in parts]
             factors = [loss / max(kl, 1.0) for loss, kl in engine.reduce(torch.tensor(counts)).tolist()]
@@ -134,12 +134,12 @@ class PPOActor:
         ref = batch.columns["ref_logprobs"]
         return ready.with_columns(ref_logprobs=ref).with_tokenwise("kl_weights", weights)
 
-    def count(self, part: SequenceBatch, mean: LossMean | None = None) -> float:
+    def count(self, part: SequenceBatch, mean: LossAggregation | None = None) -> float:
         """Return what a mini-batch adds to the denominator of the loss."""
-        rows = Rows(part["loss_mask"].bool(), part.lengths("tokens"))
-        return denominator(rows, mean or self.config.loss_mean)
+        rows = ResponseRows(part["loss_mask"].bool(), part.lengths("tokens"))
+        return denominator(rows, mean or self.config.loss_aggregation)
 
-    def normalised_advantages(self, engine: Engine, batch: SequenceBatch, rollout: Rollout) -> Tensor:
+    def normalised_advantages(self, engine: Engine, batch: SequenceBatch, rollout: TrainingSignals) -> Tensor:
         """Normalise over the global batch, or over each prompt's answers, as configured. Collective for the former."""
         if self.config.group_adv_norm:
             prompts = [row.prompt for row in batch.ids]
@@ -178,7 +178,7 @@ class PPOCritic:
 
     def train_step(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[Stats, State]:
         kl_coef = kl_coefficient(state, self.config)
-        rollout = roll_out(batch, self.config, kl_coef, step_threshold(engine, batch, self.config))
+        rollout = compute_signals(batch, self.config, kl_coef, step_threshold(engine, batch, self.config))
         next_state = {**state, "kl_coef": updated_kl_coefficient(engine, rollout, kl_coef, self.config)}
         targets, old_values, trained = to_states(rollout.returns), rollout.values, to_states(rollout.trained.byte())
         if self.config.value_norm:

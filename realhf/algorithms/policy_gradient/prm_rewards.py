@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from realhf.api.config import Delta, DenseConfig
+from realhf.api.config import Delta, PRMRewardConfig
 from realhf.api.config.preference import Aggregate
 
 BATCH_MEAN = "batch_mean"
@@ -82,7 +82,7 @@ def step_rewards(
     return rewards.index_add(0, last, success.to(rewards.dtype))
 
 
-def refined(dense: Tensor, lengths: Sequence[int], config: DenseConfig, eta: float) -> Tensor:
+def shape_step_rewards(dense: Tensor, lengths: Sequence[int], config: PRMRewardConfig, eta: float) -> Tensor:
     """Return what steps add to the rewards of tokens, ``[T]``: on their last tokens, 0 elsewhere.
 
     ``dense`` ``[T]`` holds the probability of every step on its last token and 0 elsewhere; ``eta`` is Clip's.

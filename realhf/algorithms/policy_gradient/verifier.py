@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from realhf.algorithms.policy_gradient.filter import scored
+from realhf.algorithms.policy_gradient.filter import attach_rewards_and_filter
 from realhf.algorithms.stats import mean_of
 from realhf.api.config import PPOConfig, RewardConfig, opt
 from realhf.api.messages import State, Stats
 from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import Engine, InterfaceContext
 from realhf.rewards.judge.pool import Item
-from realhf.rewards.registry import fns_of, judge_once, names_of, open_judge, verifier_of, weights_of
+from realhf.rewards.registry import builtin_verifier, fns_of, judge_once, names_of, open_judge, weights_of
 from realhf.rewards.sandbox.sandbox import Reason
 from realhf.rewards.verdict import FORMAT, Status, Verdict
 
@@ -49,7 +49,7 @@ def shaped_score(verdict: Verdict, fn: str, config: RewardConfig, is_well_formed
     """
     if verdict.status is not Status.ok:
         return config.wrong_reward
-    if verifier_of(fn) is None:
+    if builtin_verifier(fn) is None:
         return verdict.score
     formatted = bool(config.format_reward) and is_well_formed
     if verdict.score > 0:
@@ -62,7 +62,7 @@ class Verifier:
     """Judges answers and makes the scalar ``rewards = (score - reward_output_bias) * reward_output_scaling``.
 
     The score is the weighted sum of those of ``reward.fns``, if there are several. Statistics count all judged answers:
-    ``reward``, ``accuracy`` (math, code), ``verifier_error``, ``verifier_timeout``, ``well_formed`` (format_reward),
+    ``reward``, ``accuracy`` (math, code), ``verifier_error``, ``verifier_timeout``, ``format_ok`` (format_reward),
     ``verdict_*``, the share of every `Reason` (code), and with several rewards ``score_*``, each by its name. With
     check_verifier_status, a call whose answers were all judged wrong is a ValueError. The judges are started, and
     tested for math, code and services, at the first call.
@@ -85,9 +85,9 @@ class Verifier:
             self.tested = True
         found = judge_once(self.judges, decode_items(batch, self.tokenizer))
         verdicts, formats = found[: len(self.fns)], found[len(self.fns) :]
-        well_formed = [v.score > 0 for v in formats[0]] if formats else [True] * len(batch)
+        format_ok = [v.score > 0 for v in formats[0]] if formats else [True] * len(batch)
         scores = [
-            [shaped_score(v, fn, self.config.reward, good) for v, good in zip(column, well_formed, strict=True)]
+            [shaped_score(v, fn, self.config.reward, good) for v, good in zip(column, format_ok, strict=True)]
             for fn, column in zip(self.fns, verdicts, strict=True)
         ]
         self.check_status(scores, verdicts)
@@ -96,11 +96,11 @@ class Verifier:
         rewards = ((totals - ppo.reward_output_bias) * ppo.reward_output_scaling).float().to(batch["tokens"].device)
         stats = {"reward": mean_of(rewards), **self.verdict_stats(verdicts)}
         if formats:
-            stats["well_formed"] = (float(sum(well_formed)), float(len(batch)))
+            stats["format_ok"] = (float(sum(format_ok)), float(len(batch)))
         if len(self.fns) > 1:
             names = names_of(self.fns)
             stats |= {f"score_{name}": (sum(s), float(len(s))) for name, s in zip(names, scores, strict=True)}
-        return scored(batch, rewards, ppo), stats
+        return attach_rewards_and_filter(batch, rewards, ppo), stats
 
     def check_status(self, scores: Sequence[Sequence[float]], verdicts: Sequence[Sequence[Verdict]]) -> None:
         """Raise when no answer was judged right by any of the rewards, if configured."""
@@ -122,7 +122,11 @@ class Verifier:
             f"verifier_{status.value}": (float(sum(v.status is status for v in every)), float(len(every)))
             for status in (Status.error, Status.timeout)
         }
-        kinds = [(verifier_of(fn), column) for fn, column in zip(self.fns, verdicts, strict=True) if verifier_of(fn)]
+        kinds = [
+            (builtin_verifier(fn), column)
+            for fn, column in zip(self.fns, verdicts, strict=True)
+            if builtin_verifier(fn)
+        ]
         if kinds:
             kind, column = kinds[0]
             count = float(len(column))

@@ -7,7 +7,7 @@ from realhf.algorithms.policy_gradient.ppo_formulas import answer_mask
 from realhf.algorithms.preference.pairs import pairs_of
 from realhf.algorithms.preference.preference_loss import kl_reference, kto_loss, pair_loss, pair_stats, sequence_sums
 from realhf.algorithms.stats import stats_of
-from realhf.api.config.preference import MISMATCHED, DPOConfig, PreferenceLoss
+from realhf.api.config.preference import KTO_KL_KEYS, DPOConfig, PreferenceLoss
 from realhf.api.messages import State, Stats
 from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import Engine, InterfaceContext, Loss, Outputs
@@ -46,7 +46,7 @@ class DPO:
 
     def kl_reference(self, engine: Engine, batch: SequenceBatch) -> float:
         """Return KTO's point of reference from the mismatched answers of all ranks. Collective."""
-        names = {**MISMATCHED, f"kl_{REF}": REF}
+        names = {**KTO_KL_KEYS, f"kl_{REF}": REF}
         others = SequenceBatch(batch.ids, {theirs: batch.columns[ours] for ours, theirs in names.items()})
         total = (logprob_sums(engine, with_answers(others)) - others[REF]).double().sum()
         return kl_reference(engine.reduce(torch.stack([total, torch.full_like(total, len(batch))])))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from realhf.algorithms.policy_gradient.filter import scored
+from realhf.algorithms.policy_gradient.filter import attach_rewards_and_filter
 from realhf.algorithms.stats import mean_of
 from realhf.api.config import PPOConfig, opt
 from realhf.api.config.ensemble import EnsembleConfig
@@ -44,4 +44,4 @@ class EnsembleReward:
         spread, lowest = variance(scores, ensemble.uwo_unbiased), scores.argmin(axis=0)
         stats: Stats = {"reward": mean_of(rewards), "variance": (float(spread.sum()), float(len(batch)))}
         stats |= {f"lowest_{i}": (float((lowest == i).sum()), float(len(batch))) for i in range(len(scores))}
-        return scored(batch, rewards, ppo), stats
+        return attach_rewards_and_filter(batch, rewards, ppo), stats

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from realhf.algorithms.policy_gradient.filter import scored
+from realhf.algorithms.policy_gradient.filter import attach_rewards_and_filter
 from realhf.algorithms.policy_gradient.prm_rewards import aggregate, on_tokens
 from realhf.algorithms.preference.pairs import pairs_of, ranked_pairs
 from realhf.algorithms.reward_model.reward_loss import comparison_loss, label_loss
@@ -89,7 +89,7 @@ class LabelledReward:
     """Scores answers by the probability that a model of labelled answers or steps gives them.
 
     Reads ``tokens`` and ``prompt_mask``; makes the scalar ``rewards``, scaled as those of ``PairedReward``, and of a
-    process model ``dense_rewards``, the probability of every step on its last token and 0 elsewhere, unscaled.
+    process model ``step_rewards``, the probability of every step on its last token and 0 elsewhere, unscaled.
     """
 
     config_type = LabelledRewardConfig
@@ -99,7 +99,7 @@ class LabelledReward:
             raise ValueError(f"a model of {config.score.type.name} gives scores, not probabilities: use paired_rw")
         self.config = config
         self.tokenizer = context.tokenizer
-        self.split = SPLITTERS[config.score.splitter]
+        self.split = SPLITTERS[config.score.step_splitter]
 
     def inference(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
         tokens = batch.only(("tokens",))
@@ -115,7 +115,7 @@ class LabelledReward:
         places = torch.tensor([end for own in ends for end in own], dtype=torch.int64, device=steps.device)
         dense = Column(on_tokens(steps, places, counts, lengths), lengths)
         number = {row: i for i, row in enumerate(batch.ids)}
-        return result.with_columns(dense_rewards=dense.select([number[row] for row in result.ids])), stats
+        return result.with_columns(step_rewards=dense.select([number[row] for row in result.ids])), stats
 
     def step_ends(self, batch: SequenceBatch) -> list[list[int]]:
         """Return the last tokens of every row's steps; the last step ends with the row."""
@@ -130,4 +130,4 @@ class LabelledReward:
 def served(batch: SequenceBatch, scores: Tensor, config: PPOConfig) -> tuple[SequenceBatch, Stats]:
     """Return the rows that stay, with ``rewards``; ``scores`` is ``[B]``."""
     rewards = (scores.float() - config.reward_output_bias) * config.reward_output_scaling
-    return scored(batch, rewards, config), {"reward": mean_of(rewards)}
+    return attach_rewards_and_filter(batch, rewards, config), {"reward": mean_of(rewards)}

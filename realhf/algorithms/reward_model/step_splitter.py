@@ -6,7 +6,7 @@ A delimiter belongs to the step that follows it. After VinePPO (Kazemnejad et al
 import re
 from collections.abc import Callable
 
-from realhf.api.config import Splitter
+from realhf.api.config import StepSplitter
 
 NEW_LINE = re.compile(r"(?:\n[^\S\n]*)+(?=\S)")
 PROTECTED = re.compile(
@@ -50,7 +50,10 @@ def latex_steps(text: str) -> list[int]:
     return found
 
 
-SPLITTERS: dict[Splitter, Callable[[str], list[int]]] = {Splitter.line: line_steps, Splitter.latex: latex_steps}
+SPLITTERS: dict[StepSplitter, Callable[[str], list[int]]] = {
+    StepSplitter.line: line_steps,
+    StepSplitter.latex: latex_steps,
+}
 
 
 def _without_short_steps(text: str, starts: list[int]) -> list[int]:

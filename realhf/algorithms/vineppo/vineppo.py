@@ -66,7 +66,7 @@ class VineRollouts:
 
     def __init__(self, config: RolloutConfig, context: InterfaceContext) -> None:
         self.config, self.context = config, context
-        self.split = SPLITTERS[config.vine.splitter]
+        self.split = SPLITTERS[config.vine.step_splitter]
 
     def generate(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
         vine, states = self.config.vine, _States()

@@ -11,14 +11,14 @@ from realhf.api.config.choices import (
     GroupStd,
     KLEstimator,
     KLPlace,
-    LossMean,
+    LossAggregation,
+    LRSchedule,
     Mode,
     OnBadRow,
     OptimizerType,
     PolicyLoss,
     RecoverMode,
-    Schedule,
-    Splitter,
+    StepSplitter,
     ValueNormType,
 )
 from realhf.api.config.dataset import DatasetConfig
@@ -26,7 +26,7 @@ from realhf.api.config.experiment import ExperimentConfig, ExperimentControl
 from realhf.api.config.launch import PlannerConfig, RayConfig, SlurmConfig, TensorboardConfig, WandbConfig
 from realhf.api.config.model import MFCConfig, MicroBatchConfig, ModelSpec, OptimizerConfig, ParallelConfig, VllmConfig
 from realhf.api.config.option import opt
-from realhf.api.config.ppo import DenseConfig, EvaluationConfig, GenerationConfig, PPOConfig, VineConfig
+from realhf.api.config.ppo import EvaluationConfig, GenerationConfig, PPOConfig, PRMRewardConfig, VineConfig
 from realhf.api.config.reward import RewardConfig
 
 __all__ = [
@@ -34,7 +34,7 @@ __all__ = [
     "Backend",
     "DatasetConfig",
     "Delta",
-    "DenseConfig",
+    "PRMRewardConfig",
     "Device",
     "EvaluationConfig",
     "ExperimentConfig",
@@ -43,7 +43,7 @@ __all__ = [
     "GroupStd",
     "KLEstimator",
     "KLPlace",
-    "LossMean",
+    "LossAggregation",
     "MFCConfig",
     "MicroBatchConfig",
     "Mode",
@@ -58,9 +58,9 @@ __all__ = [
     "RayConfig",
     "RecoverMode",
     "RewardConfig",
-    "Schedule",
+    "LRSchedule",
     "SlurmConfig",
-    "Splitter",
+    "StepSplitter",
     "TensorboardConfig",
     "ValueNormType",
     "VineConfig",

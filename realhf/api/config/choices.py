@@ -5,10 +5,10 @@ from enum import Enum
 
 class OptimizerType(Enum):
     adam = "adam"
-    empty = "empty"
+    none = "none"
 
 
-class Schedule(Enum):
+class LRSchedule(Enum):
     constant = "constant"
     linear = "linear"
     cosine = "cosine"
@@ -58,8 +58,8 @@ class Advantage(Enum):
     gae = "gae"
     group = "group"
     rloo = "rloo"
-    baseline = "baseline"
-    given = "given"
+    greedy_baseline = "greedy_baseline"
+    precomputed = "precomputed"
     process = "process"
 
 
@@ -76,7 +76,7 @@ class PolicyLoss(Enum):
     reinforce = "reinforce"
 
 
-class LossMean(Enum):
+class LossAggregation(Enum):
     token_mean = "token_mean"
     seq_mean = "seq_mean"
     seq_sum = "seq_sum"
@@ -89,7 +89,7 @@ class KLPlace(Enum):
     none = "none"
 
 
-class Splitter(Enum):
+class StepSplitter(Enum):
     """What a step of an answer is: a line (GSM8K), or a sentence of LaTeX (MATH)."""
 
     line = "line"

@@ -48,13 +48,13 @@ class ExperimentConfig:
     channel_address: str = opt("", "where the master listens, tcp://HOST:PORT; empty for a private socket of this host")
     recover_mode: RecoverMode = opt(RecoverMode.disabled, "disabled, resume, fault (restart a failed run) or auto")
     recover_retries: int = opt(1, "restarts of a failed run, with recover_mode=fault or auto")
-    recover_deaths: int = opt(2, "deaths of a worker after which restarts go on without its device (mode=local)")
+    max_device_failures: int = opt(2, "deaths of a worker after which restarts go on without its device (mode=local)")
     recover_allocation: str = opt(
         "", "allocation_mode of restarts with fewer workers (default: as before, or none if that names a plan)"
     )
     devices: list[int] = opt(list, "numbers of the devices that workers have (mode=local on cuda; default: the first)")
     max_staleness: int = opt(0, "steps that rollout may be ahead of training; 0 is on-policy")
-    mismatch_limit: float = opt(
+    logprob_diff_warning: float = opt(
         0.1, "nats a token by which trainer and generator may disagree before the run warns; 0: never"
     )
     call_timeout: float = opt(3600.0, "seconds a request to the workers may take")

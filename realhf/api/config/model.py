@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from realhf.api.config.choices import Backend, OptimizerType, Schedule
+from realhf.api.config.choices import Backend, LRSchedule, OptimizerType
 from realhf.api.config.option import opt
 
 
@@ -15,7 +15,7 @@ class OptimizerConfig:
     beta2: float = opt(0.95, "Adam beta2")
     eps: float = opt(1e-5, "Adam epsilon")
     min_lr_ratio: float = opt(0.0, "final learning rate over the peak")
-    lr_scheduler_type: Schedule = opt(Schedule.cosine, "shape of the decay after warm-up")
+    lr_scheduler_type: LRSchedule = opt(LRSchedule.cosine, "shape of the decay after warm-up")
     warmup_steps_proportion: float = opt(0.02, "share of all steps spent on linear warm-up")
     gradient_clipping: float = opt(1.0, "largest global gradient norm, 0 for none")
 
@@ -61,7 +61,7 @@ class VllmConfig:
     python: str | None = opt(None, "interpreter that has vLLM (default: the one that runs realhf)")
     kv_cache_gb: float = opt(1.0, "memory of each for keys and values")
     max_length: int = opt(0, "longest row in tokens, 0 for all that the model has positions for")
-    slots: int = opt(256, "rows decoded at a time")
+    max_num_seqs: int = opt(256, "rows decoded at a time")
     pack: bool = opt(
         True, "on a CPU: matrices in the order of vLLM's kernels, faster to draw with, slower to hand over"
     )

@@ -8,9 +8,9 @@ from realhf.api.config.choices import (
     GroupStd,
     KLEstimator,
     KLPlace,
-    LossMean,
+    LossAggregation,
     PolicyLoss,
-    Splitter,
+    StepSplitter,
     ValueNormType,
 )
 from realhf.api.config.option import opt
@@ -28,18 +28,18 @@ class GenerationConfig:
     top_k: int = opt(0, "only the k most likely tokens, 0 for all")
     temperature: float = opt(1.0, "divides the logits; 0 means greedy")
     stop_token_ids: list[int] = opt(list, "further tokens that end an answer, beside the tokenizer's EOS")
-    max_slots: int = opt(256, "rows decoded at a time; finished rows make room for the next prompts")
+    max_num_seqs: int = opt(256, "rows decoded at a time; finished rows make room for the next prompts")
 
 
 @dataclass
-class DenseConfig:
+class PRMRewardConfig:
     """What the steps of an answer add to its reward, by a process reward model (algorithms/policy_gradient/prm_rewards.py)."""
 
     alpha: float = opt(1.0, "weight of step rewards beside the answer's own")
     clip: bool = opt(False, "step rewards become min(q - eta, 0): good steps earn nothing")
     eta: float | None = opt(None, "threshold of clip (default: the mean of all steps of the batch)")
     delta: Delta = opt(Delta.none, "none, paper (q_k - q_k+1) or potential (q_k+1 - q_k)")
-    splitter: Splitter = opt(Splitter.line, "what a step is: line or latex")
+    step_splitter: StepSplitter = opt(StepSplitter.line, "what a step is: line or latex")
 
 
 @dataclass
@@ -54,7 +54,9 @@ class PPOConfig:
     kl_in: KLPlace = opt(KLPlace.reward, "where the KL penalty goes: reward, loss, or none (no reference at all)")
     kl_reward_estimator: KLEstimator = opt(KLEstimator.k1, "estimate of the KL in the reward")
     kl_loss_estimator: KLEstimator = opt(KLEstimator.k3, "estimate of the KL in the loss")
-    kl_loss_mean: LossMean | None = opt(None, "how the KL in the loss is averaged (default: as loss_mean)")
+    kl_loss_aggregation: LossAggregation | None = opt(
+        None, "how the KL in the loss is averaged (default: as loss_aggregation)"
+    )
     kl_loss_clip: float | None = opt(None, "the KL of a token in the loss is held within 0 and this")
     kl_monitor: list[KLEstimator] = opt(list, "estimates reported beside k1")
     use_adaptive_kl_ctl: bool = opt(False, "adapt the KL coefficient towards adaptive_kl_target")
@@ -65,21 +67,25 @@ class PPOConfig:
     eps_clip: float = opt(0.2, "ratio clip of the actor")
     eps_clip_high: float | None = opt(None, "upper ratio clip (default: eps_clip)")
     policy_loss: PolicyLoss = opt(PolicyLoss.clip, "clip (PPO), sequence_clip (GSPO), cispo, or reinforce (no ratio)")
-    loss_mean: LossMean = opt(LossMean.token_mean, "token_mean, seq_mean, seq_sum, or constant (over loss_length)")
-    loss_length: float | None = opt(None, "what loss_mean=constant divides sums by (default: gen.max_new_tokens)")
+    loss_aggregation: LossAggregation = opt(
+        LossAggregation.token_mean, "token_mean, seq_mean, seq_sum, or constant (over loss_length)"
+    )
+    loss_length: float | None = opt(
+        None, "what loss_aggregation=constant divides sums by (default: gen.max_new_tokens)"
+    )
     advantage: Advantage = opt(Advantage.gae, "gae, group (GRPO), rloo, baseline (ReMax), given, or process (steps)")
     group_std: GroupStd = opt(GroupStd.population, "of advantage=group: population, sample, or none (only centred)")
     recompute_logprobs: bool = opt(
         False, "the trainer computes old log-probs itself; the generator's are corrected for"
     )
-    behaviour_cap: float = opt(2.0, "with recompute_logprobs: cap of the weights p_trainer / p_generator")
+    is_weight_cap: float = opt(2.0, "with recompute_logprobs: cap of the weights p_trainer / p_generator")
     dynamic_sampling: bool = opt(
         False, "prompts whose answers all have the same reward are not trained on; others are drawn in their place"
     )
-    max_redraws: int = opt(8, "with dynamic_sampling: how often a step draws more prompts until its batch is full")
+    max_resamples: int = opt(8, "with dynamic_sampling: how often a step draws more prompts until its batch is full")
     overlong_buffer: int = opt(0, "answers lose reward over this many last tokens before max_new_tokens")
     overlong_penalty: float = opt(1.0, "what the longest answer loses, with overlong_buffer")
-    dense: DenseConfig = opt(DenseConfig, "rewards of steps, where there is a process reward model (prm)")
+    prm: PRMRewardConfig = opt(PRMRewardConfig, "rewards of steps, where there is a process reward model (prm)")
     value_eps_clip: float = opt(0.2, "clip of the critic around its old values")
     value_loss_type: str = opt("mse", "mse or huber")
     max_reward_clip: float = opt(20.0, "clip of the scaled reward")
@@ -116,5 +122,5 @@ class VineConfig:
     """How states between an answer's steps are valued (VinePPO)."""
 
     n_rollouts: int = opt(9, "rollouts from every state")
-    splitter: Splitter = opt(Splitter.line, "what a step is: line (GSM8K), or latex (sentences of MATH)")
+    step_splitter: StepSplitter = opt(StepSplitter.line, "what a step is: line (GSM8K), or latex (sentences of MATH)")
     max_states: int | None = opt(None, "states of one answer at the most; later ones count as what it came to")

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from realhf.api.config.choices import Splitter
+from realhf.api.config.choices import StepSplitter
 from realhf.api.config.option import opt
 
-MISMATCHED = {"kl_tokens": "tokens", "kl_prompt_mask": "prompt_mask"}
+KTO_KL_KEYS = {"kl_tokens": "tokens", "kl_prompt_mask": "prompt_mask"}
 """Keys of prompts with answers that belong to others, and what an interface calls them."""
 
 
@@ -42,7 +42,7 @@ class ScoreConfig:
 
     type: RewardModelType = opt(RewardModelType.pairs, "what the reward model learned: pairs, ranked, outcome, process")
     aggregate: Aggregate = opt(Aggregate.min, "how the steps' scores become the answer's (process)")
-    splitter: Splitter = opt(Splitter.line, "what a step is: line or latex (process)")
+    step_splitter: StepSplitter = opt(StepSplitter.line, "what a step is: line or latex (process)")
     normalise: bool = opt(False, "scores of held-out answers get mean 0 and deviation 1, before bias and scaling")
 
 

@@ -14,7 +14,7 @@ class RewardConfig:
     weights: list[float] = opt(list, "one number for each of fns (default: 1)")
     timeout: float = opt(10.0, "seconds for one answer; then the judge is killed and the answer counted as failed")
     processes: int = opt(1, "judge processes per worker; for a service, requests at a time")
-    in_flight: int = opt(16, "answers at a time in one judge process, where the function is async def")
+    max_concurrency: int = opt(16, "answers at a time in one judge process, where the function is async def")
     right_reward: float = opt(1.0, "score of a right answer (math, code)")
     wrong_reward: float = opt(-1.0, "score of a wrong answer (math, code), and of one whose judge failed")
     format_reward: str = opt("", "regular expression that all of an answer must match to be well formed (math, code)")

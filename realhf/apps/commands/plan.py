@@ -7,14 +7,14 @@ from pathlib import Path
 
 from realhf.api.codec import to_plain
 from realhf.api.execution_plan import ExecutionPlan
-from realhf.api.multi_stage import Campaign
+from realhf.api.multi_stage import MultiStageExperiment
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
 from realhf.apps.commands.quickstart import print_options, read_words
-from realhf.apps.prepare.preflight import Survey, survey
+from realhf.apps.prepare.preflight import PlanReport, survey
 from realhf.apps.view.console import open_console, write_out
 from realhf.apps.view.tables import Listing
 from realhf.apps.view.timeline_svg import page, ranks_text, stacked, timeline_svg
-from realhf.base.errors import Impossible, UserError, did_you_mean
+from realhf.base.errors import InfeasibleError, UserError, did_you_mean
 from realhf.plan.compile.check import graph_notes
 from realhf.plan.compile.program import compile_program
 from realhf.plan.cost.memory import Bytes
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> None:
         print_options(words[0])
         return
     experiment, _ = read_words(words[0], words[1:])
-    if isinstance(experiment, Campaign):
+    if isinstance(experiment, MultiStageExperiment):
         raise UserError(f"{words[0]} is several runs, each of which is planned when its turn comes; plan one of them,"
                         " like gen or sft")  # fmt: skip
     modes = _modes(flags.get("--compare", ""))
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> None:
     if "--out" in flags:
         _write(Path(flags["--out"]), found, results, listings)
     if all(prediction.peak > found.machine.hardware.usable for _, prediction in results.values()):
-        raise Impossible(found.too_large())
+        raise InfeasibleError(found.too_large())
 
 
 def _flags(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -98,7 +98,7 @@ def _modes(text: str) -> list[str]:
     return list(dict.fromkeys(modes))
 
 
-def _others(found: Survey, modes: list[str]) -> Predicted:
+def _others(found: PlanReport, modes: list[str]) -> Predicted:
     """Predict further modes; what is wrong with any of them is said at once."""
     results, problems = {}, []
     for mode in modes:
@@ -114,7 +114,7 @@ def _others(found: Survey, modes: list[str]) -> Predicted:
     return results
 
 
-def _listings(found: Survey) -> list[Listing]:
+def _listings(found: PlanReport) -> list[Listing]:
     prediction = found.prediction
     return [
         _allocation(found),
@@ -124,13 +124,13 @@ def _listings(found: Survey) -> list[Listing]:
     ]
 
 
-def _allocation(found: Survey) -> Listing:
+def _allocation(found: PlanReport) -> Listing:
     rows = []
     spent = found.prediction.call_seconds
     for mfc in found.planner.graph.topological:
         placement = found.plan[mfc.name]
         limits, (compute, moves) = placement.micro_batching, spent[mfc.name]
-        batching = f"{limits.max_tokens_per_mb}" + (f", {limits.max_slots} rows" if limits.max_slots else "")
+        batching = f"{limits.max_tokens_per_mb}" + (f", {limits.max_num_seqs} rows" if limits.max_num_seqs else "")
         cells = (mfc.name, mfc.kind.value, mfc.role or "-", str(placement), batching)
         rows.append((*cells, f"{compute:.3g}", f"{moves:.3g}" if moves else "-"))
     return Listing("allocation", "llllrrr", ("call", "kind", "role", "layout", "tokens/mb", "seconds", "moves"),
@@ -199,7 +199,7 @@ def _step(prediction: Prediction) -> Listing:
     return Listing("step", "ll", (), rows)
 
 
-def _comparison(found: Survey, results: Predicted) -> Listing:
+def _comparison(found: PlanReport, results: Predicted) -> Listing:
     capacity = found.machine.hardware.usable
     best = min(p.seconds for _, p in results.values())
     rows = []
@@ -235,7 +235,7 @@ def _alternative(found: Alternative | None, now: float) -> tuple[str, str]:
     return str(found.layout), f"{100 * (found.seconds / now - 1):+.1f}%"
 
 
-def _show(found: Survey, listings: list[Listing]) -> None:
+def _show(found: PlanReport, listings: list[Listing]) -> None:
     out = open_console()
     out.print(f"{found.name}: {found.n_rows_text}, {found.plan.n_workers} x {found.device}, predicted from "
               f"{found.machine.source}\n", markup=False)  # fmt: skip
@@ -248,7 +248,7 @@ def _show(found: Survey, listings: list[Listing]) -> None:
         out.print(f"warning: {warning}", markup=False)
 
 
-def _write(path: Path, found: Survey, results: Predicted, listings: list[Listing]) -> None:
+def _write(path: Path, found: PlanReport, results: Predicted, listings: list[Listing]) -> None:
     names = [m.name for m in found.graph.mfcs]
     until = max(p.timeline.settled[1] - p.timeline.settled[0] for _, p in results.values())
     pictures = [timeline_svg(p.timeline, names, f"{found.name}, {mode}: {p.seconds:.3g} s a step", until)
@@ -263,7 +263,7 @@ def _write(path: Path, found: Survey, results: Predicted, listings: list[Listing
     write_out(path, content)
 
 
-def _data(found: Survey, results: Predicted) -> dict[str, object]:
+def _data(found: PlanReport, results: Predicted) -> dict[str, object]:
     modes = {
         mode: {
             "step_s": p.seconds,

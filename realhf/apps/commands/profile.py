@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> None:
         return
     options = read_options(ProfileOptions, arguments, option_problems)
     wanted = check(options)
-    from realhf.system.profiler.profiler import Job, n_gpus, take_profile, this_machine
+    from realhf.system.profiler.profiler import ProfileJob, n_gpus, take_profile, this_machine
 
     machine = this_machine(wanted.device, options.threads_per_worker)
     if wanted.before is not None and wanted.before.machine != machine:
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> None:
                         "Give another file")  # fmt: skip
     if wanted.device == "cuda" and options.n_gpus_per_node > n_gpus():
         raise UserError(f"n_gpus_per_node={options.n_gpus_per_node}, but there are {n_gpus()} GPUs here")
-    job = Job(
+    job = ProfileJob(
         wanted.device,
         options.n_gpus_per_node,
         options.threads_per_worker,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from realhf.api.config import RecoverMode
 from realhf.api.experiment import Experiment
-from realhf.api.multi_stage import Campaign
+from realhf.api.multi_stage import MultiStageExperiment
 from realhf.apps.prepare.jobs import dry_run, is_queued, queue, seeded
 from realhf.apps.prepare.launching import as_experiment, launch, write_run
 from realhf.apps.prepare.multi_stage import run_campaign
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
     experiment, paths = read_words(name, [word for word in rest if word != "--dry-run"])
     if "--dry-run" in rest:
         return dry_run(name, experiment, paths)
-    if isinstance(experiment, Campaign):
+    if isinstance(experiment, MultiStageExperiment):
         return run_campaign(name, experiment, paths)
     supervise(name, experiment, paths)
 

@@ -87,7 +87,7 @@ def _summary(run: RunSpec, steps: list[Metrics]) -> Listing:
     told = {name: last[name] for names in CURVES.values() for name in names[:1] if name in last}
     rows = [
         ("directory", str(run.paths.root)),
-        ("steps", f"{last.get('step', 0)} of {run.length.n_steps}, {run.length.batch_size} rows each"),
+        ("steps", f"{last.get('step', 0)} of {run.schedule.n_steps}, {run.schedule.batch_size} rows each"),
         ("workers", f"{run.plan.n_workers} x {run.device}"),
         ("data", f"{run.config.dataset.path}, {run.n_rows} rows"),
         ("at the last step", ", ".join(f"{name} {value:.4g}" for name, value in told.items()) or "nothing yet"),

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from realhf.apps.prepare.launching import read_run
-from realhf.base.atomic_io import is_held
+from realhf.base.atomic_io import is_locked
 from realhf.base.errors import RunFailed, UserError
 from realhf.base.paths import RunDir
 
@@ -17,7 +17,7 @@ def main(arguments: list[str]) -> None:
         print(USAGE)
         return
     paths = RunDir(Path(arguments[0]))
-    if len(arguments) > 1 or not paths.plan.is_file() or not is_held(paths.lock):
+    if len(arguments) > 1 or not paths.plan.is_file() or not is_locked(paths.lock):
         raise UserError(f"{paths.root} holds no run that goes on\n{USAGE}")
     run = read_run(paths.root)
     if not run.writes_checkpoints:
@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> None:
     print("the run ends after the step it is at", flush=True)
     patience = run.config.call_timeout
     end = time.monotonic() + patience
-    while is_held(paths.lock):
+    while is_locked(paths.lock):
         if time.monotonic() > end:
             raise RunFailed(f"waited {patience:.0f} s for the run in {paths.root} to end")
         time.sleep(POLL_S)

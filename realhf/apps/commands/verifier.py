@@ -41,7 +41,7 @@ class ServeOptions:
     port: int = opt(8320, "port, 0 for any free one")
     timeout: float = opt(10.0, "seconds for one answer")
     processes: int = opt(2, "judge processes per reward")
-    in_flight: int = opt(16, "answers at a time in one judge process, where the function is async def")
+    max_concurrency: int = opt(16, "answers at a time in one judge process, where the function is async def")
     token_env: str = opt("", "environment variable with the bearer token that requests must show")
     max_body_mb: float = opt(64.0, "largest request")
     max_items: int = opt(1024, "most answers in one request")
@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> None:
 def option_problems(options: ServeOptions) -> list[str]:
     fns = options.fn.split(",")
     names = names_of(fns)
-    positive = ("timeout", "processes", "in_flight", "max_body_mb", "max_items", "wait_s")
+    positive = ("timeout", "processes", "max_concurrency", "max_body_mb", "max_items", "wait_s")
     checks = [
         *((getattr(options, key) > 0, f"{key} must be positive, got {getattr(options, key)}") for key in positive),
         (0 <= options.port < 2**16, f"port must be 0 to 65535, got {options.port}"),
@@ -116,7 +116,7 @@ def serve(options: ServeOptions) -> None:
     except ImportError as error:
         raise UserError(f"this needs the extra 'serve': pip install 'realhf[serve]' ({error})") from None
     fns = options.fn.split(",")
-    config = RewardConfig(timeout=options.timeout, processes=options.processes, in_flight=options.in_flight)
+    config = RewardConfig(timeout=options.timeout, processes=options.processes, max_concurrency=options.max_concurrency)
     judges = [open_judge(fn, config) for fn in fns]
     served = {name: Served(judge, threading.Lock()) for name, judge in zip(names_of(fns), judges, strict=True)}
     token = os.environ.get(options.token_env, "") if options.token_env else ""

@@ -15,8 +15,8 @@ from realhf.apps.prepare.jobs import is_queued, queue
 from realhf.apps.prepare.options import load_experiment, save_experiment
 from realhf.apps.prepare.run_dir_checks import running
 from realhf.apps.view.console import Console
-from realhf.base.atomic_io import hold, remove_folder, rewrite
-from realhf.base.errors import Hung, RunFailed, UserError
+from realhf.base.atomic_io import atomic_write, remove_folder, try_lock
+from realhf.base.errors import RunFailed, UserError, WorkerTimeout
 from realhf.base.paths import RunDir
 from realhf.experiments import experiment_class
 from realhf.launch import LAUNCHERS
@@ -46,7 +46,7 @@ def write_run(run: RunSpec, keep: bool = False) -> None:
     plan: dict[str, Any] = {"experiment": run.experiment, "device": run.device, "n_rows": run.n_rows,
                             "n_held_out": run.n_held_out}  # fmt: skip
     expected = to_plain(run.expected) if run.expected else None
-    rewrite(run.paths.plan, json.dumps({**plan, "plan": to_plain(run.plan), "expected": expected}, indent=1))
+    atomic_write(run.paths.plan, json.dumps({**plan, "plan": to_plain(run.plan), "expected": expected}, indent=1))
 
 
 def read_run(root: Path) -> RunSpec:
@@ -77,7 +77,7 @@ def launch(run: RunSpec, last: "tuple[Path, Manifest] | None" = None) -> None:
     """
     if is_queued(run.config):
         return queue([run], run.config, run.paths)
-    with hold(run.paths.lock) as is_mine:
+    with try_lock(run.paths.lock) as is_mine:
         if not is_mine:
             raise UserError(running(run.paths))
         run.paths.stop.unlink(missing_ok=True)  # what was asked of a run before
@@ -101,7 +101,7 @@ def _follow(run: RunSpec, last: "tuple[Path, Manifest] | None") -> None:
         workers.leave(LEAVE_S)
         console.summary(telemetry.models, telemetry.best)
     except RunFailed as failed:
-        seen = workers.examine(failed.ranks) if isinstance(failed, Hung) else ""
+        seen = workers.examine(failed.ranks) if isinstance(failed, WorkerTimeout) else ""
         raise RunFailed(f"{failed}{seen}", failed.traceback_text, failed.lost, workers.n_nodes()) from failed
     finally:
         console.close()
@@ -121,11 +121,11 @@ class _Processes:
         self._end: Callable[[], None] = lambda: None
 
     def start(self) -> None:
-        from realhf.system.master import look_for_cycles_seldom
+        from realhf.system.master import relax_gc
         from realhf.system.transport.auth import new_key
         from realhf.system.transport.channel import ZmqMaster
 
-        look_for_cycles_seldom()
+        relax_gc()
         address = self.launcher.prepare()
         key = new_key(self.run.paths.key)
         self.channel = ZmqMaster(key, self.run.plan.n_workers, self.run.config.channel_address or address)
@@ -151,8 +151,8 @@ class _Processes:
         self._end()
 
     def _close(self) -> None:
-        if self.channel.refused:
-            print(f"dropped {self.channel.refused} messages that no worker of this run has sent")
+        if self.channel.rejected_messages:
+            print(f"dropped {self.channel.rejected_messages} messages that no worker of this run has sent")
         self.channel.close()
         self.run.paths.key.unlink(missing_ok=True)
 

@@ -11,20 +11,20 @@ from functools import partial
 from pathlib import Path
 
 from realhf.api.config import RecoverMode
-from realhf.api.multi_stage import Campaign, Stage
+from realhf.api.multi_stage import MultiStageExperiment, Stage
 from realhf.apps.prepare.launching import as_experiment, launch, write_run
 from realhf.apps.prepare.options import load_experiment, override, save_experiment
 from realhf.apps.prepare.preflight import preflight, run_problems
 from realhf.apps.prepare.recovery import changes, resumable, resume, retried
 from realhf.apps.prepare.run_dir_checks import directory_problems
-from realhf.base.atomic_io import remove_folder, rewrite
+from realhf.base.atomic_io import atomic_write, remove_folder
 from realhf.base.errors import UserError
 from realhf.base.paths import RunDir
 from realhf.experiments import experiment_class
 from realhf.system.checkpoint.manifest import flat_options
 
 
-def run_campaign(name: str, campaign: Campaign, paths: RunDir) -> None:
+def run_campaign(name: str, campaign: MultiStageExperiment, paths: RunDir) -> None:
     """Run everything, or the rest as ``recover_mode`` has it; ``UserError`` for what can be known before."""
     mode = campaign.recover_mode
     if mode in (RecoverMode.resume, RecoverMode.auto) and paths.campaign.is_file():
@@ -44,11 +44,11 @@ def resume_campaign(paths: RunDir, words: Sequence[str]) -> None:
     """Go on with the campaign in a directory, with some options set anew."""
     name = json.loads(paths.campaign.read_text())["experiment"]
     config = override(load_experiment(experiment_class(name), paths.config), words)
-    assert isinstance(config, Campaign), f"{name} is no campaign"
+    assert isinstance(config, MultiStageExperiment), f"{name} is no campaign"
     go_on(name, config, paths)
 
 
-def go_on(name: str, campaign: Campaign, paths: RunDir) -> None:
+def go_on(name: str, campaign: MultiStageExperiment, paths: RunDir) -> None:
     """Go on after the stages that are done; ``UserError`` where options are not what they were."""
     stored = json.loads(paths.campaign.read_text())
     before = flat_options(load_experiment(experiment_class(stored["experiment"]), paths.config))
@@ -60,10 +60,10 @@ def go_on(name: str, campaign: Campaign, paths: RunDir) -> None:
     run_stages(name, campaign, paths, stored["done"])
 
 
-def run_stages(name: str, campaign: Campaign, paths: RunDir, done: Sequence[str]) -> None:
+def run_stages(name: str, campaign: MultiStageExperiment, paths: RunDir, done: Sequence[str]) -> None:
     """Run all stages but those that are done."""
     root, finished = paths.root.resolve(), list(done)  # runs know each other's files by one name, wherever we stand
-    rewrite(paths.campaign, json.dumps({"experiment": name, "done": finished}))
+    atomic_write(paths.campaign, json.dumps({"experiment": name, "done": finished}))
     for stage in campaign.stages(root):
         if stage.name in finished:
             print(f"stage   {stage.name}: was done before")
@@ -71,7 +71,7 @@ def run_stages(name: str, campaign: Campaign, paths: RunDir, done: Sequence[str]
         print(f"stage   {stage.name}: {stage.experiment}", flush=True)
         run_stage(stage, root)
         finished.append(stage.name)
-        rewrite(paths.campaign, json.dumps({"experiment": name, "done": finished}))
+        atomic_write(paths.campaign, json.dumps({"experiment": name, "done": finished}))
 
 
 def run_stage(stage: Stage, root: Path) -> None:

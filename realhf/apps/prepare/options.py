@@ -12,14 +12,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from realhf.api.config import ExperimentConfig
-from realhf.base.atomic_io import rewrite
+from realhf.base.atomic_io import atomic_write
 from realhf.base.errors import UserError, did_you_mean
 
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class Option:
+class OptionInfo:
     """One line of ``--help``."""
 
     key: str
@@ -28,7 +28,7 @@ class Option:
     help: str
 
 
-def options_of(cls: type, prefix: str = "") -> Iterator[Option]:
+def options_of(cls: type, prefix: str = "") -> Iterator[OptionInfo]:
     """Yield every leaf option of a config class, in order of declaration."""
     for field in dataclasses.fields(cls):
         key = f"{prefix}{field.name}"
@@ -38,7 +38,7 @@ def options_of(cls: type, prefix: str = "") -> Iterator[Option]:
             continue
         kind = "|".join(e.name for e in type(default)) if isinstance(default, Enum) else _type_name(field.type)
         shown = default.name if isinstance(default, Enum) else str(default)
-        yield Option(key, kind, shown, field.metadata.get("help", ""))
+        yield OptionInfo(key, kind, shown, field.metadata.get("help", ""))
 
 
 def _type_name(annotation: Any) -> str:
@@ -85,7 +85,7 @@ def load_experiment(cls: type[ExperimentConfig], path: Path) -> ExperimentConfig
 
 
 def save_experiment(config: ExperimentConfig, path: Path) -> None:
-    rewrite(path, OmegaConf.to_yaml(OmegaConf.structured(config)))
+    atomic_write(path, OmegaConf.to_yaml(OmegaConf.structured(config)))
 
 
 def _to_object(tree: Any) -> ExperimentConfig:

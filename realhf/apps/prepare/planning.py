@@ -18,11 +18,11 @@ from realhf.data.encode import EncodedRows
 from realhf.data.order import rows_at
 from realhf.plan.compile.allocate import PLANNED, micro_batching
 from realhf.plan.compile.heuristic import HEURISTICS
-from realhf.plan.cost.activation_memory import Counted
+from realhf.plan.cost.activation_memory import AnalyticMemory
 from realhf.plan.cost.cost import CostModel
 from realhf.plan.cost.hardware import read_hardware
 from realhf.plan.cost.memory import MemoryModel
-from realhf.plan.cost.profile import Measured, Profile
+from realhf.plan.cost.profile import Profile, ProfiledSpeed
 from realhf.plan.cost.roofline import Roofline
 from realhf.plan.cost.speed import Footprint, Speed
 from realhf.plan.cost.traffic import RING_BYTES
@@ -34,7 +34,7 @@ N_POSITIONS = 4096
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineModel:
     """What a plan is for: limits, speed, and in words where both are from."""
 
     hardware: Hardware
@@ -62,7 +62,7 @@ def replanned(planner: Planner, mode: str, plan: ExecutionPlan) -> ExecutionPlan
 
 def machine_of(
     config: ExperimentConfig, device: str, models: Mapping[str, ModelConfig], roles: Mapping[str, RoleSpec]
-) -> Machine:
+) -> MachineModel:
     """Return the machine that the options name: as it was measured, or by its limits where no profile can be used.
 
     Why a profile is passed over is said in ``source``.
@@ -76,7 +76,7 @@ def machine_of(
     if options.hardware or not file.is_file():
         return limits
     profile = _read_profile(file)
-    measured = Measured(profile)
+    measured = ProfiledSpeed(profile)
     unknown = [role for role, model in models.items() if not measured.knows(model, bool(roles[role].spec.bf16))]
     problems = [f"does not know the model of {', '.join(unknown)}"] if unknown else []
     if profile.machine.device != device:
@@ -85,10 +85,12 @@ def machine_of(
         problems.append("knows no links between nodes")
     if problems:
         return replace(limits, source=f"{limits.source} (the profile {file} {' and '.join(problems)})")
-    return Machine(replace(limits.hardware, reserved=profile.resident), measured, measured, f"the profile {file}", True)
+    return MachineModel(
+        replace(limits.hardware, reserved=profile.resident), measured, measured, f"the profile {file}", True
+    )
 
 
-def limits_of(config: ExperimentConfig, device: str) -> Machine:
+def limits_of(config: ExperimentConfig, device: str) -> MachineModel:
     """Return the machine that the options name, by its limits."""
     options = config.planner
     name = options.hardware or ("cpu" if device == "cpu" else "h100")
@@ -103,7 +105,7 @@ def limits_of(config: ExperimentConfig, device: str) -> Machine:
         has, needs = hardware.memory / 1e9, hardware.reserved / 1e9
         raise UserError(f"a worker has {has:.3g} GB and needs {needs:.3g} GB before it has any model: "
                         "take fewer workers, or set planner.memory_gb")  # fmt: skip
-    return Machine(hardware, Roofline(hardware), Counted(device), f"the limits of {name}")
+    return MachineModel(hardware, Roofline(hardware), AnalyticMemory(device), f"the limits of {name}")
 
 
 def _read_profile(file: Path) -> Profile:
@@ -135,7 +137,7 @@ def workload_of(
         if sampling:
             lengths = [(len(row.prompt),) for row in read]
         else:
-            most = {Task.pairs: 2 * config.dataset.max_pairs_per_prompt, Task.ranked: config.dataset.max_replies}
+            most = {Task.pairs: 2 * config.dataset.max_pairs_per_prompt, Task.ranked: config.dataset.max_responses}
             lengths = [row.sequence_lengths[: most.get(task, 1)] for row in read]
     if sampling is None:
         return Workload(tuple(lengths))
@@ -159,7 +161,7 @@ def planner_of(
     graph: Graph,
     models: Mapping[str, ModelConfig],
     rows: EncodedRows | None,
-    machine: Machine,
+    machine: MachineModel,
     device: str,
 ) -> Planner:
     """Return the planner of an experiment on a machine."""

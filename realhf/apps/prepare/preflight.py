@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from realhf.api.config import Device, ExperimentConfig, MFCConfig
-from realhf.api.config.preference import MISMATCHED
+from realhf.api.config.preference import KTO_KL_KEYS
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph, GraphError
 from realhf.api.model_config import ModelConfig
 from realhf.apps.prepare.backends import server_problems, settle_types, trainer_problems
 from realhf.apps.prepare.options import options_of
-from realhf.apps.prepare.planning import Machine, limits_of, machine_of, planned, planner_of, replanned
+from realhf.apps.prepare.planning import MachineModel, limits_of, machine_of, planned, planner_of, replanned
 from realhf.apps.prepare.run_dir_checks import directory_problems
-from realhf.base.errors import Impossible, UserError, did_you_mean
+from realhf.base.errors import InfeasibleError, UserError, did_you_mean
 from realhf.base.paths import RunDir
 from realhf.data.encode import EncodedRows, encode_split
 from realhf.data.rows import read_rows
@@ -42,9 +42,9 @@ DATASET_KEYS = {
     Task.code: {"prompts", "row"},
     Task.answer: {"tokens", "prompt_mask", "row"},
     Task.sft: {"tokens", "prompt_mask"},
-    Task.pairs: {"tokens", "prompt_mask", *MISMATCHED},
+    Task.pairs: {"tokens", "prompt_mask", *KTO_KL_KEYS},
     Task.ranked: {"tokens", "prompt_mask"},
-    Task.outcome: {"tokens", "prompt_mask", "label", *MISMATCHED},
+    Task.outcome: {"tokens", "prompt_mask", "label", *KTO_KL_KEYS},
     Task.process: {"tokens", "prompt_mask", "step_labels"},
 }
 
@@ -68,11 +68,11 @@ class _Findings:
     def report(self) -> None:
         """Raise everything; ``Impossible`` where options and files are right."""
         if self.problems or self.impossible:
-            raise (UserError if self.problems else Impossible)(self.problems + self.impossible)
+            raise (UserError if self.problems else InfeasibleError)(self.problems + self.impossible)
 
 
 @dataclass(frozen=True)
-class Survey:
+class PlanReport:
     """What can be known of an experiment before it runs. Numbers of rows are 0 where no data set is named."""
 
     name: str
@@ -80,7 +80,7 @@ class Survey:
     graph: Graph
     plan: ExecutionPlan
     planner: Planner
-    machine: Machine
+    machine: MachineModel
     prediction: Prediction
     device: str
     n_rows: int
@@ -103,7 +103,7 @@ class Survey:
         """Say why the plan does not fit, and what to do about it."""
         config = self.experiment.config
         mode = config.allocation_mode
-        slots = next((o.key for o in options_of(type(config)) if o.key.endswith("max_slots")), "no slots")
+        slots = next((o.key for o in options_of(type(config)) if o.key.endswith("max_num_seqs")), "no slots")
         return too_large(self.planner, self.prediction, lambda planner: replanned(planner, mode, self.plan),
                          "" if mode in PLANNED else slots)  # fmt: skip
 
@@ -117,7 +117,7 @@ def preflight(name: str, experiment: Experiment, paths: RunDir, resuming: bool =
     found = _look(name, experiment, findings, launching=True)
     prediction = found.prediction
     if prediction.peak > found.machine.hardware.usable:
-        raise Impossible(found.too_large())
+        raise InfeasibleError(found.too_large())
     calls = {mfc: compute for mfc, (compute, _) in prediction.call_seconds.items()}
     machine, peaks = found.machine, (found.machine.hardware.peak_flops, found.machine.hardware.peak_bandwidth)
     expected = Expected(machine.source, prediction.seconds, calls, prediction.peak, machine.is_measured, *peaks)
@@ -126,12 +126,12 @@ def preflight(name: str, experiment: Experiment, paths: RunDir, resuming: bool =
                    found.n_rows, expected, found.n_held_out)  # fmt: skip
 
 
-def survey(name: str, experiment: Experiment) -> Survey:
+def survey(name: str, experiment: Experiment) -> PlanReport:
     """Return what ``realhf plan`` tells: as ``preflight``, but neither weights nor devices nor data need be there."""
     return _look(name, experiment, _Findings(), launching=False)
 
 
-def _look(name: str, experiment: Experiment, findings: _Findings, launching: bool) -> Survey:
+def _look(name: str, experiment: Experiment, findings: _Findings, launching: bool) -> PlanReport:
     config = experiment.config
     device = findings.attempt(lambda: pick_device(config, launching))
     settle_types(config, device == Device.cuda.value)
@@ -162,12 +162,12 @@ def _look(name: str, experiment: Experiment, findings: _Findings, launching: boo
     assert graph and plan and machine and device
     n_rows, n_held_out = (len(some) if some is not None else 0 for some in (rows, held_out))
 
-    def on(machine: Machine) -> Survey:
+    def on(machine: MachineModel) -> PlanReport:
         planner = planner_of(experiment, graph, known, rows, machine, device)
         chosen = planned(planner, config) if config.allocation_mode in PLANNED else plan
         chosen = with_backends(chosen, graph, experiment.placements())
         prediction = planner.predict(chosen)
-        return Survey(name, experiment, graph, chosen, planner, machine, prediction, device, n_rows, n_held_out)
+        return PlanReport(name, experiment, graph, chosen, planner, machine, prediction, device, n_rows, n_held_out)
 
     try:
         return on(machine)
@@ -247,7 +247,7 @@ def evaluation_options(graph: Graph, config: ExperimentConfig) -> list[str]:
     if graph.evaluation:
         return []
     data, where = config.dataset, "held-out rows"
-    unread = {"dataset.eval_path": data.eval_path, "dataset.eval_share": data.eval_share}
+    unread = {"dataset.eval_path": data.eval_path, "dataset.eval_fraction": data.eval_fraction}
     problems = [f"{key}={value}: this experiment has no use for {where}" for key, value in unread.items() if value]
     if not problems:
         options = ("keep_best", *(name for name in FREQUENCIES if name.startswith("eval_")))

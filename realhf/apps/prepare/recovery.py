@@ -10,10 +10,10 @@ from realhf.apps.prepare.launching import as_experiment, launch, read_run, write
 from realhf.apps.prepare.options import override
 from realhf.apps.prepare.preflight import preflight
 from realhf.apps.prepare.run_dir_checks import running
-from realhf.base.atomic_io import is_held
+from realhf.base.atomic_io import is_locked
 from realhf.base.errors import RunFailed, UserError
 from realhf.base.paths import RunDir
-from realhf.launch.elastic import Way, gone_for_good, way_on
+from realhf.launch.elastic import ElasticRestart, failed_permanently, plan_restart
 from realhf.plan.run_spec import RunSpec
 from realhf.system.checkpoint.manifest import Manifest, flat_options, newest, rewind
 
@@ -21,7 +21,7 @@ FREE = ("experiment_name", "trial_name", "fileroot", "overwrite", "mode", "devic
         "allocation_mode", "threads_per_worker", "startup_timeout", "call_timeout", "heartbeat_timeout",
         "channel_address", "verify_reallocation",
         "n_logged_generations", "save_roles", "recover_", "exp_ctrl.", "planner.", "wandb.",
-        "vllm.", "mismatch_limit",
+        "vllm.", "logprob_diff_warning",
         "tensorboard.", "slurm.", "ray.", "dataset.path")  # fmt: skip
 """Options that may differ from those of the checkpoint: they change neither data nor mathematics. The data file is
 compared by what it holds."""
@@ -66,7 +66,7 @@ def retried(run: Callable[[], None], paths: RunDir) -> None:
             raise RunFailed(f"{first}\nit cannot go on with what is left: {error}") from error
 
 
-def _way_on(failed: RunFailed, deaths: Counter[int], paths: RunDir) -> tuple[Way | None, Experiment]:
+def _way_on(failed: RunFailed, deaths: Counter[int], paths: RunDir) -> tuple[ElasticRestart | None, Experiment]:
     """Return how to go on, if there is anything to go on with and from, and the experiment that would."""
     run = read_run(paths.root)
     experiment = as_experiment(run.config)
@@ -76,12 +76,12 @@ def _way_on(failed: RunFailed, deaths: Counter[int], paths: RunDir) -> tuple[Way
     except UserError as error:
         print(f"damaged {error}")
         return None, experiment
-    gone = gone_for_good(run.config, deaths)
-    way = way_on(run.config, experiment.placements(), run.device, failed.n_nodes, gone)
+    gone = failed_permanently(run.config, deaths)
+    way = plan_restart(run.config, experiment.placements(), run.device, failed.n_nodes, gone)
     return way, as_experiment(override(run.config, way.words)) if way else experiment
 
 
-def _with_hint(failed: RunFailed, way: Way, paths: RunDir) -> RunFailed:
+def _with_hint(failed: RunFailed, way: ElasticRestart, paths: RunDir) -> RunFailed:
     """Return a failure with the command that would go on."""
     why = f"\nit does not go on by itself: {way.refusal}; recover_allocation=heuristic allows it" if way.refusal else ""
     command = " ".join(["realhf resume", str(paths.root), *way.words])
@@ -90,7 +90,7 @@ def _with_hint(failed: RunFailed, way: Way, paths: RunDir) -> RunFailed:
 
 def resume(name: str, experiment: Experiment, paths: RunDir) -> None:
     """Go on from the last checkpoint; ``UserError`` where data or options are not what they were."""
-    if is_held(paths.lock):
+    if is_locked(paths.lock):
         raise UserError(running(paths))
     last = newest(paths.checkpoints)
     if last is None:
@@ -103,9 +103,9 @@ def resume(name: str, experiment: Experiment, paths: RunDir) -> None:
         raise UserError([*problems, f"the checkpoint {last[0]} was taken with other data or options; start a new run"])
     step, done = last[1].step, rewind(paths, last[1].step)
     write_run(run, keep=True)
-    print(f"resume  {last[0]}: {step} of {run.length.n_steps} steps are done")
+    print(f"resume  {last[0]}: {step} of {run.schedule.n_steps} steps are done")
     if done > step:
-        n_prompts = run.length.span(done - 1).stop - run.length.span(step).start
+        n_prompts = run.schedule.span(done - 1).stop - run.schedule.span(step).start
         print(f"again   steps {step + 1} to {done} ({n_prompts} prompts), which no checkpoint holds, and what was done "
               f"of step {done + 1}; no prompt is left out")  # fmt: skip
     launch(run, last)

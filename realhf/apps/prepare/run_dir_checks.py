@@ -4,7 +4,7 @@ import os
 import re
 
 from realhf.api.config import ExperimentConfig
-from realhf.base.atomic_io import ASIDE, is_held
+from realhf.base.atomic_io import TMP_SUFFIX, is_locked
 from realhf.base.paths import RunDir
 
 
@@ -22,9 +22,9 @@ def directory_problems(config: ExperimentConfig, paths: RunDir) -> list[str]:
     taken = next((p for p in (paths.root, *paths.root.parents) if p.exists() and not p.is_dir()), None)
     if taken:
         problems.append(f"the run directory {paths.root} cannot be made: {taken} is a file; set fileroot or trial_name")
-    elif is_held(paths.lock):
+    elif is_locked(paths.lock):
         problems.append(running(paths))
-    elif paths.root.exists() and any(not path.name.endswith(ASIDE) for path in paths.root.iterdir()):
+    elif paths.root.exists() and any(not path.name.endswith(TMP_SUFFIX) for path in paths.root.iterdir()):
         if not paths.config.exists():
             problems.append(f"{paths.root} is not empty and holds no run of realhf; choose another trial_name")
         elif not config.overwrite:

@@ -34,7 +34,7 @@ class Console:
         self.out.print(f"[bold]realhf {__version__}[/]  {run.experiment}  {run.device} x {run.plan.n_workers}  "
                        f"seed {config.seed}")  # fmt: skip
         self.out.print(f"run     {run.paths.root}")
-        length = run.length
+        length = run.schedule
         held_out = f", {run.n_held_out} held out" if run.n_held_out else ""
         self.out.print(f"data    {config.dataset.path}: {run.n_rows} rows{held_out}, {length.batch_size} per step, "
                        f"{length.n_steps} steps")  # fmt: skip
@@ -55,11 +55,11 @@ class Console:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self.progress = Progress(*columns, console=self.out, transient=True)
             self.progress.start()
-            self.task = self.progress.add_task("steps", total=self.run.length.n_steps)
+            self.task = self.progress.add_task("steps", total=self.run.schedule.n_steps)
 
     def step(self, metrics: dict[str, float]) -> None:
         self.out.print(step_line(metrics))
-        for line in alarms(metrics, self.run.config.mismatch_limit):
+        for line in alarms(metrics, self.run.config.logprob_diff_warning):
             self.out.print(f"warning {line}")
         if self.progress is not None and self.task is not None:
             self.progress.advance(self.task)
@@ -83,7 +83,7 @@ class Console:
 
     def summary(self, models: dict[str, Path], best: Path | None = None) -> None:
         self.close()
-        self.out.print(f"done    {self.run.length.n_steps} steps in {time.monotonic() - self.began:.1f} s")
+        self.out.print(f"done    {self.run.schedule.n_steps} steps in {time.monotonic() - self.began:.1f} s")
         for role, path in models.items():
             self.out.print(f"model   {role}: {path}")
         if best is not None:
@@ -127,9 +127,9 @@ def plan_table(run: RunSpec) -> Table:
 
 def alarms(metrics: dict[str, float], limit: float) -> list[str]:
     """Say where trainer and generator disagree about the answers of a step by more than ``limit`` (0: never)."""
-    found = {name: value for name, value in metrics.items() if name.endswith("/mismatch") and 0 < limit < value}
+    found = {name: value for name, value in metrics.items() if name.endswith("/logprob_diff") and 0 < limit < value}
     return [
-        f"{name} is {value:.3g} nats a token, more than mismatch_limit={limit:g}: trainer and generator do not compute "
+        f"{name} is {value:.3g} nats a token, more than logprob_diff_warning={limit:g}: trainer and generator do not compute "
         "the same; ppo.recompute_logprobs=True corrects for it"
         for name, value in found.items()
     ]

@@ -28,7 +28,7 @@ def ppo_problems(ppo: PPOConfig, batch: int) -> list[str]:
         (ppo.advantage is Advantage.gae or ppo.disable_value,
          f"ppo.advantage={advantage} has no use for a critic: set ppo.disable_value=True"),
         (not ppo.dynamic_sampling or ppo.group_size > 1, "ppo.dynamic_sampling needs ppo.group_size > 1"),
-        (ppo.max_redraws >= 0, f"ppo.max_redraws must not be negative, got {ppo.max_redraws}"),
+        (ppo.max_resamples >= 0, f"ppo.max_resamples must not be negative, got {ppo.max_resamples}"),
         (1 <= ppo.ppo_n_minibatches <= batch,
          f"ppo.ppo_n_minibatches={ppo.ppo_n_minibatches} does not fit dataset.train_bs_n_seqs={batch}"),
         (0 <= ppo.discount <= 1, f"ppo.discount must be in [0, 1], got {ppo.discount}"),
@@ -44,7 +44,7 @@ def ppo_problems(ppo: PPOConfig, batch: int) -> list[str]:
         (ppo.kl_loss_clip is None or ppo.kl_loss_clip > 0,
          f"ppo.kl_loss_clip must be positive, got {ppo.kl_loss_clip}"),
         (has_ref or not ppo.kl_monitor, "ppo.kl_monitor: with ppo.kl_in=none there is no reference"),
-        (ppo.behaviour_cap > 0, f"ppo.behaviour_cap must be positive, got {ppo.behaviour_cap}"),
+        (ppo.is_weight_cap > 0, f"ppo.is_weight_cap must be positive, got {ppo.is_weight_cap}"),
         (ppo.loss_length is None or ppo.loss_length > 0, f"ppo.loss_length must be positive, got {ppo.loss_length}"),
         (0 <= ppo.overlong_buffer <= longest,
          f"ppo.overlong_buffer={ppo.overlong_buffer} must be between 0 and ppo.gen.max_new_tokens={longest}"),
@@ -55,19 +55,19 @@ def ppo_problems(ppo: PPOConfig, batch: int) -> list[str]:
     return [line for holds, line in checks if not holds] + sampling_problems("ppo.gen", ppo.gen)
 
 
-def trial_sampling(gen: GenerationConfig, evaluation: EvaluationConfig) -> GenerationConfig:
+def eval_sampling(gen: GenerationConfig, evaluation: EvaluationConfig) -> GenerationConfig:
     """Return how held-out prompts are answered: as in rollout, but for what ``evaluation`` says."""
     return replace(gen, n=evaluation.n, greedy=evaluation.greedy, top_p=evaluation.top_p, top_k=evaluation.top_k,
                    temperature=evaluation.temperature)  # fmt: skip
 
 
-def trial_problems(evaluation: EvaluationConfig, holds_out: bool) -> list[str]:
+def eval_problems(evaluation: EvaluationConfig, holds_out: bool) -> list[str]:
     """Return what the options of an evaluation contradict, one line each."""
     if evaluation == EvaluationConfig():
         return []
     if not holds_out:
-        return ["evaluation has options, but no rows are held out: set dataset.eval_path or dataset.eval_share"]
-    problems = sampling_problems("evaluation", trial_sampling(GenerationConfig(), evaluation))
+        return ["evaluation has options, but no rows are held out: set dataset.eval_path or dataset.eval_fraction"]
+    problems = sampling_problems("evaluation", eval_sampling(GenerationConfig(), evaluation))
     if evaluation.n > 1 and (evaluation.greedy or evaluation.temperature == 0):
         problems.append(f"evaluation.n={evaluation.n}: greedy answers are all the same; set evaluation.greedy=False "
                         "and a temperature")  # fmt: skip

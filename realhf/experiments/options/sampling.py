@@ -13,6 +13,6 @@ def sampling_problems(name: str, gen: GenerationConfig) -> list[str]:
         (gen.top_k >= 0, f"{name}.top_k must be 0 (all) or positive, got {gen.top_k}"),
         (gen.temperature >= 0, f"{name}.temperature must not be negative, got {gen.temperature}"),
         (gen.n >= 1, f"{name}.n must be positive, got {gen.n}"),
-        (gen.max_slots >= 1, f"{name}.max_slots must be positive, got {gen.max_slots}"),
+        (gen.max_num_seqs >= 1, f"{name}.max_num_seqs must be positive, got {gen.max_num_seqs}"),
     ]  # fmt: skip
     return [line for holds, line in checks if not holds]

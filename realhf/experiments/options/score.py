@@ -51,6 +51,6 @@ def score_problems(score: ScoreConfig, rew: ModelSpec) -> list[str]:
         return [f"score.normalise=True is for scores of any scale; those of score.type={score.type.name} are shares"]
     if score_moments(rew) is None:
         file = Path(rew.path or "") / STATISTICS
-        advice = "train the reward model with dataset.eval_path or dataset.eval_share"
+        advice = "train the reward model with dataset.eval_path or dataset.eval_fraction"
         return [f"score.normalise=True: there are no scores of held-out answers in {file}; {advice}"]
     return []

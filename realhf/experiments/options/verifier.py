@@ -4,14 +4,14 @@ import os
 
 from realhf.api.config import RewardConfig
 from realhf.api.experiment import Task
-from realhf.rewards.registry import check_fn, fns_of, is_remote, names_of, verifier_of
+from realhf.rewards.registry import builtin_verifier, check_fn, fns_of, is_remote, names_of
 from realhf.rewards.verdict import BUILT_IN, FORMAT
 
 
 def reward_task(reward: RewardConfig) -> Task:
     """Return what rows must hold for the verifier to judge their answers."""
-    named = set(map(verifier_of, fns_of(reward)))
-    if named & {"code", "code_lax"}:
+    named = set(map(builtin_verifier, fns_of(reward)))
+    if named & {"code", "code_unordered"}:
         return Task.code
     return Task.math if "math" in named else Task.prompt
 
@@ -24,14 +24,14 @@ def reward_problems(reward: RewardConfig) -> list[str]:
     checks = [
         (reward.timeout > 0, f"reward.timeout must be positive, got {reward.timeout}"),
         (reward.processes >= 1, f"reward.processes must be positive, got {reward.processes}"),
-        (reward.in_flight >= 1, f"reward.in_flight must be positive, got {reward.in_flight}"),
+        (reward.max_concurrency >= 1, f"reward.max_concurrency must be positive, got {reward.max_concurrency}"),
         (reward.retries >= 0, f"reward.retries must not be negative, got {reward.retries}"),
         (not reward.fns or reward.fn in BUILT_IN,
          f"reward.fn={reward.fn} and reward.fns={reward.fns}: give one of them, or all in reward.fns"),
         (len(set(names)) == len(names), f"reward.fns: the names {', '.join(names)} must differ"),
         (not reward.weights or len(reward.weights) == len(fns),
          f"reward.weights has {len(reward.weights)} numbers, but there are {len(fns)} rewards (reward.fns)"),
-        (not reward.format_reward or any(map(verifier_of, fns)),
+        (not reward.format_reward or any(map(builtin_verifier, fns)),
          f"reward.format_reward grades answers that are right or wrong: it needs one of {', '.join(BUILT_IN)}; "
          f"beside other functions use reward.fns=[...,'{FORMAT}REGEX']"),
         (not reward.token_env or remote, "reward.token_env is for services (reward.fn=http://host:port/path)"),

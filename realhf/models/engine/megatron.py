@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from realhf.api.config import OptimizerConfig
-from realhf.comm.process_groups import Collective, Group, ParallelContext, ProcessGroup
+from realhf.comm.process_groups import Group, ParallelContext, PendingCollective, ProcessGroup
 from realhf.models.engine.optimizer import ShardedAdamW
 from realhf.models.flat_params import FlatParams
 from realhf.ops.adamw import AdamWStep
@@ -63,7 +63,7 @@ class MegatronAdamW(ShardedAdamW):
             self._inner.state[shard] = {"step": torch.tensor(0.0), "exp_avg": first, "exp_avg_sq": second}
 
     def _reduce(self) -> None:
-        whole = Collective("reduce_scatter", self.whole_grad.nbytes, self.group.ranks)
+        whole = PendingCollective("reduce_scatter", self.whole_grad.nbytes, self.group.ranks)
         with self.group.doing.enter(whole):
             self._ddp.finish_grad_sync()
 
@@ -74,7 +74,7 @@ class MegatronAdamW(ShardedAdamW):
             group["lr"], group["step"] = step.lr, step.steps - 1
             for shard in group["params"]:
                 self._inner.state[shard]["step"].fill_(step.steps - 1)
-        with self.group.doing.enter(Collective("all_gather", self.params.data.nbytes, self.group.ranks)):
+        with self.group.doing.enter(PendingCollective("all_gather", self.params.data.nbytes, self.group.ranks)):
             self._outer.prepare_grads()
             self._outer.step_with_ready_grads()
 

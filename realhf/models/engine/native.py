@@ -16,7 +16,7 @@ from realhf.api.messages import Stats
 from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import Box, box_numel, box_shape
 from realhf.arch.param_specs import param_specs, stage_layers
-from realhf.comm.exchange import Move, Piece, exchange
+from realhf.comm.exchange import P2PCopy, TensorSlice, exchange
 from realhf.comm.process_groups import ParallelContext
 from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import Limits, LossFn
@@ -110,10 +110,10 @@ class NativeEngine:
         self.pipeline.train(packings, loss_of, token_weight=1.0 / max(n_tokens, 1.0))
         stats |= self._router_stats(sum(batch.lengths("tokens")))
         if self._exceeds(stats, limits or {}):
-            return {**stats, "vetoed": (1.0, 1.0)}
+            return {**stats, "step_skipped": (1.0, 1.0)}
         lr = learning_rate(self.role.spec.optimizer, self.version, self.total_steps)
         norm = self.optimizer.step(lr)
-        return {**stats, "vetoed": (0.0, 1.0), "grad_norm": (norm, 1.0), "lr": (lr, 1.0)}
+        return {**stats, "step_skipped": (0.0, 1.0), "grad_norm": (norm, 1.0), "lr": (lr, 1.0)}
 
     def _router_stats(self, n_tokens: int) -> Stats:
         """Return the losses of routers, as sums over the tokens of this replica of their mean over routed layers."""
@@ -131,7 +131,7 @@ class NativeEngine:
 
     def generate(self, prompts: SequenceBatch, config: GenerationConfig, n: int, seed: int) -> SequenceBatch:
         stops = tuple(dict.fromkeys((*self.stop_ids, *config.stop_token_ids)))
-        config = replace(config, max_slots=self.micro_batching.slots(config.max_slots))
+        config = replace(config, max_num_seqs=self.micro_batching.slots(config.max_num_seqs))
         limit = self.micro_batching.max_tokens_per_mb
         request = Request(prompts, config, n, seed, stops, limit, share=self.share_prompts and n > 1)
         with torch.no_grad():
@@ -167,7 +167,9 @@ class NativeEngine:
         strategy = self.context.layout.strategy
         source = Layout(DeviceMesh(tuple(replica)), ParallelStrategy(1, strategy.tp, strategy.pp))
         routes = plan_realloc(specs, lambda pp: stage_layers(self.config, pp), source, target)
-        moves = [Move(c, c.src, c.dst, Piece(self.params.data.dtype, box_numel(c.box))) for c in copies_of(routes)]
+        moves = [
+            P2PCopy(c, c.src, c.dst, TensorSlice(self.params.data.dtype, box_numel(c.box))) for c in copies_of(routes)
+        ]
 
         def read(copy: object) -> Tensor:
             assert isinstance(copy, BoxCopy)
@@ -210,7 +212,7 @@ def build_engine(
     boxes = shard_of(specs, lambda pp: stage_layers(config, pp), context.layout, context.rank)
     mine = [s for s in specs if s.name in boxes]
     dtype = torch.bfloat16 if role.spec.bf16 else torch.float32
-    learns = trained and role.spec.optimizer.type is not OptimizerType.empty
+    learns = trained and role.spec.optimizer.type is not OptimizerType.none
     kind, pad_to = _optimizer(role, context.layout.strategy.dp) if learns else (None, context.layout.strategy.dp)
     params = FlatParams(mine, boxes, dtype, context.device, pad_to, share_as)
     if not holds_weights:

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from realhf.api.config import OptimizerConfig, Schedule
+from realhf.api.config import LRSchedule, OptimizerConfig
 from realhf.comm.process_groups import ParallelContext
 from realhf.models.engine.shared_gradients import SharedGradients, multiplicity
 from realhf.models.flat_params import FlatParams
@@ -19,11 +19,11 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
         return config.lr * (step + 1) / warmup
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     match config.lr_scheduler_type:
-        case Schedule.constant:
+        case LRSchedule.constant:
             shape = 1.0
-        case Schedule.linear:
+        case LRSchedule.linear:
             shape = 1.0 - progress
-        case Schedule.cosine:
+        case LRSchedule.cosine:
             shape = 0.5 * (1.0 + math.cos(math.pi * progress))
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape)
 

@@ -21,11 +21,11 @@ class ForwardOutputs:
 
     def logprobs(self, temperature: float = 1.0) -> Tensor:
         packing = self.packing
-        found = self.model.logprobs(self.hidden, packing.tokens, packing.lengths, temperature, packing.before)
-        return packing.spread(found)
+        found = self.model.logprobs(self.hidden, packing.tokens, packing.lengths, temperature, packing.prev_index)
+        return packing.unpack(found)
 
     def values(self) -> Tensor:
-        return self.packing.spread(self.model.values(self.hidden, len(self.packing.tokens)))
+        return self.packing.unpack(self.model.values(self.hidden, len(self.packing.tokens)))
 
     def last_values(self) -> Tensor:
         last = torch.tensor(self.batch.columns["tokens"].offsets[1:], device=self.hidden.device) - 1

@@ -19,12 +19,12 @@ class Packing:
     tokens: Tensor
     lengths: tuple[int, ...]
     prefixes: tuple[int, ...] = ()
-    places: Tensor | None = None
-    before: Tensor | None = None
+    gather_index: Tensor | None = None
+    prev_index: Tensor | None = None
 
-    def spread(self, of_tokens: Tensor) -> Tensor:
+    def unpack(self, of_tokens: Tensor) -> Tensor:
         """Give every token of the batch, ``[T]``, what was computed for it, ``[t]``."""
-        return of_tokens if self.places is None else of_tokens[self.places]
+        return of_tokens if self.gather_index is None else of_tokens[self.gather_index]
 
 
 def pack(batch: SequenceBatch, share: bool = False) -> Packing:

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realhf.comm.p2p import Arriving, Neighbours
+from realhf.comm.p2p import P2PChannel, PendingRecv
 from realhf.comm.process_groups import ParallelContext
-from realhf.models.engine.decode.group import Decoding
+from realhf.models.engine.decode.group import DecodeGroup
 from realhf.models.engine.packing import Packing
 from realhf.models.transformer import Transformer
 from realhf.plan.compile.pipeline import (
@@ -36,7 +36,7 @@ class Pipeline:
         stages, index = context.layout.axis("pp", context.rank), context.group("tp").index
         self.ranks = tuple(sorted(context.layout.axis("tp", rank))[index] for rank in stages)
         self.stage, self.n_stages = context.coord.pp, len(self.ranks)
-        self.wires = Neighbours(context.device, context.doing)
+        self.wires = P2PChannel(context.device, context.doing)
 
     @property
     def is_last(self) -> bool:
@@ -87,11 +87,11 @@ class Pipeline:
             self.wires.flush(keep=2 * self.n_stages)  # neighbours are never further behind
         self.wires.flush()
 
-    def generate(self, decodings: Sequence[Decoding]) -> None:
+    def generate(self, decodings: Sequence[DecodeGroup]) -> None:
         """Stream groups of rows through, turn after turn, until all have ended; every stage learns what is drawn."""
         inputs: dict[int, Tensor] = {}
         outputs: dict[int, Tensor] = {}
-        expected: dict[int, Arriving] = {}
+        expected: dict[int, PendingRecv] = {}
         for step in generation_schedule(self.stage, self.n_stages, len(decodings)):
             decoding = decodings[step.micro_batch]
             if decoding.has_ended:
@@ -109,7 +109,7 @@ class Pipeline:
                 case SendActivation(i):
                     self.wires.send(outputs.pop(i), self.ranks[self.stage + 1])
                 case ExpectTokens(i):
-                    expected[i] = self.wires.expect((decoding.slots.n_drawing,), torch.int64, self.ranks[-1])
+                    expected[i] = self.wires.post_receive((decoding.slots.n_drawing,), torch.int64, self.ranks[-1])
                 case SendTokens(i):
                     for rank in self.ranks[:-1]:
                         self.wires.send(outputs[i], rank)
@@ -123,7 +123,7 @@ class Pipeline:
         return self.model.hidden(batch.tokens, batch.lengths, x=x, token_weight=token_weight, prefixes=batch.prefixes)
 
     def _receive(self, batch: Packing, rank: int) -> Tensor:
-        return self._receive_rows(self.model.seams(len(batch.tokens)).n_mine, rank)
+        return self._receive_rows(self.model.seams(len(batch.tokens)).n_local_tokens, rank)
 
     def _receive_rows(self, n_rows: int, rank: int) -> Tensor:
         return self.wires.receive((n_rows, self.model.config.hidden), self.model.params.data.dtype, rank)

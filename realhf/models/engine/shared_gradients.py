@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from realhf.api.param_box import ParamSpec, box_shape, relative, shard_box, whole
-from realhf.comm.p2p import Neighbours
+from realhf.comm.p2p import P2PChannel
 from realhf.comm.process_groups import ParallelContext
 from realhf.models.flat_params import FlatParams
 
@@ -39,7 +39,7 @@ class SharedGradients:
         self.tied = [s for s in specs if s.shared_layer is not None and strategy.pp > 1]
         stages = context.layout.axis("pp", context.rank)
         self.other_end = stages[-1] if context.coord.pp == 0 else stages[0]
-        self.wires = Neighbours(context.device, context.doing)
+        self.wires = P2PChannel(context.device, context.doing)
 
     @torch.no_grad()
     def add_up(self) -> None:

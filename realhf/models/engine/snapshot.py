@@ -39,7 +39,7 @@ def snapshot(engine: NativeEngine) -> dict[str, Tensor]:
 @torch.no_grad()
 def restore(engine: NativeEngine, saved: Layout, read: Read) -> None:
     """Put back what ``snapshot`` took on the workers of ``saved``; bit for bit where the layout is the same."""
-    whole = _Whole.of(engine, saved, read)
+    whole = _WholeModel.of(engine, saved, read)
     engine.params.data.copy_(whole.flats[WEIGHTS])
     if AVERAGE in whole.flats:
         engine.params.average = whole.flats[AVERAGE].to(engine.params.data.device)
@@ -51,20 +51,20 @@ def restore(engine: NativeEngine, saved: Layout, read: Read) -> None:
 
 
 @dataclass
-class _Whole:
+class _WholeModel:
     """A shard's weights, moments and averages in full, as if it had one replica."""
 
     flats: dict[str, Tensor]
     steps: int
 
     @staticmethod
-    def of(engine: NativeEngine, saved: Layout, read: Read) -> "_Whole":
+    def of(engine: NativeEngine, saved: Layout, read: Read) -> "_WholeModel":
         """Put this worker's shard together from the saved ones."""
         params, layout, coord = engine.params, engine.context.layout, engine.context.coord
         if _cut_alike(saved, layout):  # the flat tensors are the same but for their padding
             found = _read_shard(saved, coord.pp, coord.tp, read)
             steps = int(found.pop(STEPS, torch.zeros(1)))
-            return _Whole({name: _fitted(flat, params.data.numel()) for name, flat in found.items()}, steps)
+            return _WholeModel({name: _fitted(flat, params.data.numel()) for name, flat in found.items()}, steps)
         specs = param_specs(engine.config)
         flats: dict[str, Tensor] = {}
         steps = 0
@@ -81,7 +81,7 @@ class _Whole:
                 for name, flat in found.items():
                     mine = flats.setdefault(name, torch.zeros(params.data.numel(), dtype=flat.dtype))
                     _copy_boxes(common, shell, flat, params, mine)
-        return _Whole(flats, steps)
+        return _WholeModel(flats, steps)
 
 
 def _cut_alike(one: Layout, other: Layout) -> bool:

@@ -30,14 +30,14 @@ from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.base.activity import ActivityStack
 from realhf.base.errors import RunFailed
 from realhf.base.seeds import stable_seed
-from realhf.base.shared_buffer import SharedBytes, path_of
+from realhf.base.shared_buffer import SharedBuffer, path_of
 from realhf.data.batch import SequenceBatch
 from realhf.models.engine.decode.generate import no_rows, rows_of
 from realhf.models.engine.decode.scheduler import Request
 from realhf.models.engine.native import NativeEngine
 from realhf.models.flat_params import FlatParams
 from realhf.models.hf_folder import config_json
-from realhf.models.hf_mapping import Placed, placed_tensors
+from realhf.models.hf_mapping import HfSlot, hf_mapping
 from realhf.plan.compile.realloc import shard_of
 
 PROGRAM = Path(__file__).with_name("in_vllm") / "realhf_server.py"
@@ -226,7 +226,7 @@ class Serving:
             "device": context.device.type,
             "tp": len(ranks),
             "max_length": self.options.max_length or engine.config.max_positions,
-            "slots": self.options.slots,
+            "slots": self.options.max_num_seqs,
             # of the tempered distribution: the model's own, or what is sampled from, which nothing may cut then
             "logprobs": "raw_logprobs" if self.temperature in (0.0, 1.0) else "processed_logprobs",
         }
@@ -245,7 +245,7 @@ class Serving:
         return "|".join(",".join(str(cores[(at + i) % len(cores)]) for i in range(each)) for at in first)
 
 
-def in_buckets(tensors: Iterable[Placed], paths: Sequence[str], dtype: torch.dtype) -> tuple[Bucket, ...]:
+def in_buckets(tensors: Iterable[HfSlot], paths: Sequence[str], dtype: torch.dtype) -> tuple[Bucket, ...]:
     """Return what requests say of the weights: names, shapes and where the parts lie, by ``BUCKET_BYTES`` of them.
 
     A layer is handed over at once: vLLM makes one matrix of several of its tensors.
@@ -267,9 +267,9 @@ def in_buckets(tensors: Iterable[Placed], paths: Sequence[str], dtype: torch.dty
     return tuple(tuple(bucket) for bucket in buckets)
 
 
-def _tensors(engine: NativeEngine) -> list[Placed]:
+def _tensors(engine: NativeEngine) -> list[HfSlot]:
     """Return the tensors that vLLM is given. A tied embedding is two of them: vLLM does not reload a shared one."""
-    found, config = placed_tensors(engine.config, _shards(engine)), engine.config
+    found, config = hf_mapping(engine.config, _shards(engine)), engine.config
     if config.tied_embedding:
         names = FAMILIES[config.family].hf_tensors(replace(config, tied_embedding=False))
         embedding = next(tensor for tensor in found if tensor.name == names["embed.weight"][0].name)
@@ -292,11 +292,11 @@ def served(engine: NativeEngine, how: Serving) -> ServedEngine:
     """Return the engine with a process of vLLM for its replica. Collective over its tensor group."""
     context, data, shared, host = engine.context, engine.params.data, engine.params.shared, None
     if shared is None:
-        shared = SharedBytes(data.nbytes, "weights")
+        shared = SharedBuffer(data.nbytes, "weights")
         host = torch.frombuffer(shared.map, dtype=data.dtype, count=len(data))
     group = context.group("tp")
     places = torch.zeros(2 * group.size, dtype=torch.int64, device=context.device)
-    group.all_gather(places, torch.tensor(shared.place, device=context.device))
+    group.all_gather(places, torch.tensor(shared.handle, device=context.device))
     server = how.start(engine) if group.index == 0 else None
     paths = [path_of(pid, fd) for pid, fd in places.view(-1, 2).tolist()]
     buckets = in_buckets(_tensors(engine), paths, data.dtype) if server else ()

@@ -7,7 +7,7 @@ from realhf.api.batch_meta import RowId
 from realhf.base.partition import balanced_partition
 
 
-def deal_rows(
+def partition_rows(
     ids: Sequence[RowId], weights: Sequence[int], dp: int, n_minibatches: int = 1
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
     """Return ``(assignment, minibatches)``: row indices per data-parallel rank, and the mini-batch of every row.

@@ -13,7 +13,7 @@ from realhf.api.messages import Holders
 
 
 @dataclass(eq=False, slots=True)
-class Keepers:
+class RowHolders:
     """Workers that hold the same rows, their producer first. One object for all these rows, told apart by identity.
 
     Thousands are made at every call: it is never changed, but not frozen, which would take three times as long.
@@ -21,17 +21,17 @@ class Keepers:
 
     ranks: tuple[int, ...]
 
-    def passed_on(self, replica: tuple[int, ...], meant: frozenset[int]) -> "tuple[tuple[int, ...], Keepers]":
+    def with_replica(self, replica: tuple[int, ...], meant: frozenset[int]) -> "tuple[tuple[int, ...], RowHolders]":
         """Return who of ``replica`` has the rows already, the sender first (the producer alone, where none has).
 
         Also return who has them when all of ``replica`` does. ``meant`` are the same workers as a set.
         """
         if meant.isdisjoint(self.ranks):  # nearly always; without a set of the many that are not meant
-            return self.ranks[:1], Keepers(self.ranks + replica)
+            return self.ranks[:1], RowHolders(self.ranks + replica)
         before = set(self.ranks)
         have = tuple(rank for rank in replica if rank in before)
         lack = tuple(rank for rank in replica if rank not in before)
-        return have, Keepers(self.ranks + lack) if lack else self
+        return have, RowHolders(self.ranks + lack) if lack else self
 
 
 @dataclass(slots=True)
@@ -40,22 +40,22 @@ class PromptRows:
 
     ids: tuple[RowId, ...]
     lengths: tuple[int, ...]
-    holders: Keepers
+    holders: RowHolders
 
 
-NO_ROWS = PromptRows((), (), Keepers(()))
+NO_ROWS = PromptRows((), (), RowHolders(()))
 """A prompt of which nothing was left: nobody holds it, so this one stands for all of them."""
 
 
 @dataclass
-class Table:
+class ColumnIndex:
     """Where the values of one key are, for every prompt that is through with it (which may have left no rows)."""
 
     dtype: str = ""
     prompts: dict[int, PromptRows] = field(default_factory=dict)
 
 
-def in_order(meta: BatchMeta) -> BatchMeta:
+def sorted_rows(meta: BatchMeta) -> BatchMeta:
     """Return the same rows by prompt and sample, as most come anyway."""
     if tuple(sorted(meta.ids)) == meta.ids:
         return meta
@@ -64,7 +64,7 @@ def in_order(meta: BatchMeta) -> BatchMeta:
     return BatchMeta(tuple([meta.ids[i] for i in order]), columns)
 
 
-def kept_rows(
+def rows_with_all_inputs(
     prompts: Sequence[int], inputs: Sequence[Sequence[PromptRows]], own: Sequence[Sequence[PromptRows]]
 ) -> list[tuple[RowId, ...]]:
     """Return the rows of every prompt that have every input; a producer may have dropped some (best of n).
@@ -95,13 +95,13 @@ def lengths_of(rows: Sequence[PromptRows], kept: Sequence[tuple[RowId, ...]], is
     return tuple([length[row] for ids in kept for row in ids])
 
 
-def heaviest(columns: Iterable[ColumnMeta]) -> list[int]:
+def row_bytes(columns: Iterable[ColumnMeta]) -> list[int]:
     """Return the bytes of the largest value of every row, what a row weighs when rows are dealt out."""
     sizes = [np.array(column.lengths, np.int64) * SCALAR_BYTES[column.dtype] for column in columns]
     return np.maximum.reduce(sizes).tolist()
 
 
-def pass_on(
+def record_transfer(
     inputs: Mapping[str, Sequence[PromptRows]],
     kept: Sequence[tuple[RowId, ...]],
     assignment: tuple[tuple[int, ...], ...],
@@ -118,13 +118,13 @@ def pass_on(
     for d, part in enumerate(assignment):
         replica, prompts = layout.replica(d), [*dict.fromkeys(map(prompt_of.__getitem__, part))]
         meant = frozenset(replica)
-        known: dict[Keepers, tuple[int, Keepers]] = {}
+        known: dict[RowHolders, tuple[int, RowHolders]] = {}
         for key, rows in inputs.items():
             chosen = numbers[key]
             for k in prompts:
                 row = rows[k]
                 if (found := known.get(row.holders)) is None:
-                    have, after = row.holders.passed_on(replica, meant)
+                    have, after = row.holders.with_replica(replica, meant)
                     found = known[row.holders] = len(groups), after
                     groups.append(have)
                 chosen[k], row.holders = found

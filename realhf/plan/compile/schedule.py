@@ -2,7 +2,7 @@
 
 The list of events determines everything: the same events give the same actions, in a run and in a simulation.
 A call starts when its rows have their inputs, the MFC is not running already, and its weights are fresh enough.
-Where a call picks prompts (``Graph.picker``), a step is drawn on until enough are kept or the redraws are used up; then
+Where a call picks prompts (``Graph.picker``), a step is drawn on until enough are kept or the resamples are used up; then
 the calls that read what it keeps begin, with the first so many of them.
 """
 
@@ -13,23 +13,23 @@ from itertools import chain, pairwise
 from realhf.api.batch_meta import PROMPT, BatchMeta, ColumnMeta, RowId
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.graph import MFC, Graph
-from realhf.api.messages import Call, State
-from realhf.plan.compile.dp_partition import deal_rows
+from realhf.api.messages import PrepareCall, State
+from realhf.plan.compile.dp_partition import partition_rows
 from realhf.plan.compile.row_locations import (
     NO_ROWS,
-    Keepers,
+    ColumnIndex,
     PromptRows,
-    Table,
-    heaviest,
-    in_order,
-    kept_rows,
+    RowHolders,
     lengths_of,
-    pass_on,
+    record_transfer,
+    row_bytes,
+    rows_with_all_inputs,
+    sorted_rows,
 )
 
 
 @dataclass(frozen=True)
-class Span:
+class PromptRange:
     """Prompts of one step: positions ``start <= p < stop`` of the data stream."""
 
     step: int
@@ -42,64 +42,66 @@ class RowsReady:
     """Rows came to be: by a fetch (``mfc`` is None) or a call. ``outputs[rank]`` is what each worker now holds."""
 
     mfc: str | None
-    span: Span
+    span: PromptRange
     outputs: dict[int, BatchMeta]
     state: State | None = None
 
 
 @dataclass(frozen=True)
 class FetchRows:
-    span: Span
+    span: PromptRange
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    span: Span
-    call: Call
+    span: PromptRange
+    call: PrepareCall
 
 
 @dataclass(frozen=True)
 class FinishStep:
     """Every MFC has seen every row of the step: report it, then drop its rows."""
 
-    span: Span
+    span: PromptRange
 
 
 Action = FetchRows | Dispatch | FinishStep
 
 
 @dataclass(frozen=True)
-class RunLength:
+class TrainSchedule:
     """Prompts per step, prompts in all (the last step may be smaller), steps in all; it begins with ``first_step``.
 
-    A step may draw prompts ``redraws`` times more, each time a batch at the most: their numbers are left free.
+    A step may draw prompts ``resamples`` times more, each time a batch at the most: their numbers are left free.
     """
 
     batch_size: int
     n_prompts: int
     n_steps: int
     first_step: int = 0
-    redraws: int = 0
+    resamples: int = 0
 
     @property
     def stride(self) -> int:
         """From the number of a step's first prompt to that of the next step's."""
-        return self.batch_size * (1 + self.redraws)
+        return self.batch_size * (1 + self.resamples)
 
-    def span(self, step: int) -> Span:
+    def span(self, step: int) -> PromptRange:
         """Return a step's own prompts, those that it begins with."""
         start = step * self.stride
-        return Span(step, start, start + min(self.batch_size, self.n_prompts - step * self.batch_size))
+        return PromptRange(step, start, start + min(self.batch_size, self.n_prompts - step * self.batch_size))
 
 
-def run_length(batch_size: int, n_rows: int, epochs: int, max_steps: int | None, redraws: int = 0) -> RunLength:
+def train_schedule_of(
+    batch_size: int, n_rows: int, epochs: int, max_steps: int | None, resamples: int = 0
+) -> TrainSchedule:
     """Return how long a run is: ``epochs`` passes over ``n_rows``, or ``max_steps`` where that is fewer steps."""
     total = n_rows * epochs
     steps = -(-total // batch_size)
-    return RunLength(batch_size, total, steps if max_steps is None else min(steps, max_steps), redraws=redraws)
+    return TrainSchedule(batch_size, total, steps if max_steps is None else min(steps, max_steps), resamples=resamples)
 
 
-def next_draw(n_drawn: int, n_kept: int, n_wanted: int, most: int) -> int:
+def next_resample(n_drawn: int, n_kept: int, n_wanted: int, most: int) -> int:
     """Return how many prompts to draw so that, kept at the rate so far, what is missing is there; ``most`` at most."""
     missing = n_wanted - n_kept
     return min(most, -(-missing * n_drawn // n_kept)) if n_kept else most
@@ -112,7 +114,7 @@ class MasterState:
         self,
         graph: Graph,
         plan: ExecutionPlan,
-        length: RunLength,
+        length: TrainSchedule,
         max_staleness: int = 0,
         in_line: bool = False,
     ) -> None:
@@ -121,15 +123,15 @@ class MasterState:
         self.versions: dict[str, int] = dict.fromkeys(graph.roles, length.first_step)
         self.states: dict[str, State] = {m.role or m.name: {} for m in graph.mfcs}
         self.finished_steps = length.first_step
-        self._tables: dict[str, Table] = {k: Table() for m in graph.mfcs for k in (*m.inputs, *m.outputs)}
+        self._tables: dict[str, ColumnIndex] = {k: ColumnIndex() for m in graph.mfcs for k in (*m.inputs, *m.outputs)}
         first = length.first_step, length.first_step * length.stride
         self._next = {m.name: first for m in graph.mfcs}  # step and number of the first prompt not yet issued
         self._done: dict[str, int] = {m.name: first[1] for m in graph.mfcs}
-        self._drawn: dict[int, list[Span]] = {}  # what a step drew beyond its own prompts
+        self._drawn: dict[int, list[PromptRange]] = {}  # what a step drew beyond its own prompts
         self._picked: dict[int, frozenset[int]] = {}  # prompts that are trained on, of steps that draw no more
         self._running: set[str] = set()
         self._fetched = self._fetching = length.first_step
-        self._stale: list[Span] = []  # finished steps whose rows are still on record
+        self._stale: list[PromptRange] = []  # finished steps whose rows are still on record
 
     @property
     def is_over(self) -> bool:
@@ -150,8 +152,8 @@ class MasterState:
         actions: list[Action] = []
         if event.mfc is not None:
             self._complete(self.graph[event.mfc], event)
-            picker = self.graph.picker
-            actions += self._draw_on(picker, event.span.step) if picker and picker.name == event.mfc else []
+            picker = self.graph.filter_mfc
+            actions += self._resample(picker, event.span.step) if picker and picker.name == event.mfc else []
         elif event.span == self.length.span(event.span.step):
             self._fetched += 1
         actions += [*self._finish_steps(), *self._fetch_ahead()]
@@ -166,7 +168,7 @@ class MasterState:
         for key in made:
             self._tables[key].prompts |= through
         for rank, meta in event.outputs.items():
-            producer, meta = Keepers((rank,)), in_order(meta)
+            producer, meta = RowHolders((rank,)), sorted_rows(meta)
             known = [(self._tables[key], column) for key, column in meta.columns.items() if key in self._tables]
             for table, column in known:
                 table.dtype = column.dtype
@@ -187,21 +189,21 @@ class MasterState:
                 if self.graph.updater(role) is mfc:
                     self.versions[role] = event.span.step + 1
 
-    def _span(self, step: int) -> Span:
+    def _span(self, step: int) -> PromptRange:
         """Return a step's prompts as far as they are drawn."""
         own, further = self.length.span(step), self._drawn.get(step, [])
         return replace(own, stop=further[-1].stop) if further else own
 
-    def _draw_on(self, picker: MFC, step: int) -> list[Action]:
+    def _resample(self, picker: MFC, step: int) -> list[Action]:
         """When all of a step's prompts were looked at, draw more of them, or settle which ones are trained on."""
         span, further = self._span(step), self._drawn.setdefault(step, [])
         if self._done[picker.name] < span.stop:
             return []
         own = self.length.span(step)
         wanted, kept = own.stop - own.start, self._kept(picker, span)
-        if len(kept) < wanted and len(further) < self.length.redraws:
-            n = next_draw(span.stop - span.start, len(kept), wanted, self.length.batch_size)
-            further.append(Span(step, span.stop, span.stop + n))
+        if len(kept) < wanted and len(further) < self.length.resamples:
+            n = next_resample(span.stop - span.start, len(kept), wanted, self.length.batch_size)
+            further.append(PromptRange(step, span.stop, span.stop + n))
             return [FetchRows(further[-1])]
         self._picked[step] = frozenset(kept[:wanted])
         for name, at in self._next.items():
@@ -209,7 +211,7 @@ class MasterState:
                 self._next[name] = self._begin(step + 1)
         return []
 
-    def _kept(self, picker: MFC, span: Span) -> list[int]:
+    def _kept(self, picker: MFC, span: PromptRange) -> list[int]:
         """Return the prompts of which the picker kept rows."""
         table = self._tables[picker.outputs[0]]
         return [prompt for prompt in range(span.start, span.stop) if table.prompts[prompt].ids]
@@ -218,7 +220,7 @@ class MasterState:
         return step, step * self.length.stride
 
     def _is_drawn(self, step: int) -> bool:
-        return self.graph.picker is None or step in self._picked
+        return self.graph.filter_mfc is None or step in self._picked
 
     def _finish_steps(self) -> list[Action]:
         actions: list[Action] = []
@@ -256,55 +258,57 @@ class MasterState:
         if mfc.name in self._running or step >= min(self.length.n_steps, self._fetched):
             return None
         span = self._span(step)
-        if position == span.stop or (mfc.name in self.graph.after_picker and not self._is_drawn(step)):
+        if position == span.stop or (mfc.name in self.graph.after_filter and not self._is_drawn(step)):
             return None
         stop = self._cut(mfc, span, position)
         if self.in_line and mfc.is_train and step > self.finished_steps:
             return None
         changes = mfc.role is not None and self.graph.updater(mfc.role) is not None
-        if changes and self.versions[mfc.role or ""] < step - mfc.lag(self.max_staleness):
+        if changes and self.versions[mfc.role or ""] < step - mfc.allowed_staleness(self.max_staleness):
             return None
         prompts = set(range(position, stop))
         if not all(prompts <= self._tables[key].prompts.keys() for key in mfc.inputs):
             return None
         self._running.add(mfc.name)
         self._next[mfc.name] = (step, stop) if stop < span.stop or not self._is_drawn(step) else self._begin(step + 1)
-        part = Span(step, position, stop)
+        part = PromptRange(step, position, stop)
         return Dispatch(part, self._call(mfc, part))
 
-    def _cut(self, mfc: MFC, span: Span, position: int) -> int:
+    def _cut(self, mfc: MFC, span: PromptRange, position: int) -> int:
         """Return where a call stops that begins with a step's prompt ``position`` and has room for ``batch_size``."""
         prompts = self._prompts(mfc, replace(span, start=position))
         return span.stop if len(prompts) <= mfc.batch_size else prompts[mfc.batch_size]
 
-    def _prompts(self, mfc: MFC, span: Span) -> Sequence[int]:
+    def _prompts(self, mfc: MFC, span: PromptRange) -> Sequence[int]:
         """Return the prompts of a span that a call is about."""
         every = range(span.start, span.stop)
-        if mfc.name not in self.graph.after_picker:
+        if mfc.name not in self.graph.after_filter:
             return every
         return [prompt for prompt in every if prompt in self._picked[span.step]]
 
-    def _call(self, mfc: MFC, span: Span) -> Call:
+    def _call(self, mfc: MFC, span: PromptRange) -> PrepareCall:
         prompts = self._prompts(mfc, span)
         found = {key: [*map(self._tables[key].prompts.__getitem__, prompts)] for key in mfc.inputs}
         first = {key: next((rows.ids[0] for rows in of_prompts if rows.ids), None) for key, of_prompts in found.items()}
         shared = tuple(key for key, row in first.items() if row and row.sample == PROMPT)  # a key's rows are all alike
-        kept = kept_rows(prompts, [*found.values()], [rows for key, rows in found.items() if key not in shared])
+        kept = rows_with_all_inputs(
+            prompts, [*found.values()], [rows for key, rows in found.items() if key not in shared]
+        )
         ids = tuple(chain.from_iterable(kept))
         columns = {
             key: ColumnMeta(self._tables[key].dtype or "uint8", lengths_of(rows, kept, key in shared))
             for key, rows in found.items()
         }
-        weights = heaviest(columns.values()) if columns else [1] * len(ids)
+        weights = row_bytes(columns.values()) if columns else [1] * len(ids)
         layout = self.plan[mfc.name].layout
-        assignment, minibatches = deal_rows(ids, weights, layout.strategy.dp, mfc.n_minibatches)
-        return Call(
+        assignment, minibatches = partition_rows(ids, weights, layout.strategy.dp, mfc.n_minibatches)
+        return PrepareCall(
             request=0,
             mfc=mfc.name,
             step=span.step,
             version=self.versions.get(mfc.role or "", 0),
             inputs=BatchMeta(ids, columns),
-            holders=pass_on(found, kept, assignment, layout),
+            holders=record_transfer(found, kept, assignment, layout),
             shared=shared,
             assignment=assignment,
             minibatches=minibatches,

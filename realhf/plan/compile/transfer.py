@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from realhf.api.batch_meta import PROMPT, RowId
 from realhf.api.layout import Layout
-from realhf.api.messages import Call
+from realhf.api.messages import PrepareCall
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ def stored_as(row: RowId, key: str, shared: tuple[str, ...]) -> RowId:
 
 
 def moved_rows(
-    call: Call, keys: tuple[str, ...], layout: Layout
+    call: PrepareCall, keys: tuple[str, ...], layout: Layout
 ) -> Iterator[tuple[str, RowId, int, tuple[int, ...], str, int]]:
     """Yield (key, row, sender, receivers, type, length) of what brings every data-parallel replica its rows.
 
@@ -50,7 +50,7 @@ def moved_rows(
                     yield key, row, here[0], lacking[here], column.dtype, column.lengths[i]
 
 
-def plan_transfer(call: Call, keys: tuple[str, ...], layout: Layout) -> tuple[RowCopy, ...]:
+def plan_transfer(call: PrepareCall, keys: tuple[str, ...], layout: Layout) -> tuple[RowCopy, ...]:
     """Return the copies of ``moved_rows``, one for each receiver."""
     return tuple(
         RowCopy(key, row, src, dst, dtype, length)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from realhf.api.model_config import ModelConfig
-from realhf.plan.cost.speed import Part, Work
-from realhf.plan.cost.stage import kept_numel
+from realhf.plan.cost.speed import StageShard, Work
+from realhf.plan.cost.stage import saved_activation_numel
 
 LOGITS_BYTES = {"cpu": 24 << 20}
 """Logits that the log-prob head holds at once (ops/logprobs.py)."""
@@ -12,14 +12,14 @@ LOGITS_BYTES_ELSEWHERE = 256 << 20
 
 
 @dataclass(frozen=True)
-class Counted:
+class AnalyticMemory:
     """The ``Footprint`` of models/ and engine/ as they are written."""
 
     device: str
 
-    def train_bytes(self, part: Part, work: Work) -> tuple[float, float]:
+    def train_bytes(self, part: StageShard, work: Work) -> tuple[float, float]:
         config, size = part.model, 2 if part.bf16 else 4
-        block = kept_numel(config, part.tp, part.sequence_parallel)
+        block = saved_activation_numel(config, part.tp, part.sequence_parallel)
         outside = config.hidden * (2.0 * part.first + 3.0 * part.last)
         if part.recompute:
             kept = part.n_blocks * config.hidden / (part.tp if part.sequence_parallel else 1) + outside
@@ -29,17 +29,17 @@ class Counted:
         peak = (kept + at_work) * work.tokens * size + self._logits(part, work)
         return kept * work.tokens * size, peak
 
-    def forward_bytes(self, part: Part, work: Work) -> float:
+    def forward_bytes(self, part: StageShard, work: Work) -> float:
         size = 2 if part.bf16 else 4
         return self._working(part) * work.tokens * size + self._logits(part, work)
 
-    def _working(self, part: Part) -> float:
+    def _working(self, part: StageShard) -> float:
         """Elements per token that live at a time inside a block, nothing being kept."""
         config = part.model
         heads = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
         return 3 * config.hidden + max(1.5 * _width(config), 2 * heads) / part.tp
 
-    def _logits(self, part: Part, work: Work) -> float:
+    def _logits(self, part: StageShard, work: Work) -> float:
         if not part.last or part.model.head != "lm":
             return 0.0
         return min(LOGITS_BYTES.get(self.device, LOGITS_BYTES_ELSEWHERE), 4.0 * work.tokens * part.model.vocab)

@@ -13,23 +13,23 @@ from realhf.api.experiment import RoleSpec
 from realhf.api.graph import MFC, Graph, Kind
 from realhf.api.layout import Coord, Layout
 from realhf.api.machine import Cost, Workload
-from realhf.api.messages import Call
+from realhf.api.messages import PrepareCall
 from realhf.api.model_config import ModelConfig
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
 from realhf.plan.compile.micro_batch import micro_batches
 from realhf.plan.compile.pipeline import StageStep, inference_schedule, train_schedule
 from realhf.plan.cost.pipeline_time import makespan, uniform_makespan
-from realhf.plan.cost.speed import Collective, Part, Speed, Traffic, Work
-from realhf.plan.cost.stage import decodes_in_one_call, parts_of, shard_numels
+from realhf.plan.cost.speed import CollectiveKind, Speed, StageShard, Traffic, Work
+from realhf.plan.cost.stage import decodes_in_one_call, shard_numels, stage_shards
 from realhf.plan.cost.traffic import realloc_traffic, transfer_traffic
 
-NOTHING = Cost(0.0, 0.0)
-Stages = Sequence[tuple[Part, tuple[int, ...]]]
+NO_COST = Cost(0.0, 0.0)
+Stages = Sequence[tuple[StageShard, tuple[int, ...]]]
 """Each stage's share of a model, and the tensor-parallel group that computes it."""
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchRows:
     """What one data-parallel rank computes in a call: ids and lengths, and the mini-batch of every row."""
 
     ids: tuple[RowId, ...]
@@ -67,14 +67,14 @@ class CostModel:
     sampling: GenerationConfig | None = None
     shares: bool = False
 
-    def price(self, plan: ExecutionPlan) -> Callable[[Call, Instruction], Cost]:
+    def price(self, plan: ExecutionPlan) -> Callable[[PrepareCall, Instruction], Cost]:
         """Return what the instructions of a plan's calls cost, for the simulator."""
 
         @cache
-        def computed(mfc: str, ranks: tuple[Rows, ...]) -> Cost:
+        def computed(mfc: str, ranks: tuple[BatchRows, ...]) -> Cost:
             return self.compute(self.graph[mfc], plan[mfc], ranks)
 
-        def price(call: Call, step: Instruction) -> Cost:
+        def price(call: PrepareCall, step: Instruction) -> Cost:
             match step:
                 case Transfer(keys, layout):
                     return self.exchange(transfer_traffic(call, keys, layout, self.node_size))
@@ -85,11 +85,11 @@ class CostModel:
                 case Load(role, layout) | Offload(role, layout):
                     return self.host_copy(role, layout)
                 case Release():
-                    return NOTHING
+                    return NO_COST
 
         return price
 
-    def compute(self, mfc: MFC, placement: Placement, ranks: Sequence[Rows]) -> Cost:
+    def compute(self, mfc: MFC, placement: Placement, ranks: Sequence[BatchRows]) -> Cost:
         """Return the cost of an MFC's own work on the rows of every data-parallel rank."""
         outside = [self.speed.interface(_interface(mfc), len(r.ids), sum(r.lengths)) for r in ranks]
         if mfc.role is None:
@@ -107,7 +107,7 @@ class CostModel:
                 costs = [_together([self._generate(mfc, placement, d, rows) for d, rows in enumerate(ranks)])]
                 if placement.backend is not Backend.native:  # it copies the weights, and is taken to be as fast
                     costs.append(self.host_copy(mfc.role, layout))
-        return Cost(own.seconds + sum(c.seconds for c in costs), own.work + sum(c.work for c in costs))
+        return Cost(own.seconds + sum(c.seconds for c in costs), own.core_seconds + sum(c.core_seconds for c in costs))
 
     def exchange(self, traffic: Traffic) -> Cost:
         seconds = self.speed.exchange(traffic) if traffic.n_parts else 0.0
@@ -132,7 +132,7 @@ class CostModel:
     def _stages(self, mfc: MFC, layout: Layout, dp: int) -> Stages:
         """Each stage's share of the model, and its tensor-parallel group in replica ``dp``."""
         assert mfc.role is not None
-        parts = parts_of(self.models[mfc.role], self.roles[mfc.role], layout.strategy)
+        parts = stage_shards(self.models[mfc.role], self.roles[mfc.role], layout.strategy)
         seats = range(layout.strategy.tp)
         return [(part, tuple(layout.rank(Coord(p, dp, t)) for t in seats)) for p, part in enumerate(parts)]
 
@@ -142,9 +142,9 @@ class CostModel:
         other = stages[stage + 1][1] if stage + 1 < len(stages) else stages[stage - 1][1]
         return self.speed.send(tokens * part.model.hidden * (2 if part.bf16 else 4) / share, ranks[0], other[0])
 
-    def _forward(self, mfc: MFC, placement: Placement, dp: int, rows: Rows) -> Cost:
+    def _forward(self, mfc: MFC, placement: Placement, dp: int, rows: BatchRows) -> Cost:
         if not rows.ids:
-            return NOTHING
+            return NO_COST
         stages = self._stages(mfc, placement.layout, dp)
         n = len(stages)
         limits = _at_least(placement.micro_batching, n)
@@ -160,7 +160,7 @@ class CostModel:
         stages: Stages,
         works: tuple[Work, ...],
         schedule: Callable[[int, int, int], Sequence[StageStep]],
-        seconds_of: Callable[[Part, Work, Sequence[int]], tuple[float, float]],
+        seconds_of: Callable[[StageShard, Work, Sequence[int]], tuple[float, float]],
         share: int,
     ) -> tuple[float, float]:
         """Return the seconds of micro-batches going through all stages, and the sum of the stages' own."""
@@ -183,14 +183,16 @@ class CostModel:
         )
         return seconds, busy
 
-    def _minibatch(self, mfc: MFC, placement: Placement, ranks: Sequence[Rows], number: int, update: float) -> Cost:
+    def _minibatch(
+        self, mfc: MFC, placement: Placement, ranks: Sequence[BatchRows], number: int, update: float
+    ) -> Cost:
         """One optimizer step: forward and backward of every replica, then what they do together, the update."""
         own = _together([self._train(mfc, placement, d, *rows.of_minibatch(number)) for d, rows in enumerate(ranks)])
-        return Cost(own.seconds + update, own.work + update * placement.layout.strategy.world)
+        return Cost(own.seconds + update, own.core_seconds + update * placement.layout.strategy.world)
 
     def _train(self, mfc: MFC, placement: Placement, dp: int, ids: tuple[RowId, ...], lengths: tuple[int, ...]) -> Cost:
         if not ids:
-            return NOTHING
+            return NO_COST
         assert mfc.role is not None
         stages = self._stages(mfc, placement.layout, dp)
         n = len(stages)
@@ -210,25 +212,25 @@ class CostModel:
         replicas = layout.axis("dp", group[0])
         seconds = self.speed.optimizer(part, numel // strategy.dp)
         if strategy.dp > 1:
-            seconds += self.speed.collective(Collective.REDUCE_SCATTER, 4 * numel, replicas)
-            seconds += self.speed.collective(Collective.ALL_GATHER, (2 if part.bf16 else 4) * numel, replicas)
+            seconds += self.speed.collective(CollectiveKind.REDUCE_SCATTER, 4 * numel, replicas)
+            seconds += self.speed.collective(CollectiveKind.ALL_GATHER, (2 if part.bf16 else 4) * numel, replicas)
         # the denominator of the loss, and what may veto the step
-        seconds += 2 * self.speed.collective(Collective.ALL_REDUCE, 64, replicas)
+        seconds += 2 * self.speed.collective(CollectiveKind.ALL_REDUCE, 64, replicas)
         for axis in ("dp", "tp", "pp"):  # the norm of the gradient
-            seconds += self.speed.collective(Collective.ALL_REDUCE, 8, layout.axis(axis, group[0]))
+            seconds += self.speed.collective(CollectiveKind.ALL_REDUCE, 8, layout.axis(axis, group[0]))
         return seconds
 
-    def _generate(self, mfc: MFC, placement: Placement, dp: int, rows: Rows) -> Cost:
+    def _generate(self, mfc: MFC, placement: Placement, dp: int, rows: BatchRows) -> Cost:
         """Prompts are computed once for all their answers, then one token at a time until the last row ends."""
         if not rows.ids:
-            return NOTHING
+            return NO_COST
         assert self.sampling is not None and mfc.role is not None
         stages = self._stages(mfc, placement.layout, dp)
         limit = placement.micro_batching.max_tokens_per_mb
         n_drawn = 1 if mfc.per_prompt else None
         queue = [(length, answer) for row, length in zip(rows.ids, rows.lengths, strict=True)
                  for answer in self.workload.answers_to(row.prompt)[:n_drawn]]  # fmt: skip
-        slots = min(placement.micro_batching.slots(self.sampling.max_slots), len(queue))
+        slots = min(placement.micro_batching.slots(self.sampling.max_num_seqs), len(queue))
         n = len(queue) // len(rows.ids)
         is_fused = decodes_in_one_call(self.models[mfc.role], placement.layout.strategy, self.shares)
         clock = _Decoding(self.speed, stages, slots, limit, n if is_fused else 0,
@@ -305,12 +307,12 @@ class _Decoding:
         return n * max(around, n_groups * max(times))
 
 
-def rows_of(call: Call) -> tuple[Rows, ...]:
+def rows_of(call: PrepareCall) -> tuple[BatchRows, ...]:
     """Return what each data-parallel rank computes in a call, by the lengths of the column that a model reads."""
     columns = call.inputs.columns
     lengths = columns["tokens" if "tokens" in columns else "prompts" if "prompts" in columns else next(iter(columns))]
     return tuple(
-        Rows(
+        BatchRows(
             tuple(call.inputs.ids[i] for i in mine),
             tuple(lengths.lengths[i] for i in mine),
             tuple(call.minibatches[i] for i in mine),
@@ -381,7 +383,7 @@ def _at_least(limits: MicroBatching, n: int) -> MicroBatching:
 
 def _together(costs: Sequence[Cost]) -> Cost:
     """Replicas side by side: the slowest decides when they go on."""
-    return Cost(max(c.seconds for c in costs), sum(c.work for c in costs))
+    return Cost(max(c.seconds for c in costs), sum(c.core_seconds for c in costs))
 
 
 def _interface(mfc: MFC) -> str:

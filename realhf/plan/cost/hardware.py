@@ -66,7 +66,7 @@ def _problems(values: Mapping[str, object], kind: type[Hardware] | type[Link], p
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
             yield f"{prefix}{key}={value} is no number from 0 on"
-        elif key == "kept_free" and value >= 1:
+        elif key == "memory_reserve_fraction" and value >= 1:
             yield f"{prefix}{key}={value} leaves nothing: it is a share of the memory"
         elif value == 0 and key in DIVISORS:
             yield f"{prefix}{key} must be above 0"

@@ -13,9 +13,9 @@ from realhf.api.layout import Layout, ParallelStrategy
 from realhf.api.machine import Workload
 from realhf.api.model_config import ModelConfig
 from realhf.plan.compile.program import home
-from realhf.plan.cost.cost import Rows, prompts_of, works_of
-from realhf.plan.cost.speed import Footprint, Part, Work
-from realhf.plan.cost.stage import decodes_in_one_call, kv_numel, parts_of, shard_numels
+from realhf.plan.cost.cost import BatchRows, prompts_of, works_of
+from realhf.plan.cost.speed import Footprint, StageShard, Work
+from realhf.plan.cost.stage import decodes_in_one_call, kv_numel, shard_numels, stage_shards
 from realhf.plan.cost.traffic import realloc_rings
 
 SERVER_BYTES = 1e9
@@ -87,7 +87,7 @@ class MemoryModel:
         state = share * (8 + (4 if bf16 else 0))  # two moments; a float32 copy of short weights
         return Bytes(weights=weights, gradients=4 * numel, optimizer=state)
 
-    def transient(self, mfc: MFC, placement: Placement, ranks: Sequence[Rows], keeper: Layout | None) -> Bytes:
+    def transient(self, mfc: MFC, placement: Placement, ranks: Sequence[BatchRows], keeper: Layout | None) -> Bytes:
         """Return what a call takes on each of its devices; ``keeper`` is where its role's weights live."""
         if mfc.role is None:
             return Bytes()
@@ -95,7 +95,7 @@ class MemoryModel:
         if placement.backend is Backend.vllm:  # its weights lie in memory that its process maps, wherever their home is
             return Bytes(borrowed=self.weights(mfc.role, strategy))
         borrowed = 0.0 if keeper == placement.layout else self.weights(mfc.role, strategy)
-        parts = parts_of(config, role, strategy)
+        parts = stage_shards(config, role, strategy)
         match mfc.kind:
             case Kind.TRAIN:
                 least = 2 * strategy.pp if strategy.pp > 1 else 1
@@ -117,7 +117,7 @@ class MemoryModel:
                     taken += Bytes(buffers=self.weights(mfc.role, strategy))
                 return replace(taken, borrowed=borrowed)
 
-    def devices(self, plan: ExecutionPlan, calls: Mapping[str, Sequence[Rows]]) -> dict[int, Bytes]:
+    def devices(self, plan: ExecutionPlan, calls: Mapping[str, Sequence[BatchRows]]) -> dict[int, Bytes]:
         """Return the peak of every worker: a worker does one thing at a time, so its calls do not add up.
 
         ``calls`` holds the rows of every data-parallel rank of every MFC.
@@ -166,11 +166,9 @@ class MemoryModel:
         return role in self.graph.offloaded and self.device != "cpu"
 
     def _learns(self, role: str) -> bool:
-        return self.graph.trainer(role) is not None and (
-            self.roles[role].spec.optimizer.type is not OptimizerType.empty
-        )
+        return self.graph.trainer(role) is not None and (self.roles[role].spec.optimizer.type is not OptimizerType.none)
 
-    def _largest(self, mfc: MFC, placement: Placement, rows: Rows, minibatch: int | None, at_least: int) -> Work:
+    def _largest(self, mfc: MFC, placement: Placement, rows: BatchRows, minibatch: int | None, at_least: int) -> Work:
         """Return a rank's largest micro-batch."""
         assert mfc.role is not None
         ids, lengths = (rows.ids, rows.lengths) if minibatch is None else rows.of_minibatch(minibatch)
@@ -181,12 +179,14 @@ class MemoryModel:
         works = works_of(ids, lengths, limits, prompts_of(self.workload, ids), shares, near=self.shares)
         return max(works, key=lambda work: work.tokens, default=Work.of(()))
 
-    def _generation(self, placement: Placement, ranks: Sequence[Rows], parts: Sequence[Part], n: int) -> Bytes:
+    def _generation(
+        self, placement: Placement, ranks: Sequence[BatchRows], parts: Sequence[StageShard], n: int
+    ) -> Bytes:
         """Return what drawing ``n`` answers to every row takes."""
         assert self.sampling is not None
         config, size = parts[0].model, 2 if parts[0].bf16 else 4
         most = max(len(r.ids) for r in ranks) * n
-        slots = min(placement.micro_batching.slots(self.sampling.max_slots), most)
+        slots = min(placement.micro_batching.slots(self.sampling.max_num_seqs), most)
         longest = max((n for r in ranks for n in r.lengths), default=0) + self.sampling.max_new_tokens
         prompts = max((_prefill(r.lengths, placement.micro_batching.max_tokens_per_mb) for r in ranks),
                       key=lambda work: work.tokens)  # fmt: skip

@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 
 from realhf.api.model_config import ModelConfig
-from realhf.plan.cost.speed import Collective, Part, Traffic, Work
+from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work
 
 Counts = dict[str, float]
 """How often each named thing is done, or how much of it there is."""
@@ -110,7 +110,7 @@ def non_negative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Machine:
+class ProfiledMachine:
     """What measurements hold for. ``cores`` are shared by the workers of a CPU, ``threads`` is what each may use."""
 
     device: str
@@ -131,7 +131,7 @@ class Profile:
     worker that has done everything once, with next to no model.
     """
 
-    machine: Machine
+    machine: ProfiledMachine
     resident: float
     fits: dict[str, Fit]
 
@@ -187,7 +187,7 @@ def shape_of(config: ModelConfig, bf16: bool) -> str:
     return "-".join(words + [word for word, present in switches.items() if present])
 
 
-def pass_counts(part: Part, work: Work, head_tokens: int) -> Counts:
+def pass_counts(part: StageShard, work: Work, head_tokens: int) -> Counts:
     """Return what a pass of a micro-batch through a stage consists of; ``head_tokens`` go through its head."""
     counts = _blocks(part.n_blocks, work) | {"stage": 1, "stage row": work.rows, "stage token": work.tokens}
     if part.first:
@@ -201,7 +201,7 @@ def _blocks(n: int, work: Work) -> Counts:
     return {"block": n, "block token": n * work.tokens, "block pair": n * work.pairs, "block run": n * work.runs}
 
 
-def decode_counts(part: Part, rows: int, context: float) -> Counts:
+def decode_counts(part: StageShard, rows: int, context: float) -> Counts:
     """Return what drawing a token for each of some rows consists of."""
     n = part.n_blocks
     counts: Counts = {"block": n, "block row": n * rows, "block place": n * rows * context}
@@ -224,7 +224,7 @@ def message_counts(nbytes: float) -> Counts:
 
 
 @dataclass(frozen=True)
-class Measured:
+class ProfiledSpeed:
     """The ``Speed`` of a profiled machine. ValueError for what was not measured says what measures it."""
 
     profile: Profile
@@ -237,10 +237,10 @@ class Measured:
         """Tell whether models of this shape were measured, cut ``tp`` ways."""
         return tp in self.profile.shapes.get(shape_of(config, bf16), ())
 
-    def forward(self, part: Part, work: Work, ranks: Sequence[int]) -> float:
+    def forward(self, part: StageShard, work: Work, ranks: Sequence[int]) -> float:
         return self._of(part, "forward")(pass_counts(part, work, work.tokens))
 
-    def train(self, part: Part, work: Work, ranks: Sequence[int]) -> tuple[float, float]:
+    def train(self, part: StageShard, work: Work, ranks: Sequence[int]) -> tuple[float, float]:
         keeping, backward = self._of(part, "train_forward"), self._of(part, "train_backward")
         trained = work.tokens if work.trained is None else work.trained
         forth, back = keeping(pass_counts(part, work, work.tokens)), backward(pass_counts(part, work, trained))
@@ -249,24 +249,24 @@ class Measured:
             return forth - again + self._of(part, "forward")(_blocks(part.n_blocks, work)), back + again
         return forth, back
 
-    def decode(self, part: Part, rows: int, context: float, ranks: Sequence[int]) -> float:
+    def decode(self, part: StageShard, rows: int, context: float, ranks: Sequence[int]) -> float:
         return self._of(part, "decode")(decode_counts(part, rows, context))
 
-    def optimizer(self, part: Part, numel: int) -> float:
+    def optimizer(self, part: StageShard, numel: int) -> float:
         name = shape_of(part.model, part.bf16)
         return self._fit(f"{name}/optimizer", name)({"update": 1, "parameter": numel})
 
-    def train_bytes(self, part: Part, work: Work) -> tuple[float, float]:
+    def train_bytes(self, part: StageShard, work: Work) -> tuple[float, float]:
         """Return what a micro-batch keeps for its backward pass, and its peak beyond weights and gradients."""
         counts, more = pass_counts(part, work, work.tokens), 1 + self.profile.excess("train_bytes")
         return more * self._of(part, "kept_bytes")(counts), more * self._of(part, "train_bytes")(counts)
 
-    def forward_bytes(self, part: Part, work: Work) -> float:
+    def forward_bytes(self, part: StageShard, work: Work) -> float:
         """Return the peak of a micro-batch without autograd beyond the weights."""
         more = 1 + self.profile.excess("forward_bytes")
         return more * self._of(part, "forward_bytes")(pass_counts(part, work, work.tokens))
 
-    def collective(self, kind: Collective, nbytes: float, ranks: Sequence[int]) -> float:
+    def collective(self, kind: CollectiveKind, nbytes: float, ranks: Sequence[int]) -> float:
         if len(ranks) == 1:
             return 0.0
         sizes = [int(name.split("/")[1]) for name in self.profile.fits if name.startswith(f"{kind.value}/")]
@@ -289,7 +289,7 @@ class Measured:
         fit = self.profile.fits.get(f"interface/{name}")
         return fit({"call": 1, "row": rows, "token": tokens}) if fit and rows else 0.0
 
-    def _of(self, part: Part, op: str) -> Fit:
+    def _of(self, part: StageShard, op: str) -> Fit:
         shape = shape_of(part.model, part.bf16)
         return self._fit(f"{shape}/t{part.tp}/{op}", shape, part.tp, part.bf16)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from realhf.api.machine import Hardware, Link
 from realhf.api.model_config import ModelConfig
-from realhf.plan.cost.speed import Collective, Part, Traffic, Work
+from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work
 
 KERNELS_PER_BLOCK = 16
 """Kernels of a block's forward pass: norms, products, rotation, attention, activation, additions."""
@@ -28,11 +28,11 @@ class Roofline:
     def call(self) -> float:
         return self.hardware.call
 
-    def forward(self, part: Part, work: Work, ranks: Sequence[int]) -> float:
+    def forward(self, part: StageShard, work: Work, ranks: Sequence[int]) -> float:
         inside = self._block(part, work) + self._reduces(part, work.tokens, ranks)
         return part.n_blocks * inside + self._ends(part, work.tokens)
 
-    def train(self, part: Part, work: Work, ranks: Sequence[int]) -> tuple[float, float]:
+    def train(self, part: StageShard, work: Work, ranks: Sequence[int]) -> tuple[float, float]:
         block, reduces = self._block(part, work), self._reduces(part, work.tokens, ranks)
         forward = part.n_blocks * (block + reduces) + self._ends(part, work.tokens)
         again = part.n_blocks * (block + reduces) if part.recompute else 0.0
@@ -40,7 +40,7 @@ class Roofline:
         backward = part.n_blocks * (2 * block + reduces) + 3 * self._ends(part, work.tokens)
         return forward, backward + again
 
-    def decode(self, part: Part, rows: int, context: float, ranks: Sequence[int]) -> float:
+    def decode(self, part: StageShard, rows: int, context: float, ranks: Sequence[int]) -> float:
         config, size = part.model, _itemsize(part)
         flops = 2 * rows * (_active_numel(config) + 2 * config.n_heads * config.head_dim * context) / part.tp
         kv = 2 * rows * context * max(1.0, config.n_kv_heads / part.tp) * config.head_dim
@@ -49,18 +49,18 @@ class Roofline:
         blocks = part.n_blocks * (block + self._reduces(part, rows, ranks))
         return blocks + self._ends(part, rows)
 
-    def optimizer(self, part: Part, numel: int) -> float:
+    def optimizer(self, part: StageShard, numel: int) -> float:
         return numel * OPTIMIZER_BYTES / self.hardware.memory_bandwidth
 
-    def collective(self, kind: Collective, nbytes: float, ranks: Sequence[int]) -> float:
+    def collective(self, kind: CollectiveKind, nbytes: float, ranks: Sequence[int]) -> float:
         """Ring algorithms: n - 1 steps around for gathering or scattering, twice that for reducing to all."""
         n = len(ranks)
         if n == 1:
             return 0.0
         link = self._ring(ranks)
-        if kind is Collective.BROADCAST:
+        if kind is CollectiveKind.BROADCAST:
             return link.latency * (n - 1).bit_length() + nbytes / link.bandwidth
-        rounds = 2 if kind is Collective.ALL_REDUCE else 1
+        rounds = 2 if kind is CollectiveKind.ALL_REDUCE else 1
         return rounds * (n - 1) * (link.latency + nbytes / n / link.bandwidth)
 
     def send(self, nbytes: float, src: int, dst: int) -> float:
@@ -84,7 +84,7 @@ class Roofline:
             max(flops / self.hardware.flops, nbytes / self.hardware.memory_bandwidth) + kernels * self.hardware.kernel
         )
 
-    def _block(self, part: Part, work: Work) -> float:
+    def _block(self, part: StageShard, work: Work) -> float:
         """One block's forward pass over a micro-batch, collectives apart."""
         config, size = part.model, _itemsize(part)
         products = 2 * _active_numel(config) / part.tp * work.tokens
@@ -95,7 +95,7 @@ class Roofline:
         products_s = self._time(products + attention, _touched_numel(config, work.tokens) / part.tp * size, 0)
         return products_s + passing / self.hardware.memory_bandwidth + KERNELS_PER_BLOCK * self.hardware.kernel
 
-    def _ends(self, part: Part, tokens: int) -> float:
+    def _ends(self, part: StageShard, tokens: int) -> float:
         """Embedding, final norm and head of the stages that have them."""
         config, size = part.model, _itemsize(part)
         seconds = 0.0
@@ -108,10 +108,10 @@ class Roofline:
             seconds += self._time(2 * config.hidden * logits, passing, KERNELS_PER_END)
         return seconds
 
-    def _reduces(self, part: Part, tokens: int, ranks: Sequence[int]) -> float:
+    def _reduces(self, part: StageShard, tokens: int, ranks: Sequence[int]) -> float:
         """The collectives of one block: activations are summed behind attention and behind the MLP."""
         nbytes = tokens * part.model.hidden * _itemsize(part)
-        return 2 * self.collective(Collective.ALL_REDUCE, nbytes, ranks) if part.tp > 1 else 0.0
+        return 2 * self.collective(CollectiveKind.ALL_REDUCE, nbytes, ranks) if part.tp > 1 else 0.0
 
     def _ring(self, ranks: Sequence[int]) -> Link:
         """The slowest link of a ring. Members of one node leave it through as many ports as they are."""
@@ -124,7 +124,7 @@ class Roofline:
         return min(outside, hardware.node, key=lambda link: link.bandwidth) if ports > 1 else outside
 
 
-def _itemsize(part: Part) -> int:
+def _itemsize(part: StageShard) -> int:
     return 2 if part.bf16 else 4
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from realhf.api.model_config import ModelConfig
 
 
-class Collective(Enum):
+class CollectiveKind(Enum):
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
@@ -59,7 +59,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Part:
+class StageShard:
     """A stage's share of a model: ``n_blocks`` transformer blocks, each cut ``tp`` ways, and perhaps either end."""
 
     model: ModelConfig
@@ -73,22 +73,22 @@ class Part:
 
 
 class Speed(Protocol):
-    def forward(self, part: Part, work: Work, ranks: Sequence[int]) -> float:
+    def forward(self, part: StageShard, work: Work, ranks: Sequence[int]) -> float:
         """Seconds of one micro-batch through a part without autograd, its tensor-parallel collectives included.
 
         ``ranks`` are the members of the tensor-parallel group (as in all methods that take a part).
         """
 
-    def train(self, part: Part, work: Work, ranks: Sequence[int]) -> tuple[float, float]:
+    def train(self, part: StageShard, work: Work, ranks: Sequence[int]) -> tuple[float, float]:
         """Seconds of the forward pass that keeps activations, and of backward (with what it computes again)."""
 
-    def decode(self, part: Part, rows: int, context: float, ranks: Sequence[int]) -> float:
+    def decode(self, part: StageShard, rows: int, context: float, ranks: Sequence[int]) -> float:
         """Seconds of one new token for each of ``rows`` rows that see ``context`` tokens each, sampling included."""
 
-    def optimizer(self, part: Part, numel: int) -> float:
+    def optimizer(self, part: StageShard, numel: int) -> float:
         """Seconds of an update of ``numel`` parameters."""
 
-    def collective(self, kind: Collective, nbytes: float, ranks: Sequence[int]) -> float:
+    def collective(self, kind: CollectiveKind, nbytes: float, ranks: Sequence[int]) -> float:
         """Seconds until ``ranks`` have reduced or gathered a buffer of ``nbytes`` (its whole size)."""
 
     def send(self, nbytes: float, src: int, dst: int) -> float:
@@ -111,8 +111,8 @@ class Speed(Protocol):
 class Footprint(Protocol):
     """Bytes on one worker that a micro-batch takes beyond weights, gradients and optimizer."""
 
-    def train_bytes(self, part: Part, work: Work) -> tuple[float, float]:
+    def train_bytes(self, part: StageShard, work: Work) -> tuple[float, float]:
         """What it keeps for its backward pass, and the peak until that is over (what is kept included)."""
 
-    def forward_bytes(self, part: Part, work: Work) -> float:
+    def forward_bytes(self, part: StageShard, work: Work) -> float:
         """The peak without autograd."""

@@ -7,14 +7,14 @@ from realhf.api.layout import ParallelStrategy
 from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import box_numel, shard_box
 from realhf.arch.param_specs import param_specs, stage_layers
-from realhf.plan.cost.speed import Part
+from realhf.plan.cost.speed import StageShard
 
 
-def parts_of(config: ModelConfig, role: RoleSpec, strategy: ParallelStrategy) -> tuple[Part, ...]:
+def stage_shards(config: ModelConfig, role: RoleSpec, strategy: ParallelStrategy) -> tuple[StageShard, ...]:
     """Return what each pipeline stage computes."""
     last = config.n_layers + 1
     return tuple(
-        Part(
+        StageShard(
             config,
             strategy.tp,
             n_blocks=len(layers) - (0 in layers) - (last in layers),
@@ -50,7 +50,7 @@ def kv_numel(config: ModelConfig, tp: int, n_blocks: int) -> int:
     return 2 * n_blocks * max(1, config.n_kv_heads // tp) * config.head_dim
 
 
-def kept_numel(config: ModelConfig, tp: int, sequence_parallel: bool) -> float:
+def saved_activation_numel(config: ModelConfig, tp: int, sequence_parallel: bool) -> float:
     """Return the elements that autograd keeps per token and block, as models/blocks.py computes them.
 
     The residual stream twice and its two normalised copies (a share of the tokens each with sequence parallelism,

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from realhf.api.batch_meta import SCALAR_BYTES
 from realhf.api.layout import Layout, ParallelStrategy
-from realhf.api.messages import Call
+from realhf.api.messages import PrepareCall
 from realhf.api.model_config import ModelConfig
 from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.plan.compile.realloc import Deliveries, Kinds, Sizes, deliveries, kinds_of, seated, sizes
@@ -155,7 +155,7 @@ def _kinds(config: ModelConfig) -> Kinds:
     return kinds_of(param_specs(config))
 
 
-def transfer_traffic(call: Call, keys: tuple[str, ...], layout: Layout, node_size: int) -> Traffic:
+def transfer_traffic(call: PrepareCall, keys: tuple[str, ...], layout: Layout, node_size: int) -> Traffic:
     """Return what bringing a call's rows to its layout asks for."""
     found: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for _, _, src, dsts, dtype, length in moved_rows(call, keys, layout):

@@ -9,8 +9,8 @@ from realhf.api.execution_plan import MicroBatching, Placement
 from realhf.api.graph import MFC, Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.machine import Cost, Hardware
-from realhf.plan.compile.dp_partition import deal_rows
-from realhf.plan.cost.cost import CostModel, Rows
+from realhf.plan.compile.dp_partition import partition_rows
+from realhf.plan.cost.cost import BatchRows, CostModel
 from realhf.plan.cost.memory import MemoryModel
 from realhf.plan.cost.speed import Traffic
 
@@ -91,23 +91,23 @@ class Candidates:
         yield limits
         sampling = self.cost.sampling
         if mfc.kind is Kind.GENERATE and sampling is not None:
-            slots = limits.slots(sampling.max_slots)
+            slots = limits.slots(sampling.max_num_seqs)
             while slots >= 2 * SMALLEST_SLOTS:
                 slots //= 2
-                yield replace(limits, max_slots=slots)
+                yield replace(limits, max_num_seqs=slots)
         else:
             while limits.max_tokens_per_mb >= 2 * SMALLEST_MICRO_BATCH:
                 limits = replace(limits, max_tokens_per_mb=limits.max_tokens_per_mb // 2)
                 yield limits
 
-    def _cost(self, mfc: MFC, placement: Placement, rows: Sequence[Rows]) -> Cost:
+    def _cost(self, mfc: MFC, placement: Placement, rows: Sequence[BatchRows]) -> Cost:
         if self.hardware.cores:
             return self.cost.compute(mfc, placement, rows)
         # every worker has a device of its own: the busiest replica tells how long it takes
         alone = self.cost.compute(mfc, placement, [_busiest(rows, mfc.n_minibatches)])
         return Cost(alone.seconds, alone.seconds * placement.layout.strategy.world)
 
-    def _transfer(self, mfc: MFC, layout: Layout, rows: Sequence[Rows]) -> Cost:
+    def _transfer(self, mfc: MFC, layout: Layout, rows: Sequence[BatchRows]) -> Cost:
         """What bringing the rows takes when all of them lie elsewhere."""
         size = 8 + 4 * (len(mfc.inputs) - 1)
         nbytes = size * max(sum(r.lengths) for r in rows)
@@ -116,7 +116,7 @@ class Candidates:
         total = 2 * copied * layout.strategy.dp
         return self.cost.exchange(Traffic(node=nbytes, n_parts=n_parts, copied=copied, total=total))
 
-    def rows(self, mfc: MFC, dp: int) -> tuple[Rows, ...]:
+    def rows(self, mfc: MFC, dp: int) -> tuple[BatchRows, ...]:
         """Return what each of ``dp`` ranks computes in one call of an MFC."""
         workload, n_positions = self.cost.workload, min(mfc.batch_size, self.batch_size)
         prompts = mfc.kind is Kind.GENERATE or not workload.sampled
@@ -126,15 +126,17 @@ class Candidates:
             for position in range(n_positions):
                 rows += workload.fetched(position) if prompts else workload.drawn(position)
             ids, lengths = [i for i, _ in rows], [n for _, n in rows]
-            assignment, minibatches = deal_rows(ids, [8 * n for n in lengths], dp, mfc.n_minibatches)
+            assignment, minibatches = partition_rows(ids, [8 * n for n in lengths], dp, mfc.n_minibatches)
             self._dealt[key] = tuple(
-                Rows(tuple(ids[i] for i in part), tuple(lengths[i] for i in part), tuple(minibatches[i] for i in part))
+                BatchRows(
+                    tuple(ids[i] for i in part), tuple(lengths[i] for i in part), tuple(minibatches[i] for i in part)
+                )
                 for part in assignment
             )
         return self._dealt[key]
 
     @cached_property
-    def _dealt(self) -> dict[tuple[bool, int, int, int], tuple[Rows, ...]]:
+    def _dealt(self) -> dict[tuple[bool, int, int, int], tuple[BatchRows, ...]]:
         return {}
 
     @cached_property
@@ -150,7 +152,7 @@ class Candidates:
         return {}
 
 
-def _busiest(rows: Sequence[Rows], n_minibatches: int) -> Rows:
+def _busiest(rows: Sequence[BatchRows], n_minibatches: int) -> BatchRows:
     """Return the rows of a rank that has most to do in every mini-batch: at the end of each all ranks meet."""
     ids: tuple[RowId, ...] = ()
     lengths: tuple[int, ...] = ()
@@ -158,4 +160,4 @@ def _busiest(rows: Sequence[Rows], n_minibatches: int) -> Rows:
     for number in range(n_minibatches):
         mine = max((some.of_minibatch(number) for some in rows), key=lambda part: sum(part[1]))
         ids, lengths, numbers = ids + mine[0], lengths + mine[1], numbers + (number,) * len(mine[0])
-    return Rows(ids, lengths, numbers)
+    return BatchRows(ids, lengths, numbers)

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.machine import Cost
-from realhf.plan.search.mcmc import Evaluator, PythonEvaluator, Walker
-from realhf.plan.search.problem import Choice, Option, Problem
+from realhf.plan.search.mcmc import Chain, Evaluator, PythonEvaluator
+from realhf.plan.search.problem import Choice, LayoutOption, Problem
 
 Fill = CFUNCTYPE(c_int, c_int, c_int, c_int, POINTER(c_double))
 MAX_MFCS = 16
 """A choice of this many MFCs cannot cut the ranks into more pieces than a word has bits."""
 
 
-class _Walker(Structure):
+class _ChainStruct(Structure):
     _fields_ = [
         ("choice", POINTER(c_int32)),
         ("best", POINTER(c_int32)),
@@ -46,19 +46,17 @@ def library() -> CDLL | None:
     found.planner_delete.argtypes = [c_void_p]
     found.planner_delete.restype = None
     found.planner_evaluate.argtypes = [c_void_p, POINTER(c_int32), POINTER(c_double), POINTER(c_double)]
-    found.planner_walk.argtypes = [c_void_p, POINTER(_Walker), c_int64, c_double]
+    found.planner_walk.argtypes = [c_void_p, POINTER(_ChainStruct), c_int64, c_double]
     return found
 
 
 def evaluator(problem: Problem) -> Evaluator:
     """Return the fastest way there is to evaluate choices of a problem."""
     found = library()
-    return (
-        PythonEvaluator(problem) if found is None or len(problem.table) > MAX_MFCS else NativeEvaluator(problem, found)
-    )
+    return PythonEvaluator(problem) if found is None or len(problem.table) > MAX_MFCS else CppEvaluator(problem, found)
 
 
-class NativeEvaluator:
+class CppEvaluator:
     """Choices evaluated in C++; tables are asked for entries when they are looked at."""
 
     def __init__(self, problem: Problem, found: CDLL) -> None:
@@ -78,10 +76,10 @@ class NativeEvaluator:
         self._check(self._library.planner_evaluate(self._handle, self._choice, byref(seconds), byref(peak)))
         return seconds.value, peak.value
 
-    def walk(self, walker: Walker, n: int, temperature: float) -> None:
+    def walk(self, walker: Chain, n: int, temperature: float) -> None:
         kind = c_int32 * len(walker.choice)
         at, best = kind(*walker.choice), kind(*walker.best)
-        state = _Walker(at, best, walker.value, walker.best_value, walker.dice.state)
+        state = _ChainStruct(at, best, walker.value, walker.best_value, walker.dice.state)
         self._check(self._library.planner_walk(self._handle, byref(state), n, temperature))
         walker.choice, walker.value = tuple(at), state.value
         walker.best, walker.best_value, walker.dice.state = tuple(best), state.best_value, state.random
@@ -91,11 +89,16 @@ class NativeEvaluator:
         try:
             n = len(self.problem.table)
             if table < n:
-                move = self.problem.move_cost(table, row, column)
-                entry[0], entry[1], entry[2], entry[3] = move.cost.seconds, move.cost.work, move.nbytes, move.rings
+                move = self.problem.realloc_cost(table, row, column)
+                entry[0], entry[1], entry[2], entry[3] = (
+                    move.cost.seconds,
+                    move.cost.core_seconds,
+                    move.nbytes,
+                    move.rings,
+                )
             else:
-                cost = self.problem.follow_cost(table - n, row, column)
-                entry[0], entry[1], entry[2], entry[3] = cost.seconds, cost.work, 0.0, 0.0
+                cost = self.problem.sync_cost(table - n, row, column)
+                entry[0], entry[1], entry[2], entry[3] = cost.seconds, cost.core_seconds, 0.0, 0.0
         except BaseException as error:
             self._error = error
             return 1
@@ -111,13 +114,13 @@ def _ints(problem: Problem) -> Iterator[int]:
     """Yield the whole numbers of a problem in the order in which csrc/planner/api.cpp reads them."""
     yield from (problem.batch_size, problem.n_steps, problem.n_settled, problem.max_staleness)
     yield from (len(problem.order), *problem.order)
-    for wire, options in zip(problem.wires, problem.table, strict=True):
+    for wire, options in zip(problem.deps, problem.table, strict=True):
         yield from (len(wire.parents), *wire.parents, len(wire.sources), *wire.sources)
-        yield from (wire.updater, wire.lag, wire.keeper, wire.chunk, wire.offloaded, len(options))
+        yield from (wire.updater, wire.allowed_staleness, wire.home_mfc, wire.chunk, wire.offloaded, len(options))
         for option in options:
             yield from (option.ranks.start, option.ranks.stop, option.holders.start, option.holders.stop)
-    yield len(problem.follows)
-    for follow in problem.follows:
+    yield len(problem.ema_syncs)
+    for follow in problem.ema_syncs:
         yield from (follow.after, follow.source, follow.target)
 
 
@@ -130,7 +133,7 @@ def _reals(problem: Problem) -> Iterator[float]:
             yield from (option.transient, option.resident)
 
 
-def _costs(option: Option) -> Iterator[float]:
+def _costs(option: LayoutOption) -> Iterator[float]:
     costs: tuple[Cost, ...] = (option.compute, option.transfer, option.load, option.offload)
     for cost in costs:
-        yield from (cost.seconds, cost.work)
+        yield from (cost.seconds, cost.core_seconds)

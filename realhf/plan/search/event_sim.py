@@ -13,7 +13,7 @@ from realhf.api.machine import Cost
 
 
 @dataclass(eq=False)
-class Job:
+class Op:
     """One instruction of a call on ``ranks``, ascending. ``cause`` is the job whose end let this one start."""
 
     ranks: Sequence[int]
@@ -21,36 +21,36 @@ class Job:
     what: object = None
     start: float = 0.0
     end: float = 0.0
-    cause: "Job | None" = None
-    order: "Order" = field(init=False, repr=False)
+    predecessor: "Op | None" = None
+    order: "CallOps" = field(init=False, repr=False)
     missing: int = field(init=False, repr=False)  # workers that have not reached it
 
     @property
     def cores(self) -> float:
         """Cores that it keeps busy when it runs at full speed."""
-        return self.cost.work / self.cost.seconds if self.cost.seconds else 0.0
+        return self.cost.core_seconds / self.cost.seconds if self.cost.seconds else 0.0
 
 
 @dataclass(eq=False)
-class Order:
+class CallOps:
     """All jobs of one call. Of calls that are sent together, the ``first`` jobs of all go before the rest of any."""
 
     what: object
-    first: Sequence[Job]
-    rest: Sequence[Job]
+    first: Sequence[Op]
+    rest: Sequence[Op]
     left: int = field(init=False, repr=False)
-    last: Job = field(init=False, repr=False)  # the job that ended last
+    last: Op = field(init=False, repr=False)  # the job that ended last
 
     @property
-    def jobs(self) -> tuple[Job, ...]:
+    def jobs(self) -> tuple[Op, ...]:
         return (*self.first, *self.rest)
 
 
-Batches = Iterable[Sequence[Order]]
+Batches = Iterable[Sequence[CallOps]]
 """Orders; those of one batch are sent together."""
 
 
-class Inboxes:
+class WorkerQueues:
     """``cores`` are those of all workers together (0: every worker has its own); ``latency`` seconds to hear of an end.
 
     Orders whose ends are heard of at the same time are answered in the order in which they were sent.
@@ -58,19 +58,19 @@ class Inboxes:
 
     def __init__(self, n_workers: int, cores: float = 0.0, latency: float = 0.0) -> None:
         self.now, self.latency, self.cores = 0.0, latency, cores
-        self._inboxes: list[deque[Job]] = [deque() for _ in range(n_workers)]
-        self._running: list[Job] = []
+        self._inboxes: list[deque[Op]] = [deque() for _ in range(n_workers)]
+        self._running: list[Op] = []
         self._speed = 1.0
-        self._over: list[tuple[float, int, Order]] = []
-        self._numbers: dict[Order, int] = {}
+        self._over: list[tuple[float, int, CallOps]] = []
+        self._numbers: dict[CallOps, int] = {}
 
-    def run(self, batches: Batches, answer: Callable[[Order], Batches]) -> None:
+    def run(self, batches: Batches, answer: Callable[[CallOps], Batches]) -> None:
         """Send the batches, and for every order that is over what ``answer`` wants sent then, until all is done."""
         self._send(batches, None)
         while (order := self._next_over()) is not None:
             self._send(answer(order), order.last)
 
-    def _send(self, batches: Batches, cause: Job | None) -> None:
+    def _send(self, batches: Batches, cause: Op | None) -> None:
         for batch in batches:
             for order in batch:
                 self._numbers[order] = len(self._numbers)
@@ -81,7 +81,7 @@ class Inboxes:
                 self._enqueue(order, order.rest, cause)
         self._share_cores()
 
-    def _enqueue(self, order: Order, jobs: Sequence[Job], cause: Job | None) -> None:
+    def _enqueue(self, order: CallOps, jobs: Sequence[Op], cause: Op | None) -> None:
         for job in jobs:
             job.order, job.missing = order, len(job.ranks)
             for rank in job.ranks:
@@ -90,14 +90,14 @@ class Inboxes:
                 if inbox[0] is job:
                     self._reach(job, cause)
 
-    def _reach(self, job: Job, cause: Job | None) -> None:
+    def _reach(self, job: Op, cause: Op | None) -> None:
         job.missing -= 1
         if not job.missing:
-            job.start, job.cause = self.now, cause
+            job.start, job.predecessor = self.now, cause
             job.end = self.now + job.cost.seconds / self._speed
             self._running.append(job)
 
-    def _next_over(self) -> Order | None:
+    def _next_over(self) -> CallOps | None:
         """Let time pass until the master hears that an order is over; None when nothing is under way."""
         while self._running:
             job = min(self._running, key=lambda j: j.end)
@@ -109,7 +109,7 @@ class Inboxes:
         self.now, _, order = heappop(self._over)
         return order
 
-    def _finish(self, job: Job) -> None:
+    def _finish(self, job: Op) -> None:
         self.now = job.end
         self._running.remove(job)
         for rank in job.ranks:

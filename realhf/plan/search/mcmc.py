@@ -11,13 +11,13 @@ from typing import Protocol
 from realhf.plan.search.evaluate import evaluate, objective
 from realhf.plan.search.problem import Choice, Problem
 
-ONE_MORE = 0.25
+P_EXTRA_MUTATION = 0.25
 """Share of proposals that change one more MFC."""
 MASK = (1 << 64) - 1
 
 
 @dataclass
-class Dice:
+class SplitMix64:
     """Random numbers: SplitMix64 (Steele, Lea and Flood, 2014)."""
 
     state: int
@@ -39,18 +39,18 @@ class Dice:
 
 
 @dataclass
-class Walker:
+class Chain:
     """Where a chain stands, and the best that it has seen."""
 
-    dice: Dice
+    dice: SplitMix64
     choice: Choice
     value: float
     best: Choice
     best_value: float
 
     @staticmethod
-    def start(dice: Dice, choice: Choice, value: float) -> "Walker":
-        return Walker(dice, choice, value, choice, value)
+    def start(dice: SplitMix64, choice: Choice, value: float) -> "Chain":
+        return Chain(dice, choice, value, choice, value)
 
 
 class Evaluator(Protocol):
@@ -59,7 +59,7 @@ class Evaluator(Protocol):
     def evaluate(self, choice: Choice) -> tuple[float, float]:
         """Return seconds per step and the bytes of the fullest worker."""
 
-    def walk(self, walker: Walker, n: int, temperature: float) -> None:
+    def walk(self, walker: Chain, n: int, temperature: float) -> None:
         """Make ``n`` proposals; what is worse by ``temperature`` times the best is taken in one of e cases."""
 
 
@@ -73,7 +73,7 @@ class PythonEvaluator:
     def evaluate(self, choice: Choice) -> tuple[float, float]:
         return self._evaluate(choice)
 
-    def walk(self, walker: Walker, n: int, temperature: float) -> None:
+    def walk(self, walker: Chain, n: int, temperature: float) -> None:
         sizes = [len(options) for options in self.problem.table]
         free = [mfc for mfc, size in enumerate(sizes) if size > 1]
         for _ in range(n if free else 0):
@@ -87,11 +87,11 @@ class PythonEvaluator:
                 walker.best, walker.best_value = candidate, value
 
 
-def _propose(dice: Dice, choice: Choice, free: list[int], sizes: list[int]) -> Choice:
+def _propose(dice: SplitMix64, choice: Choice, free: list[int], sizes: list[int]) -> Choice:
     """Give one MFC another option, and with some luck one more."""
     candidate = list(choice)
     while True:
         mfc = free[dice.draw() % len(free)]
         candidate[mfc] = (candidate[mfc] + 1 + dice.draw() % (sizes[mfc] - 1)) % sizes[mfc]
-        if dice.uniform() >= ONE_MORE:
+        if dice.uniform() >= P_EXTRA_MUTATION:
             return tuple(candidate)

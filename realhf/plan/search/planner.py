@@ -12,14 +12,14 @@ from realhf.api.layout import Layout
 from realhf.api.machine import Cost
 from realhf.plan.compile.heuristic import HEURISTICS, Cluster, Layouts
 from realhf.plan.compile.program import compile_program
-from realhf.plan.compile.schedule import RunLength
+from realhf.plan.compile.schedule import TrainSchedule
 from realhf.plan.compile.strategies import layouts
 from realhf.plan.cost.memory import Bytes
 from realhf.plan.search.candidates import Candidate, Candidates
 from realhf.plan.search.evaluate import evaluate
 from realhf.plan.search.prediction import Alternative, Prediction
-from realhf.plan.search.problem import Choice, Move, Option, Problem
-from realhf.plan.search.search import Result, search
+from realhf.plan.search.problem import Choice, LayoutOption, Problem, ReallocCost
+from realhf.plan.search.search import SearchResult, search
 from realhf.plan.search.simulate import simulate
 
 N_STEPS = 3
@@ -39,7 +39,7 @@ class Planner:
     n_workers: int
     max_staleness: int = 0
     per_mesh: int = 3
-    effort: int = 40_000  # evaluations of a search
+    max_evaluations: int = 40_000  # evaluations of a search
 
     @property
     def cluster(self) -> Cluster:
@@ -52,7 +52,7 @@ class Planner:
     def predict(self, plan: ExecutionPlan) -> Prediction:
         """Return the timeline and the memory of a plan."""
         n_steps = N_STEPS + self.max_staleness
-        length = RunLength(self.calls.batch_size, n_steps * self.calls.batch_size, n_steps)
+        length = TrainSchedule(self.calls.batch_size, n_steps * self.calls.batch_size, n_steps)
         program = compile_program(self.graph, plan)
         cost = self.calls.cost
         timeline = simulate(self.graph, plan, program, cost.price(plan), length, cost.workload, cost.speed.call,
@@ -69,7 +69,9 @@ class Planner:
                 break
         return plan
 
-    def search(self, seed: int = 1, budget_s: float = 60.0, rules: Sequence[str] = tuple(HEURISTICS)) -> "Searched":
+    def search(
+        self, seed: int = 1, budget_s: float = 60.0, rules: Sequence[str] = tuple(HEURISTICS)
+    ) -> "PlannedSearch":
         """Return the best plan found, never worse than that of any rule; no choice is looked at after ``budget_s``."""
         deadline = time.monotonic() + budget_s
         ruled: list[ExecutionPlan] = []
@@ -81,14 +83,14 @@ class Planner:
             table = self.candidates(started, share)
             problem = self.problem(table)
             starts, left = [choice_of(table, some) for some in started], deadline - time.monotonic()
-            result = search(problem, starts, seed, self.effort, left)
+            result = search(problem, starts, seed, self.max_evaluations, left)
             if result.fits:
                 break
         chosen = {m.name: table[m.name][i].placement for m, i in zip(self.graph.mfcs, result.choice, strict=True)}
-        found = Searched(ExecutionPlan(self.n_workers, chosen), result, problem, table)
+        found = PlannedSearch(ExecutionPlan(self.n_workers, chosen), result, problem, table)
         return replace(found, plan=self._best(found, ruled))
 
-    def _best(self, found: "Searched", ruled: Sequence[ExecutionPlan]) -> ExecutionPlan:
+    def _best(self, found: "PlannedSearch", ruled: Sequence[ExecutionPlan]) -> ExecutionPlan:
         """Return the plan that was found; of plans that are about as good, the one with the best prediction."""
         fitting: list[tuple[float, ExecutionPlan]] = []
         for plan in [found.plan, *ruled]:
@@ -101,7 +103,7 @@ class Planner:
         close = [plan for seconds, plan in fitting if seconds <= CLOSE * best]
         return close[0] if len(close) == 1 else min(close, key=lambda plan: self.predict(plan).seconds)
 
-    def _seconds(self, found: "Searched", plan: ExecutionPlan) -> float:
+    def _seconds(self, found: "PlannedSearch", plan: ExecutionPlan) -> float:
         """Return what a rule's plan takes: as the search reckons, unless its micro-batches are others."""
         choice = choice_of(found.table, layouts_of(plan))
         looked_at = (found.table[m.name][i].placement for m, i in zip(self.graph.mfcs, choice, strict=True))
@@ -173,15 +175,15 @@ class Planner:
         keepers = {r: (self.graph.trainer(r) or next(m for m in self.graph.mfcs if m.role == r)).name
                    for r in self.graph.roles}  # fmt: skip
 
-        def move(mfc: str, option: int, at_home: int) -> Move:
+        def move(mfc: str, option: int, at_home: int) -> ReallocCost:
             role = self.graph[mfc].role
             assert role is not None
             src, dst = table[keepers[role]][at_home].placement.layout, table[mfc][option].placement.layout
             if src == dst:
-                return Move()
+                return ReallocCost()
             memory = self.calls.memory
             cost, copy = self.calls.cost.reallocate(role, src, dst), memory.weights(role, dst.strategy)
-            return Move(cost, copy, memory.rings(role, src, dst))
+            return ReallocCost(cost, copy, memory.rings(role, src, dst))
 
         def follow(sync: Sync, source: int, target: int) -> Cost:
             src, dst = (table[keepers[r]][i].placement.layout
@@ -192,14 +194,14 @@ class Planner:
         return Problem(self.graph, options, self.n_workers, self.calls.batch_size, self.calls.capacity, move, follow,
                        self.max_staleness, self.calls.cost.speed.call, self.cores, n_steps)  # fmt: skip
 
-    def _option(self, mfc: MFC, candidate: Candidate) -> Option:
+    def _option(self, mfc: MFC, candidate: Candidate) -> LayoutOption:
         """Return a candidate in numbers. A mesh with gaps counts as the whole span of its workers."""
         layout = candidate.placement.layout
         ranks = layout.mesh.ranks
         last = ranks[-layout.strategy.dp * layout.strategy.tp :]
         rests = mfc.role in self.graph.offloaded
         copy = self.calls.cost.host_copy(mfc.role, layout) if mfc.role is not None and rests else Cost(0.0, 0.0)
-        return Option(
+        return LayoutOption(
             range(min(ranks), max(ranks) + 1),
             range(min(last), max(last) + 1),
             candidate.cost,
@@ -227,10 +229,10 @@ def choice_of(table: Table, found: Layouts) -> Choice:
 
 
 @dataclass(frozen=True)
-class Searched:
+class PlannedSearch:
     """The outcome of a search, and what it chose from."""
 
     plan: ExecutionPlan
-    result: Result
+    result: SearchResult
     problem: Problem
     table: Table

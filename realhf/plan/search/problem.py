@@ -14,7 +14,7 @@ Choice = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Option:
+class LayoutOption:
     """One way to run an MFC: on ``ranks``, of which ``holders`` (its last stage) have the output rows afterwards.
 
     Costs are those of one call, bytes those of the worker that needs most. ``transient`` is needed while the call runs,
@@ -33,7 +33,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Move:
+class ReallocCost:
     """Bringing weights to a layout that is not their home; the copy has ``nbytes`` on the worker that needs most.
 
     ``rings`` are bytes that stay with every worker that takes part.
@@ -45,7 +45,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Wire:
+class MFCDeps:
     """What an MFC has to do with others, by number: who makes its inputs, who holds them, who keeps its weights.
 
     ``updater`` must be done with the step that lies ``lag`` steps before the one before a call; -1: its weights never
@@ -55,14 +55,14 @@ class Wire:
     parents: tuple[int, ...]
     sources: tuple[int, ...]
     updater: int
-    lag: int
-    keeper: int
+    allowed_staleness: int
+    home_mfc: int
     offloaded: bool
     chunk: int
 
 
 @dataclass(frozen=True)
-class Follow:
+class EMASync:
     """A sync by numbers: after MFC ``after``, weights go from the home of MFC ``source`` to that of ``target``."""
 
     sync: Sync
@@ -82,12 +82,12 @@ class Problem:
     """
 
     graph: Graph
-    options: Mapping[str, Sequence[Option]]
+    options: Mapping[str, Sequence[LayoutOption]]
     n_ranks: int
     batch_size: int
     capacity: float
-    move: Callable[[str, int, int], Move] = lambda mfc, option, home: Move()
-    follow: Callable[[Sync, int, int], Cost] = lambda sync, source, target: FREE
+    realloc: Callable[[str, int, int], ReallocCost] = lambda mfc, option, home: ReallocCost()
+    sync: Callable[[Sync, int, int], Cost] = lambda sync, source, target: FREE
     max_staleness: int = 0
     call_seconds: float = 0.0
     cores: float = 0.0
@@ -102,7 +102,7 @@ class Problem:
         if stray:
             raise ValueError(f"of ranks 0 to {self.n_ranks - 1}, in steps of 1: {'; '.join(stray)}")
 
-    def _holds(self, option: Option) -> bool:
+    def _holds(self, option: LayoutOption) -> bool:
         return all(0 <= r.start < r.stop <= self.n_ranks and r.step == 1 for r in (option.ranks, option.holders))
 
     @cached_property
@@ -111,7 +111,7 @@ class Problem:
         return n_settled(self.n_steps, self.max_staleness)
 
     @cached_property
-    def table(self) -> tuple[tuple[Option, ...], ...]:
+    def table(self) -> tuple[tuple[LayoutOption, ...], ...]:
         """Options of every MFC, in the order of ``graph.mfcs``."""
         return tuple(tuple(self.options[m.name]) for m in self.graph.mfcs)
 
@@ -124,13 +124,13 @@ class Problem:
         """Numbers of the MFCs in the order in which the master looks at them."""
         return tuple(self.number[m.name] for m in self.graph.topological)
 
-    def keeper(self, role: str) -> int:
+    def home_mfc(self, role: str) -> int:
         """Return the MFC in whose layout a role's weights are at home."""
         mfc = self.graph.trainer(role) or next(m for m in self.graph.mfcs if m.role == role)
         return self.number[mfc.name]
 
     @cached_property
-    def wires(self) -> tuple[Wire, ...]:
+    def deps(self) -> tuple[MFCDeps, ...]:
         graph, data = self.graph, set(self.graph.dataset_keys)
         fetcher = next(self.number[m.name] for m in graph.topological if data & set(m.inputs))
         found = []
@@ -138,12 +138,12 @@ class Problem:
             parents = tuple(self.number[p.name] for p in graph.parents(mfc))
             updater = graph.updater(mfc.role) if mfc.role else None
             found.append(
-                Wire(
+                MFCDeps(
                     parents,
                     (*parents, fetcher) if data & set(mfc.inputs) else parents,
                     updater=self.number[updater.name] if updater else -1,
-                    lag=mfc.lag(self.max_staleness),
-                    keeper=self.keeper(mfc.role) if mfc.role else -1,
+                    allowed_staleness=mfc.allowed_staleness(self.max_staleness),
+                    home_mfc=self.home_mfc(mfc.role) if mfc.role else -1,
                     offloaded=mfc.role in graph.offloaded,
                     chunk=mfc.batch_size,
                 )
@@ -151,18 +151,18 @@ class Problem:
         return tuple(found)
 
     @cached_property
-    def follows(self) -> tuple[Follow, ...]:
+    def ema_syncs(self) -> tuple[EMASync, ...]:
         """Syncs that happen: those after an MFC that has a role."""
         syncs = (s for s in self.graph.syncs if self.graph[s.after].role)
-        return tuple(Follow(s, self.number[s.after], self.keeper(s.source), self.keeper(s.target)) for s in syncs)
+        return tuple(EMASync(s, self.number[s.after], self.home_mfc(s.source), self.home_mfc(s.target)) for s in syncs)
 
     @cached_property
-    def move_cost(self) -> Callable[[int, int, int], Move]:
+    def realloc_cost(self) -> Callable[[int, int, int], ReallocCost]:
         """``move`` by number of the MFC, asked once."""
         names = [m.name for m in self.graph.mfcs]
-        return cache(lambda mfc, option, home: self.move(names[mfc], option, home))
+        return cache(lambda mfc, option, home: self.realloc(names[mfc], option, home))
 
     @cached_property
-    def follow_cost(self) -> Callable[[int, int, int], Cost]:
+    def sync_cost(self) -> Callable[[int, int, int], Cost]:
         """``follow`` by number of the sync, asked once."""
-        return cache(lambda number, source, target: self.follow(self.follows[number].sync, source, target))
+        return cache(lambda number, source, target: self.sync(self.ema_syncs[number].sync, source, target))

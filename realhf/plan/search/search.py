@@ -8,22 +8,22 @@ from math import inf
 
 from realhf.plan.search.cpp_evaluator import evaluator
 from realhf.plan.search.evaluate import objective
-from realhf.plan.search.mcmc import Dice, Walker
-from realhf.plan.search.problem import Choice, Option, Problem
+from realhf.plan.search.mcmc import Chain, SplitMix64
+from realhf.plan.search.problem import Choice, LayoutOption, Problem
 
 HOT, COLD = 0.1, 0.001
 """First and last temperature: what takes longer than the best by this share of it is accepted in one of e cases."""
-EFFORT = 1000
+MAX_EVALUATIONS_PER_OPTION = 1000
 """Evaluations for each option of the problem, where no budget is given."""
 ROUNDS = 40
 """The temperature falls from round to round."""
 PATIENCE = 10
 """Rounds without a gain after which chains that agree stop."""
-SLICE = 256
+PROPOSALS_PER_CHECK = 256
 """Evaluations between two looks at the clock."""
 
 
-class Stop(Enum):
+class StopReason(Enum):
     """Why a search ended. By the clock: the result depends on the machine; else on problem, starts and seed alone."""
 
     AGREED = "agreed"
@@ -32,7 +32,7 @@ class Stop(Enum):
 
 
 @dataclass(frozen=True)
-class Result:
+class SearchResult:
     """The best choice, its seconds per step and peak bytes; ``history`` has (evaluations, objective) of every gain."""
 
     choice: Choice
@@ -41,7 +41,7 @@ class Result:
     fits: bool
     history: tuple[tuple[int, float], ...]
     n_evaluated: int
-    stop: Stop
+    stop: StopReason
 
 
 def search(
@@ -51,25 +51,25 @@ def search(
     budget: int | None = None,
     budget_s: float = inf,
     chains: int = 4,
-) -> Result:
+) -> SearchResult:
     """Return the best choice found within ``budget`` evaluations, or ``budget_s`` seconds where those are over earlier.
 
     From ``starts``, the fastest options and random choices: coordinate descent, then chains of Metropolis-Hastings that
     cool down from round to round until they agree, then descent again. (ReaL, section 5, walks at one temperature.)
     """
     if budget is None:
-        budget = EFFORT * sum(len(options) for options in problem.table)
+        budget = MAX_EVALUATIONS_PER_OPTION * sum(len(options) for options in problem.table)
     found = _Search(problem, budget, time.monotonic() + budget_s)
-    dice = [Dice(seed * (chains + 1) + i) for i in range(chains)]
+    dice = [SplitMix64(seed * (chains + 1) + i) for i in range(chains)]
     try:
         ends = found.descend_all([*starts, greedy(problem), *(d.choice(problem) for d in dice)])
-        stop = found.walk([Walker.start(d, *ends[i % len(ends)]) for i, d in enumerate(dice)])
+        stop = found.walk([Chain.start(d, *ends[i % len(ends)]) for i, d in enumerate(dice)])
         found.descend(found.best, found.best_value)
-    except _Over as over:
+    except _BudgetExhausted as over:
         stop = over.stop
     seconds, peak = found.evaluator.evaluate(found.best)
     fits = peak <= problem.capacity
-    return Result(found.best, seconds, peak, fits, tuple(found.history), found.n_evaluated, stop)
+    return SearchResult(found.best, seconds, peak, fits, tuple(found.history), found.n_evaluated, stop)
 
 
 def greedy(problem: Problem) -> Choice:
@@ -77,12 +77,12 @@ def greedy(problem: Problem) -> Choice:
     return tuple(min(range(len(some)), key=[_rank(problem, o) for o in some].__getitem__) for some in problem.table)
 
 
-def _rank(problem: Problem, option: Option) -> tuple[bool, float]:
+def _rank(problem: Problem, option: LayoutOption) -> tuple[bool, float]:
     return option.transient + option.resident > problem.capacity, option.transfer.seconds + option.compute.seconds
 
 
-class _Over(Exception):
-    def __init__(self, stop: Stop) -> None:
+class _BudgetExhausted(Exception):
+    def __init__(self, stop: StopReason) -> None:
         self.stop = stop
 
 
@@ -119,7 +119,7 @@ class _Search:
             mfc = (mfc + 1) % len(choice)
         return choice, value
 
-    def walk(self, walkers: Sequence[Walker]) -> Stop:
+    def walk(self, walkers: Sequence[Chain]) -> StopReason:
         """Walk round after round; say whether the chains agreed or the budget was spent."""
         length = (self.budget - self.n_evaluated) // (ROUNDS * len(walkers))
         quiet = 0
@@ -127,16 +127,16 @@ class _Search:
             temperature = HOT * (COLD / HOT) ** (number / (ROUNDS - 1))
             before = self.best_value
             for walker in walkers:
-                for start in range(0, length, SLICE):
-                    n = min(SLICE, length - start)
+                for start in range(0, length, PROPOSALS_PER_CHECK):
+                    n = min(PROPOSALS_PER_CHECK, length - start)
                     self._spend(0)
                     self.evaluator.walk(walker, n, temperature)
                     self.n_evaluated += n
                     self._note(walker.best, walker.best_value)
             quiet = 0 if self.best_value < before else quiet + 1
             if quiet >= PATIENCE and all(w.best_value == self.best_value for w in walkers):
-                return Stop.AGREED
-        return Stop.BUDGET
+                return StopReason.AGREED
+        return StopReason.BUDGET
 
     def _value(self, choice: Choice) -> float:
         value = objective(self.problem, *self.evaluator.evaluate(choice))
@@ -146,9 +146,9 @@ class _Search:
 
     def _spend(self, n: int = 1) -> None:
         if self.n_evaluated + n > self.budget:
-            raise _Over(Stop.BUDGET)
+            raise _BudgetExhausted(StopReason.BUDGET)
         if time.monotonic() > self.deadline:
-            raise _Over(Stop.CLOCK)
+            raise _BudgetExhausted(StopReason.CLOCK)
 
     def _note(self, choice: Choice, value: float) -> None:
         if value < self.best_value:

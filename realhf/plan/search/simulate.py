@@ -7,7 +7,7 @@ from realhf.api.batch_meta import PROMPT, BatchMeta, ColumnMeta, RowId
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.graph import MFC, Graph, Kind
 from realhf.api.machine import Cost, Workload
-from realhf.api.messages import Call
+from realhf.api.messages import PrepareCall
 from realhf.api.program import Compute, Instruction, Load, Offload, Program, Reallocate, Release, Transfer
 from realhf.plan.compile.schedule import (
     Action,
@@ -15,14 +15,14 @@ from realhf.plan.compile.schedule import (
     FetchRows,
     FinishStep,
     MasterState,
+    PromptRange,
     RowsReady,
-    RunLength,
-    Span,
+    TrainSchedule,
 )
-from realhf.plan.search.event_sim import Batches, Inboxes, Job, Order
+from realhf.plan.search.event_sim import Batches, CallOps, Op, WorkerQueues
 from realhf.plan.search.timeline import Activity, Timeline
 
-Price = Callable[[Call, Instruction], Cost]
+Price = Callable[[PrepareCall, Instruction], Cost]
 DTYPES = {"tokens": "int64", "prompts": "int64"}
 """Element types of columns that are not float32."""
 
@@ -32,7 +32,7 @@ def simulate(
     plan: ExecutionPlan,
     program: Program,
     price: Price,
-    length: RunLength,
+    length: TrainSchedule,
     workload: Workload,
     call_seconds: float = 0.0,
     cores: float = 0.0,
@@ -43,9 +43,9 @@ def simulate(
     ``call_seconds`` pass between the end of a call's last instruction and the next calls. ``cores`` are those of all
     nodes together, shared by all workers; 0 where every worker has a device of its own. Reading data takes no time.
     """
-    inboxes = Inboxes(plan.n_workers, cores, call_seconds)
+    inboxes = WorkerQueues(plan.n_workers, cores, call_seconds)
     state = MasterState(graph, plan, length, max_staleness)
-    master = _Master(state, program, price, workload, lambda: inboxes.now)
+    master = _SimulatedMaster(state, program, price, workload, lambda: inboxes.now)
     inboxes.run(master.start(), master.answer)
     assert state.is_over, "nothing is under way, and the run is not over"
     return Timeline(plan.n_workers, _activities(master.orders), tuple(master.step_ends), max_staleness)
@@ -83,7 +83,7 @@ def drawn_by(mfc: MFC, workload: Workload, prompt: int) -> Sequence[tuple[RowId,
     return [(RowId(prompt, PROMPT), drawn[0][1])] if mfc.per_prompt else drawn
 
 
-def _cut(span: Span, k: int, n: int) -> int:
+def _cut(span: PromptRange, k: int, n: int) -> int:
     return span.start + (span.stop - span.start) * k // n
 
 
@@ -93,7 +93,7 @@ def _meta(rows: Sequence[tuple[RowId, int]], keys: Sequence[str]) -> BatchMeta:
 
 
 @dataclass
-class _Master:
+class _SimulatedMaster:
     """What the master does with events: fetches are answered at once, calls become orders."""
 
     state: MasterState
@@ -101,20 +101,20 @@ class _Master:
     price: Price
     workload: Workload
     now: Callable[[], float]
-    orders: list[Order] = field(default_factory=list)
+    orders: list[CallOps] = field(default_factory=list)
     step_ends: list[float] = field(default_factory=list)
 
     def start(self) -> Batches:
         return self._perform(self.state.start())
 
-    def answer(self, order: Order) -> Batches:
+    def answer(self, order: CallOps) -> Batches:
         assert isinstance(order.what, Dispatch)
         return self._perform(self.state.handle(self._made(order.what)))
 
     def _made(self, action: FetchRows | Dispatch) -> RowsReady:
         return rows_made(self.state.graph, self.workload, action, self.state.plan)
 
-    def _perform(self, actions: Sequence[Action]) -> Iterator[Sequence[Order]]:
+    def _perform(self, actions: Sequence[Action]) -> Iterator[Sequence[CallOps]]:
         batch = [self._order(action) for action in actions if isinstance(action, Dispatch)]
         self.orders += batch
         yield batch
@@ -125,17 +125,17 @@ class _Master:
                 case FetchRows():
                     yield from self._perform(self.state.handle(self._made(action)))
 
-    def _order(self, dispatch: Dispatch) -> Order:
-        first: list[Job] = []
-        rest: list[Job] = []
+    def _order(self, dispatch: Dispatch) -> CallOps:
+        first: list[Op] = []
+        rest: list[Op] = []
         for instruction in self.program[dispatch.call.mfc]:
             ranks = sorted(participants(dispatch.call, instruction))
-            job = Job(ranks, self.price(dispatch.call, instruction), instruction)
+            job = Op(ranks, self.price(dispatch.call, instruction), instruction)
             (first if isinstance(instruction, Transfer) else rest).append(job)
-        return Order(dispatch, first, rest)
+        return CallOps(dispatch, first, rest)
 
 
-def participants(call: Call, instruction: Instruction) -> frozenset[int]:
+def participants(call: PrepareCall, instruction: Instruction) -> frozenset[int]:
     """Return the workers that carry out an instruction of a call together."""
     match instruction:
         case Transfer(_, layout):
@@ -146,7 +146,7 @@ def participants(call: Call, instruction: Instruction) -> frozenset[int]:
             return frozenset(layout.mesh.ranks)
 
 
-def _activities(orders: Sequence[Order]) -> tuple[Activity, ...]:
+def _activities(orders: Sequence[CallOps]) -> tuple[Activity, ...]:
     """Return the jobs of all orders as values, in order of their starts."""
     jobs = sorted((job for order in orders for job in order.jobs), key=lambda job: (job.start, job.end))
     number = {job: i for i, job in enumerate(jobs)}
@@ -154,7 +154,7 @@ def _activities(orders: Sequence[Order]) -> tuple[Activity, ...]:
     for job in jobs:
         dispatch, instruction = job.order.what, job.what
         assert isinstance(dispatch, Dispatch) and isinstance(instruction, Instruction)
-        after = None if job.cause is None else number[job.cause]
+        after = None if job.predecessor is None else number[job.predecessor]
         call = dispatch.call
         found.append(Activity(call.mfc, call.step, instruction, tuple(job.ranks), job.start, job.end, after))
     return tuple(found)

@@ -11,9 +11,9 @@ from realhf.plan.compile.heuristic import HEURISTICS
 from realhf.plan.search.planner import Planner
 from realhf.plan.search.prediction import Prediction
 
-Replan = Callable[[Planner], ExecutionPlan]
+PlanFn = Callable[[Planner], ExecutionPlan]
 """The plan that the same allocation mode gives for another planner."""
-Change = tuple[str, Planner, Replan]
+Change = tuple[str, Planner, PlanFn]
 """Options to set, the planner with them, and how it makes its plan."""
 SMALLEST_MICRO_BATCH, SMALLEST_SLOTS = 512, 8
 MOST_TIMES, FULL_NODE = 8, 8
@@ -22,7 +22,7 @@ PATIENCE_S = 8.0
 """After so much time of the processor no further change is tried: neighbours that keep it busy change no answer."""
 
 
-def too_large(planner: Planner, prediction: Prediction, replan: Replan, slots_option: str) -> str:
+def too_large(planner: Planner, prediction: Prediction, replan: PlanFn, slots_option: str) -> str:
     """Say what the fullest worker has too little memory for, and what to set so that the plan fits.
 
     ``slots_option`` is the name of the option that bounds the rows which are decoded at a time; it is empty where the
@@ -33,10 +33,10 @@ def too_large(planner: Planner, prediction: Prediction, replan: Replan, slots_op
     words = ", ".join(f"{name.replace('_', ' ')} {v / 1e9:.3g}" for v, name in parts if v >= 0.01 * worst.total)
     hardware = planner.calls.hardware
     return (f"worker {rank} would need {worst.total / 1e9:.4g} GB ({words}), it has {hardware.memory / 1e9:.4g}, "
-            f"of which plans leave {hardware.kept_free:.0%} free; {remedy(planner, replan, slots_option)}")  # fmt: skip
+            f"of which plans leave {hardware.memory_reserve_fraction:.0%} free; {suggest_fix(planner, replan, slots_option)}")  # fmt: skip
 
 
-def remedy(planner: Planner, replan: Replan, slots_option: str) -> str:
+def suggest_fix(planner: Planner, replan: PlanFn, slots_option: str) -> str:
     """Return the first of the changes, from the smallest to the largest, with which a plan fits."""
     deadline = time.process_time() + PATIENCE_S
     for words, changed, made in _changes(planner, replan, slots_option):
@@ -47,7 +47,7 @@ def remedy(planner: Planner, replan: Replan, slots_option: str) -> str:
     return "nothing that was tried fits: take smaller models, more workers, or workers with more memory"
 
 
-def _changes(planner: Planner, replan: Replan, slots_option: str) -> Iterator[Change]:
+def _changes(planner: Planner, replan: PlanFn, slots_option: str) -> Iterator[Change]:
     """Yield what could be set: first what leaves the numbers of a run as they are, then bfloat16, then more workers."""
     recompute, recomputing = _with_models(planner, "gradient_checkpointing")
     bf16, short = _with_models(planner, "bf16")
@@ -70,7 +70,7 @@ def _rules(planner: Planner, words: str) -> Iterator[Change]:
         yield f"{words} allocation_mode={name}".strip(), planner, partial(Planner.by_rule, name=name)
 
 
-def _finer(planner: Planner, replan: Replan, slots_option: str) -> Iterator[Change]:
+def _finer(planner: Planner, replan: PlanFn, slots_option: str) -> Iterator[Change]:
     """Yield smaller micro-batches of the calls that need them, then fewer slots."""
     limits = planner.calls.limits
     cap = max(limit.max_tokens_per_mb for limit in limits.values()) // 2
@@ -86,9 +86,9 @@ def _finer(planner: Planner, replan: Replan, slots_option: str) -> Iterator[Chan
             yield words, _capped(planner, caps), replan
         cap //= 2
     calls, sampling = planner.calls, planner.calls.cost.sampling
-    slots = sampling.max_slots // 2 if sampling else 0
+    slots = sampling.max_num_seqs // 2 if sampling else 0
     while sampling and slots >= SMALLEST_SLOTS:
-        fewer = replace(sampling, max_slots=slots)
+        fewer = replace(sampling, max_num_seqs=slots)
         cost, memory = replace(calls.cost, sampling=fewer), replace(calls.memory, sampling=fewer)
         yield f"{slots_option}={slots}", replace(planner, calls=replace(calls, cost=cost, memory=memory)), replan
         slots //= 2

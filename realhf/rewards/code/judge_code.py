@@ -17,8 +17,8 @@ from typing import Any
 
 from realhf.rewards.code import harness
 from realhf.rewards.code.harness import decode, encode
-from realhf.rewards.sandbox.sandbox import Outcome, Program, Reason, Sandbox, Stopped
-from realhf.rewards.verdict import Graded
+from realhf.rewards.sandbox.sandbox import Program, ProgramResult, Reason, Sandbox, ServerExited
+from realhf.rewards.verdict import ScoreWithReason
 
 TEST_SECONDS = 6.0
 SHARE = 0.9  # of an answer's deadline: the verdict must come before the judge is killed over it
@@ -44,42 +44,44 @@ class CodeJudge:
         self._seconds = seconds * SHARE
         self._lax = lax
 
-    def __call__(self, prompt: str, answer: str, row: Mapping[str, Any]) -> Graded:
+    def __call__(self, prompt: str, answer: str, row: Mapping[str, Any]) -> ScoreWithReason:
         """Return 1.0 when the program in ``answer`` passes all tests of ``row``, else 0.0, with the reason."""
         reason = self.judge(answer, row).reason
-        return Graded(float(reason is Reason.ok), reason.value)
+        return ScoreWithReason(float(reason is Reason.ok), reason.value)
 
     def ready(self) -> "CodeJudge":
         """Start the sandbox now; UserError where programs cannot be shut in."""
         self.sandbox.open()
         return self
 
-    def judge(self, answer: str, row: Mapping[str, Any]) -> Outcome:
+    def judge(self, answer: str, row: Mapping[str, Any]) -> ProgramResult:
         """Return how the program in ``answer`` fared: ok when it passed all tests."""
         has_stub = "input_output" not in row
         source = completed(row["stub"], answer, row["entry_point"]) if has_stub else extract_code(answer)
         if source is None:
-            return Outcome(Reason.no_program, detail="the answer holds no Python program")
+            return ProgramResult(Reason.no_program, detail="the answer holds no Python program")
         deadline = time.monotonic() + self._seconds
         try:
             if has_stub:
                 return self._check(source, row, deadline)
             tests = json.loads(row["input_output"])
             return (self._call if "fn_name" in tests else self._run)(source, tests, deadline)
-        except Stopped as stopped:
+        except ServerExited as stopped:
             return stopped.outcome
 
-    def _run(self, source: str, tests: Mapping[str, Any], deadline: float) -> Outcome:
+    def _run(self, source: str, tests: Mapping[str, Any], deadline: float) -> ProgramResult:
         """Run a script once for every input."""
         for given, wanted in zip(tests["inputs"], tests["outputs"], strict=True):
             outcome = self.sandbox.run(source, given, seconds_left(deadline))
             if outcome.reason is not Reason.ok:
                 return outcome
             if not same_output(outcome.stdout, wanted, self._lax):
-                return Outcome(Reason.wrong, outcome.stdout, f"{outcome.stdout!r:.200} instead of {wanted!r:.200}")
-        return Outcome(Reason.ok)
+                return ProgramResult(
+                    Reason.wrong, outcome.stdout, f"{outcome.stdout!r:.200} instead of {wanted!r:.200}"
+                )
+        return ProgramResult(Reason.ok)
 
-    def _call(self, source: str, tests: Mapping[str, Any], deadline: float) -> Outcome:
+    def _call(self, source: str, tests: Mapping[str, Any], deadline: float) -> ProgramResult:
         """Call a function once for every input."""
         load = json.dumps({"do": "call", "source": source, "name": tests["fn_name"]}).encode() + b"\n"
         with closing(self.sandbox.start(self._harness, self._seconds)) as program:
@@ -89,10 +91,10 @@ class CodeJudge:
                 value = value_of(program.ask(load + line, seconds_left(deadline)))
                 load = b""
                 if not same_value(value, json.loads(wanted)):
-                    return Outcome(Reason.wrong, detail=f"{value!r:.200} instead of {wanted:.200}")
-        return Outcome(Reason.ok)
+                    return ProgramResult(Reason.wrong, detail=f"{value!r:.200} instead of {wanted:.200}")
+        return ProgramResult(Reason.ok)
 
-    def _check(self, source: str, row: Mapping[str, Any], deadline: float) -> Outcome:
+    def _check(self, source: str, row: Mapping[str, Any], deadline: float) -> ProgramResult:
         """Run a test in one process, and the function that it tests in another."""
         name = row["entry_point"]
         load = json.dumps({"do": "call", "source": source, "name": name}).encode() + b"\n"
@@ -104,16 +106,16 @@ class CodeJudge:
             while (asked := ask_test(test, line, seconds_left(deadline))) != PASSED:
                 line = program.ask(load + asked, seconds_left(deadline))
                 load = b""
-        return Outcome(Reason.ok)
+        return ProgramResult(Reason.ok)
 
 
 def ask_test(test: Program, line: bytes, seconds: float) -> bytes:
     """Return what the test says next; a test that raises has found something wrong."""
     try:
         return test.ask(line, seconds)
-    except Stopped as stopped:
+    except ServerExited as stopped:
         if stopped.outcome.reason is Reason.error:
-            raise Stopped(Outcome(Reason.wrong, detail=stopped.outcome.detail)) from None
+            raise ServerExited(ProgramResult(Reason.wrong, detail=stopped.outcome.detail)) from None
         raise
 
 
@@ -168,7 +170,7 @@ def value_of(reply: bytes) -> object:
     try:
         return decode(json.loads(reply))
     except (ValueError, TypeError, RecursionError):
-        raise Stopped(Outcome(Reason.error, detail=f"its result is no value: {reply!r:.100}")) from None
+        raise ServerExited(ProgramResult(Reason.error, detail=f"its result is no value: {reply!r:.100}")) from None
 
 
 def same_output(given: str, wanted: str, lax: bool = False) -> bool:

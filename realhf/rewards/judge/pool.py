@@ -13,7 +13,7 @@ from types import TracebackType
 
 from realhf.base.errors import UserError, did_you_mean
 from realhf.rewards.judge.async_judge import judge_all
-from realhf.rewards.judge.process import Child
+from realhf.rewards.judge.process import JudgeProcess
 from realhf.rewards.verdict import BUILT_IN, FORMAT, Status, Verdict
 
 Item = tuple[str, str, dict]
@@ -36,7 +36,7 @@ SELF_TESTS: dict[str, tuple[tuple[str, dict, float], ...]] = {
         ("I do not know.", {"solutions": ["#### 72"]}, 0.0),
     ),
     "code": CODE_SELF_TEST,
-    "code_lax": CODE_SELF_TEST,
+    "code_unordered": CODE_SELF_TEST,
 }
 """Answers, rows and the scores that our own verifiers must give them."""
 
@@ -48,16 +48,18 @@ class JudgePool:
     """
 
     def __init__(
-        self, fn: str, timeout: float, processes: int = 1, startup_timeout: float = 60.0, in_flight: int = 16
+        self, fn: str, timeout: float, processes: int = 1, startup_timeout: float = 60.0, max_concurrency: int = 16
     ) -> None:
-        if timeout <= 0 or processes < 1 or in_flight < 1:
-            raise UserError(f"reward.timeout={timeout}, processes={processes}, in_flight={in_flight} must be positive")
+        if timeout <= 0 or processes < 1 or max_concurrency < 1:
+            raise UserError(
+                f"reward.timeout={timeout}, processes={processes}, max_concurrency={max_concurrency} must be positive"
+            )
         if problems := check_reward_fn(fn):
             raise UserError(problems)
         path, colon, name = fn.rpartition(":")
         self._fn = f"{os.path.abspath(path)}:{name}" if colon and not fn.startswith(FORMAT) else fn
-        self._in_flight = in_flight
-        self.children = [Child(self._fn, timeout, startup_timeout) for _ in range(processes)]
+        self._in_flight = max_concurrency
+        self.children = [JudgeProcess(self._fn, timeout, startup_timeout) for _ in range(processes)]
 
     def start(self) -> None:
         """Start all children side by side and wait until they are ready."""
@@ -83,7 +85,7 @@ class JudgePool:
                 prompt, answer, row = items[i]
                 yield i, {"prompt": prompt, "answer": answer, "row": row}
 
-        def work(child: Child) -> None:
+        def work(child: JudgeProcess) -> None:
             verdicts.update(judge_all(child, waiting(), self._in_flight))
 
         with ThreadPoolExecutor(len(self.children)) as threads:

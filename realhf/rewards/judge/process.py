@@ -13,11 +13,11 @@ from realhf.base.errors import UserError
 from realhf.rewards.verdict import Status, Verdict
 
 
-class Gone(Exception):
+class ProcessExited(Exception):
     """The child closed its streams."""
 
 
-class Child:
+class JudgeProcess:
     """A judge process that is started on demand and replaced when it hangs or dies. Used by one thread at a time."""
 
     def __init__(self, fn: str, timeout: float, startup_timeout: float) -> None:
@@ -63,8 +63,8 @@ class Child:
                 f"reward.fn={self._fn!r}: the judge process was not ready after {self._startup_timeout:g} s;"
                 " does the file do heavy work when it is imported?"
             ) from None
-        except Gone:
-            how = self._bury()
+        except ProcessExited:
+            how = self._reap()
             raise UserError(f"reward.fn={self._fn!r}: the judge process ended while it started ({how})") from None
         if "fatal" in reply:
             self.kill()
@@ -82,8 +82,8 @@ class Child:
             self.kill()
             self.spawn()
             return verdict_of({"timeout": True}, self.timeout)
-        except Gone:
-            how = self._bury()
+        except ProcessExited:
+            how = self._reap()
             self.spawn()
             return Verdict(0.0, Status.error, f"the judge process ended ({how})")
         return verdict_of(reply, self.timeout)
@@ -100,7 +100,7 @@ class Child:
         process.wait()
         self._ready, self._received = False, b""
 
-    def _bury(self) -> str:
+    def _reap(self) -> str:
         """Clear up after a process that closed its streams, and return how it ended."""
         assert self._process is not None
         pid = self._process.pid
@@ -124,7 +124,7 @@ class Child:
             except BlockingIOError:
                 continue
             except BrokenPipeError:
-                raise Gone from None
+                raise ProcessExited from None
 
     def receive(self, deadline: float) -> dict:
         """Return the next reply; TimeoutError at ``deadline`` (monotonic seconds), Gone where nobody writes."""
@@ -133,7 +133,7 @@ class Child:
             wait(fd, select.POLLIN, deadline)
             chunk = os.read(fd, 65536)
             if not chunk:
-                raise Gone
+                raise ProcessExited
             self._received += chunk
         line, _, self._received = self._received.partition(b"\n")
         return json.loads(line)

@@ -28,7 +28,7 @@ LATE = "no result within the deadline (reward.timeout for each answer)"
 TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
 
 
-class Refused(Exception):
+class ServiceError(Exception):
     """The service answered, and will not do what it is asked."""
 
 
@@ -50,7 +50,7 @@ class RemoteJudge:
         """Ask for nothing, to find out whether the service is there and lets us in; UserError if not."""
         try:
             self._results([], time.monotonic() + self.timeout)
-        except (OSError, http.client.HTTPException, Refused) as error:
+        except (OSError, http.client.HTTPException, ServiceError) as error:
             raise UserError(f"reward.fn={self.url!r}: {describe(error)}") from None
 
     def self_test(self) -> None:
@@ -70,7 +70,7 @@ class RemoteJudge:
             results = self._results(items, time.monotonic() + self.timeout * len(items))
         except TimeoutError as error:
             return [Verdict(0.0, Status.timeout, f"{self.url}: {describe(error)}")] * len(items)
-        except (OSError, http.client.HTTPException, Refused) as error:
+        except (OSError, http.client.HTTPException, ServiceError) as error:
             return [Verdict(0.0, Status.error, f"{self.url}: {describe(error)}")] * len(items)
         return [read_verdict(result) for result in results]
 
@@ -84,7 +84,7 @@ class RemoteJudge:
                 if status == 200:
                     return check_results(reply, len(items))
                 if status not in TRY_AGAIN or not tries_left:
-                    raise Refused(f"HTTP status {status}: {reply[:300].decode(errors='replace')}")
+                    raise ServiceError(f"HTTP status {status}: {reply[:300].decode(errors='replace')}")
             except (OSError, http.client.HTTPException):
                 if not tries_left or time.monotonic() + pause >= deadline:
                     raise
@@ -143,7 +143,7 @@ def connected(url: str, deadline: float) -> Iterator[http.client.HTTPConnection]
 def read_all(response: http.client.HTTPResponse) -> bytes:
     body = response.read(LONGEST_REPLY + 1)
     if len(body) > LONGEST_REPLY:
-        raise Refused(f"the reply is longer than {LONGEST_REPLY} bytes")
+        raise ServiceError(f"the reply is longer than {LONGEST_REPLY} bytes")
     return body
 
 
@@ -152,9 +152,11 @@ def check_results(reply: bytes, count: int) -> list:
     try:
         results = json.loads(reply)["results"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise Refused(f"the reply is no JSON object with 'results': {reply[:200].decode(errors='replace')!r}") from None
+        raise ServiceError(
+            f"the reply is no JSON object with 'results': {reply[:200].decode(errors='replace')!r}"
+        ) from None
     if not isinstance(results, list) or len(results) != count:
-        raise Refused(f"'results' must be a list of {count}, it is {results!r:.200}")
+        raise ServiceError(f"'results' must be a list of {count}, it is {results!r:.200}")
     return results
 
 
@@ -173,7 +175,7 @@ def read_verdict(result: object) -> Verdict:
 
 
 def describe(error: Exception) -> str:
-    return str(error) if isinstance(error, Refused | TimeoutError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, ServiceError | TimeoutError) else f"{type(error).__name__}: {error}"
 
 
 def check_url(url: str) -> list[str]:

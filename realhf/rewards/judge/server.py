@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from realhf.rewards.verdict import FORMAT, Graded
+from realhf.rewards.verdict import FORMAT, ScoreWithReason
 
 MEMORY_LIMIT = 8 * 2**30  # bytes of private memory of one judge
 
@@ -109,16 +109,16 @@ def graded(score: object) -> dict[str, object]:
         return {"error": f"the reward is {score!r:.100}, a {type(score).__name__}; it must be a number"}
     if not math.isfinite(score):
         return {"error": f"the reward is {float(score)}, it must be finite"}
-    reason: dict[str, object] = {"reason": score.reason} if isinstance(score, Graded) else {}
+    reason: dict[str, object] = {"reason": score.reason} if isinstance(score, ScoreWithReason) else {}
     return {"score": float(score), **reason}
 
 
 def load_reward(fn: str, seconds: float) -> RewardFn:
     """Return the function that ``math``, ``code`` or ``path/to/file.py:function`` names; it has ``seconds``."""
-    if fn in ("code", "code_lax"):
+    if fn in ("code", "code_unordered"):
         from realhf.rewards.code.judge_code import CodeJudge
 
-        return CodeJudge(seconds, lax=fn == "code_lax").ready()
+        return CodeJudge(seconds, lax=fn == "code_unordered").ready()
     if fn == "math":
         from realhf.rewards.math.judge_math import judge_math
 

@@ -7,7 +7,7 @@ mathematics. The first rung that can decide does: a wrong number never reaches t
 import re
 from collections.abc import Sequence
 
-from realhf.rewards.math.normalize import is_wrapped, normal, split_outside, tight
+from realhf.rewards.math.normalize import is_wrapped, normalize, split_outside, strip_spaces
 from realhf.rewards.math.quantities import quantity, same_quantity
 from realhf.rewards.math.symbolic import same_mathematics
 
@@ -34,12 +34,12 @@ def same_answer(given: str, gold: str) -> bool:
     """Say whether two answers mean the same: as texts, as numbers, element by element, or as mathematics."""
     if max(len(given), len(gold)) > LONGEST:
         return given.strip() == gold.strip()
-    given, gold = normal(given), normal(gold)
+    given, gold = normalize(given), normalize(gold)
     return bool(given and gold) and _same(given, gold)
 
 
 def _same(given: str, gold: str) -> bool:
-    if tight(given) == tight(gold):
+    if strip_spaces(given) == strip_spaces(gold):
         return True
     for rung in (_as_choice, _as_text, _as_digits, _as_quantity, _as_equation, _as_matrix, _as_elements):
         if (verdict := rung(given, gold)) is not None:
@@ -82,10 +82,10 @@ def _words(text: str) -> list[str]:
 
 def _as_digits(given: str, gold: str) -> bool | None:
     """Decide where a number with its base is wanted: ``101_2`` is ``101_{2}`` or ``101``."""
-    if (wanted := BASED.fullmatch(tight(gold))) is None:
+    if (wanted := BASED.fullmatch(strip_spaces(gold))) is None:
         return None
-    found = BASED.fullmatch(tight(given))
-    return found.groups() == wanted.groups() if found else tight(given) == wanted.group(1)
+    found = BASED.fullmatch(strip_spaces(given))
+    return found.groups() == wanted.groups() if found else strip_spaces(given) == wanted.group(1)
 
 
 def _as_quantity(given: str, gold: str) -> bool | None:
@@ -96,7 +96,7 @@ def _as_quantity(given: str, gold: str) -> bool | None:
     result = given
     if equals := EQUALS.split(given):
         result = equals[-1].strip()
-        if len(equals) == 2 and NAME.fullmatch(tight(equals[1])):  # 5 = x
+        if len(equals) == 2 and NAME.fullmatch(strip_spaces(equals[1])):  # 5 = x
             result = equals[0].strip()
     found = quantity(result)
     if found is not None:
@@ -162,12 +162,12 @@ def _split(text: str) -> list[str]:
     parts = split_outside(re.sub(r'\s+(?:and|or)\s+|\s*"\s*(?:and|or)\s*"\s*|;', ",", text), ",")
     parts = [part for part in parts if part]
     signed = [(p.replace("\\pm", sign, 1) for sign in "+-") if p.count("\\pm") == 1 else (p,) for p in parts]
-    return [normal(element) for pair in signed for element in pair] or [text]
+    return [normalize(element) for pair in signed for element in pair] or [text]
 
 
 def _same_set(found: Sequence[str], wanted: Sequence[str]) -> bool:
     if len(wanted) > MOST_ELEMENTS:
-        return sorted(map(tight, found)) == sorted(map(tight, wanted))
+        return sorted(map(strip_spaces, found)) == sorted(map(strip_spaces, wanted))
     rest = list(wanted)
     for element in found:
         kind = _elements(element)[0]  # {1} is no element of {1, 2}
@@ -193,8 +193,8 @@ def _as_equation(given: str, gold: str) -> bool | None:
 def _named(text: str) -> tuple[str, str]:
     """Return name and value of ``x = 5``; the name is empty where there is none."""
     sides = EQUALS.split(text)
-    if len(sides) == 2 and NAME.fullmatch(tight(sides[0])):
-        return tight(sides[0]), sides[1].strip()
-    if len(sides) == 2 and NAME.fullmatch(tight(sides[1])) and quantity(sides[0].strip()):
-        return tight(sides[1]), sides[0].strip()
+    if len(sides) == 2 and NAME.fullmatch(strip_spaces(sides[0])):
+        return strip_spaces(sides[0]), sides[1].strip()
+    if len(sides) == 2 and NAME.fullmatch(strip_spaces(sides[1])) and quantity(sides[0].strip()):
+        return strip_spaces(sides[1]), sides[0].strip()
     return "", text

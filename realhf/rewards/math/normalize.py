@@ -75,7 +75,7 @@ def ascii_signs(text: str) -> str:
     return text if text.isascii() else text.translate(SIGNS)
 
 
-def normal(text: str) -> str:
+def normalize(text: str) -> str:
     """Return an answer in the one notation; an answer that has no mathematics keeps its words and their case."""
     text = trimmed(ascii_signs(text))
     for _ in range(2):
@@ -114,7 +114,7 @@ def is_wrapped(text: str, opening: str, closing: str) -> bool:
     return False
 
 
-def tight(text: str) -> str:
+def strip_spaces(text: str) -> str:
     """Return ``text`` without spaces, but for those between digits: ``3 1/3`` is not ``31/3``."""
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
 

@@ -50,7 +50,7 @@ def same_mathematics(given: str, gold: str) -> bool:
     given, gold = (TAIL_UNIT.sub("", text).replace('"', " ").strip() for text in (given, gold))
     if UNFINISHED.search(given) and not UNFINISHED.search(gold):
         return False  # the exercise again
-    if not (is_askable(given) and is_askable(gold)):
+    if not (is_safe_for_sympy(given) and is_safe_for_sympy(gold)):
         return False
     if constant_of(gold) == "C" and (letter := constant_of(given)):
         given = re.sub(rf"(?<![A-Za-z\\]){letter}(?![A-Za-z])", "C", given)
@@ -58,7 +58,7 @@ def same_mathematics(given: str, gold: str) -> bool:
     return compare(read(gold), read(given))
 
 
-def is_askable(text: str) -> bool:
+def is_safe_for_sympy(text: str) -> bool:
     """Say whether an expression is one, and can be worked out in reasonable time."""
     if not text or len(text) > LONGEST or ENDLESS.search(text) or WORDS.search(text):
         return False

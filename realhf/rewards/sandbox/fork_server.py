@@ -23,7 +23,7 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
-from realhf.rewards.sandbox.isolation import Guard, Limits, seal_program, seal_server
+from realhf.rewards.sandbox.isolation import IsolationInfo, Limits, restrict_program, restrict_server
 
 PRELUDE = """
 import array, bisect, collections, copy, datetime, decimal, fractions, functools, heapq, io, itertools, json, math
@@ -40,7 +40,7 @@ NOT_SEALED = 125  # exit code
 
 
 @dataclass(frozen=True)
-class Order:
+class ProgramRequest:
     """One program to run: its descriptors, limits, and the folder that is its own."""
 
     source: int
@@ -51,7 +51,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningProgram:
     """A program's process as the server knows it."""
 
     pid: int
@@ -69,7 +69,7 @@ def main(requests: int, namespaces: bool) -> None:
     names: dict[str, Any] = {}
     exec(PRELUDE, names)
     try:
-        guard = seal_server(namespaces)
+        guard = restrict_server(namespaces)
     except OSError as error:
         server.send(json.dumps({"fatal": str(error)}).encode())
         return
@@ -77,14 +77,14 @@ def main(requests: int, namespaces: bool) -> None:
     gc.collect()
     gc.freeze()  # forks then share these pages for good
     if (order := serve(server, guard)) is not None:
-        become(order, guard, names)
+        exec_program(order, guard, names)
 
 
-def serve(server: socket.socket, guard: Guard) -> Order | None:
+def serve(server: socket.socket, guard: IsolationInfo) -> ProgramRequest | None:
     """Start and end programs; return None when the other end hung up, or the order in the process that is to run it."""
     poll = select.poll()
     poll.register(server, select.POLLIN)
-    running: dict[int, Running] = {}  # by either descriptor
+    running: dict[int, RunningProgram] = {}  # by either descriptor
     while True:
         fd, _ = poll.poll()[0]  # one at a time: what it leads to may close another, and its number be given again
         if fd == server.fileno():
@@ -100,7 +100,7 @@ def serve(server: socket.socket, guard: Guard) -> Order | None:
                 return order
             for given in (order.source, *order.streams):
                 os.close(given)
-            started = Running(pid, os.pidfd_open(pid), control, None if guard.namespaces else order.folder)
+            started = RunningProgram(pid, os.pidfd_open(pid), control, None if guard.namespaces else order.folder)
             for waited in (started.ended, control.fileno()):
                 poll.register(waited, select.POLLIN)
                 running[waited] = started
@@ -117,15 +117,17 @@ def serve(server: socket.socket, guard: Guard) -> Order | None:
             del running[fd]
 
 
-def accept(message: bytes, fds: list[int], guard: Guard) -> tuple[socket.socket, Order]:
+def accept(message: bytes, fds: list[int], guard: IsolationInfo) -> tuple[socket.socket, ProgramRequest]:
     control, source, *streams = fds
     content = json.loads(message)
     folder = "/tmp" if guard.namespaces else tempfile.mkdtemp(prefix="realhf-program-")
-    order = Order(source, (streams[0], streams[1], streams[2]), Limits(**content["limits"]), content["seconds"], folder)
+    order = ProgramRequest(
+        source, (streams[0], streams[1], streams[2]), Limits(**content["limits"]), content["seconds"], folder
+    )
     return socket.socket(fileno=control), order
 
 
-def bury(program: Running) -> None:
+def bury(program: RunningProgram) -> None:
     """Take leave of a process that has ended, and tell how it did."""
     _, status = os.waitpid(program.pid, 0)
     if program.folder is not None:
@@ -136,7 +138,7 @@ def bury(program: Running) -> None:
     os.close(program.ended)
 
 
-def become(order: Order, guard: Guard, names: dict[str, Any]) -> None:
+def exec_program(order: ProgramRequest, guard: IsolationInfo, names: dict[str, Any]) -> None:
     """Turn this process into the program: nothing is left but its three streams, its folder and its source."""
     with open(order.source, encoding="utf-8", errors="surrogatepass") as file:
         source = file.read()
@@ -145,7 +147,7 @@ def become(order: Order, guard: Guard, names: dict[str, Any]) -> None:
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     try:
         os.environ.update(HOME=order.folder, TMPDIR=order.folder)
-        seal_program(guard, order.limits, order.seconds, order.folder)
+        restrict_program(guard, order.limits, order.seconds, order.folder)
     except BaseException as error:
         os.write(2, f"the sandbox could not be closed: {error}".encode())
         os._exit(NOT_SEALED)

@@ -47,7 +47,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Guard:
+class IsolationInfo:
     """What keeps programs in on this machine, found out once by `seal_server`."""
 
     namespaces: bool
@@ -67,7 +67,7 @@ class Guard:
         return f"{files}, system calls filtered, limits{user}"
 
 
-def seal_server(namespaces: bool) -> Guard:
+def restrict_server(namespaces: bool) -> IsolationInfo:
     """Shut this process off from files and network, by namespaces if they are wanted and the kernel lets it.
 
     The process must have one thread. OSError where not even its calls can be filtered.
@@ -80,10 +80,10 @@ def seal_server(namespaces: bool) -> Guard:
     inside = namespaces and enter_namespaces()
     call("prctl", DUMPABLE, 0, 0, 0, 0)  # programs of the same user cannot look into the server
     drops = os.getuid() == 0 and (inside or not landlock or all(map(open_to_all, readable_paths())))
-    return Guard(inside, 0 if inside else landlock, UNUSED_UID + os.getpid() if drops else None, before)
+    return IsolationInfo(inside, 0 if inside else landlock, UNUSED_UID + os.getpid() if drops else None, before)
 
 
-def seal_program(guard: Guard, limits: Limits, seconds: float, folder: str) -> None:
+def restrict_program(guard: IsolationInfo, limits: Limits, seconds: float, folder: str) -> None:
     """Give up all that the program must not have; ``folder`` becomes its own. OSError, and nothing may run, if not."""
     parent = os.getppid()
     if guard.namespaces:
@@ -98,11 +98,11 @@ def seal_program(guard: Guard, limits: Limits, seconds: float, folder: str) -> N
     if os.getppid() != parent:
         raise OSError("the sandbox's server is gone")
     if guard.landlock:
-        keep_to(folder, guard.landlock)
+        landlock_restrict(folder, guard.landlock)
     filter_own_calls()
 
 
-def set_limits(guard: Guard, limits: Limits, seconds: float) -> None:
+def set_limits(guard: IsolationInfo, limits: Limits, seconds: float) -> None:
     """Lower the limits of this process, hard ones too."""
     for what, value in {
         resource.RLIMIT_AS: limits.memory,
@@ -143,17 +143,17 @@ def enter_namespaces() -> bool:
     pid = os.fork()  # tries first: half a move cannot be taken back
     if pid == 0:
         try:
-            move_in()
+            pivot_root()
             os._exit(0)
         except BaseException:
             os._exit(1)
     if os.waitpid(pid, 0)[1]:
         return False
-    move_in()
+    pivot_root()
     return True
 
 
-def move_in() -> None:
+def pivot_root() -> None:
     uid, gid = os.getuid(), os.getgid()
     call("unshare", NEW_MOUNTS | NEW_NETWORK | NEW_IPC | (NEW_USER if uid else 0))
     if uid:
@@ -218,7 +218,7 @@ def landlock_version() -> int:
         return 0
 
 
-def keep_to(folder: str, version: int) -> None:
+def landlock_restrict(folder: str, version: int) -> None:
     """Allow this process to read libraries and interpreter, to use plain devices, and anything inside ``folder``."""
     everything = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1  # rights that this version knows
     create, add, apply = LANDLOCK, LANDLOCK + 1, LANDLOCK + 2

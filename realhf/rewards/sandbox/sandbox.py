@@ -53,7 +53,7 @@ class Reason(Enum):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramResult:
     """How a program ended; ``detail`` says more where it did not end well."""
 
     reason: Reason
@@ -61,10 +61,10 @@ class Outcome:
     detail: str = ""
 
 
-class Stopped(Exception):
+class ServerExited(Exception):
     """A program that was asked something did not live to answer."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: ProgramResult) -> None:
         super().__init__(outcome.detail or outcome.reason.value)
         self.outcome = outcome
 
@@ -153,7 +153,7 @@ class Sandbox:
                     os.close(fd)
         return Program(ours, to, out, err, self._limits.output)
 
-    def run(self, source: str, stdin: str = "", seconds: float = 6.0) -> Outcome:
+    def run(self, source: str, stdin: str = "", seconds: float = 6.0) -> ProgramResult:
         """Run a script with ``stdin``, for ``seconds`` at most, and return its output and how it ended."""
         with contextlib.closing(self.start(source, seconds)) as program:
             return program.finish(stdin.encode(errors="surrogatepass"), seconds)
@@ -199,12 +199,12 @@ class Program:
         cut = self._listen(time.monotonic() + seconds, for_line=True)
         if cut is not None or b"\n" not in self._received:
             outcome = self._outcome(cut, seconds)
-            silent = Outcome(Reason.error, outcome.stdout, "it ended without an answer")
-            raise Stopped(silent if outcome.reason is Reason.ok else outcome)
+            silent = ProgramResult(Reason.error, outcome.stdout, "it ended without an answer")
+            raise ServerExited(silent if outcome.reason is Reason.ok else outcome)
         reply, _, self._received = self._received.partition(b"\n")
         return reply
 
-    def finish(self, stdin: bytes, seconds: float) -> Outcome:
+    def finish(self, stdin: bytes, seconds: float) -> ProgramResult:
         """Send the rest of the input and wait for the program's end, for ``seconds`` at most."""
         self._last_input = True
         self._send(stdin)
@@ -285,15 +285,15 @@ class Program:
             os.close(self._to)
             self._to = None
 
-    def _outcome(self, cut: Reason | None, seconds: float) -> Outcome:
+    def _outcome(self, cut: Reason | None, seconds: float) -> ProgramResult:
         stdout = self._received[: self._limit].decode(errors="replace")
         if cut is Reason.timeout:
-            return Outcome(cut, stdout, f"not done after {seconds:.3g} s")
+            return ProgramResult(cut, stdout, f"not done after {seconds:.3g} s")
         if cut is Reason.output:
-            return Outcome(cut, stdout, f"more than {self._limit} bytes of output")
+            return ProgramResult(cut, stdout, f"more than {self._limit} bytes of output")
         assert self._status is not None
         reason, detail = how_it_ended(self._status, self._errors.decode(errors="replace"))
-        return Outcome(reason, stdout, detail)
+        return ProgramResult(reason, stdout, detail)
 
 
 def how_it_ended(status: int, errors: str) -> tuple[Reason, str]:

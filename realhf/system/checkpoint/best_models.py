@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from realhf.base.atomic_io import ASIDE, flush_folder, flushed
+from realhf.base.atomic_io import TMP_SUFFIX, fsync_and_hash, fsync_folder
 from realhf.base.errors import RunFailed, did_you_mean
 
 POINTER = "best.json"
@@ -51,7 +51,7 @@ class Best:
 
     def aside(self, record: Record) -> Path:
         """Return where the models of a record are written before they count, a folder for each role."""
-        return self.folder / f"step_{record.step}{ASIDE}"
+        return self.folder / f"step_{record.step}{TMP_SUFFIX}"
 
     def commit(self, record: Record, checkpoints: Sequence[int]) -> Path:
         """Make the written models of a record count, and remove what no checkpoint needs."""
@@ -59,7 +59,7 @@ class Best:
         if place.exists():
             shutil.rmtree(place)
         self.aside(record).rename(place)
-        flush_folder(self.folder)
+        fsync_folder(self.folder)
         write_records(self.folder, self.metric, [r for r in self.records if r.step <= record.step])
         self.prune(checkpoints)
         return place
@@ -69,7 +69,7 @@ class Best:
         pointed = read_records(self.folder, self.metric)
         kept = {f"step_{step}" for step in needed(pointed, checkpoints)}
         for path in self.folder.glob("step_*") if pointed else ():
-            if path.name not in kept and path.suffix != ASIDE:
+            if path.name not in kept and path.suffix != TMP_SUFFIX:
                 shutil.rmtree(path)
 
 
@@ -91,12 +91,12 @@ def read_records(folder: Path, metric: str) -> list[Record]:
 
 def write_records(folder: Path, metric: str, records: Sequence[Record]) -> None:
     """Point at the last record, in one move."""
-    last, aside = records[-1], folder / f"{POINTER}{ASIDE}"
+    last, aside = records[-1], folder / f"{POINTER}{TMP_SUFFIX}"
     pointer = {"metric": metric, **asdict(last), "folder": f"step_{last.step}", "records": [asdict(r) for r in records]}
     aside.write_text(json.dumps(pointer, indent=1) + "\n")
-    flushed(aside)
+    fsync_and_hash(aside)
     aside.rename(folder / POINTER)
-    flush_folder(folder)
+    fsync_folder(folder)
 
 
 def rewind_best(folder: Path, step: int) -> None:
@@ -108,7 +108,7 @@ def rewind_best(folder: Path, step: int) -> None:
         write_records(folder, metric, records)
     else:
         pointer.unlink(missing_ok=True)
-    (folder / f"{POINTER}{ASIDE}").unlink(missing_ok=True)
+    (folder / f"{POINTER}{TMP_SUFFIX}").unlink(missing_ok=True)
     for path in folder.glob("step_*"):
         if path.name not in {f"step_{r.step}" for r in records}:
             shutil.rmtree(path)

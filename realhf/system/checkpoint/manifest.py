@@ -1,6 +1,6 @@
 """Checkpoints as a whole: what is in one, when it counts, which one a run goes on from.
 
-A checkpoint is written aside, flushed, renamed, and pointed at last; whatever else lies there was not finished.
+A checkpoint is written aside, fsync_and_hash, renamed, and pointed at last; whatever else lies there was not finished.
 """
 
 import json
@@ -14,7 +14,7 @@ from realhf.api.codec import from_plain, to_plain
 from realhf.api.config import ExperimentConfig
 from realhf.api.layout import Layout
 from realhf.api.messages import State
-from realhf.base.atomic_io import ASIDE, Digests, flush_folder, flushed, rewrite, sha256
+from realhf.base.atomic_io import TMP_SUFFIX, Digests, atomic_write, fsync_and_hash, fsync_folder, sha256
 from realhf.base.errors import UserError
 from realhf.base.paths import RunDir
 from realhf.system.checkpoint.best_models import rewind_best
@@ -39,7 +39,7 @@ class Manifest:
 
 def aside(folder: Path, step: int) -> Path:
     """Return where a checkpoint is written before it counts."""
-    return folder / f"step_{step}{ASIDE}"
+    return folder / f"step_{step}{TMP_SUFFIX}"
 
 
 def commit(folder: Path, manifest: Manifest, keep_last: int) -> Path:
@@ -47,14 +47,14 @@ def commit(folder: Path, manifest: Manifest, keep_last: int) -> Path:
     place, target = aside(folder, manifest.step), folder / f"step_{manifest.step}"
     place.mkdir(parents=True, exist_ok=True)
     _write(place / MANIFEST, json.dumps(to_plain(manifest), indent=1))
-    flush_folder(place)
+    fsync_folder(place)
     if target.exists():
         shutil.rmtree(target)
     place.rename(target)
-    flush_folder(folder)
-    _write(folder / f"{POINTER}{ASIDE}", target.name)
-    (folder / f"{POINTER}{ASIDE}").rename(folder / POINTER)
-    flush_folder(folder)
+    fsync_folder(folder)
+    _write(folder / f"{POINTER}{TMP_SUFFIX}", target.name)
+    (folder / f"{POINTER}{TMP_SUFFIX}").rename(folder / POINTER)
+    fsync_folder(folder)
     for old in _by_step(folder)[:-keep_last] if keep_last else []:
         shutil.rmtree(old)
     return target
@@ -66,7 +66,7 @@ def newest(folder: Path, say: Callable[[str], None] = print) -> tuple[Path, Mani
     What was written aside and never finished is removed. ``say`` hears of damaged checkpoints that are passed over;
     ``UserError`` where none is good.
     """
-    for path in folder.glob(f"*{ASIDE}"):
+    for path in folder.glob(f"*{TMP_SUFFIX}"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     last = folder / (folder / POINTER).read_text().strip() if (folder / POINTER).is_file() else None
     problems: list[str] = []
@@ -82,7 +82,7 @@ def newest(folder: Path, say: Callable[[str], None] = print) -> tuple[Path, Mani
 
 
 def _by_step(folder: Path) -> list[Path]:
-    found = (path for path in folder.glob("step_*") if path.suffix != ASIDE)
+    found = (path for path in folder.glob("step_*") if path.suffix != TMP_SUFFIX)
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
@@ -124,7 +124,7 @@ def rewind(paths: RunDir, step: int) -> int:
             lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
             steps = [step_of(json.loads(line)) for line in lines]
             done = max([done, *steps]) if path == paths.metrics else done
-            rewrite(path, "".join(line for line, at in zip(lines, steps, strict=True) if at <= step))
+            atomic_write(path, "".join(line for line, at in zip(lines, steps, strict=True) if at <= step))
     for path in (paths.root / "generations").glob("step_*.jsonl"):
         if int(path.stem.removeprefix("step_")) > step:
             path.unlink()
@@ -152,4 +152,4 @@ def damages(place: Path) -> list[str]:
 
 def _write(path: Path, text: str) -> None:
     path.write_text(text)
-    flushed(path)
+    fsync_and_hash(path)

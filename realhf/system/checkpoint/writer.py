@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from realhf.base.atomic_io import Digests, flushed
+from realhf.base.atomic_io import Digests, fsync_and_hash
 
 
 def file_name(role: str, rank: int) -> str:
@@ -45,7 +45,7 @@ class Writer:
             folder.mkdir(parents=True, exist_ok=True)
             for name, tensors in files.items():
                 save_file(dict(tensors), folder / name)
-                self._digests[name] = flushed(folder / name)
+                self._digests[name] = fsync_and_hash(folder / name)
         except Exception as error:
             self._error = OSError(f"the checkpoint in {folder} cannot be written: {error}")
 

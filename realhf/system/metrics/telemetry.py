@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import msgspec
 
 from realhf.api.graph import Kind
-from realhf.api.messages import Call, Done, Ready, Stats
+from realhf.api.messages import Done, PrepareCall, Ready, Stats
 from realhf.arch.flops import forward_flops, train_flops
 from realhf.plan.compile.schedule import RowsReady
 from realhf.plan.run_spec import RunSpec
-from realhf.system.metrics.decode_stats import generated, read_to_draw
+from realhf.system.metrics.decode_stats import decode_bytes_read, generated
 from realhf.system.metrics.sinks import MetricSink
 
 Metrics = dict[str, float]
@@ -24,7 +24,7 @@ MEMORY = ("memory/worker_peak_gb", "memory/worker_gb")
 EVALUATION = "evaluation.json"
 """Beside a saved model: means of what held-out rows gave, and over how many values each of them is."""
 
-HEADLINES = {
+METRIC_ALIASES = {
     "reward/mean": ("rew_inf/reward",),
     "reward/accuracy": ("rew_inf/accuracy",),
     "kl/ref": ("actor_train/kl",),
@@ -32,7 +32,7 @@ HEADLINES = {
     "loss": ("sft_train/loss", "rw_train/loss", "actor_train/actor_loss", "actor_train/loss"),
 }
 """The few names that every experiment with them shares, and what they are of."""
-TRIED = {
+EVAL_ALIASES = {
     "eval/accuracy": ("eval_rew/accuracy", "rw_eval/accuracy", "actor_eval/accuracy"),
     "eval/reward": ("eval_rew/reward",),
     "eval/loss": ("sft_eval/loss", "rw_eval/loss", "actor_eval/loss"),
@@ -42,7 +42,7 @@ TRIED = {
 """The same for held-out rows."""
 
 
-class View(Protocol):
+class ProgressView(Protocol):
     """Who shows the run to a person."""
 
     def ready(self, workers: dict[int, Ready]) -> None: ...
@@ -57,7 +57,7 @@ class View(Protocol):
 
 
 @dataclass(slots=True)
-class _Spent:
+class StepTimings:
     """What the workers spent on a step: microseconds of each of them, by MFC where it computed; bytes of the largest.
 
     Made once a step, filled in by every reply.
@@ -80,14 +80,14 @@ class Telemetry:
 
     logged_keys = ("tokens", "prompt_mask", "rewards", "truncated", "row")
 
-    def __init__(self, run: RunSpec, view: View, sinks: list[MetricSink], first_step: int = 0) -> None:
+    def __init__(self, run: RunSpec, view: ProgressView, sinks: list[MetricSink], first_step: int = 0) -> None:
         self.run, self.view, self.sinks = run, view, sinks
         self.models: dict[str, Path] = {}
         self.best: Path | None = None
         self.last: Metrics = {}
         self.evaluation: dict[str, Any] = {}
         self._steps: dict[int, Metrics] = {}
-        self._spent: dict[int, _Spent] = {}
+        self._spent: dict[int, StepTimings] = {}
         self._sums: dict[int, dict[str, tuple[float, float]]] = {}
         self._work: dict[int, dict[str, tuple[int, int]]] = {}  # operations of a step's calls, bytes that they read
         self._n_written = first_step
@@ -110,7 +110,7 @@ class Telemetry:
         if step < self._n_written:  # saving comes after its line
             return
         if (spent := self._spent.get(step)) is None:
-            spent = self._spent[step] = _Spent(self._of_all_workers())
+            spent = self._spent[step] = StepTimings(self._of_all_workers())
         if done.moved:
             spent.moved[done.rank] += done.moved
         if done.computed:
@@ -126,17 +126,17 @@ class Telemetry:
     def _of_all_workers(self) -> "array[int]":
         return array("q", bytes(8 * self.run.plan.n_workers))
 
-    def call_done(self, call: Call, replies: list[Done]) -> None:
+    def call_done(self, call: PrepareCall, replies: list[Done]) -> None:
         """Add a call's statistics, tokens and operations to its step."""
         sums = self._sums.setdefault(call.step, {})
         for name, (value, weight) in summed([reply.stats for reply in replies if reply.stats]).items():
             before = sums.get(f"{call.mfc}/{name}", (0.0, 0.0))
             sums[f"{call.mfc}/{name}"] = (before[0] + value, before[1] + weight)
         mfc = self.run.graph[call.mfc]
-        if mfc.redraws:
+        if mfc.resamples:
             kept = {row.prompt for reply in replies if reply.outputs for row in reply.outputs.ids}
-            self._add(call.step, "prompts/drawn", len({row.prompt for row in call.inputs.ids}))
-            self._add(call.step, "prompts/kept", len(kept))
+            self._add(call.step, "prompts/sampled", len({row.prompt for row in call.inputs.ids}))
+            self._add(call.step, "prompts/used", len(kept))
         if mfc.role is None:
             return
         config, nbytes = self.run.models[mfc.role], 0
@@ -144,7 +144,7 @@ class Telemetry:
             n_drawn, flops = generated(mfc, config, call, replies)
             if self.run.expected and self.run.expected.peak_bandwidth:
                 nbytes = sum(
-                    read_to_draw(self.run, mfc, config, call, reply.outputs) for reply in replies if reply.outputs
+                    decode_bytes_read(self.run, mfc, config, call, reply.outputs) for reply in replies if reply.outputs
                 )
             self._add(call.step, "tokens/generated", n_drawn)
         else:
@@ -162,7 +162,7 @@ class Telemetry:
         metrics = self._steps.setdefault(step, {})
         metrics[name] = metrics.get(name, 0) + value
 
-    def step_done(self, step: int, versions: dict[str, int], is_tried: bool = False) -> None:
+    def step_done(self, step: int, versions: dict[str, int], is_evaluated: bool = False) -> None:
         """Show the step and write its line; where held-out rows are tried after it, ``evaluated`` writes it."""
         now = time.monotonic()
         seconds, self._step_began = now - self._step_began, now
@@ -176,12 +176,12 @@ class Telemetry:
         metrics |= self._utilisation(self._work.pop(step, {}), metrics)
         for name, (value, weight) in sorted(self._sums.pop(step, {}).items()):
             metrics[name] = value / weight if weight else 0.0
-        metrics.update(_picked(metrics, HEADLINES))
+        metrics.update(_picked(metrics, METRIC_ALIASES))
         if expected := self.run.expected:
             metrics["predicted/step_s"] = expected.step_s
             metrics |= {f"predicted/{mfc}_s": calls for mfc, calls in expected.calls.items()}
         self.last = metrics
-        if not is_tried:
+        if not is_evaluated:
             self._write(metrics)
         self.view.step(metrics)
 
@@ -226,7 +226,7 @@ class Telemetry:
         Its time is not part of the next step. Before the first step, the line is of the evaluation alone.
         """
         sums: dict[str, tuple[float, float]] = {}
-        length = self.run.trial_length
+        length = self.run.eval_schedule
         for part in range(length.first_step, length.n_steps):
             for kept in (self._steps, self._spent, self._work):
                 kept.pop(part, None)
@@ -235,7 +235,7 @@ class Telemetry:
                 sums[name] = (before[0] + value, before[1] + weight)
         seconds, self._step_began = time.monotonic() - self._step_began, time.monotonic()
         found = {name: value / weight for name, (value, weight) in sorted(sums.items()) if weight}
-        metrics = {**_picked(found, TRIED), "eval/prompts": float(self.run.n_held_out), **found}
+        metrics = {**_picked(found, EVAL_ALIASES), "eval/prompts": float(self.run.n_held_out), **found}
         counts = {name: sums[name][1] for name in found}
         self.evaluation = {"step": step, "seconds": seconds, "metrics": metrics, "counts": counts}
         with self.run.paths.evaluation.open("a") as file:

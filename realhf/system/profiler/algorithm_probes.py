@@ -55,19 +55,19 @@ ANSWERS = (
 
 
 @dataclass(frozen=True)
-class StandIn:
+class FakeEngine:
     """An engine that answers at once: whatever a model would say of a token is 0."""
 
     answers: SequenceBatch
 
     @torch.no_grad()
     def forward(self, batch: SequenceBatch, fn: Callable[[Any, SequenceBatch], Tensor]) -> Tensor:
-        return fn(Zeros(batch), batch)
+        return fn(ZeroOutputs(batch), batch)
 
     def train(
         self, batch: SequenceBatch, loss_fn: LossFn, count: float, limits: Limits | None = None, together: bool = False
     ) -> Stats:
-        loss = loss_fn(Zeros(batch), batch)
+        loss = loss_fn(ZeroOutputs(batch), batch)
         loss.total.backward()
         return {name: (float(value), float(weight)) for name, (value, weight) in loss.stats.items()}
 
@@ -79,7 +79,7 @@ class StandIn:
 
 
 @dataclass(frozen=True)
-class Zeros:
+class ZeroOutputs:
     """What a forward pass of the stand-in offers."""
 
     batch: SequenceBatch
@@ -110,7 +110,7 @@ def algorithm_probes(clock: Clock, names: Sequence[str]) -> Iterator[Probe]:
         judged = kind == "verifier"
         for rows, length in JUDGED if judged else BATCHES:
             store, ids = judged_rows(rows, length, tokenizer) if judged else rows_of(rows, length, clock.device)
-            engine = StandIn(_gathered(store, ids, ("tokens", "prompt_mask", "truncated")))
+            engine = FakeEngine(_gathered(store, ids, ("tokens", "prompt_mask", "truncated")))
             tokens = sum(engine.answers.lengths("tokens"))  # as many as of prompts
             # judges are processes of their own
             timed = time.perf_counter if judged else clock
@@ -122,7 +122,7 @@ def algorithm_probes(clock: Clock, names: Sequence[str]) -> Iterator[Probe]:
 def _call_of(
     interface: Any,
     method: str,
-    engine: StandIn,
+    engine: FakeEngine,
     store: RowStore,
     ids: Sequence[RowId],
     keys: Sequence[str],

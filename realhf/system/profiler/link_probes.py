@@ -8,18 +8,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realhf.api.batch_meta import BatchMeta, ColumnMeta, RowId
-from realhf.api.messages import Call, Done, Holders, Run, Stop
+from realhf.api.messages import Done, ExecuteCall, Holders, PrepareCall, Shutdown
 from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import whole
 from realhf.arch.param_specs import param_specs
-from realhf.comm.exchange import Move, Piece, exchange
-from realhf.comm.p2p import Neighbours
+from realhf.comm.exchange import P2PCopy, TensorSlice, exchange
+from realhf.comm.p2p import P2PChannel
 from realhf.comm.process_groups import Group
-from realhf.comm.shared_memory import Links
+from realhf.comm.shared_memory import SharedMemoryPeers
 from realhf.models.flat_params import FlatParams
 from realhf.ops.strided_copy import copy_box
 from realhf.plan.cost.profile import message_counts, traffic_counts
-from realhf.plan.cost.speed import Collective
+from realhf.plan.cost.speed import CollectiveKind
 from realhf.plan.cost.traffic import traffic_of
 from realhf.system.profiler.probes import Clock, Probe
 from realhf.system.transport.channel import MasterEnd, ZmqWorker
@@ -44,12 +44,12 @@ def collective_probes(group: Group, clock: Clock) -> Iterator[Probe]:
             yield Probe(((f"{kind.value}/{group.size}", counts),), run, nbytes + 1e5)
 
 
-def _collectives(group: Group, buffer: Tensor, part: Tensor) -> dict[Collective, Callable[[], object]]:
+def _collectives(group: Group, buffer: Tensor, part: Tensor) -> dict[CollectiveKind, Callable[[], object]]:
     return {
-        Collective.ALL_REDUCE: lambda: group.all_reduce(buffer),
-        Collective.ALL_GATHER: lambda: group.all_gather(buffer, part),
-        Collective.REDUCE_SCATTER: lambda: group.reduce_scatter(part, buffer),
-        Collective.BROADCAST: lambda: group.broadcast(buffer, 0),
+        CollectiveKind.ALL_REDUCE: lambda: group.all_reduce(buffer),
+        CollectiveKind.ALL_GATHER: lambda: group.all_gather(buffer, part),
+        CollectiveKind.REDUCE_SCATTER: lambda: group.reduce_scatter(part, buffer),
+        CollectiveKind.BROADCAST: lambda: group.broadcast(buffer, 0),
     }
 
 
@@ -59,7 +59,7 @@ def _timed(clock: Clock, work: Callable[[], object]) -> Callable[[], list[float]
 
 def send_probes(rank: int, clock: Clock) -> Iterator[Probe]:
     """Yield the probes of a tensor's way to the next worker: half of the way there and back. For workers 0 and 1."""
-    wires = Neighbours(clock.device)
+    wires = P2PChannel(clock.device)
     for nbytes in MESSAGES:
         tensor = torch.zeros(nbytes // 4, device=clock.device)
 
@@ -77,13 +77,13 @@ def send_probes(rank: int, clock: Clock) -> Iterator[Probe]:
         yield Probe((("send", message_counts(nbytes)),), run, nbytes + 1e5)
 
 
-def exchange_probes(rank: int, world: int, clock: Clock, links: Links | None) -> Iterator[Probe]:
+def exchange_probes(rank: int, world: int, clock: Clock, links: SharedMemoryPeers | None) -> Iterator[Probe]:
     """Yield the probes of moves from a worker to itself, to its neighbour, and of neighbours to each other."""
     ways = [((0, 0),)] if world == 1 else [((0, 0), (1, 1)), ((0, 1),), ((0, 1), (1, 0))]
     for pieces, nbytes in EXCHANGES:
         for pairs in ways:
             moves = [
-                Move((src, dst, i), src, dst, Piece(torch.float32, nbytes // 4))
+                P2PCopy((src, dst, i), src, dst, TensorSlice(torch.float32, nbytes // 4))
                 for src, dst in pairs
                 for i in range(pieces)
             ]
@@ -93,7 +93,7 @@ def exchange_probes(rank: int, world: int, clock: Clock, links: Links | None) ->
 
 
 def _exchange(
-    moves: Sequence[Move], rank: int, world: int, clock: Clock, links: Links | None
+    moves: Sequence[P2PCopy], rank: int, world: int, clock: Clock, links: SharedMemoryPeers | None
 ) -> Callable[[], list[float]]:
     numel = moves[0].piece.numel
     held, places = (torch.zeros(len(moves), numel, device=clock.device) for _ in range(2))
@@ -147,10 +147,10 @@ def call_probes(master: MasterEnd) -> Iterator[Probe]:
     for rows in CALLS:
         call = _call(rows)
 
-        def run(call: Call = call) -> list[float]:
+        def run(call: PrepareCall = call) -> list[float]:
             start = time.perf_counter()
             master.send((0,), call)
-            master.send((0,), Run(call.request))
+            master.send((0,), ExecuteCall(call.request))
             answer = master.receive(DEADLINE_S)
             if answer is None:
                 raise RuntimeError(f"a worker did not answer a call for {DEADLINE_S:g} s")
@@ -165,21 +165,21 @@ def answer_calls(address: str, key: bytes) -> None:
     try:
         channel.send(Done(0, 0))
         call = None
-        while not isinstance(message := channel.receive(DEADLINE_S), Stop):
-            if isinstance(message, Call):
+        while not isinstance(message := channel.receive(DEADLINE_S), Shutdown):
+            if isinstance(message, PrepareCall):
                 call = message
-            elif isinstance(message, Run) and call is not None:
+            elif isinstance(message, ExecuteCall) and call is not None:
                 stats = {f"statistic_{i}": (1.0, 2.0) for i in range(12)}
                 channel.send(Done(call.request, 0, call.inputs, stats, call.state))
     finally:
         channel.close()
 
 
-def _call(rows: int) -> Call:
+def _call(rows: int) -> PrepareCall:
     """Return a call as PPO's training makes them."""
     ids, lengths = tuple(RowId(i // 4, i % 4) for i in range(rows)), tuple(100 + i % 50 for i in range(rows))
     columns = {key: ColumnMeta("float32", lengths) for key in ("tokens", "prompt_mask", "logprobs", "ref_logprobs")}
     columns |= {key: ColumnMeta("float32", (1,) * rows) for key in ("truncated", "rewards")}
     holders = Holders(((0,),), dict.fromkeys(columns, (0,) * rows))
     order = tuple(range(rows))
-    return Call(1, "actor_train", 0, 0, BatchMeta(ids, columns), holders, (), (order,), order, {"kl_coef": 0.1})
+    return PrepareCall(1, "actor_train", 0, 0, BatchMeta(ids, columns), holders, (), (order,), order, {"kl_coef": 0.1})

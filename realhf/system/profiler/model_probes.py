@@ -21,14 +21,14 @@ from realhf.api.model_config import ModelConfig
 from realhf.comm.process_groups import Group, ParallelContext
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import Outputs
-from realhf.models.engine.decode.group import Decoding
+from realhf.models.engine.decode.group import DecodeGroup
 from realhf.models.engine.decode.scheduler import Request
 from realhf.models.engine.native import NativeEngine, build_engine
 from realhf.models.engine.outputs import ForwardOutputs
 from realhf.models.engine.packing import pack
 from realhf.models.engine.pipeline_runner import with_gradient
 from realhf.plan.cost.profile import Point, decode_counts, pass_counts
-from realhf.plan.cost.speed import Part, Work
+from realhf.plan.cost.speed import StageShard, Work
 from realhf.system.profiler.probes import Clock, Probe, peak_bytes
 
 BLOCKS, DEEP_BLOCKS = (1, 3), (2, 6)
@@ -81,8 +81,8 @@ class Bench:
         return build_engine(config, role, self.context, trained, holds_weights=True, seed=1, total_steps=1000,
                             stop_ids=(), tokenizer_folder=None)  # fmt: skip
 
-    def part(self, config: ModelConfig, first: bool = True, last: bool = True) -> Part:
-        return Part(config, self.tp, config.n_layers, first, last, self.bf16)
+    def part(self, config: ModelConfig, first: bool = True, last: bool = True) -> StageShard:
+        return StageShard(config, self.tp, config.n_layers, first, last, self.bf16)
 
 
 def cut_down(config: ModelConfig, few: int, many: int) -> tuple[ModelConfig, ModelConfig]:
@@ -184,7 +184,7 @@ def _inside(bench: Bench, engine: NativeEngine, lengths: Sequence[int]) -> Itera
     model, config, clock = engine.model, engine.config, bench.clock
     batch, work = batch_of(lengths, config.vocab, engine.context.device), Work.of(lengths)
     dtype, device = model.params.data.dtype, engine.context.device
-    slope = torch.ones(model.seams(work.tokens).n_mine, config.hidden, dtype=dtype, device=device)
+    slope = torch.ones(model.seams(work.tokens).n_local_tokens, config.hidden, dtype=dtype, device=device)
     for first in (True, False):
 
         def infer(first: bool = first) -> list[float]:
@@ -219,7 +219,7 @@ def decoding_probe(bench: Bench, engine: NativeEngine, rows: int, context: int) 
 
     @torch.no_grad()
     def run() -> list[float]:
-        group = Decoding(model, request, deque(range(request.n_rows)), request.n_rows)
+        group = DecodeGroup(model, request, deque(range(request.n_rows)), request.n_rows)
         group.advance(group.forward(None))
         whole, inner = [], []
         with model.decoding():
@@ -267,7 +267,7 @@ def warm_up(bench: Bench) -> None:
     _update(bench, engine).run()
 
 
-def pace_probe(bench: Bench) -> Probe:
+def clock_speed_probe(bench: Bench) -> Probe:
     """A piece of work that is always the same, matrices and interpreter, to tell how fast the machine is just now."""
     *_, train = pass_probes(bench, bench.engine(LITTLE), [64, 64], half=False)
     return Probe(((PACE, {"pass": 1}),), lambda: [sum(train.run())], train.size)

@@ -26,16 +26,16 @@ import torch
 
 from realhf.api.codec import from_json, to_json
 from realhf.api.layout import ParallelStrategy
-from realhf.api.messages import Done, Stop
+from realhf.api.messages import Done, Shutdown
 from realhf.api.model_config import ModelConfig
 from realhf.base.errors import RunFailed
 from realhf.base.host_memory import give_back_heap
-from realhf.comm.process_groups import join, leave, make_groups, open_store
-from realhf.comm.shared_memory import open_links
+from realhf.comm.process_groups import destroy_process_group, init_process_group, make_groups, open_rendezvous
+from realhf.comm.shared_memory import open_shared_memory_peers
 from realhf.models.transformer import ALONE
 from realhf.plan.compile.check import strategy_problems
-from realhf.plan.cost.profile import Fit, Machine, Point, Profile, fitted, message_counts, shape_of
-from realhf.plan.cost.speed import Collective
+from realhf.plan.cost.profile import Fit, Point, Profile, ProfiledMachine, fitted, message_counts, shape_of
+from realhf.plan.cost.speed import CollectiveKind
 from realhf.system.profiler.algorithm_probes import METHODS, algorithm_probes
 from realhf.system.profiler.link_probes import (
     answer_calls,
@@ -49,14 +49,14 @@ from realhf.system.profiler.model_probes import (
     BLOCKS,
     PACE,
     Bench,
+    clock_speed_probe,
     cut_down,
     memory_points,
     model_probes,
-    pace_probe,
     warm_up,
 )
 from realhf.system.profiler.probes import Clock, Probe, agreement, memory_now, sample
-from realhf.system.profiler.tp_probes import Price, Rehearsal, free, seam_counts, seam_points
+from realhf.system.profiler.tp_probes import MockGroup, Price, free, tp_counts, tp_points
 from realhf.system.transport.auth import TAG_BYTES
 from realhf.system.transport.channel import ZmqMaster
 
@@ -70,7 +70,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Job:
+class ProfileJob:
     """What to measure. ``seconds`` is about how long each model takes. ``algorithms`` are METHODS, all by default.
 
     ``collectives`` is what is known already when models are measured.
@@ -96,14 +96,14 @@ class Job:
 
     def bench(self, clock: Clock, tp: int) -> Bench:
         """Return where a shard is measured by itself."""
-        return Bench.of(Rehearsal(tp, clock, self.price(tp)) if tp > 1 else ALONE, clock, self.bf16)
+        return Bench.of(MockGroup(tp, clock, self.price(tp)) if tp > 1 else ALONE, clock, self.bf16)
 
     def price(self, size: int) -> Price:
         """Return what collectives of ``size`` workers take: in the middle of a pass, or else one after the other."""
         seams = self.collectives.get(f"seams/{size}")
 
-        def price(kind: Collective, nbytes: float) -> float:
-            if seams and seams.knows(counts := seam_counts(kind, nbytes)):
+        def price(kind: CollectiveKind, nbytes: float) -> float:
+            if seams and seams.knows(counts := tp_counts(kind, nbytes)):
                 return seams(counts)
             return self.collectives[f"{kind.value}/{size}"](message_counts(nbytes))
 
@@ -111,7 +111,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class News:
+class ProfileMessage:
     """What a worker tells: what it is at, how it failed, or in the end what it found.
 
     ``resident`` is bytes that it takes without a model, or that it takes more for having joined others.
@@ -123,14 +123,14 @@ class News:
     resident: float = 0.0
 
 
-def this_machine(device: str, threads: int) -> Machine:
+def this_machine(device: str, threads: int) -> ProfiledMachine:
     """Describe this machine for whoever wants to know whether a profile is of it."""
     if device == "cuda":
-        return Machine(device, torch.cuda.get_device_name(0), 0, threads)
+        return ProfiledMachine(device, torch.cuda.get_device_name(0), 0, threads)
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return Machine(device, next(names, platform.processor() or platform.machine()), n_cores(), threads)
+    return ProfiledMachine(device, next(names, platform.processor() or platform.machine()), n_cores(), threads)
 
 
 def n_gpus() -> int:
@@ -146,14 +146,14 @@ def numbers_of_workers(most: int) -> tuple[int, ...]:
     return tuple(sorted({n for n in (1, 2, 4, 8, 16, 32) if n < most} | {most}))
 
 
-def take_profile(job: Job, say: Say) -> Profile:
+def take_profile(job: ProfileJob, say: Say) -> Profile:
     """Measure on this machine; ``say`` hears of progress. RunFailed when a worker fails."""
     machine = this_machine(job.device, job.threads)
     fits: dict[str, Fit] = {}
     resident = 0.0
     for world in numbers_of_workers(job.n_workers):
         if world > 1:
-            store = open_store("127.0.0.1", 0, PATIENCE_S)
+            store = open_rendezvous("127.0.0.1", 0, PATIENCE_S)
             news, *_ = _ask(_together, [(rank, world, store.port, job) for rank in range(world)], say)
             fits |= {name: fitted(some) for name, some in news.found.items() if some}
             resident = max(resident, news.resident)
@@ -171,17 +171,17 @@ def take_profile(job: Job, say: Say) -> Profile:
     return Profile(machine, resident + news.resident, fits)
 
 
-def _ask(measure: Callable[..., News], seats: list[tuple], say: Say) -> list[News]:
+def _ask(measure: Callable[..., ProfileMessage], seats: list[tuple], say: Say) -> list[ProfileMessage]:
     """Return what ``measure(say, *seat)`` finds out on every seat, each a worker process; the first one is heard."""
     with _processes(_worker, [(measure, seat) for seat in seats]) as ends:
-        found: dict[Connection, News] = {}
+        found: dict[Connection, ProfileMessage] = {}
         while ready := wait([end for end in ends if end not in found], PATIENCE_S):
             for end in ready:
                 assert isinstance(end, Connection)
                 try:
-                    news = from_json(end.recv_bytes().decode(), News)
+                    news = from_json(end.recv_bytes().decode(), ProfileMessage)
                 except EOFError:
-                    news = News(error="it ended without a word")
+                    news = ProfileMessage(error="it ended without a word")
                 if news.error:
                     raise RunFailed(f"worker {ends.index(end)} of {len(seats)} failed: {news.error}")
                 if not news.text:
@@ -213,25 +213,25 @@ def _processes(target: Callable[..., None], arguments: Iterable[tuple]) -> Itera
             process.join()
 
 
-def _worker(end: Connection, measure: Callable[..., News], seat: tuple) -> None:
+def _worker(end: Connection, measure: Callable[..., ProfileMessage], seat: tuple) -> None:
     """Life of one worker: measure, tell, and wait for the end."""
 
-    def tell(news: News) -> None:
+    def tell(news: ProfileMessage) -> None:
         end.send_bytes(to_json(news).encode())
 
     try:
-        tell(measure(lambda text: tell(News(text)), *seat))
+        tell(measure(lambda text: tell(ProfileMessage(text)), *seat))
     except BaseException:
-        tell(News(error=traceback.format_exc()))
+        tell(ProfileMessage(error=traceback.format_exc()))
     end.poll(None)  # whoever leaves first breaks the others' connections
 
 
-def _together(say: Say, rank: int, world: int, port: int, job: Job) -> News:
+def _together(say: Say, rank: int, world: int, port: int, job: ProfileJob) -> ProfileMessage:
     """Measure what joined workers do together."""
     clock, before = _clock(job, rank, world), memory_now()
-    join("127.0.0.1", port, rank, world, job.device, PATIENCE_S, None)
+    init_process_group("127.0.0.1", port, rank, world, job.device, PATIENCE_S, None)
     everyone = make_groups([tuple(range(world))], rank)[tuple(range(world))]
-    links = open_links(rank, world, PATIENCE_S) if job.device == "cpu" else None
+    links = open_shared_memory_peers(rank, world, PATIENCE_S) if job.device == "cpu" else None
     resident = float(memory_now() - before)
     agree = agreement(everyone, clock.device)
     share = 1.0 if job.device == "cuda" else min(1.0, n_cores() / (world * job.threads))
@@ -245,22 +245,22 @@ def _together(say: Say, rank: int, world: int, port: int, job: Job) -> News:
             points[name] = [point.scaled(share) for point in some]
     if cut := [model for model in job.models if not strategy_problems(model, ParallelStrategy(tp=world))]:
         say(f"seams of {world} workers")
-        away = Rehearsal(world, _clock(job, rank, 1), free)
+        away = MockGroup(world, _clock(job, rank, 1), free)
         together, apart = Bench.of(everyone, clock, job.bf16), Bench.of(away, away.clock, job.bf16)
         cheapest = min(cut, key=lambda model: model.hidden)
-        points[f"seams/{world}"] = seam_points(together, apart, cheapest, share, SEAMS * job.seconds)
-    leave()
-    return News(found=_frozen(points), resident=resident)
+        points[f"seams/{world}"] = tp_points(together, apart, cheapest, share, SEAMS * job.seconds)
+    destroy_process_group()
+    return ProfileMessage(found=_frozen(points), resident=resident)
 
 
-def _alone(say: Say, job: Job) -> News:
+def _alone(say: Say, job: ProfileJob) -> ProfileMessage:
     """Measure how long a worker takes for what it does by itself."""
     clock, points = _clock(job, 0, 1), Points()
     algorithms = list(algorithm_probes(clock, job.algorithms or tuple(METHODS)))
     warm_up(job.bench(clock, 1))
     give_back_heap()
     resident = float(memory_now())
-    pace = pace_probe(job.bench(clock, 1))
+    pace = clock_speed_probe(job.bench(clock, 1))
     spells: list[Points] = []
     for model, tp in job.shards():
         shape = shape_of(model, job.bf16)
@@ -270,7 +270,7 @@ def _alone(say: Say, job: Job) -> News:
         spells.append({place(shape, tp, name): some for name, some in found.items()})
     say("algorithms")
     spells.append(sample([pace, *algorithms], job.seconds * ALGORITHMS, clock.now))
-    for some in evened(spells):
+    for some in drift_corrected(spells):
         points |= some
     say("copies")
     shallow = [some for model in job.models for some in cut_down(model, *BLOCKS)]
@@ -278,10 +278,10 @@ def _alone(say: Say, job: Job) -> News:
     if job.n_workers == 1:
         copies += exchange_probes(0, 1, clock, None)
     points |= sample(copies, job.seconds * ELSE, clock.now)
-    return News(found=_frozen(points), resident=resident)
+    return ProfileMessage(found=_frozen(points), resident=resident)
 
 
-def _memory(say: Say, seat: int, n_seats: int, job: Job) -> News:
+def _memory(say: Say, seat: int, n_seats: int, job: ProfileJob) -> ProfileMessage:
     """Measure the memory that shards of models take, a part of it on each seat."""
     clock, points = _clock(job, 0, 1), Points()
     warm_up(job.bench(clock, 1))
@@ -289,7 +289,7 @@ def _memory(say: Say, seat: int, n_seats: int, job: Job) -> News:
     for model, tp in job.shards():
         for name, some in memory_points(job.bench(clock, tp), model, seat, n_seats).items():
             points[place(shape_of(model, job.bf16), tp, name)] = some
-    return News(found=_frozen(points))
+    return ProfileMessage(found=_frozen(points))
 
 
 def place(shape: str, tp: int, name: str) -> str:
@@ -297,7 +297,7 @@ def place(shape: str, tp: int, name: str) -> str:
     return name if name == PACE else f"{shape}/{name}" if name == "optimizer" else f"{shape}/t{tp}/{name}"
 
 
-def evened(spells: list[Points]) -> list[Points]:
+def drift_corrected(spells: list[Points]) -> list[Points]:
     """Scale what was measured in each spell to the middle of their paces: what the same work took in each."""
     paces = [some[PACE][0].median for some in spells]
     return [
@@ -310,7 +310,7 @@ def _frozen(points: Points) -> dict[str, tuple[Point, ...]]:
     return {name: tuple(some) for name, some in points.items()}
 
 
-def _clock(job: Job, rank: int, world: int) -> Clock:
+def _clock(job: ProfileJob, rank: int, world: int) -> Clock:
     torch.set_num_threads(job.threads)
     device = torch.device("cpu")
     if job.device == "cuda":
@@ -328,7 +328,7 @@ def _calls(seconds: float) -> Points:
             if not isinstance(master.receive(PATIENCE_S), Done):
                 raise RunFailed("the worker that is to answer calls did not come up")
             points = sample(list(call_probes(master)), seconds, time.perf_counter)
-            master.send((0,), Stop())
+            master.send((0,), Shutdown())
             return points
     finally:
         master.close()

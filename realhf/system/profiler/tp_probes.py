@@ -14,21 +14,21 @@ from torch import Tensor
 from realhf.api.model_config import ModelConfig
 from realhf.comm.process_groups import Group
 from realhf.plan.cost.profile import Counts, Point, message_counts
-from realhf.plan.cost.speed import Collective
+from realhf.plan.cost.speed import CollectiveKind
 from realhf.system.profiler.model_probes import Bench, cut_down, decoding_probe, pass_probes
 from realhf.system.profiler.probes import Clock, Probe, agreement, sample
 
-KINDS = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+KINDS = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
 ACTIVATIONS = (32 << 10, 512 << 10, 5 << 19)
 """Bytes of the micro-batches' hidden states, which is what most collectives are about."""
 DECODING = ((4, 16), (64, 64))
-FORTUNE = 100.0
+SENTINEL_COST = 100.0
 """Seconds that no pass of a probe takes."""
 
-Price = Callable[[Collective, float], float]
+Price = Callable[[CollectiveKind, float], float]
 
 
-class Rehearsal(Group):
+class MockGroup(Group):
     """A tensor-parallel group whose other members are away: collectives take what ``price`` says.
 
     A shard computes as it would among them, undisturbed by who else uses the machine. Results mean nothing.
@@ -38,40 +38,40 @@ class Rehearsal(Group):
         super().__init__(tuple(range(size)), 0)
         self.clock, self.price = clock, price
 
-    def _take(self, kind: Collective, whole: Tensor, work: Callable[[], object] = lambda: None) -> None:
+    def _take(self, kind: CollectiveKind, whole: Tensor, work: Callable[[], object] = lambda: None) -> None:
         self.clock.pretend(work, self.price(kind, whole.nbytes))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        self._take(Collective.ALL_REDUCE, tensor)
+        self._take(CollectiveKind.ALL_REDUCE, tensor)
         return tensor
 
     def all_max(self, tensor: Tensor) -> Tensor:
         return self.all_reduce(tensor)
 
     def reduce_scatter(self, output: Tensor, whole: Tensor) -> None:
-        self._take(Collective.REDUCE_SCATTER, whole, lambda: output.copy_(whole[: len(output)]))
+        self._take(CollectiveKind.REDUCE_SCATTER, whole, lambda: output.copy_(whole[: len(output)]))
 
     def all_gather(self, whole: Tensor, part: Tensor) -> None:
-        self._take(Collective.ALL_GATHER, whole, lambda: whole.view(self.size, *part.shape).copy_(part))
+        self._take(CollectiveKind.ALL_GATHER, whole, lambda: whole.view(self.size, *part.shape).copy_(part))
 
 
-def seam_counts(kind: Collective, nbytes: float) -> Counts:
+def tp_counts(kind: CollectiveKind, nbytes: float) -> Counts:
     """Return what a collective in the middle of a pass consists of."""
     return {f"{kind.value} {name}": count for name, count in message_counts(nbytes).items()}
 
 
-def free(kind: Collective, nbytes: float) -> float:
+def free(kind: CollectiveKind, nbytes: float) -> float:
     return 0.0
 
 
-def seam_points(together: Bench, apart: Bench, config: ModelConfig, share: float, seconds: float) -> list[Point]:
+def tp_points(together: Bench, apart: Bench, config: ModelConfig, share: float, seconds: float) -> list[Point]:
     """Measure what collectives take inside of the passes of a model. Collective over the group.
 
     ``apart`` is the rehearsal of ``together``; ``share`` is how much of a core each worker has when all compute. As
     many rehearse at a time as have a core to themselves.
     """
     group, away = together.context.group("tp"), apart.context.group("tp")
-    assert isinstance(away, Rehearsal)
+    assert isinstance(away, MockGroup)
     ours, theirs = list(_probes(together, config)), list(_probes(apart, config))
     asked = [asked_of(probe, away) for probe in theirs]
     ready = torch.zeros(1, device=together.clock.device)
@@ -115,19 +115,19 @@ def _difference(counts: Counts, whole: Point, part: Point) -> Point:
     return Point(counts, whole.low - part.low, whole.median - part.median, whole.high - part.high, whole.repeats)
 
 
-def asked_of(probe: Probe, group: Rehearsal) -> list[Counts]:
+def asked_of(probe: Probe, group: MockGroup) -> list[Counts]:
     """Return which collectives, and how many bytes of them, each work of a probe asks a group for.
 
     How many each asks for is told by letting one cost a fortune. Works follow one another, the last time at the end.
     """
     calls: list[Counts] = []
 
-    def note(kind: Collective, nbytes: float) -> float:
-        calls.append(seam_counts(kind, nbytes))
-        return FORTUNE
+    def note(kind: CollectiveKind, nbytes: float) -> float:
+        calls.append(tp_counts(kind, nbytes))
+        return SENTINEL_COST
 
     group.price = note
-    numbers = [round(value / FORTUNE) for value in probe.run()]
+    numbers = [round(value / SENTINEL_COST) for value in probe.run()]
     group.price = free
     group.clock.forget()
     last = iter(calls[len(calls) - sum(numbers) :])

@@ -21,13 +21,13 @@ ONE_RUN = struct.Struct(FIELDS.format + RUN.format[1:])
 TAG_BYTES = 32
 
 
-class Lane(IntEnum):
+class Direction(IntEnum):
     to_worker = 0
     to_master = 1
     beat = 2
 
 
-class Refused(ValueError):
+class AuthError(ValueError):
     """A message that nobody with the key has sent, or that was heard before."""
 
 
@@ -40,7 +40,7 @@ def new_key(path: Path) -> bytes:
     return key
 
 
-def keyed(key: bytes) -> "blake2b":
+def keyed_hash(key: bytes) -> "blake2b":
     """Return the message authentication code of nothing yet (RFC 7693, keyed), for copies to go on from."""
     return blake2b(key=key, digest_size=TAG_BYTES)
 
@@ -58,11 +58,11 @@ def runs_of(ranks: Iterable[int]) -> bytes:
     return struct.pack(f"<{len(bounds)}I", *bounds)
 
 
-class Seal:
+class Signer:
     """Numbers and signs what goes out in one lane, of one worker or to many."""
 
-    def __init__(self, key: bytes, lane: Lane) -> None:
-        self._mac, self._lane, self._number = keyed(key), lane, 0
+    def __init__(self, key: bytes, lane: Direction) -> None:
+        self._mac, self._lane, self._number = keyed_hash(key), lane, 0
 
     def head(self, ranks: Iterable[int], payload: bytes) -> bytes:
         """Return what is sent before the payload."""
@@ -75,16 +75,16 @@ class Seal:
         return mac.digest() + fields
 
 
-class Gate:
+class Verifier:
     """Lets through what was sealed for one of ``lanes`` of one of ``ranks``, in order and once."""
 
-    def __init__(self, key: bytes, lanes: tuple[Lane, ...], ranks: range) -> None:
-        self._mac, self._ranks = keyed(key), ranks
+    def __init__(self, key: bytes, lanes: tuple[Direction, ...], ranks: range) -> None:
+        self._mac, self._ranks = keyed_hash(key), ranks
         self._heard = {
             int(lane): (lane, array("Q", bytes(8 * len(ranks)))) for lane in lanes
         }  # last number of every rank
 
-    def check(self, head: bytes, payload: bytes) -> tuple[Lane, int]:
+    def check(self, head: bytes, payload: bytes) -> tuple[Direction, int]:
         """Return lane and rank of a message; ``Refused`` says what is wrong with it.
 
         A master of thousands of workers does this thousands of times a second.
@@ -94,20 +94,20 @@ class Gate:
         mac.update(fields)
         mac.update(payload)
         if not compare_digest(head[:TAG_BYTES], mac.digest()):
-            raise Refused("not sealed with our key")
+            raise AuthError("not sealed with our key")
         if len(fields) < ONE_RUN.size:
-            raise Refused(f"a head of {len(head)} bytes")
+            raise AuthError(f"a head of {len(head)} bytes")
         way, number, n_runs, rank, stop = ONE_RUN.unpack_from(fields)
         if len(fields) != FIELDS.size + n_runs * RUN.size:
-            raise Refused(f"a head of {len(head)} bytes for {n_runs} runs")
+            raise AuthError(f"a head of {len(head)} bytes for {n_runs} runs")
         if n_runs > 1 or rank not in self._ranks or rank >= stop:
             rank = self._one_of_ours(fields)
         if way not in self._heard or rank is None:
-            raise Refused(f"nobody here is meant in lane {way}")
+            raise AuthError(f"nobody here is meant in lane {way}")
         lane, heard = self._heard[way]
         at = rank - self._ranks.start
         if number <= heard[at]:
-            raise Refused(f"message {number} of worker {rank} comes after {heard[at]}")
+            raise AuthError(f"message {number} of worker {rank} comes after {heard[at]}")
         heard[at] = number
         return lane, rank
 

@@ -18,17 +18,17 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from realhf.api.messages import TO_MASTER, TO_WORKER, Beat, Message, ToMaster, ToWorker
+from realhf.api.messages import TO_MASTER, TO_WORKER, Heartbeat, Message, ToMaster, ToWorker
 from realhf.base.errors import RunFailed, UserError
-from realhf.system.transport.auth import Gate, Lane, Refused, Seal
+from realhf.system.transport.auth import AuthError, Direction, Signer, Verifier
 
 MAX_MESSAGE = 256 << 20
-BEAT = Lane.beat  # looked up once: it is asked for at every message
+HEARTBEAT = Direction.beat  # looked up once: it is asked for at every message
 
-ALONE_S = 10.0
+MASTER_LOST_S = 10.0
 """A worker whose connection was lost and has not come back for so long has no master any more."""
 
-FIRST_S = 120.0
+FIRST_CONNECTION_S = 120.0
 """The same before there was a connection: thousands of workers may be taken one after another."""
 
 
@@ -64,7 +64,7 @@ class Outbox:
     """Encodes and seals messages to the workers, once however many they go to."""
 
     def __init__(self, key: bytes) -> None:
-        self._seal = Seal(key, Lane.to_worker)
+        self._seal = Signer(key, Direction.to_worker)
 
     def sealed(self, ranks: Iterable[int], message: ToWorker) -> tuple[bytes, bytes]:
         """Return head and payload."""
@@ -76,23 +76,23 @@ class Inbox:
     """Opens what comes from the workers, and counts in ``refused`` what comes from others."""
 
     def __init__(self, key: bytes, ranks: range) -> None:
-        self.refused = 0
-        self._gate = Gate(key, (Lane.to_master, Lane.beat), ranks)
+        self.rejected_messages = 0
+        self._gate = Verifier(key, (Direction.to_master, Direction.beat), ranks)
 
-    def opened(self, frames: list[bytes]) -> tuple[Lane, ToMaster] | None:
+    def opened(self, frames: list[bytes]) -> tuple[Direction, ToMaster] | None:
         """Return a message and its lane, or None for a stranger's; ``RunFailed`` when a worker is not understood."""
         try:
             if len(frames) != 2:
-                raise Refused(f"{len(frames)} frames")
+                raise AuthError(f"{len(frames)} frames")
             lane, rank = self._gate.check(frames[0], frames[1])
-        except Refused:
-            self.refused += 1
+        except AuthError:
+            self.rejected_messages += 1
             return None
         try:
             message: ToMaster = decode(frames[1], TO_MASTER)
         except ValueError as error:
             raise RunFailed(f"worker {rank} is not understood: {error}") from error
-        if message.rank != rank or (message.__class__ is Beat) != (lane is BEAT):
+        if message.rank != rank or (message.__class__ is Heartbeat) != (lane is HEARTBEAT):
             raise RunFailed(f"worker {rank} is not understood: it sent a {type(message).__name__} of {message.rank}")
         return lane, message
 
@@ -119,9 +119,9 @@ class ZmqMaster:
             os.chmod(self.folder / "master", 0o600)
 
     @property
-    def refused(self) -> int:
+    def rejected_messages(self) -> int:
         """Messages that were dropped, since nobody of this run has sent them."""
-        return self._inbox.refused
+        return self._inbox.rejected_messages
 
     def send(self, ranks: Collection[int], message: ToWorker) -> None:
         head, payload = self._outbox.sealed(ranks, message)
@@ -139,7 +139,7 @@ class ZmqMaster:
                 return None
             if (opened := self._inbox.opened(frames)) is not None:
                 lane, message = opened
-                if lane is Lane.to_master:
+                if lane is Direction.to_master:
                     self._routes[message.rank] = route
                 return message
             if left() <= 0:
@@ -159,23 +159,23 @@ class ZmqWorker:
     launcher's other half lives on another host. A master that is stopped or busy keeps its connections.
     """
 
-    def __init__(self, address: str, rank: int, key: bytes, when_alone: Callable[[], None] | None = None) -> None:
-        self.refused = 0
+    def __init__(self, address: str, rank: int, key: bytes, on_master_lost: Callable[[], None] | None = None) -> None:
+        self.rejected_messages = 0
         self._address, self._rank, self._key = address, rank, key
-        self._gate = Gate(key, (Lane.to_worker,), range(rank, rank + 1))
-        self._seal = Seal(key, Lane.to_master)
+        self._gate = Verifier(key, (Direction.to_worker,), range(rank, rank + 1))
+        self._seal = Signer(key, Direction.to_master)
         self._context = zmq.Context()
-        self._socket = self._connect(linger_ms=2000, when_alone=when_alone)
+        self._socket = self._connect(linger_ms=2000, on_master_lost=on_master_lost)
 
-    def _connect(self, linger_ms: int, when_alone: Callable[[], None] | None = None) -> zmq.Socket:
+    def _connect(self, linger_ms: int, on_master_lost: Callable[[], None] | None = None) -> zmq.Socket:
         wire = self._context.socket(zmq.DEALER)
         wire.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
         wire.setsockopt(zmq.LINGER, linger_ms)
         wire.setsockopt(zmq.TCP_KEEPALIVE, 1)  # a host that is gone says nothing
         wire.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60)
-        if when_alone is not None:  # before there is anything to see
+        if on_master_lost is not None:  # before there is anything to see
             events = wire.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
-            threading.Thread(target=_watch, args=(events, when_alone), daemon=True).start()
+            threading.Thread(target=_watch, args=(events, on_master_lost), daemon=True).start()
         wire.connect(self._address)
         return wire
 
@@ -193,17 +193,17 @@ class ZmqWorker:
             frames = self._socket.recv_multipart()
             try:
                 if len(frames) != 2:
-                    raise Refused(f"{len(frames)} frames")
+                    raise AuthError(f"{len(frames)} frames")
                 self._gate.check(frames[0], frames[1])
-            except Refused:
-                self.refused += 1
+            except AuthError:
+                self.rejected_messages += 1
                 continue
             return decode(frames[1], TO_WORKER)
         raise RunFailed(f"no word from the master for {timeout_s:.0f} s while waiting for {waiting_for}")
 
-    def beat_until(self, stopped: threading.Event, interval_s: float, beat: Callable[[], Beat]) -> None:
+    def beat_until(self, stopped: threading.Event, interval_s: float, beat: Callable[[], Heartbeat]) -> None:
         """Send a heartbeat every so often; for a thread of its own, on a connection of its own."""
-        wire, seal = self._connect(linger_ms=0), Seal(self._key, Lane.beat)
+        wire, seal = self._connect(linger_ms=0), Signer(self._key, Direction.beat)
         while True:
             payload = encode(beat())
             wire.send_multipart([seal.head((self._rank,), payload), payload])
@@ -216,15 +216,15 @@ class ZmqWorker:
         self._context.term()
 
 
-def _watch(events: zmq.Socket, when_alone: Callable[[], None]) -> None:
+def _watch(events: zmq.Socket, on_master_lost: Callable[[], None]) -> None:
     """Follow what happens to a connection until it is lost for good, or its context ends."""
-    left: Callable[[], float] | None = deadline(FIRST_S)
+    left: Callable[[], float] | None = deadline(FIRST_CONNECTION_S)
     try:
         while left is None or left() > 0:
             if events.poll(None if left is None else max(1, int(left() * 1000))):
                 lost = recv_monitor_message(events)["event"] == zmq.EVENT_DISCONNECTED
-                left = deadline(ALONE_S) if lost else None
-        when_alone()
+                left = deadline(MASTER_LOST_S) if lost else None
+        on_master_lost()
     except zmq.ContextTerminated:
         pass
     finally:
@@ -234,7 +234,7 @@ def _watch(events: zmq.Socket, when_alone: Callable[[], None]) -> None:
 class InlineChannel:
     """Master and the only worker in one process: a message is handled before ``send`` returns."""
 
-    refused = 0
+    rejected_messages = 0
 
     def __init__(self) -> None:
         self._replies: deque[ToMaster] = deque()

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from realhf.api.messages import Beat
+from realhf.api.messages import Heartbeat
 from realhf.system.transport.channel import ZmqWorker
 
 BEATS = 6
@@ -22,7 +22,7 @@ NAMED = 8
 """Workers of which a message tells what they do."""
 
 
-class Heart:
+class HeartbeatSender:
     """Beats from a thread of its own until it is stopped; ``timeout_s`` 0: not at all."""
 
     def __init__(self, channel: ZmqWorker, rank: int, timeout_s: float, doing: Callable[[], str]) -> None:
@@ -30,7 +30,7 @@ class Heart:
         self._stopped = threading.Event()
         self._thread = threading.Thread(
             target=channel.beat_until,
-            args=(self._stopped, timeout_s / BEATS, lambda: Beat(rank, pid, host, doing())),
+            args=(self._stopped, timeout_s / BEATS, lambda: Heartbeat(rank, pid, host, doing())),
             daemon=True,
         )
         if timeout_s > 0:
@@ -42,14 +42,14 @@ class Heart:
             self._thread.join()
 
 
-class Pulses:
+class HeartbeatMonitor:
     """Who was heard when, in seconds of listening, and what they were at."""
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.timeout_s = timeout_s
         self._clock = clock
         self._looked, self._listened = clock(), 0.0
-        self._heard: dict[int, tuple[float, Beat]] = {}  # the longest silent first
+        self._heard: dict[int, tuple[float, Heartbeat]] = {}  # the longest silent first
 
     def look(self) -> None:
         """Count the time since the last look as listened."""
@@ -57,7 +57,7 @@ class Pulses:
         self._listened += min(now - self._looked, LONGEST_LOOK_S)
         self._looked = now
 
-    def hear(self, beat: Beat) -> None:
+    def hear(self, beat: Heartbeat) -> None:
         self.look()
         self._heard.pop(beat.rank, None)
         self._heard[beat.rank] = self._listened, beat
@@ -71,7 +71,7 @@ class Pulses:
             found.append(rank)
         return tuple(found)
 
-    def complaint(self, ranks: Iterable[int]) -> str:
+    def timeout_message(self, ranks: Iterable[int]) -> str:
         """Say that workers are silent, and what they were at when they were last heard."""
         lines = [f"{self.place(rank)} gives no sign of life for {self._listened - self._heard[rank][0]:.1f} s: its "
                  f"process is stopped, swapped out or cannot run; it was at {self.words(rank)}"

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from realhf.api.messages import Beat, Done, Failed, Hello, Ready, ToMaster
-from realhf.base.errors import Hung, RunFailed
+from realhf.api.messages import Done, Failed, Heartbeat, Hello, Ready, ToMaster
+from realhf.base.errors import RunFailed, WorkerTimeout
 from realhf.system.transport.channel import MasterEnd, deadline
-from realhf.system.transport.heartbeat import Pulses
+from realhf.system.transport.heartbeat import HeartbeatMonitor
 
 POLL_S = 0.2
 """How often a waiting master looks whether its workers live."""
@@ -26,7 +26,7 @@ LAST_LINES, LAST_BYTES = 20, 8192
 """What is shown of the log of a worker that died without a word."""
 
 
-class NodeLost(str):
+class NodeLostError(str):
     """The words for a worker that went with its node, or with what kept it: that is the cause, whatever it said."""
 
 
@@ -37,7 +37,7 @@ class Watch(Protocol):
 
 
 @dataclass(frozen=True)
-class Mailbox:
+class ReplyReceiver:
     """``doing(rank)`` says what a worker was asked for, ``log_of(rank)`` where it writes."""
 
     channel: MasterEnd
@@ -46,7 +46,7 @@ class Mailbox:
     log_of: Callable[[int], Any]
     settle_s: float = SETTLE_S
     nodes_settle_s: float = 0.0
-    pulses: Pulses = field(default_factory=lambda: Pulses(float("inf")))
+    pulses: HeartbeatMonitor = field(default_factory=lambda: HeartbeatMonitor(float("inf")))
 
     def receive(
         self, left: Callable[[], float], complaint: Callable[[], str], awaited: Callable[[], Collection[int]]
@@ -64,15 +64,15 @@ class Mailbox:
                 self.pulses.look()
             match message:
                 case Failed():
-                    raise self._first_cause([message])
-                case Beat():
+                    raise self._root_cause([message])
+                case Heartbeat():
                     self.pulses.hear(message)
                 case None if self.watch():
-                    raise self._first_cause([])
+                    raise self._root_cause([])
                 case None if silent := self.pulses.silent():
-                    raise Hung(self.pulses.complaint(silent), silent, lost=silent)
+                    raise WorkerTimeout(self.pulses.timeout_message(silent), silent, lost=silent)
             if left() <= 0:
-                raise Hung(complaint() + self.pulses.report(awaited()), awaited())
+                raise WorkerTimeout(complaint() + self.pulses.report(awaited()), awaited())
             patience = min(POLL_S, left())
 
     def receive_all(self, kind: type, ranks: Iterable[int], timeout_s: float, what: str) -> dict[int, Any]:
@@ -88,7 +88,7 @@ class Mailbox:
                 missing.discard(message.rank)
         return found
 
-    def _first_cause(self, reports: list[Failed]) -> RunFailed:
+    def _root_cause(self, reports: list[Failed]) -> RunFailed:
         """Listen on for a moment, then blame: who died without a word, else who failed first of its own accord."""
         soon, late = deadline(self.settle_s), deadline(max(self.settle_s, self.nodes_settle_s))
         silent: list[tuple[int, str]] = []
@@ -96,7 +96,7 @@ class Mailbox:
             message = self.channel.receive(0.1)
             if isinstance(message, Failed):
                 reports.append(message)
-            silent = died_without_a_word(self.watch(), {report.rank for report in reports})
+            silent = silent_deaths(self.watch(), {report.rank for report in reports})
         if silent:
             rank, how = silent[0]
             log = self.log_of(rank)
@@ -109,10 +109,10 @@ class Mailbox:
         )  # fmt: skip
 
 
-def died_without_a_word(ended: Mapping[int, str], spoke: Collection[int]) -> list[tuple[int, str]]:
+def silent_deaths(ended: Mapping[int, str], spoke: Collection[int]) -> list[tuple[int, str]]:
     """Return who ended and did not say why, with the words for how; those whose node was lost come first."""
-    found = [(rank, how) for rank, how in ended.items() if rank not in spoke or isinstance(how, NodeLost)]
-    return sorted(found, key=lambda one: (not isinstance(one[1], NodeLost), one[0]))
+    found = [(rank, how) for rank, how in ended.items() if rank not in spoke or isinstance(how, NodeLostError)]
+    return sorted(found, key=lambda one: (not isinstance(one[1], NodeLostError), one[0]))
 
 
 def listed(ranks: Iterable[int]) -> str:

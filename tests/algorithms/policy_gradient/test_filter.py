@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.algorithms.policy_gradient.filter import answer_lengths, best_rows, scored
+from realhf.algorithms.policy_gradient.filter import answer_lengths, attach_rewards_and_filter, best_rows
 from realhf.api.batch_meta import RowId
 from realhf.api.config import PPOConfig
 from realhf.data.batch import Column, SequenceBatch
@@ -35,8 +35,8 @@ def test_rows_stay_with_their_rewards():
     batch = SequenceBatch(IDS, {"prompt_mask": Column.of(mask)})
     assert answer_lengths(batch) == [2, 1] * 3
     rewards = torch.tensor([1.0, 1, 0, 1, 1, 2], dtype=torch.float64)
-    best = scored(batch, rewards, PPOConfig(generation_size=3, group_size=1))
+    best = attach_rewards_and_filter(batch, rewards, PPOConfig(generation_size=3, group_size=1))
     assert best.ids == (RowId(4, 0), RowId(1, 2)) and best["rewards"].tolist() == [1, 2]
     assert best["rewards"].dtype == torch.float32
-    assert scored(batch, rewards, PPOConfig(group_size=3)).ids == IDS
-    assert scored(batch.select([]), rewards[:0], PPOConfig(generation_size=3)).ids == ()
+    assert attach_rewards_and_filter(batch, rewards, PPOConfig(group_size=3)).ids == IDS
+    assert attach_rewards_and_filter(batch.select([]), rewards[:0], PPOConfig(generation_size=3)).ids == ()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from realhf.algorithms.policy_gradient.policy_loss import (
-    Rows,
+    ResponseRows,
     actor_loss,
     clipped,
     clipped_weights,
@@ -18,10 +18,10 @@ from realhf.algorithms.policy_gradient.policy_loss import (
     reinforce,
     sequence_clipped,
     token_weights,
-    truncated_weights,
+    truncated_is_weights,
 )
 from realhf.api.batch_meta import RowId
-from realhf.api.config import KLEstimator, KLPlace, LossMean, PolicyLoss, PPOConfig
+from realhf.api.config import KLEstimator, KLPlace, LossAggregation, PolicyLoss, PPOConfig
 from realhf.data.batch import Column, SequenceBatch
 
 small = st.floats(-3, 3)
@@ -42,14 +42,14 @@ def test_the_clipped_loss_and_its_gradient(rows: list[tuple[float, float, float,
     new.requires_grad_()
     config = PPOConfig(eps_clip=eps, eps_clip_high=2 * eps)
     loss = actor_loss(new, batch_of(old, advantages, mask, (len(rows),)), config)
-    want = {"actor_loss": 0.0, "importance_ratio": 0.0, "clip_ratio": 0.0, "approx_kl": 0.0}
+    want = {"actor_loss": 0.0, "importance_ratio": 0.0, "clip_fraction": 0.0, "approx_kl": 0.0}
     gradient = []
     for n, o, a, m in rows:
         r = math.exp(n - o)
         plain, held = -a * r, -a * min(max(r, 1 - eps), 1 + 2 * eps)
         want["actor_loss"] += m * max(plain, held)
         want["importance_ratio"] += m * r
-        want["clip_ratio"] += m * (held > plain)
+        want["clip_fraction"] += m * (held > plain)
         want["approx_kl"] += m * (r - 1 - (n - o))
         gradient.append(0.0 if not m or held > plain else -a * r)
     for name, value in want.items():
@@ -73,11 +73,11 @@ def test_losses_stay_finite_where_masked_or_far_away(kind: PolicyLoss) -> None:
 
 def test_gspo_has_one_ratio_per_answer() -> None:
     log_ratio = torch.tensor([9.0, 0.1, 0.3, 9.0, -0.2]).requires_grad_()
-    rows = Rows(torch.tensor([False, True, True, False, True]), (3, 2))
+    rows = ResponseRows(torch.tensor([False, True, True, False, True]), (3, 2))
     terms = sequence_clipped(log_ratio, torch.ones(5), rows, 0.1, 0.15)
     first, second = math.exp(0.2), math.exp(-0.2)
     assert terms.loss[[1, 2, 4]].tolist() == pytest.approx([-1.15, -1.15, -second])  # min of r and its clip: A is 1
-    assert first > 1.15 and terms.flat[[1, 2, 4]].tolist() == [True, True, False]
+    assert first > 1.15 and terms.is_clipped[[1, 2, 4]].tolist() == [True, True, False]
     gradient = torch.autograd.grad(terms.loss[4], log_ratio)[0]
     assert gradient.tolist() == pytest.approx([0, 0, 0, 0, -second])
 
@@ -94,12 +94,12 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens_and_reinforce_knows_no_ratio
 
 @pytest.mark.parametrize(
     ("mean", "want"),
-    [(LossMean.token_mean, (2 + 4 + 9) / 3), (LossMean.seq_mean, ((2 + 4) / 2 + 9) / 2),
-     (LossMean.seq_sum, (2 + 4 + 9) / 2), (LossMean.constant, (2 + 4 + 9) / 5 / 2)],
+    [(LossAggregation.token_mean, (2 + 4 + 9) / 3), (LossAggregation.seq_mean, ((2 + 4) / 2 + 9) / 2),
+     (LossAggregation.seq_sum, (2 + 4 + 9) / 2), (LossAggregation.constant, (2 + 4 + 9) / 5 / 2)],
 )  # fmt: skip
-def test_how_tokens_are_averaged(mean: LossMean, want: float) -> None:
+def test_how_tokens_are_averaged(mean: LossAggregation, want: float) -> None:
     values = torch.tensor([7.0, 2.0, 4.0, 9.0, 7.0])  # two answers of two and one tokens, one of none
-    rows = Rows(torch.tensor([False, True, True, True, False]), (3, 1, 1))
+    rows = ResponseRows(torch.tensor([False, True, True, True, False]), (3, 1, 1))
     assert float((values * token_weights(rows, mean, 5.0)).sum()) / denominator(rows, mean) == pytest.approx(want)
 
 
@@ -116,9 +116,9 @@ def test_the_kl_in_the_loss_has_a_weight_of_its_own() -> None:
 
 def test_weights_against_the_generator_are_capped_and_scale_the_loss() -> None:
     prox, behaviour = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.5, -3.0, -9.0])
-    weights = truncated_weights(prox, behaviour, torch.tensor([True, True, False]), 2.0)
+    weights = truncated_is_weights(prox, behaviour, torch.tensor([True, True, False]), 2.0)
     assert weights.tolist() == pytest.approx([math.exp(0.5), 2.0, 1.0])
-    batch = batch_of(prox, torch.ones(3), torch.tensor([1, 1, 0]), (3,), behaviour_weights=weights)
+    batch = batch_of(prox, torch.ones(3), torch.tensor([1, 1, 0]), (3,), is_weights=weights)
     assert float(actor_loss(prox, batch, PPOConfig()).total) == pytest.approx(-math.exp(0.5) - 2.0)
 
 

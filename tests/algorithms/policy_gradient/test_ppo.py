@@ -96,7 +96,7 @@ def test_actor_step(table_engine, make_rollouts, options):
     want = plain_actor(rows, plain_normalise(rows, everyone(rows)), start, config, temperature)
     assert torch.allclose(engine.logits.detach(), want, atol=1e-10)
     assert all(torch.equal(batch[k], data) for k, data in before.items())
-    assert state == {"kl_coef": 0.2} and stats["kl_coef"] == (0.2, 1.0) and stats["vetoed"] == (0.0, 2.0)
+    assert state == {"kl_coef": 0.2} and stats["kl_coef"] == (0.2, 1.0) and stats["step_skipped"] == (0.0, 2.0)
     kl = [x for row in rows for x in row["kl"].values()]
     assert stats["kl"] == pytest.approx((sum(kl), len(kl))) and stats["kl_per_answer"] == pytest.approx((sum(kl), 8))
     adv = [row["adv"][t] for row in rows for t in row["trained"]]
@@ -202,7 +202,7 @@ def test_results_depend_on_neither_ranks_nor_order_nor_empty_shares(ranks, make_
         assert len(engine.calls) == 3
     for _, part_after in results:
         assert part_after["kl_coef"] == pytest.approx(after["kl_coef"], rel=1e-14) and part_after["kl_coef"] != 0.3
-    for name in stats.keys() - {"vetoed", "kl_coef"}:
+    for name in stats.keys() - {"step_skipped", "kl_coef"}:
         whole = [sum(part[name][i] for part, _ in results if name in part) for i in range(2)]
         assert whole == pytest.approx(list(stats[name])), name
 
@@ -227,10 +227,10 @@ def test_early_stop_drops_the_minibatch_that_went_too_far(table_engine, make_rol
     for limits in ({"early_stop_imp_ratio": 9.0}, {"early_stop_imp_ratio": None, "early_stop_kl": 6.0}):
         engine = table_engine()
         stats, _ = PPOActor(replace(CONFIG, **limits), CONTEXT).train_step(engine, off, {})
-        assert stats["vetoed"] == (1.0, 2.0)
+        assert stats["step_skipped"] == (1.0, 2.0)
     free = table_engine()
     stats, _ = PPOActor(replace(CONFIG, early_stop_imp_ratio=None), CONTEXT).train_step(free, off, {})
-    assert stats["vetoed"] == (0.0, 2.0) and not torch.equal(free.logits, engine.logits)
+    assert stats["step_skipped"] == (0.0, 2.0) and not torch.equal(free.logits, engine.logits)
 
 
 def test_minibatch_numbers_out_of_range_are_refused(table_engine, make_rollouts):

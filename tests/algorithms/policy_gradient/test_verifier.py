@@ -100,7 +100,7 @@ def test_a_format_counts_beside_the_answer():
     batch = answers("<think>a</think> #### 72", "#### 72", "<think>a\n</think> #### 7", "no")
     out, stats = run(VerifierConfig(reward=reward), batch)
     assert out["rewards"].tolist() == pytest.approx([1.0, 0.5, -0.8, -1.0])
-    assert (stats["accuracy"], stats["well_formed"]) == ((2.0, 4.0), (2.0, 4.0))
+    assert (stats["accuracy"], stats["format_ok"]) == ((2.0, 4.0), (2.0, 4.0))
 
 
 def test_several_rewards_are_weighted_and_told_apart(tmp_path):

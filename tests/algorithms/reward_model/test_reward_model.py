@@ -144,10 +144,10 @@ def test_labelled_models_serve_probabilities(table_engine):
     assert outcome["rewards"].tolist() == pytest.approx([p[6], p[6]])
     process, stats = labelled(RewardModelType.process, reward_output_scaling=2.0).inference(engine, batch, {})
     assert process["rewards"].tolist() == pytest.approx([2 * p[1] * p[6], 2 * p[6]])
-    assert process["dense_rewards"].tolist() == pytest.approx([0, p[1], 0, 0, p[6], 0, 0, p[6]])
+    assert process["step_rewards"].tolist() == pytest.approx([0, p[1], 0, 0, p[6], 0, 0, p[6]])
     assert stats["reward"] == pytest.approx((2 * p[1] * p[6] + 2 * p[6], 2))
     none, _ = labelled(RewardModelType.process).inference(engine, batch.select([]), {})
-    assert len(none) == 0 and none["dense_rewards"].numel() == none["rewards"].numel() == 0
+    assert len(none) == 0 and none["step_rewards"].numel() == none["rewards"].numel() == 0
 
 
 def test_a_model_of_pairs_gives_no_probabilities():
@@ -160,4 +160,4 @@ def test_steps_go_with_the_answers_that_are_kept(table_engine):
     batch = SequenceBatch((RowId(3, 0), RowId(3, 1)), batch.columns)
     p = engine.scores.detach().sigmoid().tolist()
     kept, _ = labelled(RewardModelType.process, generation_size=2, group_size=1).inference(engine, batch, {})
-    assert kept.ids == (RowId(3, 1),) and kept["dense_rewards"].tolist() == pytest.approx([0, 0, p[6]])
+    assert kept.ids == (RowId(3, 1),) and kept["step_rewards"].tolist() == pytest.approx([0, 0, p[6]])

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realhf.algorithms.reward_model.step_splitter import SPLITTERS, latex_steps, line_steps
-from realhf.api.config import Splitter
+from realhf.api.config import StepSplitter
 
 
 def pieces(text: str, starts: list[int]) -> list[str]:
@@ -54,7 +54,7 @@ def test_long_steps_break_where_both_halves_stay_long() -> None:
     assert latex_steps("x" * 500) == [0]
 
 
-@given(st.sampled_from(Splitter), st.text(alphabet="ab .\n$#A,=+\\[]", max_size=200))
-def test_pieces_add_up(splitter: Splitter, text: str) -> None:
+@given(st.sampled_from(StepSplitter), st.text(alphabet="ab .\n$#A,=+\\[]", max_size=200))
+def test_pieces_add_up(splitter: StepSplitter, text: str) -> None:
     starts = SPLITTERS[splitter](text)
     assert starts[0] == 0 and starts == sorted(set(starts)) and "".join(pieces(text, starts)) == text

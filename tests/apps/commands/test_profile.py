@@ -12,9 +12,9 @@ from realhf.apps.commands import profile as command
 from realhf.apps.main import run
 from realhf.apps.prepare.options import read_options
 from realhf.base.errors import UserError
-from realhf.plan.cost.profile import Fit, Machine, Point, Profile
+from realhf.plan.cost.profile import Fit, Point, Profile, ProfiledMachine
 
-MACHINE = Machine("cpu", "abacus", 2, 1)
+MACHINE = ProfiledMachine("cpu", "abacus", 2, 1)
 FIT = Fit({"call": 1e-3, "row": 0.0}, (Point({"call": 1, "row": 8}, 5e-4, 1e-3, 1.5e-3, 5),))
 PROFILE = Profile(MACHINE, 2e8, {"call": FIT, "h8-v9/t1/forward": FIT})
 LLAMA = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.api.config import Device, ExperimentConfig, Mode, OnBadRow, Schedule, ValueNormType
+from realhf.api.config import Device, ExperimentConfig, LRSchedule, Mode, OnBadRow, ValueNormType
 from realhf.apps.prepare.options import build_experiment, load_experiment, options_of, save_experiment
 from realhf.base.errors import UserError
 from realhf.experiments import EXPERIMENTS, experiment_class
@@ -57,7 +57,7 @@ def test_words_of_every_type() -> None:
     assert isinstance(config.critic.optimizer.lr, float) and config.critic.optimizer.lr == 2.0
     assert config.ppo.early_stop_imp_ratio is None and config.ppo.generation_size == 4
     assert (config.mode, config.device, config.dataset.on_bad_row) == (Mode.inline, Device.cpu, OnBadRow.skip)
-    assert config.actor.optimizer.lr_scheduler_type is Schedule.linear
+    assert config.actor.optimizer.lr_scheduler_type is LRSchedule.linear
     assert config.ppo.value_norm_type is ValueNormType.ma
     assert config.save_roles == ["actor", "critic"] and config.ppo.gen.stop_token_ids == [1, 2]
     assert config.dataset.path == "a/b-c.jsonl" and config.experiment_name == "007"

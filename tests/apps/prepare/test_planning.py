@@ -23,19 +23,19 @@ from realhf.data.encode import EncodedRow, EncodedRows
 from realhf.data.order import rows_at
 from realhf.experiments.gen import GenerationExperiment
 from realhf.plan.compile.heuristic import HEURISTICS
-from realhf.plan.cost.activation_memory import Counted
+from realhf.plan.cost.activation_memory import AnalyticMemory
 from realhf.plan.cost.profile import (
     Fit,
-    Machine,
-    Measured,
     Profile,
+    ProfiledMachine,
+    ProfiledSpeed,
     decode_counts,
     message_counts,
     pass_counts,
     shape_of,
 )
 from realhf.plan.cost.roofline import Roofline
-from realhf.plan.cost.speed import Part, Work
+from realhf.plan.cost.speed import StageShard, Work
 from tests.plan.search.planners import LLAMA, WIDE, layout, ppo_planner
 
 ROLES = {"model": RoleSpec(ModelSpec())}
@@ -107,7 +107,7 @@ def test_workers_on_cpu_share_the_memory_and_the_cores_of_the_machine(tmp_path: 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert found.hardware.memory == memory / 4 and found.hardware.node_size == 4
     assert found.hardware.cores == os.cpu_count() and found.source == "the limits of cpu"
-    assert found.speed == Roofline(found.hardware) and found.footprint == Counted("cpu")
+    assert found.speed == Roofline(found.hardware) and found.footprint == AnalyticMemory("cpu")
     config.planner.memory_gb = 6.5
     assert machine_of(config, "cpu", MODELS, ROLES).hardware.memory == 6.5e9
     config.planner.hardware = "a100"
@@ -122,7 +122,7 @@ def test_workers_on_cpu_share_the_memory_and_the_cores_of_the_machine(tmp_path: 
 
 def profile_of(device: str = "cpu", bf16: bool = False) -> Profile:
     """A profile of one model on one worker: each count takes a microsecond, a token a byte."""
-    part = Part(LLAMA, 1, 4, first=True, last=True, bf16=bf16)
+    part = StageShard(LLAMA, 1, 4, first=True, last=True, bf16=bf16)
     counts = dict.fromkeys(pass_counts(part, Work.of([1]), 1), 1e-6)
     shape = shape_of(LLAMA, bf16)
     fits = {f"{shape}/t1/{op}": Fit(counts, ()) for op in ("forward", "train_forward", "train_backward")}
@@ -132,7 +132,7 @@ def profile_of(device: str = "cpu", bf16: bool = False) -> Profile:
     parts = ("exchange", "part", "copied byte", "meeting", "leaving part", "leaving byte")
     fits["exchange"] = Fit(dict.fromkeys(parts, 1e-9), ())
     fits["call"] = Fit({"call": 1e-3, "row": 0.0}, ())
-    return Profile(Machine(device, "abacus", 2, 1), 4e8, fits)
+    return Profile(ProfiledMachine(device, "abacus", 2, 1), 4e8, fits)
 
 
 def test_a_profile_is_used_where_it_knows_everything(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_profile_is_used_where_it_knows_everything(tmp_path: Path) -> None:
     config.fileroot = str(tmp_path)
     (tmp_path / "profile.json").write_text(to_json(profile_of()))
     found = machine_of(config, "cpu", MODELS, ROLES)
-    assert isinstance(found.speed, Measured) and found.footprint == found.speed
+    assert isinstance(found.speed, ProfiledSpeed) and found.footprint == found.speed
     assert found.hardware.reserved == 4e8 and found.source == f"the profile {tmp_path}/profile.json"
     (tmp_path / "other.json").write_text(to_json(profile_of()))
     config.planner.profile = str(tmp_path / "other.json")

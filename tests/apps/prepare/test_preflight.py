@@ -15,7 +15,7 @@ from realhf.api.config import Backend, DatasetConfig, Device, ExperimentConfig, 
 from realhf.api.graph import MFC, Graph
 from realhf.apps.prepare.backends import settle_types
 from realhf.apps.prepare.preflight import preflight
-from realhf.base.errors import Impossible, UserError
+from realhf.base.errors import InfeasibleError, UserError
 from realhf.base.paths import RunDir
 from realhf.experiments.gen import GenerationExperiment
 from realhf.experiments.ppo import PPOExperiment
@@ -81,7 +81,7 @@ def one(experiment: Any, paths: RunDir) -> str:
 def test_a_good_run_is_told_in_full_and_writes_nothing(ppo: PPOMathExperiment, sft: Any, paths: RunDir) -> None:
     run = preflight("ppo-math", ppo, paths)
     assert isinstance(run, RunSpec) and (run.experiment, run.device, run.n_rows) == ("ppo-math", "cpu", 17)
-    assert run.length.n_steps == 5 and set(run.program) == {m.name for m in run.graph.mfcs}
+    assert run.schedule.n_steps == 5 and set(run.program) == {m.name for m in run.graph.mfcs}
     assert set(run.models) == {"actor", "ref", "critic"} and run.models["critic"].head == "scalar"
     assert preflight("sft", sft, paths).n_rows == 40 and not paths.root.parent.exists()
 
@@ -98,8 +98,8 @@ def test_a_run_that_does_not_fit_is_refused_with_what_would_fit(ppo: PPOMathExpe
     ppo.allocation_mode, ppo.planner.hardware = "d1", "cpu"
     expected = preflight("ppo-math", ppo, paths).expected
     assert expected is not None
-    ppo.planner.memory_gb = (expected.peak_bytes / 1e9 - 1e-4) / (1 - read_hardware("cpu").kept_free)
-    with pytest.raises(Impossible) as caught:
+    ppo.planner.memory_gb = (expected.peak_bytes / 1e9 - 1e-4) / (1 - read_hardware("cpu").memory_reserve_fraction)
+    with pytest.raises(InfeasibleError) as caught:
         preflight("ppo-math", ppo, paths)
     (problem,) = caught.value.problems
     assert problem.startswith("worker 0 would need 0.") and "runtime 0.35" in problem
@@ -340,18 +340,18 @@ def test_data_is_read_even_where_no_tokenizer_is(ppo: PPOMathExperiment, paths: 
 
 def test_held_out_rows_are_told_and_placed(task: Any, actor_folder: Path, paths: RunDir) -> None:
     made = ready(RewardModelExperiment(model=ModelSpec(path=str(actor_folder))), task.root / "preferences.jsonl")
-    made.dataset.eval_share = 0.25
+    made.dataset.eval_fraction = 0.25
     run = preflight("rw", made, paths)
     assert (run.n_rows, run.n_held_out) == (13, 4) and run.plan["rw_eval"] == run.plan["rw_train"]
-    assert set(run.program) == {"rw_train", "rw_eval"} and run.trial_length.n_steps == run.trial_length.first_step + 1
+    assert set(run.program) == {"rw_train", "rw_eval"} and run.eval_schedule.n_steps == run.eval_schedule.first_step + 1
     made.dataset.eval_path = "none.jsonl"
-    assert one(made, paths).startswith("dataset.eval_share and dataset.eval_path are both set")
-    made.dataset.eval_share = 0.0
+    assert one(made, paths).startswith("dataset.eval_fraction and dataset.eval_path are both set")
+    made.dataset.eval_fraction = 0.0
     assert one(made, paths) == "dataset.path=none.jsonl: there is no such file"
 
 
 def test_held_out_prompts_are_answered_where_the_policy_lives(ppo: PPOMathExperiment, paths: RunDir) -> None:
-    ppo.dataset.eval_share, ppo.n_gpus_per_node, ppo.allocation_mode = 0.25, 2, "actor_gen:d2,*:p2"
+    ppo.dataset.eval_fraction, ppo.n_gpus_per_node, ppo.allocation_mode = 0.25, 2, "actor_gen:d2,*:p2"
     run = preflight("ppo-math", ppo, paths)
     assert (run.n_rows, run.n_held_out) == (13, 4)
     assert run.plan["eval_gen"] == run.plan["actor_train"] and run.plan["eval_rew"] == run.plan["rew_inf"]
@@ -359,11 +359,11 @@ def test_held_out_prompts_are_answered_where_the_policy_lives(ppo: PPOMathExperi
 
 def test_held_out_rows_that_nobody_reads(sft: Any, ppo: PPOMathExperiment, task: Any, paths: RunDir) -> None:
     answers = ready(GenerationExperiment(model=ppo.actor), task.train)
-    answers.dataset.eval_share, answers.sampling.max_new_tokens = 0.25, 16
-    assert one(answers, paths) == "dataset.eval_share=0.25: this experiment has no use for held-out rows"
+    answers.dataset.eval_fraction, answers.sampling.max_new_tokens = 0.25, 16
+    assert one(answers, paths) == "dataset.eval_fraction=0.25: this experiment has no use for held-out rows"
     ppo.evaluation.n, ppo.exp_ctrl.keep_best = 4, "eval/accuracy"
     assert problems(ppo, paths) == [
-        "evaluation has options, but no rows are held out: set dataset.eval_path or dataset.eval_share",
+        "evaluation has options, but no rows are held out: set dataset.eval_path or dataset.eval_fraction",
         "exp_ctrl.keep_best=eval/accuracy: there are no held-out rows",
     ]
     sft.exp_ctrl.eval_freq_steps = 3

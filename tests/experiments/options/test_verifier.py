@@ -17,7 +17,7 @@ from realhf.experiments.options.verifier import reward_problems, reward_task
         ({"fn": "http://host/judge?fn=math"}, Task.math),
         ({"fn": "http://host/judge"}, Task.prompt),
         ({"fns": ["format:x", "math"]}, Task.math),
-        ({"fns": ["mine.py:f", "code_lax"]}, Task.code),
+        ({"fns": ["mine.py:f", "code_unordered"]}, Task.code),
         ({"fn": "mine.py:f"}, Task.prompt),
     ],
 )
@@ -30,7 +30,7 @@ def test_what_rows_must_hold(options: dict, task: Task) -> None:
     [
         ({"timeout": 0.0}, "reward.timeout must be positive, got 0.0"),
         ({"processes": 0}, "reward.processes must be positive, got 0"),
-        ({"in_flight": 0}, "reward.in_flight must be positive, got 0"),
+        ({"max_concurrency": 0}, "reward.max_concurrency must be positive, got 0"),
         ({"retries": -1}, "reward.retries must not be negative, got -1"),
         ({"fn": "f.py:g", "fns": ["math"]}, "reward.fn=f.py:g and reward.fns=['math']: give one of them"),
         ({"fns": ["math", "math"]}, "reward.fns: the names math, math must differ"),

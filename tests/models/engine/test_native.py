@@ -110,13 +110,13 @@ def test_a_mean_above_its_limit_vetoes_the_step(llama: Path) -> None:
     mean = replace(engine, version=3).train(batch, nll, counted(batch), {"nll": 0.1})["nll"]
     mean = mean[0] / mean[1]
     assert torch.equal(engine.params.data, before)
-    assert engine.train(batch, nll, counted(batch), {"nll": mean * 0.999})["vetoed"] == (1.0, 1.0)
+    assert engine.train(batch, nll, counted(batch), {"nll": mean * 0.999})["step_skipped"] == (1.0, 1.0)
     assert torch.equal(engine.params.data, before) and engine.optimizer is not None and engine.optimizer.steps == 0
     stats = engine.train(batch, nll, counted(batch), {"nll": mean * 1.001, "of another rank": 1.0})
-    assert stats["vetoed"] == (0.0, 1.0) and stats["lr"] == (1e-3, 1.0)
+    assert stats["step_skipped"] == (0.0, 1.0) and stats["lr"] == (1e-3, 1.0)
     fresh = engine_on(llama)
     fresh.train(batch, nll, counted(batch))
-    assert torch.equal(engine.params.data, fresh.params.data)  # what was vetoed has left no trace
+    assert torch.equal(engine.params.data, fresh.params.data)  # what was step_skipped has left no trace
 
 
 def test_nothing_to_count_is_no_step(llama: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_loss_that_is_no_number_is_a_clear_error(llama: Path) -> None:
 
 def test_who_is_not_trained_holds_no_optimizer(llama: Path) -> None:
     batch = rows_of(LENGTHS)
-    for engine in (engine_on(llama, trained=False), engine_on(llama, optimizer={"type": OptimizerType.empty})):
+    for engine in (engine_on(llama, trained=False), engine_on(llama, optimizer={"type": OptimizerType.none})):
         assert engine.optimizer is None and engine.params.grad is None
         with pytest.raises(ValueError, match="no optimizer"):
             engine.train(batch, nll, counted(batch))
@@ -171,14 +171,14 @@ def steps_on_ranks(
     mine = batch.select(parts[rank])
     reduced = engine.reduce(torch.tensor([1.0, rank]))
     first = engine.train(mine, nll, counted(mine))
-    vetoed = engine.train(mine, nll, counted(mine), {"nll": 0.1})
+    step_skipped = engine.train(mine, nll, counted(mine), {"nll": 0.1})
     second = replace(engine, version=1).train(mine, nll, counted(mine), {"nll": 100.0})
     none = engine.train(mine.select([]), nll, 0.0)
     return {
         "params": engine.params.data[: engine.params.end].clone(),
         "norm": first["grad_norm"],
         "nll": first.get("nll", (0.0, 0.0)),
-        "vetoed": (vetoed["vetoed"], second["vetoed"], none),
+        "step_skipped": (step_skipped["step_skipped"], second["step_skipped"], none),
         "reduced": reduced.tolist(),
     }
 
@@ -205,7 +205,7 @@ def test_workers_make_the_step_of_one(
     for answer in answers:
         assert answer["reduced"] == [len(mesh), sum(range(len(mesh)))]
         assert answer["norm"] == (pytest.approx(expected["grad_norm"][0], rel=1e-6), 1.0)
-        assert answer["vetoed"] == ((1.0, 1.0), (0.0, 1.0), {})
+        assert answer["step_skipped"] == ((1.0, 1.0), (0.0, 1.0), {})
         assert torch.equal(answer["params"], answers[0]["params"])
         torch.testing.assert_close(answer["params"], alone.params.data, atol=2e-5, rtol=0)
 

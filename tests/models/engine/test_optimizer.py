@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from realhf.api.config import OptimizerConfig, Schedule
+from realhf.api.config import LRSchedule, OptimizerConfig
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.param_box import ParamSpec, whole
 from realhf.comm.process_groups import ParallelContext, make_groups
@@ -146,15 +146,15 @@ def rate(step: int, total: int, **fields: object) -> float:
 
 
 def test_learning_rate_at_the_corners() -> None:
-    warm = {"warmup_steps_proportion": 0.25, "lr_scheduler_type": Schedule.constant}
+    warm = {"warmup_steps_proportion": 0.25, "lr_scheduler_type": LRSchedule.constant}
     assert [rate(s, 16, **warm) for s in range(6)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
     cold = {"warmup_steps_proportion": 0.0}
-    for schedule in Schedule:
+    for schedule in LRSchedule:
         assert rate(0, 10, lr_scheduler_type=schedule, **cold) == 2.0
         assert rate(0, 1, lr_scheduler_type=schedule, **cold) == 2.0
-    half = {Schedule.constant: 2.0, Schedule.linear: 1.0, Schedule.cosine: 1.0}
-    floor = {Schedule.constant: 2.0, Schedule.linear: 0.5, Schedule.cosine: 0.5}
-    for schedule in Schedule:
+    half = {LRSchedule.constant: 2.0, LRSchedule.linear: 1.0, LRSchedule.cosine: 1.0}
+    floor = {LRSchedule.constant: 2.0, LRSchedule.linear: 0.5, LRSchedule.cosine: 0.5}
+    for schedule in LRSchedule:
         assert rate(5, 10, lr_scheduler_type=schedule, **cold) == pytest.approx(half[schedule])
         for late in (10, 11, 1000):  # beyond the plan the last rate stays
             assert rate(late, 10, lr_scheduler_type=schedule, min_lr_ratio=0.25, **cold) == pytest.approx(
@@ -166,7 +166,7 @@ def test_learning_rate_at_the_corners() -> None:
 
 
 def test_the_rate_after_warm_up_never_rises() -> None:
-    for schedule in Schedule:
+    for schedule in LRSchedule:
         rates = [rate(s, 40, lr_scheduler_type=schedule, warmup_steps_proportion=0.1) for s in range(40)]
         assert rates[:4] == sorted(rates[:4]) and rates[4:] == sorted(rates[4:], reverse=True)
         assert all(0 < r <= 2.0 for r in rates)

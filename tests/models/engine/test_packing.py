@@ -35,8 +35,8 @@ def test_every_token_is_found_behind_those_that_came_before_it(rows: list[tuple[
     batch = batch_of(rows)
     packing = pack(batch, share=True)
     assert sum(packing.lengths) == len(packing.tokens) <= batch["tokens"].numel()
-    assert torch.equal(packing.spread(packing.tokens), batch["tokens"])
-    if packing.places is None or packing.before is None:
+    assert torch.equal(packing.unpack(packing.tokens), batch["tokens"])
+    if packing.gather_index is None or packing.prev_index is None:
         prompts = [prompt for prompt, _ in rows]
         alone = {prompt for prompt in prompts if prompts.count(prompt) == 1}
         assert packing.prefixes == () and packing.lengths == batch.lengths("tokens")
@@ -46,9 +46,9 @@ def test_every_token_is_found_behind_those_that_came_before_it(rows: list[tuple[
     segment = [next(i for i, end in enumerate(ends) if place < end) for place in range(len(packing.tokens))]
     at = 0
     for _, row in rows:
-        places = packing.places[at : at + len(row)].tolist()
+        places = packing.gather_index[at : at + len(row)].tolist()
         at += len(row)
-        assert packing.before[places].tolist() == [-1, *places[:-1]]
+        assert packing.prev_index[places].tolist() == [-1, *places[:-1]]
         own = segment[places[-1]]
         assert all(segment[place] in (own, packing.prefixes[own]) for place in places)
 

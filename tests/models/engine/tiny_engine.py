@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from realhf.api.batch_meta import PROMPT, RowId
-from realhf.api.config import ModelSpec, OptimizerConfig, Schedule
+from realhf.api.config import LRSchedule, ModelSpec, OptimizerConfig
 from realhf.api.experiment import RoleSpec
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.arch.hf_config import read_hf_config
@@ -19,7 +19,7 @@ from realhf.models.engine.native import NativeEngine, build_engine
 
 VOCAB, STOP = 37, 1
 FAMILIES = ("llama", "qwen2", "gpt2")
-SGD_LIKE = {"lr": 1e-3, "gradient_clipping": 0.0, "lr_scheduler_type": Schedule.constant}
+SGD_LIKE = {"lr": 1e-3, "gradient_clipping": 0.0, "lr_scheduler_type": LRSchedule.constant}
 
 
 def engine_on(

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.api.batch_meta import RowId
-from realhf.plan.compile.dp_partition import deal_rows
+from realhf.plan.compile.dp_partition import partition_rows
 
 GROUPS = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=4), max_size=12)
 SMALL = st.integers(1, 5)
@@ -22,7 +22,7 @@ def rows_of(groups: list[list[int]]) -> tuple[list[RowId], list[int]]:
 @given(GROUPS, SMALL, SMALL)
 def test_every_row_is_dealt_once_and_no_group_is_cut(groups: list[list[int]], dp: int, n_minibatches: int) -> None:
     ids, weights = rows_of(groups)
-    assignment, minibatches = deal_rows(ids, weights, dp, n_minibatches)
+    assignment, minibatches = partition_rows(ids, weights, dp, n_minibatches)
     assert len(assignment) == dp and sorted(i for part in assignment for i in part) == list(range(len(ids)))
     assert all(list(part) == sorted(part) for part in assignment)
     rank = {i: d for d, part in enumerate(assignment) for i in part}
@@ -35,8 +35,8 @@ def test_every_row_is_dealt_once_and_no_group_is_cut(groups: list[list[int]], dp
 @given(GROUPS, SMALL, SMALL)
 def test_minibatches_are_the_same_under_any_layout(groups: list[list[int]], dp: int, n_minibatches: int) -> None:
     ids, weights = rows_of(groups)
-    _, minibatches = deal_rows(ids, weights, dp, n_minibatches)
-    assert minibatches == deal_rows(ids, weights, 1, n_minibatches)[1]
+    _, minibatches = partition_rows(ids, weights, dp, n_minibatches)
+    assert minibatches == partition_rows(ids, weights, 1, n_minibatches)[1]
     assert all(0 <= k < n_minibatches for k in minibatches)
     number = {row.prompt: k for row, k in zip(ids, minibatches, strict=True)}
     assert [number[p] for p in sorted(number)] == sorted(number.values())
@@ -48,7 +48,7 @@ def test_minibatches_are_the_same_under_any_layout(groups: list[list[int]], dp: 
 @given(GROUPS, SMALL, SMALL)
 def test_loads_differ_by_one_group_at_the_most(groups: list[list[int]], dp: int, n_minibatches: int) -> None:
     ids, weights = rows_of(groups)
-    assignment, minibatches = deal_rows(ids, weights, dp, n_minibatches)
+    assignment, minibatches = partition_rows(ids, weights, dp, n_minibatches)
     bound = max(map(sum, groups), default=0)
     for chosen in [{k} for k in range(n_minibatches)] + [set(range(n_minibatches))]:
         loads = [sum(weights[i] for i in part if minibatches[i] in chosen) for part in assignment]
@@ -57,6 +57,6 @@ def test_loads_differ_by_one_group_at_the_most(groups: list[list[int]], dp: int,
 
 def test_nothing_has_to_divide_anything() -> None:
     ids = [RowId(p, 0) for p in range(3)]
-    assert deal_rows(ids, [5, 1, 1], 2, 2) == (((0,), (1, 2)), (0, 0, 1))
-    assert deal_rows(ids[:1], [5], 3, 4) == (((0,), (), ()), (0,))
-    assert deal_rows([], [], 2, 2) == (((), ()), ())
+    assert partition_rows(ids, [5, 1, 1], 2, 2) == (((0,), (1, 2)), (0, 0, 1))
+    assert partition_rows(ids[:1], [5], 3, 4) == (((0,), (), ()), (0,))
+    assert partition_rows([], [], 2, 2) == (((), ()), ())

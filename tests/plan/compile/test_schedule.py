@@ -12,18 +12,18 @@ from realhf.api.codec import from_json, to_json
 from realhf.api.execution_plan import ExecutionPlan, Placement
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.plan.compile.row_locations import heaviest, in_order
+from realhf.plan.compile.row_locations import row_bytes, sorted_rows
 from realhf.plan.compile.schedule import (
     Action,
     Dispatch,
     FetchRows,
     FinishStep,
     MasterState,
+    PromptRange,
     RowsReady,
-    RunLength,
-    Span,
-    next_draw,
-    run_length,
+    TrainSchedule,
+    next_resample,
+    train_schedule_of,
 )
 from realhf.plan.compile.transfer import plan_transfer, stored_as
 
@@ -31,7 +31,7 @@ Pick = Callable[[int], int]
 Keep = Callable[[str, RowId], bool]
 MADE = ("tokens", "logprobs")
 MESHES = {"gen": (0, 1), "rew": (2,), "ref": (1, 2), "critic": (2, 3), "train": (0, 1), "critic_train": (3, 2)}
-LENGTH = RunLength(batch_size=4, n_prompts=14, n_steps=4)  # the last step has two prompts
+LENGTH = TrainSchedule(batch_size=4, n_prompts=14, n_steps=4)  # the last step has two prompts
 PICKS = st.lists(st.integers(0, 1 << 16), min_size=1, max_size=40)
 
 
@@ -47,9 +47,9 @@ def ppo(**sizes: int) -> Graph:
         MFC("train", "actor", Kind.TRAIN, spec, learned, n_minibatches=2),
         MFC("critic_train", "critic", Kind.TRAIN, spec, learned),
     )
-    redraws = {"rew": sizes.pop("redraws", 0)}
+    resamples = {"rew": sizes.pop("resamples", 0)}
     sized = (replace(m, batch_size=sizes.get(m.name, LENGTH.batch_size)) for m in mfcs)
-    return Graph(tuple(replace(m, redraws=redraws.get(m.name, 0)) for m in sized))
+    return Graph(tuple(replace(m, resamples=resamples.get(m.name, 0)) for m in sized))
 
 
 def plan_of(graph: Graph) -> ExecutionPlan:
@@ -100,7 +100,7 @@ class Story:
 
 def play(picks: list[int], keep: Keep = lambda mfc, row: True, staleness: int = 0, **sizes: int) -> Story:
     graph = ppo(**sizes)
-    length = replace(LENGTH, redraws=graph.picker.redraws if graph.picker else 0)
+    length = replace(LENGTH, resamples=graph.filter_mfc.resamples if graph.filter_mfc else 0)
     state = MasterState(graph, plan_of(graph), length, staleness)
     story = Story(state, state.start())
     todo = story.note(story.first)
@@ -222,10 +222,12 @@ def test_a_prompt_that_is_dropped_before_it_is_answered_does_not_hang() -> None:
     pick = MFC("pick", None, Kind.INFERENCE, spec, ("row",), ("chosen",), 2)
     graph = Graph((pick, MFC("gen", "actor", Kind.GENERATE, spec, ("prompts", "chosen"), ("tokens",), 2)))
     layout = Placement(Layout(DeviceMesh((0,)), ParallelStrategy()))
-    state = MasterState(graph, ExecutionPlan(1, {"pick": layout, "gen": layout}), RunLength(2, 2, 1))
+    state = MasterState(graph, ExecutionPlan(1, {"pick": layout, "gen": layout}), TrainSchedule(2, 2, 1))
     state.start()
-    state.handle(RowsReady(None, Span(0, 0, 2), {0: made([RowId(0, PROMPT), RowId(1, PROMPT)], graph.dataset_keys)}))
-    (dispatch,) = state.handle(RowsReady("pick", Span(0, 0, 2), {0: made([RowId(1, PROMPT)], ("chosen",))}))
+    state.handle(
+        RowsReady(None, PromptRange(0, 0, 2), {0: made([RowId(0, PROMPT), RowId(1, PROMPT)], graph.dataset_keys)})
+    )
+    (dispatch,) = state.handle(RowsReady("pick", PromptRange(0, 0, 2), {0: made([RowId(1, PROMPT)], ("chosen",))}))
     assert dispatch.call.inputs.ids == (RowId(1, PROMPT),)
 
 
@@ -257,21 +259,21 @@ def tells(rate: int, salt: int) -> Keep:
 @settings(max_examples=60, deadline=None)
 @given(PICKS, st.integers(1, 6), st.integers(0, 96), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2))
 def test_prompts_that_tell_nothing_are_drawn_anew(
-    picks: list[int], rate: int, salt: int, redraws: int, size: int, staleness: int
+    picks: list[int], rate: int, salt: int, resamples: int, size: int, staleness: int
 ) -> None:
     keep = tells(rate, salt)
-    story = play(picks, keep, staleness, redraws=redraws, gen=size, rew=size, train=size)
-    stride = 4 * (1 + redraws)
+    story = play(picks, keep, staleness, resamples=resamples, gen=size, rew=size, train=size)
+    stride = 4 * (1 + resamples)
     finished = [(a, b) for what, _, a, b in story.log if what == "FinishStep"]
     assert story.state.is_over and [a // stride for a, _ in finished] == [0, 1, 2, 3]
     for step, (start, stop) in enumerate(finished):
         draws = [(a, b) for what, _, a, b in story.log if what == "FetchRows" and a // stride == step]
-        assert (draws[0][0], draws[-1][1]) == (start, stop) == (stride * step, stop) and len(draws) <= 1 + redraws
+        assert (draws[0][0], draws[-1][1]) == (start, stop) == (stride * step, stop) and len(draws) <= 1 + resamples
         assert all(before[1] == after[0] for before, after in zip(draws, draws[1:], strict=False))
         told = [p for p in range(start, stop) if keep("rew", RowId(p, 0))]
         wanted = 2 if step == 3 else 4
         enough = [sum(keep("rew", RowId(p, 0)) for p in range(start, b)) >= wanted for _, b in draws]
-        assert enough[-1] or len(draws) == 1 + redraws
+        assert enough[-1] or len(draws) == 1 + resamples
         assert not any(enough[:-1]), "drawn on although there were enough"
         for name in ("train", "critic_train", "ref"):
             rows = [
@@ -288,7 +290,7 @@ def test_prompts_that_tell_nothing_are_drawn_anew(
 
 
 def test_where_all_prompts_tell_a_redraw_changes_nothing_but_numbers() -> None:
-    plain, drawn = play([3, 1, 2]), play([3, 1, 2], redraws=2)
+    plain, drawn = play([3, 1, 2]), play([3, 1, 2], resamples=2)
     assert [(what, mfc) for what, mfc, _, _ in drawn.log] == [(what, mfc) for what, mfc, _, _ in plain.log]
     assert [a - 8 * (a // 12) for _, _, a, _ in drawn.log] == [a for _, _, a, _ in plain.log]
 
@@ -298,19 +300,19 @@ def test_where_all_prompts_tell_a_redraw_changes_nothing_but_numbers() -> None:
     [(8, 0, 8, 8), (8, 4, 8, 8), (8, 6, 8, 3), (8, 7, 8, 2), (12, 1, 8, 8), (4, 3, 4, 2)],
 )
 def test_how_many_are_drawn_next(drawn: int, kept: int, wanted: int, n: int) -> None:
-    assert next_draw(drawn, kept, wanted, most=8) == n
+    assert next_resample(drawn, kept, wanted, most=8) == n
 
 
 def test_rows_may_come_in_any_order() -> None:
     ids = tuple(RowId(p, s) for p, s in ((5, 1), (2, 0), (5, 0), (2, 1)))
-    rows = in_order(BatchMeta(ids, {"tokens": ColumnMeta("int64", (4, 1, 3, 2))}))
+    rows = sorted_rows(BatchMeta(ids, {"tokens": ColumnMeta("int64", (4, 1, 3, 2))}))
     assert rows.ids == tuple(sorted(ids)) and rows.columns["tokens"].lengths == (1, 2, 3, 4)
-    assert in_order(rows) is rows
+    assert sorted_rows(rows) is rows
 
 
 def test_a_row_weighs_as_much_as_its_largest_value() -> None:
     columns = [ColumnMeta("int64", (3, 1, 0)), ColumnMeta("float32", (1, 5, 0))]
-    assert heaviest(columns) == [24, 20, 0]
+    assert row_bytes(columns) == [24, 20, 0]
 
 
 def test_rows_of_a_prompt_are_made_by_one_worker() -> None:
@@ -327,7 +329,7 @@ def test_shared_keys_and_minibatches_are_told() -> None:
 
 
 def test_a_state_goes_with_its_role() -> None:
-    state = MasterState(graph := ppo(), plan_of(graph), RunLength(2, 4, 2))
+    state = MasterState(graph := ppo(), plan_of(graph), TrainSchedule(2, 4, 2))
     todo, seen = state.start(), []
     while todo:
         action = todo.pop(0)
@@ -356,20 +358,20 @@ def test_rows_of_a_finished_step_are_on_record_until_the_next_event() -> None:
     [(1, None, 3, 2), (3, None, 8, 2), (3, 5, 5, 4), (1, 99, 3, 2), (2, None, 5, 4)],
 )
 def test_the_length_of_a_run(epochs: int, max_steps: int | None, steps: int, last: int) -> None:
-    length = run_length(4, 10, epochs, max_steps)
+    length = train_schedule_of(4, 10, epochs, max_steps)
     assert length.n_steps == steps
     span = length.span(steps - 1)
-    assert span == Span(steps - 1, 4 * (steps - 1), 4 * (steps - 1) + last)
+    assert span == PromptRange(steps - 1, 4 * (steps - 1), 4 * (steps - 1) + last)
 
 
 def test_a_machine_may_begin_with_a_later_step() -> None:
-    state = MasterState(graph := ppo(), plan_of(graph), RunLength(4, 14, 4, first_step=2))
+    state = MasterState(graph := ppo(), plan_of(graph), TrainSchedule(4, 14, 4, first_step=2))
     todo, seen = state.start(), []
     while todo:
         action = todo.pop(0)
         seen.append((type(action).__name__, action.span))
         if not isinstance(action, FinishStep):
             todo += state.handle(answer(state, action, lambda mfc, row: True))
-    spans = [Span(2, 8, 12), Span(3, 12, 14)]
+    spans = [PromptRange(2, 8, 12), PromptRange(3, 12, 14)]
     assert state.is_over and {span for _, span in seen} == set(spans)
     assert [span for name, span in seen if name == "FinishStep"] == spans and len(seen) == 2 * (1 + 6 + 1)

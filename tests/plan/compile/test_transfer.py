@@ -2,7 +2,7 @@
 
 from realhf.api.batch_meta import PROMPT, BatchMeta, ColumnMeta, RowId
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.messages import Call, Holders
+from realhf.api.messages import Holders, PrepareCall
 from realhf.plan.compile.transfer import RowCopy, plan_transfer, stored_as
 
 IDS = (RowId(0, 0), RowId(0, 1), RowId(3, 0))
@@ -12,10 +12,10 @@ META = BatchMeta(IDS, {"tokens": ColumnMeta("int64", (5, 6, 7)), "row": ColumnMe
 Ranks = tuple[int | tuple[int, ...], ...]
 
 
-def call(tokens: Ranks, row: Ranks, assignment: tuple[tuple[int, ...], ...]) -> Call:
+def call(tokens: Ranks, row: Ranks, assignment: tuple[tuple[int, ...], ...]) -> PrepareCall:
     groups = tuple(ranks if isinstance(ranks, tuple) else (ranks,) for ranks in (*tokens, *row))
     holders = Holders(groups, {"tokens": tuple(range(len(tokens))), "row": tuple(range(len(tokens), len(groups)))})
-    return Call(1, "any", 0, 0, META, holders, ("row",), assignment, (0, 0, 0), {})
+    return PrepareCall(1, "any", 0, 0, META, holders, ("row",), assignment, (0, 0, 0), {})
 
 
 def layout(dp: int = 1, tp: int = 1, pp: int = 1) -> Layout:

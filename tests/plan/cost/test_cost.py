@@ -12,16 +12,16 @@ from realhf.api.config import GenerationConfig
 from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.graph import MFC, InterfaceSpec, Kind
 from realhf.api.machine import Cost, Hardware, Workload
-from realhf.api.messages import Call
+from realhf.api.messages import PrepareCall
 from realhf.api.model_config import ModelConfig
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
 from realhf.arch.flops import forward_flops
 from realhf.plan.compile.program import compile_program
-from realhf.plan.compile.schedule import RunLength
-from realhf.plan.cost.cost import CostModel, Rows, works_of
+from realhf.plan.compile.schedule import TrainSchedule
+from realhf.plan.cost.cost import BatchRows, CostModel, works_of
 from realhf.plan.cost.roofline import Roofline
-from realhf.plan.cost.speed import Collective, Traffic, Work
-from realhf.plan.cost.stage import parts_of, shard_numels
+from realhf.plan.cost.speed import CollectiveKind, Traffic, Work
+from realhf.plan.cost.stage import shard_numels, stage_shards
 from realhf.plan.cost.traffic import realloc_traffic
 from realhf.plan.search.simulate import simulate
 from tests.plan.search.planners import COMPUTE_ONLY, CRITIC, LLAMA, TOY, layout, ppo_planner
@@ -33,16 +33,16 @@ def cost_model(hardware: Hardware = COMPUTE_ONLY, actor: ModelConfig = LLAMA, **
     return ppo_planner(hardware=hardware, actor=actor, **options).calls.cost  # type: ignore[arg-type]
 
 
-def equal_rows(dp: int, n: int = 16, length: int = 30, minibatches: int = 2) -> tuple[Rows, ...]:
+def equal_rows(dp: int, n: int = 16, length: int = 30, minibatches: int = 2) -> tuple[BatchRows, ...]:
     """``n`` rows of one length, dealt to ``dp`` ranks and to mini-batches."""
     numbers = tuple(i * minibatches // n for i in range(n))
     return tuple(
-        Rows(tuple(RowId(i, 0) for i in range(d, n, dp)), (length,) * len(range(d, n, dp)), numbers[d::dp])
+        BatchRows(tuple(RowId(i, 0) for i in range(d, n, dp)), (length,) * len(range(d, n, dp)), numbers[d::dp])
         for d in range(dp)
     )
 
 
-def seconds(cost: CostModel, mfc: str, text: str, rows: Sequence[Rows] = (), limits: int = 4096) -> float:
+def seconds(cost: CostModel, mfc: str, text: str, rows: Sequence[BatchRows] = (), limits: int = 4096) -> float:
     where = layout(text)
     placement = Placement(where, MicroBatching(max_tokens_per_mb=limits))
     return cost.compute(cost.graph[mfc], placement, rows or equal_rows(where.strategy.dp)).seconds
@@ -61,14 +61,14 @@ def test_data_parallelism_divides_arithmetic_and_adds_collectives(dp: int) -> No
     assert seconds(cost_model(), "actor_train", f"d{dp}") == pytest.approx(alone / dp)
     linked = replace(COMPUTE_ONLY, node=TOY.node)
     numel, ranks, speed = shard_numels(LLAMA, 1, 1)[0], tuple(range(dp)), Roofline(linked)
-    step = speed.collective(Collective.REDUCE_SCATTER, 4 * numel, ranks)
-    step += speed.collective(Collective.ALL_GATHER, 4 * numel, ranks)
-    step += speed.collective(Collective.ALL_REDUCE, 8, ranks)  # the norm
-    step += 2 * speed.collective(Collective.ALL_REDUCE, 64, ranks)  # the denominator, and what may veto the step
+    step = speed.collective(CollectiveKind.REDUCE_SCATTER, 4 * numel, ranks)
+    step += speed.collective(CollectiveKind.ALL_GATHER, 4 * numel, ranks)
+    step += speed.collective(CollectiveKind.ALL_REDUCE, 8, ranks)  # the norm
+    step += 2 * speed.collective(CollectiveKind.ALL_REDUCE, 64, ranks)  # the denominator, and what may veto the step
     assert seconds(cost_model(linked), "actor_train", f"d{dp}") == pytest.approx(alone / dp + 2 * step)  # mini-batches
     short = cost_model(linked, bf16=True)
-    gathered = speed.collective(Collective.ALL_GATHER, 2 * numel, ranks)
-    saved = speed.collective(Collective.ALL_GATHER, 4 * numel, ranks) - gathered
+    gathered = speed.collective(CollectiveKind.ALL_GATHER, 2 * numel, ranks)
+    saved = speed.collective(CollectiveKind.ALL_GATHER, 4 * numel, ranks) - gathered
     assert seconds(short, "actor_train", f"d{dp}") == pytest.approx(alone / dp + 2 * (step - saved))
 
 
@@ -99,13 +99,13 @@ def test_what_works_at_a_time_is_never_more_than_there_are_workers() -> None:
             where = layout(text)
             rows = equal_rows(where.strategy.dp) if mfc.kind is not Kind.GENERATE else prompts_on(where.strategy.dp)
             found = cost.compute(mfc, Placement(where), rows)
-            assert 0 < found.work <= found.seconds * where.strategy.world * (1 + 1e-9), (mfc.name, text)
+            assert 0 < found.core_seconds <= found.seconds * where.strategy.world * (1 + 1e-9), (mfc.name, text)
             if text == "d1":
-                assert found.work == pytest.approx(found.seconds)
+                assert found.core_seconds == pytest.approx(found.seconds)
 
 
 def test_ranks_without_rows_wait() -> None:
-    cost, nothing = cost_model(), Rows((), (), ())
+    cost, nothing = cost_model(), BatchRows((), (), ())
     for mfc in ("ref_inf", "actor_train"):
         some = equal_rows(1, n=4)[0]
         assert seconds(cost, mfc, "d2", (some, nothing)) == pytest.approx(seconds(cost, mfc, "d1", (some,)))
@@ -114,11 +114,11 @@ def test_ranks_without_rows_wait() -> None:
     )
 
 
-def prompts_on(dp: int, n: int = 4) -> tuple[Rows, ...]:
+def prompts_on(dp: int, n: int = 4) -> tuple[BatchRows, ...]:
     """Prompts as the workload of ``ppo_planner`` has them."""
     lengths = (16, 10, 13)
     return tuple(
-        Rows(tuple(RowId(p, PROMPT) for p in range(d, n, dp)), tuple(lengths[p % 3] for p in range(d, n, dp)),
+        BatchRows(tuple(RowId(p, PROMPT) for p in range(d, n, dp)), tuple(lengths[p % 3] for p in range(d, n, dp)),
              (0,) * len(range(d, n, dp)))
         for d in range(dp)
     )  # fmt: skip
@@ -126,19 +126,19 @@ def prompts_on(dp: int, n: int = 4) -> tuple[Rows, ...]:
 
 def generating(answers: tuple[int, ...], samples: int = 1, slots: int = 64, hardware: Hardware = TOY) -> CostModel:
     workload = Workload(((4,),), answers, samples)
-    options = {"gen": GenerationConfig(max_new_tokens=max(answers), max_slots=slots)}
+    options = {"gen": GenerationConfig(max_new_tokens=max(answers), max_num_seqs=slots)}
     return cost_model(hardware, workload=workload, options=options)
 
 
 def generation(cost: CostModel, n_prompts: int, text: str = "d1") -> float:
-    return seconds(cost, "actor_gen", text, (Rows(tuple(RowId(p, PROMPT) for p in range(n_prompts)), (4,) * n_prompts,
+    return seconds(cost, "actor_gen", text, (BatchRows(tuple(RowId(p, PROMPT) for p in range(n_prompts)), (4,) * n_prompts,
                                                   (0,) * n_prompts),))  # fmt: skip
 
 
 def test_generation_by_hand() -> None:
     """Prompts of 4, answers of 3 and 5: two turns for both rows, two more for the longer one."""
     speed, cost = Roofline(TOY), generating((3, 5))
-    (part,) = parts_of(LLAMA, cost.roles["actor"], layout("d1").strategy)
+    (part,) = stage_shards(LLAMA, cost.roles["actor"], layout("d1").strategy)
     prefill = speed.forward(replace(part, last=False), Work.of([4, 4]), (0,))
     prefill += speed.decode(replace(part, n_blocks=0, first=False), 2, 0, (0,))
     turns = 2 * speed.decode(part, 2, 5 + 1, (0,)) + 2 * speed.decode(part, 1, 7 + 1, (0,))
@@ -169,7 +169,7 @@ def test_shorter_answers_and_fewer_rows_take_no_longer(answers: list[int], which
 def test_stages_generate_in_turns() -> None:
     """Two groups of rows on two stages: each turn takes as long as both stages for half of the rows."""
     cost, speed = generating((9,), hardware=COMPUTE_ONLY), Roofline(COMPUTE_ONLY)
-    parts = parts_of(LLAMA, cost.roles["actor"], layout("p2").strategy)
+    parts = stage_shards(LLAMA, cost.roles["actor"], layout("p2").strategy)
     turn = sum(speed.decode(part, 2, 5 + 4, (0,)) for part in parts)
     slowest = 2 * max(speed.decode(part, 2, 5 + 4, (0,)) for part in parts)
     prefill = forward_flops(LLAMA, [4] * 4, head_tokens=4) / 1e12
@@ -188,7 +188,7 @@ def test_moving_weights_costs_what_its_traffic_does() -> None:
     traffic = realloc_traffic(LLAMA, layout("d2"), layout("t2", 2), 4, TOY.node_size)
     found = cost.reallocate("actor", layout("d2"), layout("t2", 2))
     assert found.seconds == speed.exchange(traffic) > 0
-    assert found.work == pytest.approx(found.seconds * traffic.total / traffic.copied)
+    assert found.core_seconds == pytest.approx(found.seconds * traffic.total / traffic.copied)
     short = cost_model(TOY, bf16=True).reallocate("actor", layout("d2"), layout("t2", 2))
     assert 0.4 < short.seconds / found.seconds < 0.6
     assert cost.reallocate("actor", layout("d2"), layout("t2", 2), eta=0.5).seconds >= found.seconds
@@ -198,7 +198,7 @@ def test_moving_weights_costs_what_its_traffic_does() -> None:
 def test_resting_weights_cross_the_host_s_link() -> None:
     cost = cost_model(TOY)
     assert cost.host_copy("ref", layout("t2p2")).seconds == TOY.host.seconds(4 * max(shard_numels(LLAMA, 2, 2)))
-    assert cost.host_copy("ref", layout("t2p2")).work == 4 * cost.host_copy("ref", layout("t2p2")).seconds
+    assert cost.host_copy("ref", layout("t2p2")).core_seconds == 4 * cost.host_copy("ref", layout("t2p2")).seconds
 
 
 def test_every_instruction_of_a_run_has_its_price() -> None:
@@ -207,13 +207,13 @@ def test_every_instruction_of_a_run_has_its_price() -> None:
     places = {"actor_gen": "d4", "rew_inf": "d1", "ref_inf": "t2", "critic_inf": "p2", "critic_train": "d2",
               "actor_train": "t2p2"}  # fmt: skip
     plan = ExecutionPlan(4, {name: Placement(layout(text)) for name, text in places.items()})
-    price, seen = cost.price(plan), dict[type, list[tuple[Call, Instruction, Cost]]]()
+    price, seen = cost.price(plan), dict[type, list[tuple[PrepareCall, Instruction, Cost]]]()
 
-    def noted(call: Call, step: Instruction) -> Cost:
+    def noted(call: PrepareCall, step: Instruction) -> Cost:
         seen.setdefault(type(step), []).append((call, step, price(call, step)))
         return seen[type(step)][-1][2]
 
-    simulate(graph, plan, compile_program(graph, plan), noted, RunLength(8, 16, 2), cost.workload)
+    simulate(graph, plan, compile_program(graph, plan), noted, TrainSchedule(8, 16, 2), cost.workload)
     assert all(c == Cost(0.0, 0.0) for _, _, c in seen[Release])
     assert {c for _, _, c in seen[Load] + seen[Offload]} == {cost.host_copy("rew", layout("d1"))}
     moved = {s.role: c for _, s, c in seen[Reallocate] if isinstance(s, Reallocate)}
@@ -233,7 +233,7 @@ def test_rows_that_share_their_prompt_cost_what_is_left() -> None:
     assert shared == Work(rows=5, runs=4, tokens=46, pairs=55 + 78 + sum(n * (n + 1) // 2 + 10 * n for n in (6, 8, 10)),
                           trained=28)  # fmt: skip
     cost = cost_model()
-    groups = [Rows(tuple(RowId(i // 4, i % 4) for i in range(16)), (30,) * 16, (0,) * 16)]
+    groups = [BatchRows(tuple(RowId(i // 4, i % 4) for i in range(16)), (30,) * 16, (0,) * 16)]
     once = replace(cost, shares=True)
     assert seconds(once, "ref_inf", "d1", groups) < seconds(cost, "ref_inf", "d1", groups)
     assert seconds(once, "actor_train", "d1", groups) < seconds(cost, "actor_train", "d1", groups)

@@ -81,8 +81,8 @@ def test_what_is_no_number(value: str, tmp_path: Path) -> None:
 
 
 def test_a_machine_of_which_plans_would_leave_all_is_refused(tmp_path: Path) -> None:
-    (problem,) = problems(tmp_path, GOOD.replace("reserved: 4e9", "kept_free: 1.0"))
-    assert problem == "kept_free=1.0 leaves nothing: it is a share of the memory"
+    (problem,) = problems(tmp_path, GOOD.replace("reserved: 4e9", "memory_reserve_fraction: 1.0"))
+    assert problem == "memory_reserve_fraction=1.0 leaves nothing: it is a share of the memory"
     assert read_hardware("cpu").usable == pytest.approx(0.9 * read_hardware("cpu").memory)
 
 

@@ -14,25 +14,25 @@ from realhf.api.graph import Graph
 from realhf.api.layout import ParallelStrategy
 from realhf.api.machine import Workload
 from realhf.arch.param_specs import param_specs
-from realhf.plan.cost.activation_memory import Counted
-from realhf.plan.cost.cost import Rows
+from realhf.plan.cost.activation_memory import AnalyticMemory
+from realhf.plan.cost.cost import BatchRows
 from realhf.plan.cost.memory import SERVER_BYTES, Bytes, MemoryModel
 from realhf.plan.cost.speed import Work
-from realhf.plan.cost.stage import parts_of, shard_numels
+from realhf.plan.cost.stage import shard_numels, stage_shards
 from tests.plan.search.planners import LLAMA, layout, ppo_planner
 
 NUMEL = sum(spec.numel for spec in param_specs(LLAMA))
 D1, D2, T2P2 = (ParallelStrategy.parse(text) for text in ("d1", "d2", "t2p2"))
-COUNTED = Counted("cuda")
+COUNTED = AnalyticMemory("cuda")
 
 
 def memory_model(**options: object) -> MemoryModel:
     return ppo_planner(**options).calls.memory  # type: ignore[arg-type]
 
 
-def rows(n: int, length: int = 20, minibatches: int = 1) -> Rows:
+def rows(n: int, length: int = 20, minibatches: int = 1) -> BatchRows:
     numbers = tuple(i * minibatches // n for i in range(n))
-    return Rows(tuple(RowId(i, 0) for i in range(n)), (length,) * n, numbers)
+    return BatchRows(tuple(RowId(i, 0) for i in range(n)), (length,) * n, numbers)
 
 
 def test_a_model_of_this_size_by_hand() -> None:
@@ -50,7 +50,7 @@ def test_what_a_trained_role_has_at_home(dp: int, bf16: bool) -> None:
 def test_a_role_that_is_not_trained_has_its_weights() -> None:
     assert memory_model().resident("ref", D2) == Bytes(weights=4 * NUMEL)
     assert memory_model().resident("ref", T2P2) == Bytes(weights=4 * max(shard_numels(LLAMA, 2, 2)))
-    frozen = memory_model(optimizer=OptimizerConfig(type=OptimizerType.empty))
+    frozen = memory_model(optimizer=OptimizerConfig(type=OptimizerType.none))
     assert frozen.resident("actor", D1) == Bytes(weights=4 * NUMEL)
 
 
@@ -60,13 +60,13 @@ def test_an_average_of_short_weights_lives_in_float32_beside_them() -> None:
     assert memory_model(options=follows).resident("ref", D1) == Bytes(weights=4 * NUMEL)
 
 
-def transient(model: MemoryModel, mfc: str, text: str, some: Rows, limits: MicroBatching, home: str = "") -> Bytes:
+def transient(model: MemoryModel, mfc: str, text: str, some: BatchRows, limits: MicroBatching, home: str = "") -> Bytes:
     where = layout(text)
     return model.transient(model.graph[mfc], Placement(where, limits), [some], layout(home or text))
 
 
 def test_inference_holds_its_largest_micro_batch() -> None:
-    (part,) = parts_of(LLAMA, memory_model().roles["ref"], D1)
+    (part,) = stage_shards(LLAMA, memory_model().roles["ref"], D1)
     some, limits = rows(10), MicroBatching(max_tokens_per_mb=60)
     expected = COUNTED.forward_bytes(part, Work.of([20] * 3))
     assert transient(memory_model(), "ref_inf", "d1", some, limits) == Bytes(activations=expected)
@@ -74,9 +74,9 @@ def test_inference_holds_its_largest_micro_batch() -> None:
 
 
 def test_a_prompt_that_rows_share_takes_its_bytes_once() -> None:
-    (part,) = parts_of(LLAMA, memory_model().roles["ref"], D1)
+    (part,) = stage_shards(LLAMA, memory_model().roles["ref"], D1)
     ids = tuple(RowId(0, sample) for sample in range(4))
-    some = Rows(ids, (20,) * 4, (0,) * 4)
+    some = BatchRows(ids, (20,) * 4, (0,) * 4)
     model = replace(memory_model(workload=Workload(((8,),), (12,), 4)), shares=True)
     expected = COUNTED.forward_bytes(part, Work.of([8, *[12] * 4], before=[0, *[8] * 4]))
     assert transient(model, "ref_inf", "d1", some, MicroBatching()) == Bytes(activations=expected)
@@ -89,7 +89,7 @@ def test_a_prompt_that_rows_share_takes_its_bytes_once() -> None:
 def test_training_keeps_every_micro_batch_that_is_under_way(pp: int) -> None:
     """1F1B: of pp stages, stage s has begun pp - s micro-batches when it turns back."""
     model = memory_model()
-    parts = parts_of(LLAMA, model.roles["actor"], ParallelStrategy(pp=pp))
+    parts = stage_shards(LLAMA, model.roles["actor"], ParallelStrategy(pp=pp))
     some, limits = rows(16, minibatches=2), MicroBatching(max_tokens_per_mb=40)
     peaks = []
     for stage, part in enumerate(parts):
@@ -109,18 +109,18 @@ def test_recomputing_keeps_less() -> None:
 
 @pytest.mark.parametrize(("slots", "limits", "expected"), [(64, 0, 6), (4, 0, 4), (64, 3, 3)])
 def test_the_cache_has_a_place_for_every_slot(slots: int, limits: int, expected: int) -> None:
-    sampling = GenerationConfig(max_new_tokens=24, max_slots=slots)
+    sampling = GenerationConfig(max_new_tokens=24, max_num_seqs=slots)
     model = memory_model(workload=Workload(((10,),), (24,), 2), options={"gen": sampling})
-    prompts = Rows(tuple(RowId(i, PROMPT) for i in range(3)), (10, 7, 10), (0, 0, 0))
-    found = transient(model, "actor_gen", "d1", prompts, MicroBatching(max_slots=limits))
+    prompts = BatchRows(tuple(RowId(i, PROMPT) for i in range(3)), (10, 7, 10), (0, 0, 0))
+    found = transient(model, "actor_gen", "d1", prompts, MicroBatching(max_num_seqs=limits))
     assert found.kv_cache == 2 * 4 * 4 * 8 * expected * (10 + 24) * 4  # two of four blocks, four heads of eight
-    half = transient(model, "actor_gen", "t2p2", prompts, MicroBatching(max_slots=limits))
+    half = transient(model, "actor_gen", "t2p2", prompts, MicroBatching(max_num_seqs=limits))
     assert half.kv_cache == found.kv_cache / 4
     assert found.buffers == 8 * expected * LLAMA.vocab
 
 
 def test_matrices_are_copied_where_blocks_are_one_call() -> None:
-    model, prompts = memory_model(), Rows((RowId(0, PROMPT),), (10,), (0,))
+    model, prompts = memory_model(), BatchRows((RowId(0, PROMPT),), (10,), (0,))
     model = replace(model, models={role: replace(config, head_dim=16) for role, config in model.models.items()})
     for name, copied in (("d1", True), ("p2", True), ("t2", False)):
         apart, fused = (

@@ -10,10 +10,10 @@ from realhf.api.codec import from_json, to_json
 from realhf.api.model_config import ModelConfig
 from realhf.plan.cost.profile import (
     Fit,
-    Machine,
-    Measured,
     Point,
     Profile,
+    ProfiledMachine,
+    ProfiledSpeed,
     decode_counts,
     fitted,
     message_counts,
@@ -21,17 +21,17 @@ from realhf.plan.cost.profile import (
     shape_of,
     traffic_counts,
 )
-from realhf.plan.cost.speed import Collective, Part, Traffic, Work
+from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work
 
 MODEL = ModelConfig("llama", 4, 64, 4, 2, 16, 128, 512, 1024)
-MACHINE = Machine("cpu", "abacus", 2, 1)
+MACHINE = ProfiledMachine("cpu", "abacus", 2, 1)
 RANKS = (0, 1)
 COSTS = st.floats(1e-7, 1e-3)
 WORKS = tuple(Work.of(lengths) for lengths in ([8] * 4, [64] * 2, [64] * 32, [300, 300], list(range(20, 60)), [5, 9]))
 
 
-def part(n_blocks: int = 4, first: bool = True, last: bool = True, tp: int = 1, **more: bool) -> Part:
-    return Part(MODEL, tp, n_blocks, first, last, bf16=False, **more)
+def part(n_blocks: int = 4, first: bool = True, last: bool = True, tp: int = 1, **more: bool) -> StageShard:
+    return StageShard(MODEL, tp, n_blocks, first, last, bf16=False, **more)
 
 
 def point(counts: dict[str, float], value: float) -> Point:
@@ -42,7 +42,7 @@ def all_ones(counts: dict[str, float]) -> Fit:
     return Fit(dict.fromkeys(counts, 1.0), (point(counts, 1.0),))
 
 
-def measured() -> Measured:
+def measured() -> ProfiledSpeed:
     """Everything counts one second; training passes two and three."""
     whole = pass_counts(part(), WORKS[0], 1)
     shape = shape_of(MODEL, False)
@@ -55,7 +55,7 @@ def measured() -> Measured:
     fits["exchange"] = all_ones(traffic_counts(Traffic(node=1)))
     fits["interface/sft/train_step"] = all_ones({"call": 1, "row": 1, "token": 1})
     fits["call"] = Fit({"call": 1.0, "row": 0.0}, ())
-    return Measured(Profile(MACHINE, 1e8, fits))
+    return ProfiledSpeed(Profile(MACHINE, 1e8, fits))
 
 
 @given(st.lists(COSTS, min_size=4, max_size=4), st.integers(0, 5))
@@ -129,8 +129,8 @@ def test_links_and_the_rest() -> None:
     speed = measured()
     assert speed.optimizer(part(), 10) == 11
     assert speed.send(100, 0, 1) == 101 and speed.send(100, 1, 1) == 0
-    assert speed.collective(Collective.ALL_REDUCE, 100, (0,)) == 0
-    assert speed.collective(Collective.ALL_REDUCE, 100, (0, 1, 2)) == 101  # as if they were four
+    assert speed.collective(CollectiveKind.ALL_REDUCE, 100, (0,)) == 0
+    assert speed.collective(CollectiveKind.ALL_REDUCE, 100, (0, 1, 2)) == 101  # as if they were four
     assert speed.exchange(Traffic(local=5, n_parts=2, copied=10)) == 1 + 2 + 10
     assert speed.exchange(Traffic(node=6, n_parts=2, copied=6)) == 1 + 2 + 6 + 1 + 2 + 6
     assert speed.interface("sft/train_step", 2, 30) == 33 and speed.interface("sft/train_step", 0, 0) == 0
@@ -147,7 +147,7 @@ def test_what_was_not_measured_is_said_with_the_command_that_does() -> None:
     with pytest.raises(ValueError, match=r"h32\S+/t1/decode.*n_gpus_per_node=1 bf16=True'"):
         speed.decode(replace(part(), model=replace(MODEL, hidden=32), bf16=True), 1, 1, (0,))
     with pytest.raises(ValueError, match=r"all_reduce/5.*n_gpus_per_node=5"):
-        speed.collective(Collective.ALL_REDUCE, 8, range(5))
+        speed.collective(CollectiveKind.ALL_REDUCE, 8, range(5))
     with pytest.raises(ValueError, match="links between nodes"):
         speed.exchange(Traffic(cluster=1))
     assert speed.knows(MODEL) and not speed.knows(MODEL, tp=2) and not speed.knows(MODEL, bf16=True)

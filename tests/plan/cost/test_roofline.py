@@ -12,7 +12,7 @@ from realhf.api.model_config import ModelConfig
 from realhf.arch.flops import forward_flops, matrix_params
 from realhf.arch.param_specs import param_specs
 from realhf.plan.cost.roofline import KERNELS_PER_BLOCK, OPTIMIZER_BYTES, Roofline
-from realhf.plan.cost.speed import Collective, Part, Traffic, Work
+from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work
 from tests.plan.search.planners import COMPUTE_ONLY, CRITIC, FREE, LLAMA, TOY
 
 MOE = replace(LLAMA, n_experts=8, experts_per_token=2, expert_intermediate=48, dense_layers=(1,))
@@ -21,8 +21,8 @@ LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=8)
 BYTES_ONLY = replace(COMPUTE_ONLY, flops=FREE, memory_bandwidth=1e11)
 
 
-def whole(model: ModelConfig, tp: int = 1, bf16: bool = False, recompute: bool = False) -> Part:
-    return Part(model, tp, model.n_layers, first=True, last=True, bf16=bf16, recompute=recompute)
+def whole(model: ModelConfig, tp: int = 1, bf16: bool = False, recompute: bool = False) -> StageShard:
+    return StageShard(model, tp, model.n_layers, first=True, last=True, bf16=bf16, recompute=recompute)
 
 
 @pytest.mark.parametrize("model", [LLAMA, CRITIC, MOE, PLAIN], ids=["llama", "critic", "moe", "plain"])
@@ -107,23 +107,23 @@ N, A, B = 1e6, TOY.node, TOY.cluster
 @pytest.mark.parametrize(
     ("kind", "ranks", "seconds"),
     [
-        (Collective.ALL_REDUCE, (3,), 0.0),
-        (Collective.ALL_REDUCE, (0, 1, 2, 3), 2 * 3 * (A.latency + N / 4 / A.bandwidth)),
-        (Collective.ALL_GATHER, (0, 1, 2, 3), 3 * (A.latency + N / 4 / A.bandwidth)),
-        (Collective.REDUCE_SCATTER, (0, 1), A.latency + N / 2 / A.bandwidth),
-        (Collective.BROADCAST, (0, 1, 2), 2 * A.latency + N / A.bandwidth),
-        (Collective.ALL_REDUCE, (0, 4), 2 * (B.latency + N / 2 / B.bandwidth)),
+        (CollectiveKind.ALL_REDUCE, (3,), 0.0),
+        (CollectiveKind.ALL_REDUCE, (0, 1, 2, 3), 2 * 3 * (A.latency + N / 4 / A.bandwidth)),
+        (CollectiveKind.ALL_GATHER, (0, 1, 2, 3), 3 * (A.latency + N / 4 / A.bandwidth)),
+        (CollectiveKind.REDUCE_SCATTER, (0, 1), A.latency + N / 2 / A.bandwidth),
+        (CollectiveKind.BROADCAST, (0, 1, 2), 2 * A.latency + N / A.bandwidth),
+        (CollectiveKind.ALL_REDUCE, (0, 4), 2 * (B.latency + N / 2 / B.bandwidth)),
         # two nodes, four members each: four ports out of a node, of a tenth of the inner bandwidth each
-        (Collective.ALL_GATHER, tuple(range(8)), 7 * (B.latency + N / 8 / (4 * B.bandwidth))),
+        (CollectiveKind.ALL_GATHER, tuple(range(8)), 7 * (B.latency + N / 8 / (4 * B.bandwidth))),
     ],
 )
-def test_collectives_go_around_rings(kind: Collective, ranks: tuple[int, ...], seconds: float) -> None:
+def test_collectives_go_around_rings(kind: CollectiveKind, ranks: tuple[int, ...], seconds: float) -> None:
     assert Roofline(TOY).collective(kind, N, ranks) == pytest.approx(seconds)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(2, 64), st.floats(1, 1e9), st.sampled_from(list(Collective)))
-def test_a_collective_takes_no_less_than_its_bytes(n: int, nbytes: float, kind: Collective) -> None:
+@given(st.integers(2, 64), st.floats(1, 1e9), st.sampled_from(list(CollectiveKind)))
+def test_a_collective_takes_no_less_than_its_bytes(n: int, nbytes: float, kind: CollectiveKind) -> None:
     ranks = tuple(range(n))
     found = Roofline(TOY).collective(kind, nbytes, ranks)
     assert found >= nbytes * (n - 1) / n / TOY.node.bandwidth

@@ -12,7 +12,7 @@ from realhf.api.layout import ParallelStrategy
 from realhf.api.model_config import ModelConfig
 from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.plan.compile.realloc import shard_of
-from realhf.plan.cost.stage import kept_numel, kv_numel, parts_of, shard_numels
+from realhf.plan.cost.stage import kv_numel, saved_activation_numel, shard_numels, stage_shards
 from tests.plan.search.planners import LLAMA, layout
 
 MOE = replace(LLAMA, n_experts=4, experts_per_token=2, expert_intermediate=48, dense_layers=(0,))
@@ -42,7 +42,7 @@ def test_shards_hold_what_the_first_rank_of_every_stage_holds(text: str, model: 
 def test_stages_share_out_all_blocks(n_layers: int, data: st.DataObject) -> None:
     model, pp = replace(LLAMA, n_layers=n_layers), data.draw(st.integers(1, n_layers))
     spec = ModelSpec(bf16=True, gradient_checkpointing=True)
-    parts = parts_of(model, RoleSpec(spec), ParallelStrategy(2, 2, pp))
+    parts = stage_shards(model, RoleSpec(spec), ParallelStrategy(2, 2, pp))
     assert sum(part.n_blocks for part in parts) == n_layers and min(part.n_blocks for part in parts) >= 1
     assert [part.first for part in parts] == [True] + [False] * (pp - 1)
     assert [part.last for part in parts] == [False] * (pp - 1) + [True]
@@ -51,8 +51,8 @@ def test_stages_share_out_all_blocks(n_layers: int, data: st.DataObject) -> None
 
 
 def test_sequence_parallelism_needs_a_group() -> None:
-    (alone,) = parts_of(LLAMA, RoleSpec(ModelSpec()), ParallelStrategy())
-    (off,) = parts_of(LLAMA, RoleSpec(ModelSpec(sequence_parallel=False)), ParallelStrategy(tp=2))
+    (alone,) = stage_shards(LLAMA, RoleSpec(ModelSpec()), ParallelStrategy())
+    (off,) = stage_shards(LLAMA, RoleSpec(ModelSpec(sequence_parallel=False)), ParallelStrategy(tp=2))
     assert not alone.sequence_parallel and not off.sequence_parallel
 
 
@@ -64,9 +64,9 @@ def test_the_cache_holds_keys_and_values_of_every_head_here() -> None:
 
 def test_what_a_block_keeps_of_a_token() -> None:
     # 8 query and 4 key/value heads of 8: qkv 128, turned 96, mixed 64; gate and up 320, activated and product 320
-    assert kept_numel(LLAMA, 1, False) == 4 * 64 + (128 + 96 + 64) + 4 * 160
-    assert kept_numel(LLAMA, 2, False) == 4 * 64 + (128 + 96 + 64) / 2 + 4 * 80
-    assert kept_numel(LLAMA, 2, True) == (2 / 2 + 2) * 64 + (128 + 96 + 64) / 2 + 4 * 80
-    assert kept_numel(replace(LLAMA, mlp="plain"), 1, False) == 4 * 64 + 288 + 2 * 160
+    assert saved_activation_numel(LLAMA, 1, False) == 4 * 64 + (128 + 96 + 64) + 4 * 160
+    assert saved_activation_numel(LLAMA, 2, False) == 4 * 64 + (128 + 96 + 64) / 2 + 4 * 80
+    assert saved_activation_numel(LLAMA, 2, True) == (2 / 2 + 2) * 64 + (128 + 96 + 64) / 2 + 4 * 80
+    assert saved_activation_numel(replace(LLAMA, mlp="plain"), 1, False) == 4 * 64 + 288 + 2 * 160
     routed = (4 * 48 + 2 * 64) * 2 + 3 * 4
-    assert kept_numel(MOE, 1, False) == 4 * 64 + 288 + 4 * 160 / 4 + 0.75 * routed
+    assert saved_activation_numel(MOE, 1, False) == 4 * 64 + 288 + 4 * 160 / 4 + 0.75 * routed

@@ -6,7 +6,7 @@ import pytest
 
 from realhf.api.batch_meta import PROMPT, BatchMeta, ColumnMeta, RowId
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.messages import Call, Holders
+from realhf.api.messages import Holders, PrepareCall
 from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.plan.compile.realloc import plan_realloc
 from realhf.plan.cost.speed import Traffic
@@ -50,6 +50,6 @@ def test_rings_hold_what_a_node_sends_and_no_more_than_they_can() -> None:
 def test_rows_count_by_their_type_and_length() -> None:
     ids = (RowId(0, PROMPT), RowId(1, PROMPT))
     meta = BatchMeta(ids, {"tokens": ColumnMeta("int64", (3, 5))})
-    call = Call(0, "any", 0, 0, meta, Holders(((2,),), {"tokens": (0, 0)}), (), ((0,), (1,)), (0, 0), {})
+    call = PrepareCall(0, "any", 0, 0, meta, Holders(((2,),), {"tokens": (0, 0)}), (), ((0,), (1,)), (0, 0), {})
     traffic = transfer_traffic(call, ("tokens",), layout("d2"), 4)
     assert traffic.node == 64 and traffic.total == 128

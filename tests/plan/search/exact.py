@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import inf
 
 from realhf.plan.search.cpp_evaluator import evaluator
-from realhf.plan.search.evaluate import Chosen, objective, peak_bytes
+from realhf.plan.search.evaluate import Assignment, objective, peak_bytes
 from realhf.plan.search.problem import Choice, Problem
 from realhf.plan.search.search import search
 
@@ -20,7 +20,7 @@ def branch_and_bound(problem: Problem) -> tuple[Choice, float]:
     plans = evaluator(problem)
     best = search(problem).choice
     value = objective(problem, *plans.evaluate(best))
-    order = sorted(range(len(best)), key=lambda mfc: (problem.wires[mfc].keeper != mfc, -_least(problem, mfc)))
+    order = sorted(range(len(best)), key=lambda mfc: (problem.deps[mfc].home_mfc != mfc, -_least(problem, mfc)))
     stack: list[Partial] = [[None] * len(best)]
     while stack:
         partial = stack.pop()
@@ -39,16 +39,16 @@ def lower_bound(problem: Problem, partial: Partial) -> float:
 
     The first step ends with some MFC that nobody waits for; what is known to begin after that must be done by the end.
     """
-    chosen, n, mfcs = Chosen(problem, partial), problem.n_settled, range(len(partial))
+    chosen, n, mfcs = Assignment(problem, partial), problem.n_settled, range(len(partial))
     if n:
-        ends = set(mfcs) - {parent for wire in problem.wires for parent in wire.parents}
+        ends = set(mfcs) - {parent for wire in problem.deps for parent in wire.parents}
         seconds = min(_window(chosen, n, [0.0 if m == end else -inf for m in mfcs]) for end in ends) / n
     else:
         seconds = _window(chosen, 1, [0.0 for _ in mfcs])
     return objective(problem, seconds * (1 - 1e-12), peak_bytes(chosen))  # sums are rounded
 
 
-def _window(chosen: Chosen, n: int, first: list[float]) -> float:
+def _window(chosen: Assignment, n: int, first: list[float]) -> float:
     """Return how long it takes to end ``n`` more steps at the least if each MFC is done with a step at ``first``.
 
     -inf stands for no knowledge.
@@ -60,8 +60,12 @@ def _window(chosen: Chosen, n: int, first: list[float]) -> float:
         ahead = step - 2 - problem.max_staleness
         fetched = max(done[ahead]) if ahead >= 0 else -inf
         for mfc in problem.order:
-            wire, call = problem.wires[mfc], _seconds(chosen, mfc) + problem.call_seconds
-            fresh = done[step - wire.lag - 1][wire.updater] if wire.updater >= 0 and step > wire.lag else -inf
+            wire, call = problem.deps[mfc], _seconds(chosen, mfc) + problem.call_seconds
+            fresh = (
+                done[step - wire.allowed_staleness - 1][wire.updater]
+                if wire.updater >= 0 and step > wire.allowed_staleness
+                else -inf
+            )
             begin = max(fetched, fresh, done[-1][mfc])
             rows = max((now[parent] for parent in wire.parents), default=-inf)
             now[mfc] = max(begin + _calls(problem, mfc) * call, rows + call)
@@ -74,7 +78,7 @@ def _least(problem: Problem, mfc: int) -> float:
     return min(o.transfer.seconds + o.compute.seconds for o in problem.table[mfc])
 
 
-def _seconds(chosen: Chosen, mfc: int) -> float:
+def _seconds(chosen: Assignment, mfc: int) -> float:
     """Return how long a call keeps the workers that it runs on, at the least."""
     if chosen.choice[mfc] is None:
         return _least(chosen.problem, mfc)
@@ -84,12 +88,12 @@ def _seconds(chosen: Chosen, mfc: int) -> float:
 
 def _calls(problem: Problem, mfc: int) -> int:
     """Return how many calls a step takes."""
-    return -(-problem.batch_size // problem.wires[mfc].chunk)
+    return -(-problem.batch_size // problem.deps[mfc].chunk)
 
 
-def _load(chosen: Chosen, steps: Sequence[int]) -> float:
+def _load(chosen: Assignment, steps: Sequence[int]) -> float:
     """Return how long the busiest worker works on so many steps of every MFC, or all of them on average."""
-    busy = [0.0] * chosen.n_atoms
+    busy = [0.0] * chosen.n_rank_classes
     total = 0.0
     for mfc, n in enumerate(steps):
         calls = n * _calls(chosen.problem, mfc)
@@ -100,6 +104,6 @@ def _load(chosen: Chosen, steps: Sequence[int]) -> float:
         else:
             seconds = calls * _seconds(chosen, mfc)
             total += len(chosen.ranks(mfc)) * seconds
-            for atom in chosen.atoms(chosen.ranks(mfc)):
+            for atom in chosen.rank_classes(chosen.ranks(mfc)):
                 busy[atom] += seconds
     return max(*busy, total / chosen.problem.n_ranks, 0.0)

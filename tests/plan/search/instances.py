@@ -7,11 +7,11 @@ from realhf.api.execution_plan import ExecutionPlan, Placement
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.machine import Cost, Workload
-from realhf.api.messages import Call
+from realhf.api.messages import PrepareCall
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
 from realhf.plan.compile.program import compile_program
-from realhf.plan.compile.schedule import RunLength
-from realhf.plan.search.problem import FREE, Choice, Move, Option, Problem
+from realhf.plan.compile.schedule import TrainSchedule
+from realhf.plan.search.problem import FREE, Choice, LayoutOption, Problem, ReallocCost
 from realhf.plan.search.simulate import simulate
 from realhf.plan.search.timeline import Timeline
 
@@ -30,9 +30,9 @@ class Instance:
         plan = ExecutionPlan(p.n_ranks, {name: Placement(self.layouts[name][i]) for name, i in chosen.items()})
         sampled = any(m.kind is Kind.GENERATE for m in p.graph.mfcs)
         workload = Workload(((3,), (5,), (4,)), (2, 6), 2) if sampled else Workload(((3, 4), (5,), (4, 1, 7)))
-        length = RunLength(p.batch_size, p.batch_size * p.n_steps, p.n_steps)
+        length = TrainSchedule(p.batch_size, p.batch_size * p.n_steps, p.n_steps)
 
-        def price(call: Call, instruction: Instruction) -> Cost:
+        def price(call: PrepareCall, instruction: Instruction) -> Cost:
             return price_of(p, chosen, call.mfc, instruction)
 
         program = compile_program(p.graph, plan)
@@ -41,7 +41,7 @@ class Instance:
 
 def price_of(p: Problem, chosen: dict[str, int], mfc: str, instruction: Instruction) -> Cost:
     def keeper(role: str) -> str:
-        return p.graph.mfcs[p.keeper(role)].name
+        return p.graph.mfcs[p.home_mfc(role)].name
 
     option = p.options[mfc][chosen[mfc]]
     match instruction:
@@ -56,10 +56,10 @@ def price_of(p: Problem, chosen: dict[str, int], mfc: str, instruction: Instruct
         case Offload(role):
             return p.options[keeper(role)][chosen[keeper(role)]].offload
         case Reallocate(role, _, target) if role == target:
-            return p.move(mfc, chosen[mfc], chosen[keeper(role)]).cost
+            return p.realloc(mfc, chosen[mfc], chosen[keeper(role)]).cost
         case Reallocate(role, _, target):
             sync = next(s for s in p.graph.syncs if (s.after, s.source, s.target) == (mfc, role, target))
-            return p.follow(sync, chosen[keeper(role)], chosen[keeper(target)])
+            return p.sync(sync, chosen[keeper(role)], chosen[keeper(target)])
 
 
 def random_instance(
@@ -83,7 +83,7 @@ def random_instance(
     layouts = {m.name: tuple(_layouts(random, m, graph, batch, n_ranks, n_options)) for m in graph.mfcs}
     options = {
         name: tuple(
-            Option(
+            LayoutOption(
                 range(min(x.mesh.ranks), max(x.mesh.ranks) + 1),
                 range(min(x.dp_heads()), max(x.dp_heads()) + 1),
                 cost(),
@@ -99,11 +99,11 @@ def random_instance(
     }
     homes: dict[str, str] = {}
 
-    def move(mfc: str, option: int, home: int) -> Move:
+    def move(mfc: str, option: int, home: int) -> ReallocCost:
         if layouts[mfc][option] == layouts[homes[mfc]][home]:
-            return Move()
+            return ReallocCost()
         by = Random(f"{seed} {mfc} {option} {home}")
-        return Move(cost(by), by.uniform(0, 3), by.uniform(0, 2))
+        return ReallocCost(cost(by), by.uniform(0, 3), by.uniform(0, 2))
 
     def follow(sync: Sync, source: int, target: int) -> Cost:
         return cost(Random(f"{seed} {sync} {source} {target}"))
@@ -111,7 +111,7 @@ def random_instance(
     capacity = random.uniform(4, 12) if tight else 1e9
     latency = random.choice((0.0, 0.1))
     problem = Problem(graph, options, n_ranks, batch, capacity, move, follow, staleness, latency, cores, n_steps)
-    homes.update({m.name: graph.mfcs[problem.keeper(m.role)].name for m in graph.mfcs if m.role})
+    homes.update({m.name: graph.mfcs[problem.home_mfc(m.role)].name for m in graph.mfcs if m.role})
     return Instance(problem, layouts)
 
 

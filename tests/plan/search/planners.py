@@ -9,7 +9,7 @@ from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.machine import Hardware, Link, Workload
 from realhf.api.model_config import ModelConfig
 from realhf.experiments.ppo import PPOExperiment
-from realhf.plan.cost.activation_memory import Counted
+from realhf.plan.cost.activation_memory import AnalyticMemory
 from realhf.plan.cost.cost import CostModel
 from realhf.plan.cost.memory import MemoryModel
 from realhf.plan.cost.roofline import Roofline
@@ -57,6 +57,6 @@ def ppo_planner(
     models = {role: replace(actor, head="scalar" if role in ("critic", "rew") else "lm") for role in graph.roles}
     rows = workload or Workload(((16,), (10,), (13,)), (24, 12, 18), experiment.samples_per_prompt())
     cost = CostModel(graph, models, roles, Roofline(hardware), rows, hardware.node_size, sampling)
-    memory = MemoryModel(graph, models, roles, rows, Counted(device), hardware.reserved, device, sampling)
+    memory = MemoryModel(graph, models, roles, rows, AnalyticMemory(device), hardware.reserved, device, sampling)
     limits = {mfc.name: MicroBatching(max_tokens_per_mb=4096) for mfc in graph.mfcs}
-    return Planner(graph, Candidates(cost, memory, hardware, batch, limits), n_workers, effort=3000)
+    return Planner(graph, Candidates(cost, memory, hardware, batch, limits), n_workers, max_evaluations=3000)

@@ -10,7 +10,7 @@ from realhf.api.batch_meta import PROMPT
 from realhf.api.execution_plan import MicroBatching, Placement
 from realhf.api.graph import Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.machine import KEPT_FREE, Workload
+from realhf.api.machine import MEMORY_RESERVE_FRACTION, Workload
 from realhf.plan.search.candidates import SMALLEST_MICRO_BATCH, SMALLEST_SLOTS, Candidates
 from tests.plan.search.planners import LLAMA, TOY, layout, ppo_planner
 
@@ -19,7 +19,7 @@ STRATEGIES = ("d1", "d2", "t2", "p2", "d2p2", "d4", "t2p2")
 
 
 def calls_with(memory: float = 1e9, **options: object) -> Candidates:
-    hardware = replace(TOY, memory=memory / (1 - KEPT_FREE))
+    hardware = replace(TOY, memory=memory / (1 - MEMORY_RESERVE_FRACTION))
     return ppo_planner(hardware=hardware, workload=LONG, batch=32, **options).calls  # type: ignore[arg-type]
 
 
@@ -57,9 +57,9 @@ def test_without_room_micro_batches_and_slots_shrink_until_they_fit() -> None:
         assert small.bytes <= tight.capacity < large.bytes
         batching = small.placement.micro_batching
         if mfc is train:
-            assert SMALLEST_MICRO_BATCH <= batching.max_tokens_per_mb < 4096 and batching.max_slots == 0
+            assert SMALLEST_MICRO_BATCH <= batching.max_tokens_per_mb < 4096 and batching.max_num_seqs == 0
         else:
-            assert SMALLEST_SLOTS <= batching.max_slots < 32 and batching.max_tokens_per_mb == 4096
+            assert SMALLEST_SLOTS <= batching.max_num_seqs < 32 and batching.max_tokens_per_mb == 4096
 
 
 def test_where_nothing_fits_the_leanest_is_told() -> None:

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.plan.search import cpp_evaluator
-from realhf.plan.search.cpp_evaluator import MAX_MFCS, NativeEvaluator, evaluator, library
-from realhf.plan.search.mcmc import Dice, PythonEvaluator, Walker
-from realhf.plan.search.problem import Move
+from realhf.plan.search.cpp_evaluator import MAX_MFCS, CppEvaluator, evaluator, library
+from realhf.plan.search.mcmc import Chain, PythonEvaluator, SplitMix64
+from realhf.plan.search.problem import ReallocCost
 from tests.plan.search.instances import random_instance
 from tests.plan.search.test_evaluate import problem_of
 
@@ -27,7 +27,7 @@ built = pytest.mark.skipif(library() is None, reason="PLANNER NOT BUILT: python 
 def test_chains_take_the_same_steps_in_both(seed: int, temperature: float) -> None:
     problem = random_instance(seed, tight=seed % 2 == 0).problem
     start = tuple(0 for _ in problem.table)
-    walkers = [Walker.start(Dice(seed), start, 1e9) for _ in range(2)]
+    walkers = [Chain.start(SplitMix64(seed), start, 1e9) for _ in range(2)]
     for walker, players in zip(walkers, (PythonEvaluator(problem), evaluator(problem)), strict=True):
         for n in (1, 0, 30):
             players.walk(walker, n, temperature)
@@ -38,13 +38,13 @@ def test_chains_take_the_same_steps_in_both(seed: int, temperature: float) -> No
 def test_an_error_of_a_table_is_raised_and_forgotten() -> None:
     failing = True
 
-    def move(mfc: str, option: int, home: int) -> Move:
+    def move(mfc: str, option: int, home: int) -> ReallocCost:
         if failing:
             raise ValueError(f"no way for {mfc}")
-        return Move()
+        return ReallocCost()
 
     fast = evaluator(replace(problem_of(), move=move))
-    walker = Walker.start(Dice(1), (0, 0, 0), inf)
+    walker = Chain.start(SplitMix64(1), (0, 0, 0), inf)
     for action in (lambda: fast.evaluate((0, 0, 0)), lambda: fast.walk(walker, 5, 0.1)):
         with pytest.raises(ValueError, match="no way for gen"):
             action()
@@ -57,7 +57,7 @@ def test_the_largest_graph_cuts_the_ranks_into_as_many_pieces_as_it_can() -> Non
     instance = random_instance(3, n_mfcs=MAX_MFCS, n_ranks=200)
     choice = tuple(0 for _ in instance.problem.table)
     fast = evaluator(instance.problem)
-    assert isinstance(fast, NativeEvaluator)
+    assert isinstance(fast, CppEvaluator)
     assert fast.evaluate(choice) == PythonEvaluator(instance.problem).evaluate(choice)
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.api.machine import Cost
 from realhf.plan.search.cpp_evaluator import evaluator
-from realhf.plan.search.evaluate import OVERFULL, evaluate, objective
-from realhf.plan.search.problem import Move, Option, Problem
+from realhf.plan.search.evaluate import OOM_PENALTY, evaluate, objective
+from realhf.plan.search.problem import LayoutOption, Problem, ReallocCost
 from tests.plan.search.instances import random_instance
 
 SPEC = InterfaceSpec("any")
@@ -22,9 +22,9 @@ TRAIN = MFC("train", "actor", Kind.TRAIN, SPEC, ("tokens", "rewards"), (), 4)
 GRAPH = Graph((GENERATE, JUDGE, TRAIN))
 
 
-def option(start: int, stop: int, seconds: float, transient: float = 0.0, resident: float = 0.0) -> Option:
+def option(start: int, stop: int, seconds: float, transient: float = 0.0, resident: float = 0.0) -> LayoutOption:
     ranks, rows, load, offload = range(start, stop), Cost(0.25, 0.0), Cost(1.0, 0.0), Cost(2.0, 0.0)
-    return Option(ranks, ranks, Cost(seconds, seconds), rows, transient, resident, load, offload)
+    return LayoutOption(ranks, ranks, Cost(seconds, seconds), rows, transient, resident, load, offload)
 
 
 def problem_of(graph: Graph = GRAPH, **changes: Any) -> Problem:
@@ -34,7 +34,9 @@ def problem_of(graph: Graph = GRAPH, **changes: Any) -> Problem:
         "judge": [option(1, 2, 1.0, transient=3.0, resident=5.0)],
         "train": [option(0, 1, 2.0, transient=6.0, resident=20.0)],
     }
-    known = Problem(graph, options, 2, 4, 100.0, lambda mfc, o, home: Move(Cost(0.5, 0), 4.0) if o == 0 else Move())
+    known = Problem(
+        graph, options, 2, 4, 100.0, lambda mfc, o, home: ReallocCost(Cost(0.5, 0), 4.0) if o == 0 else ReallocCost()
+    )
     return replace(known, **changes)
 
 
@@ -79,4 +81,4 @@ def test_what_fits_beats_what_does_not_and_less_is_better() -> None:
     problem = problem_of(capacity=10.0)
     fits, slow = objective(problem, 1.0, 10.0), objective(problem, 9e9, 9.0)
     little, much = objective(problem, 1.0, 10.1), objective(problem, 0.1, 12.0)
-    assert fits == 1.0 and fits < slow < OVERFULL <= little < much
+    assert fits == 1.0 and fits < slow < OOM_PENALTY <= little < much

@@ -7,22 +7,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.api.machine import Cost
-from realhf.plan.search.event_sim import Inboxes, Job, Order
+from realhf.plan.search.event_sim import CallOps, Op, WorkerQueues
 
 Given = tuple[Sequence[int], float]
 
 
-def order(first: Sequence[Given], rest: Sequence[Given] = (), cores: float = 1.0) -> Order:
+def order(first: Sequence[Given], rest: Sequence[Given] = (), cores: float = 1.0) -> CallOps:
     """Make an order of (ranks, seconds), each keeping ``cores`` busy."""
-    jobs = [[Job(ranks, Cost(seconds, seconds * cores)) for ranks, seconds in some] for some in (first, rest)]
-    return Order(None, *jobs)
+    jobs = [[Op(ranks, Cost(seconds, seconds * cores)) for ranks, seconds in some] for some in (first, rest)]
+    return CallOps(None, *jobs)
 
 
-def play(*orders: Order, cores: float = 0.0, latency: float = 0.0) -> list[tuple[Order, float]]:
+def play(*orders: CallOps, cores: float = 0.0, latency: float = 0.0) -> list[tuple[CallOps, float]]:
     """Send orders together; return when the master hears of each."""
-    inboxes, heard = Inboxes(4, cores, latency), []
+    inboxes, heard = WorkerQueues(4, cores, latency), []
 
-    def answer(done: Order) -> list[list[Order]]:
+    def answer(done: CallOps) -> list[list[CallOps]]:
         heard.append((done, inboxes.now))
         return []
 
@@ -30,7 +30,7 @@ def play(*orders: Order, cores: float = 0.0, latency: float = 0.0) -> list[tuple
     return heard
 
 
-def spans(*orders: Order) -> list[tuple[float, float]]:
+def spans(*orders: CallOps) -> list[tuple[float, float]]:
     return [(job.start, job.end) for o in orders for job in o.jobs]
 
 
@@ -39,7 +39,7 @@ def test_a_job_waits_for_all_its_workers_and_holds_them() -> None:
     heard = play(some, both, other)
     assert spans(some, both, other) == [(0, 3), (3, 4), (4, 9)]
     assert heard == [(some, 3), (both, 4), (other, 9)]
-    assert both.first[0].cause is some.first[0] and other.first[0].cause is both.first[0]
+    assert both.first[0].predecessor is some.first[0] and other.first[0].predecessor is both.first[0]
 
 
 def test_first_jobs_of_all_orders_go_before_the_rest_of_any() -> None:

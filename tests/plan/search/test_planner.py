@@ -6,10 +6,10 @@ import pytest
 
 from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.machine import KEPT_FREE, Hardware, Link, Workload
+from realhf.api.machine import MEMORY_RESERVE_FRACTION, Hardware, Link, Workload
 from realhf.plan.compile.heuristic import HEURISTICS
 from realhf.plan.cost.roofline import Roofline
-from realhf.plan.cost.speed import Part, Work
+from realhf.plan.cost.speed import StageShard, Work
 from realhf.plan.search.evaluate import evaluate
 from realhf.plan.search.planner import Planner, layouts_of
 from tests.plan.search.planners import TOY, WIDE, layout, ppo_planner
@@ -83,9 +83,9 @@ def test_micro_batches_shrink_before_a_plan_does_not_fit(share: float) -> None:
     rows = Workload(((60,),), (140,))
     roomy = ppo_planner(1, replace(TOY, memory=1e12), WIDE, 128, rows)
     peak = roomy.predict(roomy.by_rule("symmetric")).peak
-    tight = ppo_planner(1, replace(TOY, memory=share * peak / (1 - KEPT_FREE)), WIDE, 128, rows)
+    tight = ppo_planner(1, replace(TOY, memory=share * peak / (1 - MEMORY_RESERVE_FRACTION)), WIDE, 128, rows)
     plan, found = tight.by_rule("symmetric"), tight.search()
-    finest = {name: replace(limit, max_tokens_per_mb=512, max_slots=8) for name, limit in tight.calls.limits.items()}
+    finest = {name: replace(limit, max_tokens_per_mb=512, max_num_seqs=8) for name, limit in tight.calls.limits.items()}
     leanest = replace(plan, placements={n: replace(plan[n], micro_batching=finest[n]) for n in finest})
     assert tight.fits(plan) == tight.fits(found.plan) == tight.fits(leanest)
 
@@ -94,7 +94,7 @@ def test_a_plan_of_a_rule_is_reckoned_with_its_own_micro_batches() -> None:
     """Where the search knows the same layouts with others, that do not fit together, it would look too fast."""
     planner = ppo_planner(4, batch=64)
     plan, found = planner.by_rule("symmetric"), planner.search()
-    fine = replace(plan["actor_gen"], micro_batching=replace(plan["actor_gen"].micro_batching, max_slots=1))
+    fine = replace(plan["actor_gen"], micro_batching=replace(plan["actor_gen"].micro_batching, max_num_seqs=1))
     slow = replace(plan, placements={**plan.placements, "actor_gen": fine})
     assert planner._seconds(found, slow) == planner.predict(slow).seconds > 1.2 * planner._seconds(found, plan)
     assert planner._best(found, [slow]) == found.plan
@@ -120,12 +120,12 @@ def test_the_problem_asks_what_the_cost_and_memory_models_say() -> None:
     assert problem.capacity == planner.calls.capacity and problem.n_ranks == 8
     train, gen = table["actor_train"], table["actor_gen"]
     away = next(i for i, c in enumerate(gen) if c.placement.layout != train[0].placement.layout)
-    move = problem.move("actor_gen", away, 0)
+    move = problem.realloc("actor_gen", away, 0)
     src, dst = train[0].placement.layout, gen[away].placement.layout
     assert move.cost == planner.calls.cost.reallocate("actor", src, dst)
     assert move.nbytes == planner.calls.memory.weights("actor", dst.strategy)
     same = next(i for i, c in enumerate(gen) if c.placement.layout == train[0].placement.layout)
-    assert problem.move("actor_gen", same, 0).cost.seconds == 0
+    assert problem.realloc("actor_gen", same, 0).cost.seconds == 0
 
 
 def test_alternatives_are_what_the_evaluation_says() -> None:
@@ -161,7 +161,7 @@ def test_a_mesh_with_gaps_and_in_any_order_can_be_asked_about() -> None:
 class HalfKnown(Roofline):
     """A machine that was measured without tensor parallelism."""
 
-    def forward(self, part: Part, work: Work, ranks: object) -> float:
+    def forward(self, part: StageShard, work: Work, ranks: object) -> float:
         if part.tp > 1:
             raise ValueError("nobody measured tensor parallelism")
         return super().forward(part, work, ranks)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import pytest
 from realhf.plan.search.cpp_evaluator import evaluator, library
 from realhf.plan.search.evaluate import objective
 from realhf.plan.search.problem import Choice, Problem
-from realhf.plan.search.search import Stop, greedy, search
+from realhf.plan.search.search import StopReason, greedy, search
 from tests.plan.search.instances import random_instance
 
 SMALL = [p for p in (random_instance(seed, n_ranks=6, n_options=5, tight=seed % 2 == 0).problem for seed in range(150))
@@ -51,7 +51,7 @@ def problem() -> Problem:
 
 def test_the_same_seed_finds_the_same_and_says_what_it_did(problem: Problem) -> None:
     one, other = (search(problem, seed=3, budget=1500) for _ in range(2))
-    assert one == other and one.stop is not Stop.CLOCK and one.n_evaluated <= 1500
+    assert one == other and one.stop is not StopReason.CLOCK and one.n_evaluated <= 1500
     assert (one.seconds, one.peak) == evaluator(problem).evaluate(one.choice)
     assert one.fits == (one.peak <= problem.capacity)
     gains = [gain for _, gain in one.history]
@@ -62,7 +62,7 @@ def test_the_same_seed_finds_the_same_and_says_what_it_did(problem: Problem) -> 
 def test_the_clock_ends_a_search_and_the_result_says_so(problem: Problem) -> None:
     start = tuple(len(some) - 1 for some in problem.table)
     found = search(problem, [start], budget_s=0.0)
-    assert found.stop is Stop.CLOCK
+    assert found.stop is StopReason.CLOCK
     assert objective(problem, found.seconds, found.peak) <= value(problem, start)
 
 

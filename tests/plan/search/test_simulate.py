@@ -11,10 +11,10 @@ from realhf.api.execution_plan import ExecutionPlan, Placement
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.machine import Cost, Workload
-from realhf.api.messages import Call
+from realhf.api.messages import PrepareCall
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
 from realhf.plan.compile.program import compile_program
-from realhf.plan.compile.schedule import Dispatch, FetchRows, MasterState, RunLength, Span
+from realhf.plan.compile.schedule import Dispatch, FetchRows, MasterState, PromptRange, TrainSchedule
 from realhf.plan.search.simulate import rows_made, simulate
 from realhf.plan.search.timeline import Activity, Timeline, n_settled
 
@@ -36,7 +36,7 @@ def on(first: int, strategy: str = "d1") -> Layout:
     return Layout(DeviceMesh(tuple(range(first, first + cut.world))), cut)
 
 
-def price(call: Call, instruction: Instruction) -> Cost:
+def price(call: PrepareCall, instruction: Instruction) -> Cost:
     match instruction:
         case Compute(mfc):
             return Cost(SECONDS[mfc], SECONDS[mfc])
@@ -48,7 +48,7 @@ def price(call: Call, instruction: Instruction) -> Cost:
 
 def run(layouts: dict[str, Layout], graph: Graph = GRAPH, n_steps: int = 3, **options: float) -> Timeline:
     plan = ExecutionPlan(2, {name: Placement(layout) for name, layout in layouts.items()})
-    length = RunLength(4, 4 * n_steps, n_steps)
+    length = TrainSchedule(4, 4 * n_steps, n_steps)
     return simulate(graph, plan, compile_program(graph, plan), price, length, WORKLOAD, **options)  # type: ignore[arg-type]
 
 
@@ -128,8 +128,8 @@ def first_dispatch(state: MasterState, until: Callable[[Dispatch], bool]) -> Dis
 def test_rows_are_made_where_they_would_be_with_lengths_of_the_workload() -> None:
     layouts = {"gen": on(0, "d2p2"), "rew": on(0, "d2"), "ref": on(0), "train": on(0)}
     plan = ExecutionPlan(4, {name: Placement(layout) for name, layout in layouts.items()})
-    state = MasterState(GRAPH, plan, RunLength(4, 8, 2))
-    fetched = rows_made(GRAPH, WORKLOAD, FetchRows(Span(0, 0, 4)), plan).outputs
+    state = MasterState(GRAPH, plan, TrainSchedule(4, 8, 2))
+    fetched = rows_made(GRAPH, WORKLOAD, FetchRows(PromptRange(0, 0, 4)), plan).outputs
     assert {rank: [i.prompt for i in meta.ids] for rank, meta in fetched.items()} == {2: [0, 1], 3: [2, 3]}
     assert fetched[2].ids[0] == RowId(0, PROMPT) and fetched[2].columns["prompts"].lengths == (2, 3)
     made = rows_made(GRAPH, WORKLOAD, first_dispatch(state, lambda d: d.call.mfc == "gen"), plan).outputs
@@ -137,7 +137,7 @@ def test_rows_are_made_where_they_would_be_with_lengths_of_the_workload() -> Non
     assert sorted(i for meta in made.values() for i in meta.ids) == [RowId(p, s) for p in range(4) for s in (0, 1)]
     lengths = {i: n for meta in made.values() for i, n in zip(meta.ids, meta.columns["tokens"].lengths, strict=True)}
     assert lengths == dict(row for p in range(4) for row in WORKLOAD.drawn(p))
-    judged = first_dispatch(MasterState(GRAPH, plan, RunLength(4, 8, 2)), lambda d: d.call.mfc == "rew")
+    judged = first_dispatch(MasterState(GRAPH, plan, TrainSchedule(4, 8, 2)), lambda d: d.call.mfc == "rew")
     rewards = rows_made(GRAPH, WORKLOAD, judged, plan).outputs
     assert {i: n for m in rewards.values() for i, n in zip(m.ids, m.columns["rewards"].lengths, strict=True)} == lengths
     assert rewards[0].columns["rewards"].dtype == "float32" and judged.call.inputs.columns["tokens"].dtype == "int64"

@@ -6,15 +6,15 @@ from dataclasses import replace
 import pytest
 
 from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
-from realhf.api.machine import KEPT_FREE, Workload
+from realhf.api.machine import MEMORY_RESERVE_FRACTION, Workload
 from realhf.plan.search.planner import Planner
-from realhf.plan.search.suggest_fix import remedy, too_large
+from realhf.plan.search.suggest_fix import suggest_fix, too_large
 from tests.plan.search.planners import TOY, WIDE, layout, ppo_planner
 
 
 def planner_with(usable: float, n_workers: int = 4, node_size: int = 4, **options: object) -> Planner:
     rows = Workload(((240,),), (560,))
-    hardware = replace(TOY, memory=usable / (1 - KEPT_FREE), node_size=node_size)
+    hardware = replace(TOY, memory=usable / (1 - MEMORY_RESERVE_FRACTION), node_size=node_size)
     return ppo_planner(n_workers, hardware, WIDE, 64, rows, **options)  # type: ignore[arg-type]
 
 
@@ -35,7 +35,7 @@ NEEDED = peak(ROOMY, fixed(ROOMY))
 def test_the_worker_its_largest_parts_and_a_remedy_are_named() -> None:
     planner = planner_with(NEEDED - 1)
     prediction = planner.predict(fixed(planner))
-    text = too_large(planner, prediction, fixed, "ppo.gen.max_slots")
+    text = too_large(planner, prediction, fixed, "ppo.gen.max_num_seqs")
     found = re.fullmatch(
         r"worker (\d) would need ([\d.]+) GB \((.*)\), it has ([\d.]+), of "
         r"which plans leave 5% free; it fits with (.*)",
@@ -61,7 +61,7 @@ def applied(planner: Planner, words: str) -> tuple[Planner, ExecutionPlan]:
             case _, "mb_spec.max_tokens_per_mb":
                 limits[owner] = MicroBatching(max_tokens_per_mb=int(value))
             case "slots", _:
-                changes["options"] = {"gen": replace(planner.calls.cost.sampling, max_slots=int(value))}
+                changes["options"] = {"gen": replace(planner.calls.cost.sampling, max_num_seqs=int(value))}
             case _, "gradient_checkpointing" | "bf16":
                 changes[option] = value == "True"
             case "n_nodes", _:
@@ -92,14 +92,14 @@ STAIRS = {
 def test_the_smallest_remedy_comes_first_and_really_fits_when_it_is_applied(share: float) -> None:
     planner = planner_with(share * NEEDED)
     assert not planner.fits(fixed(planner))
-    words = remedy(planner, fixed, "slots")
+    words = suggest_fix(planner, fixed, "slots")
     assert re.fullmatch(f"it fits with {STAIRS[share]}", words), words
     changed, plan = applied(planner, words.removeprefix("it fits with "))
     assert changed.fits(plan), words
 
 
 def test_a_model_is_named_by_its_own_role() -> None:
-    words = remedy(planner_with(0.15 * NEEDED), fixed, "slots")
+    words = suggest_fix(planner_with(0.15 * NEEDED), fixed, "slots")
     roles = {word.partition(".")[0] for word in words.split(" ") if word.endswith("bf16=True")}
     assert roles == {"actor", "critic", "rew", "ref"}
     recomputing = {word.partition(".")[0] for word in words.split(" ") if "checkpointing" in word}
@@ -107,12 +107,14 @@ def test_a_model_is_named_by_its_own_role() -> None:
 
 
 def test_where_generation_needs_most_fewer_answers_are_drawn_at_a_time() -> None:
-    gen = replace(ROOMY.calls.cost.sampling, max_new_tokens=8000, max_slots=128)  # type: ignore[type-var]
+    gen = replace(ROOMY.calls.cost.sampling, max_new_tokens=8000, max_num_seqs=128)  # type: ignore[type-var]
     options = {"gen": gen}
     roomy = planner_with(1e12, 1, options=options)
     needed = peak(roomy, fixed(roomy, "d1"))
-    words = remedy(planner_with(0.9 * needed, 1, options=options), lambda p: fixed(p, "d1"), "ppo.gen.max_slots")
-    assert words == "it fits with ppo.gen.max_slots=32"
+    words = suggest_fix(
+        planner_with(0.9 * needed, 1, options=options), lambda p: fixed(p, "d1"), "ppo.gen.max_num_seqs"
+    )
+    assert words == "it fits with ppo.gen.max_num_seqs=32"
 
 
 def test_a_rule_s_plan_is_made_anew_with_the_change() -> None:
@@ -121,14 +123,16 @@ def test_a_rule_s_plan_is_made_anew_with_the_change() -> None:
 
     planner = planner_with(0.56 * NEEDED, 1)
     assert not planner.fits(by_rule(planner))
-    words = remedy(planner, by_rule, "")
+    words = suggest_fix(planner, by_rule, "")
     assert words == "it fits with actor.gradient_checkpointing=True critic.gradient_checkpointing=True"
     recomputing = planner_with(0.56 * NEEDED, 1, gradient_checkpointing=True)
     assert recomputing.fits(by_rule(recomputing))
 
 
 def test_workers_that_share_a_memory_are_not_multiplied() -> None:
-    assert remedy(planner_with(2e6, 2), lambda p: fixed(p, "d2"), "slots").startswith("nothing that was tried fits")
+    assert suggest_fix(planner_with(2e6, 2), lambda p: fixed(p, "d2"), "slots").startswith(
+        "nothing that was tried fits"
+    )
     planner = planner_with(0.1 * NEEDED)
     shared = replace(planner, calls=replace(planner.calls, hardware=replace(planner.calls.hardware, cores=2)))
-    assert remedy(shared, fixed, "slots").startswith("nothing that was tried fits")
+    assert suggest_fix(shared, fixed, "slots").startswith("nothing that was tried fits")

@@ -21,7 +21,7 @@ from realhf.rewards.code.judge_code import CodeJudge, completed, extract_code, s
 from realhf.rewards.judge.pool import JudgePool
 from realhf.rewards.sandbox.sandbox import Reason
 from realhf.rewards.sandbox.seccomp import MACHINES
-from realhf.rewards.verdict import Graded, Status, Verdict
+from realhf.rewards.verdict import ScoreWithReason, Status, Verdict
 from tests.rewards.judge.processes import descendants, gone
 
 runs = pytest.mark.skipif(
@@ -226,7 +226,7 @@ def test_nothing_outlives_a_judge_that_is_killed() -> None:
 def test_lax_outputs() -> None:
     judge = CodeJudge(20.0, lax=True)
     graded = judge("", "print('b a')", script(("", "a\nb")))
-    assert graded == 1.0 and isinstance(graded, Graded) and graded.reason == "ok"
+    assert graded == 1.0 and isinstance(graded, ScoreWithReason) and graded.reason == "ok"
     judge.sandbox.close()
 
 

@@ -58,7 +58,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["reward", "thing"])
 def pool(file: Path, request: pytest.FixtureRequest) -> Iterator[JudgePool]:
-    with JudgePool(f"{file}:{request.param}", timeout=20.0, in_flight=8) as pool:
+    with JudgePool(f"{file}:{request.param}", timeout=20.0, max_concurrency=8) as pool:
         yield pool
 
 

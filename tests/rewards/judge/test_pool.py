@@ -159,7 +159,7 @@ def test_math_passes_its_self_test() -> None:
 @pytest.mark.parametrize(
     ("fn", "words"),
     [
-        ("maths", "neither math, code, code_lax nor 'file.py:function'"),
+        ("maths", "neither math, code, code_unordered nor 'file.py:function'"),
         ("r.txt:f", "neither math, code"),
         ("none.py:f", "there is no file none.py"),
         ("broken.py:f", "broken.py is not valid Python"),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realhf.rewards.math.normalize import is_wrapped, normal, split_outside, tight
+from realhf.rewards.math.normalize import is_wrapped, normalize, split_outside, strip_spaces
 
 
 @pytest.mark.parametrize(
@@ -35,16 +35,16 @@ from realhf.rewards.math.normalize import is_wrapped, normal, split_outside, tig
     ],
 )
 def test_normal(text: str, wanted: str) -> None:
-    assert normal(text) == wanted
+    assert normalize(text) == wanted
 
 
 @given(st.text(alphabet="\\{}()[]$ .,^_-+/0123456789abcfrtxq\u2212\u00bd", max_size=30))
 def test_any_text_has_a_normal_form(text: str) -> None:
-    assert normal(text).isascii()
+    assert normalize(text).isascii()
 
 
 def test_spaces_between_digits_stay() -> None:
-    assert tight("3 1/3 + x ") == "3 1/3+x"
+    assert strip_spaces("3 1/3 + x ") == "3 1/3+x"
 
 
 def test_brackets() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realhf.rewards.math.normalize import normal
+from realhf.rewards.math.normalize import normalize
 from realhf.rewards.math.quantities import Quantity, quantity, same_quantity
 
 
@@ -69,7 +69,7 @@ def test_what_is_no_number(text: str) -> None:
     ],
 )
 def test_the_same_number(given_text: str, gold: str, same: bool) -> None:
-    a, b = quantity(normal(given_text)), quantity(normal(gold))
+    a, b = quantity(normalize(given_text)), quantity(normalize(gold))
     assert a is not None and b is not None and same_quantity(a, b) is same
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from realhf.base.errors import UserError
-from realhf.rewards.sandbox.isolation import Guard, Limits
-from realhf.rewards.sandbox.sandbox import Outcome, Reason, Sandbox, Stopped, describe_sandbox, how_it_ended
+from realhf.rewards.sandbox.isolation import IsolationInfo, Limits
+from realhf.rewards.sandbox.sandbox import ProgramResult, Reason, Sandbox, ServerExited, describe_sandbox, how_it_ended
 from realhf.rewards.sandbox.seccomp import MACHINES
 from tests.rewards.judge.processes import descendants, gone
 
@@ -35,10 +35,10 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
         yield sandbox
 
 
-def after(sandbox: Sandbox, source: str, seconds: float = 20.0) -> Outcome:
+def after(sandbox: Sandbox, source: str, seconds: float = 20.0) -> ProgramResult:
     """What becomes of ``source``, once the program after it has been found to be well."""
     outcome = sandbox.run(source, "", seconds)
-    assert sandbox.run("print(int(input()) + 1)", "41\n", 20.0) == Outcome(Reason.ok, "42\n")
+    assert sandbox.run("print(int(input()) + 1)", "41\n", 20.0) == ProgramResult(Reason.ok, "42\n")
     return outcome
 
 
@@ -91,7 +91,7 @@ ENDLESS = {
 @pytest.mark.parametrize("name", ENDLESS)
 def test_what_does_not_end_is_ended(sandbox: Sandbox, name: str) -> None:
     outcome = after(sandbox, ENDLESS[name], seconds=0.3)
-    assert outcome == Outcome(Reason.timeout, "", "not done after 0.3 s")
+    assert outcome == ProgramResult(Reason.timeout, "", "not done after 0.3 s")
 
 
 def test_a_program_has_a_folder_that_is_new_every_time(sandbox: Sandbox) -> None:
@@ -132,7 +132,7 @@ def test_only_its_own_streams_are_open(sandbox: Sandbox) -> None:
     source = "import os\nopen_ones = []\nfor fd in range(200):\n    try:\n        os.fstat(fd)\n"
     source += "        open_ones.append(fd)\n    except OSError:\n        pass\nprint(open_ones)"
     assert after(sandbox, source).stdout == "[0, 1, 2]\n"
-    assert after(sandbox, "import os\nos.closerange(0, 100)\nprint(1)") == Outcome(Reason.ok)
+    assert after(sandbox, "import os\nos.closerange(0, 100)\nprint(1)") == ProgramResult(Reason.ok)
 
 
 def test_memory_of_one_program_is_not_that_of_the_next(sandbox: Sandbox) -> None:
@@ -147,7 +147,7 @@ def test_scripts_run_as_scripts_do(sandbox: Sandbox) -> None:
         "print(__main__.sys is sys, sys.argv)\nimport threading\nthreading.Thread(target=print, args=(5,)).start()"
     )
     text = "caf\u00e9\n" * 100_000
-    assert sandbox.run(source, text) == Outcome(Reason.ok, text.upper() + "True ['program.py']\n5\n")
+    assert sandbox.run(source, text) == ProgramResult(Reason.ok, text.upper() + "True ['program.py']\n5\n")
     assert sandbox.run("from __future__ import annotations\nprint(Counter('aab')['a'], gcd(4, 6))").stdout == "2 2\n"
     assert sandbox.run("print(1)\nexit()\nprint(2)").stdout == "1\n"
     assert sandbox.run("print('no input wanted')", text).stdout == "no input wanted\n"
@@ -156,7 +156,7 @@ def test_scripts_run_as_scripts_do(sandbox: Sandbox) -> None:
 def test_a_program_is_asked_line_by_line(sandbox: Sandbox) -> None:
     program = sandbox.start("for line in open(0):\n    print(len(line) - 1, flush=True)", 20.0)
     assert [program.ask(b"x" * n, 20.0) for n in (1, 100_000, 2)] == [b"1", b"100000", b"2"]
-    assert program.finish(b"", 20.0) == Outcome(Reason.ok)
+    assert program.finish(b"", 20.0) == ProgramResult(Reason.ok)
     program.close()
     for source, reason in [
         ("input()", Reason.error),
@@ -164,7 +164,7 @@ def test_a_program_is_asked_line_by_line(sandbox: Sandbox) -> None:
         ("while 1: pass", Reason.timeout),
     ]:
         silent = sandbox.start(source, 20.0)
-        with pytest.raises(Stopped) as stopped:
+        with pytest.raises(ServerExited) as stopped:
             silent.ask(b"", 0.3 if reason is Reason.timeout else 20.0)
         assert stopped.value.outcome.reason is reason
         silent.close()
@@ -240,9 +240,9 @@ def test_a_server_that_does_not_come_up_is_the_users_error(monkeypatch: pytest.M
 
 def test_what_keeps_programs_in_can_be_asked() -> None:
     assert "system calls filtered" in describe_sandbox()
-    assert Guard(True, 0, 7, 0).describe().endswith("limits, uid 7")
-    assert Guard(False, 4, None, 0).describe().startswith("files by Landlock 4, no namespaces")
-    assert Guard(False, 0, None, 0).describe().startswith("NEITHER")
+    assert IsolationInfo(True, 0, 7, 0).describe().endswith("limits, uid 7")
+    assert IsolationInfo(False, 4, None, 0).describe().startswith("files by Landlock 4, no namespaces")
+    assert IsolationInfo(False, 0, None, 0).describe().startswith("NEITHER")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.system.checkpoint.best_models import ASIDE, POINTER, Best, Record, needed, read_records, rewind_best
+from realhf.system.checkpoint.best_models import POINTER, TMP_SUFFIX, Best, Record, needed, read_records, rewind_best
 
 
 def commit(best: Best, step: int, value: float, checkpoints: list[int]) -> None:
@@ -61,14 +61,14 @@ def test_former_ones_stay_as_long_as_a_checkpoint_needs_them(tmp_path: Path) -> 
     assert names(tmp_path) == [POINTER, "step_5"]
     stored = json.loads((tmp_path / POINTER).read_text())
     assert (stored["metric"], stored["step"], stored["value"], stored["folder"]) == ("a", 5, 0.3, "step_5")
-    assert (tmp_path / stored["folder"] / "actor" / "weights").read_text() == f"step_5{ASIDE}"
+    assert (tmp_path / stored["folder"] / "actor" / "weights").read_text() == f"step_5{TMP_SUFFIX}"
 
 
 def test_a_run_that_goes_on_takes_back_what_came_later(tmp_path: Path) -> None:
     best = Best(tmp_path, "a")
     for step, value in ((0, 0.1), (3, 0.2), (5, 0.3)):
         commit(best, step, value, [4])
-    write(tmp_path / f"step_6{ASIDE}")  # killed while it was written
+    write(tmp_path / f"step_6{TMP_SUFFIX}")  # killed while it was written
     write(tmp_path / "step_7")  # killed before it was pointed at
     rewind_best(tmp_path, 4)
     assert names(tmp_path) == [POINTER, "step_3"] and read_records(tmp_path, "a") == best.records[:2]
@@ -93,7 +93,7 @@ def test_whenever_it_is_killed_the_pointer_names_whole_models(moment: str, tmp_p
         best.aside(record).rename(tmp_path / "step_2")
     elif moment == "pointed":
         best.commit(record, [1])
-    (tmp_path / f"{POINTER}{ASIDE}").write_text("{ half")
+    (tmp_path / f"{POINTER}{TMP_SUFFIX}").write_text("{ half")
     stored = json.loads((tmp_path / POINTER).read_text())
     assert stored["step"] == (2 if moment == "pointed" else 1)
     assert (tmp_path / stored["folder"] / "actor" / "weights").is_file()

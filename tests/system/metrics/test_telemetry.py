@@ -13,10 +13,10 @@ from realhf.api.batch_meta import BatchMeta, ColumnMeta, RowId
 from realhf.api.config import ModelSpec
 from realhf.api.experiment import RoleSpec
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
-from realhf.api.messages import Call, Done, Holders, Ready
+from realhf.api.messages import Done, Holders, PrepareCall, Ready
 from realhf.arch.flops import generate_flops, matrix_params, train_flops
 from realhf.experiments.ppo import PPOExperiment
-from realhf.plan.compile.schedule import RowsReady, Span
+from realhf.plan.compile.schedule import PromptRange, RowsReady
 from realhf.plan.run_spec import Expected, RunSpec
 from realhf.system.metrics.telemetry import Metrics, Telemetry
 from realhf.system.metrics.trace import SpanTuple, time_spent, trace_lines
@@ -64,8 +64,8 @@ def run(make_run: Callable[..., RunSpec], actor_folder: Path, tmp_path: Path) ->
     return make_run(Graph((GEN, JUDGE, TRAIN)), meshes, tmp_path, roles=roles)
 
 
-def call(mfc: str, inputs: BatchMeta) -> Call:
-    return Call(1, mfc, 0, 0, inputs, Holders((), {}), (), ((0,), (1,)), (), {})
+def call(mfc: str, inputs: BatchMeta) -> PrepareCall:
+    return PrepareCall(1, mfc, 0, 0, inputs, Holders((), {}), (), ((0,), (1,)), (), {})
 
 
 def done(request: int, rank: int, spans: tuple[SpanTuple, ...], step: int = 0, **what: Any) -> Done:
@@ -102,7 +102,7 @@ def one_step(telemetry: Telemetry) -> None:
         for reply in replies:
             telemetry.reply(0, name, reply)
         telemetry.call_done(call(name, inputs), replies)
-        telemetry.event(RowsReady(name, Span(0, 0, 2), {r.rank: r.outputs for r in replies if r.outputs}))
+        telemetry.event(RowsReady(name, PromptRange(0, 0, 2), {r.rank: r.outputs for r in replies if r.outputs}))
 
 
 def lines(path: Path) -> list[Any]:
@@ -250,7 +250,7 @@ def test_where_models_went_is_remembered(run: RunSpec) -> None:
 
 def tried(telemetry: Telemetry, run: RunSpec) -> None:
     """What the master tells of four held-out rows, in two steps of their own."""
-    first = run.trial_length.first_step
+    first = run.eval_schedule.first_step
     for step in (first, first + 1):
         replies = [Done(1, rank, stats={"accuracy": (rank + step - first, 2.0), "none": (0.0, 0.0)}) for rank in (0, 1)]
         for reply in replies:
@@ -268,7 +268,7 @@ def test_what_held_out_rows_gave(run: RunSpec) -> None:
     assert telemetry.evaluated(0) == {"eval/accuracy": 0.5, "eval/prompts": 4.0, "eval_rew/accuracy": 0.5}
     one_step(telemetry)
     tried(telemetry, run)
-    telemetry.step_done(0, {}, is_tried=True)
+    telemetry.step_done(0, {}, is_evaluated=True)
     assert len(lines(run.paths.metrics)) == 1
     metrics = telemetry.evaluated(1)
     before, found = lines(run.paths.evaluation)

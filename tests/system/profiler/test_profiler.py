@@ -6,9 +6,9 @@ import pytest
 
 from realhf.api.model_config import ModelConfig
 from realhf.base.errors import RunFailed
-from realhf.plan.cost.profile import Measured
-from realhf.plan.cost.speed import Collective, Part, Traffic, Work
-from realhf.system.profiler.profiler import Job, numbers_of_workers, take_profile, this_machine
+from realhf.plan.cost.profile import ProfiledSpeed
+from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work
+from realhf.system.profiler.profiler import ProfileJob, numbers_of_workers, take_profile, this_machine
 
 MODEL = ModelConfig("llama", 4, 32, 4, 2, 8, 64, 64, 100)
 SHAPE = "h32-a4k2x8-m64-v64-fp32"
@@ -19,19 +19,19 @@ ALGORITHMS = ("ppo_actor/train_step", "generation/generate")
 @pytest.mark.slow
 def test_a_profile_of_one_model_on_two_workers() -> None:
     said: list[str] = []
-    profile = take_profile(Job("cpu", 2, 1, False, (MODEL,), 2.0, ALGORITHMS), said.append)
+    profile = take_profile(ProfileJob("cpu", 2, 1, False, (MODEL,), 2.0, ALGORITHMS), said.append)
     assert profile.machine == this_machine("cpu", 1) and profile.resident > 5e7
     assert profile.shapes == {SHAPE: (1, 2)} and SHAPE in said and f"{SHAPE} cut 2 ways" in said
     passes = ("forward", "train_forward", "train_backward", "decode", "kept_bytes", "train_bytes", "forward_bytes")
     names = {f"{SHAPE}/t{tp}/{name}" for tp in (1, 2) for name in passes}
-    names |= {f"{kind.value}/2" for kind in Collective} | {f"interface/{name}" for name in ALGORITHMS}
+    names |= {f"{kind.value}/2" for kind in CollectiveKind} | {f"interface/{name}" for name in ALGORITHMS}
     assert set(profile.fits) - {"seams/2"} == names | {f"{SHAPE}/optimizer", "send", "exchange", "host_copy", "call"}
     for fit in profile.fits.values():
         assert all(math.isfinite(c) and c >= 0 for c in fit.coefficients.values()) and fit.points
         assert any(fit.coefficients.values())
-    speed, work = Measured(profile), Work.of([8, 8, 8, 8])
+    speed, work = ProfiledSpeed(profile), Work.of([8, 8, 8, 8])
     for tp in (1, 2):
-        part = Part(MODEL, tp, 4, True, True, False)
+        part = StageShard(MODEL, tp, 4, True, True, False)
         assert speed.forward(part, work, range(tp)) > 0 and min(speed.train(part, work, range(tp))) > 0
         assert speed.decode(part, 4, 10.0, range(tp)) > 0 and speed.train_bytes(part, work)[0] > 0
     assert speed.exchange(Traffic(node=1000, n_parts=2, copied=1000)) > 0 and speed.call > 0
@@ -41,7 +41,7 @@ def test_a_profile_of_one_model_on_two_workers() -> None:
 def test_a_worker_that_fails_ends_the_profile_with_its_words() -> None:
     broken = ModelConfig("llama", 4, 33, 4, 2, 9, 64, 64, 100)  # an odd head cannot turn
     with pytest.raises(RunFailed, match="worker 0 of 1 failed: Traceback"):
-        take_profile(Job("cpu", 1, 1, False, (broken,), 1.0, ALGORITHMS), lambda text: None)
+        take_profile(ProfileJob("cpu", 1, 1, False, (broken,), 1.0, ALGORITHMS), lambda text: None)
 
 
 def test_workers_are_measured_in_powers_of_two_and_all_together() -> None:

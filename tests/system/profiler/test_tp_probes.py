@@ -3,24 +3,24 @@
 import torch
 
 from realhf.api.model_config import ModelConfig
-from realhf.plan.cost.speed import Collective
+from realhf.plan.cost.speed import CollectiveKind
 from realhf.system.profiler.model_probes import Bench, pass_probes
 from realhf.system.profiler.probes import Clock
-from realhf.system.profiler.tp_probes import Rehearsal, asked_of, free
+from realhf.system.profiler.tp_probes import MockGroup, asked_of, free
 
 MODEL = ModelConfig("llama", 2, 32, 4, 2, 8, 64, 64, 100)
 BYTES = 4 * 32
 """Of one token's activation."""
 
 
-def rehearsal() -> Rehearsal:
-    return Rehearsal(2, Clock(torch.device("cpu"), 1, 1), free)
+def rehearsal() -> MockGroup:
+    return MockGroup(2, Clock(torch.device("cpu"), 1, 1), free)
 
 
 def test_collectives_leave_shapes_as_a_group_does_and_take_what_they_are_said_to() -> None:
-    group, asked = rehearsal(), list[tuple[Collective, float]]()
+    group, asked = rehearsal(), list[tuple[CollectiveKind, float]]()
 
-    def price(kind: Collective, nbytes: float) -> float:
+    def price(kind: CollectiveKind, nbytes: float) -> float:
         asked.append((kind, nbytes))
         return 100.0
 
@@ -34,7 +34,7 @@ def test_collectives_leave_shapes_as_a_group_does_and_take_what_they_are_said_to
         < 301
     )
     assert whole.sum() == 12 and part.sum() == 12
-    kinds = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+    kinds = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
     assert asked == list(zip(kinds, (24.0, 48.0, 48.0), strict=True))
 
 
@@ -50,4 +50,4 @@ def test_what_a_pass_asks_for_is_counted() -> None:
     seams = {"all_gather message": 5, "all_gather byte": 5 * 16 * BYTES}
     seams |= {"reduce_scatter message": 5, "reduce_scatter byte": 5 * 16 * BYTES}
     assert forth == {"all_reduce message": 2, "all_reduce byte": 3 * 16 * 4, **seams} and back == seams
-    assert group.price(Collective.ALL_REDUCE, 8.0) == 0.0
+    assert group.price(CollectiveKind.ALL_REDUCE, 8.0) == 0.0

@@ -16,15 +16,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.api.batch_meta import BatchMeta, ColumnMeta, RowId
-from realhf.api.messages import TO_MASTER, Beat, Call, Done, Drop, Failed, Hello, Holders, Ready, Stop, ToWorker
+from realhf.api.messages import (
+    TO_MASTER,
+    Done,
+    Failed,
+    FreeRows,
+    Heartbeat,
+    Hello,
+    Holders,
+    PrepareCall,
+    Ready,
+    Shutdown,
+    ToWorker,
+)
 from realhf.base.errors import RunFailed, UserError
 from realhf.system.transport import channel as channel_module
-from realhf.system.transport.auth import Lane, Seal
+from realhf.system.transport.auth import Direction, Signer
 from realhf.system.transport.channel import InlineChannel, ZmqMaster, ZmqWorker, deadline, decode, encode
 from tests.system.transport.hostile_peers import KEY, oversized
 
 META = BatchMeta((RowId(3, -1), RowId(3, 0)), {"tokens": ColumnMeta("int64", (0, 7))})
-CALL = Call(
+CALL = PrepareCall(
     5,
     "actor_gen",
     2,
@@ -60,12 +72,12 @@ def test_everything_that_is_said_arrives_in_order(master: ZmqMaster) -> None:
     for message in (Ready(1, {"seconds": 0.5}), DONE, big):
         workers[1].send(message)
     assert [master.receive(WAIT_S) for _ in range(3)] == [Ready(1, {"seconds": 0.5}), DONE, big]
-    for message in (CALL, Drop(0, 4), Stop()):
+    for message in (CALL, FreeRows(0, 4), Shutdown()):
         master.send((0,), message)
-    master.send((1,), Stop())
-    assert [workers[0].receive() for _ in range(3)] == [CALL, Drop(0, 4), Stop()]
-    assert workers[1].receive() == Stop()
-    assert master.receive(0.0) is None and master.refused == 0
+    master.send((1,), Shutdown())
+    assert [workers[0].receive() for _ in range(3)] == [CALL, FreeRows(0, 4), Shutdown()]
+    assert workers[1].receive() == Shutdown()
+    assert master.receive(0.0) is None and master.rejected_messages == 0
     for worker in workers:
         worker.close()
 
@@ -94,7 +106,7 @@ def stranger(address: str, name: bytes | None = None) -> zmq.Socket:
     return wire
 
 
-def sealed(seal: Seal, rank: int, payload: bytes) -> list[bytes]:
+def sealed(seal: Signer, rank: int, payload: bytes) -> list[bytes]:
     return [seal.head((rank,), payload), payload]
 
 
@@ -107,10 +119,10 @@ GARBAGE = (
     [msgspec.msgpack.encode({"type": "Ready"})],
     [HELLO],  # well said, but not sealed
     [b"", HELLO],
-    sealed(Seal(bytes(32), Lane.to_master), 0, HELLO),  # by whoever does not have the key
-    sealed(Seal(KEY, Lane.to_master), 9, encode(hello(9))),  # by nobody of the run
-    sealed(Seal(KEY, Lane.to_worker), 0, encode(Stop())),  # the master's own word, thrown back
-    [sealed(Seal(KEY, Lane.to_master), 0, HELLO)[0], encode(hello(1))],  # another's words under a seal
+    sealed(Signer(bytes(32), Direction.to_master), 0, HELLO),  # by whoever does not have the key
+    sealed(Signer(KEY, Direction.to_master), 9, encode(hello(9))),  # by nobody of the run
+    sealed(Signer(KEY, Direction.to_worker), 0, encode(Shutdown())),  # the master's own word, thrown back
+    [sealed(Signer(KEY, Direction.to_master), 0, HELLO)[0], encode(hello(1))],  # another's words under a seal
 )
 
 
@@ -120,22 +132,22 @@ def test_strangers_are_dropped_and_counted_and_take_nobodys_place(master: ZmqMas
         for frames in GARBAGE:
             wire.send_multipart(frames)
     assert master.receive(0.5) is None
-    assert master.refused == 2 * len(GARBAGE)
+    assert master.rejected_messages == 2 * len(GARBAGE)
     worker = ZmqWorker(master.address, 0, KEY)
     worker.send(hello(0))
     assert master.receive(WAIT_S) == hello(0)
     strangers[0].send(b"more")
     worker.send(Ready(0))
     assert master.receive(WAIT_S) == Ready(0)
-    master.send((0,), Stop())
-    assert worker.receive(WAIT_S) == Stop() and worker.refused == 0
+    master.send((0,), Shutdown())
+    assert worker.receive(WAIT_S) == Shutdown() and worker.rejected_messages == 0
     for wire in (*strangers, worker):
         wire.close()
 
 
 def test_of_a_thousand_strange_messages_none_is_accepted(master: ZmqMaster) -> None:
     """The last word of a worker is recorded and said 400 times more; the rest is garbage, or too large."""
-    seal, wire = Seal(KEY, Lane.to_master), stranger(master.address)
+    seal, wire = Signer(KEY, Direction.to_master), stranger(master.address)
     said = [sealed(seal, 2, encode(message)) for message in (hello(2), Ready(2))]
     for frames in said:
         wire.send_multipart(frames)
@@ -147,7 +159,7 @@ def test_of_a_thousand_strange_messages_none_is_accepted(master: ZmqMaster) -> N
     for _ in range(large):
         oversized(master.address, channel_module.MAX_MESSAGE + 1)
     assert master.receive(1.0) is None
-    assert master.refused == 800
+    assert master.rejected_messages == 800
     wire.send_multipart(sealed(seal, 2, encode(DONE).replace(b"rank\x01", b"rank\x02")))
     assert isinstance(master.receive(WAIT_S), Done)
     wire.close()
@@ -163,23 +175,23 @@ def test_a_worker_hears_its_master_alone() -> None:
     worker = ZmqWorker(address, 0, KEY)
     worker.send(hello(0))
     route = router.recv_multipart()[0]
-    stop = encode(Stop())
-    for frames in (*GARBAGE, sealed(Seal(KEY, Lane.to_worker), 1, stop), [HELLO, HELLO, HELLO]):
+    stop = encode(Shutdown())
+    for frames in (*GARBAGE, sealed(Signer(KEY, Direction.to_worker), 1, stop), [HELLO, HELLO, HELLO]):
         if frames != GARBAGE[9]:
             router.send_multipart([route, *frames])
     with pytest.raises(RunFailed, match="no word from the master for 0 s while waiting for the end"):
         worker.receive(0.4, "the end")
-    assert worker.refused == len(GARBAGE) + 1
-    router.send_multipart([route, *sealed(Seal(KEY, Lane.to_worker), 0, stop)])
-    assert worker.receive(WAIT_S) == Stop()
+    assert worker.rejected_messages == len(GARBAGE) + 1
+    router.send_multipart([route, *sealed(Signer(KEY, Direction.to_worker), 0, stop)])
+    assert worker.receive(WAIT_S) == Shutdown()
     worker.close()
     router.close()
 
 
 def test_a_worker_that_is_not_understood_ends_the_run(master: ZmqMaster) -> None:
     """It has the key, so it is no stranger: it may be of another version."""
-    wire, seal = stranger(master.address), Seal(KEY, Lane.to_master)
-    for payload in (b"\xc1", HELLO, encode(Beat(3, 1, "here", "this"))):
+    wire, seal = stranger(master.address), Signer(KEY, Direction.to_master)
+    for payload in (b"\xc1", HELLO, encode(Heartbeat(3, 1, "here", "this"))):
         wire.send_multipart(sealed(seal, 3, payload))
         with pytest.raises(RunFailed, match="worker 3 is not understood"):
             master.receive(WAIT_S)
@@ -188,7 +200,7 @@ def test_a_worker_that_is_not_understood_ends_the_run(master: ZmqMaster) -> None
 
 def test_beats_come_beside_messages_until_they_are_stopped(master: ZmqMaster) -> None:
     worker, stopped = ZmqWorker(master.address, 1, KEY), threading.Event()
-    beat = Beat(1, 7, "here", "a long call")
+    beat = Heartbeat(1, 7, "here", "a long call")
     thread = threading.Thread(target=worker.beat_until, args=(stopped, 0.01, lambda: beat))
     thread.start()
     worker.send(hello(1))
@@ -196,8 +208,8 @@ def test_beats_come_beside_messages_until_they_are_stopped(master: ZmqMaster) ->
     assert heard.count(hello(1)) == 1 and heard.count(beat) == 7
     stopped.set()
     thread.join()
-    master.send((1,), Stop())
-    assert worker.receive(WAIT_S) == Stop()
+    master.send((1,), Shutdown())
+    assert worker.receive(WAIT_S) == Shutdown()
     worker.close()
 
 

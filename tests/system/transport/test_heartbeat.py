@@ -2,9 +2,9 @@
 
 import threading
 
-from realhf.api.messages import Beat
+from realhf.api.messages import Heartbeat
 from realhf.system.transport.channel import ZmqMaster, ZmqWorker
-from realhf.system.transport.heartbeat import Heart, Pulses
+from realhf.system.transport.heartbeat import HeartbeatMonitor, HeartbeatSender
 from tests.system.transport.hostile_peers import KEY
 
 
@@ -15,7 +15,7 @@ class Clock:
         return self.now
 
 
-def listened(pulses: Pulses, clock: Clock, seconds: float, *beats: Beat) -> None:
+def listened(pulses: HeartbeatMonitor, clock: Clock, seconds: float, *beats: Heartbeat) -> None:
     """Look four times a second, and hear beats at the end."""
     for _ in range(int(seconds * 4)):
         clock.now += 0.25
@@ -24,19 +24,19 @@ def listened(pulses: Pulses, clock: Clock, seconds: float, *beats: Beat) -> None
         pulses.hear(beat)
 
 
-def beat(rank: int, doing: str = "gen/Compute") -> Beat:
-    return Beat(rank, 40 + rank, "here", doing)
+def beat(rank: int, doing: str = "gen/Compute") -> Heartbeat:
+    return Heartbeat(rank, 40 + rank, "here", doing)
 
 
 def test_who_does_not_beat_is_named_with_what_it_was_at() -> None:
     clock = Clock()
-    pulses = Pulses(3.0, clock)
+    pulses = HeartbeatMonitor(3.0, clock)
     listened(pulses, clock, 1.0, beat(0), beat(1), beat(2))
     listened(pulses, clock, 3.0, beat(0))
     assert pulses.silent() == ()
     listened(pulses, clock, 0.5, beat(2))
     assert pulses.silent() == (1,)
-    assert pulses.complaint((1,)) == (
+    assert pulses.timeout_message((1,)) == (
         "worker 1 (host here, process 41) gives no sign of life for 3.5 s: its process is stopped, swapped out or "
         "cannot run; it was at gen/Compute"
     )
@@ -47,14 +47,14 @@ def test_who_does_not_beat_is_named_with_what_it_was_at() -> None:
 
 def test_who_was_never_heard_is_still_starting() -> None:
     clock = Clock()
-    pulses = Pulses(3.0, clock)
+    pulses = HeartbeatMonitor(3.0, clock)
     listened(pulses, clock, 100.0)
     assert pulses.silent() == ()
 
 
 def test_a_master_that_does_not_listen_blames_nobody() -> None:
     clock = Clock()
-    pulses = Pulses(3.0, clock)
+    pulses = HeartbeatMonitor(3.0, clock)
     listened(pulses, clock, 1.0, beat(0))
     clock.now += 1000.0
     pulses.look()
@@ -65,11 +65,11 @@ def test_a_heart_beats_until_it_is_stopped() -> None:
     before = set(threading.enumerate())
     master = ZmqMaster(KEY, 1)
     worker = ZmqWorker(master.address, 0, KEY)
-    heart = Heart(worker, 0, 0.06, lambda: "this and that")
+    heart = HeartbeatSender(worker, 0, 0.06, lambda: "this and that")
     words = [master.receive(5.0) for _ in range(3)]
-    assert [isinstance(word, Beat) and word.doing for word in words] == ["this and that"] * 3
+    assert [isinstance(word, Heartbeat) and word.doing for word in words] == ["this and that"] * 3
     heart.stop()
-    asleep = Heart(worker, 0, 0.0, lambda: "")
+    asleep = HeartbeatSender(worker, 0, 0.0, lambda: "")
     asleep.stop()
     assert set(threading.enumerate()) <= before
     worker.close()

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from realhf.api.messages import Beat, Failed, Hello, Ready, ToMaster
-from realhf.base.errors import Hung, RunFailed
+from realhf.api.messages import Failed, Heartbeat, Hello, Ready, ToMaster
+from realhf.base.errors import RunFailed, WorkerTimeout
 from realhf.system.transport.channel import deadline
-from realhf.system.transport.heartbeat import Pulses
-from realhf.system.transport.reply_receiver import Mailbox, NodeLost, last_lines, listed
+from realhf.system.transport.heartbeat import HeartbeatMonitor
+from realhf.system.transport.reply_receiver import NodeLostError, ReplyReceiver, last_lines, listed
 
 
 class Script:
@@ -22,8 +22,8 @@ class Script:
     def receive(self, timeout_s: float) -> ToMaster | None:
         return self.messages.pop(0) if self.messages else None
 
-    def mailbox(self, **patience: float) -> Mailbox:
-        return Mailbox(self, self.watch, "task {}".format, "{}.log".format, settle_s=0.05, **patience)
+    def mailbox(self, **patience: float) -> ReplyReceiver:
+        return ReplyReceiver(self, self.watch, "task {}".format, "{}.log".format, settle_s=0.05, **patience)
 
     def watch(self) -> dict[int, str]:
         when, deaths = self.late
@@ -61,7 +61,7 @@ def test_a_silent_death_is_worse_than_the_complaints_of_its_peers(before: tuple)
 
 
 def test_a_worker_that_went_with_its_node_is_the_cause_whatever_it_said() -> None:
-    lost = {2: NodeLost("was lost with its node n1"), 3: NodeLost("was lost with its node n1")}
+    lost = {2: NodeLostError("was lost with its node n1"), 3: NodeLostError("was lost with its node n1")}
     deaths = {0: "exited with code 1", 1: "was ended by SIGKILL", **lost}
     error = verdict(Script(lost_peer(3), lost_peer(0), lost_peer(2), deaths=deaths))
     assert str(error).startswith("worker 2 was lost with its node n1 while doing task 2; ")
@@ -71,7 +71,7 @@ def test_a_worker_that_went_with_its_node_is_the_cause_whatever_it_said() -> Non
 def test_where_a_node_may_be_the_cause_word_of_it_is_waited_for() -> None:
     for patience, blamed in ((0.0, "worker 1 failed during"), (5.0, "worker 3 was lost with its node n1")):
         script = Script(lost_peer(1))
-        script.late = (time.monotonic() + 0.3, {3: NodeLost("was lost with its node n1")})
+        script.late = (time.monotonic() + 0.3, {3: NodeLostError("was lost with its node n1")})
         assert str(verdict(script, nodes_settle_s=patience)).startswith(blamed)
 
 
@@ -101,21 +101,21 @@ def test_every_wait_ends() -> None:
 
 def test_a_silent_worker_is_blamed_though_others_beat() -> None:
     """Beats do not reach the master's logic; the wait ends before its deadline."""
-    script = Script(Beat(0, 10, "a", "all_reduce"), Beat(1, 11, "b", "gen/Compute"), Ready(0), None)
+    script = Script(Heartbeat(0, 10, "a", "all_reduce"), Heartbeat(1, 11, "b", "gen/Compute"), Ready(0), None)
     seconds = iter(range(100))
-    mailbox = Mailbox(script, dict, str, str, pulses=Pulses(2.5, lambda: float(next(seconds))))
+    mailbox = ReplyReceiver(script, dict, str, str, pulses=HeartbeatMonitor(2.5, lambda: float(next(seconds))))
     assert mailbox.receive(deadline(5.0), str, tuple) == Ready(0)
-    script.messages.append(Beat(0, 10, "a", "all_reduce"))
+    script.messages.append(Heartbeat(0, 10, "a", "all_reduce"))
     with pytest.raises(
-        Hung, match="worker 1 .host b, process 11. gives no sign of life .* it was at gen/Compute"
+        WorkerTimeout, match="worker 1 .host b, process 11. gives no sign of life .* it was at gen/Compute"
     ) as hung:
         mailbox.receive(deadline(5.0), str, tuple)
     assert hung.value.ranks == (1,) == hung.value.lost
 
 
 def test_who_is_awaited_in_vain_is_told_with_what_it_is_at() -> None:
-    mailbox = Script(Beat(3, 9, "a", "gen/Compute, 7 bytes from rank 2")).mailbox()
-    with pytest.raises(Hung) as hung:
+    mailbox = Script(Heartbeat(3, 9, "a", "gen/Compute, 7 bytes from rank 2")).mailbox()
+    with pytest.raises(WorkerTimeout) as hung:
         mailbox.receive(deadline(0.05), lambda: "too late", lambda: (3, 4))
     assert str(hung.value) == "too late\n  worker 3 (host a, process 9) is at gen/Compute, 7 bytes from rank 2"
     assert hung.value.ranks == (3, 4) and hung.value.lost == ()  # it is only late
@@ -124,7 +124,7 @@ def test_who_is_awaited_in_vain_is_told_with_what_it_is_at() -> None:
 def test_who_died_without_a_word_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
     log = tmp_path / "worker.log"
     log.write_text("".join(f"line {i}\n" for i in range(5000)))
-    mailbox = Mailbox(Script(), lambda: {0: "exited with code 1"}, str, lambda rank: log, settle_s=0.05)
+    mailbox = ReplyReceiver(Script(), lambda: {0: "exited with code 1"}, str, lambda rank: log, settle_s=0.05)
     with pytest.raises(RunFailed) as caught:
         mailbox.receive(deadline(5.0), str, tuple)
     lines = str(caught.value).splitlines()

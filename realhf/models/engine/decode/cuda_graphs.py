@@ -13,7 +13,7 @@ from torch import Tensor
 
 from realhf.models.transformer import Transformer
 
-REACH = 256
+CONTEXT_STEP = 256
 """The reach of a cache is rounded up to multiples of this."""
 Step = Callable[[Tensor, int], Tensor]
 """Computes a step from its inputs ``[5, S]`` and the longest row's length: tokens and log-probabilities, ``[3, S]``."""
@@ -26,9 +26,9 @@ def bucket(n: int, most: int) -> int:
     return min(middle if size >= 4 and n <= middle else size, most)
 
 
-def reach(longest: int, most: int) -> int:
+def round_context(longest: int, most: int) -> int:
     """Return how far into the cache a step looks whose longest row has ``longest`` tokens."""
-    return min(-(-longest // REACH) * REACH, most)
+    return min(-(-longest // CONTEXT_STEP) * CONTEXT_STEP, most)
 
 
 def has_graphs(model: Transformer) -> bool:
@@ -58,7 +58,7 @@ class GraphedSteps:
     def __call__(self, inputs: Tensor, longest: int) -> Tensor:
         """Return ``[3, S]`` float64 of ``inputs`` ``[5, S]``: token, log-probability, and that of sampling."""
         n = inputs.shape[1]
-        size, far = bucket(n, self.n_slots), reach(longest, self.max_len)
+        size, far = bucket(n, self.n_slots), round_context(longest, self.max_len)
         self.inputs[:, :n] = inputs
         self.inputs[:, n:size] = 0
         if self._pool is None:  # elsewhere a step is what a graph would repeat

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from realhf.api.batch_meta import RowId
 from realhf.data.batch import Column, SequenceBatch
-from realhf.models.engine.decode.group import Decoding
+from realhf.models.engine.decode.group import DecodeGroup
 from realhf.models.engine.decode.scheduler import Request
 from realhf.models.engine.pipeline_runner import Pipeline
 
@@ -33,10 +33,10 @@ def generate(pipeline: Pipeline, request: Request) -> SequenceBatch:
     if request.longest > (reach := model.config.max_positions):
         raise ValueError(f"prompt and answer may reach {request.longest} tokens, the model has {reach}"
                          " positions; lower max_new_tokens or max_prompt_len")  # fmt: skip
-    n_slots, queue = min(request.config.max_slots, request.n_rows), deque(range(request.n_rows))
+    n_slots, queue = min(request.config.max_num_seqs, request.n_rows), deque(range(request.n_rows))
     n_groups = min(pipeline.n_stages, n_slots)
     shares = [n_slots // n_groups + (i < n_slots % n_groups) for i in range(n_groups)]
-    decodings = [Decoding(model, request, queue, share) for share in shares]
+    decodings = [DecodeGroup(model, request, queue, share) for share in shares]
     with model.decoding():
         pipeline.generate(decodings)
     return _assemble(pipeline, request, decodings)
@@ -47,7 +47,7 @@ def no_rows(device: torch.device) -> SequenceBatch:
     return SequenceBatch((), {k: Column(torch.empty(0, dtype=t, device=device), ()) for k, t in COLUMNS.items()})
 
 
-def _assemble(pipeline: Pipeline, request: Request, decodings: list[Decoding]) -> SequenceBatch:
+def _assemble(pipeline: Pipeline, request: Request, decodings: list[DecodeGroup]) -> SequenceBatch:
     """Put what was drawn in the order of rows, behind the prompts."""
     drawn = [draw for decoding in decodings for draw in decoding.slots.drawn]
     tokens = torch.cat([tokens for _, tokens in drawn])

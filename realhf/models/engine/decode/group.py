@@ -6,18 +6,18 @@ import torch
 from torch import Tensor
 
 from realhf.models.engine.decode.cuda_graphs import GraphedSteps, has_graphs
-from realhf.models.engine.decode.scheduler import Request, Slots
+from realhf.models.engine.decode.scheduler import Request, SlotTable
 from realhf.models.transformer import Transformer
 from realhf.ops.sampling import sample, uniform
 
 
-class Decoding:
+class DecodeGroup:
     """Computes the turns of a group. The last stage alone keeps ``logprobs``, those of sampling beside, by turn."""
 
     def __init__(self, model: Transformer, request: Request, queue: deque[int], n_slots: int) -> None:
         self.model, self.request = model, request
         self.cache = model.new_cache(n_slots, request.longest)
-        self.slots = Slots(request, queue, n_slots, request.share and model.reads_prefixes)
+        self.slots = SlotTable(request, queue, n_slots, request.share and model.reads_prefixes)
         self.logprobs: list[tuple[Tensor, Tensor]] = []
         self.graphs: GraphedSteps | None = None
         if has_graphs(model):

@@ -17,7 +17,7 @@ from torch import Tensor
 from realhf.api.config import GenerationConfig
 from realhf.data.batch import SequenceBatch
 
-Books = npt.NDArray[np.int64]
+IntTable = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 
@@ -134,7 +134,7 @@ class SlotMove:
     stop: int
 
 
-class Slots:
+class SlotTable:
     """One group of slots, of which the first ``n_live`` hold rows.
 
     A turn draws one token for each of the last ``n_drawing`` live rows: for all of them in a decoding step; for those
@@ -150,7 +150,7 @@ class Slots:
         self._hold(np.empty((8, 0), np.int64))
         self._choose()
 
-    def _hold(self, table: Books) -> None:
+    def _hold(self, table: IntTable) -> None:
         """Keep, by slot: last token, position of it, prompt number, sample, tokens drawn, row, limit.
 
         And the slot that has the row's prompt.
@@ -162,7 +162,7 @@ class Slots:
         if self.request.share:
             self.prefixes = self._placed(np.stack((self._rows // self.request.n, self._starts, self._holders)))
 
-    def _placed(self, part: Books) -> Tensor:
+    def _placed(self, part: IntTable) -> Tensor:
         """Return what the model reads, where it is; on the CPU it shares the memory of the books."""
         return torch.from_numpy(part).to(self.request.stop_tokens.device)
 
@@ -205,14 +205,14 @@ class Slots:
         self._counts[first:] += 1
         stopped = (seen[:, None] == self._stops).any(1)
         ended = np.flatnonzero(stopped | (self._counts[first:] >= self._limits[first:])) + first
-        moves = self._leave(ended) if len(ended) else []
+        moves = self._evict(ended) if len(ended) else []
         self._choose()
         return moves
 
-    def _leave(self, ended: Books) -> list[SlotMove]:
+    def _evict(self, ended: IntTable) -> list[SlotMove]:
         keep, gone = self.n_live - len(ended), np.zeros(self.n_live, np.bool_)
         gone[ended] = True
-        holders, moves = self._inherited(gone)
+        holders, moves = self._new_owners(gone)
         movers, holes = np.flatnonzero(~gone[keep:]) + keep, ended[ended < keep]
         places, now = np.arange(keep), np.arange(self.n_live)
         places[holes], now[movers] = movers, holes
@@ -224,7 +224,7 @@ class Slots:
         self._hold(table)
         return moves
 
-    def _inherited(self, gone: Flags) -> tuple[Books, list[SlotMove]]:
+    def _new_owners(self, gone: Flags) -> tuple[IntTable, list[SlotMove]]:
         """Return who has every row's prompt when some slots are gone, and what their heirs get of them."""
         holders, heirs = self._holders.copy(), dict[int, int]()
         for slot in np.flatnonzero(gone[holders] & ~gone).tolist():
@@ -241,7 +241,7 @@ class Slots:
             texts = {row // self.request.n: self.request.ids[row // self.request.n] for row in fresh}
             self.prefill = plan_prefill(fresh, self.n_live, self.request.n, texts, self.lends)
             self.n_drawing = len(fresh)
-            self._enter(fresh, self.prefill.holders)
+            self._admit(fresh, self.prefill.holders)
 
     def _take(self, n_slots: int) -> list[int]:
         """Take rows from the queue while there are slots for them and tokens left for their prompts."""
@@ -255,7 +255,7 @@ class Slots:
             rows.append(self.queue.popleft())
         return rows
 
-    def _enter(self, fresh: list[int], holders: list[int]) -> None:
+    def _admit(self, fresh: list[int], holders: list[int]) -> None:
         request, prompts = self.request, [row // self.request.n for row in fresh]
         numbers = [request.prompts.ids[prompt].prompt for prompt in prompts]
         samples, none = [row % request.n for row in fresh], [0] * len(fresh)

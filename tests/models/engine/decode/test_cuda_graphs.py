@@ -5,7 +5,7 @@ import torch
 
 from realhf.api.config import GenerationConfig
 from realhf.models.engine.decode import group
-from realhf.models.engine.decode.cuda_graphs import GraphedSteps, bucket, reach
+from realhf.models.engine.decode.cuda_graphs import GraphedSteps, bucket, round_context
 from realhf.models.transformer import Transformer
 from tests.models.engine.tiny_engine import engine_on, prompts_of
 
@@ -22,7 +22,7 @@ def test_few_sizes_hold_every_number(most: int) -> None:
 
 
 def test_a_reach_is_rounded_up_to_what_there_is() -> None:
-    assert [reach(n, 600) for n in (1, 256, 257, 512, 513, 600)] == [256, 256, 512, 512, 600, 600]
+    assert [round_context(n, 600) for n in (1, 256, 257, 512, 513, 600)] == [256, 256, 512, 512, 600, 600]
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_rounded_steps_draw_the_same(
 ) -> None:
     monkeypatch.setattr(Transformer, "reads_prefixes", False)  # as on a GPU, where every slot has its own prompt
     engine = engine_on(twins[family][0], trained=False)
-    config = GenerationConfig(max_new_tokens=14, max_slots=19, **options)
+    config = GenerationConfig(max_new_tokens=14, max_num_seqs=19, **options)
     plain = engine.generate(prompts_of(LENGTHS), config, 3, 11)
     seen = request.getfixturevalue("rounded")
     made = engine.generate(prompts_of(LENGTHS), config, 3, 11)

@@ -43,7 +43,7 @@ def answers_of(batch: SequenceBatch) -> list[list[int]]:
 @pytest.mark.parametrize("options", [{}, {"top_k": 5, "top_p": 0.8, "min_new_tokens": 3}], ids=["plain", "restricted"])
 def test_logprobs_are_those_of_the_training_forward(family: str, options: dict, twins: Twins) -> None:
     engine = engine_on(twins[family][0], trained=False)
-    config = GenerationConfig(max_new_tokens=14, temperature=0.7, max_slots=4, **options)
+    config = GenerationConfig(max_new_tokens=14, temperature=0.7, max_num_seqs=4, **options)
     made = engine.generate(prompts_of(LENGTHS), config, 3, SEED)
     again = engine.forward(made.only(("tokens",)), lambda outputs, _: outputs.logprobs(0.7))
     is_answer = made["prompt_mask"] == 0
@@ -59,7 +59,7 @@ def test_greedy_is_what_hugging_face_takes(family: str, twins: Twins) -> None:
     prompts = prompts_of(LENGTHS)
     made = engine_on(folder, trained=False).generate(prompts, GenerationConfig(max_new_tokens=12, greedy=True), 1, SEED)
     zero = engine_on(folder, trained=False).generate(
-        prompts, GenerationConfig(max_new_tokens=12, temperature=0.0, max_slots=2), 2, SEED + 1
+        prompts, GenerationConfig(max_new_tokens=12, temperature=0.0, max_num_seqs=2), 2, SEED + 1
     )
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": STOP, "pad_token_id": 0}
     for prompt, row in zip(prompts.columns["prompts"].rows(), made.columns["tokens"].rows(), strict=True):
@@ -81,8 +81,8 @@ class Counting(Transformer):
 def test_a_plan_may_want_fewer_rows_at_a_time(planned: int, slots: int, engine: NativeEngine) -> None:
     model = Counting(engine.config, engine.params)
     counting = replace(engine, model=model, pipeline=Pipeline(model, engine.context),
-                       micro_batching=MicroBatching(max_slots=planned))  # fmt: skip
-    config, prompts = GenerationConfig(max_new_tokens=6, max_slots=8), prompts_of(LENGTHS)
+                       micro_batching=MicroBatching(max_num_seqs=planned))  # fmt: skip
+    config, prompts = GenerationConfig(max_new_tokens=6, max_num_seqs=8), prompts_of(LENGTHS)
     made = counting.generate(prompts, config, 2, SEED)
     assert model.n_slots == slots
     assert answers_of(made) == answers_of(engine.generate(prompts, config, 2, SEED))
@@ -104,7 +104,7 @@ def test_the_layout_of_the_result(engine: NativeEngine) -> None:
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 5, 8, 256])
 def test_neither_slots_nor_company_nor_order_change_a_row(slots: int, engine: NativeEngine) -> None:
-    config = GenerationConfig(max_new_tokens=14, max_slots=slots)
+    config = GenerationConfig(max_new_tokens=14, max_num_seqs=slots)
     reference = {}
     for number, length in enumerate(LENGTHS):
         alone = engine.generate(prompts_of([length], [number]), GenerationConfig(max_new_tokens=14), 4, SEED)
@@ -121,7 +121,7 @@ def test_neither_slots_nor_company_nor_order_change_a_row(slots: int, engine: Na
 
 @pytest.mark.parametrize("budget", [1, 8, 13])
 def test_a_budget_of_prompt_tokens_changes_no_row(budget: int, engine: NativeEngine) -> None:
-    config, prompts = GenerationConfig(max_new_tokens=14, max_slots=9), prompts_of(LENGTHS)
+    config, prompts = GenerationConfig(max_new_tokens=14, max_num_seqs=9), prompts_of(LENGTHS)
     whole = engine.generate(prompts, config, 3, SEED)
     parts = replace(engine, micro_batching=MicroBatching(1, budget)).generate(prompts, config, 3, SEED)
     assert torch.equal(parts["tokens"], whole["tokens"]) and parts.lengths("tokens") == whole.lengths("tokens")
@@ -206,7 +206,7 @@ def chi_square(counts: Sequence[float], expected: Sequence[float]) -> tuple[floa
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_tokens_are_drawn_as_often_as_their_probability_says(temperature: float, engine: NativeEngine) -> None:
     n, prompts = 4000, prompts_of((5,))
-    config = GenerationConfig(max_new_tokens=1, temperature=temperature, max_slots=4096)
+    config = GenerationConfig(max_new_tokens=1, temperature=temperature, max_num_seqs=4096)
     counts = Counter(first_tokens(engine, prompts, n, config))
     expected = first_token_probabilities(engine, prompts["prompts"], temperature).double() * n
     found, limit = chi_square([counts[t] for t in range(VOCAB)], expected.tolist())
@@ -215,7 +215,7 @@ def test_tokens_are_drawn_as_often_as_their_probability_says(temperature: float,
 
 def test_the_second_token_is_drawn_independently_of_the_first(engine: NativeEngine) -> None:
     n, prompts = 4000, prompts_of((5,))
-    config = GenerationConfig(max_new_tokens=2, min_new_tokens=1, temperature=1.5, max_slots=4096)
+    config = GenerationConfig(max_new_tokens=2, min_new_tokens=1, temperature=1.5, max_num_seqs=4096)
     made = engine.generate(prompts, config, n, SEED)
     pairs = answers_of(made)
     first = Counter(a for a, _ in pairs).most_common(1)[0][0]
@@ -243,8 +243,8 @@ AXES = ("dp", "tp", "pp")
 MESHES = {"d1": (0,), "p2": (3, 1), "p4": (2, 0, 3, 1), "t2p2": (1, 0, 2, 3)}
 WAYS = [
     GenerationConfig(max_new_tokens=14),  # a slot for every row
-    GenerationConfig(max_new_tokens=14, max_slots=6, top_k=9, min_new_tokens=2),  # slots change hands
-    GenerationConfig(max_new_tokens=5, max_slots=2),  # fewer slots than some pipelines have stages
+    GenerationConfig(max_new_tokens=14, max_num_seqs=6, top_k=9, min_new_tokens=2),  # slots change hands
+    GenerationConfig(max_new_tokens=5, max_num_seqs=2),  # fewer slots than some pipelines have stages
 ]
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.api.config import GenerationConfig
-from realhf.models.engine.decode.scheduler import Prefill, Request, SlotMove, Slots, leaders_of, plan_prefill
+from realhf.models.engine.decode.scheduler import Prefill, Request, SlotMove, SlotTable, leaders_of, plan_prefill
 from tests.models.engine.tiny_engine import prompts_of
 
 LONGEST_ANSWER, STOPS = 5, (1, 2)
@@ -24,7 +24,7 @@ class Played:
     """A group of slots with a cache of (row or prompt, position) in place of keys and values."""
 
     def __init__(self, request: Request, queue: deque[int], n_slots: int, lends: bool = False) -> None:
-        self.request, self.slots = request, Slots(request, queue, n_slots, lends)
+        self.request, self.slots = request, SlotTable(request, queue, n_slots, lends)
         self.cache: list[list[tuple[str, int, int]]] = [[] for _ in range(n_slots)]
 
     def turn(self, answers: Sequence[Sequence[int]]) -> None:
@@ -101,7 +101,7 @@ def test_every_row_is_drawn_to_its_end_in_any_slots(
 
 def test_rows_enter_by_prompts_within_the_budget() -> None:
     request, queue = request_of([4, 2, 3, 9, 1], 2, budget=6), deque(range(10))
-    slots = Slots(request, queue, 16)
+    slots = SlotTable(request, queue, 16)
     assert slots.prefill is not None and slots.prefill.prompts == [1, 0]  # two prompts of six tokens, shortest first
     assert slots.prefill.slots == [2, 0] and slots.prefill.ends == [5, 5, 1, 1]
     assert slots.prefill.copies == [(0, [1], 4), (2, [3], 2)]
@@ -127,7 +127,7 @@ def test_a_prompt_that_is_lent_lies_in_one_slot() -> None:
 
 
 def test_a_lent_prompt_is_handed_on_when_its_holder_leaves() -> None:
-    slots = Slots(request_of([3, 2], 3, budget=100), deque(range(6)), 6, lends=True)
+    slots = SlotTable(request_of([3, 2], 3, budget=100), deque(range(6)), 6, lends=True)
     assert slots.holders.tolist() == [0, 0, 0, 3, 3, 3]
     assert slots.record(torch.tensor([1, 5, 5, 5, 5, 5])) == [SlotMove(0, 1, 0, 3), SlotMove(5, 0, 2, 2)]
     assert slots.holders.tolist() == [3, 1, 1, 3, 3] and slots.rows.tolist() == [5, 1, 2, 3, 4]
@@ -154,7 +154,7 @@ def test_leaders_lead_themselves(found: list[list[int]]) -> None:
 
 def test_few_free_slots_wait_for_more() -> None:
     queue = deque(range(40))
-    slots = Slots(request_of([2], 40, budget=100), queue, 20)
+    slots = SlotTable(request_of([2], 40, budget=100), queue, 20)
     slots.record(torch.full((20,), 5))
     assert slots.prefill is None and slots.n_drawing == 20
     slots.record(torch.tensor([1] * 2 + [5] * 18))

@@ -11,7 +11,7 @@ from realhf.api.experiment import RoleSpec
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.apps.commands.quickstart import prepare
 from realhf.apps.prepare.launching import read_run, write_run
-from realhf.plan.compile.schedule import RunLength
+from realhf.plan.compile.schedule import TrainSchedule
 from realhf.plan.run_spec import RunSpec, model_config, tokenizer_folder
 from tests.conftest import Task
 
@@ -24,7 +24,7 @@ def test_who_reads_the_data_and_how_long_it_takes(make_run: Callable[..., RunSpe
     meshes = {"gen": (2, 1), "train": (0,)}
     run = make_run(Graph((TRAIN, GEN)), meshes, tmp_path, n_rows=7, batch=3, total_train_epochs=2)
     assert run.fetchers == (2, 1)
-    assert run.length == RunLength(3, 14, 5)
+    assert run.schedule == TrainSchedule(3, 14, 5)
     assert [type(step).__name__ for step in run.program["gen"]] == ["Transfer", "Reallocate", "Compute", "Release"]
 
 
@@ -61,4 +61,4 @@ def test_held_out_rows_are_numbered_behind_all_others(
     make_run: Callable[..., RunSpec], tmp_path: Path, n_held_out: int, length: tuple[int, int]
 ) -> None:
     run = make_run(Graph((GEN, TRAIN)), {"gen": (0,), "train": (0,)}, tmp_path, n_rows=7, batch=3, total_train_epochs=2)
-    assert replace(run, n_held_out=n_held_out).trial_length == RunLength(3, *length, first_step=5)
+    assert replace(run, n_held_out=n_held_out).eval_schedule == TrainSchedule(3, *length, first_step=5)
