@@ -129,3 +129,18 @@ def test_no_globals_bare_excepts_or_pickles() -> None:
                 assert called not in FORBIDDEN_CALLS, f"{where}:{line}: {called}"
         if is_ours:
             assert not {"pickle", "dill", "cloudpickle"} & {m.split(".")[0] for m in imports(file)}, where
+
+
+def test_class_names_are_unique() -> None:
+    seen: dict[str, str] = {}
+    for file in PACKAGE:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                other = seen.setdefault(node.name, name(file))
+                assert other == name(file), f"class {node.name} is in {other} and in {name(file)}"
+
+
+def test_folders_have_at_most_16_files() -> None:
+    for folder in {file.parent for file in PACKAGE}:
+        files = [file for file in folder.glob("*.py") if file.name != "__init__.py"]
+        assert len(files) <= 16, f"{name(folder)} has {len(files)} files"

@@ -75,7 +75,7 @@ class Signer:
         return mac.digest() + fields
 
 
-class Verifier:
+class SignatureVerifier:
     """Lets through what was sealed for one of ``lanes`` of one of ``ranks``, in order and once."""
 
     def __init__(self, key: bytes, lanes: tuple[Direction, ...], ranks: range) -> None:
