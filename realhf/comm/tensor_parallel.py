@@ -82,7 +82,7 @@ class _CopyToTP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.seams.scatter_sum(grad), None
+        return ctx.seams.reduce_scatter_tokens(grad), None
 
 
 class _ReduceFromTP(torch.autograd.Function):
@@ -93,7 +93,7 @@ class _ReduceFromTP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.seams.gather(grad), None
+        return ctx.seams.all_gather_tokens(grad), None
 
 
 class _GatherFromSP(torch.autograd.Function):
@@ -104,7 +104,7 @@ class _GatherFromSP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad[ctx.seams.mine], None
+        return grad[ctx.seams.local_tokens], None
 
 
 def gather_columns(part: Tensor, group: Group, start: int, width: int) -> Tensor:

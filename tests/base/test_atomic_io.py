@@ -9,8 +9,8 @@ from realhf.base.atomic_io import atomic_write, is_locked, remove_folder, try_lo
 HOLDER = """
 import sys
 from pathlib import Path
-from realhf.base.atomic_io import hold
-with hold(Path(sys.argv[1])) as is_mine:
+from realhf.base.atomic_io import try_lock
+with try_lock(Path(sys.argv[1])) as is_mine:
     print(is_mine, flush=True)
     sys.stdin.read()
 """

@@ -8,7 +8,7 @@ from realhf.launch.ray import free, reason
 
 DIED = """\
 The actor died unexpectedly before finishing this task.
-\tclass_name: Keeper
+\tclass_name: NodeActor
 \tpid: 77
 The actor is dead because its node has died. Node Id: 55
 """

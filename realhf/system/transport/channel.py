@@ -20,7 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from realhf.api.messages import TO_MASTER, TO_WORKER, Heartbeat, Message, ToMaster, ToWorker
 from realhf.base.errors import RunFailed, UserError
-from realhf.system.transport.auth import AuthError, Direction, Signer, Verifier
+from realhf.system.transport.auth import AuthError, Direction, SignatureVerifier, Signer
 
 MAX_MESSAGE = 256 << 20
 HEARTBEAT = Direction.beat  # looked up once: it is asked for at every message
@@ -77,7 +77,7 @@ class Inbox:
 
     def __init__(self, key: bytes, ranks: range) -> None:
         self.rejected_messages = 0
-        self._gate = Verifier(key, (Direction.to_master, Direction.beat), ranks)
+        self._gate = SignatureVerifier(key, (Direction.to_master, Direction.beat), ranks)
 
     def opened(self, frames: list[bytes]) -> tuple[Direction, ToMaster] | None:
         """Return a message and its lane, or None for a stranger's; ``RunFailed`` when a worker is not understood."""
@@ -162,7 +162,7 @@ class ZmqWorker:
     def __init__(self, address: str, rank: int, key: bytes, on_master_lost: Callable[[], None] | None = None) -> None:
         self.rejected_messages = 0
         self._address, self._rank, self._key = address, rank, key
-        self._gate = Verifier(key, (Direction.to_worker,), range(rank, rank + 1))
+        self._gate = SignatureVerifier(key, (Direction.to_worker,), range(rank, rank + 1))
         self._seal = Signer(key, Direction.to_master)
         self._context = zmq.Context()
         self._socket = self._connect(linger_ms=2000, on_master_lost=on_master_lost)

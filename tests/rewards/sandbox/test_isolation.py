@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 BARE = """
 import os, resource, socket, sys
 sys.path.insert(0, sys.argv[1])
-from realhf.rewards.sandbox.isolation import Guard, Limits, seal_program
-seal_program(Guard(False, 0, int(sys.argv[3]) or None, 0), Limits(memory=2**29), 3.0, sys.argv[2])
+from realhf.rewards.sandbox.isolation import IsolationInfo, Limits, restrict_program
+restrict_program(IsolationInfo(False, 0, int(sys.argv[3]) or None, 0), Limits(memory=2**29), 3.0, sys.argv[2])
 print(os.getcwd() == sys.argv[2], os.getuid(), resource.getrlimit(resource.RLIMIT_AS)[1] == 2**29)
 for action in (os.fork, socket.socket, lambda: os.kill(os.getppid(), 0), lambda: os.setuid(0) or os.getuid()):
     try:

@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realhf.system.transport.auth import FIELDS, RUN, TAG_BYTES, AuthError, Direction, Signer, Verifier, new_key
+from realhf.system.transport.auth import (
+    FIELDS,
+    RUN,
+    TAG_BYTES,
+    AuthError,
+    Direction,
+    SignatureVerifier,
+    Signer,
+    new_key,
+)
 
 KEY = bytes(range(32))
 payloads = st.binary(max_size=40)
@@ -16,7 +25,7 @@ payloads = st.binary(max_size=40)
 @given(st.lists(st.tuples(st.sampled_from(list(Direction)), st.integers(0, 3), payloads), min_size=1, max_size=8))
 def test_what_is_sealed_passes_once(messages: list[tuple[Direction, int, bytes]]) -> None:
     seals = {(lane, rank): Signer(KEY, lane) for lane in Direction for rank in range(4)}
-    gate = Verifier(KEY, tuple(Direction), range(4))
+    gate = SignatureVerifier(KEY, tuple(Direction), range(4))
     for lane, rank, payload in messages:
         head = seals[lane, rank].head((rank,), payload)
         assert gate.check(head, payload) == (lane, rank)
@@ -28,7 +37,7 @@ def test_what_is_sealed_passes_once(messages: list[tuple[Direction, int, bytes]]
 def test_no_bit_of_a_head_may_change(payload: bytes, at: int, flip: int) -> None:
     head = Signer(KEY, Direction.to_master).head((1,), payload)
     changed = bytes(byte ^ flip if i == at else byte for i, byte in enumerate(head))
-    gate = Verifier(KEY, tuple(Direction), range(4))
+    gate = SignatureVerifier(KEY, tuple(Direction), range(4))
     with pytest.raises(AuthError):
         gate.check(changed, payload)
     with pytest.raises(AuthError, match="not sealed with our key"):
@@ -39,7 +48,7 @@ def test_no_bit_of_a_head_may_change(payload: bytes, at: int, flip: int) -> None
 def test_no_byte_passes_from_payload_to_ranks() -> None:
     payload = RUN.pack(2, 4) + b"rest"
     head = Signer(KEY, Direction.to_master).head((1,), payload)
-    gate = Verifier(KEY, (Direction.to_master,), range(4))
+    gate = SignatureVerifier(KEY, (Direction.to_master,), range(4))
     longer = head + payload[: RUN.size]
     with pytest.raises(AuthError, match="bytes for 1 runs"):
         gate.check(longer, payload[RUN.size :])
@@ -50,7 +59,7 @@ def test_no_byte_passes_from_payload_to_ranks() -> None:
 
 
 def test_numbers_may_have_gaps_but_not_turn_back() -> None:
-    seal, gate = Signer(KEY, Direction.to_master), Verifier(KEY, (Direction.to_master,), range(1))
+    seal, gate = Signer(KEY, Direction.to_master), SignatureVerifier(KEY, (Direction.to_master,), range(1))
     heads = [seal.head((0,), b"x") for _ in range(3)]
     gate.check(heads[0], b"x")
     gate.check(heads[2], b"x")
@@ -64,7 +73,7 @@ def test_what_is_for_many_passes_at_each_of_them_alone(ranks: set[int], payload:
     for number in (1, 2):
         head = seal.head(ranks, payload)
         for rank in range(42):
-            gate = Verifier(KEY, (Direction.to_worker,), range(rank, rank + 1))
+            gate = SignatureVerifier(KEY, (Direction.to_worker,), range(rank, rank + 1))
             if rank in ranks:
                 assert gate.check(head, payload) == (Direction.to_worker, rank)
                 with pytest.raises(AuthError, match=f"message {number} of worker {rank} comes after"):
@@ -77,7 +86,7 @@ def test_what_is_for_many_passes_at_each_of_them_alone(ranks: set[int], payload:
 @given(head=st.binary(max_size=80), payload=payloads)
 def test_garbage_is_refused(head: bytes, payload: bytes) -> None:
     with pytest.raises(AuthError):
-        Verifier(KEY, tuple(Direction), range(4)).check(head, payload)
+        SignatureVerifier(KEY, tuple(Direction), range(4)).check(head, payload)
 
 
 def test_a_key_is_its_owners_and_new_each_time(tmp_path: Path) -> None:
