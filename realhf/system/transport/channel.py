@@ -155,7 +155,7 @@ class ZmqMaster:
 class ZmqWorker:
     """A worker's side: one FIFO inbox, one way out.
 
-    ``when_alone`` is called, in a thread of its own, when the master is gone: nobody else may tell a worker whose
+    ``on_master_lost`` is called, in a thread of its own, when the master is gone: nobody else may tell a worker whose
     launcher's other half lives on another host. A master that is stopped or busy keeps its connections.
     """
 

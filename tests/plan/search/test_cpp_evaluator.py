@@ -43,7 +43,7 @@ def test_an_error_of_a_table_is_raised_and_forgotten() -> None:
             raise ValueError(f"no way for {mfc}")
         return ReallocCost()
 
-    fast = evaluator(replace(problem_of(), move=move))
+    fast = evaluator(replace(problem_of(), realloc=move))
     walker = Chain.start(SplitMix64(1), (0, 0, 0), inf)
     for action in (lambda: fast.evaluate((0, 0, 0)), lambda: fast.walk(walker, 5, 0.1)):
         with pytest.raises(ValueError, match="no way for gen"):

@@ -62,7 +62,7 @@ def test_tables_are_asked_once_and_only_for_what_is_looked_at() -> None:
         asked.append((mfc, option, home))
         return ReallocCost(nbytes=7.0)
 
-    problem = replace(problem_of(ppo()), move=move)
+    problem = replace(problem_of(ppo()), realloc=move)
     gen = problem.number["gen"]
     assert problem.realloc_cost(gen, 1, 0).nbytes == problem.realloc_cost(gen, 1, 0).nbytes == 7.0
     assert asked == [("gen", 1, 0)]

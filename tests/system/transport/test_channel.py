@@ -216,7 +216,7 @@ def test_beats_come_beside_messages_until_they_are_stopped(master: ZmqMaster) ->
 @pytest.mark.parametrize("address", ["", "tcp://127.0.0.1:*"], ids=["ipc", "tcp"])
 def test_a_worker_is_told_when_its_master_is_gone_for_good(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not when it closes its own side, and not when a master comes back in time."""
-    monkeypatch.setattr(channel_module, "ALONE_S", 1.0)
+    monkeypatch.setattr(channel_module, "MASTER_LOST_S", 1.0)
     alone: SimpleQueue[int] = SimpleQueue()
     master = ZmqMaster(KEY, 2, address)
     workers = [ZmqWorker(master.address, rank, KEY, partial(alone.put, rank)) for rank in range(2)]
