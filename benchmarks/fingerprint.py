@@ -3,8 +3,8 @@
     python benchmarks/fingerprint.py [--checkout DIR] [--rename OLD=NEW ...] [--only NAME,...]
 
 A change that keeps the numerics keeps every fingerprint. Run the script once with ``--checkout`` pointing at a worktree
-of the commit before the change and once without, on the same machine. ``--rename`` applies a renamed metric to the runs of the
-checkout, so that its metrics can be compared with those of the new names.
+of the commit before the change and once without, on the same machine. ``--rename`` gives the metrics of the checkout
+their new names, with or without the call in front (``mismatch=logprob_diff``).
 """
 
 import argparse
@@ -38,8 +38,8 @@ def start_models(checkout: Path, out: Path) -> None:
     task = out / "task"
     for member in range(3):
         call(checkout, "quickstart", "rw", *directory(out, f"rw{member}"), f"seed={member + 1}",
-             f"dataset.path={task}/preferences.jsonl", f"model.path={sft_model(out)}", "model.init_critic_from_actor=True",
-             "dataset.train_bs_n_seqs=32", "exp_ctrl.total_train_steps=6", "model.optimizer.lr=1e-3")  # fmt: skip
+             f"dataset.path={task}/preferences.jsonl", f"model.path={sft_model(out)}",
+             "model.init_critic_from_actor=True", "dataset.train_bs_n_seqs=32", "exp_ctrl.total_train_steps=6", "model.optimizer.lr=1e-3")  # fmt: skip
 
 
 def sft_model(out: Path) -> Path:
@@ -58,11 +58,13 @@ def experiments(out: Path) -> dict[str, tuple[str, ...]]:
     return {
         "grpo-resamples-d2": ("grpo", actor, data, *LEARN, "n_gpus_per_node=2", "ppo.group_size=4",
                             "ppo.dynamic_sampling=True", "exp_ctrl.total_train_steps=8"),
-        "ppo-ensemble-d1t2": ("ppo", actor, data, *LEARN, "n_gpus_per_node=2", "allocation_mode=d1t2", "ppo.group_size=2",
-                              f"ensemble.members=[{members}]", "ensemble.objective=UWO", "exp_ctrl.total_train_steps=6"),
+        "ppo-ensemble-d1t2": ("ppo", actor, data, *LEARN, "n_gpus_per_node=2", "allocation_mode=d1t2",
+                              "ppo.group_size=2", f"ensemble.members=[{members}]", "ensemble.objective=UWO",
+                              "exp_ctrl.total_train_steps=6"),
         "dpo": ("dpo", f"actor.path={sft_model(out)}", f"dataset.path={out}/task/preferences.jsonl",
                 "dataset.train_bs_n_seqs=32", "actor.optimizer.lr=1e-4", "exp_ctrl.total_train_steps=10"),
-        "vineppo": ("vineppo", actor, data, *LEARN, "vine.n_rollouts=3", "vine.max_states=4", "exp_ctrl.total_train_steps=5"),
+        "vineppo": ("vineppo", actor, data, *LEARN, "vine.n_rollouts=3", "vine.max_states=4",
+                    "exp_ctrl.total_train_steps=5"),
     }  # fmt: skip
 
 
@@ -74,10 +76,15 @@ def fingerprint(run: Path, renamed: dict[str, str]) -> dict[str, str]:
         found[str(file.relative_to(run))] = hashlib.sha256(file.read_bytes()).hexdigest()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     kept = [
-        {renamed.get(key, key): value for key, value in line.items() if not key.startswith(TIMINGS)} for line in lines
+        {new_name(key, renamed): value for key, value in line.items() if not key.startswith(TIMINGS)} for line in lines
     ]
     found["metrics.jsonl"] = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
     return found
+
+
+def new_name(key: str, renamed: dict[str, str]) -> str:
+    call, _, metric = key.rpartition("/")
+    return renamed.get(key) or (f"{call}/{renamed[metric]}" if metric in renamed else key)
 
 
 def main() -> None:
