@@ -17,7 +17,7 @@ class MicroBatching:
     max_tokens_per_mb: int = 16384
     max_num_seqs: int = 0
 
-    def slots(self, wanted: int) -> int:
+    def limit_num_seqs(self, wanted: int) -> int:
         """Return the rows that are decoded at a time where the sampling options want so many."""
         return min(wanted, self.max_num_seqs) if self.max_num_seqs else wanted
 

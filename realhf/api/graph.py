@@ -99,7 +99,7 @@ class Graph:
     def __post_init__(self) -> None:
         problems = graph_problems(self.mfcs, self.syncs, self.offloaded)
         if self.evaluation:
-            problems += evaluation_problems(self.mfcs, self.evaluation)
+            problems += _evaluation_problems(self.mfcs, self.evaluation)
         if problems:
             raise GraphError(problems, self.mfcs)
 
@@ -172,7 +172,7 @@ def graph_problems(mfcs: tuple[MFC, ...], syncs: Sequence[Sync] = (), offloaded:
     return problems
 
 
-def evaluation_problems(mfcs: tuple[MFC, ...], evaluation: tuple[MFC, ...]) -> list[str]:
+def _evaluation_problems(mfcs: tuple[MFC, ...], evaluation: tuple[MFC, ...]) -> list[str]:
     """Return every reason why ``evaluation`` cannot go with the calls of a step."""
     names, roles = {m.name for m in mfcs}, {m.role for m in mfcs}
     problems = graph_problems(evaluation)

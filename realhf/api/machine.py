@@ -84,17 +84,17 @@ class Workload:
     """
 
     prompts: tuple[tuple[int, ...], ...]
-    answers: tuple[int, ...] = ()
+    response_lengths: tuple[int, ...] = ()
     samples: int = 1
 
     @property
-    def sampled(self) -> bool:
-        return bool(self.answers)
+    def is_generated(self) -> bool:
+        return bool(self.response_lengths)
 
-    def fetched(self, position: int) -> tuple[tuple[RowId, int], ...]:
+    def dataset_rows(self, position: int) -> tuple[tuple[RowId, int], ...]:
         """Return the rows that the data set has at a position of the stream, with their lengths."""
         lengths = self.prompts[position % len(self.prompts)]
-        if self.sampled:
+        if self.is_generated:
             return ((RowId(position, PROMPT), lengths[0]),)
         return tuple((RowId(position, sample), n) for sample, n in enumerate(lengths))
 
@@ -111,14 +111,14 @@ class Workload:
     def _firsts(self) -> tuple[int, ...]:
         return tuple(lengths[0] for lengths in self.prompts)
 
-    def drawn(self, position: int) -> tuple[tuple[RowId, int], ...]:
+    def sampled_rows(self, position: int) -> tuple[tuple[RowId, int], ...]:
         """Return the rows that are sampled for a position, with the lengths of prompt and answer together."""
-        prompt, answers = self.prompt_length(position), self.answers_to(position)
+        prompt, answers = self.prompt_length(position), self.responses_at(position)
         return tuple((RowId(position, sample), prompt + answer) for sample, answer in enumerate(answers))
 
-    def answers_to(self, position: int) -> tuple[int, ...]:
+    def responses_at(self, position: int) -> tuple[int, ...]:
         """Return the lengths of what is sampled for a position."""
-        n = len(self.answers)
+        n = len(self.response_lengths)
         first = position * self.samples % n
         rounds = -(-(first + self.samples) // n)
-        return (self.answers * rounds)[first : first + self.samples]
+        return (self.response_lengths * rounds)[first : first + self.samples]

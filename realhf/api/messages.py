@@ -168,7 +168,7 @@ class Done(Message, frozen=True):
     memory: tuple[int, int] = (0, 0)
 
     @property
-    def is_bare(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether nothing came of the request but that it is done, as with most of a mesh."""
         return self.outputs is None and not self.stats and self.state is None and not self.values
 
@@ -179,7 +179,7 @@ class Heartbeat(Message, frozen=True):
     rank: int
     pid: int
     host: str
-    doing: str
+    activity: str
 
 
 class Failed(Message, frozen=True):

@@ -22,7 +22,7 @@ class ModelConfig:
     norm_offset: float = 0.0  # what is added to the weight of an RMS norm
     post_norms: bool = False  # what attention and MLP return is normalised too
     qk_norm: bool = False  # queries and keys are normalised in each head
-    mlp: str = "gated"  # gated | plain
+    mlp: str = "gated"  # gated | ungated
     activation: str = "silu"  # silu | gelu_tanh | gelu
     parallel_residual: bool = False  # the MLP reads what attention reads
     rotary_base: float = 10000.0
@@ -30,7 +30,7 @@ class ModelConfig:
     rotary_dims: int = 0  # how many dimensions of a head turn with the position, 0: all
     learned_positions: bool = False
     scaled_embedding: bool = False  # embeddings are multiplied by the root of ``hidden``
-    windows: tuple[int, ...] = ()  # tokens that each layer sees, its own included (0: all); empty: all
+    sliding_windows: tuple[int, ...] = ()  # tokens that each layer sees, its own included (0: all); empty: all
     attention_scale: float = 0.0  # 0: one over the root of ``head_dim``
     attention_softcap: float = 0.0  # c * tanh(scores / c), 0: none
     logit_softcap: float = 0.0
@@ -61,7 +61,7 @@ class ModelConfig:
 
     def window(self, layer: int) -> int:
         """Return how many tokens a block looks back on, itself included; 0: all."""
-        return self.windows[layer] if self.windows else 0
+        return self.sliding_windows[layer] if self.sliding_windows else 0
 
     @property
     def is_fusable(self) -> bool:

@@ -20,7 +20,7 @@ COMMANDS = {
 }
 """Every command is the function ``main`` of the module of its name in ``apps/commands``."""
 
-EXIT_USER, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNHEARD = 2, 1, 130, 141
+EXIT_USER, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 1, 130, 141
 
 
 def usage() -> str:
@@ -76,7 +76,7 @@ def run(arguments: list[str]) -> int:
         if not _reader_has_left():
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still to be flushed
-        return EXIT_UNHEARD
+        return EXIT_BROKEN_PIPE
 
 
 def describe(error: Exception) -> str:

@@ -11,7 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
-EXIT_ALONE = 3
+EXIT_ORPHANED = 3
 
 
 def main(root: str, rank: int, address: str) -> None:
@@ -51,7 +51,7 @@ def _leave_with_launcher() -> None:
 
 
 def _leave() -> None:
-    os._exit(EXIT_ALONE)  # whatever the other threads wait for
+    os._exit(EXIT_ORPHANED)  # whatever the other threads wait for
 
 
 if __name__ == "__main__":

@@ -62,13 +62,13 @@ def try_lock(path: Path, patience_s: float = 1.0) -> Iterator[bool]:
 
     Those that only look (``is_held``) have it for a moment. Where the file system knows no locks, nobody is kept out.
     """
-    handle, end = os.open(path, os.O_RDWR | os.O_CREAT, 0o644), time.monotonic() + patience_s
+    fd, end = os.open(path, os.O_RDWR | os.O_CREAT, 0o644), time.monotonic() + patience_s
     try:
-        while not (is_mine := _lock(handle)) and time.monotonic() < end:
+        while not (is_mine := _lock(fd)) and time.monotonic() < end:
             time.sleep(0.01)
         yield is_mine
     finally:
-        os.close(handle)
+        os.close(fd)
 
 
 def _lock(handle: int) -> bool:

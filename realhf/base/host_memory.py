@@ -15,7 +15,7 @@ def resident_bytes() -> tuple[int, int]:
     return peak, present
 
 
-def give_back_heap() -> None:
+def trim_heap() -> None:
     """Return freed memory to the system where the C library would keep it (glibc does)."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)

@@ -22,9 +22,9 @@ class RunDir:
         return self.root / "plan.json"
 
     @property
-    def campaign(self) -> Path:
+    def stages(self) -> Path:
         """Which experiment a campaign is, and which of its stages are done."""
-        return self.root / "campaign.json"
+        return self.root / "stages.json"
 
     @property
     def lock(self) -> Path:

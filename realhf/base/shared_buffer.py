@@ -22,6 +22,6 @@ class SharedBuffer:
         self.map.madvise(mmap.MADV_REMOVE)
 
 
-def path_of(pid: int, fd: int) -> str:
+def fd_path(pid: int, fd: int) -> str:
     """Return where another process of this machine opens the memory."""
     return f"/proc/{pid}/fd/{fd}"

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from realhf.apps.main import EXIT_UNHEARD, EXIT_USER, run
+from realhf.apps.main import EXIT_BROKEN_PIPE, EXIT_USER, run
 
 
 def test_a_reader_who_leaves_ends_the_command_without_a_word() -> None:
@@ -14,7 +14,7 @@ def test_a_reader_who_leaves_ends_the_command_without_a_word() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
-        assert process.stderr.read() == "" and process.wait() == EXIT_UNHEARD == 141
+        assert process.stderr.read() == "" and process.wait() == EXIT_BROKEN_PIPE == 141
 
 
 @pytest.mark.parametrize("word, hint", [("ppo-math", "; use realhf quickstart ppo-math"), ("resme", "resume")])

@@ -23,7 +23,7 @@ def server_problems(config: ExperimentConfig, plan: ExecutionPlan, sampling: Gen
     for option in ("kv_cache_gb", "slots", "timeout"):
         if (value := getattr(config.vllm, option)) <= 0:
             problems.append(f"vllm.{option} must be positive, got {value}")
-    if sampling and cuts(sampling) and sampling.temperature not in (0.0, 1.0):
+    if sampling and truncates_distribution(sampling) and sampling.temperature not in (0.0, 1.0):
         problems.append("gen.top_p, gen.top_k and gen.min_new_tokens with backend=vllm need gen.temperature=1: of a "
                         "tempered distribution that is cut vLLM gives no log-probability before the cut")  # fmt: skip
     if why := _lacks_vllm(python):
@@ -32,17 +32,17 @@ def server_problems(config: ExperimentConfig, plan: ExecutionPlan, sampling: Gen
     return problems
 
 
-def settle_types(options: object, is_short: bool) -> None:
+def resolve_dtypes(options: object, is_short: bool) -> None:
     """Decide ``bf16`` of every model that is named and leaves it open, in place: a run is told what it computes in."""
     if isinstance(options, ModelSpec):
         if options.bf16 is None and (options.path or options.config):
             options.bf16 = is_short
     elif is_dataclass(options):
         for field in fields(options):
-            settle_types(getattr(options, field.name), is_short)
+            resolve_dtypes(getattr(options, field.name), is_short)
     elif isinstance(options, list):
         for option in options:
-            settle_types(option, is_short)
+            resolve_dtypes(option, is_short)
 
 
 def trainer_problems(graph: Graph, roles: Mapping[str, RoleSpec], device: str | None, launching: bool) -> list[str]:
@@ -64,7 +64,7 @@ def trainer_problems(graph: Graph, roles: Mapping[str, RoleSpec], device: str | 
     return problems
 
 
-def cuts(sampling: GenerationConfig) -> bool:
+def truncates_distribution(sampling: GenerationConfig) -> bool:
     """Tell whether tokens are drawn from less than the whole distribution."""
     return sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_new_tokens > 0
 

@@ -18,7 +18,7 @@ def is_queued(config: ExperimentConfig) -> bool:
     return config.mode is Mode.slurm and not in_allocation()
 
 
-def seeded(experiment: Experiment, paths: RunDir) -> list[tuple[Experiment, RunDir]]:
+def runs_per_seed(experiment: Experiment, paths: RunDir) -> list[tuple[Experiment, RunDir]]:
     """Return the runs of an array of seeds, each in a directory of its own; without one, the only run."""
     config = experiment.config
     return [
@@ -40,13 +40,13 @@ def queue(runs: Sequence[RunSpec], config: ExperimentConfig, paths: RunDir) -> N
     several = len(runs) > 1
     logs = [log_file(paths.root, i if several else "") for i in range(len(runs))]
     logs[0].parent.mkdir(parents=True, exist_ok=True)  # SLURM writes to no folder that is not there
-    paths.job_script.write_text(text_for(runs, config, paths))
+    paths.job_script.write_text(job_script(runs, config, paths))
     job = submit(paths.job_script, len(runs))
     print(f"job     {job.number}: {paths.job_script}; Ctrl-C cancels it", flush=True)
     follow(job, logs, names)
 
 
-def text_for(runs: Sequence[RunSpec], config: ExperimentConfig, paths: RunDir) -> str:
+def job_script(runs: Sequence[RunSpec], config: ExperimentConfig, paths: RunDir) -> str:
     return script([run.paths.root for run in runs], config, runs[0].device, paths.root)
 
 
@@ -56,5 +56,5 @@ def dry_run(name: str, experiment: Experiment, paths: RunDir) -> None:
     if not is_queued(config):
         raise UserError(f"--dry-run prints a script for SLURM; set mode=slurm (got {config.mode.value}), or see what "
                         "would run with realhf plan")  # fmt: skip
-    runs = [preflight(name, one, place) for one, place in seeded(experiment, paths)]
-    print(text_for(runs, config, paths), end="")
+    runs = [preflight(name, one, place) for one, place in runs_per_seed(experiment, paths)]
+    print(job_script(runs, config, paths), end="")

@@ -13,7 +13,7 @@ from realhf.api.experiment import Experiment
 from realhf.api.messages import ToWorker
 from realhf.apps.prepare.jobs import is_queued, queue
 from realhf.apps.prepare.options import load_experiment, save_experiment
-from realhf.apps.prepare.run_dir_checks import running
+from realhf.apps.prepare.run_dir_checks import running_message
 from realhf.apps.view.console import Console
 from realhf.base.atomic_io import atomic_write, remove_folder, try_lock
 from realhf.base.errors import RunFailed, UserError, WorkerTimeout
@@ -79,7 +79,7 @@ def launch(run: RunSpec, last: "tuple[Path, Manifest] | None" = None) -> None:
         return queue([run], run.config, run.paths)
     with try_lock(run.paths.lock) as is_mine:
         if not is_mine:
-            raise UserError(running(run.paths))
+            raise UserError(running_message(run.paths))
         run.paths.stop.unlink(missing_ok=True)  # what was asked of a run before
         _follow(run, last)
 

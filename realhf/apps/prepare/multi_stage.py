@@ -24,11 +24,11 @@ from realhf.experiments import experiment_class
 from realhf.system.checkpoint.manifest import flat_options
 
 
-def run_campaign(name: str, campaign: MultiStageExperiment, paths: RunDir) -> None:
+def run_multi_stage(name: str, campaign: MultiStageExperiment, paths: RunDir) -> None:
     """Run everything, or the rest as ``recover_mode`` has it; ``UserError`` for what can be known before."""
     mode = campaign.recover_mode
-    if mode in (RecoverMode.resume, RecoverMode.auto) and paths.campaign.is_file():
-        return go_on(name, campaign, paths)
+    if mode in (RecoverMode.resume, RecoverMode.auto) and paths.stages.is_file():
+        return _resume_stages(name, campaign, paths)
     if mode is RecoverMode.resume:
         raise UserError(f"recover_mode=resume, but {paths.root} holds no campaign")
     if problems := directory_problems(campaign, paths) + run_problems(campaign) + campaign.problems():
@@ -40,17 +40,17 @@ def run_campaign(name: str, campaign: MultiStageExperiment, paths: RunDir) -> No
     run_stages(name, campaign, paths, ())
 
 
-def resume_campaign(paths: RunDir, words: Sequence[str]) -> None:
+def resume_multi_stage(paths: RunDir, words: Sequence[str]) -> None:
     """Go on with the campaign in a directory, with some options set anew."""
-    name = json.loads(paths.campaign.read_text())["experiment"]
+    name = json.loads(paths.stages.read_text())["experiment"]
     config = override(load_experiment(experiment_class(name), paths.config), words)
     assert isinstance(config, MultiStageExperiment), f"{name} is no campaign"
-    go_on(name, config, paths)
+    _resume_stages(name, config, paths)
 
 
-def go_on(name: str, campaign: MultiStageExperiment, paths: RunDir) -> None:
+def _resume_stages(name: str, campaign: MultiStageExperiment, paths: RunDir) -> None:
     """Go on after the stages that are done; ``UserError`` where options are not what they were."""
-    stored = json.loads(paths.campaign.read_text())
+    stored = json.loads(paths.stages.read_text())
     before = flat_options(load_experiment(experiment_class(stored["experiment"]), paths.config))
     problems = [f"experiment: {stored['experiment']} before, {name} now"] if stored["experiment"] != name else []
     problems += changes(before, flat_options(campaign)) if not problems else []
@@ -63,7 +63,7 @@ def go_on(name: str, campaign: MultiStageExperiment, paths: RunDir) -> None:
 def run_stages(name: str, campaign: MultiStageExperiment, paths: RunDir, done: Sequence[str]) -> None:
     """Run all stages but those that are done."""
     root, finished = paths.root.resolve(), list(done)  # runs know each other's files by one name, wherever we stand
-    atomic_write(paths.campaign, json.dumps({"experiment": name, "done": finished}))
+    atomic_write(paths.stages, json.dumps({"experiment": name, "done": finished}))
     for stage in campaign.stages(root):
         if stage.name in finished:
             print(f"stage   {stage.name}: was done before")
@@ -71,7 +71,7 @@ def run_stages(name: str, campaign: MultiStageExperiment, paths: RunDir, done: S
         print(f"stage   {stage.name}: {stage.experiment}", flush=True)
         run_stage(stage, root)
         finished.append(stage.name)
-        atomic_write(paths.campaign, json.dumps({"experiment": name, "done": finished}))
+        atomic_write(paths.stages, json.dumps({"experiment": name, "done": finished}))
 
 
 def run_stage(stage: Stage, root: Path) -> None:

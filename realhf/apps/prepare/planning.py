@@ -44,14 +44,14 @@ class MachineModel:
     is_measured: bool = False
 
 
-def planned(planner: Planner, config: ExperimentConfig) -> ExecutionPlan:
+def plan_for_mode(planner: Planner, config: ExperimentConfig) -> ExecutionPlan:
     """Return the plan of a mode that is a rule, or a search."""
     if config.allocation_mode == "search":
         return planner.search(config.seed, config.planner.budget_s).plan
     return planner.by_rule(PLANNED[config.allocation_mode])
 
 
-def replanned(planner: Planner, mode: str, plan: ExecutionPlan) -> ExecutionPlan:
+def replan(planner: Planner, mode: str, plan: ExecutionPlan) -> ExecutionPlan:
     """Return what an allocation mode that gave ``plan`` gives for another planner; of a search, what a rule does."""
     if mode in PLANNED:
         plans = [planner.by_rule(rule) for rule in (HEURISTICS if mode == "search" else [PLANNED[mode]])]
@@ -141,10 +141,10 @@ def workload_of(
             lengths = [row.sequence_lengths[: most.get(task, 1)] for row in read]
     if sampling is None:
         return Workload(tuple(lengths))
-    return Workload(tuple(lengths), answer_lengths(config.planner.new_tokens, sampling.max_new_tokens), samples)
+    return Workload(tuple(lengths), response_lengths(config.planner.new_tokens, sampling.max_new_tokens), samples)
 
 
-def answer_lengths(mean: float | None, longest: int, n: int = 16) -> tuple[int, ...]:
+def response_lengths(mean: float | None, longest: int, n: int = 16) -> tuple[int, ...]:
     """Return lengths that stand for all answers: evenly spread about the mean, none beyond the longest.
 
     They alternate, so that the samples of a prompt differ.

@@ -12,9 +12,9 @@ from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph, GraphError
 from realhf.api.model_config import ModelConfig
-from realhf.apps.prepare.backends import server_problems, settle_types, trainer_problems
+from realhf.apps.prepare.backends import resolve_dtypes, server_problems, trainer_problems
 from realhf.apps.prepare.options import options_of
-from realhf.apps.prepare.planning import MachineModel, limits_of, machine_of, planned, planner_of, replanned
+from realhf.apps.prepare.planning import MachineModel, limits_of, machine_of, plan_for_mode, planner_of, replan
 from realhf.apps.prepare.run_dir_checks import directory_problems
 from realhf.base.errors import InfeasibleError, UserError, did_you_mean
 from realhf.base.paths import RunDir
@@ -97,14 +97,14 @@ class PlanReport:
             options = {name: MFCConfig(mb_spec=option.mb_spec) for name, option in options.items()}
         config = replace(self.experiment.config, allocation_mode=mode)
         plan = allocate(self.graph, config, options, self.planner.calls.cost.models, self.device)
-        return planned(self.planner, config) if mode in PLANNED else plan
+        return plan_for_mode(self.planner, config) if mode in PLANNED else plan
 
     def too_large(self) -> str:
         """Say why the plan does not fit, and what to do about it."""
         config = self.experiment.config
         mode = config.allocation_mode
         slots = next((o.key for o in options_of(type(config)) if o.key.endswith("max_num_seqs")), "no slots")
-        return too_large(self.planner, self.prediction, lambda planner: replanned(planner, mode, self.plan),
+        return too_large(self.planner, self.prediction, lambda planner: replan(planner, mode, self.plan),
                          "" if mode in PLANNED else slots)  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def preflight(name: str, experiment: Experiment, paths: RunDir, resuming: bool =
                    found.n_rows, expected, found.n_held_out)  # fmt: skip
 
 
-def survey(name: str, experiment: Experiment) -> PlanReport:
+def plan_report(name: str, experiment: Experiment) -> PlanReport:
     """Return what ``realhf plan`` tells: as ``preflight``, but neither weights nor devices nor data need be there."""
     return _look(name, experiment, _Findings(), launching=False)
 
@@ -134,7 +134,7 @@ def survey(name: str, experiment: Experiment) -> PlanReport:
 def _look(name: str, experiment: Experiment, findings: _Findings, launching: bool) -> PlanReport:
     config = experiment.config
     device = findings.attempt(lambda: pick_device(config, launching))
-    settle_types(config, device == Device.cuda.value)
+    resolve_dtypes(config, device == Device.cuda.value)
     roles = experiment.roles()
     findings.problems += experiment.problems() + planner_problems(config)
     graph = _graph(experiment, findings) if config.dataset.train_bs_n_seqs >= 1 else None
@@ -164,7 +164,7 @@ def _look(name: str, experiment: Experiment, findings: _Findings, launching: boo
 
     def on(machine: MachineModel) -> PlanReport:
         planner = planner_of(experiment, graph, known, rows, machine, device)
-        chosen = planned(planner, config) if config.allocation_mode in PLANNED else plan
+        chosen = plan_for_mode(planner, config) if config.allocation_mode in PLANNED else plan
         chosen = with_backends(chosen, graph, experiment.placements())
         prediction = planner.predict(chosen)
         return PlanReport(name, experiment, graph, chosen, planner, machine, prediction, device, n_rows, n_held_out)

@@ -9,7 +9,7 @@ from realhf.api.experiment import Experiment
 from realhf.apps.prepare.launching import as_experiment, launch, read_run, write_run
 from realhf.apps.prepare.options import override
 from realhf.apps.prepare.preflight import preflight
-from realhf.apps.prepare.run_dir_checks import running
+from realhf.apps.prepare.run_dir_checks import running_message
 from realhf.base.atomic_io import is_locked
 from realhf.base.errors import RunFailed, UserError
 from realhf.base.paths import RunDir
@@ -54,11 +54,11 @@ def retried(run: Callable[[], None], paths: RunDir) -> None:
             restarts, first = restarts + 1, failed
             print(f"failed  {str(failed).splitlines()[0]}\nresume  from the last checkpoint; "
                   f"{config.recover_retries - restarts} restarts are left")  # fmt: skip
-            if way.words:
+            if way.overrides:
                 deaths.clear()  # ranks are new ones
                 before = config.n_nodes * config.n_gpus_per_node
                 print(f"lost    {way.lost}; {way.workers} of {before} workers go on, under a plan for them: "
-                      f"{' '.join(way.words)}")  # fmt: skip
+                      f"{' '.join(way.overrides)}")  # fmt: skip
             run = partial(resume, read_run(paths.root).experiment, experiment, paths)
         except UserError as error:
             if first is None:
@@ -78,20 +78,20 @@ def _way_on(failed: RunFailed, deaths: Counter[int], paths: RunDir) -> tuple[Ela
         return None, experiment
     gone = failed_permanently(run.config, deaths)
     way = plan_restart(run.config, experiment.placements(), run.device, failed.n_nodes, gone)
-    return way, as_experiment(override(run.config, way.words)) if way else experiment
+    return way, as_experiment(override(run.config, way.overrides)) if way else experiment
 
 
 def _with_hint(failed: RunFailed, way: ElasticRestart, paths: RunDir) -> RunFailed:
     """Return a failure with the command that would go on."""
     why = f"\nit does not go on by itself: {way.refusal}; recover_allocation=heuristic allows it" if way.refusal else ""
-    command = " ".join(["realhf resume", str(paths.root), *way.words])
+    command = " ".join(["realhf resume", str(paths.root), *way.overrides])
     return RunFailed(f"{failed}{why}\ngo on with: {command}", failed.traceback_text)
 
 
 def resume(name: str, experiment: Experiment, paths: RunDir) -> None:
     """Go on from the last checkpoint; ``UserError`` where data or options are not what they were."""
     if is_locked(paths.lock):
-        raise UserError(running(paths))
+        raise UserError(running_message(paths))
     last = newest(paths.checkpoints)
     if last is None:
         raise UserError(f"{paths.checkpoints} holds no checkpoint (exp_ctrl.ckpt_freq_steps writes them); "

@@ -8,7 +8,7 @@ from realhf.base.atomic_io import TMP_SUFFIX, is_locked
 from realhf.base.paths import RunDir
 
 
-def running(paths: RunDir) -> str:
+def running_message(paths: RunDir) -> str:
     """Say why nothing else may be done in the directory of a run that goes on."""
     return f"{paths.root} holds a run that goes on; realhf stop {paths.root} ends it after the step it is at"
 
@@ -23,7 +23,7 @@ def directory_problems(config: ExperimentConfig, paths: RunDir) -> list[str]:
     if taken:
         problems.append(f"the run directory {paths.root} cannot be made: {taken} is a file; set fileroot or trial_name")
     elif is_locked(paths.lock):
-        problems.append(running(paths))
+        problems.append(running_message(paths))
     elif paths.root.exists() and any(not path.name.endswith(TMP_SUFFIX) for path in paths.root.iterdir()):
         if not paths.config.exists():
             problems.append(f"{paths.root} is not empty and holds no run of realhf; choose another trial_name")

@@ -13,10 +13,10 @@ from realhf.base.errors import UserError
 from realhf.base.version import __version__
 from realhf.plan.run_spec import RunSpec
 
-HEAD = (
+HEADER = (
     f"{'step':>6} {'reward':>8} {'loss':>8} {'kl':>8} {'len':>6} {'tok/s':>8} {'time':>7} {'(pred)':>9}  share of calls"
 )
-BY_LIMITS = HEAD.replace(" (pred)", "(limit)")  # of a machine that nobody has measured
+HEADER_BOUND = HEADER.replace(" (pred)", "(limit)")  # of a machine that nobody has measured
 
 
 class Console:
@@ -48,7 +48,7 @@ class Console:
 
     def ready(self, workers: dict[int, Ready]) -> None:
         slowest = max(w.info.get("seconds", 0.0) for w in workers.values())
-        head = BY_LIMITS if self.run.expected and not self.run.expected.is_measured else HEAD
+        head = HEADER_BOUND if self.run.expected and not self.run.expected.is_measured else HEADER
         self.out.print(f"workers {len(workers)} ready after {time.monotonic() - self.began:.1f} s "
                        f"(models and data {slowest:.1f} s)\n{head}")  # fmt: skip
         if self.out.is_terminal:

@@ -5,16 +5,16 @@ from html import escape
 from math import isfinite
 from statistics import fmean
 
-from realhf.apps.view.timeline_svg import COLOURS, LETTER, LINE, ticks
+from realhf.apps.view.timeline_svg import CHAR_WIDTH, COLOURS, LINE, ticks
 
 WIDTH, HEIGHT, LEFT, TOP, FOOT = 460, 150, 60, 44, 24
-POINTS = 300
+MAX_POINTS = 300
 """Of a curve that has more, neighbours are averaged."""
 Curve = Sequence[tuple[float, float]]
 """Steps, in their order, each with a value."""
 
 
-def thinned(curve: Curve, most: int = POINTS) -> list[tuple[float, float]]:
+def downsample(curve: Curve, most: int = MAX_POINTS) -> list[tuple[float, float]]:
     """Return at most so many points: means of runs of equally many neighbours."""
     finite = [(step, value) for step, value in curve if isfinite(value)]
     each = -(-len(finite) // most) if finite else 1
@@ -24,7 +24,7 @@ def thinned(curve: Curve, most: int = POINTS) -> list[tuple[float, float]]:
 
 def curves_svg(title: str, curves: Mapping[str, Curve]) -> str:
     """Return a picture of curves that share their axes; empty where none of them has a point."""
-    drawn = {name: points for name, curve in curves.items() if (points := thinned(curve))}
+    drawn = {name: points for name, curve in curves.items() if (points := downsample(curve))}
     if not drawn:
         return ""
     steps = [step for points in drawn.values() for step, _ in points]
@@ -54,7 +54,7 @@ def curves_svg(title: str, curves: Mapping[str, Curve]) -> str:
             parts.append(f'<circle cx="{x_at:.1f}" cy="{y_at:.1f}" r="2.5" fill="{colour}"/>')
         words = f"{name} {points[-1][1]:.4g}"
         parts.append(f'<text x="{x:.0f}" y="{16 + LINE}" fill="{colour}">{escape(words)}</text>')
-        x += LETTER * len(words) + 14
+        x += CHAR_WIDTH * len(words) + 14
     return "\n".join([*parts, "</svg>"])
 
 

@@ -6,7 +6,7 @@ from html import escape
 from textwrap import wrap
 
 HARD_SPACE = "\xa0"
-LEAST = 24
+MIN_LAST_COLUMN = 24
 """Characters that the last column has at the least, however narrow the terminal."""
 
 
@@ -23,7 +23,7 @@ class Listing:
         """Return the lines without the title; the last column breaks behind commas and semicolons alone."""
         lines = [self.head, *self.rows] if self.head else [*self.rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        room = max(LEAST, width - sum(widths[:-1]) - 2 * (len(widths) - 1))
+        room = max(MIN_LAST_COLUMN, width - sum(widths[:-1]) - 2 * (len(widths) - 1))
         return "\n".join(line for cells in lines for line in self._lines(cells, widths, room))
 
     def _lines(self, cells: tuple[str, ...], widths: list[int], room: int) -> list[str]:

@@ -12,7 +12,7 @@ COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#e
 WIDTH, LANE, LEFT, RIGHT, TOP, LINE = 960, 22, 100, 40, 26, 16
 SMALLEST = 0.3
 """Pixels of what is drawn."""
-LETTER = 6.5
+CHAR_WIDTH = 6.5
 """Width of a letter of the usual size, about."""
 
 
@@ -65,7 +65,7 @@ def _legend(colour: dict[str, str]) -> tuple[list[str], int]:
     entries += [("rows or weights move", 4, "#888", ""), ("critical path", LANE / 2, "none", ' stroke="#222"')]
     parts, x, y = [], float(LEFT), TOP
     for words, height, fill, more in entries:
-        width = 16 + LETTER * len(words)
+        width = 16 + CHAR_WIDTH * len(words)
         if x > LEFT and x + width > LEFT + WIDTH:
             x, y = float(LEFT), y + LINE
         parts.append(_rect(x, y + (LANE / 2 - height) / 2, 11, height, fill, more))
@@ -107,7 +107,7 @@ def ticks(until: float) -> list[float]:
     return [step * i for i in range(int(until / step * (1 + 1e-9)) + 1)]
 
 
-def stacked(pictures: list[str]) -> str:
+def stack_svgs(pictures: list[str]) -> str:
     """Return several pictures one below the other."""
     if len(pictures) == 1:
         return pictures[0]

@@ -16,8 +16,8 @@ from realhf.api.codec import to_json
 from realhf.api.config import Device, ExperimentConfig, GenerationConfig, ModelSpec
 from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.experiment import RoleSpec, Task
-from realhf.apps.prepare.planning import answer_lengths, machine_of, planned, planner_of, replanned, workload_of
-from realhf.apps.prepare.preflight import survey
+from realhf.apps.prepare.planning import machine_of, plan_for_mode, planner_of, replan, response_lengths, workload_of
+from realhf.apps.prepare.preflight import plan_report
 from realhf.base.errors import UserError
 from realhf.data.encode import EncodedRow, EncodedRows
 from realhf.data.order import rows_at
@@ -45,7 +45,7 @@ MODELS = {"model": LLAMA}
 @settings(max_examples=100, deadline=None)
 @given(st.floats(1, 300), st.integers(1, 300))
 def test_answers_spread_about_their_mean(average: float, longest: int) -> None:
-    found = answer_lengths(average, longest)
+    found = response_lengths(average, longest)
     assert min(found) >= 1 and max(found) <= longest
     assert mean(found) == pytest.approx(min(average, longest), abs=0.51)  # they are whole numbers
     if 3 <= average <= longest - 3:
@@ -53,8 +53,8 @@ def test_answers_spread_about_their_mean(average: float, longest: int) -> None:
 
 
 def test_without_a_guess_every_answer_is_as_long_as_allowed() -> None:
-    assert answer_lengths(None, 64) == answer_lengths(64, 64) == answer_lengths(90.0, 64) == (64,)
-    found = answer_lengths(30, 64)
+    assert response_lengths(None, 64) == response_lengths(64, 64) == response_lengths(90.0, 64) == (64,)
+    found = response_lengths(30, 64)
     assert (len(found), min(found), max(found), mean(found)) == (16, 1, 59, 30)
 
 
@@ -81,17 +81,17 @@ def test_prompts_are_those_of_the_data_set_in_the_order_of_the_run() -> None:
     found = workload_of(config, Task.math, data(lengths), SAMPLING, 3)
     order = rows_at(config.seed, 20, 0, 6, config.dataset.shuffle)
     assert found.prompts == tuple((lengths[i],) for i in order) and len(found.prompts) == 6  # three steps
-    assert found.answers == (24,) and found.samples == 3
-    assert found.fetched(1) == ((RowId(1, PROMPT), lengths[order[1]]),)
-    assert found.drawn(1) == tuple((RowId(1, sample), lengths[order[1]] + 24) for sample in range(3))
+    assert found.response_lengths == (24,) and found.samples == 3
+    assert found.dataset_rows(1) == ((RowId(1, PROMPT), lengths[order[1]]),)
+    assert found.sampled_rows(1) == tuple((RowId(1, sample), lengths[order[1]] + 24) for sample in range(3))
     short = workload_of(config_with(new_tokens=6), Task.math, data(lengths), SAMPLING, 1)
-    assert mean(short.answers) == 6 and max(short.answers) <= 24
+    assert mean(short.response_lengths) == 6 and max(short.response_lengths) <= 24
 
 
 def test_without_data_rows_are_as_long_as_allowed() -> None:
     assert workload_of(config_with(), Task.prompt, None, SAMPLING, 1).prompts == ((40,),)
     found = workload_of(config_with(), Task.sft, None, None, 1)
-    assert found.prompts == ((90,),) and not found.sampled
+    assert found.prompts == ((90,),) and not found.is_generated
 
 
 def test_rows_of_supervised_data_are_prompt_and_answer_together() -> None:
@@ -192,15 +192,15 @@ def generation(tmp_path: Path) -> GenerationExperiment:
 
 
 def test_a_plan_of_which_the_profile_knows_all_is_predicted_from_it(generation: GenerationExperiment) -> None:
-    assert survey("gen", generation).machine.source.startswith("the profile ")
+    assert plan_report("gen", generation).machine.source.startswith("the profile ")
     generation.allocation_mode = "search"
-    found = survey("gen", generation)
+    found = plan_report("gen", generation)
     assert found.machine.source.startswith("the profile ") and found.plan["gen"].layout.strategy.tp == 1
 
 
 def test_a_plan_that_the_profile_does_not_know_is_predicted_from_limits(generation: GenerationExperiment) -> None:
     generation.allocation_mode = "t2"
-    found = survey("gen", generation)
+    found = plan_report("gen", generation)
     assert found.machine.source.startswith("the limits of cpu (the profile knows nothing of ")
     assert "realhf profile" in found.machine.source and found.prediction.seconds > 0
     assert str(found.plan["gen"].layout.strategy) == "d1t2p1"
@@ -208,7 +208,7 @@ def test_a_plan_that_the_profile_does_not_know_is_predicted_from_limits(generati
 
 def test_the_planner_of_an_experiment(generation: GenerationExperiment) -> None:
     generation.gen.mb_spec.max_tokens_per_mb, generation.sampling.n = 777, 3
-    found = survey("gen", generation)
+    found = plan_report("gen", generation)
     planner = planner_of(generation, generation.graph(), {"model": LLAMA}, None, found.machine, "cpu")
     assert planner.calls.limits == {"gen": MicroBatching(1, 777)} and planner.n_workers == 2
     assert planner.calls.cost.workload.samples == 3 and planner.calls.batch_size == 4
@@ -219,10 +219,12 @@ def test_modes_of_the_planner() -> None:
     planner, config = ppo_planner(4, actor=WIDE), config_with()
     for mode, rule in (("heuristic", "symmetric"), *((rule, rule) for rule in HEURISTICS)):
         config.allocation_mode = mode
-        assert planned(planner, config) == planner.by_rule(rule) == replanned(planner, mode, planner.by_rule("split"))
+        assert (
+            plan_for_mode(planner, config) == planner.by_rule(rule) == replan(planner, mode, planner.by_rule("split"))
+        )
     config.allocation_mode = "search"
-    assert planned(planner, config) == planner.search(config.seed).plan
-    assert planner.fits(replanned(planner, "search", planner.by_rule("split")))
+    assert plan_for_mode(planner, config) == planner.search(config.seed).plan
+    assert planner.fits(replan(planner, "search", planner.by_rule("split")))
 
 
 def test_a_fixed_plan_keeps_its_layouts_under_another_micro_batching() -> None:
@@ -230,4 +232,4 @@ def test_a_fixed_plan_keeps_its_layouts_under_another_micro_batching() -> None:
     plan = ExecutionPlan(4, {name: Placement(layout("t4")) for name in planner.calls.limits})
     limits = {name: MicroBatching(2, 99) for name in planner.calls.limits}
     finer = replace(planner, calls=replace(planner.calls, limits=limits))
-    assert set(replanned(finer, "t4", plan).placements.values()) == {Placement(layout("t4"), MicroBatching(2, 99))}
+    assert set(replan(finer, "t4", plan).placements.values()) == {Placement(layout("t4"), MicroBatching(2, 99))}

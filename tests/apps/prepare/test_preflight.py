@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from realhf.api.config import Backend, DatasetConfig, Device, ExperimentConfig, Mode, ModelSpec, PPOConfig
 from realhf.api.graph import MFC, Graph
-from realhf.apps.prepare.backends import settle_types
+from realhf.apps.prepare.backends import resolve_dtypes
 from realhf.apps.prepare.preflight import preflight
 from realhf.base.errors import InfeasibleError, UserError
 from realhf.base.paths import RunDir
@@ -390,5 +390,5 @@ def test_what_models_compute_in_is_decided_once(ppo: PPOMathExperiment, paths: R
     assert {role: spec.spec.bf16 for role, spec in made.roles.items()} == {"actor": False, "ref": False, "critic": True}
     assert ppo.actor.bf16 is False and ppo.ref.bf16 is None, "what is not named stays as it is"
     other = PPOMathExperiment(actor=ModelSpec(path="m"), critic=ModelSpec(config="c", bf16=False))
-    settle_types(other, is_short=True)
+    resolve_dtypes(other, is_short=True)
     assert (other.actor.bf16, other.critic.bf16, other.ref.bf16) == (True, False, None)

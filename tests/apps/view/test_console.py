@@ -10,7 +10,7 @@ from realhf.api.execution_plan import ExecutionPlan, Placement
 from realhf.api.experiment import Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.api.messages import Ready
-from realhf.apps.view.console import BY_LIMITS, HEAD, Console, step_line
+from realhf.apps.view.console import HEADER, HEADER_BOUND, Console, step_line
 from realhf.base.paths import RunDir
 from realhf.plan.run_spec import Expected, RunSpec
 from tests.plan.search.planners import layout
@@ -21,7 +21,7 @@ METRICS = {"step": 3.0, "time/step_s": 2.0, "time/gen_s": 1.5, "time/train_s": 0
 
 def at(head: str, line: str) -> str:
     """What stands below a word of the head, right-aligned as it is."""
-    end = HEAD.index(head) + len(head)
+    end = HEADER.index(head) + len(head)
     return line[:end].split(" ")[-1]
 
 
@@ -62,7 +62,11 @@ def test_limits_of_a_machine_are_not_called_a_prediction(tmp_path: Path, capsys:
     console.ready({0: Ready(0)})
     shown = capsys.readouterr().out
     assert "limits  1.75 s a step" in shown and "from the limits of cpu; realhf profile measures" in shown
-    assert "predicted" not in shown and BY_LIMITS.index("(limit)") + 1 == HEAD.index("(pred)") and BY_LIMITS in shown
+    assert (
+        "predicted" not in shown
+        and HEADER_BOUND.index("(limit)") + 1 == HEADER.index("(pred)")
+        and HEADER_BOUND in shown
+    )
 
 
 def test_held_out_rows_have_a_line_per_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

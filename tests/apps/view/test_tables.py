@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.apps.view.tables import LEAST, Listing
+from realhf.apps.view.tables import MIN_LAST_COLUMN, Listing
 
 ROWS = (
     ("actor_gen", "4.22", "rows, weights and caches, 12.5 GB, activations"),
@@ -47,7 +47,7 @@ def test_no_word_is_lost_or_broken_and_lines_keep_to_the_width(rows: list[tuple[
     assert "".join(lines).replace(" ", "") == "".join(cell for row in rows for cell in row).replace(" ", "")
     longest = max((len(part) for row in rows for part in row[2].replace(";", ",").split(", ")), default=0) + 1
     start = sum(max(len(row[i]) for row in rows) + 2 for i in (0, 1))
-    assert all(len(line) <= max(width, start + max(LEAST, longest)) for line in lines)
+    assert all(len(line) <= max(width, start + max(MIN_LAST_COLUMN, longest)) for line in lines)
 
 
 @settings(max_examples=40, deadline=None)

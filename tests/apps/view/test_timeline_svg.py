@@ -17,7 +17,7 @@ from realhf.apps.view.timeline_svg import (
     lanes_of,
     page,
     ranks_text,
-    stacked,
+    stack_svgs,
     ticks,
     timeline_svg,
 )
@@ -157,8 +157,8 @@ def test_ranks_as_spans(ranks: tuple[int, ...], expected: str) -> None:
 
 def test_pictures_one_below_the_other() -> None:
     one, two = (timeline_svg(TIMELINE, ("gen", "train"), title) for title in ("one", "two"))
-    assert stacked([one]) == one
-    root = ET.fromstring(stacked([one, two]))
+    assert stack_svgs([one]) == one
+    root = ET.fromstring(stack_svgs([one, two]))
     assert [svg.attrib["y"] for svg in root] == ["0", ET.fromstring(one).attrib["height"]]
     assert float(root.attrib["height"]) == 2 * float(ET.fromstring(one).attrib["height"])
 
