@@ -270,8 +270,8 @@ def test_every_error_in_a_user_s_graph_is_named(plan: Command) -> None:
         "error: 6 problems (nothing was launched)",
         "  1. MFC actor_train: batch_size must be positive, got 0",
         "  2. key 'ref_logprobs' is produced by ref_inf and critic_inf",
-        "  3. role 'reference' follows 'actor' after 'actor_trian', which is no MFC",
-        "  4. MFCs wait for each other: actor_train -> ref_inf -> actor_train",
+        "  3. role 'reference' is synced with 'actor' after unknown MFC 'actor_trian'",
+        "  4. MFCs form a cycle: actor_train -> ref_inf -> actor_train",
         "  5. rew_inf needs 'masks': no MFC makes it, and prompt data has only prompts, row",
         "  6. MFC ref_inf: role 'reference' has no model (roles with one: actor, ref, rew, critic)",
     ]
