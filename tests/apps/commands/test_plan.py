@@ -79,7 +79,7 @@ def test_ppo_on_128_gpus_from_a_machine_without_any(tmp_path: Path) -> None:
 def test_the_tables_say_where_when_and_what(plan: Command) -> None:
     answer = plan.ppo("allocation_mode=d2t2p2", "--out", "p.json")
     assert (answer.code, answer.err) == (0, "")
-    assert answer.out.startswith("ppo: rows of full length, 8 x cuda, predicted from the limits of h100\n")
+    assert answer.out.startswith("ppo: maximum-length sequences, 8 x cuda, predicted from the limits of h100\n")
     stored = json.loads((plan.folder / "p.json").read_text())["modes"]["d2t2p2"]
     head, *rows = answer.table("allocation")
     assert head == ["call", "kind", "role", "layout", "tokens/mb", "seconds", "moves"]
@@ -201,7 +201,7 @@ def test_of_several_modes_one_has_to_fit(plan: Command) -> None:
         (("ppo", "n_nodes=many"), "n_nodes=many: Value 'many'"),
         (("ppo", "actor.path=7b", "rew.path=7b", "planner.hardware=h10"), "planner.hardware=h10: no such machine"),
         (("ppo", "actor.path=7b", "rew.path=7b", "planner.memory_gb=-1"), "planner.memory_gb must be positive, got -1"),
-        (("ppo", "actor.path=7b", "rew.path=7b", "planner.memory_gb=0.1"), "needs 0.35 GB before it has any model"),
+        (("ppo", "actor.path=7b", "rew.path=7b", "planner.memory_gb=0.1"), "needs 0.35 GB without any model"),
         (("ppo", "actor.path=7b", "rew.path=7b", "n_gpus_per_node=0"), "n_gpus_per_node must be positive, got 0"),
         (("ppo", "actor.path=7b", "rew.path=7b", "n_gpus_per_node=-2", "n_nodes=-1"), "n_nodes must be positive"),
         (("ppo", "actor.path=7b", "rew.path=7b", "dataset.train_bs_n_seqs=0"), "train_bs_n_seqs must be positive"),
