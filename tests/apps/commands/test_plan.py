@@ -267,7 +267,7 @@ def test_every_error_in_a_user_s_graph_is_named(plan: Command) -> None:
     words = ("mine.py:Wrong", "actor.path=7b", "rew.path=7b", "device=cpu")
     answer = plan(*words)
     assert answer.code == 1 and answer.err.splitlines() == [
-        "error: 6 problems (nothing was launched)",
+        "error: 6 problems; nothing was launched",
         "  1. MFC actor_train: batch_size must be positive, got 0",
         "  2. key 'ref_logprobs' is produced by ref_inf and critic_inf",
         "  3. role 'reference' is synced with 'actor' after unknown MFC 'actor_trian'",
