@@ -155,7 +155,6 @@ class Graph:
 
 
 def graph_problems(mfcs: tuple[MFC, ...], syncs: Sequence[Sync] = (), offloaded: Sequence[str] = ()) -> list[str]:
-    """Return all reasons why the MFCs are not a valid graph."""
     problems = _call_problems(mfcs) + _role_problems(mfcs, syncs, offloaded)
     edges: dict[str, list[str]] = {m.name: [] for m in mfcs}
     for m in mfcs:
@@ -182,7 +181,6 @@ def _evaluation_problems(mfcs: tuple[MFC, ...], evaluation: tuple[MFC, ...]) -> 
 
 
 def _call_problems(mfcs: tuple[MFC, ...]) -> list[str]:
-    """Return the problems of single MFCs and of their outputs."""
     names = [m.name for m in mfcs]
     problems = [f"MFC name '{n}' is used twice" for n in sorted({n for n in names if names.count(n) > 1})]
     producers: dict[str, list[str]] = {}
@@ -215,7 +213,6 @@ def _descendants(mfcs: tuple[MFC, ...], origin: MFC) -> frozenset[str]:
 
 
 def _role_problems(mfcs: tuple[MFC, ...], syncs: Sequence[Sync], offloaded: Sequence[str]) -> list[str]:
-    """Return the problems of training, synchronization and offloading of roles."""
     names, roles = {m.name for m in mfcs}, {m.role for m in mfcs}
     trainers: dict[str, list[str]] = {}
     for m in mfcs:
@@ -231,7 +228,6 @@ def _role_problems(mfcs: tuple[MFC, ...], syncs: Sequence[Sync], offloaded: Sequ
 
 
 def _cycles(edges: Mapping[str, Sequence[str]]) -> Iterator[list[str]]:
-    """Yield disjoint cycles."""
     while True:
         try:
             TopologicalSorter(edges).prepare()

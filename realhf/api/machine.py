@@ -114,7 +114,6 @@ class Workload:
         return tuple((RowId(position, i), prompt + length) for i, length in enumerate(self.responses_at(position)))
 
     def responses_at(self, position: int) -> tuple[int, ...]:
-        """Return the response lengths of a position."""
         n = len(self.response_lengths)
         first = position * self.samples % n
         repeats = -(-(first + self.samples) // n)

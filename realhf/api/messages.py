@@ -29,12 +29,10 @@ class Holders:
                 raise ValueError(f"rows of '{key}' have group numbers outside 0 to {len(self.groups) - 1}")
 
     def of(self, key: str) -> list[tuple[int, ...]]:
-        """Return the holders of every row."""
         return [self.groups[number] for number in self.rows[key]]
 
     @property
     def ranks(self) -> frozenset[int]:
-        """All workers that hold any of the rows."""
         return frozenset(chain.from_iterable(self.groups))
 
 

@@ -27,7 +27,7 @@ def usage() -> str:
     width = max(len(f"{name} {args}") for name, (args, _) in COMMANDS.items())
     lines = [f"  realhf {f'{name} {args}':<{width}}  {text}" for name, (args, text) in COMMANDS.items()]
     return "\n".join(["usage: realhf COMMAND ...", "", *lines, "",
-                      "realhf quickstart --help lists the experiments, realhf quickstart ppo --help the options of ppo.",
+                      "realhf quickstart --help lists the experiments, realhf quickstart ppo --help its options.",
                       "--traceback prints the traceback of an error."])  # fmt: skip
 
 
@@ -99,5 +99,4 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def console() -> None:
-    """Entry point of the console script."""
     sys.exit(run(sys.argv[1:]))

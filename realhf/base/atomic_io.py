@@ -83,7 +83,6 @@ def _flock(fd: int) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Return True if a process holds the lock."""
     if not path.exists():
         return False
     with try_lock(path, 0.0) as is_free:

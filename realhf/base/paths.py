@@ -8,8 +8,6 @@ KERNELS = Path(__file__).parents[1] / "ops" / "_C.so"
 
 
 class _Entry:
-    """A path inside the run directory."""
-
     def __init__(self, name: str) -> None:
         self.name = name
 

@@ -24,6 +24,5 @@ class Spans:
             self._spans.append((name, start // 1000, (time.time_ns() - start) // 1000))
 
     def take(self) -> list[tuple[str, int, int]]:
-        """Return the collected spans and clear them."""
         spans, self._spans = self._spans, []
         return spans

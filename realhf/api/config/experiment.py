@@ -30,8 +30,6 @@ class ExperimentControl:
 
 @dataclass
 class ExperimentConfig:
-    """Options of every experiment."""
-
     experiment_name: str = opt("", "first part of the run directory (default: the name of the experiment)")
     trial_name: str = opt("", "second part of the run directory (default: run and the time)")
     fileroot: str = opt("runs", "parent folder of all run directories")
@@ -46,15 +44,13 @@ class ExperimentConfig:
     startup_timeout: float = opt(180.0, "timeout of worker startup in seconds")
     heartbeat_timeout: float = opt(60.0, "seconds without a heartbeat after which a worker is lost, 0 to disable")
     channel_address: str = opt("", "listen address of the master, tcp://HOST:PORT (default: a private local socket)")
-    recover_mode: RecoverMode = opt(
-        RecoverMode.disabled, "disabled, resume, fault (restart on failure), or auto (both)"
-    )
+    recover_mode: RecoverMode = opt(RecoverMode.disabled, "disabled, resume, fault (restart a failed run), auto (both)")
     recover_retries: int = opt(1, "number of restarts after failures, with recover_mode=fault or auto")
     max_device_failures: int = opt(2, "worker failures after which a restart excludes the device (mode=local)")
     recover_allocation: str = opt("", "allocation_mode of restarts with fewer workers (default: unchanged if possible)")
     devices: list[int] = opt(list, "CUDA device indices of the workers (mode=local; default: the first devices)")
     max_staleness: int = opt(0, "maximum number of steps that generation may run ahead of training; 0 is on-policy")
-    logprob_diff_warning: float = opt(0.1, "log-prob difference of trainer and generator that gives a warning, 0: never")
+    logprob_diff_warning: float = opt(0.1, "warn above this trainer-generator log-prob difference in nats, 0: never")
     call_timeout: float = opt(3600.0, "timeout of a request to the workers in seconds")
     verify_reallocation: bool = opt(False, "compare checksums of the weights after every reallocation")
     n_logged_generations: int = opt(8, "number of rows written to generations/ per step")

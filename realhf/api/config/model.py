@@ -22,8 +22,6 @@ class OptimizerConfig:
 
 @dataclass
 class ModelSpec:
-    """One role's model: weights, precision and training."""
-
     path: str | None = opt(None, "Hugging Face folder with weights, config and tokenizer")
     config: str | None = opt(None, "config.json (or its folder), with init_from_scratch")
     tokenizer: str | None = opt(None, "tokenizer folder (default: path)")
@@ -52,8 +50,6 @@ class MicroBatchConfig:
 
 @dataclass
 class VllmConfig:
-    """vLLM engines, for calls with backend=vllm."""
-
     python: str | None = opt(None, "Python interpreter with vLLM (default: the current one)")
     kv_cache_gb: float = opt(1.0, "KV cache of each engine in GB")
     max_length: int = opt(0, "maximum sequence length in tokens, 0 for the maximum of the model")
@@ -64,8 +60,6 @@ class VllmConfig:
 
 @dataclass
 class MFCConfig:
-    """Placement and engine of one MFC."""
-
     device_mesh: str | None = opt(None, "workers, such as node01:0-3 or 0-1 (allocation_mode=manual; default: all)")
     parallel: ParallelConfig = opt(ParallelConfig, "parallel strategy (allocation_mode=manual)")
     mb_spec: MicroBatchConfig = opt(MicroBatchConfig, "micro-batching (any allocation mode)")

@@ -7,8 +7,6 @@ from realhf.api.config.option import opt
 
 @dataclass
 class RewardConfig:
-    """Rewards from verifiers, reward functions or reward services."""
-
     fn: str = opt("math", "math, code, my_file.py:function (def or async def), format:REGEX, or http://host:port/path")
     fns: list[str] = opt(list, "several rewards instead of fn, combined as a weighted sum")
     weights: list[float] = opt(list, "weights of fns (default: 1 each)")

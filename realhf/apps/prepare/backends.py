@@ -11,6 +11,7 @@ from realhf.api.config.choices import Backend, Device
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import RoleSpec
 from realhf.api.graph import Graph
+from realhf.apps.prepare.options import positive_problems
 
 IMPORT_TIMEOUT_S = 60.0
 
@@ -19,10 +20,8 @@ def vllm_problems(config: ExperimentConfig, plan: ExecutionPlan, sampling: Gener
     """Return reasons why calls with ``backend=vllm`` cannot run on this machine."""
     if all(placement.backend is Backend.native for placement in plan.placements.values()):
         return []
-    problems, python = [], config.vllm.python or sys.executable
-    for option in ("kv_cache_gb", "max_num_seqs", "timeout"):
-        if (value := getattr(config.vllm, option)) <= 0:
-            problems.append(f"vllm.{option} must be positive, got {value}")
+    problems = positive_problems(config.vllm, "vllm.", "kv_cache_gb", "max_num_seqs", "timeout")
+    python = config.vllm.python or sys.executable
     truncates = sampling and (sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_new_tokens > 0)
     if sampling and truncates and sampling.temperature not in (0.0, 1.0):
         problems.append("gen.top_p, gen.top_k and gen.min_new_tokens with backend=vllm need gen.temperature=1: vLLM "

@@ -100,8 +100,6 @@ def _run_master(run: RunSpec, checkpoint: "tuple[Path, Manifest] | None") -> Non
 
 
 class _Processes:
-    """Worker processes, and the channel to them."""
-
     def __init__(self, run: RunSpec) -> None:
         self.run, self.launcher = run, LAUNCHERS[run.config.mode](run)
         self.dead, self.n_nodes = self.launcher.dead, self.launcher.n_nodes

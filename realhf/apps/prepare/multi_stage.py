@@ -73,7 +73,6 @@ def _run_stages(name: str, config: MultiStageExperiment, paths: RunDir, complete
 
 
 def _run_stage(stage: Stage, root: Path) -> None:
-    """Run a stage to its end, from its last checkpoint if it has one."""
     paths = RunDir(root / stage.name)
     config = as_experiment(replace(stage.config, fileroot=str(root.parent), experiment_name=root.name,
                                    trial_name=stage.name, overwrite=True))  # fmt: skip

@@ -90,6 +90,12 @@ def read_options(cls: type[T], overrides: Sequence[str], problems_of: Callable[[
     return options
 
 
+def positive_problems(options: object, prefix: str, *names: str) -> list[str]:
+    """Return the numeric options that are set and not positive, one line each."""
+    values = {name: getattr(options, name) for name in names}
+    return [f"{prefix}{k} must be positive, got {v}" for k, v in values.items() if v is not None and v <= 0]
+
+
 def override(config: ExperimentConfig, overrides: Sequence[str]) -> ExperimentConfig:
     """Return a config with some options replaced; ``UserError`` lists all invalid overrides."""
     tree = OmegaConf.structured(config)
@@ -99,7 +105,6 @@ def override(config: ExperimentConfig, overrides: Sequence[str]) -> ExperimentCo
 
 
 def load_experiment(cls: type[ExperimentConfig], path: Path) -> ExperimentConfig:
-    """Read a file of ``save_experiment``."""
     return _to_object(OmegaConf.merge(OmegaConf.structured(cls), OmegaConf.load(path)))
 
 

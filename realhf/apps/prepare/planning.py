@@ -94,7 +94,6 @@ def machine_of(
 
 
 def limits_of(config: ExperimentConfig, device: str) -> MachineModel:
-    """Return the machine of the options by its hardware limits."""
     options = config.planner
     name = options.hardware or ("cpu" if device == "cpu" else "h100")
     hardware = read_hardware(name, config.n_gpus_per_node)

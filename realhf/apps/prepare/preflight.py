@@ -13,7 +13,7 @@ from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph, GraphError
 from realhf.api.model_config import ModelConfig
 from realhf.apps.prepare.backends import resolve_dtypes, trainer_problems, vllm_problems
-from realhf.apps.prepare.options import options_of
+from realhf.apps.prepare.options import options_of, positive_problems
 from realhf.apps.prepare.planning import MachineModel, limits_of, machine_of, plan_for_mode, planner_of, replan
 from realhf.apps.prepare.run_dir_checks import directory_problems
 from realhf.base.errors import InfeasibleError, UserError, did_you_mean
@@ -196,7 +196,6 @@ def _graph(experiment: Experiment, findings: _Findings) -> Graph | None:
 def _rows(
     experiment: Experiment, models: dict[str, ModelConfig | None], findings: _Findings
 ) -> tuple[EncodedRows, EncodedRows] | None:
-    """Return the training rows and the held-out rows."""
     config, roles = experiment.config, experiment.roles()
     broken = {Path(roles[role].spec.path or "") for role, model in models.items() if model is None}
     if tokenizer_folder(roles) not in broken:
@@ -214,23 +213,13 @@ def run_problems(config: ExperimentConfig) -> list[str]:
         problems.append(f"exp_ctrl.keep_last must not be negative, got {control.keep_last}")
     if config.recover_retries < 0:
         problems.append(f"recover_retries must not be negative, got {config.recover_retries}")
-    for option in ("total_train_epochs", "total_train_steps", *FREQUENCIES):
-        if (value := getattr(control, option)) is not None and value < 1:
-            problems.append(f"exp_ctrl.{option} must be positive, got {value}")
-    return problems
+    return problems + positive_problems(control, "exp_ctrl.", "total_train_epochs", "total_train_steps", *FREQUENCIES)
 
 
 def planner_problems(config: ExperimentConfig) -> list[str]:
-    options = config.planner
-    values = {
-        "n_nodes": config.n_nodes,
-        "n_gpus_per_node": config.n_gpus_per_node,
-        "dataset.train_bs_n_seqs": config.dataset.train_bs_n_seqs,
-        "planner.budget_s": options.budget_s,
-        "planner.memory_gb": options.memory_gb,
-        "planner.new_tokens": options.new_tokens,
-    }
-    return [f"{key} must be positive, got {value}" for key, value in values.items() if value is not None and value <= 0]
+    problems = positive_problems(config, "", "n_nodes", "n_gpus_per_node")
+    problems += positive_problems(config.dataset, "dataset.", "train_bs_n_seqs")
+    return problems + positive_problems(config.planner, "planner.", "budget_s", "memory_gb", "new_tokens")
 
 
 def evaluation_problems(graph: Graph, config: ExperimentConfig) -> list[str]:

@@ -22,7 +22,7 @@ MUTABLE = ("experiment_name", "trial_name", "fileroot", "overwrite", "mode", "de
            "channel_address", "verify_reallocation", "n_logged_generations", "save_roles", "recover_", "exp_ctrl.",
            "planner.", "wandb.", "vllm.", "logprob_diff_warning", "tensorboard.", "slurm.", "ray.",
            "dataset.path")  # fmt: skip
-"""Options that may change on resume: they affect neither data nor numerics. Data files are compared by checksum."""
+"""Options that may change on resume: data and numerics are unaffected. Data files are compared by checksum."""
 MUTABLE_PARTS = (".device_mesh", ".parallel.", ".mb_spec.", ".offload", ".gradient_checkpointing", ".sequence_parallel")
 
 
@@ -80,7 +80,6 @@ def _plan_restart(failed: RunFailed, deaths: Counter[int], paths: RunDir) -> tup
 
 
 def _with_hint(failed: RunFailed, restart: ElasticRestart, paths: RunDir) -> RunFailed:
-    """Return a failure with the command that resumes the run."""
     refusal = restart.refusal and f"\nno automatic restart: {restart.refusal}; recover_allocation=heuristic allows it"
     command = " ".join(["realhf resume", str(paths.root), *restart.overrides])
     return RunFailed(f"{failed}{refusal}\nresume with: {command}", failed.traceback_text)

@@ -20,8 +20,6 @@ HEADER_LIMITS = HEADER.replace(" (pred)", "(limit)")  # without a profile
 
 
 class Console:
-    """Prints one run to standard output."""
-
     def __init__(self, run: RunSpec) -> None:
         self.run = run
         self.out = open_console()
@@ -61,7 +59,7 @@ class Console:
         limit = self.run.config.logprob_diff_warning
         for name, value in metrics.items():
             if name.endswith("/logprob_diff") and 0 < limit < value:
-                self.out.print(f"warning {name}: log-probs of trainer and generator differ by {value:.3g} nats per token "
+                self.out.print(f"warning {name}: trainer and generator log-probs differ by {value:.3g} nats per token "
                                f"(limit {limit:g}); ppo.recompute_logprobs=True corrects for it")  # fmt: skip
         if self.progress is not None and self.task is not None:
             self.progress.advance(self.task)
@@ -115,7 +113,6 @@ def write_out(path: Path, content: str) -> None:
 
 
 def plan_table(run: RunSpec) -> Table:
-    """Return a table of the calls with their layouts, instructions and outputs."""
     table = Table(box=None, pad_edge=False)
     for header in ("call", "kind", "role", "layout", "batch", "instructions", "outputs"):
         table.add_column(header, overflow="fold")

@@ -61,7 +61,6 @@ def curves_svg(title: str, curves: Mapping[str, Curve]) -> str:
 
 
 def _grid(low: float, high: float, x: float) -> list[str]:
-    """Return grid lines at round values."""
     step = ticks((high - low) * 2)[1]
     parts, value = [], -(-low // step) * step
     while value <= high:

@@ -37,7 +37,6 @@ class Listing:
         return [(start + parts[0]).rstrip(), *(" " * len(start) + part for part in parts[1:])]
 
     def html(self) -> str:
-        """Return the title and the table as HTML."""
         parts = [f"<h2>{escape(self.title)}</h2><table>"]
         if self.header:
             parts.append(f"<tr>{self._cells('th', self.header)}</tr>")

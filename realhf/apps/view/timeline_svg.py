@@ -58,7 +58,6 @@ def timeline_svg(timeline: Timeline, names: Sequence[str], title: str, until: fl
 
 
 def _legend(colour: dict[str, str]) -> tuple[list[str], int]:
-    """Return the legend, and the y coordinate below it."""
     entries = [(name, LANE / 2, fill, "") for name, fill in colour.items()]
     entries += [("communication", 4, "#888", ""), ("critical path", LANE / 2, "none", ' stroke="#222"')]
     parts, x, y = [], float(LEFT), TOP
@@ -73,7 +72,6 @@ def _legend(colour: dict[str, str]) -> tuple[list[str], int]:
 
 
 def _bar(activity: Activity, span: tuple[float, float], scale: float, y: float, fill: str, critical: bool) -> str:
-    """Return the bar of an activity, clipped to a time span."""
     began, ended = max(activity.start, span[0]), min(activity.end, span[1])
     thin = 0 if isinstance(activity.instruction, Compute) else LANE // 4
     title = f"{activity.mfc} {type(activity.instruction).__name__}, step {activity.step + 1}: "
