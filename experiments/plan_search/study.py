@@ -17,7 +17,7 @@ from realhf.api.config import ModelSpec
 from realhf.api.execution_plan import MicroBatching
 from realhf.api.machine import Workload
 from realhf.api.model_config import ModelConfig
-from realhf.apps.view.timeline_svg import stacked, timeline_svg
+from realhf.apps.view.timeline_svg import stack_svgs, timeline_svg
 from realhf.experiments.ppo import PPOExperiment
 from realhf.plan.cost.activation_memory import AnalyticMemory
 from realhf.plan.cost.cost import CostModel
@@ -154,7 +154,7 @@ def main() -> None:
     (HERE / "results.json").write_text(json.dumps([vars(row) for row in rows], indent=1) + "\n")
     (HERE / "table.md").write_text(table(rows))
     (HERE / "bars.svg").write_text(bars(rows))
-    (HERE / "timelines.svg").write_text(stacked(pictures))
+    (HERE / "timelines.svg").write_text(stack_svgs(pictures))
     print(table(rows))
 
 

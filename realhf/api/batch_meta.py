@@ -1,16 +1,16 @@
-"""Rows without their tensors: all that the master ever sees of the data."""
+"""Row ids, element types and row lengths of a batch, without its tensors. The master handles only this metadata."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 PROMPT = -1
-"""Sample number of what all samples of a prompt share: the prompt itself and the columns of the data set."""
+"""Sample number of data that all samples of a prompt share: the prompt itself and the dataset columns."""
 
 SCALAR_BYTES = {"int64": 8, "int32": 4, "uint8": 1, "float32": 4, "float64": 8, "bfloat16": 2}
 
 
 class RowId(NamedTuple):
-    """A row: the prompt's number in the order of consumption (unique in a run), and the sample drawn for it."""
+    """``prompt`` counts prompts in the order of consumption, unique within a run; ``sample`` counts its samples."""
 
     prompt: int
     sample: int

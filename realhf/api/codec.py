@@ -1,4 +1,4 @@
-"""Plain data from values and back (cattrs), as JSON files have it. Unknown keys are errors."""
+"""Conversion between values and plain JSON data (cattrs). Unknown keys are errors."""
 
 import json
 from typing import Any, TypeVar
@@ -9,24 +9,17 @@ from cattrs.strategies import configure_tagged_union
 from realhf.api.program import Instruction
 
 T = TypeVar("T")
-
-
-def _converter() -> cattrs.Converter:
-    converter = cattrs.Converter(forbid_extra_keys=True, detailed_validation=False)
-    configure_tagged_union(Instruction, converter, tag_name="type")
-    return converter
-
-
-_CONVERTER = _converter()
+_CONVERTER = cattrs.Converter(forbid_extra_keys=True, detailed_validation=False)
+configure_tagged_union(Instruction, _CONVERTER, tag_name="type")
 
 
 def to_plain(value: Any, type_: Any = None) -> Any:
-    """Return dicts, lists, strings and numbers for a value; ``type_`` is needed for members of a union."""
+    """Convert a value to dicts, lists, strings and numbers; ``type_`` is required for members of a union."""
     return _CONVERTER.unstructure(value, type_)
 
 
 def from_plain(data: Any, type_: type[T]) -> T:
-    """Build a value of ``type_``; raises when a field is missing, unknown or of the wrong kind."""
+    """Build a value of ``type_``; raises an error for missing and unknown fields and for wrong types."""
     return _CONVERTER.structure(data, type_)
 
 

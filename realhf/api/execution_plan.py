@@ -1,4 +1,4 @@
-"""The allocation of a whole graph: for every MFC where it runs, how it is cut, and its micro-batching."""
+"""The execution plan of a graph: layout, micro-batching and backend of every MFC."""
 
 from dataclasses import dataclass
 
@@ -8,23 +8,23 @@ from realhf.api.layout import Layout
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """``n_mbs`` is a minimum; ``max_tokens_per_mb`` a cap that only a single longer row may exceed.
+    """At least ``n_mbs`` micro-batches of at most ``max_tokens_per_mb`` tokens, unless a single row is longer.
 
-    ``max_num_seqs`` is how many rows a replica decodes at a time at the most (0: as the sampling options have it).
+    ``max_num_seqs`` caps the rows that a replica decodes at a time (0: no cap beyond the sampling options).
     """
 
     n_mbs: int = 1
     max_tokens_per_mb: int = 16384
     max_num_seqs: int = 0
 
-    def slots(self, wanted: int) -> int:
-        """Return the rows that are decoded at a time where the sampling options want so many."""
-        return min(wanted, self.max_num_seqs) if self.max_num_seqs else wanted
+    def limit_num_seqs(self, requested: int) -> int:
+        """Return the number of rows to decode at a time, given the number in the sampling options."""
+        return min(requested, self.max_num_seqs) if self.max_num_seqs else requested
 
 
 @dataclass(frozen=True)
 class Placement:
-    """``backend`` is the engine that a generating call has there."""
+    """Where and how one MFC runs; ``backend`` is its generation engine."""
 
     layout: Layout
     micro_batching: MicroBatching = MicroBatching()

@@ -1,4 +1,4 @@
-"""What an experiment declares: its graph, its models, and what it reads. Everything else is derived."""
+"""What an experiment declares: its graph, its models and its data."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -9,7 +9,7 @@ from realhf.api.graph import Graph
 
 
 class Task(Enum):
-    """What kind of rows the data file holds (SURFACE: data files)."""
+    """The kind of rows in the data file."""
 
     sft = "sft"
     pairs = "pairs"
@@ -24,7 +24,7 @@ class Task(Enum):
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """A role's model: the user's options, whether it ends in a scalar head, whose random weights it starts with."""
+    """The model of a role. ``starts_as`` names the role whose random initial weights it copies."""
 
     spec: ModelSpec
     scalar_head: bool = False
@@ -32,7 +32,7 @@ class RoleSpec:
 
 
 class Experiment(Protocol):
-    """A config dataclass (a subclass of ExperimentConfig) that can say what it stands for."""
+    """A config dataclass (a subclass of ExperimentConfig) that declares a graph."""
 
     @property
     def config(self) -> ExperimentConfig: ...
@@ -45,13 +45,12 @@ class Experiment(Protocol):
     def roles(self) -> dict[str, RoleSpec]: ...
 
     def placements(self) -> dict[str, MFCConfig]:
-        """The user's options for every MFC, by name."""
+        """Return the placement options of every MFC, by name."""
 
     def problems(self) -> list[str]:
-        """What the options contradict, one line each."""
+        """Return contradictions between options, one line each."""
 
     def sampling_options(self) -> GenerationConfig | None:
-        """How answers are generated; None where none are."""
+        """Return the options of generation; None if the experiment does not generate."""
 
-    def samples_per_prompt(self) -> int:
-        """How many answers are drawn to a prompt."""
+    def samples_per_prompt(self) -> int: ...

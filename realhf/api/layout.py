@@ -1,4 +1,4 @@
-"""Where and how one model is cut: device mesh + parallel strategy = layout. What moves between them lives in plan/."""
+"""Layouts of one model: device mesh + parallel strategy."""
 
 import re
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from typing import NamedTuple
 SPAN = r"\d+(?:-\d+)?"
 SPANS = rf"{SPAN}(?:,{SPAN})*"
 MESH_PART = re.compile(rf"(?:[A-Za-z]+(?:(\d+)|\[({SPANS})\])(?::({SPANS}))?|({SPAN}))(?:,(?=.)|\Z)")
-"""One node, some nodes, or plain ranks, and the comma before the next part."""
+"""One node, several nodes, or plain ranks, and the comma before the next part."""
 
 
 class Coord(NamedTuple):
-    """A worker's place inside a layout."""
+    """Coordinates of a worker in a layout."""
 
     pp: int
     dp: int
@@ -20,7 +20,7 @@ class Coord(NamedTuple):
 
 @dataclass(frozen=True, order=True)
 class ParallelStrategy:
-    """Degrees of data, tensor and pipeline parallelism; written ``d4t2p1`` (``m`` for ``t`` is read too)."""
+    """Degrees of data, tensor and pipeline parallelism, written ``d4t2p1`` (``m`` is an alias of ``t``)."""
 
     dp: int = 1
     tp: int = 1
@@ -39,7 +39,7 @@ class ParallelStrategy:
 
     @staticmethod
     def parse(text: str) -> "ParallelStrategy":
-        """Read ``d4t2p1``, ``d4p1m2``, any order and case of the letters; anything left over is an error."""
+        """Parse ``d4t2p1``, ``d4p1m2``, with letters in any order and case; ValueError for anything else."""
         lower = text.strip().lower()
         if not re.fullmatch(r"(?:[dtmp][1-9][0-9]*){1,3}", lower):
             raise ValueError(f"'{text}' is not a parallel strategy; write it like d4t2p1 (or d4p1m2)")
@@ -70,21 +70,21 @@ class DeviceMesh:
 
     @staticmethod
     def parse(text: str, n_nodes: int, n_per_node: int) -> "DeviceMesh":
-        """Read ``node01:0-3``, ``node[01-02]``, ``node01,node02`` (nodes count from 1), or plain ranks ``0-2,5``.
+        """Parse ``node01:0-3``, ``node[01-02]``, ``node01,node02`` (nodes count from 1), or plain ranks ``0-2,5``.
 
-        Parts may be mixed, ``NODE[01-02,05],NODE07:0,1``: what stands between a colon and the next name is slots.
+        Parts may be mixed, ``NODE[01-02,05],NODE07:0,1``; numbers after a colon are slots of the node.
         """
-        compact, at = re.sub(r"\s*,\s*", ",", text.strip()), 0
+        compact, start = re.sub(r"\s*,\s*", ",", text.strip()), 0
         ranks: list[int] = []
-        while at < len(compact):
-            if not (part := MESH_PART.match(compact, at)):
+        while start < len(compact):
+            if not (part := MESH_PART.match(compact, start)):
                 every = DeviceMesh(tuple(range(n_nodes * n_per_node)))
-                raise ValueError(f"'{compact[at:]}' in device mesh '{text}' is not like node01, node01:0-3, "
+                raise ValueError(f"'{compact[start:]}' in device mesh '{text}' is not like node01, node01:0-3, "
                                  f"node[01-02] or 0-3; nearest legal: {every}")  # fmt: skip
             ranks += _ranks_of(part, text, n_nodes, n_per_node)
-            at = part.end()
+            start = part.end()
         if not ranks:
-            raise ValueError("the device mesh names no worker")
+            raise ValueError("the device mesh is empty")
         if len(set(ranks)) != len(ranks):
             once = DeviceMesh(tuple(dict.fromkeys(ranks)))
             raise ValueError(f"device mesh '{text}' names a worker twice; nearest legal: {once}")
@@ -95,12 +95,12 @@ def _ranks_of(part: re.Match[str], text: str, n_nodes: int, n_per_node: int) -> 
     node, nodes, slots, plain = part.groups()
     if plain:
         return _numbers(plain, text, "worker", 0, n_nodes * n_per_node - 1)
-    chosen = _numbers(slots, text, "slot", 0, n_per_node - 1) if slots else range(n_per_node)
-    return [(n - 1) * n_per_node + s for n in _numbers(node or nodes, text, "node", 1, n_nodes) for s in chosen]
+    selected = _numbers(slots, text, "slot", 0, n_per_node - 1) if slots else range(n_per_node)
+    return [(n - 1) * n_per_node + s for n in _numbers(node or nodes, text, "node", 1, n_nodes) for s in selected]
 
 
 def _numbers(spans: str, text: str, what: str, low: int, high: int) -> list[int]:
-    """Read ``01-02,05``; every number must lie between ``low`` and ``high``."""
+    """Parse ``01-02,05``; ValueError for numbers outside ``low`` to ``high``."""
     numbers: list[int] = []
     for span in spans.split(","):
         first, _, last = span.partition("-")
@@ -110,14 +110,14 @@ def _numbers(spans: str, text: str, what: str, low: int, high: int) -> list[int]
                 raise ValueError(f"device mesh '{text}' names {what} {bound}, but there are {what}s {low} to {high}; "
                                  f"nearest legal: {what} {min(max(bound, low), high)}")  # fmt: skip
         if start > stop:
-            raise ValueError(f"device mesh '{text}': the range {span} runs backwards; nearest legal: {last}-{first}")
+            raise ValueError(f"device mesh '{text}': the range {span} is descending; nearest legal: {last}-{first}")
         numbers += range(start, stop + 1)
     return numbers
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Mesh + strategy. Ranks are laid out pp-major, then dp, then tp, so that a tensor group is contiguous."""
+    """Mesh + strategy. Ranks are ordered pp-major, then dp, then tp: tensor-parallel groups are contiguous."""
 
     mesh: DeviceMesh
     strategy: ParallelStrategy
@@ -131,7 +131,7 @@ class Layout:
         return f"{self.strategy}@{self.mesh}"
 
     def starting_at(self, rank: int) -> "Layout":
-        """Return the same strategy on the contiguous workers from ``rank`` on."""
+        """Return the same strategy on contiguous workers, starting with ``rank``."""
         return Layout(DeviceMesh(tuple(range(rank, rank + self.strategy.world))), self.strategy)
 
     def rank(self, coord: Coord) -> int:
@@ -139,21 +139,21 @@ class Layout:
         return self.mesh.ranks[(coord.pp * s.dp + coord.dp) * s.tp + coord.tp]
 
     def coord(self, rank: int) -> Coord:
-        """Return the coordinate of a global rank; ``ValueError`` when the rank is outside the mesh."""
+        """Return the coordinates of a global rank; ValueError for a rank outside the mesh."""
         index, s = self.mesh.ranks.index(rank), self.strategy
         return Coord(index // (s.dp * s.tp), index // s.tp % s.dp, index % s.tp)
 
     def axis(self, name: str, rank: int) -> tuple[int, ...]:
-        """Return the ranks that share all coordinates of ``rank`` but the one named (``dp``, ``tp`` or ``pp``)."""
-        at = self.coord(rank)
-        return tuple(self.rank(at._replace(**{name: i})) for i in range(getattr(self.strategy, name)))
+        """Return the group of ``rank`` along an axis (``dp``, ``tp`` or ``pp``)."""
+        coord = self.coord(rank)
+        return tuple(self.rank(coord._replace(**{name: i})) for i in range(getattr(self.strategy, name)))
 
     def replica(self, dp: int) -> tuple[int, ...]:
-        """Return the workers of one data-parallel replica, in order of stages."""
+        """Return the workers of one data-parallel replica, stage by stage."""
         s, ranks = self.strategy, self.mesh.ranks
         starts = [(p * s.dp + dp) * s.tp for p in range(s.pp)]
         return tuple([rank for start in starts for rank in ranks[start : start + s.tp]])
 
     def dp_heads(self) -> tuple[int, ...]:
-        """Return, per data-parallel rank, the worker that holds its rows: the last stage's first tensor rank."""
+        """Return the worker that holds the rows of each data-parallel rank: the first of its last stage."""
         return tuple(self.rank(Coord(self.strategy.pp - 1, d, 0)) for d in range(self.strategy.dp))

@@ -1,4 +1,4 @@
-"""What the planner knows of machines and of the data: plain values, from a YAML file, a profile or a data set."""
+"""Hardware limits and workload of the cost model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,13 +7,12 @@ from functools import cached_property
 from realhf.api.batch_meta import PROMPT, RowId
 
 MEMORY_RESERVE_FRACTION = 0.05
-"""Share of a device's memory that plans leave, where a machine does not say otherwise: a run that needs more than there
-is ends."""
+"""Default fraction of a device's memory that plans keep free, because running out of memory ends the run."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """A way between two memories: bytes per second in one direction and seconds before the first byte."""
+    """A connection between two memories: bandwidth in bytes/s per direction, latency in seconds."""
 
     bandwidth: float
     latency: float = 0.0
@@ -24,15 +23,14 @@ class Link:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A cluster of equal devices, by named limits (the YAML files beside plan/cost/hardware.py give their sources).
+    """A cluster of identical devices. Units are bytes, seconds and operations per second.
 
-    ``flops`` is what large matrix products reach, in operations per second; ``memory_bandwidth`` what a copy reaches,
-    in bytes per second; ``kernel`` seconds of the smallest kernel, its launch included; ``call`` seconds from the
-    master to a worker and back. ``cores`` is how many workers of a node compute at full speed at a time: workers on CPU
-    share them (0: every device is its own). ``memory`` is bytes of one device, ``reserved`` what runtime and libraries
-    take of it, ``memory_reserve_fraction`` the share of it that plans leave. Links are per device: ``node`` to a device of the same
-    node, ``cluster`` to another node, ``host`` to the memory that offloaded weights rest in. ``peak_flops`` and
-    ``peak_bandwidth`` are what a data sheet says, of which MFU and MBU are shares (0: they are not told).
+    ``flops`` and ``memory_bandwidth`` are achievable by large matrix products and by copies; ``peak_flops`` and
+    ``peak_bandwidth`` are data-sheet values for MFU and MBU (0: not reported). ``kernel`` is the time of the smallest
+    kernel with its launch, ``call`` a round trip from the master to a worker. ``memory`` is per device; ``reserved``
+    is used by runtime and libraries, and plans keep ``memory_reserve_fraction`` free. ``cores`` is the number of
+    workers of a node that compute at full speed concurrently: CPU workers share cores (0: no sharing). Links are per
+    device: ``node`` within a node, ``cluster`` between nodes, ``host`` to the memory of offloaded weights.
     """
 
     name: str
@@ -53,11 +51,11 @@ class Hardware:
 
     @property
     def usable(self) -> float:
-        """Bytes of a device that a plan may fill."""
+        """Bytes of a device that a plan may allocate."""
         return self.memory * (1.0 - self.memory_reserve_fraction)
 
     def link(self, src: int, dst: int) -> Link:
-        """Return the way between two workers: the device's own memory, the node's link, or the network."""
+        """Return the link between two workers: the device's own memory, the node link, or the network."""
         if src == dst:
             return Link(self.memory_bandwidth / 2)  # a copy reads and writes
         return self.node if src // self.node_size == dst // self.node_size else self.cluster
@@ -65,10 +63,10 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Cost:
-    """What an instruction takes: seconds on its workers when nothing else runs, and core-seconds over all of them.
+    """Duration of an instruction without contention, and core-seconds summed over its workers.
 
-    ``work / seconds`` is how many of its workers compute at a time: less than all of them in a pipeline's bubbles, and
-    where loads are uneven. It matters only where workers share cores.
+    ``core_seconds / seconds`` is the mean number of computing workers: less than all in pipeline bubbles and under
+    load imbalance. It matters only if workers share cores.
     """
 
     seconds: float
@@ -77,48 +75,46 @@ class Cost:
 
 @dataclass(frozen=True)
 class Workload:
-    """What the rows of a run will look like; ``prompts`` and ``answers`` are used in turns, by number.
+    """Expected lengths of the rows of a run; ``prompts`` and ``response_lengths`` are used cyclically.
 
-    ``prompts[i]`` holds the lengths of what the data set has at a position: one prompt (``sampled``), else whole
-    sequences. A generating call draws ``samples`` answers to each prompt, of ``answers`` tokens.
+    ``prompts[i]`` holds the lengths of the dataset rows at a position: one prompt if responses are generated,
+    otherwise whole sequences. Every prompt gets ``samples`` responses.
     """
 
     prompts: tuple[tuple[int, ...], ...]
-    answers: tuple[int, ...] = ()
+    response_lengths: tuple[int, ...] = ()
     samples: int = 1
 
     @property
-    def sampled(self) -> bool:
-        return bool(self.answers)
+    def is_generated(self) -> bool:
+        return bool(self.response_lengths)
 
-    def fetched(self, position: int) -> tuple[tuple[RowId, int], ...]:
-        """Return the rows that the data set has at a position of the stream, with their lengths."""
+    def dataset_rows(self, position: int) -> tuple[tuple[RowId, int], ...]:
+        """Return ids and lengths of the dataset rows at a position of the data stream."""
         lengths = self.prompts[position % len(self.prompts)]
-        if self.sampled:
+        if self.is_generated:
             return ((RowId(position, PROMPT), lengths[0]),)
         return tuple((RowId(position, sample), n) for sample, n in enumerate(lengths))
 
     def prompt_length(self, position: int) -> int:
-        """Return the length of what the data set has first at a position."""
         return self.prompts[position % len(self.prompts)][0]
 
     def prompt_lengths(self, positions: Sequence[int]) -> tuple[int, ...]:
-        """Return ``prompt_length`` of each position; a search asks for millions."""
+        """Return ``prompt_length`` of each position, fast: a plan search needs millions of them."""
         n = len(self.prompts)
-        return self._firsts * len(positions) if n == 1 else tuple(self._firsts[i % n] for i in positions)
+        return self._first * len(positions) if n == 1 else tuple(self._first[i % n] for i in positions)
 
     @cached_property
-    def _firsts(self) -> tuple[int, ...]:
+    def _first(self) -> tuple[int, ...]:
         return tuple(lengths[0] for lengths in self.prompts)
 
-    def drawn(self, position: int) -> tuple[tuple[RowId, int], ...]:
-        """Return the rows that are sampled for a position, with the lengths of prompt and answer together."""
-        prompt, answers = self.prompt_length(position), self.answers_to(position)
-        return tuple((RowId(position, sample), prompt + answer) for sample, answer in enumerate(answers))
+    def sampled_rows(self, position: int) -> tuple[tuple[RowId, int], ...]:
+        """Return ids of the samples of a position, with the length of prompt and response together."""
+        prompt = self.prompt_length(position)
+        return tuple((RowId(position, i), prompt + length) for i, length in enumerate(self.responses_at(position)))
 
-    def answers_to(self, position: int) -> tuple[int, ...]:
-        """Return the lengths of what is sampled for a position."""
-        n = len(self.answers)
+    def responses_at(self, position: int) -> tuple[int, ...]:
+        n = len(self.response_lengths)
         first = position * self.samples % n
-        rounds = -(-(first + self.samples) // n)
-        return (self.answers * rounds)[first : first + self.samples]
+        repeats = -(-(first + self.samples) // n)
+        return (self.response_lengths * repeats)[first : first + self.samples]

@@ -1,7 +1,6 @@
-"""What master and workers say to each other: a closed union of frozen structs, sent as msgpack, never pickled.
+"""Messages between master and workers: two closed unions of frozen structs, encoded as msgpack, never pickled.
 
-Structs are read straight into their types, which a master of thousands of workers does thousands of times a second.
-Statistics travel as ``{name: (sum, count)}`` and are divided once, by the master.
+Statistics are sent as ``{name: (sum, count)}``; the master divides them.
 """
 
 from dataclasses import dataclass
@@ -14,12 +13,12 @@ from realhf.api.batch_meta import BatchMeta, RowId
 
 Stats = dict[str, tuple[float, float]]
 State = dict[str, Any]
-"""What an interface remembers between calls of its role (KL coefficient, value statistics): small, plain, JSON-able."""
+"""JSON-serializable state of a role's interface between calls: KL coefficient, value statistics."""
 
 
 @dataclass(frozen=True)
 class Holders:
-    """Who has which rows: row ``i`` of ``key`` is with the workers ``groups[rows[key][i]]``, its sender first."""
+    """Locations of rows: the workers ``groups[rows[key][i]]`` hold row ``i`` of ``key``; the first one sends it."""
 
     groups: tuple[tuple[int, ...], ...]
     rows: dict[str, tuple[int, ...]]
@@ -27,27 +26,25 @@ class Holders:
     def __post_init__(self) -> None:
         for key, numbers in self.rows.items():
             if numbers and not 0 <= min(numbers) <= max(numbers) < len(self.groups):
-                raise ValueError(f"rows of '{key}' name holders that are not among {len(self.groups)} groups")
+                raise ValueError(f"rows of '{key}' have group numbers outside 0 to {len(self.groups) - 1}")
 
     def of(self, key: str) -> list[tuple[int, ...]]:
-        """Return the holders of every row."""
         return [self.groups[number] for number in self.rows[key]]
 
     @property
     def ranks(self) -> frozenset[int]:
-        """Every worker that has any of the rows."""
         return frozenset(chain.from_iterable(self.groups))
 
 
 class Message(
     msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True, forbid_unknown_fields=True, gc=False
 ):
-    """One message: a map with the name of its type, as strict as its annotations. None is part of a cycle."""
+    """A map with the name of the message type; decoding validates every field."""
 
 
-# master -> worker; where a request has a ``step``, it is the traversal of the graph that it belongs to
+# master -> worker; ``step`` is the training step of a request
 class Start(Message, frozen=True):
-    """Join the other workers at the rendezvous, where rank 0 opened the store; go on from ``checkpoint``, if given."""
+    """Join the rendezvous store that rank 0 has opened; load ``checkpoint``, if given."""
 
     host: str
     port: int
@@ -64,11 +61,10 @@ class Fetch(Message, frozen=True):
 
 
 class PrepareCall(Message, frozen=True):
-    """Bring the rows of ``inputs`` to where ``mfc`` runs; ``Run`` with the same number starts it.
+    """Transfer the rows of ``inputs`` to the workers of ``mfc``; an ``ExecuteCall`` with the same number runs it.
 
-    ``request`` is numbered by whoever sends it. ``holders`` tells who has the rows of ``inputs``; ``shared`` names the
-    keys that are held once per prompt; ``assignment[d]`` lists the rows of data-parallel rank ``d``;
-    ``minibatches[i]`` numbers the mini-batch of row ``i``; ``state`` is the role's state.
+    ``shared`` names the keys with one row per prompt; ``assignment[d]`` lists the rows of data-parallel rank ``d``;
+    ``minibatches[i]`` is the mini-batch of row ``i``; ``state`` is the role's state.
     """
 
     request: int
@@ -84,13 +80,13 @@ class PrepareCall(Message, frozen=True):
 
 
 class ExecuteCall(Message, frozen=True):
-    """Carry out the rest of the program of a call, whose rows are here."""
+    """Execute the program of a call after its transfers."""
 
     request: int
 
 
 class ReadRows(Message, frozen=True):
-    """Send back what this worker holds of these rows: decoded text for tokens, numbers for the rest."""
+    """Return the worker's part of these rows: decoded text for tokens, numbers for other keys."""
 
     request: int
     ids: tuple[RowId, ...]
@@ -107,7 +103,7 @@ class Save(Message, frozen=True):
 
 
 class Checkpoint(Message, frozen=True):
-    """Take a copy of what training has changed, and begin to write it into ``folder``."""
+    """Snapshot the training state, and write it into ``folder`` in the background."""
 
     request: int
     step: int
@@ -115,14 +111,14 @@ class Checkpoint(Message, frozen=True):
 
 
 class AwaitCheckpoint(Message, frozen=True):
-    """Reply when the checkpoint that was begun is on the disk, with its ``files``."""
+    """Reply with the ``files`` of the last checkpoint once they are on disk."""
 
     request: int
     step: int
 
 
 class FreeRows(Message, frozen=True):
-    """Forget every row of the prompts numbered ``start <= p < stop``."""
+    """Delete all rows of the prompts ``start <= p < stop``."""
 
     start: int
     stop: int
@@ -134,7 +130,7 @@ class Shutdown(Message, frozen=True):
 
 # worker -> master
 class Hello(Message, frozen=True):
-    """First word of a worker, which others reach at ``address``. Rank 0's rendezvous store listens at ``port``."""
+    """First message of a worker. ``address`` is its address for peers; rank 0's rendezvous store is at ``port``."""
 
     rank: int
     pid: int
@@ -144,16 +140,16 @@ class Hello(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """Models are built and data is readable; ``info`` describes the worker."""
+    """The models are built and the data is loaded; ``info`` describes the worker."""
 
     rank: int
     info: dict[str, Any] = {}
 
 
 class Done(Message, frozen=True):
-    """A request is done. ``trace``, and microseconds ``moved`` and ``computed``, say how the time went.
+    """A request is complete. ``moved`` and ``computed`` are microseconds of communication and computation.
 
-    ``memory`` is (peak, present) resident bytes.
+    ``memory`` is (peak, current) resident bytes; ``trace`` holds the spans of the worker.
     """
 
     request: int
@@ -168,22 +164,22 @@ class Done(Message, frozen=True):
     memory: tuple[int, int] = (0, 0)
 
     @property
-    def is_bare(self) -> bool:
-        """Whether nothing came of the request but that it is done, as with most of a mesh."""
+    def is_empty(self) -> bool:
+        """Whether the reply has no results, as on most workers of a mesh."""
         return self.outputs is None and not self.stats and self.state is None and not self.values
 
 
 class Heartbeat(Message, frozen=True):
-    """A worker's process is alive; ``doing`` says what it is at, from the outermost in."""
+    """The worker process is alive; ``activity`` lists its nested activities, outermost first."""
 
     rank: int
     pid: int
     host: str
-    doing: str
+    activity: str
 
 
 class Failed(Message, frozen=True):
-    """The worker met an error and is about to exit."""
+    """The worker raised an error and is about to exit."""
 
     rank: int
     during: str

@@ -1,4 +1,4 @@
-"""Experiments of several runs, one after the other: each reads what those before it wrote."""
+"""Experiments of several consecutive runs, where each run may read the results of earlier ones."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -12,7 +12,7 @@ C = TypeVar("C", bound=ExperimentConfig)
 
 @dataclass(frozen=True)
 class Stage:
-    """One run of a campaign: its folder ``name``, and the ``experiment`` whose config class ``config`` is of."""
+    """One run of a multi-stage experiment; ``name`` is its folder, ``experiment`` the registered name of ``config``."""
 
     name: str
     experiment: str
@@ -20,17 +20,17 @@ class Stage:
 
 
 class MultiStageExperiment(ExperimentConfig):
-    """A config whose experiment is a list of runs that nobody knows beforehand."""
+    """The options of an experiment that generates its runs one after the other."""
 
     def problems(self) -> list[str]:
-        """What the options contradict, one line each."""
+        """Return contradictions between options, one line each."""
         return []
 
     def stages(self, root: Path) -> Iterator[Stage]:
-        """Yield run after run. When the next is asked for, the files of the last are in ``root / stage.name``."""
+        """Yield the runs in order. The files of a stage are in ``root / stage.name`` before the next is requested."""
         raise NotImplementedError
 
     def inherit(self, cls: type[C], **options: Any) -> C:
-        """Return the config of a run: this one's common options, with ``options`` on top."""
+        """Return the config of a stage: the common options of this one, updated with ``options``."""
         common = {field.name: vars(self)[field.name] for field in fields(ExperimentConfig)}
         return cls(**{**common, **options})

@@ -1,4 +1,4 @@
-"""Parameters by name and box. A shard is a half-open range per dimension, in GLOBAL coordinates."""
+"""Parameters and their shards. A shard is a box: one half-open range per dimension, in GLOBAL coordinates."""
 
 import math
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ Box = tuple[tuple[int, int], ...]
 class ParamSpec:
     """One named parameter of a model.
 
-    ``layer`` is 0 for the embedding, 1..L for blocks, L+1 for what follows. ``tp_dim`` is the dimension that tensor
-    parallelism cuts (None: replicated), in ``tp_units`` indivisible units (heads, for attention). ``shared_layer`` is a
-    second layer that uses it (a tied embedding is the head too): the stage of that layer holds it as well.
+    ``layer`` is 0 for the embedding, 1..L for blocks, L+1 for the head. ``tp_dim`` is the dimension that tensor
+    parallelism shards (None: replicated), in ``tp_units`` indivisible units (heads, for attention). ``shared_layer``
+    is a second layer that uses the parameter (a tied embedding is also the head); both stages hold it.
     """
 
     name: str
@@ -27,7 +27,7 @@ class ParamSpec:
         return math.prod(self.shape)
 
     def is_in(self, layers: range) -> bool:
-        """Tell whether a stage with these layers holds this parameter."""
+        """Return True if a stage with these layers holds the parameter."""
         return self.layer in layers or self.shared_layer in layers
 
 
@@ -44,21 +44,21 @@ def box_numel(box: Box) -> int:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the common part of two boxes, or None where there is none."""
+    """Return the intersection of two boxes, or None if it is empty."""
     common = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
 
 def relative(box: Box, origin: Box) -> tuple[slice, ...]:
-    """Return the slices that select ``box`` inside an array that stores ``origin``."""
+    """Return the slices that select ``box`` in an array that stores ``origin``."""
     return tuple(slice(start - base, stop - base) for (start, stop), (base, _) in zip(box, origin, strict=True))
 
 
 def shard_box(spec: ParamSpec, tp: int, tp_rank: int) -> Box:
-    """Return the box of ``spec`` that tensor rank ``tp_rank`` of ``tp`` holds.
+    """Return the box of ``spec`` on tensor-parallel rank ``tp_rank`` of ``tp``.
 
-    Units are spread so that ranks differ by one at the most. With fewer units than ranks (few key/value heads), each
-    unit is replicated over consecutive ranks.
+    The numbers of units per rank differ by at most one. With fewer units than ranks (few key/value heads), each unit
+    is replicated on consecutive ranks.
     """
     if spec.tp_dim is None or tp == 1:
         return whole(spec.shape)

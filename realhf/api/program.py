@@ -1,4 +1,4 @@
-"""All the doing, in order: a closed union of instructions. The worker executes them, the simulator prices them."""
+"""The instructions of a program. Workers execute them; the simulator prices them."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from realhf.api.layout import Layout
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bring the MFC's input rows from where they were produced to the data-parallel heads of ``layout``."""
+    """Send the MFC's input rows from their producers to the data-parallel heads of ``layout``."""
 
     keys: tuple[str, ...]
     layout: Layout
@@ -15,9 +15,9 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Reallocate:
-    """Bring the weights of ``role`` in layout ``src`` to ``target`` in layout ``dst``.
+    """Copy the weights of ``role`` in layout ``src`` to ``target`` in layout ``dst``.
 
-    With ``eta`` 1 the target is overwritten; below, it moves towards the source: eta * source + (1 - eta) * target.
+    For ``eta`` < 1 the target becomes the moving average eta * source + (1 - eta) * target.
     """
 
     role: str
@@ -38,7 +38,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Release:
-    """Free the weights that were borrowed for layout ``dst``."""
+    """Free the temporary copy of the weights in layout ``dst``."""
 
     role: str
     dst: Layout
@@ -46,7 +46,7 @@ class Release:
 
 @dataclass(frozen=True)
 class Load:
-    """Bring a role's weights back from host memory."""
+    """Load a role's offloaded weights from host memory."""
 
     role: str
     layout: Layout
@@ -54,7 +54,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Offload:
-    """Move a role's weights to host memory and free the device's."""
+    """Move a role's weights to host memory."""
 
     role: str
     layout: Layout

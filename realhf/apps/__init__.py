@@ -1,1 +1,1 @@
-"""Floor 9: the command line."""
+"""Level 10: the command line."""

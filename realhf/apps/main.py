@@ -1,4 +1,4 @@
-"""The command ``realhf``: finds the word after it and hands the rest on. Heavy imports wait until they are needed."""
+"""The command ``realhf``: dispatches to its subcommands. Imports only what a subcommand needs."""
 
 import importlib
 import os
@@ -13,29 +13,29 @@ COMMANDS = {
     "stop": ("RUN_DIR", "end a run after its current step, with a checkpoint"),
     "master": ("RUN_DIR", "run the master for a prepared run directory (used by SLURM)"),
     "plan": ("EXPERIMENT [key=value ...]", "everything except launching: graph, layouts, program"),
-    "profile": ("[model=FOLDER,...] [key=value ...]", "measure this machine, for predictions"),
+    "profile": ("[model=FOLDER,...] [key=value ...]", "profile this machine for predictions"),
     "verifier": ("serve [key=value ...]", "score math and code answers over HTTP"),
-    "demo": ("[--dir DIR]", "SFT and PPO on a small arithmetic task, from nothing"),
-    "env": ("", "versions, devices and extras, ready to paste"),
+    "demo": ("[--dir DIR]", "train a random model with SFT and PPO on a small arithmetic task"),
+    "env": ("", "print versions, devices and extras"),
 }
-"""Every command is the function ``main`` of the module of its name in ``apps/commands``."""
+"""Arguments and description of every command, which is ``main`` in its module of ``apps/commands``."""
 
-EXIT_USER, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_UNHEARD = 2, 1, 130, 141
+EXIT_USER, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 1, 130, 141
 
 
 def usage() -> str:
     width = max(len(f"{name} {args}") for name, (args, _) in COMMANDS.items())
-    lines = [f"  realhf {f'{name} {args}':<{width}}  {what}" for name, (args, what) in COMMANDS.items()]
+    lines = [f"  realhf {f'{name} {args}':<{width}}  {text}" for name, (args, text) in COMMANDS.items()]
     return "\n".join(["usage: realhf COMMAND ...", "", *lines, "",
                       "realhf quickstart --help lists the experiments, realhf quickstart ppo --help its options.",
-                      "--traceback shows where an error came from."])  # fmt: skip
+                      "--traceback prints the traceback of an error."])  # fmt: skip
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command and return its exit code: 0 done, 1 the run failed, 2 the user can mend it, 130 interrupted or
-    stopped, 141 whoever read its output has left.
+    """Run one command and return its exit code.
 
-    ``realhf plan`` was asked what is possible: that something is not is its answer, with 1.
+    0: done; 1: the run failed; 2: invalid input, nothing was launched; 130: interrupted or stopped; 141: broken pipe.
+    ``realhf plan`` returns 1 for an infeasible plan.
     """
     show_traceback = "--traceback" in arguments
     arguments = [a for a in arguments if a != "--traceback"]
@@ -64,8 +64,8 @@ def run(arguments: list[str]) -> int:
         if show_traceback:
             raise
         print(describe(error), file=sys.stderr)
-        answered = command == "plan" and isinstance(error, InfeasibleError)
-        return EXIT_FAILED if answered or isinstance(error, RunFailed) else EXIT_USER
+        is_infeasible = command == "plan" and isinstance(error, InfeasibleError)
+        return EXIT_FAILED if is_infeasible or isinstance(error, RunFailed) else EXIT_USER
     except RunStopped as stopped:
         print(stopped)
         return EXIT_INTERRUPTED
@@ -73,30 +73,25 @@ def run(arguments: list[str]) -> int:
         print("interrupted: workers are stopped", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        if not _reader_has_left():
+        poll = select.poll()
+        poll.register(1, select.POLLOUT)
+        if not any(event & select.POLLERR for _, event in poll.poll(0)):  # not the pipe of standard output
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still to be flushed
-        return EXIT_UNHEARD
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for unflushed output
+        return EXIT_BROKEN_PIPE
 
 
 def describe(error: Exception) -> str:
-    """Return one screen for an error: numbered problems, or what ended a run."""
+    """Format an error: its problems as a numbered list, or the cause of a failed run."""
     from realhf.base.errors import RunFailed, UserError
 
     if isinstance(error, UserError):
         if len(error.problems) == 1:
             return f"error: {error.problems[0]}"
         lines = [f"  {i}. {problem}" for i, problem in enumerate(error.problems, 1)]
-        return "\n".join([f"error: {len(lines)} problems (nothing was launched)", *lines])
+        return "\n".join([f"error: {len(lines)} problems; nothing was launched", *lines])
     assert isinstance(error, RunFailed)
     return f"{error.traceback_text}error: {error}"
-
-
-def _reader_has_left() -> bool:
-    """Tell whether standard output is a pipe that nobody reads any more, as after ``| head``."""
-    poll = select.poll()
-    poll.register(1, select.POLLOUT)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _interrupt(number: int, frame: object) -> None:
@@ -104,5 +99,4 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def console() -> None:
-    """Entry point of the console script."""
     sys.exit(run(sys.argv[1:]))

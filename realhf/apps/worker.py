@@ -1,7 +1,7 @@
 """Entry of a model worker process: ``python -m realhf.apps.worker RUN_DIR RANK ADDRESS``.
 
-RANK may be the name of an environment variable that holds it. The worker exits with 0 after a Stop, 1 after an error,
-3 when its launcher or its master is gone. SIGUSR1 writes the stacks of all its threads to standard error: its log.
+RANK may be the name of an environment variable. Exit codes: 0 after a ``Shutdown``, 1 after an error, 3 if the launcher
+or the master is lost. SIGUSR1 dumps the stacks of all threads to standard error, which is the log.
 """
 
 import faulthandler
@@ -11,13 +11,13 @@ import sys
 import threading
 from pathlib import Path
 
-EXIT_ALONE = 3
+EXIT_ORPHANED = 3
 
 
 def main(root: str, rank: int, address: str) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
-    threading.Thread(target=_leave_with_launcher, daemon=True).start()
+    threading.Thread(target=_exit_with_launcher, daemon=True).start()
     from realhf.api.messages import Shutdown
     from realhf.apps.prepare.launching import read_run
     from realhf.base.logging import open_log
@@ -26,32 +26,32 @@ def main(root: str, rank: int, address: str) -> None:
     from realhf.system.transport.heartbeat import HeartbeatSender
     from realhf.system.worker import ModelWorker
 
-    here = "127.0.0.1"
+    own_address = "127.0.0.1"
     if master := host_of(address):
-        here = address_towards(master)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(here))  # gloo trusts the host's name, which may lie
+        own_address = address_towards(master)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(own_address))  # the host name may resolve wrongly
     run = read_run(Path(root))
-    channel = ZmqWorker(address, rank, run.paths.key.read_bytes(), on_master_lost=_leave)
+    channel = ZmqWorker(address, rank, run.paths.key.read_bytes(), on_master_lost=_exit)
     worker = ModelWorker(run, rank, channel.send, open_log(run.paths.log(f"worker-{rank}"), f"worker-{rank}"))
-    heart = HeartbeatSender(channel, rank, run.config.heartbeat_timeout, worker.words)
+    heartbeat = HeartbeatSender(channel, rank, run.config.heartbeat_timeout, worker.words)
     try:
-        worker.hello(here)
+        worker.hello(own_address)
         while not isinstance(message := channel.receive(), Shutdown):
             worker.handle(message)
         worker.close()
     finally:
-        heart.stop()
+        heartbeat.stop()
         channel.close()
 
 
-def _leave_with_launcher() -> None:
-    """Exit when standard input ends: only the launcher holds its other side."""
+def _exit_with_launcher() -> None:
+    """Exit when the launcher closes its end of standard input."""
     os.read(0, 1)
-    _leave()
+    _exit()
 
 
-def _leave() -> None:
-    os._exit(EXIT_ALONE)  # whatever the other threads wait for
+def _exit() -> None:
+    os._exit(EXIT_ORPHANED)  # other threads may block
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ def check_sizes(config: ModelConfig) -> ModelConfig:
     turning = config.rotary_dims or config.head_dim
     if not config.learned_positions and (turning % 2 or turning > config.head_dim):
         raise ValueError(f"rotary positions need an even part of a head of {config.head_dim}, got {turning}")
-    if config.windows and len(config.windows) != config.n_layers:
-        raise ValueError(f"{config.n_layers} layers have {len(config.windows)} attention windows")
+    if config.sliding_windows and len(config.sliding_windows) != config.n_layers:
+        raise ValueError(f"{config.n_layers} layers have {len(config.sliding_windows)} attention windows")
     if config.n_experts and not 1 <= config.experts_per_token <= config.n_experts:
         raise ValueError(f"each token goes to {config.experts_per_token} of {config.n_experts} experts")
     return config

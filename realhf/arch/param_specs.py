@@ -70,7 +70,7 @@ def _mlp_specs(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
     names = ("gate", "up") if config.mlp == "gated" else ("up",)
     specs = [ParamSpec(prefix + name, (wide, d), layer, 0, wide) for name in names]
     specs.append(ParamSpec(prefix + "down", (d, wide), layer, 1, wide))
-    if config.proj_bias and config.mlp == "plain":
+    if config.proj_bias and config.mlp == "ungated":
         specs += [ParamSpec(prefix + "b_up", (wide,), layer, 0, wide), ParamSpec(prefix + "b_down", (d,), layer)]
     return specs
 

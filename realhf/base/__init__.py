@@ -1,1 +1,1 @@
-"""Floor 0: run paths, logging, timers, seeds, balanced partitions. Imports nothing of the project."""
+"""Level 0: run paths, logging, timers, seeds, balanced partitions. Imports no other package of the project."""

@@ -1,25 +1,25 @@
-"""What a process is at, in words, for whoever asks while it does not answer."""
+"""The current activities of a process, for reports about a process that does not respond."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class ActivityStack:
-    """Nested things under way, the outermost first. One thread enters and leaves them, any may read them.
+    """Nested activities, outermost first. One thread enters and leaves them; any thread may read them.
 
-    What is entered is turned into words only when somebody reads, so it must not change in ways that break this.
+    Activities are formatted only when read, so they must stay printable while they are on the stack.
     """
 
     def __init__(self) -> None:
-        self._under_way: list[object] = []
+        self._stack: list[object] = []
 
     @contextmanager
-    def enter(self, what: object) -> Iterator[None]:
-        self._under_way.append(what)
+    def enter(self, activity: object) -> Iterator[None]:
+        self._stack.append(activity)
         try:
             yield
         finally:
-            self._under_way.pop()
+            self._stack.pop()
 
     def __str__(self) -> str:
-        return ", ".join(str(what) for what in tuple(self._under_way))
+        return ", ".join(str(activity) for activity in tuple(self._stack))

@@ -1,4 +1,4 @@
-"""Files that survive a power cut, how to tell whether they are what they were, and whether somebody is at them."""
+"""Crash-safe file operations, checksums and file locks."""
 
 import contextlib
 import fcntl
@@ -12,23 +12,23 @@ from pathlib import Path
 Digests = dict[str, tuple[str, int]]
 """File name -> SHA-256 and size."""
 TMP_SUFFIX = ".unfinished"
-"""How the name of a file or folder ends that does not count yet, or no longer."""
+"""Suffix of files and folders that are incomplete or being removed."""
 
 
 def fsync_and_hash(path: Path) -> tuple[str, int]:
-    """See to it that a file is on the disk, and return its SHA-256 and size."""
+    """fsync a file, and return its SHA-256 and size."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return sha256(path), path.stat().st_size
 
 
 def fsync_folder(folder: Path) -> None:
-    """See to it that the names in a folder are on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
+    """fsync the entries of a folder."""
+    fd = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(fd)
     finally:
-        os.close(handle)
+        os.close(fd)
 
 
 def sha256(path: Path) -> str:
@@ -40,49 +40,49 @@ def sha256(path: Path) -> str:
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Give a file another text: whatever happens meanwhile, it is there with the old one or with the new one."""
-    rest = path.with_name(path.name + TMP_SUFFIX)
-    rest.write_text(text)
-    fsync_and_hash(rest)
-    rest.rename(path)
+    """Replace the content of a file; after a crash the file has either the old or the new content."""
+    tmp = path.with_name(path.name + TMP_SUFFIX)
+    tmp.write_text(text)
+    fsync_and_hash(tmp)
+    tmp.rename(path)
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder: whatever happens meanwhile, it is there as it was or not at all."""
-    rest = path.with_name(path.name + TMP_SUFFIX)
-    if rest.exists():
-        shutil.rmtree(rest)
-    path.rename(rest)
-    shutil.rmtree(rest)
+    """Remove a folder; after a crash it is either unchanged or gone."""
+    tmp = path.with_name(path.name + TMP_SUFFIX)
+    if tmp.exists():
+        shutil.rmtree(tmp)
+    path.rename(tmp)
+    shutil.rmtree(tmp)
 
 
 @contextlib.contextmanager
-def try_lock(path: Path, patience_s: float = 1.0) -> Iterator[bool]:
-    """Hold a lock that goes with this process, however it ends; yields False where somebody else keeps it.
+def try_lock(path: Path, timeout_s: float = 1.0) -> Iterator[bool]:
+    """Hold a file lock until the context or the process ends; yield False if another process holds it.
 
-    Those that only look (``is_held``) have it for a moment. Where the file system knows no locks, nobody is kept out.
+    The timeout outlasts concurrent calls of ``is_locked``, which take the lock briefly. On a file system without
+    locks the result is always True.
     """
-    handle, end = os.open(path, os.O_RDWR | os.O_CREAT, 0o644), time.monotonic() + patience_s
+    fd, deadline = os.open(path, os.O_RDWR | os.O_CREAT, 0o644), time.monotonic() + timeout_s
     try:
-        while not (is_mine := _lock(handle)) and time.monotonic() < end:
+        while not (is_acquired := _flock(fd)) and time.monotonic() < deadline:
             time.sleep(0.01)
-        yield is_mine
+        yield is_acquired
     finally:
-        os.close(handle)
+        os.close(fd)
 
 
-def _lock(handle: int) -> bool:
+def _flock(fd: int) -> bool:
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:
-        return True  # no locks here
+    except OSError:  # the file system has no locks
+        return True
     return True
 
 
 def is_locked(path: Path) -> bool:
-    """Tell whether a process holds a lock."""
     if not path.exists():
         return False
     with try_lock(path, 0.0) as is_free:

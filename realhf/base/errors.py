@@ -1,11 +1,11 @@
-"""The few exceptions that reach a user: what went wrong, where, and what to do about it."""
+"""Exceptions that are reported to the user without a traceback."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """One or more problems that the user can mend; shown as a numbered list without a traceback."""
+    """One or more problems with the user's input, shown as a numbered list."""
 
     def __init__(self, problems: str | Iterable[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -13,14 +13,14 @@ class UserError(Exception):
 
 
 class InfeasibleError(UserError):
-    """What was asked for is understood, and cannot be done: a graph that is none, a plan that does not fit."""
+    """A valid request that cannot be satisfied: an invalid graph, or a plan that does not fit."""
 
 
 class RunFailed(Exception):
-    """A launched run ended without doing the requested work: a worker died, raised, or missed a deadline.
+    """A launched run failed: a worker died, raised an error, or missed a deadline.
 
-    ``lost`` are the workers that gave no more sign of life, ``n_nodes`` is how many nodes their launcher has left for
-    the run (None: it was not asked).
+    ``lost`` are the workers without a heartbeat; ``n_nodes`` is the number of nodes that the launcher has left
+    (None: unknown).
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class RunFailed(Exception):
 
 
 class WorkerTimeout(RunFailed):
-    """A run whose workers ``ranks`` did not answer in time; their launcher may know more."""
+    """The workers ``ranks`` did not respond in time."""
 
     def __init__(self, message: str, ranks: Iterable[int], lost: Iterable[int] = ()) -> None:
         super().__init__(message, lost=lost)
@@ -39,15 +39,15 @@ class WorkerTimeout(RunFailed):
 
 
 class RunStopped(Exception):
-    """A run that ended after a step, before its last one, because somebody asked it to."""
+    """A run ended early, after a complete step, on request."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ``"  did you mean X ?"`` for the nearest known word, or an empty string where none is near."""
+    """Return ``"  did you mean X ?"`` for the closest known word, or an empty string if none is close."""
     known = list(known)
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    if not near:
-        tails = {k.rsplit(".", 1)[-1]: k for k in known}
-        tail = difflib.get_close_matches(word.rsplit(".", 1)[-1], list(tails), n=1, cutoff=0.7)
-        near = [tails[t] for t in tail]
-    return f"  did you mean {near[0]} ?" if near else ""
+    matches = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    if not matches:
+        last_parts = {k.rsplit(".", 1)[-1]: k for k in known}
+        close = difflib.get_close_matches(word.rsplit(".", 1)[-1], list(last_parts), n=1, cutoff=0.7)
+        matches = [last_parts[part] for part in close]
+    return f"  did you mean {matches[0]} ?" if matches else ""

@@ -1,4 +1,4 @@
-"""What a process holds of the host's memory, and how it gives back what it no longer uses."""
+"""Resident memory of this process."""
 
 import ctypes
 import os
@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def resident_bytes() -> tuple[int, int]:
-    """Return this process's peak and present resident memory."""
+    """Return the peak and the current resident memory of this process."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     statm = Path("/proc/self/statm")
-    present = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else peak
-    return peak, present
+    current = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else peak
+    return peak, current
 
 
-def give_back_heap() -> None:
-    """Return freed memory to the system where the C library would keep it (glibc does)."""
+def trim_heap() -> None:
+    """Return freed memory to the operating system; glibc caches it otherwise."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)

@@ -1,4 +1,4 @@
-"""One log file per process, UTC times, no console output: the console belongs to the run's own view."""
+"""Log files: one per process, UTC times, no console output."""
 
 import logging
 import time
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def open_log(path: Path, name: str) -> logging.Logger:
-    """Return a logger named ``name`` that appends to ``path``; opening it twice keeps one handler."""
+    """Return a logger named ``name`` that appends to ``path``; a second call replaces the handler of the first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     logger = logging.getLogger(f"realhf.{name}")
     logger.setLevel(logging.INFO)

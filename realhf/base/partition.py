@@ -1,14 +1,14 @@
-"""Balanced partitions of weighted things: rows over data-parallel ranks, rows into micro-batches. Deterministic."""
+"""Deterministic balanced partitions of weighted items: rows to data-parallel ranks, rows to micro-batches."""
 
 from collections.abc import Sequence
 from heapq import heapreplace
 
 
 def balanced_partition(weights: Sequence[int], k: int) -> list[list[int]]:
-    """Split indices into ``k`` parts of nearly equal weight (longest first onto the lightest part).
+    """Split indices into ``k`` parts of nearly equal weight (longest-processing-time-first).
 
-    Parts may be empty when there are fewer items than parts. Each part lists its indices in ascending order; ties go
-    to the part with fewer items and then the lower number, so the answer depends on the weights alone.
+    Each part is in ascending order; with fewer items than parts some are empty. Ties go to the part with fewer items,
+    then to the lower part number, so the result depends on the weights only.
     """
     if k < 1:
         raise ValueError(f"cannot split into {k} parts")
@@ -22,9 +22,9 @@ def balanced_partition(weights: Sequence[int], k: int) -> list[list[int]]:
 
 
 def pack_bins(weights: Sequence[int], capacity: int, min_bins: int = 1) -> list[list[int]]:
-    """Pack indices into bins of at most ``capacity`` (first-fit decreasing), never fewer than ``min_bins``.
+    """Pack indices into bins of at most ``capacity`` (first-fit decreasing), and at least ``min_bins`` of them.
 
-    An item heavier than the capacity gets a bin of its own. ``min_bins`` is a wish: no empty bin is returned.
+    An item heavier than the capacity gets its own bin. No bin is empty, so there are never more bins than items.
     """
     if capacity < 1:
         raise ValueError(f"bin capacity must be positive, got {capacity}")
@@ -32,24 +32,20 @@ def pack_bins(weights: Sequence[int], capacity: int, min_bins: int = 1) -> list[
         return []
     bins: list[list[int]] = []
     loads: list[int] = []
-    full, least = 0, min(weights)  # the first bins, in which nothing has room
+    n_full, lightest = 0, min(weights)  # the first n_full bins cannot take even the lightest item
     for i in sorted(range(len(weights)), key=weights.__getitem__, reverse=True):
-        while full < len(loads) and loads[full] + least > capacity:
-            full += 1
-        fit = next((b for b in range(full, len(loads)) if loads[b] + weights[i] <= capacity), None)
+        while n_full < len(loads) and loads[n_full] + lightest > capacity:
+            n_full += 1
+        fit = next((b for b in range(n_full, len(loads)) if loads[b] + weights[i] <= capacity), None)
         if fit is None:
             bins.append([i])
             loads.append(weights[i])
         else:
             bins[fit].append(i)
             loads[fit] += weights[i]
-    if len(bins) < min_bins:
-        return _spread(weights, max(capacity, max(weights)), min(min_bins, len(weights)))
-    return [sorted(part) for part in bins]
-
-
-def _spread(weights: Sequence[int], capacity: int, k: int) -> list[list[int]]:
-    """Return the balanced partition into ``k`` parts, or into the few more that it takes to keep to the capacity."""
+    if len(bins) >= min_bins:
+        return [sorted(part) for part in bins]
+    k, capacity = min(min_bins, len(weights)), max(capacity, max(weights))
     parts = balanced_partition(weights, k)
     while max(sum(weights[i] for i in part) for part in parts) > capacity:
         k += 1

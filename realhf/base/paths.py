@@ -1,10 +1,18 @@
-"""Where a run keeps its files. Only names: nothing here makes a directory."""
+"""File names of a run. Creates nothing."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 KERNELS = Path(__file__).parents[1] / "ops" / "_C.so"
-"""What csrc compiles to; torch loads it."""
+"""The compiled csrc, loaded by torch."""
+
+
+class _Entry:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, run: "RunDir", owner: type) -> Path:
+        return run.root / self.name
 
 
 @dataclass(frozen=True)
@@ -13,66 +21,20 @@ class RunDir:
 
     root: Path
 
-    @property
-    def config(self) -> Path:
-        return self.root / "config.yaml"
-
-    @property
-    def plan(self) -> Path:
-        return self.root / "plan.json"
-
-    @property
-    def campaign(self) -> Path:
-        """Which experiment a campaign is, and which of its stages are done."""
-        return self.root / "campaign.json"
-
-    @property
-    def lock(self) -> Path:
-        """Held by the master as long as the run goes on."""
-        return self.root / "lock"
-
-    @property
-    def stop(self) -> Path:
-        """There when the run shall end after the step it is at."""
-        return self.root / "stop"
-
-    @property
-    def job_script(self) -> Path:
-        return self.root / "slurm.sh"
-
-    @property
-    def key(self) -> Path:
-        """The key of the channel, as long as the run goes on."""
-        return self.root / "channel.key"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def evaluation(self) -> Path:
-        return self.root / "evaluation.jsonl"
-
-    @property
-    def events(self) -> Path:
-        return self.root / "events.jsonl"
-
-    @property
-    def trace(self) -> Path:
-        return self.root / "trace.json"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.root / "tensorboard"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def best(self) -> Path:
-        """Models of the best evaluation so far, and ``best.json``, which names them."""
-        return self.root / "best"
+    config = _Entry("config.yaml")
+    plan = _Entry("plan.json")
+    stages = _Entry("stages.json")  # of a multi-stage experiment: its name and the completed stages
+    lock = _Entry("lock")  # held by the master during the run
+    stop = _Entry("stop")  # present when the run is to end after the current step
+    job_script = _Entry("slurm.sh")
+    key = _Entry("channel.key")  # of the message channel, present during the run
+    metrics = _Entry("metrics.jsonl")
+    evaluation = _Entry("evaluation.jsonl")
+    events = _Entry("events.jsonl")
+    trace = _Entry("trace.json")
+    tensorboard = _Entry("tensorboard")
+    checkpoints = _Entry("checkpoints")
+    best = _Entry("best")  # models of the best evaluation, and best.json, which lists them
 
     def log(self, process: str) -> Path:
         return self.root / "logs" / f"{process}.log"

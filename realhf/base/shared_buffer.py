@@ -1,11 +1,11 @@
-"""Memory that another process of this user can map: it has no name in any file system, and vanishes with them."""
+"""Anonymous shared memory (memfd) that other processes of the same user can map."""
 
 import mmap
 import os
 
 
 class SharedBuffer:
-    """``size`` zero bytes; another process can open them at their place for as long as this one lives."""
+    """A zero-initialized buffer of ``size`` bytes; other processes can open it while this process lives."""
 
     def __init__(self, size: int, name: str) -> None:
         self._fd = os.memfd_create(f"realhf-{name}")
@@ -14,14 +14,14 @@ class SharedBuffer:
 
     @property
     def handle(self) -> tuple[int, int]:
-        """Process and descriptor, of which ``path_of`` makes the path: two numbers that a collective can carry."""
+        """Process id and file descriptor, for ``fd_path``; two integers can be sent through a collective."""
         return os.getpid(), self._fd
 
     def release_pages(self) -> None:
-        """Release the memory; it is zero when it is used again."""
+        """Free the memory; the buffer reads as zeros afterwards."""
         self.map.madvise(mmap.MADV_REMOVE)
 
 
-def path_of(pid: int, fd: int) -> str:
-    """Return where another process of this machine opens the memory."""
+def fd_path(pid: int, fd: int) -> str:
+    """Return the path under which other processes of this machine can open a descriptor."""
     return f"/proc/{pid}/fd/{fd}"

@@ -17,7 +17,7 @@ class ElasticRestart:
     ``refusal`` says why a run may not set them by itself; it may where that is empty.
     """
 
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     workers: int
     lost: str = ""
     refusal: str = ""

@@ -154,7 +154,7 @@ class Transformer:
         before, behind = self._bind_norm(prefix + "mlp_norm", biased), norm("mlp_post_norm", config.post_norms)
         if index in config.routed_layers:
             return Block(attention, Experts(before, leaf("router"), leaf("experts.up"), leaf("experts.down"), behind))
-        plain_bias = config.proj_bias and config.mlp == "plain"
+        plain_bias = config.proj_bias and config.mlp == "ungated"
         mlp = Mlp(
             norm=before,
             up=leaf("gate", "up") if config.mlp == "gated" else leaf("up"),

@@ -59,7 +59,7 @@ class _Request:
         """Take a reply in; tell whether it was the last. Thousands come: nothing is kept of those that say no more."""
         self.n_due -= self.is_due[reply.rank]
         self.is_due[reply.rank] = 0
-        if not reply.is_bare:
+        if not reply.is_empty:
             self.replies.append(reply)
         return not self.n_due
 

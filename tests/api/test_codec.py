@@ -1,4 +1,4 @@
-"""Values survive JSON and msgpack, and nothing unknown is let in."""
+"""Round trips through JSON and msgpack; unknown data is rejected."""
 
 import typing
 from typing import Any
@@ -46,7 +46,7 @@ STEPS = (Reallocate("actor", LAYOUT, "ref", LAYOUT, 0.5), Transfer(("tokens", "r
          Compute("b", None, LAYOUT), Release("actor", LAYOUT), Load("ref", LAYOUT), Offload("ref", LAYOUT))  # fmt: skip
 HOLDERS = Holders(((0,), (1, 2), (1,)), {"tokens": (0, 1), "r": (2, 2)})
 CALL = PrepareCall(3, "a", 1, 2, META, HOLDERS, ("r",), ((1,), (), (0,)), (0, 3), STATE)
-ORDERS = [
+REQUESTS = [
     Start("h", 1),
     Fetch(1, 0, 0, 8),
     CALL,
@@ -72,31 +72,31 @@ REPLIES = [
 packed, unpacked = msgspec.msgpack.encode, msgspec.msgpack.decode
 
 
-def test_every_message_of_both_unions_comes_back() -> None:
-    for messages, union, decoder in [(ORDERS, ToWorker, TO_WORKER), (REPLIES, ToMaster, TO_MASTER)]:
+def test_every_message_of_both_unions_survives_a_round_trip() -> None:
+    for messages, union, decoder in [(REQUESTS, ToWorker, TO_WORKER), (REPLIES, ToMaster, TO_MASTER)]:
         assert {type(m) for m in messages} == set(typing.get_args(union))
         for message in messages:
-            back = decoder.decode(packed(message))
-            assert back == message and type(back) is type(message)
+            decoded = decoder.decode(packed(message))
+            assert decoded == message and type(decoded) is type(message)
 
 
-def test_a_reply_tells_only_what_there_is_to_tell() -> None:
+def test_default_values_are_not_encoded() -> None:
     assert unpacked(packed(Done(1, 0))) == {"type": "Done", "request": 1, "rank": 0}
 
 
-def test_row_ids_come_back_as_row_ids() -> None:
-    back = TO_MASTER.decode(packed(DONE))
-    assert all(isinstance(row, RowId) for row in back.outputs.ids) and back.outputs.ids[1].sample == 2
+def test_row_ids_are_decoded_as_row_ids() -> None:
+    decoded = TO_MASTER.decode(packed(DONE))
+    assert all(isinstance(row, RowId) for row in decoded.outputs.ids) and decoded.outputs.ids[1].sample == 2
 
 
-def test_plans_and_programs_come_back() -> None:
+def test_plans_and_programs_survive_a_round_trip() -> None:
     assert from_json(to_json(PLAN), ExecutionPlan) == PLAN and from_json(to_json(PLAN), ExecutionPlan)["b"] == PLAN["b"]
     program: Program = {"a": STEPS, "b": ()}
     assert from_json(to_json(program, Program), Program) == program
     assert {type(step) for step in STEPS} == set(typing.get_args(Instruction))
 
 
-def test_graphs_are_plain_data_too() -> None:
+def test_graphs_survive_a_round_trip() -> None:
     graph = Graph((MFC("gen", "actor", Kind.GENERATE, InterfaceSpec("x", {"n": [1]}), ("prompts",), ("tokens",), 4),))
     assert from_json(to_json(graph), Graph) == graph
 
@@ -104,33 +104,33 @@ def test_graphs_are_plain_data_too() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        {"type": "Drop", "start": 0, "stop": 1, "force": True},
-        {"type": "Drop", "start": 0},
-        {"type": "Drop", "start": "zero", "stop": 1},
-        {"type": "Drop", "start": None, "stop": 1},
+        {"type": "FreeRows", "start": 0, "stop": 1, "force": True},
+        {"type": "FreeRows", "start": 0},
+        {"type": "FreeRows", "start": "zero", "stop": 1},
+        {"type": "FreeRows", "start": None, "stop": 1},
         {"type": "Eval", "start": 0, "stop": 1},
         {"type": "Done", "request": 1, "rank": 0},
         {"start": 0, "stop": 1},
-        {"type": "Collect", "request": 1, "ids": [[0, 0, 0]], "keys": []},
+        {"type": "ReadRows", "request": 1, "ids": [[0, 0, 0]], "keys": []},
         [],
         None,
-        "Stop",
+        "Shutdown",
     ],
 )
-def test_what_is_no_message_is_refused(data: Any) -> None:
+def test_invalid_messages_are_rejected(data: Any) -> None:
     with pytest.raises(msgspec.ValidationError):
         TO_WORKER.decode(packed(data))
 
 
 @pytest.mark.parametrize("number", [-1, 3, "0"])
-def test_holders_that_are_nobody_are_refused(number: Any) -> None:
+def test_unknown_holders_are_rejected(number: Any) -> None:
     data = unpacked(packed(CALL))
     data["holders"]["rows"]["r"] = [0, number]
     with pytest.raises(msgspec.ValidationError):
         TO_WORKER.decode(packed(data))
 
 
-def test_a_value_that_makes_no_sense_is_refused() -> None:
+def test_invalid_values_are_rejected() -> None:
     data = to_plain(PLAN)
     data["placements"]["a"]["layout"]["mesh"]["ranks"] = [0, 0]
     with pytest.raises(ValueError, match="distinct ranks"):

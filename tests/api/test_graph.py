@@ -1,4 +1,4 @@
-"""What makes a graph, and what does not."""
+"""Valid and invalid graphs."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ def names(mfcs: tuple[MFC, ...]) -> list[str]:
     return [m.name for m in mfcs]
 
 
-def test_edges_run_from_the_maker_of_a_key_to_its_readers() -> None:
+def test_edges_run_from_the_producer_of_a_key_to_its_consumers() -> None:
     graph = Graph((TRAIN, REW, GEN, REF))
     assert names(graph.parents(TRAIN)) == ["rew", "gen", "ref"]
     assert names(graph.parents(GEN)) == [] and names(graph.children(GEN)) == ["train", "rew", "ref"]
@@ -43,87 +43,87 @@ def test_declared_order_breaks_ties() -> None:
          "role 'actor' is trained by t1 and train"),
         ((replace(GEN, batch_size=0),), "MFC gen: batch_size must be positive, got 0"),
         ((replace(GEN, n_minibatches=0),), "MFC gen: n_minibatches must be positive, got 0"),
-        ((replace(GEN, role=None),), "MFC gen: kind generate needs a role, it computes with a model"),
-        ((replace(REW, inputs=("rewards",)),), "MFCs wait for each other: rew -> rew"),
-        ((), "no MFC reads a key of the data set"),
-        ((replace(GEN, inputs=()),), "no MFC reads a key of the data set"),
+        ((replace(GEN, role=None),), "MFC gen: kind generate needs a role"),
+        ((replace(REW, inputs=("rewards",)),), "MFCs form a cycle: rew -> rew"),
+        ((), "no MFC reads a key of the dataset"),
+        ((replace(GEN, inputs=()),), "no MFC reads a key of the dataset"),
     ],
 )  # fmt: skip
-def test_what_is_no_graph_is_said(mfcs: tuple[MFC, ...], problem: str) -> None:
+def test_an_invalid_graph_is_an_error(mfcs: tuple[MFC, ...], problem: str) -> None:
     assert graph_problems(mfcs) == [problem]
     with pytest.raises(GraphError) as caught:
         Graph(mfcs)
     assert (caught.value.problems, caught.value.mfcs) == ([problem], mfcs)
 
 
-def test_a_cycle_is_named() -> None:
+def test_cycles_are_listed() -> None:
     one = MFC("one", None, Kind.INFERENCE, SPEC, ("b", "row"), ("a",))
     two = MFC("two", None, Kind.INFERENCE, SPEC, ("a",), ("b",))
-    alone = MFC("alone", None, Kind.INFERENCE, SPEC, ("b", "c"), ("c",))
-    assert graph_problems((one, two)) == ["MFCs wait for each other: one -> two -> one"]
-    assert graph_problems((alone, two, one)) == [
-        "MFCs wait for each other: alone -> alone",
-        "MFCs wait for each other: two -> one -> two",
+    loop = MFC("loop", None, Kind.INFERENCE, SPEC, ("b", "c"), ("c",))
+    assert graph_problems((one, two)) == ["MFCs form a cycle: one -> two -> one"]
+    assert graph_problems((loop, two, one)) == [
+        "MFCs form a cycle: loop -> loop",
+        "MFCs form a cycle: two -> one -> two",
     ]
 
 
-def test_who_follows_and_who_rests_must_be_there() -> None:
+def test_synced_and_offloaded_roles_must_exist() -> None:
     syncs = (Sync("train", "actor", "ref", 0.5), Sync("trian", "actor", "old", 0.5), Sync("train", "x", "ref", 0.5))
     assert graph_problems((GEN, REW, REF, TRAIN), syncs[:1], ("ref",)) == []
     assert graph_problems((GEN, REW, REF, TRAIN), syncs, ("ref", "rwe")) == [
-        "role 'old' follows 'actor' after 'trian', which is no MFC",
+        "role 'old' is synced with 'actor' after unknown MFC 'trian'",
         "sync after trian: no MFC has role 'old'",
         "sync after train: no MFC has role 'x'",
         "offloaded: no MFC has role 'rwe'",
     ]
 
 
-def test_all_problems_come_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     loop = replace(REF, inputs=("ref_logprobs", "tokens"))
-    found = graph_problems((GEN, GEN, replace(REW, batch_size=-1), replace(REW, name="x"), loop))
-    assert found == [
+    problems = graph_problems((GEN, GEN, replace(REW, batch_size=-1), replace(REW, name="x"), loop))
+    assert problems == [
         "MFC name 'gen' is used twice",
         "MFC rew: batch_size must be positive, got -1",
         "key 'tokens' is produced by gen and gen",
         "key 'rewards' is produced by rew and x",
-        "MFCs wait for each other: ref -> ref",
+        "MFCs form a cycle: ref -> ref",
     ]
 
 
-TRIAL = MFC("trial", "actor", Kind.GENERATE, SPEC, ("prompts",), ("tokens",))
+EVAL = MFC("eval", "actor", Kind.GENERATE, SPEC, ("prompts",), ("tokens",))
 
 
-def test_who_reads_what_is_picked() -> None:
-    picker, later = replace(REW, resamples=3), replace(REF, name="later", inputs=("rewards",), outputs=("ref2",))
-    graph = Graph((GEN, picker, REF, later, replace(TRAIN, inputs=("ref2", "ref", "rewards"))))
-    assert graph.filter_mfc is picker and graph.after_filter == {"later", "train"}
+def test_consumers_of_a_filter() -> None:
+    filter_, later = replace(REW, resamples=3), replace(REF, name="later", inputs=("rewards",), outputs=("ref2",))
+    graph = Graph((GEN, filter_, REF, later, replace(TRAIN, inputs=("ref2", "ref", "rewards"))))
+    assert graph.filter_mfc is filter_ and graph.after_filter == {"later", "train"}
     plain = Graph((GEN, REW, REF, TRAIN))
     assert plain.filter_mfc is None and plain.after_filter == frozenset()
-    found = graph_problems((replace(GEN, resamples=1), replace(picker), REF, replace(TRAIN, inputs=("prompts",))))
-    assert found == [
-        "MFC rew: resamples are those of gen already",
-        "MFC train trains, but reads nothing of gen, for which prompts are drawn anew",
+    problems = graph_problems((replace(GEN, resamples=1), filter_, REF, replace(TRAIN, inputs=("prompts",))))
+    assert problems == [
+        "MFC rew: gen has resamples already",
+        "MFC train trains on rows that are not filtered by gen",
     ]
     assert "MFC rew: resamples must not be negative" in graph_problems((GEN, replace(REW, resamples=-1), REF, TRAIN))
 
 
-def test_calls_on_held_out_rows_are_a_graph_of_their_own() -> None:
-    graph = Graph((GEN, REW, REF, TRAIN), evaluation=(TRIAL, replace(REW, name="judged")))
-    assert graph["trial"] is TRIAL and names(graph.eval_graph.topological) == ["trial", "judged"]
+def test_evaluation_calls_are_a_separate_graph() -> None:
+    graph = Graph((GEN, REW, REF, TRAIN), evaluation=(EVAL, replace(REW, name="judged")))
+    assert graph["eval"] is EVAL and names(graph.eval_graph.topological) == ["eval", "judged"]
     assert graph.dataset_keys == ("prompts", "row") and graph.eval_graph.roles == ("actor",)
     assert graph.trainer("actor") is TRAIN and graph.eval_graph.trainer("actor") is None
 
 
 @pytest.mark.parametrize(
-    ("trial", "problem"),
+    ("mfc", "problem"),
     [
-        (replace(TRIAL, name="gen"), "MFC name 'gen' is used in the steps and in the evaluation"),
-        (replace(TRIAL, kind=Kind.TRAIN), "MFC trial: an evaluation does not train"),
-        (replace(TRIAL, role="judge"), "MFC trial: role 'judge' takes no part in the steps"),
-        (replace(TRIAL, inputs=("tokens",)), "MFCs wait for each other: trial -> trial"),
+        (replace(EVAL, name="gen"), "MFC name 'gen' is used in training and in the evaluation"),
+        (replace(EVAL, kind=Kind.TRAIN), "MFC eval: a training call cannot be part of the evaluation"),
+        (replace(EVAL, role="judge"), "MFC eval: role 'judge' is not in the training graph"),
+        (replace(EVAL, inputs=("tokens",)), "MFCs form a cycle: eval -> eval"),
     ],
 )
-def test_what_is_no_evaluation_is_said(trial: MFC, problem: str) -> None:
+def test_an_invalid_evaluation_is_an_error(mfc: MFC, problem: str) -> None:
     with pytest.raises(GraphError) as caught:
-        Graph((GEN, REW, REF, TRAIN), evaluation=(trial,))
+        Graph((GEN, REW, REF, TRAIN), evaluation=(mfc,))
     assert caught.value.problems == [problem]

@@ -21,7 +21,7 @@ DEGREES = st.integers(1, 4)
         (" t3 ", (1, 3, 1)),
     ],
 )
-def test_strategies_are_read_in_any_order_and_case(text: str, degrees: tuple[int, int, int]) -> None:
+def test_strategies_are_parsed_in_any_order_and_case(text: str, degrees: tuple[int, int, int]) -> None:
     strategy = ParallelStrategy.parse(text)
     assert (strategy.dp, strategy.tp, strategy.pp) == degrees
     assert ParallelStrategy.parse(str(strategy)) == strategy
@@ -30,7 +30,7 @@ def test_strategies_are_read_in_any_order_and_case(text: str, degrees: tuple[int
 @pytest.mark.parametrize(
     "text", ["", "d", "4", "d0", "d01", "d-1", "d4p1m1xyz", "xd4", "d4 t2", "d4,t2", "d4x2", "d4d2", "t2m2", "d1t1p1d1"]
 )
-def test_anything_left_over_is_an_error(text: str) -> None:
+def test_an_invalid_strategy_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match=f"'{text}'"):
         ParallelStrategy.parse(text)
 
@@ -60,23 +60,23 @@ def test_a_degree_is_positive() -> None:
         ("trn3", (8, 9, 10, 11)),
     ],
 )
-def test_meshes_are_read_in_every_form(text: str, ranks: tuple[int, ...]) -> None:
+def test_meshes_are_parsed_in_every_form(text: str, ranks: tuple[int, ...]) -> None:
     mesh = DeviceMesh.parse(text, n_nodes=7, n_per_node=4)
     assert mesh.ranks == ranks
     assert DeviceMesh.parse(str(mesh), 7, 4) == mesh
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
-        ("", "names no worker"),
+        ("", "the device mesh is empty"),
         ("node08", "names node 8, but there are nodes 1 to 7"),
         ("node00", "names node 0"),
         ("node[06-08]", "names node 8"),
         ("node01:4", "names slot 4, but there are slots 0 to 3"),
         ("28", "names worker 28, but there are workers 0 to 27"),
         ("0-999999999999", "names worker 999999999999"),
-        ("node01:3-1", "the range 3-1 runs backwards"),
+        ("node01:3-1", "the range 3-1 is descending"),
         ("node01,0", "a worker twice"),
         ("node01:0,0", "a worker twice"),
         ("node", "'node' in device mesh"),
@@ -93,8 +93,8 @@ def test_meshes_are_read_in_every_form(text: str, ranks: tuple[int, ...]) -> Non
         ("-1", "is not like"),
     ],
 )
-def test_a_wrong_mesh_is_an_error(text: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words.replace("[", r"\[")):
+def test_an_invalid_mesh_is_an_error(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("[", r"\[")):
         DeviceMesh.parse(text, n_nodes=7, n_per_node=4)
 
 
@@ -107,9 +107,9 @@ def test_a_mesh_has_distinct_ranks() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(DEGREES, DEGREES, DEGREES, st.randoms(use_true_random=False))
-def test_coordinates_and_ranks_are_one_to_one(dp: int, tp: int, pp: int, random: object) -> None:
+def test_coordinates_and_ranks_are_one_to_one(dp: int, tp: int, pp: int, rng: object) -> None:
     strategy = ParallelStrategy(dp, tp, pp)
-    ranks = random.sample(range(200), strategy.world)
+    ranks = rng.sample(range(200), strategy.world)
     layout = Layout(DeviceMesh(tuple(ranks)), strategy)
     coords = [Coord(p, d, t) for p in range(pp) for d in range(dp) for t in range(tp)]
     assert [layout.rank(coord) for coord in coords] == ranks
@@ -123,7 +123,7 @@ def test_coordinates_and_ranks_are_one_to_one(dp: int, tp: int, pp: int, random:
     assert [layout.coord(head) for head in heads] == [Coord(pp - 1, d, 0) for d in range(dp)]
 
 
-def test_a_tensor_group_is_contiguous() -> None:
+def test_a_tensor_parallel_group_is_contiguous() -> None:
     layout = Layout(DeviceMesh(tuple(range(8))), ParallelStrategy(2, 2, 2))
     assert layout.axis("tp", 2) == (2, 3) and layout.axis("dp", 2) == (0, 2) and layout.axis("pp", 2) == (2, 6)
     assert layout.dp_heads() == (4, 6) and str(layout) == "d2t2p2@0-7"

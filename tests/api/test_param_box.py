@@ -1,4 +1,4 @@
-"""Boxes against numpy's slices."""
+"""Boxes, compared with numpy slices."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(*side) for side in box)
 
 
-def marked(box: Box) -> np.ndarray:
+def mask(box: Box) -> np.ndarray:
     array = np.zeros(SHAPE, bool)
     array[slices(box)] = True
     return array
@@ -24,22 +24,22 @@ def marked(box: Box) -> np.ndarray:
 
 @settings(max_examples=50, deadline=None)
 @given(BOX, BOX)
-def test_the_common_part_is_what_both_boxes_cover(a: Box, b: Box) -> None:
-    common, both = intersect(a, b), marked(a) & marked(b)
+def test_the_intersection_is_covered_by_both_boxes(a: Box, b: Box) -> None:
+    common, both = intersect(a, b), mask(a) & mask(b)
     assert (common is None) == (not both.any())
     if common is not None:
-        assert (marked(common) == both).all() and box_numel(common) == both.sum()
+        assert (mask(common) == both).all() and box_numel(common) == both.sum()
         assert intersect(b, a) == common
 
 
 @settings(max_examples=50, deadline=None)
 @given(BOX, BOX)
-def test_relative_slices_find_a_box_in_its_origin(a: Box, b: Box) -> None:
+def test_relative_slices_select_a_box_in_its_origin(a: Box, b: Box) -> None:
     array = np.arange(35).reshape(SHAPE)
     if (common := intersect(a, b)) is not None:
         for origin in (a, b):
-            found = array[slices(origin)][relative(common, origin)]
-            assert found.shape == box_shape(common) and (found == array[slices(common)]).all()
+            selected = array[slices(origin)][relative(common, origin)]
+            assert selected.shape == box_shape(common) and (selected == array[slices(common)]).all()
 
 
 @settings(max_examples=50, deadline=None)
@@ -60,7 +60,7 @@ def test_shards_tile_a_parameter(units: int, width: int, tp: int, tp_dim: int) -
         assert sum(sizes) == units and max(sizes) - min(sizes) <= 1
 
 
-def test_two_key_value_heads_on_four_ranks_are_held_twice() -> None:
+def test_two_key_value_heads_on_four_ranks_are_replicated() -> None:
     spec = ParamSpec("wk", (8, 6), 1, 0, 2)
     assert [shard_box(spec, 4, rank)[0] for rank in range(4)] == [(0, 4), (0, 4), (4, 8), (4, 8)]
 
@@ -71,7 +71,7 @@ def test_uneven_units_give_uneven_shards() -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 4])
-def test_a_parameter_without_a_cut_is_replicated(tp: int) -> None:
+def test_a_parameter_without_a_tp_dimension_is_replicated(tp: int) -> None:
     spec = ParamSpec("norm", (6,), 1)
     assert {shard_box(spec, tp, rank) for rank in range(tp)} == {whole((6,))}
     assert spec.numel == 6 and ParamSpec("w", (3, 4), 0).numel == box_numel(whole((3, 4))) == 12

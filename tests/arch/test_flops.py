@@ -9,7 +9,7 @@ from realhf.arch.param_specs import param_specs
 TINY = ModelConfig(
     "llama", n_layers=2, hidden=4, n_heads=2, n_kv_heads=1, head_dim=2, intermediate=6, vocab=10, max_positions=16
 )
-PLAIN = replace(TINY, family="gpt2", n_kv_heads=2, mlp="plain", norm="layer", qkv_bias=True, proj_bias=True)
+PLAIN = replace(TINY, family="gpt2", n_kv_heads=2, mlp="ungated", norm="layer", qkv_bias=True, proj_bias=True)
 
 
 def test_matrices_by_hand_and_by_the_list_of_parameters() -> None:

@@ -77,8 +77,8 @@ def test_special_windows_and_coefficients_are_read(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(RELEASED[name]))
         return read_hf_config(tmp_path, False)
 
-    assert read("mistral-7b-v0.1").windows == (4096, 4096) and not read("mistral-7b-v0.3").windows
-    assert read("gemma-2-27b").windows == (4096, 0) and not read("qwen2.5-7b").windows
+    assert read("mistral-7b-v0.1").sliding_windows == (4096, 4096) and not read("mistral-7b-v0.3").sliding_windows
+    assert read("gemma-2-27b").sliding_windows == (4096, 0) and not read("qwen2.5-7b").sliding_windows
     assert read("mixtral-8x7b-v0.1").balance_loss == 0.02 and read("qwen3-30b-a3b").balance_loss == 0.001
     assert read("gemma-2b").tied_embedding and not read("pythia-70m").tied_embedding
 

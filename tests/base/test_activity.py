@@ -1,15 +1,15 @@
-"""What is under way, read at any time."""
+"""Nested activities."""
 
 import pytest
 
 from realhf.base.activity import ActivityStack
 
 
-def test_nested_things_are_told_from_the_outermost_in_and_forgotten_when_they_end() -> None:
-    doing = ActivityStack()
-    assert str(doing) == ""
-    with doing.enter("a call"), doing.enter(3):
-        assert str(doing) == "a call, 3"
-    with pytest.raises(ZeroDivisionError), doing.enter("a mistake"):
+def test_nested_activities_are_listed_outermost_first_and_removed_at_exit() -> None:
+    stack = ActivityStack()
+    assert str(stack) == ""
+    with stack.enter("a call"), stack.enter(3):
+        assert str(stack) == "a call, 3"
+    with pytest.raises(ZeroDivisionError), stack.enter("a failure"):
         raise ZeroDivisionError
-    assert str(doing) == ""
+    assert str(stack) == ""

@@ -1,11 +1,11 @@
-"""Problems as a list, and the nearest known word."""
+"""Lists of problems, and the closest known word."""
 
 import pytest
 
 from realhf.base.errors import RunFailed, UserError, did_you_mean
 
 
-def test_one_problem_or_many() -> None:
+def test_a_user_error_has_one_or_more_problems() -> None:
     assert UserError("a").problems == ["a"]
     both = UserError(word for word in ("a", "b"))
     assert both.problems == ["a", "b"] and str(both) == "a\nb"
@@ -13,7 +13,7 @@ def test_one_problem_or_many() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "meant"),
+    ("word", "expected"),
     [
         ("ppo.kl_ctrl", "ppo.kl_ctl"),
         ("kl_ctl", "ppo.kl_ctl"),
@@ -21,10 +21,10 @@ def test_one_problem_or_many() -> None:
         ("warmup_step", None),
     ],
 )
-def test_the_nearest_word_by_whole_name_or_by_its_last_part(word: str, meant: str | None) -> None:
+def test_the_closest_word_by_full_name_or_by_last_part(word: str, expected: str | None) -> None:
     known = ["seed", "ppo.kl_ctl", "actor.optimizer.lr"]
-    assert did_you_mean(word, iter(known)) == (f"  did you mean {meant} ?" if meant else "")
+    assert did_you_mean(word, iter(known)) == (f"  did you mean {expected} ?" if expected else "")
 
 
-def test_nothing_is_near_to_nothing() -> None:
+def test_no_suggestion_without_a_close_word() -> None:
     assert did_you_mean("", []) == "" and did_you_mean("x", ["abcdef"]) == ""

@@ -6,7 +6,7 @@ from pathlib import Path
 from realhf.base.logging import open_log
 
 
-def test_a_log_is_appended_to_and_opened_twice_writes_once(tmp_path: Path) -> None:
+def test_a_log_is_appended_to_and_a_second_open_does_not_duplicate_lines(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "worker-0.log"
     open_log(path, "worker-0").info("one")
     log = open_log(path, "worker-0")

@@ -1,4 +1,4 @@
-"""Run paths, seeds and spans: names in, names out."""
+"""Run paths, seeds and spans."""
 
 from pathlib import Path
 
@@ -9,11 +9,11 @@ from realhf.base.seeds import stable_seed
 from realhf.base.timers import Spans
 
 
-def test_a_run_keeps_its_files_where_users_look_for_them() -> None:
+def test_file_names_of_a_run() -> None:
     run = RunDir(Path("runs/exp/trial"))
-    found = [run.config, run.plan, run.metrics, run.events, run.trace, run.log("master"), run.generations(3)]
-    found += [run.model("actor", 5), run.best]
-    assert [path.relative_to(run.root).as_posix() for path in found] == [
+    paths = [run.config, run.plan, run.metrics, run.events, run.trace, run.log("master"), run.generations(3)]
+    paths += [run.model("actor", 5), run.best]
+    assert [path.relative_to(run.root).as_posix() for path in paths] == [
         "config.yaml",
         "plan.json",
         "metrics.jsonl",
@@ -26,9 +26,9 @@ def test_a_run_keeps_its_files_where_users_look_for_them() -> None:
     ]
 
 
-def test_seeds_depend_on_the_words_alone() -> None:
+def test_seeds_depend_only_on_the_parts() -> None:
     assert stable_seed("actor", 1) == stable_seed("actor", "1") == 3335587508876187634
-    seeds = {stable_seed(*words) for words in (("a", "bc"), ("ab", "c"), ("abc",), (), ("a", "b", "c"))}
+    seeds = {stable_seed(*parts) for parts in (("a", "bc"), ("ab", "c"), ("abc",), (), ("a", "b", "c"))}
     assert len(seeds) == 5 and all(0 <= seed < 1 << 63 for seed in seeds)
 
 

@@ -1,4 +1,4 @@
-"""Balanced partitions and bins."""
+"""Balanced partitions and bin packing."""
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +15,7 @@ def loads(parts: list[list[int]], weights: list[int]) -> list[int]:
 
 @settings(max_examples=50, deadline=None)
 @given(WEIGHTS, st.integers(1, 9))
-def test_parts_hold_everything_once_and_differ_by_one_item(weights: list[int], k: int) -> None:
+def test_parts_cover_all_items_once_and_differ_by_at_most_one_item(weights: list[int], k: int) -> None:
     parts = balanced_partition(weights, k)
     assert len(parts) == k and sorted(i for part in parts for i in part) == list(range(len(weights)))
     assert all(part == sorted(part) for part in parts)
@@ -23,7 +23,7 @@ def test_parts_hold_everything_once_and_differ_by_one_item(weights: list[int], k
     assert balanced_partition(weights, k) == parts
 
 
-def test_equal_weights_are_dealt_evenly() -> None:
+def test_equal_weights_are_distributed_evenly() -> None:
     assert balanced_partition([0] * 5, 2) == [[0, 2, 4], [1, 3]]
     assert balanced_partition([7] * 3, 5) == [[0], [1], [2], [], []]
     with pytest.raises(ValueError, match="0 parts"):
@@ -32,7 +32,7 @@ def test_equal_weights_are_dealt_evenly() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(WEIGHTS, st.integers(1, 120), st.integers(1, 9))
-def test_bins_keep_to_the_capacity_and_to_their_number(weights: list[int], capacity: int, min_bins: int) -> None:
+def test_bins_respect_the_capacity_and_the_minimum_number(weights: list[int], capacity: int, min_bins: int) -> None:
     bins = pack_bins(weights, capacity, min_bins)
     assert sorted(i for part in bins for i in part) == list(range(len(weights)))
     assert all(bins) and all(part == sorted(part) for part in bins)
@@ -46,7 +46,7 @@ def test_first_fit_wastes_less_than_half(weights: list[int], capacity: int) -> N
     assert len(pack_bins(weights, capacity)) <= 2 * sum(weights) // capacity + 1
 
 
-def test_more_bins_than_needed_still_keep_to_the_capacity() -> None:
+def test_a_minimum_above_the_needed_number_of_bins_respects_the_capacity() -> None:
     # the classic worst case of longest-first: twenty balanced parts would reach 79
     weights = [w for w in range(20, 40) for _ in (0, 1)] + [20]
     assert len(pack_bins(weights, 70)) == 19
@@ -54,7 +54,7 @@ def test_more_bins_than_needed_still_keep_to_the_capacity() -> None:
     assert len(bins) >= 20 and max(loads(bins, weights)) <= 70
 
 
-def test_an_item_over_the_capacity_is_alone() -> None:
+def test_an_item_over_the_capacity_has_its_own_bin() -> None:
     assert pack_bins([3, 9, 2], 5) == [[1], [0, 2]]
     assert pack_bins([], 5, 3) == []
     with pytest.raises(ValueError, match="capacity must be positive, got 0"):

@@ -45,9 +45,9 @@ def test_a_lost_worker_leaves_the_run_to_the_other_under_a_new_plan(
     run = started.finish()
     assert run.code == 0, run.said
     assert "failed  worker 1 was ended by SIGKILL while doing " in run.said
-    assert "lost    the device of worker 1; 1 of 2 workers go on, under a plan for them: n_gpus_per_node=1" in run.said
+    assert "lost    the device of worker 1; continuing on 1 of 2 workers with n_gpus_per_node=1" in run.said
     assert (
-        "again   steps 3 to 3 (3 prompts), which no checkpoint holds" in run.said or "of 5 steps are done" in run.said
+        "repeat  steps 3 to 3 (3 prompts), completed" in run.said or "of 5 steps are done" in run.said
     )
     assert [line["step"] for line in run.metrics] == [1, 2, 3, 4, 5]
     assert same_curve(straight, run) == []
@@ -61,7 +61,7 @@ def test_a_worker_that_hangs_is_lost_as_well(
     wait_for_line(started, 3)  # of the step before the last there is a checkpoint
     os.kill(worker_pid(started, 1, living), signal.SIGSTOP)
     run = started.finish()
-    assert run.code == 0 and "lost    the device of worker 1; 1 of 2 workers go on" in run.said, run.said
+    assert run.code == 0 and "lost    the device of worker 1; continuing on 1 of 2 workers" in run.said, run.said
     assert same_curve(straight, run) == [] and nothing_is_left(tmp_path, living)
 
 
@@ -78,7 +78,7 @@ def test_a_device_is_given_a_second_worker_before_it_counts_as_lost(
     os.kill(left[0], signal.SIGKILL)
     run = started.finish()
     assert run.code == 0 and "1 restarts are left" in run.said and "0 restarts are left" in run.said, run.said
-    assert run.said.count("lost    the device of worker 0; 1 of 2 workers go on") == 1
+    assert run.said.count("lost    the device of worker 0; continuing on 1 of 2 workers") == 1
     assert same_curve(straight, run) == []
 
 
@@ -90,8 +90,8 @@ def test_without_the_planner_a_run_says_how_to_go_on(
     run = started.finish()
     assert run.code == 1, run.said
     assert "allocation_mode=t2 is for 2 workers, 1 are left; recover_allocation=heuristic allows it" in run.said
-    (command,) = (line for line in run.said.splitlines() if line.startswith("go on with: realhf "))
-    words = command.removeprefix("go on with: realhf ").split()
+    (command,) = (line for line in run.said.splitlines() if line.startswith("resume with: realhf "))
+    words = command.removeprefix("resume with: realhf ").split()
     assert words[2:] == ["n_gpus_per_node=1", "allocation_mode=heuristic"]
     run = start("", started.root, [], command=words).finish()
     assert run.code == 0 and same_curve(straight, run) == [], run.said
@@ -118,7 +118,7 @@ def test_nobody_else_works_in_the_directory_of_a_run_that_goes_on(ppo_words: lis
     started.wait_for_checkpoint()
     assert resume(started.root).code == 2
     over = start("ppo-math", tmp_path, [*words, "overwrite=True"]).finish()
-    assert over.code == 2 and "holds a run that goes on" in over.said
+    assert over.code == 2 and "has a run in progress" in over.said
     stop = start("", started.root, [], command=["stop", str(started.root)]).finish()
     assert stop.code == 0 and "stopped; go on with: realhf resume" in stop.said, stop.said
     run = started.finish()

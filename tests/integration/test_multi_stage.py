@@ -73,10 +73,10 @@ def test_killed_in_every_stage_and_still_the_same_to_the_bit(
         started = go_on(root)
     found = started.finish(PATIENCE_S)
     assert found.code == 0, found.said
-    assert "stage   round1-fit: was done before\nstage   round1-valid: gen\nresume  " in found.said, found.said
+    assert "stage   round1-fit: already completed\nstage   round1-valid: gen\nresume  " in found.said, found.said
     assert remains(root) == remains(whole.root)
     again = go_on(root).finish()
-    assert again.code == 0 and again.said.count("was done before") == 3 and remains(root) == remains(whole.root)
+    assert again.code == 0 and again.said.count("already completed") == 3 and remains(root) == remains(whole.root)
 
 
 def test_what_a_campaign_refuses_and_what_it_goes_on_with(words: list[str], living: Living, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_the_nodes_that_are_left_go_on(
     cluster.remove_node(node, allow_graceful=False)
     run = started.finish(3 * PATIENCE_S)
     assert run.code == 0, run.said
-    assert "lost    1 of 2 nodes; 2 of 4 workers go on, under a plan for them: n_nodes=1" in run.said, run.said
+    assert "lost    1 of 2 nodes; continuing on 2 of 4 workers with n_nodes=1" in run.said, run.said
     assert [line["step"] for line in run.metrics] == list(range(1, 13))
     assert nothing_is_left(tmp_path, living)
 

@@ -106,7 +106,7 @@ def test_words_that_are_not_understood(words: list[str], trained: Run) -> None:
 def test_what_is_no_run_is_said(tmp_path: Path, trained: Run) -> None:
     with pytest.raises(UserError, match="holds no run"):
         main([str(tmp_path)])
-    (tmp_path / "campaign.json").write_text("{}")
+    (tmp_path / "stages.json").write_text("{}")
     with pytest.raises(UserError, match="several runs; report one of them: none has begun"):
         main([str(tmp_path)])
     with pytest.raises(UserError, match="--out /proc/none/x.html"):

@@ -20,9 +20,9 @@ def test_devices_that_are_left_keep_their_numbers() -> None:
     way = plan_restart(config(), {}, "cuda", 1, [1])
     assert way == ElasticRestart(("n_gpus_per_node=3", "devices=[0,2,3]"), 3, "the device of worker 1")
     way = plan_restart(config(n_gpus_per_node=3, devices=[0, 2, 3]), {}, "cuda", 1, [0, 1])
-    assert way and way.words == ("n_gpus_per_node=1", "devices=[3]")
+    assert way and way.overrides == ("n_gpus_per_node=1", "devices=[3]")
     way = plan_restart(config(), {}, "cpu", 1, [1])
-    assert way and way.words == ("n_gpus_per_node=3",)
+    assert way and way.overrides == ("n_gpus_per_node=3",)
 
 
 def test_nodes_are_lost_whole() -> None:
@@ -38,10 +38,10 @@ def test_plans_of_the_user_are_not_replaced_unasked() -> None:
     placements = {"gen": MFCConfig(device_mesh="0-1", parallel=ParallelConfig(2)), "train": MFCConfig()}
     way = plan_restart(config(allocation_mode="manual"), placements, "cpu", 1, [3])
     assert way and way.refusal == "allocation_mode=manual is for 4 workers, 3 are left"
-    assert way.words == ("n_gpus_per_node=3", "allocation_mode=heuristic", "gen.device_mesh=null",
+    assert way.overrides == ("n_gpus_per_node=3", "allocation_mode=heuristic", "gen.device_mesh=null",
                          "gen.parallel.data_parallel_size=1")  # fmt: skip
     way = plan_restart(config(allocation_mode="d2t2", recover_allocation="search"), placements, "cpu", 1, [3])
-    assert way and not way.refusal and way.words == ("n_gpus_per_node=3", "allocation_mode=search")
+    assert way and not way.refusal and way.overrides == ("n_gpus_per_node=3", "allocation_mode=search")
 
 
 def test_who_dies_too_often_is_gone() -> None:

@@ -16,16 +16,16 @@ from realhf.ops import extension
 from tests.models.tiny_models import whole_params
 
 LLAMA = ModelConfig("llama", 3, 64, 4, 2, 16, 112, 40, 128, init_std=0.2)
-LAYER_NORMS = {"norm": "layer", "qkv_bias": True, "proj_bias": True, "mlp": "plain", "n_kv_heads": 4}
+LAYER_NORMS = {"norm": "layer", "qkv_bias": True, "proj_bias": True, "mlp": "ungated", "n_kv_heads": 4}
 CONFIGS = {
     "llama": LLAMA,
     "wide heads": replace(LLAMA, head_dim=48, n_heads=6, n_kv_heads=1),
     "qwen2": replace(LLAMA, qkv_bias=True, tied_embedding=True),
     "qwen3": replace(LLAMA, qk_norm=True),
-    "mistral": replace(LLAMA, windows=(5, 5, 0)),
+    "mistral": replace(LLAMA, sliding_windows=(5, 5, 0)),
     "gemma": replace(LLAMA, norm_offset=1.0, activation="gelu_tanh", scaled_embedding=True),
     "gemma2": replace(LLAMA, norm_offset=1.0, activation="gelu_tanh", post_norms=True, attention_softcap=1.5,
-                      attention_scale=0.3, windows=(0, 7, 0)),
+                      attention_scale=0.3, sliding_windows=(0, 7, 0)),
     "gpt2": replace(LLAMA, **LAYER_NORMS, activation="gelu_tanh", learned_positions=True),
     "gpt_neox": replace(LLAMA, **LAYER_NORMS, activation="gelu", parallel_residual=True, rotary_dims=8),
 }  # fmt: skip

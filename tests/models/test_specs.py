@@ -19,14 +19,14 @@ from realhf.arch.param_specs import param_specs, stage_layers
 LLAMA = ModelConfig("llama", 3, 48, 12, 4, 4, 60, 101, 64)
 QWEN2 = replace(LLAMA, family="qwen2", qkv_bias=True, tied_embedding=True)
 GPT2 = ModelConfig(
-    "gpt2", 3, 48, 12, 12, 4, 192, 101, 64, norm="layer", mlp="plain", activation="gelu_tanh",
+    "gpt2", 3, 48, 12, 12, 4, 192, 101, 64, norm="layer", mlp="ungated", activation="gelu_tanh",
     learned_positions=True, qkv_bias=True, proj_bias=True, tied_embedding=True,
 )  # fmt: skip
-QWEN3 = replace(LLAMA, family="qwen3", qk_norm=True, windows=(0, 16, 16))
-MISTRAL = replace(LLAMA, family="mistral", windows=(16, 16, 16), rotary_scaling=(("factor", 2.0),))
+QWEN3 = replace(LLAMA, family="qwen3", qk_norm=True, sliding_windows=(0, 16, 16))
+MISTRAL = replace(LLAMA, family="mistral", sliding_windows=(16, 16, 16), rotary_scaling=(("factor", 2.0),))
 GEMMA = replace(LLAMA, family="gemma", norm_offset=1.0, scaled_embedding=True, activation="gelu_tanh")
 GEMMA2 = replace(
-    GEMMA, family="gemma2", post_norms=True, windows=(16, 0, 16), attention_scale=144**-0.5,
+    GEMMA, family="gemma2", post_norms=True, sliding_windows=(16, 0, 16), attention_scale=144**-0.5,
     attention_softcap=50.0, logit_softcap=30.0,
 )  # fmt: skip
 GPT_NEOX = replace(

@@ -1,7 +1,5 @@
-"""What a user can set. Plain dataclasses for Hydra: never frozen, no Literal, no optional nested dataclass.
-
-Names follow ReaL and AReaL. One dataclass per concept, passed whole.
-"""
+"""User options as plain dataclasses for OmegaConf: not frozen, no Literal, no optional nested dataclass."""
+# ruff: noqa: F401  (re-exports)
 
 from realhf.api.config.choices import (
     Advantage,
@@ -28,43 +26,3 @@ from realhf.api.config.model import MFCConfig, MicroBatchConfig, ModelSpec, Opti
 from realhf.api.config.option import opt
 from realhf.api.config.ppo import EvaluationConfig, GenerationConfig, PPOConfig, PRMRewardConfig, VineConfig
 from realhf.api.config.reward import RewardConfig
-
-__all__ = [
-    "Advantage",
-    "Backend",
-    "DatasetConfig",
-    "Delta",
-    "PRMRewardConfig",
-    "Device",
-    "EvaluationConfig",
-    "ExperimentConfig",
-    "ExperimentControl",
-    "GenerationConfig",
-    "GroupStd",
-    "KLEstimator",
-    "KLPlace",
-    "LossAggregation",
-    "MFCConfig",
-    "MicroBatchConfig",
-    "Mode",
-    "ModelSpec",
-    "OnBadRow",
-    "OptimizerConfig",
-    "OptimizerType",
-    "PPOConfig",
-    "ParallelConfig",
-    "PlannerConfig",
-    "PolicyLoss",
-    "RayConfig",
-    "RecoverMode",
-    "RewardConfig",
-    "LRSchedule",
-    "SlurmConfig",
-    "StepSplitter",
-    "TensorboardConfig",
-    "ValueNormType",
-    "VineConfig",
-    "VllmConfig",
-    "WandbConfig",
-    "opt",
-]

@@ -1,4 +1,4 @@
-"""What a user can choose from: the options that are one of several words."""
+"""Values of enumerated options."""
 
 from enum import Enum
 
@@ -34,7 +34,7 @@ class Backend(Enum):
 
 
 class RecoverMode(Enum):
-    """What a launch does with checkpoints: nothing, go on from the last (resume), restart after a failure, or both."""
+    """resume: start from the last checkpoint; fault: restart from it after a failure; auto: both."""
 
     disabled = "disabled"
     resume = "resume"
@@ -53,7 +53,7 @@ class ValueNormType(Enum):
 
 
 class Advantage(Enum):
-    """Where they come from: GAE, other answers (group, rloo), a greedy one (baseline), the graph, steps (process)."""
+    """GAE, group baselines (GRPO, RLOO), a greedy baseline, a key of the graph, or step rewards (process)."""
 
     gae = "gae"
     group = "group"
@@ -90,17 +90,17 @@ class KLPlace(Enum):
 
 
 class StepSplitter(Enum):
-    """What a step of an answer is: a line (GSM8K), or a sentence of LaTeX (MATH)."""
+    """Steps are lines (GSM8K) or LaTeX sentences (MATH)."""
 
     line = "line"
     latex = "latex"
 
 
 class Delta(Enum):
-    """Which differences of adjacent step rewards are taken.
+    """Differences of adjacent step rewards q_1 ... q_K.
 
-    paper: r_k = q_k - q_{k+1}, the last step but one keeps its own, the last gets none; what is to come is q_k.
-    potential: r_k = q_{k+1} - q_k, the last gets none; what is to come is q_K - q_k (AReaL's ``reward_delta``).
+    paper: r_k = q_k - q_{k+1} for k < K-1, r_{K-1} = q_{K-1}, r_K = 0; the return is q_k.
+    potential: r_k = q_{k+1} - q_k, r_K = 0; the return is q_K - q_k (AReaL's ``reward_delta``).
     """
 
     none = "none"

@@ -1,4 +1,4 @@
-"""What a user can set about several reward models that score together."""
+"""Options of reward-model ensembles."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -7,7 +7,7 @@ from realhf.api.config.option import opt
 
 
 class Objective(Enum):
-    """One score from those of all members: their mean, the worst case, or the mean less their variance."""
+    """How the scores of the members are combined: mean, worst-case or uncertainty-weighted optimization."""
 
     mean = "mean"
     WCO = "WCO"
@@ -16,9 +16,9 @@ class Objective(Enum):
 
 @dataclass
 class EnsembleConfig:
-    """Reward models that score the same answers (Coste et al. 2024, arXiv 2310.02743)."""
+    """Reward models that score the same responses (Coste et al. 2024, arXiv 2310.02743)."""
 
-    members: list[str] = opt(list, "Hugging Face folders of reward models; their other options are those of rew")
-    objective: Objective = opt(Objective.mean, "mean, WCO (the lowest score), or UWO (mean - uwo_weight * variance)")
-    uwo_weight: float = opt(0.1, "weight of the variance between members, 0 for the mean (UWO)")
-    uwo_unbiased: bool = opt(False, "the variance is divided by members - 1 instead of members")
+    members: list[str] = opt(list, "Hugging Face folders of the reward models; their other options are those of rew")
+    objective: Objective = opt(Objective.mean, "mean, WCO (minimum), or UWO (mean - uwo_weight * variance)")
+    uwo_weight: float = opt(0.1, "weight of the variance over members (UWO)")
+    uwo_unbiased: bool = opt(False, "divide the variance by members - 1 instead of members")

@@ -7,40 +7,40 @@ from realhf.api.config.option import opt
 
 @dataclass
 class SlurmConfig:
-    """What a job asks for, beside n_nodes with n_gpus_per_node tasks each. An empty text leaves it to the cluster."""
+    """Options of a SLURM job with n_nodes x n_gpus_per_node tasks. Empty strings use the cluster's defaults."""
 
     partition: str = opt("", "partition")
     account: str = opt("", "account")
     qos: str = opt("", "quality of service")
-    time: str = opt("", "longest time of the job, like 12:00:00")
-    constraint: str = opt("", "features that nodes must have")
-    exclusive: bool = opt(False, "whole nodes, shared with no other job")
-    cpus_per_worker: int = opt(1, "cores of one worker")
-    mem_per_node: str = opt("", "memory of a node, like 200G; 0 for all of it")
-    gpu: str = opt("gpu", "what a GPU is called there, like gpu:a100 (device=cuda)")
-    container_image: str = opt("", "image that workers run in (srun --container-image)")
-    container_mounts: str = opt("", "what such a container sees of the outside (srun --container-mounts)")
-    python: str = opt("", "python of the workers (default: the one that launches)")
-    setup: list[str] = opt(list, "lines of shell before the run, like 'module load cuda'")
-    extra: list[str] = opt(list, "further options of sbatch, like --mail-type=END")
-    array_seeds: list[int] = opt(list, "one run for each of these seeds, as one array of jobs")
+    time: str = opt("", "time limit of the job, such as 12:00:00")
+    constraint: str = opt("", "required node features")
+    exclusive: bool = opt(False, "allocate whole nodes")
+    cpus_per_worker: int = opt(1, "number of cores per worker")
+    mem_per_node: str = opt("", "memory per node, such as 200G; 0 for all memory")
+    gpu: str = opt("gpu", "generic resource of a GPU, such as gpu:a100 (device=cuda)")
+    container_image: str = opt("", "container image of the workers (srun --container-image)")
+    container_mounts: str = opt("", "mounts of the container (srun --container-mounts)")
+    python: str = opt("", "Python interpreter of the workers (default: the current one)")
+    setup: list[str] = opt(list, "shell commands before the run, such as 'module load cuda'")
+    extra: list[str] = opt(list, "further sbatch options, such as --mail-type=END")
+    array_seeds: list[int] = opt(list, "seeds of a job array with one run per seed")
 
 
 @dataclass
 class RayConfig:
-    address: str = opt("", "a Ray cluster, HOST:PORT or auto; empty to start one on this machine for the run")
-    cpus_per_worker: int = opt(1, "cores of one worker")
+    address: str = opt("", "address of a Ray cluster, HOST:PORT or auto (default: start a local cluster)")
+    cpus_per_worker: int = opt(1, "number of cores per worker")
 
 
 @dataclass
 class PlannerConfig:
-    """What predictions and plan search assume."""
+    """Assumptions of the cost model, and limits of the plan search."""
 
-    profile: str = opt("", "measurements of this machine, by realhf profile (default: fileroot/profile.json, if there)")
-    hardware: str = opt("", "a100, h100, h200, cpu or a YAML file, where there is no profile (default: by device)")
-    memory_gb: float | None = opt(None, "memory of one worker (default: the device's, or its share of this machine's)")
-    new_tokens: float | None = opt(None, "tokens of a typical answer (default: max_new_tokens)")
-    budget_s: float = opt(60.0, "longest time of a search, in seconds")
+    profile: str = opt("", "profile of this machine from realhf profile (default: fileroot/profile.json, if it exists)")
+    hardware: str = opt("", "hardware limits without a profile: a100, h100, h200, cpu or a YAML file")
+    memory_gb: float | None = opt(None, "memory per worker in GB (default: that of the device, or an equal CPU share)")
+    new_tokens: float | None = opt(None, "expected response length in tokens (default: max_new_tokens)")
+    budget_s: float = opt(60.0, "time limit of the plan search in seconds")
 
 
 @dataclass
@@ -53,4 +53,4 @@ class WandbConfig:
 
 @dataclass
 class TensorboardConfig:
-    enabled: bool = opt(True, "write tensorboard/ in the run directory")
+    enabled: bool = opt(True, "write TensorBoard events to tensorboard/ in the run directory")

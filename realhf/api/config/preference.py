@@ -1,4 +1,4 @@
-"""What a user can set about learning from judgements of answers: reward models and their scores, DPO and its kin."""
+"""Options of preference learning: reward models, DPO and related algorithms."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -7,11 +7,11 @@ from realhf.api.config.choices import StepSplitter
 from realhf.api.config.option import opt
 
 KTO_KL_KEYS = {"kl_tokens": "tokens", "kl_prompt_mask": "prompt_mask"}
-"""Keys of prompts with answers that belong to others, and what an interface calls them."""
+"""Keys of the mismatched prompt-response pairs of KTO's KL term, and their interface keys."""
 
 
 class RewardModelType(Enum):
-    """What a reward model learns from: pairs, lists from best to worst, labelled answers, or labelled steps."""
+    """Training data of a reward model: pairs, ranked lists, labelled responses, or labelled steps."""
 
     pairs = "pairs"
     ranked = "ranked"
@@ -20,7 +20,7 @@ class RewardModelType(Enum):
 
 
 class Aggregate(Enum):
-    """How the scores of an answer's steps become one."""
+    """How step scores are combined into the score of a response."""
 
     min = "min"
     prod = "prod"
@@ -30,20 +30,20 @@ class Aggregate(Enum):
 
 @dataclass
 class RWConfig:
-    """What a reward model learns (sources in algorithms/reward_model/reward_loss.py)."""
+    """Reward-model training (sources in algorithms/reward_model/reward_loss.py)."""
 
-    type: RewardModelType = opt(RewardModelType.pairs, "what the data hold: pairs, ranked, outcome or process")
-    score_l2_reg: float = opt(0.0, "pulls scores of pairs and ranked lists towards 0 (Open-Assistant: 0.001)")
+    type: RewardModelType = opt(RewardModelType.pairs, "type of the training data: pairs, ranked, outcome or process")
+    score_l2_reg: float = opt(0.0, "L2 regularization of the scores of pairs and ranked lists (Open-Assistant: 0.001)")
 
 
 @dataclass
 class ScoreConfig:
-    """How answers are scored with a reward model."""
+    """Scoring of responses with a reward model."""
 
-    type: RewardModelType = opt(RewardModelType.pairs, "what the reward model learned: pairs, ranked, outcome, process")
-    aggregate: Aggregate = opt(Aggregate.min, "how the steps' scores become the answer's (process)")
-    step_splitter: StepSplitter = opt(StepSplitter.line, "what a step is: line or latex (process)")
-    normalise: bool = opt(False, "scores of held-out answers get mean 0 and deviation 1, before bias and scaling")
+    type: RewardModelType = opt(RewardModelType.pairs, "type of the reward model: pairs, ranked, outcome or process")
+    aggregate: Aggregate = opt(Aggregate.min, "aggregation of step scores: min, prod, last or mean (process)")
+    step_splitter: StepSplitter = opt(StepSplitter.line, "unit of a step: line or latex (process)")
+    normalise: bool = opt(False, "normalize scores to mean 0 and std 1 on held-out rows, before bias and scaling")
 
 
 class PreferenceLoss(Enum):
@@ -61,13 +61,13 @@ class PreferenceLoss(Enum):
 
 @dataclass
 class DPOConfig:
-    """Learning from preferences without a reward model (formulas in algorithms/preference/preference_loss.py)."""
+    """Preference learning without a reward model (formulas in algorithms/preference/preference_loss.py)."""
 
     loss: PreferenceLoss = opt(PreferenceLoss.sigmoid, "sigmoid (DPO), positive (DPO-Positive), ipo, kto, orpo, simpo")
-    beta: float = opt(0.1, "scale of implicit rewards; of ipo its tau, of orpo the weight of the odds ratio")
-    label_smoothing: float = opt(0.0, "share of pairs that are taken to be the wrong way round (sigmoid, positive)")
-    positive_lambda: float = opt(50.0, "weight of the drop of the chosen answer below the reference (positive)")
-    simpo_gamma: float = opt(1.0, "margin that the chosen answer's reward must have (simpo)")
-    desirable_weight: float = opt(1.0, "weight of good answers (kto)")
-    undesirable_weight: float = opt(1.0, "weight of bad answers (kto)")
-    unpaired: bool = opt(False, "the data are prompt, answer, label instead of pairs (kto)")
+    beta: float = opt(0.1, "scale of the implicit reward; tau of ipo; weight of the odds ratio of orpo")
+    label_smoothing: float = opt(0.0, "assumed fraction of flipped labels (sigmoid, positive)")
+    positive_lambda: float = opt(50.0, "weight of the penalty on chosen responses below the reference (positive)")
+    simpo_gamma: float = opt(1.0, "target reward margin (simpo)")
+    desirable_weight: float = opt(1.0, "loss weight of desirable responses (kto)")
+    undesirable_weight: float = opt(1.0, "loss weight of undesirable responses (kto)")
+    unpaired: bool = opt(False, "rows of the dataset are prompt, answer, label instead of pairs (kto)")

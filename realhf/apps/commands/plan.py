@@ -10,10 +10,10 @@ from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.multi_stage import MultiStageExperiment
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
 from realhf.apps.commands.quickstart import print_options, read_words
-from realhf.apps.prepare.preflight import PlanReport, survey
+from realhf.apps.prepare.preflight import PlanReport, plan_report
 from realhf.apps.view.console import open_console, write_out
 from realhf.apps.view.tables import Listing
-from realhf.apps.view.timeline_svg import page, ranks_text, stacked, timeline_svg
+from realhf.apps.view.timeline_svg import page, ranks_text, stack_svgs, timeline_svg
 from realhf.base.errors import InfeasibleError, UserError, did_you_mean
 from realhf.plan.compile.check import graph_notes
 from realhf.plan.compile.program import compile_program
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> None:
     modes = _modes(flags.get("--compare", ""))
     if modes:
         experiment.config.allocation_mode = modes[0]
-    found = survey(words[0], experiment)
+    found = plan_report(words[0], experiment)
     results = {experiment.config.allocation_mode: (found.plan, found.prediction), **_others(found, modes[1:])}
     listings = [_comparison(found, results)] if modes else _listings(found)
     if "--why" in flags:
@@ -255,7 +255,7 @@ def _write(path: Path, found: PlanReport, results: Predicted, listings: list[Lis
                 for mode, (_, p) in results.items()]  # fmt: skip
     match path.suffix:
         case ".svg":
-            content = stacked(pictures)
+            content = stack_svgs(pictures)
         case ".html":
             content = page(f"realhf plan {found.name}", pictures, listings)
         case _:

@@ -8,9 +8,9 @@ from pathlib import Path
 from realhf.api.config import RecoverMode
 from realhf.api.experiment import Experiment
 from realhf.api.multi_stage import MultiStageExperiment
-from realhf.apps.prepare.jobs import dry_run, is_queued, queue, seeded
+from realhf.apps.prepare.jobs import dry_run, is_queued, queue, runs_per_seed
 from realhf.apps.prepare.launching import as_experiment, launch, write_run
-from realhf.apps.prepare.multi_stage import run_campaign
+from realhf.apps.prepare.multi_stage import run_multi_stage
 from realhf.apps.prepare.options import build_experiment, options_of
 from realhf.apps.prepare.preflight import preflight
 from realhf.apps.prepare.recovery import resumable, resume, retried
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> None:
     if "--dry-run" in rest:
         return dry_run(name, experiment, paths)
     if isinstance(experiment, MultiStageExperiment):
-        return run_campaign(name, experiment, paths)
+        return run_multi_stage(name, experiment, paths)
     supervise(name, experiment, paths)
 
 
@@ -57,7 +57,7 @@ def supervise(name: str, experiment: Experiment, paths: RunDir) -> None:
 
 def begin(name: str, experiment: Experiment, paths: RunDir) -> None:
     """Start a run from nothing, or one for each of an array's seeds."""
-    runs = [preflight(name, one, place) for one, place in seeded(experiment, paths)]
+    runs = [preflight(name, one, place) for one, place in runs_per_seed(experiment, paths)]
     for warning in runs[0].config.warnings():
         print(f"warning {warning}")
     for run in runs:

@@ -9,7 +9,7 @@ from typing import Any
 
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.apps.prepare.launching import as_experiment, read_run
-from realhf.apps.prepare.preflight import survey
+from realhf.apps.prepare.preflight import plan_report
 from realhf.apps.view.console import write_out
 from realhf.apps.view.curves_svg import Curve, curves_svg
 from realhf.apps.view.tables import Listing
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> None:
     if len(words) not in (1, 3) or (len(words) == 3 and words[1] != "--out"):
         raise UserError(f"not understood: {' '.join(arguments)}\n{USAGE}")
     paths = RunDir(Path(words[0]))
-    if paths.campaign.is_file():
+    if paths.stages.is_file():
         stages = sorted(str(plan.parent) for plan in paths.root.glob("*/plan.json"))
         raise UserError(f"{paths.root} is several runs; report one of them: {', '.join(stages) or 'none has begun'}")
     if not paths.plan.is_file() or not paths.config.is_file():
@@ -134,7 +134,7 @@ def _timelines(run: RunSpec) -> list[str]:
 def _expected(run: RunSpec) -> tuple[Timeline | None, str]:
     """Return what the planner says of this plan today, or why it says nothing."""
     try:
-        planner = survey(run.experiment, as_experiment(run.config)).planner
+        planner = plan_report(run.experiment, as_experiment(run.config)).planner
         placements = {mfc.name: run.plan[mfc.name] for mfc in run.graph.mfcs}
         return planner.predict(ExecutionPlan(run.plan.n_workers, placements)).timeline, ""
     except (UserError, ValueError, OSError) as error:

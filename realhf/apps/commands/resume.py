@@ -5,7 +5,7 @@ from pathlib import Path
 
 from realhf.apps.prepare.jobs import is_queued
 from realhf.apps.prepare.launching import as_experiment, read_run
-from realhf.apps.prepare.multi_stage import resume_campaign
+from realhf.apps.prepare.multi_stage import resume_multi_stage
 from realhf.apps.prepare.options import override
 from realhf.apps.prepare.recovery import resume, retried
 from realhf.base.errors import UserError
@@ -19,8 +19,8 @@ def main(arguments: list[str]) -> None:
         print(USAGE)
         return
     paths = RunDir(Path(arguments[0]))
-    if paths.campaign.is_file():
-        return resume_campaign(paths, arguments[1:])
+    if paths.stages.is_file():
+        return resume_multi_stage(paths, arguments[1:])
     if not paths.config.is_file() or not paths.plan.is_file():
         raise UserError(
             f"{paths.root} holds no run: {paths.config.name} and {paths.plan.name} are not both there\n{USAGE}"

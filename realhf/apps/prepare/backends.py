@@ -1,4 +1,4 @@
-"""What backends other than the native one cannot do, told before a launch."""
+"""Pre-launch checks of the vLLM and Megatron backends."""
 
 import importlib.util
 import subprocess
@@ -11,69 +11,65 @@ from realhf.api.config.choices import Backend, Device
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import RoleSpec
 from realhf.api.graph import Graph
+from realhf.apps.prepare.options import positive_problems
 
-LOOK_S = 60.0
+IMPORT_TIMEOUT_S = 60.0
 
 
-def server_problems(config: ExperimentConfig, plan: ExecutionPlan, sampling: GenerationConfig | None) -> list[str]:
-    """Say why calls with ``backend=vllm`` would not run here."""
+def vllm_problems(config: ExperimentConfig, plan: ExecutionPlan, sampling: GenerationConfig | None) -> list[str]:
+    """Return reasons why calls with ``backend=vllm`` cannot run on this machine."""
     if all(placement.backend is Backend.native for placement in plan.placements.values()):
         return []
-    problems, python = [], config.vllm.python or sys.executable
-    for option in ("kv_cache_gb", "slots", "timeout"):
-        if (value := getattr(config.vllm, option)) <= 0:
-            problems.append(f"vllm.{option} must be positive, got {value}")
-    if sampling and cuts(sampling) and sampling.temperature not in (0.0, 1.0):
-        problems.append("gen.top_p, gen.top_k and gen.min_new_tokens with backend=vllm need gen.temperature=1: of a "
-                        "tempered distribution that is cut vLLM gives no log-probability before the cut")  # fmt: skip
-    if why := _lacks_vllm(python):
-        problems.append(f"backend=vllm: {python} cannot import vllm ({why}); install it there, or set vllm.python to "
-                        "an interpreter that has it (make vllm makes one)")  # fmt: skip
+    problems = positive_problems(config.vllm, "vllm.", "kv_cache_gb", "max_num_seqs", "timeout")
+    python = config.vllm.python or sys.executable
+    truncates = sampling and (sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_new_tokens > 0)
+    if sampling and truncates and sampling.temperature not in (0.0, 1.0):
+        problems.append("gen.top_p, gen.top_k and gen.min_new_tokens with backend=vllm need gen.temperature=1: vLLM "
+                        "returns no log-probs before truncation at another temperature")  # fmt: skip
+    if error := _import_error(python):
+        problems.append(f"backend=vllm: {python} cannot import vllm ({error}); install it there, or set vllm.python to "
+                        "an interpreter that has it (make vllm creates one)")  # fmt: skip
     return problems
 
 
-def settle_types(options: object, is_short: bool) -> None:
-    """Decide ``bf16`` of every model that is named and leaves it open, in place: a run is told what it computes in."""
+def resolve_dtypes(options: object, bf16: bool) -> None:
+    """Set ``bf16`` in place for every model that has none, so that the stored config states the precision."""
     if isinstance(options, ModelSpec):
         if options.bf16 is None and (options.path or options.config):
-            options.bf16 = is_short
+            options.bf16 = bf16
     elif is_dataclass(options):
         for field in fields(options):
-            settle_types(getattr(options, field.name), is_short)
+            resolve_dtypes(getattr(options, field.name), bf16)
     elif isinstance(options, list):
         for option in options:
-            settle_types(option, is_short)
+            resolve_dtypes(option, bf16)
 
 
 def trainer_problems(graph: Graph, roles: Mapping[str, RoleSpec], device: str | None, launching: bool) -> list[str]:
-    """Say why roles with a backend of their own cannot be trained by it."""
+    """Return reasons why roles cannot be trained by their backends."""
     problems = []
     for role, spec in roles.items():
         backend = spec.spec.backend
         name = f"{role}.backend={backend.value}"
         if backend is Backend.vllm:
-            problems.append(f"{name}: it does nothing but generate; set it for a call, like {role}_gen.backend=vllm")
-        if backend is not Backend.megatron or spec.starts_as is not None:  # that has its actor's options
+            problems.append(f"{name}: vLLM only generates; set it for a call, like {role}_gen.backend=vllm")
+        if backend is not Backend.megatron or spec.starts_as is not None:  # starts_as: has the options of its actor
             continue
         if graph.trainer(role) is None:
-            problems.append(f"{name}: it does nothing but train, and no call trains {role}; leave it out")
+            problems.append(f"{name}: megatron-core only trains, and no call trains {role}; remove the option")
         elif device == Device.cpu.value:
-            problems.append(f"{name}: megatron-core trains on GPUs alone; the native backend trains on CPUs")
+            problems.append(f"{name}: megatron-core requires GPUs; the native backend trains on CPUs")
         elif launching and importlib.util.find_spec("megatron") is None:
-            problems.append(f"{name}: megatron-core is not installed here; pip install 'realhf[megatron]'")
+            problems.append(f"{name}: megatron-core is not installed; pip install 'realhf[megatron]'")
     return problems
 
 
-def cuts(sampling: GenerationConfig) -> bool:
-    """Tell whether tokens are drawn from less than the whole distribution."""
-    return sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_new_tokens > 0
-
-
-def _lacks_vllm(python: str) -> str:
-    """Return why an interpreter has no vLLM; empty when it has."""
-    look = "import importlib.util, sys; sys.exit(not importlib.util.find_spec('vllm') and 'no such module')"
+def _import_error(python: str) -> str:
+    """Return why an interpreter cannot import vLLM; empty if it can."""
+    code = "import importlib.util, sys; sys.exit(not importlib.util.find_spec('vllm') and 'no such module')"
+    command = [python, "-c", code]
     try:
-        found = subprocess.run([python, "-c", look], capture_output=True, text=True, timeout=LOOK_S, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    return "" if found.returncode == 0 else (found.stderr.strip().splitlines() or ["it fails"])[-1]
+    return "" if result.returncode == 0 else (result.stderr.strip().splitlines() or ["unknown error"])[-1]

@@ -1,4 +1,4 @@
-"""Runs that go to a queue: scripts are written, submitted and followed; the masters run elsewhere."""
+"""SLURM jobs: writes, submits and follows job scripts. The masters run inside the jobs."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,47 +14,41 @@ from realhf.plan.run_spec import RunSpec
 
 
 def is_queued(config: ExperimentConfig) -> bool:
-    """Tell whether a run goes to a queue: inside an allocation it does not."""
+    """Return True if the run is submitted to SLURM; inside an allocation it runs directly."""
     return config.mode is Mode.slurm and not in_allocation()
 
 
-def seeded(experiment: Experiment, paths: RunDir) -> list[tuple[Experiment, RunDir]]:
-    """Return the runs of an array of seeds, each in a directory of its own; without one, the only run."""
+def runs_per_seed(experiment: Experiment, paths: RunDir) -> list[tuple[Experiment, RunDir]]:
+    """Return one run per seed of ``slurm.array_seeds``, in subdirectories; without seeds, the run itself."""
     config = experiment.config
-    return [
-        (_one(config, f"seed_{seed}", seed, paths), RunDir(paths.root / f"seed_{seed}"))
-        for seed in config.slurm.array_seeds
-    ] or [(experiment, paths)]
-
-
-def _one(config: ExperimentConfig, trial: str, seed: int, paths: RunDir) -> Experiment:
-    slurm = replace(config.slurm, array_seeds=[])
-    one = replace(config, fileroot=str(paths.root.parent), experiment_name=paths.root.name, trial_name=trial,
-                  seed=seed, slurm=slurm)  # fmt: skip
-    return one  # type: ignore[return-value]
+    runs: list[tuple[Experiment, RunDir]] = []
+    for seed in config.slurm.array_seeds:
+        name = f"seed_{seed}"
+        run = replace(config, fileroot=str(paths.root.parent), experiment_name=paths.root.name, trial_name=name,
+                      seed=seed, slurm=replace(config.slurm, array_seeds=[]))  # fmt: skip
+        runs.append((run, RunDir(paths.root / name)))  # type: ignore[arg-type]
+    return runs or [(experiment, paths)]
 
 
 def queue(runs: Sequence[RunSpec], config: ExperimentConfig, paths: RunDir) -> None:
-    """Submit runs whose directories are written, and follow them to their end."""
-    names = [run.paths.root.name for run in runs]
-    several = len(runs) > 1
-    logs = [log_file(paths.root, i if several else "") for i in range(len(runs))]
-    logs[0].parent.mkdir(parents=True, exist_ok=True)  # SLURM writes to no folder that is not there
-    paths.job_script.write_text(text_for(runs, config, paths))
+    """Submit runs whose directories are prepared, and follow the job to its end."""
+    logs = [log_file(paths.root, i if len(runs) > 1 else "") for i in range(len(runs))]
+    logs[0].parent.mkdir(parents=True, exist_ok=True)  # SLURM does not create the folder of a log
+    paths.job_script.write_text(job_script(runs, config, paths))
     job = submit(paths.job_script, len(runs))
     print(f"job     {job.number}: {paths.job_script}; Ctrl-C cancels it", flush=True)
-    follow(job, logs, names)
+    follow(job, logs, [run.paths.root.name for run in runs])
 
 
-def text_for(runs: Sequence[RunSpec], config: ExperimentConfig, paths: RunDir) -> str:
+def job_script(runs: Sequence[RunSpec], config: ExperimentConfig, paths: RunDir) -> str:
     return script([run.paths.root for run in runs], config, runs[0].device, paths.root)
 
 
 def dry_run(name: str, experiment: Experiment, paths: RunDir) -> None:
-    """Print the script that would be submitted, and write nothing."""
+    """Print the script that would be submitted; write no files."""
     config = experiment.config
     if not is_queued(config):
-        raise UserError(f"--dry-run prints a script for SLURM; set mode=slurm (got {config.mode.value}), or see what "
-                        "would run with realhf plan")  # fmt: skip
-    runs = [preflight(name, one, place) for one, place in seeded(experiment, paths)]
-    print(text_for(runs, config, paths), end="")
+        raise UserError(f"--dry-run prints a SLURM script and requires mode=slurm (got {config.mode.value}); realhf "
+                        "plan shows what would run")  # fmt: skip
+    runs = [preflight(name, run, run_dir) for run, run_dir in runs_per_seed(experiment, paths)]
+    print(job_script(runs, config, paths), end="")

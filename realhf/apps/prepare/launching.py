@@ -1,4 +1,4 @@
-"""Runs as processes: the two files that start them, the workers, and the master in this process."""
+"""Launches runs: writes the run directory, starts the workers, and runs the master in this process."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ from realhf.api.experiment import Experiment
 from realhf.api.messages import ToWorker
 from realhf.apps.prepare.jobs import is_queued, queue
 from realhf.apps.prepare.options import load_experiment, save_experiment
-from realhf.apps.prepare.run_dir_checks import running
+from realhf.apps.prepare.run_dir_checks import running_message
 from realhf.apps.view.console import Console
 from realhf.base.atomic_io import atomic_write, remove_folder, try_lock
 from realhf.base.errors import RunFailed, UserError, WorkerTimeout
@@ -25,66 +25,53 @@ from realhf.plan.run_spec import Expected, RunSpec
 if TYPE_CHECKING:
     from realhf.system.checkpoint.manifest import Manifest
 
-SHOWN = 8
-"""Workers of which the state is told when a run hangs."""
-
-LEAVE_S = 20.0
-"""How long workers may take to leave after the last step."""
+MAX_REPORTED = 8
+"""Number of unresponsive workers whose process states are reported."""
+EXIT_TIMEOUT_S = 20.0
+"""Timeout for workers to exit after the last step."""
 
 
 def as_experiment(config: ExperimentConfig) -> Experiment:
-    """A config class that is registered as an experiment declares a graph as well."""
+    """Cast a config to the protocol that all registered config classes implement."""
     return config  # type: ignore[return-value]
 
 
 def write_run(run: RunSpec, keep: bool = False) -> None:
-    """Make the run directory with the two files that start everything; ``keep`` what is there."""
+    """Create the run directory with config.yaml and plan.json; ``keep`` existing files."""
     if run.config.overwrite and run.paths.root.exists() and any(run.paths.root.iterdir()) and not keep:
         remove_folder(run.paths.root)
     run.paths.root.mkdir(parents=True, exist_ok=True)
     save_experiment(run.config, run.paths.config)
-    plan: dict[str, Any] = {"experiment": run.experiment, "device": run.device, "n_rows": run.n_rows,
-                            "n_held_out": run.n_held_out}  # fmt: skip
-    expected = to_plain(run.expected) if run.expected else None
-    atomic_write(run.paths.plan, json.dumps({**plan, "plan": to_plain(run.plan), "expected": expected}, indent=1))
+    stored: dict[str, Any] = {"experiment": run.experiment, "device": run.device, "n_rows": run.n_rows,
+                              "n_held_out": run.n_held_out, "plan": to_plain(run.plan),
+                              "expected": to_plain(run.expected) if run.expected else None}  # fmt: skip
+    atomic_write(run.paths.plan, json.dumps(stored, indent=1))
 
 
 def read_run(root: Path) -> RunSpec:
-    """Rebuild a run from its directory, as every process of it does."""
+    """Load a run from its directory; master and workers both do."""
     paths = RunDir(root)
     stored = json.loads(paths.plan.read_text())
     config = load_experiment(experiment_class(stored["experiment"]), paths.config)
     experiment = as_experiment(config)
-    return RunSpec(
-        stored["experiment"],
-        config,
-        experiment.task,
-        experiment.graph(),
-        experiment.roles(),
-        from_plain(stored["plan"], ExecutionPlan),
-        paths,
-        stored["device"],
-        stored["n_rows"],
-        from_plain(stored["expected"], Expected) if stored.get("expected") else None,
-        stored["n_held_out"],
-    )
+    expected = from_plain(stored["expected"], Expected) if stored.get("expected") else None
+    return RunSpec(stored["experiment"], config, experiment.task, experiment.graph(), experiment.roles(),
+                   from_plain(stored["plan"], ExecutionPlan), paths, stored["device"], stored["n_rows"], expected,
+                   stored["n_held_out"])  # fmt: skip
 
 
-def launch(run: RunSpec, last: "tuple[Path, Manifest] | None" = None) -> None:
-    """Start the workers, be the master, and leave nothing running however it ends; ``last`` is where to go on from.
-
-    Outside an allocation a job is queued that does so, which knows by itself where to go on from.
-    """
+def launch(run: RunSpec, checkpoint: "tuple[Path, Manifest] | None" = None) -> None:
+    """Start the workers, run the master, and stop all processes at the end; with mode=slurm, submit a job instead."""
     if is_queued(run.config):
         return queue([run], run.config, run.paths)
-    with try_lock(run.paths.lock) as is_mine:
-        if not is_mine:
-            raise UserError(running(run.paths))
-        run.paths.stop.unlink(missing_ok=True)  # what was asked of a run before
-        _follow(run, last)
+    with try_lock(run.paths.lock) as is_acquired:
+        if not is_acquired:
+            raise UserError(running_message(run.paths))
+        run.paths.stop.unlink(missing_ok=True)  # a request to stop an earlier run
+        _run_master(run, checkpoint)
 
 
-def _follow(run: RunSpec, last: "tuple[Path, Manifest] | None") -> None:
+def _run_master(run: RunSpec, checkpoint: "tuple[Path, Manifest] | None") -> None:
     from realhf.system.master import Master
     from realhf.system.metrics.sinks import open_sinks
     from realhf.system.metrics.telemetry import Telemetry
@@ -96,13 +83,13 @@ def _follow(run: RunSpec, last: "tuple[Path, Manifest] | None") -> None:
     try:
         workers.start()
         telemetry = Telemetry(run, console, open_sinks(run.config, run.paths, to_plain(run.config)),
-                              last[1].step if last else 0)  # fmt: skip
-        Master(run, workers.channel, workers.dead, telemetry, last).train()
-        workers.leave(LEAVE_S)
+                              checkpoint[1].step if checkpoint else 0)  # fmt: skip
+        Master(run, workers.channel, workers.dead, telemetry, checkpoint).train()
+        workers.join()
         console.summary(telemetry.models, telemetry.best)
     except RunFailed as failed:
-        seen = workers.examine(failed.ranks) if isinstance(failed, WorkerTimeout) else ""
-        raise RunFailed(f"{failed}{seen}", failed.traceback_text, failed.lost, workers.n_nodes()) from failed
+        states = workers.process_states(failed.ranks) if isinstance(failed, WorkerTimeout) else ""
+        raise RunFailed(f"{failed}{states}", failed.traceback_text, failed.lost, workers.n_nodes()) from failed
     finally:
         console.close()
         try:
@@ -113,12 +100,10 @@ def _follow(run: RunSpec, last: "tuple[Path, Manifest] | None") -> None:
 
 
 class _Processes:
-    """Worker processes and the channel to them."""
-
     def __init__(self, run: RunSpec) -> None:
         self.run, self.launcher = run, LAUNCHERS[run.config.mode](run)
-        self.dead = self.launcher.dead
-        self._end: Callable[[], None] = lambda: None
+        self.dead, self.n_nodes = self.launcher.dead, self.launcher.n_nodes
+        self._close: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         from realhf.system.master import relax_gc
@@ -129,36 +114,33 @@ class _Processes:
         address = self.launcher.prepare()
         key = new_key(self.run.paths.key)
         self.channel = ZmqMaster(key, self.run.plan.n_workers, self.run.config.channel_address or address)
-        self._end = self._close
+        self._close = self._close_channel
         self.launcher.start(self.channel.address)
 
-    def leave(self, timeout_s: float) -> None:
-        for rank, how in sorted(self.launcher.wait(timeout_s).items()):
-            raise RunFailed(f"worker {rank} did not leave cleanly after the last step: it {how}")
+    def join(self) -> None:
+        for rank, how in sorted(self.launcher.wait(EXIT_TIMEOUT_S).items()):
+            raise RunFailed(f"worker {rank} did not exit cleanly after the last step: it {how}")
 
-    def n_nodes(self) -> int:
-        return self.launcher.n_nodes()
-
-    def examine(self, ranks: tuple[int, ...]) -> str:
-        """Return what is seen of workers that do not answer, from outside; all leave their stacks in their logs."""
-        states = {rank: self.launcher.state(rank) for rank in ranks[:SHOWN]}
+    def process_states(self, ranks: tuple[int, ...]) -> str:
+        """Return the process states of unresponsive workers; all workers dump their stacks into their logs."""
+        states = {rank: self.launcher.state(rank) for rank in ranks[:MAX_REPORTED]}
         lines = [f"\n  worker {rank}'s process is in state {state}" for rank, state in states.items() if state]
         self.launcher.dump_stacks()
         return "".join(lines) + f"\nthe stacks of all workers are in {self.run.paths.root / 'logs'}"
 
     def stop(self) -> None:
         self.launcher.stop()
-        self._end()
+        self._close()
 
-    def _close(self) -> None:
+    def _close_channel(self) -> None:
         if self.channel.rejected_messages:
-            print(f"dropped {self.channel.rejected_messages} messages that no worker of this run has sent")
+            print(f"dropped {self.channel.rejected_messages} unauthenticated messages")
         self.channel.close()
         self.run.paths.key.unlink(missing_ok=True)
 
 
 class _Inline:
-    """The only worker in this process: for debuggers."""
+    """A single worker inside this process, for debuggers."""
 
     def __init__(self, run: RunSpec) -> None:
         from realhf.base.logging import open_log
@@ -171,7 +153,7 @@ class _Inline:
         self.channel.handler = self._handle
 
     def _handle(self, message: ToWorker) -> None:
-        with contextlib.suppress(Exception):  # the worker has told the master, who ends the run with its words
+        with contextlib.suppress(Exception):  # the worker has sent the error to the master, which raises it
             self.worker.handle(message)
 
     def start(self) -> None:
@@ -180,13 +162,13 @@ class _Inline:
     def dead(self) -> dict[int, str]:
         return {}
 
-    def leave(self, timeout_s: float) -> None:
+    def join(self) -> None:
         self.worker.close()
 
     def n_nodes(self) -> int:
         return 1
 
-    def examine(self, ranks: tuple[int, ...]) -> str:
+    def process_states(self, ranks: tuple[int, ...]) -> str:
         return ""
 
     def stop(self) -> None:

@@ -1,7 +1,7 @@
-"""Runs the stages of a campaign, each as a run of its own below the campaign's directory, and goes on with one.
+"""Runs the stages of a multi-stage experiment, each as a separate run in a subdirectory, and resumes it.
 
-``campaign.json`` says which experiment it is, and which stages are done. What comes between stages is a function of
-what they left, and is done again.
+``stages.json`` stores the name of the experiment and the completed stages. The code between stages is a function of
+their results, and is executed again when the experiment is resumed.
 """
 
 import json
@@ -24,67 +24,63 @@ from realhf.experiments import experiment_class
 from realhf.system.checkpoint.manifest import flat_options
 
 
-def run_campaign(name: str, campaign: MultiStageExperiment, paths: RunDir) -> None:
-    """Run everything, or the rest as ``recover_mode`` has it; ``UserError`` for what can be known before."""
-    mode = campaign.recover_mode
-    if mode in (RecoverMode.resume, RecoverMode.auto) and paths.campaign.is_file():
-        return go_on(name, campaign, paths)
+def run_multi_stage(name: str, config: MultiStageExperiment, paths: RunDir) -> None:
+    """Run all stages, or the remaining ones according to ``recover_mode``; ``UserError`` for invalid options."""
+    mode = config.recover_mode
+    if mode in (RecoverMode.resume, RecoverMode.auto) and paths.stages.is_file():
+        return _resume_stages(name, config, paths)
     if mode is RecoverMode.resume:
-        raise UserError(f"recover_mode=resume, but {paths.root} holds no campaign")
-    if problems := directory_problems(campaign, paths) + run_problems(campaign) + campaign.problems():
+        raise UserError(f"recover_mode=resume, but {paths.root} holds no multi-stage experiment")
+    if problems := directory_problems(config, paths) + run_problems(config) + config.problems():
         raise UserError(problems)
     if paths.root.exists() and any(paths.root.iterdir()):
         remove_folder(paths.root)  # overwrite=True
     paths.root.mkdir(parents=True, exist_ok=True)
-    save_experiment(campaign, paths.config)
-    run_stages(name, campaign, paths, ())
+    _run_stages(name, config, paths, ())
 
 
-def resume_campaign(paths: RunDir, words: Sequence[str]) -> None:
-    """Go on with the campaign in a directory, with some options set anew."""
-    name = json.loads(paths.campaign.read_text())["experiment"]
-    config = override(load_experiment(experiment_class(name), paths.config), words)
-    assert isinstance(config, MultiStageExperiment), f"{name} is no campaign"
-    go_on(name, config, paths)
+def resume_multi_stage(paths: RunDir, overrides: Sequence[str]) -> None:
+    """Resume the multi-stage experiment in a directory, with some options replaced."""
+    name = json.loads(paths.stages.read_text())["experiment"]
+    config = override(load_experiment(experiment_class(name), paths.config), overrides)
+    assert isinstance(config, MultiStageExperiment), f"{name} is not a multi-stage experiment"
+    _resume_stages(name, config, paths)
 
 
-def go_on(name: str, campaign: MultiStageExperiment, paths: RunDir) -> None:
-    """Go on after the stages that are done; ``UserError`` where options are not what they were."""
-    stored = json.loads(paths.campaign.read_text())
-    before = flat_options(load_experiment(experiment_class(stored["experiment"]), paths.config))
-    problems = [f"experiment: {stored['experiment']} before, {name} now"] if stored["experiment"] != name else []
-    problems += changes(before, flat_options(campaign)) if not problems else []
-    if problems := problems + run_problems(campaign) + campaign.problems():
-        raise UserError([*problems, f"{paths.root} was begun with other options; start a new campaign"])
-    save_experiment(campaign, paths.config)
-    run_stages(name, campaign, paths, stored["done"])
+def _resume_stages(name: str, config: MultiStageExperiment, paths: RunDir) -> None:
+    stored = json.loads(paths.stages.read_text())
+    if stored["experiment"] != name:
+        problems = [f"experiment: {stored['experiment']} before, {name} now"]
+    else:
+        problems = changes(flat_options(load_experiment(experiment_class(name), paths.config)), flat_options(config))
+    if problems := problems + run_problems(config) + config.problems():
+        raise UserError([*problems, f"{paths.root} was started with other options; choose another trial_name"])
+    _run_stages(name, config, paths, stored["done"])
 
 
-def run_stages(name: str, campaign: MultiStageExperiment, paths: RunDir, done: Sequence[str]) -> None:
-    """Run all stages but those that are done."""
-    root, finished = paths.root.resolve(), list(done)  # runs know each other's files by one name, wherever we stand
-    atomic_write(paths.campaign, json.dumps({"experiment": name, "done": finished}))
-    for stage in campaign.stages(root):
-        if stage.name in finished:
-            print(f"stage   {stage.name}: was done before")
+def _run_stages(name: str, config: MultiStageExperiment, paths: RunDir, completed: Sequence[str]) -> None:
+    save_experiment(config, paths.config)
+    root, done = paths.root.resolve(), list(completed)  # absolute: stages refer to each other's files by path
+    atomic_write(paths.stages, json.dumps({"experiment": name, "done": done}))
+    for stage in config.stages(root):
+        if stage.name in done:
+            print(f"stage   {stage.name}: already completed")
             continue
         print(f"stage   {stage.name}: {stage.experiment}", flush=True)
-        run_stage(stage, root)
-        finished.append(stage.name)
-        atomic_write(paths.campaign, json.dumps({"experiment": name, "done": finished}))
+        _run_stage(stage, root)
+        done.append(stage.name)
+        atomic_write(paths.stages, json.dumps({"experiment": name, "done": done}))
 
 
-def run_stage(stage: Stage, root: Path) -> None:
-    """Run a stage to its end: from its last checkpoint where there is one, else from nothing."""
+def _run_stage(stage: Stage, root: Path) -> None:
     paths = RunDir(root / stage.name)
-    config = replace(stage.config, fileroot=str(root.parent), experiment_name=root.name, trial_name=stage.name,
-                     overwrite=True)  # fmt: skip
-    if paths.plan.is_file() and resumable(paths):
-        return retried(partial(resume, stage.experiment, as_experiment(config), paths), paths)
+    config = as_experiment(replace(stage.config, fileroot=str(root.parent), experiment_name=root.name,
+                                   trial_name=stage.name, overwrite=True))  # fmt: skip
 
-    def begin() -> None:
-        run = preflight(stage.experiment, as_experiment(config), paths)
+    def start() -> None:
+        run = preflight(stage.experiment, config, paths)
         write_run(run)
         launch(run)
 
-    retried(begin, paths)
+    is_started = paths.plan.is_file() and resumable(paths)
+    retried(partial(resume, stage.experiment, config, paths) if is_started else start, paths)

@@ -1,4 +1,4 @@
-"""From ``key=value`` words and YAML files to an experiment, with Hydra's grammar and OmegaConf's types."""
+"""Parses ``key=value`` words and YAML files into options, with Hydra's override grammar and OmegaConf's types."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +16,28 @@ from realhf.base.atomic_io import atomic_write
 from realhf.base.errors import UserError, did_you_mean
 
 T = TypeVar("T")
+
+RENAMED_OPTIONS = {
+    "behaviour_cap": "is_weight_cap",
+    "dense": "prm",
+    "eval_share": "eval_fraction",
+    "in_flight": "max_concurrency",
+    "kl_loss_mean": "kl_loss_aggregation",
+    "loss_mean": "loss_aggregation",
+    "max_redraws": "max_resamples",
+    "max_replies": "max_responses",
+    "max_slots": "max_num_seqs",
+    "mismatch_limit": "logprob_diff_warning",
+    "recover_deaths": "max_device_failures",
+    "slots": "max_num_seqs",
+    "splitter": "step_splitter",
+}
+"""New names of renamed parts of option keys: ``ppo.dense.splitter`` is now ``ppo.prm.step_splitter``."""
+RENAMED_VALUES = {
+    "ppo.advantage=baseline": "greedy_baseline",
+    "ppo.advantage=given": "precomputed",
+    "optimizer.type=empty": "none",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,51 +58,53 @@ def options_of(cls: type, prefix: str = "") -> Iterator[OptionInfo]:
         if dataclasses.is_dataclass(default):
             yield from options_of(type(default), f"{key}.")
             continue
-        kind = "|".join(e.name for e in type(default)) if isinstance(default, Enum) else _type_name(field.type)
-        shown = default.name if isinstance(default, Enum) else str(default)
-        yield OptionInfo(key, kind, shown, field.metadata.get("help", ""))
-
-
-def _type_name(annotation: Any) -> str:
-    return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace(" | None", "")
+        type_name = field.type.__name__ if isinstance(field.type, type) else str(field.type).replace(" | None", "")
+        text = str(default)
+        if isinstance(default, Enum):
+            type_name, text = "|".join(e.name for e in type(default)), default.name
+        yield OptionInfo(key, type_name, text, field.metadata.get("help", ""))
 
 
 def build_experiment(
     cls: type[ExperimentConfig], overrides: Sequence[str], config_file: str | None
 ) -> ExperimentConfig:
-    """Return the experiment with defaults, then the file, then the overrides; ``UserError`` lists every wrong one."""
+    """Return the defaults, updated from the file, then from the overrides; ``UserError`` lists all invalid options."""
     known = [o.key for o in options_of(cls)]
     tree = OmegaConf.structured(cls)
     problems: list[str] = []
     if config_file:
         for key, value in _flatten(_load_yaml(config_file)):
             problems += _set(tree, key, value, known, f" ({config_file})")
-    problems += _apply_all(tree, overrides, known)
-    if problems:
+    if problems := problems + _apply_all(tree, overrides, known):
         raise UserError(problems)
     return _to_object(tree)
 
 
-def read_options(cls: type[T], words: Sequence[str], problems_of: Callable[[T], list[str]]) -> T:
-    """Return a command's own options; ``UserError`` lists every wrong word, else what ``problems_of`` finds."""
+def read_options(cls: type[T], overrides: Sequence[str], problems_of: Callable[[T], list[str]]) -> T:
+    """Return the options of a command; ``UserError`` lists all invalid overrides, or else ``problems_of``."""
     tree = OmegaConf.structured(cls)
-    problems = _apply_all(tree, words, [o.key for o in options_of(cls)])
+    problems = _apply_all(tree, overrides, [o.key for o in options_of(cls)])
     options: Any = None if problems else OmegaConf.to_object(tree)
     if problems := problems or problems_of(options):
         raise UserError(problems)
     return options
 
 
-def override(config: ExperimentConfig, words: Sequence[str]) -> ExperimentConfig:
-    """Return a config with some options set anew; ``UserError`` lists every wrong word."""
-    known, tree = [o.key for o in options_of(type(config))], OmegaConf.structured(config)
-    if problems := _apply_all(tree, words, known):
+def positive_problems(options: object, prefix: str, *names: str) -> list[str]:
+    """Return the numeric options that are set and not positive, one line each."""
+    values = {name: getattr(options, name) for name in names}
+    return [f"{prefix}{k} must be positive, got {v}" for k, v in values.items() if v is not None and v <= 0]
+
+
+def override(config: ExperimentConfig, overrides: Sequence[str]) -> ExperimentConfig:
+    """Return a config with some options replaced; ``UserError`` lists all invalid overrides."""
+    tree = OmegaConf.structured(config)
+    if problems := _apply_all(tree, overrides, [o.key for o in options_of(type(config))]):
         raise UserError(problems)
     return _to_object(tree)
 
 
 def load_experiment(cls: type[ExperimentConfig], path: Path) -> ExperimentConfig:
-    """Read a resolved ``config.yaml`` back."""
     return _to_object(OmegaConf.merge(OmegaConf.structured(cls), OmegaConf.load(path)))
 
 
@@ -103,9 +127,9 @@ def _load_yaml(path: str) -> dict:
     try:
         loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except Exception as error:
-        raise UserError(f"--config {path}: not readable as YAML: {error}") from error
+        raise UserError(f"--config {path}: invalid YAML: {error}") from error
     if not isinstance(loaded, dict):
-        raise UserError(f"--config {path}: expected keys and values, found a list")
+        raise UserError(f"--config {path}: expected a mapping, got a list")
     return loaded
 
 
@@ -117,8 +141,8 @@ def _flatten(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def _apply_all(tree: DictConfig, words: Sequence[str], known: list[str]) -> list[str]:
-    return [problem for word in words for problem in _apply(tree, word, known)]
+def _apply_all(tree: DictConfig, overrides: Sequence[str], known: list[str]) -> list[str]:
+    return [problem for word in overrides for problem in _apply(tree, word, known)]
 
 
 def _apply(tree: DictConfig, word: str, known: list[str]) -> list[str]:
@@ -127,23 +151,24 @@ def _apply(tree: DictConfig, word: str, known: list[str]) -> list[str]:
     try:
         override = OverridesParser.create().parse_override(word)
     except HydraException as error:
-        return [f"'{word}' cannot be read: {str(error).splitlines()[0]} (quote values with special characters)"]
+        return [f"'{word}' cannot be parsed: {str(error).splitlines()[0]} (quote values with special characters)"]
     if override.is_delete():
-        return [f"'{word}': options cannot be deleted; give a value"]
-    if override.is_sweep_override():  # no sweeps here: 'actor_gen:d2,*:d1' and 'node01,node02' are plain texts
-        return _set(tree, override.key_or_group, word.partition("=")[2], known, "")
-    return _set(tree, override.key_or_group, override.value(), known, "")
+        return [f"'{word}': options cannot be deleted; set a value"]
+    # no sweeps: 'actor_gen:d2,*:d1' and 'node01,node02' are strings
+    value = word.partition("=")[2] if override.is_sweep_override() else override.value()
+    return _set(tree, override.key_or_group, value, known, "")
 
 
-def _set(tree: DictConfig, key: str, value: Any, known: list[str], where: str) -> list[str]:
+def _set(tree: DictConfig, key: str, value: Any, known: list[str], source: str) -> list[str]:
     if key not in known:
-        groups = {".".join(k.split(".")[:n]) for k in known for n in range(1, k.count(".") + 1)}
-        if key in groups:
-            example = next(k for k in known if k.startswith(f"{key}."))
-            return [f"{key} is a group of options; set one of them, like {example}=...{where}"]
-        return [f"unknown option {key}{did_you_mean(key, known)}{where}"]
+        if example := next((k for k in known if k.startswith(f"{key}.")), None):
+            return [f"{key} is a group of options; set one of them, like {example}=...{source}"]
+        renamed = ".".join(RENAMED_OPTIONS.get(part, part) for part in key.split("."))
+        hint = f": renamed to {renamed}" if renamed != key and renamed in known else did_you_mean(renamed, known)
+        return [f"unknown option {key}{hint}{source}"]
     try:
         OmegaConf.update(tree, key, value)
     except OmegaConfBaseException as error:
-        return [f"{key}={value}: {str(error).splitlines()[0]}{where}"]
+        new = next((new for old, new in RENAMED_VALUES.items() if f"{key}={value}".endswith(old)), None)
+        return [f"{key}={value}: {f'renamed to {new}' if new else str(error).splitlines()[0]}{source}"]
     return []

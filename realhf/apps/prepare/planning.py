@@ -1,4 +1,4 @@
-"""The planner of an experiment: its graph and models, what its rows will look like, and the machine it is for."""
+"""The planner of an experiment, with its cost model, its expected workload and its machine."""
 
 import os
 from collections.abc import Mapping
@@ -29,13 +29,13 @@ from realhf.plan.cost.traffic import RING_BYTES
 from realhf.plan.search.candidates import Candidates
 from realhf.plan.search.planner import Planner
 
-N_POSITIONS = 4096
-"""Rows of the data set that a prediction looks at."""
+MAX_ROWS = 4096
+"""Maximum number of dataset rows in the workload of a prediction."""
 
 
 @dataclass(frozen=True)
 class MachineModel:
-    """What a plan is for: limits, speed, and in words where both are from."""
+    """Hardware, speed and memory models of a machine; ``source`` describes their origin."""
 
     hardware: Hardware
     speed: Speed
@@ -44,15 +44,18 @@ class MachineModel:
     is_measured: bool = False
 
 
-def planned(planner: Planner, config: ExperimentConfig) -> ExecutionPlan:
-    """Return the plan of a mode that is a rule, or a search."""
+def plan_for_mode(planner: Planner, config: ExperimentConfig) -> ExecutionPlan:
+    """Return the plan of an allocation mode that is a heuristic or a search."""
     if config.allocation_mode == "search":
         return planner.search(config.seed, config.planner.budget_s).plan
     return planner.by_rule(PLANNED[config.allocation_mode])
 
 
-def replanned(planner: Planner, mode: str, plan: ExecutionPlan) -> ExecutionPlan:
-    """Return what an allocation mode that gave ``plan`` gives for another planner; of a search, what a rule does."""
+def replan(planner: Planner, mode: str, plan: ExecutionPlan) -> ExecutionPlan:
+    """Return the plan of an allocation mode for a modified planner, where ``plan`` was that of the original one.
+
+    A search is approximated by the heuristics.
+    """
     if mode in PLANNED:
         plans = [planner.by_rule(rule) for rule in (HEURISTICS if mode == "search" else [PLANNED[mode]])]
         return next((some for some in plans if planner.fits(some)), plans[0])
@@ -63,91 +66,74 @@ def replanned(planner: Planner, mode: str, plan: ExecutionPlan) -> ExecutionPlan
 def machine_of(
     config: ExperimentConfig, device: str, models: Mapping[str, ModelConfig], roles: Mapping[str, RoleSpec]
 ) -> MachineModel:
-    """Return the machine that the options name: as it was measured, or by its limits where no profile can be used.
-
-    Why a profile is passed over is said in ``source``.
-    """
+    """Return the machine of the options: profiled, or by its limits if no profile applies (``source`` states why)."""
     options, limits = config.planner, limits_of(config, device)
     file = Path(options.profile or Path(config.fileroot) / "profile.json")
     if options.hardware and options.profile:
-        raise UserError("planner.hardware and planner.profile are both set; predictions are from one of them")
+        raise UserError("planner.hardware and planner.profile are both set; set one of them")
     if options.profile and not file.is_file():
         raise UserError(f"planner.profile={file}: there is no such file; make it with realhf profile")
     if options.hardware or not file.is_file():
         return limits
-    profile = _read_profile(file)
-    measured = ProfiledSpeed(profile)
-    unknown = [role for role, model in models.items() if not measured.knows(model, bool(roles[role].spec.bf16))]
-    problems = [f"does not know the model of {', '.join(unknown)}"] if unknown else []
+    try:
+        profile = from_json(file.read_text(), Profile)
+    except Exception as error:  # JSON and type errors of many kinds
+        raise UserError(f"planner.profile={file} is not a valid profile ({type(error).__name__}: {error}); make it "
+                        "with realhf profile") from error  # fmt: skip
+    speed = ProfiledSpeed(profile)
+    unknown = [role for role, model in models.items() if not speed.knows(model, bool(roles[role].spec.bf16))]
+    problems = [f"does not include the model of {', '.join(unknown)}"] if unknown else []
     if profile.machine.device != device:
         problems.append(f"is of a machine with device={profile.machine.device}")
     if config.n_nodes > 1:
-        problems.append("knows no links between nodes")
+        problems.append("does not include links between nodes")
     if problems:
         return replace(limits, source=f"{limits.source} (the profile {file} {' and '.join(problems)})")
-    return MachineModel(
-        replace(limits.hardware, reserved=profile.resident), measured, measured, f"the profile {file}", True
-    )
+    hardware = replace(limits.hardware, reserved=profile.resident)
+    return MachineModel(hardware, speed, speed, f"the profile {file}", True)
 
 
 def limits_of(config: ExperimentConfig, device: str) -> MachineModel:
-    """Return the machine that the options name, by its limits."""
     options = config.planner
     name = options.hardware or ("cpu" if device == "cpu" else "h100")
     hardware = read_hardware(name, config.n_gpus_per_node)
     if name == "cpu":
-        threads = config.threads_per_worker or 1
-        share = _memory_of_this_machine() / config.n_gpus_per_node
-        hardware = replace(hardware, memory=share, cores=max(1, (os.cpu_count() or 1) // threads))
+        memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / config.n_gpus_per_node
+        cores = max(1, (os.cpu_count() or 1) // (config.threads_per_worker or 1))
+        hardware = replace(hardware, memory=memory, cores=cores)
     if options.memory_gb is not None:
         hardware = replace(hardware, memory=options.memory_gb * 1e9)
     if hardware.usable <= hardware.reserved:
-        has, needs = hardware.memory / 1e9, hardware.reserved / 1e9
-        raise UserError(f"a worker has {has:.3g} GB and needs {needs:.3g} GB before it has any model: "
-                        "take fewer workers, or set planner.memory_gb")  # fmt: skip
+        raise UserError(f"a worker has {hardware.memory / 1e9:.3g} GB and needs {hardware.reserved / 1e9:.3g} GB "
+                        "without any model: reduce the number of workers, or set planner.memory_gb")  # fmt: skip
     return MachineModel(hardware, Roofline(hardware), AnalyticMemory(device), f"the limits of {name}")
-
-
-def _read_profile(file: Path) -> Profile:
-    try:
-        return from_json(file.read_text(), Profile)
-    except Exception as error:  # whatever is in a file that is no profile
-        raise UserError(f"planner.profile={file} is no profile ({type(error).__name__}: {error}); make it with realhf "
-                        "profile") from error  # fmt: skip
-
-
-def _memory_of_this_machine() -> float:
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def workload_of(
     config: ExperimentConfig, task: Task, rows: EncodedRows | None, sampling: GenerationConfig | None, samples: int
 ) -> Workload:
-    """Return what the rows of a run will look like: those of the data set in their order, answers as long as expected.
+    """Return the expected workload: dataset rows in the order of the run, and responses of the expected lengths.
 
-    Without data (None) every prompt has the longest length that is allowed.
+    Without data (``rows`` is None) all prompts or rows have their maximum length.
     """
-    batch = config.dataset.train_bs_n_seqs
+    dataset = config.dataset
     lengths: list[tuple[int, ...]]
     if rows is None:
-        lengths = [(config.dataset.max_prompt_len if sampling else config.dataset.max_seqlen,)]
+        lengths = [(dataset.max_prompt_len if sampling else dataset.max_seqlen,)]
     else:
-        positions = rows_at(config.seed, len(rows), 0, min(N_POSITIONS, 3 * batch), config.dataset.shuffle)
-        read = [rows[i] for i in positions]
-        if sampling:
-            lengths = [(len(row.prompt),) for row in read]
-        else:
-            most = {Task.pairs: 2 * config.dataset.max_pairs_per_prompt, Task.ranked: config.dataset.max_responses}
-            lengths = [row.sequence_lengths[: most.get(task, 1)] for row in read]
+        n_rows = min(MAX_ROWS, 3 * dataset.train_bs_n_seqs)
+        first = [rows[i] for i in rows_at(config.seed, len(rows), 0, n_rows, dataset.shuffle)]
+        n_sequences = {Task.pairs: 2 * dataset.max_pairs_per_prompt, Task.ranked: dataset.max_responses}.get(task, 1)
+        lengths = [(len(row.prompt),) if sampling else row.sequence_lengths[:n_sequences] for row in first]
     if sampling is None:
         return Workload(tuple(lengths))
-    return Workload(tuple(lengths), answer_lengths(config.planner.new_tokens, sampling.max_new_tokens), samples)
+    return Workload(tuple(lengths), response_lengths(config.planner.new_tokens, sampling.max_new_tokens), samples)
 
 
-def answer_lengths(mean: float | None, longest: int, n: int = 16) -> tuple[int, ...]:
-    """Return lengths that stand for all answers: evenly spread about the mean, none beyond the longest.
+def response_lengths(mean: float | None, longest: int, n: int = 16) -> tuple[int, ...]:
+    """Return ``n`` lengths evenly spread around the mean, up to the longest; one length without a smaller mean.
 
-    They alternate, so that the samples of a prompt differ.
+    Long and short lengths alternate, so that the samples of a prompt differ.
     """
     if mean is None or mean >= longest:
         return (longest,)
@@ -164,17 +150,15 @@ def planner_of(
     machine: MachineModel,
     device: str,
 ) -> Planner:
-    """Return the planner of an experiment on a machine."""
     config, sampling, roles = experiment.config, experiment.sampling_options(), experiment.roles()
     workload = workload_of(config, experiment.task, rows, sampling, experiment.samples_per_prompt())
-    shares = device == "cpu" and KERNELS.exists()  # what computes a prompt once for all its rows is compiled for CPU
+    shares = device == "cpu" and KERNELS.exists()  # the kernel that shares a prompt's prefill is compiled for CPU only
     node = config.n_gpus_per_node
     cost = CostModel(graph, models, roles, machine.speed, workload, node, sampling, shares)
-    # a worker's own ring is taken when it joins others of its host (comm/shared_memory.py)
+    # a worker allocates its ring buffer when it connects to peers of its host (comm/shared_memory.py)
     reserved = machine.hardware.reserved + (RING_BYTES if device == "cpu" and node > 1 else 0)
     memory = MemoryModel(graph, models, roles, workload, machine.footprint, reserved, device, sampling, shares, node,
                          config.vllm.kv_cache_gb * 2**30)  # fmt: skip
     limits = {name: micro_batching(option, device) for name, option in experiment.placements().items()}
-    n_workers = config.n_nodes * config.n_gpus_per_node
     calls = Candidates(cost, memory, machine.hardware, config.dataset.train_bs_n_seqs, limits)
-    return Planner(graph, calls, n_workers, config.max_staleness)
+    return Planner(graph, calls, config.n_nodes * node, config.max_staleness)

@@ -1,1 +1,1 @@
-"""What users see: console, tables, SVG pictures."""
+"""Console output, tables and SVG charts."""

@@ -1,4 +1,4 @@
-"""What a person sees of a run: banner, plan, one line per step, summary. Plain lines where there is no terminal."""
+"""Console output of a run: banner, plan, one line per step, summary. No progress bar without a terminal."""
 
 import sys
 import time
@@ -13,19 +13,17 @@ from realhf.base.errors import UserError
 from realhf.base.version import __version__
 from realhf.plan.run_spec import RunSpec
 
-HEAD = (
+HEADER = (
     f"{'step':>6} {'reward':>8} {'loss':>8} {'kl':>8} {'len':>6} {'tok/s':>8} {'time':>7} {'(pred)':>9}  share of calls"
 )
-BY_LIMITS = HEAD.replace(" (pred)", "(limit)")  # of a machine that nobody has measured
+HEADER_LIMITS = HEADER.replace(" (pred)", "(limit)")  # without a profile
 
 
 class Console:
-    """Shows one run on standard output."""
-
     def __init__(self, run: RunSpec) -> None:
         self.run = run
         self.out = open_console()
-        self.began = time.monotonic()
+        self.start = time.monotonic()
         self.progress: Progress | None = None
         self.task: TaskID | None = None
 
@@ -34,23 +32,22 @@ class Console:
         self.out.print(f"[bold]realhf {__version__}[/]  {run.experiment}  {run.device} x {run.plan.n_workers}  "
                        f"seed {config.seed}")  # fmt: skip
         self.out.print(f"run     {run.paths.root}")
-        length = run.schedule
         held_out = f", {run.n_held_out} held out" if run.n_held_out else ""
-        self.out.print(f"data    {config.dataset.path}: {run.n_rows} rows{held_out}, {length.batch_size} per step, "
-                       f"{length.n_steps} steps")  # fmt: skip
+        self.out.print(f"data    {config.dataset.path}: {run.n_rows} rows{held_out}, {run.schedule.batch_size} per "
+                       f"step, {run.schedule.n_steps} steps")  # fmt: skip
         if expected := run.expected:
-            word, hint = (
-                ("predicted", "") if expected.is_measured else ("limits ", "; realhf profile measures a machine")
-            )
-            self.out.print(f"{word} {expected.step_s:.3g} s a step, {expected.peak_bytes / 1e9:.2f} GB on the "
-                           f"fullest worker, from {expected.source}{hint}")  # fmt: skip
+            label, hint = "predicted", ""
+            if not expected.is_measured:
+                label, hint = "limits ", "; realhf profile measures this machine"
+            self.out.print(f"{label} {expected.step_s:.3g} s per step, peak memory over workers "
+                           f"{expected.peak_bytes / 1e9:.2f} GB, from {expected.source}{hint}")  # fmt: skip
         self.out.print(plan_table(run))
 
     def ready(self, workers: dict[int, Ready]) -> None:
         slowest = max(w.info.get("seconds", 0.0) for w in workers.values())
-        head = BY_LIMITS if self.run.expected and not self.run.expected.is_measured else HEAD
-        self.out.print(f"workers {len(workers)} ready after {time.monotonic() - self.began:.1f} s "
-                       f"(models and data {slowest:.1f} s)\n{head}")  # fmt: skip
+        header = HEADER_LIMITS if self.run.expected and not self.run.expected.is_measured else HEADER
+        self.out.print(f"workers {len(workers)} ready after {time.monotonic() - self.start:.1f} s "
+                       f"(models and data {slowest:.1f} s)\n{header}")  # fmt: skip
         if self.out.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self.progress = Progress(*columns, console=self.out, transient=True)
@@ -59,20 +56,23 @@ class Console:
 
     def step(self, metrics: dict[str, float]) -> None:
         self.out.print(step_line(metrics))
-        for line in alarms(metrics, self.run.config.logprob_diff_warning):
-            self.out.print(f"warning {line}")
+        limit = self.run.config.logprob_diff_warning
+        for name, value in metrics.items():
+            if name.endswith("/logprob_diff") and 0 < limit < value:
+                self.out.print(f"warning {name}: trainer and generator log-probs differ by {value:.3g} nats per token "
+                               f"(limit {limit:g}); ppo.recompute_logprobs=True corrects for it")  # fmt: skip
         if self.progress is not None and self.task is not None:
             self.progress.advance(self.task)
         sys.stdout.flush()
 
     def evaluated(self, step: int, metrics: dict[str, float]) -> None:
-        """Show what held-out rows gave, a line per call."""
+        """Print the metrics of an evaluation, one line per call."""
         calls: dict[str, list[str]] = {}
         for name, value in metrics.items():
             mfc, _, stat = name.partition("/")
             calls.setdefault(mfc, []).append(f"{stat} {value:.4f}")
         for mfc, stats in calls.items():
-            self.out.print(f"held out after step {step}: {mfc}  {'  '.join(stats)}")
+            self.out.print(f"eval    step {step}: {mfc}  {'  '.join(stats)}")
         sys.stdout.flush()
 
     def saved(self, role: str, path: Path) -> None:
@@ -83,7 +83,7 @@ class Console:
 
     def summary(self, models: dict[str, Path], best: Path | None = None) -> None:
         self.close()
-        self.out.print(f"done    {self.run.schedule.n_steps} steps in {time.monotonic() - self.began:.1f} s")
+        self.out.print(f"done    {self.run.schedule.n_steps} steps in {time.monotonic() - self.start:.1f} s")
         for role, path in models.items():
             self.out.print(f"model   {role}: {path}")
         if best is not None:
@@ -97,13 +97,13 @@ class Console:
 
 
 def open_console() -> RichConsole:
-    """Return a console that wraps at the terminal's width, and not at all where there is no terminal."""
+    """Return a console that wraps lines only on a terminal."""
     console = RichConsole(highlight=False, soft_wrap=True)
     return console if console.is_terminal else RichConsole(highlight=False, soft_wrap=True, width=200)
 
 
 def write_out(path: Path, content: str) -> None:
-    """Write what ``--out`` asked for, and say where it is."""
+    """Write the file of ``--out``, and print its path."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, encoding="utf-8")
@@ -113,26 +113,14 @@ def write_out(path: Path, content: str) -> None:
 
 
 def plan_table(run: RunSpec) -> Table:
-    """One line per call: what it runs, where, and what it makes."""
     table = Table(box=None, pad_edge=False)
-    for head in ("call", "kind", "role", "layout", "batch", "instructions", "makes"):
-        table.add_column(head, overflow="fold")
+    for header in ("call", "kind", "role", "layout", "batch", "instructions", "outputs"):
+        table.add_column(header, overflow="fold")
     for mfc in run.graph.topological:
         steps = " ".join(type(step).__name__ for step in run.program[mfc.name])
-        layout = str(run.plan[mfc.name])
-        row = (mfc.name, mfc.kind.value, mfc.role or "-", layout, str(mfc.batch_size), steps, " ".join(mfc.outputs))
-        table.add_row(*row)
+        table.add_row(mfc.name, mfc.kind.value, mfc.role or "-", str(run.plan[mfc.name]), str(mfc.batch_size), steps,
+                      " ".join(mfc.outputs))  # fmt: skip
     return table
-
-
-def alarms(metrics: dict[str, float], limit: float) -> list[str]:
-    """Say where trainer and generator disagree about the answers of a step by more than ``limit`` (0: never)."""
-    found = {name: value for name, value in metrics.items() if name.endswith("/logprob_diff") and 0 < limit < value}
-    return [
-        f"{name} is {value:.3g} nats a token, more than logprob_diff_warning={limit:g}: trainer and generator do not compute "
-        "the same; ppo.recompute_logprobs=True corrects for it"
-        for name, value in found.items()
-    ]
 
 
 def step_line(metrics: dict[str, float]) -> str:

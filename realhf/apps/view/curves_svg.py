@@ -1,36 +1,38 @@
-"""Curves over steps as pictures: a line for each name, over one axis of steps."""
+"""Line charts of metrics over steps, as SVG."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
 from math import isfinite
 from statistics import fmean
 
-from realhf.apps.view.timeline_svg import COLOURS, LETTER, LINE, ticks
+from realhf.apps.view.timeline_svg import CHAR_WIDTH, COLOURS, LINE, ticks
 
 WIDTH, HEIGHT, LEFT, TOP, FOOT = 460, 150, 60, 44, 24
-POINTS = 300
-"""Of a curve that has more, neighbours are averaged."""
+MAX_POINTS = 300
+"""Maximum number of points per curve."""
 Curve = Sequence[tuple[float, float]]
-"""Steps, in their order, each with a value."""
+"""(step, value) in order of steps."""
 
 
-def thinned(curve: Curve, most: int = POINTS) -> list[tuple[float, float]]:
-    """Return at most so many points: means of runs of equally many neighbours."""
+def downsample(curve: Curve, n_points: int = MAX_POINTS) -> list[tuple[float, float]]:
+    """Return at most ``n_points`` points, the means of equally long runs; infinite values and NaN are dropped."""
     finite = [(step, value) for step, value in curve if isfinite(value)]
-    each = -(-len(finite) // most) if finite else 1
-    runs = [finite[i : i + each] for i in range(0, len(finite), each)]
+    size = -(-len(finite) // n_points) if finite else 1
+    runs = [finite[i : i + size] for i in range(0, len(finite), size)]
     return [(fmean(step for step, _ in run), fmean(value for _, value in run)) for run in runs]
 
 
 def curves_svg(title: str, curves: Mapping[str, Curve]) -> str:
-    """Return a picture of curves that share their axes; empty where none of them has a point."""
-    drawn = {name: points for name, curve in curves.items() if (points := thinned(curve))}
-    if not drawn:
+    """Return a chart of curves with common axes; empty if no curve has a point."""
+    lines = {name: points for name, curve in curves.items() if (points := downsample(curve))}
+    if not lines:
         return ""
-    steps = [step for points in drawn.values() for step, _ in points]
-    values = [value for points in drawn.values() for _, value in points]
+    steps = [step for points in lines.values() for step, _ in points]
+    values = [value for points in lines.values() for _, value in points]
     first, last = min(steps), max(max(steps), min(steps) + 1)
-    low, high = _bounds(min(values), max(values))
+    low, high = min(values), max(values)
+    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    low, high = low - margin, high + margin
 
     def at(step: float, value: float) -> tuple[float, float]:
         x = LEFT + (step - first) / (last - first) * WIDTH
@@ -45,27 +47,20 @@ def curves_svg(title: str, curves: Mapping[str, Curve]) -> str:
           for step, anchor in ((first, "start"), (last, "end"))),
     ]  # fmt: skip
     x = float(LEFT)
-    for number, (name, points) in enumerate(drawn.items()):
+    for number, (name, points) in enumerate(lines.items()):
         colour = COLOURS[number % len(COLOURS)]
         path = " ".join("{:.1f},{:.1f}".format(*at(*point)) for point in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
         if len(points) == 1:
             x_at, y_at = at(*points[0])
             parts.append(f'<circle cx="{x_at:.1f}" cy="{y_at:.1f}" r="2.5" fill="{colour}"/>')
-        words = f"{name} {points[-1][1]:.4g}"
-        parts.append(f'<text x="{x:.0f}" y="{16 + LINE}" fill="{colour}">{escape(words)}</text>')
-        x += LETTER * len(words) + 14
+        label = f"{name} {points[-1][1]:.4g}"
+        parts.append(f'<text x="{x:.0f}" y="{16 + LINE}" fill="{colour}">{escape(label)}</text>')
+        x += CHAR_WIDTH * len(label) + 14
     return "\n".join([*parts, "</svg>"])
 
 
-def _bounds(low: float, high: float) -> tuple[float, float]:
-    """Return an axis that holds values with a little room."""
-    room = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    return low - room, high + room
-
-
 def _grid(low: float, high: float, x: float) -> list[str]:
-    """Draw lines at round values."""
     step = ticks((high - low) * 2)[1]
     parts, value = [], -(-low // step) * step
     while value <= high:

@@ -1,4 +1,4 @@
-"""Tables of text, for a terminal of any width and for a page: columns are aligned, lists in the last one wrap."""
+"""Aligned text tables for terminals and HTML pages. Only the last column wraps."""
 
 import re
 from dataclasses import dataclass
@@ -6,29 +6,29 @@ from html import escape
 from textwrap import wrap
 
 HARD_SPACE = "\xa0"
-LEAST = 24
-"""Characters that the last column has at the least, however narrow the terminal."""
+MIN_LAST_COLUMN = 24
+"""Minimum width of the last column in characters."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """A titled table. ``align`` has ``l`` or ``r`` for every column; ``head`` is empty where none is needed."""
+    """A titled table. ``align`` has ``l`` or ``r`` for every column; ``header`` may be empty."""
 
     title: str
     align: str
-    head: tuple[str, ...]
+    header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
     def text(self, width: int) -> str:
-        """Return the lines without the title; the last column breaks behind commas and semicolons alone."""
-        lines = [self.head, *self.rows] if self.head else [*self.rows]
+        """Return the lines without the title; the last column breaks only after commas and semicolons."""
+        lines = [self.header, *self.rows] if self.header else [*self.rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        room = max(LEAST, width - sum(widths[:-1]) - 2 * (len(widths) - 1))
-        return "\n".join(line for cells in lines for line in self._lines(cells, widths, room))
+        last_width = max(MIN_LAST_COLUMN, width - sum(widths[:-1]) - 2 * (len(widths) - 1))
+        return "\n".join(line for cells in lines for line in self._lines(cells, widths, last_width))
 
-    def _lines(self, cells: tuple[str, ...], widths: list[int], room: int) -> list[str]:
-        kept = re.sub(r"(?<![,;]) ", HARD_SPACE, cells[-1])
-        parts = wrap(kept, room, break_long_words=False, break_on_hyphens=False) or [""]
+    def _lines(self, cells: tuple[str, ...], widths: list[int], last_width: int) -> list[str]:
+        text = re.sub(r"(?<![,;]) ", HARD_SPACE, cells[-1])
+        parts = wrap(text, last_width, break_long_words=False, break_on_hyphens=False) or [""]
         parts = [part.replace(HARD_SPACE, " ") for part in parts]
         columns = zip(cells[:-1], self.align, widths, strict=False)
         start = "".join((c.rjust(n) if align == "r" else c.ljust(n)) + "  " for c, align, n in columns)
@@ -37,13 +37,12 @@ class Listing:
         return [(start + parts[0]).rstrip(), *(" " * len(start) + part for part in parts[1:])]
 
     def html(self) -> str:
-        """Return the table with its title as a part of a page."""
         parts = [f"<h2>{escape(self.title)}</h2><table>"]
-        if self.head:
-            parts.append(f"<tr>{self._cells('th', self.head)}</tr>")
+        if self.header:
+            parts.append(f"<tr>{self._cells('th', self.header)}</tr>")
         parts += [f"<tr>{self._cells('td', row)}</tr>" for row in self.rows]
         return "\n".join([*parts, "</table>"])
 
-    def _cells(self, kind: str, cells: tuple[str, ...]) -> str:
+    def _cells(self, tag: str, cells: tuple[str, ...]) -> str:
         styles = [' class="r"' if align == "r" else "" for align in self.align]
-        return "".join(f"<{kind}{style}>{escape(cell)}</{kind}>" for cell, style in zip(cells, styles, strict=True))
+        return "".join(f"<{tag}{style}>{escape(cell)}</{tag}>" for cell, style in zip(cells, styles, strict=True))

@@ -1,4 +1,4 @@
-"""Timelines as pictures: devices by time, a colour for each MFC; thin bars move weights and rows, grey is idle."""
+"""Timelines as SVG: workers by time, one colour per MFC. Thin bars are communication, grey is idle time."""
 
 from collections.abc import Sequence
 from html import escape
@@ -10,36 +10,34 @@ from realhf.plan.search.timeline import Activity, Timeline
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#eeca3b", "#9d755d", "#ff9da6", "#79706e")
 WIDTH, LANE, LEFT, RIGHT, TOP, LINE = 960, 22, 100, 40, 26, 16
-SMALLEST = 0.3
-"""Pixels of what is drawn."""
-LETTER = 6.5
-"""Width of a letter of the usual size, about."""
+MIN_BAR_WIDTH = 0.3  # pixels
+CHAR_WIDTH = 6.5  # average, in pixels
 
 
 def lanes_of(timeline: Timeline, shortest: float = 0.0) -> list[tuple[tuple[int, ...], list[int]]]:
-    """Return (ranks, numbers of their activities): workers that do the same in the settled steps share a lane.
+    """Return lanes of (ranks, activity numbers): workers with equal activities in the settled steps share a lane.
 
-    What takes ``shortest`` seconds or less is left out.
+    Activities of at most ``shortest`` seconds are omitted.
     """
     start, end = timeline.settled
-    doing: dict[int, list[int]] = {rank: [] for rank in range(timeline.n_workers)}
+    by_rank: dict[int, list[int]] = {rank: [] for rank in range(timeline.n_workers)}
     for number, activity in enumerate(timeline.activities):
         if activity.end > start and activity.start < end and activity.end - activity.start > shortest:
             for rank in activity.ranks:
-                doing[rank].append(number)
+                by_rank[rank].append(number)
     lanes: dict[tuple[int, ...], list[int]] = {}
-    for rank, numbers in doing.items():
+    for rank, numbers in by_rank.items():
         lanes.setdefault(tuple(numbers), []).append(rank)
     return [(tuple(ranks), list(numbers)) for numbers, ranks in lanes.items()]
 
 
 def timeline_svg(timeline: Timeline, names: Sequence[str], title: str, until: float | None = None) -> str:
-    """Return a picture of the settled steps. ``until`` is the length of the axis in seconds, to compare pictures."""
+    """Return a chart of the settled steps. ``until`` is the length of the time axis in seconds, for comparisons."""
     start, end = timeline.settled
     until = until or end - start or 1.0
     scale = WIDTH / until
     colour = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
-    lanes, critical = lanes_of(timeline, SMALLEST / scale), set(timeline.critical)
+    lanes, critical = lanes_of(timeline, MIN_BAR_WIDTH / scale), set(timeline.critical)
     legend, top = _legend(colour)
     height = top + LANE * len(lanes)
     parts = [
@@ -60,34 +58,32 @@ def timeline_svg(timeline: Timeline, names: Sequence[str], title: str, until: fl
 
 
 def _legend(colour: dict[str, str]) -> tuple[list[str], int]:
-    """Return what colours and bars mean, and where lanes may begin below it."""
     entries = [(name, LANE / 2, fill, "") for name, fill in colour.items()]
-    entries += [("rows or weights move", 4, "#888", ""), ("critical path", LANE / 2, "none", ' stroke="#222"')]
+    entries += [("communication", 4, "#888", ""), ("critical path", LANE / 2, "none", ' stroke="#222"')]
     parts, x, y = [], float(LEFT), TOP
-    for words, height, fill, more in entries:
-        width = 16 + LETTER * len(words)
+    for label, height, fill, attributes in entries:
+        width = 16 + CHAR_WIDTH * len(label)
         if x > LEFT and x + width > LEFT + WIDTH:
             x, y = float(LEFT), y + LINE
-        parts.append(_rect(x, y + (LANE / 2 - height) / 2, 11, height, fill, more))
-        parts.append(f'<text x="{x + 16:g}" y="{y + 10}">{escape(words)}</text>')
+        parts.append(_rect(x, y + (LANE / 2 - height) / 2, 11, height, fill, attributes))
+        parts.append(f'<text x="{x + 16:g}" y="{y + 10}">{escape(label)}</text>')
         x += width + 14
     return parts, y + LINE + 6
 
 
 def _bar(activity: Activity, span: tuple[float, float], scale: float, y: float, fill: str, critical: bool) -> str:
-    """Draw what of an activity lies in a span of time."""
     began, ended = max(activity.start, span[0]), min(activity.end, span[1])
     thin = 0 if isinstance(activity.instruction, Compute) else LANE // 4
-    words = f"{activity.mfc} {type(activity.instruction).__name__}, step {activity.step + 1}: "
-    words += f"{activity.end - activity.start:.3g} s{', on the critical path' if critical else ''}"
+    title = f"{activity.mfc} {type(activity.instruction).__name__}, step {activity.step + 1}: "
+    title += f"{activity.end - activity.start:.3g} s{', on the critical path' if critical else ''}"
     x, width = LEFT + (began - span[0]) * scale, (ended - began) * scale
     edge = ' stroke="#222" stroke-width="0.7"' if critical else ""
-    return _rect(x, y + 1 + thin, width, LANE - 2 - 2 * thin, fill, edge, words)
+    return _rect(x, y + 1 + thin, width, LANE - 2 - 2 * thin, fill, edge, title)
 
 
-def _rect(x: float, y: float, width: float, height: float, fill: str, more: str = "", words: str = "") -> str:
-    box = f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" fill="{fill}"{more}'
-    return f"{box}><title>{escape(words)}</title></rect>" if words else f"{box}/>"
+def _rect(x: float, y: float, width: float, height: float, fill: str, attributes: str = "", title: str = "") -> str:
+    rect = f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" fill="{fill}"{attributes}'
+    return f"{rect}><title>{escape(title)}</title></rect>" if title else f"{rect}/>"
 
 
 def _axis(until: float, scale: float, top: float, bottom: float) -> list[str]:
@@ -101,14 +97,14 @@ def _axis(until: float, scale: float, top: float, bottom: float) -> list[str]:
 
 
 def ticks(until: float) -> list[float]:
-    """Return round numbers from 0 to ``until``, at most eleven."""
+    """Return at most eleven round numbers from 0 to ``until``."""
     size = 10.0 ** floor(log10(until))
     step = next(size * part for part in (0.1, 0.2, 0.5, 1) if until / (size * part) <= 10)
     return [step * i for i in range(int(until / step * (1 + 1e-9)) + 1)]
 
 
-def stacked(pictures: list[str]) -> str:
-    """Return several pictures one below the other."""
+def stack_svgs(pictures: list[str]) -> str:
+    """Return one SVG with the pictures stacked vertically."""
     if len(pictures) == 1:
         return pictures[0]
     heights = [int(p.split('height="', 1)[1].split('"', 1)[0]) for p in pictures]
@@ -121,7 +117,7 @@ def stacked(pictures: list[str]) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks as spans: 0-3,8."""
+    """Format ranks as ranges, such as 0-3,8; at most 14 characters."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:
@@ -132,8 +128,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return text if len(text) <= 14 else f"{text[:11]}..."
 
 
-def page(title: str, pictures: Sequence[str], listings: Sequence[Listing], ends: Sequence[str] = ()) -> str:
-    """Return one self-contained HTML page; ``ends`` are further parts of it."""
+def page(title: str, pictures: Sequence[str], tables: Sequence[Listing], extra: Sequence[str] = ()) -> str:
+    """Return a self-contained HTML page; ``extra`` is HTML after the tables."""
     parts = [
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"/><title>{escape(title)}</title><style>'
         "body{font-family:sans-serif;margin:2em;color:#222}table{border-collapse:collapse;font-size:13px}"
@@ -141,7 +137,7 @@ def page(title: str, pictures: Sequence[str], listings: Sequence[Listing], ends:
         ".r{text-align:right;white-space:nowrap}svg{display:block;max-width:100%}</style></head><body>",
         f"<h1>{escape(title)}</h1>",
         *pictures,
-        *(listing.html() for listing in listings),
-        *ends,
+        *(table.html() for table in tables),
+        *extra,
     ]
     return "\n".join([*parts, "</body></html>"])

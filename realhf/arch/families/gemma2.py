@@ -21,7 +21,7 @@ def _from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
     return replace(
         sizes,
         post_norms=True,
-        windows=base.windows_by_layer(hf, base.window(hf, 4096), lambda layer: layer % 2 == 0),
+        sliding_windows=base.windows_by_layer(hf, base.window(hf, 4096), lambda layer: layer % 2 == 0),
         attention_scale=base.number(hf, "query_pre_attn_scalar", 256.0) ** -0.5,
         attention_softcap=base.optional_number(hf, "attn_logit_softcapping", 50.0),
         logit_softcap=base.optional_number(hf, "final_logit_softcapping", 30.0),
@@ -34,7 +34,7 @@ def _to_hf(config: ModelConfig) -> dict[str, Any]:
     return fields | {
         "attention_bias": config.qkv_bias,
         "hidden_activation": fields["hidden_act"],
-        "sliding_window": max(config.windows, default=0) or None,
+        "sliding_window": max(config.sliding_windows, default=0) or None,
         "layer_types": base.layer_types(config),
         "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
         "attn_logit_softcapping": config.attention_softcap or None,

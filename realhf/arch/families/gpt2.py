@@ -26,7 +26,7 @@ def _from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
         head="scalar" if scalar_head else "lm",
         norm="layer",
         norm_eps=base.number(hf, "layer_norm_epsilon", 1e-5),
-        mlp="plain",
+        mlp="ungated",
         activation=base.activation(hf, "activation_function", "gelu_new"),
         learned_positions=True,
         qkv_bias=True,

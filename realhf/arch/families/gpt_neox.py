@@ -38,7 +38,7 @@ def _from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
         head="scalar" if scalar_head else "lm",
         norm="layer",
         norm_eps=base.number(hf, "layer_norm_eps", 1e-5),
-        mlp="plain",
+        mlp="ungated",
         activation=base.activation(hf, "hidden_act", "gelu"),
         parallel_residual=bool(hf.get("use_parallel_residual", True)),
         rotary_base=rotary_base,

@@ -16,12 +16,12 @@ def windows_from_hf(hf: Mapping[str, Any], default: int = 0) -> tuple[int, ...]:
 
 
 def windows_to_hf(config: ModelConfig) -> dict[str, Any]:
-    return {"sliding_window": max(config.windows, default=0) or None}
+    return {"sliding_window": max(config.sliding_windows, default=0) or None}
 
 
 def _from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
     sizes = llama.sizes_from_hf(hf, "mistral", scalar_head, 4096 * 32)
-    return replace(sizes, windows=windows_from_hf(hf, default=4096))
+    return replace(sizes, sliding_windows=windows_from_hf(hf, default=4096))
 
 
 def _to_hf(config: ModelConfig) -> dict[str, Any]:

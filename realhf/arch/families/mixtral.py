@@ -19,7 +19,7 @@ def _from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
     sizes = llama.sizes_from_hf(hf, "mixtral", scalar_head, 4096 * 32, norm_eps=1e-5, rotary_base=1e6)
     return replace(
         sizes,
-        windows=mistral.windows_from_hf(hf),
+        sliding_windows=mistral.windows_from_hf(hf),
         n_experts=n_experts(hf, 8),
         experts_per_token=base.whole_number(hf, "num_experts_per_tok", 2),
         expert_intermediate=sizes.intermediate,

@@ -21,16 +21,16 @@ def windows_to_hf(config: ModelConfig) -> dict[str, Any]:
     """The inverse of ``windows_from_hf``; versions without ``layer_types`` know windows from some layer upwards."""
     kinds = base.layer_types(config)
     return {
-        "use_sliding_window": bool(config.windows),
-        "sliding_window": max(config.windows, default=0) or None,
-        "max_window_layers": kinds.index("sliding_attention") if config.windows else config.n_layers,
+        "use_sliding_window": bool(config.sliding_windows),
+        "sliding_window": max(config.sliding_windows, default=0) or None,
+        "max_window_layers": kinds.index("sliding_attention") if config.sliding_windows else config.n_layers,
         "layer_types": kinds,
     }
 
 
 def _from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
     sizes = llama.sizes_from_hf(hf, "qwen2", scalar_head, 32768)
-    return replace(sizes, qkv_bias=True, windows=windows_from_hf(hf))
+    return replace(sizes, qkv_bias=True, sliding_windows=windows_from_hf(hf))
 
 
 def _to_hf(config: ModelConfig) -> dict[str, Any]:

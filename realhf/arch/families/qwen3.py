@@ -11,7 +11,7 @@ from realhf.arch.families.base import Family
 
 def _from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
     sizes = llama.sizes_from_hf(hf, "qwen3", scalar_head, 32768, head_dim=128)
-    return replace(llama.with_attention_bias(sizes, hf), qk_norm=True, windows=qwen2.windows_from_hf(hf))
+    return replace(llama.with_attention_bias(sizes, hf), qk_norm=True, sliding_windows=qwen2.windows_from_hf(hf))
 
 
 def _to_hf(config: ModelConfig) -> dict[str, Any]:

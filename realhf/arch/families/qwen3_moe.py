@@ -16,7 +16,7 @@ def _from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
     return replace(
         sizes,
         qk_norm=True,
-        windows=mistral.windows_from_hf(hf, 4096) if hf.get("use_sliding_window", False) else (),
+        sliding_windows=mistral.windows_from_hf(hf, 4096) if hf.get("use_sliding_window", False) else (),
         n_experts=mixtral.n_experts(hf, 128),
         experts_per_token=base.whole_number(hf, "num_experts_per_tok", 8),
         expert_intermediate=base.whole_number(hf, "moe_intermediate_size", 768),
@@ -29,7 +29,7 @@ def _from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
 def _to_hf(config: ModelConfig) -> dict[str, Any]:
     return llama.sizes_to_hf(config) | {
         **mistral.windows_to_hf(config),
-        "use_sliding_window": bool(config.windows),
+        "use_sliding_window": bool(config.sliding_windows),
         "attention_bias": config.qkv_bias,
         "num_experts": config.n_experts,
         "num_experts_per_tok": config.experts_per_token,

@@ -131,7 +131,7 @@ class NativeEngine:
 
     def generate(self, prompts: SequenceBatch, config: GenerationConfig, n: int, seed: int) -> SequenceBatch:
         stops = tuple(dict.fromkeys((*self.stop_ids, *config.stop_token_ids)))
-        config = replace(config, max_num_seqs=self.micro_batching.slots(config.max_num_seqs))
+        config = replace(config, max_num_seqs=self.micro_batching.limit_num_seqs(config.max_num_seqs))
         limit = self.micro_batching.max_tokens_per_mb
         request = Request(prompts, config, n, seed, stops, limit, share=self.share_prompts and n > 1)
         with torch.no_grad():

@@ -30,7 +30,7 @@ from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.base.activity import ActivityStack
 from realhf.base.errors import RunFailed
 from realhf.base.seeds import stable_seed
-from realhf.base.shared_buffer import SharedBuffer, path_of
+from realhf.base.shared_buffer import SharedBuffer, fd_path
 from realhf.data.batch import SequenceBatch
 from realhf.models.engine.decode.generate import no_rows, rows_of
 from realhf.models.engine.decode.scheduler import Request
@@ -298,7 +298,7 @@ def served(engine: NativeEngine, how: Serving) -> ServedEngine:
     places = torch.zeros(2 * group.size, dtype=torch.int64, device=context.device)
     group.all_gather(places, torch.tensor(shared.handle, device=context.device))
     server = how.start(engine) if group.index == 0 else None
-    paths = [path_of(pid, fd) for pid, fd in places.view(-1, 2).tolist()]
+    paths = [fd_path(pid, fd) for pid, fd in places.view(-1, 2).tolist()]
     buckets = in_buckets(_tensors(engine), paths, data.dtype) if server else ()
     own = {field.name: getattr(engine, field.name) for field in fields(engine)}
     return ServedEngine(**own, server=server, buckets=buckets, host=host, verify=how.verify)

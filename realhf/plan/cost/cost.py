@@ -229,8 +229,8 @@ class CostModel:
         limit = placement.micro_batching.max_tokens_per_mb
         n_drawn = 1 if mfc.per_prompt else None
         queue = [(length, answer) for row, length in zip(rows.ids, rows.lengths, strict=True)
-                 for answer in self.workload.answers_to(row.prompt)[:n_drawn]]  # fmt: skip
-        slots = min(placement.micro_batching.slots(self.sampling.max_num_seqs), len(queue))
+                 for answer in self.workload.responses_at(row.prompt)[:n_drawn]]  # fmt: skip
+        slots = min(placement.micro_batching.limit_num_seqs(self.sampling.max_num_seqs), len(queue))
         n = len(queue) // len(rows.ids)
         is_fused = decodes_in_one_call(self.models[mfc.role], placement.layout.strategy, self.shares)
         clock = _Decoding(self.speed, stages, slots, limit, n if is_fused else 0,
@@ -323,7 +323,7 @@ def rows_of(call: PrepareCall) -> tuple[BatchRows, ...]:
 
 def prompts_of(workload: Workload, ids: tuple[RowId, ...]) -> tuple[int, ...]:
     """Return how much of every row is its prompt; empty where rows have none."""
-    return workload.prompt_lengths([i.prompt for i in ids]) if workload.sampled else ()
+    return workload.prompt_lengths([i.prompt for i in ids]) if workload.is_generated else ()
 
 
 def works_of(

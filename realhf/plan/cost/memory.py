@@ -186,7 +186,7 @@ class MemoryModel:
         assert self.sampling is not None
         config, size = parts[0].model, 2 if parts[0].bf16 else 4
         most = max(len(r.ids) for r in ranks) * n
-        slots = min(placement.micro_batching.slots(self.sampling.max_num_seqs), most)
+        slots = min(placement.micro_batching.limit_num_seqs(self.sampling.max_num_seqs), most)
         longest = max((n for r in ranks for n in r.lengths), default=0) + self.sampling.max_new_tokens
         prompts = max((_prefill(r.lengths, placement.micro_batching.max_tokens_per_mb) for r in ranks),
                       key=lambda work: work.tokens)  # fmt: skip

@@ -91,7 +91,7 @@ class Candidates:
         yield limits
         sampling = self.cost.sampling
         if mfc.kind is Kind.GENERATE and sampling is not None:
-            slots = limits.slots(sampling.max_num_seqs)
+            slots = limits.limit_num_seqs(sampling.max_num_seqs)
             while slots >= 2 * SMALLEST_SLOTS:
                 slots //= 2
                 yield replace(limits, max_num_seqs=slots)
@@ -119,12 +119,12 @@ class Candidates:
     def rows(self, mfc: MFC, dp: int) -> tuple[BatchRows, ...]:
         """Return what each of ``dp`` ranks computes in one call of an MFC."""
         workload, n_positions = self.cost.workload, min(mfc.batch_size, self.batch_size)
-        prompts = mfc.kind is Kind.GENERATE or not workload.sampled
+        prompts = mfc.kind is Kind.GENERATE or not workload.is_generated
         key = (prompts, n_positions, mfc.n_minibatches, dp)
         if key not in self._dealt:
             rows: list[tuple[RowId, int]] = []
             for position in range(n_positions):
-                rows += workload.fetched(position) if prompts else workload.drawn(position)
+                rows += workload.dataset_rows(position) if prompts else workload.sampled_rows(position)
             ids, lengths = [i for i, _ in rows], [n for _, n in rows]
             assignment, minibatches = partition_rows(ids, [8 * n for n in lengths], dp, mfc.n_minibatches)
             self._dealt[key] = tuple(

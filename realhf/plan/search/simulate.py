@@ -62,7 +62,9 @@ def rows_made(graph: Graph, workload: Workload, action: FetchRows | Dispatch, pl
         heads, found = plan[fetcher.name].layout.dp_heads(), {}
         for k, head in enumerate(heads):
             start, stop = (_cut(action.span, i, len(heads)) for i in (k, k + 1))
-            found[head] = _meta([row for p in range(start, stop) for row in workload.fetched(p)], graph.dataset_keys)
+            found[head] = _meta(
+                [row for p in range(start, stop) for row in workload.dataset_rows(p)], graph.dataset_keys
+            )
         return RowsReady(None, action.span, found)
     call, mfc = action.call, graph[action.call.mfc]
     outputs = {}
@@ -79,7 +81,7 @@ def rows_made(graph: Graph, workload: Workload, action: FetchRows | Dispatch, pl
 
 def drawn_by(mfc: MFC, workload: Workload, prompt: int) -> Sequence[tuple[RowId, int]]:
     """Return the rows that a generating call makes for a prompt, with their lengths."""
-    drawn = workload.drawn(prompt)
+    drawn = workload.sampled_rows(prompt)
     return [(RowId(prompt, PROMPT), drawn[0][1])] if mfc.per_prompt else drawn
 
 

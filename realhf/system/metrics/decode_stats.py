@@ -35,7 +35,9 @@ def decode_bytes_read(run: RunSpec, mfc: MFC, config: ModelConfig, call: Prepare
         call.inputs.ids, call.inputs.columns[mfc.graph_key("prompts")].lengths, strict=True)}  # fmt: skip
     placement = run.plan[mfc.name]
     is_served = placement.backend is Backend.vllm
-    slots = run.config.vllm.max_num_seqs if is_served else placement.micro_batching.slots(sampling.max_num_seqs)
+    slots = (
+        run.config.vllm.max_num_seqs if is_served else placement.micro_batching.limit_num_seqs(sampling.max_num_seqs)
+    )
     lengths = outputs.columns[mfc.graph_key("tokens")].lengths
     prompts = [length_of[row.prompt] for row in outputs.ids]
     itemsize = 2 if run.roles[mfc.role].spec.bf16 else 4

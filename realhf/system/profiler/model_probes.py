@@ -104,7 +104,7 @@ def _of_blocks(config: ModelConfig, kinds: Sequence[tuple[int, bool]]) -> ModelC
         config,
         head="lm",
         n_layers=len(kinds),
-        windows=tuple(window for window, _ in kinds) if config.windows else (),
+        sliding_windows=tuple(window for window, _ in kinds) if config.sliding_windows else (),
         dense_layers=tuple(i for i, (_, dense) in enumerate(kinds) if dense),
     )
 

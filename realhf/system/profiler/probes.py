@@ -11,7 +11,7 @@ from statistics import median
 
 import torch
 
-from realhf.base.host_memory import give_back_heap
+from realhf.base.host_memory import trim_heap
 from realhf.comm.process_groups import Group
 from realhf.plan.cost.profile import Counts, Point
 
@@ -140,7 +140,7 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> float:
     reset = Path("/proc/self/clear_refs")
     if not reset.exists():
         return 0.0
-    give_back_heap()  # what was freed would be used again unseen
+    trim_heap()  # what was freed would be used again unseen
     before = memory_now()
     reset.write_text("5")
     work()

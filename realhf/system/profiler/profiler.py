@@ -29,7 +29,7 @@ from realhf.api.layout import ParallelStrategy
 from realhf.api.messages import Done, Shutdown
 from realhf.api.model_config import ModelConfig
 from realhf.base.errors import RunFailed
-from realhf.base.host_memory import give_back_heap
+from realhf.base.host_memory import trim_heap
 from realhf.comm.process_groups import destroy_process_group, init_process_group, make_groups, open_rendezvous
 from realhf.comm.shared_memory import open_shared_memory_peers
 from realhf.models.transformer import ALONE
@@ -258,7 +258,7 @@ def _alone(say: Say, job: ProfileJob) -> ProfileMessage:
     clock, points = _clock(job, 0, 1), Points()
     algorithms = list(algorithm_probes(clock, job.algorithms or tuple(METHODS)))
     warm_up(job.bench(clock, 1))
-    give_back_heap()
+    trim_heap()
     resident = float(memory_now())
     pace = clock_speed_probe(job.bench(clock, 1))
     spells: list[Points] = []

@@ -88,4 +88,4 @@ class HeartbeatMonitor:
         return f"worker {rank} (host {beat.host}, process {beat.pid})"
 
     def words(self, rank: int) -> str:
-        return self._heard[rank][1].doing
+        return self._heard[rank][1].activity

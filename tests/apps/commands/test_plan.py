@@ -79,7 +79,7 @@ def test_ppo_on_128_gpus_from_a_machine_without_any(tmp_path: Path) -> None:
 def test_the_tables_say_where_when_and_what(plan: Command) -> None:
     answer = plan.ppo("allocation_mode=d2t2p2", "--out", "p.json")
     assert (answer.code, answer.err) == (0, "")
-    assert answer.out.startswith("ppo: rows of full length, 8 x cuda, predicted from the limits of h100\n")
+    assert answer.out.startswith("ppo: maximum-length sequences, 8 x cuda, predicted from the limits of h100\n")
     stored = json.loads((plan.folder / "p.json").read_text())["modes"]["d2t2p2"]
     head, *rows = answer.table("allocation")
     assert head == ["call", "kind", "role", "layout", "tokens/mb", "seconds", "moves"]
@@ -201,7 +201,7 @@ def test_of_several_modes_one_has_to_fit(plan: Command) -> None:
         (("ppo", "n_nodes=many"), "n_nodes=many: Value 'many'"),
         (("ppo", "actor.path=7b", "rew.path=7b", "planner.hardware=h10"), "planner.hardware=h10: no such machine"),
         (("ppo", "actor.path=7b", "rew.path=7b", "planner.memory_gb=-1"), "planner.memory_gb must be positive, got -1"),
-        (("ppo", "actor.path=7b", "rew.path=7b", "planner.memory_gb=0.1"), "needs 0.35 GB before it has any model"),
+        (("ppo", "actor.path=7b", "rew.path=7b", "planner.memory_gb=0.1"), "needs 0.35 GB without any model"),
         (("ppo", "actor.path=7b", "rew.path=7b", "n_gpus_per_node=0"), "n_gpus_per_node must be positive, got 0"),
         (("ppo", "actor.path=7b", "rew.path=7b", "n_gpus_per_node=-2", "n_nodes=-1"), "n_nodes must be positive"),
         (("ppo", "actor.path=7b", "rew.path=7b", "dataset.train_bs_n_seqs=0"), "train_bs_n_seqs must be positive"),
@@ -267,11 +267,11 @@ def test_every_error_in_a_user_s_graph_is_named(plan: Command) -> None:
     words = ("mine.py:Wrong", "actor.path=7b", "rew.path=7b", "device=cpu")
     answer = plan(*words)
     assert answer.code == 1 and answer.err.splitlines() == [
-        "error: 6 problems (nothing was launched)",
+        "error: 6 problems; nothing was launched",
         "  1. MFC actor_train: batch_size must be positive, got 0",
         "  2. key 'ref_logprobs' is produced by ref_inf and critic_inf",
-        "  3. role 'reference' follows 'actor' after 'actor_trian', which is no MFC",
-        "  4. MFCs wait for each other: actor_train -> ref_inf -> actor_train",
+        "  3. role 'reference' is synced with 'actor' after unknown MFC 'actor_trian'",
+        "  4. MFCs form a cycle: actor_train -> ref_inf -> actor_train",
         "  5. rew_inf needs 'masks': no MFC makes it, and prompt data has only prompts, row",
         "  6. MFC ref_inf: role 'reference' has no model (roles with one: actor, ref, rew, critic)",
     ]

@@ -1,4 +1,4 @@
-"""Words and files become an experiment, or a list of everything that is wrong with them."""
+"""Overrides and files are parsed into an experiment, or all their problems are listed."""
 
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from realhf.api.config import Device, ExperimentConfig, LRSchedule, Mode, OnBadRow, ValueNormType
-from realhf.apps.prepare.options import build_experiment, load_experiment, options_of, save_experiment
+from realhf.apps.prepare.options import RENAMED_OPTIONS, build_experiment, load_experiment, options_of, save_experiment
 from realhf.base.errors import UserError
 from realhf.experiments import EXPERIMENTS, experiment_class
 from realhf.experiments.ppo import PPOExperiment
 from realhf.experiments.ppo_math import PPOMathExperiment
+from realhf.experiments.vineppo import VinePPOExperiment
 
 
 def build(*words: str, file: Path | None = None) -> PPOExperiment:
@@ -25,16 +26,16 @@ def problems(*words: str, file: Path | None = None) -> list[str]:
     return caught.value.problems
 
 
-def written(folder: Path, text: str) -> Path:
+def write(folder: Path, text: str) -> Path:
     (folder / "c.yaml").write_text(text)
     return folder / "c.yaml"
 
 
-def test_without_words_everything_has_its_default() -> None:
+def test_defaults_without_overrides() -> None:
     assert build() == PPOExperiment()
 
 
-def test_words_of_every_type() -> None:
+def test_overrides_of_every_type() -> None:
     config = build(
         "seed=7",
         "actor.optimizer.lr=1e-3",
@@ -69,12 +70,12 @@ def test_allocation_modes_need_no_quotes(text: str) -> None:
     assert build(f"allocation_mode={text}").allocation_mode == text
 
 
-def test_the_last_word_wins_and_a_word_wins_over_the_file(tmp_path: Path) -> None:
-    file = written(tmp_path, "seed: 3\nppo:\n  kl_ctl: 0.5\n  gen: {max_new_tokens: 9}\nsave_roles: [actor]\n")
+def test_the_last_override_wins_and_overrides_win_over_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path, "seed: 3\nppo:\n  kl_ctl: 0.5\n  gen: {max_new_tokens: 9}\nsave_roles: [actor]\n")
     config = build("seed=4", "seed=5", file=file)
     assert (config.seed, config.ppo.kl_ctl, config.ppo.gen.max_new_tokens) == (5, 0.5, 9)
     assert config.save_roles == ["actor"] and config.ppo.eps_clip == PPOExperiment().ppo.eps_clip
-    assert build(file=written(tmp_path, "")) == PPOExperiment()
+    assert build(file=write(tmp_path, "")) == PPOExperiment()
 
 
 @pytest.mark.parametrize(
@@ -96,53 +97,101 @@ def test_the_last_word_wins_and_a_word_wins_over_the_file(tmp_path: Path) -> Non
         ("device=tpu", "device=tpu: "),
         ("ppo.gen.stop_token_ids=[a]", "ppo.gen.stop_token_ids="),
         ("seed=[1]", "seed=[1]: "),
-        ("dataset.path={a", "'dataset.path={a' cannot be read: "),
+        ("dataset.path={a", "'dataset.path={a' cannot be parsed: "),
         ("~seed=1", "'~seed=1': options cannot be deleted"),
-        ("trial_name=${nobody}", "trial_name: "),
+        ("trial_name=${missing}", "trial_name: "),
     ],
 )
-def test_a_wrong_word_is_said_in_one_line(word: str, start: str) -> None:
+def test_an_invalid_override_gives_one_line(word: str, start: str) -> None:
     (problem,) = problems(word)
     assert problem.startswith(start) and "\n" not in problem
 
 
-def test_all_wrong_words_come_at_once_and_the_files_name_theirs(tmp_path: Path) -> None:
-    file = written(tmp_path, "sed: 3\nppo: 4\nactor: {optimizer: {lr: fast}}\n")
-    found = problems("seed=x", "seed=1", "nope", file=file)
-    assert len(found) == 5
-    assert found[0] == f"unknown option sed  did you mean seed ? ({file})"
-    assert all(line.endswith(f"({file})") for line in found[:3])
-    assert found[2].startswith("actor.optimizer.lr=fast: ")
+def test_all_problems_are_listed_with_the_file_they_come_from(tmp_path: Path) -> None:
+    file = write(tmp_path, "sed: 3\nppo: 4\nactor: {optimizer: {lr: fast}}\n")
+    lines = problems("seed=x", "seed=1", "nope", file=file)
+    assert len(lines) == 5
+    assert lines[0] == f"unknown option sed  did you mean seed ? ({file})"
+    assert all(line.endswith(f"({file})") for line in lines[:3])
+    assert lines[2].startswith("actor.optimizer.lr=fast: ")
+
+
+@pytest.mark.parametrize(
+    ("cls", "old", "new"),
+    [
+        (PPOExperiment, "ppo.loss_mean", "ppo.loss_aggregation"),
+        (PPOExperiment, "ppo.kl_loss_mean", "ppo.kl_loss_aggregation"),
+        (PPOExperiment, "ppo.dense.alpha", "ppo.prm.alpha"),
+        (PPOExperiment, "ppo.dense.splitter", "ppo.prm.step_splitter"),
+        (PPOExperiment, "score.splitter", "score.step_splitter"),
+        (VinePPOExperiment, "vine.splitter", "vine.step_splitter"),
+        (PPOExperiment, "ppo.gen.max_slots", "ppo.gen.max_num_seqs"),
+        (PPOExperiment, "vllm.slots", "vllm.max_num_seqs"),
+        (PPOExperiment, "mismatch_limit", "logprob_diff_warning"),
+        (PPOExperiment, "ppo.behaviour_cap", "ppo.is_weight_cap"),
+        (PPOExperiment, "ppo.max_redraws", "ppo.max_resamples"),
+        (PPOExperiment, "dataset.eval_share", "dataset.eval_fraction"),
+        (PPOExperiment, "dataset.max_replies", "dataset.max_responses"),
+        (PPOMathExperiment, "reward.in_flight", "reward.max_concurrency"),
+        (PPOExperiment, "recover_deaths", "max_device_failures"),
+    ],
+)
+def test_an_old_option_name_is_answered_with_the_new_one(cls: type[ExperimentConfig], old: str, new: str) -> None:
+    with pytest.raises(UserError) as caught:
+        build_experiment(cls, [f"{old}=1"], None)
+    assert caught.value.problems == [f"unknown option {old}: renamed to {new}"]
+
+
+def test_an_old_option_name_without_its_group_is_answered_with_the_closest_new_one() -> None:
+    assert problems("loss_mean=seq_mean") == ["unknown option loss_mean  did you mean ppo.loss_aggregation ?"]
+
+
+def test_the_table_of_renamed_options_has_no_current_names() -> None:
+    current = {part for name in EXPERIMENTS for o in options_of(experiment_class(name)) for part in o.key.split(".")}
+    assert not current & set(RENAMED_OPTIONS) and current >= set(RENAMED_OPTIONS.values())
+
+
+@pytest.mark.parametrize(
+    ("word", "new"),
+    [
+        ("ppo.advantage=given", "precomputed"),
+        ("ppo.advantage=baseline", "greedy_baseline"),
+        ("actor.optimizer.type=empty", "none"),
+    ],
+)
+def test_an_old_option_value_is_answered_with_the_new_one(word: str, new: str) -> None:
+    assert problems(word) == [f"{word}: renamed to {new}"]
+    build(f"{word.partition('=')[0]}={new}")
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert problems(file=tmp_path / "none.yaml") == [f"--config {tmp_path}/none.yaml: there is no such file"]
-    assert "not readable as YAML" in problems(file=written(tmp_path, "a: [1"))[0]
-    assert "expected keys and values" in problems(file=written(tmp_path, "- 1\n- 2\n"))[0]
+    assert "invalid YAML" in problems(file=write(tmp_path, "a: [1"))[0]
+    assert "expected a mapping" in problems(file=write(tmp_path, "- 1\n- 2\n"))[0]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_comes_back_from_its_config_file(name: str, tmp_path: Path) -> None:
+def test_every_experiment_survives_a_round_trip_through_its_config_file(name: str, tmp_path: Path) -> None:
     cls = experiment_class(name)
-    words = ["seed=5", "mode=inline", "save_roles=[x]", "exp_ctrl.total_train_steps=3", "dataset.path=a,b.jsonl",
-             "dataset.prompt_template='Q: {prompt}\nA:'"]  # fmt: skip
-    config = build_experiment(cls, words, None)
+    overrides = ["seed=5", "mode=inline", "save_roles=[x]", "exp_ctrl.total_train_steps=3", "dataset.path=a,b.jsonl",
+                 "dataset.prompt_template='Q: {prompt}\nA:'"]  # fmt: skip
+    config = build_experiment(cls, overrides, None)
     assert config.dataset.prompt_template == "Q: {prompt}\nA:" and config.dataset.path == "a,b.jsonl"
     save_experiment(config, tmp_path / "config.yaml")
-    again = load_experiment(cls, tmp_path / "config.yaml")
-    assert again == config and type(again) is cls
+    loaded = load_experiment(cls, tmp_path / "config.yaml")
+    assert loaded == config and type(loaded) is cls
 
 
 def leaves(config: object, prefix: str = "") -> list[str]:
-    found = []
+    keys = []
     for field in fields(config):
         value = getattr(config, field.name)
-        found += leaves(value, f"{prefix}{field.name}.") if is_dataclass(value) else [prefix + field.name]
-    return found
+        keys += leaves(value, f"{prefix}{field.name}.") if is_dataclass(value) else [prefix + field.name]
+    return keys
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_help_lists_every_option_with_a_line_about_it(name: str) -> None:
+def test_every_option_has_a_help_text(name: str) -> None:
     cls = experiment_class(name)
     options = list(options_of(cls))
     assert [o.key for o in options] == leaves(cls())
@@ -150,7 +199,7 @@ def test_help_lists_every_option_with_a_line_about_it(name: str) -> None:
 
 
 def test_help_shows_choices_types_and_defaults() -> None:
-    shown = {o.key: (o.type, o.default) for o in options_of(PPOMathExperiment)}
-    assert shown["device"] == ("auto|cpu|cuda", "auto")
-    assert shown["ppo.generation_size"] == ("int", "None") and shown["seed"] == ("int", "1")
-    assert shown["reward.fn"] == ("str", "math") and shown["save_roles"] == ("list[str]", "[]")
+    listed = {o.key: (o.type, o.default) for o in options_of(PPOMathExperiment)}
+    assert listed["device"] == ("auto|cpu|cuda", "auto")
+    assert listed["ppo.generation_size"] == ("int", "None") and listed["seed"] == ("int", "1")
+    assert listed["reward.fn"] == ("str", "math") and listed["save_roles"] == ("list[str]", "[]")

@@ -1,4 +1,4 @@
-"""What predictions assume: how long answers are, what rows look like, and which machine it is."""
+"""Assumptions of predictions: response lengths, dataset rows, and the machine."""
 
 import json
 import os
@@ -16,8 +16,8 @@ from realhf.api.codec import to_json
 from realhf.api.config import Device, ExperimentConfig, GenerationConfig, ModelSpec
 from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.experiment import RoleSpec, Task
-from realhf.apps.prepare.planning import answer_lengths, machine_of, planned, planner_of, replanned, workload_of
-from realhf.apps.prepare.preflight import survey
+from realhf.apps.prepare.planning import machine_of, plan_for_mode, planner_of, replan, response_lengths, workload_of
+from realhf.apps.prepare.preflight import plan_report
 from realhf.base.errors import UserError
 from realhf.data.encode import EncodedRow, EncodedRows
 from realhf.data.order import rows_at
@@ -44,25 +44,25 @@ MODELS = {"model": LLAMA}
 
 @settings(max_examples=100, deadline=None)
 @given(st.floats(1, 300), st.integers(1, 300))
-def test_answers_spread_about_their_mean(average: float, longest: int) -> None:
-    found = answer_lengths(average, longest)
-    assert min(found) >= 1 and max(found) <= longest
-    assert mean(found) == pytest.approx(min(average, longest), abs=0.51)  # they are whole numbers
+def test_response_lengths_are_spread_around_their_mean(average: float, longest: int) -> None:
+    lengths = response_lengths(average, longest)
+    assert min(lengths) >= 1 and max(lengths) <= longest
+    assert mean(lengths) == pytest.approx(min(average, longest), abs=0.51)  # lengths are integers
     if 3 <= average <= longest - 3:
-        assert len(set(found)) > 4 and all(a != b for a, b in zip(found, found[1:], strict=False))
+        assert len(set(lengths)) > 4 and all(a != b for a, b in zip(lengths, lengths[1:], strict=False))
 
 
-def test_without_a_guess_every_answer_is_as_long_as_allowed() -> None:
-    assert answer_lengths(None, 64) == answer_lengths(64, 64) == answer_lengths(90.0, 64) == (64,)
-    found = answer_lengths(30, 64)
-    assert (len(found), min(found), max(found), mean(found)) == (16, 1, 59, 30)
+def test_without_an_expected_length_responses_have_the_maximum_length() -> None:
+    assert response_lengths(None, 64) == response_lengths(64, 64) == response_lengths(90.0, 64) == (64,)
+    lengths = response_lengths(30, 64)
+    assert (len(lengths), min(lengths), max(lengths), mean(lengths)) == (16, 1, 59, 30)
 
 
 def data(prompts: tuple[int, ...], answers: tuple[int, ...] = ()) -> EncodedRows:
-    """A row for each prompt, of so many tokens, each with all the answers."""
-    nothing = np.zeros(0, np.uint8)
+    """One row per prompt length, each with all the answers."""
+    empty = np.zeros(0, np.uint8)
     parts = tuple(np.zeros(n, np.int32) for n in answers)
-    return EncodedRows([EncodedRow(np.zeros(n, np.int32), parts, nothing) for n in prompts], [])
+    return EncodedRows([EncodedRow(np.zeros(n, np.int32), parts, empty) for n in prompts], [])
 
 
 def config_with(**options: object) -> ExperimentConfig:
@@ -76,25 +76,25 @@ def config_with(**options: object) -> ExperimentConfig:
 SAMPLING = GenerationConfig(max_new_tokens=24)
 
 
-def test_prompts_are_those_of_the_data_set_in_the_order_of_the_run() -> None:
+def test_prompts_are_in_the_order_of_the_run() -> None:
     lengths, config = tuple(range(5, 25)), config_with()
-    found = workload_of(config, Task.math, data(lengths), SAMPLING, 3)
+    workload = workload_of(config, Task.math, data(lengths), SAMPLING, 3)
     order = rows_at(config.seed, 20, 0, 6, config.dataset.shuffle)
-    assert found.prompts == tuple((lengths[i],) for i in order) and len(found.prompts) == 6  # three steps
-    assert found.answers == (24,) and found.samples == 3
-    assert found.fetched(1) == ((RowId(1, PROMPT), lengths[order[1]]),)
-    assert found.drawn(1) == tuple((RowId(1, sample), lengths[order[1]] + 24) for sample in range(3))
+    assert workload.prompts == tuple((lengths[i],) for i in order) and len(workload.prompts) == 6  # three steps
+    assert workload.response_lengths == (24,) and workload.samples == 3
+    assert workload.dataset_rows(1) == ((RowId(1, PROMPT), lengths[order[1]]),)
+    assert workload.sampled_rows(1) == tuple((RowId(1, sample), lengths[order[1]] + 24) for sample in range(3))
     short = workload_of(config_with(new_tokens=6), Task.math, data(lengths), SAMPLING, 1)
-    assert mean(short.answers) == 6 and max(short.answers) <= 24
+    assert mean(short.response_lengths) == 6 and max(short.response_lengths) <= 24
 
 
-def test_without_data_rows_are_as_long_as_allowed() -> None:
+def test_without_data_rows_have_the_maximum_length() -> None:
     assert workload_of(config_with(), Task.prompt, None, SAMPLING, 1).prompts == ((40,),)
-    found = workload_of(config_with(), Task.sft, None, None, 1)
-    assert found.prompts == ((90,),) and not found.sampled
+    workload = workload_of(config_with(), Task.sft, None, None, 1)
+    assert workload.prompts == ((90,),) and not workload.is_generated
 
 
-def test_rows_of_supervised_data_are_prompt_and_answer_together() -> None:
+def test_lengths_of_supervised_rows_include_prompt_and_answer() -> None:
     assert set(workload_of(config_with(), Task.sft, data((5, 5), (7,)), None, 1).prompts) == {(12,)}
     pairs = workload_of(config_with(), Task.pairs, data((5, 5), (7, 1, 2, 3, 9, 9)), None, 1)
     assert set(pairs.prompts) == {(12, 6, 7, 8)}  # two pairs of three
@@ -103,11 +103,11 @@ def test_rows_of_supervised_data_are_prompt_and_answer_together() -> None:
 def test_workers_on_cpu_share_the_memory_and_the_cores_of_the_machine(tmp_path: Path) -> None:
     config = config_with()
     config.fileroot, config.n_gpus_per_node, config.threads_per_worker = str(tmp_path), 4, 1
-    found = machine_of(config, "cpu", MODELS, ROLES)
+    machine = machine_of(config, "cpu", MODELS, ROLES)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert found.hardware.memory == memory / 4 and found.hardware.node_size == 4
-    assert found.hardware.cores == os.cpu_count() and found.source == "the limits of cpu"
-    assert found.speed == Roofline(found.hardware) and found.footprint == AnalyticMemory("cpu")
+    assert machine.hardware.memory == memory / 4 and machine.hardware.node_size == 4
+    assert machine.hardware.cores == os.cpu_count() and machine.source == "the limits of cpu"
+    assert machine.speed == Roofline(machine.hardware) and machine.footprint == AnalyticMemory("cpu")
     config.planner.memory_gb = 6.5
     assert machine_of(config, "cpu", MODELS, ROLES).hardware.memory == 6.5e9
     config.planner.hardware = "a100"
@@ -116,12 +116,12 @@ def test_workers_on_cpu_share_the_memory_and_the_cores_of_the_machine(tmp_path: 
     config.planner.hardware, config.planner.memory_gb = "", None
     assert machine_of(config, "cuda", MODELS, ROLES).hardware.name == "h100"
     config.planner.memory_gb = 0.2
-    with pytest.raises(UserError, match="has 0.2 GB and needs 0.35 GB before it has any model"):
+    with pytest.raises(UserError, match="has 0.2 GB and needs 0.35 GB without any model"):
         machine_of(config, "cpu", MODELS, ROLES)
 
 
 def profile_of(device: str = "cpu", bf16: bool = False) -> Profile:
-    """A profile of one model on one worker: each count takes a microsecond, a token a byte."""
+    """A profile of one model on one worker with made-up coefficients."""
     part = StageShard(LLAMA, 1, 4, first=True, last=True, bf16=bf16)
     counts = dict.fromkeys(pass_counts(part, Work.of([1]), 1), 1e-6)
     shape = shape_of(LLAMA, bf16)
@@ -135,13 +135,13 @@ def profile_of(device: str = "cpu", bf16: bool = False) -> Profile:
     return Profile(ProfiledMachine(device, "abacus", 2, 1), 4e8, fits)
 
 
-def test_a_profile_is_used_where_it_knows_everything(tmp_path: Path) -> None:
+def test_a_profile_is_used_if_it_covers_the_run(tmp_path: Path) -> None:
     config = config_with()
     config.fileroot = str(tmp_path)
     (tmp_path / "profile.json").write_text(to_json(profile_of()))
-    found = machine_of(config, "cpu", MODELS, ROLES)
-    assert isinstance(found.speed, ProfiledSpeed) and found.footprint == found.speed
-    assert found.hardware.reserved == 4e8 and found.source == f"the profile {tmp_path}/profile.json"
+    machine = machine_of(config, "cpu", MODELS, ROLES)
+    assert isinstance(machine.speed, ProfiledSpeed) and machine.footprint == machine.speed
+    assert machine.hardware.reserved == 4e8 and machine.source == f"the profile {tmp_path}/profile.json"
     (tmp_path / "other.json").write_text(to_json(profile_of()))
     config.planner.profile = str(tmp_path / "other.json")
     assert machine_of(config, "cpu", MODELS, ROLES).source.endswith("other.json")
@@ -151,27 +151,30 @@ def test_a_profile_is_used_where_it_knows_everything(tmp_path: Path) -> None:
     ("device", "n_nodes", "bf16", "why"),
     [
         ("cuda", 1, False, "is of a machine with device=cpu"),
-        ("cpu", 2, False, "knows no links between nodes"),
-        ("cpu", 1, True, "does not know the model of model"),
+        ("cpu", 2, False, "does not include links between nodes"),
+        ("cpu", 1, True, "does not include the model of model"),
     ],
 )
-def test_why_a_profile_is_passed_over_is_said(device: str, n_nodes: int, bf16: bool, why: str, tmp_path: Path) -> None:
+def test_the_source_states_why_a_profile_is_not_used(
+    device: str, n_nodes: int, bf16: bool, why: str, tmp_path: Path
+) -> None:
     config = config_with()
     config.fileroot, config.n_nodes = str(tmp_path), n_nodes
     (tmp_path / "profile.json").write_text(to_json(profile_of()))
-    found = machine_of(config, device, MODELS, {"model": RoleSpec(ModelSpec(bf16=bf16))})
-    assert isinstance(found.speed, Roofline) and found.source.endswith(f"(the profile {tmp_path}/profile.json {why})")
+    machine = machine_of(config, device, MODELS, {"model": RoleSpec(ModelSpec(bf16=bf16))})
+    assert isinstance(machine.speed, Roofline)
+    assert machine.source.endswith(f"(the profile {tmp_path}/profile.json {why})")
     config.planner.hardware = "cpu"
     assert machine_of(config, device, MODELS, ROLES).source == "the limits of cpu"
 
 
-def test_profiles_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_invalid_profiles_are_errors(tmp_path: Path) -> None:
     config = config_with(profile=str(tmp_path / "p.json"))
     with pytest.raises(UserError, match="p.json: there is no such file; make it with realhf profile"):
         machine_of(config, "cpu", MODELS, ROLES)
     for text in ("{", "[]", "{}", '{"machine": 3}', json.dumps({**json.loads(to_json(profile_of())), "more": 1})):
         (tmp_path / "p.json").write_text(text)
-        with pytest.raises(UserError, match="p.json is no profile"):
+        with pytest.raises(UserError, match="p.json is not a valid profile"):
             machine_of(config, "cpu", MODELS, ROLES)
     config.planner.hardware = "h100"
     with pytest.raises(UserError, match="are both set"):
@@ -180,7 +183,7 @@ def test_profiles_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 @pytest.fixture
 def generation(tmp_path: Path) -> GenerationExperiment:
-    """An experiment with one call of the model that the profile beside it knows."""
+    """An experiment with one call, and a profile of its model."""
     sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 8,
              "num_key_value_heads": 4, "vocab_size": 120, "max_position_embeddings": 4096}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
@@ -191,43 +194,45 @@ def generation(tmp_path: Path) -> GenerationExperiment:
     return made
 
 
-def test_a_plan_of_which_the_profile_knows_all_is_predicted_from_it(generation: GenerationExperiment) -> None:
-    assert survey("gen", generation).machine.source.startswith("the profile ")
+def test_a_plan_covered_by_the_profile_is_predicted_from_it(generation: GenerationExperiment) -> None:
+    assert plan_report("gen", generation).machine.source.startswith("the profile ")
     generation.allocation_mode = "search"
-    found = survey("gen", generation)
-    assert found.machine.source.startswith("the profile ") and found.plan["gen"].layout.strategy.tp == 1
+    report = plan_report("gen", generation)
+    assert report.machine.source.startswith("the profile ") and report.plan["gen"].layout.strategy.tp == 1
 
 
-def test_a_plan_that_the_profile_does_not_know_is_predicted_from_limits(generation: GenerationExperiment) -> None:
+def test_a_plan_not_covered_by_the_profile_is_predicted_from_limits(generation: GenerationExperiment) -> None:
     generation.allocation_mode = "t2"
-    found = survey("gen", generation)
-    assert found.machine.source.startswith("the limits of cpu (the profile knows nothing of ")
-    assert "realhf profile" in found.machine.source and found.prediction.seconds > 0
-    assert str(found.plan["gen"].layout.strategy) == "d1t2p1"
+    report = plan_report("gen", generation)
+    assert report.machine.source.startswith("the limits of cpu (the profile knows nothing of ")
+    assert "realhf profile" in report.machine.source and report.prediction.seconds > 0
+    assert str(report.plan["gen"].layout.strategy) == "d1t2p1"
 
 
-def test_the_planner_of_an_experiment(generation: GenerationExperiment) -> None:
+def test_planner_of_an_experiment(generation: GenerationExperiment) -> None:
     generation.gen.mb_spec.max_tokens_per_mb, generation.sampling.n = 777, 3
-    found = survey("gen", generation)
-    planner = planner_of(generation, generation.graph(), {"model": LLAMA}, None, found.machine, "cpu")
+    report = plan_report("gen", generation)
+    planner = planner_of(generation, generation.graph(), {"model": LLAMA}, None, report.machine, "cpu")
     assert planner.calls.limits == {"gen": MicroBatching(1, 777)} and planner.n_workers == 2
     assert planner.calls.cost.workload.samples == 3 and planner.calls.batch_size == 4
-    assert found.n_rows == 0 and found.n_rows_text == "rows of full length"
+    assert report.n_rows == 0 and report.n_rows_text == "maximum-length sequences"
 
 
-def test_modes_of_the_planner() -> None:
+def test_allocation_modes_of_the_planner() -> None:
     planner, config = ppo_planner(4, actor=WIDE), config_with()
     for mode, rule in (("heuristic", "symmetric"), *((rule, rule) for rule in HEURISTICS)):
         config.allocation_mode = mode
-        assert planned(planner, config) == planner.by_rule(rule) == replanned(planner, mode, planner.by_rule("split"))
+        assert (
+            plan_for_mode(planner, config) == planner.by_rule(rule) == replan(planner, mode, planner.by_rule("split"))
+        )
     config.allocation_mode = "search"
-    assert planned(planner, config) == planner.search(config.seed).plan
-    assert planner.fits(replanned(planner, "search", planner.by_rule("split")))
+    assert plan_for_mode(planner, config) == planner.search(config.seed).plan
+    assert planner.fits(replan(planner, "search", planner.by_rule("split")))
 
 
-def test_a_fixed_plan_keeps_its_layouts_under_another_micro_batching() -> None:
+def test_a_fixed_plan_keeps_its_layouts_with_other_micro_batching() -> None:
     planner = ppo_planner(4)
     plan = ExecutionPlan(4, {name: Placement(layout("t4")) for name in planner.calls.limits})
     limits = {name: MicroBatching(2, 99) for name in planner.calls.limits}
     finer = replace(planner, calls=replace(planner.calls, limits=limits))
-    assert set(replanned(finer, "t4", plan).placements.values()) == {Placement(layout("t4"), MicroBatching(2, 99))}
+    assert set(replan(finer, "t4", plan).placements.values()) == {Placement(layout("t4"), MicroBatching(2, 99))}

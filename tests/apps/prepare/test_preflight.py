@@ -1,4 +1,4 @@
-"""Every bad input gives its own line, and all lines come at once. Needs transformers for the tokenizer."""
+"""Every invalid input gives one line, and all lines are reported together. Needs transformers for the tokenizer."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from realhf.api.config import Backend, DatasetConfig, Device, ExperimentConfig, Mode, ModelSpec, PPOConfig
 from realhf.api.graph import MFC, Graph
-from realhf.apps.prepare.backends import settle_types
+from realhf.apps.prepare.backends import resolve_dtypes
 from realhf.apps.prepare.preflight import preflight
 from realhf.base.errors import InfeasibleError, UserError
 from realhf.base.paths import RunDir
@@ -46,7 +46,7 @@ def ppo(task: Any, actor_folder: Path) -> PPOMathExperiment:
 
 @pytest.fixture
 def copy(actor_folder: Path, tmp_path: Path) -> Callable[..., Path]:
-    """``copy(name, config=..., without=pattern)``: the model's folder with a changed config or without some files."""
+    """``copy(name, config=..., without=pattern)``: a copy of the model with another config or without some files."""
 
     def make(name: str, config: dict | None = None, without: str = "") -> Path:
         folder = tmp_path / name
@@ -78,7 +78,7 @@ def one(experiment: Any, paths: RunDir) -> str:
     return problem
 
 
-def test_a_good_run_is_told_in_full_and_writes_nothing(ppo: PPOMathExperiment, sft: Any, paths: RunDir) -> None:
+def test_preflight_of_a_valid_run_writes_no_files(ppo: PPOMathExperiment, sft: Any, paths: RunDir) -> None:
     run = preflight("ppo-math", ppo, paths)
     assert isinstance(run, RunSpec) and (run.experiment, run.device, run.n_rows) == ("ppo-math", "cpu", 17)
     assert run.schedule.n_steps == 5 and set(run.program) == {m.name for m in run.graph.mfcs}
@@ -86,14 +86,14 @@ def test_a_good_run_is_told_in_full_and_writes_nothing(ppo: PPOMathExperiment, s
     assert preflight("sft", sft, paths).n_rows == 40 and not paths.root.parent.exists()
 
 
-def test_what_is_expected_of_a_run_is_told(ppo: PPOMathExperiment, paths: RunDir) -> None:
+def test_expected_times_and_memory_of_a_run(ppo: PPOMathExperiment, paths: RunDir) -> None:
     ppo.planner.hardware = "cpu"
     expected = preflight("ppo-math", ppo, paths).expected
     assert expected is not None and expected.source == "the limits of cpu" and expected.step_s > 0
     assert set(expected.calls) == {m.name for m in ppo.graph().mfcs} and 3.5e8 < expected.peak_bytes < 5e8
 
 
-def test_a_run_that_does_not_fit_is_refused_with_what_would_fit(ppo: PPOMathExperiment, paths: RunDir) -> None:
+def test_a_run_that_does_not_fit_is_an_error_with_a_suggested_fix(ppo: PPOMathExperiment, paths: RunDir) -> None:
     ppo.dataset.train_bs_n_seqs, ppo.ppo.gen.max_new_tokens, ppo.ppo.ppo_n_minibatches = 16, 150, 1
     ppo.allocation_mode, ppo.planner.hardware = "d1", "cpu"
     expected = preflight("ppo-math", ppo, paths).expected
@@ -115,22 +115,22 @@ def test_models_from_scratch_need_no_weights(task: Any, paths: RunDir) -> None:
     made = ready(SFTExperiment(model=spec), task.sft)
     assert preflight("sft", made, paths).models["model"].n_layers == 2
     made.model = replace(spec, tokenizer=None)
-    assert one(made, paths) == "no tokenizer: set model.tokenizer=FOLDER (models from scratch bring none)"
+    assert one(made, paths) == "no tokenizer: set model.tokenizer=FOLDER (models from scratch have none)"
     made.model = replace(spec, config=None)
     assert one(made, paths) == "model.init_from_scratch=True needs model.config=FOLDER_OR_JSON"
     made.model = replace(spec, config="nowhere")
     assert one(made, paths).startswith("model: no model configuration at 'nowhere'")
 
 
-def test_a_missing_model_is_named_once(ppo: PPOMathExperiment, paths: RunDir) -> None:
+def test_a_missing_shared_model_is_reported_once(ppo: PPOMathExperiment, paths: RunDir) -> None:
     ppo.actor.path = None
-    wanted = "actor.path is not set (a Hugging Face folder), and actor.init_from_scratch is not True"
-    assert one(ppo, paths) == wanted
+    expected = "actor.path is not set (a Hugging Face folder), and actor.init_from_scratch is not True"
+    assert one(ppo, paths) == expected
     ppo.actor.path = "no/such"
     assert one(ppo, paths) == "actor.path=no/such: there is no such folder"
 
 
-def test_models_that_are_missing_for_themselves_are_named_each(task: Any, paths: RunDir) -> None:
+def test_missing_independent_models_are_reported_each(task: Any, paths: RunDir) -> None:
     made = ready(PPOExperiment(ref=ModelSpec(path="r"), critic=ModelSpec(path="c")), task.train)
     names = [line.split(" ")[0] for line in problems(made, paths)]
     assert names == ["actor.path", "ref.path=r:", "rew.path", "critic.path=c:"]
@@ -142,7 +142,7 @@ def test_a_folder_without_weights(sft: SFTExperiment, copy: Callable[..., Path],
                               "model.safetensors.index.json)"  # fmt: skip
 
 
-def test_a_config_that_is_broken_or_unknown(sft: SFTExperiment, copy: Callable[..., Path], paths: RunDir) -> None:
+def test_an_invalid_or_unknown_model_config(sft: SFTExperiment, copy: Callable[..., Path], paths: RunDir) -> None:
     sft.model.path = str(copy("unknown", config={"model_type": "lama"}))
     assert "model: '" in one(sft, paths) and "did you mean llama" in one(sft, paths)
     (Path(sft.model.path) / "config.json").write_text("{")
@@ -156,15 +156,13 @@ def test_a_folder_without_a_tokenizer(sft: SFTExperiment, copy: Callable[..., Pa
     assert one(sft, paths) == "tokenizer folder nowhere does not exist; tokenizer= can name another one"
 
 
-def test_a_vocabulary_that_is_too_small_is_said_once(
-    ppo: PPOMathExperiment, copy: Callable[..., Path], paths: RunDir
-) -> None:
+def test_a_small_vocabulary_is_reported_once(ppo: PPOMathExperiment, copy: Callable[..., Path], paths: RunDir) -> None:
     ppo.actor.path = str(copy("small", config={"vocab_size": 5}))
     problem = one(ppo, paths)
     assert problem.startswith("actor, ref, critic: the tokenizer in ") and problem.endswith("vocab_size is 5")
 
 
-def test_roles_must_read_the_same_tokens(
+def test_roles_must_share_a_tokenizer(
     ppo: PPOMathExperiment, copy: Callable[..., Path], paths: RunDir, tmp_path: Path
 ) -> None:
     ppo.ref.path = str(copy("other"))
@@ -173,7 +171,7 @@ def test_roles_must_read_the_same_tokens(
     assert one(ppo, paths).startswith(f"ref: its tokenizer {ppo.ref.path}/tokenizer.json differs from ")
 
 
-def test_a_batch_that_is_larger_than_the_data(sft: SFTExperiment, paths: RunDir) -> None:
+def test_a_batch_larger_than_the_dataset(sft: SFTExperiment, paths: RunDir) -> None:
     sft.dataset.train_bs_n_seqs = 41
     assert one(sft, paths) == f"dataset.train_bs_n_seqs=41 is larger than the 40 rows of {sft.dataset.path}"
 
@@ -183,7 +181,7 @@ def test_a_batch_without_rows(sft: SFTExperiment, paths: RunDir) -> None:
     assert one(sft, paths) == "dataset.train_bs_n_seqs must be positive, got 0"
 
 
-def test_rows_that_are_longer_than_the_positions(
+def test_rows_longer_than_the_positions_of_the_model(
     ppo: PPOMathExperiment, sft: SFTExperiment, copy: Callable[..., Path], paths: RunDir
 ) -> None:
     ppo.ppo.gen.max_new_tokens = 500
@@ -195,7 +193,7 @@ def test_rows_that_are_longer_than_the_positions(
     assert one(sft, paths).startswith("model: the model has 10 positions, the longest row needs ")
 
 
-def test_data_that_is_missing_or_bad(sft: SFTExperiment, paths: RunDir, tmp_path: Path) -> None:
+def test_missing_and_invalid_data(sft: SFTExperiment, paths: RunDir, tmp_path: Path) -> None:
     sft.dataset.path = "none.jsonl"
     assert one(sft, paths) == "dataset.path=none.jsonl: there is no such file"
     (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1=\\n"}\n')
@@ -203,9 +201,9 @@ def test_data_that_is_missing_or_bad(sft: SFTExperiment, paths: RunDir, tmp_path
     assert problems(sft, paths)[0] == f"{tmp_path}/bad.jsonl:1: 'answer' is missing (keys: prompt)"
 
 
-def test_a_directory_that_is_taken(sft: SFTExperiment, paths: RunDir) -> None:
+def test_an_existing_run_directory(sft: SFTExperiment, paths: RunDir) -> None:
     paths.root.mkdir(parents=True)
-    assert preflight("sft", sft, paths)  # an empty one is as good as none
+    assert preflight("sft", sft, paths)  # an empty directory is valid
     (paths.root / "notes.txt").write_text("mine")
     assert one(sft, paths) == f"{paths.root} is not empty and holds no run of realhf; choose another trial_name"
     sft.overwrite = True
@@ -216,14 +214,14 @@ def test_a_directory_that_is_taken(sft: SFTExperiment, paths: RunDir) -> None:
     assert one(sft, paths) == f"{paths.root} already holds a run; choose another trial_name, or set overwrite=True"
 
 
-def test_a_file_in_the_way(sft: SFTExperiment, paths: RunDir) -> None:
+def test_a_file_in_place_of_a_parent_directory(sft: SFTExperiment, paths: RunDir) -> None:
     paths.root.parents[1].mkdir()
     paths.root.parent.write_text("a file")
     problem = one(sft, paths)
     assert f"{paths.root.parent} is a file; set fileroot or trial_name" in problem
 
 
-def test_names_that_are_no_names(sft: SFTExperiment, paths: RunDir) -> None:
+def test_invalid_experiment_and_trial_names(sft: SFTExperiment, paths: RunDir) -> None:
     sft.trial_name, sft.experiment_name = "a/b", ".."
     assert problems(sft, paths) == [
         "experiment_name='..': use letters, digits, '.', '_' and '-'",
@@ -231,7 +229,7 @@ def test_names_that_are_no_names(sft: SFTExperiment, paths: RunDir) -> None:
     ]
 
 
-def test_modes_that_do_not_fit(sft: SFTExperiment, paths: RunDir) -> None:
+def test_launch_modes_with_invalid_sizes(sft: SFTExperiment, paths: RunDir) -> None:
     sft.mode, sft.n_gpus_per_node = Mode.inline, 2
     assert one(sft, paths) == "mode=inline runs one worker in this process; set n_nodes=1 n_gpus_per_node=1"
     sft.mode, sft.n_gpus_per_node, sft.n_nodes = Mode.local, 1, 2
@@ -240,14 +238,14 @@ def test_modes_that_do_not_fit(sft: SFTExperiment, paths: RunDir) -> None:
     assert one(sft, paths).startswith("allocation_mode=serch: there is no such mode; use heuristic, ")
 
 
-def test_machines_that_are_elsewhere_are_not_guessed_about(sft: SFTExperiment, paths: RunDir) -> None:
+def test_slurm_requires_an_explicit_device(sft: SFTExperiment, paths: RunDir) -> None:
     sft.mode, sft.device = Mode.slurm, Device.auto
-    assert one(sft, paths) == "mode=slurm: workers run on other machines than this; set device=cuda or device=cpu"
+    assert one(sft, paths) == "mode=slurm runs workers on other machines; set device=cuda or device=cpu"
     sft.device = Device.cuda
     assert preflight("sft", sft, paths).device == "cuda"
 
 
-def test_layouts_that_cannot_be_are_listed_with_the_nearest(ppo: PPOMathExperiment, paths: RunDir) -> None:
+def test_invalid_layouts_are_listed_with_the_nearest_valid_one(ppo: PPOMathExperiment, paths: RunDir) -> None:
     ppo.n_gpus_per_node, ppo.allocation_mode = 6, "actor_gen:t3,critic_train:d2p3,ref_inf:d7,*:d2t2p2"
     assert problems(ppo, paths) == [
         "actor_gen: d1t3p1: 4 heads (4 for keys and values) cannot be cut 3 ways; nearest legal: d3t1p1",
@@ -260,23 +258,23 @@ def test_layouts_that_cannot_be_are_listed_with_the_nearest(ppo: PPOMathExperime
     ppo.allocation_mode = "manual"
     ppo.actor_gen.device_mesh, ppo.actor_gen.parallel.tensor_parallel_size = "node02", 3
     ppo.ref_inf.device_mesh, ppo.ref_inf.parallel.pipeline_parallel_size = "2-4", 3
-    found = problems(ppo, paths)
-    assert found[0].endswith("names node 2, but there are nodes 1 to 1; nearest legal: node 1") and len(found) == 7
-    assert found[3].startswith("ref_inf: d1t1p3: 2 layers cannot be cut into 3 stages; nearest legal: ")
-    assert found[3].endswith("ref_inf.parallel.data_parallel_size=3 ref_inf.parallel.pipeline_parallel_size=1")
+    lines = problems(ppo, paths)
+    assert lines[0].endswith("names node 2, but there are nodes 1 to 1; nearest legal: node 1") and len(lines) == 7
+    assert lines[3].startswith("ref_inf: d1t1p3: 2 layers cannot be cut into 3 stages; nearest legal: ")
+    assert lines[3].endswith("ref_inf.parallel.data_parallel_size=3 ref_inf.parallel.pipeline_parallel_size=1")
     assert not paths.root.parent.exists()
 
 
-def test_a_gpu_that_is_not_there(sft: SFTExperiment, paths: RunDir) -> None:
+def test_device_cuda_without_a_gpu(sft: SFTExperiment, paths: RunDir) -> None:
     if Path("/dev/nvidiactl").exists():
         pytest.skip("this machine has a GPU")
     sft.device = Device.cuda
-    assert one(sft, paths) == "device=cuda, but this machine shows no NVIDIA driver; set device=cpu"
+    assert one(sft, paths) == "device=cuda, but this machine has no NVIDIA driver; set device=cpu"
     sft.device = Device.auto
     assert preflight("sft", sft, paths).device == "cpu"
 
 
-def test_lengths_of_the_run_must_be_positive(sft: SFTExperiment, paths: RunDir) -> None:
+def test_run_lengths_must_be_positive(sft: SFTExperiment, paths: RunDir) -> None:
     sft.exp_ctrl.total_train_steps, sft.exp_ctrl.save_freq_secs = 0, -1
     assert problems(sft, paths) == [
         "exp_ctrl.total_train_steps must be positive, got 0",
@@ -287,26 +285,26 @@ def test_lengths_of_the_run_must_be_positive(sft: SFTExperiment, paths: RunDir) 
 def test_roles_to_save_must_be_trained(ppo: PPOMathExperiment, paths: RunDir) -> None:
     ppo.save_roles = ["actor", "ref", "actr"]
     assert problems(ppo, paths) == [
-        "save_roles: 'ref' is no trained role (actor, critic)",
-        "save_roles: 'actr' is no trained role (actor, critic)",
+        "save_roles: 'ref' is not trained (roles: actor, critic)",
+        "save_roles: 'actr' is not trained (roles: actor, critic)",
     ]
 
 
 class NeedsMore(SFTExperiment):
-    """A call that reads a key of which nobody knows."""
+    """An experiment with a call that reads an unknown key."""
 
     def graph(self) -> Graph:
         (mfc,) = super().graph().mfcs
         return Graph((MFC(mfc.name, mfc.role, mfc.kind, mfc.interface, (*mfc.inputs, "rewards"), batch_size=4),))
 
 
-def test_a_key_that_nobody_makes(sft: SFTExperiment, paths: RunDir) -> None:
+def test_a_key_without_a_producer(sft: SFTExperiment, paths: RunDir) -> None:
     made = NeedsMore(**vars(sft))
     assert isinstance(made, ExperimentConfig)
     assert one(made, paths) == ("sft_train needs 'rewards': no MFC makes it, and sft data has only prompt_mask, tokens")
 
 
-def test_all_problems_come_at_once(ppo: PPOMathExperiment, copy: Callable[..., Path], paths: RunDir) -> None:
+def test_all_problems_are_reported_together(ppo: PPOMathExperiment, copy: Callable[..., Path], paths: RunDir) -> None:
     paths.root.mkdir(parents=True)
     paths.config.write_text("")
     ppo.trial_name, ppo.n_nodes, ppo.exp_ctrl.total_train_epochs = "", 2, 0
@@ -325,12 +323,12 @@ def test_all_problems_come_at_once(ppo: PPOMathExperiment, copy: Callable[..., P
         "actor, critic: the tokenizer",
         "save_roles: 'rew'",
     ]
-    found = problems(ppo, paths)
-    assert len(found) == len(starts)
-    assert all(line.startswith(start) for line, start in zip(found, starts, strict=True)), found
+    lines = problems(ppo, paths)
+    assert len(lines) == len(starts)
+    assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True)), lines
 
 
-def test_data_is_read_even_where_no_tokenizer_is(ppo: PPOMathExperiment, paths: RunDir) -> None:
+def test_data_is_checked_even_without_a_tokenizer(ppo: PPOMathExperiment, paths: RunDir) -> None:
     ppo.actor.path, ppo.dataset.path = "no/such", "none.jsonl"
     assert problems(ppo, paths) == [
         "actor.path=no/such: there is no such folder",
@@ -338,7 +336,9 @@ def test_data_is_read_even_where_no_tokenizer_is(ppo: PPOMathExperiment, paths: 
     ]
 
 
-def test_held_out_rows_are_told_and_placed(task: Any, actor_folder: Path, paths: RunDir) -> None:
+def test_held_out_rows_are_counted_and_evaluation_calls_are_placed(
+    task: Any, actor_folder: Path, paths: RunDir
+) -> None:
     made = ready(RewardModelExperiment(model=ModelSpec(path=str(actor_folder))), task.root / "preferences.jsonl")
     made.dataset.eval_fraction = 0.25
     run = preflight("rw", made, paths)
@@ -350,17 +350,17 @@ def test_held_out_rows_are_told_and_placed(task: Any, actor_folder: Path, paths:
     assert one(made, paths) == "dataset.path=none.jsonl: there is no such file"
 
 
-def test_held_out_prompts_are_answered_where_the_policy_lives(ppo: PPOMathExperiment, paths: RunDir) -> None:
+def test_evaluation_calls_use_the_layout_of_their_role(ppo: PPOMathExperiment, paths: RunDir) -> None:
     ppo.dataset.eval_fraction, ppo.n_gpus_per_node, ppo.allocation_mode = 0.25, 2, "actor_gen:d2,*:p2"
     run = preflight("ppo-math", ppo, paths)
     assert (run.n_rows, run.n_held_out) == (13, 4)
     assert run.plan["eval_gen"] == run.plan["actor_train"] and run.plan["eval_rew"] == run.plan["rew_inf"]
 
 
-def test_held_out_rows_that_nobody_reads(sft: Any, ppo: PPOMathExperiment, task: Any, paths: RunDir) -> None:
+def test_unused_evaluation_options(sft: Any, ppo: PPOMathExperiment, task: Any, paths: RunDir) -> None:
     answers = ready(GenerationExperiment(model=ppo.actor), task.train)
     answers.dataset.eval_fraction, answers.sampling.max_new_tokens = 0.25, 16
-    assert one(answers, paths) == "dataset.eval_fraction=0.25: this experiment has no use for held-out rows"
+    assert one(answers, paths) == "dataset.eval_fraction=0.25: this experiment has no evaluation"
     ppo.evaluation.n, ppo.exp_ctrl.keep_best = 4, "eval/accuracy"
     assert problems(ppo, paths) == [
         "evaluation has options, but no rows are held out: set dataset.eval_path or dataset.eval_fraction",
@@ -372,23 +372,23 @@ def test_held_out_rows_that_nobody_reads(sft: Any, ppo: PPOMathExperiment, task:
     assert "exp_ctrl.eval_freq_steps must be positive, got 0" in problems(sft, paths)
 
 
-def test_a_role_has_a_backend_that_can_train_it(ppo: PPOMathExperiment, paths: RunDir) -> None:
+def test_backends_that_cannot_train_a_role(ppo: PPOMathExperiment, paths: RunDir) -> None:
     ppo.actor.backend = Backend.megatron
     (only,) = problems(ppo, paths)
     ppo.critic.backend, ppo.ref = Backend.vllm, replace(ppo.actor)
     assert sorted(problems(ppo, paths)) == [
         only,
-        "critic.backend=vllm: it does nothing but generate; set it for a call, like critic_gen.backend=vllm",
-        "ref.backend=megatron: it does nothing but train, and no call trains ref; leave it out",
+        "critic.backend=vllm: vLLM only generates; set it for a call, like critic_gen.backend=vllm",
+        "ref.backend=megatron: megatron-core only trains, and no call trains ref; remove the option",
     ]
-    assert only == "actor.backend=megatron: megatron-core trains on GPUs alone; the native backend trains on CPUs"
+    assert only == "actor.backend=megatron: megatron-core requires GPUs; the native backend trains on CPUs"
 
 
-def test_what_models_compute_in_is_decided_once(ppo: PPOMathExperiment, paths: RunDir) -> None:
+def test_unset_dtypes_are_resolved_once(ppo: PPOMathExperiment, paths: RunDir) -> None:
     ppo.critic = replace(ppo.actor, bf16=True)
     made = preflight("x", ppo, paths)
     assert {role: spec.spec.bf16 for role, spec in made.roles.items()} == {"actor": False, "ref": False, "critic": True}
-    assert ppo.actor.bf16 is False and ppo.ref.bf16 is None, "what is not named stays as it is"
+    assert ppo.actor.bf16 is False and ppo.ref.bf16 is None, "roles without a model are unchanged"
     other = PPOMathExperiment(actor=ModelSpec(path="m"), critic=ModelSpec(config="c", bf16=False))
-    settle_types(other, is_short=True)
+    resolve_dtypes(other, bf16=True)
     assert (other.actor.bf16, other.critic.bf16, other.ref.bf16) == (True, False, None)

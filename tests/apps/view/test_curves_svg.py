@@ -1,11 +1,11 @@
-"""Curves over steps: what is drawn is what was given, thinned."""
+"""Line charts of downsampled curves."""
 
 import math
 import re
 
 import pytest
 
-from realhf.apps.view.curves_svg import POINTS, curves_svg, thinned
+from realhf.apps.view.curves_svg import MAX_POINTS, curves_svg, downsample
 
 
 def points_of(picture: str) -> list[list[tuple[float, float]]]:
@@ -15,17 +15,17 @@ def points_of(picture: str) -> list[list[tuple[float, float]]]:
     ]
 
 
-@pytest.mark.parametrize("n", [0, 1, POINTS, POINTS + 1, 10 * POINTS + 7])
-def test_many_points_become_means_of_neighbours(n: int) -> None:
+@pytest.mark.parametrize("n", [0, 1, MAX_POINTS, MAX_POINTS + 1, 10 * MAX_POINTS + 7])
+def test_many_points_are_averaged(n: int) -> None:
     curve = [(float(step), 2.0 * step) for step in range(n)]
-    found = thinned(curve)
-    assert len(found) <= POINTS and (n > POINTS or found == curve)
-    assert all(value == pytest.approx(2 * step) for step, value in found)
-    assert not n or sum(step for step, _ in found[:-1]) <= sum(range(n))
+    points = downsample(curve)
+    assert len(points) <= MAX_POINTS and (n > MAX_POINTS or points == curve)
+    assert all(value == pytest.approx(2 * step) for step, value in points)
+    assert not n or sum(step for step, _ in points[:-1]) <= sum(range(n))
 
 
-def test_what_is_no_number_is_left_out() -> None:
-    assert thinned([(1, math.nan), (2, 3.0), (3, math.inf)]) == [(2, 3.0)]
+def test_nan_and_infinity_are_dropped() -> None:
+    assert downsample([(1, math.nan), (2, 3.0), (3, math.inf)]) == [(2, 3.0)]
     assert curves_svg("t", {"a": [(1, math.nan)], "b": []}) == ""
 
 

@@ -1,11 +1,11 @@
-"""Tables of text at any width."""
+"""Text tables of any width."""
 
 import xml.etree.ElementTree as ET
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.apps.view.tables import LEAST, Listing
+from realhf.apps.view.tables import MIN_LAST_COLUMN, Listing
 
 ROWS = (
     ("actor_gen", "4.22", "rows, weights and caches, 12.5 GB, activations"),
@@ -22,16 +22,16 @@ def test_columns_are_aligned() -> None:
     ]
 
 
-def test_lists_wrap_behind_commas_below_their_column() -> None:
+def test_the_last_column_wraps_after_commas() -> None:
     assert TABLE.text(46).splitlines()[1:] == [
         "actor_gen     4.22  rows, weights and caches,",
         "                    12.5 GB, activations",
         "ref          0.386  -",
     ]
-    assert TABLE.text(30) == TABLE.text(10) != TABLE.text(46)  # a last column of a few letters is of no use
+    assert TABLE.text(30) == TABLE.text(10) != TABLE.text(46)  # the last column has a minimum width
 
 
-def test_without_a_head_and_with_numbers_at_the_end() -> None:
+def test_a_table_without_a_header_and_with_numbers_in_the_last_column() -> None:
     table = Listing("step", "lr", (), (("predicted", "6.5 s"), ("busy", "98%")))
     assert table.text(80).splitlines() == ["predicted  6.5 s", "busy         98%"]
 
@@ -41,20 +41,20 @@ CELL = st.text(st.sampled_from('ab1,; -<&"'), max_size=30).map(str.strip)
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(CELL, CELL, CELL), min_size=1, max_size=5), st.integers(1, 120))
-def test_no_word_is_lost_or_broken_and_lines_keep_to_the_width(rows: list[tuple[str, str, str]], width: int) -> None:
+def test_words_are_not_lost_or_broken_and_lines_fit_the_width(rows: list[tuple[str, str, str]], width: int) -> None:
     table = Listing("t", "lrl", (), tuple(rows))
     lines = table.text(width).splitlines()
     assert "".join(lines).replace(" ", "") == "".join(cell for row in rows for cell in row).replace(" ", "")
     longest = max((len(part) for row in rows for part in row[2].replace(";", ",").split(", ")), default=0) + 1
     start = sum(max(len(row[i]) for row in rows) + 2 for i in (0, 1))
-    assert all(len(line) <= max(width, start + max(LEAST, longest)) for line in lines)
+    assert all(len(line) <= max(width, start + max(MIN_LAST_COLUMN, longest)) for line in lines)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(CELL, CELL), min_size=1, max_size=4))
-def test_a_table_of_a_page_holds_the_same_cells(rows: list[tuple[str, str]]) -> None:
+def test_the_html_table_has_the_same_cells(rows: list[tuple[str, str]]) -> None:
     table = Listing("a < b", "lr", ("x", "y"), tuple(rows))
     root = ET.fromstring(f"<body>{table.html()}</body>")
-    found = [[cell.text or "" for cell in line] for line in root.iter("tr")]
-    assert found == [["x", "y"], *(list(row) for row in rows)]
+    cells = [[cell.text or "" for cell in line] for line in root.iter("tr")]
+    assert cells == [["x", "y"], *(list(row) for row in rows)]
     assert root.find("h2") is not None and root[0].text == "a < b"

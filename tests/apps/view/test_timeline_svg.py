@@ -1,4 +1,4 @@
-"""Pictures of made-up timelines, by the places of what they show."""
+"""Charts of made-up timelines, checked by the coordinates of their elements."""
 
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -17,7 +17,7 @@ from realhf.apps.view.timeline_svg import (
     lanes_of,
     page,
     ranks_text,
-    stacked,
+    stack_svgs,
     ticks,
     timeline_svg,
 )
@@ -65,14 +65,14 @@ def bars(root: ET.Element) -> list[tuple[str, dict[str, str]]]:
 
 
 def span(box: dict[str, str]) -> tuple[float, float]:
-    """Seconds of the settled step from which to which a bar reaches, if the picture shows ten."""
+    """Start and end of a bar in seconds of the settled step, for an axis of ten seconds."""
     x, width = float(box["x"]), float(box["width"])
     return round((x - LEFT) / WIDTH * 10, 2), round((x + width - LEFT) / WIDTH * 10, 2)
 
 
 def test_the_settled_steps_are_drawn_to_scale() -> None:
-    found = [(title.split(",")[0], span(box), box["fill"]) for title, box in bars(drawn())]
-    assert found == [
+    spans = [(title.split(",")[0], span(box), box["fill"]) for title, box in bars(drawn())]
+    assert spans == [
         ("gen Compute", (0, 4), COLOURS[0]),
         ("train Transfer", (4, 5), COLOURS[1]),
         ("train Compute", (5, 10), COLOURS[1]),
@@ -80,14 +80,14 @@ def test_the_settled_steps_are_drawn_to_scale() -> None:
     ]
 
 
-def test_workers_that_do_the_same_share_a_lane_and_short_moves_do_not_part_them() -> None:
+def test_workers_with_equal_activities_share_a_lane_regardless_of_short_transfers() -> None:
     assert lanes_of(TIMELINE) == [((0, 1), [2, 3, 4, 5]), ((2,), [2, 3]), ((3,), [2])]
     assert lanes_of(TIMELINE, 0.001) == [((0, 1), [2, 4, 5]), ((2, 3), [2])]
     words = [text.text for text in drawn().iter(f"{SVG}text")]
     assert "0-1" in words and "2-3" in words
 
 
-def test_what_is_on_the_critical_path_has_an_edge_and_moves_are_thin() -> None:
+def test_the_critical_path_is_outlined_and_transfers_are_thin() -> None:
     boxes = dict(bars(drawn()))
     moving = next(box for title, box in boxes.items() if "Transfer" in title)
     training = next(box for title, box in boxes.items() if "train Compute" in title)
@@ -97,14 +97,14 @@ def test_what_is_on_the_critical_path_has_an_edge_and_moves_are_thin() -> None:
     assert "stroke" not in aside
 
 
-def test_pictures_that_are_compared_have_one_axis() -> None:
+def test_compared_charts_have_a_common_axis() -> None:
     root = drawn(until=20.0)
     assert max(span(box)[1] for _, box in bars(root)) == 5.0
     labels = [text.text or "" for text in root.iter(f"{SVG}text") if (text.text or "").endswith(" s")]
     assert labels[0] == "0 s" and labels[-1] == "20 s"
 
 
-def test_steps_beyond_the_settled_ones_are_cut_off() -> None:
+def test_steps_after_the_settled_ones_are_omitted() -> None:
     late = replace(TIMELINE, step_ends=(5.0, 15.0, 20.0), max_staleness=1)
     assert late.settled == (5.0, 15.0)
     assert max(span(box)[1] for _, box in bars(drawn(late))) == 10.0
@@ -112,7 +112,7 @@ def test_steps_beyond_the_settled_ones_are_cut_off() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.text(st.sampled_from("abc_<&"), min_size=1, max_size=60), min_size=1, max_size=25, unique=True))
-def test_everything_lies_in_the_picture_and_nothing_on_top_of_another(names: list[str]) -> None:
+def test_all_elements_are_inside_the_chart_and_do_not_overlap(names: list[str]) -> None:
     timeline = replace(TIMELINE, activities=tuple(replace(a, mfc=names[0]) for a in TIMELINE.activities))
     root = drawn(timeline, tuple(names))
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
@@ -141,29 +141,29 @@ def test_ticks(until: float, expected: list[float]) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.floats(1e-6, 1e6))
-def test_ticks_are_few_and_round_and_reach_the_end(until: float) -> None:
-    found = ticks(until)
-    assert 5 <= len(found) <= 11 and found[0] == 0 and found[-1] <= until * (1 + 1e-6)
-    assert until - found[-1] < found[1] * (1 + 1e-6)
+def test_ticks_are_few_and_cover_the_axis(until: float) -> None:
+    values = ticks(until)
+    assert 5 <= len(values) <= 11 and values[0] == 0 and values[-1] <= until * (1 + 1e-6)
+    assert until - values[-1] < values[1] * (1 + 1e-6)
 
 
 @pytest.mark.parametrize(
     ("ranks", "expected"),
     [((0,), "0"), ((0, 1, 2), "0-2"), ((0, 2, 3, 7), "0,2-3,7"), (tuple(range(0, 40, 2)), "0,2,4,6,8,1...")],
 )
-def test_ranks_as_spans(ranks: tuple[int, ...], expected: str) -> None:
+def test_ranks_as_ranges(ranks: tuple[int, ...], expected: str) -> None:
     assert ranks_text(ranks) == expected
 
 
-def test_pictures_one_below_the_other() -> None:
+def test_stacked_charts() -> None:
     one, two = (timeline_svg(TIMELINE, ("gen", "train"), title) for title in ("one", "two"))
-    assert stacked([one]) == one
-    root = ET.fromstring(stacked([one, two]))
+    assert stack_svgs([one]) == one
+    root = ET.fromstring(stack_svgs([one, two]))
     assert [svg.attrib["y"] for svg in root] == ["0", ET.fromstring(one).attrib["height"]]
     assert float(root.attrib["height"]) == 2 * float(ET.fromstring(one).attrib["height"])
 
 
-def test_a_page_is_well_formed() -> None:
+def test_an_html_page_is_well_formed() -> None:
     picture = timeline_svg(TIMELINE, ("gen", "train"), "one")
     root = ET.fromstring(page("a < b", [picture], [Listing("t", "l", (), (("x & y",),))]))
     assert [head.text for head in (*root.iter("h1"), *root.iter("h2"))] == ["a < b", "t"]

@@ -97,7 +97,7 @@ def test_rows_are_those_of_a_step(dp: int, name: str, samples: int) -> None:
     ids = sorted(i for rows in ranks for i in rows.ids)
     assert len(ranks) == dp and len(set(ids)) == len(ids) == 7 * (1 if mfc.kind is Kind.GENERATE else samples)
     assert {i.sample for i in ids} == ({PROMPT} if mfc.kind is Kind.GENERATE else set(range(samples)))
-    known = dict(pair for p in range(7) for pair in (*workload.fetched(p), *workload.drawn(p)))
+    known = dict(pair for p in range(7) for pair in (*workload.dataset_rows(p), *workload.sampled_rows(p)))
     assert all(known[i] == n for rows in ranks for i, n in zip(rows.ids, rows.lengths, strict=True))
     assert {number for rows in ranks for number in rows.minibatches} == set(range(mfc.n_minibatches))
 

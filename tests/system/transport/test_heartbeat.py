@@ -67,7 +67,7 @@ def test_a_heart_beats_until_it_is_stopped() -> None:
     worker = ZmqWorker(master.address, 0, KEY)
     heart = HeartbeatSender(worker, 0, 0.06, lambda: "this and that")
     words = [master.receive(5.0) for _ in range(3)]
-    assert [isinstance(word, Heartbeat) and word.doing for word in words] == ["this and that"] * 3
+    assert [isinstance(word, Heartbeat) and word.activity for word in words] == ["this and that"] * 3
     heart.stop()
     asleep = HeartbeatSender(worker, 0, 0.0, lambda: "")
     asleep.stop()
