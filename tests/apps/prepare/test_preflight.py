@@ -11,7 +11,8 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from realhf.api.config import Backend, DatasetConfig, Device, ExperimentConfig, Mode, ModelSpec, PPOConfig
+from realhf.algorithms.policy_gradient.config import PPOConfig
+from realhf.api.config import Backend, DatasetConfig, Device, ExperimentConfig, Mode, ModelSpec
 from realhf.api.graph import MFC, Graph
 from realhf.apps.prepare.backends import resolve_dtypes
 from realhf.apps.prepare.preflight import preflight
