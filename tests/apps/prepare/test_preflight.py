@@ -364,7 +364,7 @@ def test_held_out_rows_that_nobody_reads(sft: Any, ppo: PPOMathExperiment, task:
     assert one(answers, paths) == "dataset.eval_fraction=0.25: this experiment has no use for held-out rows"
     ppo.evaluation.n, ppo.exp_ctrl.keep_best = 4, "eval/accuracy"
     assert problems(ppo, paths) == [
-        "evaluation has options, but no rows are held out: set dataset.eval_path or dataset.eval_fraction",
+        "evaluation has options, but there are no held-out rows: set dataset.eval_path or dataset.eval_fraction",
         "exp_ctrl.keep_best=eval/accuracy: there are no held-out rows",
     ]
     sft.exp_ctrl.eval_freq_steps = 3
