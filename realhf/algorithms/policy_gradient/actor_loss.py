@@ -3,44 +3,19 @@
 Columns are packed, ``[T]``. The engine divides the weighted sum over tokens by the global sum of ``denominator``.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.algorithms.policy_gradient.kl import LOG_RATIO_LIMIT, kl_terms
 from realhf.algorithms.policy_gradient.policy_losses import POLICY_LOSSES, PolicyLossInputs
-from realhf.algorithms.policy_gradient.ppo_formulas import per_token
 from realhf.api.config import KLPlace, LossAggregation
 from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import Loss
+from realhf.ops.rows import PackedRows, per_token
 
 
-@dataclass(frozen=True)
-class ResponseRows:
-    """Sums over the masked tokens of each row. ``mask`` is ``[T]`` bool, rows are of ``lengths``."""
-
-    mask: Tensor
-    lengths: Sequence[int]
-
-    @property
-    def counts(self) -> Tensor:
-        """Masked tokens of every row, ``[B]`` float32."""
-        return self.sums(torch.ones_like(self.mask, dtype=torch.float32))
-
-    def sums(self, x: Tensor) -> Tensor:
-        """Return the sum of ``x`` over each row's masked tokens, ``[B]``."""
-        number = per_token(torch.arange(len(self.lengths), device=x.device), self.lengths)
-        return x.new_zeros(len(self.lengths)).index_add(0, number, x.masked_fill(~self.mask, 0.0))
-
-    def mean(self, x: Tensor) -> Tensor:
-        """Return each row's mean at all of its tokens, ``[T]``."""
-        return per_token(self.sums(x) / self.counts.clamp(min=1.0), self.lengths)
-
-
-def token_weights(rows: ResponseRows, aggregation: LossAggregation, length: float) -> Tensor:
+def token_weights(rows: PackedRows, aggregation: LossAggregation, length: float) -> Tensor:
     """Return the weight of each token in the sum that is divided by ``denominator``, ``[T]`` float32, 0 where masked.
 
     ``token_mean``: mean over all tokens (DAPO). ``seq_mean``: mean over responses of the mean over their tokens (GRPO,
@@ -57,7 +32,7 @@ def token_weights(rows: ResponseRows, aggregation: LossAggregation, length: floa
             return ones / length
 
 
-def denominator(rows: ResponseRows, aggregation: LossAggregation) -> float:
+def denominator(rows: PackedRows, aggregation: LossAggregation) -> float:
     """Return this worker's share of the divisor: trained tokens, or responses with a trained token."""
     counts = rows.counts
     return float(counts.sum() if aggregation is LossAggregation.token_mean else (counts > 0).sum())
@@ -73,7 +48,7 @@ def actor_loss(logprobs: Tensor, batch: SequenceBatch, config: PPOConfig, kl_coe
     |log r|: before the first step of a batch, the difference between trainer and generator).
     """
     mask, old = batch["loss_mask"].bool(), batch["logprobs"]
-    rows = ResponseRows(mask, batch.lengths("tokens"))
+    rows = PackedRows(mask, batch.lengths("tokens"))
     log_ratio = (logprobs - old).masked_fill(~mask, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     name, low = config.policy_loss.value, config.eps_clip
     high = low if config.eps_clip_high is None else config.eps_clip_high

@@ -18,9 +18,9 @@ from realhf.api.config.option import opt
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from realhf.algorithms.policy_gradient.actor_loss import ResponseRows
     from realhf.algorithms.policy_gradient.config import PPOConfig
     from realhf.data.batch import SequenceBatch
+    from realhf.ops.rows import PackedRows
 
 GROUP_EPS = 1e-5
 
@@ -43,7 +43,7 @@ class AdvantageInputs:
     batch: SequenceBatch
     rewards: Tensor
     values: Tensor
-    rows: ResponseRows
+    rows: PackedRows
     row_of_token: Tensor
     discount: float
     gae_lambda: float

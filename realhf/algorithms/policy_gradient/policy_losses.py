@@ -13,7 +13,7 @@ from realhf.algorithms.policy_gradient.components import Component
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from realhf.algorithms.policy_gradient.actor_loss import ResponseRows
+    from realhf.ops.rows import PackedRows
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class PolicyLossInputs:
     logprobs: Tensor
     log_ratio: Tensor
     advantages: Tensor
-    rows: ResponseRows
+    rows: PackedRows
     clip_low: float
     clip_high: float
 

@@ -6,11 +6,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from realhf.algorithms.policy_gradient.actor_loss import ResponseRows, actor_loss, denominator, token_weights
+from realhf.algorithms.policy_gradient.actor_loss import actor_loss, denominator, token_weights
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.algorithms.policy_gradient.generation import sample_responses, train_temperature
 from realhf.algorithms.policy_gradient.kl import kl_coefficient, next_kl_coefficient
-from realhf.algorithms.policy_gradient.ppo_formulas import ValueNorm, critic_loss, per_token, to_states, whiten
+from realhf.algorithms.policy_gradient.ppo_formulas import ValueNorm, critic_loss, to_states, whiten
 from realhf.algorithms.policy_gradient.signals import TrainingSignals, compute_signals, signal_stats
 from realhf.algorithms.stats import add_stats, mean_of
 from realhf.api.config import KLPlace, LossAggregation
@@ -18,6 +18,7 @@ from realhf.api.messages import State, Stats
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import Engine, InterfaceContext, Limits, Loss, LossFn, Outputs
 from realhf.ops.masked import group_normalise, masked_sums, normalise
+from realhf.ops.rows import PackedRows, per_token
 
 VALUE_LOSSES = ("mse", "huber")
 
@@ -97,7 +98,7 @@ class PPOActor:
 
     def loss_columns(self, engine: Engine, batch: SequenceBatch, signals: TrainingSignals) -> SequenceBatch:
         """Return the columns that the loss reads. Collective."""
-        config, rows = self.config, ResponseRows(signals.loss_mask, batch.lengths("tokens"))
+        config, rows = self.config, PackedRows(signals.loss_mask, batch.lengths("tokens"))
         length = config.loss_length or float(config.gen.max_new_tokens)
         ready = batch.only(("tokens",)).with_tokenwise("logprobs", signals.logprobs)
         ready = ready.with_tokenwise("advantages", self.normalised_advantages(engine, batch, signals))
@@ -120,7 +121,7 @@ class PPOActor:
 
     def count(self, part: SequenceBatch, aggregation: LossAggregation | None = None) -> float:
         """Return this worker's share of the divisor of the loss."""
-        rows = ResponseRows(part["loss_mask"].bool(), part.lengths("tokens"))
+        rows = PackedRows(part["loss_mask"].bool(), part.lengths("tokens"))
         return denominator(rows, aggregation or self.config.loss_aggregation)
 
     def normalised_advantages(self, engine: Engine, batch: SequenceBatch, signals: TrainingSignals) -> Tensor:

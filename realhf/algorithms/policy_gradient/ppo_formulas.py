@@ -17,6 +17,7 @@ from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.config import ValueNormType
 from realhf.api.messages import State
 from realhf.data.protocols import Loss
+from realhf.ops.rows import per_token
 
 HUBER_DELTA = 10.0
 MIN_VARIANCE = 1e-2
@@ -27,11 +28,6 @@ def response_mask(prompt_mask: Tensor, lengths: Sequence[int]) -> Tensor:
     """Return ``[T]`` bool: True on response tokens, except on a row's first token, which no action produced."""
     starts = [end - n for end, n in zip(accumulate(lengths), lengths, strict=True)]
     return (prompt_mask == 0).index_fill(0, torch.tensor(starts, dtype=torch.int64, device=prompt_mask.device), False)
-
-
-def per_token(rows: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Repeat each row's scalar (``[B]``) over its tokens, ``[T]``."""
-    return rows.repeat_interleave(torch.tensor(lengths, dtype=torch.int64, device=rows.device))
 
 
 def loss_mask(mask: Tensor, truncated: Tensor, lengths: Sequence[int], mask_too_long: bool) -> Tensor:

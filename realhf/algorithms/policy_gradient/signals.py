@@ -5,14 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from realhf.algorithms.policy_gradient.actor_loss import ResponseRows, truncated_is_weights
+from realhf.algorithms.policy_gradient.actor_loss import truncated_is_weights
 from realhf.algorithms.policy_gradient.advantages import ADVANTAGES, AdvantageInputs
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.algorithms.policy_gradient.kl import kl_terms
 from realhf.algorithms.policy_gradient.ppo_formulas import (
     loss_mask,
     overlong_penalties,
-    per_token,
     response_mask,
     token_rewards,
 )
@@ -23,6 +22,7 @@ from realhf.api.messages import Stats
 from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import Engine
 from realhf.ops.masked import masked_sums
+from realhf.ops.rows import PackedRows, per_token
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def compute_signals(engine: Engine, batch: SequenceBatch, config: PPOConfig, kl_
     eta = step_threshold(engine, batch, config)
     lengths, truncated = batch.lengths("tokens"), batch["truncated"].bool()
     mask = response_mask(batch["prompt_mask"], lengths)
-    rows = ResponseRows(mask, lengths)
+    rows = PackedRows(mask, lengths)
     logprobs = batch["prox_logprobs"] if config.recompute_logprobs else batch["logprobs"]
     kl = reference_kl(KLEstimator.k1, logprobs, batch, mask)
     penalty = torch.zeros_like(kl)

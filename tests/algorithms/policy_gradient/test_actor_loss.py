@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from realhf.algorithms.policy_gradient.actor_loss import (
-    ResponseRows,
     actor_loss,
     denominator,
     token_weights,
@@ -19,6 +18,7 @@ from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.batch_meta import RowId
 from realhf.api.config import KLEstimator, KLPlace, LossAggregation
 from realhf.data.batch import Column, SequenceBatch
+from realhf.ops.rows import PackedRows
 
 small = st.floats(-3, 3)
 
@@ -66,7 +66,7 @@ def test_clipped_loss_and_gradient(rows: list[tuple[float, float, float, bool]],
 )  # fmt: skip
 def test_aggregation(aggregation: LossAggregation, expected: float) -> None:
     values = torch.tensor([7.0, 2.0, 4.0, 9.0, 7.0])  # responses of 2, 1 and 0 tokens
-    rows = ResponseRows(torch.tensor([False, True, True, True, False]), (3, 1, 1))
+    rows = PackedRows(torch.tensor([False, True, True, True, False]), (3, 1, 1))
     total = float((values * token_weights(rows, aggregation, 5.0)).sum())
     assert total / denominator(rows, aggregation) == pytest.approx(expected)
 

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.algorithms.policy_gradient.actor_loss import ResponseRows
 from realhf.algorithms.policy_gradient.advantages import (
     ADVANTAGES,
     AdvantageInputs,
@@ -19,6 +18,7 @@ from realhf.algorithms.policy_gradient.advantages import (
 )
 from realhf.api.batch_meta import RowId
 from realhf.data.batch import Column, SequenceBatch
+from realhf.ops.rows import PackedRows
 
 # two responses to prompt 0, of two tokens and of one, and one response to prompt 1; one prompt token each
 LENGTHS = (3, 2, 2)
@@ -54,7 +54,7 @@ def inputs_of(n_rows: int = 3) -> AdvantageInputs:
     lengths = LENGTHS[:n_rows]
     mask = torch.tensor([False, True, True, False, True, False, True])[: sum(lengths)]
     row_of_token = torch.arange(n_rows).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
-    return AdvantageInputs(batch, REWARDS[: sum(lengths)], VALUES[: sum(lengths)], ResponseRows(mask, lengths),
+    return AdvantageInputs(batch, REWARDS[: sum(lengths)], VALUES[: sum(lengths)], PackedRows(mask, lengths),
                            row_of_token, discount=0.5, gae_lambda=0.5)  # fmt: skip
 
 

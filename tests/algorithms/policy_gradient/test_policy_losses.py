@@ -5,11 +5,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from realhf.algorithms.policy_gradient.actor_loss import ResponseRows, actor_loss
+from realhf.algorithms.policy_gradient.actor_loss import actor_loss
 from realhf.algorithms.policy_gradient.config import PolicyLoss, PPOConfig
 from realhf.algorithms.policy_gradient.policy_losses import POLICY_LOSSES, PolicyLossInputs
 from realhf.api.batch_meta import RowId
 from realhf.data.batch import Column, SequenceBatch
+from realhf.ops.rows import PackedRows
 
 LOGPROBS, RATIOS, ADVANTAGES = (-1.0, -2.0, -1.0), (1.5, 0.9, 0.5), (2.0, 2.0, -1.0)
 CLIP_LOW, CLIP_HIGH = 0.2, 0.3
@@ -49,7 +50,7 @@ def test_worked_case(name: str) -> None:
         return torch.zeros(5, dtype=torch.float64).masked_scatter(mask, values)
 
     log_ratio = packed(ratios.log() + logprobs - logprobs.detach())
-    rows = ResponseRows(mask, LENGTHS)
+    rows = PackedRows(mask, LENGTHS)
     inputs = PolicyLossInputs(packed(logprobs), log_ratio, packed(advantages), rows, CLIP_LOW, CLIP_HIGH)
     terms = POLICY_LOSSES[name].fn(inputs, WORKED[name].options)
     loss = terms.loss[mask]
