@@ -161,7 +161,7 @@ def ppo(root: Path, name: str, policy: str, models: Sequence[str]) -> list[Point
     gold: dict[int, list[float]] = {}
     for row in read_generations(run_gold):
         gold.setdefault(row["fields"]["step"], []).append(row["gold"])
-    return [{"step": step, "kl": metrics[step - 1]["actor_train/kl_per_answer"],
+    return [{"step": step, "kl": metrics[step - 1]["actor_train/kl_per_response"],
              "proxy": metrics[step - 1]["reward/mean"], "gold": mean(gold[step])} for step in judged]  # fmt: skip
 
 

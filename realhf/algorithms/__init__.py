@@ -1,5 +1,9 @@
-"""Floor 5: what to do with a batch. The interfaces by name; a user's own is ``my_file.py:MyInterface``."""
+"""Level 6: algorithms. The interfaces by name; a user's own is ``my_file.py:MyInterface``.
 
+This package and the option modules import no torch, because options are checked without it.
+"""
+
+import importlib
 import importlib.util
 import inspect
 from pathlib import Path
@@ -7,40 +11,32 @@ from typing import Any
 
 import cattrs
 
-from realhf.algorithms.policy_gradient.generation import Generate
-from realhf.algorithms.policy_gradient.ppo import PPOActor, PPOCritic
-from realhf.algorithms.policy_gradient.verifier import Verifier
-from realhf.algorithms.preference.dpo import DPO, DPOEvaluation
-from realhf.algorithms.reward_model.ensemble import EnsembleReward
-from realhf.algorithms.reward_model.reward_model import LabelledReward, PairedReward, RewardModel
-from realhf.algorithms.sft import SFT
-from realhf.algorithms.vineppo.vineppo import VineAdvantages, VineRollouts, VineValues
 from realhf.api.codec import from_plain
 from realhf.api.graph import InterfaceSpec
 from realhf.base.errors import did_you_mean
 from realhf.data.protocols import Interface, InterfaceContext
 
-INTERFACES: dict[str, type] = {
-    "dpo": DPO,
-    "dpo_evaluation": DPOEvaluation,
-    "ensemble": EnsembleReward,
-    "generation": Generate,
-    "labelled_rw": LabelledReward,
-    "paired_rw": PairedReward,
-    "ppo_actor": PPOActor,
-    "ppo_critic": PPOCritic,
-    "reward_model": RewardModel,
-    "sft": SFT,
-    "verifier": Verifier,
-    "vine_advantages": VineAdvantages,
-    "vine_rollouts": VineRollouts,
-    "vine_values": VineValues,
+INTERFACES: dict[str, str] = {
+    "dpo": "realhf.algorithms.preference.dpo:DPO",
+    "dpo_evaluation": "realhf.algorithms.preference.dpo:DPOEvaluation",
+    "ensemble": "realhf.algorithms.reward_model.ensemble:EnsembleReward",
+    "generation": "realhf.algorithms.policy_gradient.generation:Generate",
+    "labelled_rw": "realhf.algorithms.reward_model.reward_model:LabelledReward",
+    "paired_rw": "realhf.algorithms.reward_model.reward_model:PairedReward",
+    "ppo_actor": "realhf.algorithms.policy_gradient.ppo:PPOActor",
+    "ppo_critic": "realhf.algorithms.policy_gradient.ppo:PPOCritic",
+    "reward_model": "realhf.algorithms.reward_model.reward_model:RewardModel",
+    "sft": "realhf.algorithms.sft:SFT",
+    "verifier": "realhf.algorithms.policy_gradient.verifier:Verifier",
+    "vine_advantages": "realhf.algorithms.vineppo.vineppo:VineAdvantages",
+    "vine_rollouts": "realhf.algorithms.vineppo.vineppo:VineRollouts",
+    "vine_values": "realhf.algorithms.vineppo.vineppo:VineValues",
 }
-"""Every class has ``config_type``, a dataclass, and is built as ``cls(config, context)``."""
+"""Each class has ``config_type``, a dataclass, and is built as ``cls(config, context)``."""
 
 
 def interface_class(name: str) -> Any:
-    """Return the class that ``name`` stands for; ValueError when there is none."""
+    """Return the class of an interface; ValueError for an unknown name."""
     if ":" in name:
         return _from_file(*name.rsplit(":", 1))
     if name not in INTERFACES:
@@ -48,11 +44,12 @@ def interface_class(name: str) -> Any:
         raise ValueError(
             f"unknown interface '{name}'{did_you_mean(name, INTERFACES)} (known: {known}, or file.py:Class)"
         )
-    return INTERFACES[name]
+    module, _, cls = INTERFACES[name].partition(":")
+    return getattr(importlib.import_module(module), cls)
 
 
 def build_interface(spec: InterfaceSpec, context: InterfaceContext) -> Interface:
-    """Build the interface of an MFC on a worker; ValueError for an unknown name or a config that does not fit it."""
+    """Build the interface of an MFC; ValueError for an unknown name or an invalid config."""
     cls = interface_class(spec.name)
     try:
         config = from_plain(dict(spec.config), cls.config_type)

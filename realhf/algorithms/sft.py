@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from realhf.algorithms.policy_gradient.ppo_formulas import answer_mask
+from realhf.algorithms.policy_gradient.ppo_formulas import response_mask
 from realhf.algorithms.stats import stats_of
 from realhf.api.config import opt
 from realhf.api.messages import State, Stats
@@ -27,8 +27,8 @@ def token_weights(mask: Tensor, lengths: tuple[int, ...], seq_mean: bool) -> Ten
 
 
 def sft_loss(logprobs: Tensor, batch: SequenceBatch) -> Loss:
-    """Return the weighted negative log-likelihood; columns ``weights`` (float32) and ``answer_mask`` (uint8)."""
-    mask, weights = batch["answer_mask"].bool(), batch["weights"]
+    """Return the weighted negative log-likelihood; columns ``weights`` (float32) and ``response_mask`` (uint8)."""
+    mask, weights = batch["response_mask"].bool(), batch["weights"]
     nll = (-logprobs).masked_fill(~mask, 0.0)
     total = (nll * weights).sum()
     return Loss(total, {"loss": (total.detach(), weights.sum()), "nll": (nll.detach().sum(), mask.sum())})
@@ -48,7 +48,7 @@ class SFT:
 
     def train_step(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[Stats, State]:
         ready = self.with_weights(batch)
-        mask = ready.columns["answer_mask"]
+        mask = ready.columns["response_mask"]
         n_tokens = float(mask.data.sum())
         count = float(sum(bool(row.any()) for row in mask.rows())) if self.config.seq_mean else n_tokens
         stats = engine.train(ready, lambda outputs, part: sft_loss(outputs.logprobs(), part), count)
@@ -61,6 +61,6 @@ class SFT:
     def with_weights(self, batch: SequenceBatch) -> SequenceBatch:
         """Return what the loss reads."""
         lengths = batch.lengths("tokens")
-        mask = answer_mask(batch["prompt_mask"], lengths)
-        ready = batch.only(("tokens",)).with_tokenwise("answer_mask", mask.byte())
+        mask = response_mask(batch["prompt_mask"], lengths)
+        ready = batch.only(("tokens",)).with_tokenwise("response_mask", mask.byte())
         return ready.with_tokenwise("weights", token_weights(mask, lengths, self.config.seq_mean))

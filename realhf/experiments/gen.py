@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.codec import to_plain
-from realhf.api.config import ExperimentConfig, GenerationConfig, MFCConfig, ModelSpec, PPOConfig, RewardConfig, opt
+from realhf.api.config import ExperimentConfig, GenerationConfig, MFCConfig, ModelSpec, RewardConfig, opt
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.experiments.options.sampling import sampling_problems

@@ -1,27 +1,28 @@
-"""Algorithms without a critic that differ from PPO by their options alone: GRPO, RLOO, REINFORCE++."""
+"""Algorithms without a critic that differ from PPO only in their options: GRPO, RLOO, REINFORCE++."""
 
 from dataclasses import dataclass
 
-from realhf.api.config import Advantage, KLEstimator, KLPlace, LossAggregation, PolicyLoss, PPOConfig, opt
+from realhf.algorithms.policy_gradient.config import Advantage, PolicyLoss, PPOConfig
+from realhf.api.config import KLEstimator, KLPlace, LossAggregation, opt
 from realhf.experiments.ppo_math import PPOMathExperiment
 
 
 def grpo() -> PPOConfig:
-    """Shao et al. 2024 (arXiv 2402.03300, sec. 4.1): normalised in the group, every answer alike, KL in the loss."""
-    return PPOConfig(group_size=8, disable_value=True, advantage=Advantage.group, adv_norm=False,
-                     loss_aggregation=LossAggregation.seq_mean, kl_in=KLPlace.loss, kl_loss_estimator=KLEstimator.k3, kl_ctl=0.04,
-                     ppo_n_minibatches=1)  # fmt: skip
+    """Shao et al. 2024 (arXiv 2402.03300, sec. 4.1): group-normalised scores, mean over responses, KL in the loss."""
+    return PPOConfig(group_size=8, disable_value=True, advantage=Advantage["group"], adv_norm=False,
+                     loss_aggregation=LossAggregation.seq_mean, kl_in=KLPlace.loss, kl_loss_estimator=KLEstimator.k3,
+                     kl_ctl=0.04, ppo_n_minibatches=1)  # fmt: skip
 
 
 def rloo() -> PPOConfig:
-    """Ahmadian et al. 2024 (arXiv 2402.14740): an answer against the mean of the others, KL in the reward."""
-    return PPOConfig(group_size=4, disable_value=True, advantage=Advantage.rloo, adv_norm=False,
-                     policy_loss=PolicyLoss.reinforce, loss_aggregation=LossAggregation.seq_sum, kl_ctl=0.05,
+    """Ahmadian et al. 2024 (arXiv 2402.14740): leave-one-out baseline, KL in the reward."""
+    return PPOConfig(group_size=4, disable_value=True, advantage=Advantage["rloo"], adv_norm=False,
+                     policy_loss=PolicyLoss["reinforce"], loss_aggregation=LossAggregation.seq_sum, kl_ctl=0.05,
                      ppo_n_minibatches=1)  # fmt: skip
 
 
 def reinforce_pp() -> PPOConfig:
-    """Hu 2025 (arXiv 2501.03262): returns with the KL of every token, normalised over the batch, PPO's clip."""
+    """Hu 2025 (arXiv 2501.03262): returns with the per-token KL, normalised over the batch, PPO's clipping."""
     return PPOConfig(group_size=4, disable_value=True, kl_ctl=0.01)
 
 

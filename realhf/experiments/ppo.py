@@ -2,18 +2,9 @@
 
 from dataclasses import dataclass, replace
 
+from realhf.algorithms.policy_gradient.config import Advantage, PPOConfig
 from realhf.api.codec import to_plain
-from realhf.api.config import (
-    Advantage,
-    EvaluationConfig,
-    ExperimentConfig,
-    GenerationConfig,
-    KLPlace,
-    MFCConfig,
-    ModelSpec,
-    PPOConfig,
-    opt,
-)
+from realhf.api.config import EvaluationConfig, ExperimentConfig, GenerationConfig, KLPlace, MFCConfig, ModelSpec, opt
 from realhf.api.config.ensemble import EnsembleConfig
 from realhf.api.config.preference import RewardModelType, ScoreConfig
 from realhf.api.experiment import RoleSpec, Task
@@ -175,7 +166,7 @@ class PPOExperiment(ExperimentConfig):
              "ref has options, but neither ref.path nor ref.config says which model it is"),
             (_is_given(self.critic) or not self.critic.init_from_scratch,
              "critic.init_from_scratch=True needs critic.config=FOLDER_OR_JSON"),
-            (self.ppo.advantage is not Advantage.process or _is_given(self.prm),
+            (self.ppo.advantage is not Advantage["process"] or _is_given(self.prm),
              "ppo.advantage=process needs a process reward model: set prm.path"),
             (self.max_staleness >= 0, f"max_staleness must not be negative, got {self.max_staleness}"),
         ]  # fmt: skip

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.codec import to_plain
-from realhf.api.config import ExperimentConfig, GenerationConfig, MFCConfig, ModelSpec, PPOConfig, RewardConfig, opt
+from realhf.api.config import ExperimentConfig, GenerationConfig, MFCConfig, ModelSpec, RewardConfig, opt
 from realhf.api.config.ensemble import EnsembleConfig
 from realhf.api.config.preference import ScoreConfig
 from realhf.api.experiment import RoleSpec, Task

@@ -2,15 +2,16 @@
 
 from dataclasses import dataclass
 
+from realhf.algorithms.policy_gradient.config import Advantage, PPOConfig, VineConfig
 from realhf.api.codec import to_plain
-from realhf.api.config import Advantage, KLPlace, LossAggregation, MFCConfig, PPOConfig, RewardConfig, VineConfig, opt
+from realhf.api.config import KLPlace, LossAggregation, MFCConfig, RewardConfig, opt
 from realhf.api.graph import MFC, InterfaceSpec, Kind
 from realhf.experiments.ppo_math import PPOMathExperiment
 
 
 def vineppo() -> PPOConfig:
     """Kazemnejad et al. 2024 (arXiv 2410.01679) and its code: answers of 8, KL in the loss summed over an answer."""
-    return PPOConfig(group_size=8, disable_value=True, advantage=Advantage.precomputed, adv_norm_unbiased=True,
+    return PPOConfig(group_size=8, disable_value=True, advantage=Advantage["precomputed"], adv_norm_unbiased=True,
                      kl_in=KLPlace.loss, kl_ctl=1e-4, kl_loss_aggregation=LossAggregation.seq_sum, kl_loss_clip=10.0,
                      mask_no_eos_with_zero=True)  # fmt: skip
 

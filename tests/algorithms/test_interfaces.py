@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from realhf.algorithms import INTERFACES, build_interface
+from realhf.algorithms import INTERFACES, build_interface, interface_class
+from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.algorithms.policy_gradient.ppo import PPOActor
 from realhf.algorithms.policy_gradient.verifier import VerifierConfig
 from realhf.api.codec import to_plain
-from realhf.api.config import PPOConfig
 from realhf.api.graph import InterfaceSpec
 from realhf.data.protocols import InterfaceContext
 
@@ -35,9 +35,9 @@ class Bare:
 
 @pytest.mark.parametrize("name", sorted(INTERFACES))
 def test_every_interface_is_built_from_its_defaults(name):
-    assert is_dataclass(INTERFACES[name].config_type)
-    interface = build_interface(InterfaceSpec(name, to_plain(INTERFACES[name].config_type())), CONTEXT)
-    assert isinstance(interface, INTERFACES[name])
+    cls = interface_class(name)
+    assert is_dataclass(cls.config_type)
+    assert isinstance(build_interface(InterfaceSpec(name, to_plain(cls.config_type())), CONTEXT), cls)
 
 
 def test_the_config_arrives():

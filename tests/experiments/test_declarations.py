@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.config import (
     DatasetConfig,
     EvaluationConfig,
@@ -12,7 +13,6 @@ from realhf.api.config import (
     KLPlace,
     MFCConfig,
     ModelSpec,
-    PPOConfig,
 )
 from realhf.api.config.ensemble import EnsembleConfig
 from realhf.api.config.preference import DPOConfig, PreferenceLoss, RewardModelType, RWConfig
@@ -188,8 +188,8 @@ def test_trials_of_ensembles_and_of_strict_verifiers() -> None:
 @pytest.mark.parametrize(
     ("evaluation", "start"),
     [
-        (EvaluationConfig(n=4), "evaluation.n=4: greedy answers are all the same"),
-        (EvaluationConfig(n=4, greedy=False, temperature=0.0), "evaluation.n=4: greedy answers are all the same"),
+        (EvaluationConfig(n=4), "evaluation.n=4: greedy responses are all the same"),
+        (EvaluationConfig(n=4, greedy=False, temperature=0.0), "evaluation.n=4: greedy responses are all the same"),
         (EvaluationConfig(n=0), "evaluation.n must be positive, got 0"),
         (EvaluationConfig(top_p=2.0), "evaluation.top_p must be in (0, 1]"),
     ],
@@ -199,7 +199,9 @@ def test_what_an_evaluation_refuses(evaluation: EvaluationConfig, start: str) ->
     (problem,) = PPOExperiment(evaluation=evaluation, dataset=held_out).problems()
     assert problem.startswith(start)
     assert PPOExperiment(evaluation=EvaluationConfig(4, False), dataset=held_out).problems() == []
-    assert PPOExperiment(evaluation=evaluation).problems()[0].startswith("evaluation has options, but no rows are held")
+    assert (
+        PPOExperiment(evaluation=evaluation).problems()[0].startswith("evaluation has options, but there are no held")
+    )
 
 
 def test_ppo_math_has_a_verifier_and_its_data_depends_on_it(tmp_path: Path) -> None:

@@ -5,14 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from realhf.api.config import (
-    DatasetConfig,
-    GenerationConfig,
-    MFCConfig,
-    ModelSpec,
-    PPOConfig,
-    RewardConfig,
-)
+from realhf.algorithms.policy_gradient.config import PPOConfig
+from realhf.api.config import DatasetConfig, GenerationConfig, MFCConfig, ModelSpec, RewardConfig
 from realhf.api.config.ensemble import EnsembleConfig, Objective
 from realhf.api.config.preference import ScoreConfig
 from realhf.api.experiment import Task

@@ -1,101 +1,176 @@
-"""Advantages without a critic: an answer is compared with other answers to its prompt.
+"""Advantage estimators. Each entry of ``ADVANTAGES`` is a value of the option ``ppo.advantage``.
 
-Scores are ``[B]``, one per answer; rows that share a number of ``group_of_row`` answer the same prompt.
+This module imports no torch, because options are checked without it: estimators use methods of tensors.
+Scores are ``[B]``, one per response; rows with the same number in ``group_of_row`` are responses to the same prompt.
 """
 
+from __future__ import annotations
+
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from realhf.algorithms.policy_gradient.components import Component
+from realhf.api.config.option import opt
 
-from realhf.api.config import GroupStd
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from realhf.algorithms.policy_gradient.config import PPOConfig
+    from realhf.data.batch import SequenceBatch
+    from realhf.ops.rows import PackedRows
 
 GROUP_EPS = 1e-5
 
 
-def group_sums(scores: Tensor, group_of_row: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the sum of every row's group and its size, ``[B]`` float64 each."""
-    _, index = torch.tensor(group_of_row, dtype=torch.int64).unique(return_inverse=True)
-    table = torch.zeros(2, len(group_of_row), dtype=torch.float64)
-    # on the CPU, where the order of additions is fixed
-    values = torch.stack([scores.double().cpu(), torch.ones(len(group_of_row), dtype=torch.float64)])
-    sums, sizes = table.index_add(1, index, values)[:, index].to(scores.device)
-    return sums, sizes
+class GroupStd(Enum):
+    population = "population"
+    sample = "sample"
+    none = "none"
+
+
+@dataclass
+class GroupOptions:
+    std: GroupStd = opt(GroupStd.population, "divisor: population or sample standard deviation, or none (Dr. GRPO)")
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """The rows of a training batch. ``rewards`` and ``values`` are ``[T]``, ``row_of_token`` is ``[T]`` int64."""
+
+    batch: SequenceBatch
+    rewards: Tensor
+    values: Tensor
+    rows: PackedRows
+    row_of_token: Tensor
+    discount: float
+    gae_lambda: float
+
+    @property
+    def groups(self) -> list[int]:
+        return [row.prompt for row in self.batch.ids]
+
+    @property
+    def scores(self) -> Tensor:
+        """Return of each response, ``[B]``."""
+        return self.rows.sums(self.rewards)
+
+    def per_token(self, advantages_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the advantages and the scores of the rows at all their tokens, ``[T]`` each."""
+        return advantages_B[self.row_of_token], self.scores[self.row_of_token]
+
+
+Advantages = tuple["Tensor", "Tensor"]
+"""Advantages and returns of actions, ``[T]`` each."""
+
+
+def gae(x: AdvantageInputs, _: None) -> Advantages:
+    from realhf.ops.gae import packed_gae
+
+    truncated = x.batch["truncated"].bool()
+    return packed_gae(x.rewards, x.values, x.rows.lengths, truncated, x.discount, x.gae_lambda)
+
+
+def group(x: AdvantageInputs, options: GroupOptions) -> Advantages:
+    return x.per_token(group_advantages(x.scores, x.groups, options.std))
+
+
+def rloo(x: AdvantageInputs, _: None) -> Advantages:
+    return x.per_token(leave_one_out(x.scores, x.groups))
+
+
+def greedy_baseline(x: AdvantageInputs, _: None) -> Advantages:
+    return x.per_token(x.scores - x.batch["baseline"])
+
+
+def precomputed(x: AdvantageInputs, _: None) -> Advantages:
+    return x.batch["advantages"], x.scores[x.row_of_token]
+
+
+def process(x: AdvantageInputs, _: None) -> Advantages:
+    """Return the sum of the normalised step rewards from each token on; ``step_rewards`` is 0 except at step ends.
+
+    All step rewards of a group are normalised together, by their population standard deviation.
+    """
+    rewards = x.batch["step_rewards"]
+    result = rewards.double().new_zeros(len(rewards))
+    groups = x.row_of_token.new_tensor(x.groups)[x.row_of_token]
+    for number in sorted(set(x.groups)):
+        at = (rewards > 0) & (groups == number)
+        steps = rewards[at].double()
+        if len(steps) and steps.min() < steps.max():
+            result[at] = (steps - steps.mean()) / (steps.std(correction=0) + GROUP_EPS)
+    for row in result.split(x.rows.lengths):
+        row.copy_(row.flip(0).cumsum(0).flip(0))
+    return result.to(rewards.dtype), x.scores[x.row_of_token]
+
+
+def check_no_critic(ppo: PPOConfig) -> list[str]:
+    return (
+        [] if ppo.disable_value else [f"ppo.advantage={ppo.advantage.value} uses no critic: set ppo.disable_value=True"]
+    )
+
+
+def check_group(ppo: PPOConfig) -> list[str]:
+    problem = f"ppo.advantage={ppo.advantage.value} compares responses: it needs ppo.group_size > 1"
+    return ([] if ppo.group_size > 1 else [problem]) + check_no_critic(ppo)
+
+
+ADVANTAGES: dict[str, Component[AdvantageInputs, Advantages]] = {
+    "gae": Component(gae, "generalised advantage estimation (arXiv 1506.02438, eq. 16)"),
+    "group": Component(
+        group, "score normalised over the group (GRPO, arXiv 2402.03300, sec. 4.1.2)", GroupOptions, check_group
+    ),
+    "rloo": Component(rloo, "leave-one-out baseline (RLOO, arXiv 2402.14740, sec. 3.2)", check=check_group),
+    "greedy_baseline": Component(
+        greedy_baseline, "reward of the greedy response as baseline (ReMax, arXiv 2310.10505)", check=check_no_critic
+    ),
+    "precomputed": Component(
+        precomputed, "column 'advantages' of the graph (VinePPO, arXiv 2410.01679)", check=check_no_critic
+    ),
+    "process": Component(
+        process, "normalised step rewards (GRPO with a PRM, arXiv 2402.03300, sec. 4.1.3)", check=check_no_critic
+    ),
+}
 
 
 def group_advantages(scores: Tensor, group_of_row: Sequence[int], std: GroupStd) -> Tensor:
     """Return ``(score - mean of the group) / (std of the group + 1e-5)``, ``[B]`` in the dtype of ``scores``.
 
-    GRPO (Shao et al. 2024, arXiv 2402.03300, sec. 4.1.2). ``population`` divides squares by n, ``sample`` by n - 1;
-    ``none`` only centres (Dr. GRPO, arXiv 2503.20783). 0 in groups whose scores are all equal, and in those of one.
+    ``population`` divides squares by n, ``sample`` by n - 1; ``none`` only subtracts the mean (Dr. GRPO, arXiv
+    2503.20783). The advantage is 0 in groups of one and in groups whose scores are all equal.
     """
     sums, sizes = group_sums(scores, group_of_row)
     centred = scores.double() - sums / sizes
-    same = equal_in_group(scores, group_of_row)
     if std is not GroupStd.none:
         squares, _ = group_sums(centred.square(), group_of_row)
         variance = squares / (sizes if std is GroupStd.population else (sizes - 1).clamp(min=1.0))
         centred = centred / (variance.sqrt() + GROUP_EPS)
-    return centred.masked_fill(same, 0.0).to(scores.dtype)
+    is_equal = scores.new_tensor(equal_in_group(scores, group_of_row)).bool()
+    return centred.masked_fill(is_equal, 0.0).to(scores.dtype)
 
 
 def leave_one_out(scores: Tensor, group_of_row: Sequence[int]) -> Tensor:
-    """Return the score minus the mean of the group's other scores, ``[B]``; 0 in groups of one.
-
-    RLOO (Ahmadian et al. 2024, arXiv 2402.14740, sec. 3.2).
-    """
+    """Return the score minus the mean of the group's other scores, ``[B]``; 0 in groups of one."""
     sums, sizes = group_sums(scores, group_of_row)
     others = (sums - scores.double()) / (sizes - 1).clamp(min=1.0)
     return (scores.double() - others).masked_fill(sizes == 1, 0.0).to(scores.dtype)
 
 
-def equal_in_group(scores: Tensor, group_of_row: Sequence[int]) -> Tensor:
-    """Tell of every row whether all scores of its group are the same, ``[B]`` bool."""
-    lowest: dict[int, float] = {}
-    highest: dict[int, float] = {}
-    for group, score in zip(group_of_row, scores.tolist(), strict=True):
-        lowest[group] = min(score, lowest.get(group, score))
-        highest[group] = max(score, highest.get(group, score))
-    same = [lowest[group] == highest[group] for group in group_of_row]
-    return torch.tensor(same, dtype=torch.bool, device=scores.device)
+def group_sums(scores: Tensor, group_of_row: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return the sum and the size of each row's group, ``[B]`` float64. Adds in the order of rows, on the CPU."""
+    sums, sizes = dict.fromkeys(group_of_row, 0.0), Counter(group_of_row)
+    for number, score in zip(group_of_row, scores.double().tolist(), strict=True):
+        sums[number] += score
+    new = scores.double().new_tensor
+    return new([sums[number] for number in group_of_row]), new([float(sizes[number]) for number in group_of_row])
 
 
-def process_advantages(
-    step_rewards: Tensor, step_ends: Tensor, lengths: Sequence[int], group_of_row: Sequence[int]
-) -> Tensor:
-    """Return at every token the sum of the normalised rewards of the steps that end there or later, ``[T]``.
-
-    ``step_rewards`` is ``[T]``, read where ``step_ends`` is nonzero. Rewards of all steps of a group are normalised
-    together, by their population standard deviation (GRPO with process supervision, arXiv 2402.03300, sec. 4.1.3).
-    """
-    ends = step_ends.bool()
-    normalised = torch.zeros(step_rewards.shape, dtype=torch.float64, device=step_rewards.device)
-    number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
-    groups = torch.tensor(group_of_row, dtype=torch.int64)[number].to(step_rewards.device)
-    for group in sorted(set(group_of_row)):
-        where = ends & (groups == group)
-        some = step_rewards[where].double()
-        if len(some) and some.min() < some.max():
-            normalised[where] = (some - some.mean()) / (some.std(correction=0) + GROUP_EPS)
-    rows = [row.flip(0).cumsum(0).flip(0) for row in normalised.split(tuple(lengths))]
-    return torch.cat(rows).to(step_rewards.dtype) if rows else step_rewards
-
-
-def whiten(advantages: Tensor, mask: Tensor, sums: Tensor) -> Tensor:
-    """Return ``(A - mean) / sqrt(var + 1e-8)`` with the unbiased variance, 0 where masked.
-
-    As VinePPO has it (arXiv 2410.01679, its code). ``sums`` is that of ``masked_sums`` over all ranks.
-    """
-    total, squares, count = sums.tolist()
-    mean = total / max(count, 1.0)
-    variance = max(squares - count * mean**2, 0.0) / max(count - 1.0, 1.0)
-    return ((advantages.double() - mean) / (variance + 1e-8) ** 0.5).masked_fill(~mask.bool(), 0.0).to(advantages.dtype)
-
-
-def overlong_penalties(lengths: Tensor, longest: int, buffer: int, penalty: float) -> Tensor:
-    """Return what answers of ``lengths`` tokens (``[B]``) lose: from 0 at ``longest - buffer`` to -penalty at the end.
-
-    Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13).
-    """
-    over = (lengths.float() - (longest - buffer)) / buffer
-    return -penalty * over.clamp(0.0, 1.0)
+def equal_in_group(scores: Tensor, group_of_row: Sequence[int]) -> list[bool]:
+    """Return for each row whether all scores of its group are equal."""
+    distinct: dict[int, set[float]] = {}
+    for number, score in zip(group_of_row, scores.tolist(), strict=True):
+        distinct.setdefault(number, set()).add(score)
+    return [len(distinct[number]) == 1 for number in group_of_row]

@@ -1,4 +1,4 @@
-"""Answers to prompts: the interface of ``gen``, and what PPO's rollout shares with it."""
+"""Sampling of responses: the interface ``generation``, and what the PPO actor shares with it."""
 
 from realhf.algorithms.stats import mean_of
 from realhf.api.config import GenerationConfig
@@ -8,28 +8,28 @@ from realhf.data.protocols import Engine, InterfaceContext
 
 
 def train_temperature(config: GenerationConfig) -> float:
-    """Temperature of the log-probabilities that go with ``config``: 1 where answers are drawn greedily."""
+    """Return the temperature of log-probabilities in training: that of sampling, 1 with greedy decoding."""
     return 1.0 if config.greedy or config.temperature == 0.0 else config.temperature
 
 
 def sample_responses(
     engine: Engine, batch: SequenceBatch, config: GenerationConfig, n: int, seed: int
 ) -> tuple[SequenceBatch, Stats]:
-    """Draw ``n`` answers to every row of column ``prompts``; columns as in Engine.generate.
+    """Sample ``n`` responses to every row of column ``prompts``; columns as in Engine.generate.
 
-    Statistics: tokens per answer (its stop token included), share of answers without a stop token, tokens per prompt.
+    Statistics: ``response_length`` (tokens including the stop token), ``truncated`` (fraction of responses without a
+    stop token), ``prompt_length``.
     """
-    answers = engine.generate(batch.only(("prompts",)), config, n, seed)
-    stats = {
-        "answer_length": (float((answers["prompt_mask"] == 0).sum()), float(len(answers))),
-        "truncated": mean_of(answers["truncated"]),
+    responses = engine.generate(batch.only(("prompts",)), config, n, seed)
+    return responses, {
+        "response_length": (float((responses["prompt_mask"] == 0).sum()), float(len(responses))),
+        "truncated": mean_of(responses["truncated"]),
         "prompt_length": (float(sum(batch.lengths("prompts"))), float(len(batch))),
     }
-    return answers, stats
 
 
 class Generate:
-    """Draws ``config.n`` answers per prompt."""
+    """Samples ``config.n`` responses per prompt."""
 
     config_type = GenerationConfig
 

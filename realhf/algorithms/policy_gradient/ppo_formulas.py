@@ -1,8 +1,8 @@
-"""The formulas of PPO as pure functions (Schulman et al. 2017, arXiv 1707.06347, and the tricks of RLHF).
+"""The formulas of PPO as pure functions (Schulman et al. 2017, arXiv 1707.06347, and its extensions for RLHF).
 
-Every packed column is ``[T]``: one element per token, prompt and answer, 0 at a row's first token. Element t of a
+Packed columns are ``[T]``: one element per token of prompt and response, 0 at a row's first token. Element t of a
 column of actions (log-probabilities, rewards, advantages, returns, masks) belongs to the action that produced token t;
-element t of a column of states (values) to the state after token t, in which token t+1 is chosen.
+element t of a column of states (values) belongs to the state after token t, in which token t+1 is chosen.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,38 +13,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realhf.api.config import PPOConfig, ValueNormType
+from realhf.algorithms.policy_gradient.config import PPOConfig
+from realhf.api.config import ValueNormType
 from realhf.api.messages import State
 from realhf.data.protocols import Loss
+from realhf.ops.rows import per_token
 
 HUBER_DELTA = 10.0
-VARIANCE_FLOOR = 1e-2
+MIN_VARIANCE = 1e-2
 VALUE_CLIP = 5.0
 
 
-def answer_mask(prompt_mask: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return ``[T]`` bool: 1 on answer tokens, never on a row's first token, which was produced by no action."""
+def response_mask(prompt_mask: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return ``[T]`` bool: True on response tokens, except on a row's first token, which no action produced."""
     starts = [end - n for end, n in zip(accumulate(lengths), lengths, strict=True)]
     return (prompt_mask == 0).index_fill(0, torch.tensor(starts, dtype=torch.int64, device=prompt_mask.device), False)
 
 
-def per_token(rows: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Repeat each row's scalar (``[B]``) over its tokens, ``[T]``."""
-    return rows.repeat_interleave(torch.tensor(lengths, dtype=torch.int64, device=rows.device))
+def loss_mask(mask: Tensor, truncated: Tensor, lengths: Sequence[int], mask_too_long: bool) -> Tensor:
+    """Return the trained tokens, ``[T]`` bool: the response mask, without truncated rows if ``mask_too_long``."""
+    return mask & ~per_token(truncated.bool(), lengths) if mask_too_long else mask
 
 
-def loss_mask(answers: Tensor, truncated: Tensor, lengths: Sequence[int], mask_too_long: bool) -> Tensor:
-    """Return ``[T]`` bool, the tokens that are trained on: answers, without truncated rows when ``mask_too_long``."""
-    return answers & ~per_token(truncated.bool(), lengths) if mask_too_long else answers
+def overlong_penalties(lengths: Tensor, max_length: int, buffer: int, penalty: float) -> Tensor:
+    """Return the penalties of responses of ``lengths`` tokens, ``[B]``: 0 up to ``max_length - buffer``, then linear
+    to ``-penalty`` at ``max_length``.
+
+    Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13).
+    """
+    over = (lengths.float() - (max_length - buffer)) / buffer
+    return -penalty * over.clamp(0.0, 1.0)
 
 
 def token_rewards(
     kl: Tensor, rewards: Tensor, truncated: Tensor, lengths: Sequence[int], kl_coef: float, config: PPOConfig
 ) -> Tensor:
-    """Return the reward of every token, ``[T]``: ``-kl_coef * kl``, and the clipped score on a row's last token.
+    """Return the reward of every token, ``[T]``: ``-kl_coef * kl``, plus the clipped score on a row's last token.
 
-    ``kl`` is log p - log ref on answer tokens and 0 elsewhere; ``rewards`` and ``truncated`` are ``[B]``. With
-    ``mask_no_eos_with_zero`` a truncated answer gets score 0 (its KL penalty stays).
+    ``kl`` is 0 outside of responses; ``rewards`` and ``truncated`` are ``[B]``. With ``mask_no_eos_with_zero`` the
+    score of a truncated response is 0 (its KL penalty remains).
     """
     scores = rewards.clamp(-config.max_reward_clip, config.max_reward_clip)
     if config.mask_no_eos_with_zero:
@@ -53,8 +60,19 @@ def token_rewards(
     return (-kl_coef * kl).index_add(0, last, scores.to(kl.dtype))
 
 
+def whiten(advantages: Tensor, mask: Tensor, sums: Tensor) -> Tensor:
+    """Return ``(A - mean) / sqrt(var + 1e-8)`` with the unbiased variance, 0 where masked, as the code of VinePPO does.
+
+    ``sums`` is the result of ``masked_sums``, reduced over ranks.
+    """
+    total, squares, count = sums.tolist()
+    mean = total / max(count, 1.0)
+    variance = max(squares - count * mean**2, 0.0) / max(count - 1.0, 1.0)
+    return ((advantages.double() - mean) / (variance + 1e-8) ** 0.5).masked_fill(~mask.bool(), 0.0).to(advantages.dtype)
+
+
 def to_states(actions: Tensor) -> Tensor:
-    """Move every action's element to the state it was chosen in: token t+1's to t. Needs 0 at rows' first tokens."""
+    """Move each action's element to the state before it, from t+1 to t. Needs 0 at the first token of rows."""
     return actions.roll(-1)
 
 
@@ -68,7 +86,7 @@ def critic_loss(values: Tensor, old_values: Tensor, targets: Tensor, mask: Tenso
     """Return the sum over ``mask`` of the larger loss of ``v`` and of ``clip(v, v_old +- value_eps_clip)``.
 
     The loss is ``0.5 (v - target)^2``, or huber. All inputs are ``[T]`` columns of states, in normalised units.
-    Monitors: ``critic_loss`` and ``value_clip_ratio``, the share of values where the clipped branch is larger.
+    Statistics: ``critic_loss`` and ``value_clip_fraction``, the fraction of values whose clipped loss is larger.
     """
     mask = mask.bool()
     error = huber if config.value_loss_type == "huber" else lambda e: 0.5 * e.square()
@@ -76,9 +94,9 @@ def critic_loss(values: Tensor, old_values: Tensor, targets: Tensor, mask: Tenso
     plain, clipped = error(values - targets), error(limited - targets)
     total = torch.maximum(plain, clipped).masked_fill(~mask, 0.0).sum()
     count = mask.sum()
-    beyond = (values - old_values).abs() > config.value_eps_clip  # old + (new - old) may miss new by a last bit
+    beyond = (values - old_values).abs() > config.value_eps_clip  # old + (new - old) can differ from new by rounding
     flat = (clipped > plain) & beyond & mask
-    stats = {"critic_loss": (total.detach(), count), "value_clip_ratio": (flat.sum(), count)}
+    stats = {"critic_loss": (total.detach(), count), "value_clip_fraction": (flat.sum(), count)}
     return Loss(total, stats)
 
 
@@ -86,8 +104,8 @@ def critic_loss(values: Tensor, old_values: Tensor, targets: Tensor, mask: Tenso
 class ValueNorm:
     """Running mean and variance of returns. ``first`` and ``second`` are moments times ``weight``.
 
-    ``exp``: moving averages with decay ``beta``, ``weight`` undoes the start at 0; ``ma``: sums over all history.
-    The variance is at least 1e-2, also before anything was seen.
+    ``exp``: moving averages with decay ``beta``, where ``weight`` corrects the bias of the start at 0; ``ma``: sums
+    over all steps. The variance is at least 1e-2.
     """
 
     type: ValueNormType
@@ -99,7 +117,7 @@ class ValueNorm:
 
     @staticmethod
     def load(config: PPOConfig, state: Mapping[str, Any]) -> "ValueNorm":
-        """Build from what ``dump`` wrote; an empty state means that nothing was seen."""
+        """Build from the result of ``dump``; an empty state has no statistics yet."""
         moments = {k: float(state[k]) for k in ("first", "second", "weight") if k in state}
         return ValueNorm(config.value_norm_type, config.value_norm_beta, config.value_norm_eps, **moments)
 
@@ -112,10 +130,10 @@ class ValueNorm:
 
     @property
     def std(self) -> float:
-        return max(self.second / max(self.weight, self.eps) - self.mean**2, VARIANCE_FLOOR) ** 0.5
+        return max(self.second / max(self.weight, self.eps) - self.mean**2, MIN_VARIANCE) ** 0.5
 
     def update(self, sums: Tensor) -> "ValueNorm":
-        """Take in global (sum, sum of squares, count) of returns, ``[3]`` float64; a count of 0 changes nothing."""
+        """Add the global (sum, sum of squares, count) of returns, ``[3]`` float64; no change for a count of 0."""
         total, squares, count = sums.tolist()
         if count == 0:
             return self
@@ -130,7 +148,7 @@ class ValueNorm:
         )
 
     def normalise(self, returns: Tensor) -> Tensor:
-        """Return targets of the critic, within +-5."""
+        """Return the targets of the critic, clamped to +-5."""
         return self.raw(returns).clamp(-VALUE_CLIP, VALUE_CLIP)
 
     def raw(self, values: Tensor) -> Tensor:

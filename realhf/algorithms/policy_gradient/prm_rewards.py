@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from realhf.api.config import Delta, PRMRewardConfig
+from realhf.algorithms.policy_gradient.config import PRMRewardConfig
+from realhf.api.config import Delta
 from realhf.api.config.preference import Aggregate
 
 BATCH_MEAN = "batch_mean"

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from realhf.algorithms.policy_gradient.filter import attach_rewards_and_filter
+from realhf.algorithms.policy_gradient.config import PPOConfig
+from realhf.algorithms.policy_gradient.rewards import attach_rewards_and_filter
 from realhf.algorithms.stats import mean_of
-from realhf.api.config import PPOConfig, RewardConfig, opt
+from realhf.api.config import RewardConfig, opt
 from realhf.api.messages import State, Stats
 from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import Engine, InterfaceContext

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from realhf.algorithms.policy_gradient.ppo_formulas import answer_mask
+from realhf.algorithms.policy_gradient.ppo_formulas import response_mask
 from realhf.algorithms.preference.pairs import pairs_of
 from realhf.algorithms.preference.preference_loss import kl_reference, kto_loss, pair_loss, pair_stats, sequence_sums
 from realhf.algorithms.stats import stats_of
@@ -79,17 +79,17 @@ class DPOEvaluation(DPO):
 
 
 def with_answers(batch: SequenceBatch) -> SequenceBatch:
-    """Return what a loss reads: ``answer_mask`` per token, ``n_tokens`` per row, and the scalars that there are."""
+    """Return what a loss reads: ``response_mask`` per token, ``n_tokens`` per row, and the scalars that there are."""
     lengths = batch.lengths("tokens")
-    mask = answer_mask(batch["prompt_mask"], lengths)
-    ready = batch.only(("tokens", *(key for key in KEPT if key in batch.columns))).with_tokenwise("answer_mask", mask)
+    mask = response_mask(batch["prompt_mask"], lengths)
+    ready = batch.only(("tokens", *(key for key in KEPT if key in batch.columns))).with_tokenwise("response_mask", mask)
     return ready.with_scalars("n_tokens", sequence_sums(mask.float(), mask, lengths))
 
 
 def sums_of(outputs: Outputs, batch: SequenceBatch) -> Tensor:
     """Return the log-probability of every answer, ``[B]`` float32, in nats."""
-    return sequence_sums(outputs.logprobs(), batch["answer_mask"], batch.lengths("tokens"))
+    return sequence_sums(outputs.logprobs(), batch["response_mask"], batch.lengths("tokens"))
 
 
 def logprob_sums(engine: Engine, batch: SequenceBatch) -> Tensor:
-    return engine.forward(batch.only(("tokens", "answer_mask")), sums_of)
+    return engine.forward(batch.only(("tokens", "response_mask")), sums_of)

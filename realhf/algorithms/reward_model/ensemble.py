@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from realhf.algorithms.policy_gradient.filter import attach_rewards_and_filter
+from realhf.algorithms.policy_gradient.config import PPOConfig
+from realhf.algorithms.policy_gradient.rewards import attach_rewards_and_filter
 from realhf.algorithms.stats import mean_of
-from realhf.api.config import PPOConfig, opt
+from realhf.api.config import opt
 from realhf.api.config.ensemble import EnsembleConfig
 from realhf.api.messages import State, Stats
 from realhf.data.batch import SequenceBatch

@@ -5,14 +5,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from realhf.algorithms.policy_gradient.filter import attach_rewards_and_filter
+from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.algorithms.policy_gradient.prm_rewards import aggregate, on_tokens
+from realhf.algorithms.policy_gradient.rewards import attach_rewards_and_filter
 from realhf.algorithms.preference.pairs import pairs_of, ranked_pairs
 from realhf.algorithms.reward_model.reward_loss import comparison_loss, label_loss
 from realhf.algorithms.reward_model.step_splitter import SPLITTERS
 from realhf.algorithms.stats import mean_of, stats_of
 from realhf.algorithms.vineppo.vineppo_formulas import step_starts
-from realhf.api.config import PPOConfig, opt
+from realhf.api.config import opt
 from realhf.api.config.preference import RewardModelType, RWConfig, ScoreConfig
 from realhf.api.messages import State, Stats
 from realhf.data.batch import Column, SequenceBatch

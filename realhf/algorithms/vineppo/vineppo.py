@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from realhf.algorithms.policy_gradient.config import PPOConfig, VineConfig
 from realhf.algorithms.policy_gradient.verifier import Verifier, VerifierConfig
 from realhf.algorithms.reward_model.step_splitter import SPLITTERS
 from realhf.algorithms.vineppo.vineppo_formulas import spread_over_tokens, step_advantages, step_starts
 from realhf.api.batch_meta import PROMPT, RowId
-from realhf.api.config import PPOConfig, RewardConfig, VineConfig, opt
+from realhf.api.config import RewardConfig, opt
 from realhf.api.messages import State, Stats
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import Engine, InterfaceContext

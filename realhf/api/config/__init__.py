@@ -2,11 +2,9 @@
 # ruff: noqa: F401  (re-exports)
 
 from realhf.api.config.choices import (
-    Advantage,
     Backend,
     Delta,
     Device,
-    GroupStd,
     KLEstimator,
     KLPlace,
     LossAggregation,
@@ -14,15 +12,14 @@ from realhf.api.config.choices import (
     Mode,
     OnBadRow,
     OptimizerType,
-    PolicyLoss,
     RecoverMode,
     StepSplitter,
     ValueNormType,
 )
 from realhf.api.config.dataset import DatasetConfig
 from realhf.api.config.experiment import ExperimentConfig, ExperimentControl
+from realhf.api.config.generation import EvaluationConfig, GenerationConfig
 from realhf.api.config.launch import PlannerConfig, RayConfig, SlurmConfig, TensorboardConfig, WandbConfig
 from realhf.api.config.model import MFCConfig, MicroBatchConfig, ModelSpec, OptimizerConfig, ParallelConfig, VllmConfig
 from realhf.api.config.option import opt
-from realhf.api.config.ppo import EvaluationConfig, GenerationConfig, PPOConfig, PRMRewardConfig, VineConfig
 from realhf.api.config.reward import RewardConfig

@@ -52,30 +52,6 @@ class ValueNormType(Enum):
     ma = "ma"
 
 
-class Advantage(Enum):
-    """GAE, group baselines (GRPO, RLOO), a greedy baseline, a key of the graph, or step rewards (process)."""
-
-    gae = "gae"
-    group = "group"
-    rloo = "rloo"
-    greedy_baseline = "greedy_baseline"
-    precomputed = "precomputed"
-    process = "process"
-
-
-class GroupStd(Enum):
-    population = "population"
-    sample = "sample"
-    none = "none"
-
-
-class PolicyLoss(Enum):
-    clip = "clip"
-    sequence_clip = "sequence_clip"
-    cispo = "cispo"
-    reinforce = "reinforce"
-
-
 class LossAggregation(Enum):
     token_mean = "token_mean"
     seq_mean = "seq_mean"

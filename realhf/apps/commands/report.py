@@ -24,7 +24,7 @@ CURVES = {
     "reward": ("reward/mean", "reward/accuracy", "eval/reward", "eval/accuracy"),
     "loss": ("loss", "eval/loss", "critic_train/critic_loss"),
     "KL to the reference": ("kl/ref",),
-    "answers, tokens": ("length/answer", "eval/answer_length"),
+    "answers, tokens": ("length/response", "eval/response_length"),
     "cut off, share": ("actor_gen/truncated", "gen/truncated", "eval/truncated"),
     "gradient norm": ("actor_train/grad_norm", "critic_train/grad_norm", "sft_train/grad_norm", "rw_train/grad_norm"),
     "seconds a step": ("time/step_s", "predicted/step_s"),

@@ -136,5 +136,5 @@ def step_line(metrics: dict[str, float]) -> str:
     parts = " ".join(f"{k[5:-2]} {100 * v / step_s:.0f}%" for v, k in shares if v / step_s >= 0.005)
     return (
         f"{int(metrics['step']):>6} {cell('reward/mean', 8, 3)} {cell('loss', 8, 4)} {cell('kl/ref', 8, 4)} "
-        f"{cell('length/answer', 6, 1)} {cell('tokens/per_s', 8, 0)} {step_s:>6.2f}s {expected:>9}  {parts}"
+        f"{cell('length/response', 6, 1)} {cell('tokens/per_s', 8, 0)} {step_s:>6.2f}s {expected:>9}  {parts}"
     )

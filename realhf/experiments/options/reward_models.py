@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, replace
 
+from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.codec import to_plain
-from realhf.api.config import ModelSpec, PPOConfig
+from realhf.api.config import ModelSpec
 from realhf.api.config.ensemble import EnsembleConfig, Objective
 from realhf.api.config.preference import ScoreConfig
 from realhf.api.experiment import RoleSpec

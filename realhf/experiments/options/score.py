@@ -4,8 +4,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.codec import to_plain
-from realhf.api.config import ModelSpec, PPOConfig
+from realhf.api.config import ModelSpec
 from realhf.api.config.preference import RewardModelType, ScoreConfig
 from realhf.api.graph import InterfaceSpec
 

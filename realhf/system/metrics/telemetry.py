@@ -28,7 +28,7 @@ METRIC_ALIASES = {
     "reward/mean": ("rew_inf/reward",),
     "reward/accuracy": ("rew_inf/accuracy",),
     "kl/ref": ("actor_train/kl",),
-    "length/answer": ("actor_gen/answer_length", "gen/answer_length"),
+    "length/response": ("actor_gen/response_length", "gen/response_length"),
     "loss": ("sft_train/loss", "rw_train/loss", "actor_train/actor_loss", "actor_train/loss"),
 }
 """The few names that every experiment with them shares, and what they are of."""
@@ -36,7 +36,7 @@ EVAL_ALIASES = {
     "eval/accuracy": ("eval_rew/accuracy", "rw_eval/accuracy", "actor_eval/accuracy"),
     "eval/reward": ("eval_rew/reward",),
     "eval/loss": ("sft_eval/loss", "rw_eval/loss", "actor_eval/loss"),
-    "eval/answer_length": ("eval_gen/answer_length",),
+    "eval/response_length": ("eval_gen/response_length",),
     "eval/truncated": ("eval_gen/truncated",),
 }
 """The same for held-out rows."""

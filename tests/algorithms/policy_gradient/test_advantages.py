@@ -1,4 +1,4 @@
-"""Advantages without a critic against their definitions."""
+"""Advantage estimators against their definitions."""
 
 from statistics import mean, pstdev, stdev
 
@@ -8,68 +8,98 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.algorithms.policy_gradient.advantages import (
+    ADVANTAGES,
+    AdvantageInputs,
+    GroupOptions,
+    GroupStd,
     equal_in_group,
     group_advantages,
     leave_one_out,
-    overlong_penalties,
-    process_advantages,
-    whiten,
 )
-from realhf.api.config import GroupStd
-from realhf.ops.masked import masked_sums
+from realhf.api.batch_meta import RowId
+from realhf.data.batch import Column, SequenceBatch
+from realhf.ops.rows import PackedRows
+
+# two responses to prompt 0, of two tokens and of one, and one response to prompt 1; one prompt token each
+LENGTHS = (3, 2, 2)
+REWARDS = torch.tensor([0.0, 1.0, 2.0, 0.0, 1.0, 0.0, 5.0], dtype=torch.float64)
+VALUES = torch.tensor([0.5, 1.0, 9.0, 0.0, 9.0, 2.0, 3.0], dtype=torch.float64)
+SCORES = (3.0, 3.0, 3.0, 1.0, 1.0, 5.0, 5.0)
+# process: step rewards 1 and 0 at the tokens of the first response, 1 and 4 at the others; mean and std of 1, 0.5, 1
+HIGH, LOW = ((x - 2.5 / 3) / (pstdev([1.0, 0.5, 1.0]) + 1e-5) for x in (1.0, 0.5))
+# gae, discount 0.5 and lambda 0.5: the last response is truncated, so its last value bootstraps
+D2, D1 = 2.0 - 1.0, 1.0 + 0.5 * 1.0 - 0.5
+WORKED: dict[str, tuple[list[float], list[float], object]] = {
+    "gae": (
+        [0, D1 + 0.25 * D2, D2, 0, 1.0, 0, 5.0 + 0.5 * 3.0 - 2.0],
+        [0, D1 + 0.25 * D2 + 0.5, D2 + 1.0, 0, 1.0, 0, 5.0 + 0.5 * 3.0],
+        None,
+    ),
+    "group": ([1 / (1 + 1e-5)] * 3 + [-1 / (1 + 1e-5)] * 2 + [0] * 2, list(SCORES), GroupOptions()),
+    "rloo": ([2] * 3 + [-2] * 2 + [0] * 2, list(SCORES), None),
+    "greedy_baseline": ([2.5] * 3 + [0] * 2 + [5.5] * 2, list(SCORES), None),
+    "precomputed": ([0, 1, 2, 0, 3, 0, 4], list(SCORES), None),
+    "process": ([HIGH + LOW, HIGH + LOW, LOW, HIGH, HIGH, 0, 0], list(SCORES), None),
+}
+
+
+def inputs_of(n_rows: int = 3) -> AdvantageInputs:
+    columns = {
+        "truncated": Column.scalars(torch.tensor([0, 0, 1])),
+        "baseline": Column.scalars(torch.tensor([0.5, 1.0, -0.5])),
+        "advantages": Column(torch.tensor([0.0, 1, 2, 0, 3, 0, 4]), LENGTHS),
+        "step_rewards": Column(torch.tensor([0, 1.0, 0.5, 0, 1.0, 0, 4.0], dtype=torch.float64), LENGTHS),
+    }
+    batch = SequenceBatch((RowId(0, 0), RowId(0, 1), RowId(1, 0)), columns).select(range(n_rows))
+    lengths = LENGTHS[:n_rows]
+    mask = torch.tensor([False, True, True, False, True, False, True])[: sum(lengths)]
+    row_of_token = torch.arange(n_rows).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+    return AdvantageInputs(batch, REWARDS[: sum(lengths)], VALUES[: sum(lengths)], PackedRows(mask, lengths),
+                           row_of_token, discount=0.5, gae_lambda=0.5)  # fmt: skip
+
+
+def test_every_estimator_has_a_worked_case_and_a_source() -> None:
+    assert WORKED.keys() == ADVANTAGES.keys()
+    assert all("arXiv" in estimator.doc and "\n" not in estimator.doc for estimator in ADVANTAGES.values())
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_worked_case(name: str) -> None:
+    advantages, returns, options = WORKED[name]
+    result = ADVANTAGES[name].fn(inputs_of(), options)
+    assert result[0].tolist() == pytest.approx(advantages, abs=1e-6)
+    assert result[1].tolist() == pytest.approx(returns, abs=1e-6)
+    empty = ADVANTAGES[name].fn(inputs_of(0), options)
+    assert [column.tolist() for column in empty] == [[], []]
+
 
 scored = st.lists(st.tuples(st.integers(0, 3), st.floats(-2, 2, width=32)), max_size=14)
 
 
 @settings(max_examples=60, deadline=None)
 @given(scored, st.sampled_from(GroupStd))
-def test_groups_are_normalised_wherever_their_rows_stand(rows: list[tuple[int, float]], std: GroupStd) -> None:
+def test_group_statistics_do_not_depend_on_the_order_of_rows(rows: list[tuple[int, float]], std: GroupStd) -> None:
     groups, scores = [g for g, _ in rows], torch.tensor([s for _, s in rows], dtype=torch.float64)
-    found = group_advantages(scores, groups, std).tolist()
+    advantages = group_advantages(scores, groups, std).tolist()
     left_out = leave_one_out(scores, groups).tolist()
     for i, (group, score) in enumerate(rows):
         own = [s for g, s in rows if g == group]
         others = [s for j, (g, s) in enumerate(rows) if g == group and j != i]
         same = min(own) == max(own)
-        assert bool(equal_in_group(scores, groups)[i]) is same
+        assert equal_in_group(scores, groups)[i] is same
         if same:
-            assert found[i] == 0.0
+            assert advantages[i] == 0.0
         else:
             by = {GroupStd.population: pstdev, GroupStd.sample: stdev}.get(std)
             scale = by(own) + 1e-5 if by else 1.0
-            assert found[i] == pytest.approx((score - mean(own)) / scale, abs=1e-6)
+            assert advantages[i] == pytest.approx((score - mean(own)) / scale, abs=1e-6)
         assert left_out[i] == pytest.approx(score - mean(others) if others else 0.0, abs=1e-9)
 
 
-def test_a_known_group() -> None:
+def test_one_group() -> None:
     scores = torch.tensor([1.0, 0.0, 0.0, 0.0, 5.0])
     assert group_advantages(scores, [7, 7, 7, 7, 2], GroupStd.none).tolist() == [0.75, -0.25, -0.25, -0.25, 0.0]
     assert group_advantages(scores, [7, 7, 7, 7, 2], GroupStd.sample).tolist() == pytest.approx(
         [1.49997, -0.49999, -0.49999, -0.49999, 0.0], abs=1e-5
     )
     assert leave_one_out(scores, [7, 7, 7, 7, 2]).tolist() == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3, 0.0])
-
-
-def test_rewards_of_steps_add_up_from_their_ends_on() -> None:
-    # two answers to a prompt: steps of rewards 1 and 0, and one step of reward 1; then another prompt's only step
-    rewards = torch.tensor([9.0, 1.0, 9.0, 0.0, 9.0, 1.0, 4.0])
-    ends = torch.tensor([0, 1, 0, 1, 0, 1, 1])
-    mean_, std = 2 / 3, pstdev([1, 0, 1]) + 1e-5
-    one, zero = (1 - mean_) / std, (0 - mean_) / std
-    found = process_advantages(rewards, ends, [4, 2, 1], [0, 0, 1]).tolist()
-    assert found == pytest.approx([one + zero, one + zero, zero, zero, one, one, 0.0], abs=1e-6)
-    assert process_advantages(torch.empty(0), torch.empty(0), [], []).tolist() == []
-
-
-def test_whitening_is_with_the_unbiased_variance_inside_the_root() -> None:
-    x, mask = torch.tensor([1.0, 2.0, 4.0, 100.0]), torch.tensor([1, 1, 1, 0])
-    found = whiten(x, mask, masked_sums(x, mask))
-    m, s = 7 / 3, (stdev([1.0, 2.0, 4.0]) ** 2 + 1e-8) ** 0.5
-    assert found.tolist() == pytest.approx([(1 - m) / s, (2 - m) / s, (4 - m) / s, 0.0])
-    same = torch.full((3,), 5.0)
-    assert whiten(same, torch.ones(3), masked_sums(same, torch.ones(3))).tolist() == pytest.approx([0.0] * 3, abs=1e-6)
-
-
-def test_answers_near_the_limit_lose_more_and_more() -> None:
-    lengths = torch.tensor([10, 60, 70, 80])
-    assert overlong_penalties(lengths, 80, 20, 0.5).tolist() == [0.0, 0.0, -0.25, -0.5]

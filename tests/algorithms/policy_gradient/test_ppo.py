@@ -1,4 +1,4 @@
-"""PPO steps on a table of logits, against the same written as plain loops over rows and tokens."""
+"""PPO steps on a table of logits, against plain loops over rows and tokens."""
 
 import math
 from dataclasses import replace
@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from realhf.algorithms import build_interface
+from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.algorithms.policy_gradient.ppo import PPOActor, PPOCritic
 from realhf.api.batch_meta import RowId
 from realhf.api.codec import to_plain
-from realhf.api.config import GenerationConfig, PPOConfig
+from realhf.api.config import GenerationConfig
 from realhf.api.graph import InterfaceSpec
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import InterfaceContext
@@ -22,25 +23,26 @@ COLUMNS = ("tokens", "prompt_mask", "logprobs", "ref_logprobs", "values")
 
 
 def plain_rows(batch, config):
-    """Every row as a dict of lists, with advantages and returns by the textbook."""
+    """Return each row as a dict of lists, with advantages and returns."""
     rows = []
     for i, row_id in enumerate(batch.ids):
         row = {key: batch.columns[key].rows()[i].tolist() for key in COLUMNS}
         row.update({key: batch[key][i].item() for key in ("truncated", "rewards", "minibatch")}, id=row_id)
-        n, cut = len(row["tokens"]), row["truncated"]
-        answer = [t for t in range(1, n) if not row["prompt_mask"][t]]
+        n, truncated = len(row["tokens"]), row["truncated"]
+        response = [t for t in range(1, n) if not row["prompt_mask"][t]]
         score = max(-config.max_reward_clip, min(config.max_reward_clip, row["rewards"]))
-        score = 0.0 if cut and config.mask_no_eos_with_zero else score
-        kl = {t: row["logprobs"][t] - row["ref_logprobs"][t] for t in answer}
+        score = 0.0 if truncated and config.mask_no_eos_with_zero else score
+        kl = {t: row["logprobs"][t] - row["ref_logprobs"][t] for t in response}
         v = [0.0] * n if config.disable_value else row["values"]
-        adv, ret, later = {}, {}, 0.0
-        for t in reversed(answer):
+        adv, ret, gae = {}, {}, 0.0
+        for t in reversed(response):
             reward = -config.kl_ctl * kl[t] + (score if t == n - 1 else 0.0)
-            after = v[t] if t < n - 1 or cut else 0.0
-            later = reward + config.discount * after - v[t - 1] + config.discount * config.gae_lambda * later
-            adv[t], ret[t] = later, later + v[t - 1]
-        row.update(answer=answer, kl=kl, v=v, adv=adv, ret=ret)
-        row["trained"] = [] if cut and config.mask_too_long else answer
+            after = v[t] if t < n - 1 or truncated else 0.0
+            delta = reward + config.discount * after - v[t - 1]
+            gae = delta + config.discount * config.gae_lambda * gae
+            adv[t], ret[t] = gae, gae + v[t - 1]
+        row.update(response=response, kl=kl, v=v, adv=adv, ret=ret)
+        row["trained"] = [] if truncated and config.mask_too_long else response
         rows.append(row)
     return rows
 
@@ -49,9 +51,9 @@ def plain_normalise(rows, groups):
     """Normalised advantages: {(row, token): value}, with statistics per group of rows."""
     result = {}
     for group in groups:
-        all_of_them = [rows[i]["adv"][t] for i in group for t in rows[i]["trained"]]
-        mean = sum(all_of_them) / max(len(all_of_them), 1)
-        std = math.sqrt(sum((a - mean) ** 2 for a in all_of_them) / max(len(all_of_them), 1))
+        values = [rows[i]["adv"][t] for i in group for t in rows[i]["trained"]]
+        mean = sum(values) / max(len(values), 1)
+        std = math.sqrt(sum((a - mean) ** 2 for a in values) / max(len(values), 1))
         result.update({(i, t): (rows[i]["adv"][t] - mean) / (std + 1e-5) for i in group for t in rows[i]["trained"]})
     return result
 
@@ -71,7 +73,7 @@ def plain_actor(rows, adv, logits, config, temperature=1.0):
     return logits.detach()
 
 
-def everyone(rows):
+def one_group(rows):
     return [range(len(rows))]
 
 
@@ -93,12 +95,12 @@ def test_actor_step(table_engine, make_rollouts, options):
     stats, state = PPOActor(config, CONTEXT).train_step(engine, given, {})
     rows = plain_rows(batch, config)
     temperature = 0.7 if "gen" in options and not config.gen.greedy else 1.0
-    want = plain_actor(rows, plain_normalise(rows, everyone(rows)), start, config, temperature)
+    want = plain_actor(rows, plain_normalise(rows, one_group(rows)), start, config, temperature)
     assert torch.allclose(engine.logits.detach(), want, atol=1e-10)
     assert all(torch.equal(batch[k], data) for k, data in before.items())
     assert state == {"kl_coef": 0.2} and stats["kl_coef"] == (0.2, 1.0) and stats["step_skipped"] == (0.0, 2.0)
     kl = [x for row in rows for x in row["kl"].values()]
-    assert stats["kl"] == pytest.approx((sum(kl), len(kl))) and stats["kl_per_answer"] == pytest.approx((sum(kl), 8))
+    assert stats["kl"] == pytest.approx((sum(kl), len(kl))) and stats["kl_per_response"] == pytest.approx((sum(kl), 8))
     adv = [row["adv"][t] for row in rows for t in row["trained"]]
     assert stats["advantage"] == pytest.approx((sum(adv), len(adv)))
     assert stats["advantage_sq"] == pytest.approx((sum(a * a for a in adv), len(adv)))
@@ -136,8 +138,8 @@ def plain_critic(rows, scores, config, old_mean, old_std, mean, std):
                 value = scores[row["tokens"][t - 1]]
                 old = (row["v"][t - 1] - old_mean) / old_std
                 target = max(-clip, min(clip, (row["ret"][t] - mean) / std))
-                held = old + (value - old).clamp(-0.2, 0.2)
-                losses.append(torch.maximum(0.5 * (value - target) ** 2, 0.5 * (held - target) ** 2))
+                clipped = old + (value - old).clamp(-0.2, 0.2)
+                losses.append(torch.maximum(0.5 * (value - target) ** 2, 0.5 * (clipped - target) ** 2))
         if losses:
             scores = scores - torch.autograd.grad(sum(losses) / len(losses), scores)[0]
     return scores.detach()
@@ -146,9 +148,9 @@ def plain_critic(rows, scores, config, old_mean, old_std, mean, std):
 def test_critic_predicts_normalised_returns(table_engine, make_rollouts):
     config, batch, engine = replace(CONFIG, mask_too_long=True), make_rollouts(), table_engine()
     scores, critic = engine.scores.detach().clone(), PPOCritic(config, CONTEXT)
-    near = scores[batch["tokens"]] * math.sqrt(12) + 2 + 0.3 * batch["values"]  # where clipping begins and ends
+    near = scores[batch["tokens"]] * math.sqrt(12) + 2 + 0.3 * batch["values"]  # near the clip range
     batch = batch.with_tokenwise("values", near)
-    seen = {"first": 1e-4, "second": 8e-4, "weight": 5e-5}  # mean 2, std sqrt(12); as heavy as this batch
+    seen = {"first": 1e-4, "second": 8e-4, "weight": 5e-5}  # mean 2, std sqrt(12), the weight of this batch
     stats, state = critic.train_step(engine, batch, {"value_norm": seen})
     rows = plain_rows(batch, config)
     returns = [row["ret"][t] for row in rows for t in row["trained"]]
@@ -163,7 +165,7 @@ def test_critic_predicts_normalised_returns(table_engine, make_rollouts):
     assert torch.allclose(engine.scores.detach(), want, atol=1e-9)
 
 
-def test_values_come_back_in_units_of_rewards(table_engine, make_rollouts):
+def test_values_are_in_units_of_rewards(table_engine, make_rollouts):
     batch, engine = make_rollouts(), table_engine()
     state = {"value_norm": {"first": 1.0, "second": 8.0, "weight": 0.5}}
     out, _ = PPOCritic(CONFIG, CONTEXT).inference(engine, batch, state)
@@ -183,7 +185,7 @@ def test_reference_logprobs_are_at_the_temperature_of_generation(table_engine, m
 
 
 @pytest.mark.parametrize("cls", [PPOActor, PPOCritic])
-def test_results_depend_on_neither_ranks_nor_order_nor_empty_shares(ranks, make_rollouts, cls):
+def test_results_do_not_depend_on_ranks_order_or_empty_shares(ranks, make_rollouts, cls):
     config = replace(CONFIG, use_adaptive_kl_ctl=True, ppo_n_minibatches=3, early_stop_kl=50.0)
     batch = make_rollouts(n_minibatches=2)  # the third mini-batch is empty everywhere
     interface = cls(config, CONTEXT)
@@ -207,7 +209,7 @@ def test_results_depend_on_neither_ranks_nor_order_nor_empty_shares(ranks, make_
         assert whole == pytest.approx(list(stats[name])), name
 
 
-def test_actor_and_critic_agree_on_the_coefficient(table_engine, make_rollouts):
+def test_actor_and_critic_have_the_same_kl_coefficient(table_engine, make_rollouts):
     config = replace(CONFIG, use_adaptive_kl_ctl=True, adaptive_kl_target=0.01, adaptive_kl_horizon=100.0)
     batch = make_rollouts()
     moved = batch.with_columns(ref_logprobs=Column(batch["logprobs"] - 1.0, batch.lengths("tokens")))
@@ -220,7 +222,7 @@ def test_actor_and_critic_agree_on_the_coefficient(table_engine, make_rollouts):
         assert actor["kl_coef"] == critic["kl_coef"] == pytest.approx(0.2 * factor)
 
 
-def test_early_stop_drops_the_minibatch_that_went_too_far(table_engine, make_rollouts):
+def test_early_stop_skips_minibatches_above_the_limit(table_engine, make_rollouts):
     batch = make_rollouts()
     far = (batch["minibatch"] == 1).repeat_interleave(torch.tensor(batch.lengths("tokens")))
     off = batch.with_columns(logprobs=Column(batch["logprobs"] - 3.0 * far, batch.lengths("tokens")))
@@ -233,20 +235,20 @@ def test_early_stop_drops_the_minibatch_that_went_too_far(table_engine, make_rol
     assert stats["step_skipped"] == (0.0, 2.0) and not torch.equal(free.logits, engine.logits)
 
 
-def test_minibatch_numbers_out_of_range_are_refused(table_engine, make_rollouts):
+def test_minibatch_numbers_out_of_range(table_engine, make_rollouts):
     with pytest.raises(ValueError, match="ppo_n_minibatches=2"):
         PPOActor(CONFIG, CONTEXT).train_step(table_engine(), make_rollouts(n_minibatches=3), {})
 
 
-def test_a_critic_that_cannot_be_is_refused():
+def test_invalid_critic_options():
     with pytest.raises(ValueError, match="'l1' is not one of mse, huber"):
         PPOCritic(PPOConfig(value_loss_type="l1"), CONTEXT)
     with pytest.raises(ValueError, match="no critic"):
         PPOCritic(PPOConfig(disable_value=True), CONTEXT)
 
 
-class Parrot:
-    """Answers every prompt with its first token, sample + 1 times; the last sample is cut off."""
+class RepeatEngine:
+    """Repeats the first prompt token sample + 1 times; the last sample is truncated."""
 
     def generate(self, prompts, config, n, seed):
         assert set(prompts.columns) == {"prompts"} and seed == 5
@@ -272,10 +274,10 @@ def test_generate(name, config, n):
     interface = build_interface(InterfaceSpec(name, to_plain(config)), CONTEXT)
     prompts = Column.of([torch.tensor([3, 4]), torch.tensor([5])])
     batch = SequenceBatch((RowId(8, -1), RowId(2, -1)), {"prompts": prompts, "row": prompts})
-    answers, stats = interface.generate(Parrot(), batch, {})
-    assert answers.ids == tuple(RowId(p, s) for p in (8, 2) for s in range(n))
+    responses, stats = interface.generate(RepeatEngine(), batch, {})
+    assert responses.ids == tuple(RowId(p, s) for p in (8, 2) for s in range(n))
     assert stats == {
-        "answer_length": (n * (n + 1), 2 * n),
+        "response_length": (n * (n + 1), 2 * n),
         "truncated": (2.0, 2 * n),
         "prompt_length": (3.0, 2.0),
     }

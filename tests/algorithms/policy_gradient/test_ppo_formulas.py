@@ -1,47 +1,63 @@
-"""The formulas of PPO against plain numbers."""
+"""PPO formulas against plain Python."""
 
 import math
+from statistics import stdev
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.algorithms.policy_gradient.ppo_formulas import (
     ValueNorm,
-    answer_mask,
     critic_loss,
     loss_mask,
+    overlong_penalties,
+    response_mask,
     to_states,
     token_rewards,
+    whiten,
 )
-from realhf.api.config import PPOConfig, ValueNormType
+from realhf.api.config import ValueNormType
 from realhf.ops.masked import masked_sums
 
 small = st.floats(-3, 3)
 
 
-def test_answers_are_what_follows_the_prompt_but_never_a_first_token():
+def test_response_mask_excludes_prompts_and_first_tokens():
     mask = torch.tensor([1, 1, 0, 0, 0, 0], dtype=torch.uint8)
-    assert answer_mask(mask, (4, 2)).tolist() == [False, False, True, True, False, True]
-    assert answer_mask(mask[:0], ()).tolist() == []
+    assert response_mask(mask, (4, 2)).tolist() == [False, False, True, True, False, True]
+    assert response_mask(mask[:0], ()).tolist() == []
 
 
-def test_truncated_rows_leave_the_loss_on_request():
-    answers, truncated = torch.tensor([False, True, False, True]), torch.tensor([1, 0], dtype=torch.uint8)
-    assert loss_mask(answers, truncated, (2, 2), False).tolist() == [False, True, False, True]
-    assert loss_mask(answers, truncated, (2, 2), True).tolist() == [False, False, False, True]
+def test_truncated_rows_can_be_excluded_from_the_loss():
+    mask, truncated = torch.tensor([False, True, False, True]), torch.tensor([1, 0], dtype=torch.uint8)
+    assert loss_mask(mask, truncated, (2, 2), False).tolist() == [False, True, False, True]
+    assert loss_mask(mask, truncated, (2, 2), True).tolist() == [False, False, False, True]
 
 
 @pytest.mark.parametrize(("zero", "score"), [(False, 2.0), (True, 0.0)])
-def test_rewards_are_the_penalty_and_the_clipped_score_at_the_end(zero, score):
+def test_token_rewards_are_kl_penalties_and_the_clipped_score(zero, score):
     config = PPOConfig(max_reward_clip=2.0, mask_no_eos_with_zero=zero)
     kl = torch.tensor([0.0, 0, 3, -1, 0, 5])
     rewards = token_rewards(kl, torch.tensor([7.0, -7.0]), torch.tensor([1, 0], dtype=torch.uint8), (4, 2), 0.5, config)
     assert rewards.tolist() == [0, 0, -1.5, 0.5 + score, 0, -4.5]
 
 
-def test_actions_move_to_the_state_they_were_chosen_in():
+def test_whiten_adds_epsilon_to_the_unbiased_variance():
+    x, mask = torch.tensor([1.0, 2.0, 4.0, 100.0]), torch.tensor([1, 1, 1, 0])
+    m, s = 7 / 3, (stdev([1.0, 2.0, 4.0]) ** 2 + 1e-8) ** 0.5
+    assert whiten(x, mask, masked_sums(x, mask)).tolist() == pytest.approx([(1 - m) / s, (2 - m) / s, (4 - m) / s, 0.0])
+    equal, ones = torch.full((3,), 5.0), torch.ones(3)
+    assert whiten(equal, ones, masked_sums(equal, ones)).tolist() == pytest.approx([0.0] * 3, abs=1e-6)
+
+
+def test_overlong_penalties_grow_linearly_in_the_buffer():
+    assert overlong_penalties(torch.tensor([10, 60, 70, 80]), 80, 20, 0.5).tolist() == [0.0, 0.0, -0.25, -0.5]
+
+
+def test_actions_move_to_the_preceding_state():
     assert to_states(torch.tensor([0.0, 1, 2, 0, 3])).tolist() == [1, 2, 0, 3, 0]
 
 
@@ -58,27 +74,29 @@ def test_critic_loss(rows, kind):
     loss = critic_loss(*columns, torch.tensor([r[3] for r in rows]), PPOConfig(value_loss_type=kind))
     want = sum(m * max(error(v - t), error(min(max(v, o - 0.2), o + 0.2) - t)) for v, o, t, m in rows)
     assert loss.total.item() == pytest.approx(want, abs=1e-9)
-    assert loss.stats["value_clip_ratio"][1] == sum(r[3] for r in rows)
+    assert loss.stats["value_clip_fraction"][1] == sum(r[3] for r in rows)
 
 
 def test_critic_gradient():
     old, target = torch.zeros(3, dtype=torch.float64), torch.tensor([1.0, 1.0, 1.0], dtype=torch.float64)
-    values = torch.tensor([0.1, 0.9, -0.5], dtype=torch.float64, requires_grad=True)  # free, held back, moved away
+    values = torch.tensor(
+        [0.1, 0.9, -0.5], dtype=torch.float64, requires_grad=True
+    )  # unclipped, clipped, clipped with gradient
     loss = critic_loss(values, old, target, torch.ones(3), PPOConfig())
     assert torch.autograd.grad(loss.total, values)[0].tolist() == pytest.approx([-0.9, 0.0, -1.5])
-    assert loss.stats["value_clip_ratio"][0] == 1
+    assert loss.stats["value_clip_fraction"][0] == 1
 
 
-def test_value_norm_before_and_after_the_first_returns():
+def test_value_norm_before_and_after_the_first_update():
     fresh = ValueNorm.load(PPOConfig(), {})
     assert fresh.mean == 0 and fresh.std == pytest.approx(0.1)
     x = torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64)
     norm = fresh.update(masked_sums(x, torch.ones(3)))
-    assert norm.mean == pytest.approx(3.0) and norm.std == pytest.approx(math.sqrt(14 / 3))  # undone start at 0
+    assert norm.mean == pytest.approx(3.0) and norm.std == pytest.approx(math.sqrt(14 / 3))  # with bias correction
     assert fresh.update(torch.zeros(3)) == fresh and fresh.weight == 0
 
 
-def test_value_norm_forgets_by_beta_or_never():
+def test_value_norm_of_moving_averages_and_of_all_steps():
     first, second = torch.tensor([0.0, 4.0]), torch.tensor([10.0, 10.0, 10.0])
     exp = ValueNorm.load(PPOConfig(value_norm_beta=0.5), {})
     history = ValueNorm.load(PPOConfig(value_norm_type=ValueNormType.ma), {})
@@ -91,7 +109,7 @@ def test_value_norm_forgets_by_beta_or_never():
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(-50, 50), min_size=1, max_size=20), st.sampled_from(list(ValueNormType)))
-def test_value_norm_there_and_back(xs, kind):
+def test_value_norm_round_trip(xs, kind):
     config = PPOConfig(value_norm_type=kind)
     x = torch.tensor(xs, dtype=torch.float64)
     norm = ValueNorm.load(config, {}).update(masked_sums(x, torch.ones(len(x))))

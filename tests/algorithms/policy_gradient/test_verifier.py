@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.algorithms.policy_gradient.verifier import Verifier, VerifierConfig, decode_items, shaped_score
 from realhf.api.batch_meta import RowId
-from realhf.api.config import PPOConfig, RewardConfig
+from realhf.api.config import RewardConfig
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import InterfaceContext
 from realhf.rewards.verdict import Status, Verdict

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from realhf.algorithms import build_interface
+from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.batch_meta import RowId
 from realhf.api.codec import to_plain
-from realhf.api.config import PPOConfig
 from realhf.api.config.ensemble import EnsembleConfig, Objective
 from realhf.api.graph import InterfaceSpec
 from realhf.data.batch import Column, SequenceBatch

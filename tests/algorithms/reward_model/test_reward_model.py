@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.algorithms.reward_model.reward_model import LabelledReward, LabelledRewardConfig, PairedReward, RewardModel
 from realhf.api.batch_meta import RowId
-from realhf.api.config import PPOConfig
 from realhf.api.config.preference import Aggregate, RewardModelType, RWConfig, ScoreConfig
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import InterfaceContext

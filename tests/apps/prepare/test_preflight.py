@@ -11,7 +11,8 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from realhf.api.config import Backend, DatasetConfig, Device, ExperimentConfig, Mode, ModelSpec, PPOConfig
+from realhf.algorithms.policy_gradient.config import PPOConfig
+from realhf.api.config import Backend, DatasetConfig, Device, ExperimentConfig, Mode, ModelSpec
 from realhf.api.graph import MFC, Graph
 from realhf.apps.prepare.backends import resolve_dtypes
 from realhf.apps.prepare.preflight import preflight
@@ -363,7 +364,7 @@ def test_unused_evaluation_options(sft: Any, ppo: PPOMathExperiment, task: Any, 
     assert one(answers, paths) == "dataset.eval_fraction=0.25: this experiment has no evaluation"
     ppo.evaluation.n, ppo.exp_ctrl.keep_best = 4, "eval/accuracy"
     assert problems(ppo, paths) == [
-        "evaluation has options, but no rows are held out: set dataset.eval_path or dataset.eval_fraction",
+        "evaluation has options, but there are no held-out rows: set dataset.eval_path or dataset.eval_fraction",
         "exp_ctrl.keep_best=eval/accuracy: there are no held-out rows",
     ]
     sft.exp_ctrl.eval_freq_steps = 3

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realhf.algorithms import build_interface
-from realhf.api.config import ModelSpec, PPOConfig
+from realhf.algorithms.policy_gradient.config import PPOConfig
+from realhf.api.config import ModelSpec
 from realhf.api.config.preference import RewardModelType, ScoreConfig
 from realhf.data.protocols import InterfaceContext
 from realhf.experiments.options.score import normalised, score_interface, score_moments

@@ -78,7 +78,7 @@ def one_step(telemetry: Telemetry) -> None:
     """What the master tells of a step on two workers."""
     part = BatchMeta(ROWS.ids[:2], {"tokens": ColumnMeta("int64", (5, 9))})
     rest = BatchMeta(ROWS.ids[2:], {"tokens": ColumnMeta("int64", (6, 7))})
-    stats = {"answer_length": (6.0, 2.0)}
+    stats = {"response_length": (6.0, 2.0)}
     spans = (("actor_gen/Transfer", 100, 2000), ("actor_gen/Compute", 2100, 500_000))
     generated = [
         done(1, 0, spans, outputs=part, stats=stats, memory=(9, 5)),
@@ -87,7 +87,7 @@ def one_step(telemetry: Telemetry) -> None:
             1,
             (("actor_gen/Compute", 2000, 700_000),),
             outputs=rest,
-            stats={"answer_length": (5.0, 2.0)},
+            stats={"response_length": (5.0, 2.0)},
             memory=(8, 6),
         ),
     ]
@@ -119,7 +119,7 @@ def test_one_line_of_metrics_per_step(run: RunSpec) -> None:
     assert view.told == [[0, 1], metrics, 1] and telemetry.last == metrics
     assert metrics["step"] == 1 and metrics["time/step_s"] > 0
     assert (metrics["time/actor_gen_s"], metrics["time/move_s"], metrics["time/actor_train_s"]) == (0.7, 0.002, 0.25)
-    assert metrics["actor_gen/answer_length"] == metrics["length/answer"] == 11 / 4
+    assert metrics["actor_gen/response_length"] == metrics["length/response"] == 11 / 4
     assert metrics["rew_inf/reward"] == metrics["reward/mean"] == -0.25 and metrics["reward/accuracy"] == 0.25
     assert metrics["actor_train/actor_loss"] == metrics["loss"] == 0.5
     assert metrics["actor_train/kl"] == metrics["kl/ref"] == 0.0  # a mean of nothing

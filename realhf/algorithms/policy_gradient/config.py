@@ -1,32 +1,29 @@
-"""Options of generation and of policy-gradient algorithms."""
+"""Options of policy-gradient algorithms. Imports no torch: options are checked without it."""
 
 from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
 
-from realhf.api.config.choices import (
-    Advantage,
-    Delta,
-    GroupStd,
-    KLEstimator,
-    KLPlace,
-    LossAggregation,
-    PolicyLoss,
-    StepSplitter,
-    ValueNormType,
-)
+from realhf.algorithms.policy_gradient.advantages import ADVANTAGES
+from realhf.algorithms.policy_gradient.components import help_text, options_class
+from realhf.algorithms.policy_gradient.policy_losses import POLICY_LOSSES
+from realhf.api.config.choices import Delta, KLEstimator, KLPlace, LossAggregation, StepSplitter, ValueNormType
+from realhf.api.config.generation import GenerationConfig
 from realhf.api.config.option import opt
 
+if TYPE_CHECKING:  # type checkers cannot read members and fields from a dict
 
-@dataclass
-class GenerationConfig:
-    n: int = opt(1, "number of responses per prompt (gen only; PPO uses group_size)")
-    max_new_tokens: int = opt(256, "maximum response length in tokens, including the stop token")
-    min_new_tokens: int = opt(0, "minimum number of tokens before a stop token may be sampled")
-    greedy: bool = opt(False, "greedy decoding")
-    top_p: float = opt(1.0, "probability mass of nucleus sampling, in (0, 1]")
-    top_k: int = opt(0, "sample from the k most likely tokens, 0 for all")
-    temperature: float = opt(1.0, "sampling temperature, 0 for greedy decoding")
-    stop_token_ids: list[int] = opt(list, "token ids that end a response, in addition to the tokenizer's EOS token")
-    max_num_seqs: int = opt(256, "maximum number of sequences decoded at a time (continuous batching)")
+    class PolicyLoss(Enum): ...
+
+    class Advantage(Enum): ...
+
+    PolicyLossOptions = Any
+    AdvantageOptions = Any
+else:
+    PolicyLoss = Enum("PolicyLoss", {name: name for name in POLICY_LOSSES})
+    Advantage = Enum("Advantage", {name: name for name in ADVANTAGES})
+    PolicyLossOptions = options_class("PolicyLossOptions", POLICY_LOSSES)
+    AdvantageOptions = options_class("AdvantageOptions", ADVANTAGES)
 
 
 @dataclass
@@ -62,13 +59,12 @@ class PPOConfig:
     gae_lambda: float = opt(1.0, "lambda of GAE")
     eps_clip: float = opt(0.2, "clip range of the policy ratio")
     eps_clip_high: float | None = opt(None, "upper clip range of the policy ratio (default: eps_clip)")
-    policy_loss: PolicyLoss = opt(PolicyLoss.clip, "clip (PPO), sequence_clip (GSPO), cispo, or reinforce (no ratio)")
+    policy_loss: PolicyLoss = opt(PolicyLoss["clip"], help_text(POLICY_LOSSES))
+    losses: PolicyLossOptions = opt(PolicyLossOptions, "options of single policy losses")
     loss_aggregation: LossAggregation = opt(LossAggregation.token_mean, "token_mean, seq_mean, seq_sum, or constant")
     loss_length: float | None = opt(None, "divisor of loss_aggregation=constant (default: gen.max_new_tokens)")
-    advantage: Advantage = opt(
-        Advantage.gae, "gae, group (GRPO), rloo, greedy_baseline (ReMax), precomputed, or process (step rewards)"
-    )
-    group_std: GroupStd = opt(GroupStd.population, "divisor of advantage=group: population or sample std, or none")
+    advantage: Advantage = opt(Advantage["gae"], help_text(ADVANTAGES))
+    advantages: AdvantageOptions = opt(AdvantageOptions, "options of single advantage estimators")
     recompute_logprobs: bool = opt(False, "recompute old log-probs in the trainer, with importance weights")
     is_weight_cap: float = opt(2.0, "cap of the importance weights p_trainer / p_generator (recompute_logprobs)")
     dynamic_sampling: bool = opt(False, "replace prompts whose responses all have the same reward by further prompts")
@@ -94,17 +90,6 @@ class PPOConfig:
     disable_value: bool = opt(False, "train without a critic: advantages from returns only")
     mask_no_eos_with_zero: bool = opt(False, "score truncated responses with 0")
     mask_too_long: bool = opt(False, "exclude truncated responses from training")
-
-
-@dataclass
-class EvaluationConfig:
-    """Sampling on held-out prompts; lengths and stop tokens are those of ppo.gen."""
-
-    n: int = opt(1, "number of responses per held-out prompt")
-    greedy: bool = opt(True, "greedy decoding")
-    top_p: float = opt(1.0, "probability mass of nucleus sampling, in (0, 1]")
-    top_k: int = opt(0, "sample from the k most likely tokens, 0 for all")
-    temperature: float = opt(1.0, "sampling temperature, 0 for greedy decoding")
 
 
 @dataclass

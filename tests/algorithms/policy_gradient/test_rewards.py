@@ -1,18 +1,18 @@
-"""Best of n."""
+"""Rewards, and the selection of responses to train on."""
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.algorithms.policy_gradient.filter import answer_lengths, attach_rewards_and_filter, best_rows
+from realhf.algorithms.policy_gradient.config import PPOConfig
+from realhf.algorithms.policy_gradient.rewards import attach_rewards_and_filter, best_rows, rewards_of
 from realhf.api.batch_meta import RowId
-from realhf.api.config import PPOConfig
 from realhf.data.batch import Column, SequenceBatch
 
 IDS = tuple(RowId(p, s) for p in (4, 1) for s in range(3))
 
 
-def test_by_reward_then_length_then_sample():
+def test_best_rows_by_reward_then_length_then_sample():
     assert best_rows(IDS, [1, 2, 2, 5, 5, 5], [9, 3, 4, 7, 7, 8], 1) == [2, 5]
     assert best_rows(IDS, [1, 2, 2, 5, 5, 5], [9, 3, 4, 7, 7, 8], 2) == [1, 2, 3, 5]
 
@@ -23,20 +23,32 @@ def test_by_reward_then_length_then_sample():
     st.permutations(range(6)),
     st.integers(1, 3),
 )
-def test_the_order_of_the_batch_does_not_matter(values, order, keep):
+def test_best_rows_do_not_depend_on_the_order_of_the_batch(values, order, keep):
     rewards, lengths = [v[0] for v in values], [v[1] for v in values]
     kept = {IDS[i] for i in best_rows(IDS, rewards, lengths, keep)}
     mixed = best_rows([IDS[i] for i in order], [rewards[i] for i in order], [lengths[i] for i in order], keep)
     assert {IDS[order[i]] for i in mixed} == kept and len(kept) == 2 * keep
 
 
-def test_rows_stay_with_their_rewards():
+def test_selected_rows_keep_their_rewards():
     mask = [torch.tensor([1, 0, 0], dtype=torch.uint8), torch.tensor([1, 0], dtype=torch.uint8)] * 3
     batch = SequenceBatch(IDS, {"prompt_mask": Column.of(mask)})
-    assert answer_lengths(batch) == [2, 1] * 3
     rewards = torch.tensor([1.0, 1, 0, 1, 1, 2], dtype=torch.float64)
     best = attach_rewards_and_filter(batch, rewards, PPOConfig(generation_size=3, group_size=1))
     assert best.ids == (RowId(4, 0), RowId(1, 2)) and best["rewards"].tolist() == [1, 2]
     assert best["rewards"].dtype == torch.float32
     assert attach_rewards_and_filter(batch, rewards, PPOConfig(group_size=3)).ids == IDS
     assert attach_rewards_and_filter(batch.select([]), rewards[:0], PPOConfig(generation_size=3)).ids == ()
+
+
+def test_rewards_are_scaled_scores_and_the_statistic_covers_all_rows():
+    batch = SequenceBatch(IDS[:3], {"prompt_mask": Column.of([torch.zeros(2)] * 3)})
+    config = PPOConfig(reward_output_bias=0.5, reward_output_scaling=2.0, generation_size=3, group_size=1)
+    best, stats = rewards_of(batch, torch.tensor([1.0, 2.0, 0.0], dtype=torch.float64), config)
+    assert best.ids == (RowId(4, 1),) and best["rewards"].tolist() == [3.0] and stats == {"reward": (3.0, 3.0)}
+
+
+def test_dynamic_sampling_drops_prompts_with_equal_rewards():
+    rewards = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 0.0])
+    result = attach_rewards_and_filter(SequenceBatch(IDS), rewards, PPOConfig(group_size=3, dynamic_sampling=True))
+    assert result.ids == IDS[3:]

@@ -1,0 +1,83 @@
+"""The loss of the actor: a policy loss of ``POLICY_LOSSES``, aggregated over tokens, and the KL penalty.
+
+Columns are packed, ``[T]``. The engine divides the weighted sum over tokens by the global sum of ``denominator``.
+"""
+
+import torch
+from torch import Tensor
+
+from realhf.algorithms.policy_gradient.config import PPOConfig
+from realhf.algorithms.policy_gradient.kl import LOG_RATIO_LIMIT, kl_terms
+from realhf.algorithms.policy_gradient.policy_losses import POLICY_LOSSES, PolicyLossInputs
+from realhf.api.config import KLPlace, LossAggregation
+from realhf.data.batch import SequenceBatch
+from realhf.data.protocols import Loss
+from realhf.ops.rows import PackedRows, per_token
+
+
+def token_weights(rows: PackedRows, aggregation: LossAggregation, length: float) -> Tensor:
+    """Return the weight of each token in the sum that is divided by ``denominator``, ``[T]`` float32, 0 where masked.
+
+    ``token_mean``: mean over all tokens (DAPO). ``seq_mean``: mean over responses of the mean over their tokens (GRPO,
+    arXiv 2402.03300). ``seq_sum``: mean over responses of the sum over their tokens. ``constant``: as seq_sum, divided
+    by ``length``, which removes the length bias (Dr. GRPO, arXiv 2503.20783).
+    """
+    ones = rows.mask.float()
+    match aggregation:
+        case LossAggregation.token_mean | LossAggregation.seq_sum:
+            return ones
+        case LossAggregation.seq_mean:
+            return ones / per_token(rows.counts.clamp(min=1.0), rows.lengths)
+        case LossAggregation.constant:
+            return ones / length
+
+
+def denominator(rows: PackedRows, aggregation: LossAggregation) -> float:
+    """Return this worker's share of the divisor: trained tokens, or responses with a trained token."""
+    counts = rows.counts
+    return float(counts.sum() if aggregation is LossAggregation.token_mean else (counts > 0).sum())
+
+
+def actor_loss(logprobs: Tensor, batch: SequenceBatch, config: PPOConfig, kl_coef: float = 0.0) -> Loss:
+    """Return the weighted sum over trained tokens of the policy loss and, with ``kl_in=loss``, of the KL penalty.
+
+    Columns (``[T]``): ``logprobs`` (old), ``advantages``, ``loss_mask``, ``weights``; ``ref_logprobs`` and
+    ``kl_weights`` for the penalty; ``is_weights`` with recomputed old log-probs (truncated importance sampling).
+    Statistics: ``actor_loss``, ``importance_ratio``, ``clip_fraction`` (fraction of tokens without gradient),
+    ``approx_kl`` (``r - 1 - log r``, an estimate of KL(old || new) in nats per token) and ``logprob_diff`` (mean
+    |log r|: before the first step of a batch, the difference between trainer and generator).
+    """
+    mask, old = batch["loss_mask"].bool(), batch["logprobs"]
+    rows = PackedRows(mask, batch.lengths("tokens"))
+    log_ratio = (logprobs - old).masked_fill(~mask, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    name, low = config.policy_loss.value, config.eps_clip
+    high = low if config.eps_clip_high is None else config.eps_clip_high
+    inputs = PolicyLossInputs(logprobs, log_ratio, batch["advantages"], rows, low, high)
+    terms = POLICY_LOSSES[name].fn(inputs, vars(config.losses).get(name))
+    loss = terms.loss * batch["is_weights"] if "is_weights" in batch.columns else terms.loss
+    total = (loss * batch["weights"]).masked_fill(~mask, 0.0).sum()
+    log_r, count = log_ratio.detach(), mask.sum()
+    stats = {
+        "actor_loss": (loss.detach().masked_fill(~mask, 0.0).sum(), count),
+        "importance_ratio": ((log_r.exp() * mask).sum(), count),
+        "clip_fraction": (0.0 if terms.is_clipped is None else (terms.is_clipped & mask).sum(), count),
+        "approx_kl": ((torch.expm1(log_r) - log_r).sum(), count),
+        "logprob_diff": (log_r.abs().sum(), count),
+    }
+    if config.kl_in is KLPlace.loss:
+        kl = kl_terms(config.kl_loss_estimator, logprobs, batch["ref_logprobs"], old)
+        if config.kl_loss_clip is not None:
+            kl = kl.clamp(0.0, config.kl_loss_clip)
+        total = total + kl_coef * (kl * batch["kl_weights"]).masked_fill(~mask, 0.0).sum()
+        stats["kl_loss"] = (kl.detach().masked_fill(~mask, 0.0).sum(), count)
+    return Loss(total, stats)
+
+
+def truncated_is_weights(logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor, cap: float) -> Tensor:
+    """Return the importance weights ``min(p / p_behaviour, cap)`` per token, ``[T]``, 1 where masked, without gradient.
+
+    ``logprobs`` are recomputed by the trainer before its first step; the behaviour policy has older weights or another
+    engine (decoupled PPO, arXiv 2505.24298, eq. 5; truncation: Espeholt et al. 2018, arXiv 1802.01561).
+    """
+    log_ratio = (logprobs - behaviour_logprobs).masked_fill(~mask, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return log_ratio.detach().exp().clamp(max=cap)

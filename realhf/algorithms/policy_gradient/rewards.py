@@ -1,0 +1,50 @@
+"""Rewards from scores, and the selection of the responses to train on."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from realhf.algorithms.policy_gradient.advantages import equal_in_group
+from realhf.algorithms.policy_gradient.config import PPOConfig
+from realhf.algorithms.stats import mean_of
+from realhf.api.batch_meta import RowId
+from realhf.api.messages import Stats
+from realhf.data.batch import SequenceBatch
+
+
+def rewards_of(batch: SequenceBatch, scores: Tensor, config: PPOConfig) -> tuple[SequenceBatch, Stats]:
+    """Return the selected rows with ``rewards = (score - reward_output_bias) * reward_output_scaling`` (float32).
+
+    ``scores`` is ``[B]``. The statistic ``reward`` covers all rows.
+    """
+    rewards = ((scores - config.reward_output_bias) * config.reward_output_scaling).float()
+    return attach_rewards_and_filter(batch, rewards, config), {"reward": mean_of(rewards)}
+
+
+def attach_rewards_and_filter(batch: SequenceBatch, rewards: Tensor, config: PPOConfig) -> SequenceBatch:
+    """Return the selected rows with the scalar column ``rewards`` (``[B]``, one per row of ``batch``).
+
+    Keeps the ``group_size`` best responses per prompt, then, with dynamic_sampling, prompts with different rewards.
+    """
+    result = SequenceBatch(batch.ids).with_scalars("rewards", rewards.float())
+    if config.generation_size is not None and config.generation_size > config.group_size:
+        lengths = [int((row == 0).sum()) for row in batch.columns["prompt_mask"].rows()]
+        result = result.select(best_rows(batch.ids, rewards.tolist(), lengths, config.group_size))
+    if config.dynamic_sampling:
+        is_equal = equal_in_group(result["rewards"], [row.prompt for row in result.ids])
+        result = result.select([i for i, equal in enumerate(is_equal) if not equal])
+    return result
+
+
+def best_rows(ids: Sequence[RowId], rewards: Sequence[float], response_lengths: Sequence[int], n: int) -> list[int]:
+    """Return the indices, ascending, of the ``n`` rows per prompt that are largest by (reward, response length).
+
+    Ties are broken by sample number, so the result does not depend on the order of the batch.
+    """
+    prompts: dict[int, list[int]] = {}
+    for i, row in enumerate(ids):
+        prompts.setdefault(row.prompt, []).append(i)
+    best: list[int] = []
+    for rows in prompts.values():
+        best += sorted(rows, key=lambda i: (-rewards[i], -response_lengths[i], ids[i].sample))[:n]
+    return sorted(best)

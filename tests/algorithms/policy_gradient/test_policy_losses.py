@@ -1,0 +1,74 @@
+"""Policy losses against values computed by hand."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from realhf.algorithms.policy_gradient.actor_loss import actor_loss
+from realhf.algorithms.policy_gradient.config import PolicyLoss, PPOConfig
+from realhf.algorithms.policy_gradient.policy_losses import POLICY_LOSSES, PolicyLossInputs
+from realhf.api.batch_meta import RowId
+from realhf.data.batch import Column, SequenceBatch
+from realhf.ops.rows import PackedRows
+
+LOGPROBS, RATIOS, ADVANTAGES = (-1.0, -2.0, -1.0), (1.5, 0.9, 0.5), (2.0, 2.0, -1.0)
+CLIP_LOW, CLIP_HIGH = 0.2, 0.3
+LENGTHS = (3, 2)  # two responses of two tokens and of one token
+
+
+class Worked(NamedTuple):
+    """Per response token: the loss, and the gradient of the sum of losses with respect to its log-probability."""
+
+    loss: tuple[float, float, float]
+    gradient: tuple[float, float, float]
+    n_clipped: int
+    options: object = None
+
+
+S = (1.5 * 0.9) ** 0.5
+WORKED = {
+    "clip": Worked((-2 * 1.3, -2 * 0.9, 0.8), (0.0, -2 * 0.9, 0.0), 2),
+    "sequence_clip": Worked((-2 * S, -2 * S, 0.8), (-2 * S, -2 * S, 0.0), 1),
+    "cispo": Worked((1.3 * 2, 0.9 * 4, -0.8), (-1.3 * 2, -0.9 * 2, 0.8), 0),
+    "reinforce": Worked((2.0, 4.0, -1.0), (-2.0, -2.0, 1.0), 0),
+}
+
+
+def test_every_policy_loss_has_a_worked_case_and_a_source() -> None:
+    assert WORKED.keys() == POLICY_LOSSES.keys()
+    assert all("arXiv" in loss.doc and "\n" not in loss.doc for loss in POLICY_LOSSES.values())
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_worked_case(name: str) -> None:
+    logprobs, ratios, advantages = torch.tensor([LOGPROBS, RATIOS, ADVANTAGES], dtype=torch.float64)
+    logprobs.requires_grad_()
+    mask = torch.tensor([False, True, True, False, True])
+
+    def packed(values: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(5, dtype=torch.float64).masked_scatter(mask, values)
+
+    log_ratio = packed(ratios.log() + logprobs - logprobs.detach())
+    rows = PackedRows(mask, LENGTHS)
+    inputs = PolicyLossInputs(packed(logprobs), log_ratio, packed(advantages), rows, CLIP_LOW, CLIP_HIGH)
+    terms = POLICY_LOSSES[name].fn(inputs, WORKED[name].options)
+    loss = terms.loss[mask]
+    assert loss.tolist() == pytest.approx(WORKED[name].loss)
+    assert torch.autograd.grad(loss.sum(), logprobs)[0].tolist() == pytest.approx(WORKED[name].gradient)
+    assert (0 if terms.is_clipped is None else terms.is_clipped[mask].sum()) == WORKED[name].n_clipped
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_losses_are_finite_at_masked_tokens_and_at_extreme_ratios(name: str) -> None:
+    new = torch.tensor([0.0, float("nan"), 500.0], requires_grad=True)
+    columns = {
+        "tokens": torch.zeros(3),
+        "logprobs": torch.tensor([0.0, 0.0, -500.0]),
+        "advantages": torch.tensor([1.0, 1.0, -1.0]),
+        "loss_mask": torch.tensor([1, 0, 1]),
+        "weights": torch.tensor([1.0, 0.0, 1.0]),
+    }
+    batch = SequenceBatch((RowId(0, 0),), {key: Column(data, (3,)) for key, data in columns.items()})
+    loss = actor_loss(new, batch, PPOConfig(policy_loss=PolicyLoss[name]))
+    assert torch.isfinite(loss.total) and torch.isfinite(torch.autograd.grad(loss.total, new)[0]).all()
