@@ -174,12 +174,12 @@ class Done(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """A worker's process is alive; ``doing`` says what it is at, from the outermost in."""
+    """A worker's process is alive; ``activity`` says what it is at, from the outermost in."""
 
     rank: int
     pid: int
     host: str
-    doing: str
+    activity: str
 
 
 class Failed(Message, frozen=True):

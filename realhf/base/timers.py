@@ -8,17 +8,17 @@ from realhf.base.activity import ActivityStack
 
 
 class Spans:
-    """Collects ``(name, start_us, duration_us)`` of what one process did; while it does it, it is on ``doing``."""
+    """Collects ``(name, start_us, duration_us)`` of what one process did; while it does it, it is on ``activity``."""
 
-    def __init__(self, doing: ActivityStack | None = None) -> None:
+    def __init__(self, activity: ActivityStack | None = None) -> None:
         self._spans: list[tuple[str, int, int]] = []
-        self._doing = doing or ActivityStack()
+        self._activity = activity or ActivityStack()
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         start = time.time_ns()
         try:
-            with self._doing.enter(name):
+            with self._activity.enter(name):
                 yield
         finally:
             self._spans.append((name, start // 1000, (time.time_ns() - start) // 1000))

@@ -39,7 +39,7 @@ def exchange(
     links: SharedMemoryPeers | None = None,
     verify: bool = False,
     copy: Copy = plain_copy,
-    doing: ActivityStack | None = None,
+    activity: ActivityStack | None = None,
 ) -> int:
     """Carry out the moves that this worker has a part in; return the bytes it received from others.
 
@@ -50,20 +50,20 @@ def exchange(
     plain copy. ``copy`` does all copies.
 
     Workers in ``links`` are served through shared memory, the others by the default process group; each wait has the
-    deadline of its wire, and is on ``doing``. With ``verify`` all that arrives is compared by checksum; RuntimeError
+    deadline of its wire, and is on ``activity``. With ``verify`` all that arrives is compared by checksum; RuntimeError
     names what differs.
     """
-    doing = doing or ActivityStack()
+    activity = activity or ActivityStack()
     arriving = sum(move.piece.nbytes for move in moves if move.dst == rank)
     ends = ExchangeBuffers(rank, read, write, into, device, verify, copy, arriving > STREAMED_BYTES, arriving)
     stays = (
         done for m in moves if m.dst == rank and (m.src == rank or not m.piece.numel) for done in _copy_local(m, ends)
     )
     near = links.peers if links else frozenset()
-    with doing.enter(ends):
+    with activity.enter(ends):
         for turn in scatter_allgather_rounds(moves, links.hosts if links else {}) if into is not None else (moves,):
             mine = [move for move in turn if rank in (move.src, move.dst) and move.src != move.dst and move.piece.numel]
-            far = _Buckets(ends, doing, [move for move in mine if not near.intersection((move.src, move.dst))])
+            far = _Buckets(ends, activity, [move for move in mine if not near.intersection((move.src, move.dst))])
             far.start()
             if links is not None and near:
                 _via_shared_memory(turn, links, ends, stays)
@@ -112,8 +112,8 @@ def _via_shared_memory(
 class _Buckets:
     """The moves between this worker and others over the process group, one bucket per pair of workers and round."""
 
-    def __init__(self, ends: ExchangeBuffers, doing: ActivityStack, moves: Sequence[P2PCopy]) -> None:
-        self.ends, self.doing = ends, doing
+    def __init__(self, ends: ExchangeBuffers, activity: ActivityStack, moves: Sequence[P2PCopy]) -> None:
+        self.ends, self.activity = ends, activity
         pairs: dict[tuple[int, int], list[P2PCopy]] = {}
         for move in moves:
             pairs.setdefault((move.src, move.dst), []).append(move)
@@ -171,7 +171,7 @@ class _Buckets:
         parcel, rank = bucket.parcel, self.ends.rank
         assert bucket.work is not None
         try:
-            with self.doing.enter(bucket):
+            with self.activity.enter(bucket):
                 bucket.work.wait()
         except RuntimeError as error:
             way = "sending" if parcel.src == rank else "awaiting"

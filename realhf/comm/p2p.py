@@ -28,11 +28,11 @@ class PendingRecv:
     tensor: Tensor
     work: dist.Work | None
     rank: int
-    doing: ActivityStack
+    activity: ActivityStack
 
     def wait(self) -> Tensor:
         if self.work is not None:
-            with self.doing.enter(PendingTransfer(self.tensor.nbytes, "from", self.rank)):
+            with self.activity.enter(PendingTransfer(self.tensor.nbytes, "from", self.rank)):
                 self.work.wait()
         return self.tensor
 
@@ -40,8 +40,8 @@ class PendingRecv:
 class P2PChannel:
     """Sends do not wait; what they send stays alive until ``flush``. Order per pair is kept; empty tensors stay."""
 
-    def __init__(self, device: torch.device, doing: ActivityStack | None = None) -> None:
-        self.device, self.doing = device, doing or ActivityStack()
+    def __init__(self, device: torch.device, activity: ActivityStack | None = None) -> None:
+        self.device, self.activity = device, activity or ActivityStack()
         self._under_way: list[tuple[dist.Work, Tensor, int]] = []
 
     def send(self, tensor: Tensor, rank: int) -> None:
@@ -56,7 +56,7 @@ class P2PChannel:
     def post_receive(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> PendingRecv:
         """Post a receive without waiting for it."""
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        return PendingRecv(tensor, dist.irecv(tensor, rank) if tensor.numel() else None, rank, self.doing)
+        return PendingRecv(tensor, dist.irecv(tensor, rank) if tensor.numel() else None, rank, self.activity)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> Tensor:
         return self.post_receive(shape, dtype, rank).wait()
@@ -65,5 +65,5 @@ class P2PChannel:
         """Wait for all sends but the last ``keep``; gloo lets go of none before."""
         while len(self._under_way) > keep:
             work, tensor, rank = self._under_way.pop(0)
-            with self.doing.enter(PendingTransfer(tensor.nbytes, "to", rank)):
+            with self.activity.enter(PendingTransfer(tensor.nbytes, "to", rank)):
                 work.wait()

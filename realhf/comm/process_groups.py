@@ -68,9 +68,9 @@ class Group:
         ranks: tuple[int, ...],
         rank: int,
         handle: dist.ProcessGroup | None = None,
-        doing: ActivityStack | None = None,
+        activity: ActivityStack | None = None,
     ) -> None:
-        self.ranks, self.handle, self.doing = ranks, handle, doing or ActivityStack()
+        self.ranks, self.handle, self.activity = ranks, handle, activity or ActivityStack()
         self.size = len(ranks)
         self.index = sorted(ranks).index(rank) if rank in ranks else -1
 
@@ -134,7 +134,7 @@ class Group:
             dist.broadcast(piece, rank, group=self.handle)
 
     def _at(self, name: str, tensor: Tensor) -> AbstractContextManager[None]:
-        return self.doing.enter(PendingCollective(name, tensor.nbytes, self.ranks))
+        return self.activity.enter(PendingCollective(name, tensor.nbytes, self.ranks))
 
     @property
     def _is_gloo(self) -> bool:
@@ -146,10 +146,10 @@ class Group:
 
 
 def make_groups(
-    members: Iterable[tuple[int, ...]], rank: int, doing: ActivityStack | None = None
+    members: Iterable[tuple[int, ...]], rank: int, activity: ActivityStack | None = None
 ) -> dict[tuple[int, ...], Group]:
     """Create process groups in the order given. Collective over ALL workers; the only place that makes a group."""
-    return {ranks: Group(ranks, rank, dist.new_group(list(ranks)), doing) for ranks in members}
+    return {ranks: Group(ranks, rank, dist.new_group(list(ranks)), activity) for ranks in members}
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class ParallelContext:
     rank: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     groups: Mapping[tuple[int, ...], Group] = field(default_factory=dict)
-    doing: ActivityStack = field(default_factory=ActivityStack)
+    activity: ActivityStack = field(default_factory=ActivityStack)
 
     @property
     def coord(self) -> Coord:

@@ -38,8 +38,8 @@ class SharedMemoryPeers:
     ``hosts`` names the host of each rank, anywhere, that shares memory with all others there.
     """
 
-    def __init__(self, rank: int, timeout_s: float, doing: ActivityStack | None = None) -> None:
-        self.rank, self.timeout_s, self.why_not, self.doing = rank, timeout_s, "", doing or ActivityStack()
+    def __init__(self, rank: int, timeout_s: float, activity: ActivityStack | None = None) -> None:
+        self.rank, self.timeout_s, self.why_not, self.activity = rank, timeout_s, "", activity or ActivityStack()
         self.hosts: dict[int, str] = {}
         self._sockets: dict[int, socket.socket] = {}
         self._poll = select.poll()
@@ -94,7 +94,7 @@ class SharedMemoryPeers:
                 if (parcel := next(coming[peer], None)) is not None:
                     due[peer] = parcel
             if idle and not self._poll_events(0.0, ready, due) and next(meanwhile, None) is None:
-                with self.doing.enter(self._awaited(ready, due)):
+                with self.activity.enter(self._awaited(ready, due)):
                     self._poll_events(self.timeout_s, ready, due)
             elif not idle:
                 self._poll_events(0.0, ready, due)
@@ -167,14 +167,14 @@ def _map(ring: int) -> Tensor:
 
 
 def open_shared_memory_peers(
-    rank: int, world: int, timeout_s: float, hosts: tuple[str, ...] | None = None, doing: ActivityStack | None = None
+    rank: int, world: int, timeout_s: float, hosts: tuple[str, ...] | None = None, activity: ActivityStack | None = None
 ) -> SharedMemoryPeers:
     """Link all workers that share a host. Collective over the default group, which must be gloo.
 
     ``hosts`` names the host of each rank; without it the operating system is asked. Where two workers of a host cannot
     share memory nobody there does, ``why_not`` tells the reason, and ``exchange`` takes the network.
     """
-    links = SharedMemoryPeers(rank, timeout_s, doing)
+    links = SharedMemoryPeers(rank, timeout_s, activity)
     mine = hosts[rank] if hosts else f"{socket.gethostname()} {BOOT_ID.read_text() if BOOT_ID.exists() else ''}"
     with contextlib.ExitStack() as stack:
         reason, ring, door = "", None, None

@@ -47,9 +47,9 @@ class Executor:
         interfaces: dict[str, Interface],
         spans: Spans,
         links: SharedMemoryPeers | None = None,
-        doing: ActivityStack | None = None,
+        activity: ActivityStack | None = None,
     ) -> None:
-        self.doing = doing or ActivityStack()
+        self.activity = activity or ActivityStack()
         self.run, self.rank, self.device, self.links = run, rank, device, links
         self.engines, self.interfaces, self.spans = engines, interfaces, spans
         self.store = RowStore()
@@ -96,7 +96,7 @@ class Executor:
             assert isinstance(copy, RowCopy)
             self.store.put_value(copy.row, copy.key, value)
 
-        exchange(moves, self.rank, read, write, self.device, links=self.links, doing=self.doing)
+        exchange(moves, self.rank, read, write, self.device, links=self.links, activity=self.activity)
 
     def _reallocate(self, step: Reallocate) -> None:
         if step not in self._moves:
@@ -129,7 +129,7 @@ class Executor:
             links=self.links,
             verify=self.run.config.verify_reallocation,
             copy=copy_box,
-            doing=self.doing,
+            activity=self.activity,
         )
 
     def _plan_moves(self, step: Reallocate) -> list[P2PCopy]:

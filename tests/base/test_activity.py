@@ -6,10 +6,10 @@ from realhf.base.activity import ActivityStack
 
 
 def test_nested_things_are_told_from_the_outermost_in_and_forgotten_when_they_end() -> None:
-    doing = ActivityStack()
-    assert str(doing) == ""
-    with doing.enter("a call"), doing.enter(3):
-        assert str(doing) == "a call, 3"
-    with pytest.raises(ZeroDivisionError), doing.enter("a mistake"):
+    activity = ActivityStack()
+    assert str(activity) == ""
+    with activity.enter("a call"), activity.enter(3):
+        assert str(activity) == "a call, 3"
+    with pytest.raises(ZeroDivisionError), activity.enter("a mistake"):
         raise ZeroDivisionError
-    assert str(doing) == ""
+    assert str(activity) == ""

@@ -64,7 +64,7 @@ class MegatronAdamW(ShardedAdamW):
 
     def _reduce(self) -> None:
         whole = PendingCollective("reduce_scatter", self.whole_grad.nbytes, self.group.ranks)
-        with self.group.doing.enter(whole):
+        with self.group.activity.enter(whole):
             self._ddp.finish_grad_sync()
 
     def _update(self, step: AdamWStep) -> None:
@@ -74,7 +74,7 @@ class MegatronAdamW(ShardedAdamW):
             group["lr"], group["step"] = step.lr, step.steps - 1
             for shard in group["params"]:
                 self._inner.state[shard]["step"].fill_(step.steps - 1)
-        with self.group.doing.enter(PendingCollective("all_gather", self.params.data.nbytes, self.group.ranks)):
+        with self.group.activity.enter(PendingCollective("all_gather", self.params.data.nbytes, self.group.ranks)):
             self._outer.prepare_grads()
             self._outer.step_with_ready_grads()
 

@@ -24,8 +24,8 @@ def listened(pulses: HeartbeatMonitor, clock: Clock, seconds: float, *beats: Hea
         pulses.hear(beat)
 
 
-def beat(rank: int, doing: str = "gen/Compute") -> Heartbeat:
-    return Heartbeat(rank, 40 + rank, "here", doing)
+def beat(rank: int, activity: str = "gen/Compute") -> Heartbeat:
+    return Heartbeat(rank, 40 + rank, "here", activity)
 
 
 def test_who_does_not_beat_is_named_with_what_it_was_at() -> None:
@@ -67,7 +67,7 @@ def test_a_heart_beats_until_it_is_stopped() -> None:
     worker = ZmqWorker(master.address, 0, KEY)
     heart = HeartbeatSender(worker, 0, 0.06, lambda: "this and that")
     words = [master.receive(5.0) for _ in range(3)]
-    assert [isinstance(word, Heartbeat) and word.doing for word in words] == ["this and that"] * 3
+    assert [isinstance(word, Heartbeat) and word.activity for word in words] == ["this and that"] * 3
     heart.stop()
     asleep = HeartbeatSender(worker, 0, 0.0, lambda: "")
     asleep.stop()
