@@ -101,7 +101,7 @@ def pack_tiles(weight: Tensor) -> Tensor:
 
 def tiled_linear(x: Tensor, panels: Tensor, n_outs: int) -> Tensor:
     """Return ``x`` ``[S, in]`` times the transpose of a matrix in panels, ``[S, n_outs]`` float32."""
-    kernel = extension.kernel("panel_linear", x.device.type)
+    kernel = extension.kernel("tiled_linear", x.device.type)
     assert kernel is not None, "panels are made where there are fused blocks"
     out: Tensor = kernel(x, panels, n_outs)
     return out

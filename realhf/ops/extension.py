@@ -96,7 +96,7 @@ SHAPES: Mapping[str, Callable[..., object]] = MappingProxyType(
         "packed_attention_backward": _like_all_three,
         "adamw_": _nothing,
         "decode_blocks": _like_first,
-        "panel_linear": _floats_of_width,
+        "tiled_linear": _floats_of_width,
         "rms_norm": _like_first,
         "rms_norm_backward": _like_both_of_a_norm,
         "activate": _inner_part,
