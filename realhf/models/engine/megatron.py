@@ -41,9 +41,9 @@ class MegatronAdamW(ShardedAdamW):
             raise ValueError(f"megatron-core lets parameters begin at multiples of {ALIGNED} elements, and matrices of "
                              f"this shard end at {params.n_matrix}; use backend=native")  # fmt: skip
         replicas, alone = context.group("dp"), Group((context.rank,), context.rank)
-        handle = replicas.of_torch()
+        handle = replicas.torch_group()
         module = _Flat(params)
-        self._ddp = _wrapped(module, handle, handle if replicas.size == 1 else alone.of_torch())
+        self._ddp = _wrapped(module, handle, handle if replicas.size == 1 else alone.torch_group())
         buffer = self._ddp.buffers[0]
         params.adopt(buffer.param_data, buffer.grad_data)
         super().__init__(params, config, context, sequence)
