@@ -155,7 +155,9 @@ class ModelWorker:
             init_process_group(host, port, self.rank, n_workers, run.device, run.config.call_timeout, self.store)
             groups = make_groups(groups_of(run.program), self.rank, self.activity)
             if self.device.type == "cpu":
-                self.links = open_shared_memory_peers(self.rank, n_workers, run.config.call_timeout, activity=self.activity)
+                self.links = open_shared_memory_peers(
+                    self.rank, n_workers, run.config.call_timeout, activity=self.activity
+                )
         self.during = "loading the tokenizer"
         self.tokenizer = load_tokenizer(run.tokenizer_folder)
         engines = {}
@@ -180,7 +182,9 @@ class ModelWorker:
                 engines[role, layout] = self._with_server(role, engines[role, layout])
         self.during = "building interfaces"
         interfaces = self._interfaces()
-        self.executor = Executor(run, self.rank, self.device, engines, interfaces, self.spans, self.links, self.activity)
+        self.executor = Executor(
+            run, self.rank, self.device, engines, interfaces, self.spans, self.links, self.activity
+        )
         self.during = "reading the data"
         self.source = None
         if self.rank in run.fetchers:

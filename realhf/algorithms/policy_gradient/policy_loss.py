@@ -4,17 +4,16 @@ Every argument is a packed column ``[T]``; ``log_ratio`` is log p - log p_old. A
 matter: ``token_weights``.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from realhf.algorithms.policy_gradient.kl import LOG_RATIO_LIMIT, kl_terms
-from realhf.algorithms.policy_gradient.ppo_formulas import per_token
 from realhf.api.config import KLPlace, LossAggregation, PolicyLoss, PPOConfig
 from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import Limits, Loss
+from realhf.ops.rows import PackedRows, per_token
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ def clipped(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> T
     return TokenLoss(torch.maximum(plain, held), held > plain)
 
 
-def sequence_clipped(log_ratio: Tensor, advantages: Tensor, rows: "ResponseRows", low: float, high: float) -> TokenLoss:
+def sequence_clipped(log_ratio: Tensor, advantages: Tensor, rows: PackedRows, low: float, high: float) -> TokenLoss:
     """Return the clipped loss with one ratio per answer, the geometric mean of its tokens'.
 
     GSPO (Zheng et al. 2025, arXiv 2507.18071, eq. 5-7).
@@ -58,29 +57,7 @@ def reinforce(logprobs: Tensor, advantages: Tensor) -> TokenLoss:
     return TokenLoss(-advantages * logprobs, torch.zeros_like(logprobs, dtype=torch.bool))
 
 
-@dataclass(frozen=True)
-class ResponseRows:
-    """Sums over the masked tokens of each row. ``mask`` is ``[T]`` bool, rows are of ``lengths``."""
-
-    mask: Tensor
-    lengths: Sequence[int]
-
-    @property
-    def counts(self) -> Tensor:
-        """Masked tokens of every row, ``[B]`` float32."""
-        return self.sums(torch.ones_like(self.mask, dtype=torch.float32))
-
-    def sums(self, x: Tensor) -> Tensor:
-        """Return the sum of ``x`` over each row's masked tokens, ``[B]``."""
-        number = per_token(torch.arange(len(self.lengths), device=x.device), self.lengths)
-        return x.new_zeros(len(self.lengths)).index_add(0, number, x.masked_fill(~self.mask, 0.0))
-
-    def mean(self, x: Tensor) -> Tensor:
-        """Return each row's mean at all of its tokens, ``[T]``."""
-        return per_token(self.sums(x) / self.counts.clamp(min=1.0), self.lengths)
-
-
-def token_weights(rows: ResponseRows, mean: LossAggregation, constant: float) -> Tensor:
+def token_weights(rows: PackedRows, mean: LossAggregation, constant: float) -> Tensor:
     """Return what each token counts in the sum that is divided by ``denominator``, ``[T]`` float32, 0 where masked.
 
     ``token_mean``: every token of the batch alike (DAPO). ``seq_mean``: every answer alike, its tokens share its weight
@@ -97,7 +74,7 @@ def token_weights(rows: ResponseRows, mean: LossAggregation, constant: float) ->
             return ones / constant
 
 
-def denominator(rows: ResponseRows, mean: LossAggregation) -> float:
+def denominator(rows: PackedRows, mean: LossAggregation) -> float:
     """Return this worker's share of what the weighted sum is divided by: trained tokens, or answers that have any."""
     counts = rows.counts
     return float(counts.sum() if mean is LossAggregation.token_mean else (counts > 0).sum())
@@ -113,7 +90,7 @@ def actor_loss(logprobs: Tensor, batch: SequenceBatch, config: PPOConfig, kl_coe
     ``logprob_diff`` (the mean of |log r|: before the first step of a batch, how far trainer and generator are apart).
     """
     mask, old = batch["loss_mask"].bool(), batch["logprobs"]
-    rows = ResponseRows(mask, batch.lengths("tokens"))
+    rows = PackedRows(mask, batch.lengths("tokens"))
     log_ratio = (logprobs - old).masked_fill(~mask, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     terms = _terms(logprobs, log_ratio, batch["advantages"], rows, config)
     loss = terms.loss * batch["is_weights"] if "is_weights" in batch.columns else terms.loss
@@ -135,7 +112,7 @@ def actor_loss(logprobs: Tensor, batch: SequenceBatch, config: PPOConfig, kl_coe
     return Loss(total, stats)
 
 
-def _terms(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, rows: ResponseRows, config: PPOConfig) -> TokenLoss:
+def _terms(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, rows: PackedRows, config: PPOConfig) -> TokenLoss:
     low = config.eps_clip
     high = low if config.eps_clip_high is None else config.eps_clip_high
     match config.policy_loss:

@@ -10,13 +10,12 @@ from realhf.algorithms.policy_gradient.advantages import whiten
 from realhf.algorithms.policy_gradient.generation import sample_responses, train_temperature
 from realhf.algorithms.policy_gradient.kl import kl_coefficient, next_kl_coefficient
 from realhf.algorithms.policy_gradient.policy_loss import (
-    ResponseRows,
     actor_loss,
     denominator,
     early_stop_limits,
     token_weights,
 )
-from realhf.algorithms.policy_gradient.ppo_formulas import ValueNorm, critic_loss, per_token, to_states
+from realhf.algorithms.policy_gradient.ppo_formulas import ValueNorm, critic_loss, to_states
 from realhf.algorithms.policy_gradient.signals import TrainingSignals, compute_signals, rollout_stats
 from realhf.algorithms.stats import add_stats, mean_of
 from realhf.api.config import KLPlace, LossAggregation, PPOConfig
@@ -24,6 +23,7 @@ from realhf.api.messages import State, Stats
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import Engine, InterfaceContext, Limits, Loss, LossFn, Outputs
 from realhf.ops.masked import group_normalise, masked_sums, normalise
+from realhf.ops.rows import PackedRows, per_token
 
 VALUE_LOSSES = ("mse", "huber")
 
@@ -113,7 +113,7 @@ class PPOActor:
 
     def ready(self, engine: Engine, batch: SequenceBatch, rollout: TrainingSignals) -> SequenceBatch:
         """Return the columns that the loss reads. Collective."""
-        config, rows = self.config, ResponseRows(rollout.trained, batch.lengths("tokens"))
+        config, rows = self.config, PackedRows(rollout.trained, batch.lengths("tokens"))
         length = config.loss_length or float(config.gen.max_new_tokens)
         ready = batch.only(("tokens",)).with_tokenwise("logprobs", rollout.logprobs)
         ready = ready.with_tokenwise("advantages", self.normalised_advantages(engine, batch, rollout))
@@ -136,7 +136,7 @@ class PPOActor:
 
     def count(self, part: SequenceBatch, mean: LossAggregation | None = None) -> float:
         """Return what a mini-batch adds to the denominator of the loss."""
-        rows = ResponseRows(part["loss_mask"].bool(), part.lengths("tokens"))
+        rows = PackedRows(part["loss_mask"].bool(), part.lengths("tokens"))
         return denominator(rows, mean or self.config.loss_aggregation)
 
     def normalised_advantages(self, engine: Engine, batch: SequenceBatch, rollout: TrainingSignals) -> Tensor:

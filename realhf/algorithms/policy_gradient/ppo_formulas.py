@@ -16,6 +16,7 @@ from torch import Tensor
 from realhf.api.config import PPOConfig, ValueNormType
 from realhf.api.messages import State
 from realhf.data.protocols import Loss
+from realhf.ops.rows import per_token
 
 HUBER_DELTA = 10.0
 VARIANCE_FLOOR = 1e-2
@@ -26,11 +27,6 @@ def answer_mask(prompt_mask: Tensor, lengths: Sequence[int]) -> Tensor:
     """Return ``[T]`` bool: 1 on answer tokens, never on a row's first token, which was produced by no action."""
     starts = [end - n for end, n in zip(accumulate(lengths), lengths, strict=True)]
     return (prompt_mask == 0).index_fill(0, torch.tensor(starts, dtype=torch.int64, device=prompt_mask.device), False)
-
-
-def per_token(rows: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Repeat each row's scalar (``[B]``) over its tokens, ``[T]``."""
-    return rows.repeat_interleave(torch.tensor(lengths, dtype=torch.int64, device=rows.device))
 
 
 def loss_mask(answers: Tensor, truncated: Tensor, lengths: Sequence[int], mask_too_long: bool) -> Tensor:

@@ -12,14 +12,15 @@ from realhf.algorithms.policy_gradient.advantages import (
     process_advantages,
 )
 from realhf.algorithms.policy_gradient.kl import kl_terms
-from realhf.algorithms.policy_gradient.policy_loss import ResponseRows, truncated_is_weights
-from realhf.algorithms.policy_gradient.ppo_formulas import answer_mask, loss_mask, per_token, token_rewards
+from realhf.algorithms.policy_gradient.policy_loss import truncated_is_weights
+from realhf.algorithms.policy_gradient.ppo_formulas import answer_mask, loss_mask, token_rewards
 from realhf.algorithms.policy_gradient.prm_rewards import shape_step_rewards
 from realhf.algorithms.stats import mean_of
 from realhf.api.config import Advantage, KLEstimator, KLPlace, PPOConfig
 from realhf.api.messages import Stats
 from realhf.data.batch import SequenceBatch
 from realhf.ops.gae import packed_gae
+from realhf.ops.rows import PackedRows, per_token
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def compute_signals(batch: SequenceBatch, config: PPOConfig, kl_coef: float, eta
         penalty = reference_kl(config.kl_reward_estimator, logprobs, batch, answers)
     scores = batch["rewards"]
     if config.overlong_buffer:
-        n_tokens, longest = ResponseRows(answers, lengths).counts, config.gen.max_new_tokens
+        n_tokens, longest = PackedRows(answers, lengths).counts, config.gen.max_new_tokens
         scores = scores + overlong_penalties(n_tokens, longest, config.overlong_buffer, config.overlong_penalty)
     rewards = token_rewards(penalty, scores, truncated, lengths, kl_coef, config)
     if "step_rewards" in batch.columns:
@@ -85,7 +86,7 @@ def advantages_and_returns(
     if config.advantage is Advantage.gae:
         truncated = batch["truncated"].bool()
         return packed_gae(rewards, values, lengths, truncated, config.discount, config.gae_lambda)
-    scores = ResponseRows(answers, lengths).sums(rewards)
+    scores = PackedRows(answers, lengths).sums(rewards)
     match config.advantage:
         case Advantage.group:
             per_row = group_advantages(scores, prompts, config.group_std)

@@ -219,7 +219,9 @@ class Serving:
         told = config_json(replace(engine.config, tied_embedding=False), dtype)
         (self.folder / "config.json").write_text(json.dumps(told, indent=2) + "\n")
         ranks = context.group("tp").ranks
-        server = VllmServer(f"vLLM of worker {context.rank}", self.options, self.log, self._cores(ranks), context.activity)
+        server = VllmServer(
+            f"vLLM of worker {context.rank}", self.options, self.log, self._cores(ranks), context.activity
+        )
         options = {
             "folder": str(self.folder),
             "dtype": str(dtype).removeprefix("torch."),

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from realhf.algorithms.policy_gradient.policy_loss import (
-    ResponseRows,
     actor_loss,
     clipped,
     clipped_weights,
@@ -23,6 +22,7 @@ from realhf.algorithms.policy_gradient.policy_loss import (
 from realhf.api.batch_meta import RowId
 from realhf.api.config import KLEstimator, KLPlace, LossAggregation, PolicyLoss, PPOConfig
 from realhf.data.batch import Column, SequenceBatch
+from realhf.ops.rows import PackedRows
 
 small = st.floats(-3, 3)
 
@@ -73,7 +73,7 @@ def test_losses_stay_finite_where_masked_or_far_away(kind: PolicyLoss) -> None:
 
 def test_gspo_has_one_ratio_per_answer() -> None:
     log_ratio = torch.tensor([9.0, 0.1, 0.3, 9.0, -0.2]).requires_grad_()
-    rows = ResponseRows(torch.tensor([False, True, True, False, True]), (3, 2))
+    rows = PackedRows(torch.tensor([False, True, True, False, True]), (3, 2))
     terms = sequence_clipped(log_ratio, torch.ones(5), rows, 0.1, 0.15)
     first, second = math.exp(0.2), math.exp(-0.2)
     assert terms.loss[[1, 2, 4]].tolist() == pytest.approx([-1.15, -1.15, -second])  # min of r and its clip: A is 1
@@ -99,7 +99,7 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens_and_reinforce_knows_no_ratio
 )  # fmt: skip
 def test_how_tokens_are_averaged(mean: LossAggregation, want: float) -> None:
     values = torch.tensor([7.0, 2.0, 4.0, 9.0, 7.0])  # two answers of two and one tokens, one of none
-    rows = ResponseRows(torch.tensor([False, True, True, True, False]), (3, 1, 1))
+    rows = PackedRows(torch.tensor([False, True, True, True, False]), (3, 1, 1))
     assert float((values * token_weights(rows, mean, 5.0)).sum()) / denominator(rows, mean) == pytest.approx(want)
 
 
