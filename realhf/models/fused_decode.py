@@ -13,7 +13,7 @@ from realhf.api.model_config import ModelConfig
 from realhf.models.blocks import Block, Mlp, Norm
 from realhf.models.kv_cache import KVCache
 from realhf.ops import extension
-from realhf.ops.activations import NUMBERS
+from realhf.ops.activations import ACTIVATION_IDS
 from realhf.ops.attention import Scores
 
 TILE_N = 16
@@ -54,7 +54,7 @@ class TiledBlocks:
         assert kernel is not None, "``fused`` looked"
         out: Tensor = kernel(
             x, blocks.weights, cache.k, cache.v, positions, prefixes, angles, [rule.window for rule in blocks.rules],
-            blocks.n_heads, config.intermediate, NUMBERS[config.activation], config.mlp == "gated",
+            blocks.n_heads, config.intermediate, ACTIVATION_IDS[config.activation], config.mlp == "gated",
             config.parallel_residual, config.norm_eps, config.norm_offset, rule.scale_for(config.head_dim),
             rule.softcap,
         )  # fmt: skip

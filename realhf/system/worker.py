@@ -261,7 +261,7 @@ class ModelWorker:
         if start < own.stop:
             return source.batch(first + at, first + at + stop - start, start)
         positions = range(first, first + own.stop - own.start)
-        return source.redrawn(step, positions, start - own.stop, stop - own.stop, start)
+        return source.resampled(step, positions, start - own.stop, stop - own.stop, start)
 
     def _bring(self, call: PrepareCall) -> None:
         self.executor.receive_inputs(call)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from realhf.comm.process_groups import Group, make_groups
 from realhf.comm.tensor_parallel import TensorParallelRegion
-from realhf.ops.logprobs import VocabularyCut, packed_logprobs
+from realhf.ops.logprobs import VocabShard, packed_logprobs
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytestmark = pytest.mark.dist
@@ -69,8 +69,8 @@ def linear(rank: int, group: Group, config: Any, columns: bool) -> Pair:
     return [our_y, our_x.grad, our_w.grad], [their_y[:, 0], their_x.grad, layer.weight.grad]
 
 
-def cut_of(rank: int, group: Group) -> VocabularyCut:
-    return VocabularyCut(rank * VOCAB // 2, (VOCAB // 2, VOCAB // 2), group.all_reduce, group.all_max)
+def shard_of(rank: int, group: Group) -> VocabShard:
+    return VocabShard(rank * VOCAB // 2, (VOCAB // 2, VOCAB // 2), group.all_reduce, group.all_max)
 
 
 def column(rank: int, world: int) -> tuple[float, int]:
@@ -93,7 +93,7 @@ def embedding(rank: int, world: int) -> tuple[float, int]:
         theirs = layer(tokens[:, None])[:, 0]
         theirs.backward(grad)
         weight = leaf(local)
-        local_ids, held = cut_of(rank, group).mine(tokens, len(weight))
+        local_ids, held = shard_of(rank, group).to_local(tokens, len(weight))
         ours = TensorParallelRegion(group, TOKENS).reduce_from_tp(F.embedding(local_ids, weight) * held[:, None])
         ours.backward(grad)
         return [ours, weight.grad], [theirs, layer.weight.grad]
@@ -116,7 +116,7 @@ def cross_entropy(rank: int, world: int) -> tuple[float, int]:
         theirs.backward(grad)
         our_x, our_w = leaf(x), leaf(local)
         ours = -packed_logprobs(
-            TensorParallelRegion(group, TOKENS).copy_to_tp(our_x), our_w, targets, cut=cut_of(rank, group)
+            TensorParallelRegion(group, TOKENS).copy_to_tp(our_x), our_w, targets, shard=shard_of(rank, group)
         )
         ours.backward(grad)
         return [ours, our_x.grad, our_w.grad], [theirs, their_x.grad, their_w.grad]
