@@ -135,7 +135,7 @@ def ways_of(
 
     def move(links: SharedMemoryPeers | None, verify: bool = False) -> Callable[[], object]:
         cpu = torch.device("cpu")
-        return lambda: exchange(moves, rank, read, write, cpu, into=into, links=links, verify=verify, copy=copy_box)
+        return lambda: exchange(moves, rank, read, write, cpu, into=into, peers=links, verify=verify, copy=copy_box)
 
     yardsticks = Yardsticks(rank, shared, copies)
     ways: Ways = {

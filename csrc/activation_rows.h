@@ -1,38 +1,38 @@
-// The rows of an activation and of its gradient, for every width of registers: see each_width.h.
+// The rows of an activation and of its gradient, for every width of registers: see multi_isa.h.
 
 // Some numbers of a token's wide row and, behind all of these, what they gate; no gate: `up` is null.
 template <Activation activation, typename scalar_t, typename Lanes>
-REALHF_INLINE void forward_some(const scalar_t* wide, const scalar_t* up, int64_t i, const Lanes& lanes,
+REALHF_INLINE void forward_some(const scalar_t* x, const scalar_t* up, int64_t i, const Lanes& lanes,
                                 scalar_t* out) {
-  const Floats value = activated<activation>(lanes.load(wide + i));
+  const Floats value = activated<activation>(lanes.load(x + i));
   lanes.store(out + i, up ? value * lanes.load(up + i) : value);
 }
 
 template <Activation activation, typename scalar_t>
-REALHF_ONCE void forward_row(const scalar_t* wide, const scalar_t* up, int64_t inner, scalar_t* out) {
+REALHF_NOINLINE void forward_row(const scalar_t* x, const scalar_t* up, int64_t inner, scalar_t* out) {
   int64_t i = 0;
-  for (; i + kLanes <= inner; i += kLanes) forward_some<activation>(wide, up, i, Whole{}, out);
-  if (i < inner) forward_some<activation>(wide, up, i, Part{inner - i}, out);
+  for (; i + kLanes <= inner; i += kLanes) forward_some<activation>(x, up, i, FullVec{}, out);
+  if (i < inner) forward_some<activation>(x, up, i, PartialVec{inner - i}, out);
 }
 
 template <Activation activation, typename scalar_t, typename Lanes>
-REALHF_INLINE void backward_some(const scalar_t* grad, const scalar_t* wide, const scalar_t* up, int64_t i,
-                                 const Lanes& lanes, scalar_t* wide_grad, scalar_t* up_grad) {
+REALHF_INLINE void backward_some(const scalar_t* grad, const scalar_t* x, const scalar_t* up, int64_t i,
+                                 const Lanes& lanes, scalar_t* x_grad, scalar_t* up_grad) {
   Floats along = lanes.load(grad + i);
-  const Slope found = activated_with_slope<activation>(lanes.load(wide + i));
+  const Slope found = activated_with_slope<activation>(lanes.load(x + i));
   if (up) {
     lanes.store(up_grad + i, along * found.value);
     along *= lanes.load(up + i);
   }
-  lanes.store(wide_grad + i, along * found.slope);
+  lanes.store(x_grad + i, along * found.slope);
 }
 
 template <Activation activation, typename scalar_t>
-REALHF_ONCE void backward_row(const scalar_t* grad, const scalar_t* wide, const scalar_t* up, int64_t inner,
-                              scalar_t* wide_grad, scalar_t* up_grad) {
+REALHF_NOINLINE void backward_row(const scalar_t* grad, const scalar_t* x, const scalar_t* up, int64_t inner,
+                              scalar_t* x_grad, scalar_t* up_grad) {
   int64_t i = 0;
   for (; i + kLanes <= inner; i += kLanes) {
-    backward_some<activation>(grad, wide, up, i, Whole{}, wide_grad, up_grad);
+    backward_some<activation>(grad, x, up, i, FullVec{}, x_grad, up_grad);
   }
-  if (i < inner) backward_some<activation>(grad, wide, up, i, Part{inner - i}, wide_grad, up_grad);
+  if (i < inner) backward_some<activation>(grad, x, up, i, PartialVec{inner - i}, x_grad, up_grad);
 }

@@ -1,7 +1,7 @@
 // The activation of an MLP, gated or not, and its gradient, in one pass each: the schemas, and the kernels for CPUs.
 // realhf/ops/activations.py says what is computed.
 #include "activations.h"
-#include "rotation.h"
+#include "rope.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -18,18 +18,18 @@ using torch::stable::Tensor;
 
 constexpr int64_t kElementsPerTask = 1 << 14;
 
-#define REALHF_ROWS "activation_rows.h"
-#include "each_width.h"
+#define REALHF_KERNEL_FILE "activation_rows.h"
+#include "multi_isa.h"
 
 struct Sizes {
   int64_t rows, across, inner;
 };
 
 template <Activation activation, typename scalar_t>
-void forward(const Sizes& sizes, const Tensor& wide, Tensor& out) {
-  const auto* from = static_cast<const scalar_t*>(wide.const_data_ptr());
+void forward(const Sizes& sizes, const Tensor& x, Tensor& out) {
+  const auto* from = static_cast<const scalar_t*>(x.const_data_ptr());
   auto* to = static_cast<scalar_t*>(out.mutable_data_ptr());
-  const auto run = widest(REALHF_ALL_WIDTHS(forward_row<activation, scalar_t>));
+  const auto run = best_isa(REALHF_ALL_ISAS(forward_row<activation, scalar_t>));
   torch::stable::parallel_for(0, sizes.rows, kElementsPerTask / sizes.across + 1, [&](int64_t first, int64_t stop) {
     for (int64_t row = first; row < stop; ++row) {
       const scalar_t* of_row = from + row * sizes.across;
@@ -39,11 +39,11 @@ void forward(const Sizes& sizes, const Tensor& wide, Tensor& out) {
 }
 
 template <Activation activation, typename scalar_t>
-void backward(const Sizes& sizes, const Tensor& grad, const Tensor& wide, Tensor& wide_grad) {
+void backward(const Sizes& sizes, const Tensor& grad, const Tensor& x, Tensor& x_grad) {
   const auto* along = static_cast<const scalar_t*>(grad.const_data_ptr());
-  const auto* from = static_cast<const scalar_t*>(wide.const_data_ptr());
-  auto* to = static_cast<scalar_t*>(wide_grad.mutable_data_ptr());
-  const auto run = widest(REALHF_ALL_WIDTHS(backward_row<activation, scalar_t>));
+  const auto* from = static_cast<const scalar_t*>(x.const_data_ptr());
+  auto* to = static_cast<scalar_t*>(x_grad.mutable_data_ptr());
+  const auto run = best_isa(REALHF_ALL_ISAS(backward_row<activation, scalar_t>));
   torch::stable::parallel_for(0, sizes.rows, kElementsPerTask / sizes.across + 1, [&](int64_t first, int64_t stop) {
     for (int64_t row = first; row < stop; ++row) {
       const scalar_t* of_row = from + row * sizes.across;
@@ -71,43 +71,43 @@ void by_kind(int64_t activation, ScalarType type, const With& with) {
   }
 }
 
-Sizes checked(const Tensor& wide, int64_t activation, bool gated) {
-  STD_TORCH_CHECK(wide.dim() == 2 && wide.is_contiguous() && (!gated || wide.size(1) % 2 == 0) &&
-                      (wide.scalar_type() == ScalarType::Float || wide.scalar_type() == ScalarType::BFloat16),
-                  "activate: wide must be [T, inner] or, gated, [T, 2 * inner], float32 or bfloat16, contiguous");
+Sizes checked(const Tensor& x, int64_t activation, bool gated) {
+  STD_TORCH_CHECK(x.dim() == 2 && x.is_contiguous() && (!gated || x.size(1) % 2 == 0) &&
+                      (x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16),
+                  "activate: x must be [T, inner] or, gated, [T, 2 * inner], float32 or bfloat16, contiguous");
   STD_TORCH_CHECK(activation >= 0 && activation <= 2, "activate: activation ", activation);
-  return {wide.size(0), wide.size(1), gated ? wide.size(1) / 2 : wide.size(1)};
+  return {x.size(0), x.size(1), gated ? x.size(1) / 2 : x.size(1)};
 }
 
-Tensor activate_cpu(const Tensor& wide, int64_t activation, bool gated) {
-  const Sizes sizes = checked(wide, activation, gated);
-  Tensor out = torch::stable::new_empty(wide, {sizes.rows, sizes.inner});
+Tensor activate_cpu(const Tensor& x, int64_t activation, bool gated) {
+  const Sizes sizes = checked(x, activation, gated);
+  Tensor out = torch::stable::new_empty(x, {sizes.rows, sizes.inner});
   if (out.numel() == 0) return out;
-  by_kind(activation, wide.scalar_type(), [&](auto kind, auto number) {
-    forward<decltype(kind)::value, decltype(number)>(sizes, wide, out);
+  by_kind(activation, x.scalar_type(), [&](auto kind, auto number) {
+    forward<decltype(kind)::value, decltype(number)>(sizes, x, out);
   });
   return out;
 }
 
-Tensor activate_backward_cpu(const Tensor& grad, const Tensor& wide, int64_t activation, bool gated) {
-  const Sizes sizes = checked(wide, activation, gated);
+Tensor activate_backward_cpu(const Tensor& grad, const Tensor& x, int64_t activation, bool gated) {
+  const Sizes sizes = checked(x, activation, gated);
   STD_TORCH_CHECK(grad.dim() == 2 && grad.size(0) == sizes.rows && grad.size(1) == sizes.inner &&
-                      grad.is_contiguous() && grad.scalar_type() == wide.scalar_type(),
-                  "activate_backward: grad must be [", sizes.rows, ", ", sizes.inner, "], typed as wide, contiguous");
-  Tensor wide_grad = torch::stable::new_empty(wide, {sizes.rows, sizes.across});
-  if (wide_grad.numel() == 0) return wide_grad;
-  by_kind(activation, wide.scalar_type(), [&](auto kind, auto number) {
-    backward<decltype(kind)::value, decltype(number)>(sizes, grad, wide, wide_grad);
+                      grad.is_contiguous() && grad.scalar_type() == x.scalar_type(),
+                  "activate_backward: grad must be [", sizes.rows, ", ", sizes.inner, "], typed as x, contiguous");
+  Tensor x_grad = torch::stable::new_empty(x, {sizes.rows, sizes.across});
+  if (x_grad.numel() == 0) return x_grad;
+  by_kind(activation, x.scalar_type(), [&](auto kind, auto number) {
+    backward<decltype(kind)::value, decltype(number)>(sizes, grad, x, x_grad);
   });
-  return wide_grad;
+  return x_grad;
 }
 
 }  // namespace
 }  // namespace realhf
 
 STABLE_TORCH_LIBRARY_FRAGMENT(realhf, library) {
-  library.def("activate(Tensor wide, int activation, bool gated) -> Tensor");
-  library.def("activate_backward(Tensor grad, Tensor wide, int activation, bool gated) -> Tensor");
+  library.def("activate(Tensor x, int activation, bool gated) -> Tensor");
+  library.def("activate_backward(Tensor grad, Tensor x, int activation, bool gated) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(realhf, CPU, library) {

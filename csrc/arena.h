@@ -9,7 +9,7 @@ namespace realhf {
 // `place(take)` says where each part is, `take(size)` being the next `size` floats; it is called twice, first to learn
 // how much there is to be.
 template <typename Place>
-std::unique_ptr<float[]> laid_out(const Place& place) {
+std::unique_ptr<float[]> aligned_buffers(const Place& place) {
   constexpr int64_t kLine = 16;
   float* at = nullptr;
   const auto take = [&at](int64_t size) {

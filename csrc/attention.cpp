@@ -15,7 +15,7 @@
 
 #include "activations.h"
 #include "arena.h"
-#include "rotation.h"
+#include "rope.h"
 
 namespace realhf {
 namespace {
@@ -31,7 +31,7 @@ constexpr int64_t padded(int64_t count) { return (count + kPadding - 1) / kPaddi
 
 // How many heads, how many of them share a key/value head, and how long they are; wide: dim padded to registers.
 struct Heads {
-  int64_t count, kv_count, group, dim, wide;
+  int64_t count, kv_count, group_size, dim, padded_dim;
 };
 
 struct Rule {
@@ -45,10 +45,10 @@ struct Segment {
 };
 
 // A lone row, or what rows share and what each goes on with.
-struct Family {
+struct PrefixGroup {
   Segment shared;
-  const Segment* followers;
-  int64_t n_followers;
+  const Segment* suffixes;
+  int64_t n_suffixes;
   double cost;
 };
 
@@ -76,21 +76,21 @@ struct Call {
   Inputs<scalar_t> in;
   Heads heads;
   Rule rule;
-  Rotation rotation;
+  Rope rope;
   Outputs<scalar_t> outputs;
   Gradients<scalar_t> gradients;
 };
 
 // Queries of one key/value head, token by token and within a token head by head; `first` is the first one's position.
 struct Block {
-  int64_t rows, first, group;
-  int64_t position(int64_t row) const { return first + row / group; }
+  int64_t rows, first, group_size;
+  int64_t position(int64_t row) const { return first + row / group_size; }
 };
 
 // Keys and values in float32, of a segment behind those of the one that it continues: [wide, across] where they are
 // turned, else [count, wide].
 struct Keys {
-  float *k_turned, *v_turned, *k, *v, *k_grad, *v_grad;
+  float *k_transposed, *v_transposed, *k, *v, *k_grad, *v_grad;
   int64_t count, across;
 };
 
@@ -102,32 +102,32 @@ struct Scratch {
 
   Scratch(const Heads& heads, int64_t longest, bool backward) {
     static_assert(kPadding * kKeysForward <= kRowsAtOnce * kKeysAtOnce && kKeysForward % kKeysAtOnce == 0);
-    const int64_t rows = std::max(kRowsAtOnce, heads.group) + kPadding;
+    const int64_t rows = std::max(kRowsAtOnce, heads.group_size) + kPadding;
     keys.across = padded(longest) + kPadding;  // what is written behind the last keys is up to a register
-    const int64_t size = keys.across * heads.wide, more = backward ? size : 0;
-    memory = laid_out([&](const auto& take) {
-      for (float** part : {&q, &grad, &out}) *part = take(rows * heads.wide);
+    const int64_t size = keys.across * heads.padded_dim, more = backward ? size : 0;
+    memory = aligned_buffers([&](const auto& take) {
+      for (float** part : {&q, &grad, &out}) *part = take(rows * heads.padded_dim);
       for (float** part : {&shares, &slopes}) *part = take(rows * kKeysAtOnce);
       for (float** part : {&largest, &sums}) *part = take(rows);
-      keys.k_turned = take(size), keys.k = take(size), keys.v = take(backward ? 0 : size);
-      for (float** part : {&keys.v_turned, &keys.k_grad, &keys.v_grad}) *part = take(more);
+      keys.k_transposed = take(size), keys.k = take(size), keys.v = take(backward ? 0 : size);
+      for (float** part : {&keys.v_transposed, &keys.k_grad, &keys.v_grad}) *part = take(more);
     });
   }
 };
 
-#define REALHF_ROWS "attention_rows.h"
-#include "each_width.h"
+#define REALHF_KERNEL_FILE "attention_rows.h"
+#include "multi_isa.h"
 
 template <typename scalar_t>
-using Work = void (*)(const Call<scalar_t>&, const Family&, int64_t, bool, Scratch&);
+using Work = void (*)(const Call<scalar_t>&, const PrefixGroup&, int64_t, bool, Scratch&);
 
 // The rows of a packed call, those with one prefix together.
-struct Families {
-  std::vector<Segment> followers;
-  std::vector<Family> all;  // the dearest first: what is left over at the end is small
+struct PrefixGroups {
+  std::vector<Segment> suffixes;
+  std::vector<PrefixGroup> all;  // the dearest first: what is left over at the end is small
   int64_t longest = 0;  // tokens that a query sees at the most
 
-  Families(const Tensor& rows, int64_t n_tokens) {
+  PrefixGroups(const Tensor& rows, int64_t n_tokens) {
     STD_TORCH_CHECK(rows.dim() == 2 && rows.size(0) == 2 && rows.scalar_type() == ScalarType::Long &&
                         rows.is_contiguous() && rows.is_cpu(),
                     "packed_attention: rows must be [2, B] int64 on the CPU, contiguous");
@@ -146,7 +146,7 @@ struct Families {
     STD_TORCH_CHECK(total == n_tokens, "packed_attention: rows of ", total, " tokens in all, given are ", n_tokens);
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return prefixes[a] < prefixes[b]; });
     for (int64_t i : order) {
-      followers.push_back({starts[i], lengths[i], lengths[prefixes[i]]});
+      suffixes.push_back({starts[i], lengths[i], lengths[prefixes[i]]});
       longest = std::max(longest, lengths[prefixes[i]] + lengths[i]);
     }
     auto next = order.begin();
@@ -158,23 +158,23 @@ struct Families {
         cost += static_cast<double>(lengths[*next]) * static_cast<double>(lengths[*next] + 2 * lengths[i]);
       }
       longest = std::max(longest, lengths[i]);
-      if (cost > 0) all.push_back({{starts[i], lengths[i], 0}, followers.data() + (first - order.begin()), next - first,
+      if (cost > 0) all.push_back({{starts[i], lengths[i], 0}, suffixes.data() + (first - order.begin()), next - first,
                                    cost});
     }
-    std::stable_sort(all.begin(), all.end(), [](const Family& a, const Family& b) { return a.cost > b.cost; });
+    std::stable_sort(all.begin(), all.end(), [](const PrefixGroup& a, const PrefixGroup& b) { return a.cost > b.cost; });
   }
 };
 
 template <typename scalar_t>
-void work_through(const Call<scalar_t>& call, const Families& families, bool backward) {
-  const auto work = widest<Work<scalar_t>>(REALHF_ALL_WIDTHS(family_attention));
-  const int64_t n_items = static_cast<int64_t>(families.all.size()) * call.heads.kv_count;
+void work_through(const Call<scalar_t>& call, const PrefixGroups& prefix_groups, bool backward) {
+  const auto work = best_isa<Work<scalar_t>>(REALHF_ALL_ISAS(group_attention));
+  const int64_t n_items = static_cast<int64_t>(prefix_groups.all.size()) * call.heads.kv_count;
   const int64_t n_tasks = std::min<int64_t>(torch::stable::get_num_threads(), n_items);
   std::atomic<int64_t> next{0};
   torch::stable::parallel_for(0, n_tasks, 1, [&](int64_t, int64_t) {
-    Scratch scratch(call.heads, families.longest, backward);
+    Scratch scratch(call.heads, prefix_groups.longest, backward);
     for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < n_items;) {
-      work(call, families.all[item / call.heads.kv_count], item % call.heads.kv_count, backward, scratch);
+      work(call, prefix_groups.all[item / call.heads.kv_count], item % call.heads.kv_count, backward, scratch);
     }
   });
 }
@@ -202,9 +202,9 @@ Heads checked_heads(const Tensor& q, const Tensor& k, const Tensor& v) {
 
 template <typename scalar_t>
 Call<scalar_t> call_of(const Tensor& q, const Tensor& k, const Tensor& v, const Heads& heads, const Rule& rule,
-                       const Rotation& rotation) {
+                       const Rope& rope) {
   Call<scalar_t> call{};
-  call.heads = heads, call.rule = rule, call.rotation = rotation;
+  call.heads = heads, call.rule = rule, call.rope = rope;
   call.in.q = static_cast<const scalar_t*>(q.const_data_ptr());
   call.in.q_token = q.stride(0), call.in.q_head = q.stride(1);
   call.in.k = static_cast<const scalar_t*>(k.const_data_ptr());
@@ -215,18 +215,18 @@ Call<scalar_t> call_of(const Tensor& q, const Tensor& k, const Tensor& v, const 
 }
 
 template <typename scalar_t>
-void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Families& families, const Heads& heads,
-             const Rule& rule, const Rotation& rotation, Tensor& out, Tensor& normalisers) {
-  Call<scalar_t> call = call_of<scalar_t>(q, k, v, heads, rule, rotation);
+void forward(const Tensor& q, const Tensor& k, const Tensor& v, const PrefixGroups& prefix_groups, const Heads& heads,
+             const Rule& rule, const Rope& rope, Tensor& out, Tensor& normalisers) {
+  Call<scalar_t> call = call_of<scalar_t>(q, k, v, heads, rule, rope);
   call.outputs = {static_cast<scalar_t*>(out.mutable_data_ptr()), normalisers.mutable_data_ptr<float>()};
-  work_through(call, families, false);
+  work_through(call, prefix_groups, false);
 }
 
-Rotation rotation_of(const std::optional<Tensor>& angles, const Heads& heads, const Families& families) {
-  const Rotation rotation = checked_rotation(angles, heads.dim);
-  STD_TORCH_CHECK(!angles || families.longest <= rotation.count, "packed_attention: a row of ", families.longest,
-                  " tokens, and angles of ", rotation.count, " positions");
-  return rotation;
+Rope rope_of(const std::optional<Tensor>& angles, const Heads& heads, const PrefixGroups& prefix_groups) {
+  const Rope rope = checked_rope(angles, heads.dim);
+  STD_TORCH_CHECK(!angles || prefix_groups.longest <= rope.count, "packed_attention: a row of ", prefix_groups.longest,
+                  " tokens, and angles of ", rope.count, " positions");
+  return rope;
 }
 
 std::tuple<Tensor, Tensor> packed_attention_cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& rows,
@@ -234,20 +234,20 @@ std::tuple<Tensor, Tensor> packed_attention_cpu(const Tensor& q, const Tensor& k
                                                 double softcap) {
   const Heads heads = checked_heads(q, k, v);
   const Rule rule{static_cast<float>(scale), static_cast<float>(softcap), window};
-  const Families families(rows, q.size(0));
-  const Rotation rotation = rotation_of(angles, heads, families);
+  const PrefixGroups prefix_groups(rows, q.size(0));
+  const Rope rope = rope_of(angles, heads, prefix_groups);
   Tensor out = torch::stable::new_empty(q, {q.size(0), heads.count, heads.dim});
   Tensor normalisers = torch::stable::new_empty(q, {q.size(0), heads.count}, ScalarType::Float);
   const auto run = q.scalar_type() == ScalarType::Float ? forward<float> : forward<BFloat16>;
-  run(with_dense_heads(q), with_dense_heads(k), with_dense_heads(v), families, heads, rule, rotation, out, normalisers);
+  run(with_dense_heads(q), with_dense_heads(k), with_dense_heads(v), prefix_groups, heads, rule, rope, out, normalisers);
   return {out, normalisers};
 }
 
 template <typename scalar_t>
 void backward(const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-              const Tensor& normalisers, const Families& families, const Heads& heads, const Rule& rule,
-              const Rotation& rotation, Tensor& result) {
-  Call<scalar_t> call = call_of<scalar_t>(q, k, v, heads, rule, rotation);
+              const Tensor& normalisers, const PrefixGroups& prefix_groups, const Heads& heads, const Rule& rule,
+              const Rope& rope, Tensor& result) {
+  Call<scalar_t> call = call_of<scalar_t>(q, k, v, heads, rule, rope);
   call.in.grad = static_cast<const scalar_t*>(grad.const_data_ptr());
   call.in.grad_token = grad.stride(0), call.in.grad_head = grad.stride(1);
   call.in.out = static_cast<const scalar_t*>(out.const_data_ptr());
@@ -255,7 +255,7 @@ void backward(const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor
   auto* const first = static_cast<scalar_t*>(result.mutable_data_ptr());
   scalar_t* const of_keys = first + heads.count * heads.dim;
   call.gradients = {first, of_keys, of_keys + heads.kv_count * heads.dim, result.size(1) * heads.dim};
-  work_through(call, families, true);
+  work_through(call, prefix_groups, true);
 }
 
 Tensor packed_attention_backward_cpu(const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -268,12 +268,12 @@ Tensor packed_attention_backward_cpu(const Tensor& grad, const Tensor& q, const 
   check_like("out", out, q, heads.count);
   STD_TORCH_CHECK(out.is_contiguous() && normalisers.is_contiguous() && normalisers.numel() == q.size(0) * heads.count,
                   "packed_attention_backward: out and normalisers must be what packed_attention returned");
-  const Families families(rows, q.size(0));
-  const Rotation rotation = rotation_of(angles, heads, families);
+  const PrefixGroups prefix_groups(rows, q.size(0));
+  const Rope rope = rope_of(angles, heads, prefix_groups);
   Tensor result = torch::stable::new_empty(q, {q.size(0), heads.count + 2 * heads.kv_count, heads.dim});
   const auto run = q.scalar_type() == ScalarType::Float ? backward<float> : backward<BFloat16>;
-  run(with_dense_heads(grad), with_dense_heads(q), with_dense_heads(k), with_dense_heads(v), out, normalisers, families,
-      heads, rule, rotation, result);
+  run(with_dense_heads(grad), with_dense_heads(q), with_dense_heads(k), with_dense_heads(v), out, normalisers, prefix_groups,
+      heads, rule, rope, result);
   return result;
 }
 

@@ -14,8 +14,8 @@
 
 #include "activations.h"
 #include "arena.h"
-#include "panels.h"
-#include "rotation.h"
+#include "tiles.h"
+#include "rope.h"
 
 namespace realhf {
 namespace {
@@ -24,16 +24,16 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t kRowsAtOnce = 128;    // rows that go through the weights together
-constexpr int64_t kRowsOfAThread = 12;  // fewer are not worth a thread
-constexpr int64_t kRowsOfAFamily = 16;  // that attend together
-constexpr int64_t kTensorsOfALayer = 16;
+constexpr int64_t kMinRowsPerThread = 12;  // fewer are not worth a thread
+constexpr int64_t kRowsPerGroup = 16;  // that attend together
+constexpr int64_t kTensorsPerLayer = 16;
 
 constexpr int64_t padded(int64_t count) { return (count + kPadding - 1) / kPadding * kPadding; }
 
 // Sizes and switches.
 struct Shape {
   int64_t hidden, n_q, n_kv, dim, inner, max_len;
-  Rotation rotation;
+  Rope rope;
   Activation activation;
   bool gated, parallel;
   float eps, scale, softcap;
@@ -68,51 +68,51 @@ struct Stage {
 };
 
 // Rows that have `shared` first tokens in common, which lie in the row `holder`; `longest` is how many the longest has.
-struct Family {
+struct PrefixGroup {
   const int64_t* rows;
   int64_t n_rows, shared, longest, holder;
 };
 
 // What one thread works with.
 struct Buffers {
-  float *x, *inner, *mixed, *product, *wide, *scores, *queries, *heads, *sums;
+  float *x, *inner, *mixed, *gemm, *projected, *scores, *queries, *heads, *sums;
   std::unique_ptr<float[]> memory;
   std::vector<int64_t> order;
-  std::vector<Family> families;
+  std::vector<PrefixGroup> prefix_groups;
 
   Buffers(const Shape& shape, int64_t rows) {
     const int64_t of_mixed = shape.n_q * shape.dim, of_qkv = of_mixed + 2 * shape.n_kv * shape.dim;
-    const int64_t of_wide = std::max(of_qkv, shape.inner * (shape.gated ? 2 : 1));
-    const int64_t group = std::min(kRowsOfAFamily, rows) * (shape.n_q / shape.n_kv);
-    memory = laid_out([&](const auto& take) {
-      for (float** part : {&x, &inner, &product}) *part = take(rows * shape.hidden);
-      mixed = take(rows * of_mixed), wide = take(rows * of_wide);
-      scores = take(group * padded(shape.max_len)), sums = take(group);
-      for (float** part : {&queries, &heads}) *part = take(group * shape.dim);
+    const int64_t projected_size = std::max(of_qkv, shape.inner * (shape.gated ? 2 : 1));
+    const int64_t group_size = std::min(kRowsPerGroup, rows) * (shape.n_q / shape.n_kv);
+    memory = aligned_buffers([&](const auto& take) {
+      for (float** part : {&x, &inner, &gemm}) *part = take(rows * shape.hidden);
+      mixed = take(rows * of_mixed), projected = take(rows * projected_size);
+      scores = take(group_size * padded(shape.max_len)), sums = take(group_size);
+      for (float** part : {&queries, &heads}) *part = take(group_size * shape.dim);
     });
   }
 
   // Finds the families among rows first..first+count, `prefixes` [3, S] being numbers, what they share, where.
-  void find_families(int64_t first, int64_t count, const int64_t* positions, const int64_t* prefixes, int64_t n_rows) {
-    order.resize(count), families.clear();
+  void find_groups(int64_t first, int64_t count, const int64_t* positions, const int64_t* prefixes, int64_t n_rows) {
+    order.resize(count), prefix_groups.clear();
     std::iota(order.begin(), order.end(), first);
     if (prefixes) {
       std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return prefixes[a] < prefixes[b]; });
     }
     for (const int64_t& row : order) {
-      const bool goes_on = prefixes && !families.empty() && families.back().n_rows < kRowsOfAFamily &&
-                           prefixes[families.back().rows[0]] == prefixes[row];
+      const bool is_linked = prefixes && !prefix_groups.empty() && prefix_groups.back().n_rows < kRowsPerGroup &&
+                           prefixes[prefix_groups.back().rows[0]] == prefixes[row];
       const int64_t shared = prefixes ? prefixes[n_rows + row] : 0;
-      if (!goes_on) families.push_back({&row, 0, shared, 0, prefixes ? prefixes[2 * n_rows + row] : row});
-      Family& family = families.back();
-      family.shared = std::min(family.shared, shared), family.longest = std::max(family.longest, positions[row] + 1);
-      ++family.n_rows;
+      if (!is_linked) prefix_groups.push_back({&row, 0, shared, 0, prefixes ? prefixes[2 * n_rows + row] : row});
+      PrefixGroup& prefix_group = prefix_groups.back();
+      prefix_group.shared = std::min(prefix_group.shared, shared), prefix_group.longest = std::max(prefix_group.longest, positions[row] + 1);
+      ++prefix_group.n_rows;
     }
   }
 };
 
-#define REALHF_ROWS "decode_rows.h"
-#include "each_width.h"
+#define REALHF_KERNEL_FILE "decode_rows.h"
+#include "multi_isa.h"
 
 // Takes the tensors of a stage one after another and checks their sizes; an empty one is none.
 template <typename scalar_t>
@@ -134,9 +134,9 @@ class Reader {
   }
 
   Matrix<scalar_t> matrix(int64_t outs, int64_t depth) {
-    const scalar_t* panels = take(outs * depth);
-    STD_TORCH_CHECK(panels != nullptr, "decode_blocks: a matrix is missing");
-    return {panels, take(outs), outs, depth};
+    const scalar_t* tiles = take(outs * depth);
+    STD_TORCH_CHECK(tiles != nullptr, "decode_blocks: a matrix is missing");
+    return {tiles, take(outs), outs, depth};
   }
 
  private:
@@ -180,15 +180,15 @@ void run(const Shape& shape, const std::vector<Tensor>& weights, const std::vect
                               prefixes ? prefixes->const_data_ptr<int64_t>() : nullptr,
                               static_cast<scalar_t*>(result.mutable_data_ptr())};
   using Work = void (*)(const Shape&, const Stage<scalar_t>&, int64_t, int64_t, Buffers&);
-  const auto work = widest<Work>(REALHF_ALL_WIDTHS(run_stage));
+  const auto work = best_isa<Work>(REALHF_ALL_ISAS(run_stage));
   const int64_t n_rows = x.size(0), n_threads = torch::stable::get_num_threads();
-  const int64_t share = std::max(kRowsOfAThread, (n_rows + n_threads - 1) / n_threads);
+  const int64_t share = std::max(kMinRowsPerThread, (n_rows + n_threads - 1) / n_threads);
   torch::stable::parallel_for(0, (n_rows + share - 1) / share, 1, [&](int64_t from, int64_t to) {
     const int64_t stop = std::min(n_rows, to * share);
     Buffers buffers(shape, std::min(kRowsAtOnce, stop - from * share));
     for (int64_t row = from * share; row < stop; row += kRowsAtOnce) {
       const int64_t count = std::min(kRowsAtOnce, stop - row);
-      buffers.find_families(row, count, stage.positions, stage.prefixes, n_rows);
+      buffers.find_groups(row, count, stage.positions, stage.prefixes, n_rows);
       work(shape, stage, row, count, buffers);
     }
   });
@@ -229,7 +229,7 @@ Shape checked_shape(const Tensor& x, const Tensor& k, const Tensor& v, const std
   for (const int64_t size : {shape.hidden, shape.dim, inner}) {
     STD_TORCH_CHECK(size > 0 && size % kPadding == 0, "decode_blocks: size ", size, " is no multiple of ", kPadding);
   }
-  shape.rotation = checked_rotation(angles, shape.dim);
+  shape.rope = checked_rope(angles, shape.dim);
   return shape;
 }
 
@@ -239,13 +239,13 @@ Tensor decode_blocks_cpu(const Tensor& x, std::vector<Tensor> weights, Tensor k,
                          bool parallel, double eps, double offset, double scale, double softcap) {
   Shape shape = checked_shape(x, k, v, angles, n_heads, inner);
   STD_TORCH_CHECK(static_cast<int64_t>(windows.size()) == k.size(0) &&
-                      weights.size() == windows.size() * kTensorsOfALayer + 2,
+                      weights.size() == windows.size() * kTensorsPerLayer + 2,
                   "decode_blocks: ", weights.size(), " weights and ", windows.size(), " windows of ", k.size(0),
                   " layers");
   for (const Tensor& given : weights) {
     STD_TORCH_CHECK(given.scalar_type() == x.scalar_type(), "decode_blocks: weights must be typed as x");
   }
-  const int64_t limit = angles ? std::min(shape.max_len, shape.rotation.count) : shape.max_len;
+  const int64_t limit = angles ? std::min(shape.max_len, shape.rope.count) : shape.max_len;
   const bool has_windows = std::any_of(windows.begin(), windows.end(), [](int64_t window) { return window > 0; });
   check_rows(positions, prefixes, x.size(0), limit, has_windows);
   STD_TORCH_CHECK(activation >= 0 && activation <= 2, "decode_blocks: activation ", activation);

@@ -18,10 +18,10 @@ REALHF_INLINE void some_steps(const scalar_t* rewards, const scalar_t* values, c
                               const bool* truncates_after, const Decay<scalar_t>& decay, bool overlap, double& carry,
                               scalar_t* advantages, scalar_t* returns) {
   const typename R::Steps before = R::load(values);
-  const typename R::Marks goes_on = R::load_falsehood(ends_after), uncut = R::load_falsehood(truncates_after);
-  typename R::Steps sum = deltas(R::load(rewards), R::where(goes_on, R::load(values + 1)), before, decay);
+  const typename R::Marks is_linked = R::load_falsehood(ends_after), uncut = R::load_falsehood(truncates_after);
+  typename R::Steps sum = deltas(R::load(rewards), R::where(is_linked, R::load(values + 1)), before, decay);
   if (overlap) sum = R::where(uncut, sum);
-  scan_steps(sum, goes_on & uncut, decay, carry);
+  scan_steps(sum, is_linked & uncut, decay, carry);
   R::store(advantages, sum);
   R::store(returns, sum + before);
 }

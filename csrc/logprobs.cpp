@@ -48,12 +48,12 @@ REALHF_SIMD_CLONES double row_exp_sum(const scalar_t* row, int64_t size, float s
     Floats lanes[2] = {};
     int64_t i = first;
     for (; i + 2 * kLanes <= stop; i += 2 * kLanes) {
-      lanes[0] += exponential(load(row + i) * scale - largest);
-      lanes[1] += exponential(load(row + i + kLanes) * scale - largest);
+      lanes[0] += exp_of(load(row + i) * scale - largest);
+      lanes[1] += exp_of(load(row + i + kLanes) * scale - largest);
     }
     for (; i < stop; i += kLanes) {
       const Floats some = load_some(row + i, std::min(kLanes, stop - i), Lowest<scalar_t>::value);
-      lanes[0] += exponential(some * scale - largest);
+      lanes[0] += exp_of(some * scale - largest);
     }
     sum += sum_of_lanes(lanes[0] + lanes[1]);
   }
@@ -64,10 +64,10 @@ REALHF_SIMD_CLONES double row_exp_sum(const scalar_t* row, int64_t size, float s
 template <typename scalar_t>
 REALHF_SIMD_CLONES void row_slopes(scalar_t* row, int64_t size, float scale, float normaliser, float slope) {
   int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) store(row + i, exponential(load(row + i) * scale - normaliser) * slope);
+  for (; i + kLanes <= size; i += kLanes) store(row + i, exp_of(load(row + i) * scale - normaliser) * slope);
   if (i < size) {
     scalar_t end[kLanes];
-    store(end, exponential(load_some(row + i, size - i, Lowest<scalar_t>::value) * scale - normaliser) * slope);
+    store(end, exp_of(load_some(row + i, size - i, Lowest<scalar_t>::value) * scale - normaliser) * slope);
     std::memcpy(row + i, end, (size - i) * sizeof(scalar_t));
   }
 }

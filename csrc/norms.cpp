@@ -19,11 +19,11 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t kElementsPerTask = 1 << 14;
-constexpr int64_t kRowsOfABlock = 128;
+constexpr int64_t kRowsPerBlock = 128;
 
 REALHF_INLINE float scale_of(const float* x, int64_t size, float eps) {
   Floats squares = {};
-  by_lanes(size, [&](int64_t i, auto lanes) REALHF_BODY {
+  for_each_vec(size, [&](int64_t i, auto lanes) REALHF_BODY {
     const Floats some = lanes.load(x + i);
     squares += some * some;
   });
@@ -32,7 +32,7 @@ REALHF_INLINE float scale_of(const float* x, int64_t size, float eps) {
 
 REALHF_SIMD_CLONES void forward_row(const float* x, const float* weight, int64_t size, float eps, float* y) {
   const float scale = scale_of(x, size, eps);
-  by_lanes(size, [=](int64_t i, auto lanes) REALHF_BODY {
+  for_each_vec(size, [=](int64_t i, auto lanes) REALHF_BODY {
     lanes.store(y + i, lanes.load(x + i) * scale * lanes.load(weight + i));
   });
 }
@@ -41,13 +41,13 @@ REALHF_SIMD_CLONES void backward_row(const float* grad, const float* x, const fl
                                      float* x_grad, float* weight_grad) {
   const float scale = scale_of(x, size, eps);
   Floats sum = {};
-  by_lanes(size, [&](int64_t i, auto lanes) REALHF_BODY {
+  for_each_vec(size, [&](int64_t i, auto lanes) REALHF_BODY {
     const Floats part = lanes.load(grad + i) * (lanes.load(x + i) * scale);
     sum += part * lanes.load(weight + i);
     lanes.store(weight_grad + i, lanes.load(weight_grad + i) + part);
   });
   const float along = static_cast<float>(sum_of_lanes(sum) / static_cast<double>(size));
-  by_lanes(size, [=](int64_t i, auto lanes) REALHF_BODY {
+  for_each_vec(size, [=](int64_t i, auto lanes) REALHF_BODY {
     const Floats slope = lanes.load(grad + i) * lanes.load(weight + i);
     lanes.store(x_grad + i, (slope - lanes.load(x + i) * scale * along) * scale);
   });
@@ -80,7 +80,7 @@ std::tuple<Tensor, Tensor> rms_norm_backward_cpu(const Tensor& grad, const Tenso
   STD_TORCH_CHECK(grad.dim() == 2 && grad.size(0) == x.size(0) && grad.size(1) == x.size(1) && grad.is_contiguous() &&
                       grad.scalar_type() == ScalarType::Float,
                   "rms_norm_backward: grad must be like x");
-  const int64_t rows = x.size(0), size = x.size(1), n_blocks = (rows + kRowsOfABlock - 1) / kRowsOfABlock;
+  const int64_t rows = x.size(0), size = x.size(1), n_blocks = (rows + kRowsPerBlock - 1) / kRowsPerBlock;
   Tensor x_grad = torch::stable::new_empty(x, {rows, size});
   Tensor weight_grad = torch::stable::new_empty(x, {size});
   Tensor of_blocks = torch::stable::new_empty(x, {n_blocks, size});
@@ -90,7 +90,7 @@ std::tuple<Tensor, Tensor> rms_norm_backward_cpu(const Tensor& grad, const Tenso
   torch::stable::parallel_for(0, n_blocks, 1, [&](int64_t first, int64_t stop) {
     for (int64_t block = first; block < stop; ++block) {
       std::fill_n(parts + block * size, size, 0.0f);
-      for (int64_t row = block * kRowsOfABlock; row < std::min(rows, (block + 1) * kRowsOfABlock); ++row) {
+      for (int64_t row = block * kRowsPerBlock; row < std::min(rows, (block + 1) * kRowsPerBlock); ++row) {
         backward_row(along + row * size, from + row * size, scales, size, static_cast<float>(eps), to + row * size,
                      parts + block * size);
       }

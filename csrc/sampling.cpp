@@ -48,7 +48,7 @@ REALHF_SIMD_CLONES void weigh(const float* scaled, int64_t n_blocks, float large
   for (int64_t block = 0; block < n_blocks; ++block, scaled += kBlock, weights += kBlock) {
     Floats sum = {};
     for (int64_t i = 0; i < kBlock; i += kLanes) {
-      const Floats weight = exponential(load(scaled + i) - largest);
+      const Floats weight = exp_of(load(scaled + i) - largest);
       store(weights + i, weight);
       sum += weight;
     }

@@ -36,15 +36,15 @@ struct BFloat16 {  // the upper half of a float32
 
 // Choices are made with masks of bits: the compiler makes selects of vectors that are wider than a register number by
 // number, ten times slower. A cast between vectors keeps the bits.
-REALHF_INLINE Ints below_zero(const Ints& x) { return x >> 31; }                         // all bits, or none
-REALHF_INLINE Ints is_less(const Floats& a, const Floats& b) { return below_zero((Ints)(a - b)); }  // of no NaN
-REALHF_INLINE Ints is_nan(const Floats& x) { return below_zero(0x7f800000 - ((Ints)x & 0x7fffffff)); }
-REALHF_INLINE Ints choose(const Ints& mask, const Ints& yes, const Ints& no) { return (yes & mask) | (no & ~mask); }
-REALHF_INLINE Floats choose(const Ints& mask, const Floats& yes, const Floats& no) {
-  return (Floats)choose(mask, (Ints)yes, (Ints)no);
+REALHF_INLINE Ints is_negative(const Ints& x) { return x >> 31; }                         // all bits, or none
+REALHF_INLINE Ints is_less(const Floats& a, const Floats& b) { return is_negative((Ints)(a - b)); }  // of no NaN
+REALHF_INLINE Ints is_nan(const Floats& x) { return is_negative(0x7f800000 - ((Ints)x & 0x7fffffff)); }
+REALHF_INLINE Ints select(const Ints& mask, const Ints& yes, const Ints& no) { return (yes & mask) | (no & ~mask); }
+REALHF_INLINE Floats select(const Ints& mask, const Floats& yes, const Floats& no) {
+  return (Floats)select(mask, (Ints)yes, (Ints)no);
 }
-REALHF_INLINE Floats size_of(const Floats& x) { return (Floats)((Ints)x & 0x7fffffff); }
-REALHF_INLINE Floats signed_as(const Floats& size, const Floats& x) {
+REALHF_INLINE Floats abs_of(const Floats& x) { return (Floats)((Ints)x & 0x7fffffff); }
+REALHF_INLINE Floats copysign_of(const Floats& size, const Floats& x) {
   return (Floats)((Ints)size | ((Ints)x & static_cast<int32_t>(0x80000000)));
 }
 
@@ -65,7 +65,7 @@ REALHF_INLINE void store(float* to, const Floats& lanes) { *reinterpret_cast<Flo
 REALHF_INLINE void store(BFloat16* to, const Floats& lanes) {  // rounds to nearest, to even; a NaN stays one
   const Ints bits = (Ints)lanes;
   const Ints rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  const Shorts halves = __builtin_convertvector(choose(is_nan(lanes), (bits >> 16) | 0x40, rounded), Shorts);
+  const Shorts halves = __builtin_convertvector(select(is_nan(lanes), (bits >> 16) | 0x40, rounded), Shorts);
   std::memcpy(to, &halves, sizeof halves);
 }
 
@@ -92,14 +92,14 @@ REALHF_INLINE void store_upto(scalar_t* to, const Floats& lanes, int64_t count) 
 }
 
 // How to take a run of lanes from memory and put it there: all of them, or the first `count` at the end of a row.
-struct Whole {
+struct FullVec {
   template <typename scalar_t>
   REALHF_INLINE_MEMBER Floats load(const scalar_t* from) const { return realhf::load(from); }
   template <typename scalar_t>
   REALHF_INLINE_MEMBER void store(scalar_t* to, const Floats& lanes) const { realhf::store(to, lanes); }
 };
 
-struct Part {
+struct PartialVec {
   int64_t count;
   template <typename scalar_t>
   REALHF_INLINE_MEMBER Floats load(const scalar_t* from) const { return load_some(from, count, scalar_t{}); }
@@ -109,13 +109,13 @@ struct Part {
 
 // Calls `body(i, lanes)` for every run of lanes in a row, its end by itself: one body for both would choose in memory.
 template <typename Body>
-REALHF_INLINE void by_lanes(int64_t size, const Body& body) {
+REALHF_INLINE void for_each_vec(int64_t size, const Body& body) {
   int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) body(i, Whole{});
-  if (i < size) body(i, Part{size - i});
+  for (; i + kLanes <= size; i += kLanes) body(i, FullVec{});
+  if (i < size) body(i, PartialVec{size - i});
 }
 
-REALHF_INLINE Floats larger(const Floats& a, const Floats& b) { return choose(is_less(a, b), b, a); }
+REALHF_INLINE Floats larger(const Floats& a, const Floats& b) { return select(is_less(a, b), b, a); }
 
 REALHF_INLINE float largest_lane(const Floats& lanes) {
   float most = lanes[0];
@@ -132,7 +132,7 @@ REALHF_INLINE double sum_of_lanes(const Floats& lanes) {
 // e^x for x <= 88, to about 1e-7; exactly 0 below -87.7, where float32 has no more normal numbers; a NaN stays one.
 // Range reduction by powers of two; the polynomial is that of Cephes' expf, summed in pairs: the chain is shorter. The
 // lower bound is a comparison, not a mask of bits, since of a NaN it must choose x.
-REALHF_INLINE Floats exponential(const Floats& x) {
+REALHF_INLINE Floats exp_of(const Floats& x) {
   const Floats smallest = Floats{} - 88.0f;
   const Floats bounded = x < smallest ? smallest : x;
   const Floats shifted = bounded * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: the integer is in the low bits

@@ -1,1 +1,1 @@
-"""Floor 3: torch.distributed, and nothing else touches it: groups, collectives, point-to-point exchange."""
+"""Level 3: the only package that calls torch.distributed: groups, collectives, point-to-point exchange."""

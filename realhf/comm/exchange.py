@@ -1,6 +1,6 @@
-"""Point-to-point exchange of pieces, for rows and for boxes alike, over shared memory where possible, else the network.
+"""Executes point-to-point copies of rows or parameter boxes, over shared memory within a host, else the process group.
 
-Every worker passes the same list of moves. What is decided is decided in plan/; here bytes move.
+Every worker passes the same list of copies, which plan/ computes.
 """
 
 from collections import deque
@@ -20,179 +20,188 @@ __all__ = ["ALIGN", "P2PCopy", "TensorSlice", "exchange"]
 
 BUCKET_BYTES = 4 << 20
 ALONE_BYTES = 256 << 10
-"""Pieces of this size make a bucket of their own: where their memory is in one run, they travel without a copy."""
+"""Slices of this size get a bucket of their own, which needs no packing if their memory is contiguous."""
 BUFFER_BYTES = 8 << 20
-"""Buckets are put on the wire ahead until those that have to be packed or unpacked take this: little stays in cache."""
+"""Limit of packed bytes in flight: buffers should stay in the cache."""
 STREAMED_BYTES = 16 << 20
-"""Where more than this arrives, it goes past the caches: it would only push other things out, itself at last."""
+"""Received bytes from which non-temporal stores are used: the data would evict everything else from the cache."""
 
 
 @torch.no_grad()
 def exchange(
-    moves: Sequence[P2PCopy],
+    copies: Sequence[P2PCopy],
     rank: int,
     read: Callable[[object], Tensor],
     write: Callable[[object, Tensor], None],
     device: torch.device,
     *,
     into: Callable[[object], Tensor] | None = None,
-    links: SharedMemoryPeers | None = None,
+    peers: SharedMemoryPeers | None = None,
     verify: bool = False,
     copy: Copy = plain_copy,
-    doing: ActivityStack | None = None,
+    activity: ActivityStack | None = None,
 ) -> int:
-    """Carry out the moves that this worker has a part in; return the bytes it received from others.
+    """Execute the copies from and to this worker; return the bytes received from other workers.
 
-    ``read(what)`` gives the elements to send (any shape), ``write(what, flat)`` takes and may keep them. Where ``into``
-    is given, ``into(what)`` is the place for them (any shape and strides) and ``write`` is not used, which saves a copy
-    and large temporary memory; receivers that share no memory with a sender then relay what several of them get from it
-    (``relay.in_rounds`` says who must be given which moves). All may be called several times. A move to itself is a
-    plain copy. ``copy`` does all copies.
+    ``read(what)`` returns the elements to send (any shape), ``write(what, flat)`` takes ownership of received ones.
+    If ``into`` is given, ``into(what)`` returns the target tensor (any shape and strides) and ``write`` is not called,
+    which saves a copy and large temporary memory; receivers on other hosts than the sender then relay a broadcast
+    (``scatter_allgather_rounds`` states which copies a rank must pass). All three may be called repeatedly. ``copy``
+    performs every local copy.
 
-    Workers in ``links`` are served through shared memory, the others by the default process group; each wait has the
-    deadline of its wire, and is on ``doing``. With ``verify`` all that arrives is compared by checksum; RuntimeError
-    names what differs.
+    Workers in ``peers`` are reached through shared memory, others through the default process group. Every wait has
+    the timeout of its transport and is entered in ``activity``. With ``verify``, checksums of received data are
+    compared; RuntimeError names the data that differs.
     """
-    doing = doing or ActivityStack()
-    arriving = sum(move.piece.nbytes for move in moves if move.dst == rank)
-    ends = ExchangeBuffers(rank, read, write, into, device, verify, copy, arriving > STREAMED_BYTES, arriving)
-    stays = (
-        done for m in moves if m.dst == rank and (m.src == rank or not m.piece.numel) for done in _copy_local(m, ends)
+    activity = activity or ActivityStack()
+    expected = sum(c.tensor_slice.nbytes for c in copies if c.dst == rank)
+    buffers = ExchangeBuffers(rank, read, write, into, device, verify, copy, expected > STREAMED_BYTES, expected)
+    local = (
+        done
+        for c in copies
+        if c.dst == rank and (c.src == rank or not c.tensor_slice.numel)
+        for done in _copy_local(c, buffers)
     )
-    near = links.peers if links else frozenset()
-    with doing.enter(ends):
-        for turn in scatter_allgather_rounds(moves, links.hosts if links else {}) if into is not None else (moves,):
-            mine = [move for move in turn if rank in (move.src, move.dst) and move.src != move.dst and move.piece.numel]
-            far = _Buckets(ends, doing, [move for move in mine if not near.intersection((move.src, move.dst))])
-            far.start()
-            if links is not None and near:
-                _via_shared_memory(turn, links, ends, stays)
-            far.finish(stays)
-    return ends.received
+    near = peers.ranks if peers else frozenset()
+    with activity.enter(buffers):
+        rounds = scatter_allgather_rounds(copies, peers.hosts if peers else {}) if into is not None else (copies,)
+        for round_ in rounds:
+            own = [c for c in round_ if rank in (c.src, c.dst) and c.src != c.dst and c.tensor_slice.numel]
+            remote = _Buckets(buffers, activity, [c for c in own if not near.intersection((c.src, c.dst))])
+            remote.start()
+            if peers is not None and near:
+                _via_shared_memory(round_, peers, buffers, local)
+            remote.finish(local)
+    return buffers.received
 
 
-def _copy_local(move: P2PCopy, ends: ExchangeBuffers) -> Iterator[bool]:
-    """Carry out a move that needs no wire, a while at a time."""
-    piece = move.piece
-    values = ends.read(move.what) if move.src == ends.rank else torch.empty(0, dtype=piece.dtype, device=ends.device)
-    if ends.into is None:
-        ends.write(move.what, values.reshape(-1))
+def _copy_local(copy: P2PCopy, buffers: ExchangeBuffers) -> Iterator[bool]:
+    """Execute a copy within this worker, in steps of about ``SLOT_BYTES``."""
+    slice_ = copy.tensor_slice
+    is_own = copy.src == buffers.rank
+    values = buffers.read(copy.what) if is_own else torch.empty(0, dtype=slice_.dtype, device=buffers.device)
+    if buffers.into is None:
+        buffers.write(copy.what, values.reshape(-1))
         yield True
-    elif piece.numel:
-        place = ends.into(move.what)
-        values = values.view(place.shape)
-        rows = max(1, SLOT_BYTES * len(place) // piece.nbytes)
-        for first in range(0, len(place), rows):
-            value = values[first : first + rows]
-            ends.copy(place[first : first + rows], value, ends.streaming and value.is_contiguous())
+    elif slice_.numel:
+        target = buffers.into(copy.what)
+        values = values.view(target.shape)
+        n_rows = max(1, SLOT_BYTES * len(target) // slice_.nbytes)
+        for first in range(0, len(target), n_rows):
+            value = values[first : first + n_rows]
+            buffers.copy(target[first : first + n_rows], value, buffers.streaming and value.is_contiguous())
             yield True
 
 
 def _via_shared_memory(
-    moves: Iterable[P2PCopy], links: SharedMemoryPeers, ends: ExchangeBuffers, meanwhile: Iterator[bool]
+    copies: Iterable[P2PCopy], peers: SharedMemoryPeers, buffers: ExchangeBuffers, background: Iterator[bool]
 ) -> None:
-    """Carry out what moves between this worker and those it shares memory with."""
-    leaving: list[P2PCopy] = []
-    coming: dict[int, list[P2PCopy]] = {}
-    for move in moves:
-        if move.src == move.dst or not move.piece.numel:
+    """Execute the copies between this worker and those that it shares memory with."""
+    outgoing: list[P2PCopy] = []
+    incoming: dict[int, list[P2PCopy]] = {}
+    for copy in copies:
+        if copy.src == copy.dst or not copy.tensor_slice.numel:
             continue
-        if move.src == ends.rank:
-            if move.dst in links.peers:
-                leaving.append(move)
-        elif move.src in links.peers and (move.dst == ends.rank or move.dst in links.peers):
-            coming.setdefault(move.src, []).append(move)
-    incoming = {
-        peer: (p for p in packets_of(theirs, SLOT_BYTES, ends.trailer) if ends.rank in p.to)
-        for peer, theirs in coming.items()
+        if copy.src == buffers.rank:
+            if copy.dst in peers.ranks:
+                outgoing.append(copy)
+        elif copy.src in peers.ranks and (copy.dst == buffers.rank or copy.dst in peers.ranks):
+            incoming.setdefault(copy.src, []).append(copy)
+    streams = {
+        peer: (p for p in packets_of(theirs, SLOT_BYTES, buffers.trailer) if buffers.rank in p.dsts)
+        for peer, theirs in incoming.items()
     }
-    links.run(packets_of(leaving, SLOT_BYTES, ends.trailer), incoming, ends.pack, ends.unpack, meanwhile)
+    peers.run(packets_of(outgoing, SLOT_BYTES, buffers.trailer), streams, buffers.pack, buffers.unpack, background)
 
 
 class _Buckets:
-    """The moves between this worker and others over the process group, one bucket per pair of workers and round."""
+    """The copies over the process group: in every round one bucket per pair of workers."""
 
-    def __init__(self, ends: ExchangeBuffers, doing: ActivityStack, moves: Sequence[P2PCopy]) -> None:
-        self.ends, self.doing = ends, doing
+    def __init__(self, buffers: ExchangeBuffers, activity: ActivityStack, copies: Sequence[P2PCopy]) -> None:
+        self.buffers, self.activity = buffers, activity
         pairs: dict[tuple[int, int], list[P2PCopy]] = {}
-        for move in moves:
-            pairs.setdefault((move.src, move.dst), []).append(move)
-        self.lanes = [packets_of(batch, BUCKET_BYTES, ends.trailer, ALONE_BYTES) for _, batch in sorted(pairs.items())]
-        self.under_way: deque[list[_Bucket]] = deque()
+        for copy in copies:
+            pairs.setdefault((copy.src, copy.dst), []).append(copy)
+        self.streams = [
+            packets_of(batch, BUCKET_BYTES, buffers.trailer, ALONE_BYTES) for _, batch in sorted(pairs.items())
+        ]
+        self.in_flight: deque[list[_Bucket]] = deque()
         self.buffered = 0
-        self.spare: list[Tensor] = []
+        self.free: list[Tensor] = []
 
     def start(self) -> None:
-        """Put the next buckets on the wire, one round at least."""
+        """Post rounds up to ``BUFFER_BYTES``, at least one."""
         while self._post() and self.buffered < BUFFER_BYTES:
             pass
 
-    def finish(self, meanwhile: Iterator[object]) -> None:
-        """Bring in everything, and send on as places become free; take one of ``meanwhile`` before each wait."""
-        while self.under_way:
-            next(meanwhile, None)
-            for bucket in self.under_way.popleft():
+    def finish(self, background: Iterator[object]) -> None:
+        """Complete all rounds and post the remaining ones; advance ``background`` before each wait."""
+        while self.in_flight:
+            next(background, None)
+            for bucket in self.in_flight.popleft():
                 self._complete(bucket)
             self.start()
-        for _ in meanwhile:
+        for _ in background:
             pass
 
     def _post(self) -> bool:
-        buckets = [self._bucket(parcel) for lane in self.lanes if (parcel := next(lane, None)) is not None]
+        buckets = [self._bucket(packet) for stream in self.streams if (packet := next(stream, None)) is not None]
         if not buckets:
             return False
-        rank = self.ends.rank
-        posts = [(dist.isend, b.wire, b.parcel.to[0]) if b.parcel.src == rank else (dist.irecv, b.wire, b.parcel.src)
-                 for b in buckets]  # fmt: skip
+        rank = self.buffers.rank
+        posts = [(dist.isend, b.data, b.packet.dsts[0]) if b.packet.src == rank else
+                 (dist.irecv, b.data, b.packet.src) for b in buckets]  # fmt: skip
         works: list[dist.Work | None] = []
-        if self.ends.device.type == "cpu":
-            works += [post(wire, peer) for post, wire, peer in posts]
+        if self.buffers.device.type == "cpu":
+            works += [post(data, peer) for post, data, peer in posts]
         else:
             works += dist.batch_isend_irecv([dist.P2POp(*post) for post in posts])
         for number, bucket in enumerate(buckets):
-            bucket.work = works[min(number, len(works) - 1)]  # NCCL has one for all
-        self.under_way.append(buckets)
+            bucket.work = works[min(number, len(works) - 1)]  # NCCL returns one for the batch
+        self.in_flight.append(buckets)
         return True
 
-    def _bucket(self, parcel: Packet) -> "_Bucket":
-        in_place = self.ends.in_place(parcel)
+    def _bucket(self, packet: Packet) -> "_Bucket":
+        in_place = self.buffers.in_place(packet)
         if in_place is not None:
-            return _Bucket(parcel, in_place.view(torch.uint8))
-        fitting = [number for number, spare in enumerate(self.spare) if spare.numel() >= parcel.nbytes]
-        whole = self.spare.pop(fitting[0]) if fitting else None
-        if whole is None:
-            whole = torch.empty(parcel.nbytes, dtype=torch.uint8, device=self.ends.device)
-        self.buffered += parcel.nbytes
-        if parcel.src == self.ends.rank:
-            self.ends.pack(parcel, whole)
-        return _Bucket(parcel, whole[: parcel.nbytes], whole)
+            return _Bucket(packet, in_place.view(torch.uint8))
+        fitting = next((number for number, free in enumerate(self.free) if free.numel() >= packet.nbytes), None)
+        if fitting is not None:
+            buffer = self.free.pop(fitting)
+        else:
+            buffer = torch.empty(packet.nbytes, dtype=torch.uint8, device=self.buffers.device)
+        self.buffered += packet.nbytes
+        if packet.src == self.buffers.rank:
+            self.buffers.pack(packet, buffer)
+        return _Bucket(packet, buffer[: packet.nbytes], buffer)
 
     def _complete(self, bucket: "_Bucket") -> None:
-        parcel, rank = bucket.parcel, self.ends.rank
+        packet, rank = bucket.packet, self.buffers.rank
         assert bucket.work is not None
         try:
-            with self.doing.enter(bucket):
+            with self.activity.enter(bucket):
                 bucket.work.wait()
         except RuntimeError as error:
-            way = "sending" if parcel.src == rank else "awaiting"
-            raise RuntimeError(f"rank {rank} failed while {way} {bucket}: {error}") from error
-        if parcel.src != rank and bucket.whole is None:
-            self.ends.arrived(parcel.parts[0])
-        elif parcel.src != rank and bucket.whole is not None:
-            self.ends.unpack(parcel, bucket.whole)
-        if bucket.whole is not None:
-            self.spare.append(bucket.whole)
-            self.buffered -= parcel.nbytes
+            verb = "sending" if packet.src == rank else "awaiting"
+            raise RuntimeError(f"rank {rank} failed while {verb} {bucket}: {error}") from error
+        if packet.src != rank:
+            if bucket.buffer is None:
+                self.buffers.mark_received(packet.chunks[0])
+            else:
+                self.buffers.unpack(packet, bucket.buffer)
+        if bucket.buffer is not None:
+            self.free.append(bucket.buffer)
+            self.buffered -= packet.nbytes
 
 
 @dataclass
 class _Bucket:
-    """A parcel on the wire: the bytes there, and the memory to be used again that they lie in, if any."""
+    """A packet in flight: its bytes, and the reusable buffer that contains them, if any."""
 
-    parcel: Packet
-    wire: Tensor
-    whole: Tensor | None = None
+    packet: Packet
+    data: Tensor
+    buffer: Tensor | None = None
     work: dist.Work | None = None
 
     def __str__(self) -> str:
-        return f"{self.parcel} from rank {self.parcel.src} to rank {self.parcel.to[0]}"
+        return f"{self.packet} from rank {self.packet.src} to rank {self.packet.dsts[0]}"

@@ -1,4 +1,4 @@
-"""Tensors to and from single workers, by global rank: the wires between pipeline stages."""
+"""Point-to-point sends and receives by global rank, used between pipeline stages."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,59 +11,58 @@ from realhf.base.activity import ActivityStack
 
 
 class PendingTransfer(NamedTuple):
-    """A tensor that a neighbour has not sent or taken yet."""
+    """A send or receive that has not completed; ``direction`` is "to" or "from"."""
 
     nbytes: int
-    way: str
+    direction: str
     rank: int
 
     def __str__(self) -> str:
-        return f"{self.nbytes} bytes {self.way} rank {self.rank}"
+        return f"{self.nbytes} bytes {self.direction} rank {self.rank}"
 
 
 @dataclass(frozen=True)
 class PendingRecv:
-    """A tensor whose receive is posted; its content is there after ``wait``."""
+    """A tensor with a posted receive; its content is valid after ``wait``."""
 
     tensor: Tensor
     work: dist.Work | None
     rank: int
-    doing: ActivityStack
+    activity: ActivityStack
 
     def wait(self) -> Tensor:
         if self.work is not None:
-            with self.doing.enter(PendingTransfer(self.tensor.nbytes, "from", self.rank)):
+            with self.activity.enter(PendingTransfer(self.tensor.nbytes, "from", self.rank)):
                 self.work.wait()
         return self.tensor
 
 
 class P2PChannel:
-    """Sends do not wait; what they send stays alive until ``flush``. Order per pair is kept; empty tensors stay."""
+    """Asynchronous sends and receives; messages of a pair keep their order, empty tensors are not sent."""
 
-    def __init__(self, device: torch.device, doing: ActivityStack | None = None) -> None:
-        self.device, self.doing = device, doing or ActivityStack()
-        self._under_way: list[tuple[dist.Work, Tensor, int]] = []
+    def __init__(self, device: torch.device, activity: ActivityStack | None = None) -> None:
+        self.device, self.activity = device, activity or ActivityStack()
+        self._in_flight: list[tuple[dist.Work, Tensor, int]] = []
 
     def send(self, tensor: Tensor, rank: int) -> None:
         if not tensor.numel():
             return
-        whole = tensor.contiguous()
-        work = dist.isend(whole, rank)
-        assert work is not None, "stages are never alone in their own group"
-        self._under_way.append((work, whole, rank))
-        self._under_way = [sent for sent in self._under_way if not sent[0].is_completed()]
+        contiguous = tensor.contiguous()
+        work = dist.isend(contiguous, rank)
+        assert work is not None, "both ranks are members of the default group"
+        self._in_flight.append((work, contiguous, rank))
+        self._in_flight = [send for send in self._in_flight if not send[0].is_completed()]
 
     def post_receive(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> PendingRecv:
-        """Post a receive without waiting for it."""
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        return PendingRecv(tensor, dist.irecv(tensor, rank) if tensor.numel() else None, rank, self.doing)
+        return PendingRecv(tensor, dist.irecv(tensor, rank) if tensor.numel() else None, rank, self.activity)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> Tensor:
         return self.post_receive(shape, dtype, rank).wait()
 
     def flush(self, keep: int = 0) -> None:
-        """Wait for all sends but the last ``keep``; gloo lets go of none before."""
-        while len(self._under_way) > keep:
-            work, tensor, rank = self._under_way.pop(0)
-            with self.doing.enter(PendingTransfer(tensor.nbytes, "to", rank)):
+        """Wait for all sends except the last ``keep``; gloo sends complete only when waited for."""
+        while len(self._in_flight) > keep:
+            work, tensor, rank = self._in_flight.pop(0)
+            with self.activity.enter(PendingTransfer(tensor.nbytes, "to", rank)):
                 work.wait()

@@ -1,6 +1,6 @@
-"""What travels together: pieces cut and packed into parcels of bounded size, the same on every rank.
+"""Packs the tensor slices of point-to-point copies into packets of bounded size; every rank computes the same packets.
 
-Pure but for ``Ends``, which copies between parcels and tensors. How a parcel travels is not decided here.
+Pure except for ``ExchangeBuffers``, which copies between packets and tensors. The transport of packets is elsewhere.
 """
 
 import sys
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 ALIGN = 16
-"""Pieces start at multiples of this many bytes, so that any element type can be viewed in place."""
+"""Slices start at multiples of this many bytes, so that any element type can be viewed in place."""
 
 N_WEIGHTS = 1 << 16
 
 Copy = Callable[[Tensor, Tensor, bool], None]
-"""Copies the second tensor over the first, of the same shape and any strides; past the caches, if the third says so."""
+"""Copies the second tensor to the first, of equal shape and any strides; the flag asks for non-temporal stores."""
 
 
 def plain_copy(target: Tensor, source: Tensor, streaming: bool) -> None:
@@ -27,7 +27,7 @@ def plain_copy(target: Tensor, source: Tensor, streaming: bool) -> None:
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """What a move carries: element type and number of elements."""
+    """Element type and number of elements of one copy."""
 
     dtype: torch.dtype
     numel: int
@@ -39,16 +39,16 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class P2PCopy:
-    """A thing ``what`` (a row, a box) on its way, or its elements from ``start`` on.
+    """A copy of the object ``what`` (a row, a box), or of its elements from ``start`` on, from ``src`` to ``dst``.
 
-    Moves of one sender with an equal ``content`` that is not None carry the same elements to several workers: where the
-    wire allows, they are written once. A sender that received them itself holds them as ``held_as``.
+    Copies of one sender with an equal ``dedup_key`` that is not None have the same elements and different receivers:
+    shared memory holds them once. A relaying sender reads the elements from where it received ``relay_source``.
     """
 
     what: object
     src: int
     dst: int
-    piece: TensorSlice
+    tensor_slice: TensorSlice
     dedup_key: Hashable = None
     start: int = 0
     relay_source: object = None
@@ -56,82 +56,84 @@ class P2PCopy:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Elements ``start`` to ``stop`` of one piece, at byte ``at`` of a parcel, for each of ``moves``."""
+    """Elements ``start`` to ``stop`` of one slice, at byte ``offset`` of a packet, for each of ``copies``."""
 
-    moves: tuple[P2PCopy, ...]
+    copies: tuple[P2PCopy, ...]
     start: int
     stop: int
-    at: int
+    offset: int
     nbytes: int
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.moves[0].piece.dtype
+        return self.copies[0].tensor_slice.dtype
 
 
 @dataclass(frozen=True)
 class Packet:
-    """Bytes that leave ``src`` at once, for all of ``to``."""
+    """One message from ``src`` to all of ``dsts``."""
 
     src: int
-    to: tuple[int, ...]
-    parts: tuple[Chunk, ...]
+    dsts: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
     nbytes: int
 
     def __str__(self) -> str:
-        first = self.parts[0]
-        more = f" and {len(self.parts) - 1} more" if len(self.parts) > 1 else ""
-        return f"{first.moves[0].what} (elements {first.start} to {first.stop - 1}){more}"
+        first = self.chunks[0]
+        more = f" and {len(self.chunks) - 1} more" if len(self.chunks) > 1 else ""
+        return f"{first.copies[0].what} (elements {first.start} to {first.stop - 1}){more}"
 
 
 def aligned_size(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-def packets_of(moves: Iterable[P2PCopy], limit: int, trailer: int = 0, alone: int = sys.maxsize) -> Iterator[Packet]:
-    """Pack the moves of one sender into parcels of at most ``limit`` bytes, by turns for each set of receivers.
+def packets_of(copies: Iterable[P2PCopy], limit: int, trailer: int = 0, alone: int = sys.maxsize) -> Iterator[Packet]:
+    """Pack the copies of one sender into packets of at most ``limit`` bytes, round robin over sets of receivers.
 
-    Every part leaves ``trailer`` bytes free behind it. A piece that does not fit into what is left of a parcel starts
-    a new one; only a piece larger than a parcel is cut. Pieces of ``alone`` bytes or more share no parcel.
+    ``trailer`` bytes follow every chunk. A slice that does not fit into the rest of a packet starts a new packet; only
+    a slice larger than a packet is split. Slices of ``alone`` bytes or more share no packet.
     """
-    same: dict[Hashable, list[P2PCopy]] = {}
-    for number, move in enumerate(moves):
-        same.setdefault((move.dedup_key is None, number if move.dedup_key is None else move.dedup_key), []).append(move)
-    lanes: dict[tuple[int, ...], list[tuple[P2PCopy, ...]]] = {}
-    for alike in same.values():
-        lanes.setdefault(tuple(sorted({move.dst for move in alike})), []).append(tuple(alike))
-    turns = zip_longest(*(_packets_to(to, contents, limit, trailer, alone) for to, contents in lanes.items()))
-    return (parcel for parcel in chain.from_iterable(turns) if parcel is not None)
+    by_content: dict[Hashable, list[P2PCopy]] = {}
+    for number, copy in enumerate(copies):
+        by_content.setdefault(
+            (copy.dedup_key is None, number if copy.dedup_key is None else copy.dedup_key), []
+        ).append(copy)
+    streams: dict[tuple[int, ...], list[tuple[P2PCopy, ...]]] = {}
+    for same in by_content.values():
+        streams.setdefault(tuple(sorted({copy.dst for copy in same})), []).append(tuple(same))
+    rounds = zip_longest(*(_packet_stream(dsts, contents, limit, trailer, alone) for dsts, contents in streams.items()))
+    return (packet for packet in chain.from_iterable(rounds) if packet is not None)
 
 
-def _packets_to(
-    to: tuple[int, ...], contents: Iterable[tuple[P2PCopy, ...]], limit: int, trailer: int, alone: int
+def _packet_stream(
+    dsts: tuple[int, ...], contents: Iterable[tuple[P2PCopy, ...]], limit: int, trailer: int, alone: int
 ) -> Iterator[Packet]:
-    parts: list[Chunk] = []
-    at, src = 0, 0
-    for alike in contents:
-        piece, start, src = alike[0].piece, 0, alike[0].src
-        itemsize = piece.dtype.itemsize
-        most = (limit - trailer) // ALIGN * ALIGN // itemsize
-        room = limit if piece.nbytes < alone else 0
-        while start < piece.numel:
-            stop = min(piece.numel, start + most)
+    chunks: list[Chunk] = []
+    offset, src = 0, 0
+    for same in contents:
+        slice_, start, src = same[0].tensor_slice, 0, same[0].src
+        itemsize = slice_.dtype.itemsize
+        max_numel = (limit - trailer) // ALIGN * ALIGN // itemsize
+        capacity = limit if slice_.nbytes < alone else 0
+        while start < slice_.numel:
+            stop = min(slice_.numel, start + max_numel)
             size = aligned_size((stop - start) * itemsize) + trailer
-            if parts and at + size > room:
-                yield Packet(src, to, tuple(parts), at)
-                parts, at = [], 0
-            parts.append(Chunk(alike, start, stop, at, (stop - start) * itemsize))
-            at += size
+            if chunks and offset + size > capacity:
+                yield Packet(src, dsts, tuple(chunks), offset)
+                chunks, offset = [], 0
+            chunks.append(Chunk(same, start, stop, offset, (stop - start) * itemsize))
+            offset += size
             start = stop
-        if parts and not room:
-            yield Packet(src, to, tuple(parts), at)
-            parts, at = [], 0
-    if parts:
-        yield Packet(src, to, tuple(parts), at)
+        if chunks and not capacity:
+            yield Packet(src, dsts, tuple(chunks), offset)
+            chunks, offset = [], 0
+    if chunks:
+        yield Packet(src, dsts, tuple(chunks), offset)
 
 
 def strided_views(tensor: Tensor, start: int, stop: int) -> list[Tensor]:
-    """Return views that together are elements ``start`` to ``stop`` of a tensor of any strides, in order."""
+    """Return views that together hold elements ``start`` to ``stop`` of a tensor with any strides, in order."""
     if tensor.is_contiguous():
         return [tensor.view(-1)[start:stop]]
     inner = tensor.numel() // tensor.shape[0]
@@ -145,25 +147,25 @@ def strided_views(tensor: Tensor, start: int, stop: int) -> list[Tensor]:
 
 
 def checksum(views: Sequence[Tensor], dtype: torch.dtype, weights: Tensor) -> Tensor:
-    """Return ``[1] int64``: the 8-byte words of the elements, as ``dtype``, in blocks, weighted and added up.
+    """Return ``[1] int64``: a weighted sum, modulo 2^64, of the 8-byte words of the elements cast to ``dtype``.
 
-    Wraps at 64 bits. The weights, ``[W] int64``, suffice for ``W * (W - 1)`` words: odd, so that no change of a
-    single word goes unnoticed; random, so that hardly any other change does.
+    ``weights``, ``[W] int64``, suffice for ``W * (W - 1)`` words. They are odd, so that every change of a single word
+    is detected, and random, so that almost every other change is.
     """
     flat = torch.cat([view.reshape(-1) for view in views]) if len(views) > 1 else views[0].reshape(-1)
     flat = flat.to(dtype)
     if flat.numel() * dtype.itemsize % 8 or flat.storage_offset() * dtype.itemsize % 8:
         flat = torch.nn.functional.pad(flat, (0, -flat.numel() % (8 // min(8, dtype.itemsize))))
     words = flat.view(torch.int64)
-    whole = words.numel() // len(weights) * len(weights)
-    sums = (words[:whole].view(-1, len(weights)) * weights).sum(1)
-    rest = (words[whole:] * weights[: words.numel() - whole]).sum(0, keepdim=True)
+    n_full = words.numel() // len(weights) * len(weights)
+    sums = (words[:n_full].view(-1, len(weights)) * weights).sum(1)
+    rest = (words[n_full:] * weights[: words.numel() - n_full]).sum(0, keepdim=True)
     return (torch.cat([rest, sums]) * weights[: len(sums) + 1]).sum(0, keepdim=True)
 
 
 @dataclass
 class ExchangeBuffers:
-    """Where this rank's pieces come from and go to: ``read``, ``write`` and ``into`` of ``exchange``."""
+    """The source and target tensors of this rank's copies: ``read``, ``write`` and ``into`` of ``exchange``."""
 
     rank: int
     read: Callable[[object], Tensor]
@@ -173,13 +175,13 @@ class ExchangeBuffers:
     verify: bool = False
     copy: Copy = plain_copy
     streaming: bool = False
-    arriving: int = 0
+    expected: int = 0
     received: int = 0
-    _unfinished: dict[int, Tensor] = field(default_factory=dict)
-    _last: tuple[object, object, Tensor] | None = None
+    _incomplete: dict[int, Tensor] = field(default_factory=dict)
+    _cached: tuple[object, object, Tensor] | None = None
 
     def __str__(self) -> str:
-        return f"an exchange with {self.received} of {self.arriving} bytes here"
+        return f"an exchange with {self.received} of {self.expected} bytes received"
 
     @property
     def trailer(self) -> int:
@@ -191,84 +193,82 @@ class ExchangeBuffers:
         generator = torch.Generator().manual_seed(0)
         return (torch.randint(-(1 << 63), (1 << 63) - 1, (N_WEIGHTS,), generator=generator) | 1).to(self.device)
 
-    def source(self, part: Chunk) -> list[Tensor]:
-        """Return the views a part is read from."""
-        move = part.moves[0]
-        if move.relay_source is None:
-            values = self._at_hand(self.read, move.what)
+    def source(self, chunk: Chunk) -> list[Tensor]:
+        copy = chunk.copies[0]
+        if copy.relay_source is None:
+            values = self._lookup(self.read, copy.what)
         else:
-            assert self.into is not None, "what is relayed has a place"
-            values = self._at_hand(self.into, move.relay_source)
-        return strided_views(values, move.start + part.start, move.start + part.stop)
+            assert self.into is not None, "relays need target tensors"
+            values = self._lookup(self.into, copy.relay_source)
+        return strided_views(values, copy.start + chunk.start, copy.start + chunk.stop)
 
-    def target(self, part: Chunk) -> list[Tensor]:
-        """Return the views a part is written to."""
-        move = self._mine(part)
+    def target(self, chunk: Chunk) -> list[Tensor]:
+        copy = self._own_copy(chunk)
         if self.into is not None:
-            return strided_views(self._at_hand(self.into, move.what), move.start + part.start, move.start + part.stop)
-        if part.start == 0:
-            self._unfinished[id(move)] = torch.empty(move.piece.numel, dtype=part.dtype, device=self.device)
-        return [self._unfinished[id(move)][part.start : part.stop]]
+            return strided_views(self._lookup(self.into, copy.what), copy.start + chunk.start, copy.start + chunk.stop)
+        if chunk.start == 0:
+            self._incomplete[id(copy)] = torch.empty(copy.tensor_slice.numel, dtype=chunk.dtype, device=self.device)
+        return [self._incomplete[id(copy)][chunk.start : chunk.stop]]
 
-    def _at_hand(self, find: Callable[[object], Tensor], what: object) -> Tensor:
-        """Return what was asked for last without asking again: a large piece is many parts, looked at twice each."""
-        if self._last is None or self._last[0] is not what or self._last[1] is not find:
-            self._last = what, find, find(what)
-        return self._last[2]
+    def _lookup(self, find: Callable[[object], Tensor], what: object) -> Tensor:
+        """Cache the last tensor: a large slice has many chunks, and each looks it up twice."""
+        if self._cached is None or self._cached[0] is not what or self._cached[1] is not find:
+            self._cached = what, find, find(what)
+        return self._cached[2]
 
-    def in_place(self, parcel: Packet) -> Tensor | None:
-        """Return the one tensor that is the parcel's content byte by byte, at the sender or the receiver, if any."""
-        part = parcel.parts[0]
-        if self.verify or len(parcel.parts) > 1 or part.nbytes != parcel.nbytes:
+    def in_place(self, packet: Packet) -> Tensor | None:
+        """Return the contiguous source or target with exactly the packet's bytes, or None if a buffer is needed."""
+        chunk = packet.chunks[0]
+        if self.verify or len(packet.chunks) > 1 or chunk.nbytes != packet.nbytes:
             return None
-        views = self.source(part) if parcel.src == self.rank else self.target(part)
-        fits = len(views) == 1 and views[0].is_contiguous() and views[0].dtype == part.dtype
+        views = self.source(chunk) if packet.src == self.rank else self.target(chunk)
+        fits = len(views) == 1 and views[0].is_contiguous() and views[0].dtype == chunk.dtype
         return views[0].view(-1) if fits and views[0].device == self.device else None
 
-    def arrived(self, part: Chunk) -> None:
-        """Take note that the views of ``target`` are filled; a piece that is whole goes to ``write``."""
-        move = self._mine(part)
-        self.received += aligned_size(part.nbytes)
-        if self.into is None and part.stop == move.piece.numel:
-            self.write(move.what, self._unfinished.pop(id(move)))
+    def mark_received(self, chunk: Chunk) -> None:
+        """Count a chunk whose target is filled; pass a complete slice to ``write``."""
+        copy = self._own_copy(chunk)
+        self.received += aligned_size(chunk.nbytes)
+        if self.into is None and chunk.stop == copy.tensor_slice.numel:
+            self.write(copy.what, self._incomplete.pop(id(copy)))
 
-    def pack(self, parcel: Packet, buffer: Tensor) -> None:
-        """Fill ``buffer``, ``[>= parcel.nbytes] uint8``."""
-        for part in parcel.parts:
-            views = self.source(part)
-            for view, packed in _side_by_side(views, _typed(buffer, part)):
+    def pack(self, packet: Packet, buffer: Tensor) -> None:
+        """Fill ``buffer``, ``[>= packet.nbytes] uint8``."""
+        for chunk in packet.chunks:
+            views = self.source(chunk)
+            for view, packed in _zip_flat(views, _typed(buffer, chunk)):
                 self.copy(packed, view, False)
             if self.verify:
-                _trailer(buffer, part).copy_(checksum(views, part.dtype, self.weights))
+                _trailer(buffer, chunk).copy_(checksum(views, chunk.dtype, self.weights))
 
-    def unpack(self, parcel: Packet, buffer: Tensor) -> None:
-        """Empty ``buffer`` into its places; RuntimeError when a part is not there as it was at the sender."""
-        for part in parcel.parts:
-            views = self.target(part)
-            for view, packed in _side_by_side(views, _typed(buffer, part)):
+    def unpack(self, packet: Packet, buffer: Tensor) -> None:
+        """Copy ``buffer`` to the targets; RuntimeError if a checksum differs from the sender's."""
+        for chunk in packet.chunks:
+            views = self.target(chunk)
+            for view, packed in _zip_flat(views, _typed(buffer, chunk)):
                 self.copy(view, packed, self.streaming)
-            if self.verify and not torch.equal(checksum(views, part.dtype, self.weights), _trailer(buffer, part)):
-                move = self._mine(part)
+            if self.verify and not torch.equal(checksum(views, chunk.dtype, self.weights), _trailer(buffer, chunk)):
+                copy = self._own_copy(chunk)
                 raise RuntimeError(
-                    f"{move.what} was damaged on its way from rank {parcel.src} to rank {self.rank}: the checksum of "
-                    f"elements {move.start + part.start} to {move.start + part.stop - 1} differs"
+                    f"{copy.what} was corrupted between rank {packet.src} and rank {self.rank}: the checksum of "
+                    f"elements {copy.start + chunk.start} to {copy.start + chunk.stop - 1} differs"
                 )
-            self.arrived(part)
+            self.mark_received(chunk)
 
-    def _mine(self, part: Chunk) -> P2PCopy:
-        return next(move for move in part.moves if move.dst == self.rank)
-
-
-def _typed(buffer: Tensor, part: Chunk) -> Tensor:
-    return buffer[part.at : part.at + part.nbytes].view(part.dtype)
+    def _own_copy(self, chunk: Chunk) -> P2PCopy:
+        return next(copy for copy in chunk.copies if copy.dst == self.rank)
 
 
-def _trailer(buffer: Tensor, part: Chunk) -> Tensor:
-    end = part.at + aligned_size(part.nbytes)
+def _typed(buffer: Tensor, chunk: Chunk) -> Tensor:
+    return buffer[chunk.offset : chunk.offset + chunk.nbytes].view(chunk.dtype)
+
+
+def _trailer(buffer: Tensor, chunk: Chunk) -> Tensor:
+    end = chunk.offset + aligned_size(chunk.nbytes)
     return buffer[end : end + 8].view(torch.int64)
 
 
-def _side_by_side(views: Sequence[Tensor], flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _zip_flat(views: Sequence[Tensor], flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     start = 0
     for view in views:
         yield view, flat[start : start + view.numel()].view(view.shape)

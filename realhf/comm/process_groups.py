@@ -1,4 +1,4 @@
-"""Process groups and the place of this worker in them; passed to whoever needs it, never ambient."""
+"""Process groups along the axes of a layout. They are passed explicitly; there is no global state."""
 
 import datetime
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from realhf.base.activity import ActivityStack
 
 
 def open_rendezvous(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """Open the rendezvous store on this machine; port 0 takes a free one. A taken port is a ``ValueError``."""
+    """Open the rendezvous store on this machine; port 0 selects a free one. ValueError if the port is in use."""
     try:
         return dist.TCPStore(
             host, port, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=timeout_s)
@@ -27,12 +27,12 @@ def open_rendezvous(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 def init_process_group(
     host: str, port: int, rank: int, world: int, device: str, timeout_s: float, store: dist.TCPStore | None
 ) -> None:
-    """Join all workers in the default process group. Collective; raises when a worker is missing after the timeout."""
+    """Create the default process group of all workers. Collective; raises if a worker is missing at the timeout."""
     timeout = datetime.timedelta(seconds=timeout_s)
     store = store or dist.TCPStore(host, port, is_master=False, timeout=timeout)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    dist.barrier()  # NCCL wants all ranks in the first operation of a group, and an exchange may concern only some
+    dist.barrier()  # the first NCCL operation of a group needs all ranks; an exchange may not involve all
 
 
 def destroy_process_group() -> None:
@@ -42,11 +42,11 @@ def destroy_process_group() -> None:
 
 ProcessGroup = dist.ProcessGroup
 LARGE_BYTES = 1 << 20
-"""From here on what gloo copies costs more than what it asks its peers."""
+"""Size from which the copies inside gloo cost more than extra messages."""
 
 
 class PendingCollective(NamedTuple):
-    """An operation that all of ``ranks`` must take part in."""
+    """A collective that has not completed on all of ``ranks``."""
 
     name: str
     nbytes: int
@@ -57,10 +57,10 @@ class PendingCollective(NamedTuple):
 
 
 class Group:
-    """Some workers that reduce and gather together. A group of one does nothing, without torch.distributed.
+    """Collectives of some workers. In a group of one they are no-ops that do not call torch.distributed.
 
-    ``index`` is this worker's place among them, -1 outside. Members count by rank, whatever order ``ranks`` names them
-    in (a mesh may be written 1,0): that is how torch.distributed numbers them.
+    ``index`` is this worker's rank in the group, -1 for non-members. Members are numbered in ascending order of rank,
+    as torch.distributed does, even if ``ranks`` is not sorted (a mesh may be written 1,0).
     """
 
     def __init__(
@@ -68,105 +68,101 @@ class Group:
         ranks: tuple[int, ...],
         rank: int,
         handle: dist.ProcessGroup | None = None,
-        doing: ActivityStack | None = None,
+        activity: ActivityStack | None = None,
     ) -> None:
-        self.ranks, self.handle, self.doing = ranks, handle, doing or ActivityStack()
+        self.ranks, self.handle, self.activity = ranks, handle, activity or ActivityStack()
         self.size = len(ranks)
         self.index = sorted(ranks).index(rank) if rank in ranks else -1
 
-    def of_torch(self) -> dist.ProcessGroup:
-        """Return the group as torch.distributed knows it; a group of one makes it then, without asking others."""
+    def torch_group(self) -> dist.ProcessGroup:
+        """Return the torch process group; a group of one creates its own on first use, without communication."""
         if self.handle is None:
             self.handle = dist.new_group(list(self.ranks), use_local_synchronization=True)
         return self.handle
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum in place over the group and return the tensor."""
+        """Sum over the group in place; return the tensor."""
         if self.size > 1:
-            with self._at("all_reduce", tensor):
+            with self._activity("all_reduce", tensor):
                 dist.all_reduce(tensor, group=self.handle)
         return tensor
 
     def all_max(self, tensor: Tensor) -> Tensor:
-        """Take the element-wise maximum in place over the group and return the tensor."""
+        """Take the element-wise maximum over the group in place; return the tensor."""
         if self.size > 1:
-            with self._at("all_max", tensor):
+            with self._activity("all_max", tensor):
                 dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.handle)
         return tensor
 
     def broadcast(self, tensor: Tensor, index: int) -> Tensor:
-        """Overwrite the tensor with that of member ``index`` and return it."""
+        """Overwrite the tensor with that of member ``index``; return it."""
         if self.size > 1:
-            with self._at("broadcast", tensor):
+            with self._activity("broadcast", tensor):
                 dist.broadcast(tensor, self.ranks[index], group=self.handle)
         return tensor
 
     def reduce_scatter(self, output: Tensor, whole: Tensor) -> None:
-        """Fill ``output`` with this member's equal part of the sum of ``whole`` over the group.
+        """Fill ``output`` with this member's equal shard of the sum of ``whole`` over the group.
 
-        ``output`` may be that part of ``whole`` itself, which is then overwritten.
+        ``output`` may be a view of that shard; ``whole`` is then overwritten.
         """
         if self.size > 1:
-            with self._at("reduce_scatter", whole):
-                if self._is_gloo and output.data_ptr() == self._parts(whole)[self.index].data_ptr():
-                    dist.all_reduce(whole, group=self.handle)  # gloo's reduce-scatter is the same with two copies more
+            with self._activity("reduce_scatter", whole):
+                if self._is_gloo and output.data_ptr() == whole.chunk(self.size)[self.index].data_ptr():
+                    dist.all_reduce(whole, group=self.handle)  # gloo's reduce-scatter does the same and copies twice
                 else:
                     dist.reduce_scatter_tensor(output, whole, group=self.handle)
         elif output.data_ptr() != whole.data_ptr():
             output.copy_(whole)
 
-    def all_gather(self, whole: Tensor, part: Tensor) -> None:
-        """Fill ``whole`` with the members' equal parts, in the order of ``index``; ``part`` may lie there already."""
+    def all_gather(self, whole: Tensor, shard: Tensor) -> None:
+        """Fill ``whole`` with the members' equal shards, ordered by ``index``; ``shard`` may be a view of its own."""
         if self.size > 1:
-            with self._at("all_gather", whole):
-                self._all_gather(whole, part)
-        elif whole.data_ptr() != part.data_ptr():
-            whole.copy_(part)
+            with self._activity("all_gather", whole):
+                self._all_gather(whole, shard)
+        elif whole.data_ptr() != shard.data_ptr():
+            whole.copy_(shard)
 
-    def _all_gather(self, whole: Tensor, part: Tensor) -> None:
+    def _all_gather(self, whole: Tensor, shard: Tensor) -> None:
         if not self._is_gloo or whole.nbytes < LARGE_BYTES:
-            dist.all_gather_into_tensor(whole, part, group=self.handle)
+            dist.all_gather_into_tensor(whole, shard, group=self.handle)
             return
-        parts = self._parts(whole)
-        if part.data_ptr() != parts[self.index].data_ptr():
-            parts[self.index].copy_(part)
-        for rank, piece in zip(sorted(self.ranks), parts, strict=True):  # gloo's all-gather makes three copies
-            dist.broadcast(piece, rank, group=self.handle)
+        shards = whole.chunk(self.size)
+        if shard.data_ptr() != shards[self.index].data_ptr():
+            shards[self.index].copy_(shard)
+        for rank, member_shard in zip(sorted(self.ranks), shards, strict=True):  # gloo's all-gather copies three times
+            dist.broadcast(member_shard, rank, group=self.handle)
 
-    def _at(self, name: str, tensor: Tensor) -> AbstractContextManager[None]:
-        return self.doing.enter(PendingCollective(name, tensor.nbytes, self.ranks))
+    def _activity(self, name: str, tensor: Tensor) -> AbstractContextManager[None]:
+        return self.activity.enter(PendingCollective(name, tensor.nbytes, self.ranks))
 
     @property
     def _is_gloo(self) -> bool:
         return dist.get_backend(self.handle) == "gloo"
 
-    def _parts(self, whole: Tensor) -> tuple[Tensor, ...]:
-        """Return the equal parts of the members, as views."""
-        return whole.chunk(self.size)
-
 
 def make_groups(
-    members: Iterable[tuple[int, ...]], rank: int, doing: ActivityStack | None = None
+    members: Iterable[tuple[int, ...]], rank: int, activity: ActivityStack | None = None
 ) -> dict[tuple[int, ...], Group]:
-    """Create process groups in the order given. Collective over ALL workers; the only place that makes a group."""
-    return {ranks: Group(ranks, rank, dist.new_group(list(ranks)), doing) for ranks in members}
+    """Create process groups in the given order. Collective over ALL workers."""
+    return {ranks: Group(ranks, rank, dist.new_group(list(ranks)), activity) for ranks in members}
 
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """One worker's place in one layout, with the groups along its axes."""
+    """One worker's coordinates in a layout, and its groups along the axes."""
 
     layout: Layout
     rank: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     groups: Mapping[tuple[int, ...], Group] = field(default_factory=dict)
-    doing: ActivityStack = field(default_factory=ActivityStack)
+    activity: ActivityStack = field(default_factory=ActivityStack)
 
     @property
     def coord(self) -> Coord:
         return self.layout.coord(self.rank)
 
     def group(self, axis: str) -> Group:
-        """Return the group along ``dp``, ``tp`` or ``pp`` that this worker is in."""
+        """Return this worker's group along ``dp``, ``tp`` or ``pp``."""
         ranks = self.layout.axis(axis, self.rank)
         return self.groups[ranks] if len(ranks) > 1 else Group(ranks, self.rank)

@@ -1,7 +1,7 @@
-"""Broadcasts in two rounds: what several workers far from its sender need leaves it once, and they share it out.
+"""Turns broadcasts to remote receivers into a scatter followed by an all-gather among the receivers.
 
-Pure: from moves to moves. A thing is cut among its receivers, who then give each other their parts. However many they
-are, this takes as long as sending it twice, and each of them receives every byte once, as before.
+Pure: from copies to copies. The sender sends every byte once, whatever the number of receivers, and the broadcast takes
+as long as two sends; each receiver gets every byte once, as in the direct broadcast.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
@@ -11,33 +11,33 @@ from itertools import pairwise
 from realhf.comm.packets import ALIGN, P2PCopy, TensorSlice
 
 MIN_RELAY_BYTES = 1 << 18
-"""Less than this for each receiver is not worth a second round."""
+"""Bytes per receiver below which a second round costs more than it saves."""
 
 
 def scatter_allgather_rounds(
-    moves: Iterable[P2PCopy], hosts: Mapping[int, Hashable], least: int = MIN_RELAY_BYTES
+    copies: Iterable[P2PCopy], hosts: Mapping[int, Hashable], min_bytes: int = MIN_RELAY_BYTES
 ) -> tuple[list[P2PCopy], list[P2PCopy]]:
-    """Return moves to the same end, those of the second round to begin on each rank when its first one is over.
+    """Return equivalent copies in two rounds; a rank starts the second round when it has completed its first.
 
-    Ranks that ``hosts`` maps to the same share memory, those that are not in it share none. Who takes part in a move
-    must give all moves of its sender with an equal content. ``least`` is ``RELAYED_BYTES``.
+    Ranks that ``hosts`` maps to the same value share memory; ranks missing from it share none. A rank that takes part
+    in a copy must pass all copies of that sender with an equal ``dedup_key``.
     """
     first: list[P2PCopy] = []
     second: list[P2PCopy] = []
-    far: dict[Hashable, list[P2PCopy]] = {}
-    for move in moves:
-        if move.dedup_key is None or move.src == move.dst or _host(move.src, hosts) == _host(move.dst, hosts):
-            first.append(move)
+    remote: dict[Hashable, list[P2PCopy]] = {}
+    for copy in copies:
+        if copy.dedup_key is None or copy.src == copy.dst or _host(copy.src, hosts) == _host(copy.dst, hosts):
+            first.append(copy)
         else:
-            far.setdefault((move.src, move.dedup_key), []).append(move)
-    for receivers in far.values():
-        for team in _receiver_groups(receivers, hosts):
-            if len(team) == 1 or team[0].piece.nbytes < least * len(team):
-                first += team
+            remote.setdefault((copy.src, copy.dedup_key), []).append(copy)
+    for broadcast in remote.values():
+        for receivers in _receiver_groups(broadcast, hosts):
+            if len(receivers) == 1 or receivers[0].tensor_slice.nbytes < min_bytes * len(receivers):
+                first += receivers
             else:
-                for part, copies in _parts(team):
-                    first.append(part)
-                    second += copies
+                for scatter, gathers in _scatter_allgather(receivers):
+                    first.append(scatter)
+                    second += gathers
     return first, second
 
 
@@ -45,21 +45,21 @@ def _host(rank: int, hosts: Mapping[int, Hashable]) -> Hashable:
     return hosts.get(rank, (rank,))
 
 
-def _receiver_groups(receivers: Iterable[P2PCopy], hosts: Mapping[int, Hashable]) -> list[list[P2PCopy]]:
-    """Sort receivers by host; those who are alone on theirs make a team too."""
-    teams: dict[Hashable, list[P2PCopy]] = {}
-    for move in receivers:
-        teams.setdefault(_host(move.dst, hosts), []).append(move)
-    lone = [team[0] for team in teams.values() if len(team) == 1]
-    return [team for team in teams.values() if len(team) > 1] + ([lone] if lone else [])
+def _receiver_groups(broadcast: Iterable[P2PCopy], hosts: Mapping[int, Hashable]) -> list[list[P2PCopy]]:
+    """Group receivers by host; receivers without others on their host form one group together."""
+    groups: dict[Hashable, list[P2PCopy]] = {}
+    for copy in broadcast:
+        groups.setdefault(_host(copy.dst, hosts), []).append(copy)
+    single = [group[0] for group in groups.values() if len(group) == 1]
+    return [group for group in groups.values() if len(group) > 1] + ([single] if single else [])
 
 
-def _parts(team: list[P2PCopy]) -> Iterator[tuple[P2PCopy, list[P2PCopy]]]:
-    """Cut what a team needs: each member's part, and its copies for the others."""
-    numel, dtype = team[0].piece.numel, team[0].piece.dtype
-    cuts = [numel * i // len(team) // ALIGN * ALIGN for i in range(len(team))]  # aligned, whatever the type
-    for mine, (start, stop) in zip(team, pairwise([*cuts, numel]), strict=True):
-        part = replace(mine, piece=TensorSlice(dtype, stop - start), dedup_key=None, start=start)
-        content = (mine.src, mine.dedup_key, start)
-        copy = replace(part, src=mine.dst, dedup_key=content, relay_source=mine.what)
-        yield part, [replace(copy, what=other.what, dst=other.dst) for other in team if other is not mine]
+def _scatter_allgather(receivers: list[P2PCopy]) -> Iterator[tuple[P2PCopy, list[P2PCopy]]]:
+    """Yield each receiver's share, and the copies of that share to the other receivers."""
+    numel, dtype = receivers[0].tensor_slice.numel, receivers[0].tensor_slice.dtype
+    bounds = [numel * i // len(receivers) // ALIGN * ALIGN for i in range(len(receivers))]  # aligned for any dtype
+    for own, (start, stop) in zip(receivers, pairwise([*bounds, numel]), strict=True):
+        scatter = replace(own, tensor_slice=TensorSlice(dtype, stop - start), dedup_key=None, start=start)
+        key = (own.src, own.dedup_key, start)
+        gather = replace(scatter, src=own.dst, dedup_key=key, relay_source=own.what)
+        yield scatter, [replace(gather, what=other.what, dst=other.dst) for other in receivers if other is not own]

@@ -1,7 +1,7 @@
-"""Shared memory between the workers of one host: each sender has a small ring of slots that all its receivers map.
+"""Shared memory between the workers of one host: every sender has a small ring of slots that its receivers map.
 
-A slot is filled once, whoever many it is for, announced over a socket, emptied by each receiver and given back. The
-ring stays in the processor's cache. Memory and sockets have no name in any file system and vanish with the processes.
+A slot is filled once for all receivers, announced over a socket, read by each receiver and released. The ring is small
+enough for the processor's cache. Memory and sockets are anonymous and are freed with the processes.
 """
 
 import contextlib
@@ -27,43 +27,43 @@ from realhf.plan.cost.traffic import N_SLOTS, RING_BYTES, SLOT_BYTES
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 MESSAGE = struct.Struct("<BxHI")
-"""What happened to a slot (FILLED, EMPTIED), its number, and the bytes in it."""
+"""Slot event (FILLED, EMPTIED), slot number, and number of bytes in the slot."""
 FILLED, EMPTIED = 1, 2
 
 
 class SharedMemoryPeers:
-    """This rank's links to those workers of its host that it shares memory with, none at first.
+    """Packet transport to the workers of this host with which this rank shares memory.
 
-    ``peers`` are their ranks. ``why_not`` tells why memory is not shared with other workers of this host, if any.
-    ``hosts`` names the host of each rank, anywhere, that shares memory with all others there.
+    ``ranks`` are those workers, initially none. If memory is not shared with workers of this host, ``why_not`` is the
+    reason. ``hosts`` maps every rank of the cluster that shares memory with its whole host to the name of that host.
     """
 
-    def __init__(self, rank: int, timeout_s: float, doing: ActivityStack | None = None) -> None:
-        self.rank, self.timeout_s, self.why_not, self.doing = rank, timeout_s, "", doing or ActivityStack()
+    def __init__(self, rank: int, timeout_s: float, activity: ActivityStack | None = None) -> None:
+        self.rank, self.timeout_s, self.why_not, self.activity = rank, timeout_s, "", activity or ActivityStack()
         self.hosts: dict[int, str] = {}
         self._sockets: dict[int, socket.socket] = {}
-        self._poll = select.poll()
+        self._poller = select.poll()
         self._rank_of: dict[int, int] = {}
         self._rings: dict[int, Tensor] = {}  # by sender, [N_SLOTS, SLOT_BYTES] uint8
-        self._readers: list[set[int]] = [set() for _ in range(N_SLOTS)]  # who has yet to empty my own ring's slots
-        self._filled: dict[int, deque[tuple[int, int]]] = {}  # by sender: slots and sizes not yet looked at
-        self._gone: set[int] = set()
+        self._readers: list[set[int]] = [set() for _ in range(N_SLOTS)]  # peers that have yet to read an own slot
+        self._filled: dict[int, deque[tuple[int, int]]] = {}  # by sender: unread slots and their sizes
+        self._disconnected: set[int] = set()
 
     @property
-    def peers(self) -> frozenset[int]:
+    def ranks(self) -> frozenset[int]:
         return frozenset(self._sockets)
 
     def share(self, ring: int) -> None:
-        """Use the memory of file descriptor ``ring`` as this rank's own."""
+        """Use the memory of file descriptor ``ring`` as this rank's own ring."""
         self._rings[self.rank] = _map(ring)
 
-    def add_peer(self, peer: int, wire: socket.socket, ring: int) -> None:
-        """Take up a connected peer and the descriptor of its ring, which is closed."""
-        wire.settimeout(self.timeout_s)
-        self._sockets[peer], self._filled[peer], self._rings[peer] = wire, deque(), _map(ring)
+    def add_peer(self, peer: int, sock: socket.socket, ring: int) -> None:
+        """Add a connected peer and the file descriptor of its ring, which is closed."""
+        sock.settimeout(self.timeout_s)
+        self._sockets[peer], self._filled[peer], self._rings[peer] = sock, deque(), _map(ring)
         os.close(ring)
-        self._rank_of[wire.fileno()] = peer
-        self._poll.register(wire, select.POLLIN)
+        self._rank_of[sock.fileno()] = peer
+        self._poller.register(sock, select.POLLIN)
 
     def run(
         self,
@@ -71,69 +71,69 @@ class SharedMemoryPeers:
         incoming: Mapping[int, Iterable[Packet]],
         pack: Callable[[Packet, Tensor], None],
         unpack: Callable[[Packet, Tensor], None],
-        meanwhile: Iterator[object],
+        background: Iterator[object],
     ) -> None:
-        """Send and receive, each sender's parcels in their order, until all have left and all are here.
+        """Send and receive all packets; each sender's packets keep their order.
 
-        Where there is nothing to do but to wait, the next item of ``meanwhile`` is taken, as long as there are any.
-        TimeoutError when nothing happens for ``timeout_s``, ConnectionError when a peer ends before it has done its
-        part; both name what was awaited. After an error the links are of no more use.
+        Instead of waiting, advance ``background`` while it has items. Raises TimeoutError when nothing happens for
+        ``timeout_s``, and ConnectionError when a peer exits before it has done its part; both name the pending packets.
+        After an error the object is unusable.
         """
-        leaving = iter(outgoing)
-        coming = {peer: iter(parcels) for peer, parcels in incoming.items()}
-        due = {peer: parcel for peer, parcels in coming.items() if (parcel := next(parcels, None)) is not None}
-        ready = next(leaving, None)
+        to_send = iter(outgoing)
+        streams = {peer: iter(packets) for peer, packets in incoming.items()}
+        due = {peer: packet for peer, packets in streams.items() if (packet := next(packets, None)) is not None}
+        ready = next(to_send, None)
         while ready is not None or due:
             idle = True
             if ready is not None and set() in self._readers:
                 self._send(ready, pack)
-                ready, idle = next(leaving, None), False
+                ready, idle = next(to_send, None), False
             for peer in [peer for peer in due if self._filled[peer]]:
                 self._receive(peer, due.pop(peer), unpack)
                 idle = False
-                if (parcel := next(coming[peer], None)) is not None:
-                    due[peer] = parcel
-            if idle and not self._poll_events(0.0, ready, due) and next(meanwhile, None) is None:
-                with self.doing.enter(self._awaited(ready, due)):
-                    self._poll_events(self.timeout_s, ready, due)
+                if (packet := next(streams[peer], None)) is not None:
+                    due[peer] = packet
+            if idle and not self._poll(0.0, ready, due) and next(background, None) is None:
+                with self.activity.enter(self._pending(ready, due)):
+                    self._poll(self.timeout_s, ready, due)
             elif not idle:
-                self._poll_events(0.0, ready, due)
+                self._poll(0.0, ready, due)
 
     def close(self) -> None:
-        """Cut the links; what peers have not read yet they can still read."""
-        for wire in self._sockets.values():
-            wire.close()
+        """Close the sockets; peers can still read what was sent."""
+        for sock in self._sockets.values():
+            sock.close()
         self._sockets, self._rings = {}, {}
 
-    def _send(self, parcel: Packet, pack: Callable[[Packet, Tensor], None]) -> None:
+    def _send(self, packet: Packet, pack: Callable[[Packet, Tensor], None]) -> None:
         slot = self._readers.index(set())
-        pack(parcel, self._rings[self.rank][slot])
-        self._readers[slot].update(parcel.to)
-        for peer in parcel.to:
-            self._notify(peer, FILLED, slot, parcel.nbytes)
+        pack(packet, self._rings[self.rank][slot])
+        self._readers[slot].update(packet.dsts)
+        for peer in packet.dsts:
+            self._notify(peer, FILLED, slot, packet.nbytes)
 
-    def _receive(self, peer: int, parcel: Packet, unpack: Callable[[Packet, Tensor], None]) -> None:
+    def _receive(self, peer: int, packet: Packet, unpack: Callable[[Packet, Tensor], None]) -> None:
         slot, nbytes = self._filled[peer].popleft()
-        if nbytes != parcel.nbytes:
-            raise RuntimeError(f"rank {peer} sent {nbytes} bytes where rank {self.rank} expects {parcel.nbytes}: they "
-                               "were given different moves")  # fmt: skip
-        unpack(parcel, self._rings[peer][slot])
+        if nbytes != packet.nbytes:
+            raise RuntimeError(f"rank {peer} sent {nbytes} bytes where rank {self.rank} expects {packet.nbytes}: the "
+                               "ranks passed different lists of copies")  # fmt: skip
+        unpack(packet, self._rings[peer][slot])
         self._notify(peer, EMPTIED, slot, nbytes)
 
     def _notify(self, peer: int, event: int, slot: int, nbytes: int) -> None:
         try:
             self._sockets[peer].send(MESSAGE.pack(event, slot, nbytes))
         except (BrokenPipeError, ConnectionResetError):
-            self._gone.add(peer)  # matters only to those who wait for it
+            self._disconnected.add(peer)  # an error only if this rank still needs the peer
 
-    def _poll_events(self, wait_s: float, ready: Packet | None, due: Mapping[int, Packet]) -> bool:
-        """Read the messages that are there, waiting for the first up to ``wait_s``; tell whether there were any."""
+    def _poll(self, timeout_s: float, ready: Packet | None, due: Mapping[int, Packet]) -> bool:
+        """Read available events, waiting up to ``timeout_s`` for the first; return True if there were any."""
         needed = set(due).union(*self._readers if ready else ())
-        if wait_s and self._gone & needed:
-            raise ConnectionError(f"a worker ended while {self._awaited(ready, due)}")
-        events = self._poll.poll(wait_s * 1000)
-        if wait_s and not events:
-            raise TimeoutError(f"nothing happened for {wait_s:g} s while {self._awaited(ready, due)}")
+        if timeout_s and self._disconnected & needed:
+            raise ConnectionError(f"a worker exited while {self._pending(ready, due)}")
+        events = self._poller.poll(timeout_s * 1000)
+        if timeout_s and not events:
+            raise TimeoutError(f"no progress for {timeout_s:g} s while {self._pending(ready, due)}")
         for number, _ in events:
             self._read_event(self._rank_of[number])
         return bool(events)
@@ -142,10 +142,10 @@ class SharedMemoryPeers:
         try:
             message = self._sockets[peer].recv(MESSAGE.size)
         except ConnectionResetError:
-            return  # the peer ended without hearing all that it was told; what it said before can still be read
+            return  # the peer exited with unread events; its own earlier events can still be read
         if not message:
-            self._gone.add(peer)
-            self._poll.unregister(self._sockets[peer])
+            self._disconnected.add(peer)
+            self._poller.unregister(self._sockets[peer])
             return
         event, slot, nbytes = MESSAGE.unpack(message)
         if event == FILLED:
@@ -153,12 +153,12 @@ class SharedMemoryPeers:
         else:
             self._readers[slot].discard(peer)
 
-    def _awaited(self, ready: Packet | None, due: Mapping[int, Packet]) -> str:
-        awaited = [f"{parcel} from rank {peer}" for peer, parcel in due.items()]
+    def _pending(self, ready: Packet | None, due: Mapping[int, Packet]) -> str:
+        pending = [f"{packet} from rank {peer}" for peer, packet in due.items()]
         if ready is not None:
-            awaited.append(f"ranks {sorted(set().union(*self._readers))} to empty memory for {ready} to {ready.to}")
-        ended = f" (ended: {sorted(self._gone)})" if self._gone else ""
-        return f"rank {self.rank} awaited {' and '.join(awaited)}{ended}"
+            pending.append(f"ranks {sorted(set().union(*self._readers))} to free a slot for {ready} to {ready.dsts}")
+        exited = f" (exited: {sorted(self._disconnected)})" if self._disconnected else ""
+        return f"rank {self.rank} awaited {' and '.join(pending)}{exited}"
 
 
 def _map(ring: int) -> Tensor:
@@ -167,44 +167,49 @@ def _map(ring: int) -> Tensor:
 
 
 def open_shared_memory_peers(
-    rank: int, world: int, timeout_s: float, hosts: tuple[str, ...] | None = None, doing: ActivityStack | None = None
+    rank: int,
+    world: int,
+    timeout_s: float,
+    hosts: tuple[str, ...] | None = None,
+    activity: ActivityStack | None = None,
 ) -> SharedMemoryPeers:
-    """Link all workers that share a host. Collective over the default group, which must be gloo.
+    """Connect all workers that share a host. Collective over the default group, which must be gloo.
 
-    ``hosts`` names the host of each rank; without it the operating system is asked. Where two workers of a host cannot
-    share memory nobody there does, ``why_not`` tells the reason, and ``exchange`` takes the network.
+    ``hosts`` names the host of each rank; by default the host name and boot id are used. If two workers of a host
+    cannot share memory, no worker of that host does, ``why_not`` is the reason, and ``exchange`` uses the network.
     """
-    links = SharedMemoryPeers(rank, timeout_s, doing)
-    mine = hosts[rank] if hosts else f"{socket.gethostname()} {BOOT_ID.read_text() if BOOT_ID.exists() else ''}"
+    peers = SharedMemoryPeers(rank, timeout_s, activity)
+    own_host = hosts[rank] if hosts else f"{socket.gethostname()} {BOOT_ID.read_text() if BOOT_ID.exists() else ''}"
     with contextlib.ExitStack() as stack:
-        reason, ring, door = "", None, None
+        error_text, ring, listener = "", None, None
         try:
             ring = _new_ring()
             stack.callback(os.close, ring)
-            door = stack.enter_context(_new_listener(world, timeout_s))
+            listener = stack.enter_context(_new_listener(world, timeout_s))
         except OSError as error:
-            reason = f"rank {rank}: {error}"
-        known = _gather((mine, reason, door.getsockname() if door else b""), world)
-        near = [peer for peer, (host, _, _) in enumerate(known) if host == mine]
-        reasons = [known[peer][1] for peer in near if known[peer][1]]
-        called: dict[int, socket.socket] = {}
-        if not reasons and ring is not None:
-            called, reason = _call({peer: known[peer][2] for peer in near if peer < rank}, rank, ring, timeout_s)
-        refused = _gather((reason,), world)
-        without = {host for (host, no_ring, _), (no_call,) in zip(known, refused, strict=True) if no_ring or no_call}
-        links.hosts = {peer: host for peer, (host, _, _) in enumerate(known) if host not in without}
-        reasons = reasons or [refused[peer][0] for peer in near if refused[peer][0]]
-        if reasons or ring is None or door is None:
-            for wire in called.values():
-                wire.close()
-            links.why_not = reasons[0]
-            return links
-        links.share(ring)
-        for peer, wire, their_ring in _answer(door, sum(peer > rank for peer in near), rank, ring):
-            links.add_peer(peer, wire, their_ring)
-        for peer, wire in called.items():
-            links.add_peer(peer, wire, _hello(wire)[1])
-    return links
+            error_text = f"rank {rank}: {error}"
+        infos = _gather((own_host, error_text, listener.getsockname() if listener else b""), world)
+        near = [peer for peer, (host, _, _) in enumerate(infos) if host == own_host]
+        errors = [infos[peer][1] for peer in near if infos[peer][1]]
+        connected: dict[int, socket.socket] = {}
+        if not errors and ring is not None:
+            addresses = {peer: infos[peer][2] for peer in near if peer < rank}
+            connected, error_text = _connect(addresses, rank, ring, timeout_s)
+        failures = _gather((error_text,), world)
+        excluded = {host for (host, no_ring, _), (failed,) in zip(infos, failures, strict=True) if no_ring or failed}
+        peers.hosts = {peer: host for peer, (host, _, _) in enumerate(infos) if host not in excluded}
+        errors = errors or [failures[peer][0] for peer in near if failures[peer][0]]
+        if errors or ring is None or listener is None:
+            for sock in connected.values():
+                sock.close()
+            peers.why_not = errors[0]
+            return peers
+        peers.share(ring)
+        for peer, sock, their_ring in _accept(listener, sum(peer > rank for peer in near), rank, ring):
+            peers.add_peer(peer, sock, their_ring)
+        for peer, sock in connected.items():
+            peers.add_peer(peer, sock, _receive_ring(sock)[1])
+    return peers
 
 
 def _gather(value: tuple, world: int) -> list[tuple]:
@@ -223,50 +228,56 @@ def _new_ring() -> int:
 
 
 def _new_listener(world: int, timeout_s: float) -> socket.socket:
-    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    door.bind(b"\0realhf-" + secrets.token_hex(16).encode())  # an abstract address: no file
-    door.listen(world)
-    door.settimeout(timeout_s)
-    return door
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(b"\0realhf-" + secrets.token_hex(16).encode())  # an abstract address: no file
+    listener.listen(world)
+    listener.settimeout(timeout_s)
+    return listener
 
 
-def _call(doors: Mapping[int, bytes], rank: int, ring: int, timeout_s: float) -> tuple[dict[int, socket.socket], str]:
-    """Connect to peers and hand each the ring; the first that cannot be reached is told as text."""
-    called: dict[int, socket.socket] = {}
-    for peer, address in doors.items():
-        wire = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        wire.settimeout(timeout_s)
-        called[peer] = wire
+def _connect(
+    addresses: Mapping[int, bytes], rank: int, ring: int, timeout_s: float
+) -> tuple[dict[int, socket.socket], str]:
+    """Connect to peers and send each the ring; return the sockets, and the first error as text."""
+    connected: dict[int, socket.socket] = {}
+    for peer, address in addresses.items():
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.settimeout(timeout_s)
+        connected[peer] = sock
         try:
-            wire.connect(address)
-            _check_owner(wire)
-            socket.send_fds(wire, [rank.to_bytes(4, "little")], [ring])
+            sock.connect(address)
+            _check_owner(sock)
+            _send_ring(sock, rank, ring)
         except OSError as error:
-            return called, f"rank {rank} cannot reach rank {peer}, which names the same host: {error}"
-    return called, ""
+            return connected, f"rank {rank} cannot connect to rank {peer}, which names the same host: {error}"
+    return connected, ""
 
 
-def _answer(door: socket.socket, callers: int, rank: int, ring: int) -> Iterator[tuple[int, socket.socket, int]]:
-    """Accept peers, take their rings and hand them this one."""
-    for _ in range(callers):
-        wire, _ = door.accept()
-        _check_owner(wire)
-        wire.settimeout(door.gettimeout())
-        peer, their_ring = _hello(wire)
-        socket.send_fds(wire, [rank.to_bytes(4, "little")], [ring])
-        yield peer, wire, their_ring
+def _accept(listener: socket.socket, count: int, rank: int, ring: int) -> Iterator[tuple[int, socket.socket, int]]:
+    """Accept peers and exchange rings with each."""
+    for _ in range(count):
+        sock, _ = listener.accept()
+        _check_owner(sock)
+        sock.settimeout(listener.gettimeout())
+        peer, their_ring = _receive_ring(sock)
+        _send_ring(sock, rank, ring)
+        yield peer, sock, their_ring
 
 
-def _hello(wire: socket.socket) -> tuple[int, int]:
-    """Return rank and ring of who is at the other end."""
-    word, rings, _, _ = socket.recv_fds(wire, 4, 1)
+def _send_ring(sock: socket.socket, rank: int, ring: int) -> None:
+    socket.send_fds(sock, [rank.to_bytes(4, "little")], [ring])
+
+
+def _receive_ring(sock: socket.socket) -> tuple[int, int]:
+    """Return the rank of the peer and the file descriptor of its ring."""
+    data, rings, _, _ = socket.recv_fds(sock, 4, 1)
     if not rings:
-        raise ConnectionError("a worker ended while memory was about to be shared with it")
-    return int.from_bytes(word, "little"), rings[0]
+        raise ConnectionError("a worker exited before it shared its memory")
+    return int.from_bytes(data, "little"), rings[0]
 
 
-def _check_owner(wire: socket.socket) -> None:
-    """Abstract addresses are open to every user of the host; refuse all but this one."""
-    _, user, _ = struct.unpack("3i", wire.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+def _check_owner(sock: socket.socket) -> None:
+    """Reject peers of other users: abstract addresses are open to every user of the host."""
+    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     if user != os.getuid():
-        raise PermissionError(f"the process at the other end belongs to user {user}")
+        raise PermissionError(f"the peer process belongs to user {user}")

@@ -1,8 +1,8 @@
-"""The seams of tensor parallelism: where activations enter and leave layers that are cut over a group.
+"""Autograd collectives at the boundaries of tensor-parallel regions.
 
-A layer cut by columns is entered through ``enter``, one cut by rows is left through ``leave`` (Megatron-LM, Shoeybi et
-al. 2019, section 3: operators f and g). With sequence parallelism (Korthikanti et al. 2022) every member keeps only its
-share of the tokens between the seams; the last shares may be smaller, or empty.
+``copy_to_tp`` precedes a column-parallel layer, ``reduce_from_tp`` follows a row-parallel one (Megatron-LM, Shoeybi et
+al. 2019, section 3: operators f and g). With sequence parallelism (Korthikanti et al. 2022) every member holds only its
+shard of the tokens between regions; the last shards may be smaller or empty.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from realhf.comm.process_groups import Group
 
 @dataclass(frozen=True)
 class TensorParallelRegion:
-    """The seams of one pass over ``n_tokens`` tokens."""
+    """The collectives of one pass over ``n_tokens`` tokens."""
 
     group: Group
     n_tokens: int
@@ -28,7 +28,7 @@ class TensorParallelRegion:
 
     @property
     def local_tokens(self) -> slice:
-        """Which tokens this member keeps between the seams."""
+        """The tokens that this member holds between regions."""
         if not self.sequence:
             return slice(0, self.n_tokens)
         start, stop = (min(i * self._chunk, self.n_tokens) for i in (self.group.index, self.group.index + 1))
@@ -39,19 +39,19 @@ class TensorParallelRegion:
         return self.local_tokens.stop - self.local_tokens.start
 
     def copy_to_tp(self, x: Tensor) -> Tensor:
-        """Give every member all tokens; on the way back gradients are summed (and cut up again)."""
+        """Forward: all tokens on every member. Backward: sum of gradients (sharded with sequence parallelism)."""
         return x if self.group.size == 1 else _CopyToTP.apply(x, self)
 
     def reduce_from_tp(self, partial: Tensor) -> Tensor:
-        """Sum the members' partial results (and keep my tokens); the gradient goes back to each."""
+        """Forward: sum of partial results (local tokens with sequence parallelism). Backward: gradient to all."""
         return partial if self.group.size == 1 else _ReduceFromTP.apply(partial, self)
 
     def gather_from_sp(self, x: Tensor) -> Tensor:
-        """Give every member all tokens for a computation that all do alike: each gradient is whole already."""
+        """Forward: all tokens, for a replicated computation. Backward: local slice, since gradients are equal."""
         return _GatherFromSP.apply(x, self) if self.sequence else x
 
     def all_gather_tokens(self, x: Tensor) -> Tensor:
-        """All members' tokens, ``[n_tokens, ...]``; no gradient."""
+        """Return all members' tokens, ``[n_tokens, ...]``; not differentiable."""
         if not self.sequence:
             return x
         whole = x.new_empty(self._chunk * self.group.size, *x.shape[1:])
@@ -59,16 +59,16 @@ class TensorParallelRegion:
         return whole[: self.n_tokens]
 
     def reduce_scatter_tokens(self, x: Tensor) -> Tensor:
-        """My tokens of the sum over members; no gradient."""
+        """Return the local tokens of the sum over members; not differentiable."""
         if not self.sequence:
             return self.group.all_reduce(x.clone())
-        mine = x.new_empty(self._chunk, *x.shape[1:])
-        self.group.reduce_scatter(mine, self._padded(x, self._chunk * self.group.size))
-        return mine[: self.n_local_tokens]
+        local = x.new_empty(self._chunk, *x.shape[1:])
+        self.group.reduce_scatter(local, self._padded(x, self._chunk * self.group.size))
+        return local[: self.n_local_tokens]
 
     @staticmethod
     def _padded(x: Tensor, rows: int) -> Tensor:
-        """Collectives want equal parts: at most one token a member is added."""
+        """Pad for collectives, which need equal shards, by at most one token per member."""
         if x.shape[0] == rows:
             return x.contiguous()
         return torch.cat([x, x.new_zeros(rows - x.shape[0], *x.shape[1:])])
@@ -76,41 +76,41 @@ class TensorParallelRegion:
 
 class _CopyToTP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seams: TensorParallelRegion) -> Tensor:
-        ctx.seams = seams
-        return seams.all_gather_tokens(x) if seams.sequence else x.view_as(x)
+    def forward(ctx: Any, x: Tensor, region: TensorParallelRegion) -> Tensor:
+        ctx.region = region
+        return region.all_gather_tokens(x) if region.sequence else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.seams.reduce_scatter_tokens(grad), None
+        return ctx.region.reduce_scatter_tokens(grad), None
 
 
 class _ReduceFromTP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, seams: TensorParallelRegion) -> Tensor:
-        ctx.seams = seams
-        return seams.reduce_scatter_tokens(partial)
+    def forward(ctx: Any, partial: Tensor, region: TensorParallelRegion) -> Tensor:
+        ctx.region = region
+        return region.reduce_scatter_tokens(partial)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.seams.all_gather_tokens(grad), None
+        return ctx.region.all_gather_tokens(grad), None
 
 
 class _GatherFromSP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seams: TensorParallelRegion) -> Tensor:
-        ctx.seams = seams
-        return seams.all_gather_tokens(x)
+    def forward(ctx: Any, x: Tensor, region: TensorParallelRegion) -> Tensor:
+        ctx.region = region
+        return region.all_gather_tokens(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad[ctx.seams.local_tokens], None
+        return grad[ctx.region.local_tokens], None
 
 
-def gather_columns(part: Tensor, group: Group, start: int, width: int) -> Tensor:
-    """Return all members' columns, ``[S, width]``, of which mine begin at ``start``. No gradient."""
+def gather_columns(columns: Tensor, group: Group, start: int, width: int) -> Tensor:
+    """Return all members' columns, ``[S, width]``; this member's begin at ``start``. Not differentiable."""
     if group.size == 1:
-        return part
-    whole = torch.zeros(part.shape[0], width, dtype=part.dtype, device=part.device)
-    whole[:, start : start + part.shape[1]] = part
+        return columns
+    whole = columns.new_zeros(columns.shape[0], width)
+    whole[:, start : start + columns.shape[1]] = columns
     return group.all_reduce(whole)

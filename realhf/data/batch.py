@@ -1,6 +1,6 @@
-"""Packed rows: columns of concatenated values, each with its own lengths. No padding, no length guessed from a name.
+"""Packed batches: columns of concatenated rows without padding, each with its own lengths.
 
-A per-token column has the length of ``tokens`` in every row; a scalar column has length 1.
+Per-token columns have the lengths of ``tokens``; scalar columns have length 1.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,19 +22,20 @@ class Column:
 
     def __post_init__(self) -> None:
         if self.data.ndim != 1 or self.data.numel() != sum(self.lengths):
-            raise ValueError(f"column of shape {tuple(self.data.shape)} for rows of {sum(self.lengths)} elements")
+            raise ValueError(
+                f"column of shape {tuple(self.data.shape)} for rows with {sum(self.lengths)} elements in total"
+            )
 
     @property
     def offsets(self) -> list[int]:
-        """Start of every row and the end of the last, ``[B+1]``."""
+        """Start of every row and end of the last, ``B+1`` numbers."""
         return [0, *accumulate(self.lengths)]
 
     def rows(self) -> tuple[Tensor, ...]:
-        """Views of the rows."""
         return self.data.split(self.lengths) if self.lengths else ()
 
     def select(self, index: Sequence[int]) -> "Column":
-        """The rows in ``index``, in that order; a view when they are consecutive."""
+        """Return the rows ``index`` in that order, as a view if they are consecutive."""
         lengths = tuple(self.lengths[i] for i in index)
         if not index:
             return Column(self.data[:0], ())
@@ -55,7 +56,7 @@ class Column:
 
 @dataclass(frozen=True)
 class SequenceBatch:
-    """Rows ``ids`` and their columns."""
+    """The rows ``ids`` and their columns."""
 
     ids: tuple[RowId, ...]
     columns: Mapping[str, Column] = field(default_factory=dict)
@@ -69,16 +70,10 @@ class SequenceBatch:
         return len(self.ids)
 
     def __getitem__(self, key: str) -> Tensor:
-        """The packed data of a column."""
         return self.columns[key].data
 
     def lengths(self, key: str) -> tuple[int, ...]:
         return self.columns[key].lengths
-
-    def cu_seqlens(self, key: str = "tokens") -> Tensor:
-        """Row boundaries, ``[B+1]`` int32, on the column's device."""
-        column = self.columns[key]
-        return torch.tensor(column.offsets, dtype=torch.int32, device=column.data.device)
 
     @property
     def meta(self) -> BatchMeta:
@@ -112,7 +107,7 @@ class SequenceBatch:
 
     @staticmethod
     def concat(batches: Sequence["SequenceBatch"]) -> "SequenceBatch":
-        """Stack batches of equal columns; empty batches are passed over."""
+        """Concatenate batches with equal columns; empty batches are skipped."""
         full = [b for b in batches if len(b)]
         if not full:
             return batches[0] if batches else SequenceBatch(())

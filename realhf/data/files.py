@@ -1,4 +1,4 @@
-"""Reads JSONL, a JSON list, a JSON object that holds one list, or Parquet, and knows where every row stands."""
+"""Reads rows with line numbers from JSONL, a JSON list, a JSON object with one list, or Parquet."""
 
 import json
 import re
@@ -18,7 +18,7 @@ SPACE = re.compile(r"[ \t\r\n]*")
 
 @dataclass(frozen=True)
 class RawRow:
-    """A row as it stands in the file, from a line on (of Parquet: its number); ``problem`` says why it has no value."""
+    """A parsed row, or the ``problem`` that prevented it, and its first line (Parquet: the row number)."""
 
     line: int
     value: Any = None
@@ -26,7 +26,7 @@ class RawRow:
 
 
 def read_raw_rows(path: str) -> Iterator[RawRow]:
-    """Yield the rows of the data file ``path``; UserError when it is missing, empty, or a broken JSON document."""
+    """Yield the rows of the data file ``path``; UserError if it is missing, empty, or an invalid JSON document."""
     data = read_file(path)
     if data.startswith(MAGIC):
         yield from (RawRow(number, value) for number, value in enumerate(parquet_rows(path), 1))
@@ -46,14 +46,14 @@ def read_raw_rows(path: str) -> Iterator[RawRow]:
 
 
 def read_file(path: str) -> bytes:
-    """Return the bytes of the data file without a byte order mark; UserError when there is nothing to read."""
+    """Return the bytes of the data file without a byte order mark; UserError if it is missing or empty."""
     if not path:
-        raise UserError("dataset.path is not set: name a JSONL file")
+        raise UserError("dataset.path is not set: give a JSONL file")
     file = Path(path)
     if file.is_dir():
-        inside = sorted(p.name for p in file.iterdir() if p.suffix in SUFFIXES)
-        hint = f"it holds {', '.join(inside[:5])}" if inside else "it holds no .jsonl file"
-        raise UserError(f"dataset.path={path} is a folder, name one file: {hint}")
+        candidates = sorted(p.name for p in file.iterdir() if p.suffix in SUFFIXES)
+        hint = f"it contains {', '.join(candidates[:5])}" if candidates else "it contains no .jsonl file"
+        raise UserError(f"dataset.path={path} is a folder; give one file: {hint}")
     if not file.exists():
         raise UserError(f"dataset.path={path}: there is no such file")
     try:
@@ -86,11 +86,11 @@ def decode(path: str, data: bytes) -> str:
 
 def list_rows(path: str, text: str, start: int) -> Iterator[RawRow]:
     """Yield the elements of the JSON list at ``start``, each with the line on which it begins."""
-    decoder, line, seen = JSONDecoder(), 1, 0
+    decoder, line, counted = JSONDecoder(), 1, 0
     at = skip_space(text, skip_space(text, start) + 1)
     try:
         while text[at : at + 1] != "]":
-            line, seen = line + text.count("\n", seen, at), at
+            line, counted = line + text.count("\n", counted, at), at
             value, at = decoder.raw_decode(text, at)
             yield RawRow(line, value)
             at = skip_space(text, at)
@@ -105,7 +105,7 @@ def list_rows(path: str, text: str, start: int) -> Iterator[RawRow]:
 
 
 def list_start(text: str) -> int | None:
-    """Return where the one list of a JSON object begins, or None when the text is not such an object or is a row."""
+    """Return the offset of the only list of a JSON object; None if the text is something else or a single row."""
     decoder, starts, at = JSONDecoder(), [], skip_space(text, 0)
     if text[at : at + 1] != "{":
         return None
@@ -127,5 +127,5 @@ def list_start(text: str) -> int | None:
 
 def skip_space(text: str, at: int) -> int:
     match = SPACE.match(text, at)
-    assert match is not None, "the pattern matches nothing too"
+    assert match is not None, "the pattern matches the empty string"
     return match.end()

@@ -1,4 +1,4 @@
-"""Which row stands at which place of the endless stream of training rows: a pure function of the seed."""
+"""The order of the infinite stream of training rows, a pure function of the seed."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from realhf.base.seeds import stable_seed
 
 
 def epoch_order(seed: int, epoch: int, n: int, shuffle: bool) -> np.ndarray:
-    """Return the rows in the order in which epoch ``epoch`` takes them, a permutation of ``range(n)``, int64."""
+    """Return the order of rows in an epoch, a permutation of ``range(n)``, int64."""
     if not shuffle:
         return np.arange(n)
     return np.random.default_rng(stable_seed("row order", seed, epoch)).permutation(n)
@@ -17,7 +17,7 @@ def epoch_order(seed: int, epoch: int, n: int, shuffle: bool) -> np.ndarray:
 def rows_at(seed: int, n: int, start: int, stop: int, shuffle: bool) -> list[int]:
     """Return the rows at positions ``start`` to ``stop`` of the stream: position i is row ``order(i // n)[i % n]``."""
     if n < 1 or not 0 <= start <= stop:
-        raise ValueError(f"no positions {start}:{stop} in a stream over {n} rows")
+        raise ValueError(f"invalid positions {start}:{stop} in a stream over {n} rows")
     rows: list[int] = []
     while start < stop:
         epoch, first = divmod(start, n)
@@ -27,12 +27,12 @@ def rows_at(seed: int, n: int, start: int, stop: int, shuffle: bool) -> list[int
     return rows
 
 
-def redrawn_at(seed: int, n: int, step: int, own: Sequence[int], start: int, stop: int) -> list[int]:
-    """Return the rows at places ``start`` to ``stop`` of what a step draws beyond its ``own`` rows.
+def resampled_at(seed: int, n: int, step: int, own: Sequence[int], start: int, stop: int) -> list[int]:
+    """Return entries ``start`` to ``stop`` of the replacement rows of a step, which exclude its ``own`` rows.
 
-    They come from all other rows in an order that (seed, step) shuffles, over and over where these are too few.
+    The other rows are shuffled by (seed, step) and repeated if there are too few.
     """
     order = np.random.default_rng(stable_seed("redraw", seed, step)).permutation(n)
     others = order[~np.isin(order, list(own))]
-    fresh = others if len(others) else order
-    return fresh[np.arange(start, stop) % len(fresh)].tolist()
+    candidates = others if len(others) else order
+    return candidates[np.arange(start, stop) % len(candidates)].tolist()

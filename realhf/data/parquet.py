@@ -1,4 +1,4 @@
-"""Rows of Parquet files, as data sets are stored on hubs. pyarrow reads them, where it is installed."""
+"""Reads rows of Parquet files; needs the optional dependency pyarrow."""
 
 import json
 from collections.abc import Iterator
@@ -7,19 +7,19 @@ from typing import Any
 from realhf.base.errors import UserError
 
 MAGIC = b"PAR1"
-"""What a Parquet file begins with."""
+"""First bytes of a Parquet file."""
 
 
 def parquet_rows(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a Parquet file as JSON has them: a cell that is null is not there, a date is text.
+    """Yield the rows of a Parquet file as JSON objects: null cells are omitted, dates are text.
 
-    UserError where the file is broken, or there is no pyarrow.
+    Raises UserError for an invalid file and if pyarrow is not installed.
     """
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
-        raise UserError(f"{path} is a Parquet file, which pyarrow reads: pip install 'realhf[parquet]'") from error
+        raise UserError(f"{path} is a Parquet file, which requires pyarrow: pip install 'realhf[parquet]'") from error
     try:
         with ParquetFile(path) as file:
             for batch in file.iter_batches():

@@ -1,4 +1,7 @@
-"""The two halves of a computation: an engine (a backend's half) and an interface (an algorithm's half)."""
+"""The protocols between backends and algorithms: an ``Engine`` computes, an ``Interface`` defines what to compute.
+
+T is the number of tokens of a batch, B its number of rows. Columns are packed, without padding.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +15,28 @@ from realhf.api.messages import State, Stats
 from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import Box
 
-if TYPE_CHECKING:  # annotations only: this floor runs without torch
+if TYPE_CHECKING:  # annotations only: importing this module does not import torch
     from torch import Tensor
 
     from realhf.data.batch import SequenceBatch
 
 
 class Outputs(Protocol):
-    """What a forward pass over one micro-batch offers; nothing of size ``[T, V]`` is ever kept."""
+    """The outputs of a forward pass over one micro-batch, computed on request; ``[T, V]`` logits are never stored."""
 
     def logprobs(self, temperature: float = 1.0) -> Tensor:
-        """Log-probability of each token given those before it, ``[T]`` float32; 0 at every row's first token."""
+        """Return the log-probability of each token given its prefix, ``[T]`` float32; 0 at every row's first token."""
 
     def values(self) -> Tensor:
-        """The scalar head at every token, ``[T]`` float32."""
+        """Return the scalar head's output at every token, ``[T]`` float32."""
 
     def last_values(self) -> Tensor:
-        """The scalar head at every row's last token, ``[B]`` float32."""
+        """Return the scalar head's output at every row's last token, ``[B]`` float32."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What a loss function returns for one micro-batch: a sum to differentiate and monitors as (sum, count)."""
+    """A micro-batch's loss: ``total`` is a sum to differentiate, ``stats`` are (sum, count) pairs for monitoring."""
 
     total: Tensor
     stats: Mapping[str, tuple[Tensor | float, Tensor | float]]
@@ -41,52 +44,57 @@ class Loss:
 
 LossFn = Callable[[Outputs, "SequenceBatch"], Loss]
 Limits = Mapping[str, float]
-"""Statistic -> the largest global mean at which a mini-batch still counts."""
+"""Statistic -> the largest global mean with which an optimizer step is made."""
 
 
 class Engine(Protocol):
-    """One role's model on one worker, in one layout. ``tokens`` is the column that a model reads."""
+    """One role's model on one worker in one layout. It reads the token ids of column ``tokens``, ``[T]`` int64."""
 
     @property
     def config(self) -> ModelConfig: ...
 
     def forward(self, batch: SequenceBatch, fn: Callable[[Outputs, SequenceBatch], Tensor]) -> Tensor:
-        """Run without gradients; ``fn`` maps each micro-batch to a packed column. Results are in the batch's order."""
+        """Run without gradients and return the results of ``fn`` as one packed column in the batch's row order.
+
+        ``fn`` maps a micro-batch to a packed column, ``[T]`` or ``[B]`` of that micro-batch.
+        """
 
     def train(
         self, batch: SequenceBatch, loss_fn: LossFn, count: float, limits: Limits | None = None, together: bool = False
     ) -> Stats:
-        """Make one optimizer step on ``sum of totals / global count`` and return this worker's statistics.
+        """Make one optimizer step on ``sum of totals / global count``; return this worker's statistics.
 
-        ``count`` is this worker's share of the denominator; the engine sums both over data-parallel ranks, so the
-        step depends on neither micro-batching nor layout. When a statistic's global mean exceeds its limit, the
-        gradient is dropped and no step is made (statistic ``step_skipped``). Collective: every data-parallel rank calls it,
-        with an empty batch where it has no rows. ``together`` keeps the rows of one prompt in one micro-batch.
+        ``count`` is this worker's share of the denominator. Totals and counts are summed over data-parallel ranks, so
+        the step depends on neither micro-batches nor layout. If a statistic's global mean exceeds its limit, gradients
+        are dropped and no step is made (statistic ``step_skipped``). ``together`` keeps the rows of a prompt in one
+        micro-batch. Collective: every data-parallel rank calls it, with an empty batch if it has no rows.
         """
 
     def generate(self, prompts: SequenceBatch, config: GenerationConfig, n: int, seed: int) -> SequenceBatch:
-        """Sample ``n`` continuations of every row of column ``prompts``.
+        """Sample ``n`` responses to every row of column ``prompts``; rows are ``(prompt, 0..n-1)`` in that order.
 
-        Returns rows ``(prompt, 0..n-1)`` in that order with columns ``tokens`` (prompt and answer), ``prompt_mask``
-        (uint8), ``logprobs`` (of the tempered distribution, as training recomputes them; 0 on the prompt),
-        ``sampling_logprobs`` (after top-k, top-p and min_new_tokens) and the scalar ``truncated`` (uint8: 1 when the
-        answer ended without a stop token). What is drawn depends on (seed, prompt, sample, position) alone.
+        Columns, of length ``[T]`` unless stated: ``tokens`` (int64, prompt and response), ``prompt_mask`` (uint8),
+        ``logprobs`` (float32, of the tempered distribution as in training; 0 on the prompt), ``sampling_logprobs``
+        (float32, after top-k, top-p and min_new_tokens), and ``truncated`` (``[B]`` uint8, 1 if the response has no
+        stop token). Samples depend only on (seed, prompt, sample, position).
         """
 
     def reduce(self, sums: Tensor) -> Tensor:
-        """Sum over the data-parallel ranks (in float64). Collective."""
+        """Sum a tensor of any shape over the data-parallel ranks in float64. Collective."""
 
-    def read(self, name: str, box: Box) -> Tensor: ...
+    def read(self, name: str, box: Box) -> Tensor:
+        """Return a view of this shard's part ``box`` (in coordinates of the whole parameter) of a parameter."""
 
-    def write(self, name: str, box: Box, tensor: Tensor) -> None: ...
+    def write(self, name: str, box: Box, tensor: Tensor) -> None:
+        """Overwrite the part ``box`` of a parameter with ``tensor``, which has the shape of the box."""
 
     def save(self, path: Path) -> None:
-        """Write a Hugging Face folder (this layout's first data-parallel rank writes; the others return)."""
+        """Write a Hugging Face folder. The layout's first data-parallel rank writes; the others return."""
 
 
 @dataclass(frozen=True)
 class InterfaceContext:
-    """What an interface may know of its worker. ``tokenizer`` is None for models that read no text."""
+    """The worker's properties that an interface can use. ``tokenizer`` is None for models that read no text."""
 
     seed: int
     tokenizer: Any
@@ -95,10 +103,11 @@ class InterfaceContext:
 
 
 class Interface(Protocol):
-    """An algorithm's half. Each method takes (engine, batch, state); a kind that makes no sense is not defined.
+    """An algorithm's computations. An interface defines only the methods that make sense for its role.
 
-    ``generate`` and ``inference`` return the output batch and statistics; ``train_step`` statistics and the new state.
-    A batch's column ``minibatch`` (int64 scalar) numbers the mini-batch of each row of a training call.
+    A call receives this data-parallel rank's rows and the role's persistent ``state``. ``generate`` and ``inference``
+    return the output batch and statistics, ``train_step`` returns statistics and the new state. Training batches have
+    the column ``minibatch`` (``[B]`` int64), the number of each row's mini-batch.
     """
 
     def generate(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]: ...

@@ -1,18 +1,18 @@
-"""Reads a data file into rows of one form per task, and says what is wrong with the others. Nothing is tokenised here.
+"""Reads a data file into rows with one form per task, and reports bad rows. Nothing is tokenised here.
 
 | task | fields of a row |
 |---|---|
-| prompt | ``prompt``, and whatever else the row holds |
-| math | ``query_id``, ``prompt``, ``solutions``, and whatever else the row holds |
-| code | ``query_id``, ``prompt``, and ``input_output`` or ``stub``, ``test``, ``entry_point``; and what else there is |
-| answer | ``prompt``, ``answer``, and whatever else the row holds |
+| prompt | ``prompt``, and all other keys |
+| math | ``query_id``, ``prompt``, ``solutions``, and all other keys |
+| code | ``query_id``, ``prompt``, ``input_output`` or ``stub``, ``test``, ``entry_point``, and all other keys |
+| answer | ``prompt``, ``answer``, and all other keys |
 | sft | ``prompt``, ``answer`` |
 | pairs | ``prompt``, ``pos_answers``, ``neg_answers`` |
-| ranked | ``prompt``, ``answers``, the best one first |
+| ranked | ``prompt``, ``answers`` from best to worst |
 | outcome | ``prompt``, ``answer``, ``label`` |
 | process | ``prompt``, ``steps``, ``labels`` |
 
-A prompt is a text, or a list of chat messages that the tokenizer's chat template will turn into one.
+A prompt is a text, or a list of chat messages for the tokenizer's chat template.
 """
 
 import json
@@ -29,14 +29,15 @@ from realhf.data.files import read_raw_rows
 Prompt = str | list[dict[str, str]]
 
 PLACEHOLDER = "{prompt}"
+PROMPT_KEYS = ("prompt", "question", "messages")
 CALCULATOR_SPAN = re.compile(r"<<[^<>\n]*>>")
 SURROGATE = re.compile("[\ud800-\udfff]")
-SHOWN_PROBLEMS = 10
+MAX_SHOWN_PROBLEMS = 10
 
 
 @dataclass(frozen=True)
 class Row:
-    """A usable row and the line of the file on which it starts."""
+    """A valid row and the line on which it starts."""
 
     line: int
     fields: dict[str, Any]
@@ -44,20 +45,20 @@ class Row:
 
 @dataclass(frozen=True)
 class TaskRows:
-    """The usable rows in file order, and a line of text for every other."""
+    """The valid rows in file order, and one message with file and line for every bad row."""
 
     rows: tuple[Row, ...]
     problems: tuple[str, ...]
 
 
 class BadRow(ValueError):
-    """What is wrong with one row."""
+    """A row that does not fit its task."""
 
 
 def read_rows(config: DatasetConfig, task: Task) -> TaskRows:
-    """Return the rows of ``config.path``; UserError for a file or options that cannot work, and for bad rows.
+    """Return the rows of ``config.path``; UserError for an invalid file, invalid options or bad rows.
 
-    With ``on_bad_row=skip`` bad rows are only listed, unless no other is left.
+    With ``on_bad_row=skip`` bad rows are only listed, unless no valid row remains.
     """
     check_options(config, task)
     rows: list[Row] = []
@@ -71,39 +72,39 @@ def read_rows(config: DatasetConfig, task: Task) -> TaskRows:
             rows.append(Row(raw.line, NORMALISE[task](raw.value, raw.line, config.prompt_template)))
         except BadRow as problem:
             problems.append(f"{config.path}:{raw.line}: {problem}")
-    settle(config, problems, n_good=len(rows))
+    check_problems(config, problems, n_valid=len(rows))
     return TaskRows(tuple(rows), tuple(problems))
 
 
-def settle(config: DatasetConfig, problems: Sequence[str], n_good: int) -> None:
-    """Raise UserError with the first ``problems`` if bad rows are errors, or if no good row is left."""
-    if not problems and n_good:
+def check_problems(config: DatasetConfig, problems: Sequence[str], n_valid: int) -> None:
+    """Raise UserError with the first ``problems`` if bad rows are errors or no valid row remains."""
+    if not problems and n_valid:
         return
-    shown, rest = list(problems[:SHOWN_PROBLEMS]), len(problems) - SHOWN_PROBLEMS
+    shown, rest = list(problems[:MAX_SHOWN_PROBLEMS]), len(problems) - MAX_SHOWN_PROBLEMS
     more = [f"... and {rest} more bad rows in {config.path}"] if rest > 0 else []
-    if not n_good:
-        raise UserError([*shown, *more, f"dataset.path={config.path} holds no usable row"])
+    if not n_valid:
+        raise UserError([*shown, *more, f"dataset.path={config.path} has no usable row"])
     if config.on_bad_row is OnBadRow.error:
-        advice = f"{len(problems)} bad rows: mend them, or leave them out with dataset.on_bad_row=skip"
+        advice = f"{len(problems)} bad rows: fix them, or skip them with dataset.on_bad_row=skip"
         raise UserError([*shown, *more, advice])
 
 
 def check_options(config: DatasetConfig, task: Task) -> None:
     problems = []
     if config.prompt_template.count(PLACEHOLDER) != 1:
-        problems.append(f"dataset.prompt_template={config.prompt_template!r} must hold {PLACEHOLDER} exactly once")
+        problems.append(f"dataset.prompt_template={config.prompt_template!r} must contain {PLACEHOLDER} exactly once")
     if task is Task.pairs and config.max_pairs_per_prompt < 1:
         problems.append(f"dataset.max_pairs_per_prompt={config.max_pairs_per_prompt} must be positive")
     if task is Task.ranked and config.max_responses < 2:
         problems.append(f"dataset.max_responses={config.max_responses} must be at least 2")
     if not 0.0 <= config.label_noise <= 1.0:
-        problems.append(f"dataset.label_noise={config.label_noise} must be within 0 and 1")
+        problems.append(f"dataset.label_noise={config.label_noise} must be between 0 and 1")
     if config.label_noise and task is not Task.pairs:
-        problems.append(f"dataset.label_noise={config.label_noise} is for pairs, there is nothing to swap here")
+        problems.append(f"dataset.label_noise={config.label_noise} requires a dataset of pairs")
     if not 0.0 <= config.eval_fraction < 1.0:
         problems.append(f"dataset.eval_fraction={config.eval_fraction} must be at least 0 and below 1")
     if config.eval_fraction and config.eval_path:
-        problems.append("dataset.eval_fraction and dataset.eval_path are both set; held-out rows are from one of them")
+        problems.append("dataset.eval_fraction and dataset.eval_path are both set; use one of them")
     for name in ("max_prompt_len", "max_seqlen"):
         if (value := vars(config)[name]) < 1:
             problems.append(f"dataset.{name}={value} must be positive")
@@ -112,37 +113,30 @@ def check_options(config: DatasetConfig, task: Task) -> None:
 
 
 def prompt_row(raw: dict, line: int, template: str) -> dict:
-    others = {key: value for key, value in raw.items() if key != "messages"}
-    return {**others, "prompt": prompt_of(raw, template, "prompt", "messages")}
+    return {**without(raw, "messages"), "prompt": prompt_of(raw, template, ("prompt", "messages"))}
 
 
 def answer_row(raw: dict, line: int, template: str) -> dict:
-    """A row of generations/ is one too: it names its prompt as the data file did, and holds that row's fields."""
-    asked = raw["fields"] if isinstance(raw.get("fields"), dict) else raw
-    others = {key: value for key, value in {**asked, **raw}.items() if key not in ("fields", "messages")}
-    if "answer" not in raw:
-        raise missing(raw, "answer")
-    answer = check_text("'answer'", raw["answer"], may_be_empty=True)
-    return {**others, "prompt": prompt_of(asked, template, "prompt", "messages"), "answer": answer}
+    """Accept rows of generations/ too: their ``fields`` are the original row, including the original prompt."""
+    original = raw["fields"] if isinstance(raw.get("fields"), dict) else raw
+    answer = check_text("'answer'", required(raw, "answer"), may_be_empty=True)
+    prompt = prompt_of(original, template, ("prompt", "messages"))
+    return {**without({**original, **raw}, "fields", "messages"), "prompt": prompt, "answer": answer}
 
 
 def math_row(raw: dict, line: int, template: str) -> dict:
-    prompt = prompt_of(raw, template, "prompt", "question", "messages")
-    others = {key: value for key, value in raw.items() if key not in ("question", "messages")}
+    row = without(raw, "question", "messages") | {"query_id": str(raw.get("query_id", line))}
+    row["prompt"] = prompt_of(raw, template)
     if "solutions" in raw:
-        solutions = texts(raw, "solutions")
-    elif "answer" in raw:
-        solutions = [text(raw, "answer")]
-        del others["answer"]
-    else:
+        return {**row, "solutions": texts(raw, "solutions")}
+    if "answer" not in raw:
         raise missing(raw, "solutions")
-    return {**others, "query_id": str(raw.get("query_id", line)), "prompt": prompt, "solutions": solutions}
+    return {**without(row, "answer"), "solutions": [text(raw, "answer")]}
 
 
 def code_row(raw: dict, line: int, template: str) -> dict:
-    prompt = prompt_of(raw, template, "prompt", "question", "messages")
-    others = {key: value for key, value in raw.items() if key not in ("question", "messages")}
-    row = {**others, "query_id": str(raw.get("query_id", raw.get("task_id", line))), "prompt": prompt}
+    row = without(raw, "question", "messages") | {"query_id": str(raw.get("query_id", raw.get("task_id", line)))}
+    row["prompt"] = prompt_of(raw, template)
     if "input_output" in raw:
         return {**row, "input_output": input_output(raw["input_output"])}
     if "test" not in raw:
@@ -150,12 +144,12 @@ def code_row(raw: dict, line: int, template: str) -> dict:
     stub, test, name = (text(raw, key) for key in ("prompt", "test", "entry_point"))
     for key, source, function in (("prompt", stub, name), ("test", test, "check")):
         if not re.search(rf"^def {re.escape(function)}\b", source, re.MULTILINE):
-            raise BadRow(f"{key!r} does not define a function {function!r}, as one with 'test' and 'entry_point' must")
+            raise BadRow(f"{key!r} does not define a function {function!r}, which 'test' and 'entry_point' require")
     return {**row, "stub": stub}
 
 
 def input_output(value: object) -> str:
-    """Return the tests of a program as JSON text, found to be usable."""
+    """Return validated tests of a program as JSON text."""
     try:
         tests = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
@@ -169,14 +163,14 @@ def input_output(value: object) -> str:
             check_text(f"{key!r}[{i}] of 'input_output'", part, may_be_empty=True)
     inputs, outputs = tests["inputs"], tests["outputs"]
     if len(inputs) != len(outputs) or not inputs:
-        raise BadRow(f"{len(inputs)} 'inputs' and {len(outputs)} 'outputs' in 'input_output': they must be one to one")
+        raise BadRow(f"{len(inputs)} 'inputs' and {len(outputs)} 'outputs' in 'input_output': need as many of both")
     if (name := tests.get("fn_name")) is None:
         return json.dumps({"inputs": inputs, "outputs": outputs})
     if not isinstance(name, str) or not name.isidentifier():
         raise BadRow(f"'fn_name' of 'input_output' is {kind_of(name)}, it must be the name of a function")
-    for i, (given, wanted) in enumerate(zip(inputs, outputs, strict=True)):
-        check_json(f"'outputs'[{i}]", wanted)
-        for argument in filter(str.strip, given.splitlines()):
+    for i, (arguments, result) in enumerate(zip(inputs, outputs, strict=True)):
+        check_json(f"'outputs'[{i}]", result)
+        for argument in filter(str.strip, arguments.splitlines()):
             check_json(f"'inputs'[{i}]", argument)
     return json.dumps({"inputs": inputs, "outputs": outputs, "fn_name": name})
 
@@ -185,27 +179,27 @@ def check_json(name: str, value: str) -> None:
     try:
         json.loads(value)
     except ValueError:
-        raise BadRow(f"{name} holds {value!r:.40}, with 'fn_name' every argument and result is JSON") from None
+        raise BadRow(f"{name} is {value!r:.40}; with 'fn_name', arguments and results must be JSON") from None
 
 
 def sft_row(raw: dict, line: int, template: str) -> dict:
-    prompt = prompt_of(raw, template, "prompt", "question", "messages")
+    prompt = prompt_of(raw, template)
     if "prompt" in raw:
         return {"prompt": prompt, "answer": text(raw, "answer")}
     if "question" in raw:
         return {"prompt": prompt, "answer": CALCULATOR_SPAN.sub("", text(raw, "answer"))}
     last = raw["messages"][-1]
     if last["role"] != "assistant" or not last["content"]:
-        raise BadRow("'messages' must end with what the assistant says")
+        raise BadRow("'messages' must end with a message of the assistant")
     return {"prompt": prompt, "answer": last["content"]}
 
 
 def pairs_row(raw: dict, line: int, template: str) -> dict:
-    prompt = prompt_of(raw, template, "prompt", "question", "messages")
+    prompt = prompt_of(raw, template)
     if "pos_answers" in raw or "neg_answers" in raw:
         chosen, rejected = texts(raw, "pos_answers"), texts(raw, "neg_answers")
         if len(chosen) != len(rejected):
-            raise BadRow(f"{len(chosen)} 'pos_answers' and {len(rejected)} 'neg_answers': they must be one to one")
+            raise BadRow(f"{len(chosen)} 'pos_answers' and {len(rejected)} 'neg_answers': the numbers must be equal")
     elif "chosen" in raw or "rejected" in raw:
         chosen, rejected = [text(raw, "chosen")], [text(raw, "rejected")]
     else:
@@ -214,34 +208,34 @@ def pairs_row(raw: dict, line: int, template: str) -> dict:
 
 
 def ranked_row(raw: dict, line: int, template: str) -> dict:
-    prompt = prompt_of(raw, template, "prompt", "question", "messages")
+    prompt = prompt_of(raw, template)
     if "answers" not in raw and "chosen" in raw:
         return {"prompt": prompt, "answers": [text(raw, "chosen"), text(raw, "rejected")]}
     if len(answers := texts(raw, "answers")) < 2:
-        raise BadRow("'answers' holds one answer, there is nothing to compare it with")
+        raise BadRow("'answers' has one answer, ranking needs two or more")
     return {"prompt": prompt, "answers": answers}
 
 
 def outcome_row(raw: dict, line: int, template: str) -> dict:
-    if "label" not in raw:
-        raise missing(raw, "label")
-    prompt = prompt_of(raw, template, "prompt", "question", "messages")
-    return {"prompt": prompt, "answer": text(raw, "answer"), "label": share("'label'", raw["label"])}
+    label = required(raw, "label")
+    prompt = prompt_of(raw, template)
+    return {"prompt": prompt, "answer": text(raw, "answer"), "label": unit_interval("'label'", label)}
 
 
 def process_row(raw: dict, line: int, template: str) -> dict:
-    """Steps make up the answer as they stand; one that does not begin with white space begins a line."""
-    prompt = prompt_of(raw, template, "prompt", "question", "messages")
+    """Steps are joined to the answer; a step that does not begin with white space starts a new line."""
+    prompt = prompt_of(raw, template)
     steps = [step.rstrip() for step in texts(raw, "steps")]
     if "" in steps:
-        raise BadRow(f"'steps'[{steps.index('')}] is nothing but white space")
+        raise BadRow(f"'steps'[{steps.index('')}] contains only white space")
     steps[1:] = [step if step[0].isspace() else f"\n{step}" for step in steps[1:]]
     labels = raw.get("labels")
     if not isinstance(labels, list):
         raise missing(raw, "labels") if labels is None else BadRow(f"'labels' is {kind_of(labels)}, it must be a list")
     if len(steps) != len(labels):
-        raise BadRow(f"{len(steps)} 'steps' and {len(labels)} 'labels': they must be one to one")
-    return {"prompt": prompt, "steps": steps, "labels": [share(f"'labels'[{i}]", x) for i, x in enumerate(labels)]}
+        raise BadRow(f"{len(steps)} 'steps' and {len(labels)} 'labels': the numbers must be equal")
+    labels = [unit_interval(f"'labels'[{i}]", label) for i, label in enumerate(labels)]
+    return {"prompt": prompt, "steps": steps, "labels": labels}
 
 
 NORMALISE: dict[Task, Callable[[dict, int, str], dict]] = {
@@ -257,8 +251,8 @@ NORMALISE: dict[Task, Callable[[dict, int, str], dict]] = {
 }
 
 
-def prompt_of(raw: dict, template: str, *keys: str) -> Prompt:
-    """Return the prompt under the first of ``keys`` that the row has, with the template around its last words."""
+def prompt_of(raw: dict, template: str, keys: Sequence[str] = PROMPT_KEYS) -> Prompt:
+    """Return the prompt under the first of ``keys`` in the row; the template is applied to its last message."""
     key = next((key for key in keys if key in raw), None)
     if key is None:
         raise missing(raw, keys[0])
@@ -266,9 +260,9 @@ def prompt_of(raw: dict, template: str, *keys: str) -> Prompt:
         return template.replace(PLACEHOLDER, text(raw, key))
     messages = chat(raw, key)
     if key == "messages" and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]  # an answer, which is not part of the prompt
+        messages = messages[:-1]  # the answer
     if not messages or messages[-1]["role"] == "assistant":
-        raise BadRow(f"{key!r} must hold something for the assistant to answer")
+        raise BadRow(f"{key!r} must end with a message for the assistant to answer")
     last = messages[-1]
     return [*messages[:-1], {**last, "content": template.replace(PLACEHOLDER, last["content"])}]
 
@@ -286,24 +280,20 @@ def chat(raw: dict, key: str) -> list[dict[str, str]]:
 
 
 def text(raw: dict, key: str) -> str:
-    if key not in raw:
-        raise missing(raw, key)
-    return check_text(repr(key), raw[key])
+    return check_text(repr(key), required(raw, key))
 
 
 def texts(raw: dict, key: str) -> list[str]:
-    if key not in raw:
-        raise missing(raw, key)
-    values = raw[key]
+    values = required(raw, key)
     if not isinstance(values, list) or not values:
         raise BadRow(f"{key!r} is {kind_of(values)}, it must be a list of texts")
     return [check_text(f"{key!r}[{i}]", value) for i, value in enumerate(values)]
 
 
-def share(name: str, value: object) -> float:
-    """Return a label: a number within [0, 1], or a truth value."""
+def unit_interval(name: str, value: object) -> float:
+    """Return a label: a number in [0, 1] or a bool."""
     if not isinstance(value, bool | int | float) or not 0 <= value <= 1:
-        raise BadRow(f"{name} is {kind_of(value)}, it must be within 0 and 1")
+        raise BadRow(f"{name} is {kind_of(value)}, it must be between 0 and 1")
     return float(value)
 
 
@@ -313,8 +303,18 @@ def check_text(name: str, value: object, may_be_empty: bool = False) -> str:
     if not value and not may_be_empty:
         raise BadRow(f"{name} is empty")
     if SURROGATE.search(value):
-        raise BadRow(f"{name} holds half of a surrogate pair, which is no text")
+        raise BadRow(f"{name} contains an unpaired surrogate")
     return value
+
+
+def without(row: dict, *keys: str) -> dict:
+    return {key: value for key, value in row.items() if key not in keys}
+
+
+def required(raw: dict, key: str) -> Any:
+    if key not in raw:
+        raise missing(raw, key)
+    return raw[key]
 
 
 def missing(raw: dict, key: str) -> BadRow:
@@ -322,7 +322,7 @@ def missing(raw: dict, key: str) -> BadRow:
 
 
 def kind_of(value: object) -> str:
-    """Return what a JSON value is, in words."""
+    """Describe a JSON value in a message."""
     match value:
         case None:
             return "null"

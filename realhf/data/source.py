@@ -1,4 +1,4 @@
-"""The stream of training rows: what stands at every position, as tensors."""
+"""The stream of training rows as batches of tensors."""
 
 import json
 from itertools import chain
@@ -16,25 +16,25 @@ from realhf.base.errors import UserError
 from realhf.base.seeds import stable_seed
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.encode import EncodedRow, encode_split
-from realhf.data.order import redrawn_at, rows_at
+from realhf.data.order import resampled_at, rows_at
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Text = tuple[np.ndarray, np.ndarray]
-"""Tokens of a prompt and of an answer."""
-NEAR = 16
-"""How many rows onwards another prompt is looked for before the whole file is."""
+"""Token ids of a prompt and of an answer."""
+LOOKAHEAD = 16
+"""Rows searched for a mismatched answer before the whole file is."""
 NO_LABEL = -1.0
-"""What stands in ``step_labels`` where no step ends."""
+"""Value of ``step_labels`` at tokens that end no step."""
 
 
 class RowSource:
-    """All rows of a data file, tokenised once; ``batch`` is a pure function of the seed and the positions.
+    """All rows of a data file, tokenised once; batches are pure functions of the seed and the positions.
 
-    ``n_held_out`` rows are kept apart for evaluation. UserError for an unusable file, and for bad rows unless
-    ``on_bad_row=skip``; then ``problems`` names them. With ``mismatched``, sequences also come with an answer of
-    another prompt behind theirs (pairs, outcome).
+    ``n_held_out`` rows are reserved for evaluation. With ``mismatched`` (pairs, outcome), rows also get their prompt
+    with an answer to another one. Raises UserError for an invalid file, and for bad rows unless ``on_bad_row=skip``,
+    which lists them in ``problems``.
     """
 
     def __init__(
@@ -51,45 +51,47 @@ class RowSource:
         self._rows, self._held_out = encode_split(config, task, tokenizer)
         self.problems = self._rows.problems + self._held_out.problems
         self.n_held_out = len(self._held_out)
-        self._longest = 0
+        self._max_length = 0
         if mismatched:
-            self._longest = max(n for row in chain(self._rows, self._held_out) for n in row.sequence_lengths)
+            self._max_length = max(n for row in chain(self._rows, self._held_out) for n in row.sequence_lengths)
 
     def __len__(self) -> int:
-        """Rows of one epoch."""
+        """Return the number of rows of an epoch."""
         return len(self._rows)
 
     def batch(self, start: int, stop: int, first: int | None = None) -> SequenceBatch:
-        """Return positions ``start`` to ``stop`` of the endless stream of epochs, as prompts from ``first`` on.
+        """Return positions ``start`` to ``stop`` of the infinite stream, numbered as prompts from ``first``.
 
-        prompt, math, code: one row a position, ``prompts`` (int64 ids) and ``row`` (uint8, see ``row_fields``).
-        sft: one row a position, ``tokens`` (int64) and ``prompt_mask`` (uint8, 1 on the prompt).
-        pairs: rows chosen, rejected, chosen, ... of up to ``max_pairs_per_prompt`` pairs, with the same columns.
-        ranked: rows of up to ``max_responses`` answers, the best one first, with the same columns.
-        answer: as sft, and ``row`` (uint8).
-        outcome: as sft, and the scalar ``label`` (float32).
-        process: as sft, and ``step_labels`` (float32): a label on the last token of every step, -1 elsewhere.
-        With ``mismatched`` also ``kl_tokens`` and ``kl_prompt_mask``: a row's prompt, and an answer of the next row
-        that has another prompt, cut where it would be longer than any row.
+        prompt, math, code: per position one row with ``prompts`` (int64 ids) and ``row`` (uint8, see ``row_fields``).
+        sft: per position one row with ``tokens`` (int64) and ``prompt_mask`` (uint8, 1 on the prompt).
+        pairs: rows chosen, rejected, chosen, ... of up to ``max_pairs_per_prompt`` pairs; columns of sft.
+        ranked: rows of up to ``max_responses`` answers from best to worst; columns of sft.
+        answer: sft with ``row`` (uint8).
+        outcome: sft with the scalar ``label`` (float32).
+        process: sft with ``step_labels`` (float32): a label on the last token of every step, -1 elsewhere.
+        ``mismatched`` adds ``kl_tokens`` and ``kl_prompt_mask``: the prompt with an answer of the next row that has
+        another prompt, truncated to the longest sequence of the data.
         """
-        first, ahead = start if first is None else first, NEAR if self._longest else 0
+        first, ahead = start if first is None else first, LOOKAHEAD if self._max_length else 0
         rows = [self._rows[i] for i in rows_at(self._seed, len(self), start, stop + ahead, self._config.shuffle)]
-        return self._assembled(range(first, first + stop - start), rows)
+        return self._assemble(range(first, first + stop - start), rows)
 
-    def redrawn(self, step: int, own: range, start: int, stop: int, first: int) -> SequenceBatch:
-        """Return places ``start`` to ``stop`` of what a step draws beyond its ``own`` positions, from ``first`` on."""
+    def resampled(self, step: int, own: range, start: int, stop: int, first: int) -> SequenceBatch:
+        """Return replacement rows ``start`` to ``stop`` of a step with positions ``own``, numbered from ``first``."""
         taken = rows_at(self._seed, len(self), own.start, own.stop, self._config.shuffle)
-        rows = [self._rows[i] for i in redrawn_at(self._seed, len(self), step, taken, start, stop)]
-        return self._assembled(range(first, first + stop - start), rows)
+        rows = [self._rows[i] for i in resampled_at(self._seed, len(self), step, taken, start, stop)]
+        return self._assemble(range(first, first + stop - start), rows)
 
     def held_out(self, start: int, stop: int, first: int) -> SequenceBatch:
-        """Return held-out rows ``start`` to ``stop`` in the order of their file, as prompts from ``first`` on."""
-        rows = [self._held_out[i % self.n_held_out] for i in range(start, stop + (NEAR if self._longest else 0))]
-        return self._assembled(range(first, first + stop - start), rows)
+        """Return held-out rows ``start`` to ``stop`` in file order, numbered as prompts from ``first``."""
+        rows = [
+            self._held_out[i % self.n_held_out] for i in range(start, stop + (LOOKAHEAD if self._max_length else 0))
+        ]
+        return self._assemble(range(first, first + stop - start), rows)
 
-    def _assembled(self, positions: range, ahead: list[EncodedRow]) -> SequenceBatch:
-        """Return the first rows of ``ahead`` as prompts ``positions``."""
-        rows = ahead[: len(positions)]
+    def _assemble(self, positions: range, candidates: list[EncodedRow]) -> SequenceBatch:
+        """Return the batch of the first rows; the others are candidates for mismatched answers."""
+        rows = candidates[: len(positions)]
         if self._task in (Task.prompt, Task.math, Task.code):
             columns = {
                 "prompts": column([row.prompt for row in rows], torch.int64),
@@ -97,57 +99,53 @@ class RowSource:
             }
             return SequenceBatch(tuple(RowId(p, PROMPT) for p in positions), columns)
         ids: list[RowId] = []
-        sequences, strange = list[Text](), list[Text]()
+        sequences, mismatched = list[Text](), list[Text]()
         for i, (position, row) in enumerate(zip(positions, rows, strict=True)):
             answers = self._answers(position, row)
             ids += [RowId(position, sample) for sample in range(len(answers))]
             sequences += [(row.prompt, answer) for answer in answers]
-            if self._longest:
-                strange += self._mismatched(row, len(answers), ahead[i + 1 : i + 1 + NEAR])
+            if self._max_length:
+                mismatched += self._mismatched(row, len(answers), candidates[i + 1 : i + 1 + LOOKAHEAD])
         columns = text_columns(sequences, ("tokens", "prompt_mask"))
-        if self._longest:
-            columns |= text_columns(strange, tuple(KTO_KL_KEYS))
+        if self._max_length:
+            columns |= text_columns(mismatched, tuple(KTO_KL_KEYS))
         if self._task is Task.answer:
             columns["row"] = column([row.fields for row in rows], torch.uint8)
         elif self._task is Task.outcome:
             columns["label"] = column([row.labels for row in rows], torch.float32)
         elif self._task is Task.process:
-            columns["step_labels"] = column([labels_at_ends(row) for row in rows], torch.float32)
+            columns["step_labels"] = column([step_labels(row) for row in rows], torch.float32)
         return SequenceBatch(tuple(ids), columns)
 
     def _mismatched(self, row: EncodedRow, n: int, near: list[EncodedRow]) -> list[Text]:
-        """Return a row's prompt ``n`` times with answers of the first row of ``near`` that has another prompt.
-
-        Where none has, the first of the file is taken that does; ``UserError`` if there is none either.
-        """
+        """Return the prompt ``n`` times, with answers of the first row in ``near`` or the file with another prompt."""
         other = next((r for r in chain(near, self._rows) if not np.array_equal(r.prompt, row.prompt)), None)
         if other is None:
-            raise UserError(f"{self._config.path}: all rows have the same prompt, so no answer is to another one")
-        room = self._longest - len(row.prompt)
-        return [(row.prompt, other.answers[k % len(other.answers)][:room]) for k in range(n)]
+            raise UserError(f"{self._config.path}: all rows have the same prompt; mismatched answers need two prompts")
+        max_answer = self._max_length - len(row.prompt)
+        return [(row.prompt, other.answers[k % len(other.answers)][:max_answer]) for k in range(n)]
 
     def _answers(self, position: int, row: EncodedRow) -> list[np.ndarray]:
-        """Return what stands behind the prompt in each of a row's sequences."""
         match self._task:
             case Task.pairs:
-                pairs = self._drawn("pairs", position, len(row.answers) // 2, self._config.max_pairs_per_prompt)
+                pairs = self._choose("pairs", position, len(row.answers) // 2, self._config.max_pairs_per_prompt)
                 return [row.answers[2 * i + side] for i in pairs for side in (0, 1)]
             case Task.ranked:
                 return [
                     row.answers[i]
-                    for i in self._drawn("ranked", position, len(row.answers), self._config.max_responses)
+                    for i in self._choose("ranked", position, len(row.answers), self._config.max_responses)
                 ]
             case _:
                 return [np.concatenate(row.answers)]
 
-    def _drawn(self, what: str, position: int, n: int, most: int) -> list[int]:
-        """Return up to ``most`` of ``n`` numbers in order, drawn without replacement by (seed, position)."""
-        random = np.random.default_rng(stable_seed(what, self._seed, position))
+    def _choose(self, name: str, position: int, n: int, most: int) -> list[int]:
+        """Sample up to ``most`` of ``range(n)`` without replacement by (seed, position); return them sorted."""
+        random = np.random.default_rng(stable_seed(name, self._seed, position))
         return sorted(random.choice(n, min(n, most), replace=False).tolist())
 
 
-def labels_at_ends(row: EncodedRow) -> np.ndarray:
-    """Return the labels of a row's steps on the steps' last tokens, ``[P + A]`` float32, and -1 elsewhere."""
+def step_labels(row: EncodedRow) -> np.ndarray:
+    """Return ``[P + A]`` float32: the label on the last token of every step, -1 elsewhere."""
     ends = len(row.prompt) + np.cumsum([len(step) for step in row.answers])
     labels = np.full(ends[-1], NO_LABEL, np.float32)
     labels[ends - 1] = row.labels
@@ -155,18 +153,17 @@ def labels_at_ends(row: EncodedRow) -> np.ndarray:
 
 
 def text_columns(sequences: list[Text], names: tuple[str, ...]) -> dict[str, Column]:
-    """Return the tokens (int64) and the prompt mask (uint8, 1 on the prompt) of prompts with answers behind them."""
+    """Return the columns of tokens (int64) and prompt masks (uint8, 1 on the prompt) under ``names``."""
     masks = [np.repeat(np.array([1, 0], np.uint8), [len(prompt), len(answer)]) for prompt, answer in sequences]
     tokens = column([np.concatenate(pair) for pair in sequences], torch.int64)
     return dict(zip(names, (tokens, column(masks, torch.uint8)), strict=True))
 
 
 def column(parts: list[np.ndarray], dtype: torch.dtype) -> Column:
-    """Return the arrays as rows of a new column."""
     data = np.concatenate(parts) if parts else np.empty(0)
     return Column(torch.tensor(data, dtype=dtype), tuple(map(len, parts)))
 
 
 def row_fields(data: Tensor) -> dict[str, Any]:
-    """Return the fields of one row from its entry in the column ``row``, ``[n]`` uint8."""
+    """Decode one row of the column ``row``, ``[n]`` uint8."""
     return json.loads(data.cpu().numpy().tobytes())

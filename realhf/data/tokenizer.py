@@ -1,4 +1,4 @@
-"""Loads a tokenizer, and turns prompts and answers into token ids. Nothing that was generated passes here."""
+"""Loads a tokenizer and encodes the prompts and answers of datasets."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 
 
 def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer in ``folder``, from its files alone; UserError when there is none or it lacks an EOS."""
+    """Load the tokenizer in ``folder`` without network access; UserError if it is missing, invalid, or lacks an EOS."""
     path = Path(folder)
     if not path.is_dir():
         raise UserError(f"tokenizer folder {folder} does not exist; tokenizer= can name another one")
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(
-            f"{folder} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there;"
+            f"{folder} has no tokenizer: it contains none of {', '.join(TOKENIZER_FILES)};"
             " tokenizer= can name another folder"
         )
     from transformers import AutoTokenizer
@@ -33,26 +33,16 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
         raise UserError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"the tokenizer in {folder} has no end-of-sequence token, so no answer could end:"
+            f"the tokenizer in {folder} has no end-of-sequence token, which responses need:"
             " set eos_token in its tokenizer_config.json"
         )
     return tokenizer
 
 
-def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt) -> list[int]:
-    """Return the ids of one prompt, with the special tokens that the tokenizer or its chat template adds."""
-    return encode_prompts(tokenizer, [prompt])[0]
-
-
-def encode_answer(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """Return the ids of one answer: no special tokens, and EOS at the end."""
-    return encode_answers(tokenizer, [text])[0]
-
-
 def encode_prompts(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Return the ids of every prompt; an EOS that the tokenizer puts behind a text is taken off again.
+    """Return the ids of every prompt, with special tokens except a final EOS.
 
-    UserError for chat messages where the tokenizer has no chat template.
+    Raises UserError for chat messages if the tokenizer has no chat template.
     """
     plain = {i: prompt for i, prompt in enumerate(prompts) if isinstance(prompt, str)}
     chats = {i: prompt for i, prompt in enumerate(prompts) if not isinstance(prompt, str)}
@@ -73,34 +63,34 @@ def encode_prompts(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Promp
 
 
 def encode_answers(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
-    """Return the ids of every answer, each with EOS at its end."""
+    """Return the ids of every answer, without special tokens except a final EOS."""
     return [[*row, tokenizer.eos_token_id] for row in encode_texts(tokenizer, texts, False)]
 
 
-def encode_pieces(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Sequence[str]]) -> list[list[list[int]]]:
-    """Return the ids of answers that are given in pieces, by piece; a token belongs to that of its first character.
+def encode_segments(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Sequence[str]]) -> list[list[list[int]]]:
+    """Return the ids of answers given as segments, by segment; a token belongs to the segment of its first character.
 
-    The last piece has EOS at its end. UserError for a tokenizer that does not tell where its tokens are in a text.
+    The last segment ends with EOS. Raises UserError for a tokenizer without offset mapping.
     """
     if not tokenizer.is_fast:
         raise UserError(
-            f"the tokenizer {tokenizer.name_or_path} does not tell where its tokens are in a text:"
-            " labelled steps need one with a tokenizer.json"
+            f"the tokenizer {tokenizer.name_or_path} has no offset mapping, which labelled steps need:"
+            " use one with a tokenizer.json"
         )
     if not texts:
         return []
-    whole = ["".join(pieces) for pieces in texts]
-    encoded = tokenizer(whole, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True,
+    joined = ["".join(segments) for segments in texts]
+    encoded = tokenizer(joined, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True,
                         truncation=False, verbose=False)  # fmt: skip
-    found = []
-    for pieces, ids, spans in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-        ends = list(accumulate(map(len, pieces)))
-        parts: list[list[int]] = [[] for _ in pieces]
+    results = []
+    for segments, ids, spans in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        ends = list(accumulate(map(len, segments)))
+        parts: list[list[int]] = [[] for _ in segments]
         for token, (start, _) in zip(ids, spans, strict=True):
             parts[bisect_right(ends, start)].append(token)
         parts[-1].append(tokenizer.eos_token_id)
-        found.append(parts)
-    return found
+        results.append(parts)
+    return results
 
 
 def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], special: bool) -> list[list[int]]:

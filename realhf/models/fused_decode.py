@@ -13,7 +13,7 @@ from realhf.api.model_config import ModelConfig
 from realhf.models.blocks import Block, Mlp, Norm
 from realhf.models.kv_cache import KVCache
 from realhf.ops import extension
-from realhf.ops.activations import NUMBERS
+from realhf.ops.activations import ACTIVATION_IDS
 from realhf.ops.attention import Scores
 
 TILE_N = 16
@@ -54,7 +54,7 @@ class TiledBlocks:
         assert kernel is not None, "``fused`` looked"
         out: Tensor = kernel(
             x, blocks.weights, cache.k, cache.v, positions, prefixes, angles, [rule.window for rule in blocks.rules],
-            blocks.n_heads, config.intermediate, NUMBERS[config.activation], config.mlp == "gated",
+            blocks.n_heads, config.intermediate, ACTIVATION_IDS[config.activation], config.mlp == "gated",
             config.parallel_residual, config.norm_eps, config.norm_offset, rule.scale_for(config.head_dim),
             rule.softcap,
         )  # fmt: skip
@@ -101,7 +101,7 @@ def pack_tiles(weight: Tensor) -> Tensor:
 
 def tiled_linear(x: Tensor, panels: Tensor, n_outs: int) -> Tensor:
     """Return ``x`` ``[S, in]`` times the transpose of a matrix in panels, ``[S, n_outs]`` float32."""
-    kernel = extension.kernel("panel_linear", x.device.type)
+    kernel = extension.kernel("tiled_linear", x.device.type)
     assert kernel is not None, "panels are made where there are fused blocks"
     out: Tensor = kernel(x, panels, n_outs)
     return out

@@ -17,8 +17,8 @@ from realhf.models.blocks import Attend, Attention, Block, Experts, ForwardConte
 from realhf.models.flat_params import FlatParams
 from realhf.models.fused_decode import FusedBlocks, TiledBlocks, fused, pack_tiles, tiled_linear
 from realhf.models.kv_cache import KVCache
-from realhf.ops.attention import Scores, decode_attention, decode_bias, positions_in_rows, rotary_attention
-from realhf.ops.logprobs import UNCUT, VocabularyCut, packed_logprobs
+from realhf.ops.attention import ScoreParams, decode_attention, decode_bias, positions_in_rows, rotary_attention
+from realhf.ops.logprobs import FULL_VOCAB, VocabShard, packed_logprobs
 from realhf.ops.norms import Rotary, rotate
 
 
@@ -68,7 +68,9 @@ class Transformer:
         self.n_q, self.n_kv = (self._local_heads(name) for name in ("wq", "wk"))
         self._head_name = "head.weight" if "head.weight" in params.names else "embed.weight"
         self._cut = self._vocabulary_cut()
-        self._scores = [Scores(config.attention_scale, config.window(i), config.attention_softcap) for i in self.layers]
+        self._scores = [
+            ScoreParams(config.attention_scale, config.window(i), config.attention_softcap) for i in self.layers
+        ]
         self._rotary = None
         if not config.learned_positions:
             turning, scaling = config.rotary_dims or config.head_dim, dict(config.rotary_scaling)
@@ -117,16 +119,16 @@ class Transformer:
         )
         self._bound_with_grad = self.params.grad is not None
 
-    def _vocabulary_cut(self) -> VocabularyCut:
+    def _vocabulary_cut(self) -> VocabShard:
         """Which part of the vocabulary this member of the tensor-parallel group embeds and predicts."""
         held = [name for name in ("embed.weight", "head.weight") if name in self.params.names]
         if self.tp.size == 1 or not held:
-            return UNCUT
+            return FULL_VOCAB
         spec = ParamSpec("vocabulary", (self.config.vocab,), 0, 0, self.config.vocab)
         parts = [shard_box(spec, self.tp.size, place)[0] for place in range(self.tp.size)]
         widths = tuple(stop - start for start, stop in parts)
         # not by the group's numbering: its members count by rank, a mesh may name them in any order
-        return VocabularyCut(self.params.box(held[0])[0][0], widths, self.tp.all_reduce, self.tp.all_max)
+        return VocabShard(self.params.box(held[0])[0][0], widths, self.tp.all_reduce, self.tp.all_max)
 
     def _bind_norm(self, name: str, bias: bool) -> Norm:
         leaf, config = self.params.leaf, self.config
@@ -298,7 +300,7 @@ class Transformer:
         if self.tp.size == 1:
             x = F.embedding(tokens, weights.embed)
         else:
-            local, held = self._cut.mine(tokens, len(weights.embed))
+            local, held = self._cut.to_local(tokens, len(weights.embed))
             x = seams.reduce_from_tp(F.embedding(local, weights.embed) * held[:, None])
         if self.config.scaled_embedding:
             x = x * float(torch.tensor(self.config.hidden**0.5, dtype=x.dtype))  # as Hugging Face rounds it
@@ -339,13 +341,13 @@ class Transformer:
         cut, softcap = self._cut, self.config.logit_softcap
         if before is not None:
             states = whole.index_select(0, before.clamp(min=0))
-            found = packed_logprobs(states, self.head, tokens, temperature, cut=cut, softcap=softcap, add_to=add_to)
+            found = packed_logprobs(states, self.head, tokens, temperature, shard=cut, softcap=softcap, add_to=add_to)
             return found.masked_fill(before < 0, 0.0)
         counts = torch.tensor(lengths, dtype=torch.int64, device=tokens.device)
         firsts = (counts.cumsum(0) - counts)[counts > 0]
         # every token predicts the next one; what a row's last token says of the following row is masked
         targets = tokens.roll(-1)
-        of_next = packed_logprobs(whole, self.head, targets, temperature, cut=cut, softcap=softcap, add_to=add_to)
+        of_next = packed_logprobs(whole, self.head, targets, temperature, shard=cut, softcap=softcap, add_to=add_to)
         return of_next.roll(1).index_fill(0, firsts, 0.0)
 
     def values(self, hidden: Tensor, n_tokens: int) -> Tensor:

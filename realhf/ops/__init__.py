@@ -1,1 +1,1 @@
-"""Floor 3: numeric functions in plain torch; kernels live beside their plain twins. No communication."""
+"""Level 3: numeric functions in plain torch, each kernel next to its reference implementation. No communication."""

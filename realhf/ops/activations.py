@@ -1,4 +1,4 @@
-"""What stands between the two products of an MLP: an activation, gated or not, in one pass each way."""
+"""MLP activations, optionally gated, with one pass over memory in each direction."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,46 +15,45 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
-NUMBERS = {name: number for number, name in enumerate(ACTIVATIONS)}
-"""As kernels know them."""
+ACTIVATION_IDS = {name: number for number, name in enumerate(ACTIVATIONS)}
+"""The numbering of the kernels."""
 
 
-def activate(wide: Tensor, activation: str, gated: bool) -> Tensor:
-    """Return ``f(wide)``, or gated ``f(gate) * up`` of ``wide = [gate, up]`` (arXiv 2002.05202, section 2).
+def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
+    """Return ``f(x)`` or, gated, ``f(gate) * up`` with ``x = [gate, up]`` (arXiv 2002.05202, section 2).
 
-    ``wide`` is ``[T, inner]`` or, gated, ``[T, 2 * inner]``; the result is ``[T, inner]``. The compiled kernel is used
-    where there is one for the device and the type (on CPU: float32, and bfloat16 computed in it); the backward pass
-    then keeps ``wide`` and nothing else.
+    ``x`` is ``[T, inner]`` or, gated, ``[T, 2 * inner]``; the result is ``[T, inner]``. The kernel takes float32 and
+    bfloat16, computes in float32, and saves only ``x`` for the backward pass.
     """
-    fits = wide.dtype in (torch.float32, torch.bfloat16)
-    kernel = extension.kernel("activate", wide.device.type) if fits else None
+    fits = x.dtype in (torch.float32, torch.bfloat16)
+    kernel = extension.kernel("activate", x.device.type) if fits else None
     if kernel is None:
-        return activate_reference(wide, activation, gated)
-    if torch.is_grad_enabled() and wide.requires_grad:
-        return _Activate.apply(wide, activation, gated)
-    return kernel(wide.contiguous(), NUMBERS[activation], gated)
+        return activate_reference(x, activation, gated)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Activate.apply(x, activation, gated)
+    return kernel(x.contiguous(), ACTIVATION_IDS[activation], gated)
 
 
-def activate_reference(wide: Tensor, activation: str, gated: bool) -> Tensor:
-    """Compute ``activate`` in plain torch."""
+def activate_reference(x: Tensor, activation: str, gated: bool) -> Tensor:
+    """The reference implementation of ``activate``."""
     if not gated:
-        return ACTIVATIONS[activation](wide)
-    gate, up = wide.chunk(2, -1)
+        return ACTIVATIONS[activation](x)
+    gate, up = x.chunk(2, -1)
     return ACTIVATIONS[activation](gate) * up
 
 
 class _Activate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, wide: Tensor, activation: str, gated: bool) -> Tensor:
-        wide = wide.contiguous()
-        ctx.save_for_backward(wide)
-        ctx.given = NUMBERS[activation], gated
-        kernel = extension.kernel("activate", wide.device.type)
-        assert kernel is not None, "``activate`` looked"
-        return kernel(wide, *ctx.given)
+    def forward(ctx: Any, x: Tensor, activation: str, gated: bool) -> Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        ctx.options = ACTIVATION_IDS[activation], gated
+        kernel = extension.kernel("activate", x.device.type)
+        assert kernel is not None, "the caller checks for the kernel"
+        return kernel(x, *ctx.options)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         kernel = extension.kernel("activate_backward", grad.device.type)
-        assert kernel is not None, "both halves are compiled together"
-        return kernel(grad.contiguous(), *ctx.saved_tensors, *ctx.given), None, None
+        assert kernel is not None, "forward and backward are compiled together"
+        return kernel(grad.contiguous(), *ctx.saved_tensors, *ctx.options), None, None

@@ -10,10 +10,7 @@ from realhf.ops import extension
 
 @dataclass(frozen=True)
 class AdamWStep:
-    """Step number ``steps`` (from 1) with its rate; the gradient counts ``scale`` times.
-
-    Weight decay is for the first ``n_decayed`` elements alone.
-    """
+    """Step number ``steps`` (from 1). Gradients are multiplied by ``scale``; the first ``n_decayed`` elements decay."""
 
     steps: int
     lr: float
@@ -28,32 +25,31 @@ class AdamWStep:
 def adamw_(
     master: Tensor, grad: Tensor, first: Tensor, second: Tensor, step: AdamWStep, rounded: Tensor | None = None
 ) -> None:
-    """Update ``master`` and its moments ``first`` and ``second`` in place, all ``[N]`` float32, by ``grad``.
+    """Update ``master`` and its moments ``first`` and ``second`` in place by ``grad``, all ``[N]`` float32.
 
-    ``rounded``, ``[N]`` bfloat16, becomes what ``master`` is then, to nearest: the weights that a model computes with.
-    The result does not depend on the number of threads. The compiled kernel is used where there is one for the device:
-    one pass over memory; else ``adamw_reference_``.
+    ``rounded``, ``[N]`` bfloat16, receives the new ``master`` rounded to nearest: the weights of a bfloat16 model. The
+    kernel makes one pass over memory; the result does not depend on the number of threads.
     """
-    alike = rounded is None or rounded.dtype == torch.bfloat16
-    kernel = extension.kernel("adamw_", master.device.type) if alike else None
+    fits = rounded is None or rounded.dtype == torch.bfloat16
+    kernel = extension.kernel("adamw_", master.device.type) if fits else None
     if kernel is None:
         return adamw_reference_(master, grad, first, second, step, rounded)
     kernel(
         master, grad, first, second, rounded, step.n_decayed, step.lr, step.beta1, step.beta2, step.eps,
         step.weight_decay, step.steps, step.scale,
     )  # fmt: skip
-    for changed in (master, first, second, rounded):
-        if changed is not None:
-            torch.autograd.graph.increment_version(changed)
+    for updated in (master, first, second, rounded):
+        if updated is not None:
+            torch.autograd.graph.increment_version(updated)
 
 
 @torch.no_grad()
 def adamw_reference_(
     master: Tensor, grad: Tensor, first: Tensor, second: Tensor, step: AdamWStep, rounded: Tensor | None = None
 ) -> None:
-    """Do what ``adamw_`` does by torch's fused step, called as torch.optim calls it, whose own loads a compiler.
+    """The reference implementation of ``adamw_``; it scales ``grad`` in place.
 
-    The gradient is changed where its scale is not 1.
+    It calls the function behind torch.optim's fused AdamW directly: importing torch.optim's version loads a compiler.
     """
     if step.scale != 1.0:
         grad.mul_(step.scale)

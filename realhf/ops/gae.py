@@ -14,24 +14,22 @@ def packed_gae(
 ) -> tuple[Tensor, Tensor]:
     """Return the advantage and the return of the action that produced each token, both ``[T]`` in the dtype of values.
 
-    Rows of ``lengths`` tokens lie one after the other. ``rewards[t]`` is earned by producing token t. ``values[t]`` is
-    the scalar head's output AT token t: the value of the state AFTER token t, in which token t+1 is chosen. Hence
+    ``rewards[t]`` is the reward for producing token t. ``values[t]`` is the scalar head's output at token t: the value
+    of the state AFTER token t, in which token t+1 is chosen. Hence
     ``delta[t] = rewards[t] + gamma * values[t] - values[t-1]``, ``A[t] = delta[t] + gamma * lam * A[t+1]`` and
-    ``returns[t] = A[t] + values[t-1]``, the target of ``values[t-1]``. After a row's last token the value is
-    ``values[last]`` where ``bootstrap`` (``[B]`` bool: the answer was cut off) says so, else 0. A row's first token
-    was produced by no action: both results are 0 there. No argument is changed.
+    ``returns[t] = A[t] + values[t-1]``, the target of ``values[t-1]``. The value after a row's last token is
+    ``values[last]`` where ``bootstrap`` (``[B]`` bool: the response is truncated) is true, else 0. No action produced a
+    row's first token: both results are 0 there.
 
-    A row's result never depends on the other rows. The compiled kernel is used where there is one for the device and
-    the dtype and no gradient is asked for, else ``packed_gae_reference``, the same in plain torch. Raises ValueError
-    for empty rows, for lengths that do not add up to T and for arguments of another shape.
+    Rows are independent bit for bit. Raises ValueError for empty rows, lengths that do not sum to T, and wrong shapes.
     """
     kernel = extension.kernel("packed_gae", values.device.type) if _kernel_fits(rewards, values) else None
     if kernel is None:
         return packed_gae_reference(rewards, values, lengths, bootstrap, gamma, lam)
-    cu_seqlens = torch.frombuffer(array("q", [0, *lengths]), dtype=torch.int64).cumsum(0)  # faster than of a list
+    cu_seqlens = torch.frombuffer(array("q", [0, *lengths]), dtype=torch.int64).cumsum(0)  # faster than from a list
     try:
         return kernel(rewards, values, cu_seqlens, bootstrap, gamma, lam)
-    except RuntimeError:  # the kernel checks, faster than we can; we say what is wrong
+    except RuntimeError:  # the kernel checks faster, this check has the better message
         _check_rows(rewards, values, lengths, bootstrap)
         raise
 
@@ -39,23 +37,20 @@ def packed_gae(
 def packed_gae_reference(
     rewards: Tensor, values: Tensor, lengths: Sequence[int], bootstrap: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``packed_gae`` in plain torch, with gradients: the definition that its kernel is tested against.
-
-    The recurrence is a scan by doubling, about log2 of the longest row in steps.
-    """
+    """The reference implementation of ``packed_gae``; differentiable. A scan by doubling computes the recurrence."""
     _check_rows(rewards, values, lengths, bootstrap)
     device = values.device
     length_B = torch.tensor(lengths, dtype=torch.int64, device=device)
     end_B = length_B.cumsum(0)
     last_B = end_B - 1
     is_first = torch.zeros(values.numel(), dtype=torch.bool, device=device).index_fill(0, end_B - length_B, True)
-    after = values.index_copy(0, last_B, values[last_B].where(bootstrap, torch.zeros_like(values[last_B])))
+    next_values = values.index_copy(0, last_B, values[last_B].where(bootstrap, torch.zeros_like(values[last_B])))
     before = values.roll(1)
-    advantages = rewards + gamma * after - before
-    followers = last_B.repeat_interleave(length_B) - torch.arange(values.numel(), device=device)
+    advantages = rewards + gamma * next_values - before
+    remaining = last_B.repeat_interleave(length_B) - torch.arange(values.numel(), device=device)
     span = 1
     while span < max(lengths, default=0):  # invariant: A[t] covers the next `span` deltas of its row
-        later = advantages.roll(-span).masked_fill(followers < span, 0.0)
+        later = advantages.roll(-span).masked_fill(remaining < span, 0.0)
         advantages = advantages + (gamma * lam) ** span * later
         span *= 2
     return advantages.masked_fill(is_first, 0.0), (advantages + before).masked_fill(is_first, 0.0)
@@ -64,32 +59,32 @@ def packed_gae_reference(
 def gae_1d_nolp_misalign(
     rewards: Tensor, values: Tensor, lengths: Sequence[int], bootstrap: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns of ``lengths`` actions per row, ``[T]``, from one value more per row, ``[T+B]``.
+    """Return advantages and returns of ``lengths`` actions per row, ``[T]``, from ``values`` of ``[T+B]`` states.
 
-    ``packed_gae`` in the layout of actions: ``values[t]`` is that of the state BEFORE action t, and each row's last
-    one, of the state after its last action, counts where ``bootstrap`` says so. A row may have no action.
+    Like ``packed_gae``, but indexed by action: a row's values are those BEFORE each action, then that after its last
+    action, which is used where ``bootstrap`` is true. A row may have no actions.
     """
     if rewards.ndim != 1 or rewards.numel() != sum(lengths):
-        raise ValueError(f"rows of lengths {tuple(lengths)} do not make rewards {list(rewards.shape)}")
-    longer = [length + 1 for length in lengths]
-    ends = torch.tensor(longer, dtype=torch.int64, device=values.device).cumsum(0)
-    has_action = torch.ones(sum(longer), dtype=torch.bool, device=values.device)
-    has_action[ends - torch.tensor(longer, dtype=torch.int64, device=values.device)] = False
-    of_tokens = rewards.new_zeros(sum(longer)).masked_scatter(has_action, rewards)
-    advantages, returns = packed_gae(of_tokens, values, longer, bootstrap, gamma, lam)
+        raise ValueError(f"lengths {tuple(lengths)} do not sum to the size of rewards {list(rewards.shape)}")
+    n_states = [length + 1 for length in lengths]
+    ends = torch.tensor(n_states, dtype=torch.int64, device=values.device).cumsum(0)
+    has_action = torch.ones(sum(n_states), dtype=torch.bool, device=values.device)
+    has_action[ends - torch.tensor(n_states, dtype=torch.int64, device=values.device)] = False
+    token_rewards = rewards.new_zeros(sum(n_states)).masked_scatter(has_action, rewards)
+    advantages, returns = packed_gae(token_rewards, values, n_states, bootstrap, gamma, lam)
     return advantages[has_action], returns[has_action]
 
 
 def gae_2d_olp(
     rewards: Tensor, values: Tensor, dones: Tensor, truncates: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns, ``[B, T]``, of slots whose sequences overlap, as environments reset themselves.
+    """Return advantages and returns, ``[B, T]``, for environments that reset within a slot without a final observation.
 
-    ``rewards`` is ``[B, T]``, ``values``, ``dones`` and ``truncates`` (both bool, the second only where the first)
-    are ``[B, T+1]``. Where ``dones[t+1]``, step t was a sequence's last and ``values[t+1]`` already belongs to the
-    next: ``A[t] = rewards[t] - values[t]``, or, for want of a value to go on with, 0 if ``truncates[t+1]``. Elsewhere
+    ``rewards`` is ``[B, T]``; ``values``, ``dones`` and ``truncates`` (bool, a subset of ``dones``) are ``[B, T+1]``.
+    If ``dones[t+1]``, step t ends a sequence and ``values[t+1]`` belongs to the next one: ``A[t]`` is 0 if
+    ``truncates[t+1]``, since the final value is unknown, else ``rewards[t] - values[t]``. Otherwise
     ``A[t] = delta[t] + gamma * lam * A[t+1]`` with ``delta[t] = rewards[t] + gamma * values[t+1] - values[t]``. The
-    return is ``A[t] + values[t]``. Raises ValueError for other shapes.
+    return is ``A[t] + values[t]``. Raises ValueError for wrong shapes.
     """
     return _gae_2d(rewards, values, dones, truncates, gamma, lam, overlap=True)
 
@@ -97,13 +92,12 @@ def gae_2d_olp(
 def gae_2d_nolp(
     rewards: Tensor, values: Tensor, on_reset: Tensor, truncates: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns, ``[B, T]``, of slots whose sequences end with an observation of their own.
+    """Return advantages and returns, ``[B, T]``, for sequences that end with a final observation.
 
-    Shapes are those of ``gae_2d_olp``. ``on_reset`` (bool) marks the first step of each sequence, ``truncates``
-    (bool) the last one, which is observed but not acted in, of a sequence that was cut off; with both, nothing is
-    propagated from there, but its value counts. Of a finished sequence that last step must have reward and value 0.
-    ``A[t] = rewards[t] + gamma * values[t+1] * !on_reset[t+1] - values[t] + gamma * lam * A[t+1]``, the last term
-    where neither ``on_reset[t+1]`` nor ``truncates[t+1]``. What is returned at last steps means nothing: mask it.
+    Shapes are those of ``gae_2d_olp``. ``on_reset`` marks the first step of each sequence, ``truncates`` the final
+    observation of a truncated one; a finished sequence must have reward and value 0 there.
+    ``A[t] = rewards[t] + gamma * values[t+1] * !on_reset[t+1] - values[t] + gamma * lam * A[t+1]``, without the last
+    term if ``on_reset[t+1]`` or ``truncates[t+1]``. Results at final observations are meaningless and must be masked.
     """
     return _gae_2d(rewards, values, on_reset, truncates, gamma, lam, overlap=False)
 
@@ -111,7 +105,7 @@ def gae_2d_nolp(
 def gae_2d_reference(
     rewards: Tensor, values: Tensor, ends: Tensor, truncates: Tensor, gamma: float, lam: float, overlap: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``gae_2d_olp`` (``overlap``) or ``gae_2d_nolp`` in plain torch, with gradients, one step at a time."""
+    """The reference implementation of ``gae_2d_olp`` (``overlap``) and ``gae_2d_nolp``; differentiable."""
     _check_slots(rewards, values, ends, truncates)
     before, after, ended, cut = values[:, :-1], values[:, 1:], ends[:, 1:], truncates[:, 1:]
     deltas = rewards + gamma * after.masked_fill(ended, 0.0) - before
@@ -150,7 +144,7 @@ def _check_slots(rewards: Tensor, values: Tensor, ends: Tensor, truncates: Tenso
 
 def _check_rows(rewards: Tensor, values: Tensor, lengths: Sequence[int], bootstrap: Tensor) -> None:
     if sum(lengths) != values.numel() or min(lengths, default=1) < 1:
-        raise ValueError(f"rows of lengths {tuple(lengths)} do not make {values.numel()} values")
+        raise ValueError(f"lengths {tuple(lengths)} do not sum to the {values.numel()} values")
     if values.ndim != 1 or rewards.shape != values.shape or bootstrap.shape != (len(lengths),):
         raise ValueError(
             f"rewards {list(rewards.shape)} and values {list(values.shape)} must both be [T], "

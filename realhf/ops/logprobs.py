@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens under a large vocabulary, without ever holding all logits."""
+"""Log-probabilities of given tokens under a large vocabulary, without storing all logits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,25 +10,25 @@ from torch import Tensor
 from realhf.ops import extension
 
 TILES = {"cpu": (512, 2048)}
-"""Tokens and words whose logits are held at once: 4 MiB stay in a CPU's caches; elsewhere products should be large."""
+"""Tokens and vocabulary entries per tile of logits: 4 MiB fit a CPU's caches; GPUs need large products."""
 LARGE_TILE = (4096, 4096)
 
 
 @dataclass(frozen=True)
-class VocabularyCut:
-    """A vocabulary that several workers hold parts of: where mine starts, the sizes of all, how to reduce in place."""
+class VocabShard:
+    """This worker's shard of the vocabulary: its start, the sizes of all shards, and in-place reductions over them."""
 
     start: int
     widths: tuple[int, ...]
     all_sum: Callable[[Tensor], Tensor]
     all_max: Callable[[Tensor], Tensor]
 
-    def mine(self, targets: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Return targets in my numbering, 0 where they are not mine, and whether they are."""
-        return _held(targets - self.start, size)
+    def to_local(self, targets: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Return indices into this shard of ``size`` entries, 0 for tokens of other shards, and the mask of its own."""
+        return _localise(targets - self.start, size)
 
 
-UNCUT = VocabularyCut(0, (), lambda x: x, lambda x: x)
+FULL_VOCAB = VocabShard(0, (), lambda x: x, lambda x: x)
 
 
 class _PackedLogprobs(torch.autograd.Function):
@@ -41,45 +41,47 @@ class _PackedLogprobs(torch.autograd.Function):
         scale: float,
         softcap: float,
         tile: tuple[int, int],
-        cut: VocabularyCut,
+        shard: VocabShard,
         add_to: Tensor | None,
     ) -> Tensor:
-        targets = targets - cut.start
+        targets = targets - shard.start
         largest, sums, picked = _stats(hidden, weight, targets, scale, softcap, tile)
-        of_all = cut.all_max(largest.clone())
-        sums, picked = cut.all_sum(torch.stack([sums * (largest - of_all).exp(), picked]))
-        logps = (picked - of_all) - sums.log()
-        ctx.save_for_backward(hidden, weight, targets, sums.log() + of_all, logps)
+        global_max = shard.all_max(largest.clone())
+        sums, picked = shard.all_sum(torch.stack([sums * (largest - global_max).exp(), picked]))
+        logps = (picked - global_max) - sums.log()
+        ctx.save_for_backward(hidden, weight, targets, sums.log() + global_max, logps)
         ctx.scale, ctx.softcap, ctx.tile, ctx.add_to = scale, softcap, tile, add_to
         return logps
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None, None]:
         hidden, weight, targets, normalisers, logps = ctx.saved_tensors
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         n_tokens, n_words = ctx.tile
-        grad_hidden = torch.zeros_like(hidden) if need_hidden else None
+        grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
         total = ctx.add_to
-        if total is None and need_weight:
+        if total is None and needs_weight:
             total = torch.zeros(weight.shape, device=weight.device)
-        used = grad.nonzero()[:, 0]  # prompts carry no loss: their logits are not computed again
+        used = grad.nonzero()[:, 0]  # tokens without a loss, such as prompts, are skipped
         buffer = _buffer(weight, used.numel(), ctx.tile)
         for rows in used.split(n_tokens):
-            x, slope = hidden[rows], grad[rows].float()
-            of_x = torch.zeros(x.shape, device=x.device) if need_hidden else None
+            x, grad_rows = hidden[rows], grad[rows].float()
+            x_grad = torch.zeros(x.shape, device=x.device) if needs_hidden else None
             for start in range(0, weight.shape[0], n_words):
                 words = weight[start : start + n_words]
                 logits = _capped_(_product(x, words, buffer), ctx.softcap)
-                steepness = 1 - (logits / ctx.softcap).square_() if ctx.softcap else None
-                slopes = logit_slopes_(logits, targets[rows] - start, normalisers[rows], logps[rows], slope, ctx.scale)
-                if steepness is not None:
-                    slopes = slopes.mul_(steepness)
-                if of_x is not None:
-                    _add_product(of_x, slopes, words)
-                if need_weight and total is not None:
+                cap_grad = 1 - (logits / ctx.softcap).square_() if ctx.softcap else None
+                slopes = logit_slopes_(
+                    logits, targets[rows] - start, normalisers[rows], logps[rows], grad_rows, ctx.scale
+                )
+                if cap_grad is not None:
+                    slopes = slopes.mul_(cap_grad)
+                if x_grad is not None:
+                    _add_product(x_grad, slopes, words)
+                if needs_weight and total is not None:
                     _add_product(total[start : start + n_words], slopes.t(), x)
-            if grad_hidden is not None and of_x is not None:
-                grad_hidden[rows] = of_x.to(hidden.dtype)
+            if grad_hidden is not None and x_grad is not None:
+                grad_hidden[rows] = x_grad.to(hidden.dtype)
         grad_weight = total.to(weight.dtype) if total is not None and ctx.add_to is None else None
         return grad_hidden, grad_weight, None, None, None, None, None, None
 
@@ -87,7 +89,7 @@ class _PackedLogprobs(torch.autograd.Function):
 def _stats(
     hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, softcap: float, tile: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``logit_stats`` of all tokens over all of ``weight``, tile by tile."""
+    """Return ``logit_stats`` over all of ``weight``, computed tile by tile."""
     n_tokens, n_words = tile
     sums, picked = torch.zeros(2, targets.numel(), device=hidden.device)
     largest = torch.full_like(sums, -torch.inf)
@@ -95,27 +97,27 @@ def _stats(
     for rows in (slice(start, start + n_tokens) for start in range(0, targets.numel(), n_tokens)):
         for start in range(0, weight.shape[0], n_words):
             logits = _capped_(_product(hidden[rows], weight[start : start + n_words], buffer), softcap)
-            largest_here, sums_here, picked_here = logit_stats(logits, targets[rows] - start, scale)
-            of_both = torch.maximum(largest[rows], largest_here)
-            sums[rows] *= (largest[rows] - of_both).exp()
-            sums[rows] += sums_here * (largest_here - of_both).exp()
-            largest[rows] = of_both
-            picked[rows] += picked_here
+            tile_max, tile_sums, tile_picked = logit_stats(logits, targets[rows] - start, scale)
+            new_max = torch.maximum(largest[rows], tile_max)
+            sums[rows] *= (largest[rows] - new_max).exp()
+            sums[rows] += tile_sums * (tile_max - new_max).exp()
+            largest[rows] = new_max
+            picked[rows] += tile_picked
     return largest, sums, picked
 
 
 def logit_stats(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return of ``x = scale * logits`` (``[n, V]``) per row: max(x), sum(exp(x - max(x))), x at target; float32.
+    """Return max(x), sum(exp(x - max(x))) and x at the target of ``x = scale * logits`` (``[n, V]``), ``[n]`` float32.
 
-    ``targets`` (``[n]`` int64) outside 0..V-1 pick 0: other workers hold them. The logits are used up.
+    ``targets`` (``[n]`` int64) outside 0..V-1 belong to other shards and give 0. ``logits`` may be overwritten.
     """
     kernel = extension.kernel("logit_stats", logits.device.type) if _kernel_fits(logits) else None
     return logit_stats_reference(logits, targets, scale) if kernel is None else kernel(logits, targets, scale)
 
 
 def logit_stats_reference(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``logit_stats`` in plain torch."""
-    local, held = _held(targets, logits.shape[1])
+    """The reference implementation of ``logit_stats``."""
+    local, held = _localise(targets, logits.shape[1])
     x = logits.float().mul_(scale)
     picked = x.gather(1, local[:, None])[:, 0].masked_fill(~held, 0.0)
     largest = x.amax(-1)
@@ -125,12 +127,12 @@ def logit_stats_reference(logits: Tensor, targets: Tensor, scale: float) -> tupl
 def logit_slopes_(
     logits: Tensor, targets: Tensor, normalisers: Tensor, logprobs: Tensor, grads: Tensor, scale: float
 ) -> Tensor:
-    """Turn logits (``[n, V]``) into the gradient, in them, of ``grads . log softmax(x)[target]``; return them.
+    """Replace logits (``[n, V]``) by the gradient of ``grads . log softmax(x)[target]`` in them; return them.
 
-    ``x = scale * logits``, ``normalisers`` is log(sum(exp(x))) over the whole vocabulary, of which ``logits`` may be a
-    part, and ``targets`` are as for ``logit_stats``. The gradient at a target is ``1 - p`` from its ``logprobs``: the
-    logits, computed again in another chunk, differ in their last bits, all that is left of it where p is next to 1.
-    ``normalisers``, ``logprobs`` and ``grads`` are ``[n]`` float32.
+    ``x = scale * logits``; ``normalisers`` is log(sum(exp(x))) over the whole vocabulary, of which ``logits`` may be a
+    tile; ``targets`` are as in ``logit_stats``. The gradient at a target uses ``1 - p`` from ``logprobs``, because
+    recomputed logits may differ in their last bits, which dominate ``1 - p`` for p close to 1. ``normalisers``,
+    ``logprobs`` and ``grads`` are ``[n]`` float32.
     """
     kernel = extension.kernel("logit_slopes_", logits.device.type) if _kernel_fits(logits) else None
     if kernel is None:
@@ -142,17 +144,17 @@ def logit_slopes_(
 def logit_slopes_reference_(
     logits: Tensor, targets: Tensor, normalisers: Tensor, logprobs: Tensor, grads: Tensor, scale: float
 ) -> Tensor:
-    """Do what ``logit_slopes_`` does in plain torch."""
-    local, held = _held(targets, logits.shape[1])
-    ours = grads * scale
-    slopes = logits.float().mul_(scale).sub_(normalisers[:, None]).exp_().mul_(-ours[:, None])
-    at_target = torch.where(held, -ours * logprobs.expm1(), slopes.gather(1, local[:, None])[:, 0])
+    """The reference implementation of ``logit_slopes_``."""
+    local, held = _localise(targets, logits.shape[1])
+    scaled_grads = grads * scale
+    slopes = logits.float().mul_(scale).sub_(normalisers[:, None]).exp_().mul_(-scaled_grads[:, None])
+    at_target = torch.where(held, -scaled_grads * logprobs.expm1(), slopes.gather(1, local[:, None])[:, 0])
     slopes.scatter_(1, local[:, None], at_target[:, None])
     return slopes if slopes.dtype == logits.dtype else logits.copy_(slopes)
 
 
-def _held(targets: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return targets, 0 where they are outside 0..size-1, and whether they are inside."""
+def _localise(targets: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return targets, 0 if outside 0..size-1, and the mask of those inside."""
     held = (targets >= 0) & (targets < size)
     return targets.masked_fill(~held, 0), held
 
@@ -162,7 +164,7 @@ def _kernel_fits(logits: Tensor) -> bool:
 
 
 def _buffer(weight: Tensor, count: int, tile: tuple[int, int]) -> Tensor:
-    """Memory of a tile's logits: fresh memory per tile costs as much as the product."""
+    """Allocate the logits of a tile once: an allocation per tile costs as much as the product."""
     return weight.new_empty(min(tile[0], count) * min(tile[1], weight.shape[0]))
 
 
@@ -172,14 +174,14 @@ def _product(hidden: Tensor, words: Tensor, buffer: Tensor) -> Tensor:
 
 
 def _capped_(logits: Tensor, softcap: float) -> Tensor:
-    """Put logits through ``c * tanh(x / c)`` in place, where there is a cap c."""
+    """Apply ``c * tanh(x / c)`` in place if the softcap c is not 0."""
     return logits.div_(softcap).tanh_().mul_(softcap) if softcap else logits
 
 
 def _check_targets(targets: Tensor, vocab: int) -> None:
-    wrong = (targets < 0) | (targets >= vocab)
-    if bool(wrong.any()):
-        raise ValueError(f"target {int(targets[wrong][0])} is not one of {vocab} tokens")
+    invalid = (targets < 0) | (targets >= vocab)
+    if bool(invalid.any()):
+        raise ValueError(f"target {int(targets[invalid][0])} is outside the vocabulary of {vocab} tokens")
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -195,23 +197,22 @@ def packed_logprobs(
     targets: Tensor,
     temperature: float = 1.0,
     softcap: float = 0.0,
-    cut: VocabularyCut = UNCUT,
+    shard: VocabShard = FULL_VOCAB,
     tile: tuple[int, int] | None = None,
     add_to: Tensor | None = None,
 ) -> Tensor:
     """Return ``log softmax(hidden @ weight.T / temperature)`` at ``targets``, ``[T]`` float32.
 
-    With a ``softcap`` c the product goes through ``c * tanh(x / c)`` first (Gemma 2, arXiv 2408.00118, section 2).
-    ``hidden`` is ``[T, D]``, ``weight`` ``[V, D]`` of the same type, ``targets`` ``[T]`` int64. Never more logits than
-    those of a ``tile`` (tokens, words) exist at once; the backward pass computes them again, only for tokens whose
-    gradient is not zero. With a cut, ``weight`` is my part of the vocabulary and the gradient of ``hidden`` is mine to
-    be summed. The gradient of ``weight`` is added to ``add_to``, ``[V, D]`` float32, where that is given, and autograd
-    hears nothing of it: it then takes no memory of its own. Raises ValueError for a temperature that is not positive
-    and, on CPUs, for targets that are no tokens.
+    ``hidden`` is ``[T, D]``, ``weight`` ``[V, D]`` of the same dtype, ``targets`` ``[T]`` int64. A ``softcap`` c maps
+    products x to ``c * tanh(x / c)`` (Gemma 2, arXiv 2408.00118, section 2). Only one ``tile`` (tokens, entries) of
+    logits exists at a time; the backward pass recomputes tiles of tokens with a nonzero gradient. With a vocabulary
+    ``shard``, ``weight`` is this worker's and the gradient of ``hidden`` is a partial sum. If ``add_to``, ``[V, D]``
+    float32, is given, the gradient of ``weight`` is added to it instead of being returned to autograd. Raises
+    ValueError for a temperature that is not positive and, on CPUs, for targets outside the vocabulary.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    if not targets.is_cuda:  # elsewhere the check would wait for the device
-        _check_targets(targets, sum(cut.widths) or weight.shape[0])
+    if not targets.is_cuda:  # on CUDA the check would synchronise
+        _check_targets(targets, sum(shard.widths) or weight.shape[0])
     tile = tile or TILES.get(hidden.device.type, LARGE_TILE)
-    return _PackedLogprobs.apply(hidden, weight, targets, 1.0 / temperature, softcap, tile, cut, add_to)
+    return _PackedLogprobs.apply(hidden, weight, targets, 1.0 / temperature, softcap, tile, shard, add_to)

@@ -1,9 +1,11 @@
-"""Masked statistics of packed columns, as sums that add up over ranks."""
+"""Masked statistics of packed columns, as sums that can be all-reduced."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from realhf.ops.rows import per_token
 
 _EPS = 1e-5
 
@@ -17,8 +19,8 @@ def masked_sums(x: Tensor, mask: Tensor) -> Tensor:
 def normalise(x: Tensor, mask: Tensor, sums: Tensor) -> Tensor:
     """Return ``(x - mean) / (std + 1e-5)`` in the dtype of ``x``, 0 where ``mask`` is 0.
 
-    ``sums`` (``[..., 3]``, from masked_sums, added over ranks) gives mean and population variance; with leading
-    dimensions they must broadcast against ``x``. A count of 0 is read as mean 0 and variance 0.
+    The mean and population variance come from ``sums``, ``[..., 3]``: ``masked_sums`` summed over ranks; leading
+    dimensions must broadcast against ``x``. A count of 0 means mean 0 and variance 0.
     """
     total, squares, count = sums.unbind(-1)
     mean = total / count.clamp(min=1.0)
@@ -27,9 +29,9 @@ def normalise(x: Tensor, mask: Tensor, sums: Tensor) -> Tensor:
 
 
 def group_normalise(x: Tensor, mask: Tensor, lengths: Sequence[int], group_of_row: Sequence[int]) -> Tensor:
-    """Normalise ``x`` (``[T]``, rows of ``lengths``) with the statistics of each group of rows, 0 where masked.
+    """Normalise ``x`` (``[T]``, rows of ``lengths``) with the statistics of each row's group, 0 where masked.
 
-    ``group_of_row`` (``[B]``) holds any integers; rows that share one are a group, wherever they stand.
+    Rows with equal integers in ``group_of_row`` (``[B]``) form a group; they need not be adjacent.
     """
     if not lengths:
         return torch.zeros_like(x)
@@ -37,5 +39,4 @@ def group_normalise(x: Tensor, mask: Tensor, lengths: Sequence[int], group_of_ro
     groups, index = torch.tensor(group_of_row).unique(return_inverse=True)
     # on the CPU, where the order of additions is fixed
     sums = torch.zeros(len(groups), 3, dtype=torch.float64).index_add(0, index, torch.stack(row_sums).cpu())
-    per_token = sums[index].repeat_interleave(torch.tensor(lengths), 0)
-    return normalise(x, mask, per_token.to(x.device))
+    return normalise(x, mask, per_token(sums[index], lengths).to(x.device))

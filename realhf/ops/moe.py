@@ -1,4 +1,4 @@
-"""Routed experts: which ones a token goes to, products over tokens sorted by expert, and the losses of the router."""
+"""Mixture of experts: routing, grouped matrix products over tokens sorted by expert, and router losses."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,32 +9,32 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ExpertOrder:
-    """Tokens sorted by expert. ``order`` ``[T*k]`` lists the choices of all tokens by expert, ``inverse`` undoes it.
+    """The permutation that sorts (token, expert) pairs by expert, ``order`` ``[T*k]``, and its ``inverse``.
 
-    Choice ``k*t + j`` is the j-th of token t. ``sizes`` are how many choices each expert has.
+    Pair ``k*t + j`` is the j-th expert of token t. ``sizes`` are the numbers of pairs per expert.
     """
 
     order: Tensor
     inverse: Tensor
     sizes: tuple[int, ...]
-    per_token: int
+    top_k: int
 
 
-def route(logits: Tensor, per_token: int, renormalise: bool) -> tuple[Tensor, Tensor, Tensor]:
+def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return probabilities ``[T, E]`` (float32), weights and experts (``[T, k]``) of a router's ``[T, E]`` logits.
 
-    A token's experts are the ``per_token`` most probable ones, and their weights the probabilities, divided by their
-    sum where ``renormalise`` says so (Mixtral, arXiv 2401.04088, section 2.1).
+    Each token goes to its ``top_k`` most probable experts; ``renormalise`` divides their weights by the sum (Mixtral,
+    arXiv 2401.04088, section 2.1).
     """
     probs = logits.softmax(-1, dtype=torch.float32)
-    weights, experts = probs.topk(per_token, -1)
+    weights, experts = probs.topk(top_k, -1)
     if renormalise:
         weights = weights / weights.sum(-1, keepdim=True)
     return probs, weights.to(logits.dtype), experts
 
 
 def sort_by_expert(experts: Tensor, n_experts: int) -> ExpertOrder:
-    """Sort the choices ``[T, k]`` by expert, tokens of one expert in their order. Waits for the device."""
+    """Sort the pairs of ``experts`` ``[T, k]`` stably by expert. Synchronises with the device."""
     flat = experts.flatten()
     order = flat.argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -43,24 +43,24 @@ def sort_by_expert(experts: Tensor, n_experts: int) -> ExpertOrder:
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, by: ExpertOrder) -> Tensor:
-        ctx.by = by
-        return x.index_select(0, by.order // by.per_token)
+    def forward(ctx: Any, x: Tensor, order: ExpertOrder) -> Tensor:
+        ctx.order = order
+        return x.index_select(0, order.order // order.top_k)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.index_select(0, ctx.by.inverse).unflatten(0, (-1, ctx.by.per_token)).sum(1), None
+        return grad.index_select(0, ctx.order.inverse).unflatten(0, (-1, ctx.order.top_k)).sum(1), None
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, by: ExpertOrder) -> Tensor:
-        ctx.by = by
-        return y.index_select(0, by.inverse)
+    def forward(ctx: Any, y: Tensor, order: ExpertOrder) -> Tensor:
+        ctx.order = order
+        return y.index_select(0, order.inverse)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.index_select(0, ctx.by.order), None
+        return grad.index_select(0, ctx.order.order), None
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -89,45 +89,42 @@ class _GroupedLinear(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def dispatch(x: Tensor, by: ExpertOrder) -> Tensor:
-    """Copy each token ``[T, D]`` to each of its experts, sorted by expert: ``[T*k, D]``."""
-    return _Dispatch.apply(x, by)
+def dispatch(x: Tensor, order: ExpertOrder) -> Tensor:
+    """Return each token of ``x`` ``[T, D]`` once per expert, sorted by expert: ``[T*k, D]``."""
+    return _Dispatch.apply(x, order)
 
 
-def grouped_linear(x: Tensor, weight: Tensor, by: ExpertOrder) -> Tensor:
-    """Multiply the tokens of each expert by its matrix: ``x`` is ``[T*k, D]``, ``weight`` ``[E, out, D]``."""
-    return _GroupedLinear.apply(x, weight, by.sizes)
+def grouped_linear(x: Tensor, weight: Tensor, order: ExpertOrder) -> Tensor:
+    """Multiply each expert's tokens by its matrix: ``[T*k, D]`` and ``[E, out, D]`` to ``[T*k, out]``."""
+    return _GroupedLinear.apply(x, weight, order.sizes)
 
 
-def combine(y: Tensor, weights: Tensor, by: ExpertOrder) -> Tensor:
-    """Add up what a token's experts returned (``y`` ``[T*k, D]``) with its weights ``[T, k]``: ``[T, D]``."""
-    by_token = _Collect.apply(y, by).unflatten(0, (-1, by.per_token))
-    return torch.bmm(weights.unsqueeze(1), by_token).squeeze(1)
+def combine(y: Tensor, weights: Tensor, order: ExpertOrder) -> Tensor:
+    """Return the weighted sum over each token's experts, ``[T, D]``, of ``y`` ``[T*k, D]`` with weights ``[T, k]``."""
+    per_token = _Collect.apply(y, order).unflatten(0, (-1, order.top_k))
+    return torch.bmm(weights.unsqueeze(1), per_token).squeeze(1)
 
 
-def balance_loss(probs: Tensor, experts: Tensor, rows: Tensor, n_rows: int, mine: slice) -> Tensor:
-    """Return the load-balancing loss of my tokens: a sum over tokens.
+def balance_loss(probs: Tensor, experts: Tensor, rows: Tensor, n_rows: int, local: slice) -> Tensor:
+    """Return the load-balancing loss, summed over the local tokens.
 
-    ``probs`` (``[t, E]``) are of my tokens, ``experts`` (``[T, k]``) and ``rows`` (``[T]``, the row each token is in)
-    of all. For a row of n tokens it is ``n * E * sum_e f_e P_e``, where ``f_e`` is the share of its tokens that chose
-    expert e and ``P_e`` the mean of their probabilities for it: the loss of Switch Transformer (arXiv 2101.03961,
-    eq. 4) over one sequence at a time (DeepSeek-V3, arXiv 2412.19437, eq. 17). No statistic spans rows, so it depends
-    on neither micro-batches nor layout; divided by the tokens it is k for a balanced router.
+    ``probs`` is ``[t, E]`` of the tokens ``local``; ``experts`` (``[T, k]``) and ``rows`` (``[T]``) are of all tokens.
+    A row of n tokens has the loss ``n * E * sum_e f_e P_e``: ``f_e`` is the fraction of its tokens routed to expert e,
+    ``P_e`` their mean probability for e. This is the loss of Switch Transformer (arXiv 2101.03961, eq. 4) per sequence
+    (DeepSeek-V3, arXiv 2412.19437, eq. 17), so it depends on neither micro-batches nor layout. Per token it is k for a
+    balanced router.
     """
     n_experts = probs.shape[1]
-    places = (rows[:, None] * n_experts + experts).flatten()
-    chosen = torch.zeros(n_rows * n_experts, device=probs.device)
-    chosen = chosen.scatter_add_(0, places, torch.ones(len(places), device=probs.device)).view(n_rows, n_experts)
+    cells = (rows[:, None] * n_experts + experts).flatten()
+    counts = torch.zeros(n_rows * n_experts, device=probs.device)
+    counts = counts.scatter_add_(0, cells, torch.ones(len(cells), device=probs.device)).view(n_rows, n_experts)
     lengths = rows.bincount(minlength=n_rows)
-    shares = (chosen / lengths.clamp(min=1)[:, None]).index_select(0, rows[mine])
-    return n_experts * (shares * probs).sum()
+    fractions = (counts / lengths.clamp(min=1)[:, None]).index_select(0, rows[local])
+    return n_experts * (fractions * probs).sum()
 
 
 def z_loss(logits: Tensor) -> Tensor:
-    """Return the sum over tokens of the squared log-partition function of ``[t, E]`` logits.
-
-    Source: ST-MoE, arXiv 2202.08906, eq. 5.
-    """
+    """Return the sum over tokens of the squared log-sum-exp of ``[t, E]`` logits (ST-MoE, arXiv 2202.08906, eq. 5)."""
     return logits.float().logsumexp(-1).square().sum()
 
 
@@ -143,5 +140,5 @@ class _AddLoss(torch.autograd.Function):
 
 
 def add_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """Return ``x``; whatever is differentiated through it, ``loss`` is added to."""
+    """Return ``x``; a backward pass through it also differentiates ``loss``, with gradient 1."""
     return _AddLoss.apply(x, loss)

@@ -1,4 +1,4 @@
-"""Norms over the last dimension and rotary positions, with the fewest passes over memory."""
+"""Norms over the last dimension, and rotary position embeddings."""
 
 import math
 from typing import Any
@@ -13,8 +13,8 @@ from realhf.ops import extension
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """Divide each token of ``x`` ``[T, D]`` by its root mean square and scale it by ``weight + offset`` ``[D]``.
 
-    With an offset, short types are rounded once, at the end: ``1 + weight`` would lose the weight's last bits. The
-    compiled kernel is used for float32 where there is one for the device; its gradient keeps x alone.
+    With an offset, 16-bit types are computed in float32: ``1 + weight`` would lose the weight's last bits. The kernel
+    takes float32 and saves only ``x`` and ``weight``.
     """
     if offset:
         return rms_norm(x.float(), weight.float() + offset, eps).to(x.dtype)
@@ -33,13 +33,13 @@ class _RmsNorm(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
         kernel = extension.kernel("rms_norm", x.device.type)
-        assert kernel is not None, "``rms_norm`` looked"
+        assert kernel is not None, "the caller checks for the kernel"
         return kernel(x, weight, eps)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         kernel = extension.kernel("rms_norm_backward", grad.device.type)
-        assert kernel is not None, "both halves are compiled together"
+        assert kernel is not None, "forward and backward are compiled together"
         x_grad, weight_grad = kernel(grad.contiguous(), *ctx.saved_tensors, ctx.eps)
         return x_grad, weight_grad, None
 
@@ -51,39 +51,39 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 def rotary_frequencies(head_dim: int, base: float, scaling: dict[str, float]) -> Tensor:
     """Return the angle per position of each pair, ``[head_dim / 2]`` float32.
 
-    ``scaling`` is empty, a ``factor`` alone that slows all waves (arXiv 2306.15595), or Llama 3.1's: long waves are
-    slowed by ``factor``, short ones kept, the rest blended.
+    ``scaling`` is empty, only a ``factor`` (linear position interpolation, arXiv 2306.15595), or that of Llama 3.1,
+    which divides low frequencies by ``factor``, keeps high ones, and interpolates between them.
     """
-    plain = 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    frequencies = 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if not scaling:
-        return plain
+        return frequencies
     if set(scaling) == {"factor"}:
-        return plain / scaling["factor"]
+        return frequencies / scaling["factor"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return plain * (keep + (1 - keep) / scaling["factor"])
+    rotations = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    keep = ((rotations - low) / (high - low)).clamp(0, 1)
+    return frequencies * (keep + (1 - keep) / scaling["factor"])
 
 
 class Rotary:
-    """Cosines and signed sines of every position, computed once and extended when a longer row comes."""
+    """A table of cosines and signed sines by position, extended on demand."""
 
     def __init__(self, head_dim: int, base: float, scaling: dict[str, float], device: torch.device | str) -> None:
         self._frequencies = rotary_frequencies(head_dim, base, scaling).to(device)
         self._tables = torch.empty(2, 0, head_dim, device=device)
 
     def rows(self, positions: Tensor, longest: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return (cosine, signed sine), each ``[T, 1, head_dim]``, of positions below ``longest``."""
+        """Return (cosine, signed sine), each ``[T, 1, head_dim]``, of ``positions`` below ``longest``."""
         cos, sin = self.table(longest)[:, positions].to(dtype).unsqueeze(2)
         return cos, sin
 
     def table(self, longest: int) -> Tensor:
-        """Return cosines and signed sines, ``[2, L, head_dim]`` float32, of ``longest`` positions or more."""
+        """Return cosines and signed sines, ``[2, L, head_dim]`` float32, with ``L >= longest``."""
         if longest > self._tables.shape[1]:
             self._tables = self._build(1 << (longest - 1).bit_length())
         return self._tables
 
-    @torch.inference_mode(False)  # a backward pass may keep them
+    @torch.inference_mode(False)  # autograd may save the tables
     def _build(self, length: int) -> Tensor:
         angles = torch.outer(torch.arange(length, device=self._frequencies.device).float(), self._frequencies)
         cos, sin = angles.cos(), angles.sin()
@@ -91,11 +91,11 @@ class Rotary:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs ``(i, i + d/2)`` of ``x`` ``[T, heads, d]`` by their angles (RoFormer, arXiv 2104.09864).
+    """Rotate the pairs ``(i, i + d/2)`` of ``x`` ``[T, heads, d]`` (RoFormer, arXiv 2104.09864).
 
-    Angles of fewer dimensions turn the first ones of a head and leave the others.
+    If ``cos`` has fewer dimensions than a head, only the first dimensions are rotated.
     """
-    turning = cos.shape[-1]
-    if turning < x.shape[-1]:
-        return torch.cat((rotate(x[..., :turning], cos, sin), x[..., turning:]), -1)
+    rotary_dim = cos.shape[-1]
+    if rotary_dim < x.shape[-1]:
+        return torch.cat((rotate(x[..., :rotary_dim], cos, sin), x[..., rotary_dim:]), -1)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

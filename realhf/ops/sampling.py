@@ -1,4 +1,4 @@
-"""Sampling of tokens with counter-based randomness: what is drawn depends on (seed, prompt, sample, position) alone."""
+"""Token sampling with counter-based randomness: a token depends only on (seed, prompt, sample, position)."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from realhf.ops import extension
 
 
 def _int64(x: int) -> int:
-    """The two's complement reading of the lowest 64 bits."""
+    """Return the lowest 64 bits as a two's complement integer."""
     x &= (1 << 64) - 1
     return x - (1 << 64) if x >> 63 else x
 
@@ -16,16 +16,15 @@ _INCREMENT = _int64(0x9E3779B97F4A7C15)
 _FACTORS = (_int64(0xBF58476D1CE4E5B9), _int64(0x94D049BB133111EB))
 
 
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
+def _logical_shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit words. Products wrap around."""
-    x = (x ^ _shift(x, 30)) * _FACTORS[0]
-    x = (x ^ _shift(x, 27)) * _FACTORS[1]
-    return x ^ _shift(x, 31)
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014), a bijection of 64-bit words."""
+    x = (x ^ _logical_shift_right(x, 30)) * _FACTORS[0]
+    x = (x ^ _logical_shift_right(x, 27)) * _FACTORS[1]
+    return x ^ _logical_shift_right(x, 31)
 
 
 def uniform(seed: int, prompts: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
@@ -37,26 +36,26 @@ def uniform(seed: int, prompts: Tensor, samples: Tensor, positions: Tensor) -> T
 
 
 def uniform_reference(seed: int, prompts: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
-    """Compute ``uniform`` in plain torch: the same bits."""
+    """The reference implementation of ``uniform``, with identical bits."""
     state = _mix(torch.full_like(prompts, _int64(seed + _INCREMENT)))
     for counter in (prompts, samples, positions):
         state = _mix((state ^ counter) + _INCREMENT)
-    return _shift(state, 11).double() * 2.0**-53
+    return _logical_shift_right(state, 11).double() * 2.0**-53
 
 
-def _best(logits_SV: Tensor, k: int) -> Tensor:
-    """Ids of the k largest logits, descending, ``[S, k]``; of equal ones the lowest ids, on every device."""
+def _top_k_ids(logits_SV: Tensor, k: int) -> Tensor:
+    """Return the ids of the k largest logits, descending, ``[S, k]``; ties go to the lowest id on every device."""
     bits = (logits_SV.float() + 0.0).contiguous().view(torch.int32).long()  # -0.0 + 0.0 is 0.0
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers in the order of the floats
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers that sort like the floats
     vocab = logits_SV.shape[-1]
     keys = (ordered << 32) + torch.arange(vocab - 1, -1, -1, device=logits_SV.device)
     return keys.topk(k).indices
 
 
 def _candidates(logits_SV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor | None]:
-    """Logits of what may be drawn (-inf: may not), and their token ids where they are not the whole vocabulary."""
+    """Return candidate logits (-inf: excluded) and their token ids, or None for the whole vocabulary in order."""
     if 0 < top_k < logits_SV.shape[-1]:
-        ids = _best(logits_SV, top_k)
+        ids = _top_k_ids(logits_SV, top_k)
         logits = logits_SV.gather(-1, ids)
     elif top_p < 1.0:
         logits, ids = logits_SV.sort(dim=-1, descending=True, stable=True)
@@ -69,11 +68,11 @@ def _candidates(logits_SV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Te
 
 
 def _inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
-    """Index ``[S]`` of the first candidate whose cumulated probability exceeds ``u``; never one of probability 0."""
+    """Return the index ``[S]`` of the first candidate whose cumulative probability exceeds ``u``."""
     cdf = probs.cumsum(-1, dtype=torch.float64)
     target = u.double().unsqueeze(-1) * cdf[:, -1:]
     index = torch.searchsorted(cdf, target, right=True).clamp(max=probs.shape[-1] - 1)
-    # u next to 1, or a parallel cumsum that is not quite monotone, can land on nothing
+    # u close to 1, or a parallel cumsum that is not monotone, can select a candidate of probability 0
     index = torch.where(probs.gather(-1, index) > 0, index, probs.argmax(-1, keepdim=True))
     return index.squeeze(-1)
 
@@ -87,17 +86,16 @@ def sample(
     forbid: Tensor | None = None,
     forbid_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one token per row by inverse CDF; returns (tokens int64, logprobs, sampling_logprobs), each ``[S]``.
+    """Sample one token per row by inverse CDF; return (tokens int64, logprobs, sampling_logprobs), each ``[S]``.
 
-    ``logits`` is ``[S, V]`` float32 and ``u`` ``[S]`` in [0, 1). Token ids ``forbid`` (``[n]``) are ruled out in the
-    rows where ``forbid_rows`` (``[S]`` bool; None: everywhere) holds; then come the ``top_k`` most likely tokens
-    (0: all), then the smallest prefix of those whose mass reaches ``top_p``. ``logprobs`` is
-    log_softmax(logits / temperature) of the token, what training recomputes; ``sampling_logprobs`` is under the
-    distribution that was drawn from. Temperature 0 takes the most likely token (the lowest id of equal ones), with
-    ``logprobs`` of temperature 1 and ``sampling_logprobs`` 0. At least one token must be allowed in every row.
+    ``logits`` is ``[S, V]`` float32, ``u`` is ``[S]`` in [0, 1). Token ids ``forbid`` (``[n]``) are excluded in the
+    rows of ``forbid_rows`` (``[S]`` bool; None: all). Of the rest, the ``top_k`` most likely tokens are kept (0: all),
+    and of those the smallest prefix whose mass reaches ``top_p``. ``logprobs`` is log_softmax(logits / temperature),
+    which training recomputes; ``sampling_logprobs`` is of the truncated distribution. Temperature 0 is greedy, with the
+    lowest id on ties, ``logprobs`` of temperature 1 and ``sampling_logprobs`` 0. Every row needs an allowed token.
 
-    Where there is a compiled kernel for the device it draws, reading each row once and sorting nothing; tokens are
-    those of ``sample_reference`` unless ``u`` falls within rounding of the border between two.
+    The kernel does not sort. Its tokens equal those of ``sample_reference`` unless ``u`` is within rounding error of
+    the boundary between two tokens. Raises ValueError for options out of range.
     """
     kernel = extension.kernel("sample_tokens", logits.device.type)
     if kernel is None:
@@ -115,7 +113,7 @@ def sample_reference(
     forbid: Tensor | None = None,
     forbid_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what ``sample`` does in plain torch, by sorting."""
+    """The reference implementation of ``sample``, which sorts."""
     _check_options(temperature, top_k, top_p)
     scaled = logits.float() / (temperature or 1.0)
     log_p = scaled.log_softmax(-1)

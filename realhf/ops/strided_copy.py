@@ -1,4 +1,4 @@
-"""Boxes of tensors, which seldom lie in one piece of memory: copied from one to another."""
+"""Copies boxes of tensors, which are usually not contiguous."""
 
 import torch
 from torch import Tensor
@@ -7,14 +7,14 @@ from realhf.ops import extension
 
 
 def copy_box(target: Tensor, source: Tensor, streaming: bool = False) -> None:
-    """Copy ``source`` over ``target``, of the same shape, with any strides; they share no memory.
+    """Copy ``source`` to ``target``, of equal shape, any strides, and without overlap.
 
-    With ``streaming`` the stores go past the caches where they can: for much that is not needed soon. The compiled
-    kernel is used where there is one and no type is changed, else ``Tensor.copy_``.
+    ``streaming`` asks for non-temporal stores, for large data that is not read soon. Uses ``Tensor.copy_`` if there is
+    no kernel or the dtypes differ.
     """
-    alike = target.dtype == source.dtype and target.shape == source.shape and target.device == source.device
+    same_kind = target.dtype == source.dtype and target.shape == source.shape and target.device == source.device
     wants_grad = torch.is_grad_enabled() and (target.requires_grad or source.requires_grad)
-    kernel = extension.kernel("copy_box_", target.device.type) if alike and not wants_grad else None
+    kernel = extension.kernel("copy_box_", target.device.type) if same_kind and not wants_grad else None
     if kernel is None:
         target.copy_(source)
         return

@@ -1,7 +1,7 @@
-"""Packed attention on GPUs by torch's kernel for rows of any length (flash attention), shared prompts included.
+"""Packed attention on GPUs with torch's variable-length flash attention, including rows with a shared prefix.
 
-Rows that continue another one bring its keys and values along: they are gathered before their own, and autograd adds up
-what the copies lose. The kernel lines a row's last query up with its last key, which is what continuing means.
+The keys and values of a shared prefix are gathered in front of each row's own; autograd sums the gradients of copies.
+The kernel aligns a row's last query with its last key, as a row with a prefix needs.
 """
 
 from collections.abc import Callable
@@ -13,30 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WIDEST = 256
-"""Numbers of a head that the kernel takes at the most."""
+MAX_HEAD_DIM = 256
 Kernel = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Ragged:
-    """Where rows begin and end: ``queries`` and ``keys`` are ``[B + 1]`` int32, ``gather`` is ``[T_k]`` or None."""
+class VarlenLayout:
+    """Row offsets of queries and keys, ``[B + 1]`` int32, and the index of gathered keys, ``[T_k]`` or None."""
 
-    queries: Tensor
-    keys: Tensor
-    longest_query: int
-    longest_key: int
+    cu_queries: Tensor
+    cu_keys: Tensor
+    max_queries: int
+    max_keys: int
     gather: Tensor | None
 
 
 def is_available(device: torch.device) -> bool:
-    """Tell whether torch has the kernel for this device."""
     return device.type == "cuda" and _kernel() is not None
 
 
-def suits(q: Tensor, softcap: float) -> bool:
-    """Tell whether the kernel computes such attention: on a GPU, in a short type, without a cap."""
-    return is_available(q.device) and q.dtype.itemsize == 2 and q.shape[-1] <= WIDEST and not softcap
+def is_supported(q: Tensor, softcap: float) -> bool:
+    """Return True if the kernel supports these queries: on a GPU, 16 bits, without a softcap."""
+    return is_available(q.device) and q.dtype.itemsize == 2 and q.shape[-1] <= MAX_HEAD_DIM and not softcap
 
 
 @lru_cache(maxsize=1)
@@ -48,22 +46,22 @@ def _kernel() -> Kernel | None:
     return varlen_attn
 
 
-@lru_cache(maxsize=16)  # all layers of a pass ask for the same
-def ragged(lengths: tuple[int, ...], prefixes: tuple[int, ...], device: torch.device) -> Ragged:
-    """Lay rows out for the kernel; see ``packed_attention`` for lengths and prefixes."""
+@lru_cache(maxsize=16)  # all layers of a pass share the layout
+def varlen_layout(lengths: tuple[int, ...], prefixes: tuple[int, ...], device: torch.device) -> VarlenLayout:
+    """Return the kernel's arguments for the lengths and prefixes of ``packed_attention``."""
     shared = [lengths[p] if p >= 0 else 0 for p in prefixes] if prefixes else [0] * len(lengths)
     keys = [before + own for before, own in zip(shared, lengths, strict=True)]
     starts = list(accumulate(lengths, initial=0))
     gather = None
     if any(shared):
-        pieces = []
+        indices = []
         for row, (before, own) in enumerate(zip(shared, lengths, strict=True)):
             if before:
-                pieces.append(torch.arange(starts[prefixes[row]], starts[prefixes[row]] + before))
-            pieces.append(torch.arange(starts[row], starts[row] + own))
-        gather = torch.cat(pieces).to(device)
-    edges = torch.tensor([starts, list(accumulate(keys, initial=0))], dtype=torch.int32).to(device)
-    return Ragged(edges[0], edges[1], max(lengths, default=0), max(keys, default=0), gather)
+                indices.append(torch.arange(starts[prefixes[row]], starts[prefixes[row]] + before))
+            indices.append(torch.arange(starts[row], starts[row] + own))
+        gather = torch.cat(indices).to(device)
+    cu_seqlens = torch.tensor([starts, list(accumulate(keys, initial=0))], dtype=torch.int32).to(device)
+    return VarlenLayout(cu_seqlens[0], cu_seqlens[1], max(lengths, default=0), max(keys, default=0), gather)
 
 
 def varlen_attention(
@@ -76,17 +74,14 @@ def varlen_attention(
     window: int,
     kernel: Kernel | None = None,
 ) -> Tensor:
-    """Do ``packed_attention`` for q ``[T, H, d]``, k and v ``[T, K, d]``, and return ``[T, H, d]``.
-
-    A query sees the last ``window`` keys (0: all before it, and its own).
-    """
+    """Compute ``packed_attention`` of q ``[T, H, d]``, k and v ``[T, K, d]``; a ``window`` of 0 is unlimited."""
     kernel = kernel or _kernel()
-    assert kernel is not None, "``suits`` looked"
-    rows = ragged(lengths, prefixes, q.device)
-    if rows.gather is not None:
-        k, v = k.index_select(0, rows.gather), v.index_select(0, rows.gather)
+    assert kernel is not None, "the caller checks is_supported"
+    layout = varlen_layout(lengths, prefixes, q.device)
+    if layout.gather is not None:
+        k, v = k.index_select(0, layout.gather), v.index_select(0, layout.gather)
     out: Tensor = kernel(
-        q, k, v, rows.queries, rows.keys, rows.longest_query, rows.longest_key,
+        q, k, v, layout.cu_queries, layout.cu_keys, layout.max_queries, layout.max_keys,
         scale=scale, window_size=(window - 1 if window else -1, 0), enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
     return out

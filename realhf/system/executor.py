@@ -47,9 +47,9 @@ class Executor:
         interfaces: dict[str, Interface],
         spans: Spans,
         links: SharedMemoryPeers | None = None,
-        doing: ActivityStack | None = None,
+        activity: ActivityStack | None = None,
     ) -> None:
-        self.doing = doing or ActivityStack()
+        self.activity = activity or ActivityStack()
         self.run, self.rank, self.device, self.links = run, rank, device, links
         self.engines, self.interfaces, self.spans = engines, interfaces, spans
         self.store = RowStore()
@@ -96,7 +96,7 @@ class Executor:
             assert isinstance(copy, RowCopy)
             self.store.put_value(copy.row, copy.key, value)
 
-        exchange(moves, self.rank, read, write, self.device, links=self.links, doing=self.doing)
+        exchange(moves, self.rank, read, write, self.device, peers=self.links, activity=self.activity)
 
     def _reallocate(self, step: Reallocate) -> None:
         if step not in self._moves:
@@ -126,10 +126,10 @@ class Executor:
             write,
             self.device,
             into=into,
-            links=self.links,
+            peers=self.links,
             verify=self.run.config.verify_reallocation,
             copy=copy_box,
-            doing=self.doing,
+            activity=self.activity,
         )
 
     def _plan_moves(self, step: Reallocate) -> list[P2PCopy]:
@@ -138,7 +138,7 @@ class Executor:
         node_size = self.run.config.n_gpus_per_node
         specs = param_specs(config)
         routes = plan_realloc(specs, lambda pp: stage_layers(config, pp), step.src, step.dst, node_size)
-        near = {self.rank, *(self.links.peers if self.links else ())}
+        near = {self.rank, *(self.links.ranks if self.links else ())}
         ours = [route for route in routes if route.src in near or self.rank in route.dsts]
         dtype = torch.bfloat16 if self.run.roles[step.role].spec.bf16 else torch.float32
         return [

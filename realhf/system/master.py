@@ -79,7 +79,7 @@ class Master:
         self.run, self.channel, self.telemetry = run, channel, telemetry
         pulses = HeartbeatMonitor(run.config.heartbeat_timeout or float("inf"))
         patience = NODES_SETTLE_S if run.config.n_nodes > 1 else 0.0
-        self.mailbox = ReplyReceiver(channel, watch, self._doing, lambda rank: run.paths.log(f"worker-{rank}"),
+        self.mailbox = ReplyReceiver(channel, watch, self._activity, lambda rank: run.paths.log(f"worker-{rank}"),
                                nodes_settle_s=patience, pulses=pulses)  # fmt: skip
         self.checkpoint = str(last[0]) if last else ""
         length = replace(run.schedule, first_step=last[1].step) if last else run.schedule
@@ -120,7 +120,7 @@ class Master:
     def _tell_all(self, message: ToWorker) -> None:
         self.channel.send(range(self.run.plan.n_workers), message)
 
-    def _doing(self, rank: int) -> str:
+    def _activity(self, rank: int) -> str:
         asked = ", ".join(r.what for r in self.requests.values() if r.is_due[rank])
         return asked or ("nothing it was asked for" if self.requests else "its start-up")
 

@@ -66,8 +66,8 @@ class ModelWorker:
 
     def __init__(self, run: RunSpec, rank: int, send: Callable[[ToMaster], None], log: Logger) -> None:
         self.run, self.rank, self.send, self.log = run, rank, send, log
-        self.doing = ActivityStack()
-        self.spans = Spans(self.doing)
+        self.activity = ActivityStack()
+        self.spans = Spans(self.activity)
         self.device = torch.device(
             f"cuda:{rank % max(1, torch.cuda.device_count())}" if run.device == "cuda" else "cpu"
         )
@@ -89,7 +89,7 @@ class ModelWorker:
 
     def words(self) -> str:
         """Say what this worker is at, from any thread."""
-        return ", ".join(filter(None, (self.during, str(self.doing))))
+        return ", ".join(filter(None, (self.during, str(self.activity))))
 
     def handle(self, message: ToWorker) -> None:
         """Carry out one message and reply; an error is reported to the master and raised."""
@@ -153,9 +153,11 @@ class ModelWorker:
         if n_workers > 1:
             self.during = "joining the other workers"
             init_process_group(host, port, self.rank, n_workers, run.device, run.config.call_timeout, self.store)
-            groups = make_groups(groups_of(run.program), self.rank, self.doing)
+            groups = make_groups(groups_of(run.program), self.rank, self.activity)
             if self.device.type == "cpu":
-                self.links = open_shared_memory_peers(self.rank, n_workers, run.config.call_timeout, doing=self.doing)
+                self.links = open_shared_memory_peers(
+                    self.rank, n_workers, run.config.call_timeout, activity=self.activity
+                )
         self.during = "loading the tokenizer"
         self.tokenizer = load_tokenizer(run.tokenizer_folder)
         engines = {}
@@ -167,7 +169,7 @@ class ModelWorker:
             engines[role, layout] = build_engine(
                 run.models[role],
                 run.roles[role],
-                ParallelContext(layout, self.rank, self.device, groups, self.doing),
+                ParallelContext(layout, self.rank, self.device, groups, self.activity),
                 trained=trainer is not None and layout == keeper,
                 holds_weights=layout == keeper,
                 seed=stable_seed(run.config.seed, run.roles[role].starts_as or role),
@@ -180,7 +182,9 @@ class ModelWorker:
                 engines[role, layout] = self._with_server(role, engines[role, layout])
         self.during = "building interfaces"
         interfaces = self._interfaces()
-        self.executor = Executor(run, self.rank, self.device, engines, interfaces, self.spans, self.links, self.doing)
+        self.executor = Executor(
+            run, self.rank, self.device, engines, interfaces, self.spans, self.links, self.activity
+        )
         self.during = "reading the data"
         self.source = None
         if self.rank in run.fetchers:
@@ -257,7 +261,7 @@ class ModelWorker:
         if start < own.stop:
             return source.batch(first + at, first + at + stop - start, start)
         positions = range(first, first + own.stop - own.start)
-        return source.redrawn(step, positions, start - own.stop, stop - own.stop, start)
+        return source.resampled(step, positions, start - own.stop, stop - own.stop, start)
 
     def _bring(self, call: PrepareCall) -> None:
         self.executor.receive_inputs(call)

@@ -14,7 +14,12 @@ class Table:
     """Outputs of a bigram model: token t is predicted from token t-1, a state's value from its last token."""
 
     def __init__(self, logits, scores, batch):
-        self.logits, self.scores, self.tokens, self.ends = logits, scores, batch["tokens"], batch.cu_seqlens().long()
+        self.logits, self.scores, self.tokens, self.ends = (
+            logits,
+            scores,
+            batch["tokens"],
+            torch.tensor(batch.columns["tokens"].offsets),
+        )
 
     def logprobs(self, temperature=1.0):
         log_p = (self.logits / temperature).log_softmax(-1)[self.tokens.roll(1), self.tokens]

@@ -1,4 +1,4 @@
-"""Parameters move from any layout to any other, whichever way they travel, and nothing travels twice."""
+"""Parameters are reallocated between all pairs of layouts over every transport, and no byte is sent twice."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,9 +37,9 @@ LAYOUTS = [
         ("d3", (3, 0, 2)),
     ]
 ]
-WAYS = {  # the hosts of the ranks, into a place or through write, checked or not
+TRANSPORTS = {  # hosts of the ranks, whether ``into`` is given, whether checksums are verified
     "one host": (("a",) * WORLD, True, False),
-    "two hosts, checked": (("a", "b", "a", "b"), True, True),
+    "two hosts, verified": (("a", "b", "a", "b"), True, True),
     "four hosts": (("a", "b", "c", "d"), False, False),
 }
 
@@ -48,8 +48,8 @@ def stages(pp: int) -> tuple[range, ...]:
     return stage_layers(CONFIG, pp)
 
 
-def wholes() -> dict[str, Tensor]:
-    """Every parameter, each element with a value of its own."""
+def full_params() -> dict[str, Tensor]:
+    """Return every parameter; all elements differ."""
     flat, start = torch.arange(float(sum(spec.numel for spec in SPECS))), 0
     values = {}
     for spec in SPECS:
@@ -67,8 +67,8 @@ def shard(layout: Layout, rank: int, values: dict[str, Tensor] | None) -> FlatPa
     return params
 
 
-def lacking(src: Layout, dst: Layout, rank: int) -> int:
-    """Return the bytes a worker needs in ``dst`` and does not hold in ``src``."""
+def missing_bytes(src: Layout, dst: Layout, rank: int) -> int:
+    """Return the bytes of a worker's ``dst`` shard that are missing from its ``src`` shard."""
     held = shard_of(SPECS, stages, src, rank) if rank in src.mesh.ranks else {}
     need = shard_of(SPECS, stages, dst, rank) if rank in dst.mesh.ranks else {}
     common = [intersect(box, held[name]) for name, box in need.items() if name in held]
@@ -76,15 +76,15 @@ def lacking(src: Layout, dst: Layout, rank: int) -> int:
 
 
 def all_pairs(rank: int, world: int, hosts: tuple[str, ...], in_place: bool, verify: bool) -> tuple[list[str], int]:
-    """Return what was wrong, and with how many ranks memory was shared."""
-    links = open_shared_memory_peers(rank, world, 60.0, hosts)
-    values, wrong = wholes(), []
+    """Return the failures, and the number of ranks that share memory with this one."""
+    peers = open_shared_memory_peers(rank, world, 60.0, hosts)
+    values, failures = full_params(), []
     for src in LAYOUTS:
         source = shard(src, rank, values)
         for dst in LAYOUTS:
             target = shard(dst, rank, None)
             copies = tuple(copies_of(plan_realloc(SPECS, stages, src, dst)))
-            moves = [
+            p2p_copies = [
                 P2PCopy(c, c.src, c.dst, TensorSlice(torch.float32, box_numel(c.box)), (c.name, c.box)) for c in copies
             ]
 
@@ -98,28 +98,28 @@ def all_pairs(rank: int, world: int, hosts: tuple[str, ...], in_place: bool, ver
                 target.write(copy.name, copy.box, flat.view(box_shape(copy.box)))
 
             received = exchange(
-                moves,
+                p2p_copies,
                 rank,
                 read,
                 write,
                 torch.device("cpu"),
                 into=into if in_place else None,
-                links=links,
+                peers=peers,
                 verify=verify,
             )
-            if received != lacking(src, dst, rank):
-                wrong.append(f"{src} -> {dst}: {received} bytes instead of {lacking(src, dst, rank)}")
+            if received != missing_bytes(src, dst, rank):
+                failures.append(f"{src} -> {dst}: {received} bytes instead of {missing_bytes(src, dst, rank)}")
             if target is not None and not torch.equal(target.data, shard(dst, rank, values).data):
-                wrong.append(f"{src} -> {dst}: other values")
-    shared = len(links.peers)
-    links.close()
-    return wrong, shared
+                failures.append(f"{src} -> {dst}: other values")
+    shared = len(peers.ranks)
+    peers.close()
+    return failures, shared
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("way", WAYS)
-def test_all_pairs_of_layouts(on_ranks: Callable[..., list[Any]], way: str) -> None:
-    hosts, in_place, verify = WAYS[way]
-    for rank, (wrong, shared) in enumerate(on_ranks(WORLD, all_pairs, hosts, in_place, verify)):
-        assert not wrong
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_all_pairs_of_layouts(on_ranks: Callable[..., list[Any]], transport: str) -> None:
+    hosts, in_place, verify = TRANSPORTS[transport]
+    for rank, (failures, shared) in enumerate(on_ranks(WORLD, all_pairs, hosts, in_place, verify)):
+        assert not failures
         assert shared == hosts.count(hosts[rank]) - 1

@@ -1,4 +1,4 @@
-"""The seams of tensor parallelism and the cut vocabulary, against megatron-core's layers on the same two ranks."""
+"""Tensor-parallel regions and the sharded vocabulary against the layers of megatron-core on the same two ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from realhf.comm.process_groups import Group, make_groups
 from realhf.comm.tensor_parallel import TensorParallelRegion
-from realhf.ops.logprobs import VocabularyCut, packed_logprobs
+from realhf.ops.logprobs import VocabShard, packed_logprobs
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytestmark = pytest.mark.dist
@@ -18,7 +18,7 @@ TOKENS, HIDDEN, WIDE, VOCAB = 7, 8, 12, 10
 Pair = tuple[list[Tensor], list[Tensor]]
 
 
-def drawn(*shape: int, seed: int) -> Tensor:
+def randn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -31,7 +31,7 @@ def shard(whole: Tensor, rank: int, dim: int = 0) -> Tensor:
 
 
 def both(job: Callable[..., Pair]) -> Callable[[int, int], tuple[float, int]]:
-    """Return what a rank does: how far its results are from megatron-core's, at the most, and how many they are."""
+    """Return a rank function whose result is the largest difference from megatron-core and the number of tensors."""
 
     def run(rank: int, world: int) -> tuple[float, int]:
         from megatron.core import ModelParallelConfig, parallel_state
@@ -49,53 +49,53 @@ def both(job: Callable[..., Pair]) -> Callable[[int, int], tuple[float, int]]:
 def linear(rank: int, group: Group, config: Any, columns: bool) -> Pair:
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-    weight = drawn(WIDE, HIDDEN, seed=1) if columns else drawn(HIDDEN, WIDE, seed=1)
-    x = drawn(TOKENS, HIDDEN, seed=2) if columns else shard(drawn(TOKENS, WIDE, seed=2), rank, 1)
-    mine, slope = shard(weight, rank, 0 if columns else 1), drawn(TOKENS, WIDE if columns else HIDDEN, seed=3)
-    slope = shard(slope, rank, 1) if columns else slope
+    weight = randn(WIDE, HIDDEN, seed=1) if columns else randn(HIDDEN, WIDE, seed=1)
+    x = randn(TOKENS, HIDDEN, seed=2) if columns else shard(randn(TOKENS, WIDE, seed=2), rank, 1)
+    local, grad = shard(weight, rank, 0 if columns else 1), randn(TOKENS, WIDE if columns else HIDDEN, seed=3)
+    grad = shard(grad, rank, 1) if columns else grad
     common = {"config": config, "init_method": lambda w: None, "bias": False}
     if columns:
         layer = ColumnParallelLinear(HIDDEN, WIDE, gather_output=False, **common)
     else:
         layer = RowParallelLinear(WIDE, HIDDEN, input_is_parallel=True, skip_bias_add=False, **common)
     with torch.no_grad():
-        layer.weight.copy_(mine)
+        layer.weight.copy_(local)
     their_x = leaf(x)
     their_y, _ = layer(their_x[:, None])
-    their_y[:, 0].backward(slope)
-    our_x, our_w, seams = leaf(x), leaf(mine), TensorParallelRegion(group, TOKENS)
-    our_y = F.linear(seams.copy_to_tp(our_x), our_w) if columns else seams.reduce_from_tp(F.linear(our_x, our_w))
-    our_y.backward(slope)
+    their_y[:, 0].backward(grad)
+    our_x, our_w, region = leaf(x), leaf(local), TensorParallelRegion(group, TOKENS)
+    our_y = F.linear(region.copy_to_tp(our_x), our_w) if columns else region.reduce_from_tp(F.linear(our_x, our_w))
+    our_y.backward(grad)
     return [our_y, our_x.grad, our_w.grad], [their_y[:, 0], their_x.grad, layer.weight.grad]
 
 
-def cut_of(rank: int, group: Group) -> VocabularyCut:
-    return VocabularyCut(rank * VOCAB // 2, (VOCAB // 2, VOCAB // 2), group.all_reduce, group.all_max)
+def shard_of(rank: int, group: Group) -> VocabShard:
+    return VocabShard(rank * VOCAB // 2, (VOCAB // 2, VOCAB // 2), group.all_reduce, group.all_max)
 
 
 def column(rank: int, world: int) -> tuple[float, int]:
-    return both(lambda *given: linear(*given, columns=True))(rank, world)
+    return both(lambda *args: linear(*args, columns=True))(rank, world)
 
 
 def row(rank: int, world: int) -> tuple[float, int]:
-    return both(lambda *given: linear(*given, columns=False))(rank, world)
+    return both(lambda *args: linear(*args, columns=False))(rank, world)
 
 
 def embedding(rank: int, world: int) -> tuple[float, int]:
     def job(rank: int, group: Group, config: Any) -> Pair:
         from megatron.core.tensor_parallel import VocabParallelEmbedding
 
-        mine, tokens = shard(drawn(VOCAB, HIDDEN, seed=4), rank), torch.tensor([0, 9, 4, 5, 5, 2, 7])
-        slope = drawn(TOKENS, HIDDEN, seed=5)
+        local, tokens = shard(randn(VOCAB, HIDDEN, seed=4), rank), torch.tensor([0, 9, 4, 5, 5, 2, 7])
+        grad = randn(TOKENS, HIDDEN, seed=5)
         layer = VocabParallelEmbedding(VOCAB, HIDDEN, init_method=lambda w: None, config=config)
         with torch.no_grad():
-            layer.weight.copy_(mine)
+            layer.weight.copy_(local)
         theirs = layer(tokens[:, None])[:, 0]
-        theirs.backward(slope)
-        weight = leaf(mine)
-        local, held = cut_of(rank, group).mine(tokens, len(weight))
-        ours = TensorParallelRegion(group, TOKENS).reduce_from_tp(F.embedding(local, weight) * held[:, None])
-        ours.backward(slope)
+        theirs.backward(grad)
+        weight = leaf(local)
+        local_ids, held = shard_of(rank, group).to_local(tokens, len(weight))
+        ours = TensorParallelRegion(group, TOKENS).reduce_from_tp(F.embedding(local_ids, weight) * held[:, None])
+        ours.backward(grad)
         return [ours, weight.grad], [theirs, layer.weight.grad]
 
     return both(job)(rank, world)
@@ -108,25 +108,25 @@ def cross_entropy(rank: int, world: int) -> tuple[float, int]:
             vocab_parallel_cross_entropy,
         )
 
-        mine, x = shard(drawn(VOCAB, HIDDEN, seed=6), rank), drawn(TOKENS, HIDDEN, seed=7)
-        targets, slope = torch.tensor([0, 9, 4, 5, 5, 2, 7]), drawn(TOKENS, seed=8)
-        their_x, their_w = leaf(x), leaf(mine)
+        local, x = shard(randn(VOCAB, HIDDEN, seed=6), rank), randn(TOKENS, HIDDEN, seed=7)
+        targets, grad = torch.tensor([0, 9, 4, 5, 5, 2, 7]), randn(TOKENS, seed=8)
+        their_x, their_w = leaf(x), leaf(local)
         logits = F.linear(copy_to_tensor_model_parallel_region(their_x), their_w)
         theirs = vocab_parallel_cross_entropy(logits[:, None].contiguous(), targets[:, None])[:, 0]
-        theirs.backward(slope)
-        our_x, our_w = leaf(x), leaf(mine)
+        theirs.backward(grad)
+        our_x, our_w = leaf(x), leaf(local)
         ours = -packed_logprobs(
-            TensorParallelRegion(group, TOKENS).copy_to_tp(our_x), our_w, targets, cut=cut_of(rank, group)
+            TensorParallelRegion(group, TOKENS).copy_to_tp(our_x), our_w, targets, shard=shard_of(rank, group)
         )
-        ours.backward(slope)
+        ours.backward(grad)
         return [ours, our_x.grad, our_w.grad], [theirs, their_x.grad, their_w.grad]
 
     return both(job)(rank, world)
 
 
 @pytest.mark.parametrize("job", [column, row, embedding, cross_entropy])
-def test_cut_layers_equal_those_of_megatron_core(
+def test_sharded_layers_match_megatron_core(
     job: Callable[[int, int], tuple[float, int]], on_ranks: Callable[..., list[tuple[float, int]]]
 ) -> None:
-    for apart, n_compared in on_ranks(2, job):
-        assert n_compared >= 2 and apart < 1e-5
+    for difference, n_compared in on_ranks(2, job):
+        assert n_compared >= 2 and difference < 1e-5

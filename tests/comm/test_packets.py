@@ -1,4 +1,4 @@
-"""Parcels hold every element once, in order and within bounds; what was damaged is noticed."""
+"""Packets contain every element once, in order and within bounds; corruption is detected."""
 
 import pytest
 import torch
@@ -13,44 +13,44 @@ DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.int64)
 
 
 @st.composite
-def moves_of_rank_0(draw: st.DrawFn) -> list[P2PCopy]:
-    moves = []
+def copies_of_rank_0(draw: st.DrawFn) -> list[P2PCopy]:
+    copies = []
     for number in range(draw(st.integers(0, 12))):
-        piece = TensorSlice(draw(st.sampled_from(DTYPES)), draw(st.integers(1, 300)))
+        tensor_slice = TensorSlice(draw(st.sampled_from(DTYPES)), draw(st.integers(1, 300)))
         receivers = draw(st.sets(st.integers(1, 3), min_size=1))
         content = number if draw(st.booleans()) else None
-        moves += [P2PCopy((number, dst), 0, dst, piece, content) for dst in sorted(receivers)]
-    return draw(st.permutations(moves))
+        copies += [P2PCopy((number, dst), 0, dst, tensor_slice, content) for dst in sorted(receivers)]
+    return draw(st.permutations(copies))
 
 
 @settings(max_examples=50, deadline=None)
-@given(moves_of_rank_0(), st.integers(2, 40), st.sampled_from((0, ALIGN)), st.sampled_from((1, 500, 1 << 40)))
-def test_every_element_travels_once(moves: list[P2PCopy], limit: int, trailer: int, alone: int) -> None:
+@given(copies_of_rank_0(), st.integers(2, 40), st.sampled_from((0, ALIGN)), st.sampled_from((1, 500, 1 << 40)))
+def test_every_element_is_sent_once(copies: list[P2PCopy], limit: int, trailer: int, alone: int) -> None:
     limit = limit * ALIGN
-    seen = {move.what: 0 for move in moves}
+    seen = {copy.what: 0 for copy in copies}
     written = set()
-    for parcel in packets_of(moves, limit, trailer, alone):
-        assert 0 < parcel.nbytes <= limit
+    for packet in packets_of(copies, limit, trailer, alone):
+        assert 0 < packet.nbytes <= limit
         end = 0
-        for part in parcel.parts:
-            assert part.at == end and part.at % ALIGN == 0 and part.start < part.stop
-            assert part.nbytes == (part.stop - part.start) * part.dtype.itemsize
-            end += -(-part.nbytes // ALIGN) * ALIGN + trailer
-            assert parcel.to == tuple(sorted(move.dst for move in part.moves))
-            for move in part.moves:
-                assert seen[move.what] == part.start
-                seen[move.what] = part.stop
-            key = (part.moves[0].dedup_key, part.start)
-            assert key[0] is None or key not in written  # the same content leaves once
+        for chunk in packet.chunks:
+            assert chunk.offset == end and chunk.offset % ALIGN == 0 and chunk.start < chunk.stop
+            assert chunk.nbytes == (chunk.stop - chunk.start) * chunk.dtype.itemsize
+            end += -(-chunk.nbytes // ALIGN) * ALIGN + trailer
+            assert packet.dsts == tuple(sorted(copy.dst for copy in chunk.copies))
+            for copy in chunk.copies:
+                assert seen[copy.what] == chunk.start
+                seen[copy.what] = chunk.stop
+            key = (chunk.copies[0].dedup_key, chunk.start)
+            assert key[0] is None or key not in written  # equal content is sent once
             written.add(key)
-            assert len(parcel.parts) == 1 or part.moves[0].piece.nbytes < alone
-        assert end == parcel.nbytes
-    assert seen == {move.what: move.piece.numel for move in moves}
+            assert len(packet.chunks) == 1 or chunk.copies[0].tensor_slice.nbytes < alone
+        assert end == packet.nbytes
+    assert seen == {copy.what: copy.tensor_slice.numel for copy in copies}
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
-def test_spans_are_the_elements_in_order(shape: list[int], data: st.DataObject) -> None:
+def test_strided_views_are_the_elements_in_order(shape: list[int], data: st.DataObject) -> None:
     wide = torch.arange(torch.Size(shape).numel() * 2 ** len(shape)).view([2 * n for n in shape])
     cuts = [data.draw(st.integers(0, n)) for n in shape]
     box = wide[tuple(slice(cut, cut + n) for cut, n in zip(cuts, shape, strict=True))]
@@ -64,8 +64,8 @@ def test_spans_are_the_elements_in_order(shape: list[int], data: st.DataObject) 
 
 @settings(max_examples=50, deadline=None)
 @given(st.sampled_from(DTYPES), st.integers(1, 100), st.integers(0, 7), st.data())
-def test_any_changed_element_is_noticed(dtype: torch.dtype, numel: int, offset: int, data: st.DataObject) -> None:
-    weights = ends(torch.zeros(1)).weights[:16]
+def test_checksum_detects_any_changed_element(dtype: torch.dtype, numel: int, offset: int, data: st.DataObject) -> None:
+    weights = buffers(torch.zeros(1)).weights[:16]
     values = torch.arange(numel + offset).to(dtype)[offset:]
     before = checksum([values], dtype, weights)
     cut = data.draw(st.integers(0, numel))
@@ -74,29 +74,29 @@ def test_any_changed_element_is_noticed(dtype: torch.dtype, numel: int, offset: 
     assert not torch.equal(checksum([values], dtype, weights), before)
 
 
-def ends(place: Tensor, rank: int = 1) -> ExchangeBuffers:
+def buffers(target: Tensor, rank: int = 1) -> ExchangeBuffers:
     return ExchangeBuffers(
-        rank, lambda what: torch.arange(8.0), lambda what, flat: None, lambda what: place, CPU, verify=True
+        rank, lambda what: torch.arange(8.0), lambda what, flat: None, lambda what: target, CPU, verify=True
     )
 
 
-@pytest.mark.parametrize("at", (0, 17, 31, 32))  # in the elements, and in the checksum itself
-def test_a_damaged_parcel_is_refused_by_name(at: int) -> None:
-    moves = [P2PCopy("layers.3.wq", 0, 1, TensorSlice(torch.float32, 8))]
-    (parcel,) = packets_of(moves, 1024, ALIGN)
-    buffer, place = torch.zeros(parcel.nbytes, dtype=torch.uint8), torch.zeros(8)
-    ends(place, 0).pack(parcel, buffer)
-    ends(place).unpack(parcel, buffer)
-    assert torch.equal(place, torch.arange(8.0))
+@pytest.mark.parametrize("at", (0, 17, 31, 32))  # in the elements and in the checksum
+def test_a_corrupted_packet_is_an_error_that_names_it(at: int) -> None:
+    copies = [P2PCopy("layers.3.wq", 0, 1, TensorSlice(torch.float32, 8))]
+    (packet,) = packets_of(copies, 1024, ALIGN)
+    buffer, target = torch.zeros(packet.nbytes, dtype=torch.uint8), torch.zeros(8)
+    buffers(target, 0).pack(packet, buffer)
+    buffers(target).unpack(packet, buffer)
+    assert torch.equal(target, torch.arange(8.0))
     buffer[at] ^= 4
-    with pytest.raises(RuntimeError, match="layers.3.wq was damaged on its way from rank 0 to rank 1"):
-        ends(place).unpack(parcel, buffer)
+    with pytest.raises(RuntimeError, match="layers.3.wq was corrupted between rank 0 and rank 1"):
+        buffers(target).unpack(packet, buffer)
 
 
-def test_a_place_that_cannot_hold_the_values_is_noticed() -> None:
-    moves = [P2PCopy("norm", 0, 1, TensorSlice(torch.float32, 8))]
-    (parcel,) = packets_of(moves, 1024, ALIGN)
-    buffer = torch.zeros(parcel.nbytes, dtype=torch.uint8)
-    ExchangeBuffers(0, lambda what: torch.rand(8), lambda what, flat: None, None, CPU, verify=True).pack(parcel, buffer)
-    with pytest.raises(RuntimeError, match="norm was damaged"):
-        ends(torch.zeros(8, dtype=torch.bfloat16)).unpack(parcel, buffer)
+def test_a_target_of_lower_precision_is_detected() -> None:
+    copies = [P2PCopy("norm", 0, 1, TensorSlice(torch.float32, 8))]
+    (packet,) = packets_of(copies, 1024, ALIGN)
+    buffer = torch.zeros(packet.nbytes, dtype=torch.uint8)
+    ExchangeBuffers(0, lambda what: torch.rand(8), lambda what, flat: None, None, CPU, verify=True).pack(packet, buffer)
+    with pytest.raises(RuntimeError, match="norm was corrupted"):
+        buffers(torch.zeros(8, dtype=torch.bfloat16)).unpack(packet, buffer)

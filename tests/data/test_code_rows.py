@@ -1,4 +1,4 @@
-"""Rows with programming problems: the forms that are taken, and the words for every bad one."""
+"""Rows with programming problems: accepted forms, and the message for every kind of bad row."""
 
 import gzip
 import json
@@ -39,15 +39,15 @@ def test_no_fn_name_is_the_same_as_null(tmp_path: Path) -> None:
     assert json.loads(row.fields["input_output"]) == TESTS
 
 
-def test_a_stub_stays_as_it_is_when_the_prompt_gets_a_template(tmp_path: Path) -> None:
-    (row,) = read(tmp_path, {"task_id": "T/1", **STUB}, prompt_template="Go on:\n{prompt}").rows
-    assert row.fields["prompt"] == "Go on:\ndef f(x):\n" and row.fields["stub"] == "def f(x):\n"
+def test_the_template_does_not_change_the_stub(tmp_path: Path) -> None:
+    (row,) = read(tmp_path, {"task_id": "T/1", **STUB}, prompt_template="Complete:\n{prompt}").rows
+    assert row.fields["prompt"] == "Complete:\ndef f(x):\n" and row.fields["stub"] == "def f(x):\n"
     assert row.fields["query_id"] == "T/1" and row.fields["test"] == STUB["test"]
 
 
-def test_human_eval_is_read_as_it_comes(tmp_path: Path) -> None:
+def test_human_eval_is_read_unchanged(tmp_path: Path) -> None:
     if not HUMAN_EVAL.is_file():
-        pytest.skip(f"third-party data {HUMAN_EVAL.name} is not here")
+        pytest.skip(f"third-party data {HUMAN_EVAL.name} is missing")
     file = tmp_path / "HumanEval.jsonl"
     file.write_bytes(gzip.decompress(HUMAN_EVAL.read_bytes()))
     rows = read_rows(DatasetConfig(path=str(file)), Task.code).rows
@@ -68,15 +68,15 @@ def test_human_eval_is_read_as_it_comes(tmp_path: Path) -> None:
         ({"prompt": "p", "input_output": {"inputs": [], "outputs": []}}, "0 'inputs' and 0 'outputs'"),
         ({"prompt": "p", "input_output": {**CALLS, "fn_name": 3}}, "'fn_name' of 'input_output' is 3, it must be the"),
         ({"prompt": "p", "input_output": {**CALLS, "fn_name": "a b"}}, "'fn_name' of 'input_output' is a text, it"),
-        ({"prompt": "p", "input_output": {**CALLS, "inputs": ["x", "1"]}}, "'inputs'[0] holds 'x', with 'fn_name'"),
-        ({"prompt": "p", "input_output": {**CALLS, "outputs": ["1", ""]}}, "'outputs'[1] holds '', with 'fn_name'"),
-        ({**STUB, "entry_point": "g"}, "'prompt' does not define a function 'g', as one with 'test' and"),
-        ({**STUB, "test": "assert f(1)"}, "'test' does not define a function 'check', as one"),
+        ({"prompt": "p", "input_output": {**CALLS, "inputs": ["x", "1"]}}, "'inputs'[0] is 'x'; with 'fn_name'"),
+        ({"prompt": "p", "input_output": {**CALLS, "outputs": ["1", ""]}}, "'outputs'[1] is ''; with 'fn_name'"),
+        ({**STUB, "entry_point": "g"}, "'prompt' does not define a function 'g', which 'test' and"),
+        ({**STUB, "test": "assert f(1)"}, "'test' does not define a function 'check', which"),
         ({**STUB, "entry_point": None}, "'entry_point' is null, it must be text"),
         ({**STUB, "prompt": [{"role": "user", "content": "c"}]}, "'prompt' is a list, it must be text"),
     ],
 )
-def test_a_bad_row_is_named(tmp_path: Path, row: dict, words: str) -> None:
+def test_a_bad_row_is_reported(tmp_path: Path, row: dict, words: str) -> None:
     rows = read(tmp_path, STUB, row)
     assert [r.line for r in rows.rows] == [1]
     assert rows.problems[0].startswith(f"{tmp_path}/d.jsonl:2: {words}")

@@ -1,10 +1,10 @@
-"""The stream of rows depends on the seed and the position alone."""
+"""The stream of rows depends only on the seed and the position."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.data.order import epoch_order, redrawn_at, rows_at
+from realhf.data.order import epoch_order, resampled_at, rows_at
 
 SEEDS = st.integers(0, 2**40)
 SIZES = st.integers(1, 40)
@@ -18,8 +18,8 @@ def test_every_epoch_is_a_permutation(seed: int, epoch: int, n: int, shuffle: bo
 
 @settings(max_examples=50, deadline=None)
 @given(SEEDS, SIZES, st.lists(st.integers(0, 200), min_size=3, max_size=3), st.booleans())
-def test_a_range_may_be_split_anywhere(seed: int, n: int, cuts: list[int], shuffle: bool) -> None:
-    start, middle, stop = sorted(cuts)
+def test_a_range_may_be_split_anywhere(seed: int, n: int, bounds: list[int], shuffle: bool) -> None:
+    start, middle, stop = sorted(bounds)
     whole = rows_at(seed, n, start, stop, shuffle)
     assert whole == rows_at(seed, n, start, middle, shuffle) + rows_at(seed, n, middle, stop, shuffle)
     assert whole == [int(epoch_order(seed, i // n, n, shuffle)[i % n]) for i in range(start, stop)]
@@ -27,14 +27,16 @@ def test_a_range_may_be_split_anywhere(seed: int, n: int, cuts: list[int], shuff
 
 @settings(max_examples=50, deadline=None)
 @given(SEEDS, SIZES, st.integers(0, 9), st.integers(1, 9), st.lists(st.integers(0, 60), min_size=3, max_size=3))
-def test_redraws_are_of_rows_that_the_step_has_not(seed: int, n: int, step: int, size: int, cuts: list[int]) -> None:
-    start, middle, stop = sorted(cuts)
+def test_replacement_rows_exclude_own_rows(
+    seed: int, n: int, step: int, size: int, bounds: list[int]
+) -> None:
+    start, middle, stop = sorted(bounds)
     own = rows_at(seed, n, step * size, (step + 1) * size, True)
-    found = redrawn_at(seed, n, step, own, start, stop)
-    assert found == redrawn_at(seed, n, step, own, start, middle) + redrawn_at(seed, n, step, own, middle, stop)
+    rows = resampled_at(seed, n, step, own, start, stop)
+    assert rows == resampled_at(seed, n, step, own, start, middle) + resampled_at(seed, n, step, own, middle, stop)
     n_others = n - len(set(own))
-    assert len(set(redrawn_at(seed, n, step, own, 0, n_others))) == n_others
-    assert not set(found) & set(own) or n_others == 0
+    assert len(set(resampled_at(seed, n, step, own, 0, n_others))) == n_others
+    assert not set(rows) & set(own) or n_others == 0
 
 
 def test_epochs_and_seeds_differ_unless_rows_are_not_shuffled() -> None:
@@ -43,6 +45,6 @@ def test_epochs_and_seeds_differ_unless_rows_are_not_shuffled() -> None:
     assert rows_at(1, 3, 0, 7, shuffle=False) == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_positions_before_the_start_are_refused() -> None:
+def test_negative_positions_are_an_error() -> None:
     with pytest.raises(ValueError, match="positions -1:2"):
         rows_at(1, 3, -1, 2, True)

@@ -1,4 +1,4 @@
-"""Parquet files give the rows that JSON lines would."""
+"""Parquet files give the same rows as JSON lines."""
 
 import datetime
 import json
@@ -20,7 +20,7 @@ ROWS = [
 ]
 
 
-def written(folder: Path, rows: list[dict[str, Any]], name: str = "d.parquet", **options: Any) -> str:
+def write_parquet(folder: Path, rows: list[dict[str, Any]], name: str = "d.parquet", **options: Any) -> str:
     from pyarrow.parquet import write_table
 
     write_table(pyarrow.Table.from_pylist(rows), folder / name, **options)
@@ -31,40 +31,40 @@ def test_rows_are_those_of_json_lines(tmp_path: Path) -> None:
     rows = ROWS[:2]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     as_lines = read_rows(DatasetConfig(path=str(tmp_path / "d.jsonl")), Task.math)
-    found = read_rows(DatasetConfig(path=written(tmp_path, rows, row_group_size=1)), Task.math)
-    assert [row.fields["prompt"] for row in found.rows] == ["1+1=", "2+2="] and len(as_lines.rows) == 2
-    assert [row.line for row in found.rows] == [1, 2]
-    assert found.rows[0].fields == as_lines.rows[0].fields and "level" not in found.rows[1].fields
+    from_parquet = read_rows(DatasetConfig(path=write_parquet(tmp_path, rows, row_group_size=1)), Task.math)
+    assert [row.fields["prompt"] for row in from_parquet.rows] == ["1+1=", "2+2="] and len(as_lines.rows) == 2
+    assert [row.line for row in from_parquet.rows] == [1, 2]
+    assert from_parquet.rows[0].fields == as_lines.rows[0].fields and "level" not in from_parquet.rows[1].fields
 
 
-def test_a_name_does_not_matter_and_chats_are_read(tmp_path: Path) -> None:
-    found = read_rows(DatasetConfig(path=written(tmp_path, ROWS[2:], "rows.data")), Task.math)
+def test_the_file_name_is_ignored_and_chats_are_read(tmp_path: Path) -> None:
+    from_parquet = read_rows(DatasetConfig(path=write_parquet(tmp_path, ROWS[2:], "rows.data")), Task.math)
     as_lines = tmp_path / "d.jsonl"
     as_lines.write_text(json.dumps(ROWS[2]))
-    assert found.rows[0].fields == read_rows(DatasetConfig(path=str(as_lines)), Task.math).rows[0].fields
+    assert from_parquet.rows[0].fields == read_rows(DatasetConfig(path=str(as_lines)), Task.math).rows[0].fields
 
 
-def test_what_json_has_not_becomes_text(tmp_path: Path) -> None:
+def test_types_without_json_equivalent_become_text(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "solutions": ["1"], "seen": datetime.date(2026, 1, 2)}]
-    found = read_rows(DatasetConfig(path=written(tmp_path, rows)), Task.math)
-    assert found.rows[0].fields["seen"] == "2026-01-02"
+    from_parquet = read_rows(DatasetConfig(path=write_parquet(tmp_path, rows)), Task.math)
+    assert from_parquet.rows[0].fields["seen"] == "2026-01-02"
 
 
-def test_a_bad_row_is_named_by_its_number(tmp_path: Path) -> None:
-    path = written(tmp_path, [ROWS[0], {"prompt": "p", "solutions": None}, ROWS[1]])
-    found = read_rows(DatasetConfig(path=path, on_bad_row=OnBadRow.skip), Task.math)
-    assert len(found.rows) == 2 and found.problems[0].startswith(f"{path}:2: ")
+def test_a_bad_row_is_reported_with_its_number(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path, [ROWS[0], {"prompt": "p", "solutions": None}, ROWS[1]])
+    from_parquet = read_rows(DatasetConfig(path=path, on_bad_row=OnBadRow.skip), Task.math)
+    assert len(from_parquet.rows) == 2 and from_parquet.problems[0].startswith(f"{path}:2: ")
 
 
-def test_a_file_that_is_cut_off_is_refused(tmp_path: Path) -> None:
-    path = Path(written(tmp_path, ROWS[:2]))
+def test_a_truncated_file_is_an_error(tmp_path: Path) -> None:
+    path = Path(write_parquet(tmp_path, ROWS[:2]))
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(UserError, match="cannot be read as Parquet"):
         read_rows(DatasetConfig(path=str(path)), Task.math)
 
 
-def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = written(tmp_path, ROWS[:1])
+def test_without_pyarrow_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_parquet(tmp_path, ROWS[:1])
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
     with pytest.raises(UserError, match=r"pip install 'realhf\[parquet\]'"):
         read_rows(DatasetConfig(path=path), Task.math)

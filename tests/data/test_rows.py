@@ -1,4 +1,4 @@
-"""Every accepted form of a row, and the words for every bad one."""
+"""Every accepted form of a row, and the message for every kind of bad row."""
 
 import json
 from pathlib import Path
@@ -22,15 +22,15 @@ def fields(tmp_path: Path, row: dict, task: Task, **options: object) -> dict:
 
 
 def problem(tmp_path: Path, row: object, task: Task) -> str:
-    """What is said of ``row``, which stands on line 2 behind a good one."""
-    good = {"prompt": "p", "answer": "a", "solutions": ["1"], "chosen": "c", "rejected": "r", "label": 1}
-    good |= {"steps": ["s"], "labels": [0]}
-    text = json.dumps(good) + "\n" + (row if isinstance(row, str) else json.dumps(row))
+    """Return the problem reported for ``row`` on line 2, after a valid row."""
+    valid = {"prompt": "p", "answer": "a", "solutions": ["1"], "chosen": "c", "rejected": "r", "label": 1}
+    valid |= {"steps": ["s"], "labels": [0]}
+    text = json.dumps(valid) + "\n" + (row if isinstance(row, str) else json.dumps(row))
     rows = read(tmp_path, text, task, on_bad_row=OnBadRow.skip)
     assert [r.line for r in rows.rows] == [1]
-    place, words = rows.problems[0].split(": ", 1)
-    assert place == f"{tmp_path}/d.jsonl:2"
-    return words
+    location, message = rows.problems[0].split(": ", 1)
+    assert location == f"{tmp_path}/d.jsonl:2"
+    return message
 
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -82,11 +82,11 @@ ANSWERED = [*CHAT, {"role": "assistant", "content": "ho"}]
         ),
     ],
 )
-def test_a_row_takes_one_form_per_task(tmp_path: Path, task: Task, row: dict, expected: dict) -> None:
+def test_rows_are_normalised_per_task(tmp_path: Path, task: Task, row: dict, expected: dict) -> None:
     assert fields(tmp_path, row, task) == expected
 
 
-def test_the_template_goes_around_the_prompt_and_nothing_else_in_it_is_special(tmp_path: Path) -> None:
+def test_the_template_replaces_only_the_placeholder(tmp_path: Path) -> None:
     template = "{x} Q: {prompt}\nA:"
     assert fields(tmp_path, {"prompt": "{prompt}"}, Task.prompt, prompt_template=template)["prompt"] == (
         "{x} Q: {prompt}\nA:"
@@ -95,7 +95,7 @@ def test_the_template_goes_around_the_prompt_and_nothing_else_in_it_is_special(t
     assert chat == [{"role": "user", "content": "{x} Q: hi\nA:"}]
 
 
-def test_jsonl_a_list_and_a_list_under_a_key_give_the_same_rows(tmp_path: Path) -> None:
+def test_all_json_layouts_give_the_same_rows(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "answer": "x"}, {"prompt": "b\n", "answer": "y"}]
     jsonl = "\ufeff" + "\r\n".join(map(json.dumps, rows)) + "\n\n"
     texts = [jsonl, json.dumps(rows), json.dumps(rows, indent=2), json.dumps({"version": 1, "data": rows})]
@@ -107,7 +107,7 @@ def test_jsonl_a_list_and_a_list_under_a_key_give_the_same_rows(tmp_path: Path) 
     assert [r.line for r in read_all[4]] == [3, 7]
 
 
-def test_one_row_with_a_list_in_it_is_a_row(tmp_path: Path) -> None:
+def test_a_single_object_with_a_list_is_a_row(tmp_path: Path) -> None:
     row = {"prompt": "p", "solutions": ["1"]}
     assert fields(tmp_path, row, Task.math)["solutions"] == ["1"]
     assert fields(tmp_path, {"messages": ANSWERED}, Task.sft)["answer"] == "ho"
@@ -121,14 +121,14 @@ def test_one_row_with_a_list_in_it_is_a_row(tmp_path: Path) -> None:
         (Task.prompt, {"prompt": 3}, "'prompt' is 3, it must be text"),
         (Task.prompt, {"prompt": None}, "'prompt' is null, it must be text"),
         (Task.prompt, {"prompt": ""}, "'prompt' is empty"),
-        (Task.prompt, {"prompt": "\ud800"}, "'prompt' holds half of a surrogate pair, which is no text"),
+        (Task.prompt, {"prompt": "\ud800"}, "'prompt' contains an unpaired surrogate"),
         (Task.prompt, ["p"], "the row is a list, it must be an object with keys"),
         (Task.prompt, "{oops}", "not JSON: Expecting property name enclosed in double quotes (column 2)"),
         (Task.prompt, {"prompt": []}, "'prompt' is empty"),
         (Task.prompt, {"prompt": ["hi"]}, "'prompt'[0] is a text, it must be an object with 'role' and 'content'"),
         (Task.prompt, {"prompt": [{"role": "user"}]}, "'prompt'[0]['content'] is null, it must be text"),
-        (Task.prompt, {"prompt": ANSWERED}, "'prompt' must hold something for the assistant to answer"),
-        (Task.prompt, {"messages": ANSWERED[1:]}, "'messages' must hold something for the assistant to answer"),
+        (Task.prompt, {"prompt": ANSWERED}, "'prompt' must end with a message for the assistant to answer"),
+        (Task.prompt, {"messages": ANSWERED[1:]}, "'messages' must end with a message for the assistant to answer"),
         (Task.math, {"prompt": "p"}, "'solutions' is missing (keys: prompt)"),
         (Task.math, {"prompt": "p", "solutions": "1"}, "'solutions' is a text, it must be a list of texts"),
         (Task.math, {"prompt": "p", "solutions": []}, "'solutions' is an empty list, it must be a list of texts"),
@@ -137,13 +137,13 @@ def test_one_row_with_a_list_in_it_is_a_row(tmp_path: Path) -> None:
         (Task.answer, {"prompt": "p", "fields": None}, "'answer' is missing (keys: prompt, fields)"),
         (Task.sft, {"prompt": "p"}, "'answer' is missing (keys: prompt)"),
         (Task.sft, {"prompt": "p", "answer": ""}, "'answer' is empty"),
-        (Task.sft, {"messages": CHAT}, "'messages' must end with what the assistant says"),
+        (Task.sft, {"messages": CHAT}, "'messages' must end with a message of the assistant"),
         (Task.pairs, {"prompt": "p"}, "'pos_answers' is missing (keys: prompt)"),
         (Task.pairs, {"prompt": "p", "chosen": "c"}, "'rejected' is missing (keys: prompt, chosen)"),
         (
             Task.pairs,
             {"prompt": "p", "pos_answers": ["a"], "neg_answers": ["b", "c"]},
-            "1 'pos_answers' and 2 'neg_answers': they must be one to one",
+            "1 'pos_answers' and 2 'neg_answers': the numbers must be equal",
         ),
         (
             Task.pairs,
@@ -153,12 +153,12 @@ def test_one_row_with_a_list_in_it_is_a_row(tmp_path: Path) -> None:
         (
             Task.ranked,
             {"prompt": "p", "answers": ["a"]},
-            "'answers' holds one answer, there is nothing to compare it with",
+            "'answers' has one answer, ranking needs two or more",
         ),
         (Task.ranked, {"prompt": "p"}, "'answers' is missing (keys: prompt)"),
         (Task.outcome, {"prompt": "p", "answer": "a"}, "'label' is missing (keys: prompt, answer)"),
-        (Task.outcome, {"prompt": "p", "answer": "a", "label": 2}, "'label' is 2, it must be within 0 and 1"),
-        (Task.outcome, {"prompt": "p", "answer": "a", "label": "1"}, "'label' is a text, it must be within 0 and 1"),
+        (Task.outcome, {"prompt": "p", "answer": "a", "label": 2}, "'label' is 2, it must be between 0 and 1"),
+        (Task.outcome, {"prompt": "p", "answer": "a", "label": "1"}, "'label' is a text, it must be between 0 and 1"),
         (
             Task.process,
             {"prompt": "p", "steps": [], "labels": []},
@@ -169,21 +169,25 @@ def test_one_row_with_a_list_in_it_is_a_row(tmp_path: Path) -> None:
         (
             Task.process,
             {"prompt": "p", "steps": ["a", "b"], "labels": [1]},
-            "2 'steps' and 1 'labels': they must be one to one",
+            "2 'steps' and 1 'labels': the numbers must be equal",
         ),
         (
             Task.process,
             {"prompt": "p", "steps": ["a", " \n"], "labels": [1, 1]},
-            "'steps'[1] is nothing but white space",
+            "'steps'[1] contains only white space",
         ),
-        (Task.process, {"prompt": "p", "steps": ["a"], "labels": [-1]}, "'labels'[0] is -1, it must be within 0 and 1"),
+        (
+            Task.process,
+            {"prompt": "p", "steps": ["a"], "labels": [-1]},
+            "'labels'[0] is -1, it must be between 0 and 1",
+        ),
     ],
 )
-def test_a_bad_row_is_named(tmp_path: Path, task: Task, row: object, words: str) -> None:
+def test_a_bad_row_is_reported(tmp_path: Path, task: Task, row: object, words: str) -> None:
     assert problem(tmp_path, row, task) == words
 
 
-def test_bytes_that_are_not_utf8_are_a_bad_row(tmp_path: Path) -> None:
+def test_invalid_utf8_is_a_bad_row(tmp_path: Path) -> None:
     text = b'{"prompt": "a"}\n{"prompt": "\xff"}\n'
     rows = read(tmp_path, text, Task.prompt, on_bad_row=OnBadRow.skip)
     assert rows.problems == (f"{tmp_path}/d.jsonl:2: not UTF-8 at byte 13",)
@@ -221,14 +225,14 @@ def test_a_file_without_rows_is_an_error(tmp_path: Path, text: str | bytes, word
         read(tmp_path, text, Task.prompt, on_bad_row=OnBadRow.skip)
 
 
-def test_a_path_that_is_no_file_is_an_error(tmp_path: Path) -> None:
+def test_an_invalid_path_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("{}")
-    for path, words in [("", "not set"), (str(tmp_path), "it holds train.jsonl"), ("no/such.jsonl", "no such file")]:
+    for path, words in [("", "not set"), (str(tmp_path), "it contains train.jsonl"), ("no/such.jsonl", "no such file")]:
         with pytest.raises(UserError, match=words):
             read_rows(DatasetConfig(path=path), Task.prompt)
 
 
-def test_options_that_cannot_work_are_errors(tmp_path: Path) -> None:
+def test_invalid_options_are_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         read(tmp_path, "{}", Task.pairs, prompt_template="Q:", max_pairs_per_prompt=0, max_prompt_len=0)
     assert len(caught.value.problems) == 3
@@ -238,8 +242,8 @@ def test_options_that_cannot_work_are_errors(tmp_path: Path) -> None:
     ("task", "options", "words"),
     [
         (Task.ranked, {"max_responses": 1}, "dataset.max_responses=1 must be at least 2"),
-        (Task.pairs, {"label_noise": 1.5}, "dataset.label_noise=1.5 must be within 0 and 1"),
-        (Task.sft, {"label_noise": 0.1}, "dataset.label_noise=0.1 is for pairs"),
+        (Task.pairs, {"label_noise": 1.5}, "dataset.label_noise=1.5 must be between 0 and 1"),
+        (Task.sft, {"label_noise": 0.1}, "dataset.label_noise=0.1 requires a dataset of pairs"),
         (Task.pairs, {"eval_fraction": 1.0}, "dataset.eval_fraction=1.0 must be at least 0 and below 1"),
         (
             Task.pairs,

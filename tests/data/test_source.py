@@ -1,4 +1,4 @@
-"""Tokenising, and the batches that come of it, with a tokenizer of one token per character."""
+"""Tokenised data files and their batches, with a tokenizer of one token per character."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from realhf.data.batch import SequenceBatch
 from realhf.data.encode import encode_chunk
 from realhf.data.rows import Row
 from realhf.data.source import RowSource, row_fields
-from realhf.data.tokenizer import encode_answer, encode_pieces, encode_prompt, load_tokenizer
+from realhf.data.tokenizer import encode_answers, encode_prompts, encode_segments, load_tokenizer
 
 WORDS = ["<pad>", "<eos>", "<bos>", *map(chr, range(32, 127)), "\n"]
 TEMPLATE = (
@@ -25,7 +25,7 @@ TEMPLATE = (
 
 
 def characters(**options: object) -> PreTrainedTokenizerFast:
-    """A tokenizer that puts BOS before and EOS behind every text, as some do."""
+    """Return a tokenizer that adds BOS and EOS to every text."""
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -52,18 +52,18 @@ def source(
     return RowSource(DatasetConfig(path=str(file), **{"shuffle": False} | options), task, tokenizer, seed=3)
 
 
-def test_a_prompt_keeps_bos_and_loses_eos_and_an_answer_gets_only_eos(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert encode_prompt(tokenizer, "ab") == [2, *ids("ab")]
-    assert encode_answer(tokenizer, "ab\n") == [*ids("ab\n"), 1]
+def test_prompts_have_bos_and_answers_have_eos(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert encode_prompts(tokenizer, ["ab"]) == [[2, *ids("ab")]]
+    assert encode_answers(tokenizer, ["ab\n"]) == [[*ids("ab\n"), 1]]
 
 
-def test_chat_messages_go_through_the_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert encode_prompt(tokenizer, [{"role": "user", "content": "hi"}]) == ids("u:hi;>")
+def test_the_chat_template_is_applied(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert encode_prompts(tokenizer, [[{"role": "user", "content": "hi"}]]) == [ids("u:hi;>")]
     with pytest.raises(UserError, match="no chat template"):
-        encode_prompt(characters(), [{"role": "user", "content": "hi"}])
+        encode_prompts(characters(), [[{"role": "user", "content": "hi"}]])
 
 
-def test_a_folder_without_a_usable_tokenizer_is_named(tmp_path: Path) -> None:
+def test_an_unusable_tokenizer_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist"):
         load_tokenizer(tmp_path / "none")
     with pytest.raises(UserError, match=r"none of tokenizer.json, .* tokenizer= can name"):
@@ -78,10 +78,10 @@ def test_a_folder_without_a_usable_tokenizer_is_named(tmp_path: Path) -> None:
 
 def test_a_saved_tokenizer_is_loaded(tmp_path: Path) -> None:
     characters().save_pretrained(tmp_path)
-    assert encode_prompt(load_tokenizer(tmp_path), "x y") == [2, *ids("x y")]
+    assert encode_prompts(load_tokenizer(tmp_path), ["x y"]) == [[2, *ids("x y")]]
 
 
-def test_prompts_carry_their_row(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_prompts_have_their_row(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [{"prompt": c * n, "solutions": ["\u00e9" + c]} for c, n in [("a", 1), ("b", 3)]]
     batch = source(tmp_path, rows, Task.math, tokenizer).batch(1, 4)
     assert batch.ids == (RowId(1, PROMPT), RowId(2, PROMPT), RowId(3, PROMPT))
@@ -90,9 +90,7 @@ def test_prompts_carry_their_row(tmp_path: Path, tokenizer: PreTrainedTokenizerB
     assert row_fields(batch.columns["row"].rows()[1]) == {"query_id": "1", "prompt": "a", "solutions": ["\u00e9a"]}
 
 
-def test_sft_rows_are_masked_on_the_prompt_and_cut_at_max_seqlen(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_sft_rows_have_prompt_masks_and_are_truncated(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [{"prompt": "ab", "answer": "c"}, {"prompt": "a", "answer": "cdefgh"}]
     batch = source(tmp_path, rows, Task.sft, tokenizer, max_seqlen=6).batch(0, 2)
     assert batch.ids == (RowId(0, 0), RowId(1, 0))
@@ -102,7 +100,7 @@ def test_sft_rows_are_masked_on_the_prompt_and_cut_at_max_seqlen(
     assert batch["prompt_mask"].dtype == torch.uint8
 
 
-def test_pairs_are_interleaved_and_drawn_without_replacement(
+def test_pairs_are_interleaved_and_sampled_without_replacement(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     rows = [
@@ -114,9 +112,9 @@ def test_pairs_are_interleaved_and_drawn_without_replacement(
     assert batch.ids[:6] == tuple(RowId(p, s) for p, s in [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)])
     texts = [tokenizer.decode(r[2:-1]) for r in batch.columns["tokens"].rows()]
     assert texts[:2] == ["+", "-"]
-    drawn = [tuple(texts[i + 2 : i + 6]) for i in range(0, 60, 6)]
-    assert all(a.lower() == b and c.lower() == d and a != c for a, b, c, d in drawn)
-    assert len(set(drawn)) > 2
+    sampled = [tuple(texts[i + 2 : i + 6]) for i in range(0, 60, 6)]
+    assert all(a.lower() == b and c.lower() == d and a != c for a, b, c, d in sampled)
+    assert len(set(sampled)) > 2
     again = stream.batch(3, 4)
     assert again["tokens"].tolist() == batch.select([8, 9, 10, 11])["tokens"].tolist()
 
@@ -125,8 +123,8 @@ def texts(batch: SequenceBatch, key: str, tokenizer: PreTrainedTokenizerBase) ->
     return [tokenizer.decode(row[1:]) for row in batch.columns[key].rows()]
 
 
-def test_prompts_come_with_answers_that_belong_to_others(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The next row with another prompt lends its answers, cut where the sequence would be longer than any row."""
+def test_mismatched_answers_belong_to_another_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """They come from the next row with another prompt and are truncated to the longest sequence."""
     pairs = [
         {"prompt": "p", "chosen": "PPPPPP", "rejected": "pppppp"},
         {"prompt": "p", "chosen": "P", "rejected": "p"},
@@ -152,7 +150,7 @@ def test_prompts_come_with_answers_that_belong_to_others(tmp_path: Path, tokeniz
     )
 
 
-def test_labelled_answers_are_mismatched_too(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_labelled_rows_have_mismatched_answers(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [{"prompt": "a", "answer": str(i), "label": i % 2} for i in range(20)] + [
         {"prompt": "b", "answer": "x", "label": 1}
     ]
@@ -161,22 +159,22 @@ def test_labelled_answers_are_mismatched_too(tmp_path: Path, tokenizer: PreTrain
     config = DatasetConfig(path=str(file), shuffle=False)
     stream = RowSource(config, Task.outcome, tokenizer, seed=3, mismatched=True)
     found = texts(stream.batch(0, 21), "kl_tokens", tokenizer)
-    assert found == ["ax<eos>"] * 20 + ["b0<eos>"]  # the only other prompt is far from the first rows
+    assert found == ["ax<eos>"] * 20 + ["b0<eos>"]  # the only other prompt is beyond the look-ahead
     file.write_text("".join(json.dumps(row) + "\n" for row in rows[:20]))
     with pytest.raises(UserError, match="all rows have the same prompt"):
         RowSource(config, Task.outcome, tokenizer, seed=3, mismatched=True).batch(0, 1)
 
 
-def test_what_a_step_draws_beyond_its_own_rows(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_replacement_rows_of_a_step(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [{"prompt": c, "solutions": ["1"]} for c in "abcdefg"]
     stream = source(tmp_path, rows, Task.math, tokenizer, shuffle=True)
     own = set(texts(stream.batch(3, 6), "prompts", tokenizer))
-    drawn = stream.redrawn(1, range(3, 6), 0, 4, 100)
-    assert drawn.ids == tuple(RowId(p, PROMPT) for p in range(100, 104))
-    fresh = texts(drawn, "prompts", tokenizer)
-    assert len(set(fresh)) == 4 and not own & set(fresh)
-    again = texts(stream.redrawn(1, range(3, 6), 2, 8, 7), "prompts", tokenizer)
-    assert again == [*fresh[2:], *fresh]  # the same over and over, where there are no others
+    sampled = stream.resampled(1, range(3, 6), 0, 4, 100)
+    assert sampled.ids == tuple(RowId(p, PROMPT) for p in range(100, 104))
+    replacements = texts(sampled, "prompts", tokenizer)
+    assert len(set(replacements)) == 4 and not own & set(replacements)
+    again = texts(stream.resampled(1, range(3, 6), 2, 8, 7), "prompts", tokenizer)
+    assert again == [*replacements[2:], *replacements]  # repeated when there are no others
 
 
 def test_rows_that_are_too_long_are_bad_rows(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -187,7 +185,7 @@ def test_rows_that_are_too_long_are_bad_rows(tmp_path: Path, tokenizer: PreTrain
     path = tmp_path / "d.jsonl"
     assert caught.value.problems[:2] == [
         f"{path}:2: the prompt has 6 tokens, more than dataset.max_prompt_len=5",
-        f"{path}:3: the prompt has 4 tokens and leaves no room for an answer in dataset.max_seqlen=4",
+        f"{path}:3: the prompt has 4 tokens, no space for an answer in dataset.max_seqlen=4",
     ]
     kept = source(tmp_path, rows, Task.sft, tokenizer, on_bad_row=OnBadRow.skip, **options)
     assert (len(kept), len(kept.problems)) == (1, 2)
@@ -195,7 +193,7 @@ def test_rows_that_are_too_long_are_bad_rows(tmp_path: Path, tokenizer: PreTrain
         source(tmp_path, rows[1:], Task.sft, tokenizer, on_bad_row=OnBadRow.skip, **options)
 
 
-def test_a_shuffled_epoch_holds_every_row_once(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_shuffled_epoch_has_every_row_once(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [{"prompt": chr(97 + i)} for i in range(20)]
     stream = source(tmp_path, rows, Task.prompt, tokenizer, shuffle=True)
     epochs = [[r[1].item() for r in stream.batch(e, e + 20).columns["prompts"].rows()] for e in (0, 20)]
@@ -213,7 +211,7 @@ def test_no_positions_give_an_empty_batch(tmp_path: Path, tokenizer: PreTrainedT
 def test_real_preferences_become_pairs(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = Path(__file__).parents[2] / "../shared/data/gsm8k_preferences.jsonl"
     if not file.is_file():
-        pytest.skip(f"third-party data {file.name} is not here")
+        pytest.skip(f"third-party data {file.name} is missing")
     config = DatasetConfig(path=str(file), max_prompt_len=4096, max_seqlen=4096)
     stream = RowSource(config, Task.pairs, tokenizer, seed=1)
     batch = stream.batch(0, 8)
@@ -222,7 +220,7 @@ def test_real_preferences_become_pairs(tmp_path: Path, tokenizer: PreTrainedToke
 
 
 def texts_of(batch: SequenceBatch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Prompt and answer of every row, without BOS."""
+    """Decode every row without BOS."""
     return [tokenizer.decode(row[1:]) for row in batch.columns["tokens"].rows()]
 
 
@@ -232,20 +230,20 @@ def test_ranked_lists_keep_their_order(tmp_path: Path, tokenizer: PreTrainedToke
     assert batch.ids[:5] == tuple(RowId(p, s) for p, s in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)])
     answers = [text[1] for text in texts_of(batch, tokenizer)]
     assert answers[3:5] == ["x", "y"]
-    drawn = {"".join(answers[i : i + 3]) for i in range(0, 25, 5)}
-    assert len(drawn) > 1 and all(list(some) == sorted(some) and len(set(some)) == 3 for some in drawn)
+    sampled = {"".join(answers[i : i + 3]) for i in range(0, 25, 5)}
+    assert len(sampled) > 1 and all(list(some) == sorted(some) and len(set(some)) == 3 for some in sampled)
 
 
-def test_an_answer_has_a_label(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_outcome_rows_have_a_label(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [{"prompt": "p", "answer": "a", "label": 1}, {"prompt": "p", "answer": "bcd", "label": 0.25}]
     batch = source(tmp_path, rows, Task.outcome, tokenizer).batch(0, 2)
     assert texts_of(batch, tokenizer) == ["pa<eos>", "pbcd<eos>"] and batch.lengths("label") == (1, 1)
     assert batch["label"].tolist() == [1.0, 0.25] and batch["label"].dtype == torch.float32
-    with pytest.raises(UserError, match="d.jsonl:2: the answer ends beyond dataset.max_seqlen=5, and its label"):
+    with pytest.raises(UserError, match="d.jsonl:2: the answer and its label end beyond dataset.max_seqlen=5"):
         source(tmp_path, rows, Task.outcome, tokenizer, max_seqlen=5)
 
 
-def test_labels_stand_on_the_last_token_of_every_step(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_step_labels_are_on_the_last_tokens_of_steps(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [{"prompt": "p", "steps": ["ab", "c", " d"], "labels": [1, 0.5, 0]}]
     batch = source(tmp_path, rows, Task.process, tokenizer).batch(0, 1)
     assert batch["tokens"].tolist() == [2, *ids("pab\nc d"), 1]
@@ -253,26 +251,26 @@ def test_labels_stand_on_the_last_token_of_every_step(tmp_path: Path, tokenizer:
     assert batch["prompt_mask"].tolist() == [1, 1, 0, 0, 0, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize(("room", "kept"), [(9, [1, 0]), (8, [1]), (4, [1])])
-def test_a_step_that_is_cut_is_left_out_with_its_label(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, room: int, kept: list[int]
+@pytest.mark.parametrize(("max_seqlen", "kept"), [(9, [1, 0]), (8, [1]), (4, [1])])
+def test_a_truncated_step_is_dropped_with_its_label(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, max_seqlen: int, kept: list[int]
 ) -> None:
     rows = [{"prompt": "p", "steps": ["ab", "cde"], "labels": [1, 0]}]
-    batch = source(tmp_path, rows, Task.process, tokenizer, max_seqlen=room).batch(0, 1)
+    batch = source(tmp_path, rows, Task.process, tokenizer, max_seqlen=max_seqlen).batch(0, 1)
     assert [x for x in batch["step_labels"].tolist() if x >= 0] == kept
     assert batch["tokens"].numel() == (9 if len(kept) == 2 else 4)
-    with pytest.raises(UserError, match="the first step ends beyond dataset.max_seqlen=3"):
+    with pytest.raises(UserError, match="the first step and its label end beyond dataset.max_seqlen=3"):
         source(tmp_path, rows, Task.process, tokenizer, max_seqlen=3)
 
 
-def test_a_token_is_part_of_the_step_in_which_it_begins() -> None:
-    """Tokens of three characters, one of which takes a step's last character with the next step's first two."""
+def test_a_token_belongs_to_the_step_of_its_first_character() -> None:
+    """Tokens of three characters, one of which spans two steps."""
     vocabulary = {"<eos>": 0, "abc": 1, "d e": 2, "fgh": 3, "?": 4}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]{3}"), "isolated")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
-    assert encode_pieces(tokenizer, [["abcd", " e", "fgh"], ["abc"]]) == [[[1, 2], [], [3, 0]], [[1, 0]]]
-    assert encode_pieces(tokenizer, []) == []
+    assert encode_segments(tokenizer, [["abcd", " e", "fgh"], ["abc"]]) == [[[1, 2], [], [3, 0]], [[1, 0]]]
+    assert encode_segments(tokenizer, []) == []
     rows = [Row(1, {"prompt": "abc", "steps": ["abcd", " e", "fgh"], "labels": [1.0, 0.5, 0.25]})]
     (row,) = encode_chunk(rows, Task.process, tokenizer)
     assert [ids.tolist() for ids in row.answers] == [[1, 2], [3, 0]] and row.labels.tolist() == [1.0, 0.25]
@@ -282,7 +280,7 @@ def letters(n: int) -> list[dict]:
     return [{"prompt": chr(97 + i), "chosen": "+", "rejected": "-"} for i in range(n)]
 
 
-def test_a_share_of_the_rows_is_held_out(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_fraction_of_the_rows_is_held_out(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     def parts(**options: object) -> tuple[list[str], list[str]]:
         stream = source(tmp_path, letters(20), Task.pairs, tokenizer, **options)
         kept = stream.held_out(0, stream.n_held_out, 40)
@@ -298,19 +296,19 @@ def test_a_share_of_the_rows_is_held_out(tmp_path: Path, tokenizer: PreTrainedTo
     assert [len(part) for part in parts()] == [20, 0]
 
 
-def test_held_out_rows_may_have_a_file_of_their_own(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_held_out_rows_can_have_their_own_file(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     other = tmp_path / "held.jsonl"
     other.write_text(json.dumps({"prompt": "z", "chosen": "+", "rejected": "-"}) + "\n")
     stream = source(tmp_path, letters(3), Task.pairs, tokenizer, eval_path=str(other), label_noise=1.0)
     assert (len(stream), stream.n_held_out) == (3, 1)
-    assert texts_of(stream.held_out(0, 1, 9), tokenizer) == ["z+<eos>", "z-<eos>"]  # noise is for training
+    assert texts_of(stream.held_out(0, 1, 9), tokenizer) == ["z+<eos>", "z-<eos>"]  # noise applies to training rows
     assert texts_of(stream.batch(0, 1), tokenizer) == ["a-<eos>", "a+<eos>"]
     other.write_text("{}\n")
     with pytest.raises(UserError, match=r"held.jsonl:1: 'prompt' is missing"):
         source(tmp_path, letters(3), Task.pairs, tokenizer, eval_path=str(other))
 
 
-def test_label_noise_is_drawn_once_for_all(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_label_noise_depends_only_on_the_split_seed(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = tmp_path / "d.jsonl"
     row = {"prompt": "p", "pos_answers": ["+"] * 500, "neg_answers": ["-"] * 500}
     file.write_text(json.dumps(row) + "\n")
@@ -324,10 +322,10 @@ def test_label_noise_is_drawn_once_for_all(tmp_path: Path, tokenizer: PreTrained
     assert 0.2 < sum(flipped(1)) / 500 < 0.3
 
 
-def test_answers_to_be_scored_carry_their_row(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_answers_to_score_have_their_row(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [{"prompt": "ab", "answer": "c", "gold": 2}, {"prompt": "d", "answer": "ef", "truncated": True}]
     batch = source(tmp_path, rows, Task.answer, tokenizer).batch(0, 2)
     assert batch.ids == (RowId(0, 0), RowId(1, 0))
-    assert batch["tokens"].tolist() == [2, *ids("abc"), 1, 2, *ids("def")]  # one that was broken off has no EOS
+    assert batch["tokens"].tolist() == [2, *ids("abc"), 1, 2, *ids("def")]  # a truncated answer has no EOS
     assert batch["prompt_mask"].tolist() == [1, 1, 1, 0, 0, 1, 1, 0, 0]
     assert [row_fields(data) for data in batch.columns["row"].rows()] == rows

@@ -141,9 +141,9 @@ def test_a_product_by_panels_is_the_product(outs: int, rows: int, dtype: torch.d
 
 def test_a_product_by_panels_of_other_sizes_is_refused() -> None:
     panels = pack_tiles(torch.randn(40, 32))
-    found = torch.library.opcheck(torch.ops.realhf.panel_linear.default, (torch.randn(3, 32), panels, 40))
+    found = torch.library.opcheck(torch.ops.realhf.tiled_linear.default, (torch.randn(3, 32), panels, 40))
     assert set(found.values()) == {"SUCCESS"}, found
-    with pytest.raises(RuntimeError, match=r"panels must be \[ceil\(50 / 16\), 32, 16\]"):
+    with pytest.raises(RuntimeError, match=r"tiles must be \[ceil\(50 / 16\), 32, 16\]"):
         tiled_linear(torch.randn(3, 32), panels, 50)
     with pytest.raises(RuntimeError, match="D a multiple of 16"):
         tiled_linear(torch.randn(3, 31), panels, 40)

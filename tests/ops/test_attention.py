@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from realhf.ops import extension
 from realhf.ops.attention import (
     BLOCK,
-    Scores,
+    ScoreParams,
     decode_attention,
     packed_attention,
     packed_attention_reference,
@@ -23,17 +23,17 @@ from realhf.ops.norms import Rotary
 NOT_BUILT = "NATIVE KERNELS NOT BUILT, nothing tested: python setup.py build_ext --inplace"
 
 RULES = [
-    Scores(),
-    Scores(0.3),
-    Scores(window=3),
-    Scores(softcap=0.8),
-    Scores(0.7, 2, 1.1),
-    Scores(window=1),
-    Scores(window=BLOCK + 7),
+    ScoreParams(),
+    ScoreParams(0.3),
+    ScoreParams(window=3),
+    ScoreParams(softcap=0.8),
+    ScoreParams(0.7, 2, 1.1),
+    ScoreParams(window=1),
+    ScoreParams(window=BLOCK + 7),
 ]
 
 
-def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Scores = RULES[0]) -> torch.Tensor:
+def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: ScoreParams = RULES[0]) -> torch.Tensor:
     """One causal row: ``q`` ``[L, H, d]``, its last token at the last key."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -54,7 +54,7 @@ def rows_of(lengths: list[int], heads: int, kv_heads: int) -> list[torch.Tensor]
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 6), max_size=6), st.sampled_from([(2, 2), (4, 2), (3, 1)]), st.sampled_from(RULES))
-def test_packed_rows_equal_separate_rows(lengths: list[int], heads: tuple[int, int], rule: Scores) -> None:
+def test_packed_rows_equal_separate_rows(lengths: list[int], heads: tuple[int, int], rule: ScoreParams) -> None:
     q, k, v = rows_of(lengths, *heads)
     out = packed_attention(q, k, v, lengths, rule)
     rows = [written_out(*row, rule) for row in zip(*(x.split(lengths) for x in (q, k, v)), strict=True) if len(row[0])]
@@ -64,7 +64,7 @@ def test_packed_rows_equal_separate_rows(lengths: list[int], heads: tuple[int, i
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("lengths", [[3, 3, 5, 1, 3], [BLOCK + 44, 2]])
-def test_gradients_equal_those_of_separate_rows(rule: Scores, lengths: list[int]) -> None:
+def test_gradients_equal_those_of_separate_rows(rule: ScoreParams, lengths: list[int]) -> None:
     leaves = [x.requires_grad_() for x in rows_of(lengths, 4, 2)]
     weight = torch.randn(sum(lengths), 4, 8, dtype=torch.float64)
     ours = torch.autograd.grad((packed_attention(*leaves, lengths, rule) * weight).sum(), leaves)
@@ -85,17 +85,17 @@ def test_views_of_a_fused_projection_are_accepted() -> None:
 def test_a_window_as_long_as_the_row_changes_nothing() -> None:
     lengths = [4, 6]
     q, k, v = rows_of(lengths, 4, 2)
-    assert torch.equal(packed_attention(q, k, v, lengths, Scores(window=6)), packed_attention(q, k, v, lengths))
+    assert torch.equal(packed_attention(q, k, v, lengths, ScoreParams(window=6)), packed_attention(q, k, v, lengths))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("rule", RULES)
-def test_decoding_attends_up_to_each_position(heads: int, kv_heads: int, rule: Scores) -> None:
+def test_decoding_attends_up_to_each_position(heads: int, kv_heads: int, rule: ScoreParams) -> None:
     torch.manual_seed(0)
     positions = torch.tensor([0, 4, 2])
     q = torch.randn(3, heads, 8)
     k, v = torch.randn(2, 5, kv_heads, 9, 8)
-    out = decode_attention(q, k[:3], v[:3], positions, rule=rule)
+    out = decode_attention(q, k[:3], v[:3], positions, scoring=rule)
     for slot, position in enumerate(positions.tolist()):
         seen = slice(max(0, position + 1 - rule.window) if rule.window else 0, position + 1)
         keys, values = k[slot, :, seen].transpose(0, 1), v[slot, :, seen].transpose(0, 1)
@@ -135,8 +135,11 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize(("heads", "dim"), [((4, 4), 32), ((8, 2), 64), ((4, 2), 8), ((6, 1), 20), ((3, 3), 80)])
-@pytest.mark.parametrize("rule", [Scores(), Scores(0.3), Scores(window=3), Scores(softcap=0.8), Scores(0.7, 70, 1.1)])
-def test_kernel_equals_twin(heads: tuple[int, int], dim: int, rule: Scores) -> None:
+@pytest.mark.parametrize(
+    "rule",
+    [ScoreParams(), ScoreParams(0.3), ScoreParams(window=3), ScoreParams(softcap=0.8), ScoreParams(0.7, 70, 1.1)],
+)
+def test_kernel_equals_twin(heads: tuple[int, int], dim: int, rule: ScoreParams) -> None:
     for lengths, prefixes in FAMILIES:
         torch.manual_seed(sum(lengths))
         fused = torch.randn(sum(lengths), heads[0] + 2 * heads[1], dim)
@@ -155,8 +158,8 @@ def test_finite_differences_agree_with_the_gradient() -> None:
     torch.manual_seed(0)
     lengths, prefixes, step = [6, 4, 5, 7], (-1, 0, 0, -1), 1e-2
     fused, slope, way = torch.randn(22, 8, 16), torch.randn(22, 4, 16), torch.randn(22, 8, 16)
-    _, gradient = with_gradient(packed_attention, fused, (4, 2), slope, lengths, Scores(), prefixes)
-    ends = [(packed_attention(*(fused + far * way).split((4, 2, 2), 1), lengths, Scores(), prefixes) * slope).sum()
+    _, gradient = with_gradient(packed_attention, fused, (4, 2), slope, lengths, ScoreParams(), prefixes)
+    ends = [(packed_attention(*(fused + far * way).split((4, 2, 2), 1), lengths, ScoreParams(), prefixes) * slope).sum()
             for far in (step, -step)]  # fmt: skip
     assert float(ends[0] - ends[1]) / (2 * step) == pytest.approx(float((gradient * way).sum()), rel=1e-2)
 
@@ -165,7 +168,7 @@ def test_finite_differences_agree_with_the_gradient() -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 6), max_size=3)), max_size=4), st.sampled_from(RULES)
 )
-def test_rows_that_share_a_prefix_equal_whole_rows(families: list[tuple[int, list[int]]], rule: Scores) -> None:
+def test_rows_that_share_a_prefix_equal_whole_rows(families: list[tuple[int, list[int]]], rule: ScoreParams) -> None:
     """The twin in double precision, and the kernel where it is built."""
     lengths: list[int] = []
     prefixes: list[int] = []
@@ -191,7 +194,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     try:
         for count in (1, 2, 3, 7):
             torch.set_num_threads(count)
-            found.append(with_gradient(packed_attention, fused, (8, 2), slope, lengths, Scores(), prefixes))
+            found.append(with_gradient(packed_attention, fused, (8, 2), slope, lengths, ScoreParams(), prefixes))
     finally:
         torch.set_num_threads(before)
     for other in found[1:]:
@@ -226,7 +229,7 @@ def test_heads_that_turn_equal_their_twin(heads: tuple[int, int], dim: int, turn
             results = []
             for attention, precise in ((rotary_attention, dtype), (rotary_attention_reference, torch.float64)):
                 leaf = fused.to(dtype).to(precise).requires_grad_()
-                out = attention(leaf, *heads, lengths, Scores(), prefixes, angles)
+                out = attention(leaf, *heads, lengths, ScoreParams(), prefixes, angles)
                 along = slope.to(dtype).to(precise)
                 results.append((out.detach(), torch.autograd.grad(out, leaf, along)[0]))
             for found, expected in zip(*results, strict=True):
@@ -241,8 +244,9 @@ def test_rows_longer_than_the_angles_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("lengths", "prefixes", "complaint"),
-    [([3], (), "do not make 5 tokens"), ([6, -1], (), "do not make 5"), ([2, 3], (-1,), "1 prefixes of 2 rows"),
-     ([2, 3], (-1, 1), "row 1 has prefix 1"), ([2, 2, 1], (-1, 0, 1), "row 2 has prefix 1")],
+    [([3], (), "do not sum to the 5 tokens"), ([6, -1], (), "do not sum to the 5"),
+     ([2, 3], (-1,), "1 prefixes for 2 rows"), ([2, 3], (-1, 1), "row 1 has prefix 1"),
+     ([2, 2, 1], (-1, 0, 1), "row 2 has prefix 1")],
 )  # fmt: skip
 def test_rows_that_are_none_are_refused(lengths: list[int], prefixes: tuple[int, ...], complaint: str) -> None:
     given = torch.randn(3, 5, 2, 16).unbind()

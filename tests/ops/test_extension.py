@@ -206,7 +206,7 @@ def test_a_build_without_a_compiler_says_so_and_succeeds(tmp_path):
     assert len(said) == 1 and "'no-such-compiler' failed" in said[0]
 
 
-ON_CPU_ALONE = ("copy_box_", "packed_attention", "packed_attention_backward", "adamw_", "decode_blocks", "panel_linear",
+ON_CPU_ALONE = ("copy_box_", "packed_attention", "packed_attention_backward", "adamw_", "decode_blocks", "tiled_linear",
                 "activate", "activate_backward", "rms_norm", "rms_norm_backward")  # fmt: skip
 
 

@@ -95,7 +95,7 @@ def test_no_rows(gae):
 @both
 @pytest.mark.parametrize("lengths", [(2, 2), (0, 3)])
 def test_lengths_that_do_not_fit_are_refused(gae, lengths):
-    with pytest.raises(ValueError, match="do not make 3 values"):
+    with pytest.raises(ValueError, match="do not sum to the 3 values"):
         gae(torch.zeros(3), torch.zeros(3), lengths, torch.zeros(2, dtype=torch.bool), 1.0, 1.0)
 
 

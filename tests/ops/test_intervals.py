@@ -118,7 +118,7 @@ def test_autograd_knows_that_the_destination_changed():
         (torch.zeros(5), listed((0, 2), (3, 6)), "interval 1 runs from 3 to 6 in a tensor of 5"),
         (torch.zeros(5), listed((-1, 2)), "interval 0 runs from -1 to 2"),
         (torch.zeros(5), listed((3, 2)), "interval 0 runs from 3 to 2"),
-        (torch.zeros(5, 1), listed((0, 2)), "intervals are of a 1-D tensor"),
+        (torch.zeros(5, 1), listed((0, 2)), "intervals need a 1-D tensor"),
         (torch.zeros(5), torch.zeros(2, 2), "int64 on the CPU"),
         (torch.zeros(5), torch.zeros(2, 3, dtype=torch.int64), r"must be \[N, 2\]"),
     ],
@@ -133,7 +133,7 @@ def test_intervals_that_are_none_are_refused(cut_out, src, intervals, message):
     ("src", "intervals", "message"),
     [
         (torch.ones(4), listed((3, 5), (2, 4)), r"overlap: \[2, 4\] and \[3, 5\]"),
-        (torch.ones(3), listed((0, 2)), "intervals hold 2 elements, src has 3"),
+        (torch.ones(3), listed((0, 2)), "intervals have 2 elements, src has 3"),
         (torch.ones(2), listed((4, 6)), "interval 0 runs from 4 to 6"),
         (torch.ones(2).double(), listed((0, 2)), "src must be 1-D like dst"),
         (torch.ones(2, 1), listed((0, 2)), "src must be 1-D like dst"),

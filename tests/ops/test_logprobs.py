@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from realhf.ops import extension
 from realhf.ops.logprobs import (
-    VocabularyCut,
+    VocabShard,
     logit_slopes_,
     logit_slopes_reference_,
     logit_stats,
@@ -109,7 +109,7 @@ def test_a_temperature_of_zero_is_refused() -> None:
 def test_targets_outside_the_vocabulary_are_refused() -> None:
     hidden, weight, targets = problem(3, 5)
     for wrong in (-1, 5):
-        with pytest.raises(ValueError, match=f"target {wrong} is not one of 5 tokens"):
+        with pytest.raises(ValueError, match=f"target {wrong} is outside the vocabulary of 5 tokens"):
             packed_logprobs(hidden, weight, targets.index_fill(0, torch.tensor([1]), wrong))
 
 
@@ -120,7 +120,7 @@ class Parts:
         self.widths, self.barrier = widths, threading.Barrier(2)
         self.given: dict[int, torch.Tensor] = {}
 
-    def cut(self, rank: int) -> VocabularyCut:
+    def shard(self, rank: int) -> VocabShard:
         def reduce(x: torch.Tensor, combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
             self.given[rank] = x.clone()
             self.barrier.wait()
@@ -129,7 +129,7 @@ class Parts:
             return x
 
         start = sum(self.widths[:rank])
-        return VocabularyCut(start, self.widths, lambda x: reduce(x, torch.add), lambda x: reduce(x, torch.maximum))
+        return VocabShard(start, self.widths, lambda x: reduce(x, torch.add), lambda x: reduce(x, torch.maximum))
 
 
 @pytest.mark.parametrize("widths", [(5, 4), (1, 8)])
@@ -140,7 +140,7 @@ def test_parts_of_a_vocabulary_make_the_whole(widths: tuple[int, int]) -> None:
 
     def work(rank: int) -> None:
         x, w = hidden.detach().requires_grad_(), weight.detach().split(widths)[rank].requires_grad_()
-        logps = packed_logprobs(x, w, targets, 0.7, tile=(4, 3), cut=parts.cut(rank))
+        logps = packed_logprobs(x, w, targets, 0.7, tile=(4, 3), shard=parts.shard(rank))
         results[rank] = (logps.detach(), *torch.autograd.grad((logps * slopes).sum(), (x, w)))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from realhf.ops.attention import Scores, packed_attention_reference, rotary_attention, rotary_attention_reference
+from realhf.ops.attention import ScoreParams, packed_attention_reference, rotary_attention, rotary_attention_reference
 from realhf.ops.norms import Rotary
-from realhf.ops.varlen import ragged, varlen_attention
+from realhf.ops.varlen import varlen_attention, varlen_layout
 
 CASES = [
     ((5, 1, 3), ()),
@@ -44,7 +44,7 @@ def test_rows_are_laid_out_as_the_twin_reads_them(
 ) -> None:
     torch.manual_seed(0)
     leaves = [torch.randn(sum(lengths), heads, 8, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)]
-    rule = Scores(window=window)
+    rule = ScoreParams(window=window)
     found = varlen_attention(*leaves, lengths, prefixes, rule.scale_for(8), window, by_row)
     expected = packed_attention_reference(*leaves, lengths, rule, prefixes)
     torch.testing.assert_close(found, expected)
@@ -55,9 +55,9 @@ def test_rows_are_laid_out_as_the_twin_reads_them(
 
 
 def test_rows_without_prefixes_are_not_gathered() -> None:
-    rows = ragged((4, 2), (), torch.device("cpu"))
-    assert rows.gather is None and rows.queries.tolist() == rows.keys.tolist() == [0, 4, 6]
-    assert (rows.longest_query, rows.longest_key) == (4, 4)
+    rows = varlen_layout((4, 2), (), torch.device("cpu"))
+    assert rows.gather is None and rows.cu_queries.tolist() == rows.cu_keys.tolist() == [0, 4, 6]
+    assert (rows.max_queries, rows.max_keys) == (4, 4)
 
 
 @pytest.mark.gpu
@@ -71,7 +71,7 @@ def test_the_kernel_agrees_with_the_twin(lengths: tuple[int, ...], prefixes: tup
     found, expected = [], []
     for dtype, fn, into in ((torch.bfloat16, rotary_attention, found), (None, rotary_attention_reference, expected)):
         leaf = exact.to(dtype or torch.float32).requires_grad_()
-        out = fn(leaf, 8, 2, lengths, Scores(window=window), prefixes, angles)
+        out = fn(leaf, 8, 2, lengths, ScoreParams(window=window), prefixes, angles)
         into += [out.float(), *torch.autograd.grad(out.float().square().sum(), [leaf])]
     for mine, other in zip(found, expected, strict=True):
         assert float((mine.float() - other).norm() / other.norm()) < 1e-2

@@ -190,7 +190,7 @@ def test_a_move_that_changes_weights_is_named_where_that_is_asked_for(
     assert on_ranks(2, lend_to_one_that_rounds, actor_folder, False) == ["", ""]
     lender, borrower = on_ranks(2, lend_to_one_that_rounds, actor_folder, True)
     assert lender == ""
-    assert "BoxCopy(name='embed.weight'" in borrower and "damaged on its way from rank 0 to rank 1" in borrower
+    assert "BoxCopy(name='embed.weight'" in borrower and "corrupted between rank 0 and rank 1" in borrower
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,9 @@ class MegatronAdamW(ShardedAdamW):
             raise ValueError(f"megatron-core lets parameters begin at multiples of {ALIGNED} elements, and matrices of "
                              f"this shard end at {params.n_matrix}; use backend=native")  # fmt: skip
         replicas, alone = context.group("dp"), Group((context.rank,), context.rank)
-        handle = replicas.of_torch()
+        handle = replicas.torch_group()
         module = _Flat(params)
-        self._ddp = _wrapped(module, handle, handle if replicas.size == 1 else alone.of_torch())
+        self._ddp = _wrapped(module, handle, handle if replicas.size == 1 else alone.torch_group())
         buffer = self._ddp.buffers[0]
         params.adopt(buffer.param_data, buffer.grad_data)
         super().__init__(params, config, context, sequence)
@@ -64,7 +64,7 @@ class MegatronAdamW(ShardedAdamW):
 
     def _reduce(self) -> None:
         whole = PendingCollective("reduce_scatter", self.whole_grad.nbytes, self.group.ranks)
-        with self.group.doing.enter(whole):
+        with self.group.activity.enter(whole):
             self._ddp.finish_grad_sync()
 
     def _update(self, step: AdamWStep) -> None:
@@ -74,7 +74,7 @@ class MegatronAdamW(ShardedAdamW):
             group["lr"], group["step"] = step.lr, step.steps - 1
             for shard in group["params"]:
                 self._inner.state[shard]["step"].fill_(step.steps - 1)
-        with self.group.doing.enter(PendingCollective("all_gather", self.params.data.nbytes, self.group.ranks)):
+        with self.group.activity.enter(PendingCollective("all_gather", self.params.data.nbytes, self.group.ranks)):
             self._outer.prepare_grads()
             self._outer.step_with_ready_grads()
 

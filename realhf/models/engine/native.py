@@ -29,7 +29,7 @@ from realhf.models.engine.pipeline_runner import Pipeline
 from realhf.models.flat_params import FlatParams
 from realhf.models.hf_folder import init_random, load_hf, save_hf
 from realhf.models.transformer import Transformer
-from realhf.ops.attention import shares_prefixes
+from realhf.ops.attention import supports_shared_prefixes
 from realhf.plan.compile.micro_batch import micro_batches
 from realhf.plan.compile.realloc import BoxCopy, copies_of, plan_realloc, shard_of
 
@@ -56,7 +56,7 @@ class NativeEngine:
     def _shares(self) -> bool:
         """Tell whether what rows of one prompt begin with is computed once: not where attention would be slower so."""
         softcap = self.config.attention_softcap
-        return self.share_prompts and shares_prefixes(self.context.device, self.params.data.dtype, softcap)
+        return self.share_prompts and supports_shared_prefixes(self.context.device, self.params.data.dtype, softcap)
 
     def forward(self, batch: SequenceBatch, fn: Callable[[ForwardOutputs, SequenceBatch], Tensor]) -> Tensor:
         parts = self._micro_batches(batch, at_least=self.pipeline.n_stages)

@@ -39,7 +39,7 @@ class SharedGradients:
         self.tied = [s for s in specs if s.shared_layer is not None and strategy.pp > 1]
         stages = context.layout.axis("pp", context.rank)
         self.other_end = stages[-1] if context.coord.pp == 0 else stages[0]
-        self.wires = P2PChannel(context.device, context.doing)
+        self.wires = P2PChannel(context.device, context.activity)
 
     @torch.no_grad()
     def add_up(self) -> None:

@@ -52,8 +52,8 @@ Bucket = tuple[dict[str, Any], ...]
 class VllmServer:
     """A process of vLLM as its worker sees it: ``ask`` with a deadline, ``close``. One thread at a time uses it."""
 
-    def __init__(self, name: str, options: VllmConfig, log: Path, cores: str, doing: ActivityStack) -> None:
-        self.name, self.log, self.timeout_s, self.doing = name, log, options.timeout, doing
+    def __init__(self, name: str, options: VllmConfig, log: Path, cores: str, activity: ActivityStack) -> None:
+        self.name, self.log, self.timeout_s, self.activity = name, log, options.timeout, activity
         self.version = -1
         self._wire, theirs = socket.socketpair()
         environment = {
@@ -76,7 +76,7 @@ class VllmServer:
     def ask(self, do: str, **what: Any) -> dict[str, Any]:
         """Return the answer to a request; RunFailed names who did not give one, and what for."""
         deadline = time.monotonic() + self.timeout_s
-        with self.doing.enter(f"{self.name}, for {do}"):
+        with self.activity.enter(f"{self.name}, for {do}"):
             try:
                 body = msgspec.msgpack.encode({"do": do, **what})
                 self._wire.settimeout(self.timeout_s)
@@ -219,7 +219,9 @@ class Serving:
         told = config_json(replace(engine.config, tied_embedding=False), dtype)
         (self.folder / "config.json").write_text(json.dumps(told, indent=2) + "\n")
         ranks = context.group("tp").ranks
-        server = VllmServer(f"vLLM of worker {context.rank}", self.options, self.log, self._cores(ranks), context.doing)
+        server = VllmServer(
+            f"vLLM of worker {context.rank}", self.options, self.log, self._cores(ranks), context.activity
+        )
         options = {
             "folder": str(self.folder),
             "dtype": str(dtype).removeprefix("torch."),

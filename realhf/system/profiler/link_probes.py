@@ -95,7 +95,7 @@ def exchange_probes(rank: int, world: int, clock: Clock, links: SharedMemoryPeer
 def _exchange(
     moves: Sequence[P2PCopy], rank: int, world: int, clock: Clock, links: SharedMemoryPeers | None
 ) -> Callable[[], list[float]]:
-    numel = moves[0].piece.numel
+    numel = moves[0].tensor_slice.numel
     held, places = (torch.zeros(len(moves), numel, device=clock.device) for _ in range(2))
     number = {move.what: i for i, move in enumerate(moves)}
     store: dict[object, Tensor] = {}
@@ -114,7 +114,7 @@ def _exchange(
             store.__setitem__,
             clock.device,
             into=into if numel > 1 << 12 else None,
-            links=links,
+            peers=links,
             copy=copy_box,
         )
 

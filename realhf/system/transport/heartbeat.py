@@ -25,12 +25,12 @@ NAMED = 8
 class HeartbeatSender:
     """Beats from a thread of its own until it is stopped; ``timeout_s`` 0: not at all."""
 
-    def __init__(self, channel: ZmqWorker, rank: int, timeout_s: float, doing: Callable[[], str]) -> None:
+    def __init__(self, channel: ZmqWorker, rank: int, timeout_s: float, activity: Callable[[], str]) -> None:
         pid, host = os.getpid(), socket.gethostname()
         self._stopped = threading.Event()
         self._thread = threading.Thread(
             target=channel.beat_until,
-            args=(self._stopped, timeout_s / BEATS, lambda: Heartbeat(rank, pid, host, doing())),
+            args=(self._stopped, timeout_s / BEATS, lambda: Heartbeat(rank, pid, host, activity())),
             daemon=True,
         )
         if timeout_s > 0:

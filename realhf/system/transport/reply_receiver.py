@@ -38,11 +38,11 @@ class Watch(Protocol):
 
 @dataclass(frozen=True)
 class ReplyReceiver:
-    """``doing(rank)`` says what a worker was asked for, ``log_of(rank)`` where it writes."""
+    """``activity(rank)`` says what a worker was asked for, ``log_of(rank)`` where it writes."""
 
     channel: MasterEnd
     watch: Watch
-    doing: Callable[[int], str]
+    activity: Callable[[int], str]
     log_of: Callable[[int], Any]
     settle_s: float = SETTLE_S
     nodes_settle_s: float = 0.0
@@ -100,7 +100,7 @@ class ReplyReceiver:
         if silent:
             rank, how = silent[0]
             log = self.log_of(rank)
-            text = f"worker {rank} {how} while doing {self.doing(rank)}; see {log}{last_lines(Path(log))}"
+            text = f"worker {rank} {how} while doing {self.activity(rank)}; see {log}{last_lines(Path(log))}"
             return RunFailed(text, lost=[rank for rank, _ in silent])
         report = next((r for r in reports if r.user_error), reports[0])
         text = f"worker {report.rank} failed during {report.during}: {report.error}"

@@ -152,7 +152,7 @@ def test_an_invalid_or_unknown_model_config(sft: SFTExperiment, copy: Callable[.
 
 def test_a_folder_without_a_tokenizer(sft: SFTExperiment, copy: Callable[..., Path], paths: RunDir) -> None:
     sft.model.path = str(copy("mute", without="tokenizer*"))
-    assert one(sft, paths).startswith(f"{sft.model.path} holds no tokenizer: none of tokenizer.json,")
+    assert one(sft, paths).startswith(f"{sft.model.path} has no tokenizer: it contains none of tokenizer.json,")
     sft.model.tokenizer = "nowhere"
     assert one(sft, paths) == "tokenizer folder nowhere does not exist; tokenizer= can name another one"
 

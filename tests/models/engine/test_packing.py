@@ -15,7 +15,7 @@ from realhf.data.batch import Column, SequenceBatch
 from realhf.models.engine.native import NativeEngine
 from realhf.models.engine.packing import pack
 from realhf.ops import extension
-from realhf.ops.attention import shares_prefixes
+from realhf.ops.attention import supports_shared_prefixes
 from realhf.plan.compile.micro_batch import micro_batches
 from realhf.plan.cost.cost import works_of
 from tests.models.engine.tiny_engine import FAMILIES, counted, engine_on, nll
@@ -102,7 +102,7 @@ def both(engine: NativeEngine) -> tuple[NativeEngine, NativeEngine]:
 
 @pytest.fixture(autouse=True)
 def _kernel() -> None:
-    if not shares_prefixes(torch.device("cpu"), torch.float32):
+    if not supports_shared_prefixes(torch.device("cpu"), torch.float32):
         pytest.skip("NATIVE KERNELS NOT BUILT, nothing is shared: python setup.py build_ext --inplace")
 
 

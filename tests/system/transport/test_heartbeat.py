@@ -24,8 +24,8 @@ def listened(pulses: HeartbeatMonitor, clock: Clock, seconds: float, *beats: Hea
         pulses.hear(beat)
 
 
-def beat(rank: int, doing: str = "gen/Compute") -> Heartbeat:
-    return Heartbeat(rank, 40 + rank, "here", doing)
+def beat(rank: int, activity: str = "gen/Compute") -> Heartbeat:
+    return Heartbeat(rank, 40 + rank, "here", activity)
 
 
 def test_who_does_not_beat_is_named_with_what_it_was_at() -> None:

@@ -1,15 +1,15 @@
-// Compiles the file that REALHF_ROWS names once for every width of registers, over lanes.h; `widest` picks what this
+// Compiles the file that REALHF_KERNEL_FILE names once for every width of registers, over simd_vec.h; `best_isa` picks what this
 // machine runs. Included once in a source file, inside its namespace. Sums of products are fused here, where a machine
 // can: one that cannot gives other last bits.
-#define REALHF_ONCE __attribute__((noinline, noclone, unused)) static  // compiled once, not into its callers
+#define REALHF_NOINLINE __attribute__((noinline, noclone, unused)) static  // compiled once, not into its callers
 
-namespace narrow {
+namespace baseline {
 #define REALHF_WIDTH 4
-#define REALHF_TALL 6
-#include "lanes.h"
-#include REALHF_ROWS
+#define REALHF_MAX_ROWS 6
+#include "simd_vec.h"
+#include REALHF_KERNEL_FILE
 #undef REALHF_WIDTH
-#undef REALHF_TALL
+#undef REALHF_MAX_ROWS
 }  // namespace narrow
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -18,36 +18,36 @@ namespace narrow {
 #pragma GCC target("avx2,fma")
 namespace avx2 {
 #define REALHF_WIDTH 8
-#define REALHF_TALL 6
-#include "lanes.h"
-#include REALHF_ROWS
+#define REALHF_MAX_ROWS 6
+#include "simd_vec.h"
+#include REALHF_KERNEL_FILE
 #undef REALHF_WIDTH
-#undef REALHF_TALL
+#undef REALHF_MAX_ROWS
 }  // namespace avx2
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl")
 namespace avx512 {
 #define REALHF_WIDTH 16
-#define REALHF_TALL 8
-#include "lanes.h"
-#include REALHF_ROWS
+#define REALHF_MAX_ROWS 8
+#include "simd_vec.h"
+#include REALHF_KERNEL_FILE
 #undef REALHF_WIDTH
-#undef REALHF_TALL
+#undef REALHF_MAX_ROWS
 }  // namespace avx512
 #pragma GCC pop_options
 
-#define REALHF_ALL_WIDTHS(...) narrow::__VA_ARGS__, avx2::__VA_ARGS__, avx512::__VA_ARGS__
+#define REALHF_ALL_ISAS(...) baseline::__VA_ARGS__, avx2::__VA_ARGS__, avx512::__VA_ARGS__
 template <typename Function>
-Function widest(Function of_narrow, Function of_avx2, Function of_avx512) {
+Function best_isa(Function of_baseline, Function of_avx2, Function of_avx512) {
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl")) {
     return of_avx512;
   }
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? of_avx2 : of_narrow;
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? of_avx2 : of_baseline;
 }
 #else
-#define REALHF_ALL_WIDTHS(...) narrow::__VA_ARGS__
+#define REALHF_ALL_ISAS(...) baseline::__VA_ARGS__
 template <typename Function>
-Function widest(Function of_narrow) {
-  return of_narrow;
+Function best_isa(Function of_baseline) {
+  return of_baseline;
 }
 #endif

@@ -7,7 +7,7 @@ namespace realhf {
 
 template <typename scalar_t>
 struct Matrix {  // weight[outs, depth] as panels[outs / kPadding, depth, kPadding]
-  const scalar_t *panels, *bias;
+  const scalar_t *tiles, *bias;
   int64_t outs, depth;
 };
 

@@ -41,7 +41,7 @@ struct Runs {
     return place;
   }
 
-  bool is_source_torn() const {
+  bool is_source_strided() const {
     return run_bytes < kLongRun && !around.empty() && around[0].stride.from != run_bytes;
   }
 };
@@ -75,7 +75,7 @@ void copy_box_cpu(Tensor to, const Tensor& from, bool streaming) {
   check_alike(to, from);
   if (to.numel() == 0) return;
   const Runs runs = runs_of(to, from);
-  const bool fetch = runs.is_source_torn();
+  const bool fetch = runs.is_source_strided();
   auto* target = static_cast<char*>(to.mutable_data_ptr());
   const auto* source = static_cast<const char*>(from.const_data_ptr());
   const CopyBytes copy = streaming ? copy_streaming : copy_cached;
