@@ -77,7 +77,7 @@ def machine_of(
         return limits
     profile = _read_profile(file)
     measured = ProfiledSpeed(profile)
-    unknown = [role for role, model in models.items() if not measured.knows(model, bool(roles[role].spec.bf16))]
+    unknown = [role for role, model in models.items() if not measured.covers(model, bool(roles[role].spec.bf16))]
     problems = [f"does not know the model of {', '.join(unknown)}"] if unknown else []
     if profile.machine.device != device:
         problems.append(f"is of a machine with device={profile.machine.device}")
