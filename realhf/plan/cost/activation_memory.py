@@ -18,7 +18,7 @@ class AnalyticMemory:
     device: str
 
     def train_bytes(self, shard: StageShard, work: Work) -> tuple[float, float]:
-        config, size = shard.model, 2 if shard.bf16 else 4
+        config, size = shard.model, shard.itemsize
         block = saved_activation_numel(config, shard.tp, shard.sequence_parallel)
         outside = config.hidden * (2.0 * shard.first + 3.0 * shard.last)
         if shard.recompute:
@@ -30,8 +30,7 @@ class AnalyticMemory:
         return kept * work.tokens * size, peak
 
     def forward_bytes(self, shard: StageShard, work: Work) -> float:
-        size = 2 if shard.bf16 else 4
-        return self._temporary_numel(shard) * work.tokens * size + self._logits(shard, work)
+        return self._temporary_numel(shard) * work.tokens * shard.itemsize + self._logits(shard, work)
 
     def _temporary_numel(self, shard: StageShard) -> float:
         """Peak elements per token inside a block when no activations are saved."""

@@ -20,7 +20,7 @@ from realhf.plan.compile.micro_batch import micro_batches
 from realhf.plan.compile.pipeline import inference_schedule, train_schedule
 from realhf.plan.cost.pipeline_time import Schedule, makespan, uniform_makespan
 from realhf.plan.cost.speed import CollectiveKind, Speed, StageShard, Traffic, Work
-from realhf.plan.cost.stage import decodes_in_one_call, shard_numels, stage_shards
+from realhf.plan.cost.stage import decodes_in_one_call, itemsize, shard_numels, stage_shards
 from realhf.plan.cost.traffic import realloc_traffic, transfer_traffic
 
 NO_COST = Cost(0.0, 0.0)
@@ -98,9 +98,10 @@ class CostModel:
                 update = max(self._update(mfc, layout, stage) for stage in range(layout.strategy.pp))
                 costs = [self._minibatch(mfc, placement, ranks, n, update) for n in range(mfc.n_minibatches)]
             case Kind.INFERENCE:
-                costs = [_concurrent([self._forward(mfc, placement, d, rows) for d, rows in enumerate(ranks)])]
+                rows = [(r.ids, r.lengths) for r in ranks]
+                costs = [_concurrent([self._passes(mfc, placement, d, *some) for d, some in enumerate(rows)])]
             case Kind.GENERATE:
-                costs = [_concurrent([self._generate(mfc, placement, d, rows) for d, rows in enumerate(ranks)])]
+                costs = [_concurrent([self._generate(mfc, placement, d, r) for d, r in enumerate(ranks)])]
                 if placement.backend is not Backend.native:  # weights are pushed; its speed is assumed equal
                     costs.append(self.host_copy(mfc.role, layout))
         return Cost(own.seconds + sum(c.seconds for c in costs), own.core_seconds + sum(c.core_seconds for c in costs))
@@ -111,18 +112,16 @@ class CostModel:
 
     def reallocate(self, role: str, src: Layout, dst: Layout, eta: float = 1.0) -> Cost:
         """Return the cost of moving a role's weights; an EMA update (eta < 1) also reads and writes its target."""
-        itemsize = 2 if self.roles[role].spec.bf16 else 4
-        traffic = realloc_traffic(self.models[role], src, dst, itemsize, self.node_size)
+        traffic = realloc_traffic(self.models[role], src, dst, itemsize(self.roles[role]), self.node_size)
         if eta < 1.0:
             extra = 2 * max(traffic.node + traffic.cluster, traffic.local)
             traffic = replace(traffic, copied=traffic.copied + extra, total=traffic.total + extra * dst.strategy.world)
         return self.exchange(traffic)
 
     def host_copy(self, role: str, layout: Layout) -> Cost:
-        """Return the cost of copying a role's weights to host memory, or back."""
         strategy = layout.strategy
         numel = max(shard_numels(self.models[role], strategy.tp, strategy.pp))
-        seconds = self.speed.host_copy(numel * (2 if self.roles[role].spec.bf16 else 4))
+        seconds = self.speed.host_copy(numel * itemsize(self.roles[role]))
         return Cost(seconds, seconds * strategy.world)
 
     def _stages(self, mfc: MFC, layout: Layout, dp: int) -> Stages:
@@ -138,18 +137,22 @@ class CostModel:
         """
         shard, ranks = stages[stage]
         other = stages[stage + 1][1] if stage + 1 < len(stages) else stages[stage - 1][1]
-        return self.speed.send(tokens * shard.model.hidden * (2 if shard.bf16 else 4) / sp, ranks[0], other[0])
+        return self.speed.send(tokens * shard.model.hidden * shard.itemsize / sp, ranks[0], other[0])
 
-    def _forward(self, mfc: MFC, placement: Placement, dp: int, rows: BatchRows) -> Cost:
-        if not rows.ids:
+    def _passes(
+        self, mfc: MFC, placement: Placement, dp: int, ids: tuple[RowId, ...], lengths: tuple[int, ...]
+    ) -> Cost:
+        """Forward passes of a replica's rows and, in training, their backward passes."""
+        if not ids:
             return NO_COST
-        stages = self._stages(mfc, placement.layout, dp)
-        limits = _with_min_mbs(placement.micro_batching, len(stages))
-        works = works_of(rows.ids, rows.lengths, limits, prompts_of(self.workload, rows.ids), self.share_prompts)
-        seconds, busy = self._pipeline(
-            stages, works, inference_schedule, lambda *args: (self.speed.forward(*args), 0.0), sp=1
-        )
-        return Cost(seconds, busy * placement.layout.strategy.tp)
+        assert mfc.role is not None
+        trains, tp = mfc.kind is Kind.TRAIN, placement.layout.strategy.tp
+        works = mfc_works(mfc, self.models[mfc.role], placement, ids, lengths, self.workload, self.share_prompts)
+        schedule = train_schedule if trains else inference_schedule
+        seconds_of = self.speed.train if trains else lambda *args: (self.speed.forward(*args), 0.0)
+        sp = tp if trains and self.roles[mfc.role].spec.sequence_parallel else 1
+        seconds, busy = self._pipeline(self._stages(mfc, placement.layout, dp), works, schedule, seconds_of, sp)
+        return Cost(seconds, busy * tp)
 
     def _pipeline(
         self,
@@ -183,22 +186,9 @@ class CostModel:
         self, mfc: MFC, placement: Placement, ranks: Sequence[BatchRows], number: int, update: float
     ) -> Cost:
         """One optimizer step: forward and backward of every replica, then their joint update."""
-        own = _concurrent([self._train(mfc, placement, d, *rows.of_minibatch(number)) for d, rows in enumerate(ranks)])
+        rows = [r.of_minibatch(number) for r in ranks]
+        own = _concurrent([self._passes(mfc, placement, d, *some) for d, some in enumerate(rows)])
         return Cost(own.seconds + update, own.core_seconds + update * placement.layout.strategy.world)
-
-    def _train(self, mfc: MFC, placement: Placement, dp: int, ids: tuple[RowId, ...], lengths: tuple[int, ...]) -> Cost:
-        if not ids:
-            return NO_COST
-        assert mfc.role is not None
-        stages = self._stages(mfc, placement.layout, dp)
-        n = len(stages)
-        limits = _with_min_mbs(placement.micro_batching, 2 * n if n > 1 else 1)
-        share = self.share_prompts and not self.models[mfc.role].n_experts
-        works = works_of(ids, lengths, limits, prompts_of(self.workload, ids), share, keep_groups=self.share_prompts)
-        tp = placement.layout.strategy.tp
-        sp = tp if self.roles[mfc.role].spec.sequence_parallel else 1
-        seconds, busy = self._pipeline(stages, works, train_schedule, self.speed.train, sp)
-        return Cost(seconds, busy * tp)
 
     def _update(self, mfc: MFC, layout: Layout, stage: int) -> float:
         """ZeRO-1: reduce-scatter gradients, update a range per replica, all-gather weights."""
@@ -209,7 +199,7 @@ class CostModel:
         seconds = self.speed.optimizer(shard, numel // strategy.dp)
         if strategy.dp > 1:
             seconds += self.speed.collective(CollectiveKind.REDUCE_SCATTER, 4 * numel, replicas)
-            seconds += self.speed.collective(CollectiveKind.ALL_GATHER, (2 if shard.bf16 else 4) * numel, replicas)
+            seconds += self.speed.collective(CollectiveKind.ALL_GATHER, shard.itemsize * numel, replicas)
         # the denominator of the loss, and the decision to skip the step
         seconds += 2 * self.speed.collective(CollectiveKind.ALL_REDUCE, 64, replicas)
         for axis in ("dp", "tp", "pp"):  # gradient norm
@@ -317,6 +307,27 @@ def prompts_of(workload: Workload, ids: tuple[RowId, ...]) -> tuple[int, ...]:
     return workload.prompt_lengths([i.prompt for i in ids]) if workload.sampled else ()
 
 
+def mfc_works(
+    mfc: MFC,
+    model: ModelConfig,
+    placement: Placement,
+    ids: tuple[RowId, ...],
+    lengths: tuple[int, ...],
+    workload: Workload,
+    share_prompts: bool,
+) -> tuple[Work, ...]:
+    """Return the micro-batches of an inference or training call, at least as many as its pipeline needs."""
+    trains, pp = mfc.kind is Kind.TRAIN, placement.layout.strategy.pp
+    min_mbs = 2 * pp if trains and pp > 1 else pp
+    limits = placement.micro_batching
+    if limits.n_mbs < min_mbs:
+        limits = replace(limits, n_mbs=min_mbs)
+    share = share_prompts and not (trains and model.n_experts)
+    prompts = prompts_of(workload, ids)
+    return works_of(ids if share_prompts else (), lengths, limits, prompts, share, share_prompts)  # more cache hits
+
+
+@lru_cache(maxsize=16384)
 def works_of(
     ids: tuple[RowId, ...],
     lengths: tuple[int, ...],
@@ -328,24 +339,10 @@ def works_of(
     """Return the micro-batches of rows; tokens of ``prompts`` (lengths, if known) have no loss.
 
     ``share_prompts``: a prompt is computed once for all its rows in a micro-batch; ``keep_groups`` (default:
-    ``share_prompts``) puts rows of a prompt into the same micro-batch if possible.
+    ``share_prompts``) puts rows of a prompt into the same micro-batch if possible. Otherwise ``ids`` are not used.
     """
-    keep_groups = share_prompts if keep_groups is None else keep_groups
-    return _works(ids if keep_groups or share_prompts else (), lengths, limits, prompts, share_prompts, keep_groups)
-
-
-@lru_cache(maxsize=16384)
-def _works(
-    ids: tuple[RowId, ...],
-    lengths: tuple[int, ...],
-    limits: MicroBatching,
-    prompts: tuple[int, ...],
-    share_prompts: bool,
-    keep_groups: bool,
-) -> tuple[Work, ...]:
-    """Cached part of ``works_of``; without ``ids`` if they do not matter, for more cache hits."""
     works = []
-    for rows in micro_batches(ids, lengths, limits, near=keep_groups):
+    for rows in micro_batches(ids, lengths, limits, near=share_prompts if keep_groups is None else keep_groups):
         trained = sum(lengths[i] - prompts[i] for i in rows) if prompts else None
         own, before = [lengths[i] for i in rows], list[int]()
         if share_prompts and prompts:
@@ -368,16 +365,11 @@ def _deduplicated(
     return [*shared.values(), *own], [*[0] * len(shared), *before]
 
 
-def _with_min_mbs(limits: MicroBatching, n: int) -> MicroBatching:
-    return replace(limits, n_mbs=max(limits.n_mbs, n))
-
-
 def _concurrent(costs: Sequence[Cost]) -> Cost:
     """Return the cost of replicas that run concurrently: the slowest one sets the duration."""
     return Cost(max(c.seconds for c in costs), sum(c.core_seconds for c in costs))
 
 
 def _method_of(mfc: MFC) -> str:
-    """Return the name of an MFC's interface method in ``Speed.interface``."""
     method = {Kind.GENERATE: "generate", Kind.INFERENCE: "inference", Kind.TRAIN: "train_step"}[mfc.kind]
     return f"{mfc.interface.name}/{method}"

@@ -34,16 +34,12 @@ def read_hardware(name: str, node_size: int | None = None) -> Hardware:
         raise UserError(f"planner.hardware={name}: no such machine or file; known are {', '.join(known)}"
                         f"{did_you_mean(name, known)}")  # fmt: skip
     try:
-        values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except (OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
         raise UserError(f"planner.hardware={name}: not readable as YAML: {error}") from error
-    if not isinstance(values, dict):
+    if not isinstance(content, dict):
         raise UserError(f"planner.hardware={name}: expected a mapping of values")
-    hardware = _read(name, {str(k): v for k, v in values.items()})
-    return replace(hardware, node_size=node_size) if node_size else hardware
-
-
-def _read(name: str, values: dict[str, object]) -> Hardware:
+    values: dict[str, object] = {str(key): value for key, value in content.items()}
     problems = list(_problems(values, Hardware, ""))
     for link in LINKS:
         value = values.get(link)
@@ -53,7 +49,8 @@ def _read(name: str, values: dict[str, object]) -> Hardware:
             problems.append(f"{link}={value}: expected a mapping with bandwidth and latency")
     if problems:
         raise UserError([f"planner.hardware={name}: {problem}" for problem in problems])
-    return from_plain(values, Hardware)
+    hardware = from_plain(values, Hardware)
+    return replace(hardware, node_size=node_size) if node_size else hardware
 
 
 def _problems(values: Mapping[str, object], kind: type[Hardware] | type[Link], prefix: str) -> Iterator[str]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import add
 
+from realhf.api.batch_meta import RowId
 from realhf.api.config import GenerationConfig, OptimizerType
 from realhf.api.config.choices import Backend
 from realhf.api.execution_plan import ExecutionPlan, Placement
@@ -13,9 +14,9 @@ from realhf.api.layout import Layout, ParallelStrategy
 from realhf.api.machine import Workload
 from realhf.api.model_config import ModelConfig
 from realhf.plan.compile.program import home
-from realhf.plan.cost.cost import BatchRows, prompts_of, works_of
+from realhf.plan.cost.cost import BatchRows, mfc_works
 from realhf.plan.cost.speed import Footprint, StageShard, Work
-from realhf.plan.cost.stage import decodes_in_one_call, kv_numel, shard_numels, stage_shards
+from realhf.plan.cost.stage import decodes_in_one_call, itemsize, kv_numel, shard_numels, stage_shards
 from realhf.plan.cost.traffic import realloc_ring_bytes
 
 SERVER_BYTES = 1e9
@@ -66,14 +67,13 @@ class MemoryModel:
     def weights(self, role: str, strategy: ParallelStrategy) -> float:
         """Return the bytes of a role's weights per device at the largest stage."""
         numel = max(shard_numels(self.models[role], strategy.tp, strategy.pp))
-        return float(numel * (2 if self.roles[role].spec.bf16 else 4))
+        return float(numel * itemsize(self.roles[role]))
 
     def ring_bytes(self, role: str, src: Layout, dst: Layout) -> float:
         """Return the shared memory that stays mapped per worker after moving a role's weights."""
         if self.device != "cpu" or src == dst:
             return 0.0
-        itemsize = 2 if self.roles[role].spec.bf16 else 4
-        return float(realloc_ring_bytes(self.models[role], src, dst, itemsize, self.node_size))
+        return float(realloc_ring_bytes(self.models[role], src, dst, itemsize(self.roles[role]), self.node_size))
 
     def resident(self, role: str, strategy: ParallelStrategy) -> Bytes:
         """Return the bytes of a role at home, per device at the largest stage (of an offloaded role: while loaded)."""
@@ -100,17 +100,15 @@ class MemoryModel:
         shards = stage_shards(config, role, strategy)
         match mfc.kind:
             case Kind.TRAIN:
-                min_mbs = 2 * strategy.pp if strategy.pp > 1 else 1
-                works = [self._largest(mfc, placement, r, n, min_mbs) for r in ranks for n in range(mfc.n_minibatches)]
-                work = max(works, key=lambda w: w.tokens)
+                rows = [r.of_minibatch(n) for r in ranks for n in range(mfc.n_minibatches)]
+                work = self._largest(mfc, placement, rows)
                 peaks = []
                 for stage, shard in enumerate(shards):  # 1F1B: stage s has pp - s micro-batches in flight
                     kept, peak = self.footprint.train_bytes(shard, work)
                     peaks.append((strategy.pp - stage - 1) * kept + peak)
                 return Bytes(borrowed=borrowed, activations=max(peaks))
             case Kind.INFERENCE:
-                works = [self._largest(mfc, placement, r, None, strategy.pp) for r in ranks]
-                work = max(works, key=lambda w: w.tokens)
+                work = self._largest(mfc, placement, [(r.ids, r.lengths) for r in ranks])
                 return Bytes(borrowed=borrowed, activations=max(self.footprint.forward_bytes(p, work) for p in shards))
             case Kind.GENERATE:
                 n = 1 if mfc.per_prompt else self.workload.samples
@@ -139,29 +137,22 @@ class MemoryModel:
                 needed |= {rank: needed.get(rank, Bytes()) + resident[mfc.role] for rank in at_home}
             for rank, nbytes in needed.items():
                 peaks[rank] = max(peaks[rank], nbytes, key=lambda bytes_: bytes_.total)
-        rings, servers = self._rings(plan, homes), self._servers(plan)
-        others = {rank: Bytes(buffers=rings[rank], server=servers[rank]) for rank in totals}
+        others = self._shared_memory_and_servers(plan, homes)
         return {rank: totals[rank] + peaks[rank] + others[rank] for rank in totals}
 
-    def _servers(self, plan: ExecutionPlan) -> dict[int, float]:
-        """Return the bytes of vLLM processes per worker: weights, cache and libraries."""
-        totals = dict.fromkeys(range(plan.n_workers), 0.0)
+    def _shared_memory_and_servers(self, plan: ExecutionPlan, homes: Mapping[str, Layout]) -> dict[int, Bytes]:
+        """Return the bytes of rings (all moves use the same ones) and of vLLM processes per worker."""
+        rings, servers = (dict.fromkeys(range(plan.n_workers), 0.0) for _ in range(2))
         for mfc in self.graph.mfcs:
-            placement = plan[mfc.name]
-            if mfc.role is not None and placement.backend is Backend.vllm:
-                nbytes = self.weights(mfc.role, placement.layout.strategy) + self.server_cache + SERVER_BYTES
-                totals |= {rank: totals[rank] + nbytes for rank in placement.layout.mesh.ranks}
-        return totals
-
-    def _rings(self, plan: ExecutionPlan, homes: Mapping[str, Layout]) -> dict[int, float]:
-        """Return the ring bytes of every worker: the largest of its moves, since all moves use the same rings."""
-        largest = dict.fromkeys(range(plan.n_workers), 0.0)
-        for mfc in self.graph.mfcs:
-            if mfc.role is not None:
-                src, dst = homes[mfc.role], plan[mfc.name].layout
-                nbytes = self.ring_bytes(mfc.role, src, dst)
-                largest |= {rank: max(largest[rank], nbytes) for rank in {*src.mesh.ranks, *dst.mesh.ranks}}
-        return largest
+            if mfc.role is None:
+                continue
+            home_layout, layout = homes[mfc.role], plan[mfc.name].layout
+            nbytes = self.ring_bytes(mfc.role, home_layout, layout)
+            rings |= {rank: max(rings[rank], nbytes) for rank in {*home_layout.mesh.ranks, *layout.mesh.ranks}}
+            if plan[mfc.name].backend is Backend.vllm:
+                nbytes = self.weights(mfc.role, layout.strategy) + self.server_cache + SERVER_BYTES
+                servers |= {rank: servers[rank] + nbytes for rank in layout.mesh.ranks}
+        return {rank: Bytes(buffers=rings[rank], server=servers[rank]) for rank in rings}
 
     def _is_offloaded(self, role: str) -> bool:
         return role in self.graph.offloaded and self.device != "cpu"
@@ -169,15 +160,17 @@ class MemoryModel:
     def _is_trained(self, role: str) -> bool:
         return self.graph.trainer(role) is not None and (self.roles[role].spec.optimizer.type is not OptimizerType.none)
 
-    def _largest(self, mfc: MFC, placement: Placement, rows: BatchRows, minibatch: int | None, min_mbs: int) -> Work:
-        """Return a rank's largest micro-batch, of at least ``min_mbs``."""
+    def _largest(
+        self, mfc: MFC, placement: Placement, rows: Sequence[tuple[tuple[RowId, ...], tuple[int, ...]]]
+    ) -> Work:
+        """Return the largest micro-batch over (ids, lengths) of several ranks or mini-batches."""
         assert mfc.role is not None
-        ids, lengths = (rows.ids, rows.lengths) if minibatch is None else rows.of_minibatch(minibatch)
-        limits = placement.micro_batching
-        if limits.n_mbs < min_mbs:
-            limits = replace(limits, n_mbs=min_mbs)
-        share = self.share_prompts and not (mfc.kind is Kind.TRAIN and self.models[mfc.role].n_experts)
-        works = works_of(ids, lengths, limits, prompts_of(self.workload, ids), share, keep_groups=self.share_prompts)
+        model = self.models[mfc.role]
+        works = [
+            work
+            for ids, lengths in rows
+            for work in mfc_works(mfc, model, placement, ids, lengths, self.workload, self.share_prompts)
+        ]
         return max(works, key=lambda work: work.tokens, default=Work.of(()))
 
     def _generation(
@@ -185,7 +178,7 @@ class MemoryModel:
     ) -> Bytes:
         """Return the bytes of sampling ``n`` responses per row."""
         assert self.sampling is not None
-        config, size = shards[0].model, 2 if shards[0].bf16 else 4
+        config, size = shards[0].model, shards[0].itemsize
         max_rows = max(len(r.ids) for r in ranks) * n
         slots = min(placement.micro_batching.slots(self.sampling.max_num_seqs), max_rows)
         longest = max((n for r in ranks for n in r.lengths), default=0) + self.sampling.max_new_tokens

@@ -49,12 +49,10 @@ class Fit:
         return sum(self.coefficients[name] * count for name, count in counts.items())
 
     def covers(self, counts: Mapping[str, float]) -> bool:
-        """Return True if all counts have coefficients."""
         return set(counts) <= set(self.coefficients)
 
     @property
     def error(self) -> float:
-        """Median relative error at the points."""
         return median(abs(self(p.counts) / p.median - 1.0) for p in self.points)
 
     @property
@@ -132,7 +130,6 @@ class Profile:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Tensor-parallel degrees of the measured model shapes."""
         degrees: dict[str, set[int]] = {}
         for name in self.fits:
             shape, *rest = name.split("/")
@@ -197,7 +194,6 @@ def _blocks(n: int, work: Work) -> Counts:
 
 
 def decode_counts(shard: StageShard, rows: int, context: float) -> Counts:
-    """Return the counts of sampling a token for each of ``rows`` rows."""
     n = shard.n_blocks
     counts: Counts = {"block": n, "block row": n * rows, "block cached token": n * rows * context}
     counts |= {"stage": 1, "stage row": rows}
@@ -205,7 +201,6 @@ def decode_counts(shard: StageShard, rows: int, context: float) -> Counts:
 
 
 def traffic_counts(traffic: Traffic) -> Counts:
-    """Return the counts of an exchange within one machine."""
     sent_share = traffic.node / max(1, traffic.node + traffic.local)
     counts: Counts = {"exchange": 1, "part": traffic.n_parts, "copied byte": traffic.copied}
     if not traffic.node:

@@ -41,7 +41,7 @@ class Roofline:
         return forward, backward + recompute_s
 
     def decode(self, shard: StageShard, rows: int, context: float, ranks: Sequence[int]) -> float:
-        config, size = shard.model, _itemsize(shard)
+        config, size = shard.model, shard.itemsize
         flops = 2 * rows * (_active_numel(config) + 2 * config.n_heads * config.head_dim * context) / shard.tp
         kv = 2 * rows * context * max(1.0, config.n_kv_heads / shard.tp) * config.head_dim
         touched = _touched_numel(config, rows) / shard.tp + kv
@@ -85,8 +85,7 @@ class Roofline:
         )
 
     def _block(self, shard: StageShard, work: Work) -> float:
-        """Forward pass of one block, without collectives."""
-        config, size = shard.model, _itemsize(shard)
+        config, size = shard.model, shard.itemsize
         products = 2 * _active_numel(config) / shard.tp * work.tokens
         attention = 4 * config.n_heads * config.head_dim / shard.tp * work.pairs
         wide = _mlp_width(config) * (4 if config.mlp == "gated" else 2) / shard.tp
@@ -96,7 +95,7 @@ class Roofline:
         return products_s + streamed / self.hardware.memory_bandwidth + KERNELS_PER_BLOCK * self.hardware.kernel
 
     def _ends(self, shard: StageShard, tokens: int) -> float:
-        config, size = shard.model, _itemsize(shard)
+        config, size = shard.model, shard.itemsize
         seconds = 0.0
         if shard.first:
             seconds += self._time(0, 2 * tokens * config.hidden * size, 2)
@@ -109,7 +108,7 @@ class Roofline:
 
     def _all_reduces(self, shard: StageShard, tokens: int, ranks: Sequence[int]) -> float:
         """Two all-reduces per block: after attention and after the MLP."""
-        nbytes = tokens * shard.model.hidden * _itemsize(shard)
+        nbytes = tokens * shard.model.hidden * shard.itemsize
         return 2 * self.collective(CollectiveKind.ALL_REDUCE, nbytes, ranks) if shard.tp > 1 else 0.0
 
     def _ring(self, ranks: Sequence[int]) -> Link:
@@ -123,10 +122,6 @@ class Roofline:
         return min(outside, hardware.node, key=lambda link: link.bandwidth) if ports > 1 else outside
 
 
-def _itemsize(shard: StageShard) -> int:
-    return 2 if shard.bf16 else 4
-
-
 def _mlp_width(config: ModelConfig) -> float:
     """Mean MLP width that a token passes through."""
     routed = _routed(config)
@@ -134,12 +129,10 @@ def _mlp_width(config: ModelConfig) -> float:
 
 
 def _routed(config: ModelConfig) -> float:
-    """Fraction of blocks with experts."""
     return len(config.routed_layers) / config.n_layers if config.n_experts else 0.0
 
 
 def _active_numel(config: ModelConfig) -> float:
-    """Mean weights per block that a token is multiplied with."""
     return _block_numel(config, _mlp_width(config))
 
 

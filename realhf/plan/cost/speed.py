@@ -71,6 +71,10 @@ class StageShard:
     recompute: bool = False  # gradient checkpointing
     sequence_parallel: bool = False  # training: outside tensor-parallel layers each rank has its share of the tokens
 
+    @property
+    def itemsize(self) -> int:
+        return 2 if self.bf16 else 4
+
 
 class Speed(Protocol):
     """Seconds of every kind of work. ``ranks`` of methods that take a shard are its tensor-parallel group."""

@@ -11,7 +11,6 @@ from realhf.plan.cost.speed import StageShard
 
 
 def stage_shards(config: ModelConfig, role: RoleSpec, strategy: ParallelStrategy) -> tuple[StageShard, ...]:
-    """Return the shard of a tensor rank in each pipeline stage."""
     last = config.n_layers + 1
     return tuple(
         StageShard(
@@ -31,6 +30,10 @@ def stage_shards(config: ModelConfig, role: RoleSpec, strategy: ParallelStrategy
 def decodes_in_one_call(config: ModelConfig, strategy: ParallelStrategy, has_kernels: bool) -> bool:
     """Return True if a decoding step is one compiled call per stage: the condition of models/fused_decode.py on CPU."""
     return has_kernels and config.is_fusable and strategy.tp == 1
+
+
+def itemsize(role: RoleSpec) -> int:
+    return 2 if role.spec.bf16 else 4
 
 
 @lru_cache(maxsize=4096)

@@ -24,8 +24,6 @@ SENT, RECEIVED, FAR_SENT, FAR_RECEIVED, LOCAL, N_PARTS = range(6)
 
 
 class _Counters:
-    """Bytes sent, received and copied by every worker."""
-
     def __init__(self) -> None:
         self._counts: defaultdict[int, list[int]] = defaultdict(lambda: [0] * 6)
 
@@ -91,12 +89,10 @@ def ring_bytes_of(copies: Iterable[Copy], node_size: int) -> int:
 
 
 def realloc_traffic(config: ModelConfig, src: Layout, dst: Layout, itemsize: int, node_size: int) -> Traffic:
-    """Return the traffic of moving a model's weights from one layout to another."""
     return _traffic(config, *_canonical(src, dst, node_size), itemsize, node_size)
 
 
 def realloc_ring_bytes(config: ModelConfig, src: Layout, dst: Layout, itemsize: int, node_size: int) -> int:
-    """Return ``ring_bytes_of`` the same move."""
     return _ring_bytes(config, *_canonical(src, dst, node_size), itemsize, node_size)
 
 
@@ -155,7 +151,6 @@ def _kinds(config: ModelConfig) -> Kinds:
 
 
 def transfer_traffic(call: PrepareCall, keys: tuple[str, ...], layout: Layout, node_size: int) -> Traffic:
-    """Return the traffic of moving columns ``keys`` of a call's rows to its layout."""
     totals: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for _, _, src, dsts, dtype, length in moved_rows(call, keys, layout):
         counts = totals.setdefault((src, dsts), [0, 0])
