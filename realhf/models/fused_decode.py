@@ -14,7 +14,7 @@ from realhf.models.blocks import Block, Mlp, Norm
 from realhf.models.kv_cache import KVCache
 from realhf.ops import extension
 from realhf.ops.activations import ACTIVATION_IDS
-from realhf.ops.attention import Scores
+from realhf.ops.attention import ScoreParams as Scores
 
 TILE_N = 16
 """Outputs of a matrix that lie beside one another in a panel, ``[in, PANEL]``."""

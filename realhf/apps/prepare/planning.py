@@ -81,7 +81,7 @@ def machine_of(
         raise UserError(f"planner.profile={file} is not a valid profile ({type(error).__name__}: {error}); make it "
                         "with realhf profile") from error  # fmt: skip
     speed = ProfiledSpeed(profile)
-    unknown = [role for role, model in models.items() if not speed.knows(model, bool(roles[role].spec.bf16))]
+    unknown = [role for role, model in models.items() if not speed.covers(model, bool(roles[role].spec.bf16))]
     problems = [f"does not include the model of {', '.join(unknown)}"] if unknown else []
     if profile.machine.device != device:
         problems.append(f"is of a machine with device={profile.machine.device}")

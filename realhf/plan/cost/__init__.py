@@ -1,1 +1,1 @@
-"""Time and memory of instructions: machine models, measured profiles, pipeline schedules."""
+"""Cost model: time and memory of instructions, from hardware limits or from a measured profile."""

@@ -1,4 +1,4 @@
-"""What every instruction of a program costs: the one place where counts of work meet the speed of a machine."""
+"""Cost of every instruction of a program: amounts of work times the speed of a machine."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,45 +17,41 @@ from realhf.api.messages import PrepareCall
 from realhf.api.model_config import ModelConfig
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
 from realhf.plan.compile.micro_batch import micro_batches
-from realhf.plan.compile.pipeline import StageStep, inference_schedule, train_schedule
-from realhf.plan.cost.pipeline_time import makespan, uniform_makespan
+from realhf.plan.compile.pipeline import inference_schedule, train_schedule
+from realhf.plan.cost.pipeline_time import Schedule, makespan, uniform_makespan
 from realhf.plan.cost.speed import CollectiveKind, Speed, StageShard, Traffic, Work
-from realhf.plan.cost.stage import decodes_in_one_call, shard_numels, stage_shards
+from realhf.plan.cost.stage import decodes_in_one_call, itemsize, shard_numels, stage_shards
 from realhf.plan.cost.traffic import realloc_traffic, transfer_traffic
 
 NO_COST = Cost(0.0, 0.0)
 Stages = Sequence[tuple[StageShard, tuple[int, ...]]]
-"""Each stage's share of a model, and the tensor-parallel group that computes it."""
+"""Shard and tensor-parallel group of each stage."""
 
 
 @dataclass(frozen=True)
 class BatchRows:
-    """What one data-parallel rank computes in a call: ids and lengths, and the mini-batch of every row."""
+    """Rows of one data-parallel rank in a call: ids, lengths and mini-batch numbers."""
 
     ids: tuple[RowId, ...]
     lengths: tuple[int, ...]
     minibatches: tuple[int, ...]
 
     def of_minibatch(self, number: int) -> tuple[tuple[RowId, ...], tuple[int, ...]]:
-        """Return ids and lengths of the rows of a mini-batch."""
         return self._by_minibatch.get(number, ((), ()))
 
     @cached_property
     def _by_minibatch(self) -> dict[int, tuple[tuple[RowId, ...], tuple[int, ...]]]:
-        found: dict[int, list[int]] = {}
+        rows: dict[int, list[int]] = {}
         for i, number in enumerate(self.minibatches):
-            found.setdefault(number, []).append(i)
-        return {
-            number: (tuple(self.ids[i] for i in mine), tuple(self.lengths[i] for i in mine))
-            for number, mine in found.items()
-        }
+            rows.setdefault(number, []).append(i)
+        return {n: (tuple(self.ids[i] for i in own), tuple(self.lengths[i] for i in own)) for n, own in rows.items()}
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Prices the instructions of one experiment on one machine. ``models`` and ``roles`` are by role.
+    """Costs of the instructions of one experiment on one machine. ``models`` and ``roles`` are by role.
 
-    ``shares``: engines compute what the rows of a prompt share once (``models/engine/packing.py``).
+    ``share_prompts``: engines compute a prompt once for all its rows in a micro-batch (``models/engine/packing.py``).
     """
 
     graph: Graph
@@ -65,10 +61,10 @@ class CostModel:
     workload: Workload
     node_size: int
     sampling: GenerationConfig | None = None
-    shares: bool = False
+    share_prompts: bool = False
 
     def price(self, plan: ExecutionPlan) -> Callable[[PrepareCall, Instruction], Cost]:
-        """Return what the instructions of a plan's calls cost, for the simulator."""
+        """Return the cost function of a plan's instructions, for the simulator."""
 
         @cache
         def computed(mfc: str, ranks: tuple[BatchRows, ...]) -> Cost:
@@ -90,22 +86,23 @@ class CostModel:
         return price
 
     def compute(self, mfc: MFC, placement: Placement, ranks: Sequence[BatchRows]) -> Cost:
-        """Return the cost of an MFC's own work on the rows of every data-parallel rank."""
-        outside = [self.speed.interface(_interface(mfc), len(r.ids), sum(r.lengths)) for r in ranks]
+        """Return the cost of an MFC's computation on the rows of every data-parallel rank."""
+        interface = [self.speed.interface(_method_of(mfc), len(r.ids), sum(r.lengths)) for r in ranks]
         if mfc.role is None:
-            return Cost(max(outside), sum(outside))
+            return Cost(max(interface), sum(interface))
         layout = placement.layout
         copies = layout.strategy.tp * layout.strategy.pp
-        own = Cost(max(outside), sum(outside) * copies)  # interfaces run alike on every rank of a replica
+        own = Cost(max(interface), sum(interface) * copies)  # every rank of a replica runs the interface
         match mfc.kind:
             case Kind.TRAIN:
                 update = max(self._update(mfc, layout, stage) for stage in range(layout.strategy.pp))
                 costs = [self._minibatch(mfc, placement, ranks, n, update) for n in range(mfc.n_minibatches)]
             case Kind.INFERENCE:
-                costs = [_together([self._forward(mfc, placement, d, rows) for d, rows in enumerate(ranks)])]
+                rows = [(r.ids, r.lengths) for r in ranks]
+                costs = [_concurrent([self._passes(mfc, placement, d, *some) for d, some in enumerate(rows)])]
             case Kind.GENERATE:
-                costs = [_together([self._generate(mfc, placement, d, rows) for d, rows in enumerate(ranks)])]
-                if placement.backend is not Backend.native:  # it copies the weights, and is taken to be as fast
+                costs = [_concurrent([self._generate(mfc, placement, d, r) for d, r in enumerate(ranks)])]
+                if placement.backend is not Backend.native:  # weights are pushed; its speed is assumed equal
                     costs.append(self.host_copy(mfc.role, layout))
         return Cost(own.seconds + sum(c.seconds for c in costs), own.core_seconds + sum(c.core_seconds for c in costs))
 
@@ -114,279 +111,265 @@ class CostModel:
         return Cost(seconds, seconds * traffic.total / max(traffic.copied, 1))
 
     def reallocate(self, role: str, src: Layout, dst: Layout, eta: float = 1.0) -> Cost:
-        """Return the cost of moving a role's weights; a blend reads and writes its target once more."""
-        itemsize = 2 if self.roles[role].spec.bf16 else 4
-        traffic = realloc_traffic(self.models[role], src, dst, itemsize, self.node_size)
+        """Return the cost of moving a role's weights; an EMA update (eta < 1) also reads and writes its target."""
+        traffic = realloc_traffic(self.models[role], src, dst, itemsize(self.roles[role]), self.node_size)
         if eta < 1.0:
-            again = 2 * max(traffic.node + traffic.cluster, traffic.local)
-            traffic = replace(traffic, copied=traffic.copied + again, total=traffic.total + again * dst.strategy.world)
+            extra = 2 * max(traffic.node + traffic.cluster, traffic.local)
+            traffic = replace(traffic, copied=traffic.copied + extra, total=traffic.total + extra * dst.strategy.world)
         return self.exchange(traffic)
 
     def host_copy(self, role: str, layout: Layout) -> Cost:
-        """Return the cost of bringing a role's weights to host memory, or back."""
         strategy = layout.strategy
         numel = max(shard_numels(self.models[role], strategy.tp, strategy.pp))
-        seconds = self.speed.host_copy(numel * (2 if self.roles[role].spec.bf16 else 4))
+        seconds = self.speed.host_copy(numel * itemsize(self.roles[role]))
         return Cost(seconds, seconds * strategy.world)
 
     def _stages(self, mfc: MFC, layout: Layout, dp: int) -> Stages:
-        """Each stage's share of the model, and its tensor-parallel group in replica ``dp``."""
         assert mfc.role is not None
-        parts = stage_shards(self.models[mfc.role], self.roles[mfc.role], layout.strategy)
-        seats = range(layout.strategy.tp)
-        return [(part, tuple(layout.rank(Coord(p, dp, t)) for t in seats)) for p, part in enumerate(parts)]
+        shards = stage_shards(self.models[mfc.role], self.roles[mfc.role], layout.strategy)
+        tp_indices = range(layout.strategy.tp)
+        return [(shard, tuple(layout.rank(Coord(p, dp, t)) for t in tp_indices)) for p, shard in enumerate(shards)]
 
-    def _hop(self, stages: Stages, tokens: int, stage: int, share: int = 1) -> float:
-        """Seconds of activations of ``tokens`` from a stage to the next one (or to the one before, for the last)."""
-        part, ranks = stages[stage]
+    def _send(self, stages: Stages, tokens: int, stage: int, sp: int = 1) -> float:
+        """Seconds to send the activations of ``tokens`` to the next stage (from the last stage: to the previous one).
+
+        ``sp`` is the degree of sequence parallelism.
+        """
+        shard, ranks = stages[stage]
         other = stages[stage + 1][1] if stage + 1 < len(stages) else stages[stage - 1][1]
-        return self.speed.send(tokens * part.model.hidden * (2 if part.bf16 else 4) / share, ranks[0], other[0])
+        return self.speed.send(tokens * shard.model.hidden * shard.itemsize / sp, ranks[0], other[0])
 
-    def _forward(self, mfc: MFC, placement: Placement, dp: int, rows: BatchRows) -> Cost:
-        if not rows.ids:
+    def _passes(
+        self, mfc: MFC, placement: Placement, dp: int, ids: tuple[RowId, ...], lengths: tuple[int, ...]
+    ) -> Cost:
+        """Forward passes of a replica's rows and, in training, their backward passes."""
+        if not ids:
             return NO_COST
-        stages = self._stages(mfc, placement.layout, dp)
-        n = len(stages)
-        limits = _at_least(placement.micro_batching, n)
-        prompts = prompts_of(self.workload, rows.ids)
-        works = works_of(rows.ids, rows.lengths, limits, prompts, self.shares)
-        seconds, busy = self._stream(
-            stages, works, inference_schedule, lambda *given: (self.speed.forward(*given), 0.0), share=1
-        )
-        return Cost(seconds, busy * placement.layout.strategy.tp)
+        assert mfc.role is not None
+        trains, tp = mfc.kind is Kind.TRAIN, placement.layout.strategy.tp
+        works = mfc_works(mfc, self.models[mfc.role], placement, ids, lengths, self.workload, self.share_prompts)
+        schedule = train_schedule if trains else inference_schedule
+        seconds_of = self.speed.train if trains else lambda *args: (self.speed.forward(*args), 0.0)
+        sp = tp if trains and self.roles[mfc.role].spec.sequence_parallel else 1
+        seconds, busy = self._pipeline(self._stages(mfc, placement.layout, dp), works, schedule, seconds_of, sp)
+        return Cost(seconds, busy * tp)
 
-    def _stream(
+    def _pipeline(
         self,
         stages: Stages,
         works: tuple[Work, ...],
-        schedule: Callable[[int, int, int], Sequence[StageStep]],
+        schedule: Schedule,
         seconds_of: Callable[[StageShard, Work, Sequence[int]], tuple[float, float]],
-        share: int,
+        sp: int,
     ) -> tuple[float, float]:
-        """Return the seconds of micro-batches going through all stages, and the sum of the stages' own."""
+        """Return the duration of a pipeline over all micro-batches, and the sum of its stages' busy seconds."""
         n, counts = len(stages), Counter(works)
         kinds = list(counts)
-        times = {work: [seconds_of(part, work, ranks) for part, ranks in stages] for work in kinds}
+        times = {work: [seconds_of(shard, work, ranks) for shard, ranks in stages] for work in kinds}
         busy = sum(count * (f + b) for work, count in counts.items() for f, b in times[work])
         if n == 1:
             return busy, busy
-        hops = {work: tuple(self._hop(stages, work.tokens, s, share) for s in range(n)) for work in kinds}
+        sends = {work: tuple(self._send(stages, work.tokens, s, sp) for s in range(n)) for work in kinds}
         if len(kinds) == 1:
             forward, backward = zip(*times[kinds[0]], strict=True)
-            return uniform_makespan(schedule, len(works), forward, backward, hops[kinds[0]]), busy
+            return uniform_makespan(schedule, len(works), forward, backward, sends[kinds[0]]), busy
         steps = [schedule(stage, n, len(works)) for stage in range(n)]
         seconds = makespan(
             steps,
             lambda s, i: times[works[i]][s][0],
             lambda s, i: times[works[i]][s][1],
-            lambda s, i: hops[works[i]][s],
+            lambda s, i: sends[works[i]][s],
         )
         return seconds, busy
 
     def _minibatch(
         self, mfc: MFC, placement: Placement, ranks: Sequence[BatchRows], number: int, update: float
     ) -> Cost:
-        """One optimizer step: forward and backward of every replica, then what they do together, the update."""
-        own = _together([self._train(mfc, placement, d, *rows.of_minibatch(number)) for d, rows in enumerate(ranks)])
+        """One optimizer step: forward and backward of every replica, then their joint update."""
+        rows = [r.of_minibatch(number) for r in ranks]
+        own = _concurrent([self._passes(mfc, placement, d, *some) for d, some in enumerate(rows)])
         return Cost(own.seconds + update, own.core_seconds + update * placement.layout.strategy.world)
 
-    def _train(self, mfc: MFC, placement: Placement, dp: int, ids: tuple[RowId, ...], lengths: tuple[int, ...]) -> Cost:
-        if not ids:
-            return NO_COST
-        assert mfc.role is not None
-        stages = self._stages(mfc, placement.layout, dp)
-        n = len(stages)
-        limits = _at_least(placement.micro_batching, 2 * n if n > 1 else 1)
-        shares = self.shares and not self.models[mfc.role].n_experts
-        works = works_of(ids, lengths, limits, prompts_of(self.workload, ids), shares, near=self.shares)
-        tp = placement.layout.strategy.tp
-        share = tp if self.roles[mfc.role].spec.sequence_parallel else 1
-        seconds, busy = self._stream(stages, works, train_schedule, self.speed.train, share)
-        return Cost(seconds, busy * tp)
-
     def _update(self, mfc: MFC, layout: Layout, stage: int) -> float:
-        """Gradients are reduced over replicas, each updates its range, and the new weights are gathered (ZeRO-1)."""
-        part, group = self._stages(mfc, layout, 0)[stage]
+        """ZeRO-1: reduce-scatter gradients, update a range per replica, all-gather weights."""
+        shard, group = self._stages(mfc, layout, 0)[stage]
         strategy = layout.strategy
-        numel = shard_numels(part.model, strategy.tp, strategy.pp)[stage]
+        numel = shard_numels(shard.model, strategy.tp, strategy.pp)[stage]
         replicas = layout.axis("dp", group[0])
-        seconds = self.speed.optimizer(part, numel // strategy.dp)
+        seconds = self.speed.optimizer(shard, numel // strategy.dp)
         if strategy.dp > 1:
             seconds += self.speed.collective(CollectiveKind.REDUCE_SCATTER, 4 * numel, replicas)
-            seconds += self.speed.collective(CollectiveKind.ALL_GATHER, (2 if part.bf16 else 4) * numel, replicas)
-        # the denominator of the loss, and what may veto the step
+            seconds += self.speed.collective(CollectiveKind.ALL_GATHER, shard.itemsize * numel, replicas)
+        # the denominator of the loss, and the decision to skip the step
         seconds += 2 * self.speed.collective(CollectiveKind.ALL_REDUCE, 64, replicas)
-        for axis in ("dp", "tp", "pp"):  # the norm of the gradient
+        for axis in ("dp", "tp", "pp"):  # gradient norm
             seconds += self.speed.collective(CollectiveKind.ALL_REDUCE, 8, layout.axis(axis, group[0]))
         return seconds
 
     def _generate(self, mfc: MFC, placement: Placement, dp: int, rows: BatchRows) -> Cost:
-        """Prompts are computed once for all their answers, then one token at a time until the last row ends."""
         if not rows.ids:
             return NO_COST
         assert self.sampling is not None and mfc.role is not None
         stages = self._stages(mfc, placement.layout, dp)
         limit = placement.micro_batching.max_tokens_per_mb
-        n_drawn = 1 if mfc.per_prompt else None
-        queue = [(length, answer) for row, length in zip(rows.ids, rows.lengths, strict=True)
-                 for answer in self.workload.responses_at(row.prompt)[:n_drawn]]  # fmt: skip
+        n_sampled = 1 if mfc.per_prompt else None
+        queue = [(length, response) for row, length in zip(rows.ids, rows.lengths, strict=True)
+                 for response in self.workload.responses_at(row.prompt)[:n_sampled]]  # fmt: skip
         slots = min(placement.micro_batching.limit_num_seqs(self.sampling.max_num_seqs), len(queue))
         n = len(queue) // len(rows.ids)
-        is_fused = decodes_in_one_call(self.models[mfc.role], placement.layout.strategy, self.shares)
-        clock = _Decoding(self.speed, stages, slots, limit, n if is_fused else 0,
-                          lambda tokens: self._hop(stages, tokens, 0) if len(stages) > 1 else 0.0)  # fmt: skip
-        seconds = clock.run(queue, n)
-        return Cost(seconds, clock.busy * placement.layout.strategy.tp)
+        is_fused = decodes_in_one_call(self.models[mfc.role], placement.layout.strategy, self.share_prompts)
+        send = (lambda tokens: self._send(stages, tokens, 0)) if len(stages) > 1 else lambda tokens: 0.0
+        simulation = _DecodeSimulation(self.speed, stages, slots, limit, n if is_fused else 0, send)
+        seconds = simulation.run(queue, n)
+        return Cost(seconds, simulation.busy * placement.layout.strategy.tp)
 
 
-class _Decoding:
-    """The clock of one replica's generation, as models/engine/decode/generate.py goes about it.
+@dataclass
+class _DecodeSimulation:
+    """Timing of one replica's generation, as in models/engine/decode/generate.py.
 
-    ``alike`` rows of a prompt read its cached tokens once, and each its own; 0: all rows read as many as the longest.
+    Prompts are prefilled once for all their responses. ``group_size`` rows read the cached tokens of their prompt once
+    and their own; 0: all rows read as many tokens as the longest.
     """
 
-    def __init__(
-        self,
-        speed: Speed,
-        stages: Stages,
-        n_slots: int,
-        token_limit: int,
-        alike: int,
-        hop: Callable[[int], float],
-    ) -> None:
-        self.speed, self.stages, self.n_slots, self.limit, self.hop = speed, stages, n_slots, token_limit, hop
-        self.alike = alike
-        self.busy = 0.0
-        # of a prompt, one row goes on to the head
-        self._bodies = [replace(part, last=False) for part, _ in stages]
-        self._heads = [replace(part, n_blocks=0, first=False) for part, _ in stages]
+    speed: Speed
+    stages: Stages
+    n_slots: int
+    token_limit: int
+    group_size: int
+    send: Callable[[int], float]
+    busy: float = 0.0
+
+    def __post_init__(self) -> None:
+        # the head computes only the last token of a prompt
+        self._bodies = [replace(shard, last=False) for shard, _ in self.stages]
+        self._heads = [replace(shard, n_blocks=0, first=False) for shard, _ in self.stages]
 
     def run(self, queue: list[tuple[int, int]], n: int) -> float:
-        """Return the seconds until every (prompt, answer) of the queue is drawn, ``n`` to each prompt in turn."""
+        """Return the seconds to sample (prompt, response) lengths, of which ``n`` in succession share a prompt."""
         seconds, queue = 0.0, list(reversed(queue))
-        live: list[tuple[int, int, int]] = []  # tokens of the prompt, of the answer so far and to come
+        live: list[tuple[int, int, int]] = []  # tokens: prompt, sampled, remaining
         while queue or live:
             free = self.n_slots - len(live)
             if queue and (free * 8 >= self.n_slots or free >= len(queue)):
                 fresh = [queue.pop() for _ in range(min(free, len(queue)))]
                 seconds += self._prefill([prompt for prompt, _ in fresh[::n]], len(fresh))
-                live += [(prompt, 1, answer - 1) for prompt, answer in fresh]
+                live += [(prompt, 1, response - 1) for prompt, response in fresh]
             else:
                 steps = max(1, min(left for *_, left in live))
-                seconds += self._turns(steps, len(live), self._read(live) + steps / 2)
-                live = [(prompt, drawn + steps, left - steps) for prompt, drawn, left in live]
+                seconds += self._decode(steps, len(live), self._mean_context(live) + steps / 2)
+                live = [(prompt, sampled + steps, left - steps) for prompt, sampled, left in live]
             live = [row for row in live if row[2] > 0]
         return seconds
 
-    def _read(self, live: list[tuple[int, int, int]]) -> float:
-        """Return the cached tokens that a row reads, on average."""
-        if not self.alike:
-            return max(prompt + drawn for prompt, drawn, _ in live)
-        return sum(prompt / self.alike + drawn for prompt, drawn, _ in live) / len(live)
+    def _mean_context(self, live: list[tuple[int, int, int]]) -> float:
+        """Return the mean number of cached tokens read per row."""
+        if not self.group_size:
+            return max(prompt + sampled for prompt, sampled, _ in live)
+        return sum(prompt / self.group_size + sampled for prompt, sampled, _ in live) / len(live)
 
     def _prefill(self, prompts: list[int], n_rows: int) -> float:
         work = Work.of(prompts)
-        passes = max(1, -(-work.tokens // self.limit))
+        passes = max(1, -(-work.tokens // self.token_limit))
         times = [
             self.speed.forward(body, work, ranks) + self.speed.decode(head, n_rows, 0, ranks)
             for body, head, (_, ranks) in zip(self._bodies, self._heads, self.stages, strict=True)
         ]
         self.busy += sum(times)
         bubble = sum(times) / passes + (passes - 1) / passes * max(times)
-        return bubble + (len(times) - 1) * self.hop(-(-work.tokens // passes))
+        return bubble + (len(times) - 1) * self.send(-(-work.tokens // passes))
 
-    def _turns(self, n: int, n_rows: int, context: float) -> float:
-        """``n`` tokens for all live rows: groups of them follow one another through the stages."""
+    def _decode(self, n: int, n_rows: int, context: float) -> float:
+        """Return the seconds of ``n`` tokens for all rows; groups of rows are pipelined over the stages."""
         n_groups = min(len(self.stages), n_rows)
         rows = -(-n_rows // n_groups)
-        times = [self.speed.decode(part, rows, context, ranks) for part, ranks in self.stages]
+        times = [self.speed.decode(shard, rows, context, ranks) for shard, ranks in self.stages]
         self.busy += n * n_groups * sum(times)
         if len(times) == 1:
             return n * times[0]
-        around = sum(times) + len(times) * self.hop(rows)
-        return n * max(around, n_groups * max(times))
+        round_trip = sum(times) + len(times) * self.send(rows)
+        return n * max(round_trip, n_groups * max(times))
 
 
 def rows_of(call: PrepareCall) -> tuple[BatchRows, ...]:
-    """Return what each data-parallel rank computes in a call, by the lengths of the column that a model reads."""
+    """Return the rows of each data-parallel rank in a call, with the lengths of the column that a model reads."""
     columns = call.inputs.columns
-    lengths = columns["tokens" if "tokens" in columns else "prompts" if "prompts" in columns else next(iter(columns))]
+    column = columns["tokens" if "tokens" in columns else "prompts" if "prompts" in columns else next(iter(columns))]
+    ids, lengths, numbers = call.inputs.ids, column.lengths, call.minibatches
     return tuple(
-        BatchRows(
-            tuple(call.inputs.ids[i] for i in mine),
-            tuple(lengths.lengths[i] for i in mine),
-            tuple(call.minibatches[i] for i in mine),
-        )
-        for mine in call.assignment
+        BatchRows(tuple(ids[i] for i in own), tuple(lengths[i] for i in own), tuple(numbers[i] for i in own))
+        for own in call.assignment
     )
 
 
 def prompts_of(workload: Workload, ids: tuple[RowId, ...]) -> tuple[int, ...]:
-    """Return how much of every row is its prompt; empty where rows have none."""
+    """Return the prompt length of every row; empty if rows have no prompts."""
     return workload.prompt_lengths([i.prompt for i in ids]) if workload.is_generated else ()
 
 
+def mfc_works(
+    mfc: MFC,
+    model: ModelConfig,
+    placement: Placement,
+    ids: tuple[RowId, ...],
+    lengths: tuple[int, ...],
+    workload: Workload,
+    share_prompts: bool,
+) -> tuple[Work, ...]:
+    """Return the micro-batches of an inference or training call, at least as many as its pipeline needs."""
+    trains, pp = mfc.kind is Kind.TRAIN, placement.layout.strategy.pp
+    min_mbs = 2 * pp if trains and pp > 1 else pp
+    limits = placement.micro_batching
+    if limits.n_mbs < min_mbs:
+        limits = replace(limits, n_mbs=min_mbs)
+    share = share_prompts and not (trains and model.n_experts)
+    prompts = prompts_of(workload, ids)
+    return works_of(ids if share_prompts else (), lengths, limits, prompts, share, share_prompts)  # more cache hits
+
+
+@lru_cache(maxsize=16384)
 def works_of(
     ids: tuple[RowId, ...],
     lengths: tuple[int, ...],
     limits: MicroBatching,
     prompts: tuple[int, ...] = (),
-    shares: bool = False,
-    near: bool | None = None,
+    share_prompts: bool = False,
+    keep_groups: bool | None = None,
 ) -> tuple[Work, ...]:
-    """Return the micro-batches of some rows; tokens of ``prompts`` (lengths, where they are known) have no loss.
+    """Return the micro-batches of rows; tokens of ``prompts`` (lengths, if known) have no loss.
 
-    ``shares``: a prompt is computed once for all its rows in a micro-batch; ``near`` (default: where they share) keeps
-    them together.
+    ``share_prompts``: a prompt is computed once for all its rows in a micro-batch; ``keep_groups`` (default:
+    ``share_prompts``) puts rows of a prompt into the same micro-batch if possible. Otherwise ``ids`` are not used.
     """
-    near = shares if near is None else near
-    return _works(ids if near or shares else (), lengths, limits, prompts, shares, near)
+    works = []
+    for rows in micro_batches(ids, lengths, limits, near=share_prompts if keep_groups is None else keep_groups):
+        trained = sum(lengths[i] - prompts[i] for i in rows) if prompts else None
+        own, before = [lengths[i] for i in rows], list[int]()
+        if share_prompts and prompts:
+            own, before = _deduplicated(rows, ids, lengths, prompts)
+        works.append(Work.of(own, trained, before))
+    return tuple(works)
 
 
-@lru_cache(maxsize=16384)
-def _works(
-    ids: tuple[RowId, ...],
-    lengths: tuple[int, ...],
-    limits: MicroBatching,
-    prompts: tuple[int, ...],
-    shares: bool,
-    near: bool,
-) -> tuple[Work, ...]:
-    """Return the same; ``ids`` only where it matters whose rows they are, so that ranks with rows alike are one."""
-    found = []
-    for part in micro_batches(ids, lengths, limits, near=near):
-        trained = sum(lengths[i] - prompts[i] for i in part) if prompts else None
-        own, before = [lengths[i] for i in part], list[int]()
-        if shares and prompts:
-            own, before = _without_repeats(part, ids, lengths, prompts)
-        found.append(Work.of(own, trained, before))
-    return tuple(found)
-
-
-def _without_repeats(
-    part: Sequence[int], ids: Sequence[RowId], lengths: Sequence[int], prompts: Sequence[int]
+def _deduplicated(
+    rows: Sequence[int], ids: Sequence[RowId], lengths: Sequence[int], prompts: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return the lengths of a micro-batch's rows where those of one prompt share it, and what precedes each."""
-    times = Counter(ids[i].prompt for i in part)
+    """Return row lengths with shared prompts as rows of their own, and the length of the shared prompt of each row."""
+    times = Counter(ids[i].prompt for i in rows)
     own, before = [], []
-    for i in part:
-        several = times[ids[i].prompt] > 1
-        own.append(lengths[i] - prompts[i] * several)
-        before.append(prompts[i] * several)
-    shared = {ids[i].prompt: prompts[i] for i in part if times[ids[i].prompt] > 1}
+    for i in rows:
+        is_shared = times[ids[i].prompt] > 1
+        own.append(lengths[i] - prompts[i] * is_shared)
+        before.append(prompts[i] * is_shared)
+    shared = {ids[i].prompt: prompts[i] for i in rows if times[ids[i].prompt] > 1}
     return [*shared.values(), *own], [*[0] * len(shared), *before]
 
 
-def _at_least(limits: MicroBatching, n: int) -> MicroBatching:
-    return replace(limits, n_mbs=max(limits.n_mbs, n))
-
-
-def _together(costs: Sequence[Cost]) -> Cost:
-    """Replicas side by side: the slowest decides when they go on."""
+def _concurrent(costs: Sequence[Cost]) -> Cost:
+    """Return the cost of replicas that run concurrently: the slowest one sets the duration."""
     return Cost(max(c.seconds for c in costs), sum(c.core_seconds for c in costs))
 
 
-def _interface(mfc: MFC) -> str:
-    """The name under which the time of an interface's method is known."""
+def _method_of(mfc: MFC) -> str:
     method = {Kind.GENERATE: "generate", Kind.INFERENCE: "inference", Kind.TRAIN: "train_step"}[mfc.kind]
     return f"{mfc.interface.name}/{method}"

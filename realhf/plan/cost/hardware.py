@@ -1,4 +1,4 @@
-"""Descriptions of machines: the YAML files of ``machines/``, or one of the user's own."""
+"""Reads hardware descriptions: the YAML files of ``machines/`` or a user-defined file."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, replace
@@ -24,9 +24,9 @@ def machine_names() -> list[str]:
 
 
 def read_hardware(name: str, node_size: int | None = None) -> Hardware:
-    """Return the machine of a name (see ``machine_names``) or of a YAML file, with ``node_size`` devices a node.
+    """Return a named machine (see ``machine_names``) or that of a YAML file; ``node_size`` overrides its value.
 
-    ``UserError`` names what a file lacks, has too much of, or has wrong.
+    Raises UserError with all missing, unknown and invalid values.
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
     if not path.is_file():
@@ -34,30 +34,27 @@ def read_hardware(name: str, node_size: int | None = None) -> Hardware:
         raise UserError(f"planner.hardware={name}: no such machine or file; known are {', '.join(known)}"
                         f"{did_you_mean(name, known)}")  # fmt: skip
     try:
-        values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except (OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
         raise UserError(f"planner.hardware={name}: not readable as YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise UserError(f"planner.hardware={name}: the file holds no table of values")
-    hardware = _read(name, {str(k): v for k, v in values.items()})
-    return replace(hardware, node_size=node_size) if node_size else hardware
-
-
-def _read(name: str, values: dict[str, object]) -> Hardware:
+    if not isinstance(content, dict):
+        raise UserError(f"planner.hardware={name}: expected a mapping of values")
+    values: dict[str, object] = {str(key): value for key, value in content.items()}
     problems = list(_problems(values, Hardware, ""))
     for link in LINKS:
         value = values.get(link)
         if isinstance(value, dict):
             problems += _problems(value, Link, f"{link}.")
         elif link in values:
-            problems.append(f"{link}={value}: a link has a bandwidth and a latency")
+            problems.append(f"{link}={value}: expected a mapping with bandwidth and latency")
     if problems:
         raise UserError([f"planner.hardware={name}: {problem}" for problem in problems])
-    return from_plain(values, Hardware)
+    hardware = from_plain(values, Hardware)
+    return replace(hardware, node_size=node_size) if node_size else hardware
 
 
 def _problems(values: Mapping[str, object], kind: type[Hardware] | type[Link], prefix: str) -> Iterator[str]:
-    """Say what a table lacks, has too much of, or has wrong; links are looked at for themselves."""
+    """Yield the missing, unknown and invalid values of a mapping; links are checked separately."""
     known = {f.name: f for f in fields(kind)}
     yield from (f"unknown '{prefix}{key}'{did_you_mean(key, known)}" for key in values if key not in known)
     yield from (f"'{prefix}{k}' is missing" for k, f in known.items() if f.default is MISSING and k not in values)
@@ -65,9 +62,9 @@ def _problems(values: Mapping[str, object], kind: type[Hardware] | type[Link], p
         if key not in known or key in (*LINKS, "name"):
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
-            yield f"{prefix}{key}={value} is no number from 0 on"
+            yield f"{prefix}{key}={value} must be a finite number >= 0"
         elif key == "memory_reserve_fraction" and value >= 1:
-            yield f"{prefix}{key}={value} leaves nothing: it is a share of the memory"
+            yield f"{prefix}{key}={value} must be below 1: it is a fraction of the memory"
         elif value == 0 and key in DIVISORS:
             yield f"{prefix}{key} must be above 0"
         elif key in WHOLE and value != int(value):

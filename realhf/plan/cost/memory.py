@@ -1,9 +1,10 @@
-"""Bytes on every device: what lies there between calls, and what a call takes on top while it runs."""
+"""Memory of every device: resident bytes of roles, and additional bytes of a running call."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import add
 
+from realhf.api.batch_meta import RowId
 from realhf.api.config import GenerationConfig, OptimizerType
 from realhf.api.config.choices import Backend
 from realhf.api.execution_plan import ExecutionPlan, Placement
@@ -13,13 +14,13 @@ from realhf.api.layout import Layout, ParallelStrategy
 from realhf.api.machine import Workload
 from realhf.api.model_config import ModelConfig
 from realhf.plan.compile.program import home
-from realhf.plan.cost.cost import BatchRows, prompts_of, works_of
+from realhf.plan.cost.cost import BatchRows, mfc_works
 from realhf.plan.cost.speed import Footprint, StageShard, Work
-from realhf.plan.cost.stage import decodes_in_one_call, kv_numel, shard_numels, stage_shards
-from realhf.plan.cost.traffic import realloc_rings
+from realhf.plan.cost.stage import decodes_in_one_call, itemsize, kv_numel, shard_numels, stage_shards
+from realhf.plan.cost.traffic import realloc_ring_bytes
 
 SERVER_BYTES = 1e9
-"""What a process of vLLM takes before it has weights and cache: measured on a CPU, about."""
+"""A vLLM process without weights and cache, measured on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Bytes:
     weights: float = 0.0
     gradients: float = 0.0
     optimizer: float = 0.0
-    borrowed: float = 0.0  # weights in the layout of one call
+    borrowed: float = 0.0  # weights in the layout of one call, other than their home
     activations: float = 0.0
     kv_cache: float = 0.0
     buffers: float = 0.0  # logits, collectives, rows
@@ -46,9 +47,9 @@ class Bytes:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Counts bytes of one experiment. ``runtime`` is what a worker takes before it has any model.
+    """Memory of one experiment's plans. ``runtime`` is the bytes of a worker without any model.
 
-    ``shares`` is as in ``CostModel``. ``server_cache`` is what a served call's process keeps keys and values in.
+    ``share_prompts`` is as in ``CostModel``; ``server_cache`` is the key/value cache of a vLLM process in bytes.
     """
 
     graph: Graph
@@ -59,145 +60,138 @@ class MemoryModel:
     runtime: float
     device: str
     sampling: GenerationConfig | None = None
-    shares: bool = False
+    share_prompts: bool = False
     node_size: int = 8
     server_cache: float = 0.0
 
     def weights(self, role: str, strategy: ParallelStrategy) -> float:
-        """Return the bytes of a role's weights on each of its devices, at the heaviest stage."""
+        """Return the bytes of a role's weights per device at the largest stage."""
         numel = max(shard_numels(self.models[role], strategy.tp, strategy.pp))
-        return float(numel * (2 if self.roles[role].spec.bf16 else 4))
+        return float(numel * itemsize(self.roles[role]))
 
-    def rings(self, role: str, src: Layout, dst: Layout) -> float:
-        """Return the bytes of shared memory that moving a role's weights leaves with workers that take part."""
+    def ring_bytes(self, role: str, src: Layout, dst: Layout) -> float:
+        """Return the shared memory that stays mapped per worker after moving a role's weights."""
         if self.device != "cpu" or src == dst:
             return 0.0
-        itemsize = 2 if self.roles[role].spec.bf16 else 4
-        return float(realloc_rings(self.models[role], src, dst, itemsize, self.node_size))
+        return float(realloc_ring_bytes(self.models[role], src, dst, itemsize(self.roles[role]), self.node_size))
 
     def resident(self, role: str, strategy: ParallelStrategy) -> Bytes:
-        """Return what a role's home keeps on each of its devices, at the heaviest stage (of one that rests: awake)."""
+        """Return the bytes of a role at home, per device at the largest stage (of an offloaded role: while loaded)."""
         bf16 = self.roles[role].spec.bf16
         numel, weights = max(shard_numels(self.models[role], strategy.tp, strategy.pp)), self.weights(role, strategy)
         if bf16 and any(sync.target == role for sync in self.graph.syncs):
-            weights += 4 * numel  # the average lives in float32 beside its short copy
-        if not self._learns(role):
+            weights += 4 * numel  # a float32 master of the moving average
+        if not self._is_trained(role):
             return Bytes(weights=weights)
         share = numel / strategy.dp
-        state = share * (8 + (4 if bf16 else 0))  # two moments; a float32 copy of short weights
+        state = share * (8 + (4 if bf16 else 0))  # two moments; float32 master weights
         return Bytes(weights=weights, gradients=4 * numel, optimizer=state)
 
-    def transient(self, mfc: MFC, placement: Placement, ranks: Sequence[BatchRows], keeper: Layout | None) -> Bytes:
-        """Return what a call takes on each of its devices; ``keeper`` is where its role's weights live."""
+    def transient(
+        self, mfc: MFC, placement: Placement, ranks: Sequence[BatchRows], home_layout: Layout | None
+    ) -> Bytes:
+        """Return the additional bytes of a running call per device; ``home_layout`` is that of its role's weights."""
         if mfc.role is None:
             return Bytes()
         config, role, strategy = self.models[mfc.role], self.roles[mfc.role], placement.layout.strategy
-        if placement.backend is Backend.vllm:  # its weights lie in memory that its process maps, wherever their home is
+        if placement.backend is Backend.vllm:  # its weights are always copied to shared memory
             return Bytes(borrowed=self.weights(mfc.role, strategy))
-        borrowed = 0.0 if keeper == placement.layout else self.weights(mfc.role, strategy)
-        parts = stage_shards(config, role, strategy)
+        borrowed = 0.0 if home_layout == placement.layout else self.weights(mfc.role, strategy)
+        shards = stage_shards(config, role, strategy)
         match mfc.kind:
             case Kind.TRAIN:
-                least = 2 * strategy.pp if strategy.pp > 1 else 1
-                works = [self._largest(mfc, placement, r, n, least) for r in ranks for n in range(mfc.n_minibatches)]
-                work = max(works, key=lambda w: w.tokens)
+                rows = [r.of_minibatch(n) for r in ranks for n in range(mfc.n_minibatches)]
+                work = self._largest(mfc, placement, rows)
                 peaks = []
-                for stage, part in enumerate(parts):  # 1F1B: stage s has begun pp - s micro-batches
-                    kept, peak = self.footprint.train_bytes(part, work)
+                for stage, shard in enumerate(shards):  # 1F1B: stage s has pp - s micro-batches in flight
+                    kept, peak = self.footprint.train_bytes(shard, work)
                     peaks.append((strategy.pp - stage - 1) * kept + peak)
                 return Bytes(borrowed=borrowed, activations=max(peaks))
             case Kind.INFERENCE:
-                least = strategy.pp
-                work = max((self._largest(mfc, placement, r, None, least) for r in ranks), key=lambda w: w.tokens)
-                return Bytes(borrowed=borrowed, activations=max(self.footprint.forward_bytes(p, work) for p in parts))
+                work = self._largest(mfc, placement, [(r.ids, r.lengths) for r in ranks])
+                return Bytes(borrowed=borrowed, activations=max(self.footprint.forward_bytes(p, work) for p in shards))
             case Kind.GENERATE:
                 n = 1 if mfc.per_prompt else self.workload.samples
-                taken = self._generation(placement, ranks, parts, n)
-                if decodes_in_one_call(config, strategy, self.shares):  # which copies its matrices
-                    taken += Bytes(buffers=self.weights(mfc.role, strategy))
-                return replace(taken, borrowed=borrowed)
+                needed = self._generation(placement, ranks, shards, n)
+                if decodes_in_one_call(config, strategy, self.share_prompts):  # it keeps packed copies of the weights
+                    needed += Bytes(buffers=self.weights(mfc.role, strategy))
+                return replace(needed, borrowed=borrowed)
 
     def devices(self, plan: ExecutionPlan, calls: Mapping[str, Sequence[BatchRows]]) -> dict[int, Bytes]:
-        """Return the peak of every worker: a worker does one thing at a time, so its calls do not add up.
+        """Return the peak of every worker. Its calls run one at a time, so the largest one counts.
 
         ``calls`` holds the rows of every data-parallel rank of every MFC.
         """
         homes = {role: home(self.graph, plan, role) for role in self.graph.roles}
-        at_home = {role: self.resident(role, at.strategy) for role, at in homes.items()}
-        residents = dict.fromkeys(range(plan.n_workers), Bytes(runtime=self.runtime))
-        for role, at in homes.items():
-            if not self._rests(role):
-                residents |= {rank: residents[rank] + at_home[role] for rank in at.mesh.ranks}
+        resident = {role: self.resident(role, layout.strategy) for role, layout in homes.items()}
+        totals = dict.fromkeys(range(plan.n_workers), Bytes(runtime=self.runtime))
+        for role, layout in homes.items():
+            if not self._is_offloaded(role):
+                totals |= {rank: totals[rank] + resident[role] for rank in layout.mesh.ranks}
         peaks = dict.fromkeys(range(plan.n_workers), Bytes())
         for mfc in self.graph.mfcs:
-            taken = self.transient(mfc, plan[mfc.name], calls[mfc.name], homes.get(mfc.role or ""))
-            needed = dict.fromkeys(plan[mfc.name].layout.mesh.ranks, taken)
-            if mfc.role and self._rests(mfc.role):
-                awake = homes[mfc.role].mesh.ranks
-                needed |= {rank: needed.get(rank, Bytes()) + at_home[mfc.role] for rank in awake}
-            for rank, some in needed.items():
-                peaks[rank] = max(peaks[rank], some, key=lambda bytes_: bytes_.total)
-        rings, servers = self._rings(plan, homes), self._servers(plan)
-        beside = {rank: Bytes(buffers=rings[rank], server=servers[rank]) for rank in residents}
-        return {rank: residents[rank] + peaks[rank] + beside[rank] for rank in residents}
+            transient = self.transient(mfc, plan[mfc.name], calls[mfc.name], homes.get(mfc.role or ""))
+            needed = dict.fromkeys(plan[mfc.name].layout.mesh.ranks, transient)
+            if mfc.role and self._is_offloaded(mfc.role):  # it is loaded for the call
+                at_home = homes[mfc.role].mesh.ranks
+                needed |= {rank: needed.get(rank, Bytes()) + resident[mfc.role] for rank in at_home}
+            for rank, nbytes in needed.items():
+                peaks[rank] = max(peaks[rank], nbytes, key=lambda bytes_: bytes_.total)
+        others = self._shared_memory_and_servers(plan, homes)
+        return {rank: totals[rank] + peaks[rank] + others[rank] for rank in totals}
 
-    def _servers(self, plan: ExecutionPlan) -> dict[int, float]:
-        """Return what processes of backends keep beside every worker: weights of their own, a cache, libraries."""
-        found = dict.fromkeys(range(plan.n_workers), 0.0)
+    def _shared_memory_and_servers(self, plan: ExecutionPlan, homes: Mapping[str, Layout]) -> dict[int, Bytes]:
+        """Return the bytes of rings (all moves use the same ones) and of vLLM processes per worker."""
+        rings, servers = (dict.fromkeys(range(plan.n_workers), 0.0) for _ in range(2))
         for mfc in self.graph.mfcs:
-            placement = plan[mfc.name]
-            if mfc.role is not None and placement.backend is Backend.vllm:
-                taken = self.weights(mfc.role, placement.layout.strategy) + self.server_cache + SERVER_BYTES
-                found |= {rank: found[rank] + taken for rank in placement.layout.mesh.ranks}
-        return found
+            if mfc.role is None:
+                continue
+            home_layout, layout = homes[mfc.role], plan[mfc.name].layout
+            nbytes = self.ring_bytes(mfc.role, home_layout, layout)
+            rings |= {rank: max(rings[rank], nbytes) for rank in {*home_layout.mesh.ranks, *layout.mesh.ranks}}
+            if plan[mfc.name].backend is Backend.vllm:
+                nbytes = self.weights(mfc.role, layout.strategy) + self.server_cache + SERVER_BYTES
+                servers |= {rank: servers[rank] + nbytes for rank in layout.mesh.ranks}
+        return {rank: Bytes(buffers=rings[rank], server=servers[rank]) for rank in rings}
 
-    def _rings(self, plan: ExecutionPlan, homes: Mapping[str, Layout]) -> dict[int, float]:
-        """Return what the moves of a plan leave with every worker; the next one uses the same rings."""
-        found = dict.fromkeys(range(plan.n_workers), 0.0)
-        for mfc in self.graph.mfcs:
-            if mfc.role is not None:
-                src, dst = homes[mfc.role], plan[mfc.name].layout
-                left = self.rings(mfc.role, src, dst)
-                found |= {rank: max(found[rank], left) for rank in {*src.mesh.ranks, *dst.mesh.ranks}}
-        return found
-
-    def _rests(self, role: str) -> bool:
-        """Tell whether a role's weights leave the device between calls; on CPU they rest where they are."""
+    def _is_offloaded(self, role: str) -> bool:
         return role in self.graph.offloaded and self.device != "cpu"
 
-    def _learns(self, role: str) -> bool:
+    def _is_trained(self, role: str) -> bool:
         return self.graph.trainer(role) is not None and (self.roles[role].spec.optimizer.type is not OptimizerType.none)
 
-    def _largest(self, mfc: MFC, placement: Placement, rows: BatchRows, minibatch: int | None, at_least: int) -> Work:
-        """Return a rank's largest micro-batch."""
+    def _largest(
+        self, mfc: MFC, placement: Placement, rows: Sequence[tuple[tuple[RowId, ...], tuple[int, ...]]]
+    ) -> Work:
+        """Return the largest micro-batch over (ids, lengths) of several ranks or mini-batches."""
         assert mfc.role is not None
-        ids, lengths = (rows.ids, rows.lengths) if minibatch is None else rows.of_minibatch(minibatch)
-        limits = placement.micro_batching
-        if limits.n_mbs < at_least:
-            limits = replace(limits, n_mbs=at_least)
-        shares = self.shares and not (mfc.kind is Kind.TRAIN and self.models[mfc.role].n_experts)
-        works = works_of(ids, lengths, limits, prompts_of(self.workload, ids), shares, near=self.shares)
+        model = self.models[mfc.role]
+        works = [
+            work
+            for ids, lengths in rows
+            for work in mfc_works(mfc, model, placement, ids, lengths, self.workload, self.share_prompts)
+        ]
         return max(works, key=lambda work: work.tokens, default=Work.of(()))
 
     def _generation(
-        self, placement: Placement, ranks: Sequence[BatchRows], parts: Sequence[StageShard], n: int
+        self, placement: Placement, ranks: Sequence[BatchRows], shards: Sequence[StageShard], n: int
     ) -> Bytes:
-        """Return what drawing ``n`` answers to every row takes."""
+        """Return the bytes of sampling ``n`` responses per row."""
         assert self.sampling is not None
-        config, size = parts[0].model, 2 if parts[0].bf16 else 4
-        most = max(len(r.ids) for r in ranks) * n
-        slots = min(placement.micro_batching.limit_num_seqs(self.sampling.max_num_seqs), most)
+        config, size = shards[0].model, shards[0].itemsize
+        max_rows = max(len(r.ids) for r in ranks) * n
+        slots = min(placement.micro_batching.limit_num_seqs(self.sampling.max_num_seqs), max_rows)
         longest = max((n for r in ranks for n in r.lengths), default=0) + self.sampling.max_new_tokens
         prompts = max((_prefill(r.lengths, placement.micro_batching.max_tokens_per_mb) for r in ranks),
                       key=lambda work: work.tokens)  # fmt: skip
-        cache = max(kv_numel(config, part.tp, part.n_blocks) for part in parts)
-        work = max(self.footprint.forward_bytes(replace(part, last=False), prompts) for part in parts)
-        logits = 8.0 * slots * config.vocab  # once as they are, once while they are sampled from
+        cache = max(kv_numel(config, shard.tp, shard.n_blocks) for shard in shards)
+        work = max(self.footprint.forward_bytes(replace(shard, last=False), prompts) for shard in shards)
+        logits = 8.0 * slots * config.vocab  # logits and the sampler's copy
         return Bytes(activations=work, kv_cache=float(cache * slots * longest * size), buffers=logits)
 
 
 def _prefill(lengths: Sequence[int], limit: int) -> Work:
-    """Return the prompts that are computed at a time."""
+    """Return the first prefill micro-batch."""
     taken: list[int] = []
     total = 0
     for length in lengths:

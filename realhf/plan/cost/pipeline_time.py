@@ -1,4 +1,4 @@
-"""How long a pipeline takes: its stages' very schedules, run against a clock."""
+"""Duration of a pipeline: a simulation of its stages' schedules."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -15,45 +15,43 @@ from realhf.plan.compile.pipeline import (
 
 StageTime = Callable[[int, int], float]
 """Seconds of (stage, micro-batch)."""
+Schedule = Callable[[int, int, int], Sequence[StageStep]]
+"""Steps of (stage, number of stages, number of micro-batches)."""
 
 
 def makespan(
     schedules: Sequence[Sequence[StageStep]], forward: StageTime, backward: StageTime, send: StageTime
 ) -> float:
-    """Return the seconds until the last stage to finish has finished.
+    """Return the seconds until the last stage has finished.
 
-    ``send`` is how long a micro-batch's activation (or its gradient) is on its way from a stage to a neighbour; the
-    sender goes on at once. AssertionError when the schedules wait for each other for ever.
+    ``send`` is the transfer time of an activation or gradient to the adjacent stage; the sender does not wait for it.
+    AssertionError if the schedules deadlock.
     """
     clocks = [0.0] * len(schedules)
-    places = [0] * len(schedules)
+    positions = [0] * len(schedules)
     arrivals: dict[tuple[bool, int, int], float] = {}  # (gradient?, receiving stage, micro-batch)
-    moved = True
-    while moved:
-        moved = False
+    progressed = True
+    while progressed:
+        progressed = False
         for stage, steps in enumerate(schedules):
-            while places[stage] < len(steps):
-                at = _after(steps[places[stage]], stage, clocks[stage], arrivals, forward, backward, send)
-                if at is None:
+            while positions[stage] < len(steps):
+                end = _end_of(steps[positions[stage]], stage, clocks[stage], arrivals, forward, backward, send)
+                if end is None:
                     break
-                clocks[stage], moved = at, True
-                places[stage] += 1
-    assert all(place == len(steps) for place, steps in zip(places, schedules, strict=True)), "stages wait for ever"
+                clocks[stage], progressed = end, True
+                positions[stage] += 1
+    assert all(i == len(steps) for i, steps in zip(positions, schedules, strict=True)), "the schedules deadlock"
     return max(clocks)
 
 
 @lru_cache(maxsize=4096)
 def uniform_makespan(
-    schedule: Callable[[int, int, int], Sequence[StageStep]],
-    n: int,
-    forward: tuple[float, ...],
-    backward: tuple[float, ...],
-    send: tuple[float, ...],
+    schedule: Schedule, n: int, forward: tuple[float, ...], backward: tuple[float, ...], send: tuple[float, ...]
 ) -> float:
-    """Return the makespan of ``n`` equal micro-batches, given seconds by stage and ``schedule(stage, n_stages, n)``.
+    """Return the makespan of ``n`` equal micro-batches, given seconds per stage.
 
-    Once a long pipeline is full every further micro-batch adds about the same, so that it need not be run to its end;
-    where stages are nearly alike it fills slowly, and the result may be 2 % off.
+    In a full pipeline every further micro-batch adds about the same time, so long pipelines are extrapolated. With
+    nearly equal stages the pipeline fills slowly, and the result may be 2 % off.
     """
     n_stages = len(forward)
     filled = 8 * n_stages
@@ -64,7 +62,7 @@ def uniform_makespan(
     return full + (n - filled) * (full - before) / n_stages
 
 
-def _after(
+def _end_of(
     step: StageStep,
     stage: int,
     now: float,
@@ -73,7 +71,7 @@ def _after(
     backward: StageTime,
     send: StageTime,
 ) -> float | None:
-    """Return when a stage is done with a step that it turns to ``now``; None while what it waits for is not sent."""
+    """Return the end of a step that starts at ``now``; None if it receives a message that has not been sent yet."""
     match step:
         case Forward(i):
             return now + forward(stage, i)

@@ -1,7 +1,7 @@
-"""Times from the limits of named hardware: the slower of computing and moving bytes, and the launches of kernels.
+"""Roofline times: the maximum of arithmetic and memory traffic, plus kernel launches.
 
-What is counted is what models/, engine/ and comm/ do: matrix products by their operations, everything else by the bytes
-that pass through memory. The limits and where they come from are in ``machines/*.yaml``.
+Matrix products count by their operations, everything else by its memory traffic. The limits of named machines and
+their sources are in ``machines/*.yaml``.
 """
 
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ from realhf.api.model_config import ModelConfig
 from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work
 
 KERNELS_PER_BLOCK = 16
-"""Kernels of a block's forward pass: norms, products, rotation, attention, activation, additions."""
+"""Forward pass: norms, projections, rotary embedding, attention, activation, residual additions."""
 KERNELS_PER_END = 8
 OPTIMIZER_BYTES = 28
-"""Per parameter: gradient, master and two moments are read, the last three written, in float32."""
+"""Per parameter, in float32: gradient, master weight and two moments are read, the last three written."""
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """The ``Speed`` of a machine that nobody has measured."""
+    """``Speed`` without a profile, from hardware limits."""
 
     hardware: Hardware
 
@@ -28,32 +28,32 @@ class Roofline:
     def call(self) -> float:
         return self.hardware.call
 
-    def forward(self, part: StageShard, work: Work, ranks: Sequence[int]) -> float:
-        inside = self._block(part, work) + self._reduces(part, work.tokens, ranks)
-        return part.n_blocks * inside + self._ends(part, work.tokens)
+    def forward(self, shard: StageShard, work: Work, ranks: Sequence[int]) -> float:
+        inside = self._block(shard, work) + self._all_reduces(shard, work.tokens, ranks)
+        return shard.n_blocks * inside + self._ends(shard, work.tokens)
 
-    def train(self, part: StageShard, work: Work, ranks: Sequence[int]) -> tuple[float, float]:
-        block, reduces = self._block(part, work), self._reduces(part, work.tokens, ranks)
-        forward = part.n_blocks * (block + reduces) + self._ends(part, work.tokens)
-        again = part.n_blocks * (block + reduces) if part.recompute else 0.0
-        # two products for each of the forward pass; the head's logits are computed again
-        backward = part.n_blocks * (2 * block + reduces) + 3 * self._ends(part, work.tokens)
-        return forward, backward + again
+    def train(self, shard: StageShard, work: Work, ranks: Sequence[int]) -> tuple[float, float]:
+        block, reduces = self._block(shard, work), self._all_reduces(shard, work.tokens, ranks)
+        forward = shard.n_blocks * (block + reduces) + self._ends(shard, work.tokens)
+        recompute_s = shard.n_blocks * (block + reduces) if shard.recompute else 0.0
+        # two products for each one of the forward pass; the head recomputes its logits
+        backward = shard.n_blocks * (2 * block + reduces) + 3 * self._ends(shard, work.tokens)
+        return forward, backward + recompute_s
 
-    def decode(self, part: StageShard, rows: int, context: float, ranks: Sequence[int]) -> float:
-        config, size = part.model, _itemsize(part)
-        flops = 2 * rows * (_active_numel(config) + 2 * config.n_heads * config.head_dim * context) / part.tp
-        kv = 2 * rows * context * max(1.0, config.n_kv_heads / part.tp) * config.head_dim
-        touched = _touched_numel(config, rows) / part.tp + kv
+    def decode(self, shard: StageShard, rows: int, context: float, ranks: Sequence[int]) -> float:
+        config, size = shard.model, shard.itemsize
+        flops = 2 * rows * (_active_numel(config) + 2 * config.n_heads * config.head_dim * context) / shard.tp
+        kv = 2 * rows * context * max(1.0, config.n_kv_heads / shard.tp) * config.head_dim
+        touched = _touched_numel(config, rows) / shard.tp + kv
         block = self._time(flops, touched * size, KERNELS_PER_BLOCK)
-        blocks = part.n_blocks * (block + self._reduces(part, rows, ranks))
-        return blocks + self._ends(part, rows)
+        blocks = shard.n_blocks * (block + self._all_reduces(shard, rows, ranks))
+        return blocks + self._ends(shard, rows)
 
-    def optimizer(self, part: StageShard, numel: int) -> float:
+    def optimizer(self, shard: StageShard, numel: int) -> float:
         return numel * OPTIMIZER_BYTES / self.hardware.memory_bandwidth
 
     def collective(self, kind: CollectiveKind, nbytes: float, ranks: Sequence[int]) -> float:
-        """Ring algorithms: n - 1 steps around for gathering or scattering, twice that for reducing to all."""
+        """Ring algorithms: n - 1 steps for all-gather and reduce-scatter, twice as many for all-reduce."""
         n = len(ranks)
         if n == 1:
             return 0.0
@@ -76,7 +76,7 @@ class Roofline:
         return self.hardware.host.seconds(nbytes)
 
     def interface(self, name: str, rows: int, tokens: int) -> float:
-        """A hundred small kernels: advantages and statistics. Verifiers are unknown here and count nothing."""
+        """About a hundred small kernels (advantages, statistics). The time of verifiers is unknown and counts 0."""
         return 100 * self.hardware.kernel if rows else 0.0
 
     def _time(self, flops: float, nbytes: float, kernels: int) -> float:
@@ -84,37 +84,35 @@ class Roofline:
             max(flops / self.hardware.flops, nbytes / self.hardware.memory_bandwidth) + kernels * self.hardware.kernel
         )
 
-    def _block(self, part: StageShard, work: Work) -> float:
-        """One block's forward pass over a micro-batch, collectives apart."""
-        config, size = part.model, _itemsize(part)
-        products = 2 * _active_numel(config) / part.tp * work.tokens
-        attention = 4 * config.n_heads * config.head_dim / part.tp * work.pairs
-        wide = _mlp_width(config) * (4 if config.mlp == "gated" else 2) / part.tp
-        heads = config.head_dim * (4 * config.n_heads + 4 * config.n_kv_heads) / part.tp
-        passing = work.tokens * (6 * config.hidden + heads + wide) * size
-        products_s = self._time(products + attention, _touched_numel(config, work.tokens) / part.tp * size, 0)
-        return products_s + passing / self.hardware.memory_bandwidth + KERNELS_PER_BLOCK * self.hardware.kernel
+    def _block(self, shard: StageShard, work: Work) -> float:
+        config, size = shard.model, shard.itemsize
+        products = 2 * _active_numel(config) / shard.tp * work.tokens
+        attention = 4 * config.n_heads * config.head_dim / shard.tp * work.pairs
+        wide = _mlp_width(config) * (4 if config.mlp == "gated" else 2) / shard.tp
+        heads = config.head_dim * (4 * config.n_heads + 4 * config.n_kv_heads) / shard.tp
+        streamed = work.tokens * (6 * config.hidden + heads + wide) * size
+        products_s = self._time(products + attention, _touched_numel(config, work.tokens) / shard.tp * size, 0)
+        return products_s + streamed / self.hardware.memory_bandwidth + KERNELS_PER_BLOCK * self.hardware.kernel
 
-    def _ends(self, part: StageShard, tokens: int) -> float:
-        """Embedding, final norm and head of the stages that have them."""
-        config, size = part.model, _itemsize(part)
+    def _ends(self, shard: StageShard, tokens: int) -> float:
+        config, size = shard.model, shard.itemsize
         seconds = 0.0
-        if part.first:
+        if shard.first:
             seconds += self._time(0, 2 * tokens * config.hidden * size, 2)
-        if part.last:
-            width = (config.vocab if config.head == "lm" else 1) / part.tp
+        if shard.last:
+            width = (config.vocab if config.head == "lm" else 1) / shard.tp
             logits = tokens * width
-            passing = logits * (size + 8) + (width + tokens) * config.hidden * size
-            seconds += self._time(2 * config.hidden * logits, passing, KERNELS_PER_END)
+            streamed = logits * (size + 8) + (width + tokens) * config.hidden * size
+            seconds += self._time(2 * config.hidden * logits, streamed, KERNELS_PER_END)
         return seconds
 
-    def _reduces(self, part: StageShard, tokens: int, ranks: Sequence[int]) -> float:
-        """The collectives of one block: activations are summed behind attention and behind the MLP."""
-        nbytes = tokens * part.model.hidden * _itemsize(part)
-        return 2 * self.collective(CollectiveKind.ALL_REDUCE, nbytes, ranks) if part.tp > 1 else 0.0
+    def _all_reduces(self, shard: StageShard, tokens: int, ranks: Sequence[int]) -> float:
+        """Two all-reduces per block: after attention and after the MLP."""
+        nbytes = tokens * shard.model.hidden * shard.itemsize
+        return 2 * self.collective(CollectiveKind.ALL_REDUCE, nbytes, ranks) if shard.tp > 1 else 0.0
 
     def _ring(self, ranks: Sequence[int]) -> Link:
-        """The slowest link of a ring. Members of one node leave it through as many ports as they are."""
+        """Return the slowest link of a ring. Each member of a node adds a port to its connection to other nodes."""
         hardware = self.hardware
         nodes = {rank // hardware.node_size for rank in ranks}
         if len(nodes) == 1:
@@ -124,28 +122,22 @@ class Roofline:
         return min(outside, hardware.node, key=lambda link: link.bandwidth) if ports > 1 else outside
 
 
-def _itemsize(part: StageShard) -> int:
-    return 2 if part.bf16 else 4
-
-
 def _mlp_width(config: ModelConfig) -> float:
-    """Mean width of what a token goes through."""
+    """Mean MLP width that a token passes through."""
     routed = _routed(config)
     return (1 - routed) * config.intermediate + routed * config.experts_per_token * config.expert_intermediate
 
 
 def _routed(config: ModelConfig) -> float:
-    """Share of blocks with experts."""
     return len(config.routed_layers) / config.n_layers if config.n_experts else 0.0
 
 
 def _active_numel(config: ModelConfig) -> float:
-    """Weights of a mean block that a token multiplies with."""
     return _block_numel(config, _mlp_width(config))
 
 
 def _touched_numel(config: ModelConfig, tokens: int) -> float:
-    """Weights of a mean block that are read for so many tokens: of experts, those that any of them is sent to."""
+    """Mean weights per block that are read for ``tokens`` tokens: only experts that receive one are read."""
     if not config.n_experts:
         return _active_numel(config)
     share = 1 - (1 - config.experts_per_token / config.n_experts) ** tokens
@@ -154,7 +146,7 @@ def _touched_numel(config: ModelConfig, tokens: int) -> float:
 
 
 def _block_numel(config: ModelConfig, width: float) -> float:
-    """Weights of a mean block whose MLPs are so wide: attention, MLP and router."""
+    """Mean weights per block for MLPs of the given width: attention, MLP and router."""
     attention = config.hidden * config.head_dim * (2 * config.n_heads + 2 * config.n_kv_heads)
     matrices = 3 if config.mlp == "gated" else 2
     return attention + matrices * config.hidden * width + _routed(config) * config.hidden * config.n_experts

@@ -1,7 +1,7 @@
-"""How long one stage's parts of the work take on one machine: what the cost model asks, answered in two ways.
+"""Interfaces of the cost model to a machine: ``Speed`` (seconds) and ``Footprint`` (bytes).
 
-``plan/cost/roofline.py`` answers from the limits of named hardware, ``plan/cost/profile.py`` from measurements of this machine.
-Times are seconds of one worker that has its core or device to itself.
+Implementations: ``roofline.py`` with ``activation_memory.py`` (hardware limits), ``profile.py`` (measurements).
+Times are seconds of a worker that has its core or device to itself.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ class CollectiveKind(Enum):
 
 
 class Work(NamedTuple):
-    """One micro-batch: rows, distinct lengths among them, tokens, and pairs of a token and one that it sees.
+    """Size of a micro-batch: rows, distinct row lengths, tokens, and (query, visible key) pairs.
 
-    ``trained`` counts the tokens with a loss (None: all): the vocabulary head looks at no other on its way back. What
-    rows share counts once, as a row of its own.
+    ``trained`` counts the tokens with a loss (None: all), to which the backward pass of the vocabulary head is limited.
+    A prompt shared by several rows counts once, as a row of its own.
     """
 
     rows: int
@@ -34,7 +34,7 @@ class Work(NamedTuple):
 
     @staticmethod
     def of(lengths: Sequence[int], trained: int | None = None, before: Sequence[int] = ()) -> "Work":
-        """Return the work of rows of which each goes on from ``before`` tokens of another one (default: none does)."""
+        """Return the work of rows; row ``i`` also attends to ``before[i]`` tokens of a shared prompt (default: 0)."""
         pairs = sum([n * (n + 1) // 2 for n in lengths])
         if before:
             pairs += sum(n * b for n, b in zip(lengths, before, strict=True))
@@ -43,11 +43,11 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one exchange asks of its busiest worker, in bytes.
+    """Load of an exchange on its busiest worker, in bytes.
 
-    ``node`` and ``cluster``: what it sends or what it receives over such links, whichever is more. ``copied``: all that
-    passes through its memory (sent, received and its own copies); ``local`` is the last alone. ``n_parts`` counts the
-    pieces it handles, ``total`` is the sum of what all workers copy.
+    ``node`` and ``cluster``: the larger of bytes sent and bytes received over such links. ``copied``: all bytes through
+    the worker's memory (sent, received, local copies); ``local`` counts only the local copies. ``n_parts`` is the
+    number of tensor slices, ``total`` the sum of ``copied`` over all workers.
     """
 
     local: int = 0
@@ -60,7 +60,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class StageShard:
-    """A stage's share of a model: ``n_blocks`` transformer blocks, each cut ``tp`` ways, and perhaps either end."""
+    """One worker's share of a model: ``n_blocks`` transformer blocks, each split ``tp`` ways, and perhaps an end."""
 
     model: ModelConfig
     tp: int
@@ -69,39 +69,41 @@ class StageShard:
     last: bool
     bf16: bool
     recompute: bool = False  # gradient checkpointing
-    sequence_parallel: bool = False  # in training, between the cut layers every rank keeps its share of the tokens
+    sequence_parallel: bool = False  # training: outside tensor-parallel layers each rank has its share of the tokens
+
+    @property
+    def itemsize(self) -> int:
+        return 2 if self.bf16 else 4
 
 
 class Speed(Protocol):
-    def forward(self, part: StageShard, work: Work, ranks: Sequence[int]) -> float:
-        """Seconds of one micro-batch through a part without autograd, its tensor-parallel collectives included.
+    """Seconds of every kind of work. ``ranks`` of methods that take a shard are its tensor-parallel group."""
 
-        ``ranks`` are the members of the tensor-parallel group (as in all methods that take a part).
-        """
+    def forward(self, shard: StageShard, work: Work, ranks: Sequence[int]) -> float:
+        """Seconds of a micro-batch without autograd, tensor-parallel collectives included."""
 
-    def train(self, part: StageShard, work: Work, ranks: Sequence[int]) -> tuple[float, float]:
-        """Seconds of the forward pass that keeps activations, and of backward (with what it computes again)."""
+    def train(self, shard: StageShard, work: Work, ranks: Sequence[int]) -> tuple[float, float]:
+        """Seconds of a forward pass that saves activations, and of the backward pass (recomputation included)."""
 
-    def decode(self, part: StageShard, rows: int, context: float, ranks: Sequence[int]) -> float:
-        """Seconds of one new token for each of ``rows`` rows that see ``context`` tokens each, sampling included."""
+    def decode(self, shard: StageShard, rows: int, context: float, ranks: Sequence[int]) -> float:
+        """Seconds of one new token for each of ``rows`` rows with ``context`` cached tokens each, with sampling."""
 
-    def optimizer(self, part: StageShard, numel: int) -> float:
+    def optimizer(self, shard: StageShard, numel: int) -> float:
         """Seconds of an update of ``numel`` parameters."""
 
     def collective(self, kind: CollectiveKind, nbytes: float, ranks: Sequence[int]) -> float:
-        """Seconds until ``ranks`` have reduced or gathered a buffer of ``nbytes`` (its whole size)."""
+        """Seconds of a collective over ``ranks`` on a buffer whose full size is ``nbytes``."""
 
-    def send(self, nbytes: float, src: int, dst: int) -> float:
-        """Seconds from one worker to another."""
+    def send(self, nbytes: float, src: int, dst: int) -> float: ...
 
     def exchange(self, traffic: Traffic) -> float:
-        """Seconds of moving rows or boxes."""
+        """Seconds of moving rows or parameter boxes."""
 
     def host_copy(self, nbytes: float) -> float:
-        """Seconds to bring a worker's weights to host memory or back."""
+        """Seconds to copy a worker's weights to host memory or back."""
 
     def interface(self, name: str, rows: int, tokens: int) -> float:
-        """Seconds that an algorithm spends on one worker's rows outside of the model (a verifier, advantages)."""
+        """Seconds of an algorithm outside the model on one worker's rows (a verifier, advantages)."""
 
     @property
     def call(self) -> float:
@@ -109,10 +111,10 @@ class Speed(Protocol):
 
 
 class Footprint(Protocol):
-    """Bytes on one worker that a micro-batch takes beyond weights, gradients and optimizer."""
+    """Bytes that a micro-batch takes on one worker beyond weights, gradients and optimizer state."""
 
-    def train_bytes(self, part: StageShard, work: Work) -> tuple[float, float]:
-        """What it keeps for its backward pass, and the peak until that is over (what is kept included)."""
+    def train_bytes(self, shard: StageShard, work: Work) -> tuple[float, float]:
+        """Bytes saved for the backward pass, and the peak, which includes them."""
 
-    def forward_bytes(self, part: StageShard, work: Work) -> float:
-        """The peak without autograd."""
+    def forward_bytes(self, shard: StageShard, work: Work) -> float:
+        """Peak bytes without autograd."""

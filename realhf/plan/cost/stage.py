@@ -1,4 +1,4 @@
-"""A model cut into stages and shards: how many parameters each worker holds of it, and what is kept of a token."""
+"""Pipeline stages and tensor-parallel shards of a model: parameters and saved activations per worker."""
 
 from functools import lru_cache
 
@@ -11,7 +11,6 @@ from realhf.plan.cost.speed import StageShard
 
 
 def stage_shards(config: ModelConfig, role: RoleSpec, strategy: ParallelStrategy) -> tuple[StageShard, ...]:
-    """Return what each pipeline stage computes."""
     last = config.n_layers + 1
     return tuple(
         StageShard(
@@ -29,13 +28,17 @@ def stage_shards(config: ModelConfig, role: RoleSpec, strategy: ParallelStrategy
 
 
 def decodes_in_one_call(config: ModelConfig, strategy: ParallelStrategy, has_kernels: bool) -> bool:
-    """Tell whether a decoding step is one compiled call through a stage, as models/fused_decode.py decides it on CPUs."""
+    """Return True if a decoding step is one compiled call per stage: the condition of models/fused_decode.py on CPU."""
     return has_kernels and config.is_fusable and strategy.tp == 1
+
+
+def itemsize(role: RoleSpec) -> int:
+    return 2 if role.spec.bf16 else 4
 
 
 @lru_cache(maxsize=4096)
 def shard_numels(config: ModelConfig, tp: int, pp: int) -> tuple[int, ...]:
-    """Return, per stage, the parameters of its first tensor rank (the others hold as many, or one unit less)."""
+    """Return, per stage, the parameters of its first tensor rank, which holds at least as many as the others."""
     totals = [0] * pp
     stages = stage_layers(config, pp)
     for spec in param_specs(config):
@@ -46,16 +49,16 @@ def shard_numels(config: ModelConfig, tp: int, pp: int) -> tuple[int, ...]:
 
 
 def kv_numel(config: ModelConfig, tp: int, n_blocks: int) -> int:
-    """Return the elements that the key/value cache of ``n_blocks`` blocks takes per token on one worker."""
+    """Return the key/value cache elements per token of ``n_blocks`` blocks on one worker."""
     return 2 * n_blocks * max(1, config.n_kv_heads // tp) * config.head_dim
 
 
 def saved_activation_numel(config: ModelConfig, tp: int, sequence_parallel: bool) -> float:
-    """Return the elements that autograd keeps per token and block, as models/blocks.py computes them.
+    """Return the elements per token that autograd saves for a block of models/blocks.py.
 
-    The residual stream twice and its two normalised copies (a share of the tokens each with sequence parallelism,
-    whole ones where products read them), the product of query, key and value, turned queries and keys, what attention
-    returns, and of the MLP its wide product, the activated half and what goes into the last product.
+    They are the residual stream (twice) and its two normalized copies, the QKV projection, rotated queries and keys,
+    the attention output, and in the MLP the up projection, the activation and the input of the down projection. With
+    sequence parallelism the residual stream holds only this rank's share of the tokens.
     """
     share = tp if sequence_parallel else 1
     heads, kv = config.n_heads / tp, max(1.0, config.n_kv_heads / tp)

@@ -183,7 +183,7 @@ class Planner:
                 return ReallocCost()
             memory = self.calls.memory
             cost, copy = self.calls.cost.reallocate(role, src, dst), memory.weights(role, dst.strategy)
-            return ReallocCost(cost, copy, memory.rings(role, src, dst))
+            return ReallocCost(cost, copy, memory.ring_bytes(role, src, dst))
 
         def follow(sync: Sync, source: int, target: int) -> Cost:
             src, dst = (table[keepers[r]][i].placement.layout

@@ -1,9 +1,10 @@
-"""Probes of what algorithms do outside of models: the real interfaces, with an engine that answers at once."""
+"""Probes of algorithms outside the model: their interfaces with a fake engine that does no work."""
 
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +23,26 @@ from realhf.system.profiler.probes import Clock, Probe
 from realhf.system.row_store import RowStore
 
 BATCHES = ((4, 64), (16, 64), (64, 64), (16, 512), (128, 160))
-JUDGED = ((6, 0), (18, 0), (12, 400), (48, 100))
+VERIFIER_BATCHES = ((6, 0), (18, 0), (12, 400), (48, 100))
 """Rows and their length."""
-TRAINED = ("tokens", "prompt_mask", "logprobs", "ref_logprobs", "values", "truncated", "rewards")
+TRAIN_COLUMNS = ("tokens", "prompt_mask", "logprobs", "ref_logprobs", "values", "truncated", "rewards")
 METHODS: dict[str, tuple[str, ...]] = {
     "dpo/inference": ("tokens", "prompt_mask"),
     "dpo/train_step": ("tokens", "prompt_mask", "ref_logprob_sums"),
     "generation/generate": ("prompts",),
     "ppo_actor/generate": ("prompts",),
     "ppo_actor/inference": ("tokens",),
-    "ppo_actor/train_step": TRAINED,
+    "ppo_actor/train_step": TRAIN_COLUMNS,
     "ppo_critic/inference": ("tokens",),
-    "ppo_critic/train_step": TRAINED,
+    "ppo_critic/train_step": TRAIN_COLUMNS,
     "paired_rw/inference": ("tokens", "prompt_mask"),
     "reward_model/train_step": ("tokens",),
     "sft/train_step": ("tokens", "prompt_mask"),
     "verifier/inference": ("tokens", "prompt_mask", "row"),
 }
-"""The columns that each method of an interface reads."""
-MINIBATCHES = 4
-ANSWERS = (
+"""Columns that each method of an interface reads."""
+N_MINIBATCHES = 4
+RESPONSES = (
     ("So we have 12 apples and 7 pears.\n#### 19", "#### 19"),
     (r"Therefore the answer is $\boxed{\frac{3}{4}}$.", r"\boxed{0.75}"),
     ("First add 27 and 58, that is 85. Then take 10 away.\nThe answer is 75.", "#### 72"),
@@ -51,14 +52,14 @@ ANSWERS = (
     ("7.18 ?-29+ *262.2948*#\n0 #?4 + 5\n8 - 3 =?", "#### 72"),
     ("12-8*+2.36-86/25.*\n41+ 4", "#### 37"),
 )
-"""What a judge of maths is given: answers and solutions, in the same words or in others, right, wrong, mere noise."""
+"""Maths responses and solutions: correct in the same or another form, wrong, or noise."""
 
 
 @dataclass(frozen=True)
 class FakeEngine:
-    """An engine that answers at once: whatever a model would say of a token is 0."""
+    """An engine without a model: outputs are 0, and ``generate`` returns ``responses``."""
 
-    answers: SequenceBatch
+    responses: SequenceBatch
 
     @torch.no_grad()
     def forward(self, batch: SequenceBatch, fn: Callable[[Any, SequenceBatch], Tensor]) -> Tensor:
@@ -72,7 +73,7 @@ class FakeEngine:
         return {name: (float(value), float(weight)) for name, (value, weight) in loss.stats.items()}
 
     def generate(self, prompts: SequenceBatch, config: object, n: int, seed: int) -> SequenceBatch:
-        return self.answers
+        return self.responses
 
     def reduce(self, sums: Tensor) -> Tensor:
         return sums
@@ -80,15 +81,11 @@ class FakeEngine:
 
 @dataclass(frozen=True)
 class ZeroOutputs:
-    """What a forward pass of the stand-in offers."""
-
     batch: SequenceBatch
-    zeros: Tensor = field(init=False)
 
-    def __post_init__(self) -> None:
-        tokens = self.batch["tokens"]
-        zeros = torch.zeros(tokens.numel(), device=tokens.device, requires_grad=True)
-        object.__setattr__(self, "zeros", zeros)
+    @cached_property
+    def zeros(self) -> Tensor:
+        return torch.zeros_like(self.batch["tokens"], dtype=torch.float32, requires_grad=True)
 
     def logprobs(self, temperature: float = 1.0) -> Tensor:
         return self.zeros * 1.0
@@ -102,19 +99,18 @@ class ZeroOutputs:
 
 
 def algorithm_probes(clock: Clock, names: Sequence[str]) -> Iterator[Probe]:
-    """Yield the probes of the interfaces' methods, by ``INTERFACE/METHOD``; a worker's rows are packed and put away."""
+    """Yield the probes of ``INTERFACE/METHOD`` names, including the worker's gathering and storing of rows."""
     tokenizer = byte_tokenizer()
     for name in names:
         kind, method = name.split("/")
         interface = build_interface(InterfaceSpec(kind), InterfaceContext(1, tokenizer, Path("."), 0))
-        judged = kind == "verifier"
-        for rows, length in JUDGED if judged else BATCHES:
-            store, ids = judged_rows(rows, length, tokenizer) if judged else rows_of(rows, length, clock.device)
+        verifies = kind == "verifier"
+        for rows, length in VERIFIER_BATCHES if verifies else BATCHES:
+            store, ids = rows_to_verify(rows, length, tokenizer) if verifies else rows_of(rows, length, clock.device)
             engine = FakeEngine(_gathered(store, ids, ("tokens", "prompt_mask", "truncated")))
-            tokens = sum(engine.answers.lengths("tokens"))  # as many as of prompts
-            # judges are processes of their own
-            timed = time.perf_counter if judged else clock
-            run = _call_of(interface, method, engine, store, ids, METHODS[name], timed)
+            tokens = sum(engine.responses.lengths("tokens"))  # equals the number of prompt tokens
+            timer = time.perf_counter if verifies else clock  # verifiers run in other processes
+            run = _call_of(interface, method, engine, store, ids, METHODS[name], timer)
             counts = {"call": 1.0, "row": float(rows), "token": float(tokens)}
             yield Probe(((f"interface/{name}", counts),), run, tokens + 1000.0)
 
@@ -128,8 +124,8 @@ def _call_of(
     keys: Sequence[str],
     clock: Callable[[], float],
 ) -> Callable[[], list[float]]:
-    """Return what calls an interface as a worker does."""
-    numbers = torch.tensor([i * MINIBATCHES // len(ids) for i in range(len(ids))])
+    """Return a function that calls an interface as a worker does."""
+    numbers = torch.tensor([i * N_MINIBATCHES // len(ids) for i in range(len(ids))])
 
     def run() -> list[float]:
         start = clock()
@@ -150,28 +146,27 @@ def _gathered(store: RowStore, ids: Sequence[RowId], keys: Sequence[str]) -> Seq
 
 
 def rows_of(rows: int, length: int, device: torch.device) -> tuple[RowStore, list[RowId]]:
-    """Return rows with every column, half of them prompt; two rows a prompt, which are a pair."""
+    """Return rows with all columns, whose first half is the prompt; every two rows are a pair of one prompt."""
     store, ids = RowStore(), [RowId(i // 2, i % 2) for i in range(rows)]
     tokens = torch.ones(length, dtype=torch.int64, device=device)
     mask = (torch.arange(length, device=device) < length // 2).byte()
-    truth, number = torch.zeros(1, dtype=torch.uint8, device=device), torch.randn(1, device=device)
+    flag, number = torch.zeros(1, dtype=torch.uint8, device=device), torch.randn(1, device=device)
     for row in ids:
         for key in ("logprobs", "ref_logprobs", "values"):
             store.put_value(row, key, torch.randn(length, device=device))
-        values = {"tokens": tokens, "prompts": tokens, "prompt_mask": mask, "truncated": truth, "rewards": number,
+        values = {"tokens": tokens, "prompts": tokens, "prompt_mask": mask, "truncated": flag, "rewards": number,
                   "ref_logprob_sums": number}  # fmt: skip
         for key, value in values.items():
             store.put_value(row, key, value)
     return store, ids
 
 
-def judged_rows(rows: int, length: int, tokenizer: PreTrainedTokenizerFast) -> tuple[RowStore, list[RowId]]:
-    """Return rows with answers to judge, each of about ``length`` tokens."""
+def rows_to_verify(rows: int, length: int, tokenizer: PreTrainedTokenizerFast) -> tuple[RowStore, list[RowId]]:
     store, ids = RowStore(), [RowId(i // 2, i % 2) for i in range(rows)]
     for i, row in enumerate(ids):
-        answer, solution = ANSWERS[i % len(ANSWERS)]
-        thoughts = "Let us think about this step by step. " * (length // 38)
-        tokens = torch.tensor(tokenizer.encode(f"How many of {i:<7}?\n{thoughts}{answer}"))
+        response, solution = RESPONSES[i % len(RESPONSES)]
+        reasoning = "Let us think about this step by step. " * (length // 38)
+        tokens = torch.tensor(tokenizer.encode(f"How many of {i:<7}?\n{reasoning}{response}"))
         mask = (torch.arange(len(tokens)) < 20).byte()
         fields = torch.tensor(list(json.dumps({"solutions": [solution]}).encode()), dtype=torch.uint8)
         values = {"tokens": tokens, "prompt_mask": mask, "row": fields, "truncated": torch.zeros(1, dtype=torch.uint8)}
@@ -181,7 +176,6 @@ def judged_rows(rows: int, length: int, tokenizer: PreTrainedTokenizerFast) -> t
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of single bytes, which needs no files."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytes_ = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     bytes_.pre_tokenizer, bytes_.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()

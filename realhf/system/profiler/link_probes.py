@@ -1,7 +1,9 @@
-"""Probes of what moves bytes: collectives, sends, exchanges, copies to host memory, the master's calls."""
+"""Probes of communication: collectives, sends, exchanges, copies to host memory, calls from the master."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
@@ -27,101 +29,80 @@ from realhf.system.transport.channel import MasterEnd, ZmqWorker
 MESSAGES = (8, 4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 12 << 20)
 """Bytes of collectives and sends."""
 EXCHANGES = ((1, 1 << 10), (100, 1 << 10), (400, 4 << 10), (16, 256 << 10), (4, 4 << 20))
-"""Pieces and their bytes; small ones are rows, large ones weights."""
+"""Number of slices and their bytes; small ones are like rows, large ones like weights."""
 CALLS = (8, 128, 512)
-"""Rows of a call, for the time that master and workers take over it."""
-DEADLINE_S = 60.0
+"""Rows of a call."""
+TIMEOUT_S = 60.0
 
 
 def collective_probes(group: Group, clock: Clock) -> Iterator[Probe]:
-    """Yield the probes of every kind of collective, over all workers."""
     for nbytes in MESSAGES:
         buffer = torch.zeros(max(1, nbytes // 4 // group.size) * group.size, device=clock.device)
-        part = buffer.chunk(group.size)[group.index]  # in place, as the optimizer has it
+        part = buffer.chunk(group.size)[group.index]  # in place, as in the optimizer
         counts = message_counts(buffer.nbytes)
-        for kind, work in _collectives(group, buffer, part).items():
-            run = _timed(clock, work)
-            yield Probe(((f"{kind.value}/{group.size}", counts),), run, nbytes + 1e5)
+        collectives: dict[CollectiveKind, Callable[[], object]] = {
+            CollectiveKind.ALL_REDUCE: partial(group.all_reduce, buffer),
+            CollectiveKind.ALL_GATHER: partial(group.all_gather, buffer, part),
+            CollectiveKind.REDUCE_SCATTER: partial(group.reduce_scatter, part, buffer),
+            CollectiveKind.BROADCAST: partial(group.broadcast, buffer, 0),
+        }
+        for kind, work in collectives.items():
+            yield Probe(((f"{kind.value}/{group.size}", counts),), partial(_timed, clock, work), nbytes + 1e5)
 
 
-def _collectives(group: Group, buffer: Tensor, part: Tensor) -> dict[CollectiveKind, Callable[[], object]]:
-    return {
-        CollectiveKind.ALL_REDUCE: lambda: group.all_reduce(buffer),
-        CollectiveKind.ALL_GATHER: lambda: group.all_gather(buffer, part),
-        CollectiveKind.REDUCE_SCATTER: lambda: group.reduce_scatter(part, buffer),
-        CollectiveKind.BROADCAST: lambda: group.broadcast(buffer, 0),
-    }
-
-
-def _timed(clock: Clock, work: Callable[[], object]) -> Callable[[], list[float]]:
-    return lambda: [clock.of(work)]
+def _timed(clock: Clock, work: Callable[[], object], factor: float = 1.0) -> list[float]:
+    return [clock.time(work) * factor]
 
 
 def send_probes(rank: int, clock: Clock) -> Iterator[Probe]:
-    """Yield the probes of a tensor's way to the next worker: half of the way there and back. For workers 0 and 1."""
-    wires = P2PChannel(clock.device)
+    """Yield the probes of sending a tensor, as half of a round trip between workers 0 and 1."""
+    channel = P2PChannel(clock.device)
     for nbytes in MESSAGES:
         tensor = torch.zeros(nbytes // 4, device=clock.device)
 
-        def there_and_back(tensor: Tensor = tensor) -> None:
+        def round_trip(tensor: Tensor = tensor) -> None:
             for sender in (0, 1):
                 if rank == sender:
-                    wires.send(tensor, 1 - rank)
+                    channel.send(tensor, 1 - rank)
                 else:
-                    wires.receive(tuple(tensor.shape), tensor.dtype, sender)
-            wires.flush()
+                    channel.receive(tuple(tensor.shape), tensor.dtype, sender)
+            channel.flush()
 
-        def run(work: Callable[[], None] = there_and_back) -> list[float]:
-            return [clock.of(work) / 2]
-
-        yield Probe((("send", message_counts(nbytes)),), run, nbytes + 1e5)
+        yield Probe((("send", message_counts(nbytes)),), partial(_timed, clock, round_trip, 0.5), nbytes + 1e5)
 
 
-def exchange_probes(rank: int, world: int, clock: Clock, links: SharedMemoryPeers | None) -> Iterator[Probe]:
-    """Yield the probes of moves from a worker to itself, to its neighbour, and of neighbours to each other."""
-    ways = [((0, 0),)] if world == 1 else [((0, 0), (1, 1)), ((0, 1),), ((0, 1), (1, 0))]
-    for pieces, nbytes in EXCHANGES:
-        for pairs in ways:
-            moves = [
+def exchange_probes(rank: int, world: int, clock: Clock, peers: SharedMemoryPeers | None) -> Iterator[Probe]:
+    """Yield the probes of exchanges: local copies, one direction, and both directions between workers 0 and 1."""
+    patterns = [((0, 0),)] if world == 1 else [((0, 0), (1, 1)), ((0, 1),), ((0, 1), (1, 0))]
+    for n_slices, nbytes in EXCHANGES:
+        for pairs in patterns:
+            copies = [
                 P2PCopy((src, dst, i), src, dst, TensorSlice(torch.float32, nbytes // 4))
                 for src, dst in pairs
-                for i in range(pieces)
+                for i in range(n_slices)
             ]
-            counts = traffic_counts(traffic_of(((m.src, (m.dst,), nbytes, 1) for m in moves), world))
-            run = _exchange(moves, rank, world, clock, links)
-            yield Probe((("exchange", counts),), run, pieces * (nbytes + 1e4) * len(pairs))
+            counts = traffic_counts(traffic_of(((c.src, (c.dst,), nbytes, 1) for c in copies), world))
+            run = _exchange(copies, rank, world, clock, peers)
+            yield Probe((("exchange", counts),), run, n_slices * (nbytes + 1e4) * len(pairs))
 
 
 def _exchange(
-    moves: Sequence[P2PCopy], rank: int, world: int, clock: Clock, links: SharedMemoryPeers | None
+    copies: Sequence[P2PCopy], rank: int, world: int, clock: Clock, peers: SharedMemoryPeers | None
 ) -> Callable[[], list[float]]:
-    numel = moves[0].tensor_slice.numel
-    held, places = (torch.zeros(len(moves), numel, device=clock.device) for _ in range(2))
-    number = {move.what: i for i, move in enumerate(moves)}
-    store: dict[object, Tensor] = {}
+    numel = copies[0].tensor_slice.numel
+    source, target = (torch.zeros(len(copies), numel, device=clock.device) for _ in range(2))
+    index = {copy.what: i for i, copy in enumerate(copies)}
+    received: dict[object, Tensor] = {}
+    into = (lambda what: target[index[what]]) if numel > 1 << 12 else None
 
-    def read(what: object) -> Tensor:
-        return held[number[what]]
-
-    def into(what: object) -> Tensor:
-        return places[number[what]]
-
-    def move() -> None:
-        exchange(
-            moves,
-            rank,
-            read,
-            store.__setitem__,
-            clock.device,
-            into=into if numel > 1 << 12 else None,
-            peers=links,
-            copy=copy_box,
-        )
+    def work() -> None:
+        exchange(copies, rank, lambda what: source[index[what]], received.__setitem__, clock.device, into=into,
+                 peers=peers, copy=copy_box)  # fmt: skip
 
     def run() -> list[float]:
         if world > 1:
             dist.barrier()
-        last = torch.tensor(clock.of(move), dtype=torch.float64, device=clock.device)
+        last = torch.tensor(clock.time(work), dtype=torch.float64, device=clock.device)
         if world > 1:
             dist.all_reduce(last, dist.ReduceOp.MAX)
         return [float(last)]
@@ -130,20 +111,19 @@ def _exchange(
 
 
 def host_copy_probes(models: Sequence[ModelConfig], clock: Clock) -> Iterator[Probe]:
-    """Yield the probes of weights that go to host memory, and of those that come back."""
     for config in models:
         specs = param_specs(config)
         params = FlatParams(specs, {spec.name: whole(spec.shape) for spec in specs}, torch.float32, clock.device)
 
         def run(params: FlatParams = params) -> list[float]:
-            return [(clock.of(params.offload) + clock.of(params.load)) / 2]
+            return [(clock.time(params.offload) + clock.time(params.load)) / 2]
 
         nbytes = float(params.data.nbytes)
         yield Probe((("host_copy", message_counts(nbytes)),), run, nbytes)
 
 
 def call_probes(master: MasterEnd) -> Iterator[Probe]:
-    """Yield the probes of a call's way from the master to a worker that has nothing to do, and of its answer."""
+    """Yield the probes of a call's round trip from the master to a worker that does no work."""
     for rows in CALLS:
         call = _call(rows)
 
@@ -151,21 +131,20 @@ def call_probes(master: MasterEnd) -> Iterator[Probe]:
             start = time.perf_counter()
             master.send((0,), call)
             master.send((0,), ExecuteCall(call.request))
-            answer = master.receive(DEADLINE_S)
-            if answer is None:
-                raise RuntimeError(f"a worker did not answer a call for {DEADLINE_S:g} s")
+            if master.receive(TIMEOUT_S) is None:
+                raise RuntimeError(f"no reply to a call within {TIMEOUT_S:g} s")
             return [time.perf_counter() - start]
 
         yield Probe((("call", {"call": 1.0, "row": float(rows)}),), run, 100.0 + rows)
 
 
-def answer_calls(address: str, key: bytes) -> None:
-    """Be a worker that answers every call at once, until it is told to stop."""
+def answer_calls(_: Connection, address: str, key: bytes) -> None:
+    """Run a worker that replies to every call at once, until the master sends ``Shutdown``."""
     channel = ZmqWorker(address, 0, key)
     try:
         channel.send(Done(0, 0))
         call = None
-        while not isinstance(message := channel.receive(DEADLINE_S), Shutdown):
+        while not isinstance(message := channel.receive(TIMEOUT_S), Shutdown):
             if isinstance(message, PrepareCall):
                 call = message
             elif isinstance(message, ExecuteCall) and call is not None:
@@ -176,7 +155,6 @@ def answer_calls(address: str, key: bytes) -> None:
 
 
 def _call(rows: int) -> PrepareCall:
-    """Return a call as PPO's training makes them."""
     ids, lengths = tuple(RowId(i // 4, i % 4) for i in range(rows)), tuple(100 + i % 50 for i in range(rows))
     columns = {key: ColumnMeta("float32", lengths) for key in ("tokens", "prompt_mask", "logprobs", "ref_logprobs")}
     columns |= {key: ColumnMeta("float32", (1,) * rows) for key in ("truncated", "rewards")}

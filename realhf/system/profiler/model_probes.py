@@ -1,6 +1,6 @@
-"""Probes of a model's own work: passes of micro-batches, drawing tokens, updates, and the memory that they take.
+"""Probes of model computation: passes of micro-batches, decoding, optimizer updates, and their memory.
 
-They run the engine's own code on models of few blocks, so that what a block takes and what the ends take tell apart.
+They run the engine on models of two small depths, which separates the cost of blocks from that of embedding and head.
 """
 
 from collections import deque
@@ -32,8 +32,8 @@ from realhf.plan.cost.speed import StageShard, Work
 from realhf.system.profiler.probes import Clock, Probe, peak_bytes
 
 BLOCKS, DEEP_BLOCKS = (1, 3), (2, 6)
-"""Depths of the models that are measured. In decoding, the weights of a single block would not leave a core's cache;
-bytes grow a little faster than blocks, since more of what is freed lies in pieces."""
+"""Depths of the measured models. Decoding needs deeper ones because a single block's weights would stay in the cache;
+memory does because fragmentation makes it grow slightly faster than the number of blocks."""
 PASSES = (
     (2, 64, 64),
     (24, 64, 64),
@@ -44,56 +44,55 @@ PASSES = (
     (8, 24, 384),
     (64, 64, 64),
 )
-"""Micro-batches: rows, and their lengths, spread evenly from the shortest to the longest."""
+"""Micro-batches: rows, shortest and longest length; lengths are evenly spaced."""
 DECODING = ((1, 16), (8, 16), (8, 256), (32, 64), (64, 256), (128, 32), (16, 700))
-"""Rows that are decoded, and the tokens that they see."""
-TURNS = 12
-SAMPLES = 8
-LITTLE = ModelConfig("llama", 1, 256, 4, 4, 64, 512, 32, 256)
-"""A model of next to no weights, in matrices for which libraries take their scratch space."""
-PACE = "pace"
+"""Rows and context length."""
+DECODE_STEPS = 12
+GROUP_SIZE = 8
+TINY_MODEL = ModelConfig("llama", 1, 256, 4, 4, 64, 512, 32, 256)
+"""Negligible weights, but matrices large enough for libraries to allocate their workspace."""
+CLOCK_SPEED = "clock_speed"
 MEMORY = ((8, 64, 64), (48, 16, 48), (6, 200, 200))
-REPEATS, AHEAD = 6, 3
-"""Where memory is measured: micro-batches that follow one another, and how many wait for their backward passes."""
+N_MICRO_BATCHES, N_IN_FLIGHT = 6, 3
+"""Memory probes: consecutive micro-batches, and how many of them wait for their backward passes."""
 
 
 @dataclass(frozen=True)
-class Bench:
-    """Where models are measured: a place in a tensor-parallel group, and the clock."""
+class ProbeContext:
+    """Tensor-parallel rank and clock of model probes."""
 
-    context: ParallelContext
+    parallel: ParallelContext
     clock: Clock
     bf16: bool
 
     @staticmethod
-    def of(group: Group, clock: Clock, bf16: bool) -> "Bench":
+    def of(group: Group, clock: Clock, bf16: bool) -> "ProbeContext":
         layout = Layout(DeviceMesh(group.ranks), ParallelStrategy(tp=group.size))
-        context = ParallelContext(layout, group.ranks[group.index], clock.device, {group.ranks: group})
-        return Bench(context, clock, bf16)
+        parallel = ParallelContext(layout, group.ranks[group.index], clock.device, {group.ranks: group})
+        return ProbeContext(parallel, clock, bf16)
 
     @property
     def tp(self) -> int:
-        return self.context.layout.strategy.tp
+        return self.parallel.layout.strategy.tp
 
     def engine(self, config: ModelConfig, trained: bool = True) -> NativeEngine:
-        """Return an engine on random weights."""
         role = RoleSpec(ModelSpec(init_from_scratch=True, bf16=self.bf16), scalar_head=config.head == "scalar")
-        return build_engine(config, role, self.context, trained, holds_weights=True, seed=1, total_steps=1000,
+        return build_engine(config, role, self.parallel, trained, holds_weights=True, seed=1, total_steps=1000,
                             stop_ids=(), tokenizer_folder=None)  # fmt: skip
 
-    def part(self, config: ModelConfig, first: bool = True, last: bool = True) -> StageShard:
+    def shard(self, config: ModelConfig, first: bool = True, last: bool = True) -> StageShard:
         return StageShard(config, self.tp, config.n_layers, first, last, self.bf16)
 
 
-def cut_down(config: ModelConfig, few: int, many: int) -> tuple[ModelConfig, ModelConfig]:
-    """Return language models of about ``few`` and ``many`` blocks: whole patterns of windows and routed experts.
+def reduced_depths(config: ModelConfig, few: int, many: int) -> tuple[ModelConfig, ModelConfig]:
+    """Return language models of about ``few`` and ``many`` blocks: whole periods of window and expert patterns.
 
-    Where there is no pattern all blocks are like most of them.
+    Without a periodic pattern, all blocks are of the most frequent kind.
     """
     kinds = [(config.window(i), i in config.dense_layers) for i in range(config.n_layers)]
     patterns = (kinds[:n] for n in range(1, len(kinds) // 2 + 1))
-    most = [max(set(kinds), key=kinds.count)]
-    pattern = next((p for p in patterns if all(kind == p[i % len(p)] for i, kind in enumerate(kinds))), most)
+    most_frequent = [max(set(kinds), key=kinds.count)]
+    pattern = next((p for p in patterns if all(kind == p[i % len(p)] for i, kind in enumerate(kinds))), most_frequent)
     small = -(-few // len(pattern))
     large = max(small + 1, -(-many // len(pattern)))
     return _of_blocks(config, pattern * small), _of_blocks(config, pattern * large)
@@ -118,43 +117,42 @@ def spread_lengths(rows: int, shortest: int, longest: int) -> list[int]:
 
 
 def batch_of(lengths: Sequence[int], vocab: int, device: torch.device) -> SequenceBatch:
-    """Return rows of random tokens; every worker draws the same."""
+    """Return rows of random tokens, equal on all workers."""
     tokens = torch.randint(vocab, (sum(lengths),), generator=torch.Generator().manual_seed(0)).to(device)
     ids = tuple(RowId(i, 0) for i in range(len(lengths)))
     return SequenceBatch(ids, {"tokens": Column(tokens, tuple(lengths))})
 
 
-def model_probes(bench: Bench, config: ModelConfig) -> Iterator[Probe]:
-    """Yield the probes of one model shape, with either head."""
-    small, large = cut_down(config, *BLOCKS)
+def model_probes(context: ProbeContext, config: ModelConfig) -> Iterator[Probe]:
+    small, large = reduced_depths(config, *BLOCKS)
     grid = [spread_lengths(*sizes) for sizes in PASSES if sizes[2] <= config.max_positions]
-    for model, some in ((small, grid), (large, grid[::2]), (with_scalar_head(small), grid[::3])):
-        engine = bench.engine(model)
-        for number, lengths in enumerate(some):
-            yield from pass_probes(bench, engine, lengths, half=number % 2 == 1)
+    for model, batches in ((small, grid), (large, grid[::2]), (with_scalar_head(small), grid[::3])):
+        engine = context.engine(model)
+        for number, lengths in enumerate(batches):
+            yield from pass_probes(context, engine, lengths, half=number % 2 == 1)
         if model is small:
             for lengths in grid[::3]:
-                yield from _inside(bench, engine, lengths)
-        if bench.tp == 1:
-            yield _update(bench, engine)
-    for model in cut_down(config, *DEEP_BLOCKS):
-        engine = bench.engine(model, trained=False)
-        for rows, context in DECODING:
-            if context + TURNS + 3 <= config.max_positions:
-                yield decoding_probe(bench, engine, rows, context)
+                yield from _inner_stage_probes(context, engine, lengths)
+        if context.tp == 1:
+            yield _optimizer_probe(context, engine)
+    for model in reduced_depths(config, *DEEP_BLOCKS):
+        engine = context.engine(model, trained=False)
+        for rows, cached in DECODING:
+            if cached + DECODE_STEPS + 3 <= config.max_positions:
+                yield decoding_probe(context, engine, rows, cached)
 
 
-def pass_probes(bench: Bench, engine: NativeEngine, lengths: Sequence[int], half: bool) -> Iterator[Probe]:
-    """Inference and training of a micro-batch; ``half``: the first half of every row has no loss."""
-    config, part = engine.config, bench.part(engine.config)
+def pass_probes(context: ProbeContext, engine: NativeEngine, lengths: Sequence[int], half: bool) -> Iterator[Probe]:
+    """Yield inference and training of a micro-batch; ``half``: the first half of every row has no loss."""
+    config, shard = engine.config, context.shard(engine.config)
     batch = batch_of(lengths, config.vocab, engine.context.device)
     packing = pack(batch)
-    counted = [torch.arange(n) >= n // 2 * half for n in lengths]
-    weights = torch.cat(counted).float().to(engine.context.device)
-    work, clock = Work.of(lengths, int(weights.sum())), bench.clock
+    has_loss = [torch.arange(n) >= n // 2 * half for n in lengths]
+    weights = torch.cat(has_loss).float().to(engine.context.device)
+    work, clock = Work.of(lengths, int(weights.sum())), context.clock
 
     def infer() -> list[float]:
-        return [clock.of(lambda: engine.forward(batch, lambda outputs, _: _head(config, outputs)))]
+        return [clock.time(lambda: engine.forward(batch, lambda outputs, _: _head(config, outputs)))]
 
     def train() -> list[float]:
         marks: list[float] = []
@@ -169,19 +167,19 @@ def pass_probes(bench: Bench, engine: NativeEngine, lengths: Sequence[int], half
         return [marks[0] - start, clock() - marks[0]]
 
     size = work.tokens * (config.n_layers + 1.0)
-    forth = pass_counts(part, work, work.tokens)
-    yield Probe((("forward", forth),), infer, size)
-    back = pass_counts(part, work, work.trained or 0)
-    yield Probe((("train_forward", forth), ("train_backward", back)), train, 3 * size)
+    forward = pass_counts(shard, work, work.tokens)
+    yield Probe((("forward", forward),), infer, size)
+    backward = pass_counts(shard, work, work.trained or 0)
+    yield Probe((("train_forward", forward), ("train_backward", backward)), train, 3 * size)
 
 
 def _head(config: ModelConfig, outputs: Outputs) -> Tensor:
     return outputs.logprobs() if config.head == "lm" else outputs.values()
 
 
-def _inside(bench: Bench, engine: NativeEngine, lengths: Sequence[int]) -> Iterator[Probe]:
-    """What stages of a pipeline compute that lack the head, or the embedding too."""
-    model, config, clock = engine.model, engine.config, bench.clock
+def _inner_stage_probes(context: ProbeContext, engine: NativeEngine, lengths: Sequence[int]) -> Iterator[Probe]:
+    """Yield passes of pipeline stages without head, with and without embedding."""
+    model, config, clock = engine.model, engine.config, context.clock
     batch, work = batch_of(lengths, config.vocab, engine.context.device), Work.of(lengths)
     dtype, device = model.params.data.dtype, engine.context.device
     slope = torch.ones(model.seams(work.tokens).n_local_tokens, config.hidden, dtype=dtype, device=device)
@@ -190,7 +188,7 @@ def _inside(bench: Bench, engine: NativeEngine, lengths: Sequence[int]) -> Itera
         def infer(first: bool = first) -> list[float]:
             x = None if first else torch.zeros(work.tokens, config.hidden, dtype=dtype, device=device)
             with torch.no_grad():
-                return [clock.of(lambda: model.hidden(batch["tokens"], batch.lengths("tokens"), x=x))]
+                return [clock.time(lambda: model.hidden(batch["tokens"], batch.lengths("tokens"), x=x))]
 
         def train(first: bool = first) -> list[float]:
             x = None if first else torch.zeros_like(slope).requires_grad_()
@@ -200,20 +198,20 @@ def _inside(bench: Bench, engine: NativeEngine, lengths: Sequence[int]) -> Itera
             with_gradient(hidden, slope).backward()
             return [middle - start, clock() - middle]
 
-        counts, size = pass_counts(bench.part(config, first, False), work, 0), 2.0 * work.tokens
+        counts, size = pass_counts(context.shard(config, first, False), work, 0), 2.0 * work.tokens
         yield Probe((("forward", counts),), infer, size)
         yield Probe((("train_forward", counts), ("train_backward", counts)), train, 3 * size)
 
 
-def decoding_probe(bench: Bench, engine: NativeEngine, rows: int, context: int) -> Probe:
-    """A few turns of a group of rows, and what of them a stage without head has to do."""
-    model, config, clock, device = engine.model, engine.config, bench.clock, engine.context.device
-    n_prompts, samples = -(-rows // SAMPLES), min(rows, SAMPLES)
-    tokens = torch.randint(config.vocab, (n_prompts * context,), generator=torch.Generator().manual_seed(0)).to(device)
+def decoding_probe(context: ProbeContext, engine: NativeEngine, rows: int, cached: int) -> Probe:
+    """Return the probe of a few decoding steps of a group of rows, with and without embedding and head."""
+    model, config, clock, device = engine.model, engine.config, context.clock, engine.context.device
+    n_prompts, samples = -(-rows // GROUP_SIZE), min(rows, GROUP_SIZE)
+    tokens = torch.randint(config.vocab, (n_prompts * cached,), generator=torch.Generator().manual_seed(0)).to(device)
     ids = tuple(RowId(i, PROMPT) for i in range(n_prompts))
-    prompts = SequenceBatch(ids, {"prompts": Column(tokens, (context,) * n_prompts)})
-    sampling = GenerationConfig(max_new_tokens=TURNS + 3)
-    # a stop token that is never drawn; rows are priced by the cached tokens that they read, which these share not
+    prompts = SequenceBatch(ids, {"prompts": Column(tokens, (cached,) * n_prompts)})
+    sampling = GenerationConfig(max_new_tokens=DECODE_STEPS + 3)
+    # a stop token that is never sampled; no sharing of prompts, so that each row reads ``cached`` cached tokens
     request = Request(prompts, sampling, samples, 1, (config.vocab,), 1 << 30, share=False)
     x = torch.zeros(request.n_rows, config.hidden, dtype=model.params.data.dtype, device=device)
 
@@ -223,11 +221,11 @@ def decoding_probe(bench: Bench, engine: NativeEngine, rows: int, context: int) 
         group.advance(group.forward(None))
         whole, inner = [], []
         with model.decoding():
-            for _ in range(TURNS):
+            for _ in range(DECODE_STEPS):
                 start = clock()
-                drawn = group.forward(None)
+                sampled = group.forward(None)
                 middle = clock()
-                group.advance(drawn)
+                group.advance(sampled)
                 end = clock()
                 last, positions, *_ = group.slots.inputs
                 model.decode(last, positions, group.cache, x)
@@ -235,67 +233,65 @@ def decoding_probe(bench: Bench, engine: NativeEngine, rows: int, context: int) 
                 inner.append(clock() - middle)
         return [median(whole), median(inner)]
 
-    seen = context + 1 + TURNS / 2
+    mean_context = cached + 1 + DECODE_STEPS / 2
     works = tuple(
-        ("decode", decode_counts(bench.part(config, first=last, last=last), request.n_rows, seen))
+        ("decode", decode_counts(context.shard(config, first=last, last=last), request.n_rows, mean_context))
         for last in (True, False)
     )
-    size = float(n_prompts * context + 8 * TURNS * (rows + 20)) * config.n_layers
+    size = float(n_prompts * cached + 8 * DECODE_STEPS * (rows + 20)) * config.n_layers
     return Probe(works, run, size)
 
 
-def _update(bench: Bench, engine: NativeEngine) -> Probe:
-    """What a training step does beside its passes."""
-    clock, params, optimizer = bench.clock, engine.params, engine.optimizer
+def _optimizer_probe(context: ProbeContext, engine: NativeEngine) -> Probe:
+    clock, params, optimizer = context.clock, engine.params, engine.optimizer
     assert optimizer is not None and params.grad is not None
     grad = params.grad
 
     def run() -> list[float]:
-        cleared = clock.of(params.zero_grad)
+        zero_s = clock.time(params.zero_grad)
         grad.fill_(1e-4)
-        return [cleared + clock.of(lambda: optimizer.step(1e-6))]
+        return [zero_s + clock.time(lambda: optimizer.step(1e-6))]
 
     numel = params.data.numel()
     return Probe((("optimizer", {"update": 1, "parameter": numel}),), run, numel / 1000)
 
 
-def warm_up(bench: Bench) -> None:
-    """Do everything once with a little model, so that what a worker needs for it is there."""
-    engine = bench.engine(LITTLE)
-    for probe in (*pass_probes(bench, engine, [64, 64], half=False), decoding_probe(bench, engine, 2, 4)):
+def warm_up(context: ProbeContext) -> None:
+    """Run all kinds of probes once on a tiny model, which allocates the workspaces of libraries."""
+    engine = context.engine(TINY_MODEL)
+    for probe in (*pass_probes(context, engine, [64, 64], half=False), decoding_probe(context, engine, 2, 4)):
         probe.run()
-    _update(bench, engine).run()
+    _optimizer_probe(context, engine).run()
 
 
-def clock_speed_probe(bench: Bench) -> Probe:
-    """A piece of work that is always the same, matrices and interpreter, to tell how fast the machine is just now."""
-    *_, train = pass_probes(bench, bench.engine(LITTLE), [64, 64], half=False)
-    return Probe(((PACE, {"pass": 1}),), lambda: [sum(train.run())], train.size)
+def clock_speed_probe(context: ProbeContext) -> Probe:
+    """Return a probe of fixed work, in kernels and in the interpreter, that measures the machine's current speed."""
+    *_, train = pass_probes(context, context.engine(TINY_MODEL), [64, 64], half=False)
+    return Probe(((CLOCK_SPEED, {"pass": 1}),), lambda: [sum(train.run())], train.size)
 
 
-def memory_points(bench: Bench, config: ModelConfig, seat: int = 0, n_seats: int = 1) -> dict[str, list[Point]]:
-    """Measure the bytes that micro-batches take: what is kept for the backward pass, and peaks.
-
-    Of several seats each measures every so many of them.
-    """
+def memory_points(
+    context: ProbeContext, config: ModelConfig, index: int = 0, n_workers: int = 1
+) -> dict[str, list[Point]]:
+    """Measure the saved activations and peak memory of micro-batches: every ``n_workers``-th one from ``index``."""
     points: dict[str, list[Point]] = {}
-    small, large = cut_down(config, *DEEP_BLOCKS)
-    sizes = [some for some in MEMORY if some[2] <= config.max_positions]
-    cases = [(model, some) for model in (small, large, with_scalar_head(small)) for some in sizes][seat::n_seats]
-    for model, some in groupby(cases, key=lambda case: case[0]):
-        engine = bench.engine(model)
-        for _, (rows, shortest, longest) in some:
+    small, large = reduced_depths(config, *DEEP_BLOCKS)
+    sizes = [size for size in MEMORY if size[2] <= config.max_positions]
+    cases = [(model, size) for model in (small, large, with_scalar_head(small)) for size in sizes][index::n_workers]
+    for model, group in groupby(cases, key=lambda case: case[0]):
+        engine = context.engine(model)
+        for _, (rows, shortest, longest) in group:
             lengths = spread_lengths(rows, shortest, longest)
-            counts = pass_counts(bench.part(model), Work.of(lengths), sum(lengths))
+            counts = pass_counts(context.shard(model), Work.of(lengths), sum(lengths))
             for name, value in _memory(engine, batch_of(lengths, model.vocab, engine.context.device)).items():
                 points.setdefault(name, []).append(Point(counts, value, value, value, 1))
     return points
 
 
 def _memory(engine: NativeEngine, batch: SequenceBatch) -> dict[str, float]:
-    """Measure what a micro-batch takes after others like it, and what one more takes that waits for its backward pass.
+    """Measure the peak of equal micro-batches, and the increment per micro-batch in flight.
 
-    Between tensors that live on, freed memory lies in pieces: a peak is more than the sum of what is in use.
+    Because of fragmentation, the peak exceeds the sum of live tensors.
     """
     config, device, packing = engine.config, engine.context.device, pack(batch)
 
@@ -303,19 +299,19 @@ def _memory(engine: NativeEngine, batch: SequenceBatch) -> dict[str, float]:
         hidden = engine.model.hidden(batch["tokens"], batch.lengths("tokens"))
         return _head(config, ForwardOutputs(engine.model, hidden, batch, packing)).sum()
 
-    def train(ahead: int) -> None:
-        begun: deque[Tensor] = deque()
-        for _ in range(REPEATS):
-            begun.append(loss())
-            if len(begun) > ahead:
-                begun.popleft().backward()
-        while begun:
-            begun.popleft().backward()
+    def train(n_in_flight: int) -> None:
+        losses: deque[Tensor] = deque()
+        for _ in range(N_MICRO_BATCHES):
+            losses.append(loss())
+            if len(losses) > n_in_flight:
+                losses.popleft().backward()
+        while losses:
+            losses.popleft().backward()
 
     def infer() -> None:
-        for _ in range(REPEATS):
+        for _ in range(N_MICRO_BATCHES):
             engine.forward(batch, lambda outputs, _: _head(config, outputs))
 
-    alone, deep = (peak_bytes(partial(train, ahead), device) for ahead in (0, AHEAD))
-    kept = max((deep - alone) / AHEAD, 1.0)
-    return {"kept_bytes": kept, "train_bytes": alone, "forward_bytes": peak_bytes(infer, device)}
+    single, several = (peak_bytes(partial(train, n), device) for n in (0, N_IN_FLIGHT))
+    kept = max((several - single) / N_IN_FLIGHT, 1.0)
+    return {"kept_bytes": kept, "train_bytes": single, "forward_bytes": peak_bytes(infer, device)}

@@ -1,6 +1,6 @@
-"""How the profiler times things: small pieces of work, run in turns for a while, and the quartiles of what they took.
+"""Timing of probes: small pieces of work that run in turns, and the quartiles of their times.
 
-What disturbs a machine comes in spells; by turns it hits all pieces alike.
+Disturbances of a machine last for a while; interleaved probes are all affected equally.
 """
 
 import time
@@ -17,13 +17,13 @@ from realhf.plan.cost.profile import Counts, Point
 
 MIN_ROUNDS, MAX_ROUNDS = 4, 60
 SHORT_S = 0.01
-"""Pieces shorter than this are repeated within a round."""
-LONGEST_ROUND = 0.15
-"""What all pieces together may take of the time there is, once each; the largest are left out."""
+"""Shorter probes are repeated within a round."""
+MAX_ROUND_FRACTION = 0.15
+"""Limit on one round of all probes, as a fraction of the total time; the largest probes are dropped."""
 
 Now = Callable[[], float]
 Agree = Callable[[float], float]
-"""Gives every worker what the first one says: they have to go through the same pieces."""
+"""Broadcasts the first worker's value, so that all workers take the same decisions."""
 
 
 def agreement(group: Group, device: torch.device) -> Agree:
@@ -32,9 +32,9 @@ def agreement(group: Group, device: torch.device) -> Agree:
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """A piece of work. ``run`` returns the seconds of each of ``works``: kinds of work and how much of them there is.
+    """A timed piece of work. ``run`` returns the seconds of each of ``works``, which are pairs of (name, counts).
 
-    ``size`` is roughly in proportion to its time, among the probes it is measured with.
+    ``size`` is roughly proportional to its time, among the probes that it is sampled with.
     """
 
     works: tuple[tuple[str, Counts], ...]
@@ -43,84 +43,86 @@ class Probe:
 
 
 class Clock:
-    """Seconds that a worker has computed for: it waits for its device first.
+    """Time of a worker, after synchronizing its device.
 
-    A worker that is alone on one thread of a CPU counts processor time: what others take of its core is not seen.
-    With others, waiting for them is part of the work.
+    A single worker on one CPU thread is timed in processor time, which excludes other processes on its core. With
+    several workers, waiting for each other is part of the work.
     """
 
     def __init__(self, device: torch.device, threads: int, world: int) -> None:
         self.device = device
         self.now = time.process_time if device.type == "cpu" and threads == world == 1 else time.perf_counter
-        self._aside = 0.0
+        self._offset = 0.0
 
     def __call__(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return self.now() - self._aside
+        return self.now() - self._offset
 
-    def of(self, work: Callable[[], object]) -> float:
+    def time(self, work: Callable[[], object]) -> float:
         start = self()
         work()
         return self() - start
 
-    def pretend(self, work: Callable[[], object], seconds: float) -> None:
-        """Let ``work`` take ``seconds``, whatever it takes."""
-        self._aside += self.of(work) - seconds
+    def charge(self, work: Callable[[], object], seconds: float) -> None:
+        """Run ``work`` and advance the clock by ``seconds`` instead of its actual time."""
+        self._offset += self.time(work) - seconds
 
-    def forget(self) -> None:
-        """Let what was pretended so far not have been."""
-        self._aside = 0.0
+    def reset(self) -> None:
+        """Undo all charges."""
+        self._offset = 0.0
 
 
 def sample(probes: Sequence[Probe], seconds: float, now: Now, agree: Agree = float) -> dict[str, list[Point]]:
-    """Run the probes by turns for about ``seconds`` and return the points of every kind of work."""
+    """Run the probes in turns for about ``seconds`` and return the points of every kind of work."""
     start = now()
-    chosen, repeats = _that_fit(sorted(probes, key=lambda probe: probe.size), seconds, now, agree)
-    taken: list[list[Sequence[float]]] = [[] for _ in chosen]
-    for turn in range(MAX_ROUNDS):
-        if turn >= MIN_ROUNDS and agree(now() - start) > seconds:
+    selected, repeats = _select(sorted(probes, key=lambda probe: probe.size), seconds, now, agree)
+    samples: list[list[Sequence[float]]] = [[] for _ in selected]
+    for number in range(MAX_ROUNDS):
+        if number >= MIN_ROUNDS and agree(now() - start) > seconds:
             break
-        for probe, times, n in zip(chosen, taken, repeats, strict=True):
+        for probe, times, n in zip(selected, samples, repeats, strict=True):
             times += [probe.run() for _ in range(n)]
     points: dict[str, list[Point]] = {}
-    for probe, times in zip(chosen, taken, strict=True):
+    for probe, times in zip(selected, samples, strict=True):
         for (name, counts), values in zip(probe.works, zip(*times, strict=True), strict=True):
             points.setdefault(name, []).append(point_of(counts, values))
     return points
 
 
-def _that_fit(probes: Sequence[Probe], seconds: float, now: Now, agree: Agree) -> tuple[list[Probe], list[int]]:
-    """Warm the probes up, smallest first, as long as a round of them is short enough; say how often to repeat each.
+def _select(probes: Sequence[Probe], seconds: float, now: Now, agree: Agree) -> tuple[list[Probe], list[int]]:
+    """Warm up probes, smallest first, until a round takes too long; return them and their repeats per round.
 
-    The smallest of every kind of work is run however long it takes.
+    The smallest probe of every kind of work is always included.
     """
-    chosen: dict[Probe, float] = {}
+    selected: dict[Probe, float] = {}
     seen: set[str] = set()
-    pace = 0.0
+    seconds_per_size = 0.0
     for probe in probes:
         names = {name for name, _ in probe.works}
-        if names <= seen and agree(sum(chosen.values()) + pace * probe.size) > LONGEST_ROUND * seconds:
+        if names <= seen and agree(sum(selected.values()) + seconds_per_size * probe.size) > (
+            MAX_ROUND_FRACTION * seconds
+        ):
             continue
         probe.run()
         start = now()
         probe.run()
-        chosen[probe] = took = max(agree(now() - start), 1e-6)
-        pace = took / probe.size
+        selected[probe] = duration = max(agree(now() - start), 1e-6)
+        seconds_per_size = duration / probe.size
         seen |= names
-    turn = min(SHORT_S, LONGEST_ROUND * seconds / len(chosen))
-    return list(chosen), [max(1, min(20, int(turn / took))) for took in chosen.values()]
+    target_s = min(SHORT_S, MAX_ROUND_FRACTION * seconds / len(selected))
+    return list(selected), [max(1, min(20, int(target_s / duration))) for duration in selected.values()]
 
 
 def point_of(counts: Counts, values: Sequence[float]) -> Point:
-    """Return the quartiles of some measurements; what was lost in the clock's noise counts as next to nothing."""
+    """Return the quartiles of measurements, clamped to be positive."""
     ordered = sorted(max(value, 1e-9) for value in values)
     n = len(ordered)
     return Point(counts, ordered[n // 4], median(ordered), ordered[3 * n // 4], n)
 
 
-def memory_now() -> int:
-    """Return the resident bytes of this process; 0 where the system does not tell."""
+def resident_bytes() -> int:
+    """Return the resident bytes of this process; 0 if the system does not report them."""
     return _status("VmRSS")
 
 
@@ -131,17 +133,17 @@ def _status(field: str) -> int:
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> float:
-    """Return what ``work`` takes at most beyond what is in use before; 0 where the system does not tell."""
+    """Return the peak memory of ``work`` beyond the current usage; 0 if the system does not report it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         work()
         return float(torch.cuda.max_memory_allocated(device) - before)
-    reset = Path("/proc/self/clear_refs")
-    if not reset.exists():
+    clear_refs = Path("/proc/self/clear_refs")
+    if not clear_refs.exists():
         return 0.0
-    trim_heap()  # what was freed would be used again unseen
-    before = memory_now()
-    reset.write_text("5")
+    trim_heap()  # reuse of freed memory would not be counted
+    before = resident_bytes()
+    clear_refs.write_text("5")
     work()
     return float(max(_status("VmHWM") - before, 0))

@@ -129,7 +129,7 @@ def profile_of(device: str = "cpu", bf16: bool = False) -> Profile:
     fits |= {f"{shape}/t1/{op}": Fit(dict.fromkeys(counts, 1.0), ()) for op in ("forward_bytes",)}
     fits[f"{shape}/t1/decode"] = Fit(dict.fromkeys(decode_counts(part, 1, 1), 1e-6), ())
     fits["send"] = Fit(dict.fromkeys(message_counts(1.0), 1e-9), ())
-    parts = ("exchange", "part", "copied byte", "meeting", "leaving part", "leaving byte")
+    parts = ("exchange", "part", "copied byte", "rendezvous", "sent part", "sent byte")
     fits["exchange"] = Fit(dict.fromkeys(parts, 1e-9), ())
     fits["call"] = Fit({"call": 1e-3, "row": 0.0}, ())
     return Profile(ProfiledMachine(device, "abacus", 2, 1), 4e8, fits)
@@ -204,7 +204,7 @@ def test_a_plan_covered_by_the_profile_is_predicted_from_it(generation: Generati
 def test_a_plan_not_covered_by_the_profile_is_predicted_from_limits(generation: GenerationExperiment) -> None:
     generation.allocation_mode = "t2"
     report = plan_report("gen", generation)
-    assert report.machine.source.startswith("the limits of cpu (the profile knows nothing of ")
+    assert report.machine.source.startswith("the limits of cpu (the profile has no measurements of ")
     assert "realhf profile" in report.machine.source and report.prediction.seconds > 0
     assert str(report.plan["gen"].layout.strategy) == "d1t2p1"
 

@@ -67,7 +67,7 @@ def test_the_planner_counts_what_is_computed(prompts: list[tuple[int, list[int]]
             tokens.append(torch.cat([torch.full((length,), 99), torch.full((answer,), sample)]))
             shared.append(length)
     lengths, limits = tuple(map(len, tokens)), MicroBatching(n_mbs, cap)
-    works = works_of(tuple(ids), lengths, limits, tuple(shared), shares=True)
+    works = works_of(tuple(ids), lengths, limits, tuple(shared), share_prompts=True)
     parts = micro_batches(ids, lengths, limits, near=True)
     assert len(works) == len(parts)
     for work, part in zip(works, parts, strict=True):

@@ -228,13 +228,13 @@ def test_rows_that_share_their_prompt_cost_what_is_left() -> None:
     """Three answers of 6, 8 and 10 tokens to a prompt of 10, and a lone row of 12."""
     ids = (*(RowId(0, sample) for sample in range(3)), RowId(1, 0))
     given = (ids, (16, 18, 20, 12), MicroBatching(1, 100), (10, 10, 10, 8))
-    (apart,), (shared,) = works_of(*given), works_of(*given, shares=True)
+    (apart,), (shared,) = works_of(*given), works_of(*given, share_prompts=True)
     assert apart == Work.of([12, 16, 18, 20], trained=28)
     assert shared == Work(rows=5, runs=4, tokens=46, pairs=55 + 78 + sum(n * (n + 1) // 2 + 10 * n for n in (6, 8, 10)),
                           trained=28)  # fmt: skip
     cost = cost_model()
     groups = [BatchRows(tuple(RowId(i // 4, i % 4) for i in range(16)), (30,) * 16, (0,) * 16)]
-    once = replace(cost, shares=True)
+    once = replace(cost, share_prompts=True)
     assert seconds(once, "ref_inf", "d1", groups) < seconds(cost, "ref_inf", "d1", groups)
     assert seconds(once, "actor_train", "d1", groups) < seconds(cost, "actor_train", "d1", groups)
 

@@ -77,11 +77,11 @@ def test_a_prompt_that_rows_share_takes_its_bytes_once() -> None:
     (part,) = stage_shards(LLAMA, memory_model().roles["ref"], D1)
     ids = tuple(RowId(0, sample) for sample in range(4))
     some = BatchRows(ids, (20,) * 4, (0,) * 4)
-    model = replace(memory_model(workload=Workload(((8,),), (12,), 4)), shares=True)
+    model = replace(memory_model(workload=Workload(((8,),), (12,), 4)), share_prompts=True)
     expected = COUNTED.forward_bytes(part, Work.of([8, *[12] * 4], before=[0, *[8] * 4]))
     assert transient(model, "ref_inf", "d1", some, MicroBatching()) == Bytes(activations=expected)
     assert transient(model, "actor_train", "d1", some, MicroBatching()).activations < (
-        transient(replace(model, shares=False), "actor_train", "d1", some, MicroBatching()).activations
+        transient(replace(model, share_prompts=False), "actor_train", "d1", some, MicroBatching()).activations
     )
 
 
@@ -124,7 +124,7 @@ def test_matrices_are_copied_where_blocks_are_one_call() -> None:
     model = replace(model, models={role: replace(config, head_dim=16) for role, config in model.models.items()})
     for name, copied in (("d1", True), ("p2", True), ("t2", False)):
         apart, fused = (
-            transient(replace(model, shares=shares), "actor_gen", name, prompts, MicroBatching()).buffers
+            transient(replace(model, share_prompts=shares), "actor_gen", name, prompts, MicroBatching()).buffers
             for shares in (False, True)
         )
         assert fused - apart == (model.weights("actor", ParallelStrategy.parse(name)) if copied else 0)
@@ -182,7 +182,7 @@ def test_shared_memory_that_a_move_filled_stays_with_who_took_part() -> None:
     model, where = planner.calls.memory, plan(actor_gen="t2@2", critic_inf="t2")
     calls = {m.name: planner.calls.rows(m, where[m.name].layout.strategy.dp) for m in planner.graph.mfcs}
     found, without = (m.devices(where, calls) for m in (model, replace(model, device="cuda")))
-    far, near = model.rings("actor", layout("d2"), layout("t2", 2)), model.rings("critic", layout("d2"), layout("t2"))
+    far, near = model.ring_bytes("actor", layout("d2"), layout("t2", 2)), model.ring_bytes("critic", layout("d2"), layout("t2"))
     assert far > 0 == near  # who has all of a model keeps a part of it without a word to anybody
     assert [found[r].total - without[r].total for r in range(4)] == pytest.approx([far] * 4)
 

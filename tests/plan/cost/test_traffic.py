@@ -10,7 +10,7 @@ from realhf.api.messages import Holders, PrepareCall
 from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.plan.compile.realloc import plan_realloc
 from realhf.plan.cost.speed import Traffic
-from realhf.plan.cost.traffic import RING_BYTES, realloc_traffic, rings_of, traffic_of, transfer_traffic
+from realhf.plan.cost.traffic import RING_BYTES, realloc_traffic, ring_bytes_of, traffic_of, transfer_traffic
 from tests.plan.compile.test_realloc import CONFIG
 
 STRATEGIES = ("d1", "d2", "d4", "t2", "t4", "p2", "p3", "d2t2", "t2p2")
@@ -42,9 +42,9 @@ def test_what_a_node_shares_is_written_once_and_read_by_each() -> None:
 
 def test_rings_hold_what_a_node_sends_and_no_more_than_they_can() -> None:
     copies = [(0, (1, 2), 100, 3), (2, (1,), 30, 1), (0, (0,), 999, 1)]
-    assert rings_of(copies, node_size=4) == 130  # worker 1 reads two rings
-    assert rings_of(copies, node_size=1) == rings_of([], node_size=4) == 0
-    assert rings_of([(0, (1,), 3 * RING_BYTES, 1), (1, (0,), 5, 1)], node_size=2) == RING_BYTES
+    assert ring_bytes_of(copies, node_size=4) == 130  # worker 1 reads two rings
+    assert ring_bytes_of(copies, node_size=1) == ring_bytes_of([], node_size=4) == 0
+    assert ring_bytes_of([(0, (1,), 3 * RING_BYTES, 1), (1, (0,), 5, 1)], node_size=2) == RING_BYTES
 
 
 def test_rows_count_by_their_type_and_length() -> None:

@@ -9,9 +9,9 @@ from realhf.api.model_config import ModelConfig
 from realhf.models.transformer import ALONE
 from realhf.plan.compile.check import strategy_problems
 from realhf.system.profiler.model_probes import (
-    Bench,
+    ProbeContext,
     batch_of,
-    cut_down,
+    reduced_depths,
     memory_points,
     model_probes,
     spread_lengths,
@@ -20,24 +20,24 @@ from realhf.system.profiler.model_probes import (
 from realhf.system.profiler.probes import Clock
 
 SMALL = ModelConfig("llama", 4, 32, 4, 2, 8, 64, 64, 100)
-BENCH = Bench.of(ALONE, Clock(torch.device("cpu"), 1, 1), bf16=False)
+CONTEXT = ProbeContext.of(ALONE, Clock(torch.device("cpu"), 1, 1), bf16=False)
 
 
 def test_equal_blocks_are_cut_to_the_numbers_asked_for() -> None:
-    small, large = cut_down(SMALL, 1, 3)
-    assert (small.n_layers, large.n_layers, small.sliding_windows, small.head) == (1, 3, (), "lm")
+    small, large = reduced_depths(SMALL, 1, 3)
+    assert (small.n_layers, large.n_layers, small.windows, small.head) == (1, 3, (), "lm")
 
 
 def test_a_pattern_of_windows_stays_whole() -> None:
-    alternating = ModelConfig("gemma2", 6, 32, 4, 2, 8, 64, 64, 100, sliding_windows=(8, 0) * 3)
-    small, large = cut_down(alternating, 1, 3)
-    assert (small.sliding_windows, large.sliding_windows) == ((8, 0), (8, 0) * 2)
+    alternating = ModelConfig("gemma2", 6, 32, 4, 2, 8, 64, 64, 100, windows=(8, 0) * 3)
+    small, large = reduced_depths(alternating, 1, 3)
+    assert (small.windows, large.windows) == ((8, 0), (8, 0) * 2)
 
 
 def test_the_odd_block_out_is_left_out() -> None:
     routed = ModelConfig("qwen3_moe", 5, 32, 4, 2, 8, 64, 64, 100, n_experts=4, experts_per_token=2,
                          expert_intermediate=16, dense_layers=(0,))  # fmt: skip
-    small, large = cut_down(routed, 2, 6)
+    small, large = reduced_depths(routed, 2, 6)
     assert (small.dense_layers, large.dense_layers, small.n_layers, large.n_layers) == ((), (), 2, 6)
     assert not strategy_problems(small, ParallelStrategy(tp=2))
 
@@ -49,8 +49,8 @@ def test_lengths_are_spread_and_batches_hold_tokens() -> None:
 
 
 def test_probes_run_and_know_their_work() -> None:
-    warm_up(BENCH)
-    probes = list(model_probes(BENCH, SMALL))
+    warm_up(CONTEXT)
+    probes = list(model_probes(CONTEXT, SMALL))
     for probe in probes:
         assert len(probe.run()) == len(probe.works)
     counts = [counts for probe in probes for name, counts in probe.works if name == "train_backward"]
@@ -63,7 +63,7 @@ def test_probes_run_and_know_their_work() -> None:
 def test_what_is_kept_grows_with_tokens_and_blocks() -> None:
     """Resident memory is coarse and lies in pieces: the model is large enough for megabytes to tell."""
     model = replace(SMALL, hidden=256, n_heads=4, n_kv_heads=4, head_dim=64, intermediate=768)
-    points = memory_points(BENCH, model)
+    points = memory_points(CONTEXT, model)
     kept = {(p.counts["block"], p.counts["stage row"], "lm" in p.counts): p.low for p in points["kept_bytes"]}
     few, more, deep = kept[2, 8, True], kept[2, 48, True], kept[6, 8, True]  # 512 and 1,536 tokens
     assert few > 2 * 512 * 4 * 256 * 10 and 2 * few < more < 5 * few and 2 * few < deep < 5 * few  # three times as much

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from realhf.system.profiler.probes import MIN_ROUNDS, Clock, Probe, memory_now, peak_bytes, point_of, sample
+from realhf.system.profiler.probes import MIN_ROUNDS, Clock, Probe, resident_bytes, peak_bytes, point_of, sample
 
 CPU = torch.device("cpu")
 
@@ -77,15 +77,15 @@ def test_quartiles() -> None:
 def test_the_clock_believes_what_it_is_told(world: int) -> None:
     clock = Clock(CPU, 1, world)
     ran: list[int] = []
-    taken = clock.of(lambda: clock.pretend(lambda: ran.append(1), 1000.0))
+    taken = clock.time(lambda: clock.charge(lambda: ran.append(1), 1000.0))
     assert 1000 <= taken < 1001 and ran == [1]
     before = clock()
-    clock.forget()
+    clock.reset()
     assert clock() < before - 900
 
 
 def test_memory_that_is_taken_is_seen() -> None:
-    if not memory_now():
+    if not resident_bytes():
         pytest.skip("this system does not tell")
     held: list[torch.Tensor] = []
     work: Callable[[], None] = lambda: held.append(torch.ones(10 << 20))

@@ -21,11 +21,11 @@ def test_a_profile_of_one_model_on_two_workers() -> None:
     said: list[str] = []
     profile = take_profile(ProfileJob("cpu", 2, 1, False, (MODEL,), 2.0, ALGORITHMS), said.append)
     assert profile.machine == this_machine("cpu", 1) and profile.resident > 5e7
-    assert profile.shapes == {SHAPE: (1, 2)} and SHAPE in said and f"{SHAPE} cut 2 ways" in said
+    assert profile.shapes == {SHAPE: (1, 2)} and SHAPE in said and f"{SHAPE} with tensor-parallel size 2" in said
     passes = ("forward", "train_forward", "train_backward", "decode", "kept_bytes", "train_bytes", "forward_bytes")
     names = {f"{SHAPE}/t{tp}/{name}" for tp in (1, 2) for name in passes}
     names |= {f"{kind.value}/2" for kind in CollectiveKind} | {f"interface/{name}" for name in ALGORITHMS}
-    assert set(profile.fits) - {"seams/2"} == names | {f"{SHAPE}/optimizer", "send", "exchange", "host_copy", "call"}
+    assert set(profile.fits) - {"tp_collectives/2"} == names | {f"{SHAPE}/optimizer", "send", "exchange", "host_copy", "call"}
     for fit in profile.fits.values():
         assert all(math.isfinite(c) and c >= 0 for c in fit.coefficients.values()) and fit.points
         assert any(fit.coefficients.values())

@@ -4,9 +4,9 @@ import torch
 
 from realhf.api.model_config import ModelConfig
 from realhf.plan.cost.speed import CollectiveKind
-from realhf.system.profiler.model_probes import Bench, pass_probes
+from realhf.system.profiler.model_probes import ProbeContext, pass_probes
 from realhf.system.profiler.probes import Clock
-from realhf.system.profiler.tp_probes import MockGroup, asked_of, free
+from realhf.system.profiler.tp_probes import MockGroup, recorded_collectives, free
 
 MODEL = ModelConfig("llama", 2, 32, 4, 2, 8, 64, 64, 100)
 BYTES = 4 * 32
@@ -28,7 +28,7 @@ def test_collectives_leave_shapes_as_a_group_does_and_take_what_they_are_said_to
     whole, part = torch.zeros(4, 3), torch.ones(2, 3)
     assert (
         300
-        <= group.clock.of(
+        <= group.clock.time(
             lambda: (group.all_reduce(part), group.all_gather(whole, part), group.reduce_scatter(part, 2 * whole))
         )
         < 301
@@ -40,13 +40,13 @@ def test_collectives_leave_shapes_as_a_group_does_and_take_what_they_are_said_to
 
 def test_what_a_pass_asks_for_is_counted() -> None:
     group = rehearsal()
-    bench = Bench.of(group, group.clock, bf16=False)
+    bench = ProbeContext.of(group, group.clock, bf16=False)
     infer, train = pass_probes(bench, bench.engine(MODEL), [8, 8], half=False)
     # embedding, attention and MLP of two blocks; largest logit, and two sums of each token
-    (forward,) = asked_of(infer, group)
+    (forward,) = recorded_collectives(infer, group)
     assert forward == {"all_reduce message": 7, "all_reduce byte": 5 * 16 * BYTES + 3 * 16 * 4}
     # tokens are shared out: what is summed is cut up, and gathered again before the next product
-    forth, back = asked_of(train, group)
+    forth, back = recorded_collectives(train, group)
     seams = {"all_gather message": 5, "all_gather byte": 5 * 16 * BYTES}
     seams |= {"reduce_scatter message": 5, "reduce_scatter byte": 5 * 16 * BYTES}
     assert forth == {"all_reduce message": 2, "all_reduce byte": 3 * 16 * 4, **seams} and back == seams
