@@ -15,11 +15,11 @@ from realhf.arch.hf_config import read_hf_config
 from realhf.base.atomic_io import sha256
 from realhf.base.paths import RunDir
 from realhf.plan.compile.program import compile_program
-from realhf.plan.compile.schedule import TrainSchedule, train_schedule_of
+from realhf.plan.compile.schedule import TrainSchedule, make_train_schedule
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedPerformance:
     """What was predicted before the launch, and from what: seconds of a step and of every call, bytes of a worker.
 
     ``is_measured``: from a profile of this machine, not from limits. Peaks are those of a data sheet, 0: unknown.
@@ -47,14 +47,14 @@ class RunSpec:
     paths: RunDir
     device: str
     n_rows: int
-    expected: Expected | None = None
+    expected: ExpectedPerformance | None = None
     n_held_out: int = 0
 
     @cached_property
     def schedule(self) -> TrainSchedule:
         control = self.config.exp_ctrl
         resamples = self.graph.filter_mfc.resamples if self.graph.filter_mfc else 0
-        return train_schedule_of(self.config.dataset.train_bs_n_seqs, self.n_rows, control.total_train_epochs,
+        return make_train_schedule(self.config.dataset.train_bs_n_seqs, self.n_rows, control.total_train_epochs,
                           control.total_train_steps, resamples)  # fmt: skip
 
     @cached_property
@@ -64,7 +64,7 @@ class RunSpec:
         return sha256(path) if path.is_file() else ""
 
     @property
-    def changing(self) -> tuple[str, ...]:
+    def updated_roles(self) -> tuple[str, ...]:
         """Roles whose weights training changes."""
         return tuple(role for role in self.graph.roles if self.graph.updater(role) is not None)
 
@@ -101,15 +101,15 @@ class RunSpec:
         return {name: model_config(role) for name, role in self.roles.items()}
 
     @property
-    def fetchers(self) -> tuple[int, ...]:
+    def fetch_ranks(self) -> tuple[int, ...]:
         """Workers that read the data set: the data-parallel heads of the first call that needs it."""
         keys = set(self.graph.dataset_keys)
         first = next(m for m in self.graph.topological if keys & set(m.inputs))
         return self.plan[first.name].layout.dp_heads()
 
     @property
-    def tokenizer_folder(self) -> Path:
-        return tokenizer_folder(self.roles)
+    def tokenizer_dir(self) -> Path:
+        return tokenizer_dir(self.roles)
 
 
 def model_config(role: RoleSpec) -> ModelConfig:
@@ -118,7 +118,7 @@ def model_config(role: RoleSpec) -> ModelConfig:
     return read_hf_config(Path(source or ""), scalar_head=role.scalar_head)
 
 
-def tokenizer_folder(roles: dict[str, RoleSpec]) -> Path:
+def tokenizer_dir(roles: dict[str, RoleSpec]) -> Path:
     """Return the folder of the tokenizer that every role of a run shares: the first that a role names."""
     for role in roles.values():
         if folder := role.spec.tokenizer or role.spec.path:

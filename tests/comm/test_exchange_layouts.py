@@ -14,7 +14,7 @@ from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.comm.exchange import P2PCopy, TensorSlice, exchange
 from realhf.comm.shared_memory import open_shared_memory_peers
 from realhf.models.flat_params import FlatParams
-from realhf.plan.compile.realloc import BoxCopy, copies_of, plan_realloc, shard_of
+from realhf.plan.compile.realloc import BoxCopy, plan_realloc, route_copies, shard_boxes
 
 CONFIG = ModelConfig("llama", 2, 32, 4, 2, 8, 48, 40, 64, tied_embedding=True)
 SPECS = param_specs(CONFIG)
@@ -61,7 +61,7 @@ def wholes() -> dict[str, Tensor]:
 def shard(layout: Layout, rank: int, values: dict[str, Tensor] | None) -> FlatParams | None:
     if rank not in layout.mesh.ranks:
         return None
-    params = FlatParams(SPECS, shard_of(SPECS, stages, layout, rank), torch.float32, "cpu")
+    params = FlatParams(SPECS, shard_boxes(SPECS, stages, layout, rank), torch.float32, "cpu")
     for name in params.names if values else ():
         params.write(name, params.box(name), values[name][relative(params.box(name), whole(values[name].shape))])
     return params
@@ -69,8 +69,8 @@ def shard(layout: Layout, rank: int, values: dict[str, Tensor] | None) -> FlatPa
 
 def lacking(src: Layout, dst: Layout, rank: int) -> int:
     """Return the bytes a worker needs in ``dst`` and does not hold in ``src``."""
-    held = shard_of(SPECS, stages, src, rank) if rank in src.mesh.ranks else {}
-    need = shard_of(SPECS, stages, dst, rank) if rank in dst.mesh.ranks else {}
+    held = shard_boxes(SPECS, stages, src, rank) if rank in src.mesh.ranks else {}
+    need = shard_boxes(SPECS, stages, dst, rank) if rank in dst.mesh.ranks else {}
     common = [intersect(box, held[name]) for name, box in need.items() if name in held]
     return 4 * (sum(map(box_numel, need.values())) - sum(box_numel(box) for box in common if box))
 
@@ -83,7 +83,7 @@ def all_pairs(rank: int, world: int, hosts: tuple[str, ...], in_place: bool, ver
         source = shard(src, rank, values)
         for dst in LAYOUTS:
             target = shard(dst, rank, None)
-            copies = tuple(copies_of(plan_realloc(SPECS, stages, src, dst)))
+            copies = tuple(route_copies(plan_realloc(SPECS, stages, src, dst)))
             moves = [
                 P2PCopy(c, c.src, c.dst, TensorSlice(torch.float32, box_numel(c.box)), (c.name, c.box)) for c in copies
             ]

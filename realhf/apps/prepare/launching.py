@@ -20,7 +20,7 @@ from realhf.base.errors import RunFailed, UserError, WorkerTimeout
 from realhf.base.paths import RunDir
 from realhf.experiments import experiment_class
 from realhf.launch import LAUNCHERS
-from realhf.plan.run_spec import Expected, RunSpec
+from realhf.plan.run_spec import ExpectedPerformance, RunSpec
 
 if TYPE_CHECKING:
     from realhf.system.checkpoint.manifest import Manifest
@@ -65,7 +65,7 @@ def read_run(root: Path) -> RunSpec:
         paths,
         stored["device"],
         stored["n_rows"],
-        from_plain(stored["expected"], Expected) if stored.get("expected") else None,
+        from_plain(stored["expected"], ExpectedPerformance) if stored.get("expected") else None,
         stored["n_held_out"],
     )
 

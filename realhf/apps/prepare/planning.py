@@ -48,13 +48,13 @@ def planned(planner: Planner, config: ExperimentConfig) -> ExecutionPlan:
     """Return the plan of a mode that is a rule, or a search."""
     if config.allocation_mode == "search":
         return planner.search(config.seed, config.planner.budget_s).plan
-    return planner.by_rule(PLANNED[config.allocation_mode])
+    return planner.by_heuristic(PLANNED[config.allocation_mode])
 
 
 def replanned(planner: Planner, mode: str, plan: ExecutionPlan) -> ExecutionPlan:
     """Return what an allocation mode that gave ``plan`` gives for another planner; of a search, what a rule does."""
     if mode in PLANNED:
-        plans = [planner.by_rule(rule) for rule in (HEURISTICS if mode == "search" else [PLANNED[mode]])]
+        plans = [planner.by_heuristic(rule) for rule in (HEURISTICS if mode == "search" else [PLANNED[mode]])]
         return next((some for some in plans if planner.fits(some)), plans[0])
     limits = planner.calls.limits
     return replace(plan, placements={n: replace(p, micro_batching=limits[n]) for n, p in plan.placements.items()})

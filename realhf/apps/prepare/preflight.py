@@ -25,10 +25,10 @@ from realhf.launch import launch_problems, launches_elsewhere
 from realhf.plan.compile.allocate import PLANNED, allocate, with_backends
 from realhf.plan.compile.check import key_problems, model_problems
 from realhf.plan.compile.program import with_evaluation
-from realhf.plan.run_spec import Expected, RunSpec, model_config, tokenizer_folder
+from realhf.plan.run_spec import ExpectedPerformance, RunSpec, model_config, tokenizer_dir
 from realhf.plan.search.planner import Planner
 from realhf.plan.search.prediction import Prediction
-from realhf.plan.search.suggest_fix import too_large
+from realhf.plan.search.suggest_fix import out_of_memory_message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -104,7 +104,7 @@ class PlanReport:
         config = self.experiment.config
         mode = config.allocation_mode
         slots = next((o.key for o in options_of(type(config)) if o.key.endswith("max_num_seqs")), "no slots")
-        return too_large(self.planner, self.prediction, lambda planner: replanned(planner, mode, self.plan),
+        return out_of_memory_message(self.planner, self.prediction, lambda planner: replanned(planner, mode, self.plan),
                          "" if mode in PLANNED else slots)  # fmt: skip
 
 
@@ -120,7 +120,9 @@ def preflight(name: str, experiment: Experiment, paths: RunDir, resuming: bool =
         raise InfeasibleError(found.too_large())
     calls = {mfc: compute for mfc, (compute, _) in prediction.call_seconds.items()}
     machine, peaks = found.machine, (found.machine.hardware.peak_flops, found.machine.hardware.peak_bandwidth)
-    expected = Expected(machine.source, prediction.seconds, calls, prediction.peak, machine.is_measured, *peaks)
+    expected = ExpectedPerformance(
+        machine.source, prediction.seconds, calls, prediction.peak, machine.is_measured, *peaks
+    )
     plan = with_evaluation(found.graph, found.plan)
     return RunSpec(name, config, experiment.task, found.graph, experiment.roles(), plan, paths, found.device,
                    found.n_rows, expected, found.n_held_out)  # fmt: skip
@@ -206,7 +208,7 @@ def _rows(
     """Return the rows to train on and those that are held out."""
     config, roles = experiment.config, experiment.roles()
     broken = {Path(roles[role].spec.path or "") for role, model in models.items() if model is None}
-    is_readable = tokenizer_folder(roles) not in broken
+    is_readable = tokenizer_dir(roles) not in broken
     tokenizer = findings.attempt(lambda: check_tokenizer(roles, models)) if is_readable else None
     if tokenizer is not None:
         return findings.attempt(lambda: encode_split(config.dataset, experiment.task, tokenizer))
@@ -333,7 +335,7 @@ def _same(models: dict[str, ModelConfig | None], size: Callable[[ModelConfig], i
 
 def check_tokenizer(roles: dict[str, RoleSpec], models: dict[str, ModelConfig | None]) -> "PreTrainedTokenizerBase":
     """Return the tokenizer that all roles share; tokens are never re-tokenised from one role to another."""
-    folder = tokenizer_folder(roles)
+    folder = tokenizer_dir(roles)
     if not str(folder) or str(folder) == ".":
         first = next(iter(roles))
         raise UserError(f"no tokenizer: set {first}.tokenizer=FOLDER (models from scratch bring none)")

@@ -9,7 +9,7 @@ from realhf.api.layout import Layout
 from realhf.api.program import Compute, Instruction, Load, Offload, Program, Reallocate, Release, Transfer
 
 
-def home(graph: Graph, plan: ExecutionPlan, role: str) -> Layout:
+def home_layout(graph: Graph, plan: ExecutionPlan, role: str) -> Layout:
     """Return the layout in which a role's weights live between calls: its trainer's, or its first call's."""
     keeper = graph.trainer(role) or next(m for m in graph.mfcs if m.role == role)
     return plan[keeper.name].layout
@@ -41,19 +41,19 @@ def _instructions(mfc: MFC, graph: Graph, plan: ExecutionPlan) -> tuple[Instruct
     work: list[Instruction] = [Compute(mfc.name, mfc.role, layout)]
     if mfc.role is None:
         return (rows, *work)
-    source = home(graph, plan, mfc.role)
+    source = home_layout(graph, plan, mfc.role)
     if source != layout:
         work = [Reallocate(mfc.role, source, mfc.role, layout), *work, Release(mfc.role, layout)]
     for sync in graph.syncs:
         if sync.after == mfc.name:
-            ends = (home(graph, plan, sync.source), home(graph, plan, sync.target))
+            ends = (home_layout(graph, plan, sync.source), home_layout(graph, plan, sync.target))
             work.append(Reallocate(sync.source, ends[0], sync.target, ends[1], sync.eta))
     if mfc.role in graph.offloaded:
         work = [Load(mfc.role, source), *work, Offload(mfc.role, source)]
     return (rows, *work)
 
 
-def engines_of(program: Program, rank: int) -> tuple[tuple[str, Layout], ...]:
+def rank_engines(program: Program, rank: int) -> tuple[tuple[str, Layout], ...]:
     """Return the (role, layout) pairs that a worker must hold an engine for: where it computes or lends weights."""
     pairs: dict[tuple[str, Layout], None] = {}
     for instructions in program.values():
@@ -66,13 +66,13 @@ def engines_of(program: Program, rank: int) -> tuple[tuple[str, Layout], ...]:
     return tuple((role, layout) for role, layout in pairs if rank in layout.mesh.ranks)
 
 
-def served_of(graph: Graph, plan: ExecutionPlan) -> frozenset[tuple[str, Layout]]:
+def served_engines(graph: Graph, plan: ExecutionPlan) -> frozenset[tuple[str, Layout]]:
     """Return the (role, layout) pairs from which a server generates: it maps their weights."""
     calls = [m for m in graph.mfcs if m.role is not None and plan[m.name].backend is not Backend.native]
     return frozenset((m.role, plan[m.name].layout) for m in calls if m.role is not None)
 
 
-def groups_of(program: Program) -> tuple[tuple[int, ...], ...]:
+def process_groups(program: Program) -> tuple[tuple[int, ...], ...]:
     """Return the process groups that the program needs, in the one order in which every worker creates them."""
     groups: dict[tuple[int, ...], None] = {}
     for instructions in program.values():
@@ -87,7 +87,7 @@ def groups_of(program: Program) -> tuple[tuple[int, ...], ...]:
     return tuple(groups)
 
 
-def meshes_of(instructions: tuple[Instruction, ...]) -> frozenset[int]:
+def layout_ranks(instructions: tuple[Instruction, ...]) -> frozenset[int]:
     """Return the workers that take part in an MFC by its layouts (holders of its rows come on top)."""
     ranks: set[int] = set()
     for step in instructions:

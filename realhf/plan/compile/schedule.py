@@ -20,9 +20,9 @@ from realhf.plan.compile.row_locations import (
     ColumnIndex,
     PromptRows,
     RowHolders,
-    lengths_of,
     record_transfer,
     row_bytes,
+    row_lengths,
     rows_with_all_inputs,
     sorted_rows,
 )
@@ -92,7 +92,7 @@ class TrainSchedule:
         return PromptRange(step, start, start + min(self.batch_size, self.n_prompts - step * self.batch_size))
 
 
-def train_schedule_of(
+def make_train_schedule(
     batch_size: int, n_rows: int, epochs: int, max_steps: int | None, resamples: int = 0
 ) -> TrainSchedule:
     """Return how long a run is: ``epochs`` passes over ``n_rows``, or ``max_steps`` where that is fewer steps."""
@@ -114,28 +114,30 @@ class MasterState:
         self,
         graph: Graph,
         plan: ExecutionPlan,
-        length: TrainSchedule,
+        schedule: TrainSchedule,
         max_staleness: int = 0,
-        in_line: bool = False,
+        strict_step_order: bool = False,
     ) -> None:
-        self.graph, self.plan, self.length, self.max_staleness = graph, plan, length, max_staleness
-        self.in_line = in_line  # nothing is trained on a step before the last one is finished: it may be saved then
-        self.versions: dict[str, int] = dict.fromkeys(graph.roles, length.first_step)
+        self.graph, self.plan, self.schedule, self.max_staleness = graph, plan, schedule, max_staleness
+        self.strict_step_order = (
+            strict_step_order  # nothing is trained on a step before the last one is finished: it may be saved then
+        )
+        self.versions: dict[str, int] = dict.fromkeys(graph.roles, schedule.first_step)
         self.states: dict[str, State] = {m.role or m.name: {} for m in graph.mfcs}
-        self.finished_steps = length.first_step
+        self.finished_steps = schedule.first_step
         self._tables: dict[str, ColumnIndex] = {k: ColumnIndex() for m in graph.mfcs for k in (*m.inputs, *m.outputs)}
-        first = length.first_step, length.first_step * length.stride
+        first = schedule.first_step, schedule.first_step * schedule.stride
         self._next = {m.name: first for m in graph.mfcs}  # step and number of the first prompt not yet issued
         self._done: dict[str, int] = {m.name: first[1] for m in graph.mfcs}
         self._drawn: dict[int, list[PromptRange]] = {}  # what a step drew beyond its own prompts
         self._picked: dict[int, frozenset[int]] = {}  # prompts that are trained on, of steps that draw no more
         self._running: set[str] = set()
-        self._fetched = self._fetching = length.first_step
+        self._fetched = self._fetching = schedule.first_step
         self._stale: list[PromptRange] = []  # finished steps whose rows are still on record
 
     @property
     def is_over(self) -> bool:
-        return self.finished_steps >= self.length.n_steps
+        return self.finished_steps >= self.schedule.n_steps
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -154,7 +156,7 @@ class MasterState:
             self._complete(self.graph[event.mfc], event)
             picker = self.graph.filter_mfc
             actions += self._resample(picker, event.span.step) if picker and picker.name == event.mfc else []
-        elif event.span == self.length.span(event.span.step):
+        elif event.span == self.schedule.span(event.span.step):
             self._fetched += 1
         actions += [*self._finish_steps(), *self._fetch_ahead()]
         for mfc in self.graph.topological:
@@ -191,7 +193,7 @@ class MasterState:
 
     def _span(self, step: int) -> PromptRange:
         """Return a step's prompts as far as they are drawn."""
-        own, further = self.length.span(step), self._drawn.get(step, [])
+        own, further = self.schedule.span(step), self._drawn.get(step, [])
         return replace(own, stop=further[-1].stop) if further else own
 
     def _resample(self, picker: MFC, step: int) -> list[Action]:
@@ -199,10 +201,10 @@ class MasterState:
         span, further = self._span(step), self._drawn.setdefault(step, [])
         if self._done[picker.name] < span.stop:
             return []
-        own = self.length.span(step)
+        own = self.schedule.span(step)
         wanted, kept = own.stop - own.start, self._kept(picker, span)
-        if len(kept) < wanted and len(further) < self.length.resamples:
-            n = next_resample(span.stop - span.start, len(kept), wanted, self.length.batch_size)
+        if len(kept) < wanted and len(further) < self.schedule.resamples:
+            n = next_resample(span.stop - span.start, len(kept), wanted, self.schedule.batch_size)
             further.append(PromptRange(step, span.stop, span.stop + n))
             return [FetchRows(further[-1])]
         self._picked[step] = frozenset(kept[:wanted])
@@ -217,7 +219,7 @@ class MasterState:
         return [prompt for prompt in range(span.start, span.stop) if table.prompts[prompt].ids]
 
     def _begin(self, step: int) -> tuple[int, int]:
-        return step, step * self.length.stride
+        return step, step * self.schedule.stride
 
     def _is_drawn(self, step: int) -> bool:
         return self.graph.filter_mfc is None or step in self._picked
@@ -247,21 +249,21 @@ class MasterState:
     def _fetch_ahead(self) -> list[Action]:
         """Keep one step of data in hand beyond the one that is being worked on."""
         actions: list[Action] = []
-        wanted = min(self.finished_steps + 2 + self.max_staleness, self.length.n_steps)
+        wanted = min(self.finished_steps + 2 + self.max_staleness, self.schedule.n_steps)
         while self._fetching < wanted:
-            actions.append(FetchRows(self.length.span(self._fetching)))
+            actions.append(FetchRows(self.schedule.span(self._fetching)))
             self._fetching += 1
         return actions
 
     def _try_issue(self, mfc: MFC) -> Dispatch | None:
         step, position = self._next[mfc.name]
-        if mfc.name in self._running or step >= min(self.length.n_steps, self._fetched):
+        if mfc.name in self._running or step >= min(self.schedule.n_steps, self._fetched):
             return None
         span = self._span(step)
         if position == span.stop or (mfc.name in self.graph.after_filter and not self._is_drawn(step)):
             return None
         stop = self._cut(mfc, span, position)
-        if self.in_line and mfc.is_train and step > self.finished_steps:
+        if self.strict_step_order and mfc.is_train and step > self.finished_steps:
             return None
         changes = mfc.role is not None and self.graph.updater(mfc.role) is not None
         if changes and self.versions[mfc.role or ""] < step - mfc.allowed_staleness(self.max_staleness):
@@ -296,7 +298,7 @@ class MasterState:
         )
         ids = tuple(chain.from_iterable(kept))
         columns = {
-            key: ColumnMeta(self._tables[key].dtype or "uint8", lengths_of(rows, kept, key in shared))
+            key: ColumnMeta(self._tables[key].dtype or "uint8", row_lengths(rows, kept, key in shared))
             for key, rows in found.items()
         }
         weights = row_bytes(columns.values()) if columns else [1] * len(ids)

@@ -354,7 +354,7 @@ def _works(
 ) -> tuple[Work, ...]:
     """Return the same; ``ids`` only where it matters whose rows they are, so that ranks with rows alike are one."""
     found = []
-    for part in micro_batches(ids, lengths, limits, near=near):
+    for part in micro_batches(ids, lengths, limits, prefer_prompts_together=near):
         trained = sum(lengths[i] - prompts[i] for i in part) if prompts else None
         own, before = [lengths[i] for i in part], list[int]()
         if shares and prompts:

@@ -14,8 +14,8 @@ from realhf.plan.cost.cost import BatchRows, CostModel
 from realhf.plan.cost.memory import MemoryModel
 from realhf.plan.cost.speed import Traffic
 
-SMALLEST_MICRO_BATCH = 512
-SMALLEST_SLOTS = 8
+MIN_MICRO_BATCH_TOKENS = 512
+MIN_NUM_SEQS = 8
 Key = tuple[str, ParallelStrategy, int | DeviceMesh]
 """A call, how it is cut, and where it starts in a node (or its very workers, where they are no run)."""
 
@@ -92,11 +92,11 @@ class Candidates:
         sampling = self.cost.sampling
         if mfc.kind is Kind.GENERATE and sampling is not None:
             slots = limits.slots(sampling.max_num_seqs)
-            while slots >= 2 * SMALLEST_SLOTS:
+            while slots >= 2 * MIN_NUM_SEQS:
                 slots //= 2
                 yield replace(limits, max_num_seqs=slots)
         else:
-            while limits.max_tokens_per_mb >= 2 * SMALLEST_MICRO_BATCH:
+            while limits.max_tokens_per_mb >= 2 * MIN_MICRO_BATCH_TOKENS:
                 limits = replace(limits, max_tokens_per_mb=limits.max_tokens_per_mb // 2)
                 yield limits
 

@@ -27,7 +27,7 @@ class _ChainStruct(Structure):
 
 
 @cache
-def library() -> CDLL | None:
+def load_library() -> CDLL | None:
     """Return the compiled library, or None where it was not built or does not load."""
     path = Path(__file__).with_name("_planner.so")
     if not path.exists():
@@ -52,7 +52,7 @@ def library() -> CDLL | None:
 
 def evaluator(problem: Problem) -> Evaluator:
     """Return the fastest way there is to evaluate choices of a problem."""
-    found = library()
+    found = load_library()
     return PythonEvaluator(problem) if found is None or len(problem.table) > MAX_MFCS else CppEvaluator(problem, found)
 
 
@@ -76,13 +76,13 @@ class CppEvaluator:
         self._check(self._library.planner_evaluate(self._handle, self._choice, byref(seconds), byref(peak)))
         return seconds.value, peak.value
 
-    def walk(self, walker: Chain, n: int, temperature: float) -> None:
+    def run_chain(self, walker: Chain, n: int, temperature: float) -> None:
         kind = c_int32 * len(walker.choice)
         at, best = kind(*walker.choice), kind(*walker.best)
-        state = _ChainStruct(at, best, walker.value, walker.best_value, walker.dice.state)
+        state = _ChainStruct(at, best, walker.value, walker.best_value, walker.rng.state)
         self._check(self._library.planner_walk(self._handle, byref(state), n, temperature))
         walker.choice, walker.value = tuple(at), state.value
-        walker.best, walker.best_value, walker.dice.state = tuple(best), state.best_value, state.random
+        walker.best, walker.best_value, walker.rng.state = tuple(best), state.best_value, state.random
 
     def _look(self, table: int, row: int, column: int, entry: Any) -> int:
         """Write down what an entry of a table is; an exception waits until C++ has returned."""
@@ -112,11 +112,11 @@ class CppEvaluator:
 
 def _ints(problem: Problem) -> Iterator[int]:
     """Yield the whole numbers of a problem in the order in which csrc/planner/api.cpp reads them."""
-    yield from (problem.batch_size, problem.n_steps, problem.n_settled, problem.max_staleness)
+    yield from (problem.batch_size, problem.n_steps, problem.n_steady_steps, problem.max_staleness)
     yield from (len(problem.order), *problem.order)
     for wire, options in zip(problem.deps, problem.table, strict=True):
-        yield from (len(wire.parents), *wire.parents, len(wire.sources), *wire.sources)
-        yield from (wire.updater, wire.allowed_staleness, wire.home_mfc, wire.chunk, wire.offloaded, len(options))
+        yield from (len(wire.parents), *wire.parents, len(wire.row_sources), *wire.row_sources)
+        yield from (wire.updater, wire.allowed_staleness, wire.home_mfc, wire.batch_size, wire.offloaded, len(options))
         for option in options:
             yield from (option.ranks.start, option.ranks.stop, option.holders.start, option.holders.stop)
     yield len(problem.ema_syncs)

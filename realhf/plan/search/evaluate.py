@@ -21,7 +21,7 @@ def evaluate(problem: Problem, choice: Choice) -> tuple[float, float]:
     inboxes = WorkerQueues(chosen.n_rank_classes, problem.cores, problem.call_seconds)
     master = _CountingMaster(problem, [_jobs(chosen, mfc) for mfc in range(len(choice))], lambda: inboxes.now)
     inboxes.run(master.start(), master.answer)
-    ends, n = master.step_ends, problem.n_settled
+    ends, n = master.step_ends, problem.n_steady_steps
     return (ends[n] - ends[0]) / n if n else ends[0], peak_bytes(chosen)
 
 
@@ -53,7 +53,7 @@ class Assignment:
     def ranks(self, mfc: int) -> range:
         return self.options[mfc].ranks
 
-    def move(self, mfc: int) -> ReallocCost | None:
+    def realloc_cost(self, mfc: int) -> ReallocCost | None:
         """Return what brings an MFC its weights; None where they are there."""
         keeper = self.problem.deps[mfc].home_mfc
         if keeper in (-1, mfc):
@@ -61,7 +61,7 @@ class Assignment:
         option, home = self.choice[mfc], self.choice[keeper]
         return ReallocCost() if option is None or home is None else self.problem.realloc_cost(mfc, option, home)
 
-    def follow(self, number: int) -> Cost:
+    def sync_cost(self, number: int) -> Cost:
         """Return what a sync costs."""
         sync = self.problem.ema_syncs[number]
         source, target = self.choice[sync.source], self.choice[sync.target]
@@ -71,15 +71,15 @@ class Assignment:
 def _jobs(chosen: Assignment, mfc: int) -> tuple[Op, list[Op]]:
     """Return what a call asks of the workers: plan/compile/program.py in numbers."""
     problem, option, wire = chosen.problem, chosen.options[mfc], chosen.problem.deps[mfc]
-    holders = (chosen.options[source].holders for source in wire.sources)
+    holders = (chosen.options[source].holders for source in wire.row_sources)
     transfer = Op(chosen.rank_classes(option.ranks, *holders), option.transfer)
     work = [Op(chosen.rank_classes(option.ranks), option.compute)]
-    if move := chosen.move(mfc):
+    if move := chosen.realloc_cost(mfc):
         work.insert(0, Op(chosen.rank_classes(chosen.ranks(wire.home_mfc), option.ranks), move.cost))
     for number, sync in enumerate(problem.ema_syncs):
         if sync.after == mfc:
             work.append(
-                Op(chosen.rank_classes(chosen.ranks(sync.source), chosen.ranks(sync.target)), chosen.follow(number))
+                Op(chosen.rank_classes(chosen.ranks(sync.source), chosen.ranks(sync.target)), chosen.sync_cost(number))
             )
     if wire.offloaded:
         home = chosen.options[wire.home_mfc]
@@ -93,7 +93,7 @@ def peak_bytes(chosen: Assignment) -> float:
     resident, transient, rings = ([0.0] * chosen.n_rank_classes for _ in range(3))
     for mfc, (option, wire) in enumerate(zip(chosen.options, chosen.problem.deps, strict=True)):
         needed = [0.0] * chosen.n_rank_classes
-        move = chosen.move(mfc)
+        move = chosen.realloc_cost(mfc)
         for atom in chosen.rank_classes(option.ranks):
             needed[atom] = option.transient + (move.nbytes if move else 0.0)
         if move:
@@ -128,8 +128,8 @@ class _CountingMaster:
         return self._fetch_ahead()
 
     def answer(self, order: CallOps) -> Batches:
-        assert isinstance(order.what, int)
-        mfc = order.what
+        assert isinstance(order.tag, int)
+        mfc = order.tag
         self.running[mfc] = False
         self.done[mfc] = self.next[mfc]
         size = self.problem.batch_size
@@ -154,12 +154,12 @@ class _CountingMaster:
             return False
         if wire.updater >= 0 and self.done[wire.updater] < (step - wire.allowed_staleness) * size:
             return False
-        stop = min(position + wire.chunk, (step + 1) * size)
+        stop = min(position + wire.batch_size, (step + 1) * size)
         return all(self.done[parent] >= stop for parent in wire.parents)
 
     def _order(self, mfc: int) -> CallOps:
         step = self.next[mfc] // self.problem.batch_size
-        self.next[mfc] = min(self.next[mfc] + self.problem.deps[mfc].chunk, (step + 1) * self.problem.batch_size)
+        self.next[mfc] = min(self.next[mfc] + self.problem.deps[mfc].batch_size, (step + 1) * self.problem.batch_size)
         self.running[mfc] = True
         transfer, rest = self.work[mfc]
         return CallOps(mfc, [Op(transfer.ranks, transfer.cost)], [Op(job.ranks, job.cost) for job in rest])

@@ -18,12 +18,12 @@ class Op:
 
     ranks: Sequence[int]
     cost: Cost
-    what: object = None
+    tag: object = None
     start: float = 0.0
     end: float = 0.0
     predecessor: "Op | None" = None
-    order: "CallOps" = field(init=False, repr=False)
-    missing: int = field(init=False, repr=False)  # workers that have not reached it
+    call: "CallOps" = field(init=False, repr=False)
+    n_missing: int = field(init=False, repr=False)  # workers that have not reached it
 
     @property
     def cores(self) -> float:
@@ -35,14 +35,14 @@ class Op:
 class CallOps:
     """All jobs of one call. Of calls that are sent together, the ``first`` jobs of all go before the rest of any."""
 
-    what: object
+    tag: object
     first: Sequence[Op]
     rest: Sequence[Op]
-    left: int = field(init=False, repr=False)
+    n_unfinished: int = field(init=False, repr=False)
     last: Op = field(init=False, repr=False)  # the job that ended last
 
     @property
-    def jobs(self) -> tuple[Op, ...]:
+    def ops(self) -> tuple[Op, ...]:
         return (*self.first, *self.rest)
 
 
@@ -74,7 +74,7 @@ class WorkerQueues:
         for batch in batches:
             for order in batch:
                 self._numbers[order] = len(self._numbers)
-                order.left = len(order.first) + len(order.rest)
+                order.n_unfinished = len(order.first) + len(order.rest)
             for order in batch:
                 self._enqueue(order, order.first, cause)
             for order in batch:
@@ -83,7 +83,7 @@ class WorkerQueues:
 
     def _enqueue(self, order: CallOps, jobs: Sequence[Op], cause: Op | None) -> None:
         for job in jobs:
-            job.order, job.missing = order, len(job.ranks)
+            job.call, job.n_missing = order, len(job.ranks)
             for rank in job.ranks:
                 inbox = self._inboxes[rank]
                 inbox.append(job)
@@ -91,8 +91,8 @@ class WorkerQueues:
                     self._reach(job, cause)
 
     def _reach(self, job: Op, cause: Op | None) -> None:
-        job.missing -= 1
-        if not job.missing:
+        job.n_missing -= 1
+        if not job.n_missing:
             job.start, job.predecessor = self.now, cause
             job.end = self.now + job.cost.seconds / self._speed
             self._running.append(job)
@@ -117,9 +117,9 @@ class WorkerQueues:
             inbox.popleft()
             if inbox:
                 self._reach(inbox[0], job)
-        order = job.order
-        order.left -= 1
-        if not order.left:
+        order = job.call
+        order.n_unfinished -= 1
+        if not order.n_unfinished:
             order.last = job
             heappush(self._over, (self.now + self.latency, self._numbers[order], order))
         self._share_cores()

@@ -22,7 +22,7 @@ class SplitMix64:
 
     state: int
 
-    def draw(self) -> int:
+    def next(self) -> int:
         """Return 64 random bits."""
         self.state = (self.state + 0x9E3779B97F4A7C15) & MASK
         z = ((self.state ^ (self.state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
@@ -31,18 +31,18 @@ class SplitMix64:
 
     def uniform(self) -> float:
         """Return a number 0 <= x < 1."""
-        return (self.draw() >> 11) * 2.0**-53
+        return (self.next() >> 11) * 2.0**-53
 
-    def choice(self, problem: Problem) -> Choice:
+    def random_choice(self, problem: Problem) -> Choice:
         """Return any option of every MFC."""
-        return tuple(self.draw() % len(options) for options in problem.table)
+        return tuple(self.next() % len(options) for options in problem.table)
 
 
 @dataclass
 class Chain:
     """Where a chain stands, and the best that it has seen."""
 
-    dice: SplitMix64
+    rng: SplitMix64
     choice: Choice
     value: float
     best: Choice
@@ -59,7 +59,7 @@ class Evaluator(Protocol):
     def evaluate(self, choice: Choice) -> tuple[float, float]:
         """Return seconds per step and the bytes of the fullest worker."""
 
-    def walk(self, walker: Chain, n: int, temperature: float) -> None:
+    def run_chain(self, walker: Chain, n: int, temperature: float) -> None:
         """Make ``n`` proposals; what is worse by ``temperature`` times the best is taken in one of e cases."""
 
 
@@ -73,14 +73,14 @@ class PythonEvaluator:
     def evaluate(self, choice: Choice) -> tuple[float, float]:
         return self._evaluate(choice)
 
-    def walk(self, walker: Chain, n: int, temperature: float) -> None:
+    def run_chain(self, walker: Chain, n: int, temperature: float) -> None:
         sizes = [len(options) for options in self.problem.table]
         free = [mfc for mfc, size in enumerate(sizes) if size > 1]
         for _ in range(n if free else 0):
-            candidate = _propose(walker.dice, walker.choice, free, sizes)
+            candidate = _propose(walker.rng, walker.choice, free, sizes)
             value = objective(self.problem, *self.evaluate(candidate))
             worse, scale = value - walker.value, temperature * walker.best_value
-            if worse > 0 and (not scale or walker.dice.uniform() >= exp(-worse / scale)):
+            if worse > 0 and (not scale or walker.rng.uniform() >= exp(-worse / scale)):
                 continue
             walker.choice, walker.value = candidate, value
             if value < walker.best_value:
@@ -91,7 +91,7 @@ def _propose(dice: SplitMix64, choice: Choice, free: list[int], sizes: list[int]
     """Give one MFC another option, and with some luck one more."""
     candidate = list(choice)
     while True:
-        mfc = free[dice.draw() % len(free)]
-        candidate[mfc] = (candidate[mfc] + 1 + dice.draw() % (sizes[mfc] - 1)) % sizes[mfc]
+        mfc = free[dice.next() % len(free)]
+        candidate[mfc] = (candidate[mfc] + 1 + dice.next() % (sizes[mfc] - 1)) % sizes[mfc]
         if dice.uniform() >= P_EXTRA_MUTATION:
             return tuple(candidate)

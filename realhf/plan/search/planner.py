@@ -59,7 +59,7 @@ class Planner:
                             self.cores, self.max_staleness)  # fmt: skip
         return Prediction(timeline, self._memory_of(plan))
 
-    def by_rule(self, name: str) -> ExecutionPlan:
+    def by_heuristic(self, name: str) -> ExecutionPlan:
         """Return the plan of a heuristic; where its calls do not fit together, each has to fit into less."""
         for share in SHARES:
             fits = partial(self._fits, share=share)
@@ -70,19 +70,19 @@ class Planner:
         return plan
 
     def search(
-        self, seed: int = 1, budget_s: float = 60.0, rules: Sequence[str] = tuple(HEURISTICS)
+        self, seed: int = 1, budget_s: float = 60.0, heuristics: Sequence[str] = tuple(HEURISTICS)
     ) -> "PlannedSearch":
         """Return the best plan found, never worse than that of any rule; no choice is looked at after ``budget_s``."""
         deadline = time.monotonic() + budget_s
         ruled: list[ExecutionPlan] = []
-        for name in rules:
+        for name in heuristics:
             with suppress(ValueError):  # a profile need not know what a rule wants
-                ruled.append(self.by_rule(name))
-        started = [layouts_of(plan) for plan in ruled]
+                ruled.append(self.by_heuristic(name))
+        started = [plan_layouts(plan) for plan in ruled]
         for share in SHARES[::2]:
             table = self.candidates(started, share)
             problem = self.problem(table)
-            starts, left = [choice_of(table, some) for some in started], deadline - time.monotonic()
+            starts, left = [find_choice(table, some) for some in started], deadline - time.monotonic()
             result = search(problem, starts, seed, self.max_evaluations, left)
             if result.fits:
                 break
@@ -105,7 +105,7 @@ class Planner:
 
     def _seconds(self, found: "PlannedSearch", plan: ExecutionPlan) -> float:
         """Return what a rule's plan takes: as the search reckons, unless its micro-batches are others."""
-        choice = choice_of(found.table, layouts_of(plan))
+        choice = find_choice(found.table, plan_layouts(plan))
         looked_at = (found.table[m.name][i].placement for m, i in zip(self.graph.mfcs, choice, strict=True))
         if all(placement == plan[m.name] for m, placement in zip(self.graph.mfcs, looked_at, strict=True)):
             return evaluate(found.problem, choice)[0]
@@ -113,8 +113,8 @@ class Planner:
 
     def alternatives(self, plan: ExecutionPlan) -> tuple[float, dict[str, Alternative | None]]:
         """Return the seconds of a step, and for every call the best other layout that fits while the rest stays."""
-        table = self.candidates([layouts_of(plan)])
-        problem, choice = self.problem(table), choice_of(table, layouts_of(plan))
+        table = self.candidates([plan_layouts(plan)])
+        problem, choice = self.problem(table), find_choice(table, plan_layouts(plan))
         found: dict[str, Alternative | None] = {}
         for i, mfc in enumerate(self.graph.mfcs):
             others = []
@@ -216,11 +216,11 @@ class Planner:
 Table = Mapping[str, Sequence[Candidate]]
 
 
-def layouts_of(plan: ExecutionPlan) -> Layouts:
+def plan_layouts(plan: ExecutionPlan) -> Layouts:
     return {name: placement.layout for name, placement in plan.placements.items()}
 
 
-def choice_of(table: Table, found: Layouts) -> Choice:
+def find_choice(table: Table, found: Layouts) -> Choice:
     """Return where layouts stand in a table, which has them."""
     return tuple(
         next(i for i, candidate in enumerate(some) if candidate.placement.layout == found[mfc])

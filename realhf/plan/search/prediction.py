@@ -37,9 +37,9 @@ class Prediction:
     @property
     def critical_shares(self) -> dict[str, float]:
         """Share of the settled time that every MFC has on the critical path; what is left is the master's."""
-        start, end = self.timeline.settled
+        start, end = self.timeline.steady_state
         found: dict[str, float] = {}
-        for number in self.timeline.critical:
+        for number in self.timeline.critical_path:
             a = self.timeline.activities[number]
             inside = max(0.0, min(a.end, end) - max(a.start, start))
             found[a.mfc] = found.get(a.mfc, 0.0) + inside / (end - start)

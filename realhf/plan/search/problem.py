@@ -6,7 +6,7 @@ from functools import cache, cached_property
 
 from realhf.api.graph import Graph, Sync
 from realhf.api.machine import Cost
-from realhf.plan.search.timeline import n_settled
+from realhf.plan.search.timeline import n_steady_steps
 
 FREE = Cost(0.0, 0.0)
 Choice = tuple[int, ...]
@@ -53,12 +53,12 @@ class MFCDeps:
     """
 
     parents: tuple[int, ...]
-    sources: tuple[int, ...]
+    row_sources: tuple[int, ...]
     updater: int
     allowed_staleness: int
     home_mfc: int
     offloaded: bool
-    chunk: int
+    batch_size: int
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ class Problem:
         return all(0 <= r.start < r.stop <= self.n_ranks and r.step == 1 for r in (option.ranks, option.holders))
 
     @cached_property
-    def n_settled(self) -> int:
+    def n_steady_steps(self) -> int:
         """Simulated steps that a step's time is the mean of; 0: that of the only one."""
-        return n_settled(self.n_steps, self.max_staleness)
+        return n_steady_steps(self.n_steps, self.max_staleness)
 
     @cached_property
     def table(self) -> tuple[tuple[LayoutOption, ...], ...]:
@@ -145,7 +145,7 @@ class Problem:
                     allowed_staleness=mfc.allowed_staleness(self.max_staleness),
                     home_mfc=self.home_mfc(mfc.role) if mfc.role else -1,
                     offloaded=mfc.role in graph.offloaded,
-                    chunk=mfc.batch_size,
+                    batch_size=mfc.batch_size,
                 )
             )
         return tuple(found)

@@ -62,7 +62,7 @@ def search(
     found = _Search(problem, budget, time.monotonic() + budget_s)
     dice = [SplitMix64(seed * (chains + 1) + i) for i in range(chains)]
     try:
-        ends = found.descend_all([*starts, greedy(problem), *(d.choice(problem) for d in dice)])
+        ends = found.descend_all([*starts, greedy(problem), *(d.random_choice(problem) for d in dice)])
         stop = found.walk([Chain.start(d, *ends[i % len(ends)]) for i, d in enumerate(dice)])
         found.descend(found.best, found.best_value)
     except _BudgetExhausted as over:
@@ -130,7 +130,7 @@ class _Search:
                 for start in range(0, length, PROPOSALS_PER_CHECK):
                     n = min(PROPOSALS_PER_CHECK, length - start)
                     self._spend(0)
-                    self.evaluator.walk(walker, n, temperature)
+                    self.evaluator.run_chain(walker, n, temperature)
                     self.n_evaluated += n
                     self._note(walker.best, walker.best_value)
             quiet = 0 if self.best_value < before else quiet + 1

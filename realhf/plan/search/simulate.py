@@ -51,7 +51,7 @@ def simulate(
     return Timeline(plan.n_workers, _activities(master.orders), tuple(master.step_ends), max_staleness)
 
 
-def rows_made(graph: Graph, workload: Workload, action: FetchRows | Dispatch, plan: ExecutionPlan) -> RowsReady:
+def make_rows(graph: Graph, workload: Workload, action: FetchRows | Dispatch, plan: ExecutionPlan) -> RowsReady:
     """Return the event that answers an action, with rows as the workload has them.
 
     A generating call makes the rows that are drawn for its prompts, any other has outputs for its input rows; they lie
@@ -69,7 +69,7 @@ def rows_made(graph: Graph, workload: Workload, action: FetchRows | Dispatch, pl
     for head, part in zip(plan[mfc.name].layout.dp_heads(), call.assignment, strict=True):
         ids = [call.inputs.ids[i] for i in part]
         if mfc.kind is Kind.GENERATE:
-            rows = [row for p in sorted({i.prompt for i in ids}) for row in drawn_by(mfc, workload, p)]
+            rows = [row for p in sorted({i.prompt for i in ids}) for row in sampled_rows(mfc, workload, p)]
         else:
             lengths = [max(c.lengths[i] for c in call.inputs.columns.values()) for i in part]
             rows = list(zip(ids, lengths, strict=True))
@@ -77,7 +77,7 @@ def rows_made(graph: Graph, workload: Workload, action: FetchRows | Dispatch, pl
     return RowsReady(mfc.name, action.span, outputs if mfc.outputs else {})
 
 
-def drawn_by(mfc: MFC, workload: Workload, prompt: int) -> Sequence[tuple[RowId, int]]:
+def sampled_rows(mfc: MFC, workload: Workload, prompt: int) -> Sequence[tuple[RowId, int]]:
     """Return the rows that a generating call makes for a prompt, with their lengths."""
     drawn = workload.drawn(prompt)
     return [(RowId(prompt, PROMPT), drawn[0][1])] if mfc.per_prompt else drawn
@@ -108,11 +108,11 @@ class _SimulatedMaster:
         return self._perform(self.state.start())
 
     def answer(self, order: CallOps) -> Batches:
-        assert isinstance(order.what, Dispatch)
-        return self._perform(self.state.handle(self._made(order.what)))
+        assert isinstance(order.tag, Dispatch)
+        return self._perform(self.state.handle(self._made(order.tag)))
 
     def _made(self, action: FetchRows | Dispatch) -> RowsReady:
-        return rows_made(self.state.graph, self.workload, action, self.state.plan)
+        return make_rows(self.state.graph, self.workload, action, self.state.plan)
 
     def _perform(self, actions: Sequence[Action]) -> Iterator[Sequence[CallOps]]:
         batch = [self._order(action) for action in actions if isinstance(action, Dispatch)]
@@ -148,11 +148,11 @@ def participants(call: PrepareCall, instruction: Instruction) -> frozenset[int]:
 
 def _activities(orders: Sequence[CallOps]) -> tuple[Activity, ...]:
     """Return the jobs of all orders as values, in order of their starts."""
-    jobs = sorted((job for order in orders for job in order.jobs), key=lambda job: (job.start, job.end))
+    jobs = sorted((job for order in orders for job in order.ops), key=lambda job: (job.start, job.end))
     number = {job: i for i, job in enumerate(jobs)}
     found = []
     for job in jobs:
-        dispatch, instruction = job.order.what, job.what
+        dispatch, instruction = job.call.tag, job.tag
         assert isinstance(dispatch, Dispatch) and isinstance(instruction, Instruction)
         after = None if job.predecessor is None else number[job.predecessor]
         call = dispatch.call

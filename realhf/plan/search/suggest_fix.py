@@ -15,14 +15,14 @@ PlanFn = Callable[[Planner], ExecutionPlan]
 """The plan that the same allocation mode gives for another planner."""
 Change = tuple[str, Planner, PlanFn]
 """Options to set, the planner with them, and how it makes its plan."""
-SMALLEST_MICRO_BATCH, SMALLEST_SLOTS = 512, 8
+MIN_MICRO_BATCH_TOKENS, MIN_NUM_SEQS = 512, 8
 MOST_TIMES, FULL_NODE = 8, 8
 """Of the workers there are; devices that a node has room for."""
-PATIENCE_S = 8.0
+TIMEOUT_S = 8.0
 """After so much time of the processor no further change is tried: neighbours that keep it busy change no answer."""
 
 
-def too_large(planner: Planner, prediction: Prediction, replan: PlanFn, slots_option: str) -> str:
+def out_of_memory_message(planner: Planner, prediction: Prediction, replan: PlanFn, slots_option: str) -> str:
     """Say what the fullest worker has too little memory for, and what to set so that the plan fits.
 
     ``slots_option`` is the name of the option that bounds the rows which are decoded at a time; it is empty where the
@@ -38,7 +38,7 @@ def too_large(planner: Planner, prediction: Prediction, replan: PlanFn, slots_op
 
 def suggest_fix(planner: Planner, replan: PlanFn, slots_option: str) -> str:
     """Return the first of the changes, from the smallest to the largest, with which a plan fits."""
-    deadline = time.process_time() + PATIENCE_S
+    deadline = time.process_time() + TIMEOUT_S
     for words, changed, made in _changes(planner, replan, slots_option):
         if time.process_time() > deadline:
             break
@@ -67,14 +67,14 @@ def _changes(planner: Planner, replan: PlanFn, slots_option: str) -> Iterator[Ch
 
 def _rules(planner: Planner, words: str) -> Iterator[Change]:
     for name in HEURISTICS:
-        yield f"{words} allocation_mode={name}".strip(), planner, partial(Planner.by_rule, name=name)
+        yield f"{words} allocation_mode={name}".strip(), planner, partial(Planner.by_heuristic, name=name)
 
 
 def _finer(planner: Planner, replan: PlanFn, slots_option: str) -> Iterator[Change]:
     """Yield smaller micro-batches of the calls that need them, then fewer slots."""
     limits = planner.calls.limits
     cap = max(limit.max_tokens_per_mb for limit in limits.values()) // 2
-    while cap >= SMALLEST_MICRO_BATCH:
+    while cap >= MIN_MICRO_BATCH_TOKENS:
         caps = {name: min(cap, limit.max_tokens_per_mb) for name, limit in limits.items()}
         if (finer := _capped(planner, caps)).fits(replan(finer)):
             for name, limit in limits.items():
@@ -87,7 +87,7 @@ def _finer(planner: Planner, replan: PlanFn, slots_option: str) -> Iterator[Chan
         cap //= 2
     calls, sampling = planner.calls, planner.calls.cost.sampling
     slots = sampling.max_num_seqs // 2 if sampling else 0
-    while sampling and slots >= SMALLEST_SLOTS:
+    while sampling and slots >= MIN_NUM_SEQS:
         fewer = replace(sampling, max_num_seqs=slots)
         cost, memory = replace(calls.cost, sampling=fewer), replace(calls.memory, sampling=fewer)
         yield f"{slots_option}={slots}", replace(planner, calls=replace(calls, cost=cost, memory=memory)), replan
@@ -126,4 +126,4 @@ def _more_workers(planner: Planner) -> Iterator[Change]:
         hardware, cost = replace(calls.hardware, node_size=node_size), replace(calls.cost, node_size=node_size)
         larger = replace(planner, n_workers=n, calls=replace(calls, hardware=hardware, cost=cost))
         words = f"n_nodes={n // node_size} n_gpus_per_node={node_size} allocation_mode=symmetric"
-        yield words, larger, partial(Planner.by_rule, name="symmetric")
+        yield words, larger, partial(Planner.by_heuristic, name="symmetric")

@@ -23,7 +23,7 @@ class Activity:
     after: int | None
 
 
-def n_settled(n_steps: int, max_staleness: int) -> int:
+def n_steady_steps(n_steps: int, max_staleness: int) -> int:
     """Return how many steps are alike: all but the first and the last ``max_staleness``, or one of several."""
     return max(n_steps - 1 - max_staleness, min(n_steps - 1, 1))
 
@@ -43,19 +43,19 @@ class Timeline:
     @property
     def seconds_per_step(self) -> float:
         """Seconds of a step when the run has settled: the mean over the steps that ``settled`` spans."""
-        start, end = self.settled
-        return (end - start) / max(1, n_settled(len(self.step_ends), self.max_staleness))
+        start, end = self.steady_state
+        return (end - start) / max(1, n_steady_steps(len(self.step_ends), self.max_staleness))
 
     @property
-    def settled(self) -> tuple[float, float]:
+    def steady_state(self) -> tuple[float, float]:
         """From when to when the run has settled: from the end of the first step, where there are more."""
-        last = n_settled(len(self.step_ends), self.max_staleness)
+        last = n_steady_steps(len(self.step_ends), self.max_staleness)
         return (self.step_ends[0] if last else 0.0), self.step_ends[last]
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """Share of the settled steps that each worker spends in activities."""
-        start, end = self.settled
+        start, end = self.steady_state
         seconds = [0.0] * self.n_workers
         for activity in self.activities:
             for rank in activity.ranks:
@@ -68,7 +68,7 @@ class Timeline:
         return 1.0 - sum(self.busy) / self.n_workers
 
     @cached_property
-    def critical(self) -> tuple[int, ...]:
+    def critical_path(self) -> tuple[int, ...]:
         """Numbers of the activities that determine the end, in order: each starts when the one before it ends."""
         path: list[int] = []
         number = max(range(len(self.activities)), key=lambda i: self.activities[i].end, default=None)

@@ -219,10 +219,14 @@ def test_modes_of_the_planner() -> None:
     planner, config = ppo_planner(4, actor=WIDE), config_with()
     for mode, rule in (("heuristic", "symmetric"), *((rule, rule) for rule in HEURISTICS)):
         config.allocation_mode = mode
-        assert planned(planner, config) == planner.by_rule(rule) == replanned(planner, mode, planner.by_rule("split"))
+        assert (
+            planned(planner, config)
+            == planner.by_heuristic(rule)
+            == replanned(planner, mode, planner.by_heuristic("split"))
+        )
     config.allocation_mode = "search"
     assert planned(planner, config) == planner.search(config.seed).plan
-    assert planner.fits(replanned(planner, "search", planner.by_rule("split")))
+    assert planner.fits(replanned(planner, "search", planner.by_heuristic("split")))
 
 
 def test_a_fixed_plan_keeps_its_layouts_under_another_micro_batching() -> None:

@@ -106,7 +106,7 @@ def test_pictures_that_are_compared_have_one_axis() -> None:
 
 def test_steps_beyond_the_settled_ones_are_cut_off() -> None:
     late = replace(TIMELINE, step_ends=(5.0, 15.0, 20.0), max_staleness=1)
-    assert late.settled == (5.0, 15.0)
+    assert late.steady_state == (5.0, 15.0)
     assert max(span(box)[1] for _, box in bars(drawn(late))) == 10.0
 
 
