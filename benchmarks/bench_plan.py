@@ -30,7 +30,8 @@ from realhf.plan.cost.memory import MemoryModel
 from realhf.plan.cost.roofline import Roofline
 from realhf.plan.search.candidates import Candidates
 from realhf.plan.search.cpp_evaluator import evaluator
-from realhf.plan.search.mcmc import Chain, Evaluator, PythonEvaluator, SplitMix64
+from realhf.plan.search.evaluate import Evaluator, PythonEvaluator
+from realhf.plan.search.mcmc import Chain, SplitMix64
 from realhf.plan.search.planner import Planner
 from realhf.plan.search.problem import LayoutOption, Problem, ReallocCost
 from realhf.plan.search.search import search
