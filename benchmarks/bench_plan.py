@@ -30,7 +30,8 @@ from realhf.plan.cost.memory import MemoryModel
 from realhf.plan.cost.roofline import Roofline
 from realhf.plan.search.candidates import Candidates
 from realhf.plan.search.cpp_evaluator import evaluator
-from realhf.plan.search.mcmc import Chain, Evaluator, PythonEvaluator, SplitMix64
+from realhf.plan.search.evaluate import Evaluator, PythonEvaluator
+from realhf.plan.search.mcmc import Chain, SplitMix64
 from realhf.plan.search.planner import Planner
 from realhf.plan.search.problem import LayoutOption, Problem, ReallocCost
 from realhf.plan.search.search import search
@@ -101,10 +102,10 @@ def kept(graph: Graph, mfc: str, n_devices: int, per_mesh: int) -> Iterator[tupl
 def plans_per_second(players: Evaluator, problem: Problem, n: int, seed: int) -> float:
     """Return how many random plans are evaluated a second, one walk's proposals."""
     dice = SplitMix64(seed)
-    walker = Chain.start(dice, dice.choice(problem), 1e30)
-    players.walk(walker, n // 10, 1.0)
+    walker = Chain.start(dice, dice.random_choice(problem), 1e30)
+    players.run_chain(walker, n // 10, 1.0)
     begin = time.perf_counter()
-    players.walk(walker, n, 1.0)
+    players.run_chain(walker, n, 1.0)
     return n / (time.perf_counter() - begin)
 
 

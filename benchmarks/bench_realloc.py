@@ -32,7 +32,7 @@ from realhf.comm.process_groups import destroy_process_group, init_process_group
 from realhf.comm.shared_memory import SharedMemoryPeers, open_shared_memory_peers
 from realhf.models.flat_params import FlatParams
 from realhf.ops.strided_copy import copy_box
-from realhf.plan.compile.realloc import BoxCopy, copies_of, plan_realloc, shard_of
+from realhf.plan.compile.realloc import BoxCopy, plan_realloc, route_copies, shard_boxes
 
 CONFIG = ModelConfig("llama", 12, 768, 12, 12, 64, 2048, 32000, 1024, tied_embedding=True)
 PAIRS = {
@@ -53,7 +53,7 @@ def shard(where: Layout, rank: int) -> FlatParams | None:
     if rank not in where.mesh.ranks:
         return None
     specs = param_specs(CONFIG)
-    params = FlatParams(specs, shard_of(specs, stages, where, rank), torch.float32, "cpu")
+    params = FlatParams(specs, shard_boxes(specs, stages, where, rank), torch.float32, "cpu")
     params.data.fill_(rank + 1.0)
     return params
 
@@ -118,7 +118,7 @@ def ways_of(
     """Return what is timed for a pair of layouts, and the plan."""
     src, dst = map(layout, pair.split(" -> "))
     source, target = shard(src, rank), shard(dst, rank)
-    copies = tuple(copies_of(plan_realloc(param_specs(CONFIG), stages, src, dst)))
+    copies = tuple(route_copies(plan_realloc(param_specs(CONFIG), stages, src, dst)))
     moves = [P2PCopy(c, c.src, c.dst, TensorSlice(torch.float32, box_numel(c.box)), (c.name, c.box)) for c in copies]
 
     def read(copy: object) -> Tensor:

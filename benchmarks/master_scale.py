@@ -42,7 +42,7 @@ from realhf.api.messages import (
 from realhf.apps.prepare.launching import as_experiment
 from realhf.base.paths import RunDir
 from realhf.experiments import experiment_class
-from realhf.plan.compile.program import meshes_of
+from realhf.plan.compile.program import layout_ranks
 from realhf.plan.run_spec import RunSpec
 from realhf.system.master import Master, relax_gc
 from realhf.system.metrics.telemetry import Metrics, Telemetry
@@ -112,8 +112,8 @@ class Cluster:
         self.free_at = [0.0] * n
         self.under_way: list[tuple[float, int, list[bytes]]] = []
         self.sent: list[tuple[int, ToWorker]] = []
-        self.n_fetchers = len(self.run.fetchers)
-        self.meshes = {name: meshes_of(program) for name, program in self.run.program.items()}
+        self.n_fetchers = len(self.run.fetch_ranks)
+        self.meshes = {name: layout_ranks(program) for name, program in self.run.program.items()}
         self.heads = {name: {rank: d for d, rank in enumerate(placement.layout.dp_heads())}
                       for name, placement in self.run.plan.placements.items()}  # fmt: skip
         for rank in range(n):

@@ -1,7 +1,7 @@
-// What Python calls (realhf/plan/search/cpp_evaluator.py).
+// The functions that realhf/plan/search/cpp_evaluator.py calls.
 #include <memory>
 
-#include "walk.h"
+#include "mcmc.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -9,7 +9,7 @@ namespace {
 
 using namespace planner;
 
-// Reads a problem from the two streams of numbers that Python writes, field by field in the same order.
+// Deserializes a problem from two arrays; cpp_evaluator.py writes the fields in the same order.
 struct Reader {
   const int32_t *ints;
   const double *reals;
@@ -20,13 +20,13 @@ struct Reader {
   Cost cost() { return {real(), real()}; }
 
   std::vector<int> integers() {
-    std::vector<int> found(integer());
-    for (int &value : found) value = integer();
-    return found;
+    std::vector<int> values(integer());
+    for (int &value : values) value = integer();
+    return values;
   }
 
-  Option option() {
-    Option o{};
+  LayoutOption option() {
+    LayoutOption o{};
     o.ranks = range(), o.holders = range();
     o.compute = cost(), o.transfer = cost(), o.load = cost(), o.offload = cost();
     o.transient = real(), o.resident = real();
@@ -35,36 +35,36 @@ struct Reader {
 
   Mfc mfc() {
     Mfc m{};
-    m.parents = integers(), m.sources = integers();
-    m.updater = integer(), m.lag = integer(), m.keeper = integer(), m.chunk = integer();
+    m.parents = integers(), m.row_sources = integers();
+    m.updater = integer(), m.allowed_staleness = integer(), m.home_mfc = integer(), m.batch_size = integer();
     m.offloaded = integer();
     m.options.resize(integer());
-    for (Option &o : m.options) o = option();
+    for (LayoutOption &o : m.options) o = option();
     return m;
   }
 };
 
-Problem read(Reader in, Fill fill) {
+Problem read(Reader in, FillEntry fill) {
   Problem p{};
   p.fill = fill;
-  p.batch_size = in.integer(), p.n_steps = in.integer(), p.n_settled = in.integer(), p.max_staleness = in.integer();
+  p.batch_size = in.integer(), p.n_steps = in.integer(), p.n_steady_steps = in.integer(), p.max_staleness = in.integer();
   p.capacity = in.real(), p.call_seconds = in.real(), p.cores = in.real();
   p.order = in.integers();
   const int n = static_cast<int>(p.order.size());
   for (int m = 0; m < n; ++m) p.mfcs.push_back(in.mfc());
   const auto n_options = [&p](int m) { return p.mfcs[m].options.size(); };
   for (int m = 0; m < n; ++m)
-    if (const int keeper = p.mfcs[m].keeper; keeper >= 0 && keeper != m)
-      p.mfcs[m].moves.emplace_back(m, n_options(m), n_options(keeper));
-  const int n_follows = in.integer();
-  for (int i = 0; i < n_follows; ++i) {
+    if (const int home = p.mfcs[m].home_mfc; home >= 0 && home != m)
+      p.mfcs[m].reallocs.emplace_back(m, n_options(m), n_options(home));
+  const int n_syncs = in.integer();
+  for (int i = 0; i < n_syncs; ++i) {
     const int after = in.integer(), source = in.integer(), target = in.integer();
-    p.follows.push_back({after, source, target, Table(n + i, n_options(source), n_options(target))});
+    p.ema_syncs.push_back({after, source, target, CostTable(n + i, n_options(source), n_options(target))});
   }
   return p;
 }
 
-// A problem and the memory to evaluate it in.
+// A problem and the buffers to evaluate it.
 struct Planner {
   Problem problem;
   Scratch scratch;
@@ -72,20 +72,20 @@ struct Planner {
   explicit Planner(Problem p) : problem(std::move(p)), scratch(problem.mfcs.size()) {}
 };
 
-// Runs an action; not 0 where a table could not be filled.
+// Runs an action; returns 1 if a table entry could not be filled.
 template <typename Action>
 int guarded(const Action &action) {
   try {
     action();
     return 0;
-  } catch (const Failed &) {
+  } catch (const FillError &) {
     return 1;
   }
 }
 
 }  // namespace
 
-EXPORT Planner *planner_new(const int32_t *ints, const double *reals, Fill fill) {
+EXPORT Planner *planner_new(const int32_t *ints, const double *reals, FillEntry fill) {
   return new Planner(read({ints, reals}, fill));
 }
 
@@ -98,6 +98,6 @@ EXPORT int planner_evaluate(Planner *planner, const int32_t *choice, double *sec
   });
 }
 
-EXPORT int planner_walk(Planner *planner, Walker *walker, int64_t n, double temperature) {
-  return guarded([&] { walk(planner->problem, *walker, n, temperature, planner->scratch); });
+EXPORT int planner_run_chain(Planner *planner, Chain *chain, int64_t n, double temperature) {
+  return guarded([&] { run_chain(planner->problem, *chain, n, temperature, planner->scratch); });
 }

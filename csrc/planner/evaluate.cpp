@@ -1,4 +1,4 @@
-// Seconds per step and bytes of the fullest worker for a choice of options: the twin of realhf/plan/search/evaluate.py.
+// The reference implementation is realhf/plan/search/evaluate.py; results are equal bit for bit.
 #include "evaluate.h"
 
 #include <algorithm>
@@ -7,78 +7,80 @@ namespace planner {
 
 namespace {
 
-constexpr double kOverfull = 1e12;
+constexpr double kOomPenalty = 1e12;
 
-// Cuts the ranks where any option of the choice begins or ends; each run between two cuts is one worker.
-void cut_atoms(Scratch &s) {
+// Splits the ranks at all bounds of the options; ranks between two bounds form one rank class.
+void split_rank_classes(Scratch &s) {
   s.bounds.clear();
-  for (const Option *option : s.chosen)
+  for (const LayoutOption *option : s.assignment)
     for (const Range &r : {option->ranks, option->holders}) s.bounds.insert(s.bounds.end(), {r.start, r.stop});
   std::sort(s.bounds.begin(), s.bounds.end());
   s.bounds.erase(std::unique(s.bounds.begin(), s.bounds.end()), s.bounds.end());
-  s.n_atoms = static_cast<int>(s.bounds.size()) - 1;
+  s.n_rank_classes = static_cast<int>(s.bounds.size()) - 1;
 }
 
-Ranks atoms_of(const Scratch &s, const Range &range) {
-  Ranks found = 0;
-  for (int i = 0; i < s.n_atoms; ++i)
-    if (range.start <= s.bounds[i] && s.bounds[i] < range.stop) found |= Ranks{1} << i;
-  return found;
+RankSet rank_classes(const Scratch &s, const Range &range) {
+  RankSet classes = 0;
+  for (int i = 0; i < s.n_rank_classes; ++i)
+    if (range.start <= s.bounds[i] && s.bounds[i] < range.stop) classes |= RankSet{1} << i;
+  return classes;
 }
 
-// Lists what a call of every MFC asks of the workers; the first piece of work is the transfer of its rows.
-void list_work(Problem &problem, const int *choice, Scratch &s) {
+// Lists the operations of a call of every MFC, row transfer first.
+void list_call_ops(Problem &problem, const int *choice, Scratch &s) {
   const int n = static_cast<int>(problem.mfcs.size());
   for (int m = 0; m < n; ++m) {
-    s.ranks[m] = atoms_of(s, s.chosen[m]->ranks);
-    s.holders[m] = atoms_of(s, s.chosen[m]->holders);
+    s.ranks[m] = rank_classes(s, s.assignment[m]->ranks);
+    s.holders[m] = rank_classes(s, s.assignment[m]->holders);
   }
   for (int m = 0; m < n; ++m) {
     Mfc &mfc = problem.mfcs[m];
-    const Option &option = *s.chosen[m];
-    std::vector<Work> &work = s.work[m];
-    Ranks around = s.ranks[m];
-    for (int source : mfc.sources) around |= s.holders[source];
-    work.assign(1, {around, option.transfer});
-    if (mfc.offloaded) work.push_back({s.ranks[mfc.keeper], s.chosen[mfc.keeper]->load});
-    s.borrowed[m] = s.rings[m] = 0;
-    if (!mfc.moves.empty()) {
-      const Move &move = mfc.moves[0].at(choice[m], choice[mfc.keeper], problem.fill);
-      work.push_back({s.ranks[mfc.keeper] | s.ranks[m], move.cost});
-      s.borrowed[m] = move.nbytes, s.rings[m] = move.rings;
+    const LayoutOption &option = *s.assignment[m];
+    const int home = mfc.home_mfc;
+    std::vector<OpSpec> &ops = s.ops[m];
+    RankSet transfer_ranks = s.ranks[m];
+    for (int source : mfc.row_sources) transfer_ranks |= s.holders[source];
+    ops.assign(1, {transfer_ranks, option.transfer});
+    if (mfc.offloaded) ops.push_back({s.ranks[home], s.assignment[home]->load});
+    s.copy_bytes[m] = s.rings[m] = 0;
+    if (!mfc.reallocs.empty()) {
+      const ReallocCost &realloc = mfc.reallocs[0].at(choice[m], choice[home], problem.fill);
+      ops.push_back({s.ranks[home] | s.ranks[m], realloc.cost});
+      s.copy_bytes[m] = realloc.nbytes, s.rings[m] = realloc.rings;
     }
-    work.push_back({s.ranks[m], option.compute});
-    for (Follow &follow : problem.follows) {
-      if (follow.after != m) continue;
-      const Move &move = follow.costs.at(choice[follow.source], choice[follow.target], problem.fill);
-      work.push_back({s.ranks[follow.source] | s.ranks[follow.target], move.cost});
+    ops.push_back({s.ranks[m], option.compute});
+    for (EMASync &sync : problem.ema_syncs) {
+      if (sync.after != m) continue;
+      const ReallocCost &realloc = sync.costs.at(choice[sync.source], choice[sync.target], problem.fill);
+      ops.push_back({s.ranks[sync.source] | s.ranks[sync.target], realloc.cost});
     }
-    if (mfc.offloaded) work.push_back({s.ranks[mfc.keeper], s.chosen[mfc.keeper]->offload});
+    if (mfc.offloaded) ops.push_back({s.ranks[home], s.assignment[home]->offload});
   }
 }
 
 double peak_bytes(const Problem &problem, const Scratch &s) {
   double peak = 0;
-  for (int atom = 0; atom < s.n_atoms; ++atom) {
-    const Ranks bit = Ranks{1} << atom;
+  for (int i = 0; i < s.n_rank_classes; ++i) {
+    const RankSet bit = RankSet{1} << i;
     double resident = 0, transient = 0, rings = 0;
     for (size_t m = 0; m < problem.mfcs.size(); ++m) {
       const Mfc &mfc = problem.mfcs[m];
-      double needed = s.ranks[m] & bit ? s.chosen[m]->transient + s.borrowed[m] : 0;
+      const int home = mfc.home_mfc;
+      double needed = s.ranks[m] & bit ? s.assignment[m]->transient + s.copy_bytes[m] : 0;
       if (mfc.offloaded) {
-        if (s.ranks[mfc.keeper] & bit) needed += s.chosen[mfc.keeper]->resident;
-      } else if (mfc.keeper == static_cast<int>(m) && (s.ranks[m] & bit)) {
-        resident += s.chosen[m]->resident;
+        if (s.ranks[home] & bit) needed += s.assignment[home]->resident;
+      } else if (home == static_cast<int>(m) && (s.ranks[m] & bit)) {
+        resident += s.assignment[m]->resident;
       }
       transient = std::max(transient, needed);
-      if (s.rings[m] > 0 && ((s.ranks[mfc.keeper] | s.ranks[m]) & bit)) rings = std::max(rings, s.rings[m]);
+      if (s.rings[m] > 0 && ((s.ranks[home] | s.ranks[m]) & bit)) rings = std::max(rings, s.rings[m]);
     }
     peak = std::max(peak, resident + transient + rings);
   }
   return peak;
 }
 
-// The scheduler of plan/compile/schedule.py for steps of equal size, in which only the numbers of prompts matter.
+// The scheduler of plan/compile/schedule.py for steps of equal size; prompts are only counted.
 class Master {
  public:
   Master(const Problem &problem, Scratch &scratch) : problem_(problem), s_(scratch) {
@@ -88,15 +90,15 @@ class Master {
 
   double seconds_per_step() {
     fetch_ahead();
-    s_.inboxes.share_cores();
-    for (int m = s_.inboxes.next_over(); m >= 0; m = s_.inboxes.next_over()) {
+    s_.queues.share_cores();
+    for (int m = s_.queues.next_finished(); m >= 0; m = s_.queues.next_finished()) {
       s_.running[m] = 0, s_.done[m] = s_.next[m];
       while (n_finished_ < problem_.n_steps && is_finished()) end_step();
       issue();
       fetch_ahead();
-      s_.inboxes.share_cores();
+      s_.queues.share_cores();
     }
-    return problem_.n_settled > 0 ? (settled_end_ - first_end_) / problem_.n_settled : first_end_;
+    return problem_.n_steady_steps > 0 ? (steady_end_ - first_end_) / problem_.n_steady_steps : first_end_;
   }
 
  private:
@@ -106,8 +108,8 @@ class Master {
   }
 
   void end_step() {
-    if (n_finished_ == 0) first_end_ = s_.inboxes.now;
-    if (n_finished_ == problem_.n_settled) settled_end_ = s_.inboxes.now;
+    if (n_finished_ == 0) first_end_ = s_.queues.now;
+    if (n_finished_ == problem_.n_steady_steps) steady_end_ = s_.queues.now;
     ++n_finished_;
   }
 
@@ -120,18 +122,18 @@ class Master {
     s_.batch.clear();
     for (int m : problem_.order)
       if (start_if_ready(m)) s_.batch.push_back(m);
-    for (int m : s_.batch) s_.inboxes.open(m, static_cast<int>(s_.work[m].size()));
-    for (int m : s_.batch) s_.inboxes.send(m, s_.work[m][0]);
+    for (int m : s_.batch) s_.queues.open(m, static_cast<int>(s_.ops[m].size()));
+    for (int m : s_.batch) s_.queues.send(m, s_.ops[m][0]);
     for (int m : s_.batch)
-      for (size_t i = 1; i < s_.work[m].size(); ++i) s_.inboxes.send(m, s_.work[m][i]);
+      for (size_t i = 1; i < s_.ops[m].size(); ++i) s_.queues.send(m, s_.ops[m][i]);
   }
 
   bool start_if_ready(int m) {
     const Mfc &mfc = problem_.mfcs[m];
     const int step = s_.next[m] / problem_.batch_size;
     if (s_.running[m] || step >= n_fetched_) return false;
-    if (mfc.updater >= 0 && s_.done[mfc.updater] < (step - mfc.lag) * problem_.batch_size) return false;
-    const int stop = std::min(s_.next[m] + mfc.chunk, (step + 1) * problem_.batch_size);
+    if (mfc.updater >= 0 && s_.done[mfc.updater] < (step - mfc.allowed_staleness) * problem_.batch_size) return false;
+    const int stop = std::min(s_.next[m] + mfc.batch_size, (step + 1) * problem_.batch_size);
     for (int parent : mfc.parents)
       if (s_.done[parent] < stop) return false;
     s_.next[m] = stop, s_.running[m] = 1;
@@ -141,25 +143,25 @@ class Master {
   const Problem &problem_;
   Scratch &s_;
   int n_fetched_ = 0, n_finished_ = 0;
-  double first_end_ = 0, settled_end_ = 0;
+  double first_end_ = 0, steady_end_ = 0;
 };
 
 }  // namespace
 
 Scratch::Scratch(size_t n_mfcs)
-    : chosen(n_mfcs), ranks(n_mfcs), holders(n_mfcs), borrowed(n_mfcs), rings(n_mfcs), work(n_mfcs) {}
+    : assignment(n_mfcs), ranks(n_mfcs), holders(n_mfcs), copy_bytes(n_mfcs), rings(n_mfcs), ops(n_mfcs) {}
 
 Value evaluate(Problem &problem, const int *choice, Scratch &scratch) {
   const int n = static_cast<int>(problem.mfcs.size());
-  for (int m = 0; m < n; ++m) scratch.chosen[m] = &problem.mfcs[m].options[choice[m]];
-  cut_atoms(scratch);
-  list_work(problem, choice, scratch);
-  scratch.inboxes.reset(scratch.n_atoms, n, problem.cores, problem.call_seconds);
+  for (int m = 0; m < n; ++m) scratch.assignment[m] = &problem.mfcs[m].options[choice[m]];
+  split_rank_classes(scratch);
+  list_call_ops(problem, choice, scratch);
+  scratch.queues.reset(scratch.n_rank_classes, n, problem.cores, problem.call_seconds);
   return {Master(problem, scratch).seconds_per_step(), peak_bytes(problem, scratch)};
 }
 
 double objective(const Problem &problem, Value value) {
-  return value.peak <= problem.capacity ? value.seconds : kOverfull * (value.peak / problem.capacity);
+  return value.peak <= problem.capacity ? value.seconds : kOomPenalty * (value.peak / problem.capacity);
 }
 
 }  // namespace planner

@@ -1,9 +1,9 @@
-// What a choice of options comes to.
+// Evaluation of a choice of options: seconds per step and peak memory of a worker.
 #pragma once
 
 #include <vector>
 
-#include "inboxes.h"
+#include "event_sim.h"
 #include "problem.h"
 
 namespace planner {
@@ -12,21 +12,21 @@ struct Value {
   double seconds, peak;
 };
 
-// What evaluate works in: kept from plan to plan, so that nothing is allocated.
+// Buffers of evaluate(), reused to avoid allocations.
 struct Scratch {
   explicit Scratch(size_t n_mfcs);
 
-  std::vector<const Option *> chosen;
-  std::vector<Ranks> ranks, holders;
-  std::vector<double> borrowed, rings;
-  std::vector<std::vector<Work>> work;
+  std::vector<const LayoutOption *> assignment;
+  std::vector<RankSet> ranks, holders;
+  std::vector<double> copy_bytes, rings;
+  std::vector<std::vector<OpSpec>> ops;
   std::vector<int> bounds, next, done, batch;
   std::vector<char> running;
-  int n_atoms = 0;
-  Inboxes inboxes;
+  int n_rank_classes = 0;
+  WorkerQueues queues;
 };
 
-// At most kMaxRanks + 1 different starts and stops of ranks and holders; Failed where a table cannot be filled.
+// The options may have at most kMaxRankClasses + 1 different bounds of ranks and holders. Throws FillError.
 Value evaluate(Problem &problem, const int *choice, Scratch &scratch);
 double objective(const Problem &problem, Value value);
 

@@ -1,4 +1,4 @@
-// The choice of layouts as tables: the twin of realhf/plan/search/problem.py, where every field is explained.
+// The layout choice as tables; realhf/plan/search/problem.py documents the fields.
 #pragma once
 
 #include <cmath>
@@ -8,43 +8,43 @@
 namespace planner {
 
 struct Cost {
-  double seconds, work;
+  double seconds, core_seconds;
 
-  // Cores kept busy at full speed.
-  double cores() const { return seconds != 0 ? work / seconds : 0; }
+  // Average number of busy cores at full speed.
+  double cores() const { return seconds != 0 ? core_seconds / seconds : 0; }
 };
 
 struct Range {
   int start, stop;
 };
 
-struct Option {
+struct LayoutOption {
   Range ranks, holders;
   Cost compute, transfer, load, offload;
   double transient, resident;
 };
 
-struct Move {
+struct ReallocCost {
   Cost cost;
   double nbytes, rings;
 };
 
-// Asks Python for an entry of a table: seconds, work, bytes, bytes of rings. Not 0: it failed.
-using Fill = int (*)(int table, int row, int column, double *entry);
-struct Failed {};
+// Python callback for a table entry: seconds, core-seconds, bytes, ring bytes. Returns nonzero on failure.
+using FillEntry = int (*)(int table, int row, int column, double *entry);
+struct FillError {};
 
-// A table that is filled where it is looked at.
-class Table {
+// A table whose entries are filled on first use.
+class CostTable {
  public:
-  Table(int number, size_t n_rows, size_t n_columns)
-      : number_(number), n_columns_(n_columns), entries_(n_rows * n_columns, Move{{NAN, NAN}, NAN, NAN}) {}
+  CostTable(int number, size_t n_rows, size_t n_columns)
+      : number_(number), n_columns_(n_columns), entries_(n_rows * n_columns, ReallocCost{{NAN, NAN}, NAN, NAN}) {}
 
-  const Move &at(int row, int column, Fill fill) {
-    Move &entry = entries_[row * n_columns_ + column];
+  const ReallocCost &at(int row, int column, FillEntry fill) {
+    ReallocCost &entry = entries_[row * n_columns_ + column];
     if (std::isnan(entry.nbytes)) {
-      double got[4];
-      if (fill(number_, row, column, got) != 0) throw Failed{};
-      entry = {{got[0], got[1]}, got[2], got[3]};
+      double values[4];
+      if (fill(number_, row, column, values) != 0) throw FillError{};
+      entry = {{values[0], values[1]}, values[2], values[3]};
     }
     return entry;
   }
@@ -52,29 +52,30 @@ class Table {
  private:
   int number_;
   size_t n_columns_;
-  std::vector<Move> entries_;
+  std::vector<ReallocCost> entries_;
 };
 
+// An MFC's dependencies (MFCDeps in Python) and options.
 struct Mfc {
-  std::vector<int> parents, sources;
-  int updater, lag, keeper, chunk;
+  std::vector<int> parents, row_sources;
+  int updater, allowed_staleness, home_mfc, batch_size;
   bool offloaded;
-  std::vector<Option> options;
-  std::vector<Table> moves;  // one where the keeper is another MFC, else none
+  std::vector<LayoutOption> options;
+  std::vector<CostTable> reallocs;  // one if the home MFC is another MFC, else none
 };
 
-struct Follow {
+struct EMASync {
   int after, source, target;
-  Table costs;
+  CostTable costs;
 };
 
 struct Problem {
   std::vector<Mfc> mfcs;
   std::vector<int> order;
-  std::vector<Follow> follows;
-  int batch_size, n_steps, n_settled, max_staleness;
+  std::vector<EMASync> ema_syncs;
+  int batch_size, n_steps, n_steady_steps, max_staleness;
   double capacity, call_seconds, cores;
-  Fill fill;
+  FillEntry fill;
 };
 
 }  // namespace planner

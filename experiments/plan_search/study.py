@@ -89,7 +89,7 @@ def measured(actor: str, devices: int, workload: str) -> tuple[Row, dict[str, Pr
     """Predict the plans of every rule and of the search."""
     asked = planner(actor, devices, workload)
     capacity = asked.calls.hardware.usable
-    found = {rule: asked.predict(asked.by_rule(rule)) for rule in RULES}
+    found = {rule: asked.predict(asked.by_heuristic(rule)) for rule in RULES}
     began = time.monotonic()
     best = asked.search().plan
     search_s = time.monotonic() - began
@@ -147,7 +147,7 @@ def main() -> None:
         if (actor, devices) == ("70B", 128):
             names = list(row.layouts)
             until = found["megatron"].timeline
-            length = until.settled[1] - until.settled[0]
+            length = until.steady_state[1] - until.steady_state[0]
             pictures += [timeline_svg(found[k].timeline, names, f"70B, 128 H100, {workload}: {k}, "
                                       f"{found[k].seconds:.0f} s a step", length)
                          for k in ("megatron", "searched")]  # fmt: skip

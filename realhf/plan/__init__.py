@@ -1,1 +1,1 @@
-"""Floor 2: pure functions on the words of api/. No torch, no IO, no clock: what is decided, is decided here."""
+"""Level 3, planning: pure functions on the data types of api/ and arch/. No torch, no IO, no clock."""

@@ -1,4 +1,4 @@
-"""What master and workers know of a run, rebuilt by each of them from config.yaml and plan.json."""
+"""The specification of a run, which master and workers rebuild from config.yaml and plan.json."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,14 +15,14 @@ from realhf.arch.hf_config import read_hf_config
 from realhf.base.atomic_io import sha256
 from realhf.base.paths import RunDir
 from realhf.plan.compile.program import compile_program
-from realhf.plan.compile.schedule import TrainSchedule, train_schedule_of
+from realhf.plan.compile.schedule import TrainSchedule, make_train_schedule
 
 
 @dataclass(frozen=True)
-class Expected:
-    """What was predicted before the launch, and from what: seconds of a step and of every call, bytes of a worker.
+class ExpectedPerformance:
+    """Prediction before the launch: seconds per step and per call, peak bytes of a worker.
 
-    ``is_measured``: from a profile of this machine, not from limits. Peaks are those of a data sheet, 0: unknown.
+    ``is_measured`` is True if it is based on a profile of this machine. Peak rates are from a data sheet; 0 if unknown.
     """
 
     source: str
@@ -36,7 +36,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A run by value. ``experiment`` is the name that the user typed, ``n_rows`` the rows of an epoch."""
+    """A run. ``experiment`` is its name on the command line, ``n_rows`` the number of rows per epoch."""
 
     experiment: str
     config: ExperimentConfig
@@ -47,35 +47,35 @@ class RunSpec:
     paths: RunDir
     device: str
     n_rows: int
-    expected: Expected | None = None
+    expected: ExpectedPerformance | None = None
     n_held_out: int = 0
 
     @cached_property
     def schedule(self) -> TrainSchedule:
         control = self.config.exp_ctrl
         resamples = self.graph.filter_mfc.resamples if self.graph.filter_mfc else 0
-        return train_schedule_of(self.config.dataset.train_bs_n_seqs, self.n_rows, control.total_train_epochs,
+        return make_train_schedule(self.config.dataset.train_bs_n_seqs, self.n_rows, control.total_train_epochs,
                           control.total_train_steps, resamples)  # fmt: skip
 
     @cached_property
     def data_digest(self) -> str:
-        """SHA-256 of the data file; empty where the data is no file."""
+        """SHA-256 of the data file, or an empty string if there is none."""
         path = Path(self.config.dataset.path)
         return sha256(path) if path.is_file() else ""
 
     @property
-    def changing(self) -> tuple[str, ...]:
-        """Roles whose weights training changes."""
+    def updated_roles(self) -> tuple[str, ...]:
+        """Roles whose weights change during training."""
         return tuple(role for role in self.graph.roles if self.graph.updater(role) is not None)
 
     @property
     def saved_roles(self) -> list[str]:
-        """Roles whose models are written: those of the options, or every trained one."""
+        """Roles whose models are saved: the configured ones, or all trained ones."""
         return self.config.save_roles or [role for role in self.graph.roles if self.graph.trainer(role)]
 
     @property
     def temperature(self) -> float:
-        """At which answers are drawn; 1 where none are."""
+        """Sampling temperature; 1 without generation."""
         sampling = cast(Experiment, self.config).sampling_options()
         return sampling.temperature if sampling else 1.0
 
@@ -86,7 +86,7 @@ class RunSpec:
 
     @cached_property
     def eval_schedule(self) -> TrainSchedule:
-        """Steps over the held-out rows, which are the prompts behind all that a run could train on."""
+        """Steps over the held-out rows, whose positions in the data stream follow those of the training prompts."""
         batch = self.schedule.batch_size
         first, n_steps = -(-self.schedule.n_prompts // batch), -(-self.n_held_out // batch)
         return TrainSchedule(batch, first * batch + self.n_held_out, first + n_steps, first, self.schedule.resamples)
@@ -97,29 +97,29 @@ class RunSpec:
 
     @cached_property
     def models(self) -> dict[str, ModelConfig]:
-        """Architecture of every role."""
+        """Model architectures by role."""
         return {name: model_config(role) for name, role in self.roles.items()}
 
     @property
-    def fetchers(self) -> tuple[int, ...]:
-        """Workers that read the data set: the data-parallel heads of the first call that needs it."""
+    def fetch_ranks(self) -> tuple[int, ...]:
+        """Workers that read the data set: the data-parallel heads of the first MFC that needs it."""
         keys = set(self.graph.dataset_keys)
         first = next(m for m in self.graph.topological if keys & set(m.inputs))
         return self.plan[first.name].layout.dp_heads()
 
     @property
-    def tokenizer_folder(self) -> Path:
-        return tokenizer_folder(self.roles)
+    def tokenizer_dir(self) -> Path:
+        return tokenizer_dir(self.roles)
 
 
 def model_config(role: RoleSpec) -> ModelConfig:
-    """Read a role's architecture from its folder or its config file."""
+    """Read a role's architecture from its model directory or config file."""
     source = role.spec.config if role.spec.init_from_scratch else role.spec.path
     return read_hf_config(Path(source or ""), scalar_head=role.scalar_head)
 
 
-def tokenizer_folder(roles: dict[str, RoleSpec]) -> Path:
-    """Return the folder of the tokenizer that every role of a run shares: the first that a role names."""
+def tokenizer_dir(roles: dict[str, RoleSpec]) -> Path:
+    """Return the directory of the tokenizer, which all roles share: the first one that is configured."""
     for role in roles.values():
         if folder := role.spec.tokenizer or role.spec.path:
             return Path(folder)

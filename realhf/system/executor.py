@@ -21,7 +21,7 @@ from realhf.data.protocols import Interface
 from realhf.models.engine import NativeEngine
 from realhf.ops.strided_copy import copy_box
 from realhf.plan.compile.realloc import BoxCopy, plan_realloc
-from realhf.plan.compile.transfer import RowCopy, plan_transfer, stored_as
+from realhf.plan.compile.transfer import RowCopy, plan_transfer, stored_row_id
 from realhf.plan.run_spec import RunSpec
 from realhf.system.row_store import RowStore
 
@@ -178,7 +178,7 @@ class Executor:
         ids = tuple(call.inputs.ids[i] for i in mine)
         columns: dict[str, Column] = {}
         for key, meta in call.inputs.columns.items():
-            sources = [stored_as(row, key, call.shared) for row in ids]
+            sources = [stored_row_id(row, key, call.shared) for row in ids]
             empty = Column(torch.empty(0, dtype=getattr(torch, meta.dtype), device=self.device), ())
             columns[mfc.interface_key(key)] = self.store.gather(sources, key) if sources else empty
         batch = SequenceBatch(ids, columns)

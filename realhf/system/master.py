@@ -26,7 +26,7 @@ from realhf.api.messages import (
     ToWorker,
 )
 from realhf.base.errors import RunStopped
-from realhf.plan.compile.program import home, meshes_of
+from realhf.plan.compile.program import home_layout, layout_ranks
 from realhf.plan.compile.schedule import Action, Dispatch, FetchRows, FinishStep, MasterState, PromptRange, RowsReady
 from realhf.plan.run_spec import RunSpec
 from realhf.system.checkpoint.best_models import Best, Record
@@ -183,11 +183,11 @@ class Master:
                 case FinishStep(span):
                     self._finish_step(span)
         for message, dispatch in runs:
-            self.channel.send(meshes_of(self.run.program[dispatch.call.mfc]), message)
+            self.channel.send(layout_ranks(self.run.program[dispatch.call.mfc]), message)
 
     def _fetch(self, span: PromptRange) -> None:
         self._ask(
-            self.run.fetchers,
+            self.run.fetch_ranks,
             lambda request: Fetch(request, span.step, span.start, span.stop),
             f"the data of step {span.step + 1}",
             span.step,
@@ -195,7 +195,7 @@ class Master:
         )
 
     def _dispatch(self, span: PromptRange, call: PrepareCall) -> int:
-        ranks = meshes_of(self.run.program[call.mfc]) | call.holders.ranks
+        ranks = layout_ranks(self.run.program[call.mfc]) | call.holders.ranks
 
         def finished(replies: list[Done]) -> RowsReady:
             self.telemetry.call_done(call, replies)
@@ -278,7 +278,7 @@ class Master:
         """Have every worker copy its part; inboxes are in order, so it is that of this step."""
         self.last_checkpoint = time.monotonic()
         run = self.run
-        layouts = {role: home(run.graph, run.plan, role) for role in run.changing}
+        layouts = {role: home_layout(run.graph, run.plan, role) for role in run.updated_roles}
         self.writing = Manifest(step, dict(self.state.states), layouts, {}, run.data_digest, flat_options(run.config))
         folder = str(aside(run.paths.checkpoints, step))
         everyone = range(run.plan.n_workers)
@@ -338,7 +338,7 @@ class Master:
     def _export(self, role: str, path: Path, step: int, then: Callable[[str, Path], None]) -> None:
         """Have a model written; inboxes are in order, so the weights are those of this step."""
 
-        last, ranks = max(step - 1, 0), home(self.run.graph, self.run.plan, role).mesh.ranks
+        last, ranks = max(step - 1, 0), home_layout(self.run.graph, self.run.plan, role).mesh.ranks
 
         def message(request: int) -> ToWorker:
             return Save(request, last, role, str(path))

@@ -51,7 +51,7 @@ from realhf.data.source import RowSource, row_fields
 from realhf.data.tokenizer import load_tokenizer
 from realhf.models.engine import NativeEngine, ServedEngine, Serving, VllmServer, build_engine, served
 from realhf.models.engine.snapshot import restore, snapshot
-from realhf.plan.compile.program import engines_of, groups_of, home, meshes_of, served_of
+from realhf.plan.compile.program import home_layout, layout_ranks, process_groups, rank_engines, served_engines
 from realhf.plan.run_spec import RunSpec
 from realhf.system.checkpoint.manifest import read_manifest
 from realhf.system.checkpoint.writer import Saved, Writer, file_name
@@ -129,7 +129,7 @@ class ModelWorker:
             case Save(request, step, role, path):
                 self.during = f"saving {role} to {path}"
                 with self.spans.span(f"save/{role}"):
-                    self.executor.engines[role, home(self.run.graph, self.run.plan, role)].save(Path(path))
+                    self.executor.engines[role, home_layout(self.run.graph, self.run.plan, role)].save(Path(path))
                 self._done(request, step)
             case Checkpoint(request, step, folder):
                 self.during = f"copying what {folder} will hold"
@@ -153,18 +153,18 @@ class ModelWorker:
         if n_workers > 1:
             self.during = "joining the other workers"
             init_process_group(host, port, self.rank, n_workers, run.device, run.config.call_timeout, self.store)
-            groups = make_groups(groups_of(run.program), self.rank, self.activity)
+            groups = make_groups(process_groups(run.program), self.rank, self.activity)
             if self.device.type == "cpu":
                 self.links = open_shared_memory_peers(
                     self.rank, n_workers, run.config.call_timeout, activity=self.activity
                 )
         self.during = "loading the tokenizer"
-        self.tokenizer = load_tokenizer(run.tokenizer_folder)
+        self.tokenizer = load_tokenizer(run.tokenizer_dir)
         engines = {}
-        served_here = served_of(run.graph, run.plan)
-        for role, layout in engines_of(run.program, self.rank):
+        served_here = served_engines(run.graph, run.plan)
+        for role, layout in rank_engines(run.program, self.rank):
             self.during = f"building {role}"
-            keeper = home(run.graph, run.plan, role)
+            keeper = home_layout(run.graph, run.plan, role)
             trainer = run.graph.trainer(role)
             engines[role, layout] = build_engine(
                 run.models[role],
@@ -175,7 +175,7 @@ class ModelWorker:
                 seed=stable_seed(run.config.seed, run.roles[role].starts_as or role),
                 total_steps=run.schedule.n_steps,
                 stop_ids=(self.tokenizer.eos_token_id,),
-                tokenizer_folder=run.tokenizer_folder,
+                tokenizer_folder=run.tokenizer_dir,
                 share_as=role if (role, layout) in served_here and self.device.type == "cpu" else "",
             )
             if (role, layout) in served_here:
@@ -187,7 +187,7 @@ class ModelWorker:
         )
         self.during = "reading the data"
         self.source = None
-        if self.rank in run.fetchers:
+        if self.rank in run.fetch_ranks:
             mismatched = bool(KTO_KL_KEYS.keys() & set(run.graph.dataset_keys))
             self.source = RowSource(run.config.dataset, run.task, self.tokenizer, run.config.seed, mismatched)
             found, expected = (len(self.source), self.source.n_held_out), (run.n_rows, run.n_held_out)
@@ -228,11 +228,11 @@ class ModelWorker:
         return interfaces
 
     def _at_home(self, role: str) -> NativeEngine | None:
-        return self.executor.engines.get((role, home(self.run.graph, self.run.plan, role)))
+        return self.executor.engines.get((role, home_layout(self.run.graph, self.run.plan, role)))
 
     def _changing(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the files of this worker's part of a checkpoint."""
-        engines = {role: self._at_home(role) for role in self.run.changing}
+        engines = {role: self._at_home(role) for role in self.run.updated_roles}
         return {file_name(role, self.rank): snapshot(e) for role, e in engines.items() if e is not None}
 
     def _restore(self, folder: Path) -> None:
@@ -242,7 +242,7 @@ class ModelWorker:
 
     def _fetch(self, request: int, step: int, start: int, stop: int) -> None:
         assert self.source is not None, "only fetchers are asked for data"
-        index, count = self.run.fetchers.index(self.rank), len(self.run.fetchers)
+        index, count = self.run.fetch_ranks.index(self.rank), len(self.run.fetch_ranks)
         first, last = (start + (stop - start) * k // count for k in (index, index + 1))
         with self.spans.span("fetch"):
             batch = self._read(self.source, first, last)
@@ -265,7 +265,7 @@ class ModelWorker:
 
     def _bring(self, call: PrepareCall) -> None:
         self.executor.receive_inputs(call)
-        if self.rank in meshes_of(self.run.program[call.mfc]):
+        if self.rank in layout_ranks(self.run.program[call.mfc]):
             self.calls[call.request] = call
         else:
             self._done(call.request, call.step)

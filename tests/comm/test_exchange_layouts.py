@@ -14,7 +14,7 @@ from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.comm.exchange import P2PCopy, TensorSlice, exchange
 from realhf.comm.shared_memory import open_shared_memory_peers
 from realhf.models.flat_params import FlatParams
-from realhf.plan.compile.realloc import BoxCopy, copies_of, plan_realloc, shard_of
+from realhf.plan.compile.realloc import BoxCopy, plan_realloc, shard_boxes
 
 CONFIG = ModelConfig("llama", 2, 32, 4, 2, 8, 48, 40, 64, tied_embedding=True)
 SPECS = param_specs(CONFIG)
@@ -61,7 +61,7 @@ def full_params() -> dict[str, Tensor]:
 def shard(layout: Layout, rank: int, values: dict[str, Tensor] | None) -> FlatParams | None:
     if rank not in layout.mesh.ranks:
         return None
-    params = FlatParams(SPECS, shard_of(SPECS, stages, layout, rank), torch.float32, "cpu")
+    params = FlatParams(SPECS, shard_boxes(SPECS, stages, layout, rank), torch.float32, "cpu")
     for name in params.names if values else ():
         params.write(name, params.box(name), values[name][relative(params.box(name), whole(values[name].shape))])
     return params

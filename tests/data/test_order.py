@@ -27,9 +27,7 @@ def test_a_range_may_be_split_anywhere(seed: int, n: int, bounds: list[int], shu
 
 @settings(max_examples=50, deadline=None)
 @given(SEEDS, SIZES, st.integers(0, 9), st.integers(1, 9), st.lists(st.integers(0, 60), min_size=3, max_size=3))
-def test_replacement_rows_exclude_own_rows(
-    seed: int, n: int, step: int, size: int, bounds: list[int]
-) -> None:
+def test_replacement_rows_exclude_own_rows(seed: int, n: int, step: int, size: int, bounds: list[int]) -> None:
     start, middle, stop = sorted(bounds)
     own = rows_at(seed, n, step * size, (step + 1) * size, True)
     rows = resampled_at(seed, n, step, own, start, stop)

@@ -46,9 +46,7 @@ def test_a_lost_worker_leaves_the_run_to_the_other_under_a_new_plan(
     assert run.code == 0, run.said
     assert "failed  worker 1 was ended by SIGKILL while doing " in run.said
     assert "lost    the device of worker 1; continuing on 1 of 2 workers with n_gpus_per_node=1" in run.said
-    assert (
-        "repeat  steps 3 to 3 (3 prompts), completed" in run.said or "of 5 steps are done" in run.said
-    )
+    assert "repeat  steps 3 to 3 (3 prompts), completed" in run.said or "of 5 steps are done" in run.said
     assert [line["step"] for line in run.metrics] == [1, 2, 3, 4, 5]
     assert same_curve(straight, run) == []
     assert nothing_is_left(tmp_path, living)

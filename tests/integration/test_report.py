@@ -80,8 +80,8 @@ def test_what_is_measured_is_every_worker_s_own_time(trained: Run, read: Callabl
         spent[rank] += activity.end - activity.start
         if activity.after is not None:
             assert timeline.activities[activity.after].end <= activity.start + 2e-3
-    assert all(0 < seconds <= timeline.settled[1] * 1.01 for seconds in spent.values())
-    path = [timeline.activities[i] for i in timeline.critical]
+    assert all(0 < seconds <= timeline.steady_state[1] * 1.01 for seconds in spent.values())
+    path = [timeline.activities[i] for i in timeline.critical_path]
     assert len(path) > 3 and [a.end for a in path] == sorted(a.end for a in path)
     assert path[-1].mfc == "actor_train"
 

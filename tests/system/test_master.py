@@ -64,7 +64,7 @@ class Workers:
             case Start():
                 return Ready(rank)
             case Fetch(request, _, start, stop):
-                at, count = self.run.fetchers.index(rank), len(self.run.fetchers)
+                at, count = self.run.fetch_ranks.index(rank), len(self.run.fetch_ranks)
                 mine = [RowId(p, PROMPT) for p in range(start, stop) if p % count == at]
                 return Done(request, rank, rows(mine, "prompts"))
             case PrepareCall(request):

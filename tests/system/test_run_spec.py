@@ -12,7 +12,7 @@ from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.apps.commands.quickstart import prepare
 from realhf.apps.prepare.launching import read_run, write_run
 from realhf.plan.compile.schedule import TrainSchedule
-from realhf.plan.run_spec import RunSpec, model_config, tokenizer_folder
+from realhf.plan.run_spec import RunSpec, model_config, tokenizer_dir
 from tests.conftest import Task
 
 SPEC = InterfaceSpec("any")
@@ -23,7 +23,7 @@ TRAIN = MFC("train", "actor", Kind.TRAIN, SPEC, ("tokens",), (), 3)
 def test_who_reads_the_data_and_how_long_it_takes(make_run: Callable[..., RunSpec], tmp_path: Path) -> None:
     meshes = {"gen": (2, 1), "train": (0,)}
     run = make_run(Graph((TRAIN, GEN)), meshes, tmp_path, n_rows=7, batch=3, total_train_epochs=2)
-    assert run.fetchers == (2, 1)
+    assert run.fetch_ranks == (2, 1)
     assert run.schedule == TrainSchedule(3, 14, 5)
     assert [type(step).__name__ for step in run.program["gen"]] == ["Transfer", "Reallocate", "Compute", "Release"]
 
@@ -39,9 +39,9 @@ def test_a_role_s_architecture(task: Task, actor_folder: Path) -> None:
 
 def test_the_first_tokenizer_that_a_role_names() -> None:
     specs = (ModelSpec(), ModelSpec("weights", tokenizer="words"), ModelSpec("x"))
-    assert tokenizer_folder({str(i): RoleSpec(spec) for i, spec in enumerate(specs)}) == Path("words")
-    assert tokenizer_folder({"a": RoleSpec(ModelSpec("weights"))}) == Path("weights")
-    assert tokenizer_folder({}) == Path("")
+    assert tokenizer_dir({str(i): RoleSpec(spec) for i, spec in enumerate(specs)}) == Path("words")
+    assert tokenizer_dir({"a": RoleSpec(ModelSpec("weights"))}) == Path("weights")
+    assert tokenizer_dir({}) == Path("")
 
 
 def test_a_run_comes_back_from_its_directory(task: Task, actor_folder: Path, tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_run_comes_back_from_its_directory(task: Task, actor_folder: Path, tmp
     write_run(run)
     again = read_run(run.paths.root)
     assert again == run and again.program == run.program and again.models == run.models
-    assert again.fetchers == (0, 1) and again.tokenizer_folder == actor_folder
+    assert again.fetch_ranks == (0, 1) and again.tokenizer_dir == actor_folder
 
 
 @pytest.mark.parametrize(("n_held_out", "length"), [(0, (15, 5)), (4, (19, 7)), (3, (18, 6))])

@@ -250,7 +250,7 @@ def _show(found: PlanReport, listings: list[Listing]) -> None:
 
 def _write(path: Path, found: PlanReport, results: Predicted, listings: list[Listing]) -> None:
     names = [m.name for m in found.graph.mfcs]
-    until = max(p.timeline.settled[1] - p.timeline.settled[0] for _, p in results.values())
+    until = max(p.timeline.steady_state[1] - p.timeline.steady_state[0] for _, p in results.values())
     pictures = [timeline_svg(p.timeline, names, f"{found.name}, {mode}: {p.seconds:.3g} s a step", until)
                 for mode, (_, p) in results.items()]  # fmt: skip
     match path.suffix:

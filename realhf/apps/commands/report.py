@@ -121,8 +121,8 @@ def _timelines(run: RunSpec) -> list[str]:
     if found is None:
         return []
     step, timeline = found
-    length = timeline.settled[1] - timeline.settled[0]
-    until = max(length, expected.settled[1] - expected.settled[0]) if expected else length
+    length = timeline.steady_state[1] - timeline.steady_state[0]
+    until = max(length, expected.steady_state[1] - expected.steady_state[0]) if expected else length
     pictures = [timeline_svg(timeline, names, f"measured: step {step}, {length:.3g} s", until)]
     if expected is None:
         return [*pictures, f"<p>{escape(why)}</p>"]

@@ -20,7 +20,7 @@ from realhf.base.errors import RunFailed, UserError, WorkerTimeout
 from realhf.base.paths import RunDir
 from realhf.experiments import experiment_class
 from realhf.launch import LAUNCHERS
-from realhf.plan.run_spec import Expected, RunSpec
+from realhf.plan.run_spec import ExpectedPerformance, RunSpec
 
 if TYPE_CHECKING:
     from realhf.system.checkpoint.manifest import Manifest
@@ -54,7 +54,7 @@ def read_run(root: Path) -> RunSpec:
     stored = json.loads(paths.plan.read_text())
     config = load_experiment(experiment_class(stored["experiment"]), paths.config)
     experiment = as_experiment(config)
-    expected = from_plain(stored["expected"], Expected) if stored.get("expected") else None
+    expected = from_plain(stored["expected"], ExpectedPerformance) if stored.get("expected") else None
     return RunSpec(stored["experiment"], config, experiment.task, experiment.graph(), experiment.roles(),
                    from_plain(stored["plan"], ExecutionPlan), paths, stored["device"], stored["n_rows"], expected,
                    stored["n_held_out"])  # fmt: skip

@@ -48,7 +48,7 @@ def plan_for_mode(planner: Planner, config: ExperimentConfig) -> ExecutionPlan:
     """Return the plan of an allocation mode that is a heuristic or a search."""
     if config.allocation_mode == "search":
         return planner.search(config.seed, config.planner.budget_s).plan
-    return planner.by_rule(PLANNED[config.allocation_mode])
+    return planner.by_heuristic(PLANNED[config.allocation_mode])
 
 
 def replan(planner: Planner, mode: str, plan: ExecutionPlan) -> ExecutionPlan:
@@ -57,7 +57,7 @@ def replan(planner: Planner, mode: str, plan: ExecutionPlan) -> ExecutionPlan:
     A search is approximated by the heuristics.
     """
     if mode in PLANNED:
-        plans = [planner.by_rule(rule) for rule in (HEURISTICS if mode == "search" else [PLANNED[mode]])]
+        plans = [planner.by_heuristic(rule) for rule in (HEURISTICS if mode == "search" else [PLANNED[mode]])]
         return next((some for some in plans if planner.fits(some)), plans[0])
     limits = planner.calls.limits
     return replace(plan, placements={n: replace(p, micro_batching=limits[n]) for n, p in plan.placements.items()})

@@ -25,10 +25,10 @@ from realhf.launch import launch_problems, launches_elsewhere
 from realhf.plan.compile.allocate import PLANNED, allocate, with_backends
 from realhf.plan.compile.check import key_problems, model_problems
 from realhf.plan.compile.program import with_evaluation
-from realhf.plan.run_spec import Expected, RunSpec, model_config, tokenizer_folder
+from realhf.plan.run_spec import ExpectedPerformance, RunSpec, model_config, tokenizer_dir
 from realhf.plan.search.planner import Planner
 from realhf.plan.search.prediction import Prediction
-from realhf.plan.search.suggest_fix import too_large
+from realhf.plan.search.suggest_fix import out_of_memory_message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -105,7 +105,7 @@ class PlanReport:
         config = self.experiment.config
         mode = config.allocation_mode
         option = next((o.key for o in options_of(type(config)) if o.key.endswith("max_num_seqs")), "no slots")
-        return too_large(self.planner, self.prediction, lambda planner: replan(planner, mode, self.plan),
+        return out_of_memory_message(self.planner, self.prediction, lambda planner: replan(planner, mode, self.plan),
                          "" if mode in PLANNED else option)  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def preflight(name: str, experiment: Experiment, paths: RunDir, resuming: bool =
     if prediction.peak > machine.hardware.usable:
         raise InfeasibleError(report.too_large())
     calls = {mfc: compute for mfc, (compute, _) in prediction.call_seconds.items()}
-    expected = Expected(machine.source, prediction.seconds, calls, prediction.peak, machine.is_measured,
+    expected = ExpectedPerformance(machine.source, prediction.seconds, calls, prediction.peak, machine.is_measured,
                         machine.hardware.peak_flops, machine.hardware.peak_bandwidth)  # fmt: skip
     plan = with_evaluation(report.graph, report.plan)
     return RunSpec(name, config, experiment.task, report.graph, experiment.roles(), plan, paths, report.device,
@@ -198,7 +198,7 @@ def _rows(
 ) -> tuple[EncodedRows, EncodedRows] | None:
     config, roles = experiment.config, experiment.roles()
     broken = {Path(roles[role].spec.path or "") for role, model in models.items() if model is None}
-    if tokenizer_folder(roles) not in broken:
+    if tokenizer_dir(roles) not in broken:
         tokenizer = findings.attempt(lambda: check_tokenizer(roles, models))
         if tokenizer is not None:
             return findings.attempt(lambda: encode_split(config.dataset, experiment.task, tokenizer))
@@ -300,7 +300,7 @@ def _roles_by(models: dict[str, ModelConfig | None], size: Callable[[ModelConfig
 
 def check_tokenizer(roles: dict[str, RoleSpec], models: dict[str, ModelConfig | None]) -> "PreTrainedTokenizerBase":
     """Return the tokenizer, which all roles must share."""
-    folder = tokenizer_folder(roles)
+    folder = tokenizer_dir(roles)
     if not str(folder) or str(folder) == ".":
         raise UserError(f"no tokenizer: set {next(iter(roles))}.tokenizer=FOLDER (models from scratch have none)")
     tokenizer = load_tokenizer(folder)

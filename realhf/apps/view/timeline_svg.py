@@ -19,7 +19,7 @@ def lanes_of(timeline: Timeline, shortest: float = 0.0) -> list[tuple[tuple[int,
 
     Activities of at most ``shortest`` seconds are omitted.
     """
-    start, end = timeline.settled
+    start, end = timeline.steady_state
     by_rank: dict[int, list[int]] = {rank: [] for rank in range(timeline.n_workers)}
     for number, activity in enumerate(timeline.activities):
         if activity.end > start and activity.start < end and activity.end - activity.start > shortest:
@@ -33,11 +33,11 @@ def lanes_of(timeline: Timeline, shortest: float = 0.0) -> list[tuple[tuple[int,
 
 def timeline_svg(timeline: Timeline, names: Sequence[str], title: str, until: float | None = None) -> str:
     """Return a chart of the settled steps. ``until`` is the length of the time axis in seconds, for comparisons."""
-    start, end = timeline.settled
+    start, end = timeline.steady_state
     until = until or end - start or 1.0
     scale = WIDTH / until
     colour = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
-    lanes, critical = lanes_of(timeline, MIN_BAR_WIDTH / scale), set(timeline.critical)
+    lanes, critical = lanes_of(timeline, MIN_BAR_WIDTH / scale), set(timeline.critical_path)
     legend, top = _legend(colour)
     height = top + LANE * len(lanes)
     parts = [

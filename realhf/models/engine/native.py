@@ -31,7 +31,7 @@ from realhf.models.hf_folder import init_random, load_hf, save_hf
 from realhf.models.transformer import Transformer
 from realhf.ops.attention import supports_shared_prefixes
 from realhf.plan.compile.micro_batch import micro_batches
-from realhf.plan.compile.realloc import BoxCopy, copies_of, plan_realloc, shard_of
+from realhf.plan.compile.realloc import BoxCopy, plan_realloc, route_copies, shard_boxes
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class NativeEngine:
 
     def _micro_batches(self, batch: SequenceBatch, at_least: int, together: bool = False) -> list[list[int]]:
         limits = replace(self.micro_batching, n_mbs=max(self.micro_batching.n_mbs, at_least))
-        return micro_batches(batch.ids, batch.lengths("tokens"), limits, together, near=self._shares)
+        return micro_batches(batch.ids, batch.lengths("tokens"), limits, together, prefer_prompts_together=self._shares)
 
     def generate(self, prompts: SequenceBatch, config: GenerationConfig, n: int, seed: int) -> SequenceBatch:
         stops = tuple(dict.fromkeys((*self.stop_ids, *config.stop_token_ids)))
@@ -168,7 +168,8 @@ class NativeEngine:
         source = Layout(DeviceMesh(tuple(replica)), ParallelStrategy(1, strategy.tp, strategy.pp))
         routes = plan_realloc(specs, lambda pp: stage_layers(self.config, pp), source, target)
         moves = [
-            P2PCopy(c, c.src, c.dst, TensorSlice(self.params.data.dtype, box_numel(c.box))) for c in copies_of(routes)
+            P2PCopy(c, c.src, c.dst, TensorSlice(self.params.data.dtype, box_numel(c.box)))
+            for c in route_copies(routes)
         ]
 
         def read(copy: object) -> Tensor:
@@ -209,7 +210,7 @@ def build_engine(
     With ``share_as`` another process can map the weights, which then lie on the host.
     """
     specs = param_specs(config)
-    boxes = shard_of(specs, lambda pp: stage_layers(config, pp), context.layout, context.rank)
+    boxes = shard_boxes(specs, lambda pp: stage_layers(config, pp), context.layout, context.rank)
     mine = [s for s in specs if s.name in boxes]
     dtype = torch.bfloat16 if role.spec.bf16 else torch.float32
     learns = trained and role.spec.optimizer.type is not OptimizerType.none

@@ -16,7 +16,7 @@ from realhf.api.param_box import Box, intersect, relative
 from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.models.engine.native import NativeEngine
 from realhf.models.flat_params import FlatParams
-from realhf.plan.compile.realloc import shard_of
+from realhf.plan.compile.realloc import shard_boxes
 
 Read = Callable[[int], Mapping[str, Tensor]]
 """The tensors that a worker of the saved layout wrote, by its rank."""
@@ -70,7 +70,9 @@ class _WholeModel:
         steps = 0
         for pp in range(saved.strategy.pp):
             for tp in range(saved.strategy.tp):
-                boxes = shard_of(specs, lambda n: stage_layers(engine.config, n), saved, saved.rank(Coord(pp, 0, tp)))
+                boxes = shard_boxes(
+                    specs, lambda n: stage_layers(engine.config, n), saved, saved.rank(Coord(pp, 0, tp))
+                )
                 common = {name: both for name in set(boxes) & set(params.names)
                           if (both := intersect(boxes[name], params.box(name)))}  # fmt: skip
                 if not common:

@@ -38,7 +38,7 @@ from realhf.models.engine.native import NativeEngine
 from realhf.models.flat_params import FlatParams
 from realhf.models.hf_folder import config_json
 from realhf.models.hf_mapping import HfSlot, hf_mapping
-from realhf.plan.compile.realloc import shard_of
+from realhf.plan.compile.realloc import shard_boxes
 
 PROGRAM = Path(__file__).with_name("in_vllm") / "realhf_server.py"
 LENGTH = struct.Struct("<I")
@@ -284,7 +284,7 @@ def _shards(engine: NativeEngine) -> list[FlatParams]:
     specs, layout = param_specs(engine.config), engine.context.layout
     found = []
     for rank in sorted(engine.context.group("tp").ranks):
-        boxes = shard_of(specs, lambda pp: stage_layers(engine.config, pp), layout, rank)
+        boxes = shard_boxes(specs, lambda pp: stage_layers(engine.config, pp), layout, rank)
         mine = [spec for spec in specs if spec.name in boxes]
         found.append(FlatParams(mine, boxes, engine.params.data.dtype, "meta", layout.strategy.dp))
     return found

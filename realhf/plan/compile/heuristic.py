@@ -26,7 +26,7 @@ class Cluster:
     def whole(self) -> DeviceMesh:
         return self.mesh(0, self.n_workers)
 
-    def cut(self, shares: Mapping[str, float]) -> dict[str, DeviceMesh]:
+    def split(self, shares: Mapping[str, float]) -> dict[str, DeviceMesh]:
         """Cut the cluster into meshes of about these shares, whole nodes where there are enough of them."""
         unit = self.node_size if self.n_workers >= len(shares) * self.node_size else 1
         units, total = self.n_workers // unit, sum(shares.values())
@@ -91,7 +91,7 @@ def real(graph: Graph, models: Models, cluster: Cluster, fits: Fits) -> Layouts:
     for group in (training, beside):
         if group and cluster.n_workers >= len(group):
             shares = {m.name: float(_size(models[m.role])) for m in group if m.role}
-            meshes = cluster.cut(shares)
+            meshes = cluster.split(shares)
             found |= {m.name: best_on(meshes[m.name], m, models, cluster, fits) for m in group}
     for m in graph.mfcs:
         if m.name not in found:
@@ -103,7 +103,7 @@ def split(graph: Graph, models: Models, cluster: Cluster, fits: Fits, share: flo
     """Generation on one part of the cluster, everything else on the other."""
     if cluster.n_workers < 2:
         return symmetric(graph, models, cluster, fits)
-    meshes = cluster.cut({"generation": share, "rest": 1.0 - share})
+    meshes = cluster.split({"generation": share, "rest": 1.0 - share})
     return {
         m.name: best_on(meshes["generation" if m.kind is Kind.GENERATE else "rest"], m, models, cluster, fits)
         for m in graph.mfcs

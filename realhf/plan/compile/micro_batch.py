@@ -11,8 +11,8 @@ def micro_batches(
     ids: Sequence[RowId],
     lengths: Sequence[int],
     limits: MicroBatching,
-    together: bool = False,
-    near: bool = False,
+    keep_prompts_together: bool = False,
+    prefer_prompts_together: bool = False,
 ) -> list[list[int]]:
     """Return row indices per micro-batch; ``together`` keeps the rows of one prompt in one of them.
 
@@ -20,14 +20,16 @@ def micro_batches(
     not looked at.
     """
     atoms: list[list[int]] = []
-    if together or near:
+    if keep_prompts_together or prefer_prompts_together:
         groups: dict[int, list[int]] = {}
         for i, row in enumerate(ids):
             groups.setdefault(row.prompt, []).append(i)
         wholes = list(groups.values())
         share = min(limits.max_tokens_per_mb, sum(lengths) // limits.n_mbs)
-        pieces = wholes if together else [piece for rows in wholes for piece in _pieces(rows, lengths, share)]
-        if together or len(pieces) >= min(limits.n_mbs, len(ids)):
+        pieces = (
+            wholes if keep_prompts_together else [piece for rows in wholes for piece in _pieces(rows, lengths, share)]
+        )
+        if keep_prompts_together or len(pieces) >= min(limits.n_mbs, len(ids)):
             atoms = pieces
     if not atoms:
         bins = pack_bins(lengths, limits.max_tokens_per_mb, limits.n_mbs)

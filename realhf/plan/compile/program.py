@@ -1,4 +1,4 @@
-"""From graph and plan to a program: per MFC, the instructions in order. And what every worker derives from it."""
+"""Compiles graph and plan into a program, the instructions of each MFC in order, and what workers derive from it."""
 
 from dataclasses import replace
 
@@ -9,52 +9,57 @@ from realhf.api.layout import Layout
 from realhf.api.program import Compute, Instruction, Load, Offload, Program, Reallocate, Release, Transfer
 
 
-def home(graph: Graph, plan: ExecutionPlan, role: str) -> Layout:
-    """Return the layout in which a role's weights live between calls: its trainer's, or its first call's."""
-    keeper = graph.trainer(role) or next(m for m in graph.mfcs if m.role == role)
-    return plan[keeper.name].layout
+def home_mfc(graph: Graph, role: str) -> MFC:
+    """Return the MFC in whose layout a role's weights are stored between calls: its trainer, else its first MFC."""
+    return graph.trainer(role) or next(m for m in graph.mfcs if m.role == role)
+
+
+def home_layout(graph: Graph, plan: ExecutionPlan, role: str) -> Layout:
+    """Return the layout in which a role's weights are stored between calls."""
+    return plan[home_mfc(graph, role).name].layout
 
 
 def with_evaluation(graph: Graph, plan: ExecutionPlan) -> ExecutionPlan:
-    """Return the plan with a placement for every call on held-out rows: its role's home, or the first call's."""
+    """Return the plan with placements for the evaluation MFCs: that of the role's home, or of an MFC without a role."""
 
-    def like(role: str | None) -> Placement:
-        first = next((m for m in graph.mfcs if m.role == role), graph.mfcs[0])
-        return plan[(graph.trainer(role) or first).name if role else first.name]
+    def placement(mfc: MFC) -> Placement:
+        if mfc.role:
+            return plan[home_mfc(graph, mfc.role).name]
+        return plan[next((m for m in graph.mfcs if m.role is None), graph.mfcs[0]).name]
 
-    return replace(plan, placements={**plan.placements, **{m.name: like(m.role) for m in graph.evaluation}})
+    return replace(plan, placements={**plan.placements, **{m.name: placement(m) for m in graph.evaluation}})
 
 
 def compile_program(graph: Graph, plan: ExecutionPlan) -> Program:
-    """Return the instructions of every MFC that has a placement, which those on held-out rows may lack.
+    """Return the instructions of every MFC; evaluation MFCs are included if they have a placement.
 
-    Weights are borrowed wherever a call is laid out unlike its role's home.
+    A call whose layout is not the home layout of its role gets a temporary copy of the weights.
     """
     placed = (*graph.mfcs, *(m for m in graph.evaluation if m.name in plan.placements))
     return {m.name: _instructions(m, graph, plan) for m in placed}
 
 
 def _instructions(mfc: MFC, graph: Graph, plan: ExecutionPlan) -> tuple[Instruction, ...]:
-    """Rows come first: who holds them gives them away before it turns to work of its own."""
+    """Return the instructions of an MFC; rows come first, so that their holders send them before other work."""
     layout = plan[mfc.name].layout
     rows = Transfer(mfc.inputs, layout)
     work: list[Instruction] = [Compute(mfc.name, mfc.role, layout)]
     if mfc.role is None:
         return (rows, *work)
-    source = home(graph, plan, mfc.role)
+    source = home_layout(graph, plan, mfc.role)
     if source != layout:
         work = [Reallocate(mfc.role, source, mfc.role, layout), *work, Release(mfc.role, layout)]
     for sync in graph.syncs:
         if sync.after == mfc.name:
-            ends = (home(graph, plan, sync.source), home(graph, plan, sync.target))
-            work.append(Reallocate(sync.source, ends[0], sync.target, ends[1], sync.eta))
+            src, dst = (home_layout(graph, plan, role) for role in (sync.source, sync.target))
+            work.append(Reallocate(sync.source, src, sync.target, dst, sync.eta))
     if mfc.role in graph.offloaded:
         work = [Load(mfc.role, source), *work, Offload(mfc.role, source)]
     return (rows, *work)
 
 
-def engines_of(program: Program, rank: int) -> tuple[tuple[str, Layout], ...]:
-    """Return the (role, layout) pairs that a worker must hold an engine for: where it computes or lends weights."""
+def rank_engines(program: Program, rank: int) -> tuple[tuple[str, Layout], ...]:
+    """Return the (role, layout) pairs for which a worker needs an engine: to compute, or to send or receive weights."""
     pairs: dict[tuple[str, Layout], None] = {}
     for instructions in program.values():
         for step in instructions:
@@ -66,14 +71,17 @@ def engines_of(program: Program, rank: int) -> tuple[tuple[str, Layout], ...]:
     return tuple((role, layout) for role, layout in pairs if rank in layout.mesh.ranks)
 
 
-def served_of(graph: Graph, plan: ExecutionPlan) -> frozenset[tuple[str, Layout]]:
-    """Return the (role, layout) pairs from which a server generates: it maps their weights."""
-    calls = [m for m in graph.mfcs if m.role is not None and plan[m.name].backend is not Backend.native]
-    return frozenset((m.role, plan[m.name].layout) for m in calls if m.role is not None)
+def served_engines(graph: Graph, plan: ExecutionPlan) -> frozenset[tuple[str, Layout]]:
+    """Return the (role, layout) pairs whose weights are mapped by an inference server."""
+    return frozenset(
+        (m.role, plan[m.name].layout)
+        for m in graph.mfcs
+        if m.role is not None and plan[m.name].backend is not Backend.native
+    )
 
 
-def groups_of(program: Program) -> tuple[tuple[int, ...], ...]:
-    """Return the process groups that the program needs, in the one order in which every worker creates them."""
+def process_groups(program: Program) -> tuple[tuple[int, ...], ...]:
+    """Return the process groups of the program, in the order in which every worker creates them."""
     groups: dict[tuple[int, ...], None] = {}
     for instructions in program.values():
         for step in instructions:
@@ -87,8 +95,8 @@ def groups_of(program: Program) -> tuple[tuple[int, ...], ...]:
     return tuple(groups)
 
 
-def meshes_of(instructions: tuple[Instruction, ...]) -> frozenset[int]:
-    """Return the workers that take part in an MFC by its layouts (holders of its rows come on top)."""
+def layout_ranks(instructions: tuple[Instruction, ...]) -> frozenset[int]:
+    """Return the workers in the layouts of an MFC's instructions, without the holders of its rows."""
     ranks: set[int] = set()
     for step in instructions:
         match step:

@@ -11,19 +11,19 @@ from realhf.api.param_box import Box, ParamSpec, box_numel, intersect, shard_box
 Stages = Callable[[int], Sequence[range]]
 """From a number of pipeline stages to the layers of each."""
 
-Part = tuple[str, Box]
+ParamBox = tuple[str, Box]
 """A box, in global coordinates, of a named parameter."""
 
-Seats = tuple[tuple[int, int], ...]
+ShardCoords = tuple[tuple[int, int], ...]
 """(stage, tensor rank) of all that hold the same box; every data-parallel rank has one."""
 
-Cut = tuple[tuple[int, ...], int | None, int]
+TPSplit = tuple[tuple[int, ...], int | None, int]
 """(shape, tp_dim, tp_units): what decides how a parameter is cut."""
 
-Kinds = tuple[tuple[tuple[int, int | None], tuple[tuple[Cut, int], ...]], ...]
+ParamKinds = tuple[tuple[tuple[int, int | None], tuple[tuple[TPSplit, int], ...]], ...]
 """For each pair (layer, shared_layer) how many parameters are cut how."""
 
-Sizes = dict[tuple[Seats, Seats], tuple[int, int]]
+TransferSizes = dict[tuple[ShardCoords, ShardCoords], tuple[int, int]]
 """(elements, parts) by who holds and who needs them."""
 
 
@@ -43,7 +43,7 @@ class Route:
 
     src: int
     dsts: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[ParamBox, ...]
 
     @cached_property
     def numel(self) -> int:
@@ -54,12 +54,12 @@ class Route:
         return (BoxCopy(name, box, self.src, dst) for name, box in self.parts for dst in self.dsts)
 
 
-def copies_of(routes: Sequence[Route]) -> Iterator[BoxCopy]:
+def route_copies(routes: Sequence[Route]) -> Iterator[BoxCopy]:
     """Return every copy of every route, those of the same part one after the other."""
     return (copy for route in routes for copy in route.copies())
 
 
-def shard_of(specs: Sequence[ParamSpec], stages: Stages, layout: Layout, rank: int) -> dict[str, Box]:
+def shard_boxes(specs: Sequence[ParamSpec], stages: Stages, layout: Layout, rank: int) -> dict[str, Box]:
     """Return the boxes that a worker holds in a layout."""
     at, strategy = layout.coord(rank), layout.strategy
     layers = stages(strategy.pp)[at.pp]
@@ -78,36 +78,36 @@ def plan_realloc(
     """
     routes: list[Route] = []
     for (holding, needing), parts in _parts(specs, stages, src, dst).items():
-        routes += _routes(tuple(parts), seated(src, holding), seated(dst, needing), node_size)
+        routes += _routes(tuple(parts), coord_ranks(src, holding), coord_ranks(dst, needing), node_size)
     return tuple(routes)
 
 
-def seated(layout: Layout, seats: Seats) -> list[int]:
+def coord_ranks(layout: Layout, seats: ShardCoords) -> list[int]:
     """Return the workers in these seats of all replicas; a search asks for hundreds of thousands of them."""
     ranks, (dp, tp) = layout.mesh.ranks, (layout.strategy.dp, layout.strategy.tp)
     return [ranks[(p * dp + d) * tp + t] for d in range(dp) for p, t in seats]
 
 
-def kinds_of(specs: Sequence[ParamSpec]) -> Kinds:
+def count_param_kinds(specs: Sequence[ParamSpec]) -> ParamKinds:
     """Count the parameters that are cut alike, by their layers."""
-    found: dict[tuple[int, int | None], Counter[Cut]] = {}
+    found: dict[tuple[int, int | None], Counter[TPSplit]] = {}
     for spec in specs:
         found.setdefault((spec.layer, spec.shared_layer), Counter())[spec.shape, spec.tp_dim, spec.tp_units] += 1
     return tuple((layers, tuple(counts.items())) for layers, counts in found.items())
 
 
-def sizes(kinds: Kinds, stages: Stages, src: ParallelStrategy, dst: ParallelStrategy) -> Sizes:
+def transfer_sizes(kinds: ParamKinds, stages: Stages, src: ParallelStrategy, dst: ParallelStrategy) -> TransferSizes:
     """Return (elements, parts) by who holds and who needs them: what ``plan_realloc`` moves, without naming it.
 
     Layers that are alike and lie in the same stages are counted once.
     """
     both = stages(src.pp), stages(dst.pp)
-    alike: Counter[tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[Cut, int], ...]]] = Counter()
+    alike: Counter[tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[TPSplit, int], ...]]] = Counter()
     for layers, cuts in kinds:
         held_by, needed_by = (tuple(p for p, own in enumerate(some) if any(at in own for at in layers))
                               for some in both)  # fmt: skip
         alike[held_by, needed_by, cuts] += 1
-    found: Sizes = {}
+    found: TransferSizes = {}
     for (held_by, needed_by, cuts), n_layers in alike.items():
         for cut, n in cuts:
             for holding, needing, box in _common(*cut, src.tp, dst.tp):
@@ -122,10 +122,10 @@ def sizes(kinds: Kinds, stages: Stages, src: ParallelStrategy, dst: ParallelStra
 
 def _parts(
     specs: Sequence[ParamSpec], stages: Stages, src: Layout, dst: Layout
-) -> dict[tuple[Seats, Seats], list[Part]]:
+) -> dict[tuple[ShardCoords, ShardCoords], list[ParamBox]]:
     """Sort what must move by who holds and who needs it."""
     src_layers, dst_layers = stages(src.strategy.pp), stages(dst.strategy.pp)
-    found: dict[tuple[Seats, Seats], list[Part]] = {}
+    found: dict[tuple[ShardCoords, ShardCoords], list[ParamBox]] = {}
     for spec in specs:
         held_by = [p for p, layers in enumerate(src_layers) if spec.is_in(layers)]
         needed_by = [p for p, layers in enumerate(dst_layers) if spec.is_in(layers)]
@@ -155,11 +155,11 @@ def _common(
     )
 
 
-def _routes(parts: tuple[Part, ...], holders: list[int], needers: list[int], node_size: int) -> list[Route]:
+def _routes(parts: tuple[ParamBox, ...], holders: list[int], needers: list[int], node_size: int) -> list[Route]:
     """Choose the senders of parts that all ``holders`` hold and all ``needers`` need."""
-    cuts: dict[int, list[tuple[Part, ...]]] = {}
+    cuts: dict[int, list[tuple[ParamBox, ...]]] = {}
     routes = []
-    kept, given = deliveries(holders, needers, node_size)
+    kept, given = assign_senders(holders, needers, node_size)
     routes += [Route(rank, (rank,), parts) for rank in kept]
     for senders, receivers in given:
         n = len(senders)
@@ -171,7 +171,7 @@ def _routes(parts: tuple[Part, ...], holders: list[int], needers: list[int], nod
 Deliveries = tuple[list[int], list[tuple[Sequence[int], list[int]]]]
 
 
-def deliveries(holders: Sequence[int], needers: Sequence[int], node_size: int) -> Deliveries:
+def assign_senders(holders: Sequence[int], needers: Sequence[int], node_size: int) -> Deliveries:
     """Return who has what it needs, and (senders, receivers) for the others.
 
     Each sender has an equal share of what all the receivers, of one node, lack.
@@ -198,10 +198,10 @@ def _share(holders: Sequence[int], index: int, n_shares: int) -> Sequence[int]:
     return holders[start : max(start + 1, (index + 1) * len(holders) // n_shares)]
 
 
-def _chunks(parts: tuple[Part, ...], n: int) -> list[tuple[Part, ...]]:
+def _chunks(parts: tuple[ParamBox, ...], n: int) -> list[tuple[ParamBox, ...]]:
     """Cut parts into at most ``n`` runs of equal size, but for a row of a matrix on either side of a cut."""
     total = sum(box_numel(box) for _, box in parts)
-    chunks: list[list[Part]] = [[]]
+    chunks: list[list[ParamBox]] = [[]]
     done = 0
     for name, box in parts:
         rest, wide = box, box_numel(box[1:])

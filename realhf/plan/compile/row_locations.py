@@ -21,12 +21,14 @@ class RowHolders:
 
     ranks: tuple[int, ...]
 
-    def with_replica(self, replica: tuple[int, ...], meant: frozenset[int]) -> "tuple[tuple[int, ...], RowHolders]":
+    def with_replica(
+        self, replica: tuple[int, ...], replica_set: frozenset[int]
+    ) -> "tuple[tuple[int, ...], RowHolders]":
         """Return who of ``replica`` has the rows already, the sender first (the producer alone, where none has).
 
         Also return who has them when all of ``replica`` does. ``meant`` are the same workers as a set.
         """
-        if meant.isdisjoint(self.ranks):  # nearly always; without a set of the many that are not meant
+        if replica_set.isdisjoint(self.ranks):  # nearly always; without a set of the many that are not meant
             return self.ranks[:1], RowHolders(self.ranks + replica)
         before = set(self.ranks)
         have = tuple(rank for rank in replica if rank in before)
@@ -85,7 +87,7 @@ def _common(first: tuple[RowId, ...], *others: tuple[RowId, ...]) -> tuple[RowId
     return first if all(ids == first for ids in others) else tuple(sorted(set(first).intersection(*others)))
 
 
-def lengths_of(rows: Sequence[PromptRows], kept: Sequence[tuple[RowId, ...]], is_shared: bool) -> tuple[int, ...]:
+def row_lengths(rows: Sequence[PromptRows], kept: Sequence[tuple[RowId, ...]], is_shared: bool) -> tuple[int, ...]:
     """Return the length of every row that was kept, of a key; what is shared has one for all rows of its prompt."""
     if is_shared:
         return tuple([n for of, ids in zip(rows, kept, strict=True) for n in of.lengths * len(ids)])

@@ -1,9 +1,9 @@
-"""What the master does next, as a pure machine: events in, actions out. No IO, no clock, no torch.
+"""The scheduler of the master as a pure state machine: events in, actions out. No IO, no clock, no torch.
 
-The list of events determines everything: the same events give the same actions, in a run and in a simulation.
-A call starts when its rows have their inputs, the MFC is not running already, and its weights are fresh enough.
-Where a call picks prompts (``Graph.picker``), a step is drawn on until enough are kept or the resamples are used up; then
-the calls that read what it keeps begin, with the first so many of them.
+The same sequence of events gives the same actions, in a run and in a simulation. A call starts when all its input rows
+exist, no other call of its MFC is running, and the weights of its role are recent enough. With a filter MFC
+(``Graph.filter_mfc``), a step samples more prompts until enough are kept or the resamples are used up; the MFCs after
+the filter then run on the first of the kept prompts.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from realhf.plan.compile.row_locations import (
     ColumnIndex,
     PromptRows,
     RowHolders,
-    lengths_of,
     record_transfer,
     row_bytes,
+    row_lengths,
     rows_with_all_inputs,
     sorted_rows,
 )
@@ -30,7 +30,7 @@ from realhf.plan.compile.row_locations import (
 
 @dataclass(frozen=True)
 class PromptRange:
-    """Prompts of one step: positions ``start <= p < stop`` of the data stream."""
+    """Prompts of one step: positions ``start <= p < stop`` in the data stream."""
 
     step: int
     start: int
@@ -39,7 +39,7 @@ class PromptRange:
 
 @dataclass(frozen=True)
 class RowsReady:
-    """Rows came to be: by a fetch (``mfc`` is None) or a call. ``outputs[rank]`` is what each worker now holds."""
+    """A fetch (``mfc`` is None) or a call has finished; ``outputs[rank]`` describes the rows now stored on a worker."""
 
     mfc: str | None
     span: PromptRange
@@ -60,7 +60,7 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class FinishStep:
-    """Every MFC has seen every row of the step: report it, then drop its rows."""
+    """All calls of the step are done: report the step, then free its rows."""
 
     span: PromptRange
 
@@ -70,9 +70,9 @@ Action = FetchRows | Dispatch | FinishStep
 
 @dataclass(frozen=True)
 class TrainSchedule:
-    """Prompts per step, prompts in all (the last step may be smaller), steps in all; it begins with ``first_step``.
+    """Prompts per step, total prompts (the last step may be smaller), and total steps; starts at ``first_step``.
 
-    A step may draw prompts ``resamples`` times more, each time a batch at the most: their numbers are left free.
+    A step may sample up to ``resamples`` additional batches of prompts; position numbers are reserved for them.
     """
 
     batch_size: int
@@ -83,78 +83,85 @@ class TrainSchedule:
 
     @property
     def stride(self) -> int:
-        """From the number of a step's first prompt to that of the next step's."""
+        """Difference of the first positions of consecutive steps."""
         return self.batch_size * (1 + self.resamples)
 
     def span(self, step: int) -> PromptRange:
-        """Return a step's own prompts, those that it begins with."""
+        """Return the prompts of a step, without resampled ones."""
         start = step * self.stride
         return PromptRange(step, start, start + min(self.batch_size, self.n_prompts - step * self.batch_size))
 
 
-def train_schedule_of(
+def make_train_schedule(
     batch_size: int, n_rows: int, epochs: int, max_steps: int | None, resamples: int = 0
 ) -> TrainSchedule:
-    """Return how long a run is: ``epochs`` passes over ``n_rows``, or ``max_steps`` where that is fewer steps."""
+    """Return the schedule of ``epochs`` passes over ``n_rows`` rows, limited to ``max_steps`` steps."""
     total = n_rows * epochs
     steps = -(-total // batch_size)
     return TrainSchedule(batch_size, total, steps if max_steps is None else min(steps, max_steps), resamples=resamples)
 
 
-def next_resample(n_drawn: int, n_kept: int, n_wanted: int, most: int) -> int:
-    """Return how many prompts to draw so that, kept at the rate so far, what is missing is there; ``most`` at most."""
+def next_resample(n_sampled: int, n_kept: int, n_wanted: int, limit: int) -> int:
+    """Return how many prompts (at most ``limit``) to sample next, given the fraction that was kept so far."""
     missing = n_wanted - n_kept
-    return min(most, -(-missing * n_drawn // n_kept)) if n_kept else most
+    return min(limit, -(-missing * n_sampled // n_kept)) if n_kept else limit
 
 
 class MasterState:
-    """The scheduler of one run. ``handle`` is its only mutator."""
+    """The scheduler of one run. Only ``start`` and ``handle`` change it.
+
+    With ``strict_step_order``, a step is trained only after the previous step has finished, so that the state after a
+    step can be saved.
+    """
 
     def __init__(
         self,
         graph: Graph,
         plan: ExecutionPlan,
-        length: TrainSchedule,
+        schedule: TrainSchedule,
         max_staleness: int = 0,
-        in_line: bool = False,
+        strict_step_order: bool = False,
     ) -> None:
-        self.graph, self.plan, self.length, self.max_staleness = graph, plan, length, max_staleness
-        self.in_line = in_line  # nothing is trained on a step before the last one is finished: it may be saved then
-        self.versions: dict[str, int] = dict.fromkeys(graph.roles, length.first_step)
+        self.graph, self.plan, self.schedule, self.max_staleness = graph, plan, schedule, max_staleness
+        self.strict_step_order = strict_step_order
+        self.versions: dict[str, int] = dict.fromkeys(graph.roles, schedule.first_step)
         self.states: dict[str, State] = {m.role or m.name: {} for m in graph.mfcs}
-        self.finished_steps = length.first_step
-        self._tables: dict[str, ColumnIndex] = {k: ColumnIndex() for m in graph.mfcs for k in (*m.inputs, *m.outputs)}
-        first = length.first_step, length.first_step * length.stride
-        self._next = {m.name: first for m in graph.mfcs}  # step and number of the first prompt not yet issued
-        self._done: dict[str, int] = {m.name: first[1] for m in graph.mfcs}
-        self._drawn: dict[int, list[PromptRange]] = {}  # what a step drew beyond its own prompts
-        self._picked: dict[int, frozenset[int]] = {}  # prompts that are trained on, of steps that draw no more
+        self.finished_steps = schedule.first_step
+        self._columns: dict[str, ColumnIndex] = {k: ColumnIndex() for m in graph.mfcs for k in (*m.inputs, *m.outputs)}
+        self._updaters = {role: mfc.name for role in graph.roles if (mfc := graph.updater(role))}
+        first = self._start_of(schedule.first_step)
+        self._next = dict.fromkeys((m.name for m in graph.mfcs), first)  # step and position of the next call
+        self._done = dict.fromkeys(self._next, first[1])
+        self._resampled: dict[int, list[PromptRange]] = {}  # additional prompts by step
+        self._kept_prompts: dict[int, frozenset[int]] = {}  # prompts to train on, of steps with complete sampling
         self._running: set[str] = set()
-        self._fetched = self._fetching = length.first_step
-        self._stale: list[PromptRange] = []  # finished steps whose rows are still on record
+        self._fetched = self._fetching = schedule.first_step
+        self._stale: list[PromptRange] = []  # finished steps whose rows are still in the index
 
     @property
     def is_over(self) -> bool:
-        return self.finished_steps >= self.length.n_steps
+        return self.finished_steps >= self.schedule.n_steps
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Every key of the graph."""
-        return tuple(self._tables)
+        """All keys of the graph."""
+        return tuple(self._columns)
 
     def start(self) -> list[Action]:
         return self._fetch_ahead()
 
     def handle(self, event: RowsReady) -> list[Action]:
-        """Take one event in and return what to do now, in order."""
+        """Process an event and return the resulting actions in order."""
         self._forget_finished()
         self._store(event)
         actions: list[Action] = []
         if event.mfc is not None:
             self._complete(self.graph[event.mfc], event)
-            picker = self.graph.filter_mfc
-            actions += self._resample(picker, event.span.step) if picker and picker.name == event.mfc else []
-        elif event.span == self.length.span(event.span.step):
+            filter_mfc = self.graph.filter_mfc
+            actions += (
+                self._resample(filter_mfc, event.span.step) if filter_mfc and filter_mfc.name == event.mfc else []
+            )
+        elif event.span == self.schedule.span(event.span.step):
             self._fetched += 1
         actions += [*self._finish_steps(), *self._fetch_ahead()]
         for mfc in self.graph.topological:
@@ -163,21 +170,21 @@ class MasterState:
         return actions
 
     def _store(self, event: RowsReady) -> None:
-        made = self.graph.dataset_keys if event.mfc is None else self.graph[event.mfc].outputs
-        through = dict.fromkeys(range(event.span.start, event.span.stop), NO_ROWS)
-        for key in made:
-            self._tables[key].prompts |= through
+        keys = self.graph.dataset_keys if event.mfc is None else self.graph[event.mfc].outputs
+        no_rows = dict.fromkeys(range(event.span.start, event.span.stop), NO_ROWS)
+        for key in keys:
+            self._columns[key].prompts |= no_rows
         for rank, meta in event.outputs.items():
             producer, meta = RowHolders((rank,)), sorted_rows(meta)
-            known = [(self._tables[key], column) for key, column in meta.columns.items() if key in self._tables]
-            for table, column in known:
-                table.dtype = column.dtype
+            known = [(self._columns[key], column) for key, column in meta.columns.items() if key in self._columns]
+            for index, column in known:
+                index.dtype = column.dtype
             firsts = [i for i, row in enumerate(meta.ids) if not i or row.prompt != meta.ids[i - 1].prompt]
             for start, stop in pairwise((*firsts, len(meta.ids))):
                 prompt, ids = meta.ids[start].prompt, meta.ids[start:stop]
-                for table, column in known:
-                    assert not table.prompts[prompt].ids, f"two workers made rows of prompt {prompt}"
-                    table.prompts[prompt] = PromptRows(ids, column.lengths[start:stop], producer)
+                for index, column in known:
+                    assert not index.prompts[prompt].ids, f"two workers produced rows of prompt {prompt}"
+                    index.prompts[prompt] = PromptRows(ids, column.lengths[start:stop], producer)
 
     def _complete(self, mfc: MFC, event: RowsReady) -> None:
         self._running.discard(mfc.name)
@@ -185,53 +192,50 @@ class MasterState:
         if event.state is not None:
             self.states[mfc.role or mfc.name] = event.state
         if event.span.stop == self._span(event.span.step).stop:
-            for role in self.graph.roles:
-                if self.graph.updater(role) is mfc:
+            for role, updater in self._updaters.items():
+                if updater == mfc.name:
                     self.versions[role] = event.span.step + 1
 
     def _span(self, step: int) -> PromptRange:
-        """Return a step's prompts as far as they are drawn."""
-        own, further = self.length.span(step), self._drawn.get(step, [])
-        return replace(own, stop=further[-1].stop) if further else own
+        """Return the prompts of a step, including those resampled so far."""
+        own, resampled = self.schedule.span(step), self._resampled.get(step, [])
+        return replace(own, stop=resampled[-1].stop) if resampled else own
 
-    def _resample(self, picker: MFC, step: int) -> list[Action]:
-        """When all of a step's prompts were looked at, draw more of them, or settle which ones are trained on."""
-        span, further = self._span(step), self._drawn.setdefault(step, [])
-        if self._done[picker.name] < span.stop:
+    def _resample(self, filter_mfc: MFC, step: int) -> list[Action]:
+        """Once all prompts of a step are filtered, sample more of them or fix the prompts to train on."""
+        span, resampled = self._span(step), self._resampled.setdefault(step, [])
+        if self._done[filter_mfc.name] < span.stop:
             return []
-        own = self.length.span(step)
-        wanted, kept = own.stop - own.start, self._kept(picker, span)
-        if len(kept) < wanted and len(further) < self.length.resamples:
-            n = next_resample(span.stop - span.start, len(kept), wanted, self.length.batch_size)
-            further.append(PromptRange(step, span.stop, span.stop + n))
-            return [FetchRows(further[-1])]
-        self._picked[step] = frozenset(kept[:wanted])
-        for name, at in self._next.items():
-            if at == (step, span.stop):
-                self._next[name] = self._begin(step + 1)
+        own = self.schedule.span(step)
+        index = self._columns[filter_mfc.outputs[0]]
+        wanted, kept = own.stop - own.start, [p for p in range(span.start, span.stop) if index.prompts[p].ids]
+        if len(kept) < wanted and len(resampled) < self.schedule.resamples:
+            n = next_resample(span.stop - span.start, len(kept), wanted, self.schedule.batch_size)
+            resampled.append(PromptRange(step, span.stop, span.stop + n))
+            return [FetchRows(resampled[-1])]
+        self._kept_prompts[step] = frozenset(kept[:wanted])
+        for name, position in self._next.items():
+            if position == (step, span.stop):
+                self._next[name] = self._start_of(step + 1)
         return []
 
-    def _kept(self, picker: MFC, span: PromptRange) -> list[int]:
-        """Return the prompts of which the picker kept rows."""
-        table = self._tables[picker.outputs[0]]
-        return [prompt for prompt in range(span.start, span.stop) if table.prompts[prompt].ids]
+    def _start_of(self, step: int) -> tuple[int, int]:
+        return step, step * self.schedule.stride
 
-    def _begin(self, step: int) -> tuple[int, int]:
-        return step, step * self.length.stride
-
-    def _is_drawn(self, step: int) -> bool:
-        return self.graph.filter_mfc is None or step in self._picked
+    def _is_sampled(self, step: int) -> bool:
+        """Return True if no more prompts will be sampled for a step."""
+        return self.graph.filter_mfc is None or step in self._kept_prompts
 
     def _finish_steps(self) -> list[Action]:
         actions: list[Action] = []
         while not self.is_over:
             span = self._span(self.finished_steps)
-            if self._fetched <= span.step or not self._is_drawn(span.step):
+            if self._fetched <= span.step or not self._is_sampled(span.step):
                 break
             if any(done < span.stop for done in self._done.values()):
                 break
-            self._drawn.pop(span.step, None)
-            self._picked.pop(span.step, None)
+            self._resampled.pop(span.step, None)
+            self._kept_prompts.pop(span.step, None)
             self._stale.append(span)
             self.finished_steps += 1
             actions.append(FinishStep(span))
@@ -239,65 +243,62 @@ class MasterState:
 
     def _forget_finished(self) -> None:
         for span in self._stale:
-            for table in self._tables.values():
+            for index in self._columns.values():
                 for prompt in range(span.start, span.stop):
-                    table.prompts.pop(prompt, None)
+                    index.prompts.pop(prompt, None)
         self._stale = []
 
     def _fetch_ahead(self) -> list[Action]:
-        """Keep one step of data in hand beyond the one that is being worked on."""
+        """Prefetch the data of one step more than the steps in progress need."""
         actions: list[Action] = []
-        wanted = min(self.finished_steps + 2 + self.max_staleness, self.length.n_steps)
+        wanted = min(self.finished_steps + 2 + self.max_staleness, self.schedule.n_steps)
         while self._fetching < wanted:
-            actions.append(FetchRows(self.length.span(self._fetching)))
+            actions.append(FetchRows(self.schedule.span(self._fetching)))
             self._fetching += 1
         return actions
 
     def _try_issue(self, mfc: MFC) -> Dispatch | None:
+        """Return the next call of an MFC if it can start now."""
         step, position = self._next[mfc.name]
-        if mfc.name in self._running or step >= min(self.length.n_steps, self._fetched):
+        if mfc.name in self._running or step >= min(self.schedule.n_steps, self._fetched):
             return None
+        if self.strict_step_order and mfc.is_train and step > self.finished_steps:
+            return None
+        if mfc.role in self._updaters:
+            if self.versions[mfc.role] < step - mfc.allowed_staleness(self.max_staleness):
+                return None
         span = self._span(step)
-        if position == span.stop or (mfc.name in self.graph.after_filter and not self._is_drawn(step)):
+        if position == span.stop or (mfc.name in self.graph.after_filter and not self._is_sampled(step)):
             return None
-        stop = self._cut(mfc, span, position)
-        if self.in_line and mfc.is_train and step > self.finished_steps:
-            return None
-        changes = mfc.role is not None and self.graph.updater(mfc.role) is not None
-        if changes and self.versions[mfc.role or ""] < step - mfc.allowed_staleness(self.max_staleness):
-            return None
-        prompts = set(range(position, stop))
-        if not all(prompts <= self._tables[key].prompts.keys() for key in mfc.inputs):
+        prompts = self._prompts(mfc, step, range(position, span.stop))
+        stop = span.stop if len(prompts) <= mfc.batch_size else prompts[mfc.batch_size]
+        wanted = set(range(position, stop))
+        if not all(wanted <= self._columns[key].prompts.keys() for key in mfc.inputs):
             return None
         self._running.add(mfc.name)
-        self._next[mfc.name] = (step, stop) if stop < span.stop or not self._is_drawn(step) else self._begin(step + 1)
+        is_last = stop == span.stop and self._is_sampled(step)
+        self._next[mfc.name] = self._start_of(step + 1) if is_last else (step, stop)
         part = PromptRange(step, position, stop)
         return Dispatch(part, self._call(mfc, part))
 
-    def _cut(self, mfc: MFC, span: PromptRange, position: int) -> int:
-        """Return where a call stops that begins with a step's prompt ``position`` and has room for ``batch_size``."""
-        prompts = self._prompts(mfc, replace(span, start=position))
-        return span.stop if len(prompts) <= mfc.batch_size else prompts[mfc.batch_size]
-
-    def _prompts(self, mfc: MFC, span: PromptRange) -> Sequence[int]:
-        """Return the prompts of a span that a call is about."""
-        every = range(span.start, span.stop)
+    def _prompts(self, mfc: MFC, step: int, positions: range) -> Sequence[int]:
+        """Return the prompts among ``positions`` that a call of the MFC processes."""
         if mfc.name not in self.graph.after_filter:
-            return every
-        return [prompt for prompt in every if prompt in self._picked[span.step]]
+            return positions
+        return [prompt for prompt in positions if prompt in self._kept_prompts[step]]
 
     def _call(self, mfc: MFC, span: PromptRange) -> PrepareCall:
-        prompts = self._prompts(mfc, span)
-        found = {key: [*map(self._tables[key].prompts.__getitem__, prompts)] for key in mfc.inputs}
-        first = {key: next((rows.ids[0] for rows in of_prompts if rows.ids), None) for key, of_prompts in found.items()}
-        shared = tuple(key for key, row in first.items() if row and row.sample == PROMPT)  # a key's rows are all alike
+        prompts = self._prompts(mfc, span.step, range(span.start, span.stop))
+        inputs = {key: [*map(self._columns[key].prompts.__getitem__, prompts)] for key in mfc.inputs}
+        first = {key: next((rows.ids[0] for rows in of_key if rows.ids), None) for key, of_key in inputs.items()}
+        shared = tuple(key for key, row in first.items() if row and row.sample == PROMPT)  # all rows of a key agree
         kept = rows_with_all_inputs(
-            prompts, [*found.values()], [rows for key, rows in found.items() if key not in shared]
+            prompts, [*inputs.values()], [rows for key, rows in inputs.items() if key not in shared]
         )
         ids = tuple(chain.from_iterable(kept))
         columns = {
-            key: ColumnMeta(self._tables[key].dtype or "uint8", lengths_of(rows, kept, key in shared))
-            for key, rows in found.items()
+            key: ColumnMeta(self._columns[key].dtype or "uint8", row_lengths(rows, kept, key in shared))
+            for key, rows in inputs.items()
         }
         weights = row_bytes(columns.values()) if columns else [1] * len(ids)
         layout = self.plan[mfc.name].layout
@@ -308,7 +309,7 @@ class MasterState:
             step=span.step,
             version=self.versions.get(mfc.role or "", 0),
             inputs=BatchMeta(ids, columns),
-            holders=record_transfer(found, kept, assignment, layout),
+            holders=record_transfer(inputs, kept, assignment, layout),
             shared=shared,
             assignment=assignment,
             minibatches=minibatches,
@@ -316,13 +317,13 @@ class MasterState:
         )
 
     def holders_of(self, prompts: range, keys: tuple[str, ...]) -> dict[int, list[RowId]]:
-        """Return the workers that hold any of ``keys`` for these prompts, with the rows they hold.
+        """Return, by worker, the rows of ``prompts`` that it holds for any of ``keys``.
 
-        A finished step's rows are on record until the next event.
+        Rows of a finished step remain in the index until the next event.
         """
-        found: dict[int, set[RowId]] = {}
+        held: dict[int, set[RowId]] = {}
         for key in keys:
-            for rows in filter(None, map(self._tables[key].prompts.get, prompts)):
+            for rows in filter(None, map(self._columns[key].prompts.get, prompts)):
                 if rows.ids:
-                    found.setdefault(rows.holders.ranks[0], set()).update(rows.ids)
-        return {rank: sorted(rows) for rank, rows in found.items()}
+                    held.setdefault(rows.holders.ranks[0], set()).update(rows.ids)
+        return {rank: sorted(rows) for rank, rows in held.items()}

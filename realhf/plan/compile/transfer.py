@@ -20,12 +20,12 @@ class RowCopy:
     length: int
 
 
-def stored_as(row: RowId, key: str, shared: tuple[str, ...]) -> RowId:
+def stored_row_id(row: RowId, key: str, shared: tuple[str, ...]) -> RowId:
     """Return the id under which a row's value is held: the prompt's own for what all its samples share."""
     return RowId(row.prompt, PROMPT) if key in shared else row
 
 
-def moved_rows(
+def row_transfers(
     call: PrepareCall, keys: tuple[str, ...], layout: Layout
 ) -> Iterator[tuple[str, RowId, int, tuple[int, ...], str, int]]:
     """Yield (key, row, sender, receivers, type, length) of what brings every data-parallel replica its rows.
@@ -39,7 +39,7 @@ def moved_rows(
             column, holders = call.inputs.columns[key], call.holders.of(key)
             sent: set[RowId] = set()
             for i in rows:
-                row = stored_as(call.inputs.ids[i], key, call.shared)
+                row = stored_row_id(call.inputs.ids[i], key, call.shared)
                 if row in sent:
                     continue
                 sent.add(row)
@@ -54,6 +54,6 @@ def plan_transfer(call: PrepareCall, keys: tuple[str, ...], layout: Layout) -> t
     """Return the copies of ``moved_rows``, one for each receiver."""
     return tuple(
         RowCopy(key, row, src, dst, dtype, length)
-        for key, row, src, dsts, dtype, length in moved_rows(call, keys, layout)
+        for key, row, src, dsts, dtype, length in row_transfers(call, keys, layout)
         for dst in dsts
     )

@@ -342,7 +342,9 @@ def works_of(
     ``share_prompts``) puts rows of a prompt into the same micro-batch if possible. Otherwise ``ids`` are not used.
     """
     works = []
-    for rows in micro_batches(ids, lengths, limits, near=share_prompts if keep_groups is None else keep_groups):
+    for rows in micro_batches(
+        ids, lengths, limits, prefer_prompts_together=share_prompts if keep_groups is None else keep_groups
+    ):
         trained = sum(lengths[i] - prompts[i] for i in rows) if prompts else None
         own, before = [lengths[i] for i in rows], list[int]()
         if share_prompts and prompts:

@@ -13,7 +13,7 @@ from realhf.api.graph import MFC, Graph, Kind
 from realhf.api.layout import Layout, ParallelStrategy
 from realhf.api.machine import Workload
 from realhf.api.model_config import ModelConfig
-from realhf.plan.compile.program import home
+from realhf.plan.compile.program import home_layout
 from realhf.plan.cost.cost import BatchRows, mfc_works
 from realhf.plan.cost.speed import Footprint, StageShard, Work
 from realhf.plan.cost.stage import decodes_in_one_call, itemsize, kv_numel, shard_numels, stage_shards
@@ -122,7 +122,7 @@ class MemoryModel:
 
         ``calls`` holds the rows of every data-parallel rank of every MFC.
         """
-        homes = {role: home(self.graph, plan, role) for role in self.graph.roles}
+        homes = {role: home_layout(self.graph, plan, role) for role in self.graph.roles}
         resident = {role: self.resident(role, layout.strategy) for role, layout in homes.items()}
         totals = dict.fromkeys(range(plan.n_workers), Bytes(runtime=self.runtime))
         for role, layout in homes.items():

@@ -10,8 +10,16 @@ from realhf.api.layout import Layout, ParallelStrategy
 from realhf.api.messages import PrepareCall
 from realhf.api.model_config import ModelConfig
 from realhf.arch.param_specs import param_specs, stage_layers
-from realhf.plan.compile.realloc import Deliveries, Kinds, Sizes, deliveries, kinds_of, seated, sizes
-from realhf.plan.compile.transfer import moved_rows
+from realhf.plan.compile.realloc import (
+    Deliveries,
+    ParamKinds,
+    TransferSizes,
+    assign_senders,
+    coord_ranks,
+    count_param_kinds,
+    transfer_sizes,
+)
+from realhf.plan.compile.transfer import row_transfers
 from realhf.plan.cost.speed import Traffic
 
 Copy = tuple[int, Sequence[int], int, int]
@@ -137,22 +145,22 @@ def _deliveries(config: ModelConfig, src: Layout, dst: Layout, node_size: int) -
     """Yield (elements, slices, deliveries) for parameters with the same holders and the same receivers."""
     strategies = (replace(layout.strategy, dp=1) for layout in (src, dst))  # replicas hold and need the same
     for (holding, needing), (numel, n_parts) in _sizes(config, *strategies).items():
-        yield numel, n_parts, deliveries(seated(src, holding), seated(dst, needing), node_size)
+        yield numel, n_parts, assign_senders(coord_ranks(src, holding), coord_ranks(dst, needing), node_size)
 
 
 @lru_cache(maxsize=16384)
-def _sizes(config: ModelConfig, src: ParallelStrategy, dst: ParallelStrategy) -> Sizes:
-    return sizes(_kinds(config), lambda pp: stage_layers(config, pp), src, dst)
+def _sizes(config: ModelConfig, src: ParallelStrategy, dst: ParallelStrategy) -> TransferSizes:
+    return transfer_sizes(_kinds(config), lambda pp: stage_layers(config, pp), src, dst)
 
 
 @lru_cache(maxsize=256)
-def _kinds(config: ModelConfig) -> Kinds:
-    return kinds_of(param_specs(config))
+def _kinds(config: ModelConfig) -> ParamKinds:
+    return count_param_kinds(param_specs(config))
 
 
 def transfer_traffic(call: PrepareCall, keys: tuple[str, ...], layout: Layout, node_size: int) -> Traffic:
     totals: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-    for _, _, src, dsts, dtype, length in moved_rows(call, keys, layout):
+    for _, _, src, dsts, dtype, length in row_transfers(call, keys, layout):
         counts = totals.setdefault((src, dsts), [0, 0])
         counts[0] += length * SCALAR_BYTES[dtype]
         counts[1] += 1

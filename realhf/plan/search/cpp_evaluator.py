@@ -1,4 +1,4 @@
-"""The planner in C++ (csrc/planner): found and loaded at first use, absent without complaint."""
+"""The evaluator in C++ (csrc/planner), loaded on first use if it was built."""
 
 import warnings
 from collections.abc import Iterator
@@ -7,13 +7,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from realhf.api.machine import Cost
-from realhf.plan.search.mcmc import Chain, Evaluator, PythonEvaluator
-from realhf.plan.search.problem import Choice, LayoutOption, Problem
+from realhf.plan.search.evaluate import Evaluator, PythonEvaluator
+from realhf.plan.search.mcmc import Chain
+from realhf.plan.search.problem import Choice, Problem, ReallocCost
 
-Fill = CFUNCTYPE(c_int, c_int, c_int, c_int, POINTER(c_double))
+FillEntry = CFUNCTYPE(c_int, c_int, c_int, c_int, POINTER(c_double))
 MAX_MFCS = 16
-"""A choice of this many MFCs cannot cut the ranks into more pieces than a word has bits."""
+"""The options of so many MFCs have at most 65 bounds, which make the 64 rank classes of a bit mask."""
 
 
 class _ChainStruct(Structure):
@@ -22,49 +22,52 @@ class _ChainStruct(Structure):
         ("best", POINTER(c_int32)),
         ("value", c_double),
         ("best_value", c_double),
-        ("random", c_uint64),
+        ("rng_state", c_uint64),
     ]
 
 
 @cache
-def library() -> CDLL | None:
-    """Return the compiled library, or None where it was not built or does not load."""
+def load_library() -> CDLL | None:
+    """Return the compiled library, or None if it was not built or cannot be loaded."""
     path = Path(__file__).with_name("_planner.so")
     if not path.exists():
         return None
     try:
-        found = CDLL(str(path))
+        library = CDLL(str(path))
     except OSError as error:
         warnings.warn(
-            f"{path.name} does not load and plans are searched in Python ({error}); "
-            "build it anew with: python setup.py build_ext --inplace",
+            f"{path.name} cannot be loaded, so the slower Python evaluator is used ({error}); "
+            "rebuild it with: python setup.py build_ext --inplace",
             stacklevel=2,
         )
         return None
-    found.planner_new.restype = c_void_p
-    found.planner_new.argtypes = [POINTER(c_int32), POINTER(c_double), Fill]
-    found.planner_delete.argtypes = [c_void_p]
-    found.planner_delete.restype = None
-    found.planner_evaluate.argtypes = [c_void_p, POINTER(c_int32), POINTER(c_double), POINTER(c_double)]
-    found.planner_walk.argtypes = [c_void_p, POINTER(_ChainStruct), c_int64, c_double]
-    return found
+    library.planner_new.restype = c_void_p
+    library.planner_new.argtypes = [POINTER(c_int32), POINTER(c_double), FillEntry]
+    library.planner_delete.argtypes = [c_void_p]
+    library.planner_delete.restype = None
+    library.planner_evaluate.argtypes = [c_void_p, POINTER(c_int32), POINTER(c_double), POINTER(c_double)]
+    library.planner_run_chain.argtypes = [c_void_p, POINTER(_ChainStruct), c_int64, c_double]
+    return library
 
 
 def evaluator(problem: Problem) -> Evaluator:
-    """Return the fastest way there is to evaluate choices of a problem."""
-    found = library()
-    return PythonEvaluator(problem) if found is None or len(problem.table) > MAX_MFCS else CppEvaluator(problem, found)
+    """Return the fastest available evaluator of a problem."""
+    library = load_library()
+    if library is None or len(problem.table) > MAX_MFCS:
+        return PythonEvaluator(problem)
+    return CppEvaluator(problem, library)
 
 
 class CppEvaluator:
-    """Choices evaluated in C++; tables are asked for entries when they are looked at."""
+    """Evaluates choices in C++, which requests entries of the cost tables on demand."""
 
-    def __init__(self, problem: Problem, found: CDLL) -> None:
-        self.problem, self._library = problem, found
+    def __init__(self, problem: Problem, library: CDLL) -> None:
+        self.problem, self._library = problem, library
         self._error: BaseException | None = None
-        self._fill = Fill(self._look)
+        self._fill = FillEntry(self._fill_entry)
         ints, reals = list(_ints(problem)), list(_reals(problem))
-        self._handle: int = found.planner_new((c_int32 * len(ints))(*ints), (c_double * len(reals))(*reals), self._fill)
+        arrays = (c_int32 * len(ints))(*ints), (c_double * len(reals))(*reals)
+        self._handle: int = library.planner_new(*arrays, self._fill)
         self._choice = (c_int32 * len(problem.table))()
 
     def __del__(self) -> None:
@@ -76,64 +79,53 @@ class CppEvaluator:
         self._check(self._library.planner_evaluate(self._handle, self._choice, byref(seconds), byref(peak)))
         return seconds.value, peak.value
 
-    def walk(self, walker: Chain, n: int, temperature: float) -> None:
-        kind = c_int32 * len(walker.choice)
-        at, best = kind(*walker.choice), kind(*walker.best)
-        state = _ChainStruct(at, best, walker.value, walker.best_value, walker.dice.state)
-        self._check(self._library.planner_walk(self._handle, byref(state), n, temperature))
-        walker.choice, walker.value = tuple(at), state.value
-        walker.best, walker.best_value, walker.dice.state = tuple(best), state.best_value, state.random
+    def run_chain(self, chain: Chain, n: int, temperature: float) -> None:
+        array = c_int32 * len(chain.choice)
+        choice, best = array(*chain.choice), array(*chain.best)
+        state = _ChainStruct(choice, best, chain.value, chain.best_value, chain.rng.state)
+        self._check(self._library.planner_run_chain(self._handle, byref(state), n, temperature))
+        chain.choice, chain.value = tuple(choice), state.value
+        chain.best, chain.best_value, chain.rng.state = tuple(best), state.best_value, state.rng_state
 
-    def _look(self, table: int, row: int, column: int, entry: Any) -> int:
-        """Write down what an entry of a table is; an exception waits until C++ has returned."""
+    def _fill_entry(self, table: int, row: int, column: int, entry: Any) -> int:
+        """Write an entry of a cost table; an exception is stored until C++ has returned."""
         try:
-            n = len(self.problem.table)
-            if table < n:
-                move = self.problem.realloc_cost(table, row, column)
-                entry[0], entry[1], entry[2], entry[3] = (
-                    move.cost.seconds,
-                    move.cost.core_seconds,
-                    move.nbytes,
-                    move.rings,
-                )
+            if table < len(self.problem.table):
+                realloc = self.problem.realloc_cost(table, row, column)
             else:
-                cost = self.problem.sync_cost(table - n, row, column)
-                entry[0], entry[1], entry[2], entry[3] = cost.seconds, cost.core_seconds, 0.0, 0.0
+                realloc = ReallocCost(self.problem.sync_cost(table - len(self.problem.table), row, column))
         except BaseException as error:
             self._error = error
             return 1
+        entry[0], entry[1] = realloc.cost.seconds, realloc.cost.core_seconds
+        entry[2], entry[3] = realloc.nbytes, realloc.rings
         return 0
 
     def _check(self, failed: int) -> None:
         if failed:
-            assert self._error is not None, "only a table's entry can fail"
+            assert self._error is not None, "only a table entry can fail"
             raise self._error
 
 
 def _ints(problem: Problem) -> Iterator[int]:
-    """Yield the whole numbers of a problem in the order in which csrc/planner/api.cpp reads them."""
-    yield from (problem.batch_size, problem.n_steps, problem.n_settled, problem.max_staleness)
+    """Yield the integers of a problem in the order in which csrc/planner/api.cpp reads them."""
+    yield from (problem.batch_size, problem.n_steps, problem.n_steady_steps, problem.max_staleness)
     yield from (len(problem.order), *problem.order)
-    for wire, options in zip(problem.deps, problem.table, strict=True):
-        yield from (len(wire.parents), *wire.parents, len(wire.sources), *wire.sources)
-        yield from (wire.updater, wire.allowed_staleness, wire.home_mfc, wire.chunk, wire.offloaded, len(options))
+    for deps, options in zip(problem.deps, problem.table, strict=True):
+        yield from (len(deps.parents), *deps.parents, len(deps.row_sources), *deps.row_sources)
+        yield from (deps.updater, deps.allowed_staleness, deps.home_mfc, deps.batch_size, deps.offloaded, len(options))
         for option in options:
             yield from (option.ranks.start, option.ranks.stop, option.holders.start, option.holders.stop)
     yield len(problem.ema_syncs)
-    for follow in problem.ema_syncs:
-        yield from (follow.after, follow.source, follow.target)
+    for sync in problem.ema_syncs:
+        yield from (sync.after, sync.source, sync.target)
 
 
 def _reals(problem: Problem) -> Iterator[float]:
-    """Yield the other numbers, likewise."""
+    """Yield the floating-point numbers of a problem, likewise."""
     yield from (problem.capacity, problem.call_seconds, problem.cores)
     for options in problem.table:
         for option in options:
-            yield from _costs(option)
+            for cost in (option.compute, option.transfer, option.load, option.offload):
+                yield from (cost.seconds, cost.core_seconds)
             yield from (option.transient, option.resident)
-
-
-def _costs(option: LayoutOption) -> Iterator[float]:
-    costs: tuple[Cost, ...] = (option.compute, option.transfer, option.load, option.offload)
-    for cost in costs:
-        yield from (cost.seconds, cost.core_seconds)

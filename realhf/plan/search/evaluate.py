@@ -1,39 +1,96 @@
-"""What a choice of options comes to: seconds of a step, and bytes of the fullest worker.
+"""Evaluation of a choice of options: seconds per step and peak memory of a worker.
 
-``csrc/planner/evaluate.cpp`` finds the same, bit for bit.
+``csrc/planner/evaluate.cpp`` computes the same numbers, bit for bit, about a thousand times faster. It has a scheduler of
+its own; here the scheduler of the master runs on simulated workers.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from math import gcd
+from typing import Protocol
 
-from realhf.api.machine import Cost
-from realhf.plan.search.event_sim import Batches, CallOps, Op, WorkerQueues
+from realhf.api.execution_plan import ExecutionPlan, Placement
+from realhf.api.graph import Graph
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.machine import Cost, Workload
+from realhf.plan.compile.schedule import Dispatch, FetchRows, MasterState, PromptRange, RowsReady, TrainSchedule
+from realhf.plan.search.event_sim import CallOps, Op, WorkerQueues
+from realhf.plan.search.mcmc import Chain, run_chain
 from realhf.plan.search.problem import FREE, Choice, LayoutOption, Problem, ReallocCost
+from realhf.plan.search.simulate import SimulatedMaster, make_rows
 
 OOM_PENALTY = 1e12
-"""Seconds that a plan is said to take when it exceeds memory by nothing; no plan that fits takes as long."""
+"""Objective in seconds of a plan that needs exactly the available memory; larger than the time of any feasible plan."""
 UNPLACED = LayoutOption(range(0), range(0), FREE)
+ONE_ROW = Workload(((1,),), (1,))
+"""One row per prompt."""
 
 
-def evaluate(problem: Problem, choice: Choice) -> tuple[float, float]:
-    """Return seconds per step when the run has settled, and the bytes of the fullest worker."""
-    chosen = Assignment(problem, choice)
-    inboxes = WorkerQueues(chosen.n_rank_classes, problem.cores, problem.call_seconds)
-    master = _CountingMaster(problem, [_jobs(chosen, mfc) for mfc in range(len(choice))], lambda: inboxes.now)
-    inboxes.run(master.start(), master.answer)
-    ends, n = master.step_ends, problem.n_settled
-    return (ends[n] - ends[0]) / n if n else ends[0], peak_bytes(chosen)
+class Evaluator(Protocol):
+    """Evaluates choices and runs Markov chains over them."""
+
+    def evaluate(self, choice: Choice) -> tuple[float, float]:
+        """Return seconds per step in the steady state, and the peak memory of a worker in bytes."""
+
+    def run_chain(self, chain: Chain, n: int, temperature: float) -> None:
+        """Make ``n`` proposals; see ``mcmc.run_chain``."""
+
+
+class PythonEvaluator:
+    """The evaluator without the compiled library. Recent results are cached."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        graph = problem.graph
+        # steps are equally large and rows are free: as few prompts as possible give the same schedule
+        unit = gcd(problem.batch_size, *(m.batch_size for m in graph.mfcs))
+        calls = (replace(m, batch_size=m.batch_size // unit, n_minibatches=1, resamples=0) for m in graph.mfcs)
+        self._graph = Graph(tuple(calls), graph.syncs, graph.offloaded)
+        one_worker = Placement(Layout(DeviceMesh((0,)), ParallelStrategy()))
+        self._plan = ExecutionPlan(1, {m.name: one_worker for m in graph.mfcs})
+        size = problem.batch_size // unit
+        self._schedule = TrainSchedule(size, size * problem.n_steps, problem.n_steps)
+        self._events: dict[tuple[str | None, PromptRange], RowsReady] = {}
+        self._cached = lru_cache(1 << 16)(self._evaluate)
+
+    def evaluate(self, choice: Choice) -> tuple[float, float]:
+        return self._cached(choice)
+
+    def run_chain(self, chain: Chain, n: int, temperature: float) -> None:
+        n_options = [len(options) for options in self.problem.table]
+        run_chain(lambda choice: objective(self.problem, *self.evaluate(choice)), n_options, chain, n, temperature)
+
+    def _evaluate(self, choice: Choice) -> tuple[float, float]:
+        problem = self.problem
+        assignment = Assignment(problem, choice)
+        ops = {m.name: assignment.call_ops(i) for i, m in enumerate(problem.graph.mfcs)}
+
+        def make_ops(dispatch: Dispatch) -> CallOps:
+            first, *rest = (Op(ranks, cost) for ranks, cost in ops[dispatch.call.mfc])
+            return CallOps(dispatch, [first], rest)
+
+        queues = WorkerQueues(assignment.n_rank_classes, problem.cores, problem.call_seconds)
+        state = MasterState(self._graph, self._plan, self._schedule, problem.max_staleness)
+        ends, n = SimulatedMaster(state, queues, make_ops, self._event).run(), problem.n_steady_steps
+        return (ends[n] - ends[0]) / n if n else ends[0], peak_bytes(assignment)
+
+    def _event(self, action: FetchRows | Dispatch) -> RowsReady:
+        key = action.call.mfc if isinstance(action, Dispatch) else None, action.span
+        if key not in self._events:
+            self._events[key] = make_rows(self._graph, ONE_ROW, action, self._plan)
+        return self._events[key]
 
 
 def objective(problem: Problem, seconds: float, peak: float) -> float:
-    """Return what search makes small: seconds of a plan that fits; more for any that does not, by how much it lacks."""
+    """Return what a search minimizes: seconds if the plan fits, else a penalty proportional to the memory it needs."""
     return seconds if peak <= problem.capacity else OOM_PENALTY * (peak / problem.capacity)
 
 
 class Assignment:
-    """What a choice comes to; None stands for an MFC that has no option yet, and takes nothing.
+    """A choice with an option, or None, for every MFC; an MFC without an option costs nothing.
 
-    Ranks that no option tells apart are one *atom*: one worker to the simulation.
+    Ranks that belong to the same options form a *rank class*, which is simulated as one worker.
     """
 
     def __init__(self, problem: Problem, choice: Sequence[int | None]) -> None:
@@ -47,119 +104,60 @@ class Assignment:
         return len(self._starts)
 
     def rank_classes(self, *ranges: range) -> list[int]:
-        """Return the atoms in any of the ranges, ascending."""
+        """Return the rank classes in any of the ranges, ascending."""
         return [i for i, start in enumerate(self._starts) if any(start in ranks for ranks in ranges)]
 
     def ranks(self, mfc: int) -> range:
         return self.options[mfc].ranks
 
-    def move(self, mfc: int) -> ReallocCost | None:
-        """Return what brings an MFC its weights; None where they are there."""
-        keeper = self.problem.deps[mfc].home_mfc
-        if keeper in (-1, mfc):
+    def realloc_cost(self, mfc: int) -> ReallocCost | None:
+        """Return the cost of reallocating weights to an MFC; None if it is the home MFC or has no role."""
+        home_mfc = self.problem.deps[mfc].home_mfc
+        if home_mfc in (-1, mfc):
             return None
-        option, home = self.choice[mfc], self.choice[keeper]
+        option, home = self.choice[mfc], self.choice[home_mfc]
         return ReallocCost() if option is None or home is None else self.problem.realloc_cost(mfc, option, home)
 
-    def follow(self, number: int) -> Cost:
-        """Return what a sync costs."""
+    def sync_cost(self, number: int) -> Cost:
         sync = self.problem.ema_syncs[number]
         source, target = self.choice[sync.source], self.choice[sync.target]
         return FREE if source is None or target is None else self.problem.sync_cost(number, source, target)
 
-
-def _jobs(chosen: Assignment, mfc: int) -> tuple[Op, list[Op]]:
-    """Return what a call asks of the workers: plan/compile/program.py in numbers."""
-    problem, option, wire = chosen.problem, chosen.options[mfc], chosen.problem.deps[mfc]
-    holders = (chosen.options[source].holders for source in wire.sources)
-    transfer = Op(chosen.rank_classes(option.ranks, *holders), option.transfer)
-    work = [Op(chosen.rank_classes(option.ranks), option.compute)]
-    if move := chosen.move(mfc):
-        work.insert(0, Op(chosen.rank_classes(chosen.ranks(wire.home_mfc), option.ranks), move.cost))
-    for number, sync in enumerate(problem.ema_syncs):
-        if sync.after == mfc:
-            work.append(
-                Op(chosen.rank_classes(chosen.ranks(sync.source), chosen.ranks(sync.target)), chosen.follow(number))
-            )
-    if wire.offloaded:
-        home = chosen.options[wire.home_mfc]
-        where = chosen.rank_classes(home.ranks)
-        work = [Op(where, home.load), *work, Op(where, home.offload)]
-    return transfer, work
+    def call_ops(self, mfc: int) -> list[tuple[list[int], Cost]]:
+        """Return rank classes and cost of each operation of a call (plan/compile/program.py), row transfer first."""
+        problem, option, deps = self.problem, self.options[mfc], self.problem.deps[mfc]
+        holders = (self.options[source].holders for source in deps.row_sources)
+        ops = [(self.rank_classes(option.ranks), option.compute)]
+        if realloc := self.realloc_cost(mfc):
+            ops.insert(0, (self.rank_classes(self.ranks(deps.home_mfc), option.ranks), realloc.cost))
+        for number, sync in enumerate(problem.ema_syncs):
+            if sync.after == mfc:
+                ranks = self.rank_classes(self.ranks(sync.source), self.ranks(sync.target))
+                ops.append((ranks, self.sync_cost(number)))
+        if deps.offloaded:
+            home = self.options[deps.home_mfc]
+            ranks = self.rank_classes(home.ranks)
+            ops = [(ranks, home.load), *ops, (ranks, home.offload)]
+        return [(self.rank_classes(option.ranks, *holders), option.transfer), *ops]
 
 
-def peak_bytes(chosen: Assignment) -> float:
-    """Return the most bytes of a worker: what is at home there, rings, and the call that needs most on top."""
-    resident, transient, rings = ([0.0] * chosen.n_rank_classes for _ in range(3))
-    for mfc, (option, wire) in enumerate(zip(chosen.options, chosen.problem.deps, strict=True)):
-        needed = [0.0] * chosen.n_rank_classes
-        move = chosen.move(mfc)
-        for atom in chosen.rank_classes(option.ranks):
-            needed[atom] = option.transient + (move.nbytes if move else 0.0)
-        if move:
-            for atom in chosen.rank_classes(chosen.ranks(wire.home_mfc), option.ranks):
-                rings[atom] = max(rings[atom], move.rings)
-        if wire.offloaded:
-            home = chosen.options[wire.home_mfc]
-            for atom in chosen.rank_classes(home.ranks):
-                needed[atom] += home.resident
-        elif wire.home_mfc == mfc:
-            for atom in chosen.rank_classes(option.ranks):
-                resident[atom] += option.resident
+def peak_bytes(assignment: Assignment) -> float:
+    """Return the peak memory of a worker: resident weights, ring buffers, and the call that needs most."""
+    resident, transient, rings = ([0.0] * assignment.n_rank_classes for _ in range(3))
+    for mfc, (option, deps) in enumerate(zip(assignment.options, assignment.problem.deps, strict=True)):
+        needed = [0.0] * assignment.n_rank_classes
+        realloc = assignment.realloc_cost(mfc)
+        for rank in assignment.rank_classes(option.ranks):
+            needed[rank] = option.transient + (realloc.nbytes if realloc else 0.0)
+        if realloc:
+            for rank in assignment.rank_classes(assignment.ranks(deps.home_mfc), option.ranks):
+                rings[rank] = max(rings[rank], realloc.rings)
+        if deps.offloaded:
+            home = assignment.options[deps.home_mfc]
+            for rank in assignment.rank_classes(home.ranks):
+                needed[rank] += home.resident
+        elif deps.home_mfc == mfc:
+            for rank in assignment.rank_classes(option.ranks):
+                resident[rank] += option.resident
         transient = [max(pair) for pair in zip(transient, needed, strict=True)]
     return max(map(sum, zip(resident, transient, rings, strict=True)), default=0.0)
-
-
-@dataclass
-class _CountingMaster:
-    """``MasterState`` for steps of equal size, in which only the numbers of prompts matter."""
-
-    problem: Problem
-    work: Sequence[tuple[Op, Sequence[Op]]]
-    now: Callable[[], float]
-    step_ends: list[float] = field(default_factory=list)
-    fetched: int = 0  # steps
-
-    def __post_init__(self) -> None:
-        n = len(self.work)
-        self.next, self.done, self.running = [0] * n, [0] * n, [False] * n
-
-    def start(self) -> Batches:
-        return self._fetch_ahead()
-
-    def answer(self, order: CallOps) -> Batches:
-        assert isinstance(order.what, int)
-        mfc = order.what
-        self.running[mfc] = False
-        self.done[mfc] = self.next[mfc]
-        size = self.problem.batch_size
-        while len(self.step_ends) < self.problem.n_steps and min(self.done) >= (len(self.step_ends) + 1) * size:
-            self.step_ends.append(self.now())
-        yield self._issue()
-        yield from self._fetch_ahead()
-
-    def _fetch_ahead(self) -> Iterator[list[CallOps]]:
-        while self.fetched < min(self.problem.n_steps, len(self.step_ends) + 2 + self.problem.max_staleness):
-            self.fetched += 1
-            yield self._issue()
-
-    def _issue(self) -> list[CallOps]:
-        return [self._order(mfc) for mfc in self.problem.order if self._is_ready(mfc)]
-
-    def _is_ready(self, mfc: int) -> bool:
-        wire, size = self.problem.deps[mfc], self.problem.batch_size
-        position = self.next[mfc]
-        step = position // size
-        if self.running[mfc] or step >= self.fetched:
-            return False
-        if wire.updater >= 0 and self.done[wire.updater] < (step - wire.allowed_staleness) * size:
-            return False
-        stop = min(position + wire.chunk, (step + 1) * size)
-        return all(self.done[parent] >= stop for parent in wire.parents)
-
-    def _order(self, mfc: int) -> CallOps:
-        step = self.next[mfc] // self.problem.batch_size
-        self.next[mfc] = min(self.next[mfc] + self.problem.deps[mfc].chunk, (step + 1) * self.problem.batch_size)
-        self.running[mfc] = True
-        transfer, rest = self.work[mfc]
-        return CallOps(mfc, [Op(transfer.ranks, transfer.cost)], [Op(job.ranks, job.cost) for job in rest])

@@ -1,7 +1,7 @@
-"""Workers that carry out their inboxes in order, under a clock. Who sends what, and its price, are the caller's.
+"""Discrete-event simulation of workers with FIFO queues. Callers provide the operations and their costs.
 
-A job starts when all its workers have reached it and ends for all of them together. Where workers share cores, jobs
-that ask for more cores together than there are all run slower in proportion.
+An operation starts when it is at the head of the queue of each of its workers, and ends on all of them at once. If
+workers share cores and the running operations ask for more cores than there are, all of them slow down in proportion.
 """
 
 from collections import deque
@@ -14,125 +14,126 @@ from realhf.api.machine import Cost
 
 @dataclass(eq=False)
 class Op:
-    """One instruction of a call on ``ranks``, ascending. ``cause`` is the job whose end let this one start."""
+    """One operation of a call on ``ranks`` (ascending). ``predecessor`` is the operation whose end let it start."""
 
     ranks: Sequence[int]
     cost: Cost
-    what: object = None
+    tag: object = None
     start: float = 0.0
     end: float = 0.0
     predecessor: "Op | None" = None
-    order: "CallOps" = field(init=False, repr=False)
-    missing: int = field(init=False, repr=False)  # workers that have not reached it
+    call: "CallOps" = field(init=False, repr=False)
+    n_missing: int = field(init=False, repr=False)  # workers at which it is not at the head of the queue
 
     @property
     def cores(self) -> float:
-        """Cores that it keeps busy when it runs at full speed."""
+        """Average number of busy cores at full speed."""
         return self.cost.core_seconds / self.cost.seconds if self.cost.seconds else 0.0
 
 
 @dataclass(eq=False)
 class CallOps:
-    """All jobs of one call. Of calls that are sent together, the ``first`` jobs of all go before the rest of any."""
+    """All operations of one call. In a batch of calls, the ``first`` operations of all calls precede the ``rest``."""
 
-    what: object
+    tag: object
     first: Sequence[Op]
     rest: Sequence[Op]
-    left: int = field(init=False, repr=False)
-    last: Op = field(init=False, repr=False)  # the job that ended last
+    n_unfinished: int = field(init=False, repr=False)
+    last: Op = field(init=False, repr=False)  # the operation that ended last
 
     @property
-    def jobs(self) -> tuple[Op, ...]:
+    def ops(self) -> tuple[Op, ...]:
         return (*self.first, *self.rest)
 
 
 Batches = Iterable[Sequence[CallOps]]
-"""Orders; those of one batch are sent together."""
+"""Batches of calls; the calls of one batch are sent together."""
 
 
 class WorkerQueues:
-    """``cores`` are those of all workers together (0: every worker has its own); ``latency`` seconds to hear of an end.
+    """The queues of all workers and the simulated time ``now``.
 
-    Orders whose ends are heard of at the same time are answered in the order in which they were sent.
+    ``cores`` is the number of cores that all workers share (0: no sharing). ``latency`` is the time in seconds until
+    the master learns that a call has finished; calls that finish at the same time are reported in sending order.
     """
 
     def __init__(self, n_workers: int, cores: float = 0.0, latency: float = 0.0) -> None:
         self.now, self.latency, self.cores = 0.0, latency, cores
-        self._inboxes: list[deque[Op]] = [deque() for _ in range(n_workers)]
+        self._queues: list[deque[Op]] = [deque() for _ in range(n_workers)]
         self._running: list[Op] = []
         self._speed = 1.0
-        self._over: list[tuple[float, int, CallOps]] = []
+        self._finished: list[tuple[float, int, CallOps]] = []
         self._numbers: dict[CallOps, int] = {}
 
-    def run(self, batches: Batches, answer: Callable[[CallOps], Batches]) -> None:
-        """Send the batches, and for every order that is over what ``answer`` wants sent then, until all is done."""
+    def run(self, batches: Batches, on_finished: Callable[[CallOps], Batches]) -> None:
+        """Send the batches, and for every finished call those that ``on_finished`` returns, until all are done."""
         self._send(batches, None)
-        while (order := self._next_over()) is not None:
-            self._send(answer(order), order.last)
+        while (call := self._next_finished()) is not None:
+            self._send(on_finished(call), call.last)
 
-    def _send(self, batches: Batches, cause: Op | None) -> None:
+    def _send(self, batches: Batches, predecessor: Op | None) -> None:
         for batch in batches:
-            for order in batch:
-                self._numbers[order] = len(self._numbers)
-                order.left = len(order.first) + len(order.rest)
-            for order in batch:
-                self._enqueue(order, order.first, cause)
-            for order in batch:
-                self._enqueue(order, order.rest, cause)
+            for call in batch:
+                self._numbers[call] = len(self._numbers)
+                call.n_unfinished = len(call.first) + len(call.rest)
+            for call in batch:
+                self._enqueue(call, call.first, predecessor)
+            for call in batch:
+                self._enqueue(call, call.rest, predecessor)
         self._share_cores()
 
-    def _enqueue(self, order: CallOps, jobs: Sequence[Op], cause: Op | None) -> None:
-        for job in jobs:
-            job.order, job.missing = order, len(job.ranks)
-            for rank in job.ranks:
-                inbox = self._inboxes[rank]
-                inbox.append(job)
-                if inbox[0] is job:
-                    self._reach(job, cause)
+    def _enqueue(self, call: CallOps, ops: Sequence[Op], predecessor: Op | None) -> None:
+        for op in ops:
+            op.call, op.n_missing = call, len(op.ranks)
+            for rank in op.ranks:
+                queue = self._queues[rank]
+                queue.append(op)
+                if queue[0] is op:
+                    self._reach(op, predecessor)
 
-    def _reach(self, job: Op, cause: Op | None) -> None:
-        job.missing -= 1
-        if not job.missing:
-            job.start, job.predecessor = self.now, cause
-            job.end = self.now + job.cost.seconds / self._speed
-            self._running.append(job)
+    def _reach(self, op: Op, predecessor: Op | None) -> None:
+        op.n_missing -= 1
+        if not op.n_missing:
+            op.start, op.predecessor = self.now, predecessor
+            op.end = self.now + op.cost.seconds / self._speed
+            self._running.append(op)
 
-    def _next_over(self) -> CallOps | None:
-        """Let time pass until the master hears that an order is over; None when nothing is under way."""
+    def _next_finished(self) -> CallOps | None:
+        """Advance the time until the master learns of a finished call; None if no call is in flight."""
         while self._running:
-            job = min(self._running, key=lambda j: j.end)
-            if self._over and self._over[0][0] < job.end:
+            op = min(self._running, key=lambda o: o.end)
+            if self._finished and self._finished[0][0] < op.end:
                 break
-            self._finish(job)
-        if not self._over:
+            self._finish(op)
+        if not self._finished:
             return None
-        self.now, _, order = heappop(self._over)
-        return order
+        self.now, _, call = heappop(self._finished)
+        return call
 
-    def _finish(self, job: Op) -> None:
-        self.now = job.end
-        self._running.remove(job)
-        for rank in job.ranks:
-            inbox = self._inboxes[rank]
-            inbox.popleft()
-            if inbox:
-                self._reach(inbox[0], job)
-        order = job.order
-        order.left -= 1
-        if not order.left:
-            order.last = job
-            heappush(self._over, (self.now + self.latency, self._numbers[order], order))
+    def _finish(self, op: Op) -> None:
+        self.now = op.end
+        self._running.remove(op)
+        for rank in op.ranks:
+            queue = self._queues[rank]
+            queue.popleft()
+            if queue:
+                self._reach(queue[0], op)
+        call = op.call
+        call.n_unfinished -= 1
+        if not call.n_unfinished:
+            call.last = op
+            heappush(self._finished, (self.now + self.latency, self._numbers[call], call))
         self._share_cores()
 
     def _share_cores(self) -> None:
-        """Set the speed of all running jobs to what the cores allow, and their ends accordingly."""
+        """Update the speed and the ends of all running operations."""
         if not self.cores:
             return
         wanted = 0.0
-        for job in self._running:  # one after the other, as in C++: sum() of newer Pythons rounds otherwise
-            wanted += job.cores
+        for op in self._running:  # plain addition as in C++; sum() is compensated in recent versions of Python
+            wanted += op.cores
         speed = min(1.0, self.cores / wanted) if wanted else 1.0
         if speed != self._speed:
-            for job in self._running:
-                job.end = self.now + (job.end - self.now) * self._speed / speed
+            for op in self._running:
+                op.end = self.now + (op.end - self.now) * self._speed / speed
             self._speed = speed

@@ -1,4 +1,4 @@
-"""Plans for one experiment on one cluster: by rule or by search, with the time and memory that they will take."""
+"""Plans for one experiment on one cluster, by heuristic or by search, with predicted time and memory."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -11,35 +11,37 @@ from realhf.api.graph import MFC, Graph, Sync
 from realhf.api.layout import Layout
 from realhf.api.machine import Cost
 from realhf.plan.compile.heuristic import HEURISTICS, Cluster, Layouts
-from realhf.plan.compile.program import compile_program
+from realhf.plan.compile.program import compile_program, home_mfc
 from realhf.plan.compile.schedule import TrainSchedule
 from realhf.plan.compile.strategies import layouts
 from realhf.plan.cost.memory import Bytes
 from realhf.plan.search.candidates import Candidate, Candidates
-from realhf.plan.search.evaluate import evaluate
+from realhf.plan.search.cpp_evaluator import evaluator
 from realhf.plan.search.prediction import Alternative, Prediction
-from realhf.plan.search.problem import Choice, LayoutOption, Problem, ReallocCost
+from realhf.plan.search.problem import FREE, Choice, LayoutOption, Problem, ReallocCost
 from realhf.plan.search.search import SearchResult, search
 from realhf.plan.search.simulate import simulate
 
 N_STEPS = 3
-"""Simulated steps: the first fills the pipeline of calls, the others are alike."""
-SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15)
-"""Of a worker's memory, for each call: the first with which all calls fit together."""
+"""Simulated steps: the first one fills the pipeline of calls, the others are alike."""
+MEMORY_SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15)
+"""Fractions of a worker's memory available to each call; the first one with which all calls fit together is used."""
 CLOSE = 1.1
-"""Rules within this factor of the best choice are compared with it by prediction: a search knows moves roughly."""
+"""Heuristic plans within this factor of the best choice are compared by prediction: a search approximates transfers."""
+Table = Mapping[str, Sequence[Candidate]]
+"""The candidates of every MFC."""
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Everything that a plan depends on."""
+    """Makes and predicts plans. A search keeps ``per_mesh`` fast layouts per mesh, and evaluates ``max_evaluations``."""
 
     graph: Graph
     calls: Candidates
     n_workers: int
     max_staleness: int = 0
     per_mesh: int = 3
-    max_evaluations: int = 40_000  # evaluations of a search
+    max_evaluations: int = 40_000
 
     @property
     def cluster(self) -> Cluster:
@@ -50,157 +52,158 @@ class Planner:
         return self.calls.hardware.cores * max(1, self.n_workers // self.calls.hardware.node_size)
 
     def predict(self, plan: ExecutionPlan) -> Prediction:
-        """Return the timeline and the memory of a plan."""
         n_steps = N_STEPS + self.max_staleness
-        length = TrainSchedule(self.calls.batch_size, n_steps * self.calls.batch_size, n_steps)
+        schedule = TrainSchedule(self.calls.batch_size, n_steps * self.calls.batch_size, n_steps)
         program = compile_program(self.graph, plan)
         cost = self.calls.cost
-        timeline = simulate(self.graph, plan, program, cost.price(plan), length, cost.workload, cost.speed.call,
+        timeline = simulate(self.graph, plan, program, cost.price(plan), schedule, cost.workload, cost.speed.call,
                             self.cores, self.max_staleness)  # fmt: skip
         return Prediction(timeline, self._memory_of(plan))
 
-    def by_rule(self, name: str) -> ExecutionPlan:
-        """Return the plan of a heuristic; where its calls do not fit together, each has to fit into less."""
-        for share in SHARES:
-            fits = partial(self._fits, share=share)
-            found = HEURISTICS[name](self.graph, self.calls.cost.models, self.cluster, fits)
-            plan = self._plan_of(found, share)
+    def by_heuristic(self, name: str) -> ExecutionPlan:
+        """Return the plan of a heuristic; if its calls do not fit together, each must fit in a smaller share."""
+        for share in MEMORY_SHARES:
+            layouts_ = HEURISTICS[name](
+                self.graph, self.calls.cost.models, self.cluster, partial(self._fits, share=share)
+            )
+            plan = self._plan_of(layouts_, share)
             if self.fits(plan):
                 break
         return plan
 
     def search(
-        self, seed: int = 1, budget_s: float = 60.0, rules: Sequence[str] = tuple(HEURISTICS)
+        self, seed: int = 1, budget_s: float = 60.0, heuristics: Sequence[str] = tuple(HEURISTICS)
     ) -> "PlannedSearch":
-        """Return the best plan found, never worse than that of any rule; no choice is looked at after ``budget_s``."""
+        """Return the best plan found within ``budget_s`` seconds, never worse than that of a heuristic."""
         deadline = time.monotonic() + budget_s
-        ruled: list[ExecutionPlan] = []
-        for name in rules:
-            with suppress(ValueError):  # a profile need not know what a rule wants
-                ruled.append(self.by_rule(name))
-        started = [layouts_of(plan) for plan in ruled]
-        for share in SHARES[::2]:
-            table = self.candidates(started, share)
+        plans: list[ExecutionPlan] = []
+        for name in heuristics:
+            with suppress(ValueError):  # a profile may lack what a heuristic asks for
+                plans.append(self.by_heuristic(name))
+        starts = [plan_layouts(plan) for plan in plans]
+        for share in MEMORY_SHARES[::2]:
+            table = self.candidates(starts, share)
             problem = self.problem(table)
-            starts, left = [choice_of(table, some) for some in started], deadline - time.monotonic()
-            result = search(problem, starts, seed, self.max_evaluations, left)
+            choices, time_left = [find_choice(table, some) for some in starts], deadline - time.monotonic()
+            result = search(problem, choices, seed, self.max_evaluations, time_left)
             if result.fits:
                 break
-        chosen = {m.name: table[m.name][i].placement for m, i in zip(self.graph.mfcs, result.choice, strict=True)}
-        found = PlannedSearch(ExecutionPlan(self.n_workers, chosen), result, problem, table)
-        return replace(found, plan=self._best(found, ruled))
+        placements = {m.name: table[m.name][i].placement for m, i in zip(self.graph.mfcs, result.choice, strict=True)}
+        planned = PlannedSearch(ExecutionPlan(self.n_workers, placements), result, problem, table)
+        return replace(planned, plan=self._best(planned, plans))
 
-    def _best(self, found: "PlannedSearch", ruled: Sequence[ExecutionPlan]) -> ExecutionPlan:
-        """Return the plan that was found; of plans that are about as good, the one with the best prediction."""
+    def _best(self, planned: "PlannedSearch", heuristic_plans: Sequence[ExecutionPlan]) -> ExecutionPlan:
+        """Return the best plan; plans with similar times are compared by prediction."""
         fitting: list[tuple[float, ExecutionPlan]] = []
-        for plan in [found.plan, *ruled]:
+        for plan in [planned.plan, *heuristic_plans]:
             if all(plan != other for _, other in fitting) and self.fits(plan):
-                seconds = found.result.seconds if plan is found.plan else self._seconds(found, plan)
+                seconds = planned.result.seconds if plan is planned.plan else self._seconds(planned, plan)
                 fitting.append((seconds, plan))
         if not fitting:
-            return found.plan
+            return planned.plan
         best = min(seconds for seconds, _ in fitting)
         close = [plan for seconds, plan in fitting if seconds <= CLOSE * best]
         return close[0] if len(close) == 1 else min(close, key=lambda plan: self.predict(plan).seconds)
 
-    def _seconds(self, found: "PlannedSearch", plan: ExecutionPlan) -> float:
-        """Return what a rule's plan takes: as the search reckons, unless its micro-batches are others."""
-        choice = choice_of(found.table, layouts_of(plan))
-        looked_at = (found.table[m.name][i].placement for m, i in zip(self.graph.mfcs, choice, strict=True))
-        if all(placement == plan[m.name] for m, placement in zip(self.graph.mfcs, looked_at, strict=True)):
-            return evaluate(found.problem, choice)[0]
+    def _seconds(self, planned: "PlannedSearch", plan: ExecutionPlan) -> float:
+        """Return the time of a heuristic plan: by evaluation, or by prediction if its micro-batching is different."""
+        choice = find_choice(planned.table, plan_layouts(plan))
+        evaluated = (planned.table[m.name][i].placement for m, i in zip(self.graph.mfcs, choice, strict=True))
+        if all(placement == plan[m.name] for m, placement in zip(self.graph.mfcs, evaluated, strict=True)):
+            return evaluator(planned.problem).evaluate(choice)[0]
         return self.predict(plan).seconds
 
     def alternatives(self, plan: ExecutionPlan) -> tuple[float, dict[str, Alternative | None]]:
-        """Return the seconds of a step, and for every call the best other layout that fits while the rest stays."""
-        table = self.candidates([layouts_of(plan)])
-        problem, choice = self.problem(table), choice_of(table, layouts_of(plan))
-        found: dict[str, Alternative | None] = {}
+        """Return the seconds of a step, and for every call the best other layout that fits if the rest is unchanged."""
+        table = self.candidates([plan_layouts(plan)])
+        problem, choice = self.problem(table), find_choice(table, plan_layouts(plan))
+        plans = evaluator(problem)
+        best: dict[str, Alternative | None] = {}
         for i, mfc in enumerate(self.graph.mfcs):
             others = []
             for option, candidate in enumerate(table[mfc.name]):
                 if option != choice[i]:
-                    seconds, peak = evaluate(problem, (*choice[:i], option, *choice[i + 1 :]))
+                    seconds, peak = plans.evaluate((*choice[:i], option, *choice[i + 1 :]))
                     if peak <= self.calls.capacity:
                         others.append(Alternative(candidate.placement.layout, seconds))
-            found[mfc.name] = min(others, key=lambda a: a.seconds, default=None)
-        return evaluate(problem, choice)[0], found
+            best[mfc.name] = min(others, key=lambda a: a.seconds, default=None)
+        return plans.evaluate(choice)[0], best
 
     def fits(self, plan: ExecutionPlan) -> bool:
-        """Tell whether every worker has enough memory for a plan."""
+        """Return True if every worker has enough memory for a plan."""
         return max(some.total for some in self._memory_of(plan).values()) <= self.calls.hardware.usable
 
     def _memory_of(self, plan: ExecutionPlan) -> dict[int, Bytes]:
         rows = {m.name: self.calls.rows(m, plan[m.name].layout.strategy.dp) for m in self.graph.mfcs}
         return self.calls.memory.devices(plan, rows)
 
-    def _plan_of(self, found: Layouts, share: float) -> ExecutionPlan:
-        """Return the plan with these layouts and the micro-batching that suits each."""
-        placements = {m.name: self.calls.of(m, found[m.name], share).placement for m in self.graph.mfcs}
+    def _plan_of(self, chosen: Layouts, share: float) -> ExecutionPlan:
+        placements = {m.name: self.calls.of(m, chosen[m.name], share).placement for m in self.graph.mfcs}
         return ExecutionPlan(self.n_workers, placements)
 
-    def _fits(self, found: Layouts, share: float) -> bool:
-        """Tell whether calls are known and fit: all together, or each alone a share where some have no layout yet."""
+    def _fits(self, chosen: Layouts, share: float) -> bool:
+        """Return True if all calls fit together, or, while some have no layout yet, each fits in a share of memory."""
         try:
-            if len(found) == len(self.graph.mfcs):
-                return self.fits(self._plan_of(found, share))
-            alone = (self.calls.of(self.graph[name], layout, share) for name, layout in found.items())
+            if len(chosen) == len(self.graph.mfcs):
+                return self.fits(self._plan_of(chosen, share))
+            alone = (self.calls.of(self.graph[name], layout, share) for name, layout in chosen.items())
             return all(candidate.bytes <= share * self.calls.capacity for candidate in alone)
-        except ValueError:
+        except ValueError:  # the profile lacks a layout
             return False
 
-    def candidates(self, started: Sequence[Layouts], share: float = 1.0) -> "Table":
-        """Return the layouts worth a look for every MFC: on each mesh the fastest, the leanest, and those of rules."""
+    def candidates(self, starts: Sequence[Layouts], share: float = 1.0) -> Table:
+        """Return the candidates of every MFC: on each mesh the fastest, the smallest, and those in ``starts``."""
         table: dict[str, list[Candidate]] = {}
         for mfc in self.graph.mfcs:
             config = self.calls.cost.models.get(mfc.role) if mfc.role else None
-            wanted = {found[mfc.name] for found in started}
+            required = {start[mfc.name] for start in starts}
             by_mesh: dict[tuple[int, ...], list[Candidate]] = {}
-            for layout in dict.fromkeys([*layouts(self.n_workers, self.cluster.node_size, config), *wanted]):
-                with suppress(ValueError):  # a profile need not know all of them
+            for layout in dict.fromkeys([*layouts(self.n_workers, self.cluster.node_size, config), *required]):
+                with suppress(ValueError):  # a profile may lack some of them
                     by_mesh.setdefault(layout.mesh.ranks, []).append(self.calls.of(mfc, layout, share))
-            table[mfc.name] = [c for some in by_mesh.values() for c in self._worth(some, wanted, share)]
+            table[mfc.name] = [c for some in by_mesh.values() for c in self._select(some, required, share)]
         return table
 
-    def _worth(self, some: list[Candidate], wanted: set[Layout], share: float) -> list[Candidate]:
+    def _select(self, some: list[Candidate], required: set[Layout], share: float) -> list[Candidate]:
         fitting = [c for c in some if c.bytes <= share * self.calls.capacity] or some
         fastest = sorted(fitting, key=lambda c: c.cost.seconds)[: self.per_mesh]
-        leanest = min(some, key=lambda c: (c.bytes, c.cost.seconds))
-        kept = [*fastest, leanest, *(c for c in some if c.placement.layout in wanted)]
-        return list({c.placement.layout: c for c in kept}.values())
+        smallest = min(some, key=lambda c: (c.bytes, c.cost.seconds))
+        selected = [*fastest, smallest, *(c for c in some if c.placement.layout in required)]
+        return list({c.placement.layout: c for c in selected}.values())
 
-    def problem(self, table: "Table") -> Problem:
-        """Return the choice among candidates as plain numbers."""
+    def problem(self, table: Table) -> Problem:
+        """Return the choice among candidates as a table of costs."""
         options = {m.name: [self._option(m, c) for c in table[m.name]] for m in self.graph.mfcs}
-        keepers = {r: (self.graph.trainer(r) or next(m for m in self.graph.mfcs if m.role == r)).name
-                   for r in self.graph.roles}  # fmt: skip
 
-        def move(mfc: str, option: int, at_home: int) -> ReallocCost:
+        def home_layout(role: str, option: int) -> Layout:
+            return table[home_mfc(self.graph, role).name][option].placement.layout
+
+        def realloc(mfc: str, option: int, home: int) -> ReallocCost:
             role = self.graph[mfc].role
             assert role is not None
-            src, dst = table[keepers[role]][at_home].placement.layout, table[mfc][option].placement.layout
+            src, dst = home_layout(role, home), table[mfc][option].placement.layout
             if src == dst:
                 return ReallocCost()
             memory = self.calls.memory
             cost, copy = self.calls.cost.reallocate(role, src, dst), memory.weights(role, dst.strategy)
             return ReallocCost(cost, copy, memory.ring_bytes(role, src, dst))
 
-        def follow(sync: Sync, source: int, target: int) -> Cost:
-            src, dst = (table[keepers[r]][i].placement.layout
-                        for r, i in ((sync.source, source), (sync.target, target)))  # fmt: skip
-            return self.calls.cost.reallocate(sync.source, src, dst, sync.eta)
+        def sync(ema: Sync, source: int, target: int) -> Cost:
+            src, dst = home_layout(ema.source, source), home_layout(ema.target, target)
+            return self.calls.cost.reallocate(ema.source, src, dst, ema.eta)
 
         n_steps = N_STEPS + self.max_staleness
-        return Problem(self.graph, options, self.n_workers, self.calls.batch_size, self.calls.capacity, move, follow,
+        return Problem(self.graph, options, self.n_workers, self.calls.batch_size, self.calls.capacity, realloc, sync,
                        self.max_staleness, self.calls.cost.speed.call, self.cores, n_steps)  # fmt: skip
 
     def _option(self, mfc: MFC, candidate: Candidate) -> LayoutOption:
-        """Return a candidate in numbers. A mesh with gaps counts as the whole span of its workers."""
+        """Return a candidate in numbers. A mesh with gaps counts as the full range of its workers."""
         layout = candidate.placement.layout
         ranks = layout.mesh.ranks
         last = ranks[-layout.strategy.dp * layout.strategy.tp :]
-        rests = mfc.role in self.graph.offloaded
-        copy = self.calls.cost.host_copy(mfc.role, layout) if mfc.role is not None and rests else Cost(0.0, 0.0)
+        copy = FREE
+        if mfc.role is not None and mfc.role in self.graph.offloaded:
+            copy = self.calls.cost.host_copy(mfc.role, layout)
         return LayoutOption(
             range(min(ranks), max(ranks) + 1),
             range(min(last), max(last) + 1),
@@ -213,24 +216,21 @@ class Planner:
         )
 
 
-Table = Mapping[str, Sequence[Candidate]]
-
-
-def layouts_of(plan: ExecutionPlan) -> Layouts:
+def plan_layouts(plan: ExecutionPlan) -> Layouts:
     return {name: placement.layout for name, placement in plan.placements.items()}
 
 
-def choice_of(table: Table, found: Layouts) -> Choice:
-    """Return where layouts stand in a table, which has them."""
+def find_choice(table: Table, chosen: Layouts) -> Choice:
+    """Return the option numbers of layouts that are in a table."""
     return tuple(
-        next(i for i, candidate in enumerate(some) if candidate.placement.layout == found[mfc])
+        next(i for i, candidate in enumerate(some) if candidate.placement.layout == chosen[mfc])
         for mfc, some in table.items()
     )
 
 
 @dataclass(frozen=True)
 class PlannedSearch:
-    """The outcome of a search, and what it chose from."""
+    """The outcome of a search, and the problem that it solved."""
 
     plan: ExecutionPlan
     result: SearchResult

@@ -1,4 +1,4 @@
-"""What a plan is expected to do: the timeline of its steps and the memory of every worker."""
+"""The prediction of a plan: the timeline of its steps and the memory of each worker."""
 
 from dataclasses import dataclass
 
@@ -10,44 +10,42 @@ from realhf.plan.search.timeline import Timeline
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a plan is expected to do."""
-
     timeline: Timeline
     memory: dict[int, Bytes]
 
     @property
     def seconds(self) -> float:
-        """Seconds of one step when the run has settled."""
         return self.timeline.seconds_per_step
 
     @property
     def call_seconds(self) -> dict[str, tuple[float, float]]:
-        """Seconds of one settled step that every MFC computes, and that its weights and rows move."""
+        """Compute and transfer seconds of every MFC in the last step."""
         last = max(a.step for a in self.timeline.activities)
-        found: dict[str, tuple[float, float]] = {}
+        seconds: dict[str, tuple[float, float]] = {}
         for a in self.timeline.activities:
             if a.step == last:
-                compute, moves = found.get(a.mfc, (0.0, 0.0))
-                length = a.end - a.start
-                found[a.mfc] = (
-                    (compute + length, moves) if isinstance(a.instruction, Compute) else (compute, moves + length)
-                )
-        return found
+                compute, transfer = seconds.get(a.mfc, (0.0, 0.0))
+                if isinstance(a.instruction, Compute):
+                    compute += a.end - a.start
+                else:
+                    transfer += a.end - a.start
+                seconds[a.mfc] = compute, transfer
+        return seconds
 
     @property
     def critical_shares(self) -> dict[str, float]:
-        """Share of the settled time that every MFC has on the critical path; what is left is the master's."""
-        start, end = self.timeline.settled
-        found: dict[str, float] = {}
-        for number in self.timeline.critical:
+        """Fraction of the steady state that every MFC is on the critical path; the rest is latency of the master."""
+        start, end = self.timeline.steady_state
+        shares: dict[str, float] = {}
+        for number in self.timeline.critical_path:
             a = self.timeline.activities[number]
             inside = max(0.0, min(a.end, end) - max(a.start, start))
-            found[a.mfc] = found.get(a.mfc, 0.0) + inside / (end - start)
-        return found
+            shares[a.mfc] = shares.get(a.mfc, 0.0) + inside / (end - start)
+        return shares
 
     @property
     def peak(self) -> float:
-        """Bytes of the fullest worker."""
+        """Peak bytes over all workers."""
         return max(some.total for some in self.memory.values())
 
 

@@ -1,4 +1,4 @@
-"""The best choice of a problem that a seeded search finds: never worse than any choice that it starts from."""
+"""A seeded search for the best choice of a problem. The result is never worse than any of the starting points."""
 
 import time
 from collections.abc import Sequence
@@ -12,19 +12,19 @@ from realhf.plan.search.mcmc import Chain, SplitMix64
 from realhf.plan.search.problem import Choice, LayoutOption, Problem
 
 HOT, COLD = 0.1, 0.001
-"""First and last temperature: what takes longer than the best by this share of it is accepted in one of e cases."""
+"""First and last temperature, relative to the best value."""
 MAX_EVALUATIONS_PER_OPTION = 1000
-"""Evaluations for each option of the problem, where no budget is given."""
-ROUNDS = 40
-"""The temperature falls from round to round."""
+"""Default budget: evaluations for each option of the problem."""
+N_ROUNDS = 40
+"""Number of rounds; the temperature decreases from round to round."""
 PATIENCE = 10
-"""Rounds without a gain after which chains that agree stop."""
+"""Rounds without improvement after which the search stops if all chains agree."""
 PROPOSALS_PER_CHECK = 256
-"""Evaluations between two looks at the clock."""
+"""Proposals between two checks of the clock."""
 
 
 class StopReason(Enum):
-    """Why a search ended. By the clock: the result depends on the machine; else on problem, starts and seed alone."""
+    """Why a search ended. Unless it is the clock, the result depends only on the problem, the starts and the seed."""
 
     AGREED = "agreed"
     BUDGET = "budget"
@@ -33,7 +33,7 @@ class StopReason(Enum):
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best choice, its seconds per step and peak bytes; ``history`` has (evaluations, objective) of every gain."""
+    """The best choice, its seconds per step and peak bytes; ``history`` has (evaluations, objective) improvements."""
 
     choice: Choice
     seconds: float
@@ -52,33 +52,33 @@ def search(
     budget_s: float = inf,
     chains: int = 4,
 ) -> SearchResult:
-    """Return the best choice found within ``budget`` evaluations, or ``budget_s`` seconds where those are over earlier.
+    """Return the best choice found within ``budget`` evaluations and ``budget_s`` seconds.
 
-    From ``starts``, the fastest options and random choices: coordinate descent, then chains of Metropolis-Hastings that
-    cool down from round to round until they agree, then descent again. (ReaL, section 5, walks at one temperature.)
+    Coordinate descent from ``starts``, the fastest options and random choices is followed by simulated annealing with
+    several Metropolis-Hastings chains until they agree, and by a final descent. (ReaL, section 5, uses one temperature.)
     """
     if budget is None:
         budget = MAX_EVALUATIONS_PER_OPTION * sum(len(options) for options in problem.table)
-    found = _Search(problem, budget, time.monotonic() + budget_s)
-    dice = [SplitMix64(seed * (chains + 1) + i) for i in range(chains)]
+    state = _Search(problem, budget, time.monotonic() + budget_s)
+    rngs = [SplitMix64(seed * (chains + 1) + i) for i in range(chains)]
     try:
-        ends = found.descend_all([*starts, greedy(problem), *(d.choice(problem) for d in dice)])
-        stop = found.walk([Chain.start(d, *ends[i % len(ends)]) for i, d in enumerate(dice)])
-        found.descend(found.best, found.best_value)
-    except _BudgetExhausted as over:
-        stop = over.stop
-    seconds, peak = found.evaluator.evaluate(found.best)
+        minima = state.descend_all([*starts, greedy(problem), *(rng.random_choice(problem) for rng in rngs)])
+        stop = state.anneal([Chain.start(rng, *minima[i % len(minima)]) for i, rng in enumerate(rngs)])
+        state.descend(state.best, state.best_value)
+    except _BudgetExhausted as exhausted:
+        stop = exhausted.stop
+    seconds, peak = state.evaluator.evaluate(state.best)
     fits = peak <= problem.capacity
-    return SearchResult(found.best, seconds, peak, fits, tuple(found.history), found.n_evaluated, stop)
+    return SearchResult(state.best, seconds, peak, fits, tuple(state.history), state.n_evaluated, stop)
 
 
 def greedy(problem: Problem) -> Choice:
-    """Return the option of every MFC that is fastest among those that fit while nothing else is there."""
-    return tuple(min(range(len(some)), key=[_rank(problem, o) for o in some].__getitem__) for some in problem.table)
+    """Return, for every MFC, the fastest option that fits on its own."""
 
+    def rank(option: LayoutOption) -> tuple[bool, float]:
+        return option.transient + option.resident > problem.capacity, option.transfer.seconds + option.compute.seconds
 
-def _rank(problem: Problem, option: LayoutOption) -> tuple[bool, float]:
-    return option.transient + option.resident > problem.capacity, option.transfer.seconds + option.compute.seconds
+    return tuple(min(range(len(some)), key=[rank(o) for o in some].__getitem__) for some in problem.table)
 
 
 class _BudgetExhausted(Exception):
@@ -87,7 +87,7 @@ class _BudgetExhausted(Exception):
 
 
 class _Search:
-    """What has been evaluated, and the best of it."""
+    """The state of a search: the budget, and the best choice so far."""
 
     def __init__(self, problem: Problem, budget: int, deadline: float) -> None:
         self.problem, self.budget, self.deadline = problem, budget, deadline
@@ -98,59 +98,59 @@ class _Search:
         self.history: list[tuple[int, float]] = []
 
     def descend_all(self, starts: Sequence[Choice]) -> list[tuple[Choice, float]]:
-        """Return the ends of descents from every start, best first."""
+        """Return the local minima reached from all starts, best first."""
         known = [(start, self._value(start)) for start in dict.fromkeys(starts)]
-        ends = dict(self.descend(start, value) for start, value in sorted(known, key=lambda k: k[1]))
-        return sorted(ends.items(), key=lambda end: end[1])
+        minima = dict(self.descend(start, value) for start, value in sorted(known, key=lambda k: k[1]))
+        return sorted(minima.items(), key=lambda minimum: minimum[1])
 
     def descend(self, choice: Choice, value: float) -> tuple[Choice, float]:
-        """Change one MFC at a time as long as that helps."""
-        settled = 0
+        """Change one MFC at a time until no change helps."""
+        n_settled = 0
         mfc = 0
-        while settled < len(choice):
-            settled += 1
+        while n_settled < len(choice):
+            n_settled += 1
             for option in range(len(self.problem.table[mfc])):
                 candidate = (*choice[:mfc], option, *choice[mfc + 1 :])
                 if candidate != choice:
-                    self._spend()
+                    self._check_budget()
                     new = self._value(candidate)
                     if new < value:
-                        choice, value, settled = candidate, new, 1
+                        choice, value, n_settled = candidate, new, 1
             mfc = (mfc + 1) % len(choice)
         return choice, value
 
-    def walk(self, walkers: Sequence[Chain]) -> StopReason:
-        """Walk round after round; say whether the chains agreed or the budget was spent."""
-        length = (self.budget - self.n_evaluated) // (ROUNDS * len(walkers))
-        quiet = 0
-        for number in range(ROUNDS if length else 0):
-            temperature = HOT * (COLD / HOT) ** (number / (ROUNDS - 1))
+    def anneal(self, chains: Sequence[Chain]) -> StopReason:
+        """Run the chains with decreasing temperature until they agree or the budget is spent."""
+        length = (self.budget - self.n_evaluated) // (N_ROUNDS * len(chains))
+        n_unchanged = 0
+        for number in range(N_ROUNDS if length else 0):
+            temperature = HOT * (COLD / HOT) ** (number / (N_ROUNDS - 1))
             before = self.best_value
-            for walker in walkers:
+            for chain in chains:
                 for start in range(0, length, PROPOSALS_PER_CHECK):
                     n = min(PROPOSALS_PER_CHECK, length - start)
-                    self._spend(0)
-                    self.evaluator.walk(walker, n, temperature)
+                    self._check_budget(0)
+                    self.evaluator.run_chain(chain, n, temperature)
                     self.n_evaluated += n
-                    self._note(walker.best, walker.best_value)
-            quiet = 0 if self.best_value < before else quiet + 1
-            if quiet >= PATIENCE and all(w.best_value == self.best_value for w in walkers):
+                    self._record(chain.best, chain.best_value)
+            n_unchanged = 0 if self.best_value < before else n_unchanged + 1
+            if n_unchanged >= PATIENCE and all(chain.best_value == self.best_value for chain in chains):
                 return StopReason.AGREED
         return StopReason.BUDGET
 
     def _value(self, choice: Choice) -> float:
         value = objective(self.problem, *self.evaluator.evaluate(choice))
         self.n_evaluated += 1
-        self._note(choice, value)
+        self._record(choice, value)
         return value
 
-    def _spend(self, n: int = 1) -> None:
+    def _check_budget(self, n: int = 1) -> None:
         if self.n_evaluated + n > self.budget:
             raise _BudgetExhausted(StopReason.BUDGET)
         if time.monotonic() > self.deadline:
             raise _BudgetExhausted(StopReason.CLOCK)
 
-    def _note(self, choice: Choice, value: float) -> None:
+    def _record(self, choice: Choice, value: float) -> None:
         if value < self.best_value:
             self.best, self.best_value = choice, value
             self.history.append((self.n_evaluated, value))

@@ -1,7 +1,8 @@
-"""A run without devices: the master's own machine, workers that take as long as they are said to take, and a clock."""
+"""Simulation of a run without devices: the scheduler of the master, workers with given costs, and a simulated clock."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from realhf.api.batch_meta import PROMPT, BatchMeta, ColumnMeta, RowId
 from realhf.api.execution_plan import ExecutionPlan
@@ -15,7 +16,6 @@ from realhf.plan.compile.schedule import (
     FetchRows,
     FinishStep,
     MasterState,
-    PromptRange,
     RowsReady,
     TrainSchedule,
 )
@@ -24,7 +24,7 @@ from realhf.plan.search.timeline import Activity, Timeline
 
 Price = Callable[[PrepareCall, Instruction], Cost]
 DTYPES = {"tokens": "int64", "prompts": "int64"}
-"""Element types of columns that are not float32."""
+"""Element types of columns other than float32."""
 
 
 def simulate(
@@ -32,7 +32,7 @@ def simulate(
     plan: ExecutionPlan,
     program: Program,
     price: Price,
-    length: TrainSchedule,
+    schedule: TrainSchedule,
     workload: Workload,
     call_seconds: float = 0.0,
     cores: float = 0.0,
@@ -40,38 +40,74 @@ def simulate(
 ) -> Timeline:
     """Return the timeline of a run in which every instruction costs ``price(call, instruction)``.
 
-    ``call_seconds`` pass between the end of a call's last instruction and the next calls. ``cores`` are those of all
-    nodes together, shared by all workers; 0 where every worker has a device of its own. Reading data takes no time.
+    ``call_seconds`` is the latency from the last instruction of a call to the dispatch of the next calls. ``cores`` is
+    the number of cores that all workers share, or 0 if each worker has its own device. Reading data takes no time.
     """
-    inboxes = WorkerQueues(plan.n_workers, cores, call_seconds)
-    state = MasterState(graph, plan, length, max_staleness)
-    master = _SimulatedMaster(state, program, price, workload, lambda: inboxes.now)
-    inboxes.run(master.start(), master.answer)
-    assert state.is_over, "nothing is under way, and the run is not over"
-    return Timeline(plan.n_workers, _activities(master.orders), tuple(master.step_ends), max_staleness)
+    queues = WorkerQueues(plan.n_workers, cores, call_seconds)
+    state = MasterState(graph, plan, schedule, max_staleness)
+    master = SimulatedMaster(
+        state, queues, partial(_call_ops, program, price), lambda action: make_rows(graph, workload, action, plan)
+    )
+    step_ends = master.run()
+    return Timeline(plan.n_workers, _activities(master.calls), step_ends, max_staleness)
 
 
-def rows_made(graph: Graph, workload: Workload, action: FetchRows | Dispatch, plan: ExecutionPlan) -> RowsReady:
-    """Return the event that answers an action, with rows as the workload has them.
+@dataclass
+class SimulatedMaster:
+    """Runs a scheduler on simulated workers.
 
-    A generating call makes the rows that are drawn for its prompts, any other has outputs for its input rows; they lie
-    at its data-parallel heads. Every column counts as long as its row.
+    ``make_ops`` returns the operations of a call, ``make_event`` the event after an action. Fetches finish at once.
+    """
+
+    state: MasterState
+    queues: WorkerQueues
+    make_ops: Callable[[Dispatch], CallOps]
+    make_event: Callable[[FetchRows | Dispatch], RowsReady]
+    calls: list[CallOps] = field(default_factory=list)
+    step_ends: list[float] = field(default_factory=list)
+
+    def run(self) -> tuple[float, ...]:
+        """Run until all steps are finished; return when each of them ends."""
+        self.queues.run(self._perform(self.state.start()), self._on_finished)
+        assert self.state.is_over, "no call is in flight, but the run is not over"
+        return tuple(self.step_ends)
+
+    def _on_finished(self, call: CallOps) -> Batches:
+        assert isinstance(call.tag, Dispatch)
+        return self._perform(self.state.handle(self.make_event(call.tag)))
+
+    def _perform(self, actions: Sequence[Action]) -> Iterator[Sequence[CallOps]]:
+        batch = [self.make_ops(action) for action in actions if isinstance(action, Dispatch)]
+        self.calls += batch
+        yield batch
+        for action in actions:
+            match action:
+                case FinishStep():
+                    self.step_ends.append(self.queues.now)
+                case FetchRows():
+                    yield from self._perform(self.state.handle(self.make_event(action)))
+
+
+def make_rows(graph: Graph, workload: Workload, action: FetchRows | Dispatch, plan: ExecutionPlan) -> RowsReady:
+    """Return the event that follows an action, with row lengths from the workload.
+
+    A generation call produces the samples of its prompts, any other call one output per input row. Rows are stored on
+    the data-parallel heads. All columns have the length of the row.
     """
     if isinstance(action, FetchRows):
         fetcher = next(m for m in graph.topological if set(graph.dataset_keys) & set(m.inputs))
-        heads, found = plan[fetcher.name].layout.dp_heads(), {}
+        heads, outputs = plan[fetcher.name].layout.dp_heads(), {}
+        start, n = action.span.start, action.span.stop - action.span.start
         for k, head in enumerate(heads):
-            start, stop = (_cut(action.span, i, len(heads)) for i in (k, k + 1))
-            found[head] = _meta(
-                [row for p in range(start, stop) for row in workload.dataset_rows(p)], graph.dataset_keys
-            )
-        return RowsReady(None, action.span, found)
+            prompts = range(start + n * k // len(heads), start + n * (k + 1) // len(heads))
+            outputs[head] = _meta([row for p in prompts for row in workload.dataset_rows(p)], graph.dataset_keys)
+        return RowsReady(None, action.span, outputs)
     call, mfc = action.call, graph[action.call.mfc]
     outputs = {}
     for head, part in zip(plan[mfc.name].layout.dp_heads(), call.assignment, strict=True):
         ids = [call.inputs.ids[i] for i in part]
         if mfc.kind is Kind.GENERATE:
-            rows = [row for p in sorted({i.prompt for i in ids}) for row in drawn_by(mfc, workload, p)]
+            rows = [row for p in sorted({i.prompt for i in ids}) for row in _sampled_rows(mfc, workload, p)]
         else:
             lengths = [max(c.lengths[i] for c in call.inputs.columns.values()) for i in part]
             rows = list(zip(ids, lengths, strict=True))
@@ -79,14 +115,10 @@ def rows_made(graph: Graph, workload: Workload, action: FetchRows | Dispatch, pl
     return RowsReady(mfc.name, action.span, outputs if mfc.outputs else {})
 
 
-def drawn_by(mfc: MFC, workload: Workload, prompt: int) -> Sequence[tuple[RowId, int]]:
-    """Return the rows that a generating call makes for a prompt, with their lengths."""
+def _sampled_rows(mfc: MFC, workload: Workload, prompt: int) -> Sequence[tuple[RowId, int]]:
+    """Return the rows that a generation call produces for a prompt, with their lengths."""
     drawn = workload.sampled_rows(prompt)
     return [(RowId(prompt, PROMPT), drawn[0][1])] if mfc.per_prompt else drawn
-
-
-def _cut(span: PromptRange, k: int, n: int) -> int:
-    return span.start + (span.stop - span.start) * k // n
 
 
 def _meta(rows: Sequence[tuple[RowId, int]], keys: Sequence[str]) -> BatchMeta:
@@ -94,51 +126,18 @@ def _meta(rows: Sequence[tuple[RowId, int]], keys: Sequence[str]) -> BatchMeta:
     return BatchMeta(tuple(i for i, _ in rows), {k: ColumnMeta(DTYPES.get(k, "float32"), lengths) for k in keys})
 
 
-@dataclass
-class _SimulatedMaster:
-    """What the master does with events: fetches are answered at once, calls become orders."""
-
-    state: MasterState
-    program: Program
-    price: Price
-    workload: Workload
-    now: Callable[[], float]
-    orders: list[CallOps] = field(default_factory=list)
-    step_ends: list[float] = field(default_factory=list)
-
-    def start(self) -> Batches:
-        return self._perform(self.state.start())
-
-    def answer(self, order: CallOps) -> Batches:
-        assert isinstance(order.what, Dispatch)
-        return self._perform(self.state.handle(self._made(order.what)))
-
-    def _made(self, action: FetchRows | Dispatch) -> RowsReady:
-        return rows_made(self.state.graph, self.workload, action, self.state.plan)
-
-    def _perform(self, actions: Sequence[Action]) -> Iterator[Sequence[CallOps]]:
-        batch = [self._order(action) for action in actions if isinstance(action, Dispatch)]
-        self.orders += batch
-        yield batch
-        for action in actions:
-            match action:
-                case FinishStep():
-                    self.step_ends.append(self.now())
-                case FetchRows():
-                    yield from self._perform(self.state.handle(self._made(action)))
-
-    def _order(self, dispatch: Dispatch) -> CallOps:
-        first: list[Op] = []
-        rest: list[Op] = []
-        for instruction in self.program[dispatch.call.mfc]:
-            ranks = sorted(participants(dispatch.call, instruction))
-            job = Op(ranks, self.price(dispatch.call, instruction), instruction)
-            (first if isinstance(instruction, Transfer) else rest).append(job)
-        return CallOps(dispatch, first, rest)
+def _call_ops(program: Program, price: Price, dispatch: Dispatch) -> CallOps:
+    first: list[Op] = []
+    rest: list[Op] = []
+    for instruction in program[dispatch.call.mfc]:
+        ranks = sorted(_participants(dispatch.call, instruction))
+        op = Op(ranks, price(dispatch.call, instruction), instruction)
+        (first if isinstance(instruction, Transfer) else rest).append(op)
+    return CallOps(dispatch, first, rest)
 
 
-def participants(call: PrepareCall, instruction: Instruction) -> frozenset[int]:
-    """Return the workers that carry out an instruction of a call together."""
+def _participants(call: PrepareCall, instruction: Instruction) -> frozenset[int]:
+    """Return the workers that execute an instruction together."""
     match instruction:
         case Transfer(_, layout):
             return call.holders.ranks | frozenset(layout.mesh.ranks)
@@ -148,15 +147,15 @@ def participants(call: PrepareCall, instruction: Instruction) -> frozenset[int]:
             return frozenset(layout.mesh.ranks)
 
 
-def _activities(orders: Sequence[CallOps]) -> tuple[Activity, ...]:
-    """Return the jobs of all orders as values, in order of their starts."""
-    jobs = sorted((job for order in orders for job in order.jobs), key=lambda job: (job.start, job.end))
-    number = {job: i for i, job in enumerate(jobs)}
-    found = []
-    for job in jobs:
-        dispatch, instruction = job.order.what, job.what
+def _activities(calls: Sequence[CallOps]) -> tuple[Activity, ...]:
+    """Return the operations of all calls as values, ordered by start."""
+    ops = sorted((op for call in calls for op in call.ops), key=lambda op: (op.start, op.end))
+    number = {op: i for i, op in enumerate(ops)}
+    activities = []
+    for op in ops:
+        dispatch, instruction = op.call.tag, op.tag
         assert isinstance(dispatch, Dispatch) and isinstance(instruction, Instruction)
-        after = None if job.predecessor is None else number[job.predecessor]
+        after = None if op.predecessor is None else number[op.predecessor]
         call = dispatch.call
-        found.append(Activity(call.mfc, call.step, instruction, tuple(job.ranks), job.start, job.end, after))
-    return tuple(found)
+        activities.append(Activity(call.mfc, call.step, instruction, tuple(op.ranks), op.start, op.end, after))
+    return tuple(activities)

@@ -1,4 +1,4 @@
-"""What to say of a plan that does not fit: which worker lacks what, and the smallest change with which it fits."""
+"""The error message for a plan that does not fit: which worker needs what, and the smallest change that helps."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,86 +12,87 @@ from realhf.plan.search.planner import Planner
 from realhf.plan.search.prediction import Prediction
 
 PlanFn = Callable[[Planner], ExecutionPlan]
-"""The plan that the same allocation mode gives for another planner."""
+"""Returns the plan that the same allocation mode gives for another planner."""
 Change = tuple[str, Planner, PlanFn]
-"""Options to set, the planner with them, and how it makes its plan."""
-SMALLEST_MICRO_BATCH, SMALLEST_SLOTS = 512, 8
-MOST_TIMES, FULL_NODE = 8, 8
-"""Of the workers there are; devices that a node has room for."""
-PATIENCE_S = 8.0
-"""After so much time of the processor no further change is tried: neighbours that keep it busy change no answer."""
+"""Options to set, the planner with these options, and how to make its plan."""
+MIN_MICRO_BATCH_TOKENS, MIN_NUM_SEQS = 512, 8
+MAX_WORKER_FACTOR, MAX_NODE_SIZE = 8, 8
+"""Largest suggested multiple of the number of workers; largest suggested node."""
+TIMEOUT_S = 8.0
+"""CPU time after which no further change is tried; CPU time makes the result independent of other processes."""
 
 
-def too_large(planner: Planner, prediction: Prediction, replan: PlanFn, slots_option: str) -> str:
-    """Say what the fullest worker has too little memory for, and what to set so that the plan fits.
+def out_of_memory_message(planner: Planner, prediction: Prediction, replan: PlanFn, max_num_seqs_option: str) -> str:
+    """Return what the worker with the highest peak needs memory for, and which options to set so that the plan fits.
 
-    ``slots_option`` is the name of the option that bounds the rows which are decoded at a time; it is empty where the
-    planner itself chooses those and micro-batches.
+    ``max_num_seqs_option`` is the name of the option that limits the number of concurrently decoded sequences; it is
+    empty if the planner chooses this number and the micro-batches.
     """
-    rank, worst = max(prediction.memory.items(), key=lambda item: item[1].total)
-    parts = sorted(((size, name) for name, size in asdict(worst).items()), reverse=True)
-    words = ", ".join(f"{name.replace('_', ' ')} {v / 1e9:.3g}" for v, name in parts if v >= 0.01 * worst.total)
+    rank, peak = max(prediction.memory.items(), key=lambda item: item[1].total)
+    parts = sorted(((size, name) for name, size in asdict(peak).items()), reverse=True)
+    shown = ", ".join(f"{name.replace('_', ' ')} {v / 1e9:.3g}" for v, name in parts if v >= 0.01 * peak.total)
     hardware = planner.calls.hardware
-    return (f"worker {rank} would need {worst.total / 1e9:.4g} GB ({words}), it has {hardware.memory / 1e9:.4g}, "
-            f"of which plans leave {hardware.memory_reserve_fraction:.0%} free; {suggest_fix(planner, replan, slots_option)}")  # fmt: skip
+    return (f"worker {rank} would need {peak.total / 1e9:.4g} GB ({shown}), it has {hardware.memory / 1e9:.4g}, "
+            f"of which plans leave {hardware.memory_reserve_fraction:.0%} free; "
+            f"{suggest_fix(planner, replan, max_num_seqs_option)}")  # fmt: skip
 
 
-def suggest_fix(planner: Planner, replan: PlanFn, slots_option: str) -> str:
-    """Return the first of the changes, from the smallest to the largest, with which a plan fits."""
-    deadline = time.process_time() + PATIENCE_S
-    for words, changed, made in _changes(planner, replan, slots_option):
+def suggest_fix(planner: Planner, replan: PlanFn, max_num_seqs_option: str) -> str:
+    """Return the first of the changes, ordered from smallest to largest, with which a plan fits."""
+    deadline = time.process_time() + TIMEOUT_S
+    for options, changed, made in _changes(planner, replan, max_num_seqs_option):
         if time.process_time() > deadline:
             break
         if changed.fits(made(changed)):
-            return f"it fits with {words}"
-    return "nothing that was tried fits: take smaller models, more workers, or workers with more memory"
+            return f"it fits with {options}"
+    return "no change that was tried fits: use smaller models, more workers, or workers with more memory"
 
 
-def _changes(planner: Planner, replan: PlanFn, slots_option: str) -> Iterator[Change]:
-    """Yield what could be set: first what leaves the numbers of a run as they are, then bfloat16, then more workers."""
+def _changes(planner: Planner, replan: PlanFn, max_num_seqs_option: str) -> Iterator[Change]:
+    """Yield changes: first those that keep the numerics of a run, then bfloat16, then more workers."""
     recompute, recomputing = _with_models(planner, "gradient_checkpointing")
-    bf16, short = _with_models(planner, "bf16")
-    both, leanest = f"{bf16} {recompute}".strip(), _with_models(short, "gradient_checkpointing")[1]
-    if slots_option:
-        yield from _finer(planner, replan, slots_option)
+    bf16, half = _with_models(planner, "bf16")
+    both, smallest = f"{bf16} {recompute}".strip(), _with_models(half, "gradient_checkpointing")[1]
+    if max_num_seqs_option:
+        yield from _smaller_batches(planner, replan, max_num_seqs_option)
     yield recompute, recomputing, replan
-    if slots_option:
-        for words, changed, made in _finer(recomputing, replan, slots_option):
-            yield f"{recompute} {words}".strip(), changed, made
-    yield from _rules(planner, "")
-    yield bf16, short, replan
-    yield both, leanest, replan
-    yield from _rules(leanest, both)
+    if max_num_seqs_option:
+        for options, changed, made in _smaller_batches(recomputing, replan, max_num_seqs_option):
+            yield f"{recompute} {options}".strip(), changed, made
+    yield from _heuristics(planner, "")
+    yield bf16, half, replan
+    yield both, smallest, replan
+    yield from _heuristics(smallest, both)
     yield from _more_workers(planner)
 
 
-def _rules(planner: Planner, words: str) -> Iterator[Change]:
+def _heuristics(planner: Planner, options: str) -> Iterator[Change]:
     for name in HEURISTICS:
-        yield f"{words} allocation_mode={name}".strip(), planner, partial(Planner.by_rule, name=name)
+        yield f"{options} allocation_mode={name}".strip(), planner, partial(Planner.by_heuristic, name=name)
 
 
-def _finer(planner: Planner, replan: PlanFn, slots_option: str) -> Iterator[Change]:
-    """Yield smaller micro-batches of the calls that need them, then fewer slots."""
+def _smaller_batches(planner: Planner, replan: PlanFn, max_num_seqs_option: str) -> Iterator[Change]:
+    """Yield smaller micro-batches of the calls that need them, then fewer concurrent sequences."""
     limits = planner.calls.limits
     cap = max(limit.max_tokens_per_mb for limit in limits.values()) // 2
-    while cap >= SMALLEST_MICRO_BATCH:
+    while cap >= MIN_MICRO_BATCH_TOKENS:
         caps = {name: min(cap, limit.max_tokens_per_mb) for name, limit in limits.items()}
-        if (finer := _capped(planner, caps)).fits(replan(finer)):
+        if (smaller := _capped(planner, caps)).fits(replan(smaller)):
             for name, limit in limits.items():
-                wider = _capped(planner, {**caps, name: limit.max_tokens_per_mb})
-                if wider.fits(replan(wider)):
+                larger = _capped(planner, {**caps, name: limit.max_tokens_per_mb})
+                if larger.fits(replan(larger)):
                     caps[name] = limit.max_tokens_per_mb
             changed = {name: n for name, n in caps.items() if n != limits[name].max_tokens_per_mb}
-            words = " ".join(f"{name}.mb_spec.max_tokens_per_mb={n}" for name, n in changed.items())
-            yield words, _capped(planner, caps), replan
+            options = " ".join(f"{name}.mb_spec.max_tokens_per_mb={n}" for name, n in changed.items())
+            yield options, _capped(planner, caps), replan
         cap //= 2
     calls, sampling = planner.calls, planner.calls.cost.sampling
-    slots = sampling.max_num_seqs // 2 if sampling else 0
-    while sampling and slots >= SMALLEST_SLOTS:
-        fewer = replace(sampling, max_num_seqs=slots)
+    n = sampling.max_num_seqs // 2 if sampling else 0
+    while sampling and n >= MIN_NUM_SEQS:
+        fewer = replace(sampling, max_num_seqs=n)
         cost, memory = replace(calls.cost, sampling=fewer), replace(calls.memory, sampling=fewer)
-        yield f"{slots_option}={slots}", replace(planner, calls=replace(calls, cost=cost, memory=memory)), replan
-        slots //= 2
+        yield f"{max_num_seqs_option}={n}", replace(planner, calls=replace(calls, cost=cost, memory=memory)), replan
+        n //= 2
 
 
 def _capped(planner: Planner, caps: Mapping[str, int]) -> Planner:
@@ -100,7 +101,7 @@ def _capped(planner: Planner, caps: Mapping[str, int]) -> Planner:
 
 
 def _with_models(planner: Planner, option: str) -> tuple[str, Planner]:
-    """Set a switch of models: ``gradient_checkpointing`` where they are trained, or ``bf16`` everywhere."""
+    """Enable ``gradient_checkpointing`` of trained models, or ``bf16`` of all models."""
     calls, graph = planner.calls, planner.graph
 
     def switched(name: str, role: RoleSpec) -> RoleSpec:
@@ -112,18 +113,18 @@ def _with_models(planner: Planner, option: str) -> tuple[str, Planner]:
     roles = {name: switched(name, role) for name, role in calls.cost.roles.items()}
     named = [name for name, role in roles.items() if role != calls.cost.roles[name] and role.starts_as is None]
     cost, memory = replace(calls.cost, roles=roles), replace(calls.memory, roles=roles)
-    words = " ".join(f"{name}.{option}=True" for name in named)
-    return words, replace(planner, calls=replace(calls, cost=cost, memory=memory))
+    options = " ".join(f"{name}.{option}=True" for name in named)
+    return options, replace(planner, calls=replace(calls, cost=cost, memory=memory))
 
 
 def _more_workers(planner: Planner) -> Iterator[Change]:
-    """Yield more devices, node by node; workers on CPU share one memory, however many they are."""
+    """Yield larger clusters; more workers on CPU do not help, since they share the memory."""
     calls, n, node_size = planner.calls, planner.n_workers, planner.cluster.node_size
     one_node = n == node_size
-    while n < MOST_TIMES * planner.n_workers and not calls.hardware.cores:
+    while n < MAX_WORKER_FACTOR * planner.n_workers and not calls.hardware.cores:
         n *= 2
-        node_size = n if one_node and n <= FULL_NODE else node_size
+        node_size = n if one_node and n <= MAX_NODE_SIZE else node_size
         hardware, cost = replace(calls.hardware, node_size=node_size), replace(calls.cost, node_size=node_size)
         larger = replace(planner, n_workers=n, calls=replace(calls, hardware=hardware, cost=cost))
-        words = f"n_nodes={n // node_size} n_gpus_per_node={node_size} allocation_mode=symmetric"
-        yield words, larger, partial(Planner.by_rule, name="symmetric")
+        options = f"n_nodes={n // node_size} n_gpus_per_node={node_size} allocation_mode=symmetric"
+        yield options, larger, partial(Planner.by_heuristic, name="symmetric")

@@ -1,4 +1,4 @@
-"""What a simulated run looks like: who does what when, how long a step takes, and what that hangs on."""
+"""The timeline of a simulated run: activities of workers, time per step, utilization and critical path."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,8 +10,8 @@ from realhf.api.program import Instruction
 class Activity:
     """One instruction of one call on ``ranks``, from ``start`` to ``end`` in seconds.
 
-    ``after`` is the number of the activity whose end let it start: the one before on a worker, or the last of the call
-    that the master answered with this one; None at the start of the run.
+    ``after`` is the index of the activity whose end let it start: the previous one on a worker, or the last one of the
+    call that made the master dispatch this call; None at the start of the run.
     """
 
     mfc: str
@@ -23,16 +23,16 @@ class Activity:
     after: int | None
 
 
-def n_settled(n_steps: int, max_staleness: int) -> int:
-    """Return how many steps are alike: all but the first and the last ``max_staleness``, or one of several."""
+def n_steady_steps(n_steps: int, max_staleness: int) -> int:
+    """Return the number of steps in the steady state: all but the first and the last ``max_staleness``, at least 1 of 2."""
     return max(n_steps - 1 - max_staleness, min(n_steps - 1, 1))
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated run. ``step_ends[s]`` is when the master knows that step ``s`` is over.
+    """A simulated run. ``step_ends[s]`` is when the master learns that step ``s`` has finished.
 
-    ``max_staleness`` of the last steps have fewer calls to overlap with: nothing is left to do ahead.
+    The last ``max_staleness`` steps overlap with fewer calls, since there are no further steps to generate for.
     """
 
     n_workers: int
@@ -42,20 +42,20 @@ class Timeline:
 
     @property
     def seconds_per_step(self) -> float:
-        """Seconds of a step when the run has settled: the mean over the steps that ``settled`` spans."""
-        start, end = self.settled
-        return (end - start) / max(1, n_settled(len(self.step_ends), self.max_staleness))
+        """Mean seconds per step in the steady state."""
+        start, end = self.steady_state
+        return (end - start) / max(1, n_steady_steps(len(self.step_ends), self.max_staleness))
 
     @property
-    def settled(self) -> tuple[float, float]:
-        """From when to when the run has settled: from the end of the first step, where there are more."""
-        last = n_settled(len(self.step_ends), self.max_staleness)
+    def steady_state(self) -> tuple[float, float]:
+        """Start and end of the steady state, which begins after the first step of several."""
+        last = n_steady_steps(len(self.step_ends), self.max_staleness)
         return (self.step_ends[0] if last else 0.0), self.step_ends[last]
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Share of the settled steps that each worker spends in activities."""
-        start, end = self.settled
+        """Fraction of the steady state that each worker spends in activities."""
+        start, end = self.steady_state
         seconds = [0.0] * self.n_workers
         for activity in self.activities:
             for rank in activity.ranks:
@@ -64,12 +64,12 @@ class Timeline:
 
     @property
     def idle(self) -> float:
-        """Share of the settled steps that the workers spend waiting, on average."""
+        """Mean fraction of the steady state that workers are idle."""
         return 1.0 - sum(self.busy) / self.n_workers
 
     @cached_property
-    def critical(self) -> tuple[int, ...]:
-        """Numbers of the activities that determine the end, in order: each starts when the one before it ends."""
+    def critical_path(self) -> tuple[int, ...]:
+        """Indices of the activities that determine the total time; each starts when the previous one ends."""
         path: list[int] = []
         number = max(range(len(self.activities)), key=lambda i: self.activities[i].end, default=None)
         while number is not None:

@@ -12,7 +12,7 @@ from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.api.messages import Ready
 from realhf.apps.view.console import HEADER, HEADER_LIMITS, Console, step_line
 from realhf.base.paths import RunDir
-from realhf.plan.run_spec import Expected, RunSpec
+from realhf.plan.run_spec import ExpectedPerformance, RunSpec
 from tests.plan.search.planners import layout
 
 METRICS = {"step": 3.0, "time/step_s": 2.0, "time/gen_s": 1.5, "time/train_s": 0.4, "time/move_s": 0.001,
@@ -54,7 +54,7 @@ def test_the_banner_shows_the_prediction(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_hardware_limits_are_not_labelled_as_a_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     graph = Graph((MFC("gen", "actor", Kind.GENERATE, InterfaceSpec("any"), ("prompts",), ("tokens",), 2),))
-    expected = Expected("the limits of cpu", 1.75, {"gen": 1.5}, 2.5e9, is_measured=False)
+    expected = ExpectedPerformance("the limits of cpu", 1.75, {"gen": 1.5}, 2.5e9, is_measured=False)
     plan = ExecutionPlan(2, {"gen": Placement(layout("t2"))})
     run = RunSpec("test", ExperimentConfig(), Task.prompt, graph, {}, plan, RunDir(tmp_path), "cpu", 4, expected)
     console = Console(run)

@@ -106,7 +106,7 @@ def test_compared_charts_have_a_common_axis() -> None:
 
 def test_steps_after_the_settled_ones_are_omitted() -> None:
     late = replace(TIMELINE, step_ends=(5.0, 15.0, 20.0), max_staleness=1)
-    assert late.settled == (5.0, 15.0)
+    assert late.steady_state == (5.0, 15.0)
     assert max(span(box)[1] for _, box in bars(drawn(late))) == 10.0
 
 

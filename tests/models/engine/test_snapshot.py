@@ -19,7 +19,7 @@ from realhf.models.engine.pipeline_runner import Pipeline
 from realhf.models.engine.snapshot import restore, snapshot
 from realhf.models.flat_params import FlatParams
 from realhf.models.transformer import Transformer
-from realhf.plan.compile.realloc import shard_of
+from realhf.plan.compile.realloc import shard_boxes
 
 STRATEGIES = {"d1": (1, 1, 1), "d2": (2, 1, 1), "t2": (1, 2, 1), "p2": (1, 1, 2), "d2t2": (2, 2, 1), "t2p2": (1, 2, 2)}
 KINDS = {"weights": 0.0, "first": 0.25, "second": 0.5, "master": 0.75, "average": 0.875}
@@ -34,7 +34,7 @@ def engine_of(folder: Path, layout: Layout, rank: int, bf16: bool) -> NativeEngi
     """An engine among others that are elsewhere: it has its shard and its optimizer, and nobody to talk to."""
     config = read_hf_config(folder, scalar_head=False)
     specs = param_specs(config)
-    boxes = shard_of(specs, lambda pp: stage_layers(config, pp), layout, rank)
+    boxes = shard_boxes(specs, lambda pp: stage_layers(config, pp), layout, rank)
     dtype = torch.bfloat16 if bf16 else torch.float32
     params = FlatParams([s for s in specs if s.name in boxes], boxes, dtype, "cpu", pad_to=layout.strategy.dp)
     groups = {ranks: Group(ranks, rank) for axis in ("dp", "tp", "pp") if len(ranks := layout.axis(axis, rank)) > 1}

@@ -110,7 +110,7 @@ def test_split_generates_beside_everything_else() -> None:
 def test_a_cluster_is_cut_without_gaps(n: int, node_size: int, shares: list[float]) -> None:
     assume(n >= len(shares))
     cluster = Cluster(n, min(node_size, n))
-    meshes = cluster.cut({f"m{i}": share for i, share in enumerate(shares)})
+    meshes = cluster.split({f"m{i}": share for i, share in enumerate(shares)})
     ranks = [rank for mesh in meshes.values() for rank in mesh.ranks]
     assert ranks == list(range(len(ranks))) and len(ranks) > n - node_size  # what is left is less than a node
     assert all(mesh.ranks for mesh in meshes.values())

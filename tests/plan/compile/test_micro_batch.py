@@ -45,7 +45,7 @@ def test_rows_of_a_prompt_are_near_one_another_where_limits_allow(
 ) -> None:
     ids = [RowId(prompt, i) for i, (prompt, _) in enumerate(rows)]
     lengths = [length for _, length in rows]
-    parts = micro_batches(ids, lengths, MicroBatching(n_mbs, budget), near=True)
+    parts = micro_batches(ids, lengths, MicroBatching(n_mbs, budget), prefer_prompts_together=True)
     assert sorted(i for part in parts for i in part) == list(range(len(rows)))
     assert len(parts) >= min(n_mbs, len(rows))
     for part in parts:
@@ -56,5 +56,5 @@ def test_rows_of_a_prompt_are_near_one_another_where_limits_allow(
 
 def test_a_group_that_fits_is_not_parted() -> None:
     ids = [RowId(prompt, sample) for sample in range(4) for prompt in range(3)]
-    parts = micro_batches(ids, [5] * 12, MicroBatching(3, 25), near=True)
+    parts = micro_batches(ids, [5] * 12, MicroBatching(3, 25), prefer_prompts_together=True)
     assert sorted(sorted({ids[i].prompt for i in part}) for part in parts) == [[0], [1], [2]]

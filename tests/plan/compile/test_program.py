@@ -4,7 +4,14 @@ from realhf.api.execution_plan import ExecutionPlan, Placement
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.program import Compute, Load, Offload, Reallocate, Release, Transfer
-from realhf.plan.compile.program import compile_program, engines_of, groups_of, home, meshes_of, with_evaluation
+from realhf.plan.compile.program import (
+    compile_program,
+    home_layout,
+    layout_ranks,
+    process_groups,
+    rank_engines,
+    with_evaluation,
+)
 
 SPEC = InterfaceSpec("any")
 PPO = Graph(
@@ -56,30 +63,30 @@ def test_a_call_away_from_home_borrows_weights_and_gives_them_back() -> None:
 
 
 def test_home_is_the_trainers_layout_or_the_first_calls() -> None:
-    assert home(PPO, UNLIKE, "actor") == PAIR and home(PPO, UNLIKE, "ref") == PAIR
+    assert home_layout(PPO, UNLIKE, "actor") == PAIR and home_layout(PPO, UNLIKE, "ref") == PAIR
     twice = Graph((*PPO.mfcs, MFC("ref_again", "ref", Kind.INFERENCE, SPEC, ("tokens",), ("again",))))
     other = ExecutionPlan(4, {**UNLIKE.placements, "ref_again": Placement(ONE)})
-    assert home(twice, other, "ref") == PAIR
+    assert home_layout(twice, other, "ref") == PAIR
     assert compile_program(twice, other)["ref_again"][1] == Reallocate("ref", PAIR, "ref", ONE)
 
 
 def test_a_worker_holds_engines_where_it_computes_or_lends() -> None:
     program = compile_program(PPO, UNLIKE)
-    assert engines_of(program, 0) == (("actor", WIDE),)
-    assert engines_of(program, 3) == (("actor", PAIR), ("actor", WIDE), ("ref", PAIR))
-    assert engines_of(compile_program(PPO, DISJOINT), 2) == (("ref", PAIR),)
-    assert engines_of(compile_program(PPO, DISJOINT), 7) == ()
+    assert rank_engines(program, 0) == (("actor", WIDE),)
+    assert rank_engines(program, 3) == (("actor", PAIR), ("actor", WIDE), ("ref", PAIR))
+    assert rank_engines(compile_program(PPO, DISJOINT), 2) == (("ref", PAIR),)
+    assert rank_engines(compile_program(PPO, DISJOINT), 7) == ()
 
 
 def test_groups_are_the_same_list_for_everybody() -> None:
-    assert groups_of(compile_program(PPO, UNLIKE)) == ((0, 2), (1, 3), (0, 1), (2, 3))
-    assert groups_of(compile_program(PPO, DISJOINT)) == ((0, 1), (2, 3))
-    assert groups_of(compile_program(PPO, plan(**dict.fromkeys([m.name for m in PPO.mfcs], ONE)))) == ()
+    assert process_groups(compile_program(PPO, UNLIKE)) == ((0, 2), (1, 3), (0, 1), (2, 3))
+    assert process_groups(compile_program(PPO, DISJOINT)) == ((0, 1), (2, 3))
+    assert process_groups(compile_program(PPO, plan(**dict.fromkeys([m.name for m in PPO.mfcs], ONE)))) == ()
 
 
 def test_a_call_takes_the_workers_of_its_layouts() -> None:
     program = compile_program(PPO, plan(actor_gen=TWO, rew_inf=ONE, ref_inf=PAIR, actor_train=PAIR))
-    assert {name: set(meshes_of(steps)) for name, steps in program.items()} == {
+    assert {name: set(layout_ranks(steps)) for name, steps in program.items()} == {
         "actor_gen": {0, 1, 2, 3},
         "rew_inf": {0},
         "ref_inf": {2, 3},
@@ -92,8 +99,8 @@ def test_a_role_that_follows_another_moves_after_its_training() -> None:
     program = compile_program(graph, DISJOINT)
     assert program["actor_train"][-1] == Reallocate("actor", TWO, "ref", PAIR, 0.25)
     assert graph.updater("ref") is graph["actor_train"] and PPO.updater("ref") is None
-    assert meshes_of(program["actor_train"]) == {0, 1, 2, 3}
-    assert engines_of(program, 2) == (("ref", PAIR),)
+    assert layout_ranks(program["actor_train"]) == {0, 1, 2, 3}
+    assert rank_engines(program, 2) == (("ref", PAIR),)
 
 
 def test_an_idle_role_rests_in_host_memory() -> None:

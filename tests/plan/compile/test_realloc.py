@@ -7,7 +7,7 @@ from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import Box, box_numel, box_shape, intersect, relative
 from realhf.arch.param_specs import param_specs, stage_layers
-from realhf.plan.compile.realloc import BoxCopy, copies_of, plan_realloc, shard_of
+from realhf.plan.compile.realloc import BoxCopy, plan_realloc, route_copies, shard_boxes
 
 CONFIG = ModelConfig(
     "llama", n_layers=3, hidden=6, n_heads=4, n_kv_heads=2, head_dim=2, intermediate=9, vocab=11, max_positions=8
@@ -33,7 +33,7 @@ def meshes(src: int, dst: int) -> list[tuple[range, range]]:
 
 
 def shards(layout: Layout) -> dict[int, dict[str, Box]]:
-    return {rank: shard_of(SPECS, stages, layout, rank) for rank in layout.mesh.ranks}
+    return {rank: shard_boxes(SPECS, stages, layout, rank) for rank in layout.mesh.ranks}
 
 
 def carry_out(copies: tuple[BoxCopy, ...], held: dict, needed: dict) -> dict[int, dict[str, np.ndarray]]:
@@ -47,7 +47,7 @@ def carry_out(copies: tuple[BoxCopy, ...], held: dict, needed: dict) -> dict[int
 
 
 def check(src: Layout, dst: Layout) -> None:
-    copies, held, needed = tuple(copies_of(plan_realloc(SPECS, stages, src, dst))), shards(src), shards(dst)
+    copies, held, needed = tuple(route_copies(plan_realloc(SPECS, stages, src, dst))), shards(src), shards(dst)
     filled = carry_out(copies, held, needed)
     received = dict.fromkeys(dst.mesh.ranks, 0)
     for c in copies:
@@ -77,19 +77,19 @@ def test_a_mesh_may_be_in_any_order() -> None:
 
 def test_the_same_layout_copies_locally_alone() -> None:
     layout = Layout(DeviceMesh((0, 1, 2, 3)), ParallelStrategy(2, 2, 1))
-    assert all(c.src == c.dst for c in copies_of(plan_realloc(SPECS, stages, layout, layout)))
+    assert all(c.src == c.dst for c in route_copies(plan_realloc(SPECS, stages, layout, layout)))
 
 
 def test_senders_are_of_the_same_node_and_share_the_load() -> None:
     src = Layout(DeviceMesh((0, 1, 2, 3)), ParallelStrategy(dp=4))
     dst = Layout(DeviceMesh((4, 5, 6, 7)), ParallelStrategy(dp=4))
     sent = dict.fromkeys(range(4), 0)
-    for c in copies_of(plan_realloc(SPECS, stages, src, dst)):
+    for c in route_copies(plan_realloc(SPECS, stages, src, dst)):
         sent[c.src] += box_numel(c.box)
     assert max(sent.values()) - min(sent.values()) <= max(spec.numel for spec in SPECS)
     near = Layout(DeviceMesh((0, 2)), ParallelStrategy(dp=2))
     far = Layout(DeviceMesh((1, 3)), ParallelStrategy(dp=2))
     node = {(r.src, r.dsts) for r in plan_realloc(SPECS, stages, near, Layout(far.mesh, ParallelStrategy(tp=2)))}
     assert node == {(0, (1,)), (0, (3,)), (0, (1, 3)), (2, (1,)), (2, (3,)), (2, (1, 3))}
-    pairs = {(c.src, c.dst) for c in copies_of(plan_realloc(SPECS, stages, near, far, node_size=2))}
+    pairs = {(c.src, c.dst) for c in route_copies(plan_realloc(SPECS, stages, near, far, node_size=2))}
     assert pairs == {(0, 1), (2, 3)}

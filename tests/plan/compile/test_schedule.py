@@ -22,10 +22,10 @@ from realhf.plan.compile.schedule import (
     PromptRange,
     RowsReady,
     TrainSchedule,
+    make_train_schedule,
     next_resample,
-    train_schedule_of,
 )
-from realhf.plan.compile.transfer import plan_transfer, stored_as
+from realhf.plan.compile.transfer import plan_transfer, stored_row_id
 
 Pick = Callable[[int], int]
 Keep = Callable[[str, RowId], bool]
@@ -247,7 +247,9 @@ def test_holders_are_true_and_nothing_is_sent_twice(picks: list[int], is_best_of
             for c in copies:
                 stores[c.dst].add((c.key, c.row))
             for rank, part in zip(layout.dp_heads(), call.assignment, strict=True):
-                wanted = {(k, stored_as(call.inputs.ids[i], k, call.shared)) for k in call.holders.rows for i in part}
+                wanted = {
+                    (k, stored_row_id(call.inputs.ids[i], k, call.shared)) for k in call.holders.rows for i in part
+                }
                 assert wanted <= stores[rank]
 
 
@@ -285,7 +287,7 @@ def test_prompts_that_tell_nothing_are_drawn_anew(
         assert seen == list(range(start, stop))
     trained = [d for d in story.dispatched if d.call.mfc == "train"]
     assert all(len({i.prompt for i in d.call.inputs.ids}) <= size for d in trained)
-    again = MasterState(story.state.graph, story.state.plan, story.state.length, staleness)
+    again = MasterState(story.state.graph, story.state.plan, story.state.schedule, staleness)
     assert again.start() == story.first and all(again.handle(event) == actions for event, actions in story.turns)
 
 
@@ -358,7 +360,7 @@ def test_rows_of_a_finished_step_are_on_record_until_the_next_event() -> None:
     [(1, None, 3, 2), (3, None, 8, 2), (3, 5, 5, 4), (1, 99, 3, 2), (2, None, 5, 4)],
 )
 def test_the_length_of_a_run(epochs: int, max_steps: int | None, steps: int, last: int) -> None:
-    length = train_schedule_of(4, 10, epochs, max_steps)
+    length = make_train_schedule(4, 10, epochs, max_steps)
     assert length.n_steps == steps
     span = length.span(steps - 1)
     assert span == PromptRange(steps - 1, 4 * (steps - 1), 4 * (steps - 1) + last)

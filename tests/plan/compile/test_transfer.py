@@ -3,7 +3,7 @@
 from realhf.api.batch_meta import PROMPT, BatchMeta, ColumnMeta, RowId
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.messages import Holders, PrepareCall
-from realhf.plan.compile.transfer import RowCopy, plan_transfer, stored_as
+from realhf.plan.compile.transfer import RowCopy, plan_transfer, stored_row_id
 
 IDS = (RowId(0, 0), RowId(0, 1), RowId(3, 0))
 META = BatchMeta(IDS, {"tokens": ColumnMeta("int64", (5, 6, 7)), "row": ColumnMeta("uint8", (9, 9, 8))})
@@ -40,7 +40,10 @@ def test_what_samples_share_is_sent_once_to_each_worker() -> None:
         RowCopy("row", RowId(0, PROMPT), 5, 0, "uint8", 9),
         RowCopy("row", RowId(3, PROMPT), 5, 0, "uint8", 8),
     )
-    assert stored_as(IDS[1], "row", ("row",)) == RowId(0, PROMPT) and stored_as(IDS[1], "tokens", ("row",)) == IDS[1]
+    assert (
+        stored_row_id(IDS[1], "row", ("row",)) == RowId(0, PROMPT)
+        and stored_row_id(IDS[1], "tokens", ("row",)) == IDS[1]
+    )
 
 
 def test_every_replica_of_a_rank_gets_its_rows() -> None:

@@ -182,7 +182,10 @@ def test_shared_memory_that_a_move_filled_stays_with_who_took_part() -> None:
     model, where = planner.calls.memory, plan(actor_gen="t2@2", critic_inf="t2")
     calls = {m.name: planner.calls.rows(m, where[m.name].layout.strategy.dp) for m in planner.graph.mfcs}
     found, without = (m.devices(where, calls) for m in (model, replace(model, device="cuda")))
-    far, near = model.ring_bytes("actor", layout("d2"), layout("t2", 2)), model.ring_bytes("critic", layout("d2"), layout("t2"))
+    far, near = (
+        model.ring_bytes("actor", layout("d2"), layout("t2", 2)),
+        model.ring_bytes("critic", layout("d2"), layout("t2")),
+    )
     assert far > 0 == near  # who has all of a model keeps a part of it without a word to anybody
     assert [found[r].total - without[r].total for r in range(4)] == pytest.approx([far] * 4)
 

@@ -11,7 +11,7 @@ from realhf.api.experiment import RoleSpec
 from realhf.api.layout import ParallelStrategy
 from realhf.api.model_config import ModelConfig
 from realhf.arch.param_specs import param_specs, stage_layers
-from realhf.plan.compile.realloc import shard_of
+from realhf.plan.compile.realloc import shard_boxes
 from realhf.plan.cost.stage import kv_numel, saved_activation_numel, shard_numels, stage_shards
 from tests.plan.search.planners import LLAMA, layout
 
@@ -26,7 +26,7 @@ def test_shards_hold_what_the_first_rank_of_every_stage_holds(text: str, model: 
     strategy = where.strategy
     expected = []
     for stage in range(strategy.pp):
-        boxes = shard_of(specs, lambda pp: stage_layers(model, pp), where, where.mesh.ranks[stage * strategy.tp])
+        boxes = shard_boxes(specs, lambda pp: stage_layers(model, pp), where, where.mesh.ranks[stage * strategy.tp])
         sizes = []
         for box in boxes.values():
             numel = 1

@@ -39,7 +39,7 @@ def lower_bound(problem: Problem, partial: Partial) -> float:
 
     The first step ends with some MFC that nobody waits for; what is known to begin after that must be done by the end.
     """
-    chosen, n, mfcs = Assignment(problem, partial), problem.n_settled, range(len(partial))
+    chosen, n, mfcs = Assignment(problem, partial), problem.n_steady_steps, range(len(partial))
     if n:
         ends = set(mfcs) - {parent for wire in problem.deps for parent in wire.parents}
         seconds = min(_window(chosen, n, [0.0 if m == end else -inf for m in mfcs]) for end in ends) / n
@@ -82,13 +82,13 @@ def _seconds(chosen: Assignment, mfc: int) -> float:
     """Return how long a call keeps the workers that it runs on, at the least."""
     if chosen.choice[mfc] is None:
         return _least(chosen.problem, mfc)
-    option, move = chosen.options[mfc], chosen.move(mfc)
+    option, move = chosen.options[mfc], chosen.realloc_cost(mfc)
     return option.transfer.seconds + option.compute.seconds + (move.cost.seconds if move else 0.0)
 
 
 def _calls(problem: Problem, mfc: int) -> int:
     """Return how many calls a step takes."""
-    return -(-problem.batch_size // problem.deps[mfc].chunk)
+    return -(-problem.batch_size // problem.deps[mfc].batch_size)
 
 
 def _load(chosen: Assignment, steps: Sequence[int]) -> float:

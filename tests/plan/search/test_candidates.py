@@ -11,7 +11,7 @@ from realhf.api.execution_plan import MicroBatching, Placement
 from realhf.api.graph import Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.machine import MEMORY_RESERVE_FRACTION, Workload
-from realhf.plan.search.candidates import SMALLEST_MICRO_BATCH, SMALLEST_SLOTS, Candidates
+from realhf.plan.search.candidates import MIN_MICRO_BATCH_TOKENS, MIN_NUM_SEQS, Candidates
 from tests.plan.search.planners import LLAMA, TOY, layout, ppo_planner
 
 LONG = Workload(((100,),), (300,))
@@ -57,15 +57,15 @@ def test_without_room_micro_batches_and_slots_shrink_until_they_fit() -> None:
         assert small.bytes <= tight.capacity < large.bytes
         batching = small.placement.micro_batching
         if mfc is train:
-            assert SMALLEST_MICRO_BATCH <= batching.max_tokens_per_mb < 4096 and batching.max_num_seqs == 0
+            assert MIN_MICRO_BATCH_TOKENS <= batching.max_tokens_per_mb < 4096 and batching.max_num_seqs == 0
         else:
-            assert SMALLEST_SLOTS <= batching.max_num_seqs < 32 and batching.max_tokens_per_mb == 4096
+            assert MIN_NUM_SEQS <= batching.max_num_seqs < 32 and batching.max_tokens_per_mb == 4096
 
 
 def test_where_nothing_fits_the_leanest_is_told() -> None:
     calls = calls_with(memory=2e6)
     found = calls.of(calls.cost.graph["actor_train"], layout("d1"))
-    assert found.bytes > calls.capacity and found.placement.micro_batching.max_tokens_per_mb == SMALLEST_MICRO_BATCH
+    assert found.bytes > calls.capacity and found.placement.micro_batching.max_tokens_per_mb == MIN_MICRO_BATCH_TOKENS
 
 
 def test_pipelines_take_finer_micro_batches_where_those_are_faster() -> None:

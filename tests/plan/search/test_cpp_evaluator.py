@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.plan.search import cpp_evaluator
-from realhf.plan.search.cpp_evaluator import MAX_MFCS, CppEvaluator, evaluator, library
+from realhf.plan.search.cpp_evaluator import MAX_MFCS, CppEvaluator, evaluator, load_library
 from realhf.plan.search.mcmc import Chain, PythonEvaluator, SplitMix64
 from realhf.plan.search.problem import ReallocCost
 from tests.plan.search.instances import random_instance
 from tests.plan.search.test_evaluate import problem_of
 
-built = pytest.mark.skipif(library() is None, reason="PLANNER NOT BUILT: python setup.py build_ext --inplace")
+built = pytest.mark.skipif(load_library() is None, reason="PLANNER NOT BUILT: python setup.py build_ext --inplace")
 
 
 @built
@@ -30,7 +30,7 @@ def test_chains_take_the_same_steps_in_both(seed: int, temperature: float) -> No
     walkers = [Chain.start(SplitMix64(seed), start, 1e9) for _ in range(2)]
     for walker, players in zip(walkers, (PythonEvaluator(problem), evaluator(problem)), strict=True):
         for n in (1, 0, 30):
-            players.walk(walker, n, temperature)
+            players.run_chain(walker, n, temperature)
     assert walkers[0] == walkers[1]
 
 
@@ -45,7 +45,7 @@ def test_an_error_of_a_table_is_raised_and_forgotten() -> None:
 
     fast = evaluator(replace(problem_of(), realloc=move))
     walker = Chain.start(SplitMix64(1), (0, 0, 0), inf)
-    for action in (lambda: fast.evaluate((0, 0, 0)), lambda: fast.walk(walker, 5, 0.1)):
+    for action in (lambda: fast.evaluate((0, 0, 0)), lambda: fast.run_chain(walker, 5, 0.1)):
         with pytest.raises(ValueError, match="no way for gen"):
             action()
     failing = False

@@ -31,7 +31,7 @@ def play(*orders: CallOps, cores: float = 0.0, latency: float = 0.0) -> list[tup
 
 
 def spans(*orders: CallOps) -> list[tuple[float, float]]:
-    return [(job.start, job.end) for o in orders for job in o.jobs]
+    return [(job.start, job.end) for o in orders for job in o.ops]
 
 
 def test_a_job_waits_for_all_its_workers_and_holds_them() -> None:

@@ -14,16 +14,16 @@ START = tuple(0 for _ in PROBLEM.table)
 
 def test_the_dice_are_those_of_the_paper() -> None:
     dice = SplitMix64(1234567)  # the values of the reference implementation
-    assert [dice.draw() for _ in range(3)] == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert [dice.next() for _ in range(3)] == [6457827717110365317, 3203168211198807973, 9817491932198370423]
     assert all(0 <= dice.uniform() < 1 for _ in range(100))
 
 
 def test_the_same_dice_lead_the_same_way_in_any_portions() -> None:
     one, other = (Chain.start(SplitMix64(7), START, 1e9) for _ in range(2))
     players = PythonEvaluator(PROBLEM)
-    players.walk(one, 60, 0.2)
+    players.run_chain(one, 60, 0.2)
     for n in (10, 20, 30):
-        players.walk(other, n, 0.2)
+        players.run_chain(other, n, 0.2)
     assert one == other
 
 
@@ -31,7 +31,7 @@ def test_cold_chains_only_go_down_and_remember_the_best() -> None:
     walker = Chain.start(SplitMix64(3), START, evaluate(PROBLEM, START)[0])
     players, values = PythonEvaluator(PROBLEM), []
     for _ in range(50):
-        players.walk(walker, 1, 1e-12)
+        players.run_chain(walker, 1, 1e-12)
         values.append(walker.value)
     assert values == sorted(values, reverse=True)
     assert walker.best_value == values[-1] == evaluate(PROBLEM, walker.best)[0]
@@ -45,7 +45,7 @@ def test_what_is_worse_by_the_temperature_is_accepted_in_one_of_e_cases() -> Non
     players, seen = PythonEvaluator(instance), Counter[int]()
     for seed in range(2000):
         walker = Chain.start(SplitMix64(seed), (good,), costs[good])
-        players.walk(walker, 1, worse)
+        players.run_chain(walker, 1, worse)
         seen[walker.choice[0]] += 1
     assert worse > 0
     # one proposal changes the option once, or an even number of times with ONE_MORE: those stay
@@ -55,5 +55,5 @@ def test_what_is_worse_by_the_temperature_is_accepted_in_one_of_e_cases() -> Non
 def test_nothing_to_choose_is_no_walk() -> None:
     alone = next(i.problem for i in map(random_instance, range(99)) if all(len(t) == 1 for t in i.problem.table))
     walker = Chain.start(SplitMix64(1), tuple(0 for _ in alone.table), 5.0)
-    PythonEvaluator(alone).walk(walker, 10, 0.1)
+    PythonEvaluator(alone).run_chain(walker, 10, 0.1)
     assert walker == Chain.start(SplitMix64(1), tuple(0 for _ in alone.table), 5.0)

@@ -11,7 +11,7 @@ from realhf.plan.compile.heuristic import HEURISTICS
 from realhf.plan.cost.roofline import Roofline
 from realhf.plan.cost.speed import StageShard, Work
 from realhf.plan.search.evaluate import evaluate
-from realhf.plan.search.planner import Planner, layouts_of
+from realhf.plan.search.planner import Planner, plan_layouts
 from tests.plan.search.planners import TOY, WIDE, layout, ppo_planner
 
 SLOW_LINKS = replace(TOY, node=Link(1e8, 1e-4), cluster=Link(1e7, 1e-3))
@@ -39,7 +39,7 @@ def test_a_search_is_never_worse_than_any_rule(name: str) -> None:
     planner = PLANNERS[name]
     found = planner.search()
     predicted = planner.predict(found.plan)
-    rules = {rule: planner.by_rule(rule) for rule in HEURISTICS}
+    rules = {rule: planner.by_heuristic(rule) for rule in HEURISTICS}
     fitting = {rule: planner.predict(plan).seconds for rule, plan in rules.items() if planner.fits(plan)}
     assert planner.fits(found.plan) >= bool(fitting)
     for rule, seconds in fitting.items():
@@ -64,7 +64,7 @@ def test_the_same_seed_gives_the_same_plan() -> None:
 @pytest.mark.parametrize("name", PLANNERS)
 def test_rules_make_plans_that_can_be_carried_out(name: str, rule: str) -> None:
     planner = PLANNERS[name]
-    plan = planner.by_rule(rule)
+    plan = planner.by_heuristic(rule)
     assert plan.n_workers == planner.n_workers
     predicted = planner.predict(plan)
     assert predicted.seconds > 0 and set(predicted.memory) == set(range(plan.n_workers))
@@ -73,18 +73,18 @@ def test_rules_make_plans_that_can_be_carried_out(name: str, rule: str) -> None:
 
 def test_a_rule_cuts_more_where_its_calls_do_not_fit_together() -> None:
     roomy, tight = PLANNERS["toy"], PLANNERS["tight"]
-    assert not tight.fits(roomy.by_rule("symmetric"))
+    assert not tight.fits(roomy.by_heuristic("symmetric"))
     for rule in ("megatron", "symmetric", "real"):
-        assert tight.fits(tight.by_rule(rule)), rule
+        assert tight.fits(tight.by_heuristic(rule)), rule
 
 
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.4, 0.25])
 def test_micro_batches_shrink_before_a_plan_does_not_fit(share: float) -> None:
     rows = Workload(((60,),), (140,))
     roomy = ppo_planner(1, replace(TOY, memory=1e12), WIDE, 128, rows)
-    peak = roomy.predict(roomy.by_rule("symmetric")).peak
+    peak = roomy.predict(roomy.by_heuristic("symmetric")).peak
     tight = ppo_planner(1, replace(TOY, memory=share * peak / (1 - MEMORY_RESERVE_FRACTION)), WIDE, 128, rows)
-    plan, found = tight.by_rule("symmetric"), tight.search()
+    plan, found = tight.by_heuristic("symmetric"), tight.search()
     finest = {name: replace(limit, max_tokens_per_mb=512, max_num_seqs=8) for name, limit in tight.calls.limits.items()}
     leanest = replace(plan, placements={n: replace(plan[n], micro_batching=finest[n]) for n in finest})
     assert tight.fits(plan) == tight.fits(found.plan) == tight.fits(leanest)
@@ -93,7 +93,7 @@ def test_micro_batches_shrink_before_a_plan_does_not_fit(share: float) -> None:
 def test_a_plan_of_a_rule_is_reckoned_with_its_own_micro_batches() -> None:
     """Where the search knows the same layouts with others, that do not fit together, it would look too fast."""
     planner = ppo_planner(4, batch=64)
-    plan, found = planner.by_rule("symmetric"), planner.search()
+    plan, found = planner.by_heuristic("symmetric"), planner.search()
     fine = replace(plan["actor_gen"], micro_batching=replace(plan["actor_gen"].micro_batching, max_num_seqs=1))
     slow = replace(plan, placements={**plan.placements, "actor_gen": fine})
     assert planner._seconds(found, slow) == planner.predict(slow).seconds > 1.2 * planner._seconds(found, plan)
@@ -102,7 +102,7 @@ def test_a_plan_of_a_rule_is_reckoned_with_its_own_micro_batches() -> None:
 
 def test_candidates_hold_the_layouts_of_rules_and_the_fastest_of_every_mesh() -> None:
     planner = PLANNERS["toy"]
-    started = [layouts_of(planner.by_rule(rule)) for rule in HEURISTICS]
+    started = [plan_layouts(planner.by_heuristic(rule)) for rule in HEURISTICS]
     table = planner.candidates(started)
     for mfc in planner.graph.mfcs:
         here = [candidate.placement.layout for candidate in table[mfc.name]]
@@ -115,7 +115,7 @@ def test_candidates_hold_the_layouts_of_rules_and_the_fastest_of_every_mesh() ->
 
 def test_the_problem_asks_what_the_cost_and_memory_models_say() -> None:
     planner = PLANNERS["toy"]
-    table = planner.candidates([layouts_of(planner.by_rule("symmetric"))])
+    table = planner.candidates([plan_layouts(planner.by_heuristic("symmetric"))])
     problem = planner.problem(table)
     assert problem.capacity == planner.calls.capacity and problem.n_ranks == 8
     train, gen = table["actor_train"], table["actor_gen"]
@@ -130,9 +130,9 @@ def test_the_problem_asks_what_the_cost_and_memory_models_say() -> None:
 
 def test_alternatives_are_what_the_evaluation_says() -> None:
     planner = PLANNERS["toy"]
-    plan = planner.by_rule("symmetric")
+    plan = planner.by_heuristic("symmetric")
     now, found = planner.alternatives(plan)
-    table = planner.candidates([layouts_of(planner.by_rule("symmetric"))])
+    table = planner.candidates([plan_layouts(planner.by_heuristic("symmetric"))])
     problem = planner.problem(table)
     choice = tuple(
         next(i for i, c in enumerate(table[m.name]) if c.placement == plan[m.name]) for m in planner.graph.mfcs
@@ -187,6 +187,6 @@ def test_what_was_not_measured_is_not_chosen() -> None:
 
 def test_without_data_every_step_is_alike() -> None:
     planner = ppo_planner(2, workload=Workload(((20,),), (24,)))
-    timeline = planner.predict(planner.by_rule("symmetric")).timeline
+    timeline = planner.predict(planner.by_heuristic("symmetric")).timeline
     ends = timeline.step_ends
     assert ends[2] - ends[1] == pytest.approx(ends[1] - ends[0])

@@ -31,8 +31,8 @@ def test_who_waits_for_whom() -> None:
     names = [m.name for m in ppo().mfcs]
     wires = dict(zip(names, problem_of(ppo()).deps, strict=True))
     number = {name: i for i, name in enumerate(names)}
-    assert wires["gen"].parents == () and wires["gen"].sources == (number["gen"],)
-    assert wires["rew"].parents == (number["gen"],) and wires["rew"].sources == (number["gen"], number["gen"])
+    assert wires["gen"].parents == () and wires["gen"].row_sources == (number["gen"],)
+    assert wires["rew"].parents == (number["gen"],) and wires["rew"].row_sources == (number["gen"], number["gen"])
     assert set(wires["train"].parents) == {number[n] for n in ("gen", "rew", "ref", "critic")}
     assert (wires["gen"].updater, wires["gen"].allowed_staleness, wires["gen"].home_mfc) == (
         number["train"],

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from realhf.plan.search.cpp_evaluator import evaluator, library
+from realhf.plan.search.cpp_evaluator import evaluator, load_library
 from realhf.plan.search.evaluate import objective
 from realhf.plan.search.problem import Choice, Problem
 from realhf.plan.search.search import StopReason, greedy, search
@@ -36,7 +36,7 @@ def test_search_finds_what_looking_at_everything_finds() -> None:
 
 
 def test_search_is_never_worse_than_any_start() -> None:
-    for seed in range(1000 if library() else 50):
+    for seed in range(1000 if load_library() else 50):
         problem = random_instance(seed, n_ranks=8, n_options=8, tight=True).problem
         random = Random(seed)
         starts = [tuple(random.randrange(len(some)) for some in problem.table) for _ in range(3)]

@@ -15,8 +15,8 @@ from realhf.api.messages import PrepareCall
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
 from realhf.plan.compile.program import compile_program
 from realhf.plan.compile.schedule import Dispatch, FetchRows, MasterState, PromptRange, TrainSchedule
-from realhf.plan.search.simulate import rows_made, simulate
-from realhf.plan.search.timeline import Activity, Timeline, n_settled
+from realhf.plan.search.simulate import make_rows, simulate
+from realhf.plan.search.timeline import Activity, Timeline, n_steady_steps
 
 SPEC = InterfaceSpec("any")
 GRAPH = Graph(
@@ -69,7 +69,7 @@ def test_calls_on_two_meshes_run_side_by_side_and_rows_move_first() -> None:
 
 def test_the_critical_path_leads_from_start_to_end_without_a_gap() -> None:
     timeline = run(APART, call_seconds=0.25)
-    path = [timeline.activities[i] for i in timeline.critical]
+    path = [timeline.activities[i] for i in timeline.critical_path]
     assert [(a.mfc, type(a.instruction).__name__) for a in path if a.step == 1] == [
         ("gen", "Transfer"), ("gen", "Compute"), ("rew", "Transfer"), ("ref", "Transfer"), ("ref", "Compute"),
         ("train", "Transfer"), ("train", "Compute"),
@@ -100,12 +100,12 @@ def test_stale_weights_keep_the_generator_busy() -> None:
     away = {"gen": on(1), "rew": on(0), "ref": on(0), "train": on(0)}
     fresh, stale = (run(away, n_steps=8, max_staleness=s).seconds_per_step for s in (0, 1))
     assert stale < 9 < fresh
-    assert n_settled(8, 1) == 6 and n_settled(2, 1) == 1 and n_settled(1, 5) == 0
+    assert n_steady_steps(8, 1) == 6 and n_steady_steps(2, 1) == 1 and n_steady_steps(1, 5) == 0
 
 
 def test_a_run_of_one_step_takes_what_the_step_takes() -> None:
     timeline = run(APART, n_steps=1)
-    assert timeline.seconds_per_step == 11 and timeline.settled == (0, 11)
+    assert timeline.seconds_per_step == 11 and timeline.steady_state == (0, 11)
 
 
 def test_a_timeline_is_plain_data() -> None:
@@ -122,22 +122,22 @@ def first_dispatch(state: MasterState, until: Callable[[Dispatch], bool]) -> Dis
         if isinstance(action, Dispatch) and until(action):
             return action
         assert isinstance(action, FetchRows | Dispatch)
-        todo += state.handle(rows_made(GRAPH, WORKLOAD, action, state.plan))
+        todo += state.handle(make_rows(GRAPH, WORKLOAD, action, state.plan))
 
 
 def test_rows_are_made_where_they_would_be_with_lengths_of_the_workload() -> None:
     layouts = {"gen": on(0, "d2p2"), "rew": on(0, "d2"), "ref": on(0), "train": on(0)}
     plan = ExecutionPlan(4, {name: Placement(layout) for name, layout in layouts.items()})
     state = MasterState(GRAPH, plan, TrainSchedule(4, 8, 2))
-    fetched = rows_made(GRAPH, WORKLOAD, FetchRows(PromptRange(0, 0, 4)), plan).outputs
+    fetched = make_rows(GRAPH, WORKLOAD, FetchRows(PromptRange(0, 0, 4)), plan).outputs
     assert {rank: [i.prompt for i in meta.ids] for rank, meta in fetched.items()} == {2: [0, 1], 3: [2, 3]}
     assert fetched[2].ids[0] == RowId(0, PROMPT) and fetched[2].columns["prompts"].lengths == (2, 3)
-    made = rows_made(GRAPH, WORKLOAD, first_dispatch(state, lambda d: d.call.mfc == "gen"), plan).outputs
+    made = make_rows(GRAPH, WORKLOAD, first_dispatch(state, lambda d: d.call.mfc == "gen"), plan).outputs
     assert sorted(made) == [2, 3]
     assert sorted(i for meta in made.values() for i in meta.ids) == [RowId(p, s) for p in range(4) for s in (0, 1)]
     lengths = {i: n for meta in made.values() for i, n in zip(meta.ids, meta.columns["tokens"].lengths, strict=True)}
     assert lengths == dict(row for p in range(4) for row in WORKLOAD.sampled_rows(p))
     judged = first_dispatch(MasterState(GRAPH, plan, TrainSchedule(4, 8, 2)), lambda d: d.call.mfc == "rew")
-    rewards = rows_made(GRAPH, WORKLOAD, judged, plan).outputs
+    rewards = make_rows(GRAPH, WORKLOAD, judged, plan).outputs
     assert {i: n for m in rewards.values() for i, n in zip(m.ids, m.columns["rewards"].lengths, strict=True)} == lengths
     assert rewards[0].columns["rewards"].dtype == "float32" and judged.call.inputs.columns["tokens"].dtype == "int64"

@@ -8,7 +8,7 @@ import pytest
 from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.machine import MEMORY_RESERVE_FRACTION, Workload
 from realhf.plan.search.planner import Planner
-from realhf.plan.search.suggest_fix import suggest_fix, too_large
+from realhf.plan.search.suggest_fix import out_of_memory_message, suggest_fix
 from tests.plan.search.planners import TOY, WIDE, layout, ppo_planner
 
 
@@ -35,7 +35,7 @@ NEEDED = peak(ROOMY, fixed(ROOMY))
 def test_the_worker_its_largest_parts_and_a_remedy_are_named() -> None:
     planner = planner_with(NEEDED - 1)
     prediction = planner.predict(fixed(planner))
-    text = too_large(planner, prediction, fixed, "ppo.gen.max_num_seqs")
+    text = out_of_memory_message(planner, prediction, fixed, "ppo.gen.max_num_seqs")
     found = re.fullmatch(
         r"worker (\d) would need ([\d.]+) GB \((.*)\), it has ([\d.]+), of "
         r"which plans leave 5% free; it fits with (.*)",
@@ -74,7 +74,7 @@ def applied(planner: Planner, words: str) -> tuple[Planner, ExecutionPlan]:
                 raise AssertionError(f"{key} is no option")
     made = planner_with(planner.calls.hardware.usable, n_workers, node_size, **changes)
     made = replace(made, calls=replace(made.calls, limits=limits))
-    return made, made.by_rule(mode) if mode else fixed(made)
+    return made, made.by_heuristic(mode) if mode else fixed(made)
 
 
 STAIRS = {
@@ -119,7 +119,7 @@ def test_where_generation_needs_most_fewer_answers_are_drawn_at_a_time() -> None
 
 def test_a_rule_s_plan_is_made_anew_with_the_change() -> None:
     def by_rule(planner: Planner) -> ExecutionPlan:
-        return planner.by_rule("symmetric")
+        return planner.by_heuristic("symmetric")
 
     planner = planner_with(0.56 * NEEDED, 1)
     assert not planner.fits(by_rule(planner))

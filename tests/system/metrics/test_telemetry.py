@@ -17,7 +17,7 @@ from realhf.api.messages import Done, Holders, PrepareCall, Ready
 from realhf.arch.flops import generate_flops, matrix_params, train_flops
 from realhf.experiments.ppo import PPOExperiment
 from realhf.plan.compile.schedule import PromptRange, RowsReady
-from realhf.plan.run_spec import Expected, RunSpec
+from realhf.plan.run_spec import ExpectedPerformance, RunSpec
 from realhf.system.metrics.telemetry import Metrics, Telemetry
 from realhf.system.metrics.trace import SpanTuple, time_spent, trace_lines
 
@@ -133,7 +133,7 @@ def test_one_line_of_metrics_per_step(run: RunSpec) -> None:
 
 
 def test_what_was_predicted_stands_in_every_line_beside_what_was_measured(run: RunSpec) -> None:
-    expected = Expected("the limits of cpu", 1.75, {"actor_gen": 0.5, "actor_train": 0.25}, 2e9)
+    expected = ExpectedPerformance("the limits of cpu", 1.75, {"actor_gen": 0.5, "actor_train": 0.25}, 2e9)
     telemetry = Telemetry(replace(run, expected=expected), Watcher(), [])
     for step in (0, 1):
         one_step(telemetry)
@@ -149,7 +149,9 @@ def test_what_was_predicted_stands_in_every_line_beside_what_was_measured(run: R
 def test_shares_of_what_a_data_sheet_says(run: RunSpec) -> None:
     peaks = {"peak_flops": 1e9, "peak_bandwidth": 1e8}
     drawing = PPOExperiment(dataset=run.config.dataset)
-    told = Telemetry(replace(run, config=drawing, expected=Expected("x", 1.0, {}, 1e9, **peaks)), Watcher(), [])
+    told = Telemetry(
+        replace(run, config=drawing, expected=ExpectedPerformance("x", 1.0, {}, 1e9, **peaks)), Watcher(), []
+    )
     one_step(told)
     told.step_done(0, {})
     told.close()

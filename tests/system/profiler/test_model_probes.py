@@ -11,9 +11,9 @@ from realhf.plan.compile.check import strategy_problems
 from realhf.system.profiler.model_probes import (
     ProbeContext,
     batch_of,
-    reduced_depths,
     memory_points,
     model_probes,
+    reduced_depths,
     spread_lengths,
     warm_up,
 )

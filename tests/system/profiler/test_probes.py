@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from realhf.system.profiler.probes import MIN_ROUNDS, Clock, Probe, resident_bytes, peak_bytes, point_of, sample
+from realhf.system.profiler.probes import MIN_ROUNDS, Clock, Probe, peak_bytes, point_of, resident_bytes, sample
 
 CPU = torch.device("cpu")
 

@@ -25,7 +25,13 @@ def test_a_profile_of_one_model_on_two_workers() -> None:
     passes = ("forward", "train_forward", "train_backward", "decode", "kept_bytes", "train_bytes", "forward_bytes")
     names = {f"{SHAPE}/t{tp}/{name}" for tp in (1, 2) for name in passes}
     names |= {f"{kind.value}/2" for kind in CollectiveKind} | {f"interface/{name}" for name in ALGORITHMS}
-    assert set(profile.fits) - {"tp_collectives/2"} == names | {f"{SHAPE}/optimizer", "send", "exchange", "host_copy", "call"}
+    assert set(profile.fits) - {"tp_collectives/2"} == names | {
+        f"{SHAPE}/optimizer",
+        "send",
+        "exchange",
+        "host_copy",
+        "call",
+    }
     for fit in profile.fits.values():
         assert all(math.isfinite(c) and c >= 0 for c in fit.coefficients.values()) and fit.points
         assert any(fit.coefficients.values())

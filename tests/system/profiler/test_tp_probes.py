@@ -6,7 +6,7 @@ from realhf.api.model_config import ModelConfig
 from realhf.plan.cost.speed import CollectiveKind
 from realhf.system.profiler.model_probes import ProbeContext, pass_probes
 from realhf.system.profiler.probes import Clock
-from realhf.system.profiler.tp_probes import MockGroup, recorded_collectives, free
+from realhf.system.profiler.tp_probes import MockGroup, free, recorded_collectives
 
 MODEL = ModelConfig("llama", 2, 32, 4, 2, 8, 64, 64, 100)
 BYTES = 4 * 32
