@@ -69,8 +69,8 @@ def shard(layout: Layout, rank: int, values: dict[str, Tensor] | None) -> FlatPa
 
 def missing_bytes(src: Layout, dst: Layout, rank: int) -> int:
     """Return the bytes of a worker's ``dst`` shard that are missing from its ``src`` shard."""
-    held = shard_of(SPECS, stages, src, rank) if rank in src.mesh.ranks else {}
-    need = shard_of(SPECS, stages, dst, rank) if rank in dst.mesh.ranks else {}
+    held = shard_boxes(SPECS, stages, src, rank) if rank in src.mesh.ranks else {}
+    need = shard_boxes(SPECS, stages, dst, rank) if rank in dst.mesh.ranks else {}
     common = [intersect(box, held[name]) for name, box in need.items() if name in held]
     return 4 * (sum(map(box_numel, need.values())) - sum(box_numel(box) for box in common if box))
 
@@ -83,7 +83,7 @@ def all_pairs(rank: int, world: int, hosts: tuple[str, ...], in_place: bool, ver
         source = shard(src, rank, values)
         for dst in LAYOUTS:
             target = shard(dst, rank, None)
-            copies = tuple(copies_of(plan_realloc(SPECS, stages, src, dst)))
+            copies = tuple(route_copies(plan_realloc(SPECS, stages, src, dst)))
             p2p_copies = [
                 P2PCopy(c, c.src, c.dst, TensorSlice(torch.float32, box_numel(c.box)), (c.name, c.box)) for c in copies
             ]

@@ -89,7 +89,7 @@ class Candidates:
         yield limits
         sampling = self.cost.sampling
         if mfc.kind is Kind.GENERATE and sampling is not None:
-            n = limits.slots(sampling.max_num_seqs)
+            n = limits.limit_num_seqs(sampling.max_num_seqs)
             while n >= 2 * MIN_NUM_SEQS:
                 n //= 2
                 yield replace(limits, max_num_seqs=n)

@@ -45,7 +45,7 @@ def test_the_banner_shows_the_prediction(tmp_path: Path, capsys: pytest.CaptureF
     run = RunSpec("test", ExperimentConfig(), Task.prompt, graph, {}, plan, RunDir(tmp_path), "cpu", 4)
     Console(run).banner()
     assert "s per step" not in capsys.readouterr().out
-    expected = Expected("the profile p.json", 1.75, {"gen": 1.5}, 2.5e9)
+    expected = ExpectedPerformance("the profile p.json", 1.75, {"gen": 1.5}, 2.5e9)
     Console(replace(run, expected=expected)).banner()
     shown = capsys.readouterr().out
     assert "predicted 1.75 s per step, peak memory over workers 2.50 GB, from the profile p.json\n" in shown
