@@ -117,7 +117,9 @@ def test_kl_and_grid() -> None:
 
 def test_invalid_arguments() -> None:
     for n in (0, 4):
-        with pytest.raises(ValueError, match=f"best of n={n}: n must be between 1 and the number of scored responses, 3"):
+        with pytest.raises(
+            ValueError, match=f"best of n={n}: n must be between 1 and the number of scored responses, 3"
+        ):
             best_weights(n, 3)
     with pytest.raises(ValueError, match="best of n=0: n must be positive"):
         curve([[1.0, 2.0]], grid=(0, 1))
