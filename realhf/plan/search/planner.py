@@ -34,7 +34,7 @@ Table = Mapping[str, Sequence[Candidate]]
 
 @dataclass(frozen=True)
 class Planner:
-    """Makes and predicts plans. A search keeps ``per_mesh`` fast layouts per mesh, and evaluates ``max_evaluations``."""
+    """Makes and predicts plans. A search considers the ``per_mesh`` fastest layouts on each mesh."""
 
     graph: Graph
     calls: Candidates
@@ -63,7 +63,9 @@ class Planner:
     def by_heuristic(self, name: str) -> ExecutionPlan:
         """Return the plan of a heuristic; if its calls do not fit together, each must fit in a smaller share."""
         for share in MEMORY_SHARES:
-            layouts_ = HEURISTICS[name](self.graph, self.calls.cost.models, self.cluster, partial(self._fits, share=share))
+            layouts_ = HEURISTICS[name](
+                self.graph, self.calls.cost.models, self.cluster, partial(self._fits, share=share)
+            )
             plan = self._plan_of(layouts_, share)
             if self.fits(plan):
                 break

@@ -96,7 +96,9 @@ class Problem:
             raise ValueError(f"the capacity of a worker must be positive, got {self.capacity:.0f} bytes")
         if empty := [m.name for m in self.graph.mfcs if not self.options.get(m.name)]:
             raise ValueError(f"no layout fits {', '.join(empty)}")
-        if invalid := [f"{name} on {o.ranks}" for name, some in self.options.items() for o in some if not self._holds(o)]:
+        if invalid := [
+            f"{name} on {o.ranks}" for name, some in self.options.items() for o in some if not self._holds(o)
+        ]:
             raise ValueError(f"options must use contiguous ranks from 0 to {self.n_ranks - 1}: {'; '.join(invalid)}")
 
     def _holds(self, option: LayoutOption) -> bool:

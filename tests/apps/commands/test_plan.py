@@ -272,7 +272,7 @@ def test_every_error_in_a_user_s_graph_is_named(plan: Command) -> None:
         "  2. key 'ref_logprobs' is produced by ref_inf and critic_inf",
         "  3. role 'reference' follows 'actor' after 'actor_trian', which is no MFC",
         "  4. MFCs wait for each other: actor_train -> ref_inf -> actor_train",
-        "  5. rew_inf needs 'masks': no MFC makes it, and prompt data has only prompts, row",
+        "  5. rew_inf needs 'masks': no MFC produces it, and prompt data has only prompts, row",
         "  6. MFC ref_inf: role 'reference' has no model (roles with one: actor, ref, rew, critic)",
     ]
     mistyped = plan(*words, "ppo.eps_clip=0")
@@ -287,7 +287,7 @@ def test_what_nobody_reads_is_a_note_and_no_error(plan: Command) -> None:
     answer = plan(*words)
     assert answer.code == 0
     assert [line for line in answer.out.splitlines() if line.startswith("note")] == [
-        "note: nobody reads details of rew_inf",
+        "note: no MFC reads details of rew_inf",
         "note: no MFC uses the model of role 'spare'",
     ]
     more = plan(*words, "seed=2")
