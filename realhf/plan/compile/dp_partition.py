@@ -1,4 +1,4 @@
-"""Which rows go to which data-parallel rank and mini-batch: groups of one prompt stay together, loads are balanced."""
+"""Partition of rows over data-parallel ranks and mini-batches; rows of one prompt stay together."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -12,8 +12,8 @@ def partition_rows(
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
     """Return ``(assignment, minibatches)``: row indices per data-parallel rank, and the mini-batch of every row.
 
-    Mini-batches are runs of prompts in order, the same under any ``dp``; inside each of them prompts are balanced over
-    ranks by ``weights``. Nothing has to divide anything; a rank may get no row.
+    Mini-batches are consecutive prompts and do not depend on ``dp``; the prompts of each are balanced over ranks by
+    ``weights``. There are no divisibility requirements, so a rank may get no rows.
     """
     groups: dict[int, list[int]] = {}
     for i, row in enumerate(ids):
@@ -30,7 +30,7 @@ def partition_rows(
         start, stop = (-(-k * len(rows) // n_minibatches) for k in (minibatch, minibatch + 1))
         parts = balanced_partition(row_weights[start:stop], dp)
         part_weights = [sum([row_weights[start + k] for k in part]) for part in parts]
-        # heavier parts go to ranks that carry less so far; the lower number first where it is the same
+        # heavier parts go to ranks with lower load so far; ties are broken by the lower rank
         order = sorted(range(dp), key=loads.__getitem__)
         heavy = sorted(range(dp), key=part_weights.__getitem__, reverse=True)
         for rank, part in zip(order, heavy, strict=True):

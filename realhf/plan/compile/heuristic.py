@@ -1,10 +1,11 @@
-"""Plans by rule, for any shape of cluster: what people write by hand, and where a search starts.
+"""Heuristic plans for any shape of cluster; a search starts from them.
 
-A rule gives every call a layout; whether some of them fit the devices together is asked of ``fits``.
+A heuristic assigns a layout to every call; ``fits`` returns True if given layouts fit in the memory of the workers.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 from realhf.api.graph import MFC, Graph, Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
@@ -27,18 +28,15 @@ class Cluster:
         return self.mesh(0, self.n_workers)
 
     def split(self, shares: Mapping[str, float]) -> dict[str, DeviceMesh]:
-        """Cut the cluster into meshes of about these shares, whole nodes where there are enough of them."""
+        """Split the cluster into meshes with sizes near these shares, in whole nodes if there are enough."""
         unit = self.node_size if self.n_workers >= len(shares) * self.node_size else 1
         units, total = self.n_workers // unit, sum(shares.values())
         sizes = {name: max(1, round(units * share / total)) for name, share in shares.items()}
         while sum(sizes.values()) > units:
             sizes[max(sizes, key=lambda n: sizes[n])] -= 1
         sizes[max(shares, key=lambda n: shares[n])] += units - sum(sizes.values())
-        found, start = {}, 0
-        for name, size in sizes.items():
-            found[name] = self.mesh(start * unit, size * unit)
-            start += size
-        return found
+        stops = accumulate(sizes.values())
+        return {n: self.mesh((stop - sizes[n]) * unit, sizes[n] * unit) for n, stop in zip(sizes, stops, strict=True)}
 
 
 Fits = Callable[[Layouts], bool]
@@ -47,60 +45,59 @@ Order = Callable[[ParallelStrategy], tuple[int, int]]
 
 
 def megatron(graph: Graph, models: Models, cluster: Cluster, fits: Fits) -> Layouts:
-    """One strategy for all calls on all devices, as Megatron-LM's guide has it (Narayanan et al. 2021, section 3.6).
+    """One strategy for all calls on all devices, as Narayanan et al. 2021 (section 3.6) recommend.
 
-    Tensor parallelism over a node, pipeline stages across nodes as far as memory asks for them, data parallelism with
-    the rest.
+    Tensor parallelism within a node, as few pipeline stages as memory allows, data parallelism with the rest.
     """
-    return _alike(graph, models, cluster, fits, lambda s: (-s.tp, s.pp))
+    return _same_strategy(graph, models, cluster, fits, lambda s: (-s.tp, s.pp))
 
 
 def pipe_model(graph: Graph, models: Models, cluster: Cluster, fits: Fits) -> Layouts:
-    """ReaL's default mode: tensor parallelism over a node, a pipeline stage for every node; of as many as are legal."""
-    return _alike(graph, models, cluster, lambda _: True, lambda s: (-s.tp, -s.pp))
+    """ReaL's default mode: tensor parallelism within a node, one pipeline stage per node, as far as valid."""
+    return _same_strategy(graph, models, cluster, lambda _: True, lambda s: (-s.tp, -s.pp))
 
 
 def symmetric(graph: Graph, models: Models, cluster: Cluster, fits: Fits) -> Layouts:
-    """One strategy for all calls on all devices: with as few stages, then as few cuts, as fit."""
-    return _alike(graph, models, cluster, fits, _fewest_stages)
+    """One strategy for all calls on all devices, with the lowest pipeline, then tensor parallelism that fits."""
+    return _same_strategy(graph, models, cluster, fits, _fewest_stages)
 
 
-def _alike(graph: Graph, models: Models, cluster: Cluster, fits: Fits, order: Order) -> Layouts:
+def _same_strategy(graph: Graph, models: Models, cluster: Cluster, fits: Fits, order: Order) -> Layouts:
     options = [set(strategies(cluster.n_workers, cluster.node_size, models.get(role))) for role in graph.roles]
     common = set.intersection(*options) if options else {ParallelStrategy(dp=cluster.n_workers)}
     if not common:
         return {m.name: best_on(cluster.whole, m, models, cluster, fits) for m in graph.mfcs}
     without_model = Layout(cluster.whole, ParallelStrategy(dp=cluster.n_workers))
-    found: Layouts = {}
+    chosen: Layouts = {}
     for strategy in sorted(common, key=order):
-        found = {m.name: Layout(cluster.whole, strategy) if m.role else without_model for m in graph.mfcs}
-        if fits(found):
+        chosen = {m.name: Layout(cluster.whole, strategy) if m.role else without_model for m in graph.mfcs}
+        if fits(chosen):
             break
-    return found
+    return chosen
 
 
 def real(graph: Graph, models: Models, cluster: Cluster, fits: Fits) -> Layouts:
-    """ReaL's rule (Mei et al. 2024), for any number of devices.
+    """ReaL's heuristic (Mei et al. 2024), for any number of devices.
 
-    The whole cluster generates, with as few cuts as fit; trained roles share the cluster out by their sizes, and so do
-    the inference calls, which may run side by side.
+    Generation uses the whole cluster with the lowest model parallelism that fits. The training calls divide the cluster
+    by model size, and so do the inference calls, which can run concurrently.
     """
-    found: Layouts = {}
+    chosen: Layouts = {}
     training = [m for m in graph.mfcs if m.is_train]
-    beside = [m for m in graph.mfcs if m.kind is Kind.INFERENCE and m.role]
-    for group in (training, beside):
+    inference = [m for m in graph.mfcs if m.kind is Kind.INFERENCE and m.role]
+    for group in (training, inference):
         if group and cluster.n_workers >= len(group):
             shares = {m.name: float(_size(models[m.role])) for m in group if m.role}
             meshes = cluster.split(shares)
-            found |= {m.name: best_on(meshes[m.name], m, models, cluster, fits) for m in group}
+            chosen |= {m.name: best_on(meshes[m.name], m, models, cluster, fits) for m in group}
     for m in graph.mfcs:
-        if m.name not in found:
-            found[m.name] = best_on(cluster.whole, m, models, cluster, fits)
-    return found
+        if m.name not in chosen:
+            chosen[m.name] = best_on(cluster.whole, m, models, cluster, fits)
+    return chosen
 
 
 def split(graph: Graph, models: Models, cluster: Cluster, fits: Fits, share: float = 0.5) -> Layouts:
-    """Generation on one part of the cluster, everything else on the other."""
+    """Generation on one part of the cluster, all other calls on the other part."""
     if cluster.n_workers < 2:
         return symmetric(graph, models, cluster, fits)
     meshes = cluster.split({"generation": share, "rest": 1.0 - share})
@@ -111,20 +108,20 @@ def split(graph: Graph, models: Models, cluster: Cluster, fits: Fits, share: flo
 
 
 def best_on(mesh: DeviceMesh, mfc: MFC, models: Models, cluster: Cluster, fits: Fits) -> Layout:
-    """Return the first strategy that fits a mesh: fewest stages for training, else fewest cuts of any kind."""
+    """Return the layout with the lowest pipeline (training) or model parallelism (others) that fits a mesh."""
     config = models.get(mfc.role) if mfc.role else None
-    order = _fewest_stages if mfc.is_train else _fewest_cuts
-    found = [Layout(mesh, s) for s in sorted(strategies(len(mesh.ranks), cluster.node_size, config), key=order)]
-    if not found:  # a number of workers that no legal strategy has: leave some idle
+    order = _fewest_stages if mfc.is_train else _least_model_parallel
+    options = [Layout(mesh, s) for s in sorted(strategies(len(mesh.ranks), cluster.node_size, config), key=order)]
+    if not options:  # no strategy is valid for this number of workers: leave one idle
         return best_on(DeviceMesh(mesh.ranks[:-1]), mfc, models, cluster, fits)
-    return next((layout for layout in found if fits({mfc.name: layout})), found[-1])
+    return next((layout for layout in options if fits({mfc.name: layout})), options[-1])
 
 
 def _fewest_stages(s: ParallelStrategy) -> tuple[int, int]:
     return (s.pp, s.tp)
 
 
-def _fewest_cuts(s: ParallelStrategy) -> tuple[int, int]:
+def _least_model_parallel(s: ParallelStrategy) -> tuple[int, int]:
     return (s.tp * s.pp, s.tp)
 
 

@@ -1,4 +1,4 @@
-"""Rows into micro-batches by a token budget, each sorted by length, for attention over runs of equal rows."""
+"""Partition of rows into micro-batches by a token budget; rows are sorted by length, for batched attention."""
 
 from collections.abc import Sequence
 
@@ -14,39 +14,38 @@ def micro_batches(
     keep_prompts_together: bool = False,
     prefer_prompts_together: bool = False,
 ) -> list[list[int]]:
-    """Return row indices per micro-batch; ``together`` keeps the rows of one prompt in one of them.
+    """Return row indices per micro-batch.
 
-    ``near`` keeps as many of them together as the limits allow: they are computed faster so. With neither, ``ids`` are
-    not looked at.
+    ``keep_prompts_together`` puts all rows of a prompt into one micro-batch, even if they exceed the token budget;
+    ``prefer_prompts_together`` does so as far as the budget allows, which is faster. With neither, ``ids`` are unused.
     """
-    atoms: list[list[int]] = []
+    groups: list[list[int]] = []
     if keep_prompts_together or prefer_prompts_together:
-        groups: dict[int, list[int]] = {}
+        by_prompt: dict[int, list[int]] = {}
         for i, row in enumerate(ids):
-            groups.setdefault(row.prompt, []).append(i)
-        wholes = list(groups.values())
-        share = min(limits.max_tokens_per_mb, sum(lengths) // limits.n_mbs)
-        pieces = (
-            wholes if keep_prompts_together else [piece for rows in wholes for piece in _pieces(rows, lengths, share)]
-        )
-        if keep_prompts_together or len(pieces) >= min(limits.n_mbs, len(ids)):
-            atoms = pieces
-    if not atoms:
+            by_prompt.setdefault(row.prompt, []).append(i)
+        groups = list(by_prompt.values())
+        if not keep_prompts_together:
+            share = min(limits.max_tokens_per_mb, sum(lengths) // limits.n_mbs)
+            groups = [part for rows in groups for part in _split_rows(rows, lengths, share)]
+            if len(groups) < min(limits.n_mbs, len(ids)):
+                groups = []
+    if not groups:
         bins = pack_bins(lengths, limits.max_tokens_per_mb, limits.n_mbs)
-        return [sorted(part, key=lambda i: lengths[i]) for part in bins]  # each is in the order of rows
-    weights = [sum(lengths[i] for i in atom) for atom in atoms]
+        return [sorted(part, key=lambda i: lengths[i]) for part in bins]  # a stable sort: ties keep the order of rows
+    weights = [sum(lengths[i] for i in group) for group in groups]
     bins = pack_bins(weights, limits.max_tokens_per_mb, limits.n_mbs)
-    return [sorted((i for a in part for i in atoms[a]), key=lambda i: (lengths[i], i)) for part in bins]
+    return [sorted((i for g in part for i in groups[g]), key=lambda i: (lengths[i], i)) for part in bins]
 
 
-def _pieces(rows: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Cut rows into runs of at most ``capacity`` tokens, or one row."""
-    pieces: list[list[int]] = []
-    filled = capacity
+def _split_rows(rows: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Split rows into consecutive parts of at most ``capacity`` tokens, or one row."""
+    parts: list[list[int]] = []
+    n_tokens = capacity
     for row in rows:
-        if filled + lengths[row] > capacity or not pieces:
-            pieces.append([])
-            filled = 0
-        pieces[-1].append(row)
-        filled += lengths[row]
-    return pieces
+        if n_tokens + lengths[row] > capacity or not parts:
+            parts.append([])
+            n_tokens = 0
+        parts[-1].append(row)
+        n_tokens += lengths[row]
+    return parts

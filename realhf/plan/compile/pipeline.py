@@ -1,6 +1,6 @@
-"""Pipeline schedules: for one stage, the order in which micro-batches are received, computed and sent.
+"""Pipeline schedules: for each stage, the order in which micro-batches are received, computed and sent.
 
-In generation a micro-batch is a group of rows, which passes the stages again and again, one turn after the other.
+In generation, a micro-batch is a group of rows that passes through the stages once per decoding step.
 """
 
 from collections.abc import Iterator
@@ -41,21 +41,21 @@ class SendGradient:
 
 @dataclass(frozen=True)
 class ExpectTokens:
-    """Post the receive of what the last stage will draw for a group in this turn, without waiting."""
+    """Post the receive of the tokens that the last stage will sample for a group, without waiting."""
 
     micro_batch: int
 
 
 @dataclass(frozen=True)
 class SendTokens:
-    """Tell all other stages what was drawn."""
+    """Send the sampled tokens to all other stages."""
 
     micro_batch: int
 
 
 @dataclass(frozen=True)
 class Advance:
-    """Take the tokens that a group drew in its last turn and decide what its next one computes."""
+    """Wait for the tokens sampled for a group in the previous step, and schedule its next step."""
 
     micro_batch: int
 
@@ -87,13 +87,13 @@ def _backward(stage: int, n_stages: int, i: int) -> list[StageStep]:
 
 @lru_cache(maxsize=1024)
 def inference_schedule(stage: int, n_stages: int, n_micro_batches: int) -> tuple[StageStep, ...]:
-    """Stream micro-batches through the stages one after the other."""
+    """Return the forward-only schedule."""
     return tuple(step for i in range(n_micro_batches) for step in _forward(stage, n_stages, i))
 
 
 @lru_cache(maxsize=1024)
 def train_schedule(stage: int, n_stages: int, n_micro_batches: int) -> tuple[StageStep, ...]:
-    """One forward, one backward (PipeDream-flush, Narayanan et al. 2021): stage s holds at most n_stages - s."""
+    """Return the 1F1B schedule (PipeDream-flush, Narayanan et al. 2021) with at most n_stages - stage in flight."""
     ahead = min(n_stages - 1 - stage, n_micro_batches)
     steps = [step for i in range(ahead) for step in _forward(stage, n_stages, i)]
     for i in range(n_micro_batches):
@@ -104,18 +104,17 @@ def train_schedule(stage: int, n_stages: int, n_micro_batches: int) -> tuple[Sta
 
 
 def generation_schedule(stage: int, n_stages: int, n_groups: int) -> Iterator[StageStep]:
-    """Let groups of rows follow one another through the stages, turn after turn, without end.
+    """Yield an endless schedule in which groups of rows pass through the stages in turn.
 
-    A group's next turn waits for its own tokens alone, so no stage is idle when there are as many groups as stages.
-    Tokens are expected where activations are sent: any two stages post what they exchange in the same order, and
-    sends may as well wait for their receivers. Every stage advances the groups in the same order. Raises ValueError
-    without a group.
+    The next step of a group depends only on its own tokens, so no stage is idle if there are at least as many groups as
+    stages. Receives of tokens are posted where activations are sent, so any two stages post their messages in the same
+    order and sends may block. All stages advance the groups in the same order. Raises ValueError without a group.
     """
     if n_groups < 1:
-        raise ValueError(f"generation needs a group of rows, got {n_groups}")
-    for turn in count():
+        raise ValueError(f"generation needs at least one group of rows, got {n_groups}")
+    for step in count():
         for i in range(n_groups):
-            if turn > 0:
+            if step > 0:
                 yield Advance(i)
             yield from _forward(stage, n_stages, i)
             if stage < n_stages - 1:

@@ -1,4 +1,4 @@
-"""Which box of which parameter must move from which worker to which, from any layout to any other."""
+"""Plans parameter reallocation between any two layouts: which worker sends which box of which parameter to whom."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -9,27 +9,27 @@ from realhf.api.layout import Layout, ParallelStrategy
 from realhf.api.param_box import Box, ParamSpec, box_numel, intersect, shard_box
 
 Stages = Callable[[int], Sequence[range]]
-"""From a number of pipeline stages to the layers of each."""
+"""Maps a number of pipeline stages to the layers of each stage."""
 
 ParamBox = tuple[str, Box]
-"""A box, in global coordinates, of a named parameter."""
+"""A parameter name and a box in global coordinates."""
 
 ShardCoords = tuple[tuple[int, int], ...]
-"""(stage, tensor rank) of all that hold the same box; every data-parallel rank has one."""
+"""(pipeline rank, tensor rank) of the shards with the same box, in each data-parallel replica."""
 
 TPSplit = tuple[tuple[int, ...], int | None, int]
-"""(shape, tp_dim, tp_units): what decides how a parameter is cut."""
+"""(shape, tp_dim, tp_units), which determine how a parameter is sharded."""
 
 ParamKinds = tuple[tuple[tuple[int, int | None], tuple[tuple[TPSplit, int], ...]], ...]
-"""For each pair (layer, shared_layer) how many parameters are cut how."""
+"""For each pair (layer, shared_layer), the number of parameters per sharding."""
 
 TransferSizes = dict[tuple[ShardCoords, ShardCoords], tuple[int, int]]
-"""(elements, parts) by who holds and who needs them."""
+"""(elements, boxes) by source and destination shards."""
 
 
 @dataclass(frozen=True)
 class BoxCopy:
-    """A box, in global coordinates, on its way from worker ``src`` to worker ``dst`` (equal: a local copy)."""
+    """A copy of a box, in global coordinates, from worker ``src`` to worker ``dst``; it is local if these are equal."""
 
     name: str
     box: Box
@@ -39,7 +39,7 @@ class BoxCopy:
 
 @dataclass(frozen=True)
 class Route:
-    """Parts that worker ``src`` sends to each of ``dsts`` alike; ``(src,)`` alone is a local copy."""
+    """Boxes that worker ``src`` sends to each of ``dsts``; it is a local copy if ``dsts`` is ``(src,)``."""
 
     src: int
     dsts: tuple[int, ...]
@@ -47,7 +47,7 @@ class Route:
 
     @cached_property
     def numel(self) -> int:
-        """Elements that each receiver gets."""
+        """Number of elements per receiver."""
         return sum(box_numel(box) for _, box in self.parts)
 
     def copies(self) -> Iterator[BoxCopy]:
@@ -55,12 +55,12 @@ class Route:
 
 
 def route_copies(routes: Sequence[Route]) -> Iterator[BoxCopy]:
-    """Return every copy of every route, those of the same part one after the other."""
+    """Yield every copy of every route; copies of the same box are adjacent."""
     return (copy for route in routes for copy in route.copies())
 
 
 def shard_boxes(specs: Sequence[ParamSpec], stages: Stages, layout: Layout, rank: int) -> dict[str, Box]:
-    """Return the boxes that a worker holds in a layout."""
+    """Return the boxes of a worker's shard by parameter name."""
     at, strategy = layout.coord(rank), layout.strategy
     layers = stages(strategy.pp)[at.pp]
     return {s.name: shard_box(s, strategy.tp, at.tp) for s in specs if s.is_in(layers)}
@@ -69,78 +69,78 @@ def shard_boxes(specs: Sequence[ParamSpec], stages: Stages, layout: Layout, rank
 def plan_realloc(
     specs: Sequence[ParamSpec], stages: Stages, src: Layout, dst: Layout, node_size: int = 1 << 30
 ) -> tuple[Route, ...]:
-    """Return the routes that fill layout ``dst`` from layout ``src``; each destination receives what it lacks once.
+    """Return the routes that fill layout ``dst`` from layout ``src``, without redundant transfers.
 
-    The sender of a part is the worker itself where it holds it, else workers of its node, else any. Where several hold
-    it they share the work: a part goes from one of them to all receivers of a node at once, so that memory they share
-    is written once. Workers that differ in their data-parallel rank alone hold and need the same, which is why the time
-    to plan grows with parameters and with workers, but not with their product.
+    The sender of a box is the worker itself if it holds the box, else a worker on the same node, else any. Several
+    holders divide the boxes evenly; a box is sent to all receivers on a node at once, so that shared memory is written
+    once. Data-parallel replicas hold and need the same boxes, so planning time grows with the number of parameters and
+    the number of workers, but not with their product.
     """
     routes: list[Route] = []
-    for (holding, needing), parts in _parts(specs, stages, src, dst).items():
+    for (holding, needing), parts in _group_boxes(specs, stages, src, dst).items():
         routes += _routes(tuple(parts), coord_ranks(src, holding), coord_ranks(dst, needing), node_size)
     return tuple(routes)
 
 
-def coord_ranks(layout: Layout, seats: ShardCoords) -> list[int]:
-    """Return the workers in these seats of all replicas; a search asks for hundreds of thousands of them."""
+def coord_ranks(layout: Layout, shards: ShardCoords) -> list[int]:
+    """Return the workers that hold these shards in all replicas. Optimized, since a search calls it very often."""
     ranks, (dp, tp) = layout.mesh.ranks, (layout.strategy.dp, layout.strategy.tp)
-    return [ranks[(p * dp + d) * tp + t] for d in range(dp) for p, t in seats]
+    return [ranks[(p * dp + d) * tp + t] for d in range(dp) for p, t in shards]
 
 
 def count_param_kinds(specs: Sequence[ParamSpec]) -> ParamKinds:
-    """Count the parameters that are cut alike, by their layers."""
-    found: dict[tuple[int, int | None], Counter[TPSplit]] = {}
+    """Count the parameters with equal sharding, by layers."""
+    counts: dict[tuple[int, int | None], Counter[TPSplit]] = {}
     for spec in specs:
-        found.setdefault((spec.layer, spec.shared_layer), Counter())[spec.shape, spec.tp_dim, spec.tp_units] += 1
-    return tuple((layers, tuple(counts.items())) for layers, counts in found.items())
+        counts.setdefault((spec.layer, spec.shared_layer), Counter())[spec.shape, spec.tp_dim, spec.tp_units] += 1
+    return tuple((layers, tuple(of_layers.items())) for layers, of_layers in counts.items())
 
 
 def transfer_sizes(kinds: ParamKinds, stages: Stages, src: ParallelStrategy, dst: ParallelStrategy) -> TransferSizes:
-    """Return (elements, parts) by who holds and who needs them: what ``plan_realloc`` moves, without naming it.
+    """Return the total (elements, boxes) that ``plan_realloc`` moves, by source and destination shards.
 
-    Layers that are alike and lie in the same stages are counted once.
+    Equal layers in the same stages are computed once.
     """
     both = stages(src.pp), stages(dst.pp)
-    alike: Counter[tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[TPSplit, int], ...]]] = Counter()
-    for layers, cuts in kinds:
+    n_equal: Counter[tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[TPSplit, int], ...]]] = Counter()
+    for layers, splits in kinds:
         held_by, needed_by = (tuple(p for p, own in enumerate(some) if any(at in own for at in layers))
                               for some in both)  # fmt: skip
-        alike[held_by, needed_by, cuts] += 1
-    found: TransferSizes = {}
-    for (held_by, needed_by, cuts), n_layers in alike.items():
-        for cut, n in cuts:
-            for holding, needing, box in _common(*cut, src.tp, dst.tp):
-                ends = (
+        n_equal[held_by, needed_by, splits] += 1
+    sizes: TransferSizes = {}
+    for (held_by, needed_by, splits), n_layers in n_equal.items():
+        for split, n in splits:
+            for holding, needing, box in _intersections(*split, src.tp, dst.tp):
+                shards = (
                     tuple((p, t) for p in held_by for t in holding),
                     tuple((p, t) for p in needed_by for t in needing),
                 )
-                numel, n_parts = found.get(ends, (0, 0))
-                found[ends] = (numel + n_layers * n * box_numel(box), n_parts + n_layers * n)
-    return found
+                numel, n_parts = sizes.get(shards, (0, 0))
+                sizes[shards] = (numel + n_layers * n * box_numel(box), n_parts + n_layers * n)
+    return sizes
 
 
-def _parts(
+def _group_boxes(
     specs: Sequence[ParamSpec], stages: Stages, src: Layout, dst: Layout
 ) -> dict[tuple[ShardCoords, ShardCoords], list[ParamBox]]:
-    """Sort what must move by who holds and who needs it."""
+    """Group the boxes to move by source and destination shards."""
     src_layers, dst_layers = stages(src.strategy.pp), stages(dst.strategy.pp)
-    found: dict[tuple[ShardCoords, ShardCoords], list[ParamBox]] = {}
+    groups: dict[tuple[ShardCoords, ShardCoords], list[ParamBox]] = {}
     for spec in specs:
         held_by = [p for p, layers in enumerate(src_layers) if spec.is_in(layers)]
         needed_by = [p for p, layers in enumerate(dst_layers) if spec.is_in(layers)]
-        cut = _common(spec.shape, spec.tp_dim, spec.tp_units, src.strategy.tp, dst.strategy.tp)
-        for holding, needing, box in cut:
-            seats = tuple((p, t) for p in held_by for t in holding), tuple((p, t) for p in needed_by for t in needing)
-            found.setdefault(seats, []).append((spec.name, box))
-    return found
+        boxes = _intersections(spec.shape, spec.tp_dim, spec.tp_units, src.strategy.tp, dst.strategy.tp)
+        for holding, needing, box in boxes:
+            shards = tuple((p, t) for p in held_by for t in holding), tuple((p, t) for p in needed_by for t in needing)
+            groups.setdefault(shards, []).append((spec.name, box))
+    return groups
 
 
 @lru_cache(maxsize=4096)
-def _common(
+def _intersections(
     shape: tuple[int, ...], tp_dim: int | None, tp_units: int, src_tp: int, dst_tp: int
 ) -> tuple[tuple[tuple[int, ...], tuple[int, ...], Box], ...]:
-    """Return (tensor ranks that hold it, tensor ranks that need it, box) for all common parts of two cuts."""
+    """Return (source tensor ranks, destination tensor ranks, box) for all intersections of two shardings."""
     spec = ParamSpec("", shape, 0, tp_dim, tp_units)
     held: dict[Box, list[int]] = {}
     needed: dict[Box, list[int]] = {}
@@ -149,57 +149,56 @@ def _common(
             boxes.setdefault(shard_box(spec, tp, t), []).append(t)
     return tuple(
         (tuple(holding), tuple(needing), part)
-        for mine, holding in held.items()
-        for yours, needing in needed.items()
-        if (part := intersect(mine, yours)) is not None
+        for src_box, holding in held.items()
+        for dst_box, needing in needed.items()
+        if (part := intersect(src_box, dst_box)) is not None
     )
 
 
 def _routes(parts: tuple[ParamBox, ...], holders: list[int], needers: list[int], node_size: int) -> list[Route]:
-    """Choose the senders of parts that all ``holders`` hold and all ``needers`` need."""
-    cuts: dict[int, list[tuple[ParamBox, ...]]] = {}
-    routes = []
-    kept, given = assign_senders(holders, needers, node_size)
-    routes += [Route(rank, (rank,), parts) for rank in kept]
-    for senders, receivers in given:
-        n = len(senders)
-        chunks = cuts[n] if n in cuts else cuts.setdefault(n, _chunks(parts, n))
-        routes += [Route(src, tuple(receivers), chunk) for src, chunk in zip(senders, chunks, strict=False)]
+    """Assign senders to boxes that all ``holders`` hold and all ``needers`` need."""
+    satisfied, transfers = assign_senders(holders, needers, node_size)
+    routes = [Route(rank, (rank,), parts) for rank in satisfied]
+    chunks: dict[int, list[tuple[ParamBox, ...]]] = {}
+    for senders, receivers in transfers:
+        if (n := len(senders)) not in chunks:
+            chunks[n] = _chunks(parts, n)
+        routes += [Route(src, tuple(receivers), chunk) for src, chunk in zip(senders, chunks[n], strict=False)]
     return routes
 
 
-Deliveries = tuple[list[int], list[tuple[Sequence[int], list[int]]]]
+Senders = tuple[list[int], list[tuple[Sequence[int], list[int]]]]
 
 
-def assign_senders(holders: Sequence[int], needers: Sequence[int], node_size: int) -> Deliveries:
-    """Return who has what it needs, and (senders, receivers) for the others.
+def assign_senders(holders: Sequence[int], needers: Sequence[int], node_size: int) -> Senders:
+    """Return the workers that need no transfer, and (senders, receivers) for each node with other needers.
 
-    Each sender has an equal share of what all the receivers, of one node, lack.
+    Each of the senders sends an equal share of the boxes to all receivers.
     """
     have = set(holders)
-    lacking: dict[int, list[int]] = {}
+    missing: dict[int, list[int]] = {}
     for rank in needers:
         if rank not in have:
-            lacking.setdefault(rank // node_size, []).append(rank)
-    if not lacking:
+            missing.setdefault(rank // node_size, []).append(rank)
+    if not missing:
         return list(needers), []
     near: dict[int, list[int]] = {}
     for rank in holders:
         near.setdefault(rank // node_size, []).append(rank)
-    far = {node: i for i, node in enumerate(node for node in lacking if node not in near)}
+    far = {node: i for i, node in enumerate(node for node in missing if node not in near)}
     return [rank for rank in needers if rank in have], [
-        (near.get(node) or _share(holders, far[node], len(far)), receivers) for node, receivers in lacking.items()
+        (near.get(node) or _share(holders, far[node], len(far)), receivers) for node, receivers in missing.items()
     ]
 
 
 def _share(holders: Sequence[int], index: int, n_shares: int) -> Sequence[int]:
-    """Return the holders that serve the ``index``-th of ``n_shares`` nodes: an equal share, one at the least."""
+    """Return the holders that send to the ``index``-th of ``n_shares`` nodes: an equal share, at least one."""
     start = index * len(holders) // n_shares
     return holders[start : max(start + 1, (index + 1) * len(holders) // n_shares)]
 
 
 def _chunks(parts: tuple[ParamBox, ...], n: int) -> list[tuple[ParamBox, ...]]:
-    """Cut parts into at most ``n`` runs of equal size, but for a row of a matrix on either side of a cut."""
+    """Split boxes into at most ``n`` chunks of equal size, up to one row of a matrix."""
     total = sum(box_numel(box) for _, box in parts)
     chunks: list[list[ParamBox]] = [[]]
     done = 0
@@ -207,12 +206,12 @@ def _chunks(parts: tuple[ParamBox, ...], n: int) -> list[tuple[ParamBox, ...]]:
         rest, wide = box, box_numel(box[1:])
         while len(chunks) < n and done + box_numel(rest) > (goal := len(chunks) * total // n):
             (start, stop), *others = rest
-            cut = min(stop, start + (-(-(goal - done) // wide) if others else stop))  # vectors are not worth a cut
-            if start < cut:
-                chunks[-1].append((name, ((start, cut), *others)))
-                done += (cut - start) * wide
+            middle = min(stop, start + (-(-(goal - done) // wide) if others else stop))  # vectors are not split
+            if start < middle:
+                chunks[-1].append((name, ((start, middle), *others)))
+                done += (middle - start) * wide
             chunks.append([])
-            rest = ((cut, stop), *others)
+            rest = ((middle, stop), *others)
         if box_numel(rest):
             chunks[-1].append((name, rest))
             done += box_numel(rest)

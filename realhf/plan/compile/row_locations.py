@@ -1,4 +1,4 @@
-"""Which workers hold the rows of every prompt, and who sends a call's rows to those that compute it."""
+"""The index of row locations: which workers hold the rows of each prompt, and which of them send to a call."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +14,9 @@ from realhf.api.messages import Holders
 
 @dataclass(eq=False, slots=True)
 class RowHolders:
-    """Workers that hold the same rows, their producer first. One object for all these rows, told apart by identity.
+    """Workers that hold the same rows, the producer first; compared by identity.
 
-    Thousands are made at every call: it is never changed, but not frozen, which would take three times as long.
+    Immutable by convention: thousands are created per call, and frozen dataclasses are three times as slow.
     """
 
     ranks: tuple[int, ...]
@@ -24,21 +24,21 @@ class RowHolders:
     def with_replica(
         self, replica: tuple[int, ...], replica_set: frozenset[int]
     ) -> "tuple[tuple[int, ...], RowHolders]":
-        """Return who of ``replica`` has the rows already, the sender first (the producer alone, where none has).
+        """Return the members of ``replica`` that hold the rows (the producer if there are none), and the new holders.
 
-        Also return who has them when all of ``replica`` does. ``meant`` are the same workers as a set.
+        The first of the former is the sender. ``replica_set`` has the same workers as ``replica``.
         """
-        if replica_set.isdisjoint(self.ranks):  # nearly always; without a set of the many that are not meant
+        if replica_set.isdisjoint(self.ranks):  # the common case, without building a set of all holders
             return self.ranks[:1], RowHolders(self.ranks + replica)
-        before = set(self.ranks)
-        have = tuple(rank for rank in replica if rank in before)
-        lack = tuple(rank for rank in replica if rank not in before)
-        return have, RowHolders(self.ranks + lack) if lack else self
+        held = set(self.ranks)
+        present = tuple(rank for rank in replica if rank in held)
+        missing = tuple(rank for rank in replica if rank not in held)
+        return present, RowHolders(self.ranks + missing) if missing else self
 
 
 @dataclass(slots=True)
 class PromptRows:
-    """The rows of one prompt that have the values of one key, in order. One worker made them; they move together."""
+    """The rows of one prompt that have a value for one key, in order. They were produced, and move, together."""
 
     ids: tuple[RowId, ...]
     lengths: tuple[int, ...]
@@ -46,19 +46,19 @@ class PromptRows:
 
 
 NO_ROWS = PromptRows((), (), RowHolders(()))
-"""A prompt of which nothing was left: nobody holds it, so this one stands for all of them."""
+"""The shared value for prompts without rows."""
 
 
 @dataclass
 class ColumnIndex:
-    """Where the values of one key are, for every prompt that is through with it (which may have left no rows)."""
+    """Locations of the values of one key, for every prompt that has been processed (and may have no rows left)."""
 
     dtype: str = ""
     prompts: dict[int, PromptRows] = field(default_factory=dict)
 
 
 def sorted_rows(meta: BatchMeta) -> BatchMeta:
-    """Return the same rows by prompt and sample, as most come anyway."""
+    """Return the rows sorted by prompt and sample."""
     if tuple(sorted(meta.ids)) == meta.ids:
         return meta
     order = sorted(range(len(meta.ids)), key=meta.ids.__getitem__)
@@ -69,9 +69,9 @@ def sorted_rows(meta: BatchMeta) -> BatchMeta:
 def rows_with_all_inputs(
     prompts: Sequence[int], inputs: Sequence[Sequence[PromptRows]], own: Sequence[Sequence[PromptRows]]
 ) -> list[tuple[RowId, ...]]:
-    """Return the rows of every prompt that have every input; a producer may have dropped some (best of n).
+    """Return, for every prompt, the rows that have all inputs; a producer may have dropped some (best of n).
 
-    An input has one element for each of ``prompts``. ``own`` are those that every row has for itself.
+    ``inputs[k][p]`` are the rows of input ``k`` and prompt ``p``; ``own`` are the inputs with one value per sample.
     """
     if not own:
         kept: list[tuple[RowId, ...]] = [(RowId(prompt, PROMPT),) for prompt in prompts]
@@ -88,7 +88,7 @@ def _common(first: tuple[RowId, ...], *others: tuple[RowId, ...]) -> tuple[RowId
 
 
 def row_lengths(rows: Sequence[PromptRows], kept: Sequence[tuple[RowId, ...]], is_shared: bool) -> tuple[int, ...]:
-    """Return the length of every row that was kept, of a key; what is shared has one for all rows of its prompt."""
+    """Return the lengths of one key for all kept rows; the rows of a prompt share one value if ``is_shared``."""
     if is_shared:
         return tuple([n for of, ids in zip(rows, kept, strict=True) for n in of.lengths * len(ids)])
     if all(map(eq, map(attrgetter("ids"), rows), kept)):
@@ -98,7 +98,7 @@ def row_lengths(rows: Sequence[PromptRows], kept: Sequence[tuple[RowId, ...]], i
 
 
 def row_bytes(columns: Iterable[ColumnMeta]) -> list[int]:
-    """Return the bytes of the largest value of every row, what a row weighs when rows are dealt out."""
+    """Return the bytes of the largest value of every row, its weight when rows are partitioned."""
     sizes = [np.array(column.lengths, np.int64) * SCALAR_BYTES[column.dtype] for column in columns]
     return np.maximum.reduce(sizes).tolist()
 
@@ -109,27 +109,27 @@ def record_transfer(
     assignment: tuple[tuple[int, ...], ...],
     layout: Layout,
 ) -> Holders:
-    """Return, for every key, who of its destinations has each row already, the sender first; else its producer.
+    """Return, per key and row, the destinations that already hold it (sender first), or else its producer.
 
-    ``kept[k]`` are the call's rows of the ``k``-th prompt. All destinations are put on record: a later call finds the
-    row there, since inboxes are first in, first out.
+    ``kept[k]`` are the rows of the ``k``-th prompt in the call. All destinations are recorded as holders: later calls
+    find the rows there, since worker queues are first in, first out.
     """
     prompt_of = [k for k, ids in enumerate(kept) for _ in ids]
     groups: list[tuple[int, ...]] = []
     numbers = {key: [0] * len(kept) for key in inputs}
     for d, part in enumerate(assignment):
         replica, prompts = layout.replica(d), [*dict.fromkeys(map(prompt_of.__getitem__, part))]
-        meant = frozenset(replica)
+        replica_set = frozenset(replica)
         known: dict[RowHolders, tuple[int, RowHolders]] = {}
         for key, rows in inputs.items():
-            chosen = numbers[key]
+            key_numbers = numbers[key]
             for k in prompts:
                 row = rows[k]
-                if (found := known.get(row.holders)) is None:
-                    have, after = row.holders.with_replica(replica, meant)
-                    found = known[row.holders] = len(groups), after
-                    groups.append(have)
-                chosen[k], row.holders = found
+                if (entry := known.get(row.holders)) is None:
+                    present, after = row.holders.with_replica(replica, replica_set)
+                    entry = known[row.holders] = len(groups), after
+                    groups.append(present)
+                key_numbers[k], row.holders = entry
     return Holders(tuple(groups), {
-        key: tuple(map(chosen.__getitem__, prompt_of)) for key, chosen in numbers.items()
+        key: tuple(map(key_numbers.__getitem__, prompt_of)) for key, key_numbers in numbers.items()
     })  # fmt: skip

@@ -38,24 +38,14 @@ class PromptRange:
 
 
 @dataclass(frozen=True)
-class RowsReady:
-    """A fetch (``mfc`` is None) or a call has finished; ``outputs[rank]`` describes the rows now stored on a worker."""
-
-    mfc: str | None
-    span: PromptRange
-    outputs: dict[int, BatchMeta]
-    state: State | None = None
-
-
-@dataclass(frozen=True)
 class FetchRows:
     span: PromptRange
 
 
 @dataclass(frozen=True)
-class Dispatch:
+class StartCall:
+    mfc: str
     span: PromptRange
-    call: PrepareCall
 
 
 @dataclass(frozen=True)
@@ -65,7 +55,7 @@ class FinishStep:
     span: PromptRange
 
 
-Action = FetchRows | Dispatch | FinishStep
+Decision = FetchRows | StartCall | FinishStep
 
 
 @dataclass(frozen=True)
@@ -107,12 +97,169 @@ def next_resample(n_sampled: int, n_kept: int, n_wanted: int, limit: int) -> int
     return min(limit, -(-missing * n_sampled // n_kept)) if n_kept else limit
 
 
-class MasterState:
-    """The scheduler of one run. Only ``start`` and ``handle`` change it.
+class Scheduler:
+    """Decides when calls start, by prompts alone. Only ``start`` and ``advance`` change it.
 
     With ``strict_step_order``, a step is trained only after the previous step has finished, so that the state after a
     step can be saved.
     """
+
+    def __init__(
+        self, graph: Graph, schedule: TrainSchedule, max_staleness: int = 0, strict_step_order: bool = False
+    ) -> None:
+        self.graph, self.schedule, self.max_staleness = graph, schedule, max_staleness
+        self.strict_step_order = strict_step_order
+        self.versions: dict[str, int] = dict.fromkeys(graph.roles, schedule.first_step)
+        self.finished_steps = schedule.first_step
+        self._updaters = {role: mfc.name for role in graph.roles if (mfc := graph.updater(role))}
+        self._parents = {m.name: [p.name for p in graph.parents(m)] for m in graph.mfcs}
+        self._reads_data = {m.name for m in graph.mfcs if not graph.producer.keys() >= {*m.inputs}}
+        first = self._start_of(schedule.first_step)
+        self._next = dict.fromkeys(self._parents, first)  # step and position of the next call
+        self._done = dict.fromkeys(self._parents, first[1])
+        self._resampled: dict[int, list[PromptRange]] = {}  # additional prompts by step
+        self._kept: dict[int, frozenset[int]] = {}  # prompts to train on, of steps with complete sampling
+        self._running: set[str] = set()
+        self._fetched = self._fetching = schedule.first_step
+        self._fetched_stop: dict[int, int] = {}  # end of the fetched prompts by step
+
+    @property
+    def is_over(self) -> bool:
+        return self.finished_steps >= self.schedule.n_steps
+
+    def start(self) -> list[FetchRows]:
+        return self._fetch_ahead()
+
+    def advance(self, mfc: str | None, span: PromptRange) -> list[Decision]:
+        """Return the decisions, in order, after a call of an MFC or a fetch (None) has finished."""
+        decisions: list[Decision] = []
+        if mfc is None:
+            self._fetched_stop[span.step] = span.stop
+            self._fetched += span == self.schedule.span(span.step)
+        else:
+            self._complete(mfc, span)
+            if self.graph.filter_mfc and self.graph.filter_mfc.name == mfc:
+                decisions += self._resample(mfc, span.step)
+        decisions += [*self._finish_steps(), *self._fetch_ahead()]
+        for candidate in self.graph.topological:
+            if (call := self._try_start(candidate)) is not None:
+                decisions.append(call)
+        return decisions
+
+    def is_kept(self, prompt: int) -> bool:
+        """Return True if the filter MFC has kept rows of a prompt."""
+        return True
+
+    def prompts(self, mfc: MFC, span: PromptRange) -> Sequence[int]:
+        """Return the prompts of a range that a call of the MFC processes."""
+        positions = range(span.start, span.stop)
+        if mfc.name not in self.graph.after_filter:
+            return positions
+        return [prompt for prompt in positions if prompt in self._kept[span.step]]
+
+    def _complete(self, mfc: str, span: PromptRange) -> None:
+        self._running.discard(mfc)
+        self._done[mfc] = span.stop
+        if span.stop == self._span(span.step).stop:
+            for role, updater in self._updaters.items():
+                if updater == mfc:
+                    self.versions[role] = span.step + 1
+
+    def _span(self, step: int) -> PromptRange:
+        """Return the prompts of a step, including those resampled so far."""
+        own, resampled = self.schedule.span(step), self._resampled.get(step, [])
+        return replace(own, stop=resampled[-1].stop) if resampled else own
+
+    def _resample(self, filter_mfc: str, step: int) -> list[FetchRows]:
+        """Once all prompts of a step are filtered, sample more of them or fix the prompts to train on."""
+        span, resampled = self._span(step), self._resampled.setdefault(step, [])
+        if self._done[filter_mfc] < span.stop:
+            return []
+        own = self.schedule.span(step)
+        wanted, kept = own.stop - own.start, [*filter(self.is_kept, range(span.start, span.stop))]
+        if len(kept) < wanted and len(resampled) < self.schedule.resamples:
+            n = next_resample(span.stop - span.start, len(kept), wanted, self.schedule.batch_size)
+            resampled.append(PromptRange(step, span.stop, span.stop + n))
+            return [FetchRows(resampled[-1])]
+        self._kept[step] = frozenset(kept[:wanted])
+        for name, position in self._next.items():
+            if position == (step, span.stop):
+                self._next[name] = self._start_of(step + 1)
+        return []
+
+    def _start_of(self, step: int) -> tuple[int, int]:
+        return step, step * self.schedule.stride
+
+    def _is_sampled(self, step: int) -> bool:
+        """Return True if no more prompts will be sampled for a step."""
+        return self.graph.filter_mfc is None or step in self._kept
+
+    def _finish_steps(self) -> list[FinishStep]:
+        finished = []
+        while not self.is_over:
+            span = self._span(self.finished_steps)
+            if self._fetched <= span.step or not self._is_sampled(span.step):
+                break
+            if any(done < span.stop for done in self._done.values()):
+                break
+            for by_step in (self._resampled, self._kept, self._fetched_stop):
+                by_step.pop(span.step, None)
+            self.finished_steps += 1
+            finished.append(FinishStep(span))
+        return finished
+
+    def _fetch_ahead(self) -> list[FetchRows]:
+        """Prefetch the data of one step more than the steps in progress need."""
+        first = self._fetching
+        self._fetching = max(first, min(self.finished_steps + 2 + self.max_staleness, self.schedule.n_steps))
+        return [FetchRows(self.schedule.span(step)) for step in range(first, self._fetching)]
+
+    def _try_start(self, mfc: MFC) -> StartCall | None:
+        """Return the next call of an MFC if it can start now."""
+        step, position = self._next[mfc.name]
+        if mfc.name in self._running or step >= min(self.schedule.n_steps, self._fetched):
+            return None
+        if self.strict_step_order and mfc.is_train and step > self.finished_steps:
+            return None
+        oldest_version = step - mfc.allowed_staleness(self.max_staleness)
+        if mfc.role in self._updaters and self.versions[mfc.role] < oldest_version:
+            return None
+        span = self._span(step)
+        if position == span.stop or (mfc.name in self.graph.after_filter and not self._is_sampled(step)):
+            return None
+        prompts = self.prompts(mfc, PromptRange(step, position, span.stop))
+        stop = span.stop if len(prompts) <= mfc.batch_size else prompts[mfc.batch_size]
+        if mfc.name in self._reads_data and self._fetched_stop.get(step, 0) < stop:
+            return None
+        if any(self._done[parent] < stop for parent in self._parents[mfc.name]):
+            return None
+        self._running.add(mfc.name)
+        is_last = stop == span.stop and self._is_sampled(step)
+        self._next[mfc.name] = self._start_of(step + 1) if is_last else (step, stop)
+        return StartCall(mfc.name, PromptRange(step, position, stop))
+
+
+@dataclass(frozen=True)
+class RowsReady:
+    """A fetch (``mfc`` is None) or a call has finished; ``outputs[rank]`` describes the rows now stored on a worker."""
+
+    mfc: str | None
+    span: PromptRange
+    outputs: dict[int, BatchMeta]
+    state: State | None = None
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    span: PromptRange
+    call: PrepareCall
+
+
+Action = FetchRows | Dispatch | FinishStep
+
+
+class MasterState(Scheduler):
+    """The scheduler of one run, with the locations of all rows. Only ``start`` and ``handle`` change it."""
 
     def __init__(
         self,
@@ -122,52 +269,36 @@ class MasterState:
         max_staleness: int = 0,
         strict_step_order: bool = False,
     ) -> None:
-        self.graph, self.plan, self.schedule, self.max_staleness = graph, plan, schedule, max_staleness
-        self.strict_step_order = strict_step_order
-        self.versions: dict[str, int] = dict.fromkeys(graph.roles, schedule.first_step)
+        super().__init__(graph, schedule, max_staleness, strict_step_order)
+        self.plan = plan
         self.states: dict[str, State] = {m.role or m.name: {} for m in graph.mfcs}
-        self.finished_steps = schedule.first_step
         self._columns: dict[str, ColumnIndex] = {k: ColumnIndex() for m in graph.mfcs for k in (*m.inputs, *m.outputs)}
-        self._updaters = {role: mfc.name for role in graph.roles if (mfc := graph.updater(role))}
-        first = self._start_of(schedule.first_step)
-        self._next = dict.fromkeys((m.name for m in graph.mfcs), first)  # step and position of the next call
-        self._done = dict.fromkeys(self._next, first[1])
-        self._resampled: dict[int, list[PromptRange]] = {}  # additional prompts by step
-        self._kept_prompts: dict[int, frozenset[int]] = {}  # prompts to train on, of steps with complete sampling
-        self._running: set[str] = set()
-        self._fetched = self._fetching = schedule.first_step
         self._stale: list[PromptRange] = []  # finished steps whose rows are still in the index
-
-    @property
-    def is_over(self) -> bool:
-        return self.finished_steps >= self.schedule.n_steps
 
     @property
     def keys(self) -> tuple[str, ...]:
         """All keys of the graph."""
         return tuple(self._columns)
 
-    def start(self) -> list[Action]:
-        return self._fetch_ahead()
-
     def handle(self, event: RowsReady) -> list[Action]:
         """Process an event and return the resulting actions in order."""
         self._forget_finished()
         self._store(event)
+        if event.mfc is not None and event.state is not None:
+            self.states[self.graph[event.mfc].role or event.mfc] = event.state
         actions: list[Action] = []
-        if event.mfc is not None:
-            self._complete(self.graph[event.mfc], event)
-            filter_mfc = self.graph.filter_mfc
-            actions += (
-                self._resample(filter_mfc, event.span.step) if filter_mfc and filter_mfc.name == event.mfc else []
-            )
-        elif event.span == self.schedule.span(event.span.step):
-            self._fetched += 1
-        actions += [*self._finish_steps(), *self._fetch_ahead()]
-        for mfc in self.graph.topological:
-            if (dispatch := self._try_issue(mfc)) is not None:
-                actions.append(dispatch)
+        for decision in self.advance(event.mfc, event.span):
+            if isinstance(decision, StartCall):
+                actions.append(Dispatch(decision.span, self._call(self.graph[decision.mfc], decision.span)))
+            else:
+                actions.append(decision)
+            if isinstance(decision, FinishStep):
+                self._stale.append(decision.span)
         return actions
+
+    def is_kept(self, prompt: int) -> bool:
+        assert self.graph.filter_mfc is not None
+        return bool(self._columns[self.graph.filter_mfc.outputs[0]].prompts[prompt].ids)
 
     def _store(self, event: RowsReady) -> None:
         keys = self.graph.dataset_keys if event.mfc is None else self.graph[event.mfc].outputs
@@ -186,61 +317,6 @@ class MasterState:
                     assert not index.prompts[prompt].ids, f"two workers produced rows of prompt {prompt}"
                     index.prompts[prompt] = PromptRows(ids, column.lengths[start:stop], producer)
 
-    def _complete(self, mfc: MFC, event: RowsReady) -> None:
-        self._running.discard(mfc.name)
-        self._done[mfc.name] = event.span.stop
-        if event.state is not None:
-            self.states[mfc.role or mfc.name] = event.state
-        if event.span.stop == self._span(event.span.step).stop:
-            for role, updater in self._updaters.items():
-                if updater == mfc.name:
-                    self.versions[role] = event.span.step + 1
-
-    def _span(self, step: int) -> PromptRange:
-        """Return the prompts of a step, including those resampled so far."""
-        own, resampled = self.schedule.span(step), self._resampled.get(step, [])
-        return replace(own, stop=resampled[-1].stop) if resampled else own
-
-    def _resample(self, filter_mfc: MFC, step: int) -> list[Action]:
-        """Once all prompts of a step are filtered, sample more of them or fix the prompts to train on."""
-        span, resampled = self._span(step), self._resampled.setdefault(step, [])
-        if self._done[filter_mfc.name] < span.stop:
-            return []
-        own = self.schedule.span(step)
-        index = self._columns[filter_mfc.outputs[0]]
-        wanted, kept = own.stop - own.start, [p for p in range(span.start, span.stop) if index.prompts[p].ids]
-        if len(kept) < wanted and len(resampled) < self.schedule.resamples:
-            n = next_resample(span.stop - span.start, len(kept), wanted, self.schedule.batch_size)
-            resampled.append(PromptRange(step, span.stop, span.stop + n))
-            return [FetchRows(resampled[-1])]
-        self._kept_prompts[step] = frozenset(kept[:wanted])
-        for name, position in self._next.items():
-            if position == (step, span.stop):
-                self._next[name] = self._start_of(step + 1)
-        return []
-
-    def _start_of(self, step: int) -> tuple[int, int]:
-        return step, step * self.schedule.stride
-
-    def _is_sampled(self, step: int) -> bool:
-        """Return True if no more prompts will be sampled for a step."""
-        return self.graph.filter_mfc is None or step in self._kept_prompts
-
-    def _finish_steps(self) -> list[Action]:
-        actions: list[Action] = []
-        while not self.is_over:
-            span = self._span(self.finished_steps)
-            if self._fetched <= span.step or not self._is_sampled(span.step):
-                break
-            if any(done < span.stop for done in self._done.values()):
-                break
-            self._resampled.pop(span.step, None)
-            self._kept_prompts.pop(span.step, None)
-            self._stale.append(span)
-            self.finished_steps += 1
-            actions.append(FinishStep(span))
-        return actions
-
     def _forget_finished(self) -> None:
         for span in self._stale:
             for index in self._columns.values():
@@ -248,47 +324,8 @@ class MasterState:
                     index.prompts.pop(prompt, None)
         self._stale = []
 
-    def _fetch_ahead(self) -> list[Action]:
-        """Prefetch the data of one step more than the steps in progress need."""
-        actions: list[Action] = []
-        wanted = min(self.finished_steps + 2 + self.max_staleness, self.schedule.n_steps)
-        while self._fetching < wanted:
-            actions.append(FetchRows(self.schedule.span(self._fetching)))
-            self._fetching += 1
-        return actions
-
-    def _try_issue(self, mfc: MFC) -> Dispatch | None:
-        """Return the next call of an MFC if it can start now."""
-        step, position = self._next[mfc.name]
-        if mfc.name in self._running or step >= min(self.schedule.n_steps, self._fetched):
-            return None
-        if self.strict_step_order and mfc.is_train and step > self.finished_steps:
-            return None
-        if mfc.role in self._updaters:
-            if self.versions[mfc.role] < step - mfc.allowed_staleness(self.max_staleness):
-                return None
-        span = self._span(step)
-        if position == span.stop or (mfc.name in self.graph.after_filter and not self._is_sampled(step)):
-            return None
-        prompts = self._prompts(mfc, step, range(position, span.stop))
-        stop = span.stop if len(prompts) <= mfc.batch_size else prompts[mfc.batch_size]
-        wanted = set(range(position, stop))
-        if not all(wanted <= self._columns[key].prompts.keys() for key in mfc.inputs):
-            return None
-        self._running.add(mfc.name)
-        is_last = stop == span.stop and self._is_sampled(step)
-        self._next[mfc.name] = self._start_of(step + 1) if is_last else (step, stop)
-        part = PromptRange(step, position, stop)
-        return Dispatch(part, self._call(mfc, part))
-
-    def _prompts(self, mfc: MFC, step: int, positions: range) -> Sequence[int]:
-        """Return the prompts among ``positions`` that a call of the MFC processes."""
-        if mfc.name not in self.graph.after_filter:
-            return positions
-        return [prompt for prompt in positions if prompt in self._kept_prompts[step]]
-
     def _call(self, mfc: MFC, span: PromptRange) -> PrepareCall:
-        prompts = self._prompts(mfc, span.step, range(span.start, span.stop))
+        prompts = self.prompts(mfc, span)
         inputs = {key: [*map(self._columns[key].prompts.__getitem__, prompts)] for key in mfc.inputs}
         first = {key: next((rows.ids[0] for rows in of_key if rows.ids), None) for key, of_key in inputs.items()}
         shared = tuple(key for key, row in first.items() if row and row.sample == PROMPT)  # all rows of a key agree

@@ -1,4 +1,4 @@
-"""Which meshes and strategies a call may have: all that are legal and useful on a cluster of equal nodes."""
+"""Enumerates the valid and useful meshes and strategies of a call on a homogeneous cluster."""
 
 from collections.abc import Iterator
 from fractions import Fraction
@@ -8,8 +8,8 @@ from realhf.api.model_config import ModelConfig
 from realhf.plan.compile.check import strategy_problems
 
 MAX_STAGES = 16
-"""Deeper pipelines are bubbles at the batch sizes of reinforcement learning."""
-FEW = 6
+"""Deeper pipelines are dominated by bubbles at the batch sizes of reinforcement learning."""
+MAX_UNITS_ALL_MESHES = 6
 
 
 def divisors(n: int) -> list[int]:
@@ -17,14 +17,15 @@ def divisors(n: int) -> list[int]:
 
 
 def meshes(n_workers: int, node_size: int) -> list[DeviceMesh]:
-    """Return meshes of contiguous workers: every run of a few units, else the useful fractions of the cluster.
+    """Return meshes of contiguous workers.
 
-    A unit is a node where there are several, else a worker. Of more than six units there are the whole, three quarters
-    at either end, and every half, quarter and eighth, as far as these are whole nodes or equal parts of one.
+    A unit is a node, or a worker if there is one node. With up to six units, these are all contiguous ranges of units.
+    The following fractions of the cluster are included if they consist of whole nodes or divide a node: all of it, the
+    first and last three quarters, and every half, quarter and eighth.
     """
     n_nodes = n_workers // node_size
     unit = node_size if n_nodes > 1 else 1
-    if n_workers // unit <= FEW:
+    if n_workers // unit <= MAX_UNITS_ALL_MESHES:
         runs = [(a, b) for a in range(0, n_workers, unit) for b in range(a + unit, n_workers + 1, unit)]
     else:
         runs = []
@@ -37,9 +38,9 @@ def meshes(n_workers: int, node_size: int) -> list[DeviceMesh]:
 
 
 def strategies(size: int, node_size: int, config: ModelConfig | None) -> Iterator[ParallelStrategy]:
-    """Return the ways to cut a model over ``size`` workers; without a model, data parallelism alone.
+    """Yield the strategies for a model on ``size`` workers, with tensor parallelism inside a node.
 
-    Tensor parallelism stays inside a node.
+    Without a model, the only strategy is data parallelism.
     """
     if config is None:
         yield ParallelStrategy(dp=size)
@@ -54,7 +55,7 @@ def strategies(size: int, node_size: int, config: ModelConfig | None) -> Iterato
 
 
 def layouts(n_workers: int, node_size: int, config: ModelConfig | None) -> list[Layout]:
-    """Return every layout that a search looks at for a call of a model."""
+    """Return all layouts that a search considers for a model."""
     return [
         Layout(mesh, strategy)
         for mesh in meshes(n_workers, node_size)

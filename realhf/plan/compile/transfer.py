@@ -1,4 +1,4 @@
-"""Which row must move from which worker to which, before a call computes."""
+"""The row transfers that a call needs before it computes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from realhf.api.messages import PrepareCall
 
 @dataclass(frozen=True)
 class RowCopy:
-    """One row of one column on its way from worker ``src`` to worker ``dst``."""
+    """A copy of one row of one column from worker ``src`` to worker ``dst``."""
 
     key: str
     row: RowId
@@ -21,20 +21,20 @@ class RowCopy:
 
 
 def stored_row_id(row: RowId, key: str, shared: tuple[str, ...]) -> RowId:
-    """Return the id under which a row's value is held: the prompt's own for what all its samples share."""
+    """Return the id under which a row's value is stored; samples share the prompt's row for ``shared`` keys."""
     return RowId(row.prompt, PROMPT) if key in shared else row
 
 
 def row_transfers(
     call: PrepareCall, keys: tuple[str, ...], layout: Layout
 ) -> Iterator[tuple[str, RowId, int, tuple[int, ...], str, int]]:
-    """Yield (key, row, sender, receivers, type, length) of what brings every data-parallel replica its rows.
+    """Yield (key, row, sender, receivers, dtype, length) of the transfers that give each replica its rows.
 
-    What is there already is not copied, and a value shared by several rows is sent to a worker once.
+    Values that a worker already has are skipped; a value shared by several rows is sent to a worker once.
     """
     for d, rows in enumerate(call.assignment):
         replica = layout.replica(d)
-        lacking: dict[tuple[int, ...], tuple[int, ...]] = {}  # by those who hold a row: few are alike
+        missing: dict[tuple[int, ...], tuple[int, ...]] = {}  # by holders, most rows share the same
         for key in keys:
             column, holders = call.inputs.columns[key], call.holders.of(key)
             sent: set[RowId] = set()
@@ -43,15 +43,15 @@ def row_transfers(
                 if row in sent:
                     continue
                 sent.add(row)
-                here = holders[i]
-                if here not in lacking:
-                    lacking[here] = tuple(rank for rank in replica if rank not in here)
-                if lacking[here]:
-                    yield key, row, here[0], lacking[here], column.dtype, column.lengths[i]
+                held_by = holders[i]
+                if held_by not in missing:
+                    missing[held_by] = tuple(rank for rank in replica if rank not in held_by)
+                if missing[held_by]:
+                    yield key, row, held_by[0], missing[held_by], column.dtype, column.lengths[i]
 
 
 def plan_transfer(call: PrepareCall, keys: tuple[str, ...], layout: Layout) -> tuple[RowCopy, ...]:
-    """Return the copies of ``moved_rows``, one for each receiver."""
+    """Return the copies of ``row_transfers``, one per receiver."""
     return tuple(
         RowCopy(key, row, src, dst, dtype, length)
         for key, row, src, dsts, dtype, length in row_transfers(call, keys, layout)

@@ -11,8 +11,8 @@ from realhf.api.messages import PrepareCall
 from realhf.api.model_config import ModelConfig
 from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.plan.compile.realloc import (
-    Deliveries,
     ParamKinds,
+    Senders,
     TransferSizes,
     assign_senders,
     coord_ranks,
@@ -141,10 +141,10 @@ def _ring_bytes(config: ModelConfig, src: Layout, dst: Layout, itemsize: int, no
     return ring_bytes_of(copies, node_size)
 
 
-def _deliveries(config: ModelConfig, src: Layout, dst: Layout, node_size: int) -> Iterator[tuple[int, int, Deliveries]]:
-    """Yield (elements, slices, deliveries) for parameters with the same holders and the same receivers."""
-    strategies = (replace(layout.strategy, dp=1) for layout in (src, dst))  # replicas hold and need the same
-    for (holding, needing), (numel, n_parts) in _sizes(config, *strategies).items():
+def _deliveries(config: ModelConfig, src: Layout, dst: Layout, node_size: int) -> Iterator[tuple[int, int, Senders]]:
+    """Yield (elements, parts, deliveries) for everything that the same workers hold and the same workers need."""
+    cuts = (replace(layout.strategy, dp=1) for layout in (src, dst))  # replicas hold and need the same
+    for (holding, needing), (numel, n_parts) in _sizes(config, *cuts).items():
         yield numel, n_parts, assign_senders(coord_ranks(src, holding), coord_ranks(dst, needing), node_size)
 
 

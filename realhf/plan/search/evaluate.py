@@ -1,30 +1,24 @@
 """Evaluation of a choice of options: seconds per step and peak memory of a worker.
 
-``csrc/planner/evaluate.cpp`` computes the same numbers, bit for bit, about a thousand times faster. It has a scheduler of
-its own; here the scheduler of the master runs on simulated workers.
+``csrc/planner/evaluate.cpp`` computes the same numbers bit for bit, with its own scheduler. Here the scheduler of the
+master runs on simulated workers.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from math import gcd
 from typing import Protocol
 
-from realhf.api.execution_plan import ExecutionPlan, Placement
-from realhf.api.graph import Graph
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.machine import Cost, Workload
-from realhf.plan.compile.schedule import Dispatch, FetchRows, MasterState, PromptRange, RowsReady, TrainSchedule
+from realhf.api.machine import Cost
+from realhf.plan.compile.schedule import Decision, FetchRows, Scheduler, StartCall, TrainSchedule
 from realhf.plan.search.event_sim import CallOps, Op, WorkerQueues
 from realhf.plan.search.mcmc import Chain, run_chain
 from realhf.plan.search.problem import FREE, Choice, LayoutOption, Problem, ReallocCost
-from realhf.plan.search.simulate import SimulatedMaster, make_rows
+from realhf.plan.search.simulate import run_calls
 
 OOM_PENALTY = 1e12
 """Objective in seconds of a plan that needs exactly the available memory; larger than the time of any feasible plan."""
 UNPLACED = LayoutOption(range(0), range(0), FREE)
-ONE_ROW = Workload(((1,),), (1,))
-"""One row per prompt."""
 
 
 class Evaluator(Protocol):
@@ -42,16 +36,10 @@ class PythonEvaluator:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        graph = problem.graph
-        # steps are equally large and rows are free: as few prompts as possible give the same schedule
-        unit = gcd(problem.batch_size, *(m.batch_size for m in graph.mfcs))
-        calls = (replace(m, batch_size=m.batch_size // unit, n_minibatches=1, resamples=0) for m in graph.mfcs)
-        self._graph = Graph(tuple(calls), graph.syncs, graph.offloaded)
-        one_worker = Placement(Layout(DeviceMesh((0,)), ParallelStrategy()))
-        self._plan = ExecutionPlan(1, {m.name: one_worker for m in graph.mfcs})
-        size = problem.batch_size // unit
+        calls = (replace(m, resamples=0) for m in problem.graph.mfcs)  # the expected number of resamples is unknown
+        self._graph = replace(problem.graph, mfcs=tuple(calls), evaluation=())
+        size = problem.batch_size
         self._schedule = TrainSchedule(size, size * problem.n_steps, problem.n_steps)
-        self._events: dict[tuple[str | None, PromptRange], RowsReady] = {}
         self._cached = lru_cache(1 << 16)(self._evaluate)
 
     def evaluate(self, choice: Choice) -> tuple[float, float]:
@@ -66,20 +54,18 @@ class PythonEvaluator:
         assignment = Assignment(problem, choice)
         ops = {m.name: assignment.call_ops(i) for i, m in enumerate(problem.graph.mfcs)}
 
-        def make_ops(dispatch: Dispatch) -> CallOps:
-            first, *rest = (Op(ranks, cost) for ranks, cost in ops[dispatch.call.mfc])
-            return CallOps(dispatch, [first], rest)
+        def make_ops(call: StartCall) -> CallOps:
+            first, *rest = (Op(ranks, cost) for ranks, cost in ops[call.mfc])
+            return CallOps(call, [first], rest)
+
+        def on_finished(action: FetchRows | StartCall) -> Sequence[Decision]:
+            return scheduler.advance(action.mfc if isinstance(action, StartCall) else None, action.span)
 
         queues = WorkerQueues(assignment.n_rank_classes, problem.cores, problem.call_seconds)
-        state = MasterState(self._graph, self._plan, self._schedule, problem.max_staleness)
-        ends, n = SimulatedMaster(state, queues, make_ops, self._event).run(), problem.n_steady_steps
+        scheduler = Scheduler(self._graph, self._schedule, problem.max_staleness)
+        _, ends = run_calls(queues, scheduler.start(), on_finished, make_ops)
+        n = problem.n_steady_steps
         return (ends[n] - ends[0]) / n if n else ends[0], peak_bytes(assignment)
-
-    def _event(self, action: FetchRows | Dispatch) -> RowsReady:
-        key = action.call.mfc if isinstance(action, Dispatch) else None, action.span
-        if key not in self._events:
-            self._events[key] = make_rows(self._graph, ONE_ROW, action, self._plan)
-        return self._events[key]
 
 
 def objective(problem: Problem, seconds: float, peak: float) -> float:

@@ -1,4 +1,4 @@
-"""A Metropolis-Hastings chain over choices (Metropolis et al., 1953). ``csrc/planner/mcmc.cpp`` makes the same steps."""
+"""A Metropolis-Hastings chain over choices (Metropolis et al., 1953); ``csrc/planner/mcmc.cpp`` is equivalent."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -34,7 +34,7 @@ Table = Mapping[str, Sequence[Candidate]]
 
 @dataclass(frozen=True)
 class Planner:
-    """Makes and predicts plans. A search keeps ``per_mesh`` fast layouts per mesh, and evaluates ``max_evaluations``."""
+    """Makes and predicts plans. A search considers the ``per_mesh`` fastest layouts on each mesh."""
 
     graph: Graph
     calls: Candidates

@@ -55,7 +55,7 @@ def search(
     """Return the best choice found within ``budget`` evaluations and ``budget_s`` seconds.
 
     Coordinate descent from ``starts``, the fastest options and random choices is followed by simulated annealing with
-    several Metropolis-Hastings chains until they agree, and by a final descent. (ReaL, section 5, uses one temperature.)
+    several Metropolis-Hastings chains until they agree, and a final descent. (ReaL, section 5, uses one temperature.)
     """
     if budget is None:
         budget = MAX_EVALUATIONS_PER_OPTION * sum(len(options) for options in problem.table)

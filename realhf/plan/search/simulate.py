@@ -1,8 +1,7 @@
 """Simulation of a run without devices: the scheduler of the master, workers with given costs, and a simulated clock."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from typing import TypeVar, cast
 
 from realhf.api.batch_meta import PROMPT, BatchMeta, ColumnMeta, RowId
 from realhf.api.execution_plan import ExecutionPlan
@@ -11,7 +10,6 @@ from realhf.api.machine import Cost, Workload
 from realhf.api.messages import PrepareCall
 from realhf.api.program import Compute, Instruction, Load, Offload, Program, Reallocate, Release, Transfer
 from realhf.plan.compile.schedule import (
-    Action,
     Dispatch,
     FetchRows,
     FinishStep,
@@ -19,9 +17,10 @@ from realhf.plan.compile.schedule import (
     RowsReady,
     TrainSchedule,
 )
-from realhf.plan.search.event_sim import Batches, CallOps, Op, WorkerQueues
+from realhf.plan.search.event_sim import CallOps, Op, WorkerQueues
 from realhf.plan.search.timeline import Activity, Timeline
 
+Call = TypeVar("Call")
 Price = Callable[[PrepareCall, Instruction], Cost]
 DTYPES = {"tokens": "int64", "prompts": "int64"}
 """Element types of columns other than float32."""
@@ -45,47 +44,41 @@ def simulate(
     """
     queues = WorkerQueues(plan.n_workers, cores, call_seconds)
     state = MasterState(graph, plan, schedule, max_staleness)
-    master = SimulatedMaster(
-        state, queues, partial(_call_ops, program, price), lambda action: make_rows(graph, workload, action, plan)
+    calls, step_ends = run_calls(
+        queues,
+        state.start(),
+        lambda action: state.handle(make_rows(graph, workload, action, plan)),
+        lambda dispatch: _call_ops(program, price, dispatch),
     )
-    step_ends = master.run()
-    return Timeline(plan.n_workers, _activities(master.calls), step_ends, max_staleness)
+    assert state.is_over, "no call is in flight, but the run is not over"
+    return Timeline(plan.n_workers, _activities(calls), step_ends, max_staleness)
 
 
-@dataclass
-class SimulatedMaster:
-    """Runs a scheduler on simulated workers.
+def run_calls(
+    queues: WorkerQueues,
+    actions: Sequence[FetchRows | Call | FinishStep],
+    on_finished: Callable[[FetchRows | Call], Sequence[FetchRows | Call | FinishStep]],
+    make_ops: Callable[[Call], CallOps],
+) -> tuple[list[CallOps], tuple[float, ...]]:
+    """Perform actions of a scheduler on simulated workers; return all calls, and the time at which each step ends.
 
-    ``make_ops`` returns the operations of a call, ``make_event`` the event after an action. Fetches finish at once.
+    ``on_finished`` returns the actions after a fetch, which takes no time, or a call.
     """
+    calls: list[CallOps] = []
+    step_ends: list[float] = []
 
-    state: MasterState
-    queues: WorkerQueues
-    make_ops: Callable[[Dispatch], CallOps]
-    make_event: Callable[[FetchRows | Dispatch], RowsReady]
-    calls: list[CallOps] = field(default_factory=list)
-    step_ends: list[float] = field(default_factory=list)
-
-    def run(self) -> tuple[float, ...]:
-        """Run until all steps are finished; return when each of them ends."""
-        self.queues.run(self._perform(self.state.start()), self._on_finished)
-        assert self.state.is_over, "no call is in flight, but the run is not over"
-        return tuple(self.step_ends)
-
-    def _on_finished(self, call: CallOps) -> Batches:
-        assert isinstance(call.tag, Dispatch)
-        return self._perform(self.state.handle(self.make_event(call.tag)))
-
-    def _perform(self, actions: Sequence[Action]) -> Iterator[Sequence[CallOps]]:
-        batch = [self.make_ops(action) for action in actions if isinstance(action, Dispatch)]
-        self.calls += batch
+    def perform(actions: Sequence[FetchRows | Call | FinishStep]) -> Iterator[Sequence[CallOps]]:
+        batch = [make_ops(action) for action in actions if not isinstance(action, FetchRows | FinishStep)]
+        calls.extend(batch)
         yield batch
         for action in actions:
-            match action:
-                case FinishStep():
-                    self.step_ends.append(self.queues.now)
-                case FetchRows():
-                    yield from self._perform(self.state.handle(self.make_event(action)))
+            if isinstance(action, FinishStep):
+                step_ends.append(queues.now)
+            elif isinstance(action, FetchRows):
+                yield from perform(on_finished(action))
+
+    queues.run(perform(actions), lambda call: perform(on_finished(cast(Call, call.tag))))
+    return calls, tuple(step_ends)
 
 
 def make_rows(graph: Graph, workload: Workload, action: FetchRows | Dispatch, plan: ExecutionPlan) -> RowsReady:

@@ -24,7 +24,7 @@ class Activity:
 
 
 def n_steady_steps(n_steps: int, max_staleness: int) -> int:
-    """Return the number of steps in the steady state: all but the first and the last ``max_staleness``, at least 1 of 2."""
+    """Return the number of steps in the steady state: all but the first and the last ``max_staleness``."""
     return max(n_steps - 1 - max_staleness, min(n_steps - 1, 1))
 
 

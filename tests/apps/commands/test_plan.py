@@ -287,7 +287,7 @@ def test_what_nobody_reads_is_a_note_and_no_error(plan: Command) -> None:
     answer = plan(*words)
     assert answer.code == 0
     assert [line for line in answer.out.splitlines() if line.startswith("note")] == [
-        "note: nobody reads details of rew_inf",
+        "note: no MFC reads details of rew_inf",
         "note: no MFC uses the model of role 'spare'",
     ]
     more = plan(*words, "seed=2")

@@ -236,7 +236,7 @@ def test_launch_modes_with_invalid_sizes(sft: SFTExperiment, paths: RunDir) -> N
     sft.mode, sft.n_gpus_per_node, sft.n_nodes = Mode.local, 1, 2
     assert one(sft, paths) == "mode=local runs on this machine only; set n_nodes=1 (got 2), or mode=slurm or mode=ray"
     sft.n_nodes, sft.allocation_mode = 1, "serch"
-    assert one(sft, paths).startswith("allocation_mode=serch: there is no such mode; use heuristic, ")
+    assert one(sft, paths).startswith("allocation_mode=serch: unknown mode; use heuristic, ")
 
 
 def test_slurm_requires_an_explicit_device(sft: SFTExperiment, paths: RunDir) -> None:
@@ -249,11 +249,11 @@ def test_slurm_requires_an_explicit_device(sft: SFTExperiment, paths: RunDir) ->
 def test_invalid_layouts_are_listed_with_the_nearest_valid_one(ppo: PPOMathExperiment, paths: RunDir) -> None:
     ppo.n_gpus_per_node, ppo.allocation_mode = 6, "actor_gen:t3,critic_train:d2p3,ref_inf:d7,*:d2t2p2"
     assert problems(ppo, paths) == [
-        "actor_gen: d1t3p1: 4 heads (4 for keys and values) cannot be cut 3 ways; nearest legal: d3t1p1",
+        "actor_gen: d1t3p1: 4 heads (4 KV heads) are not divisible by tensor-parallel size 3; nearest legal: d3t1p1",
         "rew_inf: d2t2p2: its size is 8, that of mesh 0-5 is 6; nearest legal: d3t2p1",
         "ref_inf: d7t1p1: its size is 7, that of mesh 0-5 is 6; nearest legal: d6t1p1",
         "critic_inf: d2t2p2: its size is 8, that of mesh 0-5 is 6; nearest legal: d3t2p1",
-        "critic_train: d2t1p3: 2 layers cannot be cut into 3 stages; nearest legal: d3t1p2",
+        "critic_train: d2t1p3: 2 layers are fewer than 3 pipeline stages; nearest legal: d3t1p2",
         "actor_train: d2t2p2: its size is 8, that of mesh 0-5 is 6; nearest legal: d3t2p1",
     ]
     ppo.allocation_mode = "manual"
@@ -302,7 +302,9 @@ class NeedsMore(SFTExperiment):
 def test_a_key_without_a_producer(sft: SFTExperiment, paths: RunDir) -> None:
     made = NeedsMore(**vars(sft))
     assert isinstance(made, ExperimentConfig)
-    assert one(made, paths) == ("sft_train needs 'rewards': no MFC makes it, and sft data has only prompt_mask, tokens")
+    assert one(made, paths) == (
+        "sft_train needs 'rewards': no MFC produces it, and sft data has only prompt_mask, tokens"
+    )
 
 
 def test_all_problems_are_reported_together(ppo: PPOMathExperiment, copy: Callable[..., Path], paths: RunDir) -> None:

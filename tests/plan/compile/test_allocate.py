@@ -75,20 +75,20 @@ def test_a_gpu_takes_more_tokens_at_a_time_than_a_cpu() -> None:
 @pytest.mark.parametrize(
     ("mode", "words"),
     [
-        ("heuristc", "there is no such mode; use .* did you mean heuristic"),
-        ("", "there is no such mode"),
+        ("heuristc", "unknown mode; use .* did you mean heuristic"),
+        ("", "unknown mode"),
         ("d4p1m1xyz", "'d4p1m1xyz' is not a parallel strategy; write it .* nearest legal: d4t1p1$"),
         ("t2x2", "'t2x2' is not a parallel strategy; write it .* nearest legal: d2t2p1$"),
         ("d2", "its size is 2, n_nodes . n_gpus_per_node is 4; nearest legal: d4t1p1$"),
         ("d1t2p4", "its size is 8, n_nodes . n_gpus_per_node is 4; nearest legal: d1t2p2$"),
         (
             "actor_gn:d2,*:d1",
-            "'actor_gn' is no MFC of this experiment .actor_gen, actor_train.  did you mean actor_gen",
+            "unknown call 'actor_gn'; this experiment has actor_gen, actor_train  did you mean actor_gen",
         ),
-        ("actor_gen:d2,actor_gen:d1", "'actor_gen' is given twice"),
+        ("actor_gen:d2,actor_gen:d1", "call 'actor_gen' is given twice"),
         ("actor_gen:d2", "no strategy for actor_train; add '.:d4' for the rest"),
         ("actor_gen:2,*:d1", "actor_gen: '2' is not a parallel strategy; write it .* nearest legal: d4t1p1$"),
-        ("actor_gen:d2,", "'' is no MFC"),
+        ("actor_gen:d2,", "unknown call ''"),
     ],
 )
 def test_a_mode_that_cannot_be_read_is_an_error(mode: str, words: str) -> None:
@@ -101,16 +101,16 @@ def test_every_layout_that_is_impossible_is_listed() -> None:
         "actor_gen: d8t1p1: its size is 8, that of mesh 0-3 is 4; nearest legal: d4t1p1"
     ]
     assert problems("t3", 3) == [
-        f"{name}: d1t3p1: 4 heads (2 for keys and values) cannot be cut 3 ways; nearest legal: d3t1p1"
+        f"{name}: d1t3p1: 4 heads (2 KV heads) are not divisible by tensor-parallel size 3; nearest legal: d3t1p1"
         for name in ("actor_gen", "actor_train")
     ]
     both = problems("actor_gen:t8,*:d2p5")
-    assert both[0].startswith("actor_gen: d1t8p1: its size is 8, that of mesh 0-3 is 4, and 4 heads (2 for keys")
-    assert both[1].endswith("and 3 layers cannot be cut into 5 stages; nearest legal: d2t1p2") and len(both) == 2
+    assert both[0].startswith("actor_gen: d1t8p1: its size is 8, that of mesh 0-3 is 4, and 4 heads (2 KV heads")
+    assert both[1].endswith("and 3 layers are fewer than 5 pipeline stages; nearest legal: d2t1p2") and len(both) == 2
 
 
 def test_everything_that_cannot_be_read_is_listed() -> None:
-    words = ["'actr_gen' is no MFC", "actor_train: 't' is not a parallel", "'actor_train' is given twice",
+    words = ["unknown call 'actr_gen'", "actor_train: 't' is not a parallel", "call 'actor_train' is given twice",
              "no strategy for actor_gen; add '*:d4' for the rest"]  # fmt: skip
     found = problems("actr_gen:d4,actor_train:t,actor_train:d2", actor_gen=MFCConfig(mb_spec=MicroBatchConfig(0, 1)))
     starts = [f"allocation_mode=actr_gen:d4,actor_train:t,actor_train:d2: {start}" for start in words]
@@ -143,14 +143,18 @@ def test_manual_layouts_that_are_impossible_say_what_to_type() -> None:
 @pytest.mark.parametrize(
     ("mode", "n_gpus", "words"),
     [
-        ("vllm.d4t1p1+d2t2p1", 4, ["without overlap it needs 4 + 4 workers, there are 4", "vllm.d2t1p1+d2t1p1"]),
-        ("vllm.d4t1p1+d2t2p1", 9, ["without overlap it needs 4 + 4 workers, there are 9", "vllm.d5t1p1+d2t2p1"]),
-        ("d2t2p1+vllm.d4t1p1", 1, ["without overlap it needs 4 + 4 workers, there are 1", "n_gpus_per_node=8"]),
-        ("vllm.d1t1p2+d2", 4, ["a server has no pipeline stages, d1t1p2 has 2", "vllm.d2t1p1+d2t1p1"]),
+        ("vllm.d4t1p1+d2t2p1", 4, ["it needs 4 + 4 separate workers, there are 4", "vllm.d2t1p1+d2t1p1"]),
+        ("vllm.d4t1p1+d2t2p1", 9, ["it needs 4 + 4 separate workers, there are 9", "vllm.d5t1p1+d2t2p1"]),
+        ("d2t2p1+vllm.d4t1p1", 1, ["it needs 4 + 4 separate workers, there are 1", "n_gpus_per_node=8"]),
+        ("vllm.d1t1p2+d2", 4, ["an inference server has no pipeline stages, d1t1p2 has 2", "vllm.d2t1p1+d2t1p1"]),
         ("vllm.d4x+d4y", 8, ["'d4x' is not a parallel strategy", "'d4y' is not a", "vllm.d4t1p1+d4t1p1"]),
         ("vllm.d1+vllm.d1", 2, ["'vllm.d1' is not a parallel strategy", "vllm.d1t1p1+d1t1p1"]),
-        ("vllm.d2+actr_train:d2", 4, ["'actr_train' is no MFC", "no strategy for actor_train", "vllm.d3t1p1+d1t1p1"]),
-        ("vllm.t3+t3", 6, ["4 heads (2 for keys and values) cannot be cut 3 ways", "vllm.d1t2p1+d1t4p1"]),
+        (
+            "vllm.d2+actr_train:d2",
+            4,
+            ["unknown call 'actr_train'", "no strategy for actor_train", "vllm.d3t1p1+d1t1p1"],
+        ),
+        ("vllm.t3+t3", 6, ["4 heads (2 KV heads) are not divisible by tensor-parallel size 3", "vllm.d1t2p1+d1t4p1"]),
     ],
 )
 def test_a_server_that_does_not_fit_is_refused(mode: str, n_gpus: int, words: list[str]) -> None:
@@ -165,31 +169,33 @@ def test_a_server_generates_on_workers_of_its_own() -> None:
         assert [made[name].backend for name in made.placements] == [Backend.vllm, Backend.native]
     assert layouts(plan("vllm.d2+actor_train:d1", 4)) == ["d2t1p1@0-1", "d1t1p1@2"]
     (line,) = problems("d2t2p1+sglang.d4t1p1", 8)
-    assert line.startswith("allocation_mode=d2t2p1+sglang.d4t1p1: backend sglang is not in this version; use heuristic")
+    assert line.startswith("allocation_mode=d2t2p1+sglang.d4t1p1: backend sglang is not supported; use heuristic")
 
 
 def test_a_backend_is_an_option_of_calls_that_generate() -> None:
     assert plan("d2", 2, actor_gen=MFCConfig(backend=Backend.vllm))["actor_gen"].backend is Backend.vllm
     assert problems("d1t1p2", 2, actor_gen=MFCConfig(backend=Backend.vllm)) == [
-        "actor_gen.backend=vllm: it has no pipeline stages, d1t1p2 has 2; nearest legal: d2t1p1"
+        "actor_gen.backend=vllm: this backend has no pipeline stages, d1t1p2 has 2; nearest legal: d2t1p1"
     ]
     assert problems("d2", 2, actor_train=MFCConfig(backend=Backend.vllm)) == [
-        "actor_train.backend=vllm: it generates, and this call does not"
+        "actor_train.backend=vllm: this backend only generates, but this call does not generate"
     ]
     assert problems("d2", 2, actor_train=MFCConfig(backend=Backend.megatron)) == [
-        "actor_train.backend=megatron: it is a role that megatron-core trains; set actor.backend=megatron"
+        "actor_train.backend=megatron: megatron-core is set per role, not per call; set actor.backend=megatron"
     ]
 
 
 @pytest.mark.parametrize("mode", ["vllm", "vllmd2", "vllm.d2", "d2+d2,vllm.d1", "vllm.d1+d1+d2"])
 def test_a_server_that_cannot_be_read_is_refused(mode: str) -> None:
     (line,) = problems(mode)
-    assert line.startswith(f"allocation_mode={mode}: a server for the one call that generates is written like vllm.d4")
+    assert line.startswith(
+        f"allocation_mode={mode}: an inference server for the one generation call is written like vllm.d4"
+    )
 
 
 def test_options_that_a_mode_does_not_read_are_errors() -> None:
     wish = MFCConfig("0", ParallelConfig(data_parallel_size=2))
-    tail = "is set, but allocation_mode=heuristic does not read it; set allocation_mode=manual"
+    tail = "is set, but allocation_mode=heuristic ignores it; set allocation_mode=manual"
     expected = [f"actor_gen.device_mesh {tail}", f"actor_gen.parallel {tail}"]
     assert problems("heuristic", actor_gen=wish) == expected
 

@@ -29,18 +29,20 @@ def test_legal(text: str) -> None:
 
 def test_heads_that_cannot_be_cut() -> None:
     for tp in (4, 3):  # by 3, query heads would leave their key head
-        line = f"6 heads (2 for keys and values) cannot be cut {tp} ways"
+        line = f"6 heads (2 KV heads) are not divisible by tensor-parallel size {tp}"
         assert strategy_problems(MODEL, ParallelStrategy(tp=tp)) == [line]
 
 
 def test_more_stages_than_layers() -> None:
     both = strategy_problems(MODEL, ParallelStrategy(tp=4, pp=4))
-    assert len(both) == 2 and both[1] == "3 layers cannot be cut into 4 stages"
+    assert len(both) == 2 and both[1] == "3 layers are fewer than 4 pipeline stages"
 
 
 def test_what_is_narrower_than_the_group() -> None:
     for narrow in (replace(MODEL, vocab=5), replace(MODEL, intermediate=5), replace(MODEL, expert_intermediate=5)):
-        assert strategy_problems(narrow, ParallelStrategy(tp=6)) == ["a width of 5 cannot be cut 6 ways"]
+        assert strategy_problems(narrow, ParallelStrategy(tp=6)) == [
+            "a dimension of 5 is smaller than tensor-parallel size 6"
+        ]
 
 
 DEGREES = st.integers(1, 12)
@@ -80,8 +82,8 @@ TRAIN = MFC("train", "actr", Kind.TRAIN, SPEC, ("tokens", "reward", "rows"))
 
 def test_keys_that_nobody_makes_are_named_once_with_all_who_read_them() -> None:
     assert key_problems((GEN, REW, TRAIN), {"prompts", "row"}, "maths data") == [
-        "rew and train need 'rows': no MFC makes it, and maths data has only prompts, row  did you mean row ?",
-        "train needs 'reward': no MFC makes it, and maths data has only prompts, row  did you mean rewards ?",
+        "rew and train need 'rows': no MFC produces it, and maths data has only prompts, row  did you mean row ?",
+        "train needs 'reward': no MFC produces it, and maths data has only prompts, row  did you mean rewards ?",
     ]
     assert key_problems((GEN, REW), {"prompts", "rows"}, "data") == []
 
@@ -95,7 +97,7 @@ def test_roles_without_a_model() -> None:
 
 def test_what_is_made_or_loaded_for_nobody() -> None:
     assert graph_notes((GEN, REW, TRAIN), ["actor", "actr", "ref"], ("rewards",)) == [
-        "nobody reads seeds of gen",
+        "no MFC reads seeds of gen",
         "no MFC uses the model of role 'ref'",
     ]
     assert graph_notes((GEN, REW, TRAIN), ["actor", "actr"], ("rewards", "seeds")) == []

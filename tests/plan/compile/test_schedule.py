@@ -302,7 +302,7 @@ def test_where_all_prompts_tell_a_redraw_changes_nothing_but_numbers() -> None:
     [(8, 0, 8, 8), (8, 4, 8, 8), (8, 6, 8, 3), (8, 7, 8, 2), (12, 1, 8, 8), (4, 3, 4, 2)],
 )
 def test_how_many_are_drawn_next(drawn: int, kept: int, wanted: int, n: int) -> None:
-    assert next_resample(drawn, kept, wanted, most=8) == n
+    assert next_resample(drawn, kept, wanted, limit=8) == n
 
 
 def test_rows_may_come_in_any_order() -> None:
@@ -317,10 +317,10 @@ def test_a_row_weighs_as_much_as_its_largest_value() -> None:
     assert row_bytes(columns) == [24, 20, 0]
 
 
-def test_rows_of_a_prompt_are_made_by_one_worker() -> None:
+def test_rows_of_a_prompt_must_come_from_one_worker() -> None:
     state = MasterState(graph := ppo(), plan_of(graph), LENGTH)
     state.start()
-    with pytest.raises(AssertionError, match="two workers made rows of prompt 0"):
+    with pytest.raises(AssertionError, match="two workers produced rows of prompt 0"):
         state.handle(RowsReady(None, LENGTH.span(0), dict.fromkeys((0, 1), made([RowId(0, PROMPT)], ("prompts",)))))
 
 

@@ -1,4 +1,4 @@
-"""The best choice of a small problem, without doubt: branch and bound."""
+"""The exact optimum of small problems by branch and bound."""
 
 from collections.abc import Sequence
 from math import inf
@@ -12,10 +12,9 @@ Partial = Sequence[int | None]
 
 
 def branch_and_bound(problem: Problem) -> tuple[Choice, float]:
-    """Return a choice with the smallest objective, and that.
+    """Return a choice with the smallest objective, and the objective.
 
-    Branches are cut where ``lower_bound`` shows that they hold nothing better. It may be half of the truth, so this is
-    for small problems.
+    ``lower_bound`` is loose by up to a factor of two, so this is only feasible for small problems.
     """
     plans = evaluator(problem)
     best = search(problem).choice
@@ -35,75 +34,75 @@ def branch_and_bound(problem: Problem) -> tuple[Choice, float]:
 
 
 def lower_bound(problem: Problem, partial: Partial) -> float:
-    """Return an objective that no choice beats which gives options to the MFCs that have none (None) in a partial one.
+    """Return a lower bound of the objective over all completions of a partial choice.
 
-    The first step ends with some MFC that nobody waits for; what is known to begin after that must be done by the end.
+    The first step ends with an MFC without children; all work that starts later must finish within the window.
     """
-    chosen, n, mfcs = Assignment(problem, partial), problem.n_steady_steps, range(len(partial))
+    assignment, n, mfcs = Assignment(problem, partial), problem.n_steady_steps, range(len(partial))
     if n:
-        ends = set(mfcs) - {parent for wire in problem.deps for parent in wire.parents}
-        seconds = min(_window(chosen, n, [0.0 if m == end else -inf for m in mfcs]) for end in ends) / n
+        ends = set(mfcs) - {parent for deps in problem.deps for parent in deps.parents}
+        seconds = min(_window(assignment, n, [0.0 if m == end else -inf for m in mfcs]) for end in ends) / n
     else:
-        seconds = _window(chosen, 1, [0.0 for _ in mfcs])
-    return objective(problem, seconds * (1 - 1e-12), peak_bytes(chosen))  # sums are rounded
+        seconds = _window(assignment, 1, [0.0 for _ in mfcs])
+    return objective(problem, seconds * (1 - 1e-12), peak_bytes(assignment))  # sums are rounded
 
 
-def _window(chosen: Assignment, n: int, first: list[float]) -> float:
-    """Return how long it takes to end ``n`` more steps at the least if each MFC is done with a step at ``first``.
+def _window(assignment: Assignment, n: int, first: list[float]) -> float:
+    """Return a lower bound of the time until ``n`` more steps end, if each MFC finishes a step at ``first``.
 
-    -inf stands for no knowledge.
+    -inf stands for an unknown time.
     """
-    problem = chosen.problem
+    problem = assignment.problem
     done = [first]
     for step in range(1, n + 1):
         now = [-inf] * len(first)
         ahead = step - 2 - problem.max_staleness
         fetched = max(done[ahead]) if ahead >= 0 else -inf
         for mfc in problem.order:
-            wire, call = problem.deps[mfc], _seconds(chosen, mfc) + problem.call_seconds
+            deps, call = problem.deps[mfc], _seconds(assignment, mfc) + problem.call_seconds
             fresh = (
-                done[step - wire.allowed_staleness - 1][wire.updater]
-                if wire.updater >= 0 and step > wire.allowed_staleness
+                done[step - deps.allowed_staleness - 1][deps.updater]
+                if deps.updater >= 0 and step > deps.allowed_staleness
                 else -inf
             )
             begin = max(fetched, fresh, done[-1][mfc])
-            rows = max((now[parent] for parent in wire.parents), default=-inf)
+            rows = max((now[parent] for parent in deps.parents), default=-inf)
             now[mfc] = max(begin + _calls(problem, mfc) * call, rows + call)
         done.append(now)
     steps = [sum(now[mfc] > -inf for now in done[1:]) for mfc in range(len(first))]
-    return max(*done[-1], _load(chosen, steps))
+    return max(*done[-1], _load(assignment, steps))
 
 
 def _least(problem: Problem, mfc: int) -> float:
     return min(o.transfer.seconds + o.compute.seconds for o in problem.table[mfc])
 
 
-def _seconds(chosen: Assignment, mfc: int) -> float:
-    """Return how long a call keeps the workers that it runs on, at the least."""
-    if chosen.choice[mfc] is None:
-        return _least(chosen.problem, mfc)
-    option, move = chosen.options[mfc], chosen.realloc_cost(mfc)
-    return option.transfer.seconds + option.compute.seconds + (move.cost.seconds if move else 0.0)
+def _seconds(assignment: Assignment, mfc: int) -> float:
+    """Return a lower bound of the time that a call occupies its workers."""
+    if assignment.choice[mfc] is None:
+        return _least(assignment.problem, mfc)
+    option, realloc = assignment.options[mfc], assignment.realloc_cost(mfc)
+    return option.transfer.seconds + option.compute.seconds + (realloc.cost.seconds if realloc else 0.0)
 
 
 def _calls(problem: Problem, mfc: int) -> int:
-    """Return how many calls a step takes."""
+    """Return the number of calls per step."""
     return -(-problem.batch_size // problem.deps[mfc].batch_size)
 
 
-def _load(chosen: Assignment, steps: Sequence[int]) -> float:
-    """Return how long the busiest worker works on so many steps of every MFC, or all of them on average."""
-    busy = [0.0] * chosen.n_rank_classes
+def _load(assignment: Assignment, steps: Sequence[int]) -> float:
+    """Return the time of the busiest worker, or the average over workers, for a number of steps of every MFC."""
+    busy = [0.0] * assignment.n_rank_classes
     total = 0.0
     for mfc, n in enumerate(steps):
-        calls = n * _calls(chosen.problem, mfc)
-        if chosen.choice[mfc] is None:
+        calls = n * _calls(assignment.problem, mfc)
+        if assignment.choice[mfc] is None:
             total += calls * min(
-                len(o.ranks) * (o.transfer.seconds + o.compute.seconds) for o in chosen.problem.table[mfc]
+                len(o.ranks) * (o.transfer.seconds + o.compute.seconds) for o in assignment.problem.table[mfc]
             )
         else:
-            seconds = calls * _seconds(chosen, mfc)
-            total += len(chosen.ranks(mfc)) * seconds
-            for atom in chosen.rank_classes(chosen.ranks(mfc)):
-                busy[atom] += seconds
-    return max(*busy, total / chosen.problem.n_ranks, 0.0)
+            seconds = calls * _seconds(assignment, mfc)
+            total += len(assignment.ranks(mfc)) * seconds
+            for rank in assignment.rank_classes(assignment.ranks(mfc)):
+                busy[rank] += seconds
+    return max(*busy, total / assignment.problem.n_ranks, 0.0)

@@ -1,4 +1,4 @@
-"""Random planning problems, and the graph, plan, program and prices that each choice of one stands for."""
+"""Random planning problems, with a layout for each option, so that choices can be simulated."""
 
 from dataclasses import dataclass
 from random import Random
@@ -18,32 +18,32 @@ from realhf.plan.search.timeline import Timeline
 
 @dataclass(frozen=True)
 class Instance:
-    """A problem, and the layout that each option stands for."""
+    """A problem, and the layout of each option."""
 
     problem: Problem
     layouts: dict[str, tuple[Layout, ...]]
 
     def simulate(self, choice: Choice) -> Timeline:
-        """Run the real master on a choice, at the prices of the problem's tables."""
+        """Simulate the master on a choice, with the costs in the problem's tables."""
         p = self.problem
-        chosen = {m.name: i for m, i in zip(p.graph.mfcs, choice, strict=True)}
-        plan = ExecutionPlan(p.n_ranks, {name: Placement(self.layouts[name][i]) for name, i in chosen.items()})
+        assignment = {m.name: i for m, i in zip(p.graph.mfcs, choice, strict=True)}
+        plan = ExecutionPlan(p.n_ranks, {name: Placement(self.layouts[name][i]) for name, i in assignment.items()})
         sampled = any(m.kind is Kind.GENERATE for m in p.graph.mfcs)
         workload = Workload(((3,), (5,), (4,)), (2, 6), 2) if sampled else Workload(((3, 4), (5,), (4, 1, 7)))
-        length = TrainSchedule(p.batch_size, p.batch_size * p.n_steps, p.n_steps)
+        schedule = TrainSchedule(p.batch_size, p.batch_size * p.n_steps, p.n_steps)
 
         def price(call: PrepareCall, instruction: Instruction) -> Cost:
-            return price_of(p, chosen, call.mfc, instruction)
+            return price_of(p, assignment, call.mfc, instruction)
 
         program = compile_program(p.graph, plan)
-        return simulate(p.graph, plan, program, price, length, workload, p.call_seconds, p.cores, p.max_staleness)
+        return simulate(p.graph, plan, program, price, schedule, workload, p.call_seconds, p.cores, p.max_staleness)
 
 
-def price_of(p: Problem, chosen: dict[str, int], mfc: str, instruction: Instruction) -> Cost:
-    def keeper(role: str) -> str:
+def price_of(p: Problem, assignment: dict[str, int], mfc: str, instruction: Instruction) -> Cost:
+    def home(role: str) -> str:
         return p.graph.mfcs[p.home_mfc(role)].name
 
-    option = p.options[mfc][chosen[mfc]]
+    option = p.options[mfc][assignment[mfc]]
     match instruction:
         case Transfer():
             return option.transfer
@@ -52,29 +52,29 @@ def price_of(p: Problem, chosen: dict[str, int], mfc: str, instruction: Instruct
         case Release():
             return FREE
         case Load(role):
-            return p.options[keeper(role)][chosen[keeper(role)]].load
+            return p.options[home(role)][assignment[home(role)]].load
         case Offload(role):
-            return p.options[keeper(role)][chosen[keeper(role)]].offload
+            return p.options[home(role)][assignment[home(role)]].offload
         case Reallocate(role, _, target) if role == target:
-            return p.realloc(mfc, chosen[mfc], chosen[keeper(role)]).cost
+            return p.realloc(mfc, assignment[mfc], assignment[home(role)]).cost
         case Reallocate(role, _, target):
             sync = next(s for s in p.graph.syncs if (s.after, s.source, s.target) == (mfc, role, target))
-            return p.sync(sync, chosen[keeper(role)], chosen[keeper(target)])
+            return p.sync(sync, assignment[home(role)], assignment[home(target)])
 
 
 def random_instance(
     seed: int, n_mfcs: int | None = None, n_options: int = 4, n_ranks: int = 4, tight: bool = False
 ) -> Instance:
-    """Draw a problem. Whoever holds rows of a call holds some of every chunk that is read, as the tables suppose.
+    """Return a random problem, in which every holder of rows holds some rows of each call that reads them.
 
-    With ``tight`` memory, some choices fit and some do not, as a rule.
+    With ``tight`` memory, usually only some choices fit.
     """
     random = Random(seed)
     batch, n_steps, staleness = random.randint(1, 6), random.randint(1, 4), random.choice((0, 0, 1, 2))
     graph = random_graph(random, n_mfcs or random.randint(1, 5), batch)
     shared = random.random() < 0.3
     cores = random.uniform(0.5, n_ranks) if shared else 0.0
-    whole = not shared and random.random() < 0.3  # whole numbers: many things happen at the same time
+    whole = not shared and random.random() < 0.3  # integers make many events coincide
 
     def cost(by: Random = random) -> Cost:
         seconds = float(by.randint(0, 4)) if whole else by.choice((0.0, by.uniform(0, 4)))
@@ -99,24 +99,24 @@ def random_instance(
     }
     homes: dict[str, str] = {}
 
-    def move(mfc: str, option: int, home: int) -> ReallocCost:
+    def realloc(mfc: str, option: int, home: int) -> ReallocCost:
         if layouts[mfc][option] == layouts[homes[mfc]][home]:
             return ReallocCost()
         by = Random(f"{seed} {mfc} {option} {home}")
         return ReallocCost(cost(by), by.uniform(0, 3), by.uniform(0, 2))
 
-    def follow(sync: Sync, source: int, target: int) -> Cost:
+    def sync_cost(sync: Sync, source: int, target: int) -> Cost:
         return cost(Random(f"{seed} {sync} {source} {target}"))
 
     capacity = random.uniform(4, 12) if tight else 1e9
     latency = random.choice((0.0, 0.1))
-    problem = Problem(graph, options, n_ranks, batch, capacity, move, follow, staleness, latency, cores, n_steps)
+    problem = Problem(graph, options, n_ranks, batch, capacity, realloc, sync_cost, staleness, latency, cores, n_steps)
     homes.update({m.name: graph.mfcs[problem.home_mfc(m.role)].name for m in graph.mfcs if m.role})
     return Instance(problem, layouts)
 
 
 def random_graph(random: Random, n_mfcs: int, batch: int) -> Graph:
-    """Draw MFCs that read what earlier ones made, one key for every pair, or data of their own."""
+    """Return MFCs that read keys of earlier ones, one key for every pair, or dataset keys."""
     parents = {i: [p for p in range(i) if random.random() < 0.5] for i in range(n_mfcs)}
     roles = [random.choice((None, "a", "b", "c")) for _ in range(n_mfcs)]
     mfcs: list[MFC] = []

@@ -1,4 +1,4 @@
-"""What tests of predictions share: a small Llama, machines whose limits can be switched off, and PPO on them."""
+"""Shared by tests of predictions: a small Llama, synthetic machines, and PPO planners for them."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ from realhf.plan.search.candidates import Candidates
 from realhf.plan.search.planner import Planner
 
 FREE = 1e30
-"""Bytes or operations per second of what takes no time."""
+"""Bytes or operations per second that take no time."""
 LLAMA = ModelConfig("llama", n_layers=4, hidden=64, n_heads=8, n_kv_heads=4, head_dim=8, intermediate=160, vocab=120,
                     max_positions=4096)  # fmt: skip
 WIDE = replace(LLAMA, n_layers=8, hidden=512, n_heads=16, n_kv_heads=8, head_dim=32, intermediate=1408, vocab=2048)
@@ -25,11 +25,11 @@ CRITIC = replace(LLAMA, head="scalar")
 TOY = Hardware("toy", node_size=4, memory=1e9, flops=1e12, memory_bandwidth=1e11, node=Link(1e10, 1e-6),
                cluster=Link(1e9, 1e-5), host=Link(1e9, 1e-5), kernel=1e-7, call=1e-4, reserved=1e6)  # fmt: skip
 COMPUTE_ONLY = replace(TOY, memory_bandwidth=FREE, node=Link(FREE), cluster=Link(FREE), host=Link(FREE), kernel=0.0)
-"""A machine of which nothing but arithmetic takes time."""
+"""A machine on which only arithmetic takes time."""
 
 
 def layout(text: str, start: int = 0) -> Layout:
-    """The contiguous workers from ``start`` on, cut like ``d2t2p1``."""
+    """Return a layout on contiguous workers from ``start``, with a strategy like ``d2t2p1``."""
     strategy = ParallelStrategy.parse(text)
     return Layout(DeviceMesh(tuple(range(start, start + strategy.world))), strategy)
 
@@ -44,7 +44,7 @@ def ppo_planner(
     options: dict[str, Any] | None = None,
     **spec: Any,
 ) -> Planner:
-    """PPO by the roofline; ``spec`` holds options of all models, ``options`` those of PPO. All models are alike."""
+    """Return a planner of PPO by the roofline; ``spec`` has options of all models, ``options`` those of PPO."""
     experiment = PPOExperiment()
     experiment.dataset.train_bs_n_seqs = batch
     experiment.ppo.ppo_n_minibatches = 2

@@ -1,4 +1,4 @@
-"""How one call is done in a layout: the micro-batching that fits and is fastest, at the prices of the cost model."""
+"""Candidates: the fastest micro-batching that fits, and its cost."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def calls_with(memory: float = 1e9, **options: object) -> Candidates:
 
 @pytest.mark.parametrize("text", STRATEGIES)
 @pytest.mark.parametrize("cores", [0, 2])
-def test_a_candidate_costs_what_the_call_would(text: str, cores: int) -> None:
+def test_candidates_have_the_cost_of_the_call(text: str, cores: int) -> None:
     calls = calls_with()
     calls = replace(calls, hardware=replace(calls.hardware, cores=cores))
     for mfc in calls.cost.graph.mfcs:
@@ -34,20 +34,20 @@ def test_a_candidate_costs_what_the_call_would(text: str, cores: int) -> None:
         exact = calls.cost.compute(mfc, found.placement, rows)
         if cores:
             assert found.cost == exact
-        else:  # the busiest rank of every mini-batch stands for all
+        else:  # computed from the busiest rank of every mini-batch
             assert found.cost.seconds == pytest.approx(exact.seconds, rel=1e-6)
         taken = calls.memory.transient(mfc, found.placement, rows, layout(text)).total
         assert found.transient == taken and found.bytes == taken + found.resident
         assert found.resident == calls.memory.resident(mfc.role or "", layout(text).strategy).total
 
 
-def test_with_room_the_user_s_micro_batching_stays() -> None:
+def test_the_configured_micro_batching_is_kept_if_it_fits() -> None:
     calls = calls_with()
     for mfc in calls.cost.graph.mfcs:
         assert calls.of(mfc, layout("d2")).placement.micro_batching == MicroBatching(1, 4096)
 
 
-def test_without_room_micro_batches_and_slots_shrink_until_they_fit() -> None:
+def test_micro_batches_and_sequences_shrink_until_they_fit() -> None:
     calls = calls_with()
     train, gen = calls.cost.graph["actor_train"], calls.cost.graph["actor_gen"]
     for mfc in (train, gen):
@@ -62,13 +62,13 @@ def test_without_room_micro_batches_and_slots_shrink_until_they_fit() -> None:
             assert MIN_NUM_SEQS <= batching.max_num_seqs < 32 and batching.max_tokens_per_mb == 4096
 
 
-def test_where_nothing_fits_the_leanest_is_told() -> None:
+def test_if_nothing_fits_the_smallest_is_returned() -> None:
     calls = calls_with(memory=2e6)
     found = calls.of(calls.cost.graph["actor_train"], layout("d1"))
     assert found.bytes > calls.capacity and found.placement.micro_batching.max_tokens_per_mb == MIN_MICRO_BATCH_TOKENS
 
 
-def test_pipelines_take_finer_micro_batches_where_those_are_faster() -> None:
+def test_pipelines_use_smaller_micro_batches_if_faster() -> None:
     calls = calls_with()
     train = calls.cost.graph["actor_train"]
     found = calls.of(train, layout("p4"))
@@ -76,20 +76,20 @@ def test_pipelines_take_finer_micro_batches_where_those_are_faster() -> None:
     assert found.cost.seconds <= given.seconds
 
 
-def test_what_crosses_nodes_costs_more_than_what_does_not() -> None:
+def test_layouts_across_nodes_cost_more() -> None:
     calls = calls_with()
     train = calls.cost.graph["actor_train"]
     inside, across = calls.of(train, layout("d2", 4)), calls.of(train, layout("d2", 3))
     assert inside.cost.seconds < across.cost.seconds
     assert calls.of(train, layout("d2", 0)).cost == inside.cost and inside.placement.layout == layout("d2", 4)
-    apart = Layout(DeviceMesh((0, 5)), ParallelStrategy(2))  # as many workers, from the same one on, with a gap
+    apart = Layout(DeviceMesh((0, 5)), ParallelStrategy(2))  # the same size and first rank, with a gap
     assert calls.of(train, apart).cost.seconds == pytest.approx(across.cost.seconds)
     assert calls.of(train, layout("d2", 0)).cost == inside.cost
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 9), st.sampled_from(["actor_gen", "ref_inf", "actor_train"]), st.integers(1, 3))
-def test_rows_are_those_of_a_step(dp: int, name: str, samples: int) -> None:
+def test_rows_of_a_step(dp: int, name: str, samples: int) -> None:
     workload = Workload(((16,), (10,), (13,)), (24, 12), samples)
     calls = ppo_planner(workload=workload, batch=7).calls
     mfc = calls.cost.graph[name]
@@ -102,11 +102,11 @@ def test_rows_are_those_of_a_step(dp: int, name: str, samples: int) -> None:
     assert {number for rows in ranks for number in rows.minibatches} == set(range(mfc.n_minibatches))
 
 
-def test_a_call_of_part_of_a_step_has_so_many_rows() -> None:
+def test_rows_of_a_part_of_a_step() -> None:
     calls = ppo_planner(batch=8).calls
     half = replace(calls.cost.graph["ref_inf"], batch_size=4)
     assert sum(len(rows.ids) for rows in calls.rows(half, 2)) == 4
 
 
-def test_capacity_is_what_the_runtime_leaves() -> None:
+def test_capacity_excludes_the_runtime() -> None:
     assert calls_with(5e7).capacity == pytest.approx(5e7 - TOY.reserved) and LLAMA.n_layers == 4

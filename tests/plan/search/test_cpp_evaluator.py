@@ -1,4 +1,4 @@
-"""The planner in C++: as Python has it, to the last bit, also where a table fails."""
+"""The C++ evaluator: bitwise equal to the Python evaluator, including errors in cost tables."""
 
 import importlib.util
 import shutil
@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from realhf.plan.search import cpp_evaluator
 from realhf.plan.search.cpp_evaluator import MAX_MFCS, CppEvaluator, evaluator, load_library
-from realhf.plan.search.mcmc import Chain, PythonEvaluator, SplitMix64
+from realhf.plan.search.evaluate import PythonEvaluator
+from realhf.plan.search.mcmc import Chain, SplitMix64
 from realhf.plan.search.problem import ReallocCost
 from tests.plan.search.instances import random_instance
 from tests.plan.search.test_evaluate import problem_of
@@ -24,64 +25,66 @@ built = pytest.mark.skipif(load_library() is None, reason="PLANNER NOT BUILT: py
 @built
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 1 << 30), st.floats(0.001, 1.0))
-def test_chains_take_the_same_steps_in_both(seed: int, temperature: float) -> None:
+def test_chains_are_equal(seed: int, temperature: float) -> None:
     problem = random_instance(seed, tight=seed % 2 == 0).problem
     start = tuple(0 for _ in problem.table)
-    walkers = [Chain.start(SplitMix64(seed), start, 1e9) for _ in range(2)]
-    for walker, players in zip(walkers, (PythonEvaluator(problem), evaluator(problem)), strict=True):
+    chains = [Chain.start(SplitMix64(seed), start, 1e9) for _ in range(2)]
+    for chain, plans in zip(chains, (PythonEvaluator(problem), evaluator(problem)), strict=True):
         for n in (1, 0, 30):
-            players.run_chain(walker, n, temperature)
-    assert walkers[0] == walkers[1]
+            plans.run_chain(chain, n, temperature)
+    assert chains[0] == chains[1]
 
 
 @built
-def test_an_error_of_a_table_is_raised_and_forgotten() -> None:
+def test_an_error_in_a_cost_table_is_raised_once() -> None:
     failing = True
 
-    def move(mfc: str, option: int, home: int) -> ReallocCost:
+    def realloc(mfc: str, option: int, home: int) -> ReallocCost:
         if failing:
-            raise ValueError(f"no way for {mfc}")
+            raise ValueError(f"no route for {mfc}")
         return ReallocCost()
 
-    fast = evaluator(replace(problem_of(), realloc=move))
-    walker = Chain.start(SplitMix64(1), (0, 0, 0), inf)
-    for action in (lambda: fast.evaluate((0, 0, 0)), lambda: fast.run_chain(walker, 5, 0.1)):
-        with pytest.raises(ValueError, match="no way for gen"):
+    cpp = evaluator(replace(problem_of(), realloc=realloc))
+    chain = Chain.start(SplitMix64(1), (0, 0, 0), inf)
+    for action in (lambda: cpp.evaluate((0, 0, 0)), lambda: cpp.run_chain(chain, 5, 0.1)):
+        with pytest.raises(ValueError, match="no route for gen"):
             action()
     failing = False
-    assert fast.evaluate((0, 0, 0))[0] == 7.75
+    assert cpp.evaluate((0, 0, 0))[0] == 7.75
 
 
 @built
-def test_the_largest_graph_cuts_the_ranks_into_as_many_pieces_as_it_can() -> None:
+def test_largest_graph_with_the_most_rank_classes() -> None:
     instance = random_instance(3, n_mfcs=MAX_MFCS, n_ranks=200)
     choice = tuple(0 for _ in instance.problem.table)
-    fast = evaluator(instance.problem)
-    assert isinstance(fast, CppEvaluator)
-    assert fast.evaluate(choice) == PythonEvaluator(instance.problem).evaluate(choice)
+    cpp = evaluator(instance.problem)
+    assert isinstance(cpp, CppEvaluator)
+    assert cpp.evaluate(choice) == PythonEvaluator(instance.problem).evaluate(choice)
 
 
-def test_larger_graphs_are_for_python() -> None:
+def test_larger_graphs_use_python() -> None:
     assert isinstance(evaluator(random_instance(3, n_mfcs=MAX_MFCS + 1).problem), PythonEvaluator)
 
 
-def elsewhere(folder: Path) -> ModuleType:
-    """Load the loader as it is where ``folder`` holds the package's plan/."""
+def copy_of_module(folder: Path) -> ModuleType:
+    """Import a copy of the module from ``folder``."""
     shutil.copy(cpp_evaluator.__file__, folder)
-    spec = importlib.util.spec_from_file_location("native_elsewhere", folder / "cpp_evaluator.py")
+    spec = importlib.util.spec_from_file_location("cpp_evaluator_copy", folder / "cpp_evaluator.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_without_the_library_python_answers(tmp_path: Path) -> None:
-    assert isinstance(elsewhere(tmp_path).evaluator(problem_of()), PythonEvaluator)
+def test_without_the_library_python_is_used(tmp_path: Path) -> None:
+    assert isinstance(copy_of_module(tmp_path).evaluator(problem_of()), PythonEvaluator)
 
 
-def test_a_library_that_does_not_load_is_reported_once(tmp_path: Path) -> None:
+def test_a_broken_library_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / "_planner.so").write_bytes(b"not a library")
-    module = elsewhere(tmp_path)
-    with pytest.warns(UserWarning, match="_planner.so does not load and plans are searched in Python") as reports:
+    module = copy_of_module(tmp_path)
+    with pytest.warns(
+        UserWarning, match="_planner.so cannot be loaded, so the slower Python evaluator is used"
+    ) as reports:
         assert all(isinstance(module.evaluator(problem_of()), PythonEvaluator) for _ in range(2))
     assert len(reports) == 1

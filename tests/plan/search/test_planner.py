@@ -1,4 +1,4 @@
-"""Plans by rule and by search on made-up machines, as the real master would carry them out."""
+"""Plans by heuristic and by search on synthetic machines, and their predictions."""
 
 from dataclasses import replace
 
@@ -10,9 +10,9 @@ from realhf.api.machine import MEMORY_RESERVE_FRACTION, Hardware, Link, Workload
 from realhf.plan.compile.heuristic import HEURISTICS
 from realhf.plan.cost.roofline import Roofline
 from realhf.plan.cost.speed import StageShard, Work
-from realhf.plan.search.evaluate import evaluate
 from realhf.plan.search.planner import Planner, plan_layouts
 from tests.plan.search.planners import TOY, WIDE, layout, ppo_planner
+from tests.plan.search.test_evaluate import evaluate
 
 SLOW_LINKS = replace(TOY, node=Link(1e8, 1e-4), cluster=Link(1e7, 1e-3))
 MACHINES = {"toy": TOY, "slow links": SLOW_LINKS, "shared cores": replace(TOY, cores=2)}
@@ -26,8 +26,8 @@ def planners() -> dict[str, Planner]:
         "tight": ppo_planner(8, replace(TOY, memory=3.2e8), WIDE),
         "tiny": ppo_planner(4),
         "groups": ppo_planner(4, TOY, WIDE, options={"group_size": 4, "disable_value": True}),
-        "resting": ppo_planner(4, TOY, WIDE, offload=True),
-        "following": ppo_planner(4, TOY, WIDE, options={"ref_ema_eta": 0.5}),
+        "offloaded": ppo_planner(4, TOY, WIDE, offload=True),
+        "ema": ppo_planner(4, TOY, WIDE, options={"ref_ema_eta": 0.5}),
     }
 
 
@@ -35,19 +35,19 @@ PLANNERS = planners()
 
 
 @pytest.mark.parametrize("name", PLANNERS)
-def test_a_search_is_never_worse_than_any_rule(name: str) -> None:
+def test_a_search_is_never_worse_than_any_heuristic(name: str) -> None:
     planner = PLANNERS[name]
     found = planner.search()
     predicted = planner.predict(found.plan)
-    rules = {rule: planner.by_heuristic(rule) for rule in HEURISTICS}
-    fitting = {rule: planner.predict(plan).seconds for rule, plan in rules.items() if planner.fits(plan)}
+    heuristic_plans = {rule: planner.by_heuristic(rule) for rule in HEURISTICS}
+    fitting = {rule: planner.predict(plan).seconds for rule, plan in heuristic_plans.items() if planner.fits(plan)}
     assert planner.fits(found.plan) >= bool(fitting)
     for rule, seconds in fitting.items():
         assert predicted.seconds <= 1.01 * seconds, rule
 
 
-@pytest.mark.parametrize("name", ["toy", "odd", "groups", "resting", "following"])
-def test_what_a_search_expects_is_close_to_what_is_predicted(name: str) -> None:
+@pytest.mark.parametrize("name", ["toy", "odd", "groups", "offloaded", "ema"])
+def test_search_results_are_close_to_predictions(name: str) -> None:
     planner = PLANNERS[name]
     found = planner.search()
     predicted = planner.predict(found.plan)
@@ -62,7 +62,7 @@ def test_the_same_seed_gives_the_same_plan() -> None:
 
 @pytest.mark.parametrize("rule", HEURISTICS)
 @pytest.mark.parametrize("name", PLANNERS)
-def test_rules_make_plans_that_can_be_carried_out(name: str, rule: str) -> None:
+def test_heuristics_make_valid_plans(name: str, rule: str) -> None:
     planner = PLANNERS[name]
     plan = planner.by_heuristic(rule)
     assert plan.n_workers == planner.n_workers
@@ -71,18 +71,18 @@ def test_rules_make_plans_that_can_be_carried_out(name: str, rule: str) -> None:
     assert planner.fits(plan) == (predicted.peak <= planner.calls.hardware.usable)
 
 
-def test_a_rule_cuts_more_where_its_calls_do_not_fit_together() -> None:
-    roomy, tight = PLANNERS["toy"], PLANNERS["tight"]
-    assert not tight.fits(roomy.by_heuristic("symmetric"))
+def test_heuristics_shard_more_when_memory_is_tight() -> None:
+    large, tight = PLANNERS["toy"], PLANNERS["tight"]
+    assert not tight.fits(large.by_heuristic("symmetric"))
     for rule in ("megatron", "symmetric", "real"):
         assert tight.fits(tight.by_heuristic(rule)), rule
 
 
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.4, 0.25])
-def test_micro_batches_shrink_before_a_plan_does_not_fit(share: float) -> None:
+def test_micro_batches_shrink_until_a_plan_fits(share: float) -> None:
     rows = Workload(((60,),), (140,))
-    roomy = ppo_planner(1, replace(TOY, memory=1e12), WIDE, 128, rows)
-    peak = roomy.predict(roomy.by_heuristic("symmetric")).peak
+    large = ppo_planner(1, replace(TOY, memory=1e12), WIDE, 128, rows)
+    peak = large.predict(large.by_heuristic("symmetric")).peak
     tight = ppo_planner(1, replace(TOY, memory=share * peak / (1 - MEMORY_RESERVE_FRACTION)), WIDE, 128, rows)
     plan, found = tight.by_heuristic("symmetric"), tight.search()
     finest = {name: replace(limit, max_tokens_per_mb=512, max_num_seqs=8) for name, limit in tight.calls.limits.items()}
@@ -90,8 +90,8 @@ def test_micro_batches_shrink_before_a_plan_does_not_fit(share: float) -> None:
     assert tight.fits(plan) == tight.fits(found.plan) == tight.fits(leanest)
 
 
-def test_a_plan_of_a_rule_is_reckoned_with_its_own_micro_batches() -> None:
-    """Where the search knows the same layouts with others, that do not fit together, it would look too fast."""
+def test_a_heuristic_plan_is_timed_with_its_own_micro_batches() -> None:
+    """The search may evaluate the same layouts with other, faster micro-batches that do not fit together."""
     planner = ppo_planner(4, batch=64)
     plan, found = planner.by_heuristic("symmetric"), planner.search()
     fine = replace(plan["actor_gen"], micro_batching=replace(plan["actor_gen"].micro_batching, max_num_seqs=1))
@@ -100,20 +100,20 @@ def test_a_plan_of_a_rule_is_reckoned_with_its_own_micro_batches() -> None:
     assert planner._best(found, [slow]) == found.plan
 
 
-def test_candidates_hold_the_layouts_of_rules_and_the_fastest_of_every_mesh() -> None:
+def test_candidates_include_heuristics_and_the_fastest_on_every_mesh() -> None:
     planner = PLANNERS["toy"]
-    started = [plan_layouts(planner.by_heuristic(rule)) for rule in HEURISTICS]
-    table = planner.candidates(started)
+    starts = [plan_layouts(planner.by_heuristic(rule)) for rule in HEURISTICS]
+    table = planner.candidates(starts)
     for mfc in planner.graph.mfcs:
         here = [candidate.placement.layout for candidate in table[mfc.name]]
-        assert len(set(here)) == len(here) and {found[mfc.name] for found in started} <= set(here)
+        assert len(set(here)) == len(here) and {found[mfc.name] for found in starts} <= set(here)
         whole = [x for x in here if len(x.mesh.ranks) == 8]
         every = [layout(t) for t in ("d8", "d4t2", "d2t4", "d4p2", "d2p4", "p8", "d2t2p2", "t4p2", "t2p4")]
         fastest = min(every, key=lambda x: planner.calls.of(mfc, x).cost.seconds)
         assert fastest in whole
 
 
-def test_the_problem_asks_what_the_cost_and_memory_models_say() -> None:
+def test_the_problem_uses_the_cost_and_memory_models() -> None:
     planner = PLANNERS["toy"]
     table = planner.candidates([plan_layouts(planner.by_heuristic("symmetric"))])
     problem = planner.problem(table)
@@ -128,7 +128,7 @@ def test_the_problem_asks_what_the_cost_and_memory_models_say() -> None:
     assert problem.realloc("actor_gen", same, 0).cost.seconds == 0
 
 
-def test_alternatives_are_what_the_evaluation_says() -> None:
+def test_alternatives_match_the_evaluator() -> None:
     planner = PLANNERS["toy"]
     plan = planner.by_heuristic("symmetric")
     now, found = planner.alternatives(plan)
@@ -148,7 +148,7 @@ def test_alternatives_are_what_the_evaluation_says() -> None:
         assert best is not None and best.seconds == min(others.values()) == others[str(best.layout)]
 
 
-def test_a_mesh_with_gaps_and_in_any_order_can_be_asked_about() -> None:
+def test_meshes_with_gaps_in_any_order_are_supported() -> None:
     planner = PLANNERS["tiny"]
     odd = Layout(DeviceMesh((3, 0)), ParallelStrategy(2))
     places = {m.name: Placement(odd, MicroBatching()) for m in planner.graph.mfcs}
@@ -158,34 +158,34 @@ def test_a_mesh_with_gaps_and_in_any_order_can_be_asked_about() -> None:
     assert planner.predict(plan).seconds > 0
 
 
-class HalfKnown(Roofline):
-    """A machine that was measured without tensor parallelism."""
+class PartialProfile(Roofline):
+    """A machine whose profile has no tensor parallelism."""
 
     def forward(self, part: StageShard, work: Work, ranks: object) -> float:
         if part.tp > 1:
-            raise ValueError("nobody measured tensor parallelism")
+            raise ValueError("no profile of tensor parallelism")
         return super().forward(part, work, ranks)  # type: ignore[arg-type]
 
 
-def half_known(hardware: Hardware) -> Planner:
+def partial_profile(hardware: Hardware) -> Planner:
     planner = ppo_planner(4, hardware, WIDE)
-    cost = replace(planner.calls.cost, speed=HalfKnown(hardware))
+    cost = replace(planner.calls.cost, speed=PartialProfile(hardware))
     return replace(planner, calls=replace(planner.calls, cost=cost))
 
 
-def test_what_was_not_measured_is_not_chosen() -> None:
-    planner = half_known(TOY)
+def test_layouts_without_a_profile_are_not_used() -> None:
+    planner = partial_profile(TOY)
     table = planner.candidates([])
     by_forward = [c.placement.layout.strategy.tp for name in ("actor_gen", "ref_inf") for c in table[name]]
     assert set(by_forward) == {1}
     found = planner.search()
     assert all(found.plan[name].layout.strategy.tp == 1 for name in ("actor_gen", "rew_inf", "ref_inf", "critic_inf"))
     assert planner.predict(found.plan).seconds > 0
-    with pytest.raises(ValueError, match="nobody measured"):
+    with pytest.raises(ValueError, match="no profile of"):
         planner.predict(ExecutionPlan(4, {m.name: Placement(layout("t4")) for m in planner.graph.mfcs}))
 
 
-def test_without_data_every_step_is_alike() -> None:
+def test_without_data_all_steps_are_equal() -> None:
     planner = ppo_planner(2, workload=Workload(((20,),), (24,)))
     timeline = planner.predict(planner.by_heuristic("symmetric")).timeline
     ends = timeline.step_ends

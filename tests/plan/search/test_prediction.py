@@ -1,4 +1,4 @@
-"""A prediction by hand: seconds of calls and of moves, who is on the critical path, the fullest worker."""
+"""Predictions compared with values computed by hand."""
 
 import pytest
 
@@ -35,34 +35,34 @@ def prediction(places: dict[str, tuple[str, int]], max_staleness: int = 0, laten
     return Prediction(timeline, {0: Bytes(weights=3.0, runtime=1.0), 1: Bytes(weights=5.0)})
 
 
-def test_one_after_the_other() -> None:
+def test_sequential_calls() -> None:
     found = prediction({})
     assert found.seconds == sum(SECONDS.values()) == 17.0 and found.peak == 5.0
     assert found.call_seconds == {name: (seconds, 0.0) for name, seconds in SECONDS.items()}
     assert found.critical_shares == pytest.approx({name: seconds / 17 for name, seconds in SECONDS.items()})
 
 
-def test_moves_are_told_apart_from_computing() -> None:
+def test_transfers_are_separate_from_compute() -> None:
     found = prediction({"actor_gen": ("t2", 0)})
     assert found.call_seconds["actor_gen"] == (4.0, 0.5) and found.seconds == 17.5
 
 
-def test_side_by_side_the_shorter_is_on_no_critical_path() -> None:
+def test_a_shorter_parallel_call_is_not_on_the_critical_path() -> None:
     found = prediction({"critic_train": ("d1", 1), "critic_inf": ("d1", 1), "actor_train": ("d1", 0),
                         "actor_gen": ("d1", 0), "ref_inf": ("d1", 0), "rew_inf": ("d1", 1)})  # fmt: skip
-    assert found.seconds == 4 + 2 + 6  # the critic's worker does as much beside, in less time
+    assert found.seconds == 4 + 2 + 6  # the worker of the critic is faster
     shares = found.critical_shares
     assert (shares["actor_gen"], shares["actor_train"]) == (pytest.approx(4 / 12), pytest.approx(6 / 12))
     assert shares.get("critic_train", 0.0) == 0.0 and sum(shares.values()) == pytest.approx(1.0)
 
 
-def test_what_the_master_takes_is_left() -> None:
+def test_latency_of_the_master_is_on_no_call() -> None:
     found = prediction({}, latency=0.5)
     waits = found.seconds - 17
     assert waits > 0 and sum(found.critical_shares.values()) == pytest.approx(17 / found.seconds)
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2])
-def test_shares_are_of_the_settled_time_however_long_the_run_goes_on(max_staleness: int) -> None:
+def test_shares_refer_to_the_steady_state(max_staleness: int) -> None:
     found = prediction({"actor_gen": ("d1", 1), "critic_train": ("d1", 0), "actor_train": ("d1", 0)}, max_staleness)
     assert 0 < sum(found.critical_shares.values()) <= 1 + 1e-9

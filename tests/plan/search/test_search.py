@@ -1,4 +1,4 @@
-"""Search: as good as the best there is, never worse than where it starts, the same for the same seed."""
+"""Search: near the optimum, never worse than its starts, deterministic for a seed."""
 
 from dataclasses import replace
 from itertools import product
@@ -21,18 +21,17 @@ def value(problem: Problem, choice: Choice) -> float:
     return objective(problem, *evaluator(problem).evaluate(choice))
 
 
-def least(problem: Problem) -> float:
-    """Look at every choice."""
-    players = evaluator(problem)
+def optimum(problem: Problem) -> float:
+    plans = evaluator(problem)
     choices = product(*(range(len(some)) for some in problem.table))
-    return min(objective(problem, *players.evaluate(choice)) for choice in choices)
+    return min(objective(problem, *plans.evaluate(choice)) for choice in choices)
 
 
-def test_search_finds_what_looking_at_everything_finds() -> None:
+def test_search_finds_nearly_the_optimum() -> None:
     assert len(SMALL) >= 50
     for problem in SMALL:
-        found = search(problem)
-        assert objective(problem, found.seconds, found.peak) <= least(problem) * 1.01
+        result = search(problem)
+        assert objective(problem, result.seconds, result.peak) <= optimum(problem) * 1.01
 
 
 def test_search_is_never_worse_than_any_start() -> None:
@@ -40,8 +39,8 @@ def test_search_is_never_worse_than_any_start() -> None:
         problem = random_instance(seed, n_ranks=8, n_options=8, tight=True).problem
         random = Random(seed)
         starts = [tuple(random.randrange(len(some)) for some in problem.table) for _ in range(3)]
-        found = search(problem, starts, budget=seed % 100)
-        assert objective(problem, found.seconds, found.peak) <= min(value(problem, start) for start in starts)
+        result = search(problem, starts, budget=seed % 100)
+        assert objective(problem, result.seconds, result.peak) <= min(value(problem, start) for start in starts)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +48,7 @@ def problem() -> Problem:
     return random_instance(11, n_mfcs=5, n_ranks=8, n_options=8, tight=True).problem
 
 
-def test_the_same_seed_finds_the_same_and_says_what_it_did(problem: Problem) -> None:
+def test_a_search_is_deterministic_and_consistent(problem: Problem) -> None:
     one, other = (search(problem, seed=3, budget=1500) for _ in range(2))
     assert one == other and one.stop is not StopReason.CLOCK and one.n_evaluated <= 1500
     assert (one.seconds, one.peak) == evaluator(problem).evaluate(one.choice)
@@ -59,27 +58,27 @@ def test_the_same_seed_finds_the_same_and_says_what_it_did(problem: Problem) -> 
     assert [at for at, _ in one.history] == sorted({at for at, _ in one.history})
 
 
-def test_the_clock_ends_a_search_and_the_result_says_so(problem: Problem) -> None:
+def test_the_clock_ends_a_search(problem: Problem) -> None:
     start = tuple(len(some) - 1 for some in problem.table)
-    found = search(problem, [start], budget_s=0.0)
-    assert found.stop is StopReason.CLOCK
-    assert objective(problem, found.seconds, found.peak) <= value(problem, start)
+    result = search(problem, [start], budget_s=0.0)
+    assert result.stop is StopReason.CLOCK
+    assert objective(problem, result.seconds, result.peak) <= value(problem, start)
 
 
-def test_a_choice_without_an_alternative_is_found() -> None:
+def test_a_problem_without_alternatives() -> None:
     alone = next(i.problem for i in map(random_instance, range(99)) if all(len(t) == 1 for t in i.problem.table))
-    found = search(alone)
-    assert found.choice == tuple(0 for _ in alone.table)
+    result = search(alone)
+    assert result.choice == tuple(0 for _ in alone.table)
 
 
-def test_where_nothing_fits_the_leanest_is_found_and_the_result_says_so() -> None:
+def test_if_no_plan_fits_the_smallest_is_returned() -> None:
     tight = replace(SMALL[0], capacity=1e-3)
-    found = search(tight)
+    result = search(tight)
     peaks = [evaluator(tight).evaluate(c)[1] for c in product(*(range(len(some)) for some in tight.table))]
-    assert not found.fits and found.peak == min(peaks)
+    assert not result.fits and result.peak == min(peaks)
 
 
-def test_greedy_takes_the_fastest_that_fits(problem: Problem) -> None:
+def test_greedy_returns_the_fastest_options_that_fit(problem: Problem) -> None:
     for some, i in zip(problem.table, greedy(problem), strict=True):
         fitting = [o for o in some if o.transient + o.resident <= problem.capacity] or some
         assert some[i].transfer.seconds + some[i].compute.seconds == min(

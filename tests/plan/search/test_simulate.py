@@ -1,4 +1,4 @@
-"""The real master against a clock."""
+"""Simulation of the master on simulated workers."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,15 +59,17 @@ def times(timeline: Timeline, step: int, kind: type) -> dict[str, tuple[float, f
 APART = {"gen": on(0), "rew": on(1), "ref": on(0), "train": on(0)}
 
 
-def test_calls_on_two_meshes_run_side_by_side_and_rows_move_first() -> None:
+def test_calls_on_two_meshes_overlap_and_rows_move_first() -> None:
     timeline = run(APART)
     assert times(timeline, 0, Transfer) == {"gen": (0, 0.5), "rew": (4.5, 5), "ref": (5, 5.5), "train": (7.5, 8)}
     assert times(timeline, 0, Compute) == {"gen": (0.5, 4.5), "rew": (5, 6), "ref": (5.5, 7.5), "train": (8, 11)}
     assert timeline.step_ends == (11, 22, 33) and timeline.seconds_per_step == 11
-    assert timeline.busy == (1.0, 2 / 11) and timeline.idle == pytest.approx(9 / 22)  # rows of rew and train, and rew
+    assert timeline.busy == (1.0, 2 / 11) and timeline.idle == pytest.approx(
+        9 / 22
+    )  # row transfers of rew and train, and rew
 
 
-def test_the_critical_path_leads_from_start_to_end_without_a_gap() -> None:
+def test_the_critical_path_has_no_gaps() -> None:
     timeline = run(APART, call_seconds=0.25)
     path = [timeline.activities[i] for i in timeline.critical_path]
     assert [(a.mfc, type(a.instruction).__name__) for a in path if a.step == 1] == [
@@ -79,7 +81,7 @@ def test_the_critical_path_leads_from_start_to_end_without_a_gap() -> None:
     assert set(gaps) == {0.0, 0.25} and sum(gaps) == 8 * 0.25  # three calls of every step, but for the first
 
 
-def test_weights_that_are_not_at_home_are_brought_and_resting_ones_loaded() -> None:
+def test_reallocation_and_offloading() -> None:
     graph = replace(GRAPH, offloaded=("ref",))
     timeline = run({**APART, "gen": on(0, "d2")}, graph)
     steps = [a for a in timeline.activities if a.step == 0]
@@ -90,32 +92,32 @@ def test_weights_that_are_not_at_home_are_brought_and_resting_ones_loaded() -> N
     assert timeline.step_ends[0] == 11 + 3 * 0.5
 
 
-def test_workers_that_share_a_core_take_turns() -> None:
+def test_shared_cores_slow_down_calls() -> None:
     timeline = run(APART, cores=1)
     assert times(timeline, 0, Compute)["rew"] == (5, 6.5)  # alone for half a second, then half a core
     assert times(timeline, 0, Compute)["ref"] == (5.5, 8)
 
 
-def test_stale_weights_keep_the_generator_busy() -> None:
+def test_staleness_reduces_idle_time() -> None:
     away = {"gen": on(1), "rew": on(0), "ref": on(0), "train": on(0)}
     fresh, stale = (run(away, n_steps=8, max_staleness=s).seconds_per_step for s in (0, 1))
     assert stale < 9 < fresh
     assert n_steady_steps(8, 1) == 6 and n_steady_steps(2, 1) == 1 and n_steady_steps(1, 5) == 0
 
 
-def test_a_run_of_one_step_takes_what_the_step_takes() -> None:
+def test_a_run_of_one_step() -> None:
     timeline = run(APART, n_steps=1)
     assert timeline.seconds_per_step == 11 and timeline.steady_state == (0, 11)
 
 
-def test_a_timeline_is_plain_data() -> None:
+def test_a_timeline_is_serializable() -> None:
     timeline = run(APART)
     assert from_json(to_json(timeline, Timeline), Timeline) == timeline
     assert isinstance(timeline.activities[0], Activity)
 
 
 def first_dispatch(state: MasterState, until: Callable[[Dispatch], bool]) -> Dispatch:
-    """Play a run until a call is sent."""
+    """Return the first dispatch that satisfies a condition."""
     todo = list(state.start())
     while True:
         action = todo.pop(0)
@@ -125,7 +127,7 @@ def first_dispatch(state: MasterState, until: Callable[[Dispatch], bool]) -> Dis
         todo += state.handle(make_rows(GRAPH, WORKLOAD, action, state.plan))
 
 
-def test_rows_are_made_where_they_would_be_with_lengths_of_the_workload() -> None:
+def test_rows_have_the_locations_and_lengths_of_a_real_run() -> None:
     layouts = {"gen": on(0, "d2p2"), "rew": on(0, "d2"), "ref": on(0), "train": on(0)}
     plan = ExecutionPlan(4, {name: Placement(layout) for name, layout in layouts.items()})
     state = MasterState(GRAPH, plan, TrainSchedule(4, 8, 2))
@@ -136,8 +138,8 @@ def test_rows_are_made_where_they_would_be_with_lengths_of_the_workload() -> Non
     assert sorted(made) == [2, 3]
     assert sorted(i for meta in made.values() for i in meta.ids) == [RowId(p, s) for p in range(4) for s in (0, 1)]
     lengths = {i: n for meta in made.values() for i, n in zip(meta.ids, meta.columns["tokens"].lengths, strict=True)}
-    assert lengths == dict(row for p in range(4) for row in WORKLOAD.sampled_rows(p))
-    judged = first_dispatch(MasterState(GRAPH, plan, TrainSchedule(4, 8, 2)), lambda d: d.call.mfc == "rew")
-    rewards = make_rows(GRAPH, WORKLOAD, judged, plan).outputs
+    assert lengths == dict(row for p in range(4) for row in WORKLOAD.drawn(p))
+    rewarded = first_dispatch(MasterState(GRAPH, plan, TrainSchedule(4, 8, 2)), lambda d: d.call.mfc == "rew")
+    rewards = make_rows(GRAPH, WORKLOAD, rewarded, plan).outputs
     assert {i: n for m in rewards.values() for i, n in zip(m.ids, m.columns["rewards"].lengths, strict=True)} == lengths
-    assert rewards[0].columns["rewards"].dtype == "float32" and judged.call.inputs.columns["tokens"].dtype == "int64"
+    assert rewards[0].columns["rewards"].dtype == "float32" and rewarded.call.inputs.columns["tokens"].dtype == "int64"

@@ -1,4 +1,4 @@
-"""What is said of plans that do not fit: the largest parts, and a change that does make them fit."""
+"""Error messages for plans that do not fit, and the suggested changes."""
 
 import re
 from dataclasses import replace
@@ -19,7 +19,7 @@ def planner_with(usable: float, n_workers: int = 4, node_size: int = 4, **option
 
 
 def fixed(planner: Planner, text: str = "d4") -> ExecutionPlan:
-    """The plan of ``allocation_mode=d4``: the user's micro-batching, whatever it takes."""
+    """The plan of ``allocation_mode=d4`` with the configured micro-batching."""
     limits = planner.calls.limits
     return ExecutionPlan(planner.n_workers, {n: Placement(layout(text), limits[n]) for n in limits})
 
@@ -28,11 +28,11 @@ def peak(planner: Planner, plan: ExecutionPlan) -> float:
     return planner.predict(plan).peak
 
 
-ROOMY = planner_with(1e12)
-NEEDED = peak(ROOMY, fixed(ROOMY))
+LARGE = planner_with(1e12)
+NEEDED = peak(LARGE, fixed(LARGE))
 
 
-def test_the_worker_its_largest_parts_and_a_remedy_are_named() -> None:
+def test_message_names_worker_largest_parts_and_fix() -> None:
     planner = planner_with(NEEDED - 1)
     prediction = planner.predict(fixed(planner))
     text = out_of_memory_message(planner, prediction, fixed, "ppo.gen.max_num_seqs")
@@ -52,7 +52,7 @@ def test_the_worker_its_largest_parts_and_a_remedy_are_named() -> None:
 
 
 def applied(planner: Planner, words: str) -> tuple[Planner, ExecutionPlan]:
-    """The planner and the plan that those options would make."""
+    """Return the planner and the plan with the suggested options."""
     given = [word.partition("=")[::2] for word in words.split(" ")]
     limits, changes, n_workers, node_size, mode = dict(planner.calls.limits), {}, planner.n_workers, 4, ""
     for key, value in given:
@@ -71,13 +71,13 @@ def applied(planner: Planner, words: str) -> tuple[Planner, ExecutionPlan]:
             case "allocation_mode", _:
                 mode = value
             case _:
-                raise AssertionError(f"{key} is no option")
+                raise AssertionError(f"unknown option {key}")
     made = planner_with(planner.calls.hardware.usable, n_workers, node_size, **changes)
     made = replace(made, calls=replace(made.calls, limits=limits))
     return made, made.by_heuristic(mode) if mode else fixed(made)
 
 
-STAIRS = {
+FIXES = {
     0.999: r"\w+_train\.mb_spec\.max_tokens_per_mb=2048",
     0.95: r"critic_train\.mb_spec\.max_tokens_per_mb=2048 actor_train\.mb_spec\.max_tokens_per_mb=2048",
     0.45: r"(\w+\.gradient_checkpointing=True ){2}.*mb_spec.*",
@@ -85,20 +85,20 @@ STAIRS = {
     0.15: r"(\w+\.bf16=True ){4}(\w+\.gradient_checkpointing=True ){2}allocation_mode=megatron",
     0.1: r"n_nodes=1 n_gpus_per_node=8 allocation_mode=symmetric",
 }
-"""The smallest remedies by share of the memory that it takes."""
+"""The smallest fixes by fraction of the required memory."""
 
 
-@pytest.mark.parametrize("share", STAIRS)
-def test_the_smallest_remedy_comes_first_and_really_fits_when_it_is_applied(share: float) -> None:
+@pytest.mark.parametrize("share", FIXES)
+def test_the_smallest_fix_comes_first_and_fits(share: float) -> None:
     planner = planner_with(share * NEEDED)
     assert not planner.fits(fixed(planner))
     words = suggest_fix(planner, fixed, "slots")
-    assert re.fullmatch(f"it fits with {STAIRS[share]}", words), words
+    assert re.fullmatch(f"it fits with {FIXES[share]}", words), words
     changed, plan = applied(planner, words.removeprefix("it fits with "))
     assert changed.fits(plan), words
 
 
-def test_a_model_is_named_by_its_own_role() -> None:
+def test_options_name_the_role_of_the_model() -> None:
     words = suggest_fix(planner_with(0.15 * NEEDED), fixed, "slots")
     roles = {word.partition(".")[0] for word in words.split(" ") if word.endswith("bf16=True")}
     assert roles == {"actor", "critic", "rew", "ref"}
@@ -106,33 +106,33 @@ def test_a_model_is_named_by_its_own_role() -> None:
     assert recomputing == {"actor", "critic"}  # the others are never trained
 
 
-def test_where_generation_needs_most_fewer_answers_are_drawn_at_a_time() -> None:
-    gen = replace(ROOMY.calls.cost.sampling, max_new_tokens=8000, max_num_seqs=128)  # type: ignore[type-var]
+def test_generation_uses_fewer_concurrent_sequences() -> None:
+    gen = replace(LARGE.calls.cost.sampling, max_new_tokens=8000, max_num_seqs=128)  # type: ignore[type-var]
     options = {"gen": gen}
-    roomy = planner_with(1e12, 1, options=options)
-    needed = peak(roomy, fixed(roomy, "d1"))
+    large = planner_with(1e12, 1, options=options)
+    needed = peak(large, fixed(large, "d1"))
     words = suggest_fix(
         planner_with(0.9 * needed, 1, options=options), lambda p: fixed(p, "d1"), "ppo.gen.max_num_seqs"
     )
     assert words == "it fits with ppo.gen.max_num_seqs=32"
 
 
-def test_a_rule_s_plan_is_made_anew_with_the_change() -> None:
-    def by_rule(planner: Planner) -> ExecutionPlan:
+def test_a_heuristic_is_applied_again_after_the_change() -> None:
+    def plan_symmetric(planner: Planner) -> ExecutionPlan:
         return planner.by_heuristic("symmetric")
 
     planner = planner_with(0.56 * NEEDED, 1)
-    assert not planner.fits(by_rule(planner))
-    words = suggest_fix(planner, by_rule, "")
+    assert not planner.fits(plan_symmetric(planner))
+    words = suggest_fix(planner, plan_symmetric, "")
     assert words == "it fits with actor.gradient_checkpointing=True critic.gradient_checkpointing=True"
     recomputing = planner_with(0.56 * NEEDED, 1, gradient_checkpointing=True)
-    assert recomputing.fits(by_rule(recomputing))
+    assert recomputing.fits(plan_symmetric(recomputing))
 
 
-def test_workers_that_share_a_memory_are_not_multiplied() -> None:
+def test_more_workers_are_not_suggested_if_they_share_memory() -> None:
     assert suggest_fix(planner_with(2e6, 2), lambda p: fixed(p, "d2"), "slots").startswith(
-        "nothing that was tried fits"
+        "no change that was tried fits"
     )
     planner = planner_with(0.1 * NEEDED)
     shared = replace(planner, calls=replace(planner.calls, hardware=replace(planner.calls.hardware, cores=2)))
-    assert suggest_fix(shared, fixed, "slots").startswith("nothing that was tried fits")
+    assert suggest_fix(shared, fixed, "slots").startswith("no change that was tried fits")
