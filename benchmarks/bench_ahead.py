@@ -1,10 +1,10 @@
-"""Rollout ahead of training on two workers of their own, against the same two taking turns.
+"""Asynchronous GRPO (rollout one step ahead of training) against synchronous GRPO, on two workers.
 
     python benchmarks/bench_ahead.py [--steps N]
 
-GRPO without a reference on the arithmetic task, from the weak start of the study of algorithms: worker 0 generates and
-judges, worker 1 trains. Prints the median step of both, their ratio, the accuracy of the first and last steps, and how
-much of generation the trace shows beside training.
+GRPO without a reference model on the arithmetic task, from the initial model of experiments/algorithms: worker 0
+generates and scores, worker 1 trains. Prints the median step time of both, their ratio, the accuracy of the first and
+last steps, and the overlap of generation with training in the trace.
 """
 
 import argparse
@@ -23,15 +23,15 @@ APART = ("n_gpus_per_node=2", "allocation_mode=manual", "actor_gen.device_mesh=0
          "exp_ctrl.total_train_epochs=9")  # fmt: skip
 
 
-def beside(trace: Path) -> float:
-    """Return the share of worker 0's generation during which worker 1 trains."""
+def overlap(trace: Path) -> float:
+    """Return the fraction of worker 0's generation time during which worker 1 trains."""
     spans = json.loads(trace.read_text().rstrip().rstrip(",").rstrip("]").rstrip().rstrip(",") + "]")
     wanted = {("actor_gen/Compute", 0), ("actor_train/Compute", 1)}
-    found: dict[str, list[tuple[int, int]]] = {"actor_gen/Compute": [], "actor_train/Compute": []}
+    intervals: dict[str, list[tuple[int, int]]] = {"actor_gen/Compute": [], "actor_train/Compute": []}
     for span in spans:
         if (span["name"], span["pid"]) in wanted:
-            found[span["name"]].append((span["ts"], span["ts"] + span["dur"]))
-    generation, training = found["actor_gen/Compute"], found["actor_train/Compute"]
+            intervals[span["name"]].append((span["ts"], span["ts"] + span["dur"]))
+    generation, training = intervals["actor_gen/Compute"], intervals["actor_train/Compute"]
     common = sum(max(0, min(b, d) - max(a, c)) for a, b in generation for c, d in training)
     return common / sum(stop - start for start, stop in generation)
 
@@ -44,17 +44,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         start = start_from(folder)
-        for name, staleness in (("abreast", 0), ("ahead", 1)):
+        for name, staleness in (("synchronous", 0), ("one_step_ahead", 1)):
             call("quickstart", "grpo", *place(folder, name), *APART, f"dataset.path={folder}/task/train.jsonl",
                  f"actor.path={start}", f"max_staleness={staleness}",
                  f"exp_ctrl.total_train_steps={steps}")  # fmt: skip
             lines = [json.loads(line) for line in (folder / "study" / name / "metrics.jsonl").read_text().splitlines()]
             seconds[name] = median(line["time/step_s"] for line in lines[2:])
-            first, last = (mean(line["rew_inf/accuracy"] for line in part) for part in (lines[:5], lines[-5:]))
-            shared = 100 * beside(folder / "study" / name / "trace.json")
-            print(f"{name:<8} {seconds[name]:.3f} s a step, accuracy {first:.3f} -> {last:.3f}, "
-                  f"{shared:.0f}% of generation beside training")  # fmt: skip
-    print(f"ahead is {seconds['abreast'] / seconds['ahead']:.2f} times as fast")
+            first, last = (mean(line["rew_inf/accuracy"] for line in some) for some in (lines[:5], lines[-5:]))
+            shared = 100 * overlap(folder / "study" / name / "trace.json")
+            print(f"{name:<14} {seconds[name]:.3f} s per step, accuracy {first:.3f} -> {last:.3f}, "
+                  f"{shared:.0f}% of generation overlaps training")  # fmt: skip
+    print(f"speed-up of running ahead: {seconds['synchronous'] / seconds['one_step_ahead']:.2f}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Times packed attention and AdamW against torch's own, all in one run: python benchmarks/bench_attention.py
+"""Times packed attention and AdamW against torch's implementations: python benchmarks/bench_attention.py
 
-Forward and backward of attention: our kernel, its twin in plain torch, ``scaled_dot_product_attention`` row by row and
-once over all rows with a block mask. Rows of a group of 8 begin with one prompt, which the kernel can compute once.
-``--threads 1 2`` repeats everything. Ratios hold on a shared machine, seconds do not.
+Forward and backward of attention: our kernel, its reference implementation in torch, ``scaled_dot_product_attention``
+row by row and once over all rows with a block mask. Every 8 rows share a prompt, which the kernel can compute once.
+``--threads 1 2`` runs everything with each number of threads. On a shared machine only ratios are meaningful.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def by_mask(lengths: list[int]) -> Attention:
 
 
 def action(attend: Attention, n_tokens: int, shape: tuple[int, int, int], dtype: torch.dtype) -> Callable[[], object]:
-    """Return what computes the output and the gradient of a fused projection."""
+    """Return a function that computes the output and the gradients of q, k and v."""
     heads, kv_heads, dim = shape
     fused = torch.randn(n_tokens, heads + 2 * kv_heads, dim).to(dtype).requires_grad_()
     slope = torch.randn(n_tokens, heads, dim).to(dtype)
@@ -63,26 +63,31 @@ def action(attend: Attention, n_tokens: int, shape: tuple[int, int, int], dtype:
 
 
 def bench_rows(title: str, lengths: list[int], prompts: list[int], dtype: torch.dtype) -> None:
-    """``prompts`` are the lengths of the prompts with which every 8 rows begin; none: nothing is shared."""
+    """Time all variants; ``prompts`` are the lengths of prompts shared by 8 rows each (empty: none are shared)."""
     for shape in SHAPES:
         total = sum(lengths)
         actions = {
             "packed_attention": action(lambda q, k, v: packed_attention(q, k, v, lengths), total, shape, dtype),
-            "  torch twin": action(lambda q, k, v: packed_attention_reference(q, k, v, lengths), total, shape, dtype),
+            "  torch reference": action(
+                lambda q, k, v: packed_attention_reference(q, k, v, lengths), total, shape, dtype
+            ),
             "SDPA row by row": action(by_rows(lengths), total, shape, dtype),
             "SDPA with a block mask": action(by_mask(lengths), total, shape, dtype),
         }
         if prompts:
-            shared = [*prompts, *(length - prompts[i // 8] for i, length in enumerate(lengths))]
-            of = [-1] * len(prompts) + [i // 8 for i in range(len(lengths))]
+            lengths_shared = [*prompts, *(length - prompts[i // 8] for i, length in enumerate(lengths))]
+            prefixes = [-1] * len(prompts) + [i // 8 for i in range(len(lengths))]
             actions["prompts shared"] = action(
-                lambda q, k, v, s=shared, p=of: packed_attention(q, k, v, s, prefixes=p), sum(shared), shape, dtype
+                lambda q, k, v, s=lengths_shared, p=prefixes: packed_attention(q, k, v, s, prefixes=p),
+                sum(lengths_shared),
+                shape,
+                dtype,
             )
         show(f"{title}, {shape[0]} heads, {shape[1]} kv, size {shape[2]}, {dtype}", actions, CPU, rounds=12)
 
 
 def bench_adamw(size: int) -> None:
-    """One step on ``size`` parameters, with and without what surrounds it: clipping, weights in bfloat16."""
+    """Time a step on ``size`` parameters, alone and with clipping and bfloat16 weights."""
     state = [torch.randn(size) for _ in range(4)]
     state[3].abs_()
     weights = state[0].bfloat16()
@@ -97,7 +102,7 @@ def bench_adamw(size: int) -> None:
             lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
         )  # fmt: skip
 
-    def surrounded() -> None:
+    def clipped_and_rounded() -> None:
         grad.mul_(1 - 1e-6)
         fused()
         weights.copy_(master)
@@ -107,7 +112,7 @@ def bench_adamw(size: int) -> None:
         {
             "torch's fused step": fused,
             "adamw_": lambda: adamw_(master, grad, first, second, step),
-            "torch, clipped, rounded": surrounded,
+            "torch, clipped, rounded": clipped_and_rounded,
             "adamw_, clipped, rounded": lambda: adamw_(master, grad, first, second, clipped, weights),
         },
         CPU,
@@ -115,7 +120,6 @@ def bench_adamw(size: int) -> None:
 
 
 def main() -> None:
-    """Print one table per shape."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     threads = parser.parse_args().threads

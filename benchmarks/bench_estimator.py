@@ -2,14 +2,14 @@
 
     python benchmarks/bench_estimator.py [--runs N] [--keep FOLDER] [--again MINUTES]
 
-makes three tiny models, profiles this machine once for them, then runs PPO (with and without a critic) under plans of
-one to four workers. Answers have a fixed length, so that the work is known beforehand; a run's step is the median of
-its steps after the first. Prints one line per plan and the summary that TARGETS asks for.
+creates three tiny models, takes one profile of this machine for them, and runs PPO (with and without a critic) with
+plans of one to four workers. Responses have a fixed length, so that the work is known beforehand; the measured step
+time is the median over steps without the first. Prints one line per plan and a summary.
 
-Wants a quiet machine, and tells how quiet it was: all the while a loop of Python is timed on either core, twice a
-second, in processor time, which others that share the cores of the host make longer. A run is disturbed when the loop
-took more than ``DISTURBED`` more or less than during the profile, whatever came out of it. ``--again`` runs disturbed
-plans again as long as there is time, and the last run of each counts; there is a summary of the undisturbed ones, too.
+A quiet machine is required. To detect disturbances, a loop in Python is timed on each core twice a second, in processor
+time, which grows if other virtual machines share the host's cores. A run is disturbed if the loop's time differs by
+more than ``DISTURBED`` from that during the profile. ``--again`` repeats disturbed plans within a time limit; the last
+run of each counts. A second summary covers the undisturbed runs only.
 """
 
 import argparse
@@ -29,20 +29,22 @@ REALHF = [sys.executable, "-c", "from realhf.apps.main import console; console()
 SIZES = {"small": (128, 2), "middle": (192, 4), "large": (256, 6)}
 """Hidden width and layers of the models."""
 STEPS = {"small": 30, "middle": 12, "large": 7}
-"""Steps of a run: ten seconds or more, so that a spell of a slower machine is not all of it."""
+"""Steps of a run: at least ten seconds, longer than most disturbances."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A plan: size of the model, workers, allocation, and what differs from the common options."""
+    """A plan: model size, workers, allocation, and additional options."""
 
     size: str
     workers: int
     allocation: str
-    words: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.size:<7}{self.workers} {self.allocation:<62} {' '.join(w.partition('.')[2] for w in self.words)}"
+        return (
+            f"{self.size:<7}{self.workers} {self.allocation:<62} {' '.join(w.partition('.')[2] for w in self.options)}"
+        )
 
 
 LONG = ("ppo.gen.max_new_tokens=96", "ppo.gen.min_new_tokens=96", "dataset.train_bs_n_seqs=16")
@@ -72,12 +74,12 @@ CASES = [
 DISTURBED = 0.15
 
 
-class Pace(threading.Thread):
-    """Times the same little work all the while, in a thread of its own."""
+class ClockSpeed(threading.Thread):
+    """Times constant work continuously, in a thread."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.taken: list[tuple[float, float]] = []
+        self.samples: list[tuple[float, float]] = []
 
     def run(self) -> None:
         for core in itertools.cycle(sorted(os.sched_getaffinity(0))):
@@ -85,27 +87,27 @@ class Pace(threading.Thread):
             start, total = time.thread_time(), 0
             for number in range(60_000):
                 total += number * number
-            self.taken.append((time.monotonic(), time.thread_time() - start))
+            self.samples.append((time.monotonic(), time.thread_time() - start))
             time.sleep(0.5)
 
     def since(self, start: float) -> float:
-        """Return the milliseconds that the work took on average."""
-        return 1e3 * mean(took for at, took in self.taken if at >= start)
+        """Return the mean milliseconds of the work since ``start``."""
+        return 1e3 * mean(seconds for at, seconds in self.samples if at >= start)
 
 
 @dataclass(frozen=True)
-class Found:
-    """``pace`` is what the loop took during the run over what it took during the profile."""
+class Comparison:
+    """Prediction and measurement of a run; ``slowdown`` is the loop's time relative to that during the profile."""
 
     predicted_s: float
     measured_s: float
     predicted_gb: float
     measured_gb: float
-    pace: float
+    slowdown: float
 
     @property
     def is_disturbed(self) -> bool:
-        return abs(self.pace - 1) > DISTURBED
+        return abs(self.slowdown - 1) > DISTURBED
 
     @property
     def error(self) -> float:
@@ -116,10 +118,10 @@ class Found:
         return self.predicted_gb / self.measured_gb - 1
 
 
-def call(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True)
+def call(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{' '.join(words)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
 
 
 REWARD = """
@@ -129,7 +131,7 @@ def share_of_digits(prompt: str, answer: str, row: dict) -> float:
 
 
 def prepare(folder: Path) -> None:
-    """Make tasks and models of every size, a reward function, and the profile."""
+    """Create tasks and models of all sizes, a reward function, and the profile."""
     (folder / "reward.py").write_text(REWARD)
     example = Path(__file__).parent.parent / "examples" / "arithmetic.py"
     for size, (hidden, layers) in SIZES.items():
@@ -138,7 +140,7 @@ def prepare(folder: Path) -> None:
     call(*REALHF, "profile", f"model={models}", "n_gpus_per_node=4", "device=cpu", f"out={folder / 'profile.json'}")
 
 
-def run(case: Case, folder: Path, number: int, pace: Pace, usual: float) -> Found:
+def run(case: Case, folder: Path, number: int, clock_speed: ClockSpeed, profile_ms: float) -> Comparison:
     task, root, began = folder / case.size, folder / "runs" / str(number), time.monotonic()
     call(*REALHF, "quickstart", "ppo-math", f"fileroot={root}", "experiment_name=e", "trial_name=t", "overwrite=True",
          "device=cpu",
@@ -148,7 +150,7 @@ def run(case: Case, folder: Path, number: int, pace: Pace, usual: float) -> Foun
          "threads_per_worker=1", f"allocation_mode={case.allocation}", f"planner.profile={folder / 'profile.json'}",
          f"exp_ctrl.total_train_steps={STEPS[case.size]}", "save_roles=[]", "n_logged_generations=0",
          "tensorboard.enabled=False",
-         f"reward.fn={folder / 'reward.py'}:share_of_digits", *case.words)  # fmt: skip
+         f"reward.fn={folder / 'reward.py'}:share_of_digits", *case.options)  # fmt: skip
     lines = [json.loads(line) for line in (root / "e" / "t" / "metrics.jsonl").read_text().splitlines()]
     expected = json.loads((root / "e" / "t" / "plan.json").read_text())["expected"]
     assert "profile" in expected["source"], expected["source"]
@@ -157,14 +159,15 @@ def run(case: Case, folder: Path, number: int, pace: Pace, usual: float) -> Foun
     parts = {k: median(line[k] for line in lines[1:]) for k in lines[-1] if k.startswith("time/")}
     for name, seconds in expected["calls"].items():
         print(f"        {name:<14} predicted {seconds:7.3f}  measured {parts.get(f'time/{name}_s', 0.0):7.3f}")
-    found = Found(expected["step_s"], steps, expected["peak_bytes"] / 1e9, peak, pace.since(began) / usual)
+    slowdown = clock_speed.since(began) / profile_ms
+    result = Comparison(expected["step_s"], steps, expected["peak_bytes"] / 1e9, peak, slowdown)
     print(
-        f"{case}\n    step predicted {found.predicted_s:.3f} s, measured {found.measured_s:.3f} s "
-        f"({100 * found.error:+.0f}%); peak {found.predicted_gb:.3f} GB, {found.measured_gb:.3f} GB "
-        f"({100 * found.memory_error:+.0f}%); pace {found.pace:.2f}{' (disturbed)' * found.is_disturbed}",
+        f"{case}\n    step predicted {result.predicted_s:.3f} s, measured {result.measured_s:.3f} s "
+        f"({100 * result.error:+.0f}%); peak {result.predicted_gb:.3f} GB, {result.measured_gb:.3f} GB "
+        f"({100 * result.memory_error:+.0f}%); slowdown {slowdown:.2f}{' (disturbed)' * result.is_disturbed}",
         flush=True,
     )
-    return found
+    return result
 
 
 def ranks(values: list[float]) -> list[float]:
@@ -173,18 +176,18 @@ def ranks(values: list[float]) -> list[float]:
 
 
 def spearman(a: list[float], b: list[float]) -> float:
-    """Return the rank correlation of two lists without ties."""
+    """Return the rank correlation of two lists; there must be no ties."""
     n = len(a)
     return 1 - 6 * sum((x - y) ** 2 for x, y in zip(ranks(a), ranks(b), strict=True)) / (n * (n * n - 1))
 
 
-def summary(found: list[Found]) -> str:
-    errors = sorted(abs(f.error) for f in found)
-    memory = sorted(abs(f.memory_error) for f in found)
-    correlation = spearman([f.predicted_s for f in found], [f.measured_s for f in found])
+def summary(results: list[Comparison]) -> str:
+    errors = sorted(abs(f.error) for f in results)
+    memory = sorted(abs(f.memory_error) for f in results)
+    correlation = spearman([f.predicted_s for f in results], [f.measured_s for f in results])
     p90 = errors[min(len(errors) - 1, int(0.9 * len(errors)))]
     return (
-        f"{len(found)} plans: step median error {100 * median(errors):.1f}%, p90 {100 * p90:.1f}%, "
+        f"{len(results)} plans: step median error {100 * median(errors):.1f}%, p90 {100 * p90:.1f}%, "
         f"Spearman {correlation:.3f}; peak memory median error {100 * median(memory):.1f}%, "
         f"worst {100 * memory[-1]:.1f}%"
     )
@@ -193,28 +196,29 @@ def summary(found: list[Found]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=len(CASES), help="only the first plans")
-    parser.add_argument("--keep", type=Path, help="folder for models, profile and runs; an existing profile is used")
-    parser.add_argument("--again", type=float, default=0, help="minutes in which disturbed plans are run again")
+    parser.add_argument("--keep", type=Path, help="folder for models, profile and runs; reuses a profile in it")
+    parser.add_argument("--again", type=float, default=0, help="minutes for repeating disturbed plans")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(exist_ok=True)
-        pace, began = Pace(), time.monotonic()
-        pace.start()
+        clock_speed, began = ClockSpeed(), time.monotonic()
+        clock_speed.start()
         if not (folder / "profile.json").exists():
             prepare(folder)
-            (folder / "pace.json").write_text(json.dumps(pace.since(began)))
-        usual = json.loads((folder / "pace.json").read_text())
-        print(f"the loop took {usual:.1f} ms during the profile", flush=True)
-        found = {i: run(case, folder, i, pace, usual) for i, case in enumerate(CASES[: options.runs])}
-        print(summary([*found.values()]), flush=True)
+            (folder / "clock_speed.json").write_text(json.dumps(clock_speed.since(began)))
+        profile_ms = json.loads((folder / "clock_speed.json").read_text())
+        print(f"the loop took {profile_ms:.1f} ms during the profile", flush=True)
+        results = {i: run(case, folder, i, clock_speed, profile_ms) for i, case in enumerate(CASES[: options.runs])}
+        print(summary([*results.values()]), flush=True)
         end = time.monotonic() + 60 * options.again
-        while time.monotonic() < end and (disturbed := [i for i, one in found.items() if one.is_disturbed]):
+        while time.monotonic() < end and (disturbed := [i for i, one in results.items() if one.is_disturbed]):
             for i in disturbed:
-                found[i] = run(CASES[i], folder, i, pace, usual) if time.monotonic() < end else found[i]
-        quiet = [one for one in found.values() if not one.is_disturbed]
-        print(f"all, disturbed ones done again: {summary([*found.values()])}\n"
-              f"undisturbed ones alone: {summary(quiet) if quiet else 'none'}")  # fmt: skip
+                if time.monotonic() < end:
+                    results[i] = run(CASES[i], folder, i, clock_speed, profile_ms)
+        quiet = [one for one in results.values() if not one.is_disturbed]
+        print(f"all, after repeating disturbed runs: {summary([*results.values()])}\n"
+              f"undisturbed runs only: {summary(quiet) if quiet else 'none'}")  # fmt: skip
 
 
 if __name__ == "__main__":

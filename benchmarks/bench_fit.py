@@ -1,9 +1,9 @@
-"""Is what is predicted to fit what fits? Runs near a memory limit that the kernel enforces (cgroup v1, needs root).
+"""Checks the prediction that a plan fits into memory, near a limit that the kernel enforces (cgroup v1, as root).
 
     python benchmarks/bench_fit.py --keep FOLDER
 
-uses the models and the profile that bench_estimator.py left in FOLDER. Every plan is predicted, then run with each
-worker in a control group of its own that holds ``LIMIT`` bytes; a worker that needs more is killed.
+uses the models and the profile of bench_estimator.py in FOLDER. Every plan is predicted, then run with each worker in a
+control group of ``LIMIT`` bytes; a worker that exceeds it is killed.
 """
 
 import argparse
@@ -48,7 +48,7 @@ CASES = [
 ]
 
 
-def words(case: Case, folder: Path, root: Path) -> list[str]:
+def options_of(case: Case, folder: Path, root: Path) -> list[str]:
     task = folder / case.size
     caps = [f"{call}.mb_spec.max_tokens_per_mb={case.tokens_per_mb}" for call in
             ("actor_gen", "ref_inf", "critic_inf", "actor_train", "critic_train")]  # fmt: skip
@@ -63,20 +63,20 @@ def words(case: Case, folder: Path, root: Path) -> list[str]:
 
 
 def children_of(parents: Collection[int]) -> dict[int, str]:
-    """Return the processes that some have started, with their commands."""
-    found = {}
+    """Return the child processes of ``parents``, with their commands."""
+    children = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError, IndexError):
             if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) in parents:
-                found[int(entry.name)] = (entry / "cmdline").read_text()
-    return found
+                children[int(entry.name)] = (entry / "cmdline").read_text()
+    return children
 
 
 def confine(process: subprocess.Popen, groups: list[Path]) -> list[int]:
-    """Put every worker of a run into a group of its own as soon as it is there; return what each has beyond its group.
+    """Move every new worker into its control group; return the bytes of each that are charged to other groups.
 
-    Which group is charged with a library's page is chance: that of whoever read it first. What a worker maps of files
-    at others' expense is taken off its group's limit. Judges, which predictions do not count, are put elsewhere.
+    A page of a library is charged to the group that reads it first. Bytes that a worker maps but that are charged to
+    other groups are subtracted from its limit. Judge processes are not part of predictions and run in the root group.
     """
     members: dict[int, Path] = {}
     beyond = dict.fromkeys(groups, 0)
@@ -89,7 +89,7 @@ def confine(process: subprocess.Popen, groups: list[Path]) -> list[int]:
             with contextlib.suppress(OSError):
                 (GROUPS / "tasks").write_text(str(pid))
         for pid, group in members.items():
-            with contextlib.suppress(OSError):  # it has left, or holds more than it may: the next page kills it
+            with contextlib.suppress(OSError):  # the worker has ended, or exceeds the new limit
                 others = field(Path(f"/proc/{pid}/status"), "RssFile:") * 1024 - field(
                     group / "memory.stat", "mapped_file"
                 )
@@ -101,13 +101,13 @@ def confine(process: subprocess.Popen, groups: list[Path]) -> list[int]:
 
 
 def field(path: Path, name: str) -> int:
-    """Return a number of a file of lines; 0 where it is not there: a process that has ended has no memory."""
+    """Return a number from a file with lines of ``name number``; 0 if the name is missing (ended processes)."""
     lines = (line.split() for line in path.read_text().splitlines())
-    return next((int(words[1]) for words in lines if words[0] == name), 0)
+    return next((int(line[1]) for line in lines if line[0] == name), 0)
 
 
 def run(case: Case, folder: Path) -> tuple[float, float, bool]:
-    """Return predicted and measured peak in bytes, and whether the run survived."""
+    """Return predicted and measured peak in bytes, and True if the run succeeded."""
     root = folder / "fit"
     groups = [GROUPS / f"realhf-fit-{i}" for i in range(case.workers)]
     for group in groups:
@@ -115,17 +115,17 @@ def run(case: Case, folder: Path) -> tuple[float, float, bool]:
         (group / "memory.limit_in_bytes").write_text(str(LIMIT))
         (group / "memory.max_usage_in_bytes").write_text("0")
     try:
-        process = subprocess.Popen([*REALHF, "quickstart", *words(case, folder, root), "planner.memory_gb=100"],
+        process = subprocess.Popen([*REALHF, "quickstart", *options_of(case, folder, root), "planner.memory_gb=100"],
                                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                    env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
         beyond = confine(process, groups)
-        said = process.communicate()[0]
-        if process.returncode and "SIGKILL" not in said:
-            raise SystemExit(said[-3000:])
+        output = process.communicate()[0]
+        if process.returncode and "SIGKILL" not in output:
+            raise SystemExit(output[-3000:])
         usages = [float((group / "memory.max_usage_in_bytes").read_text()) for group in groups]
-        most = max(own + others for own, others in zip(usages, beyond, strict=True))
+        peak = max(own + others for own, others in zip(usages, beyond, strict=True))
         expected = json.loads((root / "e" / "t" / "plan.json").read_text())["expected"]
-        return expected["peak_bytes"], most, process.returncode == 0
+        return expected["peak_bytes"], peak, process.returncode == 0
     finally:
         for group in groups:
             group.rmdir()
@@ -135,15 +135,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keep", type=Path, required=True)
     folder = parser.parse_args().keep
-    died = refused = 0
+    killed = rejected = 0
     for case in CASES:
         predicted, measured, survived = run(case, folder)
         fits = predicted <= (1.0 - read_hardware("cpu").memory_reserve_fraction) * LIMIT
-        died += fits and not survived
-        refused += survived and not fits
+        killed += fits and not survived
+        rejected += survived and not fits
         print(f"{case}: predicted {predicted / 1e6:.0f} MB, used {measured / 1e6:.0f} of {LIMIT / 1e6:.0f} MB: "
-              f"{'fits' if fits else 'refused'}, {'survived' if survived else 'killed'}", flush=True)  # fmt: skip
-    print(f"{len(CASES)} plans: {died} predicted to fit were killed, {refused} that fit would have been refused")
+              f"{'fits' if fits else 'rejected'}, {'succeeded' if survived else 'killed'}", flush=True)  # fmt: skip
+    print(f"{len(CASES)} plans: {killed} predicted to fit were killed, {rejected} that fit would have been rejected")
 
 
 if __name__ == "__main__":

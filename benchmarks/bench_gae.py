@@ -1,6 +1,6 @@
-"""Times packed GAE against its yardsticks, all in one run: python benchmarks/bench_gae.py [--device cuda]
+"""Times packed GAE against its baselines: python benchmarks/bench_gae.py [--device cuda]
 
-Ratios hold on a shared machine, seconds do not. Each figure is the best of several rounds, taken in turn.
+Each figure is the minimum of several interleaved rounds. On a shared machine only ratios are meaningful.
 """
 
 import argparse
@@ -17,7 +17,7 @@ GAMMA, LAM = 0.99, 0.95
 
 
 def python_loop(rewards: list[float], values: list[float], lengths: list[int], cut: list[bool]) -> None:
-    """The definition, one token at a time, on Python floats: the time of lists in, lists out."""
+    """Compute GAE by its definition, token by token, on lists of Python floats."""
     advantages, returns = [0.0] * len(values), [0.0] * len(values)
     start = 0
     for length, bootstrap in zip(lengths, cut, strict=True):
@@ -29,15 +29,15 @@ def python_loop(rewards: list[float], values: list[float], lengths: list[int], c
 
 
 def row_lengths(n_tokens: int, mean: int) -> list[int]:
-    """Draw lengths of 1 to 2*mean-1 tokens that add up to ``n_tokens``."""
+    """Return random lengths of 1 to 2*mean-1 tokens with sum ``n_tokens``."""
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(1, 2 * mean, (2 * n_tokens // mean + 10,), generator=generator)
-    lengths = drawn[drawn.cumsum(0) < n_tokens].tolist()
-    return [*lengths, n_tokens - sum(lengths)]
+    lengths = torch.randint(1, 2 * mean, (2 * n_tokens // mean + 10,), generator=generator)
+    kept = lengths[lengths.cumsum(0) < n_tokens].tolist()
+    return [*kept, n_tokens - sum(kept)]
 
 
 def best_seconds(actions: dict[str, tuple[int, Callable[[], object]]], wait: Callable[[], object]) -> dict[str, float]:
-    """Return each action's shortest time; the actions take turns, so that a busy moment hits all alike."""
+    """Return the minimum time of each action; actions are interleaved, so that disturbances affect all equally."""
     best = dict.fromkeys(actions, float("inf"))
     for round_number in range(max(rounds for rounds, _ in actions.values())):
         for name, (rounds, action) in actions.items():
@@ -52,7 +52,7 @@ def best_seconds(actions: dict[str, tuple[int, Callable[[], object]]], wait: Cal
 
 
 def actions_on(rewards: Tensor, values: Tensor, lengths: list[int], cut: Tensor) -> dict:
-    """Return what is timed: the kernel, the function around it, and the three yardsticks."""
+    """Return the timed functions: the kernel, its wrapper, and three baselines."""
     lists = rewards.tolist(), values.tolist(), lengths, cut.tolist()
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     kernel = extension.kernel("packed_gae", values.device.type)
@@ -61,13 +61,12 @@ def actions_on(rewards: Tensor, values: Tensor, lengths: list[int], cut: Tensor)
         "kernel": (50, lambda: kernel(rewards, values, cu_seqlens, cut, GAMMA, LAM)),
         "packed_gae": (50, lambda: packed_gae(rewards, values, lengths, cut, GAMMA, LAM)),
         "copy of inputs": (50, lambda: (rewards.clone(), values.clone())),
-        "torch twin": (10, lambda: packed_gae_reference(rewards, values, lengths, cut, GAMMA, LAM)),
+        "torch reference": (10, lambda: packed_gae_reference(rewards, values, lengths, cut, GAMMA, LAM)),
         "Python loop": (3, lambda: python_loop(*lists)),
     }
 
 
 def main() -> None:
-    """Print one table per dtype."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tokens", type=int, default=1 << 20)

@@ -1,9 +1,9 @@
-"""Times generation in layouts of two workers against one worker, all in one run, on CPU:
+"""Times generation in layouts of two workers against one worker, on CPU:
 
 python benchmarks/bench_generate.py [--hidden 512] [--layers 8] [--vocab 2048] [--rounds 7]
 
-Ratios hold on a shared machine, seconds do not. Each figure is a median; the layouts take turns. 16 prompts of 25 to 55
-tokens with 8 answers each; an answer ends by a stop token (1 in 32) or after 64 tokens. One thread per worker.
+Each figure is a median; the layouts are interleaved. On a shared machine only ratios are meaningful. 16 prompts of 25
+to 55 tokens with 8 responses each, which end by a stop token (1 in 32) or after 64 tokens. One thread per worker.
 """
 
 import argparse
@@ -29,27 +29,27 @@ from realhf.data.batch import Column, SequenceBatch
 from realhf.models.engine.native import NativeEngine, build_engine
 
 STRATEGIES = {name: ParallelStrategy.parse(name) for name in ("d1", "d2", "p2", "t2")}
-LAYOUTS = {name: Layout(DeviceMesh(tuple(range(cut.world))), cut) for name, cut in STRATEGIES.items()}
-N_PROMPTS, N_ANSWERS, N_NEW, MEAN = 16, 8, 64, 32
+LAYOUTS = {name: Layout(DeviceMesh(tuple(range(s.world))), s) for name, s in STRATEGIES.items()}
+N_PROMPTS, N_RESPONSES, N_NEW, MEAN = 16, 8, 64, 32
 
 
 def seconds_of(engine: NativeEngine | None, seed: int) -> tuple[float, float]:
-    """Return the time until the last worker is done, and how many tokens this one's replica drew."""
+    """Return the time of the slowest worker, and the number of tokens that this worker's replica sampled."""
     dist.barrier()
-    begin, n_drawn = time.perf_counter(), 0.0
+    begin, n_sampled = time.perf_counter(), 0.0
     if engine is not None:
         vocab, share = engine.config.vocab, range(engine.context.coord.dp, N_PROMPTS, engine.context.layout.strategy.dp)
         rows = [torch.arange(25 + 2 * number) * 7 % vocab for number in share]
         prompts = SequenceBatch(tuple(RowId(number, PROMPT) for number in share), {"prompts": Column.of(rows)})
         sampling = GenerationConfig(max_new_tokens=N_NEW, stop_token_ids=list(range(vocab // MEAN)))
-        n_drawn = float((engine.generate(prompts, sampling, N_ANSWERS, seed)["prompt_mask"] == 0).sum())
+        n_sampled = float((engine.generate(prompts, sampling, N_RESPONSES, seed)["prompt_mask"] == 0).sum())
     last = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
     dist.all_reduce(last, dist.ReduceOp.MAX)
-    return last.item(), n_drawn
+    return last.item(), n_sampled
 
 
 def run_rank(rank: int, port: int, config: ModelConfig, rounds: int) -> None:
-    """Life of one worker; rank 0 prints. The first round is not counted."""
+    """Run one worker; rank 0 prints. The first round is warm-up."""
     torch.set_num_threads(1)
     init_process_group("127.0.0.1", port, rank, 2, "cpu", 120.0, None)
     groups, role = make_groups([(0, 1)], rank), RoleSpec(ModelSpec(init_from_scratch=True))
@@ -58,17 +58,16 @@ def run_rank(rank: int, port: int, config: ModelConfig, rounds: int) -> None:
         for name, where in LAYOUTS.items()
         if rank in where.mesh.ranks
     }
-    found = [{name: seconds_of(engines.get(name), seed) for name in LAYOUTS} for seed in range(rounds + 1)]
-    medians = {name: statistics.median(one[name][0] for one in found[1:]) for name in LAYOUTS}
-    n_drawn = statistics.median(one["d1"][1] for one in found[1:])
+    results = [{name: seconds_of(engines.get(name), seed) for name in LAYOUTS} for seed in range(rounds + 1)]
+    medians = {name: statistics.median(one[name][0] for one in results[1:]) for name in LAYOUTS}
+    n_sampled = statistics.median(one["d1"][1] for one in results[1:])
     for name, seconds in medians.items() if rank == 0 else ():
-        print(f"{name} {seconds:7.3f} s {n_drawn / seconds:8.0f} tokens/s {medians['d1'] / seconds:6.2f} x d1")
+        print(f"{name} {seconds:7.3f} s {n_sampled / seconds:8.0f} tokens/s {medians['d1'] / seconds:6.2f} x d1")
     dist.barrier()
     destroy_process_group()
 
 
 def main() -> None:
-    """Print one line per layout."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"hidden": 512, "layers": 8, "vocab": 2048, "rounds": 7}.items():
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -1,8 +1,8 @@
-"""Times each compiled kernel against its yardsticks, all in one run: python benchmarks/bench_kernels.py [--device cuda]
+"""Times each compiled kernel against its baselines: python benchmarks/bench_kernels.py [--device cuda]
 
-Ratios hold on a shared machine, seconds do not. Each figure is the best of several rounds, taken in turn. Packed GAE
-has a benchmark of its own, bench_gae.py. Memory is what the operating system says of a fresh process: by how much its
-peak grows over forward and backward, less the two gradients, which are there afterwards whichever way they were made.
+Each figure is the minimum of several interleaved rounds. On a shared machine only ratios are meaningful. Packed GAE is
+in bench_gae.py. Memory is the growth of a fresh process's peak resident memory over forward and backward, without the
+two gradients.
 """
 
 import argparse
@@ -30,7 +30,7 @@ Actions = dict[str, Callable[[], object]]
 
 
 def best_seconds(actions: Actions, rounds: int, wait: Callable[[], object]) -> dict[str, float]:
-    """Return each action's shortest time; the actions take turns, so that a busy moment hits all alike."""
+    """Return the minimum time of each action; actions are interleaved, so that disturbances affect all equally."""
     best = dict.fromkeys(actions, float("inf"))
     for _ in range(rounds):
         for name, action in actions.items():
@@ -43,7 +43,7 @@ def best_seconds(actions: Actions, rounds: int, wait: Callable[[], object]) -> d
 
 
 def show(title: str, actions: Actions, device: torch.device, rounds: int = 20) -> None:
-    """Print the times of all actions, in units of the first."""
+    """Print the times of all actions, absolute and relative to the first."""
     seconds = best_seconds(actions, rounds, torch.cuda.synchronize if device.type == "cuda" else lambda: None)
     first = next(iter(seconds.values()))
     print(title)
@@ -52,7 +52,7 @@ def show(title: str, actions: Actions, device: torch.device, rounds: int = 20) -
 
 
 def bench_intervals(device: torch.device) -> None:
-    """Every second run of a tensor, 4 KiB to 64 KiB each, against one copy of as many bytes."""
+    """Time every second interval of a tensor, 4 KiB to 64 KiB each, against a copy of the same size."""
     for dtype, run_bytes, total in ((torch.float32, 4096, 1 << 26), (torch.bfloat16, 4096, 1 << 22),
                                     (torch.bfloat16, 65536, 1 << 28)):  # fmt: skip
         run, count = run_bytes // dtype.itemsize, total // run_bytes
@@ -67,27 +67,26 @@ def bench_intervals(device: torch.device) -> None:
             {
                 "copy": lambda a=packed, b=copied: b.copy_(a),
                 "set_intervals": lambda x=arguments: set_intervals(*x),
-                "  torch twin": lambda x=arguments: set_intervals_reference(*x),
+                "  torch reference": lambda x=arguments: set_intervals_reference(*x),
                 "copy to fresh memory": lambda a=packed: a.clone(),
                 "slice_intervals": lambda x=spread, i=intervals: slice_intervals(x, i),
-                "  torch twin ": lambda x=spread, i=intervals: slice_intervals_reference(x, i),
+                "  torch reference ": lambda x=spread, i=intervals: slice_intervals_reference(x, i),
             },
             device,
         )
 
 
 def bench_gae_2d(device: torch.device) -> None:
-    """256 slots of 4096 steps against a copy of the inputs."""
     rewards, values = torch.randn(256, 4096, device=device), torch.randn(256, 4097, device=device)
     dones = torch.rand(256, 4097, device=device) < 0.01
     truncates = dones & (torch.rand(256, 4097, device=device) < 0.5)
-    given = (rewards, values, dones, truncates)
+    args = (rewards, values, dones, truncates)
     show(
         "gae_2d: 256 slots of 4096 steps",
         {
-            "copy of inputs": lambda: [x.clone() for x in given],
-            "gae_2d_olp": lambda: gae_2d_olp(*given, 0.99, 0.95),
-            "  torch twin": lambda: gae_2d_reference(*given, 0.99, 0.95, True),
+            "copy of inputs": lambda: [x.clone() for x in args],
+            "gae_2d_olp": lambda: gae_2d_olp(*args, 0.99, 0.95),
+            "  torch reference": lambda: gae_2d_reference(*args, 0.99, 0.95, True),
         },
         device,
     )
@@ -98,26 +97,25 @@ def whole_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def bench_softmax(dtype: torch.dtype, device: torch.device) -> None:
-    """The two passes over a chunk of 256 x 32000 logits."""
     logits = torch.randn(256, 32000, device=device).to(dtype)
-    scratch = [logits.clone() for _ in range(3)]  # used up by what follows
+    scratch = [logits.clone() for _ in range(3)]  # overwritten by the kernels
     targets = torch.randint(32000, (256,), device=device)
-    given = (targets, *torch.rand(3, 256, device=device), 0.1)
+    args = (targets, *torch.rand(3, 256, device=device), 0.1)
     show(
         f"softmax part of 256 x 32000 logits, {dtype}",
         {
             "logit_stats": lambda: logit_stats(logits, targets, 1.0),
-            "  torch twin": lambda: logit_stats_reference(scratch[0], targets, 1.0),
+            "  torch reference": lambda: logit_stats_reference(scratch[0], targets, 1.0),
             "  log_softmax, gather": lambda: logits.float().log_softmax(-1).gather(1, targets[:, None]),
-            "logit_slopes_": lambda: logit_slopes_(scratch[1], *given),
-            "  torch twin ": lambda: logit_slopes_reference_(scratch[2], *given),
+            "logit_slopes_": lambda: logit_slopes_(scratch[1], *args),
+            "  torch reference ": lambda: logit_slopes_reference_(scratch[2], *args),
         },
         device,
     )
 
 
 def bench_logprobs(width: int, device: torch.device) -> None:
-    """Log-probabilities of 2048 tokens, forward alone and with both gradients; the products take most of it."""
+    """Time log-probabilities, forward alone and with both gradients; matrix products dominate."""
     hidden = torch.randn(2048, width, device=device, requires_grad=True)
     weight = (torch.randn(32000, width, device=device) / width**0.5).requires_grad_()
     targets = torch.randint(32000, (2048,), device=device)
@@ -143,14 +141,14 @@ def bench_logprobs(width: int, device: torch.device) -> None:
 
 
 def status(key: str) -> int:
-    """Bytes that Linux has under ``key`` for this process."""
+    """Return a field of /proc/self/status in bytes."""
     return 1024 * int(Path("/proc/self/status").read_text().split(f"{key}:")[1].split()[0])
 
 
 def memory_of(packed: bool, width: int, given: bool) -> tuple[int, int]:
-    """Bytes by which the peak grows, and bytes of the gradients that are new. ``given``: the weight's is there already.
+    """Return the growth of peak memory, and the bytes of new gradients, in a fresh process.
 
-    To be run in a fresh process.
+    ``given``: the gradient of the weight exists already and is accumulated into.
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -162,31 +160,31 @@ def memory_of(packed: bool, width: int, given: bool) -> tuple[int, int]:
         logprobs = packed_logprobs(x, weight, y, add_to=add_to) if packed else whole_logprobs(x, weight, y)
         logprobs.sum().backward()
 
-    work(few, targets[:9])  # libraries take what they keep
+    work(few, targets[:9])  # libraries allocate their workspaces
     weight.grad = None
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status("VmRSS")
     work(hidden, targets)
     return status("VmHWM") - before, sum(x.grad.nbytes for x in (hidden, weight) if x.grad is not None)
 
 
 def show_memory() -> None:
-    """Memory of forward and backward in units of all logits, float32."""
+    """Print the memory of forward and backward relative to that of all logits in float32."""
     logits = 4 * 2048 * 32000
-    print(f"memory, log-probabilities of 2048 tokens, vocabulary 32000: 1 is that of all logits, {logits / 1e6:.0f} MB")
+    print(f"memory, log-probabilities of 2048 tokens, vocabulary 32000: relative to all logits, {logits / 1e6:.0f} MB")
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as fresh:
         for width in (64, 512, 2048):
             print(f"  hidden {width}")
-            for name, given in (("packed", (True, width, False)), ("  adding to a gradient", (True, width, True)),
+            for name, given in (("packed", (True, width, False)), ("  accumulating", (True, width, True)),
                                 ("  all logits", (False, width, False))):  # fmt: skip
                 grown, gradients = fresh.apply(memory_of, given)
                 print(
-                    f"    {name:24} {(grown - gradients) / logits:6.3f} and {gradients / logits:.3f} of new gradients"
+                    f"    {name:24} {(grown - gradients) / logits:6.3f} and {gradients / logits:.3f} for new gradients"
                 )
 
 
 def bench_sampling(device: torch.device) -> None:
-    """Drawing from logits shaped as a language model's: a few likely tokens, a long tail."""
+    """Time sampling from logits like those of a language model: a few likely tokens, a long tail."""
     for rows in (1, 8, 64):
         generator = torch.Generator().manual_seed(0)
         logits = (torch.randn(rows, 32000, generator=generator) * 3).to(device)
@@ -194,24 +192,23 @@ def bench_sampling(device: torch.device) -> None:
         counters = torch.arange(rows, device=device)
         actions: Actions = {
             "uniform": lambda c=counters: uniform(1, c, c, c),
-            "  torch twin": lambda c=counters: uniform_reference(1, c, c, c),
+            "  torch reference": lambda c=counters: uniform_reference(1, c, c, c),
         }
         for name, options in (("temperature", (0.7,)), ("top-k 50", (0.7, 50)), ("top-p 0.9", (0.7, 0, 0.9)),
                               ("top-k 50, top-p 0.9", (0.7, 50, 0.9)), ("greedy", (0.0,))):  # fmt: skip
             actions[name] = lambda x=logits, u=u, o=options: sample(x, u, *o)
-            actions[f"  torch twin, {name}"] = lambda x=logits, u=u, o=options: sample_reference(x, u, *o)
-        show(f"drawing {rows} tokens of 32000", actions, device)
+            actions[f"  torch reference, {name}"] = lambda x=logits, u=u, o=options: sample_reference(x, u, *o)
+        show(f"sampling {rows} tokens of 32000", actions, device)
 
 
 def main() -> None:
-    """Print one table per kernel."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
     device = torch.device(parser.parse_args().device)
-    found = [name for name in extension.kernels() if name.endswith(device.type)]
-    if not found:
+    kernels = [name for name in extension.kernels() if name.endswith(device.type)]
+    if not kernels:
         raise SystemExit(f"no compiled kernels for {device.type}: run python setup.py build_ext --inplace")
-    print(f"{', '.join(found)}; {torch.get_num_threads()} threads")
+    print(f"{', '.join(kernels)}; {torch.get_num_threads()} threads")
     torch.manual_seed(0)
     bench_intervals(device)
     bench_gae_2d(device)

@@ -1,10 +1,10 @@
-"""Times the planner on one core: simulated plans per second, searches, whole plans, and the plan of a reallocation.
+"""Times the planner on one core: plan simulations per second, searches, whole plans, and reallocation plans.
 
 python benchmarks/bench_plan.py [--seed 0]
 
-Problems are the six calls of PPO with synthetic costs: work divided by devices, with an overhead for each kind of
-parallelism and a minimum time; models grow with the cluster. Whole plans are of LLaMA-shaped models on H100 with the
-costs of the cost model. Seconds depend on the machine.
+Problems are the six calls of PPO with synthetic costs: work divided by devices, an overhead per kind of parallelism,
+and a minimum that more devices do not reduce; models grow with the cluster. Whole plans are of LLaMA models on H100
+with the cost model.
 """
 
 import argparse
@@ -44,13 +44,13 @@ SIZES = {8: 7e9, 128: 34e9, 1024: 70e9}
 """Parameters of actor and reference by devices; critic and reward model have 7e9."""
 WORK = {"actor_gen": 8.0, "rew_inf": 1.0, "ref_inf": 1.0, "critic_inf": 1.0, "actor_train": 3.0, "critic_train": 3.0}
 """Device-hours of each call per 1e12 parameters."""
-MIN_TIME = 1.0
-"""Lower bound of the time of a call, relative to its time on a node."""
+MIN_FRACTION = 1.0
+"""Minimum time of a call, relative to its time on one node."""
 CAPACITY, LINK, NODE = 80e9, 50e9, 8
 
 
 def layouts(n_devices: int) -> Iterator[Layout]:
-    """Yield layouts of powers of two: aligned meshes with all strategies."""
+    """Yield all power-of-two strategies on aligned meshes of a power of two devices."""
     powers = [1 << i for i in range(n_devices.bit_length())]
     for size in powers:
         starts = range(0, n_devices, size)
@@ -61,35 +61,35 @@ def layouts(n_devices: int) -> Iterator[Layout]:
 
 
 def problem_on(n_devices: int, per_mesh: int) -> Problem:
-    """Return PPO on a cluster; a call has the fastest layouts on each mesh that fit on their own."""
+    """Return PPO on a cluster; each call has the ``per_mesh`` fastest layouts per mesh that fit into memory."""
     config = PPOExperiment()
     config.dataset.train_bs_n_seqs = 512
     graph = config.graph()
-    layouts_of = {m.name: list(options_of(graph, m.name, n_devices, per_mesh)) for m in graph.mfcs}
+    candidates = {m.name: list(fastest_layouts(graph, m.name, n_devices, per_mesh)) for m in graph.mfcs}
 
-    def realloc(mfc: str, option: int, home: int) -> ReallocCost:
+    def move(mfc: str, option: int, home: int) -> ReallocCost:
         home_mfc = graph.trainer(graph[mfc].role or "") or graph[mfc]
-        src, dst = layouts_of[home_mfc.name][home][1], layouts_of[mfc][option][1]
+        src, dst = candidates[home_mfc.name][home][1], candidates[mfc][option][1]
         nbytes = weights(graph, mfc, n_devices) / (dst.strategy.tp * dst.strategy.pp)
         return ReallocCost() if src == dst else ReallocCost(Cost(nbytes / LINK, 0.0), nbytes)
 
-    options = {name: [option for option, _ in some] for name, some in layouts_of.items()}
-    return Problem(graph, options, n_devices, 512, CAPACITY, realloc, call_seconds=1e-3)
+    options = {name: [option for option, _ in some] for name, some in candidates.items()}
+    return Problem(graph, options, n_devices, 512, CAPACITY, move, call_seconds=1e-3)
 
 
 def weights(graph: Graph, mfc: str, n_devices: int) -> float:
     return 2 * (SIZES[n_devices] if graph[mfc].role in ("actor", "ref") else 7e9)
 
 
-def options_of(graph: Graph, mfc: str, n_devices: int, per_mesh: int) -> Iterator[tuple[LayoutOption, Layout]]:
-    """Yield the fastest layouts of a call on each mesh."""
+def fastest_layouts(graph: Graph, mfc: str, n_devices: int, per_mesh: int) -> Iterator[tuple[LayoutOption, Layout]]:
+    """Yield the ``per_mesh`` fastest layouts of a call on each mesh."""
     by_mesh: dict[range, list[tuple[LayoutOption, Layout]]] = {}
     nbytes, trained = weights(graph, mfc, n_devices), graph.trainer(graph[mfc].role or "") is not None
     alone = WORK[mfc] * 3600 * nbytes / 2e12
     for layout in layouts(n_devices):
         (dp, tp, pp), n = (layout.strategy.dp, layout.strategy.tp, layout.strategy.pp), len(layout.mesh.ranks)
-        tax = (1 + 0.06 * (tp - 1)) * (1 + 0.12 * (pp - 1)) * (1 + 0.02 * dp.bit_length())
-        seconds = tax * (alone / n + MIN_TIME * alone / NODE / (tp * pp))
+        overhead = (1 + 0.06 * (tp - 1)) * (1 + 0.12 * (pp - 1)) * (1 + 0.02 * dp.bit_length())
+        seconds = overhead * (alone / n + MIN_FRACTION * alone / NODE / (tp * pp))
         ranks, share = range(layout.mesh.ranks[0], layout.mesh.ranks[-1] + 1), nbytes / (tp * pp)
         resident = share * (3 + 6 / dp if trained else 1)
         option = LayoutOption(ranks, ranks[-dp * tp :], Cost(seconds, seconds * n), Cost(0.01, 0.0), 6e9, resident)
@@ -99,25 +99,25 @@ def options_of(graph: Graph, mfc: str, n_devices: int, per_mesh: int) -> Iterato
         yield from sorted(some, key=lambda pair: pair[0].compute.seconds)[:per_mesh]
 
 
-def plans_per_second(plans: Evaluator, problem: Problem, n: int, seed: int) -> float:
-    """Return the number of proposals per second of a chain."""
+def plans_per_second(evaluator: Evaluator, problem: Problem, n: int, seed: int) -> float:
+    """Return the proposals per second of a Markov chain."""
     rng = SplitMix64(seed)
-    chain = Chain.start(rng, rng.random_choice(problem), 1e30)
-    plans.run_chain(chain, n // 10, 1.0)
+    chain = Chain.start(rng, rng.choice(problem), 1e30)
+    evaluator.walk(chain, n // 10, 1.0)
     begin = time.perf_counter()
-    plans.run_chain(chain, n, 1.0)
+    evaluator.walk(chain, n, 1.0)
     return n / (time.perf_counter() - begin)
 
 
 def planner_on(n_devices: int) -> Planner:
-    """Return the planner of PPO on H100: 512 prompts of 1,024 tokens per step, responses of 1,024 tokens, bfloat16."""
+    """Return a planner of PPO on H100: 512 prompts and responses of 1,024 tokens per step, bfloat16."""
     experiment = PPOExperiment()
     experiment.dataset.train_bs_n_seqs, experiment.ppo.gen.max_new_tokens = 512, 1024
     for role in ("actor", "critic", "ref", "rew"):
         setattr(experiment, role, ModelSpec(config="-", init_from_scratch=True, bf16=True, gradient_checkpointing=True))
     graph, roles, sampling = experiment.graph(), experiment.roles(), experiment.sampling_options()
-    judge, actor = replace(LLAMA_7B, head="scalar"), ACTORS[n_devices]
-    models = {"actor": actor, "ref": actor, "critic": judge, "rew": judge}
+    scorer, actor = replace(LLAMA_7B, head="scalar"), ACTORS[n_devices]
+    models = {"actor": actor, "ref": actor, "critic": scorer, "rew": scorer}
     rows, hardware = Workload(((1024,),), (1024,)), read_hardware("h100")
     cost = CostModel(graph, models, roles, Roofline(hardware), rows, hardware.node_size, sampling)
     memory = MemoryModel(graph, models, roles, rows, AnalyticMemory("cuda"), hardware.reserved, "cuda", sampling)
@@ -126,12 +126,12 @@ def planner_on(n_devices: int) -> Planner:
 
 
 def slowest_realloc(n_devices: int, n_pairs: int, seed: int) -> tuple[float, str]:
-    """Return the longest time to plan a reallocation of a 7B model between two random layouts, and the layouts."""
+    """Return the longest time to plan a reallocation of a 7B model between random layouts, and the layouts."""
     random, specs, slowest = Random(seed), param_specs(LLAMA_7B), (0.0, "")
     sizes = [s for s in (n_devices, n_devices // 2) if s]
-    cuts = [x for x in layouts(n_devices) if len(x.mesh.ranks) in sizes]
+    choices = [x for x in layouts(n_devices) if len(x.mesh.ranks) in sizes]
     for _ in range(n_pairs):
-        src, dst = random.sample(cuts, 2)
+        src, dst = random.sample(choices, 2)
         begin = time.perf_counter()
         plan_realloc(specs, lambda pp: stage_layers(LLAMA_7B, pp), src, dst, NODE)
         slowest = max(slowest, (time.perf_counter() - begin, f"{src} -> {dst}"))
@@ -139,7 +139,6 @@ def slowest_realloc(n_devices: int, n_pairs: int, seed: int) -> tuple[float, str
 
 
 def main() -> None:
-    """Print one line for each figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     seed = parser.parse_args().seed
@@ -153,10 +152,10 @@ def main() -> None:
         print(f"{n_devices:5} H100: planned in {spent[0]:5.2f} s, predicted in {spent[1]:.2f} s; step {step:.4g} s")
     for n_devices in SIZES:
         problem = problem_on(n_devices, per_mesh=4)
-        cpp, python = evaluator(problem), PythonEvaluator(problem)
-        if isinstance(cpp, PythonEvaluator):
-            print("the planner in C++ is not built: python setup.py build_ext --inplace")
-        rates = plans_per_second(cpp, problem, 50_000, seed), plans_per_second(python, problem, 500, seed)
+        fast, slow = evaluator(problem), PythonEvaluator(problem)
+        if isinstance(fast, PythonEvaluator):
+            print("the C++ planner is not built: run python setup.py build_ext --inplace")
+        rates = plans_per_second(fast, problem, 50_000, seed), plans_per_second(slow, problem, 500, seed)
         print(f"{n_devices:5} devices: {rates[0]:9,.0f} plans/s in C++, {rates[1]:6,.0f} in Python")
         begin = time.perf_counter()
         result = search(problem, seed=seed)

@@ -1,12 +1,11 @@
-"""Times the move of a 100M-parameter model between layouts against its yardsticks, all in one run, on CPU:
+"""Times the reallocation of a 100M-parameter model between layouts against baselines, on CPU:
 
 python benchmarks/bench_realloc.py [--rounds 7]
 
-Ratios hold on a shared machine, seconds do not. Each figure is a median; the ways take turns, so that a busy moment
-hits all alike. Yardsticks move the same bytes between the same processes in one piece, without any bookkeeping:
-``plain`` into shared memory and out again, ``raw`` by one gloo send and receive per pair. What a worker keeps is
-copied once in each of them. ``once`` is a single copy of what arrives, the floor for any way. ``plain`` and ``once``
-are compared with ``shared``, ``raw`` with ``gloo``: 1.00 is as fast. ``verify``: how much longer a checked move takes.
+Each figure is a median over interleaved rounds. On a shared machine only ratios are meaningful. Baselines move the same
+bytes between the same processes as single buffers: ``plain`` through shared memory, ``raw`` by one gloo send and
+receive per pair; both copy local data once. ``once`` is a single copy of the received bytes, a lower bound. ``plain``
+and ``once`` are relative to ``shared``, ``raw`` to ``gloo``: 1.00 is as fast. ``verify``: slowdown by checksums.
 """
 
 import argparse
@@ -40,7 +39,7 @@ PAIRS = {
     4: ("d2@0-1 -> t2@2-3", "p2@0-1 -> t2@2-3", "d2@0-1 -> d2@2-3", "d1@0 -> d4@0-3", "d2t2@0-3 -> d2p2@0-3"),
 }
 HEADER = "            sent   kept   shared   GB/s  plain   once      gloo    raw gloo/shared  verify"
-Ways = dict[str, Callable[[], object]]
+Methods = dict[str, Callable[[], object]]
 
 
 def layout(text: str) -> Layout:
@@ -49,7 +48,7 @@ def layout(text: str) -> Layout:
 
 
 def shard(where: Layout, rank: int) -> FlatParams | None:
-    """Return this worker's parameters in a layout, their memory in use."""
+    """Return this worker's parameters in a layout, with touched memory."""
     if rank not in where.mesh.ranks:
         return None
     specs = param_specs(CONFIG)
@@ -63,8 +62,8 @@ def stages(pp: int) -> Sequence[range]:
 
 
 @dataclass
-class Yardsticks:
-    """The bytes of a plan between each pair of workers, and memory of every worker to hold what it sends."""
+class Baselines:
+    """Copies of the same bytes as a plan between each pair of workers."""
 
     rank: int
     shared: dict[int, Tensor]  # by sender
@@ -78,14 +77,14 @@ class Yardsticks:
             self.numel[pair] = self.numel.get(pair, 0) + size
             if copy.src != copy.dst:
                 content.setdefault(copy.src, {})[copy.name, copy.box] = size
-        self.unique = sum(content.get(self.rank, {}).values())
-        self.outgoing = torch.ones(max([self.unique, *(n for (src, _), n in self.numel.items() if src == self.rank)]))
+        self.n_unique = sum(content.get(self.rank, {}).values())
+        self.outgoing = torch.ones(max([self.n_unique, *(n for (src, _), n in self.numel.items() if src == self.rank)]))
         self.incoming = {src: torch.ones(n) for (src, dst), n in self.numel.items() if dst == self.rank}
 
     def plain(self) -> None:
-        """Write what leaves once into shared memory; when all have, copy out what arrives."""
+        """Write outgoing data to shared memory once; after a barrier, copy the incoming data."""
         self.keep()
-        self.shared[self.rank][: self.unique].copy_(self.outgoing[: self.unique])
+        self.shared[self.rank][: self.n_unique].copy_(self.outgoing[: self.n_unique])
         dist.barrier()
         for src, target in self.incoming.items():
             if src != self.rank:
@@ -102,7 +101,7 @@ class Yardsticks:
             work.wait()
 
     def once(self) -> None:
-        """Copy what arrives from this worker's own memory: one copy per byte, the floor for any way."""
+        """Copy the incoming bytes from this worker's own memory."""
         for target in self.incoming.values():
             target.copy_(self.shared[self.rank][: target.numel()])
 
@@ -112,14 +111,16 @@ class Yardsticks:
             target.copy_(self.outgoing[: target.numel()])
 
 
-def ways_of(
-    pair: str, rank: int, links: SharedMemoryPeers, shared: dict[int, Tensor]
-) -> tuple[Ways, Sequence[BoxCopy]]:
-    """Return what is timed for a pair of layouts, and the plan."""
+def methods_of(
+    pair: str, rank: int, peers: SharedMemoryPeers, shared: dict[int, Tensor]
+) -> tuple[Methods, Sequence[BoxCopy]]:
+    """Return the timed functions for a pair of layouts, and the plan."""
     src, dst = map(layout, pair.split(" -> "))
     source, target = shard(src, rank), shard(dst, rank)
-    copies = tuple(route_copies(plan_realloc(param_specs(CONFIG), stages, src, dst)))
-    moves = [P2PCopy(c, c.src, c.dst, TensorSlice(torch.float32, box_numel(c.box)), (c.name, c.box)) for c in copies]
+    copies = tuple(copies_of(plan_realloc(param_specs(CONFIG), stages, src, dst)))
+    transfers = [
+        P2PCopy(c, c.src, c.dst, TensorSlice(torch.float32, box_numel(c.box)), (c.name, c.box)) for c in copies
+    ]
 
     def read(copy: object) -> Tensor:
         assert isinstance(copy, BoxCopy) and source is not None
@@ -133,38 +134,38 @@ def ways_of(
         assert isinstance(copy, BoxCopy) and target is not None
         target.write(copy.name, copy.box, flat.view(box_shape(copy.box)))
 
-    def move(links: SharedMemoryPeers | None, verify: bool = False) -> Callable[[], object]:
+    def move(peers: SharedMemoryPeers | None, verify: bool = False) -> Callable[[], object]:
         cpu = torch.device("cpu")
-        return lambda: exchange(moves, rank, read, write, cpu, into=into, peers=links, verify=verify, copy=copy_box)
+        return lambda: exchange(transfers, rank, read, write, cpu, into=into, links=peers, verify=verify, copy=copy_box)
 
-    yardsticks = Yardsticks(rank, shared, copies)
-    ways: Ways = {
-        "shared": move(links),
-        "plain": yardsticks.plain,
+    baselines = Baselines(rank, shared, copies)
+    methods: Methods = {
+        "shared": move(peers),
+        "plain": baselines.plain,
         "gloo": move(None),
-        "raw": yardsticks.raw,
-        "once": yardsticks.once,
-        "verified": move(links, verify=True),
+        "raw": baselines.raw,
+        "once": baselines.once,
+        "verified": move(peers, verify=True),
     }
-    return ways, copies
+    return methods, copies
 
 
-def seconds_of(ways: Ways, rounds: int) -> dict[str, float]:
-    """Return each way's median time until the last worker is done; the first round is not counted."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
+def seconds_of(methods: Methods, rounds: int) -> dict[str, float]:
+    """Return the median time of each method on the slowest worker, without the first round."""
+    times: dict[str, list[float]] = {name: [] for name in methods}
     for _ in range(rounds + 1):
-        for name, way in ways.items():
+        for name, method in methods.items():
             dist.barrier()
             begin = time.perf_counter()
-            way()
+            method()
             last = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
             dist.all_reduce(last, dist.ReduceOp.MAX)
             times[name].append(last.item())
-    return {name: statistics.median(taken[1:]) for name, taken in times.items()}
+    return {name: statistics.median(values[1:]) for name, values in times.items()}
 
 
 def map_shared(path_of: dict[int, str], nbytes: int) -> dict[int, Tensor]:
-    """Map the yardstick's memory: one nameless file per worker, big enough for a whole model."""
+    """Map the memory of the ``plain`` baseline: an anonymous file per worker, as large as the model."""
     shared = {}
     for rank, path in path_of.items():
         with open(path, "r+b") as file:
@@ -173,10 +174,10 @@ def map_shared(path_of: dict[int, str], nbytes: int) -> dict[int, Tensor]:
 
 
 def run_rank(rank: int, world: int, port: int, rounds: int) -> None:
-    """Life of one worker; rank 0 prints."""
+    """Run one worker; rank 0 prints."""
     torch.set_num_threads(1)
     init_process_group("127.0.0.1", port, rank, world, "cpu", 120.0, None)
-    links = open_shared_memory_peers(rank, world, 120.0)
+    peers = open_shared_memory_peers(rank, world, 120.0)
     nbytes = 4 * sum(spec.numel for spec in param_specs(CONFIG))
     memory = os.memfd_create("plain")
     os.ftruncate(memory, nbytes)
@@ -185,12 +186,12 @@ def run_rank(rank: int, world: int, port: int, rounds: int) -> None:
     shared = map_shared(dict(enumerate(paths)), nbytes)
     shared[rank].fill_(1.0)
     for pair in PAIRS[world]:
-        ways, copies = ways_of(pair, rank, links, shared)
-        seconds = seconds_of(ways, rounds)
+        methods, copies = methods_of(pair, rank, peers, shared)
+        seconds = seconds_of(methods, rounds)
         if rank == 0:
             print(line(pair, copies, seconds), flush=True)
     dist.barrier()
-    links.close()
+    peers.close()
     destroy_process_group()
 
 
@@ -206,14 +207,13 @@ def line(pair: str, copies: Sequence[BoxCopy], s: dict[str, float]) -> str:
 
 
 def main() -> None:
-    """Print one table per number of processes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     if sys.platform != "linux":
-        raise SystemExit("the yardstick needs Linux")
+        raise SystemExit("the plain baseline requires Linux")
     numel = sum(spec.numel for spec in param_specs(CONFIG))
-    print(f"{numel / 1e6:.0f}M parameters, fp32; MB between workers and kept; seconds; ratios, 1.00 = the yardstick")
+    print(f"{numel / 1e6:.0f}M parameters, fp32; MB between workers and kept; seconds; ratios, 1.00 = the baseline")
     processes = multiprocessing.get_context("spawn")
     for world in PAIRS:
         store = open_rendezvous("127.0.0.1", 0, 120.0)

@@ -1,7 +1,7 @@
 """Times untrusted programs: python benchmarks/bench_sandbox.py [--humaneval FILE.jsonl.gz]
 
-Programs a second through one sandbox, and seconds to judge HumanEval's own solutions with two judges. On a shared
-machine seconds do not hold; take the best of several runs.
+Programs per second in one sandbox, and seconds to score HumanEval's own solutions with two judges. On a shared machine,
+take the best of several runs.
 """
 
 import argparse
@@ -18,18 +18,17 @@ PROGRAM = "print(sum(map(int, input().split())))"
 
 
 def programs_per_second(sandbox: Sandbox, seconds: float) -> float:
-    """Return how many small programs run in a second, one after another."""
+    """Return the rate of small programs that run one after another."""
     sandbox.run(PROGRAM, "1 2")
     begin, count = time.perf_counter(), 0
     while time.perf_counter() - begin < seconds:
         if sandbox.run(PROGRAM, "1 2").stdout != "3\n":
-            raise SystemExit("the sandbox does not work here")
+            raise SystemExit("the sandbox does not work on this machine")
         count += 1
     return count / (time.perf_counter() - begin)
 
 
 def main() -> None:
-    """Print one line per figure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--humaneval", type=Path, default=HUMAN_EVAL)
     parser.add_argument("--seconds", type=float, default=3.0, help="of running small programs")
@@ -40,9 +39,9 @@ def main() -> None:
             sandbox.open()
             start = time.perf_counter() - begin
             rate = programs_per_second(sandbox, options.seconds)
-            print(f"{rate:7.1f} programs/s   up after {start:.3f} s   {sandbox.description}")
+            print(f"{rate:7.1f} programs/s   start-up {start:.3f} s   {sandbox.description}")
     if not options.humaneval.is_file():
-        print(f"no HumanEval: there is no file {options.humaneval}")
+        print(f"skipping HumanEval: no file {options.humaneval}")
         return
     with gzip.open(options.humaneval, "rt") as lines:
         rows = [json.loads(line) | {"stub": json.loads(line)["prompt"]} for line in lines]
@@ -50,7 +49,7 @@ def main() -> None:
     with JudgePool("code", timeout=30.0, processes=2) as pool:
         verdicts = pool.judge([(row["prompt"], row["canonical_solution"], row) for row in rows])
     right = sum(verdict.score for verdict in verdicts)
-    print(f"HumanEval: {right:.0f} of {len(rows)} right in {time.perf_counter() - begin:.2f} s, start-up included")
+    print(f"HumanEval: {right:.0f} of {len(rows)} correct in {time.perf_counter() - begin:.2f} s, including start-up")
 
 
 if __name__ == "__main__":

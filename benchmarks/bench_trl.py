@@ -1,12 +1,13 @@
-"""Whole steps by realhf's command line and by TRL's trainers on one machine, in turns, on CPU.
+"""Whole training steps of realhf's command line against TRL's trainers, on CPU.
 
     python benchmarks/bench_trl.py [grpo] [ppo] [sft] [rw] [dpo] [--rounds N] [--models tiny,small] [--threads N]
         [--peer PYTHON] [--peer-ppo PYTHON]
 
-16 prompts with 8 answers each, of 32 tokens on average and 64 at most; one update a step; SFT trains on 128 such rows,
-a reward model and DPO on 64 pairs of them. PPO has four models (TRL 1.5.1, the last with a trainer for it), GRPO no
-reference. TRL takes the faster of 32 and 128 rows a pass, SFT of it with and without rows of like length together.
-Seconds are a step's, by each one's own clock: a median; both take turns. ``make bench-peer`` makes the environments.
+16 prompts with 8 responses each, of 32 tokens on average and 64 at most; one update per step; SFT trains on 128 such
+rows, a reward model and DPO on 64 pairs of them. PPO has four models (TRL 1.5.1, the last version with a PPO trainer),
+GRPO no reference model. TRL runs with 32 and 128 rows per pass, for SFT also with rows grouped by length; the fastest
+setting counts. Seconds per step are medians of each program's own timings; both run in turns. ``make bench-peer``
+creates the environments.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from bench_peer import MEAN, N_ANSWERS, N_NEW, N_PROMPTS, SIZES, report
+from bench_peer import MEAN, N_NEW, N_PROMPTS, N_RESPONSES, SIZES, report
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForSequenceClassification, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -28,15 +29,15 @@ def share_of_low_words(prompt: str, answer: str, row: dict) -> float:
     words = [word for word in answer.split() if word.startswith("w")]
     return sum(int(word[1:]) % 2 == 0 for word in words) / max(1, len(words))
 """
-GROUPS = (f"ppo.group_size={N_ANSWERS}", f"ppo.gen.max_new_tokens={N_NEW}", "actor.optimizer.lr=1e-6",
+GROUPS = (f"ppo.group_size={N_RESPONSES}", f"ppo.gen.max_new_tokens={N_NEW}", "actor.optimizer.lr=1e-6",
           "actor.optimizer.lr_scheduler_type=constant", "ppo.ppo_n_minibatches=1")  # fmt: skip
 SETTINGS = {"grpo": ("128", "32"), "ppo": ("128", "32"), "sft": ("128", "32", "128 by_length", "32 by_length"),
             "rw": ("128", "32"), "dpo": ("128", "32")}  # fmt: skip
-"""TRL's: rows a pass."""
+"""Rows per pass of TRL."""
 
 
 def our_words(subject: str, folder: Path) -> list[str]:
-    """Return what is said of a subject on our command line."""
+    """Return our command line options for a subject."""
     prompts = (f"dataset.path={folder / 'prompts.jsonl'}", f"dataset.train_bs_n_seqs={N_PROMPTS}")
     match subject:
         case "grpo":
@@ -46,18 +47,18 @@ def our_words(subject: str, folder: Path) -> list[str]:
             return ["ppo", f"actor.path={folder / 'model'}", f"rew.path={folder / 'reward'}", *GROUPS, *prompts,
                     "critic.optimizer.lr=1e-6", "critic.optimizer.lr_scheduler_type=constant"]  # fmt: skip
         case "rw" | "dpo":
-            role, n_pairs = {"rw": "model", "dpo": "actor"}[subject], N_PROMPTS * N_ANSWERS // 2
+            role, n_pairs = {"rw": "model", "dpo": "actor"}[subject], N_PROMPTS * N_RESPONSES // 2
             return [subject, f"{role}.path={folder / 'model'}", f"{role}.optimizer.lr=1e-6",
                     f"{role}.optimizer.lr_scheduler_type=constant", f"dataset.path={folder / 'pairs.jsonl'}",
                     f"dataset.train_bs_n_seqs={n_pairs}"]  # fmt: skip
         case _:
             return ["sft", f"model.path={folder / 'model'}", "model.optimizer.lr=1e-6",
                     "model.optimizer.lr_scheduler_type=constant", f"dataset.path={folder / 'rows.jsonl'}",
-                    f"dataset.train_bs_n_seqs={N_PROMPTS * N_ANSWERS}"]  # fmt: skip
+                    f"dataset.train_bs_n_seqs={N_PROMPTS * N_RESPONSES}"]  # fmt: skip
 
 
-def mean_answer(model: PreTrainedModel, n_prompt: int) -> float:
-    """Return how many tokens are drawn until the first one of the vocabulary ends an answer."""
+def mean_response_length(model: PreTrainedModel, n_prompt: int) -> float:
+    """Return the mean length of a response, which token 0 ends."""
     prompts = torch.randint(2, model.config.vocab_size - 4, (24, n_prompt))
     made = model.generate(
         prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0, max_new_tokens=N_NEW, eos_token_id=0,
@@ -67,10 +68,10 @@ def mean_answer(model: PreTrainedModel, n_prompt: int) -> float:
 
 
 def prepare(name: str, folder: Path) -> None:
-    """Write a model with its tokenizer of numbered words, prompts and a reward.
+    """Write a model, a tokenizer of numbered words, prompts and a reward function.
 
-    The first number of all hidden states is nearly constant and lifts one word alone, the end of an answer, until
-    answers have MEAN words on average.
+    The first component of all hidden states is made nearly constant, and its head weight for the end token is bisected
+    until responses have MEAN words on average.
     """
     torch.manual_seed(0)
     mean_prompt, build = SIZES[name]
@@ -84,23 +85,23 @@ def prepare(name: str, folder: Path) -> None:
         table[:, 0] = 1.0
         if head is not table:
             head[:, 0] = 0.0
-        low, high, lift = 0.0, 40.0, 0.0
+        low, high, weight = 0.0, 40.0, 0.0
         for _ in range(9):
             middle = (low + high) / 2
-            head[0, 0] += middle - lift
-            lift = middle
-            low, high = (lift, high) if mean_answer(model, mean_prompt) > MEAN else (low, lift)
+            head[0, 0] += middle - weight
+            weight = middle
+            low, high = (weight, high) if mean_response_length(model, mean_prompt) > MEAN else (low, weight)
     model.config.eos_token_id, model.config.pad_token_id = 0, 1
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = 0, 1
-    n_words = vocab - 4  # tokenizers of some families add tokens of their own
+    n_words = vocab - 4  # some tokenizer classes add tokens
     words = {"<eos>": 0, "<pad>": 1, **{f"w{number}": number for number in range(2, n_words)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w2"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
     model.config.num_labels = 1
     scorer = LlamaForSequenceClassification(model.config)
-    for part, place in ((model, "model"), (fast, "model"), (scorer, "reward"), (fast, "reward")):
-        part.save_pretrained(folder / place)
+    for part, subfolder in ((model, "model"), (fast, "model"), (scorer, "reward"), (fast, "reward")):
+        part.save_pretrained(folder / subfolder)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(mean_prompt - 8, mean_prompt + 8, (512,), generator=generator).tolist()
     prompts = [
@@ -109,10 +110,10 @@ def prepare(name: str, folder: Path) -> None:
     rows = [json.dumps({"prompt": prompt, "solutions": [""], "query_id": str(i)}) for i, prompt in enumerate(prompts)]
     (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
     (folder / "reward.py").write_text(REWARD)
-    answers = (1 + torch.empty(len(prompts)).geometric_(1 / MEAN, generator=generator)).clamp(max=N_NEW).long().tolist()
+    lengths = (1 + torch.empty(len(prompts)).geometric_(1 / MEAN, generator=generator)).clamp(max=N_NEW).long().tolist()
     pairs = [
         {"prompt": prompt, "answer": " " + " ".join(f"w{w}" for w in torch.randint(2, n_words, (n,)).tolist())}
-        for prompt, n in zip(prompts * 4, answers * 4, strict=True)
+        for prompt, n in zip(prompts * 4, lengths * 4, strict=True)
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     preferred = [
@@ -123,7 +124,7 @@ def prepare(name: str, folder: Path) -> None:
 
 
 def our_step(subject: str, name: str, folder: Path, number: int, threads: int) -> float:
-    """Return the seconds of a step of our command line: a worker for every core."""
+    """Return the seconds per step of our command line with a worker per core."""
     root = folder / f"ours{subject}{number}"
     subprocess.run([
         sys.executable, "-c", "from realhf.apps.main import console; console()", "quickstart",
@@ -136,7 +137,7 @@ def our_step(subject: str, name: str, folder: Path, number: int, threads: int) -
 
 
 def their_step(peer: str, subject: str, name: str, folder: Path, threads: int, setting: str) -> float:
-    """Return the seconds of a step of TRL's."""
+    """Return the seconds per step of TRL."""
     script = str(Path(__file__).with_name("peer_trl.py"))
     words = [peer, script, subject, str(folder), str(STEPS[name]), str(threads), *setting.split()]
     done = subprocess.run(words, check=True, capture_output=True, text=True)
@@ -147,13 +148,15 @@ def compare(subject: str, name: str, rounds: int, threads: int, peer: str) -> No
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         prepare(name, folder)
-        found: dict[str, list[float]] = {}
+        times: dict[str, list[float]] = {}
         for number in range(rounds):
-            found.setdefault("realhf", []).append(our_step(subject, name, folder, number, threads))
+            times.setdefault("realhf", []).append(our_step(subject, name, folder, number, threads))
             for setting in SETTINGS[subject]:
                 seconds = their_step(peer, subject, name, folder, threads, setting)
-                found.setdefault(f"TRL, {setting}", []).append(seconds)
-    report(f"{subject} step {name}", {who: 1 / statistics.median(seconds) for who, seconds in found.items()}, "steps/s")
+                times.setdefault(f"TRL, {setting}", []).append(seconds)
+    report(
+        f"{subject} step {name}", {name: 1 / statistics.median(seconds) for name, seconds in times.items()}, "steps/s"
+    )
 
 
 def main() -> None:

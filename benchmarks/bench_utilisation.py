@@ -1,10 +1,10 @@
-"""How near decoding comes to the memory's bandwidth (MBU) and training to the products' speed (MFU):
+"""Memory bandwidth utilisation (MBU) of decoding, and model FLOPs utilisation (MFU) of decoding and training:
 
 python benchmarks/bench_utilisation.py [--device cuda] [--size 0.5b] [--rounds 5]
 
-What the device can do is measured in the same run: a large product, and a copy. Decoding reads every weight once a
-step, and keys and values of every row; training does three times the operations of a forward pass, and computes
-nothing again. No answer ends before its 256 tokens, no row is shorter than 1,024. One worker, one engine, no master.
+The limits of the device are measured in the same run: a large matrix product, and a copy. A decoding step reads every
+weight, and the keys and values of every row; training takes three times the operations of a forward pass, without
+recomputation. Responses have 256 tokens, training rows 1,024. One worker, one engine, no master.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import Loss, Outputs
 from realhf.models.engine.native import NativeEngine, build_engine
 
-SIZES = {  # Qwen2's shapes: layers, hidden, heads, of keys and values, head, width, vocabulary
+SIZES = {  # Qwen2: layers, hidden, heads, key/value heads, head size, intermediate, vocabulary
     "tiny": (4, 128, 4, 2, 32, 384, 512),
     "small": (8, 512, 8, 2, 64, 1536, 2048),
     "0.5b": (24, 896, 14, 2, 64, 4864, 151_936),
@@ -35,20 +35,20 @@ N_NEW, PROMPT_LENGTH, ROW = 256, 256, 1024
 
 
 def seconds_of(job: Callable[[], object], rounds: int, device: torch.device) -> float:
-    """Return the median of some rounds; the first is not counted."""
+    """Return the median over rounds, without the first."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    taken = []
+    times = []
     for _ in range(rounds + 1):
         wait()
         begin = time.perf_counter()
         job()
         wait()
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(taken[1:])
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
 
 
 def limits(device: torch.device, dtype: torch.dtype, rounds: int) -> tuple[float, float]:
-    """Return operations a second of a large product, and bytes a second that a copy reads and writes."""
+    """Return operations per second of a large product, and bytes per second that a copy reads and writes."""
     side, n_copied = (8192, 1 << 29) if device.type == "cuda" else (1536, 1 << 26)
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     source = torch.zeros(n_copied, dtype=torch.uint8, device=device)
@@ -64,7 +64,7 @@ def engine_of(config: ModelConfig, device: torch.device, bf16: bool, trained: bo
 
 
 def decode(config: ModelConfig, device: torch.device, bf16: bool, rows: int, rounds: int) -> tuple[float, int, int]:
-    """Return seconds of drawing for ``rows`` prompts, bytes that takes, and operations."""
+    """Return seconds, bytes read and operations of generation for ``rows`` prompts."""
     engine = engine_of(config, device, bf16, trained=False)
     tokens = torch.randint(config.vocab, (rows * PROMPT_LENGTH,), device=device)
     column = Column(tokens, (PROMPT_LENGTH,) * rows)
@@ -77,7 +77,7 @@ def decode(config: ModelConfig, device: torch.device, bf16: bool, rows: int, rou
 
 
 def train(config: ModelConfig, device: torch.device, bf16: bool, rows: int, rounds: int) -> tuple[float, int]:
-    """Return seconds of a training step on ``rows`` rows, and its operations."""
+    """Return seconds and operations of a training step on ``rows`` rows."""
     engine = engine_of(config, device, bf16, trained=True)
     tokens = torch.randint(config.vocab, (rows * ROW,), device=device)
     batch = SequenceBatch(tuple(RowId(i, 0) for i in range(rows)), {"tokens": Column(tokens, (ROW,) * rows)})
@@ -90,13 +90,12 @@ def train(config: ModelConfig, device: torch.device, bf16: bool, rows: int, roun
 
 
 def main() -> None:
-    """Print the limits, and a line for decoding with each number of rows and for training."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--size", choices=SIZES, default="0.5b")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256], help="answers decoded at a time")
-    parser.add_argument("--fp32", action="store_true", help="float32 weights (default on a CPU)")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256], help="responses decoded concurrently")
+    parser.add_argument("--fp32", action="store_true", help="float32 weights (always on CPU)")
     o = parser.parse_args()
     device, bf16 = torch.device(o.device), not o.fp32 and o.device != "cpu"
     layers, hidden, heads, kv, dim, width, vocab = SIZES[o.size]

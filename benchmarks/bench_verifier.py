@@ -1,7 +1,7 @@
-"""How often the judge of maths is right, and how fast it is: python benchmarks/bench_verifier.py [--processes 2]
+"""Accuracy and speed of the maths verifier: python benchmarks/bench_verifier.py [--processes 2]
 
-Accuracy over the labelled pairs of the tests, by kind where it is not perfect; seconds for 1,000 answers to GSM8K (or
-to sums, where the data are not beside the project), half of them right, with the start of the judges.
+Accuracy on the labelled pairs of the tests, with the kinds that have errors; seconds for 1,000 responses to GSM8K (sums
+if the data set is missing), half of them correct, including the start of the judges.
 """
 
 import argparse
@@ -18,16 +18,16 @@ from realhf.rewards.verdict import Status
 ROOT = Path(__file__).parents[1]
 PAIRS = ROOT / "tests/rewards/math/math_pairs.jsonl"
 GSM8K = ROOT / "../shared/data/gsm8k_train.jsonl"
-N_ANSWERS = 1000
+N_RESPONSES = 1000
 
 
 def solutions() -> list[str]:
     """Return worked solutions that end in ``#### N``."""
     if GSM8K.is_file():
         with GSM8K.open() as lines:
-            return [json.loads(line)["answer"] for line in islice(lines, N_ANSWERS)]
+            return [json.loads(line)["answer"] for line in islice(lines, N_RESPONSES)]
     numbers = random.Random(0)
-    pairs = [(numbers.randrange(1000), numbers.randrange(1000)) for _ in range(N_ANSWERS)]
+    pairs = [(numbers.randrange(1000), numbers.randrange(1000)) for _ in range(N_RESPONSES)]
     return [f"We add {a} and {b}, that is {a}+{b} = <<{a}+{b}={a + b}>>{a + b}.\n#### {a + b}" for a, b in pairs]
 
 
@@ -40,7 +40,7 @@ def accuracy(processes: int) -> None:
     kinds = Counter(pair["kind"] for pair in pairs)
     wrong = Counter(p["kind"] for p, v in zip(pairs, verdicts, strict=True) if v.score != p["right"])
     failed = sum(v.status is not Status.ok for v in verdicts)
-    print(f"{len(pairs)} labelled pairs: {1 - wrong.total() / len(pairs):.2%} judged as labelled, "
+    print(f"{len(pairs)} labelled pairs: {1 - wrong.total() / len(pairs):.2%} correct, "
           f"{failed} failed, {seconds:.2f} s")  # fmt: skip
     for kind, count in wrong.most_common():
         print(f"  {kind}: {count} of {kinds[kind]} wrong")
@@ -55,11 +55,12 @@ def speed(processes: int) -> None:
         ready = time.perf_counter()
         verdicts = pool.judge(items)
     seconds = time.perf_counter() - began
-    # a 0 after the last digit makes a right answer wrong, unless the answer is 0
+    # an appended 0 makes a correct answer wrong unless the answer is 0
     expected = [float(i % 2 == 0 or s.endswith("#### 0")) for i, s in enumerate(golds)]
     right = sum(v.score == e for v, e in zip(verdicts, expected, strict=True))
-    print(f"{len(items)} answers to {'GSM8K' if GSM8K.is_file() else 'sums'}: {seconds:.2f} s, {processes} processes, "
-          f"{ready - began:.2f} s of it their start; {right} judged rightly")  # fmt: skip
+    data_set = "GSM8K" if GSM8K.is_file() else "sums"
+    print(f"{len(items)} responses to {data_set}: {seconds:.2f} s, {processes} processes, "
+          f"{ready - began:.2f} s of it start-up; {right} scored correctly")  # fmt: skip
 
 
 if __name__ == "__main__":

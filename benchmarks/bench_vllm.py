@@ -1,9 +1,9 @@
-"""vLLM on this machine: tokens that the native engine draws in a second against its, and how long a push takes.
+"""vLLM against the native engine: tokens sampled per second, and the time of a weight push.
 
     make vllm; python benchmarks/bench_vllm.py [decode] [push] [--python .venv-vllm/bin/python] [--rounds N]
 
-``decode`` is that of bench_peer.py: 16 prompts with 8 answers of 32 tokens on average, both with log-probabilities,
-float32, two threads; vLLM without its compiler. ``push`` hands over 100 M parameters, against torch's copy of them.
+``decode`` is that of bench_peer.py: 16 prompts with 8 responses of 32 tokens on average, both with log-probabilities,
+float32, two threads; vLLM in eager mode. ``push`` sends 100 M parameters; the baseline is a torch copy.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from bench_peer import contest, in_turns, our_tokens, report
+from bench_peer import in_turns, model_pair, our_tokens, report
 
 from realhf.api.config import ModelSpec, VllmConfig
 from realhf.api.experiment import RoleSpec
@@ -44,16 +44,16 @@ def engine_in(folder: Path, python: str, pack: bool = True) -> ServedEngine:
 
 
 def decode(python: str, rounds: int) -> None:
-    """Print how many tokens are drawn in a second, in turns."""
-    for name in ("tiny", "small"):
+    """Print the tokens sampled per second; both engines run in turns."""
+    for size in ("tiny", "small"):
         with tempfile.TemporaryDirectory() as folder:
-            duel = contest(name, Path(folder) / "model", bf16=False, share_as="model")
-            engine = served(duel.ours, Serving(VllmConfig(python=python), Path(folder) / "v", Path(folder) / "v.log"))
+            pair = model_pair(size, Path(folder) / "model", bf16=False, share_as="model")
+            engine = served(pair.ours, Serving(VllmConfig(python=python), Path(folder) / "v", Path(folder) / "v.log"))
             assert engine.server is not None
-            sides = {"realhf": duel, "vLLM": replace(duel, ours=engine)}
-            rates = in_turns({who: partial(our_tokens, side) for who, side in sides.items()}, rounds)
+            engines = {"realhf": pair, "vLLM": replace(pair, ours=engine)}
+            rates = in_turns({name: partial(our_tokens, p) for name, p in engines.items()}, rounds)
             engine.server.close()
-        report(f"decode {name}", rates, "tokens/s")
+        report(f"decode {size}", rates, "tokens/s")
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def push(python: str, rounds: int, pack: bool) -> None:
-    """Print what a push takes, with vLLM's matrices as they are or in the order of its kernels."""
+    """Print the time of a push to plain weights or to weights packed for vLLM's kernels."""
     with tempfile.TemporaryDirectory() as folder:
         engine = engine_in(Path(folder), python, pack)
         assert engine.server is not None
@@ -87,7 +87,7 @@ def push(python: str, rounds: int, pack: bool) -> None:
                 engine.server.ask("load", pieces=bucket, version=number)
             pushes.append(time.perf_counter() - began)
         engine.server.close()
-    copy_s, push_s = (statistics.median(some[1:]) for some in (copies, pushes))
+    copy_s, push_s = (statistics.median(times[1:]) for times in (copies, pushes))
     kind = "packed" if pack else "plain"
     print(f"{len(data) / 1e6:.0f} M parameters, {kind}: push {push_s:.3f} s ({min(pushes):.3f}-{max(pushes[1:]):.3f}), "
           f"copy {copy_s:.3f} s: {push_s / copy_s:.1f} copies")  # fmt: skip

@@ -1,13 +1,12 @@
-"""Kills runs at random moments and resumes them: the end must be, byte for byte, that of a run left in peace.
+"""Kills runs at random times and resumes them: the results must equal those of an uninterrupted run byte for byte.
 
     python benchmarks/kill_and_resume.py [--kills N] [--seed N]
 
-SFT, PPO and GRPO with one and two workers. A blow is a SIGKILL of the master, of a worker or of everything, at a random
-moment or while a checkpoint is being written; a disk that is full from a random moment on, or takes no file beyond a
-size (a limit that every process of the run is given); or a SIGKILL, after which a shard of the last checkpoint loses
-its end. The disk that fills up is a small one of its own, in a mount namespace, which only root can make.
-What did not happen, because the run was over before, is no blow. Exits with 1 when anything differs: weights, last
-checkpoint, generations, or metrics but for those that a clock or the size of processes makes (``CLOCK``).
+SFT, PPO and GRPO with one and two workers. Faults: SIGKILL of the master, of a worker or of all processes, at a random
+time or while a checkpoint is written; a full disk; a limit on the file size of all processes; SIGKILL and a truncated
+shard of the last checkpoint. The disk that fills up is a tmpfs in a mount namespace, which requires root.
+A fault counts only if the run was still in progress. Exits with 1 on any difference in weights, the last checkpoint,
+generations, or metrics except those of time and process size (``NONDETERMINISTIC``).
 """
 
 import argparse
@@ -29,12 +28,12 @@ from pathlib import Path
 
 REALHF = [sys.executable, "-m", "realhf"]
 EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic.py"
-CLOCK = ("time/", "memory/", "tokens/per_s", "flops/model_per_s", "mfu/", "mbu/")
+NONDETERMINISTIC = ("time/", "memory/", "tokens/per_s", "flops/model_per_s", "mfu/", "mbu/")
 DISK_FULL = "disk full"
-BLOWS = ("master", "worker", "everything", "while writing", DISK_FULL, "truncated shard", "files limited")
-STEPS, PATIENCE_S = 8, 240.0
-SHORT = 20_000
-"""Bytes that a full disk still takes, and beyond which no limited file grows, at the most: less than a shard."""
+FAULTS = ("master", "worker", "everything", "while writing", DISK_FULL, "truncated shard", "files limited")
+STEPS, TIMEOUT_S = 8, 240.0
+MAX_FREE = 20_000
+"""Maximum of the free bytes on a full disk and of the file size limit: less than a shard."""
 DISK = "256m"
 OWN_NAMESPACE = ("unshare", "--mount", "--propagation", "private")
 
@@ -46,7 +45,7 @@ class Job:
     words: tuple[str, ...]
 
     def command(self, root: Path) -> list[str]:
-        """Return what starts the run in ``root``, or starts it over."""
+        """Return the command that starts or restarts the run in ``root``."""
         return [*REALHF, "quickstart", self.experiment, f"fileroot={root.parent.parent}", "overwrite=True",
                 f"experiment_name={root.parent.name}", f"trial_name={root.name}", "device=cpu",
                 f"n_gpus_per_node={self.workers}",
@@ -68,33 +67,33 @@ def jobs(task: Path) -> list[Job]:
     return [Job(name, workers, words) for name, words in kinds.items() for workers in (1, 2)]
 
 
-def remains(root: Path) -> dict[str, bytes]:
-    """Return all that must not depend on blows."""
+def outputs(root: Path) -> dict[str, bytes]:
+    """Return all results that must not depend on faults."""
     lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
-    kept = [json.dumps({k: v for k, v in line.items() if not k.startswith(CLOCK)}) for line in lines]
+    kept = [json.dumps({k: v for k, v in line.items() if not k.startswith(NONDETERMINISTIC)}) for line in lines]
     files = (*root.glob("models/*/*/model.safetensors"), *root.glob("generations/*.jsonl"),
              *root.glob(f"checkpoints/step_{STEPS}/*.safetensors"))  # fmt: skip
     return {"metrics.jsonl": "\n".join(kept).encode()} | {str(p.relative_to(root)): p.read_bytes() for p in files}
 
 
 def processes(root: Path) -> list[int]:
-    """Return the workers of a run."""
-    found = []
+    """Return the worker processes of a run."""
+    pids = []
     for entry in Path("/proc").iterdir():
         try:
             words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
         except OSError:
             continue
         if b"realhf.apps.worker" in words and str(root).encode() in words:
-            found.append(int(entry.name))
-    return found
+            pids.append(int(entry.name))
+    return pids
 
 
-def wait_for(what: str, is_so: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not is_so():
+def wait_for(event: str, condition: Callable[[], object]) -> None:
+    end = time.monotonic() + TIMEOUT_S
+    while not condition():
         if time.monotonic() > end:
-            raise TimeoutError(f"waited {PATIENCE_S:.0f} s for {what}")
+            raise TimeoutError(f"waited {TIMEOUT_S:.0f} s for {event}")
         time.sleep(0.002)
 
 
@@ -104,9 +103,9 @@ def whole_checkpoints(root: Path) -> list[Path]:
     ]
 
 
-def strike(command: list[str], root: Path, blow: str, chance: random.Random, seconds: float) -> bool:
-    """Start something and strike it at its moment; False where it was over before."""
-    moments: dict[str, Callable[[], object]] = {
+def run_with_fault(command: list[str], root: Path, fault: str, rng: random.Random, seconds: float) -> bool:
+    """Start a run and inject a fault; return False if the run ended before."""
+    triggers: dict[str, Callable[[], object]] = {
         "worker": lambda: processes(root),
         "while writing": lambda: any((root / "checkpoints").glob("*.unfinished/*")),
         DISK_FULL: lambda: (root / "metrics.jsonl").exists(),
@@ -114,108 +113,108 @@ def strike(command: list[str], root: Path, blow: str, chance: random.Random, sec
         "truncated shard": lambda: len(whole_checkpoints(root)) > 1,
     }
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    has_come = moments.get(blow, lambda: True)
-    longest = {"master": seconds, "everything": seconds, "worker": seconds / 2}.get(blow, 0.05)
+    is_triggered = triggers.get(fault, lambda: True)
+    max_delay = {"master": seconds, "everything": seconds, "worker": seconds / 2}.get(fault, 0.05)
     try:
-        wait_for(f"the moment of '{blow}'", lambda: process.poll() is not None or has_come())
-        end = time.monotonic() + chance.uniform(0, longest)
+        wait_for(f"the trigger of '{fault}'", lambda: process.poll() is not None or is_triggered())
+        end = time.monotonic() + rng.uniform(0, max_delay)
         while process.poll() is None and time.monotonic() < end:
             time.sleep(0.002)
-        return hit(process, root, blow, chance)
+        return inject(process, root, fault, rng)
     finally:
         process.kill()
-        process.wait(PATIENCE_S)
-        wait_for("workers to leave, whose launcher is gone", lambda: not processes(root))
+        process.wait(TIMEOUT_S)
+        wait_for("workers to end after their launcher", lambda: not processes(root))
 
 
-def hit(process: subprocess.Popen, root: Path, blow: str, chance: random.Random) -> bool:
+def inject(process: subprocess.Popen, root: Path, fault: str, rng: random.Random) -> bool:
     workers = processes(root)
-    if process.poll() is not None or (blow == "worker" and not workers):
+    if process.poll() is not None or (fault == "worker" and not workers):
         return False
-    if blow == DISK_FULL:
-        fill(ballast := root.parent / "ballast", chance.randint(0, SHORT))
-        code = process.wait(PATIENCE_S)
+    if fault == DISK_FULL:
+        fill(ballast := root.parent / "ballast", rng.randint(0, MAX_FREE))
+        code = process.wait(TIMEOUT_S)
         ballast.unlink()
         return code != 0
-    if blow == "files limited":
-        limit = chance.randint(0, SHORT)
+    if fault == "files limited":
+        limit = rng.randint(0, MAX_FREE)
         for pid in (process.pid, *workers):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, limit))
-        return process.wait(PATIENCE_S) != 0
-    if blow == "worker":
-        os.kill(chance.choice(workers), signal.SIGKILL)
-        return process.wait(PATIENCE_S) != 0
+        return process.wait(TIMEOUT_S) != 0
+    if fault == "worker":
+        os.kill(rng.choice(workers), signal.SIGKILL)
+        return process.wait(TIMEOUT_S) != 0
     process.kill()
-    for pid in workers if blow == "everything" else []:
+    for pid in workers if fault == "everything" else []:
         os.kill(pid, signal.SIGKILL)
-    if blow == "truncated shard":
-        process.wait(PATIENCE_S)
+    if fault == "truncated shard":
+        process.wait(TIMEOUT_S)
         last = root / "checkpoints" / (root / "checkpoints" / "latest").read_text()
-        shard = chance.choice(sorted(last.glob("*.safetensors")))
-        os.truncate(shard, chance.randrange(shard.stat().st_size))
+        shard = rng.choice(sorted(last.glob("*.safetensors")))
+        os.truncate(shard, rng.randrange(shard.stat().st_size))
     return True
 
 
 def fill(ballast: Path, left: int) -> None:
-    """Leave about so many bytes of a disk."""
+    """Write a file that leaves about ``left`` free bytes on the disk."""
     with ballast.open("wb") as file, contextlib.suppress(OSError):  # the run may have filled it meanwhile
         while (size := shutil.disk_usage(ballast.parent).free - left) > 0:
             os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, size)
 
 
-def can_go_on(root: Path) -> bool:
+def has_checkpoint(root: Path) -> bool:
     return (root / "checkpoints" / "latest").exists()
 
 
-def go_on(job: Job, root: Path) -> list[str]:
-    """Return the command that goes on: resume, or the launch again where nothing was saved yet."""
-    return [*REALHF, "resume", str(root)] if can_go_on(root) else job.command(root)
+def continuation(job: Job, root: Path) -> list[str]:
+    """Return the command that resumes the run, or restarts it if there is no checkpoint."""
+    return [*REALHF, "resume", str(root)] if has_checkpoint(root) else job.command(root)
 
 
 @dataclass
 class Tally:
-    """What was struck, how often a checkpoint was there to go on from, and what came out differently."""
+    """Injected faults, number of resumptions from a checkpoint, and runs with differences."""
 
-    blows: collections.Counter[str]
+    faults: collections.Counter[str]
     resumed: int
-    wrong: list[str]
+    failures: list[str]
 
 
-def torment(job: Job, folder: Path, blows: list[str], chance: random.Random, tally: Tally) -> None:
-    """Strike runs of a job, up to three times each, until every blow of the list has hit."""
-    straight = folder / job.experiment / f"straight-{job.workers}"
+def check_job(job: Job, folder: Path, faults: list[str], rng: random.Random, tally: Tally) -> None:
+    """Inject all faults into runs of a job, up to three per run, and compare the results."""
+    reference = folder / job.experiment / f"reference-{job.workers}"
     began = time.monotonic()
-    subprocess.run(job.command(straight), check=True, stdout=subprocess.DEVNULL, timeout=PATIENCE_S)
-    seconds, expected = time.monotonic() - began, remains(straight)
-    while blows:
-        root, struck = folder / job.experiment / f"struck-{job.workers}-{len(blows)}", list[str]()
-        for blow in blows[: chance.randint(1, 3)]:
-            tally.resumed += can_go_on(root)
-            if not strike(go_on(job, root), root, blow, chance, seconds):
-                break  # this run is over
-            struck.append(blow)
-        if not struck:
+    subprocess.run(job.command(reference), check=True, stdout=subprocess.DEVNULL, timeout=TIMEOUT_S)
+    seconds, expected = time.monotonic() - began, outputs(reference)
+    while faults:
+        root, injected = folder / job.experiment / f"faulty-{job.workers}-{len(faults)}", list[str]()
+        for fault in faults[: rng.randint(1, 3)]:
+            tally.resumed += has_checkpoint(root)
+            if not run_with_fault(continuation(job, root), root, fault, rng, seconds):
+                break  # the run has ended
+            injected.append(fault)
+        if not injected:
             shutil.rmtree(root)
             continue
-        blows = blows[len(struck) :]
-        tally.blows.update(struck)
-        tally.resumed += can_go_on(root)
-        done = subprocess.run(go_on(job, root), capture_output=True, text=True, timeout=PATIENCE_S)
+        faults = faults[len(injected) :]
+        tally.faults.update(injected)
+        tally.resumed += has_checkpoint(root)
+        done = subprocess.run(continuation(job, root), capture_output=True, text=True, timeout=TIMEOUT_S)
         problem = ""
         if done.returncode:
             problem = f"{done.stdout[-500:]}{done.stderr[-1000:]}"
-        elif (found := remains(root)) != expected:
-            names = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+        elif (actual := outputs(root)) != expected:
+            names = sorted(name for name in {*actual, *expected} if actual.get(name) != expected.get(name))
             problem = f"{', '.join(names)} differ"
-        line = f"{job.experiment:<9} x {job.workers}  {', '.join(struck):<45}"
-        print(line, problem or f"as if nothing had been ({len(expected)} files)", flush=True)
-        tally.wrong += [f"{line} {problem}"] if problem else []
+        line = f"{job.experiment:<9} x {job.workers}  {', '.join(injected):<45}"
+        print(line, problem or f"identical ({len(expected)} files)", flush=True)
+        tally.failures += [f"{line} {problem}"] if problem else []
         shutil.rmtree(root)
 
 
 @contextlib.contextmanager
 def disk(own: bool) -> Iterator[Path]:
-    """A folder for everything; on a small disk of its ``own`` it is gone with this process and its namespace."""
+    """Yield a temporary folder; with ``own``, on a tmpfs in this process's mount namespace."""
     with tempfile.TemporaryDirectory() as temporary:
         if own:
             subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", temporary], check=True)
@@ -230,26 +229,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--own-namespace", action="store_true", help="said by this program to itself: it may mount")
+    parser.add_argument("--own-namespace", action="store_true", help="internal: this process may mount")
     options = parser.parse_args()
     if not options.own_namespace and not subprocess.run([*OWN_NAMESPACE, "true"], stderr=subprocess.DEVNULL).returncode:
         os.execvp(OWN_NAMESPACE[0], [*OWN_NAMESPACE, sys.executable, *sys.argv, "--own-namespace"])
-    chance, tally = random.Random(options.seed), Tally(collections.Counter(), 0, [])
-    blows = [blow for blow in BLOWS if options.own_namespace or blow != DISK_FULL]
-    if DISK_FULL not in blows:
-        print("no disk is filled: this user may not mount one")
+    rng, tally = random.Random(options.seed), Tally(collections.Counter(), 0, [])
+    faults = [fault for fault in FAULTS if options.own_namespace or fault != DISK_FULL]
+    if DISK_FULL not in faults:
+        print(f"skipping '{DISK_FULL}': this user may not mount a tmpfs")
     with disk(options.own_namespace) as folder:
         size = ("--digits", "1", "--hidden", "32", "--layers", "2", "--sft-rows", "40", "--train-rows", "20",
                 "--valid-rows", "5")  # fmt: skip
         subprocess.run([sys.executable, str(EXAMPLE), str(folder / "task"), *size], check=True, capture_output=True)
         todo = jobs(folder / "task")
-        for i, job in enumerate(todo):  # every job begins with another blow, so that all meet all
+        for i, job in enumerate(todo):  # each job starts with another fault, so that all jobs get all faults
             turns = range(options.kills * i // len(todo), options.kills * (i + 1) // len(todo))
-            torment(job, folder, [blows[(turn + i) % len(blows)] for turn in turns], chance, tally)
-    kinds = ", ".join(f"{number} {blow}" for blow, number in sorted(tally.blows.items()))
-    print(f"{tally.blows.total()} blows ({kinds}); {tally.resumed} launches went on from a checkpoint; "
-          f"{len(tally.wrong)} runs came out differently (not compared: {', '.join(CLOCK)})")  # fmt: skip
-    raise SystemExit(1 if tally.wrong else 0)
+            check_job(job, folder, [faults[(turn + i) % len(faults)] for turn in turns], rng, tally)
+    kinds = ", ".join(f"{number} {fault}" for fault, number in sorted(tally.faults.items()))
+    print(f"{tally.faults.total()} faults ({kinds}); {tally.resumed} launches resumed from a checkpoint; "
+          f"{len(tally.failures)} runs with differences (not compared: {', '.join(NONDETERMINISTIC)})")  # fmt: skip
+    raise SystemExit(1 if tally.failures else 0)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""What one call costs the master, per worker, on clusters that nobody has to own: real master, simulated workers.
+"""Master time per call and worker for large clusters: the real master with simulated workers.
 
     python benchmarks/master_scale.py [--workers 1000,4000,16000] [--steps 4] [--profile]
 
-Runs PPO with its layouts (rollout and actor training on all workers, reward, reference and critic on halves) and one
-row per worker. Master, schedule, telemetry, encoding and seals are those of a run; messages pass through memory instead
-of a socket, and workers answer in random order. Their side (deciding what to answer, encoding it) is not counted. The
-seconds are the processor's, of the fastest step: others on the machine only make it slower.
-Exits with 1 where a call costs more than 20 us per worker at the largest size, or the process takes more than 2 GB.
+Runs PPO (rollout and actor training on all workers, reward, reference and critic on halves) with one row per worker.
+Master, schedule, telemetry, encoding and signatures are those of a run; messages pass through memory instead of a
+socket, and workers reply in random order. The time of simulated workers is not counted. Reports processor time of the
+fastest step. Exits with 1 if a call takes more than 20 us per worker at the largest size, or memory exceeds 2 GB.
 """
 
 import argparse
@@ -51,7 +50,7 @@ from realhf.system.transport.auth import Direction, Signer
 from realhf.system.transport.channel import Inbox, Outbox, encode
 
 LIMIT_US, LIMIT_GB = 20.0, 2.0
-GROUP = 4  # answers per prompt
+GROUP = 4  # responses per prompt
 KEY = bytes(32)
 LLAMA_7B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
@@ -94,31 +93,31 @@ def run_of(n: int, steps: int, folder: Path) -> RunSpec:
 
 @dataclass
 class Cluster:
-    """The workers, behind a channel that never leaves this process. ``outside`` is the time they took themselves."""
+    """Simulated workers behind an in-process channel. ``worker_seconds`` is the time of the simulation itself."""
 
     run: RunSpec
-    outside: float = 0.0
+    worker_seconds: float = 0.0
     calls_made: int = 0
-    asked: int = 0
-    heard: int = 0
+    n_requests: int = 0
+    n_events: int = 0
     calls: dict[tuple[int, int], PrepareCall] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         n = self.run.plan.n_workers
         self.inbox, self.outbox = Inbox(KEY, range(n)), Outbox(KEY)
-        self.seals = [Signer(KEY, Direction.to_master) for _ in range(n)]
-        self.chance = random.Random(0)
+        self.signers = [Signer(KEY, Direction.to_master) for _ in range(n)]
+        self.rng = random.Random(0)
         self.now = 0.0
         self.free_at = [0.0] * n
-        self.under_way: list[tuple[float, int, list[bytes]]] = []
+        self.pending: list[tuple[float, int, list[bytes]]] = []
         self.sent: list[tuple[int, ToWorker]] = []
         self.n_fetchers = len(self.run.fetch_ranks)
         self.meshes = {name: layout_ranks(program) for name, program in self.run.program.items()}
         self.heads = {name: {rank: d for d, rank in enumerate(placement.layout.dp_heads())}
                       for name, placement in self.run.plan.placements.items()}  # fmt: skip
         for rank in range(n):
-            self.answer(Hello(rank, 1, "here", 7), 1.0)
-        self.under_way.sort(reverse=True)
+            self.reply(Hello(rank, 1, "here", 7), 1.0)
+        self.pending.sort(reverse=True)
 
     def send(self, ranks: Collection[int], message: ToWorker) -> None:
         self.calls_made += isinstance(message, PrepareCall)
@@ -129,48 +128,48 @@ class Cluster:
         if self.sent:
             start = time.thread_time()
             for rank, sent in self.sent:
-                self.hear(rank, sent)
+                self.handle(rank, sent)
             self.sent.clear()
-            self.under_way.sort(reverse=True)  # the next at the end
-            self.outside += time.thread_time() - start
-        self.heard += 1
-        self.now, _, frames = self.under_way.pop()
+            self.pending.sort(reverse=True)
+            self.worker_seconds += time.thread_time() - start
+        self.n_events += 1
+        self.now, _, frames = self.pending.pop()
         opened = self.inbox.opened(frames)
         assert opened is not None
         return opened[1]
 
     def close(self) -> None: ...
 
-    def answer(self, message: ToMaster, seconds: float) -> None:
+    def reply(self, message: ToMaster, seconds: float) -> None:
         rank = message.rank
-        self.free_at[rank] = max(self.free_at[rank], self.now) + seconds * self.chance.uniform(0.9, 1.1)
+        self.free_at[rank] = max(self.free_at[rank], self.now) + seconds * self.rng.uniform(0.9, 1.1)
         payload = encode(message)
-        frames = [self.seals[rank].head((rank,), payload), payload]
-        self.under_way.append((self.free_at[rank], self.chance.getrandbits(62), frames))
+        frames = [self.signers[rank].head((rank,), payload), payload]
+        self.pending.append((self.free_at[rank], self.rng.getrandbits(62), frames))
 
-    def hear(self, rank: int, message: ToWorker) -> None:
+    def handle(self, rank: int, message: ToWorker) -> None:
         match message:
             case Start():
-                self.answer(Ready(rank, {"seconds": 1.0}), 10.0)
+                self.reply(Ready(rank, {"seconds": 1.0}), 10.0)
             case Fetch(request, _, start, stop):
                 at = self.heads["actor_gen"][rank]
                 first, last = (start + (stop - start) * k // self.n_fetchers for k in (at, at + 1))
                 ids = tuple(RowId(p, -1) for p in range(first, last))
                 self.done(request, rank, 0.1, "fetch", self.rows(ids, self.run.graph.dataset_keys))
             case PrepareCall(request):
-                self.asked += 1
+                self.n_requests += 1
                 if rank in self.meshes[message.mfc]:
                     self.calls[request, rank] = message
                 else:
                     self.done(request, rank, 0.1, f"{message.mfc}/Transfer")
             case ExecuteCall(request):
-                self.carry_out(request, rank, self.calls.pop((request, rank)))
+                self.execute(request, rank, self.calls.pop((request, rank)))
             case ReadRows(request):
-                self.answer(Done(request, rank, values={"rows": []}), 0.1)
+                self.reply(Done(request, rank, values={"rows": []}), 0.1)
             case Save(request):
-                self.answer(Done(request, rank), 10.0)
+                self.reply(Done(request, rank), 10.0)
 
-    def carry_out(self, request: int, rank: int, call: PrepareCall) -> None:
+    def execute(self, request: int, rank: int, call: PrepareCall) -> None:
         mfc, d = self.run.graph[call.mfc], self.heads[call.mfc].get(rank)
         outputs = None
         if d is not None and not mfc.is_train:
@@ -193,12 +192,12 @@ class Cluster:
         *spans: str,
     ) -> None:
         at = int(1.7e15 + self.now * 1e6)
-        told = [(name, at, int(seconds * 1e6)) for name in (span, *spans)]
-        trace, spent, memory = trace_lines(told, rank, 0), time_spent(told), (2 << 30, 1 << 30)
-        self.answer(Done(request, rank, outputs, stats or {}, None, {}, trace, *spent, memory), seconds)
+        activities = [(name, at, int(seconds * 1e6)) for name in (span, *spans)]
+        trace, spent, memory = trace_lines(activities, rank, 0), time_spent(activities), (2 << 30, 1 << 30)
+        self.reply(Done(request, rank, outputs, stats or {}, None, {}, trace, *spent, memory), seconds)
 
     def rows(self, ids: tuple[RowId, ...], keys: tuple[str, ...]) -> BatchMeta:
-        lengths = tuple(self.chance.randrange(200, 2000) for _ in ids)
+        lengths = tuple(self.rng.randrange(200, 2000) for _ in ids)
         scalars = {"rewards", "truncated"}
         return BatchMeta(ids, {
             key: ColumnMeta("float32", (1,) * len(ids) if key in scalars else lengths) for key in keys
@@ -206,7 +205,7 @@ class Cluster:
 
 
 class Stopwatch:
-    """A view that shows nothing and notes what the master took for every step, the first of which is start-up."""
+    """A progress view that records the master's time at every step; the first step includes start-up."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -216,10 +215,12 @@ class Stopwatch:
 
     def step(self, metrics: Metrics) -> None:
         cluster = self.cluster
-        self.laps.append((time.thread_time() - cluster.outside, cluster.calls_made, cluster.asked, cluster.heard))
+        self.laps.append(
+            (time.thread_time() - cluster.worker_seconds, cluster.calls_made, cluster.n_requests, cluster.n_events)
+        )
 
     def steps(self) -> list[tuple[float, int, int, int]]:
-        """Return seconds, calls, workers that were asked to take part in them, and events, of steps but the first."""
+        """Return seconds, calls, requests to workers and events of all steps but the first."""
         return [tuple(b - a for a, b in zip(*laps, strict=True)) for laps in pairwise(self.laps)]  # type: ignore[misc]
 
     def evaluated(self, step: int, metrics: Metrics) -> None: ...
@@ -228,7 +229,7 @@ class Stopwatch:
 
 
 def measure(n: int, steps: int, profile: bool) -> tuple[float, float]:
-    """Print a line for ``n`` workers; return microseconds per worker and call, and gigabytes."""
+    """Print a line for ``n`` workers; return microseconds per request, and gigabytes."""
     with tempfile.TemporaryDirectory() as scratch:
         run = run_of(n, steps, Path(scratch))
         cluster = Cluster(run)
@@ -244,10 +245,10 @@ def measure(n: int, steps: int, profile: bool) -> tuple[float, float]:
             profiler.print_stats("tottime")
         telemetry.close()
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    seconds, calls, asked, heard = min(view.steps())
-    print(f"{n:>8} {asked:>9} {seconds:>9.2f} {seconds / calls * 1e3:>9.1f} {seconds / asked * 1e6:>18.1f} "
-          f"{heard / seconds:>11.0f} {memory:>7.2f}", flush=True)  # fmt: skip
-    return seconds / asked * 1e6, memory
+    seconds, calls, requests, events = min(view.steps())
+    print(f"{n:>8} {requests:>9} {seconds:>9.2f} {seconds / calls * 1e3:>9.1f} {seconds / requests * 1e6:>18.1f} "
+          f"{events / seconds:>11.0f} {memory:>7.2f}", flush=True)  # fmt: skip
+    return seconds / requests * 1e6, memory
 
 
 def main() -> None:
@@ -257,7 +258,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     relax_gc()
-    print(f"{'workers':>8} {'asked':>9} {'s':>9} {'ms/call':>9} {'us/worker and call':>18} {'events/s':>11} {'GB':>7}")
+    print(f"{'workers':>8} {'requests':>9} {'s':>9} {'ms/call':>9} {'us/request':>18} {'events/s':>11} {'GB':>7}")
     for size in options.workers.split(","):
         each, memory = measure(int(size), options.steps, options.profile)
     sys.exit(each > LIMIT_US or memory > LIMIT_GB)

@@ -1,8 +1,8 @@
-"""Peak memory of a worker against what it must hold, and its growth over many steps.
+"""Peak memory of a worker against its expected memory, and its growth over many steps.
 
     python benchmarks/memory.py [--steps 200] [--dir DIR]
 
-Runs SFT of a 25 M parameter model and PPO of a tiny one through the real processes. The allowance is weights +
+Runs SFT of a 25 M parameter model and PPO of a tiny one through the command line. The allowance is weights +
 gradients + optimizer + the activations of the largest micro-batch (measured through autograd's saved tensors) +
 300 MB for the interpreter and its libraries.
 """
@@ -41,7 +41,7 @@ def metrics(path: Path) -> list[dict[str, float]]:
 
 
 def activation_bytes(engine: NativeEngine, lengths: list[int]) -> int:
-    """Bytes that autograd keeps for one micro-batch, weights not counted; storages counted once."""
+    """Return the bytes that autograd saves for a micro-batch, without weights; each storage counts once."""
     seen: dict[int, int] = {}
     weights = engine.params.data.untyped_storage().data_ptr()
 
@@ -59,7 +59,7 @@ def activation_bytes(engine: NativeEngine, lengths: list[int]) -> int:
 
 
 def allowance(folder: Path) -> dict[str, float]:
-    """Megabytes that an SFT worker may take, with the activations of its largest micro-batch in the first steps."""
+    """Return the expected megabytes of an SFT worker, with the activations of its largest micro-batch."""
     layout = Layout(DeviceMesh((0,)), ParallelStrategy())
     role = RoleSpec(ModelSpec(init_from_scratch=True, config=str(folder / "model")))
     model = read_hf_config(folder / "model", scalar_head=False)
@@ -70,12 +70,12 @@ def allowance(folder: Path) -> dict[str, float]:
     parts = micro_batches(batch.ids, lengths, MicroBatching(1, BUDGET))
     activations = max(activation_bytes(engine, [lengths[i] for i in part]) for part in parts) / 1e6
     megabytes = engine.params.data.numel() * 4 / 1e6
-    held = {"weights": megabytes, "gradients": megabytes, "optimizer": 2 * megabytes}
-    return {**held, "activations": activations, "libraries": LIBRARIES_MB}
+    static = {"weights": megabytes, "gradients": megabytes, "optimizer": 2 * megabytes}
+    return {**static, "activations": activations, "libraries": LIBRARIES_MB}
 
 
 def sft_peak(folder: Path, steps: int) -> None:
-    """Print a worker's peak in SFT beside the allowance."""
+    """Print the peak memory of an SFT worker and its allowance."""
     model = folder / "model"
     size = ["--hidden", "512", "--layers", "8"]
     subprocess.run([sys.executable, ROOT / "examples/arithmetic.py", folder, *size], check=True)
@@ -90,7 +90,7 @@ def sft_peak(folder: Path, steps: int) -> None:
 
 
 def ppo_growth(folder: Path, steps: int) -> None:
-    """Print how a worker's resident memory moves over many PPO steps."""
+    """Print the growth of a worker's resident memory over many PPO steps."""
     subprocess.run(
         [sys.executable, ROOT / "examples/arithmetic.py", folder, "--hidden", "64", "--layers", "2"], check=True
     )

@@ -1,9 +1,9 @@
-"""A trainer of TRL, as bench_trl.py asks for it.
+"""Runs a TRL trainer for bench_trl.py.
 
     PYTHON benchmarks/peer_trl.py SUBJECT FOLDER STEPS THREADS ROWS [by_length]
 
-FOLDER holds model/ (with its tokenizer), reward/, prompts.jsonl, rows.jsonl and pairs.jsonl. ROWS are those of a pass.
-Prints the median of the seconds of a step, the first of which is not counted. Runs in an environment of TRL's own.
+FOLDER contains model/ (with its tokenizer), reward/, prompts.jsonl, rows.jsonl and pairs.jsonl; ROWS is the number of
+rows per pass. Prints the median seconds per step, without the first. Runs in a separate environment with TRL.
 """
 
 import json
@@ -19,15 +19,15 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-N_PROMPTS, N_ANSWERS, N_NEW = 16, 8, 64
-ALIKE = {
+N_PROMPTS, N_RESPONSES, N_NEW = 16, 8, 64
+COMMON = {
     "learning_rate": 1e-6, "use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no", "seed": 1,
     "logging_strategy": "no", "gradient_checkpointing": False, "disable_tqdm": True,
 }  # fmt: skip
 
 
 class Stopwatch(TrainerCallback):
-    """Notes how long every step took, from the end of one to the end of the next."""
+    """Records step times, from the end of one step to the end of the next."""
 
     def __init__(self) -> None:
         self.steps: list[float] = []
@@ -56,9 +56,9 @@ def grpo(folder: Path, steps: int, rows: int, tokenizer: Any, watch: Stopwatch) 
     from trl import GRPOConfig, GRPOTrainer
 
     config = GRPOConfig(
-        output_dir=str(folder / "trl"), per_device_train_batch_size=rows, num_generations=N_ANSWERS, max_steps=steps,
-        gradient_accumulation_steps=N_PROMPTS * N_ANSWERS // rows, max_completion_length=N_NEW, temperature=1.0,
-        top_p=1.0, top_k=0, beta=0.0, **ALIKE,
+        output_dir=str(folder / "trl"), per_device_train_batch_size=rows, num_generations=N_RESPONSES, max_steps=steps,
+        gradient_accumulation_steps=N_PROMPTS * N_RESPONSES // rows, max_completion_length=N_NEW, temperature=1.0,
+        top_p=1.0, top_k=0, beta=0.0, **COMMON,
     )  # fmt: skip
     data = Dataset.from_list([{"prompt": line["prompt"]} for line in read(folder / "prompts.jsonl")])
     return GRPOTrainer(model=language_model(folder), processing_class=tokenizer, reward_funcs=share_of_low_words,
@@ -68,14 +68,14 @@ def grpo(folder: Path, steps: int, rows: int, tokenizer: Any, watch: Stopwatch) 
 def ppo(folder: Path, steps: int, rows: int, tokenizer: Any, watch: Stopwatch) -> Any:
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
-    batch = N_PROMPTS * N_ANSWERS
+    batch = N_PROMPTS * N_RESPONSES
     config = PPOConfig(
         output_dir=str(folder / "trl"), per_device_train_batch_size=rows, gradient_accumulation_steps=batch // rows,
         total_episodes=steps * batch, num_ppo_epochs=1, num_mini_batches=1, local_rollout_forward_batch_size=rows,
-        response_length=N_NEW, stop_token="eos", temperature=1.0, num_sample_generations=0, **ALIKE,
+        response_length=N_NEW, stop_token="eos", temperature=1.0, num_sample_generations=0, **COMMON,
     )  # fmt: skip
     texts = [line["prompt"] for line in read(folder / "prompts.jsonl")[: steps * N_PROMPTS]]
-    data = Dataset.from_list([{"input_ids": tokenizer(t)["input_ids"]} for t in texts for _ in range(N_ANSWERS)])
+    data = Dataset.from_list([{"input_ids": tokenizer(t)["input_ids"]} for t in texts for _ in range(N_RESPONSES)])
     scorers = [AutoModelForSequenceClassification.from_pretrained(folder / "reward", num_labels=1) for _ in range(2)]
     return PPOTrainer(args=config, processing_class=tokenizer, model=language_model(folder), train_dataset=data,
                       ref_model=language_model(folder), reward_model=scorers[0], value_model=scorers[1],
@@ -86,8 +86,8 @@ def sft(folder: Path, steps: int, rows: int, tokenizer: Any, watch: Stopwatch, *
     from trl import SFTConfig, SFTTrainer
 
     config = SFTConfig(
-        output_dir=str(folder / "trl"), per_device_train_batch_size=rows, max_steps=steps, **ALIKE,
-        gradient_accumulation_steps=N_PROMPTS * N_ANSWERS // rows, max_length=512,
+        output_dir=str(folder / "trl"), per_device_train_batch_size=rows, max_steps=steps, **COMMON,
+        gradient_accumulation_steps=N_PROMPTS * N_RESPONSES // rows, max_length=512,
         train_sampling_strategy="group_by_length" if by_length else "random",
     )  # fmt: skip
     data = [{"prompt": row["prompt"], "completion": row["answer"]} for row in read(folder / "rows.jsonl")]
@@ -115,7 +115,7 @@ def dpo(folder: Path, steps: int, rows: int, tokenizer: Any, watch: Stopwatch) -
 def of_pairs(folder: Path, steps: int, rows: int) -> dict[str, Any]:
     return {
         "output_dir": str(folder / "trl"), "per_device_train_batch_size": rows // 2, "max_steps": steps,
-        "gradient_accumulation_steps": N_PROMPTS * N_ANSWERS // rows, "max_length": 512, **ALIKE,
+        "gradient_accumulation_steps": N_PROMPTS * N_RESPONSES // rows, "max_length": 512, **COMMON,
     }  # fmt: skip
 
 

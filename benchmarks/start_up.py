@@ -1,4 +1,4 @@
-"""How long the command line takes to answer: ``realhf --help``, ``realhf quickstart ppo --help``, a bare interpreter.
+"""Times the start-up of the command line: ``realhf --help``, ``realhf quickstart ppo --help``, a bare interpreter.
 
 python benchmarks/start_up.py [--runs 7]
 """
