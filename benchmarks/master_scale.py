@@ -46,7 +46,8 @@ from realhf.plan.compile.program import meshes_of
 from realhf.plan.run_spec import RunSpec
 from realhf.system.master import Master, relax_gc
 from realhf.system.metrics.telemetry import Metrics, Telemetry
-from realhf.system.metrics.trace import time_spent, trace_lines
+from realhf.system.metrics.trace import trace_lines
+from realhf.system.metrics.worker_metrics import microseconds
 from realhf.system.transport.auth import Direction, Signer
 from realhf.system.transport.channel import Inbox, Outbox, encode
 
@@ -122,7 +123,7 @@ class Cluster:
 
     def send(self, ranks: Collection[int], message: ToWorker) -> None:
         self.calls_made += isinstance(message, PrepareCall)
-        self.outbox.sealed(ranks, message)
+        self.outbox.pack(ranks, message)
         self.sent += [(rank, message) for rank in ranks]
 
     def receive(self, timeout_s: float) -> ToMaster | None:
@@ -135,7 +136,7 @@ class Cluster:
             self.outside += time.thread_time() - start
         self.heard += 1
         self.now, _, frames = self.under_way.pop()
-        opened = self.inbox.opened(frames)
+        opened = self.inbox.unpack(frames)
         assert opened is not None
         return opened[1]
 
@@ -145,7 +146,7 @@ class Cluster:
         rank = message.rank
         self.free_at[rank] = max(self.free_at[rank], self.now) + seconds * self.chance.uniform(0.9, 1.1)
         payload = encode(message)
-        frames = [self.seals[rank].head((rank,), payload), payload]
+        frames = [self.seals[rank].sign((rank,), payload), payload]
         self.under_way.append((self.free_at[rank], self.chance.getrandbits(62), frames))
 
     def hear(self, rank: int, message: ToWorker) -> None:
@@ -193,9 +194,12 @@ class Cluster:
         *spans: str,
     ) -> None:
         at = int(1.7e15 + self.now * 1e6)
-        told = [(name, at, int(seconds * 1e6)) for name in (span, *spans)]
-        trace, spent, memory = trace_lines(told, rank, 0), time_spent(told), (2 << 30, 1 << 30)
-        self.answer(Done(request, rank, outputs, stats or {}, None, {}, trace, *spent, memory), seconds)
+        timed = [(name, at, int(seconds * 1e6)) for name in (span, *spans)]
+        metrics = {"time/move_s": microseconds(timed, "Transfer", "Reallocate"), "memory/worker_peak_gb": 2 << 30,
+                   "memory/worker_gb": 1 << 30}  # fmt: skip
+        metrics |= {"time/{mfc}_s": spent} if (spent := microseconds(timed, "Compute")) else {}
+        trace = trace_lines(timed, rank, 0)
+        self.answer(Done(request, rank, outputs, stats or {}, None, {}, trace, metrics), seconds)
 
     def rows(self, ids: tuple[RowId, ...], keys: tuple[str, ...]) -> BatchMeta:
         lengths = tuple(self.chance.randrange(200, 2000) for _ in ids)

@@ -151,10 +151,7 @@ class Ready(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """A request is done. ``trace``, and microseconds ``moved`` and ``computed``, say how the time went.
-
-    ``memory`` is (peak, present) resident bytes.
-    """
+    """A request is complete. ``metrics`` are worker metrics by name; ``trace`` holds the spans of the worker."""
 
     request: int
     rank: int
@@ -163,9 +160,7 @@ class Done(Message, frozen=True):
     state: State | None = None
     values: dict[str, Any] = {}
     trace: bytes = b""
-    moved: int = 0
-    computed: int = 0
-    memory: tuple[int, int] = (0, 0)
+    metrics: dict[str, int] = {}
 
     @property
     def is_bare(self) -> bool:

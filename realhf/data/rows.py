@@ -117,12 +117,13 @@ def prompt_row(raw: dict, line: int, template: str) -> dict:
 
 
 def answer_row(raw: dict, line: int, template: str) -> dict:
-    """A row of generations/ is one too: it names its prompt as the data file did, and holds that row's fields."""
+    """Return a row of the data set, or one of generations/: a ``response`` and the ``fields`` of the data set's row."""
     asked = raw["fields"] if isinstance(raw.get("fields"), dict) else raw
-    others = {key: value for key, value in {**asked, **raw}.items() if key not in ("fields", "messages")}
-    if "answer" not in raw:
-        raise missing(raw, "answer")
-    answer = check_text("'answer'", raw["answer"], may_be_empty=True)
+    key = "response" if "fields" in raw else "answer"
+    others = {name: value for name, value in {**asked, **raw}.items() if name not in ("fields", "messages", "response")}
+    if key not in raw:
+        raise missing(raw, key)
+    answer = check_text(f"'{key}'", raw[key], may_be_empty=True)
     return {**others, "prompt": prompt_of(asked, template, "prompt", "messages"), "answer": answer}
 
 
