@@ -45,7 +45,8 @@ from realhf.plan.compile.program import layout_ranks
 from realhf.plan.run_spec import RunSpec
 from realhf.system.master import Master, relax_gc
 from realhf.system.metrics.telemetry import Metrics, Telemetry
-from realhf.system.metrics.trace import time_spent, trace_lines
+from realhf.system.metrics.trace import trace_lines
+from realhf.system.metrics.worker_metrics import microseconds
 from realhf.system.transport.auth import Direction, Signer
 from realhf.system.transport.channel import Inbox, Outbox, encode
 
@@ -121,7 +122,7 @@ class Cluster:
 
     def send(self, ranks: Collection[int], message: ToWorker) -> None:
         self.calls_made += isinstance(message, PrepareCall)
-        self.outbox.sealed(ranks, message)
+        self.outbox.pack(ranks, message)
         self.sent += [(rank, message) for rank in ranks]
 
     def receive(self, timeout_s: float) -> ToMaster | None:

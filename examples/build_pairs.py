@@ -43,7 +43,7 @@ def main() -> None:
             right = [row["rewards"] > args.threshold for row in rows]
             pairs = build_pairs(right, args.max_pairs, stable_seed("pairs", args.seed, question))
             if pairs:
-                good, bad = ([rows[pair[side]]["answer"] for pair in pairs] for side in (0, 1))
+                good, bad = ([rows[pair[side]]["response"] for pair in pairs] for side in (0, 1))
                 row = {"prompt": rows[0]["prompt"], "pos_answers": good, "neg_answers": bad}
                 out.write(json.dumps(row, ensure_ascii=False) + "\n")
                 n_pairs, n_written = n_pairs + len(pairs), n_written + 1

@@ -159,9 +159,7 @@ class Done(Message, frozen=True):
     state: State | None = None
     values: dict[str, Any] = {}
     trace: bytes = b""
-    moved: int = 0
-    computed: int = 0
-    memory: tuple[int, int] = (0, 0)
+    metrics: dict[str, int] = {}
 
     @property
     def is_empty(self) -> bool:

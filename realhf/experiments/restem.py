@@ -84,7 +84,8 @@ class RestEMExperiment(MultiStageExperiment):
                 raise RunFailed(f"round {number}: none of {len(answers)} answers has a reward of {self.threshold:g} "
                                 "or more; draw more of them (sampling.n), or start from a better model")  # fmt: skip
             data = root / f"round{number}-kept.jsonl"
-            data.write_text("".join(json.dumps({k: row[k] for k in ("prompt", "answer")}) + "\n" for row in kept))
+            rows = ({"prompt": row["prompt"], "answer": row["response"]} for row in kept)
+            data.write_text("".join(json.dumps(row) + "\n" for row in rows))
             yield self.fit(f"round{number}-fit", data, len(kept))
             policy = str(newest_model(root / f"round{number}-fit"))
             where = replace(self.dataset, path=self.valid_path or self.dataset.path)

@@ -1,4 +1,4 @@
-"""Floor 7: start, poll and stop the processes of a run. One file per way of launching."""
+"""Launchers, which start, poll and stop the processes of a run. One file per mode."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -11,31 +11,31 @@ from realhf.plan.run_spec import RunSpec
 
 
 class Launcher(Protocol):
-    """The workers of one launch. Their ranks are laid out by machine: the first ``n_gpus_per_node`` on the first."""
+    """The workers of one launch. The first ``n_gpus_per_node`` ranks are on the first node, and so on."""
 
     def prepare(self) -> str:
-        """Return where the master is to listen, ``tcp://HOST:*``; empty for a private socket of this machine."""
+        """Return the address for the master to bind, ``tcp://HOST:*``; empty for a private socket."""
 
     def start(self, address: str) -> None:
-        """Start all workers; they report to the master at ``address``."""
+        """Start all workers, which connect to the master at ``address``."""
 
     def dead(self) -> dict[int, str]:
-        """Return the workers that ended, with the words for how. Does not wait."""
+        """Return the workers that have ended, and how; do not wait."""
 
     def n_nodes(self) -> int:
-        """Return how many nodes there are to launch on now, at the most as many as the run has."""
+        """Return the number of available nodes, at most that of the run."""
 
     def state(self, rank: int) -> str:
-        """Return what the operating system says of a worker's process, such as ``T (stopped)``; empty if nothing."""
+        """Return the state of a worker's process, such as ``T (stopped)``; empty if unknown."""
 
     def dump_stacks(self) -> None:
-        """Have every worker write the stacks of its threads to its log; those that are stopped go on for it."""
+        """Make every worker write its thread stacks to its log. Stopped processes are continued."""
 
     def wait(self, timeout_s: float) -> dict[int, str]:
-        """Wait for all workers to leave by themselves; return those that did not do so cleanly, and how it went."""
+        """Wait for all workers to exit; return those that failed or still run, and how."""
 
     def stop(self) -> None:
-        """End every worker and whatever it started; first with a request, then without."""
+        """Terminate all workers and their child processes, then kill the remaining ones."""
 
 
 LAUNCHERS: dict[Mode, Callable[[RunSpec], Launcher]] = {
@@ -45,11 +45,11 @@ LAUNCHERS: dict[Mode, Callable[[RunSpec], Launcher]] = {
     Mode.slurm: lambda run: slurm.SlurmLauncher(run.paths, run.config, run.device),
     Mode.ray: lambda run: ray.RayLauncher(run.paths, run.config, run.device),
 }
-"""Every mode that has worker processes."""
+"""The modes with worker processes."""
 
 
 def launch_problems(config: ExperimentConfig) -> list[str]:
-    """Say why a run cannot have its mode."""
+    """Return the problems with the options of a launch."""
     problems = local.problems(config) + elastic_problems(config)
     if config.mode is Mode.inline and config.n_nodes * config.n_gpus_per_node != 1:
         problems.append("mode=inline runs one worker in this process; set n_nodes=1 n_gpus_per_node=1")
@@ -66,12 +66,12 @@ def launch_problems(config: ExperimentConfig) -> list[str]:
 
 
 def missing(config: ExperimentConfig) -> list[str]:
-    """Say what a launch needs and this machine lacks."""
+    """Return the programs and packages that a launch lacks on this machine."""
     if config.mode is Mode.slurm:
         return slurm.missing()
     return ray.missing() if config.mode is Mode.ray else []
 
 
 def launches_elsewhere(config: ExperimentConfig) -> bool:
-    """Tell whether workers run on machines that this one may be unlike."""
+    """Return True if workers run on machines other than this one."""
     return config.mode is Mode.slurm or (config.mode is Mode.ray and config.ray.address != "")

@@ -1,7 +1,6 @@
-"""How a worker is started, whoever starts it: its command line, its environment, the words for its end.
+"""Command line, environment and exit status of a worker, for all launchers.
 
-A worker's standard input is a pipe that only its launcher holds: when the launcher goes, however it goes, the worker
-reads its end and leaves.
+A worker's standard input is a pipe from its launcher: the worker exits at its end, however the launcher ends.
 """
 
 import os
@@ -13,12 +12,12 @@ from realhf.base.paths import RunDir
 
 
 def worker_command(paths: RunDir, rank: int | str, address: str, python: str = "") -> list[str]:
-    """Return the command of a worker; ``rank`` may be the name of an environment variable that holds it."""
+    """Return the command of a worker; ``rank`` may be the name of an environment variable."""
     return [python or sys.executable, "-m", "realhf.apps.worker", str(paths.root.resolve()), str(rank), address]
 
 
 def shared_environment(threads: int) -> dict[str, str]:
-    """Return what is added to the environment of workers that share the cores of a machine."""
+    """Return environment variables of workers that share a machine."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",  # idle OpenMP threads must not spin
@@ -28,18 +27,13 @@ def shared_environment(threads: int) -> dict[str, str]:
 
 
 def python_path() -> str:
-    """Return a search path on which this package is found."""
     package_root = str(Path(__file__).resolve().parents[2])
     return os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH", "")]))
 
 
-def how_it_ended(code: int) -> str:
-    """Put the exit code of a process into words; that of a signal is negative."""
-    return f"was ended by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+def describe_exit(code: int) -> str:
+    """Return the exit status of a process as text; negative codes are signals."""
+    if code >= 0:
+        return f"exited with code {code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"was ended by {names.get(-code, f'signal {-code}')}"

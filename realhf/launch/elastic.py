@@ -1,6 +1,6 @@
-"""What a run may go on with when workers are lost for good. Only decides: nothing is asked, nothing is started.
+"""Decides how a run restarts after the loss of nodes or devices.
 
-A node is lost when whoever keeps it says so (SLURM, Ray); a device of this machine when its worker keeps dying.
+SLURM and Ray report lost nodes; a local device is lost when its worker fails repeatedly.
 """
 
 from collections.abc import Collection, Mapping
@@ -12,9 +12,9 @@ from realhf.plan.compile.allocate import PLANNED
 
 @dataclass(frozen=True)
 class ElasticRestart:
-    """How a run can go on, with ``workers``: options to set, as they are typed, and what was lost, in words.
+    """A restart on ``workers`` workers: option overrides, and a description of the loss.
 
-    ``refusal`` says why a run may not set them by itself; it may where that is empty.
+    ``refusal`` is the reason why the run may not restart automatically; empty if it may.
     """
 
     overrides: tuple[str, ...]
@@ -26,53 +26,53 @@ class ElasticRestart:
 def plan_restart(
     config: ExperimentConfig, placements: Mapping[str, MFCConfig], device: str, n_nodes: int, gone: Collection[int]
 ) -> ElasticRestart | None:
-    """Return how to go on with ``n_nodes`` nodes and without the devices of the workers ``gone``.
+    """Return the restart on ``n_nodes`` nodes without the devices of the workers ``gone``, or None if none is left.
 
-    None where nothing is left. ``placements`` are the options of the calls, for ``allocation_mode=manual``.
+    ``placements`` are the options of the calls, for ``allocation_mode=manual``.
     """
     per_node = config.n_gpus_per_node - len(gone)
     if n_nodes < 1 or per_node < 1:
         return None
     if n_nodes == config.n_nodes and not gone:
         return ElasticRestart((), config.n_nodes * per_node)
-    words = [f"n_nodes={n_nodes}"] if n_nodes != config.n_nodes else []
-    words += [f"n_gpus_per_node={per_node}"] if gone else []
+    overrides = [f"n_nodes={n_nodes}"] if n_nodes != config.n_nodes else []
+    overrides += [f"n_gpus_per_node={per_node}"] if gone else []
     if gone and device == "cuda":
         devices = config.devices or range(config.n_gpus_per_node)
-        words.append(f"devices=[{','.join(str(d) for rank, d in enumerate(devices) if rank not in gone)}]")
+        overrides.append(f"devices=[{','.join(str(d) for rank, d in enumerate(devices) if rank not in gone)}]")
     workers, mode = n_nodes * per_node, config.allocation_mode
     lost = [f"{config.n_nodes - n_nodes} of {config.n_nodes} nodes"] if n_nodes != config.n_nodes else []
     lost += [f"the device of worker {', '.join(map(str, sorted(gone)))}"] if gone else []
     if mode in PLANNED:
-        return ElasticRestart(tuple(words), workers, " and ".join(lost))
-    words.append(f"allocation_mode={config.recover_allocation or 'heuristic'}")
-    words += unplaced(placements) if mode == "manual" else []
+        return ElasticRestart(tuple(overrides), workers, " and ".join(lost))
+    overrides.append(f"allocation_mode={config.recover_allocation or 'heuristic'}")
+    overrides += placement_resets(placements) if mode == "manual" else []
     refusal = f"allocation_mode={mode} is for {config.n_nodes * config.n_gpus_per_node} workers, {workers} are left"
-    return ElasticRestart(tuple(words), workers, " and ".join(lost), "" if config.recover_allocation else refusal)
+    return ElasticRestart(tuple(overrides), workers, " and ".join(lost), "" if config.recover_allocation else refusal)
 
 
-def unplaced(placements: Mapping[str, MFCConfig]) -> list[str]:
-    """Return the words that take back what ``allocation_mode=manual`` had calls run on."""
-    words = []
+def placement_resets(placements: Mapping[str, MFCConfig]) -> list[str]:
+    """Return the overrides that reset the placements of ``allocation_mode=manual``."""
+    overrides = []
     for name, option in placements.items():
-        words += [f"{name}.device_mesh=null"] if option.device_mesh is not None else []
-        usual, given = vars(ParallelConfig()), vars(option.parallel)
-        words += [f"{name}.parallel.{field}={usual[field]}" for field in usual if given[field] != usual[field]]
-    return words
+        overrides += [f"{name}.device_mesh=null"] if option.device_mesh is not None else []
+        default, given = vars(ParallelConfig()), vars(option.parallel)
+        overrides += [f"{name}.parallel.{key}={value}" for key, value in default.items() if given[key] != value]
+    return overrides
 
 
 def failed_permanently(config: ExperimentConfig, deaths: Mapping[int, int]) -> list[int]:
-    """Return the workers that died so often that their devices count as lost."""
+    """Return the workers that died ``max_device_failures`` times; their devices count as lost."""
     if config.mode is not Mode.local:
         return []
     return sorted(rank for rank, times in deaths.items() if times >= config.max_device_failures)
 
 
 def elastic_problems(config: ExperimentConfig) -> list[str]:
-    found = []
+    problems = []
     if config.max_device_failures < 1:
-        found.append(f"max_device_failures must be positive, got {config.max_device_failures}")
+        problems.append(f"max_device_failures must be positive, got {config.max_device_failures}")
     if config.recover_allocation and config.recover_allocation not in PLANNED:
-        found.append(f"recover_allocation={config.recover_allocation}: nobody knows beforehand how many workers will "
-                     f"be left; use {', '.join(PLANNED)}")  # fmt: skip
-    return found
+        problems.append(f"recover_allocation={config.recover_allocation}: the number of remaining workers is unknown "
+                        f"in advance; use {', '.join(PLANNED)}")  # fmt: skip
+    return problems

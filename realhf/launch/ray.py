@@ -1,6 +1,6 @@
-"""Workers on a Ray cluster: a node's share is one bundle of a placement group, every worker has an actor that keeps it.
+"""Workers on a Ray cluster: every node has a bundle of a placement group, every worker an actor that runs its process.
 
-Ray is an extra, and loaded only by a launch. Only the actor's class and plain words travel through it.
+Ray is an optional dependency, imported at launch. Only the actor class and plain values pass through it.
 """
 
 import importlib.util
@@ -16,21 +16,21 @@ from typing import Any
 from realhf.api.config import ExperimentConfig
 from realhf.base.errors import RunFailed, UserError
 from realhf.base.paths import RunDir
-from realhf.launch.command import how_it_ended, python_path, shared_environment, worker_command
-from realhf.launch.local import DUMP_S, STOP_S, ask_for_stacks, start_worker, state_of
-from realhf.system.transport.reply_receiver import NodeLostError
+from realhf.launch.command import describe_exit, python_path, shared_environment, worker_command
+from realhf.launch.local import DUMP_S, STOP_S, process_state, request_stacks, start_worker
+from realhf.system.transport.reply_receiver import NodeLoss
 
 NOTICE_S = 15.0
-"""How long Ray may take to notice that a node has died."""
+"""Time in which Ray detects a dead node."""
 
 
 class RayLauncher:
     def __init__(self, paths: RunDir, config: ExperimentConfig, device: str) -> None:
         self.paths, self.config, self.device = paths, config, device
         self.n_workers = config.n_nodes * config.n_gpus_per_node
-        self.keepers: list[Any] = []
-        self.places: list[str] = []
-        self._kept: dict[int, Any] = {}  # by rank: what becomes the exit code
+        self.actors: list[Any] = []
+        self.hosts: list[str] = []
+        self._exit_codes: dict[int, Any] = {}  # by rank: object references
         self._ended: dict[int, str] = {}
         self._group: Any = None
 
@@ -49,7 +49,7 @@ class RayLauncher:
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise UserError(f"ray.address={self.config.ray.address or 'local'}: {error}") from error
         finally:
-            signal.signal(signal.SIGTERM, before)  # Ray puts one of its own in its place
+            signal.signal(signal.SIGTERM, before)  # Ray replaces the handler
         return f"tcp://{ray.util.get_node_ip_address()}:*"
 
     def start(self, address: str) -> None:
@@ -57,147 +57,152 @@ class RayLauncher:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        each, per_node = self.config.ray.cpus_per_worker, self.config.n_gpus_per_node
-        on_gpu, share = int(self.device == "cuda"), self._share()
-        strategy = "STRICT_SPREAD" if self.config.n_nodes > 1 else "STRICT_PACK"
-        self._group = placement_group([share] * self.config.n_nodes, strategy=strategy)
-        if not self._group.wait(self.config.startup_timeout):
-            raise RunFailed(f"waited {self.config.startup_timeout:.0f} s for {self.config.n_nodes} nodes with {share} "
-                            f"each; free in all of the cluster: {free(ray.available_resources())}")  # fmt: skip
+        config, bundle = self.config, self._bundle()
+        strategy = "STRICT_SPREAD" if config.n_nodes > 1 else "STRICT_PACK"
+        self._group = placement_group([bundle] * config.n_nodes, strategy=strategy)
+        if not self._group.wait(config.startup_timeout):
+            raise RunFailed(f"waited {config.startup_timeout:.0f} s for {config.n_nodes} nodes with {bundle} each; "
+                            f"free in the whole cluster: {format_resources(ray.available_resources())}")  # fmt: skip
+        needs = {"num_cpus": config.ray.cpus_per_worker, "num_gpus": int(self.device == "cuda"), "max_concurrency": 2}
+        actor: Any = ray.remote(NodeActor)
         for rank in range(self.n_workers):
-            bundle = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank // per_node)
-            keeper: Any = ray.remote(NodeActor)
-            needs = {"num_cpus": each, "num_gpus": on_gpu, "max_concurrency": 2}
-            self.keepers.append(keeper.options(**needs, scheduling_strategy=bundle).remote())
-        threads = self.config.threads_per_worker or each
+            index = rank // config.n_gpus_per_node
+            placement = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+            self.actors.append(actor.options(**needs, scheduling_strategy=placement).remote())
+        threads = config.threads_per_worker or config.ray.cpus_per_worker
         root = str(self.paths.root.resolve())
-        self._kept = {rank: k.keep.remote(root, rank, address, threads) for rank, k in enumerate(self.keepers)}
-        self.places = ray.get([keeper.place.remote() for keeper in self.keepers])
+        self._exit_codes = {
+            rank: actor.run_worker.remote(root, rank, address, threads) for rank, actor in enumerate(self.actors)
+        }
+        self.hosts = ray.get([actor.host.remote() for actor in self.actors])
 
-    def _share(self) -> dict[str, int]:
-        """Return what the workers of a node are given."""
+    def _bundle(self) -> dict[str, int]:
+        """Return the resources of a node's workers."""
         per_node = self.config.n_gpus_per_node
         gpus = {"GPU": per_node} if self.device == "cuda" else {}
         return {"CPU": self.config.ray.cpus_per_worker * per_node, **gpus}
 
     def n_nodes(self) -> int:
-        """Give Ray time to notice: peers of a worker speak of its death before the cluster knows of its node's."""
+        """Wait until Ray detects a dead node: the peers of its workers fail earlier."""
         end = time.monotonic() + (NOTICE_S if self.config.n_nodes > 1 else 0.0)
-        while (found := self._able()) >= self.config.n_nodes and time.monotonic() < end:
+        while (n_nodes := self._count_nodes()) >= self.config.n_nodes and time.monotonic() < end:
             time.sleep(0.2)
-        return min(self.config.n_nodes, found)
+        return min(self.config.n_nodes, n_nodes)
 
-    def _able(self) -> int:
-        """Return how many living nodes are large enough for a share."""
+    def _count_nodes(self) -> int:
+        """Return the number of nodes that are alive and large enough for a bundle."""
         import ray
 
-        share = self._share()
+        bundle = self._bundle()
         try:
-            living = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        except Exception:  # of whatever kind: a cluster without its head says nothing more
+            alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        except Exception:  # of various types, if the head node is lost
             return 0
-        return sum(all(has.get(kind, 0) >= needed for kind, needed in share.items()) for has in living)
+        return sum(all(resources.get(kind, 0) >= needed for kind, needed in bundle.items()) for resources in alive)
 
     def dead(self) -> dict[int, str]:
-        self._look(0.0)
+        self._poll(0.0)
         return dict(self._ended)
 
     def state(self, rank: int) -> str:
         import ray
 
         try:
-            return ray.get(self.keepers[rank].state.remote(), timeout=STOP_S)
+            return ray.get(self.actors[rank].state.remote(), timeout=STOP_S)
         except ray.exceptions.RayError:
-            return ""  # a node that does not answer
+            return ""  # the node does not respond
 
     def dump_stacks(self) -> None:
-        for rank in [rank for rank in self._kept if rank not in self._ended]:
-            self.keepers[rank].dump_stacks.remote()
+        for rank in self._running():
+            self.actors[rank].dump_stacks.remote()
         time.sleep(DUMP_S)
 
     def wait(self, timeout_s: float) -> dict[int, str]:
-        self._look(timeout_s)
-        late = {rank: "is still there" for rank in self._kept if rank not in self._ended}
-        return late | {rank: how for rank, how in self._ended.items() if how != how_it_ended(0)}
+        self._poll(timeout_s)
+        late = dict.fromkeys(self._running(), "is still running")
+        return late | {rank: how for rank, how in self._ended.items() if how != describe_exit(0)}
 
     def stop(self) -> None:
         import ray
 
         for number in (signal.SIGTERM, signal.SIGKILL):
-            for rank in [rank for rank in self._kept if rank not in self._ended]:
-                self.keepers[rank].end.remote(number)
-            self._look(STOP_S)
-        for keeper in self.keepers:
-            ray.kill(keeper)
+            for rank in self._running():
+                self.actors[rank].end.remote(number)
+            self._poll(STOP_S)
+        for actor in self.actors:
+            ray.kill(actor)
         if self._group is not None:
             ray.util.remove_placement_group(self._group)
         ray.shutdown()
 
-    def _look(self, timeout_s: float) -> None:
-        """See who has ended, waiting for all up to ``timeout_s``."""
+    def _running(self) -> list[int]:
+        return [rank for rank in self._exit_codes if rank not in self._ended]
+
+    def _poll(self, timeout_s: float) -> None:
+        """Record the workers that have ended, after waiting up to ``timeout_s`` for all of them."""
         import ray
 
-        left = {ref: rank for rank, ref in self._kept.items() if rank not in self._ended}
-        done = ray.wait(list(left), num_returns=len(left), timeout=timeout_s)[0] if left else []
+        ranks = {self._exit_codes[rank]: rank for rank in self._running()}
+        done = ray.wait(list(ranks), num_returns=len(ranks), timeout=timeout_s)[0] if ranks else []
         for ref in done:
             try:
-                self._ended[left[ref]] = how_it_ended(ray.get(ref))
+                self._ended[ranks[ref]] = describe_exit(ray.get(ref))
             except ray.exceptions.RayError as error:
-                place = self.places[left[ref]] if self.places else "unknown"
-                words = f"was lost with its actor on node {place}: {reason(str(error))}"
-                self._ended[left[ref]] = NodeLostError(words)
+                host = self.hosts[ranks[ref]] if self.hosts else "unknown"
+                reason = death_reason(str(error))
+                self._ended[ranks[ref]] = NodeLoss(f"was lost with its actor on node {host}: {reason}")
 
 
 class NodeActor:
-    """The actor of a worker, which is a process of its own: it leaves when the actor goes."""
+    """Runs a worker as a child process, which exits with the actor."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen | None = None
 
-    def place(self) -> str:
+    def host(self) -> str:
         return socket.gethostname()
 
-    def keep(self, root: str, rank: int, address: str, threads: int) -> int:
-        """Start the worker and return its exit code when it has ended."""
+    def run_worker(self, root: str, rank: int, address: str, threads: int) -> int:
+        """Start the worker, wait for it, and return its exit code."""
         paths = RunDir(Path(root))
         command = worker_command(paths, rank, address)
         self.process = start_worker(command, shared_environment(threads), paths.log(f"worker-{rank}"))
         return self.process.wait()
 
     def state(self) -> str:
-        return state_of(self.process) if self.process is not None else ""
+        return process_state(self.process) if self.process is not None else ""
 
     def dump_stacks(self) -> None:
         if self.process is not None:
-            ask_for_stacks(self.process)
+            request_stacks(self.process)
 
     def end(self, number: int) -> None:
         if self.process is not None and self.process.poll() is None:
             os.killpg(self.process.pid, number)
 
 
-def reason(words: str) -> str:
-    """Return why an actor died, out of all that Ray says about it."""
-    lines = [line.strip() for line in words.splitlines() if line.strip()]
+def death_reason(text: str) -> str:
+    """Return the reason for an actor's death from Ray's error message."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return next((line for line in reversed(lines) if line.startswith("The actor")), lines[0] if lines else "no reason")
 
 
-def free(resources: dict[str, float]) -> str:
+def format_resources(resources: dict[str, float]) -> str:
     return ", ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
 
 
 def problems(config: ExperimentConfig) -> list[str]:
-    """Say which options Ray cannot be asked with."""
-    found = []
+    """Return the problems with the options of mode=ray."""
+    problems = []
     if config.ray.cpus_per_worker < 1:
-        found.append(f"ray.cpus_per_worker must be positive, got {config.ray.cpus_per_worker}")
+        problems.append(f"ray.cpus_per_worker must be positive, got {config.ray.cpus_per_worker}")
     if not config.ray.address and config.n_nodes != 1:
-        found.append(f"mode=ray without ray.address runs on this machine only; set n_nodes=1 (got {config.n_nodes})")
+        problems.append(f"mode=ray without ray.address is for this machine only; set n_nodes=1 (got {config.n_nodes})")
     if config.ray.address.startswith("ray://"):
-        found.append(f"ray.address={config.ray.address}: the master is part of the cluster; launch on a node of it")
-    return found
+        problems.append(f"ray.address={config.ray.address}: the master is part of the cluster; launch on one of its "
+                        "nodes")  # fmt: skip
+    return problems
 
 
 def missing() -> list[str]:
-    """Say that the extra is not there."""
     return [] if importlib.util.find_spec("ray") else ["mode=ray needs the extra: pip install 'realhf[ray]'"]

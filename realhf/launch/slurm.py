@@ -1,4 +1,4 @@
-"""Workers as one step of a SLURM allocation: ``srun`` starts them, and what it says tells how they end."""
+"""Workers as one step of a SLURM allocation, started by ``srun``; its output contains how they end."""
 
 import os
 import re
@@ -9,58 +9,58 @@ import time
 
 from realhf.api.config import ExperimentConfig
 from realhf.base.paths import RunDir
-from realhf.launch.command import how_it_ended, shared_environment, worker_command
+from realhf.launch.command import describe_exit, shared_environment, worker_command
 from realhf.launch.local import DUMP_S, STOP_S, start_worker
 from realhf.launch.network import address_for
-from realhf.system.transport.reply_receiver import NodeLostError
+from realhf.system.transport.reply_receiver import NodeLoss
 
 RANK = "SLURM_PROCID"
-ANSWER_S = 60.0
+REPLY_S = 60.0
 TASKS_ENDED = re.compile(r"^srun: error: (\S+): tasks? ([\d,-]+): (.+)$", re.MULTILINE)
 NODES_FAILED = re.compile(r"^srun: error: Node failure on (\S+)$", re.MULTILINE)
 
 
 class SlurmLauncher:
-    """This process must be inside the allocation."""
+    """Must run inside the allocation."""
 
     def __init__(self, paths: RunDir, config: ExperimentConfig, device: str) -> None:
         self.paths, self.config, self.device = paths, config, device
         self.nodes = nodes_of_job()[: config.n_nodes]
         self.log = paths.log("srun")
         self.process: subprocess.Popen | None = None
-        self._begins = 0  # where in the log this launch begins
+        self._log_start = 0  # offset of this launch in the log
 
     def prepare(self) -> str:
         return f"tcp://{address_for(self.nodes)}:*"
 
     def start(self, address: str) -> None:
-        self._begins = self.log.stat().st_size if self.log.exists() else 0
+        self._log_start = self.log.stat().st_size if self.log.exists() else 0
         threads = self.config.threads_per_worker or self.config.slurm.cpus_per_worker
         command = step_command(self.paths, self.config, self.device, address)
         self.process = start_worker(command, shared_environment(threads), self.log)
 
     def dead(self) -> dict[int, str]:
         code = self.process.poll() if self.process else None
-        said = self._said()
-        found = ended(said, self.nodes, self.config.n_gpus_per_node)
-        lost: dict[int, str] = {rank: how for rank, how in found.items() if isinstance(how, NodeLostError)}
+        output = self._output()
+        exits = parse_exits(output, self.nodes, self.config.n_gpus_per_node)
+        lost: dict[int, str] = {rank: how for rank, how in exits.items() if isinstance(how, NodeLoss)}
         if lost:
-            return lost  # srun has ended the others for it
+            return lost  # srun has terminated the others as a consequence
         if code is not None:
-            last = said.strip().rpartition("\n")[2]
-            how = how_it_ended(code) if not code else f"ended with srun, which {how_it_ended(code)} ({last})"
-            found = dict.fromkeys(range(len(self.nodes) * self.config.n_gpus_per_node), how) | found
-        return found
+            last = output.strip().rpartition("\n")[2]
+            how = describe_exit(code) if not code else f"ended with srun, which {describe_exit(code)} ({last})"
+            exits = dict.fromkeys(range(len(self.nodes) * self.config.n_gpus_per_node), how) | exits
+        return exits
 
     def n_nodes(self) -> int:
         return min(self.config.n_nodes, len(nodes_of_job()))
 
     def state(self, rank: int) -> str:
-        return ""  # SLURM knows nothing of it
+        return ""  # unknown to SLURM
 
     def dump_stacks(self) -> None:
         if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(signal.SIGUSR1)  # which srun hands on to all tasks, but not the next
+            self.process.send_signal(signal.SIGUSR1)  # srun forwards it to all tasks, but not SIGCONT
             subprocess.run(["scancel", "--signal=CONT", os.environ["SLURM_JOB_ID"]], stderr=subprocess.DEVNULL)
             time.sleep(DUMP_S)
 
@@ -69,32 +69,33 @@ class SlurmLauncher:
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            return {0: "or another is still there"} | ended(self._said(), self.nodes, self.config.n_gpus_per_node)
+            exits = parse_exits(self._output(), self.nodes, self.config.n_gpus_per_node)
+            return {0: "or another is still running"} | exits
         return self.dead() if code else {}
 
     def stop(self) -> None:
-        for request in (subprocess.Popen.terminate, subprocess.Popen.kill):  # either ends all tasks of the step
+        for end in (subprocess.Popen.terminate, subprocess.Popen.kill):  # either ends all tasks of the step
             if self.process is not None and self.process.poll() is None:
-                request(self.process)
+                end(self.process)
                 self.wait(2 * STOP_S)
         if self.process is not None and self.process.stdin:
             self.process.stdin.close()
 
-    def _said(self) -> str:
+    def _output(self) -> str:
         with self.log.open("rb") as log:
-            log.seek(self._begins)
+            log.seek(self._log_start)
             return log.read().decode(errors="replace")
 
 
 def step_command(paths: RunDir, config: ExperimentConfig, device: str, address: str) -> list[str]:
-    """Return the ``srun`` that starts all workers, by rank along the nodes."""
+    """Return the ``srun`` command that starts all workers."""
     options = config.slurm
     command = [
         "srun",
-        "--overlap",  # with a shell that srun has opened, too
+        "--overlap",  # allow an interactive step
         "--export=ALL",
         "--mpi=none",
-        "--kill-on-bad-exit=0",  # the master says who died first, and then ends the others
+        "--kill-on-bad-exit=0",  # the master finds the root cause, then terminates the other workers
         "--wait=0",
         f"--nodes={config.n_nodes}",
         f"--ntasks={config.n_nodes * config.n_gpus_per_node}",
@@ -104,7 +105,7 @@ def step_command(paths: RunDir, config: ExperimentConfig, device: str, address: 
         f"--output={paths.log('worker-%t').resolve()}",
         "--open-mode=append",
     ]
-    if device == "cuda":  # every worker sees all of its node's: NCCL wants to
+    if device == "cuda":  # every worker sees all GPUs of its node, for NCCL
         command += [f"--gres={gpus(config)}", "--gpu-bind=none"]
     if options.container_image:
         command.append(f"--container-image={options.container_image}")
@@ -114,79 +115,77 @@ def step_command(paths: RunDir, config: ExperimentConfig, device: str, address: 
 
 
 def gpus(config: ExperimentConfig) -> str:
-    """Return the GPUs of a node in words of ``--gres``."""
+    """Return the GPUs of a node as a value of ``--gres``."""
     return f"{config.slurm.gpu}:{config.n_gpus_per_node}"
 
 
-def ended(said: str, nodes: list[str], per_node: int) -> dict[int, str]:
-    """Return the workers that ended by what ``srun`` said, with the words for how."""
-    found: dict[int, str] = {}
-    for node, tasks, how in TASKS_ENDED.findall(said):
-        for rank in map(int, expand(f"[{tasks}]")):
-            found.setdefault(rank, f"on node {node} ended: {how.lower()}")
-    for failed in NODES_FAILED.findall(said):
-        for node in set(expand(failed)) & set(nodes):
+def parse_exits(output: str, nodes: list[str], per_node: int) -> dict[int, str]:
+    """Return the workers that ended, and how, from the output of ``srun``."""
+    exits: dict[int, str] = {}
+    for node, tasks, how in TASKS_ENDED.findall(output):
+        for rank in map(int, expand_hostlist(f"[{tasks}]")):
+            exits.setdefault(rank, f"on node {node} ended: {how.lower()}")
+    for failed in NODES_FAILED.findall(output):
+        for node in set(expand_hostlist(failed)) & set(nodes):
             first = nodes.index(node) * per_node
-            for rank in range(first, first + per_node):
-                found[rank] = NodeLostError(f"was lost with its node {node}")
-    return found
+            exits |= dict.fromkeys(range(first, first + per_node), NodeLoss(f"was lost with its node {node}"))
+    return exits
 
 
-def expand(names: str) -> list[str]:
-    """Return what SLURM's short form stands for: ``n[08-10],m1`` is n08, n09, n10 and m1."""
-    found = []
-    for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", names):
-        head, bracket, rest = name.partition("[")
-        inside, _, tail = rest.partition("]")
-        for numbers in inside.split(",") if bracket else []:
+def expand_hostlist(hostlist: str) -> list[str]:
+    """Expand a SLURM hostlist: ``n[08-10],m1`` is n08, n09, n10 and m1."""
+    hosts = []
+    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hostlist):
+        prefix, bracket, rest = item.partition("[")
+        ranges, _, suffix = rest.partition("]")
+        for numbers in ranges.split(",") if bracket else []:
             first, _, last = numbers.partition("-")
             for number in range(int(first), int(last or first) + 1):
-                found += [f"{head}{number:0{len(first)}}{end}" for end in expand(tail) or [""]]
+                hosts += [f"{prefix}{number:0{len(first)}}{end}" for end in expand_hostlist(suffix) or [""]]
         if not bracket:
-            found.append(name)
-    return found
+            hosts.append(item)
+    return hosts
 
 
 def nodes_of_job() -> list[str]:
-    """Return the nodes that the job of this process still has: with --no-kill it goes on without those that failed."""
+    """Return the remaining nodes of this job: with --no-kill, a job continues after node failures."""
     command = ["scontrol", "--oneliner", "show", "job", os.environ["SLURM_JOB_ID"]]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S).stdout
+        output = subprocess.run(command, capture_output=True, text=True, timeout=REPLY_S).stdout
     except (OSError, subprocess.TimeoutExpired):
-        said = ""  # what it was given is the best that is known
-    found = re.search(r"\bNodeList=(\S+)", said)
-    return expand(found[1] if found else os.environ["SLURM_JOB_NODELIST"])
+        output = ""  # use the initial allocation
+    match = re.search(r"\bNodeList=(\S+)", output)
+    return expand_hostlist(match[1] if match else os.environ["SLURM_JOB_NODELIST"])
 
 
 def in_allocation() -> bool:
-    """Tell whether this process belongs to a job."""
     return "SLURM_JOB_ID" in os.environ
 
 
 def problems(config: ExperimentConfig) -> list[str]:
-    """Say which options SLURM cannot be asked with."""
-    options, found = config.slurm, []
+    """Return the problems with the options of mode=slurm."""
+    options, problems = config.slurm, []
     if options.cpus_per_worker < 1:
-        found.append(f"slurm.cpus_per_worker must be positive, got {options.cpus_per_worker}")
-    found += [f"slurm.extra: '{word}' is no option of sbatch; write --name=value"
-              for word in options.extra if not re.fullmatch(r"--?\w.*", word)]  # fmt: skip
+        problems.append(f"slurm.cpus_per_worker must be positive, got {options.cpus_per_worker}")
+    problems += [f"slurm.extra: '{word}' is not an option of sbatch; write --name=value"
+                 for word in options.extra if not re.fullmatch(r"--?\w.*", word)]  # fmt: skip
     for name in ("partition", "account", "qos", "time", "constraint", "mem_per_node", "gpu"):
         if re.search(r"\s", value := str(vars(options)[name])):
-            found.append(f"slurm.{name}='{value}' has blanks")
+            problems.append(f"slurm.{name}='{value}' contains whitespace")
     if len(set(options.array_seeds)) < len(options.array_seeds):
-        found.append(f"slurm.array_seeds={options.array_seeds} names a seed twice")
+        problems.append(f"slurm.array_seeds={options.array_seeds} has a duplicate seed")
     if in_allocation():
-        has = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
-        if has < config.n_nodes:
-            found.append(f"n_nodes={config.n_nodes}, but this allocation has {has}")
+        n_nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+        if n_nodes < config.n_nodes:
+            problems.append(f"n_nodes={config.n_nodes}, but this allocation has {n_nodes}")
         if options.array_seeds:
-            found.append("slurm.array_seeds makes jobs, and this is inside one; leave it out, or launch from outside")
-    return found
+            problems.append("slurm.array_seeds submits jobs, but this is inside a job; omit it, or launch from outside")
+    return problems
 
 
 def missing() -> list[str]:
-    """Say which programs of SLURM are not here."""
+    """Return the problem that SLURM's programs are not on this machine, if so."""
     needed = ("srun",) if in_allocation() else ("sbatch", "scontrol", "scancel")
-    lacks = [name for name in needed if not shutil.which(name)]
-    return [f"mode=slurm: {', '.join(lacks)} not found on this machine; launch where SLURM is, or add --dry-run to see "
-            "the script"] if lacks else []  # fmt: skip
+    lacking = [name for name in needed if not shutil.which(name)]
+    return [f"mode=slurm: {', '.join(lacking)} not found on this machine; launch on a SLURM node, or add --dry-run to "
+            "show the script"] if lacking else []  # fmt: skip

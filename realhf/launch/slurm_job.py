@@ -1,4 +1,4 @@
-"""Runs as jobs of SLURM: the script that ``sbatch`` gets, and the job followed from the queue to its end."""
+"""SLURM jobs: the batch script, submission, and following a job until it ends."""
 
 import re
 import shlex
@@ -17,16 +17,16 @@ from realhf.launch.slurm import gpus
 
 POLL_S = 1.0
 CANCEL_S = 60.0
-"""How long a cancelled job is waited for: SLURM kills after KillWait, 30 s by default, who has not left by then."""
-SILENCE_S = 600.0
-"""How long the controller may say nothing: it is restarted now and then, and jobs go on without it."""
-OVER = frozenset(("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
-                  "PREEMPTED", "REVOKED", "SPECIAL_EXIT", "TIMEOUT"))  # fmt: skip
+"""Time for a cancelled job to end: SLURM kills it after KillWait, 30 s by default."""
+CONTROLLER_DOWN_S = 600.0
+"""Time without a reply of the controller: jobs continue while it restarts."""
+TERMINAL = frozenset(("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
+                      "PREEMPTED", "REVOKED", "SPECIAL_EXIT", "TIMEOUT"))  # fmt: skip
 
 
 @dataclass(frozen=True)
 class JobState:
-    """What SLURM says of a job: ``task`` is its place in an array, 0 where there is none."""
+    """The state of a job; ``task`` is its index in an array, 0 without one."""
 
     task: int
     name: str
@@ -37,29 +37,27 @@ class JobState:
 
     @property
     def is_over(self) -> bool:
-        return self.name in OVER
+        return self.name in TERMINAL
 
     def __str__(self) -> str:
         times = f", started {self.restarts + 1} times" if self.restarts else ""
         if self.name == "PENDING":
-            return f"waits in the queue ({self.reason}){times}"
+            return f"is pending ({self.reason}){times}"
         if self.name == "RUNNING":
-            return f"runs on {self.nodes}{times}"
+            return f"is running on {self.nodes}{times}"
         return f"is {self.name.lower()}{times}"
 
 
 def script(roots: Sequence[Path], config: ExperimentConfig, device: str, folder: Path) -> str:
-    """Return the batch script for the runs in ``roots``, an array where there are several; ``folder`` gets its logs.
+    """Return the batch script for the runs in ``roots``, a job array if there are several; logs are in ``folder``.
 
-    The script becomes the master, which starts the workers with ``srun``. A job that SLURM starts again goes on from
-    the last checkpoint of its run.
+    The script runs the master, which starts the workers with ``srun``. A requeued job resumes from the last checkpoint.
     """
-    options = config.slurm
-    several = len(roots) > 1
-    again = config.recover_mode in (RecoverMode.auto, RecoverMode.fault)
-    asked = {
+    options, is_array = config.slurm, len(roots) > 1
+    is_requeued = config.recover_mode in (RecoverMode.auto, RecoverMode.fault)
+    values = {
         "job-name": f"{config.experiment_name}-{config.trial_name}",
-        "array": f"0-{len(roots) - 1}" if several else "",
+        "array": f"0-{len(roots) - 1}" if is_array else "",
         "nodes": config.n_nodes,
         "ntasks-per-node": config.n_gpus_per_node,
         "cpus-per-task": options.cpus_per_worker,
@@ -70,16 +68,16 @@ def script(roots: Sequence[Path], config: ExperimentConfig, device: str, folder:
         "qos": options.qos,
         "time": options.time,
         "constraint": options.constraint,
-        "output": log_file(folder, "%a" if several else "").resolve(),
+        "output": log_file(folder, "%a" if is_array else "").resolve(),
         "open-mode": "append",
     }
-    words = [f"--{name}={shlex.quote(str(value))}" for name, value in asked.items() if value != ""]
-    words += ["--exclusive"] if options.exclusive else []
-    words += ["--requeue" if again else "--no-requeue", *options.extra]
+    arguments = [f"--{name}={shlex.quote(str(value))}" for name, value in values.items() if value != ""]
+    arguments += ["--exclusive"] if options.exclusive else []
+    arguments += ["--requeue" if is_requeued else "--no-requeue", *options.extra]
     runs = " ".join(shlex.quote(str(root.resolve())) for root in roots)
     return "\n".join([
         "#!/bin/bash",
-        *(f"#SBATCH {word}" for word in words),
+        *(f"#SBATCH {argument}" for argument in arguments),
         *options.setup,
         f"export PYTHONPATH={shlex.quote(python_path())}",
         f"runs=({runs})",
@@ -89,111 +87,111 @@ def script(roots: Sequence[Path], config: ExperimentConfig, device: str, folder:
 
 
 def log_file(folder: Path, task: int | str = "") -> Path:
-    """Return the log of a job's master: of one task, where there is an array."""
+    """Return the log of a job's master, or of one task of an array."""
     return RunDir(folder).log(f"slurm-{task}" if task != "" else "slurm")
 
 
 class SlurmJob:
-    """A job that was submitted. ``n_tasks`` is the length of its array, 1 where it has none."""
+    """A submitted job; ``n_tasks`` is the length of its array, 1 without one."""
 
     def __init__(self, number: int, n_tasks: int) -> None:
         self.number, self.n_tasks = number, n_tasks
 
     def states(self) -> dict[int, JobState]:
-        """Return how the tasks are; OSError when SLURM does not answer."""
-        return parse_states(_ask("scontrol", "--oneliner", "show", "job", str(self.number)), self.n_tasks)
+        """Return the states of the tasks; OSError if SLURM does not reply."""
+        return parse_states(_run("scontrol", "--oneliner", "show", "job", str(self.number)), self.n_tasks)
 
-    def end(self) -> None:
-        """Cancel all tasks and wait until they are gone; OSError when SLURM does not answer."""
-        _ask("scancel", str(self.number))
+    def cancel(self) -> None:
+        """Cancel all tasks and wait until they have ended; OSError if SLURM does not reply."""
+        _run("scancel", str(self.number))
         end = time.monotonic() + CANCEL_S
         while not all(state.is_over for state in self.states().values()) and time.monotonic() < end:
             time.sleep(POLL_S)
 
 
 def submit(file: Path, n_tasks: int) -> SlurmJob:
-    """Hand a script to SLURM; ``RunFailed`` with its words where it is refused."""
+    """Submit a script; ``RunFailed`` if SLURM rejects it."""
     try:
-        return SlurmJob(int(_ask("sbatch", "--parsable", str(file)).partition(";")[0]), n_tasks)
+        return SlurmJob(int(_run("sbatch", "--parsable", str(file)).partition(";")[0]), n_tasks)
     except OSError as error:
-        raise RunFailed(f"SLURM refused {file}: {error}") from error
+        raise RunFailed(f"SLURM rejected {file}: {error}") from error
 
 
 def follow(job: SlurmJob, logs: Sequence[Path], names: Sequence[str]) -> None:
-    """Show what happens to a job and what its masters write, until it is over; ``RunFailed`` if it ends badly.
+    """Print the states of a job and the logs of its masters until it is over; ``RunFailed`` if it fails.
 
-    An interrupt cancels the job. There is no limit to how long it may wait in the queue.
+    An interrupt cancels the job. The time in the queue is unlimited.
     """
-    ears = [LogTail(log, f"{name}  " if len(logs) > 1 else "") for log, name in zip(logs, names, strict=True)]
+    tails = [LogTail(log, f"{name}  " if len(logs) > 1 else "") for log, name in zip(logs, names, strict=True)]
     known: dict[int, JobState] = {}
-    answered = time.monotonic()
+    last_reply = time.monotonic()
     try:
         while len(known) < job.n_tasks or not all(state.is_over for state in known.values()):
             try:
-                states, answered = job.states(), time.monotonic()
+                states, last_reply = job.states(), time.monotonic()
             except OSError as error:
                 states = known
-                if time.monotonic() - answered > SILENCE_S:
-                    raise RunFailed(f"no word about job {job.number} for {SILENCE_S:.0f} s ({error})") from error
+                if time.monotonic() - last_reply > CONTROLLER_DOWN_S:
+                    raise RunFailed(
+                        f"no reply about job {job.number} for {CONTROLLER_DOWN_S:.0f} s ({error})"
+                    ) from error
             for task, state in states.items():
-                ears[task].poll()
+                tails[task].poll()
                 if str(state) != str(known.get(task)):
-                    print(f"{ears[task].prefix}job {job.number} {state}", flush=True)
+                    print(f"{tails[task].prefix}job {job.number} {state}", flush=True)
             known = states
             time.sleep(POLL_S)
     except BaseException:
-        job.end()
+        job.cancel()
         raise
-    for ear in ears:
-        ear.poll()
-    bad = [f"job {job.number} ({name}) {known[i]}, exit code {known[i].exit_code}; see {logs[i]}"
-           for i, name in enumerate(names) if known[i].name != "COMPLETED"]  # fmt: skip
-    if bad:
-        raise RunFailed("\n".join(bad))
+    for tail in tails:
+        tail.poll()
+    failed = [f"job {job.number} ({name}) {known[i]}, exit code {known[i].exit_code}; see {logs[i]}"
+              for i, name in enumerate(names) if known[i].name != "COMPLETED"]  # fmt: skip
+    if failed:
+        raise RunFailed("\n".join(failed))
 
 
 class LogTail:
-    """Prints what is new in a file, line by line."""
+    """Prints new complete lines of a file."""
 
     def __init__(self, file: Path, prefix: str) -> None:
         self.file, self.prefix = file, prefix
-        self._heard = file.stat().st_size if file.exists() else 0
+        self._offset = file.stat().st_size if file.exists() else 0
 
     def poll(self) -> None:
         if not self.file.exists():
             return
         with self.file.open("rb") as file:
-            file.seek(self._heard)
-            whole = file.read().rpartition(b"\n")
-        for line in whole[0].decode(errors="replace").splitlines() if whole[1] else []:
+            file.seek(self._offset)
+            lines, newline, _ = file.read().rpartition(b"\n")
+        for line in lines.decode(errors="replace").splitlines() if newline else []:
             print(f"{self.prefix}{line}", flush=True)
-        self._heard += len(whole[0]) + len(whole[1])
+        self._offset += len(lines) + len(newline)
 
 
 def parse_states(text: str, n_tasks: int) -> dict[int, JobState]:
-    """Read ``scontrol --oneliner show job``: one line per task that was started, one for all that were not."""
-    found: dict[int, JobState] = {}
+    """Parse ``scontrol --oneliner show job``, which has a line per started task and one for all pending tasks."""
+    states: dict[int, JobState] = {}
     for line in text.splitlines():
         fields = dict(re.findall(r"(\w+)=(\S*)", line))
         if "JobState" not in fields:
             continue
-        place = fields.get("ArrayTaskId", "0").partition("%")[0]
         code, _, number = fields["ExitCode"].partition(":")
-        state = (fields["JobState"], fields["Reason"], int(code) or int(number), fields.get("NodeList", ""),
-                 int(fields.get("Restarts", 0)))  # fmt: skip
-        for part in place.split(","):
-            first, _, last = part.partition("-")
-            for task in range(int(first), int(last or first) + 1):
-                found[task] = JobState(task, *state)
-    return {task: found[task] for task in sorted(found) if task < n_tasks}
+        values = (fields["JobState"], fields["Reason"], int(code) or int(number), fields.get("NodeList", ""),
+                  int(fields.get("Restarts", 0)))  # fmt: skip
+        for tasks in fields.get("ArrayTaskId", "0").partition("%")[0].split(","):
+            first, _, last = tasks.partition("-")
+            states |= {task: JobState(task, *values) for task in range(int(first), int(last or first) + 1)}
+    return {task: states[task] for task in sorted(states) if task < n_tasks}
 
 
-def _ask(*command: str) -> str:
-    """Run a program of SLURM and return what it says; OSError with its complaint."""
+def _run(*command: str) -> str:
+    """Run a SLURM program and return its output; OSError if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired as error:
-        raise OSError(f"{command[0]} gave no answer in {error.timeout:.0f} s") from error
+        raise OSError(f"{command[0]}: no reply in {error.timeout:.0f} s") from error
     if done.returncode:
         raise OSError(f"{command[0]}: {done.stderr.strip()}")
     return done.stdout.strip()

@@ -1,4 +1,4 @@
-"""Carries out a call's instructions on this worker. What is decided was decided by the plan; here it is done."""
+"""Executes the program instructions of a call on one worker. The plan has made all decisions."""
 
 from dataclasses import dataclass, replace
 
@@ -28,7 +28,7 @@ from realhf.system.row_store import RowStore
 
 @dataclass
 class CallResult:
-    """What a call left on this worker."""
+    """Results of a call on this worker."""
 
     outputs: SequenceBatch | None = None
     stats: Stats | None = None
@@ -36,7 +36,7 @@ class CallResult:
 
 
 class Executor:
-    """This worker's hands: engines, interfaces, row store."""
+    """Runs program instructions with a worker's engines, interfaces and row store."""
 
     def __init__(
         self,
@@ -53,18 +53,18 @@ class Executor:
         self.run, self.rank, self.device, self.links = run, rank, device, links
         self.engines, self.interfaces, self.spans = engines, interfaces, spans
         self.store = RowStore()
-        self._moves: dict[Reallocate, list[P2PCopy]] = {}
+        self._copies: dict[Reallocate, list[P2PCopy]] = {}
 
     def receive_inputs(self, call: PrepareCall) -> None:
-        """Take part in bringing the call's rows to where it runs."""
+        """Execute the transfers of the call's input rows."""
         for step in self.run.program[call.mfc]:
             if isinstance(step, Transfer):
                 with self.spans.span(f"{call.mfc}/Transfer"):
                     self._transfer(call, step.keys, step.layout)
 
     def execute(self, call: PrepareCall) -> CallResult:
-        """Run the rest of the program of the call's MFC, instruction by instruction."""
-        outcome = CallResult()
+        """Execute all other instructions of the call's program."""
+        result = CallResult()
         for step in self.run.program[call.mfc]:
             if isinstance(step, Transfer):
                 continue
@@ -73,17 +73,17 @@ class Executor:
                     case Reallocate():
                         self._reallocate(step)
                     case Compute(_, role, layout) if self.rank in layout.mesh.ranks:
-                        outcome = self._compute(call, role, layout)
+                        result = self._compute(call, role, layout)
                     case Load(role, layout) if self.rank in layout.mesh.ranks:
                         self.engines[role, layout].params.load()
                     case Offload(role, layout) if self.rank in layout.mesh.ranks:
                         self.engines[role, layout].params.offload()
                     case Release(role, dst) if self.rank in dst.mesh.ranks:
                         self.engines[role, dst].params.free()
-        return outcome
+        return result
 
     def _transfer(self, call: PrepareCall, keys: tuple[str, ...], layout: Layout) -> None:
-        moves = [
+        copies = [
             P2PCopy(c, c.src, c.dst, TensorSlice(getattr(torch, c.dtype), c.length))
             for c in plan_transfer(call, keys, layout)
         ]
@@ -96,11 +96,11 @@ class Executor:
             assert isinstance(copy, RowCopy)
             self.store.put_value(copy.row, copy.key, value)
 
-        exchange(moves, self.rank, read, write, self.device, peers=self.links, activity=self.activity)
+        exchange(copies, self.rank, read, write, self.device, links=self.links, activity=self.activity)
 
     def _reallocate(self, step: Reallocate) -> None:
-        if step not in self._moves:
-            self._moves[step] = self._plan_moves(step)
+        if step not in self._copies:
+            self._copies[step] = self._plan_copies(step)
         source = self.engines.get((step.role, step.src))
         target = self.engines.get((step.target, step.dst))
         if target is not None:
@@ -114,36 +114,34 @@ class Executor:
             assert isinstance(copy, BoxCopy) and target is not None
             target.params.lerp_(copy.name, copy.box, value.view(box_shape(copy.box)), step.eta)
 
-        def place(copy: object) -> Tensor:
+        def destination(copy: object) -> Tensor:
             assert isinstance(copy, BoxCopy) and target is not None
             return target.read(copy.name, copy.box)
 
-        into = place if step.eta == 1.0 else None
         exchange(
-            self._moves[step],
+            self._copies[step],
             self.rank,
             read,
             write,
             self.device,
-            into=into,
-            peers=self.links,
+            into=destination if step.eta == 1.0 else None,
+            links=self.links,
             verify=self.run.config.verify_reallocation,
             copy=copy_box,
             activity=self.activity,
         )
 
-    def _plan_moves(self, step: Reallocate) -> list[P2PCopy]:
-        """Return what this worker sends, receives, or sees pass by in the memory it shares with others."""
+    def _plan_copies(self, step: Reallocate) -> list[P2PCopy]:
+        """Return the copies that this worker sends or receives, and those of its peers in shared memory."""
         config = self.run.models[step.role]
         node_size = self.run.config.n_gpus_per_node
-        specs = param_specs(config)
-        routes = plan_realloc(specs, lambda pp: stage_layers(config, pp), step.src, step.dst, node_size)
-        near = {self.rank, *(self.links.ranks if self.links else ())}
-        ours = [route for route in routes if route.src in near or self.rank in route.dsts]
+        routes = plan_realloc(param_specs(config), lambda pp: stage_layers(config, pp), step.src, step.dst, node_size)
+        local = {self.rank, *(self.links.peers if self.links else ())}
         dtype = torch.bfloat16 if self.run.roles[step.role].spec.bf16 else torch.float32
         return [
             P2PCopy(c, c.src, c.dst, TensorSlice(dtype, box_numel(c.box)), (c.name, c.box, route.dsts))
-            for route in ours
+            for route in routes
+            if route.src in local or self.rank in route.dsts
             for c in route.copies()
         ]
 
@@ -173,19 +171,20 @@ class Executor:
         return CallResult(outputs, stats)
 
     def _gather(self, call: PrepareCall, layout: Layout) -> SequenceBatch:
-        """Build this data-parallel rank's batch from the store; it may have no rows."""
-        mfc, mine = self.run.graph[call.mfc], call.assignment[layout.coord(self.rank).dp]
-        ids = tuple(call.inputs.ids[i] for i in mine)
+        """Return this data-parallel rank's batch from the store; it may have no rows."""
+        mfc, indices = self.run.graph[call.mfc], call.assignment[layout.coord(self.rank).dp]
+        ids = tuple(call.inputs.ids[i] for i in indices)
         columns: dict[str, Column] = {}
         for key, meta in call.inputs.columns.items():
             sources = [stored_row_id(row, key, call.shared) for row in ids]
             empty = Column(torch.empty(0, dtype=getattr(torch, meta.dtype), device=self.device), ())
             columns[mfc.interface_key(key)] = self.store.gather(sources, key) if sources else empty
         batch = SequenceBatch(ids, columns)
-        numbers = torch.tensor([call.minibatches[i] for i in mine], dtype=torch.int64, device=self.device)
-        return batch.with_scalars("minibatch", numbers) if mfc.is_train else batch
+        if not mfc.is_train:
+            return batch
+        minibatches = torch.tensor([call.minibatches[i] for i in indices], dtype=torch.int64, device=self.device)
+        return batch.with_scalars("minibatch", minibatches)
 
-    def held(self, ids: tuple[RowId, ...], key: str) -> dict[RowId, Tensor]:
-        """Return what this worker's store has of ``key``, by row."""
-        found = {row: self.store.find(row, key) for row in ids}
-        return {row: value for row, value in found.items() if value is not None}
+    def find_values(self, ids: tuple[RowId, ...], key: str) -> dict[RowId, Tensor]:
+        """Return the values of ``key`` in this worker's store, by row."""
+        return {row: value for row in ids if (value := self.store.find(row, key)) is not None}

@@ -1,4 +1,4 @@
-"""Rows where they were produced: one worker's values by (row, key), until their prompts are dropped."""
+"""One worker's values by row and key, kept until their prompts are dropped."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from realhf.data.batch import Column, SequenceBatch
 
 
 class RowStore:
-    """Holds views into the batches that were put; nothing is copied before a batch is gathered."""
+    """Stores views into batches; ``gather`` copies."""
 
     def __init__(self) -> None:
         self._values: dict[int, dict[tuple[int, str], Tensor]] = {}
@@ -29,7 +29,7 @@ class RowStore:
         return self._values.get(row.prompt, {}).get((row.sample, key))
 
     def gather(self, ids: Iterable[RowId], key: str) -> Column:
-        """Return the column of ``key`` for ``ids``, of which there is at least one."""
+        """Return the column of ``key`` for at least one row."""
         return Column.of([self.get(row, key) for row in ids])
 
     def drop(self, start: int, stop: int) -> None:
@@ -37,5 +37,5 @@ class RowStore:
             self._values.pop(prompt, None)
 
     def __len__(self) -> int:
-        """Number of prompts with anything held."""
+        """Number of prompts with values."""
         return len(self._values)

@@ -1,4 +1,4 @@
-"""The model worker: one device, one FIFO inbox, one message at a time, in order."""
+"""The model worker: handles the master's messages one at a time, in order, on one device."""
 
 import os
 import socket
@@ -33,7 +33,6 @@ from realhf.api.messages import (
 )
 from realhf.base.activity import ActivityStack
 from realhf.base.errors import UserError
-from realhf.base.host_memory import resident_bytes
 from realhf.base.seeds import stable_seed
 from realhf.base.timers import Spans
 from realhf.comm.process_groups import (
@@ -54,15 +53,16 @@ from realhf.models.engine.snapshot import restore, snapshot
 from realhf.plan.compile.program import home_layout, layout_ranks, process_groups, rank_engines, served_engines
 from realhf.plan.run_spec import RunSpec
 from realhf.system.checkpoint.manifest import read_manifest
-from realhf.system.checkpoint.writer import Saved, Writer, file_name
+from realhf.system.checkpoint.writer import CheckpointWriter, RoleCheckpoint, file_name
 from realhf.system.executor import Executor
-from realhf.system.metrics.trace import time_spent, trace_lines
+from realhf.system.metrics.trace import trace_lines
+from realhf.system.metrics.worker_metrics import measure_worker
 
-IDLE = "nothing, it waits for the master"
+IDLE = "waiting for the master"
 
 
 class ModelWorker:
-    """Answers the master's messages through ``send``. ``handle`` is called with one message after the other."""
+    """Replies to the master's messages through ``send``."""
 
     def __init__(self, run: RunSpec, rank: int, send: Callable[[ToMaster], None], log: Logger) -> None:
         self.run, self.rank, self.send, self.log = run, rank, send, log
@@ -71,37 +71,35 @@ class ModelWorker:
         self.device = torch.device(
             f"cuda:{rank % max(1, torch.cuda.device_count())}" if run.device == "cuda" else "cpu"
         )
-        self.store = open_rendezvous("127.0.0.1", 0, run.config.startup_timeout) if self._opens_store else None
+        opens_store = rank == 0 and run.plan.n_workers > 1
+        self.store = open_rendezvous("127.0.0.1", 0, run.config.startup_timeout) if opens_store else None
         self.links: SharedMemoryPeers | None = None
         self.servers: list[VllmServer] = []
-        self.calls: dict[int, PrepareCall] = {}  # whose rows are here
+        self.calls: dict[int, PrepareCall] = {}  # prepared ones, by request
         self.during = "start-up"
-        self.writer = Writer()
-
-    @property
-    def _opens_store(self) -> bool:
-        return self.rank == 0 and self.run.plan.n_workers > 1
+        self.writer = CheckpointWriter()
 
     def hello(self, address: str = "127.0.0.1") -> None:
-        """Report to the master; ``address`` is where other workers reach this one."""
+        """Report to the master; ``address`` is this worker's address for its peers."""
         port = self.store.port if self.store else 0
         self.send(Hello(self.rank, os.getpid(), socket.gethostname(), port, address))
 
-    def words(self) -> str:
-        """Say what this worker is at, from any thread."""
+    def activity_text(self) -> str:
+        """Return the current activity. Thread-safe."""
         return ", ".join(filter(None, (self.during, str(self.activity))))
 
     def handle(self, message: ToWorker) -> None:
-        """Carry out one message and reply; an error is reported to the master and raised."""
+        """Handle one message and reply; an error is reported to the master and raised."""
         try:
             self._handle(message)
             self.during = IDLE
+        except SystemExit:
+            raise
         except BaseException as error:
-            if not isinstance(error, SystemExit):
-                user_error = isinstance(error, UserError | ValueError)
-                text = str(error) if user_error else f"{type(error).__name__}: {error}"
-                self.log.exception("failed during %s", self.during)
-                self.send(Failed(self.rank, self.during, text, traceback.format_exc(), user_error))
+            user_error = isinstance(error, UserError | ValueError)
+            text = str(error) if user_error else f"{type(error).__name__}: {error}"
+            self.log.exception("failed during %s", self.during)
+            self.send(Failed(self.rank, self.during, text, traceback.format_exc(), user_error))
             raise
 
     def _handle(self, message: ToWorker) -> None:
@@ -117,29 +115,31 @@ class ModelWorker:
                 self.during = f"reading prompts {start} to {stop - 1}"
                 self._fetch(request, step, start, stop)
             case PrepareCall():
-                self.during = f"moving rows for {message.mfc} of step {message.step + 1}"
-                self._bring(message)
+                self.during = f"transferring rows for {message.mfc} of step {message.step + 1}"
+                self._prepare(message)
             case ExecuteCall(request):
                 call = self.calls.pop(request)
                 self.during = f"{call.mfc} of step {call.step + 1}"
-                self._run(call)
+                result = self.executor.execute(call)
+                meta = result.outputs.meta if result.outputs is not None else None
+                self._done(request, call.step, outputs=meta, stats=result.stats or {}, state=result.state)
             case ReadRows(request, ids, keys):
-                self.during = "collecting rows"
-                self.send(Done(request, self.rank, values={"rows": self._collect(ids, keys)}))
+                self.during = "reading rows"
+                self.send(Done(request, self.rank, values={"rows": self._read_rows(ids, keys)}))
             case Save(request, step, role, path):
                 self.during = f"saving {role} to {path}"
                 with self.spans.span(f"save/{role}"):
                     self.executor.engines[role, home_layout(self.run.graph, self.run.plan, role)].save(Path(path))
                 self._done(request, step)
             case Checkpoint(request, step, folder):
-                self.during = f"copying what {folder} will hold"
+                self.during = f"taking a snapshot for {folder}"
                 with self.spans.span("checkpoint"):
-                    self.writer.begin(Path(folder), self._changing())
+                    self.writer.start(Path(folder), self._snapshot())
                 self._done(request, step)
             case AwaitCheckpoint(request, step):
                 self.during = "writing a checkpoint"
                 with self.spans.span("checkpoint/settle"):
-                    files = self.writer.settle()
+                    files = self.writer.wait()
                 self._done(request, step, values={"files": files})
             case FreeRows(start, stop):
                 self.executor.store.drop(start, stop)
@@ -151,7 +151,7 @@ class ModelWorker:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if n_workers > 1:
-            self.during = "joining the other workers"
+            self.during = "initializing the process group"
             init_process_group(host, port, self.rank, n_workers, run.device, run.config.call_timeout, self.store)
             groups = make_groups(process_groups(run.program), self.rank, self.activity)
             if self.device.type == "cpu":
@@ -164,14 +164,13 @@ class ModelWorker:
         served_here = served_engines(run.graph, run.plan)
         for role, layout in rank_engines(run.program, self.rank):
             self.during = f"building {role}"
-            keeper = home_layout(run.graph, run.plan, role)
-            trainer = run.graph.trainer(role)
+            is_home = layout == home(run.graph, run.plan, role)
             engines[role, layout] = build_engine(
                 run.models[role],
                 run.roles[role],
                 ParallelContext(layout, self.rank, self.device, groups, self.activity),
-                trained=trainer is not None and layout == keeper,
-                holds_weights=layout == keeper,
+                trained=is_home and run.graph.trainer(role) is not None,
+                holds_weights=is_home,
                 seed=stable_seed(run.config.seed, run.roles[role].starts_as or role),
                 total_steps=run.schedule.n_steps,
                 stop_ids=(self.tokenizer.eos_token_id,),
@@ -190,10 +189,9 @@ class ModelWorker:
         if self.rank in run.fetch_ranks:
             mismatched = bool(KTO_KL_KEYS.keys() & set(run.graph.dataset_keys))
             self.source = RowSource(run.config.dataset, run.task, self.tokenizer, run.config.seed, mismatched)
-            found, expected = (len(self.source), self.source.n_held_out), (run.n_rows, run.n_held_out)
-            if found != expected:
-                raise UserError(f"{run.config.dataset.path} has {found[0]} rows and {found[1]} held out, at launch it "
-                                f"had {expected[0]} and {expected[1]}")  # fmt: skip
+            if (len(self.source), self.source.n_held_out) != (run.n_rows, run.n_held_out):
+                raise UserError(f"{run.config.dataset.path} has {len(self.source)} rows and {self.source.n_held_out} "
+                                f"held-out rows, at launch it had {run.n_rows} and {run.n_held_out}")  # fmt: skip
         self.info = {
             "parameters": {role: e.params.data.numel() for (role, _), e in engines.items()},
             "seconds": time.monotonic() - began,
@@ -211,91 +209,84 @@ class ModelWorker:
         return found
 
     def _interfaces(self) -> dict[str, Interface]:
-        """Build the interface of every call of this worker; calls of the same judge share it, and its processes."""
+        """Build the interface of every call; calls of the same judge share one, and its processes."""
         run, interfaces = self.run, dict[str, Interface]()
         judges: list[tuple[InterfaceSpec, int, Interface]] = []
         for mfc in (*run.graph.mfcs, *run.graph.evaluation):
             layout = run.plan[mfc.name].layout
             if self.rank not in layout.mesh.ranks:
                 continue
-            dp_rank = layout.coord(self.rank).dp
-            alike = (judge for spec, at, judge in judges if mfc.role is None and (spec, at) == (mfc.interface, dp_rank))
-            if (interface := next(alike, None)) is None:
-                context = InterfaceContext(run.config.seed, self.tokenizer, run.paths.root, dp_rank)
+            key = mfc.interface, layout.coord(self.rank).dp
+            shared = (judge for *judge_key, judge in judges if mfc.role is None and tuple(judge_key) == key)
+            if (interface := next(shared, None)) is None:
+                context = InterfaceContext(run.config.seed, self.tokenizer, run.paths.root, key[1])
                 interface = build_interface(mfc.interface, context)
-                judges += [(mfc.interface, dp_rank, interface)] if mfc.role is None else []
+                judges += [(*key, interface)] if mfc.role is None else []
             interfaces[mfc.name] = interface
         return interfaces
 
-    def _at_home(self, role: str) -> NativeEngine | None:
-        return self.executor.engines.get((role, home_layout(self.run.graph, self.run.plan, role)))
+    def _home_engine(self, role: str) -> NativeEngine | None:
+        return self.executor.engines.get((role, home(self.run.graph, self.run.plan, role)))
 
-    def _changing(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the files of this worker's part of a checkpoint."""
-        engines = {role: self._at_home(role) for role in self.run.updated_roles}
+    def _snapshot(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return this worker's files of a checkpoint."""
+        engines = {role: self._home_engine(role) for role in self.run.changing}
         return {file_name(role, self.rank): snapshot(e) for role, e in engines.items() if e is not None}
 
     def _restore(self, folder: Path) -> None:
-        for role, saved in read_manifest(folder).layouts.items():
-            if (engine := self._at_home(role)) is not None:
-                restore(engine, saved, Saved(folder, role))
+        for role, layout in read_manifest(folder).layouts.items():
+            if (engine := self._home_engine(role)) is not None:
+                restore(engine, layout, RoleCheckpoint(folder, role))
 
     def _fetch(self, request: int, step: int, start: int, stop: int) -> None:
-        assert self.source is not None, "only fetchers are asked for data"
-        index, count = self.run.fetch_ranks.index(self.rank), len(self.run.fetch_ranks)
+        assert self.source is not None, "only fetchers read data"
+        index, count = self.run.fetchers.index(self.rank), len(self.run.fetchers)
         first, last = (start + (stop - start) * k // count for k in (index, index + 1))
         with self.spans.span("fetch"):
-            batch = self._read(self.source, first, last)
-            batch = batch.to(self.device)
+            batch = self._read(self.source, first, last).to(self.device)
             self.executor.store.put(batch)
         self._done(request, step, outputs=batch.meta)
 
     def _read(self, source: RowSource, start: int, stop: int) -> SequenceBatch:
-        """Return the rows that the prompts ``start`` to ``stop`` of one step stand for."""
-        length, trial = self.run.schedule, self.run.eval_schedule
-        step, at = divmod(start, length.stride)
-        if step >= trial.first_step:
-            first = (step - trial.first_step) * trial.batch_size + at
+        """Return the rows of the prompts ``start`` to ``stop`` of one step of training or evaluation."""
+        schedule, evaluation = self.run.schedule, self.run.eval_schedule
+        step, offset = divmod(start, schedule.stride)
+        if step >= evaluation.first_step:
+            first = (step - evaluation.first_step) * evaluation.batch_size + offset
             return source.held_out(first, first + stop - start, start)
-        own, first = length.span(step), step * length.batch_size
-        if start < own.stop:
-            return source.batch(first + at, first + at + stop - start, start)
-        positions = range(first, first + own.stop - own.start)
-        return source.resampled(step, positions, start - own.stop, stop - own.stop, start)
+        span, first = schedule.span(step), step * schedule.batch_size
+        if start < span.stop:
+            return source.batch(first + offset, first + offset + stop - start, start)
+        positions = range(first, first + span.stop - span.start)
+        return source.redrawn(step, positions, start - span.stop, stop - span.stop, start)
 
-    def _bring(self, call: PrepareCall) -> None:
+    def _prepare(self, call: PrepareCall) -> None:
         self.executor.receive_inputs(call)
         if self.rank in layout_ranks(self.run.program[call.mfc]):
             self.calls[call.request] = call
         else:
             self._done(call.request, call.step)
 
-    def _run(self, call: PrepareCall) -> None:
-        outcome = self.executor.execute(call)
-        meta = outcome.outputs.meta if outcome.outputs is not None else None
-        self._done(call.request, call.step, outputs=meta, stats=outcome.stats or {}, state=outcome.state)
-
-    def _collect(self, ids: tuple, keys: tuple[str, ...]) -> list[dict[str, Any]]:
-        """Describe rows in words: text of prompt and answer, numbers of scalars, the question's own fields."""
+    def _read_rows(self, ids: tuple, keys: tuple[str, ...]) -> list[dict[str, Any]]:
+        """Return rows with prompt and response as text, scalars, and the fields of the data set."""
         rows: dict[Any, dict[str, Any]] = {i: {"prompt_id": i.prompt, "sample": i.sample} for i in ids}
         for key in keys:
-            for row, value in self.executor.held(ids, key).items():
+            for row, value in self.executor.find_values(ids, key).items():
                 if key == "tokens" and (mask := self.executor.store.find(row, "prompt_mask")) is not None:
-                    cut = int(mask.sum())
-                    rows[row]["prompt"] = self.tokenizer.decode(value[:cut].tolist(), skip_special_tokens=True)
-                    rows[row]["answer"] = self.tokenizer.decode(value[cut:].tolist(), skip_special_tokens=True)
-                    rows[row]["answer_tokens"] = value.numel() - cut
+                    n_prompt = int(mask.sum())
+                    rows[row]["prompt"] = self.tokenizer.decode(value[:n_prompt].tolist(), skip_special_tokens=True)
+                    rows[row]["response"] = self.tokenizer.decode(value[n_prompt:].tolist(), skip_special_tokens=True)
+                    rows[row]["answer_tokens"] = value.numel() - n_prompt
                 elif key == "row":
                     rows[row]["fields"] = row_fields(value)
                 elif value.numel() == 1:
                     rows[row][key] = value.item()
         return [fields for fields in rows.values() if len(fields) > 2]
 
-    def _done(self, request: int, step: int, **what: Any) -> None:
+    def _done(self, request: int, step: int, **results: Any) -> None:
         spans = self.spans.take()
-        trace, (moved, computed) = trace_lines(spans, self.rank, step), time_spent(spans)
-        memory = resident_bytes()
-        self.send(Done(request, self.rank, trace=trace, moved=moved, computed=computed, memory=memory, **what))
+        trace = trace_lines(spans, self.rank, step)
+        self.send(Done(request, self.rank, trace=trace, metrics=measure_worker(spans, self.executor), **results))
 
     def close(self) -> None:
         for server in self.servers:

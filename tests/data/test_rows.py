@@ -56,7 +56,12 @@ ANSWERED = [*CHAT, {"role": "assistant", "content": "ho"}]
         (Task.answer, {"id": 3, "prompt": "p", "answer": ""}, {"id": 3, "prompt": "p", "answer": ""}),
         (
             Task.answer,
-            {"prompt": "u:hi;>", "answer": "ho", "rewards": 1.5, "fields": {"messages": CHAT, "answer": "4", "id": 3}},
+            {
+                "prompt": "u:hi;>",
+                "response": "ho",
+                "rewards": 1.5,
+                "fields": {"messages": CHAT, "answer": "4", "id": 3},
+            },
             {"prompt": CHAT, "answer": "ho", "rewards": 1.5, "id": 3},
         ),
         (Task.sft, {"id": 3, "prompt": "p", "answer": "<<a>>"}, {"prompt": "p", "answer": "<<a>>"}),
@@ -134,7 +139,7 @@ def test_a_single_object_with_a_list_is_a_row(tmp_path: Path) -> None:
         (Task.math, {"prompt": "p", "solutions": []}, "'solutions' is an empty list, it must be a list of texts"),
         (Task.math, {"prompt": "p", "solutions": ["1", ""]}, "'solutions'[1] is empty"),
         (Task.math, {"prompt": "p", "solutions": [1]}, "'solutions'[0] is 1, it must be text"),
-        (Task.answer, {"prompt": "p", "fields": None}, "'answer' is missing (keys: prompt, fields)"),
+        (Task.answer, {"prompt": "p", "fields": None}, "'response' is missing (keys: prompt, fields)"),
         (Task.sft, {"prompt": "p"}, "'answer' is missing (keys: prompt)"),
         (Task.sft, {"prompt": "p", "answer": ""}, "'answer' is empty"),
         (Task.sft, {"messages": CHAT}, "'messages' must end with a message of the assistant"),

@@ -141,7 +141,7 @@ def test_sampled_answers_become_pairs(tmp_path: Path) -> None:
     }
     (tmp_path / "generations").mkdir()
     for name, some in answers.items():
-        lines = [json.dumps(dict(zip(("prompt", "answer", "rewards", "fields"), row, strict=True))) for row in some]
+        lines = [json.dumps(dict(zip(("prompt", "response", "rewards", "fields"), row, strict=True))) for row in some]
         (tmp_path / "generations" / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     done = run("build_pairs.py", tmp_path / "generations", tmp_path / "pairs.jsonl")
     assert done.returncode == 0 and done.stdout.endswith("pairs.jsonl: 3 pairs for 2 of 3 questions\n"), done.stderr

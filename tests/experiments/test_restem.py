@@ -11,7 +11,7 @@ from realhf.experiments.restem import Choice, RestEMExperiment, chosen_round, ke
 
 
 def row(prompt: int, reward: float, truncated: int = 0) -> dict:
-    return {"prompt_id": prompt, "prompt": f"p{prompt}", "answer": "a", "rewards": reward, "truncated": truncated}
+    return {"prompt_id": prompt, "prompt": f"p{prompt}", "response": "a", "rewards": reward, "truncated": truncated}
 
 
 def test_right_answers_are_kept_in_order_and_up_to_a_number() -> None:

@@ -103,7 +103,7 @@ def test_a_run_is_stopped_after_a_step_and_grows(
     (started.root / "stop").touch()
     run = started.finish()
     n_steps = len(run.metrics)
-    assert run.code == 130 and f"stopped after step {n_steps} of 5, as it was asked to" in run.said, run.said
+    assert run.code == 130 and f"stopped after step {n_steps} of 5, as requested" in run.said, run.said
     assert n_steps < 5 and nothing_is_left(tmp_path, living)
     run = resume(started.root, "n_gpus_per_node=2")
     assert run.code == 0 and f"step_{n_steps}: {n_steps} of 5 steps are done" in run.said and "again" not in run.said

@@ -55,7 +55,7 @@ def test_a_killed_worker_is_named_with_what_it_did(endless: Started, living: Liv
     run = endless.finish()
     assert run.code == 1
     (line,) = (line for line in run.said.splitlines() if line.startswith("error: "))
-    assert line.startswith("error: worker 1 was ended by SIGKILL while doing ")
+    assert line.startswith("error: worker 1 was ended by SIGKILL during ")
     assert " of step " in line and str(run.root / "logs" / "worker-1.log") in line
     assert "done " not in run.said and nothing_is_left(tmp_path, living)
 

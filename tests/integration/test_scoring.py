@@ -82,8 +82,8 @@ def test_written_answers_are_scored_as_they_were(
     assert len(scored) == len(before) == 14 and {row["truncated"] for row in before} == {0, 1}
     n_whole = 0
     for old, new in zip(before, scored, strict=True):
-        assert new["answer"] == old["answer"]
-        if len(old["answer"]) + (not old["truncated"]) == old["answer_tokens"]:  # else it held a special token
+        assert new["response"] == old["response"]
+        if len(old["response"]) + (not old["truncated"]) == old["answer_tokens"]:  # else it held a special token
             scores = [old["score_1"], old["score_2"]]
             assert [new["rewards"], new["gold"]] == pytest.approx(scores, abs=1e-5)
             n_whole += 1

@@ -70,7 +70,7 @@ def test_two_nodes_learn_as_this_machine_does(
 ) -> None:
     run = realhf_start("ppo-math", tmp_path, [*ppo_words, *WORDS]).finish()
     assert run.code == 0, run.said
-    assert " runs on n[" in run.said and "done    3 steps" in run.said and " is completed" in run.said
+    assert " is running on n[" in run.said and "done    3 steps" in run.said and " is completed" in run.said
     assert same_curve(of_four_workers, run) == []
     assert left(cluster, tmp_path, living) == ({}, "")
 
@@ -88,7 +88,7 @@ def test_a_job_that_is_cancelled_ends_the_run(
         time.sleep(0.2)
     waiting.process.send_signal(signal.SIGINT)
     run = waiting.finish()
-    assert run.code == 130 and "waits in the queue (" in run.said and "interrupted" in run.said, run.said
+    assert run.code == 130 and "is pending (" in run.said and "interrupted" in run.said, run.said
     number = job_of(cluster)  # of the other one
     cluster.run("scancel", number)
     run = started.finish()
@@ -108,7 +108,7 @@ def test_a_lost_node_starts_the_job_again_from_its_checkpoint(
     cluster.start_node(1)
     cluster.wait_until_idle()
     assert run.code == 0, run.said
-    assert "runs on n[0,2], started 2 times" in run.said and "done    50 steps" in run.said
+    assert "is running on n[0,2], started 2 times" in run.said and "done    50 steps" in run.said
     assert [line["step"] for line in run.metrics] == list(range(1, 51))
     assert left(cluster, tmp_path, living) == ({}, "")
 
@@ -142,7 +142,7 @@ def test_inside_an_allocation_a_killed_worker_is_named_with_its_node(
     started.wait_for_step()
     os.kill(worker_pid(started.root, 3, living), signal.SIGKILL)
     run = started.finish()
-    assert run.code == 1 and "waits in the queue" not in run.said, run.said
+    assert run.code == 1 and "is pending" not in run.said, run.said
     (line,) = (line for line in run.said.splitlines() if line.startswith("error: "))
-    assert line.startswith("error: worker 3 on node n") and " ended: killed while doing " in line
+    assert line.startswith("error: worker 3 on node n") and " ended: killed during " in line
     assert left(cluster, tmp_path, living) == ({}, "")

@@ -103,7 +103,7 @@ def test_bfloat16_is_stored_as_it_is_computed(runs: Runs, actor_folder: Path) ->
 def test_a_reward_function_that_raises_is_counted_and_the_run_goes_on(runs: Runs) -> None:
     for line in runs["moody"].metrics:
         rows = runs["moody"].generations(int(line["step"]))
-        failed = [row for row in rows if "3" in row["answer"]]
+        failed = [row for row in rows if "3" in row["response"]]
         assert {row["rewards"] for row in failed} <= {-0.5} and line["rew_inf/verifier_timeout"] == 0
         assert {row["rewards"] for row in rows if row not in failed} <= {1.0}
         assert line["rew_inf/verifier_error"] == pytest.approx(len(failed) / len(rows))

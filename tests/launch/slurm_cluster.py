@@ -1,6 +1,6 @@
-"""A SLURM cluster of virtual nodes on this machine's loopback, without systemd: munge, slurmctld and slurmd.
+"""A SLURM cluster of virtual nodes on the loopback interface, without systemd: munge, slurmctld and slurmd.
 
-Debian's packages are installed where they are missing and apt is there; that needs root, as the daemons do.
+Missing Debian packages are installed with apt, which needs root, like the daemons.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 CONFIGURATION = """\
 ClusterName=virtual
 SlurmctldHost={host}(127.0.0.1)
@@ -47,12 +47,12 @@ PartitionName=dev Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def why_not() -> str:
-    """Install what is missing; say why there can be no cluster here, or nothing."""
+    """Install missing packages; return the reason why no cluster can run, or an empty string."""
     if os.getuid() != 0:
         return "the daemons of SLURM need root"
     if not all(map(shutil.which, DAEMONS)):
         if not shutil.which("apt-get"):
-            return "neither SLURM nor apt is here"
+            return "SLURM and apt are missing"
         quiet = {"stdout": subprocess.DEVNULL, "env": {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}}
         install = ["apt-get", "install", "-y", "--no-install-recommends", "slurm-wlm", "munge"]
         if subprocess.run(install, **quiet).returncode:
@@ -62,7 +62,7 @@ def why_not() -> str:
 
 
 class SlurmCluster:
-    """Nodes ``n0`` ... of two cores each. ``environment`` is for the programs that use it."""
+    """Nodes ``n0`` ... of two cores each. ``environment`` is for its client programs."""
 
     def __init__(self, root: Path, n_nodes: int) -> None:
         self.root, self.n_nodes = root, n_nodes
@@ -82,7 +82,7 @@ class SlurmCluster:
         key = self.root / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
-        self.root.chmod(0o755)  # munge's socket is for everybody
+        self.root.chmod(0o755)  # all users connect to munge
         self.run("munged", "--force", f"--key-file={key}", f"--socket={self.root}/munge.socket",
                  f"--pid-file={self.root}/munged.pid", f"--log-file={self.root}/munged.log",
                  f"--seed-file={self.root}/munge.seed")  # fmt: skip
@@ -95,32 +95,32 @@ class SlurmCluster:
         self.run("slurmd", "-f", str(self.configuration), "-N", f"n{i}")
 
     def kill_node(self, i: int) -> None:
-        """End a node's daemon without a word to anybody, and have it noticed at once."""
+        """Kill a node's daemon, and mark the node as down."""
         os.kill(int((self.root / f"n{i}.pid").read_text()), signal.SIGKILL)
         self.run("scontrol", "update", f"NodeName=n{i}", "State=DOWN", "Reason=killed")
 
     def wait_until_idle(self) -> None:
-        end = time.monotonic() + PATIENCE_S
+        end = time.monotonic() + TIMEOUT_S
         while set(self.run("sinfo", "-h", "-N", "-o", "%t").split()) != {"idle"}:
             assert time.monotonic() < end, self.run("sinfo", "-N", "-l")
             time.sleep(0.2)
 
     def run(self, *command: str) -> str:
-        """Run a program of SLURM and return what it says."""
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=PATIENCE_S)
+        """Run a SLURM program and return its output."""
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=TIMEOUT_S)
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
 
     def stop(self) -> None:
-        """Stop jobs, then daemons, and wait until they are gone."""
+        """Stop jobs, then daemons, and wait until they have exited."""
         with contextlib.suppress(AssertionError):
             self.run("scancel", "--state=RUNNING", "--state=PENDING", "-u", "root")
         pids = [int(file.read_text()) for file in self.root.glob("*.pid") if file.read_text().strip()]
-        for number, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0)):
+        for number, timeout_s in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0)):
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
-            end = time.monotonic() + patience
+            end = time.monotonic() + timeout_s
             while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < end:
                 time.sleep(0.05)
 

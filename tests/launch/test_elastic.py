@@ -1,72 +1,72 @@
-"""What a run may go on with when workers are lost."""
+"""Restarts after the loss of workers."""
 
 import pytest
 
 from realhf.api.config import ExperimentConfig, MFCConfig, Mode, ParallelConfig
 from realhf.launch import launch_problems
 from realhf.launch.elastic import ElasticRestart, failed_permanently, plan_restart
-from realhf.launch.local import visible
+from realhf.launch.local import cuda_visible_devices
 
 
 def config(**options: object) -> ExperimentConfig:
     return ExperimentConfig(**{"n_gpus_per_node": 4, **options})
 
 
-def test_nothing_lost_nothing_set() -> None:
+def test_no_overrides_without_a_loss() -> None:
     assert plan_restart(config(n_nodes=2, allocation_mode="d8"), {}, "cuda", 2, []) == ElasticRestart((), 8)
 
 
-def test_devices_that_are_left_keep_their_numbers() -> None:
-    way = plan_restart(config(), {}, "cuda", 1, [1])
-    assert way == ElasticRestart(("n_gpus_per_node=3", "devices=[0,2,3]"), 3, "the device of worker 1")
-    way = plan_restart(config(n_gpus_per_node=3, devices=[0, 2, 3]), {}, "cuda", 1, [0, 1])
-    assert way and way.overrides == ("n_gpus_per_node=1", "devices=[3]")
-    way = plan_restart(config(), {}, "cpu", 1, [1])
-    assert way and way.overrides == ("n_gpus_per_node=3",)
+def test_remaining_devices_keep_their_numbers() -> None:
+    restart = plan_restart(config(), {}, "cuda", 1, [1])
+    assert restart == ElasticRestart(("n_gpus_per_node=3", "devices=[0,2,3]"), 3, "the device of worker 1")
+    restart = plan_restart(config(n_gpus_per_node=3, devices=[0, 2, 3]), {}, "cuda", 1, [0, 1])
+    assert restart and restart.words == ("n_gpus_per_node=1", "devices=[3]")
+    restart = plan_restart(config(), {}, "cpu", 1, [1])
+    assert restart and restart.words == ("n_gpus_per_node=3",)
 
 
-def test_nodes_are_lost_whole() -> None:
-    way = plan_restart(config(n_nodes=3, mode=Mode.ray), {}, "cuda", 2, [])
-    assert way == ElasticRestart(("n_nodes=2",), 8, "1 of 3 nodes")
+def test_lost_nodes() -> None:
+    restart = plan_restart(config(n_nodes=3, mode=Mode.ray), {}, "cuda", 2, [])
+    assert restart == ElasticRestart(("n_nodes=2",), 8, "1 of 3 nodes")
     assert (
         plan_restart(config(n_nodes=3), {}, "cuda", 0, []) is None
         and plan_restart(config(), {}, "cpu", 1, range(4)) is None
     )
 
 
-def test_plans_of_the_user_are_not_replaced_unasked() -> None:
+def test_allocations_of_the_user_are_replaced_only_on_request() -> None:
     placements = {"gen": MFCConfig(device_mesh="0-1", parallel=ParallelConfig(2)), "train": MFCConfig()}
-    way = plan_restart(config(allocation_mode="manual"), placements, "cpu", 1, [3])
-    assert way and way.refusal == "allocation_mode=manual is for 4 workers, 3 are left"
-    assert way.overrides == ("n_gpus_per_node=3", "allocation_mode=heuristic", "gen.device_mesh=null",
+    restart = plan_restart(config(allocation_mode="manual"), placements, "cpu", 1, [3])
+    assert restart and restart.refusal == "allocation_mode=manual is for 4 workers, 3 are left"
+    assert restart.words == ("n_gpus_per_node=3", "allocation_mode=heuristic", "gen.device_mesh=null",
                          "gen.parallel.data_parallel_size=1")  # fmt: skip
-    way = plan_restart(config(allocation_mode="d2t2", recover_allocation="search"), placements, "cpu", 1, [3])
-    assert way and not way.refusal and way.overrides == ("n_gpus_per_node=3", "allocation_mode=search")
+    restart = plan_restart(config(allocation_mode="d2t2", recover_allocation="search"), placements, "cpu", 1, [3])
+    assert restart and not restart.refusal and restart.words == ("n_gpus_per_node=3", "allocation_mode=search")
 
 
-def test_who_dies_too_often_is_gone() -> None:
+def test_workers_fail_permanently_after_several_deaths() -> None:
     assert failed_permanently(config(), {0: 1, 3: 2, 1: 3}) == [1, 3]
-    assert failed_permanently(config(mode=Mode.ray), {3: 2}) == []  # Ray says which nodes are
+    assert failed_permanently(config(mode=Mode.ray), {3: 2}) == []  # Ray reports lost nodes
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"max_device_failures": 0}, "max_device_failures must be positive"),
-        ({"recover_allocation": "d2"}, "recover_allocation=d2: nobody knows"),
+        ({"recover_allocation": "d2"}, "recover_allocation=d2: the number of remaining workers is unknown"),
         ({"devices": [0, 1]}, "does not name n_gpus_per_node=4 different devices"),
         ({"devices": [0, 1, 1, 2]}, "does not name n_gpus_per_node=4 different devices"),
         ({"devices": [0, 1, 2, 3], "mode": Mode.ray}, "is for mode=local"),
     ],
 )
-def test_what_is_refused(options: dict[str, object], words: str) -> None:
-    assert [line for line in launch_problems(config(**options)) if words in line]
+def test_invalid_options(options: dict[str, object], message: str) -> None:
+    assert [line for line in launch_problems(config(**options)) if message in line]
     assert launch_problems(config()) == []
 
 
-def test_devices_are_those_of_the_devices_that_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_select_among_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert visible([]) == {} and visible([0, 2]) == {"CUDA_VISIBLE_DEVICES": "0,2"}
+    assert cuda_visible_devices([]) == {} and cuda_visible_devices([0, 2]) == {"CUDA_VISIBLE_DEVICES": "0,2"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    assert visible([0, 2]) == {"CUDA_VISIBLE_DEVICES": "4,6"} and visible([]) == {}
+    assert cuda_visible_devices([0, 2]) == {"CUDA_VISIBLE_DEVICES": "4,6"} and cuda_visible_devices([]) == {}
     assert launch_problems(config(devices=[0, 1, 2, 4]))

@@ -1,4 +1,4 @@
-"""What SLURM is asked, and what is made of its answers, without a cluster."""
+"""Commands and output of SLURM, without a cluster."""
 
 from pathlib import Path
 
@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from realhf.api.config import ExperimentConfig, Mode, SlurmConfig
 from realhf.base.paths import RunDir
 from realhf.launch import launch_problems, missing
-from realhf.launch.slurm import ended, expand, step_command
+from realhf.launch.slurm import expand_hostlist, parse_exits, step_command
 
 NODES = ["n0", "n1"]
-SAID = """\
+OUTPUT = """\
 srun: error: n1: task 3: Out Of Memory
 srun: error: n0: tasks 0-1: Exited with exit code 3
 srun: Job step aborted: Waiting up to 5 seconds for job step to finish.
@@ -25,7 +25,7 @@ def config(**options: object) -> ExperimentConfig:
 
 
 @pytest.mark.parametrize(
-    "short, names",
+    "hostlist, names",
     [
         ("vm", ["vm"]),
         ("n[08-10],m1", ["n08", "n09", "n10", "m1"]),
@@ -35,19 +35,19 @@ def config(**options: object) -> ExperimentConfig:
         ("", []),
     ],
 )
-def test_short_forms_stand_for_names(short: str, names: list[str]) -> None:
-    assert expand(short) == names
+def test_expand_hostlist(hostlist: str, names: list[str]) -> None:
+    assert expand_hostlist(hostlist) == names
 
 
 @given(numbers=st.lists(st.integers(0, 10**6), min_size=1, unique=True), width=st.integers(1, 9))
-def test_every_number_of_a_short_form_is_found(numbers: list[int], width: int) -> None:
-    written = [f"{number:0{width}}" for number in numbers]
-    assert expand(f"a[{','.join(written)}],b") == [*(f"a{number}" for number in written), "b"]
+def test_expand_hostlist_with_padding(numbers: list[int], width: int) -> None:
+    padded = [f"{number:0{width}}" for number in numbers]
+    assert expand_hostlist(f"a[{','.join(padded)}],b") == [*(f"a{number}" for number in padded), "b"]
 
 
-def test_the_first_word_about_a_worker_counts() -> None:
-    assert ended("", NODES, 2) == {} == ended("srun: Force Terminated job step 1.0\n", NODES, 2)
-    assert ended(SAID, NODES, 2) == {
+def test_the_first_exit_of_a_worker_is_reported() -> None:
+    assert parse_exits("", NODES, 2) == {} == parse_exits("srun: Force Terminated job step 1.0\n", NODES, 2)
+    assert parse_exits(OUTPUT, NODES, 2) == {
         3: "on node n1 ended: out of memory",
         0: "on node n0 ended: exited with exit code 3",
         1: "on node n0 ended: exited with exit code 3",
@@ -55,33 +55,31 @@ def test_the_first_word_about_a_worker_counts() -> None:
     }
 
 
-def test_workers_are_lost_with_their_node() -> None:
-    lost = ended("srun: error: Node failure on n1\nsrun: error: n0: task 0: Terminated\n", NODES, 2)
+def test_workers_of_a_lost_node() -> None:
+    lost = parse_exits("srun: error: Node failure on n1\nsrun: error: n0: task 0: Terminated\n", NODES, 2)
     assert lost == {0: "on node n0 ended: terminated", 2: "was lost with its node n1", 3: "was lost with its node n1"}
-    assert ended("srun: error: Node failure on n[0-1]\n", NODES, 1).keys() == {0, 1}
-    assert ended("srun: error: Node failure on n7\n", NODES, 2) == {}
+    assert parse_exits("srun: error: Node failure on n[0-1]\n", NODES, 1).keys() == {0, 1}
+    assert parse_exits("srun: error: Node failure on n7\n", NODES, 2) == {}
 
 
-def test_a_step_has_all_workers_by_rank_along_the_nodes(tmp_path: Path) -> None:
-    asked = config(
-        cpus_per_worker=3, container_image="img", container_mounts="/a:/a", python="/opt/python", gpu="gpu:x"
-    )
-    command = step_command(RunDir(tmp_path), asked, "cuda", "tcp://10.0.0.1:5")
+def test_command_of_a_step(tmp_path: Path) -> None:
+    run = config(cpus_per_worker=3, container_image="img", container_mounts="/a:/a", python="/opt/python", gpu="gpu:x")
+    command = step_command(RunDir(tmp_path), run, "cuda", "tcp://10.0.0.1:5")
     assert command[0] == "srun" and command[-5:-2] == ["-m", "realhf.apps.worker", str(tmp_path)]
     assert command[-2:] == ["SLURM_PROCID", "tcp://10.0.0.1:5"] and "/opt/python" in command
-    words = {"--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--cpus-per-task=3", "--distribution=block",
+    arguments = {"--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--cpus-per-task=3", "--distribution=block",
              "--gres=gpu:x:2", "--gpu-bind=none", "--container-image=img", "--container-mounts=/a:/a",
              f"--output={tmp_path}/logs/worker-%t.log"}  # fmt: skip
-    assert words <= set(command)
+    assert arguments <= set(command)
     on_cpu = step_command(RunDir(tmp_path), config(), "cpu", "tcp://10.0.0.1:5")
-    assert not [word for word in on_cpu if "gres" in word or "gpu" in word or "container" in word]
+    assert not [part for part in on_cpu if "gres" in part or "gpu" in part or "container" in part]
 
 
-def test_what_cannot_be_asked_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert launch_problems(config(extra=["--mail-type=END", "-x n3"])) == []
-    wrong = config(cpus_per_worker=0, extra=["mail"], time="1 day", array_seeds=[1, 1])
-    assert [problem.split(" ")[0].split("=")[0] for problem in launch_problems(wrong)] == [
+    invalid = config(cpus_per_worker=0, extra=["mail"], time="1 day", array_seeds=[1, 1])
+    assert [problem.split(" ")[0].split("=")[0] for problem in launch_problems(invalid)] == [
         "slurm.cpus_per_worker", "slurm.extra:", "slurm.time", "slurm.array_seeds"]  # fmt: skip
     (problem,) = launch_problems(ExperimentConfig(slurm=SlurmConfig(array_seeds=[1])))
     assert "mode=slurm" in problem
@@ -94,7 +92,7 @@ def test_an_allocation_must_be_large_enough(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(launch_problems(config(array_seeds=[1]))) == 2
 
 
-def test_where_slurm_is_not_the_launch_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_slurm_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     (problem,) = missing(config())

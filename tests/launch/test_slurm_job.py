@@ -1,4 +1,4 @@
-"""The script of a job, and what SLURM says of one, without a cluster."""
+"""Batch scripts and job states, without a cluster."""
 
 import subprocess
 from pathlib import Path
@@ -32,55 +32,55 @@ def config(**options: object) -> ExperimentConfig:
     return ExperimentConfig("math", "one", mode=Mode.slurm, n_nodes=2, n_gpus_per_node=4, slurm=SlurmConfig(**options))  # type: ignore[arg-type]
 
 
-def test_a_script_can_be_read(tmp_path: Path) -> None:
-    asked = config(partition="dev", time="1:00:00", constraint="a&b", exclusive=True, cpus_per_worker=8, gpu="gpu:a100",
-                   setup=["module load cuda"], extra=["--mail-type=END"])  # fmt: skip
-    asked.recover_mode = RecoverMode.auto
-    text = script([tmp_path / "one"], asked, "cuda", tmp_path)
+def test_script(tmp_path: Path) -> None:
+    run = config(partition="dev", time="1:00:00", constraint="a&b", exclusive=True, cpus_per_worker=8, gpu="gpu:a100",
+                 setup=["module load cuda"], extra=["--mail-type=END"])  # fmt: skip
+    run.recover_mode = RecoverMode.auto
+    text = script([tmp_path / "one"], run, "cuda", tmp_path)
     assert text.startswith(SCRIPT.format(folder=tmp_path))
     assert text.splitlines()[-2:] == [f"runs=({tmp_path}/one)", text.splitlines()[-1]]
     assert "-m realhf.apps.commands.master" in text.splitlines()[-1]
 
 
 def test_every_task_of_an_array_finds_its_run(tmp_path: Path) -> None:
-    """What the script would become, the shell says."""
+    """The shell prints the command that the script would run."""
     roots = [tmp_path / "a b", tmp_path / "c"]
     text = script(roots, config(), "cpu", tmp_path)
     assert "#SBATCH --array=0-1" in text and "--no-requeue" in text and "gres" not in text
     for task, root in enumerate(roots):
-        said = subprocess.run(["bash", "-c", text.replace("exec ", "echo ")], env={"SLURM_ARRAY_TASK_ID": str(task)},
+        output = subprocess.run(["bash", "-c", text.replace("exec ", "echo ")], env={"SLURM_ARRAY_TASK_ID": str(task)},
                               capture_output=True, text=True, check=True, timeout=10).stdout  # fmt: skip
-        assert said.strip().endswith(f"-m realhf.apps.commands.master {root}")
+        assert output.strip().endswith(f"-m realhf.apps.commands.master {root}")
 
 
-def test_states_are_read() -> None:
-    shown = SHOWN.format(7, "", "RUNNING", "None", 1, "0:0", "n[0-1]")
-    assert parse_states(shown, 1) == {0: JobState(0, "RUNNING", "None", 0, "n[0-1]", 1)}
-    assert str(parse_states(shown, 1)[0]) == "runs on n[0-1], started 2 times"
+def test_parse_states() -> None:
+    text = SHOWN.format(7, "", "RUNNING", "None", 1, "0:0", "n[0-1]")
+    assert parse_states(text, 1) == {0: JobState(0, "RUNNING", "None", 0, "n[0-1]", 1)}
+    assert str(parse_states(text, 1)[0]) == "is running on n[0-1], started 2 times"
     killed = parse_states(SHOWN.format(7, "", "FAILED", "RaisedSignal:9(Killed)", 0, "0:9", ""), 1)[0]
     assert killed.is_over and killed.exit_code == 9 and str(killed) == "is failed"
 
 
-def test_tasks_of_an_array_are_told_apart() -> None:
+def test_parse_states_of_an_array() -> None:
     lines = [SHOWN.format(9, "ArrayTaskId=0 ", "COMPLETED", "None", 0, "0:0", "n0"),
              SHOWN.format(7, "ArrayTaskId=1-3%2 ", "PENDING", "Resources", 0, "0:0", "")]  # fmt: skip
     states = parse_states("\n".join(lines), 4)
     assert [state.task for state in states.values()] == [0, 1, 2, 3]
-    assert [str(state) for state in states.values()] == ["is completed", *["waits in the queue (Resources)"] * 3]
+    assert [str(state) for state in states.values()] == ["is completed", *["is pending (Resources)"] * 3]
     assert parse_states("slurm_load_jobs error: Invalid job id", 1) == {}
 
 
-def test_an_ear_hears_whole_lines_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_complete_lines_are_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "log"
-    ear = LogTail(file, "seed_1  ")
-    ear.poll()
+    tail = LogTail(file, "seed_1  ")
+    tail.poll()
     file.write_text("one\ntw")
-    ear.poll()
-    ear.poll()
+    tail.poll()
+    tail.poll()
     assert capsys.readouterr().out == "seed_1  one\n"
     with file.open("a") as log:
         log.write("o\n")
-    ear.poll()
+    tail.poll()
     assert capsys.readouterr().out == "seed_1  two\n"
     LogTail(file, "").poll()
-    assert capsys.readouterr().out == ""  # of an earlier launch
+    assert capsys.readouterr().out == ""  # lines of an earlier launch

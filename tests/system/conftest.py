@@ -1,4 +1,4 @@
-"""Runs by value: a graph on some workers, without a command line."""
+"""Run specs for tests."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ def run_of(
     roles: dict[str, RoleSpec] | None = None,
     **control: int,
 ) -> RunSpec:
-    """A run of ``graph`` with every MFC data-parallel on its mesh."""
+    """Return a run of ``graph`` with every MFC data-parallel on its mesh."""
     config = ExperimentConfig(dataset=DatasetConfig(train_bs_n_seqs=batch), exp_ctrl=ExperimentControl(**control))
     plan = ExecutionPlan(
         1 + max(rank for mesh in meshes.values() for rank in mesh),

@@ -1,4 +1,4 @@
-"""Calls carried out by gloo ranks: rows travel to where they are wanted, weights to where they are borrowed."""
+"""Calls on gloo ranks: row transfers and parameter reallocation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ JUDGE = MFC("judge", None, Kind.INFERENCE, SPEC, ("weight", "tokens"), ("verdict
 
 
 class Answer:
-    """Prompt p has p % 3 answers; each is the prompt and its own number."""
+    """Prompt p gets p % 3 responses; each is the prompt and the sample number."""
 
     def inference(self, engine: None, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
         own = dict(zip(batch.ids, batch.columns["prompts"].rows(), strict=True))
@@ -42,7 +42,7 @@ class Answer:
 
 
 class Weigh:
-    """Adds up an answer and, from its own copy, the prompt."""
+    """Sums a response and, from another column, the prompt."""
 
     def inference(self, engine: None, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
         pairs = zip(*(batch.columns[key].rows() for key in ("tokens", "prompts")), strict=True)
@@ -61,15 +61,15 @@ def prompts() -> SequenceBatch:
     return SequenceBatch(tuple(RowId(p, PROMPT) for p in range(5)), {"prompts": Column.of(rows)})
 
 
-def everybody_s(world: int, outcome: CallResult) -> dict[int, BatchMeta]:
-    """What the master would know after the call."""
+def gather_outputs(world: int, result: CallResult) -> dict[int, BatchMeta]:
+    """Return the outputs of all ranks."""
     metas: list[BatchMeta | None] = [None] * world
-    dist.all_gather_object(metas, outcome.outputs.meta if outcome.outputs else None)
+    dist.all_gather_object(metas, result.outputs.meta if result.outputs else None)
     return {rank: meta for rank, meta in enumerate(metas) if meta is not None}
 
 
 def three_calls(rank: int, world: int) -> dict[str, Any]:
-    """Prompts lie on rank 0; answers come to be on 0 and 1, weights on 2 and 1, verdicts on 0."""
+    """Prompts are on rank 0, responses on 0 and 1, weights on 2 and 1, verdicts on 0."""
     meshes = {"answer": (0, 1), "weigh": (2, 1), "judge": (0,)}
     run = run_of(Graph((ANSWER, WEIGH, JUDGE)), meshes, Path(), n_rows=5, batch=5)
     executor = Executor(run, rank, CPU, {}, {"answer": Answer(), "weigh": Weigh(), "judge": Judge()}, Spans())
@@ -83,35 +83,35 @@ def three_calls(rank: int, world: int) -> dict[str, Any]:
     for name in meshes:
         call = next(a.call for a in state.handle(event) if isinstance(a, Dispatch) and a.call.mfc == name)
         executor.receive_inputs(call)
-        outcome = executor.execute(call)
-        stats[name] = (outcome.stats, outcome.outputs is not None)
-        event = RowsReady(name, span, everybody_s(world, outcome))
+        result = executor.execute(call)
+        stats[name] = (result.stats, result.outputs is not None)
+        event = RowsReady(name, span, gather_outputs(world, result))
     rows = tuple(RowId(p, s) for p in range(5) for s in range(p % 3))
-    verdicts = {row: float(value) for row, value in executor.held(rows, "verdict").items()}
+    verdicts = {row: float(value) for row, value in executor.find_values(rows, "verdict").items()}
     spans = [name for name, _, _ in executor.spans.take()]
     executor.store.drop(0, 5)
     return {"stats": stats, "verdicts": verdicts, "spans": spans, "left": len(executor.store)}
 
 
 @pytest.mark.dist
-def test_rows_travel_through_three_calls(on_ranks: Callable[..., list[Any]]) -> None:
-    answers = on_ranks(3, three_calls)
+def test_rows_are_transferred_between_three_calls(on_ranks: Callable[..., list[Any]]) -> None:
+    results = on_ranks(3, three_calls)
     expected = {RowId(p, s): 1000.0 * sum(range(2 + p)) for p in range(5) for s in range(p % 3)}
-    assert answers[0]["verdicts"] == expected
-    assert answers[1]["verdicts"] == answers[2]["verdicts"] == {}
-    counts = [answer["stats"]["answer"] for answer in answers]
+    assert results[0]["verdicts"] == expected
+    assert results[1]["verdicts"] == results[2]["verdicts"] == {}
+    counts = [result["stats"]["answer"] for result in results]
     assert sum(stats["answers"][0] for stats, _ in counts[:2]) == len(expected) and counts[2] == (None, False)
-    assert [answer["stats"]["weigh"][1] for answer in answers] == [False, True, True]
+    assert [result["stats"]["weigh"][1] for result in results] == [False, True, True]
     names = [f"{mfc}/{step}" for mfc in ("answer", "weigh", "judge") for step in ("Transfer", "Compute")]
-    assert all(answer["spans"] == names and answer["left"] == 0 for answer in answers)
+    assert all(result["spans"] == names and result["left"] == 0 for result in results)
 
 
 GENERATE = MFC("gen", "actor", Kind.GENERATE, SPEC, ("prompts",), ("tokens",))
 TRAIN = MFC("train", "actor", Kind.TRAIN, SPEC, ("tokens",))
 
 
-class Look:
-    """Tells whether the weights are there, and what they are."""
+class RecordWeights:
+    """Records the weights at every call."""
 
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []
@@ -126,56 +126,56 @@ def empty_call(mfc: str, world: int) -> PrepareCall:
     return PrepareCall(0, mfc, 0, 0, inputs, Holders((), {"prompts": ()}), (), ((),) * world, (), {})
 
 
-def borrow_twice(rank: int, world: int, folder: Path, home: tuple[int, ...], away: tuple[int, ...]) -> dict[str, Any]:
-    """Generate elsewhere, train at home, generate again."""
+def reallocate(rank: int, world: int, folder: Path, home: tuple[int, ...], away: tuple[int, ...]) -> dict[str, Any]:
+    """Generate on ``away``, train on ``home``, generate again."""
     role = RoleSpec(ModelSpec(str(folder)))
     run = run_of(Graph((GENERATE, TRAIN)), {"gen": away, "train": home}, Path(), roles={"actor": role})
     engines = {}
-    # every rank must make the groups of every layout
-    keeper, borrower = (engine_on(folder, rank, mesh, trained=trained) if rank in mesh else None
+    # every rank must create the groups of every layout
+    trainer, generator = (engine_on(folder, rank, mesh, trained=trained) if rank in mesh else None
                         for mesh, trained in ((home, len(home) == 1), (away, False)))  # fmt: skip
-    if keeper is not None:
-        engines["actor", layout_on(*home)] = keeper
-    if borrower is not None:
-        borrower.params.free()
-        engines["actor", layout_on(*away)] = borrower
-    look = Look()
-    executor = Executor(run, rank, CPU, engines, {"gen": look}, Spans())
-    had = []
+    if trainer is not None:
+        engines["actor", layout_on(*home)] = trainer
+    if generator is not None:
+        generator.params.free()
+        engines["actor", layout_on(*away)] = generator
+    interface = RecordWeights()
+    executor = Executor(run, rank, CPU, engines, {"gen": interface}, Spans())
+    home_weights = []
     for _ in range(2):
         executor.execute(empty_call("gen", len(away)))
-        if keeper is not None:
-            had.append(keeper.params.data[: keeper.params.end].clone())
-            batch = rows_of((4, 7), vocab=keeper.config.vocab)
-            if keeper.optimizer is not None:
-                keeper.train(batch, nll, counted(batch))
+        if trainer is not None:
+            home_weights.append(trainer.params.data[: trainer.params.end].clone())
+            batch = rows_of((4, 7), vocab=trainer.config.vocab)
+            if trainer.optimizer is not None:
+                trainer.train(batch, nll, counted(batch))
             else:
-                keeper.params.data.add_(1.0)
-    bytes_left = borrower.params.data.untyped_storage().nbytes() if borrower is not None else 0
-    return {"seen": look.seen, "had": had, "left": bytes_left, "plans": len(executor._moves)}
+                trainer.params.data.add_(1.0)
+    bytes_left = generator.params.data.untyped_storage().nbytes() if generator is not None else 0
+    return {"seen": interface.seen, "home": home_weights, "left": bytes_left, "plans": len(executor._copies)}
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("home, away", [((0,), (0, 1)), ((2,), (1, 0)), ((0, 1), (2,)), ((0, 1, 2), (1,))])
-def test_weights_are_lent_as_they_are_and_given_back(
+def test_weights_are_reallocated_and_freed(
     home: tuple[int, ...], away: tuple[int, ...], actor_folder: Path, on_ranks: Callable[..., list[Any]]
 ) -> None:
-    answers = on_ranks(3, borrow_twice, actor_folder, home, away)
-    had = answers[home[0]]["had"]
-    assert not torch.equal(had[0], had[1])
-    for rank, answer in enumerate(answers):
-        assert answer["left"] == 0 and answer["plans"] == 1
-        assert len(answer["seen"]) == (2 if rank in away else 0)
-        assert all(torch.equal(seen, kept) for seen, kept in zip(answer["seen"], had, strict=False))
+    results = on_ranks(3, reallocate, actor_folder, home, away)
+    home_weights = results[home[0]]["home"]
+    assert not torch.equal(home_weights[0], home_weights[1])
+    for rank, result in enumerate(results):
+        assert result["left"] == 0 and result["plans"] == 1
+        assert len(result["seen"]) == (2 if rank in away else 0)
+        assert all(torch.equal(seen, kept) for seen, kept in zip(result["seen"], home_weights, strict=False))
 
 
-def lend_to_one_that_rounds(rank: int, world: int, folder: Path, verify: bool) -> str:
-    """Rank 0 lends float32 weights, rank 1 holds them in 16 bits; return what was raised."""
+def reallocate_to_bf16(rank: int, world: int, folder: Path, verify: bool) -> str:
+    """Reallocate float32 weights of rank 0 to bfloat16 on rank 1; return the error message."""
     roles = {"actor": RoleSpec(ModelSpec(str(folder)))}
     run = run_of(Graph((GENERATE, TRAIN)), {"gen": (1,), "train": (0,)}, Path(), roles=roles)
     run.config.verify_reallocation = verify
     engine = engine_on(folder, rank, (rank,), trained=False, bf16=rank == 1)
-    executor = Executor(run, rank, CPU, {("actor", layout_on(rank)): engine}, {"gen": Look()}, Spans())
+    executor = Executor(run, rank, CPU, {("actor", layout_on(rank)): engine}, {"gen": RecordWeights()}, Spans())
     try:
         executor.execute(empty_call("gen", 1))
     except RuntimeError as error:
@@ -184,24 +184,22 @@ def lend_to_one_that_rounds(rank: int, world: int, folder: Path, verify: bool) -
 
 
 @pytest.mark.dist
-def test_a_move_that_changes_weights_is_named_where_that_is_asked_for(
-    actor_folder: Path, on_ranks: Callable[..., list[Any]]
-) -> None:
-    assert on_ranks(2, lend_to_one_that_rounds, actor_folder, False) == ["", ""]
-    lender, borrower = on_ranks(2, lend_to_one_that_rounds, actor_folder, True)
-    assert lender == ""
-    assert "BoxCopy(name='embed.weight'" in borrower and "corrupted between rank 0 and rank 1" in borrower
+def test_verify_reallocation_detects_changed_weights(actor_folder: Path, on_ranks: Callable[..., list[Any]]) -> None:
+    assert on_ranks(2, reallocate_to_bf16, actor_folder, False) == ["", ""]
+    sender, receiver = on_ranks(2, reallocate_to_bf16, actor_folder, True)
+    assert sender == ""
+    assert "BoxCopy(name='embed.weight'" in receiver and "damaged on its way from rank 0 to rank 1" in receiver
 
 
 @dataclass(frozen=True)
 class NamedEngine:
-    """As much of an engine as a call sets."""
+    """The engine fields that a call sets."""
 
     micro_batching: MicroBatching | None = None
     version: int = -1
 
 
-def test_a_training_call_brings_the_minibatch_numbers(tmp_path: Path) -> None:
+def test_a_training_call_has_minibatch_numbers(tmp_path: Path) -> None:
     seen = []
 
     class Keep:
@@ -219,8 +217,8 @@ def test_a_training_call_brings_the_minibatch_numbers(tmp_path: Path) -> None:
     state.start()
     (dispatch,) = state.handle(RowsReady(None, run.schedule.span(0), {0: rows.meta}))
     executor.receive_inputs(dispatch.call)
-    outcome = executor.execute(dispatch.call)
+    result = executor.execute(dispatch.call)
     batch, version, limits = seen[0]
     assert batch["minibatch"].tolist() == [0, 1] and torch.equal(batch["tokens"], rows["tokens"])
     assert version == 0 and limits == run.plan["train"].micro_batching
-    assert outcome == CallResult(None, {"loss": (1.0, 2.0)}, {"steps": 1})
+    assert result == CallResult(None, {"loss": (1.0, 2.0)}, {"steps": 1})

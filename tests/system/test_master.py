@@ -1,4 +1,4 @@
-"""The master's loop with workers that answer at once: what they are asked, when models are saved, how it ends."""
+"""The master's loop with simulated workers: requests, saves, evaluation, failures."""
 
 import json
 import random
@@ -41,25 +41,25 @@ def graph(batch: int) -> Graph:
     return Graph((gen, MFC("train", "actor", Kind.TRAIN, SPEC, ("tokens",), (), batch)))
 
 
-Answer = Callable[[int, ToWorker], ToMaster | None]
+Reply = Callable[[int, ToWorker], ToMaster | None]
 
 
 class Workers:
-    """Workers that are as quick as thought, behind a channel. ``on`` may answer in their place."""
+    """Simulated workers that reply immediately; ``on`` may reply first."""
 
-    def __init__(self, run: RunSpec, on: Answer = lambda rank, message: None) -> None:
+    def __init__(self, run: RunSpec, on: Reply = lambda rank, message: None) -> None:
         self.run, self.on = run, on
-        self.said: list[tuple[int, ToWorker]] = []
+        self.sent: list[tuple[int, ToWorker]] = []
         self.calls: dict[int, PrepareCall] = {}
         self.replies: list[ToMaster] = [Hello(r, 1, "here", 7) for r in range(run.plan.n_workers)]
 
     def send(self, ranks: Iterable[int], message: ToWorker) -> None:
         for rank in ranks:
-            self.said.append((rank, message))
-            if (answer := self.on(rank, message) or self.answer(rank, message)) is not None:
-                self.replies.append(answer)
+            self.sent.append((rank, message))
+            if (reply := self.on(rank, message) or self.reply(rank, message)) is not None:
+                self.replies.append(reply)
 
-    def answer(self, rank: int, message: ToWorker) -> ToMaster | None:
+    def reply(self, rank: int, message: ToWorker) -> ToMaster | None:
         match message:
             case Start():
                 return Ready(rank)
@@ -72,7 +72,7 @@ class Workers:
             case ExecuteCall(request):
                 call = self.calls[request]
                 mine = [call.inputs.ids[i].prompt for i in call.assignment[rank]]
-                made = rows([RowId(p, 0) for p in mine], "tokens") if call.mfc in ("gen", "trial") else None
+                made = rows([RowId(p, 0) for p in mine], "tokens") if call.mfc in ("gen", "eval") else None
                 return Done(request, rank, made, state={"seen": call.step} if call.mfc == "train" else None)
             case ReadRows(request, ids, _):
                 return Done(request, rank, values={"rows": [{"prompt_id": i.prompt, "sample": i.sample} for i in ids]})
@@ -86,34 +86,34 @@ class Workers:
     def close(self) -> None: ...
 
     def asked(self, kind: type) -> list[Any]:
-        return [message for _, message in self.said if isinstance(message, kind)]
+        return [message for _, message in self.sent if isinstance(message, kind)]
 
 
-class Notes:
-    """Telemetry that keeps nothing but the numbers of steps."""
+class Recorder:
+    """Telemetry that records steps, saves and evaluations."""
 
     logged_keys = ("tokens", "row")
 
     def __init__(self, accuracies: dict[int, float] | None = None) -> None:
         self.accuracies, self.evaluation = accuracies or {}, {"step": 1}
         self.bests: list[tuple[str, float, str]] = []
-        self.tried: list[int] = []
+        self.evaluated_steps: list[int] = []
         self.steps: list[int] = []
         self.saves: list[tuple[str, str]] = []
         self.evaluations: list[tuple[int, int]] = []
         self.written: list[tuple[int, list[int]]] = []
 
-    def step_done(self, step: int, versions: dict[str, int], is_tried: bool = False) -> None:
+    def step_done(self, step: int, versions: dict[str, int], is_evaluated: bool = False) -> None:
         assert versions == {"actor": step + 1}
         self.steps.append(step)
-        self.tried += [step + 1] if is_tried else []
+        self.evaluated_steps += [step + 1] if is_evaluated else []
 
     def evaluated(self, step: int) -> dict[str, float]:
         self.evaluations.append((step, len(self.saves)))
         return {"eval/accuracy": self.accuracies.get(step, 0.0)}
 
     def describe(self, path: Path, evaluation: dict) -> None:
-        path.mkdir(parents=True)  # no worker has done so
+        path.mkdir(parents=True)  # workers are simulated
         (path / "weights").write_text(json.dumps(evaluation))
 
     def kept(self, metric: str, value: float, path: Path) -> None:
@@ -134,40 +134,40 @@ class Notes:
     def call_done(self, call: PrepareCall, replies: list[Done]) -> None: ...
 
 
-def played(run: RunSpec, **options: Any) -> tuple[Workers, Notes]:
-    workers, notes = Workers(run, **options), Notes()
-    Master(run, workers, dict, notes).train()
-    return workers, notes
+def train(run: RunSpec, **options: Any) -> tuple[Workers, Recorder]:
+    workers, recorder = Workers(run, **options), Recorder()
+    Master(run, workers, dict, recorder).train()
+    return workers, recorder
 
 
-def test_a_run_from_hello_to_stop(make_run: MakeRun, tmp_path: Path) -> None:
-    """Seven rows twice, three a step: five steps, the last of two rows."""
+def test_messages_of_a_run(make_run: MakeRun, tmp_path: Path) -> None:
+    """Two epochs of seven rows, three per step: five steps, the last with two rows."""
     run = make_run(graph(3), {"gen": (0,), "train": (0,)}, tmp_path, n_rows=7, batch=3, total_train_epochs=2)
-    workers, notes = played(run)
-    assert notes.steps == [0, 1, 2, 3, 4]
+    workers, recorder = train(run)
+    assert recorder.steps == [0, 1, 2, 3, 4]
     assert [(f.start, f.stop) for f in workers.asked(Fetch)] == [(0, 3), (3, 6), (6, 9), (9, 12), (12, 14)]
     calls = workers.asked(PrepareCall)
     assert [(c.mfc, c.step, c.version) for c in calls] == [(m, s, s) for s in range(5) for m in ("gen", "train")]
     assert [c.state for c in calls if c.mfc == "train"] == [{}, *({"seen": s} for s in range(4))]
     assert [len(c.inputs.ids) for c in calls[::2]] == [3, 3, 3, 3, 2]
     assert [(d.start, d.stop) for d in workers.asked(FreeRows)] == [(0, 3), (3, 6), (6, 9), (9, 12), (12, 14)]
-    assert notes.saves == [("actor", "step_5")]
-    assert [type(m) for _, m in workers.said[:2]] == [Start, Fetch] and isinstance(workers.said[-1][1], Shutdown)
-    numbers = [m.request for _, m in workers.said if not isinstance(m, Start | ExecuteCall | FreeRows | Shutdown)]
+    assert recorder.saves == [("actor", "step_5")]
+    assert [type(m) for _, m in workers.sent[:2]] == [Start, Fetch] and isinstance(workers.sent[-1][1], Shutdown)
+    numbers = [m.request for _, m in workers.sent if not isinstance(m, Start | ExecuteCall | FreeRows | Shutdown)]
     assert numbers == list(range(1, len(numbers) + 1))
 
 
-def test_rows_are_described_before_they_are_dropped(make_run: MakeRun, tmp_path: Path) -> None:
+def test_generations_are_read_before_rows_are_freed(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run(graph(2), {"gen": (0, 1), "train": (0, 1)}, tmp_path)
     run.config.n_logged_generations = 1
-    workers, notes = played(run)
-    assert notes.written == [(1, [0]), (2, [2])]
-    order = [type(m) for _, m in workers.said]
+    workers, recorder = train(run)
+    assert recorder.written == [(1, [0]), (2, [2])]
+    order = [type(m) for _, m in workers.sent]
     assert order.index(ReadRows) < order.index(FreeRows)
     run.config.n_logged_generations = 0
-    assert played(run)[1].written == []
+    assert train(run)[1].written == []
     run.config.n_logged_generations = -1
-    assert [sorted(ids) for _, ids in played(run)[1].written] == [[0, 1], [2, 3]]
+    assert [sorted(ids) for _, ids in train(run)[1].written] == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize(
@@ -180,20 +180,20 @@ def test_rows_are_described_before_they_are_dropped(make_run: MakeRun, tmp_path:
         ({"save_freq_epochs": 2}, [4, 6]),
     ],
 )
-def test_when_models_are_saved(control: dict, steps: list[int], make_run: MakeRun, tmp_path: Path) -> None:
+def test_save_frequency(control: dict, steps: list[int], make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run(graph(2), {"gen": (0,), "train": (0,)}, tmp_path, total_train_epochs=3, **control)
-    _, notes = played(run)
-    assert notes.saves == [("actor", f"step_{step}") for step in steps]
+    _, recorder = train(run)
+    assert recorder.saves == [("actor", f"step_{step}") for step in steps]
 
 
-def test_every_replica_is_asked_and_awaited(make_run: MakeRun, tmp_path: Path) -> None:
+def test_every_replica_takes_part(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run(graph(2), {"gen": (0, 1, 2), "train": (0, 1)}, tmp_path)
-    workers, notes = played(run)
-    assert notes.steps == [0, 1]
-    asked = {
-        kind: {rank for rank, m in workers.said if isinstance(m, kind)} for kind in (PrepareCall, Save, Fetch, Shutdown)
+    workers, recorder = train(run)
+    assert recorder.steps == [0, 1]
+    ranks = {
+        kind: {rank for rank, m in workers.sent if isinstance(m, kind)} for kind in (PrepareCall, Save, Fetch, Shutdown)
     }
-    assert asked == {PrepareCall: {0, 1, 2}, Save: {0, 1}, Fetch: {0, 1, 2}, Shutdown: {0, 1, 2}}
+    assert ranks == {PrepareCall: {0, 1, 2}, Save: {0, 1}, Fetch: {0, 1, 2}, Shutdown: {0, 1, 2}}
 
 
 def rows(ids: list[RowId], key: str) -> BatchMeta:
@@ -209,38 +209,38 @@ def test_a_worker_that_fails_ends_the_run(make_run: MakeRun, tmp_path: Path) -> 
         return None
 
     with pytest.raises(RunFailed, match="worker 1 failed during gen of step 2: no memory") as caught:
-        played(run, on=fail)
+        train(run, on=fail)
     assert str(tmp_path / "logs" / "worker-1.log") in str(caught.value)
 
 
-class Deaf(Workers):
-    """Workers that never carry out a call."""
+class UnresponsiveWorkers(Workers):
+    """Workers that do not execute calls."""
 
-    def answer(self, rank: int, message: ToWorker) -> ToMaster | None:
-        return None if isinstance(message, PrepareCall | ExecuteCall) else super().answer(rank, message)
+    def reply(self, rank: int, message: ToWorker) -> ToMaster | None:
+        return None if isinstance(message, PrepareCall | ExecuteCall) else super().reply(rank, message)
 
 
-def test_a_worker_that_does_not_answer_is_waited_for_so_long(make_run: MakeRun, tmp_path: Path) -> None:
+def test_call_timeout(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run(graph(2), {"gen": (0,), "train": (1,)}, tmp_path)
     run.config.call_timeout = 0.2
     with pytest.raises(RunFailed, match="waited 0 s for gen of step 1 from worker 0"):
-        Master(run, Deaf(run), dict, Notes()).train()
+        Master(run, UnresponsiveWorkers(run), dict, Recorder()).train()
 
 
-def test_a_death_is_told_with_the_request(make_run: MakeRun, tmp_path: Path) -> None:
+def test_a_death_is_reported_with_the_request(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run(graph(2), {"gen": (0,), "train": (1,)}, tmp_path)
-    with pytest.raises(RunFailed, match="worker 0 was ended by SIGKILL while doing gen of step 1"):
-        Master(run, Deaf(run), lambda: {0: "was ended by SIGKILL"}, Notes()).train()
+    with pytest.raises(RunFailed, match="worker 0 was ended by SIGKILL during gen of step 1"):
+        Master(run, UnresponsiveWorkers(run), lambda: {0: "was ended by SIGKILL"}, Recorder()).train()
 
 
-def test_a_death_at_the_start_is_told_as_such(make_run: MakeRun, tmp_path: Path) -> None:
+def test_a_death_during_start_up(make_run: MakeRun, tmp_path: Path) -> None:
     workers = Workers(make_run(graph(2), {"gen": (0,), "train": (1,)}, tmp_path))
     workers.replies.clear()
-    with pytest.raises(RunFailed, match="worker 1 exited with code 1 while doing its start-up; see .*worker-1.log"):
-        Master(workers.run, workers, lambda: {1: "exited with code 1"}, Notes()).train()
+    with pytest.raises(RunFailed, match="worker 1 exited with code 1 during start-up; see .*worker-1.log"):
+        Master(workers.run, workers, lambda: {1: "exited with code 1"}, Recorder()).train()
 
 
-TRIAL = MFC("trial", "actor", Kind.GENERATE, SPEC, ("prompts",), ("tokens",), 2)
+EVAL = MFC("eval", "actor", Kind.GENERATE, SPEC, ("prompts",), ("tokens",), 2)
 
 
 @pytest.mark.parametrize(
@@ -252,38 +252,41 @@ TRIAL = MFC("trial", "actor", Kind.GENERATE, SPEC, ("prompts",), ("tokens",), 2)
         ({"eval_freq_epochs": 1, "total_train_epochs": 2, "total_train_steps": 6}, [0, 4, 6]),
     ],
 )
-def test_held_out_rows_are_tried_between_steps(
-    control: dict, steps: list[int], make_run: MakeRun, tmp_path: Path
-) -> None:
-    """Eight rows, two a step; three held-out rows, which take two calls each time."""
-    declared = replace(graph(2), evaluation=(TRIAL,))
-    meshes = {"gen": (0, 1), "train": (0, 1), "trial": (0, 1)}
+def test_evaluation_between_steps(control: dict, steps: list[int], make_run: MakeRun, tmp_path: Path) -> None:
+    """Eight rows, two per step; three held-out rows, which take two calls."""
+    declared = replace(graph(2), evaluation=(EVAL,))
+    meshes = {"gen": (0, 1), "train": (0, 1), "eval": (0, 1)}
     run = make_run(declared, meshes, tmp_path, n_rows=8, save_freq_steps=2, **control)
-    workers, notes = played(run := replace(run, n_held_out=3))
-    n, behind = steps[-1], run.schedule.n_prompts
-    assert notes.steps == list(range(n)) and [step for step, _ in notes.evaluations] == steps
-    assert notes.tried == [step for step in steps if step]
-    assert notes.evaluations[-1][1] == n // 2 - 1 and notes.saves[-1] == ("actor", f"step_{n}")  # tried, then saved
-    ran = [workers.calls[m.request] for rank, m in workers.said if isinstance(m, ExecuteCall) and rank == 0]
+    workers, recorder = train(run := replace(run, n_held_out=3))
+    n, first = steps[-1], run.schedule.n_prompts
+    assert recorder.steps == list(range(n)) and [step for step, _ in recorder.evaluations] == steps
+    assert recorder.evaluated_steps == [step for step in steps if step]
+    assert recorder.evaluations[-1][1] == n // 2 - 1 and recorder.saves[-1] == (
+        "actor",
+        f"step_{n}",
+    )
+    calls = [workers.calls[m.request] for rank, m in workers.sent if isinstance(m, ExecuteCall) and rank == 0]
     trained = 0
-    for call in ran:
-        if call.mfc == "trial":
+    for call in calls:
+        if call.mfc == "eval":
             assert trained in steps
-            assert {i.prompt for i in call.inputs.ids} in ({behind, behind + 1}, {behind + 2})
+            assert {i.prompt for i in call.inputs.ids} in ({first, first + 1}, {first + 2})
             assert call.state == ({"seen": trained - 1} if trained else {})
         trained += call.mfc == "train"
-    assert [c.mfc for c in ran].count("trial") == 2 * len(steps)
-    assert {(d.start, d.stop) for d in workers.asked(FreeRows)} >= {(behind, behind + 2), (behind + 2, behind + 3)}
+    assert [c.mfc for c in calls].count("eval") == 2 * len(steps)
+    assert {(d.start, d.stop) for d in workers.asked(FreeRows)} >= {(first, first + 2), (first + 2, first + 3)}
 
 
-def test_the_best_models_are_kept(make_run: MakeRun, tmp_path: Path) -> None:
-    """Of equal ones the first; without checkpoints none but the best stays."""
-    declared = replace(graph(2), evaluation=(TRIAL,))
-    meshes = {"gen": (0,), "train": (0,), "trial": (0,)}
+def test_best_models_are_kept(make_run: MakeRun, tmp_path: Path) -> None:
+    """The first of equal ones; without checkpoints only the best is kept."""
+    declared = replace(graph(2), evaluation=(EVAL,))
+    meshes = {"gen": (0,), "train": (0,), "eval": (0,)}
     run = make_run(declared, meshes, tmp_path, n_rows=8, eval_freq_steps=1, keep_best="eval/accuracy")
-    workers, notes = Workers(run := replace(run, n_held_out=3)), Notes({0: 0.1, 1: 0.3, 2: 0.2, 3: 0.5, 4: 0.5})
-    Master(run, workers, dict, notes).train()
-    assert notes.bests == [("eval/accuracy", value, f"step_{step}") for step, value in ((0, 0.1), (1, 0.3), (3, 0.5))]
+    workers, recorder = Workers(run := replace(run, n_held_out=3)), Recorder({0: 0.1, 1: 0.3, 2: 0.2, 3: 0.5, 4: 0.5})
+    Master(run, workers, dict, recorder).train()
+    assert recorder.bests == [
+        ("eval/accuracy", value, f"step_{step}") for step, value in ((0, 0.1), (1, 0.3), (3, 0.5))
+    ]
     assert {path.name for path in run.paths.best.iterdir()} == {"best.json", "step_3"}
     stored = json.loads((run.paths.best / "best.json").read_text())
     assert (stored["step"], stored["value"], stored["folder"]) == (3, 0.5, "step_3")
@@ -291,35 +294,35 @@ def test_the_best_models_are_kept(make_run: MakeRun, tmp_path: Path) -> None:
     assert [Path(m.path) for m in workers.asked(Save)] == [*wanted, run.paths.model("actor", 4)]
 
 
-def test_a_metric_that_no_evaluation_has_is_said_before_the_first_step(make_run: MakeRun, tmp_path: Path) -> None:
-    declared = replace(graph(2), evaluation=(TRIAL,))
-    meshes = {"gen": (0,), "train": (0,), "trial": (0,)}
+def test_an_unknown_best_metric_is_reported_before_the_first_step(make_run: MakeRun, tmp_path: Path) -> None:
+    declared = replace(graph(2), evaluation=(EVAL,))
+    meshes = {"gen": (0,), "train": (0,), "eval": (0,)}
     run = replace(make_run(declared, meshes, tmp_path, keep_best="eval/acuracy"), n_held_out=1)
     with pytest.raises(RunFailed, match=r"keep_best=eval/acuracy: .* \(it has eval/accuracy\)  did you mean eval/acc"):
-        played(run)
+        train(run)
 
 
 class Unordered(Workers):
-    """Workers whose replies arrive in any order."""
+    """Workers whose replies arrive in random order."""
 
     def __init__(self, run: RunSpec, seed: int) -> None:
         super().__init__(run)
-        self.chance = random.Random(seed)
+        self.rng = random.Random(seed)
 
     def receive(self, timeout_s: float) -> ToMaster | None:
-        return self.replies.pop(self.chance.randrange(len(self.replies))) if self.replies else None
+        return self.replies.pop(self.rng.randrange(len(self.replies))) if self.replies else None
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_happens_in_training_waits_for_the_trial(seed: int, make_run: MakeRun, tmp_path: Path) -> None:
-    """The rollout of the next step is under way when a step ends: the master may hear of it during the trial."""
-    declared = replace(graph(2), evaluation=(TRIAL,))
-    run = make_run(declared, {"gen": (0,), "train": (0,), "trial": (0,)}, tmp_path, n_rows=12, eval_freq_steps=1)
+def test_events_of_training_are_queued_during_evaluation(seed: int, make_run: MakeRun, tmp_path: Path) -> None:
+    """The rollout of the next step runs when a step ends: its reply may arrive during the evaluation."""
+    declared = replace(graph(2), evaluation=(EVAL,))
+    run = make_run(declared, {"gen": (0,), "train": (0,), "eval": (0,)}, tmp_path, n_rows=12, eval_freq_steps=1)
     run.config.max_staleness = 1
-    workers, notes = Unordered(run := replace(run, n_held_out=3), seed), Notes()
-    master = Master(run, workers, dict, notes)
+    workers, recorder = Unordered(run := replace(run, n_held_out=3), seed), Recorder()
+    master = Master(run, workers, dict, recorder)
     master.train()
-    assert notes.steps == list(range(6)) and [step for step, _ in notes.evaluations] == [0, 1, 2, 3, 4, 5, 6]
-    ran = [workers.calls[m.request] for _, m in workers.said if isinstance(m, ExecuteCall)]
-    assert [call.mfc for call in ran if call.mfc != "gen"] == ["trial", "trial", *["train", "trial", "trial"] * 6]
-    assert [call.step for call in ran if call.mfc == "gen"] == list(range(6)) and not master.waiting
+    assert recorder.steps == list(range(6)) and [step for step, _ in recorder.evaluations] == [0, 1, 2, 3, 4, 5, 6]
+    calls = [workers.calls[m.request] for _, m in workers.sent if isinstance(m, ExecuteCall)]
+    assert [call.mfc for call in calls if call.mfc != "gen"] == ["eval", "eval", *["train", "eval", "eval"] * 6]
+    assert [call.step for call in calls if call.mfc == "gen"] == list(range(6)) and not master.pending_events

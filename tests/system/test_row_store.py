@@ -24,7 +24,7 @@ def test_rows_are_views_and_gather_in_any_order() -> None:
     assert column.data.tolist() == [3, 4, 5, 0] and column.lengths == (3, 1)
 
 
-def test_what_is_not_there() -> None:
+def test_missing_rows_and_keys() -> None:
     store, _ = filled()
     assert store.find(RowId(3, 1), "tokens") is None and store.find(RowId(9, 0), "tokens") is None
     assert store.find(RowId(0, 0), "values") is None
@@ -32,14 +32,14 @@ def test_what_is_not_there() -> None:
         store.get(RowId(0, PROMPT), "tokens")
 
 
-def test_a_value_replaces_the_one_before() -> None:
+def test_a_value_is_replaced() -> None:
     store, _ = filled()
     store.put_value(RowId(0, 0), "rewards", torch.tensor([7.0]))
     assert store.get(RowId(0, 0), "rewards").tolist() == [7.0]
     assert store.get(RowId(0, 1), "rewards").tolist() == [1.0]
 
 
-def test_prompts_are_dropped_with_all_their_rows() -> None:
+def test_all_rows_of_prompts_are_dropped() -> None:
     store, _ = filled()
     store.put_value(RowId(1, PROMPT), "prompts", torch.arange(2))
     assert len(store) == 3

@@ -1,4 +1,4 @@
-"""What every process derives from a run's two files."""
+"""Values derived from a run spec, and its files."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +20,7 @@ GEN = MFC("gen", "actor", Kind.GENERATE, SPEC, ("prompts",), ("tokens",), 3)
 TRAIN = MFC("train", "actor", Kind.TRAIN, SPEC, ("tokens",), (), 3)
 
 
-def test_who_reads_the_data_and_how_long_it_takes(make_run: Callable[..., RunSpec], tmp_path: Path) -> None:
+def test_fetchers_schedule_and_program(make_run: Callable[..., RunSpec], tmp_path: Path) -> None:
     meshes = {"gen": (2, 1), "train": (0,)}
     run = make_run(Graph((TRAIN, GEN)), meshes, tmp_path, n_rows=7, batch=3, total_train_epochs=2)
     assert run.fetch_ranks == (2, 1)
@@ -28,7 +28,7 @@ def test_who_reads_the_data_and_how_long_it_takes(make_run: Callable[..., RunSpe
     assert [type(step).__name__ for step in run.program["gen"]] == ["Transfer", "Reallocate", "Compute", "Release"]
 
 
-def test_a_role_s_architecture(task: Task, actor_folder: Path) -> None:
+def test_architecture_of_a_role(task: Task, actor_folder: Path) -> None:
     scratch = ModelSpec(config=str(task.model), init_from_scratch=True, path="ignored")
     assert model_config(RoleSpec(scratch)).hidden == 32
     critic = model_config(RoleSpec(ModelSpec(str(actor_folder)), scalar_head=True))
@@ -37,27 +37,27 @@ def test_a_role_s_architecture(task: Task, actor_folder: Path) -> None:
         model_config(RoleSpec(ModelSpec()))
 
 
-def test_the_first_tokenizer_that_a_role_names() -> None:
+def test_the_first_tokenizer_of_a_role_is_used() -> None:
     specs = (ModelSpec(), ModelSpec("weights", tokenizer="words"), ModelSpec("x"))
     assert tokenizer_dir({str(i): RoleSpec(spec) for i, spec in enumerate(specs)}) == Path("words")
     assert tokenizer_dir({"a": RoleSpec(ModelSpec("weights"))}) == Path("weights")
     assert tokenizer_dir({}) == Path("")
 
 
-def test_a_run_comes_back_from_its_directory(task: Task, actor_folder: Path, tmp_path: Path) -> None:
-    words = [f"fileroot={tmp_path}", "trial_name=t", f"actor.path={actor_folder}", f"dataset.path={task.train}",
+def test_a_run_is_restored_from_its_directory(task: Task, actor_folder: Path, tmp_path: Path) -> None:
+    overrides = [f"fileroot={tmp_path}", "trial_name=t", f"actor.path={actor_folder}", f"dataset.path={task.train}",
              "dataset.train_bs_n_seqs=7", "ppo.gen.max_new_tokens=9", "n_gpus_per_node=2", "device=cpu",
              "allocation_mode=actor_gen:d2,*:d1", "ppo.gen.stop_token_ids=[3,4]"]  # fmt: skip
-    run = prepare("ppo-math", words)
+    run = prepare("ppo-math", overrides)
     assert not tmp_path.joinpath("ppo-math").exists()
     write_run(run)
-    again = read_run(run.paths.root)
-    assert again == run and again.program == run.program and again.models == run.models
-    assert again.fetch_ranks == (0, 1) and again.tokenizer_dir == actor_folder
+    restored = read_run(run.paths.root)
+    assert restored == run and restored.program == run.program and restored.models == run.models
+    assert restored.fetchers == (0, 1) and restored.tokenizer_folder == actor_folder
 
 
 @pytest.mark.parametrize(("n_held_out", "length"), [(0, (15, 5)), (4, (19, 7)), (3, (18, 6))])
-def test_held_out_rows_are_numbered_behind_all_others(
+def test_held_out_rows_are_numbered_after_training_rows(
     make_run: Callable[..., RunSpec], tmp_path: Path, n_held_out: int, length: tuple[int, int]
 ) -> None:
     run = make_run(Graph((GEN, TRAIN)), {"gen": (0,), "train": (0,)}, tmp_path, n_rows=7, batch=3, total_train_epochs=2)

@@ -186,7 +186,7 @@ def _samples(run: RunSpec) -> list[str]:
     for _, row in zip(range(N_SAMPLES), json_lines(files[-1]), strict=False):
         facts = "  ".join(f"{key} {row[key]:.4g}" for key in ("rewards", "answer_tokens") if key in row)
         parts.append(f"<pre style='background:#f5f5f5;padding:8px;white-space:pre-wrap'><b>{escape(row['prompt'])}</b>"
-                     f"{escape(row['answer'])}\n<i>{escape(facts)}</i></pre>")  # fmt: skip
+                     f"{escape(row['response'])}\n<i>{escape(facts)}</i></pre>")  # fmt: skip
     return parts
 
 

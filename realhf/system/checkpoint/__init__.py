@@ -1,1 +1,1 @@
-"""Checkpoints: tensors of one worker, the manifest of the whole, best models."""
+"""Checkpoints: worker files, manifest, best models."""

@@ -1,7 +1,7 @@
-"""The best models of a run by its held-out rows: which evaluation they are of, and where they are kept.
+"""The best models of a run by an evaluation metric.
 
-``best/best.json`` names a folder ``best/step_N`` that is whole, at any moment: models are written aside, renamed, and
-pointed at last. Former best ones stay as long as a checkpoint is there from which they would be the best again.
+``best/best.json`` always names a complete folder ``best/step_N``: models are written to a temporary folder, renamed,
+then referenced. Former best models are kept while a checkpoint exists that would make them the best again on resume.
 """
 
 import json
@@ -11,96 +11,90 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from realhf.base.atomic_io import TMP_SUFFIX, fsync_and_hash, fsync_folder
+from realhf.base.atomic_io import TMP_SUFFIX, atomic_write, fsync_folder
 from realhf.base.errors import RunFailed, did_you_mean
 
 POINTER = "best.json"
 
 
 @dataclass(frozen=True)
-class Record:
-    """An evaluation after ``step`` steps that was better than all before it."""
+class BestRecord:
+    """An evaluation after ``step`` steps that is better than all before it."""
 
     step: int
     value: float
 
 
-class Best:
-    """The records of a run. ``option`` is a metric, with a minus in front where less is better; empty: none is kept."""
+class BestModels:
+    """The records of a run. ``option`` is a metric, with a leading minus if less is better; empty disables them."""
 
     def __init__(self, folder: Path, option: str) -> None:
         self.folder, self.metric, self.sign = folder, option.removeprefix("-"), -1.0 if option[:1] == "-" else 1.0
         self.records = read_records(folder, self.metric) if option else []
 
-    def record(self, step: int, metrics: Mapping[str, float]) -> Record | None:
-        """Return the record that an evaluation is, None where it is none; of equal ones the first is.
-
-        ``RunFailed`` where the evaluation has no such metric.
-        """
+    def record(self, step: int, metrics: Mapping[str, float]) -> BestRecord | None:
+        """Return a record if the evaluation is strictly better than the last; ``RunFailed`` if it lacks the metric."""
         if not self.metric:
             return None
         if self.metric not in metrics:
-            known = ", ".join(metrics)
-            raise RunFailed(f"exp_ctrl.keep_best={self.metric}: the evaluation has no such metric (it has {known})"
-                            f"{did_you_mean(self.metric, metrics)}")  # fmt: skip
+            raise RunFailed(f"exp_ctrl.keep_best={self.metric}: the evaluation has no such metric (it has "
+                            f"{', '.join(metrics)}){did_you_mean(self.metric, metrics)}")  # fmt: skip
         value = metrics[self.metric]
         if math.isnan(value) or (self.records and self.sign * value <= self.sign * self.records[-1].value):
             return None
-        self.records.append(Record(step, value))
+        self.records.append(BestRecord(step, value))
         return self.records[-1]
 
-    def aside(self, record: Record) -> Path:
-        """Return where the models of a record are written before they count, a folder for each role."""
+    def tmp_folder(self, record: BestRecord) -> Path:
+        """Return the temporary folder of a record's models, which has a folder per role."""
         return self.folder / f"step_{record.step}{TMP_SUFFIX}"
 
-    def commit(self, record: Record, checkpoints: Sequence[int]) -> Path:
-        """Make the written models of a record count, and remove what no checkpoint needs."""
-        place = self.folder / f"step_{record.step}"
-        if place.exists():
-            shutil.rmtree(place)
-        self.aside(record).rename(place)
+    def commit(self, record: BestRecord, checkpoints: Sequence[int]) -> Path:
+        """Make the models of a record the best ones, and remove models that no checkpoint needs."""
+        target = self.folder / f"step_{record.step}"
+        if target.exists():
+            shutil.rmtree(target)
+        self.tmp_folder(record).rename(target)
         fsync_folder(self.folder)
         write_records(self.folder, self.metric, [r for r in self.records if r.step <= record.step])
         self.prune(checkpoints)
-        return place
+        return target
 
     def prune(self, checkpoints: Sequence[int]) -> None:
-        """Remove models that are neither the best nor would be after going on from one of ``checkpoints``."""
-        pointed = read_records(self.folder, self.metric)
-        kept = {f"step_{step}" for step in needed(pointed, checkpoints)}
-        for path in self.folder.glob("step_*") if pointed else ():
+        """Remove models that are not the best, now or after resuming from one of ``checkpoints``."""
+        committed = read_records(self.folder, self.metric)
+        kept = {f"step_{step}" for step in steps_to_keep(committed, checkpoints)}
+        for path in self.folder.glob("step_*") if committed else ():
             if path.name not in kept and path.suffix != TMP_SUFFIX:
                 shutil.rmtree(path)
 
 
-def needed(records: Sequence[Record], checkpoints: Iterable[int]) -> set[int]:
-    """Return the steps of the best of all records, and of the best as of every checkpoint."""
-    moments = [*checkpoints, *(r.step for r in records[-1:])]
-    known = ([r.step for r in records if r.step <= moment] for moment in moments)
-    return {steps[-1] for steps in known if steps}
+def steps_to_keep(records: Sequence[BestRecord], checkpoints: Iterable[int]) -> set[int]:
+    """Return the step of the last record, and of the last one before every checkpoint."""
+    ends = [*checkpoints, *(r.step for r in records[-1:])]
+    earlier = ([r.step for r in records if r.step <= end] for end in ends)
+    return {steps[-1] for steps in earlier if steps}
 
 
-def read_records(folder: Path, metric: str) -> list[Record]:
-    """Return the records of a run, in order; none where another metric was looked at, or none yet."""
+def read_records(folder: Path, metric: str) -> list[BestRecord]:
+    """Return the records of ``metric``, in order."""
     path = folder / POINTER
     if not metric or not path.is_file():
         return []
     stored = json.loads(path.read_text())
-    return [Record(**fields) for fields in stored["records"]] if stored["metric"] == metric else []
+    return [BestRecord(**fields) for fields in stored["records"]] if stored["metric"] == metric else []
 
 
-def write_records(folder: Path, metric: str, records: Sequence[Record]) -> None:
-    """Point at the last record, in one move."""
-    last, aside = records[-1], folder / f"{POINTER}{TMP_SUFFIX}"
+def write_records(folder: Path, metric: str, records: Sequence[BestRecord]) -> None:
+    """Atomically make the last record the best one."""
+    last = records[-1]
     pointer = {"metric": metric, **asdict(last), "folder": f"step_{last.step}", "records": [asdict(r) for r in records]}
-    aside.write_text(json.dumps(pointer, indent=1) + "\n")
-    fsync_and_hash(aside)
-    aside.rename(folder / POINTER)
+    atomic_write(folder / POINTER, json.dumps(pointer, indent=1) + "\n")
     fsync_folder(folder)
 
 
 def rewind_best(folder: Path, step: int) -> None:
-    """Take back records after ``step`` steps, and remove models that are of none: for a run that goes on from there."""
+    """Remove records after ``step`` steps, and models without a record."""
     pointer = folder / POINTER
     metric = json.loads(pointer.read_text())["metric"] if pointer.is_file() else ""
     records = [r for r in read_records(folder, metric) if r.step <= step]

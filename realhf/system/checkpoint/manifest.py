@@ -1,6 +1,6 @@
-"""Checkpoints as a whole: what is in one, when it counts, which one a run goes on from.
+"""Checkpoints of all workers: manifest, commit, and the search for the one to resume from.
 
-A checkpoint is written aside, fsync_and_hash, renamed, and pointed at last; whatever else lies there was not finished.
+A checkpoint is written to a temporary folder, synced, renamed, then referenced; other files there are incomplete.
 """
 
 import json
@@ -24,10 +24,7 @@ MANIFEST, POINTER = "manifest.json", "latest"
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint after ``step`` steps. ``layouts`` are where roles that training changes were when it was taken.
-
-    ``states`` are what interfaces remember, ``data`` is the SHA-256 of the data file, ``options`` are the run's.
-    """
+    """A checkpoint after ``step`` steps: interface states, layouts of trained roles, SHA-256 of the data, options."""
 
     step: int
     states: dict[str, State]
@@ -37,66 +34,64 @@ class Manifest:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def aside(folder: Path, step: int) -> Path:
-    """Return where a checkpoint is written before it counts."""
+def tmp_folder(folder: Path, step: int) -> Path:
     return folder / f"step_{step}{TMP_SUFFIX}"
 
 
 def commit(folder: Path, manifest: Manifest, keep_last: int) -> Path:
-    """Make a written checkpoint count, and remove those before the last ``keep_last`` (0: none is removed)."""
-    place, target = aside(folder, manifest.step), folder / f"step_{manifest.step}"
-    place.mkdir(parents=True, exist_ok=True)
-    _write(place / MANIFEST, json.dumps(to_plain(manifest), indent=1))
-    fsync_folder(place)
+    """Make a written checkpoint the latest, and remove those before the last ``keep_last`` (0: none)."""
+    tmp, target = tmp_folder(folder, manifest.step), folder / f"step_{manifest.step}"
+    tmp.mkdir(parents=True, exist_ok=True)
+    (tmp / MANIFEST).write_text(json.dumps(to_plain(manifest), indent=1))
+    fsync_and_hash(tmp / MANIFEST)
+    fsync_folder(tmp)
     if target.exists():
         shutil.rmtree(target)
-    place.rename(target)
+    tmp.rename(target)
     fsync_folder(folder)
-    _write(folder / f"{POINTER}{TMP_SUFFIX}", target.name)
-    (folder / f"{POINTER}{TMP_SUFFIX}").rename(folder / POINTER)
+    atomic_write(folder / POINTER, target.name)
     fsync_folder(folder)
     for old in _by_step(folder)[:-keep_last] if keep_last else []:
         shutil.rmtree(old)
     return target
 
 
-def newest(folder: Path, say: Callable[[str], None] = print) -> tuple[Path, Manifest] | None:
-    """Return the last good checkpoint, None where there never was one.
+def newest(folder: Path, warn: Callable[[str], None] = print) -> tuple[Path, Manifest] | None:
+    """Return the last undamaged checkpoint, or None without checkpoints; ``UserError`` if all are damaged.
 
-    What was written aside and never finished is removed. ``say`` hears of damaged checkpoints that are passed over;
-    ``UserError`` where none is good.
+    Incomplete checkpoints are removed; damaged ones are skipped with a call of ``warn``.
     """
     for path in folder.glob(f"*{TMP_SUFFIX}"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    last = folder / (folder / POINTER).read_text().strip() if (folder / POINTER).is_file() else None
+    latest = [folder / (folder / POINTER).read_text().strip()] if (folder / POINTER).is_file() else []
     problems: list[str] = []
-    for place in dict.fromkeys([*([last] if last else []), *reversed(_by_step(folder))]):
-        if not (damaged := damages(place)):
+    for path in dict.fromkeys([*latest, *reversed(_by_step(folder))]):
+        if not (damage := find_damage(path)):
             for problem in problems:
-                say(f"damaged {problem}")
-            return place, read_manifest(place)
-        problems += damaged
+                warn(f"damaged {problem}")
+            return path, read_manifest(path)
+        problems += damage
     if problems:
-        raise UserError([*problems, f"no checkpoint in {folder} is whole; start a new run with overwrite=True"])
+        raise UserError([*problems, f"no undamaged checkpoint in {folder}; start a new run with overwrite=True"])
     return None
 
 
 def _by_step(folder: Path) -> list[Path]:
-    found = (path for path in folder.glob("step_*") if path.suffix != TMP_SUFFIX)
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+    paths = (path for path in folder.glob("step_*") if path.suffix != TMP_SUFFIX)
+    return sorted(paths, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def checkpoints_of(folder: Path) -> list[int]:
-    """Return the steps after which there is a checkpoint, in order."""
+    """Return the steps of the checkpoints, in order."""
     return [int(path.name.removeprefix("step_")) for path in _by_step(folder)]
 
 
-def read_manifest(place: Path) -> Manifest:
-    return from_plain(json.loads((place / MANIFEST).read_text()), Manifest)
+def read_manifest(checkpoint: Path) -> Manifest:
+    return from_plain(json.loads((checkpoint / MANIFEST).read_text()), Manifest)
 
 
 def flat_options(config: ExperimentConfig) -> dict[str, object]:
-    """Return all options by their full names, as plain values."""
+    """Return all options as plain values by their full names."""
 
     def flatten(tree: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
         for key, value in tree.items():
@@ -109,47 +104,39 @@ def flat_options(config: ExperimentConfig) -> dict[str, object]:
 
 
 def rewind(paths: RunDir, step: int) -> int:
-    """Take back what a run wrote down after ``step`` steps, line by line, and its best models since; -1: all of it.
-
-    Return the last step that it had done.
-    """
-    last: dict[Path, Callable[[dict], int]] = {
+    """Remove output and best models of a run after ``step`` steps (-1: all). Return the last completed step."""
+    step_of_line: dict[Path, Callable[[dict], int]] = {
         paths.metrics: lambda line: line["step"],
         paths.evaluation: lambda line: line["step"],
         paths.events: lambda line: line["span"]["step"] + 1,
     }
-    done = step
-    for path, step_of in last.items():
+    last = step
+    for path, step_of in step_of_line.items():
         if path.is_file():
             lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
             steps = [step_of(json.loads(line)) for line in lines]
-            done = max([done, *steps]) if path == paths.metrics else done
+            last = max([last, *steps]) if path == paths.metrics else last
             atomic_write(path, "".join(line for line, at in zip(lines, steps, strict=True) if at <= step))
     for path in (paths.root / "generations").glob("step_*.jsonl"):
         if int(path.stem.removeprefix("step_")) > step:
             path.unlink()
     rewind_best(paths.best, step)
-    return done
+    return last
 
 
-def damages(place: Path) -> list[str]:
-    """Return what is wrong with a checkpoint, one line each."""
+def find_damage(checkpoint: Path) -> list[str]:
+    """Return the problems of a checkpoint, one line each."""
     try:
-        manifest = read_manifest(place)
-    except Exception as error:  # of many kinds: files, JSON, types
-        return [f"{place}: the manifest cannot be read: {type(error).__name__}: {error}"]
+        manifest = read_manifest(checkpoint)
+    except Exception as error:  # OSError, JSON and type errors
+        return [f"{checkpoint}: the manifest cannot be read: {type(error).__name__}: {error}"]
     problems = []
     for name, (digest, size) in sorted(manifest.files.items()):
-        path = place / name
+        path = checkpoint / name
         if not path.is_file():
             problems.append(f"{path} is missing")
         elif path.stat().st_size != size:
-            problems.append(f"{path} has {path.stat().st_size} bytes, {size} were written")
+            problems.append(f"{path} has {path.stat().st_size} bytes, expected {size}")
         elif sha256(path) != digest:
-            problems.append(f"{path} holds other bytes than were written")
+            problems.append(f"{path} does not match its SHA-256")
     return problems
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text)
-    fsync_and_hash(path)

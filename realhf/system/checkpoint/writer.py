@@ -1,4 +1,4 @@
-"""A worker's part of a checkpoint: its tensors go to disk while it computes, and come back from there."""
+"""A worker's part of a checkpoint, written in the background."""
 
 import threading
 from collections.abc import Mapping
@@ -16,23 +16,23 @@ def file_name(role: str, rank: int) -> str:
     return f"{role}.{rank}.safetensors"
 
 
-class Writer:
-    """Writes tensors in a thread of its own, one checkpoint after the other."""
+class CheckpointWriter:
+    """Writes one checkpoint at a time in a separate thread."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._digests: Digests = {}
         self._error: BaseException | None = None
 
-    def begin(self, folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Start writing ``files`` into ``folder``; the tensors belong to the writer from now on."""
-        assert self._thread is None, "a checkpoint is settled before the next one begins"
+    def start(self, folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Start writing ``files`` into ``folder``. The caller must not modify the tensors afterwards."""
+        assert self._thread is None, "the previous checkpoint is incomplete"
         self._digests, self._error = {}, None
         self._thread = threading.Thread(target=self._write, args=(folder, files), daemon=True)
         self._thread.start()
 
-    def settle(self) -> Digests:
-        """Wait until everything is on the disk; raises what went wrong there, with the folder's name."""
+    def wait(self) -> Digests:
+        """Wait until all files are on disk and return their digests; ``OSError`` with the folder on failure."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -51,13 +51,13 @@ class Writer:
 
 
 @dataclass(frozen=True)
-class Saved:
-    """The files of a checkpoint, one role's after the other."""
+class RoleCheckpoint:
+    """The files of one role in a checkpoint."""
 
     folder: Path
     role: str
 
     def __call__(self, rank: int) -> dict[str, Tensor]:
-        """Return what a worker wrote of the role; only what is used is read from the disk."""
+        """Return the tensors of a worker."""
         with safe_open(self.folder / file_name(self.role, rank), framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping

@@ -1,1 +1,1 @@
-"""Metrics, traces, events and generations that a run writes."""
+"""Metrics, traces, events and generations of a run."""

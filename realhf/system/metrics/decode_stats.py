@@ -1,4 +1,4 @@
-"""What a generating call did, told from the lengths of what it drew."""
+"""Tokens, operations and bytes of a generation call, from the lengths of its responses."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -13,21 +13,24 @@ from realhf.arch.flops import forward_flops, generate_bytes, generate_flops
 from realhf.plan.run_spec import RunSpec
 
 
-def generated(mfc: MFC, config: ModelConfig, call: PrepareCall, replies: Sequence[Done]) -> tuple[int, int]:
-    """Return how many tokens a generating call drew, and its operations."""
-    columns = [reply.outputs.columns for reply in replies if reply.outputs]
-    if (key := mfc.graph_key("rollouts")) in mfc.outputs:  # continuations of rows, drawn from several places in each
-        read = call.inputs.columns[mfc.graph_key("tokens")].lengths
-        drawn = [n for some in columns for n in some[key].lengths]
-        return sum(drawn), forward_flops(config, read, head_tokens=0) + forward_flops(config, drawn)
+def generated_tokens(mfc: MFC, config: ModelConfig, call: PrepareCall, replies: Sequence[Done]) -> tuple[int, int]:
+    """Return the number of generated tokens of a call, and its floating-point operations."""
+
+    def output_lengths(key: str) -> list[int]:
+        return [n for reply in replies if reply.outputs for n in reply.outputs.columns[key].lengths]
+
+    if (key := mfc.graph_key("rollouts")) in mfc.outputs:  # continuations from several positions of each row
+        inputs, continuations = call.inputs.columns[mfc.graph_key("tokens")].lengths, output_lengths(key)
+        flops = forward_flops(config, inputs, head_tokens=0) + forward_flops(config, continuations)
+        return sum(continuations), flops
     prompts = call.inputs.columns[mfc.graph_key("prompts")].lengths
-    rows = [n for some in columns for n in some[mfc.graph_key("tokens")].lengths]
-    n_drawn = sum(rows) - len(rows) // max(1, len(prompts)) * sum(prompts)
-    return n_drawn, generate_flops(config, prompts, rows)
+    rows = output_lengths(mfc.graph_key("tokens"))
+    n_tokens = sum(rows) - len(rows) // max(1, len(prompts)) * sum(prompts)
+    return n_tokens, generate_flops(config, prompts, rows)
 
 
 def decode_bytes_read(run: RunSpec, mfc: MFC, config: ModelConfig, call: PrepareCall, outputs: BatchMeta) -> int:
-    """Return the bytes that a replica read at the least to draw ``outputs``; 0 for continuations, which are many."""
+    """Return the minimum of bytes that a replica reads to generate ``outputs``; 0 for continuations."""
     sampling = cast(Experiment, run.config).sampling_options()
     if mfc.graph_key("rollouts") in mfc.outputs or sampling is None or mfc.role is None:
         return 0

@@ -1,4 +1,4 @@
-"""Further places for metrics: TensorBoard's event files and Weights & Biases. Libraries load when a sink is opened."""
+"""Optional metric sinks, TensorBoard and Weights & Biases, which import their library when they are opened."""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,7 +48,7 @@ class WandbSink:
 
 
 def open_sinks(config: ExperimentConfig, paths: RunDir, settings: dict[str, Any]) -> list[MetricSink]:
-    """Open what the options ask for; ``UserError`` where the library is missing."""
+    """Open the configured sinks; ``UserError`` if a library is missing."""
     sinks: list[MetricSink] = []
     if config.tensorboard.enabled:
         sinks.append(TensorboardSink(paths.tensorboard))

@@ -1,10 +1,8 @@
-"""What a run writes down: metrics, events, trace, generations, TensorBoard, wandb. Shown by a ``View``."""
+"""Writes metrics, events, traces and generations of a run, and shows its progress in a ``ProgressView``."""
 
 import json
 import time
-from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,14 +13,14 @@ from realhf.api.messages import Done, PrepareCall, Ready, Stats
 from realhf.arch.flops import forward_flops, train_flops
 from realhf.plan.compile.schedule import RowsReady
 from realhf.plan.run_spec import RunSpec
-from realhf.system.metrics.decode_stats import decode_bytes_read, generated
+from realhf.system.metrics.decode_stats import decode_bytes_read, generated_tokens
 from realhf.system.metrics.sinks import MetricSink
+from realhf.system.metrics.worker_metrics import StepMetrics
 
 Metrics = dict[str, float]
-TRACE_BUFFER = 1 << 20  # bytes; what a step leaves there goes to the disk with its line
-MEMORY = ("memory/worker_peak_gb", "memory/worker_gb")
+TRACE_BUFFER = 1 << 20  # bytes; flushed after every step
 EVALUATION = "evaluation.json"
-"""Beside a saved model: means of what held-out rows gave, and over how many values each of them is."""
+"""File next to a saved model: means of the evaluation on held-out rows, and the number of values of each."""
 
 METRIC_ALIASES = {
     "reward/mean": ("rew_inf/reward",),
@@ -31,7 +29,7 @@ METRIC_ALIASES = {
     "length/response": ("actor_gen/response_length", "gen/response_length"),
     "loss": ("sft_train/loss", "rw_train/loss", "actor_train/actor_loss", "actor_train/loss"),
 }
-"""The few names that every experiment with them shares, and what they are of."""
+"""Names that all experiments share, and the metrics that they stand for."""
 EVAL_ALIASES = {
     "eval/accuracy": ("eval_rew/accuracy", "rw_eval/accuracy", "actor_eval/accuracy"),
     "eval/reward": ("eval_rew/reward",),
@@ -39,11 +37,11 @@ EVAL_ALIASES = {
     "eval/response_length": ("eval_gen/response_length",),
     "eval/truncated": ("eval_gen/truncated",),
 }
-"""The same for held-out rows."""
+GENERATION_COLUMNS = ("prompt_id", "sample", "prompt", "response", "answer_tokens")
 
 
 class ProgressView(Protocol):
-    """Who shows the run to a person."""
+    """Shows the progress of a run to the user."""
 
     def ready(self, workers: dict[int, Ready]) -> None: ...
 
@@ -56,27 +54,8 @@ class ProgressView(Protocol):
     def kept(self, metric: str, value: float, path: Path) -> None: ...
 
 
-@dataclass(slots=True)
-class StepTimings:
-    """What the workers spent on a step: microseconds of each of them, by MFC where it computed; bytes of the largest.
-
-    Made once a step, filled in by every reply.
-    """
-
-    moved: "array[int]"
-    computed: "dict[str, array[int]]" = field(default_factory=dict)
-    peak: int = -1
-    present: int = -1
-
-    def metrics(self) -> Metrics:
-        """Return seconds and gigabytes; a call takes as long as its slowest worker."""
-        times = {f"time/{mfc}_s": max(took) / 1e6 for mfc, took in self.computed.items()}
-        moved = {"time/move_s": max(self.moved) / 1e6} if any(self.moved) else {}
-        return times | moved | dict(zip(MEMORY, (self.peak / 1e9, self.present / 1e9), strict=True))
-
-
 class Telemetry:
-    """Gathers a step's replies into one line of metrics, and appends to the files of the run directory."""
+    """Turns the replies of a step into one line of metrics, and appends to the files of the run directory."""
 
     logged_keys = ("tokens", "prompt_mask", "rewards", "truncated", "row")
 
@@ -87,9 +66,9 @@ class Telemetry:
         self.last: Metrics = {}
         self.evaluation: dict[str, Any] = {}
         self._steps: dict[int, Metrics] = {}
-        self._spent: dict[int, StepTimings] = {}
-        self._sums: dict[int, dict[str, tuple[float, float]]] = {}
-        self._work: dict[int, dict[str, tuple[int, int]]] = {}  # operations of a step's calls, bytes that they read
+        self._workers: dict[int, StepMetrics] = {}
+        self._sums: dict[int, Stats] = {}
+        self._work: dict[int, dict[str, tuple[int, int]]] = {}  # by step and MFC: floating-point operations, bytes read
         self._n_written = first_step
         self._step_began = time.monotonic()
         self._events = run.paths.events.open("ab")
@@ -105,48 +84,34 @@ class Telemetry:
         self._events.write(msgspec.json.encode(event) + b"\n")
 
     def reply(self, step: int, mfc: str, done: Done) -> None:
-        """File what a worker spent its time on when it did its part of a request, of an MFC unless that is empty."""
+        """Add the trace and the worker metrics of a reply; ``mfc`` is empty if the request is not of an MFC."""
         self._trace.write(done.trace)
-        if step < self._n_written:  # saving comes after its line
+        if step < self._n_written:  # a save completes after the line of its step
             return
-        if (spent := self._spent.get(step)) is None:
-            spent = self._spent[step] = StepTimings(self._of_all_workers())
-        if done.moved:
-            spent.moved[done.rank] += done.moved
-        if done.computed:
-            if (computed := spent.computed.get(mfc)) is None:
-                computed = spent.computed[mfc] = self._of_all_workers()
-            computed[done.rank] += done.computed
-        peak, present = done.memory
-        if peak > spent.peak:
-            spent.peak = peak
-        if present > spent.present:
-            spent.present = present
-
-    def _of_all_workers(self) -> "array[int]":
-        return array("q", bytes(8 * self.run.plan.n_workers))
+        if (workers := self._workers.get(step)) is None:
+            workers = self._workers[step] = StepMetrics(self.run.plan.n_workers)
+        workers.add(mfc, done)
 
     def call_done(self, call: PrepareCall, replies: list[Done]) -> None:
-        """Add a call's statistics, tokens and operations to its step."""
-        sums = self._sums.setdefault(call.step, {})
-        for name, (value, weight) in summed([reply.stats for reply in replies if reply.stats]).items():
-            before = sums.get(f"{call.mfc}/{name}", (0.0, 0.0))
-            sums[f"{call.mfc}/{name}"] = (before[0] + value, before[1] + weight)
+        """Add a call's statistics, tokens and floating-point operations to its step."""
+        stats = sum_stats([reply.stats for reply in replies if reply.stats])
+        named = {f"{call.mfc}/{name}": value for name, value in stats.items()}
+        self._sums[call.step] = sum_stats([self._sums.get(call.step, {}), named])
         mfc = self.run.graph[call.mfc]
         if mfc.resamples:
-            kept = {row.prompt for reply in replies if reply.outputs for row in reply.outputs.ids}
+            used = {row.prompt for reply in replies if reply.outputs for row in reply.outputs.ids}
             self._add(call.step, "prompts/sampled", len({row.prompt for row in call.inputs.ids}))
-            self._add(call.step, "prompts/used", len(kept))
+            self._add(call.step, "prompts/used", len(used))
         if mfc.role is None:
             return
         config, nbytes = self.run.models[mfc.role], 0
         if mfc.kind is Kind.GENERATE:
-            n_drawn, flops = generated(mfc, config, call, replies)
+            n_tokens, flops = generated_tokens(mfc, config, call, replies)
             if self.run.expected and self.run.expected.peak_bandwidth:
                 nbytes = sum(
                     decode_bytes_read(self.run, mfc, config, call, reply.outputs) for reply in replies if reply.outputs
                 )
-            self._add(call.step, "tokens/generated", n_drawn)
+            self._add(call.step, "tokens/generated", n_tokens)
         else:
             lengths = call.inputs.columns[mfc.graph_key("tokens")].lengths
             flops = train_flops(config, lengths) if mfc.is_train else forward_flops(config, lengths)
@@ -163,40 +128,40 @@ class Telemetry:
         metrics[name] = metrics.get(name, 0) + value
 
     def step_done(self, step: int, versions: dict[str, int], is_evaluated: bool = False) -> None:
-        """Show the step and write its line; where held-out rows are tried after it, ``evaluated`` writes it."""
+        """Show the step and write its line; ``evaluated`` writes it if an evaluation follows."""
         now = time.monotonic()
         seconds, self._step_began = now - self._step_began, now
         self._n_written = step + 1
         metrics: Metrics = {"step": step + 1, "time/step_s": seconds, **self._steps.pop(step, {})}
-        if (spent := self._spent.pop(step, None)) is not None:
-            metrics |= spent.metrics()
+        if (workers := self._workers.pop(step, None)) is not None:
+            metrics |= workers.metrics()
         tokens = metrics.get("tokens/trained") or metrics.get("tokens/generated", 0)
         metrics["tokens/per_s"] = tokens / seconds
         metrics["flops/model_per_s"] = metrics.pop("flops/model", 0) / seconds
         metrics |= self._utilisation(self._work.pop(step, {}), metrics)
         for name, (value, weight) in sorted(self._sums.pop(step, {}).items()):
             metrics[name] = value / weight if weight else 0.0
-        metrics.update(_picked(metrics, METRIC_ALIASES))
+        metrics |= _aliased(metrics, METRIC_ALIASES)
         if expected := self.run.expected:
             metrics["predicted/step_s"] = expected.step_s
-            metrics |= {f"predicted/{mfc}_s": calls for mfc, calls in expected.calls.items()}
+            metrics |= {f"predicted/{mfc}_s": call_s for mfc, call_s in expected.calls.items()}
         self.last = metrics
         if not is_evaluated:
             self._write(metrics)
         self.view.step(metrics)
 
     def _utilisation(self, work: dict[str, tuple[int, int]], metrics: Metrics) -> Metrics:
-        """Return shares of what the devices' data sheet says: MFU of every call, MBU of those that draw."""
-        found: Metrics = {}
+        """Return model FLOPS and bandwidth utilisation of the calls, relative to the peaks of the data sheet."""
+        shares: Metrics = {}
         if not (expected := self.run.expected) or not expected.peak_flops:
-            return found
+            return shares
         for mfc, (flops, nbytes) in work.items():
-            devices = len(self.run.plan[mfc].layout.mesh.ranks) * metrics.get(f"time/{mfc}_s", 0.0)
-            if devices:
-                found[f"mfu/{mfc}"] = flops / devices / expected.peak_flops
-            if devices and nbytes and expected.peak_bandwidth:
-                found[f"mbu/{mfc}"] = nbytes / devices / expected.peak_bandwidth
-        return found
+            device_seconds = len(self.run.plan[mfc].layout.mesh.ranks) * metrics.get(f"time/{mfc}_s", 0.0)
+            if device_seconds:
+                shares[f"mfu/{mfc}"] = flops / device_seconds / expected.peak_flops
+            if device_seconds and nbytes and expected.peak_bandwidth:
+                shares[f"mbu/{mfc}"] = nbytes / device_seconds / expected.peak_bandwidth
+        return shares
 
     def _write(self, metrics: Metrics) -> None:
         with self.run.paths.metrics.open("a") as file:
@@ -207,36 +172,34 @@ class Telemetry:
             sink.write(metrics)
 
     def generations(self, step: int, parts: list[dict[str, Any]], limit: int) -> None:
-        """Merge what several workers know of the same rows, and write one line per row."""
+        """Merge the workers' parts of rows, and write one line per row."""
         rows: dict[tuple[int, int], dict[str, Any]] = {}
         for part in parts:
             rows.setdefault((part["prompt_id"], part["sample"]), {}).update(part)
         path = self.run.paths.generations(step)
         path.parent.mkdir(exist_ok=True)
-        shown = [row for at, row in sorted(rows.items()) if at[1] >= 0]
-        for row in shown:
-            row.setdefault("fields", rows.get((row["prompt_id"], -1), {}).get("fields"))
-        shown = [{key: row[key] for key in sorted(row, key=_place)} for row in shown]
+        samples = [row for (_, sample), row in sorted(rows.items()) if sample >= 0]
         with path.open("w") as file:
-            file.writelines(json.dumps(r, ensure_ascii=False) + "\n" for r in (shown if limit < 0 else shown[:limit]))
+            for row in samples if limit < 0 else samples[:limit]:
+                row.setdefault("fields", rows.get((row["prompt_id"], -1), {}).get("fields"))
+                ordered = {key: row[key] for key in sorted(row, key=_column_order)}
+                file.write(json.dumps(ordered, ensure_ascii=False) + "\n")
 
     def evaluated(self, step: int) -> Metrics:
-        """Write what held-out rows gave after ``step`` steps, also into the step's line, show and return it.
+        """Write, show and return the metrics of the evaluation after ``step`` steps; they are part of the step's line.
 
-        Its time is not part of the next step. Before the first step, the line is of the evaluation alone.
+        Its time is not part of the next step. Before the first step, the line has the evaluation only.
         """
-        sums: dict[str, tuple[float, float]] = {}
-        length = self.run.eval_schedule
-        for part in range(length.first_step, length.n_steps):
-            for kept in (self._steps, self._spent, self._work):
-                kept.pop(part, None)
-            for name, (value, weight) in self._sums.pop(part, {}).items():
-                before = sums.get(name, (0.0, 0.0))
-                sums[name] = (before[0] + value, before[1] + weight)
+        schedule = self.run.eval_schedule
+        parts = range(schedule.first_step, schedule.n_steps)
+        sums = sum_stats([self._sums.pop(part, {}) for part in parts])
+        for part in parts:
+            for by_step in (self._steps, self._workers, self._work):
+                by_step.pop(part, None)
         seconds, self._step_began = time.monotonic() - self._step_began, time.monotonic()
-        found = {name: value / weight for name, (value, weight) in sorted(sums.items()) if weight}
-        metrics = {**_picked(found, EVAL_ALIASES), "eval/prompts": float(self.run.n_held_out), **found}
-        counts = {name: sums[name][1] for name in found}
+        means = {name: value / weight for name, (value, weight) in sorted(sums.items()) if weight}
+        metrics = {**_aliased(means, EVAL_ALIASES), "eval/prompts": float(self.run.n_held_out), **means}
+        counts = {name: sums[name][1] for name in means}
         self.evaluation = {"step": step, "seconds": seconds, "metrics": metrics, "counts": counts}
         with self.run.paths.evaluation.open("a") as file:
             file.write(json.dumps(self.evaluation) + "\n")
@@ -245,7 +208,7 @@ class Telemetry:
         return metrics
 
     def saved(self, role: str, path: Path) -> None:
-        """Note where a model is; what held-out rows gave at the same step is put beside its weights."""
+        """Record the path of a model, and save the evaluation of the same step with it."""
         self.models[role] = path
         if self.evaluation and path == self.run.paths.model(role, self.evaluation["step"]):
             self.describe(path, self.evaluation)
@@ -253,11 +216,11 @@ class Telemetry:
 
     @staticmethod
     def describe(path: Path, evaluation: dict[str, Any]) -> None:
-        """Put what held-out rows gave beside a model's weights."""
+        """Save an evaluation with a model."""
         (path / EVALUATION).write_text(json.dumps(evaluation, indent=1) + "\n")
 
     def kept(self, metric: str, value: float, path: Path) -> None:
-        """Note where the best models so far are."""
+        """Record the path of the best models so far."""
         self.best = path
         self.view.kept(metric, value, path)
 
@@ -269,22 +232,22 @@ class Telemetry:
             sink.close()
 
 
-def _picked(metrics: Metrics, sources: dict[str, tuple[str, ...]]) -> Metrics:
-    """Return what there is of ``sources`` under the names that experiments share."""
-    return {name: metrics[s] for name, options in sources.items() for s in options if s in metrics}
+def _aliased(metrics: Metrics, aliases: dict[str, tuple[str, ...]]) -> Metrics:
+    return {alias: metrics[name] for alias, names in aliases.items() for name in names if name in metrics}
 
 
-def _place(key: str) -> tuple[int, str]:
-    """Where a key of a written row stands, whichever worker told it first."""
-    first = ("prompt_id", "sample", "prompt", "answer", "answer_tokens")
-    return (first.index(key), key) if key in first else (len(first) + (key == "fields"), key)
+def _column_order(key: str) -> tuple[int, str]:
+    """Return a sort key: the fixed columns first, ``fields`` last."""
+    if key in GENERATION_COLUMNS:
+        return GENERATION_COLUMNS.index(key), key
+    return len(GENERATION_COLUMNS) + (key == "fields"), key
 
 
-def summed(stats: Sequence[Stats]) -> Stats:
-    """Return sums and counts of all workers, by name."""
-    found: Stats = {}
-    for of_worker in stats:
-        for name, (value, weight) in of_worker.items():
-            before = found.get(name, (0.0, 0.0))
-            found[name] = (before[0] + value, before[1] + weight)
-    return found
+def sum_stats(stats: Sequence[Stats]) -> Stats:
+    """Return sums and counts by name."""
+    totals: Stats = {}
+    for part in stats:
+        for name, (value, weight) in part.items():
+            before = totals.get(name, (0.0, 0.0))
+            totals[name] = (before[0] + value, before[1] + weight)
+    return totals

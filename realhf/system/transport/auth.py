@@ -1,8 +1,7 @@
-"""Messages that prove who sent them: before a payload stand lane, number, ranks, and a keyed BLAKE2b of it all.
+"""Message authentication: a header with channel, sequence number, ranks and a keyed BLAKE2b of header and payload.
 
-The ranks are whom it is from or, from the master, everyone it is for: it says the same to many under one seal. Numbers
-only grow in a lane, so that a recorded message is not heard again; the key is made for one launch, so that those of
-another are not heard at all.
+The ranks are the sender or, in a message of the master, all receivers: the master signs a message to many workers
+once. Sequence numbers increase, which prevents replay; every launch has a new key, so messages of another are rejected.
 """
 
 import os
@@ -15,24 +14,24 @@ from hashlib import blake2b
 from hmac import compare_digest
 from pathlib import Path
 
-FIELDS = struct.Struct("<BQI")  # lane, number, how many runs follow: so no byte may pass from them to the payload
-RUN = struct.Struct("<II")  # ranks, start <= rank < stop
-ONE_RUN = struct.Struct(FIELDS.format + RUN.format[1:])
+HEADER = struct.Struct("<BQI")  # direction, number, count of rank ranges: the count keeps header and payload apart
+RANK_RANGE = struct.Struct("<II")  # start <= rank < stop
+ONE_RANGE = struct.Struct(HEADER.format + RANK_RANGE.format[1:])
 TAG_BYTES = 32
 
 
 class Direction(IntEnum):
     to_worker = 0
     to_master = 1
-    beat = 2
+    heartbeat = 2
 
 
 class AuthError(ValueError):
-    """A message that nobody with the key has sent, or that was heard before."""
+    """A message that is not signed with the key, is not for this receiver, or is replayed."""
 
 
 def new_key(path: Path) -> bytes:
-    """Write a key of 32 bytes to a file that only its owner may read, in place of any that is there; return it."""
+    """Write a random key of 32 bytes to a new file with mode 0600 and return it."""
     path.unlink(missing_ok=True)
     key = secrets.token_bytes(TAG_BYTES)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -41,12 +40,12 @@ def new_key(path: Path) -> bytes:
 
 
 def keyed_hash(key: bytes) -> "blake2b":
-    """Return the message authentication code of nothing yet (RFC 7693, keyed), for copies to go on from."""
+    """Return keyed BLAKE2b (RFC 7693) of the empty message; copying it is faster than hashing the key again."""
     return blake2b(key=key, digest_size=TAG_BYTES)
 
 
-def runs_of(ranks: Iterable[int]) -> bytes:
-    """Return ranks as runs, in order."""
+def encode_ranks(ranks: Iterable[int]) -> bytes:
+    """Return ranks as sorted ranges."""
     bounds: list[int] = []
     stop = None
     for rank in sorted(ranks):
@@ -59,16 +58,16 @@ def runs_of(ranks: Iterable[int]) -> bytes:
 
 
 class Signer:
-    """Numbers and signs what goes out in one lane, of one worker or to many."""
+    """Numbers and signs the messages of one direction."""
 
-    def __init__(self, key: bytes, lane: Direction) -> None:
-        self._mac, self._lane, self._number = keyed_hash(key), lane, 0
+    def __init__(self, key: bytes, direction: Direction) -> None:
+        self._mac, self._direction, self._number = keyed_hash(key), direction, 0
 
-    def head(self, ranks: Iterable[int], payload: bytes) -> bytes:
-        """Return what is sent before the payload."""
+    def sign(self, ranks: Iterable[int], payload: bytes) -> bytes:
+        """Return the header of the next message."""
         self._number += 1
-        runs = runs_of(ranks)
-        fields = FIELDS.pack(self._lane, self._number, len(runs) // RUN.size) + runs
+        ranges = encode_ranks(ranks)
+        fields = HEADER.pack(self._direction, self._number, len(ranges) // RANK_RANGE.size) + ranges
         mac = self._mac.copy()
         mac.update(fields)
         mac.update(payload)
@@ -76,44 +75,49 @@ class Signer:
 
 
 class SignatureVerifier:
-    """Lets through what was sealed for one of ``lanes`` of one of ``ranks``, in order and once."""
+    """Accepts signed messages of ``directions`` from or for ``ranks``, each once and in order; counts the others."""
 
-    def __init__(self, key: bytes, lanes: tuple[Direction, ...], ranks: range) -> None:
-        self._mac, self._ranks = keyed_hash(key), ranks
-        self._heard = {
-            int(lane): (lane, array("Q", bytes(8 * len(ranks)))) for lane in lanes
-        }  # last number of every rank
+    def __init__(self, key: bytes, directions: tuple[Direction, ...], ranks: range) -> None:
+        self._mac, self._ranks, self.rejected = keyed_hash(key), ranks, 0
+        # by direction: the last number of every rank
+        self._last = {int(direction): (direction, array("Q", bytes(8 * len(ranks)))) for direction in directions}
 
-    def check(self, head: bytes, payload: bytes) -> tuple[Direction, int]:
-        """Return lane and rank of a message; ``Refused`` says what is wrong with it.
+    def accept(self, frames: list[bytes]) -> tuple[Direction, int] | None:
+        """Return direction and rank of a message, or None if it is rejected."""
+        try:
+            if len(frames) == 2:
+                return self.check(frames[0], frames[1])
+        except AuthError:
+            pass
+        self.rejected += 1
+        return None
 
-        A master of thousands of workers does this thousands of times a second.
-        """
-        fields = head[TAG_BYTES:]
+    def check(self, header: bytes, payload: bytes) -> tuple[Direction, int]:
+        """Return direction and rank of a message; ``AuthError`` if it is invalid."""
+        fields = header[TAG_BYTES:]
         mac = self._mac.copy()
         mac.update(fields)
         mac.update(payload)
-        if not compare_digest(head[:TAG_BYTES], mac.digest()):
-            raise AuthError("not sealed with our key")
-        if len(fields) < ONE_RUN.size:
-            raise AuthError(f"a head of {len(head)} bytes")
-        way, number, n_runs, rank, stop = ONE_RUN.unpack_from(fields)
-        if len(fields) != FIELDS.size + n_runs * RUN.size:
-            raise AuthError(f"a head of {len(head)} bytes for {n_runs} runs")
-        if n_runs > 1 or rank not in self._ranks or rank >= stop:
-            rank = self._one_of_ours(fields)
-        if way not in self._heard or rank is None:
-            raise AuthError(f"nobody here is meant in lane {way}")
-        lane, heard = self._heard[way]
-        at = rank - self._ranks.start
-        if number <= heard[at]:
-            raise AuthError(f"message {number} of worker {rank} comes after {heard[at]}")
-        heard[at] = number
-        return lane, rank
+        if not compare_digest(header[:TAG_BYTES], mac.digest()):
+            raise AuthError("invalid signature")
+        if len(fields) < ONE_RANGE.size:
+            raise AuthError(f"a header of {len(header)} bytes")
+        code, number, n_ranges, rank, stop = ONE_RANGE.unpack_from(fields)
+        if len(fields) != HEADER.size + n_ranges * RANK_RANGE.size:
+            raise AuthError(f"a header of {len(header)} bytes for {n_ranges} ranges")
+        if n_ranges > 1 or rank not in self._ranks or rank >= stop:
+            rank = self._first_own_rank(fields)
+        if code not in self._last or rank is None:
+            raise AuthError(f"not for this receiver (direction {code})")
+        direction, last = self._last[code]
+        index = rank - self._ranks.start
+        if number <= last[index]:
+            raise AuthError(f"message {number} of worker {rank} comes after {last[index]}")
+        last[index] = number
+        return direction, rank
 
-    def _one_of_ours(self, fields: bytes) -> int | None:
-        """Return the first of the ranks that are ours."""
-        for start, stop in RUN.iter_unpack(fields[FIELDS.size :]):
+    def _first_own_rank(self, fields: bytes) -> int | None:
+        for start, stop in RANK_RANGE.iter_unpack(fields[HEADER.size :]):
             if start in self._ranks and start < stop:
                 return int(start)
             if start < self._ranks.start < stop:

@@ -1,6 +1,6 @@
-"""Heartbeats: a thread in every worker tells that its process lives and what it is at; the master notes who is silent.
+"""Heartbeats: a thread of every worker reports that its process runs, and its activity; the master monitors them.
 
-A worker that waits in a collective goes on beating. One that is stopped, swapped out or holds the interpreter does not.
+A worker that waits in a collective sends heartbeats. One that is stopped, swapped out or holds the GIL does not.
 """
 
 import os
@@ -12,25 +12,24 @@ from collections.abc import Callable, Iterable
 from realhf.api.messages import Heartbeat
 from realhf.system.transport.channel import ZmqWorker
 
-BEATS = 6
-"""Beats in the time after which silence is a failure."""
+HEARTBEATS_PER_TIMEOUT = 6
 
-LONGEST_LOOK_S = 1.0
-"""A master that does not listen for longer than this was busy itself: beats may wait for it."""
+MAX_TICK_S = 1.0
+"""A master that did not receive for longer was busy: heartbeats may be queued."""
 
-NAMED = 8
-"""Workers of which a message tells what they do."""
+MAX_LISTED = 8
+"""Workers listed in a message."""
 
 
 class HeartbeatSender:
-    """Beats from a thread of its own until it is stopped; ``timeout_s`` 0: not at all."""
+    """Sends heartbeats from a separate thread until it is stopped; ``timeout_s`` 0 disables them."""
 
     def __init__(self, channel: ZmqWorker, rank: int, timeout_s: float, activity: Callable[[], str]) -> None:
         pid, host = os.getpid(), socket.gethostname()
         self._stopped = threading.Event()
         self._thread = threading.Thread(
-            target=channel.beat_until,
-            args=(self._stopped, timeout_s / BEATS, lambda: Heartbeat(rank, pid, host, activity())),
+            target=channel.send_heartbeats,
+            args=(self._stopped, timeout_s / HEARTBEATS_PER_TIMEOUT, lambda: Heartbeat(rank, pid, host, activity())),
             daemon=True,
         )
         if timeout_s > 0:
@@ -43,49 +42,46 @@ class HeartbeatSender:
 
 
 class HeartbeatMonitor:
-    """Who was heard when, in seconds of listening, and what they were at."""
+    """The last heartbeat of every worker, timed by the seconds for which the master was receiving."""
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.timeout_s = timeout_s
         self._clock = clock
-        self._looked, self._listened = clock(), 0.0
-        self._heard: dict[int, tuple[float, Heartbeat]] = {}  # the longest silent first
+        self._last_tick, self._seconds = clock(), 0.0
+        self._last: dict[int, tuple[float, Heartbeat]] = {}  # oldest first
 
-    def look(self) -> None:
-        """Count the time since the last look as listened."""
+    def tick(self) -> None:
+        """Count the time since the last tick, up to ``MAX_TICK_S``."""
         now = self._clock()
-        self._listened += min(now - self._looked, LONGEST_LOOK_S)
-        self._looked = now
+        self._seconds += min(now - self._last_tick, MAX_TICK_S)
+        self._last_tick = now
 
-    def hear(self, beat: Heartbeat) -> None:
-        self.look()
-        self._heard.pop(beat.rank, None)
-        self._heard[beat.rank] = self._listened, beat
+    def record(self, heartbeat: Heartbeat) -> None:
+        self.tick()
+        self._last.pop(heartbeat.rank, None)
+        self._last[heartbeat.rank] = self._seconds, heartbeat
 
-    def silent(self) -> tuple[int, ...]:
-        """Return the workers that have beaten, but not for too long."""
-        found = []
-        for rank, (heard, _) in self._heard.items():
-            if self._listened - heard <= self.timeout_s:
+    def timed_out(self) -> tuple[int, ...]:
+        """Return the workers whose last heartbeat is too old. Workers without one are still starting."""
+        ranks = []
+        for rank, (seconds, _) in self._last.items():
+            if self._seconds - seconds <= self.timeout_s:
                 break
-            found.append(rank)
-        return tuple(found)
+            ranks.append(rank)
+        return tuple(ranks)
 
     def timeout_message(self, ranks: Iterable[int]) -> str:
-        """Say that workers are silent, and what they were at when they were last heard."""
-        lines = [f"{self.place(rank)} gives no sign of life for {self._listened - self._heard[rank][0]:.1f} s: its "
-                 f"process is stopped, swapped out or cannot run; it was at {self.words(rank)}"
+        lines = [f"{self._describe(rank)}: no heartbeat for {self._seconds - self._last[rank][0]:.1f} s: its process "
+                 f"is stopped, swapped out or blocked; last activity: {self._last[rank][1].activity}"
                  for rank in sorted(ranks)]  # fmt: skip
-        return "\n".join(lines[:NAMED])
+        return "\n".join(lines[:MAX_LISTED])
 
-    def report(self, ranks: Iterable[int]) -> str:
-        """Say what workers are at, a line each."""
-        lines = [f"  {self.place(rank)} is at {self.words(rank)}" for rank in sorted(ranks) if rank in self._heard]
-        return "".join(f"\n{line}" for line in lines[:NAMED])
+    def activities(self, ranks: Iterable[int]) -> str:
+        """Return a line for every worker with its activity."""
+        lines = [f"\n  {self._describe(rank)}: {self._last[rank][1].activity}" for rank in sorted(ranks)
+                 if rank in self._last]  # fmt: skip
+        return "".join(lines[:MAX_LISTED])
 
-    def place(self, rank: int) -> str:
-        beat = self._heard[rank][1]
-        return f"worker {rank} (host {beat.host}, process {beat.pid})"
-
-    def words(self, rank: int) -> str:
-        return self._heard[rank][1].activity
+    def _describe(self, rank: int) -> str:
+        heartbeat = self._last[rank][1]
+        return f"worker {rank} (host {heartbeat.host}, process {heartbeat.pid})"

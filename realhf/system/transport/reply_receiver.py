@@ -1,9 +1,9 @@
-"""The master's ear: messages with deadlines, and the words for what went wrong when a worker dies or fails."""
+"""Receives the workers' messages with deadlines, and finds the root cause when workers die or fail."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from realhf.api.messages import Done, Failed, Heartbeat, Hello, Ready, ToMaster
 from realhf.base.errors import RunFailed, WorkerTimeout
@@ -11,122 +11,114 @@ from realhf.system.transport.channel import MasterEnd, deadline
 from realhf.system.transport.heartbeat import HeartbeatMonitor
 
 POLL_S = 0.2
-"""How often a waiting master looks whether its workers live."""
+"""How often a waiting master checks that its workers are alive."""
 
-SETTLE_S = 1.5
-"""How long a reported failure waits for a worse one: a worker that lost its peer may speak before the death shows."""
+GRACE_S = 1.5
+"""Time after a reported failure in which a death may show: the peers of a dead worker fail before its exit is seen."""
 
-NODES_SETTLE_S = 6.0
-"""The same where a node may be the cause: whoever keeps nodes hears of it later than their workers' peers do."""
+NODE_GRACE_S = 6.0
+"""The same on several nodes: a resource manager reports a lost node later than the peers of its workers fail."""
 
 AWAITED = (Done, Hello, Ready)
-"""What a master waits for."""
 
-LAST_LINES, LAST_BYTES = 20, 8192
-"""What is shown of the log of a worker that died without a word."""
-
-
-class NodeLostError(str):
-    """The words for a worker that went with its node, or with what kept it: that is the cause, whatever it said."""
+LOG_LINES, LOG_BYTES = 20, 8192
+"""The part of a dead worker's log that is shown."""
 
 
-class Watch(Protocol):
-    """Tells of workers that ended: rank and the words for how."""
-
-    def __call__(self) -> dict[int, str]: ...
+class NodeLoss(str):
+    """How a worker ended that was lost with its node: the root cause, even if the worker reported a failure."""
 
 
 @dataclass(frozen=True)
 class ReplyReceiver:
-    """``activity(rank)`` says what a worker was asked for, ``log_of(rank)`` where it writes."""
+    """``dead_workers()`` returns how workers ended, by rank; ``activity(rank)`` what was requested of a worker."""
 
     channel: MasterEnd
-    watch: Watch
+    dead_workers: Callable[[], dict[int, str]]
     activity: Callable[[int], str]
     log_of: Callable[[int], Any]
-    settle_s: float = SETTLE_S
-    nodes_settle_s: float = 0.0
-    pulses: HeartbeatMonitor = field(default_factory=lambda: HeartbeatMonitor(float("inf")))
+    grace_s: float = GRACE_S
+    node_grace_s: float = 0.0
+    heartbeats: HeartbeatMonitor = field(default_factory=lambda: HeartbeatMonitor(float("inf")))
 
     def receive(
-        self, left: Callable[[], float], complaint: Callable[[], str], awaited: Callable[[], Collection[int]]
+        self, left: Callable[[], float], timeout_message: Callable[[], str], awaited: Callable[[], Collection[int]]
     ) -> ToMaster:
-        """Return the next message; ``RunFailed`` when a worker died or failed.
+        """Return the next message.
 
-        ``Hung`` when one gives no sign of life for too long, or when the deadline passed for those ``awaited``.
+        Raises ``RunFailed`` if a worker died or failed, and ``WorkerTimeout`` if one has no heartbeat or if the
+        deadline has passed for ``awaited``.
         """
-        patience = POLL_S
+        timeout_s = POLL_S
         while True:
-            message = self.channel.receive(patience)
-            if isinstance(message, AWAITED):  # nearly always: thousands of workers, microseconds each
+            message = self.channel.receive(timeout_s)
+            if isinstance(message, AWAITED):  # first: the common case takes microseconds, for thousands of workers
                 return message
             if message is None:
-                self.pulses.look()
+                self.heartbeats.tick()
             match message:
                 case Failed():
                     raise self._root_cause([message])
                 case Heartbeat():
-                    self.pulses.hear(message)
-                case None if self.watch():
+                    self.heartbeats.record(message)
+                case None if self.dead_workers():
                     raise self._root_cause([])
-                case None if silent := self.pulses.silent():
-                    raise WorkerTimeout(self.pulses.timeout_message(silent), silent, lost=silent)
+                case None if silent := self.heartbeats.timed_out():
+                    raise WorkerTimeout(self.heartbeats.timeout_message(silent), silent, lost=silent)
             if left() <= 0:
-                raise WorkerTimeout(complaint() + self.pulses.report(awaited()), awaited())
-            patience = min(POLL_S, left())
+                raise WorkerTimeout(timeout_message() + self.heartbeats.activities(awaited()), awaited())
+            timeout_s = min(POLL_S, left())
 
-    def receive_all(self, kind: type, ranks: Iterable[int], timeout_s: float, what: str) -> dict[int, Any]:
-        """Return one message of ``kind`` from every rank; ``what`` completes "waited for worker 1 ..."."""
+    def receive_all(self, kind: type, ranks: Iterable[int], timeout_s: float, goal: str) -> dict[int, Any]:
+        """Return one message of ``kind`` from every rank; ``goal`` completes "waited for worker 1 ..."."""
         left, missing = deadline(timeout_s), set(ranks)
-        found: dict[int, Any] = {}
+        messages: dict[int, Any] = {}
         while missing:
             message = self.receive(
-                left, lambda: f"waited {timeout_s:.0f} s for worker {listed(missing)} {what}", lambda: missing
+                left, lambda: f"waited {timeout_s:.0f} s for worker {format_ranks(missing)} {goal}", lambda: missing
             )
             if isinstance(message, kind):
-                found[message.rank] = message
+                messages[message.rank] = message
                 missing.discard(message.rank)
-        return found
+        return messages
 
     def _root_cause(self, reports: list[Failed]) -> RunFailed:
-        """Listen on for a moment, then blame: who died without a word, else who failed first of its own accord."""
-        soon, late = deadline(self.settle_s), deadline(max(self.settle_s, self.nodes_settle_s))
+        """Wait for further reports and deaths; return the first death without a report, else the first failure."""
+        left, node_left = deadline(self.grace_s), deadline(max(self.grace_s, self.node_grace_s))
         silent: list[tuple[int, str]] = []
-        while soon() > 0 or (late() > 0 and not silent and not any(report.user_error for report in reports)):
+        while left() > 0 or (node_left() > 0 and not silent and not any(report.user_error for report in reports)):
             message = self.channel.receive(0.1)
             if isinstance(message, Failed):
                 reports.append(message)
-            silent = silent_deaths(self.watch(), {report.rank for report in reports})
+            silent = silent_deaths(self.dead_workers(), {report.rank for report in reports})
         if silent:
-            rank, how = silent[0]
+            rank, ending = silent[0]
             log = self.log_of(rank)
-            text = f"worker {rank} {how} while doing {self.activity(rank)}; see {log}{last_lines(Path(log))}"
+            text = f"worker {rank} {ending} during {self.activity(rank)}; see {log}{log_tail(Path(log))}"
             return RunFailed(text, lost=[rank for rank, _ in silent])
         report = next((r for r in reports if r.user_error), reports[0])
-        text = f"worker {report.rank} failed during {report.during}: {report.error}"
-        return RunFailed(
-            f"{text}\nsee {self.log_of(report.rank)}", "" if report.user_error else report.traceback
-        )  # fmt: skip
+        text = f"worker {report.rank} failed during {report.during}: {report.error}\nsee {self.log_of(report.rank)}"
+        return RunFailed(text, "" if report.user_error else report.traceback)
 
 
-def silent_deaths(ended: Mapping[int, str], spoke: Collection[int]) -> list[tuple[int, str]]:
-    """Return who ended and did not say why, with the words for how; those whose node was lost come first."""
-    found = [(rank, how) for rank, how in ended.items() if rank not in spoke or isinstance(how, NodeLostError)]
-    return sorted(found, key=lambda one: (not isinstance(one[1], NodeLostError), one[0]))
+def silent_deaths(ended: Mapping[int, str], reported: Collection[int]) -> list[tuple[int, str]]:
+    """Return the workers that ended without a report, and how; those of lost nodes come first."""
+    deaths = [(rank, how) for rank, how in ended.items() if rank not in reported or isinstance(how, NodeLoss)]
+    return sorted(deaths, key=lambda death: (not isinstance(death[1], NodeLoss), death[0]))
 
 
-def listed(ranks: Iterable[int]) -> str:
-    """Return ranks in words, a handful of them."""
-    first, *rest = sorted(ranks)
-    shown = [first, *rest[:15]]
-    return ", ".join(map(str, shown)) + (f" and {len(rest) + 1 - len(shown)} more" if len(rest) >= len(shown) else "")
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return at most 16 ranks and the number of the others."""
+    ordered = sorted(ranks)
+    more = f" and {len(ordered) - 16} more" if len(ordered) > 16 else ""
+    return ", ".join(map(str, ordered[:16])) + more
 
 
-def last_lines(log: Path) -> str:
-    """Return the end of a log, indented under a line that says so; nothing where there is none."""
+def log_tail(log: Path) -> str:
+    """Return the end of a log, indented under a title; empty if there is none."""
     if not log.is_file():
         return ""
     with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - LAST_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+        file.seek(max(0, log.stat().st_size - LOG_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
     return "\n".join(["", "its last lines:", *(f"  {line}" for line in lines)]) if lines else ""

@@ -1,17 +1,25 @@
-"""The best models of a run: which they are, what stays of the former ones, and what a killed run leaves."""
+"""Best models: records, former models, and interrupted runs."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from realhf.system.checkpoint.best_models import POINTER, TMP_SUFFIX, Best, Record, needed, read_records, rewind_best
+from realhf.system.checkpoint.best_models import (
+    POINTER,
+    TMP_SUFFIX,
+    BestModels,
+    BestRecord,
+    read_records,
+    rewind_best,
+    steps_to_keep,
+)
 
 
-def commit(best: Best, step: int, value: float, checkpoints: list[int]) -> None:
+def commit(best: BestModels, step: int, value: float, checkpoints: list[int]) -> None:
     record = best.record(step, {best.metric: value})
     assert record is not None
-    write(best.aside(record))
+    write(best.tmp_folder(record))
     best.commit(record, checkpoints)
 
 
@@ -32,25 +40,29 @@ def names(folder: Path) -> list[str]:
         ("eval/accuracy", [float("nan"), -1.0], [1]),
     ],
 )
-def test_what_is_a_record(option: str, values: list[float], steps: list[int], tmp_path: Path) -> None:
-    best = Best(tmp_path, option)
-    found = [best.record(step, {best.metric: value}) for step, value in enumerate(values)]
-    assert [record.step for record in found if record] == steps == [record.step for record in best.records]
+def test_records(option: str, values: list[float], steps: list[int], tmp_path: Path) -> None:
+    best = BestModels(tmp_path, option)
+    records = [best.record(step, {best.metric: value}) for step, value in enumerate(values)]
+    assert [record.step for record in records if record] == steps == [record.step for record in best.records]
 
 
-def test_where_none_is_asked_for_none_is_kept(tmp_path: Path) -> None:
-    assert Best(tmp_path, "").record(1, {"eval/accuracy": 1.0}) is None
-    Best(tmp_path / "nowhere", "").prune([1, 2])
+def test_disabled_without_a_metric(tmp_path: Path) -> None:
+    assert BestModels(tmp_path, "").record(1, {"eval/accuracy": 1.0}) is None
+    BestModels(tmp_path / "nowhere", "").prune([1, 2])
 
 
-def test_what_checkpoints_need() -> None:
-    records = [Record(0, 0.1), Record(3, 0.2), Record(8, 0.3), Record(9, 0.4)]
-    assert needed(records, []) == {9} and needed(records, [3, 4, 7]) == {3, 9} and needed(records, [2, 8]) == {0, 8, 9}
-    assert needed([], [1]) == set() and needed([Record(5, 1.0)], [2]) == {5}
+def test_steps_to_keep_for_checkpoints() -> None:
+    records = [BestRecord(0, 0.1), BestRecord(3, 0.2), BestRecord(8, 0.3), BestRecord(9, 0.4)]
+    assert (
+        steps_to_keep(records, []) == {9}
+        and steps_to_keep(records, [3, 4, 7]) == {3, 9}
+        and steps_to_keep(records, [2, 8]) == {0, 8, 9}
+    )
+    assert steps_to_keep([], [1]) == set() and steps_to_keep([BestRecord(5, 1.0)], [2]) == {5}
 
 
-def test_former_ones_stay_as_long_as_a_checkpoint_needs_them(tmp_path: Path) -> None:
-    best = Best(tmp_path, "a")
+def test_former_models_are_kept_while_a_checkpoint_needs_them(tmp_path: Path) -> None:
+    best = BestModels(tmp_path, "a")
     commit(best, 0, 0.1, [])
     commit(best, 3, 0.2, [2])
     assert names(tmp_path) == [POINTER, "step_0", "step_3"]
@@ -64,38 +76,38 @@ def test_former_ones_stay_as_long_as_a_checkpoint_needs_them(tmp_path: Path) -> 
     assert (tmp_path / stored["folder"] / "actor" / "weights").read_text() == f"step_5{TMP_SUFFIX}"
 
 
-def test_a_run_that_goes_on_takes_back_what_came_later(tmp_path: Path) -> None:
-    best = Best(tmp_path, "a")
+def test_a_resumed_run_removes_later_models(tmp_path: Path) -> None:
+    best = BestModels(tmp_path, "a")
     for step, value in ((0, 0.1), (3, 0.2), (5, 0.3)):
         commit(best, step, value, [4])
-    write(tmp_path / f"step_6{TMP_SUFFIX}")  # killed while it was written
-    write(tmp_path / "step_7")  # killed before it was pointed at
+    write(tmp_path / f"step_6{TMP_SUFFIX}")  # killed while writing
+    write(tmp_path / "step_7")  # killed before the pointer was written
     rewind_best(tmp_path, 4)
     assert names(tmp_path) == [POINTER, "step_3"] and read_records(tmp_path, "a") == best.records[:2]
-    again = Best(tmp_path, "a")
-    assert again.record(4, {"a": 0.15}) is None
-    commit(again, 5, 0.3, [4])
-    assert again.records == best.records and names(tmp_path) == [POINTER, "step_3", "step_5"]
-    assert Best(tmp_path, "b").records == []  # another metric begins anew
+    resumed = BestModels(tmp_path, "a")
+    assert resumed.record(4, {"a": 0.15}) is None
+    commit(resumed, 5, 0.3, [4])
+    assert resumed.records == best.records and names(tmp_path) == [POINTER, "step_3", "step_5"]
+    assert BestModels(tmp_path, "b").records == []  # another metric starts without records
     rewind_best(tmp_path, -1)
     assert names(tmp_path) == []
     rewind_best(tmp_path / "nowhere", 3)
 
 
-@pytest.mark.parametrize("moment", ["aside", "renamed", "pointed"])
-def test_whenever_it_is_killed_the_pointer_names_whole_models(moment: str, tmp_path: Path) -> None:
-    best = Best(tmp_path, "a")
+@pytest.mark.parametrize("moment", ["written", "renamed", "committed"])
+def test_the_pointer_always_names_complete_models(moment: str, tmp_path: Path) -> None:
+    best = BestModels(tmp_path, "a")
     commit(best, 1, 0.1, [1])
     record = best.record(2, {"a": 0.2})
     assert record is not None
-    write(best.aside(record))
+    write(best.tmp_folder(record))
     if moment == "renamed":
-        best.aside(record).rename(tmp_path / "step_2")
-    elif moment == "pointed":
+        best.tmp_folder(record).rename(tmp_path / "step_2")
+    elif moment == "committed":
         best.commit(record, [1])
     (tmp_path / f"{POINTER}{TMP_SUFFIX}").write_text("{ half")
     stored = json.loads((tmp_path / POINTER).read_text())
-    assert stored["step"] == (2 if moment == "pointed" else 1)
+    assert stored["step"] == (2 if moment == "committed" else 1)
     assert (tmp_path / stored["folder"] / "actor" / "weights").is_file()
     rewind_best(tmp_path, 1)
     assert json.loads((tmp_path / POINTER).read_text())["step"] == 1 and "step_1" in names(tmp_path)

@@ -1,4 +1,4 @@
-"""Metrics elsewhere: TensorBoard's own reader finds them; a missing library is said."""
+"""Metric sinks, read back with TensorBoard's reader."""
 
 import importlib.util
 from pathlib import Path
@@ -12,7 +12,7 @@ from realhf.base.paths import RunDir
 from realhf.system.metrics.sinks import open_sinks
 
 
-def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+def test_tensorboard_reads_the_metrics(tmp_path: Path) -> None:
     (sink,) = open_sinks(ExperimentConfig(), RunDir(tmp_path), {})
     for step in (1, 2, 3):
         sink.write({"step": step, "loss": 1.0 / step, "reward/mean": -0.5})
@@ -24,13 +24,13 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert losses == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
 
 
-def test_nothing_asked_for_nothing_opened(tmp_path: Path) -> None:
+def test_disabled_sinks_are_not_opened(tmp_path: Path) -> None:
     assert open_sinks(ExperimentConfig(tensorboard=TensorboardConfig(enabled=False)), RunDir(tmp_path), {}) == []
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
-def test_wandb_that_is_not_there_is_a_user_error(tmp_path: Path) -> None:
+def test_missing_wandb_is_a_user_error(tmp_path: Path) -> None:
     config = ExperimentConfig(tensorboard=TensorboardConfig(enabled=False), wandb=WandbConfig(mode="offline"))
     with pytest.raises(UserError, match=r"realhf\[wandb\]"):
         open_sinks(config, RunDir(tmp_path), {})

@@ -1,4 +1,4 @@
-"""The files of a run: every line of them is what its reader expects."""
+"""Output files of a run."""
 
 import json
 from collections.abc import Callable
@@ -19,7 +19,8 @@ from realhf.experiments.ppo import PPOExperiment
 from realhf.plan.compile.schedule import PromptRange, RowsReady
 from realhf.plan.run_spec import ExpectedPerformance, RunSpec
 from realhf.system.metrics.telemetry import Metrics, Telemetry
-from realhf.system.metrics.trace import SpanTuple, time_spent, trace_lines
+from realhf.system.metrics.trace import SpanTuple, trace_lines
+from realhf.system.metrics.worker_metrics import StepMetrics, microseconds
 
 SPEC = InterfaceSpec("any")
 GEN = MFC("actor_gen", "actor", Kind.GENERATE, SPEC, ("prompts",), ("tokens",), 2)
@@ -30,31 +31,31 @@ ROWS = BatchMeta((RowId(0, 0), RowId(0, 1), RowId(1, 0), RowId(1, 1)), {"tokens"
 
 
 class Watcher:
-    """Both a view and a sink: it notes what it is told."""
+    """A view and a sink that records its calls."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.events: list[Any] = []
 
     def ready(self, workers: dict[int, Ready]) -> None:
-        self.told.append(sorted(workers))
+        self.events.append(sorted(workers))
 
     def step(self, metrics: Metrics) -> None:
-        self.told.append(metrics["step"])
+        self.events.append(metrics["step"])
 
     def evaluated(self, step: int, metrics: Metrics) -> None:
-        self.told.append(("evaluated", step, metrics))
+        self.events.append(("evaluated", step, metrics))
 
     def saved(self, role: str, path: Path) -> None:
-        self.told.append((role, path.name))
+        self.events.append((role, path.name))
 
     def kept(self, metric: str, value: float, path: Path) -> None:
-        self.told.append((metric, value, path.name))
+        self.events.append((metric, value, path.name))
 
     def write(self, metrics: Metrics) -> None:
-        self.told.append(metrics)
+        self.events.append(metrics)
 
     def close(self) -> None:
-        self.told.append("closed")
+        self.events.append("closed")
 
 
 @pytest.fixture
@@ -68,14 +69,22 @@ def call(mfc: str, inputs: BatchMeta) -> PrepareCall:
     return PrepareCall(1, mfc, 0, 0, inputs, Holders((), {}), (), ((0,), (1,)), (), {})
 
 
-def done(request: int, rank: int, spans: tuple[SpanTuple, ...], step: int = 0, **what: Any) -> Done:
-    """What a worker says that spent its time so."""
-    moved, computed = time_spent(spans)
-    return Done(request, rank, trace=trace_lines(spans, rank, step), moved=moved, computed=computed, **what)
+def done(
+    request: int, rank: int, spans: tuple[SpanTuple, ...], memory: tuple[int, int] = (0, 0), **results: Any
+) -> Done:
+    """Return the reply of a worker with these spans."""
+    metrics = {
+        "time/{mfc}_s": microseconds(spans, "Compute"),
+        "time/move_s": microseconds(spans, "Transfer", "Reallocate"),
+        "memory/worker_peak_gb": memory[0],
+        "memory/worker_gb": memory[1],
+    }
+    metrics = {name: value for name, value in metrics.items() if value}
+    return Done(request, rank, trace=trace_lines(spans, rank, 0), metrics=metrics, **results)
 
 
 def one_step(telemetry: Telemetry) -> None:
-    """What the master tells of a step on two workers."""
+    """Report a step on two workers."""
     part = BatchMeta(ROWS.ids[:2], {"tokens": ColumnMeta("int64", (5, 9))})
     rest = BatchMeta(ROWS.ids[2:], {"tokens": ColumnMeta("int64", (6, 7))})
     stats = {"response_length": (6.0, 2.0)}
@@ -116,7 +125,7 @@ def test_one_line_of_metrics_per_step(run: RunSpec) -> None:
     one_step(telemetry)
     telemetry.step_done(0, {"actor": 1})
     (metrics,) = lines(run.paths.metrics)
-    assert view.told == [[0, 1], metrics, 1] and telemetry.last == metrics
+    assert view.events == [[0, 1], metrics, 1] and telemetry.last == metrics
     assert metrics["step"] == 1 and metrics["time/step_s"] > 0
     assert (metrics["time/actor_gen_s"], metrics["time/move_s"], metrics["time/actor_train_s"]) == (0.7, 0.002, 0.25)
     assert metrics["actor_gen/response_length"] == metrics["length/response"] == 11 / 4
@@ -132,8 +141,8 @@ def test_one_line_of_metrics_per_step(run: RunSpec) -> None:
     telemetry.close()
 
 
-def test_what_was_predicted_stands_in_every_line_beside_what_was_measured(run: RunSpec) -> None:
-    expected = ExpectedPerformance("the limits of cpu", 1.75, {"actor_gen": 0.5, "actor_train": 0.25}, 2e9)
+def test_predictions_are_in_every_line(run: RunSpec) -> None:
+    expected = Expected("the limits of cpu", 1.75, {"actor_gen": 0.5, "actor_train": 0.25}, 2e9)
     telemetry = Telemetry(replace(run, expected=expected), Watcher(), [])
     for step in (0, 1):
         one_step(telemetry)
@@ -146,35 +155,33 @@ def test_what_was_predicted_stands_in_every_line_beside_what_was_measured(run: R
     assert lines(run.paths.metrics)[0]["time/actor_train_s"] == 0.25
 
 
-def test_shares_of_what_a_data_sheet_says(run: RunSpec) -> None:
+def test_utilisation_relative_to_the_data_sheet(run: RunSpec) -> None:
     peaks = {"peak_flops": 1e9, "peak_bandwidth": 1e8}
-    drawing = PPOExperiment(dataset=run.config.dataset)
-    told = Telemetry(
-        replace(run, config=drawing, expected=ExpectedPerformance("x", 1.0, {}, 1e9, **peaks)), Watcher(), []
-    )
-    one_step(told)
-    told.step_done(0, {})
-    told.close()
+    config = PPOExperiment(dataset=run.config.dataset)
+    telemetry = Telemetry(replace(run, config=config, expected=Expected("x", 1.0, {}, 1e9, **peaks)), Watcher(), [])
+    one_step(telemetry)
+    telemetry.step_done(0, {})
+    telemetry.close()
     (line,) = lines(run.paths.metrics)
-    config = run.models["actor"]
+    model = run.models["actor"]
     assert {name for name in line if name[:4] in ("mfu/", "mbu/")} == {
         "mfu/actor_gen",
         "mfu/actor_train",
         "mbu/actor_gen",
     }
-    drawn, trained = generate_flops(config, (3, 5), (5, 9, 6, 7)), train_flops(config, (5, 9, 6, 7))
-    assert line["mfu/actor_gen"] == pytest.approx(drawn / (2 * line["time/actor_gen_s"]) / 1e9)
+    generated, trained = generate_flops(model, (3, 5), (5, 9, 6, 7)), train_flops(model, (5, 9, 6, 7))
+    assert line["mfu/actor_gen"] == pytest.approx(generated / (2 * line["time/actor_gen_s"]) / 1e9)
     assert line["mfu/actor_train"] == pytest.approx(trained / (2 * line["time/actor_train_s"]) / 1e9)
-    # two replicas: answers of 2 and 6 tokens behind 3, of 1 and 2 behind 5; the first token of each is not decoded
-    weights = matrix_params(config) + config.hidden * config.vocab
-    seen = (4) + (4 + 5 + 6 + 7 + 8) + (6)
-    cached = 2 * config.n_layers * config.n_kv_heads * config.head_dim
+    # two replicas: responses of 2 and 6 tokens after 3, of 1 and 2 after 5; the first token of each is not decoded
+    weights = matrix_params(model) + model.hidden * model.vocab
+    attended = (4) + (4 + 5 + 6 + 7 + 8) + (6)
+    cached = 2 * model.n_layers * model.n_kv_heads * model.head_dim
     assert line["mbu/actor_gen"] == pytest.approx(
-        4 * ((5 + 1) * weights + seen * cached) / (2 * line["time/actor_gen_s"]) / 1e8
+        4 * ((5 + 1) * weights + attended * cached) / (2 * line["time/actor_gen_s"]) / 1e8
     )
 
 
-def test_steps_do_not_mix_and_leave_nothing_behind(run: RunSpec) -> None:
+def test_steps_are_separate_and_freed(run: RunSpec) -> None:
     telemetry = Telemetry(run, Watcher(), [])
     one_step(telemetry)
     fetched = done(9, 0, (("fetch", 1, 2),))
@@ -189,7 +196,7 @@ def test_steps_do_not_mix_and_leave_nothing_behind(run: RunSpec) -> None:
     assert not telemetry._steps and not telemetry._sums
 
 
-def test_the_trace_is_json_that_a_viewer_reads(run: RunSpec) -> None:
+def test_the_trace_is_a_chrome_trace(run: RunSpec) -> None:
     telemetry = Telemetry(run, Watcher(), [])
     one_step(telemetry)
     telemetry.step_done(0, {})
@@ -202,14 +209,14 @@ def test_the_trace_is_json_that_a_viewer_reads(run: RunSpec) -> None:
     assert len(spans) == 6 and all(s["ph"] == "X" and s["args"] == {"step": 1} for s in spans[:-1])
 
 
-def test_a_run_without_a_step_leaves_readable_files(run: RunSpec) -> None:
+def test_a_run_without_steps_has_valid_files(run: RunSpec) -> None:
     view = Watcher()
     Telemetry(run, view, [view]).close()
     assert len(json.loads(run.paths.trace.read_text())) == 1
-    assert run.paths.events.read_text() == "" and view.told == ["closed"]
+    assert run.paths.events.read_text() == "" and view.events == ["closed"]
 
 
-def test_events_are_the_master_s_own(run: RunSpec) -> None:
+def test_events_of_the_master_are_written(run: RunSpec) -> None:
     telemetry = Telemetry(run, Watcher(), [])
     one_step(telemetry)
     telemetry.close()
@@ -218,8 +225,8 @@ def test_events_are_the_master_s_own(run: RunSpec) -> None:
     assert events[0]["outputs"]["1"]["columns"]["tokens"] == {"dtype": "int64", "lengths": [6, 7]}
 
 
-def test_what_several_workers_know_of_a_row_is_one_line(run: RunSpec) -> None:
-    text = {"prompt": "1+2=\n", "answer": "#### 3 é", "answer_tokens": 7}
+def test_parts_of_a_row_are_merged_into_one_line(run: RunSpec) -> None:
+    text = {"prompt": "1+2=\n", "response": "#### 3 é", "answer_tokens": 7}
     parts = [
         {"prompt_id": 4, "sample": 1, "rewards": -1.0},
         {"prompt_id": 4, "sample": 0, "rewards": 1.0},
@@ -237,21 +244,21 @@ def test_what_several_workers_know_of_a_row_is_one_line(run: RunSpec) -> None:
         {"prompt_id": 2, "sample": 0, **text, "truncated": 0, "fields": None},
         {"prompt_id": 4, "sample": 0, "rewards": 1.0, "fields": {"query_id": "q4"}},
         {"prompt_id": 4, "sample": 1, "rewards": -1.0, **text, "fields": {"query_id": "q4"}},
-        {"prompt_id": 5, "sample": 0, "score_1": 2.0, "fields": {"id": 5}},  # every answer has a row of its own
+        {"prompt_id": 5, "sample": 0, "score_1": 2.0, "fields": {"id": 5}},  # a row of its own for every response
     ]
     assert lines(run.paths.generations(4)) == rows[:2]
 
 
-def test_where_models_went_is_remembered(run: RunSpec) -> None:
+def test_paths_of_models_are_recorded(run: RunSpec) -> None:
     view = Watcher()
     telemetry = Telemetry(replace(run), view, [])
     telemetry.saved("actor", run.paths.model("actor", 3))
     telemetry.close()
-    assert telemetry.models == {"actor": run.paths.model("actor", 3)} and view.told == [("actor", "step_3")]
+    assert telemetry.models == {"actor": run.paths.model("actor", 3)} and view.events == [("actor", "step_3")]
 
 
-def tried(telemetry: Telemetry, run: RunSpec) -> None:
-    """What the master tells of four held-out rows, in two steps of their own."""
+def evaluate(telemetry: Telemetry, run: RunSpec) -> None:
+    """Report an evaluation of four held-out rows in two steps."""
     first = run.eval_schedule.first_step
     for step in (first, first + 1):
         replies = [Done(1, rank, stats={"accuracy": (rank + step - first, 2.0), "none": (0.0, 0.0)}) for rank in (0, 1)]
@@ -260,16 +267,16 @@ def tried(telemetry: Telemetry, run: RunSpec) -> None:
         telemetry.call_done(msgspec.structs.replace(call("eval_rew", ROWS), step=step), replies)
 
 
-def test_what_held_out_rows_gave(run: RunSpec) -> None:
-    """Two calls on two workers; steps over held-out rows begin behind those of training."""
-    trial = MFC("eval_rew", "actor", Kind.INFERENCE, SPEC, ("tokens",), (), 2)
-    run = replace(run, graph=replace(run.graph, evaluation=(trial,)), n_held_out=4)
+def test_evaluation_on_held_out_rows(run: RunSpec) -> None:
+    """Two calls on two workers; evaluation steps are numbered after training steps."""
+    eval_mfc = MFC("eval_rew", "actor", Kind.INFERENCE, SPEC, ("tokens",), (), 2)
+    run = replace(run, graph=replace(run.graph, evaluation=(eval_mfc,)), n_held_out=4)
     view = Watcher()
     telemetry = Telemetry(run, view, [view])
-    tried(telemetry, run)
+    evaluate(telemetry, run)
     assert telemetry.evaluated(0) == {"eval/accuracy": 0.5, "eval/prompts": 4.0, "eval_rew/accuracy": 0.5}
     one_step(telemetry)
-    tried(telemetry, run)
+    evaluate(telemetry, run)
     telemetry.step_done(0, {}, is_evaluated=True)
     assert len(lines(run.paths.metrics)) == 1
     metrics = telemetry.evaluated(1)
@@ -280,7 +287,7 @@ def test_what_held_out_rows_gave(run: RunSpec) -> None:
     assert at_start == {"step": 0, "time/eval_s": before["seconds"], **metrics}
     assert line["time/eval_s"] == found["seconds"] and line["step"] == 1 and "rew_inf/reward" in line
     assert {**line, **metrics} == line
-    assert view.told == [at_start, ("evaluated", 0, metrics), 1, line, ("evaluated", 1, metrics)]
+    assert view.events == [at_start, ("evaluated", 0, metrics), 1, line, ("evaluated", 1, metrics)]
     for step in (1, 2):
         folder = run.paths.model("actor", step)
         folder.mkdir(parents=True)
@@ -288,5 +295,20 @@ def test_what_held_out_rows_gave(run: RunSpec) -> None:
     assert json.loads((run.paths.model("actor", 1) / "evaluation.json").read_text()) == found
     assert not (run.paths.model("actor", 2) / "evaluation.json").exists()
     telemetry.kept("eval/accuracy", 0.5, run.paths.best / "step_2")
-    assert telemetry.best == run.paths.best / "step_2" and view.told[-1] == ("eval/accuracy", 0.5, "step_2")
+    assert telemetry.best == run.paths.best / "step_2" and view.events[-1] == ("eval/accuracy", 0.5, "step_2")
     telemetry.close()
+
+
+def test_worker_metrics_are_reduced_as_declared() -> None:
+    step = StepMetrics(2)
+    replies = (("gen", 0, 3), ("gen", 1, 4), ("gen", 0, 2), ("train", 1, 7))
+    for mfc, rank, value in replies:
+        names = ("time/{mfc}_s", "time/move_s", "memory/worker_gb")
+        step.add(mfc, Done(1, rank, metrics=dict.fromkeys(names, value * 10**6)))
+    assert step.metrics() == {
+        "time/gen_s": 5.0,  # rank 0: 3 + 2
+        "time/train_s": 7.0,
+        "time/move_s": 11.0,  # rank 1: 4 + 7
+        "memory/worker_gb": 7e-3,
+    }
+    assert list(step.metrics()) == ["time/gen_s", "time/train_s", "time/move_s", "memory/worker_gb"]

@@ -1,4 +1,4 @@
-"""What strangers send to a port that they found."""
+"""Messages of unauthenticated peers."""
 
 import socket
 import struct
@@ -10,14 +10,14 @@ READY = struct.pack("BB", 4, len(PROPERTIES)) + PROPERTIES
 
 
 def oversized(address: str, nbytes: int) -> None:
-    """Announce a message of ``nbytes`` in ZeroMQ's own protocol, send a little of it and go."""
+    """Announce a message of ``nbytes`` in the ZeroMQ protocol, send its beginning and disconnect."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=5.0) as wire:
-        wire.sendall(GREETING + READY + struct.pack(">BQ", 2, nbytes) + bytes(64))
+    with socket.create_connection((host, int(port)), timeout=5.0) as connection:
+        connection.sendall(GREETING + READY + struct.pack(">BQ", 2, nbytes) + bytes(64))
 
 
 def http(address: str) -> None:
-    """Speak another protocol."""
+    """Send HTTP requests."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=5.0) as wire:
-        wire.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 8)
+    with socket.create_connection((host, int(port)), timeout=5.0) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 8)

@@ -1,4 +1,4 @@
-"""Messages over real sockets: they arrive in order and once, strangers are dropped and counted, waits end."""
+"""Messages over real sockets: ordered delivery, rejected messages, timeouts."""
 
 import pickle
 import socket
@@ -48,7 +48,7 @@ CALL = PrepareCall(
     (0, 0),
     {"kl_coef": 0.1},
 )
-DONE = Done(5, 1, META, {"loss": (1.5, 3.0)}, {"kl_coef": 0.2}, {"rows": [{"a": 1}]}, b"{},\n", 3, 20, (9, 8))
+DONE = Done(5, 1, META, {"loss": (1.5, 3.0)}, {"kl_coef": 0.2}, {"rows": [{"a": 1}]}, b"{},\n", {"time/move_s": 3})
 WAIT_S = 5.0
 
 
@@ -63,7 +63,7 @@ def hello(rank: int) -> Hello:
     return Hello(rank, pid=1, host="here", port=0)
 
 
-def test_everything_that_is_said_arrives_in_order(master: ZmqMaster) -> None:
+def test_messages_arrive_in_order(master: ZmqMaster) -> None:
     workers = [ZmqWorker(master.address, rank, KEY) for rank in range(2)]
     for rank, worker in enumerate(workers):
         worker.send(hello(rank))
@@ -82,7 +82,7 @@ def test_everything_that_is_said_arrives_in_order(master: ZmqMaster) -> None:
         worker.close()
 
 
-def test_only_the_owner_may_enter_and_nothing_is_left_behind() -> None:
+def test_the_socket_is_private_and_removed() -> None:
     master = ZmqMaster(KEY, 1)
     path = Path(master.address.removeprefix("ipc://"))
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -91,23 +91,23 @@ def test_only_the_owner_may_enter_and_nothing_is_left_behind() -> None:
     assert not path.parent.exists()
 
 
-def test_an_address_that_cannot_be_had_is_the_users_to_mend(master: ZmqMaster) -> None:
+def test_an_invalid_address_is_a_user_error(master: ZmqMaster) -> None:
     taken = master.address if master.address.startswith("tcp") else "tcp://nowhere:x"
     with pytest.raises(UserError, match="channel_address='tcp://"):
         ZmqMaster(KEY, 1, taken)
 
 
-def stranger(address: str, name: bytes | None = None) -> zmq.Socket:
-    wire = zmq.Context.instance().socket(zmq.DEALER)
-    wire.setsockopt(zmq.LINGER, 0)
+def connect(address: str, name: bytes | None = None) -> zmq.Socket:
+    connection = zmq.Context.instance().socket(zmq.DEALER)
+    connection.setsockopt(zmq.LINGER, 0)
     if name is not None:
-        wire.setsockopt(zmq.IDENTITY, name)
-    wire.connect(address)
-    return wire
+        connection.setsockopt(zmq.IDENTITY, name)
+    connection.connect(address)
+    return connection
 
 
-def sealed(seal: Signer, rank: int, payload: bytes) -> list[bytes]:
-    return [seal.head((rank,), payload), payload]
+def signed(signer: Signer, rank: int, payload: bytes) -> list[bytes]:
+    return [signer.sign((rank,), payload), payload]
 
 
 HELLO = encode(hello(0))
@@ -117,95 +117,95 @@ GARBAGE = (
     [b"a", b"b", b"c"],
     [pickle.dumps({"rank": 0})],
     [msgspec.msgpack.encode({"type": "Ready"})],
-    [HELLO],  # well said, but not sealed
+    [HELLO],  # valid, but not signed
     [b"", HELLO],
-    sealed(Signer(bytes(32), Direction.to_master), 0, HELLO),  # by whoever does not have the key
-    sealed(Signer(KEY, Direction.to_master), 9, encode(hello(9))),  # by nobody of the run
-    sealed(Signer(KEY, Direction.to_worker), 0, encode(Shutdown())),  # the master's own word, thrown back
-    [sealed(Signer(KEY, Direction.to_master), 0, HELLO)[0], encode(hello(1))],  # another's words under a seal
+    signed(Signer(bytes(32), Direction.to_master), 0, HELLO),  # another key
+    signed(Signer(KEY, Direction.to_master), 9, encode(hello(9))),  # an unknown rank
+    signed(Signer(KEY, Direction.to_worker), 0, encode(Shutdown())),  # a message of the master
+    [signed(Signer(KEY, Direction.to_master), 0, HELLO)[0], encode(hello(1))],  # the header of another message
 )
 
 
-def test_strangers_are_dropped_and_counted_and_take_nobodys_place(master: ZmqMaster) -> None:
-    strangers = [stranger(master.address), stranger(master.address, b"0")]
-    for wire in strangers:
+def test_unauthenticated_messages_are_counted_and_change_no_route(master: ZmqMaster) -> None:
+    peers = [connect(master.address), connect(master.address, b"0")]
+    for connection in peers:
         for frames in GARBAGE:
-            wire.send_multipart(frames)
+            connection.send_multipart(frames)
     assert master.receive(0.5) is None
     assert master.rejected_messages == 2 * len(GARBAGE)
     worker = ZmqWorker(master.address, 0, KEY)
     worker.send(hello(0))
     assert master.receive(WAIT_S) == hello(0)
-    strangers[0].send(b"more")
+    peers[0].send(b"more")
     worker.send(Ready(0))
     assert master.receive(WAIT_S) == Ready(0)
     master.send((0,), Shutdown())
     assert worker.receive(WAIT_S) == Shutdown() and worker.rejected_messages == 0
-    for wire in (*strangers, worker):
-        wire.close()
+    for connection in (*peers, worker):
+        connection.close()
 
 
-def test_of_a_thousand_strange_messages_none_is_accepted(master: ZmqMaster) -> None:
-    """The last word of a worker is recorded and said 400 times more; the rest is garbage, or too large."""
-    seal, wire = Signer(KEY, Direction.to_master), stranger(master.address)
-    said = [sealed(seal, 2, encode(message)) for message in (hello(2), Ready(2))]
-    for frames in said:
-        wire.send_multipart(frames)
-    assert [master.receive(WAIT_S) for _ in said] == [hello(2), Ready(2)]
+def test_replayed_and_garbage_messages_are_rejected(master: ZmqMaster) -> None:
+    """A worker's messages are replayed 400 times; the other messages are garbage or too large."""
+    signer, connection = Signer(KEY, Direction.to_master), connect(master.address)
+    recorded = [signed(signer, 2, encode(message)) for message in (hello(2), Ready(2))]
+    for frames in recorded:
+        connection.send_multipart(frames)
+    assert [master.receive(WAIT_S) for _ in recorded] == [hello(2), Ready(2)]
     for number in range(400):
-        wire.send_multipart(said[number % 2])
-        wire.send_multipart(GARBAGE[number % len(GARBAGE)])
+        connection.send_multipart(recorded[number % 2])
+        connection.send_multipart(GARBAGE[number % len(GARBAGE)])
     large = 200 if master.address.startswith("tcp") else 0
     for _ in range(large):
         oversized(master.address, channel_module.MAX_MESSAGE + 1)
     assert master.receive(1.0) is None
     assert master.rejected_messages == 800
-    wire.send_multipart(sealed(seal, 2, encode(DONE).replace(b"rank\x01", b"rank\x02")))
+    connection.send_multipart(signed(signer, 2, encode(DONE).replace(b"rank\x01", b"rank\x02")))
     assert isinstance(master.receive(WAIT_S), Done)
-    wire.close()
+    connection.close()
 
 
-def test_a_worker_hears_its_master_alone() -> None:
-    """Whoever holds the address, without the key, is not heard; nor is what was meant for another worker."""
-    with socket.socket() as door:
-        door.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{door.getsockname()[1]}"
+def test_a_worker_rejects_unauthenticated_messages() -> None:
+    """A server without the key is rejected, as are messages to another worker."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
     router = zmq.Context.instance().socket(zmq.ROUTER)
     router.bind(address)
     worker = ZmqWorker(address, 0, KEY)
     worker.send(hello(0))
     route = router.recv_multipart()[0]
     stop = encode(Shutdown())
-    for frames in (*GARBAGE, sealed(Signer(KEY, Direction.to_worker), 1, stop), [HELLO, HELLO, HELLO]):
+    for frames in (*GARBAGE, signed(Signer(KEY, Direction.to_worker), 1, stop), [HELLO, HELLO, HELLO]):
         if frames != GARBAGE[9]:
             router.send_multipart([route, *frames])
-    with pytest.raises(RunFailed, match="no word from the master for 0 s while waiting for the end"):
+    with pytest.raises(RunFailed, match="no message from the master for 0 s while waiting for the end"):
         worker.receive(0.4, "the end")
     assert worker.rejected_messages == len(GARBAGE) + 1
-    router.send_multipart([route, *sealed(Signer(KEY, Direction.to_worker), 0, stop)])
+    router.send_multipart([route, *signed(Signer(KEY, Direction.to_worker), 0, stop)])
     assert worker.receive(WAIT_S) == Shutdown()
     worker.close()
     router.close()
 
 
-def test_a_worker_that_is_not_understood_ends_the_run(master: ZmqMaster) -> None:
-    """It has the key, so it is no stranger: it may be of another version."""
-    wire, seal = stranger(master.address), Signer(KEY, Direction.to_master)
+def test_an_invalid_message_of_a_worker_ends_the_run(master: ZmqMaster) -> None:
+    """It is authenticated; it may be of another version."""
+    connection, signer = connect(master.address), Signer(KEY, Direction.to_master)
     for payload in (b"\xc1", HELLO, encode(Heartbeat(3, 1, "here", "this"))):
-        wire.send_multipart(sealed(seal, 3, payload))
-        with pytest.raises(RunFailed, match="worker 3 is not understood"):
+        connection.send_multipart(signed(signer, 3, payload))
+        with pytest.raises(RunFailed, match="worker 3 sent an invalid message"):
             master.receive(WAIT_S)
-    wire.close()
+    connection.close()
 
 
-def test_beats_come_beside_messages_until_they_are_stopped(master: ZmqMaster) -> None:
+def test_heartbeats_arrive_between_messages_until_stopped(master: ZmqMaster) -> None:
     worker, stopped = ZmqWorker(master.address, 1, KEY), threading.Event()
-    beat = Heartbeat(1, 7, "here", "a long call")
-    thread = threading.Thread(target=worker.beat_until, args=(stopped, 0.01, lambda: beat))
+    heartbeat = Heartbeat(1, 7, "here", "a long call")
+    thread = threading.Thread(target=worker.send_heartbeats, args=(stopped, 0.01, lambda: heartbeat))
     thread.start()
     worker.send(hello(1))
-    heard = [master.receive(WAIT_S) for _ in range(8)]
-    assert heard.count(hello(1)) == 1 and heard.count(beat) == 7
+    messages = [master.receive(WAIT_S) for _ in range(8)]
+    assert messages.count(hello(1)) == 1 and messages.count(heartbeat) == 7
     stopped.set()
     thread.join()
     master.send((1,), Shutdown())
@@ -214,62 +214,62 @@ def test_beats_come_beside_messages_until_they_are_stopped(master: ZmqMaster) ->
 
 
 @pytest.mark.parametrize("address", ["", "tcp://127.0.0.1:*"], ids=["ipc", "tcp"])
-def test_a_worker_is_told_when_its_master_is_gone_for_good(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not when it closes its own side, and not when a master comes back in time."""
+def test_a_worker_detects_the_permanent_loss_of_its_master(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not its own close, or a master that restarts in time."""
     monkeypatch.setattr(channel_module, "MASTER_LOST_S", 1.0)
-    alone: SimpleQueue[int] = SimpleQueue()
+    lost: SimpleQueue[int] = SimpleQueue()
     master = ZmqMaster(KEY, 2, address)
-    workers = [ZmqWorker(master.address, rank, KEY, partial(alone.put, rank)) for rank in range(2)]
+    workers = [ZmqWorker(master.address, rank, KEY, partial(lost.put, rank)) for rank in range(2)]
     for rank, worker in enumerate(workers):
         worker.send(hello(rank))
     assert {master.receive(WAIT_S).rank for _ in workers} == {0, 1}
-    if address:  # a private socket has another name each time
+    if address:  # a private socket has a new name
         master.close()
         master = ZmqMaster(KEY, 2, master.address)
         workers[0].send(hello(0))
         assert master.receive(WAIT_S) == hello(0)
     workers[0].close()
     with pytest.raises(Empty):
-        alone.get(timeout=1.5)
+        lost.get(timeout=1.5)
     master.close()
-    assert alone.get(timeout=WAIT_S) == 1
+    assert lost.get(timeout=WAIT_S) == 1
     workers[1].close()
-    assert alone.empty()
+    assert lost.empty()
 
 
-def test_what_nobody_would_take_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_is_too_large_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel_module, "MAX_MESSAGE", 100)
-    with pytest.raises(ValueError, match="a Failed of .* bytes is more than the 100 of a message"):
+    with pytest.raises(ValueError, match="a Failed of .* bytes exceeds the limit of 100"):
         encode(Failed(0, "", "x" * 200, ""))
 
 
 @given(data=st.binary(max_size=60))
 @settings(max_examples=50, deadline=None)
-def test_whatever_cannot_be_read_is_a_value_error(data: bytes) -> None:
-    with pytest.raises(ValueError, match=f"refused a message of {len(data)} bytes"):
+def test_invalid_bytes_are_a_value_error(data: bytes) -> None:
+    with pytest.raises(ValueError, match=f"invalid message of {len(data)} bytes"):
         decode(data, TO_MASTER)
 
 
 @pytest.mark.parametrize("change", [{"rank": "one"}, {"surprise": 1}, {"type": "Hello"}, {"spans": [["x", 1]]}])
-def test_a_message_with_wrong_fields_is_refused(change: dict) -> None:
+def test_a_message_with_wrong_fields_is_rejected(change: dict) -> None:
     plain = msgspec.msgpack.decode(encode(DONE))
     assert decode(msgspec.msgpack.encode(plain), TO_MASTER) == DONE
-    with pytest.raises(ValueError, match="refused"):
+    with pytest.raises(ValueError, match="invalid message"):
         decode(msgspec.msgpack.encode({**plain, **change}), TO_MASTER)
 
 
 def test_inline_a_message_is_handled_before_send_returns() -> None:
-    channel, heard = InlineChannel(), []
+    channel, received = InlineChannel(), []
 
     def handler(message: ToWorker) -> None:
-        heard.append(message)
+        received.append(message)
         channel.reply(DONE)
         channel.reply(Ready(0))
 
     channel.handler = handler
     assert channel.receive(WAIT_S) is None
     channel.send((0,), CALL)
-    assert heard == [CALL]
+    assert received == [CALL]
     assert [channel.receive(0.0) for _ in range(3)] == [DONE, Ready(0), None]
 
 

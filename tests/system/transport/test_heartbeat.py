@@ -1,4 +1,4 @@
-"""Who is silent, and what is told of whom; time is what a fake clock says."""
+"""Timeouts and messages of heartbeats, with a fake clock."""
 
 import threading
 
@@ -15,62 +15,62 @@ class Clock:
         return self.now
 
 
-def listened(pulses: HeartbeatMonitor, clock: Clock, seconds: float, *beats: Heartbeat) -> None:
-    """Look four times a second, and hear beats at the end."""
+def receive_for(monitor: HeartbeatMonitor, clock: Clock, seconds: float, *heartbeats: Heartbeat) -> None:
+    """Tick four times a second, and record heartbeats at the end."""
     for _ in range(int(seconds * 4)):
         clock.now += 0.25
-        pulses.look()
-    for beat in beats:
-        pulses.hear(beat)
+        monitor.tick()
+    for one in heartbeats:
+        monitor.record(one)
 
 
-def beat(rank: int, activity: str = "gen/Compute") -> Heartbeat:
+def heartbeat(rank: int, activity: str = "gen/Compute") -> Heartbeat:
     return Heartbeat(rank, 40 + rank, "here", activity)
 
 
-def test_who_does_not_beat_is_named_with_what_it_was_at() -> None:
+def test_a_silent_worker_is_reported_with_its_last_activity() -> None:
     clock = Clock()
-    pulses = HeartbeatMonitor(3.0, clock)
-    listened(pulses, clock, 1.0, beat(0), beat(1), beat(2))
-    listened(pulses, clock, 3.0, beat(0))
-    assert pulses.silent() == ()
-    listened(pulses, clock, 0.5, beat(2))
-    assert pulses.silent() == (1,)
-    assert pulses.timeout_message((1,)) == (
-        "worker 1 (host here, process 41) gives no sign of life for 3.5 s: its process is stopped, swapped out or "
-        "cannot run; it was at gen/Compute"
+    monitor = HeartbeatMonitor(3.0, clock)
+    receive_for(monitor, clock, 1.0, heartbeat(0), heartbeat(1), heartbeat(2))
+    receive_for(monitor, clock, 3.0, heartbeat(0))
+    assert monitor.timed_out() == ()
+    receive_for(monitor, clock, 0.5, heartbeat(2))
+    assert monitor.timed_out() == (1,)
+    assert monitor.timeout_message((1,)) == (
+        "worker 1 (host here, process 41): no heartbeat for 3.5 s: its process is stopped, swapped out or blocked; "
+        "last activity: gen/Compute"
     )
-    assert pulses.report((7, 2, 0)) == (
-        "\n  worker 0 (host here, process 40) is at gen/Compute\n  worker 2 (host here, process 42) is at gen/Compute"
+    assert monitor.activities((7, 2, 0)) == (
+        "\n  worker 0 (host here, process 40): gen/Compute\n  worker 2 (host here, process 42): gen/Compute"
     )
 
 
-def test_who_was_never_heard_is_still_starting() -> None:
+def test_a_worker_without_a_heartbeat_is_still_starting() -> None:
     clock = Clock()
-    pulses = HeartbeatMonitor(3.0, clock)
-    listened(pulses, clock, 100.0)
-    assert pulses.silent() == ()
+    monitor = HeartbeatMonitor(3.0, clock)
+    receive_for(monitor, clock, 100.0)
+    assert monitor.timed_out() == ()
 
 
-def test_a_master_that_does_not_listen_blames_nobody() -> None:
+def test_time_when_the_master_is_busy_does_not_count() -> None:
     clock = Clock()
-    pulses = HeartbeatMonitor(3.0, clock)
-    listened(pulses, clock, 1.0, beat(0))
+    monitor = HeartbeatMonitor(3.0, clock)
+    receive_for(monitor, clock, 1.0, heartbeat(0))
     clock.now += 1000.0
-    pulses.look()
-    assert pulses.silent() == ()
+    monitor.tick()
+    assert monitor.timed_out() == ()
 
 
-def test_a_heart_beats_until_it_is_stopped() -> None:
+def test_a_sender_sends_until_it_is_stopped() -> None:
     before = set(threading.enumerate())
     master = ZmqMaster(KEY, 1)
     worker = ZmqWorker(master.address, 0, KEY)
-    heart = HeartbeatSender(worker, 0, 0.06, lambda: "this and that")
-    words = [master.receive(5.0) for _ in range(3)]
-    assert [isinstance(word, Heartbeat) and word.activity for word in words] == ["this and that"] * 3
-    heart.stop()
-    asleep = HeartbeatSender(worker, 0, 0.0, lambda: "")
-    asleep.stop()
+    sender = HeartbeatSender(worker, 0, 0.06, lambda: "this and that")
+    messages = [master.receive(5.0) for _ in range(3)]
+    assert [isinstance(message, Heartbeat) and message.activity for message in messages] == ["this and that"] * 3
+    sender.stop()
+    disabled = HeartbeatSender(worker, 0, 0.0, lambda: "")
+    disabled.stop()
     assert set(threading.enumerate()) <= before
     worker.close()
     master.close()
