@@ -46,7 +46,6 @@ from realhf.plan.run_spec import RunSpec
 from realhf.system.master import Master, relax_gc
 from realhf.system.metrics.telemetry import Metrics, Telemetry
 from realhf.system.metrics.trace import trace_lines
-from realhf.system.metrics.worker_metrics import microseconds
 from realhf.system.transport.auth import Direction, Signer
 from realhf.system.transport.channel import Inbox, Outbox, encode
 

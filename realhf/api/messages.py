@@ -147,10 +147,7 @@ class Ready(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """A request is complete. ``moved`` and ``computed`` are microseconds of communication and computation.
-
-    ``memory`` is (peak, current) resident bytes; ``trace`` holds the spans of the worker.
-    """
+    """A request is complete. ``metrics`` are worker metrics by name; ``trace`` holds the spans of the worker."""
 
     request: int
     rank: int

@@ -33,7 +33,7 @@ def main(root: str, rank: int, address: str) -> None:
     run = read_run(Path(root))
     channel = ZmqWorker(address, rank, run.paths.key.read_bytes(), on_master_lost=_exit)
     worker = ModelWorker(run, rank, channel.send, open_log(run.paths.log(f"worker-{rank}"), f"worker-{rank}"))
-    heartbeat = HeartbeatSender(channel, rank, run.config.heartbeat_timeout, worker.words)
+    heartbeat = HeartbeatSender(channel, rank, run.config.heartbeat_timeout, worker.activity_text)
     try:
         worker.hello(own_address)
         while not isinstance(message := channel.receive(), Shutdown):

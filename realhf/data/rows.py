@@ -117,11 +117,12 @@ def prompt_row(raw: dict, line: int, template: str) -> dict:
 
 
 def answer_row(raw: dict, line: int, template: str) -> dict:
-    """Accept rows of generations/ too: their ``fields`` are the original row, including the original prompt."""
-    original = raw["fields"] if isinstance(raw.get("fields"), dict) else raw
-    answer = check_text("'answer'", required(raw, "answer"), may_be_empty=True)
+    """Accept rows of generations/ too: a ``response``, and the original row as ``fields``."""
+    is_generated = isinstance(raw.get("fields"), dict)
+    original, key = (raw["fields"], "response") if is_generated else (raw, "answer")
+    answer = check_text(f"'{key}'", required(raw, key), may_be_empty=True)
     prompt = prompt_of(original, template, ("prompt", "messages"))
-    return {**without({**original, **raw}, "fields", "messages"), "prompt": prompt, "answer": answer}
+    return {**without({**original, **raw}, "fields", "messages", "response"), "prompt": prompt, "answer": answer}
 
 
 def math_row(raw: dict, line: int, template: str) -> dict:

@@ -96,7 +96,7 @@ class Executor:
             assert isinstance(copy, RowCopy)
             self.store.put_value(copy.row, copy.key, value)
 
-        exchange(copies, self.rank, read, write, self.device, links=self.links, activity=self.activity)
+        exchange(copies, self.rank, read, write, self.device, peers=self.links, activity=self.activity)
 
     def _reallocate(self, step: Reallocate) -> None:
         if step not in self._copies:
@@ -125,7 +125,7 @@ class Executor:
             write,
             self.device,
             into=destination if step.eta == 1.0 else None,
-            links=self.links,
+            peers=self.links,
             verify=self.run.config.verify_reallocation,
             copy=copy_box,
             activity=self.activity,
@@ -136,7 +136,7 @@ class Executor:
         config = self.run.models[step.role]
         node_size = self.run.config.n_gpus_per_node
         routes = plan_realloc(param_specs(config), lambda pp: stage_layers(config, pp), step.src, step.dst, node_size)
-        local = {self.rank, *(self.links.peers if self.links else ())}
+        local = {self.rank, *(self.links.ranks if self.links else ())}
         dtype = torch.bfloat16 if self.run.roles[step.role].spec.bf16 else torch.float32
         return [
             P2PCopy(c, c.src, c.dst, TensorSlice(dtype, box_numel(c.box)), (c.name, c.box, route.dsts))

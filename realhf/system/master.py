@@ -168,7 +168,7 @@ class Master:
             is_due[rank] = 1
         self.requests[self.last_request] = _Request(name, step, mfc, is_due, sum(is_due), left, on_replies)
 
-    def _perform(self, actions: list[Action]) -> None:
+    def _perform(self, actions: Sequence[Action]) -> None:
         """Perform actions; all row transfers are requested before any call, so that none waits for another call."""
         calls: list[tuple[ExecuteCall, Dispatch]] = []
         for action in actions:
@@ -180,11 +180,11 @@ class Master:
                 case FinishStep(span):
                     self._finish_step(span)
         for message, dispatch in calls:
-            self.channel.send(meshes_of(self.run.program[dispatch.call.mfc]), message)
+            self.channel.send(layout_ranks(self.run.program[dispatch.call.mfc]), message)
 
     def _fetch(self, span: PromptRange) -> None:
         self._request(
-            self.run.fetchers,
+            self.run.fetch_ranks,
             lambda request: Fetch(request, span.step, span.start, span.stop),
             f"the data of step {span.step + 1}",
             span.step,
@@ -192,7 +192,7 @@ class Master:
         )
 
     def _prepare(self, span: PromptRange, call: PrepareCall) -> int:
-        ranks = meshes_of(self.run.program[call.mfc]) | call.holders.ranks
+        ranks = layout_ranks(self.run.program[call.mfc]) | call.holders.ranks
 
         def finished(replies: list[Done]) -> RowsReady:
             self.telemetry.call_done(call, replies)
@@ -276,7 +276,7 @@ class Master:
         """Request a snapshot from every worker. Workers handle messages in order, so it is of this step."""
         self.last_checkpoint = time.monotonic()
         run = self.run
-        layouts = {role: home(run.graph, run.plan, role) for role in run.changing}
+        layouts = {role: home_layout(run.graph, run.plan, role) for role in run.updated_roles}
         states = dict(self.state.states)
         self.pending_checkpoint = Manifest(step, states, layouts, {}, run.data_digest, flat_options(run.config))
         folder = str(tmp_folder(run.paths.checkpoints, step))
@@ -338,7 +338,7 @@ class Master:
 
     def _save_model(self, role: str, path: Path, step: int, then: Callable[[str, Path], None]) -> None:
         """Request a model from the workers. They handle messages in order, so the weights are of this step."""
-        last, ranks = max(step - 1, 0), home(self.run.graph, self.run.plan, role).mesh.ranks
+        last, ranks = max(step - 1, 0), home_layout(self.run.graph, self.run.plan, role).mesh.ranks
         self._request(ranks, lambda request: Save(request, last, role, str(path)), f"saving {role}", last,
                       lambda replies: then(role, path))  # fmt: skip
 

@@ -164,7 +164,7 @@ class ModelWorker:
         served_here = served_engines(run.graph, run.plan)
         for role, layout in rank_engines(run.program, self.rank):
             self.during = f"building {role}"
-            is_home = layout == home(run.graph, run.plan, role)
+            is_home = layout == home_layout(run.graph, run.plan, role)
             engines[role, layout] = build_engine(
                 run.models[role],
                 run.roles[role],
@@ -226,11 +226,11 @@ class ModelWorker:
         return interfaces
 
     def _home_engine(self, role: str) -> NativeEngine | None:
-        return self.executor.engines.get((role, home(self.run.graph, self.run.plan, role)))
+        return self.executor.engines.get((role, home_layout(self.run.graph, self.run.plan, role)))
 
     def _snapshot(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return this worker's files of a checkpoint."""
-        engines = {role: self._home_engine(role) for role in self.run.changing}
+        engines = {role: self._home_engine(role) for role in self.run.updated_roles}
         return {file_name(role, self.rank): snapshot(e) for role, e in engines.items() if e is not None}
 
     def _restore(self, folder: Path) -> None:
@@ -239,8 +239,8 @@ class ModelWorker:
                 restore(engine, layout, RoleCheckpoint(folder, role))
 
     def _fetch(self, request: int, step: int, start: int, stop: int) -> None:
-        assert self.source is not None, "only fetchers read data"
-        index, count = self.run.fetchers.index(self.rank), len(self.run.fetchers)
+        assert self.source is not None, "only fetch ranks read data"
+        index, count = self.run.fetch_ranks.index(self.rank), len(self.run.fetch_ranks)
         first, last = (start + (stop - start) * k // count for k in (index, index + 1))
         with self.spans.span("fetch"):
             batch = self._read(self.source, first, last).to(self.device)
@@ -258,7 +258,7 @@ class ModelWorker:
         if start < span.stop:
             return source.batch(first + offset, first + offset + stop - start, start)
         positions = range(first, first + span.stop - span.start)
-        return source.redrawn(step, positions, start - span.stop, stop - span.stop, start)
+        return source.resampled(step, positions, start - span.stop, stop - span.stop, start)
 
     def _prepare(self, call: PrepareCall) -> None:
         self.executor.receive_inputs(call)

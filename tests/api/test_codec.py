@@ -58,7 +58,9 @@ REQUESTS = [
     FreeRows(0, 4),
     Shutdown(),
 ]
-DONE = Done(5, 1, META, {"loss": (2.0, 4.0)}, STATE, {"rows": [{"answer": "\u00fc", "n": 1}]}, b"{}", {"time/move_s": 4})
+DONE = Done(
+    5, 1, META, {"loss": (2.0, 4.0)}, STATE, {"rows": [{"answer": "\u00fc", "n": 1}]}, b"{}", {"time/move_s": 4}
+)
 REPLIES = [
     Hello(0, 77, "h", 9),
     Ready(1, {"seconds": 0.5}),

@@ -39,7 +39,9 @@ def test_the_curve_does_not_depend_on_the_layout(kind: str, runs: Runs) -> None:
     assert len(whole.curve) == 2 and whole.curve[1]["actor_train/grad_norm"] > 0
     assert same_curve(whole, cut) == []
     for step in (1, 2):
-        assert [row["response"] for row in cut.generations(step)] == [row["response"] for row in whole.generations(step)]
+        assert [row["response"] for row in cut.generations(step)] == [
+            row["response"] for row in whole.generations(step)
+        ]
 
 
 def test_what_each_algorithm_reports(runs: Runs) -> None:

@@ -58,7 +58,9 @@ def test_the_curve_does_not_depend_on_the_layout(kind: str, runs: dict[str, Run]
     assert len(whole.curve) == STEPS and whole.curve[-1]["kl/ref"] > 1e-3
     assert same_curve(whole, cut) == []
     for step in range(1, STEPS + 1):
-        assert [row["response"] for row in cut.generations(step)] == [row["response"] for row in whole.generations(step)]
+        assert [row["response"] for row in cut.generations(step)] == [
+            row["response"] for row in whole.generations(step)
+        ]
     for role in {"actor", "critic"} & {folder.name for folder in (whole.root / "models").iterdir()}:
         expected = load_file(whole.model(role, STEPS) / "model.safetensors")
         for name, tensor in load_file(cut.model(role, STEPS) / "model.safetensors").items():

@@ -111,7 +111,9 @@ def test_another_layout_goes_on_with_the_same_curve(layout: str, stopped: Path, 
     assert found.code == 0, found.said
     assert same_curve(whole, found) == []
     for step in range(1, 6):
-        assert [row["response"] for row in found.generations(step)] == [row["response"] for row in whole.generations(step)]
+        assert [row["response"] for row in found.generations(step)] == [
+            row["response"] for row in whole.generations(step)
+        ]
 
 
 def test_a_truncated_shard_is_passed_over(stopped: Path, whole: Run, tmp_path: Path) -> None:

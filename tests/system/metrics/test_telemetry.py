@@ -17,7 +17,7 @@ from realhf.api.messages import Done, Holders, PrepareCall, Ready
 from realhf.arch.flops import generate_flops, matrix_params, train_flops
 from realhf.experiments.ppo import PPOExperiment
 from realhf.plan.compile.schedule import PromptRange, RowsReady
-from realhf.plan.run_spec import ExpectedPerformance, RunSpec
+from realhf.plan.run_spec import RunSpec
 from realhf.system.metrics.telemetry import Metrics, Telemetry
 from realhf.system.metrics.trace import SpanTuple, trace_lines
 from realhf.system.metrics.worker_metrics import StepMetrics, microseconds
