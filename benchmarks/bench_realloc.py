@@ -117,7 +117,7 @@ def methods_of(
     """Return the timed functions for a pair of layouts, and the plan."""
     src, dst = map(layout, pair.split(" -> "))
     source, target = shard(src, rank), shard(dst, rank)
-    copies = tuple(copies_of(plan_realloc(param_specs(CONFIG), stages, src, dst)))
+    copies = tuple(route_copies(plan_realloc(param_specs(CONFIG), stages, src, dst)))
     transfers = [
         P2PCopy(c, c.src, c.dst, TensorSlice(torch.float32, box_numel(c.box)), (c.name, c.box)) for c in copies
     ]

@@ -142,7 +142,7 @@ def test_one_line_of_metrics_per_step(run: RunSpec) -> None:
 
 
 def test_predictions_are_in_every_line(run: RunSpec) -> None:
-    expected = Expected("the limits of cpu", 1.75, {"actor_gen": 0.5, "actor_train": 0.25}, 2e9)
+    expected = ExpectedPerformance("the limits of cpu", 1.75, {"actor_gen": 0.5, "actor_train": 0.25}, 2e9)
     telemetry = Telemetry(replace(run, expected=expected), Watcher(), [])
     for step in (0, 1):
         one_step(telemetry)
@@ -158,7 +158,7 @@ def test_predictions_are_in_every_line(run: RunSpec) -> None:
 def test_utilisation_relative_to_the_data_sheet(run: RunSpec) -> None:
     peaks = {"peak_flops": 1e9, "peak_bandwidth": 1e8}
     config = PPOExperiment(dataset=run.config.dataset)
-    telemetry = Telemetry(replace(run, config=config, expected=Expected("x", 1.0, {}, 1e9, **peaks)), Watcher(), [])
+    telemetry = Telemetry(replace(run, config=config, expected=ExpectedPerformance("x", 1.0, {}, 1e9, **peaks)), Watcher(), [])
     one_step(telemetry)
     telemetry.step_done(0, {})
     telemetry.close()
