@@ -172,16 +172,18 @@ def shape_of(config: ModelConfig, bf16: bool) -> str:
     ]
     switches = {
         "layernorm": config.norm == "layer",
-        "plain": config.mlp == "plain",
+        "plain": config.mlp == "ungated",
         config.activation: config.activation != "silu",
         "parallel": config.parallel_residual,
         "postnorm": config.post_norms,
-        "qknorm": config.qk_norm,
+        "noprenorm": not config.pre_norms,
+        "qknorm": config.qk_norm == "head",
+        "fullqknorm": config.qk_norm == "full",
         "qkvbias": config.qkv_bias,
         "bias": config.proj_bias,
         "learned": config.learned_positions,
         "cap": bool(config.attention_softcap or config.logit_softcap),
-        f"w{max(config.windows, default=0)}": any(config.windows),
+        f"w{max(config.sliding_windows, default=0)}": any(config.sliding_windows),
         f"e{config.n_experts}k{config.experts_per_token}x{config.expert_intermediate}": bool(config.n_experts),
     }
     return "-".join(words + [word for word, present in switches.items() if present])

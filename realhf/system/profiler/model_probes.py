@@ -90,7 +90,7 @@ def cut_down(config: ModelConfig, few: int, many: int) -> tuple[ModelConfig, Mod
 
     Where there is no pattern all blocks are like most of them.
     """
-    kinds = [(config.window(i), i in config.dense_layers) for i in range(config.n_layers)]
+    kinds = [(config.sliding_window(i), i in config.dense_layers) for i in range(config.n_layers)]
     patterns = (kinds[:n] for n in range(1, len(kinds) // 2 + 1))
     most = [max(set(kinds), key=kinds.count)]
     pattern = next((p for p in patterns if all(kind == p[i % len(p)] for i, kind in enumerate(kinds))), most)
@@ -104,7 +104,7 @@ def _of_blocks(config: ModelConfig, kinds: Sequence[tuple[int, bool]]) -> ModelC
         config,
         head="lm",
         n_layers=len(kinds),
-        windows=tuple(window for window, _ in kinds) if config.windows else (),
+        sliding_windows=tuple(window for window, _ in kinds) if config.sliding_windows else (),
         dense_layers=tuple(i for i, (_, dense) in enumerate(kinds) if dense),
     )
 
@@ -184,7 +184,7 @@ def _inside(bench: Bench, engine: NativeEngine, lengths: Sequence[int]) -> Itera
     model, config, clock = engine.model, engine.config, bench.clock
     batch, work = batch_of(lengths, config.vocab, engine.context.device), Work.of(lengths)
     dtype, device = model.params.data.dtype, engine.context.device
-    slope = torch.ones(model.seams(work.tokens).n_local_tokens, config.hidden, dtype=dtype, device=device)
+    slope = torch.ones(model.tp_region(work.tokens).n_local_tokens, config.hidden, dtype=dtype, device=device)
     for first in (True, False):
 
         def infer(first: bool = first) -> list[float]:
@@ -214,7 +214,7 @@ def decoding_probe(bench: Bench, engine: NativeEngine, rows: int, context: int) 
     prompts = SequenceBatch(ids, {"prompts": Column(tokens, (context,) * n_prompts)})
     sampling = GenerationConfig(max_new_tokens=TURNS + 3)
     # a stop token that is never drawn; rows are priced by the cached tokens that they read, which these share not
-    request = Request(prompts, sampling, samples, 1, (config.vocab,), 1 << 30, share=False)
+    request = Request(prompts, sampling, samples, 1, (config.vocab,), 1 << 30, share_prefixes=False)
     x = torch.zeros(request.n_rows, config.hidden, dtype=model.params.data.dtype, device=device)
 
     @torch.no_grad()

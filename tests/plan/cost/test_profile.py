@@ -96,7 +96,7 @@ def test_a_profile_survives_json() -> None:
 
 def test_a_shape_is_neither_depth_nor_head() -> None:
     assert shape_of(replace(MODEL, n_layers=9, head="scalar"), False) == shape_of(MODEL, False)
-    others = [{"hidden": 128}, {"vocab": 99}, {"n_experts": 4}, {"norm": "layer"}, {"windows": (8,) * 4}]
+    others = [{"hidden": 128}, {"vocab": 99}, {"n_experts": 4}, {"norm": "layer"}, {"sliding_windows": (8,) * 4}]
     shapes = {shape_of(replace(MODEL, **change), False) for change in others} | {shape_of(MODEL, True)}  # type: ignore[arg-type]
     assert len(shapes) == 6 and shape_of(MODEL, False) not in shapes
 

@@ -67,6 +67,6 @@ def test_what_a_block_keeps_of_a_token() -> None:
     assert saved_activation_numel(LLAMA, 1, False) == 4 * 64 + (128 + 96 + 64) + 4 * 160
     assert saved_activation_numel(LLAMA, 2, False) == 4 * 64 + (128 + 96 + 64) / 2 + 4 * 80
     assert saved_activation_numel(LLAMA, 2, True) == (2 / 2 + 2) * 64 + (128 + 96 + 64) / 2 + 4 * 80
-    assert saved_activation_numel(replace(LLAMA, mlp="plain"), 1, False) == 4 * 64 + 288 + 2 * 160
+    assert saved_activation_numel(replace(LLAMA, mlp="ungated"), 1, False) == 4 * 64 + 288 + 2 * 160
     routed = (4 * 48 + 2 * 64) * 2 + 3 * 4
     assert saved_activation_numel(MOE, 1, False) == 4 * 64 + 288 + 4 * 160 / 4 + 0.75 * routed
