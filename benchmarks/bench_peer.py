@@ -74,7 +74,7 @@ class ModelPair:
         ]
 
 
-def model_pair(name: str, folder: Path, bf16: bool, share_as: str = "") -> ModelPair:
+def model_pair(name: str, folder: Path, bf16: bool, shared_name: str = "") -> ModelPair:
     torch.manual_seed(0)
     mean_prompt, build = SIZES[name]
     model = build()
@@ -83,7 +83,7 @@ def model_pair(name: str, folder: Path, bf16: bool, share_as: str = "") -> Model
     layout = Layout(DeviceMesh((0,)), ParallelStrategy())
     config = read_hf_config(folder, scalar_head=False)
     context = ParallelContext(layout, 0)
-    engine = build_engine(config, RoleSpec(spec), context, True, True, 1, 100, (), None, share_as)
+    engine = build_engine(config, RoleSpec(spec), context, True, True, 1, 100, (), None, shared_name)
     return ModelPair(name, model.to(torch.bfloat16 if bf16 else torch.float32), engine, mean_prompt)
 
 

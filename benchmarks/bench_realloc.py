@@ -31,7 +31,7 @@ from realhf.comm.process_groups import destroy_process_group, init_process_group
 from realhf.comm.shared_memory import SharedMemoryPeers, open_shared_memory_peers
 from realhf.models.flat_params import FlatParams
 from realhf.ops.strided_copy import copy_box
-from realhf.plan.compile.realloc import BoxCopy, plan_realloc, shard_boxes
+from realhf.plan.compile.realloc import BoxCopy, plan_realloc, route_copies, shard_boxes
 
 CONFIG = ModelConfig("llama", 12, 768, 12, 12, 64, 2048, 32000, 1024, tied_embedding=True)
 PAIRS = {

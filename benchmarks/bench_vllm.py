@@ -23,7 +23,7 @@ from realhf.api.experiment import RoleSpec
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.arch.hf_config import read_hf_config
 from realhf.comm.process_groups import ParallelContext
-from realhf.models.engine import ServedEngine, Serving, build_engine, served
+from realhf.models.engine import VllmEngine, VllmLauncher, build_engine, with_vllm
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 16384, "hidden_size": 768,
@@ -33,22 +33,24 @@ MODEL = {
 }  # fmt: skip
 
 
-def engine_in(folder: Path, python: str, pack: bool = True) -> ServedEngine:
+def engine_in(folder: Path, python: str, pack: bool = True) -> VllmEngine:
     (folder / "config.json").write_text(json.dumps(MODEL))
     config = read_hf_config(folder, scalar_head=False)
     layout = Layout(DeviceMesh((0,)), ParallelStrategy())
     role = RoleSpec(ModelSpec(config=str(folder), init_from_scratch=True))
     engine = build_engine(config, role, ParallelContext(layout, 0), trained=False, holds_weights=True, seed=1,
-                          total_steps=1, stop_ids=(1,), tokenizer_folder=None, share_as="model")  # fmt: skip
-    return served(engine, Serving(VllmConfig(python=python, pack=pack), folder / "vllm", folder / "vllm.log"))
+                          total_steps=1, stop_ids=(1,), tokenizer_folder=None, shared_name="model")  # fmt: skip
+    return with_vllm(engine, VllmLauncher(VllmConfig(python=python, pack=pack), folder / "vllm", folder / "vllm.log"))
 
 
 def decode(python: str, rounds: int) -> None:
     """Print the tokens sampled per second; both engines run in turns."""
     for size in ("tiny", "small"):
         with tempfile.TemporaryDirectory() as folder:
-            pair = model_pair(size, Path(folder) / "model", bf16=False, share_as="model")
-            engine = served(pair.ours, Serving(VllmConfig(python=python), Path(folder) / "v", Path(folder) / "v.log"))
+            pair = model_pair(size, Path(folder) / "model", bf16=False, shared_name="model")
+            engine = with_vllm(
+                pair.ours, VllmLauncher(VllmConfig(python=python), Path(folder) / "v", Path(folder) / "v.log")
+            )
             assert engine.server is not None
             engines = {"realhf": pair, "vLLM": replace(pair, ours=engine)}
             rates = in_turns({name: partial(our_tokens, p) for name, p in engines.items()}, rounds)
@@ -84,7 +86,7 @@ def push(python: str, rounds: int, pack: bool) -> None:
             began = time.perf_counter()
             engine.server.version = -1
             for bucket in engine.buckets:
-                engine.server.ask("load", pieces=bucket, version=number)
+                engine.server.call("load", tensors=bucket, version=number)
             pushes.append(time.perf_counter() - began)
         engine.server.close()
     copy_s, push_s = (statistics.median(times[1:]) for times in (copies, pushes))

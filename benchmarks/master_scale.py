@@ -46,6 +46,7 @@ from realhf.plan.run_spec import RunSpec
 from realhf.system.master import Master, relax_gc
 from realhf.system.metrics.telemetry import Metrics, Telemetry
 from realhf.system.metrics.trace import trace_lines
+from realhf.system.metrics.worker_metrics import microseconds
 from realhf.system.transport.auth import Direction, Signer
 from realhf.system.transport.channel import Inbox, Outbox, encode
 
@@ -134,7 +135,7 @@ class Cluster:
             self.worker_seconds += time.thread_time() - start
         self.n_events += 1
         self.now, _, frames = self.pending.pop()
-        opened = self.inbox.opened(frames)
+        opened = self.inbox.unpack(frames)
         assert opened is not None
         return opened[1]
 
@@ -144,7 +145,7 @@ class Cluster:
         rank = message.rank
         self.free_at[rank] = max(self.free_at[rank], self.now) + seconds * self.rng.uniform(0.9, 1.1)
         payload = encode(message)
-        frames = [self.signers[rank].head((rank,), payload), payload]
+        frames = [self.signers[rank].sign((rank,), payload), payload]
         self.pending.append((self.free_at[rank], self.rng.getrandbits(62), frames))
 
     def handle(self, rank: int, message: ToWorker) -> None:
@@ -193,8 +194,11 @@ class Cluster:
     ) -> None:
         at = int(1.7e15 + self.now * 1e6)
         activities = [(name, at, int(seconds * 1e6)) for name in (span, *spans)]
-        trace, spent, memory = trace_lines(activities, rank, 0), time_spent(activities), (2 << 30, 1 << 30)
-        self.reply(Done(request, rank, outputs, stats or {}, None, {}, trace, *spent, memory), seconds)
+        metrics = {"time/move_s": microseconds(activities, "Transfer", "Reallocate"),
+                   "memory/worker_peak_gb": 2 << 30, "memory/worker_gb": 1 << 30}  # fmt: skip
+        metrics |= {"time/{mfc}_s": computed} if (computed := microseconds(activities, "Compute")) else {}
+        trace = trace_lines(activities, rank, 0)
+        self.reply(Done(request, rank, outputs, stats or {}, None, {}, trace, metrics), seconds)
 
     def rows(self, ids: tuple[RowId, ...], keys: tuple[str, ...]) -> BatchMeta:
         lengths = tuple(self.rng.randrange(200, 2000) for _ in ids)

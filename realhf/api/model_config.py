@@ -1,11 +1,11 @@
-"""The architecture of a decoder-only transformer of any family."""
+"""The architecture of one decoder-only transformer of any family. Sizes only: weights are in models/."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and switches of a model."""
+    """Sizes and architecture of a model. ``head`` is ``lm`` (vocabulary logits) or ``scalar`` (critic, reward)."""
 
     family: str
     n_layers: int
@@ -20,49 +20,56 @@ class ModelConfig:
     norm: str = "rms"  # rms | layer
     norm_eps: float = 1e-6
     norm_offset: float = 0.0  # added to the weight of an RMS norm
-    post_norms: bool = False  # normalise the outputs of attention and MLP too
-    qk_norm: bool = False  # normalise queries and keys per head
+    norm_placement: str = "pre"  # pre | post | sandwich: norms on the inputs of attention and MLP, the outputs, or both
+    qk_norm: str = "none"  # none | head | full: queries and keys are normalised per head or over the whole projection
     mlp: str = "gated"  # gated | ungated
     activation: str = "silu"  # silu | gelu_tanh | gelu
-    parallel_residual: bool = False  # attention and MLP have the same input
+    parallel_residual: bool = False  # attention and MLP read the same hidden states
     rotary_base: float = 10000.0
     rotary_scaling: tuple[tuple[str, float], ...] = ()  # parameters of linear or llama3 scaling
-    rotary_dims: int = 0  # rotated dimensions of a head, 0: all
+    rotary_dims: int = 0  # leading dimensions of a head that are rotated, 0: all
     learned_positions: bool = False
-    scaled_embedding: bool = False  # multiply embeddings by sqrt(hidden)
-    sliding_windows: tuple[int, ...] = ()  # attention window per layer, including the token itself (0: none)
+    scaled_embedding: bool = False  # embeddings are multiplied by sqrt(hidden)
+    sliding_windows: tuple[int, ...] = ()  # window of each layer in tokens, including its own (0: all); empty: all
     attention_scale: float = 0.0  # 0: 1 / sqrt(head_dim)
     attention_softcap: float = 0.0  # c * tanh(scores / c), 0: none
     logit_softcap: float = 0.0
     qkv_bias: bool = False
     proj_bias: bool = False
     tied_embedding: bool = False
-    n_experts: int = 0  # routed experts per MoE layer, 0: no MoE
+    n_experts: int = 0  # routed experts that replace the MLP, 0: none
     experts_per_token: int = 0
     expert_intermediate: int = 0
-    dense_layers: tuple[int, ...] = ()  # layers of an MoE model with a dense MLP
-    renormalise_experts: bool = True  # scale the weights of a token's experts to sum to one
-    balance_loss: float = 0.0  # coefficient of the router's load-balancing loss
-    z_loss: float = 0.0  # coefficient of the router's z-loss
+    dense_layers: tuple[int, ...] = ()  # blocks of a routed model that keep an MLP of size ``intermediate``
+    renormalise_experts: bool = True  # the expert weights of a token sum to one
+    balance_loss: float = 0.0  # coefficient of the router's load-balancing loss in training
+    z_loss: float = 0.0  # coefficient of its squared log-partition function
     init_std: float = 0.02
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
 
     @property
-    def groups(self) -> int:
-        """Query heads per key/value head."""
-        return self.n_heads // self.n_kv_heads
+    def pre_norms(self) -> bool:
+        """The inputs of attention and MLP are normalised."""
+        return self.norm_placement != "post"
+
+    @property
+    def post_norms(self) -> bool:
+        """The outputs of attention and MLP are normalised before the residual addition."""
+        return self.norm_placement != "pre"
 
     @property
     def routed_layers(self) -> tuple[int, ...]:
         """Layers with routed experts."""
         return tuple(i for i in range(self.n_layers) if i not in self.dense_layers) if self.n_experts else ()
 
-    def window(self, layer: int) -> int:
+    def sliding_window(self, layer: int) -> int:
+        """Return the attention window of a block in tokens, including the query's own; 0: all."""
         return self.sliding_windows[layer] if self.sliding_windows else 0
 
     @property
     def is_fusable(self) -> bool:
-        """Whether the compiled decode kernel supports the model: no experts, and sizes divisible by 16."""
-        return not self.n_experts and not any(n % 16 for n in (self.hidden, self.head_dim, self.intermediate))
+        """Return True if the fused decoding kernel supports the blocks: dense, sizes in multiples of 16, pre-norms."""
+        has_kernel = not self.n_experts and self.pre_norms and self.qk_norm != "full"
+        return has_kernel and not any(n % 16 for n in (self.hidden, self.head_dim, self.intermediate))

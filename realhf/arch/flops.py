@@ -1,6 +1,6 @@
-"""Floating-point operations of a model's passes, and bytes that decoding reads, from sizes and the lengths of rows.
+"""Floating-point operations of a model's passes, and bytes read by decoding, from sizes and sequence lengths.
 
-Counts multiply-adds as two. Grouped-query attention and causal masks are counted as they are computed.
+A multiply-add counts as two operations. Grouped-query attention and causal masks count as they are computed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from realhf.api.model_config import ModelConfig
 
 
 def matrix_params(config: ModelConfig) -> int:
-    """Weights that every token multiplies with, the head apart."""
+    """Return the number of weights that multiply every token, without the head."""
     attention = config.hidden * config.head_dim * (2 * config.n_heads + 2 * config.n_kv_heads)
     routed = len(config.routed_layers)
     width = (config.n_layers - routed) * config.intermediate
@@ -20,7 +20,7 @@ def matrix_params(config: ModelConfig) -> int:
 
 
 def forward_flops(config: ModelConfig, lengths: Iterable[int], head_tokens: int | None = None) -> int:
-    """Operations of one causal pass over packed rows; ``head_tokens`` go through the head (default: all)."""
+    """Return the operations of a causal pass over packed rows; ``head_tokens`` go through the head (default: all)."""
     lengths = list(lengths)
     tokens = sum(lengths)
     pairs = (sum(map(mul, lengths, lengths)) + tokens) // 2
@@ -31,15 +31,15 @@ def forward_flops(config: ModelConfig, lengths: Iterable[int], head_tokens: int 
 
 
 def train_flops(config: ModelConfig, lengths: Iterable[int], recompute: bool = False) -> int:
-    """Operations of forward and backward (twice the forward), and the recomputed forward where asked for."""
+    """Return the operations of forward and backward (twice the forward), plus a recomputed forward if requested."""
     return (4 if recompute else 3) * forward_flops(config, lengths)
 
 
 def generate_flops(config: ModelConfig, prompts: Iterable[int], rows: Iterable[int]) -> int:
-    """Operations of computing every prompt once and drawing the same number of answers to each.
+    """Return the operations of generation: each prompt is computed once and has the same number of responses.
 
-    ``rows`` are lengths of prompt and answer together. Every new token takes the head once; a row's last token is drawn
-    but not computed with.
+    ``rows`` are lengths of prompt plus response. The head runs once per new token; the last token of a row is sampled
+    but not computed.
     """
     prompts, rows = list(prompts), list(rows)
     n = len(rows) // max(1, len(prompts))
@@ -49,10 +49,10 @@ def generate_flops(config: ModelConfig, prompts: Iterable[int], rows: Iterable[i
 
 
 def generate_bytes(config: ModelConfig, prompts: Sequence[int], rows: Sequence[int], slots: int, itemsize: int) -> int:
-    """Return what one replica reads at the least as it draws: weights once a step, keys and values of every row.
+    """Return a lower bound on the bytes one replica reads in decoding: weights once per step, KV cache of every row.
 
-    ``rows[i]`` is the length of prompt and answer together, ``prompts[i]`` of the prompt in it; ``slots`` rows are
-    decoded at a time. An answer's first token comes from its prompt's pass.
+    ``rows[i]`` is the length of prompt plus response, ``prompts[i]`` that of its prompt; ``slots`` rows are decoded
+    concurrently. The first token of a response comes from the prefill.
     """
     steps = [row - prompt - 1 for row, prompt in zip(rows, prompts, strict=True)]
     seen = sum(step * prompt + step * (step + 1) // 2 for step, prompt in zip(steps, prompts, strict=True))

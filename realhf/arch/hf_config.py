@@ -1,4 +1,4 @@
-"""The sizes of a Hugging Face model, from its folder or its ``config.json``. Does not import torch."""
+"""Read the sizes of a Hugging Face model from its folder or its ``config.json``."""
 
 import json
 from pathlib import Path
@@ -9,9 +9,9 @@ from realhf.base.errors import did_you_mean
 
 
 def read_hf_config(path: Path | str, scalar_head: bool) -> ModelConfig:
-    """Read the sizes of a Hugging Face model from its folder or its ``config.json``.
+    """Read a model's sizes from its folder or its ``config.json``.
 
-    Raises ValueError for a missing or malformed file, an unknown ``model_type`` and fields that make no sense.
+    Raises ValueError for a missing or malformed file, an unknown ``model_type`` and invalid fields.
     """
     file = Path(path)
     if file.is_dir():
@@ -21,24 +21,24 @@ def read_hf_config(path: Path | str, scalar_head: bool) -> ModelConfig:
     try:
         hf = json.loads(file.read_text())
     except json.JSONDecodeError as error:
-        raise ValueError(f"'{file}' is not JSON: {error}") from error
-    kind = hf.get("model_type") if isinstance(hf, dict) else None
-    if kind not in FAMILIES:
-        hint = did_you_mean(str(kind), FAMILIES)
-        raise ValueError(f"'{file}': unknown model_type {kind!r}, known are {', '.join(FAMILIES)}{hint}")
+        raise ValueError(f"'{file}' is not valid JSON: {error}") from error
+    model_type = hf.get("model_type") if isinstance(hf, dict) else None
+    if model_type not in FAMILIES:
+        hint = did_you_mean(str(model_type), FAMILIES)
+        raise ValueError(f"'{file}': unknown model_type {model_type!r}, known are {', '.join(FAMILIES)}{hint}")
     try:
-        return check_sizes(FAMILIES[kind].config_from_hf(hf, scalar_head))
+        return _checked(FAMILIES[model_type].config_from_hf(hf, scalar_head))
     except ValueError as error:
         raise ValueError(f"'{file}': {error}") from error
 
 
-def check_sizes(config: ModelConfig) -> ModelConfig:
-    """Return the configuration unchanged when its sizes fit together, else raise ValueError."""
+def _checked(config: ModelConfig) -> ModelConfig:
+    """Return the configuration; raises ValueError for inconsistent sizes."""
+    rotary_dims = config.rotary_dims or config.head_dim
     if config.n_heads % config.n_kv_heads:
         raise ValueError(f"{config.n_heads} query heads are not a multiple of {config.n_kv_heads} key/value heads")
-    turning = config.rotary_dims or config.head_dim
-    if not config.learned_positions and (turning % 2 or turning > config.head_dim):
-        raise ValueError(f"rotary positions need an even part of a head of {config.head_dim}, got {turning}")
+    if not config.learned_positions and (rotary_dims % 2 or rotary_dims > config.head_dim):
+        raise ValueError(f"rotary dimensions must be even and at most {config.head_dim}, got {rotary_dims}")
     if config.sliding_windows and len(config.sliding_windows) != config.n_layers:
         raise ValueError(f"{config.n_layers} layers have {len(config.sliding_windows)} attention windows")
     if config.n_experts and not 1 <= config.experts_per_token <= config.n_experts:

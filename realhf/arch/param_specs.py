@@ -1,4 +1,4 @@
-"""The parameters of a model and its stages, from sizes alone. No tensors."""
+"""The parameters of a model and its pipeline stages, from sizes only. No tensors."""
 
 from functools import lru_cache
 from itertools import accumulate
@@ -9,22 +9,21 @@ from realhf.api.param_box import ParamSpec
 
 @lru_cache(maxsize=256)
 def param_specs(config: ModelConfig) -> tuple[ParamSpec, ...]:
-    """Return every parameter in the order of the layers. Matrices are ``[out, in]``.
+    """Return all parameters in layer order. Matrices are ``[out, in]``.
 
     Names: ``embed.weight``, ``embed.positions``, ``layers.{i}.{attn_norm.weight, wq, wk, wv, bq, bk, bv, q_norm.weight,
     k_norm.weight, wo, bo, attn_post_norm.weight, mlp_norm.weight, gate, up, b_up, down, b_down, router, experts.up,
     experts.down, mlp_post_norm.weight}`` (and ``.bias`` of layer norms), ``final_norm.weight``, ``head.weight`` (absent
-    when it is the embedding; ``[1, hidden]`` for a scalar head). What a fused product needs is declared side by side;
+    if tied to the embedding; ``[1, hidden]`` for a scalar head). Inputs of a fused product are adjacent.
     ``experts.up`` is ``[E, 2, wide, hidden]`` (gate and up of each expert), ``experts.down`` ``[E, hidden, wide]``.
     """
-    d, vocab = config.hidden, config.vocab
-    tied = config.n_layers + 1 if config.tied_embedding and config.head == "lm" else None
+    d, vocab, last = config.hidden, config.vocab, config.n_layers + 1
+    tied = last if config.tied_embedding and config.head == "lm" else None
     specs = [ParamSpec("embed.weight", (vocab, d), 0, 0, vocab, shared_layer=tied)]
     if config.learned_positions:
         specs.append(ParamSpec("embed.positions", (config.max_positions, d), 0))
     for layer in range(config.n_layers):
         specs += _block_specs(config, layer)
-    last = config.n_layers + 1
     specs += _norm_specs(config, "final_norm", last)
     if config.head == "scalar":
         specs.append(ParamSpec("head.weight", (1, d), last))
@@ -33,33 +32,34 @@ def param_specs(config: ModelConfig) -> tuple[ParamSpec, ...]:
     return tuple(specs)
 
 
-def _norm_specs(config: ModelConfig, name: str, layer: int) -> list[ParamSpec]:
+def _norm_specs(config: ModelConfig, name: str, layer: int, present: bool = True) -> list[ParamSpec]:
     parts = ("weight", "bias") if config.norm == "layer" else ("weight",)
-    return [ParamSpec(f"{name}.{part}", (config.hidden,), layer) for part in parts]
+    return [ParamSpec(f"{name}.{part}", (config.hidden,), layer) for part in parts] if present else []
 
 
 def _block_specs(config: ModelConfig, index: int) -> list[ParamSpec]:
     layer, prefix = index + 1, f"layers.{index}."
-    specs = _norm_specs(config, prefix + "attn_norm", layer)
-    specs += _attention_specs(config, prefix, layer)
-    if config.post_norms:
-        specs += _norm_specs(config, prefix + "attn_post_norm", layer)
-    specs += _norm_specs(config, prefix + "mlp_norm", layer)
-    specs += (_expert_specs if index in config.routed_layers else _mlp_specs)(config, prefix, layer)
-    if config.post_norms:
-        specs += _norm_specs(config, prefix + "mlp_post_norm", layer)
-    return specs
+    return [
+        *_norm_specs(config, prefix + "attn_norm", layer, config.pre_norms),
+        *_attention_specs(config, prefix, layer),
+        *_norm_specs(config, prefix + "attn_post_norm", layer, config.post_norms),
+        *_norm_specs(config, prefix + "mlp_norm", layer, config.pre_norms),
+        *(_expert_specs if index in config.routed_layers else _mlp_specs)(config, prefix, layer),
+        *_norm_specs(config, prefix + "mlp_post_norm", layer, config.post_norms),
+    ]
 
 
 def _attention_specs(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
-    d, inner = config.hidden, config.n_heads * config.head_dim
+    d, head_dim = config.hidden, config.head_dim
     heads = {"q": config.n_heads, "k": config.n_kv_heads, "v": config.n_kv_heads}
-    specs = [ParamSpec(f"{prefix}w{part}", (n * config.head_dim, d), layer, 0, n) for part, n in heads.items()]
+    specs = [ParamSpec(f"{prefix}w{part}", (n * head_dim, d), layer, 0, n) for part, n in heads.items()]
     if config.qkv_bias:
-        specs += [ParamSpec(f"{prefix}b{part}", (n * config.head_dim,), layer, 0, n) for part, n in heads.items()]
-    if config.qk_norm:
-        specs += [ParamSpec(f"{prefix}{part}_norm.weight", (config.head_dim,), layer) for part in "qk"]
-    specs.append(ParamSpec(prefix + "wo", (d, inner), layer, 1, config.n_heads))
+        specs += [ParamSpec(f"{prefix}b{part}", (n * head_dim,), layer, 0, n) for part, n in heads.items()]
+    if config.qk_norm == "head":
+        specs += [ParamSpec(f"{prefix}{part}_norm.weight", (head_dim,), layer) for part in "qk"]
+    elif config.qk_norm == "full":
+        specs += [ParamSpec(f"{prefix}{p}_norm.weight", (heads[p] * head_dim,), layer, 0, heads[p]) for p in "qk"]
+    specs.append(ParamSpec(prefix + "wo", (d, config.n_heads * head_dim), layer, 1, config.n_heads))
     if config.proj_bias:
         specs.append(ParamSpec(prefix + "bo", (d,), layer))
     return specs
@@ -76,7 +76,7 @@ def _mlp_specs(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
 
 
 def _expert_specs(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
-    """The router is whole everywhere; each expert is cut like an MLP."""
+    """The router is replicated; each expert is sharded like an MLP."""
     d, wide, count = config.hidden, config.expert_intermediate, config.n_experts
     return [
         ParamSpec(prefix + "router", (count, d), layer),
@@ -87,24 +87,23 @@ def _expert_specs(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpe
 
 @lru_cache(maxsize=1024)
 def stage_layers(config: ModelConfig, pp: int) -> tuple[range, ...]:
-    """Cut layers 0..L+1 into ``pp`` runs, each with a block or more, so that the heaviest has fewest parameters.
+    """Split layers 0..L+1 into ``pp`` stages with at least one block each, minimising the largest parameter count.
 
-    A tied embedding counts on both ends: the last stage multiplies by it too. Raises ValueError when there are more
+    A tied embedding counts on both ends, since the last stage multiplies by it too. Raises ValueError if there are more
     stages than blocks.
     """
     n = config.n_layers
     if not 1 <= pp <= n:
-        raise ValueError(f"cannot cut {n} layers into {pp} pipeline stages")
+        raise ValueError(f"cannot split {n} layers into {pp} pipeline stages")
     weights = [0] * (n + 2)
     for spec in param_specs(config):
         weights[spec.layer] += spec.numel
     if config.tied_embedding and config.head == "lm":
         weights[n + 1] += config.vocab * config.hidden
     total = [0, *accumulate(weights)]
-    # best[stop]: (heaviest stage, sum of squares, cuts) over layers before ``stop``, with the stages placed so far
+    # best[stop]: (heaviest stage, sum of squares, cuts) of the layers before ``stop``, for the stages placed so far
     best: dict[int, tuple[int, int, tuple[int, ...]]]
-    best = {stop: (total[stop], total[stop] ** 2, (0, stop)) for stop in range(2, n + 2)}
-    best[n + 2] = (total[-1], total[-1] ** 2, (0, n + 2))
+    best = {stop: (total[stop], total[stop] ** 2, (0, stop)) for stop in range(2, n + 3)}
     for stage in range(2, pp + 1):
         stops = [n + 2] if stage == pp else range(stage + 1, n + 1)
         best = {stop: min(_extended(best, total, stop, n)) for stop in stops}
@@ -113,7 +112,7 @@ def stage_layers(config: ModelConfig, pp: int) -> tuple[range, ...]:
 
 
 def _extended(best: dict, total: list[int], stop: int, n_layers: int) -> list[tuple[int, int, tuple[int, ...]]]:
-    """The ways to add a last stage that ends at ``stop`` and holds at least one block."""
+    """Return the ways to add a last stage that ends at ``stop`` and has at least one block."""
     ways = []
     for start, (heaviest, squares, cuts) in best.items():
         if start < min(stop, n_layers + 1):

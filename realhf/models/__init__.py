@@ -1,1 +1,1 @@
-"""Floor 4: the packed transformer, its flat parameters and caches, and Hugging Face folders."""
+"""The packed transformer, its flat parameters and caches, Hugging Face folders, and engines."""

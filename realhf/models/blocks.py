@@ -1,6 +1,6 @@
-"""One block of the decoder: attention, then an MLP or routed experts, with the switches of all families.
+"""One decoder block of any family: attention, then an MLP or routed experts.
 
-Weights come bound (views of the flat parameters); what attention looks at and where tokens are is told by ``Pass``.
+Weights are views of the flat parameters; ``ForwardContext`` provides the attention function and the parallel layout.
 """
 
 from collections.abc import Callable
@@ -13,21 +13,11 @@ from torch import Tensor
 from realhf.api.model_config import ModelConfig
 from realhf.comm.tensor_parallel import TensorParallelRegion
 from realhf.ops.activations import activate
-from realhf.ops.moe import (
-    add_loss,
-    balance_loss,
-    combine,
-    dispatch,
-    grouped_linear,
-    route,
-    sort_by_expert,
-    z_loss,
-)
+from realhf.ops.moe import add_loss, balance_loss, combine, dispatch, grouped_linear, route, sort_by_expert, z_loss
 from realhf.ops.norms import layer_norm, rms_norm
 
 Attend = Callable[[int, Tensor], Tensor]
-"""From the number of a block in its stage and its queries, keys and values ``[T, H + 2K, d]``, which have not turned by
-their positions yet, to the mixed values ``[T, H, d]``."""
+"""Maps a block's index in its stage and its unrotated queries, keys and values ``[T, H + 2K, d]`` to ``[T, H, d]``."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +39,7 @@ class Norm:
 class Attention:
     """Weights of attention; query, key and value are one matrix."""
 
-    norm: Norm
+    norm: Norm | None
     wqkv: Tensor
     bqkv: Tensor | None
     q_norm: Norm | None
@@ -63,7 +53,7 @@ class Attention:
 class Mlp:
     """Weights of a dense MLP; gate and up are one matrix."""
 
-    norm: Norm
+    norm: Norm | None
     up: Tensor
     b_up: Tensor | None
     down: Tensor
@@ -75,7 +65,7 @@ class Mlp:
 class Experts:
     """Weights of routed experts: router ``[E, D]``, up ``[E, 2, wide, D]`` (gate and up), down ``[E, D, wide]``."""
 
-    norm: Norm
+    norm: Norm | None
     router: Tensor
     up: Tensor
     down: Tensor
@@ -90,7 +80,7 @@ class Block:
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """Add the router's losses to what is trained: token t is in row ``rows[t]`` of ``n_rows`` and counts ``weight``."""
+    """Router losses are added to the training loss: token t is in row ``rows[t]`` of ``n_rows``, with ``weight``."""
 
     rows: Tensor
     n_rows: int
@@ -99,92 +89,137 @@ class RouterLoss:
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What the blocks of one pass over some tokens share. ``n_q`` and ``n_kv`` are the heads of this shard."""
+    """What the blocks of one forward pass share.
+
+    This shard has ``n_q`` query and ``n_kv`` key/value heads; ``kv_holders`` tensor-parallel ranks have the latter.
+    """
 
     config: ModelConfig
     n_q: int
     n_kv: int
-    seams: TensorParallelRegion
+    kv_holders: int
+    tp_region: TensorParallelRegion
     attend: Attend
     router_loss: RouterLoss | None = None
 
 
-def run_block(block: Block, index: int, x: Tensor, step: ForwardContext) -> tuple[Tensor, Tensor | None]:
-    """Return the hidden states ``[T, D]`` behind a block, and what its router lost; ``index`` is its place here.
+def run_block(block: Block, index: int, x: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
+    """Return the hidden states ``[T, D]`` after a block, and its router losses; ``index`` is its index in the stage.
 
-    The latter are sums over my tokens, ``[2]``: ``balance_loss`` and ``z_loss``; None without a router in training.
+    The losses are sums over the local tokens, ``[2]``: ``balance_loss`` and ``z_loss``; None without a router in
+    training.
     """
-    after = _attention(block.attention, index, x, block.attention.norm(x), step)
-    inner = block.mlp.norm(x if step.config.parallel_residual else after)
+    after = _attention(block.attention, index, x, _normalise(block.attention.norm, x), context)
+    inner = _normalise(block.mlp.norm, x if context.config.parallel_residual else after)
     if isinstance(block.mlp, Experts):
-        return _experts(block.mlp, after, inner, step)
-    return _mlp(block.mlp, after, inner, step), None
+        return _experts(block.mlp, after, inner, context)
+    return _mlp(block.mlp, after, inner, context), None
 
 
-def _attention(attention: Attention, index: int, x: Tensor, inner: Tensor, step: ForwardContext) -> Tensor:
-    n_q, n_kv, head_dim = step.n_q, step.n_kv, step.config.head_dim
-    qkv = F.linear(step.seams.copy_to_tp(inner), attention.wqkv, attention.bqkv).view(-1, n_q + 2 * n_kv, head_dim)
+def _normalise(norm: Norm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
+
+
+def _attention(attention: Attention, index: int, x: Tensor, inner: Tensor, context: ForwardContext) -> Tensor:
+    n_q, n_kv, config, tp_region = context.n_q, context.n_kv, context.config, context.tp_region
+    qkv = F.linear(tp_region.copy_to_tp(inner), attention.wqkv, attention.bqkv)
+    qkv = qkv.view(-1, n_q + 2 * n_kv, config.head_dim)
     if attention.q_norm is not None and attention.k_norm is not None:
         q, k, v = qkv.split((n_q, n_kv, n_kv), 1)
-        qkv = torch.cat(
-            (_head_norm(attention.q_norm, q, step.seams), _head_norm(attention.k_norm, k, step.seams), v), 1
-        )
-    mixed = step.attend(index, qkv).flatten(1, 2)
-    return _add_product(x, mixed, attention.wo, attention.bo, attention.post_norm, step.seams)
+        if config.qk_norm == "head" or tp_region.group.size == 1:
+            q, k = (_norm_heads(*pair, context) for pair in ((attention.q_norm, q), (attention.k_norm, k)))
+        else:
+            q, k = _norm_projections(attention.q_norm, attention.k_norm, q, k, context)
+        qkv = torch.cat((q, k, v), 1)
+    mixed = context.attend(index, qkv).flatten(1, 2)
+    return _add_product(x, mixed, attention.wo, attention.bo, attention.post_norm, tp_region)
 
 
-def _head_norm(norm: Norm, x: Tensor, seams: TensorParallelRegion) -> Tensor:
-    """Normalise each head.
+def _norm_heads(norm: Norm, x: Tensor, context: ForwardContext) -> Tensor:
+    """Normalise each head of ``x`` ``[T, heads, d]``, or all of them together on a single rank (by the weight's size).
 
-    Every worker sees its own heads alone, so the weight's gradient is summed: here, or where tokens are shared out with
-    that of everything that is not cut.
+    The weight of a head is replicated, but each rank sees only its own heads: its gradient is summed over the group,
+    here or, with sequence parallelism, together with those of all replicated parameters.
     """
-    weight = norm.weight if seams.sequence else seams.copy_to_tp(norm.weight)
-    return rms_norm(x.reshape(-1, x.shape[-1]), weight, norm.eps, norm.offset).view(x.shape)
+    weight = norm.weight if context.tp_region.sequence else context.tp_region.copy_to_tp(norm.weight)
+    return rms_norm(x.reshape(-1, len(weight)), weight, norm.eps, norm.offset).view(x.shape)
 
 
-def _mlp(mlp: Mlp, x: Tensor, inner: Tensor, step: ForwardContext) -> Tensor:
-    wide = _activated(F.linear(step.seams.copy_to_tp(inner), mlp.up, mlp.b_up), step.config)
-    return _add_product(x, wide, mlp.down, mlp.b_down, mlp.post_norm, step.seams)
+def _norm_projections(
+    q_norm: Norm, k_norm: Norm, q: Tensor, k: Tensor, context: ForwardContext
+) -> tuple[Tensor, Tensor]:
+    """Normalise queries and keys ``[T, heads, d]`` over the heads of all tensor-parallel ranks.
+
+    The sums of squares are all-reduced in both directions, as every output depends on every rank's input. Key heads
+    that several ranks have count once.
+    """
+    region, config = context.tp_region, context.config
+    sums = torch.stack((_sum_of_squares(q), _sum_of_squares(k) / context.kv_holders), 1)
+    q_sum, k_sum = region.copy_to_tp(region.reduce_from_tp(sums)).unbind(1)
+    return (
+        _scaled(q_norm, q, q_sum / (config.n_heads * config.head_dim)),
+        _scaled(k_norm, k, k_sum / (config.n_kv_heads * config.head_dim)),
+    )
+
+
+def _sum_of_squares(x: Tensor) -> Tensor:
+    return x.float().square().sum((1, 2))
+
+
+def _scaled(norm: Norm, x: Tensor, mean_square: Tensor) -> Tensor:
+    scale = torch.rsqrt(mean_square + norm.eps)[:, None, None]
+    return (x.float() * scale * (norm.weight.float() + norm.offset).view(x.shape[1:])).to(x.dtype)
+
+
+def _mlp(mlp: Mlp, x: Tensor, inner: Tensor, context: ForwardContext) -> Tensor:
+    wide = _activated(F.linear(context.tp_region.copy_to_tp(inner), mlp.up, mlp.b_up), context.config)
+    return _add_product(x, wide, mlp.down, mlp.b_down, mlp.post_norm, context.tp_region)
 
 
 def _activated(wide: Tensor, config: ModelConfig) -> Tensor:
     return activate(wide, config.activation, config.mlp == "gated")
 
 
-def _experts(experts: Experts, x: Tensor, inner: Tensor, step: ForwardContext) -> tuple[Tensor, Tensor | None]:
-    """Route my tokens, then compute all tokens of the group with my part of every expert."""
-    config, seams = step.config, step.seams
+def _experts(experts: Experts, x: Tensor, inner: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
+    """Route the local tokens, then compute this shard of every expert for all tokens of the group."""
+    config, tp_region, router_loss = context.config, context.tp_region, context.router_loss
     logits = F.linear(inner, experts.router)
     probs, weights, chosen = route(logits, config.experts_per_token, config.renormalise_experts)
-    chosen = seams.all_gather_tokens(chosen)
-    by = sort_by_expert(chosen, config.n_experts)
-    wide = _activated(grouped_linear(dispatch(seams.copy_to_tp(inner), by), experts.up.flatten(1, 2), by), config)
-    partial = combine(grouped_linear(wide, experts.down, by), seams.copy_to_tp(weights), by)
-    after = _add(x, partial, None, experts.post_norm, seams)
-    if (told := step.router_loss) is None:
+    chosen = tp_region.all_gather_tokens(chosen)
+    by_expert = sort_by_expert(chosen, config.n_experts)
+    tokens = dispatch(tp_region.copy_to_tp(inner), by_expert)
+    wide = _activated(grouped_linear(tokens, experts.up.flatten(1, 2), by_expert), config)
+    partial = combine(grouped_linear(wide, experts.down, by_expert), tp_region.copy_to_tp(weights), by_expert)
+    after = _add(x, partial, None, experts.post_norm, tp_region)
+    if router_loss is None:
         return after, None
-    balance, z = balance_loss(probs, chosen, told.rows, told.n_rows, seams.local_tokens), z_loss(logits)
+    balance = balance_loss(probs, chosen, router_loss.rows, router_loss.n_rows, tp_region.local_tokens)
+    z = z_loss(logits)
     # this layer's share of the mean over routed layers and over all tokens of the step
-    loss = (config.balance_loss * balance + config.z_loss * z) * (told.weight / len(config.routed_layers))
+    loss = (config.balance_loss * balance + config.z_loss * z) * (router_loss.weight / len(config.routed_layers))
     return add_loss(after, loss), torch.stack((balance, z)).detach()
 
 
 def _add_product(
-    x: Tensor, inner: Tensor, weight: Tensor, bias: Tensor | None, post_norm: Norm | None, seams: TensorParallelRegion
+    x: Tensor,
+    inner: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    post_norm: Norm | None,
+    tp_region: TensorParallelRegion,
 ) -> Tensor:
-    """``x + inner @ weight.T + bias``; the product is summed over the group where rows of the weight are cut."""
-    if seams.group.size > 1 or post_norm is not None:
-        return _add(x, F.linear(inner, weight), bias, post_norm, seams)
+    """Return ``x + inner @ weight.T + bias``; the product is summed over the group if the weight is sharded."""
+    if tp_region.group.size > 1 or post_norm is not None:
+        return _add(x, F.linear(inner, weight), bias, post_norm, tp_region)
     if bias is None:
-        return torch.addmm(x, inner, weight.t())  # the sum inside the product
+        return torch.addmm(x, inner, weight.t())  # fuses the residual addition
     return x + F.linear(inner, weight, bias)
 
 
 def _add(
-    x: Tensor, partial: Tensor, bias: Tensor | None, post_norm: Norm | None, seams: TensorParallelRegion
+    x: Tensor, partial: Tensor, bias: Tensor | None, post_norm: Norm | None, tp_region: TensorParallelRegion
 ) -> Tensor:
-    whole = seams.reduce_from_tp(partial)
+    output = tp_region.reduce_from_tp(partial)
     if bias is not None:
-        whole = whole + bias
-    return x + (whole if post_norm is None else post_norm(whole))
+        output = output + bias
+    return x + _normalise(post_norm, output)

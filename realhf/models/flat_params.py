@@ -1,7 +1,7 @@
-"""All parameters of a shard in one flat tensor: what moves, what is stepped and what is freed is one piece of memory.
+"""All parameters of a shard in one flat tensor, so that transfers, optimizer steps and releases are one operation.
 
-Matrices come first, then vectors (which weight decay leaves alone); in each group the order is by layer and then as
-declared, so that a fused product reads its weights as one wider view of the same memory.
+Matrices come first, then vectors (which have no weight decay). Each group is ordered by layer and then as declared, so
+that a fused product reads its weights as one wider view of the same memory.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from realhf.api.param_box import Box, ParamSpec, box_numel, box_shape, intersect, relative, whole
+from realhf.api.param_box import Box, ParamSpec, box_numel, box_shape, intersect, relative, shard_box, whole
 from realhf.base.shared_buffer import SharedBuffer
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Entry:
     spec: ParamSpec
     box: Box
     start: int
@@ -23,12 +23,12 @@ class _Place:
 
 
 class FlatParams:
-    """The parameters named in ``boxes``, each the part of it that its box tells.
+    """The parameters named in ``boxes``, of each the slice given by its box.
 
-    ``data`` is the flat tensor, zero-filled at first and rounded up to a multiple of ``pad_to`` elements; its first
-    ``n_matrix`` elements belong to matrices, those up to ``end`` to vectors. ``grad``, after ``enable_grad``, is a
-    float32 tensor of the same length; so is ``average``, once bfloat16 parameters follow others. With ``share_as``
-    ``data`` lies on the host, in memory of that name that another process can map.
+    ``data`` is the flat tensor, initially zero and padded to a multiple of ``pad_to`` elements; its first ``n_matrix``
+    elements belong to matrices, those up to ``end`` to vectors. ``grad``, after ``enable_grad``, is a float32 tensor of
+    the same length; so is ``average``, after the first ``lerp_`` of bfloat16 parameters. With ``shared_name``, ``data``
+    is in shared host memory of that name, which other processes can map.
     """
 
     def __init__(
@@ -38,22 +38,22 @@ class FlatParams:
         dtype: torch.dtype,
         device: torch.device | str,
         pad_to: int = 1,
-        share_as: str = "",
+        shared_name: str = "",
     ) -> None:
-        held = [spec for spec in specs if spec.name in boxes]
-        assert len(held) == len(boxes), f"boxes of unknown parameters: {sorted(set(boxes) - {s.name for s in held})}"
-        self._places: dict[str, _Place] = {}
+        local = [spec for spec in specs if spec.name in boxes]
+        assert len(local) == len(boxes), f"boxes of unknown parameters: {sorted(set(boxes) - {s.name for s in local})}"
+        self._entries: dict[str, _Entry] = {}
         self.n_matrix = end = 0
-        for spec in sorted(held, key=lambda spec: (len(spec.shape) < 2, spec.layer)):
+        for spec in sorted(local, key=lambda spec: (len(spec.shape) < 2, spec.layer)):
             box = boxes[spec.name]
             assert intersect(box, whole(spec.shape)) == box, f"box {box} is not inside {spec}"
-            self._places[spec.name] = _Place(spec, box, end, end + box_numel(box))
-            end = self._places[spec.name].stop
+            self._entries[spec.name] = _Entry(spec, box, end, end + box_numel(box))
+            end = self._entries[spec.name].stop
             if len(spec.shape) >= 2:
                 self.n_matrix = end
         self.end = end
         numel = -(-end // pad_to) * pad_to
-        self.shared = SharedBuffer(numel * dtype.itemsize, share_as) if share_as else None
+        self.shared = SharedBuffer(numel * dtype.itemsize, shared_name) if shared_name else None
         if self.shared is None:
             self.data = torch.zeros(numel, dtype=dtype, device=device)
         else:
@@ -67,39 +67,43 @@ class FlatParams:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._places)
+        return tuple(self._entries)
 
     def box(self, name: str) -> Box:
-        return self._places[name].box
+        return self._entries[name].box
 
     def spec(self, name: str) -> ParamSpec:
-        return self._places[name].spec
+        return self._entries[name].spec
+
+    def n_holders(self, name: str, tp: int) -> int:
+        """Return how many of ``tp`` tensor-parallel ranks hold the same slice of a parameter as this shard."""
+        return sum(shard_box(self.spec(name), tp, tp_rank) == self.box(name) for tp_rank in range(tp))
 
     def view(self, *names: str) -> Tensor:
-        """Return the shard of a parameter; of several neighbours, their concatenation along dimension 0."""
-        return self._cut(self.data, names)
+        """Return the slice of a parameter, or the concatenation of adjacent parameters along dimension 0."""
+        return self._slice(self.data, names)
 
-    def _cut(self, flat: Tensor, names: tuple[str, ...]) -> Tensor:
+    def _slice(self, flat: Tensor, names: tuple[str, ...]) -> Tensor:
         assert not self.is_free, "parameters are used while their memory is released"
-        places = [self._places[name] for name in names]
-        shapes = [box_shape(place.box) for place in places]
-        for left, right in zip(places, places[1:], strict=False):
-            assert left.stop == right.start, f"{left.spec.name} and {right.spec.name} do not lie side by side"
+        entries = [self._entries[name] for name in names]
+        shapes = [box_shape(entry.box) for entry in entries]
+        for left, right in zip(entries, entries[1:], strict=False):
+            assert left.stop == right.start, f"{left.spec.name} and {right.spec.name} are not adjacent"
         assert len({shape[1:] for shape in shapes}) == 1, f"{names} differ in their inner dimensions"
         rows = sum(shape[0] for shape in shapes)
-        return flat[places[0].start : places[-1].stop].view(rows, *shapes[0][1:])
+        return flat[entries[0].start : entries[-1].stop].view(rows, *shapes[0][1:])
 
     def grad_view(self, name: str) -> Tensor:
         """Return the float32 gradient of a parameter, after ``enable_grad``."""
         assert self.grad is not None, "gradients are not enabled"
-        return self._cut(self.grad, (name,))
+        return self._slice(self.grad, (name,))
 
     def span(self, name: str) -> range:
-        """Return which elements of ``data`` a parameter is."""
-        return range(self._places[name].start, self._places[name].stop)
+        """Return the elements of ``data`` that store a parameter."""
+        return range(self._entries[name].start, self._entries[name].stop)
 
     def leaf(self, *names: str) -> Tensor:
-        """Return what a computation uses: the plain view, or once gradients are enabled its autograd leaf.
+        """Return a weight for computation: the plain view, or its autograd leaf once gradients are enabled.
 
         The same names give the same leaf, so a tied embedding is one leaf used twice.
         """
@@ -112,13 +116,13 @@ class FlatParams:
     def _new_leaf(self, names: tuple[str, ...], grad: Tensor) -> Tensor:
         with torch.inference_mode(False):
             leaf = self.view(*names).detach().requires_grad_()
-            total = self._cut(grad, names)
+            total = self._slice(grad, names)
         if leaf.dtype == torch.float32:
             leaf.grad = total  # autograd adds to it in place
             return leaf
 
         def add_to_total(param: Tensor) -> None:
-            if param.grad is not None:  # the log-probability head adds to the total by itself
+            if param.grad is not None:  # the log-probability head adds to the total itself
                 total.add_(param.grad)
                 param.grad = None
 
@@ -126,14 +130,14 @@ class FlatParams:
         return leaf
 
     def enable_grad(self) -> Tensor:
-        """Allocate the gradient and return it. Leaves fetched from now on collect into it, earlier views stay plain."""
+        """Allocate the gradient and return it. Leaves fetched from now on accumulate into it; earlier views do not."""
         if self.grad is None:
             with torch.inference_mode(False):
                 self.grad = torch.zeros(self.data.shape, device=self.data.device)
         return self.grad
 
-    def adopt(self, data: Tensor, grad: Tensor) -> None:
-        """Live in the memory of others from now on: ``data``, which holds the same values, and ``grad`` as is."""
+    def use_buffers(self, data: Tensor, grad: Tensor) -> None:
+        """Use external memory from now on: ``data``, which has the same values, and ``grad``."""
         assert data.shape == grad.shape == self.data.shape and data.dtype == self.data.dtype and self.grad is None
         self.data, self.grad = data, grad
         self._boxes.clear()
@@ -143,33 +147,33 @@ class FlatParams:
         self.grad.zero_()
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a view of ``box``, in global coordinates, which must lie in this shard."""
+        """Return a view of ``box``, in global coordinates, which must be inside this shard."""
         assert not self.is_free, "parameters are used while their memory is released"
-        if (name, box) not in self._boxes:  # reallocation asks for the same hundreds of boxes at every step
-            mine = self._places[name].box
-            assert intersect(box, mine) == box, f"{name}: {box} is not inside this shard's {mine}"
+        if (name, box) not in self._boxes:  # reallocation reads the same hundreds of boxes in every step
+            local = self._entries[name].box
+            assert intersect(box, local) == box, f"{name}: {box} is not inside this shard's {local}"
             with torch.inference_mode(False):
-                self._boxes[name, box] = self.view(name)[relative(box, mine)]
+                self._boxes[name, box] = self.view(name)[relative(box, local)]
         return self._boxes[name, box]
 
     @torch.no_grad()
     def write(self, name: str, box: Box, tensor: Tensor) -> None:
-        """Copy ``tensor`` (any type or device) over ``box``, in global coordinates."""
+        """Copy ``tensor`` (of any type, on any device) to ``box``, in global coordinates."""
         self.read(name, box).copy_(tensor)
 
     @torch.no_grad()
     def lerp_(self, name: str, box: Box, tensor: Tensor, eta: float) -> None:
-        """Move ``box`` towards ``tensor``: eta * tensor + (1 - eta) * box.
+        """Update ``box`` to the moving average eta * tensor + (1 - eta) * box.
 
-        In bfloat16 the average is kept in a float32 copy of the shard, made at the first call: small steps would be
-        rounded away.
+        For bfloat16 parameters a float32 copy of the shard, made at the first call, stores the average: small updates
+        would be rounded away.
         """
         if self.data.dtype == torch.float32:
             self.read(name, box).lerp_(tensor, eta)
             return
         if self.average is None:
             self.average = self.data.float()
-        average = self._cut(self.average, (name,))[relative(box, self._places[name].box)]
+        average = self._slice(self.average, (name,))[relative(box, self._entries[name].box)]
         self.read(name, box).copy_(average.lerp_(tensor.float(), eta))
 
     def offload(self) -> None:
@@ -179,14 +183,14 @@ class FlatParams:
             self.free()
 
     def load(self) -> None:
-        """Bring offloaded parameters back."""
+        """Copy offloaded parameters back to the device."""
         if self._host is not None:
             self.allocate()
             self.data.copy_(self._host, non_blocking=True)
             self._host = None
 
     def free(self) -> None:
-        """Release the memory of data and gradient, whoever holds views of them; contents are lost."""
+        """Release the memory of data and gradient, even if views of them exist; the contents are lost."""
         if self.shared is not None:
             self.shared.release_pages()
         for flat in self._resizable():
@@ -194,7 +198,7 @@ class FlatParams:
         self.is_free = True
 
     def _resizable(self) -> Iterator[Tensor]:
-        """Yield the tensors whose memory this process alone has."""
+        """Yield the tensors in private memory."""
         if self.shared is None:
             yield self.data
         if self.grad is not None:
@@ -202,7 +206,7 @@ class FlatParams:
 
     @torch.no_grad()
     def allocate(self) -> None:
-        """Take memory again after ``free``. Parameters are to be written; the gradient is zero."""
+        """Allocate memory again after ``free``. Parameters are uninitialised; the gradient is zero."""
         if not self.is_free:
             return
         for flat in self._resizable():

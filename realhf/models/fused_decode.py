@@ -1,6 +1,7 @@
-"""All blocks of a stage in one compiled call, for one new token per slot; ``Transformer.decode`` is its twin.
+"""All blocks of a stage in one compiled call, for one new token per slot.
 
-A decoding step of a small model is thirty operations per block on little data; here it is one.
+Small models are bound by operator overhead in decoding: a block takes thirty operations on little data, here one. The
+unfused path of ``Transformer.decode`` is the reference implementation.
 """
 
 from dataclasses import dataclass, replace
@@ -17,12 +18,12 @@ from realhf.ops.activations import ACTIVATION_IDS
 from realhf.ops.attention import ScoreParams as Scores
 
 TILE_N = 16
-"""Outputs of a matrix that lie beside one another in a panel, ``[in, PANEL]``."""
+"""Output rows per tile of a weight, ``[in, TILE_N]``."""
 
 
 @dataclass(frozen=True)
 class FusedBlocks:
-    """The weights of a stage as the kernel wants them. ``rules`` are those of its blocks, which differ in windows."""
+    """The weights of a stage in the kernel's order, and the score rules of its blocks, which differ in windows."""
 
     config: ModelConfig
     n_heads: int
@@ -30,28 +31,28 @@ class FusedBlocks:
     rules: tuple[Scores, ...]
 
     def tiled(self) -> "TiledBlocks":
-        """Copy the matrices in the order in which a product reads them."""
+        """Copy the matrices into tiles, the order in which the kernel reads them."""
         return TiledBlocks(replace(self, weights=tuple(pack_tiles(w) if w.dim() == 2 else w for w in self.weights)))
 
 
 @dataclass(frozen=True)
 class TiledBlocks:
-    """Blocks whose matrices lie in panels, ready to be computed."""
+    """Blocks with tiled matrices, ready to run."""
 
     blocks: FusedBlocks
 
     def __call__(
         self, x: Tensor, positions: Tensor, cache: KVCache, prefixes: Tensor | None, angles: Tensor | None
     ) -> Tensor:
-        """Return the hidden states ``[S, D]`` behind all blocks, and the final norm where the stage has it.
+        """Return the hidden states ``[S, D]`` after all blocks, and after the final norm on the last stage.
 
-        ``x`` is ``[S, D]`` before them, ``positions`` and ``prefixes`` are as for ``Transformer.decode``, ``angles``
-        are ``Rotary.table``. Inner values are float32 whatever the type of x.
+        ``x`` is ``[S, D]``, ``positions`` and ``prefixes`` are as for ``Transformer.decode``, ``angles`` as returned by
+        ``Rotary.table``. Intermediate values are float32 for any type of x.
         """
         blocks = self.blocks
         config, rule = blocks.config, blocks.rules[0]
         kernel = extension.kernel("decode_blocks", x.device.type)
-        assert kernel is not None, "``fused`` looked"
+        assert kernel is not None, "``fuse_blocks`` checks this"
         out: Tensor = kernel(
             x, blocks.weights, cache.k, cache.v, positions, prefixes, angles, [rule.window for rule in blocks.rules],
             blocks.n_heads, config.intermediate, ACTIVATION_IDS[config.activation], config.mlp == "gated",
@@ -61,56 +62,54 @@ class TiledBlocks:
         return out
 
 
-def fused(
+def fuse_blocks(
     config: ModelConfig, n_heads: int, blocks: tuple[Block, ...], final_norm: Norm | None, rules: tuple[Scores, ...]
 ) -> FusedBlocks | None:
-    """Return the blocks as one call; None where there is no kernel for them.
+    """Return the blocks for the fused kernel; None without a kernel for this model and device.
 
-    There is one on CPU for dense blocks that are not cut, of sizes that fill its registers. In bfloat16 torch's own
-    products are faster where the CPU has instructions for them.
+    The kernel runs on CPU. In bfloat16, torch's products are faster on CPUs with bfloat16 instructions.
     """
     first = blocks[0].attention.wqkv
     fits = (
         extension.kernel("decode_blocks", first.device.type) is not None
         and config.is_fusable
-        and (first.dtype == torch.float32 or (first.dtype == torch.bfloat16 and not _computes_short()))
+        and (first.dtype == torch.float32 or (first.dtype == torch.bfloat16 and not _has_bf16_instructions()))
     )
     if not fits:
         return None
+    weights = [weight for block in blocks for weight in _weights(block)]
+    weights += [final_norm.weight, final_norm.bias] if final_norm else [None, None]
     none = first.new_empty(0)
+    return FusedBlocks(config, n_heads, tuple(none if w is None else w.detach() for w in weights), rules)
 
-    def parts(block: Block) -> tuple[Tensor | None, ...]:
-        attention, mlp = block.attention, block.mlp
-        assert isinstance(mlp, Mlp)
-        return (
-            attention.norm.weight, attention.norm.bias, attention.wqkv, attention.bqkv, _weight(attention.q_norm),
-            _weight(attention.k_norm), attention.wo, attention.bo, _weight(attention.post_norm),
-            mlp.norm.weight, mlp.norm.bias, mlp.up, mlp.b_up, mlp.down, mlp.b_down, _weight(mlp.post_norm),
-        )  # fmt: skip
 
-    last = (final_norm.weight, final_norm.bias) if final_norm else (None, None)
-    found = [*(part for block in blocks for part in parts(block)), *last]
-    return FusedBlocks(config, n_heads, tuple(none if part is None else part.detach() for part in found), rules)
+def _weights(block: Block) -> list[Tensor | None]:
+    attention, mlp = block.attention, block.mlp
+    assert isinstance(mlp, Mlp) and attention.norm is not None and mlp.norm is not None, "``is_fusable`` checks this"
+    q_norm, k_norm, attention_post_norm, mlp_post_norm = (
+        None if norm is None else norm.weight
+        for norm in (attention.q_norm, attention.k_norm, attention.post_norm, mlp.post_norm)
+    )
+    return [
+        attention.norm.weight, attention.norm.bias, attention.wqkv, attention.bqkv, q_norm, k_norm,
+        attention.wo, attention.bo, attention_post_norm,
+        mlp.norm.weight, mlp.norm.bias, mlp.up, mlp.b_up, mlp.down, mlp.b_down, mlp_post_norm,
+    ]  # fmt: skip
 
 
 def pack_tiles(weight: Tensor) -> Tensor:
-    """Copy a matrix ``[out, in]`` as ``[ceil(out / PANEL), in, PANEL]``; behind the last output are zeros."""
-    whole = F.pad(weight, (0, 0, 0, -len(weight) % TILE_N))
-    return whole.view(-1, TILE_N, weight.shape[1]).transpose(1, 2).contiguous()
+    """Copy a matrix ``[out, in]`` to ``[ceil(out / TILE_N), in, TILE_N]``, padded with zeros."""
+    padded = F.pad(weight, (0, 0, 0, -len(weight) % TILE_N))
+    return padded.view(-1, TILE_N, weight.shape[1]).transpose(1, 2).contiguous()
 
 
-def tiled_linear(x: Tensor, panels: Tensor, n_outs: int) -> Tensor:
-    """Return ``x`` ``[S, in]`` times the transpose of a matrix in panels, ``[S, n_outs]`` float32."""
-    kernel = extension.kernel("tiled_linear", x.device.type)
-    assert kernel is not None, "panels are made where there are fused blocks"
-    out: Tensor = kernel(x, panels, n_outs)
+def tiled_linear(x: Tensor, tiles: Tensor, n_outs: int) -> Tensor:
+    """Return ``x`` ``[S, in]`` times the transpose of a tiled matrix, ``[S, n_outs]`` float32."""
+    kernel = extension.kernel("panel_linear", x.device.type)
+    assert kernel is not None, "weights are tiled only for fused blocks"
+    out: Tensor = kernel(x, tiles, n_outs)
     return out
 
 
-def _weight(norm: Norm | None) -> Tensor | None:
-    return None if norm is None else norm.weight
-
-
-def _computes_short() -> bool:
-    """Tell whether this CPU multiplies bfloat16."""
+def _has_bf16_instructions() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -1,4 +1,4 @@
-"""Hugging Face folders: read the slices that a shard needs, write whole models, start from nothing."""
+"""Hugging Face folders: read the slices that a shard needs, write whole models, initialise new ones."""
 
 import json
 import math
@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from realhf.api.model_config import ModelConfig
-from realhf.api.param_box import Box, ParamSpec, box_shape, intersect, relative, whole
+from realhf.api.param_box import Box, box_shape, intersect, relative, whole
 from realhf.arch.families import FAMILIES
-from realhf.arch.families.base import HfTensor, HfTensors
+from realhf.arch.families.base import HfTensor
 from realhf.arch.param_specs import param_specs
 from realhf.base.seeds import stable_seed
 from realhf.models.flat_params import FlatParams
@@ -36,8 +36,8 @@ TOKENIZER_FILES = (
 HEADS = ("lm_head.", "embed_out.", "score.", "classifier.", "v_head.")
 
 
-class _Folder:
-    """The tensors of a folder by name, whatever files they are in. Use as a context manager."""
+class _SafetensorsFolder:
+    """The tensors of a folder by name, from one or several files. Use as a context manager."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -52,10 +52,10 @@ class _Folder:
             with safe_open(self.path / SINGLE, framework="pt") as file:
                 return dict.fromkeys(file.keys(), SINGLE)
         if list(self.path.glob("*.bin")):
-            raise ValueError(f"'{self.path}' holds pickled .bin weights, which are not read: convert to safetensors")
-        raise ValueError(f"'{self.path}' holds neither {SINGLE} nor {INDEX}")
+            raise ValueError(f"'{self.path}' has pickled .bin weights, which are not supported: convert to safetensors")
+        raise ValueError(f"'{self.path}' has no {SINGLE} and no {INDEX}")
 
-    def __enter__(self) -> "_Folder":
+    def __enter__(self) -> "_SafetensorsFolder":
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -66,18 +66,18 @@ class _Folder:
         return set(self._file_of)
 
     def slice(self, name: str) -> Any:
-        """Return a lazy handle on a tensor: ``get_shape()``, and indexing reads."""
+        """Return a lazy handle on a tensor, which has ``get_shape()`` and reads when indexed."""
         file = self._file_of[name]
         if file not in self._files:
             if not (self.path / file).is_file():
-                raise ValueError(f"'{self.path}' lacks '{file}', which its index names")
+                raise ValueError(f"'{self.path}' lacks '{file}', which its index lists")
             self._files[file] = self._stack.enter_context(safe_open(self.path / file, framework="pt"))
         return self._files[file].get_slice(name)
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Where a part of one of our parameters is stored: what is ``at`` in ours is ``box`` of the tensor ``name``."""
+class StoredSlice:
+    """Where a slice of one of our parameters is stored: its box ``at`` is ``box`` of the tensor ``name``."""
 
     name: str
     at: Box
@@ -85,30 +85,32 @@ class _Part:
     transpose: bool
 
     @staticmethod
-    def of(tensor: HfTensor, shape: tuple[int, ...]) -> "_Part":
+    def of(tensor: HfTensor, shape: tuple[int, ...]) -> "StoredSlice":
         box = tensor.box or whole(shape[::-1] if tensor.transpose else shape)
-        return _Part(tensor.name, tensor.at or whole(shape), box, tensor.transpose)
+        return StoredSlice(tensor.name, tensor.at or whole(shape), box, tensor.transpose)
 
-    def theirs(self, ours: Box) -> tuple[slice, ...]:
-        """Return where a box inside ``at`` is in the stored tensor."""
+    def stored(self, ours: Box) -> tuple[slice, ...]:
+        """Translate a box inside ``at`` to the coordinates of the stored tensor."""
         inner = [(start - base, stop - base) for (start, stop), (base, _) in zip(ours, self.at, strict=True)]
         inner = inner[len(inner) - len(self.box) :]
         pairs = zip(inner[::-1] if self.transpose else inner, self.box, strict=True)
         return tuple(slice(start + base, stop + base) for (start, stop), (base, _) in pairs)
 
 
-Parts = dict[str, tuple[_Part, ...]]
+StoredSlices = dict[str, tuple[StoredSlice, ...]]
 
 
-def parts_of_parameters(specs: Mapping[str, ParamSpec], tensors: HfTensors) -> Parts:
+def stored_slices(config: ModelConfig) -> StoredSlices:
     """Return where each of our parameters is stored."""
-    return {name: tuple(_Part.of(t, specs[name].shape) for t in several) for name, several in tensors.items()}
+    shapes = {spec.name: spec.shape for spec in param_specs(config)}
+    tensors = FAMILIES[config.family].hf_tensors(config)
+    return {name: tuple(StoredSlice.of(t, shapes[name]) for t in several) for name, several in tensors.items()}
 
 
-def hf_shapes(parts: Parts) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of which there are parts."""
+def hf_shapes(stored: StoredSlices) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all stored tensors."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for part in (part for several in parts.values() for part in several):
+    for part in (part for several in stored.values() for part in several):
         stops = tuple(stop for _, stop in part.box)
         shapes[part.name] = tuple(map(max, shapes.get(part.name, stops), stops))
     return shapes
@@ -117,54 +119,50 @@ def hf_shapes(parts: Parts) -> dict[str, tuple[int, ...]]:
 def load_hf(
     folder: Path | str, config: ModelConfig, params: FlatParams, seed: int, allow_missing: frozenset[str] = frozenset()
 ) -> None:
-    """Fill ``params`` from a folder of safetensors, reading only the slices that it holds.
+    """Fill ``params`` from a folder of safetensors, reading only the slices that the shard holds.
 
-    Parameters in ``allow_missing`` that the folder lacks (a new scalar head) are drawn from ``seed``. Raises
-    ValueError for other missing tensors, tensors that the architecture does not know, and shapes that differ.
+    Parameters in ``allow_missing`` that the folder lacks (a new scalar head) are initialised from ``seed``. Raises
+    ValueError for other missing tensors, unknown tensors and wrong shapes.
     """
-    family = FAMILIES[config.family]
-    parts = parts_of_parameters({spec.name: spec for spec in param_specs(config)}, family.hf_tensors(config))
-    shapes = hf_shapes(parts)
-    with _Folder(Path(folder)) as source:
-        stored = _stored_names(source, set(shapes), family.base_prefix)
-        _check_names(source, stored, parts, allow_missing, family.ignored)
+    family, slices = FAMILIES[config.family], stored_slices(config)
+    shapes = hf_shapes(slices)
+    with _SafetensorsFolder(Path(folder)) as source:
+        names = _stored_names(source, set(shapes), family.base_prefix)
+        _check_names(source, names, slices, allow_missing, family.ignored)
         for name in params.names:
-            if parts[name][0].name not in stored:
-                _draw(config, params, name, seed)
+            if slices[name][0].name not in names:
+                _init_parameter(config, params, name, seed)
                 continue
-            for part in parts[name]:
+            for part in slices[name]:
                 ours = intersect(part.at, params.box(name))
-                if ours is not None:
-                    handle = source.slice(stored[part.name])
-                    _check_shape(source, stored[part.name], tuple(handle.get_shape()), shapes[part.name])
-                    params.write(name, ours, _read(handle, part, ours))
+                if ours is None:
+                    continue
+                handle, shape = source.slice(names[part.name]), list(shapes[part.name])
+                if list(handle.get_shape()) != shape:
+                    raise ValueError(f"'{source.path}': tensor '{names[part.name]}' has shape "
+                                     f"{list(handle.get_shape())}, expected {shape} by config.json")  # fmt: skip
+                value = handle[part.stored(ours)]
+                params.write(name, ours, (value.t() if part.transpose else value).reshape(box_shape(ours)))
 
 
-def _check_shape(source: _Folder, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if found != expected:
-        raise ValueError(
-            f"'{source.path}': tensor '{name}' has shape {list(found)}, the configuration says {list(expected)}"
-        )
-
-
-def _stored_names(source: _Folder, wanted: set[str], prefix: str) -> dict[str, str]:
+def _stored_names(source: _SafetensorsFolder, wanted: set[str], prefix: str) -> dict[str, str]:
     """Map each wanted name to the folder's own; a bare base model is saved without the prefix."""
     spellings = {name: (name, name.removeprefix(prefix)) for name in wanted}
     return {name: s for name, both in spellings.items() for s in both[::-1] if s in source.names}
 
 
 def _check_names(
-    source: _Folder,
-    stored: Mapping[str, str],
-    parts: Parts,
+    source: _SafetensorsFolder,
+    names: Mapping[str, str],
+    slices: StoredSlices,
     allow_missing: frozenset[str],
     ignored: tuple[str, ...],
 ) -> None:
-    needed = {part.name for ours, several in parts.items() if ours not in allow_missing for part in several}
-    missing = sorted(needed - set(stored))
+    needed = {part.name for ours, several in slices.items() if ours not in allow_missing for part in several}
+    missing = sorted(needed - set(names))
     if missing:
         raise ValueError(f"'{source.path}' lacks {len(missing)} tensors: {_first(missing)}")
-    extra = source.names - set(stored.values())
+    extra = source.names - set(names.values())
     unknown = sorted(name for name in extra if not name.startswith(HEADS) and not name.endswith(ignored))
     if unknown:
         raise ValueError(f"'{source.path}' has {len(unknown)} tensors that this architecture lacks: {_first(unknown)}")
@@ -174,22 +172,16 @@ def _first(names: list[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
-def _read(handle: Any, part: _Part, ours: Box) -> Tensor:
-    """Read the box ``ours`` of our parameter, and nothing else."""
-    value = handle[part.theirs(ours)]
-    return (value.t() if part.transpose else value).reshape(box_shape(ours))
-
-
 def init_random(config: ModelConfig, params: FlatParams, seed: int) -> None:
-    """Draw a new model: matrices from N(0, init_std), norms that change nothing, biases 0.
+    """Initialise a new model: matrices from N(0, init_std), norms to the identity, biases to 0.
 
-    Each parameter has its own generator and is drawn whole, so that the model does not depend on how it is cut.
+    Each parameter is drawn in full from its own generator, so the model does not depend on its sharding.
     """
     for name in params.names:
-        _draw(config, params, name, seed)
+        _init_parameter(config, params, name, seed)
 
 
-def _draw(config: ModelConfig, params: FlatParams, name: str, seed: int) -> None:
+def _init_parameter(config: ModelConfig, params: FlatParams, name: str, seed: int) -> None:
     spec, box = params.spec(name), params.box(name)
     if len(spec.shape) < 2:
         neutral = 1.0 - config.norm_offset if name.endswith("norm.weight") else 0.0
@@ -207,45 +199,40 @@ def save_hf(
     tokenizer_folder: Path | str | None,
     max_shard_bytes: float = 5e9,
 ) -> None:
-    """Write a folder that Hugging Face loads: weights, configuration and the tokenizer's files.
+    """Write a Hugging Face folder: weights, configuration and the tokenizer's files.
 
-    ``read`` gives a whole parameter by our name and is called once for each, in the order of ``param_specs``. Files
-    are written aside and the folder appears by renaming; one that was there before is replaced.
+    ``read`` returns a whole parameter by our name; it is called once for each, in the order of ``param_specs``. The
+    folder is written under a temporary name and then renamed; an existing one is replaced.
     """
     target = Path(folder)
-    aside = target.with_name(f".{target.name}.new")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    dtype = _write_weights(aside, _assembled(config, read), max_shard_bytes)
-    (aside / "config.json").write_text(json.dumps(config_json(config, dtype), indent=2) + "\n")
+    new, old = (target.with_name(f".{target.name}.{suffix}") for suffix in ("new", "old"))
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    dtype = _write_weights(new, _whole_tensors(config, read), max_shard_bytes)
+    (new / "config.json").write_text(json.dumps(config_json(config, dtype), indent=2) + "\n")
     if tokenizer_folder is not None:
         for pattern in TOKENIZER_FILES:
             for file in Path(tokenizer_folder).glob(pattern):
-                shutil.copy2(file, aside / file.name)
-    for file in aside.iterdir():
-        _fsync(file)
-    old = target.with_name(f".{target.name}.old")
+                shutil.copy2(file, new / file.name)
+    for file in new.iterdir():
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
         target.rename(old)
-    aside.rename(target)
+    new.rename(target)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _fsync(file: Path) -> None:
-    with file.open("rb") as handle:
-        os.fsync(handle.fileno())
-
-
 def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Return what ``config.json`` says of a model whose weights have this type."""
+    """Return the contents of ``config.json`` for a model with weights of this type."""
     family = FAMILIES[config.family]
-    kind = str(dtype).removeprefix("torch.")
+    dtype_name = str(dtype).removeprefix("torch.")
     fields = {
         "architectures": [family.architecture(config)],
         "model_type": family.name,
-        "dtype": kind,
-        "torch_dtype": kind,  # transformers before 4.56
+        "dtype": dtype_name,
+        "torch_dtype": dtype_name,  # transformers before 4.56
         **family.config_to_hf(config),
     }
     if config.head == "scalar":
@@ -253,29 +240,28 @@ def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     return fields
 
 
-def _assembled(config: ModelConfig, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole Hugging Face tensors; those with several parts when the last part has come."""
-    specs = param_specs(config)
-    parts = parts_of_parameters({spec.name: spec for spec in specs}, FAMILIES[config.family].hf_tensors(config))
-    shapes = hf_shapes(parts)
-    waiting: dict[str, Tensor] = {}
-    left = {name: math.prod(shape) for name, shape in shapes.items()}
-    for spec in specs:
+def _whole_tensors(config: ModelConfig, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield whole Hugging Face tensors; one with several slices once the last slice is read."""
+    slices = stored_slices(config)
+    shapes = hf_shapes(slices)
+    partial: dict[str, Tensor] = {}
+    missing = {name: math.prod(shape) for name, shape in shapes.items()}
+    for spec in param_specs(config):
         ours = read(spec.name).detach().cpu()
-        for part in parts[spec.name]:
+        for part in slices[spec.name]:
             value = ours[tuple(slice(*span) for span in part.at)]
-            if part.name not in waiting:
-                waiting[part.name] = torch.empty(shapes[part.name], dtype=value.dtype)
-            place = waiting[part.name][part.theirs(part.at)]
-            place.copy_(value.t() if part.transpose else value.reshape(place.shape))
-            left[part.name] -= value.numel()
-            if not left[part.name]:
-                yield part.name, waiting.pop(part.name)
-    assert not waiting, f"parts are missing of {sorted(waiting)}"
+            if part.name not in partial:
+                partial[part.name] = torch.empty(shapes[part.name], dtype=value.dtype)
+            target = partial[part.name][part.stored(part.at)]
+            target.copy_(value.t() if part.transpose else value.reshape(target.shape))
+            missing[part.name] -= value.numel()
+            if not missing[part.name]:
+                yield part.name, partial.pop(part.name)
+    assert not partial, f"slices are missing of {sorted(partial)}"
 
 
 def _write_weights(folder: Path, tensors: Iterator[tuple[str, Tensor]], max_shard_bytes: float) -> torch.dtype:
-    """Write one file, or several and an index; at most one file's tensors are in memory."""
+    """Write one file, or several and an index; only one file's tensors are in memory at a time."""
     shards: list[list[str]] = []
     batch: dict[str, Tensor] = {}
     size = total = 0

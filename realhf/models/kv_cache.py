@@ -1,4 +1,4 @@
-"""Keys and values of the tokens so far, one slot for each row that is being generated."""
+"""Cached keys and values, with one slot per row that is being generated."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,10 @@ from torch import Tensor
 
 
 class KVCache:
-    """``k`` and ``v`` of shape ``[L, n_slots, K, max_len, head_dim]``; place p of a slot is its token at position p.
+    """``k`` and ``v`` of shape ``[L, n_slots, K, max_len, head_dim]``, indexed by slot and token position.
 
-    Both are parts of one tensor, so that a copy of both is one operation.
+    Both are slices of one tensor, so that one operation copies both. ``zeroed``: unwritten positions are zero, for
+    kernels that read them with zero attention weight.
     """
 
     def __init__(
@@ -20,31 +21,30 @@ class KVCache:
         n_slots: int,
         max_len: int,
         like: Tensor,
-        cleared: bool = True,
+        zeroed: bool = True,
     ) -> None:
-        """``cleared``: what is not written yet is zero, for whoever reads it and gives it no weight."""
-        new = like.new_zeros if cleared else like.new_empty
+        new = like.new_zeros if zeroed else like.new_empty
         self.both = new((2, n_layers, n_slots, n_kv_heads, max_len, head_dim))
         self.k, self.v = self.both
         self.n_slots, self.max_len = n_slots, max_len
 
-    def places(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Return where the heads of tokens ``(slot, position)`` go, ``[T*K]``; all layers of a step share it."""
+    def indices(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Return the flat indices ``[T*K]`` of tokens ``(slot, position)``, which are the same in all layers."""
         heads = torch.arange(self.k.shape[2], device=slots.device)
         return ((slots[:, None] * len(heads) + heads) * self.max_len + positions[:, None]).view(-1)
 
-    def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
+    def write(self, layer: int, indices: Tensor, k: Tensor, v: Tensor) -> None:
         """Store new keys and values, ``[T, K, head_dim]``, of one layer."""
         for store, new in ((self.k, k), (self.v, v)):
             head_dim = store.shape[-1]
-            store[layer].view(-1, head_dim).index_copy_(0, places, new.detach().reshape(-1, head_dim))
+            store[layer].view(-1, head_dim).index_copy_(0, indices, new.detach().reshape(-1, head_dim))
 
     def copy_slot(self, src: int, dst: int, start: int, stop: int) -> None:
-        """Give tokens ``start`` to ``stop`` of a slot to another one."""
+        """Copy tokens ``start`` to ``stop`` of a slot to another slot."""
         self.both[:, :, dst, :, start:stop] = self.both[:, :, src, :, start:stop]
 
     def copy_prefix(self, src: int, dst_slots: Sequence[int], length: int) -> None:
-        """Give the first ``length`` tokens of a slot to others: the samples of a prompt share its prefill."""
+        """Copy the first ``length`` tokens of a slot to others: the samples of a prompt share its prefill."""
         for dst in dst_slots:
             if dst != src:
                 self.copy_slot(src, dst, 0, length)

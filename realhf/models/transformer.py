@@ -1,4 +1,4 @@
-"""The decoder of every family on packed rows: one shard, which may be a stage of layers and a cut of each."""
+"""The decoder of any family on packed rows: one shard, which is a pipeline stage and a tensor-parallel slice of it."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from realhf.comm.process_groups import Group
 from realhf.comm.tensor_parallel import TensorParallelRegion, gather_columns
 from realhf.models.blocks import Attend, Attention, Block, Experts, ForwardContext, Mlp, Norm, RouterLoss, run_block
 from realhf.models.flat_params import FlatParams
-from realhf.models.fused_decode import FusedBlocks, TiledBlocks, fused, pack_tiles, tiled_linear
+from realhf.models.fused_decode import FusedBlocks, TiledBlocks, fuse_blocks, pack_tiles, tiled_linear
 from realhf.models.kv_cache import KVCache
 from realhf.ops.attention import ScoreParams, decode_attention, decode_bias, positions_in_rows, rotary_attention
 from realhf.ops.logprobs import FULL_VOCAB, VocabShard, packed_logprobs
@@ -33,23 +33,23 @@ class _Weights:
 
 
 @dataclass(frozen=True)
-class _Packed:
-    """Copies of the weights in panels, for as long as the weights stay as they are."""
+class _TiledWeights:
+    """Tiled copies of the weights, valid while the weights do not change."""
 
     blocks: TiledBlocks
     head: Tensor | None
 
 
-ALONE = Group((0,), 0)
+SINGLE_RANK_GROUP = Group((0,), 0)
 
 
 class Transformer:
-    """Computes with the weights in ``params``: the layers that it holds, cut over the tensor-parallel group ``tp``.
+    """The layers in ``params``, sharded over the tensor-parallel group ``tp``.
 
-    The first stage embeds tokens, a later one takes the hidden states of the stage before; the last one has the heads.
-    ``bind`` collects the views of the weights; it happens by itself, again when gradients are enabled, and not at
-    every call, where the views of all layers would cost as much as a small model's decoding step. Bound views do not
-    keep memory alive: ``params.free`` releases it under them.
+    The first stage embeds tokens, later stages take the hidden states of the previous one; the last stage has the
+    heads. ``bind`` collects views of the weights. It runs automatically, and again when gradients are enabled, but not
+    at every call: creating the views takes as long as a decoding step of a small model. Bound views do not keep memory
+    alive: ``params.free`` releases it.
     """
 
     def __init__(
@@ -57,119 +57,118 @@ class Transformer:
         config: ModelConfig,
         params: FlatParams,
         checkpoint_activations: bool = False,
-        tp: Group = ALONE,
+        tp: Group = SINGLE_RANK_GROUP,
         sequence_parallel: bool = False,
     ) -> None:
         self.config, self.params, self.tp = config, params, tp
         self.checkpoint_activations, self.sequence_parallel = checkpoint_activations, sequence_parallel and tp.size > 1
         self.layers = [i for i in range(config.n_layers) if f"layers.{i}.wq" in params.names]
-        assert self.layers, "a stage holds one layer or more"
+        assert self.layers, "a stage has at least one layer"
         self.is_first, self.is_last = self.layers[0] == 0, "final_norm.weight" in params.names
         self.n_q, self.n_kv = (self._local_heads(name) for name in ("wq", "wk"))
+        self._kv_holders = params.n_holders(f"layers.{self.layers[0]}.wk", tp.size)
         self._head_name = "head.weight" if "head.weight" in params.names else "embed.weight"
-        self._cut = self._vocabulary_cut()
-        self._scores = [
-            ScoreParams(config.attention_scale, config.window(i), config.attention_softcap) for i in self.layers
-        ]
+        self._vocab_shard = self._make_vocab_shard()
+        self._score_rules = tuple(
+            ScoreParams(config.attention_scale, config.sliding_window(i), config.attention_softcap) for i in self.layers
+        )
         self._rotary = None
         if not config.learned_positions:
-            turning, scaling = config.rotary_dims or config.head_dim, dict(config.rotary_scaling)
-            self._rotary = Rotary(turning, config.rotary_base, scaling, params.data.device)
+            rotary_dims, scaling = config.rotary_dims or config.head_dim, dict(config.rotary_scaling)
+            self._rotary = Rotary(rotary_dims, config.rotary_base, scaling, params.data.device)
         self._weights: _Weights | None = None
         self._bound_with_grad = False
-        self._packed: _Packed | None = None
-        self._lost_by_routers = self._no_router_loss()
+        self._tiled: _TiledWeights | None = None
+        self._router_loss_sums = self._zero_router_losses()
 
     def _local_heads(self, name: str) -> int:
         start, stop = self.params.box(f"layers.{self.layers[0]}.{name}")[0]
         return (stop - start) // self.config.head_dim
 
-    def _no_router_loss(self) -> Tensor:
+    def _zero_router_losses(self) -> Tensor:
         return torch.zeros(2, dtype=torch.float64, device=self.params.data.device)
 
-    def take_router_losses(self) -> Tensor:
-        """Return what routers lost since they were last asked, ``[2]`` float64: ``balance_loss`` and ``z_loss``.
+    def pop_router_losses(self) -> Tensor:
+        """Return and reset the sums of the router losses, ``[2]`` float64: ``balance_loss`` and ``z_loss``.
 
-        Sums over this worker's tokens and layers, of passes with a ``token_weight``.
+        The sums are over this worker's tokens and layers in passes with a ``token_weight``.
         """
-        lost, self._lost_by_routers = self._lost_by_routers, self._no_router_loss()
-        return lost
+        sums, self._router_loss_sums = self._router_loss_sums, self._zero_router_losses()
+        return sums
 
-    def seams(self, n_tokens: int) -> TensorParallelRegion:
-        """Return how this pass crosses the cuts; tokens are shared out in training alone."""
+    def tp_region(self, n_tokens: int) -> TensorParallelRegion:
+        """Return the tensor-parallel region of a pass; tokens are sharded only in training."""
         return TensorParallelRegion(self.tp, n_tokens, self.sequence_parallel and torch.is_grad_enabled())
 
     def new_cache(self, n_slots: int, max_len: int) -> KVCache:
         """Return an empty cache for this shard's layers and heads."""
         sizes = (len(self.layers), self.n_kv, self.config.head_dim, n_slots, max_len)
-        return KVCache(*sizes, self.params.data, cleared=self.weights.fused is None)
+        return KVCache(*sizes, self.params.data, zeroed=self.weights.fused is None)
 
     def bind(self) -> None:
         """Fetch the weights' views (leaves, when gradients are enabled) from ``params``."""
-        leaf, names, config = self.params.leaf, self.params.names, self.config
-        blocks = tuple(self._bind_block(i) for i in self.layers)
-        final_norm = self._bind_norm("final_norm", config.norm == "layer") if self.is_last else None
+        blocks = tuple(self._bind_block(f"layers.{i}.") for i in self.layers)
+        final_norm = self._bind_norm("final_norm")
+        can_fuse = self.tp.size == 1
         self._weights = _Weights(
-            embed=leaf("embed.weight") if self.is_first else None,
-            positions=leaf("embed.positions") if "embed.positions" in names else None,
+            embed=self._optional("embed.weight") if self.is_first else None,
+            positions=self._optional("embed.positions"),
             blocks=blocks,
             final_norm=final_norm,
-            head=leaf(self._head_name) if self.is_last else None,
-            fused=fused(config, self.n_q, blocks, final_norm, tuple(self._scores)) if self.tp.size == 1 else None,
+            head=self.params.leaf(self._head_name) if self.is_last else None,
+            fused=fuse_blocks(self.config, self.n_q, blocks, final_norm, self._score_rules) if can_fuse else None,
         )
         self._bound_with_grad = self.params.grad is not None
 
-    def _vocabulary_cut(self) -> VocabShard:
-        """Which part of the vocabulary this member of the tensor-parallel group embeds and predicts."""
-        held = [name for name in ("embed.weight", "head.weight") if name in self.params.names]
-        if self.tp.size == 1 or not held:
-            return FULL_VOCAB
-        spec = ParamSpec("vocabulary", (self.config.vocab,), 0, 0, self.config.vocab)
-        parts = [shard_box(spec, self.tp.size, place)[0] for place in range(self.tp.size)]
-        widths = tuple(stop - start for start, stop in parts)
-        # not by the group's numbering: its members count by rank, a mesh may name them in any order
-        return VocabShard(self.params.box(held[0])[0][0], widths, self.tp.all_reduce, self.tp.all_max)
+    def _optional(self, *names: str) -> Tensor | None:
+        return self.params.leaf(*names) if names[0] in self.params.names else None
 
-    def _bind_norm(self, name: str, bias: bool) -> Norm:
-        leaf, config = self.params.leaf, self.config
-        return Norm(leaf(f"{name}.weight"), leaf(f"{name}.bias") if bias else None, config.norm_eps, config.norm_offset)
+    def _bind_norm(self, name: str) -> Norm | None:
+        weight = self._optional(f"{name}.weight")
+        bias = self._optional(f"{name}.bias")
+        return None if weight is None else Norm(weight, bias, self.config.norm_eps, self.config.norm_offset)
 
-    def _bind_block(self, index: int) -> Block:
-        config, prefix, biased = self.config, f"layers.{index}.", self.config.norm == "layer"
-
+    def _bind_block(self, prefix: str) -> Block:
         def leaf(*names: str) -> Tensor:
             return self.params.leaf(*(prefix + name for name in names))
 
-        def norm(name: str, present: bool = True, bias: bool = biased) -> Norm | None:
-            return self._bind_norm(prefix + name, bias) if present else None
+        def optional(*names: str) -> Tensor | None:
+            return self._optional(*(prefix + name for name in names))
+
+        def norm(name: str) -> Norm | None:
+            return self._bind_norm(prefix + name)
 
         attention = Attention(
-            norm=self._bind_norm(prefix + "attn_norm", biased),
+            norm=norm("attn_norm"),
             wqkv=leaf("wq", "wk", "wv"),
-            bqkv=leaf("bq", "bk", "bv") if config.qkv_bias else None,
-            q_norm=norm("q_norm", config.qk_norm, False),
-            k_norm=norm("k_norm", config.qk_norm, False),
+            bqkv=optional("bq", "bk", "bv"),
+            q_norm=norm("q_norm"),
+            k_norm=norm("k_norm"),
             wo=leaf("wo"),
-            bo=leaf("bo") if config.proj_bias else None,
-            post_norm=norm("attn_post_norm", config.post_norms),
+            bo=optional("bo"),
+            post_norm=norm("attn_post_norm"),
         )
-        before, behind = self._bind_norm(prefix + "mlp_norm", biased), norm("mlp_post_norm", config.post_norms)
-        if index in config.routed_layers:
-            return Block(attention, Experts(before, leaf("router"), leaf("experts.up"), leaf("experts.down"), behind))
-        plain_bias = config.proj_bias and config.mlp == "ungated"
-        mlp = Mlp(
-            norm=before,
-            up=leaf("gate", "up") if config.mlp == "gated" else leaf("up"),
-            b_up=leaf("b_up") if plain_bias else None,
-            down=leaf("down"),
-            b_down=leaf("b_down") if plain_bias else None,
-            post_norm=behind,
-        )
-        return Block(attention, mlp)
+        pre_norm, post_norm = norm("mlp_norm"), norm("mlp_post_norm")
+        router = optional("router")
+        if router is not None:
+            return Block(attention, Experts(pre_norm, router, leaf("experts.up"), leaf("experts.down"), post_norm))
+        up = leaf("gate", "up") if self.config.mlp == "gated" else leaf("up")
+        return Block(attention, Mlp(pre_norm, up, optional("b_up"), leaf("down"), optional("b_down"), post_norm))
+
+    def _make_vocab_shard(self) -> VocabShard:
+        """Return the slice of the vocabulary that this rank embeds and predicts."""
+        names = [name for name in ("embed.weight", "head.weight") if name in self.params.names]
+        if self.tp.size == 1 or not names:
+            return FULL_VOCAB
+        spec = ParamSpec("vocabulary", (self.config.vocab,), 0, 0, self.config.vocab)
+        spans = [shard_box(spec, self.tp.size, tp_rank)[0] for tp_rank in range(self.tp.size)]
+        widths = tuple(stop - start for start, stop in spans)
+        # by the box, not by the index in the group: groups order members by rank, a mesh may order them differently
+        return VocabShard(self.params.box(names[0])[0][0], widths, self.tp.all_reduce, self.tp.all_max)
 
     @property
     def weights(self) -> _Weights:
-        assert not self.params.is_free, "a model computes while its parameters are released"
+        assert not self.params.is_free, "parameters are used while their memory is released"
         if self._weights is None or self._bound_with_grad != (self.params.grad is not None):
             self.bind()
         assert self._weights is not None
@@ -185,50 +184,50 @@ class Transformer:
         token_weight: float = 0.0,
         prefixes: Sequence[int] = (),
     ) -> Tensor:
-        """Run packed rows through this stage: ``[T, D]``, after the final norm on the last one.
+        """Run packed rows through this stage and return ``[T, D]``, after the final norm on the last stage.
 
-        With sequence parallelism in training it is this worker's share of the tokens. ``x`` is what the stage before
-        returned (None on the first). Positions start at 0 in every row, and go on behind the row ``prefixes[i]`` in one
-        that continues it (see ``packed_attention``). With a cache, keys and values of row i are
-        stored in slot ``slots[i]`` (prefill). Rows sorted by length run fastest. With a ``token_weight`` whatever is
-        differentiated through the result has the losses of routers added to it: the sum over tokens, times that
-        weight, of their mean over routed layers. Raises ValueError for a row longer than learned positions reach.
+        With sequence parallelism in training, the result has only this rank's tokens. ``x`` is the previous stage's
+        output (None on the first). Positions start at 0 in every row, or continue those of row ``prefixes[i]`` (see
+        ``packed_attention``). With a cache, keys and values of row i are stored in slot ``slots[i]`` (prefill). Rows
+        sorted by length are fastest. With a ``token_weight``, the router losses join the loss that is differentiated
+        through the result: their mean over routed layers, summed over tokens, times this weight. Raises ValueError for
+        a row that is longer than the learned positions.
         """
         device = tokens.device
         positions = positions_in_rows(lengths, prefixes, device)
         longest = int(positions.max()) + 1 if len(positions) else 0
         counts = torch.tensor(lengths, dtype=torch.int64, device=device)
         rows = torch.arange(len(lengths), device=device).repeat_interleave(counts, output_size=len(tokens))
-        angles, places, turned = self._angles(longest), None, None
+        angles, indices, angle_rows = self._angles(longest), None, None
         if cache is not None:
             assert slots is not None and len(slots) == len(lengths)
-            places = cache.places(torch.tensor(slots, dtype=torch.int64, device=device)[rows], positions)
-            turned = None if self._rotary is None else self._rotary.rows(positions, longest, self.params.data.dtype)
+            indices = cache.indices(torch.tensor(slots, dtype=torch.int64, device=device)[rows], positions)
+            angle_rows = self._angle_rows(positions, longest, self.params.data.dtype)
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
-            if cache is not None and places is not None:
+            if cache is not None and indices is not None:
                 _, k, v = qkv.split((self.n_q, self.n_kv, self.n_kv), 1)
-                cache.write(layer, places, k if turned is None else rotate(k, *turned), v)
-            return rotary_attention(qkv, self.n_q, self.n_kv, lengths, self._scores[layer], prefixes, angles)
+                cache.write(layer, indices, k if angle_rows is None else rotate(k, *angle_rows), v)
+            return rotary_attention(qkv, self.n_q, self.n_kv, lengths, self._score_rules[layer], prefixes, angles)
 
         router_loss = RouterLoss(rows, len(lengths), token_weight) if token_weight and self.config.n_experts else None
         return self._run(tokens, positions, longest, attend, x, router_loss)
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
-        """Make many calls of ``decode`` cheap: weights, which must not change meanwhile, are put in order once."""
+        """Tile the weights once for many calls of ``decode``; the weights must not change in this context."""
         blocks, head = self.weights.fused, self.weights.head
         if blocks is not None:
-            self._packed = _Packed(blocks.tiled(), None if head is None else pack_tiles(head.detach()))
+            self._tiled = _TiledWeights(blocks.tiled(), None if head is None else pack_tiles(head.detach()))
         try:
             yield
         finally:
-            self._packed = None
+            self._tiled = None
 
     @property
-    def reads_prefixes(self) -> bool:
-        """Whether ``decode`` finds what rows have in common in the slot of one of them."""
-        return self.weights.fused is not None and not any(rule.window for rule in self._scores)
+    def supports_shared_prefixes(self) -> bool:
+        """``decode`` can read a prefix from the slot of another row."""
+        return self.weights.fused is not None and not any(rule.window for rule in self._score_rules)
 
     def decode(
         self,
@@ -241,28 +240,28 @@ class Transformer:
     ) -> Tensor:
         """Run one token for each of the cache's first S slots through this stage and return ``[S, D]``.
 
-        Slot s stores its key and value at ``positions[s]`` and attends to places up to there. ``prefixes`` (``[3, S]``
-        int64) may tell what slots have in common, which is then read once: a number for each, how many first places
-        are alike in all slots of that number, and a slot that has them. Only where the model ``reads_prefixes`` may
-        that be another slot. ``longest`` bounds positions from above where they are not to be read from the device.
+        Slot s stores its key and value at ``positions[s]`` and attends to positions up to it. ``prefixes``, ``[3, S]``
+        int64, describes common prefixes, which are then read once: for each slot a prefix number, the length that all
+        slots of this number have in common, and a slot that stores it (another one only if the model
+        ``supports_shared_prefixes``). ``longest`` bounds the row lengths; without it the positions are read from the
+        device.
         """
         count = len(tokens)
         longest = longest or (int(positions.max()) + 1 if count else 0)
         if (blocks := self.weights.fused) is not None:
-            x = self._embed(tokens, positions, longest, self.seams(count)) if x is None else x
-            packed = self._packed.blocks if self._packed else blocks.tiled()
-            return packed(x, positions, cache, prefixes, self._angles(longest))
-        places = cache.places(torch.arange(count, device=tokens.device), positions)
-        windows = {rule.window for rule in self._scores}
+            x = self._embed(tokens, positions, longest, self.tp_region(count)) if x is None else x
+            tiled = self._tiled.blocks if self._tiled else blocks.tiled()
+            return tiled(x, positions, cache, prefixes, self._angles(longest))
+        indices = cache.indices(torch.arange(count, device=tokens.device), positions)
+        windows = {rule.window for rule in self._score_rules}
         biases = {w: decode_bias(positions, longest, self.n_kv, w).to(cache.k.dtype) for w in windows}
-
-        turned = None if self._rotary is None else self._rotary.rows(positions, longest, cache.k.dtype)
+        angle_rows = self._angle_rows(positions, longest, cache.k.dtype)
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
             qk, v = qkv.split((self.n_q + self.n_kv, self.n_kv), 1)
-            q, k = (qk if turned is None else rotate(qk, *turned)).split((self.n_q, self.n_kv), 1)
-            cache.write(layer, places, k, v)
-            rule = self._scores[layer]
+            q, k = (qk if angle_rows is None else rotate(qk, *angle_rows)).split((self.n_q, self.n_kv), 1)
+            cache.write(layer, indices, k, v)
+            rule = self._score_rules[layer]
             keys, values = cache.k[layer, :count], cache.v[layer, :count]
             return decode_attention(q, keys, values, positions, biases[rule.window], rule)
 
@@ -270,6 +269,9 @@ class Transformer:
 
     def _angles(self, longest: int) -> Tensor | None:
         return None if self._rotary is None else self._rotary.table(longest)
+
+    def _angle_rows(self, positions: Tensor, longest: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        return None if self._rotary is None else self._rotary.rows(positions, longest, dtype)
 
     def _run(
         self,
@@ -280,34 +282,36 @@ class Transformer:
         x: Tensor | None,
         router_loss: RouterLoss | None = None,
     ) -> Tensor:
-        weights, seams = self.weights, self.seams(len(tokens))
+        weights, tp_region = self.weights, self.tp_region(len(tokens))
         if x is None:
-            x = self._embed(tokens, positions, longest, seams)
-        step = ForwardContext(self.config, self.n_q, self.n_kv, seams, attend, router_loss)
-        save_memory = self.checkpoint_activations and torch.is_grad_enabled() and self.params.grad is not None
+            x = self._embed(tokens, positions, longest, tp_region)
+        context = ForwardContext(self.config, self.n_q, self.n_kv, self._kv_holders, tp_region, attend, router_loss)
+        recompute = self.checkpoint_activations and torch.is_grad_enabled() and self.params.grad is not None
         for index, block in enumerate(weights.blocks):
-            if save_memory:
-                x, lost = checkpoint(run_block, block, index, x, step, use_reentrant=False, preserve_rng_state=False)
+            if recompute:
+                x, losses = checkpoint(
+                    run_block, block, index, x, context, use_reentrant=False, preserve_rng_state=False
+                )
             else:
-                x, lost = run_block(block, index, x, step)
-            if lost is not None:
-                self._lost_by_routers += lost
+                x, losses = run_block(block, index, x, context)
+            if losses is not None:
+                self._router_loss_sums += losses
         return x if weights.final_norm is None else weights.final_norm(x)
 
-    def _embed(self, tokens: Tensor, positions: Tensor, longest: int, seams: TensorParallelRegion) -> Tensor:
+    def _embed(self, tokens: Tensor, positions: Tensor, longest: int, tp_region: TensorParallelRegion) -> Tensor:
         weights = self.weights
-        assert weights.embed is not None, "a later stage takes the hidden states of the stage before"
+        assert weights.embed is not None, "a later stage takes the hidden states of the previous stage"
         if self.tp.size == 1:
             x = F.embedding(tokens, weights.embed)
         else:
-            local, held = self._cut.to_local(tokens, len(weights.embed))
-            x = seams.reduce_from_tp(F.embedding(local, weights.embed) * held[:, None])
+            local, is_local = self._vocab_shard.to_local(tokens, len(weights.embed))
+            x = tp_region.reduce_from_tp(F.embedding(local, weights.embed) * is_local[:, None])
         if self.config.scaled_embedding:
-            x = x * float(torch.tensor(self.config.hidden**0.5, dtype=x.dtype))  # as Hugging Face rounds it
+            x = x * float(torch.tensor(self.config.hidden**0.5, dtype=x.dtype))  # rounded as in transformers
         if weights.positions is not None:
             if longest > len(weights.positions):
-                raise ValueError(f"a row of {longest} tokens; this model has {len(weights.positions)} positions")
-            x = x + F.embedding(positions[seams.local_tokens], weights.positions)
+                raise ValueError(f"a row has {longest} tokens; this model has {len(weights.positions)} positions")
+            x = x + F.embedding(positions[tp_region.local_tokens], weights.positions)
         return x
 
     @property
@@ -316,11 +320,12 @@ class Transformer:
         return self.weights.head
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return all logits of a few tokens, ``[S, V]`` float32: for sampling. Collective over ``tp``."""
-        if self._packed and self._packed.head is not None:
-            logits = tiled_linear(hidden, self._packed.head, self.config.vocab)
+        """Return the logits of a few tokens, ``[S, V]`` float32, for sampling. Collective over ``tp``."""
+        if self._tiled and self._tiled.head is not None:
+            logits = tiled_linear(hidden, self._tiled.head, self.config.vocab)
         else:
-            logits = gather_columns(F.linear(hidden, self.head).float(), self.tp, self._cut.start, self.config.vocab)
+            local = F.linear(hidden, self.head).float()
+            logits = gather_columns(local, self.tp, self._vocab_shard.start, self.config.vocab)
         cap = self.config.logit_softcap
         return torch.tanh(logits / cap) * cap if cap else logits
 
@@ -330,26 +335,29 @@ class Transformer:
         tokens: Tensor,
         lengths: Sequence[int],
         temperature: float = 1.0,
-        before: Tensor | None = None,
+        prev_index: Tensor | None = None,
     ) -> Tensor:
-        """Return the log-probability of each token given those before it, ``[T]`` float32; 0 at a row's first token.
+        """Return the log-probability of each token given the previous ones, ``[T]`` float32; 0 for a row's first token.
 
-        ``before`` (``[T]`` int64) says which token comes before each, -1: none; without it, the neighbour in its row.
+        ``prev_index`` (``[T]`` int64) is the index of each token's predecessor, -1: none; by default the adjacent token
+        of its row.
         """
-        whole = self.seams(len(tokens)).copy_to_tp(hidden)
+        states = self.tp_region(len(tokens)).copy_to_tp(hidden)
         add_to = None if self.params.grad is None else self.params.grad_view(self._head_name)
-        cut, softcap = self._cut, self.config.logit_softcap
-        if before is not None:
-            states = whole.index_select(0, before.clamp(min=0))
-            found = packed_logprobs(states, self.head, tokens, temperature, shard=cut, softcap=softcap, add_to=add_to)
-            return found.masked_fill(before < 0, 0.0)
+        shard, softcap = self._vocab_shard, self.config.logit_softcap
+        if prev_index is not None:
+            states = states.index_select(0, prev_index.clamp(min=0))
+            logprobs = packed_logprobs(
+                states, self.head, tokens, temperature, shard=shard, softcap=softcap, add_to=add_to
+            )
+            return logprobs.masked_fill(prev_index < 0, 0.0)
         counts = torch.tensor(lengths, dtype=torch.int64, device=tokens.device)
         firsts = (counts.cumsum(0) - counts)[counts > 0]
-        # every token predicts the next one; what a row's last token says of the following row is masked
+        # each token predicts the next one; predictions across row boundaries are masked
         targets = tokens.roll(-1)
-        of_next = packed_logprobs(whole, self.head, targets, temperature, shard=cut, softcap=softcap, add_to=add_to)
-        return of_next.roll(1).index_fill(0, firsts, 0.0)
+        logprobs = packed_logprobs(states, self.head, targets, temperature, shard=shard, softcap=softcap, add_to=add_to)
+        return logprobs.roll(1).index_fill(0, firsts, 0.0)
 
     def values(self, hidden: Tensor, n_tokens: int) -> Tensor:
-        """Return the scalar head at every token, ``[T]`` float32 (computed in it: values need more than 8 bits)."""
-        return self.seams(n_tokens).gather_from_sp(hidden).float() @ self.head[0].float()
+        """Return the scalar head at every token, ``[T]`` float32 (bfloat16 is too coarse for values)."""
+        return self.tp_region(n_tokens).gather_from_sp(hidden).float() @ self.head[0].float()

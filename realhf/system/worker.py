@@ -48,7 +48,7 @@ from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import Interface, InterfaceContext
 from realhf.data.source import RowSource, row_fields
 from realhf.data.tokenizer import load_tokenizer
-from realhf.models.engine import NativeEngine, ServedEngine, Serving, VllmServer, build_engine, served
+from realhf.models.engine import NativeEngine, VllmEngine, VllmLauncher, VllmServer, build_engine, with_vllm
 from realhf.models.engine.snapshot import restore, snapshot
 from realhf.plan.compile.program import home_layout, layout_ranks, process_groups, rank_engines, served_engines
 from realhf.plan.run_spec import RunSpec
@@ -175,7 +175,7 @@ class ModelWorker:
                 total_steps=run.schedule.n_steps,
                 stop_ids=(self.tokenizer.eos_token_id,),
                 tokenizer_folder=run.tokenizer_dir,
-                share_as=role if (role, layout) in served_here and self.device.type == "cpu" else "",
+                shared_name=role if (role, layout) in served_here and self.device.type == "cpu" else "",
             )
             if (role, layout) in served_here:
                 engines[role, layout] = self._with_server(role, engines[role, layout])
@@ -198,13 +198,13 @@ class ModelWorker:
             "device": str(self.device),
         }
 
-    def _with_server(self, role: str, engine: NativeEngine) -> ServedEngine:
+    def _with_server(self, role: str, engine: NativeEngine) -> VllmEngine:
         """Start the process that generates with an engine's weights."""
         run, name = self.run, f"vllm_{role}_{self.rank}"
         self.during = f"starting vLLM for {role}"
-        how = Serving(run.config.vllm, run.paths.root / "vllm" / name, run.paths.log(name), run.temperature,
+        how = VllmLauncher(run.config.vllm, run.paths.root / "vllm" / name, run.paths.log(name), run.temperature,
                       run.config.verify_reallocation, run.config.n_gpus_per_node)  # fmt: skip
-        found = served(engine, how)
+        found = with_vllm(engine, how)
         self.servers += [found.server] if found.server else []
         return found
 

@@ -1,4 +1,4 @@
-"""Configurations as released models have them, their sizes made small: we read them as Hugging Face does."""
+"""Configurations of released models with reduced sizes: outputs equal those of transformers."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from realhf.arch.hf_config import read_hf_config
-from tests.models.tiny_models import ours
+from tests.models.tiny_models import load_model
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 67}
 SMALL |= {"initializer_range": 0.2}
@@ -59,20 +59,20 @@ TOKENS = torch.arange(3, 30)
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_a_released_configuration_means_the_same_to_us(name: str, tmp_path: Path) -> None:
+def test_a_released_configuration_gives_the_same_logits(name: str, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(RELEASED[name]))
     torch.manual_seed(0)
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)).eval()
-    theirs.save_pretrained(tmp_path)
-    config.write_text(json.dumps(RELEASED[name]))  # as released, not as written anew
+    reference = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)).eval()
+    reference.save_pretrained(tmp_path)
+    config.write_text(json.dumps(RELEASED[name]))  # as released, not as written by transformers
     with torch.no_grad():
-        model = ours(tmp_path)
+        model = load_model(tmp_path)
         logits = model.logits(model.hidden(TOKENS, [len(TOKENS)]))
-        assert torch.allclose(logits, theirs(TOKENS[None]).logits[0], atol=1e-4)
+        assert torch.allclose(logits, reference(TOKENS[None]).logits[0], atol=1e-4)
 
 
-def test_special_windows_and_coefficients_are_read(tmp_path: Path) -> None:
+def test_windows_and_coefficients_are_read(tmp_path: Path) -> None:
     def read(name: str) -> Any:
         (tmp_path / "config.json").write_text(json.dumps(RELEASED[name]))
         return read_hf_config(tmp_path, False)
@@ -83,14 +83,14 @@ def test_special_windows_and_coefficients_are_read(tmp_path: Path) -> None:
     assert read("gemma-2b").tied_embedding and not read("pythia-70m").tied_embedding
 
 
-def test_buffers_of_an_old_pythia_are_no_weights(tmp_path: Path) -> None:
+def test_buffers_of_old_pythia_folders_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(RELEASED["pythia-70m"]))
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)).save_pretrained(tmp_path)
-    before = ours(tmp_path).params.data
+    before = load_model(tmp_path).params.data
     tensors = load_file(tmp_path / "model.safetensors")
     for layer in range(2):
         prefix = f"gpt_neox.layers.{layer}.attention."
         tensors |= {prefix + "bias": torch.ones(1, 1, 4, 4), prefix + "masked_bias": torch.tensor(-1e9)}
         tensors[prefix + "rotary_emb.inv_freq"] = torch.ones(1)
     save_file(tensors, tmp_path / "model.safetensors")
-    assert torch.equal(ours(tmp_path).params.data, before)
+    assert torch.equal(load_model(tmp_path).params.data, before)

@@ -14,7 +14,7 @@ from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.comm.exchange import P2PCopy, TensorSlice, exchange
 from realhf.comm.shared_memory import open_shared_memory_peers
 from realhf.models.flat_params import FlatParams
-from realhf.plan.compile.realloc import BoxCopy, plan_realloc, shard_boxes
+from realhf.plan.compile.realloc import BoxCopy, plan_realloc, route_copies, shard_boxes
 
 CONFIG = ModelConfig("llama", 2, 32, 4, 2, 8, 48, 40, 64, tied_embedding=True)
 SPECS = param_specs(CONFIG)

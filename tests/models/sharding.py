@@ -1,4 +1,4 @@
-"""What one worker does with a model in every layout, as plain values. Gloo ranks import this: no transformers here."""
+"""Runs models in several layouts on gloo ranks and returns results as plain values. Does not import transformers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,87 +20,89 @@ from realhf.data.protocols import Loss
 from realhf.models.engine.native import NativeEngine, build_engine
 from realhf.models.engine.outputs import ForwardOutputs
 
-LENGTHS = (9, 3, 6, 1, 9, 5)  # windows are 4; of one token a tensor-parallel group has an empty share
+LENGTHS = (9, 3, 6, 1, 9, 5)  # windows are 4; a row of one token leaves ranks without tokens under sequence parallelism
 TEMPERATURE = 0.7
 # a large epsilon makes the step smooth in the gradient
 STEP = {"lr": 0.1, "eps": 1.0, "gradient_clipping": 1.0, "lr_scheduler_type": LRSchedule.constant}
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A layout on some workers, and whether tokens are shared out in training."""
+class ShardedLayout:
+    """A layout, with or without sequence parallelism in training."""
 
     layout: Layout
     sequence: bool = True
 
 
-def _cut(mesh: tuple[int, ...], text: str, sequence: bool = True) -> Cut:
-    return Cut(Layout(DeviceMesh(mesh), ParallelStrategy.parse(text)), sequence)
+def _sharded(mesh: tuple[int, ...], text: str, sequence: bool = True) -> ShardedLayout:
+    return ShardedLayout(Layout(DeviceMesh(mesh), ParallelStrategy.parse(text)), sequence)
 
 
 AXES = ("dp", "tp", "pp")
-CUTS: Mapping[str, Cut] = {
-    "whole": _cut((0,), "d1t1p1"),
-    "t2": _cut((0, 1), "t2"),
-    "t2 without sequence": _cut((2, 3), "t2", sequence=False),
-    "p2": _cut((3, 1), "p2"),
-    "t2p2": _cut((1, 0, 2, 3), "t2p2"),
-    "t2p2 without sequence": _cut((1, 0, 3, 2), "t2p2", sequence=False),
-    "t4": _cut((0, 1, 2, 3), "t4"),
-    "t4 without sequence": _cut((0, 1, 2, 3), "t4", sequence=False),
-    "d2t2": _cut((0, 1, 2, 3), "d2t2"),
-    "d2t2p2": _cut((1, 0, 2, 3, 6, 5, 4, 7), "d2t2p2"),
+LAYOUTS: Mapping[str, ShardedLayout] = {
+    "whole": _sharded((0,), "d1t1p1"),
+    "t2": _sharded((0, 1), "t2"),
+    "t2 without sequence": _sharded((2, 3), "t2", sequence=False),
+    "p2": _sharded((3, 1), "p2"),
+    "t2p2": _sharded((1, 0, 2, 3), "t2p2"),
+    "t2p2 without sequence": _sharded((1, 0, 3, 2), "t2p2", sequence=False),
+    "t4": _sharded((0, 1, 2, 3), "t4"),
+    "t4 without sequence": _sharded((0, 1, 2, 3), "t4", sequence=False),
+    "d2t2": _sharded((0, 1, 2, 3), "d2t2"),
+    "d2t2p2": _sharded((1, 0, 2, 3, 6, 5, 4, 7), "d2t2p2"),
 }
 
 
 @dataclass(frozen=True)
-class Start:
-    """The weights of a model; a critic's scalar head is drawn where they have none."""
+class InitialModel:
+    """The initial weights of a model; a missing scalar head of a critic is initialised."""
 
     folder: Path
     is_critic: bool = False
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a member of data-parallel rank ``dp`` computed: by column and row, by answer, and for the step."""
+class WorkerResult:
+    """The results of a worker of data-parallel rank ``dp``: columns by row, responses by id, and step statistics."""
 
     dp: int
     columns: dict[str, dict[int, Tensor]]
-    drawn: dict[tuple[int, int], Tensor]
-    drawn_logprobs: dict[tuple[int, int], Tensor]
+    sampled: dict[tuple[int, int], Tensor]
+    sampled_logprobs: dict[tuple[int, int], Tensor]
     stats: Stats
 
 
 def job(
-    rank: int, world: int, starts: Mapping[str, Start], names: Sequence[str], root: Path
-) -> dict[tuple[str, str], Told]:
-    """Take each model through the layouts, one after the other; what one saves is loaded in the next."""
-    layouts = [CUTS[name].layout for name in names]
+    rank: int, world: int, models: Mapping[str, InitialModel], names: Sequence[str], root: Path
+) -> dict[tuple[str, str], WorkerResult]:
+    """Run each model in one layout after the other; each layout loads what the previous one saved."""
+    layouts = [LAYOUTS[name].layout for name in names]
     axes = dict.fromkeys(layout.axis(axis, rank) for layout in layouts for rank in layout.mesh.ranks for axis in AXES)
     groups = make_groups([ranks for ranks in axes if len(ranks) > 1], rank)
-    told = {}
-    for model, start in starts.items():
+    results = {}
+    for model, initial in models.items():
         for name in names:
             where = root / model / name
-            if rank in CUTS[name].layout.mesh.ranks:
-                engine = engine_on(start, CUTS[name], rank, groups)
+            if rank in LAYOUTS[name].layout.mesh.ranks:
+                engine = engine_on(initial, LAYOUTS[name], rank, groups)
                 engine.save(where / "saved")
-                told[model, name] = run(engine)
+                results[model, name] = run(engine)
                 engine.save(where / "trained")
             dist.barrier()
-            start = replace(start, folder=where / "saved")
-    return told
+            initial = replace(initial, folder=where / "saved")
+    return results
 
 
-def engine_on(start: Start, cut: Cut, rank: int, groups: Mapping[tuple[int, ...], Group]) -> NativeEngine:
-    spec = ModelSpec(str(start.folder), sequence_parallel=cut.sequence, optimizer=OptimizerConfig(**STEP))
-    spec.init_critic_from_actor = start.is_critic
-    config = read_hf_config(start.folder, start.is_critic)
+def engine_on(
+    initial: InitialModel, sharded: ShardedLayout, rank: int, groups: Mapping[tuple[int, ...], Group]
+) -> NativeEngine:
+    spec = ModelSpec(str(initial.folder), sequence_parallel=sharded.sequence, optimizer=OptimizerConfig(**STEP))
+    spec.init_critic_from_actor = initial.is_critic
+    config = read_hf_config(initial.folder, initial.is_critic)
     return build_engine(
         replace(config, z_loss=0.05 if config.n_experts else 0.0),
-        RoleSpec(spec, scalar_head=start.is_critic),
-        ParallelContext(cut.layout, rank, groups=groups),
+        RoleSpec(spec, scalar_head=initial.is_critic),
+        ParallelContext(sharded.layout, rank, groups=groups),
         trained=True,
         holds_weights=True,
         seed=3,
@@ -110,27 +112,27 @@ def engine_on(start: Start, cut: Cut, rank: int, groups: Mapping[tuple[int, ...]
     )
 
 
-def run(engine: NativeEngine) -> Told:
-    """Forward, generation and one step, on the rows of this worker's replica."""
-    strategy, at = engine.context.layout.strategy, engine.context.coord
-    mine = range(at.dp, len(LENGTHS), strategy.dp)
+def run(engine: NativeEngine) -> WorkerResult:
+    """Run forward, generation and one training step on the rows of this worker's replica."""
+    strategy, coord = engine.context.layout.strategy, engine.context.coord
+    mine = range(coord.dp, len(LENGTHS), strategy.dp)
     rows, prompts = batch_of(mine, "tokens"), batch_of(mine, "prompts")
     is_critic = engine.config.head == "scalar"
     columns = {
         name: dict(zip(mine, engine.forward(rows, fn).split(rows.lengths("tokens")), strict=True))
         for name, fn in (CRITIC if is_critic else ACTOR).items()
     }
-    drawn: dict[str, dict[tuple[int, int], Tensor]] = {"tokens": {}, "logprobs": {}}
+    sampled: dict[str, dict[tuple[int, int], Tensor]] = {"tokens": {}, "logprobs": {}}
     if not is_critic:
-        answers = engine.generate(prompts, GenerationConfig(max_new_tokens=4), 1, seed=5)
-        ids = [(row.prompt, row.sample) for row in answers.ids]
-        drawn = {key: dict(zip(ids, answers.columns[key].rows(), strict=True)) for key in drawn}
+        responses = engine.generate(prompts, GenerationConfig(max_new_tokens=4), 1, seed=5)
+        ids = [(row.prompt, row.sample) for row in responses.ids]
+        sampled = {key: dict(zip(ids, responses.columns[key].rows(), strict=True)) for key in sampled}
     stats = engine.train(rows, regression if is_critic else likelihood, float(rows["tokens"].numel()))
-    return Told(at.dp, columns, drawn["tokens"], drawn["logprobs"], stats)
+    return WorkerResult(coord.dp, columns, sampled["tokens"], sampled["logprobs"], stats)
 
 
 def batch_of(numbers: range, column: str) -> SequenceBatch:
-    """Rows by number, wherever they are."""
+    """Return rows by number; their tokens depend only on the number."""
     rows = []
     for number in numbers:
         generator = torch.Generator().manual_seed(100 + number)
@@ -139,7 +141,7 @@ def batch_of(numbers: range, column: str) -> SequenceBatch:
 
 
 def projected_logits(outputs: ForwardOutputs, batch: SequenceBatch) -> Tensor:
-    """One number per token, in which every logit counts."""
+    """Return a projection of the logits, one number per token."""
     logits = outputs.model.logits(outputs.hidden)
     return logits @ torch.arange(logits.shape[1]).float().cos()
 
@@ -150,7 +152,7 @@ def likelihood(outputs: ForwardOutputs, batch: SequenceBatch) -> Loss:
 
 
 def regression(outputs: ForwardOutputs, batch: SequenceBatch) -> Loss:
-    """Towards targets that differ from token to token."""
+    """Squared error to targets that depend on the token."""
     total = (outputs.values() - batch["tokens"].float().sin()).square().sum()
     return Loss(total, {"square": (total.detach(), 1.0)})
 

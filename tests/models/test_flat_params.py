@@ -1,4 +1,4 @@
-"""Flat parameters: order, fused views, gradients in float32, release of memory."""
+"""Flat parameters: order, fused views, float32 gradients, release of memory."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def flat(dtype: torch.dtype = torch.float32, pad_to: int = 1) -> FlatParams:
     return params
 
 
-def test_matrices_come_first_and_the_length_is_rounded_up() -> None:
+def test_matrices_come_first_and_the_length_is_padded() -> None:
     params = flat(pad_to=64)
     assert params.names == ("embed.weight", "wq", "wk", "wo", "norm", "bq", "bk")
     assert params.n_matrix == 24 + 16 + 8 + 16
@@ -42,11 +42,11 @@ def test_fused_views_share_memory() -> None:
     assert bool((fused[5] == 7).all())
     fused[0] = 3.0
     assert bool((params.read("wq", ((0, 1), (0, 4))) == 3).all())
-    with pytest.raises(AssertionError, match="side by side"):
+    with pytest.raises(AssertionError, match="are not adjacent"):
         params.view("wk", "wq")
 
 
-def test_a_shard_speaks_global_coordinates() -> None:
+def test_shards_use_global_coordinates() -> None:
     params = FlatParams(SPECS, {"wq": ((2, 4), (0, 4))}, torch.float32, "cpu")
     assert params.names == ("wq",)
     params.write("wq", ((3, 4), (1, 3)), torch.tensor([[1.0, 2.0]]))
@@ -56,7 +56,7 @@ def test_a_shard_speaks_global_coordinates() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_collect_in_float32(dtype: torch.dtype) -> None:
+def test_gradients_accumulate_in_float32(dtype: torch.dtype) -> None:
     params = flat(dtype)
     params.enable_grad()
     leaf = params.leaf("wq", "wk")
@@ -76,7 +76,7 @@ def test_gradients_collect_in_float32(dtype: torch.dtype) -> None:
     assert not params.grad.any()
 
 
-def test_a_tied_leaf_used_twice_sums() -> None:
+def test_the_gradient_of_a_tied_leaf_is_a_sum() -> None:
     params = flat()
     params.enable_grad()
     embed = params.leaf("embed.weight")
@@ -85,7 +85,7 @@ def test_a_tied_leaf_used_twice_sums() -> None:
     assert bool((params.grad[:24] == 3).all())
 
 
-def test_released_memory_comes_back() -> None:
+def test_memory_can_be_released_and_allocated_again() -> None:
     params = flat(pad_to=64)
     params.enable_grad()
     leaf, view, backup = params.leaf("wo"), params.view("bk"), params.data.clone()
@@ -102,7 +102,7 @@ def test_released_memory_comes_back() -> None:
     assert params.grad.sum() == 16
 
 
-def test_without_gradients_nothing_is_kept() -> None:
+def test_leaves_are_plain_views_without_gradients() -> None:
     params = flat()
     assert not params.leaf("wq").requires_grad
     assert params.leaf("wq") is not params.leaf("wq")

@@ -1,4 +1,4 @@
-"""Blocks as one compiled call against the same blocks operation by operation."""
+"""The fused decoding kernel against the unfused reference implementation."""
 
 from dataclasses import replace
 
@@ -21,10 +21,10 @@ CONFIGS = {
     "llama": LLAMA,
     "wide heads": replace(LLAMA, head_dim=48, n_heads=6, n_kv_heads=1),
     "qwen2": replace(LLAMA, qkv_bias=True, tied_embedding=True),
-    "qwen3": replace(LLAMA, qk_norm=True),
+    "qwen3": replace(LLAMA, qk_norm="head"),
     "mistral": replace(LLAMA, sliding_windows=(5, 5, 0)),
     "gemma": replace(LLAMA, norm_offset=1.0, activation="gelu_tanh", scaled_embedding=True),
-    "gemma2": replace(LLAMA, norm_offset=1.0, activation="gelu_tanh", post_norms=True, attention_softcap=1.5,
+    "gemma2": replace(LLAMA, norm_offset=1.0, activation="gelu_tanh", norm_placement="sandwich", attention_softcap=1.5,
                       attention_scale=0.3, sliding_windows=(0, 7, 0)),
     "gpt2": replace(LLAMA, **LAYER_NORMS, activation="gelu_tanh", learned_positions=True),
     "gpt_neox": replace(LLAMA, **LAYER_NORMS, activation="gelu", parallel_residual=True, rotary_dims=8),
@@ -40,7 +40,7 @@ def model_of(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Transfo
     params = whole_params(config, dtype)
     init_random(config, params, 0)
     generator = torch.Generator().manual_seed(1)
-    for name in params.names:  # norms and biases that do something
+    for name in params.names:  # non-trivial norms and biases
         view = params.view(name)
         if view.dim() == 1:
             view.add_(torch.randn(view.shape, generator=generator).mul_(0.1).to(dtype))
@@ -48,21 +48,21 @@ def model_of(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Transfo
 
 
 def without_kernel(model: Transformer) -> Transformer:
-    twin = Transformer(model.config, model.params)
-    twin._weights = replace(twin.weights, fused=None)
-    return twin
+    reference = Transformer(model.config, model.params)
+    reference._weights = replace(reference.weights, fused=None)
+    return reference
 
 
 def filled(model: Transformer) -> KVCache:
     cache = model.new_cache(N_SLOTS, 96)
-    generator = torch.Generator().manual_seed(2)  # all of it: the twin reads what is not seen, too
+    generator = torch.Generator().manual_seed(2)  # everywhere: the reference also reads masked positions
     for store in (cache.k, cache.v):
         store.copy_(torch.randn(store.shape, generator=generator))
     return cache
 
 
 def decoded(model: Transformer, steps: int = 3, rows: slice = slice(None)) -> tuple[Tensor, KVCache]:
-    """Hidden states of the last of some steps, and the cache behind them; ``rows`` are those of CACHED."""
+    """Return the hidden states of the last step and the cache after it; ``rows`` selects from CACHED."""
     cache, tokens = filled(model), torch.arange(len(CACHED))[rows] % model.config.vocab
     for store in (cache.k, cache.v):
         store[:, : len(tokens)] = store[:, : len(CACHED)][:, rows].clone()
@@ -77,19 +77,19 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_blocks_in_one_call_equal_their_twin(name: str) -> None:
+def test_fused_blocks_equal_the_reference(name: str) -> None:
     model = model_of(CONFIGS[name])
     assert model.weights.fused is not None
     found, cache = decoded(model)
-    expected, twin_cache = decoded(without_kernel(model))
+    expected, reference_cache = decoded(without_kernel(model))
     assert distance(found, expected) < 1e-5
-    for ours, theirs in ((cache.k, twin_cache.k), (cache.v, twin_cache.v)):
+    for ours, theirs in ((cache.k, reference_cache.k), (cache.v, reference_cache.v)):
         assert distance(ours, theirs) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_neox"])
-def test_short_weights_are_computed_in_float32(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realhf.models.fused_decode._computes_short", lambda: False)
+def test_bfloat16_weights_are_computed_in_float32(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("realhf.models.fused_decode._has_bf16_instructions", lambda: False)
     model = model_of(CONFIGS[name], torch.bfloat16)
     assert model.weights.fused is not None
     precise = model_of(CONFIGS[name])
@@ -100,15 +100,15 @@ def test_short_weights_are_computed_in_float32(name: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_row_has_the_same_bits_with_few_rows_and_with_many(name: str) -> None:
-    """One row, two, and more go through the panels differently; depth is added up in the same order."""
+def test_a_row_is_bitwise_independent_of_the_batch_size(name: str) -> None:
+    """Batches of one, two and more rows use different loops over the tiles, with the same order of summation."""
     model = model_of(CONFIGS[name])
     whole = decoded(model)[0]
     for count in (1, 2, 3, 7, 13):
         assert torch.equal(decoded(model, rows=slice(0, count))[0], whole[:count])
 
 
-def test_while_decoding_matrices_are_copies_and_afterwards_are_read_anew() -> None:
+def test_weights_are_tiled_once_within_decoding() -> None:
     model = model_of(LLAMA)
     each = decoded(model)[0]
     with model.decoding(), torch.no_grad():
@@ -125,7 +125,7 @@ def test_while_decoding_matrices_are_copies_and_afterwards_are_read_anew() -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, 1, 2, 5, 6, 7, 31])
 @pytest.mark.parametrize("outs", [1, 16, 40, 521])
-def test_a_product_by_panels_is_the_product(outs: int, rows: int, dtype: torch.dtype) -> None:
+def test_tiled_linear_equals_a_matrix_product(outs: int, rows: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(outs + rows)
     x = torch.randn(rows, 272, generator=generator).to(dtype)
     weight = torch.randn(outs, 272, generator=generator).to(dtype)
@@ -139,19 +139,19 @@ def test_a_product_by_panels_is_the_product(outs: int, rows: int, dtype: torch.d
         torch.set_num_threads(before)
 
 
-def test_a_product_by_panels_of_other_sizes_is_refused() -> None:
-    panels = pack_tiles(torch.randn(40, 32))
-    found = torch.library.opcheck(torch.ops.realhf.tiled_linear.default, (torch.randn(3, 32), panels, 40))
+def test_tiled_linear_rejects_wrong_sizes() -> None:
+    tiles = pack_tiles(torch.randn(40, 32))
+    found = torch.library.opcheck(torch.ops.realhf.tiled_linear.default, (torch.randn(3, 32), tiles, 40))
     assert set(found.values()) == {"SUCCESS"}, found
     with pytest.raises(RuntimeError, match=r"tiles must be \[ceil\(50 / 16\), 32, 16\]"):
-        tiled_linear(torch.randn(3, 32), panels, 50)
+        tiled_linear(torch.randn(3, 32), tiles, 50)
     with pytest.raises(RuntimeError, match="D a multiple of 16"):
-        tiled_linear(torch.randn(3, 31), panels, 40)
+        tiled_linear(torch.randn(3, 31), tiles, 40)
     with pytest.raises(RuntimeError, match="both alike"):
-        tiled_linear(torch.randn(3, 32).bfloat16(), panels, 40)
+        tiled_linear(torch.randn(3, 32).bfloat16(), tiles, 40)
 
 
-def test_a_row_does_not_depend_on_threads_or_on_the_rows_beside_it() -> None:
+def test_a_row_does_not_depend_on_threads_or_other_rows() -> None:
     model, before = model_of(LLAMA), torch.get_num_threads()
     whole = decoded(model)[0]
     try:
@@ -164,34 +164,34 @@ def test_a_row_does_not_depend_on_threads_or_on_the_rows_beside_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "wide heads", "gemma2"])
-def test_what_slots_have_in_common_is_read_once(name: str) -> None:
-    """Slots of one prompt, of which there are more than go together, lie anywhere and are at any place behind it."""
+def test_common_prefixes_are_read_once(name: str) -> None:
+    """Slots of one prompt, more than the kernel groups, are at any index and any position after it."""
     model = model_of(CONFIGS[name])
     numbers = torch.tensor([7, 3, 7, 7, 3, 1, *[9] * 18])
     shared = torch.tensor([20, 5, 20, 20, 5, 0, *[33] * 18])
     positions = shared + torch.arange(N_SLOTS) % 7
-    cache, twin_cache = filled(model), filled(model)
-    for store in (cache.k, cache.v, twin_cache.k, twin_cache.v):
+    cache, reference_cache = filled(model), filled(model)
+    for store in (cache.k, cache.v, reference_cache.k, reference_cache.v):
         for slot in range(N_SLOTS):
             first = int((numbers == numbers[slot]).nonzero()[0])
             store[:, slot, :, : shared[slot]] = store[:, first, :, : shared[slot]].clone()
     tokens = torch.arange(N_SLOTS)
     with torch.no_grad():
-        expected = without_kernel(model).decode(tokens, positions, twin_cache)
-        apart = model.decode(tokens, positions, filled_alike(model, twin_cache))
-        for store in (cache.k, cache.v):  # nobody reads the others'
+        expected = without_kernel(model).decode(tokens, positions, reference_cache)
+        separate = model.decode(tokens, positions, filled_like(model, reference_cache))
+        for store in (cache.k, cache.v):  # the other slots' copies are not read
             for slot in (0, 2, 4, *range(7, N_SLOTS)):
                 store[:, slot, :, : shared[slot]] = torch.nan
         own = torch.stack((numbers, shared, tokens))
-        lent = torch.stack((numbers, shared, torch.tensor([3, 1, 3, 3, 1, 5, *[6] * 18])))
-        if model.reads_prefixes:
-            assert torch.equal(model.decode(tokens, positions, cache, prefixes=lent), apart)
-            apart_from = torch.stack((torch.arange(N_SLOTS), shared, lent[2]))  # as if each went with no other
-            assert torch.equal(model.decode(tokens, positions, cache, prefixes=apart_from), apart)
+        shared_slot = torch.stack((numbers, shared, torch.tensor([3, 1, 3, 3, 1, 5, *[6] * 18])))
+        if model.supports_shared_prefixes:
+            assert torch.equal(model.decode(tokens, positions, cache, prefixes=shared_slot), separate)
+            ungrouped = torch.stack((torch.arange(N_SLOTS), shared, shared_slot[2]))  # a prefix number per slot
+            assert torch.equal(model.decode(tokens, positions, cache, prefixes=ungrouped), separate)
         else:
             with pytest.raises(RuntimeError, match="row 0 cannot read what row 3 holds"):
-                model.decode(tokens, positions, cache, prefixes=lent)
-        cache = filled_alike(model, twin_cache)
+                model.decode(tokens, positions, cache, prefixes=shared_slot)
+        cache = filled_like(model, reference_cache)
         assert distance(model.decode(tokens, positions, cache, prefixes=own), expected) < 1e-5
         with pytest.raises(RuntimeError, match="row 0 at position 20 shares 21 tokens"):
             model.decode(tokens, positions, cache, prefixes=own + torch.tensor([[0], [1], [0]]))
@@ -199,15 +199,15 @@ def test_what_slots_have_in_common_is_read_once(name: str) -> None:
             model.decode(tokens, positions, cache, prefixes=own + torch.tensor([[0], [0], [1]]) * (tokens == 23))
 
 
-def filled_alike(model: Transformer, other: KVCache) -> KVCache:
+def filled_like(model: Transformer, other: KVCache) -> KVCache:
     cache = model.new_cache(N_SLOTS, 96)
     cache.k.copy_(other.k)
     cache.v.copy_(other.v)
     return cache
 
 
-def test_later_weights_are_those_that_count() -> None:
-    """The call holds views of the weights: what training makes of them is what it computes with."""
+def test_weight_updates_are_visible() -> None:
+    """Fused blocks have views of the weights, not copies."""
     model = model_of(LLAMA)
     before = decoded(model)[0]
     model.params.data.mul_(1.1)
@@ -217,13 +217,13 @@ def test_later_weights_are_those_that_count() -> None:
 
 @pytest.mark.parametrize("change", [{"head_dim": 12}, {"intermediate": 50}, {"n_experts": 4, "experts_per_token": 2,
                                      "expert_intermediate": 32}])  # fmt: skip
-def test_other_sizes_and_experts_are_computed_without_it(change: dict[str, int]) -> None:
+def test_unsupported_models_are_not_fused(change: dict[str, int]) -> None:
     model = model_of(replace(LLAMA, **change))
     assert model.weights.fused is None
     assert decoded(model)[0].isfinite().all()
 
 
-def test_no_rows_and_positions_beyond_the_cache() -> None:
+def test_empty_batches_and_positions_beyond_the_cache() -> None:
     model = model_of(LLAMA)
     with torch.no_grad():
         none = torch.empty(0, dtype=torch.int64)
@@ -232,7 +232,7 @@ def test_no_rows_and_positions_beyond_the_cache() -> None:
             model.decode(torch.tensor([3]), torch.tensor([96]), filled(model))
 
 
-def test_kernel_is_a_well_behaved_operator() -> None:
+def test_the_kernel_passes_opcheck() -> None:
     model = model_of(replace(LLAMA, n_layers=1))
     cache, fused = filled(model), model.weights.fused
     assert fused is not None and model._rotary is not None

@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out: whole, sharded, in slices, and what is refused."""
+"""Hugging Face folders: whole and sharded files, reading slices, invalid folders."""
 
 import json
 from collections.abc import Callable
@@ -22,8 +22,8 @@ from realhf.arch.param_specs import param_specs
 from realhf.models.flat_params import FlatParams
 from realhf.models.hf_folder import init_random, load_hf, save_hf
 from tests.models.tiny_models import GPT2, MODELS, ONE_OF_EACH, whole_params
-from tests.models.tiny_models import ours as load
-from tests.models.tiny_models import theirs as hugging_face
+from tests.models.tiny_models import hf_model as hugging_face
+from tests.models.tiny_models import load_model as load
 
 TOKENS = torch.arange(4, 16)
 
@@ -40,7 +40,7 @@ def written_by_hf(name: str, folder: Path, **options: object) -> PreTrainedModel
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("max_shard_bytes", [5e9, 2e4])
-def test_hugging_face_loads_what_we_write(name: str, max_shard_bytes: float, tmp_path: Path) -> None:
+def test_transformers_loads_saved_folders(name: str, max_shard_bytes: float, tmp_path: Path) -> None:
     original = written_by_hf(name, tmp_path / "in", max_shard_size=int(max_shard_bytes))
     ours = load(tmp_path / "in")
     save_hf(tmp_path / "out", ours.config, ours.params.view, None, max_shard_bytes)
@@ -74,7 +74,7 @@ def test_a_scalar_head_is_a_sequence_classifier(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_shards_read_only_their_slices(name: str, tmp_path: Path) -> None:
+def test_shards_read_their_slices(name: str, tmp_path: Path) -> None:
     written_by_hf(name, tmp_path, max_shard_size=20_000)
     full = load(tmp_path)
     specs = {spec.name: spec for spec in param_specs(full.config)}
@@ -86,7 +86,7 @@ def test_shards_read_only_their_slices(name: str, tmp_path: Path) -> None:
             assert torch.equal(params.view(spec.name), expected)
 
 
-def test_a_pipeline_stage_needs_only_its_layers(tmp_path: Path) -> None:
+def test_a_pipeline_stage_reads_its_layers(tmp_path: Path) -> None:
     written_by_hf("llama", tmp_path)
     full = load(tmp_path)
     mine = {name: box for name, box in boxes(full.config).items() if name.startswith("layers.1.")}
@@ -95,7 +95,7 @@ def test_a_pipeline_stage_needs_only_its_layers(tmp_path: Path) -> None:
     assert torch.equal(params.view("layers.1.wq"), full.params.view("layers.1.wq").bfloat16())
 
 
-def test_a_bare_base_model_is_read(tmp_path: Path) -> None:
+def test_a_base_model_without_prefix_is_loaded(tmp_path: Path) -> None:
     torch.manual_seed(0)
     base = GPT2Model(GPT2Config(**GPT2)).eval()
     base.save_pretrained(tmp_path)
@@ -104,7 +104,7 @@ def test_a_bare_base_model_is_read(tmp_path: Path) -> None:
         assert torch.allclose(ours.hidden(TOKENS, [12]), base(TOKENS[None]).last_hidden_state[0], atol=1e-4)
 
 
-def test_sixteen_bit_weights_are_written_as_such(tmp_path: Path) -> None:
+def test_bfloat16_weights_are_saved_as_bfloat16(tmp_path: Path) -> None:
     written_by_hf("qwen2", tmp_path / "in")
     config = read_hf_config(tmp_path / "in", False)
     params = whole_params(config, torch.bfloat16)
@@ -114,7 +114,7 @@ def test_sixteen_bit_weights_are_written_as_such(tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
-def test_tokenizer_files_come_along_and_an_old_folder_goes(tmp_path: Path) -> None:
+def test_tokenizer_files_are_copied_and_an_old_folder_is_replaced(tmp_path: Path) -> None:
     written_by_hf("llama", tmp_path / "in")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "README.md"):
         (tmp_path / "in" / name).write_text(name)
@@ -129,7 +129,7 @@ def test_tokenizer_files_come_along_and_an_old_folder_goes(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "qwen3_moe"])
-def test_a_random_model_does_not_depend_on_how_it_is_cut(name: str, tmp_path: Path) -> None:
+def test_a_random_model_does_not_depend_on_its_sharding(name: str, tmp_path: Path) -> None:
     written_by_hf(name, tmp_path)
     config = read_hf_config(tmp_path, False)
     full, half = (FlatParams(param_specs(config), boxes(config, tp, tp - 1), torch.float32, "cpu") for tp in (1, 2))
@@ -152,7 +152,7 @@ def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> P
     return folder
 
 
-def test_bad_folders_say_what_is_wrong(tmp_path: Path) -> None:
+def test_invalid_folders_are_rejected(tmp_path: Path) -> None:
     written_by_hf("llama", tmp_path)
     with pytest.raises(ValueError, match=r"lacks 1 tensors: score\.weight"):
         config = read_hf_config(tmp_path, True)
@@ -162,7 +162,7 @@ def test_bad_folders_say_what_is_wrong(tmp_path: Path) -> None:
         load(tmp_path)
     edit(tmp_path, lambda t: t.pop("model.layers.0.self_attn.q_norm.weight"))
     edit(tmp_path, lambda t: t.update({"model.norm.weight": torch.ones(31)}))
-    with pytest.raises(ValueError, match=r"'model.norm.weight' has shape \[31\], the configuration says \[32\]"):
+    with pytest.raises(ValueError, match=r"'model.norm.weight' has shape \[31\], expected \[32\] by config.json"):
         load(tmp_path)
     edit(tmp_path, lambda t: t.pop("model.norm.weight"))
     with pytest.raises(ValueError, match=r"lacks 1 tensors: model\.norm\.weight"):
@@ -171,5 +171,5 @@ def test_bad_folders_say_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="pickled .bin weights"):
         load(tmp_path)
     (tmp_path / "pytorch_model.bin").unlink()
-    with pytest.raises(ValueError, match="holds neither"):
+    with pytest.raises(ValueError, match="has no model.safetensors and no model.safetensors.index.json"):
         load(tmp_path)

@@ -1,4 +1,4 @@
-"""Key/value cache: where tokens go and how prompts are shared."""
+"""KV cache: writes by slot and position, copies of prefixes."""
 
 import torch
 
@@ -13,18 +13,18 @@ def cache() -> KVCache:
     return kv
 
 
-def test_tokens_go_to_their_slot_and_position() -> None:
+def test_tokens_are_written_to_their_slot_and_position() -> None:
     kv = cache()
     before, slots, positions = kv.k.clone(), torch.tensor([2, 0]), torch.tensor([5, 1])
     k, v = torch.randn(2, 2, 2, 4)
-    kv.write(1, kv.places(slots, positions), k, v)
+    kv.write(1, kv.indices(slots, positions), k, v)
     assert torch.equal(kv.k[1, 2, :, 5], k[0])
     assert torch.equal(kv.v[1, 0, :, 1], v[1])
     assert torch.equal(kv.k[0], before[0])
     assert int((kv.k != before).sum()) == k.numel()
 
 
-def test_prefixes_are_copied_and_no_more() -> None:
+def test_only_the_prefix_is_copied() -> None:
     kv = cache()
     before = kv.k.clone()
     kv.copy_prefix(1, (0, 1, 3), 4)

@@ -1,4 +1,4 @@
-"""The packed transformer against Hugging Face: logits, gradients, decoding, recomputation."""
+"""The packed transformer against transformers: logits, gradients, decoding, recomputation."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +11,8 @@ from realhf.arch.hf_config import read_hf_config
 from realhf.models.hf_folder import init_random, load_hf
 from realhf.models.transformer import Transformer
 from realhf.ops.moe import balance_loss, route
-from tests.models.tiny_models import MODELS, VOCAB, twins, whole_params
-from tests.models.tiny_models import theirs as hugging_face
+from tests.models.tiny_models import MODELS, VOCAB, both_models, whole_params
+from tests.models.tiny_models import hf_model as hugging_face
 
 LENGTHS = [9, 9, 4, 1]  # windows are 4
 
@@ -35,8 +35,8 @@ def their_logprobs(model: torch.nn.Module, temperature: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_and_logprobs_equal_hugging_face(name: str, tmp_path: Path) -> None:
-    theirs, ours = twins(name, tmp_path)
+def test_logits_and_logprobs_equal_transformers(name: str, tmp_path: Path) -> None:
+    theirs, ours = both_models(name, tmp_path)
     with torch.no_grad():
         hidden = ours.hidden(tokens(), LENGTHS)
         assert torch.allclose(ours.logits(hidden), their_logits(theirs), atol=1e-4)
@@ -45,8 +45,8 @@ def test_logits_and_logprobs_equal_hugging_face(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_prefill_and_decoding_equal_the_full_forward(name: str, tmp_path: Path) -> None:
-    ours = twins(name, tmp_path)[1]
+def test_prefill_and_decoding_equal_a_full_forward(name: str, tmp_path: Path) -> None:
+    ours = both_models(name, tmp_path)[1]
     lengths, prompts, slots = [9, 9, 5], [3, 5, 1], [2, 0, 1]
     rows = tokens()[: sum(lengths)].split(lengths)
     with torch.no_grad():
@@ -64,7 +64,7 @@ def test_prefill_and_decoding_equal_the_full_forward(name: str, tmp_path: Path) 
 
 
 def loss_and_gradient(model: Transformer) -> torch.Tensor:
-    """Differentiate a weighted sum of log-probabilities and return the flat gradient."""
+    """Return the flat gradient of a weighted sum of log-probabilities."""
     model.params.enable_grad()
     model.params.zero_grad()
     logprobs = model.logprobs(model.hidden(tokens(), LENGTHS), tokens(), LENGTHS)
@@ -74,8 +74,8 @@ def loss_and_gradient(model: Transformer) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_equal_hugging_face(name: str, tmp_path: Path) -> None:
-    theirs, ours = twins(name, tmp_path)
+def test_gradients_equal_transformers(name: str, tmp_path: Path) -> None:
+    theirs, ours = both_models(name, tmp_path)
     loss_and_gradient(ours)
     logprobs = their_logprobs(theirs, 1.0)
     (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
@@ -83,7 +83,7 @@ def test_gradients_equal_hugging_face(name: str, tmp_path: Path) -> None:
 
 
 def compare_gradients(theirs: torch.nn.Module, ours: Transformer, folder: Path) -> None:
-    """Read their gradients as if they were weights: names and shapes are translated on the way."""
+    """Save their gradients as weights and load them, which translates names and shapes."""
     with torch.no_grad():
         for param in theirs.parameters():
             param.copy_(param.grad)
@@ -95,7 +95,7 @@ def compare_gradients(theirs: torch.nn.Module, ours: Transformer, folder: Path) 
 
 
 def router_losses(theirs: torch.nn.Module, balance: float, z: float) -> torch.Tensor:
-    """Both losses by their definitions: a mean over routed layers and tokens, balance within each row and layer."""
+    """Return both losses by definition: means over routed layers and tokens, balance within each row and layer."""
     total, per_token = torch.zeros(()), theirs.config.num_experts_per_tok
     for row in tokens().split(LENGTHS):
         for logits in theirs(row[None], output_router_logits=True).router_logits:
@@ -109,22 +109,22 @@ def router_losses(theirs: torch.nn.Module, balance: float, z: float) -> torch.Te
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen3_moe_some"])
 @pytest.mark.parametrize("saving", [False, True])
-def test_router_losses_join_what_is_trained(name: str, saving: bool, tmp_path: Path) -> None:
-    theirs, ours = twins(name, tmp_path)
+def test_router_losses_are_added_to_the_gradient(name: str, saving: bool, tmp_path: Path) -> None:
+    theirs, ours = both_models(name, tmp_path)
     assert ours.config.balance_loss == 0.5
     ours = Transformer(replace(ours.config, z_loss=0.3), ours.params, checkpoint_activations=saving)
     ours.params.enable_grad()
     hidden = ours.hidden(tokens(), LENGTHS, token_weight=1 / sum(LENGTHS))
     ours.logprobs(hidden, tokens(), LENGTHS).sum().backward()
     (their_logprobs(theirs, 1.0).sum() + router_losses(theirs, 0.5, 0.3)).backward()
-    lost = ours.take_router_losses() / sum(LENGTHS) / len(ours.config.routed_layers)  # once, recomputed or not
+    losses = ours.pop_router_losses() / sum(LENGTHS) / len(ours.config.routed_layers)  # counted once if recomputed
     with torch.no_grad():
         expected = [float(router_losses(theirs, balance, 1.0 - balance)) for balance in (1.0, 0.0)]
-    assert lost.tolist() == pytest.approx(expected, rel=1e-4) and ours.take_router_losses().tolist() == [0.0, 0.0]
+    assert losses.tolist() == pytest.approx(expected, rel=1e-4) and ours.pop_router_losses().tolist() == [0.0, 0.0]
     compare_gradients(theirs, ours, tmp_path / "gradients")
 
 
-def test_one_row_and_one_layer_are_balanced_as_hugging_face_balances() -> None:
+def test_the_balance_loss_of_one_row_and_layer_equals_transformers() -> None:
     theirs = hugging_face("mixtral")
     row = tokens()[: LENGTHS[0]]
     result = theirs(row[None], output_router_logits=True)
@@ -137,22 +137,22 @@ def test_one_row_and_one_layer_are_balanced_as_hugging_face_balances() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mixtral"])
 def test_recomputed_activations_give_the_same_gradient(name: str, tmp_path: Path) -> None:
-    ours = twins(name, tmp_path)[1]
+    ours = both_models(name, tmp_path)[1]
     saving = Transformer(ours.config, ours.params, checkpoint_activations=True)
     assert torch.equal(loss_and_gradient(ours), loss_and_gradient(saving))
 
 
-def test_sixteen_bit_training_collects_a_float32_gradient(tmp_path: Path) -> None:
-    exact = twins("llama", tmp_path)[1]
+def test_bfloat16_training_accumulates_a_float32_gradient(tmp_path: Path) -> None:
+    exact = both_models("llama", tmp_path)[1]
     params = whole_params(exact.config, torch.bfloat16)
     load_hf(tmp_path, exact.config, params, seed=0)
-    rough, fine = loss_and_gradient(Transformer(exact.config, params)), loss_and_gradient(exact)
-    assert rough.dtype == torch.float32
-    assert torch.nn.functional.cosine_similarity(rough, fine, dim=0) > 0.999
+    bf16, fp32 = loss_and_gradient(Transformer(exact.config, params)), loss_and_gradient(exact)
+    assert bf16.dtype == torch.float32
+    assert torch.nn.functional.cosine_similarity(bf16, fp32, dim=0) > 0.999
 
 
-def test_a_bound_model_follows_its_parameters(tmp_path: Path) -> None:
-    ours = twins("llama", tmp_path)[1]
+def test_bound_weights_follow_their_parameters(tmp_path: Path) -> None:
+    ours = both_models("llama", tmp_path)[1]
     first = ours.hidden(tokens(), LENGTHS)
     backup = ours.params.data.clone()
     ours.params.free()
@@ -165,8 +165,8 @@ def test_a_bound_model_follows_its_parameters(tmp_path: Path) -> None:
     assert ours.hidden(tokens(), LENGTHS).requires_grad
 
 
-def test_training_follows_generation_in_inference_mode(tmp_path: Path) -> None:
-    ours = twins("llama", tmp_path)[1]
+def test_training_after_inference_mode(tmp_path: Path) -> None:
+    ours = both_models("llama", tmp_path)[1]
     expected = loss_and_gradient(ours)
     fresh = Transformer(ours.config, ours.params)
     with torch.inference_mode():
@@ -174,24 +174,24 @@ def test_training_follows_generation_in_inference_mode(tmp_path: Path) -> None:
     assert torch.equal(loss_and_gradient(fresh), expected)
 
 
-def test_an_empty_batch_runs_both_ways(tmp_path: Path) -> None:
-    ours = twins("gpt2", tmp_path)[1]
+def test_an_empty_batch_has_a_zero_gradient(tmp_path: Path) -> None:
+    ours = both_models("gpt2", tmp_path)[1]
     ours.params.enable_grad()
-    nothing = torch.empty(0, dtype=torch.int64)
-    hidden = ours.hidden(nothing, [])
-    (ours.logprobs(hidden, nothing, []).sum() + hidden.sum()).backward()
+    empty = torch.empty(0, dtype=torch.int64)
+    hidden = ours.hidden(empty, [])
+    (ours.logprobs(hidden, empty, []).sum() + hidden.sum()).backward()
     assert ours.params.grad is not None
     assert not ours.params.grad.any()
 
 
-def test_rows_beyond_learned_positions_are_refused(tmp_path: Path) -> None:
-    ours = twins("gpt2", tmp_path)[1]
-    with pytest.raises(ValueError, match="a row of 65 tokens; this model has 64 positions"):
+def test_rows_longer_than_learned_positions_are_rejected(tmp_path: Path) -> None:
+    ours = both_models("gpt2", tmp_path)[1]
+    with pytest.raises(ValueError, match="a row has 65 tokens; this model has 64 positions"):
         ours.hidden(torch.zeros(65, dtype=torch.int64), [65])
 
 
 def test_values_are_the_scalar_head(tmp_path: Path) -> None:
-    twins("qwen2", tmp_path)
+    both_models("qwen2", tmp_path)
     config = read_hf_config(tmp_path, True)
     params = whole_params(config)
     init_random(config, params, 3)

@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face models of every family, with the switches that real ones set."""
+"""Tiny random Hugging Face models of every family, with the options of released models."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +46,7 @@ LLAMA3 |= {"original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 GPT2 = {"vocab_size": VOCAB, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
 GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
-# widths of experts are multiples of 4 for Hugging Face's grouped product
+# expert sizes are multiples of 4 for Hugging Face's grouped product
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 12}
 BALANCE = {"router_aux_loss_coef": 0.5}
 WINDOW = 4
@@ -81,8 +81,8 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 ONE_OF_EACH = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gpt2", "gpt_neox", "mixtral", "qwen3_moe")
 
 
-def theirs(name: str) -> PreTrainedModel:
-    """A random Hugging Face model, biases and norms included."""
+def hf_model(name: str) -> PreTrainedModel:
+    """Return a random Hugging Face model, with random biases and norms."""
     torch.manual_seed(0)
     model = MODELS[name]().eval()
     with torch.no_grad():
@@ -97,16 +97,16 @@ def whole_params(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Fla
     return FlatParams(specs, {spec.name: whole(spec.shape) for spec in specs}, dtype, "cpu")
 
 
-def ours(folder: Path, scalar_head: bool = False, seed: int = 0) -> Transformer:
-    """Our model with the weights in a folder; a scalar head that it lacks is drawn."""
+def load_model(folder: Path, scalar_head: bool = False, seed: int = 0) -> Transformer:
+    """Load our model from a folder; a missing scalar head is initialised."""
     config = read_hf_config(folder, scalar_head)
     params = whole_params(config)
     load_hf(folder, config, params, seed, frozenset({"head.weight"}) if scalar_head else frozenset())
     return Transformer(config, params)
 
 
-def twins(name: str, folder: Path) -> tuple[PreTrainedModel, Transformer]:
-    """A random Hugging Face model and ours with the same weights."""
-    model = theirs(name)
+def both_models(name: str, folder: Path) -> tuple[PreTrainedModel, Transformer]:
+    """Return a random Hugging Face model, and ours with the same weights."""
+    model = hf_model(name)
     model.save_pretrained(folder)
-    return model, ours(folder)
+    return model, load_model(folder)

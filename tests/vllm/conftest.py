@@ -1,4 +1,4 @@
-"""A model that vLLM runs on a CPU (heads of 32), and the interpreter that has vLLM."""
+"""A model that vLLM supports on a CPU (head size 32), and the interpreter with vLLM."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One-digit sums, a tokenizer, and a Llama of 2 layers with 4 heads of 32, as examples/arithmetic.py makes them."""
+    """One-digit sums, a tokenizer, and a Llama of 2 layers with 4 heads of size 32, from examples/arithmetic.py."""
     root = tmp_path_factory.mktemp("sums")
     sizes = {"digits": 1, "sft-rows": 40, "train-rows": 32, "valid-rows": 5, "hidden": 128, "layers": 2}
     options = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]

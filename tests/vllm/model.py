@@ -1,4 +1,4 @@
-"""Engines for the tests of vLLM. Gloo ranks import this too."""
+"""Engines for the vLLM tests; imported by gloo ranks."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,16 +13,16 @@ from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.arch.hf_config import read_hf_config
 from realhf.comm.process_groups import ParallelContext, make_groups
 from realhf.data.batch import Column, SequenceBatch
-from realhf.models.engine import NativeEngine, ServedEngine, Serving, build_engine, served
+from realhf.models.engine import NativeEngine, VllmEngine, VllmLauncher, build_engine, with_vllm
 
 INTERPRETER = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
-ALONE = ParallelStrategy()
+SINGLE = ParallelStrategy()
 VOCAB = 24
 OPTIONS = VllmConfig(python=str(INTERPRETER), timeout=180.0)
 
 
-def engine_on(sums: Path, rank: int = 0, strategy: ParallelStrategy = ALONE) -> NativeEngine:
-    """A random model whose weights another process can map."""
+def engine_on(sums: Path, rank: int = 0, strategy: ParallelStrategy = SINGLE) -> NativeEngine:
+    """Return an engine with a random model in shared memory."""
     layout = Layout(DeviceMesh(tuple(range(strategy.world))), strategy)
     members = {layout.axis(axis, r) for axis in ("dp", "tp") for r in layout.mesh.ranks}
     groups = make_groups(sorted(m for m in members if len(m) > 1), rank)
@@ -30,15 +30,15 @@ def engine_on(sums: Path, rank: int = 0, strategy: ParallelStrategy = ALONE) -> 
     config = read_hf_config(sums / "model", scalar_head=False)
     context = ParallelContext(layout, rank, groups=groups)
     return build_engine(config, role, context, trained=False, holds_weights=True, seed=3, total_steps=10, stop_ids=(1,),
-                        tokenizer_folder=None, share_as="actor")  # fmt: skip
+                        tokenizer_folder=None, shared_name="actor")  # fmt: skip
 
 
-def served_on(engine: NativeEngine, folder: Path, temperature: float = 1.0, pack: bool = True) -> ServedEngine:
-    return served(engine, Serving(replace(OPTIONS, pack=pack), folder, folder.with_suffix(".log"), temperature))
+def vllm_on(engine: NativeEngine, folder: Path, temperature: float = 1.0, pack: bool = True) -> VllmEngine:
+    return with_vllm(engine, VllmLauncher(replace(OPTIONS, pack=pack), folder, folder.with_suffix(".log"), temperature))
 
 
 def prompts_of(lengths: Sequence[int], first: int = 0) -> SequenceBatch:
-    """Prompts of these lengths, numbered from ``first`` on; what is in one depends on its number."""
+    """Return prompts of these lengths, numbered from ``first``; their tokens depend on the number."""
     numbers = range(first, first + len(lengths))
     rows = [torch.randint(2, VOCAB, (length,), generator=torch.Generator().manual_seed(100 + number))
             for number, length in zip(numbers, lengths, strict=True)]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Whole runs whose answers vLLM draws: data parallel, tensor parallel, on workers of their own; and their bad ends."""
+"""Whole runs that generate with vLLM: data parallel, tensor parallel, on separate workers; and failures."""
 
 import os
 import signal
@@ -12,17 +12,17 @@ from tests.integration.conftest import GRADED, Run, Started, run_all, same_curve
 from tests.vllm.model import INTERPRETER
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.dist]
-SERVED = "actor_gen.backend=vllm"
+WITH_VLLM = "actor_gen.backend=vllm"
 VARIANTS = {
-    "one": [SERVED],
-    "two": ["n_gpus_per_node=2", SERVED],
-    "cut": ["n_gpus_per_node=2", "allocation_mode=actor_gen:t2,*:d2", SERVED],
-    "apart": ["n_gpus_per_node=2", "allocation_mode=vllm.d1+d1"],
+    "one": [WITH_VLLM],
+    "two": ["n_gpus_per_node=2", WITH_VLLM],
+    "tensor": ["n_gpus_per_node=2", "allocation_mode=actor_gen:t2,*:d2", WITH_VLLM],
+    "separate": ["n_gpus_per_node=2", "allocation_mode=vllm.d1+d1"],
 }
 
 
 @pytest.fixture(scope="module")
-def words(sums: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def options(sums: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     rewards = tmp_path_factory.mktemp("reward") / "rewards.py"
     rewards.write_text(GRADED)
     return [
@@ -43,29 +43,29 @@ def words(sums: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def runs(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Every step of every run compares checksums of vLLM's weights with the trainer's before it draws."""
-    return run_all("ppo-math", tmp_path_factory.mktemp("vllm"), VARIANTS, words)
+def runs(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Every step compares the weight checksums of vLLM and the trainer before it samples."""
+    return run_all("ppo-math", tmp_path_factory.mktemp("vllm"), VARIANTS, options)
 
 
-@pytest.mark.parametrize("other", ["two", "cut", "apart"])
-def test_a_curve_does_not_depend_on_where_vllm_runs(other: str, runs: dict[str, Run]) -> None:
+@pytest.mark.parametrize("other", ["two", "tensor", "separate"])
+def test_the_curve_does_not_depend_on_the_placement_of_vllm(other: str, runs: dict[str, Run]) -> None:
     assert not same_curve(runs["one"], runs[other])
 
 
-def test_trainer_and_generator_agree(runs: dict[str, Run]) -> None:
+def test_trainer_and_generator_log_probabilities_agree(runs: dict[str, Run]) -> None:
     for run in runs.values():
         assert len(run.metrics) == 5
         assert all(line["actor_train/logprob_diff"] < 1e-5 for line in run.metrics)
 
 
 @pytest.fixture
-def started(words: list[str], tmp_path: Path) -> Callable[..., Started]:
-    return lambda *more: start("ppo-math", tmp_path, [*words, *more])
+def started(options: list[str], tmp_path: Path) -> Callable[..., Started]:
+    return lambda *more: start("ppo-math", tmp_path, [*options, *more])
 
 
-def test_a_killed_vllm_ends_the_run_by_name(started: Callable[..., Started]) -> None:
-    run = started(SERVED, "exp_ctrl.total_train_steps=500", "exp_ctrl.total_train_epochs=500")
+def test_a_killed_vllm_fails_the_run(started: Callable[..., Started]) -> None:
+    run = started(WITH_VLLM, "exp_ctrl.total_train_steps=500", "exp_ctrl.total_train_epochs=500")
     run.wait_for_step()
     os.kill(vllm_of(run), signal.SIGKILL)
     began, ended = time.monotonic(), run.finish()
@@ -73,8 +73,8 @@ def test_a_killed_vllm_ends_the_run_by_name(started: Callable[..., Started]) -> 
     assert "worker 0 failed during actor_gen" in ended.said and "vLLM of worker 0 ended by signal SIGKILL" in ended.said
 
 
-def test_a_vllm_that_stands_still_is_named(started: Callable[..., Started]) -> None:
-    run = started(SERVED, "exp_ctrl.total_train_steps=500", "exp_ctrl.total_train_epochs=500", "vllm.timeout=30")
+def test_a_hung_vllm_fails_the_run(started: Callable[..., Started]) -> None:
+    run = started(WITH_VLLM, "exp_ctrl.total_train_steps=500", "exp_ctrl.total_train_epochs=500", "vllm.timeout=30")
     run.wait_for_step()
     pid = vllm_of(run)
     os.kill(pid, signal.SIGSTOP)
@@ -83,13 +83,13 @@ def test_a_vllm_that_stands_still_is_named(started: Callable[..., Started]) -> N
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_an_interpreter_without_vllm_is_refused(started: Callable[..., Started]) -> None:
-    ended = started(SERVED, "vllm.python=/usr/bin/env").finish()
+def test_an_interpreter_without_vllm_is_rejected(started: Callable[..., Started]) -> None:
+    ended = started(WITH_VLLM, "vllm.python=/usr/bin/env").finish()
     assert ended.code == 2 and "backend=vllm: /usr/bin/env cannot import vllm" in ended.said
 
 
 def vllm_of(run: Started) -> int:
-    """Return the process of vLLM that works for a run."""
+    """Return the pid of a run's vLLM process."""
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
@@ -100,4 +100,4 @@ def vllm_of(run: Started) -> int:
                 continue
             if any(word.endswith("realhf_server.py") for word in words) and str(run.root) in above:
                 return int(folder.name)
-    raise AssertionError(f"no process of vLLM works for {run.root}")
+    raise AssertionError(f"{run.root} has no vLLM process")

@@ -1,4 +1,4 @@
-"""The model families by their Hugging Face ``model_type``. To add one: a file of names and sizes, and a line here."""
+"""Model families by Hugging Face ``model_type``. A new family is one file of names and sizes, and one entry here."""
 
 from realhf.arch.families.base import Family, HfTensor
 from realhf.arch.families.gemma import GEMMA

@@ -1,4 +1,4 @@
-"""What a family declares: names and sizes of its Hugging Face twin. No tensors: the planner reads these files."""
+"""What a family declares: the names and sizes of its Hugging Face models. No tensors, since the planner reads it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,10 +24,11 @@ SCALINGS = {
 
 @dataclass(frozen=True)
 class HfTensor:
-    """A Hugging Face tensor, or a part of one, that holds one of our parameters or a part of it.
+    """A Hugging Face tensor, or a slice of one, that stores one of our parameters or a slice of it.
 
-    ``box`` is in that tensor's own coordinates (None: all of it); ``transpose`` when its rows are our columns. ``at``
-    is the part of our parameter (None: all of it); where the tensor has fewer dimensions, its first ones have size 1.
+    ``box`` is in the stored tensor's coordinates (None: all of it); ``transpose`` if its rows are our columns. ``at``
+    is the slice of our parameter (None: all of it); if the stored tensor has fewer dimensions, the leading ones of
+    ``at`` have size 1.
     """
 
     name: str
@@ -37,31 +38,32 @@ class HfTensor:
 
 
 HfTensors = dict[str, tuple[HfTensor, ...]]
-"""The tensors that make up each of our parameters."""
+"""The stored tensors of each of our parameters."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One ``model_type``: its class names (language model, scalar head) and the translation both ways.
+    """One ``model_type``: its class names and the translation of configurations and tensors in both directions.
 
-    ``base_prefix`` starts every name but the heads' and is absent in folders of a bare base model; tensors whose name
-    ends with one of ``ignored`` are buffers of older versions, not weights.
+    ``base_prefix`` starts every tensor name except the heads' and is absent in folders of a bare base model. Tensors
+    whose name ends with one of ``ignored`` are buffers of older versions, not weights.
     """
 
     name: str
-    hf_architectures: tuple[str, str]
-    base_prefix: str
+    class_prefix: str  # of LlamaForCausalLM: Llama
     config_from_hf: Callable[[Mapping[str, Any], bool], ModelConfig]
     config_to_hf: Callable[[ModelConfig], dict[str, Any]]
     hf_tensors: Callable[[ModelConfig], HfTensors]
-    ignored: tuple[str, ...] = ()
+    base_prefix: str = "model."
+    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    lm_class: str = "ForCausalLM"
 
     def architecture(self, config: ModelConfig) -> str:
-        return self.hf_architectures[config.head == "scalar"]
+        return self.class_prefix + ("ForSequenceClassification" if config.head == "scalar" else self.lm_class)
 
 
 def whole_number(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return a positive whole number; an absent or null field gives ``default``, or an error where that is None."""
+    """Return a positive integer; an absent or null field gives ``default``, or ValueError if that is None."""
     value = default if hf.get(key) is None else hf[key]
     if value is None:
         raise ValueError(f"field '{key}' is missing")
@@ -70,46 +72,45 @@ def whole_number(hf: Mapping[str, Any], key: str, default: int | None = None) ->
     return value
 
 
-def number(hf: Mapping[str, Any], key: str, default: float, least: float | None = None) -> float:
-    """Return a positive number; with ``least``, one that is not below it."""
+def number(hf: Mapping[str, Any], key: str, default: float, minimum: float | None = None) -> float:
+    """Return a positive number or, with ``minimum``, a number that is at least that."""
     value = default if hf.get(key) is None else hf[key]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or (value <= 0 if least is None else value < least):
-        kind = "a positive number" if least is None else f"a number of {least:g} or more"
+    if not is_number or (value <= 0 if minimum is None else value < minimum):
+        kind = "a positive number" if minimum is None else f"a number of {minimum:g} or more"
         raise ValueError(f"field '{key}' must be {kind}, got {value!r}")
     return float(value)
 
 
 def optional_number(hf: Mapping[str, Any], key: str, default: float) -> float:
-    """Return a positive number, ``default`` where the field is absent and 0 where it is null: switched off."""
+    """Return a positive number, ``default`` for an absent field, 0 for a null one (disabled)."""
     return 0.0 if key in hf and hf[key] is None else number(hf, key, default)
 
 
-def window(hf: Mapping[str, Any], default: int = 0) -> int:
-    """Return the attention window; a null field switches it off, an absent one gives ``default``."""
+def sliding_window(hf: Mapping[str, Any], default: int = 0) -> int:
+    """Return the attention window; a null field disables it, an absent one gives ``default``."""
     if hf.get("sliding_window", default or None) is None:
         return 0
     return whole_number(hf, "sliding_window", default or None)
 
 
-def windows_by_layer(hf: Mapping[str, Any], width: int, slides: Callable[[int], bool]) -> tuple[int, ...]:
-    """Return each layer's window: as ``layer_types`` says, else where ``slides``. Empty when no layer has one."""
+def sliding_windows(hf: Mapping[str, Any], width: int, slides: Callable[[int], bool]) -> tuple[int, ...]:
+    """Return the window of each layer, by ``layer_types`` or else by ``slides``; empty if no layer has one."""
     n_layers = whole_number(hf, "num_hidden_layers")
-    kinds = hf.get("layer_types")
-    if kinds is None:
-        kinds = ["sliding_attention" if slides(i) else "full_attention" for i in range(n_layers)]
-    unknown = set(kinds) - {"sliding_attention", "full_attention"}
-    if unknown or len(kinds) != n_layers:
+    types = hf.get("layer_types")
+    if types is None:
+        types = ["sliding_attention" if slides(i) else "full_attention" for i in range(n_layers)]
+    if set(types) - {"sliding_attention", "full_attention"} or len(types) != n_layers:
         raise ValueError(
-            f"field 'layer_types' must say sliding_attention or full_attention of {n_layers} layers, got {kinds!r}"
+            f"field 'layer_types' must name sliding_attention or full_attention for {n_layers} layers, got {types!r}"
         )
-    if "sliding_attention" not in kinds or not width:
+    if "sliding_attention" not in types or not width:
         return ()
-    return tuple(width if kind == "sliding_attention" else 0 for kind in kinds)
+    return tuple(width if layer_type == "sliding_attention" else 0 for layer_type in types)
 
 
 def layer_types(config: ModelConfig) -> list[str]:
-    return ["sliding_attention" if config.window(i) else "full_attention" for i in range(config.n_layers)]
+    return ["sliding_attention" if config.sliding_window(i) else "full_attention" for i in range(config.n_layers)]
 
 
 def activation(hf: Mapping[str, Any], key: str, default: str) -> str:
@@ -119,20 +120,55 @@ def activation(hf: Mapping[str, Any], key: str, default: str) -> str:
     return ACTIVATIONS[value]
 
 
-def refuse(hf: Mapping[str, Any], **supported: Any) -> None:
-    """Raise where a switch is set to something that this code does not compute; null counts as the supported value."""
+def require(hf: Mapping[str, Any], **supported: Any) -> None:
+    """Raise ValueError for fields with a value that is not supported; null counts as the supported value."""
     for key, only in supported.items():
         if hf.get(key) is not None and hf[key] != only:
             raise ValueError(f"field '{key}' is {hf[key]!r}, only {only!r} is supported")
 
 
+def sizes_from_hf(
+    hf: Mapping[str, Any], keys: Mapping[str, str], scalar_head: bool, tied: bool = False
+) -> dict[str, Any]:
+    """Read the fields of ``ModelConfig`` that all families have; ``keys`` are the names of the required sizes.
+
+    ``head_dim`` is absent if the number of heads does not divide the hidden size.
+    """
+    sizes: dict[str, Any] = {ours: whole_number(hf, theirs) for ours, theirs in keys.items()}
+    if sizes["hidden"] % sizes["n_heads"] == 0:
+        sizes["head_dim"] = sizes["hidden"] // sizes["n_heads"]
+    return sizes | {
+        "head": "scalar" if scalar_head else "lm",
+        "tied_embedding": bool(hf.get("tie_word_embeddings", tied)) and not scalar_head,
+        "init_std": number(hf, "initializer_range", 0.02),
+        **_token_ids(hf),
+    }
+
+
+def require_head_dim(hf: Mapping[str, Any], keys: Mapping[str, str], sizes: Mapping[str, Any]) -> None:
+    """Raise ValueError if the number of heads does not divide the hidden size."""
+    if "head_dim" not in sizes:
+        hidden, n_heads = keys["hidden"], keys["n_heads"]
+        raise ValueError(f"field '{hidden}' is {hf[hidden]}, not a multiple of {n_heads} ({hf[n_heads]})")
+
+
+def sizes_to_hf(config: ModelConfig, keys: Mapping[str, str]) -> dict[str, Any]:
+    """The inverse of ``sizes_from_hf``."""
+    return {
+        **{theirs: getattr(config, ours) for ours, theirs in keys.items()},
+        "tie_word_embeddings": config.tied_embedding and config.head == "lm",
+        "initializer_range": config.init_std,
+        **_token_ids_to_hf(config),
+    }
+
+
 def whole_tensors(names: Mapping[str, str]) -> HfTensors:
-    """Return tensors that are our parameters as they stand, by our names."""
+    """Return the tensors of parameters that are stored unchanged, by our names."""
     return {ours: (HfTensor(theirs),) for ours, theirs in names.items()}
 
 
 def stacked_experts(prefix: str, gate: str, up: str, down: str, config: ModelConfig) -> HfTensors:
-    """Return the tensors of routed experts, which Hugging Face stores one by one under ``{prefix}{expert}.``."""
+    """Return the tensors of routed experts, which Hugging Face stores separately under ``{prefix}{expert}.``."""
     hidden, wide = (0, config.hidden), (0, config.expert_intermediate)
     ups, downs = [], []
     for e in range(config.n_experts):
@@ -142,18 +178,18 @@ def stacked_experts(prefix: str, gate: str, up: str, down: str, config: ModelCon
     return {"experts.up": tuple(ups), "experts.down": tuple(downs)}
 
 
-def token_ids(hf: Mapping[str, Any]) -> dict[str, Any]:
+def _token_ids(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Return the special tokens as fields of ``ModelConfig``; Hugging Face allows one end token or a list."""
     eos = hf.get("eos_token_id")
     ends = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     return {"bos_token_id": hf.get("bos_token_id"), "eos_token_ids": ends, "pad_token_id": hf.get("pad_token_id")}
 
 
-def token_ids_to_hf(config: ModelConfig) -> dict[str, Any]:
+def _token_ids_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Return the special tokens as Hugging Face fields.
 
-    A scalar head needs a pad token: Hugging Face scores the last token that is not one. Where the model has none, it
-    is never an end token, which our rows are scored at.
+    A scalar head needs a pad token, since Hugging Face scores the last token that is not padding. A model without one
+    gets a token that is not an end token: rows are scored at their end token.
     """
     ends, pad = config.eos_token_ids, config.pad_token_id
     if config.head == "scalar" and pad is None:
@@ -164,7 +200,7 @@ def token_ids_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def rotary(hf: Mapping[str, Any], base: float = 10000.0) -> tuple[float, tuple[tuple[str, float], ...]]:
-    """Return base and scaling; version 5 keeps them in ``rope_parameters``, older ones in two fields."""
+    """Return base and scaling; transformers 5 stores them in ``rope_parameters``, older versions in two fields."""
     new, old = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
     base = number(new if "rope_theta" in new else hf, "rope_theta", base)
     scaling = new or old
@@ -180,13 +216,13 @@ def rotary(hf: Mapping[str, Any], base: float = 10000.0) -> tuple[float, tuple[t
 
 
 def rotary_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Return the rotary fields in both spellings, for versions before and after 5."""
+    """Return the rotary fields as transformers 5 and as older versions name them."""
     scaling: dict[str, Any] = {"rope_type": "default"}
     if config.rotary_scaling:
         values = dict(config.rotary_scaling)
         kind = next(kind for kind, keys in SCALINGS.items() if set(keys) == set(values))
-        whole_ones = {key: int(value) for key, value in values.items() if key == "original_max_position_embeddings"}
-        scaling = {"rope_type": kind, **values, **whole_ones}
+        integers = {key: int(value) for key, value in values.items() if key == "original_max_position_embeddings"}
+        scaling = {"rope_type": kind, **values, **integers}
     return {
         "rope_theta": config.rotary_base,
         "rope_scaling": scaling if config.rotary_scaling else None,

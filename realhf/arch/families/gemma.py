@@ -1,4 +1,4 @@
-"""Gemma: Llama with embeddings scaled up, norms whose weights count from one, and a gelu in its gate."""
+"""Gemma: Llama with scaled embeddings, norm weights with an offset of one, and a GELU gate."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,11 +10,11 @@ from realhf.arch.families.base import Family
 
 
 def sizes_from_hf(hf: Mapping[str, Any], family: str, scalar_head: bool, activation: str) -> ModelConfig:
-    """Read what Gemma and Gemma 2 share, ``activation`` being the field's name.
+    """Read the sizes of Gemma and Gemma 2; ``activation`` is the name of that field.
 
-    Folders that say gelu mean its tanh form, which the weights were trained with.
+    The value ``gelu`` stands for the tanh form, which the weights were trained with.
     """
-    base.refuse(hf, use_bidirectional_attention=False)
+    base.require(hf, use_bidirectional_attention=False)
     sizes = llama.sizes_from_hf(hf, family, scalar_head, 8192, head_dim=256, tied=True)
     form = base.activation(hf, activation, "gelu_pytorch_tanh")
     return replace(
@@ -31,16 +31,8 @@ def _from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
 
 def _to_hf(config: ModelConfig) -> dict[str, Any]:
     fields = llama.sizes_to_hf(config)
-    # versions from 4.39 to 4.57 read the second name
+    # transformers 4.39 to 4.57 read the second name
     return fields | {"attention_bias": config.qkv_bias, "hidden_activation": fields["hidden_act"]}
 
 
-GEMMA = Family(
-    name="gemma",
-    hf_architectures=("GemmaForCausalLM", "GemmaForSequenceClassification"),
-    base_prefix="model.",
-    config_from_hf=_from_hf,
-    config_to_hf=_to_hf,
-    hf_tensors=llama.hf_tensors,
-    ignored=("rotary_emb.inv_freq",),
-)
+GEMMA = Family("gemma", "Gemma", _from_hf, _to_hf, llama.hf_tensors)

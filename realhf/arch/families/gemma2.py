@@ -1,4 +1,4 @@
-"""Gemma 2: Gemma with norms behind attention and MLP too, capped logits, and a window in every other layer."""
+"""Gemma 2: Gemma with norms before and after attention and MLP, soft-capped logits, alternating sliding windows."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,8 +20,8 @@ def _from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
     sizes = gemma.sizes_from_hf(hf, "gemma2", scalar_head, "hidden_activation")
     return replace(
         sizes,
-        post_norms=True,
-        sliding_windows=base.windows_by_layer(hf, base.window(hf, 4096), lambda layer: layer % 2 == 0),
+        norm_placement="sandwich",
+        sliding_windows=base.sliding_windows(hf, base.sliding_window(hf, 4096), lambda layer: layer % 2 == 0),
         attention_scale=base.number(hf, "query_pre_attn_scalar", 256.0) ** -0.5,
         attention_softcap=base.optional_number(hf, "attn_logit_softcapping", 50.0),
         logit_softcap=base.optional_number(hf, "final_logit_softcapping", 30.0),
@@ -46,12 +46,4 @@ def hf_tensors(config: ModelConfig) -> HfTensors:
     return llama.hf_tensors(config, NORM_NAMES)
 
 
-GEMMA2 = Family(
-    name="gemma2",
-    hf_architectures=("Gemma2ForCausalLM", "Gemma2ForSequenceClassification"),
-    base_prefix="model.",
-    config_from_hf=_from_hf,
-    config_to_hf=_to_hf,
-    hf_tensors=hf_tensors,
-    ignored=("rotary_emb.inv_freq",),
-)
+GEMMA2 = Family("gemma2", "Gemma2", _from_hf, _to_hf, hf_tensors)

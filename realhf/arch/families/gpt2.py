@@ -1,4 +1,4 @@
-"""GPT-2: layer norms, learned positions, biases everywhere, a plain MLP. Its matrices are stored as [in, out]."""
+"""GPT-2: layer norms, learned positions, biases everywhere, an ungated MLP. Its matrices are stored as [in, out]."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,23 +7,19 @@ from realhf.api.model_config import ModelConfig
 from realhf.arch.families import base
 from realhf.arch.families.base import Family, HfTensor, HfTensors
 
+KEYS = {"n_layers": "n_layer", "hidden": "n_embd", "n_heads": "n_head", "vocab": "vocab_size"}
+
 
 def _from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
-    base.refuse(hf, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
-    hidden, n_heads = base.whole_number(hf, "n_embd"), base.whole_number(hf, "n_head")
-    if hidden % n_heads:
-        raise ValueError(f"field 'n_embd' is {hidden}, not a multiple of n_head ({n_heads})")
+    base.require(hf, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    sizes = base.sizes_from_hf(hf, KEYS, scalar_head, tied=True)
+    base.require_head_dim(hf, KEYS, sizes)
     return ModelConfig(
         family="gpt2",
-        n_layers=base.whole_number(hf, "n_layer"),
-        hidden=hidden,
-        n_heads=n_heads,
-        n_kv_heads=n_heads,
-        head_dim=hidden // n_heads,
-        intermediate=base.whole_number(hf, "n_inner", 4 * hidden),
-        vocab=base.whole_number(hf, "vocab_size"),
+        **sizes,
+        n_kv_heads=sizes["n_heads"],
+        intermediate=base.whole_number(hf, "n_inner", 4 * sizes["hidden"]),
         max_positions=base.whole_number(hf, "n_positions", 1024),
-        head="scalar" if scalar_head else "lm",
         norm="layer",
         norm_eps=base.number(hf, "layer_norm_epsilon", 1e-5),
         mlp="ungated",
@@ -31,30 +27,20 @@ def _from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
         learned_positions=True,
         qkv_bias=True,
         proj_bias=True,
-        tied_embedding=bool(hf.get("tie_word_embeddings", True)) and not scalar_head,
-        init_std=base.number(hf, "initializer_range", 0.02),
-        **base.token_ids(hf),
     )
 
 
 def _to_hf(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "n_layer": config.n_layers,
-        "n_embd": config.hidden,
-        "n_head": config.n_heads,
+    return base.sizes_to_hf(config, KEYS) | {
         "n_inner": config.intermediate,
         "n_positions": config.max_positions,
-        "vocab_size": config.vocab,
         "layer_norm_epsilon": config.norm_eps,
         "activation_function": base.HF_ACTIVATIONS[config.activation],
-        "tie_word_embeddings": config.tied_embedding and config.head == "lm",
-        "initializer_range": config.init_std,
-        **base.token_ids_to_hf(config),
     }
 
 
 def _block(prefix: str, hidden: int) -> dict[str, HfTensor]:
-    """Names of one block by our short names; query, key and value are thirds of one fused tensor."""
+    """Return one block's tensors by our short names; query, key and value are thirds of one fused tensor."""
     tensors = {
         "attn_norm.weight": HfTensor("ln_1.weight"),
         "attn_norm.bias": HfTensor("ln_1.bias"),
@@ -92,11 +78,6 @@ def hf_tensors(config: ModelConfig) -> HfTensors:
 
 
 GPT2 = Family(
-    name="gpt2",
-    hf_architectures=("GPT2LMHeadModel", "GPT2ForSequenceClassification"),
-    base_prefix="transformer.",
-    config_from_hf=_from_hf,
-    config_to_hf=_to_hf,
-    hf_tensors=hf_tensors,
-    ignored=(".attn.bias", ".attn.masked_bias"),
-)
+    "gpt2", "GPT2", _from_hf, _to_hf, hf_tensors,
+    base_prefix="transformer.", ignored=(".attn.bias", ".attn.masked_bias"), lm_class="LMHeadModel",
+)  # fmt: skip

@@ -1,12 +1,13 @@
-"""GPT-NeoX and Pythia: layer norms, biases everywhere, a plain MLP beside attention, a part of each head turned."""
+"""GPT-NeoX and Pythia: layer norms, biases everywhere, an ungated MLP parallel to attention, partial rotary."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from realhf.api.model_config import ModelConfig
-from realhf.arch.families import base
+from realhf.arch.families import base, llama
 from realhf.arch.families.base import Family, HfTensor, HfTensors
 
+KEYS = {ours: theirs for ours, theirs in llama.KEYS.items() if ours != "intermediate"}
 MODULES = {
     ("attn_norm.weight", "attn_norm.bias"): "input_layernorm",
     ("wo", "bo"): "attention.dense",
@@ -17,25 +18,19 @@ MODULES = {
 
 
 def _from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
-    base.refuse(hf, attention_bias=True)
-    hidden, n_heads = base.whole_number(hf, "hidden_size"), base.whole_number(hf, "num_attention_heads")
-    if hidden % n_heads:
-        raise ValueError(f"field 'hidden_size' is {hidden}, not a multiple of num_attention_heads ({n_heads})")
+    base.require(hf, attention_bias=True)
+    sizes = base.sizes_from_hf(hf, KEYS, scalar_head)
+    base.require_head_dim(hf, KEYS, sizes)
     new = hf.get("rope_parameters") or {}
     rotary_base, rotary_scaling = base.rotary(hf, base.number(hf, "rotary_emb_base", 10000.0))
-    turned = base.number(new if "partial_rotary_factor" in new else hf, "partial_rotary_factor",
-                         base.number(hf, "rotary_pct", 0.25))  # fmt: skip
+    share = base.number(new if "partial_rotary_factor" in new else hf, "partial_rotary_factor",
+                        base.number(hf, "rotary_pct", 0.25))  # fmt: skip
     return ModelConfig(
         family="gpt_neox",
-        n_layers=base.whole_number(hf, "num_hidden_layers"),
-        hidden=hidden,
-        n_heads=n_heads,
-        n_kv_heads=n_heads,
-        head_dim=hidden // n_heads,
+        **sizes,
+        n_kv_heads=sizes["n_heads"],
         intermediate=base.whole_number(hf, "intermediate_size", 24576),
-        vocab=base.whole_number(hf, "vocab_size"),
         max_positions=base.whole_number(hf, "max_position_embeddings", 2048),
-        head="scalar" if scalar_head else "lm",
         norm="layer",
         norm_eps=base.number(hf, "layer_norm_eps", 1e-5),
         mlp="ungated",
@@ -43,41 +38,31 @@ def _from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
         parallel_residual=bool(hf.get("use_parallel_residual", True)),
         rotary_base=rotary_base,
         rotary_scaling=rotary_scaling,
-        rotary_dims=int(hidden // n_heads * turned),
+        rotary_dims=int(sizes["head_dim"] * share),
         qkv_bias=True,
         proj_bias=True,
-        tied_embedding=bool(hf.get("tie_word_embeddings", False)) and not scalar_head,
-        init_std=base.number(hf, "initializer_range", 0.02),
-        **base.token_ids(hf),
     )
 
 
 def _to_hf(config: ModelConfig) -> dict[str, Any]:
     rotary = base.rotary_to_hf(config)
-    turned = (config.rotary_dims or config.head_dim) / config.head_dim
-    rotary["rope_parameters"]["partial_rotary_factor"] = turned
-    return {
-        "num_hidden_layers": config.n_layers,
-        "hidden_size": config.hidden,
-        "num_attention_heads": config.n_heads,
+    share = (config.rotary_dims or config.head_dim) / config.head_dim
+    rotary["rope_parameters"]["partial_rotary_factor"] = share
+    return base.sizes_to_hf(config, KEYS) | {
         "intermediate_size": config.intermediate,
-        "vocab_size": config.vocab,
         "max_position_embeddings": config.max_positions,
         "layer_norm_eps": config.norm_eps,
         "hidden_act": base.HF_ACTIVATIONS[config.activation],
         "use_parallel_residual": config.parallel_residual,
-        "rotary_pct": turned,
+        "rotary_pct": share,
         "rotary_emb_base": config.rotary_base,
         "attention_bias": True,
-        "tie_word_embeddings": config.tied_embedding and config.head == "lm",
-        "initializer_range": config.init_std,
         **rotary,
-        **base.token_ids_to_hf(config),
     }
 
 
 def _heads(config: ModelConfig, name: str, part: int, inner: tuple[tuple[int, int], ...]) -> tuple[HfTensor, ...]:
-    """Return every head's rows of one fused tensor, in which a head's query, key and value follow one another."""
+    """Return the rows of every head in a fused tensor that interleaves query, key and value by head."""
     d = config.head_dim
     return tuple(
         HfTensor(
@@ -118,11 +103,6 @@ def hf_tensors(config: ModelConfig) -> HfTensors:
 
 
 GPT_NEOX = Family(
-    name="gpt_neox",
-    hf_architectures=("GPTNeoXForCausalLM", "GPTNeoXForSequenceClassification"),
-    base_prefix="gpt_neox.",
-    config_from_hf=_from_hf,
-    config_to_hf=_to_hf,
-    hf_tensors=hf_tensors,
-    ignored=(".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"),
-)
+    "gpt_neox", "GPTNeoX", _from_hf, _to_hf, hf_tensors,
+    base_prefix="gpt_neox.", ignored=(".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"),
+)  # fmt: skip

@@ -8,6 +8,13 @@ from realhf.api.model_config import ModelConfig
 from realhf.arch.families import base
 from realhf.arch.families.base import Family, HfTensors
 
+KEYS = {
+    "n_layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "n_heads": "num_attention_heads",
+    "intermediate": "intermediate_size",
+    "vocab": "vocab_size",
+}
 NORM_NAMES = {"attn_norm.weight": "input_layernorm.weight", "mlp_norm.weight": "post_attention_layernorm.weight"}
 ATTENTION_NAMES = {f"w{part}": f"self_attn.{part}_proj.weight" for part in "qkvo"}
 QKV_BIAS_NAMES = {f"b{part}": f"self_attn.{part}_proj.bias" for part in "qkv"}
@@ -26,65 +33,48 @@ def sizes_from_hf(
     rotary_base: float = 10000.0,
     tied: bool = False,
 ) -> ModelConfig:
-    """Read what Llama and its descendants spell alike, with the defaults of the family; biases are left out."""
-    hidden, n_heads = base.whole_number(hf, "hidden_size"), base.whole_number(hf, "num_attention_heads")
-    if hf.get("head_dim") is None and head_dim is None and hidden % n_heads:
-        raise ValueError(f"field 'hidden_size' is {hidden}, not a multiple of num_attention_heads ({n_heads})")
+    """Read the fields that Llama and the families derived from it share, with the family's defaults; no biases."""
+    sizes = base.sizes_from_hf(hf, KEYS, scalar_head, tied)
+    if hf.get("head_dim") is None and head_dim is None:
+        base.require_head_dim(hf, KEYS, sizes)
+    sizes["head_dim"] = base.whole_number(hf, "head_dim", head_dim or sizes.get("head_dim"))
     rotary_base, rotary_scaling = base.rotary(hf, rotary_base)
     return ModelConfig(
         family=family,
-        n_layers=base.whole_number(hf, "num_hidden_layers"),
-        hidden=hidden,
-        n_heads=n_heads,
-        n_kv_heads=base.whole_number(hf, "num_key_value_heads", n_heads),
-        head_dim=base.whole_number(hf, "head_dim", head_dim or hidden // n_heads),
-        intermediate=base.whole_number(hf, "intermediate_size"),
-        vocab=base.whole_number(hf, "vocab_size"),
+        **sizes,
+        n_kv_heads=base.whole_number(hf, "num_key_value_heads", sizes["n_heads"]),
         max_positions=base.whole_number(hf, "max_position_embeddings", max_positions),
-        head="scalar" if scalar_head else "lm",
         norm_eps=base.number(hf, "rms_norm_eps", norm_eps),
         activation=base.activation(hf, "hidden_act", "silu"),
         rotary_base=rotary_base,
         rotary_scaling=rotary_scaling,
-        tied_embedding=bool(hf.get("tie_word_embeddings", tied)) and not scalar_head,
-        init_std=base.number(hf, "initializer_range", 0.02),
-        **base.token_ids(hf),
     )
 
 
 def sizes_to_hf(config: ModelConfig) -> dict[str, Any]:
     """The inverse of ``sizes_from_hf``."""
     return {
-        "hidden_size": config.hidden,
-        "num_attention_heads": config.n_heads,
-        "num_hidden_layers": config.n_layers,
+        **base.sizes_to_hf(config, KEYS),
         "num_key_value_heads": config.n_kv_heads,
         "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate,
-        "vocab_size": config.vocab,
         "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.norm_eps,
         "hidden_act": base.HF_ACTIVATIONS[config.activation],
-        "tie_word_embeddings": config.tied_embedding and config.head == "lm",
-        "initializer_range": config.init_std,
         **base.rotary_to_hf(config),
-        **base.token_ids_to_hf(config),
     }
 
 
 def attention_names(config: ModelConfig) -> dict[str, str]:
-    names = dict(ATTENTION_NAMES)
-    for present, more in (
-        (config.qkv_bias, QKV_BIAS_NAMES),
-        (config.proj_bias, PROJ_BIAS_NAMES),
-        (config.qk_norm, QK_NORM_NAMES),
-    ):
-        names |= more if present else {}
-    return names
+    return {
+        **ATTENTION_NAMES,
+        **(QKV_BIAS_NAMES if config.qkv_bias else {}),
+        **(PROJ_BIAS_NAMES if config.proj_bias else {}),
+        **(QK_NORM_NAMES if config.qk_norm != "none" else {}),
+    }
 
 
 def outer_names(config: ModelConfig) -> dict[str, str]:
-    """Return the names of what is not in a block."""
+    """Return the names of embedding, final norm and head."""
     names = {"embed.weight": "model.embed_tokens.weight", "final_norm.weight": "model.norm.weight"}
     if config.head == "scalar":
         names["head.weight"] = "score.weight"
@@ -94,7 +84,7 @@ def outer_names(config: ModelConfig) -> dict[str, str]:
 
 
 def hf_tensors(config: ModelConfig, norms: Mapping[str, str] = NORM_NAMES) -> HfTensors:
-    """Return the tensors of a model whose MLPs are dense; ``norms`` are the names of a block's norms."""
+    """Return the tensors of a model with dense MLPs; ``norms`` are the names of a block's norms."""
     block = {**norms, **attention_names(config), **MLP_NAMES}
     names = outer_names(config)
     for i in range(config.n_layers):
@@ -103,7 +93,7 @@ def hf_tensors(config: ModelConfig, norms: Mapping[str, str] = NORM_NAMES) -> Hf
 
 
 def routed_tensors(config: ModelConfig, mlp: str, experts: tuple[str, str, str]) -> HfTensors:
-    """Return the tensors of a model with routed experts: ``mlp`` is their module, ``experts`` gate, up and down."""
+    """Return the tensors of a model with routed experts in module ``mlp``; ``experts`` are gate, up and down."""
     tensors = base.whole_tensors(outer_names(config))
     for i in range(config.n_layers):
         ours, theirs = f"layers.{i}.", f"model.layers.{i}."
@@ -119,13 +109,13 @@ def routed_tensors(config: ModelConfig, mlp: str, experts: tuple[str, str, str])
 
 
 def with_attention_bias(config: ModelConfig, hf: Mapping[str, Any]) -> ModelConfig:
-    """Return the sizes with the biases of all four products of attention, where ``attention_bias`` says so."""
+    """Return the sizes with the biases of all four attention projections if ``attention_bias`` is set."""
     bias = bool(hf.get("attention_bias", False))
     return replace(config, qkv_bias=bias, proj_bias=bias)
 
 
 def _from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
-    base.refuse(hf, mlp_bias=False)
+    base.require(hf, mlp_bias=False)
     return with_attention_bias(sizes_from_hf(hf, "llama", scalar_head, 2048), hf)
 
 
@@ -133,12 +123,4 @@ def _to_hf(config: ModelConfig) -> dict[str, Any]:
     return sizes_to_hf(config) | {"attention_bias": config.qkv_bias, "mlp_bias": False}
 
 
-LLAMA = Family(
-    name="llama",
-    hf_architectures=("LlamaForCausalLM", "LlamaForSequenceClassification"),
-    base_prefix="model.",
-    config_from_hf=_from_hf,
-    config_to_hf=_to_hf,
-    hf_tensors=hf_tensors,
-    ignored=("rotary_emb.inv_freq",),
-)
+LLAMA = Family("llama", "Llama", _from_hf, _to_hf, hf_tensors)

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama with biases on query, key and value; the upper layers may look back on a window alone."""
+"""Qwen2 and Qwen2.5: Llama with query, key and value biases, and optional sliding windows in the upper layers."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,16 +9,16 @@ from realhf.arch.families import base, llama
 from realhf.arch.families.base import Family
 
 
-def windows_from_hf(hf: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return each layer's window; Qwen3 spells it alike."""
+def sliding_windows_from_hf(hf: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the window of each layer; also for Qwen3."""
     if not hf.get("use_sliding_window", False):
         return ()
-    n_full = int(base.number(hf, "max_window_layers", 28, least=0))
-    return base.windows_by_layer(hf, base.window(hf, 4096), lambda layer: layer >= n_full)
+    n_full = int(base.number(hf, "max_window_layers", 28, minimum=0))
+    return base.sliding_windows(hf, base.sliding_window(hf, 4096), lambda layer: layer >= n_full)
 
 
-def windows_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of ``windows_from_hf``; versions without ``layer_types`` know windows from some layer upwards."""
+def sliding_windows_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The inverse of ``sliding_windows_from_hf``; versions without ``layer_types`` read ``max_window_layers``."""
     kinds = base.layer_types(config)
     return {
         "use_sliding_window": bool(config.sliding_windows),
@@ -30,19 +30,11 @@ def windows_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def _from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
     sizes = llama.sizes_from_hf(hf, "qwen2", scalar_head, 32768)
-    return replace(sizes, qkv_bias=True, sliding_windows=windows_from_hf(hf))
+    return replace(sizes, qkv_bias=True, sliding_windows=sliding_windows_from_hf(hf))
 
 
 def _to_hf(config: ModelConfig) -> dict[str, Any]:
-    return llama.sizes_to_hf(config) | windows_to_hf(config)
+    return llama.sizes_to_hf(config) | sliding_windows_to_hf(config)
 
 
-QWEN2 = Family(
-    name="qwen2",
-    hf_architectures=("Qwen2ForCausalLM", "Qwen2ForSequenceClassification"),
-    base_prefix="model.",
-    config_from_hf=_from_hf,
-    config_to_hf=_to_hf,
-    hf_tensors=llama.hf_tensors,
-    ignored=("rotary_emb.inv_freq",),
-)
+QWEN2 = Family("qwen2", "Qwen2", _from_hf, _to_hf, llama.hf_tensors)

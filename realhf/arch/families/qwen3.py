@@ -1,4 +1,4 @@
-"""Qwen3: Llama with queries and keys normalised in each head; the upper layers may look back on a window alone."""
+"""Qwen3: Llama with per-head norms of queries and keys, and optional sliding windows in the upper layers."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,19 +11,12 @@ from realhf.arch.families.base import Family
 
 def _from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
     sizes = llama.sizes_from_hf(hf, "qwen3", scalar_head, 32768, head_dim=128)
-    return replace(llama.with_attention_bias(sizes, hf), qk_norm=True, sliding_windows=qwen2.windows_from_hf(hf))
+    windows = qwen2.sliding_windows_from_hf(hf)
+    return replace(llama.with_attention_bias(sizes, hf), qk_norm="head", sliding_windows=windows)
 
 
 def _to_hf(config: ModelConfig) -> dict[str, Any]:
-    return llama.sizes_to_hf(config) | {"attention_bias": config.qkv_bias} | qwen2.windows_to_hf(config)
+    return llama.sizes_to_hf(config) | {"attention_bias": config.qkv_bias} | qwen2.sliding_windows_to_hf(config)
 
 
-QWEN3 = Family(
-    name="qwen3",
-    hf_architectures=("Qwen3ForCausalLM", "Qwen3ForSequenceClassification"),
-    base_prefix="model.",
-    config_from_hf=_from_hf,
-    config_to_hf=_to_hf,
-    hf_tensors=llama.hf_tensors,
-    ignored=("rotary_emb.inv_freq",),
-)
+QWEN3 = Family("qwen3", "Qwen3", _from_hf, _to_hf, llama.hf_tensors)

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with routed experts in place of some or all MLPs."""
+"""Qwen3-MoE: Qwen3 with routed experts in some or all layers."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,20 +15,20 @@ def _from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
     dense = set(hf.get("mlp_only_layers") or ()) | {i for i in range(sizes.n_layers) if (i + 1) % step}
     return replace(
         sizes,
-        qk_norm=True,
-        sliding_windows=mistral.windows_from_hf(hf, 4096) if hf.get("use_sliding_window", False) else (),
+        qk_norm="head",
+        sliding_windows=mistral.sliding_windows_from_hf(hf, 4096) if hf.get("use_sliding_window", False) else (),
         n_experts=mixtral.n_experts(hf, 128),
         experts_per_token=base.whole_number(hf, "num_experts_per_tok", 8),
         expert_intermediate=base.whole_number(hf, "moe_intermediate_size", 768),
         dense_layers=tuple(sorted(i for i in dense if i < sizes.n_layers)),
         renormalise_experts=bool(hf.get("norm_topk_prob", False)),
-        balance_loss=base.number(hf, "router_aux_loss_coef", 0.001, least=0),
+        balance_loss=base.number(hf, "router_aux_loss_coef", 0.001, minimum=0),
     )
 
 
 def _to_hf(config: ModelConfig) -> dict[str, Any]:
     return llama.sizes_to_hf(config) | {
-        **mistral.windows_to_hf(config),
+        **mistral.sliding_windows_to_hf(config),
         "use_sliding_window": bool(config.sliding_windows),
         "attention_bias": config.qkv_bias,
         "num_experts": config.n_experts,
@@ -45,12 +45,4 @@ def hf_tensors(config: ModelConfig) -> HfTensors:
     return llama.routed_tensors(config, "mlp", ("gate_proj.weight", "up_proj.weight", "down_proj.weight"))
 
 
-QWEN3_MOE = Family(
-    name="qwen3_moe",
-    hf_architectures=("Qwen3MoeForCausalLM", "Qwen3MoeForSequenceClassification"),
-    base_prefix="model.",
-    config_from_hf=_from_hf,
-    config_to_hf=_to_hf,
-    hf_tensors=hf_tensors,
-    ignored=("rotary_emb.inv_freq",),
-)
+QWEN3_MOE = Family("qwen3_moe", "Qwen3Moe", _from_hf, _to_hf, hf_tensors)

@@ -1,6 +1,6 @@
-"""Floor 5: backends. Each puts one role's model behind the ``Engine`` protocol."""
+"""Engines: each implements the ``Engine`` protocol for one role's model."""
 
 from realhf.models.engine.native import NativeEngine, build_engine
-from realhf.models.engine.vllm import ServedEngine, Serving, VllmServer, served
+from realhf.models.engine.vllm import VllmEngine, VllmLauncher, VllmServer, with_vllm
 
-__all__ = ["NativeEngine", "ServedEngine", "Serving", "VllmServer", "build_engine", "served"]
+__all__ = ["NativeEngine", "VllmEngine", "VllmLauncher", "VllmServer", "build_engine", "with_vllm"]

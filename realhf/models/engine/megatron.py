@@ -1,12 +1,11 @@
-"""megatron-core's gradient buffer and distributed optimizer in the place of ours, under our model, layouts and boxes.
+"""megatron-core's gradient buffer and distributed optimizer for our model, layouts and checkpoints. GPUs only.
 
-A shard's flat tensors become megatron-core's own buffers, so that nothing is copied between the two: the model computes
-with views of its parameters, reallocation and checkpoints read and write them, and gradients are added up where it
-reduces them. Its reduction, its AdamW (of Transformer Engine or Apex, where one is installed) and its gathering of
-parameters then do a step. It computes on GPUs alone.
+A shard's flat tensors are megatron-core's own buffers, so nothing is copied: the model computes with views of its
+parameters, and gradients accumulate in the buffer that it reduces. Its gradient reduction, its AdamW (from Transformer
+Engine or Apex, if installed) and its parameter all-gather make a step.
 
-Its ``get_megatron_optimizer`` is passed by: it asks all workers of the run, also those that do not train this role, and
-pickles what they say.
+``get_megatron_optimizer`` is not used: it communicates, with pickles, with all workers of the run, including those that
+do not train this role.
 """
 
 import math
@@ -21,43 +20,43 @@ from realhf.models.engine.optimizer import ShardedAdamW
 from realhf.models.flat_params import FlatParams
 from realhf.ops.adamw import AdamWStep
 
-ALIGNED, OF_BUCKET = 64, 128
-"""Elements at whose multiples megatron-core lets a parameter begin, and a bucket end."""
+PARAM_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128
+"""megatron-core aligns the start of a parameter and the end of a bucket to multiples of these element counts."""
 
 
 def padding(dp: int) -> int:
-    """Return what the length of a shard with ``dp`` replicas must be a multiple of to be a buffer of megatron-core."""
-    return math.lcm(dp, OF_BUCKET)
+    """Return the number that must divide the length of a megatron-core buffer with ``dp`` replicas."""
+    return math.lcm(dp, BUCKET_ALIGNMENT)
 
 
 class MegatronAdamW(ShardedAdamW):
-    """``ShardedAdamW`` carried out by megatron-core: the same ranges, the same state, the same steps.
+    """``ShardedAdamW`` by megatron-core, with the same ranges, state and steps.
 
-    Raises ValueError for a shard whose matrices end where megatron-core lets no other parameter begin.
+    Raises ValueError if the end of a shard's matrices is not aligned.
     """
 
     def __init__(self, params: FlatParams, config: OptimizerConfig, context: ParallelContext, sequence: bool) -> None:
-        if params.n_matrix % ALIGNED:
-            raise ValueError(f"megatron-core lets parameters begin at multiples of {ALIGNED} elements, and matrices of "
-                             f"this shard end at {params.n_matrix}; use backend=native")  # fmt: skip
-        replicas, alone = context.group("dp"), Group((context.rank,), context.rank)
+        if params.n_matrix % PARAM_ALIGNMENT:
+            raise ValueError(f"megatron-core aligns parameters to multiples of {PARAM_ALIGNMENT} elements, and the "
+                             f"matrices of this shard end at {params.n_matrix}; use backend=native")  # fmt: skip
+        replicas, single = context.group("dp"), Group((context.rank,), context.rank)
         handle = replicas.torch_group()
         module = _Flat(params)
-        self._ddp = _wrapped(module, handle, handle if replicas.size == 1 else alone.torch_group())
+        self._ddp = _wrapped(module, handle, handle if replicas.size == 1 else single.torch_group())
         buffer = self._ddp.buffers[0]
-        params.adopt(buffer.param_data, buffer.grad_data)
+        params.use_buffers(buffer.param_data, buffer.grad_data)
         super().__init__(params, config, context, sequence)
         self._inner = _adam(module, config)
         self._outer = _distributed(self._inner, self._ddp, handle, params.data.dtype)
         self._share_state()
 
     def _share_state(self) -> None:
-        """Let moments and master copy of the inner optimizer be views of ours, which checkpoints know."""
+        """Make moments and master copy of the inner optimizer views of ours, which checkpoints save."""
         shards = [shard for group in self._inner.param_groups for shard in group["params"]]
         sizes = [shard.numel() for shard in shards]
-        rest = len(self.master) - sum(sizes)  # the padding behind the last replica's range
-        of = [flat.split([*sizes, rest]) for flat in (self.master, self.first, self.second)]
-        for shard, master, first, second in zip(shards, *of, strict=False):
+        rest = len(self.master) - sum(sizes)  # the padding after the last replica's range
+        parts = [flat.split([*sizes, rest]) for flat in (self.master, self.first, self.second)]
+        for shard, master, first, second in zip(shards, *parts, strict=False):
             if shard.data_ptr() != master.data_ptr():
                 shard.data = master
             self._inner.state[shard] = {"step": torch.tensor(0.0), "exp_avg": first, "exp_avg_sq": second}
@@ -80,7 +79,7 @@ class MegatronAdamW(ShardedAdamW):
 
 
 class _Flat(nn.Module):
-    """A shard as megatron-core takes it: two parameters, of which one decays. The last comes first in its buffer."""
+    """A shard as two parameters, one of which decays. megatron-core's buffer has them in reverse order."""
 
     def __init__(self, params: FlatParams) -> None:
         super().__init__()
@@ -89,8 +88,8 @@ class _Flat(nn.Module):
         self.matrices = nn.Parameter(data[: params.n_matrix].clone())
 
 
-def _wrapped(module: nn.Module, replicas: ProcessGroup, alone: ProcessGroup) -> Any:
-    """Return the module in megatron-core's data parallelism: sums of gradients in float32, in one bucket."""
+def _wrapped(module: nn.Module, replicas: ProcessGroup, single: ProcessGroup) -> Any:
+    """Return the module in megatron-core's data parallelism: gradients are summed in float32, in one bucket."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
@@ -98,9 +97,9 @@ def _wrapped(module: nn.Module, replicas: ProcessGroup, alone: ProcessGroup) -> 
     groups = ProcessGroupCollection()
     for name in ("dp", "dp_cp", "expt_dp"):
         setattr(groups, name, replicas)
-    for name in ("tp", "pp", "ep"):  # what these axes share is added up before (models/engine/shared_gradients.py)
-        setattr(groups, name, alone)
-    # our losses are sums over all replicas already: per token, in its words
+    for name in ("tp", "pp", "ep"):  # shared_gradients.py has reduced over these axes
+        setattr(groups, name, single)
+    # our losses are already normalised over all replicas
     config = TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1, calculate_per_token_loss=True)
     rules = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     return DistributedDataParallel(config, rules, module, disable_bucketing=True, pg_collection=groups)

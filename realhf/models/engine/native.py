@@ -36,7 +36,7 @@ from realhf.plan.compile.realloc import BoxCopy, plan_realloc, route_copies, sha
 
 @dataclass(frozen=True)
 class NativeEngine:
-    """One role's model on one worker. ``version`` counts the training steps of the weights it holds."""
+    """One role's model on one worker. ``version`` is the number of training steps of its weights."""
 
     config: ModelConfig
     role: RoleSpec
@@ -53,15 +53,15 @@ class NativeEngine:
     share_prompts: bool = True
 
     @property
-    def _shares(self) -> bool:
-        """Tell whether what rows of one prompt begin with is computed once: not where attention would be slower so."""
+    def _shares_prefixes(self) -> bool:
+        """Common prefixes of one prompt's rows are computed once, unless that makes attention slower."""
         softcap = self.config.attention_softcap
         return self.share_prompts and supports_shared_prefixes(self.context.device, self.params.data.dtype, softcap)
 
     def forward(self, batch: SequenceBatch, fn: Callable[[ForwardOutputs, SequenceBatch], Tensor]) -> Tensor:
         parts = self._micro_batches(batch, at_least=self.pipeline.n_stages)
         batches = batch.split(parts)
-        packings = [pack(some, self._shares) for some in batches]
+        packings = [pack(some, self._shares_prefixes) for some in batches]
         rows: list[Tensor] = [torch.empty(0)] * len(batch)
 
         def finish(number: int, hidden: Tensor) -> None:
@@ -73,10 +73,10 @@ class NativeEngine:
 
         with torch.no_grad():
             self.pipeline.infer(packings, finish)
-        return self._to_all_stages(torch.cat(rows) if rows else torch.empty(0))
+        return self._broadcast_from_last(torch.cat(rows) if rows else torch.empty(0))
 
-    def _to_all_stages(self, result: Tensor) -> Tensor:
-        """Give every stage what the last one made: interfaces run on all of them."""
+    def _broadcast_from_last(self, result: Tensor) -> Tensor:
+        """Send the last stage's result to all stages, since interfaces run on every one."""
         if self.pipeline.n_stages == 1:
             return result
         size = self.pipeline.from_last(torch.tensor([result.numel()], device=self.context.device))
@@ -88,23 +88,23 @@ class NativeEngine:
         self, batch: SequenceBatch, loss_fn: LossFn, count: float, limits: Limits | None = None, together: bool = False
     ) -> Stats:
         if self.optimizer is None:
-            raise ValueError("this engine holds no optimizer: its role is not trained in this layout")
-        ours = torch.tensor([count, sum(batch.lengths("tokens"))], dtype=torch.float64)
-        total, n_tokens = self.reduce(ours).tolist()
+            raise ValueError("this engine has no optimizer: its role is not trained in this layout")
+        local_counts = torch.tensor([count, sum(batch.lengths("tokens"))], dtype=torch.float64)
+        total, n_tokens = self.reduce(local_counts).tolist()
         if total == 0:
             return {}
         self.params.zero_grad()
         at_least = 2 * self.pipeline.n_stages if self.pipeline.n_stages > 1 else 1
         batches = batch.split(self._micro_batches(batch, at_least, together))
-        # the losses of routers are means over rows, of which each has all of its tokens
-        packings = [pack(some, self._shares and not self.config.n_experts) for some in batches]
+        # router losses are means over rows, which must be complete
+        packings = [pack(some, self._shares_prefixes and not self.config.n_experts) for some in batches]
         stats: dict[str, tuple[float, float]] = {}
 
         def loss_of(number: int, hidden: Tensor) -> Tensor:
             loss = loss_fn(ForwardOutputs(self.model, hidden, batches[number], packings[number]), batches[number])
             for name, (value, weight) in loss.stats.items():
-                before = stats.get(name, (0.0, 0.0))
-                stats[name] = (before[0] + float(value), before[1] + float(weight))
+                old_value, old_weight = stats.get(name, (0.0, 0.0))
+                stats[name] = (old_value + float(value), old_weight + float(weight))
             return loss.total / total
 
         self.pipeline.train(packings, loss_of, token_weight=1.0 / max(n_tokens, 1.0))
@@ -116,30 +116,32 @@ class NativeEngine:
         return {**stats, "step_skipped": (0.0, 1.0), "grad_norm": (norm, 1.0), "lr": (lr, 1.0)}
 
     def _router_stats(self, n_tokens: int) -> Stats:
-        """Return the losses of routers, as sums over the tokens of this replica of their mean over routed layers."""
+        """Return the router losses: means over routed layers, summed over the tokens of this replica."""
         if not self.config.n_experts:
             return {}
-        lost = self.model.take_router_losses()
+        sums = self.model.pop_router_losses()
         for axis in ("tp", "pp") if self.model.sequence_parallel else ("pp",):  # without it every rank has all tokens
-            self.context.group(axis).all_reduce(lost)
-        balance, z = (lost / len(self.config.routed_layers)).tolist()
+            self.context.group(axis).all_reduce(sums)
+        balance, z = (sums / len(self.config.routed_layers)).tolist()
         return {"router_balance_loss": (balance, float(n_tokens)), "router_z_loss": (z, float(n_tokens))}
 
     def _micro_batches(self, batch: SequenceBatch, at_least: int, together: bool = False) -> list[list[int]]:
         limits = replace(self.micro_batching, n_mbs=max(self.micro_batching.n_mbs, at_least))
-        return micro_batches(batch.ids, batch.lengths("tokens"), limits, together, prefer_prompts_together=self._shares)
+        return micro_batches(
+            batch.ids, batch.lengths("tokens"), limits, together, prefer_prompts_together=self._shares_prefixes
+        )
 
     def generate(self, prompts: SequenceBatch, config: GenerationConfig, n: int, seed: int) -> SequenceBatch:
         stops = tuple(dict.fromkeys((*self.stop_ids, *config.stop_token_ids)))
         config = replace(config, max_num_seqs=self.micro_batching.limit_num_seqs(config.max_num_seqs))
         limit = self.micro_batching.max_tokens_per_mb
-        request = Request(prompts, config, n, seed, stops, limit, share=self.share_prompts and n > 1)
+        request = Request(prompts, config, n, seed, stops, limit, share_prefixes=self.share_prompts and n > 1)
         with torch.no_grad():
             return generate(self.pipeline, request)
 
     def reduce(self, sums: Tensor) -> Tensor:
-        ours = sums.to(self.context.device, torch.float64, copy=True)  # where the group's backend can reach it
-        return self.context.group("dp").all_reduce(ours).to(sums.device)
+        total = sums.to(self.context.device, torch.float64, copy=True)  # where the group's backend can reach it
+        return self.context.group("dp").all_reduce(total).to(sums.device)
 
     def read(self, name: str, box: Box) -> Tensor:
         return self.params.read(name, box)
@@ -153,24 +155,21 @@ class NativeEngine:
             return
         writer = layout.rank(Coord(0, 0, 0))
         if self.context.rank == writer:
-            save_hf(path, self.config, lambda name: self._assemble(name, writer), self.tokenizer_folder)
+            save_hf(path, self.config, lambda name: self._gather_parameter(name, writer), self.tokenizer_folder)
         else:
             for spec in param_specs(self.config):
-                self._assemble(spec.name, writer)
+                self._gather_parameter(spec.name, writer)
 
-    def _assemble(self, name: str, writer: int) -> Tensor:
-        """Bring the pieces of a parameter to the writer, which gets it whole. Collective over the first replica."""
+    def _gather_parameter(self, name: str, writer: int) -> Tensor:
+        """Gather a whole parameter on the writer. Collective over the first replica."""
         specs = [spec for spec in param_specs(self.config) if spec.name == name]
-        whole_one = torch.empty(specs[0].shape if self.context.rank == writer else (0,), dtype=self.params.data.dtype)
+        dtype, layout, strategy = self.params.data.dtype, self.context.layout, self.context.layout.strategy
+        full = torch.empty(specs[0].shape if self.context.rank == writer else (0,), dtype=dtype)
+        replica = tuple(rank for rank in layout.mesh.ranks if layout.coord(rank).dp == 0)
+        source = Layout(DeviceMesh(replica), ParallelStrategy(1, strategy.tp, strategy.pp))
         target = Layout(DeviceMesh((writer,)), ParallelStrategy())
-        replica = [rank for rank in self.context.layout.mesh.ranks if self.context.layout.coord(rank).dp == 0]
-        strategy = self.context.layout.strategy
-        source = Layout(DeviceMesh(tuple(replica)), ParallelStrategy(1, strategy.tp, strategy.pp))
         routes = plan_realloc(specs, lambda pp: stage_layers(self.config, pp), source, target)
-        moves = [
-            P2PCopy(c, c.src, c.dst, TensorSlice(self.params.data.dtype, box_numel(c.box)))
-            for c in route_copies(routes)
-        ]
+        copies = [P2PCopy(c, c.src, c.dst, TensorSlice(dtype, box_numel(c.box))) for c in route_copies(routes)]
 
         def read(copy: object) -> Tensor:
             assert isinstance(copy, BoxCopy)
@@ -178,13 +177,13 @@ class NativeEngine:
 
         def write(copy: object, flat: Tensor) -> None:
             assert isinstance(copy, BoxCopy)
-            whole_one[tuple(slice(*span) for span in copy.box)] = flat.view(box_shape(copy.box)).cpu()
+            full[tuple(slice(*span) for span in copy.box)] = flat.view(box_shape(copy.box)).cpu()
 
-        exchange(moves, self.context.rank, read, write, self.context.device)
-        return whole_one
+        exchange(copies, self.context.rank, read, write, self.context.device)
+        return full
 
     def _exceeds(self, stats: Stats, limits: Limits) -> bool:
-        """Tell whether a global mean is above its limit; a rank without rows has no statistics and adds zeros."""
+        """Return True if a global mean exceeds its limit. A rank without rows contributes zeros."""
         if not limits:
             return False
         table = torch.tensor([stats.get(name, (0.0, 0.0)) for name in limits], dtype=torch.float64)
@@ -203,37 +202,51 @@ def build_engine(
     total_steps: int,
     stop_ids: tuple[int, ...],
     tokenizer_folder: Path | None,
-    share_as: str = "",
+    shared_name: str = "",
 ) -> NativeEngine:
-    """Build a role's engine on this worker. ``holds_weights`` is False for a layout that borrows them per call.
+    """Build a role's engine on this worker. ``holds_weights`` is False for a layout that receives them per call.
 
-    With ``share_as`` another process can map the weights, which then lie on the host.
+    With ``shared_name`` the weights are in shared host memory, which other processes can map.
     """
-    specs = param_specs(config)
-    boxes = shard_boxes(specs, lambda pp: stage_layers(config, pp), context.layout, context.rank)
-    mine = [s for s in specs if s.name in boxes]
     dtype = torch.bfloat16 if role.spec.bf16 else torch.float32
-    learns = trained and role.spec.optimizer.type is not OptimizerType.none
-    kind, pad_to = _optimizer(role, context.layout.strategy.dp) if learns else (None, context.layout.strategy.dp)
-    params = FlatParams(mine, boxes, dtype, context.device, pad_to, share_as)
+    has_optimizer = trained and role.spec.optimizer.type is not OptimizerType.none
+    dp = context.layout.strategy.dp
+    optimizer_type, pad_to = _optimizer(role, dp) if has_optimizer else (None, dp)
+    params = empty_shard(config, context.layout, context.rank, dtype, context.device, pad_to, shared_name)
     if not holds_weights:
         params.free()
     elif role.spec.init_from_scratch:
         init_random(config, params, seed)
     else:
-        fresh = frozenset({"head.weight"}) if role.spec.init_critic_from_actor else frozenset()
-        load_hf(Path(role.spec.path or ""), config, params, seed, allow_missing=fresh)
+        new = frozenset({"head.weight"}) if role.spec.init_critic_from_actor else frozenset()
+        load_hf(Path(role.spec.path or ""), config, params, seed, allow_missing=new)
     recompute = trained and role.spec.gradient_checkpointing
     model = Transformer(config, params, recompute, context.group("tp"), trained and role.spec.sequence_parallel)
     pipeline = Pipeline(model, context)
-    optimizer = kind(params, role.spec.optimizer, context, model.sequence_parallel) if kind else None
+    sequence_parallel = model.sequence_parallel
+    optimizer = optimizer_type(params, role.spec.optimizer, context, sequence_parallel) if optimizer_type else None
     return NativeEngine(
         config, role, params, model, pipeline, context, stop_ids, total_steps, tokenizer_folder, optimizer
     )
 
 
+def empty_shard(
+    config: ModelConfig,
+    layout: Layout,
+    rank: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    pad_to: int = 1,
+    shared_name: str = "",
+) -> FlatParams:
+    """Return the parameters of a rank's shard, all zero; on device ``meta`` without memory."""
+    specs = param_specs(config)
+    boxes = shard_boxes(specs, lambda pp: stage_layers(config, pp), layout, rank)
+    return FlatParams(specs, boxes, dtype, device, pad_to, shared_name)
+
+
 def _optimizer(role: RoleSpec, dp: int) -> tuple[type[ShardedAdamW], int]:
-    """Return who steps a role's weights, and what their length must be a multiple of."""
+    """Return the optimizer of a role, and the number that must divide the length of its parameters."""
     if role.spec.backend is not Backend.megatron:
         return ShardedAdamW, dp
     from realhf.models.engine.megatron import MegatronAdamW, padding

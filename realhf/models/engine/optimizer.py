@@ -13,7 +13,7 @@ from realhf.ops.adamw import AdamWStep, adamw_
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Return the rate of step ``0 <= step < total_steps``: linear warm-up, then the decay to ``min_lr_ratio``."""
+    """Return the learning rate of step ``0 <= step < total_steps``: linear warm-up, then decay to ``min_lr_ratio``."""
     warmup = math.ceil(config.warmup_steps_proportion * total_steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup
@@ -28,8 +28,8 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape)
 
 
-PIECE = 1 << 18
-"""Elements of the gradient that are squared at a time."""
+CHUNK = 1 << 18
+"""Elements per chunk of the gradient norm, which converts to float64."""
 
 
 class ShardedAdamW:
@@ -42,8 +42,8 @@ class ShardedAdamW:
         size = params.data.numel() // group.size
         assert size * group.size == params.data.numel(), "flat parameters are padded to a multiple of dp"
         self.start, self.stop = group.index * size, (group.index + 1) * size
-        mine = params.data[self.start : self.stop]
-        self.master = mine if mine.dtype == torch.float32 else mine.float()
+        local = params.data[self.start : self.stop]
+        self.master = local if local.dtype == torch.float32 else local.float()
         self.whole_grad = params.enable_grad()
         self.grad = self.whole_grad[self.start : self.stop]
         self.first, self.second = torch.zeros_like(self.master), torch.zeros_like(self.master)
@@ -51,7 +51,7 @@ class ShardedAdamW:
         self._repeats = [
             (slice(max(span.start, self.start) - self.start, min(span.stop, self.stop) - self.start), 1 - 1 / count)
             for name in params.names
-            if (count := multiplicity(params.spec(name), context)) > 1
+            if (count := multiplicity(params, name, context)) > 1
             and (span := params.span(name)).start < self.stop
             and span.stop > self.start
         ]
@@ -59,18 +59,18 @@ class ShardedAdamW:
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """What the optimizer remembers of its range, beside ``steps``; a float32 copy only of short weights."""
-        own = {} if self.master.data_ptr() == self.params.data[self.start :].data_ptr() else {"master": self.master}
-        return {"first": self.first, "second": self.second, **own}
+        """The state tensors of this range; the float32 master copy only for bfloat16 weights."""
+        master = {} if self.master.data_ptr() == self.params.data[self.start :].data_ptr() else {"master": self.master}
+        return {"first": self.first, "second": self.second, **master}
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
         """Make one step with the accumulated gradient and return its global norm before clipping. Collective."""
-        self.shared.add_up()
+        self.shared.all_reduce()
         self._reduce()
         norm = self._global_norm()
         if not math.isfinite(norm):
-            raise ValueError(f"the gradient norm is {norm}: lower the learning rate, or look at the rewards and data")
+            raise ValueError(f"the gradient norm is {norm}: lower the learning rate or check the rewards and data")
         limit, config = self.config.gradient_clipping, self.config
         self.steps += 1
         self._update(AdamWStep(
@@ -80,24 +80,22 @@ class ShardedAdamW:
         return norm
 
     def _reduce(self) -> None:
-        """Sum the gradient over replicas, each its range."""
+        """Sum the gradient over replicas; each gets its range."""
         self.group.reduce_scatter(self.grad, self.whole_grad)
 
     def _update(self, step: AdamWStep) -> None:
-        """Step this rank's range, and give it to the other replicas."""
-        mine = self.params.data[self.start : self.stop]
-        rounded = None if self.master.data_ptr() == mine.data_ptr() else mine
+        """Update this rank's range and gather those of the other replicas."""
+        local = self.params.data[self.start : self.stop]
+        rounded = None if self.master.data_ptr() == local.data_ptr() else local
         adamw_(self.master, self.grad, self.first, self.second, step, rounded)
-        self.group.all_gather(self.params.data, mine)
+        self.group.all_gather(self.params.data, local)
 
     def _global_norm(self) -> float:
-        """Return the norm of the whole model's gradient; what several workers hold counts once."""
+        """Return the gradient norm of the whole model; elements that several workers hold count once."""
 
         def square(part: Tensor) -> Tensor:
-            pieces = part.split(PIECE)  # each becomes a float64 copy on its way
-            return (
-                torch.stack([torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]).square().sum()
-            )
+            norms = [torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in part.split(CHUNK)]
+            return torch.stack(norms).square().sum()
 
         squares = square(self.grad) - sum(square(self.grad[part]) * excess for part, excess in self._repeats)
         for axis in ("dp", "tp", "pp"):

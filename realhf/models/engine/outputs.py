@@ -1,4 +1,4 @@
-"""What a forward pass over one micro-batch offers to an interface."""
+"""The outputs of a forward pass over one micro-batch, for interfaces."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from realhf.models.transformer import Transformer
 
 @dataclass(frozen=True)
 class ForwardOutputs:
-    """Hidden states of a micro-batch's tokens as they were packed, ``[t, D]``; heads are applied when asked for."""
+    """Hidden states of the packed tokens of a micro-batch, ``[t, D]``; heads are computed on demand."""
 
     model: Transformer
     hidden: Tensor
@@ -20,9 +20,8 @@ class ForwardOutputs:
     packing: Packing
 
     def logprobs(self, temperature: float = 1.0) -> Tensor:
-        packing = self.packing
-        found = self.model.logprobs(self.hidden, packing.tokens, packing.lengths, temperature, packing.prev_index)
-        return packing.unpack(found)
+        p = self.packing
+        return p.unpack(self.model.logprobs(self.hidden, p.tokens, p.lengths, temperature, p.prev_index))
 
     def values(self) -> Tensor:
         return self.packing.unpack(self.model.values(self.hidden, len(self.packing.tokens)))

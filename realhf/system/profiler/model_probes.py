@@ -89,7 +89,7 @@ def reduced_depths(config: ModelConfig, few: int, many: int) -> tuple[ModelConfi
 
     Without a periodic pattern, all blocks are of the most frequent kind.
     """
-    kinds = [(config.window(i), i in config.dense_layers) for i in range(config.n_layers)]
+    kinds = [(config.sliding_window(i), i in config.dense_layers) for i in range(config.n_layers)]
     patterns = (kinds[:n] for n in range(1, len(kinds) // 2 + 1))
     most_frequent = [max(set(kinds), key=kinds.count)]
     pattern = next((p for p in patterns if all(kind == p[i % len(p)] for i, kind in enumerate(kinds))), most_frequent)
@@ -182,7 +182,7 @@ def _inner_stage_probes(context: ProbeContext, engine: NativeEngine, lengths: Se
     model, config, clock = engine.model, engine.config, context.clock
     batch, work = batch_of(lengths, config.vocab, engine.context.device), Work.of(lengths)
     dtype, device = model.params.data.dtype, engine.context.device
-    slope = torch.ones(model.seams(work.tokens).n_local_tokens, config.hidden, dtype=dtype, device=device)
+    slope = torch.ones(model.tp_region(work.tokens).n_local_tokens, config.hidden, dtype=dtype, device=device)
     for first in (True, False):
 
         def infer(first: bool = first) -> list[float]:
@@ -212,7 +212,7 @@ def decoding_probe(context: ProbeContext, engine: NativeEngine, rows: int, cache
     prompts = SequenceBatch(ids, {"prompts": Column(tokens, (cached,) * n_prompts)})
     sampling = GenerationConfig(max_new_tokens=DECODE_STEPS + 3)
     # a stop token that is never sampled; no sharing of prompts, so that each row reads ``cached`` cached tokens
-    request = Request(prompts, sampling, samples, 1, (config.vocab,), 1 << 30, share=False)
+    request = Request(prompts, sampling, samples, 1, (config.vocab,), 1 << 30, share_prefixes=False)
     x = torch.zeros(request.n_rows, config.hidden, dtype=model.params.data.dtype, device=device)
 
     @torch.no_grad()

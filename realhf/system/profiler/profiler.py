@@ -30,7 +30,7 @@ from realhf.base.errors import RunFailed
 from realhf.base.host_memory import trim_heap
 from realhf.comm.process_groups import destroy_process_group, init_process_group, make_groups, open_rendezvous
 from realhf.comm.shared_memory import open_shared_memory_peers
-from realhf.models.transformer import ALONE
+from realhf.models.transformer import SINGLE_RANK_GROUP
 from realhf.plan.compile.check import strategy_problems
 from realhf.plan.cost.profile import Fit, Point, Profile, ProfiledMachine, fitted, message_counts, shape_of
 from realhf.plan.cost.speed import CollectiveKind
@@ -93,7 +93,7 @@ class ProfileJob:
         ]
 
     def context(self, clock: Clock, tp: int) -> ProbeContext:
-        return ProbeContext.of(MockGroup(tp, clock, self.price(tp)) if tp > 1 else ALONE, clock, self.bf16)
+        return ProbeContext.of(MockGroup(tp, clock, self.price(tp)) if tp > 1 else SINGLE_RANK_GROUP, clock, self.bf16)
 
     def price(self, size: int) -> Price:
         """Return the cost of collectives of ``size`` workers: between computations if measured, else back-to-back."""

@@ -147,7 +147,7 @@ def test_an_invalid_or_unknown_model_config(sft: SFTExperiment, copy: Callable[.
     sft.model.path = str(copy("unknown", config={"model_type": "lama"}))
     assert "model: '" in one(sft, paths) and "did you mean llama" in one(sft, paths)
     (Path(sft.model.path) / "config.json").write_text("{")
-    assert "is not JSON" in one(sft, paths)
+    assert "is not valid JSON" in one(sft, paths)
 
 
 def test_a_folder_without_a_tokenizer(sft: SFTExperiment, copy: Callable[..., Path], paths: RunDir) -> None:

@@ -1,4 +1,4 @@
-"""Tiny random models of every family, written once as Hugging Face folders."""
+"""Tiny random models of some families, saved as Hugging Face folders."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from tests.models.engine.tiny_engine import FAMILIES, VOCAB
 
-Twins = dict[str, tuple[Path, nn.Module]]
+HfModels = dict[str, tuple[Path, nn.Module]]
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48}
 SIZES |= {"num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 64, "initializer_range": 0.2}
 GPT2 = {"vocab_size": VOCAB, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
@@ -22,7 +22,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def hugging_face_model(name: str) -> nn.Module:
-    """A random model, biases and norms included; the same for the same name."""
+    """Return a random model with random biases and norms; the same for the same name."""
     torch.manual_seed(0)
     model = MODELS[name]().eval()
     with torch.no_grad():
@@ -33,16 +33,16 @@ def hugging_face_model(name: str) -> nn.Module:
 
 
 @pytest.fixture(scope="session")
-def twins(tmp_path_factory: pytest.TempPathFactory) -> Twins:
-    """By family: a folder, and the Hugging Face model that was saved there."""
-    found = {}
+def hf_models(tmp_path_factory: pytest.TempPathFactory) -> HfModels:
+    """By family: a folder, and the Hugging Face model saved in it."""
+    models = {}
     for name in FAMILIES:
         folder, model = tmp_path_factory.mktemp(name), hugging_face_model(name)
         model.save_pretrained(folder)
-        found[name] = (folder, model)
-    return found
+        models[name] = (folder, model)
+    return models
 
 
 @pytest.fixture(scope="session")
-def llama(twins: Twins) -> Path:
-    return twins["llama"][0]
+def llama(hf_models: HfModels) -> Path:
+    return hf_models["llama"][0]

@@ -1,6 +1,6 @@
-"""megatron-core's distributed optimizer under our flat tensors, against ours.
+"""megatron-core's distributed optimizer on our flat tensors, against ours.
 
-It computes on GPUs alone. Here its own code runs on gloo ranks: where it names the device, it is given the CPU.
+megatron-core supports only GPUs. Here its code runs on gloo ranks, with device ``cuda`` replaced by the CPU.
 """
 
 from collections.abc import Callable
@@ -25,19 +25,19 @@ RATES = (1e-2, 3e-2, 1e-2, 5e-3)
 
 
 class CpuForCuda(TorchFunctionMode):
-    """What is asked of the device ``cuda`` is done on the CPU, whose tensors are said to lie there."""
+    """Runs operations on device ``cuda`` on the CPU, and reports CPU tensors as CUDA tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
-        found = func(*args, **kwargs)
-        is_asked = func is torch.Tensor.type and len(args) == 1
-        return found.replace("torch.", "torch.cuda.") if is_asked else found
+        result = func(*args, **kwargs)
+        is_type_name = func is torch.Tensor.type and len(args) == 1
+        return result.replace("torch.", "torch.cuda.") if is_type_name else result
 
 
 def trained(rank: int, world: int, by_megatron: bool, dtype: str, clip: float) -> tuple[dict[str, Tensor], list[float]]:
-    """Parameters, what checkpoints take, and norms, after a few steps; every rank brings a part of the gradient."""
+    """Return parameters, optimizer state and gradient norms after a few steps; every rank has its own gradient."""
     from realhf.models.engine.megatron import MegatronAdamW, padding
 
     groups = make_groups([tuple(range(world))], rank) if world > 1 else {}
@@ -59,7 +59,7 @@ def trained(rank: int, world: int, by_megatron: bool, dtype: str, clip: float) -
             for spec in SPECS:
                 params.grad_view(spec.name).copy_(torch.randn(spec.shape, generator=generator))
             norms.append(optimizer.step(lr))
-            if step == 1:  # a checkpoint is taken and put back
+            if step == 1:  # save and restore a checkpoint
                 kept = {name: tensor.clone() for name, tensor in optimizer.state.items()}
                 for name, tensor in optimizer.state.items():
                     tensor.zero_().copy_(kept[name])
@@ -69,7 +69,7 @@ def trained(rank: int, world: int, by_megatron: bool, dtype: str, clip: float) -
 
 @pytest.mark.dist
 @pytest.mark.parametrize("world, dtype, clip", [(1, "float32", 0.0), (2, "float32", 5.0), (3, "bfloat16", 5.0)])
-def test_its_steps_are_ours(world: int, dtype: str, clip: float, on_ranks: Callable[..., list[Any]]) -> None:
+def test_steps_equal_the_native_ones(world: int, dtype: str, clip: float, on_ranks: Callable[..., list[Any]]) -> None:
     ours, theirs = (on_ranks(world, trained, by, dtype, clip) for by in (False, True))
     for (mine, norms), (other, their_norms) in zip(ours, theirs, strict=True):
         assert their_norms == pytest.approx(norms, rel=1e-6) and len(norms) == len(RATES)
@@ -78,7 +78,7 @@ def test_its_steps_are_ours(world: int, dtype: str, clip: float, on_ranks: Calla
             torch.testing.assert_close(other[name], tensor, atol=1e-5, rtol=1e-5, msg=name)
 
 
-def test_a_shard_that_it_cannot_lay_out_is_refused() -> None:
+def test_an_unaligned_shard_is_rejected() -> None:
     from realhf.models.engine.megatron import MegatronAdamW
 
     specs = [ParamSpec("a", (3, 5), 0), ParamSpec("b", (7,), 0)]

@@ -1,4 +1,4 @@
-"""One engine: losses do not depend on micro-batches or workers, limits veto, folders come back as they went."""
+"""The native engine: independence of micro-batches and workers, limits, saved folders."""
 
 import math
 from collections.abc import Callable
@@ -23,15 +23,15 @@ BUDGETS = [MicroBatching(n) for n in (1, 2, 5, 7, 50)] + [MicroBatching(1, token
 
 
 def trained(engine: NativeEngine, batch: SequenceBatch, budget: MicroBatching) -> tuple[Tensor, dict]:
-    """The gradient (nothing clips it) and the statistics of one step."""
+    """Return the unclipped gradient and the statistics of one step."""
     stats = replace(engine, micro_batching=budget).train(batch, nll, counted(batch))
     assert engine.params.grad is not None
     return engine.params.grad.clone(), stats
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_neither_loss_nor_gradient_depends_on_micro_batches(family: str, twins: dict) -> None:
-    batch, folder = rows_of(LENGTHS), twins[family][0]
+def test_loss_and_gradient_do_not_depend_on_micro_batches(family: str, hf_models: dict) -> None:
+    batch, folder = rows_of(LENGTHS), hf_models[family][0]
     whole, expected = trained(engine_on(folder), batch, MicroBatching())
     for budget in BUDGETS:
         gradient, stats = trained(engine_on(folder), batch, budget)
@@ -40,8 +40,8 @@ def test_neither_loss_nor_gradient_depends_on_micro_batches(family: str, twins: 
         assert stats["grad_norm"][0] == pytest.approx(expected["grad_norm"][0], rel=1e-6)
 
 
-def test_the_gradient_is_that_of_hugging_face(twins: dict) -> None:
-    folder, theirs = twins["llama"]
+def test_the_gradient_equals_transformers(hf_models: dict) -> None:
+    folder, theirs = hf_models["llama"]
     batch = rows_of(LENGTHS)
     gradient, stats = trained(engine_on(folder), batch, MicroBatching(3))
     total = torch.zeros(())
@@ -57,7 +57,7 @@ def test_the_gradient_is_that_of_hugging_face(twins: dict) -> None:
     assert gradient.double().norm() == pytest.approx(norm, rel=1e-5)
 
 
-def test_rows_of_a_prompt_stay_together_when_asked(llama: Path) -> None:
+def test_rows_of_a_prompt_stay_together_if_requested(llama: Path) -> None:
     batch, seen = rows_of([4] * 12, per_prompt=3), []
 
     def watched(outputs: Outputs, part: SequenceBatch) -> Loss:
@@ -82,7 +82,7 @@ def test_recomputing_activations_gives_the_same_step(llama: Path) -> None:
     torch.testing.assert_close(plain.params.data, saving.params.data)
 
 
-def test_bfloat16_learns_from_steps_that_it_cannot_see(llama: Path) -> None:
+def test_bfloat16_weights_learn_from_small_steps(llama: Path) -> None:
     batch = rows_of(LENGTHS)
     engine = engine_on(llama, bf16=True, optimizer={"lr": 1e-5, "weight_decay": 0.0})
     before = engine.params.data.clone()
@@ -104,7 +104,7 @@ def test_forward_keeps_the_order_of_rows(llama: Path) -> None:
     assert engine.forward(batch.select([]), lambda o, _: o.logprobs()).numel() == 0
 
 
-def test_a_mean_above_its_limit_vetoes_the_step(llama: Path) -> None:
+def test_a_mean_above_its_limit_skips_the_step(llama: Path) -> None:
     engine, batch = engine_on(llama), rows_of(LENGTHS)
     before = engine.params.data.clone()
     mean = replace(engine, version=3).train(batch, nll, counted(batch), {"nll": 0.1})["nll"]
@@ -116,10 +116,10 @@ def test_a_mean_above_its_limit_vetoes_the_step(llama: Path) -> None:
     assert stats["step_skipped"] == (0.0, 1.0) and stats["lr"] == (1e-3, 1.0)
     fresh = engine_on(llama)
     fresh.train(batch, nll, counted(batch))
-    assert torch.equal(engine.params.data, fresh.params.data)  # what was step_skipped has left no trace
+    assert torch.equal(engine.params.data, fresh.params.data)  # the skipped steps had no effect
 
 
-def test_nothing_to_count_is_no_step(llama: Path) -> None:
+def test_batches_without_counted_tokens_make_no_step(llama: Path) -> None:
     engine, batch = engine_on(llama), rows_of(LENGTHS)
     before = engine.params.data.clone()
     assert engine.train(batch.select([]), nll, 0.0) == {}
@@ -127,7 +127,7 @@ def test_nothing_to_count_is_no_step(llama: Path) -> None:
     assert torch.equal(engine.params.data, before)
 
 
-def test_a_loss_that_is_no_number_is_a_clear_error(llama: Path) -> None:
+def test_a_nan_loss_is_an_error(llama: Path) -> None:
     engine, batch = engine_on(llama), rows_of(LENGTHS)
 
     def broken(outputs: Outputs, part: SequenceBatch) -> Loss:
@@ -138,7 +138,7 @@ def test_a_loss_that_is_no_number_is_a_clear_error(llama: Path) -> None:
         engine.train(batch, broken, counted(batch))
 
 
-def test_who_is_not_trained_holds_no_optimizer(llama: Path) -> None:
+def test_untrained_roles_have_no_optimizer(llama: Path) -> None:
     batch = rows_of(LENGTHS)
     for engine in (engine_on(llama, trained=False), engine_on(llama, optimizer={"type": OptimizerType.none})):
         assert engine.optimizer is None and engine.params.grad is None
@@ -147,7 +147,7 @@ def test_who_is_not_trained_holds_no_optimizer(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_a_saved_folder_is_the_same_engine(bf16: bool, llama: Path, tmp_path: Path) -> None:
+def test_saving_and_loading_gives_the_same_engine(bf16: bool, llama: Path, tmp_path: Path) -> None:
     engine, batch = engine_on(llama, bf16=bf16), rows_of(LENGTHS)
     engine.train(batch, nll, counted(batch))
     engine.save(tmp_path / "step_1")
@@ -157,7 +157,7 @@ def test_a_saved_folder_is_the_same_engine(bf16: bool, llama: Path, tmp_path: Pa
     assert torch.equal(*logprobs)
 
 
-def test_one_replica_writes_the_folder(llama: Path, tmp_path: Path) -> None:
+def test_only_one_replica_writes_the_folder(llama: Path, tmp_path: Path) -> None:
     second = engine_on(llama, rank=1, mesh=(0, 1), trained=False)
     second.save(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
@@ -166,7 +166,7 @@ def test_one_replica_writes_the_folder(llama: Path, tmp_path: Path) -> None:
 def steps_on_ranks(
     rank: int, world: int, folder: Path, mesh: tuple[int, ...], parts: list[list[int]]
 ) -> dict[str, Any]:
-    """Three steps on this rank's rows, a veto among them, that only some ranks would have seen."""
+    """Make steps on this rank's rows, one of which exceeds a limit on only some ranks."""
     engine, batch = engine_on(folder, rank, mesh), rows_of(LENGTHS)
     mine = batch.select(parts[rank])
     reduced = engine.reduce(torch.tensor([1.0, rank]))
@@ -193,7 +193,7 @@ def steps_on_ranks(
     ],
     ids=["two", "turned", "one without rows"],
 )
-def test_workers_make_the_step_of_one(
+def test_several_workers_make_the_step_of_one(
     mesh: tuple[int, ...], parts: list[list[int]], llama: Path, on_ranks: Callable[..., list[Any]]
 ) -> None:
     alone, batch = engine_on(llama), rows_of(LENGTHS)
@@ -210,7 +210,7 @@ def test_workers_make_the_step_of_one(
         torch.testing.assert_close(answer["params"], alone.params.data, atol=2e-5, rtol=0)
 
 
-def test_ids_of_rows_do_not_matter_to_a_step(llama: Path) -> None:
+def test_a_step_does_not_depend_on_row_ids(llama: Path) -> None:
     batch = rows_of(LENGTHS)
     renamed = SequenceBatch(tuple(RowId(100 - i, 0) for i in range(len(batch))), batch.columns)
     gradients = [trained(engine_on(llama), b, MicroBatching(2))[0] for b in (batch, renamed)]

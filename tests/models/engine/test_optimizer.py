@@ -16,7 +16,7 @@ from realhf.models.engine.optimizer import ShardedAdamW, learning_rate
 from realhf.models.flat_params import FlatParams
 
 SPECS = (ParamSpec("a", (3, 5), 0), ParamSpec("b", (7,), 0), ParamSpec("c", (4, 4), 1), ParamSpec("d", (3,), 1))
-ALONE = ParallelContext(Layout(DeviceMesh((0,)), ParallelStrategy()), 0)
+SINGLE = ParallelContext(Layout(DeviceMesh((0,)), ParallelStrategy()), 0)
 RATES = (1e-2, 3e-2, 1e-2, 5e-3, 0.0)
 
 
@@ -38,7 +38,7 @@ def options(clip: float) -> OptimizerConfig:
 
 
 def by_torch(clip: float) -> tuple[dict[str, Tensor], list[float]]:
-    """Parameters and gradient norms of torch.optim.AdamW on a plain copy."""
+    """Return parameters and gradient norms of torch.optim.AdamW."""
     config, params = options(clip), flat_params(torch.float32)
     plain = {spec.name: params.view(spec.name).clone().requires_grad_() for spec in SPECS}
     matrices, vectors = ({"params": [plain[a], plain[b]]} for a, b in (("a", "c"), ("b", "d")))
@@ -61,7 +61,7 @@ def by_torch(clip: float) -> tuple[dict[str, Tensor], list[float]]:
 def ours(
     rank: int, world: int, clip: float, groups: tuple[int, ...] | None = None
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """The same by ShardedAdamW; every rank brings an unequal part of the gradient."""
+    """The same with ShardedAdamW; every rank has an unequal share of the gradient."""
     members = groups or tuple(range(world))
     groups_made = make_groups([members], rank) if world > 1 else {}
     place = ParallelContext(Layout(DeviceMesh(members), ParallelStrategy(dp=world)), rank, groups=groups_made)
@@ -72,29 +72,27 @@ def ours(
     for step, lr in enumerate(RATES):
         params.zero_grad()
         for name, gradient in gradients(step).items():
-            params._cut(params.grad, (name,)).copy_(gradient * shares[rank])
+            params._slice(params.grad, (name,)).copy_(gradient * shares[rank])
         norms.append(optimizer.step(lr))
     assert optimizer.first.numel() * world == params.data.numel()
     return {spec.name: params.view(spec.name).clone() for spec in SPECS}, norms
 
 
-def check(found: tuple[dict[str, Tensor], list[float]], clip: float) -> None:
+def check(actual: tuple[dict[str, Tensor], list[float]], clip: float) -> None:
     expected, norms = by_torch(clip)
-    assert found[1] == pytest.approx(norms, rel=1e-5)
+    assert actual[1] == pytest.approx(norms, rel=1e-5)
     for name, value in expected.items():
-        torch.testing.assert_close(found[0][name], value, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(actual[0][name], value, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0, 100.0])
-def test_one_worker_against_torch(clip: float) -> None:
+def test_one_worker_equals_torch(clip: float) -> None:
     check(ours(0, 1, clip), clip)
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("world, members", [(2, (0, 1)), (2, (1, 0)), (3, (0, 1, 2))])
-def test_several_workers_against_torch(
-    world: int, members: tuple[int, ...], on_ranks: Callable[..., list[Any]]
-) -> None:
+def test_several_workers_equal_torch(world: int, members: tuple[int, ...], on_ranks: Callable[..., list[Any]]) -> None:
     results = on_ranks(world, ours, 1.0, members)
     for params, norms in results:
         check((params, norms), 1.0)
@@ -102,10 +100,10 @@ def test_several_workers_against_torch(
         assert all(torch.equal(params[name], results[0][0][name]) for name in params)
 
 
-def test_many_small_steps_are_not_lost_in_bfloat16() -> None:
+def test_small_steps_accumulate_in_bfloat16() -> None:
     params = flat_params(torch.bfloat16)
     before = params.data.float()
-    optimizer = ShardedAdamW(params, OptimizerConfig(weight_decay=0.0, gradient_clipping=0.0), ALONE, False)
+    optimizer = ShardedAdamW(params, OptimizerConfig(weight_decay=0.0, gradient_clipping=0.0), SINGLE, False)
     params.enable_grad()
     for _ in range(400):
         params.grad.fill_(1.0)
@@ -114,14 +112,14 @@ def test_many_small_steps_are_not_lost_in_bfloat16() -> None:
     assert optimizer.master.dtype == torch.float32 and params.data.dtype == torch.bfloat16
     torch.testing.assert_close(before - optimizer.master, torch.full_like(before, 4e-3), atol=1e-4, rtol=0)
     assert torch.equal(params.data, optimizer.master.bfloat16())
-    fine = before.abs() < 0.5  # where bfloat16 can tell 4e-3 apart
+    fine = before.abs() < 0.5  # where bfloat16 resolves 4e-3
     assert fine.sum() > 5 and (moved[fine] > 1e-3).all()
 
 
-def test_weight_decay_touches_matrices_alone() -> None:
+def test_weight_decay_applies_only_to_matrices() -> None:
     params = flat_params(torch.float32)
     before = {spec.name: params.view(spec.name).clone() for spec in SPECS}
-    optimizer = ShardedAdamW(params, OptimizerConfig(weight_decay=0.5), ALONE, False)
+    optimizer = ShardedAdamW(params, OptimizerConfig(weight_decay=0.5), SINGLE, False)
     params.zero_grad()
     assert optimizer.step(0.1) == 0.0
     for spec in SPECS:
@@ -130,10 +128,10 @@ def test_weight_decay_touches_matrices_alone() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_gradient_that_is_no_number_is_an_error_and_changes_nothing(bad: float) -> None:
+def test_a_non_finite_gradient_is_an_error_without_a_step(bad: float) -> None:
     params = flat_params(torch.float32)
     before = params.data.clone()
-    optimizer = ShardedAdamW(params, options(1.0), ALONE, False)
+    optimizer = ShardedAdamW(params, options(1.0), SINGLE, False)
     params.zero_grad()
     params.grad[3] = bad
     with pytest.raises(ValueError, match=f"gradient norm is {bad}.*learning rate"):
@@ -145,7 +143,7 @@ def rate(step: int, total: int, **fields: object) -> float:
     return learning_rate(OptimizerConfig(lr=2.0, **fields), step, total)
 
 
-def test_learning_rate_at_the_corners() -> None:
+def test_learning_rate_at_boundaries() -> None:
     warm = {"warmup_steps_proportion": 0.25, "lr_scheduler_type": LRSchedule.constant}
     assert [rate(s, 16, **warm) for s in range(6)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
     cold = {"warmup_steps_proportion": 0.0}
@@ -153,19 +151,19 @@ def test_learning_rate_at_the_corners() -> None:
         assert rate(0, 10, lr_scheduler_type=schedule, **cold) == 2.0
         assert rate(0, 1, lr_scheduler_type=schedule, **cold) == 2.0
     half = {LRSchedule.constant: 2.0, LRSchedule.linear: 1.0, LRSchedule.cosine: 1.0}
-    floor = {LRSchedule.constant: 2.0, LRSchedule.linear: 0.5, LRSchedule.cosine: 0.5}
+    minimum = {LRSchedule.constant: 2.0, LRSchedule.linear: 0.5, LRSchedule.cosine: 0.5}
     for schedule in LRSchedule:
         assert rate(5, 10, lr_scheduler_type=schedule, **cold) == pytest.approx(half[schedule])
-        for late in (10, 11, 1000):  # beyond the plan the last rate stays
+        for late in (10, 11, 1000):  # after the last step the rate is constant
             assert rate(late, 10, lr_scheduler_type=schedule, min_lr_ratio=0.25, **cold) == pytest.approx(
-                floor[schedule]
+                minimum[schedule]
             )
     assert rate(0, 1, warmup_steps_proportion=1.0) == 2.0
     ramp = [rate(s, 10, warmup_steps_proportion=1.0) for s in range(10)]
     assert ramp == pytest.approx([0.2 * (s + 1) for s in range(10)])
 
 
-def test_the_rate_after_warm_up_never_rises() -> None:
+def test_the_rate_never_increases_after_warm_up() -> None:
     for schedule in LRSchedule:
         rates = [rate(s, 40, lr_scheduler_type=schedule, warmup_steps_proportion=0.1) for s in range(40)]
         assert rates[:4] == sorted(rates[:4]) and rates[4:] == sorted(rates[4:], reverse=True)

@@ -1,4 +1,4 @@
-"""What an interface sees of a forward pass, against Hugging Face."""
+"""Forward outputs against transformers."""
 
 from pathlib import Path
 
@@ -14,8 +14,8 @@ LENGTHS = (4, 1, 9, 4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs(family: str, twins: dict[str, tuple[Path, nn.Module]]) -> None:
-    folder, theirs = twins[family]
+def test_logprobs(family: str, hf_models: dict[str, tuple[Path, nn.Module]]) -> None:
+    folder, theirs = hf_models[family]
     engine, batch = engine_on(folder, trained=False), rows_of(LENGTHS)
     with torch.no_grad():
         outputs = ForwardOutputs(engine.model, engine.model.hidden(batch["tokens"], LENGTHS), batch, pack(batch))

@@ -1,4 +1,4 @@
-"""Rows of one prompt that share what they begin with: the same results, computed once."""
+"""Packing with shared prefixes gives the same results as without."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,16 +31,16 @@ def batch_of(rows: list[tuple[int, list[int]]]) -> SequenceBatch:
 
 @given(ROWS)
 @settings(max_examples=200, deadline=None)
-def test_every_token_is_found_behind_those_that_came_before_it(rows: list[tuple[int, list[int]]]) -> None:
+def test_packed_tokens_keep_their_predecessors(rows: list[tuple[int, list[int]]]) -> None:
     batch = batch_of(rows)
     packing = pack(batch, share=True)
     assert sum(packing.lengths) == len(packing.tokens) <= batch["tokens"].numel()
     assert torch.equal(packing.unpack(packing.tokens), batch["tokens"])
     if packing.gather_index is None or packing.prev_index is None:
         prompts = [prompt for prompt, _ in rows]
-        alone = {prompt for prompt in prompts if prompts.count(prompt) == 1}
+        single = {prompt for prompt in prompts if prompts.count(prompt) == 1}
         assert packing.prefixes == () and packing.lengths == batch.lengths("tokens")
-        assert all(p in alone or len({row[0] for q, row in rows if q == p}) > 1 for p in prompts)
+        assert all(p in single or len({row[0] for q, row in rows if q == p}) > 1 for p in prompts)
         return
     ends = torch.tensor(packing.lengths).cumsum(0).tolist()
     segment = [next(i for i, end in enumerate(ends) if place < end) for place in range(len(packing.tokens))]
@@ -58,13 +58,13 @@ PROMPTS = st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 12), min
 
 @given(PROMPTS, st.integers(1, 4), st.integers(8, 80))
 @settings(max_examples=100, deadline=None)
-def test_the_planner_counts_what_is_computed(prompts: list[tuple[int, list[int]]], n_mbs: int, cap: int) -> None:
-    """Every group's first answers begin differently, so that a prompt is all that they share."""
+def test_the_planner_counts_the_computed_tokens(prompts: list[tuple[int, list[int]]], n_mbs: int, cap: int) -> None:
+    """The responses of a prompt differ in their first token, so that only the prompt is shared."""
     ids, tokens, shared = [], [], []
-    for prompt, (length, answers) in enumerate(prompts):
-        for sample, answer in enumerate(answers):
+    for prompt, (length, responses) in enumerate(prompts):
+        for sample, response in enumerate(responses):
             ids.append(RowId(prompt, sample))
-            tokens.append(torch.cat([torch.full((length,), 99), torch.full((answer,), sample)]))
+            tokens.append(torch.cat([torch.full((length,), 99), torch.full((response,), sample)]))
             shared.append(length)
     lengths, limits = tuple(map(len, tokens)), MicroBatching(n_mbs, cap)
     works = works_of(tuple(ids), lengths, limits, tuple(shared), share_prompts=True)
@@ -80,15 +80,15 @@ def test_the_planner_counts_what_is_computed(prompts: list[tuple[int, list[int]]
 
 
 def groups(n: int, vocab: int = 37) -> SequenceBatch:
-    """Three prompts of ``n`` answers each and one lone row; masks are on answers alone."""
+    """Return three prompts with ``n`` responses each and one single row; masks select responses."""
     generator = torch.Generator().manual_seed(5)
     rows, ids, masks = [], [], []
     for prompt, length in enumerate((9, 1, 17)):
         shared = torch.randint(2, vocab, (length,), generator=generator)
         for sample in range(n):
-            answer = torch.randint(2, vocab, (1 + 3 * sample + prompt,), generator=generator)
-            rows.append(torch.cat([shared, answer]))
-            masks.append(torch.cat([torch.zeros_like(shared), torch.ones_like(answer)]).byte())
+            response = torch.randint(2, vocab, (1 + 3 * sample + prompt,), generator=generator)
+            rows.append(torch.cat([shared, response]))
+            masks.append(torch.cat([torch.zeros_like(shared), torch.ones_like(response)]).byte())
             ids.append(RowId(prompt, sample))
     rows.append(torch.randint(2, vocab, (11,), generator=generator))
     masks.append(torch.ones(11, dtype=torch.uint8))
@@ -103,37 +103,37 @@ def both(engine: NativeEngine) -> tuple[NativeEngine, NativeEngine]:
 @pytest.fixture(autouse=True)
 def _kernel() -> None:
     if not supports_shared_prefixes(torch.device("cpu"), torch.float32):
-        pytest.skip("NATIVE KERNELS NOT BUILT, nothing is shared: python setup.py build_ext --inplace")
+        pytest.skip("NATIVE KERNELS NOT BUILT, prefixes are not shared: python setup.py build_ext --inplace")
 
 
 @pytest.mark.parametrize("limits", [MicroBatching(), MicroBatching(3, 70), MicroBatching(1, 1)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_inference_is_the_same(family: str, limits: MicroBatching, twins: dict) -> None:
-    engine = replace(engine_on(twins[family][0], trained=False), micro_batching=limits)
+def test_inference_is_the_same(family: str, limits: MicroBatching, hf_models: dict) -> None:
+    engine = replace(engine_on(hf_models[family][0], trained=False), micro_batching=limits)
     batch = groups(4)
     for fn in (lambda outputs, _: outputs.logprobs(0.7), lambda outputs, _: outputs.logprobs()):
-        shared, apart = (one.forward(batch, fn) for one in both(engine))
-        torch.testing.assert_close(shared, apart, atol=1e-5, rtol=1e-5)
+        shared, separate = (one.forward(batch, fn) for one in both(engine))
+        torch.testing.assert_close(shared, separate, atol=1e-5, rtol=1e-5)
 
 
 def test_values_are_the_same(llama: Path) -> None:
     engine = engine_on(llama, trained=False, scalar=True)
     for fn in (lambda outputs, _: outputs.values(), lambda outputs, _: outputs.last_values()):
-        shared, apart = (one.forward(groups(3), fn) for one in both(engine))
-        torch.testing.assert_close(shared, apart, atol=1e-5, rtol=1e-5)
+        shared, separate = (one.forward(groups(3), fn) for one in both(engine))
+        torch.testing.assert_close(shared, separate, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}])
-def test_a_training_step_is_the_same(family: str, options: dict, twins: dict) -> None:
-    batch, found = groups(4), []
+def test_a_training_step_is_the_same(family: str, options: dict, hf_models: dict) -> None:
+    batch, results = groups(4), []
     for number in range(2):
-        engine = both(engine_on(twins[family][0], **options))[number]
+        engine = both(engine_on(hf_models[family][0], **options))[number]
         stats = engine.train(batch, nll, counted(batch))
-        found.append((engine.params.grad.clone(), engine.params.data.clone(), stats))
-    (shared_grad, shared, stats), (grad, apart, other_stats) = found
+        results.append((engine.params.grad.clone(), engine.params.data.clone(), stats))
+    (shared_grad, shared, stats), (grad, separate, other_stats) = results
     assert (shared_grad - grad).norm() < 1e-5 * grad.norm()
-    assert (shared - apart).norm() < 1e-5 * apart.norm()
+    assert (shared - separate).norm() < 1e-5 * separate.norm()
     assert stats["nll"] == pytest.approx(other_stats["nll"], rel=1e-5)
 
 
@@ -154,5 +154,5 @@ def test_fewer_tokens_are_computed() -> None:
     assert pack(batch).tokens is batch["tokens"]
 
 
-def test_the_planner_finds_the_library_that_engines_load() -> None:
+def test_the_planner_and_engines_find_the_same_library() -> None:
     assert KERNELS.exists() == extension.available()

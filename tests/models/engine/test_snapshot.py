@@ -1,4 +1,4 @@
-"""What a checkpoint holds of an engine, and that any layout finds its part in it."""
+"""Snapshots of engines can be restored in any layout."""
 
 from itertools import product
 from pathlib import Path
@@ -27,11 +27,11 @@ KINDS = {"weights": 0.0, "first": 0.25, "second": 0.5, "master": 0.75, "average"
 
 def layout_of(name: str) -> Layout:
     strategy = ParallelStrategy(*STRATEGIES[name])
-    return Layout(DeviceMesh(tuple(reversed(range(strategy.world)))), strategy)  # members count by rank
+    return Layout(DeviceMesh(tuple(reversed(range(strategy.world)))), strategy)  # groups are ordered by rank
 
 
 def engine_of(folder: Path, layout: Layout, rank: int, bf16: bool) -> NativeEngine:
-    """An engine among others that are elsewhere: it has its shard and its optimizer, and nobody to talk to."""
+    """Return the engine of one rank, with its shard and optimizer but without communication."""
     config = read_hf_config(folder, scalar_head=False)
     specs = param_specs(config)
     boxes = shard_boxes(specs, lambda pp: stage_layers(config, pp), layout, rank)
@@ -45,18 +45,18 @@ def engine_of(folder: Path, layout: Layout, rank: int, bf16: bool) -> NativeEngi
     return NativeEngine(config, role, params, model, Pipeline(model, context), context, (1,), 10, optimizer=optimizer)
 
 
-def truth(engine: NativeEngine) -> dict[str, Tensor]:
-    """Every parameter in full, each of its elements another number, the same on every worker."""
-    found = {}
+def expected_values(engine: NativeEngine) -> dict[str, Tensor]:
+    """Return random full parameters, which are the same on every worker."""
+    values = {}
     for i, spec in enumerate(param_specs(engine.config)):
         generator = torch.Generator().manual_seed(i)
-        found[spec.name] = torch.randint(0, 100, spec.shape, generator=generator).float()  # exact in bfloat16 too
-    return found
+        values[spec.name] = torch.randint(0, 100, spec.shape, generator=generator).float()  # exact in bfloat16 too
+    return values
 
 
 def fill(engine: NativeEngine, flat: Tensor, start: int, kind: str) -> None:
-    """Write what is true of ``kind`` into a flat tensor that begins at ``start`` of the shard's."""
-    for name, expected in truth(engine).items():
+    """Fill a flat tensor, which starts at element ``start`` of the shard, with the values of ``kind``."""
+    for name, expected in expected_values(engine).items():
         if name in engine.params.names:
             box = tuple(slice(*span) for span in engine.params.box(name))
             values, span = (expected[box] + KINDS[kind]).flatten(), engine.params.span(name)
@@ -79,7 +79,7 @@ def trained(folder: Path, layout: Layout, rank: int, bf16: bool, average: bool) 
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_any_layout_goes_on_from_any_other(actor_folder: Path, bf16: bool) -> None:
+def test_any_layout_restores_the_snapshot_of_any_other(actor_folder: Path, bf16: bool) -> None:
     for before, after in product(STRATEGIES, STRATEGIES):
         old, new = layout_of(before), layout_of(after)
         files = {rank: snapshot(trained(actor_folder, old, rank, bf16, bf16)) for rank in old.mesh.ranks}
@@ -95,7 +95,7 @@ def test_any_layout_goes_on_from_any_other(actor_folder: Path, bf16: bool) -> No
                 assert torch.equal(engine.params.average, expected.params.average)
 
 
-def test_replicas_share_the_work_of_writing(actor_folder: Path) -> None:
+def test_replicas_save_disjoint_tensors(actor_folder: Path) -> None:
     layout = layout_of("d2")
     found = {rank: snapshot(trained(actor_folder, layout, rank, False, False)) for rank in layout.mesh.ranks}
     writer = layout.rank(layout.coord(0)._replace(dp=0))

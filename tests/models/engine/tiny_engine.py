@@ -1,4 +1,4 @@
-"""Engines on tiny random models, and rows for them. Gloo ranks import this too: no transformers here."""
+"""Engines on tiny random models, and batches for them. Imported by gloo ranks: does not import transformers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +32,7 @@ def engine_on(
     device: str = "cpu",
     **options: Any,
 ) -> NativeEngine:
-    """An engine on a folder's weights; with several workers in the mesh this is collective."""
+    """Return an engine with a folder's weights. Collective over the mesh."""
     spec = ModelSpec(str(folder), init_critic_from_actor=scalar, **options)
     spec.optimizer = OptimizerConfig(**{**SGD_LIKE, **(optimizer or {})})
     layout = Layout(DeviceMesh(mesh), ParallelStrategy(dp=len(mesh)))
@@ -51,7 +51,7 @@ def engine_on(
 
 
 def prompts_of(lengths: Sequence[int], numbers: Sequence[int] | None = None) -> SequenceBatch:
-    """Prompts of these lengths; what is in a prompt depends on its number."""
+    """Return prompts of these lengths; their tokens depend on the number."""
     numbers = list(numbers or range(len(lengths)))
     rows = []
     for number, length in zip(numbers, lengths, strict=True):
@@ -61,7 +61,7 @@ def prompts_of(lengths: Sequence[int], numbers: Sequence[int] | None = None) -> 
 
 
 def rows_of(lengths: Sequence[int], per_prompt: int = 1, seed: int = 0, vocab: int = VOCAB) -> SequenceBatch:
-    """Rows of training: tokens, and a mask of the tokens that count."""
+    """Return training rows: tokens, and a mask of the tokens in the loss."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
     ids = tuple(RowId(i // per_prompt, i % per_prompt) for i in range(len(lengths)))
@@ -72,7 +72,7 @@ def rows_of(lengths: Sequence[int], per_prompt: int = 1, seed: int = 0, vocab: i
 
 
 def nll(outputs: Outputs, batch: SequenceBatch) -> Loss:
-    """Negative log-likelihood of the tokens that count."""
+    """Negative log-likelihood of the masked tokens."""
     mask = batch["mask"].bool()
     total = -(outputs.logprobs() * mask).sum()
     return Loss(total, {"nll": (total.detach(), mask.sum())})

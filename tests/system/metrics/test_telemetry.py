@@ -17,7 +17,7 @@ from realhf.api.messages import Done, Holders, PrepareCall, Ready
 from realhf.arch.flops import generate_flops, matrix_params, train_flops
 from realhf.experiments.ppo import PPOExperiment
 from realhf.plan.compile.schedule import PromptRange, RowsReady
-from realhf.plan.run_spec import RunSpec
+from realhf.plan.run_spec import ExpectedPerformance, RunSpec
 from realhf.system.metrics.telemetry import Metrics, Telemetry
 from realhf.system.metrics.trace import SpanTuple, trace_lines
 from realhf.system.metrics.worker_metrics import StepMetrics, microseconds
@@ -158,7 +158,9 @@ def test_predictions_are_in_every_line(run: RunSpec) -> None:
 def test_utilisation_relative_to_the_data_sheet(run: RunSpec) -> None:
     peaks = {"peak_flops": 1e9, "peak_bandwidth": 1e8}
     config = PPOExperiment(dataset=run.config.dataset)
-    telemetry = Telemetry(replace(run, config=config, expected=ExpectedPerformance("x", 1.0, {}, 1e9, **peaks)), Watcher(), [])
+    telemetry = Telemetry(
+        replace(run, config=config, expected=ExpectedPerformance("x", 1.0, {}, 1e9, **peaks)), Watcher(), []
+    )
     one_step(telemetry)
     telemetry.step_done(0, {})
     telemetry.close()

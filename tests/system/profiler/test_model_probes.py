@@ -6,7 +6,7 @@ import torch
 
 from realhf.api.layout import ParallelStrategy
 from realhf.api.model_config import ModelConfig
-from realhf.models.transformer import ALONE
+from realhf.models.transformer import SINGLE_RANK_GROUP
 from realhf.plan.compile.check import strategy_problems
 from realhf.system.profiler.model_probes import (
     ProbeContext,
@@ -20,18 +20,18 @@ from realhf.system.profiler.model_probes import (
 from realhf.system.profiler.probes import Clock
 
 SMALL = ModelConfig("llama", 4, 32, 4, 2, 8, 64, 64, 100)
-CONTEXT = ProbeContext.of(ALONE, Clock(torch.device("cpu"), 1, 1), bf16=False)
+CONTEXT = ProbeContext.of(SINGLE_RANK_GROUP, Clock(torch.device("cpu"), 1, 1), bf16=False)
 
 
 def test_equal_blocks_are_cut_to_the_numbers_asked_for() -> None:
     small, large = reduced_depths(SMALL, 1, 3)
-    assert (small.n_layers, large.n_layers, small.windows, small.head) == (1, 3, (), "lm")
+    assert (small.n_layers, large.n_layers, small.sliding_windows, small.head) == (1, 3, (), "lm")
 
 
 def test_a_pattern_of_windows_stays_whole() -> None:
-    alternating = ModelConfig("gemma2", 6, 32, 4, 2, 8, 64, 64, 100, windows=(8, 0) * 3)
+    alternating = ModelConfig("gemma2", 6, 32, 4, 2, 8, 64, 64, 100, sliding_windows=(8, 0) * 3)
     small, large = reduced_depths(alternating, 1, 3)
-    assert (small.windows, large.windows) == ((8, 0), (8, 0) * 2)
+    assert (small.sliding_windows, large.sliding_windows) == ((8, 0), (8, 0) * 2)
 
 
 def test_the_odd_block_out_is_left_out() -> None:

@@ -1,8 +1,8 @@
-"""Decoding steps on a GPU as CUDA graphs: hundreds of small kernels are launched as one.
+"""Decoding steps as CUDA graphs, which launch hundreds of small kernels at once.
 
-A graph is for one number of slots and one reach of the cache; both are rounded up, so that few graphs serve all steps.
-What a step reads and gives lies in places that do not move. Slots beyond the live ones compute too: they write into
-slots that nobody holds, and what they draw is not looked at.
+A graph is for one number of slots and one context length. Both are rounded up, so that few graphs cover all steps. The
+inputs and outputs of a step are at fixed addresses. Slots beyond the live ones are computed too: they write to unused
+slots, and their tokens are dropped.
 """
 
 from collections.abc import Callable
@@ -14,27 +14,27 @@ from torch import Tensor
 from realhf.models.transformer import Transformer
 
 CONTEXT_STEP = 256
-"""The reach of a cache is rounded up to multiples of this."""
+"""Context lengths are rounded up to multiples of this."""
 Step = Callable[[Tensor, int], Tensor]
 """Computes a step from its inputs ``[5, S]`` and the longest row's length: tokens and log-probabilities, ``[3, S]``."""
 
 
-def bucket(n: int, most: int) -> int:
-    """Return for how many slots a step of ``n`` is computed: powers of two and the middles between them."""
+def round_batch(n: int, limit: int) -> int:
+    """Round a number of slots up to a power of two or one and a half times a power of two, at most ``limit``."""
     size = 1 << max(0, n - 1).bit_length()
     middle = size * 3 // 4
-    return min(middle if size >= 4 and n <= middle else size, most)
+    return min(middle if size >= 4 and n <= middle else size, limit)
 
 
-def round_context(longest: int, most: int) -> int:
-    """Return how far into the cache a step looks whose longest row has ``longest`` tokens."""
-    return min(-(-longest // CONTEXT_STEP) * CONTEXT_STEP, most)
+def round_context(longest: int, limit: int) -> int:
+    """Round a context length up to a multiple of ``CONTEXT_STEP``, at most ``limit``."""
+    return min(-(-longest // CONTEXT_STEP) * CONTEXT_STEP, limit)
 
 
-def has_graphs(model: Transformer) -> bool:
-    """Tell whether decoding steps can be graphs: whole models on one GPU, without routed experts."""
-    whole = model.is_first and model.is_last and model.tp.size == 1
-    return whole and model.params.data.is_cuda and not model.config.n_experts
+def supports_cuda_graphs(model: Transformer) -> bool:
+    """Return True for whole models on one GPU without routed experts."""
+    is_whole = model.is_first and model.is_last and model.tp.size == 1
+    return is_whole and model.params.data.is_cuda and not model.config.n_experts
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class _Captured:
     outputs: Tensor
 
 
-class GraphedSteps:
-    """Carries out a ``Step`` for ``n_slots`` slots with places for ``max_len`` tokens each.
+class CudaGraphRunner:
+    """Runs a ``Step`` for at most ``n_slots`` slots and contexts of at most ``max_len`` tokens.
 
-    ``inputs`` are last tokens, positions, and what a draw depends on: prompt numbers, samples, counts.
+    ``inputs`` are last tokens, positions, and the arguments of sampling: prompt numbers, samples, token counts.
     """
 
     def __init__(self, step: Step, n_slots: int, max_len: int, device: torch.device) -> None:
@@ -56,28 +56,28 @@ class GraphedSteps:
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def __call__(self, inputs: Tensor, longest: int) -> Tensor:
-        """Return ``[3, S]`` float64 of ``inputs`` ``[5, S]``: token, log-probability, and that of sampling."""
+        """Return ``[3, S]`` float64 for ``inputs`` ``[5, S]``: token, log-probability, sampling log-probability."""
         n = inputs.shape[1]
-        size, far = bucket(n, self.n_slots), round_context(longest, self.max_len)
+        size, context = round_batch(n, self.n_slots), round_context(longest, self.max_len)
         self.inputs[:, :n] = inputs
         self.inputs[:, n:size] = 0
-        if self._pool is None:  # elsewhere a step is what a graph would repeat
-            return self.step(self.inputs[:, :size], far)[:, :n]
-        if (size, far) not in self._captured:
-            self._captured[size, far] = self._capture(size, far)
-        captured = self._captured[size, far]
+        if self._pool is None:  # tests run the padded step without a graph
+            return self.step(self.inputs[:, :size], context)[:, :n]
+        if (size, context) not in self._captured:
+            self._captured[size, context] = self._capture(size, context)
+        captured = self._captured[size, context]
         captured.graph.replay()
         return captured.outputs[:, :n].clone()
 
-    def _capture(self, size: int, far: int) -> _Captured:
-        """Record a step. It is computed once before: libraries and tables make ready at their first use."""
+    def _capture(self, size: int, context: int) -> _Captured:
+        """Capture a step after one warm-up run, which initialises libraries and tables."""
         inputs = self.inputs[:, :size]
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            self.step(inputs, far)
-        torch.cuda.current_stream().wait_stream(aside)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.step(inputs, context)
+        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            outputs = self.step(inputs, far)
+            outputs = self.step(inputs, context)
         return _Captured(graph, outputs)

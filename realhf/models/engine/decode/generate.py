@@ -1,11 +1,12 @@
-"""Sampling with a key/value cache in slots: finished rows leave at once, live rows stay dense, free slots are refilled.
+"""Continuous batching: finished rows are evicted at once, live rows stay contiguous, free slots are refilled.
 
-A group's prompt is computed once; its cache is lent, or copied to the group's other slots. What is drawn depends on
-(seed, prompt, sample, position) alone, so neither slots nor placement change a row. Over a pipeline the slots are dealt
-into as many groups as there are stages, which follow one another through them.
+The prompt of a group of samples is computed once; its cache is shared with, or copied to, the other slots. Sampled
+tokens depend only on (seed, prompt, sample, position), not on slots or layout. In a pipeline the slots form as many
+groups as there are stages, which pass through them one after the other.
 """
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,59 +27,58 @@ COLUMNS = {
 
 
 def generate(pipeline: Pipeline, request: Request) -> SequenceBatch:
-    """Sample answers to every prompt; see ``Engine.generate`` for the columns. No prompts give no rows."""
+    """Sample responses to every prompt; see ``Engine.generate`` for the columns. No prompts give no rows."""
     if not request.n_rows:
-        return no_rows(request.prompts["prompts"].device)
+        return empty_result(request.prompts["prompts"].device)
     model = pipeline.model
-    if request.longest > (reach := model.config.max_positions):
-        raise ValueError(f"prompt and answer may reach {request.longest} tokens, the model has {reach}"
+    if request.max_row_len > (n_positions := model.config.max_positions):
+        raise ValueError(f"prompt and response may have {request.max_row_len} tokens, the model has {n_positions}"
                          " positions; lower max_new_tokens or max_prompt_len")  # fmt: skip
     n_slots, queue = min(request.config.max_num_seqs, request.n_rows), deque(range(request.n_rows))
     n_groups = min(pipeline.n_stages, n_slots)
     shares = [n_slots // n_groups + (i < n_slots % n_groups) for i in range(n_groups)]
-    decodings = [DecodeGroup(model, request, queue, share) for share in shares]
+    groups = [DecodeGroup(model, request, queue, share) for share in shares]
     with model.decoding():
-        pipeline.generate(decodings)
-    return _assemble(pipeline, request, decodings)
+        pipeline.generate(groups)
+    return _assemble(pipeline, request, groups)
 
 
-def no_rows(device: torch.device) -> SequenceBatch:
-    """Return what no prompts give."""
+def empty_result(device: torch.device) -> SequenceBatch:
     return SequenceBatch((), {k: Column(torch.empty(0, dtype=t, device=device), ()) for k, t in COLUMNS.items()})
 
 
-def _assemble(pipeline: Pipeline, request: Request, decodings: list[DecodeGroup]) -> SequenceBatch:
-    """Put what was drawn in the order of rows, behind the prompts."""
-    drawn = [draw for decoding in decodings for draw in decoding.slots.drawn]
-    tokens = torch.cat([tokens for _, tokens in drawn])
-    of_row = torch.cat([rows for rows, _ in drawn]).to(tokens.device)
-    order = of_row.argsort(stable=True)
+def _assemble(pipeline: Pipeline, request: Request, groups: list[DecodeGroup]) -> SequenceBatch:
+    """Sort the sampled tokens by row and append them to the prompts."""
+    sampled = [turn for group in groups for turn in group.slots.sampled]
+    tokens = torch.cat([tokens for _, tokens in sampled])
+    row_of = torch.cat([rows for rows, _ in sampled]).to(tokens.device)
+    order = row_of.argsort(stable=True)
     tokens = tokens[order]
     logprobs = torch.empty(2, len(order), device=tokens.device)
     if pipeline.is_last:
-        pairs = [pair for decoding in decodings for pair in decoding.logprobs]
+        pairs = [pair for group in groups for pair in group.logprobs]
         logprobs = torch.stack([torch.cat(parts) for parts in zip(*pairs, strict=True)])[:, order]
-    return rows_of(request, of_row.bincount(minlength=request.n_rows), tokens, pipeline.from_last(logprobs))
+    return build_result(request, row_of.bincount(minlength=request.n_rows), tokens, pipeline.from_last(logprobs))
 
 
-def rows_of(request: Request, counts: Tensor, tokens: Tensor, logprobs: Tensor) -> SequenceBatch:
-    """Return the columns of what was drawn, row after row: ``counts`` [rows], ``tokens`` [n], ``logprobs`` [2, n]."""
-    n_drawn = tuple(counts.tolist())
+def build_result(request: Request, counts: Tensor, tokens: Tensor, logprobs: Tensor) -> SequenceBatch:
+    """Return the columns of all rows: token ``counts`` [rows], ``tokens`` [n] in row order, ``logprobs`` [2, n]."""
+    n_sampled = tuple(counts.tolist())
     prompt_of = [row // request.n for row in range(request.n_rows)]
-    lengths = tuple(request.lengths[p] + count for p, count in zip(prompt_of, n_drawn, strict=True))
-    zeros = [torch.zeros_like(text, dtype=torch.float32) for text in request.texts]
-    ones = [torch.ones_like(text, dtype=torch.uint8) for text in request.texts]
+    lengths = tuple(request.lengths[p] + count for p, count in zip(prompt_of, n_sampled, strict=True))
+    zeros = [torch.zeros_like(prompt, dtype=torch.float32) for prompt in request.prompt_tensors]
+    ones = [torch.ones_like(prompt, dtype=torch.uint8) for prompt in request.prompt_tensors]
 
-    def behind(prompts: list[Tensor] | tuple[Tensor, ...], answers: Tensor) -> Column:
-        pairs = zip(prompt_of, answers.split(n_drawn), strict=True)
-        return Column(torch.cat([part for prompt, answer in pairs for part in (prompts[prompt], answer)]), lengths)
+    def joined(prompts: Sequence[Tensor], responses: Tensor) -> Column:
+        pairs = zip(prompt_of, responses.split(n_sampled), strict=True)
+        return Column(torch.cat([part for prompt, response in pairs for part in (prompts[prompt], response)]), lengths)
 
     stopped = torch.isin(tokens[counts.cumsum(0) - 1], request.stop_tokens)
     columns = {
-        "tokens": behind(request.texts, tokens),
-        "prompt_mask": behind(ones, torch.zeros_like(tokens, dtype=torch.uint8)),
-        "logprobs": behind(zeros, logprobs[0]),
-        "sampling_logprobs": behind(zeros, logprobs[1]),
+        "tokens": joined(request.prompt_tensors, tokens),
+        "prompt_mask": joined(ones, torch.zeros_like(tokens, dtype=torch.uint8)),
+        "logprobs": joined(zeros, logprobs[0]),
+        "sampling_logprobs": joined(zeros, logprobs[1]),
         "truncated": Column.scalars((~stopped).to(torch.uint8)),
     }
     ids = tuple(RowId(i.prompt, sample) for i in request.prompts.ids for sample in range(request.n))

@@ -1,42 +1,43 @@
-"""One group of rows that is being generated, on one stage: its slots, their cache, and what a turn computes."""
+"""A group of rows in generation on one stage: its slots, their cache and the computation of a turn."""
 
 from collections import deque
 
 import torch
 from torch import Tensor
 
-from realhf.models.engine.decode.cuda_graphs import GraphedSteps, has_graphs
+from realhf.models.engine.decode.cuda_graphs import CudaGraphRunner, supports_cuda_graphs
 from realhf.models.engine.decode.scheduler import Request, SlotTable
 from realhf.models.transformer import Transformer
 from realhf.ops.sampling import sample, uniform
 
 
 class DecodeGroup:
-    """Computes the turns of a group. The last stage alone keeps ``logprobs``, those of sampling beside, by turn."""
+    """Computes the turns of a group. Only the last stage has ``logprobs``: pairs, with sampling ones, by turn."""
 
     def __init__(self, model: Transformer, request: Request, queue: deque[int], n_slots: int) -> None:
         self.model, self.request = model, request
-        self.cache = model.new_cache(n_slots, request.longest)
-        self.slots = SlotTable(request, queue, n_slots, request.share and model.reads_prefixes)
+        self.cache = model.new_cache(n_slots, request.max_row_len)
+        shares_prefix = request.share_prefixes and model.supports_shared_prefixes
+        self.slots = SlotTable(request, queue, n_slots, shares_prefix)
         self.logprobs: list[tuple[Tensor, Tensor]] = []
-        self.graphs: GraphedSteps | None = None
-        if has_graphs(model):
-            self.graphs = GraphedSteps(self._whole_step, n_slots, request.longest, model.params.data.device)
+        self.graphs: CudaGraphRunner | None = None
+        if supports_cuda_graphs(model):
+            self.graphs = CudaGraphRunner(self._full_step, n_slots, request.max_row_len, model.params.data.device)
 
     @property
-    def has_ended(self) -> bool:
+    def is_finished(self) -> bool:
         return self.slots.n_live == 0
 
     @property
-    def n_computed(self) -> int:
-        """Tokens that pass the stages in this turn."""
+    def n_tokens(self) -> int:
+        """The number of tokens that this turn computes."""
         prefill = self.slots.prefill
         return sum(self.request.lengths[p] for p in prefill.prompts) if prefill else self.slots.n_live
 
     def forward(self, x: Tensor | None) -> Tensor:
-        """Compute this stage's part of a turn: hidden states for the next one, or the tokens that the last one draws.
+        """Compute this stage's part of a turn: hidden states for the next stage, or on the last one sampled tokens.
 
-        ``x`` is what the stage before returned, ``[n_computed, D]``.
+        ``x`` is the previous stage's output, ``[n_tokens, D]``.
         """
         slots = self.slots
         if slots.prefill is None and self.graphs is not None:
@@ -50,29 +51,29 @@ class DecodeGroup:
             hidden = self._prefill(x)
         if not self.model.is_last:
             return hidden
-        tokens, *drawn_with = self._draw(hidden, *slots.counters)
-        self.logprobs.append((drawn_with[0], drawn_with[1]))
+        tokens, *logprobs = self._sample(hidden, *slots.counters)
+        self.logprobs.append((logprobs[0], logprobs[1]))
         return tokens
 
-    def _whole_step(self, inputs: Tensor, longest: int) -> Tensor:
-        """Compute a decoding step of a whole model, as ``models/engine/decode/cuda_graphs.py`` wants it; float64 holds every token."""
+    def _full_step(self, inputs: Tensor, longest: int) -> Tensor:
+        """Compute a decoding step of a whole model in one tensor; float64 represents every token exactly."""
         last, positions, *counters = inputs
         hidden = self.model.decode(last, positions, self.cache, longest=longest)
-        return torch.stack([drawn.double() for drawn in self._draw(hidden, *counters)])
+        return torch.stack([output.double() for output in self._sample(hidden, *counters)])
 
     def _prefill(self, x: Tensor | None) -> Tensor:
-        """Compute each prompt once and share its cache; the last stage goes on with what fresh rows end in."""
+        """Compute each prompt once and share its cache; the last stage returns hidden states at the prompts' ends."""
         prefill, request = self.slots.prefill, self.request
         assert prefill is not None
         lengths = [request.lengths[prompt] for prompt in prefill.prompts]
-        tokens = torch.cat([request.texts[prompt] for prompt in prefill.prompts])
+        tokens = torch.cat([request.prompt_tensors[prompt] for prompt in prefill.prompts])
         hidden = self.model.hidden(tokens, lengths, self.cache, prefill.slots, x)
         for first, others, length in prefill.copies:
             self.cache.copy_prefix(first, others, length)
         return hidden[torch.tensor(prefill.ends, device=hidden.device)] if self.model.is_last else hidden
 
-    def _draw(self, hidden: Tensor, prompts: Tensor, samples: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw the next tokens, with their log-probabilities; all tensor-parallel ranks draw the same."""
+    def _sample(self, hidden: Tensor, prompts: Tensor, samples: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
+        """Sample the next tokens, with log-probabilities; the result is the same on all tensor-parallel ranks."""
         config = self.request.config
         early = counts < config.min_new_tokens if config.min_new_tokens else None
         return sample(
@@ -86,6 +87,6 @@ class DecodeGroup:
         )
 
     def advance(self, tokens: Tensor) -> None:
-        """Take the tokens that the turn drew, on whichever stage, and make ready for the next turn."""
+        """Record the tokens sampled in this turn and update the cache for the next one, on every stage."""
         for move in self.slots.record(tokens):
             self.cache.copy_slot(move.src, move.dst, move.start, move.stop)

@@ -1,6 +1,6 @@
-"""The bookkeeping of generation: which row sits in which slot. No model and no communication lives here.
+"""Which row is in which slot: the bookkeeping of generation, without model and communication.
 
-Groups of slots share a queue of rows. Every stage of a pipeline keeps the same books from the same tokens.
+Groups of slots share a queue of rows. Every stage of a pipeline computes the same state from the same tokens.
 """
 
 from collections import deque
@@ -18,34 +18,32 @@ from realhf.api.config import GenerationConfig
 from realhf.data.batch import SequenceBatch
 
 IntTable = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Request:
-    """What one call of generation asks for: row r is sample ``r % n`` of prompt ``r // n``.
+    """One call of generation: row r is sample ``r % n`` of prompt ``r // n``.
 
-    ``max_prefill_tokens`` bounds the prompts that are computed in one pass; only a single longer one may exceed it.
-    ``share``: what rows of one prompt have cached alike may be read once for all of them.
+    ``max_prefill_tokens`` bounds the prompts of one prefill; only a single longer prompt may exceed it. With
+    ``share_prefixes`` the cached prefix of the rows of one prompt may be read once for all of them.
     """
 
     prompts: SequenceBatch
     config: GenerationConfig
     n: int
     seed: int
-    stops: tuple[int, ...]
+    stop_ids: tuple[int, ...]
     max_prefill_tokens: int
-    share: bool = True
+    share_prefixes: bool = True
 
     @cached_property
-    def texts(self) -> tuple[Tensor, ...]:
-        """The tokens of every prompt."""
+    def prompt_tensors(self) -> tuple[Tensor, ...]:
         return self.prompts.columns["prompts"].rows()
 
     @cached_property
-    def ids(self) -> tuple[list[int], ...]:
-        """The tokens of every prompt, as numbers."""
-        return tuple(text.tolist() for text in self.texts)
+    def prompt_tokens(self) -> tuple[list[int], ...]:
+        return tuple(prompt.tolist() for prompt in self.prompt_tensors)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -57,76 +55,76 @@ class Request:
 
     @cached_property
     def budgets(self) -> tuple[int, ...]:
-        """New tokens that an answer to each prompt may have."""
+        """The maximum number of new tokens of each prompt."""
         if "budget" not in self.prompts.columns:
             return (self.config.max_new_tokens,) * len(self.prompts)
         return tuple(self.prompts["budget"].tolist())
 
     @property
-    def longest(self) -> int:
-        """Tokens that a row may reach."""
+    def max_row_len(self) -> int:
         return max(length + budget for length, budget in zip(self.lengths, self.budgets, strict=True))
 
     @cached_property
     def stop_tokens(self) -> Tensor:
-        return torch.tensor(self.stops, dtype=torch.int64, device=self.prompts["prompts"].device)
+        return torch.tensor(self.stop_ids, dtype=torch.int64, device=self.prompts["prompts"].device)
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """Prompts to compute, shortest first, each into a slot; ``copies`` are what other slots get of them, and how much.
+    """Prompts to compute, shortest first, each into a slot.
 
-    ``ends`` says for every row that enters where its prompt ends in the packed prompts, ``holders`` which slot has it.
+    ``copies`` are (source slot, target slots, number of tokens). For each admitted row, ``ends`` is the index of its
+    prompt's last token in the packed prompts, ``owners`` the slot that stores its prompt.
     """
 
     prompts: list[int]
     slots: list[int]
     copies: list[tuple[int, list[int], int]]
     ends: list[int]
-    holders: list[int]
+    owners: list[int]
 
 
 def plan_prefill(
-    fresh: Sequence[int], first_slot: int, n: int, texts: Mapping[int, list[int]], lends: bool = False
+    new_rows: Sequence[int], first_slot: int, n: int, prompts: Mapping[int, list[int]], shares_prefix: bool = False
 ) -> Prefill:
-    """Plan for rows that enter the slots from ``first_slot`` on; ``texts`` are the tokens of their prompts.
+    """Plan the prefill of rows admitted to the slots from ``first_slot`` on; ``prompts`` are the tokens by number.
 
-    A prompt with which another one begins is not computed: states of one answer share what came before. Where a slot
-    ``lends`` its prompt to the other rows of it, only that one gets it.
+    A prompt that is a prefix of another one is copied from it. With ``shares_prefix`` only the first slot of each
+    prompt stores it, and the prompt's other rows read it there.
     """
     slots: dict[int, list[int]] = {}
-    for slot, row in enumerate(fresh, first_slot):
+    for slot, row in enumerate(new_rows, first_slot):
         slots.setdefault(row // n, []).append(slot)
-    leaders = leaders_of({prompt: texts[prompt] for prompt in slots})
-    order = sorted(set(leaders.values()), key=lambda prompt: (len(texts[prompt]), prompt))
-    starts = dict(zip(order, accumulate((len(texts[prompt]) for prompt in order), initial=0), strict=False))
+    leaders = find_leaders({prompt: prompts[prompt] for prompt in slots})
+    order = sorted(set(leaders.values()), key=lambda prompt: (len(prompts[prompt]), prompt))
+    starts = dict(zip(order, accumulate((len(prompts[prompt]) for prompt in order), initial=0), strict=False))
     copies = []
     for prompt, own in slots.items():
         first = slots[leaders[prompt]][0]
-        if others := [slot for slot in (own[:1] if lends else own) if slot != first]:
-            copies.append((first, others, len(texts[prompt])))
-    ends = [starts[leaders[row // n]] + len(texts[row // n]) - 1 for row in fresh]
-    holders = [slots[row // n][0] if lends else slot for slot, row in enumerate(fresh, first_slot)]
-    return Prefill(order, [slots[prompt][0] for prompt in order], copies, ends, holders)
+        if others := [slot for slot in (own[:1] if shares_prefix else own) if slot != first]:
+            copies.append((first, others, len(prompts[prompt])))
+    ends = [starts[leaders[row // n]] + len(prompts[row // n]) - 1 for row in new_rows]
+    owners = [slots[row // n][0] if shares_prefix else slot for slot, row in enumerate(new_rows, first_slot)]
+    return Prefill(order, [slots[prompt][0] for prompt in order], copies, ends, owners)
 
 
-def leaders_of(texts: Mapping[int, list[int]]) -> dict[int, int]:
-    """Return for every text one that begins with it, itself where no other does.
+def find_leaders(prompts: Mapping[int, list[int]]) -> dict[int, int]:
+    """Return for every prompt one that it is a prefix of, by default itself.
 
-    In alphabetical order a text is directly followed by those that begin with it.
+    In lexicographic order a prompt is directly followed by those that it is a prefix of.
     """
-    order = sorted(texts, key=lambda number: texts[number])
+    order = sorted(prompts, key=lambda number: prompts[number])
     leaders: dict[int, int] = {}
     for number, follower in zip(reversed(order), [None, *reversed(order)], strict=False):
-        text = texts[number]
-        is_prefix = follower is not None and texts[follower][: len(text)] == text
+        tokens = prompts[number]
+        is_prefix = follower is not None and prompts[follower][: len(tokens)] == tokens
         leaders[number] = leaders[follower] if is_prefix and follower is not None else number
     return leaders
 
 
 @dataclass(frozen=True)
 class SlotMove:
-    """Cached tokens ``start`` to ``stop`` of a row go to another slot."""
+    """Copy the cached tokens ``start`` to ``stop`` of a slot to another one."""
 
     src: int
     dst: int
@@ -135,46 +133,43 @@ class SlotMove:
 
 
 class SlotTable:
-    """One group of slots, of which the first ``n_live`` hold rows.
+    """One group of slots, of which the first ``n_live`` have rows.
 
-    A turn draws one token for each of the last ``n_drawing`` live rows: for all of them in a decoding step; for those
-    that just entered when there is a ``prefill``. A group without live rows has ended: none will enter any more.
-    Where slots lend, a prompt lies in the slot of one of its rows alone; when that row leaves, another one gets it.
-    The books are kept in host memory, by numpy: they are many small steps, and a device would wait for each.
+    A turn samples one token for each of the last ``n_sampling`` live rows: all of them in a decoding step, the newly
+    admitted ones if there is a ``prefill``. A group without live rows is finished. With ``shares_prefix`` a prompt is
+    stored in the slot of one of its rows; when that row is evicted, another one becomes the owner. The state is in
+    numpy arrays in host memory: updates are many small operations, on which a device would have to synchronise.
     """
 
-    def __init__(self, request: Request, queue: deque[int], n_slots: int, lends: bool = False) -> None:
-        self.request, self.queue, self.n_slots, self.lends = request, queue, n_slots, lends
-        self.drawn: list[tuple[Tensor, Tensor]] = []  # rows and their tokens, in the order of drawing
-        self._stops = np.array(request.stops, np.int64)
-        self._hold(np.empty((8, 0), np.int64))
-        self._choose()
+    def __init__(self, request: Request, queue: deque[int], n_slots: int, shares_prefix: bool = False) -> None:
+        self.request, self.queue, self.n_slots, self.shares_prefix = request, queue, n_slots, shares_prefix
+        self.sampled: list[tuple[Tensor, Tensor]] = []  # rows and their tokens, by turn
+        self._stops = np.array(request.stop_ids, np.int64)
+        self._set_table(np.empty((8, 0), np.int64))
+        self._schedule()
 
-    def _hold(self, table: IntTable) -> None:
-        """Keep, by slot: last token, position of it, prompt number, sample, tokens drawn, row, limit.
-
-        And the slot that has the row's prompt.
-        """
+    def _set_table(self, table: IntTable) -> None:
+        """Set the columns by slot: last token, its position, prompt number, sample, token count, row, limit, owner."""
         self._table, self.n_live = table, table.shape[1]
-        self._last, self._positions, _, _, self._counts, self._rows, self._limits, self._holders = table
+        self._last, self._positions, _, _, self._counts, self._rows, self._limits, self._owners = table
         self._starts = self._positions - self._counts + 1
         self.prefixes: Tensor | None = None
-        if self.request.share:
-            self.prefixes = self._placed(np.stack((self._rows // self.request.n, self._starts, self._holders)))
+        if self.request.share_prefixes:
+            self.prefixes = self._on_device(np.stack((self._rows // self.request.n, self._starts, self._owners)))
 
-    def _placed(self, part: IntTable) -> Tensor:
-        """Return what the model reads, where it is; on the CPU it shares the memory of the books."""
-        return torch.from_numpy(part).to(self.request.stop_tokens.device)
+    def _on_device(self, array: IntTable) -> Tensor:
+        """Return an array on the model's device; on the CPU it shares the table's memory."""
+        return torch.from_numpy(array).to(self.request.stop_tokens.device)
 
     @property
     def inputs(self) -> Tensor:
-        """What a turn depends on, ``[5, n_live]``: last token, position, prompt number, sample, tokens drawn."""
-        return self._placed(self._table[:5])
+        """The inputs of a turn, ``[5, n_live]``: last token, position, prompt number, sample, token count."""
+        return self._on_device(self._table[:5])
 
     @property
     def counters(self) -> Tensor:
-        """What a draw depends on, beside the seed: prompt number, sample and tokens drawn, ``[3, n_drawing]``."""
-        return self._placed(self._table[2:5, self.n_live - self.n_drawing :])
+        """The arguments of sampling besides the seed, ``[3, n_sampling]``: prompt number, sample, token count."""
+        return self._on_device(self._table[2:5, self.n_live - self.n_sampling :])
 
     @property
     def rows(self) -> Tensor:
@@ -185,66 +180,66 @@ class SlotTable:
         return torch.from_numpy(self._positions)
 
     @property
-    def holders(self) -> Tensor:
-        return torch.from_numpy(self._holders)
+    def owners(self) -> Tensor:
+        return torch.from_numpy(self._owners)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row, with the one that is computed next."""
+        """The length of the longest row, including the token that is computed next."""
         return int(self._positions.max(initial=-1)) + 1
 
     def record(self, tokens: Tensor) -> list[SlotMove]:
-        """Take the turn's tokens ``[n_drawing]``, choose the next turn, and return what moves in the cache before it.
+        """Record the turn's tokens ``[n_sampling]``, schedule the next turn, and return the cache moves before it.
 
-        Finished rows leave and the last live ones move into the holes.
+        Finished rows are evicted and the last live rows move to their slots.
         """
-        first, seen = self.n_live - self.n_drawing, tokens.cpu().numpy()
-        self.drawn.append((self.rows[first:], tokens))
-        self._last[first:] = seen
+        first, new = self.n_live - self.n_sampling, tokens.cpu().numpy()
+        self.sampled.append((self.rows[first:], tokens))
+        self._last[first:] = new
         self._positions[first:] += 1
         self._counts[first:] += 1
-        stopped = (seen[:, None] == self._stops).any(1)
-        ended = np.flatnonzero(stopped | (self._counts[first:] >= self._limits[first:])) + first
-        moves = self._evict(ended) if len(ended) else []
-        self._choose()
+        stopped = (new[:, None] == self._stops).any(1)
+        finished = np.flatnonzero(stopped | (self._counts[first:] >= self._limits[first:])) + first
+        moves = self._evict(finished) if len(finished) else []
+        self._schedule()
         return moves
 
-    def _evict(self, ended: IntTable) -> list[SlotMove]:
-        keep, gone = self.n_live - len(ended), np.zeros(self.n_live, np.bool_)
-        gone[ended] = True
-        holders, moves = self._new_owners(gone)
-        movers, holes = np.flatnonzero(~gone[keep:]) + keep, ended[ended < keep]
-        places, now = np.arange(keep), np.arange(self.n_live)
-        places[holes], now[movers] = movers, holes
-        for src, dst in zip(movers.tolist(), holes.tolist(), strict=True):
-            start = 0 if holders[src] == src else int(self._starts[src])
+    def _evict(self, finished: IntTable) -> list[SlotMove]:
+        n_kept, is_evicted = self.n_live - len(finished), np.zeros(self.n_live, np.bool_)
+        is_evicted[finished] = True
+        owners, moves = self._new_owners(is_evicted)
+        sources, holes = np.flatnonzero(~is_evicted[n_kept:]) + n_kept, finished[finished < n_kept]
+        old_slots, new_slots = np.arange(n_kept), np.arange(self.n_live)
+        old_slots[holes], new_slots[sources] = sources, holes
+        for src, dst in zip(sources.tolist(), holes.tolist(), strict=True):
+            start = 0 if owners[src] == src else int(self._starts[src])
             moves.append(SlotMove(src, dst, start, int(self._positions[src])))
-        table = self._table.take(places, 1)
-        table[-1] = now[holders[places]]
-        self._hold(table)
+        table = self._table.take(old_slots, 1)
+        table[-1] = new_slots[owners[old_slots]]
+        self._set_table(table)
         return moves
 
-    def _new_owners(self, gone: Flags) -> tuple[IntTable, list[SlotMove]]:
-        """Return who has every row's prompt when some slots are gone, and what their heirs get of them."""
-        holders, heirs = self._holders.copy(), dict[int, int]()
-        for slot in np.flatnonzero(gone[holders] & ~gone).tolist():
-            holders[slot] = heirs.setdefault(int(holders[slot]), slot)
-        return holders, [SlotMove(holder, heir, 0, int(self._starts[heir])) for holder, heir in heirs.items()]
+    def _new_owners(self, is_evicted: BoolArray) -> tuple[IntTable, list[SlotMove]]:
+        """Return the owner of every row's prompt after an eviction, and the moves of prompts to new owners."""
+        owners, new_owners = self._owners.copy(), dict[int, int]()
+        for slot in np.flatnonzero(is_evicted[owners] & ~is_evicted).tolist():
+            owners[slot] = new_owners.setdefault(int(owners[slot]), slot)
+        return owners, [SlotMove(old, new, 0, int(self._starts[new])) for old, new in new_owners.items()]
 
-    def _choose(self) -> None:
-        """Let rows enter when an eighth of the slots is free, or enough for all that wait; else decode."""
+    def _schedule(self) -> None:
+        """Admit rows if an eighth of the slots is free, or enough for all waiting rows; else decode."""
         self.prefill: Prefill | None = None
-        self.n_drawing = self.n_live
-        free = self.n_slots - self.n_live
-        if self.queue and (free * 8 >= self.n_slots or free >= len(self.queue)):
-            fresh = self._take(free)
-            texts = {row // self.request.n: self.request.ids[row // self.request.n] for row in fresh}
-            self.prefill = plan_prefill(fresh, self.n_live, self.request.n, texts, self.lends)
-            self.n_drawing = len(fresh)
-            self._admit(fresh, self.prefill.holders)
+        self.n_sampling = self.n_live
+        n_free, request = self.n_slots - self.n_live, self.request
+        if self.queue and (n_free * 8 >= self.n_slots or n_free >= len(self.queue)):
+            new_rows = self._pop_rows(n_free)
+            prompts = {row // request.n: request.prompt_tokens[row // request.n] for row in new_rows}
+            self.prefill = plan_prefill(new_rows, self.n_live, request.n, prompts, self.shares_prefix)
+            self.n_sampling = len(new_rows)
+            self._admit(new_rows, self.prefill.owners)
 
-    def _take(self, n_slots: int) -> list[int]:
-        """Take rows from the queue while there are slots for them and tokens left for their prompts."""
+    def _pop_rows(self, n_slots: int) -> list[int]:
+        """Take rows from the queue while there are slots and prefill tokens for them."""
         request, rows, n_tokens = self.request, list[int](), 0
         while self.queue and len(rows) < n_slots:
             prompt = self.queue[0] // request.n
@@ -255,11 +250,11 @@ class SlotTable:
             rows.append(self.queue.popleft())
         return rows
 
-    def _admit(self, fresh: list[int], holders: list[int]) -> None:
-        request, prompts = self.request, [row // self.request.n for row in fresh]
+    def _admit(self, new_rows: list[int], owners: list[int]) -> None:
+        request, prompts = self.request, [row // self.request.n for row in new_rows]
         numbers = [request.prompts.ids[prompt].prompt for prompt in prompts]
-        samples, none = [row % request.n for row in fresh], [0] * len(fresh)
+        samples, zeros = [row % request.n for row in new_rows], [0] * len(new_rows)
         positions = [request.lengths[prompt] - 1 for prompt in prompts]
         limits = [request.budgets[prompt] for prompt in prompts]
-        columns = [none, positions, numbers, samples, none, fresh, limits, holders]
-        self._hold(np.concatenate((self._table, np.array(columns, np.int64)), 1))
+        columns = [zeros, positions, numbers, samples, zeros, new_rows, limits, owners]
+        self._set_table(np.concatenate((self._table, np.array(columns, np.int64)), 1))

@@ -1,1 +1,1 @@
-"""What runs inside of vLLM's own process: on its path alone, and imported by nothing here."""
+"""Code that runs inside the vLLM process; not imported by the package."""

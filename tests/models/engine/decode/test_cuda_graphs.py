@@ -1,55 +1,55 @@
-"""Steps that are rounded up for CUDA graphs draw what other steps draw. Graphs themselves: tests/gpu."""
+"""Padded decoding steps sample the same tokens. CUDA graphs themselves are tested in tests/gpu."""
 
 import pytest
 import torch
 
 from realhf.api.config import GenerationConfig
 from realhf.models.engine.decode import group
-from realhf.models.engine.decode.cuda_graphs import GraphedSteps, bucket, round_context
+from realhf.models.engine.decode.cuda_graphs import CudaGraphRunner, round_batch, round_context
 from realhf.models.transformer import Transformer
 from tests.models.engine.tiny_engine import engine_on, prompts_of
 
 LENGTHS = (3, 1, 7, 7, 12, 2, 5)
 
 
-@pytest.mark.parametrize("most", [1, 5, 64])
-def test_few_sizes_hold_every_number(most: int) -> None:
-    sizes = [bucket(n, most) for n in range(1, most + 1)]
-    assert sizes == sorted(sizes) and all(n <= size <= most for n, size in enumerate(sizes, 1))
-    assert len(set(sizes)) <= 2 * most.bit_length()
-    if most == 64:
+@pytest.mark.parametrize("limit", [1, 5, 64])
+def test_batch_sizes_are_rounded_to_few_values(limit: int) -> None:
+    sizes = [round_batch(n, limit) for n in range(1, limit + 1)]
+    assert sizes == sorted(sizes) and all(n <= size <= limit for n, size in enumerate(sizes, 1))
+    assert len(set(sizes)) <= 2 * limit.bit_length()
+    if limit == 64:
         assert sorted(set(sizes)) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
 
 
-def test_a_reach_is_rounded_up_to_what_there_is() -> None:
+def test_context_lengths_are_rounded_up_to_the_limit() -> None:
     assert [round_context(n, 600) for n in (1, 256, 257, 512, 513, 600)] == [256, 256, 512, 512, 600, 600]
 
 
 @pytest.fixture
-def rounded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Send all decoding steps through the places of graphs; sizes of steps and of what was computed."""
+def padded_steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Pad all decoding steps as for CUDA graphs; records the sizes of steps before and after padding."""
     seen = []
 
-    class Seen(GraphedSteps):
+    class RecordingRunner(CudaGraphRunner):
         def __call__(self, inputs: torch.Tensor, longest: int) -> torch.Tensor:
-            seen.append((inputs.shape[1], bucket(inputs.shape[1], self.n_slots)))
+            seen.append((inputs.shape[1], round_batch(inputs.shape[1], self.n_slots)))
             return super().__call__(inputs, longest)
 
-    monkeypatch.setattr(group, "GraphedSteps", Seen)
-    monkeypatch.setattr(group, "has_graphs", lambda model: True)
+    monkeypatch.setattr(group, "CudaGraphRunner", RecordingRunner)
+    monkeypatch.setattr(group, "supports_cuda_graphs", lambda model: True)
     return seen
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen2"])
 @pytest.mark.parametrize("options", [{}, {"top_k": 5, "top_p": 0.8, "min_new_tokens": 3}, {"greedy": True}])
-def test_rounded_steps_draw_the_same(
-    family: str, options: dict, twins: dict, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+def test_padded_steps_sample_the_same_tokens(
+    family: str, options: dict, hf_models: dict, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Transformer, "reads_prefixes", False)  # as on a GPU, where every slot has its own prompt
-    engine = engine_on(twins[family][0], trained=False)
+    monkeypatch.setattr(Transformer, "supports_shared_prefixes", False)  # as on a GPU
+    engine = engine_on(hf_models[family][0], trained=False)
     config = GenerationConfig(max_new_tokens=14, max_num_seqs=19, **options)
     plain = engine.generate(prompts_of(LENGTHS), config, 3, 11)
-    seen = request.getfixturevalue("rounded")
+    seen = request.getfixturevalue("padded_steps")
     made = engine.generate(prompts_of(LENGTHS), config, 3, 11)
     assert any(size > n for n, size in seen)
     assert torch.equal(made["tokens"], plain["tokens"]) and torch.equal(made["truncated"], plain["truncated"])

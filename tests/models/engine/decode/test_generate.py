@@ -1,4 +1,4 @@
-"""What is sampled, and that its log-probabilities are those that training will compute."""
+"""Sampling: distributions, stop tokens, independence of slots and layout, log-probabilities as in training."""
 
 import math
 from collections import Counter
@@ -26,7 +26,7 @@ from tests.models.engine.tiny_engine import FAMILIES, STOP, VOCAB, by_row, engin
 
 LENGTHS = (3, 1, 7, 7, 12, 2, 5)
 SEED = 11
-Twins = dict[str, tuple[Path, nn.Module]]
+HfModels = dict[str, tuple[Path, nn.Module]]
 
 
 @pytest.fixture(scope="module")
@@ -34,28 +34,28 @@ def engine(llama: Path) -> NativeEngine:
     return engine_on(llama, trained=False)
 
 
-def answers_of(batch: SequenceBatch) -> list[list[int]]:
+def responses_of(batch: SequenceBatch) -> list[list[int]]:
     masks = batch.columns["prompt_mask"].rows()
     return [row[mask == 0].tolist() for row, mask in zip(batch.columns["tokens"].rows(), masks, strict=True)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("options", [{}, {"top_k": 5, "top_p": 0.8, "min_new_tokens": 3}], ids=["plain", "restricted"])
-def test_logprobs_are_those_of_the_training_forward(family: str, options: dict, twins: Twins) -> None:
-    engine = engine_on(twins[family][0], trained=False)
+def test_logprobs_equal_a_training_forward(family: str, options: dict, hf_models: HfModels) -> None:
+    engine = engine_on(hf_models[family][0], trained=False)
     config = GenerationConfig(max_new_tokens=14, temperature=0.7, max_num_seqs=4, **options)
     made = engine.generate(prompts_of(LENGTHS), config, 3, SEED)
     again = engine.forward(made.only(("tokens",)), lambda outputs, _: outputs.logprobs(0.7))
-    is_answer = made["prompt_mask"] == 0
-    torch.testing.assert_close(made["logprobs"][is_answer], again[is_answer], atol=1e-4, rtol=0)
-    assert made["logprobs"][~is_answer].eq(0).all() and made["sampling_logprobs"][~is_answer].eq(0).all()
-    gain = (made["sampling_logprobs"] - made["logprobs"])[is_answer]
-    assert (gain > -1e-5).all() and (gain.max() > 0.1) == bool(options)  # less to choose from: more likely
+    is_response = made["prompt_mask"] == 0
+    torch.testing.assert_close(made["logprobs"][is_response], again[is_response], atol=1e-4, rtol=0)
+    assert made["logprobs"][~is_response].eq(0).all() and made["sampling_logprobs"][~is_response].eq(0).all()
+    gain = (made["sampling_logprobs"] - made["logprobs"])[is_response]
+    assert (gain > -1e-5).all() and (gain.max() > 0.1) == bool(options)  # a restricted choice has higher probabilities
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_is_what_hugging_face_takes(family: str, twins: Twins) -> None:
-    folder, model = twins[family]
+def test_greedy_sampling_equals_transformers(family: str, hf_models: HfModels) -> None:
+    folder, model = hf_models[family]
     prompts = prompts_of(LENGTHS)
     made = engine_on(folder, trained=False).generate(prompts, GenerationConfig(max_new_tokens=12, greedy=True), 1, SEED)
     zero = engine_on(folder, trained=False).generate(
@@ -64,11 +64,11 @@ def test_greedy_is_what_hugging_face_takes(family: str, twins: Twins) -> None:
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": STOP, "pad_token_id": 0}
     for prompt, row in zip(prompts.columns["prompts"].rows(), made.columns["tokens"].rows(), strict=True):
         assert row.tolist() == model.generate(prompt[None], **options)[0].tolist()
-    assert answers_of(zero) == [answer for answer in answers_of(made) for _ in range(2)]
+    assert responses_of(zero) == [response for response in responses_of(made) for _ in range(2)]
 
 
-class Counting(Transformer):
-    """Notes for how many rows it makes caches."""
+class CountingTransformer(Transformer):
+    """Counts the slots of its caches."""
 
     n_slots = 0
 
@@ -78,17 +78,17 @@ class Counting(Transformer):
 
 
 @pytest.mark.parametrize(("planned", "slots"), [(0, 8), (3, 3), (20, 8)])
-def test_a_plan_may_want_fewer_rows_at_a_time(planned: int, slots: int, engine: NativeEngine) -> None:
-    model = Counting(engine.config, engine.params)
+def test_a_plan_can_reduce_the_number_of_slots(planned: int, slots: int, engine: NativeEngine) -> None:
+    model = CountingTransformer(engine.config, engine.params)
     counting = replace(engine, model=model, pipeline=Pipeline(model, engine.context),
                        micro_batching=MicroBatching(max_num_seqs=planned))  # fmt: skip
     config, prompts = GenerationConfig(max_new_tokens=6, max_num_seqs=8), prompts_of(LENGTHS)
     made = counting.generate(prompts, config, 2, SEED)
     assert model.n_slots == slots
-    assert answers_of(made) == answers_of(engine.generate(prompts, config, 2, SEED))
+    assert responses_of(made) == responses_of(engine.generate(prompts, config, 2, SEED))
 
 
-def test_the_layout_of_the_result(engine: NativeEngine) -> None:
+def test_columns_of_the_result(engine: NativeEngine) -> None:
     prompts = prompts_of((3, 1, 4), numbers=(8, 2, 5))
     made = engine.generate(prompts, GenerationConfig(max_new_tokens=6), 2, SEED)
     assert made.ids == tuple(RowId(p, s) for p in (8, 2, 5) for s in (0, 1))
@@ -103,13 +103,13 @@ def test_the_layout_of_the_result(engine: NativeEngine) -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 5, 8, 256])
-def test_neither_slots_nor_company_nor_order_change_a_row(slots: int, engine: NativeEngine) -> None:
+def test_a_row_does_not_depend_on_slots_other_rows_or_order(slots: int, engine: NativeEngine) -> None:
     config = GenerationConfig(max_new_tokens=14, max_num_seqs=slots)
     reference = {}
     for number, length in enumerate(LENGTHS):
-        alone = engine.generate(prompts_of([length], [number]), GenerationConfig(max_new_tokens=14), 4, SEED)
-        tokens, logprobs = by_row(alone, "tokens"), by_row(alone, "logprobs")
-        reference |= {row: (tokens[row], logprobs[row]) for row in alone.ids}
+        single = engine.generate(prompts_of([length], [number]), GenerationConfig(max_new_tokens=14), 4, SEED)
+        tokens, logprobs = by_row(single, "tokens"), by_row(single, "logprobs")
+        reference |= {row: (tokens[row], logprobs[row]) for row in single.ids}
     whole = prompts_of(LENGTHS)
     for order in (range(7), (6, 3, 0, 5, 1, 4, 2), (4, 1)):
         made = engine.generate(whole.select(list(order)), config, 4, SEED)
@@ -120,7 +120,7 @@ def test_neither_slots_nor_company_nor_order_change_a_row(slots: int, engine: Na
 
 
 @pytest.mark.parametrize("budget", [1, 8, 13])
-def test_a_budget_of_prompt_tokens_changes_no_row(budget: int, engine: NativeEngine) -> None:
+def test_a_row_does_not_depend_on_the_prefill_budget(budget: int, engine: NativeEngine) -> None:
     config, prompts = GenerationConfig(max_new_tokens=14, max_num_seqs=9), prompts_of(LENGTHS)
     whole = engine.generate(prompts, config, 3, SEED)
     parts = replace(engine, micro_batching=MicroBatching(1, budget)).generate(prompts, config, 3, SEED)
@@ -128,42 +128,43 @@ def test_a_budget_of_prompt_tokens_changes_no_row(budget: int, engine: NativeEng
     torch.testing.assert_close(parts["logprobs"], whole["logprobs"], atol=1e-4, rtol=0)
 
 
-def test_seed_prompt_and_sample_each_make_a_difference(engine: NativeEngine) -> None:
+def test_a_row_depends_on_seed_prompt_and_sample(engine: NativeEngine) -> None:
     config = GenerationConfig(max_new_tokens=14)
     text = torch.arange(5, 9)
     twice = SequenceBatch((RowId(0, PROMPT), RowId(1, PROMPT)), {"prompts": Column.of([text, text])})
-    answers = answers_of(engine.generate(twice, config, 2, SEED)) + answers_of(
+    responses = responses_of(engine.generate(twice, config, 2, SEED)) + responses_of(
         engine.generate(twice, config, 2, SEED + 1)
     )
-    assert len(set(map(tuple, answers))) == 8
+    assert len(set(map(tuple, responses))) == 8
 
 
-def test_a_stop_token_and_the_end_of_the_room_are_told_apart(engine: NativeEngine) -> None:
+def test_truncation_is_distinguished_from_a_stop_token(engine: NativeEngine) -> None:
     made = engine.generate(prompts_of((4, 2)), GenerationConfig(max_new_tokens=10), 60, SEED)
     kinds = Counter()
-    for answer, truncated in zip(answers_of(made), made["truncated"].tolist(), strict=True):
-        assert STOP not in answer[:-1]
-        assert truncated == (answer[-1] != STOP)
-        assert len(answer) == 10 or not truncated
-        kinds[truncated, len(answer) == 10] += 1
+    for response, truncated in zip(responses_of(made), made["truncated"].tolist(), strict=True):
+        assert STOP not in response[:-1]
+        assert truncated == (response[-1] != STOP)
+        assert len(response) == 10 or not truncated
+        kinds[truncated, len(response) == 10] += 1
     assert kinds[0, False] > 5 and kinds[1, True] > 5
     short = engine.generate(prompts_of((4, 2)), GenerationConfig(max_new_tokens=1), 200, SEED)
-    ends = dict(zip(short["truncated"].tolist(), (a[-1] == STOP for a in answers_of(short)), strict=True))
-    assert ends == {0: True, 1: False}  # a stop token at the very last place is an end, not a cut
+    ends = dict(zip(short["truncated"].tolist(), (a[-1] == STOP for a in responses_of(short)), strict=True))
+    assert ends == {0: True, 1: False}  # a stop token at the last position is not a truncation
 
 
-def test_no_stop_token_comes_before_min_new_tokens(engine: NativeEngine) -> None:
+def test_stop_tokens_are_forbidden_before_min_new_tokens(engine: NativeEngine) -> None:
     config = GenerationConfig(max_new_tokens=9, min_new_tokens=6, stop_token_ids=[7, 9])
-    answers = answers_of(engine.generate(prompts_of((4, 2)), config, 60, SEED))
-    assert all(not {STOP, 7, 9} & set(answer[:6]) for answer in answers)
-    assert Counter(map(len, answers)).keys() == {7, 8, 9}  # six tokens, and then a stop token may come
+    responses = responses_of(engine.generate(prompts_of((4, 2)), config, 60, SEED))
+    assert all(not {STOP, 7, 9} & set(response[:6]) for response in responses)
+    assert Counter(map(len, responses)).keys() == {7, 8, 9}  # a stop token is allowed after six tokens
 
 
-def test_further_stop_tokens(engine: NativeEngine) -> None:
+def test_additional_stop_tokens(engine: NativeEngine) -> None:
     made = engine.generate(prompts_of((4, 2)), GenerationConfig(max_new_tokens=30, stop_token_ids=[7, 9]), 60, SEED)
-    answers = answers_of(made)
-    assert {a[-1] for a, cut in zip(answers, made["truncated"].tolist(), strict=True) if not cut} == {STOP, 7, 9}
-    assert all(not {STOP, 7, 9} & set(answer[:-1]) for answer in answers)
+    responses = responses_of(made)
+    truncated = made["truncated"].tolist()
+    assert {response[-1] for response, cut in zip(responses, truncated, strict=True) if not cut} == {STOP, 7, 9}
+    assert all(not {STOP, 7, 9} & set(response[:-1]) for response in responses)
 
 
 def first_token_probabilities(engine: NativeEngine, prompt: Tensor, temperature: float) -> Tensor:
@@ -173,11 +174,11 @@ def first_token_probabilities(engine: NativeEngine, prompt: Tensor, temperature:
 
 
 def first_tokens(engine: NativeEngine, prompts: SequenceBatch, n: int, config: GenerationConfig) -> list[int]:
-    return [answer[0] for answer in answers_of(engine.generate(prompts, config, n, SEED))]
+    return [response[0] for response in responses_of(engine.generate(prompts, config, n, SEED))]
 
 
 @pytest.mark.parametrize("top_k, top_p", [(1, 1.0), (4, 1.0), (0, 0.6), (0, 0.05), (6, 0.7)])
-def test_top_k_and_top_p_restrict_what_is_drawn(top_k: int, top_p: float, engine: NativeEngine) -> None:
+def test_top_k_and_top_p_restrict_the_tokens(top_k: int, top_p: float, engine: NativeEngine) -> None:
     prompts = prompts_of((4,))
     probabilities = first_token_probabilities(engine, prompts["prompts"], 1.0)
     best = probabilities.argsort(descending=True)[: top_k or VOCAB]
@@ -185,17 +186,17 @@ def test_top_k_and_top_p_restrict_what_is_drawn(top_k: int, top_p: float, engine
     allowed = best[(kept.cumsum(0) - kept) < top_p]
     config = GenerationConfig(max_new_tokens=1, top_k=top_k, top_p=top_p)
     made = engine.generate(prompts, config, 400, SEED)
-    drawn = [answer[0] for answer in answers_of(made)]
-    assert set(drawn) <= set(allowed.tolist())
-    assert set(drawn) >= set(allowed[probabilities[allowed] > 0.05].tolist())
+    sampled = [response[0] for response in responses_of(made)]
+    assert set(sampled) <= set(allowed.tolist())
+    assert set(sampled) >= set(allowed[probabilities[allowed] > 0.05].tolist())
     shares = probabilities[allowed] / probabilities[allowed].sum()
-    expected = torch.stack([shares[allowed == token][0] for token in drawn]).log()
-    sampling = made["sampling_logprobs"][made["prompt_mask"] == 0]
-    torch.testing.assert_close(sampling, expected, atol=1e-4, rtol=0)
+    expected = torch.stack([shares[allowed == token][0] for token in sampled]).log()
+    logprobs = made["sampling_logprobs"][made["prompt_mask"] == 0]
+    torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
 
 
 def chi_square(counts: Sequence[float], expected: Sequence[float]) -> tuple[float, float]:
-    """Return the statistic, with rare outcomes put together, and its value at z = 4 (Wilson and Hilferty 1931)."""
+    """Return the statistic, with rare outcomes merged, and its value at z = 4 (Wilson and Hilferty 1931)."""
     pairs = list(zip(counts, expected, strict=True))
     rare = [pair for pair in pairs if pair[1] < 5]
     cells = [pair for pair in pairs if pair[1] >= 5] + [(sum(c for c, _ in rare), sum(e for _, e in rare))] * bool(rare)
@@ -204,26 +205,26 @@ def chi_square(counts: Sequence[float], expected: Sequence[float]) -> tuple[floa
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_tokens_are_drawn_as_often_as_their_probability_says(temperature: float, engine: NativeEngine) -> None:
+def test_token_frequencies_match_probabilities(temperature: float, engine: NativeEngine) -> None:
     n, prompts = 4000, prompts_of((5,))
     config = GenerationConfig(max_new_tokens=1, temperature=temperature, max_num_seqs=4096)
     counts = Counter(first_tokens(engine, prompts, n, config))
     expected = first_token_probabilities(engine, prompts["prompts"], temperature).double() * n
-    found, limit = chi_square([counts[t] for t in range(VOCAB)], expected.tolist())
-    assert found < limit
+    statistic, limit = chi_square([counts[t] for t in range(VOCAB)], expected.tolist())
+    assert statistic < limit
 
 
-def test_the_second_token_is_drawn_independently_of_the_first(engine: NativeEngine) -> None:
+def test_the_second_token_is_independent_of_the_first(engine: NativeEngine) -> None:
     n, prompts = 4000, prompts_of((5,))
     config = GenerationConfig(max_new_tokens=2, min_new_tokens=1, temperature=1.5, max_num_seqs=4096)
     made = engine.generate(prompts, config, n, SEED)
-    pairs = answers_of(made)
+    pairs = responses_of(made)
     first = Counter(a for a, _ in pairs).most_common(1)[0][0]
     seconds = Counter(b for a, b in pairs if a == first)
     after = torch.cat([prompts["prompts"], torch.tensor([first])])
     expected = first_token_probabilities(engine, after, 1.5).double() * seconds.total()
-    found, limit = chi_square([seconds[t] for t in range(VOCAB)], expected.tolist())
-    assert found < limit
+    statistic, limit = chi_square([seconds[t] for t in range(VOCAB)], expected.tolist())
+    assert statistic < limit
 
 
 def test_no_prompts_give_no_rows(engine: NativeEngine) -> None:
@@ -233,7 +234,7 @@ def test_no_prompts_give_no_rows(engine: NativeEngine) -> None:
     assert {k: c.dtype for k, c in made.meta.columns.items()} == {k: c.dtype for k, c in full.meta.columns.items()}
 
 
-def test_more_than_the_model_has_positions_for_is_said(engine: NativeEngine) -> None:
+def test_rows_longer_than_the_model_supports_are_rejected(engine: NativeEngine) -> None:
     with pytest.raises(ValueError, match="74 tokens.*64.*max_new_tokens"):
         engine.generate(prompts_of((4, 10)), GenerationConfig(max_new_tokens=64), 1, SEED)
 
@@ -241,15 +242,15 @@ def test_more_than_the_model_has_positions_for_is_said(engine: NativeEngine) -> 
 FOUR_LAYERS = ModelConfig("llama", 4, 32, 4, 2, 8, 48, VOCAB, 64, init_std=0.2)
 AXES = ("dp", "tp", "pp")
 MESHES = {"d1": (0,), "p2": (3, 1), "p4": (2, 0, 3, 1), "t2p2": (1, 0, 2, 3)}
-WAYS = [
+CONFIGS = [
     GenerationConfig(max_new_tokens=14),  # a slot for every row
-    GenerationConfig(max_new_tokens=14, max_num_seqs=6, top_k=9, min_new_tokens=2),  # slots change hands
+    GenerationConfig(max_new_tokens=14, max_num_seqs=6, top_k=9, min_new_tokens=2),  # slots are reused
     GenerationConfig(max_new_tokens=5, max_num_seqs=2),  # fewer slots than some pipelines have stages
 ]
 
 
 def generate_everywhere(rank: int, world: int) -> dict[tuple[str, int], SequenceBatch]:
-    """What one worker returns from every layout that it is in."""
+    """Generate in every layout that includes this rank."""
     layouts = {name: Layout(DeviceMesh(mesh), ParallelStrategy.parse(name)) for name, mesh in MESHES.items()}
     axes = dict.fromkeys(
         layout.axis(axis, member) for layout in layouts.values() for member in layout.mesh.ranks for axis in AXES
@@ -262,22 +263,22 @@ def generate_everywhere(rank: int, world: int) -> dict[tuple[str, int], Sequence
         context, role = ParallelContext(layout, rank, groups=groups), RoleSpec(ModelSpec(init_from_scratch=True))
         engine = build_engine(FOUR_LAYERS, role, context, False, True, 3, 1, (STOP,), None)
         engine = replace(engine, micro_batching=MicroBatching(1, 20))
-        for number, way in enumerate(WAYS):
-            made[name, number] = engine.generate(prompts_of(LENGTHS), way, 3, SEED)
+        for number, config in enumerate(CONFIGS):
+            made[name, number] = engine.generate(prompts_of(LENGTHS), config, 3, SEED)
     return made
 
 
 @pytest.mark.dist
-def test_all_stages_return_what_one_worker_draws(on_ranks: Callable[..., list]) -> None:
-    told = on_ranks(4, generate_everywhere)
-    for number in range(len(WAYS)):
-        whole = told[0]["d1", number]
-        assert len({tuple(answer) for answer in answers_of(whole)}) > 15
+def test_all_ranks_return_the_rows_of_one_worker(on_ranks: Callable[..., list]) -> None:
+    results = on_ranks(4, generate_everywhere)
+    for number in range(len(CONFIGS)):
+        expected = results[0]["d1", number]
+        assert len({tuple(response) for response in responses_of(expected)}) > 15
         for name, mesh in MESHES.items():
             for rank in mesh:
-                made = told[rank][name, number]
-                assert made.ids == whole.ids and made.lengths("tokens") == whole.lengths("tokens")
+                made = results[rank][name, number]
+                assert made.ids == expected.ids and made.lengths("tokens") == expected.lengths("tokens")
                 for key in ("tokens", "prompt_mask", "truncated"):
-                    assert torch.equal(made[key], whole[key]), (name, rank, key)
+                    assert torch.equal(made[key], expected[key]), (name, rank, key)
                 for key in ("logprobs", "sampling_logprobs"):
-                    torch.testing.assert_close(made[key], whole[key], atol=1e-4, rtol=0)
+                    torch.testing.assert_close(made[key], expected[key], atol=1e-4, rtol=0)

@@ -1,4 +1,4 @@
-"""Parameter lists, stages, and reading configurations."""
+"""Parameter specs, pipeline stages, and Hugging Face configurations of all families."""
 
 import json
 import subprocess
@@ -22,11 +22,11 @@ GPT2 = ModelConfig(
     "gpt2", 3, 48, 12, 12, 4, 192, 101, 64, norm="layer", mlp="ungated", activation="gelu_tanh",
     learned_positions=True, qkv_bias=True, proj_bias=True, tied_embedding=True,
 )  # fmt: skip
-QWEN3 = replace(LLAMA, family="qwen3", qk_norm=True, sliding_windows=(0, 16, 16))
+QWEN3 = replace(LLAMA, family="qwen3", qk_norm="head", sliding_windows=(0, 16, 16))
 MISTRAL = replace(LLAMA, family="mistral", sliding_windows=(16, 16, 16), rotary_scaling=(("factor", 2.0),))
 GEMMA = replace(LLAMA, family="gemma", norm_offset=1.0, scaled_embedding=True, activation="gelu_tanh")
 GEMMA2 = replace(
-    GEMMA, family="gemma2", post_norms=True, sliding_windows=(16, 0, 16), attention_scale=144**-0.5,
+    GEMMA, family="gemma2", norm_placement="sandwich", sliding_windows=(16, 0, 16), attention_scale=144**-0.5,
     attention_softcap=50.0, logit_softcap=30.0,
 )  # fmt: skip
 GPT_NEOX = replace(
@@ -35,7 +35,7 @@ GPT_NEOX = replace(
 )  # fmt: skip
 MIXTRAL = replace(LLAMA, family="mixtral", n_experts=8, experts_per_token=2, expert_intermediate=60, balance_loss=0.02)
 QWEN3_MOE = replace(
-    LLAMA, family="qwen3_moe", qk_norm=True, n_experts=5, experts_per_token=3, expert_intermediate=24,
+    LLAMA, family="qwen3_moe", qk_norm="head", n_experts=5, experts_per_token=3, expert_intermediate=24,
     dense_layers=(1,), renormalise_experts=False, balance_loss=0.001,
 )  # fmt: skip
 ALL = (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, GEMMA2, GPT2, GPT_NEOX, MIXTRAL, QWEN3_MOE)
@@ -44,7 +44,7 @@ CONFIGS = [c for one in ALL for c in (one, replace(one, head="scalar"))]
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 6])
-def test_tensor_shards_tile_every_parameter(config: ModelConfig, tp: int) -> None:
+def test_tensor_shards_partition_every_parameter(config: ModelConfig, tp: int) -> None:
     for spec in param_specs(config):
         boxes = [shard_box(spec, tp, rank) for rank in range(tp)]
         distinct = sorted(set(boxes))
@@ -57,7 +57,7 @@ def test_tensor_shards_tile_every_parameter(config: ModelConfig, tp: int) -> Non
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_every_parameter_has_its_hugging_face_tensor(config: ModelConfig) -> None:
+def test_every_parameter_has_a_hugging_face_tensor(config: ModelConfig) -> None:
     names = [spec.name for spec in param_specs(config)]
     assert len(set(names)) == len(names)
     assert set(FAMILIES[config.family].hf_tensors(config)) == set(names)
@@ -66,7 +66,7 @@ def test_every_parameter_has_its_hugging_face_tensor(config: ModelConfig) -> Non
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_configurations_survive_the_way_there_and_back(config: ModelConfig) -> None:
+def test_configurations_round_trip(config: ModelConfig) -> None:
     family = FAMILIES[config.family]
     config = replace(config, bos_token_id=1, eos_token_ids=(2, 3), pad_token_id=0)
     untied = config.head == "scalar"
@@ -76,7 +76,7 @@ def test_configurations_survive_the_way_there_and_back(config: ModelConfig) -> N
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 5000), st.booleans())
-def test_stages_are_a_balanced_cut(n_layers: int, pp: int, vocab: int, tied: bool) -> None:
+def test_stages_partition_the_layers(n_layers: int, pp: int, vocab: int, tied: bool) -> None:
     config = replace(LLAMA, n_layers=n_layers, vocab=vocab, tied_embedding=tied)
     if pp > n_layers:
         with pytest.raises(ValueError, match="pipeline stages"):
@@ -87,7 +87,7 @@ def test_stages_are_a_balanced_cut(n_layers: int, pp: int, vocab: int, tied: boo
     assert all(set(stage) & set(range(1, n_layers + 1)) for stage in stages)
 
 
-def test_a_heavy_embedding_is_given_fewer_blocks() -> None:
+def test_the_stage_of_a_large_embedding_has_fewer_blocks() -> None:
     sizes = [len(stage) for stage in stage_layers(replace(LLAMA, n_layers=8, vocab=620), 3)]
     assert sizes == [3, 4, 3]
     assert [len(s) for s in stage_layers(replace(LLAMA, n_layers=8, vocab=1), 4)] == [3, 2, 2, 3]
@@ -115,31 +115,31 @@ SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1, "i
         ({"model_type": "llama", **SIZES, "rope_scaling": {"type": "yarn", "factor": 2.0}}, "'yarn'"),
         ({"model_type": "llama", **SIZES, "rope_scaling": {"rope_type": "llama3"}}, "'llama3' lacks factor"),
         ({"model_type": "mistral", **SIZES, "sliding_window": 0}, "'sliding_window' must be a positive whole number"),
-        ({"model_type": "qwen3", **SIZES, "use_sliding_window": True, "layer_types": ["a"]}, "'layer_types' must say"),
-        ({"model_type": "gemma2", **SIZES, "layer_types": ["full_attention"] * 2}, "of 1 layers, got"),
+        ({"model_type": "qwen3", **SIZES, "use_sliding_window": True, "layer_types": ["a"]}, "'layer_types' must name"),
+        ({"model_type": "gemma2", **SIZES, "layer_types": ["full_attention"] * 2}, "for 1 layers, got"),
         ({"model_type": "gemma2", **SIZES, "final_logit_softcapping": -1}, "'final_logit_softcapping' must be a posi"),
         ({"model_type": "gemma", **SIZES, "use_bidirectional_attention": True}, "only False is supported"),
         ({"model_type": "gpt_neox", **SIZES, "attention_bias": False}, "field 'attention_bias' is False"),
-        ({"model_type": "gpt_neox", **SIZES, "rotary_pct": 0.8}, "even part of a head of 4, got 3"),
+        ({"model_type": "gpt_neox", **SIZES, "rotary_pct": 0.8}, "rotary dimensions must be even and at most 4, got 3"),
         ({"model_type": "mixtral", **SIZES, "router_jitter_noise": 0.1}, "field 'router_jitter_noise' is 0.1"),
         ({"model_type": "mixtral", **SIZES, "num_experts_per_tok": 9}, "each token goes to 9 of 8 experts"),
         ({"model_type": "qwen3_moe", **SIZES, "router_aux_loss_coef": -1}, "must be a number of 0 or more, got -1"),
     ],
 )
-def test_a_bad_configuration_says_what_is_wrong(tmp_path: Path, fields: dict, message: str) -> None:
+def test_invalid_configurations_are_rejected(tmp_path: Path, fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("'", ".")):
         read_hf_config(written(tmp_path, **fields), False)
 
 
-def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+def test_missing_and_malformed_files_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no model configuration at .*config.json"):
         read_hf_config(tmp_path, False)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="is not JSON"):
+    with pytest.raises(ValueError, match="is not valid JSON"):
         read_hf_config(tmp_path / "config.json", False)
 
 
-def test_both_spellings_of_rotary_scaling_agree(tmp_path: Path) -> None:
+def test_old_and_new_rotary_scaling_fields_are_equivalent(tmp_path: Path) -> None:
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4}
     scaling["original_max_position_embeddings"] = 64
     old = written(tmp_path, model_type="llama", **SIZES, rope_theta=5e5, rope_scaling=scaling)
@@ -150,6 +150,6 @@ def test_both_spellings_of_rotary_scaling_agree(tmp_path: Path) -> None:
     assert dict(first.rotary_scaling)["factor"] == 8.0
 
 
-def test_the_planner_reads_models_without_torch() -> None:
+def test_reading_a_configuration_does_not_import_torch() -> None:
     code = "import sys, realhf.arch.hf_config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
