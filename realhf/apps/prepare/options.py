@@ -41,6 +41,14 @@ def options_of(cls: type, prefix: str = "") -> Iterator[OptionInfo]:
         yield OptionInfo(key, kind, shown, field.metadata.get("help", ""))
 
 
+def print_options(cls: type) -> None:
+    """Print one line of help per option."""
+    options = list(options_of(cls))
+    width = max(len(o.key) + len(o.type) for o in options) + 3
+    for option in options:
+        print(f"  {option.key + ': ' + option.type:<{width}} {option.help} [{option.default}]")
+
+
 def _type_name(annotation: Any) -> str:
     return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace(" | None", "")
 
