@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from html import escape
 from textwrap import wrap
 
 HARD_SPACE = "\xa0"
@@ -35,15 +34,3 @@ class Listing:
         if self.align[-1] == "r":
             parts[0] = parts[0].rjust(widths[-1])
         return [(start + parts[0]).rstrip(), *(" " * len(start) + part for part in parts[1:])]
-
-    def html(self) -> str:
-        """Return the table with its title as a part of a page."""
-        parts = [f"<h2>{escape(self.title)}</h2><table>"]
-        if self.head:
-            parts.append(f"<tr>{self._cells('th', self.head)}</tr>")
-        parts += [f"<tr>{self._cells('td', row)}</tr>" for row in self.rows]
-        return "\n".join([*parts, "</table>"])
-
-    def _cells(self, kind: str, cells: tuple[str, ...]) -> str:
-        styles = [' class="r"' if align == "r" else "" for align in self.align]
-        return "".join(f"<{kind}{style}>{escape(cell)}</{kind}>" for cell, style in zip(cells, styles, strict=True))
