@@ -15,6 +15,15 @@ from realhf.plan.run_spec import RunSpec
 SFT_STEPS, PPO_STEPS = 90, 50
 WINDOW = 5
 """The mean reward of the last WINDOW steps is compared with that of the first."""
+SFT_OPTIONS = f"""
+    dataset.train_bs_n_seqs=64 model.init_from_scratch=True model.optimizer.lr=3e-3
+    model.optimizer.lr_scheduler_type=constant exp_ctrl.total_train_steps={SFT_STEPS} exp_ctrl.total_train_epochs=10
+"""
+PPO_OPTIONS = f"""
+    dataset.train_bs_n_seqs=64 actor.optimizer.lr=5e-4 actor.optimizer.lr_scheduler_type=constant
+    critic.optimizer.lr=1e-3 critic.optimizer.lr_scheduler_type=constant ppo.group_size=4 ppo.kl_ctl=0.01
+    ppo.gen.max_new_tokens=32 exp_ctrl.total_train_steps={PPO_STEPS} n_gpus_per_node=2
+"""
 
 
 def main(arguments: list[str]) -> None:
@@ -22,10 +31,10 @@ def main(arguments: list[str]) -> None:
         raise UserError("usage: realhf demo [--dir DIR]")
     folder = Path(arguments[1] if arguments else "demo-run")
     task = make_task(folder / "task")
-    sft = run("sft", folder, sft_words(task))
-    actor = sft.paths.model("model", SFT_STEPS)
-    ppo = run("ppo-math", folder, ppo_words(task, actor))
-    report(ppo)
+    model = [f"model.config={task}/model", f"model.tokenizer={task}/tokenizer"]
+    sft = run("sft", folder, [f"dataset.path={task}/sft.jsonl", *model, *SFT_OPTIONS.split()])
+    actor = f"actor.path={sft.paths.model('model', SFT_STEPS)}"
+    report(run("ppo-math", folder, [f"dataset.path={task}/train.jsonl", actor, *PPO_OPTIONS.split()]))
 
 
 def make_task(folder: Path) -> Path:
@@ -38,37 +47,6 @@ def make_task(folder: Path) -> Path:
     if generator.returncode:
         raise UserError(f"{program} failed with exit code {generator.returncode}; is {folder} writable?")
     return folder
-
-
-def sft_words(task: Path) -> list[str]:
-    return [
-        f"dataset.path={task}/sft.jsonl",
-        "dataset.train_bs_n_seqs=64",
-        "model.init_from_scratch=True",
-        f"model.config={task}/model",
-        f"model.tokenizer={task}/tokenizer",
-        "model.optimizer.lr=3e-3",
-        "model.optimizer.lr_scheduler_type=constant",
-        f"exp_ctrl.total_train_steps={SFT_STEPS}",
-        "exp_ctrl.total_train_epochs=10",
-    ]
-
-
-def ppo_words(task: Path, actor: Path) -> list[str]:
-    return [
-        f"dataset.path={task}/train.jsonl",
-        "dataset.train_bs_n_seqs=64",
-        f"actor.path={actor}",
-        "actor.optimizer.lr=5e-4",
-        "actor.optimizer.lr_scheduler_type=constant",
-        "critic.optimizer.lr=1e-3",
-        "critic.optimizer.lr_scheduler_type=constant",
-        "ppo.group_size=4",
-        "ppo.kl_ctl=0.01",
-        "ppo.gen.max_new_tokens=32",
-        f"exp_ctrl.total_train_steps={PPO_STEPS}",
-        "n_gpus_per_node=2",
-    ]
 
 
 def run(experiment: str, folder: Path, words: list[str]) -> RunSpec:

@@ -20,7 +20,7 @@ from realhf.plan.compile.check import graph_notes
 from realhf.plan.compile.program import compile_program
 from realhf.plan.cost.memory import Bytes
 from realhf.plan.search.planner import Planner
-from realhf.plan.search.prediction import Alternative, Prediction
+from realhf.plan.search.prediction import Prediction
 from realhf.system.metrics.telemetry import Telemetry
 
 USAGE = """usage: realhf plan EXPERIMENT [--config FILE.yaml] [key=value ...]
@@ -221,13 +221,13 @@ def layouts_text(plan: ExecutionPlan) -> str:
 
 def _why(planner: Planner, plan: ExecutionPlan) -> Listing:
     now, others = planner.alternatives(plan)
-    rows = [(name, str(plan[name].layout), *_alternative(best, now)) for name, best in others.items()]
-    head = ("call", "layout", "next best with the others fixed", "step time")
-    return Listing("why", "lllr", head, tuple(rows))
-
-
-def _alternative(best: Alternative | None, now: float) -> tuple[str, str]:
-    return (str(best.layout), f"{100 * (best.seconds / now - 1):+.1f}%") if best else ("none that fits", "-")
+    rows = [
+        (name, str(plan[name].layout), str(best.layout), f"{100 * (best.seconds / now - 1):+.1f}%")
+        if best
+        else (name, str(plan[name].layout), "none that fits", "-")
+        for name, best in others.items()
+    ]
+    return Listing("why", "lllr", ("call", "layout", "next best with the others fixed", "step time"), tuple(rows))
 
 
 def _show(report: PlanReport, tables: list[Listing]) -> None:

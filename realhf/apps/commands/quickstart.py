@@ -1,6 +1,5 @@
 """``realhf quickstart``: reads options, checks and plans a run, launches it and waits for its end."""
 
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -91,9 +90,3 @@ def print_help(name: str) -> None:
     cls = experiment_class(name)
     print(f"realhf quickstart {name}: {(cls.__doc__ or '').strip()}\n")
     print_options(cls)
-
-
-if __name__ == "__main__":
-    from realhf.apps.main import run as run_command
-
-    sys.exit(run_command(["quickstart", *sys.argv[1:]]))

@@ -1,5 +1,6 @@
 """``realhf report``: one HTML page about a run: curves, measured and predicted timelines, responses, plan, options."""
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -75,15 +76,13 @@ def report(run: RunSpec) -> str:
 
 
 def json_lines(path: Path) -> Iterator[Any]:
-    """Yield the values of a JSON Lines file up to an incomplete last line."""
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            try:
-                yield json.loads(line)
-            except ValueError:
-                return
+    """Yield the objects of a file with one per line, or of a trace; a file in progress has an incomplete last line."""
+    if path.is_file():
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                with contextlib.suppress(ValueError):
+                    if isinstance(value := json.loads(line.strip().rstrip(",")), dict):
+                        yield value
 
 
 def curves(steps: list[Metrics], names: tuple[str, ...]) -> dict[str, Curve]:
@@ -155,7 +154,7 @@ def _predict(run: RunSpec) -> tuple[Timeline | None, str]:
 def measured(run: RunSpec) -> tuple[int, Timeline] | None:
     """Return the last step in the trace in which every call has finished, with its timeline."""
     events: dict[int, list[tuple[str, int, float, float]]] = {}
-    for event in _trace(run.paths.trace):
+    for event in json_lines(run.paths.trace):
         if "/" in event["name"] and event.get("ph") == "X":
             span = (event["name"], event["pid"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
             events.setdefault(event["args"]["step"], []).append(span)
@@ -178,16 +177,6 @@ def measured(run: RunSpec) -> tuple[int, Timeline] | None:
                                    end - origin, after))  # fmt: skip
     n_lanes = min(run.plan.n_workers, MAX_LANES)
     return last, Timeline(n_lanes, tuple(activities), (max(a.end for a in activities),))
-
-
-def _trace(path: Path) -> Iterator[Any]:
-    """Yield the events of a trace whose end may be incomplete."""
-    if path.is_file():
-        with path.open(encoding="utf-8") as file:
-            for line in file:
-                text = line.strip().rstrip(",")
-                if text.startswith("{") and text.endswith("}"):
-                    yield json.loads(text)
 
 
 def _samples(run: RunSpec) -> tuple[int, list[dict[str, Any]]]:

@@ -45,7 +45,7 @@ class CodeJudge:
         self._unordered = unordered
 
     def __call__(self, prompt: str, answer: str, row: Mapping[str, Any]) -> ScoreWithReason:
-        """Return 1.0 if the program in ``answer``, a response, passes all tests of ``row``, else 0.0; with the reason."""
+        """Return 1.0 if the program in ``answer``, a response, passes all tests of ``row``, else 0.0."""
         reason = self.judge(answer, row).reason
         return ScoreWithReason(float(reason is Reason.ok), reason.value)
 

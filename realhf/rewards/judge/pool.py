@@ -3,16 +3,14 @@
 import contextlib
 import json
 import os
-import queue
 import select
 import signal
 import subprocess
 import sys
-import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from types import TracebackType
 from typing import Protocol
 
 from realhf.api.config import RewardConfig
@@ -81,20 +79,14 @@ class JudgePool:
 
     def judge(self, items: Sequence[Item]) -> list[Verdict]:
         """Return the verdicts on the items, in order."""
-        pending: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for i in range(len(items)):
-            pending.put(i)
+        pending = deque(enumerate(items))
         verdicts: dict[int, Verdict] = {}
-        stop = threading.Event()
 
         def requests() -> Iterator[tuple[int, dict]]:
-            while not stop.is_set():
-                try:
-                    i = pending.get_nowait()
-                except queue.Empty:
-                    return
-                prompt, response, row = items[i]
-                yield i, {"prompt": prompt, "answer": response, "row": row}
+            with contextlib.suppress(IndexError):  # another thread took the last one
+                while pending:
+                    i, (prompt, response, row) = pending.popleft()
+                    yield i, {"prompt": prompt, "answer": response, "row": row}
 
         def work(child: JudgeProcess) -> None:
             verdicts.update(child.judge_all(requests(), self._max_concurrency))
@@ -104,7 +96,7 @@ class JudgePool:
             try:
                 wait(futures, return_when=FIRST_EXCEPTION)
             finally:
-                stop.set()  # the other threads finish their current response
+                pending.clear()  # after an error, the other threads finish their current response
         for future in futures:
             future.result()
         return [verdicts[i] for i in range(len(items))]
@@ -131,9 +123,7 @@ class JudgePool:
     def __enter__(self) -> "JudgePool":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -152,10 +142,6 @@ class JudgeProcess:
         self._is_async = False  # set once the process is ready
         self._ready = False
         self._received = b""
-
-    @property
-    def running(self) -> bool:
-        return self._process is not None
 
     def spawn(self) -> None:
         """Start the process if there is none, without waiting until it is ready."""

@@ -173,15 +173,9 @@ def run(source: str, names: dict[str, Any]) -> None:
     try:
         exec(compile(source, "program.py", "exec"), names)
     except SystemExit as error:
-        code = exit_code(error)
+        code = (error.code or 0) & 0xFF if error.code is None or isinstance(error.code, int) else 1
     except BaseException as error:
         code = 1
         with contextlib.suppress(Exception):
             text = " ".join(f"{type(error).__name__}: {error}".split())
             os.write(2, b"\n" + text[:500].encode(errors="replace"))
-
-
-def exit_code(error: SystemExit) -> int:
-    if error.code is None or isinstance(error.code, int):
-        return (error.code or 0) & 0xFF
-    return 1

@@ -81,13 +81,13 @@ def program_filter(pid: int) -> list[Instruction]:
     lines += [(EQUAL, 0, 1, CLONE3), NOT_IMPLEMENTED]  # libraries fall back to clone, whose flags the filter can read
     lines += if_call(CLONE[at], 0, [(ANY_BIT, 0, 1, THREAD), PERMIT, DENY])
     lines += (
-        if_call(KILL[at], 0, permit_only(pid))
-        + if_call(TGKILL[at], 0, permit_only(pid))
-        + if_call(PRLIMIT[at], 0, permit_only(0, pid))
+        if_call(KILL[at], 0, if_in([pid], PERMIT, DENY))
+        + if_call(TGKILL[at], 0, if_in([pid], PERMIT, DENY))
+        + if_call(PRLIMIT[at], 0, if_in([0, pid], PERMIT, DENY))
     )
-    lines += if_call(PRCTL[at], 0, permit_all_but(PARENT_DEATH_SIGNAL))
-    lines += if_call(FCNTL[at], 1, permit_all_but(*SIGNALS_BY_FCNTL)) + if_call(
-        IOCTL[at], 1, permit_all_but(*SIGNALS_BY_IOCTL)
+    lines += if_call(PRCTL[at], 0, if_in([PARENT_DEATH_SIGNAL], DENY, PERMIT))
+    lines += if_call(FCNTL[at], 1, if_in(SIGNALS_BY_FCNTL, DENY, PERMIT)) + if_call(
+        IOCTL[at], 1, if_in(SIGNALS_BY_IOCTL, DENY, PERMIT)
     )
     return [*lines, PERMIT]
 
@@ -97,12 +97,8 @@ def if_call(number: int, argument: int, block: Sequence[Instruction]) -> list[In
     return [(EQUAL, 0, len(block) + 1, number), (LOAD, 0, 0, 16 + 8 * argument), *block]
 
 
-def permit_only(*values: int) -> list[Instruction]:
-    return [line for value in values for line in ((EQUAL, 0, 1, value), PERMIT)] + [DENY]
-
-
-def permit_all_but(*values: int) -> list[Instruction]:
-    return [line for value in values for line in ((EQUAL, 0, 1, value), DENY)] + [PERMIT]
+def if_in(values: Sequence[int], action: Instruction, otherwise: Instruction) -> list[Instruction]:
+    return [line for value in values for line in ((EQUAL, 0, 1, value), action)] + [otherwise]
 
 
 def install_filter() -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from realhf.base.errors import UserError
 from realhf.rewards.judge.pool import JudgePool, judge_once, open_judge
 from realhf.rewards.judge.remote import RemoteJudge
 from realhf.rewards.verdict import Item, Status, Verdict
+from tests.rewards.judge.processes import descendants, have_exited
 
 REWARDS = """
 import os, subprocess, sys, time
@@ -77,11 +77,6 @@ def one(pool: JudgePool, answer: str) -> Verdict:
     return verdict
 
 
-def alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 @pytest.mark.parametrize(
     ("answer", "detail"),
     [
@@ -121,19 +116,16 @@ def test_timeout_affects_only_its_response(fn: str) -> None:
 
 def test_close_kills_all_descendants(fn: str) -> None:
     with JudgePool(fn, timeout=20.0, processes=2) as pool:
-        pids = [int(v.score) for v in pool.judge([("", a, {}) for a in ("pid", "child", "pid", "child")])]
-    for _ in range(500):  # killed processes take a moment to exit
-        if not any(map(alive, pids)):
-            break
-        time.sleep(0.01)
-    assert not any(map(alive, pids))
+        pids = {int(v.score) for v in pool.judge([("", a, {}) for a in ("pid", "child", "pid", "child")])}
+    assert have_exited(pids)
     pool.close()
 
 
 def test_no_items_start_no_process(fn: str) -> None:
+    before = descendants()
     with JudgePool(fn, timeout=1.0) as pool:
         assert pool.judge([]) == []
-        assert not any(child.running for child in pool.children)
+        assert descendants() == before
 
 
 def test_server_exits_at_end_of_input(fn: str) -> None:
