@@ -12,8 +12,8 @@ from collections import Counter
 from itertools import islice
 from pathlib import Path
 
-from realhf.rewards.judge.pool import Item, JudgePool
-from realhf.rewards.verdict import Status
+from realhf.rewards.judge.pool import JudgePool
+from realhf.rewards.verdict import Item, Status
 
 ROOT = Path(__file__).parents[1]
 PAIRS = ROOT / "tests/rewards/math/math_pairs.jsonl"

@@ -11,10 +11,10 @@ Floats = NDArray[np.float64]
 
 
 def combine(scores: Floats, config: EnsembleConfig) -> Floats:
-    """Return one score per response, ``[B]``, from those of k members, ``[k, B]``; the score itself for k = 1.
+    """Return one score per response, ``[B]``, from the scores R of k members, ``[k, B]``; R itself for k = 1.
 
-    The objective is the mean over members, their minimum (WCO), or ``mean - uwo_weight * variance`` (UWO); Coste et al.
-    2024, arXiv 2310.02743, sec. 3.2.
+    mean is the mean over members, WCO is ``min R``, and UWO is ``mean R - uwo_weight * var R``
+    (Coste et al. 2024, arXiv 2310.02743, sec. 3.2).
     """
     if len(scores) == 1:
         return scores[0]
@@ -28,12 +28,12 @@ def combine(scores: Floats, config: EnsembleConfig) -> Floats:
 
 
 def variance(scores: Floats, unbiased: bool = False) -> Floats:
-    """Return the variance over k members, ``[k, B]`` to ``[B]``; ``unbiased`` divides by k - 1; 0 for k = 1."""
+    """Return the variance over members, ``[k, B]`` to ``[B]``, over k, or over k - 1 if ``unbiased``; 0 for k = 1."""
     return scores.var(axis=0, ddof=int(unbiased and len(scores) > 1))
 
 
 def check_scores(scores: Floats, members: Sequence[str], rows: Sequence[object]) -> None:
-    """Raise ValueError, naming member and row, for a score that is not finite; ``scores`` is ``[k, B]``."""
-    if len(broken := np.argwhere(~np.isfinite(scores))):
-        member, row = broken[0]
+    """Raise ValueError with member and row if any score of ``[k, B]`` is not finite."""
+    if len(invalid := np.argwhere(~np.isfinite(scores))):
+        member, row = invalid[0]
         raise ValueError(f"reward model {member} ({members[member]}) scores {rows[row]} with {scores[member, row]}")

@@ -1,1 +1,1 @@
-"""Floor 3: verdicts on answers. Untrusted or slow code runs in killable child processes, never in a worker."""
+"""Level 3: judges of responses. Untrusted or slow code runs in child processes that can be killed, not in a worker."""

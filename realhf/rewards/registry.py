@@ -1,68 +1,102 @@
-"""Where rewards come from, by the name that the user gives: child processes or a service. Answers are judged once."""
+"""Reward functions by the name the user gives: built-in verifiers, regular expressions, Python files and services."""
 
+import ast
+import importlib.util
 import json
-import os
-from collections.abc import Sequence
-from typing import Protocol
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from realhf.api.config import RewardConfig
-from realhf.rewards.judge.pool import Item, JudgePool, check_reward_fn
-from realhf.rewards.judge.remote import RemoteJudge, check_url
-from realhf.rewards.verdict import BUILT_IN, FORMAT, Verdict
+from realhf.api.experiment import Task
+from realhf.base.errors import did_you_mean
+
+FORMAT = "format:"
+"""Prefix of a regular expression as a reward: 1 if the whole response matches, else 0."""
+
+RewardFn = Callable[[str, str, dict], float]
+"""``fn(prompt, answer, row)``, where ``answer`` is the whole response."""
 
 
-class Judge(Protocol):
-    """Gives verdicts on answers. It is started, and tested where that is possible, by ``self_test``."""
+@dataclass(frozen=True)
+class BuiltinVerifier:
+    """A verifier that scores right responses 1 and wrong ones 0.
 
-    def self_test(self) -> None: ...
+    ``load(seconds)`` returns the judging function for a time limit per response. ``self_test`` holds responses, rows
+    and expected scores; judges run it before their first use. ``task`` is the kind of dataset rows it needs.
+    """
 
-    def judge(self, items: Sequence[Item]) -> list[Verdict]: ...
-
-    def close(self) -> None: ...
-
-
-def open_judge(fn: str, config: RewardConfig) -> Judge:
-    """Return what judges by ``fn``; nothing is started yet. UserError for a bad ``fn``."""
-    if is_remote(fn):
-        token = os.environ.get(config.token_env, "") if config.token_env else ""
-        return RemoteJudge(fn, config.timeout, config.processes, config.retries, token)
-    return JudgePool(fn, config.timeout, config.processes, max_concurrency=config.max_concurrency)
+    load: Callable[[float], RewardFn]
+    self_test: tuple[tuple[str, dict, float], ...]
+    task: Task
+    doc: str
 
 
-def check_fn(fn: str) -> list[str]:
-    """Return what is wrong with a ``reward.fn``: one line per problem; no user's file is run, no service is asked."""
-    return check_url(fn) if is_remote(fn) else check_reward_fn(fn)
+def _load_math(seconds: float) -> RewardFn:
+    from realhf.rewards.math.equality import judge_math
+
+    return judge_math
 
 
-def is_remote(fn: str) -> bool:
-    return fn.startswith(("http:", "https:"))
+def _load_code(seconds: float, unordered: bool = False) -> RewardFn:
+    from realhf.rewards.code.judge_code import CodeJudge
+
+    return CodeJudge(seconds, unordered).ready()
 
 
-def builtin_verifier(fn: str) -> str | None:
-    """Return which of our own verifiers, that judge right (1) or wrong (0), ``fn`` is, here or behind ``?fn=math``."""
-    name = parse_qs(urlsplit(fn).query).get("fn", [""])[0] if is_remote(fn) else fn
-    return name if name in BUILT_IN else None
+MATH_SELF_TEST = (
+    ("So it is 7.\n#### 1,234", {"solutions": ["... #### 1234"]}, 1.0),
+    (r"Hence $\boxed{\frac{1}{2}}$.", {"solutions": [r"\boxed{0.5}"]}, 1.0),
+    ("The answer is 72.", {"solutions": ["#### 72"]}, 1.0),
+    ("#### 73", {"solutions": ["#### 72"]}, 0.0),
+    (r"\boxed{x^2}", {"solutions": [r"\boxed{x^3}"]}, 0.0),
+    ("I do not know.", {"solutions": ["#### 72"]}, 0.0),
+)
+SUMS = {"input_output": json.dumps({"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]})}
+CALLS = {"input_output": json.dumps({"inputs": ["1\n2"], "outputs": ["[1, 2]"], "fn_name": "pair"})}
+CODE_SELF_TEST = (
+    ("```python\nprint(sum(map(int, input().split())))\n```", SUMS, 1.0),
+    ("```python\nprint(max(map(int, input().split())))\n```", SUMS, 0.0),
+    ("class Solution:\n    def pair(self, a, b):\n        return a, b", CALLS, 1.0),
+    ("import os\n\ndef pair(a, b):\n    return [a, b] if os.fork() else None", CALLS, 0.0),
+)
+VERIFIERS: dict[str, BuiltinVerifier] = {
+    "math": BuiltinVerifier(
+        _load_math, MATH_SELF_TEST, Task.math,
+        "the final answer equals that of a solution; symbolic equality by github.com/huggingface/Math-Verify",
+    ),
+    "code": BuiltinVerifier(
+        _load_code, CODE_SELF_TEST, Task.code,
+        "the program passes all tests, in the formats of APPS (arXiv 2105.09938) or HumanEval (arXiv 2107.03374)",
+    ),
+    "code_unordered": BuiltinVerifier(
+        lambda seconds: _load_code(seconds, unordered=True), CODE_SELF_TEST, Task.code,
+        "like code, but an output with the same set of words in any order also passes (as in the APPS test script)",
+    ),
+}  # fmt: skip
+"""The built-in verifiers by the name in ``reward.fn``."""
 
 
-def names_of(fns: Sequence[str]) -> list[str]:
-    """Return a short name for every reward: ``math``, ``format``, a user's function, or ``math@host:port``."""
-    return [_remote_name(fn) if is_remote(fn) else "format" if fn.startswith(FORMAT) else fn.rpartition(":")[2]
-            for fn in fns]  # fmt: skip
-
-
-def _remote_name(url: str) -> str:
-    parts = urlsplit(url)
-    asked = parse_qs(parts.query).get("fn")
-    return f"{asked[0]}@{parts.netloc}" if asked else f"{parts.netloc}{parts.path}"
-
-
-def judge_once(judges: Sequence[Judge], items: Sequence[Item]) -> list[list[Verdict]]:
-    """Return every judge's verdicts on all items, in order; equal items are judged once."""
-    keys = [(prompt, answer, json.dumps(row, sort_keys=True)) for prompt, answer, row in items]
-    distinct = dict(zip(keys, items, strict=True))
-    found = [dict(zip(distinct, judge.judge(list(distinct.values())), strict=True)) for judge in judges]
-    return [[verdicts[key] for key in keys] for verdicts in found]
+def load_reward(fn: str, seconds: float) -> RewardFn:
+    """Return the function that a local ``reward.fn`` names; ``seconds`` is its time limit for a response."""
+    if fn in VERIFIERS:
+        return VERIFIERS[fn].load(seconds)
+    if fn.startswith(FORMAT):
+        pattern = re.compile(fn.removeprefix(FORMAT), re.DOTALL)
+        return lambda prompt, answer, row: float(pattern.fullmatch(answer) is not None)
+    path, _, name = fn.rpartition(":")
+    spec = importlib.util.spec_from_file_location("realhf_user_reward", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.append(str(Path(path).resolve().parent))
+    spec.loader.exec_module(module)
+    if not callable(function := vars(module).get(name)):
+        raise AttributeError(f"{path} has no function '{name}'")
+    return function
 
 
 def fns_of(config: RewardConfig) -> list[str]:
@@ -71,3 +105,81 @@ def fns_of(config: RewardConfig) -> list[str]:
 
 def weights_of(config: RewardConfig) -> list[float]:
     return config.weights or [1.0] * len(fns_of(config))
+
+
+def is_remote(fn: str) -> bool:
+    return fn.startswith(("http:", "https:"))
+
+
+def builtin_verifier(fn: str) -> str | None:
+    """Return the name of the built-in verifier behind ``fn``, local or served under ``?fn=math``, or None."""
+    name = parse_qs(urlsplit(fn).query).get("fn", [""])[0] if is_remote(fn) else fn
+    return name if name in VERIFIERS else None
+
+
+def names_of(fns: Sequence[str]) -> list[str]:
+    """Return a short name for each reward: ``math``, ``format``, a user's function, or ``math@host:port``."""
+    return [_remote_name(fn) if is_remote(fn) else "format" if fn.startswith(FORMAT) else fn.rpartition(":")[2]
+            for fn in fns]  # fmt: skip
+
+
+def _remote_name(url: str) -> str:
+    parts = urlsplit(url)
+    names = parse_qs(parts.query).get("fn")
+    return f"{names[0]}@{parts.netloc}" if names else f"{parts.netloc}{parts.path}"
+
+
+def check_fn(fn: str) -> list[str]:
+    """Return the problems of a ``reward.fn``, one line each, without running the file or contacting the service."""
+    if is_remote(fn):
+        return _check_url(fn)
+    if fn in VERIFIERS:
+        return []
+    if fn.startswith(FORMAT):
+        try:
+            re.compile(fn.removeprefix(FORMAT))
+        except re.error as error:
+            return [f"reward.fn={fn!r}: invalid regular expression ({error})"]
+        return []
+    path, colon, name = fn.rpartition(":")
+    if not colon or not path.endswith(".py") or not name.isidentifier():
+        return [f"reward.fn={fn!r} must be one of {', '.join(VERIFIERS)}, or 'file.py:function'"]
+    if not Path(path).is_file():
+        return [f"reward.fn={fn!r}: no such file: {path}"]
+    try:
+        names = _top_level_names(ast.parse(Path(path).read_bytes(), path))
+    except (SyntaxError, ValueError) as error:
+        return [f"reward.fn={fn!r}: {path} is not valid Python: {error}"]
+    return [] if name in names else [f"reward.fn={fn!r}: {path} does not define '{name}'{did_you_mean(name, names)}"]
+
+
+def _top_level_names(tree: ast.Module) -> set[str]:
+    """Return the names that a module defines, assigns or imports at top level, also inside ``if`` and ``try``."""
+    names: set[str] = set()
+    pending: list[ast.AST] = list(tree.body)
+    while pending:
+        match node := pending.pop():
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                names.add(node.name)
+            case ast.Import() | ast.ImportFrom():
+                names.update(alias.asname or alias.name for alias in node.names)
+            case ast.Name(ctx=ast.Store()):
+                names.add(node.id)
+            case _:
+                pending.extend(ast.iter_child_nodes(node))
+    return names
+
+
+def _check_url(url: str) -> list[str]:
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        return [f"reward.fn={url!r}: {error}"]
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        return [f"reward.fn={url!r} is not of the form http://host:port/path"]
+    if parts.username or parts.password:
+        return [f"reward.fn contains a password in the URL of {parts.hostname}; use reward.token_env"]
+    if not url.isascii() or any(char.isspace() for char in url):
+        return [f"reward.fn={url!r}: a URL contains no spaces and only ASCII characters"]
+    return []

@@ -1,21 +1,19 @@
-"""What a judge says of one answer; a judge that failed is told apart from a wrong answer."""
+"""The result of judging one response; a failed judge is distinct from a wrong response."""
 
 from dataclasses import dataclass
 from enum import Enum
 
-BUILT_IN = ("math", "code", "code_unordered")
-"""The verifiers of ours, by the names that ``reward.fn`` knows them under; they judge right (1) or wrong (0)."""
-FORMAT = "format:"
-"""What stands before a regular expression as the name of a reward: 1 for an answer that all of it matches, else 0."""
+Item = tuple[str, str, dict]
+"""Prompt, response, and the row of the dataset."""
 
 
 class ScoreWithReason(float):
-    """A score that says why."""
+    """A score with the reason for it."""
 
     def __new__(cls, score: float, reason: str) -> "ScoreWithReason":
-        graded = super().__new__(cls, score)
-        graded.reason = reason
-        return graded
+        scored = super().__new__(cls, score)
+        scored.reason = reason
+        return scored
 
     reason: str
 
@@ -28,7 +26,7 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """``score`` is 0 unless ``status`` is ok; ``detail`` says what failed, or why code has its score."""
+    """``score`` is 0 unless ``status`` is ok; ``detail`` is the error message or the reason for the score."""
 
     score: float
     status: Status

@@ -1,4 +1,4 @@
-"""The unbiased estimator of the best of n, checked against an enumeration of subsets and orders."""
+"""The unbiased estimator of the best of n, against every subset and every order."""
 
 import math
 from itertools import combinations, permutations
@@ -22,27 +22,27 @@ SCORES = st.lists(st.tuples(st.integers(-3, 3), st.floats(-5, 5)), min_size=1, m
 
 
 def over_subsets(proxy: list[float], gold: list[float], n: int, order: tuple[int, ...]) -> tuple[float, float]:
-    """Average the scores of the best of every subset of n; ties go to the last in ``order``."""
-    best = [max(subset, key=lambda i: (proxy[i], order.index(i))) for subset in combinations(range(len(proxy)), n)]
+    """Return the mean scores of the best of all subsets of size n; ties are broken by ``order``."""
+    best = [max(some, key=lambda i: (proxy[i], order.index(i))) for some in combinations(range(len(proxy)), n)]
     return mean(proxy[i] for i in best), mean(gold[i] for i in best)
 
 
 @settings(max_examples=40, deadline=None)
 @given(SCORES)
-def test_the_estimate_is_the_mean_over_all_subsets_and_tie_breaking_orders(scores: list[tuple[int, float]]) -> None:
+def test_expected_best_is_the_mean_over_subsets_and_orders(scores: list[tuple[int, float]]) -> None:
     proxy, gold = [float(p) for p, _ in scores], [g for _, g in scores]
     grid = range(1, len(scores) + 1)
-    estimate = expected_best(proxy, gold, grid)
+    found = expected_best(proxy, gold, grid)
     for n in grid:
         expected = np.mean([over_subsets(proxy, gold, n, order) for order in permutations(range(len(proxy)))], axis=0)
-        assert estimate[:, n - 1] == pytest.approx(expected, abs=1e-9)
+        assert found[:, n - 1] == pytest.approx(expected, abs=1e-9)
 
 
-def test_best_of_1_is_the_mean_and_best_of_all_is_the_maximum() -> None:
+def test_best_of_one_and_best_of_all() -> None:
     proxy, gold = [0.1, 0.9, 0.5], [10.0, 30.0, 20.0]
-    estimate = expected_best(proxy, gold, (1, 2, 3))
-    assert estimate[0] == pytest.approx([0.5, (0.5 + 0.9 + 0.9) / 3, 0.9])
-    assert estimate[1] == pytest.approx([20.0, (20 + 30 + 30) / 3, 30.0])
+    found = expected_best(proxy, gold, (1, 2, 3))
+    assert found[0] == pytest.approx([0.5, (0.5 + 0.9 + 0.9) / 3, 0.9])
+    assert found[1] == pytest.approx([20.0, (20 + 30 + 30) / 3, 30.0])
 
 
 def test_equal_proxy_scores_average_their_gold_scores() -> None:
@@ -52,7 +52,7 @@ def test_equal_proxy_scores_average_their_gold_scores() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 60), st.data())
-def test_weights_are_equal_to_ratios_of_binomials(n_scored: int, data: st.DataObject) -> None:
+def test_weights_equal_exact_fractions(n_scored: int, data: st.DataObject) -> None:
     n = data.draw(st.integers(1, n_scored))
     weights = best_weights(n, n_scored)
     exact = [math.comb(i - 1, n - 1) / math.comb(n_scored, n) for i in range(1, n_scored + 1)]
@@ -62,27 +62,27 @@ def test_weights_are_equal_to_ratios_of_binomials(n_scored: int, data: st.DataOb
 def by_gammas(n: int, n_scored: int) -> np.ndarray:
     log = math.lgamma
     common = log(n) + log(n_scored + 1) - log(n + 1) - log(n_scored - n + 1)
-    ranks = range(n, n_scored + 1)
-    return np.array([0.0] * (n - 1) + [math.exp(log(i) - log(i - n + 1) - common) for i in ranks])
+    places = range(n, n_scored + 1)
+    return np.array([0.0] * (n - 1) + [math.exp(log(i) - log(i - n + 1) - common) for i in places])
 
 
 @pytest.mark.parametrize("n", [1, 2, 100, 4096, 12500, 12600])
-def test_weights_of_12600_responses_match_the_gamma_formula(n: int) -> None:
+def test_weights_of_12600_responses(n: int) -> None:
     weights = best_weights(n, 12600)
     assert np.isfinite(weights).all() and weights.min() >= 0 and weights.sum() == pytest.approx(1.0, rel=1e-9)
     assert weights == pytest.approx(by_gammas(n, 12600), rel=1e-6, abs=1e-12)
 
 
-def test_the_proxy_score_of_12600_responses_increases_with_n() -> None:
-    rng = np.random.default_rng(1)
-    proxy = rng.normal(size=12600)
+def test_proxy_score_increases_with_n() -> None:
+    random = np.random.default_rng(1)
+    proxy = random.normal(size=12600)
     grid = [*(2**k for k in range(13)), 6144, 8192, 12500, 12600]
     scores = expected_best(proxy, -proxy, grid)
     assert np.isfinite(scores).all() and (np.diff(scores[0]) > 0).all() and scores[0, -1] == proxy.max()
     assert scores[1] == pytest.approx(-scores[0])
 
 
-def test_a_curve_over_prompts() -> None:
+def test_curve_over_prompts() -> None:
     proxies, golds = [[1.0, 2.0, 3.0, 4.0], [4.0, 0.0, 0.0, 0.0]], [[1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 2.0]]
     first, second, last = curve(proxies, golds, (1, 2, 4, 8))
     assert first == {"n": 1, "kl": 0.0, "proxy_score": pytest.approx(1.75), "gold_score": pytest.approx(0.5),
@@ -92,7 +92,7 @@ def test_a_curve_over_prompts() -> None:
     assert (last["n"], last["proxy_score"], last["gold_score"]) == (4, 4.0, 0.5)
 
 
-def test_a_curve_without_gold_or_of_one_prompt() -> None:
+def test_curve_without_gold_and_for_one_prompt() -> None:
     entries = curve([[3.0, 1.0, 2.0]])
     assert [e["n"] for e in entries] == [1, 2, 3] and entries[0].keys() == {"n", "kl", "proxy_score", "proxy_stderr"}
     assert {e["proxy_stderr"] for e in entries} == {None} and curve([[1.0]], grid=(2,)) == []
@@ -100,13 +100,18 @@ def test_a_curve_without_gold_or_of_one_prompt() -> None:
     assert [e["n"] for e in uneven] == [1, 2] and uneven[1]["gold_score"] == pytest.approx((2 / 3 + 1) / 2)
 
 
+def pass_at_k(n: int, n_right: int, k: int) -> float:
+    """Return 1 - C(n-c,k) / C(n,k) (Chen et al. 2021, arXiv 2107.03374, sec. 2.1)."""
+    return 1.0 - math.prod((n - n_right - i) / (n - i) for i in range(k))
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 30), st.data())
-def test_best_of_k_by_correctness_is_pass_at_k(n: int, data: st.DataObject) -> None:
-    n_correct, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
-    correct = np.arange(n) < n_correct
-    pass_at_k = 1 - math.comb(n - n_correct, k) / math.comb(n, k)  # Chen et al. 2021, arXiv 2107.03374
-    assert expected_best(correct, correct, [k])[1, 0] == pytest.approx(pass_at_k, abs=1e-12)
+def test_best_of_k_by_the_verdict_is_pass_at_k(n: int, data: st.DataObject) -> None:
+    n_right, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    right = np.arange(n) < n_right
+    assert expected_best(right, right, [k])[1, 0] == pytest.approx(pass_at_k(n, n_right, k), abs=1e-12)
+    assert pass_at_k(n, n_right, k) == pytest.approx(1 - math.comb(n - n_right, k) / math.comb(n, k), abs=1e-12)
 
 
 def test_kl_and_grid() -> None:
@@ -127,6 +132,6 @@ def test_invalid_arguments() -> None:
         curve([[1.0, math.nan]])
     with pytest.raises(ValueError, match="the gold score of response 0 is inf"):
         curve([[1.0, 2.0]], [[math.inf, 0.0]])
-    for scores in ([], [[1.0], []]):
-        with pytest.raises(ValueError, match="best of n needs at least one prompt, and a response"):
-            curve(scores)
+    for none in ([], [[1.0], []]):
+        with pytest.raises(ValueError, match="best of n needs at least one prompt"):
+            curve(none)

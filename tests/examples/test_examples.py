@@ -11,8 +11,8 @@ from realhf.api.config import DatasetConfig
 from realhf.api.experiment import Task
 from realhf.data.source import RowSource
 from realhf.data.tokenizer import load_tokenizer
-from realhf.rewards.judge.server import load_reward
-from realhf.rewards.math.judge_math import judge_math
+from realhf.rewards.math.equality import judge_math
+from realhf.rewards.registry import load_reward
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -118,8 +118,8 @@ def test_nobody_else_works_in_the_directory_of_a_run_that_goes_on(ppo_words: lis
     over = start("ppo-math", tmp_path, [*words, "overwrite=True"]).finish()
     assert over.code == 2 and "has a run in progress" in over.said
     stop = start("", started.root, [], command=["stop", str(started.root)]).finish()
-    assert stop.code == 0 and "stopped; go on with: realhf resume" in stop.said, stop.said
+    assert stop.code == 0 and "stopped; resume with: realhf resume" in stop.said, stop.said
     run = started.finish()
     assert run.code == 130 and f"stopped after step {len(run.metrics)} of " in run.said, run.said
     again = start("", started.root, [], command=["stop", str(started.root)]).finish()
-    assert again.code == 2 and "holds no run that goes on" in again.said
+    assert again.code == 2 and "has no run in progress" in again.said

@@ -66,7 +66,7 @@ def test_a_run_that_goes_on_is_told_as_far_as_it_is(
     (folder / "trace.json").unlink()
     shutil.rmtree(folder / "generations")
     page = report(read(folder))
-    assert "nothing yet" in page and "measured" not in page
+    assert "none yet" in page and "measured" not in page
 
 
 def test_what_is_measured_is_every_worker_s_own_time(trained: Run, read: Callable[[Path], RunSpec]) -> None:
@@ -99,15 +99,15 @@ def test_a_model_that_is_gone_takes_only_the_prediction(
 
 @pytest.mark.parametrize("words", [["{}", "--ot", "x.html"], ["{}", "x.html"], ["{}", "--out"]])
 def test_words_that_are_not_understood(words: list[str], trained: Run) -> None:
-    with pytest.raises(UserError, match="not understood"):
+    with pytest.raises(UserError, match="invalid arguments"):
         main([word.format(trained.root) for word in words])
 
 
 def test_what_is_no_run_is_said(tmp_path: Path, trained: Run) -> None:
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="has no run"):
         main([str(tmp_path)])
     (tmp_path / "stages.json").write_text("{}")
-    with pytest.raises(UserError, match="several runs; report one of them: none has begun"):
+    with pytest.raises(UserError, match="several runs; report one of them: none has started"):
         main([str(tmp_path)])
     with pytest.raises(UserError, match="--out /proc/none/x.html"):
         main([str(trained.root), "--out=/proc/none/x.html"])

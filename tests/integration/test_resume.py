@@ -138,7 +138,7 @@ def test_what_resume_refuses(stopped: Path, task: Task, tmp_path: Path) -> None:
     typo = resume(root, "exp_ctrl.total_steps=3")
     assert typo.code == 2 and "did you mean exp_ctrl.total_train_steps" in typo.said
     nothing = resume(tmp_path)
-    assert nothing.code == 2 and "holds no run" in nothing.said
+    assert nothing.code == 2 and "has no run" in nothing.said
     shutil.rmtree(root / "checkpoints")
     none = resume(root)
     assert none.code == 2 and "holds no checkpoint" in none.said

@@ -1,4 +1,4 @@
-"""One score from those of several reward models."""
+"""Combining the scores of several reward models."""
 
 import math
 
@@ -19,7 +19,7 @@ def combined(objective: Objective, weight: float = 0.5, unbiased: bool = False) 
     return combine(SCORES, EnsembleConfig(["a", "b", "c"], objective, weight, unbiased)).tolist()
 
 
-def test_by_hand() -> None:
+def test_objectives() -> None:
     assert combined(Objective.mean) == [3, 2, 1] and combined(Objective.WCO) == [1, 2, -1]
     assert combined(Objective.UWO) == pytest.approx([3 - 0.5 * 8 / 3, 2, 1 - 0.5 * 14 / 3])
     assert combined(Objective.UWO, unbiased=True) == pytest.approx([3 - 0.5 * 4, 2, 1 - 0.5 * 7])
@@ -27,7 +27,7 @@ def test_by_hand() -> None:
 
 
 @given(MANY, st.floats(0, 3), st.booleans())
-def test_one_below_the_other_and_blind_to_the_order_of_members(scores: np.ndarray, weight: float, flag: bool) -> None:
+def test_order_of_objectives_and_invariance_to_member_order(scores: np.ndarray, weight: float, flag: bool) -> None:
     mean, worst, uncertain = (combine(scores, EnsembleConfig([], o, weight, flag)) for o in Objective)
     assert (worst <= mean + 1e-9).all() and (uncertain <= mean + 1e-9).all() and len(mean) == scores.shape[1]
     for objective, found in zip(Objective, (mean, worst, uncertain), strict=True):
@@ -36,13 +36,13 @@ def test_one_below_the_other_and_blind_to_the_order_of_members(scores: np.ndarra
 
 
 @given(MANY, st.sampled_from(Objective), st.booleans())
-def test_one_member_is_its_own_score(scores: np.ndarray, objective: Objective, flag: bool) -> None:
+def test_one_member(scores: np.ndarray, objective: Objective, flag: bool) -> None:
     assert combine(scores[:1], EnsembleConfig([], objective, 2.0, flag)).tolist() == scores[0].tolist()
     assert variance(scores[:1], flag).tolist() == [0.0] * scores.shape[1]
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-def test_a_score_that_is_no_number_is_named(broken: float) -> None:
+def test_non_finite_score_raises(broken: float) -> None:
     scores = SCORES.copy()
     check_scores(scores, "abc", "xyz")
     scores[1, 2] = broken

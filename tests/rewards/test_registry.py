@@ -1,38 +1,54 @@
-"""Rewards by name, and answers that are judged once."""
+"""Reward functions by name: the built-in verifiers with their self-tests, and checks of names and URLs."""
 
-from collections.abc import Sequence
+import platform
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from realhf.api.config import RewardConfig
-from realhf.rewards.judge.pool import Item, JudgePool
-from realhf.rewards.judge.remote import RemoteJudge
-from realhf.rewards.registry import builtin_verifier, fns_of, judge_once, names_of, open_judge, weights_of
-from realhf.rewards.verdict import Status, Verdict
+from realhf.base.errors import UserError
+from realhf.rewards.judge.pool import JudgePool
+from realhf.rewards.registry import VERIFIERS, BuiltinVerifier, builtin_verifier, check_fn, fns_of, names_of, weights_of
+from realhf.rewards.sandbox.seccomp import MACHINES
+from realhf.rewards.verdict import Status
 
 
-class Counting:
-    """Gives the n-th answer it is asked about the score n."""
-
-    def __init__(self) -> None:
-        self.asked: list[Item] = []
-
-    def self_test(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def judge(self, items: Sequence[Item]) -> list[Verdict]:
-        self.asked += items
-        return [Verdict(float(n), Status.ok) for n in range(len(items))]
+def self_test_problems(name: str, verifier: BuiltinVerifier) -> list[str]:
+    """Return what the self-test of an entry lacks; the judging function itself is run on it by another test."""
+    scores = {score for _, _, score in verifier.self_test}
+    problems = [f"{name}: no response with score {score}" for score in (1.0, 0.0) if score not in scores]
+    return problems if verifier.doc else [*problems, f"{name}: no documentation"]
 
 
-def test_equal_items_are_judged_once() -> None:
-    items = [("p", "a", {"x": 1, "y": 2}), ("p", "b", {}), ("p", "a", {"y": 2, "x": 1}), ("q", "b", {}), ("p", "b", {})]
-    judges = Counting(), Counting()
-    for judge, verdicts in zip(judges, judge_once(judges, items), strict=True):
-        assert [v.score for v in verdicts] == [0, 1, 0, 2, 1]
-        assert [(p, a) for p, a, _ in judge.asked] == [("p", "a"), ("p", "b"), ("q", "b")]
-    assert judge_once(judges, []) == [[], []]
+def test_every_verifier_has_an_accepted_and_a_rejected_response_in_its_self_test() -> None:
+    assert [problem for name, verifier in VERIFIERS.items() for problem in self_test_problems(name, verifier)] == []
+    accepted = tuple(item for item in VERIFIERS["math"].self_test if item[2] == 1.0)
+    assert self_test_problems("x", replace(VERIFIERS["math"], self_test=accepted)) == ["x: no response with score 0.0"]
+    assert len(self_test_problems("x", replace(VERIFIERS["math"], self_test=()))) == 2
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_verifier_passes_its_self_test(name: str) -> None:
+    if name.startswith("code") and (sys.platform != "linux" or platform.machine() not in MACHINES):
+        pytest.skip("the sandbox needs Linux")
+    with JudgePool(name, timeout=20.0) as pool:
+        pool.self_test()
+        items = [("", response, row) for response, row, _ in VERIFIERS[name].self_test]
+        assert [(v.status, v.score) for v in pool.judge(items)] == [
+            (Status.ok, s) for *_, s in VERIFIERS[name].self_test
+        ]
+
+
+def test_a_failed_self_test_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = (("#### 73", {"solutions": ["#### 72"]}, 1.0),)
+    monkeypatch.setitem(VERIFIERS, "math", replace(VERIFIERS["math"], self_test=wrong))
+    with (
+        JudgePool("math", timeout=20.0) as pool,
+        pytest.raises(UserError, match="self-test of reward.fn=math failed: '#### 73' .* scored 0.0 instead of 1.0"),
+    ):
+        pool.self_test()
 
 
 @pytest.mark.parametrize(
@@ -50,26 +66,68 @@ def test_names(fn: str, name: str, verifier: str | None) -> None:
     assert (names_of([fn]), builtin_verifier(fn)) == ([name], verifier)
 
 
-def test_one_reward_or_several() -> None:
+def test_one_or_several_rewards() -> None:
     assert (fns_of(RewardConfig()), weights_of(RewardConfig())) == (["math"], [1.0])
     several = RewardConfig(fns=["math", "format:x"])
     assert (fns_of(several), weights_of(several)) == (["math", "format:x"], [1.0, 1.0])
 
 
-def test_judges_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOKEN", "secret")
-    config = RewardConfig(timeout=3.0, processes=2, retries=5, token_env="TOKEN")
-    assert open_judge("http://h/x", config) == RemoteJudge("http://h/x", 3.0, 2, 5, "secret")
-    judge = open_judge("math", config)
-    assert isinstance(judge, JudgePool) and len(judge.children) == 2
-
-
-def test_a_format_is_all_of_the_answer() -> None:
+def test_format_must_match_the_whole_response() -> None:
     with JudgePool("format:<think>.*</think>\\s*<answer>[^<]*</answer>", timeout=20.0) as pool:
-        answers = ("<think>a\nb</think>\n<answer>4</answer>", "<think>a</think><answer>4</answer> and more", "4")
-        assert [v.score for v in pool.judge([("", a, {}) for a in answers])] == [1.0, 0.0, 0.0]
+        responses = ("<think>a\nb</think>\n<answer>4</answer>", "<think>a</think><answer>4</answer> and more", "4")
+        assert [v.score for v in pool.judge([("", a, {}) for a in responses])] == [1.0, 0.0, 0.0]
 
 
-def test_a_format_that_takes_for_ever_is_a_failure() -> None:
+def test_format_with_exponential_backtracking_times_out() -> None:
     with JudgePool("format:(a+)+b", timeout=1.0) as pool:
         assert [v.status for v in pool.judge([("", "a" * 60, {}), ("", "ab", {})])] == [Status.timeout, Status.ok]
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        ("maths", "must be one of math, code, code_unordered, or 'file.py:function'"),
+        ("r.txt:f", "must be one of math, code"),
+        ("none.py:f", "no such file: none.py"),
+        ("broken.py:f", "broken.py is not valid Python"),
+        ("good.py:reword", "does not define 'reword'  did you mean reward ?"),
+        ("format:(", "invalid regular expression"),
+    ],
+)
+def test_invalid_names_are_found_without_running_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fn: str, words: str
+) -> None:
+    (tmp_path / "broken.py").write_text("def f(:")
+    (tmp_path / "good.py").write_text("def reward(p, a, r): return 1\n1 / 0")
+    monkeypatch.chdir(tmp_path)
+    assert words in check_fn(fn)[0]
+    with pytest.raises(UserError, match="reward.fn"):
+        JudgePool(fn, timeout=1.0)
+
+
+def test_imports_assignments_and_classes_define_names_too(tmp_path: Path) -> None:
+    file = tmp_path / "r.py"
+    file.write_text("from x import a as b\nimport c\nif True:\n    d = e = len\nclass f: pass\n")
+    assert [check_fn(f"{file}:{name}") for name in "bcdef"] == [[]] * 5
+    assert check_fn("math") == []
+
+
+@pytest.mark.parametrize("url", ["http://host", "https://host:8000/path?fn=math", "http://[::1]:80/"])
+def test_valid_urls(url: str) -> None:
+    assert check_fn(url) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://", "is not of the form"),
+        ("http://:80/x", "is not of the form"),
+        ("http://host:port/", "reward.fn='http://host:port/': "),
+        ("http://host:99999/", "reward.fn="),
+        ("http://me:secret@host/", "contains a password in the URL of host"),
+        ("http://host/a b", "no spaces"),
+    ],
+)
+def test_invalid_urls(url: str, words: str) -> None:
+    (problem,) = check_fn(url)
+    assert words in problem and "secret" not in problem

@@ -13,13 +13,14 @@ from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.algorithms.policy_gradient.rewards import attach_rewards_and_filter
 from realhf.algorithms.stats import mean_of
 from realhf.api.config import RewardConfig, opt
+from realhf.api.experiment import Task
 from realhf.api.messages import State, Stats
 from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import Engine, InterfaceContext
-from realhf.rewards.judge.pool import Item
-from realhf.rewards.registry import builtin_verifier, fns_of, judge_once, names_of, open_judge, weights_of
+from realhf.rewards.judge.pool import judge_once, open_judge
+from realhf.rewards.registry import FORMAT, VERIFIERS, builtin_verifier, fns_of, names_of, weights_of
 from realhf.rewards.sandbox.sandbox import Reason
-from realhf.rewards.verdict import FORMAT, Status, Verdict
+from realhf.rewards.verdict import Item, Status, Verdict
 
 
 @dataclass
@@ -124,15 +125,15 @@ class Verifier:
             for status in (Status.error, Status.timeout)
         }
         kinds = [
-            (builtin_verifier(fn), column)
+            (kind, column)
             for fn, column in zip(self.fns, verdicts, strict=True)
-            if builtin_verifier(fn)
+            if (kind := builtin_verifier(fn)) is not None
         ]
         if kinds:
             kind, column = kinds[0]
             count = float(len(column))
             stats["accuracy"] = (float(sum(v.status is Status.ok and v.score > 0 for v in column)), count)
-            if kind != "math":
+            if VERIFIERS[kind].task is Task.code:
                 reasons = Counter(v.detail for v in column if v.status is Status.ok)
                 stats |= {f"verdict_{reason.value}": (float(reasons[reason.value]), count) for reason in Reason}
         return stats

@@ -1,4 +1,4 @@
-"""``realhf demo``: from nothing to a rising reward. SFT to a weak start, then PPO with verified answers, on CPU."""
+"""``realhf demo``: SFT and then PPO with verified responses on a small arithmetic task, on CPU."""
 
 import importlib
 import json
@@ -12,8 +12,18 @@ from realhf.apps.prepare.launching import launch, write_run
 from realhf.base.errors import RunFailed, UserError
 from realhf.plan.run_spec import RunSpec
 
-SFT_STEPS, PPO_STEPS, EDGE = 90, 50, 5
-"""Steps of both phases; the reward of the last EDGE steps is compared with that of the first."""
+SFT_STEPS, PPO_STEPS = 90, 50
+WINDOW = 5
+"""The mean reward of the last WINDOW steps is compared with that of the first."""
+SFT_OPTIONS = f"""
+    dataset.train_bs_n_seqs=64 model.init_from_scratch=True model.optimizer.lr=3e-3
+    model.optimizer.lr_scheduler_type=constant exp_ctrl.total_train_steps={SFT_STEPS} exp_ctrl.total_train_epochs=10
+"""
+PPO_OPTIONS = f"""
+    dataset.train_bs_n_seqs=64 actor.optimizer.lr=5e-4 actor.optimizer.lr_scheduler_type=constant
+    critic.optimizer.lr=1e-3 critic.optimizer.lr_scheduler_type=constant ppo.group_size=4 ppo.kl_ctl=0.01
+    ppo.gen.max_new_tokens=32 exp_ctrl.total_train_steps={PPO_STEPS} n_gpus_per_node=2
+"""
 
 
 def main(arguments: list[str]) -> None:
@@ -21,55 +31,22 @@ def main(arguments: list[str]) -> None:
         raise UserError("usage: realhf demo [--dir DIR]")
     folder = Path(arguments[1] if arguments else "demo-run")
     task = make_task(folder / "task")
-    sft = run("sft", folder, sft_words(task))
-    actor = sft.paths.model("model", SFT_STEPS)
-    ppo = run("ppo-math", folder, ppo_words(task, actor))
-    report(ppo)
+    model = [f"model.config={task}/model", f"model.tokenizer={task}/tokenizer"]
+    sft = run("sft", folder, [f"dataset.path={task}/sft.jsonl", *model, *SFT_OPTIONS.split()])
+    actor = f"actor.path={sft.paths.model('model', SFT_STEPS)}"
+    report(run("ppo-math", folder, [f"dataset.path={task}/train.jsonl", actor, *PPO_OPTIONS.split()]))
 
 
 def make_task(folder: Path) -> Path:
-    """Write data, tokenizer and model config with the generator in ``examples/``."""
+    """Write the dataset, tokenizer and model config with the generator in ``examples/``."""
     program = Path(realhf.__file__).parents[1] / "examples" / "arithmetic.py"
     if not program.is_file():
-        raise UserError(f"the demo needs a checkout of the repository: {program} is not there")
-    with subprocess.Popen([sys.executable, str(program), str(folder), "--hidden", "96", "--layers", "3"]) as making:
-        importlib.import_module(
-            "transformers.models.auto.tokenization_auto"
-        )  # seconds, which reading the task takes next
-    if making.returncode:
-        raise UserError(f"{program} ended with {making.returncode}: it cannot write to {folder}, or lacks a package")
+        raise UserError(f"the demo needs a checkout of the repository: {program} does not exist")
+    with subprocess.Popen([sys.executable, str(program), str(folder), "--hidden", "96", "--layers", "3"]) as generator:
+        importlib.import_module("transformers.models.auto.tokenization_auto")  # slow; needed next
+    if generator.returncode:
+        raise UserError(f"{program} failed with exit code {generator.returncode}; is {folder} writable?")
     return folder
-
-
-def sft_words(task: Path) -> list[str]:
-    return [
-        f"dataset.path={task}/sft.jsonl",
-        "dataset.train_bs_n_seqs=64",
-        "model.init_from_scratch=True",
-        f"model.config={task}/model",
-        f"model.tokenizer={task}/tokenizer",
-        "model.optimizer.lr=3e-3",
-        "model.optimizer.lr_scheduler_type=constant",
-        f"exp_ctrl.total_train_steps={SFT_STEPS}",
-        "exp_ctrl.total_train_epochs=10",
-    ]
-
-
-def ppo_words(task: Path, actor: Path) -> list[str]:
-    return [
-        f"dataset.path={task}/train.jsonl",
-        "dataset.train_bs_n_seqs=64",
-        f"actor.path={actor}",
-        "actor.optimizer.lr=5e-4",
-        "actor.optimizer.lr_scheduler_type=constant",
-        "critic.optimizer.lr=1e-3",
-        "critic.optimizer.lr_scheduler_type=constant",
-        "ppo.group_size=4",
-        "ppo.kl_ctl=0.01",
-        "ppo.gen.max_new_tokens=32",
-        f"exp_ctrl.total_train_steps={PPO_STEPS}",
-        "n_gpus_per_node=2",
-    ]
 
 
 def run(experiment: str, folder: Path, words: list[str]) -> RunSpec:
@@ -81,12 +58,12 @@ def run(experiment: str, folder: Path, words: list[str]) -> RunSpec:
 
 
 def report(run: RunSpec) -> None:
-    """Say how far the reward rose; ``RunFailed`` when it did not."""
+    """Print the increase of the reward; RunFailed if it is too small."""
     rewards = [json.loads(line)["reward/mean"] for line in run.paths.metrics.read_text().splitlines()]
-    first, last = (sum(part) / EDGE for part in (rewards[:EDGE], rewards[-EDGE:]))
-    print(f"demo    mean reward {first:.3f} over the first {EDGE} steps, {last:.3f} over the last {EDGE}: "
+    first, last = (sum(part) / WINDOW for part in (rewards[:WINDOW], rewards[-WINDOW:]))
+    print(f"demo    mean reward {first:.3f} over the first {WINDOW} steps, {last:.3f} over the last {WINDOW}: "
           f"up by {last - first:.3f}")  # fmt: skip
     print(f"demo    the model is in {run.paths.model('actor', PPO_STEPS)}; load it with transformers' "
           "AutoModelForCausalLM.from_pretrained")  # fmt: skip
     if last - first < 0.25:
-        raise RunFailed(f"the demo's reward rose by {last - first:.3f} only, expected at least 0.25")
+        raise RunFailed(f"the reward of the demo increased by {last - first:.3f}, expected at least 0.25")

@@ -1,4 +1,4 @@
-"""``realhf env``: a report to paste into an issue."""
+"""``realhf env``: versions and devices, to paste into an issue."""
 
 import importlib.metadata
 import os
@@ -8,15 +8,9 @@ import sys
 from realhf.base.version import __version__
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "hydra-core", "omegaconf", "rich", "pyzmq",
-             "msgspec", "cattrs", "numpy", "math-verify", "tensorboard")  # fmt: skip
-EXTRAS = {
-    "serve": "fastapi",
-    "ray": "ray",
-    "vllm": "vllm",
-    "megatron": "megatron-core",
-    "parquet": "pyarrow",
-    "wandb": "wandb",
-}
+             "msgspec", "cattrs", "numpy", "math-verify", "tensorboard", "httpx", "jinja2")  # fmt: skip
+EXTRAS = {"serve": "fastapi", "ray": "ray", "vllm": "vllm", "megatron": "megatron-core", "parquet": "pyarrow",
+          "wandb": "wandb"}  # fmt: skip
 
 
 def main(arguments: list[str]) -> None:
@@ -32,7 +26,7 @@ def main(arguments: list[str]) -> None:
     from realhf.ops import extension
     from realhf.rewards.sandbox.sandbox import describe_sandbox
 
-    print(f"kernels       {' '.join(extension.kernels()) or 'none: the plain-torch twins run'}")
+    print(f"kernels       {' '.join(extension.kernels()) or 'none: the PyTorch reference implementations are used'}")
     print(f"sandbox       {describe_sandbox()}")
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):

@@ -1,4 +1,4 @@
-"""``realhf master``: a master that is a process of its own, inside an allocation; what a job runs."""
+"""``realhf master``: runs the master for a prepared run directory; SLURM jobs call it."""
 
 import sys
 from functools import partial
@@ -15,11 +15,11 @@ def main(arguments: list[str]) -> None:
     if len(arguments) != 1 or not RunDir(Path(arguments[0])).plan.is_file():
         raise UserError("usage: realhf master RUN_DIR, with the config.yaml and plan.json of a run")
     root = Path(arguments[0])
-    retried(partial(go_on, root), RunDir(root))
+    retried(partial(run_from_last_checkpoint, root), RunDir(root))
 
 
-def go_on(root: Path) -> None:
-    """Run from the last checkpoint, or from the start where there is none: this job may have been started before."""
+def run_from_last_checkpoint(root: Path) -> None:
+    """Resume from the last checkpoint, if any: SLURM may have requeued the job."""
     run = read_run(root)
     last = newest(run.paths.checkpoints)
     rewind(run.paths, last[1].step if last else -1)

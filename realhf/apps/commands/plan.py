@@ -1,4 +1,4 @@
-"""``realhf plan``: what a run would do and how long it would take, without launching it."""
+"""``realhf plan``: predicts what a run does and how long it takes, without launching it."""
 
 import json
 from collections.abc import Mapping
@@ -9,32 +9,33 @@ from realhf.api.codec import to_plain
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.multi_stage import MultiStageExperiment
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
-from realhf.apps.commands.quickstart import print_options, read_words
+from realhf.apps.commands.quickstart import print_help, read_words
 from realhf.apps.prepare.preflight import PlanReport, plan_report
 from realhf.apps.view.console import open_console, write_out
+from realhf.apps.view.page import render_page
 from realhf.apps.view.tables import Listing
-from realhf.apps.view.timeline_svg import page, ranks_text, stack_svgs, timeline_svg
+from realhf.apps.view.timeline_svg import ranks_text, stack_svgs, timeline_svg
 from realhf.base.errors import InfeasibleError, UserError, did_you_mean
 from realhf.plan.compile.check import graph_notes
 from realhf.plan.compile.program import compile_program
 from realhf.plan.cost.memory import Bytes
 from realhf.plan.search.planner import Planner
-from realhf.plan.search.prediction import Alternative, Prediction
+from realhf.plan.search.prediction import Prediction
 from realhf.system.metrics.telemetry import Telemetry
 
 USAGE = """usage: realhf plan EXPERIMENT [--config FILE.yaml] [key=value ...]
-  --out FILE.svg|FILE.html|FILE.json   the timeline as a picture, everything on a page, or the plan as data
-  --compare MODE,MODE,...              predict several allocation modes side by side: heuristic,search,d4t2p1
-  --why                                what the next best layout of every call would cost
+  --out FILE.svg|FILE.html|FILE.json   write the timeline as an image, a page with all tables, or the plan as data
+  --compare MODE,MODE,...              compare predictions of several allocation modes: heuristic,search,d4t2p1
+  --why                                show the cost of the next best layout of each call
 
-Neither weights nor data nor devices are needed: a model's config.json is enough, and dataset.path may be left out.
-EXPERIMENT is one that realhf quickstart --help lists, or my_file.py:MyExperiment.
+No weights, data or devices are needed: a model's config.json is enough, and dataset.path may be omitted.
+EXPERIMENT is listed by realhf quickstart --help, or my_file.py:MyExperiment.
 
-exit code 0: the plan can run; 1: it cannot, the graph is wrong or too little memory is there (of --compare: for every
-mode), each problem is named; 2: an option or a file is wrong."""
+exit code 0: the plan can run; 1: it cannot, because the graph is invalid or memory is too small (with --compare: in all
+modes); 2: an option or a file is invalid."""
 FLAGS = ("--out", "--compare", "--why", "--config", "--help", "-h")
 Predicted = Mapping[str, tuple[ExecutionPlan, Prediction]]
-"""Plans and what is expected of them, by allocation mode."""
+"""Plans and their predictions, by allocation mode."""
 
 
 def main(arguments: list[str]) -> None:
@@ -44,29 +45,29 @@ def main(arguments: list[str]) -> None:
     words, flags = _flags(arguments)
     if "--help" in flags:
         print(f"{USAGE}\n")
-        print_options(words[0])
+        print_help(words[0])
         return
     experiment, _ = read_words(words[0], words[1:])
     if isinstance(experiment, MultiStageExperiment):
-        raise UserError(f"{words[0]} is several runs, each of which is planned when its turn comes; plan one of them,"
-                        " like gen or sft")  # fmt: skip
+        raise UserError(f"{words[0]} consists of several runs that are planned one by one; plan one of them,"
+                        " for example gen or sft")  # fmt: skip
     modes = _modes(flags.get("--compare", ""))
     if modes:
         experiment.config.allocation_mode = modes[0]
-    found = plan_report(words[0], experiment)
-    results = {experiment.config.allocation_mode: (found.plan, found.prediction), **_others(found, modes[1:])}
-    listings = [_comparison(found, results)] if modes else _listings(found)
+    report = plan_report(words[0], experiment)
+    results = {experiment.config.allocation_mode: (report.plan, report.prediction), **_others(report, modes[1:])}
+    tables = [_comparison(report, results)] if modes else _tables(report)
     if "--why" in flags:
-        listings.append(_why(found.planner, found.plan))
-    _show(found, listings)
+        tables.append(_why(report.planner, report.plan))
+    _show(report, tables)
     if "--out" in flags:
-        _write(Path(flags["--out"]), found, results, listings)
-    if all(prediction.peak > found.machine.hardware.usable for _, prediction in results.values()):
-        raise InfeasibleError(found.too_large())
+        _write(Path(flags["--out"]), report, results, tables)
+    if all(prediction.peak > report.machine.hardware.usable for _, prediction in results.values()):
+        raise InfeasibleError(report.too_large())
 
 
 def _flags(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Take the flags of this command out of the words."""
+    """Split the arguments into words and the flags of this command."""
     words, flags, rest = [], {}, iter(arguments)
     for word in rest:
         name, equals, value = word.partition("=")
@@ -81,14 +82,14 @@ def _flags(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
         else:
             words.append(word)
     if not words:
-        raise UserError(f"which experiment?\n{USAGE}")
+        raise UserError(f"missing EXPERIMENT\n{USAGE}")
     if "--out" in flags and Path(flags["--out"]).suffix not in (".svg", ".html", ".json"):
-        raise UserError(f"--out {flags['--out']}: write .svg, .html or .json")
+        raise UserError(f"--out {flags['--out']}: the suffix must be .svg, .html or .json")
     return words, flags
 
 
 def _modes(text: str) -> list[str]:
-    """Read modes; those for single calls have commas of their own: ``heuristic,actor_gen:d2,*:d1`` are two."""
+    """Split modes at commas, except within modes of single calls: ``heuristic,actor_gen:d2,*:d1`` are two."""
     modes: list[str] = []
     for part in filter(None, text.split(",")):
         if ":" in part and modes and ":" in modes[-1]:
@@ -98,38 +99,34 @@ def _modes(text: str) -> list[str]:
     return list(dict.fromkeys(modes))
 
 
-def _others(found: PlanReport, modes: list[str]) -> Predicted:
-    """Predict further modes; what is wrong with any of them is said at once."""
+def _others(report: PlanReport, modes: list[str]) -> Predicted:
+    """Return predictions for further modes; UserError lists the problems of all of them."""
     results, problems = {}, []
     for mode in modes:
         try:
-            plan = found.under(mode)
-            results[mode] = (plan, found.planner.predict(plan))
+            plan = report.under(mode)
+            results[mode] = (plan, report.planner.predict(plan))
         except UserError as error:
             problems += error.problems
-        except ValueError as error:  # the profile lacks something that this plan needs
+        except ValueError as error:  # the profile has no entry that this plan needs
             problems.append(f"allocation_mode={mode}: {error}")
     if problems:
         raise UserError(problems)
     return results
 
 
-def _listings(found: PlanReport) -> list[Listing]:
-    prediction = found.prediction
-    return [
-        _allocation(found),
-        _instructions(found.planner, found.plan),
-        _memory(prediction, found.machine.hardware.usable),
-        _step(prediction),
-    ]
+def _tables(report: PlanReport) -> list[Listing]:
+    prediction, capacity = report.prediction, report.machine.hardware.usable
+    instructions = _instructions(report.planner, report.plan)
+    return [_allocation(report), instructions, _memory(prediction, capacity), _step(prediction)]
 
 
-def _allocation(found: PlanReport) -> Listing:
+def _allocation(report: PlanReport) -> Listing:
     rows = []
-    spent = found.prediction.call_seconds
-    for mfc in found.planner.graph.topological:
-        placement = found.plan[mfc.name]
-        limits, (compute, moves) = placement.micro_batching, spent[mfc.name]
+    seconds = report.prediction.call_seconds
+    for mfc in report.planner.graph.topological:
+        placement = report.plan[mfc.name]
+        limits, (compute, moves) = placement.micro_batching, seconds[mfc.name]
         batching = f"{limits.max_tokens_per_mb}" + (f", {limits.max_num_seqs} rows" if limits.max_num_seqs else "")
         cells = (mfc.name, mfc.kind.value, mfc.role or "-", str(placement), batching)
         rows.append((*cells, f"{compute:.3g}", f"{moves:.3g}" if moves else "-"))
@@ -142,19 +139,19 @@ def _instructions(planner: Planner, plan: ExecutionPlan) -> Listing:
     for name, steps in compile_program(planner.graph, plan).items():
         mfc = planner.graph[name]
         for i, step in enumerate(steps):
-            made = f", makes {', '.join(mfc.outputs)}" if isinstance(step, Compute) and mfc.outputs else ""
-            rows.append((name if i == 0 else "", type(step).__name__, text(step) + made))
+            outputs = f", outputs {', '.join(mfc.outputs)}" if isinstance(step, Compute) and mfc.outputs else ""
+            rows.append((name if i == 0 else "", type(step).__name__, instruction_text(step) + outputs))
     return Listing("instructions", "lll", (), tuple(rows))
 
 
-def text(step: Instruction) -> str:
-    """Return what an instruction does with what, in words."""
+def instruction_text(step: Instruction) -> str:
+    """Return the operands of an instruction."""
     match step:
         case Transfer(keys, layout):
             return f"{', '.join(keys)} to {layout}"
         case Reallocate(role, src, target, dst, eta):
-            follows = f" of {target}, which moves by {eta:g}" if eta < 1 else ""
-            return f"{role} from {src} to {dst}{follows}"
+            ema = f", EMA update of {target} with weight {eta:g}" if eta < 1 else ""
+            return f"{role} from {src} to {dst}{ema}"
         case Compute(_, role, layout):
             return f"{role or 'no model'} on {layout}"
         case Load(role, layout) | Offload(role, layout) | Release(role, layout):
@@ -162,26 +159,26 @@ def text(step: Instruction) -> str:
 
 
 def _memory(prediction: Prediction, capacity: float) -> Listing:
-    rows = [(ranks_text(ranks), size_text(some.total), size_text(capacity), _parts(some))
-            for ranks, some in _alike(prediction)]  # fmt: skip
-    return Listing("memory", "lrrl", ("worker", "needs", "may fill", "for"), tuple(rows))
+    rows = [(ranks_text(ranks), size_text(needed.total), size_text(capacity), _breakdown(needed))
+            for ranks, needed in _group_by_memory(prediction)]  # fmt: skip
+    return Listing("memory", "lrrl", ("worker", "needed", "usable", "breakdown"), tuple(rows))
 
 
-def _alike(prediction: Prediction) -> list[tuple[list[int], Bytes]]:
-    """Return workers that need the same, and what."""
-    alike: dict[Bytes, list[int]] = {}
-    for rank, some in prediction.memory.items():
-        alike.setdefault(some, []).append(rank)
-    return [(ranks, some) for some, ranks in alike.items()]
+def _group_by_memory(prediction: Prediction) -> list[tuple[list[int], Bytes]]:
+    """Return groups of workers that need the same memory."""
+    groups: dict[Bytes, list[int]] = {}
+    for rank, needed in prediction.memory.items():
+        groups.setdefault(needed, []).append(rank)
+    return [(ranks, needed) for needed, ranks in groups.items()]
 
 
-def _parts(some: Bytes) -> str:
-    parts = sorted(((size, name) for name, size in asdict(some).items() if size), reverse=True)
+def _breakdown(needed: Bytes) -> str:
+    parts = sorted(((size, name) for name, size in asdict(needed).items() if size), reverse=True)
     return ", ".join(f"{name.replace('_', ' ')} {size_text(size)}" for size, name in parts)
 
 
 def size_text(nbytes: float) -> str:
-    """Return bytes in the largest unit that leaves a digit before the point."""
+    """Return a number of bytes in the largest unit in which it is at least 1."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= size:
             return f"{nbytes / size:.3g} {unit}"
@@ -189,31 +186,31 @@ def size_text(nbytes: float) -> str:
 
 
 def _step(prediction: Prediction) -> Listing:
-    path = prediction.critical_shares
-    chain = ", ".join(f"{name} {100 * share:.0f}%" for name, share in path.items() if share >= 0.005)
+    shares = prediction.critical_shares.items()
+    path = ", ".join(f"{name} {100 * share:.0f}%" for name, share in shares if share >= 0.005)
     rows = (
         ("predicted", f"{prediction.seconds:.4g} s"),
         ("workers busy", f"{100 * (1 - prediction.timeline.idle):.0f}%"),
-        ("critical path", chain),
+        ("critical path", path),
     )
     return Listing("step", "ll", (), rows)
 
 
-def _comparison(found: PlanReport, results: Predicted) -> Listing:
-    capacity = found.machine.hardware.usable
+def _comparison(report: PlanReport, results: Predicted) -> Listing:
+    capacity = report.machine.hardware.usable
     best = min(p.seconds for _, p in results.values())
     rows = []
     for mode, (plan, p) in results.items():
-        fits = "" if p.peak <= capacity else ", too much"
+        fits = "" if p.peak <= capacity else ", too large"
         busy = f"{100 * (1 - p.timeline.idle):.0f}%"
         cells = (mode, f"{p.seconds:.4g} s", f"{p.seconds / best:.2f}", busy, size_text(p.peak) + fits)
         rows.append((*cells, layouts_text(plan)))
-    head = ("allocation_mode", "step", "of best", "busy", "fullest worker", "layouts")
-    return Listing(f"comparison (workers may fill {size_text(capacity)})", "lrrrrl", head, tuple(rows))
+    head = ("allocation_mode", "step", "relative", "busy", "peak memory", "layouts")
+    return Listing(f"comparison (usable memory per worker: {size_text(capacity)})", "lrrrrl", head, tuple(rows))
 
 
 def layouts_text(plan: ExecutionPlan) -> str:
-    """Return the layouts of a plan, each with its calls; one that all share stands alone."""
+    """Return the layouts of a plan with their calls, or the only layout."""
     calls: dict[str, list[str]] = {}
     for name, placement in plan.placements.items():
         calls.setdefault(str(placement), []).append(name)
@@ -224,56 +221,54 @@ def layouts_text(plan: ExecutionPlan) -> str:
 
 def _why(planner: Planner, plan: ExecutionPlan) -> Listing:
     now, others = planner.alternatives(plan)
-    rows = [(name, str(plan[name].layout), *_alternative(found, now)) for name, found in others.items()]
-    head = ("call", "has", "next best while the others stay", "a step takes")
-    return Listing("why", "lllr", head, tuple(rows))
+    rows = [
+        (name, str(plan[name].layout), str(best.layout), f"{100 * (best.seconds / now - 1):+.1f}%")
+        if best
+        else (name, str(plan[name].layout), "none that fits", "-")
+        for name, best in others.items()
+    ]
+    return Listing("why", "lllr", ("call", "layout", "next best with the others fixed", "step time"), tuple(rows))
 
 
-def _alternative(found: Alternative | None, now: float) -> tuple[str, str]:
-    if found is None:
-        return "none that fits", "-"
-    return str(found.layout), f"{100 * (found.seconds / now - 1):+.1f}%"
-
-
-def _show(found: PlanReport, listings: list[Listing]) -> None:
+def _show(report: PlanReport, tables: list[Listing]) -> None:
     out = open_console()
-    out.print(f"{found.name}: {found.n_rows_text}, {found.plan.n_workers} x {found.device}, predicted from "
-              f"{found.machine.source}\n", markup=False)  # fmt: skip
-    for listing in listings:
+    out.print(f"{report.name}: {report.n_rows_text}, {report.plan.n_workers} x {report.device}, predicted from "
+              f"{report.machine.source}\n", markup=False)  # fmt: skip
+    for listing in tables:
         out.print(listing.title, style="bold", markup=False)
         out.print(f"{listing.text(out.width)}\n", markup=False)
-    for note in graph_notes(found.graph.mfcs, found.experiment.roles(), Telemetry.logged_keys):
+    for note in graph_notes(report.graph.mfcs, report.experiment.roles(), Telemetry.logged_keys):
         out.print(f"note: {note}", markup=False)
-    for warning in found.experiment.config.warnings():
+    for warning in report.experiment.config.warnings():
         out.print(f"warning: {warning}", markup=False)
 
 
-def _write(path: Path, found: PlanReport, results: Predicted, listings: list[Listing]) -> None:
-    names = [m.name for m in found.graph.mfcs]
+def _write(path: Path, report: PlanReport, results: Predicted, tables: list[Listing]) -> None:
+    names = [m.name for m in report.graph.mfcs]
     until = max(p.timeline.steady_state[1] - p.timeline.steady_state[0] for _, p in results.values())
-    pictures = [timeline_svg(p.timeline, names, f"{found.name}, {mode}: {p.seconds:.3g} s a step", until)
-                for mode, (_, p) in results.items()]  # fmt: skip
+    images = [timeline_svg(p.timeline, names, f"{report.name}, {mode}: {p.seconds:.3g} s per step", until)
+              for mode, (_, p) in results.items()]  # fmt: skip
     match path.suffix:
         case ".svg":
-            content = stack_svgs(pictures)
+            content = stack_svgs(images)
         case ".html":
-            content = page(f"realhf plan {found.name}", pictures, listings)
+            content = render_page(f"realhf plan {report.name}", images, tables)
         case _:
-            content = json.dumps(_data(found, results), indent=1)
+            content = json.dumps(_data(report, results), indent=1)
     write_out(path, content)
 
 
-def _data(found: PlanReport, results: Predicted) -> dict[str, object]:
+def _data(report: PlanReport, results: Predicted) -> dict[str, object]:
     modes = {
         mode: {
             "step_s": p.seconds,
             "busy": 1 - p.timeline.idle,
             "peak_bytes": p.peak,
-            "fits": p.peak <= found.machine.hardware.usable,
+            "fits": p.peak <= report.machine.hardware.usable,
             "calls": {name: {"compute_s": c, "moves_s": m} for name, (c, m) in p.call_seconds.items()},
-            "memory": [{"workers": ranks, **asdict(some)} for ranks, some in _alike(p)],
+            "memory": [{"workers": ranks, **asdict(needed)} for ranks, needed in _group_by_memory(p)],
             "plan": to_plain(plan),
         }
         for mode, (plan, p) in results.items()
     }
-    return {"experiment": found.name, "machine": found.machine.source, "modes": modes}
+    return {"experiment": report.name, "machine": report.machine.source, "modes": modes}

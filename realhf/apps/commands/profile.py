@@ -1,4 +1,4 @@
-"""``realhf profile``: measure models, links and algorithms on this machine, for ``realhf plan`` and plan search."""
+"""``realhf profile``: measures models, links and algorithms on this machine for predictions and plan search."""
 
 import json
 import time
@@ -10,72 +10,57 @@ from rich.table import Table
 from realhf.api.codec import from_json, to_plain
 from realhf.api.config import Device, ExperimentConfig, opt
 from realhf.api.model_config import ModelConfig
-from realhf.apps.prepare.options import options_of, read_options
+from realhf.apps.prepare.options import print_options, read_options
 from realhf.apps.prepare.preflight import pick_device
 from realhf.apps.view.console import open_console
 from realhf.arch.hf_config import read_hf_config
+from realhf.base.atomic_io import atomic_write
 from realhf.base.errors import UserError
 from realhf.plan.cost.profile import Fit, Profile
 
 USAGE = """usage: realhf profile [model=FOLDER_OR_CONFIG[,...]] [key=value ...]
 
-Takes about a minute and a half per model, on a machine with nothing else to do. What is measured is added to the
-profile that is there already.
+Takes about a minute and a half per model on an otherwise idle machine. Results are added to an existing profile.
 """
 
 
 @dataclass
 class ProfileOptions:
-    """What can be said after ``realhf profile``."""
+    """The options of ``realhf profile``."""
 
-    model: str = opt("", "Hugging Face folders or config.json files, separated by commas; depth does not matter")
-    n_gpus_per_node: int = opt(1, "workers: what they do together is measured for 2, 4, ... up to as many")
-    device: Device = opt(Device.auto, "cpu, cuda, or what the machine has")
+    model: str = opt(
+        "", "comma-separated Hugging Face folders or config.json files; the number of layers does not matter"
+    )
+    n_gpus_per_node: int = opt(1, "number of workers; collectives are measured for 2, 4, ... up to this number")
+    device: Device = opt(Device.auto, "cpu, cuda, or auto for cuda if available")
     bf16: bool = opt(False, "measure the models in bfloat16")
-    threads_per_worker: int = opt(1, "CPU threads of one worker")
-    seconds: float = opt(90.0, "time for each model; less gives a rough profile")
-    out: str = opt("runs/profile.json", "where the profile goes")
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """The options, read and checked."""
-
-    device: str
-    models: tuple[ModelConfig, ...]
-    before: Profile | None
+    threads_per_worker: int = opt(1, "CPU threads per worker")
+    seconds: float = opt(90.0, "time per model; less gives a rough profile")
+    out: str = opt("runs/profile.json", "output file")
 
 
 def main(arguments: list[str]) -> None:
     if "-h" in arguments or "--help" in arguments:
         print(USAGE)
-        for option in options_of(ProfileOptions):
-            print(f"  {option.key + ': ' + option.type:<28} {option.help} [{option.default}]")
+        print_options(ProfileOptions)
         return
     options = read_options(ProfileOptions, arguments, option_problems)
-    wanted = check(options)
+    device, models, previous = check(options)
     from realhf.system.profiler.profiler import ProfileJob, n_gpus, take_profile, this_machine
 
-    machine = this_machine(wanted.device, options.threads_per_worker)
-    if wanted.before is not None and wanted.before.machine != machine:
-        raise UserError(f"out={options.out} is of another machine, {wanted.before.machine}; this one is {machine}. "
-                        "Give another file")  # fmt: skip
-    if wanted.device == "cuda" and options.n_gpus_per_node > n_gpus():
-        raise UserError(f"n_gpus_per_node={options.n_gpus_per_node}, but there are {n_gpus()} GPUs here")
-    job = ProfileJob(
-        wanted.device,
-        options.n_gpus_per_node,
-        options.threads_per_worker,
-        options.bf16,
-        wanted.models,
-        options.seconds,
-    )
-    began, out = time.monotonic(), open_console()
-    profile = take_profile(job, lambda text: out.print(f"{time.monotonic() - began:6.1f} s  {text}"))
-    profile = wanted.before + profile if wanted.before else profile
+    machine = this_machine(device, options.threads_per_worker)
+    if previous is not None and previous.machine != machine:
+        raise UserError(f"out={options.out} is the profile of another machine ({previous.machine}; this is {machine}); "
+                        "choose another file")  # fmt: skip
+    if device == "cuda" and options.n_gpus_per_node > n_gpus():
+        raise UserError(f"n_gpus_per_node={options.n_gpus_per_node}, but this machine has {n_gpus()} GPUs")
+    job = ProfileJob(device, options.n_gpus_per_node, options.threads_per_worker, options.bf16, models, options.seconds)
+    start, out = time.monotonic(), open_console()
+    profile = take_profile(job, lambda text: out.print(f"{time.monotonic() - start:6.1f} s  {text}"))
+    profile = previous + profile if previous else profile
     write(profile, Path(options.out))
     out.print(table(profile))
-    out.print(f"{profile.machine}\nprofile  {options.out}, {time.monotonic() - began:.0f} s")
+    out.print(f"{profile.machine}\nprofile  {options.out}, {time.monotonic() - start:.0f} s")
 
 
 def option_problems(options: ProfileOptions) -> list[str]:
@@ -83,8 +68,8 @@ def option_problems(options: ProfileOptions) -> list[str]:
     return [f"{key} must be positive, got {getattr(options, key)}" for key in positive if getattr(options, key) <= 0]
 
 
-def check(options: ProfileOptions) -> Wanted:
-    """Read the models and the profile that is there; ``UserError`` lists all that cannot be used."""
+def check(options: ProfileOptions) -> tuple[str, tuple[ModelConfig, ...], Profile | None]:
+    """Return the device, the models, and the existing profile, if any; UserError lists all problems."""
     problems, models = [], []
     for path in filter(None, options.model.split(",")):
         try:
@@ -96,29 +81,27 @@ def check(options: ProfileOptions) -> Wanted:
         device = pick_device(ExperimentConfig(device=options.device))
     except UserError as error:
         problems += error.problems
-    out, before = Path(options.out), None
+    out, previous = Path(options.out), None
     if out.is_dir():
-        problems.append(f"out={options.out} is a folder; give a file")
+        problems.append(f"out={options.out} is a folder, not a file")
     elif out.exists():
         try:
-            before = from_json(out.read_text(), Profile)
-        except Exception as error:  # whatever is in a file that is no profile
-            problems.append(f"out={options.out} is there and no profile ({type(error).__name__}: {error}); remove it, "
-                            "or give another file")  # fmt: skip
+            previous = from_json(out.read_text(), Profile)
+        except Exception as error:  # arbitrary file content
+            problems.append(f"out={options.out} exists and is not a profile ({type(error).__name__}: {error}); "
+                            "remove it or choose another file")  # fmt: skip
     if problems:
         raise UserError(problems)
-    return Wanted(device, tuple(models), before)
+    return device, tuple(models), previous
 
 
 def write(profile: Profile, path: Path) -> None:
-    """Write a profile, a line for each fit and each point: all of it or nothing."""
+    """Write a profile atomically, with one line per fit and per point."""
     plain = to_plain(profile)
     fits = ",\n".join(f" {json.dumps(name)}: {_fit_lines(fit)}" for name, fit in plain.pop("fits").items())
     text = json.dumps(plain)[:-1] + f', "fits": {{\n{fits}\n}}}}\n'
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.new")
-    aside.write_text(text)
-    aside.replace(path)
+    atomic_write(path, text)
 
 
 def _fit_lines(fit: dict) -> str:
@@ -127,27 +110,21 @@ def _fit_lines(fit: dict) -> str:
 
 
 def table(profile: Profile) -> Table:
-    """Show every fit: from how many points, how well it fits, how much they varied, and where most of the time goes."""
-    shown = Table(box=None, pad_edge=False)
+    """Return a table of all fits: number of points, error, spread of repeated measurements, largest coefficients."""
+    result = Table(box=None, pad_edge=False)
     for head in ("measured", "points", "error", "spread", "coefficients"):
-        shown.add_column(head, justify="right" if head in ("points", "error", "spread") else "left")
+        result.add_column(head, justify="right" if head in ("points", "error", "spread") else "left")
     for name, fit in sorted(profile.fits.items()):
         unit = "B" if name.endswith("_bytes") else "s"
-        row = (
-            name,
-            str(len(fit.points)),
-            f"{100 * fit.error:.1f}%",
-            f"{100 * fit.spread:.0f}%",
-            _main_parts(fit, unit),
-        )
-        shown.add_row(*row)
-    return shown
+        error, spread = f"{100 * fit.error:.1f}%", f"{100 * fit.spread:.0f}%"
+        result.add_row(name, str(len(fit.points)), error, spread, _largest_terms(fit, unit))
+    return result
 
 
-def _main_parts(fit: Fit, unit: str) -> str:
+def _largest_terms(fit: Fit, unit: str) -> str:
     largest = fit.points[-1].counts
-    parts = sorted(fit.coefficients, key=lambda name: -fit.coefficients[name] * largest.get(name, 0.0))
-    return ", ".join(f"{name} {_scaled(fit.coefficients[name], unit)}" for name in parts[:4] if fit.coefficients[name])
+    names = sorted(fit.coefficients, key=lambda name: -fit.coefficients[name] * largest.get(name, 0.0))
+    return ", ".join(f"{name} {_scaled(fit.coefficients[name], unit)}" for name in names[:4] if fit.coefficients[name])
 
 
 def _scaled(value: float, unit: str) -> str:

@@ -1,6 +1,5 @@
-"""``realhf quickstart``: options -> checks -> plan -> processes -> the run, followed to its end."""
+"""``realhf quickstart``: reads options, checks and plans a run, launches it and waits for its end."""
 
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ from realhf.api.multi_stage import MultiStageExperiment
 from realhf.apps.prepare.jobs import dry_run, is_queued, queue, runs_per_seed
 from realhf.apps.prepare.launching import as_experiment, launch, write_run
 from realhf.apps.prepare.multi_stage import run_multi_stage
-from realhf.apps.prepare.options import build_experiment, options_of
+from realhf.apps.prepare.options import build_experiment, print_options
 from realhf.apps.prepare.preflight import preflight
 from realhf.apps.prepare.recovery import resumable, resume, retried
 from realhf.base.errors import UserError
@@ -29,7 +28,7 @@ def main(arguments: list[str]) -> None:
         return
     name, rest = arguments[0], arguments[1:]
     if "-h" in rest or "--help" in rest:
-        print_options(name)
+        print_help(name)
         return
     experiment, paths = read_words(name, [word for word in rest if word != "--dry-run"])
     if "--dry-run" in rest:
@@ -40,24 +39,24 @@ def main(arguments: list[str]) -> None:
 
 
 def supervise(name: str, experiment: Experiment, paths: RunDir) -> None:
-    """Launch a run, from its last checkpoint and again after failures, as ``recover_mode`` has it."""
+    """Start or resume a run, and restart it after failures, according to ``recover_mode``."""
     mode = experiment.config.recover_mode
     if problems := missing(experiment.config):
         raise UserError(problems)
     if mode in (RecoverMode.resume, RecoverMode.auto) and resumable(paths):
         run = partial(resume, name, experiment, paths)
     elif mode is RecoverMode.resume:
-        raise UserError(f"recover_mode=resume, but {paths.checkpoints} holds no checkpoint")
+        raise UserError(f"recover_mode=resume, but {paths.checkpoints} has no checkpoint")
     else:
         run = partial(begin, name, experiment, paths)
     if is_queued(experiment.config):
-        return run()  # the job does what follows
+        return run()  # the job handles restarts
     retried(run, paths)
 
 
 def begin(name: str, experiment: Experiment, paths: RunDir) -> None:
-    """Start a run from nothing, or one for each of an array's seeds."""
-    runs = [preflight(name, one, place) for one, place in runs_per_seed(experiment, paths)]
+    """Start a new run, or one per seed of a job array."""
+    runs = [preflight(name, config, run_paths) for config, run_paths in runs_per_seed(experiment, paths)]
     for warning in runs[0].config.warnings():
         print(f"warning {warning}")
     for run in runs:
@@ -68,13 +67,12 @@ def begin(name: str, experiment: Experiment, paths: RunDir) -> None:
 
 
 def prepare(name: str, words: list[str]) -> RunSpec:
-    """Return the run that the command line asks for, checked; nothing is written."""
-    experiment, paths = read_words(name, words)
-    return preflight(name, experiment, paths)
+    """Return the checked run for a command line without writing anything."""
+    return preflight(name, *read_words(name, words))
 
 
 def read_words(name: str, words: list[str]) -> tuple[Experiment, RunDir]:
-    """Return the experiment that the command line asks for, and its run directory."""
+    """Return the experiment for a command line, and its run directory."""
     config_file = None
     if "--config" in words:
         at = words.index("--config")
@@ -88,16 +86,7 @@ def read_words(name: str, words: list[str]) -> tuple[Experiment, RunDir]:
     return as_experiment(experiment), paths
 
 
-def print_options(name: str) -> None:
+def print_help(name: str) -> None:
     cls = experiment_class(name)
-    options = list(options_of(cls))
-    width = max(len(o.key) + len(o.type) for o in options) + 3
     print(f"realhf quickstart {name}: {(cls.__doc__ or '').strip()}\n")
-    for option in options:
-        print(f"  {option.key + ': ' + option.type:<{width}} {option.help} [{option.default}]")
-
-
-if __name__ == "__main__":
-    from realhf.apps.main import run as run_command
-
-    sys.exit(run_command(["quickstart", *sys.argv[1:]]))
+    print_options(cls)

@@ -1,4 +1,4 @@
-"""``realhf resume``: goes on from a run's last checkpoint, also with other layouts or on another number of workers."""
+"""``realhf resume``: resumes a run from its last checkpoint, optionally with other layouts or more or fewer workers."""
 
 from functools import partial
 from pathlib import Path
@@ -22,12 +22,10 @@ def main(arguments: list[str]) -> None:
     if paths.stages.is_file():
         return resume_multi_stage(paths, arguments[1:])
     if not paths.config.is_file() or not paths.plan.is_file():
-        raise UserError(
-            f"{paths.root} holds no run: {paths.config.name} and {paths.plan.name} are not both there\n{USAGE}"
-        )
+        raise UserError(f"{paths.root} has no run: {paths.config.name} or {paths.plan.name} is missing\n{USAGE}")
     run = read_run(paths.root)
     experiment = as_experiment(override(run.config, arguments[1:]))
-    go_on = partial(resume, run.experiment, experiment, paths)
+    attempt = partial(resume, run.experiment, experiment, paths)
     if is_queued(experiment.config):
-        return go_on()  # the job starts again by itself
-    retried(go_on, paths)
+        return attempt()  # the job handles restarts
+    retried(attempt, paths)

@@ -1,4 +1,4 @@
-"""``realhf stop``: has a run end after the step that it is at, so that it can go on with more workers, or later."""
+"""``realhf stop``: ends a run after its current step with a checkpoint, so that it can be resumed."""
 
 import time
 from pathlib import Path
@@ -18,17 +18,16 @@ def main(arguments: list[str]) -> None:
         return
     paths = RunDir(Path(arguments[0]))
     if len(arguments) > 1 or not paths.plan.is_file() or not is_locked(paths.lock):
-        raise UserError(f"{paths.root} holds no run that goes on\n{USAGE}")
+        raise UserError(f"{paths.root} has no run in progress\n{USAGE}")
     run = read_run(paths.root)
     if not run.writes_checkpoints:
-        raise UserError(f"{paths.root} writes no checkpoints (exp_ctrl.ckpt_freq_steps), so that nothing could go on; "
-                        "Ctrl-C ends it")  # fmt: skip
+        raise UserError(f"{paths.root} writes no checkpoints (exp_ctrl.ckpt_freq_steps) and could not be resumed; "
+                        "use Ctrl-C to end it")  # fmt: skip
     paths.stop.touch()
-    print("the run ends after the step it is at", flush=True)
-    patience = run.config.call_timeout
-    end = time.monotonic() + patience
+    print("the run ends after its current step", flush=True)
+    deadline = time.monotonic() + run.config.call_timeout
     while is_locked(paths.lock):
-        if time.monotonic() > end:
-            raise RunFailed(f"waited {patience:.0f} s for the run in {paths.root} to end")
+        if time.monotonic() > deadline:
+            raise RunFailed(f"the run in {paths.root} did not end within {run.config.call_timeout:.0f} s")
         time.sleep(POLL_S)
-    print(f"stopped; go on with: realhf resume {paths.root} [n_nodes=... n_gpus_per_node=...]")
+    print(f"stopped; resume with: realhf resume {paths.root} [n_nodes=... n_gpus_per_node=...]")

@@ -1,7 +1,7 @@
-"""``realhf verifier serve``: the rewards of this machine over HTTP, for runs elsewhere and for other programs.
+"""``realhf verifier serve``: scores responses over HTTP, for runs on other machines and for other programs.
 
-``POST /judge?fn=math`` takes ``{"items": [{"prompt", "answer", "row"}, ...]}`` and gives ``{"results": [...]}``, as
-`realhf.rewards.judge.remote` wants them; ``GET /health`` says what is served. Only the rewards named at the start can be had.
+``POST /judge?fn=math`` takes ``{"items": [{"prompt", "answer", "row"}, ...]}`` and returns ``{"results": [...]}`` as
+described in `realhf.rewards.judge.remote`; ``GET /health`` lists the rewards. Only rewards in option ``fn`` are served.
 """
 
 import asyncio
@@ -16,68 +16,69 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from realhf.api.config import RewardConfig, opt
-from realhf.apps.prepare.options import options_of, read_options
+from realhf.apps.prepare.options import print_options, read_options
 from realhf.base.errors import UserError, did_you_mean
 from realhf.base.version import __version__
-from realhf.rewards.judge.pool import Item
-from realhf.rewards.registry import Judge, check_fn, is_remote, judge_once, names_of, open_judge
-from realhf.rewards.verdict import Status, Verdict
+from realhf.rewards.judge.pool import Judge, judge_once, open_judge
+from realhf.rewards.registry import VERIFIERS, check_fn, is_remote, names_of
+from realhf.rewards.verdict import Item, Status, Verdict
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request
 
-USAGE = "usage: realhf verifier serve [key=value ...]\n\nServes math, code and reward functions over HTTP.\n"
-CONNECTIONS = 64  # at a time; more are told to come again
-BODY_S = 60.0
-"""Seconds in which a request must have arrived."""
+USAGE = "usage: realhf verifier serve [key=value ...]\n\nServes built-in verifiers and reward functions over HTTP.\n"
+MAX_CONNECTIONS = 64  # further ones get status 503
+BODY_TIMEOUT_S = 60.0
 
 
 @dataclass
 class ServeOptions:
-    """What can be said after ``realhf verifier serve``."""
+    """The options of ``realhf verifier serve``."""
 
-    fn: str = opt("math", "what to serve, by commas: math, code, my_file.py:function (asked for as function)")
-    host: str = opt("127.0.0.1", "address to listen on; one that others reach needs token_env")
+    fn: str = opt("math", "comma-separated rewards: math, code, my_file.py:function (requested by the name function)")
+    host: str = opt("127.0.0.1", "address to listen on; token_env is required unless it is a loopback address")
     port: int = opt(8320, "port, 0 for any free one")
-    timeout: float = opt(10.0, "seconds for one answer")
+    timeout: float = opt(10.0, "seconds per response")
     processes: int = opt(2, "judge processes per reward")
-    max_concurrency: int = opt(16, "answers at a time in one judge process, where the function is async def")
-    token_env: str = opt("", "environment variable with the bearer token that requests must show")
-    max_body_mb: float = opt(64.0, "largest request")
-    max_items: int = opt(1024, "most answers in one request")
-    wait_s: float = opt(60.0, "how long a request waits for the judges of another; then it is told to come again")
+    max_concurrency: int = opt(16, "concurrent responses per judge process of an async def function")
+    token_env: str = opt("", "environment variable with the bearer token that requests must send")
+    max_body_mb: float = opt(64.0, "largest request, in MiB")
+    max_items: int = opt(1024, "most responses per request")
+    wait_s: float = opt(60.0, "seconds a request waits while the judges are busy before it gets status 503")
 
 
 class Rejected(Exception):
-    """A request that gets an HTTP status and a line that says why."""
+    """A request to be answered with an HTTP error status and a message."""
 
-    def __init__(self, status: int, why: str) -> None:
-        super().__init__(why)
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
         self.status = status
 
 
 @dataclass
-class Served:
-    """One reward: its judges answer one request at a time."""
+class ServedReward:
+    """One reward; it judges one request at a time."""
 
     judge: Judge
-    busy: threading.Lock
+    lock: threading.Lock
 
     def results(self, items: list[Item], wait_s: float) -> list[dict[str, object]]:
-        """Return a result for every item; Rejected when the judges do not become free."""
-        if not self.busy.acquire(timeout=wait_s):
+        """Return a result for each item; Rejected if the judges stay busy."""
+        if not self.lock.acquire(timeout=wait_s):
             raise Rejected(503, f"the judges were busy for {wait_s:g} s")
         try:
             return [result_of(verdict) for verdict in judge_once([self.judge], items)[0]]
         finally:
-            self.busy.release()
+            self.lock.release()
 
 
 def main(arguments: list[str]) -> None:
     if "-h" in arguments or "--help" in arguments:
         print(USAGE)
-        for option in options_of(ServeOptions):
-            print(f"  {option.key + ': ' + option.type:<28} {option.help} [{option.default}]")
+        print_options(ServeOptions)
+        print("\nbuilt-in verifiers:")
+        for name, verifier in VERIFIERS.items():
+            print(f"  {name:<14} {verifier.doc}")
         return
     if not arguments or arguments[0] != "serve":
         raise UserError(USAGE.splitlines()[0])
@@ -92,11 +93,11 @@ def option_problems(options: ServeOptions) -> list[str]:
         *((getattr(options, key) > 0, f"{key} must be positive, got {getattr(options, key)}") for key in positive),
         (0 <= options.port < 2**16, f"port must be 0 to 65535, got {options.port}"),
         (len(set(names)) == len(names), f"fn={options.fn}: the names {', '.join(names)} must differ"),
-        (not any(map(is_remote, fns)), f"fn={options.fn}: a service of others is not served again"),
+        (not any(map(is_remote, fns)), f"fn={options.fn}: a remote service cannot be served again"),
         (options.token_env != "" or is_loopback(options.host),
-         f"host={options.host} can be reached by others; set token_env to a variable with a token"),
+         f"host={options.host} is not a loopback address; set token_env to a variable with a token"),
         (not options.token_env or bool(os.environ.get(options.token_env)),
-         f"token_env={options.token_env}: there is no such variable in the environment, or it is empty"),
+         f"token_env={options.token_env}: this environment variable is not set or empty"),
     ]  # fmt: skip
     return [line for holds, line in checks if not holds] + [line for fn in fns for line in check_fn(fn)]
 
@@ -109,7 +110,7 @@ def is_loopback(host: str) -> bool:
 
 
 def serve(options: ServeOptions) -> None:
-    """Start the judges, test them, and answer requests until interrupted."""
+    """Start and test the judges, then answer requests until interrupted."""
     try:
         import fastapi  # noqa: F401
         import uvicorn
@@ -118,32 +119,32 @@ def serve(options: ServeOptions) -> None:
     fns = options.fn.split(",")
     config = RewardConfig(timeout=options.timeout, processes=options.processes, max_concurrency=options.max_concurrency)
     judges = [open_judge(fn, config) for fn in fns]
-    served = {name: Served(judge, threading.Lock()) for name, judge in zip(names_of(fns), judges, strict=True)}
+    served = {name: ServedReward(judge, threading.Lock()) for name, judge in zip(names_of(fns), judges, strict=True)}
     token = os.environ.get(options.token_env, "") if options.token_env else ""
     with contextlib.ExitStack() as stack:
-        for one in served.values():
-            stack.callback(one.judge.close)
-            one.judge.self_test()
-        link = stack.enter_context(listen(options.host, options.port))
+        for judge in judges:
+            stack.callback(judge.close)
+            judge.self_test()
+        listener = stack.enter_context(listen(options.host, options.port))
         app = make_app(served, options, token)
-        settings = uvicorn.Config(app, log_level="warning", access_log=False, limit_concurrency=CONNECTIONS)
-        host, port = link.getsockname()[:2]
-        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        print(f"serving {', '.join(served)} on http://{where}/judge?fn={next(iter(served))}", flush=True)
+        settings = uvicorn.Config(app, log_level="warning", access_log=False, limit_concurrency=MAX_CONNECTIONS)
+        host, port = listener.getsockname()[:2]
+        netloc = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        print(f"serving {', '.join(served)} on http://{netloc}/judge?fn={next(iter(served))}", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
-            uvicorn.Server(settings).run(sockets=[link])
+            uvicorn.Server(settings).run(sockets=[listener])
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a bound socket; UserError where the address cannot be had."""
+    """Return a listening socket; UserError if the address is invalid or in use."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         raise UserError(f"host={host} port={port}: {error.strerror or error}") from None
 
 
-def make_app(served: dict[str, Served], options: ServeOptions, token: str) -> "FastAPI":
-    """Return the application; ``token`` is what requests must show, if it is not empty."""
+def make_app(served: dict[str, ServedReward], options: ServeOptions, token: str) -> "FastAPI":
+    """Return the application; requests must send ``token`` unless it is empty."""
     from fastapi import FastAPI, Request
     from fastapi.concurrency import run_in_threadpool
     from fastapi.responses import JSONResponse
@@ -166,11 +167,11 @@ def make_app(served: dict[str, Served], options: ServeOptions, token: str) -> "F
     async def judge(request: Request, fn: str = next(iter(served))) -> dict[str, object]:
         check_headers(request, token)
         if fn not in served:
-            raise Rejected(404, f"no reward '{fn}' is served here ({', '.join(served)}){did_you_mean(fn, served)}")
+            raise Rejected(404, f"unknown reward '{fn}'; served: {', '.join(served)}{did_you_mean(fn, served)}")
         try:
-            body = await asyncio.wait_for(read_body(request, int(options.max_body_mb * 2**20)), BODY_S)
+            body = await asyncio.wait_for(read_body(request, int(options.max_body_mb * 2**20)), BODY_TIMEOUT_S)
         except asyncio.TimeoutError:
-            raise Rejected(408, f"the request did not arrive within {BODY_S:g} s") from None
+            raise Rejected(408, f"the request did not arrive within {BODY_TIMEOUT_S:g} s") from None
         items = read_items(body, options.max_items)
         return {"results": await run_in_threadpool(served[fn].results, items, options.wait_s)}
 
@@ -178,13 +179,13 @@ def make_app(served: dict[str, Served], options: ServeOptions, token: str) -> "F
 
 
 def check_headers(request: "Request", token: str) -> None:
-    """Refuse who shows no token, and what a web page could send without asking."""
-    shown = request.headers.get("authorization", "")
-    if token and not hmac.compare_digest(shown.encode(), f"Bearer {token}".encode()):
-        raise Rejected(401, "the request must show the bearer token of this service")
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise Rejected(415, f"the request must be application/json, not '{kind}'")
+    """Reject requests without the token, and content types that a web page can send without a CORS preflight."""
+    authorization = request.headers.get("authorization", "")
+    if token and not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
+        raise Rejected(401, "the request must send the bearer token of this service")
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise Rejected(415, f"the request must be application/json, not '{content_type}'")
 
 
 async def read_body(request: "Request", limit: int) -> bytes:
@@ -196,17 +197,17 @@ async def read_body(request: "Request", limit: int) -> bytes:
     return bytes(body)
 
 
-def read_items(body: bytes, most: int) -> list[Item]:
-    """Return the items of a request; Rejected with what is wrong."""
+def read_items(body: bytes, max_items: int) -> list[Item]:
+    """Return the items of a request; Rejected if it is invalid."""
     try:
         request: Any = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise Rejected(400, f"the request is no JSON: {error}") from None
+        raise Rejected(400, f"the request is not valid JSON: {error}") from None
     items = request.get("items") if isinstance(request, dict) else None
     if not isinstance(items, list):
         raise Rejected(400, "the request must be an object with a list 'items'")
-    if len(items) > most:
-        raise Rejected(413, f"{len(items)} items, at most {most} are taken (max_items)")
+    if len(items) > max_items:
+        raise Rejected(413, f"{len(items)} items, at most {max_items} are allowed (max_items)")
     return [read_item(i, item) for i, item in enumerate(items)]
 
 
@@ -216,7 +217,7 @@ def read_item(i: int, item: object) -> Item:
             prompt, row = rest.pop("prompt", ""), rest.pop("row", {})
             if isinstance(prompt, str) and isinstance(row, dict) and not rest:
                 return prompt, answer, row
-    raise Rejected(400, f"items[{i}] must be an object with texts 'answer' and 'prompt' and an object 'row'")
+    raise Rejected(400, f"items[{i}] must be an object with strings 'answer' and 'prompt' and an object 'row'")
 
 
 def result_of(verdict: Verdict) -> dict[str, object]:

@@ -58,11 +58,21 @@ def options_of(cls: type, prefix: str = "") -> Iterator[OptionInfo]:
         if dataclasses.is_dataclass(default):
             yield from options_of(type(default), f"{key}.")
             continue
-        type_name = field.type.__name__ if isinstance(field.type, type) else str(field.type).replace(" | None", "")
-        text = str(default)
-        if isinstance(default, Enum):
-            type_name, text = "|".join(e.name for e in type(default)), default.name
-        yield OptionInfo(key, type_name, text, field.metadata.get("help", ""))
+        kind = "|".join(e.name for e in type(default)) if isinstance(default, Enum) else _type_name(field.type)
+        shown = default.name if isinstance(default, Enum) else str(default)
+        yield OptionInfo(key, kind, shown, field.metadata.get("help", ""))
+
+
+def print_options(cls: type) -> None:
+    """Print one line of help per option."""
+    options = list(options_of(cls))
+    width = max(len(o.key) + len(o.type) for o in options) + 3
+    for option in options:
+        print(f"  {option.key + ': ' + option.type:<{width}} {option.help} [{option.default}]")
+
+
+def _type_name(annotation: Any) -> str:
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace(" | None", "")
 
 
 def build_experiment(

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from html import escape
 from textwrap import wrap
 
 HARD_SPACE = "\xa0"
@@ -35,14 +34,3 @@ class Listing:
         if self.align[-1] == "r":
             parts[0] = parts[0].rjust(widths[-1])
         return [(start + parts[0]).rstrip(), *(" " * len(start) + part for part in parts[1:])]
-
-    def html(self) -> str:
-        parts = [f"<h2>{escape(self.title)}</h2><table>"]
-        if self.header:
-            parts.append(f"<tr>{self._cells('th', self.header)}</tr>")
-        parts += [f"<tr>{self._cells('td', row)}</tr>" for row in self.rows]
-        return "\n".join([*parts, "</table>"])
-
-    def _cells(self, tag: str, cells: tuple[str, ...]) -> str:
-        styles = [' class="r"' if align == "r" else "" for align in self.align]
-        return "".join(f"<{tag}{style}>{escape(cell)}</{tag}>" for cell, style in zip(cells, styles, strict=True))

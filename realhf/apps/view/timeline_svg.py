@@ -5,7 +5,6 @@ from html import escape
 from math import floor, log10
 
 from realhf.api.program import Compute
-from realhf.apps.view.tables import Listing
 from realhf.plan.search.timeline import Activity, Timeline
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#eeca3b", "#9d755d", "#ff9da6", "#79706e")
@@ -126,18 +125,3 @@ def ranks_text(ranks: Sequence[int]) -> str:
             spans.append([rank, rank])
     text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
     return text if len(text) <= 14 else f"{text[:11]}..."
-
-
-def page(title: str, pictures: Sequence[str], tables: Sequence[Listing], extra: Sequence[str] = ()) -> str:
-    """Return a self-contained HTML page; ``extra`` is HTML after the tables."""
-    parts = [
-        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"/><title>{escape(title)}</title><style>'
-        "body{font-family:sans-serif;margin:2em;color:#222}table{border-collapse:collapse;font-size:13px}"
-        "td,th{padding:3px 10px;border-bottom:1px solid #ddd;text-align:left;vertical-align:top}"
-        ".r{text-align:right;white-space:nowrap}svg{display:block;max-width:100%}</style></head><body>",
-        f"<h1>{escape(title)}</h1>",
-        *pictures,
-        *(table.html() for table in tables),
-        *extra,
-    ]
-    return "\n".join([*parts, "</body></html>"])

@@ -1,1 +1,1 @@
-"""Code answers: extraction, execution in the sandbox, comparison of outputs."""
+"""Code responses: extraction of the program, execution in the sandbox, comparison of outputs."""

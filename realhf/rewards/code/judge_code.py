@@ -1,7 +1,7 @@
-"""Judges programs: finds the code in an answer, runs it in a sandbox, and compares what it gives with what is wanted.
+"""Judges programs: extracts the code of a response, runs it in a sandbox, and compares outputs with expected ones.
 
-Comparison is ours, outside of the program's process. A row holds ``input_output`` (``inputs``, ``outputs``, and perhaps
-``fn_name``), or, like HumanEval, ``stub``, ``test`` and ``entry_point``.
+Outputs are compared outside the program's process. A row has ``input_output`` (``inputs``, ``outputs``, optionally
+``fn_name``) as in APPS, or ``stub``, ``test`` and ``entry_point`` as in HumanEval.
 """
 
 import ast
@@ -17,12 +17,12 @@ from typing import Any
 
 from realhf.rewards.code import harness
 from realhf.rewards.code.harness import decode, encode
-from realhf.rewards.sandbox.sandbox import Program, ProgramResult, Reason, Sandbox, ServerExited
+from realhf.rewards.sandbox.sandbox import Program, ProgramResult, ProgramStopped, Reason, Sandbox
 from realhf.rewards.verdict import ScoreWithReason
 
 TEST_SECONDS = 6.0
-SHARE = 0.9  # of an answer's deadline: the verdict must come before the judge is killed over it
-SHORTEST = 20  # characters of a program in a fence
+DEADLINE_FRACTION = 0.9  # the verdict must precede the deadline at which the judge is killed
+MIN_CHARS = 20  # of a program in a fence, if there is a longer one
 
 FENCE = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 PYTHON = ("", "python", "python3", "py")
@@ -33,69 +33,69 @@ PASSED = b'"passed"'
 
 
 class CodeJudge:
-    """Judges programs, with ``seconds`` for an answer and TEST_SECONDS for each test; the first failure ends it.
+    """Judges programs until the first failed test, with ``seconds`` per response and TEST_SECONDS per test.
 
-    With ``lax``, an output also passes when it has the wanted words in any order.
+    With ``unordered``, an output also passes if it has the same set of words as the expected one.
     """
 
-    def __init__(self, seconds: float, lax: bool = False) -> None:
+    def __init__(self, seconds: float, unordered: bool = False) -> None:
         self.sandbox = Sandbox()
         self._harness = inspect.getsource(harness)
-        self._seconds = seconds * SHARE
-        self._lax = lax
+        self._seconds = seconds * DEADLINE_FRACTION
+        self._unordered = unordered
 
     def __call__(self, prompt: str, answer: str, row: Mapping[str, Any]) -> ScoreWithReason:
-        """Return 1.0 when the program in ``answer`` passes all tests of ``row``, else 0.0, with the reason."""
+        """Return 1.0 if the program in ``answer``, a response, passes all tests of ``row``, else 0.0."""
         reason = self.judge(answer, row).reason
         return ScoreWithReason(float(reason is Reason.ok), reason.value)
 
     def ready(self) -> "CodeJudge":
-        """Start the sandbox now; UserError where programs cannot be shut in."""
+        """Start the sandbox now; UserError if this machine cannot isolate programs."""
         self.sandbox.open()
         return self
 
-    def judge(self, answer: str, row: Mapping[str, Any]) -> ProgramResult:
-        """Return how the program in ``answer`` fared: ok when it passed all tests."""
+    def judge(self, response: str, row: Mapping[str, Any]) -> ProgramResult:
+        """Return how the program in ``response`` ended: ok if it passed all tests."""
         has_stub = "input_output" not in row
-        source = completed(row["stub"], answer, row["entry_point"]) if has_stub else extract_code(answer)
+        source = complete_stub(row["stub"], response, row["entry_point"]) if has_stub else extract_code(response)
         if source is None:
-            return ProgramResult(Reason.no_program, detail="the answer holds no Python program")
+            return ProgramResult(Reason.no_program, detail="the response contains no Python program")
         deadline = time.monotonic() + self._seconds
         try:
             if has_stub:
                 return self._check(source, row, deadline)
             tests = json.loads(row["input_output"])
             return (self._call if "fn_name" in tests else self._run)(source, tests, deadline)
-        except ServerExited as stopped:
-            return stopped.outcome
+        except ProgramStopped as stopped:
+            return stopped.result
 
     def _run(self, source: str, tests: Mapping[str, Any], deadline: float) -> ProgramResult:
-        """Run a script once for every input."""
-        for given, wanted in zip(tests["inputs"], tests["outputs"], strict=True):
-            outcome = self.sandbox.run(source, given, seconds_left(deadline))
-            if outcome.reason is not Reason.ok:
-                return outcome
-            if not same_output(outcome.stdout, wanted, self._lax):
+        """Run a script once per input."""
+        for stdin, expected in zip(tests["inputs"], tests["outputs"], strict=True):
+            result = self.sandbox.run(source, stdin, seconds_left(deadline))
+            if result.reason is not Reason.ok:
+                return result
+            if not same_output(result.stdout, expected, self._unordered):
                 return ProgramResult(
-                    Reason.wrong, outcome.stdout, f"{outcome.stdout!r:.200} instead of {wanted!r:.200}"
+                    Reason.wrong, result.stdout, f"{result.stdout!r:.200} instead of {expected!r:.200}"
                 )
         return ProgramResult(Reason.ok)
 
     def _call(self, source: str, tests: Mapping[str, Any], deadline: float) -> ProgramResult:
-        """Call a function once for every input."""
+        """Call a function once per input."""
         load = json.dumps({"do": "call", "source": source, "name": tests["fn_name"]}).encode() + b"\n"
         with closing(self.sandbox.start(self._harness, self._seconds)) as program:
-            for given, wanted in zip(tests["inputs"], tests["outputs"], strict=True):
-                arguments = [json.loads(line) for line in given.splitlines() if line.strip()]
+            for text, expected in zip(tests["inputs"], tests["outputs"], strict=True):
+                arguments = [json.loads(line) for line in text.splitlines() if line.strip()]
                 line = json.dumps(encode((arguments, {}))).encode()
                 value = value_of(program.ask(load + line, seconds_left(deadline)))
                 load = b""
-                if not same_value(value, json.loads(wanted)):
-                    return ProgramResult(Reason.wrong, detail=f"{value!r:.200} instead of {wanted:.200}")
+                if not same_value(value, json.loads(expected)):
+                    return ProgramResult(Reason.wrong, detail=f"{value!r:.200} instead of {expected:.200}")
         return ProgramResult(Reason.ok)
 
     def _check(self, source: str, row: Mapping[str, Any], deadline: float) -> ProgramResult:
-        """Run a test in one process, and the function that it tests in another."""
+        """Run a test in one process and the tested function in another."""
         name = row["entry_point"]
         load = json.dumps({"do": "call", "source": source, "name": name}).encode() + b"\n"
         line = json.dumps({"do": "check", "source": row["stub"], "test": row["test"], "name": name}).encode()
@@ -103,62 +103,61 @@ class CodeJudge:
             closing(self.sandbox.start(self._harness, self._seconds)) as program,
             closing(self.sandbox.start(self._harness, self._seconds)) as test,
         ):
-            while (asked := ask_test(test, line, seconds_left(deadline))) != PASSED:
-                line = program.ask(load + asked, seconds_left(deadline))
+            while (arguments := ask_test(test, line, seconds_left(deadline))) != PASSED:
+                line = program.ask(load + arguments, seconds_left(deadline))
                 load = b""
         return ProgramResult(Reason.ok)
 
 
 def ask_test(test: Program, line: bytes, seconds: float) -> bytes:
-    """Return what the test says next; a test that raises has found something wrong."""
+    """Return the next line of the test; an exception in the test means that the program is wrong."""
     try:
         return test.ask(line, seconds)
-    except ServerExited as stopped:
-        if stopped.outcome.reason is Reason.error:
-            raise ServerExited(ProgramResult(Reason.wrong, detail=stopped.outcome.detail)) from None
+    except ProgramStopped as stopped:
+        if stopped.result.reason is Reason.error:
+            raise ProgramStopped(ProgramResult(Reason.wrong, detail=stopped.result.detail)) from None
         raise
 
 
 def seconds_left(deadline: float) -> float:
-    """Return the seconds that one test may take."""
+    """Return the time limit of the next test."""
     return max(0.0, min(TEST_SECONDS, deadline - time.monotonic()))
 
 
-def extract_code(answer: str) -> str | None:
-    """Return the last fenced block that is Python, if possible one of SHORTEST characters, else a whole answer that is.
+def extract_code(response: str) -> str | None:
+    """Return the last fenced block that is Python, else the whole response if it is Python, else None.
 
-    A fence without an end goes to the end of the text.
+    Blocks of at least MIN_CHARS characters are preferred. An unclosed fence extends to the end of the text.
     """
-    blocks = [block for block in fenced(answer) if block.strip() and parses(block)]
-    long = [block for block in blocks if len(block.strip()) >= SHORTEST]
+    blocks = [block for block in fenced_blocks(response) if block.strip() and is_python(block)]
+    long = [block for block in blocks if len(block.strip()) >= MIN_CHARS]
     if blocks:
         return (long or blocks)[-1]
-    return answer if answer.strip() and parses(answer) else None
+    return response if response.strip() and is_python(response) else None
 
 
-def fenced(answer: str) -> list[str]:
+def fenced_blocks(response: str) -> list[str]:
     """Return the contents of all fences that are not marked as another language."""
-    return [block for language, block in FENCE.findall(answer) if language.strip().lower() in PYTHON]
+    return [block for language, block in FENCE.findall(response) if language.strip().lower() in PYTHON]
 
 
-def completed(stub: str, answer: str, name: str) -> str | None:
-    """Return ``stub`` with the answer behind it: the rest of its function ``name``, or that function once more.
+def complete_stub(stub: str, response: str, name: str) -> str | None:
+    """Return ``stub`` followed by the response, which is the body of its function ``name`` or defines it again.
 
-    The last fenced block that defines it counts, else the last one; of an answer without a fence that is no Python,
-    what follows the function is left out.
+    The last fenced block that defines the function is used, else the last block. Without a fence, text after the
+    function is dropped if the whole is not Python.
     """
-    fences = fenced(answer)
+    fences = fenced_blocks(response)
     defining = [block for block in fences if re.search(rf"^def {name}\b", block, re.MULTILINE)]
-    blocks = (defining or fences)[-1:] or [answer, UNINDENTED.split(answer, maxsplit=1)[0]]
+    blocks = (defining or fences)[-1:] or [response, UNINDENTED.split(response, maxsplit=1)[0]]
     start = stub if stub.endswith("\n") else stub + "\n"
-    return next((start + block for block in blocks if block.strip() and parses(start + block)), None)
+    return next((start + block for block in blocks if block.strip() and is_python(start + block)), None)
 
 
-def parses(text: str) -> bool:
-    """Say whether ``text`` is Python."""
+def is_python(text: str) -> bool:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of its odd escapes
+            warnings.simplefilter("ignore")  # about invalid escape sequences
             ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
@@ -166,54 +165,53 @@ def parses(text: str) -> bool:
 
 
 def value_of(reply: bytes) -> object:
-    """Return the result that a program wrote; Stopped when that is none."""
+    """Return the value in a reply of the harness; ProgramStopped if it is invalid."""
     try:
         return decode(json.loads(reply))
     except (ValueError, TypeError, RecursionError):
-        raise ServerExited(ProgramResult(Reason.error, detail=f"its result is no value: {reply!r:.100}")) from None
+        raise ProgramStopped(ProgramResult(Reason.error, detail=f"invalid result: {reply!r:.100}")) from None
 
 
-def same_output(given: str, wanted: str, lax: bool = False) -> bool:
-    """Say whether two outputs agree: word for word in every line that is not blank, numbers up to rounding.
+def same_output(output: str, expected: str, unordered: bool = False) -> bool:
+    """Return True if all words on all non-blank lines are equal, numbers up to rounding.
 
-    With ``lax``, it is enough that the same words occur.
+    With ``unordered``, equal sets of words are enough.
     """
-    if lax and set(given.split()) == set(wanted.split()):
+    if unordered and set(output.split()) == set(expected.split()):
         return True
-    ours, theirs = ([line.split() for line in text.split("\n") if line.strip()] for text in (given, wanted))
-    return [len(line) for line in ours] == [len(line) for line in theirs] and all(
-        same_word(a, b) for line, other in zip(ours, theirs, strict=True) for a, b in zip(line, other, strict=True)
+    lines, others = ([line.split() for line in text.split("\n") if line.strip()] for text in (output, expected))
+    return [len(line) for line in lines] == [len(line) for line in others] and all(
+        same_word(a, b) for line, other in zip(lines, others, strict=True) for a, b in zip(line, other, strict=True)
     )
 
 
-def same_word(given: str, wanted: str) -> bool:
-    """Say whether two words agree; integers do so exactly, other numbers up to rounding."""
-    if given == wanted:
+def same_word(word: str, expected: str) -> bool:
+    """Return True if two words are equal; numbers may differ by rounding unless both are integers."""
+    if word == expected:
         return True
-    if not (NUMBER.fullmatch(given) and NUMBER.fullmatch(wanted)):
+    if not (NUMBER.fullmatch(word) and NUMBER.fullmatch(expected)):
         return False
-    if INTEGER.fullmatch(given) and INTEGER.fullmatch(wanted):
+    if INTEGER.fullmatch(word) and INTEGER.fullmatch(expected):
         return False
-    return math.isfinite(float(wanted)) and close(float(given), float(wanted))
+    return math.isfinite(float(expected)) and is_close(float(word), float(expected))
 
 
-def same_value(given: object, wanted: object) -> bool:
-    """Say whether a result agrees with a JSON value; tuples are lists, keys their JSON text, floats may be rounded."""
-    match given, wanted:
+def same_value(value: object, expected: object) -> bool:
+    """Return True if a value equals a JSON one; tuples equal lists, keys their JSON text, floats may be rounded."""
+    match value, expected:
         case ((list() | tuple()), list()):
-            return len(given) == len(wanted) and all(map(same_value, given, wanted))
+            return len(value) == len(expected) and all(map(same_value, value, expected))
         case dict(), dict():
             plain = (bool, int, float, type(None))
-            named = {json.dumps(key) if isinstance(key, plain) else key: value for key, value in given.items()}
-            return named.keys() == wanted.keys() and all(same_value(named[key], wanted[key]) for key in wanted)
-        case int() | float(), int() | float() if isinstance(given, float) or isinstance(wanted, float):
-            return close(given, wanted)
-    return given == wanted
+            named = {json.dumps(key) if isinstance(key, plain) else key: content for key, content in value.items()}
+            return named.keys() == expected.keys() and all(same_value(named[key], expected[key]) for key in expected)
+        case int() | float(), int() | float() if isinstance(value, float) or isinstance(expected, float):
+            return is_close(value, expected)
+    return value == expected
 
 
-def close(given: float, wanted: float) -> bool:
-    """Say whether two numbers agree up to rounding."""
+def is_close(value: float, expected: float) -> bool:
     try:
-        return math.isclose(given, wanted, rel_tol=1e-5, abs_tol=1e-8)
-    except OverflowError:  # an integer that no float can hold
+        return math.isclose(value, expected, rel_tol=1e-5, abs_tol=1e-8)
+    except OverflowError:  # an integer too large for a float
         return False

@@ -1,1 +1,1 @@
-"""Judge processes: pools, deadlines, remote services."""
+"""Judges: pools of child processes with a deadline per response, and clients of remote services."""

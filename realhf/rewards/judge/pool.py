@@ -1,50 +1,59 @@
-"""Judges answers in killable child processes, each answer with its own deadline."""
+"""Judges responses in child processes, with a deadline per response; a process that hangs is killed and replaced."""
 
-import ast
+import contextlib
 import json
 import os
-import queue
-import re
-import threading
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from pathlib import Path
-from types import TracebackType
+from typing import Protocol
 
-from realhf.base.errors import UserError, did_you_mean
-from realhf.rewards.judge.async_judge import judge_all
-from realhf.rewards.judge.process import JudgeProcess
-from realhf.rewards.verdict import BUILT_IN, FORMAT, Status, Verdict
+from realhf.api.config import RewardConfig
+from realhf.base.errors import UserError
+from realhf.rewards.registry import FORMAT, VERIFIERS, check_fn, is_remote
+from realhf.rewards.verdict import Item, Status, Verdict
 
-Item = tuple[str, str, dict]
+EVENT_LOOP_GRACE_S = 1.0
+"""Time beyond a response's own deadline, which the child enforces, after which its event loop counts as stuck."""
 
-SUMS = {"input_output": json.dumps({"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]})}
-CALLS = {"input_output": json.dumps({"inputs": ["1\n2"], "outputs": ["[1, 2]"], "fn_name": "pair"})}
-CODE_SELF_TEST: tuple[tuple[str, dict, float], ...] = (
-    ("```python\nprint(sum(map(int, input().split())))\n```", SUMS, 1.0),
-    ("```python\nprint(max(map(int, input().split())))\n```", SUMS, 0.0),
-    ("class Solution:\n    def pair(self, a, b):\n        return a, b", CALLS, 1.0),
-    ("import os\n\ndef pair(a, b):\n    return [a, b] if os.fork() else None", CALLS, 0.0),
-)
-SELF_TESTS: dict[str, tuple[tuple[str, dict, float], ...]] = {
-    "math": (
-        ("So it is 7.\n#### 1,234", {"solutions": ["... #### 1234"]}, 1.0),
-        (r"Hence $\boxed{\frac{1}{2}}$.", {"solutions": [r"\boxed{0.5}"]}, 1.0),
-        ("The answer is 72.", {"solutions": ["#### 72"]}, 1.0),
-        ("#### 73", {"solutions": ["#### 72"]}, 0.0),
-        (r"\boxed{x^2}", {"solutions": [r"\boxed{x^3}"]}, 0.0),
-        ("I do not know.", {"solutions": ["#### 72"]}, 0.0),
-    ),
-    "code": CODE_SELF_TEST,
-    "code_unordered": CODE_SELF_TEST,
-}
-"""Answers, rows and the scores that our own verifiers must give them."""
+
+class Judge(Protocol):
+    """Judges responses; ``self_test`` starts it and runs the built-in tests, if any."""
+
+    def self_test(self) -> None: ...
+
+    def judge(self, items: Sequence[Item]) -> list[Verdict]: ...
+
+    def close(self) -> None: ...
+
+
+def open_judge(fn: str, config: RewardConfig) -> Judge:
+    """Return the judge for a ``reward.fn`` without starting it; UserError for an invalid ``fn``."""
+    if not is_remote(fn):
+        return JudgePool(fn, config.timeout, config.processes, max_concurrency=config.max_concurrency)
+    from realhf.rewards.judge.remote import RemoteJudge
+
+    token = os.environ.get(config.token_env, "") if config.token_env else ""
+    return RemoteJudge(fn, config.timeout, config.processes, config.retries, token)
+
+
+def judge_once(judges: Sequence[Judge], items: Sequence[Item]) -> list[list[Verdict]]:
+    """Return each judge's verdicts on all items, in order; equal items are judged once."""
+    keys = [(prompt, response, json.dumps(row, sort_keys=True)) for prompt, response, row in items]
+    distinct = dict(zip(keys, items, strict=True))
+    results = [dict(zip(distinct, judge.judge(list(distinct.values())), strict=True)) for judge in judges]
+    return [[verdicts[key] for key in keys] for verdicts in results]
 
 
 class JudgePool:
-    """``processes`` children that judge with ``fn`` (one of BUILT_IN or ``file.py:function``), started on first use.
+    """``processes`` children that judge with ``fn`` (not a URL), started on first use.
 
-    A bad ``fn``, or a child that is not ready within ``startup_timeout`` seconds, is a UserError.
+    UserError for an invalid ``fn``, or a child that is not ready within ``startup_timeout`` seconds.
     """
 
     def __init__(
@@ -54,116 +63,231 @@ class JudgePool:
             raise UserError(
                 f"reward.timeout={timeout}, processes={processes}, max_concurrency={max_concurrency} must be positive"
             )
-        if problems := check_reward_fn(fn):
+        if problems := check_fn(fn):
             raise UserError(problems)
         path, colon, name = fn.rpartition(":")
         self._fn = f"{os.path.abspath(path)}:{name}" if colon and not fn.startswith(FORMAT) else fn
-        self._in_flight = max_concurrency
+        self._max_concurrency = max_concurrency
         self.children = [JudgeProcess(self._fn, timeout, startup_timeout) for _ in range(processes)]
 
     def start(self) -> None:
-        """Start all children side by side and wait until they are ready."""
+        """Start all children in parallel and wait until they are ready."""
         for child in self.children:
             child.spawn()
         for child in self.children:
             child.await_ready()
 
     def judge(self, items: Sequence[Item]) -> list[Verdict]:
-        """Return the verdicts on ``(prompt, answer, row)`` items, in order."""
-        todo: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for i in range(len(items)):
-            todo.put(i)
+        """Return the verdicts on the items, in order."""
+        pending = deque(enumerate(items))
         verdicts: dict[int, Verdict] = {}
-        stop = threading.Event()
 
-        def waiting() -> Iterator[tuple[int, dict]]:
-            while not stop.is_set():
-                try:
-                    i = todo.get_nowait()
-                except queue.Empty:
-                    return
-                prompt, answer, row = items[i]
-                yield i, {"prompt": prompt, "answer": answer, "row": row}
+        def requests() -> Iterator[tuple[int, dict]]:
+            with contextlib.suppress(IndexError):  # another thread took the last one
+                while pending:
+                    i, (prompt, response, row) = pending.popleft()
+                    yield i, {"prompt": prompt, "answer": response, "row": row}
 
         def work(child: JudgeProcess) -> None:
-            verdicts.update(judge_all(child, waiting(), self._in_flight))
+            verdicts.update(child.judge_all(requests(), self._max_concurrency))
 
         with ThreadPoolExecutor(len(self.children)) as threads:
             futures = [threads.submit(work, child) for child in self.children[: len(items)]]
             try:
                 wait(futures, return_when=FIRST_EXCEPTION)
             finally:
-                stop.set()  # the others finish their answer and no more
+                pending.clear()  # after an error, the other threads finish their current response
         for future in futures:
             future.result()
         return [verdicts[i] for i in range(len(items))]
 
     def self_test(self) -> None:
-        """Start the children and let our own verifiers judge known answers; a wrong verdict is a UserError."""
+        """Start the children and run the self-test of a built-in verifier; UserError for an unexpected verdict."""
         self.start()
-        known = SELF_TESTS.get(self._fn, ())
-        verdicts = self.judge([("", answer, row) for answer, row, _ in known])
+        tests = VERIFIERS[self._fn].self_test if self._fn in VERIFIERS else ()
+        verdicts = self.judge([("", response, row) for response, row, _ in tests])
         problems = [
-            f"the {self._fn} judge does not work here: {answer!r} for {row!r} gave {v.score} instead of {score}"
+            f"self-test of reward.fn={self._fn} failed: {response!r} for {row!r} scored {v.score} instead of {score}"
             f" ({v.status.value} {v.detail})"
-            for v, (answer, row, score) in zip(verdicts, known, strict=True)
+            for v, (response, row, score) in zip(verdicts, tests, strict=True)
             if v.status is not Status.ok or v.score != score
         ]
         if problems:
             raise UserError(problems)
 
     def close(self) -> None:
-        """Kill all children and what they started."""
+        """Kill all children and their descendants."""
         for child in self.children:
             child.kill()
 
     def __enter__(self) -> "JudgePool":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
-def check_reward_fn(fn: str) -> list[str]:
-    """Return what is wrong with ``reward.fn``, without running the user's file: one line per problem."""
-    if fn in BUILT_IN:
-        return []
-    if fn.startswith(FORMAT):
+class ProcessExited(Exception):
+    """The child closed its streams."""
+
+
+class JudgeProcess:
+    """A `realhf.rewards.judge.server`, started on demand and replaced when it hangs or dies; not thread-safe."""
+
+    def __init__(self, fn: str, timeout: float, startup_timeout: float) -> None:
+        self._fn = fn
+        self._timeout = timeout
+        self._startup_timeout = startup_timeout
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_async = False  # set once the process is ready
+        self._ready = False
+        self._received = b""
+
+    def spawn(self) -> None:
+        """Start the process if there is none, without waiting until it is ready."""
+        if self._process is not None:
+            return
+        command = [sys.executable, "-m", "realhf.rewards.judge.server", self._fn, str(self._timeout)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+        )
+        for fd in self._fds():
+            os.set_blocking(fd, False)
+
+    def _fds(self) -> tuple[int, int]:
+        """Return the file descriptors of the process's stdin and stdout."""
+        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        return self._process.stdin.fileno(), self._process.stdout.fileno()
+
+    def await_ready(self) -> None:
+        """Wait until the process has loaded its function; UserError if it cannot, or not in time."""
+        self.spawn()
+        if self._ready:
+            return
         try:
-            re.compile(fn.removeprefix(FORMAT))
-        except re.error as error:
-            return [f"reward.fn={fn!r}: not a regular expression ({error})"]
-        return []
-    path, colon, name = fn.rpartition(":")
-    if not colon or not path.endswith(".py") or not name.isidentifier():
-        return [f"reward.fn={fn!r} is neither {', '.join(BUILT_IN)} nor 'file.py:function'"]
-    if not Path(path).is_file():
-        return [f"reward.fn={fn!r}: there is no file {path}"]
-    try:
-        tree = ast.parse(Path(path).read_bytes(), path)
-    except (SyntaxError, ValueError) as error:
-        return [f"reward.fn={fn!r}: {path} is not valid Python: {error}"]
-    names = top_level_names(tree)
-    if name not in names:
-        return [f"reward.fn={fn!r}: {path} does not define '{name}'{did_you_mean(name, names)}"]
-    return []
+            reply = self._receive(time.monotonic() + self._startup_timeout)
+        except TimeoutError:
+            self.kill()
+            raise UserError(
+                f"reward.fn={self._fn!r}: the judge process was not ready after {self._startup_timeout:g} s;"
+                " does the file do heavy work when it is imported?"
+            ) from None
+        except ProcessExited:
+            raise UserError(
+                f"reward.fn={self._fn!r}: the judge process ended during startup ({self._reap()})"
+            ) from None
+        if "fatal" in reply:
+            self.kill()
+            raise UserError(f"reward.fn={self._fn!r} cannot be loaded: {reply['fatal']}")
+        self._ready, self._is_async = True, bool(reply.get("asynchronous"))
+
+    def judge_all(self, requests: Iterator[tuple[int, dict]], max_concurrency: int) -> Iterator[tuple[int, Verdict]]:
+        """Yield the verdict on each numbered request as it arrives.
+
+        A synchronous function gets one request at a time, an asynchronous one up to ``max_concurrency``. When its
+        process dies or its event loop is stuck, the requests in progress are judged again one at a time, so that only
+        the one at fault fails.
+        """
+        self.await_ready()
+        if not self._is_async:
+            yield from ((i, self._judge(request)) for i, request in requests)
+            return
+        in_progress: dict[int, tuple[dict, float]] = {}
+        while True:
+            try:
+                while len(in_progress) < max_concurrency and (new := next(requests, None)) is not None:
+                    i, request = new
+                    deadline = time.monotonic() + self._timeout + EVENT_LOOP_GRACE_S
+                    in_progress[i] = request, deadline
+                    self._send({**request, "id": i}, deadline)
+                if not in_progress:
+                    return
+                reply = self._receive(min(deadline for _, deadline in in_progress.values()))
+            except (TimeoutError, ProcessExited):
+                self.kill()
+                for i, (request, _) in in_progress.items():
+                    yield i, self._judge(request)
+                in_progress.clear()
+            else:
+                i = reply["id"]
+                del in_progress[i]
+                yield i, self._verdict_of(reply)
+
+    def _judge(self, request: dict) -> Verdict:
+        self.await_ready()
+        deadline = time.monotonic() + self._timeout
+        try:
+            self._send(request, deadline)
+            return self._verdict_of(self._receive(deadline))
+        except TimeoutError:
+            self.kill()
+            verdict = self._verdict_of({"timeout": True})
+        except ProcessExited:
+            verdict = Verdict(0.0, Status.error, f"the judge process ended ({self._reap()})")
+        self.spawn()
+        return verdict
+
+    def _verdict_of(self, reply: dict) -> Verdict:
+        if "timeout" in reply:
+            return Verdict(0.0, Status.timeout, f"no verdict after {self._timeout:g} s (reward.timeout)")
+        if "error" in reply:
+            return Verdict(0.0, Status.error, str(reply["error"]))
+        return Verdict(float(reply["score"]), Status.ok, str(reply.get("reason", "")))
+
+    def kill(self) -> None:
+        """Kill the process and its process group, if it is running."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the group id is not reused
+        for stream in filter(None, (process.stdin, process.stdout)):
+            stream.close()
+        process.wait()
+        self._ready, self._received = False, b""
+
+    def _reap(self) -> str:
+        """Clean up after a process that closed its streams, and return how it ended."""
+        assert self._process is not None
+        pid = self._process.pid
+        for _ in range(50):  # the streams close shortly before the process ends
+            if (end := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                break
+            time.sleep(0.01)
+        self.kill()
+        if end is None:
+            return "it closed its streams"
+        return f"exit code {end.si_status}" if end.si_code == os.CLD_EXITED else str(signal.strsignal(end.si_status))
+
+    def _send(self, request: dict, deadline: float) -> None:
+        """Write a request; TimeoutError at ``deadline`` (monotonic seconds), ProcessExited for a broken pipe."""
+        fd, _ = self._fds()
+        data = json.dumps(request).encode() + b"\n"
+        while data:
+            poll_until(fd, select.POLLOUT, deadline)
+            try:
+                data = data[os.write(fd, data) :]
+            except BlockingIOError:
+                continue
+            except BrokenPipeError:
+                raise ProcessExited from None
+
+    def _receive(self, deadline: float) -> dict:
+        """Return the next reply; TimeoutError at ``deadline`` (monotonic seconds), ProcessExited at end of file."""
+        _, fd = self._fds()
+        while b"\n" not in self._received:
+            poll_until(fd, select.POLLIN, deadline)
+            chunk = os.read(fd, 65536)
+            if not chunk:
+                raise ProcessExited
+            self._received += chunk
+        line, _, self._received = self._received.partition(b"\n")
+        return json.loads(line)
 
 
-def top_level_names(tree: ast.Module) -> set[str]:
-    """Return what a module's body defines, assigns or imports, also below ``if`` and ``try``."""
-    names: set[str] = set()
-    todo: list[ast.AST] = list(tree.body)
-    while todo:
-        node = todo.pop()
-        match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                names.add(node.name)
-            case ast.Import() | ast.ImportFrom():
-                names.update(alias.asname or alias.name for alias in node.names)
-            case ast.Name(ctx=ast.Store()):
-                names.add(node.id)
-            case _:
-                todo.extend(ast.iter_child_nodes(node))
-    return names
+def poll_until(fd: int, event: int, deadline: float) -> None:
+    """Wait until ``fd`` is ready for ``event``; TimeoutError at ``deadline`` (monotonic seconds)."""
+    poll = select.poll()
+    poll.register(fd, event)
+    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        raise TimeoutError

@@ -1,21 +1,20 @@
-"""The child process that judges answers: ``python -m realhf.rewards.judge.server FN SECONDS``.
+"""The child process of a judge pool: ``python -m realhf.rewards.judge.server FN SECONDS``.
 
-It says ``{"ready": true}`` or ``{"fatal": text}``, and then answers every JSON line ``{prompt, answer, row}`` on stdin
-with ``{"score": x}`` or ``{"error": text}`` on stdout. What the judged code prints goes to stderr. The parent kills it
-when an answer takes too long; it dies by itself when the parent is gone.
+It writes ``{"ready": true}`` or ``{"fatal": text}``, and then replies to each JSON line ``{prompt, answer, row}`` on
+stdin with ``{"score": x}`` or ``{"error": text}`` on stdout. Output of the reward function goes to stderr. The parent
+kills the process when a response exceeds its deadline; the process ends by itself when the parent exits.
 
-An ``async def`` function says ``"asynchronous": true`` with its ``ready``: it takes further requests while earlier ones
-wait, keeps the deadline of each (``{"timeout": true}``), and repeats the request's ``id`` in the reply.
+For an ``async def`` function the first line includes ``"asynchronous": true``. The process then accepts further
+requests while earlier ones are in progress, enforces the deadline of each (``{"timeout": true}``), and repeats the
+``id`` of the request in the reply.
 """
 
 import asyncio
-import importlib.util
 import inspect
 import json
 import math
 import numbers
 import os
-import re
 import resource
 import select
 import signal
@@ -23,19 +22,18 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
-from realhf.rewards.verdict import FORMAT, ScoreWithReason
+from realhf.rewards.registry import RewardFn, load_reward
+from realhf.rewards.verdict import ScoreWithReason
 
-MEMORY_LIMIT = 8 * 2**30  # bytes of private memory of one judge
+MEMORY_LIMIT = 8 * 2**30  # bytes of private memory per process
 
-RewardFn = Callable[[str, str, dict], float]
 AsyncRewardFn = Callable[[str, str, dict], Awaitable[float]]
 
 
 def main(fn: str, seconds: float) -> None:
-    """Serve answers until stdin ends."""
+    """Judge responses until stdin is closed."""
     requests, replies = take_over_streams()
     if os.getpgrp() != os.getpid():
         os.setpgrp()
@@ -56,24 +54,24 @@ def main(fn: str, seconds: float) -> None:
                 limit_cpu(seconds)
                 send(replies, judge(reward, json.loads(line)))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.killpg(os.getpgrp(), signal.SIGTERM)  # what the judged code left running
+    os.killpg(os.getpgrp(), signal.SIGTERM)  # processes that the judged code left running
 
 
 def judge(reward: RewardFn, request: dict) -> dict[str, object]:
-    """Return ``{"score": x}``, or ``{"error": text}`` for a function that raised or did not return a finite number."""
+    """Return ``{"score": x}``, or ``{"error": text}`` if the function raised or did not return a finite number."""
     try:
-        return graded(reward(request["prompt"], request["answer"], request["row"]))
+        return score_reply(reward(request["prompt"], request["answer"], request["row"]))
     except (Exception, SystemExit) as error:
         return {"error": describe(error)}
 
 
 def is_asynchronous(reward: object) -> bool:
-    """Say whether calling ``reward`` gives a coroutine: it is an ``async def``, or an object that is called as one."""
+    """Return True if ``reward`` is an ``async def`` function, or an object with an async ``__call__``."""
     return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
 
 
 async def serve_many(reward: AsyncRewardFn, requests: int, replies: int, seconds: float) -> None:
-    """Serve answers until stdin ends, each from the moment it comes."""
+    """Judge responses concurrently until stdin is closed."""
     reader, loop = asyncio.StreamReader(limit=2**30), asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(requests, "rb"))
     tasks: set[asyncio.Task[None]] = set()
@@ -89,11 +87,11 @@ async def serve_many(reward: AsyncRewardFn, requests: int, replies: int, seconds
 
 
 async def judge_in_time(reward: AsyncRewardFn, request: dict, seconds: float) -> dict[str, object]:
-    """Return what ``judge`` does, or ``{"timeout": true}``."""
+    """Return the reply to a request, or ``{"timeout": true}``."""
 
     async def judged() -> dict[str, object]:
         try:
-            return graded(await reward(request["prompt"], request["answer"], request["row"]))
+            return score_reply(await reward(request["prompt"], request["answer"], request["row"]))
         except (Exception, SystemExit) as error:
             return {"error": describe(error)}
 
@@ -103,8 +101,8 @@ async def judge_in_time(reward: AsyncRewardFn, request: dict, seconds: float) ->
         return {"timeout": True}
 
 
-def graded(score: object) -> dict[str, object]:
-    """Return the reply for what a reward function returned."""
+def score_reply(score: object) -> dict[str, object]:
+    """Return the reply for the result of a reward function."""
     if not isinstance(score, numbers.Real):
         return {"error": f"the reward is {score!r:.100}, a {type(score).__name__}; it must be a number"}
     if not math.isfinite(score):
@@ -113,33 +111,8 @@ def graded(score: object) -> dict[str, object]:
     return {"score": float(score), **reason}
 
 
-def load_reward(fn: str, seconds: float) -> RewardFn:
-    """Return the function that ``math``, ``code`` or ``path/to/file.py:function`` names; it has ``seconds``."""
-    if fn in ("code", "code_unordered"):
-        from realhf.rewards.code.judge_code import CodeJudge
-
-        return CodeJudge(seconds, lax=fn == "code_unordered").ready()
-    if fn == "math":
-        from realhf.rewards.math.judge_math import judge_math
-
-        return judge_math
-    if fn.startswith(FORMAT):
-        pattern = re.compile(fn.removeprefix(FORMAT), re.DOTALL)
-        return lambda prompt, answer, row: float(pattern.fullmatch(answer) is not None)
-    path, _, name = fn.rpartition(":")
-    spec = importlib.util.spec_from_file_location("realhf_user_reward", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.append(str(Path(path).resolve().parent))
-    spec.loader.exec_module(module)
-    if not callable(function := vars(module).get(name)):
-        raise AttributeError(f"{path} has no function '{name}'")
-    return function
-
-
 def take_over_streams() -> tuple[int, int]:
-    """Return private copies of stdin and stdout; nothing else can read the requests or write among the replies."""
+    """Return private copies of stdin and stdout, so that judged code cannot read requests or write replies."""
     requests, replies = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -149,22 +122,22 @@ def take_over_streams() -> tuple[int, int]:
 
 
 def die_with_parent(requests: int, seconds: float) -> None:
-    """Kill this process group when it still runs ``seconds`` after the other end of ``requests`` was closed."""
+    """Kill this process group ``seconds`` after the parent has closed its end of ``requests``."""
     poll = select.poll()
     poll.register(requests, 0)
-    poll.poll()  # without events to wait for, only a hang-up ends it
+    poll.poll()  # no events requested: returns only on POLLHUP
     time.sleep(seconds)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def limit_cpu(seconds: float) -> None:
-    """Bound the CPU time of the next answer: a judge whose parent is gone and that never lets go of Python ends too."""
+    """Limit the CPU time of the next response; this ends an orphan whose watchdog thread never gets the GIL."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + (seconds + 1) * (os.cpu_count() or 1)))
 
 
 def limit(what: int, value: int) -> None:
-    """Lower the soft limit ``what`` to ``value``, never above the hard one."""
+    """Set the soft limit ``what`` to ``value``, or to the hard limit if that is lower."""
     hard = resource.getrlimit(what)[1]
     resource.setrlimit(what, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 

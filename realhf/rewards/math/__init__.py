@@ -1,1 +1,1 @@
-"""Math answers: extraction, normalization, comparison."""
+"""Maths responses: extraction, normalization and comparison of answers."""

@@ -1,18 +1,19 @@
-r"""Whether two answers mean the same: a ladder from the cheapest question to the dearest.
+r"""Judges maths responses: extracts the answer and compares it with those of the solutions.
 
-Texts; numbers; tuples, intervals, lists, sets and matrices by their elements; ``x=5`` for ``5``; and at last symbolic
-mathematics. The first rung that can decide does: a wrong number never reaches the rungs below it.
+Comparisons run from cheapest to most expensive: text; numbers; tuples, intervals, lists, sets and matrices by element;
+``x=5`` against ``5``; symbolic mathematics. The first applicable check decides.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from realhf.rewards.math.extract import extract_answer, marked_answer
 from realhf.rewards.math.normalize import is_wrapped, normalize, split_outside, strip_spaces
 from realhf.rewards.math.quantities import quantity, same_quantity
 from realhf.rewards.math.symbolic import same_mathematics
 
 CHOICE = re.compile(r"\(?([A-J])\)?")
-CHOSEN = re.compile(r"(?:(?i:option|choice|answer)\s+)?\(?([A-Ja-j])(?:[).:].*)?", re.DOTALL)
+GIVEN_CHOICE = re.compile(r"(?:(?i:option|choice|answer)\s+)?\(?([A-Ja-j])(?:[).:].*)?", re.DOTALL)
 TEXT_ANSWER = re.compile(r"[^\W\d_]+(?:[\s,.'-]+[^\W\d_]+)*")
 SHORT_TEXTS = frozenset(["yes", "no", "odd", "even", "all", "one", "two", "six", "ten", "red", "sun", "mon"])
 EQUALS = re.compile(r"(?<![<>!:=\\])=(?!=)")
@@ -26,13 +27,28 @@ BASED = re.compile(r"([0-9A-Fa-f]+)_\{?(\d{1,2})\}?")
 OPERATOR = re.compile(r"[\w)}]\s*(?:[+*/-]|\\times|\\cdot|\\div)\s*[\w({\\-]|(?<!_)\d\s+[\d.]|\\[dtc]?frac")
 RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|in|cup)(?![a-z])")
 EXPONENT = re.compile(r"\^\s*\{[^{}]*\}")
-LONGEST = 2000  # characters of an answer that is looked into
-MOST_ELEMENTS = 30
+MAX_CHARS = 2000  # of an answer that is parsed; longer ones are compared as text
+MAX_SET_SIZE = 30
+
+
+def judge_math(prompt: str, answer: str, row: Mapping[str, object]) -> float:
+    """Return 1.0 if the final answer of the response ``answer`` equals any of ``row['solutions']``, else 0.0.
+
+    ValueError for a row without solutions; no response raises. There is no time limit here: run it in a child process.
+    """
+    solutions = row["solutions"]
+    if not isinstance(solutions, list) or not solutions:
+        raise ValueError(f"row['solutions'] is {solutions!r}, it must be a list of texts")
+    given = extract_answer(answer)
+    if not given:
+        return 0.0
+    golds = [marked_answer(solution) for solution in solutions]
+    return float(any(same_answer(given, s if gold is None else gold) for gold, s in zip(golds, solutions, strict=True)))
 
 
 def same_answer(given: str, gold: str) -> bool:
-    """Say whether two answers mean the same: as texts, as numbers, element by element, or as mathematics."""
-    if max(len(given), len(gold)) > LONGEST:
+    """Return True if two answers are equal as text, as numbers, element by element, or symbolically."""
+    if max(len(given), len(gold)) > MAX_CHARS:
         return given.strip() == gold.strip()
     given, gold = normalize(given), normalize(gold)
     return bool(given and gold) and _same(given, gold)
@@ -41,24 +57,23 @@ def same_answer(given: str, gold: str) -> bool:
 def _same(given: str, gold: str) -> bool:
     if strip_spaces(given) == strip_spaces(gold):
         return True
-    for rung in (_as_choice, _as_text, _as_digits, _as_quantity, _as_equation, _as_matrix, _as_elements):
-        if (verdict := rung(given, gold)) is not None:
-            return verdict
+    for check in (_as_choice, _as_text, _as_digits, _as_quantity, _as_equation, _as_matrix, _as_elements):
+        if (is_same := check(given, gold)) is not None:
+            return is_same
     return same_mathematics(given, gold)
 
 
 def _as_choice(given: str, gold: str) -> bool | None:
-    """Decide where a letter is wanted: ``(C)`` is ``C``, and so is ``C. 42``."""
-    if (wanted := CHOICE.fullmatch(gold)) is None:
+    """Decide if the gold answer is a letter: ``(C)`` and ``C. 42`` equal ``C``."""
+    if (letter := CHOICE.fullmatch(gold)) is None:
         return None
-    chosen = CHOSEN.fullmatch(given)
-    return chosen is not None and chosen.group(1).upper() == wanted.group(1)
+    given_letter = GIVEN_CHOICE.fullmatch(given)
+    return given_letter is not None and given_letter.group(1).upper() == letter.group(1)
 
 
 def _as_text(given: str, gold: str) -> bool | None:
-    """Decide where words are wanted or given, without regard to case, marks, articles and order of a list."""
-    wanted, said = (is_text(text) for text in (gold, given))
-    if not (wanted or said):
+    """Decide if either answer is words; case, punctuation, articles and the order of a list do not matter."""
+    if not (is_text(gold) or is_text(given)):
         return None
     if _words(given) == _words(gold):
         return True
@@ -68,7 +83,7 @@ def _as_text(given: str, gold: str) -> bool | None:
 
 
 def is_text(text: str) -> bool:
-    """Say whether an answer is words and not mathematics."""
+    """Return True if an answer is words rather than mathematics."""
     if not TEXT_ANSWER.fullmatch(text):
         return False
     words = re.findall(r"[^\W\d_]+", text)
@@ -81,39 +96,39 @@ def _words(text: str) -> list[str]:
 
 
 def _as_digits(given: str, gold: str) -> bool | None:
-    """Decide where a number with its base is wanted: ``101_2`` is ``101_{2}`` or ``101``."""
-    if (wanted := BASED.fullmatch(strip_spaces(gold))) is None:
+    """Decide if the gold answer is a number with a base: ``101_{2}`` and ``101`` equal ``101_2``."""
+    if (gold_match := BASED.fullmatch(strip_spaces(gold))) is None:
         return None
-    found = BASED.fullmatch(strip_spaces(given))
-    return found.groups() == wanted.groups() if found else strip_spaces(given) == wanted.group(1)
+    given_match = BASED.fullmatch(strip_spaces(given))
+    return given_match.groups() == gold_match.groups() if given_match else strip_spaces(given) == gold_match.group(1)
 
 
 def _as_quantity(given: str, gold: str) -> bool | None:
-    """Decide where a number is wanted, unless the other side has to be worked out first."""
-    wanted = quantity(gold)
-    if wanted is None:
+    """Decide if the gold answer is a number, unless the given one must be evaluated first."""
+    gold_value = quantity(gold)
+    if gold_value is None:
         return None
     result = given
     if equals := EQUALS.split(given):
         result = equals[-1].strip()
         if len(equals) == 2 and NAME.fullmatch(strip_spaces(equals[1])):  # 5 = x
             result = equals[0].strip()
-    found = quantity(result)
-    if found is not None:
-        return same_quantity(found, wanted)
+    given_value = quantity(result)
+    if given_value is not None:
+        return same_quantity(given_value, gold_value)
     if OPERATOR.search(EXPONENT.sub("", result)):
         return False
     return None if len(_elements(result)[1]) == 1 else False
 
 
 def _as_matrix(given: str, gold: str) -> bool | None:
-    wanted = MATRIX.fullmatch(_unbracketed(gold))
-    if wanted is None:
+    gold_match = MATRIX.fullmatch(_unbracketed(gold))
+    if gold_match is None:
         return None
-    found = MATRIX.fullmatch(_unbracketed(given))
-    if found is None or (wanted.group(1) in DETERMINANTS) != (found.group(1) in DETERMINANTS):
+    given_match = MATRIX.fullmatch(_unbracketed(given))
+    if given_match is None or (gold_match.group(1) in DETERMINANTS) != (given_match.group(1) in DETERMINANTS):
         return False
-    a, b = ([split_outside(row, "&") for row in _rows(m.group(2))] for m in (found, wanted))
+    a, b = ([split_outside(row, "&") for row in _rows(m.group(2))] for m in (given_match, gold_match))
     return [len(row) for row in a] == [len(row) for row in b] and all(
         _same(x, y) for row_a, row_b in zip(a, b, strict=True) for x, y in zip(row_a, row_b, strict=True)
     )
@@ -130,24 +145,26 @@ def _rows(body: str) -> list[str]:
 
 
 def _as_elements(given: str, gold: str) -> bool | None:
-    """Decide where one side is a tuple, an interval, a list or a set: same brackets, and every element has its like."""
-    (kind, wanted), (given_kind, found) = (_elements(MEMBER.sub("", text)) for text in (gold, given))
-    if len(wanted) == len(found) == 1 and kind == given_kind == "":
+    """Decide if either answer is a tuple, interval, list or set: brackets and elements must be equal."""
+    (kind, gold_elements), (given_kind, given_elements) = (_elements(MEMBER.sub("", text)) for text in (gold, given))
+    if len(gold_elements) == len(given_elements) == 1 and kind == given_kind == "":
         return None
-    if (len(wanted) == 1 or len(found) == 1) and RELATION.search(gold + given):
+    if (len(gold_elements) == 1 or len(given_elements) == 1) and RELATION.search(gold + given):
         return None  # 1 < x < 2 for (1, 2)
     unordered = kind in ("", "{}")
-    if (kind != given_kind and not (unordered and given_kind in ("", "{}"))) or len(wanted) != len(found):
+    if (kind != given_kind and not (unordered and given_kind in ("", "{}"))) or len(gold_elements) != len(
+        given_elements
+    ):
         return False
     if unordered:
-        return _same_set(found, wanted)
-    return all(_same(a, b) for a, b in zip(found, wanted, strict=True))
+        return _same_set(given_elements, gold_elements)
+    return all(_same(a, b) for a, b in zip(given_elements, gold_elements, strict=True))
 
 
 def _elements(text: str) -> tuple[str, list[str]]:
     r"""Return brackets and elements: ``("(]", [a, b])``, ``("{}", ...)`` for sets, ``("", ...)`` for lists and others.
 
-    ``\pm`` makes two elements of one.
+    An element with ``\pm`` becomes two.
     """
     plain = text.replace("\\{", "{").replace("\\}", "}")
     if not text.startswith(("\\{", "(", "[")) or not is_wrapped(plain, "([{", ")]}"):
@@ -165,21 +182,21 @@ def _split(text: str) -> list[str]:
     return [normalize(element) for pair in signed for element in pair] or [text]
 
 
-def _same_set(found: Sequence[str], wanted: Sequence[str]) -> bool:
-    if len(wanted) > MOST_ELEMENTS:
-        return sorted(map(strip_spaces, found)) == sorted(map(strip_spaces, wanted))
-    rest = list(wanted)
-    for element in found:
-        kind = _elements(element)[0]  # {1} is no element of {1, 2}
-        like = next((other for other in rest if _elements(other)[0] == kind and _same(element, other)), None)
-        if like is None:
+def _same_set(given: Sequence[str], gold: Sequence[str]) -> bool:
+    if len(gold) > MAX_SET_SIZE:
+        return sorted(map(strip_spaces, given)) == sorted(map(strip_spaces, gold))
+    rest = list(gold)
+    for element in given:
+        kind = _elements(element)[0]  # {1} is not an element of {1, 2}
+        equal = next((other for other in rest if _elements(other)[0] == kind and _same(element, other)), None)
+        if equal is None:
             return False
-        rest.remove(like)
+        rest.remove(equal)
     return True
 
 
 def _as_equation(given: str, gold: str) -> bool | None:
-    """Decide by what stands behind ``x =``, where one side or both have it; the names of both must agree."""
+    """Decide by the value after ``x =`` if either answer has a name; if both do, the names must be equal."""
     (name, value), (given_name, given_value) = (_named(text) for text in (gold, given))
     if not name and not given_name:
         return None
@@ -191,7 +208,7 @@ def _as_equation(given: str, gold: str) -> bool | None:
 
 
 def _named(text: str) -> tuple[str, str]:
-    """Return name and value of ``x = 5``; the name is empty where there is none."""
+    """Return name and value of ``x = 5``; the name is empty if there is none."""
     sides = EQUALS.split(text)
     if len(sides) == 2 and NAME.fullmatch(strip_spaces(sides[0])):
         return strip_spaces(sides[0]), sides[1].strip()

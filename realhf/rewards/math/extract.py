@@ -1,6 +1,6 @@
-r"""Finds the answer in a text: boxed, after ``####``, between answer tags, after "answer is", or the last number.
+r"""Extracts the final answer of a response: boxed, after ``####``, in answer tags, after "answer is", or a number.
 
-Every search takes time in proportion to the text: a model may write anything.
+Every search takes linear time, since a response may be any text.
 """
 
 import re
@@ -17,16 +17,16 @@ BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 def extract_answer(text: str) -> str | None:
     r"""Return the last ``\boxed{}``, else what follows the last ``####``, else X of "answer is X", or the last number.
 
-    Where the text has ``<answer>`` tags, what they hold is searched, and is the answer if nothing in it is marked. A
-    marker with nothing behind it gives an empty text: the answer was announced and not given.
+    If the text has ``<answer>`` tags, only their content is searched, and it is the answer if none of it is marked. A
+    marker without content gives an empty text.
     """
     text = ascii_signs(text)
     tagged = tagged_answer(text)
     text = text if tagged is None else tagged
     if (marked := marked_answer(text)) is not None:
         return marked
-    if said := list(ANSWER_IS.finditer(text)):
-        return said_answer(text[said[-1].end() :].splitlines()[0])
+    if statements := list(ANSWER_IS.finditer(text)):
+        return stated_answer(text[statements[-1].end() :].splitlines()[0])
     if tagged is not None:
         return tagged
     numbers = NUMBER.findall(text)
@@ -34,14 +34,14 @@ def extract_answer(text: str) -> str | None:
 
 
 def tagged_answer(text: str) -> str | None:
-    """Return what the last complete pair of ``<answer>`` and ``</answer>`` holds, or None."""
-    found, start = None, None
+    """Return the content of the last complete pair of ``<answer>`` and ``</answer>``, or None."""
+    content, start = None, None
     for tag in ANSWER_TAG.finditer(text):
         if not tag.group().startswith("</"):
             start = tag.end()
         elif start is not None:
-            found, start = text[start : tag.start()].strip(), None
-    return found
+            content, start = text[start : tag.start()].strip(), None
+    return content
 
 
 def marked_answer(text: str) -> str | None:
@@ -55,8 +55,8 @@ def marked_answer(text: str) -> str | None:
 
 
 def last_box(text: str) -> str | None:
-    r"""Return the content of the complete ``\boxed{}`` that starts last; escaped braces do not count."""
-    opened: list[int | None] = []  # where the content of a box starts; None for an ordinary brace
+    r"""Return the content of the complete ``\boxed{}`` that starts last; escaped braces are ignored."""
+    opened: list[int | None] = []  # start of the content of a box; None for an ordinary brace
     last: tuple[int, int] | None = None
     for token in BOX_TOKEN.finditer(text):
         word = token.group()
@@ -71,8 +71,8 @@ def last_box(text: str) -> str | None:
     return text[last[0] : last[1]].strip() if last else None
 
 
-def said_answer(sentence: str) -> str:
-    """Return the answer at the start of what follows "answer is": a formula, or the rest of the sentence."""
+def stated_answer(sentence: str) -> str:
+    """Return the answer at the start of the text after "answer is": a formula, or the rest of the sentence."""
     if re.match(r"\$[^$\d][^$]*\$|\$[^$ ]+\$", sentence):
         return sentence[1 : sentence.index("$", 1)].strip()
     return SENTENCE_END.split(sentence)[0].strip()

@@ -1,7 +1,7 @@
-r"""One notation for answers that are spelled differently: signs, spaces, brackets, fractions, roots, texts, degrees.
+r"""Normalizes answers to one notation: signs, spaces, brackets, fractions, roots, text, degrees.
 
-Words that stand behind mathematics as ``\text{}`` come out in double quotes, so that the metres of ``5\text{ m}`` are
-not the variable of ``5m``.
+``\text{}`` after mathematics becomes words in double quotes, so that the unit in ``5\text{ m}`` differs from the
+variable in ``5m``.
 """
 
 import re
@@ -76,7 +76,7 @@ def ascii_signs(text: str) -> str:
 
 
 def normalize(text: str) -> str:
-    """Return an answer in the one notation; an answer that has no mathematics keeps its words and their case."""
+    """Return an answer in the normal notation; an answer without mathematics keeps its words and their case."""
     text = trimmed(ascii_signs(text))
     for _ in range(2):
         text = TEXT.sub(_words, text)
@@ -89,12 +89,12 @@ def normalize(text: str) -> str:
 
 
 def trimmed(text: str) -> str:
-    """Return ``text`` without marks of prose and emphasis around it."""
+    """Return ``text`` without surrounding punctuation and emphasis."""
     return text.lstrip(LEFT_EDGE).rstrip(RIGHT_EDGE)
 
 
 def _words(match: re.Match[str]) -> str:
-    """Return a ``\\text{}`` as its words, quoted behind mathematics unless they join two answers."""
+    """Return the words of a ``\\text{}``, quoted after mathematics unless they join two answers."""
     font, words = match.group(1), match.group(2).strip()
     before = match.string[: match.start()].rstrip("\\ \t\n~,;:!$")
     if font not in VARIABLES and words and words not in ("and", "or") and before.endswith(MATHEMATICS):
@@ -103,7 +103,7 @@ def _words(match: re.Match[str]) -> str:
 
 
 def is_wrapped(text: str, opening: str, closing: str) -> bool:
-    """Say whether the first character is one of ``opening`` and its partner, one of ``closing``, is the last."""
+    """Return True if the first character is in ``opening`` and its matching bracket in ``closing`` is the last."""
     if len(text) < 2 or text[0] not in opening or text[-1] not in closing:
         return False
     depth = 0
@@ -115,12 +115,12 @@ def is_wrapped(text: str, opening: str, closing: str) -> bool:
 
 
 def strip_spaces(text: str) -> str:
-    """Return ``text`` without spaces, but for those between digits: ``3 1/3`` is not ``31/3``."""
+    """Return ``text`` without spaces, except between digits: ``3 1/3`` is not ``31/3``."""
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
 
 
 def split_outside(text: str, separator: str) -> list[str]:
-    """Split at ``separator`` where no bracket is open."""
+    """Split at each ``separator`` outside brackets."""
     parts, depth, start = [], 0, 0
     for i, char in enumerate(text):
         depth += (char in "([{") - (char in ")]}")

@@ -1,6 +1,6 @@
-r"""Plain numbers in answers: ``1,234``, ``-3/4``, ``\frac{3}{4}``, ``1 1/2``, ``6\times 10^5``, ``50%``, ``5 dollars``.
+r"""Parses numbers in answers: ``1,234``, ``-3/4``, ``\frac{3}{4}``, ``1 1/2``, ``6\times 10^5``, ``50%``, ``5 km``.
 
-Values are exact. Nothing here knows variables: ``5x`` is no quantity, ``5 apples`` is one.
+Values are exact fractions. Variables are not supported: ``5 apples`` is a quantity, ``5x`` is not.
 """
 
 import re
@@ -9,7 +9,7 @@ from enum import Enum
 from fractions import Fraction
 
 TOLERANCE = Fraction(1, 10**6)
-LONGEST = 200  # characters of a quantity; Python's own limit for integers is a few thousand digits
+MAX_CHARS = 200  # of a quantity; Python itself limits integers to a few thousand digits
 DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d{1,3}(?:[ ]\d{3})+(?![\d/ ])|\d+(?:\.\d*)?|\.\d+)"
 TEN = r"(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*(?:\{\s*(?P<ten>[-+]?\d{1,3})\s*\}|(?P<ten_>[-+]?\d{1,3})(?!\d))"
 NUMBER = re.compile(
@@ -28,27 +28,130 @@ QUOTED = re.compile(r'"[^"]*"')
 RATE = re.compile(r"\b(?:k?m|mi|ft|k?g)/(?:s|h|hr|l|L)\b")
 STRAY = re.compile(r"-(?![A-Za-z])")
 POWER_OF_UNIT = re.compile(r"(?<=[A-Za-z\"])\s*\^\s*(?:\{\s*-?[123]\s*\}|-?[123])(?!\d)")
-UNITS = frozenset([
-    "mm", "cm", "km", "mg", "kg", "ml", "dl", "oz", "lb", "lbs", "ft", "yd", "mi", "hr", "hrs", "min", "mins",
-    "sec", "secs", "ms", "hz", "khz", "kw", "mph", "kmh", "kph", "pm", "am", "us", "usd", "eur", "gb", "mb", "kb",
-])  # fmt: skip
-SHORT_WORDS = frozenset([
-    "is", "of", "in", "at", "to", "be", "so", "he", "we", "it", "by", "an", "up", "a",
-])  # fmt: skip
-OTHER_VALUE = frozenset([
-    "not", "no", "never", "neither", "nor", "or", "cannot", "isn", "aren", "wasn", "doesn", "don", "except",
-    "than", "least", "most", "below", "above", "between", "half", "halves", "third", "thirds", "fourth",
-    "fourths", "quarter", "quarters", "fifth", "fifths", "tenth", "tenths", "hundredth", "hundredths",
-    "thousandth", "thousandths", "score", "percent", "twice", "double", "triple", "divided", "multiplied", "plus",
-    "minus", "negative", "squared", "cubed", "sqrt", "root", "factorial", "mod", "pi", "sin", "cos", "tan", "cot",
-    "csc", "log", "exp", "lim", "inf", "infinity", "undefined", "abc", "xyz",
-])  # fmt: skip
-"""Words beside a number that make it another number, or none."""
+UNITS = frozenset(
+    [
+        "mm",
+        "cm",
+        "km",
+        "mg",
+        "kg",
+        "ml",
+        "dl",
+        "oz",
+        "lb",
+        "lbs",
+        "ft",
+        "yd",
+        "mi",
+        "hr",
+        "hrs",
+        "min",
+        "mins",
+        "sec",
+        "secs",
+        "ms",
+        "hz",
+        "khz",
+        "kw",
+        "mph",
+        "kmh",
+        "kph",
+        "pm",
+        "am",
+        "us",
+        "usd",
+        "eur",
+        "gb",
+        "mb",
+        "kb",
+    ]
+)
+SHORT_WORDS = frozenset(["is", "of", "in", "at", "to", "be", "so", "he", "we", "it", "by", "an", "up", "a"])
+NEGATION = re.compile(r"n(?:o|ot|or|ever|either)|cannot|(?:is|are|was|does|do)n")
+OTHER_VALUE = frozenset(
+    [
+        "or",
+        "except",
+        "than",
+        "least",
+        "most",
+        "below",
+        "above",
+        "between",
+        "half",
+        "halves",
+        "third",
+        "thirds",
+        "fourth",
+        "fourths",
+        "quarter",
+        "quarters",
+        "fifth",
+        "fifths",
+        "tenth",
+        "tenths",
+        "hundredth",
+        "hundredths",
+        "thousandth",
+        "thousandths",
+        "score",
+        "percent",
+        "twice",
+        "double",
+        "triple",
+        "divided",
+        "multiplied",
+        "plus",
+        "minus",
+        "negative",
+        "squared",
+        "cubed",
+        "sqrt",
+        "root",
+        "factorial",
+        "mod",
+        "pi",
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "csc",
+        "log",
+        "exp",
+        "lim",
+        "inf",
+        "infinity",
+        "undefined",
+        "abc",
+        "xyz",
+    ]
+)
+"""Words next to a number that change its value, or make it no number; negations do the same."""
 MULTIPLES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-FILLERS = frozenset([
-    "the", "a", "an", "of", "in", "is", "are", "was", "were", "there", "it", "he", "she", "they", "total",
-    "exactly", "about", "per", "each", "all",
-])  # fmt: skip
+FILLERS = frozenset(
+    [
+        "the",
+        "a",
+        "an",
+        "of",
+        "in",
+        "is",
+        "are",
+        "was",
+        "were",
+        "there",
+        "it",
+        "he",
+        "she",
+        "they",
+        "total",
+        "exactly",
+        "about",
+        "per",
+        "each",
+        "all",
+    ]
+)
 
 
 class Form(Enum):
@@ -60,7 +163,7 @@ class Form(Enum):
 
 @dataclass(frozen=True)
 class Quantity:
-    """A value as it is written, without its percent sign, and the words of its unit in the singular."""
+    """A value as written, without its percent sign; ``unit`` holds the words of the unit in the singular."""
 
     value: Fraction
     form: Form
@@ -69,8 +172,8 @@ class Quantity:
 
 
 def quantity(text: str) -> Quantity | None:
-    """Return the one number that a text in normal notation is, alone or among words; None where it is anything else."""
-    if len(text) > LONGEST or not any(char.isdigit() for char in text):
+    """Return the only number in a text in normal notation, alone or among words; None for any other text."""
+    if len(text) > MAX_CHARS or not any(char.isdigit() for char in text):
         return None
     bare = PARENTHESES.sub(r"\1\2", text)
     if (match := NUMBER.fullmatch(bare)) is not None:
@@ -80,8 +183,8 @@ def quantity(text: str) -> Quantity | None:
 
 def _read(match: re.Match[str]) -> Quantity | None:
     def part(name: str) -> str | None:
-        found = (match.group(key) for key in (name, f"{name}_", f"{name}__") if key in match.re.groupindex)
-        return next((value for value in found if value is not None), None)
+        values = (match.group(key) for key in (name, f"{name}_", f"{name}__") if key in match.re.groupindex)
+        return next((value for value in values if value is not None), None)
 
     whole, over, under, plain = part("whole"), part("over"), part("under"), match.group("plain")
     if over is not None and under is not None:
@@ -100,7 +203,7 @@ def _decimal(digits: str) -> Fraction:
 
 
 def _among_words(text: str) -> Quantity | None:
-    """Read ``18 dollars``; a second number, an operator, a variable or a word that changes the value gives None."""
+    """Parse ``18 dollars``; None for a second number, an operator, a variable or a word that changes the value."""
     text = POWER_OF_UNIT.sub("", text)
     numbers = [m for m in NUMBER.finditer(text) if any(char.isdigit() for char in m.group())]
     if len(numbers) != 1 or (read := _read(numbers[0])) is None:
@@ -124,13 +227,14 @@ def _among_words(text: str) -> Quantity | None:
 
 
 def _is_prose(text: str) -> bool:
-    """Say whether ``text`` is words that leave a number beside them as it is."""
+    """Return True if ``text`` is words that do not change the value of a number next to them."""
     if not all(char.isalpha() or char in PROSE_MARKS for char in text):
         return False
     units = set(WORD.findall(" ".join([*QUOTED.findall(text), *RATE.findall(text)])))
     for word in WORD.findall(text):
         known = word in units or word.lower() in UNITS or word.lower() in SHORT_WORDS
-        if word.lower() in OTHER_VALUE or not (known or len(word) > 2):
+        is_other = word.lower() in OTHER_VALUE or NEGATION.fullmatch(word.lower())
+        if is_other or not (known or len(word) > 2):
             return False
     return True
 
@@ -142,25 +246,25 @@ def _singular(word: str) -> str:
 
 
 def same_quantity(given: Quantity, gold: Quantity) -> bool:
-    """Say whether a number is the one that is wanted.
+    """Return True if the given number equals the gold one.
 
-    Whole numbers and fractions must be equal; where one is decimal, six decimals count. Units count where both sides
-    name them. ``50%`` may be answered by ``50`` or ``0.5``, and ``50`` by ``50%``, but not by ``0.5``. ``170/2`` is no
-    answer where 85 is wanted, which is the exercise again.
+    Integers and fractions must be equal; if either is decimal, six decimals are compared. Units are compared if both
+    have one. ``50%`` equals ``50`` and ``0.5``; ``50`` equals ``50%`` but not ``0.5``. ``170/2`` does not answer 85: it
+    may repeat the question.
     """
     if not (given.unit <= gold.unit or gold.unit <= given.unit):
         return False
-    is_exercise = gold.form is Form.integer and given.form is Form.ratio
+    repeats_question = gold.form is Form.integer and given.form is Form.ratio
     is_exact = Form.decimal not in (given.form, gold.form) and given.is_percent == gold.is_percent
 
-    def same(value: Fraction, wanted: Fraction) -> bool:
-        if is_exact or (value.denominator == 1 and wanted.denominator == 1):
-            return value == wanted
-        return abs(value - wanted) <= TOLERANCE * min(Fraction(1), 100 * abs(wanted))
+    def same(value: Fraction, target: Fraction) -> bool:
+        if is_exact or (value.denominator == 1 and target.denominator == 1):
+            return value == target
+        return abs(value - target) <= TOLERANCE * min(Fraction(1), 100 * abs(target))
 
     if gold.is_percent and not given.is_percent and same(given.value, gold.value / 100):
         return True
-    if is_exercise:
+    if repeats_question:
         return False
     if gold.is_percent or not given.is_percent:
         return same(given.value, gold.value)

@@ -1,6 +1,6 @@
-r"""Symbolic equality by the math-verify library, behind guards: it is loaded, and asked, for what nothing else decides.
+r"""Symbolic equality by the Math-Verify library, which is imported only when no other check decides.
 
-Nothing here has a deadline: ``9^99999999`` keeps sympy busy for ever, which is why judges run in child processes.
+There is no time limit here: sympy hangs on ``9^99999999``, so judges run in child processes.
 """
 
 import functools
@@ -8,8 +8,7 @@ import logging
 import re
 from collections.abc import Callable
 
-LONGEST = 400
-"""Characters of an expression that is still looked at."""
+MAX_CHARS = 400  # of an expression that is evaluated
 ENDLESS = re.compile(
     r"\^\s*\{?\s*-?\d{4}"  # huge powers
     r"|\d\s*\^\s*\{?\s*\(?\s*\d+\s*\}?\s*\^|\^\s*\{?\s*\(?\s*\d+\s*!"  # towers of powers
@@ -24,7 +23,7 @@ CONSTANT = re.compile(r"(?<![A-Za-z\\])[CcKk](?![A-Za-z])")
 
 @functools.cache
 def library() -> tuple[Callable[[str], list], Callable[[list, list], bool]]:
-    """Return math-verify's ``parse`` and ``verify`` for one formula; the first call takes a second or more."""
+    """Return Math-Verify's ``parse`` and ``verify`` for one formula; the first call takes a second or more."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
@@ -43,13 +42,13 @@ def library() -> tuple[Callable[[str], list], Callable[[list, list], bool]]:
 
 
 def same_mathematics(given: str, gold: str) -> bool:
-    """Say whether two expressions in normal notation have the same value, to six decimals where one is decimal.
+    """Return True if two expressions in normal notation are equal, to six decimals if either is decimal.
 
-    Expressions that are too long, unbalanced, or that nobody could work out (``9^{99999}``) equal nothing.
+    Expressions that are too long, unbalanced, or too expensive to evaluate (``9^{99999}``) equal no other.
     """
     given, gold = (TAIL_UNIT.sub("", text).replace('"', " ").strip() for text in (given, gold))
     if UNFINISHED.search(given) and not UNFINISHED.search(gold):
-        return False  # the exercise again
+        return False  # repeats the question
     if not (is_safe_for_sympy(given) and is_safe_for_sympy(gold)):
         return False
     if constant_of(gold) == "C" and (letter := constant_of(given)):
@@ -59,8 +58,8 @@ def same_mathematics(given: str, gold: str) -> bool:
 
 
 def is_safe_for_sympy(text: str) -> bool:
-    """Say whether an expression is one, and can be worked out in reasonable time."""
-    if not text or len(text) > LONGEST or ENDLESS.search(text) or WORDS.search(text):
+    """Return True if the text is an expression that can be evaluated in reasonable time."""
+    if not text or len(text) > MAX_CHARS or ENDLESS.search(text) or WORDS.search(text):
         return False
     depth = 0
     for char in re.sub(r"\\.", "", text):
@@ -71,6 +70,6 @@ def is_safe_for_sympy(text: str) -> bool:
 
 
 def constant_of(text: str) -> str:
-    """Return the letter of a constant of integration, ``C`` or ``K`` in either case, if exactly one stands there."""
-    found = CONSTANT.findall(text)
-    return found[0] if len(found) == 1 else ""
+    """Return the constant of integration, ``C`` or ``K`` in either case, or "" unless there is exactly one."""
+    letters = CONSTANT.findall(text)
+    return letters[0] if len(letters) == 1 else ""

@@ -1,9 +1,9 @@
-"""The server of a sandbox: a warm interpreter that forks for every program, and never sees one.
+"""The fork server of a sandbox: a preloaded interpreter that forks a process per program.
 
-It is started by `sandbox.Sandbox` with an empty environment and shuts itself off (`confine`). A message on its socket
-carries limits, and the descriptors of a control socket, the source, and the program's three streams. The source is
-read only in the program's own process: the server's memory, which programs inherit, holds nothing. The server answers
-on the control socket when the program has ended, with how; anything sent there, or hanging up, kills the program.
+`sandbox.Sandbox` starts it with an empty environment, and it restricts itself (`isolation`). A request on its socket
+carries limits and the descriptors of a control socket, the source, and the program's three streams. The source is read
+only in the program's process, so that no later program inherits it. The server sends the exit status on the control
+socket; any message on that socket, or closing it, kills the program.
 """
 
 import atexit
@@ -36,12 +36,12 @@ from itertools import accumulate, chain, combinations, count, cycle, groupby, pe
 from math import ceil, comb, factorial, floor, gcd, inf, log, log2, sqrt
 from typing import Any, Callable, Dict, Generator, Iterable, Iterator, List, Optional, Set, Tuple, Union
 """
-NOT_SEALED = 125  # exit code
+NOT_ISOLATED = 125  # exit code
 
 
 @dataclass(frozen=True)
 class ProgramRequest:
-    """One program to run: its descriptors, limits, and the folder that is its own."""
+    """One program to run: file descriptors of its source and streams, limits, and its private folder."""
 
     source: int
     streams: tuple[int, int, int]
@@ -52,16 +52,14 @@ class ProgramRequest:
 
 @dataclass(frozen=True)
 class RunningProgram:
-    """A program's process as the server knows it."""
-
     pid: int
-    ended: int  # process descriptor, readable when it has
+    pidfd: int  # readable once the process has ended
     control: socket.socket
-    folder: str | None  # to be removed
+    folder: str | None  # to remove afterwards
 
 
 def main(requests: int, namespaces: bool) -> None:
-    """Serve until the other end of the socket ``requests`` is closed; in a forked process, run the program."""
+    """Serve until the peer closes the socket ``requests``; in a forked process, run the program."""
     server = socket.socket(fileno=requests)
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
@@ -69,88 +67,89 @@ def main(requests: int, namespaces: bool) -> None:
     names: dict[str, Any] = {}
     exec(PRELUDE, names)
     try:
-        guard = restrict_server(namespaces)
+        isolation = restrict_server(namespaces)
     except OSError as error:
         server.send(json.dumps({"fatal": str(error)}).encode())
         return
-    server.send(json.dumps({"ready": guard.describe()}).encode())
+    server.send(json.dumps({"ready": isolation.describe()}).encode())
     gc.collect()
-    gc.freeze()  # forks then share these pages for good
-    if (order := serve(server, guard)) is not None:
-        exec_program(order, guard, names)
+    gc.freeze()  # so that forks share these pages
+    if (request := serve(server, isolation)) is not None:
+        exec_program(request, isolation, names)
 
 
-def serve(server: socket.socket, guard: IsolationInfo) -> ProgramRequest | None:
-    """Start and end programs; return None when the other end hung up, or the order in the process that is to run it."""
+def serve(server: socket.socket, isolation: IsolationInfo) -> ProgramRequest | None:
+    """Start and reap programs; return the request in the forked process, and None once the peer has hung up."""
     poll = select.poll()
     poll.register(server, select.POLLIN)
-    running: dict[int, RunningProgram] = {}  # by either descriptor
+    running: dict[int, RunningProgram] = {}  # by pidfd and by control socket
     while True:
-        fd, _ = poll.poll()[0]  # one at a time: what it leads to may close another, and its number be given again
+        fd, _ = poll.poll()[0]  # one event at a time: handling it may close another descriptor
         if fd == server.fileno():
             message, fds, _, _ = socket.recv_fds(server, 4096, 5)
             if not message:
                 for program in set(running.values()):
                     os.kill(program.pid, signal.SIGKILL)
-                    bury(program)
+                    reap(program)
                 return None
-            control, order = accept(message, fds, guard)
+            control, request = accept(message, fds, isolation)
             pid = os.fork()
             if pid == 0:
-                return order
-            for given in (order.source, *order.streams):
-                os.close(given)
-            started = RunningProgram(pid, os.pidfd_open(pid), control, None if guard.namespaces else order.folder)
-            for waited in (started.ended, control.fileno()):
-                poll.register(waited, select.POLLIN)
-                running[waited] = started
+                return request
+            for received in (request.source, *request.streams):
+                os.close(received)
+            folder = None if isolation.namespaces else request.folder
+            started = RunningProgram(pid, os.pidfd_open(pid), control, folder)
+            for polled in (started.pidfd, control.fileno()):
+                poll.register(polled, select.POLLIN)
+                running[polled] = started
             continue
         program = running[fd]
-        if fd == program.ended:
-            for waited in {fd, program.control.fileno()} & set(running):
-                poll.unregister(waited)
-                del running[waited]
-            bury(program)
+        if fd == program.pidfd:
+            for polled in {fd, program.control.fileno()} & set(running):
+                poll.unregister(polled)
+                del running[polled]
+            reap(program)
         else:
             os.kill(program.pid, signal.SIGKILL)
             poll.unregister(fd)
             del running[fd]
 
 
-def accept(message: bytes, fds: list[int], guard: IsolationInfo) -> tuple[socket.socket, ProgramRequest]:
+def accept(message: bytes, fds: list[int], isolation: IsolationInfo) -> tuple[socket.socket, ProgramRequest]:
     control, source, *streams = fds
     content = json.loads(message)
-    folder = "/tmp" if guard.namespaces else tempfile.mkdtemp(prefix="realhf-program-")
-    order = ProgramRequest(
+    folder = "/tmp" if isolation.namespaces else tempfile.mkdtemp(prefix="realhf-program-")
+    request = ProgramRequest(
         source, (streams[0], streams[1], streams[2]), Limits(**content["limits"]), content["seconds"], folder
     )
-    return socket.socket(fileno=control), order
+    return socket.socket(fileno=control), request
 
 
-def bury(program: RunningProgram) -> None:
-    """Take leave of a process that has ended, and tell how it did."""
+def reap(program: RunningProgram) -> None:
+    """Wait for a process that has ended, clean up, and send its exit status."""
     _, status = os.waitpid(program.pid, 0)
     if program.folder is not None:
         shutil.rmtree(program.folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         program.control.send(struct.pack("i", status))
     program.control.close()
-    os.close(program.ended)
+    os.close(program.pidfd)
 
 
-def exec_program(order: ProgramRequest, guard: IsolationInfo, names: dict[str, Any]) -> None:
-    """Turn this process into the program: nothing is left but its three streams, its folder and its source."""
-    with open(order.source, encoding="utf-8", errors="surrogatepass") as file:
+def exec_program(request: ProgramRequest, isolation: IsolationInfo, names: dict[str, Any]) -> None:
+    """Turn this process into the program, with no resources but its three streams and its folder."""
+    with open(request.source, encoding="utf-8", errors="surrogatepass") as file:
         source = file.read()
-    for number, stream in enumerate(order.streams):
+    for number, stream in enumerate(request.streams):
         os.dup2(stream, number)
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     try:
-        os.environ.update(HOME=order.folder, TMPDIR=order.folder)
-        restrict_program(guard, order.limits, order.seconds, order.folder)
+        os.environ.update(HOME=request.folder, TMPDIR=request.folder)
+        restrict_program(isolation, request.limits, request.seconds, request.folder)
     except BaseException as error:
-        os.write(2, f"the sandbox could not be closed: {error}".encode())
-        os._exit(NOT_SEALED)
+        os.write(2, f"the program could not be isolated: {error}".encode())
+        os._exit(NOT_ISOLATED)
     sys.argv, tempfile.tempdir = ["program.py"], None
     module = types.ModuleType("__main__")
     vars(module).update(names, __name__="__main__")
@@ -159,31 +158,24 @@ def exec_program(order: ProgramRequest, guard: IsolationInfo, names: dict[str, A
 
 
 def run(source: str, names: dict[str, Any]) -> None:
-    """Run the source as a script; this process ends with its code once all its threads have ended."""
+    """Run the source as a script; the process exits with its exit code once all threads have ended."""
     code = 0
     streams = (sys.stdout, sys.stderr)
-    end = os._exit
+    exit_process = os._exit  # the program may replace it
 
-    def leave() -> None:
+    def flush_and_exit() -> None:
         for stream in (sys.stdout, sys.stderr, *streams):
             with contextlib.suppress(Exception):
                 stream.flush()
-        end(code)
+        exit_process(code)
 
-    atexit.register(leave)  # first in, last out, and after the threads
+    atexit.register(flush_and_exit)  # registered first, so it runs last, after all threads
     try:
         exec(compile(source, "program.py", "exec"), names)
-    except SystemExit as leaving:
-        code = exit_code(leaving)
+    except SystemExit as error:
+        code = (error.code or 0) & 0xFF if error.code is None or isinstance(error.code, int) else 1
     except BaseException as error:
         code = 1
         with contextlib.suppress(Exception):
             text = " ".join(f"{type(error).__name__}: {error}".split())
             os.write(2, b"\n" + text[:500].encode(errors="replace"))
-
-
-def exit_code(leaving: SystemExit) -> int:
-    """Return the code of a process that says ``sys.exit(x)``."""
-    if leaving.code is None or isinstance(leaving.code, int):
-        return (leaving.code or 0) & 0xFF
-    return 1

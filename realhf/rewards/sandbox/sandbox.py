@@ -1,8 +1,8 @@
-"""Runs untrusted Python programs: each in a process of its own that is shut off, limited, and killed at its deadline.
+"""Runs untrusted Python programs, each in an isolated process with resource limits and a deadline.
 
-The program cannot reach what judges it: outputs are read through pipes and compared elsewhere, how it ended is told by
-the kernel, and the server that it was forked from (`warm`) holds nothing but a warm interpreter. What keeps it in is
-in `confine`. A program is one process: it has threads, but starts no other process and opens no socket.
+A program cannot influence its verdict: outputs are read through pipes and compared outside, the kernel reports how it
+ended, and the process it is forked from (`fork_server`) holds no data. `isolation` defines the restrictions. A program
+may start threads, but no process, and may not open sockets.
 """
 
 import contextlib
@@ -20,7 +20,6 @@ import time
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from types import TracebackType
 
 from realhf.base.errors import UserError
 from realhf.rewards.sandbox.isolation import Limits
@@ -33,46 +32,46 @@ del sys.path[0]
 main(int(sys.argv[2]), sys.argv[3] == "1")
 """
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-STARTUP, GRACE = 60.0, 10.0  # seconds: for the server to come up, for a killed program to be gone
-ERRORS_KEPT = 4096  # bytes of the end of stderr
+STARTUP_S, KILL_S = 60.0, 10.0  # for the server to start, for a killed program to exit
+STDERR_TAIL = 4096  # bytes
 CHUNK = 65536
 
 
 class Reason(Enum):
-    """How a program, or the verdict on it, came about."""
+    """Why a program ended, or why it was rejected."""
 
     ok = "ok"
-    wrong = "wrong"  # it ran, and its output is not the wanted one
-    no_program = "no_program"  # the answer holds none
-    error = "error"  # an exception, or an exit code
+    wrong = "wrong"  # it ran with an output that is not the expected one
+    no_program = "no_program"  # the response contains none
+    error = "error"  # an exception, or a non-zero exit code
     timeout = "timeout"
     memory = "memory"
-    output = "output"  # more of it than allowed
-    forbidden = "forbidden"  # it was refused something, and ended over it
-    killed = "killed"  # by a signal that we did not send
+    output = "output"  # above the limit
+    forbidden = "forbidden"  # ended by a denied operation
+    killed = "killed"  # by a signal from elsewhere
 
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """How a program ended; ``detail`` says more where it did not end well."""
+    """How a program ended; ``detail`` describes a failure."""
 
     reason: Reason
     stdout: str = ""
     detail: str = ""
 
 
-class ServerExited(Exception):
-    """A program that was asked something did not live to answer."""
+class ProgramStopped(Exception):
+    """A program ended, or was stopped, before it wrote a reply."""
 
-    def __init__(self, outcome: ProgramResult) -> None:
-        super().__init__(outcome.detail or outcome.reason.value)
-        self.outcome = outcome
+    def __init__(self, result: ProgramResult) -> None:
+        super().__init__(result.detail or result.reason.value)
+        self.result = result
 
 
 class Sandbox:
-    """A server for untrusted programs, started on first use and replaced when it dies.
+    """Runs untrusted programs through a fork server that is started on first use and replaced when it dies.
 
-    With ``namespaces=False`` it does without them even where the kernel has them.
+    With ``namespaces=False`` it does not use them even if the kernel has them.
     """
 
     def __init__(self, limits: Limits | None = None, namespaces: bool = True) -> None:
@@ -83,7 +82,7 @@ class Sandbox:
         self.description = ""
 
     def open(self) -> None:
-        """Start the server unless it runs; UserError where programs cannot be shut in."""
+        """Start the server unless it is running; UserError if this machine cannot isolate programs."""
         if self._server is not None:
             return
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -97,13 +96,13 @@ class Sandbox:
                 pass_fds=(fd,),
                 env=ENVIRONMENT,
                 cwd="/",
-                start_new_session=True,  # when the judge's group is killed, it still clears up
+                start_new_session=True,  # so that it outlives a kill of the judge's group and can clean up
             )
-        self._requests.settimeout(STARTUP)
+        self._requests.settimeout(STARTUP_S)
         try:
-            reply = json.loads(self._requests.recv(CHUNK) or b'{"fatal": "its server ended while it started"}')
+            reply = json.loads(self._requests.recv(CHUNK) or b'{"fatal": "its server ended during startup"}')
         except TimeoutError:
-            reply = {"fatal": f"its server was not ready after {STARTUP:g} s"}
+            reply = {"fatal": f"its server was not ready after {STARTUP_S:g} s"}
         if "ready" in reply and (first := self.run("")).reason is not Reason.ok:
             reply = {"fatal": first.detail}
         if "fatal" in reply:
@@ -112,22 +111,22 @@ class Sandbox:
         self.description = reply["ready"]
 
     def close(self) -> None:
-        """End the server and all its programs."""
+        """Stop the server and all its programs."""
         server, self._server = self._server, None
         if server is not None and self._requests is not None:
-            self._requests.close()  # which it leaves over
+            self._requests.close()  # makes the server exit
             try:
-                server.wait(GRACE)
+                server.wait(KILL_S)
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
 
     def start(self, source: str, seconds: float) -> "Program":
-        """Start a program that may use ``seconds`` of CPU time, more or less; whoever does so closes it."""
+        """Start a program with about ``seconds`` of CPU time; the caller closes it."""
         self.open()
         try:
             return self._start(source, seconds)
-        except OSError:  # the server is gone, as when memory ran out
+        except OSError:  # the server has died, for example out of memory
             self.close()
             self.open()
             return self._start(source, seconds)
@@ -139,36 +138,34 @@ class Sandbox:
         with theirs, open(os.memfd_create("source"), "wb") as file:
             file.write(source.encode(errors="surrogatepass"))
             file.seek(0)
-            (stdin, to), (out, stdout), (err, stderr) = (os.pipe() for _ in range(3))
+            (stdin, stdin_w), (stdout_r, stdout), (stderr_r, stderr) = (os.pipe() for _ in range(3))
             try:
                 fds = [theirs.fileno(), file.fileno(), stdin, stdout, stderr]
                 socket.send_fds(self._requests, [json.dumps(message).encode()], fds)
             except OSError:
-                for fd in (to, out, err):
+                for fd in (stdin_w, stdout_r, stderr_r):
                     os.close(fd)
                 ours.close()
                 raise
             finally:
                 for fd in (stdin, stdout, stderr):
                     os.close(fd)
-        return Program(ours, to, out, err, self._limits.output)
+        return Program(ours, (stdin_w, stdout_r, stderr_r), self._limits.output)
 
     def run(self, source: str, stdin: str = "", seconds: float = 6.0) -> ProgramResult:
-        """Run a script with ``stdin``, for ``seconds`` at most, and return its output and how it ended."""
+        """Run a script with the text ``stdin`` for at most ``seconds``; return its output and how it ended."""
         with contextlib.closing(self.start(source, seconds)) as program:
             return program.finish(stdin.encode(errors="surrogatepass"), seconds)
 
     def __enter__(self) -> "Sandbox":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
 def describe_sandbox() -> str:
-    """Return in words what keeps untrusted programs in on this machine, or why they cannot run."""
+    """Return a description of the isolation on this machine, or why programs cannot run."""
     try:
         with Sandbox() as sandbox:
             sandbox.open()
@@ -178,82 +175,83 @@ def describe_sandbox() -> str:
 
 
 class Program:
-    """A running program, seen from outside."""
+    """A running program: the parent's ends of its control socket and of its stdin, stdout and stderr."""
 
-    def __init__(self, control: socket.socket, to: int, out: int, err: int, limit: int) -> None:
-        self._control, self._out, self._err, self._limit = control, out, err, limit
-        self._to: int | None = to
+    def __init__(self, control: socket.socket, streams: tuple[int, int, int], output_limit: int) -> None:
+        self._control, self._output_limit = control, output_limit
+        self._stdin: int | None
+        self._stdin, self._stdout, self._stderr = streams
         self._unsent = memoryview(b"")
         self._received, self._errors, self._n_errors = b"", b"", 0
-        self._last_input = False
+        self._close_after_send = False
         self._status: int | None = None
         self._poll = select.poll()
-        for fd in (to, out, err):
+        for fd in streams:
             os.set_blocking(fd, False)
-        for fd in (out, err, control.fileno()):
+        for fd in (self._stdout, self._stderr, control.fileno()):
             self._poll.register(fd, select.POLLIN)
 
     def ask(self, line: bytes, seconds: float) -> bytes:
-        """Send a line and return the line that the program writes next; Stopped when there is none in time."""
+        """Send a line and return the next line of output; ProgramStopped if there is none in time."""
         self._send(line + b"\n")
-        cut = self._listen(time.monotonic() + seconds, for_line=True)
-        if cut is not None or b"\n" not in self._received:
-            outcome = self._outcome(cut, seconds)
-            silent = ProgramResult(Reason.error, outcome.stdout, "it ended without an answer")
-            raise ServerExited(silent if outcome.reason is Reason.ok else outcome)
+        limit = self._read_output(time.monotonic() + seconds, for_line=True)
+        if limit is not None or b"\n" not in self._received:
+            result = self._result(limit, seconds)
+            no_reply = ProgramResult(Reason.error, result.stdout, "it ended without a reply")
+            raise ProgramStopped(no_reply if result.reason is Reason.ok else result)
         reply, _, self._received = self._received.partition(b"\n")
         return reply
 
     def finish(self, stdin: bytes, seconds: float) -> ProgramResult:
-        """Send the rest of the input and wait for the program's end, for ``seconds`` at most."""
-        self._last_input = True
+        """Send the rest of the input and wait at most ``seconds`` until the program ends."""
+        self._close_after_send = True
         self._send(stdin)
-        return self._outcome(self._listen(time.monotonic() + seconds, for_line=False), seconds)
+        return self._result(self._read_output(time.monotonic() + seconds, for_line=False), seconds)
 
     def close(self) -> None:
-        """Kill the program unless it has ended, and wait until it is gone."""
-        with contextlib.suppress(OSError):  # a server that is gone took its programs along
+        """Kill the program unless it has ended, and wait until it has exited."""
+        with contextlib.suppress(OSError):  # the server and its programs have already exited
             if self._status is None:
                 self._control.send(b"kill")
-                self._control.settimeout(GRACE)
+                self._control.settimeout(KILL_S)
                 self._control.recv(16)
         self._control.close()
         self._close_input()
-        os.close(self._out)
-        os.close(self._err)
+        os.close(self._stdout)
+        os.close(self._stderr)
 
     def _send(self, data: bytes) -> None:
         self._unsent = memoryview(bytes(self._unsent) + data)
-        if self._to is not None:
-            self._poll.register(self._to, select.POLLOUT)
+        if self._stdin is not None:
+            self._poll.register(self._stdin, select.POLLOUT)
 
-    def _listen(self, deadline: float, for_line: bool) -> Reason | None:
-        """Read until the program has ended, or there is a line; return what cut it short."""
+    def _read_output(self, deadline: float, for_line: bool) -> Reason | None:
+        """Read until the program has ended, or there is a line; return the limit that it reached, if any."""
         while self._status is None and not (for_line and b"\n" in self._received):
             left = deadline - time.monotonic()
             if left <= 0:
                 return Reason.timeout
             for fd, _ in self._poll.poll(left * 1000 + 1):
-                if fd == self._to:
+                if fd == self._stdin:
                     self._write(fd)
                 elif fd == self._control.fileno():
-                    said = self._control.recv(16)
-                    self._status = struct.unpack("i", said)[0] if said else signal.SIGKILL
+                    reply = self._control.recv(16)
+                    self._status = struct.unpack("i", reply)[0] if reply else signal.SIGKILL
                 else:
                     self._read(fd)
             if self._over_limit():
                 return Reason.output
-        if self._status is not None:  # nobody is left who could write
-            for fd in (self._out, self._err):
+        if self._status is not None:  # read the rest
+            for fd in (self._stdout, self._stderr):
                 while self._read(fd) and not self._over_limit():
                     pass
         return Reason.output if self._over_limit() else None
 
     def _over_limit(self) -> bool:
-        return len(self._received) > self._limit or self._n_errors > self._limit
+        return max(len(self._received), self._n_errors) > self._output_limit
 
     def _read(self, fd: int) -> bool:
-        """Take in what is there; False when there is nothing."""
+        """Read available bytes; return False if there are none."""
         try:
             chunk = os.read(fd, CHUNK)
         except BlockingIOError:
@@ -261,10 +259,10 @@ class Program:
         if not chunk:
             with contextlib.suppress(KeyError):
                 self._poll.unregister(fd)
-        elif fd == self._out:
+        elif fd == self._stdout:
             self._received += chunk
         else:
-            self._errors = (self._errors + chunk)[-ERRORS_KEPT:]
+            self._errors = (self._errors + chunk)[-STDERR_TAIL:]
             self._n_errors += len(chunk)
         return bool(chunk)
 
@@ -274,30 +272,30 @@ class Program:
         except BlockingIOError:
             return
         except BrokenPipeError:
-            self._unsent = memoryview(b"")  # it does not want any
+            self._unsent = memoryview(b"")  # the program has closed its stdin
         if not self._unsent:
             self._poll.unregister(fd)
-            if self._last_input:
+            if self._close_after_send:
                 self._close_input()
 
     def _close_input(self) -> None:
-        if self._to is not None:
-            os.close(self._to)
-            self._to = None
+        if self._stdin is not None:
+            os.close(self._stdin)
+            self._stdin = None
 
-    def _outcome(self, cut: Reason | None, seconds: float) -> ProgramResult:
-        stdout = self._received[: self._limit].decode(errors="replace")
-        if cut is Reason.timeout:
-            return ProgramResult(cut, stdout, f"not done after {seconds:.3g} s")
-        if cut is Reason.output:
-            return ProgramResult(cut, stdout, f"more than {self._limit} bytes of output")
+    def _result(self, limit: Reason | None, seconds: float) -> ProgramResult:
+        stdout = self._received[: self._output_limit].decode(errors="replace")
+        if limit is Reason.timeout:
+            return ProgramResult(limit, stdout, f"not done after {seconds:.3g} s")
+        if limit is Reason.output:
+            return ProgramResult(limit, stdout, f"more than {self._output_limit} bytes of output")
         assert self._status is not None
         reason, detail = how_it_ended(self._status, self._errors.decode(errors="replace"))
         return ProgramResult(reason, stdout, detail)
 
 
 def how_it_ended(status: int, errors: str) -> tuple[Reason, str]:
-    """Return what an exit status and the end of stderr say."""
+    """Return the reason and detail for an exit status and the tail of stderr."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         return Reason.timeout if number == signal.SIGXCPU else Reason.killed, signal.strsignal(number) or str(number)

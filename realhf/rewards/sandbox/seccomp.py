@@ -1,4 +1,4 @@
-"""Calls of the kernel: which ones an untrusted program is refused, and how to make one from here."""
+"""System calls: the seccomp filter for untrusted programs, and how to make a call through the C library."""
 
 import ctypes
 import errno
@@ -8,7 +8,7 @@ import struct
 import sys
 from collections.abc import Sequence
 
-MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the tables, name in the filter
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the tables, AUDIT_ARCH value
 PIVOT_ROOT, MOUNT_SETATTR, LANDLOCK = (155, 41), 442, 444
 
 PROCESSES = {
@@ -19,11 +19,11 @@ PROCESSES = {
     "setpriority": (141, 140), "ioprio_set": (251, 30), "tkill": (200, 130), "vfork": (58,),
 }  # fmt: skip
 NETWORK = {"socket": (41, 198), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426)}
-SHARED_MEMORY = {  # which the limit of address space would not count, and which others would see
+SHARED_MEMORY = {  # not counted by the limit of address space, and visible to other processes
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "mq_open": (240, 180), "msgget": (68, 186),
     "semget": (64, 190), "shmat": (30, 196), "shmget": (29, 194),
 }  # fmt: skip
-FILES = {  # what Landlock lets pass on files that can only be read
+FILES = {  # changes of metadata that Landlock permits on read-only files
     "chmod": (90,), "chown": (92,), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
     "fchown": (93, 55), "fchownat": (260, 54), "fremovexattr": (199, 16), "fsetxattr": (190, 7), "futimesat": (261,),
     "lchown": (94,), "lremovexattr": (198, 15), "lsetxattr": (189, 6), "removexattr": (197, 14), "setxattr": (188, 5),
@@ -43,19 +43,22 @@ CLONE, CLONE3, THREAD = (56, 220), 435, 0x10000
 KILL, TGKILL, PRLIMIT = (62, 129), (234, 131), (302, 261)
 PRCTL, FCNTL, IOCTL = (157, 167), (72, 25), (16, 29)
 PARENT_DEATH_SIGNAL, DUMPABLE, SECCOMP, NO_NEW_PRIVILEGES = 1, 4, 22, 38  # of prctl
-SIGNALS_BY_FCNTL, SIGNALS_BY_IOCTL = (8, 10, 15), (0x8901, 0x8902, 0x5412)  # a file's owner, and its signal
+SIGNALS_BY_FCNTL, SIGNALS_BY_IOCTL = (
+    (8, 10, 15),
+    (0x8901, 0x8902, 0x5412),
+)  # F_SETOWN, F_SETSIG, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP, TIOCSTI
 
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-ALLOW, REFUSE = 0x7FFF0000, 0x00050000  # the latter with an error number
+ALLOW, RETURN_ERRNO = 0x7FFF0000, 0x00050000
 
 Instruction = tuple[int, int, int, int]  # operation, skip if true, skip if false, operand
-YES: Instruction = (RETURN, 0, 0, ALLOW)
-NO: Instruction = (RETURN, 0, 0, REFUSE | errno.EPERM)
-UNKNOWN: Instruction = (RETURN, 0, 0, REFUSE | errno.ENOSYS)
+PERMIT: Instruction = (RETURN, 0, 0, ALLOW)
+DENY: Instruction = (RETURN, 0, 0, RETURN_ERRNO | errno.EPERM)
+NOT_IMPLEMENTED: Instruction = (RETURN, 0, 0, RETURN_ERRNO | errno.ENOSYS)
 
 
-def column() -> int:
-    """Return where the tables have this machine's numbers; OSError for a machine that they do not have."""
+def table_column() -> int:
+    """Return the column of this machine in the tables of call numbers; OSError for an unsupported machine."""
     name = platform.machine()
     if sys.platform != "linux" or name not in MACHINES:
         raise OSError(f"untrusted programs run only on Linux on {' or '.join(MACHINES)}, this is {sys.platform} {name}")
@@ -63,47 +66,49 @@ def column() -> int:
 
 
 def program_filter(pid: int) -> list[Instruction]:
-    """Return what process ``pid`` may ask of the kernel: no other process, no network, no privilege.
+    """Return the filter for process ``pid``, which forbids other processes, network and privileged calls.
 
-    Source: seccomp_filter.rst and the system call tables of Linux; the instructions are those of classic BPF.
+    Source: seccomp_filter.rst and the system call tables of Linux; the instructions are classic BPF.
     """
-    at = column()
+    at = table_column()
     lines = [
-        (LOAD, 0, 0, 4), (EQUAL, 1, 0, MACHINES[platform.machine()][1]), NO,  # another machine's numbers
-        (LOAD, 0, 0, 0), (AT_LEAST, 0, 1, 0x40000000), NO,  # the same under other numbers (x32)
+        (LOAD, 0, 0, 4), (EQUAL, 1, 0, MACHINES[platform.machine()][1]), DENY,  # call numbers of another architecture
+        (LOAD, 0, 0, 0), (AT_LEAST, 0, 1, 0x40000000), DENY,  # the x32 ABI
     ]  # fmt: skip
     for numbers in (PROCESSES | NETWORK | SHARED_MEMORY | FILES | PRIVILEGES).values():
         if at < len(numbers):
-            lines += [(EQUAL, 0, 1, numbers[at]), NO]
-    lines += [(EQUAL, 0, 1, CLONE3), UNKNOWN]  # libraries then use clone, whose flags can be seen
-    lines += when(CLONE[at], 0, [(ANY_BIT, 0, 1, THREAD), YES, NO])
-    lines += when(KILL[at], 0, only(pid)) + when(TGKILL[at], 0, only(pid)) + when(PRLIMIT[at], 0, only(0, pid))
-    lines += when(PRCTL[at], 0, all_but(PARENT_DEATH_SIGNAL))
-    lines += when(FCNTL[at], 1, all_but(*SIGNALS_BY_FCNTL)) + when(IOCTL[at], 1, all_but(*SIGNALS_BY_IOCTL))
-    return [*lines, YES]
+            lines += [(EQUAL, 0, 1, numbers[at]), DENY]
+    lines += [(EQUAL, 0, 1, CLONE3), NOT_IMPLEMENTED]  # libraries fall back to clone, whose flags the filter can read
+    lines += if_call(CLONE[at], 0, [(ANY_BIT, 0, 1, THREAD), PERMIT, DENY])
+    lines += (
+        if_call(KILL[at], 0, if_in([pid], PERMIT, DENY))
+        + if_call(TGKILL[at], 0, if_in([pid], PERMIT, DENY))
+        + if_call(PRLIMIT[at], 0, if_in([0, pid], PERMIT, DENY))
+    )
+    lines += if_call(PRCTL[at], 0, if_in([PARENT_DEATH_SIGNAL], DENY, PERMIT))
+    lines += if_call(FCNTL[at], 1, if_in(SIGNALS_BY_FCNTL, DENY, PERMIT)) + if_call(
+        IOCTL[at], 1, if_in(SIGNALS_BY_IOCTL, DENY, PERMIT)
+    )
+    return [*lines, PERMIT]
 
 
-def when(number: int, argument: int, block: Sequence[Instruction]) -> list[Instruction]:
-    """Return what decides call ``number`` by one of its arguments."""
+def if_call(number: int, argument: int, block: Sequence[Instruction]) -> list[Instruction]:
+    """Return instructions that decide call ``number`` by one of its arguments."""
     return [(EQUAL, 0, len(block) + 1, number), (LOAD, 0, 0, 16 + 8 * argument), *block]
 
 
-def only(*values: int) -> list[Instruction]:
-    return [line for value in values for line in ((EQUAL, 0, 1, value), YES)] + [NO]
+def if_in(values: Sequence[int], action: Instruction, otherwise: Instruction) -> list[Instruction]:
+    return [line for value in values for line in ((EQUAL, 0, 1, value), action)] + [otherwise]
 
 
-def all_but(*values: int) -> list[Instruction]:
-    return [line for value in values for line in ((EQUAL, 0, 1, value), NO)] + [YES]
-
-
-def filter_own_calls() -> None:
-    """Apply the filter to this process for ever."""
+def install_filter() -> None:
+    """Apply the filter to this process; it cannot be removed."""
     lines = program_filter(os.getpid())
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))
-    call("prctl", SECCOMP, 2, struct.pack("HxxxxxxQ", len(lines), ctypes.addressof(code)), 0, 0)
+    libc_call("prctl", SECCOMP, 2, struct.pack("HxxxxxxQ", len(lines), ctypes.addressof(code)), 0, 0)
 
 
-def call(name: str, *arguments: bytes | int | None) -> int:
+def libc_call(name: str, *arguments: bytes | int | None) -> int:
     """Call a function of the C library; OSError when it returns less than 0."""
     function = ctypes.CDLL(None, use_errno=True)[name]
     result = function(*(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments))

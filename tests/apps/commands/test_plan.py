@@ -1,4 +1,4 @@
-"""``realhf plan`` as a user types it: what it prints, writes and returns, without weights, data or GPUs."""
+"""``realhf plan`` from the command line: output, files and exit codes, without weights, data or GPUs."""
 
 import json
 import re
@@ -19,28 +19,28 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 @dataclass(frozen=True)
-class Answer:
+class Result:
     code: int
     out: str
     err: str
 
     def table(self, title: str) -> list[list[str]]:
-        """The rows of a table, cut where two spaces are."""
+        """Return the rows of a table, split at two or more spaces."""
         lines = self.out.split(f"\n{title}\n")[1].split("\n\n")[0].splitlines()
         return [re.split(r"\s{2,}", line.strip()) for line in lines]
 
 
 class Command:
-    """Types ``realhf plan`` in a folder that holds ``7b/config.json`` and nothing else."""
+    """Runs ``realhf plan`` in a folder that contains only ``7b/config.json``."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self.capsys = folder, capsys
 
-    def __call__(self, *words: str) -> Answer:
+    def __call__(self, *words: str) -> Result:
         code = run(["plan", *words])
-        return Answer(code, *self.capsys.readouterr())
+        return Result(code, *self.capsys.readouterr())
 
-    def ppo(self, *words: str) -> Answer:
+    def ppo(self, *words: str) -> Result:
         """PPO of LLaMA-7B on eight H100."""
         models = ("actor.path=7b", "rew.path=7b", "actor.bf16=True", "critic.bf16=True", "rew.bf16=True")
         machine = ("device=cuda", "planner.hardware=h100", "n_gpus_per_node=8", "dataset.train_bs_n_seqs=32")
@@ -55,14 +55,14 @@ def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 
 
 def write_model(folder: Path, **changes: int) -> None:
-    """The sizes of a Llama, those of the 7B one unless told otherwise, and no weights."""
+    """Write the config of a Llama, by default the 7B one, without weights."""
     rest = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 4096, "hidden_act": "silu",
             "rms_norm_eps": 1e-5}  # fmt: skip
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**rest, **SIZES, **changes}))
 
 
-def test_ppo_on_128_gpus_from_a_machine_without_any(tmp_path: Path) -> None:
+def test_ppo_on_128_gpus_without_a_gpu(tmp_path: Path) -> None:
     write_model(tmp_path / "7b")
     words = ["plan", "ppo", "actor.path=7b", "rew.path=7b", "device=cuda", "planner.hardware=h100", "n_nodes=16",
              "n_gpus_per_node=8", "allocation_mode=search", "--out", "plan.json"]  # fmt: skip
@@ -76,50 +76,52 @@ def test_ppo_on_128_gpus_from_a_machine_without_any(tmp_path: Path) -> None:
     assert sorted(workers) == list(range(128)) and found["peak_bytes"] < 80e9
 
 
-def test_the_tables_say_where_when_and_what(plan: Command) -> None:
-    answer = plan.ppo("allocation_mode=d2t2p2", "--out", "p.json")
-    assert (answer.code, answer.err) == (0, "")
-    assert answer.out.startswith("ppo: maximum-length sequences, 8 x cuda, predicted from the limits of h100\n")
+def test_tables(plan: Command) -> None:
+    result = plan.ppo("allocation_mode=d2t2p2", "--out", "p.json")
+    assert (result.code, result.err) == (0, "")
+    assert result.out.startswith("ppo: rows of full length, 8 x cuda, predicted from the limits of h100\n")
     stored = json.loads((plan.folder / "p.json").read_text())["modes"]["d2t2p2"]
-    head, *rows = answer.table("allocation")
+    head, *rows = result.table("allocation")
     assert head == ["call", "kind", "role", "layout", "tokens/mb", "seconds", "moves"]
     assert tuple(row[0] for row in rows) == MFCS and {row[3] for row in rows} == {"d2t2p2@0-7"}
     for name, *_, seconds, moves in rows:
         assert float(seconds) == pytest.approx(stored["calls"][name]["compute_s"], rel=0.01)
         assert (0.0 if moves == "-" else float(moves)) == pytest.approx(stored["calls"][name]["moves_s"], rel=0.01)
-    instructions = answer.table("instructions")
+    instructions = result.table("instructions")
     assert instructions[0] == ["actor_gen", "Transfer", "prompts, row to d2t2p2@0-7"]
-    assert instructions[1] == ["Compute", "actor on d2t2p2@0-7, makes tokens, prompt_mask, logprobs, truncated"]
-    (_, (worker, needs, has, parts)) = answer.table("memory")
+    assert instructions[1] == ["Compute", "actor on d2t2p2@0-7, outputs tokens, prompt_mask, logprobs, truncated"]
+    (_, (worker, needs, has, parts)) = result.table("memory")
     assert worker == "0-7" and has == "76 GB" and parts.startswith("optimizer 20.2 GB, weights 13.5 GB, gradients ")
     assert float(needs.split()[0]) == pytest.approx(stored["peak_bytes"] / 1e9, rel=0.01)
-    step = dict(row for row in answer.table("step"))
+    step = dict(row for row in result.table("step"))
     assert float(step["predicted"].split()[0]) == pytest.approx(stored["step_s"], rel=1e-3)
     assert "actor_gen" in step["critical path"]
 
 
-def test_weights_that_move_rest_or_follow_are_told(plan: Command) -> None:
+def test_instructions_for_reallocation_offload_and_ema(plan: Command) -> None:
     moving = plan.ppo("allocation_mode=actor_gen:d8,ref_inf:d4,*:d2t2p2", "ref.path=7b", "ref.offload=True").out
     assert re.search(r"Reallocate +actor from d2t2p2@0-7 to d8t1p1@0-7\n", moving)
     assert re.search(r"Release +actor on d8t1p1@0-7\n", moving)
     assert re.search(r"ref_inf +Transfer .*\n +Load +ref on d4t1p1@0-3\n +Compute .*\n +Offload +ref on d4", moving)
     following = plan.ppo("allocation_mode=d2t2p2", "ppo.ref_ema_eta=0.25").out
-    assert re.search(r"Reallocate +actor from d2t2p2@0-7 to d2t2p2@0-7 of ref, which moves by 0.25\n", following)
+    assert re.search(
+        r"Reallocate +actor from d2t2p2@0-7 to d2t2p2@0-7, EMA update of ref with weight 0.25\n", following
+    )
 
 
-def test_a_picture_is_well_formed_and_shows_every_call(plan: Command) -> None:
+def test_svg_is_well_formed_and_shows_every_call(plan: Command) -> None:
     assert "wrote p.svg" in plan.ppo("allocation_mode=d2t4", "--out", "p.svg").out
     root = ET.parse(plan.folder / "p.svg").getroot()
     assert root.tag == f"{SVG}svg"
     words = [text.text for text in root.iter(f"{SVG}text")]
-    assert re.fullmatch(r"ppo, d2t4: \S+ s a step", words[0] or "") and set(MFCS) <= set(words) and "0-7" in words
+    assert re.fullmatch(r"ppo, d2t4: \S+ s per step", words[0] or "") and set(MFCS) <= set(words) and "0-7" in words
     titles = [title.text or "" for title in root.iter(f"{SVG}title")]
     assert all(any(title.startswith(f"{name} Compute, step 2") for title in titles) for name in MFCS)
 
 
-def test_a_page_is_well_formed_and_holds_everything(plan: Command) -> None:
-    answer = plan.ppo("allocation_mode=d2t4", "--out=new/p.html", "--why")
-    assert answer.code == 0
+def test_page_is_well_formed_and_complete(plan: Command) -> None:
+    result = plan.ppo("allocation_mode=d2t4", "--out=new/p.html", "--why")
+    assert result.code == 0
     root = ET.parse(plan.folder / "new" / "p.html").getroot()
     heads = [head.text for head in root.iter("h2")]
     assert heads == ["allocation", "instructions", "memory", "step", "why"] and len(list(root.iter(f"{SVG}svg"))) == 1
@@ -129,71 +131,71 @@ def test_a_page_is_well_formed_and_holds_everything(plan: Command) -> None:
         assert len({len(row) for row in table.iter("tr")}) == 1
 
 
-def test_modes_side_by_side(plan: Command) -> None:
+def test_comparison_of_modes(plan: Command) -> None:
     modes = ["heuristic", "search", "actor_gen:d8,*:d2t2p2", "t8"]
-    answer = plan.ppo("--compare", ",".join(modes), "--out", "c.svg")
-    assert answer.code == 0 and "allocation\n" not in answer.out
-    title = next(line for line in answer.out.splitlines() if line.startswith("comparison"))
-    head, *rows = answer.table(title)
-    rows = [row for row in rows if len(row) == len(head)]  # layouts may need a second line
-    assert head == ["allocation_mode", "step", "of best", "busy", "fullest worker", "layouts"]
+    result = plan.ppo("--compare", ",".join(modes), "--out", "c.svg")
+    assert result.code == 0 and "allocation\n" not in result.out
+    title = next(line for line in result.out.splitlines() if line.startswith("comparison"))
+    head, *rows = result.table(title)
+    rows = [row for row in rows if len(row) == len(head)]  # layouts may wrap
+    assert head == ["allocation_mode", "step", "relative", "busy", "peak memory", "layouts"]
     assert [row[0] for row in rows] == modes and rows[3][5] == "d1t8p1@0-7"
     assert rows[2][5].startswith("d8t1p1@0-7: actor_gen; d2t2p2@0-7: rew_inf, ref_inf")
     shares = [float(row[2]) for row in rows]
-    assert min(shares) == shares[1] == 1.0  # a search is never beaten
-    pictures = [svg for svg in ET.parse(plan.folder / "c.svg").getroot() if svg.tag == f"{SVG}svg"]
-    tops = [float(svg.attrib["y"]) for svg in pictures]
-    bottoms = [top + float(svg.attrib["height"]) for top, svg in zip(tops, pictures, strict=True)]
-    assert tops == [0.0, *bottoms[:-1]] and len(pictures) == 4
+    assert min(shares) == shares[1] == 1.0  # search is never worse
+    images = [svg for svg in ET.parse(plan.folder / "c.svg").getroot() if svg.tag == f"{SVG}svg"]
+    tops = [float(svg.attrib["y"]) for svg in images]
+    bottoms = [top + float(svg.attrib["height"]) for top, svg in zip(tops, images, strict=True)]
+    assert tops == [0.0, *bottoms[:-1]] and len(images) == 4
 
 
-def test_manual_meshes_can_be_compared_with_a_search(plan: Command) -> None:
+def test_comparison_with_manual_meshes(plan: Command) -> None:
     calls = [f"{name}.parallel.data_parallel_size=4" for name in MFCS]
-    answer = plan.ppo("--compare", "manual,heuristic", *calls, *(f"{name}.device_mesh=0-3" for name in MFCS))
-    assert answer.code == 0 and "d4t1p1@0-3" in answer.out
+    result = plan.ppo("--compare", "manual,heuristic", *calls, *(f"{name}.device_mesh=0-3" for name in MFCS))
+    assert result.code == 0 and "d4t1p1@0-3" in result.out
     alone = plan.ppo("allocation_mode=heuristic", *calls)
     assert alone.code == 2 and "set allocation_mode=manual" in alone.err
 
 
-def test_why_tells_what_the_next_best_would_cost(plan: Command) -> None:
-    answer = plan.ppo("allocation_mode=d1t8p1", "--why")
-    head, *rows = answer.table("why")
-    assert head[-1] == "a step takes" and sorted(row[0] for row in rows) == sorted(MFCS)
+def test_why_shows_the_next_best_layouts(plan: Command) -> None:
+    result = plan.ppo("allocation_mode=d1t8p1", "--why")
+    head, *rows = result.table("why")
+    assert head[-1] == "step time" and sorted(row[0] for row in rows) == sorted(MFCS)
     assert all(row[1] == "d1t8p1@0-7" != row[2] for row in rows)
     assert all(re.fullmatch(r"[+-]\d+\.\d%", row[3]) for row in rows)
 
 
-def test_a_plan_that_does_not_fit_and_the_remedy_that_is_named(plan: Command) -> None:
-    answer = plan.ppo("allocation_mode=d1t8p1", "planner.memory_gb=36")
-    assert answer.code == 1 and "allocation\n" in answer.out
+def test_plan_that_does_not_fit_with_the_suggested_fix(plan: Command) -> None:
+    result = plan.ppo("allocation_mode=d1t8p1", "planner.memory_gb=36")
+    assert result.code == 1 and "allocation\n" in result.out
     pattern = (r"error: worker \d would need \d+\.?\d* GB \((\w.*)\), it has 36, of which plans leave 5% free; "
                r"it fits with (.*)\n")  # fmt: skip
-    found = re.search(pattern, answer.err)
-    assert found, answer.err
+    found = re.search(pattern, result.err)
+    assert found, result.err
     assert found[1].startswith("optimizer 20, activations ") and "gradients 6.67" in found[1]
     words = found[2].split(" ")
-    mended = plan.ppo("allocation_mode=d1t8p1", "planner.memory_gb=36", *words)
-    assert mended.code == 0, f"{words}: {mended.err}"
+    fixed = plan.ppo("allocation_mode=d1t8p1", "planner.memory_gb=36", *words)
+    assert fixed.code == 0, f"{words}: {fixed.err}"
     hopeless = plan.ppo("n_gpus_per_node=1", "planner.memory_gb=10")
     assert hopeless.code == 1 and "it has 10" in hopeless.err
 
 
-def test_of_several_modes_one_has_to_fit(plan: Command) -> None:
-    answer = plan.ppo("--compare", "d8,d1t8p1", "planner.memory_gb=64")
-    assert answer.code == 0 and ", too much" in answer.out
+def test_one_of_the_compared_modes_must_fit(plan: Command) -> None:
+    result = plan.ppo("--compare", "d8,d1t8p1", "planner.memory_gb=64")
+    assert result.code == 0 and ", too large" in result.out
     none = plan.ppo("--compare", "d8,d4t2", "planner.memory_gb=64")
     assert none.code == 1 and "it has 64, of which plans leave 5% free; it fits with" in none.err
     assert none.err.endswith(" allocation_mode=megatron\n")
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ((), "usage: realhf plan"),
-        (("--why",), "which experiment?"),
+        (("--why",), "missing EXPERIMENT"),
         (("ppo", "--ouf", "x.svg"), "unknown flag --ouf  did you mean --out ?"),
         (("ppo", "--out"), "--out needs a value"),
-        (("ppo", "--out", "x.png"), "--out x.png: write .svg, .html or .json"),
+        (("ppo", "--out", "x.png"), "--out x.png: the suffix must be .svg, .html or .json"),
         (("ppo", "--compare", "heuristic,nonsense", *(f"{r}.path=7b" for r in ("actor", "rew"))), "nonsense"),
         (("poo",), "unknown experiment 'poo'"),
         (("ppo", "actr.path=7b"), "unknown option actr.path  did you mean actor.path ?"),
@@ -210,24 +212,24 @@ def test_of_several_modes_one_has_to_fit(plan: Command) -> None:
         (("ppo", "actor.path=7b", "rew.path=7b", "allocation_mode=t3", "n_gpus_per_node=3"), "nearest legal: d3t1p1"),
     ],
 )
-def test_what_is_mistyped_is_told_with_code_2(words: tuple[str, ...], said: str, plan: Command) -> None:
-    answer = plan(*words)
-    assert (answer.code == 2 and said in answer.err) or (not words and answer.code == 0 and said in answer.out)
+def test_invalid_input_exits_with_2(words: tuple[str, ...], message: str, plan: Command) -> None:
+    result = plan(*words)
+    assert (result.code == 2 and message in result.err) or (not words and result.code == 0 and message in result.out)
 
 
-def test_a_picture_that_cannot_be_written(plan: Command) -> None:
+def test_out_file_that_cannot_be_written(plan: Command) -> None:
     (plan.folder / "file").write_text("")
-    answer = plan.ppo("allocation_mode=t8", "--out", "file/p.svg")
-    assert answer.code == 2 and "error: --out file/p.svg: " in answer.err
+    result = plan.ppo("allocation_mode=t8", "--out", "file/p.svg")
+    assert result.code == 2 and "error: --out file/p.svg: " in result.err
 
 
-def test_help_tells_flags_codes_and_options(plan: Command) -> None:
+def test_help(plan: Command) -> None:
     for words in (("--help",), ("-h",)):
-        answer = plan(*words)
-        assert answer.code == 0 and answer.out.strip() == USAGE
+        result = plan(*words)
+        assert result.code == 0 and result.out.strip() == USAGE
     assert "exit code 0: the plan can run; 1: it cannot" in USAGE
-    answer = plan("ppo", "--help")
-    assert answer.code == 0 and USAGE in answer.out and "planner.memory_gb" in answer.out
+    result = plan("ppo", "--help")
+    assert result.code == 0 and USAGE in result.out and "planner.memory_gb" in result.out
 
 
 WRONG = '''
@@ -249,7 +251,7 @@ class Wrong(PPOExperiment):
 
 @dataclass
 class Extra(PPOExperiment):
-    """PPO with a call of which the options know nothing, and with keys and a model that nobody wants."""
+    """PPO with a call that has no options, and with unused keys and an unused model."""
 
     def graph(self):
         known = {m.name: m for m in super().graph().mfcs}
@@ -262,12 +264,12 @@ class Extra(PPOExperiment):
 '''
 
 
-def test_every_error_in_a_user_s_graph_is_named(plan: Command) -> None:
+def test_all_errors_in_a_graph_are_reported(plan: Command) -> None:
     (plan.folder / "mine.py").write_text(WRONG)
     words = ("mine.py:Wrong", "actor.path=7b", "rew.path=7b", "device=cpu")
-    answer = plan(*words)
-    assert answer.code == 1 and answer.err.splitlines() == [
-        "error: 6 problems; nothing was launched",
+    result = plan(*words)
+    assert result.code == 1 and result.err.splitlines() == [
+        "error: 6 problems (nothing was launched)",
         "  1. MFC actor_train: batch_size must be positive, got 0",
         "  2. key 'ref_logprobs' is produced by ref_inf and critic_inf",
         "  3. role 'reference' is synced with 'actor' after unknown MFC 'actor_trian'",
@@ -280,14 +282,14 @@ def test_every_error_in_a_user_s_graph_is_named(plan: Command) -> None:
     assert run(["quickstart", *words, "dataset.path=none.jsonl"]) == 2
 
 
-def test_what_nobody_reads_is_a_note_and_no_error(plan: Command) -> None:
+def test_unused_keys_and_roles_are_notes(plan: Command) -> None:
     (plan.folder / "mine.py").write_text(WRONG)
     write_model(plan.folder / "tiny", hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
     words = ("mine.py:Extra", "actor.path=tiny", "rew.path=tiny", "device=cpu", "dataset.train_bs_n_seqs=4")
-    answer = plan(*words)
-    assert answer.code == 0
-    assert [line for line in answer.out.splitlines() if line.startswith("note")] == [
-        "note: no MFC reads details of rew_inf",
+    result = plan(*words)
+    assert result.code == 0
+    assert [line for line in result.out.splitlines() if line.startswith("note")] == [
+        "note: nobody reads details of rew_inf",
         "note: no MFC uses the model of role 'spare'",
     ]
     more = plan(*words, "seed=2")
@@ -295,8 +297,8 @@ def test_what_nobody_reads_is_a_note_and_no_error(plan: Command) -> None:
 
 
 @pytest.mark.parametrize("experiment", ["sft", "rw", "dpo", "gen", "ppo-math"])
-def test_every_experiment_has_a_plan_and_no_note(experiment: str, plan: Command) -> None:
+def test_every_experiment_has_a_plan_without_notes(experiment: str, plan: Command) -> None:
     write_model(plan.folder / "tiny", hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
     role = "actor" if experiment in ("dpo", "ppo-math") else "model"
-    answer = plan(experiment, f"{role}.path=tiny", "device=cpu", "n_gpus_per_node=2", "dataset.train_bs_n_seqs=4")
-    assert answer.code == 0 and "note:" not in answer.out
+    result = plan(experiment, f"{role}.path=tiny", "device=cpu", "n_gpus_per_node=2", "dataset.train_bs_n_seqs=4")
+    assert result.code == 0 and "note:" not in result.out

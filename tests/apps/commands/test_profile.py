@@ -46,8 +46,8 @@ def test_models_and_files_that_cannot_be_used_are_all_named(tmp_path: Path) -> N
     (tmp_path / "notes.json").write_text("[]")
     found = problems(f"model={tmp_path},{tmp_path}/none", f"out={tmp_path}/notes.json", "device=cpu")
     assert len(found) == 3 and "unknown model_type 'lama'" in found[0] and "no model configuration at" in found[1]
-    assert "notes.json is there and no profile" in found[2]
-    assert problems(f"out={tmp_path}", "device=cpu") == [f"out={tmp_path} is a folder; give a file"]
+    assert "notes.json exists and is not a profile" in found[2]
+    assert problems(f"out={tmp_path}", "device=cpu") == [f"out={tmp_path} is a folder, not a file"]
 
 
 def test_options_and_models_are_read(tmp_path: Path) -> None:
@@ -55,22 +55,22 @@ def test_options_and_models_are_read(tmp_path: Path) -> None:
     words = [f"model={tmp_path},{tmp_path}/config.json", "bf16=true", "threads_per_worker=2", "device=cpu"]
     options = read(*words, f"out={tmp_path}/new/profile.json")
     assert options.bf16 and options.threads_per_worker == 2 and options.device is Device.cpu and options.seconds == 90.0
-    wanted = command.check(options)
-    assert [m.hidden for m in wanted.models] == [32, 32] and wanted.before is None and wanted.device == "cpu"
+    device, models, previous = command.check(options)
+    assert [m.hidden for m in models] == [32, 32] and previous is None and device == "cpu"
 
 
 def test_a_profile_is_written_whole_and_read_back(tmp_path: Path) -> None:
     file = tmp_path / "runs" / "profile.json"
     command.write(PROFILE, file)
     assert from_json(file.read_text(), Profile) == PROFILE
-    assert command.check(read(f"out={file}", "device=cpu")).before == PROFILE
+    assert command.check(read(f"out={file}", "device=cpu"))[2] == PROFILE
     assert [f.name for f in file.parent.iterdir()] == ["profile.json"]
 
 
 def test_the_profile_of_another_machine_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command.write(PROFILE, file := tmp_path / "profile.json")
     assert run(["profile", f"out={file}", "device=cpu"]) == 2
-    assert "is of another machine, abacus (2 cores" in capsys.readouterr().err
+    assert "is the profile of another machine (abacus (2 cores" in capsys.readouterr().err
     assert from_json(file.read_text(), Profile) == PROFILE
 
 

@@ -1,4 +1,4 @@
-"""The service, in a process of its own: what it judges, and whom and what it turns away."""
+"""The service, in its own process: verdicts, and rejected requests."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from realhf.apps.main import run
 from realhf.apps.prepare.options import read_options
 from realhf.base.errors import UserError
 from realhf.experiments.options.verifier import reward_problems
-from realhf.rewards.registry import open_judge
+from realhf.rewards.judge.pool import open_judge
 from realhf.rewards.verdict import Status, Verdict
 
 pytest.importorskip("fastapi", reason="needs the extra 'serve'")
@@ -75,13 +75,13 @@ def post(url: str, body: bytes, kind: str = "application/json", token: str = SEC
             return error.code, json.load(error)
 
 
-def test_it_says_what_it_serves(address: str) -> None:
+def test_health_lists_the_rewards(address: str) -> None:
     with urllib.request.urlopen(f"{address}/health", timeout=30) as reply:
         health = json.load(reply)
     assert (health["status"], health["rewards"]) == ("ok", list(NAMES))
 
 
-def test_a_run_judges_maths_by_it(address: str, token: str) -> None:
+def test_math_through_a_remote_judge(address: str, token: str) -> None:
     config = RewardConfig(fn=f"{address}/judge?fn=math", token_env=token)
     assert reward_problems(config) == []
     judge = open_judge(config.fn, config)
@@ -90,7 +90,7 @@ def test_a_run_judges_maths_by_it(address: str, token: str) -> None:
     assert judge.judge(items) == [Verdict(float(n == 5), Status.ok) for n in range(20)]
 
 
-def test_functions_of_a_users_fail_answer_by_answer(address: str, token: str) -> None:
+def test_failures_of_user_functions_affect_single_responses(address: str, token: str) -> None:
     config = RewardConfig(timeout=20.0, token_env=token)
     items = [("", "four", {"worth": 2}), ("", "x", {}), ("", "hang", {"worth": 1}), ("", "", {"worth": 1})]
     verdicts = open_judge(f"{address}/judge?fn=length", config).judge(items)
@@ -101,10 +101,10 @@ def test_functions_of_a_users_fail_answer_by_answer(address: str, token: str) ->
 
 
 @pytest.mark.parametrize("variable", ["", "WRONG_TOKEN"])
-def test_without_its_token_a_run_does_not_start(address: str, variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_wrong_token_is_a_user_error(address: str, variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WRONG_TOKEN", "guess")
     judge = open_judge(f"{address}/judge?fn=math", RewardConfig(token_env=variable))
-    with pytest.raises(UserError, match="HTTP status 401: .*must show the bearer token"):
+    with pytest.raises(UserError, match="HTTP status 401: .*must send the bearer token"):
         judge.self_test()
 
 
@@ -112,10 +112,10 @@ def test_without_its_token_a_run_does_not_start(address: str, variable: str, mon
     ("query", "body", "status", "words"),
     [
         ("", b'{"items": []}', 200, ""),
-        ("?fn=maths", b'{"items": []}', 404, "no reward 'maths' is served here (math, length, later)  did you"),
-        ("?fn=/etc/passwd:f", b'{"items": []}', 404, "no reward"),
-        ("", b"{", 400, "the request is no JSON"),
-        ("", b"[" * 50_000, 400, "the request is no JSON"),
+        ("?fn=maths", b'{"items": []}', 404, "unknown reward 'maths'; served: math, length, later  did you"),
+        ("?fn=/etc/passwd:f", b'{"items": []}', 404, "unknown reward"),
+        ("", b"{", 400, "the request is not valid JSON"),
+        ("", b"[" * 50_000, 400, "the request is not valid JSON"),
         ("", b"[]", 400, "an object with a list 'items'"),
         ("", b'{"items": [{"prompt": "", "row": {}}]}', 400, "items[0] must be"),
         ("", b'{"items": [{"answer": "", "row": []}]}', 400, "items[0] must be"),
@@ -124,12 +124,12 @@ def test_without_its_token_a_run_does_not_start(address: str, variable: str, mon
         ("", b" " * 200_000, 413, "larger than 104857 bytes"),
     ],
 )  # fmt: skip
-def test_requests_that_make_no_sense(address: str, query: str, body: bytes, status: int, words: str) -> None:
+def test_invalid_requests(address: str, query: str, body: bytes, status: int, words: str) -> None:
     found, reply = post(f"{address}/judge{query}", body)
     assert (found, words in reply.get("error", "")) == (status, True)
 
 
-def test_what_a_web_page_can_send_unasked_is_refused(address: str) -> None:
+def test_requests_that_a_web_page_can_send_are_rejected(address: str) -> None:
     assert post(f"{address}/judge", b'{"items": []}', kind="text/plain")[0] == 415
     assert post(f"{address}/judge", b'{"items": []}', token="")[0] == 401
 
@@ -150,14 +150,14 @@ def test_options_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         (["prot=1", "port"], ["unknown option prot  did you mean port ?", "'port' is not of the form key=value"]),
         (["port=x"], ["port=x: Value 'x' of type 'str' could not be converted"]),
         (["port=70000", "processes=0"], ["processes must be positive, got 0", "port must be 0 to 65535"]),
-        (["host=0.0.0.0"], ["host=0.0.0.0 can be reached by others"]),
-        (["token_env=NO_SUCH_VARIABLE"], ["token_env=NO_SUCH_VARIABLE: there is no such variable"]),
+        (["host=0.0.0.0"], ["host=0.0.0.0 is not a loopback address"]),
+        (["token_env=NO_SUCH_VARIABLE"], ["token_env=NO_SUCH_VARIABLE: this environment variable is not set"]),
         (["fn=math,math"], ["fn=math,math: the names math, math must differ"]),
-        (["fn=http://a/b"], ["fn=http://a/b: a service of others is not served again"]),
-        (["fn=mat"], ["reward.fn='mat' is neither"]),
+        (["fn=http://a/b"], ["fn=http://a/b: a remote service cannot be served again"]),
+        (["fn=mat"], ["reward.fn='mat' must be one of"]),
     ],
 )
-def test_bad_options_are_named(words: list[str], problems: list[str]) -> None:
+def test_invalid_options(words: list[str], problems: list[str]) -> None:
     with pytest.raises(UserError) as error:
         read(*words)
     assert [found.startswith(wanted) for found, wanted in zip(error.value.problems, problems, strict=True)] == [
@@ -171,6 +171,7 @@ def test_loopback() -> None:
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["verifier", "--help"]) == 0
-    assert "port: int" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "port: int" in out and "code_unordered" in out
     assert run(["verifier"]) == 2 and run(["verifier", "serve", "port=-1"]) == 2
     assert "usage: realhf verifier serve" in capsys.readouterr().err

@@ -8,14 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.api.program import Compute, Instruction, Transfer
-from realhf.apps.view.tables import Listing
 from realhf.apps.view.timeline_svg import (
     COLOURS,
     LEFT,
     RIGHT,
     WIDTH,
     lanes_of,
-    page,
     ranks_text,
     stack_svgs,
     ticks,
@@ -161,10 +159,3 @@ def test_stacked_charts() -> None:
     root = ET.fromstring(stack_svgs([one, two]))
     assert [svg.attrib["y"] for svg in root] == ["0", ET.fromstring(one).attrib["height"]]
     assert float(root.attrib["height"]) == 2 * float(ET.fromstring(one).attrib["height"])
-
-
-def test_an_html_page_is_well_formed() -> None:
-    picture = timeline_svg(TIMELINE, ("gen", "train"), "one")
-    root = ET.fromstring(page("a < b", [picture], [Listing("t", "l", (), (("x & y",),))]))
-    assert [head.text for head in (*root.iter("h1"), *root.iter("h2"))] == ["a < b", "t"]
-    assert len(list(root.iter(f"{SVG}svg"))) == 1 and next(root.iter("td")).text == "x & y"

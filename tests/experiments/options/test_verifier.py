@@ -1,4 +1,4 @@
-"""What options of rewards contradict, and what rows they need."""
+"""Problems of the reward options, and the dataset rows that rewards need."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from realhf.experiments.options.verifier import reward_problems, reward_task
         ({"fn": "mine.py:f"}, Task.prompt),
     ],
 )
-def test_what_rows_must_hold(options: dict, task: Task) -> None:
+def test_task_of_the_dataset_rows(options: dict, task: Task) -> None:
     assert reward_task(RewardConfig(**options)) is task
 
 
@@ -32,28 +32,28 @@ def test_what_rows_must_hold(options: dict, task: Task) -> None:
         ({"processes": 0}, "reward.processes must be positive, got 0"),
         ({"max_concurrency": 0}, "reward.max_concurrency must be positive, got 0"),
         ({"retries": -1}, "reward.retries must not be negative, got -1"),
-        ({"fn": "f.py:g", "fns": ["math"]}, "reward.fn=f.py:g and reward.fns=['math']: give one of them"),
+        ({"fn": "f.py:g", "fns": ["math"]}, "reward.fn=f.py:g and reward.fns=['math']: set only one"),
         ({"fns": ["math", "math"]}, "reward.fns: the names math, math must differ"),
         (
             {"fns": ["math"], "weights": [1.0, 2.0]},
             "reward.weights has 2 numbers, but there are 1 rewards",
         ),
-        ({"fns": ["math", "maths"]}, "reward.fn='maths' is neither"),
-        ({"fn": "format:("}, "reward.fn='format:(': not a regular expression"),
-        ({"format_reward": "("}, "reward.fn='format:(': not a regular expression"),
-        ({"fn": "format:x", "format_reward": "x"}, "reward.format_reward grades answers that are right or wrong"),
-        ({"fn": "http://host:0/"}, "reward.fn='http://host:0/' is no address"),
+        ({"fns": ["math", "maths"]}, "reward.fn='maths' must be one of math, code, "),
+        ({"fn": "format:("}, "reward.fn='format:(': invalid regular expression"),
+        ({"format_reward": "("}, "reward.fn='format:(': invalid regular expression"),
+        ({"fn": "format:x", "format_reward": "x"}, "reward.format_reward needs one of the verifiers math, code, "),
+        ({"fn": "http://host:0/"}, "reward.fn='http://host:0/' is not of the form"),
         ({"token_env": "X"}, "reward.token_env is for services"),
-        ({"fn": "http://host/", "token_env": "X"}, "reward.token_env=X: there is no such variable"),
+        ({"fn": "http://host/", "token_env": "X"}, "reward.token_env=X: this environment variable is not set or empty"),
     ],
 )
-def test_what_cannot_be(options: dict, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_options(options: dict, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("X", raising=False)
     (problem,) = reward_problems(RewardConfig(**options))
     assert problem.startswith(start)
 
 
-def test_what_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_valid_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("X", "secret")
     (tmp_path / "r.py").write_text("async def reward(prompt, answer, row): return 1.0\n")
     fns = ["math", "http://host/judge", f"{tmp_path}/r.py:reward", "format:.*"]

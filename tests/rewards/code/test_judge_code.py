@@ -1,4 +1,4 @@
-"""Which programs are right, what they are compared with, and that no program can say so itself."""
+"""Verdicts on programs, comparison of outputs, and programs that try to forge a verdict."""
 
 import gzip
 import json
@@ -17,17 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realhf.rewards.code.harness import decode, encode
-from realhf.rewards.code.judge_code import CodeJudge, completed, extract_code, same_output, same_value, same_word
+from realhf.rewards.code.judge_code import CodeJudge, complete_stub, extract_code, same_output, same_value, same_word
 from realhf.rewards.judge.pool import JudgePool
 from realhf.rewards.sandbox.sandbox import Reason
 from realhf.rewards.sandbox.seccomp import MACHINES
 from realhf.rewards.verdict import ScoreWithReason, Status, Verdict
-from tests.rewards.judge.processes import descendants, gone
+from tests.rewards.judge.processes import descendants, have_exited
 
 runs = pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() not in MACHINES, reason="programs are shut in on Linux only"
+    sys.platform != "linux" or platform.machine() not in MACHINES, reason="the sandbox needs Linux"
 )
-HUMAN_EVAL = Path(__file__).parents[2] / "../shared/data/HumanEval.jsonl.gz"
+HUMAN_EVAL = Path(__file__).parents[3] / "../shared/data/HumanEval.jsonl.gz"
 
 LONG = "print(sum(map(int, input().split())))\n"
 SHORT = "print(1)\n"
@@ -79,7 +79,7 @@ INCREMENT = check(STUB, "assert candidate(1) == 2 and candidate(2.5) == 3.5")
         (" \n", None),
     ],
 )
-def test_the_program_is_found(answer: str, code: str | None) -> None:
+def test_extract_code(answer: str, code: str | None) -> None:
     assert extract_code(answer) == code
 
 
@@ -96,8 +96,8 @@ def test_the_program_is_found(answer: str, code: str | None) -> None:
         ("", None),
     ],
 )
-def test_a_stub_is_completed(answer: str, program: str | None) -> None:
-    assert completed(STUB, answer, "f") == completed(STUB.rstrip("\n"), answer, "f") == program
+def test_complete_stub(answer: str, program: str | None) -> None:
+    assert complete_stub(STUB, answer, "f") == complete_stub(STUB.rstrip("\n"), answer, "f") == program
 
 
 @runs
@@ -113,7 +113,7 @@ def test_a_stub_is_completed(answer: str, program: str | None) -> None:
         ("def main():\n    print(sum(map(int, sys.stdin.read().split())))\n\nif __name__ == '__main__':\n    main()",
          ADD, Reason.ok),
         (LONG + "raise SystemExit(1)", ADD, Reason.error),
-        (LONG + "import os\nos._exit(0)", ADD, Reason.wrong),  # what it printed was never sent
+        (LONG + "import os\nos._exit(0)", ADD, Reason.wrong),  # its output was never flushed
         ("pair = lambda a, b: (a, b)", PAIR, Reason.ok),
         ("class Solution:\n    def pair(self, a, b):\n        print('noise')\n        return [a, b]", PAIR, Reason.ok),
         ("class Solution:\n    def pear(self, a, b):\n        return [a, b]", PAIR, Reason.error),
@@ -143,7 +143,7 @@ def test_a_stub_is_completed(answer: str, program: str | None) -> None:
         ("    return {x, (x, 1j)}", check(STUB, "assert candidate(b'1') == {b'1', (b'1', 1j)}"), Reason.ok),
     ],
 )  # fmt: skip
-def test_programs_get_what_they_deserve(judge: CodeJudge, answer: str, row: dict, reason: Reason) -> None:
+def test_verdict_reasons(judge: CodeJudge, answer: str, row: dict, reason: Reason) -> None:
     outcome = judge.judge(answer, row)
     assert outcome.reason is reason, outcome
     assert judge.judge(LONG, ADD).reason is Reason.ok
@@ -166,7 +166,7 @@ FORGERIES = {
 
 @runs
 @pytest.mark.parametrize("name", FORGERIES)
-def test_a_verdict_cannot_be_forged(judge: CodeJudge, name: str) -> None:
+def test_verdict_cannot_be_forged(judge: CodeJudge, name: str) -> None:
     trick = FORGERIES[name]
     wrong = trick.replace("\n", "\n    ").rstrip(" ")
     ends = ["    return Any(7)" if "Any" in trick else "    return 'passed'", "    sys.exit(0)"]
@@ -180,7 +180,7 @@ def test_a_verdict_cannot_be_forged(judge: CodeJudge, name: str) -> None:
 
 
 @runs
-def test_the_first_failure_ends_it() -> None:
+def test_first_failed_test_ends_the_run() -> None:
     judge = CodeJudge(20.0)
     slow = "x = input()\nprint(x)\nwhile x == 'never':\n    pass"
     assert judge.judge(slow, script(("a", "b"), ("never", "never"))).reason is Reason.wrong
@@ -188,7 +188,7 @@ def test_the_first_failure_ends_it() -> None:
 
 
 @runs
-def test_an_answer_has_a_deadline_for_all_its_tests() -> None:
+def test_deadline_covers_all_tests() -> None:
     judge = CodeJudge(1.0)
     naps = script(*[("0.2", "0.2")] * 50)
     assert judge.judge("import time\nx = input()\ntime.sleep(float(x))\nprint(x)", naps).reason is Reason.timeout
@@ -197,16 +197,15 @@ def test_an_answer_has_a_deadline_for_all_its_tests() -> None:
 
 
 @runs
-def test_the_pool_counts_reasons() -> None:
+def test_pool_returns_reasons() -> None:
     with JudgePool("code", timeout=20.0, processes=2) as pool:
-        pool.self_test()
         verdicts = pool.judge([("", LONG, ADD), ("", "print(1)", ADD), ("", "1 / 0", ADD), ("", LONG, {})])
     assert verdicts[:2] == [Verdict(1.0, Status.ok, "ok"), Verdict(0.0, Status.ok, "wrong")]
     assert verdicts[2] == Verdict(0.0, Status.ok, "error") and verdicts[3].status is Status.error
 
 
 @runs
-def test_nothing_outlives_a_judge_that_is_killed() -> None:
+def test_no_process_outlives_a_killed_judge() -> None:
     before = descendants()
     command = [sys.executable, "-m", "realhf.rewards.judge.server", "code", "60"]
     judge = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
@@ -219,21 +218,21 @@ def test_nothing_outlives_a_judge_that_is_killed() -> None:
         time.sleep(0.01)
     os.killpg(judge.pid, signal.SIGKILL)
     judge.communicate()
-    assert gone(mine)
+    assert have_exited(mine)
 
 
 @runs
-def test_lax_outputs() -> None:
-    judge = CodeJudge(20.0, lax=True)
-    graded = judge("", "print('b a')", script(("", "a\nb")))
-    assert graded == 1.0 and isinstance(graded, ScoreWithReason) and graded.reason == "ok"
+def test_unordered_outputs() -> None:
+    judge = CodeJudge(20.0, unordered=True)
+    score = judge("", "print('b a')", script(("", "a\nb")))
+    assert score == 1.0 and isinstance(score, ScoreWithReason) and score.reason == "ok"
     judge.sandbox.close()
 
 
 @runs
 def test_human_eval(judge: CodeJudge) -> None:
     if not HUMAN_EVAL.is_file():
-        pytest.skip(f"third-party data {HUMAN_EVAL.name} is not here")
+        pytest.skip(f"third-party data {HUMAN_EVAL.name} is not available")
     with gzip.open(HUMAN_EVAL, "rt") as lines:
         rows = [json.loads(line) for line in lines]
     assert len(rows) == 164
@@ -269,23 +268,23 @@ def test_human_eval(judge: CodeJudge) -> None:
         ("", "0", False),
     ],
 )
-def test_outputs(given: str, wanted: str, same: bool) -> None:
+def test_same_output(given: str, wanted: str, same: bool) -> None:
     assert same_output(given, wanted) is same
 
 
 @given(st.text(), st.text())
-def test_outputs_agree_both_ways_and_with_themselves(a: str, b: str) -> None:
+def test_same_output_is_reflexive_and_symmetric(a: str, b: str) -> None:
     assert same_output(a, a) and same_output(f"\n{a}\n", a)
-    assert same_output(a, b) == same_output(b, a) and (same_output(a, b, lax=True) or not same_output(a, b))
+    assert same_output(a, b) == same_output(b, a) and (same_output(a, b, unordered=True) or not same_output(a, b))
 
 
 @given(st.integers(), st.integers())
-def test_integers_agree_exactly(a: int, b: int) -> None:
+def test_integers_are_compared_exactly(a: int, b: int) -> None:
     assert same_word(str(a), str(b)) == same_value(a, b) == (a == b)
 
 
 @given(st.floats(-1e300, 1e300))
-def test_numbers_agree_up_to_rounding(x: float) -> None:
+def test_floats_are_compared_up_to_rounding(x: float) -> None:
     assert same_value(x, x) and same_value(x * (1 + 1e-7), x) and same_word(repr(x), f"{x:.17e}")
     assert not same_value(x + abs(x) * 1e-3 + 1, x) and not same_value(math.inf, x)
 
@@ -306,7 +305,7 @@ def test_numbers_agree_up_to_rounding(x: float) -> None:
         (0.1 + 0.2, 0.3, True),
     ],
 )
-def test_values(given: object, wanted: object, same: bool) -> None:
+def test_same_value(given: object, wanted: object, same: bool) -> None:
     assert same_value(given, wanted) is same
 
 
@@ -323,17 +322,17 @@ PLAIN = st.recursive(KEYS | st.sets(KEYS), lambda inner: st.lists(inner) | st.di
 
 
 @given(JSON)
-def test_every_json_value_agrees_with_itself(value: object) -> None:
+def test_every_json_value_equals_itself(value: object) -> None:
     assert same_value(json.loads(json.dumps(value)), value)
 
 
 @given(PLAIN)
-def test_plain_values_pass_through_json(value: object) -> None:
+def test_plain_values_round_trip(value: object) -> None:
     back = decode(json.loads(json.dumps(encode(value))))
     assert back == value and type(back) is type(value)
 
 
-def test_other_values_do_not_pass() -> None:
+def test_other_values_raise() -> None:
     for value in (object(), len, [iter("")], bytearray(b"")):
         with pytest.raises(TypeError, match="cannot be compared"):
             encode(value)

@@ -1,4 +1,4 @@
-"""Which processes descend from a test, and whether they are gone."""
+"""Descendant processes of a test."""
 
 import os
 import time
@@ -6,28 +6,28 @@ from pathlib import Path
 
 
 def parents() -> dict[int, int]:
-    """Every living process and its parent."""
-    found = {}
+    """Return the parent of each running process."""
+    result = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, parent = file.read_text().rpartition(")")[2].split()[:2]
         except OSError:
-            continue  # gone
+            continue  # it has exited
         if state != "Z":
-            found[int(file.parent.name)] = int(parent)
-    return found
+            result[int(file.parent.name)] = int(parent)
+    return result
 
 
 def descendants() -> set[int]:
-    """Living processes that this one started, or those did."""
+    """Return all descendants of this process."""
     tree, found = parents(), {os.getpid()}
     while more := {pid for pid, parent in tree.items() if parent in found} - found:
         found |= more
     return found - {os.getpid()}
 
 
-def gone(pids: set[int]) -> bool:
-    """Whether none of ``pids`` lives any more; the kernel takes a moment over what was killed."""
+def have_exited(pids: set[int]) -> bool:
+    """Return True if all processes exit within 5 s; killed ones take a moment."""
     for _ in range(500):
         if not pids & set(parents()):
             return True

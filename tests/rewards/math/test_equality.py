@@ -1,4 +1,4 @@
-"""The rungs of the ladder, one by one; `math_pairs.jsonl` holds the long list."""
+"""The checks of the comparison one by one; `math_pairs.jsonl` has many more cases."""
 
 import pytest
 from hypothesis import given, settings
@@ -37,12 +37,12 @@ from realhf.rewards.math.symbolic import is_safe_for_sympy, same_mathematics
         ("9\\pi\\text{ cm}^2", "9\\pi", True),
     ],
 )
-def test_rungs(given_text: str, gold: str, same: bool) -> None:
+def test_same_answer(given_text: str, gold: str, same: bool) -> None:
     assert same_answer(given_text, gold) is same
 
 
 @given(st.lists(st.integers(-99, 99), min_size=2, max_size=5, unique=True), st.randoms())
-def test_order_counts_in_tuples_and_not_in_sets(numbers: list[int], random) -> None:  # type: ignore[no-untyped-def]
+def test_order_matters_in_tuples_and_not_in_sets(numbers: list[int], random) -> None:  # type: ignore[no-untyped-def]
     mixed = random.sample(numbers, len(numbers))
     a, b = (",".join(map(str, row)) for row in (numbers, mixed))
     assert same_answer(f"\\{{{b}\\}}", f"\\{{{a}\\}}") and same_answer(b.replace(",", ", "), a.replace(",", ", "))
@@ -51,7 +51,7 @@ def test_order_counts_in_tuples_and_not_in_sets(numbers: list[int], random) -> N
 
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=20), st.sampled_from(["5", "(1,2)", "x+1", "\\{1,2\\}", "Tuesday", "C"]))
-def test_no_text_makes_it_raise(text: str, gold: str) -> None:
+def test_no_text_raises(text: str, gold: str) -> None:
     assert same_answer(gold, gold) and same_answer(text, gold) in (True, False)
 
 
@@ -59,9 +59,9 @@ def test_no_text_makes_it_raise(text: str, gold: str) -> None:
     "text",
     ["9^99999", "9^{99999}", "9^{9^{9}}", "1234!", "9!!", "}{", "{", "", "x+" * 300 + "x", "1" * 50, "system(1)"],
 )
-def test_what_the_library_is_not_asked(text: str) -> None:
+def test_unsafe_expressions_are_not_evaluated(text: str) -> None:
     assert not is_safe_for_sympy(text) and not same_mathematics(text, "x")
 
 
-def test_words_are_no_mathematics() -> None:
+def test_is_text() -> None:
     assert [is_text(t) for t in ("Tuesday", "red and blue", "yes", "xyz", "2x", "\\pi")] == [1, 1, 1, 0, 0, 0]

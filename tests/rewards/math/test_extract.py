@@ -1,4 +1,4 @@
-"""Where in a text the answer is."""
+"""Extraction of answers."""
 
 import pytest
 from hypothesis import given
@@ -38,12 +38,12 @@ from realhf.rewards.math.extract import extract_answer, last_box
         ("", None),
     ],
 )
-def test_the_answer_is_found(text: str, answer: str | None) -> None:
+def test_extract_answer(text: str, answer: str | None) -> None:
     assert extract_answer(text) == answer
 
 
 @given(st.lists(st.sampled_from(["\\boxed{", "{", "}", "\\}", "x"]), max_size=12))
-def test_the_last_box_is_the_one_that_starts_last(parts: list[str]) -> None:
+def test_last_box(parts: list[str]) -> None:
     text = "".join(parts)
     complete = []
     for start in (i + 7 for i in range(len(text)) if text.startswith("\\boxed{", i)):

@@ -1,4 +1,4 @@
-"""One notation for what is spelled in many ways."""
+"""Normal notation of answers."""
 
 import pytest
 from hypothesis import given
@@ -34,16 +34,16 @@ from realhf.rewards.math.normalize import is_wrapped, normalize, split_outside, 
         ("n!", "n!"),
     ],
 )
-def test_normal(text: str, wanted: str) -> None:
+def test_normalize(text: str, wanted: str) -> None:
     assert normalize(text) == wanted
 
 
 @given(st.text(alphabet="\\{}()[]$ .,^_-+/0123456789abcfrtxq\u2212\u00bd", max_size=30))
-def test_any_text_has_a_normal_form(text: str) -> None:
+def test_normal_form_is_ascii(text: str) -> None:
     assert normalize(text).isascii()
 
 
-def test_spaces_between_digits_stay() -> None:
+def test_spaces_between_digits_are_kept() -> None:
     assert strip_spaces("3 1/3 + x ") == "3 1/3+x"
 
 

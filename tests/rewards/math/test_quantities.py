@@ -1,4 +1,4 @@
-"""What is one number, and which numbers are the same."""
+"""Parsing and comparison of quantities."""
 
 from fractions import Fraction
 
@@ -31,7 +31,7 @@ from realhf.rewards.math.quantities import Quantity, quantity, same_quantity
         ("45min", 45),
     ],
 )
-def test_numbers(text: str, value: Fraction) -> None:
+def test_quantities(text: str, value: Fraction) -> None:
     found = quantity(text)
     assert found is not None and found.value == value
 
@@ -42,7 +42,7 @@ def test_numbers(text: str, value: Fraction) -> None:
      "5 and a half", "2^3", "27+58", "1/0", "\\frac{1}{0}", "5-", "(5", "n!", "5!", "\\sqrt{2}", "x=5",
      "5 hundred million", "1" * 500],
 )  # fmt: skip
-def test_what_is_no_number(text: str) -> None:
+def test_other_texts(text: str) -> None:
     assert quantity(text) is None
 
 
@@ -68,13 +68,13 @@ def test_what_is_no_number(text: str) -> None:
         ("499/998001", "1/2000", False),
     ],
 )
-def test_the_same_number(given_text: str, gold: str, same: bool) -> None:
+def test_same_quantity(given_text: str, gold: str, same: bool) -> None:
     a, b = quantity(normalize(given_text)), quantity(normalize(gold))
     assert a is not None and b is not None and same_quantity(a, b) is same
 
 
 @given(st.fractions(max_denominator=10**6), st.fractions(max_denominator=10**6))
-def test_fractions_equal_themselves_alone(a: Fraction, b: Fraction) -> None:
+def test_fractions_are_compared_exactly(a: Fraction, b: Fraction) -> None:
     first, second = quantity(f"{a.numerator}/{a.denominator}"), quantity(f"{b.numerator}/{b.denominator}")
     assert isinstance(first, Quantity) and isinstance(second, Quantity)
     assert same_quantity(first, first) and same_quantity(first, second) is (a == b)

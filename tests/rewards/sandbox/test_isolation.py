@@ -1,4 +1,4 @@
-"""What a process gives up, piece by piece; whole programs are in test_sandbox."""
+"""Parts of the isolation of a process; `test_sandbox` runs whole programs."""
 
 import os
 import platform
@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from realhf.rewards.sandbox.isolation import landlock_version, open_to_all, readable_paths, threads_of
+from realhf.rewards.sandbox.isolation import is_world_accessible, landlock_version, readable_paths, threads_of
 from realhf.rewards.sandbox.seccomp import MACHINES
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() not in MACHINES, reason="programs are shut in on Linux only"
+    sys.platform != "linux" or platform.machine() not in MACHINES, reason="the sandbox needs Linux"
 )
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BARE = """
 import os, resource, socket, sys
 sys.path.insert(0, sys.argv[1])
@@ -29,8 +29,8 @@ for action in (os.fork, socket.socket, lambda: os.kill(os.getppid(), 0), lambda:
 """
 
 
-def test_limits_and_filter_need_neither_namespaces_nor_landlock(tmp_path: Path) -> None:
-    uid = 60_000_001 if os.getuid() == 0 else 0  # root's programs become someone else
+def test_limits_and_filter_without_namespaces_and_landlock(tmp_path: Path) -> None:
+    uid = 60_000_001 if os.getuid() == 0 else 0  # programs of root switch to another user
     done = subprocess.run(
         [sys.executable, "-c", BARE, str(ROOT), str(tmp_path), str(uid)], capture_output=True, text=True, timeout=60
     )
@@ -39,20 +39,20 @@ def test_limits_and_filter_need_neither_namespaces_nor_landlock(tmp_path: Path) 
     assert lines[1:] == ["1"] * 4  # EPERM
 
 
-def test_paths_are_named_once() -> None:
+def test_readable_paths_do_not_overlap() -> None:
     paths = readable_paths()
     assert paths == sorted(paths) and all(os.path.exists(path) for path in paths)
     assert not [path for path in paths for other in paths if path.startswith(other + "/")]
     assert any(os.__file__.startswith(path + "/") for path in paths)
 
 
-def test_who_may_read(tmp_path: Path) -> None:
+def test_world_accessible(tmp_path: Path) -> None:
     closed = tmp_path / "closed" / "open"
     closed.mkdir(parents=True, mode=0o755)
     closed.parent.chmod(0o700)
-    assert open_to_all("/usr") and not open_to_all(str(closed))
+    assert is_world_accessible("/usr") and not is_world_accessible(str(closed))
 
 
-def test_threads_are_counted() -> None:
+def test_threads_of_a_user() -> None:
     assert threads_of(os.getuid()) > threads_of(3_999_999_999) == 256
     assert landlock_version() >= 0

@@ -1,4 +1,4 @@
-"""Programs that attack: each is contained, its end has its own reason, and the program after it is none the worse."""
+"""Hostile programs: each is contained, has its own reason, and does not affect the next program."""
 
 import os
 import platform
@@ -12,34 +12,41 @@ import pytest
 
 from realhf.base.errors import UserError
 from realhf.rewards.sandbox.isolation import IsolationInfo, Limits
-from realhf.rewards.sandbox.sandbox import ProgramResult, Reason, Sandbox, ServerExited, describe_sandbox, how_it_ended
+from realhf.rewards.sandbox.sandbox import (
+    ProgramResult,
+    ProgramStopped,
+    Reason,
+    Sandbox,
+    describe_sandbox,
+    how_it_ended,
+)
 from realhf.rewards.sandbox.seccomp import MACHINES
-from tests.rewards.judge.processes import descendants, gone
+from tests.rewards.judge.processes import descendants, have_exited
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() not in MACHINES, reason="programs are shut in on Linux only"
+    sys.platform != "linux" or platform.machine() not in MACHINES, reason="the sandbox needs Linux"
 )
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
-def need_files_kept(sandbox: Sandbox) -> None:
+def skip_without_file_isolation(sandbox: Sandbox) -> None:
     sandbox.open()
-    if sandbox.description.startswith("NEITHER"):
-        pytest.skip("this kernel has neither namespaces nor Landlock for us")
+    if sandbox.description.startswith("NO NAMESPACES"):
+        pytest.skip("this kernel offers no namespaces and no Landlock")
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["namespaces", "landlock"])
 def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
     with Sandbox(namespaces=request.param) as sandbox:
-        need_files_kept(sandbox)
+        skip_without_file_isolation(sandbox)
         yield sandbox
 
 
-def after(sandbox: Sandbox, source: str, seconds: float = 20.0) -> ProgramResult:
-    """What becomes of ``source``, once the program after it has been found to be well."""
-    outcome = sandbox.run(source, "", seconds)
+def run_and_check_next(sandbox: Sandbox, source: str, seconds: float = 20.0) -> ProgramResult:
+    """Return the result of ``source`` after checking that the next program runs correctly."""
+    result = sandbox.run(source, "", seconds)
     assert sandbox.run("print(int(input()) + 1)", "41\n", 20.0) == ProgramResult(Reason.ok, "42\n")
-    return outcome
+    return result
 
 
 ATTACKS = {
@@ -71,9 +78,9 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack_ends_by_itself_with_its_own_reason(sandbox: Sandbox, name: str) -> None:
+def test_attacks_are_contained(sandbox: Sandbox, name: str) -> None:
     source, reason = ATTACKS[name]
-    assert after(sandbox, source).reason is reason
+    assert run_and_check_next(sandbox, source).reason is reason
 
 
 ENDLESS = {
@@ -89,12 +96,12 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_what_does_not_end_is_ended(sandbox: Sandbox, name: str) -> None:
-    outcome = after(sandbox, ENDLESS[name], seconds=0.3)
-    assert outcome == ProgramResult(Reason.timeout, "", "not done after 0.3 s")
+def test_endless_programs_are_stopped(sandbox: Sandbox, name: str) -> None:
+    result = run_and_check_next(sandbox, ENDLESS[name], seconds=0.3)
+    assert result == ProgramResult(Reason.timeout, "", "not done after 0.3 s")
 
 
-def test_a_program_has_a_folder_that_is_new_every_time(sandbox: Sandbox) -> None:
+def test_each_program_has_an_empty_folder(sandbox: Sandbox) -> None:
     source = "import os, tempfile\nprint(os.getcwd(), os.listdir(), os.path.samefile('.', os.environ['HOME']))\n"
     source += "open('a', 'w').write('x'); tempfile.TemporaryFile(); os.mkdir('b'); print(sorted(os.listdir()))"
     for _ in range(2):
@@ -102,7 +109,7 @@ def test_a_program_has_a_folder_that_is_new_every_time(sandbox: Sandbox) -> None
         assert rest == "[] True\n['a', 'b']\n" and (folder == "/tmp" or not os.path.exists(folder))
 
 
-def test_what_is_the_users_is_out_of_reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_files_and_environment_of_the_user_are_inaccessible(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("s3cret")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -113,35 +120,35 @@ def test_what_is_the_users_is_out_of_reach(monkeypatch: pytest.MonkeyPatch, tmp_
     tries += [f"open({__file__!r}, 'a')", "open('/usr/new', 'w')", "os.environ['API_KEY']", "os.listdir('/proc')"]
     for namespaces in (True, False):
         with Sandbox(namespaces=namespaces) as sandbox:
-            need_files_kept(sandbox)
+            skip_without_file_isolation(sandbox)
             for action in tries:
-                outcome = sandbox.run(f"import os\nprint({action})")
-                assert (outcome.reason, outcome.stdout) in [(Reason.forbidden, ""), (Reason.error, "")], outcome
+                result = sandbox.run(f"import os\nprint({action})")
+                assert (result.reason, result.stdout) in [(Reason.forbidden, ""), (Reason.error, "")], result
             assert "s3cret" not in sandbox.run("import os\nprint(os.environ)").stdout
     assert secret.read_text() == "s3cret" and os.listdir(tmp_path) == ["secret"]
 
 
-def test_calls_from_c_are_refused_like_those_from_python(sandbox: Sandbox) -> None:
+def test_system_calls_from_c_are_filtered(sandbox: Sandbox) -> None:
     source = "import ctypes, os\nc = ctypes.CDLL(None)\n"
     source += "print(c.fork(), c.socket(2, 1, 0), c.kill(os.getppid(), 9), c.unshare(0x10000000), c.umount2(b'/', 2))"
     source += "\nprint(c.prctl(1, 0, 0, 0, 0), c.ptrace(16, os.getppid(), 0, 0), c.memfd_create(b'', 0))"
-    assert after(sandbox, source).stdout == "-1 -1 -1 -1 -1\n-1 -1 -1\n"
+    assert run_and_check_next(sandbox, source).stdout == "-1 -1 -1 -1 -1\n-1 -1 -1\n"
 
 
-def test_only_its_own_streams_are_open(sandbox: Sandbox) -> None:
+def test_only_the_standard_streams_are_open(sandbox: Sandbox) -> None:
     source = "import os\nopen_ones = []\nfor fd in range(200):\n    try:\n        os.fstat(fd)\n"
     source += "        open_ones.append(fd)\n    except OSError:\n        pass\nprint(open_ones)"
-    assert after(sandbox, source).stdout == "[0, 1, 2]\n"
-    assert after(sandbox, "import os\nos.closerange(0, 100)\nprint(1)") == ProgramResult(Reason.ok)
+    assert run_and_check_next(sandbox, source).stdout == "[0, 1, 2]\n"
+    assert run_and_check_next(sandbox, "import os\nos.closerange(0, 100)\nprint(1)") == ProgramResult(Reason.ok)
 
 
-def test_memory_of_one_program_is_not_that_of_the_next(sandbox: Sandbox) -> None:
-    after(sandbox, "import builtins, math\nmath.pi = 3\nbuiltins.print = None\nword = 'left behind'")
+def test_programs_do_not_share_memory(sandbox: Sandbox) -> None:
+    run_and_check_next(sandbox, "import builtins, math\nmath.pi = 3\nbuiltins.print = None\nword = 'left behind'")
     source = "import gc, math\nprint(math.pi == 3, any('left behind' in o for o in gc.get_objects() if type(o) is str))"
     assert sandbox.run(source + "\nprint('word' in globals())").stdout == "False False\nFalse\n"
 
 
-def test_scripts_run_as_scripts_do(sandbox: Sandbox) -> None:
+def test_scripts_run_as_main(sandbox: Sandbox) -> None:
     source = "import sys\nif __name__ == '__main__':\n    print(sys.stdin.read().upper(), end='')\nimport __main__\n"
     source += (
         "print(__main__.sys is sys, sys.argv)\nimport threading\nthreading.Thread(target=print, args=(5,)).start()"
@@ -153,7 +160,7 @@ def test_scripts_run_as_scripts_do(sandbox: Sandbox) -> None:
     assert sandbox.run("print('no input wanted')", text).stdout == "no input wanted\n"
 
 
-def test_a_program_is_asked_line_by_line(sandbox: Sandbox) -> None:
+def test_ask_exchanges_lines(sandbox: Sandbox) -> None:
     program = sandbox.start("for line in open(0):\n    print(len(line) - 1, flush=True)", 20.0)
     assert [program.ask(b"x" * n, 20.0) for n in (1, 100_000, 2)] == [b"1", b"100000", b"2"]
     assert program.finish(b"", 20.0) == ProgramResult(Reason.ok)
@@ -164,13 +171,13 @@ def test_a_program_is_asked_line_by_line(sandbox: Sandbox) -> None:
         ("while 1: pass", Reason.timeout),
     ]:
         silent = sandbox.start(source, 20.0)
-        with pytest.raises(ServerExited) as stopped:
+        with pytest.raises(ProgramStopped) as stopped:
             silent.ask(b"", 0.3 if reason is Reason.timeout else 20.0)
-        assert stopped.value.outcome.reason is reason
+        assert stopped.value.result.reason is reason
         silent.close()
 
 
-def test_limits_are_the_users() -> None:
+def test_limits_can_be_set() -> None:
     with Sandbox(Limits(output=100, memory=2**29, threads=3)) as sandbox:
         assert sandbox.run("print('x' * 99)").reason is Reason.ok
         assert sandbox.run("print('x' * 100)").reason is Reason.output
@@ -180,7 +187,7 @@ def test_limits_are_the_users() -> None:
         assert sandbox.run(many).detail == "RuntimeError: can't start new thread"
 
 
-def test_a_server_that_dies_is_replaced_and_nothing_outlives_it(sandbox: Sandbox) -> None:
+def test_dead_server_is_replaced_and_no_process_remains(sandbox: Sandbox) -> None:
     others = descendants()
     sleeps = "import os, time\nprint(os.getcwd(), flush=True)\ntime.sleep(600)"
     with Sandbox(namespaces=sandbox.description.startswith("own")) as mine:
@@ -198,7 +205,7 @@ def test_a_server_that_dies_is_replaced_and_nothing_outlives_it(sandbox: Sandbox
         folder = endless.ask(b"", 20.0).decode()
         started = descendants() - others
         assert len(started) == 2
-    assert gone(started) and (folder == "/tmp" or not os.path.exists(folder))
+    assert have_exited(started) and (folder == "/tmp" or not os.path.exists(folder))
     endless.close()
 
 
@@ -214,7 +221,7 @@ for namespaces in (True, False):
 """
 
 
-def test_an_ordinary_user_is_as_safe() -> None:
+def test_isolation_without_root() -> None:
     python = "/usr/bin/python3"
     modern = [python, "-c", "import sys\nsys.exit(sys.version_info < (3, 10))"]
     if os.getuid() != 0 or not Path(python).is_file() or subprocess.run(modern, timeout=60).returncode:
@@ -231,18 +238,18 @@ def test_an_ordinary_user_is_as_safe() -> None:
     assert {words[2], words[4], words[7], words[9]} <= {"error", "forbidden"}
 
 
-def test_a_server_that_does_not_come_up_is_the_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_that_fails_to_start_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(UserError, match="the sandbox cannot be used here: its server ended while it started"):
+    with pytest.raises(UserError, match="the sandbox cannot be used here: its server ended during startup"):
         Sandbox().run("print(1)")
     assert describe_sandbox().startswith("the sandbox cannot be used here")
 
 
-def test_what_keeps_programs_in_can_be_asked() -> None:
+def test_description_of_the_isolation() -> None:
     assert "system calls filtered" in describe_sandbox()
     assert IsolationInfo(True, 0, 7, 0).describe().endswith("limits, uid 7")
     assert IsolationInfo(False, 4, None, 0).describe().startswith("files by Landlock 4, no namespaces")
-    assert IsolationInfo(False, 0, None, 0).describe().startswith("NEITHER")
+    assert IsolationInfo(False, 0, None, 0).describe().startswith("NO NAMESPACES")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Which calls of the kernel the filter lets through, by an interpreter of its instructions."""
+"""The system calls that the filter permits, determined by an interpreter of its instructions."""
 
 import platform
 import sys
@@ -13,18 +13,18 @@ from realhf.rewards.sandbox.seccomp import (
     LOAD,
     MACHINES,
     RETURN,
-    call,
-    column,
+    libc_call,
     program_filter,
+    table_column,
 )
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() not in MACHINES, reason="there is a filter on Linux only"
+    sys.platform != "linux" or platform.machine() not in MACHINES, reason="the filter needs Linux"
 )
 
 
-def decided(number: int, arguments: tuple[int, ...], pid: int, machine: int | None = None) -> bool:
-    """Whether the filter lets a call through: an interpreter of its instructions."""
+def is_permitted(number: int, arguments: tuple[int, ...], pid: int, machine: int | None = None) -> bool:
+    """Return True if the filter permits a call."""
     name = MACHINES[platform.machine()][1] if machine is None else machine
     data = {0: number, 4: name, **{16 + 8 * i: a for i, a in enumerate(arguments)}}
     lines, at, loaded = program_filter(pid), 0, 0
@@ -47,31 +47,31 @@ def decided(number: int, arguments: tuple[int, ...], pid: int, machine: int | No
 
 
 @given(st.integers(0, 2**32 - 1), st.tuples(*[st.integers(0, 2**32 - 1)] * 2), st.integers(2, 2**22))
-def test_the_filter_always_decides(number: int, arguments: tuple[int, int], pid: int) -> None:
-    allowed = decided(number, arguments, pid)
-    assert not (allowed and number >= 2**30) and not decided(number, arguments, pid, machine=3)
+def test_every_call_is_decided(number: int, arguments: tuple[int, int], pid: int) -> None:
+    allowed = is_permitted(number, arguments, pid)
+    assert not (allowed and number >= 2**30) and not is_permitted(number, arguments, pid, machine=3)
 
 
 @given(st.integers(2, 2**22), st.integers(0, 2**32 - 1), st.integers(0, 64))
-def test_signals_reach_the_program_alone(pid: int, other: int, signal_number: int) -> None:
-    kill = (62, 129)[column()]
-    assert decided(kill, (pid, signal_number), pid)
-    assert decided(kill, (other, signal_number), pid) == (other == pid)
+def test_signals_only_to_itself(pid: int, other: int, signal_number: int) -> None:
+    kill = (62, 129)[table_column()]
+    assert is_permitted(kill, (pid, signal_number), pid)
+    assert is_permitted(kill, (other, signal_number), pid) == (other == pid)
 
 
-def test_the_filter_knows_its_calls() -> None:
-    at = column()
+def test_calls_by_architecture() -> None:
+    at = table_column()
     read, clone, socket = ((0, 63)[at], (56, 220)[at], (41, 198)[at])
-    assert decided(read, (0, 0), 5) and not decided(socket, (2, 1), 5)
-    assert decided(clone, (0x3D0F00, 0), 5) and not decided(clone, (0x11, 0), 5)
+    assert is_permitted(read, (0, 0), 5) and not is_permitted(socket, (2, 1), 5)
+    assert is_permitted(clone, (0x3D0F00, 0), 5) and not is_permitted(clone, (0x11, 0), 5)
 
 
-def test_calls_of_the_kernel_raise() -> None:
+def test_failed_calls_raise() -> None:
     with pytest.raises(OSError, match="umount2: "):
-        call("umount2", b"/no/such/place", 0)
+        libc_call("umount2", b"/no/such/place", 0)
 
 
-def test_an_unknown_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "pdp11")
     with pytest.raises(OSError, match="run only on Linux on x86_64 or aarch64, this is linux pdp11"):
-        column()
+        table_column()

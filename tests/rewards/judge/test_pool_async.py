@@ -1,4 +1,4 @@
-"""Reward functions that are ``async def``: many answers at a time, each with its own fate."""
+"""Asynchronous reward functions: concurrent responses, with failures that affect only their own."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,7 +66,7 @@ def items(*answers: str) -> list[tuple[str, str, dict]]:
     return [("", answer, {"value": i}) for i, answer in enumerate(answers)]
 
 
-def test_many_are_in_flight_and_no_more_than_allowed(pool: JudgePool) -> None:
+def test_concurrency_is_used_and_limited(pool: JudgePool) -> None:
     assert pool.judge(items(*["wait"] * 40)) == [Verdict(float(i), Status.ok) for i in range(40)]
     assert pool.judge(items("most")) == [Verdict(8.0, Status.ok)]
 
@@ -81,14 +81,14 @@ def test_many_are_in_flight_and_no_more_than_allowed(pool: JudgePool) -> None:
         ("die", "the judge process ended (exit code 7)"),
     ],
 )
-def test_a_failure_is_of_its_answer_alone(pool: JudgePool, answer: str, detail: str) -> None:
+def test_failure_affects_only_its_response(pool: JudgePool, answer: str, detail: str) -> None:
     verdicts = pool.judge(items("wait", answer, "wait", "fine"))
     assert verdicts[1] == Verdict(0.0, Status.error, detail)
     assert [verdicts[i] for i in (0, 2, 3)] == [Verdict(float(i), Status.ok) for i in (0, 2, 3)]
 
 
 @pytest.mark.parametrize("answer", ["sleep", "block"])
-def test_an_answer_that_takes_too_long_costs_its_own_deadline(file: Path, answer: str) -> None:
+def test_timeout_affects_only_its_response(file: Path, answer: str) -> None:
     with JudgePool(f"{file}:reward", timeout=1.0) as pool:
         verdicts = pool.judge(items("wait", answer, "wait", "fine"))
     assert verdicts[1] == Verdict(0.0, Status.timeout, "no verdict after 1 s (reward.timeout)")
