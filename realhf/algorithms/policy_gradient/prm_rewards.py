@@ -5,7 +5,7 @@ q_k, after Clip and Delta, are added to the outcome reward. Step columns are pac
 number of steps of each response.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,33 +14,22 @@ from realhf.algorithms.policy_gradient.config import PRMRewardConfig
 from realhf.api.config import Delta
 from realhf.api.config.preference import Aggregate
 
-BATCH_MEAN = "batch_mean"
+AGGREGATES: dict[Aggregate, Callable[[Tensor], Tensor]] = {
+    Aggregate.min: Tensor.min,
+    Aggregate.prod: Tensor.prod,
+    Aggregate.last: lambda row: row[-1],
+    Aggregate.mean: Tensor.mean,
+}
 
 
 def aggregate(q: Tensor, counts: Sequence[int], how: Aggregate) -> Tensor:
     """Return one score per response, ``[B]``, from its step scores ``q`` ``[S]``; NaN without steps."""
-    scores = [_one_score(row, how) if len(row) else q.new_full((), torch.nan) for row in split_steps(q, counts)]
+    scores = [AGGREGATES[how](row) if len(row) else q.new_full((), torch.nan) for row in split_steps(q, counts)]
     return torch.stack(scores) if scores else q.new_empty(0)
 
 
-def _one_score(row: Tensor, how: Aggregate) -> Tensor:
-    match how:
-        case Aggregate.min:
-            return row.min()
-        case Aggregate.prod:
-            return row.prod()
-        case Aggregate.last:
-            return row[-1]
-        case Aggregate.mean:
-            return row.mean()
-
-
-def clip(q: Tensor, eta: float | str) -> Tensor:
-    """Return ``min(q - eta, 0)``, ``[S]``; ``eta`` may be ``"batch_mean"``, the mean of q."""
-    if isinstance(eta, str):
-        if eta != BATCH_MEAN:
-            raise ValueError(f"eta={eta!r} must be a number or {BATCH_MEAN!r}")
-        eta = float(q.mean()) if len(q) else 0.0
+def clip(q: Tensor, eta: float) -> Tensor:
+    """Return ``min(q - eta, 0)``, ``[S]``."""
     return (q - eta).clamp(max=0.0)
 
 
@@ -56,27 +45,6 @@ def delta(q: Tensor, counts: Sequence[int], kind: Delta) -> Tensor:
             steps = torch.cat([steps[:-1], row[-2:-1]])
         parts.append(torch.cat([steps, row.new_zeros(min(len(row), 1))]))
     return torch.cat([q[:0], *parts])
-
-
-def step_rewards(
-    q: Tensor,
-    success: Tensor,
-    counts: Sequence[int],
-    alpha: float,
-    eta: float | str | None = None,
-    kind: Delta = Delta.none,
-) -> Tensor:
-    """Return ``alpha * q'_k``, plus ``success`` ``[B]`` on the last step of each response, ``[S]``.
-
-    q' is ``q`` after Clip (unless ``eta`` is None) and Delta. ValueError for a response without steps.
-    """
-    if min(counts, default=1) < 1:
-        raise ValueError(f"counts={list(counts)}: every response needs a step")
-    if len(success) != len(counts):
-        raise ValueError(f"{len(success)} successes for {len(counts)} responses")
-    rewards = alpha * delta(q if eta is None else clip(q, eta), counts, kind)
-    last = torch.tensor(counts, device=q.device).cumsum(0) - 1
-    return rewards.index_add(0, last, success.to(rewards.dtype))
 
 
 def shape_step_rewards(dense: Tensor, lengths: Sequence[int], config: PRMRewardConfig, eta: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""What options of rewards contradict, and what rows they need."""
+"""Checks of reward options, and the dataset rows they need."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from realhf.experiments.options.verifier import reward_problems, reward_task
         ({"fn": "mine.py:f"}, Task.prompt),
     ],
 )
-def test_what_rows_must_hold(options: dict, task: Task) -> None:
+def test_reward_task(options: dict, task: Task) -> None:
     assert reward_task(RewardConfig(**options)) is task
 
 
@@ -47,13 +47,13 @@ def test_what_rows_must_hold(options: dict, task: Task) -> None:
         ({"fn": "http://host/", "token_env": "X"}, "reward.token_env=X: there is no such variable"),
     ],
 )
-def test_what_cannot_be(options: dict, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_options(options: dict, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("X", raising=False)
     (problem,) = reward_problems(RewardConfig(**options))
     assert problem.startswith(start)
 
 
-def test_what_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_valid_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("X", "secret")
     (tmp_path / "r.py").write_text("async def reward(prompt, answer, row): return 1.0\n")
     fns = ["math", "http://host/judge", f"{tmp_path}/r.py:reward", "format:.*"]
