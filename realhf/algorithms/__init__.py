@@ -6,6 +6,7 @@ This package and the option modules import no torch, because options are checked
 import importlib
 import importlib.util
 import inspect
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +59,21 @@ def build_interface(spec: InterfaceSpec, context: InterfaceContext) -> Interface
     return cls(config, context)
 
 
+def load_classes(path: Path, module_name: str) -> dict[str, type]:
+    """Execute a Python file as module ``module_name`` and return its classes by name."""
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # needed by dataclasses
+    spec.loader.exec_module(module)
+    return {name: value for name, value in vars(module).items() if inspect.isclass(value)}
+
+
 def _from_file(file: str, class_name: str) -> type:
     path = Path(file)
     if path.suffix != ".py" or not path.is_file():
         raise ValueError(f"interface '{file}:{class_name}': there is no Python file {path}")
-    module_spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert module_spec is not None and module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
-    classes = {k: v for k, v in vars(module).items() if inspect.isclass(v)}
+    classes = load_classes(path, f"realhf_interface_{path.stem}")
     if class_name not in classes:
         raise ValueError(f"{path} defines no class '{class_name}'{did_you_mean(class_name, classes)}")
     if "config_type" not in dir(classes[class_name]):

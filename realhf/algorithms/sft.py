@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on answers."""
+"""Supervised fine-tuning."""
 
 from dataclasses import dataclass
 
@@ -15,11 +15,11 @@ from realhf.data.protocols import Engine, InterfaceContext, Loss
 
 @dataclass
 class SFTConfig:
-    seq_mean: bool = opt(False, "average over the tokens of an answer first, then over answers")
+    seq_mean: bool = opt(False, "average over the tokens of each response, then over responses")
 
 
 def token_weights(mask: Tensor, lengths: tuple[int, ...], seq_mean: bool) -> Tensor:
-    """Return what each token counts in the loss, ``[T]`` float32: 1, or 1 over its row's number of answer tokens."""
+    """Return the weight of each token in the loss, ``[T]`` float32: 1, or 1 / the response length of its row."""
     if not seq_mean or not lengths:
         return mask.float()
     per_row = torch.stack([row.sum() for row in mask.split(lengths)]).clamp(min=1)
@@ -27,7 +27,7 @@ def token_weights(mask: Tensor, lengths: tuple[int, ...], seq_mean: bool) -> Ten
 
 
 def sft_loss(logprobs: Tensor, batch: SequenceBatch) -> Loss:
-    """Return the weighted negative log-likelihood; columns ``weights`` (float32) and ``response_mask`` (uint8)."""
+    """Return the negative log-likelihood, weighted by column ``weights``."""
     mask, weights = batch["response_mask"].bool(), batch["weights"]
     nll = (-logprobs).masked_fill(~mask, 0.0)
     total = (nll * weights).sum()
@@ -35,10 +35,10 @@ def sft_loss(logprobs: Tensor, batch: SequenceBatch) -> Loss:
 
 
 class SFT:
-    """Token-mean negative log-likelihood of the answers over the global batch; ``inference`` tries held-out rows.
+    """Minimises the mean negative log-likelihood of responses; ``inference`` evaluates on held-out rows.
 
-    Columns: ``tokens``, ``prompt_mask``. Statistics: ``loss``; ``nll`` per token (perplexity is exp of its mean);
-    ``n_tokens``, answer tokens per row. A row without an answer counts for nothing.
+    Columns: ``tokens``, ``prompt_mask``. Statistics: ``loss``; ``nll`` per token; ``n_tokens``, response tokens per
+    row. Rows without a response are ignored.
     """
 
     config_type = SFTConfig
@@ -59,7 +59,6 @@ class SFT:
         return SequenceBatch(batch.ids), stats_of(sft_loss(logprobs, self.with_weights(batch)))
 
     def with_weights(self, batch: SequenceBatch) -> SequenceBatch:
-        """Return what the loss reads."""
         lengths = batch.lengths("tokens")
         mask = response_mask(batch["prompt_mask"], lengths)
         ready = batch.only(("tokens",)).with_tokenwise("response_mask", mask.byte())

@@ -1,4 +1,4 @@
-"""Statistics as (sum, count): they add over micro-batches, mini-batches and ranks; the master divides once."""
+"""Statistics as (sum, count), which are added over micro-batches, mini-batches and ranks before the division."""
 
 from torch import Tensor
 
@@ -9,19 +9,19 @@ Monitors = dict[str, tuple[Tensor | float, Tensor | float]]
 
 
 def mean_of(x: Tensor, mask: Tensor | None = None) -> tuple[float, float]:
-    """Return (sum, count) of ``x``, where ``mask`` is nonzero if there is one, summed in float64."""
+    """Return (sum in float64, count) of ``x``, or of its elements where ``mask`` is nonzero."""
     if mask is not None:
         x = x[mask.bool()]
     return float(x.double().sum()), float(x.numel())
 
 
 def stats_of(loss: Loss) -> Stats:
-    """Return the monitors of a loss that is not differentiated, as numbers."""
+    """Return the statistics of a loss as numbers."""
     return {name: (float(value), float(count)) for name, (value, count) in loss.stats.items()}
 
 
 def add_stats(total: Stats, more: Stats) -> Stats:
-    """Return the statistics of two parts of a batch together."""
+    """Return the sum of two statistics."""
     result = dict(total)
     for name, (value, count) in more.items():
         old_value, old_count = result.get(name, (0.0, 0.0))

@@ -1,11 +1,9 @@
-"""Floor 8: experiments by name. Each is a config dataclass that declares a graph; a user's own is ``file.py:Class``."""
+"""Level 9: experiments by name. Each is a config dataclass that declares a graph; a user's own is ``file.py:Class``."""
 
 import importlib
-import importlib.util
-import inspect
-import sys
 from pathlib import Path
 
+from realhf.algorithms import load_classes
 from realhf.api.config import ExperimentConfig
 from realhf.base.errors import UserError, did_you_mean
 
@@ -26,11 +24,11 @@ EXPERIMENTS: dict[str, str] = {
     "score": "realhf.experiments.scoring:ScoreExperiment",
     "gen": "realhf.experiments.gen:GenerationExperiment",
 }
-"""Loaded when asked for, so that the command line answers at once."""
+"""Imported on demand, which keeps the command line fast."""
 
 
 def experiment_class(name: str) -> type[ExperimentConfig]:
-    """Return the class behind a name; ``UserError`` with the nearest known one where there is none."""
+    """Return the class of an experiment; ``UserError`` for an unknown name."""
     if ".py:" in name:
         return _from_file(*name.rsplit(":", 1))
     if name not in EXPERIMENTS:
@@ -44,16 +42,11 @@ def _from_file(file: str, cls: str) -> type[ExperimentConfig]:
     path = Path(file).resolve()
     if not path.is_file():
         raise UserError(f"experiment '{file}:{cls}': there is no file {path}")
-    name = f"realhf_experiment_{path.stem}"  # a file may be called like a library
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
     try:
-        spec.loader.exec_module(module)
+        classes = load_classes(path, f"realhf_experiment_{path.stem}")  # the file may have the name of a library
     except Exception as error:
         raise UserError(f"experiment '{file}:{cls}' cannot be loaded: {type(error).__name__}: {error}") from error
-    found = {k: v for k, v in vars(module).items() if inspect.isclass(v) and issubclass(v, ExperimentConfig)}
-    if cls not in found:
-        raise UserError(f"{path} defines no experiment '{cls}'{did_you_mean(cls, found)}")
-    return found[cls]
+    classes = {name: value for name, value in classes.items() if issubclass(value, ExperimentConfig)}
+    if cls not in classes:
+        raise UserError(f"{path} defines no experiment '{cls}'{did_you_mean(cls, classes)}")
+    return classes[cls]

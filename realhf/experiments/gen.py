@@ -1,51 +1,44 @@
-"""Generation alone: every prompt of a file gets its answers, judged on request, written to generations/."""
+"""Generation: samples responses to every prompt of a file, and verifies them on request."""
 
 from dataclasses import dataclass
 
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.codec import to_plain
-from realhf.api.config import ExperimentConfig, GenerationConfig, MFCConfig, ModelSpec, RewardConfig, opt
+from realhf.api.config import GenerationConfig, MFCConfig, ModelSpec, RewardConfig, opt
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
+from realhf.experiments.declared import DeclaredExperiment
 from realhf.experiments.options.sampling import sampling_problems
 from realhf.experiments.options.verifier import reward_problems, reward_task
 
 
 @dataclass
-class GenerationExperiment(ExperimentConfig):
-    """Sample answers to the prompts of a file."""
+class GenerationExperiment(DeclaredExperiment):
+    """Sample responses to the prompts of a file; they are written to generations/."""
 
     model: ModelSpec = opt(ModelSpec, "the model")
     gen: MFCConfig = opt(MFCConfig, "generation call")
-    sampling: GenerationConfig = opt(GenerationConfig, "how answers are sampled")
-    n_logged_generations: int = opt(-1, "rows written to generations/ per step, -1 for all")
-    judge: bool = opt(False, "judge the answers")
-    reward: RewardConfig = opt(RewardConfig, "the verifier, with judge=True")
+    sampling: GenerationConfig = opt(GenerationConfig, "sampling")
+    n_logged_generations: int = opt(-1, "number of rows written to generations/ per step, -1 for all")
+    judge: bool = opt(False, "verify the responses")
+    reward: RewardConfig = opt(RewardConfig, "the verifier (judge=True)")
     rew_inf: MFCConfig = opt(MFCConfig, "verifier call")
 
     @property
     def task(self) -> Task:
         return reward_task(self.reward) if self.judge else Task.prompt
 
-    @property
-    def config(self) -> ExperimentConfig:
-        return self
-
     def graph(self) -> Graph:
-        batch = self.dataset.train_bs_n_seqs
-        answer = ("tokens", "prompt_mask")
-        sampled = InterfaceSpec("generation", to_plain(self.sampling))
-        mfcs = [MFC("gen", "model", Kind.GENERATE, sampled, ("prompts", "row"), (*answer, "truncated"), batch)]
+        batch, response = self.dataset.train_bs_n_seqs, ("tokens", "prompt_mask")
+        sample = InterfaceSpec("generation", to_plain(self.sampling))
+        mfcs = [MFC("gen", "model", Kind.GENERATE, sample, ("prompts", "row"), (*response, "truncated"), batch)]
         if self.judge:
-            verified = InterfaceSpec("verifier", {"reward": to_plain(self.reward), "ppo": to_plain(PPOConfig())})
-            mfcs.append(MFC("rew_inf", None, Kind.INFERENCE, verified, (*answer, "row"), ("rewards",), batch))
+            verify = InterfaceSpec("verifier", {"reward": to_plain(self.reward), "ppo": to_plain(PPOConfig())})
+            mfcs.append(MFC("rew_inf", None, Kind.INFERENCE, verify, (*response, "row"), ("rewards",), batch))
         return Graph(tuple(mfcs))
 
     def roles(self) -> dict[str, RoleSpec]:
         return {"model": RoleSpec(self.model)}
-
-    def placements(self) -> dict[str, MFCConfig]:
-        return {"gen": self.gen, **({"rew_inf": self.rew_inf} if self.judge else {})}
 
     def sampling_options(self) -> GenerationConfig | None:
         return self.sampling

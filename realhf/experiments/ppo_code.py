@@ -1,4 +1,4 @@
-"""PPO with programs that are run: an answer is right when its code passes the tests of its row."""
+"""PPO with rewards from the unit tests of each dataset row."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""PPO with a verifier: maths answers judged in a child process, or any reward function of the user's."""
+"""PPO with verified rewards: maths answers, or any reward function of the user."""
 
 from dataclasses import dataclass, replace
 
@@ -22,26 +22,24 @@ class PPOMathExperiment(PPOExperiment):
     def task(self) -> Task:  # type: ignore[override]
         return reward_task(self.reward)
 
-    def reward_mfc(self) -> MFC:
-        interface = InterfaceSpec("verifier", {"reward": to_plain(self.reward), "ppo": to_plain(self.ppo)})
-        return MFC("rew_inf", None, Kind.INFERENCE, interface, ("tokens", "prompt_mask", "row"), ("rewards",),
-                   self._batch)  # fmt: skip
-
     def reward_mfcs(self) -> list[MFC]:
-        return [self.reward_mfc()]
+        interface = InterfaceSpec("verifier", {"reward": to_plain(self.reward), "ppo": to_plain(self.ppo)})
+        inputs = ("tokens", "prompt_mask", "row")
+        return [MFC("rew_inf", None, Kind.INFERENCE, interface, inputs, ("rewards",), self._batch)]
 
-    def as_judge(self) -> "PPOMathExperiment":
-        judge = super().as_judge()
-        assert isinstance(judge, PPOMathExperiment)
-        return replace(judge, reward=replace(self.reward, check_verifier_status=False))
+    def without_selection(self) -> "PPOMathExperiment":
+        unfiltered = super().without_selection()
+        assert isinstance(unfiltered, PPOMathExperiment)
+        return replace(unfiltered, reward=replace(self.reward, check_verifier_status=False))
 
     def reward_roles(self) -> dict[str, RoleSpec]:
         return {}
 
     def problems(self) -> list[str]:
-        problems = super().problems() + reward_problems(self.reward)
-        if (self.rew, self.score) != (ModelSpec(), ScoreConfig()):
-            problems.append("rew or score have options, but rewards come from reward.fn here; for a model use ppo")
-        if self.ensemble != EnsembleConfig():
-            problems.append("ensemble has options, but rewards come from reward.fn here; for models use ppo")
-        return problems
+        checks = [
+            ((self.rew, self.score) == (ModelSpec(), ScoreConfig()),
+             "rew or score have options, but rewards come from reward.fn; for a reward model use ppo"),
+            (self.ensemble == EnsembleConfig(),
+             "ensemble has options, but rewards come from reward.fn; for reward models use ppo"),
+        ]  # fmt: skip
+        return super().problems() + reward_problems(self.reward) + [line for holds, line in checks if not holds]

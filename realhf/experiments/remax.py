@@ -1,4 +1,4 @@
-"""ReMax: the baseline is the reward of the greedy response, which the graph generates and verifies too."""
+"""ReMax: the baseline is the reward of the greedy response, so the graph generates and verifies twice."""
 
 from dataclasses import dataclass, replace
 
@@ -26,16 +26,12 @@ class ReMaxExperiment(PPOMathExperiment):
 
     def more_mfcs(self) -> list[MFC]:
         greedy = InterfaceSpec("generation", to_plain(replace(self.ppo.gen, greedy=True)))
-        reward = self.as_judge().reward_mfc()
-        answer = (("greedy_tokens", "tokens"), ("greedy_prompt_mask", "prompt_mask"))
-        keys = tuple(key for key, _ in answer)
-        others = tuple(key for key in reward.inputs if key not in dict(answer).values())
+        (reward,) = self.without_selection().reward_mfcs()
+        aliases = {"greedy_tokens": "tokens", "greedy_prompt_mask": "prompt_mask"}
+        others = tuple(key for key in reward.inputs if key not in aliases.values())
         return [
-            MFC("greedy_gen", "actor", Kind.GENERATE, greedy, ("prompts",), keys, self._batch, aliases=answer,
-                per_prompt=True),
-            replace(reward, name="greedy_rew", inputs=(*keys, *others), outputs=("baseline",),
-                    aliases=(*answer, ("baseline", "rewards"))),
+            MFC("greedy_gen", "actor", Kind.GENERATE, greedy, ("prompts",), tuple(aliases), self._batch,
+                aliases=tuple(aliases.items()), per_prompt=True),
+            replace(reward, name="greedy_rew", inputs=(*aliases, *others), outputs=("baseline",),
+                    aliases=(*aliases.items(), ("baseline", "rewards"))),
         ]  # fmt: skip
-
-    def placements(self) -> dict[str, MFCConfig]:
-        return {**super().placements(), "greedy_gen": self.greedy_gen, "greedy_rew": self.greedy_rew}

@@ -1,6 +1,7 @@
-"""ReST-EM: sample answers, keep the right ones, fit the initial model to them, and sample from the result again."""
+"""ReST-EM: rounds of sampling responses and fine-tuning the initial model on the right ones."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
@@ -17,7 +18,7 @@ from realhf.experiments.sft import SFTExperiment
 
 
 class Choice(Enum):
-    """Which round's model is the result: the last before the first that is no better, or the best of all."""
+    """Which round's model is the result: the one before accuracy first stops rising, or the best."""
 
     first_drop = "first_drop"
     best = "best"
@@ -25,7 +26,7 @@ class Choice(Enum):
 
 @dataclass(frozen=True)
 class Round:
-    """What a round came to. ``accuracy`` is the mean reward of the validation answers of the model it fitted."""
+    """The result of a round. ``accuracy`` is the mean reward of the fitted model on validation prompts."""
 
     number: int
     n_answers: int
@@ -38,23 +39,23 @@ class Round:
 
 @dataclass
 class RestEMExperiment(MultiStageExperiment):
-    """Expectation and maximisation by sampling (Singh et al. 2023, arXiv 2312.06585)."""
+    """Expectation maximisation by sampling (Singh et al. 2023, arXiv 2312.06585)."""
 
-    model: ModelSpec = opt(ModelSpec, "the initial model: every round starts from it")
+    model: ModelSpec = opt(ModelSpec, "the initial model, from which every round starts")
     sampling: GenerationConfig = opt(
-        lambda: GenerationConfig(n=8, temperature=0.6, top_p=0.9), "sampling to learn from"
+        lambda: GenerationConfig(n=8, temperature=0.6, top_p=0.9), "sampling of training data"
     )
     validation: GenerationConfig = opt(
         lambda: GenerationConfig(n=16, temperature=0.35), "sampling on validation prompts"
     )
     valid_path: str = opt("", "validation prompts (default: those of dataset.path)")
     reward: RewardConfig = opt(lambda: RewardConfig(wrong_reward=0.0), "the verifier")
-    n_rounds: int = opt(10, "rounds of sampling and fitting")
-    threshold: float = opt(1.0, "answers with at least this reward are kept")
-    max_per_prompt: int = opt(10, "answers kept per prompt at the most, in the order of sampling; -1 for all")
-    choice: Choice = opt(Choice.first_drop, "which round's model is the result: first_drop or best")
-    epochs: int = opt(8, "passes over what was kept")
-    fit_batch: int = opt(64, "answers per optimizer step")
+    n_rounds: int = opt(10, "number of rounds")
+    threshold: float = opt(1.0, "minimum reward of the responses to train on")
+    max_per_prompt: int = opt(10, "maximum number of responses per prompt to train on, -1 for all")
+    choice: Choice = opt(Choice.first_drop, "round whose model is the result: first_drop or best")
+    epochs: int = opt(8, "number of training epochs per round")
+    fit_batch: int = opt(64, "number of responses per optimizer step")
 
     @property
     def config(self) -> MultiStageExperiment:
@@ -63,69 +64,65 @@ class RestEMExperiment(MultiStageExperiment):
     def problems(self) -> list[str]:
         checks = [
             (self.n_rounds >= 1, f"n_rounds must be positive, got {self.n_rounds}"),
-            (
-                self.max_per_prompt >= 1 or self.max_per_prompt == -1,
-                f"max_per_prompt={self.max_per_prompt}: 1 or more, or -1",
-            ),
+            (self.max_per_prompt >= 1 or self.max_per_prompt == -1,
+             f"max_per_prompt must be positive or -1, got {self.max_per_prompt}"),
             (self.epochs >= 1, f"epochs must be positive, got {self.epochs}"),
             (self.fit_batch >= 1, f"fit_batch must be positive, got {self.fit_batch}"),
             (bool(self.model.path), "model.path is not set (a Hugging Face folder): rounds start from its weights"),
-        ]
-        wrong = [line for holds, line in checks if not holds] + sampling_problems("sampling", self.sampling)
-        return wrong + sampling_problems("validation", self.validation) + reward_problems(self.reward)
+        ]  # fmt: skip
+        problems = [line for holds, line in checks if not holds] + sampling_problems("sampling", self.sampling)
+        return problems + sampling_problems("validation", self.validation) + reward_problems(self.reward)
 
     def stages(self, root: Path) -> Iterator[Stage]:
         policy, rounds = self.model.path or "", list[Round]()
         for number in range(1, self.n_rounds + 1):
             yield self.sample(f"round{number}-sample", policy, self.dataset, self.sampling, self.seed + 2 * number)
-            answers = list(read_generations(root / f"round{number}-sample"))
-            kept = kept_answers(answers, self.threshold, self.max_per_prompt)
+            responses = list(read_generations(root / f"round{number}-sample"))
+            kept = select_responses(responses, self.threshold, self.max_per_prompt)
             if not kept:
-                raise RunFailed(f"round {number}: none of {len(answers)} answers has a reward of {self.threshold:g} "
-                                "or more; draw more of them (sampling.n), or start from a better model")  # fmt: skip
+                raise RunFailed(
+                    f"round {number}: none of {len(responses)} responses has a reward of {self.threshold:g} or more; "
+                    "increase sampling.n, or start from a better model"
+                )
             data = root / f"round{number}-kept.jsonl"
             rows = ({"prompt": row["prompt"], "answer": row["response"]} for row in kept)
             data.write_text("".join(json.dumps(row) + "\n" for row in rows))
             yield self.fit(f"round{number}-fit", data, len(kept))
             policy = str(newest_model(root / f"round{number}-fit"))
-            where = replace(self.dataset, path=self.valid_path or self.dataset.path)
-            yield self.sample(f"round{number}-valid", policy, where, self.validation, self.seed + 2 * number + 1)
+            prompts = replace(self.dataset, path=self.valid_path or self.dataset.path)
+            yield self.sample(f"round{number}-valid", policy, prompts, self.validation, self.seed + 2 * number + 1)
             valid = [row["rewards"] for row in read_generations(root / f"round{number}-valid")]
-            rounds.append(summary(number, answers, kept, self.max_per_prompt, sum(valid) / len(valid), policy))
+            rounds.append(summary(number, responses, kept, self.max_per_prompt, sum(valid) / len(valid), policy))
             chosen = chosen_round([r.accuracy for r in rounds], self.choice)
-            result = {
-                "rounds": [asdict(r) for r in rounds],
-                "chosen": rounds[chosen].number,
-                "model": rounds[chosen].model,
-            }
+            best = rounds[chosen]
+            result = {"rounds": [asdict(r) for r in rounds], "chosen": best.number, "model": best.model}
             (root / "restem.json").write_text(json.dumps(result, indent=1))
-            print(f"round   {number}: {len(kept)} of {len(answers)} answers kept, accuracy {rounds[-1].accuracy:.3f}; "
-                  f"the result is round {rounds[chosen].number}")  # fmt: skip
+            print(f"round   {number}: {len(kept)} of {len(responses)} responses selected, accuracy "
+                  f"{rounds[-1].accuracy:.3f}; the result is round {best.number}")  # fmt: skip
 
-    def sample(self, name: str, policy: str, data: DatasetConfig, how: GenerationConfig, seed: int) -> Stage:
-        """Answer every prompt once per ``how.n``, in the order of the file."""
-        whole = replace(data, shuffle=False)
-        config = self.inherit(GenerationExperiment, model=replace(self.model, path=policy), sampling=how, judge=True,
-                              reward=self.reward, dataset=whole, seed=seed, n_logged_generations=-1,
-                              exp_ctrl=self.control(1))  # fmt: skip
+    def sample(self, name: str, policy: str, data: DatasetConfig, sampling: GenerationConfig, seed: int) -> Stage:
+        """Return the stage that samples ``sampling.n`` responses per prompt, in the order of the file."""
+        config = self.inherit(GenerationExperiment, model=replace(self.model, path=policy), sampling=sampling,
+                              judge=True,
+                              reward=self.reward, dataset=replace(data, shuffle=False), seed=seed,
+                              n_logged_generations=-1, exp_ctrl=self.control(1))  # fmt: skip
         return Stage(name, "gen", config)
 
     def fit(self, name: str, data: Path, n_kept: int) -> Stage:
-        rows = replace(
-            self.dataset, path=str(data), train_bs_n_seqs=min(self.fit_batch, n_kept), prompt_template="{prompt}"
-        )
+        batch = min(self.fit_batch, n_kept)
+        rows = replace(self.dataset, path=str(data), train_bs_n_seqs=batch, prompt_template="{prompt}")
         config = self.inherit(SFTExperiment, model=self.model, dataset=rows, save_roles=[],
                               exp_ctrl=self.control(self.epochs))  # fmt: skip
         return Stage(name, "sft", config)
 
     def control(self, epochs: int) -> ExperimentControl:
-        """Return the length of a stage; its checkpoints are those that the campaign asks for."""
+        """Return the length of a stage, with the checkpoint options of this experiment."""
         checkpoints = {name: value for name, value in vars(self.exp_ctrl).items() if name.startswith("ckpt_")}
         return ExperimentControl(total_train_epochs=epochs, keep_last=self.exp_ctrl.keep_last, **checkpoints)
 
 
 def read_generations(run: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows that a run wrote down, step by step."""
+    """Yield the rows of generations/ of a run, in the order of steps."""
     files = (run / "generations").glob("step_*.jsonl")
     for file in sorted(files, key=lambda path: int(path.stem.rpartition("_")[2])):
         with file.open() as lines:
@@ -133,24 +130,24 @@ def read_generations(run: Path) -> Iterator[dict[str, Any]]:
 
 
 def newest_model(run: Path) -> Path:
-    """Return the last model that a run saved."""
+    """Return the last saved model of a run."""
     return max((run / "models").glob("*/step_*"), key=lambda path: int(path.name.rpartition("_")[2]))
 
 
-def kept_answers(rows: Iterable[dict[str, Any]], threshold: float, most: int) -> list[dict[str, Any]]:
-    """Return the rows whose reward is at least ``threshold``, the first ``most`` of each prompt (-1: all)."""
+def select_responses(rows: Iterable[dict[str, Any]], threshold: float, max_per_prompt: int) -> list[dict[str, Any]]:
+    """Return the rows with at least reward ``threshold``, the first ``max_per_prompt`` of each prompt (-1: all)."""
     kept: list[dict[str, Any]] = []
-    taken: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for row in rows:
-        n = taken.get(row["prompt_id"], 0)
-        if row["rewards"] >= threshold and not row["truncated"] and n != most:
-            taken[row["prompt_id"]] = n + 1
+        n = counts.get(row["prompt_id"], 0)
+        if row["rewards"] >= threshold and not row["truncated"] and n != max_per_prompt:
+            counts[row["prompt_id"]] = n + 1
             kept.append(row)
     return kept
 
 
 def chosen_round(accuracies: Sequence[float], choice: Choice) -> int:
-    """Return the index of the chosen round; of equally good ones the first."""
+    """Return the index of the chosen round, the first of equal ones."""
     if choice is Choice.best:
         return max(range(len(accuracies)), key=lambda i: (accuracies[i], -i))
     for i in range(1, len(accuracies)):
@@ -160,10 +157,8 @@ def chosen_round(accuracies: Sequence[float], choice: Choice) -> int:
 
 
 def summary(
-    number: int, answers: Sequence[dict], kept: Sequence[dict], most: int, accuracy: float, model: str
+    number: int, responses: Sequence[dict], kept: Sequence[dict], max_per_prompt: int, accuracy: float, model: str
 ) -> Round:
-    counts: dict[int, int] = {}
-    for row in kept:
-        counts[row["prompt_id"]] = counts.get(row["prompt_id"], 0) + 1
-    full = sum(count == most for count in counts.values())
-    return Round(number, len(answers), len(kept), len(counts), full, accuracy, model)
+    counts = Counter(row["prompt_id"] for row in kept)
+    full = sum(count == max_per_prompt for count in counts.values())
+    return Round(number, len(responses), len(kept), len(counts), full, accuracy, model)

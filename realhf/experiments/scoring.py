@@ -1,37 +1,38 @@
-"""Scores of answers, sampled or given, by reward models, and by a judge of these: a gold model or a verifier."""
+"""Scoring of responses, sampled or from a file, by reward models and by a gold model or a verifier."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.codec import to_plain
-from realhf.api.config import ExperimentConfig, GenerationConfig, MFCConfig, ModelSpec, RewardConfig, opt
+from realhf.api.config import GenerationConfig, MFCConfig, ModelSpec, RewardConfig, opt
 from realhf.api.config.ensemble import EnsembleConfig
 from realhf.api.config.preference import ScoreConfig
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.data.files import read_raw_rows
-from realhf.experiments.options.reward_models import ANSWER, RewardModels
+from realhf.experiments.declared import DeclaredExperiment
+from realhf.experiments.options.reward_models import RESPONSE, RewardModels
 from realhf.experiments.options.sampling import sampling_problems
 from realhf.experiments.options.score import score_interface
 from realhf.experiments.options.verifier import reward_problems, reward_task
 
 SOLUTIONS = {Task.math: ("solutions",), Task.code: ("input_output", "test")}
-"""Keys of a row, one of which a verifier of ours needs."""
+"""Dataset keys of which a built-in verifier needs one."""
 
 
 @dataclass
 class Scoring:
-    """Options of whoever has answers scored."""
+    """Options of experiments that score responses."""
 
-    policy: ModelSpec = opt(ModelSpec, "samples answers to the prompts of the file (default: the file holds answers)")
-    sampling: GenerationConfig = opt(GenerationConfig, "how answers are sampled")
+    policy: ModelSpec = opt(ModelSpec, "samples responses to the prompts of the file (default: the file has answers)")
+    sampling: GenerationConfig = opt(GenerationConfig, "sampling, with policy.path")
     rew: ModelSpec = opt(ModelSpec, "the reward model")
-    score: ScoreConfig = opt(ScoreConfig, "how it scores")
+    score: ScoreConfig = opt(ScoreConfig, "scoring with the reward model")
     ensemble: EnsembleConfig = opt(lambda: EnsembleConfig(uwo_weight=0.5), "several reward models instead of rew")
-    gold: ModelSpec = opt(ModelSpec, "a reward model that is taken for the truth")
-    judge: bool = opt(False, "a verifier is taken for the truth")
-    reward: RewardConfig = opt(lambda: RewardConfig(wrong_reward=0.0), "the verifier, with judge=True")
+    gold: ModelSpec = opt(ModelSpec, "a reward model that gives the gold scores")
+    judge: bool = opt(False, "a verifier gives the gold scores")
+    reward: RewardConfig = opt(lambda: RewardConfig(wrong_reward=0.0), "the verifier (judge=True)")
     gen: MFCConfig = opt(MFCConfig, "sampling call")
     rew_inf: MFCConfig = opt(MFCConfig, "scoring calls")
     gold_inf: MFCConfig = opt(MFCConfig, "gold call")
@@ -49,36 +50,37 @@ class Scoring:
         return self.gold != ModelSpec()
 
     def scoring_problems(self, data: str) -> list[str]:
-        """Return what the options contradict, one line each; ``data`` is the file with prompts or answers."""
+        """Return one line per invalid option; ``data`` is the file with prompts or answers."""
         checks = [
-            (not (self.judge and self.has_gold_model), "gold has options, and judge=True: the truth is one of them"),
+            (not (self.judge and self.has_gold_model),
+             "gold has options, but judge=True: gold scores come from one of them"),
             (self.judge or replace(self.reward, wrong_reward=0.0) == RewardConfig(wrong_reward=0.0),
-             "reward has options, but with judge=False nothing is verified"),
+             "reward has options, but judge=False uses no verifier"),
             (self.is_sampled or self.sampling == type(self)().sampling,
-             "sampling has options, but without policy.path no answer is sampled"),
+             "sampling has options, but without policy.path no responses are sampled"),
         ]  # fmt: skip
-        wrong = [line for holds, line in checks if not holds] + self.reward_models.problems()
+        problems = [line for holds, line in checks if not holds] + self.reward_models.problems()
         if self.judge:
-            wrong += reward_problems(self.reward) + ([] if self.is_sampled else self._solution_problems(data))
-        return wrong + sampling_problems("sampling", self.sampling)
+            problems += reward_problems(self.reward) + ([] if self.is_sampled else self._solution_problems(data))
+        return problems + sampling_problems("sampling", self.sampling)
 
     def _solution_problems(self, data: str) -> list[str]:
-        """Say whether the first row of given answers lacks what the verifier compares them with."""
+        """Return a problem if the first row of the file has no solution for the verifier."""
         needed = SOLUTIONS.get(reward_task(self.reward), ())
         if not needed or not Path(data).is_file():
             return []
         row = next(read_raw_rows(data)).value
-        found = {**(row.get("fields") or {}), **row} if isinstance(row, dict) else {}
-        if found.keys() & set(needed):
+        keys = {**(row.get("fields") or {}), **row}.keys() if isinstance(row, dict) else {}
+        if set(needed) & set(keys):
             return []
-        return [f"judge=True: rows of {data} have no {' or '.join(map(repr, needed))} (keys: {', '.join(found)})"]
+        return [f"judge=True: rows of {data} have no {' or '.join(map(repr, needed))} (keys: {', '.join(keys)})"]
 
 
 @dataclass
-class ScoreExperiment(Scoring, ExperimentConfig):
-    """Score answers with reward models; prompts, answers and scores are written to generations/."""
+class ScoreExperiment(Scoring, DeclaredExperiment):
+    """Score responses with reward models; prompts, responses and scores are written to generations/."""
 
-    n_logged_generations: int = opt(-1, "rows written to generations/ per step, -1 for all")
+    n_logged_generations: int = opt(-1, "number of rows written to generations/ per step, -1 for all")
 
     def problems(self) -> list[str]:
         return self.scoring_problems(self.dataset.path)
@@ -89,38 +91,34 @@ class ScoreExperiment(Scoring, ExperimentConfig):
             return reward_task(self.reward) if self.judge else Task.prompt
         return Task.answer
 
-    @property
-    def config(self) -> ExperimentConfig:
-        return self
-
     def graph(self) -> Graph:
         batch, mfcs = self.dataset.train_bs_n_seqs, list[MFC]()
         *members, rew_inf = self.reward_models.calls(PPOConfig(), batch)
         if self.is_sampled:
-            sampled = InterfaceSpec("generation", to_plain(self.sampling))
-            mfcs.append(MFC("gen", "policy", Kind.GENERATE, sampled, ("prompts", "row"), (*ANSWER, "truncated"), batch))
+            sample = InterfaceSpec("generation", to_plain(self.sampling))
+            mfcs.append(
+                MFC("gen", "policy", Kind.GENERATE, sample, ("prompts", "row"), (*RESPONSE, "truncated"), batch)
+            )
         else:
-            rew_inf = replace(rew_inf, inputs=(*rew_inf.inputs, "row"))  # what is read is written to generations/
+            rew_inf = replace(rew_inf, inputs=(*rew_inf.inputs, "row"))  # inputs are written to generations/
         mfcs += [*members, rew_inf, *self._gold_calls(batch)]
         return Graph(tuple(mfcs), (), tuple(role for role, spec in self.roles().items() if spec.spec.offload))
 
     def _gold_calls(self, batch: int) -> list[MFC]:
-        made = (("gold", "rewards"),)
+        aliases = (("gold", "rewards"),)
         if self.judge:
-            judged = InterfaceSpec("verifier", {"reward": to_plain(self.reward), "ppo": to_plain(PPOConfig())})
-            return [MFC("gold_inf", None, Kind.INFERENCE, judged, (*ANSWER, "row"), ("gold",), batch, aliases=made)]
-        scored = score_interface(ScoreConfig(), self.gold, PPOConfig())
-        call = MFC("gold_inf", "gold", Kind.INFERENCE, scored, ANSWER, ("gold",), batch, aliases=made)
+            verify = InterfaceSpec("verifier", {"reward": to_plain(self.reward), "ppo": to_plain(PPOConfig())})
+            return [
+                MFC("gold_inf", None, Kind.INFERENCE, verify, (*RESPONSE, "row"), ("gold",), batch, aliases=aliases)
+            ]
+        score = score_interface(ScoreConfig(), self.gold, PPOConfig())
+        call = MFC("gold_inf", "gold", Kind.INFERENCE, score, RESPONSE, ("gold",), batch, aliases=aliases)
         return [call] if self.has_gold_model else []
 
     def roles(self) -> dict[str, RoleSpec]:
         policy = {"policy": RoleSpec(self.policy)} if self.is_sampled else {}
         gold = {"gold": RoleSpec(self.gold, scalar_head=True)} if self.has_gold_model and not self.judge else {}
         return {**policy, **self.reward_models.roles(), **gold}
-
-    def placements(self) -> dict[str, MFCConfig]:
-        options = {"gen": self.gen, "gold_inf": self.gold_inf}
-        return {mfc.name: options.get(mfc.name, self.rew_inf) for mfc in self.graph().mfcs}
 
     def sampling_options(self) -> GenerationConfig | None:
         return self.sampling if self.is_sampled else None

@@ -1,4 +1,4 @@
-"""VinePPO: PPO whose values are found by rollouts from the states between steps instead of by a critic."""
+"""VinePPO: PPO with values from Monte Carlo rollouts instead of a critic."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from realhf.experiments.ppo_math import PPOMathExperiment
 
 
 def vineppo() -> PPOConfig:
-    """Kazemnejad et al. 2024 (arXiv 2410.01679) and its code: answers of 8, KL in the loss summed over an answer."""
+    """Kazemnejad et al. 2024 (arXiv 2410.01679) and its code: groups of 8, KL loss summed over each response."""
     return PPOConfig(group_size=8, disable_value=True, advantage=Advantage["precomputed"], adv_norm_unbiased=True,
                      kl_in=KLPlace.loss, kl_ctl=1e-4, kl_loss_aggregation=LossAggregation.seq_sum, kl_loss_clip=10.0,
                      mask_no_eos_with_zero=True)  # fmt: skip
@@ -18,7 +18,7 @@ def vineppo() -> PPOConfig:
 
 @dataclass
 class VinePPOExperiment(PPOMathExperiment):
-    """PPO with values by Monte Carlo."""
+    """PPO with Monte Carlo values."""
 
     ppo: PPOConfig = opt(vineppo, "the algorithm")
     vine: VineConfig = opt(VineConfig, "values of states")
@@ -28,30 +28,24 @@ class VinePPOExperiment(PPOMathExperiment):
     vine_adv: MFCConfig = opt(MFCConfig, "advantages")
 
     def more_mfcs(self) -> list[MFC]:
-        ppo, vine, reward = to_plain(self.ppo), to_plain(self.vine), to_plain(self.reward)
-        rollouts = InterfaceSpec("vine_rollouts", {"ppo": ppo, "vine": vine})
-        values = InterfaceSpec("vine_values", {"ppo": ppo, "vine": vine, "reward": reward})
-        kept = ("rewards",) if self.drops_rows else ()
-        drawn = ("state_starts", "rollouts", "rollout_lengths", "rollout_truncated")
-        answer, batch = ("tokens", "prompt_mask"), self._batch
+        options = {"ppo": to_plain(self.ppo), "vine": to_plain(self.vine)}
+        rollouts = InterfaceSpec("vine_rollouts", options)
+        values = InterfaceSpec("vine_values", {**options, "reward": to_plain(self.reward)})
+        advantages = InterfaceSpec("vine_advantages", options["ppo"])
+        selected = ("rewards",) if self.drops_rows else ()
+        outputs = ("state_starts", "rollouts", "rollout_lengths", "rollout_truncated")
+        response, batch = ("tokens", "prompt_mask"), self._batch
         return [
-            MFC("value_gen", "actor", Kind.GENERATE, rollouts, (*answer, *kept), drawn, batch),
-            MFC("value_rew", None, Kind.INFERENCE, values, (*answer, "row", *drawn), ("state_values",), batch),
-            MFC("vine_adv", None, Kind.INFERENCE, InterfaceSpec("vine_advantages", ppo),
+            MFC("value_gen", "actor", Kind.GENERATE, rollouts, (*response, *selected), outputs, batch),
+            MFC("value_rew", None, Kind.INFERENCE, values, (*response, "row", *outputs), ("state_values",), batch),
+            MFC("vine_adv", None, Kind.INFERENCE, advantages,
                 ("prompt_mask", "rewards", "truncated", "state_starts", "state_values"), ("advantages",), batch),
         ]  # fmt: skip
 
-    def placements(self) -> dict[str, MFCConfig]:
-        calls = {"value_gen": self.value_gen, "value_rew": self.value_rew, "vine_adv": self.vine_adv}
-        return {**super().placements(), **calls}
-
     def problems(self) -> list[str]:
-        vine = self.vine
+        n_rollouts, max_states = self.vine.n_rollouts, self.vine.max_states
         checks = [
-            (vine.n_rollouts >= 1, f"vine.n_rollouts must be positive, got {vine.n_rollouts}"),
-            (
-                vine.max_states is None or vine.max_states >= 1,
-                f"vine.max_states must be positive, got {vine.max_states}",
-            ),
+            (n_rollouts >= 1, f"vine.n_rollouts must be positive, got {n_rollouts}"),
+            (max_states is None or max_states >= 1, f"vine.max_states must be positive, got {max_states}"),
         ]
         return super().problems() + [line for holds, line in checks if not holds]

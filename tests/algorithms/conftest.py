@@ -1,4 +1,4 @@
-"""A model of one table: what an engine must do, on threads instead of processes."""
+"""A fake engine with a bigram model, and ranks as threads."""
 
 import threading
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from realhf.data.batch import Column, SequenceBatch
 
 
 class Table:
-    """Outputs of a bigram model: token t is predicted from token t-1, a state's value from its last token."""
+    """Outputs of a bigram model: token t is predicted from token t-1, the value of a state from its last token."""
 
     def __init__(self, logits, scores, batch):
         self.logits, self.scores, self.tokens, self.ends = (
@@ -33,7 +33,7 @@ class Table:
 
 
 class TableEngine:
-    """SGD with learning rate 1 on a table; a micro-batch is one prompt's rows, in reversed order."""
+    """SGD with learning rate 1 on a table; a micro-batch has the rows of one prompt, in reverse order."""
 
     def __init__(self, vocab=7, all_sum=lambda x: x):
         generator = torch.Generator().manual_seed(0)
@@ -70,7 +70,7 @@ class TableEngine:
 
 
 def on_ranks(jobs: list[Callable]):
-    """Run ``job(engine)`` side by side, one rank each, with sums over all of them; returns (engines, results)."""
+    """Run each ``job(engine)`` on its own rank, with reductions over all ranks; returns (engines, results)."""
     barrier, slots, results = threading.Barrier(len(jobs), timeout=20), [None] * len(jobs), [None] * len(jobs)
 
     def all_sum(rank, x):
@@ -94,7 +94,7 @@ def on_ranks(jobs: list[Callable]):
 
 
 def rollouts(n_prompts=4, n_samples=2, n_minibatches=2, seed=0):
-    """A batch with all columns of training, in float64, answers of different lengths, some truncated."""
+    """A float64 training batch with responses of different lengths, some truncated."""
     g = torch.Generator().manual_seed(seed)
     ids = tuple(RowId(10 * p, s) for p in range(n_prompts) for s in range(n_samples))
     prompts = [1 + int(torch.randint(3, (), generator=g)) for _ in range(n_prompts) for _ in range(n_samples)]

@@ -34,13 +34,13 @@ class Bare:
 
 
 @pytest.mark.parametrize("name", sorted(INTERFACES))
-def test_every_interface_is_built_from_its_defaults(name):
+def test_interfaces_are_built_from_default_configs(name):
     cls = interface_class(name)
     assert is_dataclass(cls.config_type)
     assert isinstance(build_interface(InterfaceSpec(name, to_plain(cls.config_type())), CONTEXT), cls)
 
 
-def test_the_config_arrives():
+def test_config_of_an_interface():
     config = PPOConfig(kl_ctl=0.7, generation_size=4)
     actor = build_interface(InterfaceSpec("ppo_actor", to_plain(config)), CONTEXT)
     assert isinstance(actor, PPOActor) and actor.config == config
@@ -48,7 +48,7 @@ def test_the_config_arrives():
     assert verifier.config.ppo == config
 
 
-def test_a_users_own(tmp_path):
+def test_user_defined_interface(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(MINE)
     mine = build_interface(InterfaceSpec(f"{file}:Mine", {"beta": 0.3}), CONTEXT)
@@ -61,7 +61,7 @@ def test_a_users_own(tmp_path):
         build_interface(InterfaceSpec(f"{tmp_path}/other.py:Mine"), CONTEXT)
 
 
-def test_unknown_names_and_options_are_refused():
+def test_unknown_names_and_options():
     with pytest.raises(ValueError, match="'ppo_actr'  did you mean ppo_actor"):
         build_interface(InterfaceSpec("ppo_actr"), CONTEXT)
     with pytest.raises(ValueError, match="config of interface 'sft'.*seq_men"):

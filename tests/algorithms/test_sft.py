@@ -15,7 +15,7 @@ CONTEXT = InterfaceContext(seed=1, tokenizer=None, run_root=Path("."))
 def test_step_over_two_ranks(ranks, table_engine, make_rollouts, seq_mean):
     batch = make_rollouts().only(("tokens", "prompt_mask", "minibatch"))
     mask = batch["prompt_mask"].clone()
-    mask[: batch.lengths("tokens")[0]] = 1  # a row without an answer
+    mask[: batch.lengths("tokens")[0]] = 1  # a row without a response
     batch = batch.with_tokenwise("prompt_mask", mask)
     interface = SFT(SFTConfig(seq_mean=seq_mean), CONTEXT)
     parts = ([0, 1, 2, 4, 5], [], [3, 6, 7])
@@ -26,8 +26,8 @@ def test_step_over_two_ranks(ranks, table_engine, make_rollouts, seq_mean):
     logits = table_engine().logits
     rows = []
     for tokens, prompt in zip(batch.columns["tokens"].rows(), batch.columns["prompt_mask"].rows(), strict=True):
-        answer = [t for t in range(1, len(tokens)) if not prompt[t]]
-        rows.append([-torch.log_softmax(logits[tokens[t - 1]], 0)[tokens[t]] for t in answer])
+        response = [t for t in range(1, len(tokens)) if not prompt[t]]
+        rows.append([-torch.log_softmax(logits[tokens[t - 1]], 0)[tokens[t]] for t in response])
     rows = [row for row in rows if row]
     n_tokens = sum(len(row) for row in rows)
     loss = sum(sum(row) / len(row) for row in rows) / 7 if seq_mean else sum(sum(row) for row in rows) / n_tokens
@@ -44,6 +44,6 @@ def test_step_over_two_ranks(ranks, table_engine, make_rollouts, seq_mean):
     assert (total("n_tokens", 0), total("n_tokens", 1)) == (n_tokens, 8)
     assert all(state == {} for _, state in results)
     engine = table_engine()
-    made, trial = interface.inference(engine, batch, {})
-    assert made.ids == batch.ids and not made.columns and torch.equal(engine.logits, logits)
-    assert {name: pytest.approx((total(name, 0), total(name, 1)), rel=1e-6) for name in ("loss", "nll")} == trial
+    outputs, evaluation = interface.inference(engine, batch, {})
+    assert outputs.ids == batch.ids and not outputs.columns and torch.equal(engine.logits, logits)
+    assert {name: pytest.approx((total(name, 0), total(name, 1)), rel=1e-6) for name in ("loss", "nll")} == evaluation

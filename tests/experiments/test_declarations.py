@@ -1,4 +1,4 @@
-"""What the experiments declare, and what their options contradict."""
+"""The declarations of the experiments, and the checks of their options."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ class Mine(SFTExperiment):
 
 
 @pytest.mark.parametrize("name", [n for n in EXPERIMENTS if not issubclass(experiment_class(n), MultiStageExperiment)])
-def test_every_experiment_hangs_together(name: str) -> None:
+def test_declarations_are_consistent(name: str) -> None:
     experiment = experiment_class(name)()
     experiment.dataset.train_bs_n_seqs = 6
     graph = experiment.graph()
@@ -69,11 +69,11 @@ def test_every_experiment_hangs_together(name: str) -> None:
         (PPOMathExperiment(), ("prompts", "row"), Task.math),
     ],
 )
-def test_what_is_read_from_the_data(experiment: SFTExperiment, keys: tuple[str, ...], task: Task) -> None:
+def test_dataset_keys(experiment: SFTExperiment, keys: tuple[str, ...], task: Task) -> None:
     assert (experiment.graph().dataset_keys, experiment.task) == (keys, task)
 
 
-def test_ppo_has_six_calls_and_without_a_critic_four() -> None:
+def test_ppo_has_six_calls_and_four_without_a_critic() -> None:
     assert [m.name for m in PPOExperiment().graph().topological] == [
         "actor_gen", "rew_inf", "ref_inf", "critic_inf", "critic_train", "actor_train",
     ]  # fmt: skip
@@ -82,13 +82,13 @@ def test_ppo_has_six_calls_and_without_a_critic_four() -> None:
     assert "critic" not in without.roles() and "values" not in without.graph()["actor_train"].inputs
 
 
-def test_best_of_n_spends_forward_passes_on_kept_rows_alone() -> None:
+def test_best_of_n_runs_inference_on_selected_rows_only() -> None:
     plain, best = (PPOExperiment(ppo=PPOConfig(group_size=2, generation_size=n)) for n in (None, 8))
     assert not plain.drops_rows and best.drops_rows
     assert [e.graph()["ref_inf"].inputs for e in (plain, best)] == [("tokens",), ("tokens", "rewards")]
 
 
-def test_ref_and_critic_start_from_the_actor_unless_they_are_given() -> None:
+def test_ref_and_critic_default_to_the_actor() -> None:
     actor = ModelSpec(path="a", bf16=True, gradient_checkpointing=True)
     roles = PPOExperiment(actor=actor, rew=ModelSpec(path="r")).roles()
     assert roles["ref"].spec == ModelSpec(path="a", bf16=True) and roles["ref"].starts_as == "actor"
@@ -101,7 +101,7 @@ def test_ref_and_critic_start_from_the_actor_unless_they_are_given() -> None:
     assert scratch["critic"].spec == ModelSpec(config="cfg", init_from_scratch=True)
 
 
-def test_a_reward_model_gets_a_new_head_unless_it_is_one() -> None:
+def test_reward_models_get_a_new_head_unless_is_reward_model() -> None:
     heads = [RewardModelExperiment(is_reward_model=b).roles()["model"].spec.init_critic_from_actor for b in (0, 1)]
     assert heads == [True, False]
     scratch = RewardModelExperiment(model=ModelSpec(init_from_scratch=True))
@@ -109,19 +109,19 @@ def test_a_reward_model_gets_a_new_head_unless_it_is_one() -> None:
 
 
 @pytest.mark.parametrize("loss", PreferenceLoss)
-def test_a_reference_is_asked_where_the_loss_needs_one(loss: PreferenceLoss) -> None:
+def test_dpo_graph_with_and_without_reference(loss: PreferenceLoss) -> None:
     experiment = DPOExperiment(dpo=DPOConfig(loss), dataset=DatasetConfig(eval_fraction=0.1))
     experiment.actor, experiment.ref = ModelSpec("a", bf16=True, gradient_checkpointing=True), ModelSpec(offload=True)
     graph, roles = experiment.graph(), experiment.roles()
     if loss in (PreferenceLoss.orpo, PreferenceLoss.simpo):
         assert [m.name for m in graph.mfcs] == ["actor_train"] and set(roles) == {"actor"}
         assert [m.name for m in graph.evaluation] == ["actor_eval"] and graph.offloaded == ()
-        assert experiment.problems() == [f"ref has options, but dpo.loss={loss.name} needs no reference"]
+        assert experiment.problems() == [f"ref has options, but dpo.loss={loss.name} uses no reference"]
         return
-    more = loss is PreferenceLoss.kto  # its point of reference comes from answers that belong to other prompts
-    steps, trials = [*["ref_kl_inf"] * more, "actor_train"], [*["ref_kl_eval"] * more, "actor_eval"]
+    more = loss is PreferenceLoss.kto  # KTO needs log-probs of mismatched responses
+    steps, evaluation = [*["ref_kl_inf"] * more, "actor_train"], [*["ref_kl_eval"] * more, "actor_eval"]
     assert [m.name for m in graph.topological] == ["ref_inf", *steps] and graph.offloaded == ("ref",)
-    assert [m.name for m in graph.eval_graph.topological] == ["ref_eval", *trials] and experiment.problems() == []
+    assert [m.name for m in graph.eval_graph.topological] == ["ref_eval", *evaluation] and experiment.problems() == []
     assert set(experiment.placements()) == {m.name for m in graph.mfcs}
     assert roles["ref"].spec == ModelSpec("a", bf16=True, offload=True) and roles["ref"].starts_as == "actor"
     assert DPOExperiment(ref=ModelSpec("b")).roles()["ref"].starts_as is None
@@ -135,47 +135,47 @@ def test_a_reference_is_asked_where_the_loss_needs_one(loss: PreferenceLoss) -> 
         ({"label_smoothing": 0.1, "loss": PreferenceLoss.ipo}, "dpo.label_smoothing is for dpo.loss=sigmoid and"),
         ({"positive_lambda": -1}, "dpo.positive_lambda must not be negative"),
         ({"desirable_weight": 0, "undesirable_weight": 0}, "dpo.desirable_weight=0 and dpo.undesirable_weight=0 must"),
-        ({"unpaired": True}, "dpo.unpaired=True is for dpo.loss=kto; sigmoid compares two answers"),
+        ({"unpaired": True}, "dpo.unpaired=True is for dpo.loss=kto; sigmoid compares two responses"),
     ],
 )
-def test_what_dpo_refuses(options: dict, start: str) -> None:
+def test_invalid_dpo_options(options: dict, start: str) -> None:
     (problem,) = DPOExperiment(dpo=DPOConfig(**options)).problems()
     assert problem.startswith(start)
 
 
 @pytest.mark.parametrize("kind", RewardModelType)
-def test_a_reward_model_is_tried_on_held_out_rows_if_there_are_any(kind: RewardModelType) -> None:
+def test_reward_models_are_evaluated_on_held_out_rows(kind: RewardModelType) -> None:
     experiment = RewardModelExperiment(rw=RWConfig(kind))
     assert experiment.graph().evaluation == ()
     experiment.dataset.eval_path = "held_out.jsonl"
-    (trial,) = experiment.graph().evaluation
-    assert trial.interface == experiment.graph()["rw_train"].interface and trial.outputs == ()
+    (evaluation,) = experiment.graph().evaluation
+    assert evaluation.interface == experiment.graph()["rw_train"].interface and evaluation.outputs == ()
     experiment.rw.score_l2_reg = 0.1
     assert len(experiment.problems()) == (kind in (RewardModelType.outcome, RewardModelType.process))
 
 
-LEARNING_BY_REWARD = ("ppo", "ppo-math", "ppo-code", "grpo", "rloo", "reinforce-pp", "remax", "vineppo")
+POLICY_GRADIENT = ("ppo", "ppo-math", "ppo-code", "grpo", "rloo", "reinforce-pp", "remax", "vineppo")
 
 
-@pytest.mark.parametrize("name", LEARNING_BY_REWARD)
-def test_held_out_prompts_are_answered_and_judged(name: str) -> None:
+@pytest.mark.parametrize("name", POLICY_GRADIENT)
+def test_evaluation_on_held_out_prompts(name: str) -> None:
     experiment = experiment_class(name)()
     assert isinstance(experiment, PPOExperiment) and experiment.graph().evaluation == ()
     experiment.dataset.eval_fraction, experiment.ppo.gen.temperature, experiment.ppo.gen.max_new_tokens = 0.1, 0.5, 99
     experiment.ppo.generation_size = 16
     graph = experiment.graph()
-    answer, judge = graph.eval_graph.topological
-    assert (answer.name, answer.role, answer.inputs) == ("eval_gen", "actor", ("prompts", "row"))
-    assert {key: answer.interface.config[key] for key in ("greedy", "n", "max_new_tokens", "temperature")} == {
+    gen, rew = graph.eval_graph.topological
+    assert (gen.name, gen.role, gen.inputs) == ("eval_gen", "actor", ("prompts", "row"))
+    assert {key: gen.interface.config[key] for key in ("greedy", "n", "max_new_tokens", "temperature")} == {
         "greedy": True, "n": 1, "max_new_tokens": 99, "temperature": 1.0}  # fmt: skip
-    assert judge.name == "eval_rew" and judge.role == graph["rew_inf"].role and judge.outputs == ("rewards",)
-    assert judge.interface.name == graph["rew_inf"].interface.name
-    scaled = judge.interface.config.get("ppo", judge.interface.config)
+    assert rew.name == "eval_rew" and rew.role == graph["rew_inf"].role and rew.outputs == ("rewards",)
+    assert rew.interface.name == graph["rew_inf"].interface.name
+    scaled = rew.interface.config.get("ppo", rew.interface.config)
     assert scaled["generation_size"] is None and experiment.ppo.generation_size == 16
     assert experiment.problems() == []
 
 
-def test_trials_of_ensembles_and_of_strict_verifiers() -> None:
+def test_evaluation_of_ensembles_and_of_check_verifier_status() -> None:
     ensemble = PPOExperiment(ensemble=EnsembleConfig(members=["a", "b"]), dataset=DatasetConfig(eval_path="x"))
     names = [m.name for m in ensemble.graph().eval_graph.topological]
     assert names == ["eval_gen", "eval_rew_0", "eval_rew_1", "eval_rew"]
@@ -194,7 +194,7 @@ def test_trials_of_ensembles_and_of_strict_verifiers() -> None:
         (EvaluationConfig(top_p=2.0), "evaluation.top_p must be in (0, 1]"),
     ],
 )
-def test_what_an_evaluation_refuses(evaluation: EvaluationConfig, start: str) -> None:
+def test_invalid_evaluation_options(evaluation: EvaluationConfig, start: str) -> None:
     held_out = DatasetConfig(eval_path="x")
     (problem,) = PPOExperiment(evaluation=evaluation, dataset=held_out).problems()
     assert problem.startswith(start)
@@ -204,7 +204,7 @@ def test_what_an_evaluation_refuses(evaluation: EvaluationConfig, start: str) ->
     )
 
 
-def test_ppo_math_has_a_verifier_and_its_data_depends_on_it(tmp_path: Path) -> None:
+def test_dataset_task_depends_on_the_verifier(tmp_path: Path) -> None:
     experiment = PPOMathExperiment()
     assert experiment.graph()["rew_inf"].role is None and "rew" not in experiment.roles()
     (tmp_path / "r.py").write_text("def reward(prompt, answer, row):\n    return 1.0\n")
@@ -232,7 +232,7 @@ def test_ppo_math_has_a_verifier_and_its_data_depends_on_it(tmp_path: Path) -> N
         ({"gen": GenerationConfig(top_p=0)}, "ppo.gen.top_p must be in (0, 1]"),
     ],
 )
-def test_what_ppo_refuses(options: dict, start: str) -> None:
+def test_invalid_ppo_options(options: dict, start: str) -> None:
     (problem,) = PPOExperiment(ppo=PPOConfig(**options)).problems()
     assert problem.startswith(start)
 
@@ -248,14 +248,14 @@ def test_what_ppo_refuses(options: dict, start: str) -> None:
         ({"max_num_seqs": 0}, "gen.max_num_seqs must be positive"),
     ],
 )
-def test_what_sampling_refuses(options: dict, start: str) -> None:
+def test_invalid_sampling_options(options: dict, start: str) -> None:
     problem = sampling_problems("gen", GenerationConfig(**options))[0]
     assert problem.startswith(start)
     assert sampling_problems("gen", GenerationConfig()) == []
 
 
-def test_options_that_would_go_unread_are_refused() -> None:
-    assert PPOExperiment(ref=ModelSpec(bf16=True)).problems()[0].startswith("ref has options, but neither ref.path")
+def test_options_without_effect_are_errors() -> None:
+    assert PPOExperiment(ref=ModelSpec(bf16=True)).problems()[0].startswith("ref has options, but ref.path and")
     scratch = PPOExperiment(critic=ModelSpec(init_from_scratch=True)).problems()
     assert scratch == ["critic.init_from_scratch=True needs critic.config=FOLDER_OR_JSON"]
     assert (
@@ -263,10 +263,10 @@ def test_options_that_would_go_unread_are_refused() -> None:
         .problems()[0]
         .startswith("rew or score have options, but rewards come")
     )
-    assert PPOExperiment(ref_inf=MFCConfig("0")).problems() == []  # the allocation mode says whether it reads this
+    assert PPOExperiment(ref_inf=MFCConfig("0")).problems() == []  # checked with the allocation mode
 
 
-def test_all_contradictions_come_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     experiment = PPOMathExperiment(ppo=PPOConfig(group_size=0, gen=GenerationConfig(top_p=2)))
     experiment.reward.timeout, experiment.reward.processes = 0, 0
     assert len(experiment.problems()) == 4
@@ -275,8 +275,8 @@ def test_all_contradictions_come_at_once() -> None:
     assert rw.problems() == ["dataset.max_pairs_per_prompt must be positive, got 0"]
 
 
-def test_an_experiment_of_ones_own(tmp_path: Path) -> None:
-    file = tmp_path / "json.py"  # called like a library
+def test_user_defined_experiment(tmp_path: Path) -> None:
+    file = tmp_path / "json.py"  # has the name of a library
     file.write_text(USERS)
     cls = experiment_class(f"{file}:Mine")
     assert cls.__name__ == "Mine" and cls().shots == 3
@@ -288,7 +288,7 @@ def test_an_experiment_of_ones_own(tmp_path: Path) -> None:
         experiment_class(f"{file}:Mine")
 
 
-def test_an_unknown_experiment_names_the_nearest(tmp_path: Path) -> None:
+def test_unknown_experiment_suggests_the_closest_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"unknown experiment 'ppo_math' \(known: sft, .*did you mean ppo-math"):
         experiment_class("ppo_math")
     with pytest.raises(UserError, match=r"there is no file .*none.py"):
@@ -307,7 +307,7 @@ def test_an_unknown_experiment_names_the_nearest(tmp_path: Path) -> None:
         ({}, 1, "clipped around the old generator"),
     ],
 )
-def test_what_works_and_is_known_to_be_wrong(options: dict, staleness: int, words: str) -> None:
+def test_warnings(options: dict, staleness: int, words: str) -> None:
     warnings = PPOExperiment(ppo=PPOConfig(**options), max_staleness=staleness).warnings()
     assert any(words in line for line in warnings)
     assert PPOExperiment(ppo=PPOConfig(kl_in=KLPlace.loss)).warnings() == [] == PPOExperiment().warnings()

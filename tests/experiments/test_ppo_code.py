@@ -1,4 +1,4 @@
-"""What the experiment with code declares."""
+"""The experiment with code."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from realhf.experiments.ppo_code import PPOCodeExperiment
 from realhf.experiments.ppo_math import PPOMathExperiment
 
 
-def test_code_is_judged_unless_another_reward_is_named(tmp_path: Path) -> None:
+def test_the_default_reward_is_code(tmp_path: Path) -> None:
     experiment = PPOCodeExperiment()
     assert experiment.task is Task.code and experiment.problems() == []
     assert experiment.graph().dataset_keys == ("prompts", "row")

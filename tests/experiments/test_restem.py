@@ -7,61 +7,68 @@ import pytest
 
 from realhf.api.config import DatasetConfig, ModelSpec
 from realhf.base.errors import RunFailed
-from realhf.experiments.restem import Choice, RestEMExperiment, chosen_round, kept_answers, read_generations, summary
+from realhf.experiments.restem import (
+    Choice,
+    RestEMExperiment,
+    chosen_round,
+    read_generations,
+    select_responses,
+    summary,
+)
 
 
 def row(prompt: int, reward: float, truncated: int = 0) -> dict:
     return {"prompt_id": prompt, "prompt": f"p{prompt}", "response": "a", "rewards": reward, "truncated": truncated}
 
 
-def test_right_answers_are_kept_in_order_and_up_to_a_number() -> None:
+def test_select_responses_and_summary() -> None:
     rows = [row(0, 1.0), row(1, 0.0), row(0, 1.0, 1), row(0, 1.5), row(0, 1.0), row(2, 1.0)]
-    assert kept_answers(rows, 1.0, 2) == [rows[0], rows[3], rows[5]]
-    assert len(kept_answers(rows, 1.0, -1)) == 4 and kept_answers(rows, 2.0, 10) == []
-    found = summary(3, rows, kept_answers(rows, 1.0, 2), 2, 0.5, "m")
-    assert (found.n_answers, found.n_kept, found.prompts_solved, found.prompts_full) == (6, 3, 2, 1)
+    assert select_responses(rows, 1.0, 2) == [rows[0], rows[3], rows[5]]
+    assert len(select_responses(rows, 1.0, -1)) == 4 and select_responses(rows, 2.0, 10) == []
+    result = summary(3, rows, select_responses(rows, 1.0, 2), 2, 0.5, "m")
+    assert (result.n_answers, result.n_kept, result.prompts_solved, result.prompts_full) == (6, 3, 2, 1)
 
 
 @pytest.mark.parametrize(
     ("accuracies", "first_drop", "best"),
     [([0.5], 0, 0), ([0.5, 0.6, 0.6, 0.9], 1, 3), ([0.5, 0.4, 0.9], 0, 2), ([0.1, 0.2, 0.3], 2, 2), ([0.3, 0.3], 0, 0)],
 )
-def test_the_chosen_round(accuracies: list[float], first_drop: int, best: int) -> None:
+def test_chosen_round(accuracies: list[float], first_drop: int, best: int) -> None:
     assert chosen_round(accuracies, Choice.first_drop) == first_drop
     assert chosen_round(accuracies, Choice.best) == best
 
 
-def written(run: Path, rewards: list[float]) -> None:
-    """What a generation run leaves, ten rows a step."""
+def write_generations(run: Path, rewards: list[float]) -> None:
+    """Write the files of a generation run, ten rows per step."""
     (run / "generations").mkdir(parents=True)
     for start in range(0, len(rewards), 10):
         lines = [json.dumps(row(i, reward)) + "\n" for i, reward in enumerate(rewards[start : start + 10], start)]
         (run / "generations" / f"step_{start // 10 + 1}.jsonl").write_text("".join(lines))
 
 
-def test_every_round_starts_from_the_initial_model_and_samples_from_the_last(tmp_path: Path) -> None:
+def test_rounds_fit_the_initial_model_and_sample_from_the_last(tmp_path: Path) -> None:
     experiment = RestEMExperiment(model=ModelSpec(path="initial"), dataset=DatasetConfig("train.jsonl"), n_rounds=2,
                                   valid_path="valid.jsonl", fit_batch=8, seed=5)  # fmt: skip
     assert experiment.problems() == []
-    seen = []
+    stages = []
     for stage in experiment.stages(tmp_path):
         config, run = stage.config, tmp_path / stage.name
-        seen.append((stage.name, stage.experiment, config.model.path, config.dataset.path, config.seed))
+        stages.append((stage.name, stage.experiment, config.model.path, config.dataset.path, config.seed))
         if stage.name.endswith("sample"):
-            written(run, [1.0] * 12 + [0.0] * 3)
+            write_generations(run, [1.0] * 12 + [0.0] * 3)
         elif stage.name.endswith("fit"):
             assert config.dataset.train_bs_n_seqs == 8 and config.exp_ctrl.total_train_epochs == 8
             (run / "models" / "model" / "step_9").mkdir(parents=True)
             (run / "models" / "model" / "step_12").mkdir()
         else:
-            written(run, [1.0, 0.0] if stage.name.startswith("round1") else [0.0, 0.0])
+            write_generations(run, [1.0, 0.0] if stage.name.startswith("round1") else [0.0, 0.0])
     first, kept = str(tmp_path / "round1-fit/models/model/step_12"), str(tmp_path / "round1-kept.jsonl")
-    assert seen[:3] == [
+    assert stages[:3] == [
         ("round1-sample", "gen", "initial", "train.jsonl", 7),
         ("round1-fit", "sft", "initial", kept, 5),
         ("round1-valid", "gen", first, "valid.jsonl", 8),
     ]
-    assert seen[3][2] == first and seen[4][2] == "initial" and len({seed for *_, seed in seen if seed != 5}) == 4
+    assert stages[3][2] == first and stages[4][2] == "initial" and len({seed for *_, seed in stages if seed != 5}) == 4
     result = json.loads((tmp_path / "restem.json").read_text())
     assert (
         result["chosen"] == 1 and result["model"] == first and [r["accuracy"] for r in result["rounds"]] == [0.5, 0.0]
@@ -70,14 +77,14 @@ def test_every_round_starts_from_the_initial_model_and_samples_from_the_last(tmp
     assert len(list(read_generations(tmp_path / "round1-sample"))) == 15
 
 
-def test_nothing_right_is_said(tmp_path: Path) -> None:
+def test_no_selected_responses(tmp_path: Path) -> None:
     experiment = RestEMExperiment(model=ModelSpec(path="initial"), n_rounds=1)
     stages = experiment.stages(tmp_path)
-    written(tmp_path / next(stages).name, [0.0, 0.0])
-    with pytest.raises(RunFailed, match="none of 2 answers has a reward of 1 or more"):
+    write_generations(tmp_path / next(stages).name, [0.0, 0.0])
+    with pytest.raises(RunFailed, match="none of 2 responses has a reward of 1 or more"):
         next(stages)
 
 
-def test_what_restem_refuses() -> None:
+def test_invalid_options() -> None:
     problems = RestEMExperiment(n_rounds=0, max_per_prompt=0, epochs=0, fit_batch=0).problems()
     assert len(problems) == 5 and any("model.path is not set" in line for line in problems)

@@ -102,5 +102,5 @@ def test_an_error_of_a_worker_reaches_the_console(
         ),
     ]
     failed(runs[0].finish(), "worker ", "failed during ", "of step ", "learning rate", "logs/worker-")
-    failed(runs[1].finish(), "worker 0 failed during rew_inf of step 1", "judged wrong", "check_verifier_status")
+    failed(runs[1].finish(), "worker 0 failed during rew_inf of step 1", "responses are wrong", "check_verifier_status")
     assert nothing_is_left(tmp_path, living)

@@ -1,11 +1,11 @@
-"""Rewards for the steps of an answer, from a process reward model, that cannot be had by repeating good steps.
+"""Step rewards from a process reward model, shaped so that repeating good steps is not rewarded.
 
-After Gao et al. 2024, "On Designing Effective RL Reward at Training Time for LLM Reasoning" (arXiv 2410.15115): step
-rewards q_k of a process reward model, refined by Clip and Delta, are added to the success of the whole answer. Rows of
-several answers are packed: the steps of one answer lie next to each other, ``counts`` says how many each has.
+Gao et al. 2024, "On Designing Effective RL Reward at Training Time for LLM Reasoning" (arXiv 2410.15115): step rewards
+q_k, after Clip and Delta, are added to the outcome reward. Step columns are packed, ``[S]``: ``counts`` holds the
+number of steps of each response.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,46 +14,32 @@ from realhf.algorithms.policy_gradient.config import PRMRewardConfig
 from realhf.api.config import Delta
 from realhf.api.config.preference import Aggregate
 
-BATCH_MEAN = "batch_mean"
+AGGREGATES: dict[Aggregate, Callable[[Tensor], Tensor]] = {
+    Aggregate.min: Tensor.min,
+    Aggregate.prod: Tensor.prod,
+    Aggregate.last: lambda row: row[-1],
+    Aggregate.mean: Tensor.mean,
+}
 
 
 def aggregate(q: Tensor, counts: Sequence[int], how: Aggregate) -> Tensor:
-    """Return one score per answer, ``[B]``, from the scores of its steps ``q`` ``[S]``; NaN for one without steps."""
-    scores = [_one_score(row, how) if len(row) else q.new_full((), torch.nan) for row in check_counts(q, counts)]
+    """Return one score per response, ``[B]``, from its step scores ``q`` ``[S]``; NaN without steps."""
+    scores = [AGGREGATES[how](row) if len(row) else q.new_full((), torch.nan) for row in split_steps(q, counts)]
     return torch.stack(scores) if scores else q.new_empty(0)
 
 
-def _one_score(row: Tensor, how: Aggregate) -> Tensor:
-    match how:
-        case Aggregate.min:
-            return row.min()
-        case Aggregate.prod:
-            return row.prod()
-        case Aggregate.last:
-            return row[-1]
-        case Aggregate.mean:
-            return row.mean()
-
-
-def clip(q: Tensor, eta: float | str) -> Tensor:
-    """Return ``min(q - eta, 0)``, ``[S]``: good steps earn nothing, bad ones cost.
-
-    ``eta`` may be ``"batch_mean"``, the mean of q; ValueError for any other text.
-    """
-    if isinstance(eta, str):
-        if eta != BATCH_MEAN:
-            raise ValueError(f"eta={eta!r} is neither a number nor {BATCH_MEAN!r}")
-        eta = float(q.mean()) if len(q) else 0.0
+def clip(q: Tensor, eta: float) -> Tensor:
+    """Return ``min(q - eta, 0)``, ``[S]``."""
     return (q - eta).clamp(max=0.0)
 
 
 def delta(q: Tensor, counts: Sequence[int], kind: Delta) -> Tensor:
-    """Return differences of adjacent step rewards ``q`` within each answer, ``[S]``; one step alone gets 0."""
+    """Return differences of adjacent step rewards ``q`` within each response, ``[S]``; a single step gets 0."""
     if kind is Delta.none:
-        check_counts(q, counts)
+        split_steps(q, counts)
         return q
     parts = []
-    for row in check_counts(q, counts):
+    for row in split_steps(q, counts):
         steps = row[:-1] - row[1:] if kind is Delta.paper else row[1:] - row[:-1]
         if kind is Delta.paper and len(row) > 1:
             steps = torch.cat([steps[:-1], row[-2:-1]])
@@ -61,32 +47,10 @@ def delta(q: Tensor, counts: Sequence[int], kind: Delta) -> Tensor:
     return torch.cat([q[:0], *parts])
 
 
-def step_rewards(
-    q: Tensor,
-    success: Tensor,
-    counts: Sequence[int],
-    alpha: float,
-    eta: float | str | None = None,
-    kind: Delta = Delta.none,
-) -> Tensor:
-    """Return ``alpha * q'_k``, and ``success`` ``[B]`` on each answer's last step, as ``[S]``.
-
-    q' is ``q`` ``[S]`` after Clip (unless ``eta`` is None) and then Delta. ValueError for an answer without
-    steps, which has no place for its success.
-    """
-    if min(counts, default=1) < 1:
-        raise ValueError(f"counts={list(counts)}: every answer needs a step to carry its success")
-    if len(success) != len(counts):
-        raise ValueError(f"{len(success)} successes for {len(counts)} answers")
-    rewards = alpha * delta(q if eta is None else clip(q, eta), counts, kind)
-    last = torch.tensor(counts, device=q.device).cumsum(0) - 1
-    return rewards.index_add(0, last, success.to(rewards.dtype))
-
-
 def shape_step_rewards(dense: Tensor, lengths: Sequence[int], config: PRMRewardConfig, eta: float) -> Tensor:
-    """Return what steps add to the rewards of tokens, ``[T]``: on their last tokens, 0 elsewhere.
+    """Return the shaped step rewards on the last tokens of steps, 0 elsewhere, ``[T]``.
 
-    ``dense`` ``[T]`` holds the probability of every step on its last token and 0 elsewhere; ``eta`` is Clip's.
+    ``dense`` ``[T]`` holds the probability of each step on its last token, 0 elsewhere; ``eta`` is Clip's threshold.
     """
     ends = dense > 0
     counts = [int(row.sum()) for row in ends.split(tuple(lengths))] if lengths else []
@@ -96,25 +60,25 @@ def shape_step_rewards(dense: Tensor, lengths: Sequence[int], config: PRMRewardC
 
 
 def on_tokens(rewards: Tensor, ends: Tensor, counts: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Return per-token rewards ``[T]``: each step's reward ``[S]`` on its last token, 0 elsewhere.
+    """Return each step's reward ``[S]`` on its last token, 0 elsewhere, ``[T]``.
 
-    ``ends`` ``[S]`` are the last tokens of steps within their row, rising; ``lengths`` the tokens of each row.
-    ValueError for an end outside of its row, or ends that do not rise.
+    ``ends`` ``[S]`` are the positions of the last tokens within their row. ValueError unless they are increasing and
+    inside the row.
     """
-    rows = check_counts(ends, counts)
+    rows = split_steps(ends, counts)
     if len(rewards) != len(ends) or len(lengths) != len(counts):
         raise ValueError(f"{len(rewards)} rewards for {len(ends)} steps, {len(lengths)} lengths for {len(counts)} rows")
-    start, places = 0, [ends[:0]]
+    start, positions = 0, [ends[:0]]
     for row, length in zip(rows, lengths, strict=True):
         if len(row) and not (row[0] >= 0 and row[-1] < length and bool((row[1:] > row[:-1]).all())):
-            raise ValueError(f"step ends {row.tolist()} do not rise within a row of {length} tokens")
-        places.append(row + start)
+            raise ValueError(f"step ends {row.tolist()} are not increasing within a row of {length} tokens")
+        positions.append(row + start)
         start += length
-    return rewards.new_zeros(start).index_copy(0, torch.cat(places), rewards)
+    return rewards.new_zeros(start).index_copy(0, torch.cat(positions), rewards)
 
 
-def check_counts(q: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """Return ``q`` ``[S]`` cut into its answers; ValueError where ``counts`` do not add up to S."""
+def split_steps(q: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """Split ``q`` ``[S]`` into responses; ValueError if ``counts`` do not add up to S."""
     if sum(counts) != len(q) or min(counts, default=0) < 0:
         raise ValueError(f"counts={list(counts)} do not add up to the {len(q)} steps")
     return list(q.split(list(counts)))

@@ -1,4 +1,4 @@
-"""Rewards from a verifier: decodes answers and has them judged; no model is involved."""
+"""Rewards from verifiers: decodes responses and scores them in judge processes."""
 
 import json
 from collections import Counter
@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from realhf.algorithms.policy_gradient.config import PPOConfig
-from realhf.algorithms.policy_gradient.rewards import attach_rewards_and_filter
-from realhf.algorithms.stats import mean_of
+from realhf.algorithms.policy_gradient.rewards import rewards_of
 from realhf.api.config import RewardConfig, opt
 from realhf.api.experiment import Task
 from realhf.api.messages import State, Stats
@@ -25,14 +24,14 @@ from realhf.rewards.verdict import Item, Status, Verdict
 
 @dataclass
 class VerifierConfig:
-    reward: RewardConfig = opt(RewardConfig, "where rewards come from")
-    ppo: PPOConfig = opt(PPOConfig, "scaling and bias of rewards, which answers stay")
+    reward: RewardConfig = opt(RewardConfig, "rewards")
+    ppo: PPOConfig = opt(PPOConfig, "scaling and bias of rewards, selection of responses")
 
 
 def decode_items(batch: SequenceBatch, tokenizer: Any) -> list[Item]:
-    """Return (prompt, answer, data row) of every row, texts without special tokens.
+    """Return (prompt, response, dataset row) of every row, texts without special tokens.
 
-    Columns: ``tokens``; ``prompt_mask``; ``row``, the data row as JSON in UTF-8 bytes.
+    Columns: ``tokens``; ``prompt_mask``; ``row``, the dataset row as UTF-8 JSON.
     """
     items = []
     keys = ("tokens", "prompt_mask", "row")
@@ -44,10 +43,10 @@ def decode_items(batch: SequenceBatch, tokenizer: Any) -> list[Item]:
 
 
 def shaped_score(verdict: Verdict, fn: str, config: RewardConfig, is_well_formed: bool = True) -> float:
-    """Return a verdict's score before bias and scaling.
+    """Return the score before bias and scaling.
 
-    For math and code it says right or wrong, and whether the answer is well formed counts where ``format_reward`` is
-    set; a user's function gives its own score. A judge that failed gives ``wrong_reward``.
+    Built-in verifiers score right or wrong, and the format if ``format_reward`` is set; a user's function returns its
+    own score. A failed judge gives ``wrong_reward``.
     """
     if verdict.status is not Status.ok:
         return config.wrong_reward
@@ -61,13 +60,12 @@ def shaped_score(verdict: Verdict, fn: str, config: RewardConfig, is_well_formed
 
 
 class Verifier:
-    """Judges answers and makes the scalar ``rewards = (score - reward_output_bias) * reward_output_scaling``.
+    """Verifies responses; returns the scalar ``rewards = (score - reward_output_bias) * reward_output_scaling``.
 
-    The score is the weighted sum of those of ``reward.fns``, if there are several. Statistics count all judged answers:
-    ``reward``, ``accuracy`` (math, code), ``verifier_error``, ``verifier_timeout``, ``format_ok`` (format_reward),
-    ``verdict_*``, the share of every `Reason` (code), and with several rewards ``score_*``, each by its name. With
-    check_verifier_status, a call whose answers were all judged wrong is a ValueError. The judges are started, and
-    tested for math, code and services, at the first call.
+    The score is the weighted sum of the scores of ``reward.fns``. Statistics over all verified responses: ``reward``,
+    ``accuracy`` (math, code), ``verifier_error``, ``verifier_timeout``, ``format_ok`` (format_reward), ``verdict_*``,
+    the fraction of each `Reason` (code), and with several rewards ``score_*`` by name. With check_verifier_status,
+    ValueError if all responses are wrong. The first call runs the self-tests of the judges.
     """
 
     config_type = VerifierConfig
@@ -85,40 +83,38 @@ class Verifier:
             for judge in self.judges:
                 judge.self_test()
             self.tested = True
-        found = judge_once(self.judges, decode_items(batch, self.tokenizer))
-        verdicts, formats = found[: len(self.fns)], found[len(self.fns) :]
+        results = judge_once(self.judges, decode_items(batch, self.tokenizer))
+        verdicts, formats = results[: len(self.fns)], results[len(self.fns) :]
         format_ok = [v.score > 0 for v in formats[0]] if formats else [True] * len(batch)
         scores = [
             [shaped_score(v, fn, self.config.reward, good) for v, good in zip(column, format_ok, strict=True)]
             for fn, column in zip(self.fns, verdicts, strict=True)
         ]
         self.check_status(scores, verdicts)
-        ppo, weights = self.config.ppo, torch.tensor(weights_of(self.config.reward), dtype=torch.float64)
+        weights = torch.tensor(weights_of(self.config.reward), dtype=torch.float64)
         totals = weights @ torch.tensor(scores, dtype=torch.float64).reshape(len(self.fns), len(batch))
-        rewards = ((totals - ppo.reward_output_bias) * ppo.reward_output_scaling).float().to(batch["tokens"].device)
-        stats = {"reward": mean_of(rewards), **self.verdict_stats(verdicts)}
+        rewarded, stats = rewards_of(batch, totals.to(batch["tokens"].device), self.config.ppo)
+        stats |= self.verdict_stats(verdicts)
         if formats:
             stats["format_ok"] = (float(sum(format_ok)), float(len(batch)))
         if len(self.fns) > 1:
             names = names_of(self.fns)
             stats |= {f"score_{name}": (sum(s), float(len(s))) for name, s in zip(names, scores, strict=True)}
-        return attach_rewards_and_filter(batch, rewards, ppo), stats
+        return rewarded, stats
 
     def check_status(self, scores: Sequence[Sequence[float]], verdicts: Sequence[Sequence[Verdict]]) -> None:
-        """Raise when no answer was judged right by any of the rewards, if configured."""
+        """Raise ValueError if no response is right by any of the rewards and ``check_verifier_status`` is set."""
         config = self.config.reward
         if not config.check_verifier_status or not scores[0]:
             return
         worst = max(config.wrong_reward, config.wrong_formatted_reward if config.format_reward else config.wrong_reward)
         if all(max(column) <= worst for column in scores):
             failed = [v.detail or v.status.value for v in chain(*verdicts) if v.status is not Status.ok]
-            first = f"; {len(failed)} verifications failed, the first with: {failed[0]}" if failed else ""
-            raise ValueError(
-                f"all {len(scores[0])} answers were judged wrong (reward.check_verifier_status is set){first}"
-            )
+            detail = f"; {len(failed)} verifications failed, the first with: {failed[0]}" if failed else ""
+            raise ValueError(f"all {len(scores[0])} responses are wrong (reward.check_verifier_status is set){detail}")
 
     def verdict_stats(self, verdicts: Sequence[Sequence[Verdict]]) -> Stats:
-        """Count failures among all verdicts, and right answers by the first of math and code."""
+        """Return the failures of all verdicts, and the accuracy of the first built-in verifier."""
         every = list(chain(*verdicts))
         stats = {
             f"verifier_{status.value}": (float(sum(v.status is status for v in every)), float(len(every)))
@@ -139,6 +135,5 @@ class Verifier:
         return stats
 
     def close(self) -> None:
-        """End the judge processes."""
         for judge in self.judges:
             judge.close()

@@ -1,1 +1,1 @@
-"""Learning from preference pairs: DPO and related losses."""
+"""Preference learning: DPO and related losses."""

@@ -1,4 +1,4 @@
-"""Pairs of answers: which rows of a batch make one, and which of sampled answers do. No loss lives here."""
+"""Pairs of responses: from the rows of a batch, and from sampled responses."""
 
 import random
 from collections.abc import Sequence
@@ -10,10 +10,7 @@ from realhf.api.batch_meta import RowId
 
 @dataclass(frozen=True)
 class Pairs:
-    """Rows of a batch that are compared: ``better[i]`` with ``worse[i]``, which counts ``weights[i]``.
-
-    The weights of a prompt's pairs add up to 1.
-    """
+    """Row indices: ``better[i]`` is preferred to ``worse[i]``. The ``weights`` of a prompt's pairs add up to 1."""
 
     better: list[int]
     worse: list[int]
@@ -24,47 +21,41 @@ class Pairs:
 
 
 def pairs_of(ids: Sequence[RowId]) -> Pairs:
-    """Return chosen and rejected rows: sample 2i of a prompt and sample 2i+1, in any order of rows.
-
-    ValueError where a row has no partner.
-    """
+    """Return the chosen (samples 2i of a prompt) and rejected rows (samples 2i+1); ValueError for an unpaired row."""
     row_of = {row: i for i, row in enumerate(ids)}
     per_prompt: dict[int, int] = {}
     for row in ids:
         per_prompt[row.prompt] = per_prompt.get(row.prompt, 0) + 1
         if row._replace(sample=row.sample ^ 1) not in row_of:
-            raise ValueError(
-                f"sample {row.sample} of prompt {row.prompt} has no partner: pairs are samples 2i and 2i+1"
-            )
+            raise ValueError(f"sample {row.sample} of prompt {row.prompt} has no pair: pairs are samples 2i and 2i+1")
     chosen = [row for row in ids if row.sample % 2 == 0]
     rejected = [row_of[row._replace(sample=row.sample + 1)] for row in chosen]
     return Pairs([row_of[row] for row in chosen], rejected, [2.0 / per_prompt[row.prompt] for row in chosen])
 
 
 def ranked_pairs(ids: Sequence[RowId]) -> Pairs:
-    """Return every two answers of a prompt, the lower sample number, which is the better answer, first."""
+    """Return all pairs of responses to a prompt; lower sample numbers are better."""
     prompts: dict[int, list[int]] = {}
     for i in sorted(range(len(ids)), key=lambda i: ids[i].sample):
         prompts.setdefault(ids[i].prompt, []).append(i)
     pairs = Pairs([], [], [])
     for rows in prompts.values():
-        found = list(combinations(rows, 2))
-        pairs.better.extend(better for better, _ in found)
-        pairs.worse.extend(worse for _, worse in found)
-        pairs.weights.extend([1.0 / max(1, len(found))] * len(found))
+        combos = list(combinations(rows, 2))
+        pairs.better.extend(better for better, _ in combos)
+        pairs.worse.extend(worse for _, worse in combos)
+        pairs.weights.extend([1.0 / max(1, len(combos))] * len(combos))
     return pairs
 
 
 def build_pairs(right: Sequence[bool], max_pairs: int, seed: int) -> list[tuple[int, int]]:
-    """Return (right, wrong) positions among a question's answers, the better one first.
+    """Return pairs (index of a right response, index of a wrong one) of the responses to a prompt.
 
-    All combinations, or ``max_pairs`` of them, drawn without replacement by ``seed``; none where all answers are right
-    or all are wrong. Answers are told apart by their positions alone. ValueError unless ``max_pairs`` is positive.
-    (Pang et al. 2024, arXiv 2404.19733, sec. 2.)
+    All combinations, or ``max_pairs`` of them, sampled without replacement (Pang et al. 2024, arXiv 2404.19733,
+    sec. 2). ValueError unless ``max_pairs`` is positive.
     """
     if max_pairs < 1:
         raise ValueError(f"max_pairs must be positive, got {max_pairs}")
-    good, bad = ([i for i, is_right in enumerate(right) if bool(is_right) is wanted] for wanted in (True, False))
+    good, bad = ([i for i, is_right in enumerate(right) if bool(is_right) is side] for side in (True, False))
     n = len(good) * len(bad)
-    drawn = sorted(random.Random(seed).sample(range(n), max_pairs)) if n > max_pairs else range(n)
-    return [(good[k // len(bad)], bad[k % len(bad)]) for k in drawn]
+    picks = sorted(random.Random(seed).sample(range(n), max_pairs)) if n > max_pairs else range(n)
+    return [(good[k // len(bad)], bad[k % len(bad)]) for k in picks]

@@ -1,4 +1,4 @@
-"""Rewards from several reward models: reads what each member gave an answer, and makes one score of them."""
+"""Rewards from an ensemble of reward models."""
 
 from dataclasses import dataclass
 
@@ -6,8 +6,7 @@ import numpy as np
 import torch
 
 from realhf.algorithms.policy_gradient.config import PPOConfig
-from realhf.algorithms.policy_gradient.rewards import attach_rewards_and_filter
-from realhf.algorithms.stats import mean_of
+from realhf.algorithms.policy_gradient.rewards import rewards_of
 from realhf.api.config import opt
 from realhf.api.config.ensemble import EnsembleConfig
 from realhf.api.messages import State, Stats
@@ -18,16 +17,16 @@ from realhf.ops.ensemble import check_scores, combine, variance
 
 @dataclass
 class EnsembleRewardConfig:
-    ensemble: EnsembleConfig = opt(EnsembleConfig, "the members and what is made of their scores")
-    ppo: PPOConfig = opt(PPOConfig, "scaling and bias of rewards, which answers stay")
+    ensemble: EnsembleConfig = opt(EnsembleConfig, "members and objective")
+    ppo: PPOConfig = opt(PPOConfig, "scaling and bias of rewards, selection of responses")
 
 
 class EnsembleReward:
-    """Makes the scalar ``rewards`` of the scalars ``score_0``, ``score_1``, ...; bias and scaling as in PairedReward.
+    """Combines the scalars ``score_0``, ``score_1``, ... into ``rewards``, scaled as in PairedReward.
 
-    Reads ``prompt_mask`` too, for answers are selected here. Statistics count all answers: ``reward``, ``variance``
-    between members, and for member i ``lowest_i``, the share of answers that no other scores lower (of equal ones the
-    first counts). A score that is not finite is a ValueError.
+    Reads ``prompt_mask`` for the selection. Statistics over all responses: ``reward``, ``variance`` over members, and
+    ``lowest_i``, the fraction of responses that member i scores lowest (the first of equal ones). ValueError for a
+    score that is not finite.
     """
 
     config_type = EnsembleRewardConfig
@@ -36,13 +35,12 @@ class EnsembleReward:
         self.config = config
 
     def inference(self, engine: Engine | None, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
-        ensemble, ppo = self.config.ensemble, self.config.ppo
+        ensemble = self.config.ensemble
         columns = [batch[f"score_{i}"] for i in range(len(ensemble.members))]
         scores = np.stack([column.double().cpu().numpy() for column in columns])  # [k, B]
         check_scores(scores, ensemble.members, batch.ids)
-        shaped = (combine(scores, ensemble) - ppo.reward_output_bias) * ppo.reward_output_scaling
-        rewards = torch.from_numpy(shaped).float().to(columns[0].device)
-        spread, lowest = variance(scores, ensemble.uwo_unbiased), scores.argmin(axis=0)
-        stats: Stats = {"reward": mean_of(rewards), "variance": (float(spread.sum()), float(len(batch)))}
-        stats |= {f"lowest_{i}": (float((lowest == i).sum()), float(len(batch))) for i in range(len(scores))}
-        return attach_rewards_and_filter(batch, rewards, ppo), stats
+        total = torch.from_numpy(combine(scores, ensemble)).to(columns[0].device)
+        rewarded, stats = rewards_of(batch, total, self.config.ppo)
+        spread, lowest, count = variance(scores, ensemble.uwo_unbiased), scores.argmin(axis=0), float(len(batch))
+        stats |= {"variance": (float(spread.sum()), count)}
+        return rewarded, stats | {f"lowest_{i}": (float((lowest == i).sum()), count) for i in range(len(scores))}

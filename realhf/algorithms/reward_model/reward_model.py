@@ -1,4 +1,4 @@
-"""Reward models: training and evaluation on what people or verifiers said, and the scores that PPO is given."""
+"""The interfaces of reward models: training, evaluation and scoring."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.algorithms.policy_gradient.prm_rewards import aggregate, on_tokens
-from realhf.algorithms.policy_gradient.rewards import attach_rewards_and_filter
+from realhf.algorithms.policy_gradient.rewards import rewards_of
 from realhf.algorithms.preference.pairs import pairs_of, ranked_pairs
 from realhf.algorithms.reward_model.reward_loss import comparison_loss, label_loss
 from realhf.algorithms.reward_model.step_splitter import SPLITTERS
@@ -23,10 +23,10 @@ LABELS = {RewardModelType.outcome: "label", RewardModelType.process: "step_label
 
 
 class RewardModel:
-    """Trains a scalar head, and tries it on held-out rows (``inference``, which makes no column).
+    """Trains a scalar head; ``inference`` evaluates it on held-out rows and returns no column.
 
-    Columns: ``tokens``; scalar ``label`` (outcome) or per token ``step_labels`` (process). Statistics are those of
-    ``comparison_loss`` and ``label_loss``; of an evaluation also ``score`` and ``score_sq``, of all answers or steps.
+    Columns: ``tokens``; scalar ``label`` (outcome) or per token ``step_labels`` (process). Statistics: those of
+    ``comparison_loss`` or ``label_loss``; in evaluation also ``score`` and ``score_sq`` per response or step.
     """
 
     config_type = RWConfig
@@ -47,11 +47,15 @@ class RewardModel:
     def inference(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
         scores = engine.forward(batch.only(("tokens",)), lambda outputs, _: self.scores(outputs))
         stats = stats_of(self.loss(scores, batch))
-        judged = scores[batch[self.label] >= 0] if self.label else scores
-        return SequenceBatch(batch.ids), {**stats, "score": mean_of(judged), "score_sq": mean_of(judged.double() ** 2)}
+        labelled = scores[batch[self.label] >= 0] if self.label else scores
+        return SequenceBatch(batch.ids), {
+            **stats,
+            "score": mean_of(labelled),
+            "score_sq": mean_of(labelled.double() ** 2),
+        }
 
     def scores(self, outputs: Outputs) -> Tensor:
-        """Return the head at every token, ``[T]``, for steps, and at every row's last token, ``[B]``, otherwise."""
+        """Return the scalar head at every token, ``[T]`` (process), or at the last token of each row, ``[B]``."""
         return outputs.values() if self.config.type is RewardModelType.process else outputs.last_values()
 
     def loss(self, scores: Tensor, batch: SequenceBatch) -> Loss:
@@ -62,9 +66,9 @@ class RewardModel:
 
 
 class PairedReward:
-    """Scores answers by the head at their last token, as a model of pairs or ranked lists learned to.
+    """Scores responses with a model of pairs or ranked lists, by the scalar head at the last token.
 
-    Reads ``tokens`` (and ``prompt_mask`` where answers are selected); makes the scalar ``rewards = (score -
+    Reads ``tokens`` (and ``prompt_mask`` for the selection of responses); returns the scalar ``rewards = (score -
     reward_output_bias) * reward_output_scaling``.
     """
 
@@ -75,29 +79,27 @@ class PairedReward:
 
     def inference(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
         scores = engine.forward(batch.only(("tokens",)), lambda outputs, _: outputs.last_values())
-        return served(batch, scores, self.config)
+        return rewards_of(batch, scores.float(), self.config)
 
 
 @dataclass
 class LabelledRewardConfig:
-    ppo: PPOConfig = opt(PPOConfig, "scaling and bias of rewards, which answers stay")
-    score: ScoreConfig = opt(
-        lambda: ScoreConfig(RewardModelType.outcome), "what the model learned, how steps' scores become one"
-    )
+    ppo: PPOConfig = opt(PPOConfig, "scaling and bias of rewards, selection of responses")
+    score: ScoreConfig = opt(lambda: ScoreConfig(RewardModelType.outcome), "type of the model, aggregation of steps")
 
 
 class LabelledReward:
-    """Scores answers by the probability that a model of labelled answers or steps gives them.
+    """Scores responses with a model of labelled responses or steps, by its probabilities.
 
-    Reads ``tokens`` and ``prompt_mask``; makes the scalar ``rewards``, scaled as those of ``PairedReward``, and of a
-    process model ``step_rewards``, the probability of every step on its last token and 0 elsewhere, unscaled.
+    Reads ``tokens`` and ``prompt_mask``; returns the scalar ``rewards``, scaled as in ``PairedReward``, and for a
+    process model ``step_rewards``: the probability of each step on its last token, unscaled, and 0 elsewhere.
     """
 
     config_type = LabelledRewardConfig
 
     def __init__(self, config: LabelledRewardConfig, context: InterfaceContext) -> None:
         if config.score.type not in LABELS:
-            raise ValueError(f"a model of {config.score.type.name} gives scores, not probabilities: use paired_rw")
+            raise ValueError(f"a model of {config.score.type.name} returns scores, not probabilities: use paired_rw")
         self.config = config
         self.tokenizer = context.tokenizer
         self.split = SPLITTERS[config.score.step_splitter]
@@ -106,29 +108,24 @@ class LabelledReward:
         tokens = batch.only(("tokens",))
         if self.config.score.type is RewardModelType.outcome:
             logits = engine.forward(tokens, lambda outputs, _: outputs.last_values())
-            return served(batch, logits.sigmoid(), self.config.ppo)
+            return rewards_of(batch, logits.sigmoid().float(), self.config.ppo)
         probabilities = engine.forward(tokens, lambda outputs, _: outputs.values()).sigmoid()
         ends, lengths = self.step_ends(batch), batch.lengths("tokens")
         counts = [len(own) for own in ends]
         rows = probabilities.split(lengths) if lengths else ()
         steps = torch.cat([probabilities[:0], *(row[own] for row, own in zip(rows, ends, strict=True))])
-        result, stats = served(batch, aggregate(steps, counts, self.config.score.aggregate), self.config.ppo)
-        places = torch.tensor([end for own in ends for end in own], dtype=torch.int64, device=steps.device)
-        dense = Column(on_tokens(steps, places, counts, lengths), lengths)
-        number = {row: i for i, row in enumerate(batch.ids)}
-        return result.with_columns(step_rewards=dense.select([number[row] for row in result.ids])), stats
+        scores = aggregate(steps, counts, self.config.score.aggregate)
+        result, stats = rewards_of(batch, scores.float(), self.config.ppo)
+        flat_ends = torch.tensor([end for own in ends for end in own], dtype=torch.int64, device=steps.device)
+        dense = Column(on_tokens(steps, flat_ends, counts, lengths), lengths)
+        index = {row: i for i, row in enumerate(batch.ids)}
+        return result.with_columns(step_rewards=dense.select([index[row] for row in result.ids])), stats
 
     def step_ends(self, batch: SequenceBatch) -> list[list[int]]:
-        """Return the last tokens of every row's steps; the last step ends with the row."""
-        found = []
+        """Return the positions of the last tokens of each row's steps; the last step ends with the row."""
+        ends = []
         for tokens, prompt_mask in zip(*(batch.columns[key].rows() for key in ("tokens", "prompt_mask")), strict=True):
             first = int(prompt_mask.sum())
             starts = step_starts(self.tokenizer, tokens[first:].tolist(), self.split)
-            found.append([*(first + start - 1 for start in starts[1:]), len(tokens) - 1])
-        return found
-
-
-def served(batch: SequenceBatch, scores: Tensor, config: PPOConfig) -> tuple[SequenceBatch, Stats]:
-    """Return the rows that stay, with ``rewards``; ``scores`` is ``[B]``."""
-    rewards = (scores.float() - config.reward_output_bias) * config.reward_output_scaling
-    return attach_rewards_and_filter(batch, rewards, config), {"reward": mean_of(rewards)}
+            ends.append([*(first + start - 1 for start in starts[1:]), len(tokens) - 1])
+        return ends

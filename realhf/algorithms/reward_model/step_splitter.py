@@ -1,6 +1,6 @@
-"""Where the steps of a reasoned answer begin, as character offsets: pieces between them add up to the text exactly.
+"""Splits a response into reasoning steps, given as the character offsets at which they begin.
 
-A delimiter belongs to the step that follows it. After VinePPO (Kazemnejad et al. 2024, arXiv 2410.01679, and its code).
+A delimiter belongs to the following step. After VinePPO (Kazemnejad et al. 2024, arXiv 2410.01679, and its code).
 """
 
 import re
@@ -18,14 +18,11 @@ SENTENCE_ENDS = (".", ".$", ".$$", ".\\]")
 INITIAL = re.compile(r"(?:^|\W)[A-Z]\.$")
 BREAKS_IN_TEXT = re.compile(r"(?<=[,:])\s|\s(?=and\s|to\s)")
 BREAKS_IN_MATHS = re.compile(r"=|\+|\\equiv|\\le(?![a-z])|\\leq|\\ge(?![a-z])|\\geq|<|>")
-SHORTEST, LONGEST, HALF_OF_TEXT, HALF_OF_MATHS = 20, 100, 40, 20
+MIN_STEP, MAX_STEP, MIN_TEXT_PART, MIN_MATHS_PART = 20, 100, 40, 20
 
 
 def line_steps(text: str) -> list[int]:
-    """Return the offsets at which steps begin, 0 first: a step is a line, as GSM8K has it.
-
-    Blank lines go with the line after them; those before the first line, and ``#### N`` at the end, begin no step.
-    """
+    """Return the offsets of lines (GSM8K); blank lines belong to the next line, ``#### N`` to the line before it."""
     starts = [0]
     for gap in NEW_LINE.finditer(text):
         if text[: gap.start()].strip() and not text.startswith("####", gap.end()):
@@ -34,20 +31,18 @@ def line_steps(text: str) -> list[int]:
 
 
 def latex_steps(text: str) -> list[int]:
-    """Return the offsets at which steps begin, 0 first: lines and sentences, as MATH's solutions have them.
+    """Return the offsets of lines and sentences (MATH).
 
-    Formulas, figures and environments stay whole unless a step has more than 100 characters: that is broken at a comma,
-    ``and``, ``:`` or ``to``, and within formulas at a relation, as near to its middle as both halves stay long enough.
+    Formulas, figures and environments are not split, except in steps of more than 100 characters. These are split at a
+    comma, colon, ``and`` or ``to``, or inside a formula at a relation, as close to the middle as possible.
     """
     protected = [match.span() for match in PROTECTED.finditer(text)]
     cuts = {gap.start() for gap in NEW_LINE.finditer(text) if text[: gap.start()].strip()}
     cuts |= {gap.start() for gap in SENTENCE.finditer(text) if not INITIAL.search(text[: gap.start()])}
     outside = [cut for cut in sorted(cuts) if not any(start < cut < stop for start, stop in protected)]
     starts = _without_short_steps(text, [0, *outside])
-    found = []
-    for start, stop in zip(starts, [*starts[1:], len(text)], strict=True):
-        found += _broken(text, start, stop, protected)
-    return found
+    spans = zip(starts, [*starts[1:], len(text)], strict=True)
+    return [offset for start, stop in spans for offset in _split_long(text, start, stop, protected)]
 
 
 SPLITTERS: dict[StepSplitter, Callable[[str], list[int]]] = {
@@ -57,19 +52,19 @@ SPLITTERS: dict[StepSplitter, Callable[[str], list[int]]] = {
 
 
 def _without_short_steps(text: str, starts: list[int]) -> list[int]:
-    """Join steps of fewer than 20 characters that end no sentence with what follows; the last with what precedes."""
+    """Join steps of fewer than 20 characters that end no sentence with the next step, the last with the previous."""
     kept = [0]
     for start in starts[1:]:
         step = text[kept[-1] : start].strip()
-        if len(step) >= SHORTEST or step.endswith(SENTENCE_ENDS):
+        if len(step) >= MIN_STEP or step.endswith(SENTENCE_ENDS):
             kept.append(start)
     last = text[kept[-1] :].strip()
-    return kept[:-1] if len(kept) > 1 and len(last) < SHORTEST and not last.endswith(SENTENCE_ENDS) else kept
+    return kept[:-1] if len(kept) > 1 and len(last) < MIN_STEP and not last.endswith(SENTENCE_ENDS) else kept
 
 
-def _broken(text: str, start: int, stop: int, protected: list[tuple[int, int]]) -> list[int]:
-    """Return the starts of the parts of ``text[start:stop]``, none of them needlessly longer than 100 characters."""
-    if stop - start <= LONGEST:
+def _split_long(text: str, start: int, stop: int, protected: list[tuple[int, int]]) -> list[int]:
+    """Return the offsets of the parts of ``text[start:stop]``, which have at most 100 characters if possible."""
+    if stop - start <= MAX_STEP:
         return [start]
     spans = [span for span in protected if span[0] < stop and span[1] > start]
 
@@ -80,8 +75,8 @@ def _broken(text: str, start: int, stop: int, protected: list[tuple[int, int]]) 
         cuts = (match.start() for match in pattern.finditer(text, start, stop))
         return [cut for cut in cuts if within(cut) is in_maths and start + half <= cut <= stop - half]
 
-    cuts = legal(BREAKS_IN_TEXT, HALF_OF_TEXT, False) or legal(BREAKS_IN_MATHS, HALF_OF_MATHS, True)
+    cuts = legal(BREAKS_IN_TEXT, MIN_TEXT_PART, False) or legal(BREAKS_IN_MATHS, MIN_MATHS_PART, True)
     if not cuts:
         return [start]
     cut = min(cuts, key=lambda c: abs(2 * c - start - stop))
-    return _broken(text, start, cut, protected) + _broken(text, cut, stop, protected)
+    return _split_long(text, start, cut, protected) + _split_long(text, cut, stop, protected)

@@ -1,7 +1,7 @@
-"""VinePPO: what a state is worth is found by rolling out from it, so no critic is needed.
+"""The interfaces of VinePPO, which estimates the values of intermediate states by Monte Carlo rollouts.
 
-Three calls of the graph: ``VineRollouts`` continues answers from where their steps begin, ``VineValues`` has the
-continuations judged, ``VineAdvantages`` turns values into advantages of tokens.
+``VineRollouts`` continues responses from the beginning of each step, ``VineValues`` verifies the continuations, and
+``VineAdvantages`` turns values into advantages of tokens.
 """
 
 from collections.abc import Sequence
@@ -20,47 +20,45 @@ from realhf.api.messages import State, Stats
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import Engine, InterfaceContext
 
-MOST_STATES = 1 << 20
-"""Of one prompt: states are numbered apart from the prompts of the data."""
+MAX_STATES = 1 << 20  # per prompt; the prompt number of state k of prompt p is p * MAX_STATES + k
 
 
 @dataclass
 class RolloutConfig:
-    ppo: PPOConfig = opt(PPOConfig, "sampling of answers, and of rollouts")
+    ppo: PPOConfig = opt(PPOConfig, "sampling of responses, and of rollouts")
     vine: VineConfig = opt(VineConfig, "rollouts")
 
 
 @dataclass
 class _States:
-    """Every state of a batch once: its tokens, how many more an answer may have, and its number."""
+    """The distinct states of a batch: their tokens, the maximum length of their continuations, and their numbers."""
 
     prompts: list[Tensor] = field(default_factory=list)
     budgets: list[int] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
-    places: dict[tuple[int, bytes], int] = field(default_factory=dict)
+    indices: dict[tuple[int, bytes], int] = field(default_factory=dict)
     per_prompt: dict[int, int] = field(default_factory=dict)
 
     def add(self, prompt: int, tokens: Tensor, budget: int) -> int:
-        """Return the place of a state of ``prompt``; states with the same tokens are one."""
+        """Return the index of a state of ``prompt``; states with equal tokens share an index."""
         key = (prompt, tokens.cpu().numpy().tobytes())
-        if key not in self.places:
-            self.places[key] = len(self.prompts)
+        if key not in self.indices:
+            self.indices[key] = len(self.prompts)
             number = self.per_prompt.get(prompt, 0)
             self.per_prompt[prompt] = number + 1
-            assert number < MOST_STATES
+            assert number < MAX_STATES
             self.prompts.append(tokens)
             self.budgets.append(budget)
-            self.numbers.append(prompt * MOST_STATES + number)
-        return self.places[key]
+            self.numbers.append(prompt * MAX_STATES + number)
+        return self.indices[key]
 
 
 class VineRollouts:
-    """Draws ``n_rollouts`` continuations from every state, by the policy as it is, apart from what is trained on.
+    """Samples ``n_rollouts`` continuations from every state with the current policy; they are not trained on.
 
-    Reads ``tokens prompt_mask``. Makes, per row: ``state_starts`` (int64, token at which each step begins),
-    ``rollouts`` (tokens of all continuations, one after the other), ``rollout_lengths`` and ``rollout_truncated`` (one
-    entry each).
-    Continuations may be as long as what ``max_new_tokens`` leaves.
+    Reads ``tokens prompt_mask``. Returns per row: ``state_starts`` (int64, first token of each step), ``rollouts``
+    (concatenated tokens of all continuations), ``rollout_lengths`` and ``rollout_truncated`` (one entry each). A
+    response and its continuation have at most ``max_new_tokens`` tokens together.
     """
 
     config_type = RolloutConfig
@@ -70,19 +68,20 @@ class VineRollouts:
         self.split = SPLITTERS[config.vine.step_splitter]
 
     def generate(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
-        vine, states = self.config.vine, _States()
-        starts, places = [], []
-        for row, tokens, prompt_mask in zip(batch.ids, *self._rows(batch), strict=True):
+        longest, max_states, states = self.config.ppo.gen.max_new_tokens, self.config.vine.max_states, _States()
+        starts_of_row, states_of_row = [], []
+        rows = zip(batch.ids, batch.columns["tokens"].rows(), batch.columns["prompt_mask"].rows(), strict=True)
+        for row, tokens, prompt_mask in rows:
             first = int(prompt_mask.sum())
-            begins = [first + start for start in self.steps(tokens[first:])]
-            starts.append(begins)
-            longest = self.config.ppo.gen.max_new_tokens
-            places.append(
-                [states.add(row.prompt, tokens[:b], longest - (b - first)) for b in begins[: vine.max_states]]
+            steps = step_starts(self.context.tokenizer, tokens[first:].tolist(), self.split)
+            starts = [first + start for start in steps]
+            starts_of_row.append(starts)
+            states_of_row.append(
+                [states.add(row.prompt, tokens[:at], longest - (at - first)) for at in starts[:max_states]]
             )
-        drawn = self.draw(engine, states, batch["tokens"].device)
-        outputs = SequenceBatch(batch.ids, self.columns(batch, starts, places, drawn))
-        n_states = float(sum(map(len, places)))
+        sampled = self.sample(engine, states, batch["tokens"].device)
+        outputs = SequenceBatch(batch.ids, self.columns(batch, starts_of_row, states_of_row, sampled))
+        n_states = float(sum(map(len, states_of_row)))
         stats = {
             "states": (n_states, float(max(len(batch), 1))),
             "shared_states": (n_states - len(states.prompts), max(n_states, 1.0)),
@@ -90,12 +89,8 @@ class VineRollouts:
         }
         return outputs, stats
 
-    def steps(self, answer: Tensor) -> list[int]:
-        """Return the tokens of an answer at which its steps begin."""
-        return step_starts(self.context.tokenizer, answer.tolist(), self.split)
-
-    def draw(self, engine: Engine, states: _States, device: torch.device) -> SequenceBatch:
-        """Return the continuations of all states, those of a state next to each other."""
+    def sample(self, engine: Engine, states: _States, device: torch.device) -> SequenceBatch:
+        """Return ``n_rollouts`` adjacent rows per state."""
         ids = tuple(RowId(number, PROMPT) for number in states.numbers)
         prompts = Column.of(states.prompts) if ids else Column(torch.empty(0, dtype=torch.int64, device=device), ())
         budgets = torch.tensor(states.budgets, dtype=torch.int64, device=device)
@@ -103,29 +98,25 @@ class VineRollouts:
         return engine.generate(batch, self.config.ppo.gen, self.config.vine.n_rollouts, self.context.seed + 1)
 
     def columns(
-        self, batch: SequenceBatch, starts: list[list[int]], places: list[list[int]], drawn: SequenceBatch
+        self, batch: SequenceBatch, starts: list[list[int]], states: list[list[int]], sampled: SequenceBatch
     ) -> dict[str, Column]:
-        """Give every row what was drawn from its states."""
+        """Return the output columns; row i has the steps ``starts[i]`` and the state indices ``states[i]``."""
         n, device = self.config.vine.n_rollouts, batch["tokens"].device
-        tokens, masks = drawn.columns["tokens"].rows(), drawn.columns["prompt_mask"].rows()
-        answers = [row[mask == 0] for row, mask in zip(tokens, masks, strict=True)]
-        truncated = drawn["truncated"]
-        none = torch.empty(0, dtype=torch.int64, device=device)
-        of_row = [[n * place + k for place in own for k in range(n)] for own in places]
+        tokens, masks = sampled.columns["tokens"].rows(), sampled.columns["prompt_mask"].rows()
+        rollouts = [row[mask == 0] for row, mask in zip(tokens, masks, strict=True)]
+        truncated = sampled["truncated"]
+        empty = torch.empty(0, dtype=torch.int64, device=device)
+        of_row = [[n * state + k for state in own for k in range(n)] for own in states]
 
         def ragged(rows: Sequence[Tensor]) -> Column:
-            return Column(torch.cat([none, *rows]), tuple(map(len, rows)))
+            return Column(torch.cat([empty, *rows]), tuple(map(len, rows)))
 
         return {
             "state_starts": ragged([torch.tensor(own, dtype=torch.int64, device=device) for own in starts]),
-            "rollouts": ragged([torch.cat([none, *(answers[i] for i in own)]) for own in of_row]),
-            "rollout_lengths": ragged([torch.tensor([len(answers[i]) for i in own], device=device) for own in of_row]),
+            "rollouts": ragged([torch.cat([empty, *(rollouts[i] for i in own)]) for own in of_row]),
+            "rollout_lengths": ragged([torch.tensor([len(rollouts[i]) for i in own], device=device) for own in of_row]),
             "rollout_truncated": ragged([truncated[own].to(torch.int64) for own in of_row]),
         }
-
-    @staticmethod
-    def _rows(batch: SequenceBatch) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        return batch.columns["tokens"].rows(), batch.columns["prompt_mask"].rows()
 
 
 @dataclass
@@ -136,47 +127,44 @@ class ValuesConfig:
 
 
 class VineValues:
-    """Judges continuations: ``state_values`` of a row are the mean rewards from each of its states.
+    """Verifies continuations: ``state_values`` of a row are the mean rewards from each of its states.
 
-    Reads what VineRollouts makes, ``tokens prompt_mask row``. A truncated continuation is worth ``wrong_reward``.
+    Reads the outputs of VineRollouts and ``tokens prompt_mask row``. Truncated continuations get ``wrong_reward``.
     """
 
     config_type = ValuesConfig
 
     def __init__(self, config: ValuesConfig, context: InterfaceContext) -> None:
         self.config = config
-        all_of_them = replace(config.ppo, generation_size=None, dynamic_sampling=False)
-        self.verifier = Verifier(VerifierConfig(config.reward, all_of_them), context)
+        unfiltered = replace(config.ppo, generation_size=None, dynamic_sampling=False)
+        self.verifier = Verifier(VerifierConfig(config.reward, unfiltered), context)
 
     def inference(self, engine: Engine | None, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
         n, rows = self.config.vine.n_rollouts, {k: c.rows() for k, c in batch.columns.items()}
-        answers: list[tuple[Tensor, Tensor, Tensor]] = []
-        truncated: list[Tensor] = []
+        responses: list[tuple[Tensor, Tensor, Tensor]] = []
         for i in range(len(batch)):
-            lengths = rows["rollout_lengths"][i].tolist()
             first = int(rows["prompt_mask"][i].sum())
-            for k, rollout in enumerate(rows["rollouts"][i].split(lengths)):
-                answer = torch.cat([rows["tokens"][i][: int(rows["state_starts"][i][k // n])], rollout])
-                mask = torch.zeros(len(answer), dtype=torch.uint8, device=answer.device)
+            for k, rollout in enumerate(rows["rollouts"][i].split(rows["rollout_lengths"][i].tolist())):
+                tokens = torch.cat([rows["tokens"][i][: int(rows["state_starts"][i][k // n])], rollout])
+                mask = torch.zeros(len(tokens), dtype=torch.uint8, device=tokens.device)
                 mask[:first] = 1
-                answers.append((answer, mask, rows["row"][i]))
-            truncated.append(rows["rollout_truncated"][i])
-        ids = tuple(RowId(i, 0) for i in range(len(answers)))
-        keys = ("tokens", "prompt_mask", "row")
-        judged = SequenceBatch(
-            ids, {k: Column.of(parts) for k, parts in zip(keys, zip(*answers, strict=True), strict=True)}
-        )
-        scored, stats = self.verifier.inference(None, judged, state) if ids else (judged, {})
-        ppo = self.config.ppo
-        nothing = (self.config.reward.wrong_reward - ppo.reward_output_bias) * ppo.reward_output_scaling
-        rewards = scored["rewards"] if ids else torch.empty(0)
-        values = torch.where(torch.cat(truncated).bool(), nothing, rewards).view(-1, n).mean(1) if ids else rewards
+                responses.append((tokens, mask, rows["row"][i]))
+        values, stats = torch.empty(0), Stats()
+        if responses:
+            columns = zip(("tokens", "prompt_mask", "row"), zip(*responses, strict=True), strict=True)
+            ids = tuple(RowId(i, 0) for i in range(len(responses)))
+            verified = SequenceBatch(ids, {key: Column.of(parts) for key, parts in columns})
+            scored, stats = self.verifier.inference(None, verified, state)
+            ppo = self.config.ppo
+            wrong = (self.config.reward.wrong_reward - ppo.reward_output_bias) * ppo.reward_output_scaling
+            rewards = torch.where(torch.cat(rows["rollout_truncated"]).bool(), wrong, scored["rewards"])
+            values = rewards.view(-1, n).mean(1)
         n_states = tuple(len(row) // n for row in rows["rollout_lengths"])
         return SequenceBatch(batch.ids, {"state_values": Column(values, n_states)}), stats
 
 
 class VineAdvantages:
-    """Makes ``advantages`` of tokens. Reads ``prompt_mask rewards truncated state_starts state_values``."""
+    """Returns ``advantages`` of tokens. Reads ``prompt_mask rewards truncated state_starts state_values``."""
 
     config_type = PPOConfig
 
@@ -184,16 +172,14 @@ class VineAdvantages:
         self.config = config
 
     def inference(self, engine: Engine | None, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
-        clip, found = self.config.max_reward_clip, []
+        clip, lengths = self.config.max_reward_clip, batch.lengths("prompt_mask")
         rewards = batch["rewards"].clamp(-clip, clip)
         if self.config.mask_no_eos_with_zero:
             rewards = rewards.masked_fill(batch["truncated"].bool(), 0.0)
-        starts, values = (batch.columns[key].rows() for key in ("state_starts", "state_values"))
-        for length, reward, begins, known in zip(
-            batch.lengths("prompt_mask"), rewards.tolist(), starts, values, strict=True
-        ):
-            per_step = step_advantages(known.tolist(), reward, len(begins))
-            found.append(spread_over_tokens(per_step, begins.tolist(), length, length))
-        device = batch["prompt_mask"].device
-        data = torch.cat([torch.empty(0), *found]).to(device)
-        return SequenceBatch(batch.ids, {"advantages": Column(data, batch.lengths("prompt_mask"))}), {}
+        columns = (batch.columns[key].rows() for key in ("state_starts", "state_values"))
+        advantages = [torch.empty(0)]
+        for length, reward, starts, values in zip(lengths, rewards.tolist(), *columns, strict=True):
+            per_step = step_advantages(values.tolist(), reward, len(starts))
+            advantages.append(spread_over_tokens(per_step, starts.tolist(), length, length))
+        data = torch.cat(advantages).to(batch["prompt_mask"].device)
+        return SequenceBatch(batch.ids, {"advantages": Column(data, lengths)}), {}

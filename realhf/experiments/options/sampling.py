@@ -1,10 +1,10 @@
-"""What sampling options contradict."""
+"""Checks of sampling options."""
 
 from realhf.api.config import GenerationConfig
 
 
 def sampling_problems(name: str, gen: GenerationConfig) -> list[str]:
-    """Return one line per option of ``gen`` that cannot be; ``name`` is how the user writes it."""
+    """Return one line per invalid option of ``gen``, whose option group is ``name``."""
     checks = [
         (gen.max_new_tokens >= 1, f"{name}.max_new_tokens must be positive, got {gen.max_new_tokens}"),
         (0 <= gen.min_new_tokens <= gen.max_new_tokens,

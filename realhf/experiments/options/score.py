@@ -1,4 +1,4 @@
-"""How PPO uses a reward model: which interface serves it, and how its scores are brought to one scale."""
+"""Scoring with a reward model: its interface, and the normalisation of its scores."""
 
 import json
 from dataclasses import replace
@@ -15,7 +15,7 @@ STATISTICS = "evaluation.json"
 
 
 def score_interface(score: ScoreConfig, rew: ModelSpec, ppo: PPOConfig) -> InterfaceSpec:
-    """Return what scores answers with the reward model ``rew``."""
+    """Return the interface that scores responses with the reward model ``rew``."""
     if score.type not in COMPARED:
         return InterfaceSpec("labelled_rw", {"ppo": to_plain(ppo), "score": to_plain(score)})
     moments = score_moments(rew) if score.normalise else None
@@ -23,15 +23,15 @@ def score_interface(score: ScoreConfig, rew: ModelSpec, ppo: PPOConfig) -> Inter
 
 
 def normalised(ppo: PPOConfig, mean: float, std: float) -> PPOConfig:
-    """Return the options under which ``(score - mean) / std`` is what bias and scaling act on."""
+    """Return the options with bias and scaling applied to ``(score - mean) / std``."""
     bias, scaling = mean + ppo.reward_output_bias * std, ppo.reward_output_scaling / std
     return replace(ppo, reward_output_bias=bias, reward_output_scaling=scaling)
 
 
 def score_moments(rew: ModelSpec) -> tuple[float, float] | None:
-    """Return mean and unbiased standard deviation of a model's scores of held-out answers; None where they are unknown.
+    """Return the mean and the unbiased standard deviation of a model's scores on held-out rows, or None.
 
-    They are beside the weights of a model that ``rw`` saved with held-out rows.
+    ``rw`` writes them to the folder of the model if it has held-out rows.
     """
     file = Path(rew.path or "") / STATISTICS
     if not file.is_file():
@@ -45,13 +45,13 @@ def score_moments(rew: ModelSpec) -> tuple[float, float] | None:
 
 
 def score_problems(score: ScoreConfig, rew: ModelSpec) -> list[str]:
-    """Return what the options of scoring contradict, one line each."""
+    """Return one line per invalid option."""
     if not score.normalise:
         return []
     if score.type not in COMPARED:
-        return [f"score.normalise=True is for scores of any scale; those of score.type={score.type.name} are shares"]
+        return [f"score.normalise=True is for unbounded scores; score.type={score.type.name} returns probabilities"]
     if score_moments(rew) is None:
         file = Path(rew.path or "") / STATISTICS
         advice = "train the reward model with dataset.eval_path or dataset.eval_fraction"
-        return [f"score.normalise=True: there are no scores of held-out answers in {file}; {advice}"]
+        return [f"score.normalise=True: no scores of held-out rows in {file}; {advice}"]
     return []

@@ -1,4 +1,4 @@
-"""Which rows and which answers make pairs."""
+"""Pairs of rows and of sampled responses."""
 
 import pytest
 from hypothesis import given
@@ -8,19 +8,19 @@ from realhf.algorithms.preference.pairs import build_pairs, pairs_of, ranked_pai
 from realhf.api.batch_meta import RowId
 
 
-def test_pairs_are_found_by_their_ids():
+def test_pairs_of_row_ids():
     ids = tuple(RowId(1, s) for s in (3, 0, 2, 1)) + (RowId(0, 1), RowId(0, 0))
     pairs = pairs_of(ids)
     assert (pairs.better, pairs.worse, pairs.weights) == ([1, 2, 5], [3, 0, 4], [0.5, 0.5, 1.0])
-    with pytest.raises(ValueError, match="sample 0 of prompt 3 has no partner"):
+    with pytest.raises(ValueError, match="sample 0 of prompt 3 has no pair"):
         pairs_of((RowId(3, 0), RowId(4, 1)))
 
 
-def test_a_ranked_list_has_all_its_pairs():
+def test_ranked_list_gives_all_pairs():
     ids = (RowId(7, 2), RowId(4, 0), RowId(7, 0), RowId(4, 1), RowId(7, 1), RowId(5, 0))
     pairs = ranked_pairs(ids)
-    found = dict(zip(zip(pairs.better, pairs.worse, strict=True), pairs.weights, strict=True))
-    assert found == {(2, 4): 1 / 3, (2, 0): 1 / 3, (4, 0): 1 / 3, (1, 3): 1.0} and len(pairs) == 4
+    weights = dict(zip(zip(pairs.better, pairs.worse, strict=True), pairs.weights, strict=True))
+    assert weights == {(2, 4): 1 / 3, (2, 0): 1 / 3, (4, 0): 1 / 3, (1, 3): 1.0} and len(pairs) == 4
 
 
 def test_all_combinations_of_right_and_wrong():
@@ -31,13 +31,13 @@ def test_all_combinations_of_right_and_wrong():
 
 
 @given(st.lists(st.booleans(), max_size=12), st.integers(1, 40), st.integers(0, 99))
-def test_pairs_are_right_distinct_and_as_many_as_asked(right, most, seed):
-    pairs = build_pairs(right, most, seed)
-    assert len(set(pairs)) == len(pairs) == min(most, sum(right) * (len(right) - sum(right)))
+def test_pairs_are_right_wrong_distinct_and_at_most_max_pairs(right, max_pairs, seed):
+    pairs = build_pairs(right, max_pairs, seed)
+    assert len(set(pairs)) == len(pairs) == min(max_pairs, sum(right) * (len(right) - sum(right)))
     assert all(right[good] and not right[bad] for good, bad in pairs)
-    assert pairs == build_pairs(right, most, seed)
+    assert pairs == build_pairs(right, max_pairs, seed)
 
 
-def test_which_pairs_are_drawn_depends_on_the_seed():
+def test_sampled_pairs_depend_on_the_seed():
     right = [i % 2 == 0 for i in range(20)]
     assert len({tuple(build_pairs(right, 5, seed)) for seed in range(5)}) == 5

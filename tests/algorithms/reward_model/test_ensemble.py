@@ -1,4 +1,4 @@
-"""Rewards from the columns of several reward models."""
+"""Rewards of ensembles."""
 
 from pathlib import Path
 
@@ -39,14 +39,14 @@ def test_rewards_and_statistics() -> None:
     assert unbiased["rewards"].tolist() == [0.0, 2.0, -1.0, -1.0] and stats["variance"] == (3.0, 4.0)
 
 
-def test_the_best_of_each_prompt_stay() -> None:
+def test_the_best_of_each_prompt_is_selected() -> None:
     ppo = PPOConfig(group_size=1, generation_size=2)
     rows, stats = scored(EnsembleConfig(["a", "b"]), ppo, MEMBERS)
     assert rows.ids == (RowId(4, 0), RowId(7, 0)) and rows["rewards"].tolist() == [2.0, -0.5]
     assert stats["reward"] == (3.0, 4.0)
 
 
-def test_no_rows_and_no_number() -> None:
+def test_empty_batch_and_scores_that_are_not_finite() -> None:
     rows, stats = scored(EnsembleConfig(["a", "b"]), PPOConfig(), [[], []])
     assert len(rows) == 0 and stats["variance"] == (0.0, 0.0)
     with pytest.raises(ValueError, match=r"reward model 1 \(b\) scores RowId\(prompt=7, sample=0\) with nan"):

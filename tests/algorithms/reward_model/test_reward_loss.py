@@ -1,4 +1,4 @@
-"""Losses of reward models against sums written out."""
+"""Losses of reward models against values computed by hand."""
 
 import math
 
@@ -19,9 +19,9 @@ def test_pairs_by_hand():
     loss.total.backward()
     slopes = [0.5 / (1 + math.exp(1)), 0.5 / (1 + math.exp(-2)), 0.5]  # weight * sigmoid(-margin)
     assert scores.grad.tolist() == pytest.approx([x for s in slopes for x in (-s, s)])
-    found = {name: (float(value), float(count)) for name, (value, count) in loss.stats.items()}
-    assert found.pop("loss") == pytest.approx((want, 2))
-    assert found == {"accuracy": (1, 3), "margin": (-1, 3), "chosen_score": (6, 3), "rejected_score": (7, 3)}
+    values = {name: (float(value), float(count)) for name, (value, count) in loss.stats.items()}
+    assert values.pop("loss") == pytest.approx((want, 2))
+    assert values == {"accuracy": (1, 3), "margin": (-1, 3), "chosen_score": (6, 3), "rejected_score": (7, 3)}
 
 
 def test_a_ranked_list_by_hand():
@@ -33,7 +33,7 @@ def test_a_ranked_list_by_hand():
     assert [float(x) for x in loss.stats["accuracy"]] == [2, 3]
 
 
-def test_scores_far_apart_stay_finite():
+def test_extreme_scores_are_finite():
     scores = torch.tensor([-2000.0, 2000.0], requires_grad=True)
     loss = comparison_loss(scores, Pairs([0], [1], [1.0]))
     loss.total.backward()
@@ -49,13 +49,13 @@ def test_labels_by_hand_hard_and_soft():
     assert loss.total.item() == pytest.approx(want, rel=1e-6)
     loss.total.backward()
     assert logits.grad.tolist() == pytest.approx([p[0] - 1, 0.0, p[1], p[2] - 0.75])
-    found = {name: (float(value), float(count)) for name, (value, count) in loss.stats.items()}
-    assert found["accuracy"] == (0, 3)  # a logit of 0 is on no side
-    assert found["right_score"] == pytest.approx((p[0] + p[2], 2))
-    assert found["wrong_score"] == pytest.approx((p[1], 1)) and found["loss"][1] == 3
+    values = {name: (float(value), float(count)) for name, (value, count) in loss.stats.items()}
+    assert values["accuracy"] == (0, 3)  # a logit of 0 is wrong
+    assert values["right_score"] == pytest.approx((p[0] + p[2], 2))
+    assert values["wrong_score"] == pytest.approx((p[1], 1)) and values["loss"][1] == 3
 
 
-def test_nothing_labelled_costs_nothing():
+def test_without_labels_the_loss_is_0():
     loss = label_loss(torch.zeros(3, requires_grad=True), torch.full((3,), -1.0))
     loss.total.backward()
     assert loss.total.item() == 0.0 and all(float(count) == 0 for _, count in loss.stats.values())

@@ -18,7 +18,7 @@ LAST = {(5, 0): 1, (5, 1): 2, (5, 2): 3, (5, 3): 4, (9, 0): 6, (9, 1): 6}  # the
 
 
 class Letters:
-    """A tokenizer of seven tokens, of which the last but one is a line break."""
+    """A tokenizer of seven tokens; token 5 is a line break."""
 
     def decode(self, ids):
         return "".join("abcde\n."[i] for i in ids)
@@ -33,7 +33,7 @@ def pairs_batch():
 
 
 def steps_batch():
-    """Two answers of two steps and of one, behind prompts of one token; hard and soft labels."""
+    """Responses of two steps and of one step, prompts of one token; hard and soft labels."""
     tokens = [torch.tensor([0, 1, 5, 2, 6]), torch.tensor([0, 3, 6])]
     labels = [torch.tensor([-1.0, 1.0, -1.0, -1.0, 0.0]), torch.tensor([-1.0, -1.0, 0.25])]
     masks = [torch.tensor([1] + [0] * (len(t) - 1), dtype=torch.uint8) for t in tokens]
@@ -45,7 +45,7 @@ def merged(results, name):
     return [sum(part[name][i] for part in results if name in part) for i in range(2)]
 
 
-def test_a_step_on_pairs(ranks, table_engine):
+def test_training_step_on_pairs(ranks, table_engine):
     batch, interface = pairs_batch(), RewardModel(RWConfig(), CONTEXT)
     scores = table_engine().scores
     s = [scores[i] for i in range(7)]
@@ -60,11 +60,11 @@ def test_a_step_on_pairs(ranks, table_engine):
         assert all(torch.allclose(engine.scores, want) and engine.calls[0][2] for engine in engines)
         stats = [part for part, _ in results]
         assert merged(stats, "loss") == pytest.approx([2 * loss.item(), 2])
-        assert merged(stats, "accuracy") == [sum(m.item() > 0 for m in margins), 3]  # the tie is wrong
+        assert merged(stats, "accuracy") == [sum(m.item() > 0 for m in margins), 3]  # a tie is wrong
         assert merged(stats, "margin") == pytest.approx([sum(margins).item(), 3])
 
 
-def test_a_step_on_ranked_lists(ranks, table_engine):
+def test_training_step_on_ranked_lists(ranks, table_engine):
     """The first prompt's four rows are one list of six pairs."""
     interface = RewardModel(RWConfig(type=RewardModelType.ranked, score_l2_reg=0.1), CONTEXT)
     scores = table_engine().scores
@@ -80,7 +80,7 @@ def test_a_step_on_ranked_lists(ranks, table_engine):
 
 
 @pytest.mark.parametrize("parts", [[[0, 1]], [[1], [0], []]])
-def test_a_step_on_labelled_steps(ranks, table_engine, parts):
+def test_training_step_on_labelled_steps(ranks, table_engine, parts):
     batch, interface = steps_batch(), RewardModel(RWConfig(type=RewardModelType.process), CONTEXT)
     scores = table_engine().scores
     probability = torch.sigmoid(scores)
@@ -94,30 +94,30 @@ def test_a_step_on_labelled_steps(ranks, table_engine, parts):
     assert merged([stats for stats, _ in results], "loss") == pytest.approx([sum(terms).item(), 3])
 
 
-def test_an_evaluation_has_the_statistics_of_training_and_makes_no_step(table_engine):
+def test_evaluation_returns_the_statistics_of_training_without_a_step(table_engine):
     outcomes = pairs_batch().with_scalars("label", torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 0.0]))
     kinds = {RewardModelType.pairs: pairs_batch(), RewardModelType.ranked: pairs_batch(),
              RewardModelType.outcome: outcomes, RewardModelType.process: steps_batch()}  # fmt: skip
     for kind, batch in kinds.items():
         engine, interface = table_engine(), RewardModel(RWConfig(type=kind), CONTEXT)
         before = engine.scores.detach().clone()
-        made, stats = interface.inference(engine, batch, {"x": 1})
-        assert made.ids == batch.ids and not made.columns and torch.equal(engine.scores, before)
+        outputs, stats = interface.inference(engine, batch, {"x": 1})
+        assert outputs.ids == batch.ids and not outputs.columns and torch.equal(engine.scores, before)
         assert merged([interface.train_step(engine, batch, {})[0]], "loss") == pytest.approx(list(stats["loss"]))
-        judged = [1, 6, 6] if kind is RewardModelType.process else list(LAST.values())
-        assert stats["score"] == pytest.approx((before[judged].sum().item(), len(judged)))
-        assert stats["score_sq"] == pytest.approx((before[judged].square().sum().item(), len(judged)))
+        scored = [1, 6, 6] if kind is RewardModelType.process else list(LAST.values())
+        assert stats["score"] == pytest.approx((before[scored].sum().item(), len(scored)))
+        assert stats["score_sq"] == pytest.approx((before[scored].square().sum().item(), len(scored)))
         empty = interface.inference(engine, batch.select([]), {})[1]
         assert empty["loss"] == (0, 0) and empty["score"] == (0, 0)
 
 
-def test_equal_scores_lose_log_two_and_count_as_wrong(table_engine):
+def test_equal_scores_have_loss_log_2_and_count_as_wrong(table_engine):
     batch = pairs_batch().select([4, 5])
     stats, state = RewardModel(RWConfig(), CONTEXT).train_step(table_engine(), batch, {"x": 1})
     assert stats["loss"] == pytest.approx((math.log(2), 1)) and stats["accuracy"] == (0, 1) and state == {"x": 1}
 
 
-def test_scores_are_scaled_and_the_best_kept(table_engine):
+def test_scores_are_scaled_and_the_best_selected(table_engine):
     engine, batch = table_engine(), pairs_batch()
     config = PPOConfig(reward_output_bias=0.5, reward_output_scaling=2.0)
     out, stats = PairedReward(config, CONTEXT).inference(engine, batch, {})
@@ -137,7 +137,7 @@ def labelled(kind, **options):
     return LabelledReward(config, InterfaceContext(seed=1, tokenizer=Letters(), run_root=Path(".")))
 
 
-def test_labelled_models_serve_probabilities(table_engine):
+def test_labelled_models_return_probabilities(table_engine):
     engine, batch = table_engine(), steps_batch()
     p = engine.scores.detach().sigmoid().tolist()
     outcome, _ = labelled(RewardModelType.outcome).inference(engine, batch, {})
@@ -150,12 +150,12 @@ def test_labelled_models_serve_probabilities(table_engine):
     assert len(none) == 0 and none["step_rewards"].numel() == none["rewards"].numel() == 0
 
 
-def test_a_model_of_pairs_gives_no_probabilities():
-    with pytest.raises(ValueError, match="a model of pairs gives scores, not probabilities"):
+def test_labelled_reward_needs_a_model_of_labels():
+    with pytest.raises(ValueError, match="a model of pairs returns scores, not probabilities"):
         labelled(RewardModelType.pairs)
 
 
-def test_steps_go_with_the_answers_that_are_kept(table_engine):
+def test_step_rewards_of_selected_responses(table_engine):
     engine, batch = table_engine(), steps_batch()
     batch = SequenceBatch((RowId(3, 0), RowId(3, 1)), batch.columns)
     p = engine.scores.detach().sigmoid().tolist()

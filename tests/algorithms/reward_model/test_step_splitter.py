@@ -1,4 +1,4 @@
-"""Where steps begin: examples, and that pieces always add up."""
+"""Offsets of steps."""
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from realhf.algorithms.reward_model.step_splitter import SPLITTERS, latex_steps,
 from realhf.api.config import StepSplitter
 
 
-def pieces(text: str, starts: list[int]) -> list[str]:
+def parts_of(text: str, starts: list[int]) -> list[str]:
     return [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)]
 
 
@@ -24,8 +24,8 @@ def pieces(text: str, starts: list[int]) -> list[str]:
         ("a\n#### 3\nmore", ["a\n#### 3", "\nmore"]),
     ],
 )
-def test_lines(text: str, steps: list[str]) -> None:
-    assert pieces(text, line_steps(text)) == steps
+def test_line_steps(text: str, steps: list[str]) -> None:
+    assert parts_of(text, line_steps(text)) == steps
 
 
 @pytest.mark.parametrize(
@@ -38,23 +38,23 @@ def test_lines(text: str, steps: list[str]) -> None:
          ["Hence we have the equation", "\n\\[x = 1. Y = 2.\\]", "\nNow divide both sides by two."]),
     ],
 )  # fmt: skip
-def test_sentences_of_latex(text: str, steps: list[str]) -> None:
-    assert pieces(text, latex_steps(text)) == steps
+def test_latex_steps(text: str, steps: list[str]) -> None:
+    assert parts_of(text, latex_steps(text)) == steps
 
 
-def test_long_steps_break_where_both_halves_stay_long() -> None:
+def test_long_steps_are_split_near_the_middle() -> None:
     halves = [
         "The first of these numbers is what we are looking for here,",
         " and the second is what we know from before.",
     ]
-    assert pieces("".join(halves), latex_steps("".join(halves))) == halves
+    assert parts_of("".join(halves), latex_steps("".join(halves))) == halves
     formula = "$" + "+".join(["a" * 12] * 12) + "=5$"
-    parts = pieces(formula, latex_steps(formula))
+    parts = parts_of(formula, latex_steps(formula))
     assert len(parts) > 1 and all(20 <= len(part) <= 100 for part in parts)
     assert latex_steps("x" * 500) == [0]
 
 
 @given(st.sampled_from(StepSplitter), st.text(alphabet="ab .\n$#A,=+\\[]", max_size=200))
-def test_pieces_add_up(splitter: StepSplitter, text: str) -> None:
+def test_parts_add_up(splitter: StepSplitter, text: str) -> None:
     starts = SPLITTERS[splitter](text)
-    assert starts[0] == 0 and starts == sorted(set(starts)) and "".join(pieces(text, starts)) == text
+    assert starts[0] == 0 and starts == sorted(set(starts)) and "".join(parts_of(text, starts)) == text

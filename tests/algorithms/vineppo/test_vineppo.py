@@ -1,4 +1,4 @@
-"""VinePPO on an engine that is played by hand: states, their sharing, values against a tree, advantages."""
+"""VinePPO with scripted rollouts: states, values and advantages."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -32,23 +32,23 @@ class Letters:
         return [self.decode(row) for row in rows]
 
 
-class Scripted:
-    """An engine that continues a text with what a script says, sample by sample, and remembers what it was asked."""
+class ScriptedEngine:
+    """An engine that continues texts by a script and records their budgets."""
 
     def __init__(self, script: dict[str, list[str]]) -> None:
-        self.script, self.asked = script, dict[str, int]()
+        self.script, self.budgets = script, dict[str, int]()
 
     def generate(self, prompts: SequenceBatch, config: GenerationConfig, n: int, seed: int) -> SequenceBatch:
         rows, ids = [], []
         assert len({row.prompt for row in prompts.ids}) == len(prompts)
         for row, tokens, budget in zip(prompts.ids, prompts.columns["prompts"].rows(), prompts["budget"], strict=True):
             text = Letters().decode(tokens.tolist())
-            self.asked[text] = int(budget)
-            rows += [(text, answer) for answer in self.script[text][:n]]
+            self.budgets[text] = int(budget)
+            rows += [(text, response) for response in self.script[text][:n]]
             ids += [RowId(row.prompt, k) for k in range(n)]
-        tokens = column(list(map(ord, text + answer)) for text, answer in rows)
-        masks = column([1] * len(text) + [0] * len(answer) for text, answer in rows)
-        truncated = torch.tensor([answer.endswith("~") for _, answer in rows]).to(torch.uint8)
+        tokens = column(list(map(ord, text + response)) for text, response in rows)
+        masks = column([1] * len(text) + [0] * len(response) for text, response in rows)
+        truncated = torch.tensor([response.endswith("~") for _, response in rows]).to(torch.uint8)
         return SequenceBatch(tuple(ids), {"tokens": tokens, "prompt_mask": masks}).with_scalars("truncated", truncated)
 
 
@@ -56,8 +56,8 @@ def context(tmp_path: Path) -> InterfaceContext:
     return InterfaceContext(3, Letters(), tmp_path)
 
 
-def answers(*texts: str) -> SequenceBatch:
-    """Rows of one prompt ``P`` with these answers."""
+def responses(*texts: str) -> SequenceBatch:
+    """Rows of one prompt ``P``."""
     tokens = Column.of([torch.tensor([ord("P"), *map(ord, text)]) for text in texts])
     masks = Column.of([torch.tensor([1] + [0] * len(text), dtype=torch.uint8) for text in texts])
     row = Column.of([torch.tensor(list(b"{}"), dtype=torch.uint8) for _ in texts])
@@ -72,58 +72,62 @@ def ends_well(prompt, answer, row):
 """
 
 
-def test_values_of_a_tree_and_the_advantages_of_its_steps(tmp_path: Path) -> None:
-    # after "a" three of four rollouts succeed, after "b" none does; the root is known from rollouts of its own
-    engine = Scripted(
+def test_values_and_advantages_of_a_tree(tmp_path: Path) -> None:
+    # success rates: 3/4 from the root, 3/4 after "a", 0 after "b"
+    engine = ScriptedEngine(
         {"P": ["a\nx!", "b\nx", "a\ny!", "b!"], "Pa": ["\nx!", "\ny!", "!", "?"], "Pb": ["\nx", "~", "!~", "?"]}
     )
     ppo = PPOConfig(gen=GenerationConfig(max_new_tokens=10), mask_no_eos_with_zero=True)
-    vine, batch = VineConfig(n_rollouts=4), answers("a\nx!", "b\ny", "a\nz")
-    drawn, stats = VineRollouts(RolloutConfig(ppo, vine), context(tmp_path)).generate(engine, batch, {})
-    assert engine.asked == {"P": 10, "Pa": 9, "Pb": 9}  # three states of six, with what is left of the answer
+    vine, batch = VineConfig(n_rollouts=4), responses("a\nx!", "b\ny", "a\nz")
+    sampled, stats = VineRollouts(RolloutConfig(ppo, vine), context(tmp_path)).generate(engine, batch, {})
+    assert engine.budgets == {"P": 10, "Pa": 9, "Pb": 9}  # three distinct states of six
     assert stats["states"] == (6.0, 3.0) and stats["shared_states"] == (3.0, 6.0)
-    assert [row.tolist() for row in drawn.columns["state_starts"].rows()] == [[1, 2]] * 3
+    assert [row.tolist() for row in sampled.columns["state_starts"].rows()] == [[1, 2]] * 3
     (tmp_path / "reward.py").write_text(REWARD)
     reward = RewardConfig(fn=f"{tmp_path}/reward.py:ends_well", wrong_reward=0.0)
     values = VineValues(ValuesConfig(reward, ppo, vine), context(tmp_path))
-    found, _ = values.inference(None, SequenceBatch(batch.ids, {**batch.columns, **drawn.columns}), {})
-    assert [row.tolist() for row in found.columns["state_values"].rows()] == [[0.75, 0.75], [0.75, 0.0], [0.75, 0.75]]
-    scored = SequenceBatch(batch.ids, {**batch.columns, **drawn.columns, **found.columns})
+    estimates, _ = values.inference(None, SequenceBatch(batch.ids, {**batch.columns, **sampled.columns}), {})
+    assert [row.tolist() for row in estimates.columns["state_values"].rows()] == [
+        [0.75, 0.75],
+        [0.75, 0.0],
+        [0.75, 0.75],
+    ]
+    scored = SequenceBatch(batch.ids, {**batch.columns, **sampled.columns, **estimates.columns})
     scored = scored.with_scalars("rewards", torch.tensor([1.0, 0.0, 1.0]))
     scored = scored.with_scalars("truncated", torch.tensor([0, 0, 1], dtype=torch.uint8))
     advantages, _ = VineAdvantages(ppo, context(tmp_path)).inference(None, scored, {})
     assert [row.tolist() for row in advantages.columns["advantages"].rows()] == [
         [0, 0, 0.25, 0.25, 0.25],
         [0, -0.75, 0, 0],
-        [0, 0, -0.75, -0.75],  # truncated: worth nothing
+        [0, 0, -0.75, -0.75],  # truncated: reward 0
     ]
     values.verifier.close()
 
 
-def test_states_beyond_the_cap_are_not_asked_for(tmp_path: Path) -> None:
-    engine = Scripted({"P": ["!"]})
+def test_max_states(tmp_path: Path) -> None:
+    engine = ScriptedEngine({"P": ["!"]})
     config = RolloutConfig(PPOConfig(), VineConfig(n_rollouts=1, max_states=1))
-    drawn, _ = VineRollouts(config, context(tmp_path)).generate(engine, answers("a\nb\nc"), {})
-    assert drawn["state_starts"].tolist() == [1, 2, 4] and drawn.lengths("rollout_lengths") == (1,)
-    nothing, stats = VineRollouts(config, context(tmp_path)).generate(engine, answers("a").select([]), {})
-    assert len(nothing) == 0 and stats["states"] == (0.0, 1.0)
+    sampled, _ = VineRollouts(config, context(tmp_path)).generate(engine, responses("a\nb\nc"), {})
+    assert sampled["state_starts"].tolist() == [1, 2, 4] and sampled.lengths("rollout_lengths") == (1,)
+    empty, stats = VineRollouts(config, context(tmp_path)).generate(engine, responses("a").select([]), {})
+    assert len(empty) == 0 and stats["states"] == (0.0, 1.0)
 
 
 @given(st.lists(st.floats(-1, 1), min_size=1, max_size=8), st.floats(-1, 1), st.integers(0, 8))
-def test_advantages_add_up_to_what_the_answer_came_to(values: list[float], reward: float, more: int) -> None:
+def test_advantages_add_up_to_reward_minus_initial_value(values: list[float], reward: float, more: int) -> None:
     n_steps = len(values) + more
-    found = step_advantages(values, reward, n_steps)
-    assert len(found) == n_steps and sum(found) == pytest.approx(reward - values[0], abs=1e-9)
-    assert found[len(values) :] == [0.0] * more
+    advantages = step_advantages(values, reward, n_steps)
+    assert len(advantages) == n_steps and sum(advantages) == pytest.approx(reward - values[0], abs=1e-9)
+    assert advantages[len(values) :] == [0.0] * more
 
 
-def test_what_advantages_refuse() -> None:
+def test_step_advantages_of_no_steps_and_of_nan() -> None:
     assert step_advantages([], 1.0, 0) == []
     with pytest.raises(ValueError, match="nan"):
         step_advantages([0.5, float("nan")], 1.0, 2)
 
 
-def test_tokens_of_steps() -> None:
+def test_token_starts() -> None:
     assert token_starts(["ab", "c\n", "d", "\n", "#"], [0, 3, 5]) == [0, 2, 3]  # 3 is inside "c\n": the next token
     assert token_starts(["abc"], [0, 1, 2]) == [0]
     assert spread_over_tokens([1.0, 2.0], [1, 3], 4, 6).tolist() == [0, 1, 1, 2, 0, 0]

@@ -1,4 +1,4 @@
-"""How PPO's options choose what scores answers, and on which scale."""
+"""The interface of reward models, and score normalisation."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def reward_model(folder: Path, mean: float, square: float, count: float) -> Mode
 
 
 @pytest.mark.parametrize("kind", RewardModelType)
-def test_every_type_is_served(kind: RewardModelType) -> None:
+def test_interface_of_each_type(kind: RewardModelType) -> None:
     ppo = PPOConfig(reward_output_bias=0.5)
     interface = build_interface(score_interface(ScoreConfig(kind), ModelSpec(), ppo), CONTEXT)
     config = interface.config if kind.name in ("pairs", "ranked") else interface.config.ppo
@@ -34,7 +34,7 @@ def test_every_type_is_served(kind: RewardModelType) -> None:
 
 
 @given(st.floats(-5, 5), st.floats(0.1, 5), st.floats(-5, 5), st.floats(0.1, 3), st.floats(-2, 2))
-def test_bias_and_scaling_act_on_normalised_scores(
+def test_bias_and_scaling_apply_to_normalised_scores(
     mean: float, std: float, bias: float, scaling: float, score: float
 ) -> None:
     ppo = normalised(PPOConfig(reward_output_bias=bias, reward_output_scaling=scaling), mean, std)
@@ -42,7 +42,7 @@ def test_bias_and_scaling_act_on_normalised_scores(
     assert reward == pytest.approx(((score - mean) / std - bias) * scaling, abs=1e-9)
 
 
-def test_moments_are_those_of_held_out_answers(tmp_path: Path) -> None:
+def test_moments_of_held_out_scores(tmp_path: Path) -> None:
     """Scores 1, 2, 6: mean 3, unbiased variance 7."""
     rew = reward_model(tmp_path, 3.0, 41 / 3, 3.0)
     assert score_moments(rew) == pytest.approx((3.0, 7**0.5))
@@ -51,13 +51,13 @@ def test_moments_are_those_of_held_out_answers(tmp_path: Path) -> None:
     assert spec.config["reward_output_scaling"] == pytest.approx(7**-0.5)
 
 
-def test_what_cannot_be_normalised_is_said(tmp_path: Path) -> None:
+def test_scores_that_cannot_be_normalised(tmp_path: Path) -> None:
     experiment = PPOExperiment(rew=ModelSpec(str(tmp_path)), score=ScoreConfig(normalise=True))
     (problem,) = experiment.problems()
-    assert f"no scores of held-out answers in {tmp_path}/evaluation.json; train the reward model with" in problem
-    experiment.rew = reward_model(tmp_path, 2.0, 4.0, 5.0)  # all scores alike
+    assert f"no scores of held-out rows in {tmp_path}/evaluation.json; train the reward model with" in problem
+    experiment.rew = reward_model(tmp_path, 2.0, 4.0, 5.0)  # all scores are equal
     assert len(experiment.problems()) == 1
     experiment.score.type = RewardModelType.process
-    assert "those of score.type=process are shares" in experiment.problems()[0]
+    assert "score.type=process returns probabilities" in experiment.problems()[0]
     verified = PPOMathExperiment(score=ScoreConfig(normalise=True)).problems()
-    assert "rew or score have options, but rewards come from reward.fn here; for a model use ppo" in verified
+    assert "rew or score have options, but rewards come from reward.fn; for a reward model use ppo" in verified
