@@ -14,7 +14,7 @@ from realhf.models.blocks import Block, Mlp, Norm
 from realhf.models.kv_cache import KVCache
 from realhf.ops import extension
 from realhf.ops.activations import ACTIVATION_IDS
-from realhf.ops.attention import Scores
+from realhf.ops.attention import ScoreParams
 
 TILE_N = 16
 """Outputs of a matrix that lie beside one another in a panel, ``[in, PANEL]``."""
@@ -27,7 +27,7 @@ class FusedBlocks:
     config: ModelConfig
     n_heads: int
     weights: tuple[Tensor, ...]
-    rules: tuple[Scores, ...]
+    rules: tuple[ScoreParams, ...]
 
     def tiled(self) -> "TiledBlocks":
         """Copy the matrices in the order in which a product reads them."""
@@ -62,7 +62,7 @@ class TiledBlocks:
 
 
 def fused(
-    config: ModelConfig, n_heads: int, blocks: tuple[Block, ...], final_norm: Norm | None, rules: tuple[Scores, ...]
+    config: ModelConfig, n_heads: int, blocks: tuple[Block, ...], final_norm: Norm | None, rules: tuple[ScoreParams, ...]
 ) -> FusedBlocks | None:
     """Return the blocks as one call; None where there is no kernel for them.
 

@@ -1,4 +1,4 @@
-"""One score from those of several reward models."""
+"""Combination of the scores of several reward models."""
 
 import math
 
@@ -27,7 +27,9 @@ def test_by_hand() -> None:
 
 
 @given(MANY, st.floats(0, 3), st.booleans())
-def test_one_below_the_other_and_blind_to_the_order_of_members(scores: np.ndarray, weight: float, flag: bool) -> None:
+def test_objectives_are_ordered_and_independent_of_the_order_of_members(
+    scores: np.ndarray, weight: float, flag: bool
+) -> None:
     mean, worst, uncertain = (combine(scores, EnsembleConfig([], o, weight, flag)) for o in Objective)
     assert (worst <= mean + 1e-9).all() and (uncertain <= mean + 1e-9).all() and len(mean) == scores.shape[1]
     for objective, found in zip(Objective, (mean, worst, uncertain), strict=True):
@@ -42,7 +44,7 @@ def test_one_member_is_its_own_score(scores: np.ndarray, objective: Objective, f
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-def test_a_score_that_is_no_number_is_named(broken: float) -> None:
+def test_a_score_that_is_not_finite_is_an_error_that_names_it(broken: float) -> None:
     scores = SCORES.copy()
     check_scores(scores, "abc", "xyz")
     scores[1, 2] = broken
