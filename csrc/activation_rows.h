@@ -1,9 +1,8 @@
-// The rows of an activation and of its gradient, for every width of registers: see multi_isa.h.
+// Activations and their gradients, row by row; compiled for every instruction set by multi_isa.h.
 
-// Some numbers of a token's wide row and, behind all of these, what they gate; no gate: `up` is null.
+// One vector of a row; `up` is the second half of a gated row, or null.
 template <Activation activation, typename scalar_t, typename Lanes>
-REALHF_INLINE void forward_some(const scalar_t* x, const scalar_t* up, int64_t i, const Lanes& lanes,
-                                scalar_t* out) {
+REALHF_INLINE void forward_some(const scalar_t* x, const scalar_t* up, int64_t i, const Lanes& lanes, scalar_t* out) {
   const Floats value = activated<activation>(lanes.load(x + i));
   lanes.store(out + i, up ? value * lanes.load(up + i) : value);
 }
@@ -29,7 +28,7 @@ REALHF_INLINE void backward_some(const scalar_t* grad, const scalar_t* x, const 
 
 template <Activation activation, typename scalar_t>
 REALHF_NOINLINE void backward_row(const scalar_t* grad, const scalar_t* x, const scalar_t* up, int64_t inner,
-                              scalar_t* x_grad, scalar_t* up_grad) {
+                                  scalar_t* x_grad, scalar_t* up_grad) {
   int64_t i = 0;
   for (; i + kLanes <= inner; i += kLanes) {
     backward_some<activation>(grad, x, up, i, FullVec{}, x_grad, up_grad);

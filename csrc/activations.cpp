@@ -1,7 +1,6 @@
-// The activation of an MLP, gated or not, and its gradient, in one pass each: the schemas, and the kernels for CPUs.
-// realhf/ops/activations.py says what is computed.
+// MLP activations, optionally gated, and their gradients, in one pass each: operator schemas and CPU kernels.
+// realhf/ops/activations.py documents the operators.
 #include "activations.h"
-#include "rope.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -9,6 +8,8 @@
 
 #include <algorithm>
 #include <cstdint>
+
+#include "rope.h"
 
 namespace realhf {
 namespace {
@@ -54,7 +55,7 @@ void backward(const Sizes& sizes, const Tensor& grad, const Tensor& x, Tensor& x
   });
 }
 
-// Calls `with` by the activation and the type of the numbers.
+// Calls `with` with the activation and the element type as compile-time constants.
 template <typename With>
 void by_kind(int64_t activation, ScalarType type, const With& with) {
   const auto typed = [&](auto kind) {
@@ -65,9 +66,12 @@ void by_kind(int64_t activation, ScalarType type, const With& with) {
     }
   };
   switch (static_cast<Activation>(activation)) {
-    case Activation::silu: return typed(std::integral_constant<Activation, Activation::silu>{});
-    case Activation::gelu: return typed(std::integral_constant<Activation, Activation::gelu>{});
-    case Activation::gelu_tanh: return typed(std::integral_constant<Activation, Activation::gelu_tanh>{});
+    case Activation::silu:
+      return typed(std::integral_constant<Activation, Activation::silu>{});
+    case Activation::gelu:
+      return typed(std::integral_constant<Activation, Activation::gelu>{});
+    case Activation::gelu_tanh:
+      return typed(std::integral_constant<Activation, Activation::gelu_tanh>{});
   }
 }
 
@@ -83,9 +87,8 @@ Tensor activate_cpu(const Tensor& x, int64_t activation, bool gated) {
   const Sizes sizes = checked(x, activation, gated);
   Tensor out = torch::stable::new_empty(x, {sizes.rows, sizes.inner});
   if (out.numel() == 0) return out;
-  by_kind(activation, x.scalar_type(), [&](auto kind, auto number) {
-    forward<decltype(kind)::value, decltype(number)>(sizes, x, out);
-  });
+  by_kind(activation, x.scalar_type(),
+          [&](auto kind, auto number) { forward<decltype(kind)::value, decltype(number)>(sizes, x, out); });
   return out;
 }
 
@@ -96,9 +99,8 @@ Tensor activate_backward_cpu(const Tensor& grad, const Tensor& x, int64_t activa
                   "activate_backward: grad must be [", sizes.rows, ", ", sizes.inner, "], typed as x, contiguous");
   Tensor x_grad = torch::stable::new_empty(x, {sizes.rows, sizes.across});
   if (x_grad.numel() == 0) return x_grad;
-  by_kind(activation, x.scalar_type(), [&](auto kind, auto number) {
-    backward<decltype(kind)::value, decltype(number)>(sizes, grad, x, x_grad);
-  });
+  by_kind(activation, x.scalar_type(),
+          [&](auto kind, auto number) { backward<decltype(kind)::value, decltype(number)>(sizes, grad, x, x_grad); });
   return x_grad;
 }
 

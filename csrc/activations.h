@@ -1,4 +1,4 @@
-// What stands between the two products of an MLP, and its slope, on lanes of float32.
+// MLP activations and their derivatives on float32 vectors.
 #pragma once
 
 #include "simd.h"

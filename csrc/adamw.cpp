@@ -1,5 +1,5 @@
-// One step of AdamW in one pass over memory (arXiv 1711.05101, algorithm 2): the schema, and the kernel for CPUs.
-// realhf/ops/adamw.py says what is computed. Every element is computed alike wherever a task's part ends.
+// One AdamW step in one pass over memory (arXiv 1711.05101, algorithm 2): operator schema and CPU kernel.
+// realhf/ops/adamw.py documents the operator. Results do not depend on how elements are divided among threads.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -23,7 +23,7 @@ constexpr int64_t kElementsInCache = 1 << 10;
 struct State {
   float *master, *first, *second;
   const float* grad;
-  BFloat16* rounded;  // the model's own weights, where those are shorter than the master's
+  BFloat16* rounded;  // the model's bfloat16 weights, if any
 };
 
 struct Step {
@@ -68,10 +68,13 @@ void adamw_cpu(Tensor master, const Tensor& grad, Tensor first, Tensor second, s
   if (rounded) check(*rounded, size, ScalarType::BFloat16);
   STD_TORCH_CHECK(n_decayed >= 0 && n_decayed <= size && steps > 0, "adamw_: ", n_decayed, " of ", size,
                   " elements decay, in step ", steps);
-  const State state{master.mutable_data_ptr<float>(), first.mutable_data_ptr<float>(),
-                    second.mutable_data_ptr<float>(), grad.const_data_ptr<float>(),
+  const State state{master.mutable_data_ptr<float>(), first.mutable_data_ptr<float>(), second.mutable_data_ptr<float>(),
+                    grad.const_data_ptr<float>(),
                     rounded ? static_cast<BFloat16*>(rounded->mutable_data_ptr()) : nullptr};
-  Step plain{static_cast<float>(scale), 1.0f, static_cast<float>(beta1), static_cast<float>(beta2),
+  Step plain{static_cast<float>(scale),
+             1.0f,
+             static_cast<float>(beta1),
+             static_cast<float>(beta2),
              static_cast<float>(lr / (1.0 - std::pow(beta1, static_cast<double>(steps)))),
              static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(beta2, static_cast<double>(steps)))),
              static_cast<float>(eps)};

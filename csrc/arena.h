@@ -1,4 +1,4 @@
-// Memory of one thread's work, in parts that begin with a line of the cache: loads across two take twice the time.
+// One allocation for the buffers of a thread, each aligned to a cache line: unaligned loads take twice the time.
 #pragma once
 
 #include <cstdint>
@@ -6,8 +6,8 @@
 
 namespace realhf {
 
-// `place(take)` says where each part is, `take(size)` being the next `size` floats; it is called twice, first to learn
-// how much there is to be.
+// `place(take)` assigns every buffer from `take(size)`, which returns the next `size` floats. It is called twice: first
+// to compute the total size.
 template <typename Place>
 std::unique_ptr<float[]> aligned_buffers(const Place& place) {
   constexpr int64_t kLine = 16;

@@ -1,6 +1,6 @@
-// Causal attention over packed rows that may share a first part, forward and backward: the schemas, and the kernels for
-// CPUs. realhf/ops/attention.py says what is computed; attention_rows.h computes it for one family of rows and one
-// key/value head. Families share nothing, so that results do not depend on the number of threads.
+// Causal attention over packed rows with shared prefixes, forward and backward: operator schemas and CPU kernels.
+// realhf/ops/attention.py documents the operators; attention_rows.h computes one prefix group and one key/value head.
+// Prefix groups are independent, so results do not depend on the number of threads.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -23,13 +23,13 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kRowsAtOnce = 64;    // rows of queries that go through the keys together
-constexpr int64_t kKeysAtOnce = 128;   // keys whose scores with these exist at once on the way back
-constexpr int64_t kKeysForward = 128;  // and forward, where only those of a product's rows do
+constexpr int64_t kRowsAtOnce = 64;  // query rows per block
+constexpr int64_t kKeysAtOnce = 128;   // keys per block in the backward pass, which stores all scores of a block
+constexpr int64_t kKeysForward = 128;  // keys per block in the forward pass, which stores kMaxRows rows of scores
 
 constexpr int64_t padded(int64_t count) { return (count + kPadding - 1) / kPadding * kPadding; }
 
-// How many heads, how many of them share a key/value head, and how long they are; wide: dim padded to registers.
+// Numbers of heads, of key/value heads and of query heads per key/value head; padded_dim: dim rounded up to vectors.
 struct Heads {
   int64_t count, kv_count, group_size, dim, padded_dim;
 };
@@ -39,12 +39,12 @@ struct Rule {
   int64_t window;
 };
 
-// Tokens that follow one another, the first of them at position `first`.
+// Consecutive tokens; the first is at position `first`.
 struct Segment {
   int64_t start, length, first;
 };
 
-// A lone row, or what rows share and what each goes on with.
+// A row without prefix, and the rows that continue it.
 struct PrefixGroup {
   Segment shared;
   const Segment* suffixes;
@@ -81,20 +81,19 @@ struct Call {
   Gradients<scalar_t> gradients;
 };
 
-// Queries of one key/value head, token by token and within a token head by head; `first` is the first one's position.
+// Queries of one key/value head, ordered by token, then head; `first` is the position of the first token.
 struct Block {
   int64_t rows, first, group_size;
   int64_t position(int64_t row) const { return first + row / group_size; }
 };
 
-// Keys and values in float32, of a segment behind those of the one that it continues: [wide, across] where they are
-// turned, else [count, wide].
+// Float32 keys and values of a prefix and a segment: [padded_dim, across] if transposed, else [count, padded_dim].
 struct Keys {
   float *k_transposed, *v_transposed, *k, *v, *k_grad, *v_grad;
   int64_t count, across;
 };
 
-// What one thread works with.
+// The buffers of one thread.
 struct Scratch {
   float *q, *grad, *out, *shares, *slopes, *largest, *sums;
   Keys keys;
@@ -103,7 +102,7 @@ struct Scratch {
   Scratch(const Heads& heads, int64_t longest, bool backward) {
     static_assert(kPadding * kKeysForward <= kRowsAtOnce * kKeysAtOnce && kKeysForward % kKeysAtOnce == 0);
     const int64_t rows = std::max(kRowsAtOnce, heads.group_size) + kPadding;
-    keys.across = padded(longest) + kPadding;  // what is written behind the last keys is up to a register
+    keys.across = padded(longest) + kPadding;  // the last vector may extend beyond the keys
     const int64_t size = keys.across * heads.padded_dim, more = backward ? size : 0;
     memory = aligned_buffers([&](const auto& take) {
       for (float** part : {&q, &grad, &out}) *part = take(rows * heads.padded_dim);
@@ -121,11 +120,11 @@ struct Scratch {
 template <typename scalar_t>
 using Work = void (*)(const Call<scalar_t>&, const PrefixGroup&, int64_t, bool, Scratch&);
 
-// The rows of a packed call, those with one prefix together.
+// The rows of a call, grouped by prefix.
 struct PrefixGroups {
   std::vector<Segment> suffixes;
-  std::vector<PrefixGroup> all;  // the dearest first: what is left over at the end is small
-  int64_t longest = 0;  // tokens that a query sees at the most
+  std::vector<PrefixGroup> all;  // in order of decreasing cost, for load balance
+  int64_t longest = 0;           // largest number of keys that a query sees
 
   PrefixGroups(const Tensor& rows, int64_t n_tokens) {
     STD_TORCH_CHECK(rows.dim() == 2 && rows.size(0) == 2 && rows.scalar_type() == ScalarType::Long &&
@@ -139,11 +138,11 @@ struct PrefixGroups {
       STD_TORCH_CHECK(lengths[i] >= 0, "packed_attention: a row of ", lengths[i], " tokens");
       starts[i] = total, total += lengths[i];
       const int64_t prefix = prefixes[i];
-      STD_TORCH_CHECK(prefix >= -1 && prefix < n && (prefix < 0 || prefixes[prefix] < 0),
-                      "packed_attention: row ", i, " has prefix ", prefix, ", which is no row without a prefix");
+      STD_TORCH_CHECK(prefix >= -1 && prefix < n && (prefix < 0 || prefixes[prefix] < 0), "packed_attention: row ", i,
+                      " has prefix ", prefix, ", which is not a row without a prefix");
       if (prefix >= 0) order.push_back(i);
     }
-    STD_TORCH_CHECK(total == n_tokens, "packed_attention: rows of ", total, " tokens in all, given are ", n_tokens);
+    STD_TORCH_CHECK(total == n_tokens, "packed_attention: rows have ", total, " tokens in total, q has ", n_tokens);
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return prefixes[a] < prefixes[b]; });
     for (int64_t i : order) {
       suffixes.push_back({starts[i], lengths[i], lengths[prefixes[i]]});
@@ -158,10 +157,11 @@ struct PrefixGroups {
         cost += static_cast<double>(lengths[*next]) * static_cast<double>(lengths[*next] + 2 * lengths[i]);
       }
       longest = std::max(longest, lengths[i]);
-      if (cost > 0) all.push_back({{starts[i], lengths[i], 0}, suffixes.data() + (first - order.begin()), next - first,
-                                   cost});
+      if (cost > 0)
+        all.push_back({{starts[i], lengths[i], 0}, suffixes.data() + (first - order.begin()), next - first, cost});
     }
-    std::stable_sort(all.begin(), all.end(), [](const PrefixGroup& a, const PrefixGroup& b) { return a.cost > b.cost; });
+    std::stable_sort(all.begin(), all.end(),
+                     [](const PrefixGroup& a, const PrefixGroup& b) { return a.cost > b.cost; });
   }
 };
 
@@ -239,7 +239,8 @@ std::tuple<Tensor, Tensor> packed_attention_cpu(const Tensor& q, const Tensor& k
   Tensor out = torch::stable::new_empty(q, {q.size(0), heads.count, heads.dim});
   Tensor normalisers = torch::stable::new_empty(q, {q.size(0), heads.count}, ScalarType::Float);
   const auto run = q.scalar_type() == ScalarType::Float ? forward<float> : forward<BFloat16>;
-  run(with_dense_heads(q), with_dense_heads(k), with_dense_heads(v), prefix_groups, heads, rule, rope, out, normalisers);
+  run(with_dense_heads(q), with_dense_heads(k), with_dense_heads(v), prefix_groups, heads, rule, rope, out,
+      normalisers);
   return {out, normalisers};
 }
 
@@ -272,8 +273,8 @@ Tensor packed_attention_backward_cpu(const Tensor& grad, const Tensor& q, const 
   const Rope rope = rope_of(angles, heads, prefix_groups);
   Tensor result = torch::stable::new_empty(q, {q.size(0), heads.count + 2 * heads.kv_count, heads.dim});
   const auto run = q.scalar_type() == ScalarType::Float ? backward<float> : backward<BFloat16>;
-  run(with_dense_heads(grad), with_dense_heads(q), with_dense_heads(k), with_dense_heads(v), out, normalisers, prefix_groups,
-      heads, rule, rope, result);
+  run(with_dense_heads(grad), with_dense_heads(q), with_dense_heads(k), with_dense_heads(v), out, normalisers,
+      prefix_groups, heads, rule, rope, result);
   return result;
 }
 

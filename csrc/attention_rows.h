@@ -1,10 +1,10 @@
-// Attention of one family of rows and one key/value head, for every width of registers: see multi_isa.h.
+// Attention of one prefix group and one key/value head; compiled for every instruction set by multi_isa.h.
 
-// Some heads of `count` tokens of a strided tensor become [count * n_heads, wide] float32, times `scale`; behind
-// dim are zeros.
+// Copies heads of `count` tokens of a strided tensor to [count * n_heads, padded_dim] float32, times `scale`, padded
+// with zeros.
 template <typename scalar_t>
 REALHF_NOINLINE void gather_rows(const scalar_t* from, int64_t token, int64_t count, int64_t head, int64_t n_heads,
-                             const Heads& heads, float scale, float* to) {
+                                 const Heads& heads, float scale, float* to) {
   const int64_t dim = heads.dim, padded_dim = heads.padded_dim;
   for (int64_t i = 0; i < count * n_heads; ++i) {
     const scalar_t* row = from + (n_heads == 1 ? i * token : i / n_heads * token + i % n_heads * head);
@@ -14,10 +14,10 @@ REALHF_NOINLINE void gather_rows(const scalar_t* from, int64_t token, int64_t co
   }
 }
 
-// One head of `count` tokens, turned: [wide, across], of which padded(count) are written.
+// Transposes one head of `count` tokens to [padded_dim, across]; writes padded(count) columns.
 template <typename scalar_t>
-REALHF_NOINLINE void gather_transposed(const scalar_t* from, int64_t stride, int64_t count, const Heads& heads, int64_t across,
-                               float* to) {
+REALHF_NOINLINE void gather_transposed(const scalar_t* from, int64_t stride, int64_t count, const Heads& heads,
+                                       int64_t across, float* to) {
   constexpr int kParts = kPadding / REALHF_WIDTH;
   for (int64_t i = 0; i < padded(count); i += REALHF_WIDTH) {
     for (int64_t c = 0; c < heads.padded_dim; c += kPadding) {
@@ -47,7 +47,7 @@ REALHF_NOINLINE void scatter_row(scalar_t* to, const float* from, const Heads& h
   if (c < heads.dim) store_upto(to + c, load(from + c) * scale, heads.dim - c);
 }
 
-// Heads of tokens that follow one another, `group` of them for each, the first at `position`.
+// Rotates heads of consecutive tokens, `group_size` heads per token; the first token is at `position`.
 REALHF_INLINE void rotate_rows(const Rope& rope, int64_t count, int64_t group_size, int64_t position, float sign,
                                int64_t padded_dim, float* rows) {
   for (int64_t i = 0; i < (rope.rotary_dim > 0 ? count : 0); ++i) {
@@ -55,7 +55,7 @@ REALHF_INLINE void rotate_rows(const Rope& rope, int64_t count, int64_t group_si
   }
 }
 
-// Puts a segment's keys and values at its positions, behind those of the segment that it continues.
+// Copies a segment's keys and values behind those of its prefix.
 template <typename scalar_t>
 REALHF_INLINE void gather_keys(const Call<scalar_t>& call, const Segment& segment, int64_t kv_head, bool backward,
                                Keys& keys) {
@@ -78,7 +78,7 @@ REALHF_INLINE void gather_keys(const Call<scalar_t>& call, const Segment& segmen
   __builtin_memset(keys.v_grad + row, 0, sizeof(float) * segment.length * heads.padded_dim);
 }
 
-// Which of `count` keys, the first at position `first`, the queries at positions from..to see at all.
+// The range of `count` keys, starting at position `first`, that the queries at positions from..to can see.
 struct Seen {
   int64_t lo, hi;
 };
@@ -86,9 +86,9 @@ REALHF_INLINE Seen seen_by(int64_t from, int64_t to, int64_t first, int64_t coun
   return {window > 0 ? max_of(0, from - window + 1 - first) : 0, min_of(count, to - first + 1)};
 }
 
-// A row of scores becomes e^(score - its largest so far); what was summed before is scaled to that.
-REALHF_NOINLINE void online_softmax_row(float* scores, int64_t across, Seen tile, Seen row, const Rule& rule, float* largest,
-                          float* sum, float* out, int64_t padded_dim) {
+// Online softmax: replaces scores by e^(score - running maximum) and rescales the previous sum and output.
+REALHF_NOINLINE void online_softmax_row(float* scores, int64_t across, Seen tile, Seen row, const Rule& rule,
+                                        float* largest, float* sum, float* out, int64_t padded_dim) {
   const int64_t from = tile.lo / kPadding * kPadding;
   Floats most = Floats{} + *largest;
   for (int64_t j = from; j < across; j += kLanes) {
@@ -115,9 +115,8 @@ REALHF_NOINLINE void online_softmax_row(float* scores, int64_t across, Seen tile
   *largest = now;
 }
 
-// Let a block of queries see one range of keys.
 REALHF_NOINLINE void attend_forward(const Heads& heads, const Rule& rule, const Block& block, const Keys& keys,
-                                  Scratch& scratch) {
+                                    Scratch& scratch) {
   const int64_t padded_dim = heads.padded_dim;
   for (int64_t at = 0; at < keys.count; at += kKeysForward) {
     const int64_t count = min_of(kKeysForward, keys.count - at), first = at;
@@ -126,16 +125,16 @@ REALHF_NOINLINE void attend_forward(const Heads& heads, const Rule& rule, const 
       const Seen tile = seen_by(block.position(r), block.position(r + rows - 1), first, count, rule.window);
       if (tile.hi <= tile.lo) continue;
       const int64_t from = tile.lo / kPadding * kPadding, to = padded(tile.hi);
-      gemm(rows, to - from, padded_dim, scratch.q + r * padded_dim, padded_dim, 1, keys.k_transposed + at + from, keys.across,
-              scratch.shares + from, kKeysForward, false);
+      gemm(rows, to - from, padded_dim, scratch.q + r * padded_dim, padded_dim, 1, keys.k_transposed + at + from,
+           keys.across, scratch.shares + from, kKeysForward, false);
       for (int64_t i = 0; i < rows; ++i) {
         const int64_t position = block.position(r + i);
         const Seen row = seen_by(position, position, first, count, rule.window);
         online_softmax_row(scratch.shares + i * kKeysForward, to, tile, row, rule, scratch.largest + r + i,
-               scratch.sums + r + i, scratch.out + (r + i) * padded_dim, padded_dim);
+                           scratch.sums + r + i, scratch.out + (r + i) * padded_dim, padded_dim);
       }
-      gemm(rows, padded_dim, tile.hi - from, scratch.shares + from, kKeysForward, 1, keys.v + (at + from) * padded_dim, padded_dim,
-              scratch.out + r * padded_dim, padded_dim, true);
+      gemm(rows, padded_dim, tile.hi - from, scratch.shares + from, kKeysForward, 1, keys.v + (at + from) * padded_dim,
+           padded_dim, scratch.out + r * padded_dim, padded_dim, true);
     }
   }
 }
@@ -164,9 +163,9 @@ REALHF_INLINE void segment_forward(const Call<scalar_t>& call, const Segment& se
   }
 }
 
-// Shares and slopes of a row of scores, zeros where a query does not see.
-REALHF_NOINLINE void slopes_of(float* shares, float* slopes, int64_t across, Seen row, const Rule& rule, float normaliser,
-                             float along) {
+// Probabilities and score gradients of a row of scores; zero for masked keys.
+REALHF_NOINLINE void slopes_of(float* shares, float* slopes, int64_t across, Seen row, const Rule& rule,
+                               float normaliser, float along) {
   for (int64_t j = 0; j < across; j += kLanes) {
     if (j >= row.hi || j + kLanes <= row.lo) {
       store(shares + j, Floats{});
@@ -189,7 +188,7 @@ REALHF_NOINLINE void slopes_of(float* shares, float* slopes, int64_t across, See
 }
 
 REALHF_NOINLINE void attend_backward(const Heads& heads, const Rule& rule, const Block& block, const Keys& keys,
-                                   Scratch& scratch) {
+                                     Scratch& scratch) {
   const int64_t padded_dim = heads.padded_dim, across = keys.across, last = block.position(block.rows - 1);
   for (int64_t at = 0; at < keys.count; at += kKeysAtOnce) {
     const int64_t count = min_of(kKeysAtOnce, keys.count - at), first = at;
@@ -201,10 +200,10 @@ REALHF_NOINLINE void attend_backward(const Heads& heads, const Rule& rule, const
       const int64_t from = tile.lo / kPadding * kPadding, to = padded(tile.hi), some = to - from;
       float *shares = scratch.shares + r * kKeysAtOnce, *slopes = scratch.slopes + r * kKeysAtOnce;
       if (tile.hi > tile.lo) {
-        gemm(rows, some, padded_dim, scratch.q + r * padded_dim, padded_dim, 1, keys.k_transposed + at + from, across, shares + from,
-                kKeysAtOnce, false);
-        gemm(rows, some, padded_dim, scratch.grad + r * padded_dim, padded_dim, 1, keys.v_transposed + at + from, across, slopes + from,
-                kKeysAtOnce, false);
+        gemm(rows, some, padded_dim, scratch.q + r * padded_dim, padded_dim, 1, keys.k_transposed + at + from, across,
+             shares + from, kKeysAtOnce, false);
+        gemm(rows, some, padded_dim, scratch.grad + r * padded_dim, padded_dim, 1, keys.v_transposed + at + from,
+             across, slopes + from, kKeysAtOnce, false);
       }
       for (int64_t i = 0; i < rows; ++i) {
         const int64_t position = block.position(r + i);
@@ -213,22 +212,22 @@ REALHF_NOINLINE void attend_backward(const Heads& heads, const Rule& rule, const
                   scratch.sums[r + i]);
       }
       if (tile.hi > tile.lo) {
-        gemm(rows, padded_dim, tile.hi - from, slopes + from, kKeysAtOnce, 1, keys.k + (at + from) * padded_dim, padded_dim,
-                scratch.out + r * padded_dim, padded_dim, true);
+        gemm(rows, padded_dim, tile.hi - from, slopes + from, kKeysAtOnce, 1, keys.k + (at + from) * padded_dim,
+             padded_dim, scratch.out + r * padded_dim, padded_dim, true);
       }
     }
     for (int64_t j = all.lo; j < all.hi; j += kMaxRows) {
       const int64_t some = min_of(kMaxRows, all.hi - j);
-      const int64_t r = max_of(0, first + j - block.first) * heads.group_size;  // rows before it see none of these keys
+      const int64_t r = max_of(0, first + j - block.first) * heads.group_size;  // earlier rows see none of these keys
       int64_t stop = block.rows;
       if (rule.window > 0) {
         stop = min_of(stop, (first + j + some - 1 + rule.window - block.first) * heads.group_size);
       }
       if (stop <= r) continue;
-      gemm(some, padded_dim, stop - r, scratch.slopes + r * kKeysAtOnce + j, 1, kKeysAtOnce, scratch.q + r * padded_dim, padded_dim,
-              keys.k_grad + (at + j) * padded_dim, padded_dim, true);
-      gemm(some, padded_dim, stop - r, scratch.shares + r * kKeysAtOnce + j, 1, kKeysAtOnce, scratch.grad + r * padded_dim, padded_dim,
-              keys.v_grad + (at + j) * padded_dim, padded_dim, true);
+      gemm(some, padded_dim, stop - r, scratch.slopes + r * kKeysAtOnce + j, 1, kKeysAtOnce, scratch.q + r * padded_dim,
+           padded_dim, keys.k_grad + (at + j) * padded_dim, padded_dim, true);
+      gemm(some, padded_dim, stop - r, scratch.shares + r * kKeysAtOnce + j, 1, kKeysAtOnce,
+           scratch.grad + r * padded_dim, padded_dim, keys.v_grad + (at + j) * padded_dim, padded_dim, true);
     }
   }
 }
@@ -248,8 +247,8 @@ REALHF_INLINE void segment_backward(const Call<scalar_t>& call, const Segment& s
     rotate_rows(call.rope, block.rows, heads.group_size, block.first, 1.0f, padded_dim, scratch.q);
     gather_rows(in.grad + token * in.grad_token + head * in.grad_head, in.grad_token, n, in.grad_head, heads.group_size,
                 heads, 1.0f, scratch.grad);
-    gather_rows(in.out + (token * heads.count + head) * heads.dim, heads.count * heads.dim, n, heads.dim, heads.group_size,
-                heads, 1.0f, scratch.out);
+    gather_rows(in.out + (token * heads.count + head) * heads.dim, heads.count * heads.dim, n, heads.dim,
+                heads.group_size, heads, 1.0f, scratch.out);
     for (int64_t r = 0; r < block.rows; ++r) {
       const float *grad = scratch.grad + r * padded_dim, *out = scratch.out + r * padded_dim;
       Floats along = {};
@@ -261,7 +260,8 @@ REALHF_INLINE void segment_backward(const Call<scalar_t>& call, const Segment& s
     attend_backward(heads, call.rule, block, keys, scratch);
     rotate_rows(call.rope, block.rows, heads.group_size, block.first, -1.0f, padded_dim, scratch.out);
     for (int64_t r = 0; r < block.rows; ++r) {
-      scalar_t* const to = result.q + (token + r / heads.group_size) * result.token + (head + r % heads.group_size) * heads.dim;
+      scalar_t* const to =
+          result.q + (token + r / heads.group_size) * result.token + (head + r % heads.group_size) * heads.dim;
       scatter_row(to, scratch.out + r * padded_dim, heads, call.rule.scale);
     }
   }
@@ -280,7 +280,7 @@ REALHF_INLINE void scatter_keys(const Call<scalar_t>& call, const Segment& segme
 
 template <typename scalar_t>
 REALHF_INLINE void group_forward(const Call<scalar_t>& call, const PrefixGroup& prefix_group, int64_t kv_head,
-                                      Scratch& scratch) {
+                                 Scratch& scratch) {
   gather_keys(call, prefix_group.shared, kv_head, false, scratch.keys);
   segment_forward(call, prefix_group.shared, kv_head, scratch.keys, scratch);
   for (int64_t i = 0; i < prefix_group.n_suffixes; ++i) {
@@ -291,7 +291,7 @@ REALHF_INLINE void group_forward(const Call<scalar_t>& call, const PrefixGroup& 
 
 template <typename scalar_t>
 REALHF_INLINE void group_backward(const Call<scalar_t>& call, const PrefixGroup& prefix_group, int64_t kv_head,
-                                       Scratch& scratch) {
+                                  Scratch& scratch) {
   gather_keys(call, prefix_group.shared, kv_head, true, scratch.keys);
   segment_backward(call, prefix_group.shared, kv_head, scratch.keys, scratch);
   for (int64_t i = 0; i < prefix_group.n_suffixes; ++i) {
@@ -302,11 +302,12 @@ REALHF_INLINE void group_backward(const Call<scalar_t>& call, const PrefixGroup&
   scatter_keys(call, prefix_group.shared, kv_head, scratch.keys);
 }
 
-void group_attention(const Call<float>& call, const PrefixGroup& prefix_group, int64_t kv_head, bool backward, Scratch& scratch) {
+void group_attention(const Call<float>& call, const PrefixGroup& prefix_group, int64_t kv_head, bool backward,
+                     Scratch& scratch) {
   backward ? group_backward(call, prefix_group, kv_head, scratch) : group_forward(call, prefix_group, kv_head, scratch);
 }
 
 void group_attention(const Call<BFloat16>& call, const PrefixGroup& prefix_group, int64_t kv_head, bool backward,
-                      Scratch& scratch) {
+                     Scratch& scratch) {
   backward ? group_backward(call, prefix_group, kv_head, scratch) : group_forward(call, prefix_group, kv_head, scratch);
 }

@@ -1,4 +1,4 @@
-// Copies of bytes between places that do not overlap, through the caches or past them.
+// Copies of non-overlapping bytes with normal or non-temporal stores.
 #pragma once
 
 #if defined(__SSE2__)
@@ -15,7 +15,7 @@ using CopyBytes = void (*)(char* to, const char* from, int64_t n_bytes);
 
 inline void copy_cached(char* to, const char* from, int64_t n_bytes) { std::memcpy(to, from, n_bytes); }
 
-// A store through the caches first reads what it overwrites, half as much traffic again, and pushes other things out.
+// Normal stores read the target's cache lines first, which adds half of the traffic and evicts other data.
 inline void copy_streaming(char* to, const char* from, int64_t n_bytes) {
 #if defined(__SSE2__)
   constexpr int64_t kWidth = sizeof(__m128i);
@@ -34,7 +34,7 @@ inline void copy_streaming(char* to, const char* from, int64_t n_bytes) {
 #endif
 }
 
-// What was streamed is seen by others from here on.
+// Makes non-temporal stores visible to other threads.
 inline void finish_streaming() {
 #if defined(__SSE2__)
   _mm_sfence();

@@ -1,6 +1,6 @@
-// One token for each of some rows through all blocks of a stage, with their cache: the schema, and the kernel for CPUs.
-// realhf/models/fused_decode.py says what is computed; decode_rows.h computes it for a share of the rows. A thread takes its
-// rows through all blocks, so nobody waits for anybody, and computes in float32 whatever the weights' type.
+// One decoding step through all blocks of a stage with a KV cache: operator schema and CPU kernel.
+// realhf/models/fused_decode.py documents the operator; decode_rows.h computes a range of rows. A thread takes its rows
+// through all blocks without synchronisation and computes in float32 for every weight type.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -14,8 +14,8 @@
 
 #include "activations.h"
 #include "arena.h"
-#include "tiles.h"
 #include "rope.h"
+#include "tiles.h"
 
 namespace realhf {
 namespace {
@@ -23,14 +23,13 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kRowsAtOnce = 128;    // rows that go through the weights together
-constexpr int64_t kMinRowsPerThread = 12;  // fewer are not worth a thread
-constexpr int64_t kRowsPerGroup = 16;  // that attend together
+constexpr int64_t kRowsAtOnce = 128;       // rows per pass over the weights
+constexpr int64_t kMinRowsPerThread = 12;  // fewer rows do not repay a thread
+constexpr int64_t kRowsPerGroup = 16;      // rows that attend to a shared prefix together
 constexpr int64_t kTensorsPerLayer = 16;
 
 constexpr int64_t padded(int64_t count) { return (count + kPadding - 1) / kPadding * kPadding; }
 
-// Sizes and switches.
 struct Shape {
   int64_t hidden, n_q, n_kv, dim, inner, max_len;
   Rope rope;
@@ -44,7 +43,7 @@ struct Shape {
 };
 
 template <typename scalar_t>
-struct Norm {  // of the root mean square, or with a bias of the deviation
+struct Norm {  // RMSNorm, or LayerNorm if it has a bias
   const scalar_t *weight, *bias;
   float offset;
 };
@@ -67,13 +66,13 @@ struct Stage {
   scalar_t* result;
 };
 
-// Rows that have `shared` first tokens in common, which lie in the row `holder`; `longest` is how many the longest has.
+// Rows whose first `shared` tokens are equal and cached in row `holder`; `longest` is the length of the longest row.
 struct PrefixGroup {
   const int64_t* rows;
   int64_t n_rows, shared, longest, holder;
 };
 
-// What one thread works with.
+// The buffers of one thread.
 struct Buffers {
   float *x, *inner, *mixed, *gemm, *projected, *scores, *queries, *heads, *sums;
   std::unique_ptr<float[]> memory;
@@ -92,7 +91,7 @@ struct Buffers {
     });
   }
 
-  // Finds the families among rows first..first+count, `prefixes` [3, S] being numbers, what they share, where.
+  // Groups rows first..first+count by prefix; `prefixes` [3, S] are group numbers, shared lengths and holders.
   void find_groups(int64_t first, int64_t count, const int64_t* positions, const int64_t* prefixes, int64_t n_rows) {
     order.resize(count), prefix_groups.clear();
     std::iota(order.begin(), order.end(), first);
@@ -101,11 +100,12 @@ struct Buffers {
     }
     for (const int64_t& row : order) {
       const bool is_linked = prefixes && !prefix_groups.empty() && prefix_groups.back().n_rows < kRowsPerGroup &&
-                           prefixes[prefix_groups.back().rows[0]] == prefixes[row];
+                             prefixes[prefix_groups.back().rows[0]] == prefixes[row];
       const int64_t shared = prefixes ? prefixes[n_rows + row] : 0;
       if (!is_linked) prefix_groups.push_back({&row, 0, shared, 0, prefixes ? prefixes[2 * n_rows + row] : row});
       PrefixGroup& prefix_group = prefix_groups.back();
-      prefix_group.shared = std::min(prefix_group.shared, shared), prefix_group.longest = std::max(prefix_group.longest, positions[row] + 1);
+      prefix_group.shared = std::min(prefix_group.shared, shared),
+      prefix_group.longest = std::max(prefix_group.longest, positions[row] + 1);
       ++prefix_group.n_rows;
     }
   }
@@ -114,7 +114,7 @@ struct Buffers {
 #define REALHF_KERNEL_FILE "decode_rows.h"
 #include "multi_isa.h"
 
-// Takes the tensors of a stage one after another and checks their sizes; an empty one is none.
+// Reads the tensors of a stage in order and checks their sizes; an empty tensor means none.
 template <typename scalar_t>
 class Reader {
  public:
@@ -175,8 +175,11 @@ void run(const Shape& shape, const std::vector<Tensor>& weights, const std::vect
     layers[i].values = static_cast<scalar_t*>(v.mutable_data_ptr()) + i * of_layer;
     layers[i].window = windows[i];
   }
-  const Stage<scalar_t> stage{layers.data(), static_cast<int64_t>(layers.size()), reader.norm(shape.hidden, true),
-                              static_cast<const scalar_t*>(x.const_data_ptr()), positions.const_data_ptr<int64_t>(),
+  const Stage<scalar_t> stage{layers.data(),
+                              static_cast<int64_t>(layers.size()),
+                              reader.norm(shape.hidden, true),
+                              static_cast<const scalar_t*>(x.const_data_ptr()),
+                              positions.const_data_ptr<int64_t>(),
                               prefixes ? prefixes->const_data_ptr<int64_t>() : nullptr,
                               static_cast<scalar_t*>(result.mutable_data_ptr())};
   using Work = void (*)(const Shape&, const Stage<scalar_t>&, int64_t, int64_t, Buffers&);
@@ -238,10 +241,9 @@ Tensor decode_blocks_cpu(const Tensor& x, std::vector<Tensor> weights, Tensor k,
                          std::vector<int64_t> windows, int64_t n_heads, int64_t inner, int64_t activation, bool gated,
                          bool parallel, double eps, double offset, double scale, double softcap) {
   Shape shape = checked_shape(x, k, v, angles, n_heads, inner);
-  STD_TORCH_CHECK(static_cast<int64_t>(windows.size()) == k.size(0) &&
-                      weights.size() == windows.size() * kTensorsPerLayer + 2,
-                  "decode_blocks: ", weights.size(), " weights and ", windows.size(), " windows of ", k.size(0),
-                  " layers");
+  STD_TORCH_CHECK(
+      static_cast<int64_t>(windows.size()) == k.size(0) && weights.size() == windows.size() * kTensorsPerLayer + 2,
+      "decode_blocks: ", weights.size(), " weights and ", windows.size(), " windows of ", k.size(0), " layers");
   for (const Tensor& given : weights) {
     STD_TORCH_CHECK(given.scalar_type() == x.scalar_type(), "decode_blocks: weights must be typed as x");
   }

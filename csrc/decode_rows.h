@@ -1,8 +1,8 @@
-// One token of some rows through all blocks of a stage, for every width of registers: see decode.cpp.
+// One decoding step of a range of rows; compiled for every instruction set by multi_isa.h.
 #include "tile_rows.h"
 
-constexpr int64_t kDotRows = REALHF_WIDTH == 16 ? 4 : 3;  // queries whose scores are held in registers
-constexpr int64_t kDotKeys = 4;                           // and keys
+constexpr int64_t kDotRows = REALHF_WIDTH == 16 ? 4 : 3;  // queries per register tile of scores
+constexpr int64_t kDotKeys = 4;                           // keys per register tile of scores
 
 typedef float Quad __attribute__((vector_size(16)));
 typedef int32_t QuadInts __attribute__((vector_size(16)));
@@ -16,7 +16,7 @@ REALHF_INLINE Quad folded(const Vec& lanes) {
   return parts[0];
 }
 
-// What the lanes of each of four registers add up to.
+// The horizontal sums of four vectors.
 REALHF_INLINE Quad totals(const Vec* four) {
   const QuadInts low = {0, 4, 1, 5}, high = {2, 6, 3, 7}, left = {0, 1, 4, 5}, right = {2, 3, 6, 7};
   const Quad a = folded(four[0]), b = folded(four[1]), c = folded(four[2]), d = folded(four[3]);
@@ -25,10 +25,10 @@ REALHF_INLINE Quad totals(const Vec* four) {
   return __builtin_shuffle(first, second, left) + __builtin_shuffle(first, second, right);
 }
 
-// The scores of some queries with four keys, or one, all of it in registers.
+// The scores of kRows queries with kKeys keys, accumulated in registers.
 template <int kRows, int kKeys, typename scalar_t>
 REALHF_INLINE void dot_tile(int64_t depth, const float* x, const scalar_t* keys, float* out, int64_t out_row) {
-  Vec sums[kRows][kDotKeys] = {};  // those of keys that are not there stay zero
+  Vec sums[kRows][kDotKeys] = {};  // sums of missing keys stay zero
   for (int64_t k = 0; k < depth; k += REALHF_WIDTH) {
     Vec left[kRows];
     for (int m = 0; m < kRows; ++m) left[m] = load_vec(x + m * depth + k);
@@ -48,11 +48,19 @@ REALHF_INLINE void dot_rows(int64_t rows, int64_t depth, const float* x, const s
                             int64_t out_row) {
   for (int64_t r = 0; r < rows; r += kDotRows, x += kDotRows * depth, out += kDotRows * out_row) {
     switch (min_of(kDotRows, rows - r)) {
-      case 1: dot_tile<1, kKeys>(depth, x, keys, out, out_row); break;
-      case 2: dot_tile<2, kKeys>(depth, x, keys, out, out_row); break;
-      case 3: dot_tile<3, kKeys>(depth, x, keys, out, out_row); break;
+      case 1:
+        dot_tile<1, kKeys>(depth, x, keys, out, out_row);
+        break;
+      case 2:
+        dot_tile<2, kKeys>(depth, x, keys, out, out_row);
+        break;
+      case 3:
+        dot_tile<3, kKeys>(depth, x, keys, out, out_row);
+        break;
 #if REALHF_WIDTH == 16
-      case 4: dot_tile<4, kKeys>(depth, x, keys, out, out_row); break;
+      case 4:
+        dot_tile<4, kKeys>(depth, x, keys, out, out_row);
+        break;
 #endif
     }
   }
@@ -60,17 +68,17 @@ REALHF_INLINE void dot_rows(int64_t rows, int64_t depth, const float* x, const s
 
 // out[rows, count] = x[rows, depth] . keys[count, depth]^T
 template <typename scalar_t>
-REALHF_NOINLINE void scores_of(int64_t rows, int64_t count, int64_t depth, const float* x, const scalar_t* keys, float* out,
-                           int64_t out_row) {
+REALHF_NOINLINE void scores_of(int64_t rows, int64_t count, int64_t depth, const float* x, const scalar_t* keys,
+                               float* out, int64_t out_row) {
   int64_t j = 0;
   for (; j + kDotKeys <= count; j += kDotKeys) dot_rows<kDotKeys>(rows, depth, x, keys + j * depth, out + j, out_row);
   for (; j < count; ++j) dot_rows<1>(rows, depth, x, keys + j * depth, out + j, out_row);
 }
 
-// Rows of `size` numbers, a multiple of kLanes; `to` may be `x`.
+// `size` is a multiple of kLanes; `to` may be `x`.
 template <typename scalar_t>
 REALHF_NOINLINE void normalise(const Norm<scalar_t>& norm, float eps, int64_t rows, int64_t size, const float* x,
-                           float* to) {
+                               float* to) {
   for (int64_t r = 0; r < rows; ++r, x += size, to += size) {
     Floats sum = {}, squares = {};
     if (norm.bias) {
@@ -103,12 +111,15 @@ REALHF_INLINE void activate_all(const Shape& shape, int64_t rows, float* project
   }
 }
 
-// wide[rows, inner or 2 * inner] -> [rows, inner], in place.
+// projected[rows, inner or 2 * inner] -> [rows, inner], in place.
 REALHF_NOINLINE void activate(const Shape& shape, int64_t rows, float* projected) {
   switch (shape.activation) {
-    case Activation::silu: return activate_all<Activation::silu>(shape, rows, projected);
-    case Activation::gelu: return activate_all<Activation::gelu>(shape, rows, projected);
-    case Activation::gelu_tanh: return activate_all<Activation::gelu_tanh>(shape, rows, projected);
+    case Activation::silu:
+      return activate_all<Activation::silu>(shape, rows, projected);
+    case Activation::gelu:
+      return activate_all<Activation::gelu>(shape, rows, projected);
+    case Activation::gelu_tanh:
+      return activate_all<Activation::gelu_tanh>(shape, rows, projected);
   }
 }
 
@@ -117,7 +128,7 @@ REALHF_INLINE void convert(scalar_t* to, const float* from, int64_t count) {
   for (int64_t c = 0; c < count; c += kLanes) store(to + c, load(from + c));
 }
 
-// A row of scores, padded to registers, becomes shares; what they add up to is returned.
+// Replaces a row of scores, padded to whole vectors, by exponentials and returns their sum.
 REALHF_NOINLINE float softmax_row(const Shape& shape, int64_t count, float* scores) {
   Floats most = Floats{} - kInfinity, sums = {};
   for (int64_t j = 0; j < count; j += kLanes) {
@@ -136,10 +147,10 @@ REALHF_NOINLINE float softmax_row(const Shape& shape, int64_t count, float* scor
   return horizontal_sum(sums);
 }
 
-// Turns a row's queries and keys to its position, and stores its new keys and values.
+// Normalises and rotates a row's queries and keys and writes its keys and values to the cache.
 template <typename scalar_t>
 REALHF_INLINE void append_row(const Shape& shape, const Layer<scalar_t>& layer, int64_t row, int64_t position,
-                             float* qkv) {
+                              float* qkv) {
   const int64_t dim = shape.dim;
   float *k = qkv + shape.n_q * dim, *v = k + shape.n_kv * dim;
   if (layer.q_norm.weight) {
@@ -155,24 +166,24 @@ REALHF_INLINE void append_row(const Shape& shape, const Layer<scalar_t>& layer, 
   }
 }
 
-// out[n, dim] (+)= shares[n, count] . values[count, dim]
+// out[n, dim] (+)= probs[n, count] . values[count, dim]
 template <typename scalar_t>
 REALHF_INLINE void weighted_sum(int64_t n, int64_t count, int64_t dim, const float* shares, int64_t across,
-                       const scalar_t* values, bool add, float* out) {
+                                const scalar_t* values, bool add, float* out) {
   for (int64_t i = 0; i < n; i += kMaxRows) {
     gemm(min_of(kMaxRows, n - i), dim, count, shares + i * across, across, 1, values, dim, out + i * dim, dim, add);
   }
 }
 
-// The queries of one head of keys, of rows whose first `shared` keys are the same: they read those of their holder.
+// Attention of one key/value head of a prefix group; the shared keys are read from the holder's cache.
 template <typename scalar_t>
-REALHF_INLINE void attend(const Shape& shape, const Layer<scalar_t>& layer, const PrefixGroup& prefix_group, int64_t head,
-                          const int64_t* positions, Buffers& buffers) {
+REALHF_INLINE void attend(const Shape& shape, const Layer<scalar_t>& layer, const PrefixGroup& prefix_group,
+                          int64_t head, const int64_t* positions, Buffers& buffers) {
   const int64_t dim = shape.dim, group_size = shape.n_q / shape.n_kv, across = padded(prefix_group.longest);
   const bool is_alone = prefix_group.n_rows == 1 && prefix_group.holder == prefix_group.rows[0];
   const int64_t shared = layer.window > 0 || is_alone ? 0 : prefix_group.shared;
   const int64_t first = shape.place(prefix_group.holder, head, 0), n_queries = prefix_group.n_rows * group_size;
-  const auto begin = [&](int64_t position) {  // of a row's own keys
+  const auto begin = [&](int64_t position) {  // first key of a row that is not shared
     return layer.window > 0 ? max_of(0, position - layer.window + 1) : shared;
   };
   float *const scores = buffers.scores, *const out = buffers.heads;
@@ -193,7 +204,7 @@ REALHF_INLINE void attend(const Shape& shape, const Layer<scalar_t>& layer, cons
   for (int64_t i = 0; i < prefix_group.n_rows; ++i) {
     const int64_t row = prefix_group.rows[i], from = begin(positions[row]);
     weighted_sum(group_size, positions[row] - from + 1, dim, scores + i * group_size * across + shared, across,
-        layer.values + shape.place(row, head, from), shared > 0, out + i * group_size * dim);
+                 layer.values + shape.place(row, head, from), shared > 0, out + i * group_size * dim);
   }
   for (int64_t q = 0; q < n_queries; ++q) {
     const float scale = 1.0f / buffers.sums[q];
@@ -201,14 +212,15 @@ REALHF_INLINE void attend(const Shape& shape, const Layer<scalar_t>& layer, cons
   }
 }
 
-// All heads of a family; rows are numbered as in the cache, `from` is the first of those in the buffers.
+// All heads of a prefix group. Rows have cache numbers; the buffers start at row `from`.
 template <typename scalar_t>
-REALHF_INLINE void attend_group(const Shape& shape, const Layer<scalar_t>& layer, const PrefixGroup& prefix_group, int64_t from,
-                                 const int64_t* positions, Buffers& buffers) {
+REALHF_INLINE void attend_group(const Shape& shape, const Layer<scalar_t>& layer, const PrefixGroup& prefix_group,
+                                int64_t from, const int64_t* positions, Buffers& buffers) {
   const int64_t of_group = shape.n_q / shape.n_kv * shape.dim, of_qkv = (shape.n_q + 2 * shape.n_kv) * shape.dim;
   for (int64_t head = 0; head < shape.n_kv; ++head) {
     for (int64_t i = 0; i < prefix_group.n_rows; ++i) {
-      convert(buffers.queries + i * of_group, buffers.projected + (prefix_group.rows[i] - from) * of_qkv + head * of_group, of_group);
+      convert(buffers.queries + i * of_group,
+              buffers.projected + (prefix_group.rows[i] - from) * of_qkv + head * of_group, of_group);
     }
     attend(shape, layer, prefix_group, head, positions, buffers);
     for (int64_t i = 0; i < prefix_group.n_rows; ++i) {
@@ -218,7 +230,7 @@ REALHF_INLINE void attend_group(const Shape& shape, const Layer<scalar_t>& layer
   }
 }
 
-// x += inner . matrix^T + bias, normalised first where a family does so.
+// x += inner . matrix^T + bias, with a post-norm if the model has one.
 template <typename scalar_t>
 REALHF_INLINE void add_product(const Shape& shape, const Matrix<scalar_t>& matrix, const Norm<scalar_t>& post,
                                int64_t rows, const float* inner, const Buffers& buffers, float* x) {
@@ -237,7 +249,8 @@ REALHF_INLINE void run_block(const Shape& shape, const Layer<scalar_t>& layer, i
   for (int64_t r = 0; r < rows; ++r) {
     append_row(shape, layer, first + r, positions[first + r], buffers.projected + r * of_qkv);
   }
-  for (const PrefixGroup& prefix_group : buffers.prefix_groups) attend_group(shape, layer, prefix_group, first, positions, buffers);
+  for (const PrefixGroup& prefix_group : buffers.prefix_groups)
+    attend_group(shape, layer, prefix_group, first, positions, buffers);
   if (shape.parallel) normalise(layer.mlp_norm, shape.eps, rows, shape.hidden, buffers.x, buffers.inner);
   add_product(shape, layer.out, layer.post_norm, rows, buffers.mixed, buffers, buffers.x);
   if (!shape.parallel) normalise(layer.mlp_norm, shape.eps, rows, shape.hidden, buffers.x, buffers.inner);

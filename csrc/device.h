@@ -1,4 +1,4 @@
-// What every CUDA kernel's launch needs: the device and stream of the caller, and errors in words.
+// Helpers to launch CUDA kernels on the caller's device and stream, with error checks.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,7 +12,7 @@ namespace realhf {
 constexpr int kWarp = 32;
 constexpr unsigned kWholeWarp = 0xffffffffu;
 
-// Makes the tensor's device the current one as long as it lives.
+// Makes the tensor's device current during its lifetime.
 class Launch {
  public:
   explicit Launch(const torch::stable::Tensor& tensor) : device_(tensor.get_device_index()), guard_(device_) {}

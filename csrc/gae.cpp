@@ -1,5 +1,5 @@
-// Generalised advantage estimation over packed rows (arXiv 1506.02438, eq. 16): the schema, and the kernel for CPUs.
-// realhf/ops/gae.py says what is computed, scan.h how it is summed up.
+// Generalised advantage estimation over packed rows (arXiv 1506.02438, eq. 16): operator schema and CPU kernel.
+// realhf/ops/gae.py documents the operator, scan.h the scan.
 #include "gae.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kTokensPerTask = 1 << 14;
 
-// A register of tokens, of which the last is followed by those whose advantages the carry sums up.
+// One vector of tokens; the carry is the advantage of the following token.
 template <typename scalar_t, typename R = Register<scalar_t>>
 REALHF_INLINE void some_tokens(const scalar_t* rewards, const typename R::Steps& after, const scalar_t* values_before,
                                const Decay<scalar_t>& decay, double& carry, scalar_t* advantages, scalar_t* returns) {
@@ -27,7 +27,7 @@ template <typename scalar_t>
 REALHF_SIMD_CLONES void row_gae(const scalar_t* rewards, const scalar_t* values, int64_t length, bool bootstrap,
                                 const Decay<scalar_t>& given, scalar_t* advantages, scalar_t* returns) {
   using R = Register<scalar_t>;
-  const Decay<scalar_t> decay = given;  // in registers: results could overlap what is given by reference
+  const Decay<scalar_t> decay = given;  // a local copy, which cannot alias the outputs
   double carry = 0.0;
   int64_t left = length - 1;
   advantages[0] = returns[0] = 0;
@@ -45,7 +45,7 @@ REALHF_SIMD_CLONES void row_gae(const scalar_t* rewards, const scalar_t* values,
   typename R::Steps after = R::load(values + at);
   if (!bootstrap) after[R::kSteps - 1] = 0;
   some_tokens(rewards + at, after, values + at - 1, decay, carry, advantages + at, returns + at);
-  left = (left - 1) / R::kSteps * R::kSteps;  // what is left is cut evenly, and done twice where the cut falls
+  left = (left - 1) / R::kSteps * R::kSteps;  // whole vectors remain; the overlap is computed twice
   carry = advantages[left + 1];
   for (; left > 0; left -= R::kSteps) {
     at = left - R::kSteps + 1;
@@ -64,10 +64,10 @@ void rows_gae(const PackedRows& rows, double gamma, double lam, Tensor& advantag
   const int64_t n_rows = rows.starts.numel() - 1;
   const int64_t n_tokens = rows.values.numel();
   const Decay<scalar_t> decay(gamma, lam);
-  // Work is cut by tokens, for balance; a row belongs to the piece in which it starts.
+  // Tasks are ranges of tokens, for balance; a row belongs to the task in which it starts.
   torch::stable::parallel_for(0, n_tokens, kTokensPerTask, [&](int64_t first, int64_t stop) {
     int64_t row = std::lower_bound(starts, starts + n_rows, stop) - starts;
-    while (--row >= 0 && starts[row] >= first) {  // backwards, as inside a row: memory is fetched ahead
+    while (--row >= 0 && starts[row] >= first) {  // backwards, as within a row, for the prefetcher
       const int64_t at = starts[row], length = starts[row + 1] - at;
       row_gae(rewards + at, values + at, length, bootstrap[row], decay, advantages_out + at, returns_out + at);
     }

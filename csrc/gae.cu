@@ -1,18 +1,17 @@
-// Generalised advantage estimation over packed rows (arXiv 1506.02438, eq. 16): the kernel for CUDA devices.
-// realhf/ops/gae.py says what is computed, gae.cpp holds the schema. Sums are kept in double and rounded once.
-#include "gae.h"
-
+// Generalised advantage estimation over packed rows (arXiv 1506.02438, eq. 16): CUDA kernel.
+// realhf/ops/gae.py documents the operator, gae.cpp has the schema. Sums are in double and rounded once.
 #include <tuple>
 
 #include "device.h"
+#include "gae.h"
 
 namespace realhf {
 namespace {
 
 constexpr int kRowsPerBlock = 4;
 
-// One warp walks one row from its end to its start, 32 tokens at a time. Lane i has the token i places before the
-// last one, so A[t] = delta[t] + decay * A[t+1] is a prefix sum over lanes, by doubling, plus what the last 32 left.
+// One warp processes one row from its end to its start, 32 tokens at a time. Lane i has the i-th token from the end,
+// so A[t] = delta[t] + decay * A[t+1] is a prefix sum over lanes, by doubling, plus the carry of the previous 32.
 template <typename scalar_t>
 __global__ void rows_gae(const scalar_t* rewards, const scalar_t* values, const int64_t* starts, const bool* bootstrap,
                          int64_t n_rows, double gamma, double decay, scalar_t* advantages, scalar_t* returns) {

@@ -1,4 +1,4 @@
-// What packed_gae takes, checked here for every device: the border between tensors and plain loops.
+// The checked arguments of packed_gae, for every device.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -19,7 +19,7 @@ struct PackedRows {  // contiguous
   Tensor bootstrap;  // [B] bool
 };
 
-// cu_seqlens stays on the host on every device, so that its contents are checked without waiting for the device.
+// cu_seqlens is on the host for every device, so that its contents are checked without synchronisation.
 inline Tensor checked_starts(const Tensor& cu_seqlens, int64_t n_tokens) {
   STD_TORCH_CHECK(cu_seqlens.is_cpu(), "packed_gae: cu_seqlens must be on the CPU on every device");
   STD_TORCH_CHECK(cu_seqlens.scalar_type() == ScalarType::Long || cu_seqlens.scalar_type() == ScalarType::Int,

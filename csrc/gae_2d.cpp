@@ -1,5 +1,5 @@
-// Generalised advantage estimation over slots that hold one sequence after the other: the schema, and the kernel for
-// CPUs. realhf/ops/gae.py says what is computed, scan.h how it is summed up.
+// Generalised advantage estimation over slots with consecutive sequences: operator schema and CPU kernel.
+// realhf/ops/gae.py documents the operators, scan.h the scan.
 #include "gae_2d.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kStepsPerTask = 1 << 14;
 
-// A register of steps, of which the last is followed by those whose advantages the carry sums up.
+// One vector of steps; the carry is the advantage of the following step.
 template <typename scalar_t, typename R = Register<scalar_t>>
 REALHF_INLINE void some_steps(const scalar_t* rewards, const scalar_t* values, const bool* ends_after,
                               const bool* truncates_after, const Decay<scalar_t>& decay, bool overlap, double& carry,
@@ -31,7 +31,7 @@ REALHF_SIMD_CLONES void slot_gae(const scalar_t* rewards, const scalar_t* values
                                  const bool* truncates, int64_t n_steps, const Decay<scalar_t>& given, bool overlap,
                                  scalar_t* advantages, scalar_t* returns) {
   using R = Register<scalar_t>;
-  const Decay<scalar_t> decay = given;  // in registers: results could overlap what is given by reference
+  const Decay<scalar_t> decay = given;  // a local copy, which cannot alias the outputs
   double carry = 0.0;
   int64_t left = n_steps;
   if (left < R::kSteps) {
@@ -44,12 +44,12 @@ REALHF_SIMD_CLONES void slot_gae(const scalar_t* rewards, const scalar_t* values
     }
     return;
   }
-  const auto steps_from = [&](int64_t at)  __attribute__((always_inline)) {
+  const auto steps_from = [&](int64_t at) __attribute__((always_inline)) {
     some_steps(rewards + at, values + at, ends + at + 1, truncates + at + 1, decay, overlap, carry, advantages + at,
                returns + at);
   };
   steps_from(left - R::kSteps);
-  left = (left - 1) / R::kSteps * R::kSteps;  // what is left is cut evenly, and done twice where the cut falls
+  left = (left - 1) / R::kSteps * R::kSteps;  // whole vectors remain; the overlap is computed twice
   carry = advantages[left];
   for (; left > 0; left -= R::kSteps) steps_from(left - R::kSteps);
 }
@@ -65,7 +65,7 @@ void slots_gae(const Slots& slots, double gamma, double lam, bool overlap, Tenso
   const Decay<scalar_t> decay(gamma, lam);
   const int64_t n_steps = slots.n_steps, grain = kStepsPerTask / (n_steps + 1) + 1;
   torch::stable::parallel_for(0, slots.n_slots, grain, [&](int64_t first, int64_t stop) {
-    for (int64_t slot = stop - 1; slot >= first; --slot) {  // backwards, as inside a slot: memory is fetched ahead
+    for (int64_t slot = stop - 1; slot >= first; --slot) {  // backwards, as within a slot, for the prefetcher
       const int64_t at = slot * n_steps, at_longer = slot * (n_steps + 1);
       slot_gae(rewards + at, values + at_longer, ends + at_longer, truncates + at_longer, n_steps, decay, overlap,
                advantages_out + at, returns_out + at);

@@ -1,19 +1,18 @@
-// Generalised advantage estimation over slots that hold one sequence after the other: the kernel for CUDA devices.
-// realhf/ops/gae.py says what is computed, gae_2d.cpp holds the schema. Sums are kept in double and rounded once.
-#include "gae_2d.h"
-
+// Generalised advantage estimation over slots with consecutive sequences: CUDA kernel.
+// realhf/ops/gae.py documents the operators, gae_2d.cpp has the schema. Sums are in double and rounded once.
 #include <tuple>
 
 #include "device.h"
+#include "gae_2d.h"
 
 namespace realhf {
 namespace {
 
 constexpr int kSlotsPerBlock = 4;
 
-// One warp walks one slot from its end to its start, 32 steps at a time. Lane i has the step i places before the last
-// one. A[t] = sum[t] + link[t] * A[t+1] is affine in A[t+1], so a prefix composition over lanes, by doubling, gives
-// every step in terms of what the last 32 left.
+// One warp processes one slot from its end to its start, 32 steps at a time. Lane i has the i-th step from the end.
+// A[t] = sum[t] + link[t] * A[t+1] is affine in A[t+1], so a prefix composition over lanes, by doubling, gives every
+// step as a function of the carry of the previous 32.
 template <typename scalar_t>
 __global__ void slots_gae(const scalar_t* rewards, const scalar_t* values, const bool* ends, const bool* truncates,
                           int64_t n_slots, int64_t n_steps, double gamma, double decay, bool overlap,

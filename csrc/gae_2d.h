@@ -1,4 +1,4 @@
-// What gae_2d takes, checked here for every device: the border between tensors and plain loops.
+// The checked arguments of gae_2d, for every device.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -12,7 +12,7 @@ namespace realhf {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-struct Slots {  // contiguous, of B slots and T steps
+struct Slots {       // contiguous; B slots, T steps
   Tensor rewards;    // [B, T] float32 or float64
   Tensor values;     // [B, T+1] like rewards
   Tensor ends;       // [B, T+1] bool
@@ -33,8 +33,12 @@ inline Slots checked_slots(const Tensor& rewards, const Tensor& values, const Te
                     "gae_2d: values, ends and truncates must be [", n_slots, ", ", n_steps + 1, "]");
     STD_TORCH_CHECK(given->device() == rewards.device(), "gae_2d: all tensors must be on one device");
   }
-  return {torch::stable::contiguous(rewards), torch::stable::contiguous(values), torch::stable::contiguous(ends),
-          torch::stable::contiguous(truncates), n_slots, n_steps};
+  return {torch::stable::contiguous(rewards),
+          torch::stable::contiguous(values),
+          torch::stable::contiguous(ends),
+          torch::stable::contiguous(truncates),
+          n_slots,
+          n_steps};
 }
 
 }  // namespace realhf

@@ -1,5 +1,5 @@
-// Gather from and scatter to intervals of a 1-D tensor: the schemas, and the kernels for CPUs.
-// realhf/ops/intervals.py says what they do. Elements are moved as bytes, whatever they are.
+// Gather from and scatter to intervals of a 1-D tensor: operator schemas and CPU kernels.
+// realhf/ops/intervals.py documents the operators. Elements of all types are moved as bytes.
 #include "intervals.h"
 
 #include "bytes.h"
@@ -8,11 +8,11 @@ namespace realhf {
 namespace {
 
 constexpr int64_t kBytesPerTask = 1 << 17;
-constexpr int64_t kStreamedBytes = 1 << 24;  // more than this would only push other things out of the caches
+constexpr int64_t kStreamedBytes = 1 << 24;  // larger copies would evict everything else from the caches
 
 CopyBytes copy_for(const Copies& copies) { return copies.n_bytes() < kStreamedBytes ? copy_cached : copy_streaming; }
 
-// Calls copy(spread, packed, n_bytes) for all runs, cut into tasks of equal size.
+// Calls copy(spread, packed, n_bytes) for all runs, divided into tasks of equal size.
 template <typename Copy>
 void for_each_run(const Copies& copies, const Copy& copy) {
   torch::stable::parallel_for(0, copies.n_bytes(), kBytesPerTask, [&](int64_t first, int64_t stop) {

@@ -1,8 +1,7 @@
-// Gather from and scatter to intervals of a 1-D tensor: the kernels for CUDA devices.
-// realhf/ops/intervals.py says what they do, intervals.cpp holds the schemas. Elements are moved as bytes.
-#include "intervals.h"
-
+// Gather from and scatter to intervals of a 1-D tensor: CUDA kernels.
+// realhf/ops/intervals.py documents the operators, intervals.cpp has the schemas. Elements are moved as bytes.
 #include "device.h"
+#include "intervals.h"
 
 namespace realhf {
 namespace {
@@ -10,7 +9,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int64_t kBytesPerBlock = 1 << 15;
 
-// Copies in words of the widest kind for which both ends and the length fit.
+// Copies in the widest words that the alignment of both pointers and the length allow.
 __device__ void copy_bytes(char* to, const char* from, int64_t n_bytes) {
   const auto misfit = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | n_bytes;
   if (misfit % sizeof(uint4) == 0) {
@@ -30,7 +29,7 @@ __device__ void copy_bytes(char* to, const char* from, int64_t n_bytes) {
   }
 }
 
-// Each block moves its share of the packed bytes, of however many runs. runs[n_runs] marks the end.
+// Each block moves kBytesPerBlock packed bytes, of any number of runs. runs[n_runs] marks the end.
 __global__ void copy_runs(char* spread, char* packed, const Run* runs, int64_t n_runs, bool gather) {
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kBytesPerBlock;
   const int64_t stop = min(first + kBytesPerBlock, runs[n_runs].packed);
@@ -52,9 +51,10 @@ void launch(const Copies& copies, void* spread, void* packed, bool gather, const
   const Launch on(where);
   const int64_t size = static_cast<int64_t>(copies.runs.size() * sizeof(Run));
   Tensor table = torch::stable::new_empty(where, {size}, ScalarType::Byte);
-  // from pageable memory: the driver has read it when the call returns
+  // the call has read pageable memory when it returns
   STD_TORCH_CHECK(cudaMemcpyAsync(table.mutable_data_ptr(), copies.runs.data(), size, cudaMemcpyHostToDevice,
-                                  on.stream()) == cudaSuccess, name, ": the intervals did not reach the device");
+                                  on.stream()) == cudaSuccess,
+                  name, ": copying the intervals to the device failed");
   copy_runs<<<blocks_for(copies.n_bytes(), kBytesPerBlock), kThreads, 0, on.stream()>>>(
       static_cast<char*>(spread), static_cast<char*>(packed), static_cast<const Run*>(table.const_data_ptr()),
       copies.n_runs(), gather);

@@ -1,4 +1,4 @@
-// What the interval kernels take, checked here for every device, and the copies they make, as bytes.
+// The checked arguments of the interval kernels, for every device, as byte copies.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -15,24 +15,24 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 struct Run {       // one interval, in bytes
-  int64_t spread;  // where it begins in the tensor that has gaps
-  int64_t packed;  // where it begins in the tensor that has none
+  int64_t spread;  // offset in the tensor with gaps
+  int64_t packed;  // offset in the tensor without gaps
 };
 
 struct Copies {
-  std::vector<Run> runs;  // empty intervals left out, and one last run that marks the end
+  std::vector<Run> runs;  // without empty intervals; a last run marks the end
   int64_t n_runs() const { return static_cast<int64_t>(runs.size()) - 1; }
   int64_t n_bytes() const { return runs.back().packed; }
-  // The run that holds a byte of the packed tensor.
+  // The run that contains a byte of the packed tensor.
   int64_t run_at(int64_t byte) const {
-    const auto after = std::upper_bound(runs.begin(), runs.end(), byte,
-                                        [](int64_t at, const Run& run) { return at < run.packed; });
+    const auto after =
+        std::upper_bound(runs.begin(), runs.end(), byte, [](int64_t at, const Run& run) { return at < run.packed; });
     return after - runs.begin() - 1;
   }
 };
 
 inline Copies checked_copies(const Tensor& spread, const Tensor& intervals) {
-  STD_TORCH_CHECK(spread.dim() == 1, "intervals are of a 1-D tensor, not one of ", spread.dim(), " dimensions");
+  STD_TORCH_CHECK(spread.dim() == 1, "intervals need a 1-D tensor, not one of ", spread.dim(), " dimensions");
   STD_TORCH_CHECK(intervals.is_cpu() && intervals.scalar_type() == ScalarType::Long,
                   "intervals must be int64 on the CPU on every device");
   STD_TORCH_CHECK(intervals.dim() == 2 && intervals.size(1) == 2, "intervals must be [N, 2]");
@@ -53,7 +53,7 @@ inline Copies checked_copies(const Tensor& spread, const Tensor& intervals) {
   return copies;
 }
 
-// Two writers of one byte would make the result depend on who comes last.
+// Overlapping writes would make the result depend on the order of threads.
 inline void check_disjoint(const Copies& copies) {
   std::vector<std::pair<int64_t, int64_t>> ranges;
   ranges.reserve(copies.n_runs());
@@ -78,7 +78,7 @@ inline Copies checked_writes(const Tensor& src, const Tensor& dst, const Tensor&
   STD_TORCH_CHECK(src.dim() == 1 && dst.is_contiguous(), "set_intervals: src must be 1-D, dst contiguous");
   Copies copies = checked_copies(dst, intervals);
   STD_TORCH_CHECK(copies.n_bytes() == src.numel() * static_cast<int64_t>(src.element_size()),
-                  "set_intervals: the intervals hold ", copies.n_bytes() / static_cast<int64_t>(src.element_size()),
+                  "set_intervals: the intervals have ", copies.n_bytes() / static_cast<int64_t>(src.element_size()),
                   " elements, src has ", src.numel());
   check_disjoint(copies);
   return copies;

@@ -1,5 +1,5 @@
-// The softmax part of log-probabilities, one chunk of logits at a time: the schemas, and the kernels for CPUs.
-// realhf/ops/logprobs.py says what is computed. The products are torch's; here each row is read while it is in cache.
+// The softmax of log-probabilities for one tile of logits: operator schemas and CPU kernels.
+// realhf/ops/logprobs.py documents the operators; torch computes the matrix products.
 #include "logprobs.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace realhf {
 namespace {
 
 constexpr int64_t kElementsPerTask = 1 << 15;
-constexpr int64_t kBlock = 64 * kLanes;  // elements whose sum is kept in float32
+constexpr int64_t kBlock = 64 * kLanes;  // elements summed in float32
 
 template <typename scalar_t>
 struct Lowest;
@@ -98,8 +98,8 @@ void stats(const Tensor& logits, const int64_t* targets, float scale, float* lar
 }
 
 template <typename scalar_t>
-void slopes(Tensor& logits, const int64_t* targets, const float* normalisers, const float* logprobs,
-            const float* grads, float scale) {
+void slopes(Tensor& logits, const int64_t* targets, const float* normalisers, const float* logprobs, const float* grads,
+            float scale) {
   auto* all = static_cast<scalar_t*>(logits.mutable_data_ptr());
   const int64_t size = logits.size(1);
   torch::stable::parallel_for(0, logits.size(0), rows_per_task(logits), [&](int64_t first, int64_t stop) {

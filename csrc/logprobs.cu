@@ -1,7 +1,5 @@
-// The softmax part of log-probabilities, one chunk of logits at a time: the kernels for CUDA devices.
-// realhf/ops/logprobs.py says what is computed, logprobs.cpp holds the schemas. One block of threads has one row.
-#include "logprobs.h"
-
+// The softmax of log-probabilities for one tile of logits: CUDA kernels, one thread block per row.
+// realhf/ops/logprobs.py documents the operators, logprobs.cpp has the schemas.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -9,6 +7,7 @@
 #include <tuple>
 
 #include "device.h"
+#include "logprobs.h"
 
 namespace realhf {
 namespace {
@@ -22,11 +21,11 @@ __device__ void assign(float& to, float value) { to = value; }
 __device__ void assign(__half& to, float value) { to = __float2half(value); }
 __device__ void assign(__nv_bfloat16& to, float value) { to = __float2bfloat16(value); }
 
-// Reduces over the block, in the same order every time; every thread gets the result.
+// Reduces over the block in a fixed order; every thread gets the result.
 template <typename Combine>
 __device__ float over_block(float value, Combine combine) {
   __shared__ float parts[kThreads];
-  __syncthreads();  // the parts of the last reduction have been read
+  __syncthreads();  // wait for readers of the previous reduction
   parts[threadIdx.x] = value;
   for (int half = kThreads / 2; half > 0; half /= 2) {
     __syncthreads();
@@ -68,7 +67,7 @@ __global__ void slopes(scalar_t* logits, const int64_t* targets, const float* no
   }
 }
 
-// Calls run with a null pointer of the type of the logits.
+// Calls `run` with a null pointer of the element type.
 template <typename Run>
 void for_type(const char* name, const Tensor& logits, const Run& run) {
   switch (logits.scalar_type()) {
@@ -100,8 +99,8 @@ std::tuple<Tensor, Tensor, Tensor> logit_stats_cuda(const Tensor& logits, const 
   return {largest, sums, picked};
 }
 
-void logit_slopes_cuda(Tensor logits, const Tensor& targets, const Tensor& normalisers,
-                       const Tensor& logprobs, const Tensor& grads, double scale) {
+void logit_slopes_cuda(Tensor logits, const Tensor& targets, const Tensor& normalisers, const Tensor& logprobs,
+                       const Tensor& grads, double scale) {
   check_logits("logit_slopes_", logits, targets);
   for (const Tensor* given : {&normalisers, &logprobs, &grads}) check_per_row("logit_slopes_", *given, targets);
   if (targets.numel() == 0) return;

@@ -1,4 +1,4 @@
-// What the two passes over a chunk of logits take, checked here for every device.
+// Argument checks of the logit kernels, for every device.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

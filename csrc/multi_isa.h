@@ -1,7 +1,8 @@
-// Compiles the file that REALHF_KERNEL_FILE names once for every width of registers, over simd_vec.h; `best_isa` picks what this
-// machine runs. Included once in a source file, inside its namespace. Sums of products are fused here, where a machine
-// can: one that cannot gives other last bits.
-#define REALHF_NOINLINE __attribute__((noinline, noclone, unused)) static  // compiled once, not into its callers
+// Compiles REALHF_KERNEL_FILE once per instruction set, with simd_vec.h; `best_isa` selects the function for this
+// machine. Included once per source file, inside its namespace. Multiply-adds are fused if the machine can, so the last
+// bits differ between instruction sets.
+#define REALHF_NOINLINE \
+  __attribute__((noinline, noclone, unused)) static  // compiled once per instruction set, not inlined
 
 namespace baseline {
 #define REALHF_WIDTH 4
@@ -10,11 +11,11 @@ namespace baseline {
 #include REALHF_KERNEL_FILE
 #undef REALHF_WIDTH
 #undef REALHF_MAX_ROWS
-}  // namespace narrow
+}  // namespace baseline
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #pragma GCC push_options
-#pragma GCC optimize("fp-contract=fast")  // a fused sum of products is half the work
+#pragma GCC optimize("fp-contract=fast")  // a fused multiply-add is half the work
 #pragma GCC target("avx2,fma")
 namespace avx2 {
 #define REALHF_WIDTH 8

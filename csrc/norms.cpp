@@ -1,6 +1,6 @@
-// Root mean square norms of rows (arXiv 1910.07467) and their gradients, a pass each: the schemas, and the kernels for
-// CPUs. realhf/ops/norms.py says what is computed. The gradient of the weight is summed in blocks of rows, and these in
-// order, so that it does not depend on the number of threads.
+// RMSNorm (arXiv 1910.07467) and its gradients, in one pass each: operator schemas and CPU kernels.
+// realhf/ops/norms.py documents the operators. The weight's gradient is summed over fixed blocks of rows, then over
+// blocks in order, so that it does not depend on the number of threads.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -32,9 +32,8 @@ REALHF_INLINE float scale_of(const float* x, int64_t size, float eps) {
 
 REALHF_SIMD_CLONES void forward_row(const float* x, const float* weight, int64_t size, float eps, float* y) {
   const float scale = scale_of(x, size, eps);
-  for_each_vec(size, [=](int64_t i, auto lanes) REALHF_BODY {
-    lanes.store(y + i, lanes.load(x + i) * scale * lanes.load(weight + i));
-  });
+  for_each_vec(size, [=](int64_t i, auto lanes)
+                         REALHF_BODY { lanes.store(y + i, lanes.load(x + i) * scale * lanes.load(weight + i)); });
 }
 
 REALHF_SIMD_CLONES void backward_row(const float* grad, const float* x, const float* weight, int64_t size, float eps,

@@ -1,4 +1,4 @@
-// Angles by which heads turn with their position (RoFormer, arXiv 2104.09864).
+// Rotary position embeddings (RoFormer, arXiv 2104.09864).
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -9,7 +9,7 @@
 
 namespace realhf {
 
-// [2, count, turning]: cosines, and sines with their signs; none where `turning` is 0.
+// [2, count, rotary_dim]: cosines and signed sines; no rotation if `rotary_dim` is 0.
 struct Rope {
   const float* angles;
   int64_t count, rotary_dim;

@@ -1,5 +1,5 @@
-// Drawing tokens: the schemas, and the kernels for CPUs. realhf/ops/sampling.py says what is drawn.
-// Nothing is sorted but the few tokens among which a boundary falls.
+// Token sampling: operator schemas and CPU kernels. realhf/ops/sampling.py documents the operators.
+// Only the few tokens around the top-p boundary are sorted.
 #include "sampling.h"
 
 #include <algorithm>
@@ -16,12 +16,12 @@ namespace realhf {
 namespace {
 
 constexpr int64_t kElementsPerTask = 1 << 14;
-constexpr int64_t kBlock = 8 * kLanes;  // tokens that share one maximum and one sum
-constexpr int32_t kBuckets = 512;       // of tokens, by distance from the largest logit
+constexpr int64_t kBlock = 8 * kLanes;  // tokens per block maximum and block sum
+constexpr int32_t kBuckets = 512;       // histogram of distances from the largest logit
 constexpr float kBucketsPerUnit = 16.0f;
 constexpr int64_t kFewKeys = 48;
 
-// Keys are in the order of likelihood: the float as an integer of the same order, then, of equals, the lowest id.
+// Keys sort by likelihood: the float as an integer of the same order, with ties in favour of the lowest id.
 uint64_t key_of(float x, int64_t id) {
   x += 0.0f;  // no negative zero
   uint32_t bits;
@@ -72,11 +72,11 @@ REALHF_SIMD_CLONES bool holds(const int32_t* buckets, int32_t bucket) {
 
 struct Pick {
   int64_t id;
-  double log_mass;  // of the tokens among which it was drawn
+  double log_mass;  // of the candidates
 };
 
-// One row of logits, and memory to work on it. Weights are e^(scaled - largest); a row is filled up to whole blocks
-// with tokens of weight 0. All sums are made in one order, whatever the number of threads.
+// One row of logits and its buffers. Weights are e^(scaled - largest); the row is padded to whole blocks with tokens
+// of weight 0. The order of sums does not depend on the number of threads.
 class Row {
  public:
   explicit Row(int64_t vocab)
@@ -90,7 +90,7 @@ class Row {
   }
 
   void read(const float* logits, float temperature, const int64_t* forbidden, int64_t n_forbidden);
-  double logprob(int64_t id) const { return scaled_[id] - log_all_; }  // among all tokens, the forbidden too
+  double logprob(int64_t id) const { return scaled_[id] - log_all_; }  // over all tokens, including forbidden ones
   double logprob(const Pick& pick) const { return scaled_[pick.id] - pick.log_mass; }
 
   int64_t most_likely() const;
@@ -99,9 +99,9 @@ class Row {
   Pick from_top_p(double u, double top_p);
 
  private:
-  struct Place {  // of a token in the order of likelihood; key 0: none
+  struct Place {  // a token in order of likelihood; key 0: none
     uint64_t key = 0;
-    double reach = 0.0;  // the weight of it and all before it
+    double reach = 0.0;  // cumulative weight up to and including it
   };
 
   double log_mass(double weight) const { return largest_ + std::log(weight); }
@@ -130,7 +130,7 @@ void Row::read(const float* logits, float temperature, const int64_t* forbidden,
   }
   std::vector<double> banned;
   for (int64_t i = 0; i < n_forbidden; ++i) {
-    banned.push_back(scaled_[forbidden[i]]);  // of a token that is named twice, -inf the second time
+    banned.push_back(scaled_[forbidden[i]]);  // -inf for a repeated id
     scaled_[forbidden[i]] = -kInfinity;
   }
   find_maxima(scaled_.get(), n_blocks_, maxima_.data());
@@ -139,7 +139,7 @@ void Row::read(const float* logits, float temperature, const int64_t* forbidden,
   total_ = 0.0;
   for (const double sum : sums_) total_ += sum;
   log_all_ = log_mass(total_);
-  for (const double x : banned) {  // log(e^a + e^b), for they may be far larger than what is allowed
+  for (const double x : banned) {  // log(e^a + e^b): forbidden logits may be far larger than allowed ones
     const double high = std::max(x, log_all_), low = std::min(x, log_all_);
     if (low > -kInfinity) log_all_ = high + std::log1p(std::exp(low - high));
   }
@@ -160,7 +160,7 @@ Pick Row::from_all(double u) const {
       before += sums_[block];
       continue;
     }
-    int64_t last = -1;  // sums of a block are rounded: where the target is never passed, it is the last one's
+    int64_t last = -1;  // block sums are rounded: if no token passes the target, take the last one
     for (int64_t id = block * kBlock; id < (block + 1) * kBlock; ++id) {
       if (!(weights_[id] > 0.0f)) continue;
       last = id;
@@ -172,9 +172,9 @@ Pick Row::from_all(double u) const {
   return {most_likely(), log_total};  // u is 1, or the logits are not finite
 }
 
-// Makes keys_ the k largest, in descending order.
+// Sets keys_ to the k largest keys, in descending order.
 void Row::rank(int64_t k) {
-  float bound = -kInfinity;  // at least k tokens are not below it
+  float bound = -kInfinity;  // at least k tokens reach it
   if (n_blocks_ > k) {
     std::vector<float> ranked = maxima_;
     std::nth_element(ranked.begin(), ranked.begin() + k - 1, ranked.end(), std::greater<>());
@@ -209,7 +209,7 @@ Pick Row::from_top_k(double u, int64_t k, double top_p) {
   return {most_likely(), log_mass(kept)};
 }
 
-// The first token, in the order of likelihood, whose reach satisfies `reached`.
+// The first token in order of likelihood whose cumulative weight satisfies `reached`.
 template <typename Reached>
 Row::Place Row::find(const Reached& reached) {
   double before = 0.0;
@@ -230,7 +230,7 @@ Row::Place Row::find_in_bucket(int32_t bucket, double before, const Reached& rea
     }
   }
   auto begin = keys_.begin(), end = keys_.end();
-  while (end - begin > kFewKeys) {  // quickselect by weight; keys differ, so neither part is empty
+  while (end - begin > kFewKeys) {  // quickselect by weight; keys are distinct, so no part is empty
     std::array<uint64_t, 3> some = {*begin, begin[(end - begin) / 2], end[-1]};
     std::sort(some.begin(), some.end());
     const auto middle = std::partition(begin, end, [pivot = some[1]](uint64_t key) { return key > pivot; });

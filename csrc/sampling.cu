@@ -1,12 +1,11 @@
-// Drawing tokens: the kernels for CUDA devices. realhf/ops/sampling.py says what is drawn, sampling.cpp holds the
-// schemas. One block of threads draws for one row. Weights are integers, so sums do not depend on the order in which
-// threads add, and every border is found digit by digit, without sorting.
-#include "sampling.h"
-
+// Token sampling: CUDA kernels, one thread block per row. realhf/ops/sampling.py documents the operators, sampling.cpp
+// has the schemas. Weights are integers, so sums do not depend on the order of threads; boundaries are found by radix
+// select, without sorting.
 #include <cmath>
 #include <tuple>
 
 #include "device.h"
+#include "sampling.h"
 
 namespace realhf {
 namespace {
@@ -14,9 +13,9 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kDigits = 256;
 constexpr int kDigitBits = 8;
-constexpr float kUnit = 0x1p40f;  // the weight of the most likely token; 2^23 tokens still add up below 2^64
+constexpr float kUnit = 0x1p40f;  // weight of the most likely token; 2^23 of them do not overflow 64 bits
 
-using Word = unsigned long long;  // what atomicAdd knows as 64 bits
+using Word = unsigned long long;  // the 64-bit type of atomicAdd
 
 struct Options {
   const int64_t* forbid;
@@ -46,7 +45,7 @@ struct Row {
   }
 };
 
-// In the order of likelihood: the float as an integer of the same order, then, of equals, the lowest id.
+// Sorts by likelihood: the float as an integer of the same order, with ties in favour of the lowest id.
 __device__ Word key_of(float x, int64_t id) {
   const unsigned bits = __float_as_uint(x + 0.0f);  // no negative zero
   const unsigned ordered = bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -63,7 +62,7 @@ __device__ float log_mass(float largest, Word mass) {
 template <typename Value, typename Combine>
 __device__ Value over_block(Value value, Combine combine) {
   __shared__ Value parts[kThreads];
-  __syncthreads();  // the parts of the last reduction have been read
+  __syncthreads();  // wait for readers of the previous reduction
   parts[threadIdx.x] = value;
   for (int half = kThreads / 2; half > 0; half /= 2) {
     __syncthreads();
@@ -89,10 +88,10 @@ __device__ Word sum_over(int64_t count, Weight weight) {
 
 struct Place {
   Word key;
-  Word reach;  // the weight of it and all keys above
+  Word reach;  // the weight of it and all larger keys
 };
 
-// The largest key such that it and those above it weigh at least `target`, from the highest digit of `bits` bits on.
+// The largest key for which the weight of it and all larger keys is at least `target`; radix select over `bits` bits.
 template <typename Key, typename Weight>
 __device__ Place find(int64_t count, int bits, Word target, Key key, Weight weight) {
   __shared__ Word weights[kDigits];
@@ -169,7 +168,7 @@ __global__ void sample_rows(const float* logits, const double* u, Options option
   } else {
     pick = draw(row, largest, u[at]);
   }
-  if (threadIdx.x == 0) {  // where logits are not finite, any token, but one of the vocabulary
+  if (threadIdx.x == 0) {  // for logits that are not finite, any token of the vocabulary
     const int64_t id = min(static_cast<int64_t>(0xffffffffu - static_cast<unsigned>(pick.key)), vocab - 1);
     tokens[at] = id;
     logprobs[at] = row.scaled(id) - log_mass(largest_of_all, all);

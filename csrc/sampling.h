@@ -1,4 +1,4 @@
-// What sample_tokens and counter_uniform take, checked here for every device, and the hash both devices share.
+// The checked arguments of sample_tokens and counter_uniform, and their hash, for every device.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -87,8 +87,14 @@ inline Drawing checked_drawing(const Tensor& logits, const Tensor& u, const std:
   STD_TORCH_CHECK(temperature >= 0.0 && top_k >= 0 && top_p > 0.0 && top_p <= 1.0,
                   "sample_tokens: need temperature >= 0, top_k >= 0, 0 < top_p <= 1: got ", temperature, ", ", top_k,
                   ", ", top_p);
-  return {torch::stable::contiguous(logits), torch::stable::contiguous(u), contiguous_if_any(forbid),
-          contiguous_if_any(forbid_rows), static_cast<float>(temperature), top_k < vocab ? top_k : 0, top_p, n_rows,
+  return {torch::stable::contiguous(logits),
+          torch::stable::contiguous(u),
+          contiguous_if_any(forbid),
+          contiguous_if_any(forbid_rows),
+          static_cast<float>(temperature),
+          top_k < vocab ? top_k : 0,
+          top_p,
+          n_rows,
           vocab};
 }
 

@@ -1,5 +1,5 @@
-// A[t] = delta[t] + link[t] * A[t+1], a register of steps at a time: what the kernels of advantages for CPUs share.
-// Inside a register sums are in the type of the steps, by doubling; from register to register they go on in double.
+// The scan A[t] = delta[t] + link[t] * A[t+1] of the CPU kernels for advantages, one vector of steps at a time.
+// Within a vector, sums use the steps' type, by doubling; the carry between vectors is in double.
 #pragma once
 
 #include "simd.h"
@@ -38,7 +38,7 @@ template <typename scalar_t>
 struct Register : Lanes<scalar_t> {
   static constexpr int kSteps = 64 / sizeof(scalar_t);
   using typename Lanes<scalar_t>::Steps;
-  using typename Lanes<scalar_t>::Marks;  // all bits where true, none where false
+  using typename Lanes<scalar_t>::Marks;  // all bits set if true, none if false
   using typename Lanes<scalar_t>::Bytes;
 
   REALHF_INLINE Steps load(const scalar_t* from) {
@@ -49,7 +49,7 @@ struct Register : Lanes<scalar_t> {
 
   REALHF_INLINE void store(scalar_t* to, const Steps& steps) { std::memcpy(to, &steps, sizeof steps); }
 
-  // Without a comparison, and widened by a half at a time: compilers take other ways apart lane by lane.
+  // Without a comparison, and widened in steps of two: compilers scalarise other forms.
   REALHF_INLINE Marks load_falsehood(const bool* from) {
     Bytes bytes;
     std::memcpy(&bytes, from, sizeof bytes);
@@ -58,7 +58,7 @@ struct Register : Lanes<scalar_t> {
 
   REALHF_INLINE Steps where(const Marks& marks, const Steps& steps) { return (Steps)((Marks)steps & marks); }
 
-  // The step or mark `span` later, and the fill where that is beyond the register.
+  // The step or mark `span` later, or `fill` beyond the vector.
   template <int span, typename lanes_t>
   REALHF_INLINE lanes_t later(const lanes_t& lanes, const lanes_t& fill) {
     Marks from;
@@ -67,15 +67,15 @@ struct Register : Lanes<scalar_t> {
   }
 };
 
-// What a decay, the same at every link, makes of a register of steps.
+// The powers of gamma * lam that the scan of one vector needs.
 template <typename scalar_t>
 struct Decay {
   using R = Register<scalar_t>;
   double gamma;
-  double once, all;         // the weight of a step at the one before it; of the step after the register at its first
+  double once, all;         // weight of the next step; of the step after the vector at its first step
   scalar_t discount;        // 1 - gamma
-  scalar_t spans[4];        // the weight of a step 1, 2, 4 and 8 later
-  typename R::Steps reach;  // the weight of the step after the register at each in it
+  scalar_t spans[4];        // weights of the steps 1, 2, 4 and 8 later
+  typename R::Steps reach;  // weight of the step after the vector at each of its steps
 
   Decay(double gamma, double lam) : gamma(gamma), once(gamma * lam), all(1.0), discount(1.0 - gamma) {
     for (int i = R::kSteps - 1; i >= 0; --i) reach[i] = static_cast<scalar_t>(all *= once);
@@ -87,16 +87,16 @@ struct Decay {
   }
 };
 
-// reward + gamma * after - before. Values that are alike are subtracted first, without a loss: what rounding leaves
-// behind is in proportion to their difference, and to 1 - gamma, not to the values.
+// reward + gamma * after - before. The nearly equal values are subtracted first, exactly: the rounding error is
+// proportional to their difference and to 1 - gamma, not to the values.
 template <typename scalar_t, typename Steps = typename Register<scalar_t>::Steps>
 REALHF_INLINE Steps deltas(const Steps& rewards, const Steps& after, const Steps& before,
                            const Decay<scalar_t>& decay) {
   return (after - before) - decay.discount * after + rewards;
 }
 
-// Turns deltas into advantages. The carry is the advantage after the register, and then that of its first step. From
-// one to the other is a product and a sum, all that a register waits for. Steps that are not linked never touch.
+// Turns deltas into advantages. The carry is the advantage after the vector on entry, that of its first step on exit;
+// one multiply-add is the only dependency between vectors. Unlinked steps never affect each other.
 template <typename scalar_t, typename R = Register<scalar_t>>
 REALHF_INLINE void scan_steps(typename R::Steps& sum, typename R::Marks linked, const Decay<scalar_t>& decay,
                               double& carry) {

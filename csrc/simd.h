@@ -1,7 +1,7 @@
-// What a CPU kernel needs to use wide registers where the machine has them and still run where it has not.
+// SIMD vectors for CPU kernels, compiled for several instruction sets and selected at run time.
 #pragma once
 
-#include <cstdint>  // brings __GLIBC__, if anything does
+#include <cstdint>  // defines __GLIBC__ with glibc
 #include <cstring>
 #include <limits>
 
@@ -13,17 +13,17 @@
 #define REALHF_SIMD_CLONES
 #endif
 
-// A part of such a function: compiled into each of its clones.
+// Part of such a function, inlined into every clone.
 #define REALHF_INLINE static inline __attribute__((always_inline))
 #define REALHF_INLINE_MEMBER inline __attribute__((always_inline))
 #define REALHF_BODY __attribute__((always_inline))  // of a lambda
 
-#pragma GCC diagnostic ignored "-Wpsabi"  // wide vectors pass between inlined functions only
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors pass between inlined functions only
 
 namespace realhf {
 
-constexpr int64_t kLanes = 8;      // of a vector; the compiler keeps vectors that are wider than a register in memory
-constexpr int64_t kPadding = 16;   // what rows are made a multiple of where the widest registers work on them
+constexpr int64_t kLanes = 8;     // per vector; the compiler spills vectors wider than a register to memory
+constexpr int64_t kPadding = 16;  // row sizes are padded to this multiple for the widest registers
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
@@ -34,10 +34,10 @@ struct BFloat16 {  // the upper half of a float32
   uint16_t bits;
 };
 
-// Choices are made with masks of bits: the compiler makes selects of vectors that are wider than a register number by
-// number, ten times slower. A cast between vectors keeps the bits.
-REALHF_INLINE Ints is_negative(const Ints& x) { return x >> 31; }                         // all bits, or none
-REALHF_INLINE Ints is_less(const Floats& a, const Floats& b) { return is_negative((Ints)(a - b)); }  // of no NaN
+// Selects use bit masks: the compiler scalarises selects of vectors wider than a register, which is ten times slower.
+// A cast between vectors keeps the bits.
+REALHF_INLINE Ints is_negative(const Ints& x) { return x >> 31; }  // all bits set, or none
+REALHF_INLINE Ints is_less(const Floats& a, const Floats& b) { return is_negative((Ints)(a - b)); }  // not for NaN
 REALHF_INLINE Ints is_nan(const Floats& x) { return is_negative(0x7f800000 - ((Ints)x & 0x7fffffff)); }
 REALHF_INLINE Ints select(const Ints& mask, const Ints& yes, const Ints& no) { return (yes & mask) | (no & ~mask); }
 REALHF_INLINE Floats select(const Ints& mask, const Floats& yes, const Floats& no) {
@@ -48,7 +48,7 @@ REALHF_INLINE Floats copysign_of(const Floats& size, const Floats& x) {
   return (Floats)((Ints)size | ((Ints)x & static_cast<int32_t>(0x80000000)));
 }
 
-// Lanes where they lie in memory: copied byte by byte, a vector that is wider than a register would take to the stack.
+// An unaligned vector in memory: with memcpy, the compiler would copy wide vectors through the stack.
 typedef float FloatsThere __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 
 REALHF_INLINE Floats load(const float* from) { return *reinterpret_cast<const FloatsThere*>(from); }
@@ -62,14 +62,14 @@ REALHF_INLINE Floats load(const BFloat16* from) {
 
 REALHF_INLINE void store(float* to, const Floats& lanes) { *reinterpret_cast<FloatsThere*>(to) = lanes; }
 
-REALHF_INLINE void store(BFloat16* to, const Floats& lanes) {  // rounds to nearest, to even; a NaN stays one
+REALHF_INLINE void store(BFloat16* to, const Floats& lanes) {  // rounds to nearest even; NaN stays NaN
   const Ints bits = (Ints)lanes;
   const Ints rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const Shorts halves = __builtin_convertvector(select(is_nan(lanes), (bits >> 16) | 0x40, rounded), Shorts);
   std::memcpy(to, &halves, sizeof halves);
 }
 
-// The lanes from..from+count, the others filled with `fill`; for the end of a row.
+// Loads `count` lanes and fills the others with `fill`, for the end of a row.
 template <typename scalar_t>
 REALHF_INLINE Floats load_some(const scalar_t* from, int64_t count, scalar_t fill) {
   scalar_t padded[kLanes];
@@ -77,7 +77,7 @@ REALHF_INLINE Floats load_some(const scalar_t* from, int64_t count, scalar_t fil
   return load(padded);
 }
 
-// Up to kLanes numbers of a row that ends after `count`, or has ended; behind are zeros, and nothing is written.
+// Loads up to kLanes elements of a row with `count` elements left (<= 0: none); the other lanes are zero.
 template <typename scalar_t>
 REALHF_INLINE Floats load_upto(const scalar_t* from, int64_t count) {
   return count >= kLanes ? load(from) : load_some(from, count, scalar_t{});
@@ -91,23 +91,31 @@ REALHF_INLINE void store_upto(scalar_t* to, const Floats& lanes, int64_t count) 
   std::memcpy(to, end, count * sizeof(scalar_t));
 }
 
-// How to take a run of lanes from memory and put it there: all of them, or the first `count` at the end of a row.
+// Loads and stores whole vectors, or the first `count` lanes at the end of a row.
 struct FullVec {
   template <typename scalar_t>
-  REALHF_INLINE_MEMBER Floats load(const scalar_t* from) const { return realhf::load(from); }
+  REALHF_INLINE_MEMBER Floats load(const scalar_t* from) const {
+    return realhf::load(from);
+  }
   template <typename scalar_t>
-  REALHF_INLINE_MEMBER void store(scalar_t* to, const Floats& lanes) const { realhf::store(to, lanes); }
+  REALHF_INLINE_MEMBER void store(scalar_t* to, const Floats& lanes) const {
+    realhf::store(to, lanes);
+  }
 };
 
 struct PartialVec {
   int64_t count;
   template <typename scalar_t>
-  REALHF_INLINE_MEMBER Floats load(const scalar_t* from) const { return load_some(from, count, scalar_t{}); }
+  REALHF_INLINE_MEMBER Floats load(const scalar_t* from) const {
+    return load_some(from, count, scalar_t{});
+  }
   template <typename scalar_t>
-  REALHF_INLINE_MEMBER void store(scalar_t* to, const Floats& lanes) const { store_upto(to, lanes, count); }
+  REALHF_INLINE_MEMBER void store(scalar_t* to, const Floats& lanes) const {
+    store_upto(to, lanes, count);
+  }
 };
 
-// Calls `body(i, lanes)` for every run of lanes in a row, its end by itself: one body for both would choose in memory.
+// Calls `body(i, access)` for every vector of a row; the partial last one is a separate instantiation for speed.
 template <typename Body>
 REALHF_INLINE void for_each_vec(int64_t size, const Body& body) {
   int64_t i = 0;
@@ -129,9 +137,9 @@ REALHF_INLINE double sum_of_lanes(const Floats& lanes) {
   return sum;
 }
 
-// e^x for x <= 88, to about 1e-7; exactly 0 below -87.7, where float32 has no more normal numbers; a NaN stays one.
-// Range reduction by powers of two; the polynomial is that of Cephes' expf, summed in pairs: the chain is shorter. The
-// lower bound is a comparison, not a mask of bits, since of a NaN it must choose x.
+// e^x for x <= 88, to about 1e-7; exactly 0 below -87.7, where float32 has no normal numbers; NaN stays NaN.
+// Range reduction by powers of two with the polynomial of Cephes' expf, summed in pairs for a shorter dependency chain.
+// The lower bound is a comparison, not a bit mask, because it must select x for a NaN.
 REALHF_INLINE Floats exp_of(const Floats& x) {
   const Floats smallest = Floats{} - 88.0f;
   const Floats bounded = x < smallest ? smallest : x;

@@ -1,7 +1,6 @@
-// What rows of numbers are worked on with, compiled once for every width of registers: multi_isa.h includes this in
-// namespaces of its own, below target pragmas, with REALHF_WIDTH (floats in a register) and REALHF_TALL (rows of a
-// product that are held in registers) set. No function of the standard library is called from here: the linker could
-// keep its wide copy for everyone.
+// Vector functions compiled once per instruction set: multi_isa.h includes this file in separate namespaces under
+// target pragmas, with REALHF_WIDTH (floats per register) and REALHF_MAX_ROWS (rows of a register tile) defined. It
+// calls no inline function of the standard library: the linker could keep the wide instantiation for all callers.
 
 typedef float Vec __attribute__((vector_size(4 * REALHF_WIDTH)));
 typedef int32_t VecInts __attribute__((vector_size(4 * REALHF_WIDTH)));
@@ -21,10 +20,10 @@ REALHF_INLINE Vec load_vec(const BFloat16* from) {
   return (Vec)bits;
 }
 
-// c[M, kAcross * width] (+)= a[M, depth] b[depth, kAcross * width], all of it in registers
+// c[kRows, kAcross * width] (+)= a[kRows, depth] b[depth, kAcross * width], accumulated in registers
 template <int kRows, int kAcross, typename scalar_t>
 REALHF_INLINE void gemm_microkernel(int64_t depth, const float* a, int64_t a_row, int64_t a_col, const scalar_t* b,
-                                int64_t b_row, float* c, int64_t c_row, bool add) {
+                                    int64_t b_row, float* c, int64_t c_row, bool add) {
   Vec sums[kRows][kAcross];
   for (int m = 0; m < kRows; ++m) {
     for (int n = 0; n < kAcross; ++n) sums[m][n] = add ? load_vec(c + m * c_row + n * REALHF_WIDTH) : Vec{};
@@ -44,9 +43,10 @@ REALHF_INLINE void gemm_microkernel(int64_t depth, const float* a, int64_t a_row
 
 template <int kRows, typename scalar_t>
 REALHF_INLINE void gemm_rows(int64_t across, int64_t depth, const float* a, int64_t a_row, int64_t a_col,
-                                const scalar_t* b, int64_t b_row, float* c, int64_t c_row, bool add) {
+                             const scalar_t* b, int64_t b_row, float* c, int64_t c_row, bool add) {
   int64_t n = 0;
-  for (; kRows <= 2 && n + 4 * REALHF_WIDTH <= across; n += 4 * REALHF_WIDTH) {  // more sums: each waits for its last
+  for (; kRows <= 2 && n + 4 * REALHF_WIDTH <= across;
+       n += 4 * REALHF_WIDTH) {  // more independent sums hide the latency
     gemm_microkernel<kRows, 4>(depth, a, a_row, a_col, b + n, b_row, c + n, c_row, add);
   }
   for (; n + 2 * REALHF_WIDTH <= across; n += 2 * REALHF_WIDTH) {
@@ -55,20 +55,28 @@ REALHF_INLINE void gemm_rows(int64_t across, int64_t depth, const float* a, int6
   if (n < across) gemm_microkernel<kRows, 1>(depth, a, a_row, a_col, b + n, b_row, c + n, c_row, add);
 }
 
-// c[rows, across] (+)= a[rows, depth] b[depth, across] for rows <= kTall; across is a multiple of a register's width.
+// c[rows, across] (+)= a[rows, depth] b[depth, across] for rows <= kMaxRows; across is a multiple of REALHF_WIDTH.
 template <typename scalar_t>
 REALHF_NOINLINE void gemm(int64_t rows, int64_t across, int64_t depth, const float* a, int64_t a_row, int64_t a_col,
-                         const scalar_t* b, int64_t b_row, float* c, int64_t c_row, bool add) {
+                          const scalar_t* b, int64_t b_row, float* c, int64_t c_row, bool add) {
   switch (rows) {
-    case 1: return gemm_rows<1>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
-    case 2: return gemm_rows<2>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
-    case 3: return gemm_rows<3>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
-    case 4: return gemm_rows<4>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
-    case 5: return gemm_rows<5>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
-    case 6: return gemm_rows<6>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
+    case 1:
+      return gemm_rows<1>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
+    case 2:
+      return gemm_rows<2>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
+    case 3:
+      return gemm_rows<3>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
+    case 4:
+      return gemm_rows<4>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
+    case 5:
+      return gemm_rows<5>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
+    case 6:
+      return gemm_rows<6>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
 #if REALHF_MAX_ROWS > 6
-    case 7: return gemm_rows<7>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
-    case 8: return gemm_rows<8>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
+    case 7:
+      return gemm_rows<7>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
+    case 8:
+      return gemm_rows<8>(across, depth, a, a_row, a_col, b, b_row, c, c_row, add);
 #endif
   }
 }
@@ -85,7 +93,7 @@ REALHF_INLINE Floats mask_outside(const Floats& lanes, int64_t at, int64_t lo, i
   return select(inside, lanes, Floats{} + other);
 }
 
-// One step of a transposition: lanes and lines change places where their numbers differ in this bit.
+// One step of a transposition: swaps elements whose row and lane numbers differ in this bit.
 template <int kBit>
 REALHF_INLINE void transpose_step(Vec* lines) {
   VecInts numbers;
@@ -102,7 +110,7 @@ REALHF_INLINE void transpose_step(Vec* lines) {
   }
 }
 
-// As many lines as a register has lanes change places with the lanes.
+// Transposes a square of REALHF_WIDTH vectors.
 REALHF_INLINE void transpose(Vec* lines) {
 #if REALHF_WIDTH == 16
   transpose_step<8>(lines);
@@ -131,7 +139,7 @@ REALHF_INLINE float horizontal_max(const Floats& lanes) {
   return most[0];
 }
 
-// The first `turning` numbers of a head turn, pairs half of that apart; back with a sign of -1.
+// Rotates the first `rotary_dim` elements of a head in pairs half of that apart; a sign of -1 inverts the rotation.
 REALHF_NOINLINE void rotate(const Rope& rope, int64_t position, float sign, float* head) {
   const int64_t half = rope.rotary_dim / 2;
   const float* cosines = rope.angles + position * rope.rotary_dim;

@@ -1,5 +1,5 @@
-// Copies a box from one tensor to another, each with strides of its own: the schema, and the kernel for CPUs.
-// realhf/ops/strided_copy.py says what it does. Elements are moved as bytes, whatever they are.
+// Copies a box between tensors with different strides: operator schema and CPU kernel.
+// realhf/ops/strided_copy.py documents the operator. Elements of all types are moved as bytes.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -15,9 +15,9 @@ using torch::stable::Tensor;
 
 constexpr int64_t kBytesPerTask = 1 << 17;
 constexpr int64_t kLine = 64;
-constexpr int64_t kLongRun = 1 << 15;  // what follows is fetched by the processor unasked
+constexpr int64_t kLongRun = 1 << 15;  // the hardware prefetcher handles longer runs
 
-struct Place {  // in bytes from the beginning of either tensor
+struct Place {  // byte offsets in both tensors
   int64_t to, from;
 };
 
@@ -26,7 +26,7 @@ struct Dim {
   Place stride;
 };
 
-// A box as runs of bytes that lie in one piece on both sides, and the dimensions around them, innermost first.
+// A box as runs of bytes that are contiguous in both tensors, and the outer dimensions, innermost first.
 struct Runs {
   std::vector<Dim> around;
   int64_t run_bytes, n_bytes;
@@ -84,7 +84,7 @@ void copy_box_cpu(Tensor to, const Tensor& from, bool streaming) {
     Place place = runs.place_of(number);
     for (int64_t at = first; at < stop; done = 0) {
       const int64_t n_bytes = std::min(stop - at, runs.run_bytes - done);
-      const Place next = runs.place_of(++number);  // after the last one, the first
+      const Place next = runs.place_of(++number);  // wraps around after the last one
       for (int64_t line = 0; fetch && line < runs.run_bytes; line += kLine) {
         __builtin_prefetch(source + next.from + line);
       }

@@ -1,11 +1,11 @@
-// Some rows times a matrix that lies in panels, for every width of registers: see tiles.h.
+// Products of rows with a tiled matrix (tiles.h); compiled for every instruction set by multi_isa.h.
 
-constexpr int64_t kDeep = 256;  // as much of a panel stays in the first cache
+constexpr int64_t kDeep = 256;  // depth of a tile that fits the L1 cache
 
-// One or two rows and as many panels as fill the registers: of a single panel, every sum would wait for the one before.
+// One or two rows and enough tiles to fill the registers; independent sums hide the latency.
 template <int kRows, int kTiles, typename scalar_t>
 REALHF_INLINE void tiled_microkernel(int64_t depth, const float* x, const scalar_t* tiles, float* y, int64_t y_row,
-                               bool add) {
+                                     bool add) {
   constexpr int kParts = kPadding / REALHF_WIDTH;
   Vec sums[kRows][kTiles * kParts];
   for (int m = 0; m < kRows; ++m) {
@@ -39,10 +39,10 @@ REALHF_NOINLINE void gemm_few_rows(const Matrix<scalar_t>& matrix, const float* 
   }
 }
 
-// As many panels' depth as stays in the first cache meets all rows, which are dealt evenly over the tiles.
+// Blocks over depth keep a tile in the L1 cache for all rows; rows are divided evenly into register blocks.
 template <typename scalar_t>
 REALHF_NOINLINE void gemm_many_rows(const Matrix<scalar_t>& matrix, int64_t rows, const float* x, bool add, float* y,
-                                 int64_t y_row) {
+                                    int64_t y_row) {
   const int64_t depth = matrix.depth, n_blocks = (rows + kMaxRows - 1) / kMaxRows;
   for (int64_t out = 0; out < matrix.outs; out += kPadding) {
     const scalar_t* const tile = matrix.tiles + out * depth;
@@ -50,18 +50,18 @@ REALHF_NOINLINE void gemm_many_rows(const Matrix<scalar_t>& matrix, int64_t rows
       const int64_t some = min_of(kDeep, depth - k);
       for (int64_t block = 0, r = 0; block < n_blocks; ++block) {
         const int64_t stop = (block + 1) * rows / n_blocks;
-        gemm(stop - r, kPadding, some, x + r * depth + k, depth, 1, tile + k * kPadding, kPadding,
-                y + r * y_row + out, y_row, add || k > 0);
+        gemm(stop - r, kPadding, some, x + r * depth + k, depth, 1, tile + k * kPadding, kPadding, y + r * y_row + out,
+             y_row, add || k > 0);
         r = stop;
       }
     }
   }
 }
 
-// y[rows, outs] (+)= x[rows, depth] . weight^T + bias; a row's numbers are the same bits with any other rows.
+// y[rows, outs] (+)= x[rows, depth] . weight^T + bias; a row's result does not depend on the other rows.
 template <typename scalar_t>
 REALHF_INLINE void linear(const Matrix<scalar_t>& matrix, int64_t rows, const float* x, bool add, float* y,
-                                  int64_t y_row) {
+                          int64_t y_row) {
   for (int64_t r = 0; matrix.bias && r < rows; ++r) {
     float* const row = y + r * y_row;
     for (int64_t c = 0; c < matrix.outs; c += kLanes) {
@@ -71,9 +71,12 @@ REALHF_INLINE void linear(const Matrix<scalar_t>& matrix, int64_t rows, const fl
   }
   const bool adds = add || matrix.bias;
   switch (rows) {
-    case 1: return gemm_few_rows<1>(matrix, x, adds, y, y_row);
-    case 2: return gemm_few_rows<2>(matrix, x, adds, y, y_row);
-    default: return gemm_many_rows(matrix, rows, x, adds, y, y_row);
+    case 1:
+      return gemm_few_rows<1>(matrix, x, adds, y, y_row);
+    case 2:
+      return gemm_few_rows<2>(matrix, x, adds, y, y_row);
+    default:
+      return gemm_many_rows(matrix, rows, x, adds, y, y_row);
   }
 }
 

@@ -1,5 +1,7 @@
-// A few rows times a matrix in panels: the schema, and the kernel for CPUs. Generation asks it for logits; torch's own
-// product puts such a matrix in order anew at every call. Threads share out the panels, and compute in float32.
+// The product of a few rows with a tiled matrix: operator schema and CPU kernel. Generation computes logits with it;
+// torch's product would repack the matrix at every call. Threads divide the tiles and compute in float32.
+#include "tiles.h"
+
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -11,7 +13,6 @@
 
 #include "activations.h"
 #include "arena.h"
-#include "tiles.h"
 #include "rope.h"
 
 namespace realhf {
@@ -20,7 +21,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kProductsPerTask = 1 << 16;  // fewer are not worth a thread
+constexpr int64_t kProductsPerTask = 1 << 16;  // fewer do not repay a thread
 
 #define REALHF_KERNEL_FILE "tile_rows.h"
 #include "multi_isa.h"
@@ -28,7 +29,7 @@ constexpr int64_t kProductsPerTask = 1 << 16;  // fewer are not worth a thread
 template <typename scalar_t>
 using Work = void (*)(const Matrix<scalar_t>&, int64_t, const float*, float*, int64_t);
 
-// What is computed with: x in float32, and room for a panel that has more outputs than the matrix.
+// The last tile may have more outputs than the matrix: it is computed in a buffer.
 template <typename scalar_t>
 void run(const Tensor& x, const Tensor& tiles, Tensor& y) {
   const int64_t rows = x.size(0), depth = x.size(1), outs = y.size(1), whole = outs / kPadding * kPadding;
@@ -38,7 +39,8 @@ void run(const Tensor& x, const Tensor& tiles, Tensor& y) {
   const auto* all = static_cast<const scalar_t*>(tiles.const_data_ptr());
   float* const to = y.mutable_data_ptr<float>();
   float *x_float = nullptr, *last = nullptr;
-  const auto memory = aligned_buffers([&](const auto& take) { x_float = take(rows * depth), last = take(rows * kPadding); });
+  const auto memory =
+      aligned_buffers([&](const auto& take) { x_float = take(rows * depth), last = take(rows * kPadding); });
   for (int64_t c = 0; c < rows * depth; c += kLanes) store(x_float + c, load(from + c));
   torch::stable::parallel_for(0, n_tiles, at_once, [&](int64_t first, int64_t stop) {
     const int64_t n_outs = std::min(stop * kPadding, whole) - first * kPadding;
@@ -62,7 +64,7 @@ Tensor tiled_linear_cpu(const Tensor& x, const Tensor& tiles, int64_t outs) {
                   "], contiguous");
   STD_TORCH_CHECK(x.scalar_type() == tiles.scalar_type() &&
                       (x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16),
-                  "tiled_linear: x and tiles must be float32 or bfloat16, both alike");
+                  "tiled_linear: x and tiles must be float32 or bfloat16, of the same type");
   Tensor result = torch::stable::new_empty(x, {x.size(0), outs}, ScalarType::Float);
   if (x.size(0) > 0) (x.scalar_type() == ScalarType::Float ? run<float> : run<BFloat16>)(x, tiles, result);
   return result;

@@ -1,4 +1,4 @@
-// A matrix as a product of few rows reads it: kPadding outputs beside one another, panel after panel.
+// A matrix packed in tiles of kPadding outputs, as the product with few rows reads it.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 namespace realhf {
 
 template <typename scalar_t>
-struct Matrix {  // weight[outs, depth] as panels[outs / kPadding, depth, kPadding]
+struct Matrix {  // weight[outs, depth] as tiles[outs / kPadding, depth, kPadding]
   const scalar_t *tiles, *bias;
   int64_t outs, depth;
 };

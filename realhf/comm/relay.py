@@ -1,6 +1,6 @@
 """Turns broadcasts to remote receivers into a scatter followed by an all-gather among the receivers.
 
-Pure: from copies to copies. The sender sends every byte once, whatever the number of receivers, and the broadcast takes
+Pure: from copies to copies. The sender sends every byte once, for any number of receivers, and the broadcast takes
 as long as two sends; each receiver gets every byte once, as in the direct broadcast.
 """
 

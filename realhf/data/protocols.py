@@ -65,7 +65,7 @@ class Engine(Protocol):
         """Make one optimizer step on ``sum of totals / global count``; return this worker's statistics.
 
         ``count`` is this worker's share of the denominator. Totals and counts are summed over data-parallel ranks, so
-        the step depends on neither micro-batches nor layout. If a statistic's global mean exceeds its limit, gradients
+        the step does not depend on micro-batches or layout. If a statistic's global mean exceeds its limit, gradients
         are dropped and no step is made (statistic ``step_skipped``). ``together`` keeps the rows of a prompt in one
         micro-batch. Collective: every data-parallel rank calls it, with an empty batch if it has no rows.
         """

@@ -15,7 +15,7 @@ from realhf.models.blocks import Block, Mlp, Norm
 from realhf.models.kv_cache import KVCache
 from realhf.ops import extension
 from realhf.ops.activations import ACTIVATION_IDS
-from realhf.ops.attention import ScoreParams as Scores
+from realhf.ops.attention import ScoreParams
 
 TILE_N = 16
 """Output rows per tile of a weight, ``[in, TILE_N]``."""
@@ -28,7 +28,7 @@ class FusedBlocks:
     config: ModelConfig
     n_heads: int
     weights: tuple[Tensor, ...]
-    rules: tuple[Scores, ...]
+    rules: tuple[ScoreParams, ...]
 
     def tiled(self) -> "TiledBlocks":
         """Copy the matrices into tiles, the order in which the kernel reads them."""
@@ -63,7 +63,11 @@ class TiledBlocks:
 
 
 def fuse_blocks(
-    config: ModelConfig, n_heads: int, blocks: tuple[Block, ...], final_norm: Norm | None, rules: tuple[Scores, ...]
+    config: ModelConfig,
+    n_heads: int,
+    blocks: tuple[Block, ...],
+    final_norm: Norm | None,
+    rules: tuple[ScoreParams, ...],
 ) -> FusedBlocks | None:
     """Return the blocks for the fused kernel; None without a kernel for this model and device.
 

@@ -111,7 +111,7 @@ def balance_loss(probs: Tensor, experts: Tensor, rows: Tensor, n_rows: int, loca
     ``probs`` is ``[t, E]`` of the tokens ``local``; ``experts`` (``[T, k]``) and ``rows`` (``[T]``) are of all tokens.
     A row of n tokens has the loss ``n * E * sum_e f_e P_e``: ``f_e`` is the fraction of its tokens routed to expert e,
     ``P_e`` their mean probability for e. This is the loss of Switch Transformer (arXiv 2101.03961, eq. 4) per sequence
-    (DeepSeek-V3, arXiv 2412.19437, eq. 17), so it depends on neither micro-batches nor layout. Per token it is k for a
+    (DeepSeek-V3, arXiv 2412.19437, eq. 17), so it does not depend on micro-batches or layout. Per token it is k for a
     balanced router.
     """
     n_experts = probs.shape[1]

@@ -14,20 +14,20 @@ needs_kernel = pytest.mark.skipif(
 def with_gradient(fn, wide, *options):
     leaf = wide.detach().requires_grad_()
     out = fn(leaf, *options)
-    slope = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out.dtype)
-    return out.detach(), torch.autograd.grad(out, leaf, slope)[0]
+    out_grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out.dtype)
+    return out.detach(), torch.autograd.grad(out, leaf, out_grad)[0]
 
 
 @needs_kernel
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_kernel_equals_twin(activation, gated):
+def test_kernel_matches_the_reference(activation, gated):
     for rows, inner in ((1, 3), (7, 16), (300, 41), (0, 8)):
         wide = torch.randn(rows, inner * (1 + gated), generator=torch.Generator().manual_seed(rows)) * 4
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
             ours = with_gradient(activate, wide.to(dtype), activation, gated)
-            twin = with_gradient(activate_reference, wide.to(dtype).double(), activation, gated)
-            for found, expected in zip(ours, twin, strict=True):
+            reference = with_gradient(activate_reference, wide.to(dtype).double(), activation, gated)
+            for found, expected in zip(ours, reference, strict=True):
                 assert found.dtype == dtype and found.shape == expected.shape
                 torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
 
@@ -35,7 +35,7 @@ def test_kernel_equals_twin(activation, gated):
 @needs_kernel
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_extreme_numbers(activation):
-    """Far from zero an activation is the number itself or nothing; what is no number stays none."""
+    """For large inputs an activation is the identity or zero; NaN stays NaN."""
     wide = torch.tensor([[-1e30, -200.0, -90.0, -0.0, 0.0, 90.0, 200.0, 1e10]])
     found, expected = (f(wide, activation, False) for f in (activate, activate_reference))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -56,7 +56,7 @@ def test_views_and_threads_change_no_bit():
 
 
 @needs_kernel
-def test_kernels_are_well_behaved_operators():
+def test_kernels_pass_opcheck():
     wide = torch.randn(5, 12)
     for name, given in (
         ("activate", (wide, 0, True)),

@@ -1,4 +1,4 @@
-"""The step of AdamW in one pass against torch.optim, and its kernel against its twin."""
+"""The AdamW step against torch.optim, and its kernel against the reference implementation."""
 
 from dataclasses import replace
 
@@ -18,12 +18,12 @@ def kernel() -> None:
         pytest.skip("NATIVE KERNELS NOT BUILT, nothing tested: python setup.py build_ext --inplace")
 
 
-def drawn(seed: int) -> torch.Tensor:
+def random_inputs(seed: int) -> torch.Tensor:
     return torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
 
 
 def state() -> list[torch.Tensor]:
-    return [drawn(0), torch.zeros(SIZE), torch.zeros(SIZE)]
+    return [random_inputs(0), torch.zeros(SIZE), torch.zeros(SIZE)]
 
 
 @pytest.mark.parametrize("step_of", [adamw_, adamw_reference_])
@@ -35,7 +35,7 @@ def test_ten_steps_equal_torch_optim(step_of: object) -> None:
     theirs = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
     rounded = torch.empty(SIZE, dtype=torch.bfloat16)
     for number in range(1, 11):
-        gradient = drawn(number)
+        gradient = random_inputs(number)
         for part, own in zip(parts, gradient.split([n_decayed, SIZE - n_decayed]), strict=True):
             part.grad = own * scale
         theirs.step()
@@ -46,23 +46,23 @@ def test_ten_steps_equal_torch_optim(step_of: object) -> None:
 
 
 @pytest.mark.usefixtures("kernel")
-def test_kernel_changes_what_it_should_and_nothing_else() -> None:
-    ours, twins, gradient = state(), state(), drawn(1)
+def test_kernel_matches_the_reference_and_keeps_the_gradient() -> None:
+    ours, reference, gradient = state(), state(), random_inputs(1)
     adamw_(ours[0], gradient, ours[1], ours[2], replace(STEP, scale=0.5))
-    assert torch.equal(gradient, drawn(1))
-    adamw_reference_(twins[0], gradient, twins[1], twins[2], replace(STEP, scale=0.5))
-    for found, expected in zip(ours, twins, strict=True):
+    assert torch.equal(gradient, random_inputs(1))
+    adamw_reference_(reference[0], gradient, reference[1], reference[2], replace(STEP, scale=0.5))
+    for found, expected in zip(ours, reference, strict=True):
         torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-6)
 
 
 @pytest.mark.usefixtures("kernel")
-def test_the_number_of_threads_changes_no_bit() -> None:
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
     before, found = torch.get_num_threads(), []
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             own = [*state(), torch.empty(SIZE, dtype=torch.bfloat16)]
-            adamw_(own[0], drawn(1), own[1], own[2], replace(STEP, n_decayed=33_333), own[3])
+            adamw_(own[0], random_inputs(1), own[1], own[2], replace(STEP, n_decayed=33_333), own[3])
             found.append(own)
     finally:
         torch.set_num_threads(before)
@@ -71,9 +71,9 @@ def test_the_number_of_threads_changes_no_bit() -> None:
 
 
 @pytest.mark.usefixtures("kernel")
-def test_other_shapes_and_types_are_refused() -> None:
+def test_invalid_shapes_and_dtypes_are_errors() -> None:
     master, first, second = state()
     with pytest.raises(RuntimeError, match="must be .100003. float32"):
-        adamw_(master, drawn(1)[1:], first, second, STEP)
+        adamw_(master, random_inputs(1)[1:], first, second, STEP)
     with pytest.raises(RuntimeError, match="100004 of 100003 elements decay"):
-        adamw_(master, drawn(1), first, second, replace(STEP, n_decayed=SIZE + 1))
+        adamw_(master, random_inputs(1), first, second, replace(STEP, n_decayed=SIZE + 1))

@@ -1,4 +1,4 @@
-"""The compiled kernels against their plain-torch twins, their borders, and how they are built, found, done without."""
+"""The packed_gae kernel against its reference implementation; building, loading and absence of the library."""
 
 import importlib.util
 import os
@@ -28,17 +28,17 @@ def gae():
     return kernel
 
 
-def drawn(lengths, dtype=torch.float64, seed=0, device="cpu"):
-    """Random rewards and values, cu_seqlens, and an answer cut off in every third row."""
+def random_inputs(lengths, dtype=torch.float64, seed=0, device="cpu"):
+    """Return random rewards and values, cu_seqlens, and truncation flags, set for every third row."""
     generator = torch.Generator().manual_seed(seed)
     rewards, values = torch.randn(2, sum(lengths), generator=generator, dtype=torch.float64).to(dtype).to(device)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     return rewards, values, cu_seqlens, (torch.arange(len(lengths)) % 3 == 0).to(device)
 
 
-def assert_near(got, want, tolerance):
+def assert_near(result, expected, tolerance):
     """Compare advantages and returns, relative to the largest."""
-    for a, b in zip(got, want, strict=True):
+    for a, b in zip(result, expected, strict=True):
         assert a.shape == b.shape
         scale = 1 + (float(b.abs().max()) if b.numel() else 0.0)
         torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=tolerance * scale)
@@ -52,18 +52,18 @@ def assert_near(got, want, tolerance):
     st.integers(0, 2**31),
     st.sampled_from([(torch.float64, 1e-12), (torch.float32, 1e-6)]),
 )
-def test_agrees_with_its_twin(gae, lengths, gamma, lam, seed, precision):
+def test_kernel_matches_the_reference(gae, lengths, gamma, lam, seed, precision):
     dtype, tolerance = precision
-    rewards, values, cu_seqlens, cut = drawn(lengths, dtype, seed)
-    got = gae(rewards, values, cu_seqlens, cut, gamma, lam)
-    assert {x.dtype for x in got} == {dtype}
-    assert_near(got, packed_gae_reference(rewards.double(), values.double(), lengths, cut, gamma, lam), tolerance)
-    assert_near(got, packed_gae_reference(rewards, values, lengths, cut, gamma, lam), tolerance)
+    rewards, values, cu_seqlens, cut = random_inputs(lengths, dtype, seed)
+    result = gae(rewards, values, cu_seqlens, cut, gamma, lam)
+    assert {x.dtype for x in result} == {dtype}
+    assert_near(result, packed_gae_reference(rewards.double(), values.double(), lengths, cut, gamma, lam), tolerance)
+    assert_near(result, packed_gae_reference(rewards, values, lengths, cut, gamma, lam), tolerance)
 
 
-def test_threads_and_company_do_not_change_a_bit(gae):
+def test_rows_are_bitwise_independent_of_threads_and_other_rows(gae):
     lengths = [1, 20_000, 3, 40_000, 1, 7, 9_000]
-    rewards, values, cu_seqlens, cut = drawn(lengths, torch.float32)
+    rewards, values, cu_seqlens, cut = random_inputs(lengths, torch.float32)
     threads, results = torch.get_num_threads(), []
     try:
         for n in (1, 2, 3):
@@ -81,31 +81,31 @@ def test_threads_and_company_do_not_change_a_bit(gae):
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.999, 0.97)])
 def test_small_advantages_of_large_values_are_exact(gae, gamma, lam):
-    rewards, values, cu_seqlens, cut = drawn([5000], torch.float32)
+    rewards, values, cu_seqlens, cut = random_inputs([5000], torch.float32)
     values += 1000
-    want = packed_gae_reference(rewards.double(), values.double(), [5000], cut, gamma, lam)
-    assert_near(gae(rewards, values, cu_seqlens, cut, gamma, lam), want, 1e-6)
+    expected = packed_gae_reference(rewards.double(), values.double(), [5000], cut, gamma, lam)
+    assert_near(gae(rewards, values, cu_seqlens, cut, gamma, lam), expected, 1e-6)
 
 
 def test_no_rows_and_rows_of_one_token(gae):
-    assert [x.numel() for x in gae(*drawn([]), 1.0, 1.0)] == [0, 0]
-    assert [x.tolist() for x in gae(*drawn([1, 1]), 1.0, 1.0)] == [[0, 0], [0, 0]]
+    assert [x.numel() for x in gae(*random_inputs([]), 1.0, 1.0)] == [0, 0]
+    assert [x.tolist() for x in gae(*random_inputs([1, 1]), 1.0, 1.0)] == [[0, 0], [0, 0]]
 
 
-def test_what_lies_after_a_finished_row_is_never_read(gae):
+def test_the_value_after_a_finished_row_is_not_read(gae):
     rewards, values = torch.ones(3), torch.tensor([1.0, 2.0, torch.inf])
     advantages, _ = gae(rewards, values, torch.tensor([0, 3]), torch.tensor([False]), 0.5, 0.5)
     assert advantages[2] == -1.0
 
 
-def test_strided_arguments_and_int32_offsets_are_read_right_and_left_alone(gae):
+def test_strided_arguments_and_int32_offsets_are_accepted_and_unchanged(gae):
     lengths = [5, 17, 1]
-    _, _, cu_seqlens, cut = drawn(lengths)
-    wide = drawn([2 * sum(lengths)])[:2]
+    _, _, cu_seqlens, cut = random_inputs(lengths)
+    wide = random_inputs([2 * sum(lengths)])[:2]
     rewards, values, cut = wide[0][::2], wide[1][1::2], cut.repeat_interleave(2)[::2]
     kept = wide[0].clone(), wide[1].clone(), cut.clone()
-    got = gae(rewards, values, cu_seqlens.int().repeat_interleave(2)[::2], cut, 0.9, 0.8)
-    assert_near(got, packed_gae_reference(rewards, values, lengths, cut, 0.9, 0.8), 1e-12)
+    result = gae(rewards, values, cu_seqlens.int().repeat_interleave(2)[::2], cut, 0.9, 0.8)
+    assert_near(result, packed_gae_reference(rewards, values, lengths, cut, 0.9, 0.8), 1e-12)
     assert torch.equal(wide[0], kept[0]) and torch.equal(wide[1], kept[1]) and torch.equal(cut, kept[2])
     flat = torch.zeros(1, dtype=torch.float64).expand(23)
     assert_near(gae(flat, values, cu_seqlens, cut, 0.9, 0.8), gae(flat.clone(), values, cu_seqlens, cut, 0.9, 0.8), 0)
@@ -128,7 +128,7 @@ def test_strided_arguments_and_int32_offsets_are_read_right_and_left_alone(gae):
         ({"cu_seqlens": torch.zeros(0, dtype=torch.int64)}, r"cu_seqlens must be \[B\+1\]"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(gae, change, message):
+def test_invalid_arguments_are_errors(gae, change, message):
     fitting = {
         "rewards": torch.zeros(5),
         "values": torch.zeros(5),
@@ -140,8 +140,8 @@ def test_arguments_that_do_not_fit_are_refused(gae, change, message):
         gae(**{**fitting, **change}, gamma=1.0, lam=1.0)
 
 
-def test_the_schema_holds_and_a_graph_stays_whole(gae):
-    arguments = (*drawn([4, 9, 1]), 0.9, 0.8)
+def test_the_kernel_passes_opcheck_and_compiles_without_graph_breaks(gae):
+    arguments = (*random_inputs([4, 9, 1]), 0.9, 0.8)
     torch.library.opcheck(gae, arguments)
 
     def doubled(*given):
@@ -153,45 +153,45 @@ def test_the_schema_holds_and_a_graph_stays_whole(gae):
         assert torch.equal(a, b)
 
 
-def test_where_no_kernel_fits_the_twin_computes():
+def test_unsupported_inputs_use_the_reference():
     lengths = [3, 5]
-    rewards, values, _, cut = drawn(lengths)
+    rewards, values, _, cut = random_inputs(lengths)
     values.requires_grad_()
     packed_gae(rewards, values, lengths, cut, 0.9, 0.8)[0].sum().backward()
     assert values.grad is not None
     assert packed_gae(rewards.bfloat16(), values.detach().bfloat16(), lengths, cut, 0.9, 0.8)[0].dtype == torch.bfloat16
 
 
-def test_a_library_is_there_if_it_has_kernels():
+def test_the_library_is_available_if_it_has_kernels():
     assert extension.available() == bool(extension.kernels())
     assert extension.kernel("no_such_kernel", "cpu") is None
     assert (extension.kernel("packed_gae", "cpu") is None) == ("packed_gae:cpu" not in extension.kernels())
 
 
-def elsewhere(folder):
-    """The loader as it is where ``folder`` holds the package's ops."""
+def load_copy(folder):
+    """Import a copy of the loader from ``folder``."""
     shutil.copy(extension.__file__, folder)
-    spec = importlib.util.spec_from_file_location("extension_elsewhere", folder / "extension.py")
+    spec = importlib.util.spec_from_file_location("extension_copy", folder / "extension.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_a_missing_library_is_no_error(tmp_path):
-    module = elsewhere(tmp_path)
+def test_a_missing_library_is_not_an_error(tmp_path):
+    module = load_copy(tmp_path)
     assert not module.available() and module.kernels() == () and module.kernel("packed_gae", "cpu") is None
 
 
-def test_a_library_that_does_not_load_is_reported_once(tmp_path):
+def test_a_broken_library_warns_once(tmp_path):
     (tmp_path / "_C.so").write_bytes(b"not a library")
-    module = elsewhere(tmp_path)
+    module = load_copy(tmp_path)
     with pytest.warns(UserWarning, match="_C.so does not load") as reports:
         assert not module.available() and not module.available() and module.kernels() == ()
     assert len(reports) == 1
 
 
 def build(folder, **environment):
-    """Run setup.py as ``make build`` does, but into ``folder``; return the process and the library's path."""
+    """Build into ``folder``; return the completed process and the path of the library."""
     pytest.importorskip("setuptools")
     lib, temp = folder / "lib", folder / "temp"
     command = [sys.executable, "setup.py", "build_ext", "--build-lib", str(lib), "--build-temp", str(temp)]
@@ -199,48 +199,48 @@ def build(folder, **environment):
     return done, lib / "realhf" / "ops" / "_C.so"
 
 
-def test_a_build_without_a_compiler_says_so_and_succeeds(tmp_path):
+def test_a_build_without_a_compiler_warns_and_succeeds(tmp_path):
     done, library = build(tmp_path, CXX="no-such-compiler", REALHF_BUILD_CUDA="0")
     assert done.returncode == 0 and not library.exists()
-    said = [line for line in (done.stdout + done.stderr).splitlines() if "without native kernels" in line]
-    assert len(said) == 1 and "'no-such-compiler' failed" in said[0]
+    output = [line for line in (done.stdout + done.stderr).splitlines() if "without native kernels" in line]
+    assert len(output) == 1 and "'no-such-compiler' failed" in output[0]
 
 
-ON_CPU_ALONE = ("copy_box_", "packed_attention", "packed_attention_backward", "adamw_", "decode_blocks", "tiled_linear",
+CPU_ONLY = ("copy_box_", "packed_attention", "packed_attention_backward", "adamw_", "decode_blocks", "tiled_linear",
                 "activate", "activate_backward", "rms_norm", "rms_norm_backward")  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
-def test_the_cuda_half_compiles_and_loads_beside_the_cpu_half(tmp_path):
+def test_cpu_and_cuda_kernels_compile_into_one_library(tmp_path):
     done, library = build(tmp_path, REALHF_BUILD_CUDA="1", REALHF_CUDA_ARCH="sm_90")
     assert done.returncode == 0, done.stderr
     shutil.copy(library, tmp_path)
     shutil.copy(extension.__file__, tmp_path)
-    said = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", "import extension; print(*extension.kernels())"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
     )
     both = [f"{name}:{device}" for name in extension.SHAPES for device in ("cpu", "cuda")]
-    for name in ON_CPU_ALONE:
-        both.remove(f"{name}:cuda")  # torch's own serve there
-    assert said.stdout.split() == both, said.stderr
+    for name in CPU_ONLY:
+        both.remove(f"{name}:cuda")  # torch's kernels are used on CUDA
+    assert output.stdout.split() == both, output.stderr
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-def test_cuda_agrees_with_the_twin_on_the_cpu(dtype, tolerance):
+def test_cuda_matches_the_cpu_reference(dtype, tolerance):
     kernel = extension.kernel("packed_gae", "cuda")
     if kernel is None:
         pytest.skip(NOT_BUILT)
     lengths = [1, 2, 31, 32, 33, 64, 65, 1000, 5, 40_000]
-    on_device = drawn(lengths, dtype, device="cuda")
-    got = [x.cpu() for x in kernel(*on_device, 0.99, 0.95)]
-    rewards, values, _, cut = drawn(lengths, dtype)
-    assert_near(got, packed_gae_reference(rewards.double(), values.double(), lengths, cut, 0.99, 0.95), tolerance)
-    assert [x.numel() for x in kernel(*drawn([], dtype, device="cuda"), 1.0, 1.0)] == [0, 0]
+    on_device = random_inputs(lengths, dtype, device="cuda")
+    result = [x.cpu() for x in kernel(*on_device, 0.99, 0.95)]
+    rewards, values, _, cut = random_inputs(lengths, dtype)
+    assert_near(result, packed_gae_reference(rewards.double(), values.double(), lengths, cut, 0.99, 0.95), tolerance)
+    assert [x.numel() for x in kernel(*random_inputs([], dtype, device="cuda"), 1.0, 1.0)] == [0, 0]
     with pytest.raises(RuntimeError, match="cu_seqlens must be on the CPU"):
         kernel(*on_device[:2], on_device[2].cuda(), on_device[3], 0.99, 0.95)

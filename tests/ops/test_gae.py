@@ -1,4 +1,4 @@
-"""Advantages, dispatched and plain, against loops and against the layout of L-1 actions worked out by hand."""
+"""Advantages of kernels and reference implementations against loops and a worked example."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ both = pytest.mark.parametrize("gae", [packed_gae, packed_gae_reference])
 
 
 def loops(rewards, values, lengths, bootstrap, gamma, lam):
-    """The definition, one token at a time, in floats."""
+    """Compute the definition one token at a time in Python floats."""
     advantages, returns, start = [], [], 0
     for n, cut in zip(lengths, bootstrap, strict=True):
         r, v = rewards[start : start + n], values[start : start + n]
@@ -44,9 +44,9 @@ def test_agrees_with_the_definition(gae, rows, gamma, lam, seed):
     lengths, cut = tuple(n for n, _ in rows), [c for _, c in rows]
     generator = torch.Generator().manual_seed(seed)
     rewards, values = torch.randn(2, sum(lengths), generator=generator, dtype=torch.float64)
-    got = gae(rewards, values, lengths, torch.tensor(cut, dtype=torch.bool), gamma, lam)
-    want = loops(rewards.tolist(), values.tolist(), lengths, cut, gamma, lam)
-    for a, b in zip(got, want, strict=True):
+    result = gae(rewards, values, lengths, torch.tensor(cut, dtype=torch.bool), gamma, lam)
+    expected = loops(rewards.tolist(), values.tolist(), lengths, cut, gamma, lam)
+    for a, b in zip(result, expected, strict=True):
         assert a.tolist() == pytest.approx(b, abs=1e-10)
 
 
@@ -65,7 +65,7 @@ def test_the_layout_of_l_minus_1_actions_by_hand(gae, cut):
 
 
 @both
-def test_without_values_and_discount_the_return_is_what_is_still_to_come(gae):
+def test_without_values_and_discount_the_return_is_the_sum_of_future_rewards(gae):
     advantages, returns = gae(
         torch.tensor([0.0, 1, 2, 4, 0, 8]), torch.zeros(6), (4, 2), torch.tensor([True, False]), 1.0, 1.0
     )
@@ -73,7 +73,7 @@ def test_without_values_and_discount_the_return_is_what_is_still_to_come(gae):
 
 
 @both
-def test_a_row_does_not_depend_on_its_company_and_nothing_is_changed(gae):
+def test_rows_are_independent_and_arguments_unchanged(gae):
     generator = torch.Generator().manual_seed(0)
     rewards, values = torch.randn(2, 40, generator=generator)
     kept = rewards.clone(), values.clone()
@@ -94,20 +94,20 @@ def test_no_rows(gae):
 
 @both
 @pytest.mark.parametrize("lengths", [(2, 2), (0, 3)])
-def test_lengths_that_do_not_fit_are_refused(gae, lengths):
+def test_invalid_lengths_are_errors(gae, lengths):
     with pytest.raises(ValueError, match="do not sum to the 3 values"):
         gae(torch.zeros(3), torch.zeros(3), lengths, torch.zeros(2, dtype=torch.bool), 1.0, 1.0)
 
 
 @both
 @pytest.mark.parametrize(("rewards", "values", "cut"), [(1, (3,), 2), (3, (3, 1), 2), (3, (3,), 1)])
-def test_shapes_that_do_not_fit_are_refused(gae, rewards, values, cut):
+def test_invalid_shapes_are_errors(gae, rewards, values, cut):
     with pytest.raises(ValueError, match=r"must be \[B\] with 2 rows"):
         gae(torch.zeros(rewards), torch.zeros(values), (1, 2), torch.zeros(cut, dtype=torch.bool), 1.0, 1.0)
 
 
 def misaligned_loops(rewards, values, lengths, bootstrap, gamma, lam):
-    """One row after the other, each with one value more than it has actions."""
+    """Compute rows with one more value than actions."""
     advantages, returns, at = [], [], 0
     for row, (n, cut) in enumerate(zip(lengths, bootstrap, strict=True)):
         r, v = rewards[at : at + n], values[at + row : at + row + n + 1]
@@ -123,17 +123,17 @@ def misaligned_loops(rewards, values, lengths, bootstrap, gamma, lam):
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=6), st.floats(0, 1), st.floats(0, 1))
-def test_one_value_more_per_row(rows, gamma, lam):
+def test_rows_with_one_more_value_than_actions(rows, gamma, lam):
     lengths, cut = [n for n, _ in rows], [c for _, c in rows]
     rewards = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     values = torch.randn(sum(lengths) + len(rows), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    got = gae_1d_nolp_misalign(rewards, values, lengths, torch.tensor(cut, dtype=torch.bool), gamma, lam)
-    for a, b in zip(got, misaligned_loops(rewards.tolist(), values.tolist(), lengths, cut, gamma, lam), strict=True):
+    result = gae_1d_nolp_misalign(rewards, values, lengths, torch.tensor(cut, dtype=torch.bool), gamma, lam)
+    for a, b in zip(result, misaligned_loops(rewards.tolist(), values.tolist(), lengths, cut, gamma, lam), strict=True):
         assert a.tolist() == pytest.approx(b, abs=1e-10)
 
 
 def slots(n_slots, n_steps, seed, dtype=torch.float64):
-    """Random slots: rewards, values, marks of ends, and which of them are cuts."""
+    """Return random rewards, values, end flags and truncation flags."""
     generator = torch.Generator().manual_seed(seed)
     rewards = torch.randn(n_slots, n_steps, generator=generator, dtype=torch.float64).to(dtype)
     values = torch.randn(n_slots, n_steps + 1, generator=generator, dtype=torch.float64).to(dtype)
@@ -142,7 +142,7 @@ def slots(n_slots, n_steps, seed, dtype=torch.float64):
 
 
 def olp_loops(r, v, done, cut, gamma, lam):
-    """One slot of sequences that overlap, in floats."""
+    """Compute one slot without final observations."""
     advantages, later = [0.0] * len(r), 0.0
     for t in range(len(r) - 1, -1, -1):
         if cut[t + 1]:
@@ -156,7 +156,7 @@ def olp_loops(r, v, done, cut, gamma, lam):
 
 
 def nolp_loops(r, v, reset, cut, gamma, lam):
-    """One slot of sequences with a last observation of their own, in floats."""
+    """Compute one slot with final observations."""
     advantages, later = [0.0] * len(r), 0.0
     for t in range(len(r) - 1, -1, -1):
         link = gamma * lam * (1 - reset[t + 1]) * (1 - cut[t + 1])
@@ -173,27 +173,27 @@ def test_slots_agree_with_the_definition(overlap, n_slots, n_steps, gamma, lam, 
     cuts = cuts & ends if overlap else cuts
     loop = olp_loops if overlap else nolp_loops
     given_lists = zip(rewards.tolist(), values.tolist(), ends.tolist(), cuts.tolist(), strict=True)
-    want = [loop(*one, gamma, lam) for one in given_lists]
+    expected = [loop(*one, gamma, lam) for one in given_lists]
     dispatched = (gae_2d_olp if overlap else gae_2d_nolp)(rewards, values, ends, cuts, gamma, lam)
     for advantages, returns in (dispatched, gae_2d_reference(rewards, values, ends, cuts, gamma, lam, overlap)):
-        for a, b in zip(advantages.tolist(), want, strict=True):
+        for a, b in zip(advantages.tolist(), expected, strict=True):
             assert a == pytest.approx(b, abs=1e-10)
         assert torch.allclose(returns, advantages + values[:, :-1], rtol=0, atol=1e-12)
 
 
-def test_a_slot_with_a_last_observation_is_what_its_packed_sequences_are():
+def test_a_slot_with_final_observations_matches_packed_rows():
     # three actions and an end, two actions and a cut: rewards and, at a finished end, values of last steps are 0
     rewards = torch.tensor([[1.0, 2, 3, 0, 4, 5, 0]])
     values = torch.tensor([[10.0, 20, 30, 0, 40, 50, 60, 7]])
     resets = torch.tensor([[1, 0, 0, 0, 1, 0, 0, 1]]).bool()
     cuts = torch.tensor([[0, 0, 0, 0, 0, 0, 1, 0]]).bool()
-    got = gae_2d_nolp(rewards, values, resets, cuts, 0.9, 0.8)
+    result = gae_2d_nolp(rewards, values, resets, cuts, 0.9, 0.8)
     of_rows = (torch.tensor([1.0, 2, 3, 4, 5]), values[0, :7], (3, 2), torch.tensor([False, True]), 0.9, 0.8)
-    for a, b in zip(got, gae_1d_nolp_misalign(*of_rows), strict=True):
+    for a, b in zip(result, gae_1d_nolp_misalign(*of_rows), strict=True):
         torch.testing.assert_close(a[0, [0, 1, 2, 4, 5]], b)
 
 
-def test_threads_and_company_do_not_change_a_bit_of_a_slot():
+def test_slots_are_bitwise_independent_of_threads_and_other_slots():
     given_slots = slots(50, 1001, 3, torch.float32)
     threads, results = torch.get_num_threads(), []
     try:
@@ -205,11 +205,13 @@ def test_threads_and_company_do_not_change_a_bit_of_a_slot():
     alone = gae_2d_nolp(*(x[7:8] for x in given_slots), 0.99, 0.95)
     for k in (0, 1):
         assert torch.equal(results[0][k], results[1][k]) and torch.equal(results[0][k][7:8], alone[k])
-    want = gae_2d_reference(*(x.double() if x.dtype == torch.float32 else x for x in given_slots), 0.99, 0.95, False)
-    torch.testing.assert_close(results[0][0].double(), want[0], rtol=0, atol=1e-5)
+    expected = gae_2d_reference(
+        *(x.double() if x.dtype == torch.float32 else x for x in given_slots), 0.99, 0.95, False
+    )
+    torch.testing.assert_close(results[0][0].double(), expected[0], rtol=0, atol=1e-5)
 
 
-def test_slots_have_gradients_and_other_dtypes_through_the_twin():
+def test_slots_support_gradients_and_other_dtypes_through_the_reference():
     rewards, values, ends, cuts = slots(2, 5, 0)
     values.requires_grad_()
     gae_2d_olp(rewards, values, ends, cuts, 0.9, 0.8)[0].sum().backward()
@@ -226,7 +228,7 @@ def test_slots_have_gradients_and_other_dtypes_through_the_twin():
         ({"dones": torch.zeros(2, 4)}, "must be bool"),
     ],
 )
-def test_slots_that_do_not_fit_are_refused(wrong, message):
+def test_invalid_slots_are_errors(wrong, message):
     fitting = {
         "rewards": torch.zeros(2, 3),
         "values": torch.zeros(2, 4),
@@ -238,7 +240,7 @@ def test_slots_that_do_not_fit_are_refused(wrong, message):
         gae_2d_olp(**{**fitting, **wrong}, gamma=1.0, lam=1.0)
 
 
-def test_the_schema_of_slots_holds():
+def test_the_kernel_of_slots_passes_opcheck():
     kernel = extension.kernel("gae_2d", "cpu")
     if kernel is None:
         pytest.skip("NATIVE KERNELS NOT BUILT")
@@ -248,9 +250,9 @@ def test_the_schema_of_slots_holds():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("overlap", [True, False])
-def test_cuda_slots_agree_with_the_twin_on_the_cpu(overlap):
+def test_cuda_slots_match_the_cpu_reference(overlap):
     for n_slots, n_steps in ((1, 1), (5, 31), (6, 32), (7, 1000), (3, 0)):
         on_cpu = slots(n_slots, n_steps, 1)
-        got = (gae_2d_olp if overlap else gae_2d_nolp)(*(x.cuda() for x in on_cpu), 0.99, 0.95)
-        for a, b in zip(got, gae_2d_reference(*on_cpu, 0.99, 0.95, overlap), strict=True):
+        result = (gae_2d_olp if overlap else gae_2d_nolp)(*(x.cuda() for x in on_cpu), 0.99, 0.95)
+        for a, b in zip(result, gae_2d_reference(*on_cpu, 0.99, 0.95, overlap), strict=True):
             torch.testing.assert_close(a.cpu(), b, rtol=0, atol=1e-12)

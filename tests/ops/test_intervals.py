@@ -1,4 +1,4 @@
-"""Intervals against slices taken one by one; kernels against their twins, and what they refuse."""
+"""Intervals against slices, kernels against reference implementations, and invalid arguments."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def content(count, dtype, seed=0):
 
 @st.composite
 def disjoint(draw):
-    """Intervals that do not overlap, in any order, empty ones among them, and the size of their tensor."""
+    """Draw disjoint intervals in any order, some of them empty, and the size of the tensor."""
     bounds = sorted(draw(st.lists(st.integers(0, 400), max_size=12)))
     pairs = list(zip(bounds[::2], bounds[1::2], strict=False))
     return draw(st.permutations(pairs)), max([*bounds, 1]) + draw(st.integers(0, 20))
@@ -41,9 +41,9 @@ def disjoint(draw):
 def test_slices_come_one_after_the_other(cut_out, drawn, dtype):
     pairs, size = drawn
     src = content(size, dtype)
-    got = cut_out(src, listed(*pairs))
-    assert got.dtype == dtype
-    assert got.tolist() == [x for begin, end in pairs for x in src.tolist()[begin:end]]
+    result = cut_out(src, listed(*pairs))
+    assert result.dtype == dtype
+    assert result.tolist() == [x for begin, end in pairs for x in src.tolist()[begin:end]]
 
 
 @setting
@@ -52,20 +52,20 @@ def test_slices_come_one_after_the_other(cut_out, drawn, dtype):
 def test_what_is_put_back_is_there_and_nothing_else_changes(put_back, drawn, dtype):
     pairs, size = drawn
     dst, src = content(size, dtype), content(sum(end - begin for begin, end in pairs), dtype, seed=1)
-    want, at = dst.tolist(), 0
+    expected, at = dst.tolist(), 0
     for begin, end in pairs:
-        want[begin:end] = src.tolist()[at : at + end - begin]
+        expected[begin:end] = src.tolist()[at : at + end - begin]
         at += end - begin
     put_back(src, dst, listed(*pairs))
-    assert dst.tolist() == want
+    assert dst.tolist() == expected
     assert torch.equal(slice_intervals(dst, listed(*pairs)), src)
 
 
 @slicing
 def test_slices_may_overlap_and_the_source_may_be_strided(cut_out):
     wide = content(40, torch.int64)
-    got = cut_out(wide[::2], listed((3, 9), (0, 5), (4, 4)))
-    assert torch.equal(got, torch.cat([wide[6:18:2], wide[0:10:2]]))
+    result = cut_out(wide[::2], listed((3, 9), (0, 5), (4, 4)))
+    assert torch.equal(result, torch.cat([wide[6:18:2], wide[0:10:2]]))
 
 
 @setting
@@ -83,16 +83,16 @@ def test_large_copies_take_any_number_of_threads():
         [torch.stack([begin, begin + 1000 + torch.arange(len(begin)) % 1001], 1), listed((size - 3, size))]
     )
     threads, dst = torch.get_num_threads(), torch.zeros_like(src)
-    want = slice_intervals_reference(src, large)
+    expected = slice_intervals_reference(src, large)
     try:
         for n in (1, 3):
             torch.set_num_threads(n)
-            assert torch.equal(slice_intervals(src, large), want)
-            set_intervals(want, dst, large)
-            assert torch.equal(slice_intervals_reference(dst, large), want)
+            assert torch.equal(slice_intervals(src, large), expected)
+            set_intervals(expected, dst, large)
+            assert torch.equal(slice_intervals_reference(dst, large), expected)
     finally:
         torch.set_num_threads(threads)
-    assert int((dst != 0).sum()) == want.numel()
+    assert int((dst != 0).sum()) == expected.numel()
 
 
 def test_gradients_flow_through_slices():
@@ -159,12 +159,12 @@ def test_the_schemas_hold():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_cuda_agrees_with_the_twin_on_the_cpu(dtype):
+def test_cuda_matches_the_cpu_reference(dtype):
     src = content(200_000, dtype)
     intervals = listed((7, 7), (3, 70_000), (100_000, 100_001), (150_001, 199_999), (70_002, 70_019))
-    want = slice_intervals_reference(src, intervals)
-    assert torch.equal(slice_intervals(src.cuda(), intervals).cpu(), want)
+    expected = slice_intervals_reference(src, intervals)
+    assert torch.equal(slice_intervals(src.cuda(), intervals).cpu(), expected)
     dst, on_device = torch.zeros_like(src), torch.zeros_like(src).cuda()
-    set_intervals_reference(want, dst, intervals)
-    set_intervals(want.cuda(), on_device, intervals)
+    set_intervals_reference(expected, dst, intervals)
+    set_intervals(expected.cuda(), on_device, intervals)
     assert torch.equal(on_device.cpu(), dst)

@@ -45,7 +45,7 @@ def all_at_once(
     st.sampled_from([0.5, 1.0, 1.7]),
     st.sampled_from([0.0, 3.0]),
 )
-@example(14, 5, (2, 5), 0.5, 0.0)  # a probability next to 1, whose logits come out otherwise in the backward pass
+@example(14, 5, (2, 5), 0.5, 0.0)  # a probability close to 1 whose recomputed logits differ in the last bits
 def test_values_and_gradients_are_exact(
     count: int, vocab: int, tile: tuple[int, int], temperature: float, softcap: float
 ) -> None:
@@ -70,7 +70,7 @@ def test_large_logits_stay_finite() -> None:
     )
 
 
-def test_a_gradient_that_nobody_needs_is_not_made() -> None:
+def test_only_required_gradients_are_computed() -> None:
     hidden, weight, targets = problem(5, 7)
     packed_logprobs(hidden, weight.detach(), targets).sum().backward()
     assert hidden.grad is not None
@@ -80,16 +80,16 @@ def test_a_gradient_that_nobody_needs_is_not_made() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gradient_of_the_weight_is_added_where_it_is_wanted(dtype: torch.dtype) -> None:
+def test_the_gradient_of_the_weight_is_added_to_a_buffer(dtype: torch.dtype) -> None:
     hidden, weight, targets = problem(12, 9, dtype)
-    (wanted,) = torch.autograd.grad(packed_logprobs(hidden, weight, targets).sum(), weight)
+    (expected,) = torch.autograd.grad(packed_logprobs(hidden, weight, targets).sum(), weight)
     total = torch.ones(weight.shape)
     packed_logprobs(hidden, weight, targets, tile=(5, 4), add_to=total).sum().backward()
     assert weight.grad is None and hidden.grad is not None
-    assert torch.allclose(total - 1, wanted.float(), atol=1e-5 if dtype == torch.float32 else 0.1)
+    assert torch.allclose(total - 1, expected.float(), atol=1e-5 if dtype == torch.float32 else 0.1)
 
 
-def test_sixteen_bit_inputs_give_sixteen_bit_gradients() -> None:
+def test_16_bit_inputs_have_16_bit_gradients() -> None:
     hidden, weight, targets = problem(12, 9, torch.bfloat16)
     ours = packed_logprobs(hidden, weight, targets, tile=(5, 4))
     theirs = all_at_once(hidden, weight, targets, 1.0)
@@ -100,13 +100,13 @@ def test_sixteen_bit_inputs_give_sixteen_bit_gradients() -> None:
         assert torch.allclose(a, b, atol=0.1)
 
 
-def test_a_temperature_of_zero_is_refused() -> None:
+def test_a_temperature_of_zero_is_an_error() -> None:
     hidden, weight, targets = problem(2, 3)
     with pytest.raises(ValueError, match="temperature must be positive, got 0"):
         packed_logprobs(hidden, weight, targets, temperature=0)
 
 
-def test_targets_outside_the_vocabulary_are_refused() -> None:
+def test_targets_outside_the_vocabulary_are_errors() -> None:
     hidden, weight, targets = problem(3, 5)
     for wrong in (-1, 5):
         with pytest.raises(ValueError, match=f"target {wrong} is outside the vocabulary of 5 tokens"):
@@ -114,7 +114,7 @@ def test_targets_outside_the_vocabulary_are_refused() -> None:
 
 
 class Parts:
-    """Two workers in one process, each with its part of the vocabulary: both run up to a reduction, then it is done."""
+    """Two workers as threads, each with a vocabulary shard; reductions wait for both."""
 
     def __init__(self, widths: tuple[int, int]) -> None:
         self.widths, self.barrier = widths, threading.Barrier(2)
@@ -133,7 +133,7 @@ class Parts:
 
 
 @pytest.mark.parametrize("widths", [(5, 4), (1, 8)])
-def test_parts_of_a_vocabulary_make_the_whole(widths: tuple[int, int]) -> None:
+def test_vocabulary_shards_match_the_whole_vocabulary(widths: tuple[int, int]) -> None:
     hidden, weight, targets = problem(11, 9)
     slopes = torch.randn(11)
     parts, results = Parts(widths), {}
@@ -157,7 +157,7 @@ def test_parts_of_a_vocabulary_make_the_whole(widths: tuple[int, int]) -> None:
 
 
 def peak_growth(width: int, statement: str) -> int:
-    """Bytes by which a fresh process's peak memory grows in ``statement``, new gradients not counted."""
+    """Return the growth in bytes of a new process's peak memory in ``statement``, without new gradients."""
     setting = (
         "import torch\n"
         "from realhf.ops.logprobs import packed_logprobs\n"
@@ -167,7 +167,7 @@ def peak_growth(width: int, statement: str) -> int:
         "packed_logprobs(few, weight, targets[:9]).sum().backward()\n"
         "weight.grad = None\n"
         "peak = lambda: 1024 * int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])\n"
-        "open('/proc/self/clear_refs', 'w').write('5')\n"  # the peak so far is forgotten
+        "open('/proc/self/clear_refs', 'w').write('5')\n"  # resets the peak
         "before = peak()\n"
     )
     made = "sum(x.grad.nbytes for x in (hidden, weight) if x.grad is not None)"
@@ -178,14 +178,14 @@ def peak_growth(width: int, statement: str) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="asks Linux for the peak memory of a process")
 @pytest.mark.parametrize("width", [8, 512])
-def test_memory_is_an_eighth_of_all_logits_at_most(width: int) -> None:
+def test_memory_is_at_most_an_eighth_of_all_logits(width: int) -> None:
     all_logits = 2048 * 32000 * 4
-    assert peak_growth(width, "(hidden @ weight.t()).sum()") >= 0.9 * all_logits  # the measure works
+    assert peak_growth(width, "(hidden @ weight.t()).sum()") >= 0.9 * all_logits  # validates the measurement
     assert peak_growth(width, "packed_logprobs(hidden, weight, targets).sum().backward()") <= all_logits / 8
 
 
 def chunk(count: int, vocab: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """Logits, targets of which some are held elsewhere, normalisers over more logits, logprobs and gradients."""
+    """Return logits, targets (some of other shards), normalisers of a larger vocabulary, logprobs and gradients."""
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(count, vocab, generator=generator) * 4).to(dtype)
     targets = torch.randint(-2, vocab + 2, (count,), generator=generator)
@@ -202,7 +202,7 @@ def chunk(count: int, vocab: int, dtype: torch.dtype, seed: int = 0) -> tuple[to
     st.sampled_from([(torch.float32, 1e-6), (torch.bfloat16, 4e-3)]),
     st.integers(0, 2**31),
 )
-def test_both_passes_agree_with_their_twins(
+def test_both_kernels_match_their_references(
     count: int, vocab: int, scale: float, precision: tuple[torch.dtype, float], seed: int
 ) -> None:
     dtype, tolerance = precision
@@ -213,13 +213,13 @@ def test_both_passes_agree_with_their_twins(
     ):
         assert a.dtype == torch.float32
         torch.testing.assert_close(a, b, rtol=3e-6, atol=1e-6)
-    got = logit_slopes_(logits.clone(), *rest, scale)
-    want = logit_slopes_reference_(logits.clone().float(), *rest, scale)
-    assert got.dtype == dtype
-    torch.testing.assert_close(got.float(), want, rtol=max(tolerance, 3e-6), atol=1e-6)
+    result = logit_slopes_(logits.clone(), *rest, scale)
+    expected = logit_slopes_reference_(logits.clone().float(), *rest, scale)
+    assert result.dtype == dtype
+    torch.testing.assert_close(result.float(), expected, rtol=max(tolerance, 3e-6), atol=1e-6)
 
 
-def test_extreme_logits_are_exact_or_nothing() -> None:
+def test_extreme_logits_are_exact_or_nan() -> None:
     infinity = float("inf")
     logits = torch.tensor([[-infinity, 0.0, -200.0, 3e38], [-infinity, 1.0, -80.0, 1.0], [0.0, float("nan"), 0.0, 0.0]])
     largest, sums, picked = logit_stats(logits, torch.tensor([0, 2, 0]), 1.0)
@@ -228,7 +228,7 @@ def test_extreme_logits_are_exact_or_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_threads_do_not_change_a_bit(dtype: torch.dtype) -> None:
+def test_results_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None:
     logits, *rest = chunk(70, 1003, dtype)
     threads, results = torch.get_num_threads(), []
     try:
@@ -240,7 +240,7 @@ def test_threads_do_not_change_a_bit(dtype: torch.dtype) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_the_schemas_hold_and_refuse_what_does_not_fit() -> None:
+def test_kernels_pass_opcheck_and_reject_invalid_arguments() -> None:
     stats, slopes = extension.kernel("logit_stats", "cpu"), extension.kernel("logit_slopes_", "cpu")
     if stats is None or slopes is None:
         pytest.skip("NATIVE KERNELS NOT BUILT")
@@ -260,12 +260,12 @@ def test_the_schemas_hold_and_refuse_what_does_not_fit() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 1e-2)])
-def test_cuda_agrees_with_the_twins_on_the_cpu(dtype: torch.dtype, tolerance: float) -> None:
+def test_cuda_matches_the_cpu_reference(dtype: torch.dtype, tolerance: float) -> None:
     logits, *rest = chunk(9, 1501, dtype)
     targets = rest[0]
-    got = logit_stats(logits.cuda(), targets.cuda(), 0.7)
-    for a, b in zip(got, logit_stats_reference(logits.clone(), targets, 0.7), strict=True):
+    result = logit_stats(logits.cuda(), targets.cuda(), 0.7)
+    for a, b in zip(result, logit_stats_reference(logits.clone(), targets, 0.7), strict=True):
         torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-5)
     slopes = logit_slopes_(logits.cuda(), *(x.cuda() for x in rest), 0.7)
-    want = logit_slopes_reference_(logits.clone().float(), *rest, 0.7)
-    torch.testing.assert_close(slopes.cpu().float(), want, rtol=tolerance, atol=1e-5)
+    expected = logit_slopes_reference_(logits.clone().float(), *rest, 0.7)
+    torch.testing.assert_close(slopes.cpu().float(), expected, rtol=tolerance, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Masked statistics against Python's own, and their addition over parts."""
+"""Masked statistics against Python's, and their sums over parts."""
 
 import statistics
 
@@ -49,8 +49,8 @@ def test_groups_are_normalised_on_their_own(rows, seed):
     x = torch.randn(sum(lengths), generator=generator)
     mask = torch.rand(sum(lengths), generator=generator) < 0.7
     token_group = [g for n, g in zip(lengths, groups, strict=True) for _ in range(n)]
-    want = torch.zeros(len(x))
+    expected = torch.zeros(len(x))
     for g in set(groups):
         where = [i for i, other in enumerate(token_group) if other == g]
-        want[where] = torch.tensor(by_hand(x[where].tolist(), mask[where].tolist()))
-    assert torch.allclose(group_normalise(x, mask, lengths, groups), want, atol=1e-3)
+        expected[where] = torch.tensor(by_hand(x[where].tolist(), mask[where].tolist()))
+    assert torch.allclose(group_normalise(x, mask, lengths, groups), expected, atol=1e-3)

@@ -1,4 +1,4 @@
-"""Routed experts against a loop over tokens, their gradients, and the router's losses by their definitions."""
+"""Expert layers and their gradients against a loop over tokens; router losses against their definitions."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def test_tokens_are_sorted_by_expert_in_their_order() -> None:
     assert by.order[by.inverse].tolist() == list(range(6))
 
 
-def test_a_gradient_that_nobody_needs_is_not_made() -> None:
+def test_only_required_gradients_are_computed() -> None:
     x, weight, shares, chosen = problem(4, 3, 2)
     routed(x.detach(), weight, shares, sort_by_expert(chosen, 3)).sum().backward()
     assert x.grad is None and weight.grad is not None

@@ -40,9 +40,9 @@ def test_an_offset_keeps_the_bits_of_a_sixteen_bit_weight() -> None:
 def test_a_part_of_each_head_turns() -> None:
     x, rotary = torch.randn(3, 2, 8), Rotary(4, 100.0, {}, "cpu")
     angles = rotary.rows(torch.arange(3), 3, torch.float32)
-    turned = rotate(x, *angles)
-    assert torch.equal(turned[..., 4:], x[..., 4:])
-    assert torch.equal(turned[..., :4], rotate(x[..., :4], *angles))
+    rope = rotate(x, *angles)
+    assert torch.equal(rope[..., 4:], x[..., 4:])
+    assert torch.equal(rope[..., :4], rotate(x[..., :4], *angles))
 
 
 def test_rotation_turns_pairs_by_position_and_keeps_relative_products() -> None:
@@ -90,24 +90,24 @@ needs_kernel = pytest.mark.skipif(
 def norm_and_gradients(x: torch.Tensor, weight: torch.Tensor, fn: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
     leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
     out = fn(*leaves)
-    slope = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out.dtype)
-    return [out.detach(), *torch.autograd.grad(out, leaves, slope)]
+    out_grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, out_grad)]
 
 
 @needs_kernel
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 16), (300, 41), (129, 512), (0, 8)])
-def test_kernel_equals_twin(rows: int, size: int) -> None:
+def test_kernel_matches_the_reference(rows: int, size: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     x, weight = (torch.randn(shape, generator=generator) for shape in ((rows, size), (size,)))
     ours = norm_and_gradients(x, weight, lambda x, w: rms_norm(x, w, 1e-5))
-    twin = norm_and_gradients(x.double(), weight.double(), lambda x, w: F.rms_norm(x, w.shape, w, 1e-5))
-    for found, expected in zip(ours, twin, strict=True):
+    reference = norm_and_gradients(x.double(), weight.double(), lambda x, w: F.rms_norm(x, w.shape, w, 1e-5))
+    for found, expected in zip(ours, reference, strict=True):
         assert found.shape == expected.shape
         assert (found.double() - expected).norm() <= 1e-6 * (1 + expected.norm())
 
 
 @needs_kernel
-def test_threads_and_views_change_no_bit() -> None:
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
     x, weight, before = torch.randn(700, 64), torch.randn(64), torch.get_num_threads()
     expected = norm_and_gradients(x, weight, lambda x, w: rms_norm(x, w, 1e-6))
     try:
@@ -120,7 +120,7 @@ def test_threads_and_views_change_no_bit() -> None:
 
 
 @needs_kernel
-def test_kernels_are_well_behaved_operators() -> None:
+def test_kernels_pass_opcheck() -> None:
     x, weight = torch.randn(5, 12), torch.randn(12)
     for name, given in (("rms_norm", (x, weight, 1e-6)), ("rms_norm_backward", (x + 1, x, weight, 1e-6))):
         found = torch.library.opcheck(getattr(torch.ops.realhf, name).default, given)

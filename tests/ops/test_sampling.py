@@ -1,4 +1,4 @@
-"""Counter-based uniforms against integers of Python; drawn tokens against distributions worked out by enumeration."""
+"""Counter-based uniforms against Python integers; sampled tokens against enumerated distributions."""
 
 import math
 
@@ -16,7 +16,7 @@ WORD = (1 << 64) - 1
 
 
 def python_uniform(seed, *counters):
-    """splitmix64's finaliser on unbounded integers."""
+    """Compute splitmix64's finaliser on Python integers."""
 
     def mix(x):
         x &= WORD
@@ -42,9 +42,9 @@ signed = st.integers(-(2**63), 2**63 - 1)
 @given(st.integers(0, 2**64), signed, signed, signed)
 def test_uniform_is_the_hash(seed, prompt, row, position):
     for hashed in (uniform, uniform_reference):
-        got = hashed(seed, *(torch.tensor([c]) for c in (prompt, row, position)))
-        assert got.dtype == torch.float64 and 0 <= got.item() < 1
-        assert got.item() == python_uniform(seed, prompt, row, position)
+        result = hashed(seed, *(torch.tensor([c]) for c in (prompt, row, position)))
+        assert result.dtype == torch.float64 and 0 <= result.item() < 1
+        assert result.item() == python_uniform(seed, prompt, row, position)
 
 
 def test_uniform_is_uniform():
@@ -53,7 +53,7 @@ def test_uniform_is_uniform():
     assert 60 < chi_square < 150  # 99 degrees of freedom: about 0.1 % beyond on either side
 
 
-def test_neighbours_and_seeds_are_not_correlated():
+def test_adjacent_counters_and_seeds_are_uncorrelated():
     u = grid(3, 40, 40, 40) - 0.5
     pairs = [(u[1:], u[:-1]), (u[:, 1:], u[:, :-1]), (u[..., 1:], u[..., :-1]), (u, grid(4, 40, 40, 40) - 0.5)]
     pairs += [(u, u.transpose(0, 1))]  # the diagonal is the same by construction: 1/40 of the correlation
@@ -63,7 +63,7 @@ def test_neighbours_and_seeds_are_not_correlated():
     assert u.unique().numel() == 40**3
 
 
-def test_the_same_numbers_in_any_batch():
+def test_uniforms_do_not_depend_on_the_batch():
     prompts, samples, positions = torch.randint(0, 1000, (3, 50), generator=torch.Generator().manual_seed(0))
     whole = uniform(1, prompts, samples, positions)
     order = torch.randperm(50, generator=torch.Generator().manual_seed(1))
@@ -72,7 +72,7 @@ def test_the_same_numbers_in_any_batch():
 
 
 def distribution(logits, temperature, top_k, top_p, forbid):
-    """The distribution by its definition, in floats: token -> probability."""
+    """Return the distribution by its definition: token -> probability."""
     left = {i: x / temperature for i, x in enumerate(logits) if i not in forbid}
     ranked = sorted(left, key=lambda i: (-left[i], i))[: top_k or None]
     weights = {i: math.exp(left[i] - left[ranked[0]]) for i in ranked}
@@ -100,19 +100,19 @@ def test_the_distribution_is_exact(draw, whole, temperature, top_k, top_p, forbi
     u = (torch.arange(n, dtype=torch.float64) + 0.5) / n
     banned = torch.tensor(sorted(forbid), dtype=torch.int64)
     tokens, logprobs, sampling = draw(torch.tensor(logits).expand(n, -1), u, temperature, top_k, top_p, banned)
-    want = distribution(logits, temperature, top_k, top_p, forbid)
+    expected = distribution(logits, temperature, top_k, top_p, forbid)
     full = distribution(logits, temperature, 0, 1.0, ())
     counts = torch.bincount(tokens, minlength=len(logits)).tolist()
     for i, count in enumerate(counts):
-        assert count / n == pytest.approx(want.get(i, 0.0), abs=2 / n) and (i in want or count == 0)
+        assert count / n == pytest.approx(expected.get(i, 0.0), abs=2 / n) and (i in expected or count == 0)
     for i in set(tokens.tolist()):
         where = tokens == i
         assert logprobs[where][0].item() == pytest.approx(math.log(full[i]), abs=1e-5)
-        assert sampling[where][0].item() == pytest.approx(math.log(want[i]), abs=1e-5)
+        assert sampling[where][0].item() == pytest.approx(math.log(expected[i]), abs=1e-5)
 
 
 @both
-def test_forbidden_tokens_only_in_the_rows_that_say_so(draw):
+def test_tokens_are_forbidden_only_in_forbid_rows(draw):
     logits = torch.tensor([[9.0, 0.0, 0.0]]).expand(4, -1)
     rows = torch.tensor([True, False, True, False])
     tokens, logprobs, sampling = draw(
@@ -124,7 +124,7 @@ def test_forbidden_tokens_only_in_the_rows_that_say_so(draw):
 
 
 @both
-def test_greedy_takes_the_lowest_of_equal_tokens(draw):
+def test_greedy_ties_go_to_the_lowest_id(draw):
     logits = torch.tensor([[1.0, 3.0, 3.0], [5.0, 1.0, 2.0]])
     forbid = torch.tensor([0])
     tokens, logprobs, sampling = draw(logits, torch.rand(2), 0.0, 1, 0.1, forbid)
@@ -134,7 +134,7 @@ def test_greedy_takes_the_lowest_of_equal_tokens(draw):
 
 @both
 @pytest.mark.parametrize("u", [0.0, 1.0 - 2**-53, 1.0])
-def test_never_a_token_of_probability_zero(draw, u):
+def test_tokens_of_probability_zero_are_never_sampled(draw, u):
     inf = float("inf")
     logits = torch.tensor([[-inf, 1.0, -200.0, 0.0, -inf]])
     for top_k, top_p in ((0, 1.0), (3, 1.0), (0, 0.99), (5, 1.0)):
@@ -143,7 +143,7 @@ def test_never_a_token_of_probability_zero(draw, u):
 
 
 @both
-def test_a_row_draws_the_same_in_any_batch(draw):
+def test_a_row_samples_the_same_token_in_any_batch(draw):
     generator = torch.Generator().manual_seed(0)
     logits, u = torch.randn(6, 50, generator=generator), torch.rand(6, generator=generator)
     for top_k, top_p in ((0, 1.0), (5, 1.0), (0, 0.7), (20, 0.7)):
@@ -153,13 +153,13 @@ def test_a_row_draws_the_same_in_any_batch(draw):
 
 @both
 @pytest.mark.parametrize("wrong", [(-1.0, 0, 1.0), (1.0, -1, 1.0), (1.0, 0, 0.0), (1.0, 0, 1.5)])
-def test_options_out_of_range_are_refused(draw, wrong):
+def test_options_out_of_range_are_errors(draw, wrong):
     with pytest.raises(ValueError, match="need temperature"):
         draw(torch.zeros(1, 3), torch.zeros(1), *wrong)
 
 
 def reach(logits, ids, temperature, top_k, top_p, banned):
-    """In doubles, per row: where in [0, 1) of what may be drawn, in its order, the tokens ``ids`` begin and end."""
+    """Return per row where the CDF intervals of the tokens ``ids`` begin and end, in float64."""
     x = (logits / (temperature or 1.0)).double().masked_fill(banned, float("-inf"))
     order = x.sort(dim=-1, descending=True, stable=True).indices
     few = 0 < top_k < x.shape[1]
@@ -182,35 +182,35 @@ def reach(logits, ids, temperature, top_k, top_p, banned):
     st.sampled_from([1, 2, 50, 128, 129, 1000, 5003]),
     st.sampled_from([0.3, 1.0, 1.7]),
     st.sampled_from([0, 1, 3, 40, 700]),
-    st.sampled_from([1.0, 0.9991, 0.8123, 0.05171]),  # no whole number of equal tokens
-    st.sampled_from([0.0, 0.02, 3.0, 30.0]),  # all alike, nearly so, as in a model, one token alone
+    st.sampled_from([1.0, 0.9991, 0.8123, 0.05171]),  # not a multiple of the probability of tied tokens
+    st.sampled_from([0.0, 0.02, 3.0, 30.0]),  # equal, nearly equal, as in a model, one dominant token
     st.booleans(),
     st.integers(0, 2**31),
 )
-def test_the_kernel_draws_what_its_twin_draws(vocab, temperature, top_k, top_p, spread, ties, seed):
+def test_the_kernel_samples_the_same_tokens_as_the_reference(vocab, temperature, top_k, top_p, spread, ties, seed):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(5, vocab, generator=generator) * spread
     logits = logits.mul(2).round().div(2) if ties else logits
     u = torch.rand(5, generator=generator, dtype=torch.float64)
     forbid = torch.randint(1, vocab, (3,), generator=generator) if vocab > 1 else None
     rows = torch.rand(5, generator=generator) < 0.5
-    got = sample(logits, u, temperature, top_k, top_p, forbid, rows)
-    want = sample_reference(logits, u, temperature, top_k, top_p, forbid, rows)
+    result = sample(logits, u, temperature, top_k, top_p, forbid, rows)
+    expected = sample_reference(logits, u, temperature, top_k, top_p, forbid, rows)
     banned = torch.zeros(5, vocab, dtype=torch.bool)
     if forbid is not None:
         banned[rows] = banned[rows].index_fill(1, forbid, True)
-    begin, end = reach(logits, got[0], temperature, top_k, top_p, banned)
-    near = 1e-4 if top_p < 1.0 else 2e-6  # at the border of the top p one token more or less moves all others
-    same = got[0] == want[0]
+    begin, end = reach(logits, result[0], temperature, top_k, top_p, banned)
+    near = 1e-4 if top_p < 1.0 else 2e-6  # one token more or less within top p shifts all others
+    same = result[0] == expected[0]
     assert bool(((begin - near <= u) & (u <= end + near)).all())
     clear = (begin + near < u) & (u < end - near)
     assert bool((same | ~clear).all())
-    assert torch.allclose(got[1][same], want[1][same], atol=1e-5)
-    assert torch.allclose(got[2][same], want[2][same], atol=1e-5 if top_p == 1.0 else 1e-3)
+    assert torch.allclose(result[1][same], expected[1][same], atol=1e-5)
+    assert torch.allclose(result[2][same], expected[2][same], atol=1e-5 if top_p == 1.0 else 1e-3)
 
 
 @pytest.mark.parametrize("options", [(0.7,), (1.0, 40), (0.7, 0, 0.9), (0.7, 300, 0.9), (0.0,)])
-def test_threads_do_not_change_a_bit(options):
+def test_results_do_not_depend_on_the_number_of_threads(options):
     generator = torch.Generator().manual_seed(0)
     logits, u = torch.randn(9, 20_011, generator=generator), torch.rand(9, generator=generator)
     threads, results = torch.get_num_threads(), []
@@ -224,7 +224,7 @@ def test_threads_do_not_change_a_bit(options):
 
 
 @both
-def test_logits_far_apart_and_a_forbidden_favourite(draw):
+def test_logits_far_apart_and_a_forbidden_most_likely_token(draw):
     logits = torch.full((1, 300), -1e4)
     logits[0, 7], logits[0, 200] = 900.0, 0.0
     for options in ((1.0,), (1.0, 3), (1.0, 0, 0.5)):
@@ -232,7 +232,7 @@ def test_logits_far_apart_and_a_forbidden_favourite(draw):
         assert (tokens.item(), logprobs.item(), sampling.item()) == (200, -900.0, 0.0)
 
 
-def test_logits_that_are_no_numbers_give_a_token_of_the_vocabulary():
+def test_logits_that_are_not_finite_give_a_token_of_the_vocabulary():
     for value in (float("nan"), float("inf"), -float("inf")):
         logits = torch.full((2, 130), value)
         for options in ((1.0,), (1.0, 5), (1.0, 0, 0.5), (0.0,)):
@@ -240,7 +240,7 @@ def test_logits_that_are_no_numbers_give_a_token_of_the_vocabulary():
             assert bool(((tokens >= 0) & (tokens < 130)).all())
 
 
-def test_the_schemas_hold_and_refuse_what_does_not_fit():
+def test_kernels_pass_opcheck_and_reject_invalid_arguments():
     kernel, hashing = extension.kernel("sample_tokens", "cpu"), extension.kernel("counter_uniform", "cpu")
     if kernel is None or hashing is None:
         pytest.skip("NATIVE KERNELS NOT BUILT")
@@ -260,15 +260,15 @@ def test_the_schemas_hold_and_refuse_what_does_not_fit():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("options", [(0.7,), (1.0, 40), (0.7, 0, 0.9), (0.7, 300, 0.9), (0.0,), (1.0, 0, 0.05)])
-def test_cuda_draws_what_the_twin_draws_on_the_cpu(options):
+def test_cuda_matches_the_cpu_reference(options):
     generator = torch.Generator().manual_seed(0)
     logits, u = torch.randn(64, 20_011, generator=generator) * 3, torch.rand(64, generator=generator)
     forbid, rows = torch.tensor([5, 9, 5]), torch.arange(64) % 2 == 0
-    want = sample_reference(logits, u, *options, forbid=forbid, forbid_rows=rows)
-    got = [x.cpu() for x in sample(logits.cuda(), u.cuda(), *options, forbid=forbid.cuda(), forbid_rows=rows.cuda())]
-    same = got[0] == want[0]
-    assert int(same.sum()) >= 63  # u may fall within rounding of a border
-    assert torch.allclose(got[1][same], want[1][same], atol=1e-5)
-    assert torch.allclose(got[2][same], want[2][same], atol=1e-4)
+    expected = sample_reference(logits, u, *options, forbid=forbid, forbid_rows=rows)
+    result = [x.cpu() for x in sample(logits.cuda(), u.cuda(), *options, forbid=forbid.cuda(), forbid_rows=rows.cuda())]
+    same = result[0] == expected[0]
+    assert int(same.sum()) >= 63  # u may be within rounding error of a boundary
+    assert torch.allclose(result[1][same], expected[1][same], atol=1e-5)
+    assert torch.allclose(result[2][same], expected[2][same], atol=1e-4)
     counters = torch.arange(300).reshape(3, 100)
     assert torch.equal(uniform(9, *counters.cuda()).cpu(), uniform_reference(9, *counters))

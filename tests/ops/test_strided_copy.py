@@ -1,4 +1,4 @@
-"""Boxes of any strides arrive as they were, and nothing around them is touched."""
+"""Boxes of any strides are copied exactly, and memory around them is unchanged."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 9), max_size=4), st.sampled_from(DTYPES), st.booleans(), st.integers(1, 3), st.data())
-def test_agrees_with_its_twin(
+def test_kernel_matches_the_reference(
     shape: list[int], dtype: torch.dtype, streaming: bool, wider: int, data: st.DataObject
 ) -> None:
     def box(fill: int) -> tuple[torch.Tensor, torch.Tensor]:

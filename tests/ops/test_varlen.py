@@ -1,4 +1,4 @@
-"""How rows are laid out for torch's kernel of rows of any length; the kernel itself where there is a GPU."""
+"""The layout for torch's variable-length attention, and the kernel if there is a GPU."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from realhf.ops.varlen import varlen_attention, varlen_layout
 CASES = [
     ((5, 1, 3), ()),
     ((4, 3, 2, 6), (-1, 0, 0, -1)),
-    ((2, 7, 3, 1), (1, -1, 1, 1)),  # a row may stand before the one that it continues
+    ((2, 7, 3, 1), (1, -1, 1, 1)),  # a row may precede its prefix
     ((3, 0, 4), (-1, 0, 0)),
 ]
 
@@ -20,7 +20,7 @@ def by_row(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *,
     scale: float, window_size: tuple[int, int], enable_gqa: bool,
 ) -> Tensor:  # fmt: skip
-    """What torch documents of its kernel: every row alone, its last query at its last key, windows to the left."""
+    """Compute torch's documented semantics: each row by itself, its last query at its last key, windows to the left."""
     assert (cu_q.dtype, cu_k.dtype) == (torch.int32, torch.int32) and window_size[1] == 0
     assert enable_gqa == (q.shape[1] != k.shape[1])
     outs = []
@@ -39,7 +39,7 @@ def by_row(
 
 @pytest.mark.parametrize("lengths, prefixes", CASES)
 @pytest.mark.parametrize("window", [0, 1, 3])
-def test_rows_are_laid_out_as_the_twin_reads_them(
+def test_the_varlen_layout_matches_the_reference(
     lengths: tuple[int, ...], prefixes: tuple[int, ...], window: int
 ) -> None:
     torch.manual_seed(0)
@@ -64,7 +64,7 @@ def test_rows_without_prefixes_are_not_gathered() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("lengths, prefixes", [((130, 7, 64), ()), *CASES[1:]])
 @pytest.mark.parametrize("window", [0, 3])
-def test_the_kernel_agrees_with_the_twin(lengths: tuple[int, ...], prefixes: tuple[int, ...], window: int) -> None:
+def test_the_kernel_matches_the_reference(lengths: tuple[int, ...], prefixes: tuple[int, ...], window: int) -> None:
     torch.manual_seed(0)
     exact = torch.randn(sum(lengths), 8 + 2 + 2, 64, device="cuda")
     angles = Rotary(64, 1e4, {}, "cuda").table(256)
