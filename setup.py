@@ -23,7 +23,7 @@ from setuptools.errors import CompileError
 KERNELS, PLANNER = "realhf.ops._C", "realhf.plan.search._planner"
 INSTEAD = {
     KERNELS: "realhf works without native kernels, on plain torch",
-    PLANNER: "plans are searched in Python, a hundred times slower",
+    PLANNER: "plans are searched in Python, more than a hundred times slower",
 }
 CPU_TORCH = (2, 10)  # the first torch whose stable ABI has what the C++ files use: parallel_for, to, contiguous
 CUDA_TORCH = (2, 13)  # and the CUDA files: the native handle of a stream
