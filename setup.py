@@ -22,7 +22,7 @@ from setuptools.errors import CompileError
 KERNELS, PLANNER = "realhf.ops._C", "realhf.plan.search._planner"
 FALLBACK = {
     KERNELS: "realhf works without native kernels, on plain torch",
-    PLANNER: "the plan search runs in Python, a hundred times slower",
+    PLANNER: "the plan search runs in Python, more than a hundred times slower",
 }
 CPU_TORCH = (2, 10)  # first torch whose stable ABI has parallel_for, to and contiguous, for C++
 CUDA_TORCH = (2, 13)  # and the native handle of a stream, for CUDA

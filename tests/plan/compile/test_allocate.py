@@ -1,4 +1,4 @@
-"""Every allocation mode and everything it can refuse."""
+"""All allocation modes and their errors."""
 
 import pytest
 
@@ -46,7 +46,7 @@ def problems(*arguments: object, **options: object) -> list[str]:
         ("actor_gen:d1,actor_train:d4", ["d1t1p1@0", "d4t1p1@0-3"]),
     ],
 )
-def test_a_mode_lays_every_call_out(mode: str, expected: list[str]) -> None:
+def test_modes(mode: str, expected: list[str]) -> None:
     made = plan(mode)
     assert layouts(made) == expected and made.n_workers == 4
 
@@ -58,13 +58,13 @@ def test_manual_meshes_and_micro_batches() -> None:
     assert made["actor_gen"].micro_batching == MicroBatching(3, 500)
 
 
-def test_micro_batching_is_read_in_every_mode() -> None:
+def test_micro_batching_applies_in_every_mode() -> None:
     made = plan("heuristic", actor_gen=MFCConfig(mb_spec=MicroBatchConfig(7, 99)))
     assert made["actor_gen"].micro_batching == MicroBatching(7, 99)
     assert made["actor_train"].micro_batching == MicroBatching(1, 4096)
 
 
-def test_a_gpu_takes_more_tokens_at_a_time_than_a_cpu() -> None:
+def test_default_micro_batch_by_device() -> None:
     calls = {m.name: MFCConfig() for m in GRAPH.mfcs}
     config = ExperimentConfig(allocation_mode="d1", n_gpus_per_node=1)
     found = {device: allocate(GRAPH, config, calls, {}, device) for device in ("cpu", "cuda")}
@@ -91,12 +91,12 @@ def test_a_gpu_takes_more_tokens_at_a_time_than_a_cpu() -> None:
         ("actor_gen:d2,", "unknown call ''"),
     ],
 )
-def test_a_mode_that_cannot_be_read_is_an_error(mode: str, words: str) -> None:
+def test_malformed_modes(mode: str, words: str) -> None:
     with pytest.raises(UserError, match=f"^allocation_mode={mode.replace('+', '.').replace('*', '.')}: {words}"):
         plan(mode)
 
 
-def test_every_layout_that_is_impossible_is_listed() -> None:
+def test_all_invalid_layouts_are_listed() -> None:
     assert problems("actor_gen:d8,*:t2p2") == [
         "actor_gen: d8t1p1: its size is 8, that of mesh 0-3 is 4; nearest legal: d4t1p1"
     ]
@@ -109,16 +109,16 @@ def test_every_layout_that_is_impossible_is_listed() -> None:
     assert both[1].endswith("and 3 layers are fewer than 5 pipeline stages; nearest legal: d2t1p2") and len(both) == 2
 
 
-def test_everything_that_cannot_be_read_is_listed() -> None:
-    words = ["unknown call 'actr_gen'", "actor_train: 't' is not a parallel", "call 'actor_train' is given twice",
+def test_all_malformed_entries_are_listed() -> None:
+    parts = ["unknown call 'actr_gen'", "actor_train: 't' is not a parallel", "call 'actor_train' is given twice",
              "no strategy for actor_gen; add '*:d4' for the rest"]  # fmt: skip
     found = problems("actr_gen:d4,actor_train:t,actor_train:d2", actor_gen=MFCConfig(mb_spec=MicroBatchConfig(0, 1)))
-    starts = [f"allocation_mode=actr_gen:d4,actor_train:t,actor_train:d2: {start}" for start in words]
+    starts = [f"allocation_mode=actr_gen:d4,actor_train:t,actor_train:d2: {start}" for start in parts]
     assert [line.startswith(start) for line, start in zip(found, starts, strict=False)] == [True] * 4
     assert found[4].startswith("actor_gen.mb_spec: ") and len(found) == 5
 
 
-def test_manual_layouts_that_are_impossible_say_what_to_type() -> None:
+def test_invalid_manual_layouts_suggest_options() -> None:
     wrong = {
         "actor_gen": MFCConfig("node03", ParallelConfig(data_parallel_size=2)),
         "actor_train": MFCConfig(parallel=ParallelConfig(data_parallel_size=0)),
@@ -141,7 +141,7 @@ def test_manual_layouts_that_are_impossible_say_what_to_type() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "n_gpus", "words"),
+    ("mode", "n_gpus", "parts"),
     [
         ("vllm.d4t1p1+d2t2p1", 4, ["it needs 4 + 4 separate workers, there are 4", "vllm.d2t1p1+d2t1p1"]),
         ("vllm.d4t1p1+d2t2p1", 9, ["it needs 4 + 4 separate workers, there are 9", "vllm.d5t1p1+d2t2p1"]),
@@ -157,12 +157,12 @@ def test_manual_layouts_that_are_impossible_say_what_to_type() -> None:
         ("vllm.t3+t3", 6, ["4 heads (2 KV heads) are not divisible by tensor-parallel size 3", "vllm.d1t2p1+d1t4p1"]),
     ],
 )
-def test_a_server_that_does_not_fit_is_refused(mode: str, n_gpus: int, words: list[str]) -> None:
+def test_server_modes_that_do_not_fit(mode: str, n_gpus: int, parts: list[str]) -> None:
     (found,) = problems(mode, n_gpus)
-    assert all(word in found for word in words[:-1]) and found.endswith(f"nearest legal: {words[-1]}")
+    assert all(word in found for word in parts[:-1]) and found.endswith(f"nearest legal: {parts[-1]}")
 
 
-def test_a_server_generates_on_workers_of_its_own() -> None:
+def test_a_server_generates_on_separate_workers() -> None:
     for mode in ("vllm.d2t2p1+d2t1p2", "d2t1p2+vllm.d2t2"):
         made = plan(mode, 8)
         assert layouts(made) == ["d2t2p1@0-3", "d2t1p2@4-7"]
@@ -172,7 +172,7 @@ def test_a_server_generates_on_workers_of_its_own() -> None:
     assert line.startswith("allocation_mode=d2t2p1+sglang.d4t1p1: backend sglang is not supported; use heuristic")
 
 
-def test_a_backend_is_an_option_of_calls_that_generate() -> None:
+def test_backends() -> None:
     assert plan("d2", 2, actor_gen=MFCConfig(backend=Backend.vllm))["actor_gen"].backend is Backend.vllm
     assert problems("d1t1p2", 2, actor_gen=MFCConfig(backend=Backend.vllm)) == [
         "actor_gen.backend=vllm: this backend has no pipeline stages, d1t1p2 has 2; nearest legal: d2t1p1"
@@ -186,18 +186,18 @@ def test_a_backend_is_an_option_of_calls_that_generate() -> None:
 
 
 @pytest.mark.parametrize("mode", ["vllm", "vllmd2", "vllm.d2", "d2+d2,vllm.d1", "vllm.d1+d1+d2"])
-def test_a_server_that_cannot_be_read_is_refused(mode: str) -> None:
+def test_malformed_server_modes(mode: str) -> None:
     (line,) = problems(mode)
     assert line.startswith(
         f"allocation_mode={mode}: an inference server for the one generation call is written like vllm.d4"
     )
 
 
-def test_options_that_a_mode_does_not_read_are_errors() -> None:
-    wish = MFCConfig("0", ParallelConfig(data_parallel_size=2))
+def test_ignored_options_are_errors() -> None:
+    option = MFCConfig("0", ParallelConfig(data_parallel_size=2))
     tail = "is set, but allocation_mode=heuristic ignores it; set allocation_mode=manual"
     expected = [f"actor_gen.device_mesh {tail}", f"actor_gen.parallel {tail}"]
-    assert problems("heuristic", actor_gen=wish) == expected
+    assert problems("heuristic", actor_gen=option) == expected
 
 
 def test_sizes_must_be_positive() -> None:

@@ -1,4 +1,4 @@
-"""What a graph lacks, which layouts a model allows, and which one is nearest."""
+"""Checks of graphs and strategies, and the nearest valid strategy."""
 
 from dataclasses import replace
 
@@ -27,8 +27,8 @@ def test_legal(text: str) -> None:
     assert strategy_problems(MODEL, ParallelStrategy.parse(text)) == []
 
 
-def test_heads_that_cannot_be_cut() -> None:
-    for tp in (4, 3):  # by 3, query heads would leave their key head
+def test_heads_must_be_divisible() -> None:
+    for tp in (4, 3):  # with 3, query heads would be separated from their KV head
         line = f"6 heads (2 KV heads) are not divisible by tensor-parallel size {tp}"
         assert strategy_problems(MODEL, ParallelStrategy(tp=tp)) == [line]
 
@@ -38,9 +38,9 @@ def test_more_stages_than_layers() -> None:
     assert len(both) == 2 and both[1] == "3 layers are fewer than 4 pipeline stages"
 
 
-def test_what_is_narrower_than_the_group() -> None:
-    for narrow in (replace(MODEL, vocab=5), replace(MODEL, intermediate=5), replace(MODEL, expert_intermediate=5)):
-        assert strategy_problems(narrow, ParallelStrategy(tp=6)) == [
+def test_dimensions_smaller_than_tensor_parallelism() -> None:
+    for small in (replace(MODEL, vocab=5), replace(MODEL, intermediate=5), replace(MODEL, expert_intermediate=5)):
+        assert strategy_problems(small, ParallelStrategy(tp=6)) == [
             "a dimension of 5 is smaller than tensor-parallel size 6"
         ]
 
@@ -56,20 +56,20 @@ MODELS = st.builds(
 
 @settings(max_examples=200, deadline=None)
 @given(st.builds(ParallelStrategy, DEGREES, DEGREES, DEGREES), st.integers(1, 24), st.lists(MODELS, max_size=2))
-def test_no_legal_strategy_is_nearer_than_the_nearest(
-    wish: ParallelStrategy, world: int, models: list[ModelConfig]
+def test_nearest_strategy_is_valid_and_nearest(
+    requested: ParallelStrategy, world: int, models: list[ModelConfig]
 ) -> None:
     def is_legal(strategy: ParallelStrategy) -> bool:
         return strategy.world == world and not any(strategy_problems(model, strategy) for model in models)
 
-    near = nearest_strategy(wish, world, models)
-    assert is_legal(near) and (near == wish or not is_legal(wish))
+    near = nearest_strategy(requested, world, models)
+    assert is_legal(near) and (near == requested or not is_legal(requested))
     degrees = range(1, world + 1)
     every = (ParallelStrategy(world // tp // pp, tp, pp) for tp in degrees for pp in degrees if world >= tp * pp)
-    assert all(distance(near, wish) <= distance(other, wish) for other in every if is_legal(other))
+    assert all(distance(near, requested) <= distance(other, requested) for other in every if is_legal(other))
 
 
-def test_the_distance_is_a_factor() -> None:
+def test_distance() -> None:
     assert distance(ParallelStrategy(4, 2, 3), ParallelStrategy(2, 2, 1)) == 6
     assert distance(ParallelStrategy(), ParallelStrategy()) == 1
 
@@ -80,7 +80,7 @@ REW = MFC("rew", None, Kind.INFERENCE, SPEC, ("tokens", "rows"), ("rewards",))
 TRAIN = MFC("train", "actr", Kind.TRAIN, SPEC, ("tokens", "reward", "rows"))
 
 
-def test_keys_that_nobody_makes_are_named_once_with_all_who_read_them() -> None:
+def test_missing_keys_are_listed_with_their_readers() -> None:
     assert key_problems((GEN, REW, TRAIN), {"prompts", "row"}, "maths data") == [
         "rew and train need 'rows': no MFC produces it, and maths data has only prompts, row  did you mean row ?",
         "train needs 'reward': no MFC produces it, and maths data has only prompts, row  did you mean rewards ?",
@@ -95,7 +95,7 @@ def test_roles_without_a_model() -> None:
     assert model_problems((GEN,), []) == ["MFC gen: role 'actor' has no model (roles with one: none)"]
 
 
-def test_what_is_made_or_loaded_for_nobody() -> None:
+def test_unused_outputs_and_models() -> None:
     assert graph_notes((GEN, REW, TRAIN), ["actor", "actr", "ref"], ("rewards",)) == [
         "no MFC reads seeds of gen",
         "no MFC uses the model of role 'ref'",

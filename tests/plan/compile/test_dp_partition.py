@@ -1,4 +1,4 @@
-"""Dealing rows to data-parallel ranks and mini-batches."""
+"""Partition of rows over data-parallel ranks and mini-batches."""
 
 from collections import Counter
 
@@ -13,14 +13,16 @@ SMALL = st.integers(1, 5)
 
 
 def rows_of(groups: list[list[int]]) -> tuple[list[RowId], list[int]]:
-    """Rows of prompts 10, 11, ... in an order that mixes the prompts."""
+    """Return interleaved rows of prompts 10, 11, ... and their weights."""
     ids = [RowId(10 + p, s) for s in range(4) for p, group in enumerate(groups) if s < len(group)]
     return ids, [groups[row.prompt - 10][row.sample] for row in ids]
 
 
 @settings(max_examples=50, deadline=None)
 @given(GROUPS, SMALL, SMALL)
-def test_every_row_is_dealt_once_and_no_group_is_cut(groups: list[list[int]], dp: int, n_minibatches: int) -> None:
+def test_every_row_is_assigned_once_and_groups_stay_together(
+    groups: list[list[int]], dp: int, n_minibatches: int
+) -> None:
     ids, weights = rows_of(groups)
     assignment, minibatches = partition_rows(ids, weights, dp, n_minibatches)
     assert len(assignment) == dp and sorted(i for part in assignment for i in part) == list(range(len(ids)))
@@ -33,7 +35,7 @@ def test_every_row_is_dealt_once_and_no_group_is_cut(groups: list[list[int]], dp
 
 @settings(max_examples=50, deadline=None)
 @given(GROUPS, SMALL, SMALL)
-def test_minibatches_are_the_same_under_any_layout(groups: list[list[int]], dp: int, n_minibatches: int) -> None:
+def test_minibatches_do_not_depend_on_dp(groups: list[list[int]], dp: int, n_minibatches: int) -> None:
     ids, weights = rows_of(groups)
     _, minibatches = partition_rows(ids, weights, dp, n_minibatches)
     assert minibatches == partition_rows(ids, weights, 1, n_minibatches)[1]
@@ -46,16 +48,16 @@ def test_minibatches_are_the_same_under_any_layout(groups: list[list[int]], dp: 
 
 @settings(max_examples=50, deadline=None)
 @given(GROUPS, SMALL, SMALL)
-def test_loads_differ_by_one_group_at_the_most(groups: list[list[int]], dp: int, n_minibatches: int) -> None:
+def test_loads_differ_by_at_most_one_group(groups: list[list[int]], dp: int, n_minibatches: int) -> None:
     ids, weights = rows_of(groups)
     assignment, minibatches = partition_rows(ids, weights, dp, n_minibatches)
     bound = max(map(sum, groups), default=0)
-    for chosen in [{k} for k in range(n_minibatches)] + [set(range(n_minibatches))]:
-        loads = [sum(weights[i] for i in part if minibatches[i] in chosen) for part in assignment]
+    for selected in [{k} for k in range(n_minibatches)] + [set(range(n_minibatches))]:
+        loads = [sum(weights[i] for i in part if minibatches[i] in selected) for part in assignment]
         assert max(loads) - min(loads) <= bound
 
 
-def test_nothing_has_to_divide_anything() -> None:
+def test_no_divisibility_requirements() -> None:
     ids = [RowId(p, 0) for p in range(3)]
     assert partition_rows(ids, [5, 1, 1], 2, 2) == (((0,), (1, 2)), (0, 0, 1))
     assert partition_rows(ids[:1], [5], 3, 4) == (((0,), (), ()), (0,))

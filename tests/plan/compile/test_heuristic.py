@@ -1,4 +1,4 @@
-"""Rules give every call a legal layout, on whatever cluster, and what their names promise on usual ones."""
+"""Heuristics return valid layouts on any cluster, and the expected layouts on common ones."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,16 +23,16 @@ def models_of(graph: Graph, actor: ModelConfig = LARGE) -> dict[str, ModelConfig
     return {role: replace(actor, head="scalar" if role in ("critic", "rew") else "lm") for role in graph.roles}
 
 
-def anything(found: Layouts) -> bool:
+def always(chosen: Layouts) -> bool:
     return True
 
 
-def nothing(found: Layouts) -> bool:
+def never(chosen: Layouts) -> bool:
     return False
 
 
 def by(rule: str, n: int, node_size: int, models: Mapping[str, ModelConfig] | None = None) -> dict[str, str]:
-    found = HEURISTICS[rule](GRAPHS[0], models or models_of(GRAPHS[0]), Cluster(n, node_size), anything)
+    found = HEURISTICS[rule](GRAPHS[0], models or models_of(GRAPHS[0]), Cluster(n, node_size), always)
     return {name: str(layout) for name, layout in found.items()}
 
 
@@ -42,10 +42,10 @@ def by(rule: str, n: int, node_size: int, models: Mapping[str, ModelConfig] | No
     st.integers(1, 8),
     st.sampled_from(list(HEURISTICS)),
     st.sampled_from(GRAPHS),
-    st.sampled_from((anything, nothing, lambda found: len(found) == 1)),
+    st.sampled_from((always, never, lambda chosen: len(chosen) == 1)),
     st.sampled_from((LARGE, LLAMA, replace(LLAMA, n_heads=6, n_kv_heads=3, n_layers=1))),
 )
-def test_every_rule_gives_every_call_a_legal_layout(
+def test_every_heuristic_gives_every_call_a_valid_layout(
     n: int, node_size: int, rule: str, graph: Graph, fits: Fits, actor: ModelConfig
 ) -> None:
     models = {**models_of(graph, actor), "critic": replace(LLAMA, head="scalar")}
@@ -62,29 +62,29 @@ def test_every_rule_gives_every_call_a_legal_layout(
         assert layout.strategy.tp <= node_size
 
 
-def test_megatron_cuts_over_a_node_and_is_the_same_everywhere() -> None:
+def test_megatron_uses_tensor_parallelism_within_a_node() -> None:
     assert set(by("megatron", 16, 8).values()) == {"d2t8p1@0-15"}
     assert set(by("megatron", 12, 4).values()) == {"d3t4p1@0-11"}
 
 
-def test_megatron_takes_stages_as_far_as_memory_asks_for_them() -> None:
+def test_megatron_adds_stages_until_memory_suffices() -> None:
     models = models_of(GRAPHS[0])
     found = HEURISTICS["megatron"](GRAPHS[0], models, Cluster(32, 8), lambda f: f["actor_gen"].strategy.pp >= 2)
     assert {str(layout.strategy) for layout in found.values()} == {"d2t8p2"}
 
 
-def test_pipe_model_has_a_stage_for_every_node() -> None:
+def test_pipe_model_has_one_stage_per_node() -> None:
     assert set(by("pipe_model", 32, 8).values()) == {"d1t8p4@0-31"}
 
 
-def test_symmetric_cuts_as_little_as_fits() -> None:
+def test_symmetric_uses_the_least_model_parallelism() -> None:
     assert set(by("symmetric", 16, 8).values()) == {"d16t1p1@0-15"}
     models = models_of(GRAPHS[0])
     found = HEURISTICS["symmetric"](GRAPHS[0], models, Cluster(16, 8), lambda f: f["actor_gen"].strategy.tp >= 4)
     assert {str(layout.strategy) for layout in found.values()} == {"d4t4p1"}
 
 
-def test_real_shares_the_cluster_out_among_trained_models_and_among_inference() -> None:
+def test_real_divides_the_cluster_among_training_and_among_inference_calls() -> None:
     found = by("real", 16, 8)
     assert found["actor_gen"] == "d16t1p1@0-15"
     assert {found["actor_train"], found["critic_train"]} == {"d8t1p1@0-7", "d8t1p1@8-15"}
@@ -92,14 +92,14 @@ def test_real_shares_the_cluster_out_among_trained_models_and_among_inference() 
     assert len(set(meshes)) == 3 and sorted(meshes)[0].startswith("0-")
 
 
-def test_real_gives_larger_models_more() -> None:
+def test_real_gives_larger_models_more_workers() -> None:
     models = models_of(GRAPHS[0])
     models["critic"] = replace(models["critic"], n_layers=5)
-    found = HEURISTICS["real"](GRAPHS[0], models, Cluster(8, 8), anything)
+    found = HEURISTICS["real"](GRAPHS[0], models, Cluster(8, 8), always)
     assert len(found["actor_train"].mesh.ranks) == 6 and len(found["critic_train"].mesh.ranks) == 2
 
 
-def test_split_generates_beside_everything_else() -> None:
+def test_split_separates_generation() -> None:
     found = by("split", 16, 8)
     assert found.pop("actor_gen") == "d8t1p1@0-7" and set(found.values()) == {"d8t1p1@8-15"}
     assert set(by("split", 1, 1).values()) == {"d1t1p1@0"}
@@ -107,24 +107,24 @@ def test_split_generates_beside_everything_else() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 8), st.lists(st.floats(0.01, 100), min_size=1, max_size=6))
-def test_a_cluster_is_cut_without_gaps(n: int, node_size: int, shares: list[float]) -> None:
+def test_a_cluster_is_split_without_gaps(n: int, node_size: int, shares: list[float]) -> None:
     assume(n >= len(shares))
     cluster = Cluster(n, min(node_size, n))
     meshes = cluster.split({f"m{i}": share for i, share in enumerate(shares)})
     ranks = [rank for mesh in meshes.values() for rank in mesh.ranks]
-    assert ranks == list(range(len(ranks))) and len(ranks) > n - node_size  # what is left is less than a node
+    assert ranks == list(range(len(ranks))) and len(ranks) > n - node_size  # the remainder is less than a node
     assert all(mesh.ranks for mesh in meshes.values())
 
 
-def test_a_mesh_without_a_legal_strategy_leaves_workers_idle() -> None:
+def test_fallback_to_data_parallelism() -> None:
     graph = GRAPHS[0]
     cluster, models = Cluster(5, 5), {role: replace(LLAMA, n_layers=1) for role in graph.roles}
-    found = best_on(cluster.whole, graph["actor_train"], models, cluster, nothing)
-    assert str(found) == "d5t1p1@0-4"  # data parallelism is always legal
+    found = best_on(cluster.whole, graph["actor_train"], models, cluster, never)
+    assert str(found) == "d5t1p1@0-4"  # data parallelism is always valid
 
 
 @pytest.mark.parametrize("rule", HEURISTICS)
-def test_a_judge_without_a_model_has_data_parallelism_alone(rule: str) -> None:
+def test_calls_without_a_model_use_data_parallelism(rule: str) -> None:
     graph = GRAPHS[1]
-    found = HEURISTICS[rule](graph, models_of(graph), Cluster(8, 4), anything)
+    found = HEURISTICS[rule](graph, models_of(graph), Cluster(8, 4), always)
     assert found["rew_inf"].strategy.world == found["rew_inf"].strategy.dp

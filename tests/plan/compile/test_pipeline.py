@@ -1,4 +1,4 @@
-"""Pipeline schedules, played by stages that wait for one another."""
+"""Pipeline schedules, executed by simulated stages."""
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ from realhf.plan.compile.pipeline import (
     train_schedule,
 )
 
-TURNS = 4
-Message = tuple[str, int, int]  # what, of which micro-batch, to which stage
+N_STEPS = 4
+Message = tuple[str, int, int]  # content, micro-batch, destination stage
 
 
 def awaited(step: StageStep, stage: int) -> Message | None:
@@ -52,32 +52,32 @@ def sent(step: StageStep, stage: int, last: int) -> list[Message]:
 
 
 def play(schedules: Sequence[Sequence[StageStep]]) -> list[list[int]]:
-    """Let stages go on until all are done; fail when all wait. Returns when each began its forward passes.
+    """Execute schedules until all stages are done or deadlocked; return the start times of forward passes by stage.
 
-    A pass takes one unit of time, a message none.
+    A forward or backward pass takes one unit of time, a message none.
     """
     todo, now = [deque(steps) for steps in schedules], [0] * len(schedules)
-    boxes: dict[Message | None, deque[int]] = defaultdict(deque, {None: deque()})
-    began: list[list[int]] = [[] for _ in schedules]
+    messages: dict[Message | None, deque[int]] = defaultdict(deque, {None: deque()})
+    starts: list[list[int]] = [[] for _ in schedules]
     while any(todo):
         waiting_for = {stage: awaited(steps[0], stage) for stage, steps in enumerate(todo) if steps}
-        able = {stage: message for stage, message in waiting_for.items() if message is None or boxes[message]}
-        assert able, f"all stages wait: {waiting_for}"
-        for stage, message in able.items():
+        ready = {stage: message for stage, message in waiting_for.items() if message is None or messages[message]}
+        assert ready, f"deadlock: {waiting_for}"
+        for stage, message in ready.items():
             step = todo[stage].popleft()
             if message is not None:
-                now[stage] = max(now[stage], boxes[message].popleft())
+                now[stage] = max(now[stage], messages[message].popleft())
             if isinstance(step, Forward):
-                began[stage].append(now[stage])
+                starts[stage].append(now[stage])
             now[stage] += isinstance(step, Forward | Backward)
-            for letter in sent(step, stage, len(schedules) - 1):
-                boxes[letter].append(now[stage])
-    return began
+            for message_out in sent(step, stage, len(schedules) - 1):
+                messages[message_out].append(now[stage])
+    return starts
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 6), st.integers(0, 12))
-def test_training_ends_and_holds_few_micro_batches(n_stages: int, n_micro: int) -> None:
+def test_training_does_not_deadlock_and_limits_activations(n_stages: int, n_micro: int) -> None:
     schedules = [train_schedule(stage, n_stages, n_micro) for stage in range(n_stages)]
     play(schedules)
     for stage, steps in enumerate(schedules):
@@ -92,7 +92,7 @@ def test_training_ends_and_holds_few_micro_batches(n_stages: int, n_micro: int) 
         assert not any(isinstance(s, SendActivation | RecvGradient) for s in steps) or stage < n_stages - 1
 
 
-def test_inference_streams() -> None:
+def test_inference_is_pipelined() -> None:
     assert inference_schedule(1, 3, 2) == (
         RecvActivation(0), Forward(0), SendActivation(0), RecvActivation(1), Forward(1), SendActivation(1),
     )  # fmt: skip
@@ -103,18 +103,18 @@ def test_one_stage_alternates() -> None:
     assert train_schedule(0, 1, 2) == (Forward(0), Backward(0), Forward(1), Backward(1))
 
 
-def first_turns(stage: int, n_stages: int, n_groups: int) -> list[StageStep]:
-    """The first turns of all groups, without the look at what the last ones drew."""
+def first_steps(stage: int, n_stages: int, n_groups: int) -> list[StageStep]:
+    """Return the first decoding steps of all groups, without the final Advance."""
     steps: list[StageStep] = []
     for step in generation_schedule(stage, n_stages, n_groups):
-        if isinstance(step, Advance) and sum(isinstance(s, Forward) for s in steps) == TURNS * n_groups:
+        if isinstance(step, Advance) and sum(isinstance(s, Forward) for s in steps) == N_STEPS * n_groups:
             break
         steps.append(step)
     return steps
 
 
-def wire(steps: Sequence[StageStep], stage: int, other: int, last: int) -> list[tuple[str, int]]:
-    """What one stage posts on the wire to another: sends, and receives."""
+def exchanged(steps: Sequence[StageStep], stage: int, other: int, last: int) -> list[tuple[str, int]]:
+    """Return the messages that a stage exchanges with another, in order."""
     posted = []
     for step in steps:
         match step:
@@ -131,39 +131,39 @@ def wire(steps: Sequence[StageStep], stage: int, other: int, last: int) -> list[
 
 @pytest.mark.parametrize("n_groups", range(1, 9))
 @pytest.mark.parametrize("n_stages", range(1, 9))
-def test_generation_never_stalls_and_idles_only_for_lack_of_groups(n_stages: int, n_groups: int) -> None:
-    schedules = [first_turns(stage, n_stages, n_groups) for stage in range(n_stages)]
-    every_turn = [i for _ in range(TURNS) for i in range(n_groups)]
+def test_generation_is_idle_only_with_fewer_groups_than_stages(n_stages: int, n_groups: int) -> None:
+    schedules = [first_steps(stage, n_stages, n_groups) for stage in range(n_stages)]
+    every_step = [i for _ in range(N_STEPS) for i in range(n_groups)]
     for steps in schedules:
-        assert [step.micro_batch for step in steps if isinstance(step, Forward)] == every_turn
-        assert [step.micro_batch for step in steps if isinstance(step, Advance)] == every_turn[n_groups:]
+        assert [step.micro_batch for step in steps if isinstance(step, Forward)] == every_step
+        assert [step.micro_batch for step in steps if isinstance(step, Advance)] == every_step[n_groups:]
     period = max(n_stages, n_groups)
-    for stage, began in enumerate(play(schedules)):
-        assert began == [turn * period + stage + i for turn in range(TURNS) for i in range(n_groups)]
+    for stage, starts in enumerate(play(schedules)):
+        assert starts == [step * period + stage + i for step in range(N_STEPS) for i in range(n_groups)]
 
 
 @pytest.mark.parametrize("n_groups", [1, 2, 3, 8])
 @pytest.mark.parametrize("n_stages", [2, 3, 5, 8])
-def test_both_ends_of_a_wire_post_in_the_same_order(n_stages: int, n_groups: int) -> None:
-    schedules = [first_turns(stage, n_stages, n_groups) for stage in range(n_stages)]
+def test_both_stages_post_messages_in_the_same_order(n_stages: int, n_groups: int) -> None:
+    schedules = [first_steps(stage, n_stages, n_groups) for stage in range(n_stages)]
     last = n_stages - 1
     for one in range(n_stages):
         for other in range(one):
-            posted = wire(schedules[one], one, other, last)
-            assert posted == wire(schedules[other], other, one, last)
+            posted = exchanged(schedules[one], one, other, last)
+            assert posted == exchanged(schedules[other], other, one, last)
             assert (len(posted) > 0) == (one == last or one == other + 1)
 
 
-def test_two_stages_generate_by_turns() -> None:
-    assert first_turns(0, 2, 2)[:8] == [
+def test_generation_with_two_stages() -> None:
+    assert first_steps(0, 2, 2)[:8] == [
         Forward(0), SendActivation(0), ExpectTokens(0), Forward(1), SendActivation(1), ExpectTokens(1),
         Advance(0), Forward(0),
     ]  # fmt: skip
-    assert first_turns(1, 2, 1)[:6] == [
+    assert first_steps(1, 2, 1)[:6] == [
         RecvActivation(0), Forward(0), SendTokens(0), Advance(0), RecvActivation(0), Forward(0),
     ]  # fmt: skip
 
 
-def test_generation_without_a_group_is_refused() -> None:
+def test_generation_without_a_group_is_an_error() -> None:
     with pytest.raises(ValueError, match="got 0"):
         next(generation_schedule(0, 1, 0))

@@ -1,4 +1,4 @@
-"""Programs as literals: what a graph and a plan compile to, and what workers derive from it."""
+"""Programs compared with literals, and what workers derive from them."""
 
 from realhf.api.execution_plan import ExecutionPlan, Placement
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync
@@ -39,7 +39,7 @@ DISJOINT = plan(actor_gen=TWO, rew_inf=ONE, ref_inf=PAIR, actor_train=TWO)
 UNLIKE = plan(actor_gen=WIDE, rew_inf=ONE, ref_inf=PAIR, actor_train=PAIR)
 
 
-def test_calls_at_home_move_rows_and_compute() -> None:
+def test_calls_in_the_home_layout_transfer_rows_and_compute() -> None:
     assert compile_program(PPO, DISJOINT) == {
         "actor_gen": (Transfer(("prompts",), TWO), Compute("actor_gen", "actor", TWO)),
         "rew_inf": (Transfer(("tokens", "row"), ONE), Compute("rew_inf", None, ONE)),
@@ -51,7 +51,7 @@ def test_calls_at_home_move_rows_and_compute() -> None:
     }
 
 
-def test_a_call_away_from_home_borrows_weights_and_gives_them_back() -> None:
+def test_calls_in_other_layouts_reallocate_and_release() -> None:
     program = compile_program(PPO, UNLIKE)
     assert program["actor_gen"] == (
         Transfer(("prompts",), WIDE),
@@ -62,7 +62,7 @@ def test_a_call_away_from_home_borrows_weights_and_gives_them_back() -> None:
     assert [type(step) for step in program["actor_train"]] == [Transfer, Compute]
 
 
-def test_home_is_the_trainers_layout_or_the_first_calls() -> None:
+def test_home_is_the_layout_of_the_trainer_or_the_first_call() -> None:
     assert home_layout(PPO, UNLIKE, "actor") == PAIR and home_layout(PPO, UNLIKE, "ref") == PAIR
     twice = Graph((*PPO.mfcs, MFC("ref_again", "ref", Kind.INFERENCE, SPEC, ("tokens",), ("again",))))
     other = ExecutionPlan(4, {**UNLIKE.placements, "ref_again": Placement(ONE)})
@@ -70,7 +70,7 @@ def test_home_is_the_trainers_layout_or_the_first_calls() -> None:
     assert compile_program(twice, other)["ref_again"][1] == Reallocate("ref", PAIR, "ref", ONE)
 
 
-def test_a_worker_holds_engines_where_it_computes_or_lends() -> None:
+def test_engines_of_a_rank() -> None:
     program = compile_program(PPO, UNLIKE)
     assert rank_engines(program, 0) == (("actor", WIDE),)
     assert rank_engines(program, 3) == (("actor", PAIR), ("actor", WIDE), ("ref", PAIR))
@@ -78,13 +78,13 @@ def test_a_worker_holds_engines_where_it_computes_or_lends() -> None:
     assert rank_engines(compile_program(PPO, DISJOINT), 7) == ()
 
 
-def test_groups_are_the_same_list_for_everybody() -> None:
+def test_process_groups() -> None:
     assert process_groups(compile_program(PPO, UNLIKE)) == ((0, 2), (1, 3), (0, 1), (2, 3))
     assert process_groups(compile_program(PPO, DISJOINT)) == ((0, 1), (2, 3))
     assert process_groups(compile_program(PPO, plan(**dict.fromkeys([m.name for m in PPO.mfcs], ONE)))) == ()
 
 
-def test_a_call_takes_the_workers_of_its_layouts() -> None:
+def test_layout_ranks() -> None:
     program = compile_program(PPO, plan(actor_gen=TWO, rew_inf=ONE, ref_inf=PAIR, actor_train=PAIR))
     assert {name: set(layout_ranks(steps)) for name, steps in program.items()} == {
         "actor_gen": {0, 1, 2, 3},
@@ -94,7 +94,7 @@ def test_a_call_takes_the_workers_of_its_layouts() -> None:
     }
 
 
-def test_a_role_that_follows_another_moves_after_its_training() -> None:
+def test_an_ema_role_is_updated_after_training() -> None:
     graph = Graph(PPO.mfcs, (Sync("actor_train", "actor", "ref", 0.25),))
     program = compile_program(graph, DISJOINT)
     assert program["actor_train"][-1] == Reallocate("actor", TWO, "ref", PAIR, 0.25)
@@ -109,17 +109,17 @@ def test_an_idle_role_rests_in_host_memory() -> None:
     assert not any(isinstance(step, Load) for step in program["actor_gen"])
 
 
-def test_held_out_rows_are_tried_where_a_role_lives() -> None:
-    trials = (
-        MFC("trial", "actor", Kind.GENERATE, SPEC, ("prompts",), ("tokens",)),
-        MFC("trial_ref", "ref", Kind.INFERENCE, SPEC, ("tokens",), ("ref_logprobs",)),
-        MFC("trial_rew", None, Kind.INFERENCE, SPEC, ("tokens", "row"), ("rewards",)),
+def test_evaluation_runs_in_home_layouts() -> None:
+    evaluation = (
+        MFC("eval_gen", "actor", Kind.GENERATE, SPEC, ("prompts",), ("tokens",)),
+        MFC("eval_ref", "ref", Kind.INFERENCE, SPEC, ("tokens",), ("ref_logprobs",)),
+        MFC("eval_rew", None, Kind.INFERENCE, SPEC, ("tokens", "row"), ("rewards",)),
     )
-    graph = Graph(PPO.mfcs, evaluation=trials)
-    assert compile_program(graph, UNLIKE) == compile_program(PPO, UNLIKE)  # for who only plans
+    graph = Graph(PPO.mfcs, evaluation=evaluation)
+    assert compile_program(graph, UNLIKE) == compile_program(PPO, UNLIKE)  # evaluation calls have no placement
     placed = with_evaluation(graph, UNLIKE)
-    assert placed.placements == {**UNLIKE.placements, "trial": Placement(PAIR), "trial_ref": Placement(PAIR),
-                                 "trial_rew": Placement(ONE)}  # fmt: skip
+    assert placed.placements == {**UNLIKE.placements, "eval_gen": Placement(PAIR), "eval_ref": Placement(PAIR),
+                                 "eval_rew": Placement(ONE)}  # fmt: skip
     program = compile_program(graph, placed)
-    assert program["trial"] == (Transfer(("prompts",), PAIR), Compute("trial", "actor", PAIR))
-    assert program["trial_rew"][1] == Compute("trial_rew", None, ONE)
+    assert program["eval_gen"] == (Transfer(("prompts",), PAIR), Compute("eval_gen", "actor", PAIR))
+    assert program["eval_rew"][1] == Compute("eval_rew", None, ONE)

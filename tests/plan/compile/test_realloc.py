@@ -1,4 +1,4 @@
-"""Reallocation between all pairs of layouts on up to eight workers, carried out with numpy."""
+"""Reallocation between all pairs of layouts on up to eight workers, executed with NumPy."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ CONFIG = ModelConfig(
 )
 SPECS = tuple(
     s for s in param_specs(CONFIG) if not s.name.endswith(("wv", "gate", "mlp_norm.weight"))
-)  # alike to others
+)  # sharded like others
 WHOLE = {spec.name: np.arange(spec.numel).reshape(spec.shape) for spec in SPECS}
 STAGES = {pp: stage_layers(CONFIG, pp) for pp in (1, 2, 3)}
 STRATEGIES = [
@@ -28,7 +28,7 @@ def stages(pp: int) -> tuple[range, ...]:
 
 
 def meshes(src: int, dst: int) -> list[tuple[range, range]]:
-    """Equal or nested, disjoint where eight workers are enough, else overlapping as little as can be."""
+    """Return equal or nested meshes, and disjoint ones, or with minimal overlap on eight workers."""
     return [(range(src), range(dst)), (range(src), range(8 - dst, 8))]
 
 
@@ -36,8 +36,8 @@ def shards(layout: Layout) -> dict[int, dict[str, Box]]:
     return {rank: shard_boxes(SPECS, stages, layout, rank) for rank in layout.mesh.ranks}
 
 
-def carry_out(copies: tuple[BoxCopy, ...], held: dict, needed: dict) -> dict[int, dict[str, np.ndarray]]:
-    """Copy every box from the sender's own array into the receiver's."""
+def execute(copies: tuple[BoxCopy, ...], held: dict, needed: dict) -> dict[int, dict[str, np.ndarray]]:
+    """Copy every box from the array of the sender to that of the receiver."""
     arrays = {r: {n: WHOLE[n][tuple(slice(*s) for s in b)] for n, b in boxes.items()} for r, boxes in held.items()}
     filled = {r: {n: np.full(box_shape(b), -1) for n, b in boxes.items()} for r, boxes in needed.items()}
     for c in copies:
@@ -48,39 +48,39 @@ def carry_out(copies: tuple[BoxCopy, ...], held: dict, needed: dict) -> dict[int
 
 def check(src: Layout, dst: Layout) -> None:
     copies, held, needed = tuple(route_copies(plan_realloc(SPECS, stages, src, dst))), shards(src), shards(dst)
-    filled = carry_out(copies, held, needed)
+    filled = execute(copies, held, needed)
     received = dict.fromkeys(dst.mesh.ranks, 0)
     for c in copies:
         received[c.dst] += box_numel(c.box) * (c.src != c.dst)
     for rank, boxes in needed.items():
-        lacks = 0
+        missing = 0
         for name, box in boxes.items():
             assert (filled[rank][name] == WHOLE[name][tuple(slice(*side) for side in box)]).all(), (src, dst, name)
-            mine = held.get(rank, {}).get(name)
-            own = intersect(mine, box) if mine else None
-            lacks += box_numel(box) - (box_numel(own) if own else 0)
-        assert received[rank] == lacks, (src, dst, rank)
+            own_box = held.get(rank, {}).get(name)
+            own = intersect(own_box, box) if own_box else None
+            missing += box_numel(box) - (box_numel(own) if own else 0)
+        assert received[rank] == missing, (src, dst, rank)
 
 
 @pytest.mark.parametrize("src", STRATEGIES, ids=str)
-def test_every_layout_is_filled_from_every_other(src: ParallelStrategy) -> None:
+def test_all_pairs_of_layouts(src: ParallelStrategy) -> None:
     for dst in STRATEGIES:
         for here, there in meshes(src.world, dst.world):
             check(Layout(DeviceMesh(tuple(here)), src), Layout(DeviceMesh(tuple(there)), dst))
 
 
-def test_a_mesh_may_be_in_any_order() -> None:
+def test_meshes_in_any_order() -> None:
     src = Layout(DeviceMesh((5, 2, 0, 7)), ParallelStrategy(1, 2, 2))
     for ranks in [(7, 0, 2, 5), (2, 9, 5, 1)]:
         check(src, Layout(DeviceMesh(ranks), ParallelStrategy(2, 2, 1)))
 
 
-def test_the_same_layout_copies_locally_alone() -> None:
+def test_equal_layouts_only_copy_locally() -> None:
     layout = Layout(DeviceMesh((0, 1, 2, 3)), ParallelStrategy(2, 2, 1))
     assert all(c.src == c.dst for c in route_copies(plan_realloc(SPECS, stages, layout, layout)))
 
 
-def test_senders_are_of_the_same_node_and_share_the_load() -> None:
+def test_senders_are_on_the_same_node_and_share_the_load() -> None:
     src = Layout(DeviceMesh((0, 1, 2, 3)), ParallelStrategy(dp=4))
     dst = Layout(DeviceMesh((4, 5, 6, 7)), ParallelStrategy(dp=4))
     sent = dict.fromkeys(range(4), 0)

@@ -1,4 +1,4 @@
-"""The master's machine against workers that answer in any order."""
+"""The scheduler with workers that reply in any order."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -31,24 +31,24 @@ Pick = Callable[[int], int]
 Keep = Callable[[str, RowId], bool]
 MADE = ("tokens", "logprobs")
 MESHES = {"gen": (0, 1), "rew": (2,), "ref": (1, 2), "critic": (2, 3), "train": (0, 1), "critic_train": (3, 2)}
-LENGTH = TrainSchedule(batch_size=4, n_prompts=14, n_steps=4)  # the last step has two prompts
+SCHEDULE = TrainSchedule(batch_size=4, n_prompts=14, n_steps=4)  # the last step has two prompts
 PICKS = st.lists(st.integers(0, 1 << 16), min_size=1, max_size=40)
 
 
 def ppo(**sizes: int) -> Graph:
-    """Six calls; ``sizes`` are batch sizes other than the step's."""
+    """Return a graph of six calls; ``sizes`` are batch sizes other than the default."""
     spec = InterfaceSpec("any")
-    learned = (*MADE, "rewards", "ref", "values")
+    train_inputs = (*MADE, "rewards", "ref", "values")
     mfcs = (
         MFC("gen", "actor", Kind.GENERATE, spec, ("prompts",), MADE),
         MFC("rew", None, Kind.INFERENCE, spec, ("tokens", "row"), ("rewards",)),
         MFC("ref", "ref", Kind.INFERENCE, spec, ("tokens", "rewards"), ("ref",)),
         MFC("critic", "critic", Kind.INFERENCE, spec, ("tokens",), ("values",)),
-        MFC("train", "actor", Kind.TRAIN, spec, learned, n_minibatches=2),
-        MFC("critic_train", "critic", Kind.TRAIN, spec, learned),
+        MFC("train", "actor", Kind.TRAIN, spec, train_inputs, n_minibatches=2),
+        MFC("critic_train", "critic", Kind.TRAIN, spec, train_inputs),
     )
     resamples = {"rew": sizes.pop("resamples", 0)}
-    sized = (replace(m, batch_size=sizes.get(m.name, LENGTH.batch_size)) for m in mfcs)
+    sized = (replace(m, batch_size=sizes.get(m.name, SCHEDULE.batch_size)) for m in mfcs)
     return Graph(tuple(replace(m, resamples=resamples.get(m.name, 0)) for m in sized))
 
 
@@ -61,8 +61,8 @@ def made(ids: list[RowId], keys: tuple[str, ...]) -> BatchMeta:
     return BatchMeta(tuple(ids), {k: ColumnMeta("int64", tuple(3 + i.prompt % 5 for i in ids)) for k in keys})
 
 
-def answer(state: MasterState, action: FetchRows | Dispatch, keep: Keep) -> RowsReady:
-    """What workers reply: two rows per prompt from a generation, else the rows that were asked for."""
+def reply(state: MasterState, action: FetchRows | Dispatch, keep: Keep) -> RowsReady:
+    """Return the reply of the workers: two samples per prompt of a generation, else the requested rows."""
     if isinstance(action, FetchRows):
         half = (action.span.start + action.span.stop) // 2
         parts = {0: range(action.span.start, half), 1: range(half, action.span.stop)}
@@ -77,17 +77,17 @@ def answer(state: MasterState, action: FetchRows | Dispatch, keep: Keep) -> Rows
 
 
 @dataclass
-class Story:
-    """One run: what was done in which order, and every event with the actions that it led to."""
+class Trace:
+    """A run: the log of all actions and events, and the actions of every event."""
 
     state: MasterState
     first: list[Action]
-    turns: list[tuple[RowsReady, list[Action]]] = field(default_factory=list)
+    events: list[tuple[RowsReady, list[Action]]] = field(default_factory=list)
     log: list[tuple[str, str, int, int]] = field(default_factory=list)  # what, mfc, start, stop
     dispatched: list[Dispatch] = field(default_factory=list)
 
     def at(self, what: str, mfc: str, position: int) -> int:
-        """Return when ``what`` happened to the prompt at ``position``."""
+        """Return the log index of ``what`` for the prompt at ``position``."""
         return next(i for i, (w, m, a, b) in enumerate(self.log) if (w, m) == (what, mfc) and a <= position < b)
 
     def note(self, actions: list[Action]) -> list[FetchRows | Dispatch]:
@@ -98,20 +98,20 @@ class Story:
         return [a for a in actions if not isinstance(a, FinishStep)]
 
 
-def play(picks: list[int], keep: Keep = lambda mfc, row: True, staleness: int = 0, **sizes: int) -> Story:
+def play(picks: list[int], keep: Keep = lambda mfc, row: True, staleness: int = 0, **sizes: int) -> Trace:
     graph = ppo(**sizes)
-    length = replace(LENGTH, resamples=graph.filter_mfc.resamples if graph.filter_mfc else 0)
-    state = MasterState(graph, plan_of(graph), length, staleness)
-    story = Story(state, state.start())
-    todo = story.note(story.first)
+    schedule = replace(SCHEDULE, resamples=graph.filter_mfc.resamples if graph.filter_mfc else 0)
+    state = MasterState(graph, plan_of(graph), schedule, staleness)
+    trace = Trace(state, state.start())
+    todo = trace.note(trace.first)
     while todo:
-        event = answer(state, todo.pop(picks[len(story.turns) % len(picks)] % len(todo)), keep)
-        story.log.append(("Done", event.mfc or "", event.span.start, event.span.stop))
+        event = reply(state, todo.pop(picks[len(trace.events) % len(picks)] % len(todo)), keep)
+        trace.log.append(("Done", event.mfc or "", event.span.start, event.span.stop))
         actions = state.handle(event)
-        story.turns.append((event, actions))
-        assert len(story.turns) < 400, "the run does not end"
-        todo += story.note(actions)
-    return story
+        trace.events.append((event, actions))
+        assert len(trace.events) < 400, "the run does not end"
+        todo += trace.note(actions)
+    return trace
 
 
 def best_of_two(mfc: str, row: RowId) -> bool:
@@ -120,11 +120,11 @@ def best_of_two(mfc: str, row: RowId) -> bool:
 
 @settings(max_examples=40, deadline=None)
 @given(PICKS, st.integers(1, 5), st.integers(1, 5), st.integers(0, 2))
-def test_every_call_sees_every_prompt_once(picks: list[int], gen: int, train: int, staleness: int) -> None:
-    story = play(picks, staleness=staleness, gen=gen, rew=3, train=train)
-    assert story.state.is_over and story.state.finished_steps == 4
-    for mfc in story.state.graph.mfcs:
-        calls = [d for d in story.dispatched if d.call.mfc == mfc.name]
+def test_every_call_processes_every_prompt_once(picks: list[int], gen: int, train: int, staleness: int) -> None:
+    trace = play(picks, staleness=staleness, gen=gen, rew=3, train=train)
+    assert trace.state.is_over and trace.state.finished_steps == 4
+    for mfc in trace.state.graph.mfcs:
+        calls = [d for d in trace.dispatched if d.call.mfc == mfc.name]
         spans = [d.span for d in calls]
         assert [p for s in spans for p in range(s.start, s.stop)] == list(range(14))
         assert all(s.stop - s.start <= mfc.batch_size and s.start // 4 == (s.stop - 1) // 4 == s.step for s in spans)
@@ -135,15 +135,15 @@ def test_every_call_sees_every_prompt_once(picks: list[int], gen: int, train: in
 
 @settings(max_examples=40, deadline=None)
 @given(PICKS, st.sampled_from([1, 3, 4]))
-def test_on_policy_generation_waits_for_the_step_before(picks: list[int], size: int) -> None:
-    story = play(picks, gen=size, train=size)
+def test_on_policy_generation_waits_for_the_previous_step(picks: list[int], size: int) -> None:
+    trace = play(picks, gen=size, train=size)
     for step in (1, 2, 3):
-        assert story.at("Dispatch", "gen", 4 * step) > story.at("Done", "train", 4 * step - 1)
-        assert story.at("Dispatch", "critic", 4 * step) > story.at("Done", "critic_train", 4 * step - 1)
-    assert all(d.call.version == (d.span.step if d.call.mfc not in ("rew", "ref") else 0) for d in story.dispatched)
+        assert trace.at("Dispatch", "gen", 4 * step) > trace.at("Done", "train", 4 * step - 1)
+        assert trace.at("Dispatch", "critic", 4 * step) > trace.at("Done", "critic_train", 4 * step - 1)
+    assert all(d.call.version == (d.span.step if d.call.mfc not in ("rew", "ref") else 0) for d in trace.dispatched)
 
 
-def test_a_call_runs_once_at_a_time() -> None:
+def test_calls_of_an_mfc_do_not_overlap() -> None:
     running: set[str] = set()
     for what, mfc, _, _ in play([5, 0, 3], gen=1, rew=1, ref=2).log:
         if what == "Dispatch":
@@ -155,39 +155,39 @@ def test_a_call_runs_once_at_a_time() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(PICKS, st.integers(1, 4))
-def test_staleness_one_goes_one_step_ahead_and_no_further(picks: list[int], size: int) -> None:
-    story = play(picks, staleness=1, gen=size)
+def test_staleness_one_limits_generation_to_one_step_ahead(picks: list[int], size: int) -> None:
+    trace = play(picks, staleness=1, gen=size)
     for step in (2, 3):
-        assert story.at("Dispatch", "gen", 4 * step) > story.at("Done", "train", 4 * (step - 1) - 1)
-    for d in story.dispatched:
+        assert trace.at("Dispatch", "gen", 4 * step) > trace.at("Done", "train", 4 * (step - 1) - 1)
+    for d in trace.dispatched:
         if d.call.mfc in ("gen", "critic"):
             assert d.span.step - 1 <= d.call.version <= d.span.step
         elif d.call.mfc == "train":
             assert d.call.version == d.span.step
 
 
-def test_staleness_one_overlaps_where_it_can() -> None:
-    story = play([0], staleness=1)
-    assert story.at("Dispatch", "gen", 4) < story.at("Dispatch", "train", 0)
+def test_staleness_one_overlaps_generation_and_training() -> None:
+    trace = play([0], staleness=1)
+    assert trace.at("Dispatch", "gen", 4) < trace.at("Dispatch", "train", 0)
 
 
 @settings(max_examples=30, deadline=None)
 @given(PICKS, st.integers(0, 1))
-def test_the_events_determine_the_actions_also_after_a_way_through_json(picks: list[int], staleness: int) -> None:
-    story = play(picks, best_of_two, staleness, train=3)
-    again = MasterState(story.state.graph, story.state.plan, LENGTH, staleness)
-    assert again.start() == story.first
-    for event, actions in story.turns:
+def test_events_determine_actions_after_a_json_round_trip(picks: list[int], staleness: int) -> None:
+    trace = play(picks, best_of_two, staleness, train=3)
+    again = MasterState(trace.state.graph, trace.state.plan, SCHEDULE, staleness)
+    assert again.start() == trace.first
+    for event, actions in trace.events:
         assert again.handle(from_json(to_json(event), RowsReady)) == actions
 
 
 @settings(max_examples=30, deadline=None)
 @given(PICKS, st.integers(0, 2))
-def test_data_is_fetched_ahead_and_not_too_far(picks: list[int], staleness: int) -> None:
-    story = play(picks, staleness=staleness)
-    assert [a.span.step for a in story.first] == list(range(min(2 + staleness, 4)))
+def test_data_is_prefetched_with_a_limit(picks: list[int], staleness: int) -> None:
+    trace = play(picks, staleness=staleness)
+    assert [a.span.step for a in trace.first] == list(range(min(2 + staleness, 4)))
     fetched = finished = 0
-    for what, _, start, _ in story.log:
+    for what, _, start, _ in trace.log:
         if what == "FetchRows":
             assert start == 4 * fetched
             fetched += 1
@@ -198,10 +198,10 @@ def test_data_is_fetched_ahead_and_not_too_far(picks: list[int], staleness: int)
 
 @settings(max_examples=40, deadline=None)
 @given(PICKS)
-def test_rows_that_a_producer_drops_vanish_downstream(picks: list[int]) -> None:
-    story = play(picks, best_of_two, rew=2)
-    assert story.state.is_over
-    for d in story.dispatched:
+def test_dropped_rows_are_dropped_downstream(picks: list[int]) -> None:
+    trace = play(picks, best_of_two, rew=2)
+    assert trace.state.is_over
+    for d in trace.dispatched:
         kept = [RowId(p, p % 2) for p in range(d.span.start, d.span.stop)]
         if d.call.mfc in ("ref", "train", "critic_train"):
             assert list(d.call.inputs.ids) == kept
@@ -210,13 +210,13 @@ def test_rows_that_a_producer_drops_vanish_downstream(picks: list[int]) -> None:
 @settings(max_examples=40, deadline=None)
 @given(PICKS, st.sampled_from([1, 4]))
 def test_a_prompt_or_a_step_without_rows_does_not_hang(picks: list[int], size: int) -> None:
-    story = play(picks, lambda mfc, row: mfc != "rew" or (row.prompt % 3 == 0 and row.prompt // 4 != 1), train=size)
-    assert story.state.is_over
-    trained = [i.prompt for d in story.dispatched if d.call.mfc == "train" for i in d.call.inputs.ids]
+    trace = play(picks, lambda mfc, row: mfc != "rew" or (row.prompt % 3 == 0 and row.prompt // 4 != 1), train=size)
+    assert trace.state.is_over
+    trained = [i.prompt for d in trace.dispatched if d.call.mfc == "train" for i in d.call.inputs.ids]
     assert trained == [0, 0, 3, 3, 9, 9, 12, 12]
 
 
-def test_a_prompt_that_is_dropped_before_it_is_answered_does_not_hang() -> None:
+def test_prompts_dropped_before_generation_do_not_hang() -> None:
     assert play([0], lambda mfc, row: mfc != "gen" or row.prompt > 5).state.is_over
     spec = InterfaceSpec("any")
     pick = MFC("pick", None, Kind.INFERENCE, spec, ("row",), ("chosen",), 2)
@@ -233,15 +233,15 @@ def test_a_prompt_that_is_dropped_before_it_is_answered_does_not_hang() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(PICKS, st.booleans())
-def test_holders_are_true_and_nothing_is_sent_twice(picks: list[int], is_best_of_two: bool) -> None:
-    """Keep the workers' stores by hand: calls are carried out in the order in which they are sent."""
-    story = play(picks, best_of_two if is_best_of_two else lambda mfc, row: True, gen=2, train=3)
+def test_holders_are_correct_and_no_row_is_sent_twice(picks: list[int], is_best_of_two: bool) -> None:
+    """Track the row stores of all workers: calls are executed in sending order."""
+    trace = play(picks, best_of_two if is_best_of_two else lambda mfc, row: True, gen=2, train=3)
     stores: dict[int, set[tuple[str, RowId]]] = {rank: set() for rank in range(4)}
-    for event, actions in story.turns:
+    for event, actions in trace.events:
         for rank, meta in event.outputs.items():
             stores[rank] |= {(key, row) for key in meta.columns for row in meta.ids}
         for call in [a.call for a in actions if isinstance(a, Dispatch)]:
-            layout = story.state.plan[call.mfc].layout
+            layout = trace.state.plan[call.mfc].layout
             copies = plan_transfer(call, tuple(call.inputs.columns), layout)
             assert all((c.key, c.row) in stores[c.src] and (c.key, c.row) not in stores[c.dst] for c in copies)
             for c in copies:
@@ -253,91 +253,91 @@ def test_holders_are_true_and_nothing_is_sent_twice(picks: list[int], is_best_of
                 assert wanted <= stores[rank]
 
 
-def tells(rate: int, salt: int) -> Keep:
-    """The answers to one prompt in ``rate`` tell something; the verifier drops the others."""
+def keep_some(rate: int, salt: int) -> Keep:
+    """Keep one prompt in ``rate``; the filter drops the others."""
     return lambda mfc, row: mfc != "rew" or (row.prompt * 2654435761 + salt) % 97 % rate == 0
 
 
 @settings(max_examples=60, deadline=None)
 @given(PICKS, st.integers(1, 6), st.integers(0, 96), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2))
-def test_prompts_that_tell_nothing_are_drawn_anew(
+def test_resampling_of_filtered_prompts(
     picks: list[int], rate: int, salt: int, resamples: int, size: int, staleness: int
 ) -> None:
-    keep = tells(rate, salt)
-    story = play(picks, keep, staleness, resamples=resamples, gen=size, rew=size, train=size)
+    keep = keep_some(rate, salt)
+    trace = play(picks, keep, staleness, resamples=resamples, gen=size, rew=size, train=size)
     stride = 4 * (1 + resamples)
-    finished = [(a, b) for what, _, a, b in story.log if what == "FinishStep"]
-    assert story.state.is_over and [a // stride for a, _ in finished] == [0, 1, 2, 3]
+    finished = [(a, b) for what, _, a, b in trace.log if what == "FinishStep"]
+    assert trace.state.is_over and [a // stride for a, _ in finished] == [0, 1, 2, 3]
     for step, (start, stop) in enumerate(finished):
-        draws = [(a, b) for what, _, a, b in story.log if what == "FetchRows" and a // stride == step]
+        draws = [(a, b) for what, _, a, b in trace.log if what == "FetchRows" and a // stride == step]
         assert (draws[0][0], draws[-1][1]) == (start, stop) == (stride * step, stop) and len(draws) <= 1 + resamples
         assert all(before[1] == after[0] for before, after in zip(draws, draws[1:], strict=False))
-        told = [p for p in range(start, stop) if keep("rew", RowId(p, 0))]
+        kept = [p for p in range(start, stop) if keep("rew", RowId(p, 0))]
         wanted = 2 if step == 3 else 4
         enough = [sum(keep("rew", RowId(p, 0)) for p in range(start, b)) >= wanted for _, b in draws]
         assert enough[-1] or len(draws) == 1 + resamples
-        assert not any(enough[:-1]), "drawn on although there were enough"
+        assert not any(enough[:-1]), "resampled although enough prompts were kept"
         for name in ("train", "critic_train", "ref"):
             rows = [
-                i for d in story.dispatched if d.call.mfc == name and d.span.step == step for i in d.call.inputs.ids
+                i for d in trace.dispatched if d.call.mfc == name and d.span.step == step for i in d.call.inputs.ids
             ]
-            assert rows == [RowId(p, s) for p in told[:wanted] for s in (0, 1)]
-        seen = [p for d in story.dispatched if d.call.mfc == "gen" and d.span.step == step
+            assert rows == [RowId(p, s) for p in kept[:wanted] for s in (0, 1)]
+        seen = [p for d in trace.dispatched if d.call.mfc == "gen" and d.span.step == step
                 for p in range(d.span.start, d.span.stop)]  # fmt: skip
         assert seen == list(range(start, stop))
-    trained = [d for d in story.dispatched if d.call.mfc == "train"]
+    trained = [d for d in trace.dispatched if d.call.mfc == "train"]
     assert all(len({i.prompt for i in d.call.inputs.ids}) <= size for d in trained)
-    again = MasterState(story.state.graph, story.state.plan, story.state.schedule, staleness)
-    assert again.start() == story.first and all(again.handle(event) == actions for event, actions in story.turns)
+    again = MasterState(trace.state.graph, trace.state.plan, trace.state.schedule, staleness)
+    assert again.start() == trace.first and all(again.handle(event) == actions for event, actions in trace.events)
 
 
-def test_where_all_prompts_tell_a_redraw_changes_nothing_but_numbers() -> None:
+def test_resampling_without_filtered_prompts_only_changes_positions() -> None:
     plain, drawn = play([3, 1, 2]), play([3, 1, 2], resamples=2)
     assert [(what, mfc) for what, mfc, _, _ in drawn.log] == [(what, mfc) for what, mfc, _, _ in plain.log]
     assert [a - 8 * (a // 12) for _, _, a, _ in drawn.log] == [a for _, _, a, _ in plain.log]
 
 
 @pytest.mark.parametrize(
-    ("drawn", "kept", "wanted", "n"),
+    ("sampled", "kept", "wanted", "n"),
     [(8, 0, 8, 8), (8, 4, 8, 8), (8, 6, 8, 3), (8, 7, 8, 2), (12, 1, 8, 8), (4, 3, 4, 2)],
 )
-def test_how_many_are_drawn_next(drawn: int, kept: int, wanted: int, n: int) -> None:
-    assert next_resample(drawn, kept, wanted, limit=8) == n
+def test_next_resample(sampled: int, kept: int, wanted: int, n: int) -> None:
+    assert next_resample(sampled, kept, wanted, limit=8) == n
 
 
-def test_rows_may_come_in_any_order() -> None:
+def test_rows_are_sorted() -> None:
     ids = tuple(RowId(p, s) for p, s in ((5, 1), (2, 0), (5, 0), (2, 1)))
     rows = sorted_rows(BatchMeta(ids, {"tokens": ColumnMeta("int64", (4, 1, 3, 2))}))
     assert rows.ids == tuple(sorted(ids)) and rows.columns["tokens"].lengths == (1, 2, 3, 4)
     assert sorted_rows(rows) is rows
 
 
-def test_a_row_weighs_as_much_as_its_largest_value() -> None:
+def test_row_bytes_is_the_largest_value() -> None:
     columns = [ColumnMeta("int64", (3, 1, 0)), ColumnMeta("float32", (1, 5, 0))]
     assert row_bytes(columns) == [24, 20, 0]
 
 
 def test_rows_of_a_prompt_must_come_from_one_worker() -> None:
-    state = MasterState(graph := ppo(), plan_of(graph), LENGTH)
+    state = MasterState(graph := ppo(), plan_of(graph), SCHEDULE)
     state.start()
     with pytest.raises(AssertionError, match="two workers produced rows of prompt 0"):
-        state.handle(RowsReady(None, LENGTH.span(0), dict.fromkeys((0, 1), made([RowId(0, PROMPT)], ("prompts",)))))
+        state.handle(RowsReady(None, SCHEDULE.span(0), dict.fromkeys((0, 1), made([RowId(0, PROMPT)], ("prompts",)))))
 
 
-def test_shared_keys_and_minibatches_are_told() -> None:
+def test_shared_keys_and_minibatches() -> None:
     calls = {d.call.mfc: d.call for d in play([0]).dispatched if d.span.step == 0}
     assert calls["rew"].shared == ("row",) and calls["gen"].shared == ("prompts",) and calls["train"].shared == ()
     assert calls["train"].minibatches == (0, 0, 0, 0, 1, 1, 1, 1) and set(calls["ref"].minibatches) == {0}
 
 
-def test_a_state_goes_with_its_role() -> None:
+def test_state_is_per_role() -> None:
     state = MasterState(graph := ppo(), plan_of(graph), TrainSchedule(2, 4, 2))
     todo, seen = state.start(), []
     while todo:
         action = todo.pop(0)
         if isinstance(action, FinishStep):
             continue
-        event = answer(state, action, lambda mfc, row: True)
+        event = reply(state, action, lambda mfc, row: True)
         if isinstance(action, Dispatch):
             seen.append((action.call.mfc, action.call.state))
             event = replace(event, state={"trained": action.span.step + 1} if action.call.mfc == "train" else None)
@@ -346,34 +346,34 @@ def test_a_state_goes_with_its_role() -> None:
     assert [s for m, s in seen if m in ("rew", "ref", "critic")] == [{}] * 6
 
 
-def test_rows_of_a_finished_step_are_on_record_until_the_next_event() -> None:
-    story, prompts = play([0]), range(12, 14)
-    held = story.state.holders_of(prompts, ("tokens", "row"))
+def test_rows_of_a_finished_step_are_held_until_the_next_event() -> None:
+    trace, prompts = play([0]), range(12, 14)
+    held = trace.state.holders_of(prompts, ("tokens", "row"))
     assert sorted(row for rows in held.values() for row in rows) == [
         RowId(p, s) for p in prompts for s in (PROMPT, 0, 1)
     ]
-    assert set(held) <= {0, 1} and story.state.holders_of(range(12), story.state.keys) == {}
+    assert set(held) <= {0, 1} and trace.state.holders_of(range(12), trace.state.keys) == {}
 
 
 @pytest.mark.parametrize(
     ("epochs", "max_steps", "steps", "last"),
     [(1, None, 3, 2), (3, None, 8, 2), (3, 5, 5, 4), (1, 99, 3, 2), (2, None, 5, 4)],
 )
-def test_the_length_of_a_run(epochs: int, max_steps: int | None, steps: int, last: int) -> None:
-    length = make_train_schedule(4, 10, epochs, max_steps)
-    assert length.n_steps == steps
-    span = length.span(steps - 1)
+def test_train_schedule(epochs: int, max_steps: int | None, steps: int, last: int) -> None:
+    schedule = make_train_schedule(4, 10, epochs, max_steps)
+    assert schedule.n_steps == steps
+    span = schedule.span(steps - 1)
     assert span == PromptRange(steps - 1, 4 * (steps - 1), 4 * (steps - 1) + last)
 
 
-def test_a_machine_may_begin_with_a_later_step() -> None:
+def test_start_at_a_later_step() -> None:
     state = MasterState(graph := ppo(), plan_of(graph), TrainSchedule(4, 14, 4, first_step=2))
     todo, seen = state.start(), []
     while todo:
         action = todo.pop(0)
         seen.append((type(action).__name__, action.span))
         if not isinstance(action, FinishStep):
-            todo += state.handle(answer(state, action, lambda mfc, row: True))
+            todo += state.handle(reply(state, action, lambda mfc, row: True))
     spans = [PromptRange(2, 8, 12), PromptRange(3, 12, 14)]
     assert state.is_over and {span for _, span in seen} == set(spans)
     assert [span for name, span in seen if name == "FinishStep"] == spans and len(seen) == 2 * (1 + 6 + 1)

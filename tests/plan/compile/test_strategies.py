@@ -1,4 +1,4 @@
-"""The layouts of a search are legal, distinct, and all that one would write by hand on a small cluster."""
+"""The layouts of a search are valid, distinct, and complete on a small cluster."""
 
 from dataclasses import replace
 
@@ -29,23 +29,23 @@ def texts(n_workers: int, node_size: int) -> list[str]:
     return [str(mesh) for mesh in meshes(n_workers, node_size)]
 
 
-def test_meshes_of_one_node_are_all_its_runs() -> None:
+def test_meshes_of_one_node_are_all_ranges() -> None:
     assert texts(1, 1) == ["0"]
     assert sorted(texts(3, 3)) == ["0", "0-1", "0-2", "1", "1-2", "2"]
     assert len(texts(6, 6)) == 21
 
 
-def test_meshes_of_several_nodes_are_nodes_and_equal_parts_of_one() -> None:
+def test_meshes_of_several_nodes() -> None:
     found = texts(8, 4)
     assert {"0-7", "0-3", "4-7", "0-1", "6-7", "0", "7"} <= set(found)
-    assert "2-5" not in found and "0-5" not in found  # neither whole nodes nor a part of one
+    assert "2-5" not in found and "0-5" not in found  # not whole nodes, and not a fraction of one
     assert {"0-23", "8-31", "0-15", "24-31"} <= set(texts(32, 8))
     assert len(texts(1024, 8)) < 40
 
 
 @settings(max_examples=60, deadline=None)
 @given(NODES, NODE_SIZES)
-def test_meshes_are_distinct_runs_of_workers_that_are_there(n_nodes: int, node_size: int) -> None:
+def test_meshes_are_distinct_and_valid(n_nodes: int, node_size: int) -> None:
     n = n_nodes * node_size
     found = meshes(n, node_size)
     assert len(set(found)) == len(found) and tuple(range(n)) in [mesh.ranks for mesh in found]
@@ -57,7 +57,7 @@ def test_meshes_are_distinct_runs_of_workers_that_are_there(n_nodes: int, node_s
             assert in_one_node or first % node_size == size % node_size == 0
 
 
-def test_strategies_by_hand() -> None:
+def test_strategies() -> None:
     found = {str(s) for s in strategies(8, 4, LLAMA)}
     assert found == {"d8t1p1", "d4t1p2", "d2t1p4", "d4t2p1", "d2t2p2", "d1t2p4", "d2t4p1", "d1t4p2"}
     assert list(strategies(6, 4, None)) == [ParallelStrategy(6)]
@@ -66,7 +66,7 @@ def test_strategies_by_hand() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(NODES, NODE_SIZES, MODELS)
-def test_layouts_are_legal_and_tensor_groups_stay_in_a_node(n_nodes: int, node_size: int, model: ModelConfig) -> None:
+def test_layouts_are_valid_and_tensor_groups_stay_in_a_node(n_nodes: int, node_size: int, model: ModelConfig) -> None:
     found = layouts(n_nodes * node_size, node_size, model)
     assert len(set(found)) == len(found) > 0
     for layout in found:
@@ -77,7 +77,7 @@ def test_layouts_are_legal_and_tensor_groups_stay_in_a_node(n_nodes: int, node_s
 
 
 @pytest.mark.parametrize("n_workers", [1, 2, 3, 4])
-def test_on_one_small_node_nothing_legal_is_missing(n_workers: int) -> None:
+def test_all_valid_layouts_of_a_small_node(n_workers: int) -> None:
     found = {(str(x.strategy), x.mesh.ranks) for x in layouts(n_workers, n_workers, LLAMA)}
     for first in range(n_workers):
         for size in range(1, n_workers - first + 1):

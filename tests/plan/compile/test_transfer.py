@@ -1,4 +1,4 @@
-"""Which rows move before a call."""
+"""Row transfers before a call."""
 
 from realhf.api.batch_meta import PROMPT, BatchMeta, ColumnMeta, RowId
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
@@ -22,7 +22,7 @@ def layout(dp: int = 1, tp: int = 1, pp: int = 1) -> Layout:
     return Layout(DeviceMesh(tuple(range(dp * tp * pp))), ParallelStrategy(dp, tp, pp))
 
 
-def test_rows_go_where_they_are_computed_and_no_further() -> None:
+def test_rows_are_sent_to_their_replica() -> None:
     copies = plan_transfer(call((1, 0, 4), (1, 1, 1), ((0, 1), (2,))), ("tokens",), layout(dp=2))
     assert copies == (
         RowCopy("tokens", IDS[0], 1, 0, "int64", 5),
@@ -30,11 +30,11 @@ def test_rows_go_where_they_are_computed_and_no_further() -> None:
     )
 
 
-def test_what_is_there_is_not_copied() -> None:
+def test_present_rows_are_not_copied() -> None:
     assert plan_transfer(call((0, 0, 1), (0, 0, 1), ((0, 1), (2,))), ("tokens", "row"), layout(dp=2)) == ()
 
 
-def test_what_samples_share_is_sent_once_to_each_worker() -> None:
+def test_shared_values_are_sent_once_per_worker() -> None:
     copies = plan_transfer(call((0, 0, 0), (5, 5, 5), ((0, 1, 2),)), ("row",), layout())
     assert copies == (
         RowCopy("row", RowId(0, PROMPT), 5, 0, "uint8", 9),
@@ -46,7 +46,7 @@ def test_what_samples_share_is_sent_once_to_each_worker() -> None:
     )
 
 
-def test_every_replica_of_a_rank_gets_its_rows() -> None:
+def test_all_workers_of_a_replica_receive_its_rows() -> None:
     copies = plan_transfer(call((9, 9, 9), (9, 9, 9), ((0, 1), (2,))), ("tokens",), layout(dp=2, tp=2, pp=2))
     assert {(c.row, c.dst) for c in copies} == {
         *((row, dst) for row in IDS[:2] for dst in (0, 1, 4, 5)),
@@ -55,17 +55,17 @@ def test_every_replica_of_a_rank_gets_its_rows() -> None:
     assert {c.src for c in copies} == {9}
 
 
-def test_a_worker_does_not_send_what_it_is_still_waiting_for() -> None:
-    # the master put the replica, workers 0 and 1, on record as holders after the first row of the prompt
+def test_a_worker_does_not_send_rows_it_has_not_received() -> None:
+    # the master recorded the replica, workers 0 and 1, as holders after the first row of the prompt
     copies = plan_transfer(call((0, 0, 0), (5, (0, 1), (0, 1)), ((0, 1), ())), ("row",), layout(dp=2, tp=2))
     assert [(c.src, c.dst) for c in copies] == [(5, 0), (5, 1)]
 
 
-def test_a_rank_without_rows_gets_nothing() -> None:
+def test_a_rank_without_rows_receives_none() -> None:
     copies = plan_transfer(call((0, 0, 0), (0, 0, 0), ((), (), (0, 1, 2))), ("tokens",), layout(dp=3))
     assert {c.dst for c in copies} == {2}
 
 
-def test_members_of_a_replica_that_lack_a_row_get_it_from_the_one_that_has_it() -> None:
+def test_missing_rows_are_sent_within_a_replica() -> None:
     copies = plan_transfer(call((1, (0, 1), (1, 0)), (0, 0, 0), ((0, 1, 2),)), ("tokens",), layout(tp=2))
     assert copies == (RowCopy("tokens", IDS[0], 1, 0, "int64", 5),)
