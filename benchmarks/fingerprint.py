@@ -39,7 +39,8 @@ def start_models(checkout: Path, out: Path) -> None:
     for member in range(3):
         call(checkout, "quickstart", "rw", *directory(out, f"rw{member}"), f"seed={member + 1}",
              f"dataset.path={task}/preferences.jsonl", f"model.path={sft_model(out)}",
-             "model.init_critic_from_actor=True", "dataset.train_bs_n_seqs=32", "exp_ctrl.total_train_steps=6", "model.optimizer.lr=1e-3")  # fmt: skip
+             "model.init_critic_from_actor=True", "dataset.train_bs_n_seqs=32",
+             "exp_ctrl.total_train_steps=6", "model.optimizer.lr=1e-3")  # fmt: skip
 
 
 def sft_model(out: Path) -> Path:

@@ -131,8 +131,8 @@ def generating(answers: tuple[int, ...], samples: int = 1, slots: int = 64, hard
 
 
 def generation(cost: CostModel, n_prompts: int, text: str = "d1") -> float:
-    return seconds(cost, "actor_gen", text, (BatchRows(tuple(RowId(p, PROMPT) for p in range(n_prompts)), (4,) * n_prompts,
-                                                  (0,) * n_prompts),))  # fmt: skip
+    ids = tuple(RowId(prompt, PROMPT) for prompt in range(n_prompts))
+    return seconds(cost, "actor_gen", text, (BatchRows(ids, (4,) * n_prompts, (0,) * n_prompts),))
 
 
 def test_generation_by_hand() -> None:
