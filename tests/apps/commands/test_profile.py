@@ -1,4 +1,4 @@
-"""``realhf profile`` says what is wrong before it measures, and adds to the profile that is there."""
+"""``realhf profile`` reports all problems before measuring, and updates an existing profile."""
 
 import json
 from dataclasses import replace
@@ -31,7 +31,7 @@ def problems(*words: str) -> list[str]:
     return caught.value.problems
 
 
-def test_every_wrong_word_is_named() -> None:
+def test_all_invalid_options_are_reported() -> None:
     found = problems("modle=x", "bf16=perhaps", "here", "device=tpu")
     assert found[::2] == ["unknown option modle  did you mean model ?", "'here' is not of the form key=value"]
     assert found[1].startswith("bf16=perhaps: Value 'perhaps'") and found[3].startswith("device=tpu: Invalid value")
@@ -41,7 +41,7 @@ def test_every_wrong_word_is_named() -> None:
     ]
 
 
-def test_models_and_files_that_cannot_be_used_are_all_named(tmp_path: Path) -> None:
+def test_all_unusable_models_and_files_are_reported(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "lama"}))
     (tmp_path / "notes.json").write_text("[]")
     found = problems(f"model={tmp_path},{tmp_path}/none", f"out={tmp_path}/notes.json", "device=cpu")
@@ -59,7 +59,7 @@ def test_options_and_models_are_read(tmp_path: Path) -> None:
     assert [m.hidden for m in models] == [32, 32] and previous is None and device == "cpu"
 
 
-def test_a_profile_is_written_whole_and_read_back(tmp_path: Path) -> None:
+def test_profile_round_trip(tmp_path: Path) -> None:
     file = tmp_path / "runs" / "profile.json"
     command.write(PROFILE, file)
     assert from_json(file.read_text(), Profile) == PROFILE
@@ -67,19 +67,19 @@ def test_a_profile_is_written_whole_and_read_back(tmp_path: Path) -> None:
     assert [f.name for f in file.parent.iterdir()] == ["profile.json"]
 
 
-def test_the_profile_of_another_machine_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_of_another_machine_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command.write(PROFILE, file := tmp_path / "profile.json")
     assert run(["profile", f"out={file}", "device=cpu"]) == 2
     assert "is the profile of another machine (abacus (2 cores" in capsys.readouterr().err
     assert from_json(file.read_text(), Profile) == PROFILE
 
 
-def test_bad_input_ends_with_code_2_and_help_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["profile", "model=/nowhere"]) == 2 and "/nowhere" in capsys.readouterr().err
     assert run(["profile", "--help"]) == 0 and "threads_per_worker: int" in capsys.readouterr().out
 
 
-def test_the_table_shows_every_fit() -> None:
+def test_table_shows_all_fits() -> None:
     table = command.table(replace(PROFILE, fits={**PROFILE.fits, "h8-v9/t1/kept_bytes": FIT}))
     columns = [list(column.cells) for column in table.columns]
     assert columns[0] == ["call", "h8-v9/t1/forward", "h8-v9/t1/kept_bytes"] and columns[1] == ["1"] * 3

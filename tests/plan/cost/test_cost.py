@@ -1,4 +1,4 @@
-"""What calls cost, by hand: operations over speed, bubbles, collectives, rows that finish one after the other."""
+"""Costs of calls against hand computations: arithmetic, pipeline bubbles, collectives, decoding."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,7 +34,7 @@ def cost_model(hardware: Hardware = COMPUTE_ONLY, actor: ModelConfig = LLAMA, **
 
 
 def equal_rows(dp: int, n: int = 16, length: int = 30, minibatches: int = 2) -> tuple[BatchRows, ...]:
-    """``n`` rows of one length, dealt to ``dp`` ranks and to mini-batches."""
+    """Return ``n`` rows of one length, distributed over ``dp`` ranks and mini-batches."""
     numbers = tuple(i * minibatches // n for i in range(n))
     return tuple(
         BatchRows(tuple(RowId(i, 0) for i in range(d, n, dp)), (length,) * len(range(d, n, dp)), numbers[d::dp])
@@ -48,7 +48,7 @@ def seconds(cost: CostModel, mfc: str, text: str, rows: Sequence[BatchRows] = ()
     return cost.compute(cost.graph[mfc], placement, rows or equal_rows(where.strategy.dp)).seconds
 
 
-def test_inference_takes_its_operations_and_no_other_rank_s() -> None:
+def test_inference_costs_its_operations_on_the_busiest_rank() -> None:
     cost = cost_model()
     assert seconds(cost, "ref_inf", "d1") == pytest.approx(forward_flops(LLAMA, [30] * 16) / 1e12)
     uneven = (equal_rows(1, n=3)[0], equal_rows(1, n=5)[0])
@@ -64,7 +64,7 @@ def test_data_parallelism_divides_arithmetic_and_adds_collectives(dp: int) -> No
     step = speed.collective(CollectiveKind.REDUCE_SCATTER, 4 * numel, ranks)
     step += speed.collective(CollectiveKind.ALL_GATHER, 4 * numel, ranks)
     step += speed.collective(CollectiveKind.ALL_REDUCE, 8, ranks)  # the norm
-    step += 2 * speed.collective(CollectiveKind.ALL_REDUCE, 64, ranks)  # the denominator, and what may veto the step
+    step += 2 * speed.collective(CollectiveKind.ALL_REDUCE, 64, ranks)  # the denominator, and the decision to skip
     assert seconds(cost_model(linked), "actor_train", f"d{dp}") == pytest.approx(alone / dp + 2 * step)  # mini-batches
     short = cost_model(linked, bf16=True)
     gathered = speed.collective(CollectiveKind.ALL_GATHER, 2 * numel, ranks)
@@ -92,7 +92,7 @@ def test_activations_travel_between_stages() -> None:
     assert added == pytest.approx(hop)
 
 
-def test_what_works_at_a_time_is_never_more_than_there_are_workers() -> None:
+def test_core_seconds_are_bounded_by_the_number_of_workers() -> None:
     cost = cost_model(TOY)
     for mfc in cost.graph.mfcs:
         for text in STRATEGIES:
@@ -104,18 +104,16 @@ def test_what_works_at_a_time_is_never_more_than_there_are_workers() -> None:
                 assert found.core_seconds == pytest.approx(found.seconds)
 
 
-def test_ranks_without_rows_wait() -> None:
-    cost, nothing = cost_model(), BatchRows((), (), ())
+def test_ranks_without_rows_cost_nothing() -> None:
+    cost, empty = cost_model(), BatchRows((), (), ())
     for mfc in ("ref_inf", "actor_train"):
         some = equal_rows(1, n=4)[0]
-        assert seconds(cost, mfc, "d2", (some, nothing)) == pytest.approx(seconds(cost, mfc, "d1", (some,)))
-    assert seconds(cost, "actor_gen", "d2", (*prompts_on(1), nothing)) == seconds(
-        cost, "actor_gen", "d1", prompts_on(1)
-    )
+        assert seconds(cost, mfc, "d2", (some, empty)) == pytest.approx(seconds(cost, mfc, "d1", (some,)))
+    assert seconds(cost, "actor_gen", "d2", (*prompts_on(1), empty)) == seconds(cost, "actor_gen", "d1", prompts_on(1))
 
 
 def prompts_on(dp: int, n: int = 4) -> tuple[BatchRows, ...]:
-    """Prompts as the workload of ``ppo_planner`` has them."""
+    """Return prompts like those of the workload of ``ppo_planner``."""
     lengths = (16, 10, 13)
     return tuple(
         BatchRows(tuple(RowId(p, PROMPT) for p in range(d, n, dp)), tuple(lengths[p % 3] for p in range(d, n, dp)),
@@ -124,32 +122,32 @@ def prompts_on(dp: int, n: int = 4) -> tuple[BatchRows, ...]:
     )  # fmt: skip
 
 
-def generating(answers: tuple[int, ...], samples: int = 1, slots: int = 64, hardware: Hardware = TOY) -> CostModel:
-    workload = Workload(((4,),), answers, samples)
-    options = {"gen": GenerationConfig(max_new_tokens=max(answers), max_num_seqs=slots)}
+def generating(responses: tuple[int, ...], samples: int = 1, slots: int = 64, hardware: Hardware = TOY) -> CostModel:
+    workload = Workload(((4,),), responses, samples)
+    options = {"gen": GenerationConfig(max_new_tokens=max(responses), max_num_seqs=slots)}
     return cost_model(hardware, workload=workload, options=options)
 
 
 def generation(cost: CostModel, n_prompts: int, text: str = "d1") -> float:
-    ids = tuple(RowId(prompt, PROMPT) for prompt in range(n_prompts))
-    return seconds(cost, "actor_gen", text, (BatchRows(ids, (4,) * n_prompts, (0,) * n_prompts),))
+    rows = BatchRows(tuple(RowId(p, PROMPT) for p in range(n_prompts)), (4,) * n_prompts, (0,) * n_prompts)
+    return seconds(cost, "actor_gen", text, (rows,))
 
 
 def test_generation_by_hand() -> None:
-    """Prompts of 4, answers of 3 and 5: two turns for both rows, two more for the longer one."""
+    """Prompts of 4, responses of 3 and 5: two steps for both rows, two more for the longer one."""
     speed, cost = Roofline(TOY), generating((3, 5))
     (part,) = stage_shards(LLAMA, cost.roles["actor"], layout("d1").strategy)
     prefill = speed.forward(replace(part, last=False), Work.of([4, 4]), (0,))
     prefill += speed.decode(replace(part, n_blocks=0, first=False), 2, 0, (0,))
-    turns = 2 * speed.decode(part, 2, 5 + 1, (0,)) + 2 * speed.decode(part, 1, 7 + 1, (0,))
+    steps = 2 * speed.decode(part, 2, 5 + 1, (0,)) + 2 * speed.decode(part, 1, 7 + 1, (0,))
     outside = speed.interface("ppo_actor/generate", 2, 8)
-    assert generation(cost, 2) == pytest.approx(prefill + turns + outside)
+    assert generation(cost, 2) == pytest.approx(prefill + steps + outside)
     assert generation(generating((3, 5)), 2) < generation(generating((5, 5)), 2)
     one_by_one = generation(generating((3,), slots=1), 1) + generation(generating((5,), slots=1), 1) - outside
     assert generation(generating((3, 5), slots=1), 2) == pytest.approx(one_by_one)
 
 
-def test_a_group_s_prompt_is_computed_once() -> None:
+def test_prompt_of_a_group_is_prefilled_once() -> None:
     alone, four = generation(generating((8,), 1, hardware=COMPUTE_ONLY), 1), generating((8,), 4, hardware=COMPUTE_ONLY)
     prompt = forward_flops(LLAMA, [4], head_tokens=0) / 1e12
     assert generation(four, 1) == pytest.approx(4 * (alone - prompt) + prompt)
@@ -157,33 +155,33 @@ def test_a_group_s_prompt_is_computed_once() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(0, 5), st.integers(1, 5))
-def test_shorter_answers_and_fewer_rows_take_no_longer(answers: list[int], which: int, shorter: int) -> None:
-    which %= len(answers)
-    less = [*answers[:which], max(1, answers[which] - shorter), *answers[which + 1 :]]
-    n = len(answers)
-    full = generation(generating(tuple(answers)), n)
+def test_generation_time_is_monotonic_in_lengths_and_rows(lengths: list[int], which: int, shorter: int) -> None:
+    which %= len(lengths)
+    less = [*lengths[:which], max(1, lengths[which] - shorter), *lengths[which + 1 :]]
+    n = len(lengths)
+    full = generation(generating(tuple(lengths)), n)
     assert generation(generating(tuple(less)), n) <= full * (1 + 1e-9)
-    assert n == 1 or generation(generating(tuple(answers)), n - 1) <= full * (1 + 1e-9)
+    assert n == 1 or generation(generating(tuple(lengths)), n - 1) <= full * (1 + 1e-9)
 
 
-def test_stages_generate_in_turns() -> None:
-    """Two groups of rows on two stages: each turn takes as long as both stages for half of the rows."""
+def test_generation_is_pipelined_over_stages() -> None:
+    """Two groups of rows on two stages: a step takes as long as both stages take for half of the rows."""
     cost, speed = generating((9,), hardware=COMPUTE_ONLY), Roofline(COMPUTE_ONLY)
     parts = stage_shards(LLAMA, cost.roles["actor"], layout("p2").strategy)
-    turn = sum(speed.decode(part, 2, 5 + 4, (0,)) for part in parts)
+    step = sum(speed.decode(part, 2, 5 + 4, (0,)) for part in parts)
     slowest = 2 * max(speed.decode(part, 2, 5 + 4, (0,)) for part in parts)
     prefill = forward_flops(LLAMA, [4] * 4, head_tokens=4) / 1e12
-    assert generation(cost, 4, "p2") == pytest.approx(prefill + 8 * max(turn, slowest))
+    assert generation(cost, 4, "p2") == pytest.approx(prefill + 8 * max(step, slowest))
 
 
-def test_a_call_without_a_model_costs_its_interface_alone() -> None:
+def test_a_call_without_a_model_costs_only_its_interface() -> None:
     cost = cost_model(TOY)
     judge = MFC("judge", None, Kind.INFERENCE, InterfaceSpec("verifier"), ("tokens",), ("rewards",), 8)
     found = cost.compute(judge, Placement(layout("d2")), equal_rows(2))
     assert found == Cost(100 * TOY.kernel, 200 * TOY.kernel)
 
 
-def test_moving_weights_costs_what_its_traffic_does() -> None:
+def test_reallocation_costs_its_traffic() -> None:
     cost, speed = cost_model(TOY), Roofline(TOY)
     traffic = realloc_traffic(LLAMA, layout("d2"), layout("t2", 2), 4, TOY.node_size)
     found = cost.reallocate("actor", layout("d2"), layout("t2", 2))
@@ -195,13 +193,13 @@ def test_moving_weights_costs_what_its_traffic_does() -> None:
     assert cost.exchange(Traffic()) == Cost(0.0, 0.0)
 
 
-def test_resting_weights_cross_the_host_s_link() -> None:
+def test_offloading_uses_the_host_link() -> None:
     cost = cost_model(TOY)
     assert cost.host_copy("ref", layout("t2p2")).seconds == TOY.host.seconds(4 * max(shard_numels(LLAMA, 2, 2)))
     assert cost.host_copy("ref", layout("t2p2")).core_seconds == 4 * cost.host_copy("ref", layout("t2p2")).seconds
 
 
-def test_every_instruction_of_a_run_has_its_price() -> None:
+def test_every_instruction_of_a_run_has_a_cost() -> None:
     planner = ppo_planner(hardware=TOY)
     cost, graph = planner.calls.cost, replace(planner.graph, offloaded=("rew",))
     places = {"actor_gen": "d4", "rew_inf": "d1", "ref_inf": "t2", "critic_inf": "p2", "critic_train": "d2",
@@ -209,11 +207,11 @@ def test_every_instruction_of_a_run_has_its_price() -> None:
     plan = ExecutionPlan(4, {name: Placement(layout(text)) for name, text in places.items()})
     price, seen = cost.price(plan), dict[type, list[tuple[PrepareCall, Instruction, Cost]]]()
 
-    def noted(call: PrepareCall, step: Instruction) -> Cost:
+    def recorded(call: PrepareCall, step: Instruction) -> Cost:
         seen.setdefault(type(step), []).append((call, step, price(call, step)))
         return seen[type(step)][-1][2]
 
-    simulate(graph, plan, compile_program(graph, plan), noted, TrainSchedule(8, 16, 2), cost.workload)
+    simulate(graph, plan, compile_program(graph, plan), recorded, TrainSchedule(8, 16, 2), cost.workload)
     assert all(c == Cost(0.0, 0.0) for _, _, c in seen[Release])
     assert {c for _, _, c in seen[Load] + seen[Offload]} == {cost.host_copy("rew", layout("d1"))}
     moved = {s.role: c for _, s, c in seen[Reallocate] if isinstance(s, Reallocate)}
@@ -224,8 +222,8 @@ def test_every_instruction_of_a_run_has_its_price() -> None:
     assert all(c.seconds > 0 for _, _, c in seen[Compute]) and any(c.seconds > 0 for _, _, c in seen[Transfer])
 
 
-def test_rows_that_share_their_prompt_cost_what_is_left() -> None:
-    """Three answers of 6, 8 and 10 tokens to a prompt of 10, and a lone row of 12."""
+def test_shared_prompts_count_once() -> None:
+    """Three responses of 6, 8 and 10 tokens to a prompt of 10, and a single row of 12."""
     ids = (*(RowId(0, sample) for sample in range(3)), RowId(1, 0))
     given = (ids, (16, 18, 20, 12), MicroBatching(1, 100), (10, 10, 10, 8))
     (apart,), (shared,) = works_of(*given), works_of(*given, share_prompts=True)
@@ -241,7 +239,7 @@ def test_rows_that_share_their_prompt_cost_what_is_left() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 6), st.integers(8, 80))
-def test_micro_batches_hold_every_row_once(lengths: list[int], n_mbs: int, cap: int) -> None:
+def test_micro_batches_contain_every_row_once(lengths: list[int], n_mbs: int, cap: int) -> None:
     ids = tuple(RowId(i, 0) for i in range(len(lengths)))
     works = works_of(ids, tuple(lengths), MicroBatching(n_mbs, cap), tuple(n // 2 for n in lengths))
     assert sum(w.rows for w in works) == len(lengths) and sum(w.tokens for w in works) == sum(lengths)

@@ -1,4 +1,4 @@
-"""The machines that ship, and what is said of a description that is none."""
+"""The predefined machines, and the problems of invalid descriptions."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ GOOD = (FOLDER / "h100.yaml").read_text()
 
 
 def problems(tmp_path: Path, text: str) -> list[str]:
-    """What is said of a file, without its name."""
+    """Return the reported problems of a file, without its name."""
     file = tmp_path / "mine.yaml"
     file.write_text(text)
     with pytest.raises(UserError) as caught:
@@ -22,7 +22,7 @@ def problems(tmp_path: Path, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", machine_names())
-def test_every_machine_loads_and_makes_sense(name: str) -> None:
+def test_every_machine_loads_with_plausible_values(name: str) -> None:
     found = read_hardware(name)
     assert found.name == name and found.reserved < found.memory
     assert found.memory_bandwidth > found.node.bandwidth > found.cluster.bandwidth
@@ -30,21 +30,21 @@ def test_every_machine_loads_and_makes_sense(name: str) -> None:
     assert read_hardware(name, 4).node_size == 4
 
 
-def test_the_machines_that_ship() -> None:
+def test_predefined_machines() -> None:
     assert machine_names() == ["a100", "cpu", "h100", "h200"]
     a100, h100, h200 = (read_hardware(name) for name in ("a100", "h100", "h200"))
     assert a100.flops < h100.flops == h200.flops and h100.memory < h200.memory
     assert h100.memory == 80e9 and h100.node == Link(360e9, 1.5e-6) and h100.node_size == 8
 
 
-def test_the_way_between_two_workers() -> None:
+def test_link_between_two_workers() -> None:
     h100 = read_hardware("h100")
     assert h100.link(3, 4) == h100.node and h100.link(7, 8) == h100.cluster
-    assert h100.link(2, 2).seconds(2.8e12) == 2.0  # what is copied is read and written
+    assert h100.link(2, 2).seconds(2.8e12) == 2.0  # a copy reads and writes
     assert h100.node.seconds(0) == 0.0 and h100.node.seconds(360e9) == 1.0 + 1.5e-6
 
 
-def test_a_file_of_the_user_s(tmp_path: Path) -> None:
+def test_user_defined_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.yml"
     file.write_text(GOOD.replace("name: h100", "name: mine").replace("reserved: 4e9", "cores: 0"))
     assert (read_hardware(str(file)).name, read_hardware(str(file)).reserved) == ("mine", 0.0)
@@ -57,7 +57,7 @@ def test_an_unknown_machine() -> None:
         read_hardware("nowhere.yaml")
 
 
-def test_every_problem_of_a_file_is_named(tmp_path: Path) -> None:
+def test_all_problems_of_a_file_are_reported(tmp_path: Path) -> None:
     text = (
         "name: x\nnode_size: 2.5\nmemory: 80GB\nflops: 0\nnode: {latency: -1, bandwith: 3}\ncluster: 5\ncores: true\n"
     )
@@ -75,18 +75,18 @@ def test_every_problem_of_a_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [".inf", ".nan", "-3", "yes", "[1]"])
-def test_what_is_no_number(value: str, tmp_path: Path) -> None:
+def test_invalid_numbers(value: str, tmp_path: Path) -> None:
     (problem,) = problems(tmp_path, GOOD.replace("flops: 650e12", f"flops: {value}"))
     assert problem.startswith("flops=") and problem.endswith("must be a finite number >= 0")
 
 
-def test_a_machine_of_which_plans_would_leave_all_is_refused(tmp_path: Path) -> None:
+def test_reserve_fraction_of_one_is_rejected(tmp_path: Path) -> None:
     (problem,) = problems(tmp_path, GOOD.replace("reserved: 4e9", "memory_reserve_fraction: 1.0"))
     assert problem == "memory_reserve_fraction=1.0 must be below 1: it is a fraction of the memory"
     assert read_hardware("cpu").usable == pytest.approx(0.9 * read_hardware("cpu").memory)
 
 
 @pytest.mark.parametrize("text", ["a: [", "- 1\n- 2\n", "a: ${b}"])
-def test_what_is_no_table(text: str, tmp_path: Path) -> None:
+def test_invalid_yaml(text: str, tmp_path: Path) -> None:
     (problem,) = problems(tmp_path, text)
     assert "YAML" in problem or problem == "expected a mapping of values"

@@ -1,4 +1,4 @@
-"""Bytes by hand: weights and their optimizer, what micro-batches keep, caches, copies, and who rests."""
+"""Memory against hand computations: weights, optimizer, activations, caches, copies, offloading."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ from tests.plan.search.planners import LLAMA, layout, ppo_planner
 
 NUMEL = sum(spec.numel for spec in param_specs(LLAMA))
 D1, D2, T2P2 = (ParallelStrategy.parse(text) for text in ("d1", "d2", "t2p2"))
-COUNTED = AnalyticMemory("cuda")
+ANALYTIC = AnalyticMemory("cuda")
 
 
 def memory_model(**options: object) -> MemoryModel:
@@ -35,26 +35,26 @@ def rows(n: int, length: int = 20, minibatches: int = 1) -> BatchRows:
     return BatchRows(tuple(RowId(i, 0) for i in range(n)), (length,) * n, numbers)
 
 
-def test_a_model_of_this_size_by_hand() -> None:
+def test_number_of_parameters() -> None:
     block = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 160 + 2 * 64
     assert 2 * 120 * 64 + 4 * block + 64 == NUMEL
 
 
 @pytest.mark.parametrize(("dp", "bf16"), [(1, False), (2, False), (1, True), (4, True)])
-def test_what_a_trained_role_has_at_home(dp: int, bf16: bool) -> None:
+def test_resident_bytes_of_a_trained_role(dp: int, bf16: bool) -> None:
     found = memory_model(bf16=bf16).resident("actor", ParallelStrategy(dp=dp))
     state = 8 + (4 if bf16 else 0)  # moments, a float32 copy
     assert found == Bytes(weights=(2 if bf16 else 4) * NUMEL, gradients=4 * NUMEL, optimizer=NUMEL / dp * state)
 
 
-def test_a_role_that_is_not_trained_has_its_weights() -> None:
+def test_resident_bytes_of_a_frozen_role() -> None:
     assert memory_model().resident("ref", D2) == Bytes(weights=4 * NUMEL)
     assert memory_model().resident("ref", T2P2) == Bytes(weights=4 * max(shard_numels(LLAMA, 2, 2)))
     frozen = memory_model(optimizer=OptimizerConfig(type=OptimizerType.none))
     assert frozen.resident("actor", D1) == Bytes(weights=4 * NUMEL)
 
 
-def test_an_average_of_short_weights_lives_in_float32_beside_them() -> None:
+def test_moving_average_of_bf16_weights_has_a_float32_master() -> None:
     follows = {"ref_ema_eta": 0.1}
     assert memory_model(bf16=True, options=follows).resident("ref", D1) == Bytes(weights=(2 + 4) * NUMEL)
     assert memory_model(options=follows).resident("ref", D1) == Bytes(weights=4 * NUMEL)
@@ -65,20 +65,20 @@ def transient(model: MemoryModel, mfc: str, text: str, some: BatchRows, limits: 
     return model.transient(model.graph[mfc], Placement(where, limits), [some], layout(home or text))
 
 
-def test_inference_holds_its_largest_micro_batch() -> None:
+def test_inference_takes_its_largest_micro_batch() -> None:
     (part,) = stage_shards(LLAMA, memory_model().roles["ref"], D1)
     some, limits = rows(10), MicroBatching(max_tokens_per_mb=60)
-    expected = COUNTED.forward_bytes(part, Work.of([20] * 3))
+    expected = ANALYTIC.forward_bytes(part, Work.of([20] * 3))
     assert transient(memory_model(), "ref_inf", "d1", some, limits) == Bytes(activations=expected)
     assert transient(memory_model(), "rew_inf", "d1", rows(1), limits).activations > 0
 
 
-def test_a_prompt_that_rows_share_takes_its_bytes_once() -> None:
+def test_shared_prompts_count_once() -> None:
     (part,) = stage_shards(LLAMA, memory_model().roles["ref"], D1)
     ids = tuple(RowId(0, sample) for sample in range(4))
     some = BatchRows(ids, (20,) * 4, (0,) * 4)
     model = replace(memory_model(workload=Workload(((8,),), (12,), 4)), share_prompts=True)
-    expected = COUNTED.forward_bytes(part, Work.of([8, *[12] * 4], before=[0, *[8] * 4]))
+    expected = ANALYTIC.forward_bytes(part, Work.of([8, *[12] * 4], before=[0, *[8] * 4]))
     assert transient(model, "ref_inf", "d1", some, MicroBatching()) == Bytes(activations=expected)
     assert transient(model, "actor_train", "d1", some, MicroBatching()).activations < (
         transient(replace(model, share_prompts=False), "actor_train", "d1", some, MicroBatching()).activations
@@ -86,19 +86,19 @@ def test_a_prompt_that_rows_share_takes_its_bytes_once() -> None:
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4])
-def test_training_keeps_every_micro_batch_that_is_under_way(pp: int) -> None:
-    """1F1B: of pp stages, stage s has begun pp - s micro-batches when it turns back."""
+def test_training_saves_all_micro_batches_in_flight(pp: int) -> None:
+    """1F1B: stage s of pp has pp - s micro-batches in flight at its first backward pass."""
     model = memory_model()
     parts = stage_shards(LLAMA, model.roles["actor"], ParallelStrategy(pp=pp))
     some, limits = rows(16, minibatches=2), MicroBatching(max_tokens_per_mb=40)
     peaks = []
     for stage, part in enumerate(parts):
-        kept, peak = COUNTED.train_bytes(part, Work.of([20] * (2 if pp < 4 else 1)))  # at least 2 * pp micro-batches
+        kept, peak = ANALYTIC.train_bytes(part, Work.of([20] * (2 if pp < 4 else 1)))  # at least 2 * pp micro-batches
         peaks.append(kept * (pp - 1 - stage) + peak)
     assert transient(model, "actor_train", f"p{pp}", some, limits) == Bytes(activations=max(peaks))
 
 
-def test_recomputing_keeps_less() -> None:
+def test_recomputation_saves_memory() -> None:
     some, limits = rows(4), MicroBatching()
     kept, recomputed, short = (
         transient(memory_model(**options), "actor_train", "d1", some, limits).activations
@@ -108,7 +108,7 @@ def test_recomputing_keeps_less() -> None:
 
 
 @pytest.mark.parametrize(("slots", "limits", "expected"), [(64, 0, 6), (4, 0, 4), (64, 3, 3)])
-def test_the_cache_has_a_place_for_every_slot(slots: int, limits: int, expected: int) -> None:
+def test_kv_cache_covers_all_slots(slots: int, limits: int, expected: int) -> None:
     sampling = GenerationConfig(max_new_tokens=24, max_num_seqs=slots)
     model = memory_model(workload=Workload(((10,),), (24,), 2), options={"gen": sampling})
     prompts = BatchRows(tuple(RowId(i, PROMPT) for i in range(3)), (10, 7, 10), (0, 0, 0))
@@ -119,7 +119,7 @@ def test_the_cache_has_a_place_for_every_slot(slots: int, limits: int, expected:
     assert found.buffers == 8 * expected * LLAMA.vocab
 
 
-def test_matrices_are_copied_where_blocks_are_one_call() -> None:
+def test_fused_decoding_copies_weights() -> None:
     model, prompts = memory_model(), BatchRows((RowId(0, PROMPT),), (10,), (0,))
     model = replace(model, models={role: replace(config, head_dim=16) for role, config in model.models.items()})
     for name, copied in (("d1", True), ("p2", True), ("t2", False)):
@@ -130,7 +130,7 @@ def test_matrices_are_copied_where_blocks_are_one_call() -> None:
         assert fused - apart == (model.weights("actor", ParallelStrategy.parse(name)) if copied else 0)
 
 
-def test_a_served_call_has_a_process_beside_its_workers() -> None:
+def test_served_calls_have_a_server_process() -> None:
     model = memory_model()
     model = replace(model, server_cache=3e8)
     native = plan(actor_gen="d2")
@@ -143,10 +143,10 @@ def test_a_served_call_has_a_process_beside_its_workers() -> None:
         on_it = rank in placed.layout.mesh.ranks
         assert found[rank].server == (weights + 3e8 + SERVER_BYTES if on_it else 0.0) and plain[rank].server == 0.0
     taken = model.transient(model.graph["actor_gen"], placed, [rows(4)], placed.layout)
-    assert taken == Bytes(borrowed=weights), "neither a cache of ours nor logits"
+    assert taken == Bytes(borrowed=weights), "the server has cache and logits"
 
 
-def test_borrowed_weights_count_where_they_are_borrowed() -> None:
+def test_weights_in_another_layout_are_borrowed() -> None:
     some, limits = rows(4), MicroBatching()
     at_home = transient(memory_model(), "critic_inf", "t2", some, limits)
     away = transient(memory_model(), "critic_inf", "t2", some, limits, home="d2")
@@ -160,7 +160,7 @@ def plan(**places: str) -> ExecutionPlan:
     return ExecutionPlan(4, {n: Placement(layout(text, int((at or ["0"])[0]))) for n, (text, *at) in spots.items()})
 
 
-def test_a_worker_needs_what_lives_there_and_its_largest_call() -> None:
+def test_peak_is_resident_bytes_plus_largest_call() -> None:
     planner = ppo_planner()
     model, where = planner.calls.memory, plan(actor_gen="t2@2", critic_train="d1@3", critic_inf="d1@3")
     calls = {m.name: planner.calls.rows(m, where[m.name].layout.strategy.dp) for m in planner.graph.mfcs}
@@ -177,7 +177,7 @@ def test_a_worker_needs_what_lives_there_and_its_largest_call() -> None:
     assert all(some.runtime == 1e6 for some in found.values())
 
 
-def test_shared_memory_that_a_move_filled_stays_with_who_took_part() -> None:
+def test_ring_bytes_stay_with_participants_of_a_reallocation() -> None:
     planner = ppo_planner(device="cpu")
     model, where = planner.calls.memory, plan(actor_gen="t2@2", critic_inf="t2")
     calls = {m.name: planner.calls.rows(m, where[m.name].layout.strategy.dp) for m in planner.graph.mfcs}
@@ -186,29 +186,29 @@ def test_shared_memory_that_a_move_filled_stays_with_who_took_part() -> None:
         model.ring_bytes("actor", layout("d2"), layout("t2", 2)),
         model.ring_bytes("critic", layout("d2"), layout("t2")),
     )
-    assert far > 0 == near  # who has all of a model keeps a part of it without a word to anybody
+    assert far > 0 == near  # local copies use no rings
     assert [found[r].total - without[r].total for r in range(4)] == pytest.approx([far] * 4)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_weights_that_rest_are_there_while_a_call_runs(device: str) -> None:
+def test_offloaded_weights_are_resident_during_calls(device: str) -> None:
     planner = ppo_planner(device=device)
     model, where = planner.calls.memory, plan(rew_inf="d1@2")
     calls = {m.name: planner.calls.rows(m, where[m.name].layout.strategy.dp) for m in planner.graph.mfcs}
-    resting = replace(model, graph=Graph(model.graph.mfcs, offloaded=("ref", "rew")))
-    before, after = model.devices(where, calls), resting.devices(where, calls)
+    offloading = replace(model, graph=Graph(model.graph.mfcs, offloaded=("ref", "rew")))
+    before, after = model.devices(where, calls), offloading.devices(where, calls)
     weights = 4 * NUMEL
-    if device == "cpu":  # the host's memory is the device's
+    if device == "cpu":  # host and device memory are the same
         assert before == after
         return
     assert after[0].weights == before[0].weights - weights and after[0].activations == before[0].activations
-    assert after[2] == before[2]  # it has nothing but the reward model, awake when it is fullest
+    assert after[2] == before[2]  # it has only the reward model, which is loaded at its peak
     assert max(b.total for b in after.values()) < max(b.total for b in before.values())
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(0, 1e12), min_size=8, max_size=8), st.lists(st.floats(0, 1e12), min_size=8, max_size=8))
-def test_bytes_add_up(one: list[float], other: list[float]) -> None:
+def test_bytes_are_added_by_purpose(one: list[float], other: list[float]) -> None:
     both = Bytes(*one) + Bytes(*other)
     assert both == Bytes(*(a + b for a, b in zip(one, other, strict=True)))
     assert both.total == pytest.approx(sum(one) + sum(other))

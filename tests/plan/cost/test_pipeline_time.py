@@ -1,4 +1,4 @@
-"""Pipelines against a clock: the formulas of the literature fall out of the schedules."""
+"""Simulated pipelines against formulas of the literature."""
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +10,7 @@ from realhf.plan.cost.pipeline_time import makespan, uniform_makespan
 
 @pytest.mark.parametrize("n_stages", [1, 2, 3, 5])
 @pytest.mark.parametrize("n", [1, 2, 4, 9])
-def test_equal_stages_leave_the_bubble_of_the_paper(n_stages: int, n: int) -> None:
+def test_bubble_of_equal_stages(n_stages: int, n: int) -> None:
     """Narayanan et al. 2021, section 2.2: (m + p - 1) * (forward + backward)."""
     train = [train_schedule(stage, n_stages, n) for stage in range(n_stages)]
     seconds = makespan(train, lambda s, i: 1.0, lambda s, i: 2.0, lambda s, i: 0.0)
@@ -19,7 +19,7 @@ def test_equal_stages_leave_the_bubble_of_the_paper(n_stages: int, n: int) -> No
     assert makespan(infer, lambda s, i: 1.0, lambda s, i: 0.0, lambda s, i: 0.0) == pytest.approx(n + n_stages - 1)
 
 
-def test_the_slowest_stage_sets_the_pace_and_sends_add_up() -> None:
+def test_slowest_stage_dominates_and_sends_add_up() -> None:
     infer = [inference_schedule(stage, 3, 10) for stage in range(3)]
     times = (1.0, 4.0, 2.0)
     assert makespan(infer, lambda s, i: times[s], lambda s, i: 0.0, lambda s, i: 0.5) == pytest.approx(
@@ -29,7 +29,7 @@ def test_the_slowest_stage_sets_the_pace_and_sends_add_up() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_long_uniform_pipelines_need_not_be_run_to_their_end(data: st.DataObject) -> None:
+def test_extrapolation_of_long_uniform_pipelines(data: st.DataObject) -> None:
     n_stages, n = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 60))
     seconds = st.lists(st.floats(0.1, 10.0), min_size=n_stages, max_size=n_stages).map(tuple)
     forward, backward = data.draw(seconds), data.draw(seconds)
@@ -40,7 +40,7 @@ def test_long_uniform_pipelines_need_not_be_run_to_their_end(data: st.DataObject
         assert uniform_makespan(schedule, n, forward, backward, send) == pytest.approx(whole, rel=0.02)
 
 
-def test_schedules_that_do_not_fit_are_found() -> None:
+def test_deadlocks_are_detected() -> None:
     with pytest.raises(AssertionError, match="deadlock"):
         makespan(
             [train_schedule(1, 2, 1), train_schedule(1, 2, 1)], lambda s, i: 1.0, lambda s, i: 1.0, lambda s, i: 0.0

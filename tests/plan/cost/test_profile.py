@@ -1,4 +1,4 @@
-"""Fits find what made the numbers, profiles survive JSON, and what was not measured is said."""
+"""Fits recover coefficients, profiles round-trip through JSON, and missing measurements are reported."""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ def all_ones(counts: dict[str, float]) -> Fit:
 
 
 def measured() -> ProfiledSpeed:
-    """Everything counts one second; training passes two and three."""
+    """Return a profile with 1 s per count; 2 s and 3 s for training passes."""
     whole = pass_counts(part(), WORKS[0], 1)
     shape = shape_of(MODEL, False)
     twice, thrice = (Fit(dict.fromkeys(whole, factor), ()) for factor in (2.0, 3.0))
@@ -59,13 +59,13 @@ def measured() -> ProfiledSpeed:
 
 
 @given(st.lists(COSTS, min_size=4, max_size=4), st.integers(0, 5))
-def test_a_fit_finds_the_coefficients_that_made_the_points(costs: list[float], spoilt: int) -> None:
+def test_fit_recovers_coefficients_despite_an_outlier(costs: list[float], outlier: int) -> None:
     names = ("block", "block token", "block pair", "block run")
     true = dict(zip(names, costs, strict=True))
     parts = [pass_counts(part(n, False, False), work, 0) for n in (1, 3) for work in WORKS]
     counts = [{name: some[name] for name in names} for some in parts]
     points = [point(some, Fit(true, ())(some)) for some in counts]
-    points[spoilt] = points[spoilt].scaled(1.7)  # somebody else was on the machine
+    points[outlier] = points[outlier].scaled(1.7)  # an outlier
     fit = fitted(points)
     for some in counts:
         assert fit(some) == pytest.approx(Fit(true, ())(some), rel=0.03)
@@ -77,60 +77,60 @@ def test_no_coefficient_is_negative(rows: list[tuple[float, float, float]]) -> N
     assert min(fit.coefficients.values()) >= 0 and fit.error >= 0
 
 
-def test_what_shrinks_with_a_count_does_not_make_it_cost_less_than_nothing() -> None:
+def test_decreasing_times_give_a_zero_coefficient() -> None:
     fit = fitted([point({"call": 1, "row": n}, 1.0 - n / 100) for n in range(0, 50, 5)])
     assert fit.coefficients["row"] == 0.0 and 0.5 < fit.coefficients["call"] <= 1.0
 
 
-def test_nothing_is_not_fitted() -> None:
+def test_invalid_points_are_rejected() -> None:
     with pytest.raises(ValueError, match="cannot fit 0 points"):
         fitted([])
     with pytest.raises(ValueError, match="all medians positive"):
         fitted([point({"call": 1}, 0.0)])
 
 
-def test_a_profile_survives_json() -> None:
+def test_json_round_trip() -> None:
     profile = measured().profile
     assert from_json(to_json(profile), Profile) == profile
 
 
-def test_a_shape_is_neither_depth_nor_head() -> None:
+def test_shape_is_independent_of_depth_and_head() -> None:
     assert shape_of(replace(MODEL, n_layers=9, head="scalar"), False) == shape_of(MODEL, False)
     others = [{"hidden": 128}, {"vocab": 99}, {"n_experts": 4}, {"norm": "layer"}, {"sliding_windows": (8,) * 4}]
     shapes = {shape_of(replace(MODEL, **change), False) for change in others} | {shape_of(MODEL, True)}  # type: ignore[arg-type]
     assert len(shapes) == 6 and shape_of(MODEL, False) not in shapes
 
 
-def test_a_pass_is_its_blocks_and_its_ends() -> None:
+def test_pass_counts() -> None:
     work = Work.of([3, 4])
     assert measured().forward(part(2, False, False), work, (0,)) == 2 * (1 + 7 + 16 + 2) + 1 + 2 + 7
     assert measured().forward(part(0, True, False), work, (0,)) == (1 + 2 + 7) + (1 + 7)
     assert measured().forward(part(0, False, True), work, (0,)) == (1 + 2 + 7) + (1 + 7)
 
 
-def test_tokens_without_a_loss_cost_the_head_nothing_on_its_way_back() -> None:
+def test_backward_of_the_head_counts_only_trained_tokens() -> None:
     all_tokens, some = (measured().train(part(), Work.of([10], trained), (0,)) for trained in (None, 4))
     assert all_tokens[0] == some[0] and all_tokens[1] - some[1] == 3 * 6
 
 
-def test_recomputed_blocks_run_without_autograd_first_and_again_behind() -> None:
+def test_recomputation_moves_the_forward_pass_to_the_backward_pass() -> None:
     work = Work.of([10])
     plain, again = (measured().train(part(recompute=recompute), work, (0,)) for recompute in (False, True))
     blocks = 4 * (1 + 10 + 55 + 1)
     assert plain[0] - again[0] == blocks and again[1] - plain[1] == 2 * blocks
 
 
-def test_drawing_tokens_pays_for_places_in_the_cache() -> None:
+def test_decoding_counts_cached_tokens() -> None:
     assert measured().decode(part(2), 3, 10.0, (0,)) == 2 * (1 + 3 + 30) + 1 + 3 + 1 + 3
     assert measured().decode(part(0, False, True), 3, 0, (0,)) == 2 * (1 + 3)
 
 
-def test_links_and_the_rest() -> None:
+def test_other_methods() -> None:
     speed = measured()
     assert speed.optimizer(part(), 10) == 11
     assert speed.send(100, 0, 1) == 101 and speed.send(100, 1, 1) == 0
     assert speed.collective(CollectiveKind.ALL_REDUCE, 100, (0,)) == 0
-    assert speed.collective(CollectiveKind.ALL_REDUCE, 100, (0, 1, 2)) == 101  # as if they were four
+    assert speed.collective(CollectiveKind.ALL_REDUCE, 100, (0, 1, 2)) == 101  # rounded up to four
     assert speed.exchange(Traffic(local=5, n_parts=2, copied=10)) == 1 + 2 + 10
     assert speed.exchange(Traffic(node=6, n_parts=2, copied=6)) == 1 + 2 + 6 + 1 + 2 + 6
     assert speed.interface("sft/train_step", 2, 30) == 33 and speed.interface("sft/train_step", 0, 0) == 0
@@ -138,7 +138,7 @@ def test_links_and_the_rest() -> None:
     assert speed.call == 1.0
 
 
-def test_what_was_not_measured_is_said_with_the_command_that_does() -> None:
+def test_missing_measurements_are_reported_with_a_command() -> None:
     speed = measured()
     with pytest.raises(
         ValueError, match=r"t2/forward.*only h64\S+ \(t1\).*realhf profile model=\S+ n_gpus_per_node=2'"
@@ -153,7 +153,7 @@ def test_what_was_not_measured_is_said_with_the_command_that_does() -> None:
     assert speed.covers(MODEL) and not speed.covers(MODEL, tp=2) and not speed.covers(MODEL, bf16=True)
 
 
-def test_profiles_of_one_machine_add_up() -> None:
+def test_profiles_of_one_machine_are_merged() -> None:
     older, fit = measured().profile, all_ones({"call": 1})
     newer = Profile(MACHINE, 2e8, {"send": fit})
     both = older + newer
@@ -162,8 +162,8 @@ def test_profiles_of_one_machine_add_up() -> None:
         Profile(replace(MACHINE, processor="another"), 0.0, {}) + newer
 
 
-def test_bytes_that_few_micro_batches_exceed() -> None:
-    """Nine of ten points are as their fit says, one is half as large again."""
+def test_excess_of_memory_fits() -> None:
+    """Nine of ten points equal their fit; one is 50 % larger."""
     points = tuple(Point({"byte": 1.0}, n, n, n, 1) for n in [100.0] * 18 + [150.0] * 2)
     fit = Fit({"byte": 100.0}, points)
     profile = replace(measured().profile, fits={"a/t1/train_bytes": fit, "b/t2/train_bytes": fit, "a/t1/forward": fit})

@@ -1,4 +1,4 @@
-"""Times by hand: what only computes, what only passes through memory, what only waits for others."""
+"""Roofline times against hand computations: compute-bound, memory-bound and communication-bound work."""
 
 from dataclasses import replace
 from math import log2
@@ -28,16 +28,16 @@ def whole(model: ModelConfig, tp: int = 1, bf16: bool = False, recompute: bool =
 @pytest.mark.parametrize("model", [LLAMA, CRITIC, MOE, PLAIN], ids=["llama", "critic", "moe", "plain"])
 @settings(max_examples=25, deadline=None)
 @given(lengths=LENGTHS)
-def test_where_only_arithmetic_takes_time_passes_take_their_operations(model: ModelConfig, lengths: list[int]) -> None:
+def test_compute_bound_passes_cost_their_operations(model: ModelConfig, lengths: list[int]) -> None:
     speed, work = Roofline(COMPUTE_ONLY), Work.of(lengths)
     seconds = forward_flops(model, lengths) / COMPUTE_ONLY.flops
     head = forward_flops(model, lengths) - forward_flops(model, lengths, head_tokens=0)
-    again = head / COMPUTE_ONLY.flops  # logits are never kept
+    again = head / COMPUTE_ONLY.flops  # logits are recomputed
     assert speed.forward(whole(model), work, (0,)) == pytest.approx(seconds, rel=1e-9)
     forward, backward = speed.train(whole(model), work, (0,))
     assert (forward, backward) == (pytest.approx(seconds, rel=1e-9), pytest.approx(2 * seconds + again, rel=1e-9))
     with_again = speed.train(whole(model, recompute=True), work, (0,))[1]
-    assert with_again == pytest.approx(3 * seconds, rel=1e-9)  # blocks once more, and the head as before
+    assert with_again == pytest.approx(3 * seconds, rel=1e-9)  # blocks again, the head as before
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -52,10 +52,10 @@ def test_tensor_parallelism_cuts_arithmetic_and_adds_two_collectives_a_block(tp:
     added = Roofline(linked).forward(whole(LLAMA, tp), work, ranks) - speed.forward(whole(LLAMA, tp), work, ranks)
     assert added == pytest.approx(LLAMA.n_layers * 2 * reduce, rel=1e-6)
     both, alone = Roofline(linked).train(whole(LLAMA, tp), work, ranks), speed.train(whole(LLAMA, tp), work, ranks)
-    assert sum(both) - sum(alone) == pytest.approx(2 * added, rel=1e-6)  # and two more on the way back
+    assert sum(both) - sum(alone) == pytest.approx(2 * added, rel=1e-6)  # and two more in the backward pass
 
 
-def test_decoding_one_row_reads_every_weight_and_its_cache() -> None:
+def test_memory_bound_decoding_reads_all_weights_and_the_cache() -> None:
     speed = Roofline(BYTES_ONLY)
     blocks = replace(whole(LLAMA, bf16=True), first=False, last=False)
     cache = 2 * LLAMA.n_layers * LLAMA.n_kv_heads * LLAMA.head_dim
@@ -66,13 +66,13 @@ def test_decoding_one_row_reads_every_weight_and_its_cache() -> None:
     assert head == pytest.approx(2 * LLAMA.hidden * LLAMA.vocab / 1e11, rel=0.1)
 
 
-def test_decoding_computes_what_a_pass_over_one_more_token_does() -> None:
+def test_compute_bound_decoding_equals_a_pass_of_one_more_token() -> None:
     speed = Roofline(COMPUTE_ONLY)
     flops = forward_flops(LLAMA, [101]) - forward_flops(LLAMA, [100])
     assert speed.decode(whole(LLAMA), 3, 101, (0,)) == pytest.approx(3 * flops / COMPUTE_ONLY.flops)
 
 
-def test_of_experts_only_those_are_read_that_a_token_is_sent_to() -> None:
+def test_only_experts_with_tokens_are_read() -> None:
     speed = Roofline(BYTES_ONLY)
     part = replace(whole(MOE), n_blocks=4, first=False, last=False)
     one, many = speed.decode(part, 1, 0, (0,)), speed.decode(part, 4096, 0, (0,))
@@ -84,7 +84,7 @@ def test_of_experts_only_those_are_read_that_a_token_is_sent_to() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(LENGTHS, st.integers(1, 60), st.sampled_from([LLAMA, MOE, PLAIN]))
-def test_more_work_takes_no_less_time(lengths: list[int], more: int, model: ModelConfig) -> None:
+def test_times_are_monotonic_in_work(lengths: list[int], more: int, model: ModelConfig) -> None:
     speed = Roofline(TOY)
     little, much = Work.of(lengths), Work.of([*lengths, more])
     assert speed.forward(whole(model), little, (0,)) < speed.forward(whole(model), much, (0,))
@@ -93,7 +93,7 @@ def test_more_work_takes_no_less_time(lengths: list[int], more: int, model: Mode
     assert speed.decode(whole(model), 3, more, (0,)) < speed.decode(whole(model), 3, more + 1, (0,))
 
 
-def test_kernels_are_launched_one_by_one() -> None:
+def test_kernel_launches_add_up() -> None:
     slow, fast = Roofline(replace(TOY, kernel=1.0)), Roofline(replace(TOY, kernel=0.0))
     part, kernels = replace(whole(LLAMA), first=False, last=False), LLAMA.n_layers * KERNELS_PER_BLOCK
     work = Work.of([3])
@@ -117,13 +117,13 @@ N, A, B = 1e6, TOY.node, TOY.cluster
         (CollectiveKind.ALL_GATHER, tuple(range(8)), 7 * (B.latency + N / 8 / (4 * B.bandwidth))),
     ],
 )
-def test_collectives_go_around_rings(kind: CollectiveKind, ranks: tuple[int, ...], seconds: float) -> None:
+def test_ring_collectives(kind: CollectiveKind, ranks: tuple[int, ...], seconds: float) -> None:
     assert Roofline(TOY).collective(kind, N, ranks) == pytest.approx(seconds)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 64), st.floats(1, 1e9), st.sampled_from(list(CollectiveKind)))
-def test_a_collective_takes_no_less_than_its_bytes(n: int, nbytes: float, kind: CollectiveKind) -> None:
+def test_collectives_are_bounded_by_bandwidth_and_latency(n: int, nbytes: float, kind: CollectiveKind) -> None:
     ranks = tuple(range(n))
     found = Roofline(TOY).collective(kind, nbytes, ranks)
     assert found >= nbytes * (n - 1) / n / TOY.node.bandwidth
@@ -140,7 +140,7 @@ def test_links_and_copies() -> None:
     assert speed.interface("any/train_step", 0, 0) == 0.0 < speed.interface("any/train_step", 1, 9)
 
 
-def test_an_exchange_waits_for_packing_or_for_the_wire() -> None:
+def test_exchange_takes_the_maximum_of_packing_and_links() -> None:
     speed = Roofline(TOY)
     packing = Traffic(local=10**8, n_parts=5, copied=2 * 10**8)
     assert speed.exchange(packing) == pytest.approx(4e8 / 1e11 + 5e-7)

@@ -1,4 +1,4 @@
-"""Stages and shards add up to the model; what is kept of a token is counted by hand."""
+"""Stages and shards add up to the model; saved activations equal hand computations."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ STRATEGIES = ("d1", "t2", "t4", "t8", "p2", "p3", "p4", "t2p2", "t4p3")
 
 @pytest.mark.parametrize("model", [LLAMA, replace(LLAMA, tied_embedding=True), MOE])
 @pytest.mark.parametrize("text", STRATEGIES)
-def test_shards_hold_what_the_first_rank_of_every_stage_holds(text: str, model: ModelConfig) -> None:
+def test_shard_numels_equal_those_of_the_first_rank_of_every_stage(text: str, model: ModelConfig) -> None:
     where, specs = layout(text), param_specs(model)
     strategy = where.strategy
     expected = []
@@ -39,7 +39,7 @@ def test_shards_hold_what_the_first_rank_of_every_stage_holds(text: str, model: 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 12), st.data())
-def test_stages_share_out_all_blocks(n_layers: int, data: st.DataObject) -> None:
+def test_stages_partition_all_blocks(n_layers: int, data: st.DataObject) -> None:
     model, pp = replace(LLAMA, n_layers=n_layers), data.draw(st.integers(1, n_layers))
     spec = ModelSpec(bf16=True, gradient_checkpointing=True)
     parts = stage_shards(model, RoleSpec(spec), ParallelStrategy(2, 2, pp))
@@ -56,14 +56,14 @@ def test_sequence_parallelism_needs_a_group() -> None:
     assert not alone.sequence_parallel and not off.sequence_parallel
 
 
-def test_the_cache_holds_keys_and_values_of_every_head_here() -> None:
+def test_kv_cache_of_local_heads() -> None:
     assert kv_numel(LLAMA, 1, 4) == 2 * 4 * 4 * 8
     assert kv_numel(LLAMA, 2, 4) == 2 * 4 * 2 * 8
     assert kv_numel(LLAMA, 8, 4) == 2 * 4 * 1 * 8  # four heads on eight ranks: each has one
 
 
-def test_what_a_block_keeps_of_a_token() -> None:
-    # 8 query and 4 key/value heads of 8: qkv 128, turned 96, mixed 64; gate and up 320, activated and product 320
+def test_saved_activations_per_token() -> None:
+    # 8 query and 4 key/value heads of 8: qkv 128, rotated 96, attention 64; gate and up 320, activated and product 320
     assert saved_activation_numel(LLAMA, 1, False) == 4 * 64 + (128 + 96 + 64) + 4 * 160
     assert saved_activation_numel(LLAMA, 2, False) == 4 * 64 + (128 + 96 + 64) / 2 + 4 * 80
     assert saved_activation_numel(LLAMA, 2, True) == (2 / 2 + 2) * 64 + (128 + 96 + 64) / 2 + 4 * 80

@@ -1,4 +1,4 @@
-"""Traffic counts what the routes of a reallocation carry, to the byte."""
+"""Traffic equals that of the routes of a reallocation."""
 
 from itertools import product
 
@@ -22,32 +22,32 @@ def layout(text: str, start: int = 0) -> Layout:
 
 
 @pytest.mark.parametrize("src, dst", list(product(STRATEGIES, STRATEGIES)))
-def test_reallocation_carries_what_its_routes_carry(src: str, dst: str) -> None:
+def test_traffic_equals_that_of_the_routes(src: str, dst: str) -> None:
     for start in (0, 2, 4):
         here, there = layout(src), layout(dst, start)
         routes = plan_realloc(param_specs(CONFIG), lambda pp: stage_layers(CONFIG, pp), here, there, 4)
         expected = traffic_of(((r.src, r.dsts, r.numel * 4, len(r.parts)) for r in routes), 4)
         found = realloc_traffic(CONFIG, here, there, 4, 4)
-        # chunks are cut between rows, counts are not: in a model this small a row is a good part of a chunk
+        # chunks end at rows, which are a large part of a chunk in a model this small
         assert found.total == pytest.approx(expected.total, rel=0.15)
         assert found.copied == pytest.approx(expected.copied, rel=0.25)
 
 
-def test_what_a_node_shares_is_written_once_and_read_by_each() -> None:
+def test_receivers_on_a_node_share_one_copy() -> None:
     assert traffic_of([(0, (1, 2), 100, 3)], node_size=4) == Traffic(node=100, n_parts=3, copied=100, total=300)
     assert traffic_of([(0, (1, 2), 100, 3)], node_size=1).cluster == 200
     assert traffic_of([(0, (0,), 100, 1)], node_size=1) == Traffic(local=100, n_parts=1, copied=200, total=200)
     assert traffic_of([], node_size=1) == Traffic()
 
 
-def test_rings_hold_what_a_node_sends_and_no_more_than_they_can() -> None:
+def test_ring_bytes_are_bounded_by_ring_size() -> None:
     copies = [(0, (1, 2), 100, 3), (2, (1,), 30, 1), (0, (0,), 999, 1)]
     assert ring_bytes_of(copies, node_size=4) == 130  # worker 1 reads two rings
     assert ring_bytes_of(copies, node_size=1) == ring_bytes_of([], node_size=4) == 0
     assert ring_bytes_of([(0, (1,), 3 * RING_BYTES, 1), (1, (0,), 5, 1)], node_size=2) == RING_BYTES
 
 
-def test_rows_count_by_their_type_and_length() -> None:
+def test_row_traffic_depends_on_dtype_and_length() -> None:
     ids = (RowId(0, PROMPT), RowId(1, PROMPT))
     meta = BatchMeta(ids, {"tokens": ColumnMeta("int64", (3, 5))})
     call = PrepareCall(0, "any", 0, 0, meta, Holders(((2,),), {"tokens": (0, 0)}), (), ((0,), (1,)), (0, 0), {})

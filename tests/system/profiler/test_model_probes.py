@@ -1,4 +1,4 @@
-"""Models are cut down to whole patterns of their blocks; probes say how much work they are."""
+"""Reduced models keep whole block patterns; probes report their counts."""
 
 from dataclasses import replace
 
@@ -23,18 +23,18 @@ SMALL = ModelConfig("llama", 4, 32, 4, 2, 8, 64, 64, 100)
 CONTEXT = ProbeContext.of(SINGLE_RANK_GROUP, Clock(torch.device("cpu"), 1, 1), bf16=False)
 
 
-def test_equal_blocks_are_cut_to_the_numbers_asked_for() -> None:
+def test_depths_of_equal_blocks() -> None:
     small, large = reduced_depths(SMALL, 1, 3)
     assert (small.n_layers, large.n_layers, small.sliding_windows, small.head) == (1, 3, (), "lm")
 
 
-def test_a_pattern_of_windows_stays_whole() -> None:
+def test_window_patterns_are_kept_whole() -> None:
     alternating = ModelConfig("gemma2", 6, 32, 4, 2, 8, 64, 64, 100, sliding_windows=(8, 0) * 3)
     small, large = reduced_depths(alternating, 1, 3)
     assert (small.sliding_windows, large.sliding_windows) == ((8, 0), (8, 0) * 2)
 
 
-def test_the_odd_block_out_is_left_out() -> None:
+def test_exceptional_blocks_are_dropped() -> None:
     routed = ModelConfig("qwen3_moe", 5, 32, 4, 2, 8, 64, 64, 100, n_experts=4, experts_per_token=2,
                          expert_intermediate=16, dense_layers=(0,))  # fmt: skip
     small, large = reduced_depths(routed, 2, 6)
@@ -42,13 +42,13 @@ def test_the_odd_block_out_is_left_out() -> None:
     assert not strategy_problems(small, ParallelStrategy(tp=2))
 
 
-def test_lengths_are_spread_and_batches_hold_tokens() -> None:
+def test_spread_lengths_and_batches() -> None:
     assert spread_lengths(3, 4, 8) == [4, 6, 8] and spread_lengths(1, 5, 9) == [5]
     batch = batch_of([4, 6], 10, torch.device("cpu"))
     assert batch.lengths("tokens") == (4, 6) and int(batch["tokens"].max()) < 10
 
 
-def test_probes_run_and_know_their_work() -> None:
+def test_probes_run_and_report_counts() -> None:
     warm_up(CONTEXT)
     probes = list(model_probes(CONTEXT, SMALL))
     for probe in probes:
@@ -60,8 +60,8 @@ def test_probes_run_and_know_their_work() -> None:
     assert ends == {("first", "lm"), ("first", "scalar"), ("first",), ()}
 
 
-def test_what_is_kept_grows_with_tokens_and_blocks() -> None:
-    """Resident memory is coarse and lies in pieces: the model is large enough for megabytes to tell."""
+def test_saved_activations_grow_with_tokens_and_blocks() -> None:
+    """The model is large because resident memory is coarse and fragmented."""
     model = replace(SMALL, hidden=256, n_heads=4, n_kv_heads=4, head_dim=64, intermediate=768)
     points = memory_points(CONTEXT, model)
     kept = {(p.counts["block"], p.counts["stage row"], "lm" in p.counts): p.low for p in points["kept_bytes"]}

@@ -1,4 +1,4 @@
-"""A tiny machine-wide profile through real processes: everything is measured, and nothing costs less than nothing."""
+"""A tiny profile through real processes: all fits are present and non-negative."""
 
 import math
 
@@ -18,10 +18,10 @@ ALGORITHMS = ("ppo_actor/train_step", "generation/generate")
 @pytest.mark.dist
 @pytest.mark.slow
 def test_a_profile_of_one_model_on_two_workers() -> None:
-    said: list[str] = []
-    profile = take_profile(ProfileJob("cpu", 2, 1, False, (MODEL,), 2.0, ALGORITHMS), said.append)
+    logged: list[str] = []
+    profile = take_profile(ProfileJob("cpu", 2, 1, False, (MODEL,), 2.0, ALGORITHMS), logged.append)
     assert profile.machine == this_machine("cpu", 1) and profile.resident > 5e7
-    assert profile.shapes == {SHAPE: (1, 2)} and SHAPE in said and f"{SHAPE} with tensor-parallel size 2" in said
+    assert profile.shapes == {SHAPE: (1, 2)} and SHAPE in logged and f"{SHAPE} with tensor-parallel size 2" in logged
     passes = ("forward", "train_forward", "train_backward", "decode", "kept_bytes", "train_bytes", "forward_bytes")
     names = {f"{SHAPE}/t{tp}/{name}" for tp in (1, 2) for name in passes}
     names |= {f"{kind.value}/2" for kind in CollectiveKind} | {f"interface/{name}" for name in ALGORITHMS}
@@ -44,11 +44,11 @@ def test_a_profile_of_one_model_on_two_workers() -> None:
 
 
 @pytest.mark.dist
-def test_a_worker_that_fails_ends_the_profile_with_its_words() -> None:
-    broken = ModelConfig("llama", 4, 33, 4, 2, 9, 64, 64, 100)  # an odd head cannot turn
+def test_failure_of_a_worker_is_reported() -> None:
+    broken = ModelConfig("llama", 4, 33, 4, 2, 9, 64, 64, 100)  # rotary embedding needs an even head size
     with pytest.raises(RunFailed, match="worker 0 of 1 failed: Traceback"):
         take_profile(ProfileJob("cpu", 1, 1, False, (broken,), 1.0, ALGORITHMS), lambda text: None)
 
 
-def test_workers_are_measured_in_powers_of_two_and_all_together() -> None:
+def test_numbers_of_workers() -> None:
     assert [numbers_of_workers(n) for n in (1, 2, 3, 4, 6)] == [(1,), (1, 2), (1, 2, 3), (1, 2, 4), (1, 2, 4, 6)]

@@ -1,4 +1,4 @@
-"""A shard that rehearses asks its absent group for what it would ask it for."""
+"""A mock group records and charges the collectives of a shard."""
 
 import torch
 
@@ -10,18 +10,18 @@ from realhf.system.profiler.tp_probes import MockGroup, free, recorded_collectiv
 
 MODEL = ModelConfig("llama", 2, 32, 4, 2, 8, 64, 64, 100)
 BYTES = 4 * 32
-"""Of one token's activation."""
+"""Activation of one token."""
 
 
-def rehearsal() -> MockGroup:
+def mock_group() -> MockGroup:
     return MockGroup(2, Clock(torch.device("cpu"), 1, 1), free)
 
 
-def test_collectives_leave_shapes_as_a_group_does_and_take_what_they_are_said_to() -> None:
-    group, asked = rehearsal(), list[tuple[CollectiveKind, float]]()
+def test_mock_collectives_keep_shapes_and_charge_their_price() -> None:
+    group, calls = mock_group(), list[tuple[CollectiveKind, float]]()
 
     def price(kind: CollectiveKind, nbytes: float) -> float:
-        asked.append((kind, nbytes))
+        calls.append((kind, nbytes))
         return 100.0
 
     group.price = price
@@ -35,19 +35,21 @@ def test_collectives_leave_shapes_as_a_group_does_and_take_what_they_are_said_to
     )
     assert whole.sum() == 12 and part.sum() == 12
     kinds = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER)
-    assert asked == list(zip(kinds, (24.0, 48.0, 48.0), strict=True))
+    assert calls == list(zip(kinds, (24.0, 48.0, 48.0), strict=True))
 
 
-def test_what_a_pass_asks_for_is_counted() -> None:
-    group = rehearsal()
+def test_collectives_of_passes_are_recorded() -> None:
+    group = mock_group()
     bench = ProbeContext.of(group, group.clock, bf16=False)
     infer, train = pass_probes(bench, bench.engine(MODEL), [8, 8], half=False)
     # embedding, attention and MLP of two blocks; largest logit, and two sums of each token
     (forward,) = recorded_collectives(infer, group)
     assert forward == {"all_reduce message": 7, "all_reduce byte": 5 * 16 * BYTES + 3 * 16 * 4}
-    # tokens are shared out: what is summed is cut up, and gathered again before the next product
-    forth, back = recorded_collectives(train, group)
-    seams = {"all_gather message": 5, "all_gather byte": 5 * 16 * BYTES}
-    seams |= {"reduce_scatter message": 5, "reduce_scatter byte": 5 * 16 * BYTES}
-    assert forth == {"all_reduce message": 2, "all_reduce byte": 3 * 16 * 4, **seams} and back == seams
+    # sequence parallelism: reduce-scatter after and all-gather before each product
+    forward, backward = recorded_collectives(train, group)
+    collectives = {"all_gather message": 5, "all_gather byte": 5 * 16 * BYTES}
+    collectives |= {"reduce_scatter message": 5, "reduce_scatter byte": 5 * 16 * BYTES}
+    assert (
+        forward == {"all_reduce message": 2, "all_reduce byte": 3 * 16 * 4, **collectives} and backward == collectives
+    )
     assert group.price(CollectiveKind.ALL_REDUCE, 8.0) == 0.0
