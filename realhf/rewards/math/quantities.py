@@ -28,130 +28,25 @@ QUOTED = re.compile(r'"[^"]*"')
 RATE = re.compile(r"\b(?:k?m|mi|ft|k?g)/(?:s|h|hr|l|L)\b")
 STRAY = re.compile(r"-(?![A-Za-z])")
 POWER_OF_UNIT = re.compile(r"(?<=[A-Za-z\"])\s*\^\s*(?:\{\s*-?[123]\s*\}|-?[123])(?!\d)")
-UNITS = frozenset(
-    [
-        "mm",
-        "cm",
-        "km",
-        "mg",
-        "kg",
-        "ml",
-        "dl",
-        "oz",
-        "lb",
-        "lbs",
-        "ft",
-        "yd",
-        "mi",
-        "hr",
-        "hrs",
-        "min",
-        "mins",
-        "sec",
-        "secs",
-        "ms",
-        "hz",
-        "khz",
-        "kw",
-        "mph",
-        "kmh",
-        "kph",
-        "pm",
-        "am",
-        "us",
-        "usd",
-        "eur",
-        "gb",
-        "mb",
-        "kb",
-    ]
-)
+UNITS = frozenset([
+    "mm", "cm", "km", "mg", "kg", "ml", "dl", "oz", "lb", "lbs", "ft", "yd", "mi", "hr", "hrs", "min", "mins",
+    "sec", "secs", "ms", "hz", "khz", "kw", "mph", "kmh", "kph", "pm", "am", "us", "usd", "eur", "gb", "mb", "kb",
+])  # fmt: skip
 SHORT_WORDS = frozenset(["is", "of", "in", "at", "to", "be", "so", "he", "we", "it", "by", "an", "up", "a"])
 NEGATION = re.compile(r"n(?:o|ot|or|ever|either)|cannot|(?:is|are|was|does|do)n")
-OTHER_VALUE = frozenset(
-    [
-        "or",
-        "except",
-        "than",
-        "least",
-        "most",
-        "below",
-        "above",
-        "between",
-        "half",
-        "halves",
-        "third",
-        "thirds",
-        "fourth",
-        "fourths",
-        "quarter",
-        "quarters",
-        "fifth",
-        "fifths",
-        "tenth",
-        "tenths",
-        "hundredth",
-        "hundredths",
-        "thousandth",
-        "thousandths",
-        "score",
-        "percent",
-        "twice",
-        "double",
-        "triple",
-        "divided",
-        "multiplied",
-        "plus",
-        "minus",
-        "negative",
-        "squared",
-        "cubed",
-        "sqrt",
-        "root",
-        "factorial",
-        "mod",
-        "pi",
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "csc",
-        "log",
-        "exp",
-        "lim",
-        "inf",
-        "infinity",
-        "undefined",
-        "abc",
-        "xyz",
-    ]
-)
+OTHER_VALUE = frozenset([
+    "or", "except", "than", "least", "most", "below", "above", "between", "half", "halves", "third", "thirds", "fourth",
+    "fourths", "quarter", "quarters", "fifth", "fifths", "tenth", "tenths", "hundredth", "hundredths",
+    "thousandth", "thousandths", "score", "percent", "twice", "double", "triple", "divided", "multiplied", "plus",
+    "minus", "negative", "squared", "cubed", "sqrt", "root", "factorial", "mod", "pi", "sin", "cos", "tan", "cot",
+    "csc", "log", "exp", "lim", "inf", "infinity", "undefined", "abc", "xyz",
+])  # fmt: skip
 """Words next to a number that change its value, or make it no number; negations do the same."""
 MULTIPLES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-FILLERS = frozenset(
-    [
-        "the",
-        "a",
-        "an",
-        "of",
-        "in",
-        "is",
-        "are",
-        "was",
-        "were",
-        "there",
-        "it",
-        "he",
-        "she",
-        "they",
-        "total",
-        "exactly",
-        "about",
-        "per",
-        "each",
-        "all",
-    ]
-)
+FILLERS = frozenset([
+    "the", "a", "an", "of", "in", "is", "are", "was", "were", "there", "it", "he", "she", "they", "total",
+    "exactly", "about", "per", "each", "all",
+])  # fmt: skip
 
 
 class Form(Enum):

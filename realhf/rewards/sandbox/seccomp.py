@@ -79,22 +79,18 @@ def program_filter(pid: int) -> list[Instruction]:
         if at < len(numbers):
             lines += [(EQUAL, 0, 1, numbers[at]), DENY]
     lines += [(EQUAL, 0, 1, CLONE3), NOT_IMPLEMENTED]  # libraries fall back to clone, whose flags the filter can read
-    lines += if_call(CLONE[at], 0, [(ANY_BIT, 0, 1, THREAD), PERMIT, DENY])
-    lines += (
-        if_call(KILL[at], 0, if_in([pid], PERMIT, DENY))
-        + if_call(TGKILL[at], 0, if_in([pid], PERMIT, DENY))
-        + if_call(PRLIMIT[at], 0, if_in([0, pid], PERMIT, DENY))
+    blocks = (
+        (CLONE, 0, [(ANY_BIT, 0, 1, THREAD), PERMIT, DENY]),
+        (KILL, 0, if_in([pid], PERMIT, DENY)),
+        (TGKILL, 0, if_in([pid], PERMIT, DENY)),
+        (PRLIMIT, 0, if_in([0, pid], PERMIT, DENY)),
+        (PRCTL, 0, if_in([PARENT_DEATH_SIGNAL], DENY, PERMIT)),
+        (FCNTL, 1, if_in(SIGNALS_BY_FCNTL, DENY, PERMIT)),
+        (IOCTL, 1, if_in(SIGNALS_BY_IOCTL, DENY, PERMIT)),
     )
-    lines += if_call(PRCTL[at], 0, if_in([PARENT_DEATH_SIGNAL], DENY, PERMIT))
-    lines += if_call(FCNTL[at], 1, if_in(SIGNALS_BY_FCNTL, DENY, PERMIT)) + if_call(
-        IOCTL[at], 1, if_in(SIGNALS_BY_IOCTL, DENY, PERMIT)
-    )
+    for call_numbers, argument, block in blocks:  # which decide by an argument
+        lines += [(EQUAL, 0, len(block) + 1, call_numbers[at]), (LOAD, 0, 0, 16 + 8 * argument), *block]
     return [*lines, PERMIT]
-
-
-def if_call(number: int, argument: int, block: Sequence[Instruction]) -> list[Instruction]:
-    """Return instructions that decide call ``number`` by one of its arguments."""
-    return [(EQUAL, 0, len(block) + 1, number), (LOAD, 0, 0, 16 + 8 * argument), *block]
 
 
 def if_in(values: Sequence[int], action: Instruction, otherwise: Instruction) -> list[Instruction]:
