@@ -38,7 +38,8 @@ QWEN3_MOE = replace(
     LLAMA, family="qwen3_moe", qk_norm="head", n_experts=5, experts_per_token=3, expert_intermediate=24,
     dense_layers=(1,), renormalise_experts=False, balance_loss=0.001,
 )  # fmt: skip
-ALL = (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, GEMMA2, GPT2, GPT_NEOX, MIXTRAL, QWEN3_MOE)
+OLMO2 = replace(LLAMA, family="olmo2", norm_placement="post", qk_norm="full")
+ALL = (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, GEMMA2, GPT2, GPT_NEOX, MIXTRAL, QWEN3_MOE, OLMO2)
 CONFIGS = [c for one in ALL for c in (one, replace(one, head="scalar"))]
 
 

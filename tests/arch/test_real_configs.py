@@ -52,6 +52,11 @@ RELEASED: dict[str, dict[str, Any]] = {
                    "tie_word_embeddings": False},
     "gpt-neox-20b": {**SMALL, **NEOX, "model_type": "gpt_neox", "hidden_act": "gelu_fast", "eos_token_id": 0},
     "redpajama-incite": {**SMALL, **NEOX, "model_type": "gpt_neox", "rotary_pct": 1.0, "use_parallel_residual": False},
+    "olmo-2-1b": {
+        **WIDE, "model_type": "olmo2", "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 100257,
+        "hidden_act": "silu", "max_position_embeddings": 4096, "num_key_value_heads": 4, "pad_token_id": 1,
+        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 500000, "tie_word_embeddings": False,
+    },
     "deepseek-coder": {**WIDE, **OLD_MISTRAL, "model_type": "llama", "rope_theta": 100000,
                        "rope_scaling": {"type": "linear", "factor": 4.0}},
 }  # fmt: skip

@@ -13,7 +13,7 @@ from tests.models.tiny_models import ONE_OF_EACH, hf_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 ACTORS = (*ONE_OF_EACH, "llama_tied", "qwen3_moe_some")
-CRITICS = ("llama critic", "gpt2 critic", "gemma2 critic", "qwen3_moe critic")
+CRITICS = ("llama critic", "gpt2 critic", "gemma2 critic", "qwen3_moe critic", "olmo2 critic")
 ROUTED = ("mixtral", "qwen3_moe", "qwen3_moe_some", "qwen3_moe critic")
 MODELS = ACTORS + CRITICS
 OTHERS = tuple(name for name in LAYOUTS if name != "whole")

@@ -19,6 +19,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -75,10 +77,14 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "mixtral": lambda: MixtralForCausalLM(
         MixtralConfig(**{**SIZES, "intermediate_size": 52}, **BALANCE, num_local_experts=5, sliding_window=WINDOW)
     ),
+    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES)),
+    "olmo2_bias": lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES, attention_bias=True, tie_word_embeddings=True)),
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MOE, **BALANCE, norm_topk_prob=True)),
     "qwen3_moe_some": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MOE, **BALANCE, mlp_only_layers=[0])),
 }
-ONE_OF_EACH = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gpt2", "gpt_neox", "mixtral", "qwen3_moe")
+ONE_OF_EACH = (
+    "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gpt2", "gpt_neox", "mixtral", "qwen3_moe", "olmo2"
+)  # fmt: skip
 
 
 def hf_model(name: str) -> PreTrainedModel:

@@ -8,12 +8,14 @@ from realhf.arch.families.gpt_neox import GPT_NEOX
 from realhf.arch.families.llama import LLAMA
 from realhf.arch.families.mistral import MISTRAL
 from realhf.arch.families.mixtral import MIXTRAL
+from realhf.arch.families.olmo2 import OLMO2
 from realhf.arch.families.qwen2 import QWEN2
 from realhf.arch.families.qwen3 import QWEN3
 from realhf.arch.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, GEMMA2, GPT2, GPT_NEOX, MIXTRAL, QWEN3_MOE)
+    family.name: family
+    for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, GEMMA2, GPT2, GPT_NEOX, MIXTRAL, QWEN3_MOE, OLMO2)
 }
 
 __all__ = ["FAMILIES", "Family", "HfTensor"]
