@@ -85,18 +85,6 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 ONE_OF_EACH = (
     "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gpt2", "gpt_neox", "mixtral", "qwen3_moe", "olmo2"
 )  # fmt: skip
-    "llama",
-    "qwen2",
-    "qwen3",
-    "mistral",
-    "gemma",
-    "gemma2",
-    "gpt2",
-    "gpt_neox",
-    "mixtral",
-    "qwen3_moe",
-    "olmo2",
-)
 
 
 def hf_model(name: str) -> PreTrainedModel:
