@@ -1,16 +1,16 @@
-"""Makes a small language of written addition: data to warm up on, to train on and to test on, tokenizer and model.
+"""Creates an arithmetic task (written addition): datasets, a tokenizer and a model config.
 
     python examples/arithmetic.py out --digits 2
 
-``27+58=`` is answered digit by digit from the right, digit + digit + carry, each step on its own line:
+The solution of ``27+58=`` adds digit + digit + carry from the right, one step per line:
 
     7+8+0=15
     2+5+1=8
     #### 85
 
-OUT then holds sft.jsonl, train.jsonl, valid.jsonl (no sum is in two of them), tokenizer/ and model/config.json. Of the
-sums in train.jsonl, right and wrong solutions are in preferences.jsonl (pairs), outcomes.jsonl (one of both, labelled)
-and steps.jsonl (one of both in steps, the last of which has the result; what follows a mistake is labelled wrong).
+Writes sft.jsonl, train.jsonl, valid.jsonl (with disjoint sums), tokenizer/ and model/config.json. Right and wrong
+solutions of the sums in train.jsonl are in preferences.jsonl (pairs), outcomes.jsonl (labelled responses) and
+steps.jsonl (labelled steps; steps after a mistake are labelled wrong).
 """
 
 import argparse
@@ -27,7 +27,7 @@ CHARACTERS = "\n 0123456789+-*/=#.,?"
 
 
 def worked_sum(a: int, b: int) -> tuple[str, str]:
-    """Return the exercise ``a+b`` and its solution in steps; both numbers have the same number of digits."""
+    """Return the prompt ``a+b`` and its solution; both numbers have the same number of digits."""
     steps, carry = [], 0
     for x, y in zip(reversed(str(a)), reversed(str(b)), strict=True):
         total = int(x) + int(y) + carry
@@ -36,15 +36,15 @@ def worked_sum(a: int, b: int) -> tuple[str, str]:
     return f"{a}+{b}=\n", "\n".join([*steps, f"#### {a + b}"])
 
 
-def wrong_sum(prompt: str, chance: random.Random) -> tuple[str, list[float]]:
-    """Return a solution with a mistake in one digit sum, which is carried on, and a label for every digit sum."""
+def wrong_sum(prompt: str, rng: random.Random) -> tuple[str, list[float]]:
+    """Return a solution with a mistake in one digit sum, and a label for every digit sum."""
     numbers = [part[::-1] for part in prompt.removesuffix("=\n").split("+")]
-    place = chance.randrange(len(numbers[0]))
+    place = rng.randrange(len(numbers[0]))
     lines, digits, carry = [], "", 0
     for i, (x, y) in enumerate(zip(*numbers, strict=True)):
         total = int(x) + int(y) + carry
         if i == place:
-            total = chance.choice([t for t in range(20) if t != total])
+            total = rng.choice([t for t in range(20) if t != total])
         lines.append(f"{x}+{y}+{carry}={total}")
         carry, digits = total // 10, str(total % 10) + digits
     lines.append(f"#### {int(f'{carry}{digits}')}")
@@ -52,7 +52,7 @@ def wrong_sum(prompt: str, chance: random.Random) -> tuple[str, list[float]]:
 
 
 def character_tokenizer() -> Tokenizer:
-    """Return a tokenizer with one token per character, which gives texts back exactly."""
+    """Return a lossless tokenizer with one token per character."""
     words = [PAD, EOS, UNKNOWN, *CHARACTERS]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -65,12 +65,12 @@ def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_judged(folder: Path, sums: list[tuple[str, str]], chance: random.Random) -> None:
-    """Write right and wrong solutions of sums as pairs, as labelled answers and as labelled steps."""
+def write_labelled(folder: Path, sums: list[tuple[str, str]], rng: random.Random) -> None:
+    """Write right and wrong solutions as pairs, labelled responses and labelled steps."""
     pairs, outcomes, steps = [], [], []
     for prompt, right in sums:
-        wrong, labels = wrong_sum(prompt, chance)
-        is_right = chance.random() < 0.5
+        wrong, labels = wrong_sum(prompt, rng)
+        is_right = rng.random() < 0.5
         pairs.append({"prompt": prompt, "chosen": right, "rejected": wrong})
         outcomes.append({"prompt": prompt, "answer": right if is_right else wrong, "label": int(is_right)})
         *first, last, result = (right if is_right else wrong).split("\n")
@@ -84,9 +84,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--digits", type=int, default=2, choices=range(1, 10), help="digits of both numbers")
-    parser.add_argument("--sft-rows", type=int, default=2000, help="worked sums to warm up on")
-    parser.add_argument("--train-rows", type=int, default=4000, help="sums to train on by reinforcement")
-    parser.add_argument("--valid-rows", type=int, default=200, help="sums to test on")
+    parser.add_argument("--sft-rows", type=int, default=2000, help="worked sums for SFT")
+    parser.add_argument("--train-rows", type=int, default=4000, help="sums for reinforcement learning")
+    parser.add_argument("--valid-rows", type=int, default=200, help="held-out sums")
     parser.add_argument("--hidden", type=int, default=128, help="width of the model")
     parser.add_argument("--layers", type=int, default=4, help="layers of the model")
     parser.add_argument("--seed", type=int, default=1)
@@ -96,21 +96,21 @@ def main() -> None:
     span = 9 * low
     n_rows = args.sft_rows + args.train_rows + args.valid_rows
     if n_rows > span**2:
-        parser.error(f"there are {span**2} sums of {args.digits}-digit numbers, fewer than the {n_rows} rows wanted")
+        parser.error(f"there are {span**2} sums of {args.digits}-digit numbers, fewer than the {n_rows} requested rows")
     picks = random.Random(args.seed).sample(range(span**2), n_rows)
     sums = [worked_sum(low + pick // span, low + pick % span) for pick in picks]
 
-    exercises = [
+    problems = [
         {"query_id": f"sum-{i}", "prompt": prompt, "solutions": [answer.splitlines()[-1]]}
         for i, (prompt, answer) in enumerate(sums)
     ]
     args.out.mkdir(parents=True, exist_ok=True)
     valid_from = args.sft_rows + args.train_rows
-    warm_up = ({"prompt": prompt, "answer": answer} for prompt, answer in sums[: args.sft_rows])
-    write_jsonl(args.out / "sft.jsonl", warm_up)
-    write_jsonl(args.out / "train.jsonl", exercises[args.sft_rows : valid_from])
-    write_jsonl(args.out / "valid.jsonl", exercises[valid_from:])
-    write_judged(args.out, sums[args.sft_rows : valid_from], random.Random(args.seed))
+    sft = ({"prompt": prompt, "answer": answer} for prompt, answer in sums[: args.sft_rows])
+    write_jsonl(args.out / "sft.jsonl", sft)
+    write_jsonl(args.out / "train.jsonl", problems[args.sft_rows : valid_from])
+    write_jsonl(args.out / "valid.jsonl", problems[valid_from:])
+    write_labelled(args.out, sums[args.sft_rows : valid_from], random.Random(args.seed))
     tokenizer = character_tokenizer()
     save_tokenizer(tokenizer, args.out / "tokenizer")
     save_model_config(tokenizer, args.out / "model", args.hidden, args.layers, positions=256)

@@ -1,5 +1,5 @@
 #!/bin/sh
-# PPO on GSM8K from random weights: the whole path on real data, not a model that can count.
+# PPO on GSM8K from random weights: an end-to-end smoke test on real data.
 #   GSM8K=path/to/train.jsonl sh examples/gsm8k.sh [key=value ...]
 set -eu
 cd "$(dirname "$0")/.."

@@ -1,4 +1,4 @@
-"""Trains a small BPE tokenizer on the texts of a JSONL file and puts a small model's config.json beside it.
+"""Trains a small BPE tokenizer on the texts of a JSONL file, and writes the config.json of a small model.
 
 python examples/make_tokenizer.py data.jsonl out --vocab 2048
 """
@@ -24,7 +24,7 @@ def texts(value: object) -> Iterator[str]:
 
 
 def byte_pairs(corpus: Iterator[str], vocab: int) -> Tokenizer:
-    """Train a byte-level BPE: it encodes any text and gives it back exactly."""
+    """Train a byte-level BPE tokenizer, which is lossless on any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,10 +1,10 @@
-"""Every algorithm from the same start on the arithmetic task: how far held-out accuracy rises, and in what time.
+"""Held-out accuracy and time of every algorithm, from the same initial model on the arithmetic task.
 
     python experiments/algorithms/study.py [--only NAME,...] [--workers N] [--jobs N]
 
-writes results.json and table.md beside this file, which docs/algorithms.md shows. All runs go through the command line,
-on two workers of one thread and one after another; an algorithm's own options are its defaults, the optimizer's and the
-task's are the same for all.
+Writes results.json and table.md to this folder; docs/algorithms.md shows them. All runs use the command line, with two
+workers of one thread, one run at a time. Algorithms have their default options; the options of the optimizer and of the
+task are the same for all.
 """
 
 import argparse
@@ -31,7 +31,7 @@ RESTEM = ("model.optimizer.lr=1e-3", "sampling.max_new_tokens=32", "validation.m
 
 @dataclass(frozen=True)
 class Result:
-    """Accuracy on held-out sums, answers sampled at temperature 1."""
+    """Accuracy on held-out sums, with responses sampled at temperature 1."""
 
     algorithm: str
     steps: int
@@ -41,33 +41,33 @@ class Result:
     command: str
 
 
-def call(*words: str) -> None:
-    done = subprocess.run([*REALHF, *words], capture_output=True, text=True)
+def call(*arguments: str) -> None:
+    done = subprocess.run([*REALHF, *arguments], capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"realhf {' '.join(words)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        raise SystemExit(f"realhf {' '.join(arguments)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
 def accuracy(folder: Path, name: str, model: Path) -> float:
-    """Return the share of right answers, four to each of the held-out sums."""
-    call("quickstart", "gen", *place(folder, f"{name}-valid"), f"model.path={model}", "judge=True",
+    """Return the accuracy over four responses to each held-out sum."""
+    call("quickstart", "gen", *directory(folder, f"{name}-valid"), f"model.path={model}", "judge=True",
          f"dataset.path={folder}/task/valid.jsonl", "dataset.train_bs_n_seqs=100", "sampling.n=4",
          "sampling.max_new_tokens=32")  # fmt: skip
     lines = (folder / "study" / f"{name}-valid" / "metrics.jsonl").read_text().splitlines()
-    found = [json.loads(line)["rew_inf/accuracy"] for line in lines]
-    return sum(found) / len(found)
+    accuracies = [json.loads(line)["rew_inf/accuracy"] for line in lines]
+    return sum(accuracies) / len(accuracies)
 
 
-def place(folder: Path, name: str) -> tuple[str, ...]:
+def directory(folder: Path, name: str) -> tuple[str, ...]:
     return (f"fileroot={folder}", "experiment_name=study", f"trial_name={name}", "overwrite=True", "device=cpu",
             "threads_per_worker=1", "tensorboard.enabled=False")  # fmt: skip
 
 
-def start_from(folder: Path) -> Path:
-    """Make the task and fit a weak start to its worked examples."""
+def initial_model(folder: Path) -> Path:
+    """Create the task, train a weak model on its worked examples, and return the model."""
     subprocess.run([sys.executable, str(EXAMPLE), str(folder / "task"), "--hidden", "96", "--layers", "3"], check=True,
                    capture_output=True)  # fmt: skip
     task = folder / "task"
-    call("quickstart", "sft", *place(folder, "sft"), f"dataset.path={task}/sft.jsonl", "dataset.train_bs_n_seqs=64",
+    call("quickstart", "sft", *directory(folder, "sft"), f"dataset.path={task}/sft.jsonl", "dataset.train_bs_n_seqs=64",
          "model.init_from_scratch=True", f"model.config={task}/model", f"model.tokenizer={task}/tokenizer",
          "model.optimizer.lr=3e-3", "model.optimizer.lr_scheduler_type=constant",
          f"exp_ctrl.total_train_steps={SFT_STEPS}", "exp_ctrl.total_train_epochs=10")  # fmt: skip
@@ -78,20 +78,20 @@ def start_from(folder: Path) -> Path:
 
 def study(folder: Path, name: str, start: Path, before: float, workers: int) -> Result:
     layout = (f"n_gpus_per_node={workers}", f"allocation_mode=d{workers}")
-    began = time.monotonic()
+    start_time = time.monotonic()
     if name == "restem":
-        words = (f"dataset.path={folder}/task/train1000.jsonl", f"valid_path={folder}/task/valid.jsonl",
+        options = (f"dataset.path={folder}/task/train1000.jsonl", f"valid_path={folder}/task/valid.jsonl",
                  f"model.path={start}", *RESTEM)  # fmt: skip
     else:
-        words = (f"dataset.path={folder}/task/train.jsonl", f"actor.path={start}", *LEARN, *OWN.get(name, ()),
+        options = (f"dataset.path={folder}/task/train.jsonl", f"actor.path={start}", *LEARN, *OWN.get(name, ()),
                  f"exp_ctrl.total_train_steps={STEPS[name]}")  # fmt: skip
-    call("quickstart", name, *place(folder, name), *layout, *words)
-    seconds, root = time.monotonic() - began, folder / "study" / name
+    call("quickstart", name, *directory(folder, name), *layout, *options)
+    seconds, root = time.monotonic() - start_time, folder / "study" / name
     if name == "restem":
         model, steps = Path(json.loads((root / "restem.json").read_text())["model"]), 1
     else:
         model, steps = root / "models" / "actor" / f"step_{STEPS[name]}", STEPS[name]
-    command = " ".join(["realhf quickstart", name, *layout, *words]).replace(str(folder), "DIR")
+    command = " ".join(["realhf quickstart", name, *layout, *options]).replace(str(folder), "DIR")
     return Result(name, steps, before, accuracy(folder, name, model), seconds, command)
 
 
@@ -107,17 +107,17 @@ def table(results: list[Result]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join([*STEPS, "restem"]))
-    parser.add_argument("--workers", type=int, default=2, help="workers of a run, a core each")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    options = parser.parse_args()
+    parser.add_argument("--workers", type=int, default=2, help="workers per run, one core each")
+    parser.add_argument("--jobs", type=int, default=1, help="number of concurrent runs")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        start = start_from(folder)
+        start = initial_model(folder)
         before = accuracy(folder, "sft", start)
-        with ThreadPoolExecutor(options.jobs) as pool:
-            found = pool.map(lambda name: study(folder, name, start, before, options.workers), options.only.split(","))
+        with ThreadPoolExecutor(args.jobs) as pool:
+            pending = pool.map(lambda name: study(folder, name, start, before, args.workers), args.only.split(","))
             results = []
-            for result in found:
+            for result in pending:
                 print(f"{result.algorithm:<14} {result.before:.3f} -> {result.after:.3f} in {result.seconds:.0f} s")
                 results.append(result)
     (HERE / "results.json").write_text(json.dumps([asdict(r) for r in results], indent=1))

@@ -1,9 +1,9 @@
-"""Heuristic against searched plans of PPO on LLaMA-shaped models, 16 to 128 H100: predictions, nothing was run.
+"""Predicted step times of heuristic and searched plans for PPO on LLaMA-shaped models, 16 to 128 H100.
 
     python experiments/plan_search/study.py [--quick]
 
-writes results.json, table.md, bars.svg and timelines.svg beside this file. ``--quick`` takes the weak-scaling rows
-alone (7B on 16 devices to 70B on 128).
+Writes results.json, table.md, bars.svg and timelines.svg to this folder. ``--quick`` computes only the weak-scaling
+rows (7B on 16 devices to 70B on 128).
 """
 
 import json
@@ -32,14 +32,14 @@ HERE = Path(__file__).parent
 SIZES = {"7B": (32, 4096, 32, 32, 11008), "13B": (40, 5120, 40, 40, 13824), "34B": (48, 8192, 64, 8, 22016),
          "70B": (80, 8192, 64, 8, 28672)}  # fmt: skip
 WORKLOADS = {"short": (512, 1024, 1024), "long": (128, 1024, 7168)}
-"""Prompts a step, tokens of a prompt, tokens of an answer."""
+"""Prompts per step, tokens per prompt, tokens per response."""
 DEVICES = (16, 32, 64, 128)
 RULES = ("megatron", "pipe_model", "symmetric", "real", "split")
 
 
 @dataclass(frozen=True)
 class Row:
-    """Predicted seconds of a step; 0 for a plan that does not fit."""
+    """Predicted seconds per step; 0 for a plan that does not fit in memory."""
 
     workload: str
     actor: str
@@ -55,7 +55,7 @@ class Row:
 
     @property
     def gain(self) -> float:
-        """How much faster the searched plan is than Megatron's."""
+        """Relative speedup of the searched plan over the plan ``megatron``."""
         return self.megatron / self.searched - 1 if self.megatron else float("inf")
 
 
@@ -65,38 +65,38 @@ def llama(size: str, head: str = "lm") -> ModelConfig:
                        max_positions=8192, head=head)  # fmt: skip
 
 
-def planner(actor: str, devices: int, workload: str) -> Planner:
-    batch, prompt, answer = WORKLOADS[workload]
+def planner_for(actor: str, devices: int, workload: str) -> Planner:
+    batch, prompt, response = WORKLOADS[workload]
     experiment = PPOExperiment()
     experiment.dataset.train_bs_n_seqs = batch
     experiment.ppo.ppo_n_minibatches = 8
-    experiment.ppo.gen.max_new_tokens = experiment.ppo.gen.min_new_tokens = answer
+    experiment.ppo.gen.max_new_tokens = experiment.ppo.gen.min_new_tokens = response
     experiment.ppo.gen.max_num_seqs = batch
     for role in ("actor", "critic", "ref", "rew"):
         setattr(experiment, role, ModelSpec(config="-", init_from_scratch=True, bf16=True, gradient_checkpointing=True))
     graph, roles, sampling = experiment.graph(), experiment.roles(), experiment.sampling_options()
-    judge = llama("7B", head="scalar")
-    models = {"actor": llama(actor), "ref": llama(actor), "critic": judge, "rew": judge}
+    reward_model = llama("7B", head="scalar")
+    models = {"actor": llama(actor), "ref": llama(actor), "critic": reward_model, "rew": reward_model}
     hardware = read_hardware("h100")
-    rows = Workload(((prompt,),), (answer,))
+    rows = Workload(((prompt,),), (response,))
     cost = CostModel(graph, models, roles, Roofline(hardware), rows, hardware.node_size, sampling)
     memory = MemoryModel(graph, models, roles, rows, AnalyticMemory("cuda"), hardware.reserved, "cuda", sampling)
     limits = {mfc.name: MicroBatching(max_tokens_per_mb=32768) for mfc in graph.mfcs}
     return Planner(graph, Candidates(cost, memory, hardware, batch, limits), devices)
 
 
-def measured(actor: str, devices: int, workload: str) -> tuple[Row, dict[str, Prediction]]:
-    """Predict the plans of every rule and of the search."""
-    asked = planner(actor, devices, workload)
-    capacity = asked.calls.hardware.usable
-    found = {rule: asked.predict(asked.by_heuristic(rule)) for rule in RULES}
+def predict(actor: str, devices: int, workload: str) -> tuple[Row, dict[str, Prediction]]:
+    """Predict the plan of every rule and of the search."""
+    planner = planner_for(actor, devices, workload)
+    capacity = planner.calls.hardware.usable
+    predictions = {rule: planner.predict(planner.by_heuristic(rule)) for rule in RULES}
     began = time.monotonic()
-    best = asked.search().plan
+    best = planner.search().plan
     search_s = time.monotonic() - began
-    found["searched"] = asked.predict(best)
-    seconds = {name: p.seconds if p.peak <= capacity else 0.0 for name, p in found.items()}
+    predictions["searched"] = planner.predict(best)
+    seconds = {name: p.seconds if p.peak <= capacity else 0.0 for name, p in predictions.items()}
     layouts = {name: str(placement.layout) for name, placement in best.placements.items()}
-    return Row(workload, actor, devices, **seconds, search_s=search_s, layouts=layouts), found
+    return Row(workload, actor, devices, **seconds, search_s=search_s, layouts=layouts), predictions
 
 
 def cell(seconds: float) -> str:
@@ -117,7 +117,7 @@ def table(rows: list[Row]) -> str:
 
 
 def bars(rows: list[Row]) -> str:
-    """Draw, for every row, the step of the searched plan as a share of that of Megatron's rule."""
+    """Draw the step time of the searched plan relative to ``megatron`` for every row."""
     width, height = 46 * len(rows) + 70, 270
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
              'font-size="11">', '<text x="40" y="16">predicted step: searched over Megatron-style</text>']  # fmt: skip
@@ -138,18 +138,18 @@ def main() -> None:
              or "--quick" not in sys.argv]  # fmt: skip
     rows, pictures = [], []
     for actor, devices, workload in cases:
-        row, found = measured(actor, devices, workload)
-        print(f"{workload:>6} {actor:>4} {devices:>4}: " + ", ".join(f"{k} {p.seconds:.1f}" for k, p in found.items()),
-              flush=True)  # fmt: skip
+        row, predictions = predict(actor, devices, workload)
+        seconds = ", ".join(f"{name} {p.seconds:.1f}" for name, p in predictions.items())
+        print(f"{workload:>6} {actor:>4} {devices:>4}: {seconds}", flush=True)
         if not row.searched:
             continue
         rows.append(row)
         if (actor, devices) == ("70B", 128):
             names = list(row.layouts)
-            until = found["megatron"].timeline
+            until = predictions["megatron"].timeline
             length = until.steady_state[1] - until.steady_state[0]
-            pictures += [timeline_svg(found[k].timeline, names, f"70B, 128 H100, {workload}: {k}, "
-                                      f"{found[k].seconds:.0f} s a step", length)
+            pictures += [timeline_svg(predictions[k].timeline, names, f"70B, 128 H100, {workload}: {k}, "
+                                      f"{predictions[k].seconds:.0f} s a step", length)
                          for k in ("megatron", "searched")]  # fmt: skip
     (HERE / "results.json").write_text(json.dumps([vars(row) for row in rows], indent=1) + "\n")
     (HERE / "table.md").write_text(table(rows))

@@ -1,8 +1,8 @@
-"""One reward model against ensembles of three, in best of n and in PPO, on sums: noisy proxies, a verifier as truth.
+"""One reward model against ensembles of three, in best of n and in PPO, on sums; a verifier gives the gold scores.
 
     python experiments/rm_ensemble/study.py [FOLDER]
 
-runs everything in FOLDER (default: rm-ensemble-run) and writes results.json, table.md and curves.svg beside this file.
+Runs everything in FOLDER (default: rm-ensemble-run) and writes results.json, table.md and curves.svg to this folder.
 """
 
 import json
@@ -31,22 +31,21 @@ from realhf.ops.ensemble import combine
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
 SEEDS = (1, 2, 3)
-SFT_STEPS, PREFERENCE_PROMPTS, PPO_STEPS, JUDGED_STEPS = 90, 1500, 60, 5
-"""JUDGED_STEPS is how many steps lie between those whose answers the verifier is shown."""
+SFT_STEPS, PREFERENCE_PROMPTS, PPO_STEPS, VERIFY_EVERY = 90, 1500, 60, 5
 OBJECTIVES = {"single": "", "mean": "mean", "WCO": "WCO", "UWO": "UWO"}
 Point = dict[str, float]
 Series = dict[str, list[tuple[float, float]]]
 
 
-def program(*words: object) -> None:
-    subprocess.run([sys.executable, *map(str, words)], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+def run_python(*arguments: object) -> None:
+    subprocess.run([sys.executable, *map(str, arguments)], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def quickstart(root: Path, trial: str, experiment: str, *words: str, config: str = "") -> Path:
-    """Run ``realhf quickstart`` and return the run's directory."""
+    """Run ``realhf quickstart`` and return the run directory."""
     place = [f"fileroot={root.parent}", f"experiment_name={root.name}", f"trial_name={trial}", "overwrite=True"]
     file = ["--config", HERE / config] if config else []
-    program("-m", "realhf", "quickstart", experiment, *file, *place, "device=cpu", "n_gpus_per_node=2", *words)
+    run_python("-m", "realhf", "quickstart", experiment, *file, *place, "device=cpu", "n_gpus_per_node=2", *words)
     return root / trial
 
 
@@ -59,10 +58,10 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def warmed_up(root: Path) -> str:
-    """Return a policy that gets some of the sums right."""
+def train_policy(root: Path) -> str:
+    """Return a policy that solves some of the sums."""
     task = root / "task"
-    program(EXAMPLES / "arithmetic.py", task, "--hidden", 96, "--layers", 3)
+    run_python(EXAMPLES / "arithmetic.py", task, "--hidden", 96, "--layers", 3)
     run = quickstart(
         root, "sft", "sft", f"dataset.path={task}/sft.jsonl", "dataset.train_bs_n_seqs=64",
         "model.init_from_scratch=True", f"model.config={task}/model", f"model.tokenizer={task}/tokenizer",
@@ -73,25 +72,25 @@ def warmed_up(root: Path) -> str:
 
 
 def proxies(root: Path, policy: str) -> tuple[list[str], list[Point]]:
-    """Return reward models that differ by their seeds alone, and what they say of held-out pairs."""
+    """Return reward models that differ only in their seeds, and their metrics on held-out pairs."""
     prompts = head(root / "task" / "train.jsonl", root / "asked.jsonl", PREFERENCE_PROMPTS)
     run = quickstart(
         root, "answers", "gen", f"dataset.path={prompts}", "dataset.train_bs_n_seqs=100", f"model.path={policy}",
         "sampling.n=8", "sampling.max_new_tokens=32", "judge=True", "reward.wrong_reward=0",
     )  # fmt: skip
     pairs = root / "pairs.jsonl"
-    program(EXAMPLES / "build_pairs.py", run / "generations", pairs, "--max-pairs", 4)
-    models, found = [], []
+    run_python(EXAMPLES / "build_pairs.py", run / "generations", pairs, "--max-pairs", 4)
+    models, metrics = [], []
     for seed in SEEDS:
         where = [f"dataset.path={pairs}", f"model.path={policy}", f"seed={seed}"]
         run = quickstart(root, f"rw{seed}", "rw", *where, config="rw.yaml")
         models.append(str(newest_model(run)))
-        found.append(read_lines(run / "evaluation.jsonl")[-1]["metrics"])
-    return models, found
+        metrics.append(read_lines(run / "evaluation.jsonl")[-1]["metrics"])
+    return models, metrics
 
 
 def on_one_scale(run: Path, models: Sequence[str]) -> dict[str, Any]:
-    """Return the curves of the same answers with every member's scores over their held-out mean and deviation."""
+    """Return the curves with the scores of each member normalised by their held-out mean and deviation."""
     prompts = by_prompt(read_generations(run / "scored"))
     for i, model in enumerate(models):
         moments = score_moments(ModelSpec(model))
@@ -103,58 +102,60 @@ def on_one_scale(run: Path, models: Sequence[str]) -> dict[str, Any]:
 
 
 def agreement(run: Path) -> dict[str, float]:
-    """Return how members correlate with the verifier and with each other among a prompt's answers: means over prompts.
+    """Return the correlations of members with the verifier and with each other, as means over prompts.
 
-    A prompt counts where its answers differ in both.
+    Prompts whose responses all have the same score are skipped.
     """
-    found: dict[str, list[float]] = {"with the verifier": [], "with each other": []}
-    for answers in by_prompt(read_generations(run / "scored")):
-        columns = [[row[f"score_{i}"] for row in answers] for i in range(len(SEEDS))]
-        gold = [row["gold"] for row in answers]
+    correlations: dict[str, list[float]] = {"with the verifier": [], "with each other": []}
+    for responses in by_prompt(read_generations(run / "scored")):
+        columns = [[row[f"score_{i}"] for row in responses] for i in range(len(SEEDS))]
+        gold = [row["gold"] for row in responses]
         pairs = [("with the verifier", (column, gold)) for column in columns]
         pairs += [("with each other", pair) for pair in combinations(columns, 2)]
         for kind, (one, other) in pairs:
             if len(set(one)) > 1 and len(set(other)) > 1:
-                found[kind].append(correlation(one, other))
-    return {kind: mean(values) for kind, values in found.items()}
+                correlations[kind].append(correlation(one, other))
+    return {kind: mean(values) for kind, values in correlations.items()}
 
 
 def gains(run: Path, grid: Sequence[int]) -> dict[str, list[Point]]:
-    """Return by how much each objective has more right answers than a member, prompt by prompt: mean, standard error.
+    """Return the paired differences in accuracy between each objective and one member: mean, standard error.
 
-    The curves are of the same answers, so their own errors say too little.
+    The differences are paired by prompt, because all curves use the same responses.
     """
-    found: dict[str, list[np.ndarray]] = {objective.name: [] for objective in Objective}
-    for answers in by_prompt(read_generations(run / "scored")):
-        scores = np.array([[row[f"score_{i}"] for row in answers] for i in range(len(SEEDS))])
-        gold = [row["gold"] for row in answers]
+    differences: dict[str, list[np.ndarray]] = {objective.name: [] for objective in Objective}
+    for responses in by_prompt(read_generations(run / "scored")):
+        scores = np.array([[row[f"score_{i}"] for row in responses] for i in range(len(SEEDS))])
+        gold = [row["gold"] for row in responses]
         member = np.mean([expected_best(one, gold, grid)[1] for one in scores], axis=0)
         for objective in Objective:
-            together = combine(scores, EnsembleConfig([], objective, uwo_weight=0.5))
-            found[objective.name].append(expected_best(together, gold, grid)[1] - member)
+            combined = combine(scores, EnsembleConfig([], objective, uwo_weight=0.5))
+            differences[objective.name].append(expected_best(combined, gold, grid)[1] - member)
     return {
         name: [
             {"n": n, "gain": float(np.mean(some)), "stderr": float(np.std(some, ddof=1) / len(some) ** 0.5)}
             for n, some in zip(grid, np.transpose(rows), strict=True)
         ]
-        for name, rows in found.items()
+        for name, rows in differences.items()
     }
 
 
 def ppo(root: Path, name: str, policy: str, models: Sequence[str]) -> list[Point]:
-    """Train against a proxy, and return what the answers of some of the steps are worth to it and to the verifier."""
+    """Train against a proxy; return the proxy and gold scores of the responses of some steps."""
     members = f"ensemble.members=[{','.join(models)}]"
     rewards = [members, f"ensemble.objective={OBJECTIVES[name]}"] if OBJECTIVES[name] else [f"rew.path={models[0]}"]
     where = [f"dataset.path={root}/task/train.jsonl", f"actor.path={policy}"]
     steps = f"exp_ctrl.total_train_steps={PPO_STEPS}"
     run = quickstart(root, f"ppo-{name}", "ppo", *where, *rewards, steps, config="ppo.yaml")
-    judged = [step for step in range(1, PPO_STEPS + 1) if step % JUDGED_STEPS == 0 or step == 1]
-    asked = {row["prompt"]: row for row in read_lines(root / "task" / "train.jsonl")}  # the verifier's solutions
+    verified = [step for step in range(1, PPO_STEPS + 1) if step % VERIFY_EVERY == 0 or step == 1]
+    rows_of_prompt = {
+        row["prompt"]: row for row in read_lines(root / "task" / "train.jsonl")
+    }  # the verifier's solutions
     answers = root / f"ppo-{name}.jsonl"
     with answers.open("w") as file:
-        for step in judged:
+        for step in verified:
             for row in read_lines(run / "generations" / f"step_{step}.jsonl"):
-                file.write(json.dumps({**asked[row["prompt"]], **row, "step": step}) + "\n")
+                file.write(json.dumps({**rows_of_prompt[row["prompt"]], **row, "step": step}) + "\n")
     run_gold = quickstart(root, f"gold-{name}", "score", f"dataset.path={answers}", f"rew.path={models[0]}",
                           "judge=True", "dataset.train_bs_n_seqs=128")  # fmt: skip
     metrics = read_lines(run / "metrics.jsonl")
@@ -162,7 +163,7 @@ def ppo(root: Path, name: str, policy: str, models: Sequence[str]) -> list[Point
     for row in read_generations(run_gold):
         gold.setdefault(row["fields"]["step"], []).append(row["gold"])
     return [{"step": step, "kl": metrics[step - 1]["actor_train/kl_per_response"],
-             "proxy": metrics[step - 1]["reward/mean"], "gold": mean(gold[step])} for step in judged]  # fmt: skip
+             "proxy": metrics[step - 1]["reward/mean"], "gold": mean(gold[step])} for step in verified]  # fmt: skip
 
 
 def bon_series(result: dict[str, Any], key: str) -> Series:
@@ -176,8 +177,8 @@ def bon_series(result: dict[str, Any], key: str) -> Series:
             for name, several in shown.items()}  # fmt: skip
 
 
-def panel(title: str, across: str, series: Series, place: tuple[int, int]) -> str:
-    """Draw lines; ``place`` is the corner."""
+def panel(title: str, x_label: str, series: Series, place: tuple[int, int]) -> str:
+    """Draw lines in a panel with its upper left corner at ``place``."""
     width, height, left, top = 400, 220, 50, 30
     xs, ys = ([point[i] for line in series.values() for point in line] for i in (0, 1))
     low, high = min(ys), max(ys)
@@ -187,7 +188,7 @@ def panel(title: str, across: str, series: Series, place: tuple[int, int]) -> st
         f'<svg x="{place[0]}" y="{place[1]}" width="{width + 130}" height="{height + 80}">',
         f'<text x="{left}" y="18" font-weight="bold">{escape(title)}</text>',
         f'<rect x="{left}" y="{top}" width="{width - left}" height="{height}" fill="none" stroke="#bbb"/>',
-        f'<text x="{middle}" y="{bottom + 32}" text-anchor="middle">{escape(across)}</text>',
+        f'<text x="{middle}" y="{bottom + 32}" text-anchor="middle">{escape(x_label)}</text>',
     ]
 
     def at(x: float, y: float) -> tuple[float, float]:
@@ -242,7 +243,7 @@ def table(results: dict[str, Any]) -> str:
 
 def main() -> None:
     root, began = Path(sys.argv[1] if len(sys.argv) > 1 else "rm-ensemble-run"), time.monotonic()
-    policy = warmed_up(root)
+    policy = train_policy(root)
     models, accuracies = proxies(root, policy)
     where = [f"dataset.path={root}/task/valid.jsonl", f"policy.path={policy}"]
     run = quickstart(root, "bon", "bon", *where, f"ensemble.members=[{','.join(models)}]", config="bon.yaml")

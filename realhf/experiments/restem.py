@@ -12,7 +12,7 @@ from realhf.api.config import DatasetConfig, ExperimentControl, GenerationConfig
 from realhf.api.multi_stage import MultiStageExperiment, Stage
 from realhf.base.errors import RunFailed
 from realhf.experiments.gen import GenerationExperiment
-from realhf.experiments.options.sampling import sampling_problems
+from realhf.experiments.options.sampling import positive_problems, sampling_problems
 from realhf.experiments.options.verifier import reward_problems
 from realhf.experiments.sft import SFTExperiment
 
@@ -63,14 +63,12 @@ class RestEMExperiment(MultiStageExperiment):
 
     def problems(self) -> list[str]:
         checks = [
-            (self.n_rounds >= 1, f"n_rounds must be positive, got {self.n_rounds}"),
             (self.max_per_prompt >= 1 or self.max_per_prompt == -1,
              f"max_per_prompt must be positive or -1, got {self.max_per_prompt}"),
-            (self.epochs >= 1, f"epochs must be positive, got {self.epochs}"),
-            (self.fit_batch >= 1, f"fit_batch must be positive, got {self.fit_batch}"),
             (bool(self.model.path), "model.path is not set (a Hugging Face folder): rounds start from its weights"),
         ]  # fmt: skip
-        problems = [line for holds, line in checks if not holds] + sampling_problems("sampling", self.sampling)
+        problems = positive_problems("", self, "n_rounds", "epochs", "fit_batch")
+        problems += [line for holds, line in checks if not holds] + sampling_problems("sampling", self.sampling)
         return problems + sampling_problems("validation", self.validation) + reward_problems(self.reward)
 
     def stages(self, root: Path) -> Iterator[Stage]:

@@ -8,6 +8,7 @@ from realhf.api.config.preference import RewardModelType, RWConfig
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.experiments.declared import DeclaredExperiment
+from realhf.experiments.options.sampling import positive_problems
 
 LABEL_INPUTS = {RewardModelType.outcome: ("tokens", "label"), RewardModelType.process: ("tokens", "step_labels")}
 
@@ -37,11 +38,11 @@ class RewardModelExperiment(DeclaredExperiment):
         return {"model": RoleSpec(replace(self.model, init_critic_from_actor=fresh_head), scalar_head=True)}
 
     def problems(self) -> list[str]:
-        pairs, reg = self.dataset.max_pairs_per_prompt, self.rw.score_l2_reg
+        reg = self.rw.score_l2_reg
         checks = [
-            (pairs >= 1, f"dataset.max_pairs_per_prompt must be positive, got {pairs}"),
             (reg >= 0, f"rw.score_l2_reg must not be negative, got {reg}"),
             (reg == 0 or self.rw.type not in LABEL_INPUTS,
              f"rw.score_l2_reg={reg} is for pairs and ranked lists, not for rw.type={self.rw.type.name}"),
         ]  # fmt: skip
-        return [line for holds, line in checks if not holds]
+        problems = positive_problems("dataset.", self.dataset, "max_pairs_per_prompt")
+        return problems + [line for holds, line in checks if not holds]

@@ -6,6 +6,7 @@ from realhf.algorithms.policy_gradient.config import Advantage, PPOConfig, VineC
 from realhf.api.codec import to_plain
 from realhf.api.config import KLPlace, LossAggregation, MFCConfig, RewardConfig, opt
 from realhf.api.graph import MFC, InterfaceSpec, Kind
+from realhf.experiments.options.sampling import positive_problems
 from realhf.experiments.ppo_math import PPOMathExperiment
 
 
@@ -43,9 +44,4 @@ class VinePPOExperiment(PPOMathExperiment):
         ]  # fmt: skip
 
     def problems(self) -> list[str]:
-        n_rollouts, max_states = self.vine.n_rollouts, self.vine.max_states
-        checks = [
-            (n_rollouts >= 1, f"vine.n_rollouts must be positive, got {n_rollouts}"),
-            (max_states is None or max_states >= 1, f"vine.max_states must be positive, got {max_states}"),
-        ]
-        return super().problems() + [line for holds, line in checks if not holds]
+        return super().problems() + positive_problems("vine.", self.vine, "n_rollouts", "max_states")

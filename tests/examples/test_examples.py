@@ -1,4 +1,4 @@
-"""The example programs do what they say."""
+"""The example programs."""
 
 import json
 import subprocess
@@ -35,7 +35,7 @@ def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_worked_sums_are_right_and_no_sum_is_in_two_files(arithmetic: Path) -> None:
+def test_worked_sums_are_right_and_files_are_disjoint(arithmetic: Path) -> None:
     files = [rows(arithmetic / f"{name}.jsonl") for name in ("sft", "train", "valid")]
     assert [len(file) for file in files] == [50, 40, 30]
     assert len({row["prompt"] for file in files for row in file}) == 120
@@ -46,7 +46,7 @@ def test_worked_sums_are_right_and_no_sum_is_in_two_files(arithmetic: Path) -> N
         assert judge_math("", row["answer"], {"solutions": [f"#### {int(a) + int(b)}"]}) == 1.0
 
 
-def test_the_tokenizer_gives_every_text_back_and_fits_the_model(arithmetic: Path) -> None:
+def test_the_tokenizer_is_lossless_and_fits_the_model(arithmetic: Path) -> None:
     tokenizer = load_tokenizer(arithmetic / "tokenizer")
     for row in rows(arithmetic / "sft.jsonl"):
         text = row["prompt"] + row["answer"]
@@ -57,14 +57,14 @@ def test_the_tokenizer_gives_every_text_back_and_fits_the_model(arithmetic: Path
     assert model["eos_token_id"] == tokenizer.eos_token_id
 
 
-def test_the_files_are_what_the_tasks_read(arithmetic: Path) -> None:
+def test_files_are_valid_for_their_tasks(arithmetic: Path) -> None:
     tokenizer = load_tokenizer(arithmetic / "tokenizer")
     tasks = {"sft": Task.sft, "train": Task.math, "valid": Task.math, "preferences": Task.pairs, "steps": Task.process}
     for name, task in {**tasks, "outcomes": Task.outcome}.items():
         assert len(RowSource(DatasetConfig(path=str(arithmetic / f"{name}.jsonl")), task, tokenizer, 1)) >= 30
 
 
-def test_the_same_seed_makes_the_same_files(arithmetic: Path, tmp_path: Path) -> None:
+def test_files_depend_on_the_seed_only(arithmetic: Path, tmp_path: Path) -> None:
     options = ["--sft-rows", 50, "--train-rows", 40, "--valid-rows", 30, "--digits", 3]
     for seed, same in [(1, True), (2, False)]:
         run("arithmetic.py", tmp_path / str(seed), *options, "--seed", seed)
@@ -72,12 +72,12 @@ def test_the_same_seed_makes_the_same_files(arithmetic: Path, tmp_path: Path) ->
         assert (texts[0] == texts[1]) is same
 
 
-def test_more_rows_than_sums_are_refused(tmp_path: Path) -> None:
+def test_more_rows_than_sums(tmp_path: Path) -> None:
     done = run("arithmetic.py", tmp_path / "out", "--digits", 1)
     assert done.returncode == 2 and "there are 81 sums" in done.stderr
 
 
-def test_a_tokenizer_is_trained_on_any_jsonl(tmp_path: Path) -> None:
+def test_make_tokenizer(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     file.write_text(json.dumps({"a": "low lower lowest", "b": ["slow", {"c": "slower"}], "n": 3}) + "\n\n")
     assert run("make_tokenizer.py", file, tmp_path / "out", "--vocab", 264).returncode == 0
@@ -89,7 +89,7 @@ def test_a_tokenizer_is_trained_on_any_jsonl(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out/config.json").read_text())["vocab_size"] == len(tokenizer) == 264
 
 
-def test_the_reward_of_ones_own_prefers_short_right_answers() -> None:
+def test_custom_reward_prefers_short_right_responses() -> None:
     reward = load_reward(f"{EXAMPLES / 'custom_reward.py'}:reward", seconds=1.0)
     row = {"solutions": ["#### 85"]}
     scores = [reward("", answer, row) for answer in ("#### 85", "20+65=85\n#### 85", "#### 86", "")]
@@ -97,7 +97,7 @@ def test_the_reward_of_ones_own_prefers_short_right_answers() -> None:
     assert scores[0] > scores[1] > scores[2] == scores[3] == 0.0
 
 
-def test_the_gsm8k_script_says_when_the_data_is_missing() -> None:
+def test_gsm8k_script_without_data() -> None:
     done = subprocess.run(
         ["sh", str(EXAMPLES / "gsm8k.sh")], env={"GSM8K": "none.jsonl", "PATH": "/usr/bin:/bin"}, capture_output=True
     )
@@ -105,21 +105,21 @@ def test_the_gsm8k_script_says_when_the_data_is_missing() -> None:
 
 
 def is_right(prompt: str, answer: str) -> list[bool]:
-    """Whether each digit sum of a worked sum is what it should be, and whether the result is."""
+    """Return whether each digit sum of a worked sum is right, and whether the result is."""
     numbers = prompt.removesuffix("=\n").split("+")
     *lines, result = answer.splitlines()
-    carry, found = 0, []
+    carry, results = 0, []
     for x, y, line in zip(*(number[::-1] for number in numbers), lines, strict=True):
         total = int(x) + int(y) + carry
-        found.append(line == f"{x}+{y}+{carry}={total}")
+        results.append(line == f"{x}+{y}+{carry}={total}")
         carry = total // 10
-    return [*found, result == f"#### {sum(map(int, numbers))}"]
+    return [*results, result == f"#### {sum(map(int, numbers))}"]
 
 
-def test_judged_sums_are_judged_rightly(arithmetic: Path) -> None:
+def test_labels_of_solutions(arithmetic: Path) -> None:
     prompts = [row["prompt"] for row in rows(arithmetic / "train.jsonl")]
     pairs, outcomes, steps = (rows(arithmetic / f"{name}.jsonl") for name in ("preferences", "outcomes", "steps"))
-    assert all([row["prompt"] for row in judged] == prompts for judged in (pairs, outcomes, steps))
+    assert all([row["prompt"] for row in labelled] == prompts for labelled in (pairs, outcomes, steps))
     for pair, outcome, row in zip(pairs, outcomes, steps, strict=True):
         assert all(is_right(pair["prompt"], pair["chosen"])) and not all(is_right(pair["prompt"], pair["rejected"]))
         assert outcome["answer"] == pair["chosen" if outcome["label"] else "rejected"] == "\n".join(row["steps"])
@@ -128,8 +128,8 @@ def test_judged_sums_are_judged_rightly(arithmetic: Path) -> None:
     assert 5 < sum(row["label"] for row in outcomes) < 35
 
 
-def test_sampled_answers_become_pairs(tmp_path: Path) -> None:
-    """One question in two steps, another with right answers alone, a third in messages."""
+def test_build_pairs(tmp_path: Path) -> None:
+    """One prompt in two steps, another with right responses only, a third in messages."""
     chat = [{"role": "user", "content": "?"}]
     answers = {
         "step_2": [("q", "good", 1.0, None), ("all", "x", 1.0, None), ("q", "bad", -1.0, None)],
@@ -144,7 +144,7 @@ def test_sampled_answers_become_pairs(tmp_path: Path) -> None:
         lines = [json.dumps(dict(zip(("prompt", "response", "rewards", "fields"), row, strict=True))) for row in some]
         (tmp_path / "generations" / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     done = run("build_pairs.py", tmp_path / "generations", tmp_path / "pairs.jsonl")
-    assert done.returncode == 0 and done.stdout.endswith("pairs.jsonl: 3 pairs for 2 of 3 questions\n"), done.stderr
+    assert done.returncode == 0 and done.stdout.endswith("pairs.jsonl: 3 pairs for 2 of 3 prompts\n"), done.stderr
     assert rows(tmp_path / "pairs.jsonl") == [
         {"prompt": "q", "pos_answers": ["good", "good"], "neg_answers": ["bad", "worse"]},
         {"prompt": chat, "pos_answers": ["yes"], "neg_answers": ["no"]},

@@ -6,14 +6,15 @@ from realhf.algorithms.policy_gradient.advantages import ADVANTAGES
 from realhf.algorithms.policy_gradient.config import PolicyLoss, PPOConfig
 from realhf.algorithms.policy_gradient.policy_losses import POLICY_LOSSES
 from realhf.api.config import EvaluationConfig, GenerationConfig, KLEstimator, KLPlace
-from realhf.experiments.options.sampling import sampling_problems
+from realhf.experiments.options.sampling import positive_problems, sampling_problems
+
+POSITIVE = ("group_size", "eps_clip", "eps_clip_high", "value_eps_clip", "kl_loss_clip", "is_weight_cap", "loss_length")
 
 
 def ppo_problems(ppo: PPOConfig, batch: int) -> list[str]:
     """Return one line per invalid option of ``ppo``, with ``batch`` prompts per step."""
     longest, has_ref = ppo.gen.max_new_tokens, ppo.kl_in is not KLPlace.none
     checks = [
-        (ppo.group_size >= 1, f"ppo.group_size must be positive, got {ppo.group_size}"),
         (ppo.generation_size is None or ppo.generation_size >= ppo.group_size,
          f"ppo.generation_size={ppo.generation_size} is smaller than ppo.group_size={ppo.group_size}"),
         (not ppo.group_adv_norm or ppo.group_size > 1, "ppo.group_adv_norm needs ppo.group_size > 1"),
@@ -26,23 +27,15 @@ def ppo_problems(ppo: PPOConfig, batch: int) -> list[str]:
         (ppo.ref_ema_eta is None or 0 <= ppo.ref_ema_eta <= 1,
          f"ppo.ref_ema_eta must be in [0, 1], got {ppo.ref_ema_eta}"),
         (has_ref or ppo.ref_ema_eta is None, "ppo.ref_ema_eta: ppo.kl_in=none has no reference to update"),
-        (ppo.eps_clip > 0, f"ppo.eps_clip must be positive, got {ppo.eps_clip}"),
-        (ppo.eps_clip_high is None or ppo.eps_clip_high > 0,
-         f"ppo.eps_clip_high must be positive, got {ppo.eps_clip_high}"),
-        (ppo.value_eps_clip > 0, f"ppo.value_eps_clip must be positive, got {ppo.value_eps_clip}"),
         (ppo.kl_ctl >= 0, f"ppo.kl_ctl must not be negative, got {ppo.kl_ctl}"),
-        (ppo.kl_loss_clip is None or ppo.kl_loss_clip > 0,
-         f"ppo.kl_loss_clip must be positive, got {ppo.kl_loss_clip}"),
         (has_ref or not ppo.kl_monitor, "ppo.kl_monitor: ppo.kl_in=none has no reference"),
-        (ppo.is_weight_cap > 0, f"ppo.is_weight_cap must be positive, got {ppo.is_weight_cap}"),
-        (ppo.loss_length is None or ppo.loss_length > 0, f"ppo.loss_length must be positive, got {ppo.loss_length}"),
         (0 <= ppo.overlong_buffer <= longest,
          f"ppo.overlong_buffer={ppo.overlong_buffer} must be between 0 and ppo.gen.max_new_tokens={longest}"),
         (ppo.value_loss_type in ("mse", "huber"),
          f"ppo.value_loss_type must be mse or huber, got {ppo.value_loss_type}"),
         (ppo.gen.n == 1, f"ppo.gen.n={ppo.gen.n} is for the experiment gen; set ppo.group_size"),
     ]  # fmt: skip
-    problems = [line for holds, line in checks if not holds]
+    problems = positive_problems("ppo.", ppo, *POSITIVE) + [line for holds, line in checks if not holds]
     problems += POLICY_LOSSES[ppo.policy_loss.value].check(ppo) + ADVANTAGES[ppo.advantage.value].check(ppo)
     return problems + sampling_problems("ppo.gen", ppo.gen)
 
