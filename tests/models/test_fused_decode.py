@@ -101,7 +101,7 @@ def test_short_weights_are_computed_in_float32(name: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_row_has_the_same_bits_with_few_rows_and_with_many(name: str) -> None:
-    """One row, two, and more go through the panels differently; depth is added up in the same order."""
+    """One row, two, and more go through the tiles differently; depth is added up in the same order."""
     model = model_of(CONFIGS[name])
     whole = decoded(model)[0]
     for count in (1, 2, 3, 7, 13):
@@ -125,7 +125,7 @@ def test_while_decoding_matrices_are_copies_and_afterwards_are_read_anew() -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, 1, 2, 5, 6, 7, 31])
 @pytest.mark.parametrize("outs", [1, 16, 40, 521])
-def test_a_product_by_panels_is_the_product(outs: int, rows: int, dtype: torch.dtype) -> None:
+def test_a_tiled_product_is_the_product(outs: int, rows: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(outs + rows)
     x = torch.randn(rows, 272, generator=generator).to(dtype)
     weight = torch.randn(outs, 272, generator=generator).to(dtype)
@@ -139,16 +139,16 @@ def test_a_product_by_panels_is_the_product(outs: int, rows: int, dtype: torch.d
         torch.set_num_threads(before)
 
 
-def test_a_product_by_panels_of_other_sizes_is_refused() -> None:
-    panels = pack_tiles(torch.randn(40, 32))
-    found = torch.library.opcheck(torch.ops.realhf.tiled_linear.default, (torch.randn(3, 32), panels, 40))
+def test_a_tiled_product_rejects_other_sizes() -> None:
+    tiles = pack_tiles(torch.randn(40, 32))
+    found = torch.library.opcheck(torch.ops.realhf.tiled_linear.default, (torch.randn(3, 32), tiles, 40))
     assert set(found.values()) == {"SUCCESS"}, found
     with pytest.raises(RuntimeError, match=r"tiles must be \[ceil\(50 / 16\), 32, 16\]"):
-        tiled_linear(torch.randn(3, 32), panels, 50)
+        tiled_linear(torch.randn(3, 32), tiles, 50)
     with pytest.raises(RuntimeError, match="D a multiple of 16"):
-        tiled_linear(torch.randn(3, 31), panels, 40)
-    with pytest.raises(RuntimeError, match="both alike"):
-        tiled_linear(torch.randn(3, 32).bfloat16(), panels, 40)
+        tiled_linear(torch.randn(3, 31), tiles, 40)
+    with pytest.raises(RuntimeError, match="of the same type"):
+        tiled_linear(torch.randn(3, 32).bfloat16(), tiles, 40)
 
 
 def test_a_row_does_not_depend_on_threads_or_on_the_rows_beside_it() -> None:
