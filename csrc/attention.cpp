@@ -23,7 +23,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kRowsAtOnce = 64;  // query rows per block
+constexpr int64_t kRowsAtOnce = 64;    // query rows per block
 constexpr int64_t kKeysAtOnce = 128;   // keys per block in the backward pass, which stores all scores of a block
 constexpr int64_t kKeysForward = 128;  // keys per block in the forward pass, which stores kMaxRows rows of scores
 
