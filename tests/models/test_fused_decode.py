@@ -100,13 +100,8 @@ def test_bfloat16_weights_are_computed_in_float32(name: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-<<<<<<< HEAD
 def test_a_row_is_bitwise_independent_of_the_batch_size(name: str) -> None:
     """Batches of one, two and more rows use different loops over the tiles, with the same order of summation."""
-=======
-def test_a_row_has_the_same_bits_with_few_rows_and_with_many(name: str) -> None:
-    """One row, two, and more go through the tiles differently; depth is added up in the same order."""
->>>>>>> wD
     model = model_of(CONFIGS[name])
     whole = decoded(model)[0]
     for count in (1, 2, 3, 7, 13):
@@ -130,11 +125,7 @@ def test_weights_are_tiled_once_within_decoding() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, 1, 2, 5, 6, 7, 31])
 @pytest.mark.parametrize("outs", [1, 16, 40, 521])
-<<<<<<< HEAD
 def test_tiled_linear_equals_a_matrix_product(outs: int, rows: int, dtype: torch.dtype) -> None:
-=======
-def test_a_tiled_product_is_the_product(outs: int, rows: int, dtype: torch.dtype) -> None:
->>>>>>> wD
     generator = torch.Generator().manual_seed(outs + rows)
     x = torch.randn(rows, 272, generator=generator).to(dtype)
     weight = torch.randn(outs, 272, generator=generator).to(dtype)
@@ -148,11 +139,7 @@ def test_a_tiled_product_is_the_product(outs: int, rows: int, dtype: torch.dtype
         torch.set_num_threads(before)
 
 
-<<<<<<< HEAD
 def test_tiled_linear_rejects_wrong_sizes() -> None:
-=======
-def test_a_tiled_product_rejects_other_sizes() -> None:
->>>>>>> wD
     tiles = pack_tiles(torch.randn(40, 32))
     found = torch.library.opcheck(torch.ops.realhf.tiled_linear.default, (torch.randn(3, 32), tiles, 40))
     assert set(found.values()) == {"SUCCESS"}, found
@@ -160,11 +147,7 @@ def test_a_tiled_product_rejects_other_sizes() -> None:
         tiled_linear(torch.randn(3, 32), tiles, 50)
     with pytest.raises(RuntimeError, match="D a multiple of 16"):
         tiled_linear(torch.randn(3, 31), tiles, 40)
-<<<<<<< HEAD
-    with pytest.raises(RuntimeError, match="both alike"):
-=======
     with pytest.raises(RuntimeError, match="of the same type"):
->>>>>>> wD
         tiled_linear(torch.randn(3, 32).bfloat16(), tiles, 40)
 
 

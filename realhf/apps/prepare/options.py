@@ -21,6 +21,7 @@ RENAMED_OPTIONS = {
     "behaviour_cap": "is_weight_cap",
     "dense": "prm",
     "eval_share": "eval_fraction",
+    "group_std": "advantages.group.std",
     "in_flight": "max_concurrency",
     "kl_loss_mean": "kl_loss_aggregation",
     "loss_mean": "loss_aggregation",

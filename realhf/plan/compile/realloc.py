@@ -53,9 +53,6 @@ class Route:
     def copies(self) -> Iterator[BoxCopy]:
         return (BoxCopy(name, box, self.src, dst) for name, box in self.parts for dst in self.dsts)
 
-    def copies(self) -> Iterator[BoxCopy]:
-        return (BoxCopy(name, box, self.src, dst) for name, box in self.parts for dst in self.dsts)
-
 
 def route_copies(routes: Sequence[Route]) -> Iterator[BoxCopy]:
     """Yield every copy of every route; copies of the same box are adjacent."""
