@@ -73,6 +73,22 @@ def gae(x: AdvantageInputs, _: None) -> Advantages:
     return packed_gae(x.rewards, x.values, x.rows.lengths, truncated, x.discount, x.gae_lambda)
 
 
+def group(x: AdvantageInputs, options: GroupOptions) -> Advantages:
+    return x.per_token(group_advantages(x.scores, x.groups, options.std))
+
+
+def rloo(x: AdvantageInputs, _: None) -> Advantages:
+    return x.per_token(leave_one_out(x.scores, x.groups))
+
+
+def greedy_baseline(x: AdvantageInputs, _: None) -> Advantages:
+    return x.per_token(x.scores - x.batch["baseline"])
+
+
+def precomputed(x: AdvantageInputs, _: None) -> Advantages:
+    return x.batch["advantages"], x.scores[x.row_of_token]
+
+
 def process(x: AdvantageInputs, _: None) -> Advantages:
     """Return the sum of the normalised step rewards from each token on; ``step_rewards`` is 0 except at step ends.
 
@@ -105,25 +121,14 @@ def check_group(ppo: PPOConfig) -> list[str]:
 ADVANTAGES: dict[str, Component[AdvantageInputs, Advantages]] = {
     "gae": Component(gae, "generalised advantage estimation (arXiv 1506.02438, eq. 16)"),
     "group": Component(
-        lambda x, options: x.per_token(group_advantages(x.scores, x.groups, options.std)),
-        "score normalised over the group (GRPO, arXiv 2402.03300, sec. 4.1.2)",
-        GroupOptions,
-        check_group,
+        group, "score normalised over the group (GRPO, arXiv 2402.03300, sec. 4.1.2)", GroupOptions, check_group
     ),
-    "rloo": Component(
-        lambda x, _: x.per_token(leave_one_out(x.scores, x.groups)),
-        "leave-one-out baseline (RLOO, arXiv 2402.14740, sec. 3.2)",
-        check=check_group,
-    ),
+    "rloo": Component(rloo, "leave-one-out baseline (RLOO, arXiv 2402.14740, sec. 3.2)", check=check_group),
     "greedy_baseline": Component(
-        lambda x, _: x.per_token(x.scores - x.batch["baseline"]),
-        "reward of the greedy response as baseline (ReMax, arXiv 2310.10505)",
-        check=check_no_critic,
+        greedy_baseline, "reward of the greedy response as baseline (ReMax, arXiv 2310.10505)", check=check_no_critic
     ),
     "precomputed": Component(
-        lambda x, _: (x.batch["advantages"], x.scores[x.row_of_token]),
-        "column 'advantages' of the graph (VinePPO, arXiv 2410.01679)",
-        check=check_no_critic,
+        precomputed, "column 'advantages' of the graph (VinePPO, arXiv 2410.01679)", check=check_no_critic
     ),
     "process": Component(
         process, "normalised step rewards (GRPO with a PRM, arXiv 2402.03300, sec. 4.1.3)", check=check_no_critic
