@@ -20,7 +20,7 @@ def verdict(answer: str, errors: str) -> tuple[int, str]:
         why = errors.strip().splitlines()
         return 0, f"NOT AUDITED: the database of vulnerabilities was not reached: {why[-1] if why else 'no answer'}"
     known = [
-        f"{pin['name']} {pin['version']}: {hole['id']}, mended in {', '.join(hole['fix_versions']) or 'no version'}"
+        f"{pin['name']} {pin['version']}: {hole['id']}, fixed in {', '.join(hole['fix_versions']) or 'no version'}"
         for pin in found
         for hole in pin.get("vulns", ())
     ]

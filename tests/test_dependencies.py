@@ -83,7 +83,7 @@ def test_every_dependency_has_a_lower_bound_and_a_pin_that_keeps_it() -> None:
 
 
 def loads_objects(call: ast.Call) -> bool:
-    """Tell whether a call may run what the data says."""
+    """Return whether a call may execute code from data."""
     name, options = ast.unparse(call.func), {k.arg: ast.unparse(k.value) for k in call.keywords}
     match name:
         case "torch.load":
@@ -133,7 +133,7 @@ HOLE = {
     "version": "2",
     "vulns": [{"id": "PYSEC-1", "fix_versions": ["3"]}, {"id": "X", "fix_versions": []}],
 }
-CLEAN, UNKNOWN = {"name": "a", "version": "1", "vulns": []}, {"name": "c", "skip_reason": "nobody knows it"}
+CLEAN, UNKNOWN = {"name": "a", "version": "1", "vulns": []}, {"name": "c", "skip_reason": "unknown package"}
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ CLEAN, UNKNOWN = {"name": "a", "version": "1", "vulns": []}, {"name": "c", "skip
     [
         ([CLEAN], 0, ["1 pinned versions were asked for, 0 vulnerabilities are known"]),
         ([CLEAN, HOLE], 1, ["2 pinned versions were asked for, 2 vulnerabilities are known",
-                            "b 2: PYSEC-1, mended in 3", "b 2: X, mended in no version"]),
+                            "b 2: PYSEC-1, fixed in 3", "b 2: X, fixed in no version"]),
         ([CLEAN, UNKNOWN], 0, ["1 pinned versions were asked for, 0 vulnerabilities are known",
                                "NOT AUDITED, the database does not know them: c"]),
     ],

@@ -7,7 +7,7 @@ KERNELS = Path(__file__).parents[1] / "ops" / "_C.so"
 """The compiled csrc, loaded by torch."""
 
 
-class _Entry:
+class _PathEntry:
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -21,20 +21,20 @@ class RunDir:
 
     root: Path
 
-    config = _Entry("config.yaml")
-    plan = _Entry("plan.json")
-    stages = _Entry("stages.json")  # of a multi-stage experiment: its name and the completed stages
-    lock = _Entry("lock")  # held by the master during the run
-    stop = _Entry("stop")  # present when the run is to end after the current step
-    job_script = _Entry("slurm.sh")
-    key = _Entry("channel.key")  # of the message channel, present during the run
-    metrics = _Entry("metrics.jsonl")
-    evaluation = _Entry("evaluation.jsonl")
-    events = _Entry("events.jsonl")
-    trace = _Entry("trace.json")
-    tensorboard = _Entry("tensorboard")
-    checkpoints = _Entry("checkpoints")
-    best = _Entry("best")  # models of the best evaluation, and best.json, which lists them
+    config = _PathEntry("config.yaml")
+    plan = _PathEntry("plan.json")
+    stages = _PathEntry("stages.json")  # of a multi-stage experiment: its name and the completed stages
+    lock = _PathEntry("lock")  # held by the master during the run
+    stop = _PathEntry("stop")  # present when the run is to end after the current step
+    job_script = _PathEntry("slurm.sh")
+    key = _PathEntry("channel.key")  # of the message channel, present during the run
+    metrics = _PathEntry("metrics.jsonl")
+    evaluation = _PathEntry("evaluation.jsonl")
+    events = _PathEntry("events.jsonl")
+    trace = _PathEntry("trace.json")
+    tensorboard = _PathEntry("tensorboard")
+    checkpoints = _PathEntry("checkpoints")
+    best = _PathEntry("best")  # models of the best evaluation, and best.json, which lists them
 
     def log(self, process: str) -> Path:
         return self.root / "logs" / f"{process}.log"

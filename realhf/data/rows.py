@@ -118,8 +118,8 @@ def prompt_row(raw: dict, line: int, template: str) -> dict:
 
 def answer_row(raw: dict, line: int, template: str) -> dict:
     """Accept rows of generations/ too: a ``response``, and the original row as ``fields``."""
-    is_generated = isinstance(raw.get("fields"), dict)
-    original, key = (raw["fields"], "response") if is_generated else (raw, "answer")
+    original = raw["fields"] if isinstance(raw.get("fields"), dict) else raw
+    key = "response" if "fields" in raw else "answer"
     answer = check_text(f"'{key}'", required(raw, key), may_be_empty=True)
     prompt = prompt_of(original, template, ("prompt", "messages"))
     return {**without({**original, **raw}, "fields", "messages", "response"), "prompt": prompt, "answer": answer}

@@ -109,7 +109,7 @@ def pack_tiles(weight: Tensor) -> Tensor:
 
 def tiled_linear(x: Tensor, tiles: Tensor, n_outs: int) -> Tensor:
     """Return ``x`` ``[S, in]`` times the transpose of a tiled matrix, ``[S, n_outs]`` float32."""
-    kernel = extension.kernel("panel_linear", x.device.type)
+    kernel = extension.kernel("tiled_linear", x.device.type)
     assert kernel is not None, "weights are tiled only for fused blocks"
     out: Tensor = kernel(x, tiles, n_outs)
     return out

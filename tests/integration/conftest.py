@@ -82,7 +82,7 @@ class Started:
         self._wait_for(self.root / "metrics.jsonl")
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until there is one to go on from."""
+        """Wait until there is one to resume from."""
         self._wait_for(self.root / "checkpoints" / "latest")
 
     def _wait_for(self, file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Runs that lose workers for good go on with what is left, and grow again when they are asked to."""
+"""Runs that lose workers permanently continue with the remaining ones, and grow again on request."""
 
 import os
 import signal

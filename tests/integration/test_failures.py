@@ -80,9 +80,11 @@ def test_after_sigterm_the_directory_is_taken_until_it_is_overwritten(
     again = realhf_start("ppo-math", tmp_path, ppo_words).finish()
     assert again.code == 2 and "already holds a run" in again.said and "overwrite=True" in again.said
     assert snapshot(run.root) == before
-    anew = realhf_start("ppo-math", tmp_path, [*ppo_words, "overwrite=True", "exp_ctrl.total_train_steps=1"]).finish()
-    assert anew.code == 0 and len(anew.metrics) == 1
-    assert {p.name for p in (anew.root / "logs").iterdir()} == {"worker-0.log"}  # of the old run nothing is left
+    overwritten = realhf_start(
+        "ppo-math", tmp_path, [*ppo_words, "overwrite=True", "exp_ctrl.total_train_steps=1"]
+    ).finish()
+    assert overwritten.code == 0 and len(overwritten.metrics) == 1
+    assert {p.name for p in (overwritten.root / "logs").iterdir()} == {"worker-0.log"}  # of the old run nothing is left
 
 
 def failed(run: Run, *words: str) -> None:

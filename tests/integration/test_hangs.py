@@ -1,4 +1,4 @@
-"""Runs whose workers stop, wait for ever or never come up are named; strangers at the port of a run change nothing."""
+"""Errors of runs whose workers stop, hang or cannot start; unauthenticated peers do not affect a run."""
 
 import contextlib
 import os

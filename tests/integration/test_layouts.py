@@ -23,7 +23,7 @@ VARIANTS = {
     "two": [TWO],
     "three": ["n_gpus_per_node=3"],
     "apart": [TWO, MANUAL, *(f"{call}.device_mesh={int(call in OF_CRITIC)}" for call in CALLS)],
-    "lent": [TWO, "allocation_mode=actor_gen:d2,*:d1"],
+    "realloc": [TWO, "allocation_mode=actor_gen:d2,*:d1"],
     "turned": [TWO, MANUAL, *(f"{call}.device_mesh=1,0" for call in CALLS),
                *(f"{call}.parallel.data_parallel_size=2" for call in CALLS)],
     "small": ["actor_train.mb_spec.max_tokens_per_mb=40", "critic_train.mb_spec.n_mbs=3", "ppo.gen.max_num_seqs=3"],
@@ -62,7 +62,7 @@ def test_the_same_seed_gives_the_same_bytes(other: str, runs: dict[str, Run]) ->
             assert (one.model(role, 3) / name).read_bytes() == (two.model(role, 3) / name).read_bytes()
 
 
-@pytest.mark.parametrize("other", ["two", "three", "apart", "lent", "turned", "small"])
+@pytest.mark.parametrize("other", ["two", "three", "apart", "realloc", "turned", "small"])
 def test_the_curve_does_not_depend_on_the_layout(other: str, runs: dict[str, Run]) -> None:
     assert same_curve(runs["one"], runs[other]) == []
     for role in ("actor", "critic"):
@@ -71,7 +71,7 @@ def test_the_curve_does_not_depend_on_the_layout(other: str, runs: dict[str, Run
             torch.testing.assert_close(tensor, expected_weights[name], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("other", ["three", "apart", "lent"])
+@pytest.mark.parametrize("other", ["three", "apart", "realloc"])
 def test_generations_of_several_workers_come_together(other: str, runs: dict[str, Run]) -> None:
     for step, n_prompts in ((1, 7), (2, 7), (3, 3)):
         rows, expected = runs[other].generations(step), runs["one"].generations(step)
@@ -82,11 +82,11 @@ def test_generations_of_several_workers_come_together(other: str, runs: dict[str
             assert row["answer_tokens"] <= 12 and isinstance(row["rewards"], float)
 
 
-def test_a_model_that_is_lent_is_moved_and_released(runs: dict[str, Run]) -> None:
-    spans = json.loads((runs["lent"].root / "trace.json").read_text())
+def test_reallocated_weights_are_released(runs: dict[str, Run]) -> None:
+    spans = json.loads((runs["realloc"].root / "trace.json").read_text())
     moved = {(s["pid"], s["name"]) for s in spans if s["name"].endswith(("Reallocate", "Release"))}
     assert moved == {(rank, f"actor_gen/{what}") for rank in (0, 1) for what in ("Reallocate", "Release")}
-    assert "Reallocate" in runs["lent"].said and "Reallocate" not in runs["two"].said
+    assert "Reallocate" in runs["realloc"].said and "Reallocate" not in runs["two"].said
 
 
 def test_the_files_of_a_run(runs: dict[str, Run]) -> None:

@@ -66,7 +66,7 @@ def test_killed_in_every_stage_and_still_the_same_to_the_bit(
     started = start("restem", tmp_path, words)
     root = started.root
     for stage in STAGES:
-        kill_at(started, root / stage / "plan.json")  # nothing to go on from: the stage begins anew
+        kill_at(started, root / stage / "plan.json")  # no checkpoint: the stage starts again
         assert nothing_is_left(root, living)
         kill_at(go_on(root), root / stage / "checkpoints" / "latest")
         assert nothing_is_left(root, living)

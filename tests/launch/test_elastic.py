@@ -20,9 +20,9 @@ def test_remaining_devices_keep_their_numbers() -> None:
     restart = plan_restart(config(), {}, "cuda", 1, [1])
     assert restart == ElasticRestart(("n_gpus_per_node=3", "devices=[0,2,3]"), 3, "the device of worker 1")
     restart = plan_restart(config(n_gpus_per_node=3, devices=[0, 2, 3]), {}, "cuda", 1, [0, 1])
-    assert restart and restart.words == ("n_gpus_per_node=1", "devices=[3]")
+    assert restart and restart.overrides == ("n_gpus_per_node=1", "devices=[3]")
     restart = plan_restart(config(), {}, "cpu", 1, [1])
-    assert restart and restart.words == ("n_gpus_per_node=3",)
+    assert restart and restart.overrides == ("n_gpus_per_node=3",)
 
 
 def test_lost_nodes() -> None:
@@ -38,10 +38,10 @@ def test_allocations_of_the_user_are_replaced_only_on_request() -> None:
     placements = {"gen": MFCConfig(device_mesh="0-1", parallel=ParallelConfig(2)), "train": MFCConfig()}
     restart = plan_restart(config(allocation_mode="manual"), placements, "cpu", 1, [3])
     assert restart and restart.refusal == "allocation_mode=manual is for 4 workers, 3 are left"
-    assert restart.words == ("n_gpus_per_node=3", "allocation_mode=heuristic", "gen.device_mesh=null",
+    assert restart.overrides == ("n_gpus_per_node=3", "allocation_mode=heuristic", "gen.device_mesh=null",
                          "gen.parallel.data_parallel_size=1")  # fmt: skip
     restart = plan_restart(config(allocation_mode="d2t2", recover_allocation="search"), placements, "cpu", 1, [3])
-    assert restart and not restart.refusal and restart.words == ("n_gpus_per_node=3", "allocation_mode=search")
+    assert restart and not restart.refusal and restart.overrides == ("n_gpus_per_node=3", "allocation_mode=search")
 
 
 def test_workers_fail_permanently_after_several_deaths() -> None:

@@ -188,7 +188,7 @@ def test_verify_reallocation_detects_changed_weights(actor_folder: Path, on_rank
     assert on_ranks(2, reallocate_to_bf16, actor_folder, False) == ["", ""]
     sender, receiver = on_ranks(2, reallocate_to_bf16, actor_folder, True)
     assert sender == ""
-    assert "BoxCopy(name='embed.weight'" in receiver and "damaged on its way from rank 0 to rank 1" in receiver
+    assert "BoxCopy(name='embed.weight'" in receiver and "was corrupted between rank 0 and rank 1" in receiver
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def test_a_run_is_restored_from_its_directory(task: Task, actor_folder: Path, tm
     write_run(run)
     restored = read_run(run.paths.root)
     assert restored == run and restored.program == run.program and restored.models == run.models
-    assert restored.fetchers == (0, 1) and restored.tokenizer_folder == actor_folder
+    assert restored.fetch_ranks == (0, 1) and restored.tokenizer_dir == actor_folder
 
 
 @pytest.mark.parametrize(("n_held_out", "length"), [(0, (15, 5)), (4, (19, 7)), (3, (18, 6))])

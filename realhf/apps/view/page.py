@@ -8,7 +8,7 @@ from realhf.apps.view.tables import Listing
 def render_page(title: str, timelines: Sequence[str], tables: Sequence[Listing], **parts: object) -> str:
     """Return one self-contained page. ``timelines`` are SVG images; ``parts`` are the optional parts of the template:
 
-    ``curves`` (SVG images), ``note``, ``samples`` (rows with prompt and answer) and ``samples_step``, and ``config``
+    ``curves`` (SVG images), ``note``, ``samples`` (rows with prompt and response) and ``samples_step``, and ``config``
     (the path of the options).
     """
     from jinja2 import Environment, PackageLoader

@@ -27,7 +27,7 @@ Entries = tuple[dict[str, ParallelStrategy], list[str]]
 
 
 @dataclass(frozen=True)
-class _Request:
+class _Assignment:
     """The strategy and mesh that the options request for an MFC; with an ``error``, the nearest that can be parsed."""
 
     strategy: ParallelStrategy
@@ -43,7 +43,7 @@ class _Request:
         return self.error or (f"{self.strategy}: {', and '.join(problems)}" if problems else "")
 
 
-Requests = tuple[dict[str, _Request], list[str]]
+Requests = tuple[dict[str, _Assignment], list[str]]
 """Requests by MFC name, and errors."""
 
 
@@ -127,7 +127,7 @@ def _from_text(mode: str, graph: Graph, n_workers: int, models: Models) -> Reque
     else:
         given, problems = _everywhere(mode, n_workers, models.values())
     chosen = {name: given[name if name in given else "*"] for name in names if name in given or "*" in given}
-    requests = {name: _Request(strategy, _mesh(min(strategy.world, n_workers))) for name, strategy in chosen.items()}
+    requests = {name: _Assignment(strategy, _mesh(min(strategy.world, n_workers))) for name, strategy in chosen.items()}
     return requests, [f"allocation_mode={mode}: {problem}" for problem in problems]
 
 
@@ -208,10 +208,10 @@ def _with_server(mode: str, graph: Graph, n_workers: int, models: Models) -> Req
         return {}, [f"{where} {', and '.join(problems)}; nearest legal: {near}"]
     if backend not in {known.value for known in Backend}:
         return {}, [f"{where} backend {backend} is not supported; use {MODES}"]
-    requests = {generating[0].name: _Request(server, _mesh(server.world), backend=Backend(backend))}
+    requests = {generating[0].name: _Assignment(server, _mesh(server.world), backend=Backend(backend))}
     for name in names:
         strategy = entries[name if name in entries else "*"]
-        requests[name] = _Request(strategy, _mesh(strategy.world, server.world))
+        requests[name] = _Assignment(strategy, _mesh(strategy.world, server.world))
     return requests, []
 
 
@@ -254,7 +254,7 @@ def _manual(options: Mapping[str, MFCConfig], config: ExperimentConfig) -> Reque
             problems.append(f"{name}: {invalid}")
             mesh = _mesh(min(strategy.world, n_workers))  # a valid mesh, so that other errors are reported too
         error = "" if min(degrees) > 0 else "parallel degrees must be positive, got d{}t{}p{}".format(*degrees)
-        requests[name] = _Request(strategy, mesh, error)
+        requests[name] = _Assignment(strategy, mesh, error)
     return requests, problems
 
 

@@ -11,7 +11,7 @@ from realhf.base.errors import did_you_mean
 
 
 def key_problems(mfcs: Sequence[MFC], given: Collection[str], data: str) -> list[str]:
-    """Return an error for every input key that neither an MFC nor the data set, named ``data``, provides."""
+    """Return an error for every input key without a producer: an MFC, or the data set named ``data``."""
     made = {key for m in mfcs for key in m.outputs}
     readers: dict[str, list[str]] = {}
     for m in mfcs:

@@ -79,7 +79,7 @@ def test_ppo_on_128_gpus_without_a_gpu(tmp_path: Path) -> None:
 def test_tables(plan: Command) -> None:
     result = plan.ppo("allocation_mode=d2t2p2", "--out", "p.json")
     assert (result.code, result.err) == (0, "")
-    assert result.out.startswith("ppo: rows of full length, 8 x cuda, predicted from the limits of h100\n")
+    assert result.out.startswith("ppo: maximum-length sequences, 8 x cuda, predicted from the limits of h100\n")
     stored = json.loads((plan.folder / "p.json").read_text())["modes"]["d2t2p2"]
     head, *rows = result.table("allocation")
     assert head == ["call", "kind", "role", "layout", "tokens/mb", "seconds", "moves"]
@@ -269,12 +269,12 @@ def test_all_errors_in_a_graph_are_reported(plan: Command) -> None:
     words = ("mine.py:Wrong", "actor.path=7b", "rew.path=7b", "device=cpu")
     result = plan(*words)
     assert result.code == 1 and result.err.splitlines() == [
-        "error: 6 problems (nothing was launched)",
+        "error: 6 problems; nothing was launched",
         "  1. MFC actor_train: batch_size must be positive, got 0",
         "  2. key 'ref_logprobs' is produced by ref_inf and critic_inf",
         "  3. role 'reference' is synced with 'actor' after unknown MFC 'actor_trian'",
         "  4. MFCs form a cycle: actor_train -> ref_inf -> actor_train",
-        "  5. rew_inf needs 'masks': no MFC makes it, and prompt data has only prompts, row",
+        "  5. rew_inf needs 'masks': no MFC produces it, and prompt data has only prompts, row",
         "  6. MFC ref_inf: role 'reference' has no model (roles with one: actor, ref, rew, critic)",
     ]
     mistyped = plan(*words, "ppo.eps_clip=0")
@@ -289,7 +289,7 @@ def test_unused_keys_and_roles_are_notes(plan: Command) -> None:
     result = plan(*words)
     assert result.code == 0
     assert [line for line in result.out.splitlines() if line.startswith("note")] == [
-        "note: nobody reads details of rew_inf",
+        "note: no MFC reads details of rew_inf",
         "note: no MFC uses the model of role 'spare'",
     ]
     more = plan(*words, "seed=2")

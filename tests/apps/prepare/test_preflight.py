@@ -261,7 +261,7 @@ def test_invalid_layouts_are_listed_with_the_nearest_valid_one(ppo: PPOMathExper
     ppo.ref_inf.device_mesh, ppo.ref_inf.parallel.pipeline_parallel_size = "2-4", 3
     lines = problems(ppo, paths)
     assert lines[0].endswith("names node 2, but there are nodes 1 to 1; nearest legal: node 1") and len(lines) == 7
-    assert lines[3].startswith("ref_inf: d1t1p3: 2 layers cannot be cut into 3 stages; nearest legal: ")
+    assert lines[3].startswith("ref_inf: d1t1p3: 2 layers are fewer than 3 pipeline stages; nearest legal: ")
     assert lines[3].endswith("ref_inf.parallel.data_parallel_size=3 ref_inf.parallel.pipeline_parallel_size=1")
     assert not paths.root.parent.exists()
 

@@ -16,7 +16,7 @@ SVG = '<svg xmlns="http://www.w3.org/2000/svg"/>'
 def test_optional_parts(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("a: <b>")
-    rows = [{"prompt": "1 < ", "answer": "2 & 3", "rewards": 0.5, "answer_tokens": 3}]
+    rows = [{"prompt": "1 < ", "response": "2 & 3", "rewards": 0.5, "answer_tokens": 3}]
     page = render_page("a < b", [SVG], [Listing("t", "l", (), (("x & y",),))], curves=[SVG, SVG], note="n > m",
                        samples=rows, samples_step=7, config=config)  # fmt: skip
     root = ET.fromstring(page)

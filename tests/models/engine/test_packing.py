@@ -68,7 +68,7 @@ def test_the_planner_counts_the_computed_tokens(prompts: list[tuple[int, list[in
             shared.append(length)
     lengths, limits = tuple(map(len, tokens)), MicroBatching(n_mbs, cap)
     works = works_of(tuple(ids), lengths, limits, tuple(shared), share_prompts=True)
-    parts = micro_batches(ids, lengths, limits, near=True)
+    parts = micro_batches(ids, lengths, limits, prefer_prompts_together=True)
     assert len(works) == len(parts)
     for work, part in zip(works, parts, strict=True):
         some = SequenceBatch(tuple(ids[i] for i in part), {"tokens": Column.of([tokens[i] for i in part])})

@@ -138,7 +138,7 @@ def test_rows_have_the_locations_and_lengths_of_a_real_run() -> None:
     assert sorted(made) == [2, 3]
     assert sorted(i for meta in made.values() for i in meta.ids) == [RowId(p, s) for p in range(4) for s in (0, 1)]
     lengths = {i: n for meta in made.values() for i, n in zip(meta.ids, meta.columns["tokens"].lengths, strict=True)}
-    assert lengths == dict(row for p in range(4) for row in WORKLOAD.drawn(p))
+    assert lengths == dict(row for p in range(4) for row in WORKLOAD.sampled_rows(p))
     rewarded = first_dispatch(MasterState(GRAPH, plan, TrainSchedule(4, 8, 2)), lambda d: d.call.mfc == "rew")
     rewards = make_rows(GRAPH, WORKLOAD, rewarded, plan).outputs
     assert {i: n for m in rewards.values() for i, n in zip(m.ids, m.columns["rewards"].lengths, strict=True)} == lengths
