@@ -1,5 +1,6 @@
 """Defaults shared by the experiments."""
 
+import re
 from dataclasses import replace
 
 from realhf.api.config import ExperimentConfig, GenerationConfig, MFCConfig, ModelSpec
@@ -10,8 +11,8 @@ from realhf.api.graph import Graph
 class DeclaredExperiment(ExperimentConfig):
     """An experiment that is its own config. The options of an MFC are in the field of its name."""
 
-    fallback_mfc = "rew_inf"
-    """The field with the options of MFCs without a field of their name."""
+    shared_options = {r"rew_\d+_inf": "rew_inf"}
+    """Patterns of MFC names without a field of their own, and the field with their options: members of an ensemble."""
 
     @property
     def config(self) -> ExperimentConfig:
@@ -21,8 +22,12 @@ class DeclaredExperiment(ExperimentConfig):
         raise NotImplementedError
 
     def placements(self) -> dict[str, MFCConfig]:
-        options = vars(self)
-        return {mfc.name: options.get(mfc.name) or options[self.fallback_mfc] for mfc in self.graph().mfcs}
+        found = {}
+        for mfc in self.graph().mfcs:
+            fields = (field for pattern, field in self.shared_options.items() if re.fullmatch(pattern, mfc.name))
+            if (options := vars(self).get(next(fields, mfc.name))) is not None:
+                found[mfc.name] = options
+        return found
 
     def sampling_options(self) -> GenerationConfig | None:
         return None

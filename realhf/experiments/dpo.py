@@ -23,7 +23,7 @@ class DPOExperiment(DeclaredExperiment):
     actor_train: MFCConfig = opt(MFCConfig, "training call")
     dpo: DPOConfig = opt(DPOConfig, "the algorithm")
 
-    fallback_mfc = "ref_inf"
+    shared_options = {"ref_kl_inf": "ref_inf"}
 
     @property
     def task(self) -> Task:
