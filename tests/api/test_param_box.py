@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.api.param_box import Box, ParamSpec, box_numel, box_shape, intersect, relative, shard_box, whole
+from tests.scaling import examples
 
 SHAPE = (7, 5)
 SIDE = [st.tuples(st.integers(0, n - 1), st.integers(1, n)).map(lambda p: (p[0], max(p[0] + 1, p[1]))) for n in SHAPE]
@@ -22,7 +23,7 @@ def mask(box: Box) -> np.ndarray:
     return array
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(BOX, BOX)
 def test_the_intersection_is_covered_by_both_boxes(a: Box, b: Box) -> None:
     common, both = intersect(a, b), mask(a) & mask(b)
@@ -32,7 +33,7 @@ def test_the_intersection_is_covered_by_both_boxes(a: Box, b: Box) -> None:
         assert intersect(b, a) == common
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(BOX, BOX)
 def test_relative_slices_select_a_box_in_its_origin(a: Box, b: Box) -> None:
     array = np.arange(35).reshape(SHAPE)
@@ -42,7 +43,7 @@ def test_relative_slices_select_a_box_in_its_origin(a: Box, b: Box) -> None:
             assert selected.shape == box_shape(common) and (selected == array[slices(common)]).all()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.integers(1, 12), st.integers(1, 3), st.integers(1, 8), st.sampled_from([0, 1]))
 def test_shards_tile_a_parameter(units: int, width: int, tp: int, tp_dim: int) -> None:
     shape = (units * width, 3) if tp_dim == 0 else (3, units * width)

@@ -15,6 +15,7 @@ from realhf.api.param_box import box_numel, intersect, shard_box
 from realhf.arch.families import FAMILIES
 from realhf.arch.hf_config import read_hf_config
 from realhf.arch.param_specs import param_specs, stage_layers
+from tests.scaling import examples
 
 LLAMA = ModelConfig("llama", 3, 48, 12, 4, 4, 60, 101, 64)
 QWEN2 = replace(LLAMA, family="qwen2", qkv_bias=True, tied_embedding=True)
@@ -75,7 +76,7 @@ def test_configurations_round_trip(config: ModelConfig) -> None:
     assert back == replace(config, tied_embedding=config.tied_embedding and not untied)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 5000), st.booleans())
 def test_stages_partition_the_layers(n_layers: int, pp: int, vocab: int, tied: bool) -> None:
     config = replace(LLAMA, n_layers=n_layers, vocab=vocab, tied_embedding=tied)

@@ -13,7 +13,7 @@ from realhf.comm.tensor_parallel import TensorParallelRegion
 from realhf.ops.logprobs import VocabShard, packed_logprobs
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 TOKENS, HIDDEN, WIDE, VOCAB = 7, 8, 12, 10
 Pair = tuple[list[Tensor], list[Tensor]]
 

@@ -64,6 +64,7 @@ def test_files_are_valid_for_their_tasks(arithmetic: Path) -> None:
         assert len(RowSource(DatasetConfig(path=str(arithmetic / f"{name}.jsonl")), task, tokenizer, 1)) >= 30
 
 
+@pytest.mark.slow
 def test_files_depend_on_the_seed_only(arithmetic: Path, tmp_path: Path) -> None:
     options = ["--sft-rows", 50, "--train-rows", 40, "--valid-rows", 30, "--digits", 3]
     for seed, same in [(1, True), (2, False)]:

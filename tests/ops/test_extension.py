@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from realhf.ops import extension
 from realhf.ops.gae import packed_gae, packed_gae_reference
+from tests.scaling import examples
 
 ROOT = Path(__file__).parents[2]
 NOT_BUILT = "NATIVE KERNELS NOT BUILT, nothing tested: python setup.py build_ext --inplace"
@@ -44,7 +45,7 @@ def assert_near(result, expected, tolerance):
         torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=tolerance * scale)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     st.lists(st.integers(1, 300), max_size=6),
     st.floats(0, 1),

@@ -20,6 +20,7 @@ from realhf.ops.logprobs import (
     logit_stats_reference,
     packed_logprobs,
 )
+from tests.scaling import examples
 
 
 def problem(count: int, vocab: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
@@ -37,7 +38,7 @@ def all_at_once(
     return torch.log_softmax(logits / t, -1).gather(1, targets[:, None])[:, 0]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.integers(0, 20),
     st.integers(1, 30),
@@ -176,6 +177,7 @@ def peak_growth(width: int, statement: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="asks Linux for the peak memory of a process")
 @pytest.mark.parametrize("width", [8, 512])
 def test_memory_is_at_most_an_eighth_of_all_logits(width: int) -> None:
@@ -194,7 +196,7 @@ def chunk(count: int, vocab: int, dtype: torch.dtype, seed: int = 0) -> tuple[to
     return logits, targets, normalisers, -logprobs.abs(), grads
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.integers(0, 5),
     st.integers(1, 2100),

@@ -19,6 +19,7 @@ from realhf.algorithms.policy_gradient.advantages import (
 from realhf.api.batch_meta import RowId
 from realhf.data.batch import Column, SequenceBatch
 from realhf.ops.rows import PackedRows
+from tests.scaling import examples
 
 # two responses to prompt 0, of two tokens and of one, and one response to prompt 1; one prompt token each
 LENGTHS = (3, 2, 2)
@@ -76,7 +77,7 @@ def test_worked_case(name: str) -> None:
 scored = st.lists(st.tuples(st.integers(0, 3), st.floats(-2, 2, width=32)), max_size=14)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(scored, st.sampled_from(GroupStd))
 def test_group_statistics_do_not_depend_on_the_order_of_rows(rows: list[tuple[int, float]], std: GroupStd) -> None:
     groups, scores = [g for g, _ in rows], torch.tensor([s for _, s in rows], dtype=torch.float64)

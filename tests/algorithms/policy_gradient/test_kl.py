@@ -9,6 +9,7 @@ from torch import Tensor
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.algorithms.policy_gradient.kl import kl_coefficient, kl_terms, next_kl_coefficient
 from realhf.api.config import KLEstimator
+from tests.scaling import examples
 
 K1, K2, K3, K4 = KLEstimator
 logits = st.lists(st.floats(-2, 2), min_size=4, max_size=4).map(lambda x: torch.tensor(x, dtype=torch.float64))
@@ -22,7 +23,7 @@ def gradient(of: Tensor, by: Tensor) -> Tensor:
     return torch.autograd.grad(of, by, retain_graph=True)[0]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(logits, logits, logits)
 def test_values_and_gradients_in_expectation(theta: Tensor, reference: Tensor, old: Tensor) -> None:
     theta = theta.clone().requires_grad_()

@@ -8,6 +8,7 @@ from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.algorithms.policy_gradient.rewards import attach_rewards_and_filter, best_rows, rewards_of
 from realhf.api.batch_meta import RowId
 from realhf.data.batch import Column, SequenceBatch
+from tests.scaling import examples
 
 IDS = tuple(RowId(p, s) for p in (4, 1) for s in range(3))
 
@@ -17,7 +18,7 @@ def test_best_rows_by_reward_then_length_then_sample():
     assert best_rows(IDS, [1, 2, 2, 5, 5, 5], [9, 3, 4, 7, 7, 8], 2) == [1, 2, 3, 5]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=6, max_size=6),
     st.permutations(range(6)),

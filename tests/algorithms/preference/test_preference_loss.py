@@ -18,6 +18,7 @@ from realhf.algorithms.preference.preference_loss import (
     sequence_sums,
 )
 from realhf.api.config.preference import DPOConfig, PreferenceLoss
+from tests.scaling import examples
 
 PAIRED = [loss for loss in PreferenceLoss if loss is not PreferenceLoss.kto]
 POLICY = torch.tensor([[-10.0, -12.0], [-20.0, -15.0]], dtype=torch.float64)
@@ -67,7 +68,7 @@ def test_loss_is_log_2_if_policy_and_reference_are_equal(name):
     assert losses(name, ref=POLICY) == pytest.approx([math.log(2)] * 2)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.sampled_from(PAIRED),
     st.lists(st.floats(-30, -1), min_size=8, max_size=8),

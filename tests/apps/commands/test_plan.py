@@ -62,6 +62,7 @@ def write_model(folder: Path, **changes: int) -> None:
     (folder / "config.json").write_text(json.dumps({**rest, **SIZES, **changes}))
 
 
+@pytest.mark.slow
 def test_ppo_on_128_gpus_without_a_gpu(tmp_path: Path) -> None:
     write_model(tmp_path / "7b")
     words = ["plan", "ppo", "actor.path=7b", "rew.path=7b", "device=cuda", "planner.hardware=h100", "n_nodes=16",

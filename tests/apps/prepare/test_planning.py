@@ -37,12 +37,13 @@ from realhf.plan.cost.profile import (
 from realhf.plan.cost.roofline import Roofline
 from realhf.plan.cost.speed import StageShard, Work
 from tests.plan.search.planners import LLAMA, WIDE, layout, ppo_planner
+from tests.scaling import examples
 
 ROLES = {"model": RoleSpec(ModelSpec())}
 MODELS = {"model": LLAMA}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.floats(1, 300), st.integers(1, 300))
 def test_response_lengths_are_spread_around_their_mean(average: float, longest: int) -> None:
     lengths = response_lengths(average, longest)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from realhf.apps.view.page import render_page
 from realhf.apps.view.tables import Listing
+from tests.scaling import examples
 
 CELL = st.text(st.sampled_from('ab1,; -<&"'), max_size=30).map(str.strip)
 SVG = '<svg xmlns="http://www.w3.org/2000/svg"/>'
@@ -27,7 +28,7 @@ def test_optional_parts(tmp_path: Path) -> None:
     assert [p.text for p in root.iter("p")] == ["n > m"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.tuples(CELL, CELL), min_size=1, max_size=4))
 def test_tables_have_all_cells(rows: list[tuple[str, str]]) -> None:
     root = ET.fromstring(render_page("t", [], [Listing("a < b", "lr", ("x", "y"), tuple(rows))]))

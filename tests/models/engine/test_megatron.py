@@ -20,6 +20,7 @@ from realhf.models.flat_params import FlatParams
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
+pytestmark = pytest.mark.slow
 SPECS = (ParamSpec("a", (24, 8), 0), ParamSpec("b", (7,), 0), ParamSpec("c", (16, 12), 1), ParamSpec("d", (30,), 1))
 RATES = (1e-2, 3e-2, 1e-2, 5e-3)
 

@@ -17,6 +17,7 @@ from realhf.plan.compile.check import (
     nearest_strategy,
     strategy_problems,
 )
+from tests.scaling import examples
 
 MODEL = ModelConfig("llama", n_layers=3, hidden=24, n_heads=6, n_kv_heads=2, head_dim=4, intermediate=40, vocab=11,
                     max_positions=64)  # fmt: skip
@@ -54,7 +55,7 @@ MODELS = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.builds(ParallelStrategy, DEGREES, DEGREES, DEGREES), st.integers(1, 24), st.lists(MODELS, max_size=2))
 def test_nearest_strategy_is_valid_and_nearest(
     requested: ParallelStrategy, world: int, models: list[ModelConfig]

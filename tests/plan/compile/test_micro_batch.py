@@ -6,12 +6,13 @@ from hypothesis import strategies as st
 from realhf.api.batch_meta import RowId
 from realhf.api.execution_plan import MicroBatching
 from realhf.plan.compile.micro_batch import micro_batches
+from tests.scaling import examples
 
 ROWS = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 40)), max_size=30)
 
 
 @given(rows=ROWS, n_mbs=st.integers(1, 7), budget=st.integers(1, 120), whole=st.booleans())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_micro_batches(rows: list[tuple[int, int]], n_mbs: int, budget: int, whole: bool) -> None:
     ids = [RowId(prompt, i) for i, (prompt, _) in enumerate(rows)]
     lengths = [length for _, length in rows]
@@ -39,7 +40,7 @@ def test_micro_batches_depend_only_on_lengths() -> None:
 
 
 @given(rows=ROWS, n_mbs=st.integers(1, 7), budget=st.integers(1, 120))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_prompts_stay_together_within_the_limits(rows: list[tuple[int, int]], n_mbs: int, budget: int) -> None:
     ids = [RowId(prompt, i) for i, (prompt, _) in enumerate(rows)]
     lengths = [length for _, length in rows]

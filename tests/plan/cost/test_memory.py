@@ -20,6 +20,7 @@ from realhf.plan.cost.memory import SERVER_BYTES, Bytes, MemoryModel
 from realhf.plan.cost.speed import Work
 from realhf.plan.cost.stage import shard_numels, stage_shards
 from tests.plan.search.planners import LLAMA, layout, ppo_planner
+from tests.scaling import examples
 
 NUMEL = sum(spec.numel for spec in param_specs(LLAMA))
 D1, D2, T2P2 = (ParallelStrategy.parse(text) for text in ("d1", "d2", "t2p2"))
@@ -206,7 +207,7 @@ def test_offloaded_weights_are_resident_during_calls(device: str) -> None:
     assert max(b.total for b in after.values()) < max(b.total for b in before.values())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.floats(0, 1e12), min_size=8, max_size=8), st.lists(st.floats(0, 1e12), min_size=8, max_size=8))
 def test_bytes_are_added_by_purpose(one: list[float], other: list[float]) -> None:
     both = Bytes(*one) + Bytes(*other)

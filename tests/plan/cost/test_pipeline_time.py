@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from realhf.plan.compile.pipeline import inference_schedule, train_schedule
 from realhf.plan.cost.pipeline_time import makespan, uniform_makespan
+from tests.scaling import examples
 
 
 @pytest.mark.parametrize("n_stages", [1, 2, 3, 5])
@@ -27,7 +28,7 @@ def test_slowest_stage_dominates_and_sends_add_up() -> None:
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.data())
 def test_extrapolation_of_long_uniform_pipelines(data: st.DataObject) -> None:
     n_stages, n = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 60))

@@ -14,6 +14,7 @@ from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.plan.compile.realloc import shard_boxes
 from realhf.plan.cost.stage import kv_numel, saved_activation_numel, shard_numels, stage_shards
 from tests.plan.search.planners import LLAMA, layout
+from tests.scaling import examples
 
 MOE = replace(LLAMA, n_experts=4, experts_per_token=2, expert_intermediate=48, dense_layers=(0,))
 STRATEGIES = ("d1", "t2", "t4", "t8", "p2", "p3", "p4", "t2p2", "t4p3")
@@ -37,7 +38,7 @@ def test_shard_numels_equal_those_of_the_first_rank_of_every_stage(text: str, mo
     assert shard_numels(model, strategy.tp, strategy.pp) == tuple(expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(1, 12), st.data())
 def test_stages_partition_all_blocks(n_layers: int, data: st.DataObject) -> None:
     model, pp = replace(LLAMA, n_layers=n_layers), data.draw(st.integers(1, n_layers))

@@ -13,6 +13,7 @@ from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.machine import MEMORY_RESERVE_FRACTION, Workload
 from realhf.plan.search.candidates import MIN_MICRO_BATCH_TOKENS, MIN_NUM_SEQS, Candidates
 from tests.plan.search.planners import LLAMA, TOY, layout, ppo_planner
+from tests.scaling import examples
 
 LONG = Workload(((100,),), (300,))
 STRATEGIES = ("d1", "d2", "t2", "p2", "d2p2", "d4", "t2p2")
@@ -87,7 +88,7 @@ def test_layouts_across_nodes_cost_more() -> None:
     assert calls.of(train, layout("d2", 0)).cost == inside.cost
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(1, 9), st.sampled_from(["actor_gen", "ref_inf", "actor_train"]), st.integers(1, 3))
 def test_rows_of_a_step(dp: int, name: str, samples: int) -> None:
     workload = Workload(((16,), (10,), (13,)), (24, 12), samples)

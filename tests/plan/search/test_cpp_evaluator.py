@@ -18,12 +18,13 @@ from realhf.plan.search.mcmc import Chain, SplitMix64
 from realhf.plan.search.problem import ReallocCost
 from tests.plan.search.instances import random_instance
 from tests.plan.search.test_evaluate import problem_of
+from tests.scaling import examples
 
 built = pytest.mark.skipif(load_library() is None, reason="PLANNER NOT BUILT: python setup.py build_ext --inplace")
 
 
 @built
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.integers(0, 1 << 30), st.floats(0.001, 1.0))
 def test_chains_are_equal(seed: int, temperature: float) -> None:
     problem = random_instance(seed, tight=seed % 2 == 0).problem

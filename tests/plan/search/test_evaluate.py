@@ -14,6 +14,7 @@ from realhf.plan.search.cpp_evaluator import evaluator
 from realhf.plan.search.evaluate import OOM_PENALTY, PythonEvaluator, objective
 from realhf.plan.search.problem import LayoutOption, Problem, ReallocCost
 from tests.plan.search.instances import random_instance
+from tests.scaling import examples
 
 SPEC = InterfaceSpec("any")
 GENERATE = MFC("gen", "actor", Kind.GENERATE, SPEC, ("prompts",), ("tokens",), 4)
@@ -44,7 +45,7 @@ def evaluate(problem: Problem, choice: tuple[int, ...]) -> tuple[float, float]:
     return PythonEvaluator(problem).evaluate(choice)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.integers(0, 1 << 30))
 def test_evaluators_and_master_agree(seed: int) -> None:
     instance = random_instance(seed, tight=seed % 2 == 0)

@@ -229,6 +229,7 @@ def test_unordered_outputs() -> None:
     judge.sandbox.close()
 
 
+@pytest.mark.slow
 @runs
 def test_human_eval(judge: CodeJudge) -> None:
     if not HUMAN_EVAL.is_file():

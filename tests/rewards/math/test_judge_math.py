@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from realhf.rewards.judge.pool import JudgePool
 from realhf.rewards.math.equality import judge_math
 from realhf.rewards.verdict import Status
+from tests.scaling import examples
 
 PAIRS = [json.loads(line) for line in (Path(__file__).parent / "math_pairs.jsonl").read_text().splitlines()]
 ENDLESS = (r"\boxed{\left(\frac{x+1}{x-1}\right)^{999} + (x+y+1)^{999}}", r"\boxed{(x+y)^{998}(x-y)^{999}}")
@@ -67,7 +68,7 @@ def test_row_without_solutions_raises() -> None:
         judge_math("", "1", {"solutions": []})
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.text(alphabet="\\{}$#=.,0123boxedfrac answer is\n+-_()[]%\u00e9", max_size=12), st.sampled_from("{:"))
 def test_no_response_raises(text: str, marker: str) -> None:
     answer = f"\\boxed{{{text}}}" if marker == "{" else f"#### {text}"

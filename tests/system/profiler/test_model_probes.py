@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from realhf.api.layout import ParallelStrategy
@@ -60,6 +61,7 @@ def test_probes_run_and_report_counts() -> None:
     assert ends == {("first", "lm"), ("first", "scalar"), ("first",), ()}
 
 
+@pytest.mark.slow
 def test_saved_activations_grow_with_tokens_and_blocks() -> None:
     """The model is large because resident memory is coarse and fragmented."""
     model = replace(SMALL, hidden=256, n_heads=4, n_kv_heads=4, head_dim=64, intermediate=768)

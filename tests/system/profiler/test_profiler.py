@@ -43,6 +43,7 @@ def test_a_profile_of_one_model_on_two_workers() -> None:
     assert speed.exchange(Traffic(node=1000, n_parts=2, copied=1000)) > 0 and speed.call > 0
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_failure_of_a_worker_is_reported() -> None:
     broken = ModelConfig("llama", 4, 33, 4, 2, 9, 64, 64, 100)  # rotary embedding needs an even head size

@@ -33,6 +33,7 @@ from realhf.base.errors import RunFailed, UserError
 from realhf.system.transport import channel as channel_module
 from realhf.system.transport.auth import Direction, Signer
 from realhf.system.transport.channel import InlineChannel, ZmqMaster, ZmqWorker, deadline, decode, encode
+from tests.scaling import examples
 from tests.system.transport.hostile_peers import KEY, oversized
 
 META = BatchMeta((RowId(3, -1), RowId(3, 0)), {"tokens": ColumnMeta("int64", (0, 7))})
@@ -244,7 +245,7 @@ def test_a_message_that_is_too_large_is_not_sent(monkeypatch: pytest.MonkeyPatch
 
 
 @given(data=st.binary(max_size=60))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_invalid_bytes_are_a_value_error(data: bytes) -> None:
     with pytest.raises(ValueError, match=f"invalid message of {len(data)} bytes"):
         decode(data, TO_MASTER)

@@ -268,6 +268,7 @@ def generate_everywhere(rank: int, world: int) -> dict[tuple[str, int], Sequence
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_all_ranks_return_the_rows_of_one_worker(on_ranks: Callable[..., list]) -> None:
     results = on_ranks(4, generate_everywhere)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from realhf.api.config import GenerationConfig
 from realhf.models.engine.decode.scheduler import Prefill, Request, SlotMove, SlotTable, find_leaders, plan_prefill
 from tests.models.engine.tiny_engine import prompts_of
+from tests.scaling import examples
 
 MAX_RESPONSE, STOPS = 5, (1, 2)
 EMPTY = ("empty", 0, 0)
@@ -78,7 +79,7 @@ class SimulatedGroup:
 RESPONSE = st.lists(st.integers(0, 6), min_size=MAX_RESPONSE, max_size=MAX_RESPONSE)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.data(), st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 5), st.integers(1, 20), st.booleans()
 )

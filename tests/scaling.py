@@ -1,0 +1,7 @@
+"""Number of hypothesis examples: multiplied by HYPOTHESIS_SCALE, which ``make test-full`` sets."""
+
+import os
+
+
+def examples(n: int) -> int:
+    return n * int(os.environ.get("HYPOTHESIS_SCALE", "1"))
