@@ -13,6 +13,7 @@ from realhf.api.model_config import ModelConfig
 from realhf.base.errors import UserError, did_you_mean
 from realhf.plan.compile.check import distance, nearest_strategy, strategy_problems
 from realhf.plan.compile.heuristic import HEURISTICS
+from realhf.plan.compile.strategies import contiguous_mesh
 
 PLANNED = {"heuristic": "symmetric", **{rule: rule for rule in HEURISTICS}, "search": ""}
 """Allocation modes that the planner handles, and the heuristic of each."""
@@ -104,9 +105,8 @@ def with_backends(plan: ExecutionPlan, graph: Graph, options: Mapping[str, MFCCo
             problems.append(f"{name}: this backend only generates, but this call does not generate")
         elif strategy.pp > 1:
             near = ParallelStrategy(strategy.dp * strategy.pp, strategy.tp)
-            problems.append(
-                f"{name}: this backend has no pipeline stages, {strategy} has {strategy.pp}; nearest legal: {near}"
-            )
+            problem = f"this backend has no pipeline stages, {strategy} has {strategy.pp}"
+            problems.append(f"{name}: {problem}; nearest legal: {near}")
     if problems:
         raise UserError(problems)
     return replace(plan, placements=placements)
@@ -127,12 +127,11 @@ def _from_text(mode: str, graph: Graph, n_workers: int, models: Models) -> Reque
     else:
         given, problems = _everywhere(mode, n_workers, models.values())
     chosen = {name: given[name if name in given else "*"] for name in names if name in given or "*" in given}
-    requests = {name: _Assignment(strategy, _mesh(min(strategy.world, n_workers))) for name, strategy in chosen.items()}
+    requests = {
+        name: _Assignment(strategy, contiguous_mesh(min(strategy.world, n_workers)))
+        for name, strategy in chosen.items()
+    }
     return requests, [f"allocation_mode={mode}: {problem}" for problem in problems]
-
-
-def _mesh(n_workers: int, first: int = 0) -> DeviceMesh:
-    return DeviceMesh(tuple(range(first, first + n_workers)))
 
 
 def _parse(text: str) -> tuple[ParallelStrategy, str]:
@@ -181,9 +180,8 @@ def _with_server(mode: str, graph: Graph, n_workers: int, models: Models) -> Req
     generating = [mfc for mfc in graph.mfcs if mfc.kind is Kind.GENERATE]
     where = f"allocation_mode={mode}:"
     if len(halves) != 2 or backend not in SERVERS or len(generating) != 1:
-        return {}, [
-            f"{where} an inference server for the one generation call is written like vllm.d4t1p1+d2t2p1; use {MODES}"
-        ]
+        problem = "an inference server for the one generation call is written like vllm.d4t1p1+d2t2p1"
+        return {}, [f"{where} {problem}; use {MODES}"]
     names = [mfc.name for mfc in graph.mfcs if mfc not in generating]
     server, error = _parse(text)
     problems, entries = [error] if error else [], dict[str, ParallelStrategy]()
@@ -208,10 +206,10 @@ def _with_server(mode: str, graph: Graph, n_workers: int, models: Models) -> Req
         return {}, [f"{where} {', and '.join(problems)}; nearest legal: {near}"]
     if backend not in {known.value for known in Backend}:
         return {}, [f"{where} backend {backend} is not supported; use {MODES}"]
-    requests = {generating[0].name: _Assignment(server, _mesh(server.world), backend=Backend(backend))}
+    requests = {generating[0].name: _Assignment(server, contiguous_mesh(server.world), backend=Backend(backend))}
     for name in names:
         strategy = entries[name if name in entries else "*"]
-        requests[name] = _Assignment(strategy, _mesh(strategy.world, server.world))
+        requests[name] = _Assignment(strategy, contiguous_mesh(strategy.world, server.world))
     return requests, []
 
 
@@ -244,7 +242,7 @@ def _manual(options: Mapping[str, MFCConfig], config: ExperimentConfig) -> Reque
     n_workers = config.n_nodes * config.n_gpus_per_node
     requests, problems = {}, []
     for name, option in options.items():
-        parallel, mesh = option.parallel, _mesh(n_workers)
+        parallel, mesh = option.parallel, contiguous_mesh(n_workers)
         degrees = (parallel.data_parallel_size, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         strategy = ParallelStrategy(*(max(1, degree) for degree in degrees))
         try:
@@ -252,7 +250,9 @@ def _manual(options: Mapping[str, MFCConfig], config: ExperimentConfig) -> Reque
                 mesh = DeviceMesh.parse(option.device_mesh, config.n_nodes, config.n_gpus_per_node)
         except ValueError as invalid:
             problems.append(f"{name}: {invalid}")
-            mesh = _mesh(min(strategy.world, n_workers))  # a valid mesh, so that other errors are reported too
+            mesh = contiguous_mesh(
+                min(strategy.world, n_workers)
+            )  # a valid mesh, so that other errors are reported too
         error = "" if min(degrees) > 0 else "parallel degrees must be positive, got d{}t{}p{}".format(*degrees)
         requests[name] = _Assignment(strategy, mesh, error)
     return requests, problems

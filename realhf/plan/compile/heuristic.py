@@ -10,7 +10,7 @@ from itertools import accumulate
 from realhf.api.graph import MFC, Graph, Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model_config import ModelConfig
-from realhf.plan.compile.strategies import strategies
+from realhf.plan.compile.strategies import contiguous_mesh, strategies
 
 Layouts = dict[str, Layout]
 
@@ -20,12 +20,9 @@ class Cluster:
     n_workers: int
     node_size: int
 
-    def mesh(self, start: int, size: int) -> DeviceMesh:
-        return DeviceMesh(tuple(range(start, start + size)))
-
     @property
     def whole(self) -> DeviceMesh:
-        return self.mesh(0, self.n_workers)
+        return contiguous_mesh(self.n_workers)
 
     def split(self, shares: Mapping[str, float]) -> dict[str, DeviceMesh]:
         """Split the cluster into meshes with sizes near these shares, in whole nodes if there are enough."""
@@ -36,7 +33,9 @@ class Cluster:
             sizes[max(sizes, key=lambda n: sizes[n])] -= 1
         sizes[max(shares, key=lambda n: shares[n])] += units - sum(sizes.values())
         stops = accumulate(sizes.values())
-        return {n: self.mesh((stop - sizes[n]) * unit, sizes[n] * unit) for n, stop in zip(sizes, stops, strict=True)}
+        return {
+            n: contiguous_mesh(sizes[n] * unit, (stop - sizes[n]) * unit) for n, stop in zip(sizes, stops, strict=True)
+        }
 
 
 Fits = Callable[[Layouts], bool]

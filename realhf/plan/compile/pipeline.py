@@ -10,67 +10,40 @@ from itertools import count
 
 
 @dataclass(frozen=True)
-class RecvActivation:
+class StageStep:
+    """One step of a stage, for a micro-batch."""
+
     micro_batch: int
 
 
-@dataclass(frozen=True)
-class Forward:
-    micro_batch: int
+class RecvActivation(StageStep): ...
 
 
-@dataclass(frozen=True)
-class SendActivation:
-    micro_batch: int
+class Forward(StageStep): ...
 
 
-@dataclass(frozen=True)
-class RecvGradient:
-    micro_batch: int
+class SendActivation(StageStep): ...
 
 
-@dataclass(frozen=True)
-class Backward:
-    micro_batch: int
+class RecvGradient(StageStep): ...
 
 
-@dataclass(frozen=True)
-class SendGradient:
-    micro_batch: int
+class Backward(StageStep): ...
 
 
-@dataclass(frozen=True)
-class ExpectTokens:
+class SendGradient(StageStep): ...
+
+
+class ExpectTokens(StageStep):
     """Post the receive of the tokens that the last stage will sample for a group, without waiting."""
 
-    micro_batch: int
 
-
-@dataclass(frozen=True)
-class SendTokens:
+class SendTokens(StageStep):
     """Send the sampled tokens to all other stages."""
 
-    micro_batch: int
 
-
-@dataclass(frozen=True)
-class Advance:
+class Advance(StageStep):
     """Wait for the tokens sampled for a group in the previous step, and schedule its next step."""
-
-    micro_batch: int
-
-
-StageStep = (
-    RecvActivation
-    | Forward
-    | SendActivation
-    | RecvGradient
-    | Backward
-    | SendGradient
-    | ExpectTokens
-    | SendTokens
-    | Advance
-)
 
 
 def _forward(stage: int, n_stages: int, i: int) -> list[StageStep]:

@@ -98,7 +98,7 @@ def next_resample(n_sampled: int, n_kept: int, n_wanted: int, limit: int) -> int
 
 
 class Scheduler:
-    """Decides when calls start, by prompts alone. Only ``start`` and ``advance`` change it.
+    """Decides when calls start, by prompts alone. Only ``fetch_ahead`` and ``advance`` change it.
 
     With ``strict_step_order``, a step is trained only after the previous step has finished, so that the state after a
     step can be saved.
@@ -127,9 +127,6 @@ class Scheduler:
     def is_over(self) -> bool:
         return self.finished_steps >= self.schedule.n_steps
 
-    def start(self) -> list[FetchRows]:
-        return self._fetch_ahead()
-
     def advance(self, mfc: str | None, span: PromptRange) -> list[Decision]:
         """Return the decisions, in order, after a call of an MFC or a fetch (None) has finished."""
         decisions: list[Decision] = []
@@ -140,7 +137,7 @@ class Scheduler:
             self._complete(mfc, span)
             if self.graph.filter_mfc and self.graph.filter_mfc.name == mfc:
                 decisions += self._resample(mfc, span.step)
-        decisions += [*self._finish_steps(), *self._fetch_ahead()]
+        decisions += [*self._finish_steps(), *self.fetch_ahead()]
         for candidate in self.graph.topological:
             if (call := self._try_start(candidate)) is not None:
                 decisions.append(call)
@@ -208,7 +205,7 @@ class Scheduler:
             finished.append(FinishStep(span))
         return finished
 
-    def _fetch_ahead(self) -> list[FetchRows]:
+    def fetch_ahead(self) -> list[FetchRows]:
         """Prefetch the data of one step more than the steps in progress need."""
         first = self._fetching
         self._fetching = max(first, min(self.finished_steps + 2 + self.max_staleness, self.schedule.n_steps))
@@ -279,6 +276,9 @@ class MasterState(Scheduler):
     def keys(self) -> tuple[str, ...]:
         """All keys of the graph."""
         return tuple(self._columns)
+
+    def start(self) -> list[Action]:
+        return [*self.fetch_ahead()]
 
     def handle(self, event: RowsReady) -> list[Action]:
         """Process an event and return the resulting actions in order."""

@@ -16,6 +16,10 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
+def contiguous_mesh(size: int, first: int = 0) -> DeviceMesh:
+    return DeviceMesh(tuple(range(first, first + size)))
+
+
 def meshes(n_workers: int, node_size: int) -> list[DeviceMesh]:
     """Return meshes of contiguous workers.
 
@@ -34,7 +38,7 @@ def meshes(n_workers: int, node_size: int) -> list[DeviceMesh]:
         if size.denominator == 1 and (size % node_size == 0 or node_size % size == 0):
             starts = range(0, n_workers - int(size) + 1, int(size if share.numerator == 1 else n_workers * (1 - share)))
             runs += [(start, start + int(size)) for start in starts]
-    return [DeviceMesh(tuple(range(a, b))) for a, b in dict.fromkeys(runs)]
+    return [contiguous_mesh(b - a, a) for a, b in dict.fromkeys(runs)]
 
 
 def strategies(size: int, node_size: int, config: ModelConfig | None) -> Iterator[ParallelStrategy]:

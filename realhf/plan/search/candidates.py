@@ -1,8 +1,7 @@
 """Candidate layouts of a call, each with the best micro-batching, its cost and its memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 
 from realhf.api.batch_meta import RowId
 from realhf.api.execution_plan import MicroBatching, Placement
@@ -42,6 +41,12 @@ class Candidates:
     hardware: Hardware
     batch_size: int
     limits: Mapping[str, MicroBatching]
+    _rows: dict[tuple[bool, int, int, int], tuple[BatchRows, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _candidates: dict[tuple[Key, float], Candidate] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _sizes: dict[tuple[Key, MicroBatching], float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _costs: dict[tuple[Key, MicroBatching], Cost] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def capacity(self) -> float:
@@ -132,22 +137,6 @@ class Candidates:
                 for part in assignment
             )
         return self._rows[key]
-
-    @cached_property
-    def _rows(self) -> dict[tuple[bool, int, int, int], tuple[BatchRows, ...]]:
-        return {}
-
-    @cached_property
-    def _candidates(self) -> dict[tuple[Key, float], Candidate]:
-        return {}
-
-    @cached_property
-    def _sizes(self) -> dict[tuple[Key, MicroBatching], float]:
-        return {}
-
-    @cached_property
-    def _costs(self) -> dict[tuple[Key, MicroBatching], Cost]:
-        return {}
 
 
 def _busiest(rows: Sequence[BatchRows], n_minibatches: int) -> BatchRows:

@@ -35,11 +35,8 @@ def load_library() -> CDLL | None:
     try:
         library = CDLL(str(path))
     except OSError as error:
-        warnings.warn(
-            f"{path.name} cannot be loaded, so the slower Python evaluator is used ({error}); "
-            "rebuild it with: python setup.py build_ext --inplace",
-            stacklevel=2,
-        )
+        message = f"{path.name} cannot be loaded, so the slower Python evaluator is used ({error}); "
+        warnings.warn(message + "rebuild it with: python setup.py build_ext --inplace", stacklevel=2)
         return None
     library.planner_new.restype = c_void_p
     library.planner_new.argtypes = [POINTER(c_int32), POINTER(c_double), FillEntry]

@@ -63,7 +63,7 @@ class PythonEvaluator:
 
         queues = WorkerQueues(assignment.n_rank_classes, problem.cores, problem.call_seconds)
         scheduler = Scheduler(self._graph, self._schedule, problem.max_staleness)
-        _, ends = run_calls(queues, scheduler.start(), on_finished, make_ops)
+        _, ends = run_calls(queues, scheduler.fetch_ahead(), on_finished, make_ops)
         n = problem.n_steady_steps
         return (ends[n] - ends[0]) / n if n else ends[0], peak_bytes(assignment)
 
@@ -93,9 +93,6 @@ class Assignment:
         """Return the rank classes in any of the ranges, ascending."""
         return [i for i, start in enumerate(self._starts) if any(start in ranks for ranks in ranges)]
 
-    def ranks(self, mfc: int) -> range:
-        return self.options[mfc].ranks
-
     def realloc_cost(self, mfc: int) -> ReallocCost | None:
         """Return the cost of reallocating weights to an MFC; None if it is the home MFC or has no role."""
         home_mfc = self.problem.deps[mfc].home_mfc
@@ -115,10 +112,10 @@ class Assignment:
         holders = (self.options[source].holders for source in deps.row_sources)
         ops = [(self.rank_classes(option.ranks), option.compute)]
         if realloc := self.realloc_cost(mfc):
-            ops.insert(0, (self.rank_classes(self.ranks(deps.home_mfc), option.ranks), realloc.cost))
+            ops.insert(0, (self.rank_classes(self.options[deps.home_mfc].ranks, option.ranks), realloc.cost))
         for number, sync in enumerate(problem.ema_syncs):
             if sync.after == mfc:
-                ranks = self.rank_classes(self.ranks(sync.source), self.ranks(sync.target))
+                ranks = self.rank_classes(*(self.options[home].ranks for home in (sync.source, sync.target)))
                 ops.append((ranks, self.sync_cost(number)))
         if deps.offloaded:
             home = self.options[deps.home_mfc]
@@ -136,7 +133,7 @@ def peak_bytes(assignment: Assignment) -> float:
         for rank in assignment.rank_classes(option.ranks):
             needed[rank] = option.transient + (realloc.nbytes if realloc else 0.0)
         if realloc:
-            for rank in assignment.rank_classes(assignment.ranks(deps.home_mfc), option.ranks):
+            for rank in assignment.rank_classes(assignment.options[deps.home_mfc].ranks, option.ranks):
                 rings[rank] = max(rings[rank], realloc.rings)
         if deps.offloaded:
             home = assignment.options[deps.home_mfc]

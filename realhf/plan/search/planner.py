@@ -204,16 +204,9 @@ class Planner:
         copy = FREE
         if mfc.role is not None and mfc.role in self.graph.offloaded:
             copy = self.calls.cost.host_copy(mfc.role, layout)
-        return LayoutOption(
-            range(min(ranks), max(ranks) + 1),
-            range(min(last), max(last) + 1),
-            candidate.cost,
-            candidate.transfer,
-            candidate.transient,
-            candidate.resident,
-            copy,
-            copy,
-        )
+        used, holders = (range(min(some), max(some) + 1) for some in (ranks, last))
+        return LayoutOption(used, holders, candidate.cost, candidate.transfer, candidate.transient, candidate.resident,
+                            copy, copy)  # fmt: skip
 
 
 def plan_layouts(plan: ExecutionPlan) -> Layouts:

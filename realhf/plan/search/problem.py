@@ -133,18 +133,11 @@ class Problem:
         deps = []
         for mfc in graph.mfcs:
             parents = tuple(self.number[p.name] for p in graph.parents(mfc))
+            sources = (*parents, fetcher) if data & set(mfc.inputs) else parents
             updater = graph.updater(mfc.role) if mfc.role else None
-            deps.append(
-                MFCDeps(
-                    parents,
-                    (*parents, fetcher) if data & set(mfc.inputs) else parents,
-                    updater=self.number[updater.name] if updater else -1,
-                    allowed_staleness=mfc.allowed_staleness(self.max_staleness),
-                    home_mfc=self.home_mfc(mfc.role) if mfc.role else -1,
-                    offloaded=mfc.role in graph.offloaded,
-                    batch_size=mfc.batch_size,
-                )
-            )
+            number, home = self.number[updater.name] if updater else -1, self.home_mfc(mfc.role) if mfc.role else -1
+            staleness, offloaded = mfc.allowed_staleness(self.max_staleness), mfc.role in graph.offloaded
+            deps.append(MFCDeps(parents, sources, number, staleness, home, offloaded, mfc.batch_size))
         return tuple(deps)
 
     @cached_property

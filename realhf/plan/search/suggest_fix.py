@@ -8,6 +8,7 @@ from functools import partial
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import RoleSpec
 from realhf.plan.compile.heuristic import HEURISTICS
+from realhf.plan.search.candidates import MIN_MICRO_BATCH_TOKENS, MIN_NUM_SEQS
 from realhf.plan.search.planner import Planner
 from realhf.plan.search.prediction import Prediction
 
@@ -15,7 +16,6 @@ PlanFn = Callable[[Planner], ExecutionPlan]
 """Returns the plan that the same allocation mode gives for another planner."""
 Change = tuple[str, Planner, PlanFn]
 """Options to set, the planner with these options, and how to make its plan."""
-MIN_MICRO_BATCH_TOKENS, MIN_NUM_SEQS = 512, 8
 MAX_WORKER_FACTOR, MAX_NODE_SIZE = 8, 8
 """Largest suggested multiple of the number of workers; largest suggested node."""
 TIMEOUT_S = 8.0

@@ -102,7 +102,7 @@ def _load(assignment: Assignment, steps: Sequence[int]) -> float:
             )
         else:
             seconds = calls * _seconds(assignment, mfc)
-            total += len(assignment.ranks(mfc)) * seconds
-            for rank in assignment.rank_classes(assignment.ranks(mfc)):
+            total += len(assignment.options[mfc].ranks) * seconds
+            for rank in assignment.rank_classes(assignment.options[mfc].ranks):
                 busy[rank] += seconds
     return max(*busy, total / assignment.problem.n_ranks, 0.0)
