@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from realhf.api.codec import from_json, to_json
 from realhf.api.layout import ParallelStrategy
 from realhf.api.messages import Done, Shutdown
 from realhf.api.model_config import ModelConfig
@@ -178,7 +179,7 @@ def _run_workers(measure: Callable[..., ProfileMessage], arguments: list[tuple],
             for end in ready:
                 assert isinstance(end, Connection)
                 try:
-                    message = end.recv()
+                    message = from_json(end.recv_bytes().decode(), ProfileMessage)
                 except EOFError:
                     message = ProfileMessage(error="the process ended without a message")
                 if message.error:
@@ -213,10 +214,13 @@ def _processes(target: Callable[..., None], arguments: Iterable[tuple]) -> Itera
 
 
 def _worker(connection: Connection, measure: Callable[..., ProfileMessage], args: tuple) -> None:
+    def send(message: ProfileMessage) -> None:
+        connection.send_bytes(to_json(message).encode())
+
     try:
-        connection.send(measure(lambda text: connection.send(ProfileMessage(text)), *args))
+        send(measure(lambda text: send(ProfileMessage(text)), *args))
     except BaseException:
-        connection.send(ProfileMessage(error=traceback.format_exc()))
+        send(ProfileMessage(error=traceback.format_exc()))
     connection.poll(None)  # an early exit would break the connections of other workers
 
 

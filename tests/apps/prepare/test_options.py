@@ -148,7 +148,9 @@ def test_an_old_option_name_without_its_group_is_answered_with_the_closest_new_o
 
 def test_the_table_of_renamed_options_has_no_current_names() -> None:
     current = {part for name in EXPERIMENTS for o in options_of(experiment_class(name)) for part in o.key.split(".")}
-    assert not current & set(RENAMED_OPTIONS) and current >= {part for new in RENAMED_OPTIONS.values() for part in new.split(".")}
+    assert not current & set(RENAMED_OPTIONS) and current >= {
+        part for new in RENAMED_OPTIONS.values() for part in new.split(".")
+    }
 
 
 @pytest.mark.parametrize(
