@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import realhf
 from realhf.apps.commands.quickstart import prepare
 from realhf.apps.prepare.launching import launch, write_run
 from realhf.base.errors import RunFailed, UserError
@@ -39,7 +38,7 @@ def main(arguments: list[str]) -> None:
 
 def make_task(folder: Path) -> Path:
     """Write the dataset, tokenizer and model config with the generator in ``examples/``."""
-    program = Path(realhf.__file__).parents[1] / "examples" / "arithmetic.py"
+    program = Path(__file__).parents[3] / "examples" / "arithmetic.py"
     if not program.is_file():
         raise UserError(f"the demo needs a checkout of the repository: {program} does not exist")
     with subprocess.Popen([sys.executable, str(program), str(folder), "--hidden", "96", "--layers", "3"]) as generator:
