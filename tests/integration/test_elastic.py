@@ -44,7 +44,7 @@ def test_a_lost_worker_leaves_the_run_to_the_other_under_a_new_plan(
     lose(started, 1, 3, living)
     run = started.finish()
     assert run.code == 0, run.said
-    assert "failed  worker 1 was ended by SIGKILL while doing " in run.said
+    assert "failed  worker 1 was ended by SIGKILL during " in run.said
     assert "lost    the device of worker 1; continuing on 1 of 2 workers with n_gpus_per_node=1" in run.said
     assert "repeat  steps 3 to 3 (3 prompts), completed" in run.said or "of 5 steps are done" in run.said
     assert [line["step"] for line in run.metrics] == [1, 2, 3, 4, 5]
@@ -106,7 +106,7 @@ def test_a_run_is_stopped_after_a_step_and_grows(
     assert run.code == 130 and f"stopped after step {n_steps} of 5, as requested" in run.said, run.said
     assert n_steps < 5 and nothing_is_left(tmp_path, living)
     run = resume(started.root, "n_gpus_per_node=2")
-    assert run.code == 0 and f"step_{n_steps}: {n_steps} of 5 steps are done" in run.said and "again" not in run.said
+    assert run.code == 0 and f"step_{n_steps}: {n_steps} of 5 steps are done" in run.said and "repeat" not in run.said
     assert same_curve(straight, run) == []
 
 

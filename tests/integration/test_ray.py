@@ -57,7 +57,8 @@ def test_the_death_of_actor_and_node_is_told(
     run = started.finish()
     assert run.code == 1 and "resume  from the last checkpoint; 0 restarts are left" in run.said, run.said
     assert "failed  worker 1 was lost with its actor on node " in run.said
-    assert "error: worker " in run.said and " was lost with its actor on node " in run.said.split("error: ")[1]
+    error = run.said.split("error: ")[1]  # a worker may be seen to die before its actor
+    assert error.startswith("worker ") and ("was lost with its actor on node " in error or "by SIGKILL" in error)
     assert nothing_is_left(tmp_path, living)
 
 

@@ -125,7 +125,7 @@ def test_a_job_that_may_go_on_without_a_node_does(
     cluster.start_node(1)
     cluster.wait_until_idle()
     assert run.code == 0 and "started 2 times" not in run.said, run.said
-    assert re.search(r"^failed  worker \d was lost with its node n1 while doing ", run.said, re.MULTILINE), run.said
+    assert re.search(r"^failed  worker \d was lost with its node n1 during ", run.said, re.MULTILINE), run.said
     assert "lost    1 of 2 nodes; continuing on 2 of 4 workers with n_nodes=1" in run.said
     assert [line["step"] for line in run.metrics] == list(range(1, 13))
     assert left(cluster, tmp_path, living) == ({}, "")
