@@ -78,7 +78,7 @@ def test_after_sigterm_the_directory_is_taken_until_it_is_overwritten(
     assert run.code == 130 and nothing_is_left(tmp_path, living)
     before = snapshot(run.root)
     again = realhf_start("ppo-math", tmp_path, ppo_words).finish()
-    assert again.code == 2 and "already holds a run" in again.said and "overwrite=True" in again.said
+    assert again.code == 2 and "already contains a run" in again.said and "overwrite=True" in again.said
     assert snapshot(run.root) == before
     overwritten = realhf_start(
         "ppo-math", tmp_path, [*ppo_words, "overwrite=True", "exp_ctrl.total_train_steps=1"]

@@ -141,7 +141,7 @@ def test_what_resume_refuses(stopped: Path, task: Task, tmp_path: Path) -> None:
     assert nothing.code == 2 and "has no run" in nothing.said
     shutil.rmtree(root / "checkpoints")
     none = resume(root)
-    assert none.code == 2 and "holds no checkpoint" in none.said
+    assert none.code == 2 and "contains no checkpoint" in none.said
     assert len((root / "metrics.jsonl").read_text().splitlines()) == 4, "nothing was touched"
 
 

@@ -30,7 +30,7 @@ def run_multi_stage(name: str, config: MultiStageExperiment, paths: RunDir) -> N
     if mode in (RecoverMode.resume, RecoverMode.auto) and paths.stages.is_file():
         return _resume_stages(name, config, paths)
     if mode is RecoverMode.resume:
-        raise UserError(f"recover_mode=resume, but {paths.root} holds no multi-stage experiment")
+        raise UserError(f"recover_mode=resume, but {paths.root} contains no multi-stage experiment")
     if problems := directory_problems(config, paths) + run_problems(config) + config.problems():
         raise UserError(problems)
     if paths.root.exists() and any(paths.root.iterdir()):

@@ -91,7 +91,7 @@ def resume(name: str, experiment: Experiment, paths: RunDir) -> None:
         raise UserError(running_message(paths))
     last = newest(paths.checkpoints)
     if last is None:
-        raise UserError(f"{paths.checkpoints} holds no checkpoint (exp_ctrl.ckpt_freq_steps writes them); "
+        raise UserError(f"{paths.checkpoints} contains no checkpoint (exp_ctrl.ckpt_freq_steps writes them); "
                         "start the run again with overwrite=True")  # fmt: skip
     run = read_run(paths.root)  # keeps its plan unless options change
     if flat_options(run.config) != flat_options(experiment.config):

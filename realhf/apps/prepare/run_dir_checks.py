@@ -25,9 +25,9 @@ def directory_problems(config: ExperimentConfig, paths: RunDir) -> list[str]:
         problems.append(running_message(paths))
     elif paths.root.exists() and any(not path.name.endswith(TMP_SUFFIX) for path in paths.root.iterdir()):
         if not paths.config.exists():
-            problems.append(f"{paths.root} is not empty and holds no run of realhf; choose another trial_name")
+            problems.append(f"{paths.root} is not empty and contains no realhf run; choose another trial_name")
         elif not config.overwrite:
-            problems.append(f"{paths.root} already holds a run; choose another trial_name, or set overwrite=True")
+            problems.append(f"{paths.root} already contains a run; choose another trial_name, or set overwrite=True")
     if not os.access(existing, os.W_OK):
         problems.append(f"no write permission in {existing}; set fileroot")
     return problems

@@ -206,13 +206,13 @@ def test_an_existing_run_directory(sft: SFTExperiment, paths: RunDir) -> None:
     paths.root.mkdir(parents=True)
     assert preflight("sft", sft, paths)  # an empty directory is valid
     (paths.root / "notes.txt").write_text("mine")
-    assert one(sft, paths) == f"{paths.root} is not empty and holds no run of realhf; choose another trial_name"
+    assert one(sft, paths) == f"{paths.root} is not empty and contains no realhf run; choose another trial_name"
     sft.overwrite = True
-    assert "holds no run of realhf" in one(sft, paths)
+    assert "contains no realhf run" in one(sft, paths)
     paths.config.write_text("")
     assert preflight("sft", sft, paths)
     sft.overwrite = False
-    assert one(sft, paths) == f"{paths.root} already holds a run; choose another trial_name, or set overwrite=True"
+    assert one(sft, paths) == f"{paths.root} already contains a run; choose another trial_name, or set overwrite=True"
 
 
 def test_a_file_in_place_of_a_parent_directory(sft: SFTExperiment, paths: RunDir) -> None:
@@ -316,7 +316,7 @@ def test_all_problems_are_reported_together(ppo: PPOMathExperiment, copy: Callab
     ppo.dataset.train_bs_n_seqs = 18
     starts = [
         "trial_name=''",
-        f"{paths.root} already holds a run",
+        f"{paths.root} already contains a run",
         "mode=local",
         "exp_ctrl.total_train_epochs",
         "ppo.eps_clip",
