@@ -76,7 +76,7 @@ class MemoryModel:
         return float(realloc_ring_bytes(self.models[role], src, dst, itemsize(self.roles[role]), self.node_size))
 
     def resident(self, role: str, strategy: ParallelStrategy) -> Bytes:
-        """Return the bytes of a role in its home layout, per device at the largest stage (of an offloaded role: while loaded)."""
+        """Return the resident bytes of a role per device of the largest stage (of an offloaded role: while loaded)."""
         bf16 = self.roles[role].spec.bf16
         numel, weights = max(shard_numels(self.models[role], strategy.tp, strategy.pp)), self.weights(role, strategy)
         if bf16 and any(sync.target == role for sync in self.graph.syncs):
