@@ -102,7 +102,7 @@ def fastest_layouts(graph: Graph, mfc: str, n_devices: int, per_mesh: int) -> It
 def plans_per_second(evaluator: Evaluator, problem: Problem, n: int, seed: int) -> float:
     """Return the proposals per second of a Markov chain."""
     rng = SplitMix64(seed)
-    chain = Chain.start(rng, rng.choice(problem), 1e30)
+    chain = Chain.start(rng, rng.random_choice(problem), 1e30)
     evaluator.walk(chain, n // 10, 1.0)
     begin = time.perf_counter()
     evaluator.walk(chain, n, 1.0)

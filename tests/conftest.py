@@ -131,8 +131,8 @@ def gather(ends: list[Connection]) -> dict[int, tuple[Any, str | None]]:
 
 
 @pytest.fixture(scope="session")
-def living() -> Callable[[Path], dict[int, str]]:
-    """``living(folder)``: the processes whose command line names something in ``folder``, by id."""
+def live_processes() -> Callable[[Path], dict[int, str]]:
+    """``live_processes(folder)``: the processes whose command line names something in ``folder``, by id."""
 
     def find(folder: Path) -> dict[int, str]:
         found = {}

@@ -18,9 +18,9 @@ from tests.conftest import Task
 
 REPOSITORY = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-c", "from realhf.apps.main import console; console()"]
-PATIENCE_S = 120.0
-OF_THE_CLOCK = ("time/", "memory/", "tokens/per_s", "flops/model_per_s", "predicted/", "mfu/", "mbu/")
-GRADED = '''
+TIMEOUT_S = 120.0
+TIMING_METRICS = ("time/", "memory/", "tokens/per_s", "flops/model_per_s", "predicted/", "mfu/", "mbu/")
+REWARDS = '''
 def graded(prompt: str, answer: str, row: dict) -> float:
     """Small numbers are good, and so are short answers: every answer gets its own reward."""
     return (answer.count("1") + 2 * answer.count("2") - len(answer) / 4) / 8
@@ -31,7 +31,7 @@ def rare(prompt: str, answer: str, row: dict) -> float:
     return float("1" in answer)
 
 
-def moody(prompt: str, answer: str, row: dict) -> float:
+def failing(prompt: str, answer: str, row: dict) -> float:
     """Fails at some answers."""
     if "3" in answer:
         raise RuntimeError("three is too many")
@@ -41,10 +41,10 @@ def moody(prompt: str, answer: str, row: dict) -> float:
 
 @dataclass(frozen=True)
 class Run:
-    """What is left of a run: exit code, what it said, its directory."""
+    """What is left of a run: exit code, what it output, its directory."""
 
     code: int
-    said: str
+    output: str
     root: Path
 
     @property
@@ -54,7 +54,7 @@ class Run:
     @property
     def curve(self) -> list[dict[str, float]]:
         """The metrics that do not depend on how fast the machine is."""
-        return [{k: v for k, v in line.items() if not k.startswith(OF_THE_CLOCK)} for line in self.metrics]
+        return [{k: v for k, v in line.items() if not k.startswith(TIMING_METRICS)} for line in self.metrics]
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
@@ -73,9 +73,9 @@ class Started:
     process: subprocess.Popen
     root: Path
 
-    def finish(self, patience_s: float = PATIENCE_S) -> Run:
-        said, _ = self.process.communicate(timeout=patience_s)
-        return Run(self.process.returncode, said, self.root)
+    def finish(self, timeout_s: float = TIMEOUT_S) -> Run:
+        output, _ = self.process.communicate(timeout=timeout_s)
+        return Run(self.process.returncode, output, self.root)
 
     def wait_for_step(self) -> None:
         """Wait until the first line of metrics is written."""
@@ -86,14 +86,14 @@ class Started:
         self._wait_for(self.root / "checkpoints" / "latest")
 
     def _wait_for(self, file: Path) -> None:
-        end = time.monotonic() + PATIENCE_S
+        end = time.monotonic() + TIMEOUT_S
         while not (file.exists() and file.read_text()):
             assert self.process.poll() is None, self.process.communicate()[0]
             assert time.monotonic() < end, f"there is no {file}"
             time.sleep(0.05)
 
 
-def hear_interrupts() -> None:
+def reset_sigint() -> None:
     """A shell's background jobs, and so what they start, ignore Ctrl-C; a user's terminal does not."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -108,7 +108,7 @@ def start(experiment: str, folder: Path, words: Sequence[str], command: Sequence
         text=True,
         cwd=REPOSITORY,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        preexec_fn=hear_interrupts,
+        preexec_fn=reset_sigint,
     )
     return Started(process, folder if command else folder / "t" / "trial")
 
@@ -116,7 +116,7 @@ def start(experiment: str, folder: Path, words: Sequence[str], command: Sequence
 def run(experiment: str, folder: Path, words: Sequence[str]) -> Run:
     """Run to the end, which must be a good one."""
     done = start(experiment, folder, words).finish()
-    assert done.code == 0, done.said
+    assert done.code == 0, done.output
     return done
 
 
@@ -141,7 +141,7 @@ def same_curve(expected: Run, found: Run) -> list[str]:
 @pytest.fixture(scope="session")
 def reward_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("reward") / "rewards.py"
-    path.write_text(GRADED)
+    path.write_text(REWARDS)
     return path
 
 
@@ -163,7 +163,7 @@ def ppo_words(task: Task, actor_folder: Path, reward_file: Path) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def of_four_workers(ppo_words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
+def four_worker_run(ppo_words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """PPO on four workers of this machine, for others to compare with."""
     return run("ppo-math", tmp_path_factory.mktemp("four"), [*ppo_words, "n_gpus_per_node=4"])
 

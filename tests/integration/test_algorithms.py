@@ -44,7 +44,7 @@ def test_the_curve_does_not_depend_on_the_layout(kind: str, runs: Runs) -> None:
         ]
 
 
-def test_what_each_algorithm_reports(runs: Runs) -> None:
+def test_metrics_of_each_algorithm(runs: Runs) -> None:
     grpo, rloo, remax, vine = (runs[name].curve[1] for name in ("grpo", "rloo", "remax", "vineppo"))
     assert grpo["actor_train/kl_k3"] > 0 and grpo["actor_train/kl_k2"] > 0 and grpo["actor_train/kl_loss"] > 0
     assert rloo["actor_train/logprob_diff"] < 1e-4 and rloo["actor_train/is_weight"] == pytest.approx(1.0, abs=1e-4)
@@ -52,7 +52,7 @@ def test_what_each_algorithm_reports(runs: Runs) -> None:
     assert 1 <= vine["value_gen/states"] <= 2 and vine["value_gen/shared_states"] > 0.3
 
 
-def test_rollout_may_be_a_step_ahead(
+def test_rollout_one_step_ahead(
     realhf_all: Callable[..., Runs], ppo_words: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     apart = ["n_gpus_per_node=2", "allocation_mode=manual", "ppo.disable_value=True", "ppo.recompute_logprobs=True",
@@ -95,7 +95,7 @@ def test_dynamic_sampling_fills_its_batches(
         assert len(told) == line["prompts/used"] and all(len(set(rewards)) == 2 for rewards in told)
 
 
-def test_restem_is_a_campaign_of_runs(
+def test_restem_is_a_multi_stage_experiment(
     realhf: Callable[..., Run], actor_folder: Path, reward_file: Path, task: Task, tmp_path: Path
 ) -> None:
     words = [f"model.path={actor_folder}", f"dataset.path={task.train}", f"valid_path={task.valid}", "n_rounds=1",

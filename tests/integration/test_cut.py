@@ -67,14 +67,14 @@ def test_the_curve_does_not_depend_on_the_layout(kind: str, runs: dict[str, Run]
             torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=0)
 
 
-def test_weights_are_lent_and_followed_where_layouts_differ(runs: dict[str, Run]) -> None:
+def test_weights_are_reallocated_where_layouts_differ(runs: dict[str, Run]) -> None:
     spans = json.loads((runs["following reference, cut"].root / "trace.json").read_text())
     moved = {(s["name"], s["pid"]) for s in spans if s["name"].endswith(("Reallocate", "Release"))}
     calls = ("actor_gen/Reallocate", "actor_gen/Release", "actor_train/Reallocate", "critic_inf/Reallocate")
     assert {(call, rank) for call in calls for rank in range(4)} <= moved
 
 
-def test_routers_tell_what_they_lose(runs: dict[str, Run]) -> None:
+def test_routers_report_their_losses(runs: dict[str, Run]) -> None:
     for line in runs["routed experts, cut"].curve:
         for call in ("actor_train", "critic_train"):
             assert 1.9 < line[f"{call}/router_balance_loss"] < 3.0 and line[f"{call}/router_z_loss"] > 1.0

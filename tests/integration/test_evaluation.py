@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Task
-from tests.integration.conftest import PATIENCE_S, Run, Started, start
+from tests.integration.conftest import TIMEOUT_S, Run, Started, start
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 Runs = dict[str, Run]
@@ -42,7 +42,7 @@ def of_training(run: Run) -> list[dict[str, float]]:
     return [{k: v for k, v in line.items() if not k.startswith("eval")} for line in run.curve if line["step"]]
 
 
-def test_training_does_not_notice(runs: Runs) -> None:
+def test_evaluation_does_not_change_training(runs: Runs) -> None:
     plain = runs["without"]
     assert len(weights(plain)) == 8 and "eval" not in str(plain.metrics)
     for name in ("tried", "sampled"):
@@ -50,7 +50,7 @@ def test_training_does_not_notice(runs: Runs) -> None:
         assert all(runs[name].generations(step) == plain.generations(step) for step in (1, 2, 3, 4))
 
 
-def test_what_is_written_down(runs: Runs, task: Task) -> None:
+def test_files_of_an_evaluation(runs: Runs, task: Task) -> None:
     tried, sampled = runs["tried"], runs["sampled"]
     n = len(task.valid.read_text().splitlines())
     assert [found["step"] for found in tried.evaluations] == [0, 1, 2, 3, 4] == [line["step"] for line in tried.metrics]
@@ -59,12 +59,12 @@ def test_what_is_written_down(runs: Runs, task: Task) -> None:
         assert {**line, **found["metrics"]} == line and line["time/eval_s"] == found["seconds"]
         assert line["eval/prompts"] == n == found["counts"]["eval_rew/reward"]
         assert 1 <= line["eval/response_length"] <= 12 and line["eval/reward"] == line["eval_rew/reward"]
-        assert f"eval    step {int(line['step'])}: eval  reward {line['eval/reward']:.4f}" in tried.said
+        assert f"eval    step {int(line['step'])}: eval  reward {line['eval/reward']:.4f}" in tried.output
     assert sampled.evaluations[0]["counts"]["eval_rew/reward"] == 3 * n
     assert len({line["eval/reward"] for line in tried.metrics}) > 1
 
 
-def test_it_does_not_depend_on_the_layout(runs: Runs) -> None:
+def test_evaluation_does_not_depend_on_the_layout(runs: Runs) -> None:
     for one, cut in zip(runs["tried"].evaluations, runs["cut"].evaluations, strict=True):
         assert one["counts"] == cut["counts"] and cut["metrics"] == pytest.approx(one["metrics"], rel=1e-4, abs=1e-6)
 
@@ -84,12 +84,12 @@ def test_the_best_models_are_those_of_the_best_evaluation(runs: Runs) -> None:
         assert json.loads((place / role / "evaluation.json").read_text())["step"] == pointer["step"]
         kept, saved = (folder / "model.safetensors" for folder in (place / role, run.model(role, pointer["step"])))
         assert kept.read_bytes() == saved.read_bytes()
-    assert f"best    eval/reward {best:.4f} -> {place}" in run.said
+    assert f"best    eval/reward {best:.4f} -> {place}" in run.output
     assert not list(run.root.glob("best/*unfinished*"))
 
 
 def kill_when(started: Started, moment: Callable[[Path], bool]) -> None:
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + TIMEOUT_S
     while not moment(started.root):
         assert started.process.poll() is None, "the run is over before it is killed"
         assert time.monotonic() < end, "the moment does not come"
@@ -102,7 +102,7 @@ def lines(root: Path) -> int:
     return len((root / "metrics.jsonl").read_text().splitlines()) if (root / "metrics.jsonl").exists() else 0
 
 
-def test_killed_while_the_best_is_written_and_still_the_same_to_the_bit(
+def test_a_kill_while_the_best_model_is_saved_does_not_change_the_result(
     runs: Runs, words: list[str], tmp_path: Path
 ) -> None:
     started = start("ppo-math", tmp_path, [*words, *KEEP])
@@ -111,7 +111,7 @@ def test_killed_while_the_best_is_written_and_still_the_same_to_the_bit(
     assert (started.root / "best" / pointer["folder"] / "actor" / "model.safetensors").is_file()
     (started.root / "best" / "step_2.unfinished" / "actor").mkdir(parents=True, exist_ok=True)  # half written
     found = start("", started.root, [], command=["resume", str(started.root)]).finish()
-    assert found.code == 0, found.said
+    assert found.code == 0, found.output
     whole = runs["tried"]
     assert found.curve == whole.curve and weights(found) == weights(whole)
     timeless = [[{**line, "seconds": 0} for line in run.evaluations] for run in (found, whole)]

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import PATIENCE_S, Run, Started
+from tests.integration.conftest import TIMEOUT_S, Run, Started
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 Start = Callable[..., Started]
-Living = Callable[[Path], dict[int, str]]
+LiveProcesses = Callable[[Path], dict[int, str]]
 
 
 @pytest.fixture
@@ -27,58 +27,58 @@ def endless(realhf_start: Start, ppo_words: list[str], tmp_path: Path) -> Starte
     return started
 
 
-def worker_pid(started: Started, rank: int, living: Living) -> int:
+def worker_pid(started: Started, rank: int, live_processes: LiveProcesses) -> int:
     words = f"realhf.apps.worker {started.root} {rank} "
-    return next(pid for pid, command in living(started.root).items() if words in command)
+    return next(pid for pid, command in live_processes(started.root).items() if words in command)
 
 
-def nothing_is_left(folder: Path, living: Living) -> bool:
+def no_process_remains(folder: Path, live_processes: LiveProcesses) -> bool:
     """Wait a little for processes that are on their way out."""
     end = time.monotonic() + 10.0
-    while (left := living(folder)) and time.monotonic() < end:
+    while (left := live_processes(folder)) and time.monotonic() < end:
         time.sleep(0.05)
     return not left
 
 
-def test_an_interrupt_ends_launcher_workers_and_judges(endless: Started, living: Living, tmp_path: Path) -> None:
-    commands = list(living(tmp_path).values())
+def test_an_interrupt_ends_launcher_workers_and_judges(endless: Started, live_processes: LiveProcesses, tmp_path: Path) -> None:
+    commands = list(live_processes(tmp_path).values())
     assert len(commands) == 5 and sum("realhf.rewards.judge.server" in c for c in commands) == 2  # one for each worker
     endless.process.send_signal(signal.SIGINT)
     run = endless.finish()
-    assert run.code == 130 and "interrupted: workers are stopped" in run.said and "Traceback" not in run.said
-    assert nothing_is_left(tmp_path, living)
+    assert run.code == 130 and "interrupted: workers are stopped" in run.output and "Traceback" not in run.output
+    assert no_process_remains(tmp_path, live_processes)
     json.loads((run.root / "trace.json").read_text())  # closed in time
 
 
-def test_a_killed_worker_is_named_with_what_it_did(endless: Started, living: Living, tmp_path: Path) -> None:
-    os.kill(worker_pid(endless, 1, living), signal.SIGKILL)
+def test_the_error_names_the_killed_worker_and_its_activity(endless: Started, live_processes: LiveProcesses, tmp_path: Path) -> None:
+    os.kill(worker_pid(endless, 1, live_processes), signal.SIGKILL)
     run = endless.finish()
     assert run.code == 1
-    (line,) = (line for line in run.said.splitlines() if line.startswith("error: "))
+    (line,) = (line for line in run.output.splitlines() if line.startswith("error: "))
     assert line.startswith("error: worker 1 was ended by SIGKILL during ")
     assert " of step " in line and str(run.root / "logs" / "worker-1.log") in line
-    assert "done " not in run.said and nothing_is_left(tmp_path, living)
+    assert "done " not in run.output and no_process_remains(tmp_path, live_processes)
 
 
-def test_workers_leave_with_their_launcher(endless: Started, living: Living, tmp_path: Path) -> None:
+def test_workers_exit_when_the_launcher_is_killed(endless: Started, live_processes: LiveProcesses, tmp_path: Path) -> None:
     endless.process.kill()
-    assert endless.process.wait(PATIENCE_S) == -signal.SIGKILL
-    assert nothing_is_left(tmp_path, living)
+    assert endless.process.wait(TIMEOUT_S) == -signal.SIGKILL
+    assert no_process_remains(tmp_path, live_processes)
 
 
 def snapshot(root: Path) -> dict[str, tuple[int, bytes]]:
     return {str(p.relative_to(root)): (p.stat().st_mtime_ns, p.read_bytes()) for p in root.rglob("*") if p.is_file()}
 
 
-def test_after_sigterm_the_directory_is_taken_until_it_is_overwritten(
-    endless: Started, realhf_start: Start, ppo_words: list[str], living: Living, tmp_path: Path
+def test_after_sigterm_the_run_directory_is_reused_only_with_overwrite(
+    endless: Started, realhf_start: Start, ppo_words: list[str], live_processes: LiveProcesses, tmp_path: Path
 ) -> None:
     endless.process.terminate()
     run = endless.finish()
-    assert run.code == 130 and nothing_is_left(tmp_path, living)
+    assert run.code == 130 and no_process_remains(tmp_path, live_processes)
     before = snapshot(run.root)
     again = realhf_start("ppo-math", tmp_path, ppo_words).finish()
-    assert again.code == 2 and "already contains a run" in again.said and "overwrite=True" in again.said
+    assert again.code == 2 and "already contains a run" in again.output and "overwrite=True" in again.output
     assert snapshot(run.root) == before
     overwritten = realhf_start(
         "ppo-math", tmp_path, [*ppo_words, "overwrite=True", "exp_ctrl.total_train_steps=1"]
@@ -88,12 +88,12 @@ def test_after_sigterm_the_directory_is_taken_until_it_is_overwritten(
 
 
 def failed(run: Run, *words: str) -> None:
-    assert run.code == 1 and all(word in run.said for word in words), run.said
-    assert "done " not in run.said
+    assert run.code == 1 and all(word in run.output for word in words), run.output
+    assert "done " not in run.output
 
 
 def test_an_error_of_a_worker_reaches_the_console(
-    realhf_start: Start, ppo_words: list[str], living: Living, tmp_path: Path
+    realhf_start: Start, ppo_words: list[str], live_processes: LiveProcesses, tmp_path: Path
 ) -> None:
     """A learning rate without bounds, and a verifier that finds nothing right."""
     wild = ["actor.optimizer.lr=1e30", "actor.optimizer.gradient_clipping=0", "ppo.early_stop_imp_ratio=null"]
@@ -105,4 +105,4 @@ def test_an_error_of_a_worker_reaches_the_console(
     ]
     failed(runs[0].finish(), "worker ", "failed during ", "of step ", "learning rate", "logs/worker-")
     failed(runs[1].finish(), "worker 0 failed during rew_inf of step 1", "responses are wrong", "check_verifier_status")
-    assert nothing_is_left(tmp_path, living)
+    assert no_process_remains(tmp_path, live_processes)

@@ -17,7 +17,7 @@ from realhf.apps.commands.quickstart import prepare
 from realhf.apps.prepare.launching import launch, write_run
 from realhf.base.errors import RunFailed
 from tests.integration.conftest import Run, Started
-from tests.integration.test_failures import Living, Start, nothing_is_left, worker_pid
+from tests.integration.test_failures import LiveProcesses, Start, no_process_remains, worker_pid
 from tests.system.transport.hostile_peers import KEY, http, oversized
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -32,19 +32,19 @@ def begun(start: Start, folder: Path, words: list[str], *more: str) -> Started:
 
 
 def test_a_stopped_worker_is_named_within_its_deadline(
-    realhf_start: Start, ppo_words: list[str], living: Living, tmp_path: Path
+    realhf_start: Start, ppo_words: list[str], live_processes: LiveProcesses, tmp_path: Path
 ) -> None:
     started = begun(realhf_start, tmp_path, ppo_words, "heartbeat_timeout=4")
-    pid = worker_pid(started, 1, living)
+    pid = worker_pid(started, 1, live_processes)
     os.kill(pid, signal.SIGSTOP)
     run = started.finish()
-    assert run.code == 1, run.said
-    (line,) = (line for line in run.said.splitlines() if line.startswith("error: "))
+    assert run.code == 1, run.output
+    (line,) = (line for line in run.output.splitlines() if line.startswith("error: "))
     assert line.startswith(f"error: worker 1 (host {socket.gethostname()}, process {pid}): no heartbeat for ")
-    assert "worker 1's process is in state T (stopped)" in run.said
+    assert "worker 1's process is in state T (stopped)" in run.output
     for rank in range(2):
         assert "most recent call first" in (run.root / "logs" / f"worker-{rank}.log").read_text()
-    assert nothing_is_left(tmp_path, living)
+    assert no_process_remains(tmp_path, live_processes)
 
 
 STUCK = """
@@ -58,21 +58,21 @@ def stuck(prompt, answer, row):
 """
 
 
-def test_a_worker_that_waits_for_ever_is_named_with_what_it_is_at(
+def test_the_error_names_the_hung_worker_and_its_activity(
     realhf_start: Start, ppo_words: list[str], tmp_path: Path
 ) -> None:
     """It goes on beating, so it is not silent; the call's deadline ends the run."""
     (tmp_path / "rewards.py").write_text(STUCK)
     words = [*ppo_words, f"reward.fn={tmp_path}/rewards.py:stuck", "reward.timeout=30", "n_gpus_per_node=2"]
     run = realhf_start("ppo-math", tmp_path, [*words, "call_timeout=15", "heartbeat_timeout=8"]).finish()
-    assert run.code == 1 and "waited 15 s for " in run.said, run.said
-    found = re.search(r"worker (\d) \(host .*, process \d+\): rew_inf of step 1, rew_inf/Compute", run.said)
-    assert found is not None, run.said
+    assert run.code == 1 and "waited 15 s for " in run.output, run.output
+    found = re.search(r"worker (\d) \(host .*, process \d+\): rew_inf of step 1, rew_inf/Compute", run.output)
+    assert found is not None, run.output
     assert "most recent call first" in (run.root / "logs" / f"worker-{found.group(1)}.log").read_text()
 
 
-def test_a_worker_that_cannot_come_up_is_shown_with_the_end_of_its_log(
-    ppo_words: list[str], living: Living, tmp_path: Path
+def test_a_worker_that_cannot_start_is_reported_with_its_log(
+    ppo_words: list[str], live_processes: LiveProcesses, tmp_path: Path
 ) -> None:
     run = prepare("ppo-math", [*ppo_words, f"fileroot={tmp_path}", "trial_name=t", "device=cpu", "n_gpus_per_node=2"])
     write_run(run)
@@ -80,7 +80,7 @@ def test_a_worker_that_cannot_come_up_is_shown_with_the_end_of_its_log(
     with pytest.raises(RunFailed, match=r"worker [01] exited with code 1 during start-up; see ") as caught:
         launch(run)
     assert "its last lines:\n" in str(caught.value) and "FileNotFoundError: " in str(caught.value)
-    assert nothing_is_left(tmp_path, living)
+    assert no_process_remains(tmp_path, live_processes)
 
 
 def free_port() -> int:
@@ -119,7 +119,7 @@ def throw_garbage(address: str, started: Started) -> None:
         wire.close()
 
 
-def test_strangers_at_the_port_change_nothing_and_the_key_stays_secret(
+def test_unauthenticated_peers_change_nothing_and_the_key_stays_secret(
     realhf: Callable[..., Run], realhf_start: Start, ppo_words: list[str], tmp_path: Path
 ) -> None:
     words = [*ppo_words, "n_gpus_per_node=2", "exp_ctrl.total_train_epochs=10"]
@@ -132,11 +132,11 @@ def test_strangers_at_the_port_change_nothing_and_the_key_stays_secret(
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     throw_garbage(address, started)
     run = started.finish()
-    assert run.code == 0, run.said
+    assert run.code == 0, run.output
     assert run.curve == alone.curve
-    dropped = re.search(r"dropped (\d+) unauthenticated messages", run.said)
-    assert dropped is not None and int(dropped.group(1)) >= 1000, run.said
-    written = [file.read_bytes() for file in run.root.rglob("*") if file.is_file()] + [run.said.encode()]
+    dropped = re.search(r"dropped (\d+) unauthenticated messages", run.output)
+    assert dropped is not None and int(dropped.group(1)) >= 1000, run.output
+    written = [file.read_bytes() for file in run.root.rglob("*") if file.is_file()] + [run.output.encode()]
     assert not path.exists()
     for secret in (key, key.hex().encode(), repr(key).encode()):
         assert not any(secret in text for text in written)

@@ -41,7 +41,7 @@ def weights(run: Run, role: str) -> dict[str, torch.Tensor]:
     return load_file(run.model(role, 3) / "model.safetensors")
 
 
-def test_the_run_made_three_steps_and_learned_something(runs: dict[str, Run], actor_folder: Path) -> None:
+def test_the_run_finishes_three_steps_and_trains(runs: dict[str, Run], actor_folder: Path) -> None:
     one = runs["one"]
     assert [line["step"] for line in one.metrics] == [1, 2, 3]
     assert all(line["actor_train/step_skipped"] == 0 and line["actor_train/grad_norm"] > 0 for line in one.metrics)
@@ -49,7 +49,7 @@ def test_the_run_made_three_steps_and_learned_something(runs: dict[str, Run], ac
     assert one.curve[0]["actor_train/importance_ratio"] == pytest.approx(1.0, abs=0.05)
     before, after = load_file(actor_folder / "model.safetensors"), weights(one, "actor")
     assert before.keys() == after.keys() and any(not torch.equal(before[k], after[k]) for k in before)
-    assert "done    3 steps" in one.said and str(one.model("actor", 3)) in one.said
+    assert "done    3 steps" in one.output and str(one.model("actor", 3)) in one.output
 
 
 @pytest.mark.parametrize("other", ["again", "inline"])
@@ -72,7 +72,7 @@ def test_the_curve_does_not_depend_on_the_layout(other: str, runs: dict[str, Run
 
 
 @pytest.mark.parametrize("other", ["three", "apart", "realloc"])
-def test_generations_of_several_workers_come_together(other: str, runs: dict[str, Run]) -> None:
+def test_generations_of_several_workers_are_merged(other: str, runs: dict[str, Run]) -> None:
     for step, n_prompts in ((1, 7), (2, 7), (3, 3)):
         rows, expected = runs[other].generations(step), runs["one"].generations(step)
         assert rows == [{**row, "rewards": pytest.approx(row["rewards"])} for row in expected]
@@ -86,7 +86,7 @@ def test_reallocated_weights_are_released(runs: dict[str, Run]) -> None:
     spans = json.loads((runs["realloc"].root / "trace.json").read_text())
     moved = {(s["pid"], s["name"]) for s in spans if s["name"].endswith(("Reallocate", "Release"))}
     assert moved == {(rank, f"actor_gen/{what}") for rank in (0, 1) for what in ("Reallocate", "Release")}
-    assert "Reallocate" in runs["realloc"].said and "Reallocate" not in runs["two"].said
+    assert "Reallocate" in runs["realloc"].output and "Reallocate" not in runs["two"].output
 
 
 def test_the_files_of_a_run(runs: dict[str, Run]) -> None:
@@ -106,7 +106,7 @@ def test_the_files_of_a_run(runs: dict[str, Run]) -> None:
     assert all(measured <= line.keys() for line in runs["three"].metrics)
 
 
-def test_hugging_face_loads_what_was_saved(runs: dict[str, Run]) -> None:
+def test_transformers_loads_a_saved_model(runs: dict[str, Run]) -> None:
     run = runs["two"]
     actor = AutoModelForCausalLM.from_pretrained(run.model("actor", 3))
     folder = run.model("critic", 3)

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Task
-from tests.integration.conftest import OF_THE_CLOCK, Run, Started, start
-from tests.integration.test_failures import nothing_is_left
+from tests.integration.conftest import TIMING_METRICS, Run, Started, start
+from tests.integration.test_failures import no_process_remains
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
-Living = Callable[[Path], dict[int, str]]
-PATIENCE_S = 360.0  # for three runs, one after the other
+LiveProcesses = Callable[[Path], dict[int, str]]
+TIMEOUT_S = 360.0  # for three runs, one after the other
 STAGES = ("round1-sample", "round1-fit", "round1-valid")
 
 
@@ -29,8 +29,8 @@ def words(actor_folder: Path, reward_file: Path, task: Task) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = start("restem", tmp_path_factory.mktemp("whole"), words).finish(PATIENCE_S)
-    assert run.code == 0, run.said
+    run = start("restem", tmp_path_factory.mktemp("whole"), words).finish(TIMEOUT_S)
+    assert run.code == 0, run.output
     return run
 
 
@@ -40,14 +40,14 @@ def remains(root: Path) -> dict[str, object]:
     found: dict[str, object] = {str(path.relative_to(root)): path.read_bytes() for path in files}
     for path in root.glob("*/metrics.jsonl"):
         lines = map(json.loads, path.read_text().splitlines())
-        curve = [{k: v for k, v in line.items() if not k.startswith(OF_THE_CLOCK)} for line in lines]
+        curve = [{k: v for k, v in line.items() if not k.startswith(TIMING_METRICS)} for line in lines]
         found[str(path.relative_to(root))] = curve
     return found | {"result": json.loads((root / "restem.json").read_text().replace(str(root), "ROOT"))}
 
 
 def kill_at(started: Started, file: Path) -> None:
     """Kill without a warning when a file is there."""
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + TIMEOUT_S
     while not file.exists():
         assert started.process.poll() is None, started.process.communicate()[0]
         assert time.monotonic() < end, f"there is no {file}"
@@ -60,42 +60,42 @@ def go_on(root: Path, words: Sequence[str] = ()) -> Started:
     return start("", root, words, command=["resume", str(root)])
 
 
-def test_killed_in_every_stage_and_still_the_same_to_the_bit(
-    whole: Run, words: list[str], living: Living, tmp_path: Path
+def test_a_kill_in_every_stage_does_not_change_the_result(
+    whole: Run, words: list[str], live_processes: LiveProcesses, tmp_path: Path
 ) -> None:
     started = start("restem", tmp_path, words)
     root = started.root
     for stage in STAGES:
         kill_at(started, root / stage / "plan.json")  # no checkpoint: the stage starts again
-        assert nothing_is_left(root, living)
+        assert no_process_remains(root, live_processes)
         kill_at(go_on(root), root / stage / "checkpoints" / "latest")
-        assert nothing_is_left(root, living)
+        assert no_process_remains(root, live_processes)
         started = go_on(root)
-    found = started.finish(PATIENCE_S)
-    assert found.code == 0, found.said
-    assert "stage   round1-fit: already completed\nstage   round1-valid: gen\nresume  " in found.said, found.said
+    found = started.finish(TIMEOUT_S)
+    assert found.code == 0, found.output
+    assert "stage   round1-fit: already completed\nstage   round1-valid: gen\nresume  " in found.output, found.output
     assert remains(root) == remains(whole.root)
     again = go_on(root).finish()
-    assert again.code == 0 and again.said.count("already completed") == 3 and remains(root) == remains(whole.root)
+    assert again.code == 0 and again.output.count("already completed") == 3 and remains(root) == remains(whole.root)
 
 
-def test_what_a_campaign_refuses_and_what_it_goes_on_with(words: list[str], living: Living, tmp_path: Path) -> None:
+def test_a_multi_stage_experiment_rejects_other_options_and_resumes(words: list[str], live_processes: LiveProcesses, tmp_path: Path) -> None:
     started = start("restem", tmp_path, [*words, "recover_mode=auto"])
     kill_at(started, started.root / "round1-sample" / "checkpoints" / "latest")
     other = go_on(started.root, ["threshold=0.5"]).finish()
-    assert other.code == 2 and "threshold: -1.0 at the checkpoint, 0.5 now" in other.said, other.said
-    assert nothing_is_left(started.root, living)
+    assert other.code == 2 and "threshold: -1.0 at the checkpoint, 0.5 now" in other.output, other.output
+    assert no_process_remains(started.root, live_processes)
     started = start("restem", tmp_path, [*words, "recover_mode=auto", "n_gpus_per_node=2"])
-    kill_worker(started, "round1-fit", living)  # which starts again by itself
-    run = started.finish(PATIENCE_S)
-    assert run.code == 0 and "resume  " in run.said and "0 restarts are left" in run.said, run.said
+    kill_worker(started, "round1-fit", live_processes)  # which starts again by itself
+    run = started.finish(TIMEOUT_S)
+    assert run.code == 0 and "resume  " in run.output and "0 restarts are left" in run.output, run.output
     assert json.loads((run.root / "restem.json").read_text())["chosen"] == 1
 
 
-def kill_worker(started: Started, stage: str, living: Living) -> None:
-    latest, end = started.root / stage / "checkpoints" / "latest", time.monotonic() + PATIENCE_S
+def kill_worker(started: Started, stage: str, live_processes: LiveProcesses) -> None:
+    latest, end = started.root / stage / "checkpoints" / "latest", time.monotonic() + TIMEOUT_S
     while not latest.exists():
         assert started.process.poll() is None and time.monotonic() < end, "the stage is over before"
         time.sleep(0.005)
     words = f"realhf.apps.worker {(started.root / stage).resolve()} "
-    os.kill(next(pid for pid, command in living(started.root).items() if words in command), signal.SIGKILL)
+    os.kill(next(pid for pid, command in live_processes(started.root).items() if words in command), signal.SIGKILL)

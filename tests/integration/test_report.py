@@ -31,7 +31,7 @@ def read(trained: Run) -> Callable[[Path], RunSpec]:
     return read_run
 
 
-def test_all_of_a_run_stands_on_the_page(trained: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_shows_every_section_of_a_run(trained: Run, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(trained.root)])
     page = (trained.root / "report.html").read_text()
     assert str(trained.root / "report.html") in capsys.readouterr().out.replace("\n", "")
@@ -52,7 +52,7 @@ def test_all_of_a_run_stands_on_the_page(trained: Run, capsys: pytest.CaptureFix
     assert float(mean) == pytest.approx(trained.metrics[-1]["reward/mean"], rel=1e-3)
 
 
-def test_a_run_that_goes_on_is_told_as_far_as_it_is(
+def test_the_report_of_a_run_in_progress(
     trained: Run, tmp_path: Path, read: Callable[[Path], RunSpec]
 ) -> None:
     folder = tmp_path / "t" / "copy"
@@ -69,7 +69,7 @@ def test_a_run_that_goes_on_is_told_as_far_as_it_is(
     assert "none yet" in page and "measured" not in page
 
 
-def test_what_is_measured_is_every_worker_s_own_time(trained: Run, read: Callable[[Path], RunSpec]) -> None:
+def test_timings_are_measured_per_worker(trained: Run, read: Callable[[Path], RunSpec]) -> None:
     found = measured(read(trained.root))
     assert found is not None
     step, timeline = found
@@ -86,7 +86,7 @@ def test_what_is_measured_is_every_worker_s_own_time(trained: Run, read: Callabl
     assert path[-1].mfc == "actor_train"
 
 
-def test_a_model_that_is_gone_takes_only_the_prediction(
+def test_without_its_model_folder_a_run_loses_only_the_prediction(
     trained: Run, tmp_path: Path, read: Callable[[Path], RunSpec]
 ) -> None:
     folder = tmp_path / "t" / "copy"
@@ -98,12 +98,12 @@ def test_a_model_that_is_gone_takes_only_the_prediction(
 
 
 @pytest.mark.parametrize("words", [["{}", "--ot", "x.html"], ["{}", "x.html"], ["{}", "--out"]])
-def test_words_that_are_not_understood(words: list[str], trained: Run) -> None:
+def test_invalid_arguments(words: list[str], trained: Run) -> None:
     with pytest.raises(UserError, match="invalid arguments"):
         main([word.format(trained.root) for word in words])
 
 
-def test_what_is_no_run_is_said(tmp_path: Path, trained: Run) -> None:
+def test_a_report_of_a_folder_without_a_run_is_an_error(tmp_path: Path, trained: Run) -> None:
     with pytest.raises(UserError, match="has no run"):
         main([str(tmp_path)])
     (tmp_path / "stages.json").write_text("{}")

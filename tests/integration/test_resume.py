@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Task
-from tests.integration.conftest import PATIENCE_S, Run, Started, same_curve, start
+from tests.integration.conftest import TIMEOUT_S, Run, Started, same_curve, start
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 OFTEN = ["exp_ctrl.ckpt_freq_steps=1", "exp_ctrl.total_train_epochs=2", "exp_ctrl.total_train_steps=5",
@@ -32,7 +32,7 @@ def files(run: Run) -> dict[str, bytes]:
 
 def kill(started: Started, step: int, whom: str) -> None:
     """Kill without a warning, when the line of ``step`` is there."""
-    metrics, end = started.root / "metrics.jsonl", time.monotonic() + PATIENCE_S
+    metrics, end = started.root / "metrics.jsonl", time.monotonic() + TIMEOUT_S
     while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
         assert started.process.poll() is None and time.monotonic() < end, "the run is over before it is killed"
         time.sleep(0.01)
@@ -70,19 +70,19 @@ def copy_of(root: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("whom", ["master", "worker"])
-def test_killed_twice_and_still_the_same_to_the_bit(
+def test_two_kills_do_not_change_the_result(
     whom: str, whole: Run, ppo_words: list[str], tmp_path: Path
 ) -> None:
     started = start("ppo-math", tmp_path, [*ppo_words, *OFTEN, *TWO])
     kill(started, 3, whom)  # with the line of a step the checkpoint of the step before the last counts
     kill(start("", started.root, [], command=["resume", str(started.root)]), 4, whom)
     found = resume(started.root)
-    assert found.code == 0, found.said
+    assert found.code == 0, found.output
     assert found.curve == whole.curve and files(found) == files(whole)
     assert len(files(whole)) == 7  # two models, five steps of answers
 
 
-def test_sft_goes_on_to_the_bit(realhf: Callable[..., Run], sft_words: list[str], tmp_path: Path) -> None:
+def test_sft_resumes_bitwise(realhf: Callable[..., Run], sft_words: list[str], tmp_path: Path) -> None:
     straight = realhf("sft", tmp_path / "straight", [*sft_words, *OFTEN])
     started = start("sft", tmp_path / "killed", [*sft_words, *OFTEN])
     kill(started, 3, "master")
@@ -90,7 +90,7 @@ def test_sft_goes_on_to_the_bit(realhf: Callable[..., Run], sft_words: list[str]
     assert found.code == 0 and found.curve == straight.curve and files(found) == files(straight)
 
 
-def test_redraws_go_on_to_the_bit(
+def test_resampling_resumes_bitwise(
     realhf: Callable[..., Run], ppo_words: list[str], reward_file: Path, tmp_path: Path
 ) -> None:
     words = [*ppo_words, *OFTEN, "ppo.dynamic_sampling=True", f"reward.fn={reward_file}:rare", "ppo.group_size=3",
@@ -100,15 +100,15 @@ def test_redraws_go_on_to_the_bit(
     started = start("grpo", tmp_path / "killed", words)
     kill(started, 3, "master")
     found = resume(started.root)
-    assert found.code == 0, found.said
+    assert found.code == 0, found.output
     assert found.curve == straight.curve and files(found) == files(straight)
 
 
 @pytest.mark.parametrize("layout", ["d1", "t2", "p2"])
-def test_another_layout_goes_on_with_the_same_curve(layout: str, stopped: Path, whole: Run, tmp_path: Path) -> None:
+def test_a_run_resumes_in_another_layout_with_the_same_curve(layout: str, stopped: Path, whole: Run, tmp_path: Path) -> None:
     workers = 1 if layout == "d1" else 2
     found = resume(copy_of(stopped, tmp_path), f"n_gpus_per_node={workers}", f"allocation_mode={layout}")
-    assert found.code == 0, found.said
+    assert found.code == 0, found.output
     assert same_curve(whole, found) == []
     for step in range(1, 6):
         assert [row["response"] for row in found.generations(step)] == [
@@ -116,36 +116,36 @@ def test_another_layout_goes_on_with_the_same_curve(layout: str, stopped: Path, 
         ]
 
 
-def test_a_truncated_shard_is_passed_over(stopped: Path, whole: Run, tmp_path: Path) -> None:
+def test_a_truncated_shard_is_skipped(stopped: Path, whole: Run, tmp_path: Path) -> None:
     root = copy_of(stopped, tmp_path)
     last = root / "checkpoints" / (root / "checkpoints" / "latest").read_text()
     os.truncate(last / "actor.0.safetensors", 1000)
     found = resume(root)
-    assert found.code == 0 and "damaged" in found.said and "actor.0.safetensors has 1000 bytes" in found.said
+    assert found.code == 0 and "damaged" in found.output and "actor.0.safetensors has 1000 bytes" in found.output
     assert found.curve == whole.curve and files(found) == files(whole)
 
 
-def test_what_resume_refuses(stopped: Path, task: Task, tmp_path: Path) -> None:
+def test_resume_rejects_changed_options(stopped: Path, task: Task, tmp_path: Path) -> None:
     root = copy_of(stopped, tmp_path)
     options = resume(root, "ppo.kl_ctl=0.2", "seed=5", "exp_ctrl.total_train_steps=4")
     assert options.code == 2
-    assert "ppo.kl_ctl: 0.05 at the checkpoint, 0.2 now" in options.said and "seed: 1 at the checkpoint" in options.said
+    assert "ppo.kl_ctl: 0.05 at the checkpoint, 0.2 now" in options.output and "seed: 1 at the checkpoint" in options.output
     changed = tmp_path / "changed.jsonl"
     rows = task.train.read_text().splitlines(keepends=True)
     changed.write_text("".join([rows[1], rows[0], *rows[2:]]))
     data = resume(root, f"dataset.path={changed}")
-    assert data.code == 2 and "changed.jsonl has changed: its SHA-256 was" in data.said
+    assert data.code == 2 and "changed.jsonl has changed: its SHA-256 was" in data.output
     typo = resume(root, "exp_ctrl.total_steps=3")
-    assert typo.code == 2 and "did you mean exp_ctrl.total_train_steps" in typo.said
+    assert typo.code == 2 and "did you mean exp_ctrl.total_train_steps" in typo.output
     nothing = resume(tmp_path)
-    assert nothing.code == 2 and "has no run" in nothing.said
+    assert nothing.code == 2 and "has no run" in nothing.output
     shutil.rmtree(root / "checkpoints")
     none = resume(root)
-    assert none.code == 2 and "contains no checkpoint" in none.said
+    assert none.code == 2 and "contains no checkpoint" in none.output
     assert len((root / "metrics.jsonl").read_text().splitlines()) == 4, "nothing was touched"
 
 
-def test_a_failed_run_starts_again_by_itself(ppo_words: list[str], whole: Run, tmp_path: Path) -> None:
+def test_a_failed_run_restarts_automatically(ppo_words: list[str], whole: Run, tmp_path: Path) -> None:
     started = start("ppo-math", tmp_path, [*ppo_words, *OFTEN, *TWO, "recover_mode=fault"])
     metrics, end = started.root / "metrics.jsonl", time.monotonic() + 60
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
@@ -153,6 +153,6 @@ def test_a_failed_run_starts_again_by_itself(ppo_words: list[str], whole: Run, t
         time.sleep(0.01)
     os.kill(min(int(p) for p in os.listdir("/proc") if p.isdigit() and is_worker(int(p), started.root)), signal.SIGKILL)
     found = started.finish()
-    assert found.code == 0 and "was ended by SIGKILL" in found.said and "0 restarts are left" in found.said
+    assert found.code == 0 and "was ended by SIGKILL" in found.output and "0 restarts are left" in found.output
     assert found.curve == whole.curve and files(found) == files(whole)
     assert json.loads((found.root / "plan.json").read_text())["experiment"] == "ppo-math"

@@ -50,7 +50,7 @@ def ppo(
     return realhf("ppo", tmp_path_factory.mktemp("ppo"), words)
 
 
-def test_rewards_are_made_of_all_members(ppo: Run) -> None:
+def test_rewards_combine_all_members(ppo: Run) -> None:
     for line in ppo.metrics:
         rows = ppo.generations(int(line["step"]))
         for row in rows:
@@ -64,7 +64,7 @@ def test_rewards_are_made_of_all_members(ppo: Run) -> None:
     assert {p.name for p in (ppo.root / "models").iterdir()} == {"actor", "critic"}
 
 
-def test_written_answers_are_scored_as_they_were(
+def test_stored_responses_are_scored_again(
     realhf: Callable[..., Run], ppo: Run, members: list[str], tmp_path: Path
 ) -> None:
     """The text of an answer gives back its tokens, with an EOS only where it had one."""
@@ -90,7 +90,7 @@ def test_written_answers_are_scored_as_they_were(
     assert n_whole >= 5
 
 
-def test_best_of_sampled_and_of_given_answers(
+def test_best_of_n_of_sampled_and_of_stored_responses(
     realhf_all: Callable[..., dict[str, Run]], members: list[str], task: Task, actor_folder: Path, tmp_path: Path
 ) -> None:
     rows = [json.loads(line) for line in task.valid.read_text().splitlines()]

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from realhf.system.transport.channel import MASTER_LOST_S
-from tests.integration.conftest import PATIENCE_S, PROGRAM, REPOSITORY, Run, Started, same_curve
+from tests.integration.conftest import TIMEOUT_S, PROGRAM, REPOSITORY, Run, Started, same_curve
 from tests.launch.slurm_cluster import SlurmCluster, why_not
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 Start = Callable[..., Started]
-Living = Callable[[Path], dict[int, str]]
+LiveProcesses = Callable[[Path], dict[int, str]]
 WORDS = ["mode=slurm", "n_nodes=2", "n_gpus_per_node=2"]
 GOING_S = 2 * MASTER_LOST_S  # a killed daemon ends nothing: its workers leave without their master
 ENDLESS = ["exp_ctrl.total_train_epochs=10000"]
@@ -42,62 +42,62 @@ def job_of(cluster: SlurmCluster) -> str:
     return number
 
 
-def left(cluster: SlurmCluster, folder: Path, living: Living) -> tuple[dict[int, str], str]:
+def left(cluster: SlurmCluster, folder: Path, live_processes: LiveProcesses) -> tuple[dict[int, str], str]:
     """Return the processes and jobs that are still there, a while after all of them were to go."""
     end = time.monotonic() + GOING_S
-    while any(found := (living(folder), cluster.run("squeue", "-h"))) and time.monotonic() < end:
+    while any(found := (live_processes(folder), cluster.run("squeue", "-h"))) and time.monotonic() < end:
         time.sleep(0.1)
     return found
 
 
-def worker_pid(run: Path, rank: int, living: Living) -> int:
+def worker_pid(run: Path, rank: int, live_processes: LiveProcesses) -> int:
     """The worker of a rank; the process that it shares its command with is SLURM's."""
     words = f"-m realhf.apps.worker {run} SLURM_PROCID"
-    for pid, command in living(run).items():
+    for pid, command in live_processes(run).items():
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         if words in command and f"SLURM_PROCID={rank}".encode() in environment:
             return pid
-    raise AssertionError(f"no worker {rank}: {living(run)}")
+    raise AssertionError(f"no worker {rank}: {live_processes(run)}")
 
 
-def test_two_nodes_learn_as_this_machine_does(
+def test_two_nodes_give_the_curve_of_one_machine(
     cluster: SlurmCluster,
-    of_four_workers: Run,
+    four_worker_run: Run,
     realhf_start: Start,
     ppo_words: list[str],
-    living: Living,
+    live_processes: LiveProcesses,
     tmp_path: Path,
 ) -> None:
     run = realhf_start("ppo-math", tmp_path, [*ppo_words, *WORDS]).finish()
-    assert run.code == 0, run.said
-    assert " is running on n[" in run.said and "done    3 steps" in run.said and " is completed" in run.said
-    assert same_curve(of_four_workers, run) == []
-    assert left(cluster, tmp_path, living) == ({}, "")
+    assert run.code == 0, run.output
+    assert " is running on n[" in run.output and "done    3 steps" in run.output and " is completed" in run.output
+    assert same_curve(four_worker_run, run) == []
+    assert left(cluster, tmp_path, live_processes) == ({}, "")
 
 
-def test_a_job_that_is_cancelled_ends_the_run(
-    cluster: SlurmCluster, realhf_start: Start, ppo_words: list[str], living: Living, tmp_path: Path
+def test_a_cancelled_job_ends_the_run(
+    cluster: SlurmCluster, realhf_start: Start, ppo_words: list[str], live_processes: LiveProcesses, tmp_path: Path
 ) -> None:
     """First by somebody else, then by an interrupt, while it waits for nodes that are not there."""
     started = realhf_start("ppo-math", tmp_path, [*ppo_words, *WORDS, *ENDLESS])
     started.wait_for_step()
     waiting = realhf_start("ppo-math", tmp_path / "waiting", [*ppo_words, *WORDS, "n_nodes=3"])
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + TIMEOUT_S
     while "(Resources)" not in cluster.run("squeue", "-h", "-o", "%r (%r)"):
         assert time.monotonic() < end, cluster.run("squeue")
         time.sleep(0.2)
     waiting.process.send_signal(signal.SIGINT)
     run = waiting.finish()
-    assert run.code == 130 and "is pending (" in run.said and "interrupted" in run.said, run.said
+    assert run.code == 130 and "is pending (" in run.output and "interrupted" in run.output, run.output
     number = job_of(cluster)  # of the other one
     cluster.run("scancel", number)
     run = started.finish()
-    assert run.code == 1 and f"error: job {number} (trial) is cancelled" in run.said, run.said
-    assert left(cluster, tmp_path, living) == ({}, "")
+    assert run.code == 1 and f"error: job {number} (trial) is cancelled" in run.output, run.output
+    assert left(cluster, tmp_path, live_processes) == ({}, "")
 
 
-def test_a_lost_node_starts_the_job_again_from_its_checkpoint(
-    cluster: SlurmCluster, realhf_start: Start, ppo_words: list[str], living: Living, tmp_path: Path
+def test_a_lost_node_requeues_the_job_from_its_checkpoint(
+    cluster: SlurmCluster, realhf_start: Start, ppo_words: list[str], live_processes: LiveProcesses, tmp_path: Path
 ) -> None:
     words = ["exp_ctrl.ckpt_freq_steps=2", "recover_mode=auto", "exp_ctrl.total_train_epochs=100",
              "exp_ctrl.total_train_steps=50"]  # fmt: skip
@@ -107,32 +107,32 @@ def test_a_lost_node_starts_the_job_again_from_its_checkpoint(
     run = started.finish()
     cluster.start_node(1)
     cluster.wait_until_idle()
-    assert run.code == 0, run.said
-    assert "is running on n[0,2], started 2 times" in run.said and "done    50 steps" in run.said
+    assert run.code == 0, run.output
+    assert "is running on n[0,2], started 2 times" in run.output and "done    50 steps" in run.output
     assert [line["step"] for line in run.metrics] == list(range(1, 51))
-    assert left(cluster, tmp_path, living) == ({}, "")
+    assert left(cluster, tmp_path, live_processes) == ({}, "")
 
 
-def test_a_job_that_may_go_on_without_a_node_does(
-    cluster: SlurmCluster, realhf_start: Start, ppo_words: list[str], living: Living, tmp_path: Path
+def test_an_elastic_job_continues_without_a_lost_node(
+    cluster: SlurmCluster, realhf_start: Start, ppo_words: list[str], live_processes: LiveProcesses, tmp_path: Path
 ) -> None:
     words = ["slurm.extra=['--no-kill']", "exp_ctrl.ckpt_freq_steps=2", "recover_mode=auto",
              "exp_ctrl.total_train_epochs=100", "exp_ctrl.total_train_steps=12"]  # fmt: skip
     started = realhf_start("ppo-math", tmp_path, [*ppo_words, *WORDS, *words])
     started.wait_for_checkpoint()
     cluster.kill_node(1)
-    run = started.finish(3 * PATIENCE_S)
+    run = started.finish(3 * TIMEOUT_S)
     cluster.start_node(1)
     cluster.wait_until_idle()
-    assert run.code == 0 and "started 2 times" not in run.said, run.said
-    assert re.search(r"^failed  worker \d was lost with its node n1 during ", run.said, re.MULTILINE), run.said
-    assert "lost    1 of 2 nodes; continuing on 2 of 4 workers with n_nodes=1" in run.said
+    assert run.code == 0 and "started 2 times" not in run.output, run.output
+    assert re.search(r"^failed  worker \d was lost with its node n1 during ", run.output, re.MULTILINE), run.output
+    assert "lost    1 of 2 nodes; continuing on 2 of 4 workers with n_nodes=1" in run.output
     assert [line["step"] for line in run.metrics] == list(range(1, 13))
-    assert left(cluster, tmp_path, living) == ({}, "")
+    assert left(cluster, tmp_path, live_processes) == ({}, "")
 
 
 def test_inside_an_allocation_a_killed_worker_is_named_with_its_node(
-    cluster: SlurmCluster, ppo_words: list[str], living: Living, tmp_path: Path
+    cluster: SlurmCluster, ppo_words: list[str], live_processes: LiveProcesses, tmp_path: Path
 ) -> None:
     places = [f"fileroot={tmp_path}", "experiment_name=t", "trial_name=trial", "device=cpu"]
     command = ["salloc", "--nodes=2", "--ntasks-per-node=2", *PROGRAM, "quickstart", "ppo-math", *places]
@@ -140,9 +140,9 @@ def test_inside_an_allocation_a_killed_worker_is_named_with_its_node(
                                stderr=subprocess.STDOUT, text=True, cwd=REPOSITORY)  # fmt: skip
     started = Started(process, tmp_path / "t" / "trial")
     started.wait_for_step()
-    os.kill(worker_pid(started.root, 3, living), signal.SIGKILL)
+    os.kill(worker_pid(started.root, 3, live_processes), signal.SIGKILL)
     run = started.finish()
-    assert run.code == 1 and "is pending" not in run.said, run.said
-    (line,) = (line for line in run.said.splitlines() if line.startswith("error: "))
+    assert run.code == 1 and "is pending" not in run.output, run.output
+    (line,) = (line for line in run.output.splitlines() if line.startswith("error: "))
     assert line.startswith("error: worker 3 on node n") and " ended: killed during " in line
-    assert left(cluster, tmp_path, living) == ({}, "")
+    assert left(cluster, tmp_path, live_processes) == ({}, "")

@@ -59,7 +59,7 @@ def test_a_killed_run_resumes_bitwise(process: str, two_workers: Run, ppo_words:
     started.wait_for_checkpoint()
     kill(started, 2, process)
     resumed = resume(started.root)
-    assert resumed.code == 0, resumed.said
+    assert resumed.code == 0, resumed.output
     assert resumed.curve == two_workers.curve and files(resumed) == files(two_workers)
 
 
@@ -69,7 +69,7 @@ def test_a_dead_worker_ends_the_run(ppo_words: list[str], tmp_path: Path) -> Non
     workers = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and is_worker(int(pid), started.root)]
     os.kill(min(workers), signal.SIGKILL)
     ended = started.finish()
-    assert ended.code == 1 and "SIGKILL" in ended.said and "worker 0" in ended.said, ended.said
+    assert ended.code == 1 and "SIGKILL" in ended.output and "worker 0" in ended.output, ended.output
 
 
 def test_sft_learns_and_keeps_its_best_model(sft: Run) -> None:
@@ -132,4 +132,4 @@ def test_the_report_of_a_run(two_workers: Run, capsys: pytest.CaptureFixture[str
 def test_invalid_options_launch_nothing(ppo_words: list[str], tmp_path: Path) -> None:
     started = start("ppo-math", tmp_path, [*ppo_words, "ppo.eps_clp=0.1"])
     ended = started.finish()
-    assert ended.code == 2 and "did you mean ppo.eps_clip" in ended.said and not started.root.exists()
+    assert ended.code == 2 and "did you mean ppo.eps_clip" in ended.output and not started.root.exists()

@@ -38,7 +38,7 @@ def test_sft_learns_and_saves_a_model(sft: Runs) -> None:
     run = sft["local"]
     losses = [line["loss"] for line in run.metrics]
     assert len(losses) == 6 and losses[-1] < losses[0] - 0.3
-    assert run.metrics[5]["sft_train/n_tokens"] > 5 and "saved   model" in run.said
+    assert run.metrics[5]["sft_train/n_tokens"] > 5 and "saved   model" in run.output
     model = AutoModelForCausalLM.from_pretrained(run.model("model", 6))
     stored = load_file(run.model("model", 6) / "model.safetensors")
     assert torch.equal(model.get_input_embeddings().weight, stored["model.embed_tokens.weight"])
@@ -55,7 +55,7 @@ def test_sft_does_not_depend_on_the_number_of_workers(sft: Runs) -> None:
         assert line == {name: pytest.approx(value, abs=1e-4, rel=1e-4) for name, value in expected.items()}
 
 
-def test_models_are_saved_as_often_as_asked(sft: Runs) -> None:
+def test_models_are_saved_at_the_configured_frequency(sft: Runs) -> None:
     folders = sorted((sft["three"].root / "models" / "model").iterdir())
     assert [folder.name for folder in folders] == ["step_2", "step_4", "step_6"]
     tensors = [load_file(folder / "model.safetensors")["model.norm.weight"] for folder in folders]
@@ -113,12 +113,12 @@ def test_a_reward_model_learns_its_pairs(reward_model: Run) -> None:
     assert scorer.config.num_labels == 1
 
 
-def test_a_reward_model_is_tried_on_held_out_pairs(reward_model: Run) -> None:
+def test_a_reward_model_is_evaluated_on_held_out_pairs(reward_model: Run) -> None:
     at_start, first, last = reward_model.evaluations
     assert (at_start["step"], first["step"], last["step"]) == (0, 6, 8) and first["metrics"] != last["metrics"]
     assert last["counts"]["rw_eval/accuracy"] == N_PAIRS and last["counts"]["rw_eval/score"] == 2 * N_PAIRS
     assert json.loads((reward_model.model("model", 8) / "evaluation.json").read_text()) == last
-    assert f"eval    step 8: rw_eval  accuracy {last['metrics']['rw_eval/accuracy']:.4f}" in reward_model.said
+    assert f"eval    step 8: rw_eval  accuracy {last['metrics']['rw_eval/accuracy']:.4f}" in reward_model.output
 
 
 def test_ppo_against_the_reward_model(
@@ -171,11 +171,11 @@ def dpo(
     return realhf_all("dpo", tmp_path_factory.mktemp("dpo"), variants, words)
 
 
-def test_dpo_begins_at_log_two_and_learns(dpo: Runs) -> None:
+def test_dpo_starts_at_log_two_and_trains(dpo: Runs) -> None:
     losses = [line["loss"] for line in dpo["local"].metrics[1:]]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-5) and len(losses) == 11 and losses[-1] < 0.6
     assert dpo["kto"].metrics[1]["loss"] == pytest.approx(0.5, abs=1e-5)
-    assert "ref_inf" not in dpo["orpo"].said and dpo["orpo"].metrics[-1]["loss"] < dpo["orpo"].metrics[1]["loss"]
+    assert "ref_inf" not in dpo["orpo"].output and dpo["orpo"].metrics[-1]["loss"] < dpo["orpo"].metrics[1]["loss"]
     assert {p.name for p in (dpo["local"].root / "models").iterdir()} == {"actor"}
 
 

@@ -47,22 +47,22 @@ def runs(
             "exp_ctrl.total_train_steps=4",
             "ppo.value_norm_type=ma",
         ],
-        "moody": [TWO, f"reward.fn={reward_file}:moody", "reward.wrong_reward=-0.5", "n_logged_generations=-1"],
+        "failing": [TWO, f"reward.fn={reward_file}:failing", "reward.wrong_reward=-0.5", "n_logged_generations=-1"],
         "custom": [f"reward.fn={EXAMPLES}/custom_reward.py:reward", "exp_ctrl.total_train_steps=1"],
         "math": ["reward.fn=math", "exp_ctrl.total_train_steps=1", "ppo.gen.greedy=True", "save_roles=[actor]"],
     }
     return realhf_all("ppo-math", tmp_path_factory.mktemp("variants"), variants, ppo_words)
 
 
-def test_every_variant_makes_its_steps(runs: Runs) -> None:
-    steps = {"best": 3, "no_critic": 3, "bf16": 4, "moody": 3, "custom": 1, "math": 1}
+def test_every_variant_runs_all_steps(runs: Runs) -> None:
+    steps = {"best": 3, "no_critic": 3, "bf16": 4, "failing": 3, "custom": 1, "math": 1}
     assert {name: len(run.metrics) for name, run in runs.items()} == steps
     for run in runs.values():
         for line in run.metrics:
             assert all(math.isfinite(value) for value in line.values())
 
 
-def test_the_best_of_more_answers_are_trained_on(runs: Runs) -> None:
+def test_the_best_of_n_responses_are_trained_on(runs: Runs) -> None:
     for line in runs["best"].metrics:
         rows = runs["best"].generations(int(line["step"]))
         prompts = {row["prompt_id"] for row in rows}
@@ -100,14 +100,14 @@ def test_bfloat16_is_stored_as_it_is_computed(runs: Runs, actor_folder: Path) ->
     assert abs(run.metrics[0]["actor_train/importance_ratio"] - 1.0) < 0.05
 
 
-def test_a_reward_function_that_raises_is_counted_and_the_run_goes_on(runs: Runs) -> None:
-    for line in runs["moody"].metrics:
-        rows = runs["moody"].generations(int(line["step"]))
+def test_a_reward_function_that_raises_is_counted(runs: Runs) -> None:
+    for line in runs["failing"].metrics:
+        rows = runs["failing"].generations(int(line["step"]))
         failed = [row for row in rows if "3" in row["response"]]
         assert {row["rewards"] for row in failed} <= {-0.5} and line["rew_inf/verifier_timeout"] == 0
         assert {row["rewards"] for row in rows if row not in failed} <= {1.0}
         assert line["rew_inf/verifier_error"] == pytest.approx(len(failed) / len(rows))
-    assert any(line["rew_inf/verifier_error"] > 0 for line in runs["moody"].metrics)
+    assert any(line["rew_inf/verifier_error"] > 0 for line in runs["failing"].metrics)
 
 
 def test_rewards_of_the_example_and_of_math(runs: Runs) -> None:
@@ -134,7 +134,7 @@ def generated(
     return realhf_all("gen", tmp_path_factory.mktemp("gen"), variants, words)
 
 
-def test_generation_writes_every_answer(generated: Runs, task: Task) -> None:
+def test_generation_writes_every_response(generated: Runs, task: Task) -> None:
     rows = generated["one"].generations(1) + generated["one"].generations(2)
     assert [(row["prompt_id"], row["sample"]) for row in rows] == [(p, s) for p in range(17) for s in range(3)]
     for row, line in zip(rows[::3], task.train.read_text().splitlines(), strict=True):
@@ -144,6 +144,6 @@ def test_generation_writes_every_answer(generated: Runs, task: Task) -> None:
     assert max(lengths) == 10 and all(row["answer_tokens"] == 10 for row in rows if row["truncated"])
 
 
-def test_answers_do_not_depend_on_how_they_are_computed(generated: Runs) -> None:
+def test_responses_do_not_depend_on_layout_or_batching(generated: Runs) -> None:
     rows = generated["one"].generations(1) + generated["one"].generations(2)
     assert generated["two"].generations(1) == rows

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import GRADED, Run, Started, run_all, same_curve, start
+from tests.integration.conftest import REWARDS, Run, Started, run_all, same_curve, start
 from tests.vllm.model import INTERPRETER
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.dist]
@@ -24,7 +24,7 @@ VARIANTS = {
 @pytest.fixture(scope="module")
 def options(sums: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     rewards = tmp_path_factory.mktemp("reward") / "rewards.py"
-    rewards.write_text(GRADED)
+    rewards.write_text(REWARDS)
     return [
         f"actor.config={sums / 'model'}",
         "actor.init_from_scratch=True",
@@ -70,7 +70,7 @@ def test_a_killed_vllm_fails_the_run(started: Callable[..., Started]) -> None:
     os.kill(vllm_of(run), signal.SIGKILL)
     began, ended = time.monotonic(), run.finish()
     assert ended.code != 0 and time.monotonic() - began < 60
-    assert "worker 0 failed during actor_gen" in ended.said and "vLLM of worker 0 ended by signal SIGKILL" in ended.said
+    assert "worker 0 failed during actor_gen" in ended.output and "vLLM of worker 0 ended by signal SIGKILL" in ended.output
 
 
 def test_a_hung_vllm_fails_the_run(started: Callable[..., Started]) -> None:
@@ -79,13 +79,13 @@ def test_a_hung_vllm_fails_the_run(started: Callable[..., Started]) -> None:
     pid = vllm_of(run)
     os.kill(pid, signal.SIGSTOP)
     ended = run.finish()
-    assert ended.code != 0 and "within 30 s (vllm.timeout)" in ended.said
+    assert ended.code != 0 and "within 30 s (vllm.timeout)" in ended.output
     assert not Path(f"/proc/{pid}").exists()
 
 
 def test_an_interpreter_without_vllm_is_rejected(started: Callable[..., Started]) -> None:
     ended = started(WITH_VLLM, "vllm.python=/usr/bin/env").finish()
-    assert ended.code == 2 and "backend=vllm: /usr/bin/env cannot import vllm" in ended.said
+    assert ended.code == 2 and "backend=vllm: /usr/bin/env cannot import vllm" in ended.output
 
 
 def vllm_of(run: Started) -> int:

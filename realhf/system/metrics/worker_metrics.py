@@ -48,8 +48,8 @@ WORKER_METRICS = (
     WorkerMetric("memory/worker_peak_gb", Reduction.MAX, lambda spans, executor: resident_bytes()[0], 1e9),
     WorkerMetric("memory/worker_gb", Reduction.MAX, lambda spans, executor: resident_bytes()[1], 1e9),
 )
-BY_NAME = {metric.name: metric for metric in WORKER_METRICS}
-PER_MFC = frozenset(name for name in BY_NAME if "{mfc}" in name)
+PER_MFC = frozenset(metric.name for metric in WORKER_METRICS if "{mfc}" in metric.name)
+MAXIMA = frozenset(metric.name for metric in WORKER_METRICS if metric.reduction is Reduction.MAX)
 
 
 def measure_worker(spans: Sequence[SpanTuple], executor: "Executor") -> dict[str, int]:
@@ -64,16 +64,20 @@ class StepMetrics:
     def __init__(self, n_workers: int) -> None:
         self._empty = bytes(8 * n_workers)
         self._values: dict[tuple[str, str], array[int]] = {}  # by metric and MFC: values by rank
+        self._by_mfc: dict[str, dict[str, array[int]]] = {}  # the same arrays; the master adds thousands of replies
 
     def add(self, mfc: str, reply: Done) -> None:
+        if (arrays := self._by_mfc.get(mfc)) is None:
+            arrays = self._by_mfc[mfc] = {}
+        rank = reply.rank
         for name, value in reply.metrics.items():
-            key = name, mfc if name in PER_MFC else ""
-            if (values := self._values.get(key)) is None:
-                values = self._values[key] = array("q", self._empty)
-            if BY_NAME[name].reduction is not Reduction.MAX:
-                values[reply.rank] += value
-            elif value > values[reply.rank]:
-                values[reply.rank] = value
+            if (values := arrays.get(name)) is None:
+                key = name, mfc if name in PER_MFC else ""
+                values = arrays[name] = self._values.setdefault(key, array("q", self._empty))
+            if name not in MAXIMA:
+                values[rank] += value
+            elif value > values[rank]:
+                values[rank] = value
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step in the order of ``WORKER_METRICS``."""
