@@ -103,9 +103,9 @@ def plans_per_second(evaluator: Evaluator, problem: Problem, n: int, seed: int) 
     """Return the proposals per second of a Markov chain."""
     rng = SplitMix64(seed)
     chain = Chain.start(rng, rng.random_choice(problem), 1e30)
-    evaluator.walk(chain, n // 10, 1.0)
+    evaluator.run_chain(chain, n // 10, 1.0)
     begin = time.perf_counter()
-    evaluator.walk(chain, n, 1.0)
+    evaluator.run_chain(chain, n, 1.0)
     return n / (time.perf_counter() - begin)
 
 

@@ -194,9 +194,8 @@ class Cluster:
     ) -> None:
         at = int(1.7e15 + self.now * 1e6)
         activities = [(name, at, int(seconds * 1e6)) for name in (span, *spans)]
-        metrics = {"time/move_s": microseconds(activities, "Transfer", "Reallocate"),
-                   "memory/worker_peak_gb": 2 << 30, "memory/worker_gb": 1 << 30}  # fmt: skip
-        metrics |= {"time/{mfc}_s": computed} if (computed := microseconds(activities, "Compute")) else {}
+        times = microseconds(activities, "Compute"), microseconds(activities, "Transfer", "Reallocate")
+        metrics = *times, 2 << 30, 1 << 30  # in the order of WORKER_METRICS
         trace = trace_lines(activities, rank, 0)
         self.reply(Done(request, rank, outputs, stats or {}, None, {}, trace, metrics), seconds)
 

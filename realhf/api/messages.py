@@ -147,7 +147,7 @@ class Ready(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """A request is complete. ``metrics`` are worker metrics by name; ``trace`` holds the spans of the worker."""
+    """A request is complete. ``metrics`` are in the order of ``WORKER_METRICS``; ``trace`` holds the spans of the worker."""
 
     request: int
     rank: int
@@ -156,7 +156,7 @@ class Done(Message, frozen=True):
     state: State | None = None
     values: dict[str, Any] = {}
     trace: bytes = b""
-    metrics: dict[str, int] = {}
+    metrics: tuple[int, ...] = ()
 
     @property
     def is_empty(self) -> bool:

@@ -12,7 +12,9 @@ from tests.integration.conftest import Run
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
-def test_programs_in_responses_are_executed(realhf_all: Callable[..., dict[str, Run]], ppo_words: list[str], tmp_path: Path) -> None:
+def test_programs_in_responses_are_executed(
+    realhf_all: Callable[..., dict[str, Run]], ppo_words: list[str], tmp_path: Path
+) -> None:
     """A number is a program that prints nothing: it solves the problem to do so, and the sandbox says so."""
     data = tmp_path / "code.jsonl"
     row = {"prompt": "1+2=", "input_output": json.dumps({"inputs": [""], "outputs": [""]})}

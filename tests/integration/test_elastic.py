@@ -106,7 +106,9 @@ def test_a_run_is_stopped_after_a_step_and_grows(
     assert run.code == 130 and f"stopped after step {n_steps} of 5, as requested" in run.output, run.output
     assert n_steps < 5 and no_process_remains(tmp_path, live_processes)
     run = resume(started.root, "n_gpus_per_node=2")
-    assert run.code == 0 and f"step_{n_steps}: {n_steps} of 5 steps are done" in run.output and "repeat" not in run.output
+    assert (
+        run.code == 0 and f"step_{n_steps}: {n_steps} of 5 steps are done" in run.output and "repeat" not in run.output
+    )
     assert same_curve(straight, run) == []
 
 

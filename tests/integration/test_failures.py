@@ -40,7 +40,9 @@ def no_process_remains(folder: Path, live_processes: LiveProcesses) -> bool:
     return not left
 
 
-def test_an_interrupt_ends_launcher_workers_and_judges(endless: Started, live_processes: LiveProcesses, tmp_path: Path) -> None:
+def test_an_interrupt_ends_launcher_workers_and_judges(
+    endless: Started, live_processes: LiveProcesses, tmp_path: Path
+) -> None:
     commands = list(live_processes(tmp_path).values())
     assert len(commands) == 5 and sum("realhf.rewards.judge.server" in c for c in commands) == 2  # one for each worker
     endless.process.send_signal(signal.SIGINT)
@@ -50,7 +52,9 @@ def test_an_interrupt_ends_launcher_workers_and_judges(endless: Started, live_pr
     json.loads((run.root / "trace.json").read_text())  # closed in time
 
 
-def test_the_error_names_the_killed_worker_and_its_activity(endless: Started, live_processes: LiveProcesses, tmp_path: Path) -> None:
+def test_the_error_names_the_killed_worker_and_its_activity(
+    endless: Started, live_processes: LiveProcesses, tmp_path: Path
+) -> None:
     os.kill(worker_pid(endless, 1, live_processes), signal.SIGKILL)
     run = endless.finish()
     assert run.code == 1
@@ -60,7 +64,9 @@ def test_the_error_names_the_killed_worker_and_its_activity(endless: Started, li
     assert "done " not in run.output and no_process_remains(tmp_path, live_processes)
 
 
-def test_workers_exit_when_the_launcher_is_killed(endless: Started, live_processes: LiveProcesses, tmp_path: Path) -> None:
+def test_workers_exit_when_the_launcher_is_killed(
+    endless: Started, live_processes: LiveProcesses, tmp_path: Path
+) -> None:
     endless.process.kill()
     assert endless.process.wait(TIMEOUT_S) == -signal.SIGKILL
     assert no_process_remains(tmp_path, live_processes)

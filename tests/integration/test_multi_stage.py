@@ -79,7 +79,9 @@ def test_a_kill_in_every_stage_does_not_change_the_result(
     assert again.code == 0 and again.output.count("already completed") == 3 and remains(root) == remains(whole.root)
 
 
-def test_a_multi_stage_experiment_rejects_other_options_and_resumes(words: list[str], live_processes: LiveProcesses, tmp_path: Path) -> None:
+def test_a_multi_stage_experiment_rejects_other_options_and_resumes(
+    words: list[str], live_processes: LiveProcesses, tmp_path: Path
+) -> None:
     started = start("restem", tmp_path, [*words, "recover_mode=auto"])
     kill_at(started, started.root / "round1-sample" / "checkpoints" / "latest")
     other = go_on(started.root, ["threshold=0.5"]).finish()

@@ -32,7 +32,12 @@ def cluster() -> Iterator[Any]:
 
 
 def test_two_nodes_give_the_curve_of_one_machine(
-    cluster: Any, four_worker_run: Run, realhf_start: Start, ppo_words: list[str], live_processes: LiveProcesses, tmp_path: Path
+    cluster: Any,
+    four_worker_run: Run,
+    realhf_start: Start,
+    ppo_words: list[str],
+    live_processes: LiveProcesses,
+    tmp_path: Path,
 ) -> None:
     run = realhf_start("ppo-math", tmp_path, [*ppo_words, *WORDS, f"ray.address={cluster.address}"]).finish()
     assert run.code == 0, run.output

@@ -52,9 +52,7 @@ def test_the_report_shows_every_section_of_a_run(trained: Run, capsys: pytest.Ca
     assert float(mean) == pytest.approx(trained.metrics[-1]["reward/mean"], rel=1e-3)
 
 
-def test_the_report_of_a_run_in_progress(
-    trained: Run, tmp_path: Path, read: Callable[[Path], RunSpec]
-) -> None:
+def test_the_report_of_a_run_in_progress(trained: Run, tmp_path: Path, read: Callable[[Path], RunSpec]) -> None:
     folder = tmp_path / "t" / "copy"
     shutil.copytree(trained.root, folder)
     for name, kept in (("metrics.jsonl", 0.5), ("trace.json", 0.6)):

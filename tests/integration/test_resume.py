@@ -70,9 +70,7 @@ def copy_of(root: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("whom", ["master", "worker"])
-def test_two_kills_do_not_change_the_result(
-    whom: str, whole: Run, ppo_words: list[str], tmp_path: Path
-) -> None:
+def test_two_kills_do_not_change_the_result(whom: str, whole: Run, ppo_words: list[str], tmp_path: Path) -> None:
     started = start("ppo-math", tmp_path, [*ppo_words, *OFTEN, *TWO])
     kill(started, 3, whom)  # with the line of a step the checkpoint of the step before the last counts
     kill(start("", started.root, [], command=["resume", str(started.root)]), 4, whom)
@@ -105,7 +103,9 @@ def test_resampling_resumes_bitwise(
 
 
 @pytest.mark.parametrize("layout", ["d1", "t2", "p2"])
-def test_a_run_resumes_in_another_layout_with_the_same_curve(layout: str, stopped: Path, whole: Run, tmp_path: Path) -> None:
+def test_a_run_resumes_in_another_layout_with_the_same_curve(
+    layout: str, stopped: Path, whole: Run, tmp_path: Path
+) -> None:
     workers = 1 if layout == "d1" else 2
     found = resume(copy_of(stopped, tmp_path), f"n_gpus_per_node={workers}", f"allocation_mode={layout}")
     assert found.code == 0, found.output
@@ -129,7 +129,10 @@ def test_resume_rejects_changed_options(stopped: Path, task: Task, tmp_path: Pat
     root = copy_of(stopped, tmp_path)
     options = resume(root, "ppo.kl_ctl=0.2", "seed=5", "exp_ctrl.total_train_steps=4")
     assert options.code == 2
-    assert "ppo.kl_ctl: 0.05 at the checkpoint, 0.2 now" in options.output and "seed: 1 at the checkpoint" in options.output
+    assert (
+        "ppo.kl_ctl: 0.05 at the checkpoint, 0.2 now" in options.output
+        and "seed: 1 at the checkpoint" in options.output
+    )
     changed = tmp_path / "changed.jsonl"
     rows = task.train.read_text().splitlines(keepends=True)
     changed.write_text("".join([rows[1], rows[0], *rows[2:]]))

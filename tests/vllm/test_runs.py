@@ -70,7 +70,10 @@ def test_a_killed_vllm_fails_the_run(started: Callable[..., Started]) -> None:
     os.kill(vllm_of(run), signal.SIGKILL)
     began, ended = time.monotonic(), run.finish()
     assert ended.code != 0 and time.monotonic() - began < 60
-    assert "worker 0 failed during actor_gen" in ended.output and "vLLM of worker 0 ended by signal SIGKILL" in ended.output
+    assert (
+        "worker 0 failed during actor_gen" in ended.output
+        and "vLLM of worker 0 ended by signal SIGKILL" in ended.output
+    )
 
 
 def test_a_hung_vllm_fails_the_run(started: Callable[..., Started]) -> None:

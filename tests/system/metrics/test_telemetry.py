@@ -73,13 +73,7 @@ def done(
     request: int, rank: int, spans: tuple[SpanTuple, ...], memory: tuple[int, int] = (0, 0), **results: Any
 ) -> Done:
     """Return the reply of a worker with these spans."""
-    metrics = {
-        "time/{mfc}_s": microseconds(spans, "Compute"),
-        "time/move_s": microseconds(spans, "Transfer", "Reallocate"),
-        "memory/worker_peak_gb": memory[0],
-        "memory/worker_gb": memory[1],
-    }
-    metrics = {name: value for name, value in metrics.items() if value}
+    metrics = microseconds(spans, "Compute"), microseconds(spans, "Transfer", "Reallocate"), *memory
     return Done(request, rank, trace=trace_lines(spans, rank, 0), metrics=metrics, **results)
 
 
@@ -305,8 +299,7 @@ def test_worker_metrics_are_reduced_as_declared() -> None:
     step = StepMetrics(2)
     replies = (("gen", 0, 3), ("gen", 1, 4), ("gen", 0, 2), ("train", 1, 7))
     for mfc, rank, value in replies:
-        names = ("time/{mfc}_s", "time/move_s", "memory/worker_gb")
-        step.add(mfc, Done(1, rank, metrics=dict.fromkeys(names, value * 10**6)))
+        step.add(mfc, Done(1, rank, metrics=(value * 10**6, value * 10**6, 0, value * 10**6)))
     assert step.metrics() == {
         "time/gen_s": 5.0,  # rank 0: 3 + 2
         "time/train_s": 7.0,
