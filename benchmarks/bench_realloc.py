@@ -136,7 +136,7 @@ def methods_of(
 
     def move(peers: SharedMemoryPeers | None, verify: bool = False) -> Callable[[], object]:
         cpu = torch.device("cpu")
-        return lambda: exchange(transfers, rank, read, write, cpu, into=into, links=peers, verify=verify, copy=copy_box)
+        return lambda: exchange(transfers, rank, read, write, cpu, into=into, peers=peers, verify=verify, copy=copy_box)
 
     baselines = Baselines(rank, shared, copies)
     methods: Methods = {

@@ -40,7 +40,7 @@ from realhf.api.messages import (
 )
 from realhf.apps.prepare.launching import as_experiment
 from realhf.base.paths import RunDir
-from realhf.experiments import experiment_class
+from realhf.experiments.ppo import PPOExperiment
 from realhf.plan.compile.program import layout_ranks
 from realhf.plan.run_spec import RunSpec
 from realhf.system.master import Master, relax_gc
@@ -80,7 +80,7 @@ def layouts(n: int) -> dict[str, Layout]:
 def run_of(n: int, steps: int, folder: Path) -> RunSpec:
     model = folder / "config.json"
     model.write_text(json.dumps(LLAMA_7B))
-    config = experiment_class("ppo")()
+    config = PPOExperiment()
     config.dataset.train_bs_n_seqs = n // GROUP
     config.exp_ctrl.total_train_steps = steps
     config.ppo.group_size = GROUP
@@ -227,6 +227,8 @@ class Stopwatch:
         return [tuple(b - a for a, b in zip(*laps, strict=True)) for laps in pairwise(self.laps)]  # type: ignore[misc]
 
     def evaluated(self, step: int, metrics: Metrics) -> None: ...
+
+    def kept(self, metric: str, value: float, path: Path) -> None: ...
 
     def saved(self, role: str, path: Path) -> None: ...
 

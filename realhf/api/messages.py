@@ -147,7 +147,7 @@ class Ready(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """A request is complete. ``metrics`` are in the order of ``WORKER_METRICS``; ``trace`` holds the spans of the worker."""
+    """A request is complete. ``metrics`` are in the order of ``WORKER_METRICS``; ``trace`` holds the worker's spans."""
 
     request: int
     rank: int

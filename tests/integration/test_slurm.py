@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from realhf.system.transport.channel import MASTER_LOST_S
-from tests.integration.conftest import TIMEOUT_S, PROGRAM, REPOSITORY, Run, Started, same_curve
+from tests.integration.conftest import PROGRAM, REPOSITORY, TIMEOUT_S, Run, Started, same_curve
 from tests.launch.slurm_cluster import SlurmCluster, why_not
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
