@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean, median
 
 sys.path.append(str(Path(__file__).parents[1] / "experiments" / "algorithms"))
-from study import call, place, start_from
+from study import call, directory, initial_model
 
 APART = ("n_gpus_per_node=2", "allocation_mode=manual", "actor_gen.device_mesh=0", "rew_inf.device_mesh=0",
          "actor_train.device_mesh=1", "ppo.kl_in=none", "actor.optimizer.lr=3e-4", "dataset.train_bs_n_seqs=64",
@@ -43,9 +43,9 @@ def main() -> None:
     seconds = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        start = start_from(folder)
+        start = initial_model(folder)
         for name, staleness in (("synchronous", 0), ("one_step_ahead", 1)):
-            call("quickstart", "grpo", *place(folder, name), *APART, f"dataset.path={folder}/task/train.jsonl",
+            call("quickstart", "grpo", *directory(folder, name), *APART, f"dataset.path={folder}/task/train.jsonl",
                  f"actor.path={start}", f"max_staleness={staleness}",
                  f"exp_ctrl.total_train_steps={steps}")  # fmt: skip
             lines = [json.loads(line) for line in (folder / "study" / name / "metrics.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""What several rooms' tests share: a tiny arithmetic task, a model for it, and gloo ranks in processes of their own."""
+"""Shared fixtures: a tiny arithmetic task, a model for it, and gloo ranks in separate processes."""
 
 import contextlib
 import multiprocessing
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from realhf.api.param_box import whole
 from realhf.arch.hf_config import read_hf_config
@@ -23,6 +24,8 @@ from realhf.models.flat_params import FlatParams
 from realhf.models.hf_folder import init_random, save_hf
 from tests.rank_results import packed, unpacked
 
+settings.register_profile("no_deadline", deadline=None)  # a busy machine is not a failure
+settings.load_profile("no_deadline")
 EXAMPLES = Path(__file__).parents[1] / "examples"
 RANK_TIMEOUT_S = 60.0
 Job = Callable[..., Any]

@@ -106,7 +106,7 @@ def test_a_mesh_has_distinct_ranks() -> None:
     assert [str(DeviceMesh(ranks)) for ranks in [(3,), (0, 1, 2), (0, 2), (1, 0)]] == ["3", "0-2", "0,2", "1,0"]
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(DEGREES, DEGREES, DEGREES, st.randoms(use_true_random=False))
 def test_coordinates_and_ranks_are_one_to_one(dp: int, tp: int, pp: int, rng: object) -> None:
     strategy = ParallelStrategy(dp, tp, pp)

@@ -23,7 +23,7 @@ def mask(box: Box) -> np.ndarray:
     return array
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(BOX, BOX)
 def test_the_intersection_is_covered_by_both_boxes(a: Box, b: Box) -> None:
     common, both = intersect(a, b), mask(a) & mask(b)
@@ -33,7 +33,7 @@ def test_the_intersection_is_covered_by_both_boxes(a: Box, b: Box) -> None:
         assert intersect(b, a) == common
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(BOX, BOX)
 def test_relative_slices_select_a_box_in_its_origin(a: Box, b: Box) -> None:
     array = np.arange(35).reshape(SHAPE)
@@ -43,7 +43,7 @@ def test_relative_slices_select_a_box_in_its_origin(a: Box, b: Box) -> None:
             assert selected.shape == box_shape(common) and (selected == array[slices(common)]).all()
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(st.integers(1, 12), st.integers(1, 3), st.integers(1, 8), st.sampled_from([0, 1]))
 def test_shards_tile_a_parameter(units: int, width: int, tp: int, tp_dim: int) -> None:
     shape = (units * width, 3) if tp_dim == 0 else (3, units * width)

@@ -76,7 +76,7 @@ def test_configurations_round_trip(config: ModelConfig) -> None:
     assert back == replace(config, tied_embedding=config.tied_embedding and not untied)
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 5000), st.booleans())
 def test_stages_partition_the_layers(n_layers: int, pp: int, vocab: int, tied: bool) -> None:
     config = replace(LLAMA, n_layers=n_layers, vocab=vocab, tied_embedding=tied)

@@ -28,7 +28,7 @@ def over_subsets(proxy: list[float], gold: list[float], n: int, order: tuple[int
     return mean(proxy[i] for i in best), mean(gold[i] for i in best)
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(SCORES)
 def test_expected_best_is_the_mean_over_subsets_and_orders(scores: list[tuple[int, float]]) -> None:
     proxy, gold = [float(p) for p, _ in scores], [g for _, g in scores]
@@ -51,7 +51,7 @@ def test_equal_proxy_scores_average_their_gold_scores() -> None:
     assert proxies.tolist() == [0, 1, 1, 2] and golds.tolist() == [9, 6, 6, 7]
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(st.integers(1, 60), st.data())
 def test_weights_equal_exact_fractions(n_scored: int, data: st.DataObject) -> None:
     n = data.draw(st.integers(1, n_scored))
@@ -106,7 +106,7 @@ def pass_at_k(n: int, n_right: int, k: int) -> float:
     return 1.0 - math.prod((n - n_right - i) / (n - i) for i in range(k))
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(st.integers(1, 30), st.data())
 def test_best_of_k_by_the_verdict_is_pass_at_k(n: int, data: st.DataObject) -> None:
     n_right, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))

@@ -14,7 +14,7 @@ def loads(parts: list[list[int]], weights: list[int]) -> list[int]:
     return [sum(weights[i] for i in part) for part in parts]
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(WEIGHTS, st.integers(1, 9))
 def test_parts_cover_all_items_once_and_differ_by_at_most_one_item(weights: list[int], k: int) -> None:
     parts = balanced_partition(weights, k)
@@ -31,7 +31,7 @@ def test_equal_weights_are_distributed_evenly() -> None:
         balanced_partition([1], 0)
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(WEIGHTS, st.integers(1, 120), st.integers(1, 9))
 def test_bins_respect_the_capacity_and_the_minimum_number(weights: list[int], capacity: int, min_bins: int) -> None:
     bins = pack_bins(weights, capacity, min_bins)
@@ -41,7 +41,7 @@ def test_bins_respect_the_capacity_and_the_minimum_number(weights: list[int], ca
     assert all(load <= max(capacity, *weights) for load in loads(bins, weights))
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(WEIGHTS, st.integers(50, 120))
 def test_first_fit_wastes_less_than_half(weights: list[int], capacity: int) -> None:
     assert len(pack_bins(weights, capacity)) <= 2 * sum(weights) // capacity + 1

@@ -24,7 +24,7 @@ def copies_of_rank_0(draw: st.DrawFn) -> list[P2PCopy]:
     return draw(st.permutations(copies))
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(copies_of_rank_0(), st.integers(2, 40), st.sampled_from((0, ALIGN)), st.sampled_from((1, 500, 1 << 40)))
 def test_every_element_is_sent_once(copies: list[P2PCopy], limit: int, trailer: int, alone: int) -> None:
     limit = limit * ALIGN
@@ -49,7 +49,7 @@ def test_every_element_is_sent_once(copies: list[P2PCopy], limit: int, trailer: 
     assert seen == {copy.what: copy.tensor_slice.numel for copy in copies}
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
 def test_strided_views_are_the_elements_in_order(shape: list[int], data: st.DataObject) -> None:
     wide = torch.arange(torch.Size(shape).numel() * 2 ** len(shape)).view([2 * n for n in shape])
@@ -63,7 +63,7 @@ def test_strided_views_are_the_elements_in_order(shape: list[int], data: st.Data
     assert all(view.untyped_storage().data_ptr() == storage for view in views)
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(st.sampled_from(DTYPES), st.integers(1, 100), st.integers(0, 7), st.data())
 def test_checksum_detects_any_changed_element(dtype: torch.dtype, numel: int, offset: int, data: st.DataObject) -> None:
     weights = buffers(torch.zeros(1)).weights[:16]

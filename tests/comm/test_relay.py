@@ -35,7 +35,7 @@ def broadcasts(draw: st.DrawFn) -> list[P2PCopy]:
 hosts_of_ranks = st.dictionaries(st.integers(0, WORLD - 1), st.sampled_from("ab"))
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(broadcasts(), hosts_of_ranks, st.integers(1, 64))
 def test_every_element_arrives_once_from_a_rank_that_has_it(
     copies: list[P2PCopy], hosts: dict[int, str], min_bytes: int
@@ -56,7 +56,7 @@ def elements(copy: P2PCopy) -> range:
     return range(copy.start, copy.start + copy.tensor_slice.numel)
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(broadcasts(), hosts_of_ranks, st.integers(0, WORLD - 1), st.integers(0, WORLD - 1))
 def test_two_workers_agree_on_the_copies_between_them(
     copies: list[P2PCopy], hosts: dict[int, str], one: int, other: int

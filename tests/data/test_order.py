@@ -11,13 +11,13 @@ SEEDS = st.integers(0, 2**40)
 SIZES = st.integers(1, 40)
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(SEEDS, st.integers(0, 100), SIZES, st.booleans())
 def test_every_epoch_is_a_permutation(seed: int, epoch: int, n: int, shuffle: bool) -> None:
     assert sorted(epoch_order(seed, epoch, n, shuffle)) == list(range(n))
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(SEEDS, SIZES, st.lists(st.integers(0, 200), min_size=3, max_size=3), st.booleans())
 def test_a_range_may_be_split_anywhere(seed: int, n: int, bounds: list[int], shuffle: bool) -> None:
     start, middle, stop = sorted(bounds)
@@ -26,7 +26,7 @@ def test_a_range_may_be_split_anywhere(seed: int, n: int, bounds: list[int], shu
     assert whole == [int(epoch_order(seed, i // n, n, shuffle)[i % n]) for i in range(start, stop)]
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(SEEDS, SIZES, st.integers(0, 9), st.integers(1, 9), st.lists(st.integers(0, 60), min_size=3, max_size=3))
 def test_replacement_rows_exclude_own_rows(seed: int, n: int, step: int, size: int, bounds: list[int]) -> None:
     start, middle, stop = sorted(bounds)

@@ -53,7 +53,7 @@ def rows_of(lengths: list[int], heads: int, kv_heads: int) -> list[torch.Tensor]
     return [torch.randn(sum(lengths), n, 8, dtype=torch.float64) for n in (heads, kv_heads, kv_heads)]
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(st.lists(st.integers(0, 6), max_size=6), st.sampled_from([(2, 2), (4, 2), (3, 1)]), st.sampled_from(RULES))
 def test_packed_rows_equal_separate_rows(lengths: list[int], heads: tuple[int, int], rule: ScoreParams) -> None:
     q, k, v = rows_of(lengths, *heads)
@@ -171,7 +171,7 @@ def test_finite_differences_agree_with_the_gradient() -> None:
     assert float(values[0] - values[1]) / (2 * step) == pytest.approx(float((gradient * direction).sum()), rel=1e-2)
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 6), max_size=3)), max_size=4), st.sampled_from(RULES)
 )

@@ -45,7 +45,7 @@ def assert_near(result, expected, tolerance):
         torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=tolerance * scale)
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(
     st.lists(st.integers(1, 300), max_size=6),
     st.floats(0, 1),

@@ -34,7 +34,7 @@ def loops(rewards, values, lengths, bootstrap, gamma, lam):
 
 
 @both
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(
     st.lists(st.tuples(st.integers(1, 19), st.booleans()), max_size=6),
     st.floats(0, 1),
@@ -122,7 +122,7 @@ def misaligned_loops(rewards, values, lengths, bootstrap, gamma, lam):
     return advantages, returns
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=6), st.floats(0, 1), st.floats(0, 1))
 def test_rows_with_one_more_value_than_actions(rows, gamma, lam):
     lengths, cut = [n for n, _ in rows], [c for _, c in rows]
@@ -167,7 +167,7 @@ def nolp_loops(r, v, reset, cut, gamma, lam):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(st.integers(0, 4), st.integers(0, 40), st.floats(0, 1), st.floats(0, 1), st.integers(0, 2**31))
 def test_slots_agree_with_the_definition(overlap, n_slots, n_steps, gamma, lam, seed):
     rewards, values, ends, cuts = slots(n_slots, n_steps, seed)

@@ -37,7 +37,7 @@ def disjoint(draw):
 
 
 @slicing
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(disjoint(), st.sampled_from(DTYPES))
 def test_slices_come_one_after_the_other(cut_out, drawn, dtype):
     pairs, size = drawn
@@ -48,7 +48,7 @@ def test_slices_come_one_after_the_other(cut_out, drawn, dtype):
 
 
 @setting
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(disjoint(), st.sampled_from(DTYPES))
 def test_what_is_put_back_is_there_and_nothing_else_changes(put_back, drawn, dtype):
     pairs, size = drawn

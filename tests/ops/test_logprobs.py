@@ -38,7 +38,7 @@ def all_at_once(
     return torch.log_softmax(logits / t, -1).gather(1, targets[:, None])[:, 0]
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(
     st.integers(0, 20),
     st.integers(1, 30),
@@ -196,7 +196,7 @@ def chunk(count: int, vocab: int, dtype: torch.dtype, seed: int = 0) -> tuple[to
     return logits, targets, normalisers, -logprobs.abs(), grads
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(
     st.integers(0, 5),
     st.integers(1, 2100),

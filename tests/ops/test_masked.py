@@ -20,7 +20,7 @@ def by_hand(values, mask):
 pairs = st.lists(st.tuples(st.floats(-100, 100), st.booleans()), min_size=1, max_size=30)
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(pairs, st.integers(0, 30))
 def test_normalise_with_sums_added_over_two_parts(rows, cut):
     x = torch.tensor([a for a, _ in rows], dtype=torch.float64)
@@ -42,7 +42,7 @@ def test_one_value_and_no_value():
     assert normalise(x, torch.zeros(2), masked_sums(x, torch.zeros(2))).tolist() == [0, 0]
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), max_size=8), st.integers(0, 1000))
 def test_groups_are_normalised_on_their_own(rows, seed):
     lengths, groups = [n for n, _ in rows], [g * 7 for _, g in rows]

@@ -37,7 +37,7 @@ def routed(x: torch.Tensor, weight: torch.Tensor, shares: torch.Tensor, by: Expe
 sizes = st.integers(1, 5).flatmap(lambda experts: st.tuples(st.just(experts), st.integers(1, experts)))
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(st.integers(0, 12), sizes)
 def test_products_and_gradients_equal_a_loop_over_tokens(tokens: int, sizes: tuple[int, int]) -> None:
     x, weight, shares, chosen = problem(tokens, *sizes)

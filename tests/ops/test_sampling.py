@@ -39,7 +39,7 @@ def grid(seed, prompts, samples, positions):
 signed = st.integers(-(2**63), 2**63 - 1)
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(st.integers(0, 2**64), signed, signed, signed)
 def test_uniform_is_the_hash(seed, prompt, row, position):
     for hashed in (uniform, uniform_reference):
@@ -86,7 +86,7 @@ def distribution(logits, temperature, top_k, top_p, forbid):
 
 
 @both
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(
     st.lists(st.integers(-8, 8), min_size=2, max_size=12),  # ties are common
     st.sampled_from([0.5, 1.0, 2.0]),
@@ -178,7 +178,7 @@ def reach(logits, ids, temperature, top_k, top_p, banned):
     return (end - probs).gather(-1, at)[:, 0], end.gather(-1, at)[:, 0]
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(
     st.sampled_from([1, 2, 50, 128, 129, 1000, 5003]),
     st.sampled_from([0.3, 1.0, 1.7]),

@@ -12,7 +12,7 @@ from tests.scaling import examples
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(st.lists(st.integers(0, 9), max_size=4), st.sampled_from(DTYPES), st.booleans(), st.integers(1, 3), st.data())
 def test_kernel_matches_the_reference(
     shape: list[int], dtype: torch.dtype, streaming: bool, wider: int, data: st.DataObject

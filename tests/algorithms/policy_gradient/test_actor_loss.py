@@ -31,7 +31,7 @@ def batch_of(old: Tensor, advantages: Tensor, mask: Tensor, lengths: tuple[int, 
     return SequenceBatch(ids, {key: Column(data, lengths) for key, data in columns.items()})
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(st.lists(st.tuples(small, small, small, st.booleans()), min_size=1, max_size=12), st.floats(0.05, 0.5))
 def test_clipped_loss_and_gradient(rows: list[tuple[float, float, float, bool]], eps: float) -> None:
     new, old, advantages = (torch.tensor([r[i] for r in rows], dtype=torch.float64) for i in range(3))

@@ -77,7 +77,7 @@ def test_worked_case(name: str) -> None:
 scored = st.lists(st.tuples(st.integers(0, 3), st.floats(-2, 2, width=32)), max_size=14)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(scored, st.sampled_from(GroupStd))
 def test_group_statistics_do_not_depend_on_the_order_of_rows(rows: list[tuple[int, float]], std: GroupStd) -> None:
     groups, scores = [g for g, _ in rows], torch.tensor([s for _, s in rows], dtype=torch.float64)

@@ -23,7 +23,7 @@ def gradient(of: Tensor, by: Tensor) -> Tensor:
     return torch.autograd.grad(of, by, retain_graph=True)[0]
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(logits, logits, logits)
 def test_values_and_gradients_in_expectation(theta: Tensor, reference: Tensor, old: Tensor) -> None:
     theta = theta.clone().requires_grad_()

@@ -62,7 +62,7 @@ def test_actions_move_to_the_preceding_state():
     assert to_states(torch.tensor([0.0, 1, 2, 0, 3])).tolist() == [1, 2, 0, 3, 0]
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(
     st.lists(st.tuples(st.floats(-30, 30), small, small, st.booleans()), min_size=1, max_size=12),
     st.sampled_from(["mse", "huber"]),
@@ -108,7 +108,7 @@ def test_value_norm_of_moving_averages_and_of_all_steps():
     assert history.mean == pytest.approx(34 / 5) and history.std**2 == pytest.approx(316 / 5 - (34 / 5) ** 2)
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(st.lists(st.floats(-50, 50), min_size=1, max_size=20), st.sampled_from(list(ValueNormType)))
 def test_value_norm_round_trip(xs, kind):
     config = PPOConfig(value_norm_type=kind)

@@ -18,7 +18,7 @@ def test_best_rows_by_reward_then_length_then_sample():
     assert best_rows(IDS, [1, 2, 2, 5, 5, 5], [9, 3, 4, 7, 7, 8], 2) == [1, 2, 3, 5]
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=6, max_size=6),
     st.permutations(range(6)),

@@ -68,7 +68,7 @@ def test_loss_is_log_2_if_policy_and_reference_are_equal(name):
     assert losses(name, ref=POLICY) == pytest.approx([math.log(2)] * 2)
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(
     st.sampled_from(PAIRED),
     st.lists(st.floats(-30, -1), min_size=8, max_size=8),

@@ -43,7 +43,7 @@ ROLES = {"model": RoleSpec(ModelSpec())}
 MODELS = {"model": LLAMA}
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(st.floats(1, 300), st.integers(1, 300))
 def test_response_lengths_are_spread_around_their_mean(average: float, longest: int) -> None:
     lengths = response_lengths(average, longest)

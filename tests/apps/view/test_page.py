@@ -28,7 +28,7 @@ def test_optional_parts(tmp_path: Path) -> None:
     assert [p.text for p in root.iter("p")] == ["n > m"]
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(st.lists(st.tuples(CELL, CELL), min_size=1, max_size=4))
 def test_tables_have_all_cells(rows: list[tuple[str, str]]) -> None:
     root = ET.fromstring(render_page("t", [], [Listing("a < b", "lr", ("x", "y"), tuple(rows))]))

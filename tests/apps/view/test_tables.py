@@ -38,7 +38,7 @@ def test_a_table_without_a_header_and_with_numbers_in_the_last_column() -> None:
 CELL = st.text(st.sampled_from('ab1,; -<&"'), max_size=30).map(str.strip)
 
 
-@settings(max_examples=examples(80), deadline=None)
+@settings(max_examples=examples(80))
 @given(st.lists(st.tuples(CELL, CELL, CELL), min_size=1, max_size=5), st.integers(1, 120))
 def test_words_are_not_lost_or_broken_and_lines_fit_the_width(rows: list[tuple[str, str, str]], width: int) -> None:
     table = Listing("t", "lrl", (), tuple(rows))

@@ -109,7 +109,7 @@ def test_steps_after_the_settled_ones_are_omitted() -> None:
     assert max(span(box)[1] for _, box in bars(drawn(late))) == 10.0
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(st.lists(st.text(st.sampled_from("abc_<&"), min_size=1, max_size=60), min_size=1, max_size=25, unique=True))
 def test_all_elements_are_inside_the_chart_and_do_not_overlap(names: list[str]) -> None:
     timeline = replace(TIMELINE, activities=tuple(replace(a, mfc=names[0]) for a in TIMELINE.activities))
@@ -138,7 +138,7 @@ def test_ticks(until: float, expected: list[float]) -> None:
     assert ticks(until) == pytest.approx(expected)
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(st.floats(1e-6, 1e6))
 def test_ticks_are_few_and_cover_the_axis(until: float) -> None:
     values = ticks(until)

@@ -31,7 +31,7 @@ def batch_of(rows: list[tuple[int, list[int]]]) -> SequenceBatch:
 
 
 @given(ROWS)
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 def test_packed_tokens_keep_their_predecessors(rows: list[tuple[int, list[int]]]) -> None:
     batch = batch_of(rows)
     packing = pack(batch, share=True)
@@ -58,7 +58,7 @@ PROMPTS = st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 12), min
 
 
 @given(PROMPTS, st.integers(1, 4), st.integers(8, 80))
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 def test_the_planner_counts_the_computed_tokens(prompts: list[tuple[int, list[int]]], n_mbs: int, cap: int) -> None:
     """The responses of a prompt differ in their first token, so that only the prompt is shared."""
     ids, tokens, shared = [], [], []

@@ -55,7 +55,7 @@ MODELS = st.builds(
 )
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(st.builds(ParallelStrategy, DEGREES, DEGREES, DEGREES), st.integers(1, 24), st.lists(MODELS, max_size=2))
 def test_nearest_strategy_is_valid_and_nearest(
     requested: ParallelStrategy, world: int, models: list[ModelConfig]

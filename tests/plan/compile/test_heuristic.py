@@ -37,7 +37,7 @@ def by(rule: str, n: int, node_size: int, models: Mapping[str, ModelConfig] | No
     return {name: str(layout) for name, layout in found.items()}
 
 
-@settings(max_examples=examples(250), deadline=None)
+@settings(max_examples=examples(250))
 @given(
     st.sampled_from((1, 2, 3, 5, 6, 8, 12, 16, 24)),
     st.integers(1, 8),
@@ -106,7 +106,7 @@ def test_split_separates_generation() -> None:
     assert set(by("split", 1, 1).values()) == {"d1t1p1@0"}
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(st.integers(1, 40), st.integers(1, 8), st.lists(st.floats(0.01, 100), min_size=1, max_size=6))
 def test_a_cluster_is_split_without_gaps(n: int, node_size: int, shares: list[float]) -> None:
     assume(n >= len(shares))

@@ -12,7 +12,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 40)), max_size=30)
 
 
 @given(rows=ROWS, n_mbs=st.integers(1, 7), budget=st.integers(1, 120), whole=st.booleans())
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 def test_micro_batches(rows: list[tuple[int, int]], n_mbs: int, budget: int, whole: bool) -> None:
     ids = [RowId(prompt, i) for i, (prompt, _) in enumerate(rows)]
     lengths = [length for _, length in rows]
@@ -40,7 +40,7 @@ def test_micro_batches_depend_only_on_lengths() -> None:
 
 
 @given(rows=ROWS, n_mbs=st.integers(1, 7), budget=st.integers(1, 120))
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 def test_prompts_stay_together_within_the_limits(rows: list[tuple[int, int]], n_mbs: int, budget: int) -> None:
     ids = [RowId(prompt, i) for i, (prompt, _) in enumerate(rows)]
     lengths = [length for _, length in rows]

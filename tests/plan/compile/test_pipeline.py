@@ -76,7 +76,7 @@ def play(schedules: Sequence[Sequence[StageStep]]) -> list[list[int]]:
     return starts
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(st.integers(1, 6), st.integers(0, 12))
 def test_training_does_not_deadlock_and_limits_activations(n_stages: int, n_micro: int) -> None:
     schedules = [train_schedule(stage, n_stages, n_micro) for stage in range(n_stages)]

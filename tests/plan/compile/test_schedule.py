@@ -119,7 +119,7 @@ def best_of_two(mfc: str, row: RowId) -> bool:
     return mfc != "rew" or row.sample == row.prompt % 2
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(PICKS, st.integers(1, 5), st.integers(1, 5), st.integers(0, 2))
 def test_every_call_processes_every_prompt_once(picks: list[int], gen: int, train: int, staleness: int) -> None:
     trace = play(picks, staleness=staleness, gen=gen, rew=3, train=train)
@@ -134,7 +134,7 @@ def test_every_call_processes_every_prompt_once(picks: list[int], gen: int, trai
         assert all(set(d.call.inputs.columns) == set(mfc.inputs) and d.call.step == d.span.step for d in calls)
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(PICKS, st.sampled_from([1, 3, 4]))
 def test_on_policy_generation_waits_for_the_previous_step(picks: list[int], size: int) -> None:
     trace = play(picks, gen=size, train=size)
@@ -154,7 +154,7 @@ def test_calls_of_an_mfc_do_not_overlap() -> None:
             running.discard(mfc)
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(PICKS, st.integers(1, 4))
 def test_staleness_one_limits_generation_to_one_step_ahead(picks: list[int], size: int) -> None:
     trace = play(picks, staleness=1, gen=size)
@@ -172,7 +172,7 @@ def test_staleness_one_overlaps_generation_and_training() -> None:
     assert trace.at("Dispatch", "gen", 4) < trace.at("Dispatch", "train", 0)
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 @given(PICKS, st.integers(0, 1))
 def test_events_determine_actions_after_a_json_round_trip(picks: list[int], staleness: int) -> None:
     trace = play(picks, best_of_two, staleness, train=3)
@@ -182,7 +182,7 @@ def test_events_determine_actions_after_a_json_round_trip(picks: list[int], stal
         assert again.handle(from_json(to_json(event), RowsReady)) == actions
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 @given(PICKS, st.integers(0, 2))
 def test_data_is_prefetched_with_a_limit(picks: list[int], staleness: int) -> None:
     trace = play(picks, staleness=staleness)
@@ -197,7 +197,7 @@ def test_data_is_prefetched_with_a_limit(picks: list[int], staleness: int) -> No
     assert fetched == finished == 4
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(PICKS)
 def test_dropped_rows_are_dropped_downstream(picks: list[int]) -> None:
     trace = play(picks, best_of_two, rew=2)
@@ -208,7 +208,7 @@ def test_dropped_rows_are_dropped_downstream(picks: list[int]) -> None:
             assert list(d.call.inputs.ids) == kept
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(PICKS, st.sampled_from([1, 4]))
 def test_a_prompt_or_a_step_without_rows_does_not_hang(picks: list[int], size: int) -> None:
     trace = play(picks, lambda mfc, row: mfc != "rew" or (row.prompt % 3 == 0 and row.prompt // 4 != 1), train=size)
@@ -232,7 +232,7 @@ def test_prompts_dropped_before_generation_do_not_hang() -> None:
     assert dispatch.call.inputs.ids == (RowId(1, PROMPT),)
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(PICKS, st.booleans())
 def test_holders_are_correct_and_no_row_is_sent_twice(picks: list[int], is_best_of_two: bool) -> None:
     """Track the row stores of all workers: calls are executed in sending order."""
@@ -259,7 +259,7 @@ def keep_some(rate: int, salt: int) -> Keep:
     return lambda mfc, row: mfc != "rew" or (row.prompt * 2654435761 + salt) % 97 % rate == 0
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(PICKS, st.integers(1, 6), st.integers(0, 96), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2))
 def test_resampling_of_filtered_prompts(
     picks: list[int], rate: int, salt: int, resamples: int, size: int, staleness: int

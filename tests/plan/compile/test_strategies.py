@@ -44,7 +44,7 @@ def test_meshes_of_several_nodes() -> None:
     assert len(texts(1024, 8)) < 40
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(NODES, NODE_SIZES)
 def test_meshes_are_distinct_and_valid(n_nodes: int, node_size: int) -> None:
     n = n_nodes * node_size
@@ -65,7 +65,7 @@ def test_strategies() -> None:
     assert {str(s) for s in strategies(3, 4, replace(LLAMA, n_heads=6, n_kv_heads=3))} == {"d3t1p1", "d1t3p1", "d1t1p3"}
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(NODES, NODE_SIZES, MODELS)
 def test_layouts_are_valid_and_tensor_groups_stay_in_a_node(n_nodes: int, node_size: int, model: ModelConfig) -> None:
     found = layouts(n_nodes * node_size, node_size, model)

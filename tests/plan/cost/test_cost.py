@@ -154,7 +154,7 @@ def test_prompt_of_a_group_is_prefilled_once() -> None:
     assert generation(four, 1) == pytest.approx(4 * (alone - prompt) + prompt)
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(0, 5), st.integers(1, 5))
 def test_generation_time_is_monotonic_in_lengths_and_rows(lengths: list[int], which: int, shorter: int) -> None:
     which %= len(lengths)
@@ -238,7 +238,7 @@ def test_shared_prompts_count_once() -> None:
     assert seconds(once, "actor_train", "d1", groups) < seconds(cost, "actor_train", "d1", groups)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 6), st.integers(8, 80))
 def test_micro_batches_contain_every_row_once(lengths: list[int], n_mbs: int, cap: int) -> None:
     ids = tuple(RowId(i, 0) for i in range(len(lengths)))

@@ -207,7 +207,7 @@ def test_offloaded_weights_are_resident_during_calls(device: str) -> None:
     assert max(b.total for b in after.values()) < max(b.total for b in before.values())
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(st.lists(st.floats(0, 1e12), min_size=8, max_size=8), st.lists(st.floats(0, 1e12), min_size=8, max_size=8))
 def test_bytes_are_added_by_purpose(one: list[float], other: list[float]) -> None:
     both = Bytes(*one) + Bytes(*other)

@@ -28,7 +28,7 @@ def test_slowest_stage_dominates_and_sends_add_up() -> None:
     )
 
 
-@settings(deadline=None, max_examples=examples(60))
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_extrapolation_of_long_uniform_pipelines(data: st.DataObject) -> None:
     n_stages, n = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 60))

@@ -27,7 +27,7 @@ def whole(model: ModelConfig, tp: int = 1, bf16: bool = False, recompute: bool =
 
 
 @pytest.mark.parametrize("model", [LLAMA, CRITIC, MOE, PLAIN], ids=["llama", "critic", "moe", "plain"])
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(25))
 @given(lengths=LENGTHS)
 def test_compute_bound_passes_cost_their_operations(model: ModelConfig, lengths: list[int]) -> None:
     speed, work = Roofline(COMPUTE_ONLY), Work.of(lengths)
@@ -83,7 +83,7 @@ def test_only_experts_with_tokens_are_read() -> None:
     assert one == pytest.approx(4 * (blocks - 3 * 6 * expert) / 1e11, rel=1e-6)  # three layers of eight experts
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(LENGTHS, st.integers(1, 60), st.sampled_from([LLAMA, MOE, PLAIN]))
 def test_times_are_monotonic_in_work(lengths: list[int], more: int, model: ModelConfig) -> None:
     speed = Roofline(TOY)
@@ -122,7 +122,7 @@ def test_ring_collectives(kind: CollectiveKind, ranks: tuple[int, ...], seconds:
     assert Roofline(TOY).collective(kind, N, ranks) == pytest.approx(seconds)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(st.integers(2, 64), st.floats(1, 1e9), st.sampled_from(list(CollectiveKind)))
 def test_collectives_are_bounded_by_bandwidth_and_latency(n: int, nbytes: float, kind: CollectiveKind) -> None:
     ranks = tuple(range(n))

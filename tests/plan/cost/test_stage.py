@@ -38,7 +38,7 @@ def test_shard_numels_equal_those_of_the_first_rank_of_every_stage(text: str, mo
     assert shard_numels(model, strategy.tp, strategy.pp) == tuple(expected)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(st.integers(1, 12), st.data())
 def test_stages_partition_all_blocks(n_layers: int, data: st.DataObject) -> None:
     model, pp = replace(LLAMA, n_layers=n_layers), data.draw(st.integers(1, n_layers))

@@ -88,7 +88,7 @@ def test_layouts_across_nodes_cost_more() -> None:
     assert calls.of(train, layout("d2", 0)).cost == inside.cost
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(st.integers(1, 9), st.sampled_from(["actor_gen", "ref_inf", "actor_train"]), st.integers(1, 3))
 def test_rows_of_a_step(dp: int, name: str, samples: int) -> None:
     workload = Workload(((16,), (10,), (13,)), (24, 12), samples)

@@ -24,7 +24,7 @@ built = pytest.mark.skipif(load_library() is None, reason="PLANNER NOT BUILT: py
 
 
 @built
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(st.integers(0, 1 << 30), st.floats(0.001, 1.0))
 def test_chains_are_equal(seed: int, temperature: float) -> None:
     problem = random_instance(seed, tight=seed % 2 == 0).problem

@@ -45,7 +45,7 @@ def evaluate(problem: Problem, choice: tuple[int, ...]) -> tuple[float, float]:
     return PythonEvaluator(problem).evaluate(choice)
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(st.integers(0, 1 << 30))
 def test_evaluators_and_master_agree(seed: int) -> None:
     instance = random_instance(seed, tight=seed % 2 == 0)

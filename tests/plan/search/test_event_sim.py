@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from realhf.api.machine import Cost
@@ -72,7 +72,6 @@ def test_partial_use_of_cores() -> None:
     assert [when for _, when in play(light, heavy, cores=1.2)] == [pytest.approx(5), pytest.approx(5)]
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sets(st.integers(0, 3), min_size=1), st.integers(0, 5)), min_size=1, max_size=12))
 def test_operations_start_when_their_workers_are_free(specs: list[tuple[set[int], int]]) -> None:
     calls = [call_of([(sorted(ranks), float(seconds))]) for ranks, seconds in specs]
@@ -85,7 +84,6 @@ def test_operations_start_when_their_workers_are_free(specs: list[tuple[set[int]
             free[rank] = start + seconds
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.floats(0.01, 5), st.floats(0.1, 3)), min_size=1, max_size=12),
     st.floats(0.5, 4),

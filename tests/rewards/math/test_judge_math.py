@@ -68,7 +68,7 @@ def test_row_without_solutions_raises() -> None:
         judge_math("", "1", {"solutions": []})
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(st.text(alphabet="\\{}$#=.,0123boxedfrac answer is\n+-_()[]%\u00e9", max_size=12), st.sampled_from("{:"))
 def test_no_response_raises(text: str, marker: str) -> None:
     answer = f"\\boxed{{{text}}}" if marker == "{" else f"#### {text}"

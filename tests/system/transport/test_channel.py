@@ -245,7 +245,7 @@ def test_a_message_that_is_too_large_is_not_sent(monkeypatch: pytest.MonkeyPatch
 
 
 @given(data=st.binary(max_size=60))
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 def test_invalid_bytes_are_a_value_error(data: bytes) -> None:
     with pytest.raises(ValueError, match=f"invalid message of {len(data)} bytes"):
         decode(data, TO_MASTER)

@@ -79,7 +79,7 @@ class SimulatedGroup:
 RESPONSE = st.lists(st.integers(0, 6), min_size=MAX_RESPONSE, max_size=MAX_RESPONSE)
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(
     st.data(), st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 5), st.integers(1, 20), st.booleans()
 )
