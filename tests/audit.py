@@ -13,7 +13,7 @@ PATIENCE_S = 300.0
 
 
 def verdict(answer: str, errors: str) -> tuple[int, str]:
-    """Return exit code and words for what pip-audit wrote: JSON where it could ask, else an error."""
+    """Return exit code and message for the output of pip-audit: JSON, or an error."""
     try:
         found = json.loads(answer)["dependencies"]
     except ValueError:

@@ -45,7 +45,7 @@ class Task:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Tensors are tiny: more threads would only wait for each other."""
+    """Tensors are tiny: more threads would be slower."""
     torch.set_num_threads(1)
 
 
@@ -73,7 +73,7 @@ def actor_folder(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rank_main(reply: Connection, job: Job, port: int, rank: int, world: int, arguments: tuple) -> None:
-    """Life of one gloo rank: join, do the job, send (result, error)."""
+    """One gloo rank: initialise, run the job, send (result, error)."""
     torch.set_num_threads(1)
     try:
         init_process_group("127.0.0.1", port, rank, world, "cpu", RANK_TIMEOUT_S, None)
@@ -81,7 +81,7 @@ def rank_main(reply: Connection, job: Job, port: int, rank: int, world: int, arg
     except BaseException:
         answer = packed((None, traceback.format_exc()))
     reply.send_bytes(answer)
-    reply.recv_bytes()  # a rank that leaves early breaks the others' connections
+    reply.recv_bytes()  # a rank that exits early breaks the others' connections
     destroy_process_group()
 
 
@@ -119,7 +119,7 @@ def on_ranks() -> Callable[..., list[Any]]:
 
 
 def gather(ends: list[Connection]) -> dict[int, tuple[Any, str | None]]:
-    """What the ranks answered, by rank; once one has failed, the others are not waited for."""
+    """Return the results by rank; after the first failure, do not wait for the others."""
     answers: dict[int, tuple[Any, str | None]] = {}
     patience = RANK_TIMEOUT_S
     while len(answers) < len(ends):
@@ -135,12 +135,12 @@ def gather(ends: list[Connection]) -> dict[int, tuple[Any, str | None]]:
 
 @pytest.fixture(scope="session")
 def live_processes() -> Callable[[Path], dict[int, str]]:
-    """``live_processes(folder)``: the processes whose command line names something in ``folder``, by id."""
+    """``live_processes(folder)``: the command lines of processes that refer to ``folder``, by process id."""
 
     def find(folder: Path) -> dict[int, str]:
         found = {}
         for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):  # it may end while we look
+            with contextlib.suppress(OSError):  # it may exit meanwhile
                 if entry.name.isdigit() and str(folder) in (words := (entry / "cmdline").read_text(errors="replace")):
                     found[int(entry.name)] = words.replace("\0", " ")
         found.pop(os.getpid(), None)

@@ -1,4 +1,4 @@
-"""What a rank tells its test, as bytes: msgpack of containers, plain values and records, safetensors of tensors."""
+"""Results of ranks as bytes: msgpack of containers, plain values and records; safetensors of tensors."""
 
 import dataclasses
 import sys
@@ -14,7 +14,7 @@ CONTAINERS = {kind.__name__: kind for kind in (list, tuple, set, frozenset, dict
 
 
 def packed(value: Any) -> bytes:
-    """Return the bytes of a value; ``TypeError`` names what is no container, plain value, record, dtype or tensor."""
+    """Return the bytes of a value of containers, plain values, records, dtypes and tensors; else ``TypeError``."""
     tensors: dict[str, Tensor] = {}
     tree = _tree(value, tensors)
     return msgspec.msgpack.encode([tree, save(tensors)])
@@ -26,7 +26,7 @@ def unpacked(data: bytes) -> Any:
 
 
 def _tree(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return plain values as they are, and all else as [kind, parts]; tensors are put aside."""
+    """Return plain values unchanged, others as [kind, parts]; tensors are collected separately."""
     if type(value) in PLAIN:
         return value
     if isinstance(value, torch.dtype):
@@ -43,7 +43,7 @@ def _tree(value: Any, tensors: dict[str, Tensor]) -> Any:
     elif type(value) is dict:
         parts = value.items()
     elif kind not in CONTAINERS:
-        raise TypeError(f"a rank cannot tell a {type(value).__name__}")
+        raise TypeError(f"cannot encode a {type(value).__name__}")
     return [kind, [_tree(part, tensors) for part in parts]]
 
 
@@ -63,6 +63,6 @@ def _value(tree: Any, tensors: dict[str, Tensor]) -> Any:
     if kind in CONTAINERS:
         return CONTAINERS[kind](parts)
     module, _, name = kind.partition(":")
-    record = getattr(sys.modules[module], name)  # nothing is imported for it, and nothing but a record is made
+    record = getattr(sys.modules[module], name)  # only records are created, and no module is imported
     assert dataclasses.is_dataclass(record) or issubclass(record, tuple), kind
     return record(*parts)

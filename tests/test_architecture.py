@@ -23,7 +23,7 @@ LEVELS = [
     "apps",
 ]
 LEVEL_OF = {package: number for number, packages in enumerate(LEVELS) for package in packages.split()}
-SIBLINGS = {"algorithms": "models"}  # an algorithm knows engines by their protocol alone
+SIBLINGS = {"algorithms": "models"}  # algorithms use engines through their protocol
 TORCH_FREE = ("base", "api", "arch", "plan", "launch", "experiments", "apps")
 MAY_TORCH = ("apps/commands/env.py",)  # it reports on torch
 PACKAGE = sorted((ROOT / "realhf").rglob("*.py"))
@@ -36,7 +36,7 @@ def name(file: Path) -> str:
 
 
 def nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Walk a file, lazy imports included, but not what is for type checkers alone."""
+    """Yield the nodes of a file with lazy imports, without TYPE_CHECKING blocks."""
     for child in ast.iter_child_nodes(tree):
         if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
             child = ast.Module(child.orelse, [])

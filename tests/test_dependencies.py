@@ -1,4 +1,4 @@
-"""What is not ours: declared and used, bounded and pinned; nothing is unpickled; what an audit's answers mean."""
+"""Dependencies are declared, used, bounded and pinned; no data is unpickled; results of audits."""
 
 import ast
 import json
@@ -23,7 +23,7 @@ else:
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TOOLS = ("test", "dev")  # extras that the package itself does not import
-ELSEWHERE = {"vllm"}  # imported by its own process alone, in an interpreter of its own, which `make vllm` pins
+ELSEWHERE = {"vllm"}  # imported only in the separate interpreter of `make vllm`
 OURS = ("realhf", "tests", "examples", "benchmarks", "experiments", "docs")
 UNPICKLING = re.compile(r"(pickle|dill|cloudpickle|marshal|joblib)\.(load|loads|Unpickler)|shelve\.open|"
                         r"pandas\.read_pickle|yaml\.(unsafe_load|full_load|unsafe_load_all|full_load_all)")  # fmt: skip
@@ -48,7 +48,7 @@ def trees(*folders: str) -> Iterator[tuple[str, ast.AST]]:
 
 
 def imported() -> dict[str, str]:
-    """Return the modules that realhf imports from elsewhere, each with a file that does."""
+    """Return the third-party modules that realhf imports, each with an importing file."""
     found: dict[str, str] = {}
     for file, tree in trees("realhf"):
         for node in ast.walk(tree):

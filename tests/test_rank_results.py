@@ -1,4 +1,4 @@
-"""What ranks tell comes back as it was."""
+"""Results of ranks survive a round trip."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -36,10 +36,10 @@ def test_tensors_come_back() -> None:
     back = unpacked(packed(values))
     assert all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(values, back, strict=True))
     batch = SequenceBatch((RowId(3, 0),), {"tokens": Column(torch.arange(2), (2,))})
-    told = unpacked(packed({"made": batch}))["made"]
-    assert told.ids == batch.ids and torch.equal(told["tokens"], batch["tokens"])
+    result = unpacked(packed({"made": batch}))["made"]
+    assert result.ids == batch.ids and torch.equal(result["tokens"], batch["tokens"])
 
 
-def test_nothing_else_is_told() -> None:
-    with pytest.raises(TypeError, match="a rank cannot tell a object"):
+def test_other_objects_are_rejected() -> None:
+    with pytest.raises(TypeError, match="cannot encode a object"):
         packed([object()])

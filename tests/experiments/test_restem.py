@@ -1,4 +1,4 @@
-"""Which answers ReST-EM keeps, which round it takes, and what its runs are."""
+"""Selected responses, selected rounds, and the stages of ReST-EM."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The command line as a user types it, in processes of its own."""
+"""The command line in separate processes."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def failing(prompt: str, answer: str, row: dict) -> float:
 
 @dataclass(frozen=True)
 class Run:
-    """What is left of a run: exit code, what it output, its directory."""
+    """A finished run: exit code, output and directory."""
 
     code: int
     output: str
@@ -53,7 +53,7 @@ class Run:
 
     @property
     def curve(self) -> list[dict[str, float]]:
-        """The metrics that do not depend on how fast the machine is."""
+        """The metrics that do not depend on the speed of the machine."""
         return [{k: v for k, v in line.items() if not k.startswith(TIMING_METRICS)} for line in self.metrics]
 
     @property
@@ -82,7 +82,7 @@ class Started:
         self._wait_for(self.root / "metrics.jsonl")
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until there is one to resume from."""
+        """Wait for the first checkpoint."""
         self._wait_for(self.root / "checkpoints" / "latest")
 
     def _wait_for(self, file: Path) -> None:
@@ -94,7 +94,7 @@ class Started:
 
 
 def reset_sigint() -> None:
-    """A shell's background jobs, and so what they start, ignore Ctrl-C; a user's terminal does not."""
+    """Background jobs of a shell, and their children, ignore SIGINT; programs in a terminal do not."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -114,21 +114,21 @@ def start(experiment: str, folder: Path, words: Sequence[str], command: Sequence
 
 
 def run(experiment: str, folder: Path, words: Sequence[str]) -> Run:
-    """Run to the end, which must be a good one."""
+    """Return a run that has succeeded."""
     done = start(experiment, folder, words).finish()
     assert done.code == 0, done.output
     return done
 
 
 def run_all(experiment: str, folder: Path, variants: dict[str, list[str]], words: Sequence[str]) -> dict[str, Run]:
-    """Run every variant in a folder of its own, two at a time."""
+    """Run each variant in its own folder, two at a time."""
     with ThreadPoolExecutor(2) as pool:
         runs = {name: pool.submit(run, experiment, folder / name, [*words, *more]) for name, more in variants.items()}
         return {name: future.result() for name, future in runs.items()}
 
 
 def same_curve(expected: Run, found: Run) -> list[str]:
-    """Say where two curves differ by more than the rounding of float32: 1e-4 of a value, or 1e-6 of its terms."""
+    """Return the differences of two curves beyond float32 rounding: relative 1e-4, absolute 1e-6."""
     assert [line.keys() for line in found.curve] == [line.keys() for line in expected.curve]
     return [
         f"step {line['step']}: {name} is {line[name]}, not {value}"
@@ -164,7 +164,7 @@ def ppo_words(task: Task, actor_folder: Path, reward_file: Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def four_worker_run(ppo_words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """PPO on four workers of this machine, for others to compare with."""
+    """PPO on four workers of this machine, the reference of other tests."""
     return run("ppo-math", tmp_path_factory.mktemp("four"), [*ppo_words, "n_gpus_per_node=4"])
 
 

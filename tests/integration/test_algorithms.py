@@ -1,4 +1,4 @@
-"""Policy gradients as whole runs: each algorithm makes the same curve on one worker and cut over two."""
+"""Policy-gradient runs: each algorithm has the same curve on one worker and on two."""
 
 import json
 from collections.abc import Callable
@@ -63,23 +63,23 @@ def test_rollout_one_step_ahead(
     abreast, ahead = runs["abreast"].curve, runs["ahead"].curve
     assert abreast[0]["actor_train/logprob_diff"] == pytest.approx(ahead[0]["actor_train/logprob_diff"], abs=1e-6)
     assert all(line["actor_train/logprob_diff"] < 1e-4 for line in abreast)
-    assert all(line["actor_train/logprob_diff"] > 1e-3 for line in ahead[1:])  # drawn by the weights of a step before
+    assert all(line["actor_train/logprob_diff"] > 1e-3 for line in ahead[1:])  # with the previous weights
     assert all(line["actor_train/importance_ratio"] == pytest.approx(1.0, abs=0.2) for line in ahead)
 
 
 def test_dynamic_sampling_fills_its_batches(
     realhf_all: Callable[..., Runs], ppo_words: list[str], reward_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Seventeen sums, seven a step; a third of the groups tells nothing."""
+    """Seventeen sums, seven per step; a third of the groups have equal rewards."""
     words = [*ppo_words, *FEW, f"reward.fn={reward_file}:rare", "ppo.dynamic_sampling=True", "n_logged_generations=-1",
              "exp_ctrl.total_train_epochs=2", "exp_ctrl.total_train_steps=4"]  # fmt: skip
     variants = {"whole": [], "cut": CUT, "no more": ["ppo.max_resamples=0"], "ahead": ["max_staleness=1"]}
     runs = realhf_all("grpo", tmp_path_factory.mktemp("dapo"), variants, words)
     assert same_curve(runs["whole"], runs["cut"]) == []
-    told = [
+    used = [
         {row["prompt_id"] for row in runs["no more"].generations(step) if "rewards" in row} for step in (1, 2, 3, 4)
     ]
-    assert min(map(len, told)) < 7 and "prompts/sampled" not in runs["no more"].metrics[0]
+    assert min(map(len, used)) < 7 and "prompts/sampled" not in runs["no more"].metrics[0]
     for name in ("whole", "cut", "ahead"):
         assert all(line["prompts/used"] >= 7 for line in runs[name].metrics)
         assert max(line["prompts/sampled"] for line in runs[name].metrics) > 7
@@ -89,10 +89,10 @@ def test_dynamic_sampling_fills_its_batches(
         for row in rows:
             groups.setdefault(row["prompt_id"], []).extend([row["rewards"]] if "rewards" in row else [])
         assert len(groups) == line["prompts/sampled"]
-        if line["step"] <= 2:  # later ones lie across the end of an epoch
+        if line["step"] <= 2:  # later resamples cross the end of an epoch
             assert len({row["prompt"] for row in rows}) == min(17, len(groups))
-        told = [rewards for rewards in groups.values() if rewards]
-        assert len(told) == line["prompts/used"] and all(len(set(rewards)) == 2 for rewards in told)
+        used = [rewards for rewards in groups.values() if rewards]
+        assert len(used) == line["prompts/used"] and all(len(set(rewards)) == 2 for rewards in used)
 
 
 def test_restem_is_a_multi_stage_experiment(

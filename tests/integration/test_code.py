@@ -1,4 +1,4 @@
-"""PPO with programs, in a whole run: what the actor writes is run, and the reasons of all verdicts are reported."""
+"""PPO with code: programs are executed, and the reasons of all verdicts are reported."""
 
 import json
 from collections.abc import Callable
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 def test_programs_in_responses_are_executed(
     realhf_all: Callable[..., dict[str, Run]], ppo_words: list[str], tmp_path: Path
 ) -> None:
-    """A number is a program that prints nothing: it solves the problem to do so, and the sandbox says so."""
+    """A number is a program without output, which is the expected output here."""
     data = tmp_path / "code.jsonl"
     row = {"prompt": "1+2=", "input_output": json.dumps({"inputs": [""], "outputs": [""]})}
     data.write_text((json.dumps(row) + "\n") * 14)

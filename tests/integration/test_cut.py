@@ -1,4 +1,4 @@
-"""PPO in which no two calls are laid out alike makes the curve that it makes on one worker."""
+"""PPO with a different layout for every call has the curve of one worker."""
 
 import json
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def runs(
     task: Task,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Run]:
-    """Every kind of PPO on one worker and, ``cut``, on four."""
+    """Variants of PPO on one worker and, ``cut``, on four."""
     folder = tmp_path_factory.mktemp("cut")
     dense = json.loads((task.model / "config.json").read_text())
     (folder / "routed.json").write_text(json.dumps({**dense, **ROUTED}))

@@ -32,7 +32,7 @@ def wait_for_line(started: Started, step: int) -> None:
 
 
 def lose(started: Started, rank: int, step: int, live_processes: LiveProcesses) -> None:
-    """Kill a worker when the line of a step is there."""
+    """Kill a worker after the metrics of a step are written."""
     wait_for_line(started, step)
     os.kill(worker_pid(started, rank, live_processes), signal.SIGKILL)
 
@@ -56,7 +56,7 @@ def test_a_worker_that_hangs_counts_as_lost(
     straight: Run, ppo_words: list[str], live_processes: LiveProcesses, tmp_path: Path
 ) -> None:
     started = start("ppo-math", tmp_path, [*ppo_words, *OFTEN, *TWO, "heartbeat_timeout=10"])
-    wait_for_line(started, 3)  # of the step before the last there is a checkpoint
+    wait_for_line(started, 3)  # the step before the last has a checkpoint
     os.kill(worker_pid(started, 1, live_processes), signal.SIGSTOP)
     run = started.finish()
     assert run.code == 0 and "lost    the device of worker 1; continuing on 1 of 2 workers" in run.output, run.output

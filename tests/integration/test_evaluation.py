@@ -1,4 +1,4 @@
-"""Held-out prompts in runs that learn by reward: tried between steps, to no effect on training; the best is kept."""
+"""Evaluation on held-out prompts does not change training; the best model is kept."""
 
 import json
 import os
@@ -77,7 +77,7 @@ def test_the_best_models_are_those_of_the_best_evaluation(runs: Runs) -> None:
     run = runs["tried"]
     values = [found["metrics"]["eval/reward"] for found in run.evaluations]
     pointer = json.loads((run.root / "best" / "best.json").read_text())
-    best = min(values)  # this run is asked for the least: the first updates make these answers worse
+    best = min(values)  # this run minimises the metric: the first updates make these responses worse
     assert (pointer["value"], pointer["step"]) == (best, values.index(best)) and pointer["step"] > 0
     place = run.root / "best" / pointer["folder"]
     for role in ("actor", "critic"):
@@ -109,7 +109,7 @@ def test_a_kill_while_the_best_model_is_saved_does_not_change_the_result(
     kill_when(started, lambda root: lines(root) >= 3 and (root / "checkpoints" / "latest").exists())
     pointer = json.loads((started.root / "best" / "best.json").read_text())
     assert (started.root / "best" / pointer["folder"] / "actor" / "model.safetensors").is_file()
-    (started.root / "best" / "step_2.unfinished" / "actor").mkdir(parents=True, exist_ok=True)  # half written
+    (started.root / "best" / "step_2.unfinished" / "actor").mkdir(parents=True, exist_ok=True)  # an incomplete file
     found = start("", started.root, [], command=["resume", str(started.root)]).finish()
     assert found.code == 0, found.output
     whole = runs["tried"]

@@ -1,4 +1,4 @@
-"""A run that is broken says who, what and where, and leaves nothing behind; a directory is never used twice unasked."""
+"""Errors of failed runs name the worker and its activity; no process remains; a run directory is not reused."""
 
 import json
 import os
@@ -18,7 +18,7 @@ LiveProcesses = Callable[[Path], dict[int, str]]
 
 @pytest.fixture
 def endless(realhf_start: Start, ppo_words: list[str], tmp_path: Path) -> Started:
-    """A run on two workers, with judges, that has made a step and would make 10000 more."""
+    """A run on two workers with judges, after its first step of 10,000."""
     rewards = tmp_path / "own_rewards.py"
     rewards.write_text("def graded(prompt, answer, row):\n    return len(answer) / 10\n")
     words = [f"reward.fn={rewards}:graded", "exp_ctrl.total_train_epochs=10000", "n_gpus_per_node=2"]
@@ -33,7 +33,7 @@ def worker_pid(started: Started, rank: int, live_processes: LiveProcesses) -> in
 
 
 def no_process_remains(folder: Path, live_processes: LiveProcesses) -> bool:
-    """Wait a little for processes that are on their way out."""
+    """Wait a short time for processes that are exiting."""
     end = time.monotonic() + 10.0
     while (left := live_processes(folder)) and time.monotonic() < end:
         time.sleep(0.05)
@@ -90,7 +90,7 @@ def test_after_sigterm_the_run_directory_is_reused_only_with_overwrite(
         "ppo-math", tmp_path, [*ppo_words, "overwrite=True", "exp_ctrl.total_train_steps=1"]
     ).finish()
     assert overwritten.code == 0 and len(overwritten.metrics) == 1
-    assert {p.name for p in (overwritten.root / "logs").iterdir()} == {"worker-0.log"}  # of the old run nothing is left
+    assert {p.name for p in (overwritten.root / "logs").iterdir()} == {"worker-0.log"}  # the old files are removed
 
 
 def failed(run: Run, *words: str) -> None:
@@ -101,7 +101,7 @@ def failed(run: Run, *words: str) -> None:
 def test_an_error_of_a_worker_reaches_the_console(
     realhf_start: Start, ppo_words: list[str], live_processes: LiveProcesses, tmp_path: Path
 ) -> None:
-    """A learning rate without bounds, and a verifier that finds nothing right."""
+    """A learning rate out of range, and a verifier that fails its self-test."""
     wild = ["actor.optimizer.lr=1e30", "actor.optimizer.gradient_clipping=0", "ppo.early_stop_imp_ratio=null"]
     runs = [
         realhf_start("ppo-math", tmp_path / "wild", [*ppo_words, *wild, "n_gpus_per_node=2"]),

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 def begun(start: Start, folder: Path, words: list[str], *more: str) -> Started:
-    """A run on two workers that has made a step and would make 10000 more."""
+    """A run on two workers, after its first step of 10,000."""
     words = [*words, "exp_ctrl.total_train_epochs=10000", "n_gpus_per_node=2", *more]
     started = start("ppo-math", folder, words)
     started.wait_for_step()
@@ -61,7 +61,7 @@ def stuck(prompt, answer, row):
 def test_the_error_names_the_hung_worker_and_its_activity(
     realhf_start: Start, ppo_words: list[str], tmp_path: Path
 ) -> None:
-    """It goes on beating, so it is not silent; the call's deadline ends the run."""
+    """The worker sends heartbeats; the call's deadline ends the run."""
     (tmp_path / "rewards.py").write_text(STUCK)
     words = [*ppo_words, f"reward.fn={tmp_path}/rewards.py:stuck", "reward.timeout=30", "n_gpus_per_node=2"]
     run = realhf_start("ppo-math", tmp_path, [*words, "call_timeout=15", "heartbeat_timeout=8"]).finish()
@@ -90,7 +90,7 @@ def free_port() -> int:
 
 
 def throw_garbage(address: str, started: Started) -> None:
-    """Throw messages until the run ends, under a name of their own and under those of workers."""
+    """Send messages until the run ends, with the identities of workers and with others."""
     wires = []
     for name in (b"7", b"0", b"1"):
         wire = zmq.Context.instance().socket(zmq.DEALER)
@@ -108,7 +108,7 @@ def throw_garbage(address: str, started: Started) -> None:
     )
     kinds = cycle(frames)
     while started.process.poll() is None:
-        with contextlib.suppress(OSError):  # it may just have ended
+        with contextlib.suppress(OSError):  # the run may just have ended
             oversized(address, 1 << 40)
             http(address)
         for wire in wires:

@@ -1,4 +1,4 @@
-"""One PPO run on one worker, and the same run in every other place: the curve does not know where it was computed."""
+"""One PPO run with different layouts, workers and placements: the curves are equal."""
 
 import json
 from collections.abc import Callable

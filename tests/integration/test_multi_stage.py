@@ -1,4 +1,4 @@
-"""Campaigns that are killed in any of their stages end as if they had been left in peace."""
+"""Multi-stage experiments that are killed in any stage end with the same results."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from tests.integration.test_failures import no_process_remains
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 LiveProcesses = Callable[[Path], dict[int, str]]
-TIMEOUT_S = 360.0  # for three runs, one after the other
+TIMEOUT_S = 360.0  # for three runs in sequence
 STAGES = ("round1-sample", "round1-fit", "round1-valid")
 
 
@@ -35,7 +35,7 @@ def whole(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def remains(root: Path) -> dict[str, object]:
-    """What must not depend on an interruption."""
+    """Results that do not depend on an interruption."""
     files = [*root.glob("*.jsonl"), *root.glob("*/models/*/*/model.safetensors"), *root.glob("*/generations/*.jsonl")]
     found: dict[str, object] = {str(path.relative_to(root)): path.read_bytes() for path in files}
     for path in root.glob("*/metrics.jsonl"):
@@ -46,7 +46,7 @@ def remains(root: Path) -> dict[str, object]:
 
 
 def kill_at(started: Started, file: Path) -> None:
-    """Kill without a warning when a file is there."""
+    """Send SIGKILL once a file exists."""
     end = time.monotonic() + TIMEOUT_S
     while not file.exists():
         assert started.process.poll() is None, started.process.communicate()[0]
@@ -66,7 +66,7 @@ def test_a_kill_in_every_stage_does_not_change_the_result(
     started = start("restem", tmp_path, words)
     root = started.root
     for stage in STAGES:
-        kill_at(started, root / stage / "plan.json")  # no checkpoint: the stage starts again
+        kill_at(started, root / stage / "plan.json")  # no checkpoint: the stage restarts
         assert no_process_remains(root, live_processes)
         kill_at(go_on(root), root / stage / "checkpoints" / "latest")
         assert no_process_remains(root, live_processes)
@@ -88,7 +88,7 @@ def test_a_multi_stage_experiment_rejects_other_options_and_resumes(
     assert other.code == 2 and "threshold: -1.0 at the checkpoint, 0.5 now" in other.output, other.output
     assert no_process_remains(started.root, live_processes)
     started = start("restem", tmp_path, [*words, "recover_mode=auto", "n_gpus_per_node=2"])
-    kill_worker(started, "round1-fit", live_processes)  # which starts again by itself
+    kill_worker(started, "round1-fit", live_processes)  # it restarts automatically
     run = started.finish(TIMEOUT_S)
     assert run.code == 0 and "resume  " in run.output and "0 restarts are left" in run.output, run.output
     assert json.loads((run.root / "restem.json").read_text())["chosen"] == 1

@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster of two nodes: the same curve, and what is output when an actor or a node dies."""
+"""Runs on a Ray cluster of two nodes: the same curve, and messages about lost actors and nodes."""
 
 import os
 import signal
@@ -48,7 +48,7 @@ def test_two_nodes_give_the_curve_of_one_machine(
 def test_lost_actors_and_nodes_are_reported(
     cluster: Any, realhf_start: Start, ppo_words: list[str], live_processes: LiveProcesses, tmp_path: Path
 ) -> None:
-    """An actor's death starts the run again, a node's leaves no room for it."""
+    """After a lost actor the run restarts; after a lost node there is no capacity for it."""
     words = [f"ray.address={cluster.address}", "exp_ctrl.total_train_epochs=10000", "exp_ctrl.ckpt_freq_steps=2",
              "recover_mode=auto", "startup_timeout=30"]  # fmt: skip
     started = realhf_start("ppo-math", tmp_path, [*ppo_words, *WORDS, *words])
@@ -62,7 +62,7 @@ def test_lost_actors_and_nodes_are_reported(
     run = started.finish()
     assert run.code == 1 and "resume  from the last checkpoint; 0 restarts are left" in run.output, run.output
     assert "failed  worker 1 was lost with its actor on node " in run.output
-    error = run.output.split("error: ")[1]  # a worker may be seen to die before its actor
+    error = run.output.split("error: ")[1]  # the worker's death may be detected before its actor's
     assert error.startswith("worker ") and ("was lost with its actor on node " in error or "by SIGKILL" in error)
     assert no_process_remains(tmp_path, live_processes)
 

@@ -1,4 +1,4 @@
-"""A run as a page: of one that has ended, of one that goes on, and of what is none."""
+"""Reports of finished runs, of runs in progress, and of folders without a run."""
 
 import re
 import shutil

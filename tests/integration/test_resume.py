@@ -1,4 +1,4 @@
-"""Runs that are killed and go on make what they would have made."""
+"""Runs that are killed and resumed have the results of uninterrupted runs."""
 
 import json
 import os
@@ -20,18 +20,18 @@ TWO = ["n_gpus_per_node=2", "ppo.use_adaptive_kl_ctl=True"]
 
 
 def resume(root: Path, *words: str) -> Run:
-    """``realhf resume`` to the end."""
+    """Run ``realhf resume``."""
     return start("", root, words, command=["resume", str(root)]).finish()
 
 
 def files(run: Run) -> dict[str, bytes]:
-    """What must not depend on an interruption, byte for byte."""
+    """Files that are equal byte for byte after an interruption."""
     kept = [*run.root.glob("models/*/*/model.safetensors"), *run.root.glob("generations/*.jsonl")]
     return {str(path.relative_to(run.root)): path.read_bytes() for path in sorted(kept)}
 
 
 def kill(started: Started, step: int, whom: str) -> None:
-    """Kill without a warning, when the line of ``step`` is there."""
+    """Send SIGKILL after the metrics of ``step`` are written."""
     metrics, end = started.root / "metrics.jsonl", time.monotonic() + TIMEOUT_S
     while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
         assert started.process.poll() is None and time.monotonic() < end, "the run is over before it is killed"
@@ -59,7 +59,7 @@ def whole(realhf: Callable[..., Run], ppo_words: list[str], tmp_path_factory: py
 
 @pytest.fixture(scope="module")
 def stopped(ppo_words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was killed after four steps: two checkpoints count."""
+    """A run that was killed after four steps, with two valid checkpoints."""
     started = start("ppo-math", tmp_path_factory.mktemp("stopped"), [*ppo_words, *OFTEN, *TWO])
     kill(started, 4, "master")
     return started.root
@@ -72,12 +72,12 @@ def copy_of(root: Path, folder: Path) -> Path:
 @pytest.mark.parametrize("whom", ["master", "worker"])
 def test_two_kills_do_not_change_the_result(whom: str, whole: Run, ppo_words: list[str], tmp_path: Path) -> None:
     started = start("ppo-math", tmp_path, [*ppo_words, *OFTEN, *TWO])
-    kill(started, 3, whom)  # with the line of a step the checkpoint of the step before the last counts
+    kill(started, 3, whom)  # once a step's metrics are written, the checkpoint of the step before it is valid
     kill(start("", started.root, [], command=["resume", str(started.root)]), 4, whom)
     found = resume(started.root)
     assert found.code == 0, found.output
     assert found.curve == whole.curve and files(found) == files(whole)
-    assert len(files(whole)) == 7  # two models, five steps of answers
+    assert len(files(whole)) == 7  # two models, five steps of generations
 
 
 def test_sft_resumes_bitwise(realhf: Callable[..., Run], sft_words: list[str], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Several reward models: PPO against them, the same scores of its answers afterwards, and best of n."""
+"""Several reward models: PPO, equal scores of stored responses, and best of n."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 def members(
     realhf_all: Callable[..., dict[str, Run]], task: Task, actor_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> list[str]:
-    """Three reward models that differ by their seeds."""
+    """Three reward models with different seeds."""
     words = [
         f"model.path={actor_folder}",
         f"dataset.path={task.root}/preferences.jsonl",
@@ -67,7 +67,7 @@ def test_rewards_combine_all_members(ppo: Run) -> None:
 def test_stored_responses_are_scored_again(
     realhf: Callable[..., Run], ppo: Run, members: list[str], tmp_path: Path
 ) -> None:
-    """The text of an answer gives back its tokens, with an EOS only where it had one."""
+    """The text of a response encodes to its tokens, with an EOS only if it had one."""
     words = [
         f"dataset.path={ppo.root}/generations/step_1.jsonl",
         f"rew.path={members[1]}",
@@ -83,7 +83,7 @@ def test_stored_responses_are_scored_again(
     n_whole = 0
     for old, new in zip(before, scored, strict=True):
         assert new["response"] == old["response"]
-        if len(old["response"]) + (not old["truncated"]) == old["answer_tokens"]:  # else it held a special token
+        if len(old["response"]) + (not old["truncated"]) == old["answer_tokens"]:  # else it has a special token
             scores = [old["score_1"], old["score_2"]]
             assert [new["rewards"], new["gold"]] == pytest.approx(scores, abs=1e-5)
             n_whole += 1

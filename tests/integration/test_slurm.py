@@ -1,4 +1,4 @@
-"""Runs on a SLURM cluster of virtual nodes: the same curve, and every way to end one."""
+"""Runs on a SLURM cluster of virtual nodes: the same curve, and all ways in which a job ends."""
 
 import os
 import re
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 Start = Callable[..., Started]
 LiveProcesses = Callable[[Path], dict[int, str]]
 WORDS = ["mode=slurm", "n_nodes=2", "n_gpus_per_node=2"]
-GOING_S = 2 * MASTER_LOST_S  # a killed daemon ends nothing: its workers leave without their master
+GOING_S = 2 * MASTER_LOST_S  # killing the daemon does not end its workers: they exit after they lose the master
 ENDLESS = ["exp_ctrl.total_train_epochs=10000"]
 
 
@@ -43,7 +43,7 @@ def job_of(cluster: SlurmCluster) -> str:
 
 
 def left(cluster: SlurmCluster, folder: Path, live_processes: LiveProcesses) -> tuple[dict[int, str], str]:
-    """Return the processes and jobs that are still there, a while after all of them were to go."""
+    """Return the processes and jobs that remain after a grace period."""
     end = time.monotonic() + GOING_S
     while any(found := (live_processes(folder), cluster.run("squeue", "-h"))) and time.monotonic() < end:
         time.sleep(0.1)
@@ -51,7 +51,7 @@ def left(cluster: SlurmCluster, folder: Path, live_processes: LiveProcesses) -> 
 
 
 def worker_pid(run: Path, rank: int, live_processes: LiveProcesses) -> int:
-    """The worker of a rank; the process that it shares its command with is SLURM's."""
+    """The worker of a rank; SLURM's step process has the same command line."""
     words = f"-m realhf.apps.worker {run} SLURM_PROCID"
     for pid, command in live_processes(run).items():
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -78,7 +78,7 @@ def test_two_nodes_give_the_curve_of_one_machine(
 def test_a_cancelled_job_ends_the_run(
     cluster: SlurmCluster, realhf_start: Start, ppo_words: list[str], live_processes: LiveProcesses, tmp_path: Path
 ) -> None:
-    """First by somebody else, then by an interrupt, while it waits for nodes that are not there."""
+    """By another user, then by an interrupt while the job is pending."""
     started = realhf_start("ppo-math", tmp_path, [*ppo_words, *WORDS, *ENDLESS])
     started.wait_for_step()
     waiting = realhf_start("ppo-math", tmp_path / "waiting", [*ppo_words, *WORDS, "n_nodes=3"])
@@ -89,7 +89,7 @@ def test_a_cancelled_job_ends_the_run(
     waiting.process.send_signal(signal.SIGINT)
     run = waiting.finish()
     assert run.code == 130 and "is pending (" in run.output and "interrupted" in run.output, run.output
-    number = job_of(cluster)  # of the other one
+    number = job_of(cluster)  # of the other job
     cluster.run("scancel", number)
     run = started.finish()
     assert run.code == 1 and f"error: job {number} (trial) is cancelled" in run.output, run.output

@@ -1,4 +1,4 @@
-"""About fifteen whole runs, one of each kind: what ``make test`` runs of the integration tests."""
+"""Whole runs, one of each kind: the integration tests of ``make test``."""
 
 import json
 import os

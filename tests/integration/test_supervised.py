@@ -1,4 +1,4 @@
-"""SFT, a reward model, and PPO against it, from files to folders that Hugging Face reads."""
+"""SFT, a reward model and PPO against it, from data files to Hugging Face folders."""
 
 import json
 import math
@@ -24,7 +24,7 @@ Runs = dict[str, Run]
 
 @pytest.fixture(scope="module")
 def sft(realhf_all: Callable[..., Runs], sft_words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Forty rows twice, fifteen a step: six steps, the last of five rows."""
+    """Two epochs of forty rows, fifteen per step: six steps, the last with five rows."""
     variants = {
         "local": [],
         "inline": ["mode=inline"],
@@ -65,7 +65,7 @@ def test_models_are_saved_at_the_configured_frequency(sft: Runs) -> None:
 
 @dataclass(frozen=True)
 class PairTask:
-    """Pairs of answers, a byte-pair tokenizer made on them, and a model's sizes beside it."""
+    """Pairs of responses, a byte-pair tokenizer trained on them, and a model config."""
 
     pairs: Path
     words: Path
@@ -152,7 +152,7 @@ def test_ppo_against_the_reward_model(
 def dpo(
     realhf_all: Callable[..., Runs], task: Task, actor_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Runs:
-    """Seventeen pairs, four of them held out; the others four times, five a step: eleven steps."""
+    """Seventeen pairs, four held out; four epochs of the others, five per step: eleven steps."""
     variants = {
         "local": [],
         "cut": ["n_gpus_per_node=2", "allocation_mode=ref_inf:d2,actor_train:p2", "ref.offload=True"],

@@ -1,4 +1,4 @@
-"""What can be switched in PPO, and generation alone: each switch does what it says, in a whole run."""
+"""Options of PPO and of generation in whole runs."""
 
 import math
 from collections.abc import Callable
@@ -70,13 +70,13 @@ def test_the_best_of_n_responses_are_trained_on(runs: Runs) -> None:
         kept = [row for row in rows if "rewards" in row]
         assert len(kept) == 2 * len(prompts) and len({(r["prompt_id"], r["sample"]) for r in kept}) == len(kept)
         mean = sum(row["rewards"] for row in kept) / len(kept)
-        assert mean > line["rew_inf/reward"] + 0.05  # of all five the mean is lower
+        assert mean > line["rew_inf/reward"] + 0.05  # the mean of all five is lower
         assert line["actor_train/reward"] == pytest.approx(mean, abs=1e-5)
 
 
 def test_the_kl_coefficient_adapts_and_is_the_same_for_both(runs: Runs) -> None:
     coefficients = [line["actor_train/kl_coef"] for line in runs["best"].metrics]
-    assert coefficients[0] == pytest.approx(0.05) and coefficients[1] < coefficients[0]  # it starts below its target
+    assert coefficients[0] == pytest.approx(0.05) and coefficients[1] < coefficients[0]  # starts below the target
     assert len(set(coefficients)) == 3
     assert coefficients == [line["critic_train/kl_coef"] for line in runs["best"].metrics]
 
