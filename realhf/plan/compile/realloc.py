@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import product
 
 from realhf.api.layout import Layout, ParallelStrategy
 from realhf.api.param_box import Box, ParamSpec, box_numel, intersect, shard_box
@@ -76,9 +77,18 @@ def plan_realloc(
     once. Data-parallel replicas hold and need the same boxes, so planning time grows with the number of parameters and
     the number of workers, but not with their product.
     """
+    src_layers, dst_layers = stages(src.strategy.pp), stages(dst.strategy.pp)
+    groups: dict[tuple[ShardCoords, ShardCoords], list[ParamBox]] = {}
+    for spec in specs:
+        held_by = [p for p, layers in enumerate(src_layers) if spec.is_in(layers)]
+        needed_by = [p for p, layers in enumerate(dst_layers) if spec.is_in(layers)]
+        boxes = _intersections(spec.shape, spec.tp_dim, spec.tp_units, src.strategy.tp, dst.strategy.tp)
+        for holding, needing, box in boxes:
+            shards = tuple(product(held_by, holding)), tuple(product(needed_by, needing))
+            groups.setdefault(shards, []).append((spec.name, box))
     routes: list[Route] = []
-    for (holding, needing), parts in _group_boxes(specs, stages, src, dst).items():
-        routes += _routes(tuple(parts), coord_ranks(src, holding), coord_ranks(dst, needing), node_size)
+    for (held, needed), parts in groups.items():
+        routes += _routes(tuple(parts), coord_ranks(src, held), coord_ranks(dst, needed), node_size)
     return tuple(routes)
 
 
@@ -111,29 +121,10 @@ def transfer_sizes(kinds: ParamKinds, stages: Stages, src: ParallelStrategy, dst
     for (held_by, needed_by, splits), n_layers in n_equal.items():
         for split, n in splits:
             for holding, needing, box in _intersections(*split, src.tp, dst.tp):
-                shards = (
-                    tuple((p, t) for p in held_by for t in holding),
-                    tuple((p, t) for p in needed_by for t in needing),
-                )
+                shards = tuple(product(held_by, holding)), tuple(product(needed_by, needing))
                 numel, n_parts = sizes.get(shards, (0, 0))
                 sizes[shards] = (numel + n_layers * n * box_numel(box), n_parts + n_layers * n)
     return sizes
-
-
-def _group_boxes(
-    specs: Sequence[ParamSpec], stages: Stages, src: Layout, dst: Layout
-) -> dict[tuple[ShardCoords, ShardCoords], list[ParamBox]]:
-    """Group the boxes to move by source and destination shards."""
-    src_layers, dst_layers = stages(src.strategy.pp), stages(dst.strategy.pp)
-    groups: dict[tuple[ShardCoords, ShardCoords], list[ParamBox]] = {}
-    for spec in specs:
-        held_by = [p for p, layers in enumerate(src_layers) if spec.is_in(layers)]
-        needed_by = [p for p, layers in enumerate(dst_layers) if spec.is_in(layers)]
-        boxes = _intersections(spec.shape, spec.tp_dim, spec.tp_units, src.strategy.tp, dst.strategy.tp)
-        for holding, needing, box in boxes:
-            shards = tuple((p, t) for p in held_by for t in holding), tuple((p, t) for p in needed_by for t in needing)
-            groups.setdefault(shards, []).append((spec.name, box))
-    return groups
 
 
 @lru_cache(maxsize=4096)
