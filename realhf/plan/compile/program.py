@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from realhf.api.config.choices import Backend
-from realhf.api.execution_plan import ExecutionPlan, Placement
+from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.graph import MFC, Graph
 from realhf.api.layout import Layout
 from realhf.api.program import Compute, Instruction, Load, Offload, Program, Reallocate, Release, Transfer
@@ -21,13 +21,9 @@ def home_layout(graph: Graph, plan: ExecutionPlan, role: str) -> Layout:
 
 def with_evaluation(graph: Graph, plan: ExecutionPlan) -> ExecutionPlan:
     """Return the plan with placements for the evaluation MFCs: that of the role's home, or of an MFC without a role."""
-
-    def placement(mfc: MFC) -> Placement:
-        if mfc.role:
-            return plan[home_mfc(graph, mfc.role).name]
-        return plan[next((m for m in graph.mfcs if m.role is None), graph.mfcs[0]).name]
-
-    return replace(plan, placements={**plan.placements, **{m.name: placement(m) for m in graph.evaluation}})
+    roleless = next((m for m in graph.mfcs if m.role is None), graph.mfcs[0])
+    homes = {m.name: home_mfc(graph, m.role) if m.role else roleless for m in graph.evaluation}
+    return replace(plan, placements=plan.placements | {name: plan[home.name] for name, home in homes.items()})
 
 
 def compile_program(graph: Graph, plan: ExecutionPlan) -> Program:
@@ -40,9 +36,8 @@ def compile_program(graph: Graph, plan: ExecutionPlan) -> Program:
 
 
 def _instructions(mfc: MFC, graph: Graph, plan: ExecutionPlan) -> tuple[Instruction, ...]:
-    """Return the instructions of an MFC; rows come first, so that their holders send them before other work."""
     layout = plan[mfc.name].layout
-    rows = Transfer(mfc.inputs, layout)
+    rows = Transfer(mfc.inputs, layout)  # first, so that the holders of the rows send them before other work
     work: list[Instruction] = [Compute(mfc.name, mfc.role, layout)]
     if mfc.role is None:
         return (rows, *work)
@@ -82,26 +77,21 @@ def served_engines(graph: Graph, plan: ExecutionPlan) -> frozenset[tuple[str, La
 
 def process_groups(program: Program) -> tuple[tuple[int, ...], ...]:
     """Return the process groups of the program, in the order in which every worker creates them."""
-    groups: dict[tuple[int, ...], None] = {}
-    for instructions in program.values():
-        for step in instructions:
-            if not isinstance(step, Compute):
-                continue
-            for axis in ("dp", "tp", "pp"):
-                for rank in step.layout.mesh.ranks:
-                    members = step.layout.axis(axis, rank)
-                    if len(members) > 1:
-                        groups[members] = None
-    return tuple(groups)
+    layouts = [step.layout for steps in program.values() for step in steps if isinstance(step, Compute)]
+    axes = ((layout, axis) for layout in layouts for axis in ("dp", "tp", "pp"))
+    groups = dict.fromkeys(layout.axis(axis, rank) for layout, axis in axes for rank in layout.mesh.ranks)
+    return tuple(members for members in groups if len(members) > 1)
+
+
+def instruction_ranks(step: Instruction) -> frozenset[int]:
+    """Return the workers in the layouts of an instruction, without the holders of rows."""
+    match step:
+        case Reallocate(_, src, _, dst):
+            return frozenset((*src.mesh.ranks, *dst.mesh.ranks))
+        case Transfer(_, layout) | Compute(_, _, layout) | Load(_, layout) | Offload(_, layout) | Release(_, layout):
+            return frozenset(layout.mesh.ranks)
 
 
 def layout_ranks(instructions: tuple[Instruction, ...]) -> frozenset[int]:
     """Return the workers in the layouts of an MFC's instructions, without the holders of its rows."""
-    ranks: set[int] = set()
-    for step in instructions:
-        match step:
-            case Reallocate(_, src, _, dst):
-                ranks |= {*src.mesh.ranks, *dst.mesh.ranks}
-            case Compute(_, _, layout):
-                ranks |= {*layout.mesh.ranks}
-    return frozenset(ranks)
+    return frozenset().union(*map(instruction_ranks, instructions))

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import chain
 
 from realhf.api.machine import Cost
 
@@ -41,10 +42,6 @@ class CallOps:
     n_unfinished: int = field(init=False, repr=False)
     last: Op = field(init=False, repr=False)  # the operation that ended last
 
-    @property
-    def ops(self) -> tuple[Op, ...]:
-        return (*self.first, *self.rest)
-
 
 Batches = Iterable[Sequence[CallOps]]
 """Batches of calls; the calls of one batch are sent together."""
@@ -76,20 +73,15 @@ class WorkerQueues:
             for call in batch:
                 self._numbers[call] = len(self._numbers)
                 call.n_unfinished = len(call.first) + len(call.rest)
-            for call in batch:
-                self._enqueue(call, call.first, predecessor)
-            for call in batch:
-                self._enqueue(call, call.rest, predecessor)
+                for op in (*call.first, *call.rest):
+                    op.call, op.n_missing = call, len(op.ranks)
+            for op in chain(*(call.first for call in batch), *(call.rest for call in batch)):
+                for rank in op.ranks:
+                    queue = self._queues[rank]
+                    queue.append(op)
+                    if queue[0] is op:
+                        self._reach(op, predecessor)
         self._share_cores()
-
-    def _enqueue(self, call: CallOps, ops: Sequence[Op], predecessor: Op | None) -> None:
-        for op in ops:
-            op.call, op.n_missing = call, len(op.ranks)
-            for rank in op.ranks:
-                queue = self._queues[rank]
-                queue.append(op)
-                if queue[0] is op:
-                    self._reach(op, predecessor)
 
     def _reach(self, op: Op, predecessor: Op | None) -> None:
         op.n_missing -= 1
@@ -126,7 +118,6 @@ class WorkerQueues:
         self._share_cores()
 
     def _share_cores(self) -> None:
-        """Update the speed and the ends of all running operations."""
         if not self.cores:
             return
         wanted = 0.0

@@ -1,22 +1,17 @@
 """Simulation of a run without devices: the scheduler of the master, workers with given costs, and a simulated clock."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import TypeVar, cast
 
 from realhf.api.batch_meta import PROMPT, BatchMeta, ColumnMeta, RowId
 from realhf.api.execution_plan import ExecutionPlan
-from realhf.api.graph import MFC, Graph, Kind
+from realhf.api.graph import Graph, Kind
 from realhf.api.machine import Cost, Workload
 from realhf.api.messages import PrepareCall
-from realhf.api.program import Compute, Instruction, Load, Offload, Program, Reallocate, Release, Transfer
-from realhf.plan.compile.schedule import (
-    Dispatch,
-    FetchRows,
-    FinishStep,
-    MasterState,
-    RowsReady,
-    TrainSchedule,
-)
+from realhf.api.program import Instruction, Program, Transfer
+from realhf.plan.compile.program import instruction_ranks
+from realhf.plan.compile.schedule import Dispatch, FetchRows, FinishStep, MasterState, RowsReady, TrainSchedule
 from realhf.plan.search.event_sim import CallOps, Op, WorkerQueues
 from realhf.plan.search.timeline import Activity, Timeline
 
@@ -100,18 +95,15 @@ def make_rows(graph: Graph, workload: Workload, action: FetchRows | Dispatch, pl
     for head, part in zip(plan[mfc.name].layout.dp_heads(), call.assignment, strict=True):
         ids = [call.inputs.ids[i] for i in part]
         if mfc.kind is Kind.GENERATE:
-            rows = [row for p in sorted({i.prompt for i in ids}) for row in _sampled_rows(mfc, workload, p)]
+            drawn = {p: workload.sampled_rows(p) for p in sorted({i.prompt for i in ids})}
+            rows = [*chain.from_iterable(drawn.values())]
+            if mfc.per_prompt:
+                rows = [(RowId(p, PROMPT), sampled[0][1]) for p, sampled in drawn.items()]
         else:
             lengths = [max(c.lengths[i] for c in call.inputs.columns.values()) for i in part]
             rows = list(zip(ids, lengths, strict=True))
         outputs[head] = _meta(rows, mfc.outputs)
     return RowsReady(mfc.name, action.span, outputs if mfc.outputs else {})
-
-
-def _sampled_rows(mfc: MFC, workload: Workload, prompt: int) -> Sequence[tuple[RowId, int]]:
-    """Return the rows that a generation call produces for a prompt, with their lengths."""
-    drawn = workload.sampled_rows(prompt)
-    return [(RowId(prompt, PROMPT), drawn[0][1])] if mfc.per_prompt else drawn
 
 
 def _meta(rows: Sequence[tuple[RowId, int]], keys: Sequence[str]) -> BatchMeta:
@@ -123,26 +115,15 @@ def _call_ops(program: Program, price: Price, dispatch: Dispatch) -> CallOps:
     first: list[Op] = []
     rest: list[Op] = []
     for instruction in program[dispatch.call.mfc]:
-        ranks = sorted(_participants(dispatch.call, instruction))
-        op = Op(ranks, price(dispatch.call, instruction), instruction)
-        (first if isinstance(instruction, Transfer) else rest).append(op)
+        ranks, part = instruction_ranks(instruction), rest
+        if isinstance(instruction, Transfer):
+            ranks, part = ranks | dispatch.call.holders.ranks, first
+        part.append(Op(sorted(ranks), price(dispatch.call, instruction), instruction))
     return CallOps(dispatch, first, rest)
 
 
-def _participants(call: PrepareCall, instruction: Instruction) -> frozenset[int]:
-    """Return the workers that execute an instruction together."""
-    match instruction:
-        case Transfer(_, layout):
-            return call.holders.ranks | frozenset(layout.mesh.ranks)
-        case Reallocate(_, src, _, dst):
-            return frozenset((*src.mesh.ranks, *dst.mesh.ranks))
-        case Compute(_, _, layout) | Load(_, layout) | Offload(_, layout) | Release(_, layout):
-            return frozenset(layout.mesh.ranks)
-
-
 def _activities(calls: Sequence[CallOps]) -> tuple[Activity, ...]:
-    """Return the operations of all calls as values, ordered by start."""
-    ops = sorted((op for call in calls for op in call.ops), key=lambda op: (op.start, op.end))
+    ops = sorted((op for call in calls for op in (*call.first, *call.rest)), key=lambda op: (op.start, op.end))
     number = {op: i for i, op in enumerate(ops)}
     activities = []
     for op in ops:

@@ -31,7 +31,7 @@ def play(*calls: CallOps, cores: float = 0.0, latency: float = 0.0) -> list[tupl
 
 
 def spans(*calls: CallOps) -> list[tuple[float, float]]:
-    return [(op.start, op.end) for o in calls for op in o.ops]
+    return [(op.start, op.end) for o in calls for op in (*o.first, *o.rest)]
 
 
 def test_an_operation_waits_for_and_occupies_all_its_workers() -> None:
