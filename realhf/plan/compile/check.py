@@ -43,6 +43,15 @@ def graph_notes(mfcs: Sequence[MFC], roles: Collection[str], logged: Collection[
     return notes + [f"no MFC uses the model of role '{role}'" for role in roles if role not in used]
 
 
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def all_strategies(world: int) -> list[ParallelStrategy]:
+    """Return the strategies for ``world`` workers, by tensor, then pipeline parallelism."""
+    return [ParallelStrategy(world // tp // pp, tp, pp) for tp in divisors(world) for pp in divisors(world // tp)]
+
+
 def strategy_problems(config: ModelConfig, strategy: ParallelStrategy) -> list[str]:
     """Return the reasons why a model cannot be sharded with a strategy."""
     tp, kv = strategy.tp, config.n_kv_heads
@@ -62,10 +71,7 @@ def nearest_strategy(requested: ParallelStrategy, world: int, models: Collection
 
     One always exists, pure data parallelism. Ties are broken by fewer pipeline stages, then lower tensor parallelism.
     """
-    degrees = [n for n in range(1, world + 1) if world % n == 0]
-    tp_pp = [(tp, pp) for tp in degrees for pp in degrees if world % (tp * pp) == 0]
-    strategies = [ParallelStrategy(world // tp // pp, tp, pp) for tp, pp in tp_pp]
-    valid = [s for s in strategies if not any(strategy_problems(model, s) for model in models)]
+    valid = [s for s in all_strategies(world) if not any(strategy_problems(model, s) for model in models)]
     return min(valid, key=lambda s: (distance(s, requested), s.pp, s.tp))
 
 

@@ -6,6 +6,7 @@ A heuristic assigns a layout to every call; ``fits`` returns True if given layou
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
 
 from realhf.api.graph import MFC, Graph, Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
@@ -41,6 +42,7 @@ class Cluster:
 Fits = Callable[[Layouts], bool]
 Models = Mapping[str, ModelConfig]
 Order = Callable[[ParallelStrategy], tuple[int, int]]
+_fewest_stages = attrgetter("pp", "tp")
 
 
 def megatron(graph: Graph, models: Models, cluster: Cluster, fits: Fits) -> Layouts:
@@ -89,10 +91,8 @@ def real(graph: Graph, models: Models, cluster: Cluster, fits: Fits) -> Layouts:
             shares = {m.name: float(_size(models[m.role])) for m in group if m.role}
             meshes = cluster.split(shares)
             chosen |= {m.name: best_on(meshes[m.name], m, models, cluster, fits) for m in group}
-    for m in graph.mfcs:
-        if m.name not in chosen:
-            chosen[m.name] = best_on(cluster.whole, m, models, cluster, fits)
-    return chosen
+    rest = [m for m in graph.mfcs if m.name not in chosen]
+    return chosen | {m.name: best_on(cluster.whole, m, models, cluster, fits) for m in rest}
 
 
 def split(graph: Graph, models: Models, cluster: Cluster, fits: Fits, share: float = 0.5) -> Layouts:
@@ -109,19 +109,11 @@ def split(graph: Graph, models: Models, cluster: Cluster, fits: Fits, share: flo
 def best_on(mesh: DeviceMesh, mfc: MFC, models: Models, cluster: Cluster, fits: Fits) -> Layout:
     """Return the layout with the lowest pipeline (training) or model parallelism (others) that fits a mesh."""
     config = models.get(mfc.role) if mfc.role else None
-    order = _fewest_stages if mfc.is_train else _least_model_parallel
+    order: Order = _fewest_stages if mfc.is_train else lambda s: (s.tp * s.pp, s.tp)
     options = [Layout(mesh, s) for s in sorted(strategies(len(mesh.ranks), cluster.node_size, config), key=order)]
     if not options:  # no strategy is valid for this number of workers: leave one idle
         return best_on(DeviceMesh(mesh.ranks[:-1]), mfc, models, cluster, fits)
     return next((layout for layout in options if fits({mfc.name: layout})), options[-1])
-
-
-def _fewest_stages(s: ParallelStrategy) -> tuple[int, int]:
-    return (s.pp, s.tp)
-
-
-def _least_model_parallel(s: ParallelStrategy) -> tuple[int, int]:
-    return (s.tp * s.pp, s.tp)
 
 
 def _size(config: ModelConfig) -> int:
@@ -129,9 +121,5 @@ def _size(config: ModelConfig) -> int:
 
 
 HEURISTICS: dict[str, Callable[[Graph, Models, Cluster, Fits], Layouts]] = {
-    "megatron": megatron,
-    "pipe_model": pipe_model,
-    "symmetric": symmetric,
-    "real": real,
-    "split": split,
+    rule.__name__: rule for rule in (megatron, pipe_model, symmetric, real, split)
 }

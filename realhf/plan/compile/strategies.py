@@ -5,15 +5,11 @@ from fractions import Fraction
 
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model_config import ModelConfig
-from realhf.plan.compile.check import strategy_problems
+from realhf.plan.compile.check import all_strategies, strategy_problems
 
 MAX_STAGES = 16
 """Deeper pipelines are dominated by bubbles at the batch sizes of reinforcement learning."""
 MAX_UNITS_ALL_MESHES = 6
-
-
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def contiguous_mesh(size: int, first: int = 0) -> DeviceMesh:
@@ -49,13 +45,10 @@ def strategies(size: int, node_size: int, config: ModelConfig | None) -> Iterato
     if config is None:
         yield ParallelStrategy(dp=size)
         return
-    for tp in divisors(size):
-        if tp > node_size or (size >= node_size and node_size % tp):
-            continue
-        for pp in divisors(size // tp):
-            strategy = ParallelStrategy(size // tp // pp, tp, pp)
-            if pp <= MAX_STAGES and not strategy_problems(config, strategy):
-                yield strategy
+    for strategy in all_strategies(size):
+        fits_node = strategy.tp <= node_size and (size < node_size or node_size % strategy.tp == 0)
+        if fits_node and strategy.pp <= MAX_STAGES and not strategy_problems(config, strategy):
+            yield strategy
 
 
 def layouts(n_workers: int, node_size: int, config: ModelConfig | None) -> list[Layout]:

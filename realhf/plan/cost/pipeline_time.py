@@ -3,24 +3,16 @@
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from realhf.plan.compile.pipeline import (
-    Backward,
-    Forward,
-    RecvActivation,
-    RecvGradient,
-    SendActivation,
-    SendGradient,
-    StageStep,
-)
+from realhf.plan.compile import pipeline
 
 StageTime = Callable[[int, int], float]
 """Seconds of (stage, micro-batch)."""
-Schedule = Callable[[int, int, int], Sequence[StageStep]]
+Schedule = Callable[[int, int, int], Sequence[pipeline.StageStep]]
 """Steps of (stage, number of stages, number of micro-batches)."""
 
 
 def makespan(
-    schedules: Sequence[Sequence[StageStep]], forward: StageTime, backward: StageTime, send: StageTime
+    schedules: Sequence[Sequence[pipeline.StageStep]], forward: StageTime, backward: StageTime, send: StageTime
 ) -> float:
     """Return the seconds until the last stage has finished.
 
@@ -30,14 +22,29 @@ def makespan(
     clocks = [0.0] * len(schedules)
     positions = [0] * len(schedules)
     arrivals: dict[tuple[bool, int, int], float] = {}  # (gradient?, receiving stage, micro-batch)
+
+    def end_of(step: pipeline.StageStep, stage: int) -> float | None:
+        """Return the end of the next step of a stage; None if it receives a message that has not been sent yet."""
+        now, i = clocks[stage], step.micro_batch
+        match step:
+            case pipeline.Forward():
+                return now + forward(stage, i)
+            case pipeline.Backward():
+                return now + backward(stage, i)
+            case pipeline.SendActivation():
+                arrivals[False, stage + 1, i] = now + send(stage, i)
+                return now
+            case pipeline.SendGradient():
+                arrivals[True, stage - 1, i] = now + send(stage, i)
+                return now
+        arrival = arrivals.get((isinstance(step, pipeline.RecvGradient), stage, i))
+        return None if arrival is None else max(now, arrival)
+
     progressed = True
     while progressed:
         progressed = False
         for stage, steps in enumerate(schedules):
-            while positions[stage] < len(steps):
-                end = _end_of(steps[positions[stage]], stage, clocks[stage], arrivals, forward, backward, send)
-                if end is None:
-                    break
+            while positions[stage] < len(steps) and (end := end_of(steps[positions[stage]], stage)) is not None:
                 clocks[stage], progressed = end, True
                 positions[stage] += 1
     assert all(i == len(steps) for i, steps in zip(positions, schedules, strict=True)), "the schedules deadlock"
@@ -60,31 +67,3 @@ def uniform_makespan(
         return makespan(steps, lambda s, _: forward[s], lambda s, _: backward[s], lambda s, _: send[s])
     full, before = (uniform_makespan(schedule, m, forward, backward, send) for m in (filled, filled - n_stages))
     return full + (n - filled) * (full - before) / n_stages
-
-
-def _end_of(
-    step: StageStep,
-    stage: int,
-    now: float,
-    arrivals: dict[tuple[bool, int, int], float],
-    forward: StageTime,
-    backward: StageTime,
-    send: StageTime,
-) -> float | None:
-    """Return the end of a step that starts at ``now``; None if it receives a message that has not been sent yet."""
-    match step:
-        case Forward(i):
-            return now + forward(stage, i)
-        case Backward(i):
-            return now + backward(stage, i)
-        case SendActivation(i):
-            arrivals[False, stage + 1, i] = now + send(stage, i)
-            return now
-        case SendGradient(i):
-            arrivals[True, stage - 1, i] = now + send(stage, i)
-            return now
-        case RecvActivation(i):
-            arrival = arrivals.get((False, stage, i))
-        case RecvGradient(i):
-            arrival = arrivals.get((True, stage, i))
-    return None if arrival is None else max(now, arrival)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from realhf.api.layout import ParallelStrategy
 from realhf.api.model_config import ModelConfig
-from realhf.plan.compile.check import strategy_problems
-from realhf.plan.compile.strategies import MAX_STAGES, divisors, layouts, meshes, strategies
+from realhf.plan.compile.check import divisors, strategy_problems
+from realhf.plan.compile.strategies import MAX_STAGES, layouts, meshes, strategies
 from tests.plan.search.planners import LLAMA
 from tests.scaling import examples
 
