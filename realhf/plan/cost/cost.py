@@ -1,7 +1,7 @@
 """Cost of every instruction of a program: amounts of work times the speed of a machine."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 
@@ -24,6 +24,9 @@ from realhf.plan.cost.stage import decodes_in_one_call, itemsize, shard_numels, 
 from realhf.plan.cost.traffic import realloc_traffic, transfer_traffic
 
 NO_COST = Cost(0.0, 0.0)
+METHODS = {Kind.GENERATE: "generate", Kind.INFERENCE: "inference", Kind.TRAIN: "train_step"}
+Rows = tuple[tuple[RowId, ...], tuple[int, ...]]
+"""Ids and lengths."""
 Stages = Sequence[tuple[StageShard, tuple[int, ...]]]
 """Shard and tensor-parallel group of each stage."""
 
@@ -36,11 +39,11 @@ class BatchRows:
     lengths: tuple[int, ...]
     minibatches: tuple[int, ...]
 
-    def of_minibatch(self, number: int) -> tuple[tuple[RowId, ...], tuple[int, ...]]:
+    def of_minibatch(self, number: int) -> Rows:
         return self._by_minibatch.get(number, ((), ()))
 
     @cached_property
-    def _by_minibatch(self) -> dict[int, tuple[tuple[RowId, ...], tuple[int, ...]]]:
+    def _by_minibatch(self) -> dict[int, Rows]:
         rows: dict[int, list[int]] = {}
         for i, number in enumerate(self.minibatches):
             rows.setdefault(number, []).append(i)
@@ -87,19 +90,24 @@ class CostModel:
 
     def compute(self, mfc: MFC, placement: Placement, ranks: Sequence[BatchRows]) -> Cost:
         """Return the cost of an MFC's computation on the rows of every data-parallel rank."""
-        interface = [self.speed.interface(_method_of(mfc), len(r.ids), sum(r.lengths)) for r in ranks]
+        method = f"{mfc.interface.name}/{METHODS[mfc.kind]}"
+        interface = [self.speed.interface(method, len(r.ids), sum(r.lengths)) for r in ranks]
         if mfc.role is None:
             return Cost(max(interface), sum(interface))
         layout = placement.layout
         copies = layout.strategy.tp * layout.strategy.pp
         own = Cost(max(interface), sum(interface) * copies)  # every rank of a replica runs the interface
+
+        def passes(replicas: Iterable[Rows], update: float = 0.0) -> Cost:
+            cost = _concurrent([self._passes(mfc, placement, d, rows) for d, rows in enumerate(replicas)])
+            return Cost(cost.seconds + update, cost.core_seconds + update * layout.strategy.world)
+
         match mfc.kind:
             case Kind.TRAIN:
                 update = max(self._update(mfc, layout, stage) for stage in range(layout.strategy.pp))
-                costs = [self._minibatch(mfc, placement, ranks, n, update) for n in range(mfc.n_minibatches)]
+                costs = [passes((r.of_minibatch(n) for r in ranks), update) for n in range(mfc.n_minibatches)]
             case Kind.INFERENCE:
-                rows = [(r.ids, r.lengths) for r in ranks]
-                costs = [_concurrent([self._passes(mfc, placement, d, *some) for d, some in enumerate(rows)])]
+                costs = [passes((r.ids, r.lengths) for r in ranks)]
             case Kind.GENERATE:
                 costs = [_concurrent([self._generate(mfc, placement, d, r) for d, r in enumerate(ranks)])]
                 if placement.backend is not Backend.native:  # weights are pushed; its speed is assumed equal
@@ -131,23 +139,18 @@ class CostModel:
         return [(shard, tuple(layout.rank(Coord(p, dp, t)) for t in tp_indices)) for p, shard in enumerate(shards)]
 
     def _send(self, stages: Stages, tokens: int, stage: int, sp: int = 1) -> float:
-        """Seconds to send the activations of ``tokens`` to the next stage (from the last stage: to the previous one).
-
-        ``sp`` is the degree of sequence parallelism.
-        """
+        """Seconds to send activations to the next stage (from the last: to the previous); ``sp``: sequence parallel."""
         shard, ranks = stages[stage]
         other = stages[stage + 1][1] if stage + 1 < len(stages) else stages[stage - 1][1]
         return self.speed.send(tokens * shard.model.hidden * shard.itemsize / sp, ranks[0], other[0])
 
-    def _passes(
-        self, mfc: MFC, placement: Placement, dp: int, ids: tuple[RowId, ...], lengths: tuple[int, ...]
-    ) -> Cost:
+    def _passes(self, mfc: MFC, placement: Placement, dp: int, rows: Rows) -> Cost:
         """Forward passes of a replica's rows and, in training, their backward passes."""
-        if not ids:
+        if not rows[0]:
             return NO_COST
         assert mfc.role is not None
-        trains, tp = mfc.kind is Kind.TRAIN, placement.layout.strategy.tp
-        works = mfc_works(mfc, self.models[mfc.role], placement, ids, lengths, self.workload, self.share_prompts)
+        trains, tp = mfc.is_train, placement.layout.strategy.tp
+        works = mfc_works(mfc, self.models[mfc.role], placement, rows, self.workload, self.share_prompts)
         schedule = train_schedule if trains else inference_schedule
         seconds_of = self.speed.train if trains else lambda *args: (self.speed.forward(*args), 0.0)
         sp = tp if trains and self.roles[mfc.role].spec.sequence_parallel else 1
@@ -174,21 +177,9 @@ class CostModel:
             forward, backward = zip(*times[kinds[0]], strict=True)
             return uniform_makespan(schedule, len(works), forward, backward, sends[kinds[0]]), busy
         steps = [schedule(stage, n, len(works)) for stage in range(n)]
-        seconds = makespan(
-            steps,
-            lambda s, i: times[works[i]][s][0],
-            lambda s, i: times[works[i]][s][1],
-            lambda s, i: sends[works[i]][s],
-        )
-        return seconds, busy
-
-    def _minibatch(
-        self, mfc: MFC, placement: Placement, ranks: Sequence[BatchRows], number: int, update: float
-    ) -> Cost:
-        """One optimizer step: forward and backward of every replica, then their joint update."""
-        rows = [r.of_minibatch(number) for r in ranks]
-        own = _concurrent([self._passes(mfc, placement, d, *some) for d, some in enumerate(rows)])
-        return Cost(own.seconds + update, own.core_seconds + update * placement.layout.strategy.world)
+        forward_s = lambda s, i: times[works[i]][s][0]
+        backward_s = lambda s, i: times[works[i]][s][1]
+        return makespan(steps, forward_s, backward_s, lambda s, i: sends[works[i]][s]), busy
 
     def _update(self, mfc: MFC, layout: Layout, stage: int) -> float:
         """ZeRO-1: reduce-scatter gradients, update a range per replica, all-gather weights."""
@@ -263,7 +254,6 @@ class _DecodeSimulation:
         return seconds
 
     def _mean_context(self, live: list[tuple[int, int, int]]) -> float:
-        """Return the mean number of cached tokens read per row."""
         if not self.group_size:
             return max(prompt + sampled for prompt, sampled, _ in live)
         return sum(prompt / self.group_size + sampled for prompt, sampled, _ in live) / len(live)
@@ -295,35 +285,29 @@ def rows_of(call: PrepareCall) -> tuple[BatchRows, ...]:
     """Return the rows of each data-parallel rank in a call, with the lengths of the column that a model reads."""
     columns = call.inputs.columns
     column = columns["tokens" if "tokens" in columns else "prompts" if "prompts" in columns else next(iter(columns))]
-    ids, lengths, numbers = call.inputs.ids, column.lengths, call.minibatches
+    return split_rows(call.inputs.ids, column.lengths, call.minibatches, call.assignment)
+
+
+def split_rows(
+    ids: Sequence[RowId], lengths: Sequence[int], minibatches: Sequence[int], assignment: Sequence[Sequence[int]]
+) -> tuple[BatchRows, ...]:
+    """Return the rows of each data-parallel rank; ``assignment`` has the row numbers of each."""
     return tuple(
-        BatchRows(tuple(ids[i] for i in own), tuple(lengths[i] for i in own), tuple(numbers[i] for i in own))
-        for own in call.assignment
+        BatchRows(tuple(ids[i] for i in own), tuple(lengths[i] for i in own), tuple(minibatches[i] for i in own))
+        for own in assignment
     )
 
 
-def prompts_of(workload: Workload, ids: tuple[RowId, ...]) -> tuple[int, ...]:
-    """Return the prompt length of every row; empty if rows have no prompts."""
-    return workload.prompt_lengths([i.prompt for i in ids]) if workload.is_generated else ()
-
-
 def mfc_works(
-    mfc: MFC,
-    model: ModelConfig,
-    placement: Placement,
-    ids: tuple[RowId, ...],
-    lengths: tuple[int, ...],
-    workload: Workload,
-    share_prompts: bool,
+    mfc: MFC, model: ModelConfig, placement: Placement, rows: Rows, workload: Workload, share_prompts: bool
 ) -> tuple[Work, ...]:
     """Return the micro-batches of an inference or training call, at least as many as its pipeline needs."""
-    trains, pp = mfc.kind is Kind.TRAIN, placement.layout.strategy.pp
-    min_mbs = 2 * pp if trains and pp > 1 else pp
-    limits = placement.micro_batching
+    (ids, lengths), pp, limits = rows, placement.layout.strategy.pp, placement.micro_batching
+    min_mbs = 2 * pp if mfc.is_train and pp > 1 else pp
     if limits.n_mbs < min_mbs:
         limits = replace(limits, n_mbs=min_mbs)
-    share = share_prompts and not (trains and model.n_experts)
-    prompts = prompts_of(workload, ids)
+    share = share_prompts and not (mfc.is_train and model.n_experts)
+    prompts = workload.prompt_lengths([i.prompt for i in ids]) if workload.is_generated else ()
     return works_of(ids if share_prompts else (), lengths, limits, prompts, share, share_prompts)  # more cache hits
 
 
@@ -342,9 +326,8 @@ def works_of(
     ``share_prompts``) puts rows of a prompt into the same micro-batch if possible. Otherwise ``ids`` are not used.
     """
     works = []
-    for rows in micro_batches(
-        ids, lengths, limits, prefer_prompts_together=share_prompts if keep_groups is None else keep_groups
-    ):
+    together = share_prompts if keep_groups is None else keep_groups
+    for rows in micro_batches(ids, lengths, limits, prefer_prompts_together=together):
         trained = sum(lengths[i] - prompts[i] for i in rows) if prompts else None
         own, before = [lengths[i] for i in rows], list[int]()
         if share_prompts and prompts:
@@ -358,20 +341,12 @@ def _deduplicated(
 ) -> tuple[list[int], list[int]]:
     """Return row lengths with shared prompts as rows of their own, and the length of the shared prompt of each row."""
     times = Counter(ids[i].prompt for i in rows)
-    own, before = [], []
-    for i in rows:
-        is_shared = times[ids[i].prompt] > 1
-        own.append(lengths[i] - prompts[i] * is_shared)
-        before.append(prompts[i] * is_shared)
     shared = {ids[i].prompt: prompts[i] for i in rows if times[ids[i].prompt] > 1}
+    before = [shared.get(ids[i].prompt, 0) for i in rows]
+    own = [lengths[i] - prefix for i, prefix in zip(rows, before, strict=True)]
     return [*shared.values(), *own], [*[0] * len(shared), *before]
 
 
 def _concurrent(costs: Sequence[Cost]) -> Cost:
     """Return the cost of replicas that run concurrently: the slowest one sets the duration."""
     return Cost(max(c.seconds for c in costs), sum(c.core_seconds for c in costs))
-
-
-def _method_of(mfc: MFC) -> str:
-    method = {Kind.GENERATE: "generate", Kind.INFERENCE: "inference", Kind.TRAIN: "train_step"}[mfc.kind]
-    return f"{mfc.interface.name}/{method}"

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from operator import add
 
-from realhf.api.batch_meta import RowId
 from realhf.api.config import GenerationConfig, OptimizerType
 from realhf.api.config.choices import Backend
 from realhf.api.execution_plan import ExecutionPlan, Placement
@@ -14,7 +14,7 @@ from realhf.api.layout import Layout, ParallelStrategy
 from realhf.api.machine import Workload
 from realhf.api.model_config import ModelConfig
 from realhf.plan.compile.program import home_layout
-from realhf.plan.cost.cost import BatchRows, mfc_works
+from realhf.plan.cost.cost import BatchRows, Rows, mfc_works
 from realhf.plan.cost.speed import Footprint, StageShard, Work
 from realhf.plan.cost.stage import decodes_in_one_call, itemsize, kv_numel, shard_numels, stage_shards
 from realhf.plan.cost.traffic import realloc_ring_bytes
@@ -81,7 +81,7 @@ class MemoryModel:
         numel, weights = max(shard_numels(self.models[role], strategy.tp, strategy.pp)), self.weights(role, strategy)
         if bf16 and any(sync.target == role for sync in self.graph.syncs):
             weights += 4 * numel  # a float32 master of the moving average
-        if not self._is_trained(role):
+        if self.graph.trainer(role) is None or self.roles[role].spec.optimizer.type is OptimizerType.none:
             return Bytes(weights=weights)
         share = numel / strategy.dp
         state = share * (8 + (4 if bf16 else 0))  # two moments; float32 master weights
@@ -157,21 +157,12 @@ class MemoryModel:
     def _is_offloaded(self, role: str) -> bool:
         return role in self.graph.offloaded and self.device != "cpu"
 
-    def _is_trained(self, role: str) -> bool:
-        return self.graph.trainer(role) is not None and (self.roles[role].spec.optimizer.type is not OptimizerType.none)
-
-    def _largest(
-        self, mfc: MFC, placement: Placement, rows: Sequence[tuple[tuple[RowId, ...], tuple[int, ...]]]
-    ) -> Work:
-        """Return the largest micro-batch over (ids, lengths) of several ranks or mini-batches."""
+    def _largest(self, mfc: MFC, placement: Placement, parts: Sequence[Rows]) -> Work:
+        """Return the largest micro-batch over several ranks or mini-batches."""
         assert mfc.role is not None
-        model = self.models[mfc.role]
-        works = [
-            work
-            for ids, lengths in rows
-            for work in mfc_works(mfc, model, placement, ids, lengths, self.workload, self.share_prompts)
-        ]
-        return max(works, key=lambda work: work.tokens, default=Work.of(()))
+        config = self.models[mfc.role]
+        works = (mfc_works(mfc, config, placement, rows, self.workload, self.share_prompts) for rows in parts)
+        return max(chain.from_iterable(works), key=lambda work: work.tokens, default=Work.of(()))
 
     def _generation(
         self, placement: Placement, ranks: Sequence[BatchRows], shards: Sequence[StageShard], n: int
@@ -182,7 +173,7 @@ class MemoryModel:
         max_rows = max(len(r.ids) for r in ranks) * n
         slots = min(placement.micro_batching.limit_num_seqs(self.sampling.max_num_seqs), max_rows)
         longest = max((n for r in ranks for n in r.lengths), default=0) + self.sampling.max_new_tokens
-        prompts = max((_prefill(r.lengths, placement.micro_batching.max_tokens_per_mb) for r in ranks),
+        prompts = max((_first_prefill(r.lengths, placement.micro_batching.max_tokens_per_mb) for r in ranks),
                       key=lambda work: work.tokens)  # fmt: skip
         cache = max(kv_numel(config, shard.tp, shard.n_blocks) for shard in shards)
         work = max(self.footprint.forward_bytes(replace(shard, last=False), prompts) for shard in shards)
@@ -190,13 +181,6 @@ class MemoryModel:
         return Bytes(activations=work, kv_cache=float(cache * slots * longest * size), buffers=logits)
 
 
-def _prefill(lengths: Sequence[int], limit: int) -> Work:
-    """Return the first prefill micro-batch."""
-    taken: list[int] = []
-    total = 0
-    for length in lengths:
-        if taken and total + length > limit:
-            break
-        taken.append(length)
-        total += length
-    return Work.of(taken)
+def _first_prefill(lengths: tuple[int, ...], limit: int) -> Work:
+    n_fitting = sum(total <= limit for total in accumulate(lengths))
+    return Work.of(lengths[: max(1, n_fitting)])

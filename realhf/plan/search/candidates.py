@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from realhf.api.batch_meta import RowId
 from realhf.api.execution_plan import MicroBatching, Placement
@@ -9,7 +10,7 @@ from realhf.api.graph import MFC, Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.machine import Cost, Hardware
 from realhf.plan.compile.dp_partition import partition_rows
-from realhf.plan.cost.cost import BatchRows, CostModel
+from realhf.plan.cost.cost import BatchRows, CostModel, split_rows
 from realhf.plan.cost.memory import MemoryModel
 from realhf.plan.cost.speed import Traffic
 
@@ -130,21 +131,12 @@ class Candidates:
                 rows += workload.dataset_rows(position) if prompts else workload.sampled_rows(position)
             ids, lengths = [i for i, _ in rows], [n for _, n in rows]
             assignment, minibatches = partition_rows(ids, [8 * n for n in lengths], dp, mfc.n_minibatches)
-            self._rows[key] = tuple(
-                BatchRows(
-                    tuple(ids[i] for i in part), tuple(lengths[i] for i in part), tuple(minibatches[i] for i in part)
-                )
-                for part in assignment
-            )
+            self._rows[key] = split_rows(ids, lengths, minibatches, assignment)
         return self._rows[key]
 
 
 def _busiest(rows: Sequence[BatchRows], n_minibatches: int) -> BatchRows:
     """Return the rows of the busiest rank of each mini-batch; all ranks synchronize after a mini-batch."""
-    ids: tuple[RowId, ...] = ()
-    lengths: tuple[int, ...] = ()
-    minibatches: tuple[int, ...] = ()
-    for number in range(n_minibatches):
-        busiest = max((some.of_minibatch(number) for some in rows), key=lambda part: sum(part[1]))
-        ids, lengths, minibatches = ids + busiest[0], lengths + busiest[1], minibatches + (number,) * len(busiest[0])
-    return BatchRows(ids, lengths, minibatches)
+    busiest = [max((r.of_minibatch(n) for r in rows), key=lambda part: sum(part[1])) for n in range(n_minibatches)]
+    ids, lengths = (tuple(chain.from_iterable(some)) for some in zip(*busiest, strict=True))
+    return BatchRows(ids, lengths, tuple(n for n, part in enumerate(busiest) for _ in part[0]))
