@@ -23,11 +23,10 @@ from realhf.api.model_config import ModelConfig
 from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.experiments.ppo import PPOExperiment
 from realhf.plan.compile.realloc import plan_realloc
-from realhf.plan.cost.activation_memory import AnalyticMemory
 from realhf.plan.cost.cost import CostModel
 from realhf.plan.cost.hardware import read_hardware
 from realhf.plan.cost.memory import MemoryModel
-from realhf.plan.cost.roofline import Roofline
+from realhf.plan.cost.roofline import AnalyticMemory, Roofline
 from realhf.plan.search.candidates import Candidates
 from realhf.plan.search.cpp_evaluator import evaluator
 from realhf.plan.search.evaluate import Evaluator, PythonEvaluator

@@ -19,14 +19,13 @@ from realhf.api.machine import Workload
 from realhf.api.model_config import ModelConfig
 from realhf.apps.view.timeline_svg import stack_svgs, timeline_svg
 from realhf.experiments.ppo import PPOExperiment
-from realhf.plan.cost.activation_memory import AnalyticMemory
 from realhf.plan.cost.cost import CostModel
 from realhf.plan.cost.hardware import read_hardware
 from realhf.plan.cost.memory import MemoryModel
-from realhf.plan.cost.roofline import Roofline
+from realhf.plan.cost.roofline import AnalyticMemory, Roofline
 from realhf.plan.search.candidates import Candidates
 from realhf.plan.search.planner import Planner
-from realhf.plan.search.prediction import Prediction
+from realhf.plan.search.timeline import Prediction
 
 HERE = Path(__file__).parent
 SIZES = {"7B": (32, 4096, 32, 32, 11008), "13B": (40, 5120, 40, 40, 13824), "34B": (48, 8192, 64, 8, 22016),

@@ -20,7 +20,7 @@ from realhf.plan.compile.check import graph_notes
 from realhf.plan.compile.program import compile_program
 from realhf.plan.cost.memory import Bytes
 from realhf.plan.search.planner import Planner
-from realhf.plan.search.prediction import Prediction
+from realhf.plan.search.timeline import Prediction
 from realhf.system.metrics.telemetry import Telemetry
 
 USAGE = """usage: realhf plan EXPERIMENT [--config FILE.yaml] [key=value ...]

@@ -18,12 +18,11 @@ from realhf.data.encode import EncodedRows
 from realhf.data.order import rows_at
 from realhf.plan.compile.allocate import PLANNED, micro_batching
 from realhf.plan.compile.heuristic import HEURISTICS
-from realhf.plan.cost.activation_memory import AnalyticMemory
 from realhf.plan.cost.cost import CostModel
 from realhf.plan.cost.hardware import read_hardware
 from realhf.plan.cost.memory import MemoryModel
 from realhf.plan.cost.profile import Profile, ProfiledSpeed
-from realhf.plan.cost.roofline import Roofline
+from realhf.plan.cost.roofline import AnalyticMemory, Roofline
 from realhf.plan.cost.speed import Footprint, Speed
 from realhf.plan.cost.traffic import RING_BYTES
 from realhf.plan.search.candidates import Candidates

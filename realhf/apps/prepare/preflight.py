@@ -27,8 +27,8 @@ from realhf.plan.compile.check import key_problems, model_problems
 from realhf.plan.compile.program import with_evaluation
 from realhf.plan.run_spec import ExpectedPerformance, RunSpec, model_config, tokenizer_dir
 from realhf.plan.search.planner import Planner
-from realhf.plan.search.prediction import Prediction
 from realhf.plan.search.suggest_fix import out_of_memory_message
+from realhf.plan.search.timeline import Prediction
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

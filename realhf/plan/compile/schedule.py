@@ -14,8 +14,8 @@ from realhf.api.batch_meta import PROMPT, BatchMeta, ColumnMeta, RowId
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.graph import MFC, Graph
 from realhf.api.messages import PrepareCall, State
-from realhf.plan.compile.dp_partition import partition_rows
-from realhf.plan.compile.row_locations import (
+from realhf.plan.compile.micro_batch import partition_rows
+from realhf.plan.compile.transfer import (
     NO_ROWS,
     ColumnIndex,
     PromptRows,

@@ -1,11 +1,138 @@
-"""The row transfers that a call needs before it computes."""
+"""Where rows are, and how they get to a call: the index of row locations, and the transfers before a call."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter, eq
 
-from realhf.api.batch_meta import PROMPT, RowId
+import numpy as np
+
+from realhf.api.batch_meta import PROMPT, SCALAR_BYTES, BatchMeta, ColumnMeta, RowId
 from realhf.api.layout import Layout
-from realhf.api.messages import PrepareCall
+from realhf.api.messages import Holders, PrepareCall
+
+
+@dataclass(eq=False, slots=True)
+class RowHolders:
+    """Workers that hold the same rows, the producer first; compared by identity.
+
+    Immutable by convention: thousands are created per call, and frozen dataclasses are three times as slow.
+    """
+
+    ranks: tuple[int, ...]
+
+    def with_replica(
+        self, replica: tuple[int, ...], replica_set: frozenset[int]
+    ) -> "tuple[tuple[int, ...], RowHolders]":
+        """Return the members of ``replica`` that hold the rows (the producer if there are none), and the new holders.
+
+        The first of the former is the sender. ``replica_set`` has the same workers as ``replica``.
+        """
+        if replica_set.isdisjoint(self.ranks):  # the common case, without building a set of all holders
+            return self.ranks[:1], RowHolders(self.ranks + replica)
+        held = set(self.ranks)
+        present = tuple(rank for rank in replica if rank in held)
+        missing = tuple(rank for rank in replica if rank not in held)
+        return present, RowHolders(self.ranks + missing) if missing else self
+
+
+@dataclass(slots=True)
+class PromptRows:
+    """The rows of one prompt that have a value for one key, in order. They were produced, and move, together."""
+
+    ids: tuple[RowId, ...]
+    lengths: tuple[int, ...]
+    holders: RowHolders
+
+
+NO_ROWS = PromptRows((), (), RowHolders(()))
+"""The shared value for prompts without rows."""
+
+
+@dataclass
+class ColumnIndex:
+    """Locations of the values of one key, for every prompt that has been processed (and may have no rows left)."""
+
+    dtype: str = ""
+    prompts: dict[int, PromptRows] = field(default_factory=dict)
+
+
+def sorted_rows(meta: BatchMeta) -> BatchMeta:
+    """Return the rows sorted by prompt and sample."""
+    if tuple(sorted(meta.ids)) == meta.ids:
+        return meta
+    order = sorted(range(len(meta.ids)), key=meta.ids.__getitem__)
+    columns = {k: ColumnMeta(c.dtype, tuple([c.lengths[i] for i in order])) for k, c in meta.columns.items()}
+    return BatchMeta(tuple([meta.ids[i] for i in order]), columns)
+
+
+def rows_with_all_inputs(
+    prompts: Sequence[int], inputs: Sequence[Sequence[PromptRows]], own: Sequence[Sequence[PromptRows]]
+) -> list[tuple[RowId, ...]]:
+    """Return, for every prompt, the rows that have all inputs; a producer may have dropped some (best of n).
+
+    ``inputs[k][p]`` are the rows of input ``k`` and prompt ``p``; ``own`` are the inputs with one value per sample.
+    """
+    if not own:
+        kept: list[tuple[RowId, ...]] = [(RowId(prompt, PROMPT),) for prompt in prompts]
+    else:
+        first, *others = ([rows.ids for rows in of_prompts] for of_prompts in own)
+        kept = first if all(ids == first for ids in others) else [*map(_common, first, *others)]
+    if all(map(attrgetter("ids"), chain.from_iterable(inputs))):
+        return kept
+    return [ids if all(rows.ids for rows in at) else () for ids, *at in zip(kept, *inputs, strict=True)]
+
+
+def _common(first: tuple[RowId, ...], *others: tuple[RowId, ...]) -> tuple[RowId, ...]:
+    return first if all(ids == first for ids in others) else tuple(sorted(set(first).intersection(*others)))
+
+
+def row_lengths(rows: Sequence[PromptRows], kept: Sequence[tuple[RowId, ...]], is_shared: bool) -> tuple[int, ...]:
+    """Return the lengths of one key for all kept rows; the rows of a prompt share one value if ``is_shared``."""
+    if is_shared:
+        return tuple([n for of, ids in zip(rows, kept, strict=True) for n in of.lengths * len(ids)])
+    if all(map(eq, map(attrgetter("ids"), rows), kept)):
+        return tuple(chain.from_iterable(map(attrgetter("lengths"), rows)))
+    length = {row: n for of in rows for row, n in zip(of.ids, of.lengths, strict=True)}
+    return tuple([length[row] for ids in kept for row in ids])
+
+
+def row_bytes(columns: Iterable[ColumnMeta]) -> list[int]:
+    """Return the bytes of the largest value of every row, its weight when rows are partitioned."""
+    sizes = [np.array(column.lengths, np.int64) * SCALAR_BYTES[column.dtype] for column in columns]
+    return np.maximum.reduce(sizes).tolist()
+
+
+def record_transfer(
+    inputs: Mapping[str, Sequence[PromptRows]],
+    kept: Sequence[tuple[RowId, ...]],
+    assignment: tuple[tuple[int, ...], ...],
+    layout: Layout,
+) -> Holders:
+    """Return, per key and row, the destinations that already hold it (sender first), or else its producer.
+
+    ``kept[k]`` are the rows of the ``k``-th prompt in the call. All destinations are recorded as holders: later calls
+    find the rows there, since worker queues are first in, first out.
+    """
+    prompt_of = [k for k, ids in enumerate(kept) for _ in ids]
+    groups: list[tuple[int, ...]] = []
+    numbers = {key: [0] * len(kept) for key in inputs}
+    for d, part in enumerate(assignment):
+        replica, prompts = layout.replica(d), [*dict.fromkeys(map(prompt_of.__getitem__, part))]
+        replica_set = frozenset(replica)
+        known: dict[RowHolders, tuple[int, RowHolders]] = {}
+        for key, rows in inputs.items():
+            key_numbers = numbers[key]
+            for k in prompts:
+                row = rows[k]
+                if (entry := known.get(row.holders)) is None:
+                    present, after = row.holders.with_replica(replica, replica_set)
+                    entry = known[row.holders] = len(groups), after
+                    groups.append(present)
+                key_numbers[k], row.holders = entry
+    return Holders(tuple(groups), {
+        key: tuple(map(key_numbers.__getitem__, prompt_of)) for key, key_numbers in numbers.items()
+    })  # fmt: skip
 
 
 @dataclass(frozen=True)

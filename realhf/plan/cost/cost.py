@@ -19,8 +19,16 @@ from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, 
 from realhf.plan.compile.micro_batch import micro_batches
 from realhf.plan.compile.pipeline import inference_schedule, train_schedule
 from realhf.plan.cost.pipeline_time import Schedule, makespan, uniform_makespan
-from realhf.plan.cost.speed import CollectiveKind, Speed, StageShard, Traffic, Work
-from realhf.plan.cost.stage import decodes_in_one_call, itemsize, shard_numels, stage_shards
+from realhf.plan.cost.speed import (
+    CollectiveKind,
+    Speed,
+    StageShard,
+    Traffic,
+    Work,
+    itemsize,
+    shard_numels,
+    stage_shards,
+)
 from realhf.plan.cost.traffic import realloc_traffic, transfer_traffic
 
 NO_COST = Cost(0.0, 0.0)
@@ -208,7 +216,7 @@ class CostModel:
                  for response in self.workload.responses_at(row.prompt)[:n_sampled]]  # fmt: skip
         slots = min(placement.micro_batching.limit_num_seqs(self.sampling.max_num_seqs), len(queue))
         n = len(queue) // len(rows.ids)
-        is_fused = decodes_in_one_call(self.models[mfc.role], placement.layout.strategy, self.share_prompts)
+        is_fused = self.share_prompts and stages[0][0].is_fused
         send = (lambda tokens: self._send(stages, tokens, 0)) if len(stages) > 1 else lambda tokens: 0.0
         simulation = _DecodeSimulation(self.speed, stages, slots, limit, n if is_fused else 0, send)
         seconds = simulation.run(queue, n)

@@ -15,8 +15,7 @@ from realhf.api.machine import Workload
 from realhf.api.model_config import ModelConfig
 from realhf.plan.compile.program import home_layout
 from realhf.plan.cost.cost import BatchRows, Rows, mfc_works
-from realhf.plan.cost.speed import Footprint, StageShard, Work
-from realhf.plan.cost.stage import decodes_in_one_call, itemsize, kv_numel, shard_numels, stage_shards
+from realhf.plan.cost.speed import Footprint, StageShard, Work, itemsize, shard_numels, stage_shards
 from realhf.plan.cost.traffic import realloc_ring_bytes
 
 SERVER_BYTES = 1e9
@@ -113,7 +112,7 @@ class MemoryModel:
             case Kind.GENERATE:
                 n = 1 if mfc.per_prompt else self.workload.samples
                 needed = self._generation(placement, ranks, shards, n)
-                if decodes_in_one_call(config, strategy, self.share_prompts):  # it keeps packed copies of the weights
+                if self.share_prompts and shards[0].is_fused:  # it keeps packed copies of the weights
                     needed += Bytes(buffers=self.weights(mfc.role, strategy))
                 return replace(needed, borrowed=borrowed)
 
@@ -175,7 +174,7 @@ class MemoryModel:
         longest = max((n for r in ranks for n in r.lengths), default=0) + self.sampling.max_new_tokens
         prompts = max((_first_prefill(r.lengths, placement.micro_batching.max_tokens_per_mb) for r in ranks),
                       key=lambda work: work.tokens)  # fmt: skip
-        cache = max(kv_numel(config, shard.tp, shard.n_blocks) for shard in shards)
+        cache = max(shard.kv_numel for shard in shards)
         work = max(self.footprint.forward_bytes(replace(shard, last=False), prompts) for shard in shards)
         logits = 8.0 * slots * config.vocab  # logits and the sampler's copy
         return Bytes(activations=work, kv_cache=float(cache * slots * longest * size), buffers=logits)

@@ -1,4 +1,4 @@
-"""Roofline times: the maximum of arithmetic and memory traffic, plus kernel launches.
+"""Roofline times: the maximum of arithmetic and memory traffic, plus kernel launches. Analytic activation memory.
 
 Matrix products count by their operations, everything else by its memory traffic. The limits of named machines and
 their sources are in ``machines/*.yaml``.
@@ -16,6 +16,9 @@ KERNELS_PER_BLOCK = 16
 KERNELS_PER_END = 8
 OPTIMIZER_BYTES = 28
 """Per parameter, in float32: gradient, master weight and two moments are read, the last three written."""
+LOGITS_BYTES = {"cpu": 24 << 20}
+"""Chunk of logits that the log-prob head materializes (ops/logprobs.py)."""
+DEFAULT_LOGITS_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,61 @@ class Roofline:
         ports = max(1, len(ranks) // len(nodes))
         outside = Link(hardware.cluster.bandwidth * ports, hardware.cluster.latency)
         return min(outside, hardware.node, key=lambda link: link.bandwidth) if ports > 1 else outside
+
+
+@dataclass(frozen=True)
+class AnalyticMemory:
+    """``Footprint`` derived from the tensors that models/ and engine/ allocate."""
+
+    device: str
+
+    def train_bytes(self, shard: StageShard, work: Work) -> tuple[float, float]:
+        config, size = shard.model, shard.itemsize
+        block = saved_activation_numel(config, shard.tp, shard.sequence_parallel)
+        outside = config.hidden * (2.0 * shard.first + 3.0 * shard.last)
+        if shard.recompute:
+            kept = shard.n_blocks * config.hidden / (shard.tp if shard.sequence_parallel else 1) + outside
+            temporary = block + self._temporary_numel(shard)
+        else:
+            kept, temporary = shard.n_blocks * block + outside, self._temporary_numel(shard)
+        peak = (kept + temporary) * work.tokens * size + self._logits(shard, work)
+        return kept * work.tokens * size, peak
+
+    def forward_bytes(self, shard: StageShard, work: Work) -> float:
+        return self._temporary_numel(shard) * work.tokens * shard.itemsize + self._logits(shard, work)
+
+    def _temporary_numel(self, shard: StageShard) -> float:
+        """Peak elements per token inside a block when no activations are saved."""
+        config = shard.model
+        heads = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
+        inner = config.intermediate or config.expert_intermediate * config.experts_per_token
+        width = (2 if config.mlp == "gated" else 1) * inner
+        return 3 * config.hidden + max(1.5 * width, 2 * heads) / shard.tp
+
+    def _logits(self, shard: StageShard, work: Work) -> float:
+        if not shard.last or shard.model.head != "lm":
+            return 0.0
+        return min(LOGITS_BYTES.get(self.device, DEFAULT_LOGITS_BYTES), 4.0 * work.tokens * shard.model.vocab)
+
+
+def saved_activation_numel(config: ModelConfig, tp: int, sequence_parallel: bool) -> float:
+    """Return the elements per token that autograd saves for a block of models/blocks.py.
+
+    They are the residual stream (twice) and its two normalized copies, the QKV projection, rotated queries and keys,
+    the attention output, and in the MLP the up projection, the activation and the input of the down projection. With
+    sequence parallelism the residual stream holds only this rank's share of the tokens.
+    """
+    share = tp if sequence_parallel else 1
+    heads, kv = config.n_heads / tp, max(1.0, config.n_kv_heads / tp)
+    residual = config.hidden * (2 / share + 2)
+    attention = config.head_dim * ((heads + 2 * kv) + (heads + kv) + heads)
+    copies = 4 if config.mlp == "gated" else 2
+    dense = copies * config.intermediate / tp
+    if not config.n_experts:
+        return residual + attention + dense
+    routed = _routed(config)
+    per_expert = (copies * config.expert_intermediate / tp + 2 * config.hidden) * config.experts_per_token
+    return residual + attention + (1 - routed) * dense + routed * (per_expert + 3 * config.n_experts)
 
 
 def _mlp_width(config: ModelConfig) -> float:

@@ -1,15 +1,20 @@
-"""Interfaces of the cost model to a machine: ``Speed`` (seconds) and ``Footprint`` (bytes).
+"""Amounts of work, shards of models, and what they need on a machine: ``Speed`` (seconds) and ``Footprint`` (bytes).
 
-Implementations: ``roofline.py`` with ``activation_memory.py`` (hardware limits), ``profile.py`` (measurements).
-Times are seconds of a worker that has its core or device to itself.
+Implementations: ``roofline.py`` (hardware limits), ``profile.py`` (measurements). Times are those of a worker that has
+its core or device to itself.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
+from realhf.api.experiment import RoleSpec
+from realhf.api.layout import ParallelStrategy
 from realhf.api.model_config import ModelConfig
+from realhf.api.param_box import box_numel, shard_box
+from realhf.arch.param_specs import param_specs, stage_layers
 
 
 class CollectiveKind(Enum):
@@ -74,6 +79,49 @@ class StageShard:
     @property
     def itemsize(self) -> int:
         return 2 if self.bf16 else 4
+
+    @property
+    def kv_numel(self) -> int:
+        """Key/value cache elements per token on this worker."""
+        return 2 * self.n_blocks * max(1, self.model.n_kv_heads // self.tp) * self.model.head_dim
+
+    @property
+    def is_fused(self) -> bool:
+        """True if the kernels can run a decoding step as one call: the condition of models/fused_decode.py on CPU."""
+        return self.model.is_fusable and self.tp == 1
+
+
+def stage_shards(config: ModelConfig, role: RoleSpec, strategy: ParallelStrategy) -> tuple[StageShard, ...]:
+    last = config.n_layers + 1
+    return tuple(
+        StageShard(
+            config,
+            strategy.tp,
+            n_blocks=len(layers) - (0 in layers) - (last in layers),
+            first=0 in layers,
+            last=last in layers,
+            bf16=bool(role.spec.bf16),
+            recompute=role.spec.gradient_checkpointing,
+            sequence_parallel=role.spec.sequence_parallel and strategy.tp > 1,
+        )
+        for layers in stage_layers(config, strategy.pp)
+    )
+
+
+def itemsize(role: RoleSpec) -> int:
+    return 2 if role.spec.bf16 else 4
+
+
+@lru_cache(maxsize=4096)
+def shard_numels(config: ModelConfig, tp: int, pp: int) -> tuple[int, ...]:
+    """Return, per stage, the parameters of its first tensor rank, which holds at least as many as the others."""
+    totals = [0] * pp
+    stages = stage_layers(config, pp)
+    for spec in param_specs(config):
+        numel = box_numel(shard_box(spec, tp, 0))
+        for stage, layers in enumerate(stages):
+            totals[stage] += numel * spec.is_in(layers)
+    return tuple(totals)
 
 
 class Speed(Protocol):

@@ -9,7 +9,7 @@ from realhf.api.execution_plan import MicroBatching, Placement
 from realhf.api.graph import MFC, Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.machine import Cost, Hardware
-from realhf.plan.compile.dp_partition import partition_rows
+from realhf.plan.compile.micro_batch import partition_rows
 from realhf.plan.cost.cost import BatchRows, CostModel, split_rows
 from realhf.plan.cost.memory import MemoryModel
 from realhf.plan.cost.speed import Traffic

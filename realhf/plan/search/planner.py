@@ -17,10 +17,10 @@ from realhf.plan.compile.strategies import layouts
 from realhf.plan.cost.memory import Bytes
 from realhf.plan.search.candidates import Candidate, Candidates
 from realhf.plan.search.cpp_evaluator import evaluator
-from realhf.plan.search.prediction import Alternative, Prediction
 from realhf.plan.search.problem import FREE, Choice, LayoutOption, Problem, ReallocCost
 from realhf.plan.search.search import SearchResult, search
 from realhf.plan.search.simulate import simulate
+from realhf.plan.search.timeline import Alternative, Prediction
 
 N_STEPS = 3
 """Simulated steps: the first one fills the pipeline of calls, the others are alike."""

@@ -10,7 +10,7 @@ from realhf.api.experiment import RoleSpec
 from realhf.plan.compile.heuristic import HEURISTICS
 from realhf.plan.search.candidates import MIN_MICRO_BATCH_TOKENS, MIN_NUM_SEQS
 from realhf.plan.search.planner import Planner
-from realhf.plan.search.prediction import Prediction
+from realhf.plan.search.timeline import Prediction
 
 PlanFn = Callable[[Planner], ExecutionPlan]
 """Returns the plan that the same allocation mode gives for another planner."""

@@ -23,7 +23,6 @@ from realhf.data.encode import EncodedRow, EncodedRows
 from realhf.data.order import rows_at
 from realhf.experiments.gen import GenerationExperiment
 from realhf.plan.compile.heuristic import HEURISTICS
-from realhf.plan.cost.activation_memory import AnalyticMemory
 from realhf.plan.cost.profile import (
     Fit,
     Profile,
@@ -34,7 +33,7 @@ from realhf.plan.cost.profile import (
     pass_counts,
     shape_of,
 )
-from realhf.plan.cost.roofline import Roofline
+from realhf.plan.cost.roofline import AnalyticMemory, Roofline
 from realhf.plan.cost.speed import StageShard, Work
 from tests.plan.search.planners import LLAMA, WIDE, layout, ppo_planner
 from tests.scaling import examples

@@ -12,7 +12,6 @@ from realhf.api.codec import from_json, to_json
 from realhf.api.execution_plan import ExecutionPlan, Placement
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.plan.compile.row_locations import row_bytes, sorted_rows
 from realhf.plan.compile.schedule import (
     Action,
     Dispatch,
@@ -25,7 +24,7 @@ from realhf.plan.compile.schedule import (
     make_train_schedule,
     next_resample,
 )
-from realhf.plan.compile.transfer import plan_transfer, stored_row_id
+from realhf.plan.compile.transfer import plan_transfer, row_bytes, sorted_rows, stored_row_id
 from tests.scaling import examples
 
 Pick = Callable[[int], int]

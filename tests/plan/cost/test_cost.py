@@ -20,8 +20,7 @@ from realhf.plan.compile.program import compile_program
 from realhf.plan.compile.schedule import TrainSchedule
 from realhf.plan.cost.cost import BatchRows, CostModel, works_of
 from realhf.plan.cost.roofline import Roofline
-from realhf.plan.cost.speed import CollectiveKind, Traffic, Work
-from realhf.plan.cost.stage import shard_numels, stage_shards
+from realhf.plan.cost.speed import CollectiveKind, Traffic, Work, shard_numels, stage_shards
 from realhf.plan.cost.traffic import realloc_traffic
 from realhf.plan.search.simulate import simulate
 from tests.plan.search.planners import COMPUTE_ONLY, CRITIC, LLAMA, TOY, layout, ppo_planner

@@ -14,11 +14,10 @@ from realhf.api.graph import Graph
 from realhf.api.layout import ParallelStrategy
 from realhf.api.machine import Workload
 from realhf.arch.param_specs import param_specs
-from realhf.plan.cost.activation_memory import AnalyticMemory
 from realhf.plan.cost.cost import BatchRows
 from realhf.plan.cost.memory import SERVER_BYTES, Bytes, MemoryModel
-from realhf.plan.cost.speed import Work
-from realhf.plan.cost.stage import shard_numels, stage_shards
+from realhf.plan.cost.roofline import AnalyticMemory
+from realhf.plan.cost.speed import Work, shard_numels, stage_shards
 from tests.plan.search.planners import LLAMA, layout, ppo_planner
 from tests.scaling import examples
 

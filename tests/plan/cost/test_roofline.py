@@ -11,7 +11,7 @@ from realhf.api.machine import Link
 from realhf.api.model_config import ModelConfig
 from realhf.arch.flops import forward_flops, matrix_params
 from realhf.arch.param_specs import param_specs
-from realhf.plan.cost.roofline import KERNELS_PER_BLOCK, OPTIMIZER_BYTES, Roofline
+from realhf.plan.cost.roofline import KERNELS_PER_BLOCK, OPTIMIZER_BYTES, Roofline, saved_activation_numel
 from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work
 from tests.plan.search.planners import COMPUTE_ONLY, CRITIC, FREE, LLAMA, TOY
 from tests.scaling import examples
@@ -148,3 +148,13 @@ def test_exchange_takes_the_maximum_of_packing_and_links() -> None:
     wire = Traffic(node=10**7, cluster=10**6, n_parts=5, copied=10**7)
     assert speed.exchange(wire) == pytest.approx(1e-6 + 1e-3 + 1e-5 + 1e-3)
     assert Roofline(replace(TOY, node=Link(FREE))).exchange(Traffic(node=8, n_parts=1, copied=8)) > 0
+
+
+def test_saved_activations_per_token() -> None:
+    # 8 query and 4 key/value heads of 8: qkv 128, rotated 96, attention 64; gate and up 320, activated and product 320
+    assert saved_activation_numel(LLAMA, 1, False) == 4 * 64 + (128 + 96 + 64) + 4 * 160
+    assert saved_activation_numel(LLAMA, 2, False) == 4 * 64 + (128 + 96 + 64) / 2 + 4 * 80
+    assert saved_activation_numel(LLAMA, 2, True) == (2 / 2 + 2) * 64 + (128 + 96 + 64) / 2 + 4 * 80
+    assert saved_activation_numel(replace(LLAMA, mlp="ungated"), 1, False) == 4 * 64 + 288 + 2 * 160
+    routed = (4 * 48 + 2 * 64) * 2 + 3 * 4
+    assert saved_activation_numel(replace(MOE, n_experts=4), 1, False) == 4 * 64 + 288 + 4 * 160 / 4 + 0.75 * routed

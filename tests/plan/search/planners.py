@@ -9,10 +9,9 @@ from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.machine import Hardware, Link, Workload
 from realhf.api.model_config import ModelConfig
 from realhf.experiments.ppo import PPOExperiment
-from realhf.plan.cost.activation_memory import AnalyticMemory
 from realhf.plan.cost.cost import CostModel
 from realhf.plan.cost.memory import MemoryModel
-from realhf.plan.cost.roofline import Roofline
+from realhf.plan.cost.roofline import AnalyticMemory, Roofline
 from realhf.plan.search.candidates import Candidates
 from realhf.plan.search.planner import Planner
 

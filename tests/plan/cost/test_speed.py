@@ -1,4 +1,4 @@
-"""Stages and shards add up to the model; saved activations equal hand computations."""
+"""Stages and shards add up to the model."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from realhf.api.layout import ParallelStrategy
 from realhf.api.model_config import ModelConfig
 from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.plan.compile.realloc import shard_boxes
-from realhf.plan.cost.stage import kv_numel, saved_activation_numel, shard_numels, stage_shards
+from realhf.plan.cost.speed import StageShard, shard_numels, stage_shards
 from tests.plan.search.planners import LLAMA, layout
 from tests.scaling import examples
 
@@ -58,16 +58,7 @@ def test_sequence_parallelism_needs_a_group() -> None:
 
 
 def test_kv_cache_of_local_heads() -> None:
-    assert kv_numel(LLAMA, 1, 4) == 2 * 4 * 4 * 8
-    assert kv_numel(LLAMA, 2, 4) == 2 * 4 * 2 * 8
-    assert kv_numel(LLAMA, 8, 4) == 2 * 4 * 1 * 8  # four heads on eight ranks: each has one
-
-
-def test_saved_activations_per_token() -> None:
-    # 8 query and 4 key/value heads of 8: qkv 128, rotated 96, attention 64; gate and up 320, activated and product 320
-    assert saved_activation_numel(LLAMA, 1, False) == 4 * 64 + (128 + 96 + 64) + 4 * 160
-    assert saved_activation_numel(LLAMA, 2, False) == 4 * 64 + (128 + 96 + 64) / 2 + 4 * 80
-    assert saved_activation_numel(LLAMA, 2, True) == (2 / 2 + 2) * 64 + (128 + 96 + 64) / 2 + 4 * 80
-    assert saved_activation_numel(replace(LLAMA, mlp="ungated"), 1, False) == 4 * 64 + 288 + 2 * 160
-    routed = (4 * 48 + 2 * 64) * 2 + 3 * 4
-    assert saved_activation_numel(MOE, 1, False) == 4 * 64 + 288 + 4 * 160 / 4 + 0.75 * routed
+    whole = StageShard(LLAMA, 1, 4, first=True, last=True, bf16=False, recompute=False)
+    assert whole.kv_numel == 2 * 4 * 4 * 8
+    assert replace(whole, tp=2).kv_numel == 2 * 4 * 2 * 8
+    assert replace(whole, tp=8).kv_numel == 2 * 4 * 1 * 8  # four heads on eight ranks: each has one
