@@ -69,7 +69,7 @@ def rows_of(groups: list[list[int]]) -> tuple[list[RowId], list[int]]:
     return ids, [groups[row.prompt - 10][row.sample] for row in ids]
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(GROUPS, SMALL, SMALL)
 def test_every_row_is_assigned_once_and_groups_stay_together(
     groups: list[list[int]], dp: int, n_minibatches: int
@@ -84,7 +84,7 @@ def test_every_row_is_assigned_once_and_groups_stay_together(
         assert len({rank[i] for i in mine}) == len({minibatches[i] for i in mine}) == 1
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(GROUPS, SMALL, SMALL)
 def test_minibatches_do_not_depend_on_dp(groups: list[list[int]], dp: int, n_minibatches: int) -> None:
     ids, weights = rows_of(groups)
@@ -97,7 +97,7 @@ def test_minibatches_do_not_depend_on_dp(groups: list[list[int]], dp: int, n_min
     assert max(counts) - min(counts) <= 1
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(GROUPS, SMALL, SMALL)
 def test_loads_differ_by_at_most_one_group(groups: list[list[int]], dp: int, n_minibatches: int) -> None:
     ids, weights = rows_of(groups)
