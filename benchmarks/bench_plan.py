@@ -28,8 +28,8 @@ from realhf.plan.cost.hardware import read_hardware
 from realhf.plan.cost.memory import MemoryModel
 from realhf.plan.cost.roofline import AnalyticMemory, Roofline
 from realhf.plan.search.candidates import Candidates
-from realhf.plan.search.cpp_evaluator import evaluator
-from realhf.plan.search.evaluate import Evaluator, PythonEvaluator
+from realhf.plan.search.cpp_evaluator import CppEvaluator, evaluator
+from realhf.plan.search.evaluate import PythonEvaluator
 from realhf.plan.search.mcmc import Chain, SplitMix64
 from realhf.plan.search.planner import Planner
 from realhf.plan.search.problem import LayoutOption, Problem, ReallocCost
@@ -98,7 +98,7 @@ def fastest_layouts(graph: Graph, mfc: str, n_devices: int, per_mesh: int) -> It
         yield from sorted(some, key=lambda pair: pair[0].compute.seconds)[:per_mesh]
 
 
-def plans_per_second(evaluator: Evaluator, problem: Problem, n: int, seed: int) -> float:
+def plans_per_second(evaluator: PythonEvaluator | CppEvaluator, problem: Problem, n: int, seed: int) -> float:
     """Return the proposals per second of a Markov chain."""
     rng = SplitMix64(seed)
     chain = Chain.start(rng, rng.random_choice(problem), 1e30)

@@ -120,7 +120,5 @@ def model_config(role: RoleSpec) -> ModelConfig:
 
 def tokenizer_dir(roles: dict[str, RoleSpec]) -> Path:
     """Return the directory of the tokenizer, which all roles share: the first one that is configured."""
-    for role in roles.values():
-        if folder := role.spec.tokenizer or role.spec.path:
-            return Path(folder)
-    return Path("")
+    folders = (role.spec.tokenizer or role.spec.path for role in roles.values())
+    return Path(next(filter(None, folders), ""))

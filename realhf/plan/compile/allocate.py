@@ -11,9 +11,8 @@ from realhf.api.graph import Graph, Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model_config import ModelConfig
 from realhf.base.errors import UserError, did_you_mean
-from realhf.plan.compile.check import distance, nearest_strategy, strategy_problems
+from realhf.plan.compile.check import contiguous_mesh, distance, nearest_strategy, strategy_problems
 from realhf.plan.compile.heuristic import HEURISTICS
-from realhf.plan.compile.strategies import contiguous_mesh
 
 PLANNED = {"heuristic": "symmetric", **{rule: rule for rule in HEURISTICS}, "search": ""}
 """Allocation modes that the planner handles, and the heuristic of each."""
@@ -70,8 +69,9 @@ def allocate(
     placements = {}
     for mfc in graph.mfcs:
         option = options[mfc.name]
-        if not is_manual:
-            problems += _ignored_options(mfc.name, option, mode)
+        given = {"device_mesh": option.device_mesh is not None, "parallel": option.parallel != ParallelConfig()}
+        problems += [f"{mfc.name}.{field} is set, but allocation_mode={mode} ignores it; set allocation_mode=manual"
+                     for field, is_given in given.items() if is_given and not is_manual]  # fmt: skip
         batching = micro_batching(option, device)
         if batching.n_mbs < 1 or batching.max_tokens_per_mb < 1:
             problems.append(f"{mfc.name}.mb_spec: n_mbs and max_tokens_per_mb must be positive, got {option.mb_spec}")
@@ -217,7 +217,6 @@ def _nearest_split(
     backend: str, server: ParallelStrategy, rest: ParallelStrategy, n_workers: int, own: Collection[ModelConfig],
     models: Collection[ModelConfig],
 ) -> str:  # fmt: skip
-    """Return the nearest allocation string that divides all workers between a server and the rest."""
     if n_workers == 1:
         return f"n_gpus_per_node={server.world + rest.world}"
     splits = [
@@ -227,18 +226,7 @@ def _nearest_split(
     return f"{backend}.{first}+{second}"
 
 
-def _ignored_options(name: str, option: MFCConfig, mode: str) -> list[str]:
-    """Return an error for each option of an MFC that this mode ignores."""
-    given = {"device_mesh": option.device_mesh is not None, "parallel": option.parallel != ParallelConfig()}
-    return [
-        f"{name}.{field} is set, but allocation_mode={mode} ignores it; set allocation_mode=manual"
-        for field, is_given in given.items()
-        if is_given
-    ]
-
-
 def _manual(options: Mapping[str, MFCConfig], config: ExperimentConfig) -> Requests:
-    """Parse the mesh and the parallel degrees of every MFC."""
     n_workers = config.n_nodes * config.n_gpus_per_node
     requests, problems = {}, []
     for name, option in options.items():
@@ -250,15 +238,12 @@ def _manual(options: Mapping[str, MFCConfig], config: ExperimentConfig) -> Reque
                 mesh = DeviceMesh.parse(option.device_mesh, config.n_nodes, config.n_gpus_per_node)
         except ValueError as invalid:
             problems.append(f"{name}: {invalid}")
-            mesh = contiguous_mesh(
-                min(strategy.world, n_workers)
-            )  # a valid mesh, so that other errors are reported too
+            mesh = contiguous_mesh(min(strategy.world, n_workers))  # so that other errors are reported too
         error = "" if min(degrees) > 0 else "parallel degrees must be positive, got d{}t{}p{}".format(*degrees)
         requests[name] = _Assignment(strategy, mesh, error)
     return requests, problems
 
 
 def _as_options(name: str, given: ParallelConfig, near: ParallelStrategy) -> str:
-    """Return the options that set a strategy."""
     degrees = vars(ParallelConfig(near.dp, near.tp, near.pp)).items()
     return " ".join(f"{name}.parallel.{field}={value}" for field, value in degrees if value != vars(given)[field])

@@ -11,7 +11,7 @@ from operator import attrgetter
 from realhf.api.graph import MFC, Graph, Kind
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model_config import ModelConfig
-from realhf.plan.compile.strategies import contiguous_mesh, strategies
+from realhf.plan.compile.check import contiguous_mesh, strategies
 
 Layouts = dict[str, Layout]
 

@@ -27,10 +27,7 @@ def with_evaluation(graph: Graph, plan: ExecutionPlan) -> ExecutionPlan:
 
 
 def compile_program(graph: Graph, plan: ExecutionPlan) -> Program:
-    """Return the instructions of every MFC; evaluation MFCs are included if they have a placement.
-
-    A call whose layout is not the home layout of its role gets a temporary copy of the weights.
-    """
+    """Return the instructions of every MFC; evaluation MFCs are included if they have a placement."""
     placed = (*graph.mfcs, *(m for m in graph.evaluation if m.name in plan.placements))
     return {m.name: _instructions(m, graph, plan) for m in placed}
 
@@ -42,7 +39,7 @@ def _instructions(mfc: MFC, graph: Graph, plan: ExecutionPlan) -> tuple[Instruct
     if mfc.role is None:
         return (rows, *work)
     source = home_layout(graph, plan, mfc.role)
-    if source != layout:
+    if source != layout:  # the call gets a temporary copy of the weights
         work = [Reallocate(mfc.role, source, mfc.role, layout), *work, Release(mfc.role, layout)]
     for sync in graph.syncs:
         if sync.after == mfc.name:

@@ -11,19 +11,14 @@ from realhf.api.param_box import Box, ParamSpec, box_numel, intersect, shard_box
 
 Stages = Callable[[int], Sequence[range]]
 """Maps a number of pipeline stages to the layers of each stage."""
-
 ParamBox = tuple[str, Box]
 """A parameter name and a box in global coordinates."""
-
 ShardCoords = tuple[tuple[int, int], ...]
 """(pipeline rank, tensor rank) of the shards with the same box, in each data-parallel replica."""
-
 TPSplit = tuple[tuple[int, ...], int | None, int]
 """(shape, tp_dim, tp_units), which determine how a parameter is sharded."""
-
 ParamKinds = tuple[tuple[tuple[int, int | None], tuple[tuple[TPSplit, int], ...]], ...]
 """For each pair (layer, shared_layer), the number of parameters per sharding."""
-
 TransferSizes = dict[tuple[ShardCoords, ShardCoords], tuple[int, int]]
 """(elements, boxes) by source and destination shards."""
 
@@ -107,11 +102,8 @@ def count_param_kinds(specs: Sequence[ParamSpec]) -> ParamKinds:
 
 
 def transfer_sizes(kinds: ParamKinds, stages: Stages, src: ParallelStrategy, dst: ParallelStrategy) -> TransferSizes:
-    """Return the total (elements, boxes) that ``plan_realloc`` moves, by source and destination shards.
-
-    Equal layers in the same stages are computed once.
-    """
-    both = stages(src.pp), stages(dst.pp)
+    """Return the total (elements, boxes) that ``plan_realloc`` moves, by source and destination shards."""
+    both = stages(src.pp), stages(dst.pp)  # equal layers in the same stages are computed once
     n_equal: Counter[tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[TPSplit, int], ...]]] = Counter()
     for layers, splits in kinds:
         held_by, needed_by = (tuple(p for p, own in enumerate(some) if any(at in own for at in layers))
@@ -162,10 +154,7 @@ Senders = tuple[list[int], list[tuple[Sequence[int], list[int]]]]
 
 
 def assign_senders(holders: Sequence[int], needers: Sequence[int], node_size: int) -> Senders:
-    """Return the workers that need no transfer, and (senders, receivers) for each node with other needers.
-
-    Each of the senders sends an equal share of the boxes to all receivers.
-    """
+    """Return the workers that need no transfer, and (senders of equal shares, receivers) for each node of others."""
     have = set(holders)
     missing: dict[int, list[int]] = {}
     for rank in needers:

@@ -8,24 +8,14 @@ the filter then run on the first of the kept prompts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 
 from realhf.api.batch_meta import PROMPT, BatchMeta, ColumnMeta, RowId
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.graph import MFC, Graph
 from realhf.api.messages import PrepareCall, State
+from realhf.plan.compile import transfer
 from realhf.plan.compile.micro_batch import partition_rows
-from realhf.plan.compile.transfer import (
-    NO_ROWS,
-    ColumnIndex,
-    PromptRows,
-    RowHolders,
-    record_transfer,
-    row_bytes,
-    row_lengths,
-    rows_with_all_inputs,
-    sorted_rows,
-)
 
 
 @dataclass(frozen=True)
@@ -138,10 +128,7 @@ class Scheduler:
             if self.graph.filter_mfc and self.graph.filter_mfc.name == mfc:
                 decisions += self._resample(mfc, span.step)
         decisions += [*self._finish_steps(), *self.fetch_ahead()]
-        for candidate in self.graph.topological:
-            if (call := self._try_start(candidate)) is not None:
-                decisions.append(call)
-        return decisions
+        return decisions + [call for candidate in self.graph.topological if (call := self._try_start(candidate))]
 
     def is_kept(self, prompt: int) -> bool:
         """Return True if the filter MFC has kept rows of a prompt."""
@@ -158,9 +145,7 @@ class Scheduler:
         self._running.discard(mfc)
         self._done[mfc] = span.stop
         if span.stop == self._span(span.step).stop:
-            for role, updater in self._updaters.items():
-                if updater == mfc:
-                    self.versions[role] = span.step + 1
+            self.versions |= {role: span.step + 1 for role, updater in self._updaters.items() if updater == mfc}
 
     def _span(self, step: int) -> PromptRange:
         """Return the prompts of a step, including those resampled so far."""
@@ -195,9 +180,8 @@ class Scheduler:
         finished = []
         while not self.is_over:
             span = self._span(self.finished_steps)
-            if self._fetched <= span.step or not self._is_sampled(span.step):
-                break
-            if any(done < span.stop for done in self._done.values()):
+            is_prepared = span.step < self._fetched and self._is_sampled(span.step)
+            if not is_prepared or min(self._done.values()) < span.stop:
                 break
             for by_step in (self._resampled, self._kept, self._fetched_stop):
                 by_step.pop(span.step, None)
@@ -212,7 +196,6 @@ class Scheduler:
         return [FetchRows(self.schedule.span(step)) for step in range(first, self._fetching)]
 
     def _try_start(self, mfc: MFC) -> StartCall | None:
-        """Return the next call of an MFC if it can start now."""
         step, position = self._next[mfc.name]
         if mfc.name in self._running or step >= min(self.schedule.n_steps, self._fetched):
             return None
@@ -269,7 +252,8 @@ class MasterState(Scheduler):
         super().__init__(graph, schedule, max_staleness, strict_step_order)
         self.plan = plan
         self.states: dict[str, State] = {m.role or m.name: {} for m in graph.mfcs}
-        self._columns: dict[str, ColumnIndex] = {k: ColumnIndex() for m in graph.mfcs for k in (*m.inputs, *m.outputs)}
+        keys = dict.fromkeys(key for m in graph.mfcs for key in (*m.inputs, *m.outputs))
+        self._columns = {key: transfer.ColumnIndex() for key in keys}
         self._stale: list[PromptRange] = []  # finished steps whose rows are still in the index
 
     @property
@@ -286,15 +270,9 @@ class MasterState(Scheduler):
         self._store(event)
         if event.mfc is not None and event.state is not None:
             self.states[self.graph[event.mfc].role or event.mfc] = event.state
-        actions: list[Action] = []
-        for decision in self.advance(event.mfc, event.span):
-            if isinstance(decision, StartCall):
-                actions.append(Dispatch(decision.span, self._call(self.graph[decision.mfc], decision.span)))
-            else:
-                actions.append(decision)
-            if isinstance(decision, FinishStep):
-                self._stale.append(decision.span)
-        return actions
+        decisions = self.advance(event.mfc, event.span)
+        self._stale = [decision.span for decision in decisions if isinstance(decision, FinishStep)]
+        return [self._call(d) if isinstance(d, StartCall) else d for d in decisions]
 
     def is_kept(self, prompt: int) -> bool:
         assert self.graph.filter_mfc is not None
@@ -302,11 +280,11 @@ class MasterState(Scheduler):
 
     def _store(self, event: RowsReady) -> None:
         keys = self.graph.dataset_keys if event.mfc is None else self.graph[event.mfc].outputs
-        no_rows = dict.fromkeys(range(event.span.start, event.span.stop), NO_ROWS)
+        no_rows = dict.fromkeys(range(event.span.start, event.span.stop), transfer.NO_ROWS)
         for key in keys:
             self._columns[key].prompts |= no_rows
         for rank, meta in event.outputs.items():
-            producer, meta = RowHolders((rank,)), sorted_rows(meta)
+            producer, meta = transfer.RowHolders((rank,)), transfer.sorted_rows(meta)
             known = [(self._columns[key], column) for key, column in meta.columns.items() if key in self._columns]
             for index, column in known:
                 index.dtype = column.dtype
@@ -315,49 +293,45 @@ class MasterState(Scheduler):
                 prompt, ids = meta.ids[start].prompt, meta.ids[start:stop]
                 for index, column in known:
                     assert not index.prompts[prompt].ids, f"two workers produced rows of prompt {prompt}"
-                    index.prompts[prompt] = PromptRows(ids, column.lengths[start:stop], producer)
+                    index.prompts[prompt] = transfer.PromptRows(ids, column.lengths[start:stop], producer)
 
     def _forget_finished(self) -> None:
-        for span in self._stale:
-            for index in self._columns.values():
-                for prompt in range(span.start, span.stop):
-                    index.prompts.pop(prompt, None)
-        self._stale = []
+        for span, index in product(self._stale, self._columns.values()):
+            for prompt in range(span.start, span.stop):
+                index.prompts.pop(prompt, None)
 
-    def _call(self, mfc: MFC, span: PromptRange) -> PrepareCall:
+    def _call(self, start: StartCall) -> Dispatch:
+        mfc, span = self.graph[start.mfc], start.span
         prompts = self.prompts(mfc, span)
         inputs = {key: [*map(self._columns[key].prompts.__getitem__, prompts)] for key in mfc.inputs}
         first = {key: next((rows.ids[0] for rows in of_key if rows.ids), None) for key, of_key in inputs.items()}
         shared = tuple(key for key, row in first.items() if row and row.sample == PROMPT)  # all rows of a key agree
-        kept = rows_with_all_inputs(
-            prompts, [*inputs.values()], [rows for key, rows in inputs.items() if key not in shared]
-        )
+        own = [rows for key, rows in inputs.items() if key not in shared]
+        kept = transfer.rows_with_all_inputs(prompts, [*inputs.values()], own)
         ids = tuple(chain.from_iterable(kept))
         columns = {
-            key: ColumnMeta(self._columns[key].dtype or "uint8", row_lengths(rows, kept, key in shared))
+            key: ColumnMeta(self._columns[key].dtype or "uint8", transfer.row_lengths(rows, kept, key in shared))
             for key, rows in inputs.items()
         }
-        weights = row_bytes(columns.values()) if columns else [1] * len(ids)
+        weights = transfer.row_bytes(columns.values()) if columns else [1] * len(ids)
         layout = self.plan[mfc.name].layout
         assignment, minibatches = partition_rows(ids, weights, layout.strategy.dp, mfc.n_minibatches)
-        return PrepareCall(
+        call = PrepareCall(
             request=0,
             mfc=mfc.name,
             step=span.step,
             version=self.versions.get(mfc.role or "", 0),
             inputs=BatchMeta(ids, columns),
-            holders=record_transfer(inputs, kept, assignment, layout),
+            holders=transfer.record_transfer(inputs, kept, assignment, layout),
             shared=shared,
             assignment=assignment,
             minibatches=minibatches,
             state=self.states[mfc.role or mfc.name],
         )
+        return Dispatch(span, call)
 
     def holders_of(self, prompts: range, keys: tuple[str, ...]) -> dict[int, list[RowId]]:
-        """Return, by worker, the rows of ``prompts`` that it holds for any of ``keys``.
-
-        Rows of a finished step remain in the index until the next event.
-        """
+        """Return the rows of ``prompts`` with any of ``keys`` by worker; finished steps count until the next event."""
         held: dict[int, set[RowId]] = {}
         for key in keys:
             for rows in filter(None, map(self._columns[key].prompts.get, prompts)):

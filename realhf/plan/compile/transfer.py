@@ -21,14 +21,9 @@ class RowHolders:
 
     ranks: tuple[int, ...]
 
-    def with_replica(
-        self, replica: tuple[int, ...], replica_set: frozenset[int]
-    ) -> "tuple[tuple[int, ...], RowHolders]":
-        """Return the members of ``replica`` that hold the rows (the producer if there are none), and the new holders.
-
-        The first of the former is the sender. ``replica_set`` has the same workers as ``replica``.
-        """
-        if replica_set.isdisjoint(self.ranks):  # the common case, without building a set of all holders
+    def with_replica(self, replica: tuple[int, ...], members: frozenset[int]) -> "tuple[tuple[int, ...], RowHolders]":
+        """Return who of ``replica`` holds the rows, sender first (if none: the producer), and the new holders."""
+        if members.isdisjoint(self.ranks):  # the common case, without building a set of all holders
             return self.ranks[:1], RowHolders(self.ranks + replica)
         held = set(self.ranks)
         present = tuple(rank for rank in replica if rank in held)
@@ -119,14 +114,14 @@ def record_transfer(
     numbers = {key: [0] * len(kept) for key in inputs}
     for d, part in enumerate(assignment):
         replica, prompts = layout.replica(d), [*dict.fromkeys(map(prompt_of.__getitem__, part))]
-        replica_set = frozenset(replica)
+        members = frozenset(replica)
         known: dict[RowHolders, tuple[int, RowHolders]] = {}
         for key, rows in inputs.items():
             key_numbers = numbers[key]
             for k in prompts:
                 row = rows[k]
                 if (entry := known.get(row.holders)) is None:
-                    present, after = row.holders.with_replica(replica, replica_set)
+                    present, after = row.holders.with_replica(replica, members)
                     entry = known[row.holders] = len(groups), after
                     groups.append(present)
                 key_numbers[k], row.holders = entry

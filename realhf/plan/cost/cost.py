@@ -143,8 +143,7 @@ class CostModel:
     def _stages(self, mfc: MFC, layout: Layout, dp: int) -> Stages:
         assert mfc.role is not None
         shards = stage_shards(self.models[mfc.role], self.roles[mfc.role], layout.strategy)
-        tp_indices = range(layout.strategy.tp)
-        return [(shard, tuple(layout.rank(Coord(p, dp, t)) for t in tp_indices)) for p, shard in enumerate(shards)]
+        return [(s, tuple(layout.rank(Coord(p, dp, t)) for t in range(s.tp))) for p, s in enumerate(shards)]
 
     def _send(self, stages: Stages, tokens: int, stage: int, sp: int = 1) -> float:
         """Seconds to send activations to the next stage (from the last: to the previous); ``sp``: sequence parallel."""
@@ -256,15 +255,13 @@ class _DecodeSimulation:
                 live += [(prompt, 1, response - 1) for prompt, response in fresh]
             else:
                 steps = max(1, min(left for *_, left in live))
-                seconds += self._decode(steps, len(live), self._mean_context(live) + steps / 2)
+                context: float = max(prompt + sampled for prompt, sampled, _ in live)
+                if self.group_size:
+                    context = sum(prompt / self.group_size + sampled for prompt, sampled, _ in live) / len(live)
+                seconds += self._decode(steps, len(live), context + steps / 2)
                 live = [(prompt, sampled + steps, left - steps) for prompt, sampled, left in live]
             live = [row for row in live if row[2] > 0]
         return seconds
-
-    def _mean_context(self, live: list[tuple[int, int, int]]) -> float:
-        if not self.group_size:
-            return max(prompt + sampled for prompt, sampled, _ in live)
-        return sum(prompt / self.group_size + sampled for prompt, sampled, _ in live) / len(live)
 
     def _prefill(self, prompts: list[int], n_rows: int) -> float:
         work = Work.of(prompts)
@@ -356,5 +353,4 @@ def _deduplicated(
 
 
 def _concurrent(costs: Sequence[Cost]) -> Cost:
-    """Return the cost of replicas that run concurrently: the slowest one sets the duration."""
     return Cost(max(c.seconds for c in costs), sum(c.core_seconds for c in costs))

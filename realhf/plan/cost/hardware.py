@@ -24,10 +24,7 @@ def machine_names() -> list[str]:
 
 
 def read_hardware(name: str, node_size: int | None = None) -> Hardware:
-    """Return a named machine (see ``machine_names``) or that of a YAML file; ``node_size`` overrides its value.
-
-    Raises UserError with all missing, unknown and invalid values.
-    """
+    """Return a machine by name or YAML file; raises UserError with all missing, unknown and invalid values."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
     if not path.is_file():
         known = machine_names()

@@ -101,10 +101,9 @@ class MemoryModel:
             case Kind.TRAIN:
                 rows = [r.of_minibatch(n) for r in ranks for n in range(mfc.n_minibatches)]
                 work = self._largest(mfc, placement, rows)
-                peaks = []
-                for stage, shard in enumerate(shards):  # 1F1B: stage s has pp - s micro-batches in flight
-                    kept, peak = self.footprint.train_bytes(shard, work)
-                    peaks.append((strategy.pp - stage - 1) * kept + peak)
+                stages = enumerate(self.footprint.train_bytes(shard, work) for shard in shards)
+                # 1F1B: stage s has pp - s micro-batches in flight
+                peaks = [(strategy.pp - stage - 1) * kept + peak for stage, (kept, peak) in stages]
                 return Bytes(borrowed=borrowed, activations=max(peaks))
             case Kind.INFERENCE:
                 work = self._largest(mfc, placement, [(r.ids, r.lengths) for r in ranks])
@@ -117,10 +116,7 @@ class MemoryModel:
                 return replace(needed, borrowed=borrowed)
 
     def devices(self, plan: ExecutionPlan, calls: Mapping[str, Sequence[BatchRows]]) -> dict[int, Bytes]:
-        """Return the peak of every worker. Its calls run one at a time, so the largest one counts.
-
-        ``calls`` holds the rows of every data-parallel rank of every MFC.
-        """
+        """Return the peak of every worker, in its largest call; ``calls`` are the rows of each replica by MFC."""
         homes = {role: home_layout(self.graph, plan, role) for role in self.graph.roles}
         resident = {role: self.resident(role, layout.strategy) for role, layout in homes.items()}
         totals = dict.fromkeys(range(plan.n_workers), Bytes(runtime=self.runtime))
@@ -157,7 +153,6 @@ class MemoryModel:
         return role in self.graph.offloaded and self.device != "cpu"
 
     def _largest(self, mfc: MFC, placement: Placement, parts: Sequence[Rows]) -> Work:
-        """Return the largest micro-batch over several ranks or mini-batches."""
         assert mfc.role is not None
         config = self.models[mfc.role]
         works = (mfc_works(mfc, config, placement, rows, self.workload, self.share_prompts) for rows in parts)
@@ -166,7 +161,6 @@ class MemoryModel:
     def _generation(
         self, placement: Placement, ranks: Sequence[BatchRows], shards: Sequence[StageShard], n: int
     ) -> Bytes:
-        """Return the bytes of sampling ``n`` responses per row."""
         assert self.sampling is not None
         config, size = shards[0].model, shards[0].itemsize
         max_rows = max(len(r.ids) for r in ranks) * n

@@ -138,10 +138,7 @@ class Profile:
         return {shape: tuple(sorted(values)) for shape, values in degrees.items()}
 
     def excess(self, op: str) -> float:
-        """Return the relative excess over the fit that only a fraction ``EXCESS_QUANTILE`` of measurements exceeds.
-
-        Memory varies between runs because of fragmentation.
-        """
+        """Return the excess over the fit that ``EXCESS_QUANTILE`` of points exceed: memory varies by fragmentation."""
         fits = [fit for name, fit in self.fits.items() if name.endswith(f"/{op}")]
         errors = sorted(point.median / fit(point.counts) - 1.0 for fit in fits for point in fit.points)
         return max(0.0, errors[int((1 - EXCESS_QUANTILE) * len(errors))]) if errors else 0.0
@@ -155,13 +152,8 @@ class Profile:
 
 def shape_of(config: ModelConfig, bf16: bool) -> str:
     """Return a readable key of all sizes that determine the speed of a block: not the depth, not the kind of head."""
-    sizes = [
-        f"h{config.hidden}",
-        f"a{config.n_heads}k{config.n_kv_heads}x{config.head_dim}",
-        f"m{config.intermediate}",
-        f"v{config.vocab}",
-        "bf16" if bf16 else "fp32",
-    ]
+    sizes = (f"h{config.hidden}-a{config.n_heads}k{config.n_kv_heads}x{config.head_dim}-m{config.intermediate}"
+             f"-v{config.vocab}-{'bf16' if bf16 else 'fp32'}")  # fmt: skip
     options = {
         "layernorm": config.norm == "layer",
         "plain": config.mlp == "ungated",
@@ -178,7 +170,7 @@ def shape_of(config: ModelConfig, bf16: bool) -> str:
         f"w{max(config.sliding_windows, default=0)}": any(config.sliding_windows),
         f"e{config.n_experts}k{config.experts_per_token}x{config.expert_intermediate}": bool(config.n_experts),
     }
-    return "-".join(sizes + [name for name, is_set in options.items() if is_set])
+    return "-".join([sizes, *(name for name, is_set in options.items() if is_set)])
 
 
 def pass_counts(shard: StageShard, work: Work, head_tokens: int) -> Counts:
@@ -197,9 +189,8 @@ def _blocks(n: int, work: Work) -> Counts:
 
 def decode_counts(shard: StageShard, rows: int, context: float) -> Counts:
     n = shard.n_blocks
-    counts: Counts = {"block": n, "block row": n * rows, "block cached token": n * rows * context}
-    counts |= {"stage": 1, "stage row": rows}
-    return counts | ({"last": 1, "last row": rows} if shard.last else {})
+    blocks = {"block": n, "block row": n * rows, "block cached token": n * rows * context}
+    return blocks | {"stage": 1, "stage row": rows} | ({"last": 1, "last row": rows} if shard.last else {})
 
 
 def traffic_counts(traffic: Traffic) -> Counts:

@@ -83,9 +83,8 @@ class Roofline:
         return 100 * self.hardware.kernel if rows else 0.0
 
     def _time(self, flops: float, nbytes: float, kernels: int) -> float:
-        return (
-            max(flops / self.hardware.flops, nbytes / self.hardware.memory_bandwidth) + kernels * self.hardware.kernel
-        )
+        hardware = self.hardware
+        return max(flops / hardware.flops, nbytes / hardware.memory_bandwidth) + kernels * hardware.kernel
 
     def _block(self, shard: StageShard, work: Work) -> float:
         config, size = shard.model, shard.itemsize

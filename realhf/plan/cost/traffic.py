@@ -10,20 +10,14 @@ from realhf.api.layout import Layout, ParallelStrategy
 from realhf.api.messages import PrepareCall
 from realhf.api.model_config import ModelConfig
 from realhf.arch.param_specs import param_specs, stage_layers
-from realhf.plan.compile.realloc import (
-    ParamKinds,
-    Senders,
-    TransferSizes,
-    assign_senders,
-    coord_ranks,
-    count_param_kinds,
-    transfer_sizes,
-)
+from realhf.plan.compile import realloc
 from realhf.plan.compile.transfer import row_transfers
 from realhf.plan.cost.speed import Traffic
 
 Copy = tuple[int, Sequence[int], int, int]
 """(sender, receivers, bytes, number of slices)"""
+Delivery = tuple[int, int, realloc.Senders]
+"""(elements, number of slices, senders and receivers)"""
 SLOT_BYTES, N_SLOTS = 4 << 20, 4
 """Shared-memory ring of a worker (comm/shared_memory.py). Smaller slots cost more wake-ups, larger rings do not stay in
 the cache (measured with benchmarks/bench_realloc.py)."""
@@ -35,22 +29,16 @@ class _Counters:
     def __init__(self) -> None:
         self._counts: defaultdict[int, list[int]] = defaultdict(lambda: [0] * 6)
 
-    def add_local(self, workers: Sequence[int], nbytes: int, n_parts: int) -> None:
+    def add(self, workers: Sequence[int], column: int, nbytes: int, n_parts: int) -> None:
         for worker in workers:
             counts = self._counts[worker]
-            counts[LOCAL] += nbytes
+            counts[column] += nbytes
             counts[N_PARTS] += n_parts
 
     def add_sent(self, senders: Sequence[int], receivers: Sequence[int], nbytes: int, n_parts: int, near: bool) -> None:
         """Count ``nbytes`` from each sender to all receivers; receivers on its node (``near``) share one copy."""
-        for src in senders:
-            counts = self._counts[src]
-            counts[SENT if near else FAR_SENT] += nbytes if near else nbytes * len(receivers)
-            counts[N_PARTS] += n_parts
-        for dst in receivers:
-            counts = self._counts[dst]
-            counts[RECEIVED if near else FAR_RECEIVED] += nbytes * len(senders)
-            counts[N_PARTS] += n_parts * len(senders)
+        self.add(senders, SENT if near else FAR_SENT, nbytes if near else nbytes * len(receivers), n_parts)
+        self.add(receivers, RECEIVED if near else FAR_RECEIVED, nbytes * len(senders), n_parts * len(senders))
 
     def traffic(self) -> Traffic:
         if not self._counts:
@@ -74,7 +62,7 @@ def traffic_of(copies: Iterable[Copy], node_size: int) -> Traffic:
         others: dict[int, list[int]] = {}
         for dst in dsts:
             if dst == src:
-                counters.add_local((src,), nbytes, n_parts)
+                counters.add((src,), LOCAL, nbytes, n_parts)
             else:
                 others.setdefault(dst // node_size, []).append(dst)
         for node, receivers in others.items():
@@ -123,7 +111,7 @@ def _canonical(src: Layout, dst: Layout, node_size: int) -> tuple[Layout, Layout
 def _traffic(config: ModelConfig, src: Layout, dst: Layout, itemsize: int, node_size: int) -> Traffic:
     counters = _Counters()
     for numel, n_parts, (kept, sent) in _deliveries(config, src, dst, node_size):
-        counters.add_local(kept, numel * itemsize, n_parts)
+        counters.add(kept, LOCAL, numel * itemsize, n_parts)
         for senders, receivers in sent:
             share = numel * itemsize // len(senders), -(-n_parts // len(senders))
             counters.add_sent(senders, receivers, *share, near=senders[0] // node_size == receivers[0] // node_size)
@@ -141,21 +129,22 @@ def _ring_bytes(config: ModelConfig, src: Layout, dst: Layout, itemsize: int, no
     return ring_bytes_of(copies, node_size)
 
 
-def _deliveries(config: ModelConfig, src: Layout, dst: Layout, node_size: int) -> Iterator[tuple[int, int, Senders]]:
-    """Yield (elements, parts, deliveries) for everything that the same workers hold and the same workers need."""
+def _deliveries(config: ModelConfig, src: Layout, dst: Layout, node_size: int) -> Iterator[Delivery]:
+    """Yield one delivery for everything that the same workers hold and the same workers need."""
     cuts = (replace(layout.strategy, dp=1) for layout in (src, dst))  # replicas hold and need the same
     for (holding, needing), (numel, n_parts) in _sizes(config, *cuts).items():
-        yield numel, n_parts, assign_senders(coord_ranks(src, holding), coord_ranks(dst, needing), node_size)
+        holders, needers = realloc.coord_ranks(src, holding), realloc.coord_ranks(dst, needing)
+        yield numel, n_parts, realloc.assign_senders(holders, needers, node_size)
 
 
 @lru_cache(maxsize=16384)
-def _sizes(config: ModelConfig, src: ParallelStrategy, dst: ParallelStrategy) -> TransferSizes:
-    return transfer_sizes(_kinds(config), lambda pp: stage_layers(config, pp), src, dst)
+def _sizes(config: ModelConfig, src: ParallelStrategy, dst: ParallelStrategy) -> realloc.TransferSizes:
+    return realloc.transfer_sizes(_kinds(config), lambda pp: stage_layers(config, pp), src, dst)
 
 
 @lru_cache(maxsize=256)
-def _kinds(config: ModelConfig) -> ParamKinds:
-    return count_param_kinds(param_specs(config))
+def _kinds(config: ModelConfig) -> realloc.ParamKinds:
+    return realloc.count_param_kinds(param_specs(config))
 
 
 def transfer_traffic(call: PrepareCall, keys: tuple[str, ...], layout: Layout, node_size: int) -> Traffic:

@@ -55,10 +55,7 @@ class Candidates:
         return self.hardware.usable - self.memory.runtime
 
     def of(self, mfc: MFC, layout: Layout, share: float = 1.0) -> Candidate:
-        """Return the candidate with the fastest micro-batching that fits in a ``share`` of a worker's memory.
-
-        If none fits, it has the micro-batching with the lowest memory.
-        """
+        """Return a candidate with the fastest micro-batching that fits in a ``share`` of memory, or the smallest."""
         first, ranks = layout.mesh.ranks[0], layout.mesh.ranks
         # the cost of contiguous ranks depends on their position relative to node boundaries
         is_contiguous = ranks == tuple(range(first, first + len(ranks)))

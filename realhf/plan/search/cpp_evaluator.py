@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from realhf.plan.search.evaluate import Evaluator, PythonEvaluator
+from realhf.plan.search.evaluate import PythonEvaluator
 from realhf.plan.search.mcmc import Chain
 from realhf.plan.search.problem import Choice, Problem, ReallocCost
 
@@ -47,7 +47,7 @@ def load_library() -> CDLL | None:
     return library
 
 
-def evaluator(problem: Problem) -> Evaluator:
+def evaluator(problem: Problem) -> "PythonEvaluator | CppEvaluator":
     """Return the fastest available evaluator of a problem."""
     library = load_library()
     if library is None or len(problem.table) > MAX_MFCS:
@@ -105,7 +105,7 @@ class CppEvaluator:
 
 
 def _ints(problem: Problem) -> Iterator[int]:
-    """Yield the integers of a problem in the order in which csrc/planner/api.cpp reads them."""
+    """Yield the integers of a problem, and ``_reals`` its other numbers, in the order of csrc/planner/api.cpp."""
     yield from (problem.batch_size, problem.n_steps, problem.n_steady_steps, problem.max_staleness)
     yield from (len(problem.order), *problem.order)
     for deps, options in zip(problem.deps, problem.table, strict=True):
@@ -119,7 +119,6 @@ def _ints(problem: Problem) -> Iterator[int]:
 
 
 def _reals(problem: Problem) -> Iterator[float]:
-    """Yield the floating-point numbers of a problem, likewise."""
     yield from (problem.capacity, problem.call_seconds, problem.cores)
     for options in problem.table:
         for option in options:

@@ -7,7 +7,6 @@ master runs on simulated workers.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Protocol
 
 from realhf.api.machine import Cost
 from realhf.plan.compile.schedule import Decision, FetchRows, Scheduler, StartCall, TrainSchedule
@@ -21,18 +20,8 @@ OOM_PENALTY = 1e12
 UNPLACED = LayoutOption(range(0), range(0), FREE)
 
 
-class Evaluator(Protocol):
-    """Evaluates choices and runs Markov chains over them."""
-
-    def evaluate(self, choice: Choice) -> tuple[float, float]:
-        """Return seconds per step in the steady state, and the peak memory of a worker in bytes."""
-
-    def run_chain(self, chain: Chain, n: int, temperature: float) -> None:
-        """Make ``n`` proposals; see ``mcmc.run_chain``."""
-
-
 class PythonEvaluator:
-    """The evaluator without the compiled library. Recent results are cached."""
+    """Evaluates choices, and runs Markov chains over them, without the compiled library. Caches recent results."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -40,16 +29,15 @@ class PythonEvaluator:
         self._graph = replace(problem.graph, mfcs=tuple(calls), evaluation=())
         size = problem.batch_size
         self._schedule = TrainSchedule(size, size * problem.n_steps, problem.n_steps)
-        self._cached = lru_cache(1 << 16)(self._evaluate)
-
-    def evaluate(self, choice: Choice) -> tuple[float, float]:
-        return self._cached(choice)
+        self.evaluate = lru_cache(1 << 16)(self._evaluate)
 
     def run_chain(self, chain: Chain, n: int, temperature: float) -> None:
+        """Make ``n`` proposals; see ``mcmc.run_chain``."""
         n_options = [len(options) for options in self.problem.table]
         run_chain(lambda choice: objective(self.problem, *self.evaluate(choice)), n_options, chain, n, temperature)
 
     def _evaluate(self, choice: Choice) -> tuple[float, float]:
+        """Return seconds per step in the steady state, and the peak memory of a worker in bytes."""
         problem = self.problem
         assignment = Assignment(problem, choice)
         ops = {m.name: assignment.call_ops(i) for i, m in enumerate(problem.graph.mfcs)}
@@ -84,10 +72,7 @@ class Assignment:
         self.options = [UNPLACED if i is None else some[i] for some, i in zip(problem.table, choice, strict=True)]
         bounds = {b for option in self.options for r in (option.ranks, option.holders) for b in (r.start, r.stop)}
         self._starts = sorted(bounds)[:-1]
-
-    @property
-    def n_rank_classes(self) -> int:
-        return len(self._starts)
+        self.n_rank_classes = len(self._starts)
 
     def rank_classes(self, *ranges: range) -> list[int]:
         """Return the rank classes in any of the ranges, ascending."""

@@ -10,10 +10,10 @@ from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.graph import MFC, Graph, Sync
 from realhf.api.layout import Layout
 from realhf.api.machine import Cost
+from realhf.plan.compile.check import layouts
 from realhf.plan.compile.heuristic import HEURISTICS, Cluster, Layouts
 from realhf.plan.compile.program import compile_program, home_mfc
 from realhf.plan.compile.schedule import TrainSchedule
-from realhf.plan.compile.strategies import layouts
 from realhf.plan.cost.memory import Bytes
 from realhf.plan.search.candidates import Candidate, Candidates
 from realhf.plan.search.cpp_evaluator import evaluator
@@ -30,6 +30,16 @@ CLOSE = 1.1
 """Heuristic plans within this factor of the best choice are compared by prediction: a search approximates transfers."""
 Table = Mapping[str, Sequence[Candidate]]
 """The candidates of every MFC."""
+
+
+@dataclass(frozen=True)
+class PlannedSearch:
+    """The outcome of a search, and the problem that it solved."""
+
+    plan: ExecutionPlan
+    result: SearchResult
+    problem: Problem
+    table: Table
 
 
 @dataclass(frozen=True)
@@ -63,21 +73,17 @@ class Planner:
     def by_heuristic(self, name: str) -> ExecutionPlan:
         """Return the plan of a heuristic; if its calls do not fit together, each must fit in a smaller share."""
         for share in MEMORY_SHARES:
-            layouts_ = HEURISTICS[name](
-                self.graph, self.calls.cost.models, self.cluster, partial(self._fits, share=share)
-            )
-            plan = self._plan_of(layouts_, share)
+            fits = partial(self._fits, share=share)
+            plan = self._plan_of(HEURISTICS[name](self.graph, self.calls.cost.models, self.cluster, fits), share)
             if self.fits(plan):
                 break
         return plan
 
-    def search(
-        self, seed: int = 1, budget_s: float = 60.0, heuristics: Sequence[str] = tuple(HEURISTICS)
-    ) -> "PlannedSearch":
+    def search(self, seed: int = 1, budget_s: float = 60.0) -> PlannedSearch:
         """Return the best plan found within ``budget_s`` seconds, never worse than that of a heuristic."""
         deadline = time.monotonic() + budget_s
         plans: list[ExecutionPlan] = []
-        for name in heuristics:
+        for name in HEURISTICS:
             with suppress(ValueError):  # a profile may lack what a heuristic asks for
                 plans.append(self.by_heuristic(name))
         starts = [plan_layouts(plan) for plan in plans]
@@ -89,28 +95,24 @@ class Planner:
             if result.fits:
                 break
         placements = {m.name: table[m.name][i].placement for m, i in zip(self.graph.mfcs, result.choice, strict=True)}
-        planned = PlannedSearch(ExecutionPlan(self.n_workers, placements), result, problem, table)
-        return replace(planned, plan=self._best(planned, plans))
+        found = PlannedSearch(ExecutionPlan(self.n_workers, placements), result, problem, table)
+        return replace(found, plan=self._best(found, plans))
 
-    def _best(self, planned: "PlannedSearch", heuristic_plans: Sequence[ExecutionPlan]) -> ExecutionPlan:
-        """Return the best plan; plans with similar times are compared by prediction."""
+    def _best(self, found: PlannedSearch, heuristic_plans: Sequence[ExecutionPlan]) -> ExecutionPlan:
         fitting: list[tuple[float, ExecutionPlan]] = []
-        for plan in [planned.plan, *heuristic_plans]:
+        for plan in [found.plan, *heuristic_plans]:
             if all(plan != other for _, other in fitting) and self.fits(plan):
-                seconds = planned.result.seconds if plan is planned.plan else self._seconds(planned, plan)
-                fitting.append((seconds, plan))
-        if not fitting:
-            return planned.plan
-        best = min(seconds for seconds, _ in fitting)
-        close = [plan for seconds, plan in fitting if seconds <= CLOSE * best]
+                fitting.append((found.result.seconds if plan is found.plan else self._seconds(found, plan), plan))
+        best = min((seconds for seconds, _ in fitting), default=0.0)
+        close = [plan for seconds, plan in fitting if seconds <= CLOSE * best] or [found.plan]
         return close[0] if len(close) == 1 else min(close, key=lambda plan: self.predict(plan).seconds)
 
-    def _seconds(self, planned: "PlannedSearch", plan: ExecutionPlan) -> float:
+    def _seconds(self, found: PlannedSearch, plan: ExecutionPlan) -> float:
         """Return the time of a heuristic plan: by evaluation, or by prediction if its micro-batching is different."""
-        choice = find_choice(planned.table, plan_layouts(plan))
-        evaluated = (planned.table[m.name][i].placement for m, i in zip(self.graph.mfcs, choice, strict=True))
-        if all(placement == plan[m.name] for m, placement in zip(self.graph.mfcs, evaluated, strict=True)):
-            return evaluator(planned.problem).evaluate(choice)[0]
+        choice = find_choice(found.table, plan_layouts(plan))
+        options = zip(self.graph.mfcs, choice, strict=True)
+        if all(found.table[m.name][i].placement == plan[m.name] for m, i in options):
+            return evaluator(found.problem).evaluate(choice)[0]
         return self.predict(plan).seconds
 
     def alternatives(self, plan: ExecutionPlan) -> tuple[float, dict[str, Alternative | None]]:
@@ -219,13 +221,3 @@ def find_choice(table: Table, chosen: Layouts) -> Choice:
         next(i for i, candidate in enumerate(some) if candidate.placement.layout == chosen[mfc])
         for mfc, some in table.items()
     )
-
-
-@dataclass(frozen=True)
-class PlannedSearch:
-    """The outcome of a search, and the problem that it solved."""
-
-    plan: ExecutionPlan
-    result: SearchResult
-    problem: Problem
-    table: Table

@@ -96,13 +96,11 @@ class Problem:
             raise ValueError(f"the capacity of a worker must be positive, got {self.capacity:.0f} bytes")
         if empty := [m.name for m in self.graph.mfcs if not self.options.get(m.name)]:
             raise ValueError(f"no layout fits {', '.join(empty)}")
-        if invalid := [
-            f"{name} on {o.ranks}" for name, some in self.options.items() for o in some if not self._holds(o)
-        ]:
+        invalid = [f"{name} on {o.ranks}" for name, some in self.options.items() for o in some
+                   if not all(0 <= r.start < r.stop <= self.n_ranks and r.step == 1
+                              for r in (o.ranks, o.holders))]  # fmt: skip
+        if invalid:
             raise ValueError(f"options must use contiguous ranks from 0 to {self.n_ranks - 1}: {'; '.join(invalid)}")
-
-    def _holds(self, option: LayoutOption) -> bool:
-        return all(0 <= r.start < r.stop <= self.n_ranks and r.step == 1 for r in (option.ranks, option.holders))
 
     @cached_property
     def n_steady_steps(self) -> int:

@@ -87,8 +87,6 @@ class _BudgetExhausted(Exception):
 
 
 class _Search:
-    """The state of a search: the budget, and the best choice so far."""
-
     def __init__(self, problem: Problem, budget: int, deadline: float) -> None:
         self.problem, self.budget, self.deadline = problem, budget, deadline
         self.evaluator = evaluator(problem)
@@ -105,8 +103,7 @@ class _Search:
 
     def descend(self, choice: Choice, value: float) -> tuple[Choice, float]:
         """Change one MFC at a time until no change helps."""
-        n_settled = 0
-        mfc = 0
+        n_settled = mfc = 0
         while n_settled < len(choice):
             n_settled += 1
             for option in range(len(self.problem.table[mfc])):
