@@ -47,20 +47,17 @@ class Advance(StageStep):
 
 
 def _forward(stage: int, n_stages: int, i: int) -> list[StageStep]:
-    steps: list[StageStep] = [RecvActivation(i)] if stage > 0 else []
-    steps.append(Forward(i))
-    return steps + ([SendActivation(i)] if stage < n_stages - 1 else [])
+    before: list[StageStep] = [RecvActivation(i)] if stage > 0 else []
+    return [*before, Forward(i), *([SendActivation(i)] if stage < n_stages - 1 else [])]
 
 
 def _backward(stage: int, n_stages: int, i: int) -> list[StageStep]:
-    steps: list[StageStep] = [RecvGradient(i)] if stage < n_stages - 1 else []
-    steps.append(Backward(i))
-    return steps + ([SendGradient(i)] if stage > 0 else [])
+    before: list[StageStep] = [RecvGradient(i)] if stage < n_stages - 1 else []
+    return [*before, Backward(i), *([SendGradient(i)] if stage > 0 else [])]
 
 
 @lru_cache(maxsize=1024)
 def inference_schedule(stage: int, n_stages: int, n_micro_batches: int) -> tuple[StageStep, ...]:
-    """Return the forward-only schedule."""
     return tuple(step for i in range(n_micro_batches) for step in _forward(stage, n_stages, i))
 
 

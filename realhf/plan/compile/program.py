@@ -1,6 +1,7 @@
 """Compiles graph and plan into a program, the instructions of each MFC in order, and what workers derive from it."""
 
 from dataclasses import replace
+from itertools import chain
 
 from realhf.api.config.choices import Backend
 from realhf.api.execution_plan import ExecutionPlan
@@ -53,13 +54,12 @@ def _instructions(mfc: MFC, graph: Graph, plan: ExecutionPlan) -> tuple[Instruct
 def rank_engines(program: Program, rank: int) -> tuple[tuple[str, Layout], ...]:
     """Return the (role, layout) pairs for which a worker needs an engine: to compute, or to send or receive weights."""
     pairs: dict[tuple[str, Layout], None] = {}
-    for instructions in program.values():
-        for step in instructions:
-            match step:
-                case Compute(_, str() as role, layout):
-                    pairs[role, layout] = None
-                case Reallocate(role, src, target, dst):
-                    pairs[role, src] = pairs[target, dst] = None
+    for step in chain.from_iterable(program.values()):
+        match step:
+            case Compute(_, str() as role, layout):
+                pairs[role, layout] = None
+            case Reallocate(role, src, target, dst):
+                pairs[role, src] = pairs[target, dst] = None
     return tuple((role, layout) for role, layout in pairs if rank in layout.mesh.ranks)
 
 
@@ -74,7 +74,7 @@ def served_engines(graph: Graph, plan: ExecutionPlan) -> frozenset[tuple[str, La
 
 def process_groups(program: Program) -> tuple[tuple[int, ...], ...]:
     """Return the process groups of the program, in the order in which every worker creates them."""
-    layouts = [step.layout for steps in program.values() for step in steps if isinstance(step, Compute)]
+    layouts = [step.layout for step in chain.from_iterable(program.values()) if isinstance(step, Compute)]
     axes = ((layout, axis) for layout in layouts for axis in ("dp", "tp", "pp"))
     groups = dict.fromkeys(layout.axis(axis, rank) for layout, axis in axes for rank in layout.mesh.ranks)
     return tuple(members for members in groups if len(members) > 1)

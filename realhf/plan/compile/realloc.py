@@ -139,7 +139,6 @@ def _intersections(
 
 
 def _routes(parts: tuple[ParamBox, ...], holders: list[int], needers: list[int], node_size: int) -> list[Route]:
-    """Assign senders to boxes that all ``holders`` hold and all ``needers`` need."""
     satisfied, transfers = assign_senders(holders, needers, node_size)
     routes = [Route(rank, (rank,), parts) for rank in satisfied]
     chunks: dict[int, list[tuple[ParamBox, ...]]] = {}

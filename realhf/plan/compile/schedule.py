@@ -258,7 +258,6 @@ class MasterState(Scheduler):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All keys of the graph."""
         return tuple(self._columns)
 
     def start(self) -> list[Action]:

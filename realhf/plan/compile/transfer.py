@@ -53,7 +53,6 @@ class ColumnIndex:
 
 
 def sorted_rows(meta: BatchMeta) -> BatchMeta:
-    """Return the rows sorted by prompt and sample."""
     if tuple(sorted(meta.ids)) == meta.ids:
         return meta
     order = sorted(range(len(meta.ids)), key=meta.ids.__getitem__)
@@ -125,9 +124,8 @@ def record_transfer(
                     entry = known[row.holders] = len(groups), after
                     groups.append(present)
                 key_numbers[k], row.holders = entry
-    return Holders(tuple(groups), {
-        key: tuple(map(key_numbers.__getitem__, prompt_of)) for key, key_numbers in numbers.items()
-    })  # fmt: skip
+    rows_of = {key: tuple(map(key_numbers.__getitem__, prompt_of)) for key, key_numbers in numbers.items()}
+    return Holders(tuple(groups), rows_of)
 
 
 @dataclass(frozen=True)

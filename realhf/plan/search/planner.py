@@ -34,8 +34,6 @@ Table = Mapping[str, Sequence[Candidate]]
 
 @dataclass(frozen=True)
 class PlannedSearch:
-    """The outcome of a search, and the problem that it solved."""
-
     plan: ExecutionPlan
     result: SearchResult
     problem: Problem

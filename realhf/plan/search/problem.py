@@ -147,8 +147,7 @@ class Problem:
     @cached_property
     def realloc_cost(self) -> Callable[[int, int, int], ReallocCost]:
         """``realloc`` by MFC number, cached."""
-        names = [m.name for m in self.graph.mfcs]
-        return cache(lambda mfc, option, home: self.realloc(names[mfc], option, home))
+        return cache(lambda mfc, option, home: self.realloc(self.graph.mfcs[mfc].name, option, home))
 
     @cached_property
     def sync_cost(self) -> Callable[[int, int, int], Cost]:

@@ -85,10 +85,10 @@ def make_rows(graph: Graph, workload: Workload, action: FetchRows | Dispatch, pl
     if isinstance(action, FetchRows):
         fetcher = next(m for m in graph.topological if set(graph.dataset_keys) & set(m.inputs))
         heads, outputs = plan[fetcher.name].layout.dp_heads(), {}
-        start, n = action.span.start, action.span.stop - action.span.start
+        prompts, n = range(action.span.start, action.span.stop), len(heads)
         for k, head in enumerate(heads):
-            prompts = range(start + n * k // len(heads), start + n * (k + 1) // len(heads))
-            outputs[head] = _meta([row for p in prompts for row in workload.dataset_rows(p)], graph.dataset_keys)
+            own = prompts[len(prompts) * k // n : len(prompts) * (k + 1) // n]
+            outputs[head] = _meta([*chain.from_iterable(map(workload.dataset_rows, own))], graph.dataset_keys)
         return RowsReady(None, action.span, outputs)
     call, mfc = action.call, graph[action.call.mfc]
     outputs = {}

@@ -59,16 +59,12 @@ def _changes(planner: Planner, replan: PlanFn, max_num_seqs_option: str) -> Iter
     if max_num_seqs_option:
         for options, changed, made in _smaller_batches(recomputing, replan, max_num_seqs_option):
             yield f"{recompute} {options}".strip(), changed, made
-    yield from _heuristics(planner, "")
+    rules = {f"allocation_mode={name}": partial(Planner.by_heuristic, name=name) for name in HEURISTICS}
+    yield from ((option, planner, rule) for option, rule in rules.items())
     yield bf16, half, replan
     yield both, smallest, replan
-    yield from _heuristics(smallest, both)
+    yield from ((f"{both} {option}".strip(), smallest, rule) for option, rule in rules.items())
     yield from _more_workers(planner)
-
-
-def _heuristics(planner: Planner, options: str) -> Iterator[Change]:
-    for name in HEURISTICS:
-        yield f"{options} allocation_mode={name}".strip(), planner, partial(Planner.by_heuristic, name=name)
 
 
 def _smaller_batches(planner: Planner, replan: PlanFn, max_num_seqs_option: str) -> Iterator[Change]:
