@@ -14,7 +14,7 @@ from realhf.api.model_config import ModelConfig
 from realhf.comm.tensor_parallel import TensorParallelRegion
 from realhf.ops.activations import activate
 from realhf.ops.moe import add_loss, balance_loss, combine, dispatch, grouped_linear, route, sort_by_expert, z_loss
-from realhf.ops.norms import layer_norm, rms_norm
+from realhf.ops.norms import rms_norm
 
 Attend = Callable[[int, Tensor], Tensor]
 """Maps a block's index in its stage and its unrotated queries, keys and values ``[T, H + 2K, d]`` to ``[T, H, d]``."""
@@ -31,7 +31,7 @@ class Norm:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.bias is not None:
-            return layer_norm(x, self.weight, self.bias, self.eps)
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
         return rms_norm(x, self.weight, self.eps, self.offset)
 
 

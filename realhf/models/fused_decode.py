@@ -51,8 +51,7 @@ class TiledBlocks:
         """
         blocks = self.blocks
         config, rule = blocks.config, blocks.rules[0]
-        kernel = extension.kernel("decode_blocks", x.device.type)
-        assert kernel is not None, "``fuse_blocks`` checks this"
+        kernel = extension.required("decode_blocks", x.device.type)
         out: Tensor = kernel(
             x, blocks.weights, cache.k, cache.v, positions, prefixes, angles, [rule.window for rule in blocks.rules],
             blocks.n_heads, config.intermediate, ACTIVATION_IDS[config.activation], config.mlp == "gated",
@@ -109,9 +108,7 @@ def pack_tiles(weight: Tensor) -> Tensor:
 
 def tiled_linear(x: Tensor, tiles: Tensor, n_outs: int) -> Tensor:
     """Return ``x`` ``[S, in]`` times the transpose of a tiled matrix, ``[S, n_outs]`` float32."""
-    kernel = extension.kernel("tiled_linear", x.device.type)
-    assert kernel is not None, "weights are tiled only for fused blocks"
-    out: Tensor = kernel(x, tiles, n_outs)
+    out: Tensor = extension.required("tiled_linear", x.device.type)(x, tiles, n_outs)
     return out
 
 

@@ -48,12 +48,9 @@ class _Activate(torch.autograd.Function):
         x = x.contiguous()
         ctx.save_for_backward(x)
         ctx.options = ACTIVATION_IDS[activation], gated
-        kernel = extension.kernel("activate", x.device.type)
-        assert kernel is not None, "the caller checks for the kernel"
-        return kernel(x, *ctx.options)
+        return extension.required("activate", x.device.type)(x, *ctx.options)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        kernel = extension.kernel("activate_backward", grad.device.type)
-        assert kernel is not None, "forward and backward are compiled together"
+        kernel = extension.required("activate_backward", grad.device.type)
         return kernel(grad.contiguous(), *ctx.saved_tensors, *ctx.options), None, None

@@ -104,8 +104,7 @@ class _Attention(torch.autograd.Function):
         angles: Tensor | None,
         scoring: tuple[float, int, float],
     ) -> Tensor:
-        kernel = extension.kernel("packed_attention", qkv.device.type)
-        assert kernel is not None, "the caller checks for the kernel"
+        kernel = extension.required("packed_attention", qkv.device.type)
         ctx.sizes, ctx.scoring = (n_q, n_kv, n_kv), scoring
         out: Tensor
         out, normalisers = kernel(*qkv.split(ctx.sizes, 1), rows, angles, *scoring)
@@ -115,8 +114,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         qkv, out, normalisers, rows, angles = ctx.saved_tensors
-        kernel = extension.kernel("packed_attention_backward", grad.device.type)
-        assert kernel is not None, "forward and backward are compiled together"
+        kernel = extension.required("packed_attention_backward", grad.device.type)
         parts = qkv.split(ctx.sizes, 1)
         return (kernel(grad, *parts, out, normalisers, rows, angles, *ctx.scoring), *[None] * 5)
 

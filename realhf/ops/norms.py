@@ -32,20 +32,13 @@ class _RmsNorm(torch.autograd.Function):
         x = x.contiguous()
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        kernel = extension.kernel("rms_norm", x.device.type)
-        assert kernel is not None, "the caller checks for the kernel"
-        return kernel(x, weight, eps)
+        return extension.required("rms_norm", x.device.type)(x, weight, eps)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        kernel = extension.kernel("rms_norm_backward", grad.device.type)
-        assert kernel is not None, "forward and backward are compiled together"
+        kernel = extension.required("rms_norm_backward", grad.device.type)
         x_grad, weight_grad = kernel(grad.contiguous(), *ctx.saved_tensors, ctx.eps)
         return x_grad, weight_grad, None
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def rotary_frequencies(head_dim: int, base: float, scaling: dict[str, float]) -> Tensor:
