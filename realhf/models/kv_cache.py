@@ -1,7 +1,5 @@
 """Cached keys and values, with one slot per row that is being generated."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -42,9 +40,3 @@ class KVCache:
     def copy_slot(self, src: int, dst: int, start: int, stop: int) -> None:
         """Copy tokens ``start`` to ``stop`` of a slot to another slot."""
         self.both[:, :, dst, :, start:stop] = self.both[:, :, src, :, start:stop]
-
-    def copy_prefix(self, src: int, dst_slots: Sequence[int], length: int) -> None:
-        """Copy the first ``length`` tokens of a slot to others: the samples of a prompt share its prefill."""
-        for dst in dst_slots:
-            if dst != src:
-                self.copy_slot(src, dst, 0, length)

@@ -6,7 +6,6 @@ slots, and their tokens are dropped.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,12 +36,6 @@ def supports_cuda_graphs(model: Transformer) -> bool:
     return is_whole and model.params.data.is_cuda and not model.config.n_experts
 
 
-@dataclass(frozen=True)
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    outputs: Tensor
-
-
 class CudaGraphRunner:
     """Runs a ``Step`` for at most ``n_slots`` slots and contexts of at most ``max_len`` tokens.
 
@@ -52,7 +45,7 @@ class CudaGraphRunner:
     def __init__(self, step: Step, n_slots: int, max_len: int, device: torch.device) -> None:
         self.step, self.n_slots, self.max_len = step, n_slots, max_len
         self.inputs = torch.zeros(5, n_slots, dtype=torch.int64, device=device)
-        self._captured: dict[tuple[int, int], _Captured] = {}
+        self._captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def __call__(self, inputs: Tensor, longest: int) -> Tensor:
@@ -65,11 +58,11 @@ class CudaGraphRunner:
             return self.step(self.inputs[:, :size], context)[:, :n]
         if (size, context) not in self._captured:
             self._captured[size, context] = self._capture(size, context)
-        captured = self._captured[size, context]
-        captured.graph.replay()
-        return captured.outputs[:, :n].clone()
+        graph, outputs = self._captured[size, context]
+        graph.replay()
+        return outputs[:, :n].clone()
 
-    def _capture(self, size: int, context: int) -> _Captured:
+    def _capture(self, size: int, context: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Capture a step after one warm-up run, which initialises libraries and tables."""
         inputs = self.inputs[:, :size]
         stream = torch.cuda.Stream()
@@ -80,4 +73,4 @@ class CudaGraphRunner:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             outputs = self.step(inputs, context)
-        return _Captured(graph, outputs)
+        return graph, outputs

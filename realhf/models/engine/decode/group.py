@@ -69,7 +69,8 @@ class DecodeGroup:
         tokens = torch.cat([request.prompt_tensors[prompt] for prompt in prefill.prompts])
         hidden = self.model.hidden(tokens, lengths, self.cache, prefill.slots, x)
         for first, others, length in prefill.copies:
-            self.cache.copy_prefix(first, others, length)
+            for slot in others:
+                self.cache.copy_slot(first, slot, 0, length)
         return hidden[torch.tensor(prefill.ends, device=hidden.device)] if self.model.is_last else hidden
 
     def _sample(self, hidden: Tensor, prompts: Tensor, samples: Tensor, counts: Tensor) -> tuple[Tensor, ...]:

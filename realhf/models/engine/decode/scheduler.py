@@ -151,11 +151,11 @@ class SlotTable:
     def _set_table(self, table: IntTable) -> None:
         """Set the columns by slot: last token, its position, prompt number, sample, token count, row, limit, owner."""
         self._table, self.n_live = table, table.shape[1]
-        self._last, self._positions, _, _, self._counts, self._rows, self._limits, self._owners = table
-        self._starts = self._positions - self._counts + 1
+        self._last, self.positions, _, _, self._counts, self.rows, self._limits, self.owners = table
+        self._starts = self.positions - self._counts + 1
         self.prefixes: Tensor | None = None
         if self.request.share_prefixes:
-            self.prefixes = self._on_device(np.stack((self._rows // self.request.n, self._starts, self._owners)))
+            self.prefixes = self._on_device(np.stack((self.rows // self.request.n, self._starts, self.owners)))
 
     def _on_device(self, array: IntTable) -> Tensor:
         """Return an array on the model's device; on the CPU it shares the table's memory."""
@@ -172,21 +172,9 @@ class SlotTable:
         return self._on_device(self._table[2:5, self.n_live - self.n_sampling :])
 
     @property
-    def rows(self) -> Tensor:
-        return torch.from_numpy(self._rows)
-
-    @property
-    def positions(self) -> Tensor:
-        return torch.from_numpy(self._positions)
-
-    @property
-    def owners(self) -> Tensor:
-        return torch.from_numpy(self._owners)
-
-    @property
     def longest(self) -> int:
         """The length of the longest row, including the token that is computed next."""
-        return int(self._positions.max(initial=-1)) + 1
+        return int(self.positions.max(initial=-1)) + 1
 
     def record(self, tokens: Tensor) -> list[SlotMove]:
         """Record the turn's tokens ``[n_sampling]``, schedule the next turn, and return the cache moves before it.
@@ -194,9 +182,9 @@ class SlotTable:
         Finished rows are evicted and the last live rows move to their slots.
         """
         first, new = self.n_live - self.n_sampling, tokens.cpu().numpy()
-        self.sampled.append((self.rows[first:], tokens))
+        self.sampled.append((torch.from_numpy(self.rows[first:]), tokens))
         self._last[first:] = new
-        self._positions[first:] += 1
+        self.positions[first:] += 1
         self._counts[first:] += 1
         stopped = (new[:, None] == self._stops).any(1)
         finished = np.flatnonzero(stopped | (self._counts[first:] >= self._limits[first:])) + first
@@ -213,7 +201,7 @@ class SlotTable:
         old_slots[holes], new_slots[sources] = sources, holes
         for src, dst in zip(sources.tolist(), holes.tolist(), strict=True):
             start = 0 if owners[src] == src else int(self._starts[src])
-            moves.append(SlotMove(src, dst, start, int(self._positions[src])))
+            moves.append(SlotMove(src, dst, start, int(self.positions[src])))
         table = self._table.take(old_slots, 1)
         table[-1] = new_slots[owners[old_slots]]
         self._set_table(table)
@@ -221,7 +209,7 @@ class SlotTable:
 
     def _new_owners(self, is_evicted: BoolArray) -> tuple[IntTable, list[SlotMove]]:
         """Return the owner of every row's prompt after an eviction, and the moves of prompts to new owners."""
-        owners, new_owners = self._owners.copy(), dict[int, int]()
+        owners, new_owners = self.owners.copy(), dict[int, int]()
         for slot in np.flatnonzero(is_evicted[owners] & ~is_evicted).tolist():
             owners[slot] = new_owners.setdefault(int(owners[slot]), slot)
         return owners, [SlotMove(old, new, 0, int(self._starts[new])) for old, new in new_owners.items()]
