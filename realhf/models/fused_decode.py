@@ -23,23 +23,19 @@ TILE_N = 16
 
 @dataclass(frozen=True)
 class FusedBlocks:
-    """The weights of a stage in the kernel's order, and the score rules of its blocks, which differ in windows."""
+    """The weights of a stage in the kernel's order, and the score rules of its blocks, which differ in windows.
+
+    The matrices must be ``tiled`` before a call.
+    """
 
     config: ModelConfig
     n_heads: int
     weights: tuple[Tensor, ...]
     rules: tuple[ScoreParams, ...]
 
-    def tiled(self) -> "TiledBlocks":
+    def tiled(self) -> "FusedBlocks":
         """Copy the matrices into tiles, the order in which the kernel reads them."""
-        return TiledBlocks(replace(self, weights=tuple(pack_tiles(w) if w.dim() == 2 else w for w in self.weights)))
-
-
-@dataclass(frozen=True)
-class TiledBlocks:
-    """Blocks with tiled matrices, ready to run."""
-
-    blocks: FusedBlocks
+        return replace(self, weights=tuple(pack_tiles(w) if w.dim() == 2 else w for w in self.weights))
 
     def __call__(
         self, x: Tensor, positions: Tensor, cache: KVCache, prefixes: Tensor | None, angles: Tensor | None
@@ -49,12 +45,11 @@ class TiledBlocks:
         ``x`` is ``[S, D]``, ``positions`` and ``prefixes`` are as for ``Transformer.decode``, ``angles`` as returned by
         ``Rotary.table``. Intermediate values are float32 for any type of x.
         """
-        blocks = self.blocks
-        config, rule = blocks.config, blocks.rules[0]
+        config, rule = self.config, self.rules[0]
         kernel = extension.required("decode_blocks", x.device.type)
         out: Tensor = kernel(
-            x, blocks.weights, cache.k, cache.v, positions, prefixes, angles, [rule.window for rule in blocks.rules],
-            blocks.n_heads, config.intermediate, ACTIVATION_IDS[config.activation], config.mlp == "gated",
+            x, self.weights, cache.k, cache.v, positions, prefixes, angles, [rule.window for rule in self.rules],
+            self.n_heads, config.intermediate, ACTIVATION_IDS[config.activation], config.mlp == "gated",
             config.parallel_residual, config.norm_eps, config.norm_offset, rule.scale_for(config.head_dim),
             rule.softcap,
         )  # fmt: skip

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from realhf.comm.process_groups import Group
 from realhf.comm.tensor_parallel import TensorParallelRegion, gather_columns
 from realhf.models.blocks import Attend, Attention, Block, Experts, ForwardContext, Mlp, Norm, RouterLoss, run_block
 from realhf.models.flat_params import FlatParams
-from realhf.models.fused_decode import FusedBlocks, TiledBlocks, fuse_blocks, pack_tiles, tiled_linear
+from realhf.models.fused_decode import FusedBlocks, fuse_blocks, pack_tiles, tiled_linear
 from realhf.models.kv_cache import KVCache
 from realhf.ops.attention import ScoreParams, decode_attention, decode_bias, positions_in_rows, rotary_attention
 from realhf.ops.logprobs import FULL_VOCAB, VocabShard, packed_logprobs
@@ -32,14 +33,6 @@ class _Weights:
     fused: FusedBlocks | None
 
 
-@dataclass(frozen=True)
-class _TiledWeights:
-    """Tiled copies of the weights, valid while the weights do not change."""
-
-    blocks: TiledBlocks
-    head: Tensor | None
-
-
 SINGLE_RANK_GROUP = Group((0,), 0)
 
 
@@ -47,9 +40,9 @@ class Transformer:
     """The layers in ``params``, sharded over the tensor-parallel group ``tp``.
 
     The first stage embeds tokens, later stages take the hidden states of the previous one; the last stage has the
-    heads. ``bind`` collects views of the weights. It runs automatically, and again when gradients are enabled, but not
-    at every call: creating the views takes as long as a decoding step of a small model. Bound views do not keep memory
-    alive: ``params.free`` releases it.
+    heads. ``weights`` are views, collected at first use and again when gradients are enabled, but not at every call:
+    creating them takes as long as a decoding step of a small model. They do not keep memory alive: ``params.free``
+    releases it.
     """
 
     def __init__(
@@ -78,7 +71,8 @@ class Transformer:
             self._rotary = Rotary(rotary_dims, config.rotary_base, scaling, params.data.device)
         self._weights: _Weights | None = None
         self._bound_with_grad = False
-        self._tiled: _TiledWeights | None = None
+        self._tiled_blocks: FusedBlocks | None = None  # copies, valid while the weights do not change
+        self._tiled_head: Tensor | None = None
         self._router_loss_sums = self._zero_router_losses()
 
     def _local_heads(self, name: str) -> int:
@@ -105,12 +99,11 @@ class Transformer:
         sizes = (len(self.layers), self.n_kv, self.config.head_dim, n_slots, max_len)
         return KVCache(*sizes, self.params.data, zeroed=self.weights.fused is None)
 
-    def bind(self) -> None:
-        """Fetch the weights' views (leaves, when gradients are enabled) from ``params``."""
+    def _bind(self) -> _Weights:
         blocks = tuple(self._bind_block(f"layers.{i}.") for i in self.layers)
         final_norm = self._bind_norm("final_norm")
         can_fuse = self.tp.size == 1
-        self._weights = _Weights(
+        return _Weights(
             embed=self._optional("embed.weight") if self.is_first else None,
             positions=self._optional("embed.positions"),
             blocks=blocks,
@@ -118,7 +111,6 @@ class Transformer:
             head=self.params.leaf(self._head_name) if self.is_last else None,
             fused=fuse_blocks(self.config, self.n_q, blocks, final_norm, self._score_rules) if can_fuse else None,
         )
-        self._bound_with_grad = self.params.grad is not None
 
     def _optional(self, *names: str) -> Tensor | None:
         return self.params.leaf(*names) if names[0] in self.params.names else None
@@ -135,9 +127,7 @@ class Transformer:
         def optional(*names: str) -> Tensor | None:
             return self._optional(*(prefix + name for name in names))
 
-        def norm(name: str) -> Norm | None:
-            return self._bind_norm(prefix + name)
-
+        norm = lambda name: self._bind_norm(prefix + name)
         attention = Attention(
             norm=norm("attn_norm"),
             wqkv=leaf("wq", "wk", "wv"),
@@ -156,7 +146,6 @@ class Transformer:
         return Block(attention, Mlp(pre_norm, up, optional("b_up"), leaf("down"), optional("b_down"), post_norm))
 
     def _make_vocab_shard(self) -> VocabShard:
-        """Return the slice of the vocabulary that this rank embeds and predicts."""
         names = [name for name in ("embed.weight", "head.weight") if name in self.params.names]
         if self.tp.size == 1 or not names:
             return FULL_VOCAB
@@ -170,8 +159,7 @@ class Transformer:
     def weights(self) -> _Weights:
         assert not self.params.is_free, "parameters are used while their memory is released"
         if self._weights is None or self._bound_with_grad != (self.params.grad is not None):
-            self.bind()
-        assert self._weights is not None
+            self._weights, self._bound_with_grad = self._bind(), self.params.grad is not None
         return self._weights
 
     def hidden(
@@ -218,11 +206,11 @@ class Transformer:
         """Tile the weights once for many calls of ``decode``; the weights must not change in this context."""
         blocks, head = self.weights.fused, self.weights.head
         if blocks is not None:
-            self._tiled = _TiledWeights(blocks.tiled(), None if head is None else pack_tiles(head.detach()))
+            self._tiled_blocks, self._tiled_head = blocks.tiled(), None if head is None else pack_tiles(head.detach())
         try:
             yield
         finally:
-            self._tiled = None
+            self._tiled_blocks = self._tiled_head = None
 
     @property
     def supports_shared_prefixes(self) -> bool:
@@ -250,8 +238,7 @@ class Transformer:
         longest = longest or (int(positions.max()) + 1 if count else 0)
         if (blocks := self.weights.fused) is not None:
             x = self._embed(tokens, positions, longest, self.tp_region(count)) if x is None else x
-            tiled = self._tiled.blocks if self._tiled else blocks.tiled()
-            return tiled(x, positions, cache, prefixes, self._angles(longest))
+            return (self._tiled_blocks or blocks.tiled())(x, positions, cache, prefixes, self._angles(longest))
         indices = cache.indices(torch.arange(count, device=tokens.device), positions)
         windows = {rule.window for rule in self._score_rules}
         biases = {w: decode_bias(positions, longest, self.n_kv, w).to(cache.k.dtype) for w in windows}
@@ -287,13 +274,9 @@ class Transformer:
             x = self._embed(tokens, positions, longest, tp_region)
         context = ForwardContext(self.config, self.n_q, self.n_kv, self._kv_holders, tp_region, attend, router_loss)
         recompute = self.checkpoint_activations and torch.is_grad_enabled() and self.params.grad is not None
+        run = partial(checkpoint, run_block, use_reentrant=False, preserve_rng_state=False) if recompute else run_block
         for index, block in enumerate(weights.blocks):
-            if recompute:
-                x, losses = checkpoint(
-                    run_block, block, index, x, context, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                x, losses = run_block(block, index, x, context)
+            x, losses = run(block, index, x, context)
             if losses is not None:
                 self._router_loss_sums += losses
         return x if weights.final_norm is None else weights.final_norm(x)
@@ -321,8 +304,8 @@ class Transformer:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of a few tokens, ``[S, V]`` float32, for sampling. Collective over ``tp``."""
-        if self._tiled and self._tiled.head is not None:
-            logits = tiled_linear(hidden, self._tiled.head, self.config.vocab)
+        if self._tiled_head is not None:
+            logits = tiled_linear(hidden, self._tiled_head, self.config.vocab)
         else:
             local = F.linear(hidden, self.head).float()
             logits = gather_columns(local, self.tp, self._vocab_shard.start, self.config.vocab)
@@ -344,19 +327,14 @@ class Transformer:
         """
         states = self.tp_region(len(tokens)).copy_to_tp(hidden)
         add_to = None if self.params.grad is None else self.params.grad_view(self._head_name)
-        shard, softcap = self._vocab_shard, self.config.logit_softcap
+        score = partial(packed_logprobs, softcap=self.config.logit_softcap, shard=self._vocab_shard, add_to=add_to)
         if prev_index is not None:
             states = states.index_select(0, prev_index.clamp(min=0))
-            logprobs = packed_logprobs(
-                states, self.head, tokens, temperature, shard=shard, softcap=softcap, add_to=add_to
-            )
-            return logprobs.masked_fill(prev_index < 0, 0.0)
+            return score(states, self.head, tokens, temperature).masked_fill(prev_index < 0, 0.0)
         counts = torch.tensor(lengths, dtype=torch.int64, device=tokens.device)
         firsts = (counts.cumsum(0) - counts)[counts > 0]
         # each token predicts the next one; predictions across row boundaries are masked
-        targets = tokens.roll(-1)
-        logprobs = packed_logprobs(states, self.head, targets, temperature, shard=shard, softcap=softcap, add_to=add_to)
-        return logprobs.roll(1).index_fill(0, firsts, 0.0)
+        return score(states, self.head, tokens.roll(-1), temperature).roll(1).index_fill(0, firsts, 0.0)
 
     def values(self, hidden: Tensor, n_tokens: int) -> Tensor:
         """Return the scalar head at every token, ``[T]`` float32 (bfloat16 is too coarse for values)."""

@@ -237,7 +237,7 @@ def test_the_kernel_passes_opcheck() -> None:
     cache, fused = filled(model), model.weights.fused
     assert fused is not None and model._rotary is not None
     given = (
-        torch.randn(5, 64), list(fused.tiled().blocks.weights), cache.k, cache.v, torch.arange(5), None,
+        torch.randn(5, 64), list(fused.tiled().weights), cache.k, cache.v, torch.arange(5), None,
         model._rotary.table(96), [0], 4, 112, 0, True, False, 1e-6, 0.0, 0.25, 0.0,
     )  # fmt: skip
     found = torch.library.opcheck(torch.ops.realhf.decode_blocks.default, given)
