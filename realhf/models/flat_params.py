@@ -81,9 +81,10 @@ class FlatParams:
 
     def view(self, *names: str) -> Tensor:
         """Return the slice of a parameter, or the concatenation of adjacent parameters along dimension 0."""
-        return self._slice(self.data, names)
+        return self.view_of(self.data, *names)
 
-    def _slice(self, flat: Tensor, names: tuple[str, ...]) -> Tensor:
+    def view_of(self, flat: Tensor, *names: str) -> Tensor:
+        """Return ``view`` of another tensor with the same elements as ``data``."""
         assert not self.is_free, "parameters are used while their memory is released"
         entries = [self._entries[name] for name in names]
         shapes = [box_shape(entry.box) for entry in entries]
@@ -96,7 +97,7 @@ class FlatParams:
     def grad_view(self, name: str) -> Tensor:
         """Return the float32 gradient of a parameter, after ``enable_grad``."""
         assert self.grad is not None, "gradients are not enabled"
-        return self._slice(self.grad, (name,))
+        return self.view_of(self.grad, name)
 
     def span(self, name: str) -> range:
         """Return the elements of ``data`` that store a parameter."""
@@ -116,7 +117,7 @@ class FlatParams:
     def _new_leaf(self, names: tuple[str, ...], grad: Tensor) -> Tensor:
         with torch.inference_mode(False):
             leaf = self.view(*names).detach().requires_grad_()
-            total = self._slice(grad, names)
+            total = self.view_of(grad, *names)
         if leaf.dtype == torch.float32:
             leaf.grad = total  # autograd adds to it in place
             return leaf
@@ -173,7 +174,7 @@ class FlatParams:
             return
         if self.average is None:
             self.average = self.data.float()
-        average = self._slice(self.average, (name,))[relative(box, self._entries[name].box)]
+        average = self.view_of(self.average, name)[relative(box, self._entries[name].box)]
         self.read(name, box).copy_(average.lerp_(tensor.float(), eta))
 
     def offload(self) -> None:
@@ -198,7 +199,6 @@ class FlatParams:
         self.is_free = True
 
     def _resizable(self) -> Iterator[Tensor]:
-        """Yield the tensors in private memory."""
         if self.shared is None:
             yield self.data
         if self.grad is not None:

@@ -18,7 +18,7 @@ from realhf.comm.process_groups import Group, ParallelContext, make_groups
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import Loss
 from realhf.models.engine.native import NativeEngine, build_engine
-from realhf.models.engine.outputs import ForwardOutputs
+from realhf.models.engine.packing import ForwardOutputs
 
 LENGTHS = (9, 3, 6, 1, 9, 5)  # windows are 4; a row of one token leaves ranks without tokens under sequence parallelism
 TEMPERATURE = 0.7

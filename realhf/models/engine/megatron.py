@@ -97,7 +97,7 @@ def _wrapped(module: nn.Module, replicas: ProcessGroup, single: ProcessGroup) ->
     groups = ProcessGroupCollection()
     for name in ("dp", "dp_cp", "expt_dp"):
         setattr(groups, name, replicas)
-    for name in ("tp", "pp", "ep"):  # shared_gradients.py has reduced over these axes
+    for name in ("tp", "pp", "ep"):  # SharedGradients has reduced over these axes
         setattr(groups, name, single)
     # our losses are already normalised over all replicas
     config = TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1, calculate_per_token_loss=True)

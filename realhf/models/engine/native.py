@@ -23,8 +23,7 @@ from realhf.data.protocols import Limits, LossFn
 from realhf.models.engine.decode.generate import generate
 from realhf.models.engine.decode.scheduler import Request
 from realhf.models.engine.optimizer import ShardedAdamW, learning_rate
-from realhf.models.engine.outputs import ForwardOutputs
-from realhf.models.engine.packing import pack
+from realhf.models.engine.packing import ForwardOutputs, pack
 from realhf.models.engine.pipeline_runner import Pipeline
 from realhf.models.flat_params import FlatParams
 from realhf.models.hf_folder import init_random, load_hf, save_hf

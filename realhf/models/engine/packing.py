@@ -1,4 +1,4 @@
-"""Packs a micro-batch: the common prefix of rows of one prompt is computed once."""
+"""Packs a micro-batch, in which the common prefix of rows of one prompt is computed once, and computes its outputs."""
 
 from dataclasses import dataclass
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from realhf.data.batch import SequenceBatch
+from realhf.models.transformer import Transformer
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,27 @@ class Packing:
     def unpack(self, packed: Tensor) -> Tensor:
         """Return the values of all tokens of the batch, ``[T]``, from those of the packed tokens, ``[t]``."""
         return packed if self.gather_index is None else packed[self.gather_index]
+
+
+@dataclass(frozen=True)
+class ForwardOutputs:
+    """Hidden states of the packed tokens of a micro-batch, ``[t, D]``; heads are computed on demand."""
+
+    model: Transformer
+    hidden: Tensor
+    batch: SequenceBatch
+    packing: Packing
+
+    def logprobs(self, temperature: float = 1.0) -> Tensor:
+        p = self.packing
+        return p.unpack(self.model.logprobs(self.hidden, p.tokens, p.lengths, temperature, p.prev_index))
+
+    def values(self) -> Tensor:
+        return self.packing.unpack(self.model.values(self.hidden, len(self.packing.tokens)))
+
+    def last_values(self) -> Tensor:
+        last = torch.tensor(self.batch.columns["tokens"].offsets[1:], device=self.hidden.device) - 1
+        return self.values().index_select(0, last)
 
 
 def pack(batch: SequenceBatch, share: bool = False) -> Packing:

@@ -83,7 +83,9 @@ class Pipeline:
                 case Backward(i):
                     with_gradient(outputs.pop(i), gradients.pop(i, None)).backward()
                 case SendGradient(i):
-                    self.p2p.send(_gradient_of(inputs.pop(i)), self.ranks[self.stage - 1])
+                    gradient = inputs.pop(i).grad
+                    assert gradient is not None, "every stage's output depends on its input"
+                    self.p2p.send(gradient, self.ranks[self.stage - 1])
             self.p2p.flush(keep=2 * self.n_stages)  # adjacent stages are never further behind
         self.p2p.flush()
 
@@ -145,8 +147,3 @@ class _WithGradient(torch.autograd.Function):
 def with_gradient(x: Tensor, gradient: Tensor | None) -> Tensor:
     """Return a scalar whose backward pass has ``gradient`` at ``x``; without a gradient ``x``, which is a loss."""
     return x if gradient is None else _WithGradient.apply(x, gradient)
-
-
-def _gradient_of(x: Tensor) -> Tensor:
-    assert x.grad is not None, "every stage's output depends on its input"
-    return x.grad

@@ -6,15 +6,15 @@ float32 moving average of bfloat16 weights); every replica writes its range of t
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from itertools import product
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.api.layout import Coord, Layout
-from realhf.api.param_box import Box, intersect, relative
+from realhf.api.param_box import intersect, relative
 from realhf.models.engine.native import NativeEngine, empty_shard
-from realhf.models.flat_params import FlatParams
 
 Read = Callable[[int], Mapping[str, Tensor]]
 """Returns the tensors that a rank of the saved layout wrote."""
@@ -37,58 +37,41 @@ def snapshot(engine: NativeEngine) -> dict[str, Tensor]:
 @torch.no_grad()
 def restore(engine: NativeEngine, saved: Layout, read: Read) -> None:
     """Restore the snapshots of the workers of ``saved``; bit for bit if the layout is the same."""
-    merged = _MergedShard.of(engine, saved, read)
-    engine.params.data.copy_(merged.flats[WEIGHTS])
-    if AVERAGE in merged.flats:
-        engine.params.average = merged.flats[AVERAGE].to(engine.params.data.device)
+    flats, steps = _merged_shard(engine, saved, read)
+    engine.params.data.copy_(flats[WEIGHTS])
+    if AVERAGE in flats:
+        engine.params.average = flats[AVERAGE].to(engine.params.data.device)
     if engine.optimizer is None:
         return
     for name, tensor in engine.optimizer.state.items():
-        tensor.copy_(merged.flats[name][engine.optimizer.start : engine.optimizer.stop])
-    engine.optimizer.steps = merged.steps
+        tensor.copy_(flats[name][engine.optimizer.start : engine.optimizer.stop])
+    engine.optimizer.steps = steps
 
 
-@dataclass
-class _MergedShard:
-    """The weights, moments and averages of a shard, merged over replicas."""
-
-    flats: dict[str, Tensor]
-    steps: int
-
-    @staticmethod
-    def of(engine: NativeEngine, saved: Layout, read: Read) -> "_MergedShard":
-        """Assemble this worker's shard from the saved ones."""
-        params, layout, coord = engine.params, engine.context.layout, engine.context.coord
-        if _same_sharding(saved, layout):  # the flat tensors differ only in padding
-            state = _read_shard(saved, coord.pp, coord.tp, read)
-            steps = int(state.pop(STEPS, torch.zeros(1)))
-            return _MergedShard({name: _resized(flat, params.data.numel()) for name, flat in state.items()}, steps)
-        flats: dict[str, Tensor] = {}
-        steps = 0
-        for pp in range(saved.strategy.pp):
-            for tp in range(saved.strategy.tp):
-                shard = empty_shard(engine.config, saved, saved.rank(Coord(pp, 0, tp)), params.data.dtype, "meta")
-                common = {name: both for name in set(shard.names) & set(params.names)
-                          if (both := intersect(shard.box(name), params.box(name)))}  # fmt: skip
-                if not common:
-                    continue
-                state = _read_shard(saved, pp, tp, read)
-                steps = int(state.pop(STEPS, torch.zeros(1)))
-                for name, flat in state.items():
-                    target = flats.setdefault(name, torch.zeros(params.data.numel(), dtype=flat.dtype))
-                    _copy_boxes(common, shard, flat, params, target)
-        return _MergedShard(flats, steps)
-
-
-def _same_sharding(one: Layout, other: Layout) -> bool:
-    return (one.strategy.tp, one.strategy.pp) == (other.strategy.tp, other.strategy.pp)
-
-
-def _resized(flat: Tensor, numel: int) -> Tensor:
-    """Return a flat tensor padded for another number of replicas."""
-    if len(flat) >= numel:
-        return flat[:numel]
-    return torch.cat([flat, flat.new_zeros(numel - len(flat))])
+def _merged_shard(engine: NativeEngine, saved: Layout, read: Read) -> tuple[dict[str, Tensor], int]:
+    """Return this worker's flat tensors, merged over the saved shards and replicas, and the number of steps."""
+    params, layout, coord = engine.params, engine.context.layout, engine.context.coord
+    numel, steps = params.data.numel(), 0
+    if (saved.strategy.tp, saved.strategy.pp) == (layout.strategy.tp, layout.strategy.pp):
+        state = _read_shard(saved, coord.pp, coord.tp, read)  # it differs only in the padding at its end
+        steps = int(state.pop(STEPS, torch.zeros(1)))
+        resize = lambda flat: flat[:numel] if len(flat) >= numel else F.pad(flat, (0, numel - len(flat)))
+        return {name: resize(flat) for name, flat in state.items()}, steps
+    flats: dict[str, Tensor] = {}
+    for pp, tp in product(range(saved.strategy.pp), range(saved.strategy.tp)):
+        shard = empty_shard(engine.config, saved, saved.rank(Coord(pp, 0, tp)), params.data.dtype, "meta")
+        common = {name: both for name in set(shard.names) & set(params.names)
+                  if (both := intersect(shard.box(name), params.box(name)))}  # fmt: skip
+        if not common:
+            continue
+        state = _read_shard(saved, pp, tp, read)
+        steps = int(state.pop(STEPS, torch.zeros(1)))
+        for kind, flat in state.items():
+            target = flats.setdefault(kind, torch.zeros(numel, dtype=flat.dtype))
+            for name, both in common.items():
+                source = shard.view_of(flat, name)[relative(both, shard.box(name))]
+                params.view_of(target, name)[relative(both, params.box(name))] = source
+    return flats, steps
 
 
 def _read_shard(saved: Layout, pp: int, tp: int, read: Read) -> dict[str, Tensor]:
@@ -99,15 +82,3 @@ def _read_shard(saved: Layout, pp: int, tp: int, read: Read) -> dict[str, Tensor
     state = {name: first[name] for name in (WEIGHTS, AVERAGE, STEPS) if name in first}
     ranged = [name for name in first if name not in state]
     return state | {name: torch.cat([parts[rank][name] for rank in replicas]) for name in ranged}
-
-
-def _copy_boxes(common: Mapping[str, Box], shard: FlatParams, flat: Tensor, params: FlatParams, target: Tensor) -> None:
-    """Copy the boxes that two shards have in common from one flat tensor to another."""
-    for name, both in common.items():
-        source = _view(flat, shard, name)[relative(both, shard.box(name))]
-        _view(target, params, name)[relative(both, params.box(name))] = source
-
-
-def _view(flat: Tensor, params: FlatParams, name: str) -> Tensor:
-    span = params.span(name)
-    return flat[span.start : span.stop].view([stop - start for start, stop in params.box(name)])

@@ -24,8 +24,7 @@ from realhf.data.protocols import Outputs
 from realhf.models.engine.decode.group import DecodeGroup
 from realhf.models.engine.decode.scheduler import Request
 from realhf.models.engine.native import NativeEngine, build_engine
-from realhf.models.engine.outputs import ForwardOutputs
-from realhf.models.engine.packing import pack
+from realhf.models.engine.packing import ForwardOutputs, pack
 from realhf.models.engine.pipeline_runner import with_gradient
 from realhf.plan.cost.profile import Point, decode_counts, pass_counts
 from realhf.plan.cost.speed import StageShard, Work

@@ -72,7 +72,7 @@ def ours(
     for step, lr in enumerate(RATES):
         params.zero_grad()
         for name, gradient in gradients(step).items():
-            params._slice(params.grad, (name,)).copy_(gradient * shares[rank])
+            params.view_of(params.grad, name).copy_(gradient * shares[rank])
         norms.append(optimizer.step(lr))
     assert optimizer.first.numel() * world == params.data.numel()
     return {spec.name: params.view(spec.name).clone() for spec in SPECS}, norms

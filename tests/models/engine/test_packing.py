@@ -1,4 +1,4 @@
-"""Packing with shared prefixes gives the same results as without."""
+"""Packing with shared prefixes gives the same results as without; outputs are those of transformers."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,18 +7,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from realhf.api.batch_meta import RowId
 from realhf.api.execution_plan import MicroBatching
 from realhf.base.paths import KERNELS
 from realhf.data.batch import Column, SequenceBatch
 from realhf.models.engine.native import NativeEngine
-from realhf.models.engine.packing import pack
+from realhf.models.engine.packing import ForwardOutputs, pack
 from realhf.ops import extension
 from realhf.ops.attention import supports_shared_prefixes
 from realhf.plan.compile.micro_batch import micro_batches
 from realhf.plan.cost.cost import works_of
-from tests.models.engine.tiny_engine import FAMILIES, counted, engine_on, nll
+from tests.models.engine.tiny_engine import FAMILIES, counted, engine_on, nll, rows_of
 from tests.scaling import examples
 
 ROWS = st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 1), min_size=1, max_size=6)), max_size=8)
@@ -157,3 +158,30 @@ def test_fewer_tokens_are_computed() -> None:
 
 def test_the_planner_and_engines_find_the_same_library() -> None:
     assert KERNELS.exists() == extension.available()
+
+
+LENGTHS = (4, 1, 9, 4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_are_those_of_transformers(family: str, hf_models: dict[str, tuple[Path, nn.Module]]) -> None:
+    folder, theirs = hf_models[family]
+    engine, batch = engine_on(folder, trained=False), rows_of(LENGTHS)
+    with torch.no_grad():
+        outputs = ForwardOutputs(engine.model, engine.model.hidden(batch["tokens"], LENGTHS), batch, pack(batch))
+        for temperature in (1.0, 0.6):
+            found = outputs.logprobs(temperature).split(LENGTHS)
+            for row, logprobs in zip(batch.columns["tokens"].rows(), found, strict=True):
+                table = (theirs(row[None]).logits[0] / temperature).log_softmax(-1)
+                expected = table[:-1].gather(1, row[1:, None])[:, 0]
+                torch.testing.assert_close(logprobs, torch.cat([torch.zeros(1), expected]), atol=1e-5, rtol=1e-5)
+
+
+def test_values_have_one_number_per_token(llama: Path) -> None:
+    engine, batch = engine_on(llama, trained=False, scalar=True), rows_of(LENGTHS)
+    with torch.no_grad():
+        outputs = ForwardOutputs(engine.model, engine.model.hidden(batch["tokens"], LENGTHS), batch, pack(batch))
+        values, last = outputs.values(), outputs.last_values()
+    assert values.shape == (18,) and last.shape == (4,) and values.dtype == last.dtype == torch.float32
+    assert torch.equal(last, torch.stack([row[-1] for row in values.split(LENGTHS)]))
+    torch.testing.assert_close(values, (outputs.hidden @ engine.params.view("head.weight").t())[:, 0])
