@@ -5,6 +5,7 @@ al. 2019, section 3: operators f and g). With sequence parallelism (Korthikanti 
 shard of the tokens between regions; the last shards may be smaller or empty.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from realhf.comm.process_groups import Group
+
+TensorFunction = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -40,15 +43,19 @@ class TensorParallelRegion:
 
     def copy_to_tp(self, x: Tensor) -> Tensor:
         """Forward: all tokens on every member. Backward: sum of gradients (sharded with sequence parallelism)."""
-        return x if self.group.size == 1 else _CopyToTP.apply(x, self)
+        return x if self.group.size == 1 else _Collective.apply(x, self.all_gather_tokens, self.reduce_scatter_tokens)
 
     def reduce_from_tp(self, partial: Tensor) -> Tensor:
         """Forward: sum of partial results (local tokens with sequence parallelism). Backward: gradient to all."""
-        return partial if self.group.size == 1 else _ReduceFromTP.apply(partial, self)
+        if self.group.size == 1:
+            return partial
+        return _Collective.apply(partial, self.reduce_scatter_tokens, self.all_gather_tokens)
 
     def gather_from_sp(self, x: Tensor) -> Tensor:
         """Forward: all tokens, for a replicated computation. Backward: local slice, since gradients are equal."""
-        return _GatherFromSP.apply(x, self) if self.sequence else x
+        if not self.sequence:
+            return x
+        return _Collective.apply(x, self.all_gather_tokens, lambda grad: grad[self.local_tokens])
 
     def all_gather_tokens(self, x: Tensor) -> Tensor:
         """Return all members' tokens, ``[n_tokens, ...]``; not differentiable."""
@@ -74,37 +81,17 @@ class TensorParallelRegion:
         return torch.cat([x, x.new_zeros(rows - x.shape[0], *x.shape[1:])])
 
 
-class _CopyToTP(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: TensorParallelRegion) -> Tensor:
-        ctx.region = region
-        return region.all_gather_tokens(x) if region.sequence else x.view_as(x)
+class _Collective(torch.autograd.Function):
+    """Applies one function, and another one to the gradient."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.region.reduce_scatter_tokens(grad), None
-
-
-class _ReduceFromTP(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, region: TensorParallelRegion) -> Tensor:
-        ctx.region = region
-        return region.reduce_scatter_tokens(partial)
+    def forward(ctx: Any, x: Tensor, forward: TensorFunction, backward: TensorFunction) -> Tensor:
+        ctx.backward_fn = backward
+        return forward(x.view_as(x))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.region.all_gather_tokens(grad), None
-
-
-class _GatherFromSP(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: TensorParallelRegion) -> Tensor:
-        ctx.region = region
-        return region.all_gather_tokens(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad[ctx.region.local_tokens], None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.backward_fn(grad), None, None
 
 
 def gather_columns(columns: Tensor, group: Group, start: int, width: int) -> Tensor:
