@@ -15,8 +15,9 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,10 @@ import torch
 from torch import Tensor
 
 from realhf.api.config import GenerationConfig, VllmConfig
+from realhf.api.model_config import ModelConfig
+from realhf.api.param_box import Box, intersect
 from realhf.arch.families import FAMILIES
+from realhf.arch.param_specs import param_specs
 from realhf.base.activity import ActivityStack
 from realhf.base.errors import RunFailed
 from realhf.base.seeds import stable_seed
@@ -34,8 +38,8 @@ from realhf.data.batch import SequenceBatch
 from realhf.models.engine.decode.generate import build_result, empty_result
 from realhf.models.engine.decode.scheduler import Request
 from realhf.models.engine.native import NativeEngine, empty_shard
-from realhf.models.hf_folder import config_json
-from realhf.models.hf_mapping import MappedTensor, hf_mapping
+from realhf.models.flat_params import FlatParams
+from realhf.models.hf_folder import config_json, hf_shapes, stored_slices
 
 PROGRAM = Path(__file__).with_name("in_vllm") / "realhf_server.py"
 LENGTH = struct.Struct("<I")
@@ -248,39 +252,54 @@ class VllmLauncher:
         return "|".join(",".join(str(cores[(at + i) % len(cores)]) for i in range(each)) for at in first)
 
 
-def make_buckets(tensors: Iterable[MappedTensor], paths: Sequence[str], dtype: torch.dtype) -> tuple[Bucket, ...]:
-    """Return the weights in requests of about ``BUCKET_BYTES``: names, shapes and the memory of their slices.
+def make_buckets(engine: NativeEngine, paths: Sequence[str]) -> tuple[Bucket, ...]:
+    """Return the weights in requests of about ``BUCKET_BYTES``; ``paths`` are of the memory of the replica's shards.
 
     A layer is in one request, since vLLM fuses some of its tensors.
     """
+    config, context, dtype = engine.config, engine.context, engine.params.data.dtype
+    ranks, dp = sorted(context.group("tp").ranks), context.layout.strategy.dp
+    shards = [empty_shard(config, context.layout, rank, dtype, "meta", dp) for rank in ranks]
+    tensors = _mapped_tensors(config, dict(zip(paths, shards, strict=True)), dtype)
+    if config.tied_embedding:  # sent twice, since vLLM does not reload a shared tensor
+        names = FAMILIES[config.family].hf_tensors(replace(config, tied_embedding=False))
+        embedding = next(both for both in tensors if both[1]["name"] == names["embed.weight"][0].name)
+        tensors.append((embedding[0], {**embedding[1], "name": names["head.weight"][0].name}))
     buckets: list[list[dict[str, Any]]] = []
-    bytes_left, layer = 0, -1
-    for tensor in sorted(tensors, key=lambda tensor: tensor.layer):
-        if tensor.layer != layer and bytes_left <= 0:
+    bytes_left, last_layer = 0, -1
+    for layer, tensor in sorted(tensors, key=itemgetter(0)):
+        if layer != last_layer and bytes_left <= 0:
             buckets.append([])
             bytes_left = BUCKET_BYTES
-        layer = tensor.layer
-        bytes_left -= math.prod(tensor.shape) * dtype.itemsize
-        slices = [
-            {"path": paths[at.shard], "start": at.start, "shape": at.shape, "box": at.box, "transpose": at.transpose}
-            for at in tensor.slices
-        ]
-        dtype_name = str(dtype).removeprefix("torch.")
-        buckets[-1].append({"name": tensor.name, "dtype": dtype_name, "shape": tensor.shape, "slices": slices})
-    return tuple(tuple(bucket) for bucket in buckets)
+        last_layer = layer
+        bytes_left -= math.prod(tensor["shape"]) * dtype.itemsize
+        buckets[-1].append(tensor)
+    return tuple(map(tuple, buckets))
 
 
-def _vllm_tensors(engine: NativeEngine) -> list[MappedTensor]:
-    """Return the tensors for vLLM. A tied embedding is sent twice, since vLLM does not reload a shared tensor."""
-    config, context = engine.config, engine.context
-    dtype, dp = engine.params.data.dtype, context.layout.strategy.dp
-    ranks = sorted(context.group("tp").ranks)
-    tensors = hf_mapping(config, (empty_shard(config, context.layout, rank, dtype, "meta", dp) for rank in ranks))
-    if config.tied_embedding:
-        names = FAMILIES[config.family].hf_tensors(replace(config, tied_embedding=False))
-        embedding = next(tensor for tensor in tensors if tensor.name == names["embed.weight"][0].name)
-        tensors.append(replace(embedding, name=names["head.weight"][0].name))
-    return tensors
+def _mapped_tensors(
+    config: ModelConfig, shards: Mapping[str, FlatParams], dtype: torch.dtype
+) -> list[tuple[int, dict[str, Any]]]:
+    """Return the layer and the request of every Hugging Face tensor, with its slices in the shards, by path.
+
+    The shards need no memory. A slice that several shards hold is taken from the first.
+    """
+    stored, layer_of = stored_slices(config), {spec.name: spec.layer for spec in param_specs(config)}
+    layers = {part.name: layer_of[ours] for ours, several in stored.items() for part in several}
+    slices: dict[str, dict[Box, dict[str, Any]]] = {name: {} for name in layers}
+    for path, shard in shards.items():
+        for name, part in ((ours, part) for ours in shard.names for part in stored[ours]):
+            if (ours := intersect(part.at, shard.box(name))) is None:
+                continue
+            value, box = shard.read(name, ours), tuple((span.start, span.stop) for span in part.stored(ours))
+            assert value.is_contiguous(), f"{part.name} is not contiguous in {name}"
+            found = {"path": path, "start": value.storage_offset(), "shape": tuple(value.shape), "box": box}
+            slices[part.name].setdefault(box, {**found, "transpose": part.transpose})
+    dtype_name = str(dtype).removeprefix("torch.")
+    return [
+        (layers[name], {"name": name, "dtype": dtype_name, "shape": shape, "slices": list(slices[name].values())})
+        for name, shape in hf_shapes(stored).items()
+    ]
 
 
 def with_vllm(engine: NativeEngine, launcher: VllmLauncher) -> VllmEngine:
@@ -294,6 +313,6 @@ def with_vllm(engine: NativeEngine, launcher: VllmLauncher) -> VllmEngine:
     group.all_gather(handles, torch.tensor(shared.handle, device=context.device))
     server = launcher.start(engine) if group.index == 0 else None
     paths = [fd_path(pid, fd) for pid, fd in handles.view(-1, 2).tolist()]
-    buckets = make_buckets(_vllm_tensors(engine), paths, data.dtype) if server else ()
+    buckets = make_buckets(engine, paths) if server else ()
     own = {field.name: getattr(engine, field.name) for field in fields(engine)}
     return VllmEngine(**own, server=server, buckets=buckets, host=host, verify=launcher.verify)
