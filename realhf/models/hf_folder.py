@@ -36,14 +36,15 @@ TOKENIZER_FILES = (
 HEADS = ("lm_head.", "embed_out.", "score.", "classifier.", "v_head.")
 
 
-class _SafetensorsFolder:
-    """The tensors of a folder by name, from one or several files. Use as a context manager."""
+class _SafetensorsFolder(ExitStack):
+    """The tensors of a folder by name, from one or several files, which are open until the context ends."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self.path = path
-        self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         self._file_of = self._index()
+        self.names = set(self._file_of)
 
     def _index(self) -> dict[str, str]:
         if (self.path / INDEX).is_file():
@@ -55,23 +56,13 @@ class _SafetensorsFolder:
             raise ValueError(f"'{self.path}' has pickled .bin weights, which are not supported: convert to safetensors")
         raise ValueError(f"'{self.path}' has no {SINGLE} and no {INDEX}")
 
-    def __enter__(self) -> "_SafetensorsFolder":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._file_of)
-
     def slice(self, name: str) -> Any:
         """Return a lazy handle on a tensor, which has ``get_shape()`` and reads when indexed."""
         file = self._file_of[name]
         if file not in self._files:
             if not (self.path / file).is_file():
                 raise ValueError(f"'{self.path}' lacks '{file}', which its index lists")
-            self._files[file] = self._stack.enter_context(safe_open(self.path / file, framework="pt"))
+            self._files[file] = self.enter_context(safe_open(self.path / file, framework="pt"))
         return self._files[file].get_slice(name)
 
 
@@ -134,8 +125,7 @@ def load_hf(
                 _init_parameter(config, params, name, seed)
                 continue
             for part in slices[name]:
-                ours = intersect(part.at, params.box(name))
-                if ours is None:
+                if (ours := intersect(part.at, params.box(name))) is None:
                     continue
                 handle, shape = source.slice(names[part.name]), list(shapes[part.name])
                 if list(handle.get_shape()) != shape:
