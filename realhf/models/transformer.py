@@ -250,7 +250,7 @@ class Transformer:
             cache.write(layer, indices, k, v)
             rule = self._score_rules[layer]
             keys, values = cache.k[layer, :count], cache.v[layer, :count]
-            return decode_attention(q, keys, values, positions, biases[rule.window], rule)
+            return decode_attention(q, keys, values, biases[rule.window], rule)
 
         return self._run(tokens, positions, longest, attend, x)
 

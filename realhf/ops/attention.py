@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -195,9 +196,7 @@ def packed_attention_reference(
     if len(runs) == 1:
         return _dense(q, k, v, *runs[0], scoring)
     sizes = [n * length for n, length in runs]
-    by_run = zip(
-        q.split(sizes), k.split(sizes), v.split(sizes), runs, strict=True
-    )  # split: a single cat in the backward pass
+    by_run = zip(*(x.split(sizes) for x in (q, k, v)), runs, strict=True)  # split: one cat in the backward pass
     return torch.cat([_dense(qs, ks, vs, *run, scoring) for qs, ks, vs, run in by_run])
 
 
@@ -219,25 +218,21 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, n: int, length: int, scoring: ScoreP
     if scoring.softcap or 0 < scoring.window < length:
         out = _by_blocks(q_, k_, v_, scoring)
     else:
-        scale = scoring.scale_for(q.shape[-1])
-        out = F.scaled_dot_product_attention(
-            q_, k_, v_, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        scale, grouped = scoring.scale_for(q.shape[-1]), q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q_, k_, v_, is_causal=True, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2).reshape(q.shape)
 
 
 def _by_blocks(q: Tensor, k: Tensor, v: Tensor, scoring: ScoreParams) -> Tensor:
     length = q.shape[2]
     step = max(BLOCK, scoring.window)
+    recompute = scoring.softcap and torch.is_grad_enabled()  # saves no scores for the backward pass
+    attend = partial(checkpoint, _block, use_reentrant=False, preserve_rng_state=False) if recompute else _block
     outs = []
     for start in range(0, length, step):
         stop = min(start + step, length)
         first = max(0, start - scoring.window + 1) if scoring.window else 0
-        block = (q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop], scoring, start - first)
-        if scoring.softcap and torch.is_grad_enabled():  # saves no scores for the backward pass
-            outs.append(checkpoint(_block, *block, use_reentrant=False, preserve_rng_state=False))
-        else:
-            outs.append(_block(*block))
+        outs.append(attend(q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop], scoring, start - first))
     return torch.cat(outs, 2)
 
 
@@ -265,25 +260,14 @@ def decode_bias(positions: Tensor, longest: int, n_kv_heads: int, window: int = 
     return bias.repeat_interleave(n_kv_heads, 0).unsqueeze(1)
 
 
-def decode_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Tensor,
-    bias: Tensor | None = None,
-    scoring: ScoreParams = DEFAULT_SCORES,
-) -> Tensor:
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scoring: ScoreParams = DEFAULT_SCORES) -> Tensor:
     """Attend from one token per slot to the cache up to its position; return ``[S, H, d]``.
 
-    ``q`` is ``[S, H, d]``; ``k`` and ``v`` are a contiguous cache ``[S, K, Lmax, d]``; ``positions`` is ``[S]``.
-    ``bias`` is ``decode_bias`` for the window in q's dtype, which the layers of a step share; without it the call
-    synchronises with the device.
+    ``q`` is ``[S, H, d]``; ``k`` and ``v`` are a contiguous cache ``[S, K, Lmax, d]``. ``bias`` is ``decode_bias`` for
+    the window in q's dtype, which the layers of a step share.
     """
     slots, heads, dim = q.shape
-    n_kv = k.shape[1]
-    if bias is None:
-        bias = decode_bias(positions, int(positions.max()) + 1 if slots else 0, n_kv, scoring.window).to(q.dtype)
-    longest = bias.shape[-1]
+    n_kv, longest = k.shape[1], bias.shape[-1]
     k_, v_ = (x[:, :, :longest].view(slots * n_kv, longest, dim) for x in (k, v))
     grouped, scale = q.reshape(slots * n_kv, heads // n_kv, dim), scoring.scale_for(dim)
     if scoring.softcap:

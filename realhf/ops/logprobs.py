@@ -89,7 +89,6 @@ class _PackedLogprobs(torch.autograd.Function):
 def _stats(
     hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, softcap: float, tile: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``logit_stats`` over all of ``weight``, computed tile by tile."""
     n_tokens, n_words = tile
     sums, picked = torch.zeros(2, targets.numel(), device=hidden.device)
     largest = torch.full_like(sums, -torch.inf)
@@ -174,14 +173,7 @@ def _product(hidden: Tensor, words: Tensor, buffer: Tensor) -> Tensor:
 
 
 def _capped_(logits: Tensor, softcap: float) -> Tensor:
-    """Apply ``c * tanh(x / c)`` in place if the softcap c is not 0."""
     return logits.div_(softcap).tanh_().mul_(softcap) if softcap else logits
-
-
-def _check_targets(targets: Tensor, vocab: int) -> None:
-    invalid = (targets < 0) | (targets >= vocab)
-    if bool(invalid.any()):
-        raise ValueError(f"target {int(targets[invalid][0])} is outside the vocabulary of {vocab} tokens")
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -212,7 +204,9 @@ def packed_logprobs(
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    if not targets.is_cuda:  # on CUDA the check would synchronise
-        _check_targets(targets, sum(shard.widths) or weight.shape[0])
+    vocab = sum(shard.widths) or weight.shape[0]
+    # on CUDA the check would synchronise
+    if not targets.is_cuda and bool((invalid := (targets < 0) | (targets >= vocab)).any()):
+        raise ValueError(f"target {int(targets[invalid][0])} is outside the vocabulary of {vocab} tokens")
     tile = tile or TILES.get(hidden.device.type, LARGE_TILE)
     return _PackedLogprobs.apply(hidden, weight, targets, 1.0 / temperature, softcap, tile, shard, add_to)

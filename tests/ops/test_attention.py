@@ -13,6 +13,7 @@ from realhf.ops.attention import (
     BLOCK,
     ScoreParams,
     decode_attention,
+    decode_bias,
     packed_attention,
     packed_attention_reference,
     rotary_attention,
@@ -98,7 +99,7 @@ def test_decoding_attends_up_to_each_position(heads: int, kv_heads: int, rule: S
     positions = torch.tensor([0, 4, 2])
     q = torch.randn(3, heads, 8)
     k, v = torch.randn(2, 5, kv_heads, 9, 8)
-    out = decode_attention(q, k[:3], v[:3], positions, scoring=rule)
+    out = decode_attention(q, k[:3], v[:3], decode_bias(positions, 5, kv_heads, rule.window), rule)
     for slot, position in enumerate(positions.tolist()):
         seen = slice(max(0, position + 1 - rule.window) if rule.window else 0, position + 1)
         keys, values = k[slot, :, seen].transpose(0, 1), v[slot, :, seen].transpose(0, 1)
