@@ -196,7 +196,8 @@ def packed_attention_reference(
     if len(runs) == 1:
         return _dense(q, k, v, *runs[0], scoring)
     sizes = [n * length for n, length in runs]
-    by_run = zip(*(x.split(sizes) for x in (q, k, v)), runs, strict=True)  # split: one cat in the backward pass
+    # split: a single cat in the backward pass
+    by_run = zip(q.split(sizes), k.split(sizes), v.split(sizes), runs, strict=True)
     return torch.cat([_dense(qs, ks, vs, *run, scoring) for qs, ks, vs, run in by_run])
 
 

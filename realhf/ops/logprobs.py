@@ -12,6 +12,8 @@ from realhf.ops import extension
 TILES = {"cpu": (512, 2048)}
 """Tokens and vocabulary entries per tile of logits: 4 MiB fit a CPU's caches; GPUs need large products."""
 LARGE_TILE = (4096, 4096)
+Options = tuple[float, float, tuple[int, int]]
+"""Scale, softcap and tile of ``packed_logprobs``."""
 
 
 @dataclass(frozen=True)
@@ -38,42 +40,38 @@ class _PackedLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        scale: float,
-        softcap: float,
-        tile: tuple[int, int],
+        options: Options,
         shard: VocabShard,
         add_to: Tensor | None,
     ) -> Tensor:
         targets = targets - shard.start
-        largest, sums, picked = _stats(hidden, weight, targets, scale, softcap, tile)
+        largest, sums, picked = _stats(hidden, weight, targets, *options)
         global_max = shard.all_max(largest.clone())
         sums, picked = shard.all_sum(torch.stack([sums * (largest - global_max).exp(), picked]))
         logps = (picked - global_max) - sums.log()
         ctx.save_for_backward(hidden, weight, targets, sums.log() + global_max, logps)
-        ctx.scale, ctx.softcap, ctx.tile, ctx.add_to = scale, softcap, tile, add_to
+        ctx.options, ctx.add_to = options, add_to
         return logps
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, normalisers, logps = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        n_tokens, n_words = ctx.tile
+        scale, softcap, (n_tokens, n_words) = ctx.options
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
         total = ctx.add_to
         if total is None and needs_weight:
             total = torch.zeros(weight.shape, device=weight.device)
         used = grad.nonzero()[:, 0]  # tokens without a loss, such as prompts, are skipped
-        buffer = _buffer(weight, used.numel(), ctx.tile)
+        buffer = _buffer(weight, used.numel(), (n_tokens, n_words))
         for rows in used.split(n_tokens):
             x, grad_rows = hidden[rows], grad[rows].float()
             x_grad = torch.zeros(x.shape, device=x.device) if needs_hidden else None
             for start in range(0, weight.shape[0], n_words):
                 words = weight[start : start + n_words]
-                logits = _capped_(_product(x, words, buffer), ctx.softcap)
-                cap_grad = 1 - (logits / ctx.softcap).square_() if ctx.softcap else None
-                slopes = logit_slopes_(
-                    logits, targets[rows] - start, normalisers[rows], logps[rows], grad_rows, ctx.scale
-                )
+                logits = _capped_(_product(x, words, buffer), softcap)
+                cap_grad = 1 - (logits / softcap).square_() if softcap else None
+                slopes = logit_slopes_(logits, targets[rows] - start, normalisers[rows], logps[rows], grad_rows, scale)
                 if cap_grad is not None:
                     slopes = slopes.mul_(cap_grad)
                 if x_grad is not None:
@@ -83,7 +81,7 @@ class _PackedLogprobs(torch.autograd.Function):
             if grad_hidden is not None and x_grad is not None:
                 grad_hidden[rows] = x_grad.to(hidden.dtype)
         grad_weight = total.to(weight.dtype) if total is not None and ctx.add_to is None else None
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _stats(
@@ -209,4 +207,4 @@ def packed_logprobs(
     if not targets.is_cuda and bool((invalid := (targets < 0) | (targets >= vocab)).any()):
         raise ValueError(f"target {int(targets[invalid][0])} is outside the vocabulary of {vocab} tokens")
     tile = tile or TILES.get(hidden.device.type, LARGE_TILE)
-    return _PackedLogprobs.apply(hidden, weight, targets, 1.0 / temperature, softcap, tile, shard, add_to)
+    return _PackedLogprobs.apply(hidden, weight, targets, (1.0 / temperature, softcap, tile), shard, add_to)
