@@ -96,22 +96,16 @@ def _copy_local(copy: P2PCopy, buffers: ExchangeBuffers) -> Iterator[bool]:
 def _via_shared_memory(
     copies: Iterable[P2PCopy], peers: SharedMemoryPeers, buffers: ExchangeBuffers, background: Iterator[bool]
 ) -> None:
-    """Execute the copies between this worker and those that it shares memory with."""
-    outgoing: list[P2PCopy] = []
-    incoming: dict[int, list[P2PCopy]] = {}
+    near, by_sender = peers.ranks | {buffers.rank}, dict[int, list[P2PCopy]]()
     for copy in copies:
-        if copy.src == copy.dst or not copy.tensor_slice.numel:
-            continue
-        if copy.src == buffers.rank:
-            if copy.dst in peers.ranks:
-                outgoing.append(copy)
-        elif copy.src in peers.ranks and (copy.dst == buffers.rank or copy.dst in peers.ranks):
-            incoming.setdefault(copy.src, []).append(copy)
-    streams = {
+        if copy.src != copy.dst and copy.tensor_slice.numel and near.issuperset((copy.src, copy.dst)):
+            by_sender.setdefault(copy.src, []).append(copy)
+    outgoing = packets_of(by_sender.pop(buffers.rank, ()), SLOT_BYTES, buffers.trailer)
+    incoming = {
         peer: (p for p in packets_of(theirs, SLOT_BYTES, buffers.trailer) if buffers.rank in p.dsts)
-        for peer, theirs in incoming.items()
+        for peer, theirs in by_sender.items()
     }
-    peers.run(packets_of(outgoing, SLOT_BYTES, buffers.trailer), streams, buffers.pack, buffers.unpack, background)
+    peers.run(outgoing, incoming, buffers.pack, buffers.unpack, background)
 
 
 class _Buckets:

@@ -96,9 +96,8 @@ def packets_of(copies: Iterable[P2PCopy], limit: int, trailer: int = 0, alone: i
     """
     by_content: dict[Hashable, list[P2PCopy]] = {}
     for number, copy in enumerate(copies):
-        by_content.setdefault(
-            (copy.dedup_key is None, number if copy.dedup_key is None else copy.dedup_key), []
-        ).append(copy)
+        key = (copy.dedup_key is None, number if copy.dedup_key is None else copy.dedup_key)
+        by_content.setdefault(key, []).append(copy)
     streams: dict[tuple[int, ...], list[tuple[P2PCopy, ...]]] = {}
     for same in by_content.values():
         streams.setdefault(tuple(sorted({copy.dst for copy in same})), []).append(tuple(same))
