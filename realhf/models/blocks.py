@@ -132,7 +132,7 @@ def _attention(attention: Attention, index: int, x: Tensor, inner: Tensor, conte
             q, k = _norm_projections(attention.q_norm, attention.k_norm, q, k, context)
         qkv = torch.cat((q, k, v), 1)
     mixed = context.attend(index, qkv).flatten(1, 2)
-    return _add_product(x, mixed, attention.wo, attention.bo, attention.post_norm, tp_region)
+    return _add_product(x, mixed, attention.wo, attention.bo, attention.post_norm, context)
 
 
 def _norm_heads(norm: Norm, x: Tensor, context: ForwardContext) -> Tensor:
@@ -173,7 +173,7 @@ def _scaled(norm: Norm, x: Tensor, mean_square: Tensor) -> Tensor:
 
 def _mlp(mlp: Mlp, x: Tensor, inner: Tensor, context: ForwardContext) -> Tensor:
     wide = _activated(F.linear(context.tp_region.copy_to_tp(inner), mlp.up, mlp.b_up), context.config)
-    return _add_product(x, wide, mlp.down, mlp.b_down, mlp.post_norm, context.tp_region)
+    return _add_product(x, wide, mlp.down, mlp.b_down, mlp.post_norm, context)
 
 
 def _activated(wide: Tensor, config: ModelConfig) -> Tensor:
@@ -190,7 +190,7 @@ def _experts(experts: Experts, x: Tensor, inner: Tensor, context: ForwardContext
     tokens = dispatch(tp_region.copy_to_tp(inner), by_expert)
     wide = _activated(grouped_linear(tokens, experts.up.flatten(1, 2), by_expert), config)
     partial = combine(grouped_linear(wide, experts.down, by_expert), tp_region.copy_to_tp(weights), by_expert)
-    after = _add(x, partial, None, experts.post_norm, tp_region)
+    after = _add(x, partial, None, experts.post_norm, context)
     if router_loss is None:
         return after, None
     balance = balance_loss(probs, chosen, router_loss.rows, router_loss.n_rows, tp_region.local_tokens)
@@ -201,25 +201,18 @@ def _experts(experts: Experts, x: Tensor, inner: Tensor, context: ForwardContext
 
 
 def _add_product(
-    x: Tensor,
-    inner: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    post_norm: Norm | None,
-    tp_region: TensorParallelRegion,
+    x: Tensor, inner: Tensor, weight: Tensor, bias: Tensor | None, post_norm: Norm | None, context: ForwardContext
 ) -> Tensor:
     """Return ``x + inner @ weight.T + bias``; the product is summed over the group if the weight is sharded."""
-    if tp_region.group.size > 1 or post_norm is not None:
-        return _add(x, F.linear(inner, weight), bias, post_norm, tp_region)
+    if context.tp_region.group.size > 1 or post_norm is not None:
+        return _add(x, F.linear(inner, weight), bias, post_norm, context)
     if bias is None:
         return torch.addmm(x, inner, weight.t())  # fuses the residual addition
     return x + F.linear(inner, weight, bias)
 
 
-def _add(
-    x: Tensor, partial: Tensor, bias: Tensor | None, post_norm: Norm | None, tp_region: TensorParallelRegion
-) -> Tensor:
-    output = tp_region.reduce_from_tp(partial)
+def _add(x: Tensor, partial: Tensor, bias: Tensor | None, post_norm: Norm | None, context: ForwardContext) -> Tensor:
+    output = context.tp_region.reduce_from_tp(partial)
     if bias is not None:
         output = output + bias
     return x + _normalise(post_norm, output)

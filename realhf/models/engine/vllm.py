@@ -164,7 +164,11 @@ class VllmEngine(NativeEngine):
     def _request(self, request: Request, checksum: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the numbers of tokens by row, all tokens, and their log-probabilities."""
         assert self.server is not None
-        self.load_weights()
+        if self.server.version != self.version:
+            for bucket in self.buckets:
+                version = self.version if bucket is self.buckets[-1] else -1
+                self.server.call("load", tensors=bucket, version=version)
+            self.server.version = self.version
         if self.verify and (theirs := sum(self.server.call("checksum")["checksums"])) != checksum:
             raise RunFailed(
                 f"{self.server.name} has different weights from the trainer: checksums {theirs} and {checksum}"
@@ -175,16 +179,6 @@ class VllmEngine(NativeEngine):
         tokens = torch.tensor([token for tokens in reply["tokens"] for token in tokens])
         logprobs = torch.tensor([p for some in reply["logprobs"] for p in some], dtype=torch.float32)
         return counts, tokens, logprobs
-
-    def load_weights(self) -> None:
-        """Copy the weights to vLLM if it has another version."""
-        assert self.server is not None
-        if self.server.version == self.version:
-            return
-        for number, bucket in enumerate(self.buckets):
-            is_last = number == len(self.buckets) - 1
-            self.server.call("load", tensors=bucket, version=self.version if is_last else -1)
-        self.server.version = self.version
 
 
 def sampling_params(request: Request, row: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import torch
@@ -98,18 +98,14 @@ def mapped(memory: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
     return _maps[path][start : start + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
 
 
-def disable_packing() -> None:
-    """Make vLLM's CPU products use unpacked matrices. Call it in every process before a model is loaded."""
+def use_plain_matrix(layer: Any, remove_weight: bool) -> None:
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+if os.environ.get(NO_PACKING):  # every process of the engine imports this module before it loads a model
     from vllm.model_executor.layers import utils
 
-    def plain(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
-
-    utils.dispatch_cpu_unquantized_gemm = plain
-
-
-if os.environ.get(NO_PACKING):
-    disable_packing()
+    utils.dispatch_cpu_unquantized_gemm = use_plain_matrix
 
 
 class Server:
@@ -171,7 +167,8 @@ class Server:
 def serve(connection: socket.socket) -> None:
     """Reply to requests until the parent closes the connection."""
     server: Server | None = None
-    while (request := receive(connection)) is not None:
+    requests = connection.makefile("rb")
+    while (request := receive(requests)) is not None:
         method = request.pop("method")
         try:
             if server is None:
@@ -190,30 +187,17 @@ def send(connection: socket.socket, message: dict[str, Any]) -> None:
     connection.sendall(LENGTH.pack(len(body)) + body)
 
 
-def receive(connection: socket.socket) -> dict[str, Any] | None:
+def receive(requests: BinaryIO) -> dict[str, Any] | None:
     """Return the next message; None if the parent has closed the connection."""
-    head = receive_exactly(connection, LENGTH.size)
-    body = receive_exactly(connection, LENGTH.unpack(head)[0]) if head else None
-    return msgspec.msgpack.decode(body) if body is not None else None
-
-
-def receive_exactly(connection: socket.socket, size: int) -> bytes | None:
-    received = bytearray()
-    while len(received) < size:
-        chunk = connection.recv(min(size - len(received), 1 << 20))
-        if not chunk:
-            return None
-        received += chunk
-    return bytes(received)
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the worker exits; a hung process would not notice it."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    head = requests.read(LENGTH.size)
+    size = LENGTH.unpack(head)[0] if len(head) == LENGTH.size else 0
+    body = requests.read(size)
+    return msgspec.msgpack.decode(body) if size and len(body) == size else None
 
 
 if __name__ == "__main__":
-    die_with_parent()
+    # the kernel kills this process when the worker exits; a hung process would not notice it
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.update(ENVIRONMENT)
     folder = str(Path(__file__).parent)  # vLLM's own processes import ``WeightReceiver`` by name
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
