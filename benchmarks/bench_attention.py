@@ -6,7 +6,7 @@ row by row and once over all rows with a block mask. Every 8 rows share a prompt
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
@@ -16,12 +16,17 @@ from torch import Tensor
 
 from realhf.ops import extension
 from realhf.ops.adamw import AdamWStep, adamw_
-from realhf.ops.attention import packed_attention, packed_attention_reference
+from realhf.ops.attention import packed_attention_reference, rotary_attention
 
 CPU = torch.device("cpu")
 SHAPES = ((4, 4, 32), (8, 2, 64))
 """Heads, key/value heads, head size: hidden 128 and hidden 512."""
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], prefixes: Sequence[int] = ()) -> Tensor:
+    qkv = torch.cat((q, k, v), 1)
+    return rotary_attention(qkv, q.shape[1], k.shape[1], lengths, prefixes=prefixes)
 
 
 def by_rows(lengths: list[int]) -> Attention:

@@ -6,6 +6,7 @@ Every worker passes the same list of copies, which plan/ computes.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,11 +32,11 @@ STREAMED_BYTES = 16 << 20
 def exchange(
     copies: Sequence[P2PCopy],
     rank: int,
-    read: Callable[[object], Tensor],
-    write: Callable[[object, Tensor], None],
+    read: Callable[[Any], Tensor],
+    write: Callable[[Any, Tensor], None],
     device: torch.device,
     *,
-    into: Callable[[object], Tensor] | None = None,
+    into: Callable[[Any], Tensor] | None = None,
     peers: SharedMemoryPeers | None = None,
     verify: bool = False,
     copy: Copy = plain_copy,

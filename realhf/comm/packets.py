@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -167,9 +168,9 @@ class ExchangeBuffers:
     """The source and target tensors of this rank's copies: ``read``, ``write`` and ``into`` of ``exchange``."""
 
     rank: int
-    read: Callable[[object], Tensor]
-    write: Callable[[object, Tensor], None]
-    into: Callable[[object], Tensor] | None
+    read: Callable[[Any], Tensor]
+    write: Callable[[Any, Tensor], None]
+    into: Callable[[Any], Tensor] | None
     device: torch.device
     verify: bool = False
     copy: Copy = plain_copy
@@ -209,7 +210,7 @@ class ExchangeBuffers:
             self._incomplete[id(copy)] = torch.empty(copy.tensor_slice.numel, dtype=chunk.dtype, device=self.device)
         return [self._incomplete[id(copy)][chunk.start : chunk.stop]]
 
-    def _lookup(self, find: Callable[[object], Tensor], what: object) -> Tensor:
+    def _lookup(self, find: Callable[[Any], Tensor], what: object) -> Tensor:
         """Cache the last tensor: a large slice has many chunks, and each looks it up twice."""
         if self._cached is None or self._cached[0] is not what or self._cached[1] is not find:
             self._cached = what, find, find(what)

@@ -205,7 +205,12 @@ def open_shared_memory_peers(
             peers.why_not = errors[0]
             return peers
         peers.share(ring)
-        for peer, sock, their_ring in _accept(listener, sum(peer > rank for peer in near), rank, ring):
+        for _ in range(sum(peer > rank for peer in near)):
+            sock, _ = listener.accept()
+            _check_owner(sock)
+            sock.settimeout(timeout_s)
+            peer, their_ring = _receive_ring(sock)
+            _send_ring(sock, rank, ring)
             peers.add_peer(peer, sock, their_ring)
         for peer, sock in connected.items():
             peers.add_peer(peer, sock, _receive_ring(sock)[1])
@@ -251,17 +256,6 @@ def _connect(
         except OSError as error:
             return connected, f"rank {rank} cannot connect to rank {peer}, which names the same host: {error}"
     return connected, ""
-
-
-def _accept(listener: socket.socket, count: int, rank: int, ring: int) -> Iterator[tuple[int, socket.socket, int]]:
-    """Accept peers and exchange rings with each."""
-    for _ in range(count):
-        sock, _ = listener.accept()
-        _check_owner(sock)
-        sock.settimeout(listener.gettimeout())
-        peer, their_ring = _receive_ring(sock)
-        _send_ring(sock, rank, ring)
-        yield peer, sock, their_ring
 
 
 def _send_ring(sock: socket.socket, rank: int, ring: int) -> None:

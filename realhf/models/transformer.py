@@ -73,21 +73,18 @@ class Transformer:
         self._bound_with_grad = False
         self._tiled_blocks: FusedBlocks | None = None  # copies, valid while the weights do not change
         self._tiled_head: Tensor | None = None
-        self._router_loss_sums = self._zero_router_losses()
+        self._router_loss_sums = torch.zeros(2, dtype=torch.float64, device=params.data.device)
 
     def _local_heads(self, name: str) -> int:
         start, stop = self.params.box(f"layers.{self.layers[0]}.{name}")[0]
         return (stop - start) // self.config.head_dim
-
-    def _zero_router_losses(self) -> Tensor:
-        return torch.zeros(2, dtype=torch.float64, device=self.params.data.device)
 
     def pop_router_losses(self) -> Tensor:
         """Return and reset the sums of the router losses, ``[2]`` float64: ``balance_loss`` and ``z_loss``.
 
         The sums are over this worker's tokens and layers in passes with a ``token_weight``.
         """
-        sums, self._router_loss_sums = self._router_loss_sums, self._zero_router_losses()
+        sums, self._router_loss_sums = self._router_loss_sums, torch.zeros_like(self._router_loss_sums)
         return sums
 
     def tp_region(self, n_tokens: int) -> TensorParallelRegion:
@@ -176,7 +173,7 @@ class Transformer:
 
         With sequence parallelism in training, the result has only this rank's tokens. ``x`` is the previous stage's
         output (None on the first). Positions start at 0 in every row, or continue those of row ``prefixes[i]`` (see
-        ``packed_attention``). With a cache, keys and values of row i are stored in slot ``slots[i]`` (prefill). Rows
+        ``rotary_attention``). With a cache, keys and values of row i are stored in slot ``slots[i]`` (prefill). Rows
         sorted by length are fastest. With a ``token_weight``, the router losses join the loss that is differentiated
         through the result: their mean over routed layers, summed over tokens, times this weight. Raises ValueError for
         a row that is longer than the learned positions.

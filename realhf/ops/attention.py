@@ -40,24 +40,6 @@ class ScoreParams:
 DEFAULT_SCORES = ScoreParams()
 
 
-def packed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Sequence[int],
-    scoring: ScoreParams = DEFAULT_SCORES,
-    prefixes: Sequence[int] = (),
-) -> Tensor:
-    """Attend causally within each packed row; return ``[T, H, d]``.
-
-    ``q`` is ``[T, H, d]``, ``k`` and ``v`` are ``[T, K, d]`` with H a multiple of K. Row i with
-    ``prefixes[i] = p >= 0`` continues row p, which has no prefix itself: it also sees all of p's keys, whose gradients
-    are summed over the rows that share them. By default no row has a prefix. Raises ValueError for lengths or prefixes
-    that do not fit q.
-    """
-    return rotary_attention(torch.cat((q, k, v), 1), q.shape[1], k.shape[1], lengths, scoring, prefixes)
-
-
 def rotary_attention(
     qkv: Tensor,
     n_q: int,
@@ -67,11 +49,16 @@ def rotary_attention(
     prefixes: Sequence[int] = (),
     angles: Tensor | None = None,
 ) -> Tensor:
-    """Compute ``packed_attention`` of fused queries, keys and values, ``[T, n_q + 2 * n_kv, d]``.
+    """Attend causally within each packed row; return ``[T, n_q, d]``.
 
-    If ``angles`` (``Rotary.table``) are given, queries and keys are rotated by their positions first. Uses the compiled
-    kernel (CPU: float32, and bfloat16 computed in float32), torch's kernel for 16-bit types on GPUs, or
-    ``rotary_attention_reference``.
+    ``qkv`` is ``[T, n_q + 2 * n_kv, d]``: fused queries, keys and values, with n_q a multiple of n_kv. Row i with
+    ``prefixes[i] = p >= 0`` continues row p, which has no prefix itself: it also sees all of p's keys, whose gradients
+    are summed over the rows that share them. By default no row has a prefix. If ``angles`` (``Rotary.table``) are
+    given, queries and keys are rotated by their positions first. Raises ValueError for lengths or prefixes that do not
+    fit qkv.
+
+    Uses the compiled kernel (CPU: float32, and bfloat16 computed in float32), torch's kernel for 16-bit types on GPUs,
+    or ``rotary_attention_reference``.
     """
     if qkv.numel() and varlen.is_supported(qkv, scoring.softcap):
         _check_rows(qkv, lengths, prefixes)
@@ -182,7 +169,7 @@ def packed_attention_reference(
     scoring: ScoreParams = DEFAULT_SCORES,
     prefixes: Sequence[int] = (),
 ) -> Tensor:
-    """The reference implementation of ``packed_attention``.
+    """The reference implementation of ``rotary_attention`` without angles: ``[T, H, d]`` queries, ``[T, K, d]`` keys.
 
     Adjacent rows of equal length form one dense batch without copies. Rows with prefixes are computed one by one.
     """

@@ -5,7 +5,6 @@ The kernel aligns a row's last query with its last key, as a row with a prefix n
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -15,17 +14,6 @@ from torch import Tensor
 
 MAX_HEAD_DIM = 256
 Kernel = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class VarlenLayout:
-    """Row offsets of queries and keys, ``[B + 1]`` int32, and the index of gathered keys, ``[T_k]`` or None."""
-
-    cu_queries: Tensor
-    cu_keys: Tensor
-    max_queries: int
-    max_keys: int
-    gather: Tensor | None
 
 
 def is_available(device: torch.device) -> bool:
@@ -47,8 +35,13 @@ def _kernel() -> Kernel | None:
 
 
 @lru_cache(maxsize=16)  # all layers of a pass share the layout
-def varlen_layout(lengths: tuple[int, ...], prefixes: tuple[int, ...], device: torch.device) -> VarlenLayout:
-    """Return the kernel's arguments for the lengths and prefixes of ``packed_attention``."""
+def varlen_layout(
+    lengths: tuple[int, ...], prefixes: tuple[int, ...], device: torch.device
+) -> tuple[tuple[Tensor, Tensor, int, int], Tensor | None]:
+    """Return the kernel's arguments for the rows of ``rotary_attention``, and the index of gathered keys, ``[T_k]``.
+
+    The index is None without prefixes. The arguments are the row offsets of queries and keys, ``[B + 1]`` int32, and the largest lengths of both.
+    """
     shared = [lengths[p] if p >= 0 else 0 for p in prefixes] if prefixes else [0] * len(lengths)
     keys = [before + own for before, own in zip(shared, lengths, strict=True)]
     starts = list(accumulate(lengths, initial=0))
@@ -61,7 +54,7 @@ def varlen_layout(lengths: tuple[int, ...], prefixes: tuple[int, ...], device: t
             indices.append(torch.arange(starts[row], starts[row] + own))
         gather = torch.cat(indices).to(device)
     cu_seqlens = torch.tensor([starts, list(accumulate(keys, initial=0))], dtype=torch.int32).to(device)
-    return VarlenLayout(cu_seqlens[0], cu_seqlens[1], max(lengths, default=0), max(keys, default=0), gather)
+    return (cu_seqlens[0], cu_seqlens[1], max(lengths, default=0), max(keys, default=0)), gather
 
 
 def varlen_attention(
@@ -74,14 +67,12 @@ def varlen_attention(
     window: int,
     kernel: Kernel | None = None,
 ) -> Tensor:
-    """Compute ``packed_attention`` of q ``[T, H, d]``, k and v ``[T, K, d]``; a ``window`` of 0 is unlimited."""
+    """Attend like ``rotary_attention`` from q ``[T, H, d]`` to k, v ``[T, K, d]``; a ``window`` of 0 is unlimited."""
     kernel = kernel or _kernel()
     assert kernel is not None, "the caller checks is_supported"
-    layout = varlen_layout(lengths, prefixes, q.device)
-    if layout.gather is not None:
-        k, v = k.index_select(0, layout.gather), v.index_select(0, layout.gather)
-    out: Tensor = kernel(
-        q, k, v, layout.cu_queries, layout.cu_keys, layout.max_queries, layout.max_keys,
-        scale=scale, window_size=(window - 1 if window else -1, 0), enable_gqa=q.shape[1] != k.shape[1],
-    )  # fmt: skip
+    layout, gather = varlen_layout(lengths, prefixes, q.device)
+    if gather is not None:
+        k, v = k.index_select(0, gather), v.index_select(0, gather)
+    window_size = (window - 1 if window else -1, 0)
+    out: Tensor = kernel(q, k, v, *layout, scale=scale, window_size=window_size, enable_gqa=q.shape[1] != k.shape[1])
     return out

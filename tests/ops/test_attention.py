@@ -1,7 +1,8 @@
 """Packed and decoding attention against a dense masked softmax, and the kernel against the reference implementation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from realhf.ops.attention import (
     ScoreParams,
     decode_attention,
     decode_bias,
-    packed_attention,
     packed_attention_reference,
     rotary_attention,
     rotary_attention_reference,
@@ -33,6 +33,13 @@ RULES = [
     ScoreParams(window=1),
     ScoreParams(window=BLOCK + 7),
 ]
+
+
+def packed_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], *rows: Any, **options: Any
+) -> torch.Tensor:
+    """Attention of separate queries, keys and values without rotation."""
+    return rotary_attention(torch.cat((q, k, v), 1), q.shape[1], k.shape[1], lengths, *rows, **options)
 
 
 def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: ScoreParams = RULES[0]) -> torch.Tensor:

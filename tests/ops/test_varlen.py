@@ -55,9 +55,8 @@ def test_the_varlen_layout_matches_the_reference(
 
 
 def test_rows_without_prefixes_are_not_gathered() -> None:
-    rows = varlen_layout((4, 2), (), torch.device("cpu"))
-    assert rows.gather is None and rows.cu_queries.tolist() == rows.cu_keys.tolist() == [0, 4, 6]
-    assert (rows.max_queries, rows.max_keys) == (4, 4)
+    (cu_queries, cu_keys, *longest), gather = varlen_layout((4, 2), (), torch.device("cpu"))
+    assert gather is None and cu_queries.tolist() == cu_keys.tolist() == [0, 4, 6] and longest == [4, 4]
 
 
 @pytest.mark.gpu

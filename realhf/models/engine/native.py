@@ -170,15 +170,10 @@ class NativeEngine:
         routes = plan_realloc(specs, lambda pp: stage_layers(self.config, pp), source, target)
         copies = [P2PCopy(c, c.src, c.dst, TensorSlice(dtype, box_numel(c.box))) for c in route_copies(routes)]
 
-        def read(copy: object) -> Tensor:
-            assert isinstance(copy, BoxCopy)
-            return self.params.read(copy.name, copy.box)
-
-        def write(copy: object, flat: Tensor) -> None:
-            assert isinstance(copy, BoxCopy)
+        def write(copy: BoxCopy, flat: Tensor) -> None:
             full[tuple(slice(*span) for span in copy.box)] = flat.view(box_shape(copy.box)).cpu()
 
-        exchange(copies, self.context.rank, read, write, self.context.device)
+        exchange(copies, self.context.rank, lambda c: self.params.read(c.name, c.box), write, self.context.device)
         return full
 
     def _exceeds(self, stats: Stats, limits: Limits) -> bool:

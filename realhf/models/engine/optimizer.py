@@ -135,11 +135,9 @@ class ShardedAdamW:
         return norm
 
     def _reduce(self) -> None:
-        """Sum the gradient over replicas; each gets its range."""
         self.group.reduce_scatter(self.grad, self.whole_grad)
 
     def _update(self, step: AdamWStep) -> None:
-        """Update this rank's range and gather those of the other replicas."""
         local = self.params.data[self.start : self.stop]
         rounded = None if self.master.data_ptr() == local.data_ptr() else local
         adamw_(self.master, self.grad, self.first, self.second, step, rounded)

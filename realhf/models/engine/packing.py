@@ -11,7 +11,7 @@ from realhf.models.transformer import Transformer
 
 @dataclass(frozen=True)
 class Packing:
-    """The packed tokens ``[t]`` in rows of ``lengths``; see ``packed_attention`` for ``prefixes``.
+    """The packed tokens ``[t]`` in rows of ``lengths``; see ``rotary_attention`` for ``prefixes``.
 
     ``gather_index`` (``[T]``) is the index of each token of the batch among them, ``prev_index`` (``[t]``) that of each
     token's predecessor, -1: none. Both are None without shared prefixes, when the tokens are those of the batch.

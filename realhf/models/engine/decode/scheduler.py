@@ -18,7 +18,6 @@ from realhf.api.config import GenerationConfig
 from realhf.data.batch import SequenceBatch
 
 IntTable = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -207,7 +206,7 @@ class SlotTable:
         self._set_table(table)
         return moves
 
-    def _new_owners(self, is_evicted: BoolArray) -> tuple[IntTable, list[SlotMove]]:
+    def _new_owners(self, is_evicted: npt.NDArray[np.bool_]) -> tuple[IntTable, list[SlotMove]]:
         """Return the owner of every row's prompt after an eviction, and the moves of prompts to new owners."""
         owners, new_owners = self.owners.copy(), dict[int, int]()
         for slot in np.flatnonzero(is_evicted[owners] & ~is_evicted).tolist():
@@ -227,7 +226,6 @@ class SlotTable:
             self._admit(new_rows, self.prefill.owners)
 
     def _pop_rows(self, n_slots: int) -> list[int]:
-        """Take rows from the queue while there are slots and prefill tokens for them."""
         request, rows, n_tokens = self.request, list[int](), 0
         while self.queue and len(rows) < n_slots:
             prompt = self.queue[0] // request.n
