@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from realhf.api.config import GenerationConfig
 from realhf.api.messages import State, Stats
 from realhf.api.model_config import ModelConfig
-from realhf.api.param_box import Box
 
 if TYPE_CHECKING:  # annotations only: importing this module does not import torch
     from torch import Tensor
@@ -81,12 +80,6 @@ class Engine(Protocol):
 
     def reduce(self, sums: Tensor) -> Tensor:
         """Sum a tensor of any shape over the data-parallel ranks in float64. Collective."""
-
-    def read(self, name: str, box: Box) -> Tensor:
-        """Return a view of this shard's part ``box`` (in coordinates of the whole parameter) of a parameter."""
-
-    def write(self, name: str, box: Box, tensor: Tensor) -> None:
-        """Overwrite the part ``box`` of a parameter with ``tensor``, which has the shape of the box."""
 
     def save(self, path: Path) -> None:
         """Write a Hugging Face folder. The layout's first data-parallel rank writes; the others return."""

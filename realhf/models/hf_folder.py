@@ -254,7 +254,7 @@ def _write_weights(folder: Path, tensors: Iterator[tuple[str, Tensor]], max_shar
     """Write one file, or several and an index; only one file's tensors are in memory at a time."""
     shards: list[list[str]] = []
     batch: dict[str, Tensor] = {}
-    size = total = 0
+    total = 0
     dtype = torch.float32
 
     def flush() -> None:
@@ -263,11 +263,9 @@ def _write_weights(folder: Path, tensors: Iterator[tuple[str, Tensor]], max_shar
         batch.clear()
 
     for name, tensor in tensors:
-        if batch and size + tensor.nbytes > max_shard_bytes:
+        if batch and sum(t.nbytes for t in batch.values()) + tensor.nbytes > max_shard_bytes:
             flush()
-            size = 0
         batch[name] = tensor
-        size += tensor.nbytes
         total += tensor.nbytes
         dtype = tensor.dtype
     flush()

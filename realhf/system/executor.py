@@ -108,7 +108,7 @@ class Executor:
 
         def read(copy: object) -> Tensor:
             assert isinstance(copy, BoxCopy) and source is not None
-            return source.read(copy.name, copy.box)
+            return source.params.read(copy.name, copy.box)
 
         def write(copy: object, value: Tensor) -> None:
             assert isinstance(copy, BoxCopy) and target is not None
@@ -116,7 +116,7 @@ class Executor:
 
         def destination(copy: object) -> Tensor:
             assert isinstance(copy, BoxCopy) and target is not None
-            return target.read(copy.name, copy.box)
+            return target.params.read(copy.name, copy.box)
 
         exchange(
             self._copies[step],

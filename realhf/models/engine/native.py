@@ -14,7 +14,7 @@ from realhf.api.experiment import RoleSpec
 from realhf.api.layout import Coord, DeviceMesh, Layout, ParallelStrategy
 from realhf.api.messages import Stats
 from realhf.api.model_config import ModelConfig
-from realhf.api.param_box import Box, box_numel, box_shape
+from realhf.api.param_box import box_numel, box_shape
 from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.comm.exchange import P2PCopy, TensorSlice, exchange
 from realhf.comm.process_groups import ParallelContext
@@ -141,12 +141,6 @@ class NativeEngine:
     def reduce(self, sums: Tensor) -> Tensor:
         total = sums.to(self.context.device, torch.float64, copy=True)  # where the group's backend can reach it
         return self.context.group("dp").all_reduce(total).to(sums.device)
-
-    def read(self, name: str, box: Box) -> Tensor:
-        return self.params.read(name, box)
-
-    def write(self, name: str, box: Box, tensor: Tensor) -> None:
-        self.params.write(name, box, tensor)
 
     def save(self, path: Path) -> None:
         layout = self.context.layout

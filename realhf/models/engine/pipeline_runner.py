@@ -11,20 +11,7 @@ from realhf.comm.process_groups import ParallelContext
 from realhf.models.engine.decode.group import DecodeGroup
 from realhf.models.engine.packing import Packing
 from realhf.models.transformer import Transformer
-from realhf.plan.compile.pipeline import (
-    Advance,
-    Backward,
-    ExpectTokens,
-    Forward,
-    RecvActivation,
-    RecvGradient,
-    SendActivation,
-    SendGradient,
-    SendTokens,
-    generation_schedule,
-    inference_schedule,
-    train_schedule,
-)
+from realhf.plan.compile import pipeline as schedule
 
 
 class Pipeline:
@@ -45,15 +32,15 @@ class Pipeline:
     def infer(self, batches: Sequence[Packing], finish: Callable[[int, Tensor], None]) -> None:
         """Run batches through the pipeline; the last stage calls ``finish(number, hidden)`` for each."""
         inputs: dict[int, Tensor] = {}
-        for step in inference_schedule(self.stage, self.n_stages, len(batches)):
+        for step in schedule.inference_schedule(self.stage, self.n_stages, len(batches)):
             match step:
-                case RecvActivation(i):
+                case schedule.RecvActivation(i):
                     inputs[i] = self._receive(batches[i], self.ranks[self.stage - 1])
-                case Forward(i):
+                case schedule.Forward(i):
                     inputs[i] = self._hidden(batches[i], inputs.pop(i, None))
                     if self.is_last:
                         finish(i, inputs.pop(i))
-                case SendActivation(i):
+                case schedule.SendActivation(i):
                     self.p2p.send(inputs.pop(i), self.ranks[self.stage + 1])
                     self.p2p.flush(keep=2)
         self.p2p.flush()
@@ -68,21 +55,21 @@ class Pipeline:
         inputs: dict[int, Tensor] = {}
         outputs: dict[int, Tensor] = {}
         gradients: dict[int, Tensor] = {}
-        for step in train_schedule(self.stage, self.n_stages, len(batches)):
+        for step in schedule.train_schedule(self.stage, self.n_stages, len(batches)):
             match step:
-                case RecvActivation(i):
+                case schedule.RecvActivation(i):
                     inputs[i] = self._receive(batches[i], self.ranks[self.stage - 1]).requires_grad_()
-                case Forward(i):
+                case schedule.Forward(i):
                     hidden = self._hidden(batches[i], inputs.get(i), token_weight)
                     outputs[i] = loss(i, hidden) if self.is_last else hidden
                     del hidden
-                case SendActivation(i):
+                case schedule.SendActivation(i):
                     self.p2p.send(outputs[i].detach(), self.ranks[self.stage + 1])
-                case RecvGradient(i):
+                case schedule.RecvGradient(i):
                     gradients[i] = self._receive(batches[i], self.ranks[self.stage + 1])
-                case Backward(i):
+                case schedule.Backward(i):
                     with_gradient(outputs.pop(i), gradients.pop(i, None)).backward()
-                case SendGradient(i):
+                case schedule.SendGradient(i):
                     gradient = inputs.pop(i).grad
                     assert gradient is not None, "every stage's output depends on its input"
                     self.p2p.send(gradient, self.ranks[self.stage - 1])
@@ -94,25 +81,25 @@ class Pipeline:
         inputs: dict[int, Tensor] = {}
         outputs: dict[int, Tensor] = {}
         expected: dict[int, PendingRecv] = {}
-        for step in generation_schedule(self.stage, self.n_stages, len(groups)):
+        for step in schedule.generation_schedule(self.stage, self.n_stages, len(groups)):
             group = groups[step.micro_batch]
             if group.is_finished:
                 if all(one.is_finished for one in groups):
                     break
                 continue
             match step:
-                case Advance(i):
+                case schedule.Advance(i):
                     self.p2p.flush(keep=len(groups) * (self.n_stages - 1))  # the tokens of older ones have arrived
                     group.advance(outputs.pop(i) if self.is_last else expected.pop(i).wait())
-                case RecvActivation(i):
+                case schedule.RecvActivation(i):
                     inputs[i] = self._receive_rows(group.n_tokens, self.ranks[self.stage - 1])
-                case Forward(i):
+                case schedule.Forward(i):
                     outputs[i] = group.forward(inputs.pop(i, None))
-                case SendActivation(i):
+                case schedule.SendActivation(i):
                     self.p2p.send(outputs.pop(i), self.ranks[self.stage + 1])
-                case ExpectTokens(i):
+                case schedule.ExpectTokens(i):
                     expected[i] = self.p2p.post_receive((group.slots.n_sampling,), torch.int64, self.ranks[-1])
-                case SendTokens(i):
+                case schedule.SendTokens(i):
                     for rank in self.ranks[:-1]:
                         self.p2p.send(outputs[i], rank)
         self.p2p.flush()

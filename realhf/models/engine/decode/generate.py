@@ -48,7 +48,6 @@ def empty_result(device: torch.device) -> SequenceBatch:
 
 
 def _assemble(pipeline: Pipeline, request: Request, groups: list[DecodeGroup]) -> SequenceBatch:
-    """Sort the sampled tokens by row and append them to the prompts."""
     sampled = [turn for group in groups for turn in group.slots.sampled]
     tokens = torch.cat([tokens for _, tokens in sampled])
     row_of = torch.cat([rows for rows, _ in sampled]).to(tokens.device)
