@@ -68,12 +68,8 @@ def fuse_blocks(
     The kernel runs on CPU. In bfloat16, torch's products are faster on CPUs with bfloat16 instructions.
     """
     first = blocks[0].attention.wqkv
-    fits = (
-        extension.kernel("decode_blocks", first.device.type) is not None
-        and config.is_fusable
-        and (first.dtype == torch.float32 or (first.dtype == torch.bfloat16 and not _has_bf16_instructions()))
-    )
-    if not fits:
+    fits = first.dtype == torch.float32 or (first.dtype == torch.bfloat16 and not _has_bf16_instructions())
+    if not fits or not config.is_fusable or extension.kernel("decode_blocks", first.device.type) is None:
         return None
     weights = [weight for block in blocks for weight in _weights(block)]
     weights += [final_norm.weight, final_norm.bias] if final_norm else [None, None]

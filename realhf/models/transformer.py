@@ -118,12 +118,8 @@ class Transformer:
         return None if weight is None else Norm(weight, bias, self.config.norm_eps, self.config.norm_offset)
 
     def _bind_block(self, prefix: str) -> Block:
-        def leaf(*names: str) -> Tensor:
-            return self.params.leaf(*(prefix + name for name in names))
-
-        def optional(*names: str) -> Tensor | None:
-            return self._optional(*(prefix + name for name in names))
-
+        leaf = lambda *names: self.params.leaf(*(prefix + name for name in names))
+        optional = lambda *names: self._optional(*(prefix + name for name in names))
         norm = lambda name: self._bind_norm(prefix + name)
         attention = Attention(
             norm=norm("attn_norm"),

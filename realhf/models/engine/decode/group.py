@@ -90,4 +90,4 @@ class DecodeGroup:
     def advance(self, tokens: Tensor) -> None:
         """Record the tokens sampled in this turn and update the cache for the next one, on every stage."""
         for move in self.slots.record(tokens):
-            self.cache.copy_slot(move.src, move.dst, move.start, move.stop)
+            self.cache.copy_slot(*move)

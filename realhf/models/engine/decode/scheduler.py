@@ -121,14 +121,8 @@ def find_leaders(prompts: Mapping[int, list[int]]) -> dict[int, int]:
     return leaders
 
 
-@dataclass(frozen=True)
-class SlotMove:
-    """Copy the cached tokens ``start`` to ``stop`` of a slot to another one."""
-
-    src: int
-    dst: int
-    start: int
-    stop: int
+SlotMove = tuple[int, int, int, int]
+"""Source slot, target slot, and the start and stop of the cached tokens to copy."""
 
 
 class SlotTable:
@@ -200,7 +194,7 @@ class SlotTable:
         old_slots[holes], new_slots[sources] = sources, holes
         for src, dst in zip(sources.tolist(), holes.tolist(), strict=True):
             start = 0 if owners[src] == src else int(self._starts[src])
-            moves.append(SlotMove(src, dst, start, int(self.positions[src])))
+            moves.append((src, dst, start, int(self.positions[src])))
         table = self._table.take(old_slots, 1)
         table[-1] = new_slots[owners[old_slots]]
         self._set_table(table)
@@ -211,7 +205,7 @@ class SlotTable:
         owners, new_owners = self.owners.copy(), dict[int, int]()
         for slot in np.flatnonzero(is_evicted[owners] & ~is_evicted).tolist():
             owners[slot] = new_owners.setdefault(int(owners[slot]), slot)
-        return owners, [SlotMove(old, new, 0, int(self._starts[new])) for old, new in new_owners.items()]
+        return owners, [(old, new, 0, int(self._starts[new])) for old, new in new_owners.items()]
 
     def _schedule(self) -> None:
         """Admit rows if an eighth of the slots is free, or enough for all waiting rows; else decode."""

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.api.config import GenerationConfig
-from realhf.models.engine.decode.scheduler import Prefill, Request, SlotMove, SlotTable, find_leaders, plan_prefill
+from realhf.models.engine.decode.scheduler import Prefill, Request, SlotTable, find_leaders, plan_prefill
 from tests.models.engine.tiny_engine import prompts_of
 from tests.scaling import examples
 
@@ -54,11 +54,9 @@ class SimulatedGroup:
         assert samples == [row % request.n for row in sampling]
         assert prompts == [request.prompts.ids[row // request.n].prompt for row in sampling]
         tokens = [responses[row][count] for row, count in zip(sampling, counts, strict=True)]
-        for move in slots.record(torch.tensor(tokens)):
-            target = self.cache[move.dst] + [EMPTY] * move.stop
-            self.cache[move.dst] = (
-                target[: move.start] + self.cache[move.src][move.start : move.stop] + target[move.stop :]
-            )
+        for src, dst, start, stop in slots.record(torch.tensor(tokens)):
+            target = self.cache[dst] + [EMPTY] * stop
+            self.cache[dst] = target[:start] + self.cache[src][start:stop] + target[stop:]
         self.check_live()
 
     def check_live(self) -> None:
@@ -135,10 +133,10 @@ def test_a_shared_prompt_is_stored_in_one_slot() -> None:
 def test_a_shared_prompt_moves_to_a_new_owner() -> None:
     slots = SlotTable(request_of([3, 2], 3, budget=100), deque(range(6)), 6, shares_prefix=True)
     assert slots.owners.tolist() == [0, 0, 0, 3, 3, 3]
-    assert slots.record(torch.tensor([1, 5, 5, 5, 5, 5])) == [SlotMove(0, 1, 0, 3), SlotMove(5, 0, 2, 2)]
+    assert slots.record(torch.tensor([1, 5, 5, 5, 5, 5])) == [(0, 1, 0, 3), (5, 0, 2, 2)]
     assert slots.owners.tolist() == [3, 1, 1, 3, 3] and slots.rows.tolist() == [5, 1, 2, 3, 4]
     moves = slots.record(torch.tensor([5, 5, 5, 1, 5]))  # the new owner is in a freed slot, and the last row moves
-    assert moves == [SlotMove(3, 0, 0, 2), SlotMove(4, 3, 2, 3)] and slots.owners.tolist() == [0, 1, 1, 0]
+    assert moves == [(3, 0, 0, 2), (4, 3, 2, 3)] and slots.owners.tolist() == [0, 1, 1, 0]
 
 
 def test_a_prefix_of_another_prompt_is_not_computed() -> None:
