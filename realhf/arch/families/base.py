@@ -1,7 +1,7 @@
 """What a family declares: the names and sizes of its Hugging Face models. No tensors, since the planner reads it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from realhf.api.model_config import ModelConfig
@@ -109,6 +109,10 @@ def sliding_windows(hf: Mapping[str, Any], width: int, slides: Callable[[int], b
     return tuple(width if layer_type == "sliding_attention" else 0 for layer_type in types)
 
 
+def sliding_window_to_hf(config: ModelConfig) -> dict[str, Any]:
+    return {"sliding_window": max(config.sliding_windows, default=0) or None}
+
+
 def layer_types(config: ModelConfig) -> list[str]:
     return ["sliding_attention" if config.sliding_window(i) else "full_attention" for i in range(config.n_layers)]
 
@@ -128,28 +132,26 @@ def require(hf: Mapping[str, Any], **supported: Any) -> None:
 
 
 def sizes_from_hf(
-    hf: Mapping[str, Any], keys: Mapping[str, str], scalar_head: bool, tied: bool = False
+    hf: Mapping[str, Any], keys: Mapping[str, str], scalar_head: bool, tied: bool = False, head_dim: int | None = None
 ) -> dict[str, Any]:
     """Read the fields of ``ModelConfig`` that all families have; ``keys`` are the names of the required sizes.
 
-    ``head_dim`` is absent if the number of heads does not divide the hidden size.
+    Without ``head_dim`` the number of heads must divide the hidden size.
     """
     sizes: dict[str, Any] = {ours: whole_number(hf, theirs) for ours, theirs in keys.items()}
-    if sizes["hidden"] % sizes["n_heads"] == 0:
-        sizes["head_dim"] = sizes["hidden"] // sizes["n_heads"]
+    if head_dim is None and sizes["hidden"] % sizes["n_heads"]:
+        hidden, n_heads = keys["hidden"], keys["n_heads"]
+        raise ValueError(f"field '{hidden}' is {hf[hidden]}, not a multiple of {n_heads} ({hf[n_heads]})")
+    eos = hf.get("eos_token_id")  # Hugging Face allows one end token or a list
     return sizes | {
+        "head_dim": head_dim or sizes["hidden"] // sizes["n_heads"],
         "head": "scalar" if scalar_head else "lm",
         "tied_embedding": bool(hf.get("tie_word_embeddings", tied)) and not scalar_head,
         "init_std": number(hf, "initializer_range", 0.02),
-        **_token_ids(hf),
+        "bos_token_id": hf.get("bos_token_id"),
+        "eos_token_ids": () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+        "pad_token_id": hf.get("pad_token_id"),
     }
-
-
-def require_head_dim(hf: Mapping[str, Any], keys: Mapping[str, str], sizes: Mapping[str, Any]) -> None:
-    """Raise ValueError if the number of heads does not divide the hidden size."""
-    if "head_dim" not in sizes:
-        hidden, n_heads = keys["hidden"], keys["n_heads"]
-        raise ValueError(f"field '{hidden}' is {hf[hidden]}, not a multiple of {n_heads} ({hf[n_heads]})")
 
 
 def sizes_to_hf(config: ModelConfig, keys: Mapping[str, str]) -> dict[str, Any]:
@@ -167,6 +169,26 @@ def whole_tensors(names: Mapping[str, str]) -> HfTensors:
     return {ours: (HfTensor(theirs),) for ours, theirs in names.items()}
 
 
+def model_tensors(
+    config: ModelConfig, outer: Mapping[str, str], lm_head: str, layers: str, block: Callable[[int], HfTensors]
+) -> HfTensors:
+    """Return the tensors of a model, by our names.
+
+    ``outer`` are the names of embedding and final norm. ``block`` returns the tensors of a layer, whose names are
+    relative to ``layers`` followed by its number.
+    """
+    names = dict(outer)
+    if config.head == "scalar":
+        names["head.weight"] = "score.weight"
+    elif not config.tied_embedding:
+        names["head.weight"] = lm_head
+    tensors = whole_tensors(names)
+    for i in range(config.n_layers):
+        for ours, parts in block(i).items():
+            tensors[f"layers.{i}.{ours}"] = tuple(replace(part, name=f"{layers}{i}.{part.name}") for part in parts)
+    return tensors
+
+
 def stacked_experts(prefix: str, gate: str, up: str, down: str, config: ModelConfig) -> HfTensors:
     """Return the tensors of routed experts, which Hugging Face stores separately under ``{prefix}{expert}.``."""
     hidden, wide = (0, config.hidden), (0, config.expert_intermediate)
@@ -176,13 +198,6 @@ def stacked_experts(prefix: str, gate: str, up: str, down: str, config: ModelCon
             ups.append(HfTensor(f"{prefix}{e}.{name}", box=(wide, hidden), at=((e, e + 1), (i, i + 1), wide, hidden)))
         downs.append(HfTensor(f"{prefix}{e}.{down}", box=(hidden, wide), at=((e, e + 1), hidden, wide)))
     return {"experts.up": tuple(ups), "experts.down": tuple(downs)}
-
-
-def _token_ids(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the special tokens as fields of ``ModelConfig``; Hugging Face allows one end token or a list."""
-    eos = hf.get("eos_token_id")
-    ends = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-    return {"bos_token_id": hf.get("bos_token_id"), "eos_token_ids": ends, "pad_token_id": hf.get("pad_token_id")}
 
 
 def _token_ids_to_hf(config: ModelConfig) -> dict[str, Any]:

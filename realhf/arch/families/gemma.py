@@ -1,38 +1,72 @@
-"""Gemma: Llama with scaled embeddings, norm weights with an offset of one, and a GELU gate."""
+"""Gemma: Llama with scaled embeddings, norm weights with an offset of one, and a GELU gate.
+
+Gemma 2 has norms before and after attention and MLP, soft-capped logits, and alternating sliding windows.
+"""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from realhf.api.model_config import ModelConfig
 from realhf.arch.families import base, llama
 from realhf.arch.families.base import Family
 
+GEMMA2_NORM_NAMES = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_post_norm.weight": "post_attention_layernorm.weight",
+    "mlp_norm.weight": "pre_feedforward_layernorm.weight",
+    "mlp_post_norm.weight": "post_feedforward_layernorm.weight",
+}
 
-def sizes_from_hf(hf: Mapping[str, Any], family: str, scalar_head: bool, activation: str) -> ModelConfig:
-    """Read the sizes of Gemma and Gemma 2; ``activation`` is the name of that field.
+
+def _config_from_hf(
+    hf: Mapping[str, Any], family: str, scalar_head: bool, activation: str, **fields: Any
+) -> ModelConfig:
+    """Read the configuration of Gemma and Gemma 2; ``activation`` is the name of that field.
 
     The value ``gelu`` stands for the tanh form, which the weights were trained with.
     """
     base.require(hf, use_bidirectional_attention=False)
-    sizes = llama.sizes_from_hf(hf, family, scalar_head, 8192, head_dim=256, tied=True)
     form = base.activation(hf, activation, "gelu_pytorch_tanh")
-    return replace(
-        llama.with_attention_bias(sizes, hf),
-        norm_offset=1.0,
-        scaled_embedding=True,
-        activation="gelu_tanh" if form == "gelu" else form,
-    )
+    own: dict[str, Any] = {
+        "norm_offset": 1.0,
+        "scaled_embedding": True,
+        "activation": "gelu_tanh" if form == "gelu" else form,
+        **llama.attention_bias(hf),
+    }
+    return llama.config_from_hf(hf, family, scalar_head, 8192, head_dim=256, tied=True, **own, **fields)
 
 
-def _from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
-    return sizes_from_hf(hf, "gemma", scalar_head, "hidden_act")
+def _gemma_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
+    return _config_from_hf(hf, "gemma", scalar_head, "hidden_act")
 
 
-def _to_hf(config: ModelConfig) -> dict[str, Any]:
-    fields = llama.sizes_to_hf(config)
-    # transformers 4.39 to 4.57 read the second name
-    return fields | {"attention_bias": config.qkv_bias, "hidden_activation": fields["hidden_act"]}
+def _gemma_to_hf(config: ModelConfig) -> dict[str, Any]:
+    fields = llama.config_to_hf(config, attention_bias=config.qkv_bias)
+    return fields | {"hidden_activation": fields["hidden_act"]}  # transformers 4.39 to 4.57 read the second name
 
 
-GEMMA = Family("gemma", "Gemma", _from_hf, _to_hf, llama.hf_tensors)
+def _gemma2_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
+    own: dict[str, Any] = {
+        "norm_placement": "sandwich",
+        "sliding_windows": base.sliding_windows(hf, base.sliding_window(hf, 4096), lambda layer: layer % 2 == 0),
+        "attention_scale": base.number(hf, "query_pre_attn_scalar", 256.0) ** -0.5,
+        "attention_softcap": base.optional_number(hf, "attn_logit_softcapping", 50.0),
+        "logit_softcap": base.optional_number(hf, "final_logit_softcapping", 30.0),
+    }
+    return _config_from_hf(hf, "gemma2", scalar_head, "hidden_activation", **own)
+
+
+def _gemma2_to_hf(config: ModelConfig) -> dict[str, Any]:
+    scalar = round(config.attention_scale**-2, 6)
+    return _gemma_to_hf(config) | {
+        **base.sliding_window_to_hf(config),
+        "layer_types": base.layer_types(config),
+        "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
+        "attn_logit_softcapping": config.attention_softcap or None,
+        "final_logit_softcapping": config.logit_softcap or None,
+    }
+
+
+GEMMA = Family("gemma", "Gemma", _gemma_from_hf, _gemma_to_hf, llama.hf_tensors)
+GEMMA2 = Family("gemma2", "Gemma2", _gemma2_from_hf, _gemma2_to_hf, partial(llama.hf_tensors, norms=GEMMA2_NORM_NAMES))

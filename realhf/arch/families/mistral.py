@@ -1,31 +1,58 @@
-"""Mistral: Llama with an optional sliding window in all layers."""
+"""Mistral: Llama with an optional sliding window in all layers. Mixtral: Mistral with routed experts."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from realhf.api.model_config import ModelConfig
 from realhf.arch.families import base, llama
 from realhf.arch.families.base import Family
 
+MIXTRAL_EXPERTS = ("w1.weight", "w3.weight", "w2.weight")
+
 
 def sliding_windows_from_hf(hf: Mapping[str, Any], default: int = 0) -> tuple[int, ...]:
-    """Return the window of each layer, which is the same for all; also for Mixtral."""
+    """Return the window of each layer, which is the same for all."""
     width = base.sliding_window(hf, default)
     return (width,) * base.whole_number(hf, "num_hidden_layers") if width else ()
 
 
-def sliding_windows_to_hf(config: ModelConfig) -> dict[str, Any]:
-    return {"sliding_window": max(config.sliding_windows, default=0) or None}
+def n_experts(hf: Mapping[str, Any], default: int) -> int:
+    """Return the number of experts; Qwen3 drops ``local`` from the field name before transformers 5."""
+    return base.whole_number(hf, "num_experts" if hf.get("num_experts") is not None else "num_local_experts", default)
 
 
-def _from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
-    sizes = llama.sizes_from_hf(hf, "mistral", scalar_head, 4096 * 32)
-    return replace(sizes, sliding_windows=sliding_windows_from_hf(hf, default=4096))
+def _mistral_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
+    windows = sliding_windows_from_hf(hf, default=4096)
+    return llama.config_from_hf(hf, "mistral", scalar_head, 4096 * 32, sliding_windows=windows)
 
 
-def _to_hf(config: ModelConfig) -> dict[str, Any]:
-    return llama.sizes_to_hf(config) | sliding_windows_to_hf(config)
+def _mistral_to_hf(config: ModelConfig) -> dict[str, Any]:
+    return llama.config_to_hf(config, **base.sliding_window_to_hf(config))
 
 
-MISTRAL = Family("mistral", "Mistral", _from_hf, _to_hf, llama.hf_tensors)
+def _mixtral_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
+    base.require(hf, router_jitter_noise=0.0)
+    own: dict[str, Any] = {
+        "sliding_windows": sliding_windows_from_hf(hf),
+        "n_experts": n_experts(hf, 8),
+        "experts_per_token": base.whole_number(hf, "num_experts_per_tok", 2),
+        "expert_intermediate": base.whole_number(hf, "intermediate_size"),
+        "balance_loss": base.number(hf, "router_aux_loss_coef", 0.001, minimum=0),
+    }
+    return llama.config_from_hf(hf, "mixtral", scalar_head, 4096 * 32, norm_eps=1e-5, rotary_base=1e6, **own)
+
+
+def _mixtral_to_hf(config: ModelConfig) -> dict[str, Any]:
+    return _mistral_to_hf(config) | {
+        "num_local_experts": config.n_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "router_aux_loss_coef": config.balance_loss,
+    }
+
+
+MISTRAL = Family("mistral", "Mistral", _mistral_from_hf, _mistral_to_hf, llama.hf_tensors)
+MIXTRAL = Family(
+    "mixtral", "Mixtral", _mixtral_from_hf, _mixtral_to_hf,
+    partial(llama.hf_tensors, routed_mlp="block_sparse_moe", experts=MIXTRAL_EXPERTS),
+)  # fmt: skip

@@ -1,0 +1,88 @@
+"""Qwen2, Qwen2.5 and Qwen3: Llama with optional sliding windows in the upper layers.
+
+Qwen2 has query, key and value biases, Qwen3 per-head norms of queries and keys. Qwen3-MoE is Qwen3 with routed experts
+in some or all layers.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from realhf.api.model_config import ModelConfig
+from realhf.arch.families import base, llama, mistral
+from realhf.arch.families.base import Family
+
+
+def _sliding_windows_from_hf(hf: Mapping[str, Any]) -> tuple[int, ...]:
+    if not hf.get("use_sliding_window", False):
+        return ()
+    n_full = int(base.number(hf, "max_window_layers", 28, minimum=0))
+    return base.sliding_windows(hf, base.sliding_window(hf, 4096), lambda layer: layer >= n_full)
+
+
+def _sliding_windows_to_hf(config: ModelConfig) -> dict[str, Any]:
+    kinds = base.layer_types(config)
+    return {
+        "use_sliding_window": bool(config.sliding_windows),
+        **base.sliding_window_to_hf(config),
+        # versions without layer_types read this
+        "max_window_layers": kinds.index("sliding_attention") if config.sliding_windows else config.n_layers,
+        "layer_types": kinds,
+    }
+
+
+def _qwen2_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
+    windows = _sliding_windows_from_hf(hf)
+    return llama.config_from_hf(hf, "qwen2", scalar_head, 32768, qkv_bias=True, sliding_windows=windows)
+
+
+def _qwen2_to_hf(config: ModelConfig) -> dict[str, Any]:
+    return llama.config_to_hf(config, **_sliding_windows_to_hf(config))
+
+
+def _qwen3_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
+    own: dict[str, Any] = {"sliding_windows": _sliding_windows_from_hf(hf), **llama.attention_bias(hf)}
+    return llama.config_from_hf(hf, "qwen3", scalar_head, 32768, head_dim=128, qk_norm="head", **own)
+
+
+def _qwen3_to_hf(config: ModelConfig) -> dict[str, Any]:
+    return llama.config_to_hf(config, attention_bias=config.qkv_bias, **_sliding_windows_to_hf(config))
+
+
+def _qwen3_moe_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
+    n_layers, step = base.whole_number(hf, "num_hidden_layers"), base.whole_number(hf, "decoder_sparse_step", 1)
+    dense = set(hf.get("mlp_only_layers") or ()) | {i for i in range(n_layers) if (i + 1) % step}
+    own: dict[str, Any] = {
+        "qk_norm": "head",
+        "sliding_windows": mistral.sliding_windows_from_hf(hf, 4096) if hf.get("use_sliding_window", False) else (),
+        "n_experts": mistral.n_experts(hf, 128),
+        "experts_per_token": base.whole_number(hf, "num_experts_per_tok", 8),
+        "expert_intermediate": base.whole_number(hf, "moe_intermediate_size", 768),
+        "dense_layers": tuple(sorted(i for i in dense if i < n_layers)),
+        "renormalise_experts": bool(hf.get("norm_topk_prob", False)),
+        "balance_loss": base.number(hf, "router_aux_loss_coef", 0.001, minimum=0),
+        **llama.attention_bias(hf),
+    }
+    return llama.config_from_hf(hf, "qwen3_moe", scalar_head, 32768, **own)
+
+
+def _qwen3_moe_to_hf(config: ModelConfig) -> dict[str, Any]:
+    return llama.config_to_hf(config) | {
+        **base.sliding_window_to_hf(config),
+        "use_sliding_window": bool(config.sliding_windows),
+        "attention_bias": config.qkv_bias,
+        "num_experts": config.n_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "moe_intermediate_size": config.expert_intermediate,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(config.dense_layers),
+        "norm_topk_prob": config.renormalise_experts,
+        "router_aux_loss_coef": config.balance_loss,
+    }
+
+
+QWEN2 = Family("qwen2", "Qwen2", _qwen2_from_hf, _qwen2_to_hf, llama.hf_tensors)
+QWEN3 = Family("qwen3", "Qwen3", _qwen3_from_hf, _qwen3_to_hf, llama.hf_tensors)
+QWEN3_MOE = Family(
+    "qwen3_moe", "Qwen3Moe", _qwen3_moe_from_hf, _qwen3_moe_to_hf, partial(llama.hf_tensors, routed_mlp="mlp")
+)
