@@ -3,7 +3,7 @@
 Per-token columns have the lengths of ``tokens``; scalar columns have length 1.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -99,20 +99,5 @@ class SequenceBatch:
     def split(self, parts: Sequence[Sequence[int]]) -> list["SequenceBatch"]:
         return [self.select(part) for part in parts]
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> "SequenceBatch":
-        return SequenceBatch(self.ids, {k: Column(fn(c.data), c.lengths) for k, c in self.columns.items()})
-
     def to(self, device: torch.device | str) -> "SequenceBatch":
-        return self.map(lambda data: data.to(device))
-
-    @staticmethod
-    def concat(batches: Sequence["SequenceBatch"]) -> "SequenceBatch":
-        """Concatenate batches with equal columns; empty batches are skipped."""
-        full = [b for b in batches if len(b)]
-        if not full:
-            return batches[0] if batches else SequenceBatch(())
-        columns = {
-            k: Column(torch.cat([b[k] for b in full]), tuple(n for b in full for n in b.lengths(k)))
-            for k in full[0].columns
-        }
-        return SequenceBatch(tuple(i for b in full for i in b.ids), columns)
+        return SequenceBatch(self.ids, {k: Column(c.data.to(device), c.lengths) for k, c in self.columns.items()})

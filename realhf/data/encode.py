@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -152,9 +153,10 @@ def encode_chunk(rows: Sequence[Row], task: Task, tokenizer: "PreTrainedTokenize
         fields = json.dumps(row.fields).encode() if task is Task.answer or not per_row else b""
         if row.fields.get("truncated") and task is Task.answer:
             per_row = [ids[:-1] for ids in per_row]  # no EOS was generated
-        labels = np.array(labels_of(row, task), np.float32)
-        if task is Task.process:  # drop steps without tokens
-            labels, per_row = labels[[len(ids) > 0 for ids in per_row]], [ids for ids in per_row if ids]
+        labels = np.array([row.fields["label"]] if task is Task.outcome else [], np.float32)
+        if task is Task.process:  # steps without tokens are dropped
+            labels = np.array(row.fields["labels"], np.float32)[[len(ids) > 0 for ids in per_row]]
+            per_row = [ids for ids in per_row if ids]
         yield EncodedRow(
             np.array(prompt, np.int32),
             tuple(np.array(ids, np.int32) for ids in per_row),
@@ -169,24 +171,10 @@ def answers_of(row: Row, task: Task) -> list[str]:
         case Task.sft | Task.outcome | Task.answer:
             return [row.fields["answer"]]
         case Task.pairs:
-            pairs = zip(row.fields["pos_answers"], row.fields["neg_answers"], strict=True)
-            return [answer for pair in pairs for answer in pair]
-        case Task.ranked:
-            return row.fields["answers"]
-        case Task.process:
-            return row.fields["steps"]
-        case _:
-            return []
-
-
-def labels_of(row: Row, task: Task) -> list[float]:
-    match task:
-        case Task.outcome:
-            return [row.fields["label"]]
-        case Task.process:
-            return row.fields["labels"]
-        case _:
-            return []
+            return list(chain(*zip(row.fields["pos_answers"], row.fields["neg_answers"], strict=True)))
+        case Task.ranked | Task.process:
+            return row.fields["answers" if task is Task.ranked else "steps"]
+    return []
 
 
 def length_problem(prompt: int, has_answer: bool, config: DatasetConfig) -> str:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from realhf.base.errors import UserError
-from realhf.data.parquet import MAGIC, parquet_rows
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
+PARQUET_MAGIC = b"PAR1"
+"""First bytes of a Parquet file."""
 ROW_KEYS = frozenset({"prompt", "question", "messages"})
 SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -28,7 +29,7 @@ class RawRow:
 def read_raw_rows(path: str) -> Iterator[RawRow]:
     """Yield the rows of the data file ``path``; UserError if it is missing, empty, or an invalid JSON document."""
     data = read_file(path)
-    if data.startswith(MAGIC):
+    if data.startswith(PARQUET_MAGIC):
         yield from (RawRow(number, value) for number, value in enumerate(parquet_rows(path), 1))
         return
     if data.lstrip()[:1] == b"[":
@@ -63,6 +64,22 @@ def read_file(path: str) -> bytes:
     if not data.strip():
         raise UserError(f"dataset.path={path} is empty")
     return data
+
+
+def parquet_rows(path: str) -> Iterator[dict[str, Any]]:
+    """Yield rows as JSON objects: null cells are omitted, dates are text. UserError if pyarrow is not installed."""
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise UserError(f"{path} is a Parquet file, which requires pyarrow: pip install 'realhf[parquet]'") from error
+    try:
+        with ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    yield json.loads(json.dumps({k: v for k, v in row.items() if v is not None}, default=str))
+    except (ArrowException, OSError) as error:
+        raise UserError(f"{path} cannot be read as Parquet: {error}") from error
 
 
 def parse_line(number: int, line: bytes) -> RawRow:

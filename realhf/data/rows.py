@@ -324,16 +324,7 @@ def missing(raw: dict, key: str) -> BadRow:
 
 def kind_of(value: object) -> str:
     """Describe a JSON value in a message."""
-    match value:
-        case None:
-            return "null"
-        case []:
-            return "an empty list"
-        case list():
-            return "a list"
-        case dict():
-            return "an object"
-        case str():
-            return "a text"
-        case _:
-            return f"{value!r:.40}"
+    if value == []:
+        return "an empty list"
+    kinds = {type(None): "null", list: "a list", dict: "an object", str: "a text"}
+    return kinds.get(type(value)) or f"{value!r:.40}"

@@ -51,9 +51,9 @@ class RowSource:
         self._rows, self._held_out = encode_split(config, task, tokenizer)
         self.problems = self._rows.problems + self._held_out.problems
         self.n_held_out = len(self._held_out)
-        self._max_length = 0
-        if mismatched:
-            self._max_length = max(n for row in chain(self._rows, self._held_out) for n in row.sequence_lengths)
+        every = chain(self._rows, self._held_out)
+        self._max_length = max(n for row in every for n in row.sequence_lengths) if mismatched else 0
+        self._lookahead = LOOKAHEAD if mismatched else 0
 
     def __len__(self) -> int:
         """Return the number of rows of an epoch."""
@@ -72,8 +72,8 @@ class RowSource:
         ``mismatched`` adds ``kl_tokens`` and ``kl_prompt_mask``: the prompt with an answer of the next row that has
         another prompt, truncated to the longest sequence of the data.
         """
-        first, ahead = start if first is None else first, LOOKAHEAD if self._max_length else 0
-        rows = [self._rows[i] for i in rows_at(self._seed, len(self), start, stop + ahead, self._config.shuffle)]
+        first, stop_ahead = start if first is None else first, stop + self._lookahead
+        rows = [self._rows[i] for i in rows_at(self._seed, len(self), start, stop_ahead, self._config.shuffle)]
         return self._assemble(range(first, first + stop - start), rows)
 
     def resampled(self, step: int, own: range, start: int, stop: int, first: int) -> SequenceBatch:
@@ -84,9 +84,7 @@ class RowSource:
 
     def held_out(self, start: int, stop: int, first: int) -> SequenceBatch:
         """Return held-out rows ``start`` to ``stop`` in file order, numbered as prompts from ``first``."""
-        rows = [
-            self._held_out[i % self.n_held_out] for i in range(start, stop + (LOOKAHEAD if self._max_length else 0))
-        ]
+        rows = [self._held_out[i % self.n_held_out] for i in range(start, stop + self._lookahead)]
         return self._assemble(range(first, first + stop - start), rows)
 
     def _assemble(self, positions: range, candidates: list[EncodedRow]) -> SequenceBatch:
@@ -126,17 +124,13 @@ class RowSource:
         return [(row.prompt, other.answers[k % len(other.answers)][:max_answer]) for k in range(n)]
 
     def _answers(self, position: int, row: EncodedRow) -> list[np.ndarray]:
-        match self._task:
-            case Task.pairs:
-                pairs = self._choose("pairs", position, len(row.answers) // 2, self._config.max_pairs_per_prompt)
-                return [row.answers[2 * i + side] for i in pairs for side in (0, 1)]
-            case Task.ranked:
-                return [
-                    row.answers[i]
-                    for i in self._choose("ranked", position, len(row.answers), self._config.max_responses)
-                ]
-            case _:
-                return [np.concatenate(row.answers)]
+        if self._task is Task.pairs:
+            pairs = self._choose("pairs", position, len(row.answers) // 2, self._config.max_pairs_per_prompt)
+            return [row.answers[2 * i + side] for i in pairs for side in (0, 1)]
+        if self._task is Task.ranked:
+            chosen = self._choose("ranked", position, len(row.answers), self._config.max_responses)
+            return [row.answers[i] for i in chosen]
+        return [np.concatenate(row.answers)]
 
     def _choose(self, name: str, position: int, n: int, most: int) -> list[int]:
         """Sample up to ``most`` of ``range(n)`` without replacement by (seed, position); return them sorted."""
