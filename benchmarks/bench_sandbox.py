@@ -8,6 +8,7 @@ import argparse
 import gzip
 import json
 import time
+from contextlib import closing
 from pathlib import Path
 
 from realhf.rewards.judge.pool import JudgePool
@@ -35,7 +36,7 @@ def main() -> None:
     options = parser.parse_args()
     for namespaces in (True, False):
         begin = time.perf_counter()
-        with Sandbox(namespaces=namespaces) as sandbox:
+        with closing(Sandbox(namespaces=namespaces)) as sandbox:
             sandbox.open()
             start = time.perf_counter() - begin
             rate = programs_per_second(sandbox, options.seconds)
@@ -46,7 +47,7 @@ def main() -> None:
     with gzip.open(options.humaneval, "rt") as lines:
         rows = [json.loads(line) | {"stub": json.loads(line)["prompt"]} for line in lines]
     begin = time.perf_counter()
-    with JudgePool("code", timeout=30.0, processes=2) as pool:
+    with closing(JudgePool("code", timeout=30.0, processes=2)) as pool:
         verdicts = pool.judge([(row["prompt"], row["canonical_solution"], row) for row in rows])
     right = sum(verdict.score for verdict in verdicts)
     print(f"HumanEval: {right:.0f} of {len(rows)} correct in {time.perf_counter() - begin:.2f} s, including start-up")

@@ -9,6 +9,7 @@ import json
 import random
 import time
 from collections import Counter
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def solutions() -> list[str]:
 def accuracy(processes: int) -> None:
     pairs = [json.loads(line) for line in PAIRS.read_text().splitlines()]
     began = time.perf_counter()
-    with JudgePool("math", timeout=20.0, processes=processes) as pool:
+    with closing(JudgePool("math", timeout=20.0, processes=processes)) as pool:
         verdicts = pool.judge([("", pair["answer"], pair) for pair in pairs])
     seconds = time.perf_counter() - began
     kinds = Counter(pair["kind"] for pair in pairs)
@@ -50,7 +51,7 @@ def speed(processes: int) -> None:
     golds = solutions()
     items: list[Item] = [("", s + "0" * (i % 2), {"solutions": [s]}) for i, s in enumerate(golds)]
     began = time.perf_counter()
-    with JudgePool("math", timeout=10.0, processes=processes) as pool:
+    with closing(JudgePool("math", timeout=10.0, processes=processes)) as pool:
         pool.start()
         ready = time.perf_counter()
         verdicts = pool.judge(items)

@@ -44,7 +44,7 @@ def _load_math(seconds: float) -> RewardFn:
 def _load_code(seconds: float, unordered: bool = False) -> RewardFn:
     from realhf.rewards.code.judge_code import CodeJudge
 
-    return CodeJudge(seconds, unordered).ready()
+    return CodeJudge(seconds, unordered)
 
 
 MATH_SELF_TEST = (

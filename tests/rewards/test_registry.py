@@ -2,6 +2,7 @@
 
 import platform
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def test_every_verifier_has_an_accepted_and_a_rejected_response_in_its_self_test
 def test_verifier_passes_its_self_test(name: str) -> None:
     if name.startswith("code") and (sys.platform != "linux" or platform.machine() not in MACHINES):
         pytest.skip("the sandbox needs Linux")
-    with JudgePool(name, timeout=20.0) as pool:
+    with closing(JudgePool(name, timeout=20.0)) as pool:
         pool.self_test()
         items = [("", response, row) for response, row, _ in VERIFIERS[name].self_test]
         assert [(v.status, v.score) for v in pool.judge(items)] == [
@@ -45,7 +46,7 @@ def test_a_failed_self_test_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> 
     wrong = (("#### 73", {"solutions": ["#### 72"]}, 1.0),)
     monkeypatch.setitem(VERIFIERS, "math", replace(VERIFIERS["math"], self_test=wrong))
     with (
-        JudgePool("math", timeout=20.0) as pool,
+        closing(JudgePool("math", timeout=20.0)) as pool,
         pytest.raises(UserError, match="self-test of reward.fn=math failed: '#### 73' .* scored 0.0 instead of 1.0"),
     ):
         pool.self_test()
@@ -73,13 +74,13 @@ def test_one_or_several_rewards() -> None:
 
 
 def test_format_must_match_the_whole_response() -> None:
-    with JudgePool("format:<think>.*</think>\\s*<answer>[^<]*</answer>", timeout=20.0) as pool:
+    with closing(JudgePool("format:<think>.*</think>\\s*<answer>[^<]*</answer>", timeout=20.0)) as pool:
         responses = ("<think>a\nb</think>\n<answer>4</answer>", "<think>a</think><answer>4</answer> and more", "4")
         assert [v.score for v in pool.judge([("", a, {}) for a in responses])] == [1.0, 0.0, 0.0]
 
 
 def test_format_with_exponential_backtracking_times_out() -> None:
-    with JudgePool("format:(a+)+b", timeout=1.0) as pool:
+    with closing(JudgePool("format:(a+)+b", timeout=1.0)) as pool:
         assert [v.status for v in pool.judge([("", "a" * 60, {}), ("", "ab", {})])] == [Status.timeout, Status.ok]
 
 

@@ -35,7 +35,8 @@ PASSED = b'"passed"'
 class CodeJudge:
     """Judges programs until the first failed test, with ``seconds`` per response and TEST_SECONDS per test.
 
-    With ``unordered``, an output also passes if it has the same set of words as the expected one.
+    With ``unordered``, an output also passes if it has the same set of words as the expected one. UserError if this
+    machine cannot isolate programs.
     """
 
     def __init__(self, seconds: float, unordered: bool = False) -> None:
@@ -43,16 +44,12 @@ class CodeJudge:
         self._harness = inspect.getsource(harness)
         self._seconds = seconds * DEADLINE_FRACTION
         self._unordered = unordered
+        self.sandbox.open()
 
     def __call__(self, prompt: str, answer: str, row: Mapping[str, Any]) -> ScoreWithReason:
         """Return 1.0 if the program in ``answer``, a response, passes all tests of ``row``, else 0.0."""
         reason = self.judge(answer, row).reason
         return ScoreWithReason(float(reason is Reason.ok), reason.value)
-
-    def ready(self) -> "CodeJudge":
-        """Start the sandbox now; UserError if this machine cannot isolate programs."""
-        self.sandbox.open()
-        return self
 
     def judge(self, response: str, row: Mapping[str, Any]) -> ProgramResult:
         """Return how the program in ``response`` ended: ok if it passed all tests."""

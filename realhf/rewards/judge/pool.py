@@ -120,12 +120,6 @@ class JudgePool:
         for child in self.children:
             child.kill()
 
-    def __enter__(self) -> "JudgePool":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
 
 class ProcessExited(Exception):
     """The child closed its streams."""

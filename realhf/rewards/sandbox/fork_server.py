@@ -20,7 +20,9 @@ import struct
 import sys
 import tempfile
 import types
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from realhf.rewards.sandbox.isolation import IsolationInfo, Limits, restrict_program, restrict_server
@@ -37,17 +39,6 @@ from math import ceil, comb, factorial, floor, gcd, inf, log, log2, sqrt
 from typing import Any, Callable, Dict, Generator, Iterable, Iterator, List, Optional, Set, Tuple, Union
 """
 NOT_ISOLATED = 125  # exit code
-
-
-@dataclass(frozen=True)
-class ProgramRequest:
-    """One program to run: file descriptors of its source and streams, limits, and its private folder."""
-
-    source: int
-    streams: tuple[int, int, int]
-    limits: Limits
-    seconds: float
-    folder: str
 
 
 @dataclass(frozen=True)
@@ -74,12 +65,12 @@ def main(requests: int, namespaces: bool) -> None:
     server.send(json.dumps({"ready": isolation.describe()}).encode())
     gc.collect()
     gc.freeze()  # so that forks share these pages
-    if (request := serve(server, isolation)) is not None:
-        exec_program(request, isolation, names)
+    if (run_program := serve(server, isolation)) is not None:
+        run_program(isolation, names)
 
 
-def serve(server: socket.socket, isolation: IsolationInfo) -> ProgramRequest | None:
-    """Start and reap programs; return the request in the forked process, and None once the peer has hung up."""
+def serve(server: socket.socket, isolation: IsolationInfo) -> Callable[[IsolationInfo, dict[str, Any]], None] | None:
+    """Start and reap programs; return the program in the forked process, and None once the peer has hung up."""
     poll = select.poll()
     poll.register(server, select.POLLIN)
     running: dict[int, RunningProgram] = {}  # by pidfd and by control socket
@@ -92,15 +83,17 @@ def serve(server: socket.socket, isolation: IsolationInfo) -> ProgramRequest | N
                     os.kill(program.pid, signal.SIGKILL)
                     reap(program)
                 return None
-            control, request = accept(message, fds, isolation)
+            control, source, *streams = fds
+            request = json.loads(message)
+            private = None if isolation.namespaces else tempfile.mkdtemp(prefix="realhf-program-")
             pid = os.fork()
             if pid == 0:
-                return request
-            for received in (request.source, *request.streams):
+                limits = Limits(**request["limits"])
+                return partial(exec_program, source, streams, limits, request["seconds"], private or "/tmp")
+            for received in (source, *streams):
                 os.close(received)
-            folder = None if isolation.namespaces else request.folder
-            started = RunningProgram(pid, os.pidfd_open(pid), control, folder)
-            for polled in (started.pidfd, control.fileno()):
+            started = RunningProgram(pid, os.pidfd_open(pid), socket.socket(fileno=control), private)
+            for polled in (started.pidfd, control):
                 poll.register(polled, select.POLLIN)
                 running[polled] = started
             continue
@@ -116,16 +109,6 @@ def serve(server: socket.socket, isolation: IsolationInfo) -> ProgramRequest | N
             del running[fd]
 
 
-def accept(message: bytes, fds: list[int], isolation: IsolationInfo) -> tuple[socket.socket, ProgramRequest]:
-    control, source, *streams = fds
-    content = json.loads(message)
-    folder = "/tmp" if isolation.namespaces else tempfile.mkdtemp(prefix="realhf-program-")
-    request = ProgramRequest(
-        source, (streams[0], streams[1], streams[2]), Limits(**content["limits"]), content["seconds"], folder
-    )
-    return socket.socket(fileno=control), request
-
-
 def reap(program: RunningProgram) -> None:
     """Wait for a process that has ended, clean up, and send its exit status."""
     _, status = os.waitpid(program.pid, 0)
@@ -137,16 +120,24 @@ def reap(program: RunningProgram) -> None:
     os.close(program.pidfd)
 
 
-def exec_program(request: ProgramRequest, isolation: IsolationInfo, names: dict[str, Any]) -> None:
+def exec_program(
+    source_fd: int,
+    streams: Sequence[int],
+    limits: Limits,
+    seconds: float,
+    folder: str,
+    isolation: IsolationInfo,
+    names: dict[str, Any],
+) -> None:
     """Turn this process into the program, with no resources but its three streams and its folder."""
-    with open(request.source, encoding="utf-8", errors="surrogatepass") as file:
+    with open(source_fd, encoding="utf-8", errors="surrogatepass") as file:
         source = file.read()
-    for number, stream in enumerate(request.streams):
+    for number, stream in enumerate(streams):
         os.dup2(stream, number)
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     try:
-        os.environ.update(HOME=request.folder, TMPDIR=request.folder)
-        restrict_program(isolation, request.limits, request.seconds, request.folder)
+        os.environ.update(HOME=folder, TMPDIR=folder)
+        restrict_program(isolation, limits, seconds, folder)
     except BaseException as error:
         os.write(2, f"the program could not be isolated: {error}".encode())
         os._exit(NOT_ISOLATED)

@@ -31,6 +31,7 @@ UNUSED_UID, OVERFLOW_UID = 60_000_000, 65534
 
 NEW_MOUNTS, NEW_IPC, NEW_USER, NEW_NETWORK = 0x20000, 0x8000000, 0x10000000, 0x40000000
 BIND, RECURSIVE, PRIVATE, NOSUID, NODEV, DETACH = 0x1000, 0x4000, 0x40000, 2, 4, 2
+READ_FILE, WRITE_FILE, READ_FOLDER = 4, 2, 8  # rights of Landlock
 
 SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/nix/store")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
@@ -205,9 +206,6 @@ def threads_of(uid: int) -> int:
         except OSError:
             continue  # the process has ended
     return count + 256  # margin for threads that it starts later
-
-
-READ_FILE, WRITE_FILE, READ_FOLDER = 4, 2, 8
 
 
 def landlock_version() -> int:

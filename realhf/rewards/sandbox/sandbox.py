@@ -157,17 +157,11 @@ class Sandbox:
         with contextlib.closing(self.start(source, seconds)) as program:
             return program.finish(stdin.encode(errors="surrogatepass"), seconds)
 
-    def __enter__(self) -> "Sandbox":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
 
 def describe_sandbox() -> str:
     """Return a description of the isolation on this machine, or why programs cannot run."""
     try:
-        with Sandbox() as sandbox:
+        with contextlib.closing(Sandbox()) as sandbox:
             sandbox.open()
             return sandbox.description
     except UserError as error:

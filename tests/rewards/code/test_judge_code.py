@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -198,7 +199,7 @@ def test_deadline_covers_all_tests() -> None:
 
 @runs
 def test_pool_returns_reasons() -> None:
-    with JudgePool("code", timeout=20.0, processes=2) as pool:
+    with closing(JudgePool("code", timeout=20.0, processes=2)) as pool:
         verdicts = pool.judge([("", LONG, ADD), ("", "print(1)", ADD), ("", "1 / 0", ADD), ("", LONG, {})])
     assert verdicts[:2] == [Verdict(1.0, Status.ok, "ok"), Verdict(0.0, Status.ok, "wrong")]
     assert verdicts[2] == Verdict(0.0, Status.ok, "error") and verdicts[3].status is Status.error

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ def fn(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def pool(fn: str) -> Iterator[JudgePool]:
-    with JudgePool(fn, timeout=20.0) as pool:
+    with closing(JudgePool(fn, timeout=20.0)) as pool:
         yield pool
 
 
@@ -104,7 +105,7 @@ def test_long_and_unusual_texts(pool: JudgePool) -> None:
 
 
 def test_timeout_affects_only_its_response(fn: str) -> None:
-    with JudgePool(fn, timeout=1.0, processes=2) as pool:
+    with closing(JudgePool(fn, timeout=1.0, processes=2)) as pool:
         pool.start()
         answers = ["a", "sleep", "spin", "b", "c"]
         verdicts = pool.judge([("", answer, {"value": i}) for i, answer in enumerate(answers)])
@@ -115,7 +116,7 @@ def test_timeout_affects_only_its_response(fn: str) -> None:
 
 
 def test_close_kills_all_descendants(fn: str) -> None:
-    with JudgePool(fn, timeout=20.0, processes=2) as pool:
+    with closing(JudgePool(fn, timeout=20.0, processes=2)) as pool:
         pids = {int(v.score) for v in pool.judge([("", a, {}) for a in ("pid", "child", "pid", "child")])}
     assert have_exited(pids)
     pool.close()
@@ -123,7 +124,7 @@ def test_close_kills_all_descendants(fn: str) -> None:
 
 def test_no_items_start_no_process(fn: str) -> None:
     before = descendants()
-    with JudgePool(fn, timeout=1.0) as pool:
+    with closing(JudgePool(fn, timeout=1.0)) as pool:
         assert pool.judge([]) == []
         assert descendants() == before
 
@@ -144,7 +145,7 @@ def test_hanging_server_ends_after_its_parent(fn: str) -> None:
 
 
 def test_math() -> None:
-    with JudgePool("math", timeout=20.0) as pool:
+    with closing(JudgePool("math", timeout=20.0)) as pool:
         right, wrong = pool.judge([("", f"#### {n}", {"solutions": ["#### 5"]}) for n in (5, 6)])
     assert (right, wrong) == (Verdict(1.0, Status.ok), Verdict(0.0, Status.ok))
 
@@ -162,7 +163,10 @@ def test_file_that_cannot_be_loaded_is_a_user_error(tmp_path: Path, text: str, w
     file = tmp_path / "bad.py"
     file.write_text(text)
     startup = 1.0 if "sleep" in text else 60.0
-    with JudgePool(f"{file}:f", timeout=1.0, startup_timeout=startup) as pool, pytest.raises(UserError, match=words):
+    with (
+        closing(JudgePool(f"{file}:f", timeout=1.0, startup_timeout=startup)) as pool,
+        pytest.raises(UserError, match=words),
+    ):
         pool.judge([("", "", {})] * 3)
 
 
@@ -177,7 +181,7 @@ def test_relative_path_is_resolved_once(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     pool = JudgePool("r.py:f", timeout=20.0)
     monkeypatch.chdir(cwd)
-    with pool:
+    with closing(pool):
         assert pool.judge([("", "", {})]) == [Verdict(1.0, Status.ok)]
 
 

@@ -1,6 +1,7 @@
 """Asynchronous reward functions: concurrent responses, with failures that affect only their own."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["reward", "thing"])
 def pool(file: Path, request: pytest.FixtureRequest) -> Iterator[JudgePool]:
-    with JudgePool(f"{file}:{request.param}", timeout=20.0, max_concurrency=8) as pool:
+    with closing(JudgePool(f"{file}:{request.param}", timeout=20.0, max_concurrency=8)) as pool:
         yield pool
 
 
@@ -89,7 +90,7 @@ def test_failure_affects_only_its_response(pool: JudgePool, answer: str, detail:
 
 @pytest.mark.parametrize("answer", ["sleep", "block"])
 def test_timeout_affects_only_its_response(file: Path, answer: str) -> None:
-    with JudgePool(f"{file}:reward", timeout=1.0) as pool:
+    with closing(JudgePool(f"{file}:reward", timeout=1.0)) as pool:
         verdicts = pool.judge(items("wait", answer, "wait", "fine"))
     assert verdicts[1] == Verdict(0.0, Status.timeout, "no verdict after 1 s (reward.timeout)")
     assert [verdicts[i] for i in (0, 2, 3)] == [Verdict(float(i), Status.ok) for i in (0, 2, 3)]

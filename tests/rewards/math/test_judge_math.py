@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
@@ -86,7 +87,7 @@ def test_gsm8k_solutions() -> None:
 
 def test_at_most_one_percent_of_the_labelled_pairs_is_misjudged() -> None:
     assert len(PAIRS) >= 500 and {pair["right"] for pair in PAIRS} == {0, 1}
-    with JudgePool("math", timeout=20.0) as pool:
+    with closing(JudgePool("math", timeout=20.0)) as pool:
         verdicts = pool.judge([("", pair["answer"], pair) for pair in PAIRS])
     wrong = [(p["kind"], p["answer"][-80:], v) for p, v in zip(PAIRS, verdicts, strict=True) if v.score != p["right"]]
     assert len(wrong) <= len(PAIRS) // 100, wrong
@@ -95,7 +96,7 @@ def test_at_most_one_percent_of_the_labelled_pairs_is_misjudged() -> None:
 
 def test_endless_evaluation_ends_at_the_deadline() -> None:
     answer, solution = ENDLESS
-    with JudgePool("math", timeout=2.0) as pool:
+    with closing(JudgePool("math", timeout=2.0)) as pool:
         endless, next_verdict = pool.judge(
             [("", answer, {"solutions": [solution]}), ("", "#### 5", {"solutions": ["#### 5"]})]
         )
@@ -116,7 +117,7 @@ print([judge_math("", p["answer"], p) for p in pairs] == [p["right"] for p in pa
 @pytest.mark.parametrize("text", ["\\boxed{" * 50_000, "{" * 300_000, "answer is " * 50_000, "<answer>" * 50_000,
                                   "1,1" * 100_000, "#### " * 50_000, "$" * 300_000])  # fmt: skip
 def test_extraction_takes_linear_time(text: str) -> None:
-    with JudgePool("math", timeout=10.0) as pool:
+    with closing(JudgePool("math", timeout=10.0)) as pool:
         (verdict,) = pool.judge([("", text, {"solutions": ["\\boxed{x+1}"]})])
     assert (verdict.score, verdict.status) == (0.0, Status.ok)
 

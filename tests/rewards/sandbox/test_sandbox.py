@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ def skip_without_file_isolation(sandbox: Sandbox) -> None:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["namespaces", "landlock"])
 def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
-    with Sandbox(namespaces=request.param) as sandbox:
+    with closing(Sandbox(namespaces=request.param)) as sandbox:
         skip_without_file_isolation(sandbox)
         yield sandbox
 
@@ -119,7 +120,7 @@ def test_files_and_environment_of_the_user_are_inaccessible(monkeypatch: pytest.
     tries += [f"open('/proc/{pid}/environ').read()" for pid in ("self", os.getpid(), os.getppid())]
     tries += [f"open({__file__!r}, 'a')", "open('/usr/new', 'w')", "os.environ['API_KEY']", "os.listdir('/proc')"]
     for namespaces in (True, False):
-        with Sandbox(namespaces=namespaces) as sandbox:
+        with closing(Sandbox(namespaces=namespaces)) as sandbox:
             skip_without_file_isolation(sandbox)
             for action in tries:
                 result = sandbox.run(f"import os\nprint({action})")
@@ -178,7 +179,7 @@ def test_ask_exchanges_lines(sandbox: Sandbox) -> None:
 
 
 def test_limits_can_be_set() -> None:
-    with Sandbox(Limits(output=100, memory=2**29, threads=3)) as sandbox:
+    with closing(Sandbox(Limits(output=100, memory=2**29, threads=3))) as sandbox:
         assert sandbox.run("print('x' * 99)").reason is Reason.ok
         assert sandbox.run("print('x' * 100)").reason is Reason.output
         assert sandbox.run("bytearray(2**29)").reason is Reason.memory
@@ -190,7 +191,7 @@ def test_limits_can_be_set() -> None:
 def test_dead_server_is_replaced_and_no_process_remains(sandbox: Sandbox) -> None:
     others = descendants()
     sleeps = "import os, time\nprint(os.getcwd(), flush=True)\ntime.sleep(600)"
-    with Sandbox(namespaces=sandbox.description.startswith("own")) as mine:
+    with closing(Sandbox(namespaces=sandbox.description.startswith("own"))) as mine:
         mine.open()
         (server,) = descendants() - others
         program = mine.start(sleeps, 600.0)
@@ -211,10 +212,11 @@ def test_dead_server_is_replaced_and_no_process_remains(sandbox: Sandbox) -> Non
 
 AS_ANOTHER = """
 import sys
+from contextlib import closing
 sys.path.insert(0, sys.argv[1])
 from realhf.rewards.sandbox.sandbox import Sandbox
 for namespaces in (True, False):
-    with Sandbox(namespaces=namespaces) as sandbox:
+    with closing(Sandbox(namespaces=namespaces)) as sandbox:
         print(sandbox.run("print(input())", "hi\\n").stdout.strip(), end=" ")
         for source in ("os.fork()", "open('/tmp/x')", "os.chmod('/tmp', 0)", "os.listdir('/home')"):
             print(sandbox.run(source).reason.value, end=" ")
@@ -275,5 +277,5 @@ def test_how_it_ended(status: int, errors: str, expected: tuple[Reason, str]) ->
 
 
 def test_no_torch_in_the_server() -> None:
-    with Sandbox() as sandbox:
+    with closing(Sandbox()) as sandbox:
         assert sandbox.run("import sys\nprint({'torch', 'numpy'} & set(sys.modules))").stdout == "set()\n"
