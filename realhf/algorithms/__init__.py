@@ -21,7 +21,7 @@ INTERFACES: dict[str, str] = {
     "dpo": "realhf.algorithms.preference.dpo:DPO",
     "dpo_evaluation": "realhf.algorithms.preference.dpo:DPOEvaluation",
     "ensemble": "realhf.algorithms.reward_model.ensemble:EnsembleReward",
-    "generation": "realhf.algorithms.policy_gradient.generation:Generate",
+    "generation": "realhf.algorithms.policy_gradient.ppo:Generate",
     "labelled_rw": "realhf.algorithms.reward_model.reward_model:LabelledReward",
     "paired_rw": "realhf.algorithms.reward_model.reward_model:PairedReward",
     "ppo_actor": "realhf.algorithms.policy_gradient.ppo:PPOActor",

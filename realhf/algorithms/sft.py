@@ -2,28 +2,21 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from realhf.algorithms.policy_gradient.actor_loss import token_weights
 from realhf.algorithms.policy_gradient.ppo_formulas import response_mask
 from realhf.algorithms.stats import stats_of
-from realhf.api.config import opt
+from realhf.api.config import LossAggregation, opt
 from realhf.api.messages import State, Stats
 from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import Engine, InterfaceContext, Loss
+from realhf.ops.rows import PackedRows
 
 
 @dataclass
 class SFTConfig:
     seq_mean: bool = opt(False, "average over the tokens of each response, then over responses")
-
-
-def token_weights(mask: Tensor, lengths: tuple[int, ...], seq_mean: bool) -> Tensor:
-    """Return the weight of each token in the loss, ``[T]`` float32: 1, or 1 / the response length of its row."""
-    if not seq_mean or not lengths:
-        return mask.float()
-    per_row = torch.stack([row.sum() for row in mask.split(lengths)]).clamp(min=1)
-    return mask / per_row.repeat_interleave(torch.tensor(lengths, device=mask.device)).float()
 
 
 def sft_loss(logprobs: Tensor, batch: SequenceBatch) -> Loss:
@@ -48,9 +41,9 @@ class SFT:
 
     def train_step(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[Stats, State]:
         ready = self.with_weights(batch)
-        mask = ready.columns["response_mask"]
-        n_tokens = float(mask.data.sum())
-        count = float(sum(bool(row.any()) for row in mask.rows())) if self.config.seq_mean else n_tokens
+        n_tokens = float(ready["response_mask"].sum())
+        rows = PackedRows(ready["response_mask"].bool(), batch.lengths("tokens"))
+        count = float((rows.counts > 0).sum()) if self.config.seq_mean else n_tokens
         stats = engine.train(ready, lambda outputs, part: sft_loss(outputs.logprobs(), part), count)
         return {**stats, "n_tokens": (n_tokens, float(len(batch)))}, state
 
@@ -59,7 +52,9 @@ class SFT:
         return SequenceBatch(batch.ids), stats_of(sft_loss(logprobs, self.with_weights(batch)))
 
     def with_weights(self, batch: SequenceBatch) -> SequenceBatch:
+        """Add the response mask, and token weights of 1, or with ``seq_mean`` of 1 / the row's response length."""
         lengths = batch.lengths("tokens")
         mask = response_mask(batch["prompt_mask"], lengths)
+        aggregation = LossAggregation.seq_mean if self.config.seq_mean else LossAggregation.seq_sum
         ready = batch.only(("tokens",)).with_tokenwise("response_mask", mask.byte())
-        return ready.with_tokenwise("weights", token_weights(mask, lengths, self.config.seq_mean))
+        return ready.with_tokenwise("weights", token_weights(PackedRows(mask, lengths), aggregation, 1.0))

@@ -1,4 +1,4 @@
-"""The interfaces of the PPO actor and critic."""
+"""The interfaces of generation, and of the PPO actor and critic."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,12 +8,11 @@ from torch import Tensor
 
 from realhf.algorithms.policy_gradient.actor_loss import actor_loss, denominator, token_weights
 from realhf.algorithms.policy_gradient.config import PPOConfig
-from realhf.algorithms.policy_gradient.generation import sample_responses, train_temperature
 from realhf.algorithms.policy_gradient.kl import kl_coefficient, next_kl_coefficient
 from realhf.algorithms.policy_gradient.ppo_formulas import ValueNorm, critic_loss, to_states, whiten
 from realhf.algorithms.policy_gradient.signals import TrainingSignals, compute_signals, signal_stats
 from realhf.algorithms.stats import add_stats, mean_of
-from realhf.api.config import KLPlace, LossAggregation
+from realhf.api.config import GenerationConfig, KLPlace, LossAggregation
 from realhf.api.messages import State, Stats
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import Engine, InterfaceContext, Limits, Loss, LossFn, Outputs
@@ -60,6 +59,35 @@ def updated_kl_coefficient(engine: Engine, signals: TrainingSignals, kl_coef: fl
     return next_kl_coefficient(kl_coef, total, n_responses, config)
 
 
+def sample_responses(
+    engine: Engine, batch: SequenceBatch, config: GenerationConfig, n: int, seed: int
+) -> tuple[SequenceBatch, Stats]:
+    """Sample ``n`` responses to every row of column ``prompts``; columns as in Engine.generate.
+
+    Statistics: ``response_length`` (tokens including the stop token), ``truncated`` (fraction of responses without a
+    stop token), ``prompt_length``.
+    """
+    responses = engine.generate(batch.only(("prompts",)), config, n, seed)
+    return responses, {
+        "response_length": (float((responses["prompt_mask"] == 0).sum()), float(len(responses))),
+        "truncated": mean_of(responses["truncated"]),
+        "prompt_length": (float(sum(batch.lengths("prompts"))), float(len(batch))),
+    }
+
+
+class Generate:
+    """Samples ``config.n`` responses per prompt."""
+
+    config_type = GenerationConfig
+
+    def __init__(self, config: GenerationConfig, context: InterfaceContext) -> None:
+        self.config = config
+        self.context = context
+
+    def generate(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
+        return sample_responses(engine, batch, self.config, self.config.n, self.context.seed)
+
+
 class PPOActor:
     """Samples responses, computes reference log-probs, and trains the policy.
 
@@ -73,7 +101,7 @@ class PPOActor:
     def __init__(self, config: PPOConfig, context: InterfaceContext) -> None:
         self.config = config
         self.context = context
-        self.temperature = train_temperature(config.gen)
+        self.temperature = 1.0 if config.gen.greedy else config.gen.temperature or 1.0  # that of sampling
         limits = {"importance_ratio": config.early_stop_imp_ratio, "approx_kl": config.early_stop_kl}
         self.limits = {name: limit for name, limit in limits.items() if limit is not None}
 

@@ -1,18 +1,17 @@
-"""The interfaces of reward models: training, evaluation and scoring."""
+"""The interfaces of reward models: training, evaluation and scoring; and their losses."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.algorithms.policy_gradient.prm_rewards import aggregate, on_tokens
 from realhf.algorithms.policy_gradient.rewards import rewards_of
-from realhf.algorithms.preference.pairs import pairs_of, ranked_pairs
-from realhf.algorithms.reward_model.reward_loss import comparison_loss, label_loss
-from realhf.algorithms.reward_model.step_splitter import SPLITTERS
-from realhf.algorithms.stats import mean_of, stats_of
-from realhf.algorithms.vineppo.vineppo_formulas import step_starts
+from realhf.algorithms.preference.pairs import Pairs, pairs_of, ranked_pairs
+from realhf.algorithms.reward_model.step_splitter import SPLITTERS, step_starts
+from realhf.algorithms.stats import Monitors, mean_of, stats_of
 from realhf.api.config import opt
 from realhf.api.config.preference import RewardModelType, RWConfig, ScoreConfig
 from realhf.api.messages import State, Stats
@@ -38,21 +37,15 @@ class RewardModel:
     def train_step(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[Stats, State]:
         ready = batch.only(("tokens", self.label) if self.label else ("tokens",))
         count = float((batch[self.label] >= 0).sum()) if self.label else float(len({row.prompt for row in batch.ids}))
-
-        def loss(outputs: Outputs, part: SequenceBatch) -> Loss:
-            return self.loss(self.scores(outputs), part)
-
+        loss = lambda outputs, part: self.loss(self.scores(outputs), part)
         return engine.train(ready, loss, count, together=self.label is None), state
 
     def inference(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
         scores = engine.forward(batch.only(("tokens",)), lambda outputs, _: self.scores(outputs))
         stats = stats_of(self.loss(scores, batch))
         labelled = scores[batch[self.label] >= 0] if self.label else scores
-        return SequenceBatch(batch.ids), {
-            **stats,
-            "score": mean_of(labelled),
-            "score_sq": mean_of(labelled.double() ** 2),
-        }
+        stats |= {"score": mean_of(labelled), "score_sq": mean_of(labelled.double() ** 2)}
+        return SequenceBatch(batch.ids), stats
 
     def scores(self, outputs: Outputs) -> Tensor:
         """Return the scalar head at every token, ``[T]`` (process), or at the last token of each row, ``[B]``."""
@@ -110,7 +103,9 @@ class LabelledReward:
             logits = engine.forward(tokens, lambda outputs, _: outputs.last_values())
             return rewards_of(batch, logits.sigmoid().float(), self.config.ppo)
         probabilities = engine.forward(tokens, lambda outputs, _: outputs.values()).sigmoid()
-        ends, lengths = self.step_ends(batch), batch.lengths("tokens")
+        lengths = batch.lengths("tokens")
+        starts = step_starts(batch, self.tokenizer, self.split)
+        ends = [[*(start - 1 for start in own[1:]), n - 1] for own, n in zip(starts, lengths, strict=True)]
         counts = [len(own) for own in ends]
         rows = probabilities.split(lengths) if lengths else ()
         steps = torch.cat([probabilities[:0], *(row[own] for row, own in zip(rows, ends, strict=True))])
@@ -121,11 +116,46 @@ class LabelledReward:
         index = {row: i for i, row in enumerate(batch.ids)}
         return result.with_columns(step_rewards=dense.select([index[row] for row in result.ids])), stats
 
-    def step_ends(self, batch: SequenceBatch) -> list[list[int]]:
-        """Return the positions of the last tokens of each row's steps; the last step ends with the row."""
-        ends = []
-        for tokens, prompt_mask in zip(*(batch.columns[key].rows() for key in ("tokens", "prompt_mask")), strict=True):
-            first = int(prompt_mask.sum())
-            starts = step_starts(self.tokenizer, tokens[first:].tolist(), self.split)
-            ends.append([*(first + start - 1 for start in starts[1:]), len(tokens) - 1])
-        return ends
+
+def comparison_loss(scores: Tensor, pairs: Pairs, l2: float = 0.0) -> Loss:
+    """Return the weighted sum of ``-logsigmoid(s_better - s_worse) + l2 / 2 (s_better^2 + s_worse^2)``.
+
+    ``scores`` is ``[B]``. The result is the sum over prompts of the mean over their pairs (Bradley-Terry; Ouyang et al.
+    2022, arXiv 2203.02155, eq. 1, for all pairs of a ranked list). Statistics: ``loss`` per prompt; ``accuracy`` (equal
+    scores are wrong), ``margin``, ``chosen_score``, ``rejected_score`` per pair.
+    """
+    better, worse = scores[pairs.better], scores[pairs.worse]
+    margin = better - worse
+    terms = 0.5 * l2 * (better.square() + worse.square()) - functional.logsigmoid(margin)
+    total = (terms * torch.tensor(pairs.weights, device=scores.device, dtype=scores.dtype)).sum()
+    detached, count = margin.detach(), float(len(pairs))
+    stats = {
+        "loss": (total.detach(), float(sum(pairs.weights))),
+        "accuracy": ((detached > 0).sum(), count),
+        "margin": (detached.sum(), count),
+        "chosen_score": (better.detach().sum(), count),
+        "rejected_score": (worse.detach().sum(), count),
+    }
+    return Loss(total, stats)
+
+
+def label_loss(logits: Tensor, labels: Tensor) -> Loss:
+    """Return the sum of binary cross-entropies of ``logits`` with ``labels`` in [0, 1]; negative labels are ignored.
+
+    Both are ``[N]``: rows (outcome), or tokens with labels at the last token of each step (process; Lightman et al.
+    2023, arXiv 2305.20050; soft labels as in Wang et al. 2024, arXiv 2312.08935). Statistics per label: ``loss``;
+    ``accuracy`` (a logit of 0 is wrong); ``right_score`` and ``wrong_score``, mean probabilities where labels are above
+    and below 1/2.
+    """
+    known = labels >= 0.0
+    logits, labels = logits[known], labels[known].to(logits.dtype)
+    total = functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+    detached, count = logits.detach(), float(len(labels))
+    right, wrong = labels > 0.5, labels < 0.5
+    stats: Monitors = {
+        "loss": (total.detach(), count),
+        "accuracy": (((labels - 0.5) * detached > 0).sum(), count),
+        "right_score": (detached.sigmoid()[right].sum(), right.sum()),
+        "wrong_score": (detached.sigmoid()[wrong].sum(), wrong.sum()),
+    }
+    return Loss(total, stats)

@@ -1,12 +1,15 @@
-"""Splits a response into reasoning steps, given as the character offsets at which they begin.
+"""Splits a response into reasoning steps, given as the characters or tokens at which they begin.
 
 A delimiter belongs to the following step. After VinePPO (Kazemnejad et al. 2024, arXiv 2410.01679, and its code).
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
 
 from realhf.api.config import StepSplitter
+from realhf.data.batch import SequenceBatch
 
 NEW_LINE = re.compile(r"(?:\n[^\S\n]*)+(?=\S)")
 PROTECTED = re.compile(
@@ -45,10 +48,38 @@ def latex_steps(text: str) -> list[int]:
     return [offset for start, stop in spans for offset in _split_long(text, start, stop, protected)]
 
 
-SPLITTERS: dict[StepSplitter, Callable[[str], list[int]]] = {
-    StepSplitter.line: line_steps,
-    StepSplitter.latex: latex_steps,
-}
+Splitter = Callable[[str], list[int]]
+SPLITTERS: dict[StepSplitter, Splitter] = {StepSplitter.line: line_steps, StepSplitter.latex: latex_steps}
+
+
+def step_starts(batch: SequenceBatch, tokenizer: Any, split: Splitter) -> list[list[int]]:
+    """Return the positions in each row at which the steps of its response begin; reads ``tokens prompt_mask``."""
+    rows = zip(batch.columns["tokens"].rows(), batch.columns["prompt_mask"].rows(), strict=True)
+    firsts = [(tokens, int(prompt_mask.sum())) for tokens, prompt_mask in rows]
+    return [[n + start for start in _starts_in_response(tokenizer, row[n:].tolist(), split)] for row, n in firsts]
+
+
+def _starts_in_response(tokenizer: Any, ids: Sequence[int], split: Splitter) -> list[int]:
+    texts = tokenizer.batch_decode([[token] for token in ids])
+    if "".join(texts) != tokenizer.decode(ids):  # a character can consist of several tokens
+        prefixes = [tokenizer.decode(ids[:i]) for i in range(len(ids) + 1)]
+        texts = [after[len(before) :] for before, after in zip(prefixes, prefixes[1:], strict=False)]
+    return token_starts(texts, split("".join(texts)))
+
+
+def token_starts(texts: Sequence[str], starts: Sequence[int]) -> list[int]:
+    """Return the first token of each step, ascending: the first token whose first character is in the step.
+
+    ``texts`` are the texts of the tokens, ``starts`` the character offsets of steps. Steps in which no token begins are
+    dropped.
+    """
+    offsets = [0, *accumulate(map(len, texts))][:-1]
+    tokens: list[int] = []
+    for start in starts:
+        token = next((i for i, offset in enumerate(offsets) if offset >= start), None)
+        if token is not None and (not tokens or token > tokens[-1]):
+            tokens.append(token)
+    return tokens
 
 
 def _without_short_steps(text: str, starts: list[int]) -> list[int]:

@@ -1,9 +1,11 @@
 """The interfaces of VinePPO, which estimates the values of intermediate states by Monte Carlo rollouts.
 
+Kazemnejad et al. 2024, arXiv 2410.01679. A response has K steps; state k precedes step k (0-based).
 ``VineRollouts`` continues responses from the beginning of each step, ``VineValues`` verifies the continuations, and
 ``VineAdvantages`` turns values into advantages of tokens.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -12,8 +14,7 @@ from torch import Tensor
 
 from realhf.algorithms.policy_gradient.config import PPOConfig, VineConfig
 from realhf.algorithms.policy_gradient.verifier import Verifier, VerifierConfig
-from realhf.algorithms.reward_model.step_splitter import SPLITTERS
-from realhf.algorithms.vineppo.vineppo_formulas import spread_over_tokens, step_advantages, step_starts
+from realhf.algorithms.reward_model.step_splitter import SPLITTERS, step_starts
 from realhf.api.batch_meta import PROMPT, RowId
 from realhf.api.config import RewardConfig, opt
 from realhf.api.messages import State, Stats
@@ -69,16 +70,11 @@ class VineRollouts:
 
     def generate(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
         longest, max_states, states = self.config.ppo.gen.max_new_tokens, self.config.vine.max_states, _States()
-        starts_of_row, states_of_row = [], []
-        rows = zip(batch.ids, batch.columns["tokens"].rows(), batch.columns["prompt_mask"].rows(), strict=True)
-        for row, tokens, prompt_mask in rows:
-            first = int(prompt_mask.sum())
-            steps = step_starts(self.context.tokenizer, tokens[first:].tolist(), self.split)
-            starts = [first + start for start in steps]
-            starts_of_row.append(starts)
-            states_of_row.append(
-                [states.add(row.prompt, tokens[:at], longest - (at - first)) for at in starts[:max_states]]
-            )
+        starts_of_row = step_starts(batch, self.context.tokenizer, self.split)
+        states_of_row = [
+            [states.add(row.prompt, tokens[:at], longest - (at - starts[0])) for at in starts[:max_states]]
+            for row, tokens, starts in zip(batch.ids, batch.columns["tokens"].rows(), starts_of_row, strict=True)
+        ]
         sampled = self.sample(engine, states, batch["tokens"].device)
         outputs = SequenceBatch(batch.ids, self.columns(batch, starts_of_row, states_of_row, sampled))
         n_states = float(sum(map(len, states_of_row)))
@@ -146,8 +142,7 @@ class VineValues:
             first = int(rows["prompt_mask"][i].sum())
             for k, rollout in enumerate(rows["rollouts"][i].split(rows["rollout_lengths"][i].tolist())):
                 tokens = torch.cat([rows["tokens"][i][: int(rows["state_starts"][i][k // n])], rollout])
-                mask = torch.zeros(len(tokens), dtype=torch.uint8, device=tokens.device)
-                mask[:first] = 1
+                mask = (torch.arange(len(tokens), device=tokens.device) < first).byte()
                 responses.append((tokens, mask, rows["row"][i]))
         values, stats = torch.empty(0), Stats()
         if responses:
@@ -183,3 +178,25 @@ class VineAdvantages:
             advantages.append(spread_over_tokens(per_step, starts.tolist(), length, length))
         data = torch.cat(advantages).to(batch["prompt_mask"].device)
         return SequenceBatch(batch.ids, {"advantages": Column(data, lengths)}), {}
+
+
+def step_advantages(values: Sequence[float], reward: float, n_steps: int) -> list[float]:
+    """Return ``A_k = r_k + V(s_{k+1}) - V(s_k)`` for ``n_steps`` steps; only the last r is not 0, and V is 0 after it.
+
+    ``values`` belong to the first states. The value of later states is ``reward``, so that steps between them have
+    advantage 0. ValueError for a value that is not finite.
+    """
+    if not all(map(math.isfinite, values)):
+        raise ValueError(f"state values must be finite, got {list(values)}")
+    known = list(values[:n_steps])
+    filled = [*known, *[reward] * (n_steps - len(known))]
+    after = [*filled[1:], reward][:n_steps]  # the last step has V = 0 and r = reward
+    return [next_value - value for value, next_value in zip(filled, after, strict=True)]
+
+
+def spread_over_tokens(per_step: Sequence[float], starts: Sequence[int], stop: int, length: int) -> Tensor:
+    """Return each step's value at all of its tokens, ``[length]`` float32; 0 outside of ``starts[0]:stop``."""
+    spans = zip(starts, [*starts[1:], stop], strict=True)
+    sizes = torch.tensor([b - a for a, b in spans], dtype=torch.int64)
+    inside = torch.tensor(list(per_step), dtype=torch.float32).repeat_interleave(sizes)
+    return torch.cat([torch.zeros(starts[0]), inside, torch.zeros(length - stop)])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from realhf.algorithms.preference.pairs import Pairs, ranked_pairs
-from realhf.algorithms.reward_model.reward_loss import comparison_loss, label_loss
+from realhf.algorithms.reward_model.reward_model import comparison_loss, label_loss
 from realhf.api.batch_meta import RowId
 
 

@@ -9,8 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realhf.algorithms.policy_gradient.config import PPOConfig, VineConfig
-from realhf.algorithms.vineppo.vineppo import RolloutConfig, ValuesConfig, VineAdvantages, VineRollouts, VineValues
-from realhf.algorithms.vineppo.vineppo_formulas import spread_over_tokens, step_advantages, token_starts
+from realhf.algorithms.reward_model.step_splitter import token_starts
+from realhf.algorithms.vineppo.vineppo import (
+    RolloutConfig,
+    ValuesConfig,
+    VineAdvantages,
+    VineRollouts,
+    VineValues,
+    spread_over_tokens,
+    step_advantages,
+)
 from realhf.api.batch_meta import RowId
 from realhf.api.config import GenerationConfig, RewardConfig
 from realhf.data.batch import Column, SequenceBatch
