@@ -9,12 +9,7 @@ from realhf.algorithms.policy_gradient.actor_loss import truncated_is_weights
 from realhf.algorithms.policy_gradient.advantages import ADVANTAGES, AdvantageInputs
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.algorithms.policy_gradient.kl import kl_terms
-from realhf.algorithms.policy_gradient.ppo_formulas import (
-    loss_mask,
-    overlong_penalties,
-    response_mask,
-    token_rewards,
-)
+from realhf.algorithms.policy_gradient.ppo_formulas import loss_mask, overlong_penalties, response_mask, token_rewards
 from realhf.algorithms.policy_gradient.prm_rewards import shape_step_rewards
 from realhf.algorithms.stats import mean_of
 from realhf.api.config import KLEstimator, KLPlace

@@ -34,8 +34,8 @@ def decode_items(batch: SequenceBatch, tokenizer: Any) -> list[Item]:
     Columns: ``tokens``; ``prompt_mask``; ``row``, the dataset row as UTF-8 JSON.
     """
     items = []
-    keys = ("tokens", "prompt_mask", "row")
-    for tokens, prompt_mask, row in zip(*(batch.columns[key].rows() for key in keys), strict=True):
+    columns = (batch.columns[key].rows() for key in ("tokens", "prompt_mask", "row"))
+    for tokens, prompt_mask, row in zip(*columns, strict=True):
         is_prompt = prompt_mask.bool()
         texts = [tokenizer.decode(tokens[m].tolist(), skip_special_tokens=True) for m in (is_prompt, ~is_prompt)]
         items.append((texts[0], texts[1], json.loads(bytes(row.tolist()))))
@@ -120,18 +120,15 @@ class Verifier:
             f"verifier_{status.value}": (float(sum(v.status is status for v in every)), float(len(every)))
             for status in (Status.error, Status.timeout)
         }
-        kinds = [
-            (kind, column)
-            for fn, column in zip(self.fns, verdicts, strict=True)
-            if (kind := builtin_verifier(fn)) is not None
-        ]
-        if kinds:
-            kind, column = kinds[0]
+        for fn, column in zip(self.fns, verdicts, strict=True):
+            if (kind := builtin_verifier(fn)) is None:
+                continue
             count = float(len(column))
             stats["accuracy"] = (float(sum(v.status is Status.ok and v.score > 0 for v in column)), count)
             if VERIFIERS[kind].task is Task.code:
                 reasons = Counter(v.detail for v in column if v.status is Status.ok)
                 stats |= {f"verdict_{reason.value}": (float(reasons[reason.value]), count) for reason in Reason}
+            break
         return stats
 
     def close(self) -> None:

@@ -37,10 +37,7 @@ class DPO:
         ready = loss_columns(batch)
         is_kto = self.config.loss is PreferenceLoss.kto
         kl = self.kl_reference(engine, batch) if is_kto else 0.0
-
-        def loss(outputs: Outputs, part: SequenceBatch) -> Loss:
-            return self.loss(sums_of(outputs, part), part, kl)
-
+        loss = lambda outputs, part: self.loss(sums_of(outputs, part), part, kl)
         count = float(len(batch)) if is_kto else len(batch) / 2
         return engine.train(ready, loss, count, together=not self.config.unpaired), state
 
@@ -82,9 +79,8 @@ def loss_columns(batch: SequenceBatch) -> SequenceBatch:
     """Return the columns of the loss: ``response_mask`` per token, ``n_tokens`` per row, and scalars of the batch."""
     lengths = batch.lengths("tokens")
     mask = response_mask(batch["prompt_mask"], lengths)
-    ready = batch.only(("tokens", *(key for key in SCALARS if key in batch.columns))).with_tokenwise(
-        "response_mask", mask
-    )
+    scalars = [key for key in SCALARS if key in batch.columns]
+    ready = batch.only(("tokens", *scalars)).with_tokenwise("response_mask", mask)
     return ready.with_scalars("n_tokens", sequence_sums(mask.float(), mask, lengths))
 
 

@@ -1,6 +1,7 @@
 """Pairs of responses: from the rows of a batch, and from sampled responses."""
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -23,9 +24,8 @@ class Pairs:
 def pairs_of(ids: Sequence[RowId]) -> Pairs:
     """Return the chosen (samples 2i of a prompt) and rejected rows (samples 2i+1); ValueError for an unpaired row."""
     row_of = {row: i for i, row in enumerate(ids)}
-    per_prompt: dict[int, int] = {}
+    per_prompt = Counter(row.prompt for row in ids)
     for row in ids:
-        per_prompt[row.prompt] = per_prompt.get(row.prompt, 0) + 1
         if row._replace(sample=row.sample ^ 1) not in row_of:
             raise ValueError(f"sample {row.sample} of prompt {row.prompt} has no pair: pairs are samples 2i and 2i+1")
     chosen = [row for row in ids if row.sample % 2 == 0]
@@ -38,13 +38,9 @@ def ranked_pairs(ids: Sequence[RowId]) -> Pairs:
     prompts: dict[int, list[int]] = {}
     for i in sorted(range(len(ids)), key=lambda i: ids[i].sample):
         prompts.setdefault(ids[i].prompt, []).append(i)
-    pairs = Pairs([], [], [])
-    for rows in prompts.values():
-        combos = list(combinations(rows, 2))
-        pairs.better.extend(better for better, _ in combos)
-        pairs.worse.extend(worse for _, worse in combos)
-        pairs.weights.extend([1.0 / max(1, len(combos))] * len(combos))
-    return pairs
+    pairs = [list(combinations(rows, 2)) for rows in prompts.values()]
+    better, worse = ([pair[side] for own in pairs for pair in own] for side in (0, 1))
+    return Pairs(better, worse, [1.0 / len(own) for own in pairs for _ in own])
 
 
 def build_pairs(right: Sequence[bool], max_pairs: int, seed: int) -> list[tuple[int, int]]:

@@ -44,7 +44,7 @@ def main(fn: str, seconds: float) -> None:
     except (Exception, SystemExit) as error:
         send(replies, {"fatal": describe(error)})
         return
-    if is_asynchronous(reward):
+    if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
         send(replies, {"ready": True, "asynchronous": True})
         asyncio.run(serve_many(reward, requests, replies, seconds))
     else:
@@ -63,11 +63,6 @@ def judge(reward: RewardFn, request: dict) -> dict[str, object]:
         return score_reply(reward(request["prompt"], request["answer"], request["row"]))
     except (Exception, SystemExit) as error:
         return {"error": describe(error)}
-
-
-def is_asynchronous(reward: object) -> bool:
-    """Return True if ``reward`` is an ``async def`` function, or an object with an async ``__call__``."""
-    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
 
 
 async def serve_many(reward: AsyncRewardFn, requests: int, replies: int, seconds: float) -> None:
