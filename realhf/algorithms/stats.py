@@ -16,12 +16,10 @@ def mean_of(x: Tensor, mask: Tensor | None = None) -> tuple[float, float]:
 
 
 def stats_of(loss: Loss) -> Stats:
-    """Return the statistics of a loss as numbers."""
     return {name: (float(value), float(count)) for name, (value, count) in loss.stats.items()}
 
 
 def add_stats(total: Stats, more: Stats) -> Stats:
-    """Return the sum of two statistics."""
     result = dict(total)
     for name, (value, count) in more.items():
         old_value, old_count = result.get(name, (0.0, 0.0))

@@ -9,10 +9,7 @@ from realhf.base.errors import did_you_mean
 
 
 def read_hf_config(path: Path | str, scalar_head: bool) -> ModelConfig:
-    """Read a model's sizes from its folder or its ``config.json``.
-
-    Raises ValueError for a missing or malformed file, an unknown ``model_type`` and invalid fields.
-    """
+    """Read a model's sizes from its folder or its ``config.json``; ValueError for a missing or invalid one."""
     file = Path(path)
     if file.is_dir():
         file = file / "config.json"
@@ -33,7 +30,6 @@ def read_hf_config(path: Path | str, scalar_head: bool) -> ModelConfig:
 
 
 def _checked(config: ModelConfig) -> ModelConfig:
-    """Return the configuration; raises ValueError for inconsistent sizes."""
     rotary_dims = config.rotary_dims or config.head_dim
     if config.n_heads % config.n_kv_heads:
         raise ValueError(f"{config.n_heads} query heads are not a multiple of {config.n_kv_heads} key/value heads")

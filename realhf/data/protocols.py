@@ -53,10 +53,7 @@ class Engine(Protocol):
     def config(self) -> ModelConfig: ...
 
     def forward(self, batch: SequenceBatch, fn: Callable[[Outputs, SequenceBatch], Tensor]) -> Tensor:
-        """Run without gradients and return the results of ``fn`` as one packed column in the batch's row order.
-
-        ``fn`` maps a micro-batch to a packed column, ``[T]`` or ``[B]`` of that micro-batch.
-        """
+        """Run without gradients; return the results of ``fn``, ``[T]`` or ``[B]``, packed in the batch's row order."""
 
     def train(
         self, batch: SequenceBatch, loss_fn: LossFn, count: float, limits: Limits | None = None, together: bool = False

@@ -323,7 +323,6 @@ def missing(raw: dict, key: str) -> BadRow:
 
 
 def kind_of(value: object) -> str:
-    """Describe a JSON value in a message."""
     if value == []:
         return "an empty list"
     kinds = {type(None): "null", list: "a list", dict: "an object", str: "a text"}

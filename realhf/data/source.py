@@ -56,7 +56,6 @@ class RowSource:
         self._lookahead = LOOKAHEAD if mismatched else 0
 
     def __len__(self) -> int:
-        """Return the number of rows of an epoch."""
         return len(self._rows)
 
     def batch(self, start: int, stop: int, first: int | None = None) -> SequenceBatch:

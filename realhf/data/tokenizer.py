@@ -40,10 +40,7 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
 
 
 def encode_prompts(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Return the ids of every prompt, with special tokens except a final EOS.
-
-    Raises UserError for chat messages if the tokenizer has no chat template.
-    """
+    """Return the ids of every prompt, with special tokens except a final EOS; UserError for chats without template."""
     plain = {i: prompt for i, prompt in enumerate(prompts) if isinstance(prompt, str)}
     chats = {i: prompt for i, prompt in enumerate(prompts) if not isinstance(prompt, str)}
     if chats and tokenizer.chat_template is None:

@@ -47,18 +47,12 @@ def clip(x: PolicyLossInputs, _: None) -> TokenLoss:
 
 
 def sequence_clip(x: PolicyLossInputs, _: None) -> TokenLoss:
-    """Return the clipped loss with one ratio per response, the geometric mean over its tokens.
-
-    GSPO (Zheng et al. 2025, arXiv 2507.18071, eq. 5-7).
-    """
+    """Return ``clip`` with one ratio per response, the geometric mean over its tokens (arXiv 2507.18071, eq. 5-7)."""
     return clip(replace(x, log_ratio=x.rows.mean(x.log_ratio)), None)
 
 
 def cispo(x: PolicyLossInputs, _: None) -> TokenLoss:
-    """Return ``-sg(clip(r, 1 - low, 1 + high)) A log p``: clipped tokens keep their gradient.
-
-    CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4-5).
-    """
+    """Return ``-sg(clip(r, 1 - low, 1 + high)) A log p``: clipped tokens keep gradients (arXiv 2506.13585, eq. 4-5)."""
     ratio = x.log_ratio.detach().exp().clamp(1.0 - x.clip_low, 1.0 + x.clip_high)
     return TokenLoss(-ratio * x.advantages * x.logprobs)
 

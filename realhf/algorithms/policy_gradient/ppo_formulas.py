@@ -37,10 +37,7 @@ def loss_mask(mask: Tensor, truncated: Tensor, lengths: Sequence[int], mask_too_
 
 def overlong_penalties(lengths: Tensor, max_length: int, buffer: int, penalty: float) -> Tensor:
     """Return the penalties of responses of ``lengths`` tokens, ``[B]``: 0 up to ``max_length - buffer``, then linear
-    to ``-penalty`` at ``max_length``.
-
-    Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13).
-    """
+    to ``-penalty`` at ``max_length``: soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13)."""
     over = (lengths.float() - (max_length - buffer)) / buffer
     return -penalty * over.clamp(0.0, 1.0)
 
@@ -61,10 +58,7 @@ def token_rewards(
 
 
 def whiten(advantages: Tensor, mask: Tensor, sums: Tensor) -> Tensor:
-    """Return ``(A - mean) / sqrt(var + 1e-8)`` with the unbiased variance, 0 where masked, as the code of VinePPO does.
-
-    ``sums`` is the result of ``masked_sums``, reduced over ranks.
-    """
+    """Return ``(A - mean) / sqrt(unbiased var + 1e-8)``, 0 where masked, by the global ``masked_sums``, as VinePPO."""
     total, squares, count = sums.tolist()
     mean = total / max(count, 1.0)
     variance = max(squares - count * mean**2, 0.0) / max(count - 1.0, 1.0)

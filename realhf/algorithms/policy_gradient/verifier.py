@@ -29,10 +29,7 @@ class VerifierConfig:
 
 
 def decode_items(batch: SequenceBatch, tokenizer: Any) -> list[Item]:
-    """Return (prompt, response, dataset row) of every row, texts without special tokens.
-
-    Columns: ``tokens``; ``prompt_mask``; ``row``, the dataset row as UTF-8 JSON.
-    """
+    """Return prompt and response without special tokens, and the dataset row in column ``row``, of every row."""
     items = []
     columns = (batch.columns[key].rows() for key in ("tokens", "prompt_mask", "row"))
     for tokens, prompt_mask, row in zip(*columns, strict=True):

@@ -67,7 +67,6 @@ class CodeJudge:
             return stopped.result
 
     def _run(self, source: str, tests: Mapping[str, Any], deadline: float) -> ProgramResult:
-        """Run a script once per input."""
         for stdin, expected in zip(tests["inputs"], tests["outputs"], strict=True):
             result = self.sandbox.run(source, stdin, seconds_left(deadline))
             if result.reason is not Reason.ok:
@@ -79,7 +78,6 @@ class CodeJudge:
         return ProgramResult(Reason.ok)
 
     def _call(self, source: str, tests: Mapping[str, Any], deadline: float) -> ProgramResult:
-        """Call a function once per input."""
         load = json.dumps({"do": "call", "source": source, "name": tests["fn_name"]}).encode() + b"\n"
         with closing(self.sandbox.start(self._harness, self._seconds)) as program:
             for text, expected in zip(tests["inputs"], tests["outputs"], strict=True):
@@ -170,10 +168,7 @@ def value_of(reply: bytes) -> object:
 
 
 def same_output(output: str, expected: str, unordered: bool = False) -> bool:
-    """Return True if all words on all non-blank lines are equal, numbers up to rounding.
-
-    With ``unordered``, equal sets of words are enough.
-    """
+    """Return True if all words on non-blank lines are equal up to rounding, or with ``unordered`` the sets of words."""
     if unordered and set(output.split()) == set(expected.split()):
         return True
     lines, others = ([line.split() for line in text.split("\n") if line.strip()] for text in (output, expected))

@@ -149,7 +149,6 @@ class JudgeProcess:
             os.set_blocking(fd, False)
 
     def _fds(self) -> tuple[int, int]:
-        """Return the file descriptors of the process's stdin and stdout."""
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         return self._process.stdin.fileno(), self._process.stdout.fileno()
 
@@ -161,18 +160,15 @@ class JudgeProcess:
         try:
             reply = self._receive(time.monotonic() + self._startup_timeout)
         except TimeoutError:
-            self.kill()
-            raise UserError(
-                f"reward.fn={self._fn!r}: the judge process was not ready after {self._startup_timeout:g} s;"
-                " does the file do heavy work when it is imported?"
-            ) from None
+            waited = f"{self._startup_timeout:g} s; does the file do heavy work when it is imported?"
+            problem = f": the judge process was not ready after {waited}"
         except ProcessExited:
-            raise UserError(
-                f"reward.fn={self._fn!r}: the judge process ended during startup ({self._reap()})"
-            ) from None
-        if "fatal" in reply:
+            problem = f": the judge process ended during startup ({self._reap()})"
+        else:
+            problem = f" cannot be loaded: {reply['fatal']}" if "fatal" in reply else ""
+        if problem:
             self.kill()
-            raise UserError(f"reward.fn={self._fn!r} cannot be loaded: {reply['fatal']}")
+            raise UserError(f"reward.fn={self._fn!r}{problem}")
         self._ready, self._is_async = True, bool(reply.get("asynchronous"))
 
     def judge_all(self, requests: Iterator[tuple[int, dict]], max_concurrency: int) -> Iterator[tuple[int, Verdict]]:

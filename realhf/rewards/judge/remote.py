@@ -65,7 +65,6 @@ class RemoteJudge:
         """Do nothing: connections are closed after each call."""
 
     async def _post_all(self, batches: Sequence[Sequence[Item]]) -> list[list | Exception]:
-        """Return the results of each batch, or why there are none."""
         headers = {b"Content-Type": b"application/json", b"Accept-Encoding": b"identity"}
         if self.token:
             headers[b"Authorization"] = f"Bearer {self.token}".encode("latin-1")

@@ -111,7 +111,6 @@ class Sandbox:
         self.description = reply["ready"]
 
     def close(self) -> None:
-        """Stop the server and all its programs."""
         server, self._server = self._server, None
         if server is not None and self._requests is not None:
             self._requests.close()  # makes the server exit
