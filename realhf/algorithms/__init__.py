@@ -20,7 +20,7 @@ from realhf.data.protocols import Interface, InterfaceContext
 INTERFACES: dict[str, str] = {
     "dpo": "realhf.algorithms.preference.dpo:DPO",
     "dpo_evaluation": "realhf.algorithms.preference.dpo:DPOEvaluation",
-    "ensemble": "realhf.algorithms.reward_model.ensemble:EnsembleReward",
+    "ensemble": "realhf.algorithms.reward_model.reward_model:EnsembleReward",
     "generation": "realhf.algorithms.policy_gradient.ppo:Generate",
     "labelled_rw": "realhf.algorithms.reward_model.reward_model:LabelledReward",
     "paired_rw": "realhf.algorithms.reward_model.reward_model:PairedReward",

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -13,10 +14,12 @@ from realhf.algorithms.preference.pairs import Pairs, pairs_of, ranked_pairs
 from realhf.algorithms.reward_model.step_splitter import SPLITTERS, step_starts
 from realhf.algorithms.stats import Monitors, mean_of, stats_of
 from realhf.api.config import opt
+from realhf.api.config.ensemble import EnsembleConfig
 from realhf.api.config.preference import RewardModelType, RWConfig, ScoreConfig
 from realhf.api.messages import State, Stats
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import Engine, InterfaceContext, Loss, Outputs
+from realhf.ops.ensemble import check_scores, combine, variance
 
 LABELS = {RewardModelType.outcome: "label", RewardModelType.process: "step_labels"}
 
@@ -115,6 +118,37 @@ class LabelledReward:
         dense = Column(on_tokens(steps, flat_ends, counts, lengths), lengths)
         index = {row: i for i, row in enumerate(batch.ids)}
         return result.with_columns(step_rewards=dense.select([index[row] for row in result.ids])), stats
+
+
+@dataclass
+class EnsembleRewardConfig:
+    ensemble: EnsembleConfig = opt(EnsembleConfig, "members and objective")
+    ppo: PPOConfig = opt(PPOConfig, "scaling and bias of rewards, selection of responses")
+
+
+class EnsembleReward:
+    """Combines the scalars ``score_0``, ``score_1``, ... into ``rewards``, scaled as in PairedReward.
+
+    Reads ``prompt_mask`` for the selection. Statistics over all responses: ``reward``, ``variance`` over members, and
+    ``lowest_i``, the fraction of responses that member i scores lowest (the first of equal ones). ValueError for a
+    score that is not finite.
+    """
+
+    config_type = EnsembleRewardConfig
+
+    def __init__(self, config: EnsembleRewardConfig, context: InterfaceContext) -> None:
+        self.config = config
+
+    def inference(self, engine: Engine | None, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
+        ensemble = self.config.ensemble
+        columns = [batch[f"score_{i}"] for i in range(len(ensemble.members))]
+        scores = np.stack([column.double().cpu().numpy() for column in columns])  # [k, B]
+        check_scores(scores, ensemble.members, batch.ids)
+        total = torch.from_numpy(combine(scores, ensemble)).to(columns[0].device)
+        rewarded, stats = rewards_of(batch, total, self.config.ppo)
+        spread, lowest, count = variance(scores, ensemble.uwo_unbiased), scores.argmin(axis=0), float(len(batch))
+        stats |= {"variance": (float(spread.sum()), count)}
+        return rewarded, stats | {f"lowest_{i}": (float((lowest == i).sum()), count) for i in range(len(scores))}
 
 
 def comparison_loss(scores: Tensor, pairs: Pairs, l2: float = 0.0) -> Loss:
