@@ -15,25 +15,18 @@ from realhf.data.batch import SequenceBatch
 def rewards_of(batch: SequenceBatch, scores: Tensor, config: PPOConfig) -> tuple[SequenceBatch, Stats]:
     """Return the selected rows with ``rewards = (score - reward_output_bias) * reward_output_scaling`` (float32).
 
-    ``scores`` is ``[B]``. The statistic ``reward`` covers all rows.
+    ``scores`` is ``[B]``. Keeps the ``group_size`` best responses per prompt, then, with dynamic_sampling, prompts with
+    different rewards. The statistic ``reward`` covers all rows.
     """
     rewards = ((scores - config.reward_output_bias) * config.reward_output_scaling).float()
-    return attach_rewards_and_filter(batch, rewards, config), {"reward": mean_of(rewards)}
-
-
-def attach_rewards_and_filter(batch: SequenceBatch, rewards: Tensor, config: PPOConfig) -> SequenceBatch:
-    """Return the selected rows with the scalar column ``rewards`` (``[B]``, one per row of ``batch``).
-
-    Keeps the ``group_size`` best responses per prompt, then, with dynamic_sampling, prompts with different rewards.
-    """
-    result = SequenceBatch(batch.ids).with_scalars("rewards", rewards.float())
+    result = SequenceBatch(batch.ids).with_scalars("rewards", rewards)
     if config.generation_size is not None and config.generation_size > config.group_size:
         lengths = [int((row == 0).sum()) for row in batch.columns["prompt_mask"].rows()]
         result = result.select(best_rows(batch.ids, rewards.tolist(), lengths, config.group_size))
     if config.dynamic_sampling:
         is_equal = equal_in_group(result["rewards"], [row.prompt for row in result.ids])
         result = result.select([i for i, equal in enumerate(is_equal) if not equal])
-    return result
+    return result, {"reward": mean_of(rewards)}
 
 
 def best_rows(ids: Sequence[RowId], rewards: Sequence[float], response_lengths: Sequence[int], n: int) -> list[int]:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.algorithms.policy_gradient.config import PPOConfig
-from realhf.algorithms.policy_gradient.rewards import attach_rewards_and_filter, best_rows, rewards_of
+from realhf.algorithms.policy_gradient.rewards import best_rows, rewards_of
 from realhf.api.batch_meta import RowId
 from realhf.data.batch import Column, SequenceBatch
 from tests.scaling import examples
@@ -35,11 +35,11 @@ def test_selected_rows_keep_their_rewards():
     mask = [torch.tensor([1, 0, 0], dtype=torch.uint8), torch.tensor([1, 0], dtype=torch.uint8)] * 3
     batch = SequenceBatch(IDS, {"prompt_mask": Column.of(mask)})
     rewards = torch.tensor([1.0, 1, 0, 1, 1, 2], dtype=torch.float64)
-    best = attach_rewards_and_filter(batch, rewards, PPOConfig(generation_size=3, group_size=1))
+    best, _ = rewards_of(batch, rewards, PPOConfig(generation_size=3, group_size=1))
     assert best.ids == (RowId(4, 0), RowId(1, 2)) and best["rewards"].tolist() == [1, 2]
     assert best["rewards"].dtype == torch.float32
-    assert attach_rewards_and_filter(batch, rewards, PPOConfig(group_size=3)).ids == IDS
-    assert attach_rewards_and_filter(batch.select([]), rewards[:0], PPOConfig(generation_size=3)).ids == ()
+    assert rewards_of(batch, rewards, PPOConfig(group_size=3))[0].ids == IDS
+    assert rewards_of(batch.select([]), rewards[:0], PPOConfig(generation_size=3))[0].ids == ()
 
 
 def test_rewards_are_scaled_scores_and_the_statistic_covers_all_rows():
@@ -51,5 +51,5 @@ def test_rewards_are_scaled_scores_and_the_statistic_covers_all_rows():
 
 def test_dynamic_sampling_drops_prompts_with_equal_rewards():
     rewards = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 0.0])
-    result = attach_rewards_and_filter(SequenceBatch(IDS), rewards, PPOConfig(group_size=3, dynamic_sampling=True))
+    result, _ = rewards_of(SequenceBatch(IDS), rewards, PPOConfig(group_size=3, dynamic_sampling=True))
     assert result.ids == IDS[3:]
