@@ -1,4 +1,4 @@
-"""Resident memory of this process."""
+"""Resident memory of this process, and fields of /proc."""
 
 import ctypes
 import os
@@ -13,6 +13,13 @@ def resident_bytes() -> tuple[int, int]:
     statm = Path("/proc/self/statm")
     current = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else peak
     return peak, current
+
+
+def proc_field(file: str, name: str) -> str:
+    """Return the first field ``name`` of a file in /proc, such as ``self/status``; empty if there is none."""
+    path = Path("/proc", file)
+    fields = (line.partition(":") for line in (path.read_text().splitlines() if path.exists() else ()))
+    return next((value.strip() for key, _, value in fields if key.strip() == name), "")
 
 
 def trim_heap() -> None:

@@ -1,16 +1,17 @@
-"""Worker processes on this machine, each with its own process group and log file."""
+"""Worker processes on this machine, each with its own process group and log file; their command for all launchers."""
 
 import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from realhf.api.config import Device, ExperimentConfig, Mode
+from realhf.base.host_memory import proc_field
 from realhf.base.paths import RunDir
-from realhf.launch.command import describe_exit, shared_environment, worker_command
 
 STOP_S = 5.0
 """Time for a worker to exit before it is killed."""
@@ -30,10 +31,9 @@ class LocalLauncher:
         return ""
 
     def start(self, address: str) -> None:
-        environment = shared_environment(self.threads) | cuda_visible_devices(self.devices)
         for rank in range(self.n_workers):
-            command = worker_command(self.paths, rank, address)
-            self.processes.append(start_worker(command, environment, self.paths.log(f"worker-{rank}")))
+            command, log = worker_command(self.paths, rank, address), self.paths.log(f"worker-{rank}")
+            self.processes.append(start_worker(command, self.threads, log, self.devices))
 
     def dead(self) -> dict[int, str]:
         codes = {rank: process.poll() for rank, process in enumerate(self.processes)}
@@ -43,7 +43,7 @@ class LocalLauncher:
         return 1
 
     def state(self, rank: int) -> str:
-        return process_state(self.processes[rank])
+        return proc_field(f"{self.processes[rank].pid}/status", "State")
 
     def dump_stacks(self) -> None:
         for process in self.processes:
@@ -93,13 +93,6 @@ def problems(config: ExperimentConfig) -> list[str]:
     return problems
 
 
-def process_state(process: subprocess.Popen) -> str:
-    """Return the state of a local process, such as ``T (stopped)``; empty if it has ended."""
-    status = Path(f"/proc/{process.pid}/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("State:")), "")
-
-
 def request_stacks(process: subprocess.Popen) -> None:
     """Make a local worker write its stacks; a stopped one is continued."""
     if process.poll() is None:
@@ -107,15 +100,39 @@ def request_stacks(process: subprocess.Popen) -> None:
             os.kill(process.pid, number)
 
 
-def start_worker(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen:
-    """Start a process in a new session that appends to ``log`` and has a pipe as standard input."""
+def start_worker(command: list[str], threads: int, log: Path, devices: Sequence[int] = ()) -> subprocess.Popen:
+    """Start a process in a new session that appends to ``log``, restricted to the CUDA ``devices``, if any.
+
+    Its standard input is a pipe from this process: a worker exits at its end, however the launcher ends.
+    """
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",  # idle OpenMP threads must not spin
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": python_path(),
+        **cuda_visible_devices(devices),
+    }
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
         return subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=out,
-            stderr=out,
-            env={**os.environ, **environment},
-            start_new_session=True,
+            command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=environment, start_new_session=True
         )
+
+
+def worker_command(paths: RunDir, rank: int | str, address: str, python: str = "") -> list[str]:
+    """Return the command of a worker; ``rank`` may be the name of an environment variable."""
+    return [python or sys.executable, "-m", "realhf.apps.worker", str(paths.root.resolve()), str(rank), address]
+
+
+def python_path() -> str:
+    package_root = str(Path(__file__).resolve().parents[2])
+    return os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH", "")]))
+
+
+def describe_exit(code: int) -> str:
+    """Return the exit status of a process as text; negative codes are signals."""
+    if code >= 0:
+        return f"exited with code {code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"was ended by {names.get(-code, f'signal {-code}')}"

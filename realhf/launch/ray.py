@@ -15,9 +15,9 @@ from typing import Any
 
 from realhf.api.config import ExperimentConfig
 from realhf.base.errors import RunFailed, UserError
+from realhf.base.host_memory import proc_field
 from realhf.base.paths import RunDir
-from realhf.launch.command import describe_exit, python_path, shared_environment, worker_command
-from realhf.launch.local import DUMP_S, STOP_S, process_state, request_stacks, start_worker
+from realhf.launch import local
 from realhf.system.transport.reply_receiver import NodeLoss
 
 NOTICE_S = 15.0
@@ -45,7 +45,7 @@ class RayLauncher:
             options = {"address": "local", "num_cpus": cores, "include_dashboard": False}
         try:
             ray.init(**options, log_to_driver=False, logging_level=logging.ERROR,
-                     runtime_env={"env_vars": {"PYTHONPATH": python_path()}})  # fmt: skip
+                     runtime_env={"env_vars": {"PYTHONPATH": local.python_path()}})  # fmt: skip
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise UserError(f"ray.address={self.config.ray.address or 'local'}: {error}") from error
         finally:
@@ -77,7 +77,6 @@ class RayLauncher:
         self.hosts = ray.get([actor.host.remote() for actor in self.actors])
 
     def _bundle(self) -> dict[str, int]:
-        """Return the resources of a node's workers."""
         per_node = self.config.n_gpus_per_node
         gpus = {"GPU": per_node} if self.device == "cuda" else {}
         return {"CPU": self.config.ray.cpus_per_worker * per_node, **gpus}
@@ -108,19 +107,19 @@ class RayLauncher:
         import ray
 
         try:
-            return ray.get(self.actors[rank].state.remote(), timeout=STOP_S)
+            return ray.get(self.actors[rank].state.remote(), timeout=local.STOP_S)
         except ray.exceptions.RayError:
             return ""  # the node does not respond
 
     def dump_stacks(self) -> None:
         for rank in self._running():
             self.actors[rank].dump_stacks.remote()
-        time.sleep(DUMP_S)
+        time.sleep(local.DUMP_S)
 
     def wait(self, timeout_s: float) -> dict[int, str]:
         self._poll(timeout_s)
         late = dict.fromkeys(self._running(), "is still running")
-        return late | {rank: how for rank, how in self._ended.items() if how != describe_exit(0)}
+        return late | {rank: how for rank, how in self._ended.items() if how != local.describe_exit(0)}
 
     def stop(self) -> None:
         import ray
@@ -128,7 +127,7 @@ class RayLauncher:
         for number in (signal.SIGTERM, signal.SIGKILL):
             for rank in self._running():
                 self.actors[rank].end.remote(number)
-            self._poll(STOP_S)
+            self._poll(local.STOP_S)
         for actor in self.actors:
             ray.kill(actor)
         if self._group is not None:
@@ -146,7 +145,7 @@ class RayLauncher:
         done = ray.wait(list(ranks), num_returns=len(ranks), timeout=timeout_s)[0] if ranks else []
         for ref in done:
             try:
-                self._ended[ranks[ref]] = describe_exit(ray.get(ref))
+                self._ended[ranks[ref]] = local.describe_exit(ray.get(ref))
             except ray.exceptions.RayError as error:
                 host = self.hosts[ranks[ref]] if self.hosts else "unknown"
                 reason = death_reason(str(error))
@@ -165,16 +164,16 @@ class NodeActor:
     def run_worker(self, root: str, rank: int, address: str, threads: int) -> int:
         """Start the worker, wait for it, and return its exit code."""
         paths = RunDir(Path(root))
-        command = worker_command(paths, rank, address)
-        self.process = start_worker(command, shared_environment(threads), paths.log(f"worker-{rank}"))
+        command = local.worker_command(paths, rank, address)
+        self.process = local.start_worker(command, threads, paths.log(f"worker-{rank}"))
         return self.process.wait()
 
     def state(self) -> str:
-        return process_state(self.process) if self.process is not None else ""
+        return proc_field(f"{self.process.pid}/status", "State") if self.process is not None else ""
 
     def dump_stacks(self) -> None:
         if self.process is not None:
-            request_stacks(self.process)
+            local.request_stacks(self.process)
 
     def end(self, number: int) -> None:
         if self.process is not None and self.process.poll() is None:

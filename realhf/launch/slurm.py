@@ -9,8 +9,7 @@ import time
 
 from realhf.api.config import ExperimentConfig
 from realhf.base.paths import RunDir
-from realhf.launch.command import describe_exit, shared_environment, worker_command
-from realhf.launch.local import DUMP_S, STOP_S, start_worker
+from realhf.launch.local import DUMP_S, STOP_S, describe_exit, start_worker, worker_command
 from realhf.launch.network import address_for
 from realhf.system.transport.reply_receiver import NodeLoss
 
@@ -37,7 +36,7 @@ class SlurmLauncher:
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
         threads = self.config.threads_per_worker or self.config.slurm.cpus_per_worker
         command = step_command(self.paths, self.config, self.device, address)
-        self.process = start_worker(command, shared_environment(threads), self.log)
+        self.process = start_worker(command, threads, self.log)
 
     def dead(self) -> dict[int, str]:
         code = self.process.poll() if self.process else None

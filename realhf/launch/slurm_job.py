@@ -12,7 +12,7 @@ from pathlib import Path
 from realhf.api.config import ExperimentConfig, RecoverMode
 from realhf.base.errors import RunFailed
 from realhf.base.paths import RunDir
-from realhf.launch.command import python_path
+from realhf.launch.local import python_path
 from realhf.launch.slurm import gpus
 
 POLL_S = 1.0

@@ -11,7 +11,7 @@ from statistics import median
 
 import torch
 
-from realhf.base.host_memory import trim_heap
+from realhf.base.host_memory import proc_field, trim_heap
 from realhf.comm.process_groups import Group
 from realhf.plan.cost.profile import Counts, Point
 
@@ -127,9 +127,7 @@ def resident_bytes() -> int:
 
 
 def _status(field: str) -> int:
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:")), 0)
+    return int(proc_field("self/status", field).removesuffix("kB") or 0) << 10
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> float:

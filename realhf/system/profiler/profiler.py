@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -28,7 +27,7 @@ from realhf.api.layout import ParallelStrategy
 from realhf.api.messages import Done, Shutdown
 from realhf.api.model_config import ModelConfig
 from realhf.base.errors import RunFailed
-from realhf.base.host_memory import trim_heap
+from realhf.base.host_memory import proc_field, trim_heap
 from realhf.comm.process_groups import destroy_process_group, init_process_group, make_groups, open_rendezvous
 from realhf.comm.shared_memory import open_shared_memory_peers
 from realhf.models.transformer import SINGLE_RANK_GROUP
@@ -124,10 +123,8 @@ class ProfileMessage:
 def this_machine(device: str, threads: int) -> ProfiledMachine:
     if device == "cuda":
         return ProfiledMachine(device, torch.cuda.get_device_name(0), 0, threads)
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return ProfiledMachine(device, next(names, platform.processor() or platform.machine()), n_cores(), threads)
+    name = proc_field("cpuinfo", "model name") or platform.processor() or platform.machine()
+    return ProfiledMachine(device, name, n_cores(), threads)
 
 
 def n_gpus() -> int:
