@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ class Master:
         self.requests: dict[int, _Request] = {}
         self.pending_events: list[RowsReady] = []  # of training, received during an evaluation
         self.last_request = 0
-        self.last_save = self.last_checkpoint = self.last_eval = time.monotonic()
+        self.last_time = dict.fromkeys(("eval", "save", "ckpt"), time.monotonic())
         self.best = BestModels(run.paths.best, run.config.exp_ctrl.keep_best)
 
     def train(self) -> None:
@@ -144,29 +144,15 @@ class Master:
                 del self.requests[message.request]
                 return request.on_replies(sorted(request.replies, key=lambda r: r.rank))
 
-    def _request(
-        self,
-        ranks: Collection[int],
-        message: Callable[[int], ToWorker],
-        name: str,
-        step: int,
-        on_replies: OnReplies,
-        mfc: str = "",
-    ) -> int:
-        """Send ``message(number)`` to every rank; return the number of the request."""
-        self.last_request += 1
-        packed = message(self.last_request)
-        self._await(ranks, name, step, on_replies, mfc)
-        self.channel.send(ranks, packed)
-        return self.last_request
-
-    def _await(self, ranks: Iterable[int], name: str, step: int, on_replies: OnReplies, mfc: str = "") -> None:
-        """Register the request with the last number."""
+    def _request(self, ranks: Iterable[int], name: str, step: int, on_replies: OnReplies, mfc: str = "") -> int:
+        """Register a request that the caller then sends to ``ranks``; return its number."""
         left = deadline(self.run.config.call_timeout)
         is_due = bytearray(self.run.plan.n_workers)
         for rank in ranks:
             is_due[rank] = 1
+        self.last_request += 1
         self.requests[self.last_request] = _Request(name, step, mfc, is_due, sum(is_due), left, on_replies)
+        return self.last_request
 
     def _perform(self, actions: Sequence[Action]) -> None:
         """Perform actions; all row transfers are requested before any call, so that none waits for another call."""
@@ -183,48 +169,39 @@ class Master:
             self.channel.send(layout_ranks(self.run.program[dispatch.call.mfc]), message)
 
     def _fetch(self, span: PromptRange) -> None:
-        self._request(
-            self.run.fetch_ranks,
-            lambda request: Fetch(request, span.step, span.start, span.stop),
-            f"the data of step {span.step + 1}",
-            span.step,
-            lambda replies: RowsReady(None, span, _outputs(replies)),
+        ranks, step = self.run.fetch_ranks, span.step
+        request = self._request(
+            ranks, f"the data of step {step + 1}", step, lambda replies: RowsReady(None, span, _outputs(replies))
         )
+        self.channel.send(ranks, Fetch(request, step, span.start, span.stop))
 
     def _prepare(self, span: PromptRange, call: PrepareCall) -> int:
-        ranks = layout_ranks(self.run.program[call.mfc]) | call.holders.ranks
-
         def finished(replies: list[Done]) -> RowsReady:
             self.telemetry.call_done(call, replies)
             states = [reply.state for reply in replies if reply.state is not None]
             return RowsReady(call.mfc, span, _outputs(replies), states[0] if states else None)
 
-        name = f"{call.mfc} of step {span.step + 1}"
-        return self._request(sorted(ranks), lambda request: msgspec.structs.replace(call, request=request), name,
-                             span.step, finished, call.mfc)  # fmt: skip
+        ranks = sorted(layout_ranks(self.run.program[call.mfc]) | call.holders.ranks)
+        request = self._request(ranks, f"{call.mfc} of step {span.step + 1}", span.step, finished, call.mfc)
+        self.channel.send(ranks, msgspec.structs.replace(call, request=request))
+        return request
 
     def _finish_step(self, span: PromptRange) -> None:
         if span.step >= self.run.eval_schedule.first_step:
             self._send_all(FreeRows(span.start, span.stop))
             return
-        control, step = self.run.config.exp_ctrl, span.step + 1
-        is_evaluated = bool(self.run.graph.evaluation) and self._is_due(
-            step, control.eval_freq_steps, control.eval_freq_epochs, control.eval_freq_secs, self.last_eval
-        )
+        step = span.step + 1
+        is_evaluated = bool(self.run.graph.evaluation) and self._is_due(step, "eval")
         self.telemetry.step_done(span.step, self.state.versions, is_evaluated)
         self._log_generations(span)
         self._send_all(FreeRows(span.start, span.stop))
         if is_evaluated:
             self._evaluate(step)
-        if self._is_due(
-            step, control.save_freq_steps, control.save_freq_epochs, control.save_freq_secs, self.last_save
-        ):
+        if self._is_due(step, "save"):
             self._save(step)
         self._finish_checkpoint()
         is_stopped = not self.state.is_over and self.run.writes_checkpoints and self.run.paths.stop.exists()
-        if self.run.writes_checkpoints and (is_stopped or self._is_due(
-            step, control.ckpt_freq_steps, control.ckpt_freq_epochs, control.ckpt_freq_secs, self.last_checkpoint
-        )):  # fmt: skip
+        if self.run.writes_checkpoints and (is_stopped or self._is_due(step, "ckpt")):
             self._start_checkpoint(step)
         if is_stopped:
             self._stop(step)
@@ -240,7 +217,7 @@ class Master:
                 self.pending_events.append(event)
             elif event is not None:
                 self._perform(evaluation.handle(event))
-        self.last_eval = time.monotonic()
+        self.last_time["eval"] = time.monotonic()
         if (record := self.best.record(step, self.telemetry.evaluated(step))) is not None:
             self._save_best(record)
 
@@ -257,36 +234,32 @@ class Master:
         def write(replies: list[Done]) -> None:
             self.telemetry.generations(span.step + 1, [row for r in replies for row in r.values["rows"]], limit)
 
-        self.last_request += 1
-        self._await(rows_by_rank, f"the generations of step {span.step + 1}", span.step, write)
+        request = self._request(rows_by_rank, f"the generations of step {span.step + 1}", span.step, write)
         for rank, rows in rows_by_rank.items():
-            self.channel.send((rank,), ReadRows(self.last_request, tuple(rows), keys))
+            self.channel.send((rank,), ReadRows(request, tuple(rows), keys))
 
-    def _is_due(self, step: int, steps: int | None, epochs: int | None, seconds: int | None, last: float) -> bool:
-        """Return True after the last step, and if ``steps``, ``epochs`` or ``seconds`` have passed since ``last``."""
+    def _is_due(self, step: int, event: str) -> bool:
+        """Return True after the last step, and if the steps, epochs or seconds of ``exp_ctrl.EVENT_freq_*`` passed."""
+        options = vars(self.run.config.exp_ctrl)
+        steps, epochs, seconds = (options[f"{event}_freq_{unit}"] for unit in ("steps", "epochs", "secs"))
         before, now = ((s * self.run.schedule.batch_size) // self.run.n_rows for s in (step - 1, step))
         return bool(
             self.state.is_over
             or (steps and step % steps == 0)
             or (epochs and now // epochs > before // epochs)
-            or (seconds and time.monotonic() - last >= seconds)
+            or (seconds and time.monotonic() - self.last_time[event] >= seconds)
         )
 
     def _start_checkpoint(self, step: int) -> None:
         """Request a snapshot from every worker. Workers handle messages in order, so it is of this step."""
-        self.last_checkpoint = time.monotonic()
+        self.last_time["ckpt"] = time.monotonic()
         run = self.run
         layouts = {role: home_layout(run.graph, run.plan, role) for role in run.updated_roles}
         states = dict(self.state.states)
         self.pending_checkpoint = Manifest(step, states, layouts, {}, run.data_digest, flat_options(run.config))
         folder = str(tmp_folder(run.paths.checkpoints, step))
-        self._request(
-            range(run.plan.n_workers),
-            lambda request: Checkpoint(request, step - 1, folder),
-            f"checkpoint {step}",
-            step - 1,
-            ignore_replies,
-        )
+        request = self._request(range(run.plan.n_workers), f"checkpoint {step}", step - 1, lambda replies: None)
+        self._send_all(Checkpoint(request, step - 1, folder))
 
     def _finish_checkpoint(self) -> None:
         """Wait for the files of the pending checkpoint, if any, then commit it."""
@@ -299,14 +272,9 @@ class Master:
             commit(self.run.paths.checkpoints, replace(manifest, files=files), self.run.config.exp_ctrl.keep_last)
             self.best.prune(checkpoints_of(self.run.paths.checkpoints))
 
-        step = manifest.step - 1
-        self._request(
-            range(self.run.plan.n_workers),
-            lambda request: AwaitCheckpoint(request, step),
-            f"the files of checkpoint {manifest.step}",
-            step,
-            write,
-        )
+        name, step = f"the files of checkpoint {manifest.step}", manifest.step - 1
+        request = self._request(range(self.run.plan.n_workers), name, step, write)
+        self._send_all(AwaitCheckpoint(request, step))
 
     def _stop(self, step: int) -> None:
         """Complete the checkpoint of this step, then raise ``RunStopped``."""
@@ -318,7 +286,7 @@ class Master:
                          f"realhf resume {self.run.paths.root}")  # fmt: skip
 
     def _save(self, step: int) -> None:
-        self.last_save = time.monotonic()
+        self.last_time["save"] = time.monotonic()
         for role in self.run.saved_roles:
             self._save_model(role, self.run.paths.model(role, step), step, self.telemetry.saved)
 
@@ -339,16 +307,13 @@ class Master:
     def _save_model(self, role: str, path: Path, step: int, then: Callable[[str, Path], None]) -> None:
         """Request a model from the workers. They handle messages in order, so the weights are of this step."""
         last, ranks = max(step - 1, 0), home_layout(self.run.graph, self.run.plan, role).mesh.ranks
-        self._request(ranks, lambda request: Save(request, last, role, str(path)), f"saving {role}", last,
-                      lambda replies: then(role, path))  # fmt: skip
+        request = self._request(ranks, f"saving {role}", last, lambda replies: then(role, path))
+        self.channel.send(ranks, Save(request, last, role, str(path)))
 
 
 def relax_gc() -> None:
     """Make garbage collection rare: a master allocates many objects, none of them in reference cycles."""
     gc.set_threshold(2_000_000, 50, 1000)
-
-
-def ignore_replies(replies: list[Done]) -> None: ...
 
 
 def _outputs(replies: list[Done]) -> dict[int, Any]:
