@@ -192,7 +192,7 @@ class Master:
             return
         step = span.step + 1
         is_evaluated = bool(self.run.graph.evaluation) and self._is_due(step, "eval")
-        self.telemetry.step_done(span.step, self.state.versions, is_evaluated)
+        self.telemetry.step_done(span.step, is_evaluated)
         self._log_generations(span)
         self._send_all(FreeRows(span.start, span.stop))
         if is_evaluated:

@@ -103,8 +103,7 @@ class Recorder:
         self.evaluations: list[tuple[int, int]] = []
         self.written: list[tuple[int, list[int]]] = []
 
-    def step_done(self, step: int, versions: dict[str, int], is_evaluated: bool = False) -> None:
-        assert versions == {"actor": step + 1}
+    def step_done(self, step: int, is_evaluated: bool = False) -> None:
         self.steps.append(step)
         self.evaluated_steps += [step + 1] if is_evaluated else []
 
@@ -136,7 +135,9 @@ class Recorder:
 
 def train(run: RunSpec, **options: Any) -> tuple[Workers, Recorder]:
     workers, recorder = Workers(run, **options), Recorder()
-    Master(run, workers, dict, recorder).train()
+    master = Master(run, workers, dict, recorder)
+    master.train()
+    assert master.state.versions == {"actor": len(recorder.steps)}
     return workers, recorder
 
 

@@ -2,18 +2,23 @@
 
 import json
 import time
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 
-from realhf.api.graph import Kind
+from realhf.api.batch_meta import BatchMeta
+from realhf.api.config.choices import Backend
+from realhf.api.experiment import Experiment
+from realhf.api.graph import MFC, Kind
 from realhf.api.messages import Done, PrepareCall, Ready, Stats
-from realhf.arch.flops import forward_flops, train_flops
+from realhf.api.model_config import ModelConfig
+from realhf.arch.flops import forward_flops, generate_bytes, generate_flops, train_flops
 from realhf.plan.compile.schedule import RowsReady
 from realhf.plan.run_spec import RunSpec
-from realhf.system.metrics.decode_stats import decode_bytes_read, generated_tokens
 from realhf.system.metrics.sinks import MetricSink
 from realhf.system.metrics.worker_metrics import StepMetrics
 
@@ -54,6 +59,17 @@ class ProgressView(Protocol):
     def kept(self, metric: str, value: float, path: Path) -> None: ...
 
 
+@dataclass
+class _Step:
+    """What the workers have reported of a step; operations and bytes read by MFC."""
+
+    workers: StepMetrics
+    sums: Stats = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    flops: Counter[str] = field(default_factory=Counter)
+    bytes_read: Counter[str] = field(default_factory=Counter)
+
+
 class Telemetry:
     """Turns the replies of a step into one line of metrics, and appends to the files of the run directory."""
 
@@ -65,10 +81,7 @@ class Telemetry:
         self.best: Path | None = None
         self.last: Metrics = {}
         self.evaluation: dict[str, Any] = {}
-        self._steps: dict[int, Metrics] = {}
-        self._workers: dict[int, StepMetrics] = {}
-        self._sums: dict[int, Stats] = {}
-        self._work: dict[int, dict[str, tuple[int, int]]] = {}  # by step and MFC: floating-point operations, bytes read
+        self._steps: defaultdict[int, _Step] = defaultdict(lambda: _Step(StepMetrics(run.plan.n_workers)))
         self._n_written = first_step
         self._step_began = time.monotonic()
         self._events = run.paths.events.open("ab")
@@ -86,60 +99,47 @@ class Telemetry:
     def reply(self, step: int, mfc: str, done: Done) -> None:
         """Add the trace and the worker metrics of a reply; ``mfc`` is empty if the request is not of an MFC."""
         self._trace.write(done.trace)
-        if step < self._n_written:  # a save completes after the line of its step
-            return
-        if (workers := self._workers.get(step)) is None:
-            workers = self._workers[step] = StepMetrics(self.run.plan.n_workers)
-        workers.add(mfc, done)
+        if step >= self._n_written:  # a save completes after the line of its step
+            self._steps[step].workers.add(mfc, done)
 
     def call_done(self, call: PrepareCall, replies: list[Done]) -> None:
         """Add a call's statistics, tokens and floating-point operations to its step."""
+        step, mfc = self._steps[call.step], self.run.graph[call.mfc]
         stats = sum_stats([reply.stats for reply in replies if reply.stats])
-        named = {f"{call.mfc}/{name}": value for name, value in stats.items()}
-        self._sums[call.step] = sum_stats([self._sums.get(call.step, {}), named])
-        mfc = self.run.graph[call.mfc]
+        step.sums = sum_stats([step.sums, {f"{call.mfc}/{name}": value for name, value in stats.items()}])
         if mfc.resamples:
             used = {row.prompt for reply in replies if reply.outputs for row in reply.outputs.ids}
-            self._add(call.step, "prompts/sampled", len({row.prompt for row in call.inputs.ids}))
-            self._add(call.step, "prompts/used", len(used))
+            step.counts["prompts/sampled"] += len({row.prompt for row in call.inputs.ids})
+            step.counts["prompts/used"] += len(used)
         if mfc.role is None:
             return
-        config, nbytes = self.run.models[mfc.role], 0
+        config = self.run.models[mfc.role]
         if mfc.kind is Kind.GENERATE:
-            n_tokens, flops = generated_tokens(mfc, config, call, replies)
+            n_tokens, flops = _generated_tokens(mfc, config, call, replies)
             if self.run.expected and self.run.expected.peak_bandwidth:
-                nbytes = sum(
-                    decode_bytes_read(self.run, mfc, config, call, reply.outputs) for reply in replies if reply.outputs
-                )
-            self._add(call.step, "tokens/generated", n_tokens)
+                outputs = [reply.outputs for reply in replies if reply.outputs]
+                step.bytes_read[call.mfc] += sum(_bytes_read(self.run, mfc, config, call, part) for part in outputs)
+            step.counts["tokens/generated"] += n_tokens
         else:
             lengths = call.inputs.columns[mfc.graph_key("tokens")].lengths
             flops = train_flops(config, lengths) if mfc.is_train else forward_flops(config, lengths)
             if mfc.is_train:
-                trained = self._steps.setdefault(call.step, {})
-                trained["tokens/trained"] = max(trained.get("tokens/trained", 0), sum(lengths))
-        self._add(call.step, "flops/model", flops)
-        work = self._work.setdefault(call.step, {})
-        before = work.get(call.mfc, (0, 0))
-        work[call.mfc] = (before[0] + flops, before[1] + nbytes)
+                step.counts["tokens/trained"] = max(step.counts["tokens/trained"], sum(lengths))
+        step.flops[call.mfc] += flops
 
-    def _add(self, step: int, name: str, value: float) -> None:
-        metrics = self._steps.setdefault(step, {})
-        metrics[name] = metrics.get(name, 0) + value
-
-    def step_done(self, step: int, versions: dict[str, int], is_evaluated: bool = False) -> None:
-        """Show the step and write its line; ``evaluated`` writes it if an evaluation follows."""
+    def step_done(self, step: int, is_evaluated: bool = False) -> None:
+        """Show the step and write its line, unless an evaluation follows, which writes it."""
         now = time.monotonic()
         seconds, self._step_began = now - self._step_began, now
         self._n_written = step + 1
-        metrics: Metrics = {"step": step + 1, "time/step_s": seconds, **self._steps.pop(step, {})}
-        if (workers := self._workers.pop(step, None)) is not None:
-            metrics |= workers.metrics()
+        done = self._steps[step]
+        del self._steps[step]
+        metrics: Metrics = {"step": step + 1, "time/step_s": seconds, **done.counts, **done.workers.metrics()}
         tokens = metrics.get("tokens/trained") or metrics.get("tokens/generated", 0)
         metrics["tokens/per_s"] = tokens / seconds
-        metrics["flops/model_per_s"] = metrics.pop("flops/model", 0) / seconds
-        metrics |= self._utilisation(self._work.pop(step, {}), metrics)
-        for name, (value, weight) in sorted(self._sums.pop(step, {}).items()):
+        metrics["flops/model_per_s"] = done.flops.total() / seconds
+        metrics |= self._utilisation(done, metrics)
+        for name, (value, weight) in sorted(done.sums.items()):
             metrics[name] = value / weight if weight else 0.0
         metrics |= _aliased(metrics, METRIC_ALIASES)
         if expected := self.run.expected:
@@ -150,17 +150,17 @@ class Telemetry:
             self._write(metrics)
         self.view.step(metrics)
 
-    def _utilisation(self, work: dict[str, tuple[int, int]], metrics: Metrics) -> Metrics:
+    def _utilisation(self, step: _Step, metrics: Metrics) -> Metrics:
         """Return model FLOPS and bandwidth utilisation of the calls, relative to the peaks of the data sheet."""
         shares: Metrics = {}
         if not (expected := self.run.expected) or not expected.peak_flops:
             return shares
-        for mfc, (flops, nbytes) in work.items():
+        for mfc, flops in step.flops.items():
             device_seconds = len(self.run.plan[mfc].layout.mesh.ranks) * metrics.get(f"time/{mfc}_s", 0.0)
             if device_seconds:
                 shares[f"mfu/{mfc}"] = flops / device_seconds / expected.peak_flops
-            if device_seconds and nbytes and expected.peak_bandwidth:
-                shares[f"mbu/{mfc}"] = nbytes / device_seconds / expected.peak_bandwidth
+            if device_seconds and step.bytes_read[mfc]:
+                shares[f"mbu/{mfc}"] = step.bytes_read[mfc] / device_seconds / expected.peak_bandwidth
         return shares
 
     def _write(self, metrics: Metrics) -> None:
@@ -191,11 +191,8 @@ class Telemetry:
         Its time is not part of the next step. Before the first step, the line has the evaluation only.
         """
         schedule = self.run.eval_schedule
-        parts = range(schedule.first_step, schedule.n_steps)
-        sums = sum_stats([self._sums.pop(part, {}) for part in parts])
-        for part in parts:
-            for by_step in (self._steps, self._workers, self._work):
-                by_step.pop(part, None)
+        parts = [self._steps.pop(step) for step in range(schedule.first_step, schedule.n_steps) if step in self._steps]
+        sums = sum_stats([part.sums for part in parts])
         seconds, self._step_began = time.monotonic() - self._step_began, time.monotonic()
         means = {name: value / weight for name, (value, weight) in sorted(sums.items()) if weight}
         metrics = {**_aliased(means, EVAL_ALIASES), "eval/prompts": float(self.run.n_held_out), **means}
@@ -251,3 +248,37 @@ def sum_stats(stats: Sequence[Stats]) -> Stats:
             before = totals.get(name, (0.0, 0.0))
             totals[name] = (before[0] + value, before[1] + weight)
     return totals
+
+
+def _generated_tokens(mfc: MFC, config: ModelConfig, call: PrepareCall, replies: Sequence[Done]) -> tuple[int, int]:
+    """Return the number of generated tokens of a call, and its floating-point operations."""
+
+    def output_lengths(key: str) -> list[int]:
+        return [n for reply in replies if reply.outputs for n in reply.outputs.columns[key].lengths]
+
+    if (key := mfc.graph_key("rollouts")) in mfc.outputs:  # continuations from several positions of each row
+        inputs, continuations = call.inputs.columns[mfc.graph_key("tokens")].lengths, output_lengths(key)
+        flops = forward_flops(config, inputs, head_tokens=0) + forward_flops(config, continuations)
+        return sum(continuations), flops
+    prompts = call.inputs.columns[mfc.graph_key("prompts")].lengths
+    rows = output_lengths(mfc.graph_key("tokens"))
+    n_tokens = sum(rows) - len(rows) // max(1, len(prompts)) * sum(prompts)
+    return n_tokens, generate_flops(config, prompts, rows)
+
+
+def _bytes_read(run: RunSpec, mfc: MFC, config: ModelConfig, call: PrepareCall, outputs: BatchMeta) -> int:
+    """Return the minimum of bytes that a replica reads to generate ``outputs``; 0 for continuations."""
+    sampling = cast(Experiment, run.config).sampling_options()
+    if mfc.graph_key("rollouts") in mfc.outputs or sampling is None or mfc.role is None:
+        return 0
+    prompt_lengths = call.inputs.columns[mfc.graph_key("prompts")].lengths
+    length_of = {row.prompt: n for row, n in zip(call.inputs.ids, prompt_lengths, strict=True)}
+    placement = run.plan[mfc.name]
+    if placement.backend is Backend.vllm:
+        slots = run.config.vllm.max_num_seqs
+    else:
+        slots = placement.micro_batching.limit_num_seqs(sampling.max_num_seqs)
+    lengths = outputs.columns[mfc.graph_key("tokens")].lengths
+    prompts = [length_of[row.prompt] for row in outputs.ids]
+    itemsize = 2 if run.roles[mfc.role].spec.bf16 else 4
+    return generate_bytes(config, prompts, lengths, slots, itemsize)

@@ -117,7 +117,7 @@ def test_one_line_of_metrics_per_step(run: RunSpec) -> None:
     telemetry = Telemetry(run, view, [view])
     telemetry.ready({0: Ready(0), 1: Ready(1)})
     one_step(telemetry)
-    telemetry.step_done(0, {"actor": 1})
+    telemetry.step_done(0)
     (metrics,) = lines(run.paths.metrics)
     assert view.events == [[0, 1], metrics, 1] and telemetry.last == metrics
     assert metrics["step"] == 1 and metrics["time/step_s"] > 0
@@ -140,7 +140,7 @@ def test_predictions_are_in_every_line(run: RunSpec) -> None:
     telemetry = Telemetry(replace(run, expected=expected), Watcher(), [])
     for step in (0, 1):
         one_step(telemetry)
-        telemetry.step_done(step, {})
+        telemetry.step_done(step)
     telemetry.close()
     for metrics in lines(run.paths.metrics):
         predicted = {name: value for name, value in metrics.items() if name.startswith("predicted/")}
@@ -156,7 +156,7 @@ def test_utilisation_relative_to_the_data_sheet(run: RunSpec) -> None:
         replace(run, config=config, expected=ExpectedPerformance("x", 1.0, {}, 1e9, **peaks)), Watcher(), []
     )
     one_step(telemetry)
-    telemetry.step_done(0, {})
+    telemetry.step_done(0)
     telemetry.close()
     (line,) = lines(run.paths.metrics)
     model = run.models["actor"]
@@ -182,20 +182,20 @@ def test_steps_are_separate_and_freed(run: RunSpec) -> None:
     one_step(telemetry)
     fetched = done(9, 0, (("fetch", 1, 2),))
     telemetry.reply(1, "", fetched)  # the next step's data, before this step is over
-    telemetry.step_done(0, {})
+    telemetry.step_done(0)
     telemetry.reply(0, "", done(10, 0, (("save/actor", 1, 2),)))  # saving, after it is over
-    telemetry.step_done(1, {})
+    telemetry.step_done(1)
     telemetry.close()
     first, second = lines(run.paths.metrics)
     assert second["step"] == 2 and "reward/mean" in first and "reward/mean" not in second
     assert second["tokens/per_s"] == second["flops/model_per_s"] == 0.0
-    assert not telemetry._steps and not telemetry._sums
+    assert not telemetry._steps
 
 
 def test_the_trace_is_a_chrome_trace(run: RunSpec) -> None:
     telemetry = Telemetry(run, Watcher(), [])
     one_step(telemetry)
-    telemetry.step_done(0, {})
+    telemetry.step_done(0)
     telemetry.close()
     spans = json.loads(run.paths.trace.read_text())
     assert [(s["name"], s["pid"], s["ts"], s["dur"]) for s in spans[:2]] == [
@@ -273,7 +273,7 @@ def test_evaluation_on_held_out_rows(run: RunSpec) -> None:
     assert telemetry.evaluated(0) == {"eval/accuracy": 0.5, "eval/prompts": 4.0, "eval_rew/accuracy": 0.5}
     one_step(telemetry)
     evaluate(telemetry, run)
-    telemetry.step_done(0, {}, is_evaluated=True)
+    telemetry.step_done(0, is_evaluated=True)
     assert len(lines(run.paths.metrics)) == 1
     metrics = telemetry.evaluated(1)
     before, found = lines(run.paths.evaluation)
