@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from realhf.api.config import ModelSpec
-from realhf.api.config.ensemble import EnsembleConfig, Objective
+from realhf.api.config.preference import EnsembleConfig, Objective
 from realhf.apps.view.timeline_svg import COLOURS, ticks
 from realhf.base.best_of_n import expected_best
 from realhf.experiments.bon import best_of_n, by_prompt

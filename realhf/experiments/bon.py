@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from realhf.api.config import DatasetConfig, GenerationConfig, opt
-from realhf.api.config.ensemble import EnsembleConfig, Objective
+from realhf.api.config.preference import EnsembleConfig, Objective
 from realhf.api.multi_stage import MultiStageExperiment, Stage
 from realhf.base.best_of_n import Entry, curve
 from realhf.base.errors import UserError

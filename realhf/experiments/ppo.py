@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from realhf.algorithms.policy_gradient.config import Advantage, PPOConfig
 from realhf.api.codec import to_plain
 from realhf.api.config import EvaluationConfig, GenerationConfig, KLPlace, MFCConfig, ModelSpec, opt
-from realhf.api.config.ensemble import EnsembleConfig
-from realhf.api.config.preference import RewardModelType, ScoreConfig
+from realhf.api.config.preference import EnsembleConfig, RewardModelType, ScoreConfig
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync
 from realhf.experiments.declared import DeclaredExperiment, has_model, reference_problems, reference_role

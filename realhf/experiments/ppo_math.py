@@ -4,8 +4,7 @@ from dataclasses import dataclass, replace
 
 from realhf.api.codec import to_plain
 from realhf.api.config import ModelSpec, RewardConfig, opt
-from realhf.api.config.ensemble import EnsembleConfig
-from realhf.api.config.preference import ScoreConfig
+from realhf.api.config.preference import EnsembleConfig, ScoreConfig
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, InterfaceSpec, Kind
 from realhf.experiments.options.verifier import reward_problems, reward_task

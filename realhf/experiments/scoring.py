@@ -6,8 +6,7 @@ from pathlib import Path
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.codec import to_plain
 from realhf.api.config import GenerationConfig, MFCConfig, ModelSpec, RewardConfig, opt
-from realhf.api.config.ensemble import EnsembleConfig
-from realhf.api.config.preference import ScoreConfig
+from realhf.api.config.preference import EnsembleConfig, ScoreConfig
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.data.files import read_raw_rows

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from realhf.api.config.ensemble import EnsembleConfig, Objective
+from realhf.api.config.preference import EnsembleConfig, Objective
 
 Floats = NDArray[np.float64]
 

@@ -14,8 +14,7 @@ from realhf.api.config import (
     MFCConfig,
     ModelSpec,
 )
-from realhf.api.config.ensemble import EnsembleConfig
-from realhf.api.config.preference import DPOConfig, PreferenceLoss, RewardModelType, RWConfig
+from realhf.api.config.preference import DPOConfig, EnsembleConfig, PreferenceLoss, RewardModelType, RWConfig
 from realhf.api.experiment import Task
 from realhf.api.multi_stage import MultiStageExperiment
 from realhf.base.errors import UserError

@@ -7,8 +7,7 @@ import pytest
 
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.config import DatasetConfig, GenerationConfig, MFCConfig, ModelSpec, RewardConfig
-from realhf.api.config.ensemble import EnsembleConfig, Objective
-from realhf.api.config.preference import ScoreConfig
+from realhf.api.config.preference import EnsembleConfig, Objective, ScoreConfig
 from realhf.api.experiment import Task
 from realhf.api.multi_stage import MultiStageExperiment
 from realhf.base.errors import UserError

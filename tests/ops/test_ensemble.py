@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from realhf.api.config.ensemble import EnsembleConfig, Objective
+from realhf.api.config.preference import EnsembleConfig, Objective
 from realhf.ops.ensemble import check_scores, combine, variance
 
 SCORES = np.array([[1.0, 2.0, -1.0], [3.0, 2.0, 0.0], [5.0, 2.0, 4.0]])

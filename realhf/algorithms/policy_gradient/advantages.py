@@ -13,7 +13,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from realhf.algorithms.policy_gradient.components import Component
-from realhf.api.config.option import opt
+from realhf.api.config import opt
 
 if TYPE_CHECKING:
     from torch import Tensor

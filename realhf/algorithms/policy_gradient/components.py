@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, make_dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from realhf.api.config.option import opt
+from realhf.api.config import opt
 
 if TYPE_CHECKING:
     from realhf.algorithms.policy_gradient.config import PPOConfig

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 from realhf.algorithms.policy_gradient.advantages import ADVANTAGES
 from realhf.algorithms.policy_gradient.components import help_text, options_class
 from realhf.algorithms.policy_gradient.policy_losses import POLICY_LOSSES
+from realhf.api.config import GenerationConfig, opt
 from realhf.api.config.choices import Delta, KLEstimator, KLPlace, LossAggregation, StepSplitter, ValueNormType
-from realhf.api.config.generation import GenerationConfig
-from realhf.api.config.option import opt
 
 if TYPE_CHECKING:  # type checkers cannot read members and fields from a dict
 

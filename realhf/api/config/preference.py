@@ -1,10 +1,9 @@
-"""Options of preference learning: reward models, DPO and related algorithms."""
+"""Options of preference learning: reward models, their ensembles, DPO and related algorithms."""
 
 from dataclasses import dataclass
 from enum import Enum
 
-from realhf.api.config.choices import StepSplitter
-from realhf.api.config.option import opt
+from realhf.api.config import StepSplitter, opt
 
 KTO_KL_KEYS = {"kl_tokens": "tokens", "kl_prompt_mask": "prompt_mask"}
 """Keys of the mismatched prompt-response pairs of KTO's KL term, and their interface keys."""
@@ -44,6 +43,24 @@ class ScoreConfig:
     aggregate: Aggregate = opt(Aggregate.min, "aggregation of step scores: min, prod, last or mean (process)")
     step_splitter: StepSplitter = opt(StepSplitter.line, "unit of a step: line or latex (process)")
     normalise: bool = opt(False, "normalize scores to mean 0 and std 1 on held-out rows, before bias and scaling")
+
+
+class Objective(Enum):
+    """How the scores of the members are combined: mean, worst-case or uncertainty-weighted optimization."""
+
+    mean = "mean"
+    WCO = "WCO"
+    UWO = "UWO"
+
+
+@dataclass
+class EnsembleConfig:
+    """Reward models that score the same responses (Coste et al. 2024, arXiv 2310.02743)."""
+
+    members: list[str] = opt(list, "Hugging Face folders of the reward models; their other options are those of rew")
+    objective: Objective = opt(Objective.mean, "mean, WCO (minimum), or UWO (mean - uwo_weight * variance)")
+    uwo_weight: float = opt(0.1, "weight of the variance over members (UWO)")
+    uwo_unbiased: bool = opt(False, "divide the variance by members - 1 instead of members")
 
 
 class PreferenceLoss(Enum):

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.codec import to_plain
 from realhf.api.config import ModelSpec
-from realhf.api.config.ensemble import EnsembleConfig, Objective
-from realhf.api.config.preference import ScoreConfig
+from realhf.api.config.preference import EnsembleConfig, Objective, ScoreConfig
 from realhf.api.experiment import RoleSpec
 from realhf.api.graph import MFC, InterfaceSpec, Kind
 from realhf.experiments.options.score import score_interface, score_problems

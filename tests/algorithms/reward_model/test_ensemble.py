@@ -9,7 +9,7 @@ from realhf.algorithms import build_interface
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.batch_meta import RowId
 from realhf.api.codec import to_plain
-from realhf.api.config.ensemble import EnsembleConfig, Objective
+from realhf.api.config.preference import EnsembleConfig, Objective
 from realhf.api.graph import InterfaceSpec
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import InterfaceContext
