@@ -38,7 +38,6 @@ from realhf.api.messages import (
     ToMaster,
     ToWorker,
 )
-from realhf.apps.prepare.launching import as_experiment
 from realhf.base.paths import RunDir
 from realhf.experiments.ppo import PPOExperiment
 from realhf.plan.compile.program import layout_ranks
@@ -86,9 +85,8 @@ def run_of(n: int, steps: int, folder: Path) -> RunSpec:
     config.ppo.group_size = GROUP
     for spec in (config.actor, config.critic, config.ref, config.rew):
         spec.init_from_scratch, spec.config = True, str(model)
-    experiment = as_experiment(config)
     plan = ExecutionPlan(n, {name: Placement(layout) for name, layout in layouts(n).items()})
-    return RunSpec("ppo", config, experiment.task, experiment.graph(), experiment.roles(), plan, RunDir(folder), "cpu",
+    return RunSpec("ppo", config, config.task, config.graph(), config.roles(), plan, RunDir(folder), "cpu",
                    steps * n // GROUP)  # fmt: skip
 
 

@@ -1,11 +1,16 @@
-"""What an experiment declares: its graph, its models and its data."""
+"""What an experiment declares: its graph, its models and its data, or several consecutive runs."""
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Protocol
+from pathlib import Path
+from typing import Any, TypeVar
 
 from realhf.api.config import ExperimentConfig, GenerationConfig, MFCConfig, ModelSpec
 from realhf.api.graph import Graph
+
+C = TypeVar("C", bound=ExperimentConfig)
 
 
 class Task(Enum):
@@ -31,26 +36,60 @@ class RoleSpec:
     starts_as: str | None = None
 
 
-class Experiment(Protocol):
-    """A config dataclass (a subclass of ExperimentConfig) that declares a graph."""
+class Experiment(ExperimentConfig):
+    """A config that declares a graph. The options of an MFC are in the field of its name."""
+
+    shared_options = {r"rew_\d+_inf": "rew_inf"}
+    """Patterns of MFC names without a field of their own, and the field with their options: members of an ensemble."""
 
     @property
-    def config(self) -> ExperimentConfig: ...
+    def task(self) -> Task:
+        raise NotImplementedError
 
-    @property
-    def task(self) -> Task: ...
+    def graph(self) -> Graph:
+        raise NotImplementedError
 
-    def graph(self) -> Graph: ...
-
-    def roles(self) -> dict[str, RoleSpec]: ...
+    def roles(self) -> dict[str, RoleSpec]:
+        raise NotImplementedError
 
     def placements(self) -> dict[str, MFCConfig]:
         """Return the placement options of every MFC, by name."""
-
-    def problems(self) -> list[str]:
-        """Return contradictions between options, one line each."""
+        found = {}
+        for mfc in self.graph().mfcs:
+            names = (field for pattern, field in self.shared_options.items() if re.fullmatch(pattern, mfc.name))
+            if (options := vars(self).get(next(names, mfc.name))) is not None:
+                found[mfc.name] = options
+        return found
 
     def sampling_options(self) -> GenerationConfig | None:
         """Return the options of generation; None if the experiment does not generate."""
+        return None
 
-    def samples_per_prompt(self) -> int: ...
+    def samples_per_prompt(self) -> int:
+        return 1
+
+    def problems(self) -> list[str]:
+        """Return contradictions between options, one line each."""
+        return []
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One run of a multi-stage experiment; ``name`` is its folder, ``experiment`` the registered name of ``config``."""
+
+    name: str
+    experiment: str
+    config: Experiment
+
+
+class MultiStageExperiment(Experiment):
+    """The options of an experiment of several runs, each of which may read the results of earlier ones."""
+
+    def stages(self, root: Path) -> Iterator[Stage]:
+        """Yield the runs in order. The files of a stage are in ``root / stage.name`` before the next is requested."""
+        raise NotImplementedError
+
+    def inherit(self, cls: type[C], **options: Any) -> C:
+        """Return the config of a stage: the common options of this one, updated with ``options``."""
+        common = {field.name: vars(self)[field.name] for field in fields(ExperimentConfig)}
+        return cls(**{**common, **options})

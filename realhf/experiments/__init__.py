@@ -5,6 +5,7 @@ from pathlib import Path
 
 from realhf.algorithms import load_classes
 from realhf.api.config import ExperimentConfig
+from realhf.api.experiment import Experiment
 from realhf.base.errors import UserError, did_you_mean
 
 EXPERIMENTS: dict[str, str] = {
@@ -27,7 +28,7 @@ EXPERIMENTS: dict[str, str] = {
 """Imported on demand, which keeps the command line fast."""
 
 
-def experiment_class(name: str) -> type[ExperimentConfig]:
+def experiment_class(name: str) -> type[Experiment]:
     """Return the class of an experiment; ``UserError`` for an unknown name."""
     if ".py:" in name:
         return _from_file(*name.rsplit(":", 1))
@@ -38,7 +39,7 @@ def experiment_class(name: str) -> type[ExperimentConfig]:
     return getattr(importlib.import_module(module), cls)
 
 
-def _from_file(file: str, cls: str) -> type[ExperimentConfig]:
+def _from_file(file: str, cls: str) -> type[Experiment]:
     path = Path(file).resolve()
     if not path.is_file():
         raise UserError(f"experiment '{file}:{cls}': there is no file {path}")

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from realhf.api.config import DatasetConfig, GenerationConfig, opt
 from realhf.api.config.preference import EnsembleConfig, Objective
-from realhf.api.multi_stage import MultiStageExperiment, Stage
+from realhf.api.experiment import MultiStageExperiment, Stage
 from realhf.base.best_of_n import Entry, curve
 from realhf.base.errors import UserError
 from realhf.data.files import read_raw_rows
@@ -29,10 +29,6 @@ class BestOfNExperiment(Scoring, MultiStageExperiment):
 
     sampling: GenerationConfig = opt(lambda: GenerationConfig(n=16), "sampling, with policy.path")
     n_grid: list[int] = opt(list, "values of n (default: powers of two, and the number of responses)")
-
-    @property
-    def config(self) -> MultiStageExperiment:
-        return self
 
     def problems(self) -> list[str]:
         problems = [f"n_grid must contain positive numbers, got {n}" for n in self.n_grid if n < 1]

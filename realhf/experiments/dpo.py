@@ -5,16 +5,16 @@ from dataclasses import dataclass, replace
 from realhf.api.codec import to_plain
 from realhf.api.config import MFCConfig, ModelSpec, opt
 from realhf.api.config.preference import KTO_KL_KEYS, DPOConfig, PreferenceLoss
-from realhf.api.experiment import RoleSpec, Task
+from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
-from realhf.experiments.declared import DeclaredExperiment, reference_problems, reference_role
+from realhf.experiments.declared import reference_problems, reference_role
 
 REF = "ref_logprob_sums"
 KL_REF = f"kl_{REF}"
 
 
 @dataclass
-class DPOExperiment(DeclaredExperiment):
+class DPOExperiment(Experiment):
     """Direct preference optimisation and related algorithms: DPO-Positive, IPO, KTO, ORPO, SimPO."""
 
     actor: ModelSpec = opt(ModelSpec, "the policy")

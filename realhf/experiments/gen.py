@@ -5,15 +5,14 @@ from dataclasses import dataclass
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.codec import to_plain
 from realhf.api.config import GenerationConfig, MFCConfig, ModelSpec, RewardConfig, opt
-from realhf.api.experiment import RoleSpec, Task
+from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
-from realhf.experiments.declared import DeclaredExperiment
 from realhf.experiments.options.sampling import sampling_problems
 from realhf.experiments.options.verifier import reward_problems, reward_task
 
 
 @dataclass
-class GenerationExperiment(DeclaredExperiment):
+class GenerationExperiment(Experiment):
     """Sample responses to the prompts of a file; they are written to generations/."""
 
     model: ModelSpec = opt(ModelSpec, "the model")

@@ -6,9 +6,9 @@ from realhf.algorithms.policy_gradient.config import Advantage, PPOConfig
 from realhf.api.codec import to_plain
 from realhf.api.config import EvaluationConfig, GenerationConfig, KLPlace, MFCConfig, ModelSpec, opt
 from realhf.api.config.preference import EnsembleConfig, RewardModelType, ScoreConfig
-from realhf.api.experiment import RoleSpec, Task
+from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync
-from realhf.experiments.declared import DeclaredExperiment, has_model, reference_problems, reference_role
+from realhf.experiments.declared import has_model, reference_problems, reference_role
 from realhf.experiments.options.ppo import eval_problems, eval_sampling, ppo_problems, ppo_warnings
 from realhf.experiments.options.reward_models import RewardModels
 
@@ -17,7 +17,7 @@ TRAINING_KEYS = ("rewards", "step_rewards", "ref_logprobs", "prox_logprobs", "va
 
 
 @dataclass
-class PPOExperiment(DeclaredExperiment):
+class PPOExperiment(Experiment):
     """PPO against a reward model."""
 
     actor: ModelSpec = opt(ModelSpec, "the policy")

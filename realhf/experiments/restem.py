@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.config import DatasetConfig, ExperimentControl, GenerationConfig, ModelSpec, RewardConfig, opt
-from realhf.api.multi_stage import MultiStageExperiment, Stage
+from realhf.api.experiment import MultiStageExperiment, Stage
 from realhf.base.errors import RunFailed
 from realhf.experiments.gen import GenerationExperiment
 from realhf.experiments.options.sampling import positive_problems, sampling_problems
@@ -56,10 +56,6 @@ class RestEMExperiment(MultiStageExperiment):
     choice: Choice = opt(Choice.first_drop, "round whose model is the result: first_drop or best")
     epochs: int = opt(8, "number of training epochs per round")
     fit_batch: int = opt(64, "number of responses per optimizer step")
-
-    @property
-    def config(self) -> MultiStageExperiment:
-        return self
 
     def problems(self) -> list[str]:
         checks = [

@@ -5,16 +5,15 @@ from dataclasses import dataclass, replace
 from realhf.api.codec import to_plain
 from realhf.api.config import MFCConfig, ModelSpec, opt
 from realhf.api.config.preference import RewardModelType, RWConfig
-from realhf.api.experiment import RoleSpec, Task
+from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
-from realhf.experiments.declared import DeclaredExperiment
 from realhf.experiments.options.sampling import positive_problems
 
 LABEL_INPUTS = {RewardModelType.outcome: ("tokens", "label"), RewardModelType.process: ("tokens", "step_labels")}
 
 
 @dataclass
-class RewardModelExperiment(DeclaredExperiment):
+class RewardModelExperiment(Experiment):
     """Reward model: a scalar head at the last token, or at the end of every step."""
 
     model: ModelSpec = opt(ModelSpec, "the model; the head of a language model is replaced by a scalar head")

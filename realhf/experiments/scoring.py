@@ -7,10 +7,9 @@ from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.codec import to_plain
 from realhf.api.config import GenerationConfig, MFCConfig, ModelSpec, RewardConfig, opt
 from realhf.api.config.preference import EnsembleConfig, ScoreConfig
-from realhf.api.experiment import RoleSpec, Task
+from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.data.files import read_raw_rows
-from realhf.experiments.declared import DeclaredExperiment
 from realhf.experiments.options.reward_models import RESPONSE, RewardModels
 from realhf.experiments.options.sampling import sampling_problems
 from realhf.experiments.options.score import score_interface
@@ -76,7 +75,7 @@ class Scoring:
 
 
 @dataclass
-class ScoreExperiment(Scoring, DeclaredExperiment):
+class ScoreExperiment(Scoring, Experiment):
     """Score responses with reward models; prompts, responses and scores are written to generations/."""
 
     n_logged_generations: int = opt(-1, "number of rows written to generations/ per step, -1 for all")

@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 
 from realhf.api.config import MFCConfig, ModelSpec, opt
-from realhf.api.experiment import RoleSpec, Task
+from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
-from realhf.experiments.declared import DeclaredExperiment
 
 
 @dataclass
-class SFTExperiment(DeclaredExperiment):
+class SFTExperiment(Experiment):
     """Supervised fine-tuning on prompt and answer."""
 
     model: ModelSpec = opt(ModelSpec, "the model")

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import cast
 
-from realhf.api.config import ExperimentConfig
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph
@@ -39,7 +37,7 @@ class RunSpec:
     """A run. ``experiment`` is its name on the command line, ``n_rows`` the number of rows per epoch."""
 
     experiment: str
-    config: ExperimentConfig
+    config: Experiment
     task: Task
     graph: Graph
     roles: dict[str, RoleSpec]
@@ -76,7 +74,7 @@ class RunSpec:
     @property
     def temperature(self) -> float:
         """Sampling temperature; 1 without generation."""
-        sampling = cast(Experiment, self.config).sampling_options()
+        sampling = self.config.sampling_options()
         return sampling.temperature if sampling else 1.0
 
     @property

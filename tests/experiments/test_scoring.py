@@ -8,8 +8,7 @@ import pytest
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.config import DatasetConfig, GenerationConfig, MFCConfig, ModelSpec, RewardConfig
 from realhf.api.config.preference import EnsembleConfig, Objective, ScoreConfig
-from realhf.api.experiment import Task
-from realhf.api.multi_stage import MultiStageExperiment
+from realhf.api.experiment import MultiStageExperiment, Task
 from realhf.base.errors import UserError
 from realhf.experiments.bon import BestOfNExperiment, best_of_n, by_prompt, failed_fraction, write_single_answers
 from realhf.experiments.ppo import PPOExperiment

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from realhf.api.codec import to_plain
 from realhf.api.execution_plan import ExecutionPlan
-from realhf.api.multi_stage import MultiStageExperiment
+from realhf.api.experiment import MultiStageExperiment
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
 from realhf.apps.commands.quickstart import print_help, read_words
 from realhf.apps.prepare.preflight import PlanReport, plan_report
@@ -53,9 +53,9 @@ def main(arguments: list[str]) -> None:
                         " for example gen or sft")  # fmt: skip
     modes = _modes(flags.get("--compare", ""))
     if modes:
-        experiment.config.allocation_mode = modes[0]
+        experiment.allocation_mode = modes[0]
     report = plan_report(words[0], experiment)
-    results = {experiment.config.allocation_mode: (report.plan, report.prediction), **_others(report, modes[1:])}
+    results = {experiment.allocation_mode: (report.plan, report.prediction), **_others(report, modes[1:])}
     tables = [_comparison(report, results)] if modes else _tables(report)
     if "--why" in flags:
         tables.append(_why(report.planner, report.plan))
@@ -239,7 +239,7 @@ def _show(report: PlanReport, tables: list[Listing]) -> None:
         out.print(f"{listing.text(out.width)}\n", markup=False)
     for note in graph_notes(report.graph.mfcs, report.experiment.roles(), Telemetry.logged_keys):
         out.print(f"note: {note}", markup=False)
-    for warning in report.experiment.config.warnings():
+    for warning in report.experiment.warnings():
         out.print(f"warning: {warning}", markup=False)
 
 

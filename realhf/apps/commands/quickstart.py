@@ -5,10 +5,9 @@ from functools import partial
 from pathlib import Path
 
 from realhf.api.config import RecoverMode
-from realhf.api.experiment import Experiment
-from realhf.api.multi_stage import MultiStageExperiment
+from realhf.api.experiment import Experiment, MultiStageExperiment
 from realhf.apps.prepare.jobs import dry_run, is_queued, queue, runs_per_seed
-from realhf.apps.prepare.launching import as_experiment, launch, write_run
+from realhf.apps.prepare.launching import launch, write_run
 from realhf.apps.prepare.multi_stage import run_multi_stage
 from realhf.apps.prepare.options import build_experiment, print_options
 from realhf.apps.prepare.preflight import preflight
@@ -40,8 +39,8 @@ def main(arguments: list[str]) -> None:
 
 def supervise(name: str, experiment: Experiment, paths: RunDir) -> None:
     """Start or resume a run, and restart it after failures, according to ``recover_mode``."""
-    mode = experiment.config.recover_mode
-    if problems := missing(experiment.config):
+    mode = experiment.recover_mode
+    if problems := missing(experiment):
         raise UserError(problems)
     if mode in (RecoverMode.resume, RecoverMode.auto) and resumable(paths):
         run = partial(resume, name, experiment, paths)
@@ -49,7 +48,7 @@ def supervise(name: str, experiment: Experiment, paths: RunDir) -> None:
         raise UserError(f"recover_mode=resume, but {paths.checkpoints} has no checkpoint")
     else:
         run = partial(begin, name, experiment, paths)
-    if is_queued(experiment.config):
+    if is_queued(experiment):
         return run()  # the job handles restarts
     retried(run, paths)
 
@@ -61,8 +60,8 @@ def begin(name: str, experiment: Experiment, paths: RunDir) -> None:
         print(f"warning {warning}")
     for run in runs:
         write_run(run)
-    if is_queued(experiment.config):
-        return queue(runs, experiment.config, paths)
+    if is_queued(experiment):
+        return queue(runs, experiment, paths)
     launch(runs[0])
 
 
@@ -83,7 +82,7 @@ def read_words(name: str, words: list[str]) -> tuple[Experiment, RunDir]:
     experiment.experiment_name = experiment.experiment_name or name.rpartition(":")[2]
     experiment.trial_name = experiment.trial_name or time.strftime("run%Y%m%d-%H%M%S")
     paths = RunDir(Path(experiment.fileroot) / experiment.experiment_name / experiment.trial_name)
-    return as_experiment(experiment), paths
+    return experiment, paths
 
 
 def print_help(name: str) -> None:

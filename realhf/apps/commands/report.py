@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from realhf.api.execution_plan import ExecutionPlan
-from realhf.apps.prepare.launching import as_experiment, read_run
+from realhf.apps.prepare.launching import read_run
 from realhf.apps.prepare.preflight import plan_report
 from realhf.apps.view.console import write_out
 from realhf.apps.view.curves_svg import Curve, curves_svg
@@ -144,7 +144,7 @@ def _timelines(run: RunSpec) -> tuple[list[str], str]:
 def _predict(run: RunSpec) -> tuple[Timeline | None, str]:
     """Return the prediction of the current planner for this plan, or None and the reason."""
     try:
-        planner = plan_report(run.experiment, as_experiment(run.config)).planner
+        planner = plan_report(run.experiment, run.config).planner
         placements = {mfc.name: run.plan[mfc.name] for mfc in run.graph.mfcs}
         return planner.predict(ExecutionPlan(run.plan.n_workers, placements)).timeline, ""
     except (UserError, ValueError, OSError) as error:

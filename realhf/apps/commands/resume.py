@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 
 from realhf.apps.prepare.jobs import is_queued
-from realhf.apps.prepare.launching import as_experiment, read_run
+from realhf.apps.prepare.launching import read_run
 from realhf.apps.prepare.multi_stage import resume_multi_stage
 from realhf.apps.prepare.options import override
 from realhf.apps.prepare.recovery import resume, retried
@@ -24,8 +24,8 @@ def main(arguments: list[str]) -> None:
     if not paths.config.is_file() or not paths.plan.is_file():
         raise UserError(f"{paths.root} has no run: {paths.config.name} or {paths.plan.name} is missing\n{USAGE}")
     run = read_run(paths.root)
-    experiment = as_experiment(override(run.config, arguments[1:]))
+    experiment = override(run.config, arguments[1:])
     attempt = partial(resume, run.experiment, experiment, paths)
-    if is_queued(experiment.config):
+    if is_queued(experiment):
         return attempt()  # the job handles restarts
     retried(attempt, paths)

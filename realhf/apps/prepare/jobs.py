@@ -20,13 +20,12 @@ def is_queued(config: ExperimentConfig) -> bool:
 
 def runs_per_seed(experiment: Experiment, paths: RunDir) -> list[tuple[Experiment, RunDir]]:
     """Return one run per seed of ``slurm.array_seeds``, in subdirectories; without seeds, the run itself."""
-    config = experiment.config
-    runs: list[tuple[Experiment, RunDir]] = []
-    for seed in config.slurm.array_seeds:
+    runs = []
+    for seed in experiment.slurm.array_seeds:
         name = f"seed_{seed}"
-        run = replace(config, fileroot=str(paths.root.parent), experiment_name=paths.root.name, trial_name=name,
-                      seed=seed, slurm=replace(config.slurm, array_seeds=[]))  # fmt: skip
-        runs.append((run, RunDir(paths.root / name)))  # type: ignore[arg-type]
+        run = replace(experiment, fileroot=str(paths.root.parent), experiment_name=paths.root.name, trial_name=name,
+                      seed=seed, slurm=replace(experiment.slurm, array_seeds=[]))  # fmt: skip
+        runs.append((run, RunDir(paths.root / name)))
     return runs or [(experiment, paths)]
 
 
@@ -46,9 +45,8 @@ def job_script(runs: Sequence[RunSpec], config: ExperimentConfig, paths: RunDir)
 
 def dry_run(name: str, experiment: Experiment, paths: RunDir) -> None:
     """Print the script that would be submitted; write no files."""
-    config = experiment.config
-    if not is_queued(config):
-        raise UserError(f"--dry-run prints a SLURM script and requires mode=slurm (got {config.mode.value}); realhf "
-                        "plan shows what would run")  # fmt: skip
+    if not is_queued(experiment):
+        raise UserError(f"--dry-run prints a SLURM script and requires mode=slurm (got {experiment.mode.value}); "
+                        "realhf plan shows what would run")  # fmt: skip
     runs = [preflight(name, run, run_dir) for run, run_dir in runs_per_seed(experiment, paths)]
-    print(job_script(runs, config, paths), end="")
+    print(job_script(runs, experiment, paths), end="")

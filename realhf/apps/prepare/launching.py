@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from realhf.api.codec import from_plain, to_plain
-from realhf.api.config import ExperimentConfig, Mode
+from realhf.api.config import Mode
 from realhf.api.execution_plan import ExecutionPlan
-from realhf.api.experiment import Experiment
 from realhf.api.messages import ToWorker
 from realhf.apps.prepare.jobs import is_queued, queue
 from realhf.apps.prepare.options import load_experiment, save_experiment
@@ -31,11 +30,6 @@ EXIT_TIMEOUT_S = 20.0
 """Timeout for workers to exit after the last step."""
 
 
-def as_experiment(config: ExperimentConfig) -> Experiment:
-    """Cast a config to the protocol that all registered config classes implement."""
-    return config  # type: ignore[return-value]
-
-
 def write_run(run: RunSpec, keep: bool = False) -> None:
     """Create the run directory with config.yaml and plan.json; ``keep`` existing files."""
     if run.config.overwrite and run.paths.root.exists() and any(run.paths.root.iterdir()) and not keep:
@@ -52,10 +46,9 @@ def read_run(root: Path) -> RunSpec:
     """Load a run from its directory; master and workers both do."""
     paths = RunDir(root)
     stored = json.loads(paths.plan.read_text())
-    config = load_experiment(experiment_class(stored["experiment"]), paths.config)
-    experiment = as_experiment(config)
+    experiment = load_experiment(experiment_class(stored["experiment"]), paths.config)
     expected = from_plain(stored["expected"], ExpectedPerformance) if stored.get("expected") else None
-    return RunSpec(stored["experiment"], config, experiment.task, experiment.graph(), experiment.roles(),
+    return RunSpec(stored["experiment"], experiment, experiment.task, experiment.graph(), experiment.roles(),
                    from_plain(stored["plan"], ExecutionPlan), paths, stored["device"], stored["n_rows"], expected,
                    stored["n_held_out"])  # fmt: skip
 

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from realhf.api.config import RecoverMode
-from realhf.api.multi_stage import MultiStageExperiment, Stage
-from realhf.apps.prepare.launching import as_experiment, launch, write_run
+from realhf.api.experiment import MultiStageExperiment, Stage
+from realhf.apps.prepare.launching import launch, write_run
 from realhf.apps.prepare.options import load_experiment, override, save_experiment
 from realhf.apps.prepare.preflight import preflight, run_problems
 from realhf.apps.prepare.recovery import changes, resumable, resume, retried
@@ -74,8 +74,8 @@ def _run_stages(name: str, config: MultiStageExperiment, paths: RunDir, complete
 
 def _run_stage(stage: Stage, root: Path) -> None:
     paths = RunDir(root / stage.name)
-    config = as_experiment(replace(stage.config, fileroot=str(root.parent), experiment_name=root.name,
-                                   trial_name=stage.name, overwrite=True))  # fmt: skip
+    config = replace(stage.config, fileroot=str(root.parent), experiment_name=root.name, trial_name=stage.name,
+                     overwrite=True)  # fmt: skip
 
     def start() -> None:
         run = preflight(stage.experiment, config, paths)

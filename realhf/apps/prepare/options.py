@@ -16,6 +16,7 @@ from realhf.base.atomic_io import atomic_write
 from realhf.base.errors import UserError, did_you_mean
 
 T = TypeVar("T")
+C = TypeVar("C", bound=ExperimentConfig)
 
 RENAMED_OPTIONS = {
     "behaviour_cap": "is_weight_cap",
@@ -76,9 +77,7 @@ def _type_name(annotation: Any) -> str:
     return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace(" | None", "")
 
 
-def build_experiment(
-    cls: type[ExperimentConfig], overrides: Sequence[str], config_file: str | None
-) -> ExperimentConfig:
+def build_experiment(cls: type[C], overrides: Sequence[str], config_file: str | None) -> C:
     """Return the defaults, updated from the file, then from the overrides; ``UserError`` lists all invalid options."""
     known = [o.key for o in options_of(cls)]
     tree = OmegaConf.structured(cls)
@@ -107,7 +106,7 @@ def positive_problems(options: object, prefix: str, *names: str) -> list[str]:
     return [f"{prefix}{k} must be positive, got {v}" for k, v in values.items() if v is not None and v <= 0]
 
 
-def override(config: ExperimentConfig, overrides: Sequence[str]) -> ExperimentConfig:
+def override(config: C, overrides: Sequence[str]) -> C:
     """Return a config with some options replaced; ``UserError`` lists all invalid overrides."""
     tree = OmegaConf.structured(config)
     if problems := _apply_all(tree, overrides, [o.key for o in options_of(type(config))]):
@@ -115,7 +114,7 @@ def override(config: ExperimentConfig, overrides: Sequence[str]) -> ExperimentCo
     return _to_object(tree)
 
 
-def load_experiment(cls: type[ExperimentConfig], path: Path) -> ExperimentConfig:
+def load_experiment(cls: type[C], path: Path) -> C:
     return _to_object(OmegaConf.merge(OmegaConf.structured(cls), OmegaConf.load(path)))
 
 
@@ -123,13 +122,11 @@ def save_experiment(config: ExperimentConfig, path: Path) -> None:
     atomic_write(path, OmegaConf.to_yaml(OmegaConf.structured(config)))
 
 
-def _to_object(tree: Any) -> ExperimentConfig:
+def _to_object(tree: Any) -> Any:
     try:
-        config = OmegaConf.to_object(tree)
+        return OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
-    assert isinstance(config, ExperimentConfig)
-    return config
 
 
 def _load_yaml(path: str) -> dict:

@@ -149,15 +149,15 @@ def planner_of(
     machine: MachineModel,
     device: str,
 ) -> Planner:
-    config, sampling, roles = experiment.config, experiment.sampling_options(), experiment.roles()
-    workload = workload_of(config, experiment.task, rows, sampling, experiment.samples_per_prompt())
+    sampling, roles = experiment.sampling_options(), experiment.roles()
+    workload = workload_of(experiment, experiment.task, rows, sampling, experiment.samples_per_prompt())
     shares = device == "cpu" and KERNELS.exists()  # the kernel that shares a prompt's prefill is compiled for CPU only
-    node = config.n_gpus_per_node
+    node = experiment.n_gpus_per_node
     cost = CostModel(graph, models, roles, machine.speed, workload, node, sampling, shares)
     # a worker allocates its ring buffer when it connects to peers of its host (comm/shared_memory.py)
     reserved = machine.hardware.reserved + (RING_BYTES if device == "cpu" and node > 1 else 0)
     memory = MemoryModel(graph, models, roles, workload, machine.footprint, reserved, device, sampling, shares, node,
-                         config.vllm.kv_cache_gb * 2**30)  # fmt: skip
+                         experiment.vllm.kv_cache_gb * 2**30)  # fmt: skip
     limits = {name: micro_batching(option, device) for name, option in experiment.placements().items()}
-    calls = Candidates(cost, memory, machine.hardware, config.dataset.train_bs_n_seqs, limits)
-    return Planner(graph, calls, config.n_nodes * node, config.max_staleness)
+    calls = Candidates(cost, memory, machine.hardware, experiment.dataset.train_bs_n_seqs, limits)
+    return Planner(graph, calls, experiment.n_nodes * node, experiment.max_staleness)

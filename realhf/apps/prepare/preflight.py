@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+Models = dict[str, ModelConfig | None]
+"""The architecture of every role, None for an invalid model."""
 FREQUENCIES = tuple(f"{what}_freq_{unit}" for what in ("eval", "save", "ckpt") for unit in ("steps", "epochs", "secs"))
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 DATASET_KEYS = {
@@ -96,25 +98,24 @@ class PlanReport:
         options = self.experiment.placements()
         if mode != "manual":
             options = {name: MFCConfig(mb_spec=option.mb_spec) for name, option in options.items()}
-        config = replace(self.experiment.config, allocation_mode=mode)
+        config = replace(self.experiment, allocation_mode=mode)
         plan = allocate(self.graph, config, options, self.planner.calls.cost.models, self.device)
         return plan_for_mode(self.planner, config) if mode in PLANNED else plan
 
     def too_large(self) -> str:
         """Return why the plan does not fit, with a suggested fix."""
-        config = self.experiment.config
-        mode = config.allocation_mode
-        option = next((o.key for o in options_of(type(config)) if o.key.endswith("max_num_seqs")), "no slots")
+        mode = self.experiment.allocation_mode
+        option = next((o.key for o in options_of(type(self.experiment)) if o.key.endswith("max_num_seqs")), "no slots")
         return out_of_memory_message(self.planner, self.prediction, lambda planner: replan(planner, mode, self.plan),
                          "" if mode in PLANNED else option)  # fmt: skip
 
 
 def preflight(name: str, experiment: Experiment, paths: RunDir, resuming: bool = False) -> RunSpec:
     """Return the run of an experiment; ``UserError`` lists all problems."""
-    config, findings = experiment.config, _Findings()
+    findings = _Findings()
     if not resuming:
-        findings.invalid += directory_problems(config, paths)
-    findings.invalid += run_problems(config)
+        findings.invalid += directory_problems(experiment, paths)
+    findings.invalid += run_problems(experiment)
     report = _check(name, experiment, findings, launching=True)
     prediction, machine = report.prediction, report.machine
     if prediction.peak > machine.hardware.usable:
@@ -123,7 +124,7 @@ def preflight(name: str, experiment: Experiment, paths: RunDir, resuming: bool =
     expected = ExpectedPerformance(machine.source, prediction.seconds, calls, prediction.peak, machine.is_measured,
                         machine.hardware.peak_flops, machine.hardware.peak_bandwidth)  # fmt: skip
     plan = with_evaluation(report.graph, report.plan)
-    return RunSpec(name, config, experiment.task, report.graph, experiment.roles(), plan, paths, report.device,
+    return RunSpec(name, experiment, experiment.task, report.graph, experiment.roles(), plan, paths, report.device,
                    report.n_rows, expected, report.n_held_out)  # fmt: skip
 
 
@@ -133,37 +134,36 @@ def plan_report(name: str, experiment: Experiment) -> PlanReport:
 
 
 def _check(name: str, experiment: Experiment, findings: _Findings, launching: bool) -> PlanReport:
-    config = experiment.config
-    device = findings.attempt(lambda: pick_device(config, launching))
-    resolve_dtypes(config, device == Device.cuda.value)
+    device = findings.attempt(lambda: pick_device(experiment, launching))
+    resolve_dtypes(experiment, device == Device.cuda.value)
     roles = experiment.roles()
-    findings.invalid += experiment.problems() + planner_problems(config)
-    graph = _graph(experiment, findings) if config.dataset.train_bs_n_seqs >= 1 else None
+    findings.invalid += experiment.problems() + planner_problems(experiment)
+    graph = _graph(experiment, findings) if experiment.dataset.train_bs_n_seqs >= 1 else None
     models = check_models(roles, findings, launching)
     known = {role: model for role, model in models.items() if model is not None}
-    has_workers = min(config.n_nodes, config.n_gpus_per_node) >= 1
+    has_workers = min(experiment.n_nodes, experiment.n_gpus_per_node) >= 1
     plan = machine = rows = held_out = None
     if graph and has_workers:
-        plan = findings.attempt(lambda: allocate(graph, config, experiment.placements(), known, device or "cpu"))
-    if launching or config.dataset.path:
+        plan = findings.attempt(lambda: allocate(graph, experiment, experiment.placements(), known, device or "cpu"))
+    if launching or experiment.dataset.path:
         rows, held_out = _rows(experiment, models, findings) or (None, None)
     if graph:
-        findings.invalid += role_problems(graph, config)
+        findings.invalid += role_problems(graph, experiment)
         findings.invalid += trainer_problems(graph, roles, device, launching)
-        findings.invalid += evaluation_problems(graph, config)
+        findings.invalid += evaluation_problems(graph, experiment)
     if plan and launching:
-        findings.invalid += vllm_problems(config, plan, experiment.sampling_options())
+        findings.invalid += vllm_problems(experiment, plan, experiment.sampling_options())
     if rows is not None and held_out is not None:
-        findings.invalid += size_problems(config, experiment, rows, held_out, models)
+        findings.invalid += size_problems(experiment, rows, held_out, models)
     if device and has_workers:
-        machine = findings.attempt(lambda: machine_of(config, device, known, roles))
+        machine = findings.attempt(lambda: machine_of(experiment, device, known, roles))
     findings.report()
     assert graph and plan and machine and device
     n_rows, n_held_out = (len(data) if data is not None else 0 for data in (rows, held_out))
 
     def report(machine: MachineModel) -> PlanReport:
         planner = planner_of(experiment, graph, known, rows, machine, device)
-        final = plan_for_mode(planner, config) if config.allocation_mode in PLANNED else plan
+        final = plan_for_mode(planner, experiment) if experiment.allocation_mode in PLANNED else plan
         final = with_backends(final, graph, experiment.placements())
         prediction = planner.predict(final)
         return PlanReport(name, experiment, graph, final, planner, machine, prediction, device, n_rows, n_held_out)
@@ -171,7 +171,7 @@ def _check(name: str, experiment: Experiment, findings: _Findings, launching: bo
     try:
         return report(machine)
     except ValueError as error:  # the profile does not cover the plan
-        limits = limits_of(config, device)
+        limits = limits_of(experiment, device)
         return report(replace(limits, source=f"{limits.source} ({error})"))
 
 
@@ -193,16 +193,14 @@ def _graph(experiment: Experiment, findings: _Findings) -> Graph | None:
     return None if findings.infeasible else graph
 
 
-def _rows(
-    experiment: Experiment, models: dict[str, ModelConfig | None], findings: _Findings
-) -> tuple[EncodedRows, EncodedRows] | None:
-    config, roles = experiment.config, experiment.roles()
+def _rows(experiment: Experiment, models: Models, findings: _Findings) -> tuple[EncodedRows, EncodedRows] | None:
+    roles = experiment.roles()
     broken = {Path(roles[role].spec.path or "") for role, model in models.items() if model is None}
     if tokenizer_dir(roles) not in broken:
         tokenizer = findings.attempt(lambda: check_tokenizer(roles, models))
         if tokenizer is not None:
-            return findings.attempt(lambda: encode_split(config.dataset, experiment.task, tokenizer))
-    findings.attempt(lambda: read_rows(config.dataset, experiment.task))
+            return findings.attempt(lambda: encode_split(experiment.dataset, experiment.task, tokenizer))
+    findings.attempt(lambda: read_rows(experiment.dataset, experiment.task))
     return None
 
 
@@ -255,11 +253,9 @@ def pick_device(config: ExperimentConfig, launching: bool = True) -> str:
     return "cuda" if config.device is not Device.cpu and has_gpu else "cpu"
 
 
-def check_models(
-    roles: dict[str, RoleSpec], findings: _Findings, launching: bool = True
-) -> dict[str, ModelConfig | None]:
+def check_models(roles: dict[str, RoleSpec], findings: _Findings, launching: bool) -> Models:
     """Return the architecture of every role, None for an invalid model; shared models are reported once."""
-    models: dict[str, ModelConfig | None] = {}
+    models: Models = {}
     broken: list[tuple[str | None, str | None]] = []
     for role, spec in roles.items():
         source = (spec.spec.path, spec.spec.config)
@@ -271,7 +267,7 @@ def check_models(
     return models
 
 
-def check_model(role: str, spec: RoleSpec, launching: bool = True) -> ModelConfig:
+def check_model(role: str, spec: RoleSpec, launching: bool) -> ModelConfig:
     """Return a role's architecture; a launch also requires its weights."""
     options = spec.spec
     if options.init_from_scratch:
@@ -289,7 +285,7 @@ def check_model(role: str, spec: RoleSpec, launching: bool = True) -> ModelConfi
         raise UserError(f"{role}: {error}") from error
 
 
-def _roles_by(models: dict[str, ModelConfig | None], size: Callable[[ModelConfig], int]) -> dict[int, str]:
+def _roles_by(models: Models, size: Callable[[ModelConfig], int]) -> dict[int, str]:
     """Group the names of roles by a size of their models."""
     roles: dict[int, list[str]] = {}
     for role, model in models.items():
@@ -298,7 +294,7 @@ def _roles_by(models: dict[str, ModelConfig | None], size: Callable[[ModelConfig
     return {value: ", ".join(names) for value, names in roles.items()}
 
 
-def check_tokenizer(roles: dict[str, RoleSpec], models: dict[str, ModelConfig | None]) -> "PreTrainedTokenizerBase":
+def check_tokenizer(roles: dict[str, RoleSpec], models: Models) -> "PreTrainedTokenizerBase":
     """Return the tokenizer, which all roles must share."""
     folder = tokenizer_dir(roles)
     if not str(folder) or str(folder) == ".":
@@ -319,17 +315,11 @@ def check_tokenizer(roles: dict[str, RoleSpec], models: dict[str, ModelConfig | 
     return tokenizer
 
 
-def size_problems(
-    config: ExperimentConfig,
-    experiment: Experiment,
-    rows: EncodedRows,
-    held_out: EncodedRows,
-    models: dict[str, ModelConfig | None],
-) -> list[str]:
+def size_problems(experiment: Experiment, rows: EncodedRows, held_out: EncodedRows, models: Models) -> list[str]:
     """Compare the data with the batch size and with the models' vocabularies and positions."""
-    batch, problems = config.dataset.train_bs_n_seqs, []
-    if batch > len(rows):
-        problems.append(f"dataset.train_bs_n_seqs={batch} is larger than the {len(rows)} rows of {config.dataset.path}")
+    dataset, problems = experiment.dataset, []
+    if (batch := dataset.train_bs_n_seqs) > len(rows):
+        problems.append(f"dataset.train_bs_n_seqs={batch} is larger than the {len(rows)} rows of {dataset.path}")
     sampling = experiment.sampling_options()
     n_new = sampling.max_new_tokens if sampling else 0
     longest = n_new + max(max(row.sequence_lengths, default=len(row.prompt)) for row in (*rows, *held_out))

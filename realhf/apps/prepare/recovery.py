@@ -6,7 +6,7 @@ from functools import partial
 
 from realhf.api.config import RecoverMode
 from realhf.api.experiment import Experiment
-from realhf.apps.prepare.launching import as_experiment, launch, read_run, write_run
+from realhf.apps.prepare.launching import launch, read_run, write_run
 from realhf.apps.prepare.options import override
 from realhf.apps.prepare.preflight import preflight
 from realhf.apps.prepare.run_dir_checks import running_message
@@ -67,16 +67,16 @@ def retried(run: Callable[[], None], paths: RunDir) -> None:
 def _plan_restart(failed: RunFailed, deaths: Counter[int], paths: RunDir) -> tuple[ElasticRestart | None, Experiment]:
     """Return the possible restart (None without workers or a checkpoint) and its experiment."""
     run = read_run(paths.root)
-    experiment = as_experiment(run.config)
+    experiment = run.config
     try:
         if failed.n_nodes is None or not resumable(paths):
             return None, experiment
     except UserError as error:
         print(f"damaged {error}")
         return None, experiment
-    lost = failed_permanently(run.config, deaths)
-    restart = plan_restart(run.config, experiment.placements(), run.device, failed.n_nodes, lost)
-    return restart, as_experiment(override(run.config, restart.overrides)) if restart else experiment
+    lost = failed_permanently(experiment, deaths)
+    restart = plan_restart(experiment, experiment.placements(), run.device, failed.n_nodes, lost)
+    return restart, override(experiment, restart.overrides) if restart else experiment
 
 
 def _with_hint(failed: RunFailed, restart: ElasticRestart, paths: RunDir) -> RunFailed:
@@ -94,7 +94,7 @@ def resume(name: str, experiment: Experiment, paths: RunDir) -> None:
         raise UserError(f"{paths.checkpoints} contains no checkpoint (exp_ctrl.ckpt_freq_steps writes them); "
                         "start the run again with overwrite=True")  # fmt: skip
     run = read_run(paths.root)  # keeps its plan unless options change
-    if flat_options(run.config) != flat_options(experiment.config):
+    if flat_options(run.config) != flat_options(experiment):
         run = preflight(name, experiment, paths, resuming=True)
     if problems := differences(run, last[1]):
         raise UserError([*problems, f"the checkpoint {last[0]} was taken with other data or options; start a new run"])

@@ -6,13 +6,12 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import msgspec
 
 from realhf.api.batch_meta import BatchMeta
 from realhf.api.config.choices import Backend
-from realhf.api.experiment import Experiment
 from realhf.api.graph import MFC, Kind
 from realhf.api.messages import Done, PrepareCall, Ready, Stats
 from realhf.api.model_config import ModelConfig
@@ -268,7 +267,7 @@ def _generated_tokens(mfc: MFC, config: ModelConfig, call: PrepareCall, replies:
 
 def _bytes_read(run: RunSpec, mfc: MFC, config: ModelConfig, call: PrepareCall, outputs: BatchMeta) -> int:
     """Return the minimum of bytes that a replica reads to generate ``outputs``; 0 for continuations."""
-    sampling = cast(Experiment, run.config).sampling_options()
+    sampling = run.config.sampling_options()
     if mfc.graph_key("rollouts") in mfc.outputs or sampling is None or mfc.role is None:
         return 0
     prompt_lengths = call.inputs.columns[mfc.graph_key("prompts")].lengths
