@@ -24,7 +24,7 @@ from realhf.api.config.preference import EnsembleConfig, Objective
 from realhf.apps.view.timeline_svg import COLOURS, ticks
 from realhf.base.best_of_n import expected_best
 from realhf.experiments.bon import best_of_n, by_prompt
-from realhf.experiments.options.score import score_moments
+from realhf.experiments.options.models import score_moments
 from realhf.experiments.restem import newest_model, read_generations
 from realhf.ops.ensemble import combine
 

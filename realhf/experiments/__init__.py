@@ -14,7 +14,7 @@ EXPERIMENTS: dict[str, str] = {
     "dpo": "realhf.experiments.dpo:DPOExperiment",
     "ppo": "realhf.experiments.ppo:PPOExperiment",
     "ppo-math": "realhf.experiments.ppo_math:PPOMathExperiment",
-    "ppo-code": "realhf.experiments.ppo_code:PPOCodeExperiment",
+    "ppo-code": "realhf.experiments.ppo_math:PPOCodeExperiment",
     "grpo": "realhf.experiments.grpo:GRPOExperiment",
     "rloo": "realhf.experiments.grpo:RLOOExperiment",
     "reinforce-pp": "realhf.experiments.grpo:ReinforcePPExperiment",

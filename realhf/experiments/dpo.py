@@ -7,7 +7,8 @@ from realhf.api.config import MFCConfig, ModelSpec, opt
 from realhf.api.config.preference import KTO_KL_KEYS, DPOConfig, PreferenceLoss
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
-from realhf.experiments.declared import reference_problems, reference_role
+from realhf.experiments.options.checks import unmet
+from realhf.experiments.options.models import reference_problems, reference_role
 
 REF = "ref_logprob_sums"
 KL_REF = f"kl_{REF}"
@@ -55,7 +56,7 @@ class DPOExperiment(Experiment):
     def problems(self) -> list[str]:
         dpo, loss = self.dpo, self.dpo.loss
         smoothed = (PreferenceLoss.sigmoid, PreferenceLoss.positive)
-        checks = [
+        return unmet([
             (dpo.beta > 0, f"dpo.beta must be positive, got {dpo.beta}"),
             (0 <= dpo.label_smoothing < 0.5,
              f"dpo.label_smoothing must be at least 0 and below 0.5, got {dpo.label_smoothing}"),
@@ -69,5 +70,4 @@ class DPOExperiment(Experiment):
              f"dpo.unpaired=True is for dpo.loss=kto; {loss.name} compares two responses"),
             (loss.needs_ref or self.ref == ModelSpec(),
              f"ref has options, but dpo.loss={loss.name} uses no reference"),
-        ]  # fmt: skip
-        return [line for holds, line in checks if not holds] + (reference_problems(self.ref) if loss.needs_ref else [])
+        ]) + (reference_problems(self.ref) if loss.needs_ref else [])  # fmt: skip

@@ -7,8 +7,8 @@ from realhf.api.codec import to_plain
 from realhf.api.config import GenerationConfig, MFCConfig, ModelSpec, RewardConfig, opt
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
-from realhf.experiments.options.sampling import sampling_problems
-from realhf.experiments.options.verifier import reward_problems, reward_task
+from realhf.experiments.options.checks import sampling_problems
+from realhf.experiments.options.verifier import reward_problems, reward_task, verifier_call
 
 
 @dataclass
@@ -28,12 +28,11 @@ class GenerationExperiment(Experiment):
         return reward_task(self.reward) if self.judge else Task.prompt
 
     def graph(self) -> Graph:
-        batch, response = self.dataset.train_bs_n_seqs, ("tokens", "prompt_mask")
+        batch, outputs = self.dataset.train_bs_n_seqs, ("tokens", "prompt_mask", "truncated")
         sample = InterfaceSpec("generation", to_plain(self.sampling))
-        mfcs = [MFC("gen", "model", Kind.GENERATE, sample, ("prompts", "row"), (*response, "truncated"), batch)]
+        mfcs = [MFC("gen", "model", Kind.GENERATE, sample, ("prompts", "row"), outputs, batch)]
         if self.judge:
-            verify = InterfaceSpec("verifier", {"reward": to_plain(self.reward), "ppo": to_plain(PPOConfig())})
-            mfcs.append(MFC("rew_inf", None, Kind.INFERENCE, verify, (*response, "row"), ("rewards",), batch))
+            mfcs.append(verifier_call("rew_inf", self.reward, PPOConfig(), batch))
         return Graph(tuple(mfcs))
 
     def roles(self) -> dict[str, RoleSpec]:

@@ -8,9 +8,9 @@ from realhf.api.config import EvaluationConfig, GenerationConfig, KLPlace, MFCCo
 from realhf.api.config.preference import EnsembleConfig, RewardModelType, ScoreConfig
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync
-from realhf.experiments.declared import has_model, reference_problems, reference_role
+from realhf.experiments.options.checks import unmet
+from realhf.experiments.options.models import RewardModels, has_model, reference_problems, reference_role
 from realhf.experiments.options.ppo import eval_problems, eval_sampling, ppo_problems, ppo_warnings
-from realhf.experiments.options.reward_models import RewardModels
 
 TRAINING_KEYS = ("rewards", "step_rewards", "ref_logprobs", "prox_logprobs", "values", "baseline", "advantages")
 """Keys that training reads, in addition to those of the rollout, if an MFC produces them."""
@@ -139,7 +139,7 @@ class PPOExperiment(Experiment):
         return self.ppo.generation_size or self.ppo.group_size
 
     def problems(self) -> list[str]:
-        checks = [
+        problems = unmet([
             (self.ppo.ref_ema_eta is None or not self.ref.offload,
              "ref.offload=True and ppo.ref_ema_eta: an updated reference cannot be offloaded"),
             (self.has_reference or self.ref == ModelSpec(), "ref has options, but ppo.kl_in=none uses no reference"),
@@ -148,8 +148,8 @@ class PPOExperiment(Experiment):
             (self.ppo.advantage is not Advantage["process"] or has_model(self.prm),
              "ppo.advantage=process needs a process reward model: set prm.path"),
             (self.max_staleness >= 0, f"max_staleness must not be negative, got {self.max_staleness}"),
-        ]  # fmt: skip
-        problems = [line for holds, line in checks if not holds] + reference_problems(self.ref)
+        ])  # fmt: skip
+        problems += reference_problems(self.ref)
         problems += ppo_problems(self.ppo, self._batch) + eval_problems(self.evaluation, self.dataset.holds_out)
         return problems + self._reward_models.problems()
 

@@ -1,13 +1,13 @@
-"""PPO with verified rewards: maths answers, or any reward function of the user."""
+"""PPO with verified rewards: maths answers, programs, or any reward function of the user."""
 
 from dataclasses import dataclass, replace
 
-from realhf.api.codec import to_plain
 from realhf.api.config import ModelSpec, RewardConfig, opt
 from realhf.api.config.preference import EnsembleConfig, ScoreConfig
 from realhf.api.experiment import RoleSpec, Task
-from realhf.api.graph import MFC, InterfaceSpec, Kind
-from realhf.experiments.options.verifier import reward_problems, reward_task
+from realhf.api.graph import MFC
+from realhf.experiments.options.checks import unmet
+from realhf.experiments.options.verifier import reward_problems, reward_task, verifier_call
 from realhf.experiments.ppo import PPOExperiment
 
 
@@ -22,9 +22,7 @@ class PPOMathExperiment(PPOExperiment):
         return reward_task(self.reward)
 
     def reward_mfcs(self) -> list[MFC]:
-        interface = InterfaceSpec("verifier", {"reward": to_plain(self.reward), "ppo": to_plain(self.ppo)})
-        inputs = ("tokens", "prompt_mask", "row")
-        return [MFC("rew_inf", None, Kind.INFERENCE, interface, inputs, ("rewards",), self._batch)]
+        return [verifier_call("rew_inf", self.reward, self.ppo, self._batch)]
 
     def without_selection(self) -> "PPOMathExperiment":
         unfiltered = super().without_selection()
@@ -35,10 +33,16 @@ class PPOMathExperiment(PPOExperiment):
         return {}
 
     def problems(self) -> list[str]:
-        checks = [
+        return super().problems() + reward_problems(self.reward) + unmet([
             ((self.rew, self.score) == (ModelSpec(), ScoreConfig()),
              "rew or score have options, but rewards come from reward.fn; for a reward model use ppo"),
             (self.ensemble == EnsembleConfig(),
              "ensemble has options, but rewards come from reward.fn; for reward models use ppo"),
-        ]  # fmt: skip
-        return super().problems() + reward_problems(self.reward) + [line for holds, line in checks if not holds]
+        ])  # fmt: skip
+
+
+@dataclass
+class PPOCodeExperiment(PPOMathExperiment):
+    """PPO with rewards from running code in a sandbox."""
+
+    reward: RewardConfig = opt(lambda: RewardConfig(fn="code"), "the verifier")

@@ -12,7 +12,7 @@ from realhf.api.config import DatasetConfig, ExperimentControl, GenerationConfig
 from realhf.api.experiment import MultiStageExperiment, Stage
 from realhf.base.errors import RunFailed
 from realhf.experiments.gen import GenerationExperiment
-from realhf.experiments.options.sampling import positive_problems, sampling_problems
+from realhf.experiments.options.checks import positive_problems, sampling_problems, unmet
 from realhf.experiments.options.verifier import reward_problems
 from realhf.experiments.sft import SFTExperiment
 
@@ -58,14 +58,14 @@ class RestEMExperiment(MultiStageExperiment):
     fit_batch: int = opt(64, "number of responses per optimizer step")
 
     def problems(self) -> list[str]:
-        checks = [
+        problems = positive_problems("", self, "n_rounds", "epochs", "fit_batch")
+        problems += unmet([
             (self.max_per_prompt >= 1 or self.max_per_prompt == -1,
              f"max_per_prompt must be positive or -1, got {self.max_per_prompt}"),
             (bool(self.model.path), "model.path is not set (a Hugging Face folder): rounds start from its weights"),
-        ]  # fmt: skip
-        problems = positive_problems("", self, "n_rounds", "epochs", "fit_batch")
-        problems += [line for holds, line in checks if not holds] + sampling_problems("sampling", self.sampling)
-        return problems + sampling_problems("validation", self.validation) + reward_problems(self.reward)
+        ])  # fmt: skip
+        problems += sampling_problems("sampling", self.sampling) + sampling_problems("validation", self.validation)
+        return problems + reward_problems(self.reward)
 
     def stages(self, root: Path) -> Iterator[Stage]:
         policy, rounds = self.model.path or "", list[Round]()

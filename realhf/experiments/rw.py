@@ -7,7 +7,7 @@ from realhf.api.config import MFCConfig, ModelSpec, opt
 from realhf.api.config.preference import RewardModelType, RWConfig
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
-from realhf.experiments.options.sampling import positive_problems
+from realhf.experiments.options.checks import positive_problems, unmet
 
 LABEL_INPUTS = {RewardModelType.outcome: ("tokens", "label"), RewardModelType.process: ("tokens", "step_labels")}
 
@@ -38,10 +38,8 @@ class RewardModelExperiment(Experiment):
 
     def problems(self) -> list[str]:
         reg = self.rw.score_l2_reg
-        checks = [
+        return positive_problems("dataset.", self.dataset, "max_pairs_per_prompt") + unmet([
             (reg >= 0, f"rw.score_l2_reg must not be negative, got {reg}"),
             (reg == 0 or self.rw.type not in LABEL_INPUTS,
              f"rw.score_l2_reg={reg} is for pairs and ranked lists, not for rw.type={self.rw.type.name}"),
-        ]  # fmt: skip
-        problems = positive_problems("dataset.", self.dataset, "max_pairs_per_prompt")
-        return problems + [line for holds, line in checks if not holds]
+        ])  # fmt: skip

@@ -10,10 +10,9 @@ from realhf.api.config.preference import EnsembleConfig, ScoreConfig
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.data.files import read_raw_rows
-from realhf.experiments.options.reward_models import RESPONSE, RewardModels
-from realhf.experiments.options.sampling import sampling_problems
-from realhf.experiments.options.score import score_interface
-from realhf.experiments.options.verifier import reward_problems, reward_task
+from realhf.experiments.options.checks import sampling_problems, unmet
+from realhf.experiments.options.models import RESPONSE, RewardModels, score_interface
+from realhf.experiments.options.verifier import reward_problems, reward_task, verifier_call
 
 SOLUTIONS = {Task.math: ("solutions",), Task.code: ("input_output", "test")}
 """Dataset keys of which a built-in verifier needs one."""
@@ -49,15 +48,15 @@ class Scoring:
 
     def scoring_problems(self, data: str) -> list[str]:
         """Return one line per invalid option; ``data`` is the file with prompts or answers."""
-        checks = [
+        problems = unmet([
             (not (self.judge and self.has_gold_model),
              "gold has options, but judge=True: gold scores come from one of them"),
             (self.judge or replace(self.reward, wrong_reward=0.0) == RewardConfig(wrong_reward=0.0),
              "reward has options, but judge=False uses no verifier"),
             (self.is_sampled or self.sampling == type(self)().sampling,
              "sampling has options, but without policy.path no responses are sampled"),
-        ]  # fmt: skip
-        problems = [line for holds, line in checks if not holds] + self.reward_models.problems()
+        ])  # fmt: skip
+        problems += self.reward_models.problems()
         if self.judge:
             problems += reward_problems(self.reward) + ([] if self.is_sampled else self._solution_problems(data))
         return problems + sampling_problems("sampling", self.sampling)
@@ -93,25 +92,22 @@ class ScoreExperiment(Scoring, Experiment):
         batch, mfcs = self.dataset.train_bs_n_seqs, list[MFC]()
         *members, rew_inf = self.reward_models.calls(PPOConfig(), batch)
         if self.is_sampled:
-            sample = InterfaceSpec("generation", to_plain(self.sampling))
-            mfcs.append(
-                MFC("gen", "policy", Kind.GENERATE, sample, ("prompts", "row"), (*RESPONSE, "truncated"), batch)
-            )
+            sample, outputs = InterfaceSpec("generation", to_plain(self.sampling)), (*RESPONSE, "truncated")
+            mfcs.append(MFC("gen", "policy", Kind.GENERATE, sample, ("prompts", "row"), outputs, batch))
         else:
             rew_inf = replace(rew_inf, inputs=(*rew_inf.inputs, "row"))  # inputs are written to generations/
         mfcs += [*members, rew_inf, *self._gold_calls(batch)]
         return Graph(tuple(mfcs), (), tuple(role for role, spec in self.roles().items() if spec.spec.offload))
 
     def _gold_calls(self, batch: int) -> list[MFC]:
-        aliases = (("gold", "rewards"),)
         if self.judge:
-            verify = InterfaceSpec("verifier", {"reward": to_plain(self.reward), "ppo": to_plain(PPOConfig())})
-            return [
-                MFC("gold_inf", None, Kind.INFERENCE, verify, (*RESPONSE, "row"), ("gold",), batch, aliases=aliases)
-            ]
-        score = score_interface(ScoreConfig(), self.gold, PPOConfig())
-        call = MFC("gold_inf", "gold", Kind.INFERENCE, score, RESPONSE, ("gold",), batch, aliases=aliases)
-        return [call] if self.has_gold_model else []
+            call = verifier_call("gold_inf", self.reward, PPOConfig(), batch)
+        elif self.has_gold_model:
+            score = score_interface(ScoreConfig(), self.gold, PPOConfig())
+            call = MFC("gold_inf", "gold", Kind.INFERENCE, score, RESPONSE, batch_size=batch)
+        else:
+            return []
+        return [replace(call, outputs=("gold",), aliases=(("gold", "rewards"),))]
 
     def roles(self) -> dict[str, RoleSpec]:
         policy = {"policy": RoleSpec(self.policy)} if self.is_sampled else {}

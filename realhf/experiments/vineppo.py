@@ -6,7 +6,7 @@ from realhf.algorithms.policy_gradient.config import Advantage, PPOConfig, VineC
 from realhf.api.codec import to_plain
 from realhf.api.config import KLPlace, LossAggregation, MFCConfig, RewardConfig, opt
 from realhf.api.graph import MFC, InterfaceSpec, Kind
-from realhf.experiments.options.sampling import positive_problems
+from realhf.experiments.options.checks import positive_problems
 from realhf.experiments.ppo_math import PPOMathExperiment
 
 

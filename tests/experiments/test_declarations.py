@@ -20,7 +20,7 @@ from realhf.base.errors import UserError
 from realhf.experiments import EXPERIMENTS, experiment_class
 from realhf.experiments.dpo import DPOExperiment
 from realhf.experiments.gen import GenerationExperiment
-from realhf.experiments.options.sampling import sampling_problems
+from realhf.experiments.options.checks import sampling_problems
 from realhf.experiments.ppo import PPOExperiment
 from realhf.experiments.ppo_math import PPOMathExperiment
 from realhf.experiments.rw import RewardModelExperiment

@@ -6,7 +6,7 @@ from realhf.algorithms.policy_gradient.advantages import ADVANTAGES
 from realhf.algorithms.policy_gradient.config import PolicyLoss, PPOConfig
 from realhf.algorithms.policy_gradient.policy_losses import POLICY_LOSSES
 from realhf.api.config import EvaluationConfig, GenerationConfig, KLEstimator, KLPlace
-from realhf.experiments.options.sampling import positive_problems, sampling_problems
+from realhf.experiments.options.checks import positive_problems, sampling_problems, unmet
 
 POSITIVE = ("group_size", "eps_clip", "eps_clip_high", "value_eps_clip", "kl_loss_clip", "is_weight_cap", "loss_length")
 
@@ -14,7 +14,7 @@ POSITIVE = ("group_size", "eps_clip", "eps_clip_high", "value_eps_clip", "kl_los
 def ppo_problems(ppo: PPOConfig, batch: int) -> list[str]:
     """Return one line per invalid option of ``ppo``, with ``batch`` prompts per step."""
     longest, has_ref = ppo.gen.max_new_tokens, ppo.kl_in is not KLPlace.none
-    checks = [
+    problems = positive_problems("ppo.", ppo, *POSITIVE) + unmet([
         (ppo.generation_size is None or ppo.generation_size >= ppo.group_size,
          f"ppo.generation_size={ppo.generation_size} is smaller than ppo.group_size={ppo.group_size}"),
         (not ppo.group_adv_norm or ppo.group_size > 1, "ppo.group_adv_norm needs ppo.group_size > 1"),
@@ -34,8 +34,7 @@ def ppo_problems(ppo: PPOConfig, batch: int) -> list[str]:
         (ppo.value_loss_type in ("mse", "huber"),
          f"ppo.value_loss_type must be mse or huber, got {ppo.value_loss_type}"),
         (ppo.gen.n == 1, f"ppo.gen.n={ppo.gen.n} is for the experiment gen; set ppo.group_size"),
-    ]  # fmt: skip
-    problems = positive_problems("ppo.", ppo, *POSITIVE) + [line for holds, line in checks if not holds]
+    ])  # fmt: skip
     problems += POLICY_LOSSES[ppo.policy_loss.value].check(ppo) + ADVANTAGES[ppo.advantage.value].check(ppo)
     return problems + sampling_problems("ppo.gen", ppo.gen)
 

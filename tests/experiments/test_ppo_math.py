@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from realhf.api.experiment import Task
-from realhf.experiments.ppo_code import PPOCodeExperiment
-from realhf.experiments.ppo_math import PPOMathExperiment
+from realhf.experiments.ppo_math import PPOCodeExperiment, PPOMathExperiment
 
 
 def test_the_default_reward_is_code(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.config import ModelSpec
 from realhf.api.config.preference import RewardModelType, ScoreConfig
 from realhf.data.protocols import InterfaceContext
-from realhf.experiments.options.score import normalised, score_interface, score_moments
+from realhf.experiments.options.models import normalised, score_interface, score_moments
 from realhf.experiments.ppo import PPOExperiment
 from realhf.experiments.ppo_math import PPOMathExperiment
 

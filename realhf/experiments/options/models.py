@@ -1,0 +1,126 @@
+"""References and reward models of experiments: roles, calls that produce ``rewards``, and normalisation of scores."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from realhf.algorithms.policy_gradient.config import PPOConfig
+from realhf.api.codec import to_plain
+from realhf.api.config import ModelSpec
+from realhf.api.config.preference import EnsembleConfig, Objective, RewardModelType, ScoreConfig
+from realhf.api.experiment import RoleSpec
+from realhf.api.graph import MFC, InterfaceSpec, Kind
+from realhf.experiments.options.checks import unmet
+
+COMPARED = (RewardModelType.pairs, RewardModelType.ranked)
+RESPONSE = ("tokens", "prompt_mask")
+STATISTICS = "evaluation.json"
+
+
+def has_model(spec: ModelSpec) -> bool:
+    return spec.path is not None or spec.config is not None
+
+
+def reference_role(ref: ModelSpec, actor: ModelSpec) -> RoleSpec:
+    """Return the role of the reference model, by default a copy of the initial actor."""
+    if has_model(ref):
+        return RoleSpec(ref)
+    return RoleSpec(replace(actor, gradient_checkpointing=False, offload=ref.offload), starts_as="actor")
+
+
+def reference_problems(ref: ModelSpec) -> list[str]:
+    """Return a problem if the default reference has options other than ``offload``."""
+    if has_model(ref) or replace(ref, offload=False) == ModelSpec():
+        return []
+    return ["ref has options, but ref.path and ref.config are not set"]
+
+
+@dataclass(frozen=True)
+class RewardModels:
+    """The options ``rew``, ``score`` and ``ensemble`` of an experiment."""
+
+    rew: ModelSpec
+    score: ScoreConfig
+    ensemble: EnsembleConfig
+
+    @property
+    def specs(self) -> dict[str, ModelSpec]:
+        """The model of each role: ``rew``, or ``rew_0``, ``rew_1``, ... with the options of ``rew``."""
+        members = self.ensemble.members
+        return {f"rew_{i}": replace(self.rew, path=path) for i, path in enumerate(members)} or {"rew": self.rew}
+
+    def roles(self) -> dict[str, RoleSpec]:
+        return {role: RoleSpec(spec, scalar_head=True) for role, spec in self.specs.items()}
+
+    def calls(self, ppo: PPOConfig, batch: int) -> list[MFC]:
+        """Return ``rew_inf``, preceded by ``rew_i_inf`` for every member.
+
+        Bias, scaling and selection of ``ppo`` apply to ``rew_inf``; members return scores, normalised with
+        ``score.normalise``.
+        """
+        if not self.ensemble.members:
+            interface = score_interface(self.score, self.rew, ppo)
+            return [MFC("rew_inf", "rew", Kind.INFERENCE, interface, RESPONSE, ("rewards",), batch)]
+        members = [
+            MFC(f"{role}_inf", role, Kind.INFERENCE, score_interface(self.score, spec, PPOConfig()), RESPONSE,
+                (f"score_{i}",), batch, aliases=((f"score_{i}", "rewards"),))
+            for i, (role, spec) in enumerate(self.specs.items())
+        ]  # fmt: skip
+        combine = InterfaceSpec("ensemble", {"ensemble": to_plain(self.ensemble), "ppo": to_plain(ppo)})
+        scores = tuple(key for mfc in members for key in mfc.outputs)
+        return [*members, MFC("rew_inf", None, Kind.INFERENCE, combine, ("prompt_mask", *scores), ("rewards",), batch)]
+
+    def problems(self) -> list[str]:
+        ensemble, rew = self.ensemble, self.rew.path or self.rew.config
+        duplicates = sorted({path for path in ensemble.members if ensemble.members.count(path) > 1})
+        problems = unmet([
+            (not (ensemble.members and rew), f"rew is {rew}, but rewards come from ensemble.members"),
+            (not duplicates, f"ensemble.members has duplicates: {', '.join(duplicates)}"),
+            (ensemble.members or ensemble.objective is Objective.mean,
+             f"ensemble.objective={ensemble.objective.name}, but ensemble.members is empty"),
+            (ensemble.uwo_weight >= 0, f"ensemble.uwo_weight must not be negative, got {ensemble.uwo_weight}"),
+        ])  # fmt: skip
+        return problems + [line for spec in self.specs.values() for line in score_problems(self.score, spec)]
+
+
+def score_interface(score: ScoreConfig, rew: ModelSpec, ppo: PPOConfig) -> InterfaceSpec:
+    """Return the interface that scores responses with the reward model ``rew``."""
+    if score.type not in COMPARED:
+        return InterfaceSpec("labelled_rw", {"ppo": to_plain(ppo), "score": to_plain(score)})
+    moments = score_moments(rew) if score.normalise else None
+    return InterfaceSpec("paired_rw", to_plain(normalised(ppo, *moments) if moments else ppo))
+
+
+def normalised(ppo: PPOConfig, mean: float, std: float) -> PPOConfig:
+    """Return the options with bias and scaling applied to ``(score - mean) / std``."""
+    bias, scaling = mean + ppo.reward_output_bias * std, ppo.reward_output_scaling / std
+    return replace(ppo, reward_output_bias=bias, reward_output_scaling=scaling)
+
+
+def score_moments(rew: ModelSpec) -> tuple[float, float] | None:
+    """Return the mean and the unbiased standard deviation of a model's scores on held-out rows, or None.
+
+    ``rw`` writes them to the folder of the model if it has held-out rows.
+    """
+    file = Path(rew.path or "") / STATISTICS
+    if not file.is_file():
+        return None
+    stored = json.loads(file.read_text())
+    mean, square = (stored["metrics"].get(f"rw_eval/{name}") for name in ("score", "score_sq"))
+    count = stored["counts"].get("rw_eval/score", 0.0)
+    if mean is None or square is None or count < 2 or square <= mean**2:
+        return None
+    return mean, ((square - mean**2) * count / (count - 1)) ** 0.5
+
+
+def score_problems(score: ScoreConfig, rew: ModelSpec) -> list[str]:
+    """Return one line per invalid option."""
+    if not score.normalise:
+        return []
+    if score.type not in COMPARED:
+        return [f"score.normalise=True is for unbounded scores; score.type={score.type.name} returns probabilities"]
+    if score_moments(rew) is None:
+        file = Path(rew.path or "") / STATISTICS
+        advice = "train the reward model with dataset.eval_path or dataset.eval_fraction"
+        return [f"score.normalise=True: no scores of held-out rows in {file}; {advice}"]
+    return []
