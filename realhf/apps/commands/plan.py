@@ -12,8 +12,7 @@ from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, 
 from realhf.apps.commands.quickstart import print_help, read_words
 from realhf.apps.prepare.preflight import PlanReport, plan_report
 from realhf.apps.view.console import open_console, write_out
-from realhf.apps.view.page import render_page
-from realhf.apps.view.tables import Listing
+from realhf.apps.view.tables import Listing, render_page
 from realhf.apps.view.timeline_svg import ranks_text, stack_svgs, timeline_svg
 from realhf.base.errors import InfeasibleError, UserError, did_you_mean
 from realhf.plan.compile.check import graph_notes

@@ -16,6 +16,7 @@ from realhf.apps.view.console import open_console
 from realhf.arch.hf_config import read_hf_config
 from realhf.base.atomic_io import atomic_write
 from realhf.base.errors import UserError
+from realhf.experiments.options.checks import positive_problems
 from realhf.plan.cost.profile import Fit, Profile
 
 USAGE = """usage: realhf profile [model=FOLDER_OR_CONFIG[,...]] [key=value ...]
@@ -64,8 +65,7 @@ def main(arguments: list[str]) -> None:
 
 
 def option_problems(options: ProfileOptions) -> list[str]:
-    positive = ("n_gpus_per_node", "threads_per_worker", "seconds")
-    return [f"{key} must be positive, got {getattr(options, key)}" for key in positive if getattr(options, key) <= 0]
+    return positive_problems("", options, "n_gpus_per_node", "threads_per_worker", "seconds")
 
 
 def check(options: ProfileOptions) -> tuple[str, tuple[ModelConfig, ...], Profile | None]:

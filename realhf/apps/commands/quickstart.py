@@ -11,12 +11,13 @@ from realhf.apps.prepare.launching import launch, write_run
 from realhf.apps.prepare.multi_stage import run_multi_stage
 from realhf.apps.prepare.options import build_experiment, print_options
 from realhf.apps.prepare.preflight import preflight
-from realhf.apps.prepare.recovery import resumable, resume, retried
+from realhf.apps.prepare.recovery import resume, retried
 from realhf.base.errors import UserError
 from realhf.base.paths import RunDir
 from realhf.experiments import EXPERIMENTS, experiment_class
 from realhf.launch import missing
 from realhf.plan.run_spec import RunSpec
+from realhf.system.checkpoint.manifest import newest
 
 
 def main(arguments: list[str]) -> None:
@@ -42,7 +43,7 @@ def supervise(name: str, experiment: Experiment, paths: RunDir) -> None:
     mode = experiment.recover_mode
     if problems := missing(experiment):
         raise UserError(problems)
-    if mode in (RecoverMode.resume, RecoverMode.auto) and resumable(paths):
+    if mode in (RecoverMode.resume, RecoverMode.auto) and newest(paths.checkpoints):
         run = partial(resume, name, experiment, paths)
     elif mode is RecoverMode.resume:
         raise UserError(f"recover_mode=resume, but {paths.checkpoints} has no checkpoint")

@@ -13,8 +13,7 @@ from realhf.apps.prepare.launching import read_run
 from realhf.apps.prepare.preflight import plan_report
 from realhf.apps.view.console import write_out
 from realhf.apps.view.curves_svg import Curve, curves_svg
-from realhf.apps.view.page import render_page
-from realhf.apps.view.tables import Listing
+from realhf.apps.view.tables import Listing, render_page
 from realhf.apps.view.timeline_svg import timeline_svg
 from realhf.base.errors import UserError
 from realhf.base.paths import RunDir

@@ -19,6 +19,7 @@ from realhf.api.config import RewardConfig, opt
 from realhf.apps.prepare.options import print_options, read_options
 from realhf.base.errors import UserError, did_you_mean
 from realhf.base.version import __version__
+from realhf.experiments.options.checks import positive_problems, unmet
 from realhf.rewards.judge.pool import Judge, judge_once, open_judge
 from realhf.rewards.registry import VERIFIERS, check_fn, is_remote, names_of
 from realhf.rewards.verdict import Item, Status, Verdict
@@ -89,8 +90,7 @@ def option_problems(options: ServeOptions) -> list[str]:
     fns = options.fn.split(",")
     names = names_of(fns)
     positive = ("timeout", "processes", "max_concurrency", "max_body_mb", "max_items", "wait_s")
-    checks = [
-        *((getattr(options, key) > 0, f"{key} must be positive, got {getattr(options, key)}") for key in positive),
+    problems = positive_problems("", options, *positive) + unmet([
         (0 <= options.port < 2**16, f"port must be 0 to 65535, got {options.port}"),
         (len(set(names)) == len(names), f"fn={options.fn}: the names {', '.join(names)} must differ"),
         (not any(map(is_remote, fns)), f"fn={options.fn}: a remote service cannot be served again"),
@@ -98,8 +98,8 @@ def option_problems(options: ServeOptions) -> list[str]:
          f"host={options.host} is not a loopback address; set token_env to a variable with a token"),
         (not options.token_env or bool(os.environ.get(options.token_env)),
          f"token_env={options.token_env}: this environment variable is not set or empty"),
-    ]  # fmt: skip
-    return [line for holds, line in checks if not holds] + [line for fn in fns for line in check_fn(fn)]
+    ])  # fmt: skip
+    return problems + [line for fn in fns for line in check_fn(fn)]
 
 
 def is_loopback(host: str) -> bool:
@@ -152,12 +152,9 @@ def make_app(served: dict[str, ServedReward], options: ServeOptions, token: str)
     app = FastAPI(title="realhf verifier", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.exception_handler(Rejected)
-    async def rejected(request: Request, error: Rejected) -> JSONResponse:
-        return JSONResponse({"error": str(error)}, error.status)
-
     @app.exception_handler(UserError)
-    async def broken(request: Request, error: UserError) -> JSONResponse:
-        return JSONResponse({"error": str(error)}, 500)
+    async def failed(request: Request, error: Rejected | UserError) -> JSONResponse:
+        return JSONResponse({"error": str(error)}, error.status if isinstance(error, Rejected) else 500)
 
     @app.get("/health")
     async def health() -> dict[str, object]:

@@ -12,7 +12,7 @@ from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.messages import ToWorker
 from realhf.apps.prepare.jobs import is_queued, queue
 from realhf.apps.prepare.options import load_experiment, save_experiment
-from realhf.apps.prepare.run_dir_checks import running_message
+from realhf.apps.prepare.preflight import running_message
 from realhf.apps.view.console import Console
 from realhf.base.atomic_io import atomic_write, remove_folder, try_lock
 from realhf.base.errors import RunFailed, UserError, WorkerTimeout

@@ -14,14 +14,13 @@ from realhf.api.config import RecoverMode
 from realhf.api.experiment import MultiStageExperiment, Stage
 from realhf.apps.prepare.launching import launch, write_run
 from realhf.apps.prepare.options import load_experiment, override, save_experiment
-from realhf.apps.prepare.preflight import preflight, run_problems
-from realhf.apps.prepare.recovery import changes, resumable, resume, retried
-from realhf.apps.prepare.run_dir_checks import directory_problems
+from realhf.apps.prepare.preflight import directory_problems, preflight, run_problems
+from realhf.apps.prepare.recovery import changes, resume, retried
 from realhf.base.atomic_io import atomic_write, remove_folder
 from realhf.base.errors import UserError
 from realhf.base.paths import RunDir
 from realhf.experiments import experiment_class
-from realhf.system.checkpoint.manifest import flat_options
+from realhf.system.checkpoint.manifest import flat_options, newest
 
 
 def run_multi_stage(name: str, config: MultiStageExperiment, paths: RunDir) -> None:
@@ -82,5 +81,5 @@ def _run_stage(stage: Stage, root: Path) -> None:
         write_run(run)
         launch(run)
 
-    is_started = paths.plan.is_file() and resumable(paths)
+    is_started = paths.plan.is_file() and newest(paths.checkpoints)
     retried(partial(resume, stage.experiment, config, paths) if is_started else start, paths)

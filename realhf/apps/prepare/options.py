@@ -100,12 +100,6 @@ def read_options(cls: type[T], overrides: Sequence[str], problems_of: Callable[[
     return options
 
 
-def positive_problems(options: object, prefix: str, *names: str) -> list[str]:
-    """Return the numeric options that are set and not positive, one line each."""
-    values = {name: getattr(options, name) for name in names}
-    return [f"{prefix}{k} must be positive, got {v}" for k, v in values.items() if v is not None and v <= 0]
-
-
 def override(config: C, overrides: Sequence[str]) -> C:
     """Return a config with some options replaced; ``UserError`` lists all invalid overrides."""
     tree = OmegaConf.structured(config)

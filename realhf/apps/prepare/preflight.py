@@ -1,5 +1,7 @@
 """Checks of an experiment before launch. All problems are reported together."""
 
+import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,14 +15,15 @@ from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph, GraphError
 from realhf.api.model_config import ModelConfig
 from realhf.apps.prepare.backends import resolve_dtypes, trainer_problems, vllm_problems
-from realhf.apps.prepare.options import options_of, positive_problems
+from realhf.apps.prepare.options import options_of
 from realhf.apps.prepare.planning import MachineModel, limits_of, machine_of, plan_for_mode, planner_of, replan
-from realhf.apps.prepare.run_dir_checks import directory_problems
+from realhf.base.atomic_io import TMP_SUFFIX, is_locked
 from realhf.base.errors import InfeasibleError, UserError, did_you_mean
 from realhf.base.paths import RunDir
 from realhf.data.encode import EncodedRows, encode_split
 from realhf.data.rows import read_rows
 from realhf.data.tokenizer import load_tokenizer
+from realhf.experiments.options.checks import positive_problems
 from realhf.launch import launch_problems, launches_elsewhere
 from realhf.plan.compile.allocate import PLANNED, allocate, with_backends
 from realhf.plan.compile.check import key_problems, model_problems
@@ -204,6 +207,31 @@ def _rows(experiment: Experiment, models: Models, findings: _Findings) -> tuple[
     return None
 
 
+def running_message(paths: RunDir) -> str:
+    return f"{paths.root} has a run in progress; realhf stop {paths.root} ends it after the current step"
+
+
+def directory_problems(config: ExperimentConfig, paths: RunDir) -> list[str]:
+    """Return reasons why a new run cannot use the directory."""
+    problems = []
+    for option in ("experiment_name", "trial_name"):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value := getattr(config, option)):
+            problems.append(f"{option}='{value}': use letters, digits, '.', '_' and '-'")
+    existing = next(p for p in (paths.root, *paths.root.parents) if p.exists())
+    if not existing.is_dir():
+        return [*problems, f"cannot create {paths.root}: {existing} is a file; set fileroot or trial_name"]
+    if is_locked(paths.lock):
+        problems.append(running_message(paths))
+    elif paths.root.exists() and any(not path.name.endswith(TMP_SUFFIX) for path in paths.root.iterdir()):
+        if not paths.config.exists():
+            problems.append(f"{paths.root} is not empty and contains no realhf run; choose another trial_name")
+        elif not config.overwrite:
+            problems.append(f"{paths.root} already contains a run; choose another trial_name, or set overwrite=True")
+    if not os.access(existing, os.W_OK):
+        problems.append(f"no write permission in {existing}; set fileroot")
+    return problems
+
+
 def run_problems(config: ExperimentConfig) -> list[str]:
     """Return problems of the launch mode, the length of the run and its checkpoints."""
     problems, control = launch_problems(config), config.exp_ctrl
@@ -211,13 +239,13 @@ def run_problems(config: ExperimentConfig) -> list[str]:
         problems.append(f"exp_ctrl.keep_last must not be negative, got {control.keep_last}")
     if config.recover_retries < 0:
         problems.append(f"recover_retries must not be negative, got {config.recover_retries}")
-    return problems + positive_problems(control, "exp_ctrl.", "total_train_epochs", "total_train_steps", *FREQUENCIES)
+    return problems + positive_problems("exp_ctrl.", control, "total_train_epochs", "total_train_steps", *FREQUENCIES)
 
 
 def planner_problems(config: ExperimentConfig) -> list[str]:
-    problems = positive_problems(config, "", "n_nodes", "n_gpus_per_node")
-    problems += positive_problems(config.dataset, "dataset.", "train_bs_n_seqs")
-    return problems + positive_problems(config.planner, "planner.", "budget_s", "memory_gb", "new_tokens")
+    problems = positive_problems("", config, "n_nodes", "n_gpus_per_node")
+    problems += positive_problems("dataset.", config.dataset, "train_bs_n_seqs")
+    return problems + positive_problems("planner.", config.planner, "budget_s", "memory_gb", "new_tokens")
 
 
 def evaluation_problems(graph: Graph, config: ExperimentConfig) -> list[str]:

@@ -8,14 +8,12 @@ from realhf.api.config import RecoverMode
 from realhf.api.experiment import Experiment
 from realhf.apps.prepare.launching import launch, read_run, write_run
 from realhf.apps.prepare.options import override
-from realhf.apps.prepare.preflight import preflight
-from realhf.apps.prepare.run_dir_checks import running_message
+from realhf.apps.prepare.preflight import preflight, running_message
 from realhf.base.atomic_io import is_locked
 from realhf.base.errors import RunFailed, UserError
 from realhf.base.paths import RunDir
 from realhf.launch.elastic import ElasticRestart, failed_permanently, plan_restart
-from realhf.plan.run_spec import RunSpec
-from realhf.system.checkpoint.manifest import Manifest, flat_options, newest, rewind
+from realhf.system.checkpoint.manifest import flat_options, newest, rewind
 
 MUTABLE = ("experiment_name", "trial_name", "fileroot", "overwrite", "mode", "device", "n_nodes", "n_gpus_per_node",
            "allocation_mode", "threads_per_worker", "startup_timeout", "call_timeout", "heartbeat_timeout",
@@ -24,11 +22,6 @@ MUTABLE = ("experiment_name", "trial_name", "fileroot", "overwrite", "mode", "de
            "slurm.", "ray.", "dataset.path")  # fmt: skip
 """Options that may change on resume: data and numerics are unaffected. Data files are compared by checksum."""
 MUTABLE_PARTS = (".device_mesh", ".parallel.", ".mb_spec.", ".offload", ".gradient_checkpointing", ".sequence_parallel")
-
-
-def resumable(paths: RunDir) -> bool:
-    """Return True if the run has a checkpoint; ``UserError`` if all are damaged."""
-    return newest(paths.checkpoints) is not None
 
 
 def retried(run: Callable[[], None], paths: RunDir) -> None:
@@ -69,7 +62,7 @@ def _plan_restart(failed: RunFailed, deaths: Counter[int], paths: RunDir) -> tup
     run = read_run(paths.root)
     experiment = run.config
     try:
-        if failed.n_nodes is None or not resumable(paths):
+        if failed.n_nodes is None or newest(paths.checkpoints) is None:
             return None, experiment
     except UserError as error:
         print(f"damaged {error}")
@@ -93,28 +86,24 @@ def resume(name: str, experiment: Experiment, paths: RunDir) -> None:
     if last is None:
         raise UserError(f"{paths.checkpoints} contains no checkpoint (exp_ctrl.ckpt_freq_steps writes them); "
                         "start the run again with overwrite=True")  # fmt: skip
+    folder, manifest = last
     run = read_run(paths.root)  # keeps its plan unless options change
     if flat_options(run.config) != flat_options(experiment):
         run = preflight(name, experiment, paths, resuming=True)
-    if problems := differences(run, last[1]):
-        raise UserError([*problems, f"the checkpoint {last[0]} was taken with other data or options; start a new run"])
-    step, done = last[1].step, rewind(paths, last[1].step)
+    problems = changes(manifest.options, flat_options(run.config))
+    if run.data_digest != manifest.data:
+        problems.insert(0, f"{run.config.dataset.path} has changed: its SHA-256 was {manifest.data[:12]}..., "
+                           f"it is {run.data_digest[:12]}...")  # fmt: skip
+    if problems:
+        raise UserError([*problems, f"the checkpoint {folder} was taken with other data or options; start a new run"])
+    step, done = manifest.step, rewind(paths, manifest.step)
     write_run(run, keep=True)
-    print(f"resume  {last[0]}: {step} of {run.schedule.n_steps} steps are done")
+    print(f"resume  {folder}: {step} of {run.schedule.n_steps} steps are done")
     if done > step:
         n_prompts = run.schedule.span(done - 1).stop - run.schedule.span(step).start
         print(f"repeat  steps {step + 1} to {done} ({n_prompts} prompts), completed after the checkpoint, and the "
               f"unfinished step {done + 1}")  # fmt: skip
     launch(run, last)
-
-
-def differences(run: RunSpec, manifest: Manifest) -> list[str]:
-    """Return changes of data and options since the checkpoint that do not allow resuming."""
-    problems = []
-    if run.data_digest != manifest.data:
-        problems.append(f"{run.config.dataset.path} has changed: its SHA-256 was {manifest.data[:12]}..., "
-                        f"it is {run.data_digest[:12]}...")  # fmt: skip
-    return problems + changes(manifest.options, flat_options(run.config))
 
 
 def changes(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:

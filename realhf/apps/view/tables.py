@@ -1,6 +1,7 @@
-"""Aligned text tables for terminals and HTML pages. Only the last column wraps."""
+"""Tables as aligned text, of which only the last column wraps, and in HTML pages."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import wrap
 
@@ -34,3 +35,16 @@ class Listing:
         if self.align[-1] == "r":
             parts[0] = parts[0].rjust(widths[-1])
         return [(start + parts[0]).rstrip(), *(" " * len(start) + part for part in parts[1:])]
+
+
+def render_page(title: str, timelines: Sequence[str], tables: Sequence[Listing], **parts: object) -> str:
+    """Return one self-contained page from the template ``report.html.j2``. ``timelines`` are SVG images.
+
+    Optional ``parts`` are ``curves`` (SVG images), ``note``, ``samples`` (rows with prompt and response) and
+    ``samples_step``, and ``config`` (the path of the options).
+    """
+    from jinja2 import Environment, PackageLoader
+
+    loader = PackageLoader("realhf.apps", "view")
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.get_template("report.html.j2").render(title=title, timelines=timelines, tables=tables, **parts)

@@ -6,8 +6,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.apps.view.page import render_page
-from realhf.apps.view.tables import Listing
+from realhf.apps.view.tables import Listing, render_page
 from tests.scaling import examples
 
 CELL = st.text(st.sampled_from('ab1,; -<&"'), max_size=30).map(str.strip)
