@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,6 @@ class Choice(Enum):
 
     first_drop = "first_drop"
     best = "best"
-
-
-@dataclass(frozen=True)
-class Round:
-    """The result of a round. ``accuracy`` is the mean reward of the fitted model on validation prompts."""
-
-    number: int
-    n_answers: int
-    n_kept: int
-    prompts_solved: int
-    prompts_full: int
-    accuracy: float
-    model: str
 
 
 @dataclass
@@ -68,7 +55,7 @@ class RestEMExperiment(MultiStageExperiment):
         return problems + reward_problems(self.reward)
 
     def stages(self, root: Path) -> Iterator[Stage]:
-        policy, rounds = self.model.path or "", list[Round]()
+        policy, rounds = self.model.path or "", list[dict[str, Any]]()
         for number in range(1, self.n_rounds + 1):
             yield self.sample(f"round{number}-sample", policy, self.dataset, self.sampling, self.seed + 2 * number)
             responses = list(read_generations(root / f"round{number}-sample"))
@@ -87,18 +74,16 @@ class RestEMExperiment(MultiStageExperiment):
             yield self.sample(f"round{number}-valid", policy, prompts, self.validation, self.seed + 2 * number + 1)
             valid = [row["rewards"] for row in read_generations(root / f"round{number}-valid")]
             rounds.append(summary(number, responses, kept, self.max_per_prompt, sum(valid) / len(valid), policy))
-            chosen = chosen_round([r.accuracy for r in rounds], self.choice)
-            best = rounds[chosen]
-            result = {"rounds": [asdict(r) for r in rounds], "chosen": best.number, "model": best.model}
+            best = rounds[chosen_round([r["accuracy"] for r in rounds], self.choice)]
+            result = {"rounds": rounds, "chosen": best["number"], "model": best["model"]}
             (root / "restem.json").write_text(json.dumps(result, indent=1))
             print(f"round   {number}: {len(kept)} of {len(responses)} responses selected, accuracy "
-                  f"{rounds[-1].accuracy:.3f}; the result is round {best.number}")  # fmt: skip
+                  f"{rounds[-1]['accuracy']:.3f}; the result is round {best['number']}")  # fmt: skip
 
     def sample(self, name: str, policy: str, data: DatasetConfig, sampling: GenerationConfig, seed: int) -> Stage:
         """Return the stage that samples ``sampling.n`` responses per prompt, in the order of the file."""
         config = self.inherit(GenerationExperiment, model=replace(self.model, path=policy), sampling=sampling,
-                              judge=True,
-                              reward=self.reward, dataset=replace(data, shuffle=False), seed=seed,
+                              judge=True, reward=self.reward, dataset=replace(data, shuffle=False), seed=seed,
                               n_logged_generations=-1, exp_ctrl=self.control(1))  # fmt: skip
         return Stage(name, "gen", config)
 
@@ -131,11 +116,10 @@ def newest_model(run: Path) -> Path:
 def select_responses(rows: Iterable[dict[str, Any]], threshold: float, max_per_prompt: int) -> list[dict[str, Any]]:
     """Return the rows with at least reward ``threshold``, the first ``max_per_prompt`` of each prompt (-1: all)."""
     kept: list[dict[str, Any]] = []
-    counts: dict[int, int] = {}
+    counts = Counter[int]()
     for row in rows:
-        n = counts.get(row["prompt_id"], 0)
-        if row["rewards"] >= threshold and not row["truncated"] and n != max_per_prompt:
-            counts[row["prompt_id"]] = n + 1
+        if row["rewards"] >= threshold and not row["truncated"] and counts[row["prompt_id"]] != max_per_prompt:
+            counts[row["prompt_id"]] += 1
             kept.append(row)
     return kept
 
@@ -144,15 +128,15 @@ def chosen_round(accuracies: Sequence[float], choice: Choice) -> int:
     """Return the index of the chosen round, the first of equal ones."""
     if choice is Choice.best:
         return max(range(len(accuracies)), key=lambda i: (accuracies[i], -i))
-    for i in range(1, len(accuracies)):
-        if accuracies[i] <= accuracies[i - 1]:
-            return i - 1
-    return len(accuracies) - 1
+    drops = (i for i in range(1, len(accuracies)) if accuracies[i] <= accuracies[i - 1])
+    return next(drops, len(accuracies)) - 1
 
 
 def summary(
     number: int, responses: Sequence[dict], kept: Sequence[dict], max_per_prompt: int, accuracy: float, model: str
-) -> Round:
+) -> dict[str, Any]:
+    """Return the result of a round. ``accuracy`` is the mean reward of the fitted model on validation prompts."""
     counts = Counter(row["prompt_id"] for row in kept)
     full = sum(count == max_per_prompt for count in counts.values())
-    return Round(number, len(responses), len(kept), len(counts), full, accuracy, model)
+    return {"number": number, "n_answers": len(responses), "n_kept": len(kept), "prompts_solved": len(counts),
+            "prompts_full": full, "accuracy": accuracy, "model": model}  # fmt: skip

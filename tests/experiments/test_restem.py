@@ -26,7 +26,7 @@ def test_select_responses_and_summary() -> None:
     assert select_responses(rows, 1.0, 2) == [rows[0], rows[3], rows[5]]
     assert len(select_responses(rows, 1.0, -1)) == 4 and select_responses(rows, 2.0, 10) == []
     result = summary(3, rows, select_responses(rows, 1.0, 2), 2, 0.5, "m")
-    assert (result.n_answers, result.n_kept, result.prompts_solved, result.prompts_full) == (6, 3, 2, 1)
+    assert [result[key] for key in ("n_answers", "n_kept", "prompts_solved", "prompts_full")] == [6, 3, 2, 1]
 
 
 @pytest.mark.parametrize(

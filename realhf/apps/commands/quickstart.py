@@ -9,7 +9,7 @@ from realhf.api.experiment import Experiment, MultiStageExperiment
 from realhf.apps.prepare.jobs import dry_run, is_queued, queue, runs_per_seed
 from realhf.apps.prepare.launching import launch, write_run
 from realhf.apps.prepare.multi_stage import run_multi_stage
-from realhf.apps.prepare.options import build_experiment, print_options
+from realhf.apps.prepare.options import print_options, updated
 from realhf.apps.prepare.preflight import preflight
 from realhf.apps.prepare.recovery import resume, retried
 from realhf.base.errors import UserError
@@ -79,7 +79,7 @@ def read_words(name: str, words: list[str]) -> tuple[Experiment, RunDir]:
         if at + 1 >= len(words):
             raise UserError("--config needs a file")
         config_file, words = words[at + 1], words[:at] + words[at + 2 :]
-    experiment = build_experiment(experiment_class(name), words, config_file)
+    experiment = updated(experiment_class(name)(), words, config_file)
     experiment.experiment_name = experiment.experiment_name or name.rpartition(":")[2]
     experiment.trial_name = experiment.trial_name or time.strftime("run%Y%m%d-%H%M%S")
     paths = RunDir(Path(experiment.fileroot) / experiment.experiment_name / experiment.trial_name)

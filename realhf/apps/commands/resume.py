@@ -6,7 +6,7 @@ from pathlib import Path
 from realhf.apps.prepare.jobs import is_queued
 from realhf.apps.prepare.launching import read_run
 from realhf.apps.prepare.multi_stage import resume_multi_stage
-from realhf.apps.prepare.options import override
+from realhf.apps.prepare.options import updated
 from realhf.apps.prepare.recovery import resume, retried
 from realhf.base.errors import UserError
 from realhf.base.paths import RunDir
@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> None:
     if not paths.config.is_file() or not paths.plan.is_file():
         raise UserError(f"{paths.root} has no run: {paths.config.name} or {paths.plan.name} is missing\n{USAGE}")
     run = read_run(paths.root)
-    experiment = override(run.config, arguments[1:])
+    experiment = updated(run.config, arguments[1:])
     attempt = partial(resume, run.experiment, experiment, paths)
     if is_queued(experiment):
         return attempt()  # the job handles restarts

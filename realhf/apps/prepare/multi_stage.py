@@ -13,7 +13,7 @@ from pathlib import Path
 from realhf.api.config import RecoverMode
 from realhf.api.experiment import MultiStageExperiment, Stage
 from realhf.apps.prepare.launching import launch, write_run
-from realhf.apps.prepare.options import load_experiment, override, save_experiment
+from realhf.apps.prepare.options import load_experiment, save_experiment, updated
 from realhf.apps.prepare.preflight import directory_problems, preflight, run_problems
 from realhf.apps.prepare.recovery import changes, resume, retried
 from realhf.base.atomic_io import atomic_write, remove_folder
@@ -41,7 +41,7 @@ def run_multi_stage(name: str, config: MultiStageExperiment, paths: RunDir) -> N
 def resume_multi_stage(paths: RunDir, overrides: Sequence[str]) -> None:
     """Resume the multi-stage experiment in a directory, with some options replaced."""
     name = json.loads(paths.stages.read_text())["experiment"]
-    config = override(load_experiment(experiment_class(name), paths.config), overrides)
+    config = updated(load_experiment(experiment_class(name), paths.config), overrides)
     assert isinstance(config, MultiStageExperiment), f"{name} is not a multi-stage experiment"
     _resume_stages(name, config, paths)
 

@@ -16,7 +16,6 @@ from realhf.base.atomic_io import atomic_write
 from realhf.base.errors import UserError, did_you_mean
 
 T = TypeVar("T")
-C = TypeVar("C", bound=ExperimentConfig)
 
 RENAMED_OPTIONS = {
     "behaviour_cap": "is_weight_cap",
@@ -60,8 +59,11 @@ def options_of(cls: type, prefix: str = "") -> Iterator[OptionInfo]:
         if dataclasses.is_dataclass(default):
             yield from options_of(type(default), f"{key}.")
             continue
-        kind = "|".join(e.name for e in type(default)) if isinstance(default, Enum) else _type_name(field.type)
-        shown = default.name if isinstance(default, Enum) else str(default)
+        if isinstance(default, Enum):
+            kind, shown = "|".join(e.name for e in type(default)), default.name
+        else:
+            name = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+            kind, shown = name.replace(" | None", ""), str(default)
         yield OptionInfo(key, kind, shown, field.metadata.get("help", ""))
 
 
@@ -73,42 +75,30 @@ def print_options(cls: type) -> None:
         print(f"  {option.key + ': ' + option.type:<{width}} {option.help} [{option.default}]")
 
 
-def _type_name(annotation: Any) -> str:
-    return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace(" | None", "")
-
-
-def build_experiment(cls: type[C], overrides: Sequence[str], config_file: str | None) -> C:
-    """Return the defaults, updated from the file, then from the overrides; ``UserError`` lists all invalid options."""
-    known = [o.key for o in options_of(cls)]
-    tree = OmegaConf.structured(cls)
+def updated(options: T, overrides: Sequence[str], config_file: str | None = None) -> T:
+    """Return a copy updated from the file, then from the overrides; ``UserError`` lists all invalid options."""
+    known = [o.key for o in options_of(type(options))]
+    tree = OmegaConf.structured(options)
     problems: list[str] = []
     if config_file:
         for key, value in _flatten(_load_yaml(config_file)):
             problems += _set(tree, key, value, known, f" ({config_file})")
-    if problems := problems + _apply_all(tree, overrides, known):
+    for word in overrides:
+        problems += _apply(tree, word, known)
+    if problems:
         raise UserError(problems)
     return _to_object(tree)
 
 
 def read_options(cls: type[T], overrides: Sequence[str], problems_of: Callable[[T], list[str]]) -> T:
     """Return the options of a command; ``UserError`` lists all invalid overrides, or else ``problems_of``."""
-    tree = OmegaConf.structured(cls)
-    problems = _apply_all(tree, overrides, [o.key for o in options_of(cls)])
-    options: Any = None if problems else OmegaConf.to_object(tree)
-    if problems := problems or problems_of(options):
+    options = updated(cls(), overrides)
+    if problems := problems_of(options):
         raise UserError(problems)
     return options
 
 
-def override(config: C, overrides: Sequence[str]) -> C:
-    """Return a config with some options replaced; ``UserError`` lists all invalid overrides."""
-    tree = OmegaConf.structured(config)
-    if problems := _apply_all(tree, overrides, [o.key for o in options_of(type(config))]):
-        raise UserError(problems)
-    return _to_object(tree)
-
-
-def load_experiment(cls: type[C], path: Path) -> C:
+def load_experiment(cls: type[T], path: Path) -> T:
     return _to_object(OmegaConf.merge(OmegaConf.structured(cls), OmegaConf.load(path)))
 
 
@@ -141,10 +131,6 @@ def _flatten(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _apply_all(tree: DictConfig, overrides: Sequence[str], known: list[str]) -> list[str]:
-    return [problem for word in overrides for problem in _apply(tree, word, known)]
 
 
 def _apply(tree: DictConfig, word: str, known: list[str]) -> list[str]:

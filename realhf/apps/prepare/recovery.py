@@ -7,7 +7,7 @@ from functools import partial
 from realhf.api.config import RecoverMode
 from realhf.api.experiment import Experiment
 from realhf.apps.prepare.launching import launch, read_run, write_run
-from realhf.apps.prepare.options import override
+from realhf.apps.prepare.options import updated
 from realhf.apps.prepare.preflight import preflight, running_message
 from realhf.base.atomic_io import is_locked
 from realhf.base.errors import RunFailed, UserError
@@ -69,7 +69,7 @@ def _plan_restart(failed: RunFailed, deaths: Counter[int], paths: RunDir) -> tup
         return None, experiment
     lost = failed_permanently(experiment, deaths)
     restart = plan_restart(experiment, experiment.placements(), run.device, failed.n_nodes, lost)
-    return restart, override(experiment, restart.overrides) if restart else experiment
+    return restart, updated(experiment, restart.overrides) if restart else experiment
 
 
 def _with_hint(failed: RunFailed, restart: ElasticRestart, paths: RunDir) -> RunFailed:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from realhf.api.config import Device, ExperimentConfig, LRSchedule, Mode, OnBadRow, ValueNormType
-from realhf.apps.prepare.options import RENAMED_OPTIONS, build_experiment, load_experiment, options_of, save_experiment
+from realhf.apps.prepare.options import RENAMED_OPTIONS, load_experiment, options_of, save_experiment, updated
 from realhf.base.errors import UserError
 from realhf.experiments import EXPERIMENTS, experiment_class
 from realhf.experiments.ppo import PPOExperiment
@@ -15,7 +15,7 @@ from realhf.experiments.vineppo import VinePPOExperiment
 
 
 def build(*words: str, file: Path | None = None) -> PPOExperiment:
-    built = build_experiment(PPOExperiment, words, str(file) if file else None)
+    built = updated(PPOExperiment(), words, str(file) if file else None)
     assert isinstance(built, PPOExperiment)
     return built
 
@@ -138,7 +138,7 @@ def test_all_problems_are_listed_with_the_file_they_come_from(tmp_path: Path) ->
 )
 def test_an_old_option_name_is_answered_with_the_new_one(cls: type[ExperimentConfig], old: str, new: str) -> None:
     with pytest.raises(UserError) as caught:
-        build_experiment(cls, [f"{old}=1"], None)
+        updated(cls(), [f"{old}=1"], None)
     assert caught.value.problems == [f"unknown option {old}: renamed to {new}"]
 
 
@@ -177,7 +177,7 @@ def test_every_experiment_survives_a_round_trip_through_its_config_file(name: st
     cls = experiment_class(name)
     overrides = ["seed=5", "mode=inline", "save_roles=[x]", "exp_ctrl.total_train_steps=3", "dataset.path=a,b.jsonl",
                  "dataset.prompt_template='Q: {prompt}\nA:'"]  # fmt: skip
-    config = build_experiment(cls, overrides, None)
+    config = updated(cls(), overrides, None)
     assert config.dataset.prompt_template == "Q: {prompt}\nA:" and config.dataset.path == "a,b.jsonl"
     save_experiment(config, tmp_path / "config.yaml")
     loaded = load_experiment(cls, tmp_path / "config.yaml")
