@@ -167,7 +167,6 @@ def graph_problems(mfcs: tuple[MFC, ...], syncs: Sequence[Sync] = (), offloaded:
 
 
 def _evaluation_problems(mfcs: tuple[MFC, ...], evaluation: tuple[MFC, ...]) -> list[str]:
-    """Return all reasons why the MFCs of ``evaluation`` cannot be added to the training graph ``mfcs``."""
     names, roles = {m.name for m in mfcs}, {m.role for m in mfcs}
     problems = graph_problems(evaluation)
     for m in evaluation:

@@ -35,19 +35,17 @@ class DPOExperiment(Experiment):
         text, batch, loss = ("tokens", "prompt_mask"), self.dataset.train_bs_n_seqs, self.dpo.loss
         inputs = (*text, *(("label",) if self.dpo.unpaired else ()), *((REF,) if loss.needs_ref else ()))
         inputs += (*KTO_KL_KEYS, KL_REF) if loss is PreferenceLoss.kto else ()
-        steps = [MFC("actor_train", "actor", Kind.TRAIN, train, inputs, (), batch)]
-        evaluation = [MFC("actor_eval", "actor", Kind.INFERENCE, evaluate, inputs, (), batch)]
-        if loss.needs_ref:
-            ref_inf = MFC("ref_inf", "ref", Kind.INFERENCE, train, text, (REF,), batch)
-            steps.insert(0, ref_inf)
-            evaluation.insert(0, replace(ref_inf, name="ref_eval"))
+        ref_inf = MFC("ref_inf", "ref", Kind.INFERENCE, train, text, (REF,), batch)
+        refs = [ref_inf] if loss.needs_ref else []
         if loss is PreferenceLoss.kto:
             aliases = (*KTO_KL_KEYS.items(), (KL_REF, REF))
-            ref_kl = replace(ref_inf, name="ref_kl_inf", inputs=tuple(KTO_KL_KEYS), outputs=(KL_REF,), aliases=aliases)
-            steps.insert(1, ref_kl)
-            evaluation.insert(1, replace(ref_kl, name="ref_kl_eval"))
+            kl = replace(ref_inf, name="ref_kl_inf", inputs=tuple(KTO_KL_KEYS), outputs=(KL_REF,), aliases=aliases)
+            refs.append(kl)
+        steps = (*refs, MFC("actor_train", "actor", Kind.TRAIN, train, inputs, (), batch))
+        evaluation = (*(replace(ref, name=ref.name.replace("_inf", "_eval")) for ref in refs),
+                      MFC("actor_eval", "actor", Kind.INFERENCE, evaluate, inputs, (), batch))  # fmt: skip
         offloaded = ("ref",) if self.ref.offload and loss.needs_ref else ()
-        return Graph(tuple(steps), (), offloaded, tuple(evaluation) if self.dataset.holds_out else ())
+        return Graph(steps, (), offloaded, evaluation if self.dataset.holds_out else ())
 
     def roles(self) -> dict[str, RoleSpec]:
         ref = {"ref": reference_role(self.ref, self.actor)} if self.dpo.loss.needs_ref else {}

@@ -55,7 +55,12 @@ def main(arguments: list[str]) -> None:
         experiment.allocation_mode = modes[0]
     report = plan_report(words[0], experiment)
     results = {experiment.allocation_mode: (report.plan, report.prediction), **_others(report, modes[1:])}
-    tables = [_comparison(report, results)] if modes else _tables(report)
+    if modes:
+        tables = [_comparison(report, results)]
+    else:
+        prediction, capacity = report.prediction, report.machine.hardware.usable
+        instructions = _instructions(report.planner, report.plan)
+        tables = [_allocation(report), instructions, _memory(prediction, capacity), _step(prediction)]
     if "--why" in flags:
         tables.append(_why(report.planner, report.plan))
     _show(report, tables)
@@ -66,7 +71,6 @@ def main(arguments: list[str]) -> None:
 
 
 def _flags(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Split the arguments into words and the flags of this command."""
     words, flags, rest = [], {}, iter(arguments)
     for word in rest:
         name, equals, value = word.partition("=")
@@ -114,12 +118,6 @@ def _others(report: PlanReport, modes: list[str]) -> Predicted:
     return results
 
 
-def _tables(report: PlanReport) -> list[Listing]:
-    prediction, capacity = report.prediction, report.machine.hardware.usable
-    instructions = _instructions(report.planner, report.plan)
-    return [_allocation(report), instructions, _memory(prediction, capacity), _step(prediction)]
-
-
 def _allocation(report: PlanReport) -> Listing:
     rows = []
     seconds = report.prediction.call_seconds
@@ -144,7 +142,6 @@ def _instructions(planner: Planner, plan: ExecutionPlan) -> Listing:
 
 
 def instruction_text(step: Instruction) -> str:
-    """Return the operands of an instruction."""
     match step:
         case Transfer(keys, layout):
             return f"{', '.join(keys)} to {layout}"
@@ -159,16 +156,15 @@ def instruction_text(step: Instruction) -> str:
 
 def _memory(prediction: Prediction, capacity: float) -> Listing:
     rows = [(ranks_text(ranks), size_text(needed.total), size_text(capacity), _breakdown(needed))
-            for ranks, needed in _group_by_memory(prediction)]  # fmt: skip
+            for needed, ranks in _group_by_memory(prediction).items()]  # fmt: skip
     return Listing("memory", "lrrl", ("worker", "needed", "usable", "breakdown"), tuple(rows))
 
 
-def _group_by_memory(prediction: Prediction) -> list[tuple[list[int], Bytes]]:
-    """Return groups of workers that need the same memory."""
+def _group_by_memory(prediction: Prediction) -> dict[Bytes, list[int]]:
     groups: dict[Bytes, list[int]] = {}
     for rank, needed in prediction.memory.items():
         groups.setdefault(needed, []).append(rank)
-    return [(ranks, needed) for needed, ranks in groups.items()]
+    return groups
 
 
 def _breakdown(needed: Bytes) -> str:
@@ -265,7 +261,7 @@ def _data(report: PlanReport, results: Predicted) -> dict[str, object]:
             "peak_bytes": p.peak,
             "fits": p.peak <= report.machine.hardware.usable,
             "calls": {name: {"compute_s": c, "moves_s": m} for name, (c, m) in p.call_seconds.items()},
-            "memory": [{"workers": ranks, **asdict(needed)} for ranks, needed in _group_by_memory(p)],
+            "memory": [{"workers": ranks, **asdict(needed)} for needed, ranks in _group_by_memory(p).items()],
             "plan": to_plain(plan),
         }
         for mode, (plan, p) in results.items()

@@ -27,8 +27,6 @@ Takes about a minute and a half per model on an otherwise idle machine. Results 
 
 @dataclass
 class ProfileOptions:
-    """The options of ``realhf profile``."""
-
     model: str = opt(
         "", "comma-separated Hugging Face folders or config.json files; the number of layers does not matter"
     )

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from realhf.api.config import RecoverMode
 from realhf.api.experiment import Experiment, MultiStageExperiment
-from realhf.apps.prepare.jobs import dry_run, is_queued, queue, runs_per_seed
-from realhf.apps.prepare.launching import launch, write_run
+from realhf.apps.prepare.launching import dry_run, is_queued, launch, queue, runs_per_seed, write_run
 from realhf.apps.prepare.multi_stage import run_multi_stage
 from realhf.apps.prepare.options import print_options, updated
 from realhf.apps.prepare.preflight import preflight

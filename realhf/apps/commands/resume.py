@@ -3,8 +3,7 @@
 from functools import partial
 from pathlib import Path
 
-from realhf.apps.prepare.jobs import is_queued
-from realhf.apps.prepare.launching import read_run
+from realhf.apps.prepare.launching import is_queued, read_run
 from realhf.apps.prepare.multi_stage import resume_multi_stage
 from realhf.apps.prepare.options import updated
 from realhf.apps.prepare.recovery import resume, retried

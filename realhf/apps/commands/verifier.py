@@ -34,8 +34,6 @@ BODY_TIMEOUT_S = 60.0
 
 @dataclass
 class ServeOptions:
-    """The options of ``realhf verifier serve``."""
-
     fn: str = opt("math", "comma-separated rewards: math, code, my_file.py:function (requested by the name function)")
     host: str = opt("127.0.0.1", "address to listen on; token_env is required unless it is a loopback address")
     port: int = opt(8320, "port, 0 for any free one")

@@ -65,7 +65,6 @@ def trainer_problems(graph: Graph, roles: Mapping[str, RoleSpec], device: str | 
 
 
 def _import_error(python: str) -> str:
-    """Return why an interpreter cannot import vLLM; empty if it can."""
     code = "import importlib.util, sys; sys.exit(not importlib.util.find_spec('vllm') and 'no such module')"
     command = [python, "-c", code]
     try:

@@ -1,24 +1,27 @@
-"""Launches runs: writes the run directory, starts the workers, and runs the master in this process."""
+"""Launches runs: writes the run directory, starts the workers, and runs the master in this process or a SLURM job."""
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from realhf.api.codec import from_plain, to_plain
-from realhf.api.config import Mode
+from realhf.api.config import ExperimentConfig, Mode
 from realhf.api.execution_plan import ExecutionPlan
+from realhf.api.experiment import Experiment
 from realhf.api.messages import ToWorker
-from realhf.apps.prepare.jobs import is_queued, queue
 from realhf.apps.prepare.options import load_experiment, save_experiment
-from realhf.apps.prepare.preflight import running_message
+from realhf.apps.prepare.preflight import preflight, running_message
 from realhf.apps.view.console import Console
 from realhf.base.atomic_io import atomic_write, remove_folder, try_lock
 from realhf.base.errors import RunFailed, UserError, WorkerTimeout
 from realhf.base.paths import RunDir
 from realhf.experiments import experiment_class
 from realhf.launch import LAUNCHERS
+from realhf.launch.slurm import in_allocation
+from realhf.launch.slurm_job import follow, log_file, script, submit
 from realhf.plan.run_spec import ExpectedPerformance, RunSpec
 
 if TYPE_CHECKING:
@@ -38,7 +41,7 @@ def write_run(run: RunSpec, keep: bool = False) -> None:
     save_experiment(run.config, run.paths.config)
     stored: dict[str, Any] = {"experiment": run.experiment, "device": run.device, "n_rows": run.n_rows,
                               "n_held_out": run.n_held_out, "plan": to_plain(run.plan),
-                              "expected": to_plain(run.expected) if run.expected else None}  # fmt: skip
+                              "expected": to_plain(run.expected)}  # fmt: skip
     atomic_write(run.paths.plan, json.dumps(stored, indent=1))
 
 
@@ -62,6 +65,45 @@ def launch(run: RunSpec, checkpoint: "tuple[Path, Manifest] | None" = None) -> N
             raise UserError(running_message(run.paths))
         run.paths.stop.unlink(missing_ok=True)  # a request to stop an earlier run
         _run_master(run, checkpoint)
+
+
+def is_queued(config: ExperimentConfig) -> bool:
+    """Return True if the run is submitted to SLURM; inside an allocation it runs directly."""
+    return config.mode is Mode.slurm and not in_allocation()
+
+
+def runs_per_seed(experiment: Experiment, paths: RunDir) -> list[tuple[Experiment, RunDir]]:
+    """Return one run per seed of ``slurm.array_seeds``, in subdirectories; without seeds, the run itself."""
+    runs = []
+    for seed in experiment.slurm.array_seeds:
+        name = f"seed_{seed}"
+        run = replace(experiment, fileroot=str(paths.root.parent), experiment_name=paths.root.name, trial_name=name,
+                      seed=seed, slurm=replace(experiment.slurm, array_seeds=[]))  # fmt: skip
+        runs.append((run, RunDir(paths.root / name)))
+    return runs or [(experiment, paths)]
+
+
+def queue(runs: Sequence[RunSpec], config: ExperimentConfig, paths: RunDir) -> None:
+    """Submit runs whose directories are prepared, and follow the job to its end."""
+    logs = [log_file(paths.root, i if len(runs) > 1 else "") for i in range(len(runs))]
+    logs[0].parent.mkdir(parents=True, exist_ok=True)  # SLURM does not create the folder of a log
+    paths.job_script.write_text(job_script(runs, config, paths))
+    job = submit(paths.job_script, len(runs))
+    print(f"job     {job.number}: {paths.job_script}; Ctrl-C cancels it", flush=True)
+    follow(job, logs, [run.paths.root.name for run in runs])
+
+
+def job_script(runs: Sequence[RunSpec], config: ExperimentConfig, paths: RunDir) -> str:
+    return script([run.paths.root for run in runs], config, runs[0].device, paths.root)
+
+
+def dry_run(name: str, experiment: Experiment, paths: RunDir) -> None:
+    """Print the script that would be submitted; write no files."""
+    if not is_queued(experiment):
+        raise UserError(f"--dry-run prints a SLURM script and requires mode=slurm (got {experiment.mode.value}); "
+                        "realhf plan shows what would run")  # fmt: skip
+    runs = [preflight(name, run, run_dir) for run, run_dir in runs_per_seed(experiment, paths)]
+    print(job_script(runs, experiment, paths), end="")
 
 
 def _run_master(run: RunSpec, checkpoint: "tuple[Path, Manifest] | None") -> None:

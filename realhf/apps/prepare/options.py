@@ -68,7 +68,6 @@ def options_of(cls: type, prefix: str = "") -> Iterator[OptionInfo]:
 
 
 def print_options(cls: type) -> None:
-    """Print one line of help per option."""
     options = list(options_of(cls))
     width = max(len(o.key) + len(o.type) for o in options) + 3
     for option in options:

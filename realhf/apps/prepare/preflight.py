@@ -314,7 +314,6 @@ def check_model(role: str, spec: RoleSpec, launching: bool) -> ModelConfig:
 
 
 def _roles_by(models: Models, size: Callable[[ModelConfig], int]) -> dict[int, str]:
-    """Group the names of roles by a size of their models."""
     roles: dict[int, list[str]] = {}
     for role, model in models.items():
         if model is not None:

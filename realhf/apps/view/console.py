@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from realhf.api.messages import Ready
@@ -25,7 +25,6 @@ class Console:
         self.out = open_console()
         self.start = time.monotonic()
         self.progress: Progress | None = None
-        self.task: TaskID | None = None
 
     def banner(self) -> None:
         run, config = self.run, self.run.config
@@ -52,7 +51,7 @@ class Console:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self.progress = Progress(*columns, console=self.out, transient=True)
             self.progress.start()
-            self.task = self.progress.add_task("steps", total=self.run.schedule.n_steps)
+            self.progress.add_task("steps", total=self.run.schedule.n_steps)
 
     def step(self, metrics: dict[str, float]) -> None:
         self.out.print(step_line(metrics))
@@ -61,8 +60,8 @@ class Console:
             if name.endswith("/logprob_diff") and 0 < limit < value:
                 self.out.print(f"warning {name}: trainer and generator log-probs differ by {value:.3g} nats per token "
                                f"(limit {limit:g}); ppo.recompute_logprobs=True corrects for it")  # fmt: skip
-        if self.progress is not None and self.task is not None:
-            self.progress.advance(self.task)
+        if self.progress is not None:
+            self.progress.advance(self.progress.task_ids[0])
         sys.stdout.flush()
 
     def evaluated(self, step: int, metrics: dict[str, float]) -> None:
