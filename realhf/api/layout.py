@@ -11,8 +11,6 @@ MESH_PART = re.compile(rf"(?:[A-Za-z]+(?:(\d+)|\[({SPANS})\])(?::({SPANS}))?|({S
 
 
 class Coord(NamedTuple):
-    """Coordinates of a worker in a layout."""
-
     pp: int
     dp: int
     tp: int

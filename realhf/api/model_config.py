@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and architecture of a model. ``head`` is ``lm`` (vocabulary logits) or ``scalar`` (critic, reward)."""
-
     family: str
     n_layers: int
     hidden: int
@@ -61,7 +59,6 @@ class ModelConfig:
 
     @property
     def routed_layers(self) -> tuple[int, ...]:
-        """Layers with routed experts."""
         return tuple(i for i in range(self.n_layers) if i not in self.dense_layers) if self.n_experts else ()
 
     def sliding_window(self, layer: int) -> int:

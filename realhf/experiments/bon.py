@@ -32,7 +32,7 @@ class BestOfNExperiment(Scoring, MultiStageExperiment):
 
     def problems(self) -> list[str]:
         problems = [f"n_grid must contain positive numbers, got {n}" for n in self.n_grid if n < 1]
-        return problems + self.scoring_problems(self.dataset.path)
+        return problems + super().problems()
 
     def stages(self, root: Path) -> Iterator[Stage]:
         """Score all responses in one run, then compute the curves.
@@ -42,9 +42,10 @@ class BestOfNExperiment(Scoring, MultiStageExperiment):
         """
         options = {field.name: vars(self)[field.name] for field in fields(Scoring)}
         data = self.dataset if self.is_sampled else write_single_answers(self.dataset, root / "answers.jsonl")
+        options |= {"dataset": data, "n_logged_generations": -1}
         if not self.is_sampled:
             options["sampling"] = GenerationConfig()
-        yield Stage("scored", "score", self.inherit(ScoreExperiment, **options, dataset=data, n_logged_generations=-1))
+        yield Stage("scored", "score", ScoreExperiment(**options))
         prompts = by_prompt(read_generations(root / "scored"))
         failed = failed_fraction(root / "scored") if self.judge else 0.0
         result = {**best_of_n(prompts, self.ensemble, self.n_grid), "gold_failed": failed}

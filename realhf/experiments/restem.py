@@ -109,7 +109,6 @@ def read_generations(run: Path) -> Iterator[dict[str, Any]]:
 
 
 def newest_model(run: Path) -> Path:
-    """Return the last saved model of a run."""
     return max((run / "models").glob("*/step_*"), key=lambda path: int(path.name.rpartition("_")[2]))
 
 

@@ -19,7 +19,7 @@ SOLUTIONS = {Task.math: ("solutions",), Task.code: ("input_output", "test")}
 
 
 @dataclass
-class Scoring:
+class Scoring(Experiment):
     """Options of experiments that score responses."""
 
     policy: ModelSpec = opt(ModelSpec, "samples responses to the prompts of the file (default: the file has answers)")
@@ -46,8 +46,7 @@ class Scoring:
     def has_gold_model(self) -> bool:
         return self.gold != ModelSpec()
 
-    def scoring_problems(self, data: str) -> list[str]:
-        """Return one line per invalid option; ``data`` is the file with prompts or answers."""
+    def problems(self) -> list[str]:
         problems = unmet([
             (not (self.judge and self.has_gold_model),
              "gold has options, but judge=True: gold scores come from one of them"),
@@ -58,12 +57,12 @@ class Scoring:
         ])  # fmt: skip
         problems += self.reward_models.problems()
         if self.judge:
-            problems += reward_problems(self.reward) + ([] if self.is_sampled else self._solution_problems(data))
+            problems += reward_problems(self.reward) + ([] if self.is_sampled else self._solution_problems())
         return problems + sampling_problems("sampling", self.sampling)
 
-    def _solution_problems(self, data: str) -> list[str]:
+    def _solution_problems(self) -> list[str]:
         """Return a problem if the first row of the file has no solution for the verifier."""
-        needed = SOLUTIONS.get(reward_task(self.reward), ())
+        needed, data = SOLUTIONS.get(reward_task(self.reward), ()), self.dataset.path
         if not needed or not Path(data).is_file():
             return []
         row = next(read_raw_rows(data)).value
@@ -74,13 +73,10 @@ class Scoring:
 
 
 @dataclass
-class ScoreExperiment(Scoring, Experiment):
+class ScoreExperiment(Scoring):
     """Score responses with reward models; prompts, responses and scores are written to generations/."""
 
     n_logged_generations: int = opt(-1, "number of rows written to generations/ per step, -1 for all")
-
-    def problems(self) -> list[str]:
-        return self.scoring_problems(self.dataset.path)
 
     @property
     def task(self) -> Task:

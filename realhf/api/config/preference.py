@@ -37,8 +37,6 @@ class RWConfig:
 
 @dataclass
 class ScoreConfig:
-    """Scoring of responses with a reward model."""
-
     type: RewardModelType = opt(RewardModelType.pairs, "type of the reward model: pairs, ranked, outcome or process")
     aggregate: Aggregate = opt(Aggregate.min, "aggregation of step scores: min, prod, last or mean (process)")
     step_splitter: StepSplitter = opt(StepSplitter.line, "unit of a step: line or latex (process)")

@@ -103,7 +103,6 @@ def _modes(text: str) -> list[str]:
 
 
 def _others(report: PlanReport, modes: list[str]) -> Predicted:
-    """Return predictions for further modes; UserError lists the problems of all of them."""
     results, problems = {}, []
     for mode in modes:
         try:
@@ -173,7 +172,6 @@ def _breakdown(needed: Bytes) -> str:
 
 
 def size_text(nbytes: float) -> str:
-    """Return a number of bytes in the largest unit in which it is at least 1."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= size:
             return f"{nbytes / size:.3g} {unit}"

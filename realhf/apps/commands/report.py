@@ -58,7 +58,6 @@ def main(arguments: list[str]) -> None:
 
 
 def report(run: RunSpec) -> str:
-    """Return the page of a run, finished or in progress."""
     steps = list(json_lines(run.paths.metrics))
     timelines, note = _timelines(run)
     samples_step, samples = _samples(run)
@@ -179,7 +178,6 @@ def measured(run: RunSpec) -> tuple[int, Timeline] | None:
 
 
 def _samples(run: RunSpec) -> tuple[int, list[dict[str, Any]]]:
-    """Return the last step with generations, and some of its rows."""
     files = {int(file.stem.split("_")[1]): file for file in run.paths.root.glob("generations/step_*.jsonl")}
     step = max(files, default=0)
     return step, list(islice(json_lines(files[step]), N_SAMPLES)) if files else []

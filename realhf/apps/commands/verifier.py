@@ -47,11 +47,7 @@ class ServeOptions:
 
 
 class Rejected(Exception):
-    """A request to be answered with an HTTP error status and a message."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+    """An HTTP error status and a message: the answer to a request."""
 
 
 @dataclass
@@ -152,7 +148,8 @@ def make_app(served: dict[str, ServedReward], options: ServeOptions, token: str)
     @app.exception_handler(Rejected)
     @app.exception_handler(UserError)
     async def failed(request: Request, error: Rejected | UserError) -> JSONResponse:
-        return JSONResponse({"error": str(error)}, error.status if isinstance(error, Rejected) else 500)
+        status, message = error.args if isinstance(error, Rejected) else (500, str(error))
+        return JSONResponse({"error": message}, status)
 
     @app.get("/health")
     async def health() -> dict[str, object]:

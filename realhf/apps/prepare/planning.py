@@ -44,7 +44,6 @@ class MachineModel:
 
 
 def plan_for_mode(planner: Planner, config: ExperimentConfig) -> ExecutionPlan:
-    """Return the plan of an allocation mode that is a heuristic or a search."""
     if config.allocation_mode == "search":
         return planner.search(config.seed, config.planner.budget_s).plan
     return planner.by_heuristic(PLANNED[config.allocation_mode])

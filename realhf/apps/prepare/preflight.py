@@ -288,8 +288,9 @@ def check_models(roles: dict[str, RoleSpec], findings: _Findings, launching: boo
     for role, spec in roles.items():
         source = (spec.spec.path, spec.spec.config)
         is_shared = spec.starts_as is not None or spec.spec.init_critic_from_actor
-        is_reported = is_shared and source in broken
-        models[role] = None if is_reported else findings.attempt(partial(check_model, role, spec, launching))
+        models[role] = (
+            None if is_shared and source in broken else findings.attempt(partial(check_model, role, spec, launching))
+        )
         if models[role] is None:
             broken.append(source)
     return models
@@ -322,7 +323,6 @@ def _roles_by(models: Models, size: Callable[[ModelConfig], int]) -> dict[int, s
 
 
 def check_tokenizer(roles: dict[str, RoleSpec], models: Models) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer, which all roles must share."""
     folder = tokenizer_dir(roles)
     if not str(folder) or str(folder) == ".":
         raise UserError(f"no tokenizer: set {next(iter(roles))}.tokenizer=FOLDER (models from scratch have none)")

@@ -103,7 +103,6 @@ def ticks(until: float) -> list[float]:
 
 
 def stack_svgs(pictures: list[str]) -> str:
-    """Return one SVG with the pictures stacked vertically."""
     if len(pictures) == 1:
         return pictures[0]
     heights = [int(p.split('height="', 1)[1].split('"', 1)[0]) for p in pictures]

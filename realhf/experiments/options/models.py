@@ -114,7 +114,6 @@ def score_moments(rew: ModelSpec) -> tuple[float, float] | None:
 
 
 def score_problems(score: ScoreConfig, rew: ModelSpec) -> list[str]:
-    """Return one line per invalid option."""
     if not score.normalise:
         return []
     if score.type not in COMPARED:

@@ -45,7 +45,6 @@ def eval_sampling(gen: GenerationConfig, evaluation: EvaluationConfig) -> Genera
 
 
 def eval_problems(evaluation: EvaluationConfig, holds_out: bool) -> list[str]:
-    """Return one line per invalid option of the evaluation."""
     if evaluation == EvaluationConfig():
         return []
     if not holds_out:
