@@ -7,8 +7,8 @@ from realhf.api.codec import to_plain
 from realhf.api.config import GenerationConfig, MFCConfig, ModelSpec, RewardConfig, opt
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
-from realhf.experiments.options.checks import sampling_problems
-from realhf.experiments.options.verifier import reward_problems, reward_task, verifier_call
+from realhf.experiments.options.checks import reward_problems, sampling_problems
+from realhf.experiments.options.models import reward_task, verifier_call
 
 
 @dataclass

@@ -8,9 +8,8 @@ from realhf.api.config import EvaluationConfig, GenerationConfig, KLPlace, MFCCo
 from realhf.api.config.preference import EnsembleConfig, RewardModelType, ScoreConfig
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync
-from realhf.experiments.options.checks import unmet
+from realhf.experiments.options.checks import eval_problems, eval_sampling, ppo_problems, ppo_warnings, unmet
 from realhf.experiments.options.models import RewardModels, has_model, reference_problems, reference_role
-from realhf.experiments.options.ppo import eval_problems, eval_sampling, ppo_problems, ppo_warnings
 
 TRAINING_KEYS = ("rewards", "step_rewards", "ref_logprobs", "prox_logprobs", "values", "baseline", "advantages")
 """Keys that training reads, in addition to those of the rollout, if an MFC produces them."""

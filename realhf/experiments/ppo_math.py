@@ -6,8 +6,8 @@ from realhf.api.config import ModelSpec, RewardConfig, opt
 from realhf.api.config.preference import EnsembleConfig, ScoreConfig
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC
-from realhf.experiments.options.checks import unmet
-from realhf.experiments.options.verifier import reward_problems, reward_task, verifier_call
+from realhf.experiments.options.checks import reward_problems, unmet
+from realhf.experiments.options.models import reward_task, verifier_call
 from realhf.experiments.ppo import PPOExperiment
 
 

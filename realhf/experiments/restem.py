@@ -12,8 +12,7 @@ from realhf.api.config import DatasetConfig, ExperimentControl, GenerationConfig
 from realhf.api.experiment import MultiStageExperiment, Stage
 from realhf.base.errors import RunFailed
 from realhf.experiments.gen import GenerationExperiment
-from realhf.experiments.options.checks import positive_problems, sampling_problems, unmet
-from realhf.experiments.options.verifier import reward_problems
+from realhf.experiments.options.checks import positive_problems, reward_problems, sampling_problems, unmet
 from realhf.experiments.sft import SFTExperiment
 
 

@@ -10,9 +10,8 @@ from realhf.api.config.preference import EnsembleConfig, ScoreConfig
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.data.files import read_raw_rows
-from realhf.experiments.options.checks import sampling_problems, unmet
-from realhf.experiments.options.models import RESPONSE, RewardModels, score_interface
-from realhf.experiments.options.verifier import reward_problems, reward_task, verifier_call
+from realhf.experiments.options.checks import reward_problems, sampling_problems, unmet
+from realhf.experiments.options.models import RESPONSE, RewardModels, reward_task, score_interface, verifier_call
 
 SOLUTIONS = {Task.math: ("solutions",), Task.code: ("input_output", "test")}
 """Dataset keys of which a built-in verifier needs one."""

@@ -154,8 +154,11 @@ def instruction_text(step: Instruction) -> str:
 
 
 def _memory(prediction: Prediction, capacity: float) -> Listing:
-    rows = [(ranks_text(ranks), size_text(needed.total), size_text(capacity), _breakdown(needed))
-            for needed, ranks in _group_by_memory(prediction).items()]  # fmt: skip
+    rows = []
+    for needed, ranks in _group_by_memory(prediction).items():
+        parts = sorted(((size, name) for name, size in asdict(needed).items() if size), reverse=True)
+        breakdown = ", ".join(f"{name.replace('_', ' ')} {size_text(size)}" for size, name in parts)
+        rows.append((ranks_text(ranks), size_text(needed.total), size_text(capacity), breakdown))
     return Listing("memory", "lrrl", ("worker", "needed", "usable", "breakdown"), tuple(rows))
 
 
@@ -164,11 +167,6 @@ def _group_by_memory(prediction: Prediction) -> dict[Bytes, list[int]]:
     for rank, needed in prediction.memory.items():
         groups.setdefault(needed, []).append(rank)
     return groups
-
-
-def _breakdown(needed: Bytes) -> str:
-    parts = sorted(((size, name) for name, size in asdict(needed).items() if size), reverse=True)
-    return ", ".join(f"{name.replace('_', ' ')} {size_text(size)}" for size, name in parts)
 
 
 def size_text(nbytes: float) -> str:
@@ -181,12 +179,9 @@ def size_text(nbytes: float) -> str:
 def _step(prediction: Prediction) -> Listing:
     shares = prediction.critical_shares.items()
     path = ", ".join(f"{name} {100 * share:.0f}%" for name, share in shares if share >= 0.005)
-    rows = (
-        ("predicted", f"{prediction.seconds:.4g} s"),
-        ("workers busy", f"{100 * (1 - prediction.timeline.idle):.0f}%"),
-        ("critical path", path),
-    )
-    return Listing("step", "ll", (), rows)
+    busy = f"{100 * (1 - prediction.timeline.idle):.0f}%"
+    step = ("predicted", f"{prediction.seconds:.4g} s")
+    return Listing("step", "ll", (), (step, ("workers busy", busy), ("critical path", path)))
 
 
 def _comparison(report: PlanReport, results: Predicted) -> Listing:
@@ -214,12 +209,10 @@ def layouts_text(plan: ExecutionPlan) -> str:
 
 def _why(planner: Planner, plan: ExecutionPlan) -> Listing:
     now, others = planner.alternatives(plan)
-    rows = [
-        (name, str(plan[name].layout), str(best.layout), f"{100 * (best.seconds / now - 1):+.1f}%")
-        if best
-        else (name, str(plan[name].layout), "none that fits", "-")
-        for name, best in others.items()
-    ]
+    rows = []
+    for name, best in others.items():
+        cells = (str(best.layout), f"{100 * (best.seconds / now - 1):+.1f}%") if best else ("none that fits", "-")
+        rows.append((name, str(plan[name].layout), *cells))
     return Listing("why", "lllr", ("call", "layout", "next best with the others fixed", "step time"), tuple(rows))
 
 

@@ -1,8 +1,16 @@
 """Checks of options, one line per problem."""
 
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 
-from realhf.api.config import GenerationConfig
+from realhf.algorithms.policy_gradient.advantages import ADVANTAGES
+from realhf.algorithms.policy_gradient.config import PolicyLoss, PPOConfig
+from realhf.algorithms.policy_gradient.policy_losses import POLICY_LOSSES
+from realhf.api.config import EvaluationConfig, GenerationConfig, KLEstimator, KLPlace, RewardConfig
+from realhf.rewards.registry import FORMAT, VERIFIERS, builtin_verifier, check_fn, fns_of, is_remote, names_of
+
+POSITIVE = ("group_size", "eps_clip", "eps_clip_high", "value_eps_clip", "kl_loss_clip", "is_weight_cap", "loss_length")
 
 
 def unmet(checks: Sequence[tuple[object, str]]) -> list[str]:
@@ -26,3 +34,98 @@ def sampling_problems(name: str, gen: GenerationConfig) -> list[str]:
         (gen.top_k >= 0, f"{name}.top_k must be 0 (all) or positive, got {gen.top_k}"),
         (gen.temperature >= 0, f"{name}.temperature must not be negative, got {gen.temperature}"),
     ])  # fmt: skip
+
+
+def reward_problems(reward: RewardConfig) -> list[str]:
+    """Return the problems of the reward options, one line each, without running files or contacting services."""
+    fns = fns_of(reward)
+    names = names_of(fns)
+    remote = any(map(is_remote, fns))
+    problems = positive_problems("reward.", reward, "timeout", "processes", "max_concurrency")
+    problems += unmet([
+        (reward.retries >= 0, f"reward.retries must not be negative, got {reward.retries}"),
+        (not reward.fns or reward.fn in VERIFIERS,
+         f"reward.fn={reward.fn} and reward.fns={reward.fns}: set only one of them"),
+        (len(set(names)) == len(names), f"reward.fns: the names {', '.join(names)} must differ"),
+        (not reward.weights or len(reward.weights) == len(fns),
+         f"reward.weights has {len(reward.weights)} numbers, but there are {len(fns)} rewards (reward.fns)"),
+        (not reward.format_reward or any(map(builtin_verifier, fns)),
+         f"reward.format_reward needs one of the verifiers {', '.join(VERIFIERS)}; "
+         f"with other functions use reward.fns=[...,'{FORMAT}REGEX']"),
+        (not reward.token_env or remote, "reward.token_env is for services (reward.fn=http://host:port/path)"),
+        (not (reward.token_env and remote) or bool(os.environ.get(reward.token_env)),
+         f"reward.token_env={reward.token_env}: this environment variable is not set or empty"),
+    ])  # fmt: skip
+    patterns = [f"{FORMAT}{reward.format_reward}"] if reward.format_reward else []
+    return problems + [line for fn in [*fns, *patterns] for line in check_fn(fn)]
+
+
+def ppo_problems(ppo: PPOConfig, batch: int) -> list[str]:
+    """Return one line per invalid option of ``ppo``, with ``batch`` prompts per step."""
+    longest, has_ref = ppo.gen.max_new_tokens, ppo.kl_in is not KLPlace.none
+    problems = positive_problems("ppo.", ppo, *POSITIVE) + unmet([
+        (ppo.generation_size is None or ppo.generation_size >= ppo.group_size,
+         f"ppo.generation_size={ppo.generation_size} is smaller than ppo.group_size={ppo.group_size}"),
+        (not ppo.group_adv_norm or ppo.group_size > 1, "ppo.group_adv_norm needs ppo.group_size > 1"),
+        (not ppo.dynamic_sampling or ppo.group_size > 1, "ppo.dynamic_sampling needs ppo.group_size > 1"),
+        (ppo.max_resamples >= 0, f"ppo.max_resamples must not be negative, got {ppo.max_resamples}"),
+        (1 <= ppo.ppo_n_minibatches <= batch,
+         f"ppo.ppo_n_minibatches={ppo.ppo_n_minibatches} does not fit dataset.train_bs_n_seqs={batch}"),
+        (0 <= ppo.discount <= 1, f"ppo.discount must be in [0, 1], got {ppo.discount}"),
+        (0 <= ppo.gae_lambda <= 1, f"ppo.gae_lambda must be in [0, 1], got {ppo.gae_lambda}"),
+        (ppo.ref_ema_eta is None or 0 <= ppo.ref_ema_eta <= 1,
+         f"ppo.ref_ema_eta must be in [0, 1], got {ppo.ref_ema_eta}"),
+        (has_ref or ppo.ref_ema_eta is None, "ppo.ref_ema_eta: ppo.kl_in=none has no reference to update"),
+        (ppo.kl_ctl >= 0, f"ppo.kl_ctl must not be negative, got {ppo.kl_ctl}"),
+        (has_ref or not ppo.kl_monitor, "ppo.kl_monitor: ppo.kl_in=none has no reference"),
+        (0 <= ppo.overlong_buffer <= longest,
+         f"ppo.overlong_buffer={ppo.overlong_buffer} must be between 0 and ppo.gen.max_new_tokens={longest}"),
+        (ppo.value_loss_type in ("mse", "huber"),
+         f"ppo.value_loss_type must be mse or huber, got {ppo.value_loss_type}"),
+        (ppo.gen.n == 1, f"ppo.gen.n={ppo.gen.n} is for the experiment gen; set ppo.group_size"),
+    ])  # fmt: skip
+    problems += POLICY_LOSSES[ppo.policy_loss.value].check(ppo) + ADVANTAGES[ppo.advantage.value].check(ppo)
+    return problems + sampling_problems("ppo.gen", ppo.gen)
+
+
+def eval_sampling(gen: GenerationConfig, evaluation: EvaluationConfig) -> GenerationConfig:
+    """Return the sampling options on held-out prompts: those of training, updated from ``evaluation``."""
+    return replace(gen, **vars(evaluation))
+
+
+def eval_problems(evaluation: EvaluationConfig, holds_out: bool) -> list[str]:
+    if evaluation == EvaluationConfig():
+        return []
+    if not holds_out:
+        return [
+            "evaluation has options, but there are no held-out rows: set dataset.eval_path or dataset.eval_fraction"
+        ]
+    problems = sampling_problems("evaluation", eval_sampling(GenerationConfig(), evaluation))
+    if evaluation.n > 1 and (evaluation.greedy or evaluation.temperature == 0):
+        problems.append(f"evaluation.n={evaluation.n}: greedy responses are all the same; set evaluation.greedy=False "
+                        "and a temperature")  # fmt: skip
+    return problems
+
+
+def ppo_warnings(ppo: PPOConfig, max_staleness: int) -> list[str]:
+    """Return one line per combination of options that runs but is known to be biased or ineffective."""
+    in_loss, in_reward = (ppo.kl_in is place and ppo.kl_ctl > 0 for place in (KLPlace.loss, KLPlace.reward))
+    loss, reward = ppo.kl_loss_estimator, ppo.kl_reward_estimator
+    uncorrected = max_staleness > 0 and not ppo.recompute_logprobs
+    has_ratio = ppo.policy_loss is not PolicyLoss["reinforce"]
+    checks = [
+        (in_loss and loss is KLEstimator.k1,
+         "ppo.kl_loss_estimator=k1: its expected gradient is 0 on-policy, and off-policy it points away from the old "
+         "policy; k2 has the gradient of the KL"),
+        (in_loss and loss is KLEstimator.k2 and max_staleness > 0,
+         "ppo.kl_loss_estimator=k2 with max_staleness: biased on responses of an older policy; k4 is not"),
+        (in_reward and reward in (KLEstimator.k2, KLEstimator.k3),
+         f"ppo.kl_reward_estimator={reward.value}: in the reward only k1 has the gradient of the KL"),
+        (uncorrected and has_ratio,
+         "max_staleness without ppo.recompute_logprobs: ratios are clipped around the old generator instead of the "
+         "policy before the first optimizer step"),
+        (uncorrected and not has_ratio,
+         "max_staleness with ppo.policy_loss=reinforce: no correction for responses of an older policy; "
+         "set ppo.recompute_logprobs=True"),
+    ]  # fmt: skip
+    return [line for applies, line in checks if applies]

@@ -1,4 +1,4 @@
-"""References and reward models of experiments: roles, calls that produce ``rewards``, and normalisation of scores."""
+"""References, reward models and verifiers: roles, calls that produce ``rewards``, and normalisation of scores."""
 
 import json
 from dataclasses import dataclass, replace
@@ -6,11 +6,12 @@ from pathlib import Path
 
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.codec import to_plain
-from realhf.api.config import ModelSpec
+from realhf.api.config import ModelSpec, RewardConfig
 from realhf.api.config.preference import EnsembleConfig, Objective, RewardModelType, ScoreConfig
-from realhf.api.experiment import RoleSpec
+from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, InterfaceSpec, Kind
 from realhf.experiments.options.checks import unmet
+from realhf.rewards.registry import VERIFIERS, builtin_verifier, fns_of
 
 COMPARED = (RewardModelType.pairs, RewardModelType.ranked)
 RESPONSE = ("tokens", "prompt_mask")
@@ -123,3 +124,14 @@ def score_problems(score: ScoreConfig, rew: ModelSpec) -> list[str]:
         advice = "train the reward model with dataset.eval_path or dataset.eval_fraction"
         return [f"score.normalise=True: no scores of held-out rows in {file}; {advice}"]
     return []
+
+
+def reward_task(reward: RewardConfig) -> Task:
+    """Return the kind of dataset rows that the rewards need; of several, code has priority over math."""
+    tasks = [VERIFIERS[name].task for fn in fns_of(reward) if (name := builtin_verifier(fn))]
+    return min(tasks, key=(Task.code, Task.math, Task.prompt).index, default=Task.prompt)
+
+
+def verifier_call(name: str, reward: RewardConfig, ppo: PPOConfig, batch: int) -> MFC:
+    interface = InterfaceSpec("verifier", {"reward": to_plain(reward), "ppo": to_plain(ppo)})
+    return MFC(name, None, Kind.INFERENCE, interface, (*RESPONSE, "row"), ("rewards",), batch)

@@ -16,7 +16,7 @@ from realhf.apps.commands.verifier import ServeOptions, is_loopback, option_prob
 from realhf.apps.main import run
 from realhf.apps.prepare.options import read_options
 from realhf.base.errors import UserError
-from realhf.experiments.options.verifier import reward_problems
+from realhf.experiments.options.checks import reward_problems
 from realhf.rewards.judge.pool import open_judge
 from realhf.rewards.verdict import Status, Verdict
 

@@ -6,7 +6,8 @@ import pytest
 
 from realhf.api.config import RewardConfig
 from realhf.api.experiment import Task
-from realhf.experiments.options.verifier import reward_problems, reward_task
+from realhf.experiments.options.checks import reward_problems
+from realhf.experiments.options.models import reward_task
 
 
 @pytest.mark.parametrize(
