@@ -23,7 +23,6 @@ def fsync_and_hash(path: Path) -> tuple[str, int]:
 
 
 def fsync_folder(folder: Path) -> None:
-    """fsync the entries of a folder."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realhf.base.activity import ActivityStack
-from realhf.comm.packets import ALIGN, Copy, ExchangeBuffers, P2PCopy, Packet, TensorSlice, packets_of, plain_copy
-from realhf.comm.relay import scatter_allgather_rounds
+from realhf.comm.packets import Copy, ExchangeBuffers, P2PCopy, Packet, TensorSlice, packets_of, plain_copy, relayed
 from realhf.comm.shared_memory import SLOT_BYTES, SharedMemoryPeers
 
-__all__ = ["ALIGN", "P2PCopy", "TensorSlice", "exchange"]
+__all__ = ["P2PCopy", "TensorSlice", "exchange"]
 
 BUCKET_BYTES = 4 << 20
 ALONE_BYTES = 256 << 10
@@ -47,7 +46,7 @@ def exchange(
     ``read(what)`` returns the elements to send (any shape), ``write(what, flat)`` takes ownership of received ones.
     If ``into`` is given, ``into(what)`` returns the target tensor (any shape and strides) and ``write`` is not called,
     which saves a copy and large temporary memory; receivers on other hosts than the sender then relay a broadcast
-    (``scatter_allgather_rounds`` states which copies a rank must pass). All three may be called repeatedly. ``copy``
+    (``relayed`` states which copies a rank must pass). All three may be called repeatedly. ``copy``
     performs every local copy.
 
     Workers in ``peers`` are reached through shared memory, others through the default process group. Every wait has
@@ -65,7 +64,7 @@ def exchange(
     )
     near = peers.ranks if peers else frozenset()
     with activity.enter(buffers):
-        rounds = scatter_allgather_rounds(copies, peers.hosts if peers else {}) if into is not None else (copies,)
+        rounds = relayed(copies, peers.hosts if peers else {}) if into is not None else (copies,)
         for round_ in rounds:
             own = [c for c in round_ if rank in (c.src, c.dst) and c.src != c.dst and c.tensor_slice.numel]
             remote = _Buckets(buffers, activity, [c for c in own if not near.intersection((c.src, c.dst))])

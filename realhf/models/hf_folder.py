@@ -99,7 +99,6 @@ def stored_slices(config: ModelConfig) -> StoredSlices:
 
 
 def hf_shapes(stored: StoredSlices) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all stored tensors."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in (part for several in stored.values() for part in several):
         stops = tuple(stop for _, stop in part.box)

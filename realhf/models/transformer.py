@@ -92,7 +92,6 @@ class Transformer:
         return TensorParallelRegion(self.tp, n_tokens, self.sequence_parallel and torch.is_grad_enabled())
 
     def new_cache(self, n_slots: int, max_len: int) -> KVCache:
-        """Return an empty cache for this shard's layers and heads."""
         sizes = (len(self.layers), self.n_kv, self.config.head_dim, n_slots, max_len)
         return KVCache(*sizes, self.params.data, zeroed=self.weights.fused is None)
 

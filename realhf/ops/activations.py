@@ -35,7 +35,6 @@ def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
 
 
 def activate_reference(x: Tensor, activation: str, gated: bool) -> Tensor:
-    """The reference implementation of ``activate``."""
     if not gated:
         return ACTIVATIONS[activation](x)
     gate, up = x.chunk(2, -1)

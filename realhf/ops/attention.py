@@ -143,7 +143,6 @@ def rotary_attention_reference(
     prefixes: Sequence[int] = (),
     angles: Tensor | None = None,
 ) -> Tensor:
-    """The reference implementation of ``rotary_attention``."""
     _check_rows(qkv, lengths, prefixes)
     return packed_attention_reference(
         *_split_and_rotate(qkv, n_q, n_kv, lengths, prefixes, angles), lengths, scoring, prefixes

@@ -48,7 +48,6 @@ def set_intervals(src: Tensor, dst: Tensor, intervals: Tensor) -> None:
 
 
 def set_intervals_reference(src: Tensor, dst: Tensor, intervals: Tensor) -> None:
-    """The reference implementation of ``set_intervals``."""
     _check_writes(src, dst, intervals)
     start = 0
     for begin, end in intervals.tolist():

@@ -113,7 +113,6 @@ def logit_stats(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, 
 
 
 def logit_stats_reference(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The reference implementation of ``logit_stats``."""
     local, held = _localise(targets, logits.shape[1])
     x = logits.float().mul_(scale)
     picked = x.gather(1, local[:, None])[:, 0].masked_fill(~held, 0.0)
@@ -141,7 +140,6 @@ def logit_slopes_(
 def logit_slopes_reference_(
     logits: Tensor, targets: Tensor, normalisers: Tensor, logprobs: Tensor, grads: Tensor, scale: float
 ) -> Tensor:
-    """The reference implementation of ``logit_slopes_``."""
     local, held = _localise(targets, logits.shape[1])
     scaled_grads = grads * scale
     slopes = logits.float().mul_(scale).sub_(normalisers[:, None]).exp_().mul_(-scaled_grads[:, None])

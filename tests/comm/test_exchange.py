@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from realhf.comm.exchange import ALIGN, P2PCopy, TensorSlice, exchange
+from realhf.comm.exchange import P2PCopy, TensorSlice, exchange
+from realhf.comm.packets import ALIGN
 
 CPU = torch.device("cpu")
 DTYPES = (torch.int64, torch.int32, torch.uint8, torch.float32, torch.float64, torch.bfloat16)

@@ -120,7 +120,6 @@ class VllmServer:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from realhf.comm.exchange import exchange
-from realhf.comm.packets import P2PCopy, TensorSlice
-from realhf.comm.relay import MIN_RELAY_BYTES, scatter_allgather_rounds
+from realhf.comm.packets import MIN_RELAY_BYTES, P2PCopy, TensorSlice, relayed
 from realhf.comm.shared_memory import open_shared_memory_peers
 from tests.scaling import examples
 
@@ -40,7 +39,7 @@ hosts_of_ranks = st.dictionaries(st.integers(0, WORLD - 1), st.sampled_from("ab"
 def test_every_element_arrives_once_from_a_rank_that_has_it(
     copies: list[P2PCopy], hosts: dict[int, str], min_bytes: int
 ) -> None:
-    first, second = scatter_allgather_rounds(copies, hosts, min_bytes)
+    first, second = relayed(copies, hosts, min_bytes)
     by_what = {copy.what: copy for copy in copies}
     received = Counter((copy.what, at) for round_ in (first, second) for copy in round_ for at in elements(copy))
     assert received == Counter((copy.what, at) for copy in copies for at in elements(copy))
@@ -62,10 +61,7 @@ def test_two_workers_agree_on_the_copies_between_them(
     copies: list[P2PCopy], hosts: dict[int, str], one: int, other: int
 ) -> None:
     def between(given_copies: list[P2PCopy]) -> list[list[P2PCopy]]:
-        return [
-            [m for m in round_ if {m.src, m.dst} == {one, other}]
-            for round_ in scatter_allgather_rounds(given_copies, hosts, 16)
-        ]
+        return [[m for m in round_ if {m.src, m.dst} == {one, other}] for round_ in relayed(given_copies, hosts, 16)]
 
     def known_to(rank: int) -> list[P2PCopy]:
         contents = {(m.src, m.what[0]) for m in copies if rank in (m.src, m.dst)}
@@ -78,11 +74,11 @@ def test_a_remote_sender_sends_once_for_any_number_of_receivers() -> None:
     numel = 8 * MIN_RELAY_BYTES // 4
     copies = [P2PCopy(dst, 0, dst, TensorSlice(torch.float32, numel), "head") for dst in range(1, WORLD)]
     for hosts, sent in (({}, 1), ({0: "a", 1: "a"}, 2), ({1: "b", 2: "b", 3: "b", 4: "c", 5: "c"}, 2)):
-        first, second = scatter_allgather_rounds(copies, hosts)
+        first, second = relayed(copies, hosts)
         assert sum(copy.tensor_slice.numel for copy in first) == sent * numel
         assert all(copy.src != 0 for copy in second)
     small = [P2PCopy(dst, 0, dst, TensorSlice(torch.float32, 100), "norm") for dst in range(1, WORLD)]
-    assert scatter_allgather_rounds(small, {}) == (small, [])
+    assert relayed(small, {}) == (small, [])
 
 
 def all_to_all_columns(rank: int, world: int, hosts: tuple[str, ...] | None, verify: bool) -> list[str]:
