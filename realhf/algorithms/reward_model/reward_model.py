@@ -14,8 +14,7 @@ from realhf.algorithms.preference.pairs import Pairs, pairs_of, ranked_pairs
 from realhf.algorithms.reward_model.step_splitter import SPLITTERS, step_starts
 from realhf.algorithms.stats import Monitors, mean_of, stats_of
 from realhf.api.config import opt
-from realhf.api.config.preference import EnsembleConfig
-from realhf.api.config.preference import RewardModelType, RWConfig, ScoreConfig
+from realhf.api.config.preference import EnsembleConfig, RewardModelType, RWConfig, ScoreConfig
 from realhf.api.messages import State, Stats
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import Engine, InterfaceContext, Loss, Outputs

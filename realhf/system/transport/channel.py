@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -91,6 +92,21 @@ class Inbox:
         return direction, message
 
 
+def close_when_collected(owner: object, connection: zmq.Socket, context: zmq.Context) -> Callable[[], object]:
+    """Return a function that closes both once, and call it when ``owner`` is garbage-collected.
+
+    pyzmq's own finalizer of a context in a reference cycle waits for its sockets, which are not closed yet.
+    """
+
+    def close() -> None:
+        connection.close()
+        context.term()
+
+    finalizer = weakref.finalize(owner, close)
+    finalizer.atexit = False
+    return finalizer
+
+
 class ZmqMaster:
     """Binds a private ipc socket, or a socket at ``address``, ``tcp://HOST:PORT`` (``*``: any port)."""
 
@@ -111,6 +127,7 @@ class ZmqMaster:
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         if self.folder is not None:
             os.chmod(self.folder / "master", 0o600)
+        self._close = close_when_collected(self, self._socket, self._context)
 
     @property
     def rejected_messages(self) -> int:
@@ -140,8 +157,7 @@ class ZmqMaster:
                 return None  # also under a flood of unauthenticated messages
 
     def close(self) -> None:
-        self._socket.close()
-        self._context.term()
+        self._close()
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)  # the system may have cleaned /tmp
 
@@ -159,6 +175,7 @@ class ZmqWorker:
         self._signer = Signer(key, Direction.to_master)
         self._context = zmq.Context()
         self._socket = self._connect(linger_ms=2000, on_master_lost=on_master_lost)
+        self._close = close_when_collected(self, self._socket, self._context)
 
     @property
     def rejected_messages(self) -> int:
@@ -203,8 +220,7 @@ class ZmqWorker:
                 return
 
     def close(self) -> None:
-        self._socket.close()
-        self._context.term()
+        self._close()
 
 
 def _monitor_connection(events: zmq.Socket, on_master_lost: Callable[[], None]) -> None:

@@ -3,6 +3,8 @@
 import pickle
 import socket
 import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -277,3 +279,27 @@ def test_inline_a_message_is_handled_before_send_returns() -> None:
 def test_a_deadline_counts_down() -> None:
     assert 0 < deadline(100.0)() <= 100.0
     assert deadline(-1.0)() < 0
+
+
+CYCLE = """
+import gc
+from realhf.system.transport.channel import ZmqMaster, ZmqWorker
+
+def fail():
+    master = ZmqMaster(bytes(32), 1)
+    try:
+        raise ValueError(master, ZmqWorker(master.address, 0, bytes(32), lambda: None))
+    except ValueError as error:
+        error.cycle = error
+
+gc.disable()
+fail()
+gc.collect()
+print("collected")
+"""
+
+
+def test_open_channels_in_a_reference_cycle_are_collected() -> None:
+    """As after an exception whose traceback refers to them; pyzmq alone waits forever."""
+    done = subprocess.run([sys.executable, "-c", CYCLE], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "collected\n", done.stderr
