@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 PINS = Path(__file__).parents[1] / "constraints.txt"
-PATIENCE_S = 300.0
+TIMEOUT_S = 300.0
 
 
 def verdict(answer: str, errors: str) -> tuple[int, str]:
@@ -38,11 +38,11 @@ def main() -> None:
             [sys.executable, "-m", *words, "--progress-spinner", "off"],
             capture_output=True,
             text=True,
-            timeout=PATIENCE_S,
+            timeout=TIMEOUT_S,
         )
         code, text = verdict(done.stdout, done.stderr)
     except subprocess.TimeoutExpired:
-        code, text = verdict("", f"no answer within {PATIENCE_S:.0f} s")
+        code, text = verdict("", f"no answer within {TIMEOUT_S:.0f} s")
     print(text)
     sys.exit(code)
 

@@ -59,7 +59,7 @@ REQUESTS = [
     Shutdown(),
 ]
 DONE = Done(
-    5, 1, META, {"loss": (2.0, 4.0)}, STATE, {"rows": [{"answer": "\u00fc", "n": 1}]}, b"{}", {"time/move_s": 4}
+    5, 1, META, {"loss": (2.0, 4.0)}, STATE, {"rows": [{"answer": "\u00fc", "n": 1}]}, b"{}", (4, 0)
 )
 REPLIES = [
     Hello(0, 77, "h", 9),

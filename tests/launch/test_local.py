@@ -37,7 +37,7 @@ def test_a_worker_that_cannot_start_logs_the_reason(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_workers_end_when_killed_terminated_or_orphaned(
-    task: Task, actor_folder: Path, tmp_path: Path, living: Callable[[Path], dict[int, str]]
+    task: Task, actor_folder: Path, tmp_path: Path, live_processes: Callable[[Path], dict[int, str]]
 ) -> None:
     overrides = [f"fileroot={tmp_path}", "trial_name=t", f"actor.path={actor_folder}", f"dataset.path={task.train}",
              "dataset.train_bs_n_seqs=7", "ppo.gen.max_new_tokens=9", "n_gpus_per_node=3", "device=cpu"]  # fmt: skip
@@ -51,7 +51,7 @@ def test_workers_end_when_killed_terminated_or_orphaned(
         hello = [message for message in messages if isinstance(message, Hello)]
         pids = {message.rank: message.pid for message in hello}
         assert pids == {rank: process.pid for rank, process in enumerate(launcher.processes)}
-        assert launcher.dead() == {} and len(living(run.paths.root)) == 3
+        assert launcher.dead() == {} and len(live_processes(run.paths.root)) == 3
         assert launcher.wait(0.0) == dict.fromkeys(range(3), "is still running")
         assert all(os.getpgid(pid) == pid for pid in pids.values())  # no signals of this terminal
         environment = Path(f"/proc/{pids[0]}/environ").read_bytes().split(b"\0")
@@ -66,7 +66,7 @@ def test_workers_end_when_killed_terminated_or_orphaned(
     finally:
         launcher.stop()
         channel.close()
-    assert launcher.dead()[0] == "was ended by SIGTERM" and living(run.paths.root) == {}
+    assert launcher.dead()[0] == "was ended by SIGTERM" and live_processes(run.paths.root) == {}
     launcher.stop()
 
 

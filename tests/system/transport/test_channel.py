@@ -51,7 +51,7 @@ CALL = PrepareCall(
     (0, 0),
     {"kl_coef": 0.1},
 )
-DONE = Done(5, 1, META, {"loss": (1.5, 3.0)}, {"kl_coef": 0.2}, {"rows": [{"a": 1}]}, b"{},\n", {"time/move_s": 3})
+DONE = Done(5, 1, META, {"loss": (1.5, 3.0)}, {"kl_coef": 0.2}, {"rows": [{"a": 1}]}, b"{},\n", (3, 0))
 WAIT_S = 5.0
 
 
