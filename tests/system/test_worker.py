@@ -68,7 +68,7 @@ def test_messages_from_start_to_end(task: Task, tmp_path: Path) -> None:
         worker.handle(ExecuteCall(call.request))
         total, count = replies[-1].stats["loss"]
         losses.append(total / count)
-        assert replies[-1].metrics["time/{mfc}_s"] > 0 and replies[-1].metrics["time/move_s"] > 0
+        assert min(replies[-1].metrics) > 0
     assert losses == sorted(losses, reverse=True) and losses[0] > losses[2]
     worker.handle(ReadRows(7, (RowId(3, 0), RowId(99, 0)), ("tokens", "prompt_mask")))
     (row,) = replies[-1].values["rows"]
