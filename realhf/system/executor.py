@@ -1,6 +1,7 @@
 """Executes the program instructions of a call on one worker. The plan has made all decisions."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +21,8 @@ from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import Interface
 from realhf.models.engine import NativeEngine
 from realhf.ops.strided_copy import copy_box
-from realhf.plan.compile.realloc import BoxCopy, plan_realloc
-from realhf.plan.compile.transfer import RowCopy, plan_transfer, stored_row_id
+from realhf.plan.compile.realloc import plan_realloc
+from realhf.plan.compile.transfer import plan_transfer, stored_row_id
 from realhf.plan.run_spec import RunSpec
 from realhf.system.row_store import RowStore
 
@@ -35,25 +36,20 @@ class CallResult:
     state: State | None = None
 
 
+@dataclass
 class Executor:
     """Runs program instructions with a worker's engines, interfaces and row store."""
 
-    def __init__(
-        self,
-        run: RunSpec,
-        rank: int,
-        device: torch.device,
-        engines: dict[tuple[str, Layout], NativeEngine],
-        interfaces: dict[str, Interface],
-        spans: Spans,
-        links: SharedMemoryPeers | None = None,
-        activity: ActivityStack | None = None,
-    ) -> None:
-        self.activity = activity or ActivityStack()
-        self.run, self.rank, self.device, self.links = run, rank, device, links
-        self.engines, self.interfaces, self.spans = engines, interfaces, spans
-        self.store = RowStore()
-        self._copies: dict[Reallocate, list[P2PCopy]] = {}
+    run: RunSpec
+    rank: int
+    device: torch.device
+    engines: dict[tuple[str, Layout], NativeEngine]
+    interfaces: dict[str, Interface]
+    spans: Spans
+    links: SharedMemoryPeers | None = None
+    activity: ActivityStack = field(default_factory=ActivityStack)
+    store: RowStore = field(default_factory=RowStore)
+    _copies: dict[Reallocate, list[P2PCopy]] = field(default_factory=dict)
 
     def receive_inputs(self, call: PrepareCall) -> None:
         """Execute the transfers of the call's input rows."""
@@ -88,12 +84,10 @@ class Executor:
             for c in plan_transfer(call, keys, layout)
         ]
 
-        def read(copy: object) -> Tensor:
-            assert isinstance(copy, RowCopy)
+        def read(copy: Any) -> Tensor:
             return self.store.get(copy.row, copy.key)
 
-        def write(copy: object, value: Tensor) -> None:
-            assert isinstance(copy, RowCopy)
+        def write(copy: Any, value: Tensor) -> None:
             self.store.put_value(copy.row, copy.key, value)
 
         exchange(copies, self.rank, read, write, self.device, peers=self.links, activity=self.activity)
@@ -101,35 +95,23 @@ class Executor:
     def _reallocate(self, step: Reallocate) -> None:
         if step not in self._copies:
             self._copies[step] = self._plan_copies(step)
-        source = self.engines.get((step.role, step.src))
-        target = self.engines.get((step.target, step.dst))
+        source: Any = self.engines.get((step.role, step.src))
+        target: Any = self.engines.get((step.target, step.dst))
         if target is not None:
             target.params.allocate()
 
-        def read(copy: object) -> Tensor:
-            assert isinstance(copy, BoxCopy) and source is not None
+        def read(copy: Any) -> Tensor:
             return source.params.read(copy.name, copy.box)
 
-        def write(copy: object, value: Tensor) -> None:
-            assert isinstance(copy, BoxCopy) and target is not None
+        def write(copy: Any, value: Tensor) -> None:
             target.params.lerp_(copy.name, copy.box, value.view(box_shape(copy.box)), step.eta)
 
-        def destination(copy: object) -> Tensor:
-            assert isinstance(copy, BoxCopy) and target is not None
+        def destination(copy: Any) -> Tensor:
             return target.params.read(copy.name, copy.box)
 
-        exchange(
-            self._copies[step],
-            self.rank,
-            read,
-            write,
-            self.device,
-            into=destination if step.eta == 1.0 else None,
-            peers=self.links,
-            verify=self.run.config.verify_reallocation,
-            copy=copy_box,
-            activity=self.activity,
-        )
+        exchange(self._copies[step], self.rank, read, write, self.device,
+                 into=destination if step.eta == 1.0 else None, peers=self.links,
+                 verify=self.run.config.verify_reallocation, copy=copy_box, activity=self.activity)  # fmt: skip
 
     def _plan_copies(self, step: Reallocate) -> list[P2PCopy]:
         """Return the copies that this worker sends or receives, and those of its peers in shared memory."""
@@ -148,18 +130,16 @@ class Executor:
     def _compute(self, call: PrepareCall, role: str | None, layout: Layout) -> CallResult:
         mfc = self.run.graph[call.mfc]
         batch = self._gather(call, layout)
-        engine = None
+        engine: Any = None
         if role is not None:
             limits = self.run.plan[call.mfc].micro_batching
             engine = replace(self.engines[role, layout], micro_batching=limits, version=call.version)
         interface = self.interfaces[call.mfc]
         head = self.rank in layout.dp_heads()
         if mfc.kind is Kind.TRAIN:
-            assert engine is not None
             stats, state = interface.train_step(engine, batch, call.state)
             return CallResult(stats=stats if head else None, state=state)
         if mfc.kind is Kind.GENERATE:
-            assert engine is not None
             outputs, stats = interface.generate(engine, batch, call.state)
         else:
             outputs, stats = interface.inference(engine, batch, call.state)

@@ -53,7 +53,6 @@ class _Request:
 
     @property
     def waiting(self) -> list[int]:
-        """The workers whose reply is awaited."""
         return [rank for rank, is_due in enumerate(self.is_due) if is_due]
 
     def add(self, reply: Done) -> bool:
@@ -222,7 +221,6 @@ class Master:
             self._save_best(record)
 
     def _log_generations(self, span: PromptRange) -> None:
-        """Request the first rows of the step as text; write the replies to generations/."""
         scores = [k for k, m in self.run.graph.producer.items() if m.interface_key(k) == "rewards"]
         keys = tuple(k for k in dict.fromkeys((*self.telemetry.logged_keys, *scores)) if k in self.state.keys)
         limit = self.run.config.n_logged_generations
@@ -262,7 +260,6 @@ class Master:
         self._send_all(Checkpoint(request, step - 1, folder))
 
     def _finish_checkpoint(self) -> None:
-        """Wait for the files of the pending checkpoint, if any, then commit it."""
         if self.pending_checkpoint is None:
             return
         manifest, self.pending_checkpoint = self.pending_checkpoint, None
@@ -277,7 +274,6 @@ class Master:
         self._send_all(AwaitCheckpoint(request, step))
 
     def _stop(self, step: int) -> None:
-        """Complete the checkpoint of this step, then raise ``RunStopped``."""
         self._finish_checkpoint()
         last = self.last_request
         while last in self.requests:

@@ -93,9 +93,7 @@ class ModelWorker:
         try:
             self._handle(message)
             self.during = IDLE
-        except SystemExit:
-            raise
-        except BaseException as error:
+        except (Exception, KeyboardInterrupt) as error:
             user_error = isinstance(error, UserError | ValueError)
             text = str(error) if user_error else f"{type(error).__name__}: {error}"
             self.log.exception("failed during %s", self.during)
@@ -105,12 +103,12 @@ class ModelWorker:
     def _handle(self, message: ToWorker) -> None:
         match message:
             case Start(host, port, checkpoint):
-                self._start(host, port)
+                info = self._start(host, port)
                 if checkpoint:
                     self.during = f"reading {checkpoint}"
                     self._restore(Path(checkpoint))
-                self.log.info("ready: %s", self.info)
-                self.send(Ready(self.rank, self.info))
+                self.log.info("ready: %s", info)
+                self.send(Ready(self.rank, info))
             case Fetch(request, step, start, stop):
                 self.during = f"reading prompts {start} to {stop - 1}"
                 self._fetch(request, step, start, stop)
@@ -144,7 +142,8 @@ class ModelWorker:
             case FreeRows(start, stop):
                 self.executor.store.drop(start, stop)
 
-    def _start(self, host: str, port: int) -> None:
+    def _start(self, host: str, port: int) -> dict[str, Any]:
+        """Build engines, interfaces and the data source; return what to report."""
         run, began = self.run, time.monotonic()
         n_workers = run.plan.n_workers
         groups: dict[tuple[int, ...], Group] = {}
@@ -192,14 +191,10 @@ class ModelWorker:
             if (len(self.source), self.source.n_held_out) != (run.n_rows, run.n_held_out):
                 raise UserError(f"{run.config.dataset.path} has {len(self.source)} rows and {self.source.n_held_out} "
                                 f"held-out rows, at launch it had {run.n_rows} and {run.n_held_out}")  # fmt: skip
-        self.info = {
-            "parameters": {role: e.params.data.numel() for (role, _), e in engines.items()},
-            "seconds": time.monotonic() - began,
-            "device": str(self.device),
-        }
+        sizes = {role: engine.params.data.numel() for (role, _), engine in engines.items()}
+        return {"parameters": sizes, "seconds": time.monotonic() - began, "device": str(self.device)}
 
     def _with_server(self, role: str, engine: NativeEngine) -> VllmEngine:
-        """Start the process that generates with an engine's weights."""
         run, name = self.run, f"vllm_{role}_{self.rank}"
         self.during = f"starting vLLM for {role}"
         how = VllmLauncher(run.config.vllm, run.paths.root / "vllm" / name, run.paths.log(name), run.temperature,
@@ -229,7 +224,6 @@ class ModelWorker:
         return self.executor.engines.get((role, home_layout(self.run.graph, self.run.plan, role)))
 
     def _snapshot(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return this worker's files of a checkpoint."""
         engines = {role: self._home_engine(role) for role in self.run.updated_roles}
         return {file_name(role, self.rank): snapshot(e) for role, e in engines.items() if e is not None}
 

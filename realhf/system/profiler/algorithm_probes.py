@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from realhf.api.messages import Stats
 from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import InterfaceContext, Limits, LossFn
 from realhf.system.executor import RowStore
-from realhf.system.profiler.probes import Clock, Probe
+from realhf.system.profiler.probes import Clock, Now, Probe
 
 BATCHES = ((4, 64), (16, 64), (64, 64), (16, 512), (128, 160))
 VERIFIER_BATCHES = ((6, 0), (18, 0), (12, 400), (48, 100))
@@ -90,8 +90,7 @@ class ZeroOutputs:
     def logprobs(self, temperature: float = 1.0) -> Tensor:
         return self.zeros * 1.0
 
-    def values(self) -> Tensor:
-        return self.zeros * 1.0
+    values = logprobs
 
     def last_values(self) -> Tensor:
         last = torch.tensor(self.batch.columns["tokens"].offsets[1:], device=self.zeros.device) - 1
@@ -110,35 +109,23 @@ def algorithm_probes(clock: Clock, names: Sequence[str]) -> Iterator[Probe]:
             engine = FakeEngine(_gathered(store, ids, ("tokens", "prompt_mask", "truncated")))
             tokens = sum(engine.responses.lengths("tokens"))  # equals the number of prompt tokens
             timer = time.perf_counter if verifies else clock  # verifiers run in other processes
-            run = _call_of(interface, method, engine, store, ids, METHODS[name], timer)
+            run = partial(_call, getattr(interface, method), engine, store, ids, name, timer)
             counts = {"call": 1.0, "row": float(rows), "token": float(tokens)}
             yield Probe(((f"interface/{name}", counts),), run, tokens + 1000.0)
 
 
-def _call_of(
-    interface: Any,
-    method: str,
-    engine: FakeEngine,
-    store: RowStore,
-    ids: Sequence[RowId],
-    keys: Sequence[str],
-    clock: Callable[[], float],
-) -> Callable[[], list[float]]:
-    """Return a function that calls an interface as a worker does."""
+def _call(
+    call: Callable, engine: FakeEngine, store: RowStore, ids: Sequence[RowId], name: str, clock: Now
+) -> list[float]:
+    """Call a method of an interface as a worker does; return the seconds."""
     numbers = torch.tensor([i * N_MINIBATCHES // len(ids) for i in range(len(ids))])
-
-    def run() -> list[float]:
-        start = clock()
-        batch = _gathered(store, ids, keys)
-        if method == "train_step":
-            interface.train_step(engine, batch.with_scalars("minibatch", numbers), {})
-        elif method == "generate":
-            store.put(interface.generate(engine, batch, {})[0])
-        else:
-            store.put(interface.inference(engine, batch, {})[0])
-        return [clock() - start]
-
-    return run
+    start = clock()
+    batch = _gathered(store, ids, METHODS[name])
+    if name.endswith("train_step"):
+        call(engine, batch.with_scalars("minibatch", numbers), {})
+    else:
+        store.put(call(engine, batch, {})[0])
+    return [clock() - start]
 
 
 def _gathered(store: RowStore, ids: Sequence[RowId], keys: Sequence[str]) -> SequenceBatch:
@@ -151,12 +138,11 @@ def rows_of(rows: int, length: int, device: torch.device) -> tuple[RowStore, lis
     tokens = torch.ones(length, dtype=torch.int64, device=device)
     mask = (torch.arange(length, device=device) < length // 2).byte()
     flag, number = torch.zeros(1, dtype=torch.uint8, device=device), torch.randn(1, device=device)
+    shared = {"tokens": tokens, "prompts": tokens, "prompt_mask": mask, "truncated": flag, "rewards": number,
+              "ref_logprob_sums": number}  # fmt: skip
     for row in ids:
-        for key in ("logprobs", "ref_logprobs", "values"):
-            store.put_value(row, key, torch.randn(length, device=device))
-        values = {"tokens": tokens, "prompts": tokens, "prompt_mask": mask, "truncated": flag, "rewards": number,
-                  "ref_logprob_sums": number}  # fmt: skip
-        for key, value in values.items():
+        random = {key: torch.randn(length, device=device) for key in ("logprobs", "ref_logprobs", "values")}
+        for key, value in (random | shared).items():
             store.put_value(row, key, value)
     return store, ids
 

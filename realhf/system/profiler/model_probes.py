@@ -33,16 +33,8 @@ from realhf.system.profiler.probes import Clock, Probe, peak_bytes
 BLOCKS, DEEP_BLOCKS = (1, 3), (2, 6)
 """Depths of the measured models. Decoding needs deeper ones because a single block's weights would stay in the cache;
 memory does because fragmentation makes it grow slightly faster than the number of blocks."""
-PASSES = (
-    (2, 64, 64),
-    (24, 64, 64),
-    (8, 64, 64),
-    (6, 256, 256),
-    (24, 40, 109),
-    (2, 640, 640),
-    (8, 24, 384),
-    (64, 64, 64),
-)
+PASSES = ((2, 64, 64), (24, 64, 64), (8, 64, 64), (6, 256, 256), (24, 40, 109), (2, 640, 640), (8, 24, 384),
+          (64, 64, 64))  # fmt: skip
 """Micro-batches: rows, shortest and longest length; lengths are evenly spaced."""
 DECODING = ((1, 16), (8, 16), (8, 256), (32, 64), (64, 256), (128, 32), (16, 700))
 """Rows and context length."""
