@@ -51,3 +51,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         close = difflib.get_close_matches(word.rsplit(".", 1)[-1], list(last_parts), n=1, cutoff=0.7)
         matches = [last_parts[part] for part in close]
     return f"  did you mean {matches[0]} ?" if matches else ""
+
+
+def kind_of(value: object) -> str:
+    """Return a description of a JSON value for a message."""
+    if value == []:
+        return "an empty list"
+    kinds = {type(None): "null", list: "a list", dict: "an object", str: "a text"}
+    return kinds.get(type(value)) or f"{value!r:.40}"

@@ -15,15 +15,15 @@
 A prompt is a text, or a list of chat messages for the tokenizer's chat template.
 """
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from realhf.api.code_tests import parse_code_tests
 from realhf.api.config import DatasetConfig, OnBadRow
 from realhf.api.experiment import Task
-from realhf.base.errors import UserError
+from realhf.base.errors import UserError, kind_of
 from realhf.data.files import read_raw_rows
 
 Prompt = str | list[dict[str, str]]
@@ -152,35 +152,13 @@ def code_row(raw: dict, line: int, template: str) -> dict:
 def input_output(value: object) -> str:
     """Return validated tests of a program as JSON text."""
     try:
-        tests = json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise BadRow(f"'input_output' is not JSON: {error}") from None
-    if not isinstance(tests, dict):
-        raise BadRow(f"'input_output' is {kind_of(tests)}, it must be an object with 'inputs' and 'outputs'")
-    for key in ("inputs", "outputs"):
-        if not isinstance(tests.get(key), list):
-            raise BadRow(f"{key!r} of 'input_output' is {kind_of(tests.get(key))}, it must be a list of texts")
-        for i, part in enumerate(tests[key]):
+        tests = parse_code_tests(value)
+    except ValueError as problem:
+        raise BadRow(str(problem)) from None
+    for key, texts_of_key in (("inputs", tests.inputs), ("outputs", tests.outputs)):
+        for i, part in enumerate(texts_of_key):
             check_text(f"{key!r}[{i}] of 'input_output'", part, may_be_empty=True)
-    inputs, outputs = tests["inputs"], tests["outputs"]
-    if len(inputs) != len(outputs) or not inputs:
-        raise BadRow(f"{len(inputs)} 'inputs' and {len(outputs)} 'outputs' in 'input_output': need as many of both")
-    if (name := tests.get("fn_name")) is None:
-        return json.dumps({"inputs": inputs, "outputs": outputs})
-    if not isinstance(name, str) or not name.isidentifier():
-        raise BadRow(f"'fn_name' of 'input_output' is {kind_of(name)}, it must be the name of a function")
-    for i, (arguments, result) in enumerate(zip(inputs, outputs, strict=True)):
-        check_json(f"'outputs'[{i}]", result)
-        for argument in filter(str.strip, arguments.splitlines()):
-            check_json(f"'inputs'[{i}]", argument)
-    return json.dumps({"inputs": inputs, "outputs": outputs, "fn_name": name})
-
-
-def check_json(name: str, value: str) -> None:
-    try:
-        json.loads(value)
-    except ValueError:
-        raise BadRow(f"{name} is {value!r:.40}; with 'fn_name', arguments and results must be JSON") from None
+    return tests.to_json()
 
 
 def sft_row(raw: dict, line: int, template: str) -> dict:
@@ -320,10 +298,3 @@ def required(raw: dict, key: str) -> Any:
 
 def missing(raw: dict, key: str) -> BadRow:
     return BadRow(f"{key!r} is missing (keys: {', '.join(map(str, raw)) or 'none'})")
-
-
-def kind_of(value: object) -> str:
-    if value == []:
-        return "an empty list"
-    kinds = {type(None): "null", list: "a list", dict: "an object", str: "a text"}
-    return kinds.get(type(value)) or f"{value!r:.40}"

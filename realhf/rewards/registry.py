@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -22,29 +23,37 @@ RewardFn = Callable[[str, str, dict], float]
 
 
 @dataclass(frozen=True)
+class TimeLimits:
+    """Seconds per response, and per test of a program."""
+
+    response: float
+    test: float = math.inf
+
+
+@dataclass(frozen=True)
 class BuiltinVerifier:
     """A verifier that scores right responses 1 and wrong ones 0.
 
-    ``load(seconds)`` returns the judging function for a time limit per response. ``self_test`` holds responses, rows
+    ``load(limits)`` returns the judging function. ``self_test`` holds responses, rows
     and expected scores; judges run it before their first use. ``task`` is the kind of dataset rows it needs.
     """
 
-    load: Callable[[float], RewardFn]
+    load: Callable[[TimeLimits], RewardFn]
     self_test: tuple[tuple[str, dict, float], ...]
     task: Task
     doc: str
 
 
-def _load_math(seconds: float) -> RewardFn:
+def _load_math(limits: TimeLimits) -> RewardFn:
     from realhf.rewards.math.equality import judge_math
 
     return judge_math
 
 
-def _load_code(seconds: float, unordered: bool = False) -> RewardFn:
+def _load_code(limits: TimeLimits, unordered: bool = False) -> RewardFn:
     from realhf.rewards.code.judge_code import CodeJudge
 
-    return CodeJudge(seconds, unordered)
+    return CodeJudge(limits.response, limits.test, unordered)
 
 
 MATH_SELF_TEST = (
@@ -73,17 +82,17 @@ VERIFIERS: dict[str, BuiltinVerifier] = {
         "the program passes all tests, in the formats of APPS (arXiv 2105.09938) or HumanEval (arXiv 2107.03374)",
     ),
     "code_unordered": BuiltinVerifier(
-        lambda seconds: _load_code(seconds, unordered=True), CODE_SELF_TEST, Task.code,
+        lambda limits: _load_code(limits, unordered=True), CODE_SELF_TEST, Task.code,
         "like code, but an output with the same set of words in any order also passes (as in the APPS test script)",
     ),
 }  # fmt: skip
 """The built-in verifiers by the name in ``reward.fn``."""
 
 
-def load_reward(fn: str, seconds: float) -> RewardFn:
-    """Return the function that a local ``reward.fn`` names; ``seconds`` is its time limit for a response."""
+def load_reward(fn: str, limits: TimeLimits) -> RewardFn:
+    """Return the function that a local ``reward.fn`` names."""
     if fn in VERIFIERS:
-        return VERIFIERS[fn].load(seconds)
+        return VERIFIERS[fn].load(limits)
     if fn.startswith(FORMAT):
         pattern = re.compile(fn.removeprefix(FORMAT), re.DOTALL)
         return lambda prompt, answer, row: float(pattern.fullmatch(answer) is not None)

@@ -37,7 +37,8 @@ class ServeOptions:
     fn: str = opt("math", "comma-separated rewards: math, code, my_file.py:function (requested by the name function)")
     host: str = opt("127.0.0.1", "address to listen on; token_env is required unless it is a loopback address")
     port: int = opt(8320, "port, 0 for any free one")
-    timeout: float = opt(10.0, "seconds per response")
+    timeout: float = opt(20.0, "seconds per response")
+    test_timeout: float = opt(6.0, "seconds per test of a program (code)")
     processes: int = opt(2, "judge processes per reward")
     max_concurrency: int = opt(16, "concurrent responses per judge process of an async def function")
     token_env: str = opt("", "environment variable with the bearer token that requests must send")
@@ -83,7 +84,7 @@ def main(arguments: list[str]) -> None:
 def option_problems(options: ServeOptions) -> list[str]:
     fns = options.fn.split(",")
     names = names_of(fns)
-    positive = ("timeout", "processes", "max_concurrency", "max_body_mb", "max_items", "wait_s")
+    positive = ("timeout", "test_timeout", "processes", "max_concurrency", "max_body_mb", "max_items", "wait_s")
     problems = positive_problems("", options, *positive) + unmet([
         (0 <= options.port < 2**16, f"port must be 0 to 65535, got {options.port}"),
         (len(set(names)) == len(names), f"fn={options.fn}: the names {', '.join(names)} must differ"),
@@ -111,7 +112,8 @@ def serve(options: ServeOptions) -> None:
     except ImportError as error:
         raise UserError(f"this needs the extra 'serve': pip install 'realhf[serve]' ({error})") from None
     fns = options.fn.split(",")
-    config = RewardConfig(timeout=options.timeout, processes=options.processes, max_concurrency=options.max_concurrency)
+    config = RewardConfig(timeout=options.timeout, test_timeout=options.test_timeout, processes=options.processes,
+                          max_concurrency=options.max_concurrency)  # fmt: skip
     judges = [open_judge(fn, config) for fn in fns]
     served = {name: ServedReward(judge, threading.Lock()) for name, judge in zip(names_of(fns), judges, strict=True)}
     token = os.environ.get(options.token_env, "") if options.token_env else ""

@@ -41,7 +41,7 @@ def reward_problems(reward: RewardConfig) -> list[str]:
     fns = fns_of(reward)
     names = names_of(fns)
     remote = any(map(is_remote, fns))
-    problems = positive_problems("reward.", reward, "timeout", "processes", "max_concurrency")
+    problems = positive_problems("reward.", reward, "timeout", "test_timeout", "processes", "max_concurrency")
     problems += unmet([
         (reward.retries >= 0, f"reward.retries must not be negative, got {reward.retries}"),
         (not reward.fns or reward.fn in VERIFIERS,

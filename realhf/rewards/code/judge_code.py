@@ -4,71 +4,75 @@ Outputs are compared outside the program's process. A row has ``input_output`` (
 ``fn_name``) as in APPS, or ``stub``, ``test`` and ``entry_point`` as in HumanEval.
 """
 
-import ast
 import inspect
 import json
 import math
 import re
 import time
-import warnings
 from collections.abc import Mapping
 from contextlib import closing
+from decimal import Decimal
 from typing import Any
 
+from realhf.api.code_tests import CodeTests, parse_code_tests
+from realhf.base.errors import kind_of
 from realhf.rewards.code import harness
+from realhf.rewards.code.extract_code import complete_stub, extract_code
 from realhf.rewards.code.harness import decode, encode
 from realhf.rewards.sandbox.sandbox import Program, ProgramResult, ProgramStopped, Reason, Sandbox
 from realhf.rewards.verdict import ScoreWithReason
 
-TEST_SECONDS = 6.0
 DEADLINE_FRACTION = 0.9  # the verdict must precede the deadline at which the judge is killed
-MIN_CHARS = 20  # of a program in a fence, if there is a longer one
+MAX_EXACT = 2**53  # larger integers are not all floats
 
-FENCE = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
-PYTHON = ("", "python", "python3", "py")
-UNINDENTED = re.compile(r"\n(?=\S)")
 INTEGER = re.compile(r"[+-]?\d+")
 NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 PASSED = b'"passed"'
 
 
 class CodeJudge:
-    """Judges programs until the first failed test, with ``seconds`` per response and TEST_SECONDS per test.
+    """Judges programs until the first failed test, with ``seconds`` per response and ``test_seconds`` per test.
 
     With ``unordered``, an output also passes if it has the same set of words as the expected one. UserError if this
     machine cannot isolate programs.
     """
 
-    def __init__(self, seconds: float, unordered: bool = False) -> None:
+    def __init__(self, seconds: float, test_seconds: float = math.inf, unordered: bool = False) -> None:
         self.sandbox = Sandbox()
         self._harness = inspect.getsource(harness)
-        self._seconds = seconds * DEADLINE_FRACTION
+        self._seconds, self._test_seconds = seconds * DEADLINE_FRACTION, test_seconds
         self._unordered = unordered
         self.sandbox.open()
 
     def __call__(self, prompt: str, answer: str, row: Mapping[str, Any]) -> ScoreWithReason:
-        """Return 1.0 if the program in ``answer``, a response, passes all tests of ``row``, else 0.0."""
+        """Return 1.0 if the program in ``answer``, a response, passes all tests of ``row``, else 0.0.
+
+        ``ValueError`` for a row without valid tests.
+        """
         reason = self.judge(answer, row).reason
         return ScoreWithReason(float(reason is Reason.ok), reason.value)
 
     def judge(self, response: str, row: Mapping[str, Any]) -> ProgramResult:
         """Return how the program in ``response`` ended: ok if it passed all tests."""
-        has_stub = "input_output" not in row
-        source = complete_stub(row["stub"], response, row["entry_point"]) if has_stub else extract_code(response)
+        tests = parse_code_tests(row["input_output"]) if "input_output" in row else None
+        if tests is None:
+            check_stub(row)
+            source = complete_stub(row["stub"], response, row["entry_point"])
+        else:
+            source = extract_code(response, tests.fn_name)
         if source is None:
             return ProgramResult(Reason.no_program, detail="the response contains no Python program")
         deadline = time.monotonic() + self._seconds
         try:
-            if has_stub:
+            if tests is None:
                 return self._check(source, row, deadline)
-            tests = json.loads(row["input_output"])
-            return (self._call if "fn_name" in tests else self._run)(source, tests, deadline)
+            return (self._call if tests.fn_name else self._run)(source, tests, deadline)
         except ProgramStopped as stopped:
             return stopped.result
 
-    def _run(self, source: str, tests: Mapping[str, Any], deadline: float) -> ProgramResult:
-        for stdin, expected in zip(tests["inputs"], tests["outputs"], strict=True):
-            result = self.sandbox.run(source, stdin, seconds_left(deadline))
+    def _run(self, source: str, tests: CodeTests, deadline: float) -> ProgramResult:
+        for stdin, expected in zip(tests.inputs, tests.outputs, strict=True):
+            result = self.sandbox.run(source, stdin, self._limit(deadline))
             if result.reason is not Reason.ok:
                 return result
             if not same_output(result.stdout, expected, self._unordered):
@@ -77,13 +81,13 @@ class CodeJudge:
                 )
         return ProgramResult(Reason.ok)
 
-    def _call(self, source: str, tests: Mapping[str, Any], deadline: float) -> ProgramResult:
-        load = json.dumps({"do": "call", "source": source, "name": tests["fn_name"]}).encode() + b"\n"
+    def _call(self, source: str, tests: CodeTests, deadline: float) -> ProgramResult:
+        load = json.dumps({"do": "call", "source": source, "name": tests.fn_name}).encode() + b"\n"
         with closing(self.sandbox.start(self._harness, self._seconds)) as program:
-            for text, expected in zip(tests["inputs"], tests["outputs"], strict=True):
+            for text, expected in zip(tests.inputs, tests.outputs, strict=True):
                 arguments = [json.loads(line) for line in text.splitlines() if line.strip()]
                 line = json.dumps(encode((arguments, {}))).encode()
-                value = value_of(program.ask(load + line, seconds_left(deadline)))
+                value = value_of(program.ask(load + line, self._limit(deadline)))
                 load = b""
                 if not same_value(value, json.loads(expected)):
                     return ProgramResult(Reason.wrong, detail=f"{value!r:.200} instead of {expected:.200}")
@@ -98,10 +102,14 @@ class CodeJudge:
             closing(self.sandbox.start(self._harness, self._seconds)) as program,
             closing(self.sandbox.start(self._harness, self._seconds)) as test,
         ):
-            while (arguments := ask_test(test, line, seconds_left(deadline))) != PASSED:
-                line = program.ask(load + arguments, seconds_left(deadline))
+            while (arguments := ask_test(test, line, self._limit(deadline))) != PASSED:
+                line = program.ask(load + arguments, self._limit(deadline))
                 load = b""
         return ProgramResult(Reason.ok)
+
+    def _limit(self, deadline: float) -> float:
+        """Return the time limit of the next test in seconds."""
+        return max(0.0, min(self._test_seconds, deadline - time.monotonic()))
 
 
 def ask_test(test: Program, line: bytes, seconds: float) -> bytes:
@@ -114,49 +122,13 @@ def ask_test(test: Program, line: bytes, seconds: float) -> bytes:
         raise
 
 
-def seconds_left(deadline: float) -> float:
-    """Return the time limit of the next test."""
-    return max(0.0, min(TEST_SECONDS, deadline - time.monotonic()))
-
-
-def extract_code(response: str) -> str | None:
-    """Return the last fenced block that is Python, else the whole response if it is Python, else None.
-
-    Blocks of at least MIN_CHARS characters are preferred. An unclosed fence extends to the end of the text.
-    """
-    blocks = [block for block in fenced_blocks(response) if block.strip() and is_python(block)]
-    long = [block for block in blocks if len(block.strip()) >= MIN_CHARS]
-    if blocks:
-        return (long or blocks)[-1]
-    return response if response.strip() and is_python(response) else None
-
-
-def fenced_blocks(response: str) -> list[str]:
-    """Return the contents of all fences that are not marked as another language."""
-    return [block for language, block in FENCE.findall(response) if language.strip().lower() in PYTHON]
-
-
-def complete_stub(stub: str, response: str, name: str) -> str | None:
-    """Return ``stub`` followed by the response, which is the body of its function ``name`` or defines it again.
-
-    The last fenced block that defines the function is used, else the last block. Without a fence, text after the
-    function is dropped if the whole is not Python.
-    """
-    fences = fenced_blocks(response)
-    defining = [block for block in fences if re.search(rf"^def {name}\b", block, re.MULTILINE)]
-    blocks = (defining or fences)[-1:] or [response, UNINDENTED.split(response, maxsplit=1)[0]]
-    start = stub if stub.endswith("\n") else stub + "\n"
-    return next((start + block for block in blocks if block.strip() and is_python(start + block)), None)
-
-
-def is_python(text: str) -> bool:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about invalid escape sequences
-            ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True
+def check_stub(row: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for a row that has neither tests nor a stub with a test."""
+    for key in ("stub", "test", "entry_point"):
+        if not isinstance(row.get(key), str) or not row[key].strip():
+            raise ValueError(
+                f"the row has neither 'input_output' nor a text {key!r}: {key!r} is {kind_of(row.get(key))}"
+            )
 
 
 def value_of(reply: bytes) -> object:
@@ -178,18 +150,22 @@ def same_output(output: str, expected: str, unordered: bool = False) -> bool:
 
 
 def same_word(word: str, expected: str) -> bool:
-    """Return True if two words are equal; numbers may differ by rounding unless both are integers."""
+    """Return True if two words are equal. A number equals an integer exactly, and a decimal up to rounding."""
     if word == expected:
         return True
     if not (NUMBER.fullmatch(word) and NUMBER.fullmatch(expected)):
         return False
-    if INTEGER.fullmatch(word) and INTEGER.fullmatch(expected):
-        return False
+    if INTEGER.fullmatch(expected):
+        return not INTEGER.fullmatch(word) and Decimal(word) == Decimal(expected)
     return math.isfinite(float(expected)) and is_close(float(word), float(expected))
 
 
 def same_value(value: object, expected: object) -> bool:
-    """Return True if a value equals a JSON one; tuples equal lists, keys their JSON text, floats may be rounded."""
+    """Return True if a value equals a JSON one; tuples equal lists, keys their JSON text.
+
+    Two floats may differ by rounding. An integer equals a float only if the float represents it exactly, and a boolean
+    equals no number.
+    """
     match value, expected:
         case ((list() | tuple()), list()):
             return len(value) == len(expected) and all(map(same_value, value, expected))
@@ -197,13 +173,14 @@ def same_value(value: object, expected: object) -> bool:
             plain = (bool, int, float, type(None))
             named = {json.dumps(key) if isinstance(key, plain) else key: content for key, content in value.items()}
             return named.keys() == expected.keys() and all(same_value(named[key], expected[key]) for key in expected)
-        case int() | float(), int() | float() if isinstance(value, float) or isinstance(expected, float):
+        case (bool(), _) | (_, bool()):
+            return value is expected
+        case float(), float():
             return is_close(value, expected)
+        case float(), int():
+            return abs(value) <= MAX_EXACT and value == expected
     return value == expected
 
 
 def is_close(value: float, expected: float) -> bool:
-    try:
-        return math.isclose(value, expected, rel_tol=1e-5, abs_tol=1e-8)
-    except OverflowError:  # an integer too large for a float
-        return False
+    return math.isclose(value, expected, rel_tol=1e-5, abs_tol=1e-8)

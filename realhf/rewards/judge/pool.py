@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -15,7 +16,7 @@ from typing import Protocol
 
 from realhf.api.config import RewardConfig
 from realhf.base.errors import UserError
-from realhf.rewards.registry import FORMAT, VERIFIERS, check_fn, is_remote
+from realhf.rewards.registry import FORMAT, VERIFIERS, TimeLimits, check_fn, is_remote
 from realhf.rewards.verdict import Item, Status, Verdict
 
 EVENT_LOOP_GRACE_S = 1.0
@@ -35,7 +36,8 @@ class Judge(Protocol):
 def open_judge(fn: str, config: RewardConfig) -> Judge:
     """Return the judge for a ``reward.fn`` without starting it; UserError for an invalid ``fn``."""
     if not is_remote(fn):
-        return JudgePool(fn, config.timeout, config.processes, max_concurrency=config.max_concurrency)
+        return JudgePool(fn, config.timeout, config.processes, max_concurrency=config.max_concurrency,
+                         test_timeout=config.test_timeout)  # fmt: skip
     from realhf.rewards.judge.remote import RemoteJudge
 
     token = os.environ.get(config.token_env, "") if config.token_env else ""
@@ -57,7 +59,13 @@ class JudgePool:
     """
 
     def __init__(
-        self, fn: str, timeout: float, processes: int = 1, startup_timeout: float = 60.0, max_concurrency: int = 16
+        self,
+        fn: str,
+        timeout: float,
+        processes: int = 1,
+        startup_timeout: float = 60.0,
+        max_concurrency: int = 16,
+        test_timeout: float = math.inf,
     ) -> None:
         if timeout <= 0 or processes < 1 or max_concurrency < 1:
             raise UserError(
@@ -68,7 +76,9 @@ class JudgePool:
         path, colon, name = fn.rpartition(":")
         self._fn = f"{os.path.abspath(path)}:{name}" if colon and not fn.startswith(FORMAT) else fn
         self._max_concurrency = max_concurrency
-        self.children = [JudgeProcess(self._fn, timeout, startup_timeout) for _ in range(processes)]
+        self.children = [
+            JudgeProcess(self._fn, TimeLimits(timeout, test_timeout), startup_timeout) for _ in range(processes)
+        ]
 
     def start(self) -> None:
         """Start all children in parallel and wait until they are ready."""
@@ -128,9 +138,8 @@ class ProcessExited(Exception):
 class JudgeProcess:
     """A `realhf.rewards.judge.server`, started on demand and replaced when it hangs or dies; not thread-safe."""
 
-    def __init__(self, fn: str, timeout: float, startup_timeout: float) -> None:
-        self._fn = fn
-        self._timeout = timeout
+    def __init__(self, fn: str, limits: TimeLimits, startup_timeout: float) -> None:
+        self._fn, self._limits, self._timeout = fn, limits, limits.response
         self._startup_timeout = startup_timeout
         self._process: subprocess.Popen[bytes] | None = None
         self._is_async = False  # set once the process is ready
@@ -141,7 +150,8 @@ class JudgeProcess:
         """Start the process if there is none, without waiting until it is ready."""
         if self._process is not None:
             return
-        command = [sys.executable, "-m", "realhf.rewards.judge.server", self._fn, str(self._timeout)]
+        limits = map(str, (self._limits.response, self._limits.test))
+        command = [sys.executable, "-m", "realhf.rewards.judge.server", self._fn, *limits]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
         )

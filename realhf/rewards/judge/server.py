@@ -1,4 +1,4 @@
-"""The child process of a judge pool: ``python -m realhf.rewards.judge.server FN SECONDS``.
+"""The child process of a judge pool: ``python -m realhf.rewards.judge.server FN SECONDS [TEST_SECONDS]``.
 
 It writes ``{"ready": true}`` or ``{"fatal": text}``, and then replies to each JSON line ``{prompt, answer, row}`` on
 stdin with ``{"score": x}`` or ``{"error": text}`` on stdout. Output of the reward function goes to stderr. The parent
@@ -24,7 +24,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from realhf.rewards.registry import RewardFn, load_reward
+from realhf.rewards.registry import RewardFn, TimeLimits, load_reward
 from realhf.rewards.verdict import ScoreWithReason
 
 MEMORY_LIMIT = 8 * 2**30  # bytes of private memory per process
@@ -32,7 +32,7 @@ MEMORY_LIMIT = 8 * 2**30  # bytes of private memory per process
 AsyncRewardFn = Callable[[str, str, dict], Awaitable[float]]
 
 
-def main(fn: str, seconds: float) -> None:
+def main(fn: str, seconds: float, test_seconds: float = math.inf) -> None:
     """Judge responses until stdin is closed."""
     requests, replies = take_over_streams()
     if os.getpgrp() != os.getpid():
@@ -40,7 +40,7 @@ def main(fn: str, seconds: float) -> None:
     threading.Thread(target=die_with_parent, args=(requests, seconds), daemon=True).start()
     limit(resource.RLIMIT_DATA, MEMORY_LIMIT)
     try:
-        reward: Any = load_reward(fn, seconds)
+        reward: Any = load_reward(fn, TimeLimits(seconds, test_seconds))
     except (Exception, SystemExit) as error:
         send(replies, {"fatal": describe(error)})
         return
@@ -148,4 +148,4 @@ def describe(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]))
+    main(sys.argv[1], *map(float, sys.argv[2:]))
