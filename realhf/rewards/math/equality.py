@@ -10,10 +10,15 @@ from collections.abc import Mapping, Sequence
 from realhf.rewards.math.extract import extract_answer, marked_answer
 from realhf.rewards.math.normalize import is_wrapped, normalize, split_outside, strip_spaces
 from realhf.rewards.math.quantities import quantity, same_quantity
-from realhf.rewards.math.symbolic import same_mathematics
+from realhf.rewards.math.real_sets import RealSet, parse_real_set
+from realhf.rewards.math.symbolic import new_time_limit, same_mathematics
 
 CHOICE = re.compile(r"\(?([A-J])\)?")
-GIVEN_CHOICE = re.compile(r"(?:(?i:option|choice|answer)\s+)?\(?([A-Ja-j])(?:[).:].*)?", re.DOTALL)
+LABELLED_CHOICE = re.compile(r"\(?([A-J])\)[\s:.]*([^\s:.].*)", re.DOTALL)
+GIVEN_CHOICE = re.compile(
+    r"(?i:(?:the\s+)?(?:correct\s+)?(?:option|choice|answer)\s+(?:is\s+)?)?\(?([A-Ja-j])(?:[).:].*)?", re.DOTALL
+)
+OTHER_CHOICE = re.compile(r"[\s,;]\(?([A-J])(?:[).:]|\s*[,;]|\s*$)")
 TEXT_ANSWER = re.compile(r"[^\W\d_]+(?:[\s,.'-]+[^\W\d_]+)*")
 SHORT_TEXTS = frozenset(["yes", "no", "odd", "even", "all", "one", "two", "six", "ten", "red", "sun", "mon"])
 EQUALS = re.compile(r"(?<![<>!:=\\])=(?!=)")
@@ -22,6 +27,10 @@ MEMBER = re.compile(r"^\s*[A-Za-z]\s*\\in(?![a-z])\s*")
 MATRIX = re.compile(
     r"\\begin\{([pbvBV]?|small)(?:matrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\1(?:matrix|array)\}", re.DOTALL
 )
+CONGRUENCE = re.compile(r"(?:([a-zA-Z])\s*\\equiv\s*)?(.+?)\s*\\pmod\{(\w+)\}", re.DOTALL)
+RATIO = re.compile(r'(\d+(?:\s*:\s*\d+)+)\s*(?:"([ap]m)")?')
+FRACTION = re.compile(r"(\d+)/(\d+)|\\frac\{(\d+)\}\{(\d+)\}")
+CASES = re.compile(r"\\begin\{cases\}(.*)\\end\{cases\}", re.DOTALL)
 DETERMINANTS = ("v", "V")
 BASED = re.compile(r"([0-9A-Fa-f]+)_\{?(\d{1,2})\}?")
 OPERATOR = re.compile(r"[\w)}]\s*(?:[+*/-]|\\times|\\cdot|\\div)\s*[\w({\\-]|(?<!_)\d\s+[\d.]|\\[dtc]?frac")
@@ -43,6 +52,7 @@ def judge_math(prompt: str, answer: str, row: Mapping[str, object]) -> float:
     if not given:
         return 0.0
     golds = [marked_answer(solution) for solution in solutions]
+    new_time_limit()
     return float(any(same_answer(given, s if gold is None else gold) for gold, s in zip(golds, solutions, strict=True)))
 
 
@@ -57,18 +67,97 @@ def same_answer(given: str, gold: str) -> bool:
 def _same(given: str, gold: str) -> bool:
     if strip_spaces(given) == strip_spaces(gold):
         return True
-    for check in (_as_choice, _as_text, _as_digits, _as_quantity, _as_equation, _as_matrix, _as_elements):
+    for check in CHECKS:
         if (is_same := check(given, gold)) is not None:
             return is_same
     return same_mathematics(given, gold)
 
 
+def _as_values(given: str, gold: str) -> bool | None:
+    """Decide if either answer gives values to several names: ``x=1, y=2`` equals ``(1,2)`` and ``(x,y)=(1,2)``."""
+    values, given_values = _assignments(gold), _assignments(given)
+    if values is None and given_values is None:
+        return None
+    if values is not None and given_values is not None:
+        return values.keys() == given_values.keys() and all(_same(given_values[name], values[name]) for name in values)
+    named, (kind, elements) = (given_values, _elements(gold)) if values is None else (values, _elements(given))
+    if named is None or kind != "()" or len(elements) != len(named):
+        return None
+    ordered = [named[name] for name in sorted(named)]
+    pairs = zip(ordered, elements, strict=True) if values is None else zip(elements, ordered, strict=True)
+    return all(_same(a, b) for a, b in pairs)
+
+
+def _assignments(text: str) -> dict[str, str] | None:
+    """Return the values of at least two different names, or None."""
+    sides = [side.strip() for side in EQUALS.split(text)]
+    if len(sides) == 2 and is_wrapped(sides[0], "(", ")") and is_wrapped(sides[1], "(", ")"):
+        names, values = (split_outside(side[1:-1], ",") for side in sides)
+    else:
+        pairs = [_named(part) for part in split_outside(re.sub(r'\s*"?\s*\band\b\s*"?\s*|;', ",", text), ",") if part]
+        names, values = [name for name, _ in pairs], [value for _, value in pairs]
+    if len(names) != len(values) or len(names) < 2 or len(set(names)) < len(names):
+        return None
+    if not all(NAME.fullmatch(name) for name in names):
+        return None
+    return dict(zip(names, values, strict=True))
+
+
+def _as_real_set(given: str, gold: str) -> bool | None:
+    """Decide if both answers are sets of real numbers, and one is more than a pair in brackets."""
+    a, b = parse_real_set(given), parse_real_set(gold)
+    if a is None or b is None or (a.is_plain and b.is_plain):
+        return None
+    if a.variable and b.variable and a.variable != b.variable:
+        return False
+    return _same_intervals(a, b)
+
+
+def _same_intervals(a: RealSet, b: RealSet) -> bool:
+    rest = list(b.intervals)
+    for x in a.intervals:
+        equal = next((y for y in rest if (x.low_closed, x.high_closed) == (y.low_closed, y.high_closed)
+                      and _same(x.low, y.low) and _same(x.high, y.high)), None)  # fmt: skip
+        if equal is None:
+            return False
+        rest.remove(equal)
+    return not rest
+
+
+def _as_cases(given: str, gold: str) -> bool | None:
+    """Decide if the gold answer is a function by cases: the same values under the same conditions."""
+    gold_match = CASES.fullmatch(gold.partition("=")[2].strip() if gold.startswith(("f", "g", "y")) else gold)
+    if gold_match is None:
+        return None
+    given_match = CASES.search(given)
+    if given_match is None:
+        return False
+    a, b = (
+        [[cell.strip(' ,;"') for cell in row.split("&", 1)] for row in _rows(match.group(1))]
+        for match in (given_match, gold_match)
+    )
+    conditions = [{_condition(row[-1]): row[0] for row in rows} for rows in (a, b)]
+    return conditions[0].keys() == conditions[1].keys() and all(
+        _same(conditions[0][condition], value) for condition, value in conditions[1].items()
+    )
+
+
+def _condition(text: str) -> str:
+    text = re.sub(r'"|\b(?:if|for|when)\b', " ", text)
+    return "else" if re.search(r"\b(?:otherwise|else)\b", text) else strip_spaces(text.strip(" ,;."))
+
+
 def _as_choice(given: str, gold: str) -> bool | None:
     """Decide if the gold answer is a letter: ``(C)`` and ``C. 42`` equal ``C``."""
+    if (labelled := LABELLED_CHOICE.fullmatch(gold)) is not None:
+        letter_only, text = labelled.groups()
+        return _as_choice(given, letter_only) or _same(given, text.strip())
     if (letter := CHOICE.fullmatch(gold)) is None:
         return None
     given_letter = GIVEN_CHOICE.fullmatch(given)
-    return given_letter is not None and given_letter.group(1).upper() == letter.group(1)
+    if given_letter is None or given_letter.group(1).upper() != letter.group(1):
+        return False
+    return all(other == letter.group(1) for other in OTHER_CHOICE.findall(given[given_letter.end(1) :]))
 
 
 def _as_text(given: str, gold: str) -> bool | None:
@@ -100,7 +189,44 @@ def _as_digits(given: str, gold: str) -> bool | None:
     if (gold_match := BASED.fullmatch(strip_spaces(gold))) is None:
         return None
     given_match = BASED.fullmatch(strip_spaces(given))
-    return given_match.groups() == gold_match.groups() if given_match else strip_spaces(given) == gold_match.group(1)
+    if given_match is None:
+        return strip_spaces(given) == gold_match.group(1)
+    return [part.upper() for part in given_match.groups()] == [part.upper() for part in gold_match.groups()]
+
+
+def _as_ratio(given: str, gold: str) -> bool | None:
+    """Decide if either answer is a ratio or a time of day; a ratio of two numbers also equals their fraction."""
+    gold_match, given_match = RATIO.fullmatch(gold), RATIO.fullmatch(given)
+    if gold_match is None and given_match is None:
+        return None
+    if gold_match is None or given_match is None:
+        ratio, other = (gold_match or given_match), (given if gold_match else gold)
+        assert ratio is not None
+        fraction = FRACTION.fullmatch(strip_spaces(other))
+        return fraction is not None and ratio.group(1).replace(" ", "") == ":".join(filter(None, fraction.groups()))
+    (parts, half), (given_parts, given_half) = gold_match.groups(), given_match.groups()
+    if half and given_half and half != given_half:
+        return False
+    a, b = ([int(part) for part in text.split(":")] for text in (parts, given_parts))
+    is_time = half or given_half or re.search(r":\s*0", parts + given_parts)
+    if a == b or is_time or len(a) != len(b):
+        return a == b
+    return all(x * b[0] == y * a[0] for x, y in zip(a, b, strict=True))
+
+
+def _as_congruence(given: str, gold: str) -> bool | None:
+    """Decide if the gold answer is a residue class: names, moduli and residues must be equal."""
+    if (gold_match := CONGRUENCE.fullmatch(gold)) is None:
+        return None
+    if (given_match := CONGRUENCE.fullmatch(given)) is None:
+        return False
+    (name, residue, modulus), (given_name, given_residue, given_modulus) = gold_match.groups(), given_match.groups()
+    if modulus != given_modulus or (name and given_name and name != given_name):
+        return False
+    integers = all(re.fullmatch(r"-?\d{1,300}", text) for text in (residue, given_residue, modulus))
+    if integers and int(modulus):
+        return (int(residue) - int(given_residue)) % int(modulus) == 0
+    return _same(given_residue, residue)
 
 
 def _as_quantity(given: str, gold: str) -> bool | None:
@@ -215,3 +341,10 @@ def _named(text: str) -> tuple[str, str]:
     if len(sides) == 2 and NAME.fullmatch(strip_spaces(sides[1])) and quantity(sides[0].strip()):
         return strip_spaces(sides[1]), sides[0].strip()
     return "", text
+
+
+CHECKS = (
+    _as_choice, _as_cases, _as_values, _as_real_set, _as_text, _as_digits, _as_ratio, _as_congruence, _as_quantity,
+    _as_equation, _as_matrix, _as_elements,
+)  # fmt: skip
+"""From cheapest to most expensive; each decides or returns None."""

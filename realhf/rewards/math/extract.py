@@ -25,6 +25,8 @@ def extract_answer(text: str) -> str | None:
     text = text if tagged is None else tagged
     if (marked := marked_answer(text)) is not None:
         return marked
+    if "\\boxed" in text:
+        return ""  # the response ends within the box
     if statements := list(ANSWER_IS.finditer(text)):
         return stated_answer(text[statements[-1].end() :].splitlines()[0])
     if tagged is not None:

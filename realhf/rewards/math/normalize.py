@@ -10,7 +10,7 @@ SIGNS = {
     **dict.fromkeys([0x2212, 0x2010, 0x2011, 0x2012, 0x2013, 0xFE63, 0xFF0D], "-"),
     **dict.fromkeys([0x00A0, 0x2007, 0x2009, 0x202F], "\\,"),
     **dict.fromkeys([0x00F7, 0x2044, 0x2215, 0xFF0F], "/"),
-    **dict.fromkeys([0x20AC, 0x00A3, 0x00A5, 0x20B9], "$"),
+    0x20AC: " eur ", 0x00A3: " gbp ", 0x00A5: " jpy ", 0x20B9: " inr ",
     **{0xFF10 + i: str(i) for i in range(10)},
     0xFF0C: ",", 0xFF0E: ".", 0xFF08: "(", 0xFF09: ")", 0xFF1D: "=", 0xFF0B: "+", 0xFF05: "%",
     0x00D7: "\\times ", 0x22C5: "\\cdot ", 0x00B7: "\\cdot ", 0x03C0: "\\pi ", 0x221E: "\\infty ", 0x00B1: "\\pm ",
@@ -19,6 +19,12 @@ SIGNS = {
     0x00BD: "\\frac{1}{2}", 0x00BC: "\\frac{1}{4}", 0x00BE: "\\frac{3}{4}", 0x2153: "\\frac{1}{3}",
     0x2154: "\\frac{2}{3}",
 }  # fmt: skip
+
+
+def _subscript(word: str, text: str) -> str:
+    """Return the subscript of a number with a base; the base may be a word."""
+    base = int(word) if word.isdigit() else number_of_words(word)
+    return text if base is None else f"_{{{base}}}"
 
 
 def _repeating(whole: str, start: str, period: str) -> str:
@@ -36,12 +42,27 @@ REWRITES = [
         (r"(?<=\d)(?:\{,\}|(?<!\\)\\[,;:! ])(?=\d{3}(?!\d))", ""),
         (r"(?<!\\)\\!", ""),
         (r"(?<!\\)\\[,;:> ]|\\q?quad(?![a-zA-Z])|~", " "),
+        (r"\\\$\s*(?=[\d.])", " usd "),
+        (r"-\s*(usd|eur|gbp|jpy|inr)\s+", r"\1 -"),
         (r"\\?\$", ""),
         (r"\\%", "%"),
         (r"\\(?:lbrace|\{)", "\\\\{"),
         (r"\\rbrace", "\\\\}"),
         (r"\\langle(?![a-z])", "("),
         (r"\\rangle(?![a-z])", ")"),
+        (r"\\varnothing(?![a-z])|\\\{\s*\\\}", "\\\\emptyset "),
+        (r"^\s*(?i:(?:the )?empty set|no (?:real )?solutions?)\s*$", "\\\\emptyset "),
+        (r"\{:\}", ":"),
+        (r"(?<=\d)\s+to\s+(?=\d)", ":"),
+        (r"^\s*(?i:does not exist)\s*$", "DNE"),
+        (r"\(?\s*\\?[pb]?mod(?![a-z])\s*\{?\s*(\w+)\s*\}?\s*\)?", r" \\pmod{\1}"),
+        (r"\{\s*(\w+)\s*\\choose\s*(\w+)\s*\}", r"\\binom{\1}{\2}"),
+        (r"(?<![A-Za-z\\])C\(\s*(\w+)\s*,\s*(\w+)\s*\)", r"\\binom{\1}{\2}"),
+        (r"(?:\{\})?_\s*\{?(\w+)\}?\s*C\s*_\s*\{?(\w+)\}?", r"\\binom{\1}{\2}"),
+        (r"\(\s*([0-9A-Fa-f]+)\s*\)\s*_", r"\1_"),
+        (r"_\s*\{\s*\(\s*(\d{1,2})\s*\)\s*\}", r"_{\1}"),
+        (r"^([0-9A-Fa-f]+)[\s\"]*\(?\s*(?:in\s+)?base[\s-]+(\d{1,2})\s*\)?[\s\"]*$", r"\1_{\2}"),
+        (r"_\s*\{\s*\"?\s*(?:base\s*)?(\d{1,2}|[a-z]{3,})\s*\"?\s*\}", lambda m: _subscript(m.group(1), m.group())),
         (r"\\[lr]?vert(?![a-z])", "|"),
         (r"\\le(?:q|qslant)?(?![a-z])|<=", "\\\\le "),
         (r"\\ge(?:q|qslant)?(?![a-z])|>=", "\\\\ge "),
@@ -61,6 +82,7 @@ REWRITES = [
         (r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-z]))\s*\"?([CF](?![a-zA-Z])\"?)?",
          lambda m: ' "degree' + {"C": " celsius", "F": " fahrenheit"}.get((m.group(1) or "")[:1], "") + '" '),
         (r"(?i)(?<=[\d}%])\s*(?:\"\s*)?(?:percent|pct)(?:\s*\")?(?![a-z])", "%"),
+        (r"(?i)(?<=\d)\s*\"?\s*\b([ap])\.?\s?m\b\.?\s*\"?", lambda m: f' "{m.group(1).lower()}m" '),
         (r"(?i)\b(?:negative|minus)\s+(?=[\d.\\])", "-"),
     )
 ]  # fmt: skip
@@ -75,6 +97,51 @@ def ascii_signs(text: str) -> str:
     return text if text.isascii() else text.translate(SIGNS)
 
 
+SMALL = {word: value for value, word in enumerate([
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten",
+    "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+])}  # fmt: skip
+TENS = {word: 10 * value for value, word in enumerate([
+    "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety",
+], 2)}  # fmt: skip
+POWERS = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
+ENVIRONMENT = re.compile(r"\\begin\{(aligned|align\*?|gathered|cases)\}(.*?)\\end\{\1\}", re.DOTALL)
+ISO_INTERVAL = re.compile(r"([\[\]])([^\[\]]*,[^\[\]]*)([\[\])])|(\()([^\[\]()]*,[^\[\]()]*)(\[)")
+
+
+def number_of_words(text: str) -> int | None:
+    """Return the value of number words such as ``one hundred and twenty-one``; None for any other text."""
+    words = [word for word in re.split(r"[\s-]+", text.casefold().strip()) if word != "and"]
+    total = group = 0
+    for word in words:
+        if word in SMALL and group % 10 == 0 and (group % 100 == 0 or SMALL[word] < 10):
+            group += SMALL[word]
+        elif word in TENS and group % 100 == 0:
+            group += TENS[word]
+        elif word == "hundred" and 0 < group < 10:
+            group *= 100
+        elif word in POWERS and 0 < group < 1000:
+            total, group = total + group * POWERS[word], 0
+        else:
+            return None
+    return total + group if words else None
+
+
+def _rows_as_list(match: re.Match[str]) -> str:
+    r"""Return ``x=1,y=2`` for rows ``x&=1\\y&=2``; an environment with conditions is unchanged."""
+    rows = [row.strip(" \t\n,;.") for row in match.group(2).split("\\\\")]
+    rows = [row for row in rows if row]
+    if any("&" in row and not re.search(r"&\s*(?:=|\\|<|>)|=\s*&", row) for row in rows):
+        return match.group()
+    return ", ".join(row.replace("&", "") for row in rows)
+
+
+def _iso_interval(match: re.Match[str]) -> str:
+    """Return ``(2,5]`` for ``]2,5]``; a pair of square brackets is unchanged."""
+    opening, ends, closing = (part for part in match.groups() if part is not None)
+    return {"]": "(", "[": "[", "(": "("}[opening] + ends + {"[": ")", "]": "]", ")": ")"}[closing]
+
+
 def normalize(text: str) -> str:
     """Return an answer in the normal notation; an answer without mathematics keeps its words and their case."""
     text = trimmed(ascii_signs(text))
@@ -82,7 +149,9 @@ def normalize(text: str) -> str:
         text = TEXT.sub(_words, text)
     for pattern, replacement in REWRITES:
         text = pattern.sub(replacement, text)
-    text = trimmed(" ".join(text.split()))
+    text = trimmed(" ".join(ISO_INTERVAL.sub(_iso_interval, ENVIRONMENT.sub(_rows_as_list, text)).split()))
+    if text[:1].isalpha() and (number := number_of_words(text)) is not None:
+        return str(number)
     while is_wrapped(text, "{", "}"):
         text = trimmed(text[1:-1])
     return text

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 TOLERANCE = Fraction(1, 10**6)
 MAX_CHARS = 200  # of a quantity; Python itself limits integers to a few thousand digits
-DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d{1,3}(?:[ ]\d{3})+(?![\d/ ])|\d+(?:\.\d*)?|\.\d+)"
+DECIMAL = r"(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|\d{1,3}(?:[ ]\d{3})+(?![\d/ ])|\d+(?:\.\d*)?|\.\d+)"
 TEN = r"(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*(?:\{\s*(?P<ten>[-+]?\d{1,3})\s*\}|(?P<ten_>[-+]?\d{1,3})(?!\d))"
 NUMBER = re.compile(
     rf"""(?:(?P<sign>[-+])\s*)?(?:
@@ -21,7 +21,7 @@ NUMBER = re.compile(
     )\s*(?P<percent>%?)""",
     re.VERBOSE,
 )
-PARENTHESES = re.compile(r"^(-?)\(\s*([^()+-][^()]*)\)$")
+PARENTHESES = re.compile(r"^(-?)\(\s*([^()+,-][^(),]*)\)$")
 WORD = re.compile(r"[^\W\d_]+")
 PROSE_MARKS = frozenset(" .,:;?'\"/()-")
 QUOTED = re.compile(r'"[^"]*"')
@@ -39,10 +39,30 @@ OTHER_VALUE = frozenset([
     "fourths", "quarter", "quarters", "fifth", "fifths", "tenth", "tenths", "hundredth", "hundredths",
     "thousandth", "thousandths", "score", "percent", "twice", "double", "triple", "divided", "multiplied", "plus",
     "minus", "negative", "squared", "cubed", "sqrt", "root", "factorial", "mod", "pi", "sin", "cos", "tan", "cot",
-    "csc", "log", "exp", "lim", "inf", "infinity", "undefined", "abc", "xyz",
+    "csc", "log", "exp", "lim", "inf", "infinity", "arctan", "arcsin", "arccos", "cis", "gcd",
+    "lcm", "ceil", "floor", "reciprocal", "inverse", "opposite", "undefined", "abc", "xyz",
 ])  # fmt: skip
 """Words next to a number that change its value, or make it no number; negations do the same."""
 MULTIPLES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+CURRENCIES = {"usd": "dollar", "eur": "euro", "gbp": "pound", "jpy": "yen", "inr": "rupee"}
+UNIT_NAMES = CURRENCIES | {
+    "mm": "millimeter", "cm": "centimeter", "m": "meter", "km": "kilometer", "inch": "in", "foot": "ft", "feet": "ft",
+    "yard": "yd", "mile": "mi", "mg": "milligram", "g": "gram", "kg": "kilogram", "lb": "pound", "ounce": "oz",
+    "ml": "milliliter", "l": "liter", "s": "second", "sec": "second", "min": "minute", "h": "hour", "hr": "hour",
+    "mph": "mi hour", "kmh": "kilometer hour", "kph": "kilometer hour", "metre": "meter", "centimetre": "centimeter",
+    "kilometre": "kilometer", "millimetre": "millimeter", "litre": "liter",
+}  # fmt: skip
+VERBS = frozenset([
+    "is", "are", "was", "were", "be", "equals", "equal", "has", "have", "had", "gets", "get", "got", "costs", "cost",
+    "needs", "need", "takes", "took", "makes", "made", "spends", "spent", "earns", "earned", "sells", "sold", "eats",
+    "ate", "pays", "paid", "saves", "saved", "buys", "bought", "collects", "collected", "contains", "remain", "remains",
+    "left", "leaves", "gives", "gave", "drinks", "drank", "uses", "used", "weighs", "becomes", "only",
+])  # fmt: skip
+"""A number after one of these is a value, whatever the subject is: ``Sam has 3``."""
+LABELS = frozenset([
+    "answer", "final", "result", "value", "sum", "product", "so", "thus", "hence", "therefore", "approximately",
+    "around", "roughly", "just", "us", "rs", "nearly", "altogether", "number", *CURRENCIES,
+])  # fmt: skip
 FILLERS = frozenset([
     "the", "a", "an", "of", "in", "is", "are", "was", "were", "there", "it", "he", "she", "they", "total",
     "exactly", "about", "per", "each", "all",
@@ -111,14 +131,29 @@ def _among_words(text: str) -> Quantity | None:
     attached = WORD.match(after)
     if attached and not numbers[0].group().endswith(" ") and attached.group().lower() not in UNITS:
         return None
+    if "," in numbers[0].group() and before.endswith("(") and after.startswith(")"):
+        return None  # a point
+    if not _introduces_value(before):
+        return None
     words = [word.lower() for word in WORD.findall(after)]
     value = read.value
     if words and words[0] in MULTIPLES:
         value *= MULTIPLES[words.pop(0)]
     if any(word in MULTIPLES for word in words):
         return None
-    unit = frozenset(_singular(word) for word in words) - FILLERS
-    return Quantity(value, read.form, read.is_percent, unit)
+    names = [CURRENCIES[word] for word in WORD.findall(before.lower()) if word in CURRENCIES]
+    for word in map(_singular, words):
+        names += UNIT_NAMES.get(word, word).split()
+    return Quantity(value, read.form, read.is_percent, frozenset(names) - FILLERS)
+
+
+def _introduces_value(before: str) -> bool:
+    """Return True if the words before a number say that it is the value: ``a total of``, ``answer:``, ``Sam has``."""
+    words = [word.lower() for word in WORD.findall(before)]
+    known = VERBS | LABELS | FILLERS
+    return (
+        not words or before.rstrip().endswith((":", ",")) or all(word in known for word in words) or words[-1] in VERBS
+    )
 
 
 def _is_prose(text: str) -> bool:
@@ -147,7 +182,12 @@ def same_quantity(given: Quantity, gold: Quantity) -> bool:
     have one. ``50%`` equals ``50`` and ``0.5``; ``50`` equals ``50%`` but not ``0.5``. ``170/2`` does not answer 85: it
     may repeat the question.
     """
+    if {given.unit, gold.unit} == {frozenset(["cent"]), frozenset(["dollar"])}:
+        cents, dollars = (given, gold) if "cent" in given.unit else (gold, given)
+        return cents.value == 100 * dollars.value
     if not (given.unit <= gold.unit or gold.unit <= given.unit):
+        return False
+    if given.is_percent != gold.is_percent and (given.unit | gold.unit):
         return False
     repeats_question = gold.form is Form.integer and given.form is Form.ratio
     is_exact = Form.decimal not in (given.form, gold.form) and given.is_percent == gold.is_percent

@@ -1,13 +1,23 @@
 r"""Symbolic equality by the Math-Verify library, which is imported only when no other check decides.
 
-There is no time limit here: sympy hangs on ``9^99999999``, so judges run in child processes.
+Comparisons of one response take SECONDS at most in the main thread. sympy can also hang where no signal is handled, so
+judges run in child processes.
 """
 
 import functools
 import logging
 import re
-from collections.abc import Callable
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
+from realhf.rewards.math.exact_integers import exact_value
+from realhf.rewards.math.quantities import OTHER_VALUE
+
+SECONDS = 2.0
 MAX_CHARS = 400  # of an expression that is evaluated
 ENDLESS = re.compile(
     r"\^\s*\{?\s*-?\d{4}"  # huge powers
@@ -18,6 +28,9 @@ ENDLESS = re.compile(
 UNFINISHED = re.compile(r"\\(?:sum|prod|i*int|oint|lim|[cl]?dots)(?![a-z])")
 WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}")
 TAIL_UNIT = re.compile(r'\s*"[^"]*"(?:\s*\^\s*\{?\s*\d\s*\}?)?$')
+DEGREES = re.compile(r'(\d+(?:\.\d+)?)\s*"degree"')
+TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
+IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
 CONSTANT = re.compile(r"(?<![A-Za-z\\])[CcKk](?![A-Za-z])")
 
 
@@ -46,6 +59,13 @@ def same_mathematics(given: str, gold: str) -> bool:
 
     Expressions that are too long, unbalanced, or too expensive to evaluate (``9^{99999}``) equal no other.
     """
+    if (given_value := exact_value(given)) is not None and (gold_value := exact_value(gold)) is not None:
+        return given_value == gold_value
+    if TRIGONOMETRIC.search(given + gold) or (('"degree"' in given) != ('"degree"' in gold) and "\\pi" in given + gold):
+        given, gold = (DEGREES.sub(r"(\\frac{\1\\pi}{180})", text) for text in (given, gold))
+    for text in (given, gold):
+        if (unit := TAIL_UNIT.search(text)) is not None and OTHER_VALUE & set(re.findall(r"[a-z]+", unit.group())):
+            return False
     given, gold = (TAIL_UNIT.sub("", text).replace('"', " ").strip() for text in (given, gold))
     if UNFINISHED.search(given) and not UNFINISHED.search(gold):
         return False  # repeats the question
@@ -54,7 +74,57 @@ def same_mathematics(given: str, gold: str) -> bool:
     if constant_of(gold) == "C" and (letter := constant_of(given)):
         given = re.sub(rf"(?<![A-Za-z\\]){letter}(?![A-Za-z])", "C", given)
     read, compare = library()
-    return compare(read(gold), read(given))
+    try:
+        with _time_limit():
+            parsed = read(gold), read(given)
+            if IMAGINARY.search(gold + " " + given):
+                parsed = _with_imaginary_unit(parsed[0]), _with_imaginary_unit(parsed[1])
+            return compare(*parsed)
+    except TimeoutError:
+        return False
+
+
+def _with_imaginary_unit(parsed: list) -> list:
+    """Return the expressions with the symbol i as the imaginary unit."""
+    from sympy import Basic, I
+
+    return [
+        part.subs({symbol: I for symbol in part.free_symbols if str(symbol) == "i"})
+        if isinstance(part, Basic)
+        else part
+        for part in parsed
+    ]
+
+
+_seconds_left = [float("inf")]  # of the comparisons of one response
+
+
+def new_time_limit() -> None:
+    """Start the time limit of the next response."""
+    _seconds_left[0] = SECONDS
+
+
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    """Raise ``TimeoutError`` in the block when the time is used up; without effect outside the main thread."""
+    if threading.current_thread() is not threading.main_thread() or _seconds_left[0] == float("inf"):
+        yield
+        return
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    if _seconds_left[0] <= 0:
+        raise TimeoutError
+    begin = time.monotonic()
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, _seconds_left[0])
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+        _seconds_left[0] -= time.monotonic() - begin
 
 
 def is_safe_for_sympy(text: str) -> bool:

@@ -1,0 +1,122 @@
+r"""Exact values of arithmetic with integers, such as ``2^{2024}-1`` or ``\frac{3^{1000}+1}{2}``."""
+
+import math
+import re
+from fractions import Fraction
+
+MAX_BITS = 200_000  # of a number during evaluation
+TOKEN = re.compile(r"\s*(\d+|\\frac|\\binom|\\cdot|\\times|\\div|[-+*/^!(){}])")
+
+
+class NotExact(ValueError):
+    """The text is not arithmetic with integers, or its value is too large."""
+
+
+def exact_value(text: str) -> Fraction | None:
+    """Return the value of an expression in normal notation, or None."""
+    if len(text) > 400:
+        return None
+    try:
+        parser = _Parser(text)
+        value = parser.sum()
+        return value if parser.next is None else None
+    except (NotExact, ZeroDivisionError, RecursionError):
+        return None
+
+
+class _Parser:
+    """Recursive descent over the tokens of one expression."""
+
+    def __init__(self, text: str) -> None:
+        self._tokens: list[str] = []
+        end = 0
+        while (match := TOKEN.match(text, end)) is not None:
+            self._tokens.append(match.group(1))
+            end = match.end()
+        if text[end:].strip() or not self._tokens:
+            raise NotExact
+        self._tokens.reverse()
+
+    @property
+    def next(self) -> str | None:
+        return self._tokens[-1] if self._tokens else None
+
+    def take(self, *expected: str) -> str:
+        if self.next is None or (expected and self.next not in expected):
+            raise NotExact
+        return self._tokens.pop()
+
+    def sum(self) -> Fraction:
+        negative = self.next in ("-", "+") and self.take() == "-"
+        value = -self.product() if negative else self.product()
+        while self.next in ("+", "-"):
+            value = value + self.product() if self.take() == "+" else value - self.product()
+        return value
+
+    def product(self) -> Fraction:
+        value = self.power()
+        while self.next is not None and self.next not in ("+", "-", ")", "}"):
+            if self.next in ("/", "\\div"):
+                self.take()
+                value /= self.power()
+            else:
+                if self.next in ("*", "\\cdot", "\\times"):
+                    self.take()
+                elif self.next.isdigit():
+                    raise NotExact  # 2 3
+                value = _limited(value * self.power())
+        return value
+
+    def power(self) -> Fraction:
+        base = self.factorial()
+        if self.next != "^":
+            return base
+        self.take()
+        exponent = self.braced() if self.next == "{" else self.factorial()
+        if exponent.denominator != 1 or (not base and exponent < 0):
+            raise NotExact
+        bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+        if bits * abs(exponent) > MAX_BITS:
+            raise NotExact
+        return base ** int(exponent)
+
+    def factorial(self) -> Fraction:
+        value = self.atom()
+        if self.next == "!":
+            self.take()
+            if value.denominator != 1 or not 0 <= value <= 3000 or self.next == "!":
+                raise NotExact
+            value = Fraction(math.factorial(int(value)))
+        return value
+
+    def atom(self) -> Fraction:
+        token = self.take()
+        if token.isdigit():
+            return _limited(Fraction(int(token))) if len(token) < 4000 else _limited(Fraction(1 << (MAX_BITS + 1)))
+        if token == "(":
+            value = self.sum()
+            self.take(")")
+            return value
+        if token == "{":
+            self._tokens.append(token)
+            return self.braced()
+        if token == "\\frac":
+            return self.braced() / self.braced()
+        if token == "\\binom":
+            n, k = self.braced(), self.braced()
+            if n.denominator != 1 or k.denominator != 1 or not 0 <= k <= n <= 5000:
+                raise NotExact
+            return Fraction(math.comb(int(n), int(k)))
+        raise NotExact
+
+    def braced(self) -> Fraction:
+        self.take("{")
+        value = self.sum()
+        self.take("}")
+        return value
+
+
+def _limited(value: Fraction) -> Fraction:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+        raise NotExact
+    return value
