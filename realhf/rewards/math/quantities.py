@@ -58,7 +58,7 @@ VERBS = frozenset([
     "ate", "pays", "paid", "saves", "saved", "buys", "bought", "collects", "collected", "contains", "remain", "remains",
     "left", "leaves", "gives", "gave", "drinks", "drank", "uses", "used", "weighs", "becomes", "only",
 ])  # fmt: skip
-"""A number after one of these is a value, whatever the subject is: ``Sam has 3``."""
+"""A number after one of these is a value, for any subject: ``Sam has 3``."""
 LABELS = frozenset([
     "answer", "final", "result", "value", "sum", "product", "so", "thus", "hence", "therefore", "approximately",
     "around", "roughly", "just", "us", "rs", "nearly", "altogether", "number", *CURRENCIES,
