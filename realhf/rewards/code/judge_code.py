@@ -123,11 +123,11 @@ def ask_test(test: Program, line: bytes, seconds: float) -> bytes:
 
 
 def check_stub(row: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for a row that has neither tests nor a stub with a test."""
+    """Raise ``ValueError`` for a row without tests and without a stub with a test."""
     for key in ("stub", "test", "entry_point"):
         if not isinstance(row.get(key), str) or not row[key].strip():
             raise ValueError(
-                f"the row has neither 'input_output' nor a text {key!r}: {key!r} is {kind_of(row.get(key))}"
+                f"the row has no 'input_output', and no text {key!r}: {key!r} is {kind_of(row.get(key))}"
             )
 
 
