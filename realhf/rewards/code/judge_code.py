@@ -126,9 +126,7 @@ def check_stub(row: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` for a row without tests and without a stub with a test."""
     for key in ("stub", "test", "entry_point"):
         if not isinstance(row.get(key), str) or not row[key].strip():
-            raise ValueError(
-                f"the row has no 'input_output', and no text {key!r}: {key!r} is {kind_of(row.get(key))}"
-            )
+            raise ValueError(f"the row has no 'input_output', and no text {key!r}: {key!r} is {kind_of(row.get(key))}")
 
 
 def value_of(reply: bytes) -> object:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from realhf.rewards.math.exact_integers import exact_value
 from realhf.rewards.math.quantities import OTHER_VALUE
@@ -86,14 +87,12 @@ def same_mathematics(given: str, gold: str) -> bool:
 
 def _with_imaginary_unit(parsed: list) -> list:
     """Return the expressions with the symbol i as the imaginary unit."""
-    from sympy import Basic, I
+    unit = library()[0](r"\sqrt{-1}")[0].doit()
 
-    return [
-        part.subs({symbol: I for symbol in part.free_symbols if str(symbol) == "i"})
-        if isinstance(part, Basic)
-        else part
-        for part in parsed
-    ]
+    def replaced(part: Any) -> Any:
+        return part.subs({symbol: unit for symbol in part.free_symbols if str(symbol) == "i"})
+
+    return [replaced(part) if hasattr(part, "free_symbols") else part for part in parsed]
 
 
 _seconds_left = [float("inf")]  # of the comparisons of one response
