@@ -5,15 +5,15 @@ import builtins
 import re
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 
 MIN_CHARS = 20  # of a program in a fence, if there is a longer one
 
-OPENING = re.compile(r"(?P<before>.*?)(?P<fence>`{3,}|~{3,})(?P<info>[^`]*)$")
-INLINE = re.compile(r"(`{3,})(?P<info>[^\s`]*)[ \t]+(?P<code>[^`\n]+?)[ \t]*\1")
+FENCE = re.compile(r"`{3,}|~{3,}")
+INLINE = re.compile(r"([^\s`]*)[ \t]+(.*\S)")
 LANGUAGE = re.compile(r"[{.\s]*([\w+#-]*)")
-PYTHON = ("python", "python3", "py", "python2", "pycon3")
+PYTHON = ("", "python", "python3", "py", "python2")
 UNINDENTED = re.compile(r"\n(?=\S)")
 
 
@@ -25,26 +25,52 @@ class CodeBlock:
     text: str
 
 
+class ParsedProgram:
+    """A text that is valid Python."""
+
+    def __init__(self, text: str, tree: ast.Module) -> None:
+        self.text, self._body, nodes = text, tree.body, list(ast.walk(tree))
+        self.top_level = set(_bound(tree.body))
+        bound = set(_bound(nodes)) | set(vars(builtins))
+        self.free = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)} - bound
+        self._functions = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+    def defines(self, name: str) -> bool:
+        """Return True if the program has a function or method ``name``, or a variable at its top level."""
+        return name in self._functions or name in self.top_level
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the text may be sample output that is valid Python, such as ``3 4`` on two lines or ``[1, 2]``."""
+        effects = (ast.Call, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)
+        return all(
+            isinstance(node, ast.Expr) and not any(isinstance(part, effects) for part in ast.walk(node))
+            for node in self._body
+        )
+
+
 def extract_code(response: str, name: str = "") -> str | None:
     """Return the program in a response, or None.
 
-    Blocks marked as Python come before unmarked ones, and unmarked ones before the whole response. Of these, the last
+    Blocks marked as Python come before unmarked ones; without any block, the whole response is used. Of these, the last
     is used that defines ``name``, if given, that is more than constants, that has MIN_CHARS characters, and that does
     not use definitions of an earlier one, as far as any does. An unclosed fence extends to the end of the text.
     """
     blocks = list(code_blocks(response))
-    marked = [block.text for block in blocks if block.language in PYTHON]
+    marked = [block.text for block in blocks if block.language in PYTHON[1:]]
     for texts in (marked, [block.text for block in blocks if not block.language], [response] if not blocks else []):
-        programs = [text for text in texts if text.strip() and is_python(text)]
-        for is_better in (
-            lambda text: bool(name) and defines(text, name),
-            lambda text: not is_constant(text),
-            lambda text: len(text.strip()) >= MIN_CHARS,
-        ):
-            programs = list(filter(is_better, programs)) or programs
-        if programs:
-            own = [text for i, text in enumerate(programs) if not any(uses(text, other) for other in programs[:i])]
-            return own[-1]
+        programs = [program for text in texts if (program := parse(text)) is not None]
+        programs = [p for p in programs if name and p.defines(name)] or programs
+        programs = [p for p in programs if not p.is_constant] or programs
+        programs = [p for p in programs if len(p.text.strip()) >= MIN_CHARS] or programs
+        defined: set[str] = set()
+        found = None
+        for program in programs:
+            if not program.free & defined:
+                found = program.text
+            defined |= program.top_level
+        if found is not None:
+            return found
     return None
 
 
@@ -54,7 +80,7 @@ def complete_stub(stub: str, response: str, name: str) -> str | None:
     The last fenced block that defines the function is used, else the last block. Without a fence, text after the
     function is dropped if the whole is not Python.
     """
-    fences = [block.text for block in code_blocks(response, dedent=False) if block.language in ("", *PYTHON)]
+    fences = [block.text for block in code_blocks(response, dedent=False) if block.language in PYTHON]
     defining = [block for block in map(textwrap.dedent, fences) if re.search(rf"^def {name}\b", block, re.MULTILINE)]
     blocks = (defining or fences)[-1:] or [response, UNINDENTED.split(response, maxsplit=1)[0]]
     start = stub if stub.endswith("\n") else stub + "\n"
@@ -65,20 +91,34 @@ def code_blocks(response: str, dedent: bool = True) -> Iterator[CodeBlock]:
     """Yield the fenced blocks of a text in Markdown: indented, after other text in a line, or within one line."""
     lines = iter(response.splitlines(keepends=True))
     for line in lines:
-        inline = [CodeBlock(_language(match["info"]), match["code"] + "\n") for match in INLINE.finditer(line)]
-        yield from inline
-        opening = OPENING.match(line.rstrip("\n"))
-        if inline or opening is None:
+        info = yield from _inline_blocks(line)
+        if info is None:
             continue
-        fence, content = opening["fence"], []
-        closing = re.compile(rf"(?P<code>.*?){re.escape(fence[0])}{{{len(fence)},}}[ \t]*$")
+        fence, content = info[0], []
         for inner in lines:
-            if (end := closing.match(inner.rstrip("\n"))) is not None:
-                content.append(end["code"])
+            stripped = inner.rstrip()
+            code = stripped.rstrip(fence[0])
+            if len(stripped) - len(code) >= len(fence):
+                content.append(code)
                 break
             content.append(inner)
         text = "".join(content)
-        yield CodeBlock(_language(opening["info"]), textwrap.dedent(text) if dedent else text)
+        yield CodeBlock(_language(info[1]), textwrap.dedent(text) if dedent else text)
+
+
+def _inline_blocks(line: str) -> Generator[CodeBlock, None, tuple[str, str] | None]:
+    """Yield the blocks within a line; return fence and info of the block that starts at its end, or None."""
+    opening = None
+    for fence in FENCE.finditer(line):
+        if opening is None or fence.group() != opening.group():
+            opening = fence
+            continue
+        if (inline := INLINE.fullmatch(line[opening.end() : fence.start()].rstrip())) is not None:
+            yield CodeBlock(_language(inline.group(1)), inline.group(2) + "\n")
+        opening = None
+    if opening is not None and "`" not in (info := line[opening.end() :].rstrip("\n")):
+        return opening.group(), info
+    return None
 
 
 def _language(info: str) -> str:
@@ -88,10 +128,16 @@ def _language(info: str) -> str:
 
 
 def is_python(text: str) -> bool:
-    return parsed(text) is not None
+    return _parsed(text) is not None
 
 
-def parsed(text: str) -> ast.Module | None:
+def parse(text: str) -> ParsedProgram | None:
+    """Return the program in a text that is not blank, or None if it is not Python."""
+    tree = _parsed(text) if text.strip() else None
+    return ParsedProgram(text, tree) if tree is not None else None
+
+
+def _parsed(text: str) -> ast.Module | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about invalid escape sequences
@@ -100,37 +146,8 @@ def parsed(text: str) -> ast.Module | None:
         return None
 
 
-def is_constant(text: str) -> bool:
-    """Return True for sample output that is valid Python, such as ``3 4`` on two lines or ``[1, 2]``."""
-    tree = parsed(text)
-    calls = (ast.Call, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)
-    return tree is not None and all(
-        isinstance(node, ast.Expr) and not any(isinstance(part, calls) for part in ast.walk(node)) for node in tree.body
-    )
-
-
-def defines(text: str, name: str) -> bool:
-    """Return True if a program has a function ``name``, or a class with such a method."""
-    tree = parsed(text)
-    return tree is not None and any(
-        isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and node.name == name
-        or isinstance(node, ast.Assign)
-        and any(isinstance(t, ast.Name) and t.id == name for t in node.targets)
-        for node in ast.walk(tree)
-    )
-
-
-def uses(text: str, other: str) -> bool:
-    """Return True if a program loads a name that it does not bind, and that ``other`` binds at its top level."""
-    tree, earlier = parsed(text), parsed(other)
-    if tree is None or earlier is None:
-        return False
-    loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    return bool((loaded - set(_bound(ast.walk(tree))) - set(vars(builtins))) & set(_bound(iter(earlier.body))))
-
-
-def _bound(nodes: Iterator[ast.AST]) -> Iterator[str]:
+def _bound(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Yield the names that statements define."""
     for node in nodes:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
@@ -142,7 +159,8 @@ def _bound(nodes: Iterator[ast.AST]) -> Iterator[str]:
             case ast.arg():
                 yield node.arg
             case ast.Assign() | ast.AnnAssign():
-                yield from (part.id for part in ast.walk(node) if isinstance(part, ast.Name)
-                            and isinstance(part.ctx, ast.Store))  # fmt: skip
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = (part for target in targets for part in ast.walk(target) if isinstance(part, ast.Name))
+                yield from (part.id for part in names if isinstance(part.ctx, ast.Store))
             case ast.ExceptHandler(name=str(name)):
                 yield name

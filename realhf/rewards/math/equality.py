@@ -5,12 +5,13 @@ Comparisons run from cheapest to most expensive: text; numbers; tuples, interval
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from realhf.rewards.math.extract import extract_answer, marked_answer
 from realhf.rewards.math.normalize import is_wrapped, normalize, split_outside, strip_spaces
 from realhf.rewards.math.quantities import quantity, same_quantity
-from realhf.rewards.math.real_sets import RealSet, parse_real_set
+from realhf.rewards.math.real_sets import Interval, parse_real_set
 from realhf.rewards.math.symbolic import new_time_limit, same_mathematics
 
 CHOICE = re.compile(r"\(?([A-J])\)?")
@@ -38,6 +39,7 @@ RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|in|cup)(?![a-z])")
 EXPONENT = re.compile(r"\^\s*\{[^{}]*\}")
 MAX_CHARS = 2000  # of an answer that is parsed; longer ones are compared as text
 MAX_SET_SIZE = 30
+T = TypeVar("T")
 
 
 def judge_math(prompt: str, answer: str, row: Mapping[str, object]) -> float:
@@ -110,18 +112,12 @@ def _as_real_set(given: str, gold: str) -> bool | None:
         return None
     if a.variable and b.variable and a.variable != b.variable:
         return False
-    return _same_intervals(a, b)
 
+    def same(x: Interval, y: Interval) -> bool:
+        closed = (x.low_closed, x.high_closed) == (y.low_closed, y.high_closed)
+        return closed and _same(x.low, y.low) and _same(x.high, y.high)
 
-def _same_intervals(a: RealSet, b: RealSet) -> bool:
-    rest = list(b.intervals)
-    for x in a.intervals:
-        equal = next((y for y in rest if (x.low_closed, x.high_closed) == (y.low_closed, y.high_closed)
-                      and _same(x.low, y.low) and _same(x.high, y.high)), None)  # fmt: skip
-        if equal is None:
-            return False
-        rest.remove(equal)
-    return not rest
+    return _in_any_order(a.intervals, b.intervals, same)
 
 
 def _as_cases(given: str, gold: str) -> bool | None:
@@ -136,10 +132,11 @@ def _as_cases(given: str, gold: str) -> bool | None:
         [[cell.strip(' ,;"') for cell in row.split("&", 1)] for row in _rows(match.group(1))]
         for match in (given_match, gold_match)
     )
-    conditions = [{_condition(row[-1]): row[0] for row in rows} for rows in (a, b)]
-    return conditions[0].keys() == conditions[1].keys() and all(
-        _same(conditions[0][condition], value) for condition, value in conditions[1].items()
-    )
+
+    def same(x: list[str], y: list[str]) -> bool:
+        return len(x) == len(y) and _condition(x[-1]) == _condition(y[-1]) and _same(x[0], y[0])
+
+    return _in_any_order(a, b, same)
 
 
 def _condition(text: str) -> str:
@@ -311,14 +308,22 @@ def _split(text: str) -> list[str]:
 def _same_set(given: Sequence[str], gold: Sequence[str]) -> bool:
     if len(gold) > MAX_SET_SIZE:
         return sorted(map(strip_spaces, given)) == sorted(map(strip_spaces, gold))
+
+    def same(x: str, y: str) -> bool:
+        return _elements(x)[0] == _elements(y)[0] and _same(x, y)  # {1} is not an element of {1, 2}
+
+    return _in_any_order(given, gold, same)
+
+
+def _in_any_order(given: Sequence[T], gold: Sequence[T], same: Callable[[T, T], bool]) -> bool:
+    """Return True if the elements can be paired so that each pair is the same."""
     rest = list(gold)
     for element in given:
-        kind = _elements(element)[0]  # {1} is not an element of {1, 2}
-        equal = next((other for other in rest if _elements(other)[0] == kind and _same(element, other)), None)
+        equal = next((i for i, other in enumerate(rest) if same(element, other)), None)
         if equal is None:
             return False
-        rest.remove(equal)
-    return True
+        del rest[equal]
+    return not rest
 
 
 def _as_equation(given: str, gold: str) -> bool | None:

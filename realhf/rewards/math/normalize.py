@@ -106,22 +106,26 @@ TENS = {word: 10 * value for value, word in enumerate([
 ], 2)}  # fmt: skip
 POWERS = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
 ENVIRONMENT = re.compile(r"\\begin\{(aligned|align\*?|gathered|cases)\}(.*?)\\end\{\1\}", re.DOTALL)
-ISO_INTERVAL = re.compile(r"([\[\]])([^\[\]]*,[^\[\]]*)([\[\])])|(\()([^\[\]()]*,[^\[\]()]*)(\[)")
+ISO_INTERVAL = re.compile(r"(|.*(?:\\in(?![a-z])|=)\s*)([\[\](])([^\[\]]*,[^\[\]]*)([\[\])])", re.DOTALL)
 
 
 def number_of_words(text: str) -> int | None:
     """Return the value of number words such as ``one hundred and twenty-one``; None for any other text."""
     words = [word for word in re.split(r"[\s-]+", text.casefold().strip()) if word != "and"]
     total = group = 0
+    smallest = 10**12  # the power of the preceding words: one thousand two million is no number
     for word in words:
-        if word in SMALL and group % 10 == 0 and (group % 100 == 0 or SMALL[word] < 10):
+        low = group % 100
+        if word in SMALL and (low == 0 if SMALL[word] > 9 else low in (0, *TENS.values())):
+            if SMALL[word] == 0 and len(words) > 1:
+                return None
             group += SMALL[word]
-        elif word in TENS and group % 100 == 0:
+        elif word in TENS and low == 0:
             group += TENS[word]
         elif word == "hundred" and 0 < group < 10:
             group *= 100
-        elif word in POWERS and 0 < group < 1000:
-            total, group = total + group * POWERS[word], 0
+        elif word in POWERS and 0 < group < 1000 and POWERS[word] < smallest:
+            total, group, smallest = total + group * POWERS[word], 0, POWERS[word]
         else:
             return None
     return total + group if words else None
@@ -136,20 +140,25 @@ def _rows_as_list(match: re.Match[str]) -> str:
     return ", ".join(row.replace("&", "") for row in rows)
 
 
-def _iso_interval(match: re.Match[str]) -> str:
-    """Return ``(2,5]`` for ``]2,5]``; a pair of square brackets is unchanged."""
-    opening, ends, closing = (part for part in match.groups() if part is not None)
-    return {"]": "(", "[": "[", "(": "("}[opening] + ends + {"[": ")", "]": "]", ")": ")"}[closing]
+def _without_iso_brackets(text: str) -> str:
+    r"""Return ``(2,5]`` for ``]2,5]``, also in unions and after ``x \in``; other brackets are unchanged."""
+    parts = text.split("\\cup")
+    for i, part in enumerate(parts):
+        if (match := ISO_INTERVAL.fullmatch(part.strip())) is not None:
+            before, opening, ends, closing = match.groups()
+            if opening == "]" or closing == "[":
+                parts[i] = before + opening.replace("]", "(") + ends + closing.replace("[", ")")
+    return "\\cup ".join(parts) if len(parts) > 1 else parts[0]
 
 
 def normalize(text: str) -> str:
     """Return an answer in the normal notation; an answer without mathematics keeps its words and their case."""
-    text = trimmed(ascii_signs(text))
+    text = trimmed(" ".join(ascii_signs(text).split()))  # long spaces take the patterns quadratic time
     for _ in range(2):
         text = TEXT.sub(_words, text)
     for pattern, replacement in REWRITES:
         text = pattern.sub(replacement, text)
-    text = trimmed(" ".join(ISO_INTERVAL.sub(_iso_interval, ENVIRONMENT.sub(_rows_as_list, text)).split()))
+    text = trimmed(" ".join(_without_iso_brackets(ENVIRONMENT.sub(_rows_as_list, text)).split()))
     if text[:1].isalpha() and (number := number_of_words(text)) is not None:
         return str(number)
     while is_wrapped(text, "{", "}"):

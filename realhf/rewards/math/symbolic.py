@@ -35,6 +35,10 @@ IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
 CONSTANT = re.compile(r"(?<![A-Za-z\\])[CcKk](?![A-Za-z])")
 
 
+class TimeUp(BaseException):
+    """The time limit has passed; not an ``Exception``, because libraries catch those and continue."""
+
+
 @functools.cache
 def library() -> tuple[Callable[[str], list], Callable[[list, list], bool]]:
     """Return Math-Verify's ``parse`` and ``verify`` for one formula; the first call takes a second or more."""
@@ -81,7 +85,7 @@ def same_mathematics(given: str, gold: str) -> bool:
             if IMAGINARY.search(gold + " " + given):
                 parsed = _with_imaginary_unit(parsed[0]), _with_imaginary_unit(parsed[1])
             return compare(*parsed)
-    except TimeoutError:
+    except TimeUp:
         return False
 
 
@@ -105,16 +109,16 @@ def new_time_limit() -> None:
 
 @contextmanager
 def _time_limit() -> Iterator[None]:
-    """Raise ``TimeoutError`` in the block when the time is used up; without effect outside the main thread."""
+    """Raise ``TimeUp`` in the block when the time is used up; without effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread() or _seconds_left[0] == float("inf"):
         yield
         return
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        raise TimeoutError
+        raise TimeUp
 
     if _seconds_left[0] <= 0:
-        raise TimeoutError
+        raise TimeUp
     begin = time.monotonic()
     previous = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, _seconds_left[0])

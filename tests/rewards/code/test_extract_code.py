@@ -1,12 +1,16 @@
 """Programs in responses: generated Markdown around a known program."""
 
 import textwrap
+from contextlib import closing
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from markdown_it import MarkdownIt
 
-from realhf.rewards.code.extract_code import extract_code
+from realhf.rewards.code.extract_code import code_blocks, extract_code
+from realhf.rewards.judge.pool import JudgePool
+from tests.rewards.code.test_judge_code import ADD, runs
 from tests.scaling import examples
 
 PROGRAM = "def solve(a, b):\n    return a + b\n\n\nprint(solve(*map(int, input().split())))\n"
@@ -91,3 +95,55 @@ def test_no_program() -> None:
     assert extract_code("I do not know.") is None
     assert extract_code("```bash\nls\n```") is None
     assert extract_code(PROGRAM) == PROGRAM
+
+
+LINES = ("x = 1", "print('a')", "    y = 2", "text", "", "- item", "if x:", "# a", "a ` b")
+PROSE = ("Some text.", "", "Another `code` line", "1. thing")
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> str:
+    """Draw prose and fences; a fence may contain shorter ones or those of the other kind, and the last may be open."""
+    lines: list[str] = []
+    for _ in range(draw(st.integers(1, 5))):
+        if draw(st.booleans()):
+            lines.append(draw(st.sampled_from(PROSE)))
+            continue
+        fence = draw(st.sampled_from(["```", "````", "~~~", "~~~~~"]))
+        inner = ["```", "~~~"] if len(fence) > 3 else ["~~~" if fence == "```" else "```"]
+        lines.append(fence + draw(st.sampled_from(["", "python", "py", "cpp", 'python title="a"'])))
+        lines += draw(st.lists(st.sampled_from([*LINES, *inner]), max_size=4))
+        lines += [fence, ""]
+    return "\n".join(lines[: draw(st.sampled_from([len(lines), -2]))]) + "\n"
+
+
+@given(documents())
+@settings(max_examples=examples(200))
+def test_blocks_equal_those_of_a_markdown_parser(text: str) -> None:
+    expected = [
+        (token.info.split()[0] if token.info.strip() else "", textwrap.dedent(token.content).rstrip("\n"))
+        for token in MarkdownIt().parse(text)
+        if token.type == "fence"
+    ]
+    assert [(block.language, block.text.rstrip("\n")) for block in code_blocks(text)] == expected
+
+
+HOSTILE = {
+    "backquotes": "`" * 50_000 + "a`",
+    "spaced backquotes": "``` a " * 10_000 + "`",
+    "tildes": "~" * 50_000 + "`",
+    "spaces": "``` " + " " * 50_000 + "x",
+    "inline blocks": "```python x```" * 5_000,
+    "open blocks": "```cpp\n" * 5_000,
+    "brackets": "```python\n" + "[" * 50_000 + "\n```",
+    "dependent blocks": "".join(f"```python\ndef f{i}(): return f{i - 1}()\n```\n" for i in range(2_000)),
+}
+
+
+@runs
+def test_hostile_markdown_is_judged_within_the_time_limit() -> None:
+    with closing(JudgePool("code", timeout=20.0, processes=2)) as pool:
+        verdicts = pool.judge([("", text, ADD) for text in HOSTILE.values()])
+    expected = dict.fromkeys(HOSTILE, "no_program")
+    expected |= {"spaced backquotes": "error", "inline blocks": "error", "dependent blocks": "wrong"}
+    assert {name: verdict.detail for name, verdict in zip(HOSTILE, verdicts, strict=True)} == expected
