@@ -11,8 +11,8 @@ from typing import TypeVar
 from realhf.rewards.math.extract import extract_answer, marked_answer
 from realhf.rewards.math.normalize import is_wrapped, normalize, split_outside, strip_spaces
 from realhf.rewards.math.quantities import quantity, same_quantity
-from realhf.rewards.math.real_sets import Interval, parse_real_set
-from realhf.rewards.math.symbolic import new_time_limit, same_mathematics
+from realhf.rewards.math.real_sets import MEMBER, Interval, parse_real_set
+from realhf.rewards.math.symbolic import TIME_LIMIT, same_mathematics
 
 CHOICE = re.compile(r"\(?([A-J])\)?")
 LABELLED_CHOICE = re.compile(r"\(?([A-J])\)[\s:.]*([^\s:.].*)", re.DOTALL)
@@ -24,7 +24,6 @@ TEXT_ANSWER = re.compile(r"[^\W\d_]+(?:[\s,.'-]+[^\W\d_]+)*")
 SHORT_TEXTS = frozenset(["yes", "no", "odd", "even", "all", "one", "two", "six", "ten", "red", "sun", "mon"])
 EQUALS = re.compile(r"(?<![<>!:=\\])=(?!=)")
 NAME = re.compile(r"\\?[A-Za-z]{1,2}|\\[a-z]+|[A-Za-z](?:_\{?\w+\}?|'|\([a-z](?:,[a-z])*\))|\([a-z](?:,[a-z])*\)")
-MEMBER = re.compile(r"^\s*[A-Za-z]\s*\\in(?![a-z])\s*")
 MATRIX = re.compile(
     r"\\begin\{([pbvBV]?|small)(?:matrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\1(?:matrix|array)\}", re.DOTALL
 )
@@ -54,7 +53,7 @@ def judge_math(prompt: str, answer: str, row: Mapping[str, object]) -> float:
     if not given:
         return 0.0
     golds = [marked_answer(solution) for solution in solutions]
-    new_time_limit()
+    TIME_LIMIT.restart()
     return float(any(same_answer(given, s if gold is None else gold) for gold, s in zip(golds, solutions, strict=True)))
 
 

@@ -17,7 +17,7 @@ DIFFERENT = re.compile(r"([a-z])\s*\\ne(?![a-z])\s*(.+)", re.DOTALL)
 BUILDER = re.compile(
     r"\\\{\s*([a-z])\s*(?:\\in\s*(?:\\mathbb\s*\{?\s*R\s*\}?|\\R)\s*)?(?:\\mid(?![a-z])|\||:)(.*)\\\}", re.DOTALL
 )
-MEMBER = re.compile(r"^\s*([a-z])\s*\\in(?![a-z])\s*")
+MEMBER = re.compile(r"^\s*([A-Za-z])\s*\\in(?![a-z])\s*")
 VARIABLE = re.compile(r"[a-zA-Z]")
 INFINITY = {"\\infty": "\\infty", "-\\infty": "-\\infty"}
 

@@ -80,7 +80,7 @@ def same_mathematics(given: str, gold: str) -> bool:
         given = re.sub(rf"(?<![A-Za-z\\]){letter}(?![A-Za-z])", "C", given)
     read, compare = library()
     try:
-        with _time_limit():
+        with TIME_LIMIT.enforced():
             parsed = read(gold), read(given)
             if IMAGINARY.search(gold + " " + given):
                 parsed = _with_imaginary_unit(parsed[0]), _with_imaginary_unit(parsed[1])
@@ -99,35 +99,40 @@ def _with_imaginary_unit(parsed: list) -> list:
     return [replaced(part) if hasattr(part, "free_symbols") else part for part in parsed]
 
 
-_seconds_left = [float("inf")]  # of the comparisons of one response
+class TimeLimit:
+    """Limits the comparisons of one response to SECONDS together; without effect outside the main thread."""
+
+    def __init__(self) -> None:
+        self._left = float("inf")
+
+    def restart(self) -> None:
+        """Begin the comparisons of the next response."""
+        self._left = SECONDS
+
+    @contextmanager
+    def enforced(self) -> Iterator[None]:
+        """Raise ``TimeUp`` in the block when no time is left."""
+        if threading.current_thread() is not threading.main_thread() or self._left == float("inf"):
+            yield
+            return
+
+        def stop(signum: int, frame: FrameType | None) -> None:
+            raise TimeUp
+
+        if self._left <= 0:
+            raise TimeUp
+        begin = time.monotonic()
+        previous = signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, self._left)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, previous)
+            self._left -= time.monotonic() - begin
 
 
-def new_time_limit() -> None:
-    """Start the time limit of the next response."""
-    _seconds_left[0] = SECONDS
-
-
-@contextmanager
-def _time_limit() -> Iterator[None]:
-    """Raise ``TimeUp`` in the block when the time is used up; without effect outside the main thread."""
-    if threading.current_thread() is not threading.main_thread() or _seconds_left[0] == float("inf"):
-        yield
-        return
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        raise TimeUp
-
-    if _seconds_left[0] <= 0:
-        raise TimeUp
-    begin = time.monotonic()
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, _seconds_left[0])
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-        _seconds_left[0] -= time.monotonic() - begin
+TIME_LIMIT = TimeLimit()
 
 
 def is_safe_for_sympy(text: str) -> bool:

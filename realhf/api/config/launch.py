@@ -1,0 +1,56 @@
+"""Options of launchers, the planner and metric sinks."""
+
+from dataclasses import dataclass
+
+from realhf.api.config.option import opt
+
+
+@dataclass
+class SlurmConfig:
+    """Options of a SLURM job with n_nodes x n_gpus_per_node tasks. Empty strings use the cluster's defaults."""
+
+    partition: str = opt("", "partition")
+    account: str = opt("", "account")
+    qos: str = opt("", "quality of service")
+    time: str = opt("", "time limit of the job, such as 12:00:00")
+    constraint: str = opt("", "required node features")
+    exclusive: bool = opt(False, "allocate whole nodes")
+    cpus_per_worker: int = opt(1, "number of cores per worker")
+    mem_per_node: str = opt("", "memory per node, such as 200G; 0 for all memory")
+    gpu: str = opt("gpu", "generic resource of a GPU, such as gpu:a100 (device=cuda)")
+    container_image: str = opt("", "container image of the workers (srun --container-image)")
+    container_mounts: str = opt("", "mounts of the container (srun --container-mounts)")
+    python: str = opt("", "Python interpreter of the workers (default: the current one)")
+    setup: list[str] = opt(list, "shell commands before the run, such as 'module load cuda'")
+    extra: list[str] = opt(list, "further sbatch options, such as --mail-type=END")
+    array_seeds: list[int] = opt(list, "seeds of a job array with one run per seed")
+
+
+@dataclass
+class RayConfig:
+    address: str = opt("", "address of a Ray cluster, HOST:PORT or auto (default: start a local cluster)")
+    cpus_per_worker: int = opt(1, "number of cores per worker")
+
+
+@dataclass
+class PlannerConfig:
+    """Assumptions of the cost model, and limits of the plan search."""
+
+    profile: str = opt("", "profile of this machine from realhf profile (default: fileroot/profile.json, if it exists)")
+    hardware: str = opt("", "hardware limits without a profile: a100, h100, h200, cpu or a YAML file")
+    memory_gb: float | None = opt(None, "memory per worker in GB (default: that of the device, or an equal CPU share)")
+    new_tokens: float | None = opt(None, "expected response length in tokens (default: max_new_tokens)")
+    budget_s: float = opt(60.0, "time limit of the plan search in seconds")
+
+
+@dataclass
+class WandbConfig:
+    mode: str = opt("disabled", "disabled, online or offline (extra wandb)")
+    project: str | None = opt(None, "project")
+    entity: str | None = opt(None, "entity")
+    name: str | None = opt(None, "run name")
+
+
+@dataclass
+class TensorboardConfig:
+    enabled: bool = opt(True, "write TensorBoard events to tensorboard/ in the run directory")
