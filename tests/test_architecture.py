@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import TIMEOUT_S
+
 ROOT = Path(__file__).parents[1]
 LEVELS = [
     "base",
@@ -85,7 +87,9 @@ def loaded_by(code: str) -> set[str]:
     """Return which of the heavy libraries a fresh interpreter has loaded after ``code``."""
     heavy = ("torch", "transformers", "hydra", "omegaconf", "numpy", "rich")
     ask = f"import sys\n{code}\nprint('loaded', *(m for m in {heavy} if m in sys.modules))"
-    done = subprocess.run([sys.executable, "-c", ask], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", ask], cwd=ROOT, capture_output=True, text=True, check=True, timeout=TIMEOUT_S
+    )
     return set(done.stdout.splitlines()[-1].split()[1:])
 
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from realhf.base.atomic_io import atomic_write, is_locked, remove_folder, try_lock
+from tests.conftest import TIMEOUT_S
 
 HOLDER = """
 import sys
@@ -41,5 +42,5 @@ def test_a_lock_has_one_holder_and_ends_with_the_process(tmp_path: Path) -> None
     process = subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout and process.stdout.readline() == b"True\n" and is_locked(lock)
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=TIMEOUT_S)
     assert not is_locked(lock)

@@ -13,13 +13,17 @@ from realhf.data.source import RowSource
 from realhf.data.tokenizer import load_tokenizer
 from realhf.rewards.math.equality import judge_math
 from realhf.rewards.registry import TimeLimits, load_reward
+from tests.conftest import TIMEOUT_S
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(EXAMPLES / program), *map(str, arguments)], capture_output=True, text=True, timeout=60
+        [sys.executable, str(EXAMPLES / program), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
     )
 
 

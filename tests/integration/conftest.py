@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Task
+from tests.conftest import TIMEOUT_S, Task
 
 REPOSITORY = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-c", "from realhf.apps.main import console; console()"]
-TIMEOUT_S = 120.0
 TIMING_METRICS = ("time/", "memory/", "tokens/per_s", "flops/model_per_s", "predicted/", "mfu/", "mbu/")
 REWARDS = '''
 def graded(prompt: str, answer: str, row: dict) -> float:

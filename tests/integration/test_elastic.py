@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import TIMEOUT_S
 from tests.integration.conftest import Run, Started, same_curve, start
 from tests.integration.test_failures import no_process_remains, worker_pid
 from tests.integration.test_resume import OFTEN, resume
@@ -15,7 +16,6 @@ from tests.integration.test_resume import OFTEN, resume
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 LiveProcesses = Callable[[Path], dict[int, str]]
 TWO = ["n_gpus_per_node=2", "max_device_failures=1", "recover_mode=fault"]
-TIMEOUT_S = 120.0
 
 
 @pytest.fixture(scope="module")

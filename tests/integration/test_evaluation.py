@@ -95,7 +95,7 @@ def kill_when(started: Started, moment: Callable[[Path], bool]) -> None:
         assert time.monotonic() < end, "the moment does not come"
         time.sleep(0.001)
     os.kill(started.process.pid, signal.SIGKILL)
-    started.process.communicate(timeout=60)
+    started.process.communicate(timeout=TIMEOUT_S)
 
 
 def lines(root: Path) -> int:

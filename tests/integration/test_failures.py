@@ -33,8 +33,8 @@ def worker_pid(started: Started, rank: int, live_processes: LiveProcesses) -> in
 
 
 def no_process_remains(folder: Path, live_processes: LiveProcesses) -> bool:
-    """Wait a short time for processes that are exiting."""
-    end = time.monotonic() + 10.0
+    """Wait for processes that are exiting."""
+    end = time.monotonic() + TIMEOUT_S
     while (left := live_processes(folder)) and time.monotonic() < end:
         time.sleep(0.05)
     return not left

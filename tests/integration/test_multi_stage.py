@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Task
+from tests.conftest import TIMEOUT_S, Task
 from tests.integration.conftest import TIMING_METRICS, Run, Started, start
 from tests.integration.test_failures import no_process_remains
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 LiveProcesses = Callable[[Path], dict[int, str]]
-TIMEOUT_S = 360.0  # for three runs in sequence
 STAGES = ("round1-sample", "round1-fit", "round1-valid")
 
 
@@ -53,7 +52,7 @@ def kill_at(started: Started, file: Path) -> None:
         assert time.monotonic() < end, f"there is no {file}"
         time.sleep(0.005)
     started.process.kill()
-    started.process.communicate(timeout=60)
+    started.process.communicate(timeout=TIMEOUT_S)
 
 
 def go_on(root: Path, words: Sequence[str] = ()) -> Started:

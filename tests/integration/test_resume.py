@@ -41,7 +41,7 @@ def kill(started: Started, step: int, whom: str) -> None:
     else:
         workers = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and is_worker(int(pid), started.root)]
         os.kill(min(workers), signal.SIGKILL)
-    started.process.communicate(timeout=60)
+    started.process.communicate(timeout=TIMEOUT_S)
 
 
 def is_worker(pid: int, root: Path) -> bool:

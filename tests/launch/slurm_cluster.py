@@ -10,10 +10,12 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+from tests.conftest import TIMEOUT_S
+
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
-TIMEOUT_S = 60.0
 CONFIGURATION = """\
 ClusterName=virtual
 SlurmctldHost={host}(127.0.0.1)
@@ -37,7 +39,8 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmctldTimeout=30
-SlurmdTimeout=5
+SlurmdTimeout=300
+MessageTimeout=60
 KillWait=3
 InactiveLimit=0
 SlurmdParameters=config_overrides
@@ -94,10 +97,16 @@ class SlurmCluster:
     def start_node(self, i: int) -> None:
         self.run("slurmd", "-f", str(self.configuration), "-N", f"n{i}")
 
-    def kill_node(self, i: int) -> None:
-        """Kill a node's daemon, and mark the node as down."""
+    @contextlib.contextmanager
+    def without_node(self, i: int) -> Iterator[None]:
+        """Kill a node's daemon and mark the node as down; start it again at the end."""
         os.kill(int((self.root / f"n{i}.pid").read_text()), signal.SIGKILL)
         self.run("scontrol", "update", f"NodeName=n{i}", "State=DOWN", "Reason=killed")
+        try:
+            yield
+        finally:
+            self.start_node(i)
+            self.wait_until_idle()
 
     def wait_until_idle(self) -> None:
         end = time.monotonic() + TIMEOUT_S

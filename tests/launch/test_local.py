@@ -14,9 +14,7 @@ from realhf.base.paths import RunDir
 from realhf.launch.local import LocalLauncher
 from realhf.system.transport.auth import new_key
 from realhf.system.transport.channel import ZmqMaster
-from tests.conftest import Task
-
-TIMEOUT_S = 60.0
+from tests.conftest import TIMEOUT_S, Task
 
 
 def wait_for(launcher: LocalLauncher, rank: int) -> str:

@@ -14,6 +14,7 @@ from realhf.rewards.judge.pool import JudgePool
 from realhf.rewards.registry import VERIFIERS, BuiltinVerifier, builtin_verifier, check_fn, fns_of, names_of, weights_of
 from realhf.rewards.sandbox.seccomp import MACHINES
 from realhf.rewards.verdict import Status
+from tests.conftest import TIMEOUT_S
 
 
 def self_test_problems(name: str, verifier: BuiltinVerifier) -> list[str]:
@@ -34,7 +35,7 @@ def test_every_verifier_has_an_accepted_and_a_rejected_response_in_its_self_test
 def test_verifier_passes_its_self_test(name: str) -> None:
     if name.startswith("code") and (sys.platform != "linux" or platform.machine() not in MACHINES):
         pytest.skip("the sandbox needs Linux")
-    with closing(JudgePool(name, timeout=20.0)) as pool:
+    with closing(JudgePool(name, timeout=TIMEOUT_S)) as pool:
         pool.self_test()
         items = [("", response, row) for response, row, _ in VERIFIERS[name].self_test]
         assert [(v.status, v.score) for v in pool.judge(items)] == [
@@ -46,7 +47,7 @@ def test_a_failed_self_test_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> 
     wrong = (("#### 73", {"solutions": ["#### 72"]}, 1.0),)
     monkeypatch.setitem(VERIFIERS, "math", replace(VERIFIERS["math"], self_test=wrong))
     with (
-        closing(JudgePool("math", timeout=20.0)) as pool,
+        closing(JudgePool("math", timeout=TIMEOUT_S)) as pool,
         pytest.raises(UserError, match="self-test of reward.fn=math failed: '#### 73' .* scored 0.0 instead of 1.0"),
     ):
         pool.self_test()
@@ -74,7 +75,7 @@ def test_one_or_several_rewards() -> None:
 
 
 def test_format_must_match_the_whole_response() -> None:
-    with closing(JudgePool("format:<think>.*</think>\\s*<answer>[^<]*</answer>", timeout=20.0)) as pool:
+    with closing(JudgePool("format:<think>.*</think>\\s*<answer>[^<]*</answer>", timeout=TIMEOUT_S)) as pool:
         responses = ("<think>a\nb</think>\n<answer>4</answer>", "<think>a</think><answer>4</answer> and more", "4")
         assert [v.score for v in pool.judge([("", a, {}) for a in responses])] == [1.0, 0.0, 0.0]
 

@@ -12,6 +12,7 @@ import pytest
 
 from realhf.apps.commands.plan import USAGE
 from realhf.apps.main import run
+from tests.conftest import TIMEOUT_S
 
 SIZES = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
 MFCS = ("actor_gen", "rew_inf", "ref_inf", "critic_inf", "critic_train", "actor_train")
@@ -69,7 +70,7 @@ def test_ppo_on_128_gpus_without_a_gpu(tmp_path: Path) -> None:
              "n_gpus_per_node=8", "allocation_mode=search", "--out", "plan.json"]  # fmt: skip
     code = "import sys; from realhf.apps.main import run; code = run(sys.argv[1:]); print(code, 'torch' in sys.modules)"
     command = [sys.executable, "-c", code, *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.stdout.splitlines()[-1] == "0 False", done.stdout + done.stderr
     found = json.loads((tmp_path / "plan.json").read_text())["modes"]["search"]
     assert found["fits"] and found["plan"]["n_workers"] == 128 and set(found["plan"]["placements"]) == set(MFCS)

@@ -19,6 +19,7 @@ from realhf.base.errors import UserError
 from realhf.experiments.options.checks import reward_problems
 from realhf.rewards.judge.pool import open_judge
 from realhf.rewards.verdict import Status, Verdict
+from tests.conftest import TIMEOUT_S
 
 pytest.importorskip("fastapi", reason="needs the extra 'serve'")
 pytest.importorskip("uvicorn", reason="needs the extra 'serve'")
@@ -91,7 +92,7 @@ def test_math_through_a_remote_judge(address: str, token: str) -> None:
 
 
 def test_failures_of_user_functions_affect_single_responses(address: str, token: str) -> None:
-    config = RewardConfig(timeout=20.0, token_env=token)
+    config = RewardConfig(timeout=TIMEOUT_S, token_env=token)
     items = [("", "four", {"worth": 2}), ("", "x", {}), ("", "hang", {"worth": 1}), ("", "", {"worth": 1})]
     verdicts = open_judge(f"{address}/judge?fn=length", config).judge(items)
     assert [v.status for v in verdicts] == [Status.ok, Status.error, Status.timeout, Status.ok]

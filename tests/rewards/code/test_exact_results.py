@@ -13,6 +13,7 @@ from realhf.rewards.code.judge_code import CodeJudge, same_value, same_word
 from realhf.rewards.judge.pool import JudgePool
 from realhf.rewards.sandbox.sandbox import Reason
 from realhf.rewards.verdict import Status
+from tests.conftest import TIMEOUT_S
 from tests.rewards.code.test_judge_code import ADD, LONG, function, runs, script
 from tests.scaling import examples
 
@@ -81,7 +82,7 @@ def test_values(value: object, expected: object, same: bool) -> None:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[JudgePool]:
-    with closing(JudgePool("code", timeout=20.0, test_timeout=2.0)) as pool:
+    with closing(JudgePool("code", timeout=TIMEOUT_S, test_timeout=2.0)) as pool:
         yield pool
 
 

@@ -10,6 +10,7 @@ from markdown_it import MarkdownIt
 
 from realhf.rewards.code.extract_code import code_blocks, extract_code
 from realhf.rewards.judge.pool import JudgePool
+from tests.conftest import TIMEOUT_S
 from tests.rewards.code.test_judge_code import ADD, runs
 from tests.scaling import examples
 
@@ -142,7 +143,7 @@ HOSTILE = {
 
 @runs
 def test_hostile_markdown_is_judged_within_the_time_limit() -> None:
-    with closing(JudgePool("code", timeout=20.0, processes=2)) as pool:
+    with closing(JudgePool("code", timeout=TIMEOUT_S, processes=2)) as pool:
         verdicts = pool.judge([("", text, ADD) for text in HOSTILE.values()])
     expected = dict.fromkeys(HOSTILE, "no_program")
     expected |= {"spaced backquotes": "error", "inline blocks": "error", "dependent blocks": "wrong"}

@@ -24,6 +24,7 @@ from realhf.rewards.judge.pool import JudgePool
 from realhf.rewards.sandbox.sandbox import Reason
 from realhf.rewards.sandbox.seccomp import MACHINES
 from realhf.rewards.verdict import ScoreWithReason, Status, Verdict
+from tests.conftest import TIMEOUT_S
 from tests.rewards.judge.processes import descendants, have_exited
 
 runs = pytest.mark.skipif(
@@ -200,7 +201,7 @@ def test_deadline_covers_all_tests() -> None:
 
 @runs
 def test_pool_returns_reasons() -> None:
-    with closing(JudgePool("code", timeout=20.0, processes=2)) as pool:
+    with closing(JudgePool("code", timeout=TIMEOUT_S, processes=2)) as pool:
         verdicts = pool.judge([("", LONG, ADD), ("", "print(1)", ADD), ("", "1 / 0", ADD), ("", LONG, {})])
     assert verdicts[:2] == [Verdict(1.0, Status.ok, "ok"), Verdict(0.0, Status.ok, "wrong")]
     assert verdicts[2] == Verdict(0.0, Status.ok, "error") and verdicts[3].status is Status.error

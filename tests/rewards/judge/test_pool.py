@@ -15,6 +15,7 @@ from realhf.base.errors import UserError
 from realhf.rewards.judge.pool import JudgePool, judge_once, open_judge
 from realhf.rewards.judge.remote import RemoteJudge
 from realhf.rewards.verdict import Item, Status, Verdict
+from tests.conftest import TIMEOUT_S
 from tests.rewards.judge.processes import descendants, have_exited
 
 REWARDS = """
@@ -67,7 +68,7 @@ def fn(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def pool(fn: str) -> Iterator[JudgePool]:
-    with closing(JudgePool(fn, timeout=20.0)) as pool:
+    with closing(JudgePool(fn, timeout=TIMEOUT_S)) as pool:
         yield pool
 
 
@@ -116,7 +117,7 @@ def test_timeout_affects_only_its_response(fn: str) -> None:
 
 
 def test_close_kills_all_descendants(fn: str) -> None:
-    with closing(JudgePool(fn, timeout=20.0, processes=2)) as pool:
+    with closing(JudgePool(fn, timeout=TIMEOUT_S, processes=2)) as pool:
         pids = {int(v.score) for v in pool.judge([("", a, {}) for a in ("pid", "child", "pid", "child")])}
     assert have_exited(pids)
     pool.close()
@@ -132,7 +133,7 @@ def test_no_items_start_no_process(fn: str) -> None:
 def test_server_exits_at_end_of_input(fn: str) -> None:
     command = [sys.executable, "-m", "realhf.rewards.judge.server", fn, "5"]
     requests = "".join(json.dumps({"prompt": "", "answer": "", "row": {"value": v}}) + "\n" for v in (1, 2))
-    done = subprocess.run(command, input=requests.encode(), stdout=subprocess.PIPE, timeout=60, check=True)
+    done = subprocess.run(command, input=requests.encode(), stdout=subprocess.PIPE, timeout=TIMEOUT_S, check=True)
     assert [json.loads(line) for line in done.stdout.splitlines()] == [{"ready": True}, {"score": 2.0}, {"score": 4.0}]
 
 
@@ -140,12 +141,12 @@ def test_hanging_server_ends_after_its_parent(fn: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "realhf.rewards.judge.server", fn, "0.5"], stdin=subprocess.PIPE, start_new_session=True
     )
-    process.communicate(json.dumps({"prompt": "", "answer": "sleep", "row": {}}).encode() + b"\n", timeout=60)
+    process.communicate(json.dumps({"prompt": "", "answer": "sleep", "row": {}}).encode() + b"\n", timeout=TIMEOUT_S)
     assert process.returncode == -9
 
 
 def test_math() -> None:
-    with closing(JudgePool("math", timeout=20.0)) as pool:
+    with closing(JudgePool("math", timeout=TIMEOUT_S)) as pool:
         right, wrong = pool.judge([("", f"#### {n}", {"solutions": ["#### 5"]}) for n in (5, 6)])
     assert (right, wrong) == (Verdict(1.0, Status.ok), Verdict(0.0, Status.ok))
 
@@ -179,7 +180,7 @@ def test_relative_path_is_resolved_once(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "r.py").write_text("def f(p, a, r): return 1")
     cwd = os.getcwd()
     monkeypatch.chdir(tmp_path)
-    pool = JudgePool("r.py:f", timeout=20.0)
+    pool = JudgePool("r.py:f", timeout=TIMEOUT_S)
     monkeypatch.chdir(cwd)
     with closing(pool):
         assert pool.judge([("", "", {})]) == [Verdict(1.0, Status.ok)]

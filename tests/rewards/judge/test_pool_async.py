@@ -8,6 +8,7 @@ import pytest
 
 from realhf.rewards.judge.pool import JudgePool
 from realhf.rewards.verdict import Status, Verdict
+from tests.conftest import TIMEOUT_S
 
 REWARDS = """
 import asyncio, os, sys, time
@@ -59,7 +60,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["reward", "thing"])
 def pool(file: Path, request: pytest.FixtureRequest) -> Iterator[JudgePool]:
-    with closing(JudgePool(f"{file}:{request.param}", timeout=20.0, max_concurrency=8)) as pool:
+    with closing(JudgePool(f"{file}:{request.param}", timeout=TIMEOUT_S, max_concurrency=8)) as pool:
         yield pool
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from realhf.base.errors import UserError
 from realhf.rewards.judge.remote import BATCH, RemoteJudge, read_verdict
 from realhf.rewards.verdict import Status, Verdict
+from tests.conftest import TIMEOUT_S
 
 ITEMS = [("Q", str(n), {"n": n}) for n in range(BATCH + 3)]
 
@@ -69,7 +70,7 @@ def address() -> Iterator[str]:
 
 
 def test_batches_keep_the_order_of_items(address: str) -> None:
-    judge = RemoteJudge(f"{address}/fine?fn=x", timeout=20.0, connections=2, token="secret")
+    judge = RemoteJudge(f"{address}/fine?fn=x", timeout=TIMEOUT_S, connections=2, token="secret")
     judge.self_test()
     assert judge.judge(ITEMS) == [Verdict(float(n), Status.ok) for n in range(BATCH + 3)]
     assert sorted(Service.seen) == [("/fine?fn=x", "Bearer secret", n) for n in (0, 3, BATCH)]
@@ -77,7 +78,7 @@ def test_batches_keep_the_order_of_items(address: str) -> None:
 
 
 def test_temporary_failures_are_retried(address: str) -> None:
-    assert RemoteJudge(f"{address}/unavailable", timeout=20.0).judge(ITEMS[:2])[1] == Verdict(1.0, Status.ok)
+    assert RemoteJudge(f"{address}/unavailable", timeout=TIMEOUT_S).judge(ITEMS[:2])[1] == Verdict(1.0, Status.ok)
     assert [n for _, _, n in Service.seen] == [2, 2, 2]
 
 
@@ -92,7 +93,7 @@ def test_temporary_failures_are_retried(address: str) -> None:
     ],
 )
 def test_failed_request_fails_all_its_items(address: str, path: str, tries: int, detail: str) -> None:
-    judge = RemoteJudge(f"{address}/{path}", timeout=20.0, retries=1)
+    judge = RemoteJudge(f"{address}/{path}", timeout=TIMEOUT_S, retries=1)
     assert judge.judge(ITEMS[:2]) == [Verdict(0.0, Status.error, f"{address}/{path}: {detail}")] * 2
     assert len(Service.seen) == tries
 

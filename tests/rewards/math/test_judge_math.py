@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from realhf.rewards.judge.pool import JudgePool
 from realhf.rewards.math.equality import judge_math
 from realhf.rewards.verdict import Status
+from tests.conftest import TIMEOUT_S
 from tests.scaling import examples
 
 PAIRS = [json.loads(line) for line in (Path(__file__).parent / "math_pairs.jsonl").read_text().splitlines()]
@@ -87,7 +88,7 @@ def test_gsm8k_solutions() -> None:
 
 def test_at_most_one_percent_of_the_labelled_pairs_is_misjudged() -> None:
     assert len(PAIRS) >= 500 and {pair["right"] for pair in PAIRS} == {0, 1}
-    with closing(JudgePool("math", timeout=20.0)) as pool:
+    with closing(JudgePool("math", timeout=TIMEOUT_S)) as pool:
         verdicts = pool.judge([("", pair["answer"], pair) for pair in PAIRS])
     wrong = [(p["kind"], p["answer"][-80:], v) for p, v in zip(PAIRS, verdicts, strict=True) if v.score != p["right"]]
     assert len(wrong) <= len(PAIRS) // 100, wrong
@@ -110,7 +111,9 @@ from realhf.rewards.math.equality import judge_math
 pairs = {[p for p in PAIRS if p["kind"] in ("integer", "GSM8K", "currency", "thousands", "percent")]!r}
 print([judge_math("", p["answer"], p) for p in pairs] == [p["right"] for p in pairs], "sympy" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-"], input=code, text=True, capture_output=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-"], input=code, text=True, capture_output=True, timeout=TIMEOUT_S, check=True
+    )
     assert done.stdout == "True False\n"
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from realhf.rewards.judge.pool import JudgePool
 from realhf.rewards.math.equality import judge_math
+from tests.conftest import TIMEOUT_S
 
 FOLDER = Path(__file__).parent
 GOLDS = (FOLDER / "distinct_golds.txt").read_text().splitlines()
@@ -96,7 +97,7 @@ def test_hostile_answers_end_in_time() -> None:
     hostile = [rf"\boxed{{{answer(n)}}}" for n in range(512)]
     rows = {"solutions": [r"\boxed{(x+y)^{400}+(z+w)^{399}}"]}
     begin = time.monotonic()
-    with closing(JudgePool("math", timeout=20.0, processes=10)) as pool:
+    with closing(JudgePool("math", timeout=TIMEOUT_S, processes=10)) as pool:
         verdicts = pool.judge([("", answer, rows) for answer in hostile])
     assert all(v.score == 0.0 for v in verdicts)
     print(f"{len(hostile)} hostile answers: {time.monotonic() - begin:.0f} s")

@@ -10,6 +10,7 @@ import pytest
 
 from realhf.rewards.sandbox.isolation import is_world_accessible, landlock_version, readable_paths, threads_of
 from realhf.rewards.sandbox.seccomp import MACHINES
+from tests.conftest import TIMEOUT_S
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() not in MACHINES, reason="the sandbox needs Linux"
@@ -32,7 +33,10 @@ for action in (os.fork, socket.socket, lambda: os.kill(os.getppid(), 0), lambda:
 def test_limits_and_filter_without_namespaces_and_landlock(tmp_path: Path) -> None:
     uid = 60_000_001 if os.getuid() == 0 else 0  # programs of root switch to another user
     done = subprocess.run(
-        [sys.executable, "-c", BARE, str(ROOT), str(tmp_path), str(uid)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", BARE, str(ROOT), str(tmp_path), str(uid)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
     )
     lines = done.stdout.splitlines()
     assert lines[0] == f"True {uid or os.getuid()} True", done

@@ -22,6 +22,7 @@ from realhf.rewards.sandbox.sandbox import (
     how_it_ended,
 )
 from realhf.rewards.sandbox.seccomp import MACHINES
+from tests.conftest import TIMEOUT_S
 from tests.rewards.judge.processes import descendants, have_exited
 
 pytestmark = pytest.mark.skipif(
@@ -226,13 +227,13 @@ for namespaces in (True, False):
 def test_isolation_without_root() -> None:
     python = "/usr/bin/python3"
     modern = [python, "-c", "import sys\nsys.exit(sys.version_info < (3, 10))"]
-    if os.getuid() != 0 or not Path(python).is_file() or subprocess.run(modern, timeout=60).returncode:
+    if os.getuid() != 0 or not Path(python).is_file() or subprocess.run(modern, timeout=TIMEOUT_S).returncode:
         pytest.skip("needs root, to become another user, and a system Python for it")
     if not all(folder.stat().st_mode & 0o005 == 0o005 for folder in (ROOT, *ROOT.parents)):
         pytest.skip("another user cannot read the project")
     done = subprocess.run(
         [python, "-B", "-c", AS_ANOTHER, str(ROOT)], user=12345, group=12345, extra_groups=[], cwd="/",
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=TIMEOUT_S,
     )  # fmt: skip
     words = done.stdout.split()
     assert len(words) == 10 and {words[0], words[5]} == {"hi"}, done

@@ -35,6 +35,7 @@ from realhf.base.errors import RunFailed, UserError
 from realhf.system.transport import channel as channel_module
 from realhf.system.transport.auth import Direction, Signer
 from realhf.system.transport.channel import InlineChannel, ZmqMaster, ZmqWorker, deadline, decode, encode
+from tests.conftest import TIMEOUT_S
 from tests.scaling import examples
 from tests.system.transport.hostile_peers import KEY, oversized
 
@@ -301,5 +302,5 @@ print("collected")
 
 def test_open_channels_in_a_reference_cycle_are_collected() -> None:
     """As after an exception whose traceback refers to them; pyzmq alone waits forever."""
-    done = subprocess.run([sys.executable, "-c", CYCLE], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", CYCLE], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.stdout == "collected\n", done.stderr
