@@ -115,9 +115,6 @@ class Graph:
         producers = {self.producer[k].name for k in mfc.inputs if k in self.producer}
         return tuple(m for m in self.mfcs if m.name in producers)
 
-    def children(self, mfc: MFC) -> tuple[MFC, ...]:
-        return tuple(m for m in self.mfcs if set(m.inputs) & set(mfc.outputs))
-
     @cached_property
     def filter_mfc(self) -> MFC | None:
         """The call that filters rows and so requests further prompts."""

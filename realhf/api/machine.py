@@ -96,11 +96,8 @@ class Workload:
             return ((RowId(position, PROMPT), lengths[0]),)
         return tuple((RowId(position, sample), n) for sample, n in enumerate(lengths))
 
-    def prompt_length(self, position: int) -> int:
-        return self.prompts[position % len(self.prompts)][0]
-
     def prompt_lengths(self, positions: Sequence[int]) -> tuple[int, ...]:
-        """Return ``prompt_length`` of each position, fast: a plan search needs millions of them."""
+        """Return the prompt length at each position, fast: a plan search needs millions of them."""
         n = len(self.prompts)
         return self._first * len(positions) if n == 1 else tuple(self._first[i % n] for i in positions)
 
@@ -110,7 +107,7 @@ class Workload:
 
     def sampled_rows(self, position: int) -> tuple[tuple[RowId, int], ...]:
         """Return ids of the samples of a position, with the length of prompt and response together."""
-        prompt = self.prompt_length(position)
+        prompt = self.prompts[position % len(self.prompts)][0]
         return tuple((RowId(position, i), prompt + length) for i, length in enumerate(self.responses_at(position)))
 
     def responses_at(self, position: int) -> tuple[int, ...]:

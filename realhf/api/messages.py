@@ -1,7 +1,4 @@
-"""Messages between master and workers: two closed unions of frozen structs, encoded as msgpack, never pickled.
-
-Statistics are sent as ``{name: (sum, count)}``; the master divides them.
-"""
+"""Messages between master and workers: two closed unions of frozen structs, encoded as msgpack, never pickled."""
 
 from dataclasses import dataclass
 from itertools import chain
@@ -12,6 +9,7 @@ import msgspec
 from realhf.api.batch_meta import BatchMeta, RowId
 
 Stats = dict[str, tuple[float, float]]
+"""``{name: (sum, count)}``; the master divides them."""
 State = dict[str, Any]
 """JSON-serializable state of a role's interface between calls: KL coefficient, value statistics."""
 
@@ -36,9 +34,7 @@ class Holders:
         return frozenset(chain.from_iterable(self.groups))
 
 
-class Message(
-    msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True, forbid_unknown_fields=True, gc=False
-):
+class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
     """A map with the name of the message type; decoding validates every field."""
 
 

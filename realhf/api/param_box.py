@@ -63,11 +63,8 @@ def shard_box(spec: ParamSpec, tp: int, tp_rank: int) -> Box:
     if spec.tp_dim is None or tp == 1:
         return whole(spec.shape)
     units = spec.tp_units or spec.shape[spec.tp_dim]
-    if units >= tp:
-        start, stop = (r * units // tp for r in (tp_rank, tp_rank + 1))
-    else:
-        start = tp_rank * units // tp
-        stop = start + 1
+    start = tp_rank * units // tp
+    stop = max((tp_rank + 1) * units // tp, start + 1)
     width = spec.shape[spec.tp_dim] // units
     full = list(whole(spec.shape))
     full[spec.tp_dim] = (start * width, stop * width)

@@ -7,8 +7,6 @@ from realhf.api.config.option import opt
 
 @dataclass
 class GenerationConfig:
-    """Sampling of responses."""
-
     n: int = opt(1, "number of responses per prompt (gen only; PPO uses group_size)")
     max_new_tokens: int = opt(256, "maximum response length in tokens, including the stop token")
     min_new_tokens: int = opt(0, "minimum number of tokens before a stop token may be sampled")

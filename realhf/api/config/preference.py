@@ -10,8 +10,6 @@ KTO_KL_KEYS = {"kl_tokens": "tokens", "kl_prompt_mask": "prompt_mask"}
 
 
 class RewardModelType(Enum):
-    """Training data of a reward model: pairs, ranked lists, labelled responses, or labelled steps."""
-
     pairs = "pairs"
     ranked = "ranked"
     outcome = "outcome"

@@ -18,9 +18,8 @@ class RewardConfig:
     wrong_reward: float = opt(-1.0, "score of an incorrect response, or if scoring fails (math, code)")
     format_reward: str = opt("", "regular expression that a response must match completely (math, code)")
     wrong_formatted_reward: float = opt(-0.8, "score of an incorrect response that matches format_reward")
-    right_unformatted_reward: float | None = opt(
-        None, "score of a correct response that does not match format_reward (default: right_reward)"
-    )
+    right_unformatted_reward: float | None = opt(None, "score of a correct response that does not match format_reward "
+                                                       "(default: right_reward)")  # fmt: skip
     retries: int = opt(3, "number of retries of a failed request to a service")
     token_env: str = opt("", "environment variable with the bearer token of a service")
     check_verifier_status: bool = opt(False, "stop the run when all responses of a step are judged incorrect")

@@ -144,7 +144,7 @@ def random_graph(random: Random, n_mfcs: int, batch: int) -> Graph:
 
 def _layouts(random: Random, mfc: MFC, graph: Graph, batch: int, n_ranks: int, n_options: int) -> list[Layout]:
     fewest = min(mfc.batch_size, batch % mfc.batch_size or mfc.batch_size)
-    readers = graph.children(mfc)
+    readers = [m for m in graph.mfcs if set(m.inputs) & set(mfc.outputs)]
     if mfc == next(m for m in graph.topological if set(graph.dataset_keys) & set(m.inputs)):
         others = [m for m in graph.mfcs if m != mfc and set(graph.dataset_keys) & set(m.inputs)]
         fewest = fewest if all(m.batch_size == batch for m in others) else 1
