@@ -6,6 +6,9 @@ import select
 import signal
 import sys
 
+from realhf.base.errors import InfeasibleError, RunFailed, RunStopped, UserError, did_you_mean
+from realhf.base.version import __version__
+
 COMMANDS = {
     "quickstart": ("EXPERIMENT [key=value ...]", "plan, check, launch and follow a run"),
     "resume": ("RUN_DIR [key=value ...]", "resume a run from its last checkpoint"),
@@ -43,12 +46,8 @@ def run(arguments: list[str]) -> int:
         print(usage())
         return 0 if arguments else EXIT_USER
     if arguments[0] == "--version":
-        from realhf.base.version import __version__
-
         print(__version__)
         return 0
-    from realhf.base.errors import InfeasibleError, RunFailed, RunStopped, UserError, did_you_mean
-
     command, rest = arguments[0], arguments[1:]
     if command not in COMMANDS:
         from realhf.experiments import EXPERIMENTS
@@ -56,7 +55,7 @@ def run(arguments: list[str]) -> int:
         hint = f"; use realhf quickstart {command}" if command in EXPERIMENTS else did_you_mean(command, COMMANDS)
         print(f"error: unknown command '{command}'{hint}\n\n{usage()}", file=sys.stderr)
         return EXIT_USER
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
         importlib.import_module(f"realhf.apps.commands.{command}").main(rest)
         return 0
@@ -81,21 +80,14 @@ def run(arguments: list[str]) -> int:
         return EXIT_BROKEN_PIPE
 
 
-def describe(error: Exception) -> str:
+def describe(error: UserError | RunFailed) -> str:
     """Format an error: its problems as a numbered list, or the cause of a failed run."""
-    from realhf.base.errors import RunFailed, UserError
-
-    if isinstance(error, UserError):
-        if len(error.problems) == 1:
-            return f"error: {error.problems[0]}"
-        lines = [f"  {i}. {problem}" for i, problem in enumerate(error.problems, 1)]
-        return "\n".join([f"error: {len(lines)} problems; nothing was launched", *lines])
-    assert isinstance(error, RunFailed)
-    return f"{error.traceback_text}error: {error}"
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
+    if isinstance(error, RunFailed):
+        return f"{error.traceback_text}error: {error}"
+    if len(error.problems) == 1:
+        return f"error: {error.problems[0]}"
+    lines = [f"  {i}. {problem}" for i, problem in enumerate(error.problems, 1)]
+    return "\n".join([f"error: {len(lines)} problems; nothing was launched", *lines])
 
 
 def console() -> None:
