@@ -13,6 +13,7 @@ from realhf.base.atomic_io import is_locked
 from realhf.base.errors import RunFailed, UserError
 from realhf.base.paths import RunDir
 from realhf.launch.elastic import ElasticRestart, failed_permanently, plan_restart
+from realhf.plan.run_spec import RunSpec
 from realhf.system.checkpoint.manifest import flat_options, newest, rewind
 
 MUTABLE = ("experiment_name", "trial_name", "fileroot", "overwrite", "mode", "device", "n_nodes", "n_gpus_per_node",
@@ -35,9 +36,10 @@ def retried(run: Callable[[], None], paths: RunDir) -> None:
             return run()
         except RunFailed as failed:
             deaths.update(failed.lost)
-            config = read_run(paths.root).config
+            spec = read_run(paths.root)
+            config = spec.config
             may = config.recover_mode in (RecoverMode.fault, RecoverMode.auto) and restarts < config.recover_retries
-            restart, experiment = _plan_restart(failed, deaths, paths)
+            restart = _plan_restart(failed, deaths, spec)
             if restart is None:
                 raise
             if not may or restart.refusal:
@@ -50,26 +52,23 @@ def retried(run: Callable[[], None], paths: RunDir) -> None:
                 before = config.n_nodes * config.n_gpus_per_node
                 print(f"lost    {restart.lost}; continuing on {restart.workers} of {before} workers with "
                       f"{' '.join(restart.overrides)}")  # fmt: skip
-            run = partial(resume, read_run(paths.root).experiment, experiment, paths)
+            run = partial(resume, spec.experiment, updated(config, restart.overrides), paths)
         except UserError as error:
             if first is None:
                 raise
             raise RunFailed(f"{first}\nthe run cannot be resumed: {error}") from error
 
 
-def _plan_restart(failed: RunFailed, deaths: Counter[int], paths: RunDir) -> tuple[ElasticRestart | None, Experiment]:
-    """Return the possible restart (None without workers or a checkpoint) and its experiment."""
-    run = read_run(paths.root)
-    experiment = run.config
+def _plan_restart(failed: RunFailed, deaths: Counter[int], run: RunSpec) -> ElasticRestart | None:
+    """Return the possible restart, None without workers or a checkpoint."""
     try:
-        if failed.n_nodes is None or newest(paths.checkpoints) is None:
-            return None, experiment
+        if failed.n_nodes is None or newest(run.paths.checkpoints) is None:
+            return None
     except UserError as error:
         print(f"damaged {error}")
-        return None, experiment
-    lost = failed_permanently(experiment, deaths)
-    restart = plan_restart(experiment, experiment.placements(), run.device, failed.n_nodes, lost)
-    return restart, updated(experiment, restart.overrides) if restart else experiment
+        return None
+    lost = failed_permanently(run.config, deaths)
+    return plan_restart(run.config, run.config.placements(), run.device, failed.n_nodes, lost)
 
 
 def _with_hint(failed: RunFailed, restart: ElasticRestart, paths: RunDir) -> RunFailed:
