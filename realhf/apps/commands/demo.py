@@ -12,8 +12,7 @@ from realhf.base.errors import RunFailed, UserError
 from realhf.plan.run_spec import RunSpec
 
 SFT_STEPS, PPO_STEPS = 90, 50
-WINDOW = 5
-"""The mean reward of the last WINDOW steps is compared with that of the first."""
+WINDOW = 5  # number of first and last steps whose mean rewards are compared
 SFT_OPTIONS = f"""
     dataset.train_bs_n_seqs=64 model.init_from_scratch=True model.optimizer.lr=3e-3
     model.optimizer.lr_scheduler_type=constant exp_ctrl.total_train_steps={SFT_STEPS} exp_ctrl.total_train_epochs=10

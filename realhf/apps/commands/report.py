@@ -35,8 +35,7 @@ CURVES = {
 """The metrics in each chart."""
 N_SAMPLES = 8
 MAX_LANES = 64
-CLOCK_S = 1e-3
-"""Tolerance between the end of one activity and the start of the next."""
+CLOCK_S = 1e-3  # tolerance between the end of one activity and the start of the next
 Metrics = Mapping[str, Any]
 
 
@@ -61,16 +60,10 @@ def report(run: RunSpec) -> str:
     steps = list(json_lines(run.paths.metrics))
     timelines, note = _timelines(run)
     samples_step, samples = _samples(run)
-    return render_page(
-        f"realhf {run.experiment}: {run.paths.root.name}",
-        timelines,
-        [_summary(run, steps), _calls(run, steps)],
-        curves=[svg for title, names in CURVES.items() if (svg := curves_svg(title, curves(steps, names)))],
-        note=note,
-        samples=samples,
-        samples_step=samples_step,
-        config=run.paths.config,
-    )
+    tables = [_summary(run, steps), _calls(run, steps)]
+    charts = [svg for title, names in CURVES.items() if (svg := curves_svg(title, curves(steps, names)))]
+    return render_page(f"realhf {run.experiment}: {run.paths.root.name}", timelines, tables, curves=charts, note=note,
+                       samples=samples, samples_step=samples_step, config=run.paths.config)  # fmt: skip
 
 
 def json_lines(path: Path) -> Iterator[Any]:
@@ -104,16 +97,16 @@ def _summary(run: RunSpec, steps: list[Metrics]) -> Listing:
 
 def _calls(run: RunSpec, steps: list[Metrics]) -> Listing:
     """Return the median seconds of each call over all steps but the first, with the predicted ones."""
-    warm = steps[1:] or steps
+
+    def values(name: str) -> list[float]:
+        return [line[name] for line in steps[1:] or steps if name in line]
+
     rows = []
     for mfc in run.graph.topological:
-        seconds = [line[name] for line in warm if (name := f"time/{mfc.name}_s") in line]
+        seconds = values(f"time/{mfc.name}_s")
         predicted = run.expected.calls.get(mfc.name) if run.expected else None
-        utilization = [
-            f"{kind.upper()} {median(values):.0%}"
-            for kind in ("mfu", "mbu")
-            if (values := [line[name] for line in warm if (name := f"{kind}/{mfc.name}") in line])
-        ]
+        rates = {kind: values(f"{kind}/{mfc.name}") for kind in ("mfu", "mbu")}
+        utilization = [f"{kind.upper()} {median(found):.0%}" for kind, found in rates.items() if found]
         rows.append((mfc.name, mfc.kind.value, mfc.role or "-", str(run.plan[mfc.name]),
                      f"{median(seconds):.3g}" if seconds else "-", f"{predicted:.3g}" if predicted else "-",
                      ", ".join(utilization)))  # fmt: skip

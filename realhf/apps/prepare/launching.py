@@ -27,10 +27,8 @@ from realhf.plan.run_spec import ExpectedPerformance, RunSpec
 if TYPE_CHECKING:
     from realhf.system.checkpoint.manifest import Manifest
 
-MAX_REPORTED = 8
-"""Number of unresponsive workers whose process states are reported."""
-EXIT_TIMEOUT_S = 20.0
-"""Timeout for workers to exit after the last step."""
+MAX_REPORTED = 8  # unresponsive workers whose process states are reported
+EXIT_TIMEOUT_S = 20.0  # for workers to exit after the last step
 
 
 def write_run(run: RunSpec, keep: bool = False) -> None:
@@ -87,14 +85,10 @@ def queue(runs: Sequence[RunSpec], config: ExperimentConfig, paths: RunDir) -> N
     """Submit runs whose directories are prepared, and follow the job to its end."""
     logs = [log_file(paths.root, i if len(runs) > 1 else "") for i in range(len(runs))]
     logs[0].parent.mkdir(parents=True, exist_ok=True)  # SLURM does not create the folder of a log
-    paths.job_script.write_text(job_script(runs, config, paths))
+    paths.job_script.write_text(script([run.paths.root for run in runs], config, runs[0].device, paths.root))
     job = submit(paths.job_script, len(runs))
     print(f"job     {job.number}: {paths.job_script}; Ctrl-C cancels it", flush=True)
     follow(job, logs, [run.paths.root.name for run in runs])
-
-
-def job_script(runs: Sequence[RunSpec], config: ExperimentConfig, paths: RunDir) -> str:
-    return script([run.paths.root for run in runs], config, runs[0].device, paths.root)
 
 
 def dry_run(name: str, experiment: Experiment, paths: RunDir) -> None:
@@ -103,7 +97,7 @@ def dry_run(name: str, experiment: Experiment, paths: RunDir) -> None:
         raise UserError(f"--dry-run prints a SLURM script and requires mode=slurm (got {experiment.mode.value}); "
                         "realhf plan shows what would run")  # fmt: skip
     runs = [preflight(name, run, run_dir) for run, run_dir in runs_per_seed(experiment, paths)]
-    print(job_script(runs, experiment, paths), end="")
+    print(script([run.paths.root for run in runs], experiment, runs[0].device, paths.root), end="")
 
 
 def _run_master(run: RunSpec, checkpoint: "tuple[Path, Manifest] | None") -> None:

@@ -28,8 +28,7 @@ from realhf.plan.cost.traffic import RING_BYTES
 from realhf.plan.search.candidates import Candidates
 from realhf.plan.search.planner import Planner
 
-MAX_ROWS = 4096
-"""Maximum number of dataset rows in the workload of a prediction."""
+MAX_ROWS = 4096  # of the dataset in the workload of a prediction
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,9 @@ def _check(name: str, experiment: Experiment, findings: _Findings, launching: bo
     device = findings.attempt(lambda: pick_device(experiment, launching))
     resolve_dtypes(experiment, device == Device.cuda.value)
     roles = experiment.roles()
-    findings.invalid += experiment.problems() + planner_problems(experiment)
+    findings.invalid += experiment.problems() + positive_problems("", experiment, "n_nodes", "n_gpus_per_node")
+    findings.invalid += positive_problems("dataset.", experiment.dataset, "train_bs_n_seqs")
+    findings.invalid += positive_problems("planner.", experiment.planner, "budget_s", "memory_gb", "new_tokens")
     graph = _graph(experiment, findings) if experiment.dataset.train_bs_n_seqs >= 1 else None
     models = check_models(roles, findings, launching)
     known = {role: model for role, model in models.items() if model is not None}
@@ -242,12 +244,6 @@ def run_problems(config: ExperimentConfig) -> list[str]:
     return problems + positive_problems("exp_ctrl.", control, "total_train_epochs", "total_train_steps", *FREQUENCIES)
 
 
-def planner_problems(config: ExperimentConfig) -> list[str]:
-    problems = positive_problems("", config, "n_nodes", "n_gpus_per_node")
-    problems += positive_problems("dataset.", config.dataset, "train_bs_n_seqs")
-    return problems + positive_problems("planner.", config.planner, "budget_s", "memory_gb", "new_tokens")
-
-
 def evaluation_problems(graph: Graph, config: ExperimentConfig) -> list[str]:
     """Return evaluation options that would have no effect."""
     if graph.evaluation:
@@ -287,10 +283,8 @@ def check_models(roles: dict[str, RoleSpec], findings: _Findings, launching: boo
     broken: list[tuple[str | None, str | None]] = []
     for role, spec in roles.items():
         source = (spec.spec.path, spec.spec.config)
-        is_shared = spec.starts_as is not None or spec.spec.init_critic_from_actor
-        models[role] = (
-            None if is_shared and source in broken else findings.attempt(partial(check_model, role, spec, launching))
-        )
+        is_reported = source in broken and (spec.starts_as is not None or spec.spec.init_critic_from_actor)
+        models[role] = None if is_reported else findings.attempt(partial(check_model, role, spec, launching))
         if models[role] is None:
             broken.append(source)
     return models
@@ -315,11 +309,8 @@ def check_model(role: str, spec: RoleSpec, launching: bool) -> ModelConfig:
 
 
 def _roles_by(models: Models, size: Callable[[ModelConfig], int]) -> dict[int, str]:
-    roles: dict[int, list[str]] = {}
-    for role, model in models.items():
-        if model is not None:
-            roles.setdefault(size(model), []).append(role)
-    return {value: ", ".join(names) for value, names in roles.items()}
+    sizes = {role: size(model) for role, model in models.items() if model is not None}
+    return {value: ", ".join(role for role in sizes if sizes[role] == value) for value in sizes.values()}
 
 
 def check_tokenizer(roles: dict[str, RoleSpec], models: Models) -> "PreTrainedTokenizerBase":

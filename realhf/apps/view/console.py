@@ -126,13 +126,11 @@ def step_line(metrics: dict[str, float]) -> str:
     def cell(name: str, width: int, digits: int) -> str:
         return f"{metrics[name]:>{width}.{digits}f}" if name in metrics else " " * (width - 1) + "-"
 
-    shares = sorted(
-        ((v, k) for k, v in metrics.items() if k.startswith("time/") and k.endswith("_s") and k != "time/step_s"),
-        reverse=True,
-    )
-    step_s = metrics["time/step_s"]
+    seconds = {k[5:-2]: v for k, v in metrics.items() if k.startswith("time/") and k.endswith("_s")}
+    step_s = seconds.pop("step")
     expected = f"({metrics['predicted/step_s']:.2f}s)" if "predicted/step_s" in metrics else ""
-    parts = " ".join(f"{k[5:-2]} {100 * v / step_s:.0f}%" for v, k in shares if v / step_s >= 0.005)
+    longest = sorted(((v, call) for call, v in seconds.items()), reverse=True)
+    parts = " ".join(f"{call} {100 * v / step_s:.0f}%" for v, call in longest if v / step_s >= 0.005)
     return (
         f"{int(metrics['step']):>6} {cell('reward/mean', 8, 3)} {cell('loss', 8, 4)} {cell('kl/ref', 8, 4)} "
         f"{cell('length/response', 6, 1)} {cell('tokens/per_s', 8, 0)} {step_s:>6.2f}s {expected:>9}  {parts}"

@@ -8,10 +8,8 @@ from statistics import fmean
 from realhf.apps.view.timeline_svg import CHAR_WIDTH, COLOURS, LINE, ticks
 
 WIDTH, HEIGHT, LEFT, TOP, FOOT = 460, 150, 60, 44, 24
-MAX_POINTS = 300
-"""Maximum number of points per curve."""
-Curve = Sequence[tuple[float, float]]
-"""(step, value) in order of steps."""
+MAX_POINTS = 300  # per curve
+Curve = Sequence[tuple[float, float]]  # (step, value) in order of steps
 
 
 def downsample(curve: Curve, n_points: int = MAX_POINTS) -> list[tuple[float, float]]:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from textwrap import wrap
 
 HARD_SPACE = "\xa0"
-MIN_LAST_COLUMN = 24
-"""Minimum width of the last column in characters."""
+MIN_LAST_COLUMN = 24  # width in characters
 
 
 @dataclass(frozen=True)
