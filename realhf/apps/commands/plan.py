@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from realhf.api.codec import to_plain
@@ -10,7 +11,7 @@ from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import MultiStageExperiment
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
 from realhf.apps.commands.quickstart import print_help, read_words
-from realhf.apps.prepare.preflight import PlanReport, plan_report
+from realhf.apps.prepare.preflight import Findings, PlanReport, plan_report
 from realhf.apps.view.console import open_console, write_out
 from realhf.apps.view.tables import Listing, render_page
 from realhf.apps.view.timeline_svg import ranks_text, stack_svgs, timeline_svg
@@ -33,8 +34,7 @@ EXPERIMENT is listed by realhf quickstart --help, or my_file.py:MyExperiment.
 exit code 0: the plan can run; 1: it cannot, because the graph is invalid or memory is too small (with --compare: in all
 modes); 2: an option or a file is invalid."""
 FLAGS = ("--out", "--compare", "--why", "--config", "--help", "-h")
-Predicted = Mapping[str, tuple[ExecutionPlan, Prediction]]
-"""Plans and their predictions, by allocation mode."""
+Predicted = Mapping[str, tuple[ExecutionPlan, Prediction]]  # by allocation mode
 
 
 def main(arguments: list[str]) -> None:
@@ -103,18 +103,10 @@ def _modes(text: str) -> list[str]:
 
 
 def _others(report: PlanReport, modes: list[str]) -> Predicted:
-    results, problems = {}, []
-    for mode in modes:
-        try:
-            plan = report.under(mode)
-            results[mode] = (plan, report.planner.predict(plan))
-        except UserError as error:
-            problems += error.problems
-        except ValueError as error:  # the profile has no entry that this plan needs
-            problems.append(f"allocation_mode={mode}: {error}")
-    if problems:
-        raise UserError(problems)
-    return results
+    findings = Findings()  # the profile may have no entry that a plan needs
+    results = {mode: findings.attempt(partial(report.under, mode), f"allocation_mode={mode}: ") for mode in modes}
+    findings.report()
+    return {mode: found for mode, found in results.items() if found}
 
 
 def _allocation(report: PlanReport) -> Listing:

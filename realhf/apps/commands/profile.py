@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.table import Table
@@ -11,7 +12,7 @@ from realhf.api.codec import from_json, to_plain
 from realhf.api.config import Device, ExperimentConfig, opt
 from realhf.api.model_config import ModelConfig
 from realhf.apps.prepare.options import print_options, read_options
-from realhf.apps.prepare.preflight import pick_device
+from realhf.apps.prepare.preflight import Findings, pick_device
 from realhf.apps.view.console import open_console
 from realhf.arch.hf_config import read_hf_config
 from realhf.base.atomic_io import atomic_write
@@ -68,29 +69,21 @@ def option_problems(options: ProfileOptions) -> list[str]:
 
 def check(options: ProfileOptions) -> tuple[str, tuple[ModelConfig, ...], Profile | None]:
     """Return the device, the models, and the existing profile, if any; UserError lists all problems."""
-    problems, models = [], []
-    for path in filter(None, options.model.split(",")):
-        try:
-            models.append(read_hf_config(path, scalar_head=False))
-        except ValueError as error:
-            problems.append(f"model: {error}")
-    device = ""
-    try:
-        device = pick_device(ExperimentConfig(device=options.device))
-    except UserError as error:
-        problems += error.problems
+    findings, paths = Findings(), filter(None, options.model.split(","))
+    models = [findings.attempt(partial(read_hf_config, path, scalar_head=False), "model: ") for path in paths]
+    device = findings.attempt(lambda: pick_device(ExperimentConfig(device=options.device)))
     out, previous = Path(options.out), None
     if out.is_dir():
-        problems.append(f"out={options.out} is a folder, not a file")
+        findings.invalid.append(f"out={options.out} is a folder, not a file")
     elif out.exists():
         try:
             previous = from_json(out.read_text(), Profile)
         except Exception as error:  # arbitrary file content
-            problems.append(f"out={options.out} exists and is not a profile ({type(error).__name__}: {error}); "
-                            "remove it or choose another file")  # fmt: skip
-    if problems:
-        raise UserError(problems)
-    return device, tuple(models), previous
+            findings.invalid.append(f"out={options.out} exists and is not a profile ({type(error).__name__}: {error}); "
+                                    "remove it or choose another file")  # fmt: skip
+    findings.report()
+    assert device
+    return device, tuple(model for model in models if model), previous
 
 
 def write(profile: Profile, path: Path) -> None:

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-Models = dict[str, ModelConfig | None]
-"""The architecture of every role, None for an invalid model."""
+Models = dict[str, ModelConfig | None]  # the architecture of every role, None for an invalid model
 FREQUENCIES = tuple(f"{what}_freq_{unit}" for what in ("eval", "save", "ckpt") for unit in ("steps", "epochs", "secs"))
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 DATASET_KEYS = {
@@ -55,20 +54,20 @@ DATASET_KEYS = {
 
 
 @dataclass
-class _Findings:
+class Findings:
     """Problems of options and files (``invalid``), and of the graph (``infeasible``)."""
 
     invalid: list[str] = field(default_factory=list)
     infeasible: list[str] = field(default_factory=list)
 
-    def attempt(self, check: Callable[[], T]) -> T | None:
-        """Return the result of a check, or record its problems and return None."""
+    def attempt(self, check: Callable[[], T], prefix: str = "") -> T | None:
+        """Return the result of a check; or record its problems, with ``prefix`` for a ValueError, and return None."""
         try:
             return check()
         except UserError as error:
             self.invalid += error.problems
         except ValueError as error:
-            self.invalid.append(str(error))
+            self.invalid.append(f"{prefix}{error}")
         return None
 
     def report(self) -> None:
@@ -96,14 +95,15 @@ class PlanReport:
     def n_rows_text(self) -> str:
         return f"{self.n_rows} rows" if self.n_rows else "maximum-length sequences"
 
-    def under(self, mode: str) -> ExecutionPlan:
-        """Return the plan of another allocation mode; the meshes of ``manual`` apply only to that mode."""
+    def under(self, mode: str) -> tuple[ExecutionPlan, Prediction]:
+        """Return plan and prediction of another allocation mode; the meshes of ``manual`` apply only to that mode."""
         options = self.experiment.placements()
         if mode != "manual":
             options = {name: MFCConfig(mb_spec=option.mb_spec) for name, option in options.items()}
         config = replace(self.experiment, allocation_mode=mode)
         plan = allocate(self.graph, config, options, self.planner.calls.cost.models, self.device)
-        return plan_for_mode(self.planner, config) if mode in PLANNED else plan
+        plan = plan_for_mode(self.planner, config) if mode in PLANNED else plan
+        return plan, self.planner.predict(plan)
 
     def too_large(self) -> str:
         """Return why the plan does not fit, with a suggested fix."""
@@ -115,7 +115,7 @@ class PlanReport:
 
 def preflight(name: str, experiment: Experiment, paths: RunDir, resuming: bool = False) -> RunSpec:
     """Return the run of an experiment; ``UserError`` lists all problems."""
-    findings = _Findings()
+    findings = Findings()
     if not resuming:
         findings.invalid += directory_problems(experiment, paths)
     findings.invalid += run_problems(experiment)
@@ -133,10 +133,10 @@ def preflight(name: str, experiment: Experiment, paths: RunDir, resuming: bool =
 
 def plan_report(name: str, experiment: Experiment) -> PlanReport:
     """Return the plan without a launch: weights, devices and data are not required."""
-    return _check(name, experiment, _Findings(), launching=False)
+    return _check(name, experiment, Findings(), launching=False)
 
 
-def _check(name: str, experiment: Experiment, findings: _Findings, launching: bool) -> PlanReport:
+def _check(name: str, experiment: Experiment, findings: Findings, launching: bool) -> PlanReport:
     device = findings.attempt(lambda: pick_device(experiment, launching))
     resolve_dtypes(experiment, device == Device.cuda.value)
     roles = experiment.roles()
@@ -180,7 +180,7 @@ def _check(name: str, experiment: Experiment, findings: _Findings, launching: bo
         return report(replace(limits, source=f"{limits.source} ({error})"))
 
 
-def _graph(experiment: Experiment, findings: _Findings) -> Graph | None:
+def _graph(experiment: Experiment, findings: Findings) -> Graph | None:
     """Return the graph, or None if it or the inputs of its calls are invalid."""
     graph, task = None, experiment.task
     try:
@@ -198,7 +198,7 @@ def _graph(experiment: Experiment, findings: _Findings) -> Graph | None:
     return None if findings.infeasible else graph
 
 
-def _rows(experiment: Experiment, models: Models, findings: _Findings) -> tuple[EncodedRows, EncodedRows] | None:
+def _rows(experiment: Experiment, models: Models, findings: Findings) -> tuple[EncodedRows, EncodedRows] | None:
     roles = experiment.roles()
     broken = {Path(roles[role].spec.path or "") for role, model in models.items() if model is None}
     if tokenizer_dir(roles) not in broken:
@@ -277,14 +277,15 @@ def pick_device(config: ExperimentConfig, launching: bool = True) -> str:
     return "cuda" if config.device is not Device.cpu and has_gpu else "cpu"
 
 
-def check_models(roles: dict[str, RoleSpec], findings: _Findings, launching: bool) -> Models:
+def check_models(roles: dict[str, RoleSpec], findings: Findings, launching: bool) -> Models:
     """Return the architecture of every role, None for an invalid model; shared models are reported once."""
     models: Models = {}
     broken: list[tuple[str | None, str | None]] = []
     for role, spec in roles.items():
         source = (spec.spec.path, spec.spec.config)
         is_reported = source in broken and (spec.starts_as is not None or spec.spec.init_critic_from_actor)
-        models[role] = None if is_reported else findings.attempt(partial(check_model, role, spec, launching))
+        check = partial(check_model, role, spec, launching)
+        models[role] = None if is_reported else findings.attempt(check, f"{role}: ")
         if models[role] is None:
             broken.append(source)
     return models
@@ -302,10 +303,7 @@ def check_model(role: str, spec: RoleSpec, launching: bool) -> ModelConfig:
         raise UserError(f"{role}.path={options.path}: there is no such folder")
     elif launching and not any((Path(options.path) / name).is_file() for name in WEIGHTS):
         raise UserError(f"{role}.path={options.path}: the folder has no weights ({' or '.join(WEIGHTS)})")
-    try:
-        return model_config(spec)
-    except ValueError as error:
-        raise UserError(f"{role}: {error}") from error
+    return model_config(spec)
 
 
 def _roles_by(models: Models, size: Callable[[ModelConfig], int]) -> dict[int, str]:
