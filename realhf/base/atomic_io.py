@@ -9,10 +9,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-Digests = dict[str, tuple[str, int]]
-"""File name -> SHA-256 and size."""
-TMP_SUFFIX = ".unfinished"
-"""Suffix of files and folders that are incomplete or being removed."""
+Digests = dict[str, tuple[str, int]]  # file name -> SHA-256 and size
+TMP_SUFFIX = ".unfinished"  # of files and folders that are incomplete or being removed
 
 
 def fsync_and_hash(path: Path) -> tuple[str, int]:

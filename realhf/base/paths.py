@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-KERNELS = Path(__file__).parents[1] / "ops" / "_C.so"
-"""The compiled csrc, loaded by torch."""
+KERNELS = Path(__file__).parents[1] / "ops" / "_C.so"  # the compiled csrc, loaded by torch
 
 
 class _PathEntry:

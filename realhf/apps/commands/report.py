@@ -21,7 +21,7 @@ from realhf.plan.run_spec import RunSpec
 from realhf.plan.search.timeline import Activity, Timeline
 
 USAGE = "usage: realhf report RUN_DIR [--out FILE.html]   (default: RUN_DIR/report.html)"
-CURVES = {
+CURVES = {  # the metrics in each chart
     "reward": ("reward/mean", "reward/accuracy", "eval/reward", "eval/accuracy"),
     "loss": ("loss", "eval/loss", "critic_train/critic_loss"),
     "KL to the reference": ("kl/ref",),
@@ -32,7 +32,6 @@ CURVES = {
     "tokens per second": ("tokens/per_s",),
     "peak memory over workers, GB": ("memory/worker_peak_gb",),
 }
-"""The metrics in each chart."""
 N_SAMPLES = 8
 MAX_LANES = 64
 CLOCK_S = 1e-3  # tolerance between the end of one activity and the start of the next

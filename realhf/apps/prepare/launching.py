@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from realhf.api.codec import from_plain, to_plain
 from realhf.api.config import ExperimentConfig, Mode
@@ -23,9 +23,7 @@ from realhf.launch import LAUNCHERS
 from realhf.launch.slurm import in_allocation
 from realhf.launch.slurm_job import follow, log_file, script, submit
 from realhf.plan.run_spec import ExpectedPerformance, RunSpec
-
-if TYPE_CHECKING:
-    from realhf.system.checkpoint.manifest import Manifest
+from realhf.system.checkpoint.manifest import Manifest
 
 MAX_REPORTED = 8  # unresponsive workers whose process states are reported
 EXIT_TIMEOUT_S = 20.0  # for workers to exit after the last step
@@ -54,7 +52,7 @@ def read_run(root: Path) -> RunSpec:
                    stored["n_held_out"])  # fmt: skip
 
 
-def launch(run: RunSpec, checkpoint: "tuple[Path, Manifest] | None" = None) -> None:
+def launch(run: RunSpec, checkpoint: tuple[Path, Manifest] | None = None) -> None:
     """Start the workers, run the master, and stop all processes at the end; with mode=slurm, submit a job instead."""
     if is_queued(run.config):
         return queue([run], run.config, run.paths)
@@ -100,7 +98,7 @@ def dry_run(name: str, experiment: Experiment, paths: RunDir) -> None:
     print(script([run.paths.root for run in runs], experiment, runs[0].device, paths.root), end="")
 
 
-def _run_master(run: RunSpec, checkpoint: "tuple[Path, Manifest] | None") -> None:
+def _run_master(run: RunSpec, checkpoint: tuple[Path, Manifest] | None) -> None:
     from realhf.system.master import Master
     from realhf.system.metrics.sinks import open_sinks
     from realhf.system.metrics.telemetry import Telemetry

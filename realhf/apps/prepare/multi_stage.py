@@ -1,8 +1,4 @@
-"""Runs the stages of a multi-stage experiment, each as a separate run in a subdirectory, and resumes it.
-
-``stages.json`` stores the name of the experiment and the completed stages. The code between stages is a function of
-their results, and is executed again when the experiment is resumed.
-"""
+"""Runs the stages of a multi-stage experiment, each as a separate run in a subdirectory, and resumes it."""
 
 import json
 from collections.abc import Sequence
@@ -61,7 +57,7 @@ def _run_stages(name: str, config: MultiStageExperiment, paths: RunDir, complete
     save_experiment(config, paths.config)
     root, done = paths.root.resolve(), list(completed)  # absolute: stages refer to each other's files by path
     atomic_write(paths.stages, json.dumps({"experiment": name, "done": done}))
-    for stage in config.stages(root):
+    for stage in config.stages(root):  # executes the code between stages again when the experiment is resumed
         if stage.name in done:
             print(f"stage   {stage.name}: already completed")
             continue
