@@ -14,7 +14,6 @@ TMP_SUFFIX = ".unfinished"  # of files and folders that are incomplete or being 
 
 
 def fsync_and_hash(path: Path) -> tuple[str, int]:
-    """fsync a file, and return its SHA-256 and size."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return sha256(path), path.stat().st_size

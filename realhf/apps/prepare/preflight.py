@@ -125,7 +125,7 @@ def preflight(name: str, experiment: Experiment, paths: RunDir, resuming: bool =
         raise InfeasibleError(report.too_large())
     calls = {mfc: compute for mfc, (compute, _) in prediction.call_seconds.items()}
     expected = ExpectedPerformance(machine.source, prediction.seconds, calls, prediction.peak, machine.is_measured,
-                        machine.hardware.peak_flops, machine.hardware.peak_bandwidth)  # fmt: skip
+                                   machine.hardware.peak_flops, machine.hardware.peak_bandwidth)  # fmt: skip
     plan = with_evaluation(report.graph, report.plan)
     return RunSpec(name, experiment, experiment.task, report.graph, experiment.roles(), plan, paths, report.device,
                    report.n_rows, expected, report.n_held_out)  # fmt: skip
@@ -344,9 +344,7 @@ def size_problems(experiment: Experiment, rows: EncodedRows, held_out: EncodedRo
                      for token in (sampling.stop_token_ids if sampling else ()) if not 0 <= token < vocab]  # fmt: skip
     what = f"the longest prompt and {n_new} new tokens need" if n_new else "the longest row needs"
     option = "max_new_tokens or dataset.max_prompt_len" if n_new else "dataset.max_seqlen"
-    problems += [
-        f"{names}: the model has {positions} positions, {what} {longest}; lower {option}"
-        for positions, names in _roles_by(models, lambda model: model.max_positions).items()
-        if longest > positions
-    ]
+    for positions, names in _roles_by(models, lambda model: model.max_positions).items():
+        if longest > positions:
+            problems.append(f"{names}: the model has {positions} positions, {what} {longest}; lower {option}")
     return problems

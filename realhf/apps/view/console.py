@@ -65,7 +65,6 @@ class Console:
         sys.stdout.flush()
 
     def evaluated(self, step: int, metrics: dict[str, float]) -> None:
-        """Print the metrics of an evaluation, one line per call."""
         calls: dict[str, list[str]] = {}
         for name, value in metrics.items():
             mfc, _, stat = name.partition("/")
