@@ -16,7 +16,7 @@ from torch import Tensor
 
 from realhf.ops import extension
 from realhf.ops.adamw import AdamWStep, adamw_
-from realhf.ops.attention import packed_attention_reference, rotary_attention
+from realhf.ops.attention import rotary_attention, rotary_attention_reference
 
 CPU = torch.device("cpu")
 SHAPES = ((4, 4, 32), (8, 2, 64))
@@ -27,6 +27,10 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], prefixes: Sequence[int] = ()) -> Tensor:
     qkv = torch.cat((q, k, v), 1)
     return rotary_attention(qkv, q.shape[1], k.shape[1], lengths, prefixes=prefixes)
+
+
+def packed_attention_reference(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+    return rotary_attention_reference(torch.cat((q, k, v), 1), q.shape[1], k.shape[1], lengths)
 
 
 def by_rows(lengths: list[int]) -> Attention:

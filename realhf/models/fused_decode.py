@@ -47,13 +47,12 @@ class FusedBlocks:
         """
         config, rule = self.config, self.rules[0]
         kernel = extension.required("decode_blocks", x.device.type)
-        out: Tensor = kernel(
+        return kernel(
             x, self.weights, cache.k, cache.v, positions, prefixes, angles, [rule.window for rule in self.rules],
             self.n_heads, config.intermediate, ACTIVATION_IDS[config.activation], config.mlp == "gated",
             config.parallel_residual, config.norm_eps, config.norm_offset, rule.scale_for(config.head_dim),
             rule.softcap,
         )  # fmt: skip
-        return out
 
 
 def fuse_blocks(
@@ -99,8 +98,7 @@ def pack_tiles(weight: Tensor) -> Tensor:
 
 def tiled_linear(x: Tensor, tiles: Tensor, n_outs: int) -> Tensor:
     """Return ``x`` ``[S, in]`` times the transpose of a tiled matrix, ``[S, n_outs]`` float32."""
-    out: Tensor = extension.required("tiled_linear", x.device.type)(x, tiles, n_outs)
-    return out
+    return extension.required("tiled_linear", x.device.type)(x, tiles, n_outs)
 
 
 def _has_bf16_instructions() -> bool:

@@ -21,6 +21,7 @@ from realhf.models.kv_cache import KVCache
 from realhf.ops.attention import ScoreParams, decode_attention, decode_bias, positions_in_rows, rotary_attention
 from realhf.ops.logprobs import FULL_VOCAB, VocabShard, packed_logprobs
 from realhf.ops.norms import Rotary, rotate
+from realhf.ops.rows import per_token
 
 
 @dataclass(frozen=True)
@@ -176,8 +177,7 @@ class Transformer:
         device = tokens.device
         positions = positions_in_rows(lengths, prefixes, device)
         longest = int(positions.max()) + 1 if len(positions) else 0
-        counts = torch.tensor(lengths, dtype=torch.int64, device=device)
-        rows = torch.arange(len(lengths), device=device).repeat_interleave(counts, output_size=len(tokens))
+        rows = per_token(torch.arange(len(lengths), device=device), lengths)
         angles, indices, angle_rows = self._angles(longest), None, None
         if cache is not None:
             assert slots is not None and len(slots) == len(lengths)

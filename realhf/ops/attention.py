@@ -71,12 +71,10 @@ def rotary_attention(
     table = torch.frombuffer(array("q", (*lengths, *(prefixes or (-1,) * len(lengths)))), dtype=torch.int64)
     try:
         rows = table.view(2, len(lengths))
-        options = (scoring.scale_for(qkv.shape[-1]), scoring.window, scoring.softcap)
-        out: Tensor = _Attention.apply(qkv, n_q, n_kv, rows, angles, options)
+        return _Attention.apply(qkv, n_q, n_kv, rows, angles, scoring)
     except RuntimeError:  # the kernel checks faster, this check has the better message
         _check_rows(qkv, lengths, prefixes)
         raise
-    return out
 
 
 class _Attention(torch.autograd.Function):
@@ -84,18 +82,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        qkv: Tensor,
-        n_q: int,
-        n_kv: int,
-        rows: Tensor,
-        angles: Tensor | None,
-        scoring: tuple[float, int, float],
+        ctx: Any, qkv: Tensor, n_q: int, n_kv: int, rows: Tensor, angles: Tensor | None, scoring: ScoreParams
     ) -> Tensor:
         kernel = extension.required("packed_attention", qkv.device.type)
-        ctx.sizes, ctx.scoring = (n_q, n_kv, n_kv), scoring
-        out: Tensor
-        out, normalisers = kernel(*qkv.split(ctx.sizes, 1), rows, angles, *scoring)
+        ctx.sizes = n_q, n_kv, n_kv
+        ctx.scoring = scoring.scale_for(qkv.shape[-1]), scoring.window, scoring.softcap
+        out, normalisers = kernel(*qkv.split(ctx.sizes, 1), rows, angles, *ctx.scoring)
         ctx.save_for_backward(qkv, out, normalisers, rows, angles)
         return out
 
@@ -143,36 +135,12 @@ def rotary_attention_reference(
     prefixes: Sequence[int] = (),
     angles: Tensor | None = None,
 ) -> Tensor:
-    _check_rows(qkv, lengths, prefixes)
-    return packed_attention_reference(
-        *_split_and_rotate(qkv, n_q, n_kv, lengths, prefixes, angles), lengths, scoring, prefixes
-    )
-
-
-def _split_and_rotate(
-    qkv: Tensor, n_q: int, n_kv: int, lengths: Sequence[int], prefixes: Sequence[int], angles: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    qk, v = qkv.split((n_q + n_kv, n_kv), 1)
-    if angles is not None:
-        cos, sin = angles[:, positions_in_rows(lengths, prefixes, qkv.device)].to(qkv.dtype).unsqueeze(2)
-        qk = rotate(qk, cos, sin)
-    q, k = qk.split((n_q, n_kv), 1)
-    return q, k, v
-
-
-def packed_attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Sequence[int],
-    scoring: ScoreParams = DEFAULT_SCORES,
-    prefixes: Sequence[int] = (),
-) -> Tensor:
-    """The reference implementation of ``rotary_attention`` without angles: ``[T, H, d]`` queries, ``[T, K, d]`` keys.
+    """The reference implementation of ``rotary_attention``.
 
     Adjacent rows of equal length form one dense batch without copies. Rows with prefixes are computed one by one.
     """
-    _check_rows(q, lengths, prefixes)
+    _check_rows(qkv, lengths, prefixes)
+    q, k, v = _split_and_rotate(qkv, n_q, n_kv, lengths, prefixes, angles)
     if max(prefixes, default=-1) >= 0:
         parts = zip(*(x.split(list(lengths)) for x in (q, k, v)), strict=True)
         return torch.cat(_with_prefixes(list(parts), prefixes, scoring))
@@ -185,6 +153,17 @@ def packed_attention_reference(
     # split: a single cat in the backward pass
     by_run = zip(q.split(sizes), k.split(sizes), v.split(sizes), runs, strict=True)
     return torch.cat([_dense(qs, ks, vs, *run, scoring) for qs, ks, vs, run in by_run])
+
+
+def _split_and_rotate(
+    qkv: Tensor, n_q: int, n_kv: int, lengths: Sequence[int], prefixes: Sequence[int], angles: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    qk, v = qkv.split((n_q + n_kv, n_kv), 1)
+    if angles is not None:
+        cos, sin = angles[:, positions_in_rows(lengths, prefixes, qkv.device)].to(qkv.dtype).unsqueeze(2)
+        qk = rotate(qk, cos, sin)
+    q, k = qk.split((n_q, n_kv), 1)
+    return q, k, v
 
 
 def _with_prefixes(

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,36 +29,34 @@ def _in_place(*args: object) -> None:
 
 
 # Fake kernels for torch.compile: they return only shapes and dtypes.
-SHAPES: Mapping[str, Callable[..., object]] = MappingProxyType(
-    {
-        "packed_gae": _like(1, 1),
-        "gae_2d": _like(0, 0),
-        "slice_intervals": lambda src, *_: src.new_empty(torch.library.get_ctx().new_dynamic_size()),
-        "set_intervals": _in_place,
-        "copy_box_": _in_place,
-        "logit_stats": lambda logits, targets, scale: tuple(
-            targets.new_empty(targets.shape, dtype=torch.float32) for _ in range(3)
-        ),
-        "logit_slopes_": _in_place,
-        "sample_tokens": lambda logits, u, *_: (
-            u.new_empty(u.shape, dtype=torch.int64),
-            logits.new_empty(u.shape),
-            logits.new_empty(u.shape),
-        ),
-        "counter_uniform": lambda seed, prompts, *_: prompts.new_empty(prompts.shape, dtype=torch.float64),
-        "packed_attention": lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)),
-        "packed_attention_backward": lambda grad, q, k, *_: q.new_empty(
-            (q.shape[0], q.shape[1] + 2 * k.shape[1], q.shape[2])
-        ),
-        "adamw_": _in_place,
-        "decode_blocks": _like(0),
-        "tiled_linear": lambda x, tiles, n_outs: x.new_empty((x.shape[0], n_outs), dtype=torch.float32),
-        "rms_norm": _like(0),
-        "rms_norm_backward": _like(1, 2),
-        "activate": lambda x, _, gated: x.new_empty((x.shape[0], x.shape[1] // 2 if gated else x.shape[1])),
-        "activate_backward": _like(1),
-    }
-)
+SHAPES: Mapping[str, Callable[..., object]] = {
+    "packed_gae": _like(1, 1),
+    "gae_2d": _like(0, 0),
+    "slice_intervals": lambda src, *_: src.new_empty(torch.library.get_ctx().new_dynamic_size()),
+    "set_intervals": _in_place,
+    "copy_box_": _in_place,
+    "logit_stats": lambda logits, targets, scale: tuple(
+        targets.new_empty(targets.shape, dtype=torch.float32) for _ in range(3)
+    ),
+    "logit_slopes_": _in_place,
+    "sample_tokens": lambda logits, u, *_: (
+        u.new_empty(u.shape, dtype=torch.int64),
+        logits.new_empty(u.shape),
+        logits.new_empty(u.shape),
+    ),
+    "counter_uniform": lambda seed, prompts, *_: prompts.new_empty(prompts.shape, dtype=torch.float64),
+    "packed_attention": lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)),
+    "packed_attention_backward": lambda grad, q, k, *_: q.new_empty(
+        (q.shape[0], q.shape[1] + 2 * k.shape[1], q.shape[2])
+    ),
+    "adamw_": _in_place,
+    "decode_blocks": _like(0),
+    "tiled_linear": lambda x, tiles, n_outs: x.new_empty((x.shape[0], n_outs), dtype=torch.float32),
+    "rms_norm": _like(0),
+    "rms_norm_backward": _like(1, 2),
+    "activate": lambda x, _, gated: x.new_empty((x.shape[0], x.shape[1] // 2 if gated else x.shape[1])),
+    "activate_backward": _like(1),
+}
 DEVICES = ("cpu", "cuda")
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 def per_token(rows: Tensor, lengths: Sequence[int]) -> Tensor:
     """Repeat each row's entry (``[B, ...]``) over its tokens, ``[T, ...]``."""
-    return rows.repeat_interleave(torch.tensor(lengths, dtype=torch.int64, device=rows.device), 0)
+    counts = torch.tensor(lengths, dtype=torch.int64, device=rows.device)
+    return rows.repeat_interleave(counts, 0, output_size=sum(lengths))
 
 
 @dataclass(frozen=True)

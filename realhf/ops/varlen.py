@@ -75,5 +75,4 @@ def varlen_attention(
     if gather is not None:
         k, v = k.index_select(0, gather), v.index_select(0, gather)
     window_size = (window - 1 if window else -1, 0)
-    out: Tensor = kernel(q, k, v, *layout, scale=scale, window_size=window_size, enable_gqa=q.shape[1] != k.shape[1])
-    return out
+    return kernel(q, k, v, *layout, scale=scale, window_size=window_size, enable_gqa=q.shape[1] != k.shape[1])

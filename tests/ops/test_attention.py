@@ -1,7 +1,8 @@
 """Packed and decoding attention against a dense masked softmax, and the kernel against the reference implementation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,13 +16,13 @@ from realhf.ops.attention import (
     ScoreParams,
     decode_attention,
     decode_bias,
-    packed_attention_reference,
     rotary_attention,
     rotary_attention_reference,
 )
 from realhf.ops.norms import Rotary
 from tests.scaling import examples
 
+Attention = Callable[..., torch.Tensor]
 NOT_BUILT = "NATIVE KERNELS NOT BUILT, nothing tested: python setup.py build_ext --inplace"
 
 RULES = [
@@ -36,10 +37,13 @@ RULES = [
 
 
 def packed_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], *rows: Any, **options: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rows: Any, by: Attention = rotary_attention, **options: Any
 ) -> torch.Tensor:
     """Attention of separate queries, keys and values without rotation."""
-    return rotary_attention(torch.cat((q, k, v), 1), q.shape[1], k.shape[1], lengths, *rows, **options)
+    return by(torch.cat((q, k, v), 1), q.shape[1], k.shape[1], *rows, **options)
+
+
+packed_attention_reference = partial(packed_attention, by=rotary_attention_reference)
 
 
 def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: ScoreParams = RULES[0]) -> torch.Tensor:
@@ -114,7 +118,6 @@ def test_decoding_attends_up_to_each_position(heads: int, kv_heads: int, rule: S
         assert torch.allclose(out[slot], row[0], atol=1e-6)
 
 
-Attention = Callable[..., torch.Tensor]
 ROW_CASES = [
     ([5], ()),
     ([3, 7, 1, 64, 65, 130, 300], ()),
