@@ -6,6 +6,7 @@ Every worker passes the same list of copies, which plan/ computes.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -56,12 +57,8 @@ def exchange(
     activity = activity or ActivityStack()
     expected = sum(c.tensor_slice.nbytes for c in copies if c.dst == rank)
     buffers = ExchangeBuffers(rank, read, write, into, device, verify, copy, expected > STREAMED_BYTES, expected)
-    local = (
-        done
-        for c in copies
-        if c.dst == rank and (c.src == rank or not c.tensor_slice.numel)
-        for done in _copy_local(c, buffers)
-    )
+    within = [c for c in copies if c.dst == rank and (c.src == rank or not c.tensor_slice.numel)]
+    local = chain.from_iterable(_copy_local(c, buffers) for c in within)
     near = peers.ranks if peers else frozenset()
     with activity.enter(buffers):
         rounds = relayed(copies, peers.hosts if peers else {}) if into is not None else (copies,)

@@ -16,10 +16,9 @@ from realhf.base.activity import ActivityStack
 
 def open_rendezvous(host: str, port: int, timeout_s: float) -> dist.TCPStore:
     """Open the rendezvous store on this machine; port 0 selects a free one. ValueError if the port is in use."""
+    timeout = datetime.timedelta(seconds=timeout_s)
     try:
-        return dist.TCPStore(
-            host, port, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=timeout_s)
-        )
+        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout)
     except RuntimeError as error:
         raise ValueError(f"cannot open the rendezvous store on {host}:{port}: {error}") from error
 
@@ -41,6 +40,7 @@ def destroy_process_group() -> None:
 
 
 ProcessGroup = dist.ProcessGroup
+Ranks = tuple[int, ...]
 LARGE_BYTES = 1 << 20
 """Size from which the copies inside gloo cost more than extra messages."""
 
@@ -50,7 +50,7 @@ class PendingCollective(NamedTuple):
 
     name: str
     nbytes: int
-    ranks: tuple[int, ...]
+    ranks: Ranks
 
     def __str__(self) -> str:
         return f"{self.name} of {self.nbytes} bytes among ranks {', '.join(map(str, self.ranks))}"
@@ -64,17 +64,13 @@ class Group:
     """
 
     def __init__(
-        self,
-        ranks: tuple[int, ...],
-        rank: int,
-        handle: dist.ProcessGroup | None = None,
-        activity: ActivityStack | None = None,
+        self, ranks: Ranks, rank: int, handle: ProcessGroup | None = None, activity: ActivityStack | None = None
     ) -> None:
         self.ranks, self.handle, self.activity = ranks, handle, activity or ActivityStack()
         self.size = len(ranks)
         self.index = sorted(ranks).index(rank) if rank in ranks else -1
 
-    def torch_group(self) -> dist.ProcessGroup:
+    def torch_group(self) -> ProcessGroup:
         """Return the torch process group; a group of one creates its own on first use, without communication."""
         if self.handle is None:
             self.handle = dist.new_group(list(self.ranks), use_local_synchronization=True)
@@ -141,9 +137,7 @@ class Group:
         return dist.get_backend(self.handle) == "gloo"
 
 
-def make_groups(
-    members: Iterable[tuple[int, ...]], rank: int, activity: ActivityStack | None = None
-) -> dict[tuple[int, ...], Group]:
+def make_groups(members: Iterable[Ranks], rank: int, activity: ActivityStack | None = None) -> dict[Ranks, Group]:
     """Create process groups in the given order. Collective over ALL workers."""
     return {ranks: Group(ranks, rank, dist.new_group(list(ranks)), activity) for ranks in members}
 
@@ -155,7 +149,7 @@ class ParallelContext:
     layout: Layout
     rank: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    groups: Mapping[tuple[int, ...], Group] = field(default_factory=dict)
+    groups: Mapping[Ranks, Group] = field(default_factory=dict)
     activity: ActivityStack = field(default_factory=ActivityStack)
 
     @property

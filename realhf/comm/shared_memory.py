@@ -58,8 +58,7 @@ class SharedMemoryPeers:
         self._rings[self.rank] = _map(ring)
 
     def add_peer(self, peer: int, sock: socket.socket, ring: int) -> None:
-        """Add a connected peer and the file descriptor of its ring, which is closed."""
-        sock.settimeout(self.timeout_s)
+        """Add a connected peer, whose socket has a timeout, and the file descriptor of its ring, which is closed."""
         self._sockets[peer], self._filled[peer], self._rings[peer] = sock, deque(), _map(ring)
         os.close(ring)
         self._rank_of[sock.fileno()] = peer
@@ -93,11 +92,9 @@ class SharedMemoryPeers:
                 idle = False
                 if (packet := next(streams[peer], None)) is not None:
                     due[peer] = packet
-            if idle and not self._poll(0.0, ready, due) and next(background, None) is None:
+            if not self._poll(0.0, ready, due) and idle and next(background, None) is None:
                 with self.activity.enter(self._pending(ready, due)):
                     self._poll(self.timeout_s, ready, due)
-            elif not idle:
-                self._poll(0.0, ready, due)
 
     def close(self) -> None:
         """Close the sockets; peers can still read what was sent."""
@@ -167,11 +164,7 @@ def _map(ring: int) -> Tensor:
 
 
 def open_shared_memory_peers(
-    rank: int,
-    world: int,
-    timeout_s: float,
-    hosts: tuple[str, ...] | None = None,
-    activity: ActivityStack | None = None,
+    rank: int, world: int, timeout_s: float, hosts: tuple[str, ...] | None = None, activity: ActivityStack | None = None
 ) -> SharedMemoryPeers:
     """Connect all workers that share a host. Collective over the default group, which must be gloo.
 

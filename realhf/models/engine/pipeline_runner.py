@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realhf.comm.p2p import P2PChannel, PendingRecv
+from realhf.comm.p2p import P2PChannel, PendingTransfer
 from realhf.comm.process_groups import ParallelContext
 from realhf.models.engine.decode.group import DecodeGroup
 from realhf.models.engine.packing import Packing
@@ -80,7 +80,7 @@ class Pipeline:
         """Run groups of rows through the pipeline until all are finished; every stage receives the sampled tokens."""
         inputs: dict[int, Tensor] = {}
         outputs: dict[int, Tensor] = {}
-        expected: dict[int, PendingRecv] = {}
+        expected: dict[int, PendingTransfer] = {}
         for step in schedule.generation_schedule(self.stage, self.n_stages, len(groups)):
             group = groups[step.micro_batch]
             if group.is_finished:
