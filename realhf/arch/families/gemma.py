@@ -19,8 +19,8 @@ GEMMA2_NORM_NAMES = {
 }
 
 
-def _config_from_hf(
-    hf: Mapping[str, Any], family: str, scalar_head: bool, activation: str, **fields: Any
+def _gemma_from_hf(
+    hf: Mapping[str, Any], scalar_head: bool, family: str = "gemma", activation: str = "hidden_act", **fields: Any
 ) -> ModelConfig:
     """Read the configuration of Gemma and Gemma 2; ``activation`` is the name of that field.
 
@@ -37,10 +37,6 @@ def _config_from_hf(
     return llama.config_from_hf(hf, family, scalar_head, 8192, head_dim=256, tied=True, **own, **fields)
 
 
-def _gemma_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
-    return _config_from_hf(hf, "gemma", scalar_head, "hidden_act")
-
-
 def _gemma_to_hf(config: ModelConfig) -> dict[str, Any]:
     fields = llama.config_to_hf(config, attention_bias=config.qkv_bias)
     return fields | {"hidden_activation": fields["hidden_act"]}  # transformers 4.39 to 4.57 read the second name
@@ -54,7 +50,7 @@ def _gemma2_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
         "attention_softcap": base.optional_number(hf, "attn_logit_softcapping", 50.0),
         "logit_softcap": base.optional_number(hf, "final_logit_softcapping", 30.0),
     }
-    return _config_from_hf(hf, "gemma2", scalar_head, "hidden_activation", **own)
+    return _gemma_from_hf(hf, scalar_head, "gemma2", "hidden_activation", **own)
 
 
 def _gemma2_to_hf(config: ModelConfig) -> dict[str, Any]:
