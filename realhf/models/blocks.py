@@ -172,12 +172,10 @@ def _scaled(norm: Norm, x: Tensor, mean_square: Tensor) -> Tensor:
 
 
 def _mlp(mlp: Mlp, x: Tensor, inner: Tensor, context: ForwardContext) -> Tensor:
-    wide = _activated(F.linear(context.tp_region.copy_to_tp(inner), mlp.up, mlp.b_up), context.config)
+    config = context.config
+    wide = F.linear(context.tp_region.copy_to_tp(inner), mlp.up, mlp.b_up)
+    wide = activate(wide, config.activation, config.mlp == "gated")
     return _add_product(x, wide, mlp.down, mlp.b_down, mlp.post_norm, context)
-
-
-def _activated(wide: Tensor, config: ModelConfig) -> Tensor:
-    return activate(wide, config.activation, config.mlp == "gated")
 
 
 def _experts(experts: Experts, x: Tensor, inner: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
@@ -188,7 +186,8 @@ def _experts(experts: Experts, x: Tensor, inner: Tensor, context: ForwardContext
     chosen = tp_region.all_gather_tokens(chosen)
     by_expert = sort_by_expert(chosen, config.n_experts)
     tokens = dispatch(tp_region.copy_to_tp(inner), by_expert)
-    wide = _activated(grouped_linear(tokens, experts.up.flatten(1, 2), by_expert), config)
+    wide = grouped_linear(tokens, experts.up.flatten(1, 2), by_expert)
+    wide = activate(wide, config.activation, config.mlp == "gated")
     partial = combine(grouped_linear(wide, experts.down, by_expert), tp_region.copy_to_tp(weights), by_expert)
     after = _add(x, partial, None, experts.post_norm, context)
     if router_loss is None:

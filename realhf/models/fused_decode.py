@@ -4,6 +4,7 @@ Small models are bound by operator overhead in decoding: a block takes thirty op
 unfused path of ``Transformer.decode`` is the reference implementation.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,11 +57,7 @@ class FusedBlocks:
 
 
 def fuse_blocks(
-    config: ModelConfig,
-    n_heads: int,
-    blocks: tuple[Block, ...],
-    final_norm: Norm | None,
-    rules: tuple[ScoreParams, ...],
+    config: ModelConfig, n_heads: int, blocks: Sequence[Block], final_norm: Norm | None, rules: tuple[ScoreParams, ...]
 ) -> FusedBlocks | None:
     """Return the blocks for the fused kernel; None without a kernel for this model and device.
 

@@ -118,7 +118,8 @@ def load_hf(
     shapes = hf_shapes(slices)
     with _SafetensorsFolder(Path(folder)) as source:
         names = _stored_names(source, set(shapes), family.base_prefix)
-        _check_names(source, names, slices, allow_missing, family.ignored)
+        needed = {part.name for ours, several in slices.items() if ours not in allow_missing for part in several}
+        _check_names(source, names, needed, family.ignored)
         for name in params.names:
             if slices[name][0].name not in names:
                 _init_parameter(config, params, name, seed)
@@ -141,19 +142,12 @@ def _stored_names(source: _SafetensorsFolder, wanted: set[str], prefix: str) -> 
 
 
 def _check_names(
-    source: _SafetensorsFolder,
-    names: Mapping[str, str],
-    slices: StoredSlices,
-    allow_missing: frozenset[str],
-    ignored: tuple[str, ...],
+    source: _SafetensorsFolder, names: Mapping[str, str], needed: set[str], ignored: tuple[str, ...]
 ) -> None:
-    needed = {part.name for ours, several in slices.items() if ours not in allow_missing for part in several}
-    missing = sorted(needed - set(names))
-    if missing:
+    if missing := sorted(needed - set(names)):
         raise ValueError(f"'{source.path}' lacks {len(missing)} tensors: {_first(missing)}")
     extra = source.names - set(names.values())
-    unknown = sorted(name for name in extra if not name.startswith(HEADS) and not name.endswith(ignored))
-    if unknown:
+    if unknown := sorted(name for name in extra if not name.startswith(HEADS) and not name.endswith(ignored)):
         raise ValueError(f"'{source.path}' has {len(unknown)} tensors that this architecture lacks: {_first(unknown)}")
 
 

@@ -12,19 +12,12 @@ class KVCache:
     """
 
     def __init__(
-        self,
-        n_layers: int,
-        n_kv_heads: int,
-        head_dim: int,
-        n_slots: int,
-        max_len: int,
-        like: Tensor,
-        zeroed: bool = True,
+        self, n_layers: int, n_kv_heads: int, head_dim: int, n_slots: int, max_len: int, like: Tensor, zeroed: bool
     ) -> None:
         new = like.new_zeros if zeroed else like.new_empty
         self.both = new((2, n_layers, n_slots, n_kv_heads, max_len, head_dim))
         self.k, self.v = self.both
-        self.n_slots, self.max_len = n_slots, max_len
+        self.max_len = max_len
 
     def indices(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Return the flat indices ``[T*K]`` of tokens ``(slot, position)``, which are the same in all layers."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from realhf.api.model_config import ModelConfig
-from realhf.api.param_box import ParamSpec, shard_box
+from realhf.api.param_box import ParamSpec, box_shape, shard_box
 from realhf.comm.process_groups import Group
 from realhf.comm.tensor_parallel import TensorParallelRegion, gather_columns
 from realhf.models.blocks import Attend, Attention, Block, Experts, ForwardContext, Mlp, Norm, RouterLoss, run_block
@@ -59,8 +59,9 @@ class Transformer:
         self.layers = [i for i in range(config.n_layers) if f"layers.{i}.wq" in params.names]
         assert self.layers, "a stage has at least one layer"
         self.is_first, self.is_last = self.layers[0] == 0, "final_norm.weight" in params.names
-        self.n_q, self.n_kv = (self._local_heads(name) for name in ("wq", "wk"))
-        self._kv_holders = params.n_holders(f"layers.{self.layers[0]}.wk", tp.size)
+        wq, wk = (f"layers.{self.layers[0]}.{name}" for name in ("wq", "wk"))
+        self.n_q, self.n_kv = (box_shape(params.box(name))[0] // config.head_dim for name in (wq, wk))
+        self._kv_holders = params.n_holders(wk, tp.size)
         self._head_name = "head.weight" if "head.weight" in params.names else "embed.weight"
         self._vocab_shard = self._make_vocab_shard()
         self._score_rules = tuple(
@@ -75,10 +76,6 @@ class Transformer:
         self._tiled_blocks: FusedBlocks | None = None  # copies, valid while the weights do not change
         self._tiled_head: Tensor | None = None
         self._router_loss_sums = torch.zeros(2, dtype=torch.float64, device=params.data.device)
-
-    def _local_heads(self, name: str) -> int:
-        start, stop = self.params.box(f"layers.{self.layers[0]}.{name}")[0]
-        return (stop - start) // self.config.head_dim
 
     def pop_router_losses(self) -> Tensor:
         """Return and reset the sums of the router losses, ``[2]`` float64: ``balance_loss`` and ``z_loss``.
@@ -98,16 +95,11 @@ class Transformer:
 
     def _bind(self) -> _Weights:
         blocks = tuple(self._bind_block(f"layers.{i}.") for i in self.layers)
+        embed = self._optional("embed.weight") if self.is_first else None
         final_norm = self._bind_norm("final_norm")
-        can_fuse = self.tp.size == 1
-        return _Weights(
-            embed=self._optional("embed.weight") if self.is_first else None,
-            positions=self._optional("embed.positions"),
-            blocks=blocks,
-            final_norm=final_norm,
-            head=self.params.leaf(self._head_name) if self.is_last else None,
-            fused=fuse_blocks(self.config, self.n_q, blocks, final_norm, self._score_rules) if can_fuse else None,
-        )
+        head = self.params.leaf(self._head_name) if self.is_last else None
+        fused = fuse_blocks(self.config, self.n_q, blocks, final_norm, self._score_rules) if self.tp.size == 1 else None
+        return _Weights(embed, self._optional("embed.positions"), blocks, final_norm, head, fused)
 
     def _optional(self, *names: str) -> Tensor | None:
         return self.params.leaf(*names) if names[0] in self.params.names else None
@@ -191,7 +183,8 @@ class Transformer:
             return rotary_attention(qkv, self.n_q, self.n_kv, lengths, self._score_rules[layer], prefixes, angles)
 
         router_loss = RouterLoss(rows, len(lengths), token_weight) if token_weight and self.config.n_experts else None
-        return self._run(tokens, positions, longest, attend, x, router_loss)
+        x = self._embed(tokens, positions, longest) if x is None else x
+        return self._run(x, len(tokens), attend, router_loss)
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
@@ -228,8 +221,8 @@ class Transformer:
         """
         count = len(tokens)
         longest = longest or (int(positions.max()) + 1 if count else 0)
+        x = self._embed(tokens, positions, longest) if x is None else x
         if (blocks := self.weights.fused) is not None:
-            x = self._embed(tokens, positions, longest, self.tp_region(count)) if x is None else x
             return (self._tiled_blocks or blocks.tiled())(x, positions, cache, prefixes, self._angles(longest))
         indices = cache.indices(torch.arange(count, device=tokens.device), positions)
         windows = {rule.window for rule in self._score_rules}
@@ -244,7 +237,7 @@ class Transformer:
             keys, values = cache.k[layer, :count], cache.v[layer, :count]
             return decode_attention(q, keys, values, biases[rule.window], rule)
 
-        return self._run(tokens, positions, longest, attend, x)
+        return self._run(x, count, attend)
 
     def _angles(self, longest: int) -> Tensor | None:
         return None if self._rotary is None else self._rotary.table(longest)
@@ -252,18 +245,8 @@ class Transformer:
     def _angle_rows(self, positions: Tensor, longest: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         return None if self._rotary is None else self._rotary.rows(positions, longest, dtype)
 
-    def _run(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        longest: int,
-        attend: Attend,
-        x: Tensor | None,
-        router_loss: RouterLoss | None = None,
-    ) -> Tensor:
-        weights, tp_region = self.weights, self.tp_region(len(tokens))
-        if x is None:
-            x = self._embed(tokens, positions, longest, tp_region)
+    def _run(self, x: Tensor, n_tokens: int, attend: Attend, router_loss: RouterLoss | None = None) -> Tensor:
+        weights, tp_region = self.weights, self.tp_region(n_tokens)
         context = ForwardContext(self.config, self.n_q, self.n_kv, self._kv_holders, tp_region, attend, router_loss)
         recompute = self.checkpoint_activations and torch.is_grad_enabled() and self.params.grad is not None
         run = partial(checkpoint, run_block, use_reentrant=False, preserve_rng_state=False) if recompute else run_block
@@ -273,8 +256,8 @@ class Transformer:
                 self._router_loss_sums += losses
         return x if weights.final_norm is None else weights.final_norm(x)
 
-    def _embed(self, tokens: Tensor, positions: Tensor, longest: int, tp_region: TensorParallelRegion) -> Tensor:
-        weights = self.weights
+    def _embed(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
+        weights, tp_region = self.weights, self.tp_region(len(tokens))
         assert weights.embed is not None, "a later stage takes the hidden states of the previous stage"
         if self.tp.size == 1:
             x = F.embedding(tokens, weights.embed)

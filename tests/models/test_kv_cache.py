@@ -7,7 +7,7 @@ from realhf.models.kv_cache import KVCache
 
 def cache() -> KVCache:
     torch.manual_seed(0)
-    kv = KVCache(2, 2, 4, n_slots=4, max_len=6, like=torch.empty(0))
+    kv = KVCache(2, 2, 4, n_slots=4, max_len=6, like=torch.empty(0), zeroed=True)
     kv.k.normal_()
     kv.v.normal_()
     return kv

@@ -118,7 +118,7 @@ def test_no_prompts_give_no_rows(vllm: VllmEngine) -> None:
 def test_a_killed_process_is_reported(engine: NativeEngine, tmp_path: Path) -> None:
     other = vllm_on(engine, tmp_path / "actor")
     assert other.server is not None
-    os.kill(other.server.pid, signal.SIGKILL)
+    os.kill(other.server._process.pid, signal.SIGKILL)
     with pytest.raises(RunFailed, match="vLLM of worker 0 ended by signal SIGKILL"):
         other.generate(prompts_of(LENGTHS), PLAIN, 2, seed=5)
     other.server.close()

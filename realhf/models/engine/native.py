@@ -143,10 +143,9 @@ class NativeEngine:
         return self.context.group("dp").all_reduce(total).to(sums.device)
 
     def save(self, path: Path) -> None:
-        layout = self.context.layout
         if self.context.coord.dp != 0:
             return
-        writer = layout.rank(Coord(0, 0, 0))
+        writer = self.context.layout.rank(Coord(0, 0, 0))
         if self.context.rank == writer:
             save_hf(path, self.config, lambda name: self._gather_parameter(name, writer), self.tokenizer_folder)
         else:
@@ -210,9 +209,8 @@ def build_engine(
         load_hf(Path(role.spec.path or ""), config, params, seed, allow_missing=new)
     recompute = trained and role.spec.gradient_checkpointing
     model = Transformer(config, params, recompute, context.group("tp"), trained and role.spec.sequence_parallel)
-    pipeline = Pipeline(model, context)
-    sequence_parallel = model.sequence_parallel
-    optimizer = optimizer_type(params, role.spec.optimizer, context, sequence_parallel) if optimizer_type else None
+    pipeline, sequence = Pipeline(model, context), model.sequence_parallel
+    optimizer = optimizer_type(params, role.spec.optimizer, context, sequence) if optimizer_type else None
     return NativeEngine(
         config, role, params, model, pipeline, context, stop_ids, total_steps, tokenizer_folder, optimizer
     )

@@ -70,10 +70,6 @@ class VllmServer:
                 start_new_session=True, env=environment,
             )  # fmt: skip
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def call(self, method: str, **arguments: Any) -> dict[str, Any]:
         """Return the reply to a request; raises RunFailed on an error, on a timeout, or if the process has ended."""
         deadline = time.monotonic() + self.timeout_s
