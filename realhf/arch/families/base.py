@@ -7,14 +7,8 @@ from typing import Any
 from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import Box
 
-ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
+TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", **dict.fromkeys(TANH_GELUS, "gelu_tanh")}
 HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 SCALINGS = {
     "linear": ("factor",),
@@ -155,7 +149,6 @@ def sizes_from_hf(
 
 
 def sizes_to_hf(config: ModelConfig, keys: Mapping[str, str]) -> dict[str, Any]:
-    """The inverse of ``sizes_from_hf``."""
     return {
         **{theirs: getattr(config, ours) for ours, theirs in keys.items()},
         "tie_word_embeddings": config.tied_embedding and config.head == "lm",

@@ -1,7 +1,4 @@
-"""Gemma: Llama with scaled embeddings, norm weights with an offset of one, and a GELU gate.
-
-Gemma 2 has norms before and after attention and MLP, soft-capped logits, and alternating sliding windows.
-"""
+"""Gemma: Llama with scaled embeddings, norm weights with an offset of one, and a GELU gate. Gemma 2 has more norms."""
 
 from collections.abc import Mapping
 from functools import partial

@@ -1,8 +1,4 @@
-"""GPT-2, GPT-NeoX and Pythia: layer norms, biases everywhere, an ungated MLP.
-
-GPT-2 has learned positions and stores its matrices as [in, out]. GPT-NeoX has partial rotary positions, and an MLP
-parallel to attention.
-"""
+"""GPT-2, GPT-NeoX and Pythia: layer norms, biases everywhere, an ungated MLP. GPT-2 stores matrices as [in, out]."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

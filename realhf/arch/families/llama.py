@@ -1,7 +1,4 @@
-"""Llama: RMS norms, rotary positions, grouped key/value heads, a gated MLP. Most families share its names.
-
-OLMo 2 has norms on the outputs of attention and MLP, and on whole query and key projections.
-"""
+"""Llama, whose names and sizes most families share. OLMo 2: Llama with norms on outputs and whole projections."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -57,7 +54,6 @@ def config_from_hf(
 
 
 def config_to_hf(config: ModelConfig, **fields: Any) -> dict[str, Any]:
-    """The inverse of ``config_from_hf``."""
     return {
         **base.sizes_to_hf(config, KEYS),
         "num_key_value_heads": config.n_kv_heads,

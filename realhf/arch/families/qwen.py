@@ -1,8 +1,4 @@
-"""Qwen2, Qwen2.5 and Qwen3: Llama with optional sliding windows in the upper layers.
-
-Qwen2 has query, key and value biases, Qwen3 per-head norms of queries and keys. Qwen3-MoE is Qwen3 with routed experts
-in some or all layers.
-"""
+"""Qwen2, Qwen2.5 and Qwen3: Llama with optional sliding windows. Qwen3-MoE has routed experts in some or all layers."""
 
 from collections.abc import Mapping
 from functools import partial
