@@ -1,1 +1,1 @@
-"""Level 3: the only package that calls torch.distributed: groups, collectives, point-to-point exchange."""
+"""The only package that calls torch.distributed: groups, collectives, point-to-point exchange."""

@@ -1,7 +1,4 @@
-"""Executes point-to-point copies of rows or parameter boxes, over shared memory within a host, else the process group.
-
-Every worker passes the same list of copies, which plan/ computes.
-"""
+"""Executes point-to-point copies of rows or parameter boxes, by shared memory within a host, else the process group."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,7 +39,7 @@ def exchange(
     copy: Copy = plain_copy,
     activity: ActivityStack | None = None,
 ) -> int:
-    """Execute the copies from and to this worker; return the bytes received from other workers.
+    """Execute the copies from and to this worker, of a list that every worker passes; return the bytes received.
 
     ``read(what)`` returns the elements to send (any shape), ``write(what, flat)`` takes ownership of received ones.
     If ``into`` is given, ``into(what)`` returns the target tensor (any shape and strides) and ``write`` is not called,

@@ -1,7 +1,4 @@
-"""Packs the tensor slices of point-to-point copies into packets of bounded size; every rank computes the same packets.
-
-Pure except for ``ExchangeBuffers``, which copies between packets and tensors. The transport of packets is elsewhere.
-"""
+"""Packs tensor slices of point-to-point copies into packets of bounded size; every rank computes the same packets."""
 
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence

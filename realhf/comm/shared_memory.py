@@ -15,6 +15,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -183,15 +184,14 @@ def open_shared_memory_peers(
             error_text = f"rank {rank}: {error}"
         infos = _gather((own_host, error_text, listener.getsockname() if listener else b""), world)
         near = [peer for peer, (host, _, _) in enumerate(infos) if host == own_host]
-        errors = [infos[peer][1] for peer in near if infos[peer][1]]
         connected: dict[int, socket.socket] = {}
-        if not errors and ring is not None:
+        if ring is not None and not any(infos[peer][1] for peer in near):
             addresses = {peer: infos[peer][2] for peer in near if peer < rank}
             connected, error_text = _connect(addresses, rank, ring, timeout_s)
-        failures = _gather((error_text,), world)
-        excluded = {host for (host, no_ring, _), (failed,) in zip(infos, failures, strict=True) if no_ring or failed}
+        failures = _gather(error_text, world)
+        excluded = {host for (host, _, _), failure in zip(infos, failures, strict=True) if failure}
         peers.hosts = {peer: host for peer, (host, _, _) in enumerate(infos) if host not in excluded}
-        errors = errors or [failures[peer][0] for peer in near if failures[peer][0]]
+        errors = [failures[peer] for peer in near if failures[peer]]
         if errors or ring is None or listener is None:
             for sock in connected.values():
                 sock.close()
@@ -210,8 +210,8 @@ def open_shared_memory_peers(
     return peers
 
 
-def _gather(value: tuple, world: int) -> list[tuple]:
-    values: list[tuple] = [value] * world
+def _gather(value: Any, world: int) -> list[Any]:
+    values = [value] * world
     if world > 1:
         dist.all_gather_object(values, value)
     return values
