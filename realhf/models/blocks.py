@@ -1,7 +1,4 @@
-"""One decoder block of any family: attention, then an MLP or routed experts.
-
-Weights are views of the flat parameters; ``ForwardContext`` provides the attention function and the parallel layout.
-"""
+"""One decoder block of any family: attention, then an MLP or routed experts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -92,7 +92,6 @@ StoredSlices = dict[str, tuple[StoredSlice, ...]]
 
 
 def stored_slices(config: ModelConfig) -> StoredSlices:
-    """Return where each of our parameters is stored."""
     shapes = {spec.name: spec.shape for spec in param_specs(config)}
     tensors = FAMILIES[config.family].hf_tensors(config)
     return {name: tuple(StoredSlice.of(t, shapes[name]) for t in several) for name, several in tensors.items()}
@@ -208,7 +207,6 @@ def save_hf(
 
 
 def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the contents of ``config.json`` for a model with weights of this type."""
     family = FAMILIES[config.family]
     dtype_name = str(dtype).removeprefix("torch.")
     fields = {

@@ -105,8 +105,7 @@ class Transformer:
         return self.params.leaf(*names) if names[0] in self.params.names else None
 
     def _bind_norm(self, name: str) -> Norm | None:
-        weight = self._optional(f"{name}.weight")
-        bias = self._optional(f"{name}.bias")
+        weight, bias = (self._optional(f"{name}.{part}") for part in ("weight", "bias"))
         return None if weight is None else Norm(weight, bias, self.config.norm_eps, self.config.norm_offset)
 
     def _bind_block(self, prefix: str) -> Block:

@@ -1,1 +1,1 @@
-"""Level 3: numeric functions in plain torch, each kernel next to its reference implementation. No communication."""
+"""Numeric functions in plain torch, each kernel next to its reference implementation. No communication."""

@@ -126,9 +126,7 @@ class NativeEngine:
 
     def _micro_batches(self, batch: SequenceBatch, at_least: int, together: bool = False) -> list[list[int]]:
         limits = replace(self.micro_batching, n_mbs=max(self.micro_batching.n_mbs, at_least))
-        return micro_batches(
-            batch.ids, batch.lengths("tokens"), limits, together, prefer_prompts_together=self._shares_prefixes
-        )
+        return micro_batches(batch.ids, batch.lengths("tokens"), limits, together, self._shares_prefixes)
 
     def generate(self, prompts: SequenceBatch, config: GenerationConfig, n: int, seed: int) -> SequenceBatch:
         stops = tuple(dict.fromkeys((*self.stop_ids, *config.stop_token_ids)))
@@ -210,10 +208,8 @@ def build_engine(
     recompute = trained and role.spec.gradient_checkpointing
     model = Transformer(config, params, recompute, context.group("tp"), trained and role.spec.sequence_parallel)
     pipeline, sequence = Pipeline(model, context), model.sequence_parallel
-    optimizer = optimizer_type(params, role.spec.optimizer, context, sequence) if optimizer_type else None
-    return NativeEngine(
-        config, role, params, model, pipeline, context, stop_ids, total_steps, tokenizer_folder, optimizer
-    )
+    adamw = optimizer_type(params, role.spec.optimizer, context, sequence) if optimizer_type else None
+    return NativeEngine(config, role, params, model, pipeline, context, stop_ids, total_steps, tokenizer_folder, adamw)
 
 
 def empty_shard(

@@ -1,7 +1,4 @@
-"""AdamW on this worker's equal range of the flat parameters (ZeRO-1): reduce-scatter, step, all-gather.
-
-Parameters that several workers of one replica hold have their gradients summed, and count once in the norm.
-"""
+"""AdamW on this worker's equal range of the flat parameters (ZeRO-1): reduce-scatter, step, all-gather."""
 
 import math
 

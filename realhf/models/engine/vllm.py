@@ -1,8 +1,4 @@
-"""Generation by vLLM: the native engine holds, trains and moves the weights, a separate vLLM process samples responses.
-
-Both processes map the memory of the weights, so a weight update is one copy into vLLM's own. This module is the
-worker's side; the code inside the vLLM process is in in_vllm/.
-"""
+"""Generation by vLLM: the native engine holds, trains and moves the weights; the process in in_vllm/ samples."""
 
 import contextlib
 import json

@@ -1,8 +1,6 @@
 """Continuous batching: finished rows are evicted at once, live rows stay contiguous, free slots are refilled.
 
-The prompt of a group of samples is computed once; its cache is shared with, or copied to, the other slots. Sampled
-tokens depend only on (seed, prompt, sample, position), not on slots or layout. In a pipeline the slots form as many
-groups as there are stages, which pass through them one after the other.
+In a pipeline the slots form as many groups as there are stages, which pass through them one after the other.
 """
 
 from collections import deque
