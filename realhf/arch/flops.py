@@ -38,8 +38,7 @@ def train_flops(config: ModelConfig, lengths: Iterable[int], recompute: bool = F
 def generate_flops(config: ModelConfig, prompts: Iterable[int], rows: Iterable[int]) -> int:
     """Return the operations of generation: each prompt is computed once and has the same number of responses.
 
-    ``rows`` are lengths of prompt plus response. The head runs once per new token; the last token of a row is sampled
-    but not computed.
+    ``rows`` are lengths of prompt plus response. The head runs once per new token; a row's last token is not computed.
     """
     prompts, rows = list(prompts), list(rows)
     n = len(rows) // max(1, len(prompts))

@@ -10,9 +10,8 @@ from realhf.base.errors import did_you_mean
 
 def read_hf_config(path: Path | str, scalar_head: bool) -> ModelConfig:
     """Read a model's sizes from its folder or its ``config.json``; ValueError for a missing or invalid one."""
-    file = Path(path)
-    if file.is_dir():
-        file = file / "config.json"
+    path = Path(path)
+    file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"no model configuration at '{file}': give a Hugging Face folder or its config.json")
     try:

@@ -89,8 +89,7 @@ def _expert_specs(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpe
 def stage_layers(config: ModelConfig, pp: int) -> tuple[range, ...]:
     """Split layers 0..L+1 into ``pp`` stages with at least one block each, minimising the largest parameter count.
 
-    A tied embedding counts on both ends, since the last stage multiplies by it too. Raises ValueError if there are more
-    stages than blocks.
+    A tied embedding counts on both ends: the last stage multiplies by it too. ValueError for more stages than blocks.
     """
     n = config.n_layers
     if not 1 <= pp <= n:

@@ -20,9 +20,8 @@ SCALINGS = {
 class HfTensor:
     """A Hugging Face tensor, or a slice of one, that stores one of our parameters or a slice of it.
 
-    ``box`` is in the stored tensor's coordinates (None: all of it); ``transpose`` if its rows are our columns. ``at``
-    is the slice of our parameter (None: all of it); if the stored tensor has fewer dimensions, the leading ones of
-    ``at`` have size 1.
+    ``box`` is in the stored tensor's coordinates, ``at`` in our parameter's (None: all of it). Leading dimensions of
+    ``at`` that the stored tensor lacks have size 1. ``transpose``: its rows are our columns.
     """
 
     name: str

@@ -77,11 +77,7 @@ def hf_tensors(
     routed_mlp: str = "",
     experts: tuple[str, str, str] = ("gate_proj.weight", "up_proj.weight", "down_proj.weight"),
 ) -> HfTensors:
-    """Return the tensors of a model.
-
-    ``norms`` are the names of a block's norms; routed experts are in module ``routed_mlp``, each with the tensors
-    ``experts``: gate, up and down.
-    """
+    """Return a model's tensors; ``experts`` names gate, up and down of each expert in the module ``routed_mlp``."""
     names = {
         **norms,
         **ATTENTION_NAMES,
