@@ -54,8 +54,7 @@ def rotary_attention(
     ``qkv`` is ``[T, n_q + 2 * n_kv, d]``: fused queries, keys and values, with n_q a multiple of n_kv. Row i with
     ``prefixes[i] = p >= 0`` continues row p, which has no prefix itself: it also sees all of p's keys, whose gradients
     are summed over the rows that share them. By default no row has a prefix. If ``angles`` (``Rotary.table``) are
-    given, queries and keys are rotated by their positions first. Raises ValueError for lengths or prefixes that do not
-    fit qkv.
+    given, queries and keys are rotated by their positions first. ValueError for lengths or prefixes that do not fit.
 
     Uses the compiled kernel (CPU: float32, and bfloat16 computed in float32), torch's kernel for 16-bit types on GPUs,
     or ``rotary_attention_reference``.

@@ -57,12 +57,11 @@ SHAPES: Mapping[str, Callable[..., object]] = {
     "activate": lambda x, _, gated: x.new_empty((x.shape[0], x.shape[1] // 2 if gated else x.shape[1])),
     "activate_backward": _like(1),
 }
-DEVICES = ("cpu", "cuda")
 
 
 def kernels() -> tuple[str, ...]:
     """Return the available kernels as ``name:device``."""
-    return tuple(f"{name}:{device}" for name in SHAPES for device in DEVICES if kernel(name, device) is not None)
+    return tuple(f"{name}:{device}" for name in SHAPES for device in ("cpu", "cuda") if kernel(name, device))
 
 
 @cache

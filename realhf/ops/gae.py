@@ -67,9 +67,9 @@ def gae_1d_nolp_misalign(
     if rewards.ndim != 1 or rewards.numel() != sum(lengths):
         raise ValueError(f"lengths {tuple(lengths)} do not sum to the size of rewards {list(rewards.shape)}")
     n_states = [length + 1 for length in lengths]
-    ends = torch.tensor(n_states, dtype=torch.int64, device=values.device).cumsum(0)
+    counts = torch.tensor(n_states, dtype=torch.int64, device=values.device)
     has_action = torch.ones(sum(n_states), dtype=torch.bool, device=values.device)
-    has_action[ends - torch.tensor(n_states, dtype=torch.int64, device=values.device)] = False
+    has_action[counts.cumsum(0) - counts] = False
     token_rewards = rewards.new_zeros(sum(n_states)).masked_scatter(has_action, rewards)
     advantages, returns = packed_gae(token_rewards, values, n_states, bootstrap, gamma, lam)
     return advantages[has_action], returns[has_action]

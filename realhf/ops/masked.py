@@ -7,8 +7,6 @@ from torch import Tensor
 
 from realhf.ops.rows import per_token
 
-_EPS = 1e-5
-
 
 def masked_sums(x: Tensor, mask: Tensor) -> Tensor:
     """Return (sum, sum of squares, count) of ``x`` where ``mask`` is nonzero, ``[3]`` float64."""
@@ -25,7 +23,7 @@ def normalise(x: Tensor, mask: Tensor, sums: Tensor) -> Tensor:
     total, squares, count = sums.unbind(-1)
     mean = total / count.clamp(min=1.0)
     variance = (squares / count.clamp(min=1.0) - mean.square()).clamp(min=0.0)
-    return ((x.double() - mean) / (variance.sqrt() + _EPS)).masked_fill(~mask.bool(), 0.0).to(x.dtype)
+    return ((x.double() - mean) / (variance.sqrt() + 1e-5)).masked_fill(~mask.bool(), 0.0).to(x.dtype)
 
 
 def group_normalise(x: Tensor, mask: Tensor, lengths: Sequence[int], group_of_row: Sequence[int]) -> Tensor:

@@ -23,8 +23,7 @@ class ExpertOrder:
 def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return probabilities ``[T, E]`` (float32), weights and experts (``[T, k]``) of a router's ``[T, E]`` logits.
 
-    Each token goes to its ``top_k`` most probable experts; ``renormalise`` divides their weights by the sum (Mixtral,
-    arXiv 2401.04088, section 2.1).
+    Each token goes to its ``top_k`` most probable experts; ``renormalise``: weights sum to 1 (arXiv 2401.04088, 2.1).
     """
     probs = logits.softmax(-1, dtype=torch.float32)
     weights, experts = probs.topk(top_k, -1)
@@ -111,8 +110,7 @@ def balance_loss(probs: Tensor, experts: Tensor, rows: Tensor, n_rows: int, loca
     ``probs`` is ``[t, E]`` of the tokens ``local``; ``experts`` (``[T, k]``) and ``rows`` (``[T]``) are of all tokens.
     A row of n tokens has the loss ``n * E * sum_e f_e P_e``: ``f_e`` is the fraction of its tokens routed to expert e,
     ``P_e`` their mean probability for e. This is the loss of Switch Transformer (arXiv 2101.03961, eq. 4) per sequence
-    (DeepSeek-V3, arXiv 2412.19437, eq. 17), so it does not depend on micro-batches or layout. Per token it is k for a
-    balanced router.
+    (DeepSeek-V3, arXiv 2412.19437, eq. 17), so micro-batches and layout do not matter; k per token if it is balanced.
     """
     n_experts = probs.shape[1]
     cells = (rows[:, None] * n_experts + experts).flatten()

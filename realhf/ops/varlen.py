@@ -40,8 +40,7 @@ def varlen_layout(
 ) -> tuple[tuple[Tensor, Tensor, int, int], Tensor | None]:
     """Return the kernel's arguments for the rows of ``rotary_attention``, and the index of gathered keys, ``[T_k]``.
 
-    The index is None without prefixes. The arguments are the row offsets of queries and keys, ``[B + 1]`` int32, and
-    the largest lengths of both.
+    The index is None without prefixes. Arguments: row offsets ``[B + 1]`` int32 and longest row of queries and keys.
     """
     shared = [lengths[p] if p >= 0 else 0 for p in prefixes] if prefixes else [0] * len(lengths)
     keys = [before + own for before, own in zip(shared, lengths, strict=True)]
