@@ -44,8 +44,7 @@ def exchange(
     ``read(what)`` returns the elements to send (any shape), ``write(what, flat)`` takes ownership of received ones.
     If ``into`` is given, ``into(what)`` returns the target tensor (any shape and strides) and ``write`` is not called,
     which saves a copy and large temporary memory; receivers on other hosts than the sender then relay a broadcast
-    (``relayed`` states which copies a rank must pass). All three may be called repeatedly. ``copy``
-    performs every local copy.
+    (``relayed`` states which copies a rank must pass). All three may be called repeatedly. ``copy`` copies locally.
 
     Workers in ``peers`` are reached through shared memory, others through the default process group. Every wait has
     the timeout of its transport and is entered in ``activity``. With ``verify``, checksums of received data are

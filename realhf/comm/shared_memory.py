@@ -75,9 +75,8 @@ class SharedMemoryPeers:
     ) -> None:
         """Send and receive all packets; each sender's packets keep their order.
 
-        Instead of waiting, advance ``background`` while it has items. Raises TimeoutError when nothing happens for
-        ``timeout_s``, and ConnectionError when a peer exits before it has done its part; both name the pending packets.
-        After an error the object is unusable.
+        Advance ``background`` instead of waiting. TimeoutError after ``timeout_s`` without progress and ConnectionError
+        when a peer exits before it has done its part name the pending packets; then the object is unusable.
         """
         to_send = iter(outgoing)
         streams = {peer: iter(packets) for peer, packets in incoming.items()}

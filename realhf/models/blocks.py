@@ -103,8 +103,7 @@ class ForwardContext:
 def run_block(block: Block, index: int, x: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
     """Return the hidden states ``[T, D]`` after a block, and its router losses; ``index`` is its index in the stage.
 
-    The losses are sums over the local tokens, ``[2]``: ``balance_loss`` and ``z_loss``; None without a router in
-    training.
+    The losses, ``[2]``: ``balance_loss`` and ``z_loss``, are sums over local tokens; None without a router in training.
     """
     after = _attention(block.attention, index, x, _normalise(block.attention.norm, x), context)
     inner = _normalise(block.mlp.norm, x if context.config.parallel_residual else after)
@@ -147,8 +146,7 @@ def _norm_projections(
 ) -> tuple[Tensor, Tensor]:
     """Normalise queries and keys ``[T, heads, d]`` over the heads of all tensor-parallel ranks.
 
-    The sums of squares are all-reduced in both directions, as every output depends on every rank's input. Key heads
-    that several ranks have count once.
+    Sums of squares are all-reduced in both directions: outputs depend on all inputs. Repeated key heads count once.
     """
     region, config = context.tp_region, context.config
     sums = torch.stack((_sum_of_squares(q), _sum_of_squares(k) / context.kv_holders), 1)

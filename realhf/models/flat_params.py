@@ -166,8 +166,7 @@ class FlatParams:
     def lerp_(self, name: str, box: Box, tensor: Tensor, eta: float) -> None:
         """Update ``box`` to the moving average eta * tensor + (1 - eta) * box.
 
-        For bfloat16 parameters a float32 copy of the shard, made at the first call, stores the average: small updates
-        would be rounded away.
+        For bfloat16 parameters, where small updates round away, a float32 copy of the shard stores the average.
         """
         if self.data.dtype == torch.float32:
             self.read(name, box).lerp_(tensor, eta)

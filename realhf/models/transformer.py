@@ -42,8 +42,7 @@ class Transformer:
 
     The first stage embeds tokens, later stages take the hidden states of the previous one; the last stage has the
     heads. ``weights`` are views, collected at first use and again when gradients are enabled, but not at every call:
-    creating them takes as long as a decoding step of a small model. They do not keep memory alive: ``params.free``
-    releases it.
+    creating them takes as long as a decoding step of a small model. ``params.free`` releases their memory.
     """
 
     def __init__(
@@ -215,8 +214,7 @@ class Transformer:
         Slot s stores its key and value at ``positions[s]`` and attends to positions up to it. ``prefixes``, ``[3, S]``
         int64, describes common prefixes, which are then read once: for each slot a prefix number, the length that all
         slots of this number have in common, and a slot that stores it (another one only if the model
-        ``supports_shared_prefixes``). ``longest`` bounds the row lengths; without it the positions are read from the
-        device.
+        ``supports_shared_prefixes``). ``longest`` bounds the row lengths (0: the positions are read from the device).
         """
         count = len(tokens)
         longest = longest or (int(positions.max()) + 1 if count else 0)
@@ -296,8 +294,7 @@ class Transformer:
     ) -> Tensor:
         """Return the log-probability of each token given the previous ones, ``[T]`` float32; 0 for a row's first token.
 
-        ``prev_index`` (``[T]`` int64) is the index of each token's predecessor, -1: none; by default the adjacent token
-        of its row.
+        ``prev_index`` (``[T]`` int64) is each token's predecessor (-1: none), by default the adjacent token of its row.
         """
         states = self.tp_region(len(tokens)).copy_to_tp(hidden)
         add_to = None if self.params.grad is None else self.params.grad_view(self._head_name)

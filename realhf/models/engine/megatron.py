@@ -4,8 +4,7 @@ A shard's flat tensors are megatron-core's own buffers, so nothing is copied: th
 parameters, and gradients accumulate in the buffer that it reduces. Its gradient reduction, its AdamW (from Transformer
 Engine or Apex, if installed) and its parameter all-gather make a step.
 
-``get_megatron_optimizer`` is not used: it communicates, with pickles, with all workers of the run, including those that
-do not train this role.
+``get_megatron_optimizer`` is not used: it exchanges pickles with all workers of the run, also those of other roles.
 """
 
 import math
@@ -62,8 +61,7 @@ class MegatronAdamW(ShardedAdamW):
             self._inner.state[shard] = {"step": torch.tensor(0.0), "exp_avg": first, "exp_avg_sq": second}
 
     def _reduce(self) -> None:
-        whole = PendingCollective("reduce_scatter", self.whole_grad.nbytes, self.group.ranks)
-        with self.group.activity.enter(whole):
+        with self.group.activity.enter(PendingCollective("reduce_scatter", self.whole_grad.nbytes, self.group.ranks)):
             self._ddp.finish_grad_sync()
 
     def _update(self, step: AdamWStep) -> None:

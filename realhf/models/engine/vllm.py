@@ -141,9 +141,8 @@ class VllmEngine(NativeEngine):
         if self.server is not None:
             counts, tokens, logprobs = self._request(request, int(checksum))
         counts = group.broadcast(counts.to(device), first)
-        n_tokens = int(counts.sum())
-        tokens = torch.empty(n_tokens, dtype=torch.int64) if tokens is None else tokens
-        logprobs = torch.empty(n_tokens) if logprobs is None else logprobs
+        if tokens is None or logprobs is None:
+            tokens, logprobs = torch.empty(int(counts.sum()), dtype=torch.int64), torch.empty(int(counts.sum()))
         tokens, logprobs = (group.broadcast(some.to(device), first) for some in (tokens, logprobs))
         return build_result(request, counts, tokens, torch.stack((logprobs, logprobs)))
 

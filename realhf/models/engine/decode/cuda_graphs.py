@@ -1,8 +1,7 @@
 """Decoding steps as CUDA graphs, which launch hundreds of small kernels at once.
 
-A graph is for one number of slots and one context length. Both are rounded up, so that few graphs cover all steps. The
-inputs and outputs of a step are at fixed addresses. Slots beyond the live ones are computed too: they write to unused
-slots, and their tokens are dropped.
+A graph is for one number of slots and one context length, both rounded up so that few graphs cover all steps. Inputs
+and outputs have fixed addresses. Slots beyond the live ones write to unused slots, and their tokens are dropped.
 """
 
 from collections.abc import Callable
