@@ -25,12 +25,8 @@ def _gemma_from_hf(
     """
     base.require(hf, use_bidirectional_attention=False)
     form = base.activation(hf, activation, "gelu_pytorch_tanh")
-    own: dict[str, Any] = {
-        "norm_offset": 1.0,
-        "scaled_embedding": True,
-        "activation": "gelu_tanh" if form == "gelu" else form,
-        **llama.attention_bias(hf),
-    }
+    own: dict[str, Any] = {"norm_offset": 1.0, "scaled_embedding": True, **llama.attention_bias(hf)}
+    own["activation"] = "gelu_tanh" if form == "gelu" else form
     return llama.config_from_hf(hf, family, scalar_head, 8192, head_dim=256, tied=True, **own, **fields)
 
 
