@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 MAX_HEAD_DIM = 256
-Kernel = Callable[..., Any]
 
 
 def is_available(device: torch.device) -> bool:
@@ -26,7 +25,7 @@ def is_supported(q: Tensor, softcap: float) -> bool:
 
 
 @lru_cache(maxsize=1)
-def _kernel() -> Kernel | None:
+def _kernel() -> Callable[..., Any] | None:
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # torch before 2.10
@@ -58,17 +57,10 @@ def varlen_layout(
 
 
 def varlen_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: tuple[int, ...],
-    prefixes: tuple[int, ...],
-    scale: float,
-    window: int,
-    kernel: Kernel | None = None,
+    q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], prefixes: tuple[int, ...], scale: float, window: int
 ) -> Tensor:
     """Attend like ``rotary_attention`` from q ``[T, H, d]`` to k, v ``[T, K, d]``; a ``window`` of 0 is unlimited."""
-    kernel = kernel or _kernel()
+    kernel = _kernel()
     assert kernel is not None, "the caller checks is_supported"
     layout, gather = varlen_layout(lengths, prefixes, q.device)
     if gather is not None:
