@@ -4,7 +4,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ TOKENIZER_FILES = (
     "chat_template*",
     "generation_config.json",
 )
+MAX_FILE_BYTES = 5e9
 HEADS = ("lm_head.", "embed_out.", "score.", "classifier.", "v_head.")
 
 
@@ -140,9 +141,7 @@ def _stored_names(source: _SafetensorsFolder, wanted: set[str], prefix: str) -> 
     return {name: s for name, both in spellings.items() for s in both[::-1] if s in source.names}
 
 
-def _check_names(
-    source: _SafetensorsFolder, names: Mapping[str, str], needed: set[str], ignored: tuple[str, ...]
-) -> None:
+def _check_names(source: _SafetensorsFolder, names: dict[str, str], needed: set[str], ignored: tuple[str, ...]) -> None:
     if missing := sorted(needed - set(names)):
         raise ValueError(f"'{source.path}' lacks {len(missing)} tensors: {_first(missing)}")
     extra = source.names - set(names.values())
@@ -175,11 +174,7 @@ def _init_parameter(config: ModelConfig, params: FlatParams, name: str, seed: in
 
 
 def save_hf(
-    folder: Path | str,
-    config: ModelConfig,
-    read: Callable[[str], Tensor],
-    tokenizer_folder: Path | str | None,
-    max_shard_bytes: float = 5e9,
+    folder: Path | str, config: ModelConfig, read: Callable[[str], Tensor], tokenizer_folder: Path | str | None
 ) -> None:
     """Write a Hugging Face folder: weights, configuration and the tokenizer's files.
 
@@ -190,7 +185,7 @@ def save_hf(
     new, old = (target.with_name(f".{target.name}.{suffix}") for suffix in ("new", "old"))
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
-    dtype = _write_weights(new, _whole_tensors(config, read), max_shard_bytes)
+    dtype = _write_weights(new, _whole_tensors(config, read))
     (new / "config.json").write_text(json.dumps(config_json(config, dtype), indent=2) + "\n")
     if tokenizer_folder is not None:
         for pattern in TOKENIZER_FILES:
@@ -241,7 +236,7 @@ def _whole_tensors(config: ModelConfig, read: Callable[[str], Tensor]) -> Iterat
     assert not partial, f"slices are missing of {sorted(partial)}"
 
 
-def _write_weights(folder: Path, tensors: Iterator[tuple[str, Tensor]], max_shard_bytes: float) -> torch.dtype:
+def _write_weights(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> torch.dtype:
     """Write one file, or several and an index; only one file's tensors are in memory at a time."""
     shards: list[list[str]] = []
     batch: dict[str, Tensor] = {}
@@ -254,7 +249,7 @@ def _write_weights(folder: Path, tensors: Iterator[tuple[str, Tensor]], max_shar
         batch.clear()
 
     for name, tensor in tensors:
-        if batch and sum(t.nbytes for t in batch.values()) + tensor.nbytes > max_shard_bytes:
+        if batch and sum(t.nbytes for t in batch.values()) + tensor.nbytes > MAX_FILE_BYTES:
             flush()
         batch[name] = tensor
         total += tensor.nbytes

@@ -39,12 +39,15 @@ def written_by_hf(name: str, folder: Path, **options: object) -> PreTrainedModel
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("max_shard_bytes", [5e9, 2e4])
-def test_transformers_loads_saved_folders(name: str, max_shard_bytes: float, tmp_path: Path) -> None:
-    original = written_by_hf(name, tmp_path / "in", max_shard_size=int(max_shard_bytes))
+@pytest.mark.parametrize("max_bytes", [5e9, 2e4])
+def test_transformers_loads_saved_folders(
+    name: str, max_bytes: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("realhf.models.hf_folder.MAX_FILE_BYTES", max_bytes)
+    original = written_by_hf(name, tmp_path / "in", max_shard_size=int(max_bytes))
     ours = load(tmp_path / "in")
-    save_hf(tmp_path / "out", ours.config, ours.params.view, None, max_shard_bytes)
-    assert (tmp_path / "out" / "model.safetensors.index.json").exists() == (max_shard_bytes < 1e5)
+    save_hf(tmp_path / "out", ours.config, ours.params.view, None)
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists() == (max_bytes < 1e5)
     back, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]

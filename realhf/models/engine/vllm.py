@@ -207,10 +207,8 @@ class VllmLauncher:
         dtype, context = engine.params.data.dtype, engine.context
         hf_config = config_json(replace(engine.config, tied_embedding=False), dtype)
         (self.folder / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
-        ranks = context.group("tp").ranks
-        server = VllmServer(
-            f"vLLM of worker {context.rank}", self.options, self.log, self._cores(ranks), context.activity
-        )
+        name, ranks = f"vLLM of worker {context.rank}", context.group("tp").ranks
+        server = VllmServer(name, self.options, self.log, self._cores(ranks), context.activity)
         options = {
             "folder": str(self.folder),
             "dtype": str(dtype).removeprefix("torch."),
