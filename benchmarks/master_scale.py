@@ -46,8 +46,8 @@ from realhf.system.master import Master, relax_gc
 from realhf.system.metrics.telemetry import Metrics, Telemetry
 from realhf.system.metrics.trace import trace_lines
 from realhf.system.metrics.worker_metrics import microseconds
-from realhf.system.transport.auth import Direction, Signer
-from realhf.system.transport.channel import Inbox, Outbox, encode
+from realhf.system.transport.auth import Direction, SignatureVerifier, Signer
+from realhf.system.transport.channel import pack, unpack
 
 LIMIT_US, LIMIT_GB = 20.0, 2.0
 GROUP = 4  # responses per prompt
@@ -103,7 +103,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         n = self.run.plan.n_workers
-        self.inbox, self.outbox = Inbox(KEY, range(n)), Outbox(KEY)
+        self.verifier = SignatureVerifier(KEY, (Direction.to_master, Direction.heartbeat), range(n))
+        self.signer = Signer(KEY, Direction.to_worker)
         self.signers = [Signer(KEY, Direction.to_master) for _ in range(n)]
         self.rng = random.Random(0)
         self.now = 0.0
@@ -120,7 +121,7 @@ class Cluster:
 
     def send(self, ranks: Collection[int], message: ToWorker) -> None:
         self.calls_made += isinstance(message, PrepareCall)
-        self.outbox.pack(ranks, message)
+        pack(self.signer, ranks, message)
         self.sent += [(rank, message) for rank in ranks]
 
     def receive(self, timeout_s: float) -> ToMaster | None:
@@ -133,7 +134,7 @@ class Cluster:
             self.worker_seconds += time.thread_time() - start
         self.n_events += 1
         self.now, _, frames = self.pending.pop()
-        opened = self.inbox.unpack(frames)
+        opened = unpack(self.verifier, frames)
         assert opened is not None
         return opened[1]
 
@@ -142,8 +143,7 @@ class Cluster:
     def reply(self, message: ToMaster, seconds: float) -> None:
         rank = message.rank
         self.free_at[rank] = max(self.free_at[rank], self.now) + seconds * self.rng.uniform(0.9, 1.1)
-        payload = encode(message)
-        frames = [self.signers[rank].sign((rank,), payload), payload]
+        frames = list(pack(self.signers[rank], (rank,), message))
         self.pending.append((self.free_at[rank], self.rng.getrandbits(62), frames))
 
     def handle(self, rank: int, message: ToWorker) -> None:

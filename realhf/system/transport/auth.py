@@ -39,9 +39,12 @@ def new_key(path: Path) -> bytes:
     return key
 
 
-def keyed_hash(key: bytes) -> "blake2b":
-    """Return keyed BLAKE2b (RFC 7693) of the empty message; copying it is faster than hashing the key again."""
-    return blake2b(key=key, digest_size=TAG_BYTES)
+def message_tag(keyed: "blake2b", fields: bytes, payload: bytes) -> bytes:
+    """Return the tag of a message; ``keyed`` is keyed BLAKE2b (RFC 7693) of the empty message."""
+    mac = keyed.copy()  # faster than hashing the key again
+    mac.update(fields)
+    mac.update(payload)
+    return mac.digest()
 
 
 def encode_ranks(ranks: Iterable[int]) -> bytes:
@@ -61,24 +64,21 @@ class Signer:
     """Numbers and signs the messages of one direction."""
 
     def __init__(self, key: bytes, direction: Direction) -> None:
-        self._mac, self._direction, self._number = keyed_hash(key), direction, 0
+        self._keyed, self._direction, self._number = blake2b(key=key, digest_size=TAG_BYTES), direction, 0
 
     def sign(self, ranks: Iterable[int], payload: bytes) -> bytes:
         """Return the header of the next message."""
         self._number += 1
         ranges = encode_ranks(ranks)
         fields = HEADER.pack(self._direction, self._number, len(ranges) // RANK_RANGE.size) + ranges
-        mac = self._mac.copy()
-        mac.update(fields)
-        mac.update(payload)
-        return mac.digest() + fields
+        return message_tag(self._keyed, fields, payload) + fields
 
 
 class SignatureVerifier:
     """Accepts signed messages of ``directions`` from or for ``ranks``, each once and in order; counts the others."""
 
     def __init__(self, key: bytes, directions: tuple[Direction, ...], ranks: range) -> None:
-        self._mac, self._ranks, self.rejected = keyed_hash(key), ranks, 0
+        self._keyed, self._ranks, self.rejected = blake2b(key=key, digest_size=TAG_BYTES), ranks, 0
         # by direction: the last number of every rank
         self._last = {int(direction): (direction, array("Q", bytes(8 * len(ranks)))) for direction in directions}
 
@@ -95,10 +95,7 @@ class SignatureVerifier:
     def check(self, header: bytes, payload: bytes) -> tuple[Direction, int]:
         """Return direction and rank of a message; ``AuthError`` if it is invalid."""
         fields = header[TAG_BYTES:]
-        mac = self._mac.copy()
-        mac.update(fields)
-        mac.update(payload)
-        if not compare_digest(header[:TAG_BYTES], mac.digest()):
+        if not compare_digest(header[:TAG_BYTES], message_tag(self._keyed, fields, payload)):
             raise AuthError("invalid signature")
         if len(fields) < ONE_RANGE.size:
             raise AuthError(f"a header of {len(header)} bytes")

@@ -60,36 +60,24 @@ def decode(data: bytes, kinds: msgspec.msgpack.Decoder) -> Any:
         raise ValueError(f"invalid message of {len(data)} bytes: {error}") from error
 
 
-class Outbox:
-    """Encodes and signs messages to the workers."""
-
-    def __init__(self, key: bytes) -> None:
-        self._signer = Signer(key, Direction.to_worker)
-
-    def pack(self, ranks: Iterable[int], message: ToWorker) -> tuple[bytes, bytes]:
-        """Return header and payload."""
-        payload = encode(message)
-        return self._signer.sign(ranks, payload), payload
+def pack(signer: Signer, ranks: Iterable[int], message: Message) -> tuple[bytes, bytes]:
+    """Return header and payload of a signed message."""
+    payload = encode(message)
+    return signer.sign(ranks, payload), payload
 
 
-class Inbox:
-    """Verifies and decodes messages from the workers."""
-
-    def __init__(self, key: bytes, ranks: range) -> None:
-        self.verifier = SignatureVerifier(key, (Direction.to_master, Direction.heartbeat), ranks)
-
-    def unpack(self, frames: list[bytes]) -> tuple[Direction, ToMaster] | None:
-        """Return direction and message; None if unauthenticated; ``RunFailed`` for an invalid one of a worker."""
-        if (origin := self.verifier.accept(frames)) is None:
-            return None
-        direction, rank = origin
-        try:
-            message: ToMaster = decode(frames[1], TO_MASTER)
-        except ValueError as error:
-            raise RunFailed(f"worker {rank} sent an invalid message: {error}") from error
-        if message.rank != rank or (message.__class__ is Heartbeat) != (direction is HEARTBEAT):
-            raise RunFailed(f"worker {rank} sent an invalid message: a {type(message).__name__} of {message.rank}")
-        return direction, message
+def unpack(verifier: SignatureVerifier, frames: list[bytes]) -> tuple[Direction, ToMaster] | None:
+    """Return direction and message; None if unauthenticated; ``RunFailed`` for an invalid one of a worker."""
+    if (origin := verifier.accept(frames)) is None:
+        return None
+    direction, rank = origin
+    try:
+        message: ToMaster = decode(frames[1], TO_MASTER)
+    except ValueError as error:
+        raise RunFailed(f"worker {rank} sent an invalid message: {error}") from error
+    if message.rank != rank or (message.__class__ is Heartbeat) != (direction is HEARTBEAT):
+        raise RunFailed(f"worker {rank} sent an invalid message: a {type(message).__name__} of {message.rank}")
+    return direction, message
 
 
 def close_when_collected(owner: object, connection: zmq.Socket, context: zmq.Context) -> Callable[[], object]:
@@ -111,7 +99,8 @@ class ZmqMaster:
     """Binds a private ipc socket, or a socket at ``address``, ``tcp://HOST:PORT`` (``*``: any port)."""
 
     def __init__(self, key: bytes, n_workers: int, address: str = "") -> None:
-        self._inbox, self._outbox = Inbox(key, range(n_workers)), Outbox(key)
+        self._verifier = SignatureVerifier(key, (Direction.to_master, Direction.heartbeat), range(n_workers))
+        self._signer = Signer(key, Direction.to_worker)
         self._routes: dict[int, bytes] = {}  # ZeroMQ's identities of connections: a peer cannot take a worker's
         self.folder = None if address else Path(tempfile.mkdtemp(prefix="realhf-"))  # mkdtemp makes it 0700
         self._context = zmq.Context()
@@ -132,10 +121,10 @@ class ZmqMaster:
     @property
     def rejected_messages(self) -> int:
         """Number of unauthenticated messages."""
-        return self._inbox.verifier.rejected
+        return self._verifier.rejected
 
     def send(self, ranks: Collection[int], message: ToWorker) -> None:
-        header, payload = self._outbox.pack(ranks, message)
+        header, payload = pack(self._signer, ranks, message)
         for rank in ranks:
             self._socket.send_multipart([self._routes[rank], header, payload], copy=False)
 
@@ -148,7 +137,7 @@ class ZmqMaster:
                 if self._socket.poll(max(0, int(left() * 1000))):
                     continue
                 return None
-            if (unpacked := self._inbox.unpack(frames)) is not None:
+            if (unpacked := unpack(self._verifier, frames)) is not None:
                 direction, message = unpacked
                 if direction is Direction.to_master:
                     self._routes[message.rank] = route
@@ -171,16 +160,11 @@ class ZmqWorker:
 
     def __init__(self, address: str, rank: int, key: bytes, on_master_lost: Callable[[], None] | None = None) -> None:
         self._address, self._rank, self._key = address, rank, key
-        self._verifier = SignatureVerifier(key, (Direction.to_worker,), range(rank, rank + 1))
+        self.verifier = SignatureVerifier(key, (Direction.to_worker,), range(rank, rank + 1))
         self._signer = Signer(key, Direction.to_master)
         self._context = zmq.Context()
         self._socket = self._connect(linger_ms=2000, on_master_lost=on_master_lost)
-        self._close = close_when_collected(self, self._socket, self._context)
-
-    @property
-    def rejected_messages(self) -> int:
-        """Number of unauthenticated messages."""
-        return self._verifier.rejected
+        self.close = close_when_collected(self, self._socket, self._context)
 
     def _connect(self, linger_ms: int, on_master_lost: Callable[[], None] | None = None) -> zmq.Socket:
         connection = self._context.socket(zmq.DEALER)
@@ -195,18 +179,14 @@ class ZmqWorker:
         return connection
 
     def send(self, message: ToMaster) -> None:
-        self._send(self._socket, self._signer, message)
-
-    def _send(self, connection: zmq.Socket, signer: Signer, message: ToMaster) -> None:
-        payload = encode(message)
-        connection.send_multipart([signer.sign((self._rank,), payload), payload])
+        self._socket.send_multipart(pack(self._signer, (self._rank,), message))
 
     def receive(self, timeout_s: float | None = None, waiting_for: str = "the next message") -> ToWorker:
         """Return the next message; ``RunFailed`` after the timeout. Without a timeout, wait indefinitely."""
         left = deadline(timeout_s or 0.0)
         while timeout_s is None or self._socket.poll(max(0, int(left() * 1000))):
             frames = self._socket.recv_multipart()
-            if self._verifier.accept(frames) is not None:
+            if self.verifier.accept(frames) is not None:
                 return decode(frames[1], TO_WORKER)
         raise RunFailed(f"no message from the master for {timeout_s:.0f} s while waiting for {waiting_for}")
 
@@ -214,13 +194,10 @@ class ZmqWorker:
         """Send heartbeats at an interval over a second connection; for a separate thread."""
         connection, signer = self._connect(linger_ms=0), Signer(self._key, Direction.heartbeat)
         while True:
-            self._send(connection, signer, heartbeat())
+            connection.send_multipart(pack(signer, (self._rank,), heartbeat()))
             if stopped.wait(interval_s):
                 connection.close()
                 return
-
-    def close(self) -> None:
-        self._close()
 
 
 def _monitor_connection(events: zmq.Socket, on_master_lost: Callable[[], None]) -> None:

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from itertools import takewhile
 
 from realhf.api.messages import Heartbeat
 from realhf.system.transport.channel import ZmqWorker
@@ -63,12 +64,7 @@ class HeartbeatMonitor:
 
     def timed_out(self) -> tuple[int, ...]:
         """Return the workers whose last heartbeat is too old. Workers without one are still starting."""
-        ranks = []
-        for rank, (seconds, _) in self._last.items():
-            if self._seconds - seconds <= self.timeout_s:
-                break
-            ranks.append(rank)
-        return tuple(ranks)
+        return tuple(takewhile(lambda rank: self._seconds - self._last[rank][0] > self.timeout_s, self._last))
 
     def timeout_message(self, ranks: Iterable[int]) -> str:
         lines = [f"{self._describe(rank)}: no heartbeat for {self._seconds - self._last[rank][0]:.1f} s: its process "

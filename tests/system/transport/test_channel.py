@@ -144,7 +144,7 @@ def test_unauthenticated_messages_are_counted_and_change_no_route(master: ZmqMas
     worker.send(Ready(0))
     assert master.receive(WAIT_S) == Ready(0)
     master.send((0,), Shutdown())
-    assert worker.receive(WAIT_S) == Shutdown() and worker.rejected_messages == 0
+    assert worker.receive(WAIT_S) == Shutdown() and worker.verifier.rejected == 0
     for connection in (*peers, worker):
         connection.close()
 
@@ -185,7 +185,7 @@ def test_a_worker_rejects_unauthenticated_messages() -> None:
             router.send_multipart([route, *frames])
     with pytest.raises(RunFailed, match="no message from the master for 0 s while waiting for the end"):
         worker.receive(0.4, "the end")
-    assert worker.rejected_messages == len(GARBAGE) + 1
+    assert worker.verifier.rejected == len(GARBAGE) + 1
     router.send_multipart([route, *signed(Signer(KEY, Direction.to_worker), 0, stop)])
     assert worker.receive(WAIT_S) == Shutdown()
     worker.close()
