@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realhf.api.batch_meta import PROMPT, RowId
+from realhf.api.batch_meta import PROMPT, BatchMeta, RowId
 from realhf.api.graph import Kind
 from realhf.api.layout import Layout
 from realhf.api.messages import PrepareCall, State, Stats
@@ -31,8 +31,8 @@ from realhf.system.row_store import RowStore
 class CallResult:
     """Results of a call on this worker."""
 
-    outputs: SequenceBatch | None = None
-    stats: Stats | None = None
+    outputs: BatchMeta | None = None
+    stats: Stats = field(default_factory=dict)
     state: State | None = None
 
 
@@ -138,17 +138,15 @@ class Executor:
         head = self.rank in layout.dp_heads()
         if mfc.kind is Kind.TRAIN:
             stats, state = interface.train_step(engine, batch, call.state)
-            return CallResult(stats=stats if head else None, state=state)
-        if mfc.kind is Kind.GENERATE:
-            outputs, stats = interface.generate(engine, batch, call.state)
-        else:
-            outputs, stats = interface.inference(engine, batch, call.state)
+            return CallResult(stats=stats if head else {}, state=state)
+        method = interface.generate if mfc.kind is Kind.GENERATE else interface.inference
+        outputs, stats = method(engine, batch, call.state)
         if not head:
             return CallResult()
         ids = tuple(RowId(i.prompt, PROMPT) for i in outputs.ids) if mfc.per_prompt else outputs.ids
         outputs = SequenceBatch(ids, {key: outputs.columns[mfc.interface_key(key)] for key in mfc.outputs})
         self.store.put(outputs)
-        return CallResult(outputs, stats)
+        return CallResult(outputs.meta, stats)
 
     def _gather(self, call: PrepareCall, layout: Layout) -> SequenceBatch:
         """Return this data-parallel rank's batch from the store; it may have no rows."""

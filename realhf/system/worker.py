@@ -56,7 +56,7 @@ from realhf.system.checkpoint.manifest import read_manifest
 from realhf.system.checkpoint.writer import CheckpointWriter, RoleCheckpoint, file_name
 from realhf.system.executor import Executor
 from realhf.system.metrics.trace import trace_lines
-from realhf.system.metrics.worker_metrics import measure_worker
+from realhf.system.metrics.worker_metrics import WORKER_METRICS
 
 IDLE = "waiting for the master"
 
@@ -114,13 +114,16 @@ class ModelWorker:
                 self._fetch(request, step, start, stop)
             case PrepareCall():
                 self.during = f"transferring rows for {message.mfc} of step {message.step + 1}"
-                self._prepare(message)
+                self.executor.receive_inputs(message)
+                if self.rank in layout_ranks(self.run.program[message.mfc]):
+                    self.calls[message.request] = message
+                else:
+                    self._done(message.request, message.step)
             case ExecuteCall(request):
                 call = self.calls.pop(request)
                 self.during = f"{call.mfc} of step {call.step + 1}"
                 result = self.executor.execute(call)
-                meta = result.outputs.meta if result.outputs is not None else None
-                self._done(request, call.step, outputs=meta, stats=result.stats or {}, state=result.state)
+                self._done(request, call.step, outputs=result.outputs, stats=result.stats, state=result.state)
             case ReadRows(request, ids, keys):
                 self.during = "reading rows"
                 self.send(Done(request, self.rank, values={"rows": self._read_rows(ids, keys)}))
@@ -254,13 +257,6 @@ class ModelWorker:
         positions = range(first, first + span.stop - span.start)
         return source.resampled(step, positions, start - span.stop, stop - span.stop, start)
 
-    def _prepare(self, call: PrepareCall) -> None:
-        self.executor.receive_inputs(call)
-        if self.rank in layout_ranks(self.run.program[call.mfc]):
-            self.calls[call.request] = call
-        else:
-            self._done(call.request, call.step)
-
     def _read_rows(self, ids: tuple, keys: tuple[str, ...]) -> list[dict[str, Any]]:
         """Return rows with prompt and response as text, scalars, and the fields of the data set."""
         rows: dict[Any, dict[str, Any]] = {i: {"prompt_id": i.prompt, "sample": i.sample} for i in ids}
@@ -279,8 +275,8 @@ class ModelWorker:
 
     def _done(self, request: int, step: int, **results: Any) -> None:
         spans = self.spans.take()
-        trace = trace_lines(spans, self.rank, step)
-        self.send(Done(request, self.rank, trace=trace, metrics=measure_worker(spans, self.executor), **results))
+        metrics = tuple(metric.measure(spans) for metric in WORKER_METRICS)
+        self.send(Done(request, self.rank, trace=trace_lines(spans, self.rank, step), metrics=metrics, **results))
 
     def close(self) -> None:
         for server in self.servers:

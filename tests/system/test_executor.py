@@ -64,7 +64,7 @@ def prompts() -> SequenceBatch:
 def gather_outputs(world: int, result: CallResult) -> dict[int, BatchMeta]:
     """Return the outputs of all ranks."""
     metas: list[BatchMeta | None] = [None] * world
-    dist.all_gather_object(metas, result.outputs.meta if result.outputs else None)
+    dist.all_gather_object(metas, result.outputs)
     return {rank: meta for rank, meta in enumerate(metas) if meta is not None}
 
 
@@ -100,7 +100,7 @@ def test_rows_are_transferred_between_three_calls(on_ranks: Callable[..., list[A
     assert results[0]["verdicts"] == expected
     assert results[1]["verdicts"] == results[2]["verdicts"] == {}
     counts = [result["stats"]["answer"] for result in results]
-    assert sum(stats["answers"][0] for stats, _ in counts[:2]) == len(expected) and counts[2] == (None, False)
+    assert sum(stats["answers"][0] for stats, _ in counts[:2]) == len(expected) and counts[2] == ({}, False)
     assert [result["stats"]["weigh"][1] for result in results] == [False, True, True]
     names = [f"{mfc}/{step}" for mfc in ("answer", "weigh", "judge") for step in ("Transfer", "Compute")]
     assert all(result["spans"] == names and result["left"] == 0 for result in results)

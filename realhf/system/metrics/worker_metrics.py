@@ -6,34 +6,23 @@ To add a metric, add an entry to ``WORKER_METRICS``.
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
-from typing import TYPE_CHECKING
 
 from realhf.api.messages import Done
 from realhf.base.host_memory import resident_bytes
 from realhf.system.metrics.trace import SpanTuple
 
-if TYPE_CHECKING:
-    from realhf.system.executor import Executor
-
-
-class Reduction(Enum):
-    SUM = auto()
-    MAX = auto()
-    MAX_OF_SUMS = auto()  # the sum of every worker, then the largest of them: times of the slowest worker
-
 
 @dataclass(frozen=True)
 class WorkerMetric:
-    """A metric of a step. Workers send the integer ``measure(spans, executor)``.
+    """The largest value of any worker in a step: the sum of its ``measure(spans)`` if ``is_sum``, else their maximum.
 
     ``name`` is the key in metrics.jsonl; with ``{mfc}`` there is one metric per MFC. ``unit`` divides the result.
     """
 
     name: str
-    reduction: Reduction
-    measure: Callable[[Sequence[SpanTuple], "Executor"], int]
-    unit: float = 1.0
+    measure: Callable[[Sequence[SpanTuple]], int]
+    is_sum: bool
+    unit: float
 
 
 def microseconds(spans: Sequence[SpanTuple], *instructions: str) -> int:
@@ -41,19 +30,12 @@ def microseconds(spans: Sequence[SpanTuple], *instructions: str) -> int:
 
 
 WORKER_METRICS = (
-    WorkerMetric("time/{mfc}_s", Reduction.MAX_OF_SUMS, lambda spans, _: microseconds(spans, "Compute"), 1e6),
-    WorkerMetric(
-        "time/move_s", Reduction.MAX_OF_SUMS, lambda spans, _: microseconds(spans, "Transfer", "Reallocate"), 1e6
-    ),
-    WorkerMetric("memory/worker_peak_gb", Reduction.MAX, lambda spans, executor: resident_bytes()[0], 1e9),
-    WorkerMetric("memory/worker_gb", Reduction.MAX, lambda spans, executor: resident_bytes()[1], 1e9),
+    WorkerMetric("time/{mfc}_s", lambda spans: microseconds(spans, "Compute"), is_sum=True, unit=1e6),
+    WorkerMetric("time/move_s", lambda spans: microseconds(spans, "Transfer", "Reallocate"), is_sum=True, unit=1e6),
+    WorkerMetric("memory/worker_peak_gb", lambda spans: resident_bytes()[0], is_sum=False, unit=1e9),
+    WorkerMetric("memory/worker_gb", lambda spans: resident_bytes()[1], is_sum=False, unit=1e9),
 )
-IS_MAX = tuple(metric.reduction is Reduction.MAX for metric in WORKER_METRICS)
-
-
-def measure_worker(spans: Sequence[SpanTuple], executor: "Executor") -> tuple[int, ...]:
-    """Return the metrics of one request in the order of ``WORKER_METRICS``."""
-    return tuple(metric.measure(spans, executor) for metric in WORKER_METRICS)
+IS_SUM = tuple(metric.is_sum for metric in WORKER_METRICS)  # read for every reply
 
 
 class StepMetrics:
@@ -71,8 +53,8 @@ class StepMetrics:
                 for metric, shared in zip(WORKER_METRICS, self._shared, strict=True)
             ]
         rank = reply.rank
-        for values, is_max, value in zip(arrays, IS_MAX, reply.metrics, strict=False):
-            if not is_max:
+        for values, is_sum, value in zip(arrays, IS_SUM, reply.metrics, strict=False):
+            if is_sum:
                 values[rank] += value
             elif value > values[rank]:
                 values[rank] = value
@@ -81,9 +63,8 @@ class StepMetrics:
         """Return the metrics that are not zero, in the order of ``WORKER_METRICS``."""
         reduced: dict[str, float] = {}
         for i, metric in enumerate(WORKER_METRICS):
-            reduce = sum if metric.reduction is Reduction.SUM else max
             for mfc, arrays in self._by_mfc.items():
-                if value := reduce(arrays[i]):
+                if value := max(arrays[i]):
                     reduced[metric.name.replace("{mfc}", mfc)] = value / metric.unit
         return reduced
 
