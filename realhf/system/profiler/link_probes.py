@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from multiprocessing.connection import Connection
 
@@ -140,8 +141,7 @@ def call_probes(master: MasterEnd) -> Iterator[Probe]:
 
 def answer_calls(_: Connection, address: str, key: bytes) -> None:
     """Run a worker that replies to every call at once, until the master sends ``Shutdown``."""
-    channel = ZmqWorker(address, 0, key)
-    try:
+    with closing(ZmqWorker(address, 0, key)) as channel:
         channel.send(Done(0, 0))
         call = None
         while not isinstance(message := channel.receive(TIMEOUT_S), Shutdown):
@@ -150,8 +150,6 @@ def answer_calls(_: Connection, address: str, key: bytes) -> None:
             elif isinstance(message, ExecuteCall) and call is not None:
                 stats = {f"statistic_{i}": (1.0, 2.0) for i in range(12)}
                 channel.send(Done(call.request, 0, call.inputs, stats, call.state))
-    finally:
-        channel.close()
 
 
 def _call(rows: int) -> PrepareCall:

@@ -198,9 +198,9 @@ def decoding_probe(context: ProbeContext, engine: NativeEngine, rows: int, cache
     """Return the probe of a few decoding steps of a group of rows, with and without embedding and head."""
     model, config, clock, device = engine.model, engine.config, context.clock, engine.context.device
     n_prompts, samples = -(-rows // GROUP_SIZE), min(rows, GROUP_SIZE)
-    tokens = torch.randint(config.vocab, (n_prompts * cached,), generator=torch.Generator().manual_seed(0)).to(device)
     ids = tuple(RowId(i, PROMPT) for i in range(n_prompts))
-    prompts = SequenceBatch(ids, {"prompts": Column(tokens, (cached,) * n_prompts)})
+    tokens = batch_of([cached] * n_prompts, config.vocab, device).columns["tokens"]
+    prompts = SequenceBatch(ids, {"prompts": tokens})
     sampling = GenerationConfig(max_new_tokens=DECODE_STEPS + 3)
     # a stop token that is never sampled; no sharing of prompts, so that each row reads ``cached`` cached tokens
     request = Request(prompts, sampling, samples, 1, (config.vocab,), 1 << 30, share_prefixes=False)

@@ -11,7 +11,7 @@ from statistics import median
 
 import torch
 
-from realhf.base.host_memory import proc_field, trim_heap
+from realhf.base.host_memory import proc_field, resident_bytes, trim_heap
 from realhf.comm.process_groups import Group
 from realhf.plan.cost.profile import Counts, Point
 
@@ -121,15 +121,6 @@ def point_of(counts: Counts, values: Sequence[float]) -> Point:
     return Point(counts, ordered[n // 4], median(ordered), ordered[3 * n // 4], n)
 
 
-def resident_bytes() -> int:
-    """Return the resident bytes of this process; 0 if the system does not report them."""
-    return _status("VmRSS")
-
-
-def _status(field: str) -> int:
-    return int(proc_field("self/status", field).removesuffix("kB") or 0) << 10
-
-
 def peak_bytes(work: Callable[[], object], device: torch.device) -> float:
     """Return the peak memory of ``work`` beyond the current usage; 0 if the system does not report it."""
     if device.type == "cuda":
@@ -141,7 +132,8 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> float:
     if not clear_refs.exists():
         return 0.0
     trim_heap()  # reuse of freed memory would not be counted
-    before = resident_bytes()
-    clear_refs.write_text("5")
+    _, before = resident_bytes()
+    clear_refs.write_text("5")  # reset the peak
     work()
-    return float(max(_status("VmHWM") - before, 0))
+    peak = int(proc_field("self/status", "VmHWM").removesuffix("kB") or 0) << 10
+    return float(max(peak - before, 0))

@@ -1,9 +1,6 @@
 """Takes the profile of a machine: starts worker processes, which time their probes, and fits the results.
 
-Communication is measured on 2, 4, ... workers. With more workers than cores, times are scaled by cores / workers,
-because a profile holds seconds of a worker with a core to itself. Models are measured on a single worker; for a shard
-of a tensor-parallel group, collectives count with the time measured before. Changes in the machine's speed between
-models are corrected with a probe of constant work.
+Communication is measured on 2, 4, ... workers, models on one: a shard's collectives count with their measured time.
 """
 
 import multiprocessing
@@ -14,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from statistics import median
@@ -27,22 +24,15 @@ from realhf.api.layout import ParallelStrategy
 from realhf.api.messages import Done, Shutdown
 from realhf.api.model_config import ModelConfig
 from realhf.base.errors import RunFailed
-from realhf.base.host_memory import proc_field, trim_heap
+from realhf.base.host_memory import proc_field, resident_bytes, trim_heap
 from realhf.comm.process_groups import destroy_process_group, init_process_group, make_groups, open_rendezvous
 from realhf.comm.shared_memory import open_shared_memory_peers
 from realhf.models.transformer import SINGLE_RANK_GROUP
 from realhf.plan.compile.check import strategy_problems
 from realhf.plan.cost.profile import Fit, Point, Profile, ProfiledMachine, fitted, message_counts, shape_of
 from realhf.plan.cost.speed import CollectiveKind
+from realhf.system.profiler import link_probes
 from realhf.system.profiler.algorithm_probes import METHODS, algorithm_probes
-from realhf.system.profiler.link_probes import (
-    answer_calls,
-    call_probes,
-    collective_probes,
-    exchange_probes,
-    host_copy_probes,
-    send_probes,
-)
 from realhf.system.profiler.model_probes import (
     BLOCKS,
     CLOCK_SPEED,
@@ -53,7 +43,7 @@ from realhf.system.profiler.model_probes import (
     reduced_depths,
     warm_up,
 )
-from realhf.system.profiler.probes import Clock, Probe, agreement, resident_bytes, sample
+from realhf.system.profiler.probes import Clock, Probe, agreement, sample
 from realhf.system.profiler.tp_probes import MockGroup, Price, free, tp_counts, tp_points
 from realhf.system.transport.auth import TAG_BYTES
 from realhf.system.transport.channel import ZmqMaster
@@ -222,16 +212,18 @@ def _worker(connection: Connection, measure: Callable[..., ProfileMessage], args
 
 
 def _measure_group(log: Log, rank: int, world: int, port: int, job: ProfileJob) -> ProfileMessage:
-    clock, before = _clock(job, rank, world), resident_bytes()
+    clock, (_, before) = _clock(job, rank, world), resident_bytes()
     init_process_group("127.0.0.1", port, rank, world, job.device, TIMEOUT_S, None)
     everyone = make_groups([tuple(range(world))], rank)[tuple(range(world))]
     peers = open_shared_memory_peers(rank, world, TIMEOUT_S) if job.device == "cpu" else None
-    resident = float(resident_bytes() - before)
+    resident = float(resident_bytes()[1] - before)
     agree = agreement(everyone, clock.device)
+    # a profile holds the seconds of a worker with a core to itself
     core_share = 1.0 if job.device == "cuda" else min(1.0, n_cores() / (world * job.threads))
-    subjects: dict[str, Iterator[Probe]] = {"collectives": collective_probes(everyone, clock)}
+    subjects: dict[str, Iterator[Probe]] = {"collectives": link_probes.collective_probes(everyone, clock)}
     if world == 2:
-        subjects |= {"sends": send_probes(rank, clock), "exchanges": exchange_probes(rank, 2, clock, peers)}
+        subjects["sends"] = link_probes.send_probes(rank, clock)
+        subjects["exchanges"] = link_probes.exchange_probes(rank, 2, clock, peers)
     points: Points = {}
     for subject, probes in subjects.items():
         log(f"{subject} of {world} workers")
@@ -253,7 +245,7 @@ def _measure_single(log: Log, job: ProfileJob) -> ProfileMessage:
     algorithms = list(algorithm_probes(clock, job.algorithms or tuple(METHODS)))
     warm_up(job.context(clock, 1))
     trim_heap()
-    resident = float(resident_bytes())
+    resident = float(resident_bytes()[1])
     clock_speed = clock_speed_probe(job.context(clock, 1))
     phases: list[Points] = []
     for model, tp in job.shards():
@@ -268,9 +260,9 @@ def _measure_single(log: Log, job: ProfileJob) -> ProfileMessage:
         points |= phase
     log("copies")
     shallow = [config for model in job.models for config in reduced_depths(model, *BLOCKS)]
-    copies = [*host_copy_probes(shallow, clock)]
+    copies = [*link_probes.host_copy_probes(shallow, clock)]
     if job.n_workers == 1:
-        copies += exchange_probes(0, 1, clock, None)
+        copies += link_probes.exchange_probes(0, 1, clock, None)
     points |= sample(copies, job.seconds * OTHER, clock.now)
     return ProfileMessage(points=points, resident=resident)
 
@@ -292,7 +284,7 @@ def fit_name(shape: str, tp: int, op: str) -> str:
 
 
 def drift_corrected(phases: list[Points]) -> list[Points]:
-    """Scale the times of each phase to the median clock speed of all phases."""
+    """Scale the times of each phase to the median clock speed: the machine's speed changes between phases."""
     speeds = [phase[CLOCK_SPEED][0].median for phase in phases]
     return [
         {name: [p.scaled(median(speeds) / speed) for p in some] for name, some in phase.items() if name != CLOCK_SPEED}
@@ -311,13 +303,9 @@ def _clock(job: ProfileJob, rank: int, world: int) -> Clock:
 
 def _measure_calls(seconds: float) -> Points:
     key = secrets.token_bytes(TAG_BYTES)
-    master = ZmqMaster(key, 1)
-    try:
-        with _processes(answer_calls, [(master.address, key)]):
-            if not isinstance(master.receive(TIMEOUT_S), Done):
-                raise RunFailed("the worker of the call probes did not start")
-            points = sample(list(call_probes(master)), seconds, time.perf_counter)
-            master.send((0,), Shutdown())
-            return points
-    finally:
-        master.close()
+    with closing(ZmqMaster(key, 1)) as master, _processes(link_probes.answer_calls, [(master.address, key)]):
+        if not isinstance(master.receive(TIMEOUT_S), Done):
+            raise RunFailed("the worker of the call probes did not start")
+        points = sample(list(link_probes.call_probes(master)), seconds, time.perf_counter)
+        master.send((0,), Shutdown())
+        return points
