@@ -9,22 +9,7 @@ from typing import Any
 
 import msgspec
 
-from realhf.api.messages import (
-    AwaitCheckpoint,
-    Checkpoint,
-    Done,
-    ExecuteCall,
-    Fetch,
-    FreeRows,
-    Hello,
-    PrepareCall,
-    ReadRows,
-    Ready,
-    Save,
-    Shutdown,
-    Start,
-    ToWorker,
-)
+from realhf.api import messages
 from realhf.base.errors import RunStopped
 from realhf.plan.compile.program import home_layout, layout_ranks
 from realhf.plan.compile.schedule import Action, Dispatch, FetchRows, FinishStep, MasterState, PromptRange, RowsReady
@@ -36,7 +21,7 @@ from realhf.system.transport.channel import MasterEnd, deadline
 from realhf.system.transport.heartbeat import HeartbeatMonitor
 from realhf.system.transport.reply_receiver import NODE_GRACE_S, ReplyReceiver, format_ranks
 
-OnReplies = Callable[[list[Done]], RowsReady | None]
+OnReplies = Callable[[list[messages.Done]], RowsReady | None]
 """Called with the non-empty replies to a request, by rank; may return an event."""
 
 
@@ -49,13 +34,13 @@ class _Request:
     n_due: int
     left: Callable[[], float]
     on_replies: OnReplies
-    replies: list[Done] = field(default_factory=list)
+    replies: list[messages.Done] = field(default_factory=list)
 
     @property
     def waiting(self) -> list[int]:
         return [rank for rank, is_due in enumerate(self.is_due) if is_due]
 
-    def add(self, reply: Done) -> bool:
+    def add(self, reply: messages.Done) -> bool:
         """Add a reply; return True if it is the last. Empty ones, of which there are thousands, are not kept."""
         self.n_due -= self.is_due[reply.rank]
         self.is_due[reply.rank] = 0
@@ -110,15 +95,15 @@ class Master:
                 self.telemetry.event(event)
                 self._perform(self.state.handle(event))
         assert self.state.is_over, "no request is in progress, but the run is not over"
-        self._send_all(Shutdown())
+        self._send_all(messages.Shutdown())
 
     def _start_workers(self) -> None:
         ranks, timeout_s = range(self.run.plan.n_workers), self.run.config.startup_timeout
-        hello = self.replies.receive_all(Hello, ranks, timeout_s, "to start")
-        self._send_all(Start(hello[0].address, hello[0].port, self.checkpoint))
-        self.telemetry.ready(self.replies.receive_all(Ready, ranks, timeout_s, "to build its models"))
+        hello = self.replies.receive_all(messages.Hello, ranks, timeout_s, "to start")
+        self._send_all(messages.Start(hello[0].address, hello[0].port, self.checkpoint))
+        self.telemetry.ready(self.replies.receive_all(messages.Ready, ranks, timeout_s, "to build its models"))
 
-    def _send_all(self, message: ToWorker) -> None:
+    def _send_all(self, message: messages.ToWorker) -> None:
         self.channel.send(range(self.run.plan.n_workers), message)
 
     def _requested(self, rank: int) -> str:
@@ -135,12 +120,12 @@ class Master:
             return f"waited {timeout_s:.0f} s for {oldest.name} from worker {format_ranks(oldest.waiting)}"
 
         while True:
-            message = self.replies.receive(oldest.left, timeout_message, lambda: oldest.waiting)
-            assert isinstance(message, Done), f"expected Done from a ready worker, got {type(message).__name__}"
-            request = self.requests[message.request]
-            self.telemetry.reply(request.step, request.mfc, message)
-            if request.add(message):
-                del self.requests[message.request]
+            reply = self.replies.receive(oldest.left, timeout_message, lambda: oldest.waiting)
+            assert isinstance(reply, messages.Done), f"expected Done from a ready worker, got {type(reply).__name__}"
+            request = self.requests[reply.request]
+            self.telemetry.reply(request.step, request.mfc, reply)
+            if request.add(reply):
+                del self.requests[reply.request]
                 return request.on_replies(sorted(request.replies, key=lambda r: r.rank))
 
     def _request(self, ranks: Iterable[int], name: str, step: int, on_replies: OnReplies, mfc: str = "") -> int:
@@ -155,27 +140,28 @@ class Master:
 
     def _perform(self, actions: Sequence[Action]) -> None:
         """Perform actions; all row transfers are requested before any call, so that none waits for another call."""
-        calls: list[tuple[ExecuteCall, Dispatch]] = []
+        calls: list[tuple[messages.ExecuteCall, Dispatch]] = []
         for action in actions:
             match action:
                 case FetchRows(span):
                     self._fetch(span)
                 case Dispatch(span, call):
-                    calls.append((ExecuteCall(self._prepare(span, call)), action))
+                    calls.append((messages.ExecuteCall(self._prepare(span, call)), action))
                 case FinishStep(span):
                     self._finish_step(span)
         for message, dispatch in calls:
             self.channel.send(layout_ranks(self.run.program[dispatch.call.mfc]), message)
 
     def _fetch(self, span: PromptRange) -> None:
-        ranks, step = self.run.fetch_ranks, span.step
-        request = self._request(
-            ranks, f"the data of step {step + 1}", step, lambda replies: RowsReady(None, span, _outputs(replies))
-        )
-        self.channel.send(ranks, Fetch(request, step, span.start, span.stop))
+        def fetched(replies: list[messages.Done]) -> RowsReady:
+            return RowsReady(None, span, _outputs(replies))
 
-    def _prepare(self, span: PromptRange, call: PrepareCall) -> int:
-        def finished(replies: list[Done]) -> RowsReady:
+        ranks = self.run.fetch_ranks
+        request = self._request(ranks, f"the data of step {span.step + 1}", span.step, fetched)
+        self.channel.send(ranks, messages.Fetch(request, span.step, span.start, span.stop))
+
+    def _prepare(self, span: PromptRange, call: messages.PrepareCall) -> int:
+        def finished(replies: list[messages.Done]) -> RowsReady:
             self.telemetry.call_done(call, replies)
             states = [reply.state for reply in replies if reply.state is not None]
             return RowsReady(call.mfc, span, _outputs(replies), states[0] if states else None)
@@ -187,13 +173,13 @@ class Master:
 
     def _finish_step(self, span: PromptRange) -> None:
         if span.step >= self.run.eval_schedule.first_step:
-            self._send_all(FreeRows(span.start, span.stop))
+            self._send_all(messages.FreeRows(span.start, span.stop))
             return
         step = span.step + 1
         is_evaluated = bool(self.run.graph.evaluation) and self._is_due(step, "eval")
         self.telemetry.step_done(span.step, is_evaluated)
         self._log_generations(span)
-        self._send_all(FreeRows(span.start, span.stop))
+        self._send_all(messages.FreeRows(span.start, span.stop))
         if is_evaluated:
             self._evaluate(step)
         if self._is_due(step, "save"):
@@ -229,12 +215,12 @@ class Master:
         prompts = range(span.start, span.stop if limit < 0 else min(span.stop, span.start + limit))
         rows_by_rank = self.state.holders_of(prompts, keys)
 
-        def write(replies: list[Done]) -> None:
+        def write(replies: list[messages.Done]) -> None:
             self.telemetry.generations(span.step + 1, [row for r in replies for row in r.values["rows"]], limit)
 
         request = self._request(rows_by_rank, f"the generations of step {span.step + 1}", span.step, write)
         for rank, rows in rows_by_rank.items():
-            self.channel.send((rank,), ReadRows(request, tuple(rows), keys))
+            self.channel.send((rank,), messages.ReadRows(request, tuple(rows), keys))
 
     def _is_due(self, step: int, event: str) -> bool:
         """Return True after the last step, and if the steps, epochs or seconds of ``exp_ctrl.EVENT_freq_*`` passed."""
@@ -257,21 +243,21 @@ class Master:
         self.pending_checkpoint = Manifest(step, states, layouts, {}, run.data_digest, flat_options(run.config))
         folder = str(tmp_folder(run.paths.checkpoints, step))
         request = self._request(range(run.plan.n_workers), f"checkpoint {step}", step - 1, lambda replies: None)
-        self._send_all(Checkpoint(request, step - 1, folder))
+        self._send_all(messages.Checkpoint(request, step - 1, folder))
 
     def _finish_checkpoint(self) -> None:
         if self.pending_checkpoint is None:
             return
         manifest, self.pending_checkpoint = self.pending_checkpoint, None
 
-        def write(replies: list[Done]) -> None:
+        def write(replies: list[messages.Done]) -> None:
             files = {name: tuple(digest) for reply in replies for name, digest in reply.values["files"].items()}
             commit(self.run.paths.checkpoints, replace(manifest, files=files), self.run.config.exp_ctrl.keep_last)
             self.best.prune(checkpoints_of(self.run.paths.checkpoints))
 
         name, step = f"the files of checkpoint {manifest.step}", manifest.step - 1
         request = self._request(range(self.run.plan.n_workers), name, step, write)
-        self._send_all(AwaitCheckpoint(request, step))
+        self._send_all(messages.AwaitCheckpoint(request, step))
 
     def _stop(self, step: int) -> None:
         self._finish_checkpoint()
@@ -304,7 +290,7 @@ class Master:
         """Request a model from the workers. They handle messages in order, so the weights are of this step."""
         last, ranks = max(step - 1, 0), home_layout(self.run.graph, self.run.plan, role).mesh.ranks
         request = self._request(ranks, f"saving {role}", last, lambda replies: then(role, path))
-        self.channel.send(ranks, Save(request, last, role, str(path)))
+        self.channel.send(ranks, messages.Save(request, last, role, str(path)))
 
 
 def relax_gc() -> None:
@@ -312,5 +298,5 @@ def relax_gc() -> None:
     gc.set_threshold(2_000_000, 50, 1000)
 
 
-def _outputs(replies: list[Done]) -> dict[int, Any]:
+def _outputs(replies: list[messages.Done]) -> dict[int, Any]:
     return {reply.rank: reply.outputs for reply in replies if reply.outputs is not None}

@@ -12,25 +12,9 @@ from typing import Any
 import torch
 
 from realhf.algorithms import build_interface
+from realhf.api import messages
 from realhf.api.config.preference import KTO_KL_KEYS
 from realhf.api.graph import InterfaceSpec
-from realhf.api.messages import (
-    AwaitCheckpoint,
-    Checkpoint,
-    Done,
-    ExecuteCall,
-    Failed,
-    Fetch,
-    FreeRows,
-    Hello,
-    PrepareCall,
-    ReadRows,
-    Ready,
-    Save,
-    Start,
-    ToMaster,
-    ToWorker,
-)
 from realhf.base.activity import ActivityStack
 from realhf.base.errors import UserError
 from realhf.base.seeds import stable_seed
@@ -64,7 +48,7 @@ IDLE = "waiting for the master"
 class ModelWorker:
     """Replies to the master's messages through ``send``."""
 
-    def __init__(self, run: RunSpec, rank: int, send: Callable[[ToMaster], None], log: Logger) -> None:
+    def __init__(self, run: RunSpec, rank: int, send: Callable[[messages.ToMaster], None], log: Logger) -> None:
         self.run, self.rank, self.send, self.log = run, rank, send, log
         self.activity = ActivityStack()
         self.spans = Spans(self.activity)
@@ -75,20 +59,20 @@ class ModelWorker:
         self.store = open_rendezvous("127.0.0.1", 0, run.config.startup_timeout) if opens_store else None
         self.links: SharedMemoryPeers | None = None
         self.servers: list[VllmServer] = []
-        self.calls: dict[int, PrepareCall] = {}  # prepared ones, by request
+        self.calls: dict[int, messages.PrepareCall] = {}  # prepared ones, by request
         self.during = "start-up"
         self.writer = CheckpointWriter()
 
     def hello(self, address: str = "127.0.0.1") -> None:
         """Report to the master; ``address`` is this worker's address for its peers."""
         port = self.store.port if self.store else 0
-        self.send(Hello(self.rank, os.getpid(), socket.gethostname(), port, address))
+        self.send(messages.Hello(self.rank, os.getpid(), socket.gethostname(), port, address))
 
     def activity_text(self) -> str:
         """Return the current activity. Thread-safe."""
         return ", ".join(filter(None, (self.during, str(self.activity))))
 
-    def handle(self, message: ToWorker) -> None:
+    def handle(self, message: messages.ToWorker) -> None:
         """Handle one message and reply; an error is reported to the master and raised."""
         try:
             self._handle(message)
@@ -97,73 +81,70 @@ class ModelWorker:
             user_error = isinstance(error, UserError | ValueError)
             text = str(error) if user_error else f"{type(error).__name__}: {error}"
             self.log.exception("failed during %s", self.during)
-            self.send(Failed(self.rank, self.during, text, traceback.format_exc(), user_error))
+            self.send(messages.Failed(self.rank, self.during, text, traceback.format_exc(), user_error))
             raise
 
-    def _handle(self, message: ToWorker) -> None:
+    def _handle(self, message: messages.ToWorker) -> None:
         match message:
-            case Start(host, port, checkpoint):
+            case messages.Start(host, port, checkpoint):
                 info = self._start(host, port)
                 if checkpoint:
                     self.during = f"reading {checkpoint}"
                     self._restore(Path(checkpoint))
                 self.log.info("ready: %s", info)
-                self.send(Ready(self.rank, info))
-            case Fetch(request, step, start, stop):
+                self.send(messages.Ready(self.rank, info))
+            case messages.Fetch(request, step, start, stop):
                 self.during = f"reading prompts {start} to {stop - 1}"
                 self._fetch(request, step, start, stop)
-            case PrepareCall():
+            case messages.PrepareCall():
                 self.during = f"transferring rows for {message.mfc} of step {message.step + 1}"
                 self.executor.receive_inputs(message)
                 if self.rank in layout_ranks(self.run.program[message.mfc]):
                     self.calls[message.request] = message
                 else:
                     self._done(message.request, message.step)
-            case ExecuteCall(request):
+            case messages.ExecuteCall(request):
                 call = self.calls.pop(request)
                 self.during = f"{call.mfc} of step {call.step + 1}"
                 result = self.executor.execute(call)
                 self._done(request, call.step, outputs=result.outputs, stats=result.stats, state=result.state)
-            case ReadRows(request, ids, keys):
+            case messages.ReadRows(request, ids, keys):
                 self.during = "reading rows"
-                self.send(Done(request, self.rank, values={"rows": self._read_rows(ids, keys)}))
-            case Save(request, step, role, path):
+                self.send(messages.Done(request, self.rank, values={"rows": self._read_rows(ids, keys)}))
+            case messages.Save(request, step, role, path):
                 self.during = f"saving {role} to {path}"
                 with self.spans.span(f"save/{role}"):
                     self.executor.engines[role, home_layout(self.run.graph, self.run.plan, role)].save(Path(path))
                 self._done(request, step)
-            case Checkpoint(request, step, folder):
+            case messages.Checkpoint(request, step, folder):
                 self.during = f"taking a snapshot for {folder}"
                 with self.spans.span("checkpoint"):
                     self.writer.start(Path(folder), self._snapshot())
                 self._done(request, step)
-            case AwaitCheckpoint(request, step):
+            case messages.AwaitCheckpoint(request, step):
                 self.during = "writing a checkpoint"
                 with self.spans.span("checkpoint/settle"):
                     files = self.writer.wait()
                 self._done(request, step, values={"files": files})
-            case FreeRows(start, stop):
+            case messages.FreeRows(start, stop):
                 self.executor.store.drop(start, stop)
 
     def _start(self, host: str, port: int) -> dict[str, Any]:
         """Build engines, interfaces and the data source; return what to report."""
         run, began = self.run, time.monotonic()
-        n_workers = run.plan.n_workers
+        n_workers, timeout_s = run.plan.n_workers, run.config.call_timeout
         groups: dict[tuple[int, ...], Group] = {}
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if n_workers > 1:
             self.during = "initializing the process group"
-            init_process_group(host, port, self.rank, n_workers, run.device, run.config.call_timeout, self.store)
+            init_process_group(host, port, self.rank, n_workers, run.device, timeout_s, self.store)
             groups = make_groups(process_groups(run.program), self.rank, self.activity)
             if self.device.type == "cpu":
-                self.links = open_shared_memory_peers(
-                    self.rank, n_workers, run.config.call_timeout, activity=self.activity
-                )
+                self.links = open_shared_memory_peers(self.rank, n_workers, timeout_s, activity=self.activity)
         self.during = "loading the tokenizer"
         self.tokenizer = load_tokenizer(run.tokenizer_dir)
-        engines = {}
-        served_here = served_engines(run.graph, run.plan)
+        engines, served_here = {}, served_engines(run.graph, run.plan)
         for role, layout in rank_engines(run.program, self.rank):
             self.during = f"building {role}"
             is_home = layout == home_layout(run.graph, run.plan, role)
@@ -182,10 +163,8 @@ class ModelWorker:
             if (role, layout) in served_here:
                 engines[role, layout] = self._with_server(role, engines[role, layout])
         self.during = "building interfaces"
-        interfaces = self._interfaces()
-        self.executor = Executor(
-            run, self.rank, self.device, engines, interfaces, self.spans, self.links, self.activity
-        )
+        interfaces, links = self._interfaces(), self.links
+        self.executor = Executor(run, self.rank, self.device, engines, interfaces, self.spans, links, self.activity)
         self.during = "reading the data"
         self.source = None
         if self.rank in run.fetch_ranks:
@@ -275,8 +254,9 @@ class ModelWorker:
 
     def _done(self, request: int, step: int, **results: Any) -> None:
         spans = self.spans.take()
+        trace = trace_lines(spans, self.rank, step)
         metrics = tuple(metric.measure(spans) for metric in WORKER_METRICS)
-        self.send(Done(request, self.rank, trace=trace_lines(spans, self.rank, step), metrics=metrics, **results))
+        self.send(messages.Done(request, self.rank, trace=trace, metrics=metrics, **results))
 
     def close(self) -> None:
         for server in self.servers:
