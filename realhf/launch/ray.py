@@ -26,6 +26,9 @@ NOTICE_S = 15.0
 
 class RayLauncher:
     def __init__(self, paths: RunDir, config: ExperimentConfig, device: str) -> None:
+        import ray
+
+        self.ray: Any = ray
         self.paths, self.config, self.device = paths, config, device
         self.n_workers = config.n_nodes * config.n_gpus_per_node
         self.actors: list[Any] = []
@@ -35,8 +38,6 @@ class RayLauncher:
         self._group: Any = None
 
     def prepare(self) -> str:
-        import ray
-
         before = signal.getsignal(signal.SIGTERM)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options: dict[str, Any] = {"address": self.config.ray.address}
@@ -44,16 +45,15 @@ class RayLauncher:
             cores = self.n_workers * self.config.ray.cpus_per_worker
             options = {"address": "local", "num_cpus": cores, "include_dashboard": False}
         try:
-            ray.init(**options, log_to_driver=False, logging_level=logging.ERROR,
-                     runtime_env={"env_vars": {"PYTHONPATH": local.python_path()}})  # fmt: skip
+            self.ray.init(**options, log_to_driver=False, logging_level=logging.ERROR,
+                          runtime_env={"env_vars": {"PYTHONPATH": local.python_path()}})  # fmt: skip
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise UserError(f"ray.address={self.config.ray.address or 'local'}: {error}") from error
         finally:
             signal.signal(signal.SIGTERM, before)  # Ray replaces the handler
-        return f"tcp://{ray.util.get_node_ip_address()}:*"
+        return f"tcp://{self.ray.util.get_node_ip_address()}:*"
 
     def start(self, address: str) -> None:
-        import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -61,10 +61,11 @@ class RayLauncher:
         strategy = "STRICT_SPREAD" if config.n_nodes > 1 else "STRICT_PACK"
         self._group = placement_group([bundle] * config.n_nodes, strategy=strategy)
         if not self._group.wait(config.startup_timeout):
+            free = format_resources(self.ray.available_resources())
             raise RunFailed(f"waited {config.startup_timeout:.0f} s for {config.n_nodes} nodes with {bundle} each; "
-                            f"free in the whole cluster: {format_resources(ray.available_resources())}")  # fmt: skip
+                            f"free in the whole cluster: {free}")  # fmt: skip
         needs = {"num_cpus": config.ray.cpus_per_worker, "num_gpus": int(self.device == "cuda"), "max_concurrency": 2}
-        actor: Any = ray.remote(NodeActor)
+        actor = self.ray.remote(NodeActor)
         for rank in range(self.n_workers):
             index = rank // config.n_gpus_per_node
             placement = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
@@ -74,7 +75,7 @@ class RayLauncher:
         self._exit_codes = {
             rank: actor.run_worker.remote(root, rank, address, threads) for rank, actor in enumerate(self.actors)
         }
-        self.hosts = ray.get([actor.host.remote() for actor in self.actors])
+        self.hosts = self.ray.get([actor.host.remote() for actor in self.actors])
 
     def _bundle(self) -> dict[str, int]:
         per_node = self.config.n_gpus_per_node
@@ -90,11 +91,9 @@ class RayLauncher:
 
     def _count_nodes(self) -> int:
         """Return the number of nodes that are alive and large enough for a bundle."""
-        import ray
-
         bundle = self._bundle()
         try:
-            alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            alive = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
         except Exception:  # of various types, if the head node is lost
             return 0
         return sum(all(resources.get(kind, 0) >= needed for kind, needed in bundle.items()) for resources in alive)
@@ -104,11 +103,9 @@ class RayLauncher:
         return dict(self._ended)
 
     def state(self, rank: int) -> str:
-        import ray
-
         try:
-            return ray.get(self.actors[rank].state.remote(), timeout=local.STOP_S)
-        except ray.exceptions.RayError:
+            return self.ray.get(self.actors[rank].state.remote(), timeout=local.STOP_S)
+        except self.ray.exceptions.RayError:
             return ""  # the node does not respond
 
     def dump_stacks(self) -> None:
@@ -122,33 +119,28 @@ class RayLauncher:
         return late | {rank: how for rank, how in self._ended.items() if how != local.describe_exit(0)}
 
     def stop(self) -> None:
-        import ray
-
         for number in (signal.SIGTERM, signal.SIGKILL):
             for rank in self._running():
                 self.actors[rank].end.remote(number)
             self._poll(local.STOP_S)
         for actor in self.actors:
-            ray.kill(actor)
+            self.ray.kill(actor)
         if self._group is not None:
-            ray.util.remove_placement_group(self._group)
-        ray.shutdown()
+            self.ray.util.remove_placement_group(self._group)
+        self.ray.shutdown()
 
     def _running(self) -> list[int]:
         return [rank for rank in self._exit_codes if rank not in self._ended]
 
     def _poll(self, timeout_s: float) -> None:
         """Record the workers that have ended, after waiting up to ``timeout_s`` for all of them."""
-        import ray
-
         ranks = {self._exit_codes[rank]: rank for rank in self._running()}
-        done = ray.wait(list(ranks), num_returns=len(ranks), timeout=timeout_s)[0] if ranks else []
+        done = self.ray.wait(list(ranks), num_returns=len(ranks), timeout=timeout_s)[0] if ranks else []
         for ref in done:
             try:
-                self._ended[ranks[ref]] = local.describe_exit(ray.get(ref))
-            except ray.exceptions.RayError as error:
-                host = self.hosts[ranks[ref]] if self.hosts else "unknown"
-                reason = death_reason(str(error))
+                self._ended[ranks[ref]] = local.describe_exit(self.ray.get(ref))
+            except self.ray.exceptions.RayError as error:
+                host, reason = self.hosts[ranks[ref]] if self.hosts else "unknown", death_reason(str(error))
                 self._ended[ranks[ref]] = NodeLoss(f"was lost with its actor on node {host}: {reason}")
 
 

@@ -13,7 +13,7 @@ from realhf.api.config import ExperimentConfig, RecoverMode
 from realhf.base.errors import RunFailed
 from realhf.base.paths import RunDir
 from realhf.launch.local import python_path
-from realhf.launch.slurm import gpus
+from realhf.launch.slurm import expand_hostlist, gpus
 
 POLL_S = 1.0
 CANCEL_S = 60.0
@@ -26,9 +26,8 @@ TERMINAL = frozenset(("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED
 
 @dataclass(frozen=True)
 class JobState:
-    """The state of a job; ``task`` is its index in an array, 0 without one."""
+    """The state of a job, or of one task of an array."""
 
-    task: int
     name: str
     reason: str
     exit_code: int
@@ -132,9 +131,8 @@ def follow(job: SlurmJob, logs: Sequence[Path], names: Sequence[str]) -> None:
             except OSError as error:
                 states = known
                 if time.monotonic() - last_reply > CONTROLLER_DOWN_S:
-                    raise RunFailed(
-                        f"no reply about job {job.number} for {CONTROLLER_DOWN_S:.0f} s ({error})"
-                    ) from error
+                    text = f"no reply about job {job.number} for {CONTROLLER_DOWN_S:.0f} s ({error})"
+                    raise RunFailed(text) from error
             for task, state in states.items():
                 tails[task].poll()
                 if str(state) != str(known.get(task)):
@@ -171,18 +169,20 @@ class LogTail:
 
 
 def parse_states(text: str, n_tasks: int) -> dict[int, JobState]:
-    """Parse ``scontrol --oneliner show job``, which has a line per started task and one for all pending tasks."""
+    """Parse ``scontrol --oneliner show job``, which has a line per started task and one for all pending tasks.
+
+    Return the states by index in the array, 0 without one.
+    """
     states: dict[int, JobState] = {}
     for line in text.splitlines():
         fields = dict(re.findall(r"(\w+)=(\S*)", line))
         if "JobState" not in fields:
             continue
         code, _, number = fields["ExitCode"].partition(":")
-        values = (fields["JobState"], fields["Reason"], int(code) or int(number), fields.get("NodeList", ""),
-                  int(fields.get("Restarts", 0)))  # fmt: skip
-        for tasks in fields.get("ArrayTaskId", "0").partition("%")[0].split(","):
-            first, _, last = tasks.partition("-")
-            states |= {task: JobState(task, *values) for task in range(int(first), int(last or first) + 1)}
+        nodes, restarts = fields.get("NodeList", ""), int(fields.get("Restarts", 0))
+        state = JobState(fields["JobState"], fields["Reason"], int(code) or int(number), nodes, restarts)
+        tasks = fields.get("ArrayTaskId", "0").partition("%")[0]
+        states |= dict.fromkeys(map(int, expand_hostlist(f"[{tasks}]")), state)
     return {task: states[task] for task in sorted(states) if task < n_tasks}
 
 

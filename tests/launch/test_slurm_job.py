@@ -55,7 +55,7 @@ def test_every_task_of_an_array_finds_its_run(tmp_path: Path) -> None:
 
 def test_parse_states() -> None:
     text = SHOWN.format(7, "", "RUNNING", "None", 1, "0:0", "n[0-1]")
-    assert parse_states(text, 1) == {0: JobState(0, "RUNNING", "None", 0, "n[0-1]", 1)}
+    assert parse_states(text, 1) == {0: JobState("RUNNING", "None", 0, "n[0-1]", 1)}
     assert str(parse_states(text, 1)[0]) == "is running on n[0-1], started 2 times"
     killed = parse_states(SHOWN.format(7, "", "FAILED", "RaisedSignal:9(Killed)", 0, "0:9", ""), 1)[0]
     assert killed.is_over and killed.exit_code == 9 and str(killed) == "is failed"
@@ -65,7 +65,7 @@ def test_parse_states_of_an_array() -> None:
     lines = [SHOWN.format(9, "ArrayTaskId=0 ", "COMPLETED", "None", 0, "0:0", "n0"),
              SHOWN.format(7, "ArrayTaskId=1-3%2 ", "PENDING", "Resources", 0, "0:0", "")]  # fmt: skip
     states = parse_states("\n".join(lines), 4)
-    assert [state.task for state in states.values()] == [0, 1, 2, 3]
+    assert list(states) == [0, 1, 2, 3]
     assert [str(state) for state in states.values()] == ["is completed", *["is pending (Resources)"] * 3]
     assert parse_states("slurm_load_jobs error: Invalid job id", 1) == {}
 
