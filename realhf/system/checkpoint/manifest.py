@@ -51,8 +51,8 @@ def commit(folder: Path, manifest: Manifest, keep_last: int) -> Path:
     fsync_folder(folder)
     atomic_write(folder / POINTER, target.name)
     fsync_folder(folder)
-    for old in _by_step(folder)[:-keep_last] if keep_last else []:
-        shutil.rmtree(old)
+    for old in checkpoints_of(folder)[:-keep_last] if keep_last else []:
+        shutil.rmtree(folder / f"step_{old}")
     return target
 
 
@@ -65,7 +65,8 @@ def newest(folder: Path, warn: Callable[[str], None] = print) -> tuple[Path, Man
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     latest = [folder / (folder / POINTER).read_text().strip()] if (folder / POINTER).is_file() else []
     problems: list[str] = []
-    for path in dict.fromkeys([*latest, *reversed(_by_step(folder))]):
+    by_step = [folder / f"step_{step}" for step in reversed(checkpoints_of(folder))]
+    for path in dict.fromkeys([*latest, *by_step]):
         if not (damage := find_damage(path)):
             for problem in problems:
                 warn(f"damaged {problem}")
@@ -76,14 +77,9 @@ def newest(folder: Path, warn: Callable[[str], None] = print) -> tuple[Path, Man
     return None
 
 
-def _by_step(folder: Path) -> list[Path]:
-    paths = (path for path in folder.glob("step_*") if path.suffix != TMP_SUFFIX)
-    return sorted(paths, key=lambda path: int(path.name.removeprefix("step_")))
-
-
 def checkpoints_of(folder: Path) -> list[int]:
     """Return the steps of the checkpoints, in order."""
-    return [int(path.name.removeprefix("step_")) for path in _by_step(folder)]
+    return sorted(int(path.name.removeprefix("step_")) for path in folder.glob("step_*") if path.suffix != TMP_SUFFIX)
 
 
 def read_manifest(checkpoint: Path) -> Manifest:

@@ -104,19 +104,18 @@ class Telemetry:
     def call_done(self, call: PrepareCall, replies: list[Done]) -> None:
         """Add a call's statistics, tokens and floating-point operations to its step."""
         step, mfc = self._steps[call.step], self.run.graph[call.mfc]
-        stats = sum_stats([reply.stats for reply in replies if reply.stats])
+        stats = sum_stats([reply.stats for reply in replies])
         step.sums = sum_stats([step.sums, {f"{call.mfc}/{name}": value for name, value in stats.items()}])
+        outputs = [reply.outputs for reply in replies if reply.outputs]
         if mfc.resamples:
-            used = {row.prompt for reply in replies if reply.outputs for row in reply.outputs.ids}
             step.counts["prompts/sampled"] += len({row.prompt for row in call.inputs.ids})
-            step.counts["prompts/used"] += len(used)
+            step.counts["prompts/used"] += len({row.prompt for part in outputs for row in part.ids})
         if mfc.role is None:
             return
         config = self.run.models[mfc.role]
         if mfc.kind is Kind.GENERATE:
-            n_tokens, flops = _generated_tokens(mfc, config, call, replies)
+            n_tokens, flops = _generated_tokens(mfc, config, call, outputs)
             if self.run.expected and self.run.expected.peak_bandwidth:
-                outputs = [reply.outputs for reply in replies if reply.outputs]
                 step.bytes_read[call.mfc] += sum(_bytes_read(self.run, mfc, config, call, part) for part in outputs)
             step.counts["tokens/generated"] += n_tokens
         else:
@@ -249,18 +248,17 @@ def sum_stats(stats: Sequence[Stats]) -> Stats:
     return totals
 
 
-def _generated_tokens(mfc: MFC, config: ModelConfig, call: PrepareCall, replies: Sequence[Done]) -> tuple[int, int]:
+def _generated_tokens(
+    mfc: MFC, config: ModelConfig, call: PrepareCall, outputs: Sequence[BatchMeta]
+) -> tuple[int, int]:
     """Return the number of generated tokens of a call, and its floating-point operations."""
-
-    def output_lengths(key: str) -> list[int]:
-        return [n for reply in replies if reply.outputs for n in reply.outputs.columns[key].lengths]
-
-    if (key := mfc.graph_key("rollouts")) in mfc.outputs:  # continuations from several positions of each row
-        inputs, continuations = call.inputs.columns[mfc.graph_key("tokens")].lengths, output_lengths(key)
-        flops = forward_flops(config, inputs, head_tokens=0) + forward_flops(config, continuations)
-        return sum(continuations), flops
+    is_continued = mfc.graph_key("rollouts") in mfc.outputs  # from several positions of each row
+    key = mfc.graph_key("rollouts" if is_continued else "tokens")
+    rows = [n for part in outputs for n in part.columns[key].lengths]
+    if is_continued:
+        inputs = call.inputs.columns[mfc.graph_key("tokens")].lengths
+        return sum(rows), forward_flops(config, inputs, head_tokens=0) + forward_flops(config, rows)
     prompts = call.inputs.columns[mfc.graph_key("prompts")].lengths
-    rows = output_lengths(mfc.graph_key("tokens"))
     n_tokens = sum(rows) - len(rows) // max(1, len(prompts)) * sum(prompts)
     return n_tokens, generate_flops(config, prompts, rows)
 
