@@ -183,7 +183,9 @@ class Master:
         if is_evaluated:
             self._evaluate(step)
         if self._is_due(step, "save"):
-            self._save(step)
+            self.last_time["save"] = time.monotonic()
+            for role in self.run.saved_roles:
+                self._save_model(role, self.run.paths.model(role, step), step, self.telemetry.saved)
         self._finish_checkpoint()
         is_stopped = not self.state.is_over and self.run.writes_checkpoints and self.run.paths.stop.exists()
         if self.run.writes_checkpoints and (is_stopped or self._is_due(step, "ckpt")):
@@ -266,11 +268,6 @@ class Master:
             self._next_event()  # events of later steps are dropped: a resumed run repeats them
         raise RunStopped(f"stopped after step {step} of {self.run.schedule.n_steps}, as requested; resume with: "
                          f"realhf resume {self.run.paths.root}")  # fmt: skip
-
-    def _save(self, step: int) -> None:
-        self.last_time["save"] = time.monotonic()
-        for role in self.run.saved_roles:
-            self._save_model(role, self.run.paths.model(role, step), step, self.telemetry.saved)
 
     def _save_best(self, record: BestRecord) -> None:
         """Save the models of the best evaluation so far; commit them when all are complete."""

@@ -20,7 +20,6 @@ from realhf.base.errors import UserError
 from realhf.base.seeds import stable_seed
 from realhf.base.timers import Spans
 from realhf.comm.process_groups import (
-    Group,
     ParallelContext,
     destroy_process_group,
     init_process_group,
@@ -133,15 +132,14 @@ class ModelWorker:
         """Build engines, interfaces and the data source; return what to report."""
         run, began = self.run, time.monotonic()
         n_workers, timeout_s = run.plan.n_workers, run.config.call_timeout
-        groups: dict[tuple[int, ...], Group] = {}
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if n_workers > 1:
             self.during = "initializing the process group"
             init_process_group(host, port, self.rank, n_workers, run.device, timeout_s, self.store)
-            groups = make_groups(process_groups(run.program), self.rank, self.activity)
             if self.device.type == "cpu":
                 self.links = open_shared_memory_peers(self.rank, n_workers, timeout_s, activity=self.activity)
+        groups = make_groups(process_groups(run.program), self.rank, self.activity)
         self.during = "loading the tokenizer"
         self.tokenizer = load_tokenizer(run.tokenizer_dir)
         engines, served_here = {}, served_engines(run.graph, run.plan)

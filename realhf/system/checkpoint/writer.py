@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,34 +21,32 @@ class CheckpointWriter:
     """Writes one checkpoint at a time in a separate thread."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._digests: Digests = {}
-        self._error: BaseException | None = None
+        self._pending: Future[Digests] | None = None
 
     def start(self, folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Start writing ``files`` into ``folder``. The caller must not modify the tensors afterwards."""
-        assert self._thread is None, "the previous checkpoint is incomplete"
-        self._digests, self._error = {}, None
-        self._thread = threading.Thread(target=self._write, args=(folder, files), daemon=True)
-        self._thread.start()
+        assert self._pending is None, "the previous checkpoint is incomplete"
+        self._pending = Future()
+        threading.Thread(target=_write, args=(self._pending, folder, files), daemon=True).start()
 
     def wait(self) -> Digests:
         """Wait until all files are on disk and return their digests; ``OSError`` with the folder on failure."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            raise self._error
-        return self._digests
+        assert self._pending is not None, "no checkpoint has been started"
+        pending, self._pending = self._pending, None
+        return pending.result()
 
-    def _write(self, folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, tensors in files.items():
-                save_file(dict(tensors), folder / name)
-                self._digests[name] = fsync_and_hash(folder / name)
-        except Exception as error:
-            self._error = OSError(f"the checkpoint in {folder} cannot be written: {error}")
+
+def _write(pending: Future[Digests], folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> None:
+    digests: Digests = {}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, tensors in files.items():
+            save_file(dict(tensors), folder / name)
+            digests[name] = fsync_and_hash(folder / name)
+    except Exception as error:
+        pending.set_exception(OSError(f"the checkpoint in {folder} cannot be written: {error}"))
+    else:
+        pending.set_result(digests)
 
 
 @dataclass(frozen=True)

@@ -97,12 +97,10 @@ def _select(probes: Sequence[Probe], seconds: float, now: Now, agree: Agree) -> 
     """
     selected: dict[Probe, float] = {}
     seen: set[str] = set()
-    seconds_per_size = 0.0
+    seconds_per_size, limit_s = 0.0, MAX_ROUND_FRACTION * seconds
     for probe in probes:
         names = {name for name, _ in probe.works}
-        if names <= seen and agree(sum(selected.values()) + seconds_per_size * probe.size) > (
-            MAX_ROUND_FRACTION * seconds
-        ):
+        if names <= seen and agree(sum(selected.values()) + seconds_per_size * probe.size) > limit_s:
             continue
         probe.run()
         start = now()
@@ -110,7 +108,7 @@ def _select(probes: Sequence[Probe], seconds: float, now: Now, agree: Agree) -> 
         selected[probe] = duration = max(agree(now() - start), 1e-6)
         seconds_per_size = duration / probe.size
         seen |= names
-    target_s = min(SHORT_S, MAX_ROUND_FRACTION * seconds / len(selected))
+    target_s = min(SHORT_S, limit_s / len(selected))
     return list(selected), [max(1, min(20, int(target_s / duration))) for duration in selected.values()]
 
 

@@ -50,13 +50,10 @@ def message_tag(keyed: "blake2b", fields: bytes, payload: bytes) -> bytes:
 def encode_ranks(ranks: Iterable[int]) -> bytes:
     """Return ranks as sorted ranges."""
     bounds: list[int] = []
-    stop = None
     for rank in sorted(ranks):
-        if rank != stop:
-            bounds += (rank,) if stop is None else (stop, rank)
-        stop = rank + 1
-    if stop is not None:
-        bounds.append(stop)
+        if not bounds or rank != bounds[-1]:
+            bounds += (rank, rank)
+        bounds[-1] = rank + 1
     return struct.pack(f"<{len(bounds)}I", *bounds)
 
 
