@@ -162,7 +162,3 @@ class Executor:
             return batch
         minibatches = torch.tensor([call.minibatches[i] for i in indices], dtype=torch.int64, device=self.device)
         return batch.with_scalars("minibatch", minibatches)
-
-    def find_values(self, ids: tuple[RowId, ...], key: str) -> dict[RowId, Tensor]:
-        """Return the values of ``key`` in this worker's store, by row."""
-        return {row: value for row in ids if (value := self.store.find(row, key)) is not None}

@@ -5,6 +5,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from itertools import product
 from logging import Logger
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from realhf.algorithms import build_interface
 from realhf.api import messages
+from realhf.api.batch_meta import RowId
 from realhf.api.config.preference import KTO_KL_KEYS
 from realhf.api.graph import InterfaceSpec
 from realhf.base.activity import ActivityStack
@@ -234,20 +236,22 @@ class ModelWorker:
         positions = range(first, first + span.stop - span.start)
         return source.resampled(step, positions, start - span.stop, stop - span.stop, start)
 
-    def _read_rows(self, ids: tuple, keys: tuple[str, ...]) -> list[dict[str, Any]]:
+    def _read_rows(self, ids: tuple[RowId, ...], keys: tuple[str, ...]) -> list[dict[str, Any]]:
         """Return rows with prompt and response as text, scalars, and the fields of the data set."""
-        rows: dict[Any, dict[str, Any]] = {i: {"prompt_id": i.prompt, "sample": i.sample} for i in ids}
-        for key in keys:
-            for row, value in self.executor.find_values(ids, key).items():
-                if key == "tokens" and (mask := self.executor.store.find(row, "prompt_mask")) is not None:
-                    n_prompt = int(mask.sum())
-                    rows[row]["prompt"] = self.tokenizer.decode(value[:n_prompt].tolist(), skip_special_tokens=True)
-                    rows[row]["response"] = self.tokenizer.decode(value[n_prompt:].tolist(), skip_special_tokens=True)
-                    rows[row]["answer_tokens"] = value.numel() - n_prompt
-                elif key == "row":
-                    rows[row]["fields"] = row_fields(value)
-                elif value.numel() == 1:
-                    rows[row][key] = value.item()
+        store = self.executor.store
+        rows: dict[RowId, dict[str, Any]] = {i: {"prompt_id": i.prompt, "sample": i.sample} for i in ids}
+        for row, key in product(ids, keys):
+            if (value := store.find(row, key)) is None:
+                continue
+            if key == "tokens" and (mask := store.find(row, "prompt_mask")) is not None:
+                n_prompt = int(mask.sum())
+                rows[row]["prompt"] = self.tokenizer.decode(value[:n_prompt].tolist(), skip_special_tokens=True)
+                rows[row]["response"] = self.tokenizer.decode(value[n_prompt:].tolist(), skip_special_tokens=True)
+                rows[row]["answer_tokens"] = value.numel() - n_prompt
+            elif key == "row":
+                rows[row]["fields"] = row_fields(value)
+            elif value.numel() == 1:
+                rows[row][key] = value.item()
         return [fields for fields in rows.values() if len(fields) > 2]
 
     def _done(self, request: int, step: int, **results: Any) -> None:

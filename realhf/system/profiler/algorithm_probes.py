@@ -19,8 +19,8 @@ from realhf.api.graph import InterfaceSpec
 from realhf.api.messages import Stats
 from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import InterfaceContext, Limits, LossFn
-from realhf.system.executor import RowStore
 from realhf.system.profiler.probes import Clock, Now, Probe
+from realhf.system.row_store import RowStore
 
 BATCHES = ((4, 64), (16, 64), (64, 64), (16, 512), (128, 160))
 VERIFIER_BATCHES = ((6, 0), (18, 0), (12, 400), (48, 100))
