@@ -126,11 +126,10 @@ def _from_text(mode: str, graph: Graph, n_workers: int, models: Models) -> Reque
         given, problems = _per_mfc(mode, names, n_workers, models.values())
     else:
         given, problems = _everywhere(mode, n_workers, models.values())
-    chosen = {name: given[name if name in given else "*"] for name in names if name in given or "*" in given}
-    requests = {
-        name: _Assignment(strategy, contiguous_mesh(min(strategy.world, n_workers)))
-        for name, strategy in chosen.items()
-    }
+    requests = {}
+    for name in names:
+        if strategy := given.get(name) or given.get("*"):
+            requests[name] = _Assignment(strategy, contiguous_mesh(min(strategy.world, n_workers)))
     return requests, [f"allocation_mode={mode}: {problem}" for problem in problems]
 
 
@@ -208,7 +207,7 @@ def _with_server(mode: str, graph: Graph, n_workers: int, models: Models) -> Req
         return {}, [f"{where} backend {backend} is not supported; use {MODES}"]
     requests = {generating[0].name: _Assignment(server, contiguous_mesh(server.world), backend=Backend(backend))}
     for name in names:
-        strategy = entries[name if name in entries else "*"]
+        strategy = entries.get(name) or entries["*"]
         requests[name] = _Assignment(strategy, contiguous_mesh(strategy.world, server.world))
     return requests, []
 

@@ -1,7 +1,4 @@
-"""Heuristic plans for any shape of cluster; a search starts from them.
-
-A heuristic assigns a layout to every call; ``fits`` returns True if given layouts fit in the memory of the workers.
-"""
+"""Heuristic plans for any shape of cluster, which assign a layout to every call; a search starts from them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,6 +37,7 @@ class Cluster:
 
 
 Fits = Callable[[Layouts], bool]
+"""Returns True if the given layouts fit in the memory of the workers."""
 Models = Mapping[str, ModelConfig]
 Order = Callable[[ParallelStrategy], tuple[int, int]]
 _fewest_stages = attrgetter("pp", "tp")
@@ -68,13 +66,12 @@ def _same_strategy(graph: Graph, models: Models, cluster: Cluster, fits: Fits, o
     common = set.intersection(*options) if options else {ParallelStrategy(dp=cluster.n_workers)}
     if not common:
         return {m.name: best_on(cluster.whole, m, models, cluster, fits) for m in graph.mfcs}
-    without_model = Layout(cluster.whole, ParallelStrategy(dp=cluster.n_workers))
-    chosen: Layouts = {}
-    for strategy in sorted(common, key=order):
-        chosen = {m.name: Layout(cluster.whole, strategy) if m.role else without_model for m in graph.mfcs}
-        if fits(chosen):
-            break
-    return chosen
+    data_parallel = ParallelStrategy(dp=cluster.n_workers)  # of calls without a model
+    found = [
+        {m.name: Layout(cluster.whole, strategy if m.role else data_parallel) for m in graph.mfcs}
+        for strategy in sorted(common, key=order)
+    ]
+    return next(filter(fits, found), found[-1])
 
 
 def real(graph: Graph, models: Models, cluster: Cluster, fits: Fits) -> Layouts:
@@ -95,13 +92,13 @@ def real(graph: Graph, models: Models, cluster: Cluster, fits: Fits) -> Layouts:
     return chosen | {m.name: best_on(cluster.whole, m, models, cluster, fits) for m in rest}
 
 
-def split(graph: Graph, models: Models, cluster: Cluster, fits: Fits, share: float = 0.5) -> Layouts:
-    """Generation on one part of the cluster, all other calls on the other part."""
+def split(graph: Graph, models: Models, cluster: Cluster, fits: Fits) -> Layouts:
+    """Generation on one half of the cluster, all other calls on the other half."""
     if cluster.n_workers < 2:
         return symmetric(graph, models, cluster, fits)
-    meshes = cluster.split({"generation": share, "rest": 1.0 - share})
+    halves = cluster.split({"generation": 0.5, "rest": 0.5})
     return {
-        m.name: best_on(meshes["generation" if m.kind is Kind.GENERATE else "rest"], m, models, cluster, fits)
+        m.name: best_on(halves["generation" if m.kind is Kind.GENERATE else "rest"], m, models, cluster, fits)
         for m in graph.mfcs
     }
 

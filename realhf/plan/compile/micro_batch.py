@@ -65,12 +65,9 @@ def micro_batches(
             groups = [part for rows in groups for part in _split_rows(rows, lengths, share)]
             if len(groups) < min(limits.n_mbs, len(ids)):
                 groups = []
-    if not groups:
-        bins = pack_bins(lengths, limits.max_tokens_per_mb, limits.n_mbs)
-        return [sorted(part, key=lambda i: lengths[i]) for part in bins]  # a stable sort: ties keep the order of rows
-    weights = [sum(lengths[i] for i in group) for group in groups]
-    bins = pack_bins(weights, limits.max_tokens_per_mb, limits.n_mbs)
-    return [sorted((i for g in part for i in groups[g]), key=lambda i: (lengths[i], i)) for part in bins]
+    groups = groups or [[i] for i in range(len(lengths))]
+    bins = pack_bins([sum(lengths[i] for i in rows) for rows in groups], limits.max_tokens_per_mb, limits.n_mbs)
+    return [sorted((i for group in part for i in groups[group]), key=lambda i: (lengths[i], i)) for part in bins]
 
 
 def _split_rows(rows: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:

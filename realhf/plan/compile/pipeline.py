@@ -1,7 +1,4 @@
-"""Pipeline schedules: for each stage, the order in which micro-batches are received, computed and sent.
-
-In generation, a micro-batch is a group of rows that passes through the stages once per decoding step.
-"""
+"""Pipeline schedules: for each stage, the order in which micro-batches are received, computed and sent."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +8,7 @@ from itertools import count
 
 @dataclass(frozen=True)
 class StageStep:
-    """One step of a stage, for a micro-batch."""
+    """One step of a stage, for a micro-batch; in generation: for a group of rows."""
 
     micro_batch: int
 
@@ -74,7 +71,7 @@ def train_schedule(stage: int, n_stages: int, n_micro_batches: int) -> tuple[Sta
 
 
 def generation_schedule(stage: int, n_stages: int, n_groups: int) -> Iterator[StageStep]:
-    """Yield an endless schedule in which groups of rows pass through the stages in turn.
+    """Yield an endless schedule in which groups of rows pass through the stages in turn, once per decoding step.
 
     The next step of a group depends only on its own tokens, so no stage is idle if there are at least as many groups as
     stages. Receives of tokens are posted where activations are sent, so any two stages post their messages in the same

@@ -65,11 +65,8 @@ def rank_engines(program: Program, rank: int) -> tuple[tuple[str, Layout], ...]:
 
 def served_engines(graph: Graph, plan: ExecutionPlan) -> frozenset[tuple[str, Layout]]:
     """Return the (role, layout) pairs whose weights are mapped by an inference server."""
-    return frozenset(
-        (m.role, plan[m.name].layout)
-        for m in graph.mfcs
-        if m.role is not None and plan[m.name].backend is not Backend.native
-    )
+    placed = ((m.role, plan[m.name]) for m in graph.mfcs)
+    return frozenset((role, p.layout) for role, p in placed if role is not None and p.backend is not Backend.native)
 
 
 def process_groups(program: Program) -> tuple[tuple[int, ...], ...]:

@@ -1,10 +1,4 @@
-"""The scheduler of the master as a pure state machine: events in, actions out. No IO, no clock, no torch.
-
-The same sequence of events gives the same actions, in a run and in a simulation. A call starts when all its input rows
-exist, no other call of its MFC is running, and the weights of its role are recent enough. With a filter MFC
-(``Graph.filter_mfc``), a step samples more prompts until enough are kept or the resamples are used up; the MFCs after
-the filter then run on the first of the kept prompts.
-"""
+"""The scheduler of the master as a pure state machine: events in, actions out. No IO, no clock, no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -90,8 +84,9 @@ def next_resample(n_sampled: int, n_kept: int, n_wanted: int, limit: int) -> int
 class Scheduler:
     """Decides when calls start, by prompts alone. Only ``fetch_ahead`` and ``advance`` change it.
 
-    With ``strict_step_order``, a step is trained only after the previous step has finished, so that the state after a
-    step can be saved.
+    A call starts when all its input rows exist, no other call of its MFC is running, and the weights of its role are
+    recent enough. With ``strict_step_order``, a step is trained only after the previous step has finished, so that the
+    state after a step can be saved. The MFCs after a filter MFC run on the first of the kept prompts.
     """
 
     def __init__(
@@ -315,18 +310,11 @@ class MasterState(Scheduler):
         weights = transfer.row_bytes(columns.values()) if columns else [1] * len(ids)
         layout = self.plan[mfc.name].layout
         assignment, minibatches = partition_rows(ids, weights, layout.strategy.dp, mfc.n_minibatches)
-        call = PrepareCall(
-            request=0,
-            mfc=mfc.name,
-            step=span.step,
-            version=self.versions.get(mfc.role or "", 0),
-            inputs=BatchMeta(ids, columns),
-            holders=transfer.record_transfer(inputs, kept, assignment, layout),
-            shared=shared,
-            assignment=assignment,
-            minibatches=minibatches,
-            state=self.states[mfc.role or mfc.name],
-        )
+        call = PrepareCall(request=0, mfc=mfc.name, step=span.step, version=self.versions.get(mfc.role or "", 0),
+                           inputs=BatchMeta(ids, columns), shared=shared,
+                           holders=transfer.record_transfer(inputs, kept, assignment, layout),
+                           assignment=assignment, minibatches=minibatches,
+                           state=self.states[mfc.role or mfc.name])  # fmt: skip
         return Dispatch(span, call)
 
     def holders_of(self, prompts: range, keys: tuple[str, ...]) -> dict[int, list[RowId]]:
