@@ -18,25 +18,14 @@ from realhf.api.model_config import ModelConfig
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
 from realhf.plan.compile.micro_batch import micro_batches
 from realhf.plan.compile.pipeline import inference_schedule, train_schedule
-from realhf.plan.cost.pipeline_time import Schedule, makespan, uniform_makespan
-from realhf.plan.cost.speed import (
-    CollectiveKind,
-    Speed,
-    StageShard,
-    Traffic,
-    Work,
-    itemsize,
-    shard_numels,
-    stage_shards,
-)
+from realhf.plan.cost.pipeline_time import makespan, uniform_makespan
+from realhf.plan.cost.speed import CollectiveKind, Speed, Stages, Traffic, Work, itemsize, shard_numels, stage_shards
 from realhf.plan.cost.traffic import realloc_traffic, transfer_traffic
 
 NO_COST = Cost(0.0, 0.0)
 METHODS = {Kind.GENERATE: "generate", Kind.INFERENCE: "inference", Kind.TRAIN: "train_step"}
 Rows = tuple[tuple[RowId, ...], tuple[int, ...]]
 """Ids and lengths."""
-Stages = Sequence[tuple[StageShard, tuple[int, ...]]]
-"""Shard and tensor-parallel group of each stage."""
 
 
 @dataclass(frozen=True)
@@ -152,41 +141,30 @@ class CostModel:
         return self.speed.send(tokens * shard.model.hidden * shard.itemsize / sp, ranks[0], other[0])
 
     def _passes(self, mfc: MFC, placement: Placement, dp: int, rows: Rows) -> Cost:
-        """Forward passes of a replica's rows and, in training, their backward passes."""
+        """A pipeline of the micro-batches of a replica's rows: forward and, in training, backward passes."""
         if not rows[0]:
             return NO_COST
         assert mfc.role is not None
-        trains, tp = mfc.is_train, placement.layout.strategy.tp
+        trains, tp, stages = mfc.is_train, placement.layout.strategy.tp, self._stages(mfc, placement.layout, dp)
         works = mfc_works(mfc, self.models[mfc.role], placement, rows, self.workload, self.share_prompts)
         schedule = train_schedule if trains else inference_schedule
         seconds_of = self.speed.train if trains else lambda *args: (self.speed.forward(*args), 0.0)
         sp = tp if trains and self.roles[mfc.role].spec.sequence_parallel else 1
-        seconds, busy = self._pipeline(self._stages(mfc, placement.layout, dp), works, schedule, seconds_of, sp)
-        return Cost(seconds, busy * tp)
-
-    def _pipeline(
-        self,
-        stages: Stages,
-        works: tuple[Work, ...],
-        schedule: Schedule,
-        seconds_of: Callable[[StageShard, Work, Sequence[int]], tuple[float, float]],
-        sp: int,
-    ) -> tuple[float, float]:
-        """Return the duration of a pipeline over all micro-batches, and the sum of its stages' busy seconds."""
         n, counts = len(stages), Counter(works)
-        kinds = list(counts)
-        times = {work: [seconds_of(shard, work, ranks) for shard, ranks in stages] for work in kinds}
+        times = {work: [seconds_of(shard, work, ranks) for shard, ranks in stages] for work in counts}
         busy = sum(count * (f + b) for work, count in counts.items() for f, b in times[work])
         if n == 1:
-            return busy, busy
-        sends = {work: tuple(self._send(stages, work.tokens, s, sp) for s in range(n)) for work in kinds}
-        if len(kinds) == 1:
-            forward, backward = zip(*times[kinds[0]], strict=True)
-            return uniform_makespan(schedule, len(works), forward, backward, sends[kinds[0]]), busy
-        steps = [schedule(stage, n, len(works)) for stage in range(n)]
-        forward_s = lambda s, i: times[works[i]][s][0]
-        backward_s = lambda s, i: times[works[i]][s][1]
-        return makespan(steps, forward_s, backward_s, lambda s, i: sends[works[i]][s]), busy
+            return Cost(busy, busy * tp)
+        sends = {work: tuple(self._send(stages, work.tokens, s, sp) for s in range(n)) for work in counts}
+        if len(counts) == 1:
+            forward, backward = zip(*times[works[0]], strict=True)
+            seconds = uniform_makespan(schedule, len(works), forward, backward, sends[works[0]])
+        else:
+            steps = [schedule(stage, n, len(works)) for stage in range(n)]
+            forward_s = lambda s, i: times[works[i]][s][0]
+            backward_s = lambda s, i: times[works[i]][s][1]
+            seconds = makespan(steps, forward_s, backward_s, lambda s, i: sends[works[i]][s])
+        return Cost(seconds, busy * tp)
 
     def _update(self, mfc: MFC, layout: Layout, stage: int) -> float:
         """ZeRO-1: reduce-scatter gradients, update a range per replica, all-gather weights."""
@@ -313,7 +291,7 @@ def mfc_works(
         limits = replace(limits, n_mbs=min_mbs)
     share = share_prompts and not (mfc.is_train and model.n_experts)
     prompts = workload.prompt_lengths([i.prompt for i in ids]) if workload.is_generated else ()
-    return works_of(ids if share_prompts else (), lengths, limits, prompts, share, share_prompts)  # more cache hits
+    return works_of(ids if share_prompts else (), lengths, limits, prompts, share)
 
 
 @lru_cache(maxsize=16384)
@@ -323,16 +301,14 @@ def works_of(
     limits: MicroBatching,
     prompts: tuple[int, ...] = (),
     share_prompts: bool = False,
-    keep_groups: bool | None = None,
 ) -> tuple[Work, ...]:
     """Return the micro-batches of rows; tokens of ``prompts`` (lengths, if known) have no loss.
 
-    ``share_prompts``: a prompt is computed once for all its rows in a micro-batch; ``keep_groups`` (default:
-    ``share_prompts``) puts rows of a prompt into the same micro-batch if possible. Otherwise ``ids`` are not used.
+    With ``ids``, rows of a prompt are put into the same micro-batch if possible; with ``share_prompts`` too, the prompt
+    is computed once for all of them.
     """
     works = []
-    together = share_prompts if keep_groups is None else keep_groups
-    for rows in micro_batches(ids, lengths, limits, prefer_prompts_together=together):
+    for rows in micro_batches(ids, lengths, limits, prefer_prompts_together=bool(ids)):
         trained = sum(lengths[i] - prompts[i] for i in rows) if prompts else None
         own, before = [lengths[i] for i in rows], list[int]()
         if share_prompts and prompts:

@@ -82,8 +82,7 @@ class MemoryModel:
             weights += 4 * numel  # a float32 master of the moving average
         if self.graph.trainer(role) is None or self.roles[role].spec.optimizer.type is OptimizerType.none:
             return Bytes(weights=weights)
-        share = numel / strategy.dp
-        state = share * (8 + (4 if bf16 else 0))  # two moments; float32 master weights
+        state = numel / strategy.dp * (8 + (4 if bf16 else 0))  # two moments; float32 master weights
         return Bytes(weights=weights, gradients=4 * numel, optimizer=state)
 
     def transient(

@@ -1,8 +1,4 @@
-"""Machine profiles: linear models of seconds and bytes, fitted to measurements, and the ``Speed`` based on them.
-
-``system/profiler/profiler.py`` takes the measurements. The cost of a kind of work is a linear function of named counts
-(tokens, pairs, bytes) with non-negative coefficients; a fit also stores its measurements.
-"""
+"""Machine profiles: linear models of seconds and bytes, fitted to measurements, and the ``Speed`` based on them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +36,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Fit:
-    """``sum of coefficient * count``, fitted to the medians of ``points``."""
+    """A linear function of named counts (tokens, pairs, bytes), fitted to the medians of the stored ``points``."""
 
     coefficients: dict[str, float]
     points: tuple[Point, ...]

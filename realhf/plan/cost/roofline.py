@@ -1,8 +1,4 @@
-"""Roofline times: the maximum of arithmetic and memory traffic, plus kernel launches. Analytic activation memory.
-
-Matrix products count by their operations, everything else by its memory traffic. The limits of named machines and
-their sources are in ``machines/*.yaml``.
-"""
+"""Roofline times: the maximum of arithmetic and memory traffic, plus kernel launches. Analytic activation memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +19,10 @@ DEFAULT_LOGITS_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Roofline:
-    """``Speed`` without a profile, from hardware limits."""
+    """``Speed`` without a profile, from hardware limits, whose sources are in ``machines/*.yaml``.
+
+    Matrix products count by their operations, everything else by its memory traffic.
+    """
 
     hardware: Hardware
 
@@ -171,10 +170,7 @@ def saved_activation_numel(config: ModelConfig, tp: int, sequence_parallel: bool
     residual = config.hidden * (2 / share + 2)
     attention = config.head_dim * ((heads + 2 * kv) + (heads + kv) + heads)
     copies = 4 if config.mlp == "gated" else 2
-    dense = copies * config.intermediate / tp
-    if not config.n_experts:
-        return residual + attention + dense
-    routed = _routed(config)
+    dense, routed = copies * config.intermediate / tp, _routed(config)
     per_expert = (copies * config.expert_intermediate / tp + 2 * config.hidden) * config.experts_per_token
     return residual + attention + (1 - routed) * dense + routed * (per_expert + 3 * config.n_experts)
 
@@ -186,7 +182,7 @@ def _mlp_width(config: ModelConfig) -> float:
 
 
 def _routed(config: ModelConfig) -> float:
-    return len(config.routed_layers) / config.n_layers if config.n_experts else 0.0
+    return len(config.routed_layers) / config.n_layers
 
 
 def _active_numel(config: ModelConfig) -> float:

@@ -1,8 +1,4 @@
-"""Amounts of work, shards of models, and what they need on a machine: ``Speed`` (seconds) and ``Footprint`` (bytes).
-
-Implementations: ``roofline.py`` (hardware limits), ``profile.py`` (measurements). Times are those of a worker that has
-its core or device to itself.
-"""
+"""Amounts of work, shards of models, and what they need on a machine: ``Speed`` (seconds) and ``Footprint`` (bytes)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,21 +87,18 @@ class StageShard:
         return self.model.is_fusable and self.tp == 1
 
 
+Stages = Sequence[tuple[StageShard, tuple[int, ...]]]
+"""Shard and tensor-parallel group of each stage."""
+
+
 def stage_shards(config: ModelConfig, role: RoleSpec, strategy: ParallelStrategy) -> tuple[StageShard, ...]:
-    last = config.n_layers + 1
+    spec, last = role.spec, config.n_layers + 1
     return tuple(
-        StageShard(
-            config,
-            strategy.tp,
-            n_blocks=len(layers) - (0 in layers) - (last in layers),
-            first=0 in layers,
-            last=last in layers,
-            bf16=bool(role.spec.bf16),
-            recompute=role.spec.gradient_checkpointing,
-            sequence_parallel=role.spec.sequence_parallel and strategy.tp > 1,
-        )
+        StageShard(config, strategy.tp, n_blocks=len(layers) - (0 in layers) - (last in layers), first=0 in layers,
+                   last=last in layers, bf16=bool(spec.bf16), recompute=spec.gradient_checkpointing,
+                   sequence_parallel=spec.sequence_parallel and strategy.tp > 1)
         for layers in stage_layers(config, strategy.pp)
-    )
+    )  # fmt: skip
 
 
 def itemsize(role: RoleSpec) -> int:
@@ -125,7 +118,7 @@ def shard_numels(config: ModelConfig, tp: int, pp: int) -> tuple[int, ...]:
 
 
 class Speed(Protocol):
-    """Seconds of every kind of work. ``ranks`` of methods that take a shard are its tensor-parallel group."""
+    """Seconds on a worker that has its core or device to itself. ``ranks`` of a shard are its tensor-parallel group."""
 
     def forward(self, shard: StageShard, work: Work, ranks: Sequence[int]) -> float:
         """Seconds of a micro-batch without autograd, tensor-parallel collectives included."""

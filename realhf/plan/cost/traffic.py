@@ -45,14 +45,9 @@ class _Counters:
             return Traffic()
         workers = self._counts.values()
         busiest = max(workers, key=lambda w: (_copied(w), max(w[:2]) + max(w[2:4])))
-        return Traffic(
-            local=busiest[LOCAL],
-            node=max(busiest[:2]),
-            cluster=max(max(w[2:4]) for w in workers),
-            n_parts=max(w[N_PARTS] for w in workers),
-            copied=_copied(busiest),
-            total=sum(map(_copied, workers)),
-        )
+        return Traffic(local=busiest[LOCAL], node=max(busiest[:2]), cluster=max(max(w[2:4]) for w in workers),
+                       n_parts=max(w[N_PARTS] for w in workers), copied=_copied(busiest),
+                       total=sum(map(_copied, workers)))  # fmt: skip
 
 
 def traffic_of(copies: Iterable[Copy], node_size: int) -> Traffic:
