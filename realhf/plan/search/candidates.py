@@ -33,7 +33,7 @@ class Candidate:
         return self.transient + self.resident
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Candidates:
     """Computes candidates and caches them. ``limits`` are the micro-batching options by MFC."""
 
@@ -42,12 +42,10 @@ class Candidates:
     hardware: Hardware
     batch_size: int
     limits: Mapping[str, MicroBatching]
-    _rows: dict[tuple[bool, int, int, int], tuple[BatchRows, ...]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _candidates: dict[tuple[Key, float], Candidate] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _sizes: dict[tuple[Key, MicroBatching], float] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _costs: dict[tuple[Key, MicroBatching], Cost] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _rows: dict[tuple[bool, int, int, int], tuple[BatchRows, ...]] = field(default_factory=dict, init=False, repr=False)
+    _candidates: dict[tuple[Key, float], Candidate] = field(default_factory=dict, init=False, repr=False)
+    _sizes: dict[tuple[Key, MicroBatching], float] = field(default_factory=dict, init=False, repr=False)
+    _costs: dict[tuple[Key, MicroBatching], Cost] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def capacity(self) -> float:

@@ -1,8 +1,4 @@
-"""Evaluation of a choice of options: seconds per step and peak memory of a worker.
-
-``csrc/planner/evaluate.cpp`` computes the same numbers bit for bit, with its own scheduler. Here the scheduler of the
-master runs on simulated workers.
-"""
+"""Evaluation of a choice of options: seconds per step and peak memory of a worker, bit for bit as in csrc/planner."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +17,7 @@ UNPLACED = LayoutOption(range(0), range(0), FREE)
 
 
 class PythonEvaluator:
-    """Evaluates choices, and runs Markov chains over them, without the compiled library. Caches recent results."""
+    """Evaluates choices with the scheduler of the master on simulated workers, and runs Markov chains over them."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem

@@ -1,8 +1,4 @@
-"""Discrete-event simulation of workers with FIFO queues. Callers provide the operations and their costs.
-
-An operation starts when it is at the head of the queue of each of its workers, and ends on all of them at once. If
-workers share cores and the running operations ask for more cores than there are, all of them slow down in proportion.
-"""
+"""Discrete-event simulation of workers with FIFO queues. Callers provide the operations and their costs."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -50,8 +46,10 @@ Batches = Iterable[Sequence[CallOps]]
 class WorkerQueues:
     """The queues of all workers and the simulated time ``now``.
 
-    ``cores`` is the number of cores that all workers share (0: no sharing). ``latency`` is the time in seconds until
-    the master learns that a call has finished; calls that finish at the same time are reported in sending order.
+    An operation starts when it is at the head of the queue of each of its workers, and ends on all of them at once. If
+    the running operations ask for more than the ``cores`` that all workers share (0: no sharing), all of them slow down
+    in proportion. ``latency`` is the time in seconds until the master learns that a call has finished; calls that
+    finish at the same time are reported in sending order.
     """
 
     def __init__(self, n_workers: int, cores: float = 0.0, latency: float = 0.0) -> None:
