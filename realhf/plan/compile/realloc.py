@@ -141,11 +141,10 @@ def _intersections(
 def _routes(parts: tuple[ParamBox, ...], holders: list[int], needers: list[int], node_size: int) -> list[Route]:
     satisfied, transfers = assign_senders(holders, needers, node_size)
     routes = [Route(rank, (rank,), parts) for rank in satisfied]
-    chunks: dict[int, list[tuple[ParamBox, ...]]] = {}
+    chunks = {n: _chunks(parts, n) for n in {len(senders) for senders, _ in transfers}}
     for senders, receivers in transfers:
-        if (n := len(senders)) not in chunks:
-            chunks[n] = _chunks(parts, n)
-        routes += [Route(src, tuple(receivers), chunk) for src, chunk in zip(senders, chunks[n], strict=False)]
+        pairs = zip(senders, chunks[len(senders)], strict=False)
+        routes += [Route(src, tuple(receivers), chunk) for src, chunk in pairs]
     return routes
 
 

@@ -40,6 +40,9 @@ class PromptRows:
     holders: RowHolders
 
 
+Rows = Sequence[PromptRows]
+"""The rows of one key for every prompt."""
+RowIds = tuple[RowId, ...]
 NO_ROWS = PromptRows((), (), RowHolders(()))
 """The shared value for prompts without rows."""
 
@@ -60,15 +63,13 @@ def sorted_rows(meta: BatchMeta) -> BatchMeta:
     return BatchMeta(tuple([meta.ids[i] for i in order]), columns)
 
 
-def rows_with_all_inputs(
-    prompts: Sequence[int], inputs: Sequence[Sequence[PromptRows]], own: Sequence[Sequence[PromptRows]]
-) -> list[tuple[RowId, ...]]:
+def rows_with_all_inputs(prompts: Sequence[int], inputs: Sequence[Rows], own: Sequence[Rows]) -> list[RowIds]:
     """Return, for every prompt, the rows that have all inputs; a producer may have dropped some (best of n).
 
     ``inputs[k][p]`` are the rows of input ``k`` and prompt ``p``; ``own`` are the inputs with one value per sample.
     """
     if not own:
-        kept: list[tuple[RowId, ...]] = [(RowId(prompt, PROMPT),) for prompt in prompts]
+        kept: list[RowIds] = [(RowId(prompt, PROMPT),) for prompt in prompts]
     else:
         first, *others = ([rows.ids for rows in of_prompts] for of_prompts in own)
         kept = first if all(ids == first for ids in others) else [*map(_common, first, *others)]
@@ -77,11 +78,11 @@ def rows_with_all_inputs(
     return [ids if all(rows.ids for rows in at) else () for ids, *at in zip(kept, *inputs, strict=True)]
 
 
-def _common(first: tuple[RowId, ...], *others: tuple[RowId, ...]) -> tuple[RowId, ...]:
+def _common(first: RowIds, *others: RowIds) -> RowIds:
     return first if all(ids == first for ids in others) else tuple(sorted(set(first).intersection(*others)))
 
 
-def row_lengths(rows: Sequence[PromptRows], kept: Sequence[tuple[RowId, ...]], is_shared: bool) -> tuple[int, ...]:
+def row_lengths(rows: Rows, kept: Sequence[RowIds], is_shared: bool) -> tuple[int, ...]:
     """Return the lengths of one key for all kept rows; the rows of a prompt share one value if ``is_shared``."""
     if is_shared:
         return tuple([n for of, ids in zip(rows, kept, strict=True) for n in of.lengths * len(ids)])
@@ -98,10 +99,7 @@ def row_bytes(columns: Iterable[ColumnMeta]) -> list[int]:
 
 
 def record_transfer(
-    inputs: Mapping[str, Sequence[PromptRows]],
-    kept: Sequence[tuple[RowId, ...]],
-    assignment: tuple[tuple[int, ...], ...],
-    layout: Layout,
+    inputs: Mapping[str, Rows], kept: Sequence[RowIds], assignment: tuple[tuple[int, ...], ...], layout: Layout
 ) -> Holders:
     """Return, per key and row, the destinations that already hold it (sender first), or else its producer.
 
