@@ -8,12 +8,11 @@ from realhf.api.machine import Cost
 from realhf.plan.compile.schedule import Decision, FetchRows, Scheduler, StartCall, TrainSchedule
 from realhf.plan.search.event_sim import CallOps, Op, WorkerQueues
 from realhf.plan.search.mcmc import Chain, run_chain
-from realhf.plan.search.problem import FREE, Choice, LayoutOption, Problem, ReallocCost
+from realhf.plan.search.problem import Choice, Problem, ReallocCost
 from realhf.plan.search.simulate import run_calls
 
 OOM_PENALTY = 1e12
 """Objective in seconds of a plan that needs exactly the available memory; larger than the time of any feasible plan."""
-UNPLACED = LayoutOption(range(0), range(0), FREE)
 
 
 class PythonEvaluator:
@@ -58,14 +57,11 @@ def objective(problem: Problem, seconds: float, peak: float) -> float:
 
 
 class Assignment:
-    """A choice with an option, or None, for every MFC; an MFC without an option costs nothing.
+    """The options of a choice. Ranks that belong to the same options form a *rank class*, simulated as one worker."""
 
-    Ranks that belong to the same options form a *rank class*, which is simulated as one worker.
-    """
-
-    def __init__(self, problem: Problem, choice: Sequence[int | None]) -> None:
+    def __init__(self, problem: Problem, choice: Choice) -> None:
         self.problem, self.choice = problem, choice
-        self.options = [UNPLACED if i is None else some[i] for some, i in zip(problem.table, choice, strict=True)]
+        self.options = [some[i] for some, i in zip(problem.table, choice, strict=True)]
         bounds = {b for option in self.options for r in (option.ranks, option.holders) for b in (r.start, r.stop)}
         self._starts = sorted(bounds)[:-1]
         self.n_rank_classes = len(self._starts)
@@ -76,16 +72,8 @@ class Assignment:
 
     def realloc_cost(self, mfc: int) -> ReallocCost | None:
         """Return the cost of reallocating weights to an MFC; None if it is the home MFC or has no role."""
-        home_mfc = self.problem.deps[mfc].home_mfc
-        if home_mfc in (-1, mfc):
-            return None
-        option, home = self.choice[mfc], self.choice[home_mfc]
-        return ReallocCost() if option is None or home is None else self.problem.realloc_cost(mfc, option, home)
-
-    def sync_cost(self, number: int) -> Cost:
-        sync = self.problem.ema_syncs[number]
-        source, target = self.choice[sync.source], self.choice[sync.target]
-        return FREE if source is None or target is None else self.problem.sync_cost(number, source, target)
+        home = self.problem.deps[mfc].home_mfc
+        return None if home in (-1, mfc) else self.problem.realloc_cost(mfc, self.choice[mfc], self.choice[home])
 
     def call_ops(self, mfc: int) -> list[tuple[list[int], Cost]]:
         """Return rank classes and cost of each operation of a call (plan/compile/program.py), row transfer first."""
@@ -97,7 +85,7 @@ class Assignment:
         for number, sync in enumerate(problem.ema_syncs):
             if sync.after == mfc:
                 ranks = self.rank_classes(*(self.options[home].ranks for home in (sync.source, sync.target)))
-                ops.append((ranks, self.sync_cost(number)))
+                ops.append((ranks, problem.sync_cost(number, self.choice[sync.source], self.choice[sync.target])))
         if deps.offloaded:
             home = self.options[deps.home_mfc]
             ranks = self.rank_classes(home.ranks)

@@ -5,10 +5,25 @@ from math import inf
 
 from realhf.plan.search.cpp_evaluator import evaluator
 from realhf.plan.search.evaluate import Assignment, objective, peak_bytes
-from realhf.plan.search.problem import Choice, Problem
+from realhf.plan.search.problem import FREE, Choice, LayoutOption, Problem, ReallocCost
 from realhf.plan.search.search import search
 
 Partial = Sequence[int | None]
+
+
+class PartialAssignment(Assignment):
+    """A choice with an option, or None, for every MFC; an MFC without an option costs nothing."""
+
+    def __init__(self, problem: Problem, partial: Partial) -> None:
+        super().__init__(problem, tuple(i or 0 for i in partial))
+        self.partial = partial
+        nothing = LayoutOption(range(0), range(0), FREE)
+        self.options = [nothing if i is None else o for i, o in zip(partial, self.options, strict=True)]
+
+    def realloc_cost(self, mfc: int) -> ReallocCost | None:
+        realloc = super().realloc_cost(mfc)
+        is_known = self.partial[mfc] is not None and self.partial[self.problem.deps[mfc].home_mfc] is not None
+        return realloc if realloc is None or is_known else ReallocCost()
 
 
 def branch_and_bound(problem: Problem) -> tuple[Choice, float]:
@@ -38,7 +53,7 @@ def lower_bound(problem: Problem, partial: Partial) -> float:
 
     The first step ends with an MFC without children; all work that starts later must finish within the window.
     """
-    assignment, n, mfcs = Assignment(problem, partial), problem.n_steady_steps, range(len(partial))
+    assignment, n, mfcs = PartialAssignment(problem, partial), problem.n_steady_steps, range(len(partial))
     if n:
         ends = set(mfcs) - {parent for deps in problem.deps for parent in deps.parents}
         seconds = min(_window(assignment, n, [0.0 if m == end else -inf for m in mfcs]) for end in ends) / n
@@ -47,7 +62,7 @@ def lower_bound(problem: Problem, partial: Partial) -> float:
     return objective(problem, seconds * (1 - 1e-12), peak_bytes(assignment))  # sums are rounded
 
 
-def _window(assignment: Assignment, n: int, first: list[float]) -> float:
+def _window(assignment: PartialAssignment, n: int, first: list[float]) -> float:
     """Return a lower bound of the time until ``n`` more steps end, if each MFC finishes a step at ``first``.
 
     -inf stands for an unknown time.
@@ -77,9 +92,9 @@ def _least(problem: Problem, mfc: int) -> float:
     return min(o.transfer.seconds + o.compute.seconds for o in problem.table[mfc])
 
 
-def _seconds(assignment: Assignment, mfc: int) -> float:
+def _seconds(assignment: PartialAssignment, mfc: int) -> float:
     """Return a lower bound of the time that a call occupies its workers."""
-    if assignment.choice[mfc] is None:
+    if assignment.partial[mfc] is None:
         return _least(assignment.problem, mfc)
     option, realloc = assignment.options[mfc], assignment.realloc_cost(mfc)
     return option.transfer.seconds + option.compute.seconds + (realloc.cost.seconds if realloc else 0.0)
@@ -90,13 +105,13 @@ def _calls(problem: Problem, mfc: int) -> int:
     return -(-problem.batch_size // problem.deps[mfc].batch_size)
 
 
-def _load(assignment: Assignment, steps: Sequence[int]) -> float:
+def _load(assignment: PartialAssignment, steps: Sequence[int]) -> float:
     """Return the time of the busiest worker, or the average over workers, for a number of steps of every MFC."""
     busy = [0.0] * assignment.n_rank_classes
     total = 0.0
     for mfc, n in enumerate(steps):
         calls = n * _calls(assignment.problem, mfc)
-        if assignment.choice[mfc] is None:
+        if assignment.partial[mfc] is None:
             total += calls * min(
                 len(o.ranks) * (o.transfer.seconds + o.compute.seconds) for o in assignment.problem.table[mfc]
             )
