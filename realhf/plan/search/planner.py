@@ -12,7 +12,7 @@ from realhf.api.layout import Layout
 from realhf.api.machine import Cost
 from realhf.plan.compile.check import layouts
 from realhf.plan.compile.heuristic import HEURISTICS, Cluster, Layouts
-from realhf.plan.compile.program import compile_program, home_mfc
+from realhf.plan.compile.program import home_mfc
 from realhf.plan.compile.schedule import TrainSchedule
 from realhf.plan.cost.memory import Bytes
 from realhf.plan.search.candidates import Candidate, Candidates
@@ -62,10 +62,9 @@ class Planner:
     def predict(self, plan: ExecutionPlan) -> Prediction:
         n_steps = N_STEPS + self.max_staleness
         schedule = TrainSchedule(self.calls.batch_size, n_steps * self.calls.batch_size, n_steps)
-        program = compile_program(self.graph, plan)
         cost = self.calls.cost
-        timeline = simulate(self.graph, plan, program, cost.price(plan), schedule, cost.workload, cost.speed.call,
-                            self.cores, self.max_staleness)  # fmt: skip
+        timeline = simulate(self.graph, plan, cost.price(plan), schedule, cost.workload, cost.speed.call, self.cores,
+                            self.max_staleness)  # fmt: skip
         return Prediction(timeline, self._memory_of(plan))
 
     def by_heuristic(self, name: str) -> ExecutionPlan:

@@ -76,7 +76,7 @@ class Problem:
     ``realloc(mfc, option, home)`` is the cost of moving weights from option ``home`` of the home MFC to an option of
     the MFC; it must be zero between equal layouts. ``sync(sync, source, target)`` is the cost of a sync between options
     of two home MFCs. Both return finite values, and are called once per argument, on demand. ``capacity`` is bytes per
-    worker, ``cores`` as in ``simulate``; ``n_steps`` steps are simulated.
+    worker, ``cores`` as in ``WorkerQueues``; ``n_steps`` steps are simulated.
     """
 
     graph: Graph

@@ -15,6 +15,7 @@ HOT, COLD = 0.1, 0.001
 """First and last temperature, relative to the best value."""
 MAX_EVALUATIONS_PER_OPTION = 1000
 """Default budget: evaluations for each option of the problem."""
+N_CHAINS = 4
 N_ROUNDS = 40
 """Number of rounds; the temperature decreases from round to round."""
 PATIENCE = 10
@@ -45,12 +46,7 @@ class SearchResult:
 
 
 def search(
-    problem: Problem,
-    starts: Sequence[Choice] = (),
-    seed: int = 1,
-    budget: int | None = None,
-    budget_s: float = inf,
-    chains: int = 4,
+    problem: Problem, starts: Sequence[Choice] = (), seed: int = 1, budget: int | None = None, budget_s: float = inf
 ) -> SearchResult:
     """Return the best choice found within ``budget`` evaluations and ``budget_s`` seconds.
 
@@ -60,7 +56,7 @@ def search(
     if budget is None:
         budget = MAX_EVALUATIONS_PER_OPTION * sum(len(options) for options in problem.table)
     state = _Search(problem, budget, time.monotonic() + budget_s)
-    rngs = [SplitMix64(seed * (chains + 1) + i) for i in range(chains)]
+    rngs = [SplitMix64(seed * (N_CHAINS + 1) + i) for i in range(N_CHAINS)]
     try:
         minima = state.descend_all([*starts, greedy(problem), *(rng.random_choice(problem) for rng in rngs)])
         stop = state.anneal([Chain.start(rng, *minima[i % len(minima)]) for i, rng in enumerate(rngs)])

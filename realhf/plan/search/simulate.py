@@ -10,7 +10,7 @@ from realhf.api.graph import Graph, Kind
 from realhf.api.machine import Cost, Workload
 from realhf.api.messages import PrepareCall
 from realhf.api.program import Instruction, Program, Transfer
-from realhf.plan.compile.program import instruction_ranks
+from realhf.plan.compile.program import compile_program, instruction_ranks
 from realhf.plan.compile.schedule import Dispatch, FetchRows, FinishStep, MasterState, RowsReady, TrainSchedule
 from realhf.plan.search.event_sim import CallOps, Op, WorkerQueues
 from realhf.plan.search.timeline import Activity, Timeline
@@ -24,7 +24,6 @@ DTYPES = {"tokens": "int64", "prompts": "int64"}
 def simulate(
     graph: Graph,
     plan: ExecutionPlan,
-    program: Program,
     price: Price,
     schedule: TrainSchedule,
     workload: Workload,
@@ -34,13 +33,11 @@ def simulate(
 ) -> Timeline:
     """Return the timeline of a run in which every instruction costs ``price(call, instruction)``.
 
-    ``call_seconds`` is the latency from the last instruction of a call to the dispatch of the next calls. ``cores`` is
-    the number of cores that all workers share, or 0 if each worker has its own device. Reading data takes no time.
+    ``call_seconds`` and ``cores`` are the latency and the shared cores of ``WorkerQueues``. Reading data takes no time.
     """
-    queues = WorkerQueues(plan.n_workers, cores, call_seconds)
-    state = MasterState(graph, plan, schedule, max_staleness)
+    state, program = MasterState(graph, plan, schedule, max_staleness), compile_program(graph, plan)
     calls, step_ends = run_calls(
-        queues,
+        WorkerQueues(plan.n_workers, cores, call_seconds),
         state.start(),
         lambda action: state.handle(make_rows(graph, workload, action, plan)),
         lambda dispatch: _call_ops(program, price, dispatch),

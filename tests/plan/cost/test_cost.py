@@ -16,7 +16,6 @@ from realhf.api.messages import PrepareCall
 from realhf.api.model_config import ModelConfig
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
 from realhf.arch.flops import forward_flops
-from realhf.plan.compile.program import compile_program
 from realhf.plan.compile.schedule import TrainSchedule
 from realhf.plan.cost.cost import BatchRows, CostModel, works_of
 from realhf.plan.cost.roofline import Roofline
@@ -211,7 +210,7 @@ def test_every_instruction_of_a_run_has_a_cost() -> None:
         seen.setdefault(type(step), []).append((call, step, price(call, step)))
         return seen[type(step)][-1][2]
 
-    simulate(graph, plan, compile_program(graph, plan), recorded, TrainSchedule(8, 16, 2), cost.workload)
+    simulate(graph, plan, recorded, TrainSchedule(8, 16, 2), cost.workload)
     assert all(c == Cost(0.0, 0.0) for _, _, c in seen[Release])
     assert {c for _, _, c in seen[Load] + seen[Offload]} == {cost.host_copy("rew", layout("d1"))}
     moved = {s.role: c for _, s, c in seen[Reallocate] if isinstance(s, Reallocate)}

@@ -9,7 +9,6 @@ from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.machine import Cost, Workload
 from realhf.api.messages import PrepareCall
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
-from realhf.plan.compile.program import compile_program
 from realhf.plan.compile.schedule import TrainSchedule
 from realhf.plan.search.problem import FREE, Choice, LayoutOption, Problem, ReallocCost
 from realhf.plan.search.simulate import simulate
@@ -35,8 +34,7 @@ class Instance:
         def price(call: PrepareCall, instruction: Instruction) -> Cost:
             return price_of(p, assignment, call.mfc, instruction)
 
-        program = compile_program(p.graph, plan)
-        return simulate(p.graph, plan, program, price, schedule, workload, p.call_seconds, p.cores, p.max_staleness)
+        return simulate(p.graph, plan, price, schedule, workload, p.call_seconds, p.cores, p.max_staleness)
 
 
 def price_of(p: Problem, assignment: dict[str, int], mfc: str, instruction: Instruction) -> Cost:

@@ -13,7 +13,6 @@ from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.machine import Cost, Workload
 from realhf.api.messages import PrepareCall
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
-from realhf.plan.compile.program import compile_program
 from realhf.plan.compile.schedule import Dispatch, FetchRows, MasterState, PromptRange, TrainSchedule
 from realhf.plan.search.simulate import make_rows, simulate
 from realhf.plan.search.timeline import Activity, Timeline, n_steady_steps
@@ -49,7 +48,7 @@ def price(call: PrepareCall, instruction: Instruction) -> Cost:
 def run(layouts: dict[str, Layout], graph: Graph = GRAPH, n_steps: int = 3, **options: float) -> Timeline:
     plan = ExecutionPlan(2, {name: Placement(layout) for name, layout in layouts.items()})
     length = TrainSchedule(4, 4 * n_steps, n_steps)
-    return simulate(graph, plan, compile_program(graph, plan), price, length, WORKLOAD, **options)  # type: ignore[arg-type]
+    return simulate(graph, plan, price, length, WORKLOAD, **options)  # type: ignore[arg-type]
 
 
 def times(timeline: Timeline, step: int, kind: type) -> dict[str, tuple[float, float]]:

@@ -5,7 +5,6 @@ import pytest
 from realhf.api.execution_plan import ExecutionPlan, Placement
 from realhf.api.machine import Cost, Workload
 from realhf.api.program import Compute, Instruction, Reallocate
-from realhf.plan.compile.program import compile_program
 from realhf.plan.compile.schedule import TrainSchedule
 from realhf.plan.cost.memory import Bytes
 from realhf.plan.search.simulate import simulate
@@ -30,7 +29,7 @@ def prediction(places: dict[str, tuple[str, int]], max_staleness: int = 0, laten
     plan = ExecutionPlan(2, {m.name: Placement(layout(*places.get(m.name, ("d2", 0)))) for m in graph.mfcs})
     n = 4 + max_staleness
     length = TrainSchedule(8, 8 * n, n)
-    timeline = simulate(graph, plan, compile_program(graph, plan), price, length, Workload(((3,),), (4,)), latency,
+    timeline = simulate(graph, plan, price, length, Workload(((3,),), (4,)), latency,
                         max_staleness=max_staleness)  # fmt: skip
     return Prediction(timeline, {0: Bytes(weights=3.0, runtime=1.0), 1: Bytes(weights=5.0)})
 
