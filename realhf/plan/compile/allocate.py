@@ -22,8 +22,7 @@ TOKENS = {"cpu": 4096, "cuda": 16384}
 """Default tokens per micro-batch by device: what fits in CPU caches; GPUs need larger matrix products."""
 AXES = {"d": "dp", "t": "tp", "m": "tp", "p": "pp"}
 Models = Mapping[str, ModelConfig]
-Entries = tuple[dict[str, ParallelStrategy], list[str]]
-"""Strategies by MFC name or ``*``, and errors."""
+Entries = tuple[dict[str, ParallelStrategy], list[str]]  # strategies by MFC name or ``*``, and errors
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,7 @@ class _Assignment:
         return self.error or (f"{self.strategy}: {', and '.join(problems)}" if problems else "")
 
 
-Requests = tuple[dict[str, _Assignment], list[str]]
-"""Requests by MFC name, and errors."""
+Requests = tuple[dict[str, _Assignment], list[str]]  # requests by MFC name, and errors
 
 
 def micro_batching(option: MFCConfig, device: str) -> MicroBatching:

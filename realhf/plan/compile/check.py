@@ -9,8 +9,7 @@ from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model_config import ModelConfig
 from realhf.base.errors import did_you_mean
 
-MAX_STAGES = 16
-"""Deeper pipelines are dominated by bubbles at the batch sizes of reinforcement learning."""
+MAX_STAGES = 16  # deeper pipelines are dominated by bubbles at the batch sizes of reinforcement learning
 MAX_UNITS_ALL_MESHES = 6
 
 

@@ -36,8 +36,7 @@ class Cluster:
         }
 
 
-Fits = Callable[[Layouts], bool]
-"""Returns True if the given layouts fit in the memory of the workers."""
+Fits = Callable[[Layouts], bool]  # returns True if the given layouts fit in the memory of the workers
 Models = Mapping[str, ModelConfig]
 Order = Callable[[ParallelStrategy], tuple[int, int]]
 _fewest_stages = attrgetter("pp", "tp")

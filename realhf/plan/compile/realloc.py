@@ -9,18 +9,14 @@ from itertools import product
 from realhf.api.layout import Layout, ParallelStrategy
 from realhf.api.param_box import Box, ParamSpec, box_numel, intersect, shard_box
 
-Stages = Callable[[int], Sequence[range]]
-"""Maps a number of pipeline stages to the layers of each stage."""
-ParamBox = tuple[str, Box]
-"""A parameter name and a box in global coordinates."""
+Stages = Callable[[int], Sequence[range]]  # maps a number of pipeline stages to the layers of each stage
+ParamBox = tuple[str, Box]  # a parameter name and a box in global coordinates
 ShardCoords = tuple[tuple[int, int], ...]
 """(pipeline rank, tensor rank) of the shards with the same box, in each data-parallel replica."""
-TPSplit = tuple[tuple[int, ...], int | None, int]
-"""(shape, tp_dim, tp_units), which determine how a parameter is sharded."""
+TPSplit = tuple[tuple[int, ...], int | None, int]  # (shape, tp_dim, tp_units), which determine the sharding
 ParamKinds = tuple[tuple[tuple[int, int | None], tuple[tuple[TPSplit, int], ...]], ...]
 """For each pair (layer, shared_layer), the number of parameters per sharding."""
-TransferSizes = dict[tuple[ShardCoords, ShardCoords], tuple[int, int]]
-"""(elements, boxes) by source and destination shards."""
+TransferSizes = dict[tuple[ShardCoords, ShardCoords], tuple[int, int]]  # (elements, boxes) by (source, destination)
 
 
 @dataclass(frozen=True)

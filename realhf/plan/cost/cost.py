@@ -24,8 +24,7 @@ from realhf.plan.cost.traffic import realloc_traffic, transfer_traffic
 
 NO_COST = Cost(0.0, 0.0)
 METHODS = {Kind.GENERATE: "generate", Kind.INFERENCE: "inference", Kind.TRAIN: "train_step"}
-Rows = tuple[tuple[RowId, ...], tuple[int, ...]]
-"""Ids and lengths."""
+Rows = tuple[tuple[RowId, ...], tuple[int, ...]]  # ids and lengths
 
 
 @dataclass(frozen=True)

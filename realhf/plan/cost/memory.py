@@ -18,8 +18,7 @@ from realhf.plan.cost.cost import BatchRows, Rows, mfc_works
 from realhf.plan.cost.speed import Footprint, StageShard, Work, itemsize, shard_numels, stage_shards
 from realhf.plan.cost.traffic import realloc_ring_bytes
 
-SERVER_BYTES = 1e9
-"""A vLLM process without weights and cache, measured on a CPU."""
+SERVER_BYTES = 1e9  # a vLLM process without weights and cache, measured on a CPU
 
 
 @dataclass(frozen=True)

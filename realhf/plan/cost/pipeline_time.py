@@ -5,8 +5,7 @@ from functools import lru_cache
 
 from realhf.plan.compile import pipeline
 
-StageTime = Callable[[int, int], float]
-"""Seconds of (stage, micro-batch)."""
+StageTime = Callable[[int, int], float]  # seconds of (stage, micro-batch)
 Schedule = Callable[[int, int, int], Sequence[pipeline.StageStep]]
 """Steps of (stage, number of stages, number of micro-batches)."""
 

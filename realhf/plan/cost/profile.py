@@ -9,15 +9,12 @@ import numpy as np
 from realhf.api.model_config import ModelConfig
 from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work
 
-Counts = dict[str, float]
-"""Amounts of work by name."""
+Counts = dict[str, float]  # amounts of work by name
 
-ROUNDS, PRECISION = 8, 0.02
-"""Reweighting rounds in ``fitted``; relative residuals below the precision have equal weights."""
+ROUNDS, PRECISION = 8, 0.02  # rounds of reweighting; relative residuals below the precision have equal weights
 EXCESS_QUANTILE = 0.1
 CACHED_BYTES = 1 << 20
-TYPICAL_ROWS = 128
-"""Rows of a call if the number is unknown."""
+TYPICAL_ROWS = 128  # rows of a call if the number is unknown
 
 
 @dataclass(frozen=True)

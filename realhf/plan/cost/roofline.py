@@ -7,22 +7,16 @@ from realhf.api.machine import Hardware, Link
 from realhf.api.model_config import ModelConfig
 from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work
 
-KERNELS_PER_BLOCK = 16
-"""Forward pass: norms, projections, rotary embedding, attention, activation, residual additions."""
+KERNELS_PER_BLOCK = 16  # forward pass: norms, projections, rotary embedding, attention, activation, residual additions
 KERNELS_PER_END = 8
-OPTIMIZER_BYTES = 28
-"""Per parameter, in float32: gradient, master weight and two moments are read, the last three written."""
-LOGITS_BYTES = {"cpu": 24 << 20}
-"""Chunk of logits that the log-prob head materializes (ops/logprobs.py)."""
+OPTIMIZER_BYTES = 28  # per parameter: float32 gradient, master weight and two moments read, the last three written
+LOGITS_BYTES = {"cpu": 24 << 20}  # chunk of logits that the log-prob head materializes (ops/logprobs.py)
 DEFAULT_LOGITS_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """``Speed`` without a profile, from hardware limits, whose sources are in ``machines/*.yaml``.
-
-    Matrix products count by their operations, everything else by its memory traffic.
-    """
+    """``Speed`` without a profile: matrix products count by operations, everything else by its memory traffic."""
 
     hardware: Hardware
 

@@ -87,8 +87,7 @@ class StageShard:
         return self.model.is_fusable and self.tp == 1
 
 
-Stages = Sequence[tuple[StageShard, tuple[int, ...]]]
-"""Shard and tensor-parallel group of each stage."""
+Stages = Sequence[tuple[StageShard, tuple[int, ...]]]  # shard and tensor-parallel group of each stage
 
 
 def stage_shards(config: ModelConfig, role: RoleSpec, strategy: ParallelStrategy) -> tuple[StageShard, ...]:

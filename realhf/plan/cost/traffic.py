@@ -14,10 +14,8 @@ from realhf.plan.compile import realloc
 from realhf.plan.compile.transfer import row_transfers
 from realhf.plan.cost.speed import Traffic
 
-Copy = tuple[int, Sequence[int], int, int]
-"""(sender, receivers, bytes, number of slices)"""
-Delivery = tuple[int, int, realloc.Senders]
-"""(elements, number of slices, senders and receivers)"""
+Copy = tuple[int, Sequence[int], int, int]  # (sender, receivers, bytes, number of slices)
+Delivery = tuple[int, int, realloc.Senders]  # (elements, number of slices, senders and receivers)
 SLOT_BYTES, N_SLOTS = 4 << 20, 4
 """Shared-memory ring of a worker (comm/shared_memory.py). Smaller slots cost more wake-ups, larger rings do not stay in
 the cache (measured with benchmarks/bench_realloc.py)."""

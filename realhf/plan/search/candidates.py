@@ -69,8 +69,7 @@ class Candidates:
         n_wanted = 3 if layout.strategy.pp > 1 else 1  # smaller micro-batches reduce pipeline bubbles
         for limits in self._limits(mfc):
             if (key, limits) not in self._sizes:
-                transient = self.memory.transient(mfc, Placement(layout, limits), rows, layout)
-                self._sizes[key, limits] = transient.total
+                self._sizes[key, limits] = self.memory.transient(mfc, Placement(layout, limits), rows, layout).total
             sizes[limits] = self._sizes[key, limits]
             if sum(size + resident <= available for size in sizes.values()) == n_wanted:
                 break

@@ -11,19 +11,14 @@ from realhf.plan.search.evaluate import PythonEvaluator
 from realhf.plan.search.mcmc import Chain
 from realhf.plan.search.problem import Choice, Problem, ReallocCost
 
-FillEntry = CFUNCTYPE(c_int, c_int, c_int, c_int, POINTER(c_double))
-MAX_MFCS = 16
-"""The options of so many MFCs have at most 65 bounds, which make the 64 rank classes of a bit mask."""
+Ints, Reals = POINTER(c_int32), POINTER(c_double)
+FillEntry = CFUNCTYPE(c_int, c_int, c_int, c_int, Reals)
+MAX_MFCS = 16  # the options of so many MFCs have at most 65 bounds, which make the 64 rank classes of a bit mask
 
 
 class _ChainStruct(Structure):
-    _fields_ = [
-        ("choice", POINTER(c_int32)),
-        ("best", POINTER(c_int32)),
-        ("value", c_double),
-        ("best_value", c_double),
-        ("rng_state", c_uint64),
-    ]
+    _fields_ = [("choice", Ints), ("best", Ints), ("value", c_double), ("best_value", c_double),
+                ("rng_state", c_uint64)]  # fmt: skip
 
 
 @cache
@@ -38,11 +33,9 @@ def load_library() -> CDLL | None:
         message = f"{path.name} cannot be loaded, so the slower Python evaluator is used ({error}); "
         warnings.warn(message + "rebuild it with: python setup.py build_ext --inplace", stacklevel=2)
         return None
-    library.planner_new.restype = c_void_p
-    library.planner_new.argtypes = [POINTER(c_int32), POINTER(c_double), FillEntry]
-    library.planner_delete.argtypes = [c_void_p]
-    library.planner_delete.restype = None
-    library.planner_evaluate.argtypes = [c_void_p, POINTER(c_int32), POINTER(c_double), POINTER(c_double)]
+    library.planner_new.restype, library.planner_new.argtypes = c_void_p, [Ints, Reals, FillEntry]
+    library.planner_delete.restype, library.planner_delete.argtypes = None, [c_void_p]
+    library.planner_evaluate.argtypes = [c_void_p, Ints, Reals, Reals]
     library.planner_run_chain.argtypes = [c_void_p, POINTER(_ChainStruct), c_int64, c_double]
     return library
 

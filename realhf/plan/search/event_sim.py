@@ -39,8 +39,7 @@ class CallOps:
     last: Op = field(init=False, repr=False)  # the operation that ended last
 
 
-Batches = Iterable[Sequence[CallOps]]
-"""Batches of calls; the calls of one batch are sent together."""
+Batches = Iterable[Sequence[CallOps]]  # batches of calls; the calls of one batch are sent together
 
 
 class WorkerQueues:

@@ -6,8 +6,7 @@ from math import exp
 
 from realhf.plan.search.problem import Choice, Problem
 
-P_EXTRA_MUTATION = 0.25
-"""Probability that a proposal changes one more MFC."""
+P_EXTRA_MUTATION = 0.25  # probability that a proposal changes one more MFC
 MASK = (1 << 64) - 1
 
 

@@ -22,14 +22,11 @@ from realhf.plan.search.search import SearchResult, search
 from realhf.plan.search.simulate import simulate
 from realhf.plan.search.timeline import Alternative, Prediction
 
-N_STEPS = 3
-"""Simulated steps: the first one fills the pipeline of calls, the others are alike."""
+N_STEPS = 3  # simulated steps: the first one fills the pipeline of calls, the others are alike
 MEMORY_SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15)
 """Fractions of a worker's memory available to each call; the first one with which all calls fit together is used."""
-CLOSE = 1.1
-"""Heuristic plans within this factor of the best choice are compared by prediction: a search approximates transfers."""
-Table = Mapping[str, Sequence[Candidate]]
-"""The candidates of every MFC."""
+CLOSE = 1.1  # heuristic plans within this factor of the best are predicted: a search approximates transfers
+Table = Mapping[str, Sequence[Candidate]]  # the candidates of every MFC
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from realhf.plan.compile.program import home_mfc
 from realhf.plan.search.timeline import n_steady_steps
 
 FREE = Cost(0.0, 0.0)
-Choice = tuple[int, ...]
-"""The option number of every MFC, in the order of ``graph.mfcs``."""
+Choice = tuple[int, ...]  # the option number of every MFC, in the order of ``graph.mfcs``
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,12 @@ from realhf.plan.search.evaluate import objective
 from realhf.plan.search.mcmc import Chain, SplitMix64
 from realhf.plan.search.problem import Choice, LayoutOption, Problem
 
-HOT, COLD = 0.1, 0.001
-"""First and last temperature, relative to the best value."""
-MAX_EVALUATIONS_PER_OPTION = 1000
-"""Default budget: evaluations for each option of the problem."""
+HOT, COLD = 0.1, 0.001  # first and last temperature, relative to the best value
+MAX_EVALUATIONS_PER_OPTION = 1000  # default budget
 N_CHAINS = 4
-N_ROUNDS = 40
-"""Number of rounds; the temperature decreases from round to round."""
-PATIENCE = 10
-"""Rounds without improvement after which the search stops if all chains agree."""
-PROPOSALS_PER_CHECK = 256
-"""Proposals between two checks of the clock."""
+N_ROUNDS = 40  # the temperature decreases from round to round
+PATIENCE = 10  # rounds without improvement after which the search stops if all chains agree
+PROPOSALS_PER_CHECK = 256  # between two checks of the clock
 
 
 class StopReason(Enum):

@@ -17,8 +17,7 @@ from realhf.plan.search.timeline import Activity, Timeline
 
 Call = TypeVar("Call")
 Price = Callable[[PrepareCall, Instruction], Cost]
-DTYPES = {"tokens": "int64", "prompts": "int64"}
-"""Element types of columns other than float32."""
+DTYPES = {"tokens": "int64", "prompts": "int64"}  # element types of columns other than float32
 
 
 def simulate(

@@ -12,14 +12,10 @@ from realhf.plan.search.candidates import MIN_MICRO_BATCH_TOKENS, MIN_NUM_SEQS
 from realhf.plan.search.planner import Planner
 from realhf.plan.search.timeline import Prediction
 
-PlanFn = Callable[[Planner], ExecutionPlan]
-"""Returns the plan that the same allocation mode gives for another planner."""
-Change = tuple[str, Planner, PlanFn]
-"""Options to set, the planner with these options, and how to make its plan."""
-MAX_WORKER_FACTOR, MAX_NODE_SIZE = 8, 8
-"""Largest suggested multiple of the number of workers; largest suggested node."""
-TIMEOUT_S = 8.0
-"""CPU time after which no further change is tried; CPU time makes the result independent of other processes."""
+PlanFn = Callable[[Planner], ExecutionPlan]  # returns the plan that the same allocation mode gives for another planner
+Change = tuple[str, Planner, PlanFn]  # options to set, the planner with these options, and how to make its plan
+MAX_WORKER_FACTOR, MAX_NODE_SIZE = 8, 8  # largest suggested multiple of the number of workers; largest suggested node
+TIMEOUT_S = 8.0  # CPU time, which is independent of other processes, after which no further change is tried
 
 
 def out_of_memory_message(planner: Planner, prediction: Prediction, replan: PlanFn, max_num_seqs_option: str) -> str:
