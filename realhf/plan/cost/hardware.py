@@ -19,15 +19,11 @@ DIVISORS = ("node_size", "memory", "flops", "memory_bandwidth", "bandwidth")
 WHOLE = ("node_size", "cores")
 
 
-def machine_names() -> list[str]:
-    return sorted(file.stem for file in FOLDER.glob("*.yaml"))
-
-
 def read_hardware(name: str, node_size: int | None = None) -> Hardware:
     """Return a machine by name or YAML file; raises UserError with all missing, unknown and invalid values."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
     if not path.is_file():
-        known = machine_names()
+        known = sorted(file.stem for file in FOLDER.glob("*.yaml"))
         raise UserError(f"planner.hardware={name}: no such machine or file; known are {', '.join(known)}"
                         f"{did_you_mean(name, known)}")  # fmt: skip
     try:
