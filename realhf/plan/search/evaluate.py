@@ -38,8 +38,7 @@ class PythonEvaluator:
         ops = {m.name: assignment.call_ops(i) for i, m in enumerate(problem.graph.mfcs)}
 
         def make_ops(call: StartCall) -> CallOps:
-            first, *rest = (Op(ranks, cost) for ranks, cost in ops[call.mfc])
-            return CallOps(call, [first], rest)
+            return CallOps(call, [Op(ranks, cost) for ranks, cost in ops[call.mfc]])
 
         def on_finished(action: FetchRows | StartCall) -> Sequence[Decision]:
             return scheduler.advance(action.mfc if isinstance(action, StartCall) else None, action.span)

@@ -30,11 +30,10 @@ class Op:
 
 @dataclass(eq=False)
 class CallOps:
-    """All operations of one call. In a batch of calls, the ``first`` operations of all calls precede the ``rest``."""
+    """All operations of one call. In a batch of calls, the first operation of every call precedes all others."""
 
     tag: object
-    first: Sequence[Op]
-    rest: Sequence[Op]
+    ops: Sequence[Op]
     n_unfinished: int = field(init=False, repr=False)
     last: Op = field(init=False, repr=False)  # the operation that ended last
 
@@ -69,10 +68,10 @@ class WorkerQueues:
         for batch in batches:
             for call in batch:
                 self._numbers[call] = len(self._numbers)
-                call.n_unfinished = len(call.first) + len(call.rest)
-                for op in (*call.first, *call.rest):
+                call.n_unfinished = len(call.ops)
+                for op in call.ops:
                     op.call, op.n_missing = call, len(op.ranks)
-            for op in chain(*(call.first for call in batch), *(call.rest for call in batch)):
+            for op in chain((call.ops[0] for call in batch), *(call.ops[1:] for call in batch)):
                 for rank in op.ranks:
                     queue = self._queues[rank]
                     queue.append(op)

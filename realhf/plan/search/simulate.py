@@ -108,18 +108,16 @@ def _meta(rows: Sequence[tuple[RowId, int]], keys: Sequence[str]) -> BatchMeta:
 
 
 def _call_ops(program: Program, price: Price, dispatch: Dispatch) -> CallOps:
-    first: list[Op] = []
-    rest: list[Op] = []
+    ops = []
     for instruction in program[dispatch.call.mfc]:
-        ranks, part = instruction_ranks(instruction), rest
-        if isinstance(instruction, Transfer):
-            ranks, part = ranks | dispatch.call.holders.ranks, first
-        part.append(Op(sorted(ranks), price(dispatch.call, instruction), instruction))
-    return CallOps(dispatch, first, rest)
+        holders = dispatch.call.holders.ranks if isinstance(instruction, Transfer) else ()
+        ranks = instruction_ranks(instruction).union(holders)
+        ops.append(Op(sorted(ranks), price(dispatch.call, instruction), instruction))
+    return CallOps(dispatch, ops)
 
 
 def _activities(calls: Sequence[CallOps]) -> tuple[Activity, ...]:
-    ops = sorted((op for call in calls for op in (*call.first, *call.rest)), key=lambda op: (op.start, op.end))
+    ops = sorted((op for call in calls for op in call.ops), key=lambda op: (op.start, op.end))
     number = {op: i for i, op in enumerate(ops)}
     activities = []
     for op in ops:

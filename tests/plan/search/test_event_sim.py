@@ -12,10 +12,9 @@ from realhf.plan.search.event_sim import CallOps, Op, WorkerQueues
 OpSpec = tuple[Sequence[int], float]
 
 
-def call_of(first: Sequence[OpSpec], rest: Sequence[OpSpec] = (), cores: float = 1.0) -> CallOps:
+def call_of(specs: Sequence[OpSpec], cores: float = 1.0) -> CallOps:
     """Return a call with operations (ranks, seconds) that each use ``cores`` cores."""
-    ops = [[Op(ranks, Cost(seconds, seconds * cores)) for ranks, seconds in some] for some in (first, rest)]
-    return CallOps(None, *ops)
+    return CallOps(None, [Op(ranks, Cost(seconds, seconds * cores)) for ranks, seconds in specs])
 
 
 def play(*calls: CallOps, cores: float = 0.0, latency: float = 0.0) -> list[tuple[CallOps, float]]:
@@ -31,7 +30,7 @@ def play(*calls: CallOps, cores: float = 0.0, latency: float = 0.0) -> list[tupl
 
 
 def spans(*calls: CallOps) -> list[tuple[float, float]]:
-    return [(op.start, op.end) for o in calls for op in (*o.first, *o.rest)]
+    return [(op.start, op.end) for o in calls for op in o.ops]
 
 
 def test_an_operation_waits_for_and_occupies_all_its_workers() -> None:
@@ -39,11 +38,11 @@ def test_an_operation_waits_for_and_occupies_all_its_workers() -> None:
     reported = play(some, both, other)
     assert spans(some, both, other) == [(0, 3), (3, 4), (4, 9)]
     assert reported == [(some, 3), (both, 4), (other, 9)]
-    assert both.first[0].predecessor is some.first[0] and other.first[0].predecessor is both.first[0]
+    assert both.ops[0].predecessor is some.ops[0] and other.ops[0].predecessor is both.ops[0]
 
 
 def test_first_operations_of_all_calls_precede_the_rest() -> None:
-    one, two = call_of([([0], 1.0)], [([0], 5.0)]), call_of([([0, 1], 1.0)], [([1], 5.0)])
+    one, two = call_of([([0], 1.0), ([0], 5.0)]), call_of([([0, 1], 1.0), ([1], 5.0)])
     play(one, two)
     assert spans(one, two) == [(0, 1), (2, 7), (1, 2), (2, 7)]
 
@@ -54,8 +53,8 @@ def test_calls_are_reported_after_the_latency_in_sending_order() -> None:
 
 
 def test_a_call_finishes_with_its_last_operation() -> None:
-    long = call_of([([0], 1.0)], [([1], 9.0), ([0], 1.0)])
-    assert play(long) == [(long, 9.0)] and long.last is long.rest[0]
+    long = call_of([([0], 1.0), ([1], 9.0), ([0], 1.0)])
+    assert play(long) == [(long, 9.0)] and long.last is long.ops[1]
 
 
 def test_oversubscribed_cores_slow_down_all_operations() -> None:
@@ -79,7 +78,7 @@ def test_operations_start_when_their_workers_are_free(specs: list[tuple[set[int]
     free = [0.0] * 4
     for o, (ranks, seconds) in zip(calls, specs, strict=True):
         start = max(free[rank] for rank in ranks)
-        assert (o.first[0].start, o.first[0].end) == (start, start + seconds)
+        assert (o.ops[0].start, o.ops[0].end) == (start, start + seconds)
         for rank in ranks:
             free[rank] = start + seconds
 
