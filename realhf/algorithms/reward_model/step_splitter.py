@@ -4,6 +4,7 @@ A delimiter belongs to the following step. After VinePPO (Kazemnejad et al. 2024
 """
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -42,7 +43,7 @@ def latex_steps(text: str) -> list[int]:
     protected = [match.span() for match in PROTECTED.finditer(text)]
     cuts = {gap.start() for gap in NEW_LINE.finditer(text) if text[: gap.start()].strip()}
     cuts |= {gap.start() for gap in SENTENCE.finditer(text) if not INITIAL.search(text[: gap.start()])}
-    outside = [cut for cut in sorted(cuts) if not any(start < cut < stop for start, stop in protected)]
+    outside = [cut for cut in sorted(cuts) if not _is_inside(cut, protected)]
     starts = _without_short_steps(text, [0, *outside])
     spans = zip(starts, [*starts[1:], len(text)], strict=True)
     return [offset for start, stop in spans for offset in _split_long(text, start, stop, protected)]
@@ -74,12 +75,7 @@ def token_starts(texts: Sequence[str], starts: Sequence[int]) -> list[int]:
     dropped.
     """
     offsets = [0, *accumulate(map(len, texts))][:-1]
-    tokens: list[int] = []
-    for start in starts:
-        token = next((i for i, offset in enumerate(offsets) if offset >= start), None)
-        if token is not None and (not tokens or token > tokens[-1]):
-            tokens.append(token)
-    return tokens
+    return sorted({bisect_left(offsets, start) for start in starts} - {len(offsets)})
 
 
 def _without_short_steps(text: str, starts: list[int]) -> list[int]:
@@ -93,18 +89,18 @@ def _without_short_steps(text: str, starts: list[int]) -> list[int]:
     return kept[:-1] if len(kept) > 1 and len(last) < MIN_STEP and not last.endswith(SENTENCE_ENDS) else kept
 
 
+def _is_inside(cut: int, spans: Sequence[tuple[int, int]]) -> bool:
+    return any(start < cut < stop for start, stop in spans)
+
+
 def _split_long(text: str, start: int, stop: int, protected: list[tuple[int, int]]) -> list[int]:
     """Return the offsets of the parts of ``text[start:stop]``, which have at most 100 characters if possible."""
     if stop - start <= MAX_STEP:
         return [start]
-    spans = [span for span in protected if span[0] < stop and span[1] > start]
-
-    def within(cut: int) -> bool:
-        return any(a < cut < b for a, b in spans)
 
     def legal(pattern: re.Pattern[str], half: int, in_maths: bool) -> list[int]:
         cuts = (match.start() for match in pattern.finditer(text, start, stop))
-        return [cut for cut in cuts if within(cut) is in_maths and start + half <= cut <= stop - half]
+        return [cut for cut in cuts if start + half <= cut <= stop - half and _is_inside(cut, protected) is in_maths]
 
     cuts = legal(BREAKS_IN_TEXT, MIN_TEXT_PART, False) or legal(BREAKS_IN_MATHS, MIN_MATHS_PART, True)
     if not cuts:
