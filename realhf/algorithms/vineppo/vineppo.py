@@ -1,11 +1,10 @@
 """The interfaces of VinePPO, which estimates the values of intermediate states by Monte Carlo rollouts.
 
 Kazemnejad et al. 2024, arXiv 2410.01679. A response has K steps; state k precedes step k (0-based).
-``VineRollouts`` continues responses from the beginning of each step, ``VineValues`` verifies the continuations, and
-``VineAdvantages`` turns values into advantages of tokens.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -32,25 +31,24 @@ class RolloutConfig:
 
 @dataclass
 class _States:
-    """The distinct states of a batch: their tokens, the maximum length of their continuations, and their numbers."""
+    """The distinct states of a batch: their ids, their tokens, and the maximum length of their continuations."""
 
+    ids: list[RowId] = field(default_factory=list)
     prompts: list[Tensor] = field(default_factory=list)
     budgets: list[int] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
     indices: dict[tuple[int, bytes], int] = field(default_factory=dict)
-    per_prompt: dict[int, int] = field(default_factory=dict)
+    per_prompt: Counter[int] = field(default_factory=Counter)
 
     def add(self, prompt: int, tokens: Tensor, budget: int) -> int:
         """Return the index of a state of ``prompt``; states with equal tokens share an index."""
         key = (prompt, tokens.cpu().numpy().tobytes())
         if key not in self.indices:
             self.indices[key] = len(self.prompts)
-            number = self.per_prompt.get(prompt, 0)
-            self.per_prompt[prompt] = number + 1
-            assert number < MAX_STATES
+            assert self.per_prompt[prompt] < MAX_STATES
+            self.ids.append(RowId(prompt * MAX_STATES + self.per_prompt[prompt], PROMPT))
+            self.per_prompt[prompt] += 1
             self.prompts.append(tokens)
             self.budgets.append(budget)
-            self.numbers.append(prompt * MAX_STATES + number)
         return self.indices[key]
 
 
@@ -87,10 +85,9 @@ class VineRollouts:
 
     def sample(self, engine: Engine, states: _States, device: torch.device) -> SequenceBatch:
         """Return ``n_rollouts`` adjacent rows per state."""
-        ids = tuple(RowId(number, PROMPT) for number in states.numbers)
-        prompts = Column.of(states.prompts) if ids else Column(torch.empty(0, dtype=torch.int64, device=device), ())
+        prompts = Column.of(states.prompts) if states.ids else Column(torch.empty(0, dtype=torch.int64, device=device), ())
         budgets = torch.tensor(states.budgets, dtype=torch.int64, device=device)
-        batch = SequenceBatch(ids, {"prompts": prompts}).with_scalars("budget", budgets)
+        batch = SequenceBatch(tuple(states.ids), {"prompts": prompts}).with_scalars("budget", budgets)
         return engine.generate(batch, self.config.ppo.gen, self.config.vine.n_rollouts, self.context.seed + 1)
 
     def columns(
@@ -175,7 +172,7 @@ class VineAdvantages:
         advantages = [torch.empty(0)]
         for length, reward, starts, values in zip(lengths, rewards.tolist(), *columns, strict=True):
             per_step = step_advantages(values.tolist(), reward, len(starts))
-            advantages.append(spread_over_tokens(per_step, starts.tolist(), length, length))
+            advantages.append(spread_over_tokens(per_step, starts.tolist(), length))
         data = torch.cat(advantages).to(batch["prompt_mask"].device)
         return SequenceBatch(batch.ids, {"advantages": Column(data, lengths)}), {}
 
@@ -194,9 +191,7 @@ def step_advantages(values: Sequence[float], reward: float, n_steps: int) -> lis
     return [next_value - value for value, next_value in zip(filled, after, strict=True)]
 
 
-def spread_over_tokens(per_step: Sequence[float], starts: Sequence[int], stop: int, length: int) -> Tensor:
-    """Return each step's value at all of its tokens, ``[length]`` float32; 0 outside of ``starts[0]:stop``."""
-    spans = zip(starts, [*starts[1:], stop], strict=True)
-    sizes = torch.tensor([b - a for a, b in spans], dtype=torch.int64)
-    inside = torch.tensor(list(per_step), dtype=torch.float32).repeat_interleave(sizes)
-    return torch.cat([torch.zeros(starts[0]), inside, torch.zeros(length - stop)])
+def spread_over_tokens(per_step: Sequence[float], starts: Sequence[int], length: int) -> Tensor:
+    """Return each step's value at all of its tokens, ``[length]`` float32; 0 before the first step."""
+    sizes = torch.tensor([0, *starts, length]).diff()
+    return torch.tensor([0.0, *per_step], dtype=torch.float32).repeat_interleave(sizes)

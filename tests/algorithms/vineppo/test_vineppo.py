@@ -138,4 +138,4 @@ def test_step_advantages_of_no_steps_and_of_nan() -> None:
 def test_token_starts() -> None:
     assert token_starts(["ab", "c\n", "d", "\n", "#"], [0, 3, 5]) == [0, 2, 3]  # 3 is inside "c\n": the next token
     assert token_starts(["abc"], [0, 1, 2]) == [0]
-    assert spread_over_tokens([1.0, 2.0], [1, 3], 4, 6).tolist() == [0, 1, 1, 2, 0, 0]
+    assert spread_over_tokens([1.0, 2.0], [1, 3], 6).tolist() == [0, 1, 1, 2, 2, 2]
