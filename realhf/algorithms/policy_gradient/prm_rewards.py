@@ -59,24 +59,6 @@ def shape_step_rewards(dense: Tensor, lengths: Sequence[int], config: PRMRewardC
     return torch.zeros_like(dense).masked_scatter(ends, steps)
 
 
-def on_tokens(rewards: Tensor, ends: Tensor, counts: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Return each step's reward ``[S]`` on its last token, 0 elsewhere, ``[T]``.
-
-    ``ends`` ``[S]`` are the positions of the last tokens within their row. ValueError unless they are increasing and
-    inside the row.
-    """
-    rows = split_steps(ends, counts)
-    if len(rewards) != len(ends) or len(lengths) != len(counts):
-        raise ValueError(f"{len(rewards)} rewards for {len(ends)} steps, {len(lengths)} lengths for {len(counts)} rows")
-    start, positions = 0, [ends[:0]]
-    for row, length in zip(rows, lengths, strict=True):
-        if len(row) and not (row[0] >= 0 and row[-1] < length and bool((row[1:] > row[:-1]).all())):
-            raise ValueError(f"step ends {row.tolist()} are not increasing within a row of {length} tokens")
-        positions.append(row + start)
-        start += length
-    return rewards.new_zeros(start).index_copy(0, torch.cat(positions), rewards)
-
-
 def split_steps(q: Tensor, counts: Sequence[int]) -> list[Tensor]:
     """Split ``q`` ``[S]`` into responses; ValueError if ``counts`` do not add up to S."""
     if sum(counts) != len(q) or min(counts, default=0) < 0:

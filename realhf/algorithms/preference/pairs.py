@@ -17,9 +17,6 @@ class Pairs:
     worse: list[int]
     weights: list[float]
 
-    def __len__(self) -> int:
-        return len(self.better)
-
 
 def pairs_of(ids: Sequence[RowId]) -> Pairs:
     """Return the chosen (samples 2i of a prompt) and rejected rows (samples 2i+1); ValueError for an unpaired row."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from realhf.algorithms.policy_gradient.config import PPOConfig
-from realhf.algorithms.policy_gradient.prm_rewards import aggregate, on_tokens
+from realhf.algorithms.policy_gradient.prm_rewards import aggregate
 from realhf.algorithms.policy_gradient.rewards import rewards_of
 from realhf.algorithms.preference.pairs import Pairs, pairs_of, ranked_pairs
 from realhf.algorithms.reward_model.step_splitter import SPLITTERS, step_starts
@@ -109,12 +109,13 @@ class LabelledReward:
         starts = step_starts(batch, self.tokenizer, self.split)
         ends = [[*(start - 1 for start in own[1:]), n - 1] for own, n in zip(starts, lengths, strict=True)]
         counts = [len(own) for own in ends]
-        rows = probabilities.split(lengths) if lengths else ()
-        steps = torch.cat([probabilities[:0], *(row[own] for row, own in zip(rows, ends, strict=True))])
-        scores = aggregate(steps, counts, self.config.score.aggregate)
+        offsets = batch.columns["tokens"].offsets
+        flat_ends = [offset + end for offset, own in zip(offsets, ends, strict=False) for end in own]
+        is_end = torch.zeros_like(probabilities, dtype=torch.bool)
+        is_end[flat_ends] = True
+        scores = aggregate(probabilities[is_end], counts, self.config.score.aggregate)
         result, stats = rewards_of(batch, scores.float(), self.config.ppo)
-        flat_ends = torch.tensor([end for own in ends for end in own], dtype=torch.int64, device=steps.device)
-        dense = Column(on_tokens(steps, flat_ends, counts, lengths), lengths)
+        dense = Column(probabilities.masked_fill(~is_end, 0.0), lengths)
         index = {row: i for i, row in enumerate(batch.ids)}
         return result.with_columns(step_rewards=dense.select([index[row] for row in result.ids])), stats
 
@@ -161,7 +162,7 @@ def comparison_loss(scores: Tensor, pairs: Pairs, l2: float = 0.0) -> Loss:
     margin = better - worse
     terms = 0.5 * l2 * (better.square() + worse.square()) - functional.logsigmoid(margin)
     total = (terms * torch.tensor(pairs.weights, device=scores.device, dtype=scores.dtype)).sum()
-    detached, count = margin.detach(), float(len(pairs))
+    detached, count = margin.detach(), float(len(margin))
     stats = {
         "loss": (total.detach(), float(sum(pairs.weights))),
         "accuracy": ((detached > 0).sum(), count),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from realhf.algorithms.policy_gradient.prm_rewards import Delta, aggregate, clip, delta, on_tokens
+from realhf.algorithms.policy_gradient.prm_rewards import Delta, aggregate, clip, delta
 from realhf.api.config.preference import Aggregate
 
 Q = [0.5, 0.75, 0.25, 1.0, 0.5]
@@ -78,24 +78,10 @@ def test_clip_is_applied_before_delta_and_success_on_the_last_step() -> None:
     assert both.tolist() == [-0.5, -0.5, 1.0, 0.0, 0.0]  # q' = -0.5 -0.25 -0.75 | 0 -0.5
 
 
-def test_rewards_are_on_the_last_tokens_of_steps() -> None:
-    placed = on_tokens(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1, 3, 0]), (2, 1), (5, 2))
-    assert placed.tolist() == [0, 1, 0, 2, 0, 3, 0]
-    assert on_tokens(torch.empty(0), torch.empty(0, dtype=torch.long), (0,), (2,)).tolist() == [0, 0]
-
-
-@pytest.mark.parametrize(("ends", "length"), [([1, 1], 3), ([2, 1], 3), ([-1, 1], 3), ([0, 3], 3)])
-def test_step_ends_must_be_increasing_and_inside_the_row(ends: list[int], length: int) -> None:
-    with pytest.raises(ValueError, match="are not increasing"):
-        on_tokens(torch.ones(2), torch.tensor(ends), (2,), (length,))
-
-
 def test_inconsistent_lengths() -> None:
     q = torch.tensor(Q)
     with pytest.raises(ValueError, match="do not add up to the 5 steps"):
         delta(q, (3, 1), Delta.paper)
-    with pytest.raises(ValueError, match="1 rewards for 2 steps"):
-        on_tokens(torch.ones(1), torch.tensor([0, 1]), (2,), (2,))
 
 
 @given(ROWS, st.floats(0, 1), st.floats(0, 2))

@@ -20,7 +20,7 @@ def test_ranked_list_gives_all_pairs():
     ids = (RowId(7, 2), RowId(4, 0), RowId(7, 0), RowId(4, 1), RowId(7, 1), RowId(5, 0))
     pairs = ranked_pairs(ids)
     weights = dict(zip(zip(pairs.better, pairs.worse, strict=True), pairs.weights, strict=True))
-    assert weights == {(2, 4): 1 / 3, (2, 0): 1 / 3, (4, 0): 1 / 3, (1, 3): 1.0} and len(pairs) == 4
+    assert weights == {(2, 4): 1 / 3, (2, 0): 1 / 3, (4, 0): 1 / 3, (1, 3): 1.0} and len(pairs.better) == 4
 
 
 def test_all_combinations_of_right_and_wrong():
