@@ -85,9 +85,10 @@ class VineRollouts:
 
     def sample(self, engine: Engine, states: _States, device: torch.device) -> SequenceBatch:
         """Return ``n_rollouts`` adjacent rows per state."""
-        prompts = Column.of(states.prompts) if states.ids else Column(torch.empty(0, dtype=torch.int64, device=device), ())
+        ids = tuple(states.ids)
+        prompts = Column.of(states.prompts) if ids else Column(torch.empty(0, dtype=torch.int64, device=device), ())
         budgets = torch.tensor(states.budgets, dtype=torch.int64, device=device)
-        batch = SequenceBatch(tuple(states.ids), {"prompts": prompts}).with_scalars("budget", budgets)
+        batch = SequenceBatch(ids, {"prompts": prompts}).with_scalars("budget", budgets)
         return engine.generate(batch, self.config.ppo.gen, self.config.vine.n_rollouts, self.context.seed + 1)
 
     def columns(
