@@ -1,11 +1,8 @@
-"""Level 6: algorithms. The interfaces by name; a user's own is ``my_file.py:MyInterface``.
+"""Level 6: algorithms. The interfaces by name; a user's own is ``my_file.py:MyInterface``. Imports no torch."""
 
-This package and the option modules import no torch, because options are checked without it.
-"""
-
-import importlib
 import importlib.util
 import inspect
+import pkgutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,12 +38,9 @@ def interface_class(name: str) -> Any:
     if ":" in name:
         return _from_file(*name.rsplit(":", 1))
     if name not in INTERFACES:
-        known = ", ".join(sorted(INTERFACES))
-        raise ValueError(
-            f"unknown interface '{name}'{did_you_mean(name, INTERFACES)} (known: {known}, or file.py:Class)"
-        )
-    module, _, cls = INTERFACES[name].partition(":")
-    return getattr(importlib.import_module(module), cls)
+        known, hint = ", ".join(sorted(INTERFACES)), did_you_mean(name, INTERFACES)
+        raise ValueError(f"unknown interface '{name}'{hint} (known: {known}, or file.py:Class)")
+    return pkgutil.resolve_name(INTERFACES[name])
 
 
 def build_interface(spec: InterfaceSpec, context: InterfaceContext) -> Interface:

@@ -1,6 +1,6 @@
 """Level 9: experiments by name. Each is a config dataclass that declares a graph; a user's own is ``file.py:Class``."""
 
-import importlib
+import pkgutil
 from pathlib import Path
 
 from realhf.algorithms import load_classes
@@ -35,8 +35,7 @@ def experiment_class(name: str) -> type[Experiment]:
     if name not in EXPERIMENTS:
         known = ", ".join(EXPERIMENTS)
         raise UserError(f"unknown experiment '{name}' (known: {known}){did_you_mean(name, EXPERIMENTS)}")
-    module, _, cls = EXPERIMENTS[name].partition(":")
-    return getattr(importlib.import_module(module), cls)
+    return pkgutil.resolve_name(EXPERIMENTS[name])
 
 
 def _from_file(file: str, cls: str) -> type[Experiment]:
