@@ -1,6 +1,5 @@
-"""Advantage estimators. Each entry of ``ADVANTAGES`` is a value of the option ``ppo.advantage``.
+"""Advantage estimators, the values of ``ppo.advantage``. Imports no torch: options are checked without it.
 
-This module imports no torch, because options are checked without it: estimators use methods of tensors.
 Scores are ``[B]``, one per response; rows with the same number in ``group_of_row`` are responses to the same prompt.
 """
 
@@ -108,9 +107,8 @@ def process(x: AdvantageInputs, _: None) -> Advantages:
 
 
 def check_no_critic(ppo: PPOConfig) -> list[str]:
-    return (
-        [] if ppo.disable_value else [f"ppo.advantage={ppo.advantage.value} uses no critic: set ppo.disable_value=True"]
-    )
+    problem = f"ppo.advantage={ppo.advantage.value} uses no critic: set ppo.disable_value=True"
+    return [] if ppo.disable_value else [problem]
 
 
 def check_group(ppo: PPOConfig) -> list[str]:

@@ -1,7 +1,4 @@
-"""Per-token policy losses. Each entry of ``POLICY_LOSSES`` is a value of the option ``ppo.policy_loss``.
-
-This module imports no torch, because options are checked without it: losses use methods of tensors.
-"""
+"""Per-token losses, the values of ``ppo.policy_loss``. Imports no torch: options are checked without it."""
 
 from __future__ import annotations
 

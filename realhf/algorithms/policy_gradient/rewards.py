@@ -1,6 +1,7 @@
 """Rewards from scores, and the selection of the responses to train on."""
 
 from collections.abc import Sequence
+from itertools import groupby, islice
 
 from torch import Tensor
 
@@ -34,10 +35,6 @@ def best_rows(ids: Sequence[RowId], rewards: Sequence[float], response_lengths: 
 
     Ties are broken by sample number, so the result does not depend on the order of the batch.
     """
-    prompts: dict[int, list[int]] = {}
-    for i, row in enumerate(ids):
-        prompts.setdefault(row.prompt, []).append(i)
-    best: list[int] = []
-    for rows in prompts.values():
-        best += sorted(rows, key=lambda i: (-rewards[i], -response_lengths[i], ids[i].sample))[:n]
-    return sorted(best)
+    ranked = sorted(range(len(ids)), key=lambda i: (ids[i].prompt, -rewards[i], -response_lengths[i], ids[i].sample))
+    prompts = groupby(ranked, key=lambda i: ids[i].prompt)
+    return sorted(i for _, rows in prompts for i in islice(rows, n))

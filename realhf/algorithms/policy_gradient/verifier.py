@@ -49,11 +49,10 @@ def shaped_score(verdict: Verdict, fn: str, config: RewardConfig, is_well_formed
         return config.wrong_reward
     if builtin_verifier(fn) is None:
         return verdict.score
-    formatted = bool(config.format_reward) and is_well_formed
     if verdict.score > 0:
         unformatted = config.right_unformatted_reward
-        return config.right_reward if formatted or not config.format_reward or unformatted is None else unformatted
-    return config.wrong_formatted_reward if formatted else config.wrong_reward
+        return config.right_reward if is_well_formed or unformatted is None else unformatted
+    return config.wrong_formatted_reward if config.format_reward and is_well_formed else config.wrong_reward
 
 
 class Verifier:
