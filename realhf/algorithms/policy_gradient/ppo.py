@@ -23,21 +23,14 @@ VALUE_LOSSES = ("mse", "huber")
 
 
 def train_minibatches(
-    engine: Engine,
-    ready: SequenceBatch,
-    minibatch: Tensor,
-    config: PPOConfig,
-    loss_fn: LossFn,
-    limits: Limits,
-    count: Callable[[SequenceBatch], float],
+    engine: Engine, parts: list[SequenceBatch], loss_fn: LossFn, limits: Limits, count: Callable[[SequenceBatch], float]
 ) -> Stats:
     """Make one optimizer step per mini-batch, the same number on every rank, and merge the statistics.
 
-    ``ready`` has the columns that ``loss_fn`` reads; ``minibatch`` is ``[B]`` int64; ``count`` returns this worker's
-    share of the divisor of a mini-batch. ValueError for a mini-batch number out of range.
+    ``parts`` have the columns that ``loss_fn`` reads; ``count`` returns this worker's share of the divisor of a part.
     """
     stats: Stats = {}
-    for number, part in enumerate(split_minibatches(ready, minibatch, config.ppo_n_minibatches)):
+    for number, part in enumerate(parts):
         step_stats = engine.train(part, loss_fn, count(part), limits)
         if number:  # after the first step a difference from the generator is expected
             step_stats = {name: value for name, value in step_stats.items() if name != "logprob_diff"}
@@ -46,6 +39,7 @@ def train_minibatches(
 
 
 def split_minibatches(ready: SequenceBatch, minibatch: Tensor, n: int) -> list[SequenceBatch]:
+    """Split by the numbers ``minibatch``, ``[B]`` int64; ValueError for a number out of range."""
     numbers = minibatch.tolist()
     if any(not 0 <= k < n for k in numbers):
         raise ValueError(f"mini-batch numbers {sorted(set(numbers))}, but ppo_n_minibatches={n}")
@@ -120,8 +114,8 @@ class PPOActor:
         signals = compute_signals(engine, batch, config, kl_coef)
         ready = self.loss_columns(engine, batch, signals)
         next_coef = updated_kl_coefficient(engine, signals, kl_coef, config)
-        loss_fn = partial(self.loss, kl_coef=kl_coef)
-        stats = train_minibatches(engine, ready, batch["minibatch"], config, loss_fn, self.limits, self.count)
+        parts = split_minibatches(ready, batch["minibatch"], config.ppo_n_minibatches)
+        stats = train_minibatches(engine, parts, partial(self.loss, kl_coef=kl_coef), self.limits, self.count)
         return {**stats, **signal_stats(signals, batch, config, kl_coef)}, {**state, "kl_coef": next_coef}
 
     def loss_columns(self, engine: Engine, batch: SequenceBatch, signals: TrainingSignals) -> SequenceBatch:
@@ -200,8 +194,8 @@ class PPOCritic:
             next_state["value_norm"] = after.dump()
         ready = batch.only(("tokens",)).with_tokenwise("targets", targets).with_tokenwise("old_values", old_values)
         ready = ready.with_tokenwise("loss_mask", mask)
-        count = lambda part: float(part["loss_mask"].sum())
-        stats = train_minibatches(engine, ready, batch["minibatch"], config, self.loss, {}, count)
+        parts = split_minibatches(ready, batch["minibatch"], config.ppo_n_minibatches)
+        stats = train_minibatches(engine, parts, self.loss, {}, lambda part: float(part["loss_mask"].sum()))
         stats = {**stats, **signal_stats(signals, batch, config, kl_coef)}
         return {**stats, "value": mean_of(signals.values, mask)}, next_state
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.config import ValueNormType
 from realhf.api.messages import State
 from realhf.data.protocols import Loss
-from realhf.ops.rows import per_token
 
 HUBER_DELTA = 10.0
 MIN_VARIANCE = 1e-2
@@ -30,16 +30,11 @@ def response_mask(prompt_mask: Tensor, lengths: Sequence[int]) -> Tensor:
     return (prompt_mask == 0).index_fill(0, torch.tensor(starts, dtype=torch.int64, device=prompt_mask.device), False)
 
 
-def loss_mask(mask: Tensor, truncated: Tensor, lengths: Sequence[int], mask_too_long: bool) -> Tensor:
-    """Return the trained tokens, ``[T]`` bool: the response mask, without truncated rows if ``mask_too_long``."""
-    return mask & ~per_token(truncated.bool(), lengths) if mask_too_long else mask
-
-
-def overlong_penalties(lengths: Tensor, max_length: int, buffer: int, penalty: float) -> Tensor:
-    """Return the penalties of responses of ``lengths`` tokens, ``[B]``: 0 up to ``max_length - buffer``, then linear
-    to ``-penalty`` at ``max_length``: soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13)."""
-    over = (lengths.float() - (max_length - buffer)) / buffer
-    return -penalty * over.clamp(0.0, 1.0)
+def overlong_penalties(lengths: Tensor, config: PPOConfig) -> Tensor:
+    """Return the penalties of responses of ``lengths`` tokens, ``[B]``: 0 up to ``max_new_tokens - overlong_buffer``,
+    then linear to ``-overlong_penalty`` at ``max_new_tokens`` (DAPO, arXiv 2503.14476, eq. 13)."""
+    over = (lengths.float() - (config.gen.max_new_tokens - config.overlong_buffer)) / config.overlong_buffer
+    return -config.overlong_penalty * over.clamp(0.0, 1.0)
 
 
 def token_rewards(
@@ -70,22 +65,22 @@ def to_states(actions: Tensor) -> Tensor:
     return actions.roll(-1)
 
 
-def huber(error: Tensor) -> Tensor:
-    """Return ``0.5 e^2`` within +-10 and ``10 (|e| - 5)`` beyond."""
-    size = error.abs()
-    return torch.where(size < HUBER_DELTA, 0.5 * error.square(), HUBER_DELTA * (size - 0.5 * HUBER_DELTA))
-
-
 def critic_loss(values: Tensor, old_values: Tensor, targets: Tensor, mask: Tensor, config: PPOConfig) -> Loss:
     """Return the sum over ``mask`` of the larger loss of ``v`` and of ``clip(v, v_old +- value_eps_clip)``.
 
-    The loss is ``0.5 (v - target)^2``, or huber. All inputs are ``[T]`` columns of states, in normalised units.
-    Statistics: ``critic_loss`` and ``value_clip_fraction``, the fraction of values whose clipped loss is larger.
+    The loss is ``0.5 (v - target)^2``, or huber, linear beyond +-10. All inputs are ``[T]`` columns of states, in
+    normalised units. Statistics: ``critic_loss`` and ``value_clip_fraction``, the fraction of values whose clipped loss
+    is larger.
     """
+
+    def loss_of(error: Tensor) -> Tensor:
+        if config.value_loss_type == "huber":
+            return functional.huber_loss(error, torch.zeros_like(error), reduction="none", delta=HUBER_DELTA)
+        return 0.5 * error.square()
+
     mask = mask.bool()
-    error = huber if config.value_loss_type == "huber" else lambda e: 0.5 * e.square()
     limited = old_values + (values - old_values).clamp(-config.value_eps_clip, config.value_eps_clip)
-    plain, clipped = error(values - targets), error(limited - targets)
+    plain, clipped = loss_of(values - targets), loss_of(limited - targets)
     total = torch.maximum(plain, clipped).masked_fill(~mask, 0.0).sum()
     count = mask.sum()
     beyond = (values - old_values).abs() > config.value_eps_clip  # old + (new - old) can differ from new by rounding
@@ -102,9 +97,7 @@ class ValueNorm:
     over all steps. The variance is at least 1e-2.
     """
 
-    type: ValueNormType
-    beta: float
-    eps: float
+    config: PPOConfig
     first: float = 0.0
     second: float = 0.0
     weight: float = 0.0
@@ -113,33 +106,30 @@ class ValueNorm:
     def load(config: PPOConfig, state: Mapping[str, Any]) -> "ValueNorm":
         """Build from the result of ``dump``; an empty state has no statistics yet."""
         moments = {k: float(state[k]) for k in ("first", "second", "weight") if k in state}
-        return ValueNorm(config.value_norm_type, config.value_norm_beta, config.value_norm_eps, **moments)
+        return ValueNorm(config, **moments)
 
     def dump(self) -> State:
         return {"first": self.first, "second": self.second, "weight": self.weight}
 
     @property
     def mean(self) -> float:
-        return self.first / max(self.weight, self.eps)
+        return self.first / max(self.weight, self.config.value_norm_eps)
 
     @property
     def std(self) -> float:
-        return max(self.second / max(self.weight, self.eps) - self.mean**2, MIN_VARIANCE) ** 0.5
+        second = self.second / max(self.weight, self.config.value_norm_eps)
+        return max(second - self.mean**2, MIN_VARIANCE) ** 0.5
 
     def update(self, sums: Tensor) -> "ValueNorm":
         """Add the global (sum, sum of squares, count) of returns, ``[3]`` float64; no change for a count of 0."""
         total, squares, count = sums.tolist()
         if count == 0:
             return self
-        if self.type is ValueNormType.ma:
+        if self.config.value_norm_type is ValueNormType.ma:
             return replace(self, first=self.first + total, second=self.second + squares, weight=self.weight + count)
-        keep, take = self.beta, 1.0 - self.beta
-        return replace(
-            self,
-            first=keep * self.first + take * total / count,
-            second=keep * self.second + take * squares / count,
-            weight=keep * self.weight + take,
-        )
+        keep, take = self.config.value_norm_beta, 1.0 - self.config.value_norm_beta
+        first, second = keep * self.first + take * total / count, keep * self.second + take * squares / count
+        return replace(self, first=first, second=second, weight=keep * self.weight + take)
 
     def normalise(self, returns: Tensor) -> Tensor:
         """Return the targets of the critic, clamped to +-5."""

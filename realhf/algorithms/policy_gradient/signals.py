@@ -9,7 +9,7 @@ from realhf.algorithms.policy_gradient.actor_loss import truncated_is_weights
 from realhf.algorithms.policy_gradient.advantages import ADVANTAGES, AdvantageInputs
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.algorithms.policy_gradient.kl import kl_terms
-from realhf.algorithms.policy_gradient.ppo_formulas import loss_mask, overlong_penalties, response_mask, token_rewards
+from realhf.algorithms.policy_gradient.ppo_formulas import overlong_penalties, response_mask, token_rewards
 from realhf.algorithms.policy_gradient.prm_rewards import shape_step_rewards
 from realhf.algorithms.stats import mean_of
 from realhf.api.config import KLEstimator, KLPlace
@@ -43,13 +43,11 @@ def compute_signals(engine: Engine, batch: SequenceBatch, config: PPOConfig, kl_
     rows = PackedRows(mask, lengths)
     logprobs = batch["prox_logprobs"] if config.recompute_logprobs else batch["logprobs"]
     kl = reference_kl(KLEstimator.k1, logprobs, batch, mask)
-    penalty = torch.zeros_like(kl)
-    if config.kl_in is KLPlace.reward:
-        penalty = reference_kl(config.kl_reward_estimator, logprobs, batch, mask)
+    in_reward = config.kl_in is KLPlace.reward
+    penalty = reference_kl(config.kl_reward_estimator, logprobs, batch, mask) if in_reward else torch.zeros_like(kl)
     scores = batch["rewards"]
     if config.overlong_buffer:
-        limits = (config.gen.max_new_tokens, config.overlong_buffer)
-        scores = scores + overlong_penalties(rows.counts, *limits, config.overlong_penalty)
+        scores = scores + overlong_penalties(rows.counts, config)
     rewards = token_rewards(penalty, scores, truncated, lengths, kl_coef, config)
     if "step_rewards" in batch.columns:
         rewards = rewards + shape_step_rewards(batch["step_rewards"], lengths, config.prm, eta)
@@ -58,7 +56,7 @@ def compute_signals(engine: Engine, batch: SequenceBatch, config: PPOConfig, kl_
     inputs = AdvantageInputs(batch, rewards, values, rows, row_of_token, config.discount, config.gae_lambda)
     name = config.advantage.value
     advantages, returns = ADVANTAGES[name].fn(inputs, vars(config.advantages).get(name))
-    trained = loss_mask(mask, truncated, lengths, config.mask_too_long)
+    trained = mask & ~per_token(truncated, lengths) if config.mask_too_long else mask
     weights = None
     if config.recompute_logprobs:
         weights = truncated_is_weights(logprobs, batch["logprobs"], mask, config.is_weight_cap)

@@ -12,14 +12,13 @@ from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.algorithms.policy_gradient.ppo_formulas import (
     ValueNorm,
     critic_loss,
-    loss_mask,
     overlong_penalties,
     response_mask,
     to_states,
     token_rewards,
     whiten,
 )
-from realhf.api.config import ValueNormType
+from realhf.api.config import GenerationConfig, ValueNormType
 from realhf.ops.masked import masked_sums
 from tests.scaling import examples
 
@@ -30,12 +29,6 @@ def test_response_mask_excludes_prompts_and_first_tokens():
     mask = torch.tensor([1, 1, 0, 0, 0, 0], dtype=torch.uint8)
     assert response_mask(mask, (4, 2)).tolist() == [False, False, True, True, False, True]
     assert response_mask(mask[:0], ()).tolist() == []
-
-
-def test_truncated_rows_can_be_excluded_from_the_loss():
-    mask, truncated = torch.tensor([False, True, False, True]), torch.tensor([1, 0], dtype=torch.uint8)
-    assert loss_mask(mask, truncated, (2, 2), False).tolist() == [False, True, False, True]
-    assert loss_mask(mask, truncated, (2, 2), True).tolist() == [False, False, False, True]
 
 
 @pytest.mark.parametrize(("zero", "score"), [(False, 2.0), (True, 0.0)])
@@ -55,7 +48,8 @@ def test_whiten_adds_epsilon_to_the_unbiased_variance():
 
 
 def test_overlong_penalties_grow_linearly_in_the_buffer():
-    assert overlong_penalties(torch.tensor([10, 60, 70, 80]), 80, 20, 0.5).tolist() == [0.0, 0.0, -0.25, -0.5]
+    config = PPOConfig(gen=GenerationConfig(max_new_tokens=80), overlong_buffer=20, overlong_penalty=0.5)
+    assert overlong_penalties(torch.tensor([10, 60, 70, 80]), config).tolist() == [0.0, 0.0, -0.25, -0.5]
 
 
 def test_actions_move_to_the_preceding_state():
