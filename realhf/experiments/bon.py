@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +97,7 @@ def best_of_n(prompts: Sequence[Responses], ensemble: EnsembleConfig, grid: Sequ
     With gold scores, the curve ``gold`` selects by them, which is the upper bound of all proxies.
     """
     golds = gold_scores(prompts)
-
-    def curve_of(proxies: Sequence[ArrayLike]) -> list[Entry]:
-        return curve(proxies, golds, grid)
-
+    curve_of = partial(curve, golds=golds, grid=grid)
     rewards = [[row["rewards"] for row in responses] for responses in prompts]
     curves: dict[str, list[Entry]] = {}
     if members := ensemble.members:

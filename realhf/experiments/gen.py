@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 
 from realhf.algorithms.policy_gradient.config import PPOConfig
-from realhf.api.codec import to_plain
 from realhf.api.config import GenerationConfig, MFCConfig, ModelSpec, RewardConfig, opt
 from realhf.api.experiment import Experiment, RoleSpec, Task
-from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
+from realhf.api.graph import Graph
 from realhf.experiments.options.checks import reward_problems, sampling_problems
-from realhf.experiments.options.models import reward_task, verifier_call
+from realhf.experiments.options.models import reward_task, sampling_call, verifier_call
 
 
 @dataclass
@@ -28,9 +27,8 @@ class GenerationExperiment(Experiment):
         return reward_task(self.reward) if self.judge else Task.prompt
 
     def graph(self) -> Graph:
-        batch, outputs = self.dataset.train_bs_n_seqs, ("tokens", "prompt_mask", "truncated")
-        sample = InterfaceSpec("generation", to_plain(self.sampling))
-        mfcs = [MFC("gen", "model", Kind.GENERATE, sample, ("prompts", "row"), outputs, batch)]
+        batch = self.dataset.train_bs_n_seqs
+        mfcs = [sampling_call("gen", "model", self.sampling, batch)]
         if self.judge:
             mfcs.append(verifier_call("rew_inf", self.reward, PPOConfig(), batch))
         return Graph(tuple(mfcs))

@@ -8,8 +8,8 @@ from realhf.api.config import EvaluationConfig, GenerationConfig, KLPlace, MFCCo
 from realhf.api.config.preference import EnsembleConfig, RewardModelType, ScoreConfig
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync
-from realhf.experiments.options.checks import eval_problems, eval_sampling, ppo_problems, ppo_warnings, unmet
-from realhf.experiments.options.models import RewardModels, has_model, reference_problems, reference_role
+from realhf.experiments.options.checks import eval_problems, ppo_problems, ppo_warnings, unmet
+from realhf.experiments.options.models import RewardModels, has_model, reference_problems, reference_role, sampling_call
 
 TRAINING_KEYS = ("rewards", "step_rewards", "ref_logprobs", "prox_logprobs", "values", "baseline", "advantages")
 """Keys that training reads, in addition to those of the rollout, if an MFC produces them."""
@@ -54,8 +54,7 @@ class PPOExperiment(Experiment):
     @property
     def drops_rows(self) -> bool:
         """Whether the reward call selects responses."""
-        ppo = self.ppo
-        return (ppo.generation_size or ppo.group_size) > ppo.group_size or ppo.dynamic_sampling
+        return self.samples_per_prompt() > self.ppo.group_size or self.ppo.dynamic_sampling
 
     @property
     def has_reference(self) -> bool:
@@ -103,9 +102,8 @@ class PPOExperiment(Experiment):
         """Return the calls on held-out prompts: ``eval_gen`` first, ``eval_rew`` last."""
         if not self.dataset.holds_out:
             return []
-        sampling = InterfaceSpec("generation", to_plain(eval_sampling(self.ppo.gen, self.evaluation)))
-        outputs = ("tokens", "prompt_mask", "truncated")
-        gen = MFC("eval_gen", "actor", Kind.GENERATE, sampling, ("prompts", "row"), outputs, self._batch)
+        sampling = replace(self.ppo.gen, **vars(self.evaluation))
+        gen = sampling_call("eval_gen", "actor", sampling, self._batch)
         rewards = self.without_selection().reward_mfcs()
         return [gen, *(replace(mfc, name=f"eval_{mfc.name.removesuffix('_inf')}") for mfc in rewards)]
 

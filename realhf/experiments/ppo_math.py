@@ -25,9 +25,8 @@ class PPOMathExperiment(PPOExperiment):
         return [verifier_call("rew_inf", self.reward, self.ppo, self._batch)]
 
     def without_selection(self) -> "PPOMathExperiment":
-        unfiltered = super().without_selection()
-        assert isinstance(unfiltered, PPOMathExperiment)
-        return replace(unfiltered, reward=replace(self.reward, check_verifier_status=False))
+        reward = replace(self.reward, check_verifier_status=False)
+        return replace(self, ppo=super().without_selection().ppo, reward=reward)
 
     def reward_roles(self) -> dict[str, RoleSpec]:
         return {}

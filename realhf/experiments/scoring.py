@@ -4,14 +4,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from realhf.algorithms.policy_gradient.config import PPOConfig
-from realhf.api.codec import to_plain
 from realhf.api.config import GenerationConfig, MFCConfig, ModelSpec, RewardConfig, opt
 from realhf.api.config.preference import EnsembleConfig, ScoreConfig
 from realhf.api.experiment import Experiment, RoleSpec, Task
-from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
+from realhf.api.graph import MFC, Graph
 from realhf.data.files import read_raw_rows
 from realhf.experiments.options.checks import reward_problems, sampling_problems, unmet
-from realhf.experiments.options.models import RESPONSE, RewardModels, reward_task, score_interface, verifier_call
+from realhf.experiments.options.models import RewardModels, reward_task, sampling_call, score_call, verifier_call
 
 SOLUTIONS = {Task.math: ("solutions",), Task.code: ("input_output", "test")}
 """Dataset keys of which a built-in verifier needs one."""
@@ -87,8 +86,7 @@ class ScoreExperiment(Scoring):
         batch, mfcs = self.dataset.train_bs_n_seqs, list[MFC]()
         *members, rew_inf = self.reward_models.calls(PPOConfig(), batch)
         if self.is_sampled:
-            sample, outputs = InterfaceSpec("generation", to_plain(self.sampling)), (*RESPONSE, "truncated")
-            mfcs.append(MFC("gen", "policy", Kind.GENERATE, sample, ("prompts", "row"), outputs, batch))
+            mfcs.append(sampling_call("gen", "policy", self.sampling, batch))
         else:
             rew_inf = replace(rew_inf, inputs=(*rew_inf.inputs, "row"))  # inputs are written to generations/
         mfcs += [*members, rew_inf, *self._gold_calls(batch)]
@@ -98,8 +96,7 @@ class ScoreExperiment(Scoring):
         if self.judge:
             call = verifier_call("gold_inf", self.reward, PPOConfig(), batch)
         elif self.has_gold_model:
-            score = score_interface(ScoreConfig(), self.gold, PPOConfig())
-            call = MFC("gold_inf", "gold", Kind.INFERENCE, score, RESPONSE, batch_size=batch)
+            call = score_call("gold", ScoreConfig(), self.gold, PPOConfig(), batch)
         else:
             return []
         return [replace(call, outputs=("gold",), aliases=(("gold", "rewards"),))]

@@ -88,11 +88,6 @@ def ppo_problems(ppo: PPOConfig, batch: int) -> list[str]:
     return problems + sampling_problems("ppo.gen", ppo.gen)
 
 
-def eval_sampling(gen: GenerationConfig, evaluation: EvaluationConfig) -> GenerationConfig:
-    """Return the sampling options on held-out prompts: those of training, updated from ``evaluation``."""
-    return replace(gen, **vars(evaluation))
-
-
 def eval_problems(evaluation: EvaluationConfig, holds_out: bool) -> list[str]:
     if evaluation == EvaluationConfig():
         return []
@@ -100,7 +95,7 @@ def eval_problems(evaluation: EvaluationConfig, holds_out: bool) -> list[str]:
         return [
             "evaluation has options, but there are no held-out rows: set dataset.eval_path or dataset.eval_fraction"
         ]
-    problems = sampling_problems("evaluation", eval_sampling(GenerationConfig(), evaluation))
+    problems = sampling_problems("evaluation", replace(GenerationConfig(), **vars(evaluation)))
     if evaluation.n > 1 and (evaluation.greedy or evaluation.temperature == 0):
         problems.append(f"evaluation.n={evaluation.n}: greedy responses are all the same; set evaluation.greedy=False "
                         "and a temperature")  # fmt: skip

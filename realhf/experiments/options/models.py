@@ -6,7 +6,7 @@ from pathlib import Path
 
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.codec import to_plain
-from realhf.api.config import ModelSpec, RewardConfig
+from realhf.api.config import GenerationConfig, ModelSpec, RewardConfig
 from realhf.api.config.preference import EnsembleConfig, Objective, RewardModelType, ScoreConfig
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, InterfaceSpec, Kind
@@ -60,15 +60,12 @@ class RewardModels:
         ``score.normalise``.
         """
         if not self.ensemble.members:
-            interface = score_interface(self.score, self.rew, ppo)
-            return [MFC("rew_inf", "rew", Kind.INFERENCE, interface, RESPONSE, ("rewards",), batch)]
-        members = [
-            MFC(f"{role}_inf", role, Kind.INFERENCE, score_interface(self.score, spec, PPOConfig()), RESPONSE,
-                (f"score_{i}",), batch, aliases=((f"score_{i}", "rewards"),))
-            for i, (role, spec) in enumerate(self.specs.items())
-        ]  # fmt: skip
+            return [score_call("rew", self.score, self.rew, ppo, batch)]
+        calls = [score_call(role, self.score, spec, PPOConfig(), batch) for role, spec in self.specs.items()]
+        scores = tuple(f"score_{i}" for i in range(len(calls)))
+        members = [replace(call, outputs=(key,), aliases=((key, "rewards"),))
+                   for call, key in zip(calls, scores, strict=True)]  # fmt: skip
         combine = InterfaceSpec("ensemble", {"ensemble": to_plain(self.ensemble), "ppo": to_plain(ppo)})
-        scores = tuple(key for mfc in members for key in mfc.outputs)
         return [*members, MFC("rew_inf", None, Kind.INFERENCE, combine, ("prompt_mask", *scores), ("rewards",), batch)]
 
     def problems(self) -> list[str]:
@@ -84,12 +81,13 @@ class RewardModels:
         return problems + [line for spec in self.specs.values() for line in score_problems(self.score, spec)]
 
 
-def score_interface(score: ScoreConfig, rew: ModelSpec, ppo: PPOConfig) -> InterfaceSpec:
-    """Return the interface that scores responses with the reward model ``rew``."""
-    if score.type not in COMPARED:
-        return InterfaceSpec("labelled_rw", {"ppo": to_plain(ppo), "score": to_plain(score)})
-    moments = score_moments(rew) if score.normalise else None
-    return InterfaceSpec("paired_rw", to_plain(normalised(ppo, *moments) if moments else ppo))
+def score_call(role: str, score: ScoreConfig, rew: ModelSpec, ppo: PPOConfig, batch: int) -> MFC:
+    """Return the call that scores responses with the reward model ``rew``."""
+    interface = InterfaceSpec("labelled_rw", {"ppo": to_plain(ppo), "score": to_plain(score)})
+    if score.type in COMPARED:
+        moments = score_moments(rew) if score.normalise else None
+        interface = InterfaceSpec("paired_rw", to_plain(normalised(ppo, *moments) if moments else ppo))
+    return MFC(f"{role}_inf", role, Kind.INFERENCE, interface, RESPONSE, ("rewards",), batch)
 
 
 def normalised(ppo: PPOConfig, mean: float, std: float) -> PPOConfig:
@@ -130,6 +128,11 @@ def reward_task(reward: RewardConfig) -> Task:
     """Return the kind of dataset rows that the rewards need; of several, code has priority over math."""
     tasks = [VERIFIERS[name].task for fn in fns_of(reward) if (name := builtin_verifier(fn))]
     return min(tasks, key=(Task.code, Task.math, Task.prompt).index, default=Task.prompt)
+
+
+def sampling_call(name: str, role: str, sampling: GenerationConfig, batch: int) -> MFC:
+    interface = InterfaceSpec("generation", to_plain(sampling))
+    return MFC(name, role, Kind.GENERATE, interface, ("prompts", "row"), (*RESPONSE, "truncated"), batch)
 
 
 def verifier_call(name: str, reward: RewardConfig, ppo: PPOConfig, batch: int) -> MFC:

@@ -12,7 +12,7 @@ from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.config import ModelSpec
 from realhf.api.config.preference import RewardModelType, ScoreConfig
 from realhf.data.protocols import InterfaceContext
-from realhf.experiments.options.models import normalised, score_interface, score_moments
+from realhf.experiments.options.models import normalised, score_call, score_moments
 from realhf.experiments.ppo import PPOExperiment
 from realhf.experiments.ppo_math import PPOMathExperiment
 
@@ -28,7 +28,7 @@ def reward_model(folder: Path, mean: float, square: float, count: float) -> Mode
 @pytest.mark.parametrize("kind", RewardModelType)
 def test_interface_of_each_type(kind: RewardModelType) -> None:
     ppo = PPOConfig(reward_output_bias=0.5)
-    interface = build_interface(score_interface(ScoreConfig(kind), ModelSpec(), ppo), CONTEXT)
+    interface = build_interface(score_call("rew", ScoreConfig(kind), ModelSpec(), ppo, 1).interface, CONTEXT)
     config = interface.config if kind.name in ("pairs", "ranked") else interface.config.ppo
     assert config == ppo and PPOExperiment(score=ScoreConfig(kind)).graph()["rew_inf"].outputs == ("rewards",)
 
