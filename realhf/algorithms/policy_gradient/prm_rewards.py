@@ -1,11 +1,10 @@
 """Step rewards from a process reward model, shaped so that repeating good steps is not rewarded.
 
 Gao et al. 2024, "On Designing Effective RL Reward at Training Time for LLM Reasoning" (arXiv 2410.15115): step rewards
-q_k, after Clip and Delta, are added to the outcome reward. Step columns are packed, ``[S]``: ``counts`` holds the
-number of steps of each response.
+q_k, after Clip and Delta, are added to the outcome reward. A column of steps has one element per step, ``[S]``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch import Tensor
 from realhf.algorithms.policy_gradient.config import PRMRewardConfig
 from realhf.api.config import Delta
 from realhf.api.config.preference import Aggregate
+from realhf.data.batch import Column
 
 AGGREGATES: dict[Aggregate, Callable[[Tensor], Tensor]] = {
     Aggregate.min: Tensor.min,
@@ -22,10 +22,10 @@ AGGREGATES: dict[Aggregate, Callable[[Tensor], Tensor]] = {
 }
 
 
-def aggregate(q: Tensor, counts: Sequence[int], how: Aggregate) -> Tensor:
-    """Return one score per response, ``[B]``, from its step scores ``q`` ``[S]``; NaN without steps."""
-    scores = [AGGREGATES[how](row) if len(row) else q.new_full((), torch.nan) for row in split_steps(q, counts)]
-    return torch.stack(scores) if scores else q.new_empty(0)
+def aggregate(steps: Column, how: Aggregate) -> Tensor:
+    """Return one score per response, ``[B]``, from the scores of its steps; NaN without steps."""
+    scores = [AGGREGATES[how](row) if len(row) else row.new_full((), torch.nan) for row in steps.rows()]
+    return torch.stack(scores) if scores else steps.data
 
 
 def clip(q: Tensor, eta: float) -> Tensor:
@@ -33,34 +33,25 @@ def clip(q: Tensor, eta: float) -> Tensor:
     return (q - eta).clamp(max=0.0)
 
 
-def delta(q: Tensor, counts: Sequence[int], kind: Delta) -> Tensor:
-    """Return differences of adjacent step rewards ``q`` within each response, ``[S]``; a single step gets 0."""
+def delta(steps: Column, kind: Delta) -> Tensor:
+    """Return differences of adjacent step rewards within each response, ``[S]``; a single step gets 0."""
     if kind is Delta.none:
-        split_steps(q, counts)
-        return q
-    parts = []
-    for row in split_steps(q, counts):
-        steps = row[:-1] - row[1:] if kind is Delta.paper else row[1:] - row[:-1]
+        return steps.data
+    parts = [steps.data[:0]]
+    for row in steps.rows():
+        differences = row[:-1] - row[1:] if kind is Delta.paper else row[1:] - row[:-1]
         if kind is Delta.paper and len(row) > 1:
-            steps = torch.cat([steps[:-1], row[-2:-1]])
-        parts.append(torch.cat([steps, row.new_zeros(min(len(row), 1))]))
-    return torch.cat([q[:0], *parts])
+            differences[-1] = row[-2]
+        parts += [differences, row.new_zeros(min(len(row), 1))]
+    return torch.cat(parts)
 
 
-def shape_step_rewards(dense: Tensor, lengths: Sequence[int], config: PRMRewardConfig, eta: float) -> Tensor:
+def shape_step_rewards(dense: Column, config: PRMRewardConfig, eta: float) -> Tensor:
     """Return the shaped step rewards on the last tokens of steps, 0 elsewhere, ``[T]``.
 
-    ``dense`` ``[T]`` holds the probability of each step on its last token, 0 elsewhere; ``eta`` is Clip's threshold.
+    ``dense`` holds the probability of each step on its last token, 0 elsewhere; ``eta`` is Clip's threshold.
     """
-    ends = dense > 0
-    counts = [int(row.sum()) for row in ends.split(tuple(lengths))] if lengths else []
-    q = dense[ends]
-    steps = config.alpha * delta(clip(q, eta) if config.clip else q, counts, config.delta)
-    return torch.zeros_like(dense).masked_scatter(ends, steps)
-
-
-def split_steps(q: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """Split ``q`` ``[S]`` into responses; ValueError if ``counts`` do not add up to S."""
-    if sum(counts) != len(q) or min(counts, default=0) < 0:
-        raise ValueError(f"counts={list(counts)} do not add up to the {len(q)} steps")
-    return list(q.split(list(counts)))
+    ends = dense.data > 0
+    q = dense.data[ends]
+    steps = Column(clip(q, eta) if config.clip else q, tuple(int((row > 0).sum()) for row in dense.rows()))
+    return torch.zeros_like(dense.data).masked_scatter(ends, config.alpha * delta(steps, config.delta))

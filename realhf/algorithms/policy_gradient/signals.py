@@ -50,7 +50,7 @@ def compute_signals(engine: Engine, batch: SequenceBatch, config: PPOConfig, kl_
         scores = scores + overlong_penalties(rows.counts, config)
     rewards = token_rewards(penalty, scores, truncated, lengths, kl_coef, config)
     if "step_rewards" in batch.columns:
-        rewards = rewards + shape_step_rewards(batch["step_rewards"], lengths, config.prm, eta)
+        rewards = rewards + shape_step_rewards(batch.columns["step_rewards"], config.prm, eta)
     values = torch.zeros_like(kl) if config.disable_value else batch["values"]
     row_of_token = per_token(torch.arange(len(lengths), device=kl.device), lengths)
     inputs = AdvantageInputs(batch, rewards, values, rows, row_of_token, config.discount, config.gae_lambda)

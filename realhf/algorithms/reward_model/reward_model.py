@@ -105,17 +105,13 @@ class LabelledReward:
             logits = engine.forward(tokens, lambda outputs, _: outputs.last_values())
             return rewards_of(batch, logits.sigmoid().float(), self.config.ppo)
         probabilities = engine.forward(tokens, lambda outputs, _: outputs.values()).sigmoid()
-        lengths = batch.lengths("tokens")
-        starts = step_starts(batch, self.tokenizer, self.split)
-        ends = [[*(start - 1 for start in own[1:]), n - 1] for own, n in zip(starts, lengths, strict=True)]
-        counts = [len(own) for own in ends]
-        offsets = batch.columns["tokens"].offsets
-        flat_ends = [offset + end for offset, own in zip(offsets, ends, strict=False) for end in own]
-        is_end = torch.zeros_like(probabilities, dtype=torch.bool)
-        is_end[flat_ends] = True
-        scores = aggregate(probabilities[is_end], counts, self.config.score.aggregate)
+        is_end = Column(torch.zeros_like(probabilities, dtype=torch.bool), batch.lengths("tokens"))
+        for row, starts in zip(is_end.rows(), step_starts(batch, self.tokenizer, self.split), strict=True):
+            row[[*(start - 1 for start in starts[1:]), -1]] = True
+        steps = Column(probabilities[is_end.data], tuple(int(row.sum()) for row in is_end.rows()))
+        scores = aggregate(steps, self.config.score.aggregate)
         result, stats = rewards_of(batch, scores.float(), self.config.ppo)
-        dense = Column(probabilities.masked_fill(~is_end, 0.0), lengths)
+        dense = Column(probabilities.masked_fill(~is_end.data, 0.0), is_end.lengths)
         index = {row: i for i, row in enumerate(batch.ids)}
         return result.with_columns(step_rewards=dense.select([index[row] for row in result.ids])), stats
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from realhf.algorithms.policy_gradient.prm_rewards import Delta, aggregate, clip, delta
 from realhf.api.config.preference import Aggregate
+from realhf.data.batch import Column
 
 Q = [0.5, 0.75, 0.25, 1.0, 0.5]
 COUNTS = (3, 2)
@@ -35,9 +36,9 @@ def to_go(rewards: Tensor, counts: list[int]) -> Tensor:
     ],
 )
 def test_aggregate(how: Aggregate, values: list[float]) -> None:
-    assert aggregate(torch.tensor(Q), COUNTS, how).tolist() == values
-    assert aggregate(torch.tensor(Q), (3, 0, 2), how).isnan().tolist() == [False, True, False]
-    assert aggregate(torch.empty(0), (), how).tolist() == []
+    assert aggregate(Column(torch.tensor(Q), COUNTS), how).tolist() == values
+    assert aggregate(Column(torch.tensor(Q), (3, 0, 2)), how).isnan().tolist() == [False, True, False]
+    assert aggregate(Column(torch.empty(0), ()), how).tolist() == []
 
 
 def test_clip() -> None:
@@ -55,19 +56,19 @@ def test_clip() -> None:
     ],
 )
 def test_delta(kind: Delta, values: list[float]) -> None:
-    assert delta(torch.tensor(Q), COUNTS, kind).tolist() == values
+    assert delta(Column(torch.tensor(Q), COUNTS), kind).tolist() == values
 
 
 @pytest.mark.parametrize("kind", [Delta.paper, Delta.potential])
 def test_delta_of_a_single_step_is_0(kind: Delta) -> None:
-    assert delta(torch.tensor([0.5, 0.25]), (1, 0, 1), kind).tolist() == [0, 0]
+    assert delta(Column(torch.tensor([0.5, 0.25]), (1, 0, 1)), kind).tolist() == [0, 0]
 
 
 def step_rewards(
     q: Tensor, success: Tensor, counts: Sequence[int], alpha: float, eta: float | None = None, kind: Delta = Delta.none
 ) -> Tensor:
     """Return the shaped step rewards plus the success on the last step of each response."""
-    rewards = alpha * delta(q if eta is None else clip(q, eta), counts, kind)
+    rewards = alpha * delta(Column(q if eta is None else clip(q, eta), tuple(counts)), kind)
     return rewards.index_add(0, torch.tensor(counts).cumsum(0) - 1, success.to(rewards.dtype))
 
 
@@ -79,9 +80,8 @@ def test_clip_is_applied_before_delta_and_success_on_the_last_step() -> None:
 
 
 def test_inconsistent_lengths() -> None:
-    q = torch.tensor(Q)
-    with pytest.raises(ValueError, match="do not add up to the 5 steps"):
-        delta(q, (3, 1), Delta.paper)
+    with pytest.raises(ValueError, match="for rows with 4 elements"):
+        delta(Column(torch.tensor(Q), (3, 1)), Delta.paper)
 
 
 @given(ROWS, st.floats(0, 1), st.floats(0, 2))
