@@ -1,6 +1,7 @@
 """ReMax: the baseline is the reward of the greedy response, so the graph generates and verifies twice."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from realhf.algorithms.policy_gradient.config import Advantage, PolicyLoss, PPOConfig
 from realhf.api.codec import to_plain
@@ -9,18 +10,14 @@ from realhf.api.graph import MFC, InterfaceSpec, Kind
 from realhf.experiments.ppo_math import PPOMathExperiment
 
 
-def remax() -> PPOConfig:
-    """Li et al. 2023 (arXiv 2310.10505): the policy gradient with the reward of the greedy response as baseline."""
-    return PPOConfig(group_size=1, disable_value=True, advantage=Advantage["greedy_baseline"], adv_norm=False,
-                     policy_loss=PolicyLoss["reinforce"], loss_aggregation=LossAggregation.seq_sum,
-                     ppo_n_minibatches=1)  # fmt: skip
-
-
 @dataclass
 class ReMaxExperiment(PPOMathExperiment):
     """Policy gradient with a greedy baseline."""
 
-    ppo: PPOConfig = opt(remax, "the algorithm")
+    # Li et al. 2023 (arXiv 2310.10505): the policy gradient with the reward of the greedy response as baseline
+    ppo: PPOConfig = opt(partial(PPOConfig, group_size=1, disable_value=True, advantage=Advantage["greedy_baseline"],
+                                 adv_norm=False, policy_loss=PolicyLoss["reinforce"], ppo_n_minibatches=1,
+                                 loss_aggregation=LossAggregation.seq_sum), "the algorithm")  # fmt: skip
     greedy_gen: MFCConfig = opt(MFCConfig, "greedy responses")
     greedy_rew: MFCConfig = opt(MFCConfig, "rewards of greedy responses")
 

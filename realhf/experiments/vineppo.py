@@ -1,6 +1,7 @@
 """VinePPO: PPO with values from Monte Carlo rollouts instead of a critic."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from realhf.algorithms.policy_gradient.config import Advantage, PPOConfig, VineConfig
 from realhf.api.codec import to_plain
@@ -10,18 +11,15 @@ from realhf.experiments.options.checks import positive_problems
 from realhf.experiments.ppo_math import PPOMathExperiment
 
 
-def vineppo() -> PPOConfig:
-    """Kazemnejad et al. 2024 (arXiv 2410.01679) and its code: groups of 8, KL loss summed over each response."""
-    return PPOConfig(group_size=8, disable_value=True, advantage=Advantage["precomputed"], adv_norm_unbiased=True,
-                     kl_in=KLPlace.loss, kl_ctl=1e-4, kl_loss_aggregation=LossAggregation.seq_sum, kl_loss_clip=10.0,
-                     mask_no_eos_with_zero=True)  # fmt: skip
-
-
 @dataclass
 class VinePPOExperiment(PPOMathExperiment):
     """PPO with Monte Carlo values."""
 
-    ppo: PPOConfig = opt(vineppo, "the algorithm")
+    # Kazemnejad et al. 2024 (arXiv 2410.01679) and its code: groups of 8, KL loss summed over each response
+    ppo: PPOConfig = opt(partial(PPOConfig, group_size=8, disable_value=True, advantage=Advantage["precomputed"],
+                                 adv_norm_unbiased=True, kl_in=KLPlace.loss, kl_ctl=1e-4, kl_loss_clip=10.0,
+                                 kl_loss_aggregation=LossAggregation.seq_sum, mask_no_eos_with_zero=True),
+                         "the algorithm")  # fmt: skip
     vine: VineConfig = opt(VineConfig, "values of states")
     reward: RewardConfig = opt(lambda: RewardConfig(wrong_reward=0.0), "the verifier")
     value_gen: MFCConfig = opt(MFCConfig, "rollouts from states")
