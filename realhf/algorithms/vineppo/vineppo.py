@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ class VineRollouts:
             for row, tokens, starts in zip(batch.ids, batch.columns["tokens"].rows(), starts_of_row, strict=True)
         ]
         sampled = self.sample(engine, states, batch["tokens"].device)
-        outputs = SequenceBatch(batch.ids, self.columns(batch, starts_of_row, states_of_row, sampled))
+        outputs = SequenceBatch(batch.ids, self.columns(starts_of_row, states_of_row, sampled))
         n_states = float(sum(map(len, states_of_row)))
         stats = {
             "states": (n_states, float(max(len(batch), 1))),
@@ -91,25 +92,19 @@ class VineRollouts:
         batch = SequenceBatch(ids, {"prompts": prompts}).with_scalars("budget", budgets)
         return engine.generate(batch, self.config.ppo.gen, self.config.vine.n_rollouts, self.context.seed + 1)
 
-    def columns(
-        self, batch: SequenceBatch, starts: list[list[int]], states: list[list[int]], sampled: SequenceBatch
-    ) -> dict[str, Column]:
+    def columns(self, starts: list[list[int]], states: list[list[int]], sampled: SequenceBatch) -> dict[str, Column]:
         """Return the output columns; row i has the steps ``starts[i]`` and the state indices ``states[i]``."""
-        n, device = self.config.vine.n_rollouts, batch["tokens"].device
-        tokens, masks = sampled.columns["tokens"].rows(), sampled.columns["prompt_mask"].rows()
-        rollouts = [row[mask == 0] for row, mask in zip(tokens, masks, strict=True)]
-        truncated = sampled["truncated"]
-        empty = torch.empty(0, dtype=torch.int64, device=device)
-        of_row = [[n * state + k for state in own for k in range(n)] for own in states]
-
-        def ragged(rows: Sequence[Tensor]) -> Column:
-            return Column(torch.cat([empty, *rows]), tuple(map(len, rows)))
-
+        n, tokens, masks = self.config.vine.n_rollouts, sampled["tokens"], sampled.columns["prompt_mask"]
+        responses = Column(tokens[masks.data == 0], tuple(int((mask == 0).sum()) for mask in masks.rows()))
+        index = [n * state + k for own in states for state in own for k in range(n)]
+        rollouts, per_row = responses.select(index), tuple(n * len(own) for own in states)
+        lengths = Column(torch.tensor(rollouts.lengths, dtype=torch.int64, device=tokens.device), per_row)
+        flat_starts = torch.tensor(list(chain(*starts)), dtype=torch.int64, device=tokens.device)
         return {
-            "state_starts": ragged([torch.tensor(own, dtype=torch.int64, device=device) for own in starts]),
-            "rollouts": ragged([torch.cat([empty, *(rollouts[i] for i in own)]) for own in of_row]),
-            "rollout_lengths": ragged([torch.tensor([len(rollouts[i]) for i in own], device=device) for own in of_row]),
-            "rollout_truncated": ragged([truncated[own].to(torch.int64) for own in of_row]),
+            "state_starts": Column(flat_starts, tuple(map(len, starts))),
+            "rollouts": Column(rollouts.data, tuple(int(row.sum()) for row in lengths.rows())),
+            "rollout_lengths": lengths,
+            "rollout_truncated": Column(sampled["truncated"][index].to(torch.int64), per_row),
         }
 
 
@@ -186,10 +181,8 @@ def step_advantages(values: Sequence[float], reward: float, n_steps: int) -> lis
     """
     if not all(map(math.isfinite, values)):
         raise ValueError(f"state values must be finite, got {list(values)}")
-    known = list(values[:n_steps])
-    filled = [*known, *[reward] * (n_steps - len(known))]
-    after = [*filled[1:], reward][:n_steps]  # the last step has V = 0 and r = reward
-    return [next_value - value for value, next_value in zip(filled, after, strict=True)]
+    filled = [*values, *[reward] * (n_steps - len(values)), reward]  # the last step has V = 0 and r = reward
+    return [next_value - value for value, next_value in pairwise(filled)]
 
 
 def spread_over_tokens(per_step: Sequence[float], starts: Sequence[int], length: int) -> Tensor:
