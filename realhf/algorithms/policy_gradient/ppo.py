@@ -200,7 +200,7 @@ class PPOCritic:
         return {**stats, "value": mean_of(signals.values, mask)}, next_state
 
     def value_norm(self, state: State) -> ValueNorm:
-        return ValueNorm.load(self.config, state.get("value_norm", {}))
+        return ValueNorm(self.config, **state.get("value_norm", {}))
 
     def loss(self, outputs: Outputs, batch: SequenceBatch) -> Loss:
         return critic_loss(outputs.values(), batch["old_values"], batch["targets"], batch["loss_mask"], self.config)

@@ -5,10 +5,9 @@ column of actions (log-probabilities, rewards, advantages, returns, masks) belon
 element t of a column of states (values) belongs to the state after token t, in which token t+1 is chosen.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,13 +101,8 @@ class ValueNorm:
     second: float = 0.0
     weight: float = 0.0
 
-    @staticmethod
-    def load(config: PPOConfig, state: Mapping[str, Any]) -> "ValueNorm":
-        """Build from the result of ``dump``; an empty state has no statistics yet."""
-        moments = {k: float(state[k]) for k in ("first", "second", "weight") if k in state}
-        return ValueNorm(config, **moments)
-
     def dump(self) -> State:
+        """Return the arguments that restore the statistics."""
         return {"first": self.first, "second": self.second, "weight": self.weight}
 
     @property

@@ -83,7 +83,7 @@ def test_critic_gradient():
 
 
 def test_value_norm_before_and_after_the_first_update():
-    fresh = ValueNorm.load(PPOConfig(), {})
+    fresh = ValueNorm(PPOConfig())
     assert fresh.mean == 0 and fresh.std == pytest.approx(0.1)
     x = torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64)
     norm = fresh.update(masked_sums(x, torch.ones(3)))
@@ -93,8 +93,8 @@ def test_value_norm_before_and_after_the_first_update():
 
 def test_value_norm_of_moving_averages_and_of_all_steps():
     first, second = torch.tensor([0.0, 4.0]), torch.tensor([10.0, 10.0, 10.0])
-    exp = ValueNorm.load(PPOConfig(value_norm_beta=0.5), {})
-    history = ValueNorm.load(PPOConfig(value_norm_type=ValueNormType.ma), {})
+    exp = ValueNorm(PPOConfig(value_norm_beta=0.5))
+    history = ValueNorm(PPOConfig(value_norm_type=ValueNormType.ma))
     for part in (first, second):
         exp, history = (n.update(masked_sums(part, torch.ones(len(part)))) for n in (exp, history))
     assert exp.mean == pytest.approx((0.25 * 2 + 0.5 * 10) / 0.75)
@@ -107,7 +107,7 @@ def test_value_norm_of_moving_averages_and_of_all_steps():
 def test_value_norm_round_trip(xs, kind):
     config = PPOConfig(value_norm_type=kind)
     x = torch.tensor(xs, dtype=torch.float64)
-    norm = ValueNorm.load(config, {}).update(masked_sums(x, torch.ones(len(x))))
-    assert ValueNorm.load(config, norm.dump()) == norm and all(type(v) is float for v in norm.dump().values())
+    norm = ValueNorm(config).update(masked_sums(x, torch.ones(len(x))))
+    assert ValueNorm(config, **norm.dump()) == norm and all(type(v) is float for v in norm.dump().values())
     assert norm.denormalise(norm.raw(x)).tolist() == pytest.approx(xs, abs=1e-6)
     assert norm.std >= 0.1 - 1e-12 and norm.normalise(x * 1000).abs().max() <= 5
