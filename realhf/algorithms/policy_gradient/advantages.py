@@ -68,8 +68,7 @@ Advantages = tuple["Tensor", "Tensor"]
 def gae(x: AdvantageInputs, _: None) -> Advantages:
     from realhf.ops.gae import packed_gae
 
-    truncated = x.batch["truncated"].bool()
-    return packed_gae(x.rewards, x.values, x.rows.lengths, truncated, x.discount, x.gae_lambda)
+    return packed_gae(x.rewards, x.values, x.rows.lengths, x.batch["truncated"].bool(), x.discount, x.gae_lambda)
 
 
 def group(x: AdvantageInputs, options: GroupOptions) -> Advantages:
@@ -118,20 +117,16 @@ def check_group(ppo: PPOConfig) -> list[str]:
 
 ADVANTAGES: dict[str, Component[AdvantageInputs, Advantages]] = {
     "gae": Component(gae, "generalised advantage estimation (arXiv 1506.02438, eq. 16)"),
-    "group": Component(
-        group, "score normalised over the group (GRPO, arXiv 2402.03300, sec. 4.1.2)", GroupOptions, check_group
-    ),
+    "group": Component(group, "score normalised over the group (GRPO, arXiv 2402.03300, sec. 4.1.2)",
+                       GroupOptions, check_group),
     "rloo": Component(rloo, "leave-one-out baseline (RLOO, arXiv 2402.14740, sec. 3.2)", check=check_group),
-    "greedy_baseline": Component(
-        greedy_baseline, "reward of the greedy response as baseline (ReMax, arXiv 2310.10505)", check=check_no_critic
-    ),
-    "precomputed": Component(
-        precomputed, "column 'advantages' of the graph (VinePPO, arXiv 2410.01679)", check=check_no_critic
-    ),
-    "process": Component(
-        process, "normalised step rewards (GRPO with a PRM, arXiv 2402.03300, sec. 4.1.3)", check=check_no_critic
-    ),
-}
+    "greedy_baseline": Component(greedy_baseline, "reward of the greedy response as baseline (ReMax, arXiv 2310.10505)",
+                                 check=check_no_critic),
+    "precomputed": Component(precomputed, "column 'advantages' of the graph (VinePPO, arXiv 2410.01679)",
+                             check=check_no_critic),
+    "process": Component(process, "normalised step rewards (GRPO with a PRM, arXiv 2402.03300, sec. 4.1.3)",
+                         check=check_no_critic),
+}  # fmt: skip
 
 
 def group_advantages(scores: Tensor, group_of_row: Sequence[int], std: GroupStd) -> Tensor:

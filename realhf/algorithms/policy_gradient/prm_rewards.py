@@ -1,7 +1,7 @@
 """Step rewards from a process reward model, shaped so that repeating good steps is not rewarded.
 
-Gao et al. 2024, "On Designing Effective RL Reward at Training Time for LLM Reasoning" (arXiv 2410.15115): step rewards
-q_k, after Clip and Delta, are added to the outcome reward. A column of steps has one element per step, ``[S]``.
+Gao et al. 2024 (arXiv 2410.15115): step rewards, after Clip and Delta, are added to the outcome reward. Columns of
+steps have one element per step, ``[S]``.
 """
 
 from collections.abc import Callable

@@ -59,9 +59,8 @@ class DPO:
         paired = (sums[sides], None if ref is None else ref[sides], batch["n_tokens"][sides])
         if self.config.loss is not PreferenceLoss.kto:
             return pair_loss(*paired, self.config)
-        assert ref is not None, "kto needs a reference"
         is_good = torch.tensor([row.sample % 2 == 0 for row in batch.ids], dtype=torch.bool, device=sums.device)
-        loss = kto_loss(sums, ref, is_good, kl, self.config)
+        loss = kto_loss(sums, batch[REF], is_good, kl, self.config)
         return Loss(loss.total, {**loss.stats, **pair_stats(*paired, self.config)})
 
 
@@ -70,9 +69,8 @@ class DPOEvaluation(DPO):
 
     def inference(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
         ready = loss_columns(batch)
-        sums = logprob_sums(engine, ready)
         kl = self.kl_reference(engine, batch) if self.config.loss is PreferenceLoss.kto else 0.0
-        return SequenceBatch(batch.ids), stats_of(self.loss(sums, ready, kl))
+        return SequenceBatch(batch.ids), stats_of(self.loss(logprob_sums(engine, ready), ready, kl))
 
 
 def loss_columns(batch: SequenceBatch) -> SequenceBatch:

@@ -6,7 +6,7 @@ A delimiter belongs to the following step. After VinePPO (Kazemnejad et al. 2024
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from realhf.api.config import StepSplitter
@@ -45,7 +45,7 @@ def latex_steps(text: str) -> list[int]:
     cuts |= {gap.start() for gap in SENTENCE.finditer(text) if not INITIAL.search(text[: gap.start()])}
     outside = [cut for cut in sorted(cuts) if not _is_inside(cut, protected)]
     starts = _without_short_steps(text, [0, *outside])
-    spans = zip(starts, [*starts[1:], len(text)], strict=True)
+    spans = pairwise([*starts, len(text)])
     return [offset for start, stop in spans for offset in _split_long(text, start, stop, protected)]
 
 
@@ -64,7 +64,7 @@ def _starts_in_response(tokenizer: Any, ids: Sequence[int], split: Splitter) -> 
     texts = tokenizer.batch_decode([[token] for token in ids])
     if "".join(texts) != tokenizer.decode(ids):  # a character can consist of several tokens
         prefixes = [tokenizer.decode(ids[:i]) for i in range(len(ids) + 1)]
-        texts = [after[len(before) :] for before, after in zip(prefixes, prefixes[1:], strict=False)]
+        texts = [after[len(before) :] for before, after in pairwise(prefixes)]
     return token_starts(texts, split("".join(texts)))
 
 
