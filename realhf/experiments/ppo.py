@@ -68,11 +68,8 @@ class PPOExperiment(Experiment):
         rollout = ("tokens", "prompt_mask", "logprobs", "truncated")
         resamples = max(ppo.max_resamples, 0) if ppo.dynamic_sampling else 0
         *rewards, rew_inf = self.reward_mfcs()
-        mfcs = [
-            MFC("actor_gen", "actor", Kind.GENERATE, actor, ("prompts", "row"), rollout, batch),
-            *rewards,
-            replace(rew_inf, resamples=resamples),
-        ]
+        actor_gen = MFC("actor_gen", "actor", Kind.GENERATE, actor, ("prompts", "row"), rollout, batch)
+        mfcs = [actor_gen, *rewards, replace(rew_inf, resamples=resamples)]
         if has_model(self.prm):
             score = ScoreConfig(RewardModelType.process, step_splitter=ppo.prm.step_splitter)
             steps = InterfaceSpec("labelled_rw", {"ppo": to_plain(PPOConfig()), "score": to_plain(score)})
@@ -85,10 +82,9 @@ class PPOExperiment(Experiment):
             mfcs.append(MFC("critic_inf", "critic", Kind.INFERENCE, critic, rows, ("values",), batch))
         mfcs += self.more_mfcs()
         inputs = (*rollout, *(key for mfc in mfcs[1:] for key in mfc.outputs if key in TRAINING_KEYS))
-        minibatches = ppo.ppo_n_minibatches
         if not ppo.disable_value:
-            mfcs.append(MFC("critic_train", "critic", Kind.TRAIN, critic, inputs, (), batch, minibatches))
-        mfcs.append(MFC("actor_train", "actor", Kind.TRAIN, actor, inputs, (), batch, minibatches))
+            mfcs.append(MFC("critic_train", "critic", Kind.TRAIN, critic, inputs, (), batch, ppo.ppo_n_minibatches))
+        mfcs.append(MFC("actor_train", "actor", Kind.TRAIN, actor, inputs, (), batch, ppo.ppo_n_minibatches))
         syncs = () if ppo.ref_ema_eta is None else (Sync("actor_train", "actor", "ref", ppo.ref_ema_eta),)
         frozen = {"ref", "prm", *self.reward_roles()}
         offloaded = tuple(role for role, model in self.roles().items() if role in frozen and model.spec.offload)
