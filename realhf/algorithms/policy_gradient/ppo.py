@@ -75,8 +75,7 @@ class Generate:
     config_type = GenerationConfig
 
     def __init__(self, config: GenerationConfig, context: InterfaceContext) -> None:
-        self.config = config
-        self.context = context
+        self.config, self.context = config, context
 
     def generate(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
         return sample_responses(engine, batch, self.config, self.config.n, self.context.seed)
@@ -93,8 +92,7 @@ class PPOActor:
     config_type = PPOConfig
 
     def __init__(self, config: PPOConfig, context: InterfaceContext) -> None:
-        self.config = config
-        self.context = context
+        self.config, self.context = config, context
         self.temperature = 1.0 if config.gen.greedy else config.gen.temperature or 1.0  # that of sampling
         limits = {"importance_ratio": config.early_stop_imp_ratio, "approx_kl": config.early_stop_kl}
         self.limits = {name: limit for name, limit in limits.items() if limit is not None}
@@ -142,7 +140,6 @@ class PPOActor:
         return ready.with_columns(ref_logprobs=ref).with_tokenwise("kl_weights", weights)
 
     def count(self, part: SequenceBatch, aggregation: LossAggregation | None = None) -> float:
-        """Return this worker's share of the divisor of the loss."""
         rows = PackedRows(part["loss_mask"].bool(), part.lengths("tokens"))
         return denominator(rows, aggregation or self.config.loss_aggregation)
 

@@ -74,9 +74,8 @@ def pair_losses(policy: Tensor, ref: Tensor | None, n_tokens: Tensor, config: DP
 
 def pair_loss(policy: Tensor, ref: Tensor | None, n_tokens: Tensor, config: DPOConfig) -> Loss:
     """Return the sum of ``pair_losses`` with ``pair_stats``."""
-    total = pair_losses(policy, ref, n_tokens, config).sum()
-    loss = (total.detach(), float(len(policy)))
-    return Loss(total, {"loss": loss, **pair_stats(policy, ref, n_tokens, config)})
+    total, stats = pair_losses(policy, ref, n_tokens, config).sum(), pair_stats(policy, ref, n_tokens, config)
+    return Loss(total, {"loss": (total.detach(), float(len(policy))), **stats})
 
 
 def pair_stats(policy: Tensor, ref: Tensor | None, n_tokens: Tensor, config: DPOConfig) -> Monitors:

@@ -45,8 +45,8 @@ def latex_steps(text: str) -> list[int]:
     cuts |= {gap.start() for gap in SENTENCE.finditer(text) if not INITIAL.search(text[: gap.start()])}
     outside = [cut for cut in sorted(cuts) if not _is_inside(cut, protected)]
     starts = _without_short_steps(text, [0, *outside])
-    spans = pairwise([*starts, len(text)])
-    return [offset for start, stop in spans for offset in _split_long(text, start, stop, protected)]
+    steps = pairwise([*starts, len(text)])
+    return [offset for start, stop in steps for offset in _split_long(text, start, stop, protected)]
 
 
 Splitter = Callable[[str], list[int]]
