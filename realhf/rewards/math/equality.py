@@ -273,10 +273,8 @@ def _as_elements(given: str, gold: str) -> bool | None:
         return None
     if (len(gold_elements) == 1 or len(given_elements) == 1) and RELATION.search(gold + given):
         return None  # 1 < x < 2 for (1, 2)
-    unordered = kind in ("", "{}")
-    if (kind != given_kind and not (unordered and given_kind in ("", "{}"))) or len(gold_elements) != len(
-        given_elements
-    ):
+    unordered = {kind, given_kind} <= {"", "{}"}
+    if not (unordered or kind == given_kind) or len(gold_elements) != len(given_elements):
         return False
     if unordered:
         return _same_set(given_elements, gold_elements)

@@ -4,7 +4,9 @@ import math
 import re
 from fractions import Fraction
 
+MAX_CHARS = 400  # of an expression
 MAX_BITS = 200_000  # of a number during evaluation
+BRACKETS = {"(": ")", "{": "}"}
 TOKEN = re.compile(r"\s*(\d+|\\frac|\\binom|\\cdot|\\times|\\div|[-+*/^!(){}])")
 
 
@@ -14,7 +16,7 @@ class NotExact(ValueError):
 
 def exact_value(text: str) -> Fraction | None:
     """Return the value of an expression in normal notation, or None."""
-    if len(text) > 400:
+    if len(text) > MAX_CHARS:
         return None
     try:
         parser = _Parser(text)
@@ -64,7 +66,9 @@ class _Parser:
                     self.take()
                 elif self.next.isdigit():
                     raise NotExact  # 2 3
-                value = _limited(value * self.power())
+                value *= self.power()
+                if _bits(value) > MAX_BITS:
+                    raise NotExact
         return value
 
     def power(self) -> Fraction:
@@ -75,8 +79,7 @@ class _Parser:
         exponent = self.braced() if self.next == "{" else self.factorial()
         if exponent.denominator != 1 or (not base and exponent < 0):
             raise NotExact
-        bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-        if bits * abs(exponent) > MAX_BITS:
+        if _bits(base) * abs(exponent) > MAX_BITS:
             raise NotExact
         return base ** int(exponent)
 
@@ -92,14 +95,9 @@ class _Parser:
     def atom(self) -> Fraction:
         token = self.take()
         if token.isdigit():
-            return _limited(Fraction(int(token))) if len(token) < 4000 else _limited(Fraction(1 << (MAX_BITS + 1)))
-        if token == "(":
-            value = self.sum()
-            self.take(")")
-            return value
-        if token == "{":
-            self._tokens.append(token)
-            return self.braced()
+            return Fraction(int(token))
+        if token in BRACKETS:
+            return self.until(BRACKETS[token])
         if token == "\\frac":
             return self.braced() / self.braced()
         if token == "\\binom":
@@ -111,12 +109,13 @@ class _Parser:
 
     def braced(self) -> Fraction:
         self.take("{")
+        return self.until("}")
+
+    def until(self, closing: str) -> Fraction:
         value = self.sum()
-        self.take("}")
+        self.take(closing)
         return value
 
 
-def _limited(value: Fraction) -> Fraction:
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
-        raise NotExact
-    return value
+def _bits(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())

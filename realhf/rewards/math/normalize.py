@@ -148,7 +148,7 @@ def _without_iso_brackets(text: str) -> str:
             before, opening, ends, closing = match.groups()
             if opening == "]" or closing == "[":
                 parts[i] = before + opening.replace("]", "(") + ends + closing.replace("[", ")")
-    return "\\cup ".join(parts) if len(parts) > 1 else parts[0]
+    return "\\cup ".join(parts)
 
 
 def normalize(text: str) -> str:

@@ -34,7 +34,7 @@ UNITS = frozenset([
 ])  # fmt: skip
 SHORT_WORDS = frozenset(["is", "of", "in", "at", "to", "be", "so", "he", "we", "it", "by", "an", "up", "a"])
 NEGATION = re.compile(r"n(?:o|ot|or|ever|either)|cannot|(?:is|are|was|does|do)n")
-OTHER_VALUE = frozenset([
+OTHER_VALUE = frozenset([  # words next to a number that change its value, or make it no number, as negations do
     "or", "except", "than", "least", "most", "below", "above", "between", "half", "halves", "third", "thirds", "fourth",
     "fourths", "quarter", "quarters", "fifth", "fifths", "tenth", "tenths", "hundredth", "hundredths",
     "thousandth", "thousandths", "score", "percent", "twice", "double", "triple", "divided", "multiplied", "plus",
@@ -42,7 +42,6 @@ OTHER_VALUE = frozenset([
     "csc", "log", "exp", "lim", "inf", "infinity", "arctan", "arcsin", "arccos", "cis", "gcd",
     "lcm", "ceil", "floor", "reciprocal", "inverse", "opposite", "undefined", "abc", "xyz",
 ])  # fmt: skip
-"""Words next to a number that change its value, or make it no number; negations do the same."""
 MULTIPLES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 CURRENCIES = {"usd": "dollar", "eur": "euro", "gbp": "pound", "jpy": "yen", "inr": "rupee"}
 UNIT_NAMES = CURRENCIES | {
@@ -52,13 +51,12 @@ UNIT_NAMES = CURRENCIES | {
     "mph": "mi hour", "kmh": "kilometer hour", "kph": "kilometer hour", "metre": "meter", "centimetre": "centimeter",
     "kilometre": "kilometer", "millimetre": "millimeter", "litre": "liter",
 }  # fmt: skip
-VERBS = frozenset([
+VERBS = frozenset([  # a number after one of these is a value, for any subject: "Sam has 3"
     "is", "are", "was", "were", "be", "equals", "equal", "has", "have", "had", "gets", "get", "got", "costs", "cost",
     "needs", "need", "takes", "took", "makes", "made", "spends", "spent", "earns", "earned", "sells", "sold", "eats",
     "ate", "pays", "paid", "saves", "saved", "buys", "bought", "collects", "collected", "contains", "remain", "remains",
     "left", "leaves", "gives", "gave", "drinks", "drank", "uses", "used", "weighs", "becomes", "only",
 ])  # fmt: skip
-"""A number after one of these is a value, for any subject: ``Sam has 3``."""
 LABELS = frozenset([
     "answer", "final", "result", "value", "sum", "product", "so", "thus", "hence", "therefore", "approximately",
     "around", "roughly", "just", "us", "rs", "nearly", "altogether", "number", *CURRENCIES,
@@ -69,11 +67,7 @@ FILLERS = frozenset([
 ])  # fmt: skip
 
 
-class Form(Enum):
-    integer = "integer"
-    decimal = "decimal"
-    ratio = "ratio"
-    mixed = "mixed"
+Form = Enum("Form", ("integer", "decimal", "ratio", "mixed"))
 
 
 @dataclass(frozen=True)
@@ -150,10 +144,8 @@ def _among_words(text: str) -> Quantity | None:
 def _introduces_value(before: str) -> bool:
     """Return True if the words before a number say that it is the value: ``a total of``, ``answer:``, ``Sam has``."""
     words = [word.lower() for word in WORD.findall(before)]
-    known = VERBS | LABELS | FILLERS
-    return (
-        not words or before.rstrip().endswith((":", ",")) or all(word in known for word in words) or words[-1] in VERBS
-    )
+    is_known = set(words) <= VERBS | LABELS | FILLERS
+    return is_known or words[-1] in VERBS or before.rstrip().endswith((":", ","))
 
 
 def _is_prose(text: str) -> bool:
@@ -189,7 +181,6 @@ def same_quantity(given: Quantity, gold: Quantity) -> bool:
         return False
     if given.is_percent != gold.is_percent and (given.unit | gold.unit):
         return False
-    repeats_question = gold.form is Form.integer and given.form is Form.ratio
     is_exact = Form.decimal not in (given.form, gold.form) and given.is_percent == gold.is_percent
 
     def same(value: Fraction, target: Fraction) -> bool:
@@ -199,8 +190,8 @@ def same_quantity(given: Quantity, gold: Quantity) -> bool:
 
     if gold.is_percent and not given.is_percent and same(given.value, gold.value / 100):
         return True
-    if repeats_question:
-        return False
+    if gold.form is Form.integer and given.form is Form.ratio:
+        return False  # repeats the question
     if gold.is_percent or not given.is_percent:
         return same(given.value, gold.value)
     return same(given.value / 100, gold.value) or (abs(gold.value) > 1 and same(given.value, gold.value))

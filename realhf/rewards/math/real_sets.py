@@ -2,7 +2,7 @@ r"""Parses sets of real numbers: ``(1,2]\cup[3,\infty)``, ``1<x<2``, ``\mathbb{R
 
 import re
 from dataclasses import dataclass
-from fractions import Fraction
+from itertools import pairwise
 
 from realhf.rewards.math.normalize import split_outside
 from realhf.rewards.math.quantities import quantity
@@ -19,7 +19,6 @@ BUILDER = re.compile(
 )
 MEMBER = re.compile(r"^\s*([A-Za-z])\s*\\in(?![a-z])\s*")
 VARIABLE = re.compile(r"[a-zA-Z]")
-INFINITY = {"\\infty": "\\infty", "-\\infty": "-\\infty"}
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,7 @@ class RealSet:
 
     variable: str
     intervals: tuple[Interval, ...]
-    is_plain: bool
-    """Whether the text is one interval in brackets, which may also be a point."""
+    is_plain: bool  # whether the text is one interval in brackets, which may also be a point
 
 
 def parse_real_set(text: str) -> RealSet | None:
@@ -83,12 +81,11 @@ def _part(text: str) -> tuple[str, list[Interval]]:
 
 def _without(points: list[str]) -> list[Interval]:
     """Return the real numbers without some points, or nothing if their order is unknown."""
-    values = [(number.value, point) for point in points if (number := quantity(point)) is not None]
+    values = sorted((number.value, point) for point in points if (number := quantity(point)) is not None)
     if len(values) != len(points) and len(points) > 1:
         return []
-    ordered: list[tuple[Fraction, str]] = sorted(values)
-    ends = ["-\\infty", *([point for _, point in ordered] or points), "\\infty"]
-    return [_interval(low, high, False, False) for low, high in zip(ends, ends[1:], strict=False)]
+    ends = ["-\\infty", *([point for _, point in values] or points), "\\infty"]
+    return [_interval(low, high, False, False) for low, high in pairwise(ends)]
 
 
 def _inequality(text: str) -> tuple[str, list[Interval]]:

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from realhf.rewards.math.exact_integers import exact_value
+from realhf.rewards.math.normalize import is_wrapped
 from realhf.rewards.math.quantities import OTHER_VALUE
 
 SECONDS = 2.0
@@ -139,12 +140,8 @@ def is_safe_for_sympy(text: str) -> bool:
     """Return True if the text is an expression that can be evaluated in reasonable time."""
     if not text or len(text) > MAX_CHARS or ENDLESS.search(text) or WORDS.search(text):
         return False
-    depth = 0
-    for char in re.sub(r"\\.", "", text):
-        depth += (char == "{") - (char == "}")
-        if depth < 0:
-            return False
-    return depth == 0
+    without_escapes = re.sub(r"\\.", "", text)
+    return is_wrapped(f"{{{without_escapes}}}", "{", "}")  # true if its own braces are balanced
 
 
 def constant_of(text: str) -> str:
