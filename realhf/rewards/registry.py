@@ -1,13 +1,14 @@
 """Reward functions by the name the user gives: built-in verifiers, regular expressions, Python files and services."""
 
-import ast
 import importlib.util
 import json
 import math
 import re
+import symtable
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
@@ -15,45 +16,34 @@ from realhf.api.config import RewardConfig
 from realhf.api.experiment import Task
 from realhf.base.errors import did_you_mean
 
-FORMAT = "format:"
-"""Prefix of a regular expression as a reward: 1 if the whole response matches, else 0."""
-
-RewardFn = Callable[[str, str, dict], float]
-"""``fn(prompt, answer, row)``, where ``answer`` is the whole response."""
-
-
-@dataclass(frozen=True)
-class TimeLimits:
-    """Seconds per response, and per test of a program."""
-
-    response: float
-    test: float = math.inf
+FORMAT = "format:"  # prefix of a regular expression as a reward: 1 if the whole response matches, else 0
+RewardFn = Callable[[str, str, dict], float]  # fn(prompt, answer, row), where `answer` is the whole response
 
 
 @dataclass(frozen=True)
 class BuiltinVerifier:
     """A verifier that scores right responses 1 and wrong ones 0.
 
-    ``load(limits)`` returns the judging function. ``self_test`` holds responses, rows
+    ``load(seconds, test_seconds)`` returns the judging function for these limits. ``self_test`` holds responses, rows
     and expected scores; judges run it before their first use. ``task`` is the kind of dataset rows it needs.
     """
 
-    load: Callable[[TimeLimits], RewardFn]
+    load: Callable[[float, float], RewardFn]
     self_test: tuple[tuple[str, dict, float], ...]
     task: Task
     doc: str
 
 
-def _load_math(limits: TimeLimits) -> RewardFn:
+def _load_math(seconds: float, test_seconds: float) -> RewardFn:
     from realhf.rewards.math.equality import judge_math
 
     return judge_math
 
 
-def _load_code(limits: TimeLimits, unordered: bool = False) -> RewardFn:
+def _load_code(seconds: float, test_seconds: float, unordered: bool = False) -> RewardFn:
     from realhf.rewards.code.judge_code import CodeJudge
 
-    return CodeJudge(limits.response, limits.test, unordered)
+    return CodeJudge(seconds, test_seconds, unordered)
 
 
 MATH_SELF_TEST = (
@@ -72,7 +62,7 @@ CODE_SELF_TEST = (
     ("class Solution:\n    def pair(self, a, b):\n        return a, b", CALLS, 1.0),
     ("import os\n\ndef pair(a, b):\n    return [a, b] if os.fork() else None", CALLS, 0.0),
 )
-VERIFIERS: dict[str, BuiltinVerifier] = {
+VERIFIERS: dict[str, BuiltinVerifier] = {  # by the name in `reward.fn`
     "math": BuiltinVerifier(
         _load_math, MATH_SELF_TEST, Task.math,
         "the final answer equals that of a solution; symbolic equality by github.com/huggingface/Math-Verify",
@@ -82,17 +72,16 @@ VERIFIERS: dict[str, BuiltinVerifier] = {
         "the program passes all tests, in the formats of APPS (arXiv 2105.09938) or HumanEval (arXiv 2107.03374)",
     ),
     "code_unordered": BuiltinVerifier(
-        lambda limits: _load_code(limits, unordered=True), CODE_SELF_TEST, Task.code,
+        partial(_load_code, unordered=True), CODE_SELF_TEST, Task.code,
         "like code, but an output with the same set of words in any order also passes (as in the APPS test script)",
     ),
 }  # fmt: skip
-"""The built-in verifiers by the name in ``reward.fn``."""
 
 
-def load_reward(fn: str, limits: TimeLimits) -> RewardFn:
-    """Return the function that a local ``reward.fn`` names."""
+def load_reward(fn: str, seconds: float, test_seconds: float = math.inf) -> RewardFn:
+    """Return the function that a local ``reward.fn`` names, with limits per response and per test of a program."""
     if fn in VERIFIERS:
-        return VERIFIERS[fn].load(limits)
+        return VERIFIERS[fn].load(seconds, test_seconds)
     if fn.startswith(FORMAT):
         pattern = re.compile(fn.removeprefix(FORMAT), re.DOTALL)
         return lambda prompt, answer, row: float(pattern.fullmatch(answer) is not None)
@@ -156,27 +145,11 @@ def check_fn(fn: str) -> list[str]:
     if not Path(path).is_file():
         return [f"reward.fn={fn!r}: no such file: {path}"]
     try:
-        names = _top_level_names(ast.parse(Path(path).read_bytes(), path))
+        symbols = symtable.symtable(importlib.util.decode_source(Path(path).read_bytes()), path, "exec").get_symbols()
     except (SyntaxError, ValueError) as error:
         return [f"reward.fn={fn!r}: {path} is not valid Python: {error}"]
+    names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
     return [] if name in names else [f"reward.fn={fn!r}: {path} does not define '{name}'{did_you_mean(name, names)}"]
-
-
-def _top_level_names(tree: ast.Module) -> set[str]:
-    """Return the names that a module defines, assigns or imports at top level, also inside ``if`` and ``try``."""
-    names: set[str] = set()
-    pending: list[ast.AST] = list(tree.body)
-    while pending:
-        match node := pending.pop():
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                names.add(node.name)
-            case ast.Import() | ast.ImportFrom():
-                names.update(alias.asname or alias.name for alias in node.names)
-            case ast.Name(ctx=ast.Store()):
-                names.add(node.id)
-            case _:
-                pending.extend(ast.iter_child_nodes(node))
-    return names
 
 
 def _check_url(url: str) -> list[str]:

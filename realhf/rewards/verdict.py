@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-Item = tuple[str, str, dict]
-"""Prompt, response, and the row of the dataset."""
+Item = tuple[str, str, dict]  # prompt, response, and the row of the dataset
 
 
 class ScoreWithReason(float):

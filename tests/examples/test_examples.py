@@ -12,7 +12,7 @@ from realhf.api.experiment import Task
 from realhf.data.source import RowSource
 from realhf.data.tokenizer import load_tokenizer
 from realhf.rewards.math.equality import judge_math
-from realhf.rewards.registry import TimeLimits, load_reward
+from realhf.rewards.registry import load_reward
 from tests.conftest import TIMEOUT_S
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -95,7 +95,7 @@ def test_make_tokenizer(tmp_path: Path) -> None:
 
 
 def test_custom_reward_prefers_short_right_responses() -> None:
-    reward = load_reward(f"{EXAMPLES / 'custom_reward.py'}:reward", TimeLimits(1.0))
+    reward = load_reward(f"{EXAMPLES / 'custom_reward.py'}:reward", 1.0)
     row = {"solutions": ["#### 85"]}
     scores = [reward("", answer, row) for answer in ("#### 85", "20+65=85\n#### 85", "#### 86", "")]
     assert scores == sorted(scores, reverse=True)

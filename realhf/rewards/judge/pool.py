@@ -16,11 +16,10 @@ from typing import Protocol
 
 from realhf.api.config import RewardConfig
 from realhf.base.errors import UserError
-from realhf.rewards.registry import FORMAT, VERIFIERS, TimeLimits, check_fn, is_remote
+from realhf.rewards.registry import FORMAT, VERIFIERS, check_fn, is_remote
 from realhf.rewards.verdict import Item, Status, Verdict
 
-EVENT_LOOP_GRACE_S = 1.0
-"""Time beyond a response's own deadline, which the child enforces, after which its event loop counts as stuck."""
+EVENT_LOOP_GRACE_S = 1.0  # an event loop is stuck this long after a response's own deadline, which the child enforces
 
 
 class Judge(Protocol):
@@ -76,9 +75,7 @@ class JudgePool:
         path, colon, name = fn.rpartition(":")
         self._fn = f"{os.path.abspath(path)}:{name}" if colon and not fn.startswith(FORMAT) else fn
         self._max_concurrency = max_concurrency
-        self.children = [
-            JudgeProcess(self._fn, TimeLimits(timeout, test_timeout), startup_timeout) for _ in range(processes)
-        ]
+        self.children = [JudgeProcess(self._fn, timeout, test_timeout, startup_timeout) for _ in range(processes)]
 
     def start(self) -> None:
         """Start all children in parallel and wait until they are ready."""
@@ -131,26 +128,21 @@ class JudgePool:
             child.kill()
 
 
-class ProcessExited(Exception):
-    """The child closed its streams."""
-
-
 class JudgeProcess:
     """A `realhf.rewards.judge.server`, started on demand and replaced when it hangs or dies; not thread-safe."""
 
-    def __init__(self, fn: str, limits: TimeLimits, startup_timeout: float) -> None:
-        self._fn, self._limits, self._timeout = fn, limits, limits.response
+    def __init__(self, fn: str, timeout: float, test_timeout: float, startup_timeout: float) -> None:
+        self._fn, self._timeout, self._test_timeout = fn, timeout, test_timeout
         self._startup_timeout = startup_timeout
         self._process: subprocess.Popen[bytes] | None = None
-        self._is_async = False  # set once the process is ready
-        self._ready = False
+        self._is_async: bool | None = None  # None until the process is ready
         self._received = b""
 
     def spawn(self) -> None:
         """Start the process if there is none, without waiting until it is ready."""
         if self._process is not None:
             return
-        limits = map(str, (self._limits.response, self._limits.test))
+        limits = [str(self._timeout), str(self._test_timeout)]
         command = [sys.executable, "-m", "realhf.rewards.judge.server", self._fn, *limits]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
@@ -165,21 +157,21 @@ class JudgeProcess:
     def await_ready(self) -> None:
         """Wait until the process has loaded its function; UserError if it cannot, or not in time."""
         self.spawn()
-        if self._ready:
+        if self._is_async is not None:
             return
         try:
             reply = self._receive(time.monotonic() + self._startup_timeout)
         except TimeoutError:
             waited = f"{self._startup_timeout:g} s; does the file do heavy work when it is imported?"
             problem = f": the judge process was not ready after {waited}"
-        except ProcessExited:
+        except EOFError:
             problem = f": the judge process ended during startup ({self._reap()})"
         else:
             problem = f" cannot be loaded: {reply['fatal']}" if "fatal" in reply else ""
         if problem:
             self.kill()
             raise UserError(f"reward.fn={self._fn!r}{problem}")
-        self._ready, self._is_async = True, bool(reply.get("asynchronous"))
+        self._is_async = bool(reply.get("asynchronous"))
 
     def judge_all(self, requests: Iterator[tuple[int, dict]], max_concurrency: int) -> Iterator[tuple[int, Verdict]]:
         """Yield the verdict on each numbered request as it arrives.
@@ -203,7 +195,7 @@ class JudgeProcess:
                 if not in_progress:
                     return
                 reply = self._receive(min(deadline for _, deadline in in_progress.values()))
-            except (TimeoutError, ProcessExited):
+            except (TimeoutError, EOFError):
                 self.kill()
                 for i, (request, _) in in_progress.items():
                     yield i, self._judge(request)
@@ -222,7 +214,7 @@ class JudgeProcess:
         except TimeoutError:
             self.kill()
             verdict = self._verdict_of({"timeout": True})
-        except ProcessExited:
+        except EOFError:
             verdict = Verdict(0.0, Status.error, f"the judge process ended ({self._reap()})")
         self.spawn()
         return verdict
@@ -244,7 +236,7 @@ class JudgeProcess:
         for stream in filter(None, (process.stdin, process.stdout)):
             stream.close()
         process.wait()
-        self._ready, self._received = False, b""
+        self._is_async, self._received = None, b""
 
     def _reap(self) -> str:
         """Clean up after a process that closed its streams, and return how it ended."""
@@ -260,7 +252,7 @@ class JudgeProcess:
         return f"exit code {end.si_status}" if end.si_code == os.CLD_EXITED else str(signal.strsignal(end.si_status))
 
     def _send(self, request: dict, deadline: float) -> None:
-        """Write a request; TimeoutError at ``deadline`` (monotonic seconds), ProcessExited for a broken pipe."""
+        """Write a request; TimeoutError at ``deadline`` (monotonic seconds), EOFError for a broken pipe."""
         fd, _ = self._fds()
         data = json.dumps(request).encode() + b"\n"
         while data:
@@ -270,16 +262,16 @@ class JudgeProcess:
             except BlockingIOError:
                 continue
             except BrokenPipeError:
-                raise ProcessExited from None
+                raise EOFError from None
 
     def _receive(self, deadline: float) -> dict:
-        """Return the next reply; TimeoutError at ``deadline`` (monotonic seconds), ProcessExited at end of file."""
+        """Return the next reply; TimeoutError at ``deadline`` (monotonic seconds), EOFError at end of file."""
         _, fd = self._fds()
         while b"\n" not in self._received:
             poll_until(fd, select.POLLIN, deadline)
             chunk = os.read(fd, 65536)
             if not chunk:
-                raise ProcessExited
+                raise EOFError
             self._received += chunk
         line, _, self._received = self._received.partition(b"\n")
         return json.loads(line)

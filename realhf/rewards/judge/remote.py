@@ -16,11 +16,9 @@ import httpx
 from realhf.base.errors import UserError
 from realhf.rewards.verdict import Item, Status, Verdict
 
-BATCH = 16
-"""Items per request."""
+BATCH = 16  # items per request
 MAX_REPLY_BYTES = 16 * 2**20
-FIRST_PAUSE_S = 0.2
-"""Pause before the second attempt; each further pause is twice as long."""
+FIRST_PAUSE_S = 0.2  # before the second attempt; each further pause is twice as long
 LATE = "no result within the deadline (reward.timeout for each response)"
 RETRIED_STATUSES = (408, 425, 429, 500, 502, 503, 504)
 

@@ -24,7 +24,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from realhf.rewards.registry import RewardFn, TimeLimits, load_reward
+from realhf.rewards.registry import RewardFn, load_reward
 from realhf.rewards.verdict import ScoreWithReason
 
 MEMORY_LIMIT = 8 * 2**30  # bytes of private memory per process
@@ -40,7 +40,7 @@ def main(fn: str, seconds: float, test_seconds: float = math.inf) -> None:
     threading.Thread(target=die_with_parent, args=(requests, seconds), daemon=True).start()
     limit(resource.RLIMIT_DATA, MEMORY_LIMIT)
     try:
-        reward: Any = load_reward(fn, TimeLimits(seconds, test_seconds))
+        reward: Any = load_reward(fn, seconds, test_seconds)
     except (Exception, SystemExit) as error:
         send(replies, {"fatal": describe(error)})
         return
