@@ -90,10 +90,11 @@ def encode_split(
         n = min(max(1, round(config.eval_fraction * len(rows))), len(rows) - 1)
         random = np.random.default_rng(stable_seed("held out", config.split_seed))
         held_out = set(random.permutation(len(rows))[:n].tolist())
-    train = [with_label_noise(row, i, config) for i, row in enumerate(rows) if i not in held_out]
+    noisy = [with_label_noise(row, i, config) for i, row in enumerate(rows) if i not in held_out]
+    train = EncodedRows(noisy, rows.problems)
     if config.eval_path:
-        return EncodedRows(train, rows.problems), encode_rows(replace(config, path=config.eval_path), task, tokenizer)
-    return EncodedRows(train, rows.problems), EncodedRows([rows[i] for i in sorted(held_out)], ())
+        return train, encode_rows(replace(config, path=config.eval_path), task, tokenizer)
+    return train, EncodedRows([rows[i] for i in sorted(held_out)], ())
 
 
 def with_label_noise(row: EncodedRow, number: int, config: DatasetConfig) -> EncodedRow:
@@ -157,12 +158,8 @@ def encode_chunk(rows: Sequence[Row], task: Task, tokenizer: "PreTrainedTokenize
         if task is Task.process:  # steps without tokens are dropped
             labels = np.array(row.fields["labels"], np.float32)[[len(ids) > 0 for ids in per_row]]
             per_row = [ids for ids in per_row if ids]
-        yield EncodedRow(
-            np.array(prompt, np.int32),
-            tuple(np.array(ids, np.int32) for ids in per_row),
-            np.frombuffer(fields, np.uint8),
-            labels,
-        )
+        answer_ids = tuple(np.array(ids, np.int32) for ids in per_row)
+        yield EncodedRow(np.array(prompt, np.int32), answer_ids, np.frombuffer(fields, np.uint8), labels)
 
 
 def answers_of(row: Row, task: Task) -> list[str]:

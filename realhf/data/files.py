@@ -11,8 +11,7 @@ from typing import Any
 from realhf.base.errors import UserError
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
-PARQUET_MAGIC = b"PAR1"
-"""First bytes of a Parquet file."""
+PARQUET_MAGIC = b"PAR1"  # first bytes of a Parquet file
 ROW_KEYS = frozenset({"prompt", "question", "messages"})
 SPACE = re.compile(r"[ \t\r\n]*")
 

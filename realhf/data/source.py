@@ -21,12 +21,9 @@ from realhf.data.order import resampled_at, rows_at
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Text = tuple[np.ndarray, np.ndarray]
-"""Token ids of a prompt and of an answer."""
-LOOKAHEAD = 16
-"""Rows searched for a mismatched answer before the whole file is."""
-NO_LABEL = -1.0
-"""Value of ``step_labels`` at tokens that end no step."""
+Text = tuple[np.ndarray, np.ndarray]  # token ids of a prompt and of an answer
+LOOKAHEAD = 16  # rows searched for a mismatched answer before the whole file is
+NO_LABEL = -1.0  # in `step_labels` at tokens that end no step
 
 
 class RowSource:

@@ -41,22 +41,18 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
 
 def encode_prompts(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Prompt]) -> list[list[int]]:
     """Return the ids of every prompt, with special tokens except a final EOS; UserError for chats without template."""
-    plain = {i: prompt for i, prompt in enumerate(prompts) if isinstance(prompt, str)}
-    chats = {i: prompt for i, prompt in enumerate(prompts) if not isinstance(prompt, str)}
+    plain = [prompt for prompt in prompts if isinstance(prompt, str)]
+    chats = [prompt for prompt in prompts if not isinstance(prompt, str)]
     if chats and tokenizer.chat_template is None:
         raise UserError(
             f"prompts are lists of chat messages, but the tokenizer {tokenizer.name_or_path} has no chat template;"
             " give prompts as text, or tokenizer= a tokenizer with a chat template"
         )
-    ids: list[list[int]] = [[] for _ in prompts]
-    for i, row in zip(plain, encode_texts(tokenizer, list(plain.values()), True), strict=True):
-        ids[i] = row[:-1] if row and row[-1] == tokenizer.eos_token_id else row
-    rendered = [
-        str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)) for chat in chats.values()
-    ]
-    for i, row in zip(chats, encode_texts(tokenizer, rendered, False), strict=True):
-        ids[i] = row
-    return ids
+    rendered = [str(tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True)) for c in chats]
+    ids = encode_texts(tokenizer, plain, True)
+    plain_ids = iter(row[:-1] if row[-1:] == [tokenizer.eos_token_id] else row for row in ids)
+    chat_ids = iter(encode_texts(tokenizer, rendered, False))
+    return [next(plain_ids if isinstance(prompt, str) else chat_ids) for prompt in prompts]
 
 
 def encode_answers(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
