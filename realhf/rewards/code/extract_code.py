@@ -84,7 +84,7 @@ def complete_stub(stub: str, response: str, name: str) -> str | None:
     defining = [block for block in map(textwrap.dedent, fences) if re.search(rf"^def {name}\b", block, re.MULTILINE)]
     blocks = (defining or fences)[-1:] or [response, UNINDENTED.split(response, maxsplit=1)[0]]
     start = stub if stub.endswith("\n") else stub + "\n"
-    return next((start + block for block in blocks if block.strip() and is_python(start + block)), None)
+    return next((start + block for block in blocks if block.strip() and parse(start + block)), None)
 
 
 def code_blocks(response: str, dedent: bool = True) -> Iterator[CodeBlock]:
@@ -127,21 +127,12 @@ def _language(info: str) -> str:
     return match.group(1) if match else ""
 
 
-def is_python(text: str) -> bool:
-    return _parsed(text) is not None
-
-
 def parse(text: str) -> ParsedProgram | None:
-    """Return the program in a text that is not blank, or None if it is not Python."""
-    tree = _parsed(text) if text.strip() else None
-    return ParsedProgram(text, tree) if tree is not None else None
-
-
-def _parsed(text: str) -> ast.Module | None:
+    """Return the program in a text, or None if it is blank or not Python."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about invalid escape sequences
-            return ast.parse(text)
+            return ParsedProgram(text, ast.parse(text)) if text.strip() else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 

@@ -76,9 +76,8 @@ class CodeJudge:
             if result.reason is not Reason.ok:
                 return result
             if not same_output(result.stdout, expected, self._unordered):
-                return ProgramResult(
-                    Reason.wrong, result.stdout, f"{result.stdout!r:.200} instead of {expected!r:.200}"
-                )
+                detail = f"{result.stdout!r:.200} instead of {expected!r:.200}"
+                return ProgramResult(Reason.wrong, result.stdout, detail)
         return ProgramResult(Reason.ok)
 
     def _call(self, source: str, tests: CodeTests, deadline: float) -> ProgramResult:

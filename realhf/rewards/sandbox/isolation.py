@@ -14,17 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from realhf.rewards.sandbox.seccomp import (
-    DUMPABLE,
-    LANDLOCK,
-    MOUNT_SETATTR,
-    NO_NEW_PRIVILEGES,
-    PARENT_DEATH_SIGNAL,
-    PIVOT_ROOT,
-    install_filter,
-    libc_call,
-    table_column,
-)
+from realhf.rewards.sandbox.seccomp import PARENT_DEATH_SIGNAL, PIVOT_ROOT, install_filter, libc_call, table_column
 
 MIB = 2**20
 UNUSED_UID, OVERFLOW_UID = 60_000_000, 65534
@@ -32,6 +22,8 @@ UNUSED_UID, OVERFLOW_UID = 60_000_000, 65534
 NEW_MOUNTS, NEW_IPC, NEW_USER, NEW_NETWORK = 0x20000, 0x8000000, 0x10000000, 0x40000000
 BIND, RECURSIVE, PRIVATE, NOSUID, NODEV, DETACH = 0x1000, 0x4000, 0x40000, 2, 4, 2
 READ_FILE, WRITE_FILE, READ_FOLDER = 4, 2, 8  # rights of Landlock
+MOUNT_SETATTR, LANDLOCK = 442, 444  # call numbers on every machine
+DUMPABLE, NO_NEW_PRIVILEGES = 4, 38  # of prctl
 
 SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/nix/store")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")

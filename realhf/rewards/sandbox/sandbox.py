@@ -20,6 +20,7 @@ import time
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from subprocess import DEVNULL
 
 from realhf.base.errors import UserError
 from realhf.rewards.sandbox.isolation import Limits
@@ -89,14 +90,8 @@ class Sandbox:
         root, fd = str(Path(__file__).parents[3]), theirs.fileno()
         command = [sys.executable, "-I", "-X", "utf8", "-c", BOOT, root, str(fd), str(int(self._namespaces))]
         with theirs:
-            self._server = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(fd,),
-                env=ENVIRONMENT,
-                cwd="/",
-                start_new_session=True,  # so that it outlives a kill of the judge's group and can clean up
+            self._server = subprocess.Popen(  # in its own session it outlives a kill of the judge's group and cleans up
+                command, stdin=DEVNULL, stdout=DEVNULL, pass_fds=(fd,), env=ENVIRONMENT, cwd="/", start_new_session=True
             )
         self._requests.settimeout(STARTUP_S)
         try:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the tables, AUDIT_ARCH value
-PIVOT_ROOT, MOUNT_SETATTR, LANDLOCK = (155, 41), 442, 444
+PIVOT_ROOT = (155, 41)
 
 PROCESSES = {
     "execve": (59, 221), "execveat": (322, 281), "fork": (57,), "kcmp": (312, 272), "pidfd_getfd": (438, 438),
@@ -42,7 +42,7 @@ PRIVILEGES = {
 CLONE, CLONE3, THREAD = (56, 220), 435, 0x10000
 KILL, TGKILL, PRLIMIT = (62, 129), (234, 131), (302, 261)
 PRCTL, FCNTL, IOCTL = (157, 167), (72, 25), (16, 29)
-PARENT_DEATH_SIGNAL, DUMPABLE, SECCOMP, NO_NEW_PRIVILEGES = 1, 4, 22, 38  # of prctl
+PARENT_DEATH_SIGNAL, SECCOMP = 1, 22  # of prctl
 SIGNALS_BY_FCNTL = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX
 SIGNALS_BY_IOCTL = (0x8901, 0x8902, 0x5412)  # FIOSETOWN, SIOCSPGRP, TIOCSTI
 
