@@ -1,1 +1,1 @@
-"""Floor 3: tensors as data; data files; the order in which rows are consumed."""
+"""Level 4: tensors as data; data files; the order in which rows are consumed."""

@@ -21,10 +21,9 @@ class Column:
     lengths: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if self.data.ndim != 1 or self.data.numel() != sum(self.lengths):
-            raise ValueError(
-                f"column of shape {tuple(self.data.shape)} for rows with {sum(self.lengths)} elements in total"
-            )
+        total = sum(self.lengths)
+        if self.data.ndim != 1 or self.data.numel() != total:
+            raise ValueError(f"column of shape {tuple(self.data.shape)} for rows with {total} elements in total")
 
     @property
     def offsets(self) -> list[int]:

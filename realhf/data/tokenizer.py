@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from realhf.base.errors import UserError
 from realhf.data.rows import Prompt
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+OPTIONS: dict[str, Any] = {"return_attention_mask": False, "truncation": False, "verbose": False}
 
 
 def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
@@ -73,8 +74,7 @@ def encode_segments(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Sequen
     if not texts:
         return []
     joined = ["".join(segments) for segments in texts]
-    encoded = tokenizer(joined, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True,
-                        truncation=False, verbose=False)  # fmt: skip
+    encoded = tokenizer(joined, add_special_tokens=False, return_offsets_mapping=True, **OPTIONS)
     results = []
     for segments, ids, spans in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
         ends = list(accumulate(map(len, segments)))
@@ -89,6 +89,4 @@ def encode_segments(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Sequen
 def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], special: bool) -> list[list[int]]:
     if not texts:
         return []
-    return tokenizer(
-        list(texts), add_special_tokens=special, return_attention_mask=False, truncation=False, verbose=False
-    )["input_ids"]
+    return tokenizer(list(texts), add_special_tokens=special, **OPTIONS)["input_ids"]

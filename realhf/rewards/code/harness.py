@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import IO, Any
 
 NAMES = dict(globals())  # in the sandbox these include the imports that are made for programs
+COLLECTIONS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def main() -> None:
@@ -68,8 +69,8 @@ def encode(value: object) -> object:
         case None | bool() | str():
             return value
         case list() | tuple() | set() | frozenset():
-            kind = next(k for k in (list, tuple, set, frozenset) if isinstance(value, k))
-            return [kind.__name__, [encode(element) for element in value]]
+            kind = next(name for name, collection in COLLECTIONS.items() if isinstance(value, collection))
+            return [kind, [encode(element) for element in value]]
         case dict():
             return ["dict", [[encode(key), encode(content)] for key, content in value.items()]]
         case bytes():
@@ -89,10 +90,8 @@ def decode(encoded: Any) -> Any:
         return encoded
     kind, content = encoded
     match kind:
-        case "list":
-            return [decode(element) for element in content]
-        case "tuple" | "set" | "frozenset":
-            return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](decode(element) for element in content)
+        case "list" | "tuple" | "set" | "frozenset":
+            return COLLECTIONS[kind](map(decode, content))
         case "dict":
             return {decode(key): decode(value) for key, value in content}
         case "bytes":

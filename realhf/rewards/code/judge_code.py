@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from contextlib import closing
 from decimal import Decimal
+from itertools import chain
 from typing import Any
 
 from realhf.api.code_tests import CodeTests, parse_code_tests
@@ -141,9 +142,7 @@ def same_output(output: str, expected: str, unordered: bool = False) -> bool:
     if unordered and set(output.split()) == set(expected.split()):
         return True
     lines, others = ([line.split() for line in text.split("\n") if line.strip()] for text in (output, expected))
-    return [len(line) for line in lines] == [len(line) for line in others] and all(
-        same_word(a, b) for line, other in zip(lines, others, strict=True) for a, b in zip(line, other, strict=True)
-    )
+    return list(map(len, lines)) == list(map(len, others)) and all(map(same_word, chain(*lines), chain(*others)))
 
 
 def same_word(word: str, expected: str) -> bool:

@@ -69,9 +69,8 @@ class RemoteJudge:
         slots = asyncio.Semaphore(self.connections)
         limits = httpx.Limits(max_keepalive_connections=0)
         tls = ssl.create_default_context()
-        async with httpx.AsyncClient(
-            headers=headers, timeout=None, limits=limits, verify=tls, trust_env=False
-        ) as client:
+        client = httpx.AsyncClient(headers=headers, timeout=None, limits=limits, verify=tls, trust_env=False)
+        async with client:
 
             async def post(batch: Sequence[Item]) -> list | Exception:
                 seconds = self.timeout * max(len(batch), 1)

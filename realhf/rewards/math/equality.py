@@ -6,6 +6,7 @@ Comparisons run from cheapest to most expensive: text; numbers; tuples, interval
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import TypeVar
 
 from realhf.rewards.math.extract import extract_answer, marked_answer
@@ -251,9 +252,7 @@ def _as_matrix(given: str, gold: str) -> bool | None:
     if given_match is None or (gold_match.group(1) in DETERMINANTS) != (given_match.group(1) in DETERMINANTS):
         return False
     a, b = ([split_outside(row, "&") for row in _rows(m.group(2))] for m in (given_match, gold_match))
-    return [len(row) for row in a] == [len(row) for row in b] and all(
-        _same(x, y) for row_a, row_b in zip(a, b, strict=True) for x, y in zip(row_a, row_b, strict=True)
-    )
+    return list(map(len, a)) == list(map(len, b)) and all(map(_same, chain(*a), chain(*b)))
 
 
 def _unbracketed(text: str) -> str:
@@ -345,8 +344,7 @@ def _named(text: str) -> tuple[str, str]:
     return "", text
 
 
-CHECKS = (
+CHECKS = (  # from cheapest to most expensive; each decides or returns None
     _as_choice, _as_cases, _as_values, _as_real_set, _as_text, _as_digits, _as_ratio, _as_congruence, _as_quantity,
     _as_equation, _as_matrix, _as_elements,
 )  # fmt: skip
-"""From cheapest to most expensive; each decides or returns None."""

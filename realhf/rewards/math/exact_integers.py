@@ -10,10 +10,6 @@ BRACKETS = {"(": ")", "{": "}"}
 TOKEN = re.compile(r"\s*(\d+|\\frac|\\binom|\\cdot|\\times|\\div|[-+*/^!(){}])")
 
 
-class NotExact(ValueError):
-    """The text is not arithmetic with integers, or its value is too large."""
-
-
 def exact_value(text: str) -> Fraction | None:
     """Return the value of an expression in normal notation, or None."""
     if len(text) > MAX_CHARS:
@@ -22,12 +18,12 @@ def exact_value(text: str) -> Fraction | None:
         parser = _Parser(text)
         value = parser.sum()
         return value if parser.next is None else None
-    except (NotExact, ZeroDivisionError, RecursionError):
+    except (ValueError, ZeroDivisionError, RecursionError):
         return None
 
 
 class _Parser:
-    """Recursive descent over the tokens of one expression."""
+    """Recursive descent over the tokens of one expression; ValueError if it is none, or its value is too large."""
 
     def __init__(self, text: str) -> None:
         self._tokens: list[str] = []
@@ -36,7 +32,7 @@ class _Parser:
             self._tokens.append(match.group(1))
             end = match.end()
         if text[end:].strip() or not self._tokens:
-            raise NotExact
+            raise ValueError
         self._tokens.reverse()
 
     @property
@@ -45,7 +41,7 @@ class _Parser:
 
     def take(self, *expected: str) -> str:
         if self.next is None or (expected and self.next not in expected):
-            raise NotExact
+            raise ValueError
         return self._tokens.pop()
 
     def sum(self) -> Fraction:
@@ -65,10 +61,10 @@ class _Parser:
                 if self.next in ("*", "\\cdot", "\\times"):
                     self.take()
                 elif self.next.isdigit():
-                    raise NotExact  # 2 3
+                    raise ValueError  # 2 3
                 value *= self.power()
                 if _bits(value) > MAX_BITS:
-                    raise NotExact
+                    raise ValueError
         return value
 
     def power(self) -> Fraction:
@@ -78,9 +74,9 @@ class _Parser:
         self.take()
         exponent = self.braced() if self.next == "{" else self.factorial()
         if exponent.denominator != 1 or (not base and exponent < 0):
-            raise NotExact
+            raise ValueError
         if _bits(base) * abs(exponent) > MAX_BITS:
-            raise NotExact
+            raise ValueError
         return base ** int(exponent)
 
     def factorial(self) -> Fraction:
@@ -88,7 +84,7 @@ class _Parser:
         if self.next == "!":
             self.take()
             if value.denominator != 1 or not 0 <= value <= 3000 or self.next == "!":
-                raise NotExact
+                raise ValueError
             value = Fraction(math.factorial(int(value)))
         return value
 
@@ -103,9 +99,9 @@ class _Parser:
         if token == "\\binom":
             n, k = self.braced(), self.braced()
             if n.denominator != 1 or k.denominator != 1 or not 0 <= k <= n <= 5000:
-                raise NotExact
+                raise ValueError
             return Fraction(math.comb(int(n), int(k)))
-        raise NotExact
+        raise ValueError
 
     def braced(self) -> Fraction:
         self.take("{")
