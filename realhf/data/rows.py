@@ -128,20 +128,16 @@ def answer_row(raw: dict, line: int, template: str) -> dict:
 def math_row(raw: dict, line: int, template: str) -> dict:
     row = without(raw, "question", "messages") | {"query_id": str(raw.get("query_id", line))}
     row["prompt"] = prompt_of(raw, template)
-    if "solutions" in raw:
-        return {**row, "solutions": texts(raw, "solutions")}
-    if "answer" not in raw:
-        raise missing(raw, "solutions")
-    return {**without(row, "answer"), "solutions": [text(raw, "answer")]}
+    if "solutions" not in raw and "answer" in raw:
+        return {**without(row, "answer"), "solutions": [text(raw, "answer")]}
+    return {**row, "solutions": texts(raw, "solutions")}
 
 
 def code_row(raw: dict, line: int, template: str) -> dict:
     row = without(raw, "question", "messages") | {"query_id": str(raw.get("query_id", raw.get("task_id", line)))}
     row["prompt"] = prompt_of(raw, template)
-    if "input_output" in raw:
-        return {**row, "input_output": input_output(raw["input_output"])}
-    if "test" not in raw:
-        raise missing(raw, "input_output")
+    if "input_output" in raw or "test" not in raw:
+        return {**row, "input_output": input_output(required(raw, "input_output"))}
     stub, test, name = (text(raw, key) for key in ("prompt", "test", "entry_point"))
     for key, source, function in (("prompt", stub, name), ("test", test, "check")):
         if not re.search(rf"^def {re.escape(function)}\b", source, re.MULTILINE):
@@ -175,14 +171,12 @@ def sft_row(raw: dict, line: int, template: str) -> dict:
 
 def pairs_row(raw: dict, line: int, template: str) -> dict:
     prompt = prompt_of(raw, template)
-    if "pos_answers" in raw or "neg_answers" in raw:
-        chosen, rejected = texts(raw, "pos_answers"), texts(raw, "neg_answers")
-        if len(chosen) != len(rejected):
-            raise BadRow(f"{len(chosen)} 'pos_answers' and {len(rejected)} 'neg_answers': the numbers must be equal")
-    elif "chosen" in raw or "rejected" in raw:
-        chosen, rejected = [text(raw, "chosen")], [text(raw, "rejected")]
-    else:
-        raise missing(raw, "pos_answers")
+    has_lists = "pos_answers" in raw or "neg_answers" in raw
+    if not has_lists and ("chosen" in raw or "rejected" in raw):
+        return {"prompt": prompt, "pos_answers": [text(raw, "chosen")], "neg_answers": [text(raw, "rejected")]}
+    chosen, rejected = texts(raw, "pos_answers"), texts(raw, "neg_answers")
+    if len(chosen) != len(rejected):
+        raise BadRow(f"{len(chosen)} 'pos_answers' and {len(rejected)} 'neg_answers': the numbers must be equal")
     return {"prompt": prompt, "pos_answers": chosen, "neg_answers": rejected}
 
 

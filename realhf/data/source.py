@@ -87,10 +87,8 @@ class RowSource:
         """Return the batch of the first rows; the others are candidates for mismatched answers."""
         rows = candidates[: len(positions)]
         if self._task in (Task.prompt, Task.math, Task.code):
-            columns = {
-                "prompts": column([row.prompt for row in rows], torch.int64),
-                "row": column([row.fields for row in rows], torch.uint8),
-            }
+            columns = {"prompts": column([row.prompt for row in rows], torch.int64)}
+            columns["row"] = column([row.fields for row in rows], torch.uint8)
             return SequenceBatch(tuple(RowId(p, PROMPT) for p in positions), columns)
         ids: list[RowId] = []
         sequences, mismatched = list[Text](), list[Text]()

@@ -43,10 +43,8 @@ class ParsedProgram:
     def is_constant(self) -> bool:
         """Whether the text may be sample output that is valid Python, such as ``3 4`` on two lines or ``[1, 2]``."""
         effects = (ast.Call, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)
-        return all(
-            isinstance(node, ast.Expr) and not any(isinstance(part, effects) for part in ast.walk(node))
-            for node in self._body
-        )
+        parts = (part for statement in self._body for part in ast.walk(statement))
+        return all(isinstance(s, ast.Expr) for s in self._body) and not any(isinstance(part, effects) for part in parts)
 
 
 def extract_code(response: str, name: str = "") -> str | None:

@@ -6,12 +6,12 @@ import math
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from subprocess import PIPE, Popen
 from typing import Protocol
 
 from realhf.api.config import RewardConfig
@@ -134,7 +134,7 @@ class JudgeProcess:
     def __init__(self, fn: str, timeout: float, test_timeout: float, startup_timeout: float) -> None:
         self._fn, self._timeout, self._test_timeout = fn, timeout, test_timeout
         self._startup_timeout = startup_timeout
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Popen[bytes] | None = None
         self._is_async: bool | None = None  # None until the process is ready
         self._received = b""
 
@@ -144,9 +144,7 @@ class JudgeProcess:
             return
         limits = [str(self._timeout), str(self._test_timeout)]
         command = [sys.executable, "-m", "realhf.rewards.judge.server", self._fn, *limits]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
-        )
+        self._process = Popen(command, stdin=PIPE, stdout=PIPE, bufsize=0, start_new_session=True)
         for fd in self._fds():
             os.set_blocking(fd, False)
 

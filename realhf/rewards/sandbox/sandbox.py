@@ -14,13 +14,12 @@ import select
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from subprocess import DEVNULL
+from subprocess import DEVNULL, Popen, TimeoutExpired
 
 from realhf.base.errors import UserError
 from realhf.rewards.sandbox.isolation import Limits
@@ -78,7 +77,7 @@ class Sandbox:
     def __init__(self, limits: Limits | None = None, namespaces: bool = True) -> None:
         self._limits = limits or Limits()
         self._namespaces = namespaces
-        self._server: subprocess.Popen[bytes] | None = None
+        self._server: Popen[bytes] | None = None
         self._requests: socket.socket | None = None
         self.description = ""
 
@@ -90,7 +89,7 @@ class Sandbox:
         root, fd = str(Path(__file__).parents[3]), theirs.fileno()
         command = [sys.executable, "-I", "-X", "utf8", "-c", BOOT, root, str(fd), str(int(self._namespaces))]
         with theirs:
-            self._server = subprocess.Popen(  # in its own session it outlives a kill of the judge's group and cleans up
+            self._server = Popen(  # in its own session it outlives a kill of the judge's group and cleans up
                 command, stdin=DEVNULL, stdout=DEVNULL, pass_fds=(fd,), env=ENVIRONMENT, cwd="/", start_new_session=True
             )
         self._requests.settimeout(STARTUP_S)
@@ -111,7 +110,7 @@ class Sandbox:
             self._requests.close()  # makes the server exit
             try:
                 server.wait(KILL_S)
-            except subprocess.TimeoutExpired:
+            except TimeoutExpired:
                 server.kill()
                 server.wait()
 
