@@ -1,4 +1,4 @@
-"""Level 6: algorithms. The interfaces by name; a user's own is ``my_file.py:MyInterface``. Imports no torch."""
+"""Algorithms. The interfaces by name; a user's own is ``my_file.py:MyInterface``. Imports no torch."""
 
 import importlib.util
 import inspect

@@ -1,1 +1,1 @@
-"""Level 1: the data types shared by all packages: frozen, torch-free and JSON-serializable."""
+"""The data types shared by all packages: frozen, torch-free and JSON-serializable."""

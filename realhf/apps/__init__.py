@@ -1,1 +1,1 @@
-"""Level 10: the command line."""
+"""The command line."""

@@ -1,1 +1,1 @@
-"""Level 0: run paths, logging, timers, seeds, balanced partitions. Imports no other package of the project."""
+"""Run paths, logging, timers, seeds, balanced partitions. Imports no other package of the project."""

@@ -1,1 +1,1 @@
-"""Level 4: tensors as data; data files; the order in which rows are consumed."""
+"""Tensors as data; data files; the order in which rows are consumed."""

@@ -1,4 +1,4 @@
-"""Level 9: experiments by name. Each is a config dataclass that declares a graph; a user's own is ``file.py:Class``."""
+"""Experiments by name. Each is a config dataclass that declares a graph; a user's own is ``file.py:Class``."""
 
 import pkgutil
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""Level 4: judges of responses. Untrusted or slow code runs in child processes that can be killed, not in a worker."""
+"""Judges of responses. Untrusted or slow code runs in child processes that can be killed, not in a worker."""

@@ -1,1 +1,1 @@
-"""Floor 6: the processes: master worker, model worker, their channel, the row store, what a run shows and writes."""
+"""The processes: master worker, model worker, their channel, the row store, what a run shows and writes."""

@@ -27,7 +27,7 @@ class Aggregate(Enum):
 
 @dataclass
 class RWConfig:
-    """Reward-model training (sources in algorithms/reward_model/reward_loss.py)."""
+    """Reward-model training (sources in algorithms/reward_model/reward_model.py)."""
 
     type: RewardModelType = opt(RewardModelType.pairs, "type of the training data: pairs, ranked, outcome or process")
     score_l2_reg: float = opt(0.0, "L2 regularization of the scores of pairs and ranked lists (Open-Assistant: 0.001)")
