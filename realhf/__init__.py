@@ -16,7 +16,7 @@ def quickstart(experiment: "type[ExperimentConfig]") -> None:
     if experiment.__module__ != "__main__":
         return  # the file is being read by the run that it started
 
-    from realhf.apps.main import run
+    from realhf.apps.main import console
 
     name = f"{inspect.getfile(experiment)}:{experiment.__name__}"
-    sys.exit(run(["quickstart", name, *sys.argv[1:]]))
+    console(["quickstart", name, *sys.argv[1:]])

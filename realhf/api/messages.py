@@ -125,13 +125,17 @@ class Shutdown(Message, frozen=True):
 
 # worker -> master
 class Hello(Message, frozen=True):
-    """First message of a worker. ``address`` is its address for peers; rank 0's rendezvous store is at ``port``."""
+    """First message of a worker. ``address`` is its address for peers; rank 0's rendezvous store is at ``port``.
+
+    ``digest`` is the SHA-256 of the run's files that the worker has read.
+    """
 
     rank: int
     pid: int
     host: str
     port: int
     address: str = "127.0.0.1"
+    digest: str = ""
 
 
 class Ready(Message, frozen=True):

@@ -3,10 +3,11 @@
 import importlib
 import os
 import select
-import signal
 import sys
+from typing import NoReturn
 
 from realhf.base.errors import InfeasibleError, RunFailed, RunStopped, UserError, did_you_mean
+from realhf.base.process import interrupt_once
 from realhf.base.version import __version__
 
 COMMANDS = {
@@ -55,7 +56,6 @@ def run(arguments: list[str]) -> int:
         hint = f"; use realhf quickstart {command}" if command in EXPERIMENTS else did_you_mean(command, COMMANDS)
         print(f"error: unknown command '{command}'{hint}\n\n{usage()}", file=sys.stderr)
         return EXIT_USER
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
         importlib.import_module(f"realhf.apps.commands.{command}").main(rest)
         return 0
@@ -90,5 +90,7 @@ def describe(error: UserError | RunFailed) -> str:
     return "\n".join([f"error: {len(lines)} problems; nothing was launched", *lines])
 
 
-def console() -> None:
-    sys.exit(run(sys.argv[1:]))
+def console(arguments: list[str] | None = None) -> NoReturn:
+    """Run the command of this process, by default that of its command line, and exit."""
+    interrupt_once()
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))

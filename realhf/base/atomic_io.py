@@ -56,16 +56,29 @@ def remove_folder(path: Path) -> None:
 def try_lock(path: Path, timeout_s: float = 1.0) -> Iterator[bool]:
     """Hold a file lock until the context or the process ends; yield False if another process holds it.
 
-    The timeout outlasts concurrent calls of ``is_locked``, which take the lock briefly. On a file system without
-    locks the result is always True.
+    The file is removed at the end; a killed process leaves it unlocked. The timeout outlasts concurrent calls of
+    ``is_locked``, which take the lock briefly. On a file system without locks the result is always True.
     """
-    fd, deadline = os.open(path, os.O_RDWR | os.O_CREAT, 0o644), time.monotonic() + timeout_s
+    path.parent.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + timeout_s
+    while (fd := _locked_file(path)) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
     try:
-        while not (is_acquired := _flock(fd)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        yield is_acquired
+        yield fd is not None
     finally:
-        os.close(fd)
+        if fd is not None:
+            path.unlink(missing_ok=True)
+            os.close(fd)
+
+
+def _locked_file(path: Path) -> int | None:
+    """Open and lock a file; None if another process holds it, or removed it meanwhile."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    with contextlib.suppress(FileNotFoundError):
+        if _flock(fd) and os.path.samestat(os.fstat(fd), path.stat()):
+            return fd
+    os.close(fd)
+    return None
 
 
 def _flock(fd: int) -> bool:
@@ -79,7 +92,11 @@ def _flock(fd: int) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    if not path.exists():
+    try:
+        fd = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
         return False
-    with try_lock(path, 0.0) as is_free:
-        return not is_free
+    try:
+        return not _flock(fd)
+    finally:
+        os.close(fd)

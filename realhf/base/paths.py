@@ -23,7 +23,6 @@ class RunDir:
     config = _PathEntry("config.yaml")
     plan = _PathEntry("plan.json")
     stages = _PathEntry("stages.json")  # of a multi-stage experiment: its name and the completed stages
-    lock = _PathEntry("lock")  # held by the master during the run
     stop = _PathEntry("stop")  # present when the run is to end after the current step
     job_script = _PathEntry("slurm.sh")
     key = _PathEntry("channel.key")  # of the message channel, present during the run
@@ -34,6 +33,12 @@ class RunDir:
     tensorboard = _PathEntry("tensorboard")
     checkpoints = _PathEntry("checkpoints")
     best = _PathEntry("best")  # models of the best evaluation, and best.json, which lists them
+
+    @property
+    def lock(self) -> Path:
+        """Locked by the process that changes the directory; outside of it, since ``overwrite`` replaces it."""
+        root = self.root.resolve()
+        return root.with_name(f".{root.name}.lock")
 
     def log(self, process: str) -> Path:
         return self.root / "logs" / f"{process}.log"

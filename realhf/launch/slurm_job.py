@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realhf.api.config import ExperimentConfig, RecoverMode
-from realhf.base.errors import RunFailed
+from realhf.base.errors import RunFailed, RunStopped, UserError
 from realhf.base.paths import RunDir
 from realhf.launch.local import python_path
 from realhf.launch.slurm import expand_hostlist, gpus
@@ -47,10 +47,11 @@ class JobState:
         return f"is {self.name.lower()}{times}"
 
 
-def script(roots: Sequence[Path], config: ExperimentConfig, device: str, folder: Path) -> str:
+def script(roots: Sequence[Path], config: ExperimentConfig, device: str, folder: Path, launch_id: str) -> str:
     """Return the batch script for the runs in ``roots``, a job array if there are several; logs are in ``folder``.
 
     The script runs the master, which starts the workers with ``srun``. A requeued job resumes from the last checkpoint.
+    Before its time limit SLURM signals the master, which ends the run with a checkpoint.
     """
     options, is_array = config.slurm, len(roots) > 1
     is_requeued = config.recover_mode in (RecoverMode.auto, RecoverMode.fault)
@@ -69,6 +70,7 @@ def script(roots: Sequence[Path], config: ExperimentConfig, device: str, folder:
         "constraint": options.constraint,
         "output": log_file(folder, "%a" if is_array else "").resolve(),
         "open-mode": "append",
+        "signal": f"B:USR1@{options.signal_s}" if options.signal_s else "",
     }
     arguments = [f"--{name}={shlex.quote(str(value))}" for name, value in values.items() if value != ""]
     arguments += ["--exclusive"] if options.exclusive else []
@@ -80,7 +82,8 @@ def script(roots: Sequence[Path], config: ExperimentConfig, device: str, folder:
         *options.setup,
         f"export PYTHONPATH={shlex.quote(python_path())}",
         f"runs=({runs})",
-        f'exec {shlex.quote(sys.executable)} -m realhf.apps.commands.master "${{runs[${{SLURM_ARRAY_TASK_ID:-0}}]}}"',
+        f"exec {shlex.quote(sys.executable)} -m realhf.apps.commands.master "
+        f'"${{runs[${{SLURM_ARRAY_TASK_ID:-0}}]}}" {launch_id}',
         "",
     ])  # fmt: skip
 
@@ -109,18 +112,20 @@ class SlurmJob:
 
 
 def submit(file: Path, n_tasks: int) -> SlurmJob:
-    """Submit a script; ``RunFailed`` if SLURM rejects it."""
+    """Submit a script; ``UserError`` if SLURM rejects it."""
     try:
         return SlurmJob(int(_run("sbatch", "--parsable", str(file)).partition(";")[0]), n_tasks)
     except OSError as error:
-        raise RunFailed(f"SLURM rejected {file}: {error}") from error
+        raise UserError(f"SLURM rejected {file}: {error}") from error
 
 
-def follow(job: SlurmJob, logs: Sequence[Path], names: Sequence[str]) -> None:
-    """Print the states of a job and the logs of its masters until it is over; ``RunFailed`` if it fails.
+def follow(job: SlurmJob, logs: Sequence[Path], roots: Sequence[Path]) -> None:
+    """Print the states of a job and the logs of its masters until it is over.
 
-    An interrupt cancels the job. The time in the queue is unlimited.
+    ``RunFailed`` if it fails, ``RunStopped`` if runs in ``roots`` stopped early on request or before the time limit. An
+    interrupt cancels the job. The time in the queue is unlimited.
     """
+    names = [root.name for root in roots]
     tails = [LogTail(log, f"{name}  " if len(logs) > 1 else "") for log, name in zip(logs, names, strict=True)]
     known: dict[int, JobState] = {}
     last_reply = time.monotonic()
@@ -148,6 +153,8 @@ def follow(job: SlurmJob, logs: Sequence[Path], names: Sequence[str]) -> None:
               for i, name in enumerate(names) if known[i].name != "COMPLETED"]  # fmt: skip
     if failed:
         raise RunFailed("\n".join(failed))
+    if stopped := [str(root) for root in roots if RunDir(root).stop.exists()]:
+        raise RunStopped(f"stopped; resume with: realhf resume {' or '.join(stopped)}")
 
 
 class LogTail:

@@ -34,7 +34,10 @@ class ExpectedPerformance:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A run. ``experiment`` is its name on the command line, ``n_rows`` the number of rows per epoch."""
+    """A run. ``experiment`` is its name on the command line, ``n_rows`` the number of rows per epoch.
+
+    ``digest`` identifies the files that it was read from.
+    """
 
     experiment: str
     config: Experiment
@@ -47,6 +50,7 @@ class RunSpec:
     n_rows: int
     expected: ExpectedPerformance | None = None
     n_held_out: int = 0
+    digest: str = ""
 
     @cached_property
     def schedule(self) -> TrainSchedule:

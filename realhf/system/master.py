@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 
 from realhf.api import messages
-from realhf.base.errors import RunStopped
+from realhf.base.errors import RunFailed, RunStopped
 from realhf.plan.compile.program import home_layout, layout_ranks
 from realhf.plan.compile.schedule import Action, Dispatch, FetchRows, FinishStep, MasterState, PromptRange, RowsReady
 from realhf.plan.run_spec import RunSpec
 from realhf.system.checkpoint.best_models import BestModels, BestRecord
 from realhf.system.checkpoint.manifest import Manifest, checkpoints_of, commit, flat_options, tmp_folder
 from realhf.system.metrics.telemetry import Telemetry
-from realhf.system.transport.channel import MasterEnd, deadline
+from realhf.system.transport.channel import MasterEnd
 from realhf.system.transport.heartbeat import HeartbeatMonitor
 from realhf.system.transport.reply_receiver import NODE_GRACE_S, ReplyReceiver, format_ranks
 
@@ -100,6 +100,10 @@ class Master:
     def _start_workers(self) -> None:
         ranks, timeout_s = range(self.run.plan.n_workers), self.run.config.startup_timeout
         hello = self.replies.receive_all(messages.Hello, ranks, timeout_s, "to start")
+        for rank, message in hello.items():
+            if message.digest != self.run.digest:
+                raise RunFailed(f"worker {rank} on {message.host} has read another config.yaml or plan.json: the files "
+                                f"in {self.run.paths.root} changed, or differ between hosts")  # fmt: skip
         self._send_all(messages.Start(hello[0].address, hello[0].port, self.checkpoint))
         self.telemetry.ready(self.replies.receive_all(messages.Ready, ranks, timeout_s, "to build its models"))
 
@@ -130,7 +134,7 @@ class Master:
 
     def _request(self, ranks: Iterable[int], name: str, step: int, on_replies: OnReplies, mfc: str = "") -> int:
         """Register a request that the caller then sends to ``ranks``; return its number."""
-        left = deadline(self.run.config.call_timeout)
+        left = self.replies.heartbeats.deadline(self.run.config.call_timeout)
         is_due = bytearray(self.run.plan.n_workers)
         for rank in ranks:
             is_due[rank] = 1

@@ -67,7 +67,7 @@ class ModelWorker:
     def hello(self, address: str = "127.0.0.1") -> None:
         """Report to the master; ``address`` is this worker's address for its peers."""
         port = self.store.port if self.store else 0
-        self.send(messages.Hello(self.rank, os.getpid(), socket.gethostname(), port, address))
+        self.send(messages.Hello(self.rank, os.getpid(), socket.gethostname(), port, address, self.run.digest))
 
     def activity_text(self) -> str:
         """Return the current activity. Thread-safe."""

@@ -16,6 +16,7 @@ import zmq
 from realhf.apps.commands.quickstart import prepare
 from realhf.apps.prepare.launching import launch, write_run
 from realhf.base.errors import RunFailed
+from realhf.launch.local import LocalLauncher
 from tests.integration.conftest import Run, Started
 from tests.integration.test_failures import LiveProcesses, Start, no_process_remains, worker_pid
 from tests.system.transport.hostile_peers import KEY, http, oversized
@@ -72,13 +73,19 @@ def test_the_error_names_the_hung_worker_and_its_activity(
 
 
 def test_a_worker_that_cannot_start_is_reported_with_its_log(
-    ppo_words: list[str], live_processes: LiveProcesses, tmp_path: Path
+    ppo_words: list[str], live_processes: LiveProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = prepare("ppo-math", [*ppo_words, f"fileroot={tmp_path}", "trial_name=t", "device=cpu", "n_gpus_per_node=2"])
-    write_run(run)
-    run.paths.plan.unlink()
+    write_run(run, "launch")
+    start_workers = LocalLauncher.start
+
+    def start_without_plan(launcher: LocalLauncher, address: str) -> None:
+        run.paths.plan.unlink()
+        start_workers(launcher, address)
+
+    monkeypatch.setattr(LocalLauncher, "start", start_without_plan)
     with pytest.raises(RunFailed, match=r"worker [01] exited with code 1 during start-up; see ") as caught:
-        launch(run)
+        launch(run.paths)
     assert "its last lines:\n" in str(caught.value) and "FileNotFoundError: " in str(caught.value)
     assert no_process_remains(tmp_path, live_processes)
 

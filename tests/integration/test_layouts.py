@@ -91,7 +91,7 @@ def test_reallocated_weights_are_released(runs: dict[str, Run]) -> None:
 
 def test_the_files_of_a_run(runs: dict[str, Run]) -> None:
     root = runs["three"].root
-    files = {"config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "trace.json", "lock"}
+    files = {"config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "trace.json"}
     assert {p.name for p in root.iterdir()} == files | {"tensorboard", "generations", "logs", "models"}
     assert {p.name for p in (root / "logs").iterdir()} == {f"worker-{rank}.log" for rank in range(3)}
     spans = json.loads((root / "trace.json").read_text())

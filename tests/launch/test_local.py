@@ -40,7 +40,7 @@ def test_workers_end_when_killed_terminated_or_orphaned(
     overrides = [f"fileroot={tmp_path}", "trial_name=t", f"actor.path={actor_folder}", f"dataset.path={task.train}",
              "dataset.train_bs_n_seqs=7", "ppo.gen.max_new_tokens=9", "n_gpus_per_node=3", "device=cpu"]  # fmt: skip
     run = prepare("ppo-math", overrides)
-    write_run(run)
+    write_run(run, "launch")
     channel = ZmqMaster(new_key(run.paths.key), 3)
     launcher = LocalLauncher(run.paths, 3, threads=1)
     try:

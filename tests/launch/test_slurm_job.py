@@ -21,6 +21,7 @@ SCRIPT = """\
 #SBATCH --constraint='a&b'
 #SBATCH --output={folder}/logs/slurm.log
 #SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@300
 #SBATCH --exclusive
 #SBATCH --requeue
 #SBATCH --mail-type=END
@@ -36,7 +37,7 @@ def test_script(tmp_path: Path) -> None:
     run = config(partition="dev", time="1:00:00", constraint="a&b", exclusive=True, cpus_per_worker=8, gpu="gpu:a100",
                  setup=["module load cuda"], extra=["--mail-type=END"])  # fmt: skip
     run.recover_mode = RecoverMode.auto
-    text = script([tmp_path / "one"], run, "cuda", tmp_path)
+    text = script([tmp_path / "one"], run, "cuda", tmp_path, "1a2b")
     assert text.startswith(SCRIPT.format(folder=tmp_path))
     assert text.splitlines()[-2:] == [f"runs=({tmp_path}/one)", text.splitlines()[-1]]
     assert "-m realhf.apps.commands.master" in text.splitlines()[-1]
@@ -45,12 +46,12 @@ def test_script(tmp_path: Path) -> None:
 def test_every_task_of_an_array_finds_its_run(tmp_path: Path) -> None:
     """The shell prints the command that the script would run."""
     roots = [tmp_path / "a b", tmp_path / "c"]
-    text = script(roots, config(), "cpu", tmp_path)
+    text = script(roots, config(), "cpu", tmp_path, "1a2b")
     assert "#SBATCH --array=0-1" in text and "--no-requeue" in text and "gres" not in text
     for task, root in enumerate(roots):
         output = subprocess.run(["bash", "-c", text.replace("exec ", "echo ")], env={"SLURM_ARRAY_TASK_ID": str(task)},
                               capture_output=True, text=True, check=True, timeout=10).stdout  # fmt: skip
-        assert output.strip().endswith(f"-m realhf.apps.commands.master {root}")
+        assert output.strip().endswith(f"-m realhf.apps.commands.master {root} 1a2b")
 
 
 def test_parse_states() -> None:

@@ -50,7 +50,7 @@ def test_a_run_is_restored_from_its_directory(task: Task, actor_folder: Path, tm
              "allocation_mode=actor_gen:d2,*:d1", "ppo.gen.stop_token_ids=[3,4]"]  # fmt: skip
     run = prepare("ppo-math", overrides)
     assert not tmp_path.joinpath("ppo-math").exists()
-    write_run(run)
+    write_run(run, "launch")
     restored = read_run(run.paths.root)
     assert restored == run and restored.program == run.program and restored.models == run.models
     assert restored.fetch_ranks == (0, 1) and restored.tokenizer_dir == actor_folder

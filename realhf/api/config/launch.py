@@ -13,6 +13,7 @@ class SlurmConfig:
     account: str = opt("", "account")
     qos: str = opt("", "quality of service")
     time: str = opt("", "time limit of the job, such as 12:00:00")
+    signal_s: int = opt(300, "seconds before the time limit at which a run with checkpoints stops, 0 to disable")
     constraint: str = opt("", "required node features")
     exclusive: bool = opt(False, "allocate whole nodes")
     cpus_per_worker: int = opt(1, "number of cores per worker")

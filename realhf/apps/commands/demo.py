@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from realhf.apps.commands.quickstart import prepare
-from realhf.apps.prepare.launching import launch, write_run
+from realhf.apps.prepare.launching import start
 from realhf.base.errors import RunFailed, UserError
 from realhf.plan.run_spec import RunSpec
 
@@ -50,8 +50,7 @@ def make_task(folder: Path) -> Path:
 def run(experiment: str, folder: Path, words: list[str]) -> RunSpec:
     common = [f"fileroot={folder}", "experiment_name=demo", f"trial_name={experiment}", "overwrite=True", "device=cpu"]
     spec = prepare(experiment, [*common, *words])
-    write_run(spec)
-    launch(spec)
+    start([spec], spec.config, spec.paths)
     return spec
 
 

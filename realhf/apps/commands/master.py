@@ -1,32 +1,39 @@
 """``realhf master``: runs the master for a prepared run directory; SLURM jobs call it."""
 
+import signal
 import sys
 from functools import partial
 from pathlib import Path
 
-from realhf.apps.prepare.launching import launch, read_run
+from realhf.apps.prepare.launching import launch, launch_of, locked
 from realhf.apps.prepare.recovery import retried
-from realhf.base.errors import UserError
+from realhf.base.errors import RunStopped, UserError
 from realhf.base.paths import RunDir
 from realhf.system.checkpoint.manifest import newest, rewind
 
 
 def main(arguments: list[str]) -> None:
-    if len(arguments) != 1 or not RunDir(Path(arguments[0])).plan.is_file():
-        raise UserError("usage: realhf master RUN_DIR, with the config.yaml and plan.json of a run")
-    root = Path(arguments[0])
-    retried(partial(run_from_last_checkpoint, root), RunDir(root))
+    if not 1 <= len(arguments) <= 2 or not RunDir(Path(arguments[0])).plan.is_file():
+        raise UserError("usage: realhf master RUN_DIR [LAUNCH], with the config.yaml and plan.json of a run")
+    paths = RunDir(Path(arguments[0]))
+    if arguments[1:] not in ([], [launch_of(paths)]):
+        raise UserError(f"{paths.root} has been replaced by another launch since this job was submitted")
+    signal.signal(signal.SIGUSR1, lambda number, frame: paths.stop.touch())  # from SLURM, before the time limit
+    try:
+        retried(partial(run_from_last_checkpoint, paths), paths)
+    except RunStopped as stopped:  # the job has done what was asked of it
+        print(stopped)
 
 
-def run_from_last_checkpoint(root: Path) -> None:
+def run_from_last_checkpoint(paths: RunDir) -> None:
     """Resume from the last checkpoint, if any: SLURM may have requeued the job."""
-    run = read_run(root)
-    last = newest(run.paths.checkpoints)
-    rewind(run.paths, last[1].step if last else -1)
-    launch(run, last)
+    with locked(paths):
+        last = newest(paths.checkpoints)
+        rewind(paths, last[1].step if last else -1)
+        launch(paths, last)
 
 
 if __name__ == "__main__":
-    from realhf.apps.main import run as run_command
+    from realhf.apps.main import console
 
-    sys.exit(run_command(["master", *sys.argv[1:]]))
+    console(["master", *sys.argv[1:]])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from realhf.api.config import RecoverMode
 from realhf.api.experiment import Experiment, MultiStageExperiment
-from realhf.apps.prepare.launching import dry_run, is_queued, launch, queue, runs_per_seed, write_run
+from realhf.apps.prepare.launching import dry_run, is_queued, runs_per_seed, start
 from realhf.apps.prepare.multi_stage import run_multi_stage
 from realhf.apps.prepare.options import print_options, updated
 from realhf.apps.prepare.preflight import preflight
@@ -58,11 +58,7 @@ def begin(name: str, experiment: Experiment, paths: RunDir) -> None:
     runs = [preflight(name, config, run_paths) for config, run_paths in runs_per_seed(experiment, paths)]
     for warning in runs[0].config.warnings():
         print(f"warning {warning}")
-    for run in runs:
-        write_run(run)
-    if is_queued(experiment):
-        return queue(runs, experiment, paths)
-    launch(runs[0])
+    start(runs, experiment, paths)
 
 
 def prepare(name: str, words: list[str]) -> RunSpec:

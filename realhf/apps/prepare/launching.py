@@ -2,7 +2,8 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import Experiment
 from realhf.api.messages import ToWorker
 from realhf.apps.prepare.options import load_experiment, save_experiment
-from realhf.apps.prepare.preflight import preflight, running_message
+from realhf.apps.prepare.preflight import directory_problems, preflight, running_message
 from realhf.apps.view.console import Console
-from realhf.base.atomic_io import atomic_write, remove_folder, try_lock
-from realhf.base.errors import RunFailed, UserError, WorkerTimeout
+from realhf.base.atomic_io import atomic_write, remove_folder, sha256, try_lock
+from realhf.base.errors import RunFailed, RunStopped, UserError, WorkerTimeout
 from realhf.base.paths import RunDir
+from realhf.base.process import raise_fd_limit, uninterrupted
 from realhf.experiments import experiment_class
 from realhf.launch import LAUNCHERS
 from realhf.launch.slurm import in_allocation
@@ -29,38 +31,94 @@ MAX_REPORTED = 8  # unresponsive workers whose process states are reported
 EXIT_TIMEOUT_S = 20.0  # for workers to exit after the last step
 
 
-def write_run(run: RunSpec, keep: bool = False) -> None:
-    """Create the run directory with config.yaml and plan.json; ``keep`` existing files."""
-    if run.config.overwrite and run.paths.root.exists() and any(run.paths.root.iterdir()) and not keep:
+@contextlib.contextmanager
+def locked(paths: RunDir) -> Iterator[None]:
+    """Hold the lock of a run directory, which every process needs to change it; ``UserError`` if another has it."""
+    with try_lock(paths.lock) as is_acquired:
+        if not is_acquired:
+            raise UserError(running_message(paths))
+        yield
+
+
+def write_run(run: RunSpec, launch_id: str = "") -> None:
+    """Write config.yaml and plan.json; a new launch, which has a ``launch_id``, replaces the run directory."""
+    if launch_id and run.paths.root.exists() and any(run.paths.root.iterdir()):
         remove_folder(run.paths.root)
     run.paths.root.mkdir(parents=True, exist_ok=True)
     save_experiment(run.config, run.paths.config)
     stored: dict[str, Any] = {"experiment": run.experiment, "device": run.device, "n_rows": run.n_rows,
                               "n_held_out": run.n_held_out, "plan": to_plain(run.plan),
-                              "expected": to_plain(run.expected)}  # fmt: skip
+                              "expected": to_plain(run.expected),
+                              "launch": launch_id or launch_of(run.paths)}  # fmt: skip
     atomic_write(run.paths.plan, json.dumps(stored, indent=1))
+
+
+def launch_of(paths: RunDir) -> str:
+    """Return the identifier of the launch that created a run directory."""
+    return json.loads(paths.plan.read_text())["launch"]
 
 
 def read_run(root: Path) -> RunSpec:
     """Load a run from its directory; master and workers both do."""
     paths = RunDir(root)
+    digest = sha256(paths.config) + sha256(paths.plan)
     stored = json.loads(paths.plan.read_text())
     experiment = load_experiment(experiment_class(stored["experiment"]), paths.config)
     expected = from_plain(stored["expected"], ExpectedPerformance) if stored.get("expected") else None
     return RunSpec(stored["experiment"], experiment, experiment.task, experiment.graph(), experiment.roles(),
                    from_plain(stored["plan"], ExecutionPlan), paths, stored["device"], stored["n_rows"], expected,
-                   stored["n_held_out"])  # fmt: skip
+                   stored["n_held_out"], digest)  # fmt: skip
 
 
-def launch(run: RunSpec, checkpoint: tuple[Path, Manifest] | None = None) -> None:
-    """Start the workers, run the master, and stop all processes at the end; with mode=slurm, submit a job instead."""
-    if is_queued(run.config):
-        return queue([run], run.config, run.paths)
-    with try_lock(run.paths.lock) as is_acquired:
-        if not is_acquired:
-            raise UserError(running_message(run.paths))
-        run.paths.stop.unlink(missing_ok=True)  # a request to stop an earlier run
+def start(runs: Sequence[RunSpec], config: ExperimentConfig, paths: RunDir) -> None:
+    """Write the directories of checked runs; launch the run, or submit the runs to SLURM."""
+    launch_id = secrets.token_hex(8)
+    with locked(paths):
+        problems = [directory_problems(run.config, run.paths, is_owner=run.paths == paths) for run in runs]
+        if any(problems):  # another launch used the directory since the checks
+            raise UserError(sum(problems, []))
+        for run in runs:
+            write_run(run, launch_id)
+        if not is_queued(config):
+            with _removed_if_refused(paths):
+                return launch(paths)
+    with _removed_if_refused(paths):
+        queue(runs, config, paths)
+
+
+@contextlib.contextmanager
+def _removed_if_refused(paths: RunDir) -> Iterator[None]:
+    """Remove a new run directory if its options turn out to be invalid: the corrected command finds no run."""
+    try:
+        yield
+    except UserError:
+        remove_folder(paths.root)
+        raise
+
+
+def launch(paths: RunDir, checkpoint: tuple[Path, Manifest] | None = None) -> None:
+    """Start the workers, run the master, and stop all processes at the end. The caller holds the lock.
+
+    The master reads the run from its files, as the workers do.
+    """
+    run = read_run(paths.root)
+    run.paths.stop.unlink(missing_ok=True)  # a request to stop an earlier run
+    with _file_errors(run):
         _run_master(run, checkpoint)
+
+
+@contextlib.contextmanager
+def _file_errors(run: RunSpec) -> Iterator[None]:
+    """Report errors of the master's files, such as a full disk, in one line; the first error is the cause."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if isinstance(error.__context__, RunFailed | RunStopped | KeyboardInterrupt):
+            raise error.__context__ from None
+        hint = f"; free disk space, then: realhf resume {run.paths.root}" if run.writes_checkpoints else ""
+        raise RunFailed(f"the master cannot use its files in {run.paths.root}: {error}{hint}") from error
 
 
 def is_queued(config: ExperimentConfig) -> bool:
@@ -83,10 +141,11 @@ def queue(runs: Sequence[RunSpec], config: ExperimentConfig, paths: RunDir) -> N
     """Submit runs whose directories are prepared, and follow the job to its end."""
     logs = [log_file(paths.root, i if len(runs) > 1 else "") for i in range(len(runs))]
     logs[0].parent.mkdir(parents=True, exist_ok=True)  # SLURM does not create the folder of a log
-    paths.job_script.write_text(script([run.paths.root for run in runs], config, runs[0].device, paths.root))
+    roots, launch_id = [run.paths.root for run in runs], launch_of(runs[0].paths)
+    paths.job_script.write_text(script(roots, config, runs[0].device, paths.root, launch_id))
     job = submit(paths.job_script, len(runs))
     print(f"job     {job.number}: {paths.job_script}; Ctrl-C cancels it", flush=True)
-    follow(job, logs, [run.paths.root.name for run in runs])
+    follow(job, logs, roots)
 
 
 def dry_run(name: str, experiment: Experiment, paths: RunDir) -> None:
@@ -95,7 +154,8 @@ def dry_run(name: str, experiment: Experiment, paths: RunDir) -> None:
         raise UserError(f"--dry-run prints a SLURM script and requires mode=slurm (got {experiment.mode.value}); "
                         "realhf plan shows what would run")  # fmt: skip
     runs = [preflight(name, run, run_dir) for run, run_dir in runs_per_seed(experiment, paths)]
-    print(script([run.paths.root for run in runs], experiment, runs[0].device, paths.root), end="")
+    roots = [run.paths.root for run in runs]
+    print(script(roots, experiment, runs[0].device, paths.root, "LAUNCH_ID"), end="")
 
 
 def _run_master(run: RunSpec, checkpoint: tuple[Path, Manifest] | None) -> None:
@@ -113,24 +173,24 @@ def _run_master(run: RunSpec, checkpoint: tuple[Path, Manifest] | None) -> None:
                               checkpoint[1].step if checkpoint else 0)  # fmt: skip
         Master(run, workers.channel, workers.dead, telemetry, checkpoint).train()
         workers.join()
+        run.paths.stop.unlink(missing_ok=True)  # requested during the last step
         console.summary(telemetry.models, telemetry.best)
     except RunFailed as failed:
         states = workers.process_states(failed.ranks) if isinstance(failed, WorkerTimeout) else ""
         raise RunFailed(f"{failed}{states}", failed.traceback_text, failed.lost, workers.n_nodes()) from failed
     finally:
-        console.close()
-        try:
-            workers.stop()
-        finally:
+        with uninterrupted(), contextlib.ExitStack() as cleanup:
             if telemetry is not None:
-                telemetry.close()
+                cleanup.callback(telemetry.close)
+            cleanup.callback(workers.stop)
+            console.close()
 
 
 class _Processes:
     def __init__(self, run: RunSpec) -> None:
         self.run, self.launcher = run, LAUNCHERS[run.config.mode](run)
         self.dead, self.n_nodes = self.launcher.dead, self.launcher.n_nodes
-        self._close: Callable[[], None] = lambda: None
+        self.channel: Any = None  # opened by start()
 
     def start(self) -> None:
         from realhf.system.master import relax_gc
@@ -138,10 +198,10 @@ class _Processes:
         from realhf.system.transport.channel import ZmqMaster
 
         relax_gc()
+        raise_fd_limit()
         address = self.launcher.prepare()
         key = new_key(self.run.paths.key)
         self.channel = ZmqMaster(key, self.run.plan.n_workers, self.run.config.channel_address or address)
-        self._close = self._close_channel
         self.launcher.start(self.channel.address)
 
     def join(self) -> None:
@@ -156,14 +216,13 @@ class _Processes:
         return "".join(lines) + f"\nthe stacks of all workers are in {self.run.paths.root / 'logs'}"
 
     def stop(self) -> None:
-        self.launcher.stop()
-        self._close()
-
-    def _close_channel(self) -> None:
-        if self.channel.rejected_messages:
-            print(f"dropped {self.channel.rejected_messages} unauthenticated messages")
-        self.channel.close()
-        self.run.paths.key.unlink(missing_ok=True)
+        with contextlib.ExitStack() as cleanup:  # the last callback first, and all of them after an error
+            cleanup.callback(self.run.paths.key.unlink, missing_ok=True)
+            if self.channel:
+                cleanup.callback(self.channel.close)
+            cleanup.callback(self.launcher.stop)
+        if rejected := self.channel.rejected_messages if self.channel else 0:
+            print(f"dropped {rejected} unauthenticated messages")
 
 
 class _Inline:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from realhf.api.config import RecoverMode
 from realhf.api.experiment import MultiStageExperiment, Stage
-from realhf.apps.prepare.launching import launch, write_run
+from realhf.apps.prepare.launching import locked, start
 from realhf.apps.prepare.options import load_experiment, save_experiment, updated
 from realhf.apps.prepare.preflight import directory_problems, preflight, run_problems
 from realhf.apps.prepare.recovery import changes, resume, retried
@@ -28,10 +28,13 @@ def run_multi_stage(name: str, config: MultiStageExperiment, paths: RunDir) -> N
         raise UserError(f"recover_mode=resume, but {paths.root} contains no multi-stage experiment")
     if problems := directory_problems(config, paths) + run_problems(config) + config.problems():
         raise UserError(problems)
-    if paths.root.exists() and any(paths.root.iterdir()):
-        remove_folder(paths.root)  # overwrite=True
-    paths.root.mkdir(parents=True, exist_ok=True)
-    _run_stages(name, config, paths, ())
+    with locked(paths):
+        if problems := directory_problems(config, paths, is_owner=True):  # used by another launch since
+            raise UserError(problems)
+        if paths.root.exists() and any(paths.root.iterdir()):
+            remove_folder(paths.root)  # overwrite=True
+        paths.root.mkdir(parents=True, exist_ok=True)
+        _run_stages(name, config, paths, ())
 
 
 def resume_multi_stage(paths: RunDir, overrides: Sequence[str]) -> None:
@@ -43,6 +46,11 @@ def resume_multi_stage(paths: RunDir, overrides: Sequence[str]) -> None:
 
 
 def _resume_stages(name: str, config: MultiStageExperiment, paths: RunDir) -> None:
+    with locked(paths):
+        _run_remaining_stages(name, config, paths)
+
+
+def _run_remaining_stages(name: str, config: MultiStageExperiment, paths: RunDir) -> None:
     stored = json.loads(paths.stages.read_text())
     if stored["experiment"] != name:
         problems = [f"experiment: {stored['experiment']} before, {name} now"]
@@ -72,10 +80,9 @@ def _run_stage(stage: Stage, root: Path) -> None:
     config = replace(stage.config, fileroot=str(root.parent), experiment_name=root.name, trial_name=stage.name,
                      overwrite=True)  # fmt: skip
 
-    def start() -> None:
+    def begin() -> None:
         run = preflight(stage.experiment, config, paths)
-        write_run(run)
-        launch(run)
+        start([run], config, paths)
 
     is_started = paths.plan.is_file() and newest(paths.checkpoints)
-    retried(partial(resume, stage.experiment, config, paths) if is_started else start, paths)
+    retried(partial(resume, stage.experiment, config, paths) if is_started else begin, paths)

@@ -213,8 +213,8 @@ def running_message(paths: RunDir) -> str:
     return f"{paths.root} has a run in progress; realhf stop {paths.root} ends it after the current step"
 
 
-def directory_problems(config: ExperimentConfig, paths: RunDir) -> list[str]:
-    """Return reasons why a new run cannot use the directory."""
+def directory_problems(config: ExperimentConfig, paths: RunDir, is_owner: bool = False) -> list[str]:
+    """Return reasons why a new run cannot use the directory; ``is_owner`` if this process holds its lock."""
     problems = []
     for option in ("experiment_name", "trial_name"):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value := getattr(config, option)):
@@ -222,7 +222,7 @@ def directory_problems(config: ExperimentConfig, paths: RunDir) -> list[str]:
     existing = next(p for p in (paths.root, *paths.root.parents) if p.exists())
     if not existing.is_dir():
         return [*problems, f"cannot create {paths.root}: {existing} is a file; set fileroot or trial_name"]
-    if is_locked(paths.lock):
+    if not is_owner and is_locked(paths.lock):
         problems.append(running_message(paths))
     elif paths.root.exists() and any(not path.name.endswith(TMP_SUFFIX) for path in paths.root.iterdir()):
         if not paths.config.exists():

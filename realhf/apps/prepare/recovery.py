@@ -3,18 +3,18 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
 from realhf.api.config import RecoverMode
 from realhf.api.experiment import Experiment
-from realhf.apps.prepare.launching import launch, read_run, write_run
+from realhf.apps.prepare.launching import is_queued, launch, locked, queue, read_run, write_run
 from realhf.apps.prepare.options import updated
-from realhf.apps.prepare.preflight import preflight, running_message
-from realhf.base.atomic_io import is_locked
+from realhf.apps.prepare.preflight import preflight
 from realhf.base.errors import RunFailed, UserError
 from realhf.base.paths import RunDir
 from realhf.launch.elastic import ElasticRestart, failed_permanently, plan_restart
 from realhf.plan.run_spec import RunSpec
-from realhf.system.checkpoint.manifest import flat_options, newest, rewind
+from realhf.system.checkpoint.manifest import Manifest, flat_options, newest, rewind
 
 MUTABLE = ("experiment_name", "trial_name", "fileroot", "overwrite", "mode", "device", "n_nodes", "n_gpus_per_node",
            "allocation_mode", "threads_per_worker", "startup_timeout", "call_timeout", "heartbeat_timeout",
@@ -79,8 +79,15 @@ def _with_hint(failed: RunFailed, restart: ElasticRestart, paths: RunDir) -> Run
 
 def resume(name: str, experiment: Experiment, paths: RunDir) -> None:
     """Resume from the last checkpoint; ``UserError`` if data or options have changed."""
-    if is_locked(paths.lock):
-        raise UserError(running_message(paths))
+    with locked(paths):
+        run, checkpoint = _prepare_resume(name, experiment, paths)
+        if not is_queued(run.config):
+            return launch(paths, checkpoint)
+    queue([run], run.config, paths)
+
+
+def _prepare_resume(name: str, experiment: Experiment, paths: RunDir) -> tuple[RunSpec, tuple[Path, Manifest]]:
+    """Return the run and its last checkpoint, and remove later output."""
     last = newest(paths.checkpoints)
     if last is None:
         raise UserError(f"{paths.checkpoints} contains no checkpoint (exp_ctrl.ckpt_freq_steps writes them); "
@@ -96,13 +103,13 @@ def resume(name: str, experiment: Experiment, paths: RunDir) -> None:
     if problems:
         raise UserError([*problems, f"the checkpoint {folder} was taken with other data or options; start a new run"])
     step, done = manifest.step, rewind(paths, manifest.step)
-    write_run(run, keep=True)
+    write_run(run)
     print(f"resume  {folder}: {step} of {run.schedule.n_steps} steps are done")
     if done > step:
         n_prompts = run.schedule.span(done - 1).stop - run.schedule.span(step).start
         print(f"repeat  steps {step + 1} to {done} ({n_prompts} prompts), completed after the checkpoint, and the "
               f"unfinished step {done + 1}")  # fmt: skip
-    launch(run, last)
+    return run, last
 
 
 def changes(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:

@@ -94,10 +94,16 @@ class Console:
             self.progress = None
 
 
+class _PipeConsole(RichConsole):
+    def on_broken_pipe(self) -> None:
+        """Raise the error, which ends the run with its own exit code; rich would exit with 1."""
+        raise
+
+
 def open_console() -> RichConsole:
     """Return a console that wraps lines only on a terminal."""
-    console = RichConsole(highlight=False, soft_wrap=True)
-    return console if console.is_terminal else RichConsole(highlight=False, soft_wrap=True, width=200)
+    console = _PipeConsole(highlight=False, soft_wrap=True)
+    return console if console.is_terminal else _PipeConsole(highlight=False, soft_wrap=True, width=200)
 
 
 def write_out(path: Path, content: str) -> None:

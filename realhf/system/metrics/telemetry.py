@@ -1,5 +1,6 @@
 """Writes metrics, events, traces and generations of a run, and shows its progress in a ``ProgressView``."""
 
+import contextlib
 import json
 import time
 from collections import Counter, defaultdict
@@ -19,10 +20,10 @@ from realhf.arch.flops import forward_flops, generate_bytes, generate_flops, tra
 from realhf.plan.compile.schedule import RowsReady
 from realhf.plan.run_spec import RunSpec
 from realhf.system.metrics.sinks import MetricSink
+from realhf.system.metrics.trace import TRACE_END, open_trace
 from realhf.system.metrics.worker_metrics import StepMetrics
 
 Metrics = dict[str, float]
-TRACE_BUFFER = 1 << 20  # bytes; flushed after every step
 EVALUATION = "evaluation.json"
 """File next to a saved model: means of the evaluation on held-out rows, and the number of values of each."""
 
@@ -84,9 +85,7 @@ class Telemetry:
         self._n_written = first_step
         self._step_began = time.monotonic()
         self._events = run.paths.events.open("ab")
-        self._trace = run.paths.trace.open("ab" if first_step else "wb", TRACE_BUFFER)
-        if not first_step:
-            self._trace.write(b"[\n")
+        self._trace = open_trace(run.paths.trace, resumed=first_step > 0)
 
     def ready(self, workers: dict[int, Ready]) -> None:
         self._step_began = time.monotonic()
@@ -220,11 +219,12 @@ class Telemetry:
         self.view.kept(metric, value, path)
 
     def close(self) -> None:
-        self._trace.write(b'{"name": "end", "ph": "i", "pid": 0, "tid": 0, "ts": 0, "s": "g"}\n]\n')
-        self._trace.close()
-        self._events.close()
-        for sink in self.sinks:
-            sink.close()
+        with contextlib.ExitStack() as files:  # each is closed even if another fails, as on a full disk
+            for sink in self.sinks:
+                files.callback(sink.close)
+            files.callback(self._events.close)
+            files.callback(self._trace.close)
+            self._trace.write(TRACE_END)
 
 
 def _aliased(metrics: Metrics, aliases: dict[str, tuple[str, ...]]) -> Metrics:

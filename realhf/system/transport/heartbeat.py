@@ -57,6 +57,11 @@ class HeartbeatMonitor:
         self._seconds += min(now - self._last_tick, MAX_TICK_S)
         self._last_tick = now
 
+    def deadline(self, seconds: float) -> Callable[[], float]:
+        """Return a function that returns the seconds left, without those in which the master was not receiving."""
+        end = self._seconds + seconds
+        return lambda: end - self._seconds
+
     def record(self, heartbeat: Heartbeat) -> None:
         self.tick()
         self._last.pop(heartbeat.rank, None)

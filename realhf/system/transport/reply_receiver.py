@@ -71,7 +71,7 @@ class ReplyReceiver:
 
     def receive_all(self, kind: type, ranks: Iterable[int], timeout_s: float, goal: str) -> dict[int, Any]:
         """Return one message of ``kind`` from every rank; ``goal`` completes "waited for worker 1 ..."."""
-        left, missing = deadline(timeout_s), set(ranks)
+        left, missing = self.heartbeats.deadline(timeout_s), set(ranks)
         messages: dict[int, Any] = {}
         while missing:
             message = self.receive(
