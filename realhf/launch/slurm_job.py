@@ -82,6 +82,7 @@ def script(roots: Sequence[Path], config: ExperimentConfig, device: str, folder:
         *options.setup,
         f"export PYTHONPATH={shlex.quote(python_path())}",
         f"runs=({runs})",
+        "trap '' USR1",  # until the master handles it
         f"exec {shlex.quote(sys.executable)} -m realhf.apps.commands.master "
         f'"${{runs[${{SLURM_ARRAY_TASK_ID:-0}}]}}" {launch_id}',
         "",

@@ -125,6 +125,47 @@ def test_an_elastic_job_continues_without_a_lost_node(
     assert left(cluster, tmp_path, live_processes) == ({}, "")
 
 
+@pytest.mark.parametrize("is_requested", [True, False])
+def test_a_stop_is_not_a_failure(
+    is_requested: bool,
+    cluster: SlurmCluster,
+    realhf_start: Start,
+    ppo_words: list[str],
+    live_processes: LiveProcesses,
+    tmp_path: Path,
+) -> None:
+    """On request, and at the signal that SLURM sends before the time limit."""
+    started = realhf_start("ppo-math", tmp_path, [*ppo_words, *WORDS, *ENDLESS, "exp_ctrl.ckpt_freq_steps=1000"])
+    started.wait_for_step()
+    if is_requested:
+        assert realhf_start("", started.root, [], ["stop", str(started.root)]).finish().code == 0
+    else:
+        cluster.run("scancel", "--batch", "--signal=USR1", job_of(cluster))
+    run = started.finish()
+    assert run.code == 130 and " is completed" in run.output, run.output
+    assert f"stopped; resume with: realhf resume {run.root}" in run.output
+    assert (run.root / "checkpoints" / "latest").read_text() == f"step_{len(run.metrics)}"
+    assert left(cluster, tmp_path, live_processes) == ({}, "")
+
+
+def test_a_pending_job_of_a_replaced_run_is_refused(
+    cluster: SlurmCluster, realhf_start: Start, ppo_words: list[str], tmp_path: Path
+) -> None:
+    words = [*ppo_words, *WORDS, "overwrite=True", "exp_ctrl.total_train_steps=1"]
+    first = realhf_start("ppo-math", tmp_path, [*words, "slurm.extra=['--hold']"])
+    end = time.monotonic() + TIMEOUT_S
+    while "(JobHeldUser)" not in cluster.run("squeue", "-h", "-o", "(%r)"):
+        assert time.monotonic() < end, cluster.run("squeue")
+        time.sleep(0.2)
+    number = job_of(cluster)
+    second = realhf_start("ppo-math", tmp_path, words).finish()
+    assert second.code == 0, second.output
+    cluster.run("scontrol", "release", number)
+    refused = first.finish()
+    assert refused.code == 1 and "has been replaced by another launch" in refused.output, refused.output
+    assert len(second.metrics) == 1
+
+
 def test_inside_an_allocation_a_killed_worker_is_named_with_its_node(
     cluster: SlurmCluster, ppo_words: list[str], live_processes: LiveProcesses, tmp_path: Path
 ) -> None:

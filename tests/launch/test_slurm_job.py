@@ -39,7 +39,7 @@ def test_script(tmp_path: Path) -> None:
     run.recover_mode = RecoverMode.auto
     text = script([tmp_path / "one"], run, "cuda", tmp_path, "1a2b")
     assert text.startswith(SCRIPT.format(folder=tmp_path))
-    assert text.splitlines()[-2:] == [f"runs=({tmp_path}/one)", text.splitlines()[-1]]
+    assert text.splitlines()[-3:-1] == [f"runs=({tmp_path}/one)", "trap '' USR1"]
     assert "-m realhf.apps.commands.master" in text.splitlines()[-1]
 
 
