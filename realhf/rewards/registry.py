@@ -34,10 +34,10 @@ class BuiltinVerifier:
     doc: str
 
 
-def _load_math(seconds: float, test_seconds: float) -> RewardFn:
+def _load_math(seconds: float, test_seconds: float, strict: bool = False) -> RewardFn:
     from realhf.rewards.math.equality import judge_math
 
-    return judge_math
+    return partial(judge_math, strict=strict)
 
 
 def _load_code(seconds: float, test_seconds: float, unordered: bool = False) -> RewardFn:
@@ -46,14 +46,14 @@ def _load_code(seconds: float, test_seconds: float, unordered: bool = False) -> 
     return CodeJudge(seconds, test_seconds, unordered)
 
 
-MATH_SELF_TEST = (
+MARKED_ANSWERS = (
     ("So it is 7.\n#### 1,234", {"solutions": ["... #### 1234"]}, 1.0),
     (r"Hence $\boxed{\frac{1}{2}}$.", {"solutions": [r"\boxed{0.5}"]}, 1.0),
-    ("The answer is 72.", {"solutions": ["#### 72"]}, 1.0),
     ("#### 73", {"solutions": ["#### 72"]}, 0.0),
     (r"\boxed{x^2}", {"solutions": [r"\boxed{x^3}"]}, 0.0),
     ("I do not know.", {"solutions": ["#### 72"]}, 0.0),
 )
+UNMARKED_ANSWER = ("The answer is 72.", {"solutions": ["#### 72"]})
 SUMS = {"input_output": json.dumps({"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]})}
 CALLS = {"input_output": json.dumps({"inputs": ["1\n2"], "outputs": ["[1, 2]"], "fn_name": "pair"})}
 CODE_SELF_TEST = (
@@ -64,8 +64,12 @@ CODE_SELF_TEST = (
 )
 VERIFIERS: dict[str, BuiltinVerifier] = {  # by the name in `reward.fn`
     "math": BuiltinVerifier(
-        _load_math, MATH_SELF_TEST, Task.math,
+        _load_math, (*MARKED_ANSWERS, (*UNMARKED_ANSWER, 1.0)), Task.math,
         "the final answer equals that of a solution; symbolic equality by github.com/huggingface/Math-Verify",
+    ),
+    "math_strict": BuiltinVerifier(
+        partial(_load_math, strict=True), (*MARKED_ANSWERS, (*UNMARKED_ANSWER, 0.0)), Task.math,
+        r"like math, but only an answer in \boxed{} or after #### counts",
     ),
     "code": BuiltinVerifier(
         _load_code, CODE_SELF_TEST, Task.code,

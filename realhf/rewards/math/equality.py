@@ -10,7 +10,7 @@ from itertools import chain
 from typing import TypeVar
 
 from realhf.rewards.math.extract import extract_answer, marked_answer
-from realhf.rewards.math.normalize import is_wrapped, normalize, split_outside, strip_spaces
+from realhf.rewards.math.normalize import ascii_signs, is_wrapped, normalize, split_outside, strip_spaces
 from realhf.rewards.math.quantities import quantity, same_quantity
 from realhf.rewards.math.real_sets import MEMBER, Interval, parse_real_set
 from realhf.rewards.math.symbolic import TIME_LIMIT, same_mathematics
@@ -42,15 +42,16 @@ MAX_SET_SIZE = 30
 T = TypeVar("T")
 
 
-def judge_math(prompt: str, answer: str, row: Mapping[str, object]) -> float:
-    """Return 1.0 if the final answer of the response ``answer`` equals any of ``row['solutions']``, else 0.0.
+def judge_math(prompt: str, answer: str, row: Mapping[str, object], strict: bool = False) -> float:
+    r"""Return 1.0 if the final answer of the response ``answer`` equals any of ``row['solutions']``, else 0.0.
 
-    ValueError for a row without solutions; no response raises. There is no time limit here: run it in a child process.
+    With ``strict`` only an answer in ``\boxed{}`` or after ``####`` counts. ValueError for a row without solutions; no
+    response raises. There is no time limit here: run it in a child process.
     """
     solutions = row["solutions"]
     if not isinstance(solutions, list) or not solutions:
         raise ValueError(f"row['solutions'] is {solutions!r}, it must be a list of texts")
-    given = extract_answer(answer)
+    given = marked_answer(ascii_signs(answer)) if strict else extract_answer(answer)
     if not given:
         return 0.0
     golds = [marked_answer(solution) for solution in solutions]

@@ -1,7 +1,7 @@
 r"""Symbolic equality by the Math-Verify library, which is imported only when no other check decides.
 
-Comparisons of one response take SECONDS at most in the main thread. sympy can also hang where no signal is handled, so
-judges run in child processes.
+Comparisons of one response take SECONDS of processor time at most in the main thread. sympy can also hang where no
+signal is handled, so judges run in child processes.
 """
 
 import functools
@@ -9,7 +9,6 @@ import logging
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -20,6 +19,7 @@ from realhf.rewards.math.normalize import is_wrapped
 from realhf.rewards.math.quantities import OTHER_VALUE
 
 SECONDS = 2.0
+WALL_SECONDS = 15.0  # less than the default reward.timeout
 MAX_CHARS = 400  # of an expression that is evaluated
 ENDLESS = re.compile(
     r"\^\s*\{?\s*-?\d{4}"  # huge powers
@@ -57,6 +57,7 @@ def library() -> tuple[Callable[[str], list], Callable[[list, list], bool]]:
     def compare(gold: list, given: list) -> bool:
         return verify(gold, given, timeout_seconds=None, allow_set_relation_comp=True)
 
+    compare(read(r"\sqrt{x}+\sin x"), read(r"\frac{x}{2}"))  # loads what sympy imports on first use
     return read, compare
 
 
@@ -101,36 +102,42 @@ def _with_imaginary_unit(parsed: list) -> list:
 
 
 class TimeLimit:
-    """Limits the comparisons of one response to SECONDS together; without effect outside the main thread."""
+    """Limits the comparisons of one response together; without effect outside the main thread.
 
-    def __init__(self) -> None:
-        self._left = float("inf")
+    ``seconds`` limits processor time, so that verdicts do not depend on the load; ``wall_seconds`` limits blocking.
+    """
+
+    def __init__(self, seconds: float = SECONDS, wall_seconds: float = WALL_SECONDS) -> None:
+        self._limits = {signal.ITIMER_PROF: seconds, signal.ITIMER_REAL: wall_seconds}
+        self._left: dict[int, float] = {}
 
     def restart(self) -> None:
         """Begin the comparisons of the next response."""
-        self._left = SECONDS
+        self._left = dict(self._limits)
 
     @contextmanager
     def enforced(self) -> Iterator[None]:
         """Raise ``TimeUp`` in the block when no time is left."""
-        if threading.current_thread() is not threading.main_thread() or self._left == float("inf"):
+        if threading.current_thread() is not threading.main_thread() or not self._left:
             yield
             return
 
         def stop(signum: int, frame: FrameType | None) -> None:
+            self._left = dict.fromkeys(self._left, 0.0)
             raise TimeUp
 
-        if self._left <= 0:
+        if min(self._left.values()) <= 0:
             raise TimeUp
-        begin = time.monotonic()
-        previous = signal.signal(signal.SIGALRM, stop)
-        signal.setitimer(signal.ITIMER_REAL, self._left)
+        previous = {number: signal.signal(number, stop) for number in (signal.SIGPROF, signal.SIGALRM)}
+        for timer, left in self._left.items():
+            signal.setitimer(timer, left, 1.0)  # again if the first exception was lost in a destructor
         try:
             yield
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, previous)
-            self._left -= time.monotonic() - begin
+            for timer, left in self._left.items():
+                self._left[timer] = min(left, signal.setitimer(timer, 0)[0])
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
 
 TIME_LIMIT = TimeLimit()

@@ -39,7 +39,7 @@ def test_task_of_the_dataset_rows(options: dict, task: Task) -> None:
             {"fns": ["math"], "weights": [1.0, 2.0]},
             "reward.weights has 2 numbers, but there are 1 rewards",
         ),
-        ({"fns": ["math", "maths"]}, "reward.fn='maths' must be one of math, code, "),
+        ({"fns": ["math", "maths"]}, "reward.fn='maths' must be one of math, math_strict, code, "),
         ({"fn": "format:("}, "reward.fn='format:(': invalid regular expression"),
         ({"format_reward": "("}, "reward.fn='format:(': invalid regular expression"),
         ({"fn": "format:x", "format_reward": "x"}, "reward.format_reward needs one of the verifiers math, code, "),

@@ -135,3 +135,14 @@ def test_integers_are_compared_exactly(a: int, b: int) -> None:
 def test_fractions_are_compared_exactly(a: int, b: int, c: int, d: int) -> None:
     given_answer = f"\\boxed{{\\frac{{{a}}}{{{b}}}}}"
     assert judge_math("", given_answer, {"solutions": [f"\\boxed{{{c}/{d}}}"]}) == float(a * d == b * c)
+
+
+@given(
+    st.sampled_from(["Answer: {}", "It is {}", "<answer>{}</answer>", r"\boxed{{{}}}", "#### {}", r"\boxed{{{}"]),
+    st.integers(-999, 999),
+    st.integers(-999, 999),
+)
+def test_strict_verdicts_need_a_mark(form: str, value: int, gold: int) -> None:
+    row = {"solutions": [f"#### {gold}"]}
+    marked = form.startswith("#") or form.endswith("}}}")
+    assert judge_math("", form.format(value), row, strict=True) == float(marked and value == gold)

@@ -1,0 +1,63 @@
+"""Time limits of symbolic comparisons."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from realhf.rewards.math.symbolic import TimeLimit, TimeUp
+from tests.conftest import TIMEOUT_S
+
+
+def compute() -> None:
+    while True:
+        sum(range(1000))
+
+
+def test_blocking_does_not_use_processor_time() -> None:
+    limit = TimeLimit(seconds=0.05, wall_seconds=TIMEOUT_S)
+    limit.restart()
+    for _ in range(3):
+        with limit.enforced():
+            time.sleep(0.1)
+    with pytest.raises(TimeUp), limit.enforced():
+        compute()
+    with pytest.raises(TimeUp), limit.enforced():
+        raise AssertionError("the comparisons of a response share one limit")
+    limit.restart()
+    with limit.enforced():
+        pass
+
+
+def test_blocking_ends_at_the_wall_limit() -> None:
+    limit = TimeLimit(seconds=TIMEOUT_S, wall_seconds=0.05)
+    limit.restart()
+    with pytest.raises(TimeUp), limit.enforced():
+        time.sleep(TIMEOUT_S)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_lost_exception_is_raised_again() -> None:
+    class Destructor:
+        def __del__(self) -> None:
+            compute()
+
+    limit = TimeLimit(seconds=0.05, wall_seconds=TIMEOUT_S)
+    limit.restart()
+    with pytest.raises(TimeUp), limit.enforced():
+        Destructor()
+        compute()
+
+
+def test_the_parser_is_loaded_before_the_first_timed_comparison() -> None:
+    code = r"""
+import sys
+from realhf.rewards.math.symbolic import library, same_mathematics
+library()
+loaded = {name.split(".")[1] for name in sys.modules if name.startswith("sympy.")}
+same_mathematics(r"2\cos x+\frac{x+1}{x-1}", r"\sqrt{x+1}-\frac{1}{2x}")
+print({name.split(".")[1] for name in sys.modules if name.startswith("sympy.")} - loaded)
+"""
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=TIMEOUT_S, check=True)
+    assert done.stdout == "set()\n"
