@@ -11,6 +11,8 @@ NUMBER = re.compile(r"(?<![\w.^])(?<!\^\{)-?\$?(?:\d+(?:,\d{3}(?!\d))*(?:\.\d+)?
 ANSWER_IS = re.compile(r"\banswer\**(?:\s+is|\s*:)\**\s*:?\s*(?=\S)", re.IGNORECASE)
 ANSWER_TAG = re.compile(r"</?answer>", re.IGNORECASE)
 SENTENCE_END = re.compile(r"\.(?=\s|$)|,?\s+(?:because|since|so|which|where)\b")
+BARE_BOX = re.compile(r"\\boxed\s+(\w[\w.,]*)")
+ALTERNATIVE = re.compile(r"[\s$]{,4}(?:,[\s$]{,4}(?:and|or)?|and|or)[\s$]{,4}(?:[a-z]\s{,2}=\s{,2})?")
 BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 
 
@@ -57,20 +59,29 @@ def marked_answer(text: str) -> str | None:
 
 
 def last_box(text: str) -> str | None:
-    r"""Return the content of the complete ``\boxed{}`` that starts last; escaped braces are ignored."""
-    opened: list[int | None] = []  # start of the content of a box; None for an ordinary brace
-    last: tuple[int, int] | None = None
+    r"""Return the content of the complete ``\boxed{}`` that starts last; escaped braces are ignored.
+
+    Boxes that "and", "or" or a comma joins are one answer: ``3, 5`` of ``\boxed{3} or \boxed{5}``.
+    """
+    text = BARE_BOX.sub(r"\\boxed{\1}", text)
+    opened: list[tuple[int, int] | None] = []  # start of a box and of its content; None for an ordinary brace
+    boxes: list[tuple[int, int, int]] = []
     for token in BOX_TOKEN.finditer(text):
         word = token.group()
         if len(word) > 2:
-            opened.append(token.end())
+            opened.append(token.span())
         elif word == "{":
             opened.append(None)
-        elif word == "}" and opened:
-            start = opened.pop()
-            if start is not None and (last is None or start > last[0]):
-                last = (start, token.start())
-    return text[last[0] : last[1]].strip() if last else None
+        elif word == "}" and opened and (start := opened.pop()) is not None:
+            boxes.append((*start, token.start()))
+    answers: list[str] = []
+    follows = None
+    for start_of_box, content, end in sorted(boxes, reverse=True):
+        if follows is not None and not ALTERNATIVE.fullmatch(text, end + 1, follows):
+            break
+        answers.append(text[content:end].strip())
+        follows = start_of_box
+    return ", ".join(reversed(answers)) if answers else None
 
 
 def stated_answer(sentence: str) -> str:

@@ -33,12 +33,17 @@ def _repeating(whole: str, start: str, period: str) -> str:
     return rf"\frac{{{int(whole + start + period) - before}}}{{{(10 ** len(period) - 1) * 10 ** len(start)}}}"
 
 
+def _degrees(degrees: str, minutes: str) -> str:
+    return rf'\frac{{{60 * int(degrees) + int(minutes)}}}{{60}} "degree" '
+
+
 TEXT = re.compile(r"\\(text(?:bf|it|rm)?|math(?:rm|bf|it|sf)|mbox|operatorname)\s*\{([^{}]*)\}")
 REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"(?<!\\)\\[()\[\]]|\\(?:left|right)\.(?!\d)", " "),
-        (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits)(?![a-zA-Z])", ""),
+        (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|(?i:large|small|tiny|huge))(?![a-zA-Z])", ""),
+        (r"\\(?:text)?color\s*\{\w+\}", ""),
         (r"(?<=\d)(?:\{,\}|(?<!\\)\\[,;:! ])(?=\d{3}(?!\d))", ""),
         (r"(?<!\\)\\!", ""),
         (r"(?<!\\)\\[,;:> ]|\\q?quad(?![a-zA-Z])|~", " "),
@@ -51,15 +56,14 @@ REWRITES = [
         (r"\\langle(?![a-z])", "("),
         (r"\\rangle(?![a-z])", ")"),
         (r"\\varnothing(?![a-z])|\\\{\s*\\\}", "\\\\emptyset "),
-        (r"^\s*(?i:(?:the )?empty set|no (?:real )?solutions?)\s*$", "\\\\emptyset "),
         (r"\{:\}", ":"),
-        (r"(?<=\d)\s+to\s+(?=\d)", ":"),
-        (r"^\s*(?i:does not exist)\s*$", "DNE"),
+        (r"(?<=[\d})])(?:\s*\"\s*|\s+)to(?:\s*\"\s*|\s+)(?=[\d\\(])", ":"),
+        (r"(?<=\d)(?:st|nd|rd|th)\b", ""),
         (r"\(?\s*\\?[pb]?mod(?![a-z])\s*\{?\s*(\w+)\s*\}?\s*\)?", r" \\pmod{\1}"),
         (r"\{\s*(\w+)\s*\\choose\s*(\w+)\s*\}", r"\\binom{\1}{\2}"),
         (r"(?<![A-Za-z\\])C\(\s*(\w+)\s*,\s*(\w+)\s*\)", r"\\binom{\1}{\2}"),
         (r"(?:\{\})?_\s*\{?(\w+)\}?\s*C\s*_\s*\{?(\w+)\}?", r"\\binom{\1}{\2}"),
-        (r"\(\s*([0-9A-Fa-f]+)\s*\)\s*_", r"\1_"),
+        (r"(?<![\w}\\])[({]\s*([0-9A-Fa-f]+)\s*[)}]\s*_", r"\1_"),
         (r"_\s*\{\s*\(\s*(\d{1,2})\s*\)\s*\}", r"_{\1}"),
         (r"^([0-9A-Fa-f]+)[\s\"]*\(?\s*(?:in\s+)?base[\s-]+(\d{1,2})\s*\)?[\s\"]*$", r"\1_{\2}"),
         (r"_\s*\{\s*\"?\s*(?:base\s*)?(\d{1,2}|[a-z]{3,})\s*\"?\s*\}", lambda m: _subscript(m.group(1), m.group())),
@@ -79,11 +83,15 @@ REWRITES = [
         (r"\\sqrt\s*(\d+|[a-zA-Z])(?![a-zA-Z{])", r"\\sqrt{\1}"),
         (r"(?<![\\a-zA-Z])(pi|infinity)(?![a-zA-Z])", lambda m: {"pi": "\\pi "}.get(m.group(1), "\\infty ")),
         (r"\+\s*\\infty", "\\\\infty"),
+        (r"\\log\s*_\s*\{?\s*e\s*\}?(?![a-z])", "\\\\ln "),
+        (r"^\s*(-?)\s*\((-?\d+)\)\s*/\s*\((-?\d+)\)\s*$", r"\1\\frac{\2}{\3}"),
+        (r"\\\{\s*\\begin\{array\}\{[lcr|\s]*\}(.*?)\\end\{array\}", r"\\begin{cases}\1\\end{cases}"),
         (r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-z]))\s*\"?([CF](?![a-zA-Z])\"?)?",
          lambda m: ' "degree' + {"C": " celsius", "F": " fahrenheit"}.get((m.group(1) or "")[:1], "") + '" '),
         (r"(?i)(?<=[\d}%])\s*(?:\"\s*)?(?:percent|pct)(?:\s*\")?(?![a-z])", "%"),
         (r"(?i)(?<=\d)\s*\"?\s*\b([ap])\.?\s?m\b\.?\s*\"?", lambda m: f' "{m.group(1).lower()}m" '),
         (r"(?i)\b(?:negative|minus)\s+(?=[\d.\\])", "-"),
+        (r"(\d+)\s*\"degree\"\s*(\d+)\s*(?:'|\^\s*\{?\s*\\prime\s*\}?)", lambda m: _degrees(*m.groups())),
     )
 ]  # fmt: skip
 VARIABLES = ("mathbf", "mathit", "mathsf", "operatorname")
@@ -104,7 +112,14 @@ SMALL = {word: value for value, word in enumerate([
 TENS = {word: 10 * value for value, word in enumerate([
     "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety",
 ], 2)}  # fmt: skip
+PARTS = {word: value for value, word in enumerate([
+    "half", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth",
+], 2)} | {"halve": 2, "quarter": 4}  # fmt: skip
 POWERS = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
+WHOLE_ANSWERS = (
+    (re.compile(r"(?:there\s+(?:is|are)\s+)?no\s+(?:real\s+)?solutions?|(?:the\s+)?empty\s+set", re.I), "\\emptyset"),
+    (re.compile(r"(?:it\s+)?does\s+not\s+exist", re.I), "DNE"),
+)
 ENVIRONMENT = re.compile(r"\\begin\{(aligned|align\*?|gathered|cases)\}(.*?)\\end\{\1\}", re.DOTALL)
 ISO_INTERVAL = re.compile(r"(|.*(?:\\in(?![a-z])|=)\s*)([\[\](])([^\[\]]*,[^\[\]]*)([\[\])])", re.DOTALL)
 
@@ -129,6 +144,20 @@ def number_of_words(text: str) -> int | None:
         else:
             return None
     return total + group if words else None
+
+
+def _spelled(text: str) -> str | None:
+    """Return ``-8`` for ``negative eight`` and a fraction for ``two thirds``; None for any other text."""
+    sign, words = re.fullmatch(r"(?i)(?:(negative|minus)\s+)?(.*)", text).groups()  # type: ignore[union-attr]
+    *numerator, part = re.split(r"[\s-]+", words.casefold())
+    divisor = PARTS.get(part.removesuffix("s"))
+    if divisor is not None and len(numerator) == 1 and numerator[0] in SMALL:
+        number = rf"\frac{{{SMALL[numerator[0]]}}}{{{divisor}}}"
+    elif (value := number_of_words(words)) is not None:
+        number = str(value)
+    else:
+        return None
+    return ("-" if sign else "") + number
 
 
 def _rows_as_list(match: re.Match[str]) -> str:
@@ -159,16 +188,16 @@ def normalize(text: str) -> str:
     for pattern, replacement in REWRITES:
         text = pattern.sub(replacement, text)
     text = trimmed(" ".join(_without_iso_brackets(ENVIRONMENT.sub(_rows_as_list, text)).split()))
-    if text[:1].isalpha() and (number := number_of_words(text)) is not None:
-        return str(number)
+    if text[:1].isalpha():
+        text = next((symbol for pattern, symbol in WHOLE_ANSWERS if pattern.fullmatch(text)), _spelled(text) or text)
     while is_wrapped(text, "{", "}"):
         text = trimmed(text[1:-1])
     return text
 
 
 def trimmed(text: str) -> str:
-    """Return ``text`` without surrounding punctuation and emphasis."""
-    return text.lstrip(LEFT_EDGE).rstrip(RIGHT_EDGE)
+    """Return ``text`` without surrounding punctuation, emphasis and LaTeX spaces."""
+    return re.sub(r"(?<!\\)\\$", "", text.lstrip(LEFT_EDGE).rstrip(RIGHT_EDGE))
 
 
 def _words(match: re.Match[str]) -> str:

@@ -4,9 +4,10 @@ Values are exact fractions. Variables are not supported: ``5 apples`` is a quant
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from fractions import Fraction
+from itertools import pairwise
 
 TOLERANCE = Fraction(1, 10**6)
 MAX_CHARS = 200  # of a quantity; Python itself limits integers to a few thousand digits
@@ -27,7 +28,10 @@ PROSE_MARKS = frozenset(" .,:;?'\"/()-")
 QUOTED = re.compile(r'"[^"]*"')
 RATE = re.compile(r"\b(?:k?m|mi|ft|k?g)/(?:s|h|hr|l|L)\b")
 STRAY = re.compile(r"-(?![A-Za-z])")
-POWER_OF_UNIT = re.compile(r"(?<=[A-Za-z\"])\s*\^\s*(?:\{\s*-?[123]\s*\}|-?[123])(?!\d)")
+POWER_OF_UNIT = re.compile(r"(?<=[A-Za-z\"])\s*\^\s*(?:\{\s*-?([123])\s*\}|-?([123]))(?!\d)")
+POWER_WORDS = {"2": "square", "3": "cubic"}
+POWER_NAMES = frozenset(POWER_WORDS.values())
+INCH = re.compile(r"^\W*in\b(?=\W*(?:square|cubic)?\W*$)")
 UNITS = frozenset([
     "mm", "cm", "km", "mg", "kg", "ml", "dl", "oz", "lb", "lbs", "ft", "yd", "mi", "hr", "hrs", "min", "mins",
     "sec", "secs", "ms", "hz", "khz", "kw", "mph", "kmh", "kph", "pm", "am", "us", "usd", "eur", "gb", "mb", "kb",
@@ -45,11 +49,20 @@ OTHER_VALUE = frozenset([  # words next to a number that change its value, or ma
 MULTIPLES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 CURRENCIES = {"usd": "dollar", "eur": "euro", "gbp": "pound", "jpy": "yen", "inr": "rupee"}
 UNIT_NAMES = CURRENCIES | {
-    "mm": "millimeter", "cm": "centimeter", "m": "meter", "km": "kilometer", "inch": "in", "foot": "ft", "feet": "ft",
+    "mm": "millimeter", "cm": "centimeter", "m": "meter", "km": "kilometer", "sq": "square", "cu": "cubic",
+    "foot": "ft", "feet": "ft",
     "yard": "yd", "mile": "mi", "mg": "milligram", "g": "gram", "kg": "kilogram", "lb": "pound", "ounce": "oz",
     "ml": "milliliter", "l": "liter", "s": "second", "sec": "second", "min": "minute", "h": "hour", "hr": "hour",
     "mph": "mi hour", "kmh": "kilometer hour", "kph": "kilometer hour", "metre": "meter", "centimetre": "centimeter",
-    "kilometre": "kilometer", "millimetre": "millimeter", "litre": "liter",
+    "kilometre": "kilometer", "millimetre": "millimeter", "litre": "liter", "inche": "inch",
+}  # fmt: skip
+SIZES = {  # of units, in a unit of the same kind
+    **{f"{prefix}{unit}": (unit, Fraction(size)) for unit in ("meter", "gram", "liter")
+       for prefix, size in (("milli", "1/1000"), ("centi", "1/100"), ("", "1"), ("kilo", "1000"))},
+    "inch": ("ft", Fraction(1, 12)), "ft": ("ft", Fraction(1)), "yd": ("ft", Fraction(3)), "mi": ("ft", Fraction(5280)),
+    "second": ("second", Fraction(1)), "minute": ("second", Fraction(60)), "hour": ("second", Fraction(3600)),
+    "day": ("second", Fraction(86400)), "week": ("second", Fraction(604800)),
+    "cent": ("dollar", Fraction(1, 100)), "dollar": ("dollar", Fraction(1)),
 }  # fmt: skip
 VERBS = frozenset([  # a number after one of these is a value, for any subject: "Sam has 3"
     "is", "are", "was", "were", "be", "equals", "equal", "has", "have", "had", "gets", "get", "got", "costs", "cost",
@@ -63,7 +76,7 @@ LABELS = frozenset([
 ])  # fmt: skip
 FILLERS = frozenset([
     "the", "a", "an", "of", "in", "is", "are", "was", "were", "there", "it", "he", "she", "they", "total",
-    "exactly", "about", "per", "each", "all",
+    "exactly", "about", "per", "each", "all", "unit",
 ])  # fmt: skip
 
 
@@ -113,12 +126,14 @@ def _decimal(digits: str) -> Fraction:
 
 def _among_words(text: str) -> Quantity | None:
     """Parse ``18 dollars``; None for a second number, an operator, a variable or a word that changes the value."""
-    text = POWER_OF_UNIT.sub("", text)
+    text = POWER_OF_UNIT.sub(lambda m: f" {POWER_WORDS.get(m.group(1) or m.group(2), '')} ", text)
     numbers = [m for m in NUMBER.finditer(text) if any(char.isdigit() for char in m.group())]
+    if len(numbers) > 1:
+        return _sum_of_units(text, [m.start() for m in numbers])
     if len(numbers) != 1 or (read := _read(numbers[0])) is None:
         return None
-    before, after = text[: numbers[0].start()], text[numbers[0].end() :]
-    if STRAY.search(after) or (before + after).count("(") != (before + after).count(")"):
+    before, after = text[: numbers[0].start()], INCH.sub(" inch ", text[numbers[0].end() :])
+    if STRAY.search(after) or after.startswith("'") or (before + after).count("(") != (before + after).count(")"):
         return None
     if before and (before[-1].isalnum() or before[-1] in "_^\\-.") or not _is_prose(before) or not _is_prose(after):
         return None
@@ -139,6 +154,30 @@ def _among_words(text: str) -> Quantity | None:
     for word in map(_singular, words):
         names += UNIT_NAMES.get(word, word).split()
     return Quantity(value, read.form, read.is_percent, frozenset(names) - FILLERS)
+
+
+def _sum_of_units(text: str, starts: list[int]) -> Quantity | None:
+    """Parse ``1 hour 30 minutes``: numbers with smaller and smaller units of one kind."""
+    pieces = [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
+    parts = [quantity(re.sub(r'[\s",]*(?:\band\b)?[\s"]*$', "", piece)) for piece in pieces]
+    found = [part for part in parts if part is not None and len(part.unit) == 1 and part.unit <= SIZES.keys()]
+    sizes = [SIZES[unit] for part in found for unit in part.unit]
+    if starts[0] > 0 or len(found) < len(parts) or len({base for base, _ in sizes}) != 1:
+        return None
+    if any(small >= large for (_, large), (_, small) in pairwise(sizes)):
+        return None
+    value = sum((part.value * size for part, (_, size) in zip(found, sizes, strict=True)), Fraction(0))
+    return Quantity(value, Form.decimal, unit=frozenset([sizes[0][0]]))
+
+
+def _in_base_units(found: Quantity) -> Quantity:
+    """Return centimeters as meters, hours as seconds; rates such as meters per second are unchanged."""
+    names = found.unit & SIZES.keys()
+    if len(names) != 1:
+        return found
+    base, size = SIZES[min(names)]
+    power = 2 if "square" in found.unit else 3 if "cubic" in found.unit else 1
+    return replace(found, value=found.value * size**power, unit=(found.unit - names) | {base})
 
 
 def _introduces_value(before: str) -> bool:
@@ -174,9 +213,10 @@ def same_quantity(given: Quantity, gold: Quantity) -> bool:
     have one. ``50%`` equals ``50`` and ``0.5``; ``50`` equals ``50%`` but not ``0.5``. ``170/2`` does not answer 85: it
     may repeat the question.
     """
-    if {given.unit, gold.unit} == {frozenset(["cent"]), frozenset(["dollar"])}:
-        cents, dollars = (given, gold) if "cent" in given.unit else (gold, given)
-        return cents.value == 100 * dollars.value
+    if given.unit and gold.unit and given.unit & POWER_NAMES != gold.unit & POWER_NAMES:
+        return False
+    if given.unit != gold.unit and given.unit & SIZES.keys() and gold.unit & SIZES.keys():
+        given, gold = _in_base_units(given), _in_base_units(gold)
     if not (given.unit <= gold.unit or gold.unit <= given.unit):
         return False
     if given.is_percent != gold.is_percent and (given.unit | gold.unit):

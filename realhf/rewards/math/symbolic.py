@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from types import FrameType
 from typing import Any
 
@@ -18,14 +19,18 @@ from realhf.rewards.math.exact_integers import exact_value
 from realhf.rewards.math.normalize import is_wrapped
 from realhf.rewards.math.quantities import OTHER_VALUE
 
+POINTS = (2, 3, 5, 7, 4, 6, 8)
+DIFFERENCE = 1e-5  # of two values; answers agree to six decimals
 SECONDS = 2.0
 WALL_SECONDS = 15.0  # less than the default reward.timeout
 MAX_CHARS = 400  # of an expression that is evaluated
-ENDLESS = re.compile(
+MAX_DEPTH = 12  # of its brackets; the parser backtracks
+UNSAFE = re.compile(
     r"\^\s*\{?\s*-?\d{4}"  # huge powers
     r"|\d\s*\^\s*\{?\s*\(?\s*\d+\s*\}?\s*\^|\^\s*\{?\s*\(?\s*\d+\s*!"  # towers of powers
     r"|\d{3}\s*\)*\s*!|!\s*\)*\s*!"  # huge factorials
     r"|\d{40}"
+    r"|\d'"  # minutes of arc, feet
 )
 UNFINISHED = re.compile(r"\\(?:sum|prod|i*int|oint|lim|[cl]?dots)(?![a-z])")
 WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}")
@@ -86,9 +91,45 @@ def same_mathematics(given: str, gold: str) -> bool:
             parsed = read(gold), read(given)
             if IMAGINARY.search(gold + " " + given):
                 parsed = _with_imaginary_unit(parsed[0]), _with_imaginary_unit(parsed[1])
-            return compare(*parsed)
+            if _differ(*parsed):
+                return False
+            return compare(*parsed) or _same_for_positive(*parsed)
     except TimeUp:
         return False
+
+
+def _differ(gold: list, given: list, sign: int = 1) -> bool:
+    """Return True if two expressions have different real values at a point with integer coordinates.
+
+    Simplification can take long to find that two expressions differ; values are cheap.
+    """
+    from sympy import Expr
+
+    if not (gold and given and isinstance(gold[0], Expr) and isinstance(given[0], Expr)):
+        return False
+    symbols = sorted(gold[0].free_symbols | given[0].free_symbols, key=str)
+    for shift in range(3):
+        point = {symbol: sign * POINTS[(i + shift) % len(POINTS)] for i, symbol in enumerate(symbols)}
+        try:
+            a, b = (part[0].evalf(subs=point) for part in (gold, given))
+        except Exception:  # sympy raises many kinds for values that are too large
+            continue
+        if a.is_Float and b.is_Float and abs(a - b) > DIFFERENCE * max(abs(a), abs(b)):
+            return True
+    return False
+
+
+def _same_for_positive(gold: list, given: list) -> bool:
+    r"""Return True if two expressions are equal where both are real, as ``\ln(x/y)`` and ``\ln x-\ln y`` are."""
+    from sympy import Expr, Symbol, expand_log, simplify
+
+    if not (gold and given and isinstance(gold[0], Expr) and isinstance(given[0], Expr)):
+        return False
+    symbols = gold[0].free_symbols
+    if not symbols or symbols != given[0].free_symbols or _differ(gold, given, sign=-1):
+        return False
+    positive = {symbol: Symbol(f"{symbol}", positive=True) for symbol in symbols}
+    return bool(simplify(expand_log((gold[0] - given[0]).subs(positive))) == 0)
 
 
 def _with_imaginary_unit(parsed: list) -> list:
@@ -145,9 +186,11 @@ TIME_LIMIT = TimeLimit()
 
 def is_safe_for_sympy(text: str) -> bool:
     """Return True if the text is an expression that can be evaluated in reasonable time."""
-    if not text or len(text) > MAX_CHARS or ENDLESS.search(text) or WORDS.search(text):
+    if not text or len(text) > MAX_CHARS or UNSAFE.search(text) or WORDS.search(text):
         return False
     without_escapes = re.sub(r"\\.", "", text)
+    if max(accumulate((char in "([{") - (char in ")]}") for char in without_escapes), default=0) > MAX_DEPTH:
+        return False
     return is_wrapped(f"{{{without_escapes}}}", "{", "}")  # true if its own braces are balanced
 
 

@@ -10,7 +10,11 @@ from realhf.rewards.math.extract import extract_answer, last_box
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("so \\boxed{1} and \\boxed{\\frac{1}{2}} then 7", "\\frac{1}{2}"),
+        ("so \\boxed{1} then \\boxed{\\frac{1}{2}} then 7", "\\frac{1}{2}"),
+        ("so $\\boxed{1}$ and $\\boxed{\\frac{1}{2}}$ then 7", "1, \\frac{1}{2}"),
+        ("either \\boxed{3} or \\boxed{5}", "3, 5"),
+        ("\\boxed{1}, \\boxed{2}, and $x = \\boxed{3}$", "1, 2, 3"),
+        ("\\boxed 8", "8"),
         ("\\boxed{1} and \\boxed{2", "1"),
         ("\\boxed{\\{1\\}}", "\\{1\\}"),
         ("#### 4\n#### 5 apples\n6", "5 apples"),
