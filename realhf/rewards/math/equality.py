@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import TypeVar
 
+from realhf.rewards.math.exact_integers import exact_value
 from realhf.rewards.math.extract import extract_answer, marked_answer
 from realhf.rewards.math.normalize import ascii_signs, is_wrapped, normalize, split_outside, strip_spaces
 from realhf.rewards.math.quantities import quantity, same_quantity
@@ -23,6 +24,7 @@ GIVEN_CHOICE = re.compile(
 OTHER_CHOICE = re.compile(r"[\s,;]\(?([A-J])(?:[).:]|\s*[,;]|\s*$)")
 TEXT_ANSWER = re.compile(r"[^\W\d_]+(?:[\s,.'-]+[^\W\d_]+)*")
 SHORT_TEXTS = frozenset(["yes", "no", "odd", "even", "all", "one", "two", "six", "ten", "red", "sun", "mon"])
+VERDICTS = frozenset(["yes", "no", "true", "false"])
 EQUALS = re.compile(r"(?<![<>!:=\\])=(?!=)")
 NAME = re.compile(r"\\?[A-Za-z]{1,2}|\\[a-z]+|[A-Za-z](?:_\{?\w+\}?|'|\([a-z](?:,[a-z])*\))|\([a-z](?:,[a-z])*\)")
 MATRIX = re.compile(
@@ -37,6 +39,8 @@ BASED = re.compile(r"([0-9A-Fa-f]+)_\{?(\d{1,2})\}?")
 OPERATOR = re.compile(r"[\w)}]\s*(?:[+*/-]|\\times|\\cdot|\\div)\s*[\w({\\-]|(?<!_)\d\s+[\d.]|\\[dtc]?frac")
 RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|in|cup)(?![a-z])")
 EXPONENT = re.compile(r"\^\s*\{[^{}]*\}")
+THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+")
+FUNCTION = re.compile(r"([a-z])\(([a-z])\)")
 MAX_CHARS = 2000  # of an answer that is parsed; longer ones are compared as text
 MAX_SET_SIZE = 30
 T = TypeVar("T")
@@ -141,7 +145,7 @@ def _as_cases(given: str, gold: str) -> bool | None:
 
 
 def _condition(text: str) -> str:
-    text = re.sub(r'"|\b(?:if|for|when)\b', " ", text)
+    text = re.sub(r'"|\b(?:if|for|when|is|are)\b', " ", text)
     return "else" if re.search(r"\b(?:otherwise|else)\b", text) else strip_spaces(text.strip(" ,;."))
 
 
@@ -151,11 +155,17 @@ def _as_choice(given: str, gold: str) -> bool | None:
         letter_only, text = labelled.groups()
         return _as_choice(given, letter_only) or _same(given, text.strip())
     if (letter := CHOICE.fullmatch(gold)) is None:
-        return None
+        return True if (letters := _choices(gold)) and letters == _choices(given) else None
     given_letter = GIVEN_CHOICE.fullmatch(given)
     if given_letter is None or given_letter.group(1).upper() != letter.group(1):
         return False
     return all(other == letter.group(1) for other in OTHER_CHOICE.findall(given[given_letter.end(1) :]))
+
+
+def _choices(text: str) -> str:
+    """Return the letters of several choices, ``ACD`` or ``A, C and D``; empty for any other text."""
+    letters = re.sub(r"\band\b|[\s,;()]", "", text)
+    return letters if re.fullmatch("[A-J]{2,}", letters) and sorted(set(letters)) == list(letters) else ""
 
 
 def _as_text(given: str, gold: str) -> bool | None:
@@ -164,6 +174,8 @@ def _as_text(given: str, gold: str) -> bool | None:
         return None
     if _words(given) == _words(gold):
         return True
+    if gold.casefold() in VERDICTS and re.match(rf"{gold}\s*[,.;:]", given, re.IGNORECASE):
+        return set(_words(given)) & VERDICTS == {gold.casefold()}
     lists = [re.split(r"\s*,\s*(?:and\s+)?|\s+and\s+|\s+or\s+", text) for text in (given, gold)]
     first, second = (sorted(map(_words, parts)) for parts in lists)
     return len(first) > 1 and first == second
@@ -231,7 +243,7 @@ def _as_quantity(given: str, gold: str) -> bool | None:
     """Decide if the gold answer is a number, unless the given one must be evaluated first."""
     gold_value = quantity(gold)
     if gold_value is None:
-        return None
+        return THOUSANDS.fullmatch(given) and exact_value(gold) == exact_value(given.replace(",", "")) or None
     result = given
     if equals := EQUALS.split(given):
         result = equals[-1].strip()
@@ -240,6 +252,8 @@ def _as_quantity(given: str, gold: str) -> bool | None:
     given_value = quantity(result)
     if given_value is not None:
         return same_quantity(given_value, gold_value)
+    if "degree" in gold_value.unit and "\\pi" in result:
+        return None
     if OPERATOR.search(EXPONENT.sub("", result)):
         return False
     return None if len(_elements(result)[1]) == 1 else False
@@ -250,6 +264,8 @@ def _as_matrix(given: str, gold: str) -> bool | None:
     if gold_match is None:
         return None
     given_match = MATRIX.fullmatch(_unbracketed(given))
+    if given_match is None and "\\begin" in given:
+        return None
     if given_match is None or (gold_match.group(1) in DETERMINANTS) != (given_match.group(1) in DETERMINANTS):
         return False
     a, b = ([split_outside(row, "&") for row in _rows(m.group(2))] for m in (given_match, gold_match))
@@ -307,7 +323,9 @@ def _same_set(given: Sequence[str], gold: Sequence[str]) -> bool:
         return sorted(map(strip_spaces, given)) == sorted(map(strip_spaces, gold))
 
     def same(x: str, y: str) -> bool:
-        return _elements(x)[0] == _elements(y)[0] and _same(x, y)  # {1} is not an element of {1, 2}
+        return _elements(_named(x)[1])[0] == _elements(_named(y)[1])[0] and _same(
+            x, y
+        )  # {1} is not an element of {1, 2}
 
     return _in_any_order(given, gold, same)
 
@@ -328,8 +346,14 @@ def _as_equation(given: str, gold: str) -> bool | None:
     (name, value), (given_name, given_value) = (_named(text) for text in (gold, given))
     if not name and not given_name:
         return None
-    if name and given_name and name != given_name:
-        return False
+    function, given_function = FUNCTION.fullmatch(name), FUNCTION.fullmatch(given_name)
+    if name != given_name and function and given_function and function.group(1) == given_function.group(1):
+        if re.search(rf"(?<![a-zA-Z\\]){function.group(2)}(?![a-zA-Z])", given_value):
+            return False  # f(t) = 2x
+        given_value = re.sub(rf"(?<![a-zA-Z\\]){given_function.group(2)}(?![a-zA-Z])", function.group(2), given_value)
+    elif name and given_name and name != given_name:
+        is_curve = re.search(r"(?<![a-zA-Z\\])[a-z]", value + given_value) or sorted(name) == sorted(given_name)
+        return None if is_curve else False  # y = x is x = y, xy = 1 is y = 1/x
     if EQUALS.search(value) or EQUALS.search(given_value):
         return None
     return _same(given_value, value)

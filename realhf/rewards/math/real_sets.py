@@ -1,16 +1,16 @@
 r"""Parses sets of real numbers: ``(1,2]\cup[3,\infty)``, ``1<x<2``, ``\mathbb{R}\setminus\{0\}``, ``x\ne 0``."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from realhf.rewards.math.normalize import split_outside
 from realhf.rewards.math.quantities import quantity
 
-REALS = re.compile(r"\\mathbb\s*\{?\s*R\s*\}?|\\R(?![a-z])|(?i:(?:the\s+set\s+of\s+)?all\s+real\s+numbers)")
+REALS = re.compile(r"\\math(?:bb|bf)\s*\{?\s*R\s*\}?|\\R(?![a-z])|(?i:(?:the\s+set\s+of\s+)?all\s+real\s+numbers)")
 UNION = re.compile(r"\\cup(?![a-z])|\\lor(?![a-z])|\\vee(?![a-z])|\"?\s*\bor\b\s*\"?")
 INTERVAL = re.compile(r"([\[(])(.*)([\])])", re.DOTALL)
-WITHOUT = re.compile(r"\\(?:setminus|backslash|smallsetminus)(?![a-z])\s*\\\{(.*)\\\}", re.DOTALL)
+WITHOUT = re.compile(r"(?:-|\\(?:setminus|backslash|smallsetminus)(?![a-z]))\s*\\\{(.*)\\\}", re.DOTALL)
 SINGLE = re.compile(r"\\\{([^,]*)\\\}")
 COMPARISON = re.compile(r"(<|>|\\le(?![a-z])|\\ge(?![a-z]))")
 DIFFERENT = re.compile(r"([a-z])\s*\\ne(?![a-z])\s*(.+)", re.DOTALL)
@@ -44,7 +44,8 @@ def parse_real_set(text: str) -> RealSet | None:
     """Return the set in a text in normal notation, or None."""
     variable, rest = "", text.strip()
     if (builder := BUILDER.fullmatch(rest)) is not None:
-        variable, rest = builder.group(1), builder.group(2).strip()
+        bound = parse_real_set(builder.group(2))
+        return None if bound is None or bound.variable != builder.group(1) else replace(bound, variable="")
     if (member := MEMBER.match(rest)) is not None:
         variable, rest = member.group(1), rest[member.end() :]
     found: list[Interval] = []

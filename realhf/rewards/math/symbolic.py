@@ -20,7 +20,8 @@ from realhf.rewards.math.normalize import is_wrapped
 from realhf.rewards.math.quantities import OTHER_VALUE
 
 POINTS = (2, 3, 5, 7, 4, 6, 8)
-DIFFERENCE = 1e-5  # of two values; answers agree to six decimals
+DIFFERENCE = 1e-5  # of two values, relative; answers agree to six decimals
+NOISE = 1e-9  # rounding of a value that is zero
 SECONDS = 2.0
 WALL_SECONDS = 15.0  # less than the default reward.timeout
 MAX_CHARS = 400  # of an expression that is evaluated
@@ -114,7 +115,7 @@ def _differ(gold: list, given: list, sign: int = 1) -> bool:
             a, b = (part[0].evalf(subs=point) for part in (gold, given))
         except Exception:  # sympy raises many kinds for values that are too large
             continue
-        if a.is_Float and b.is_Float and abs(a - b) > DIFFERENCE * max(abs(a), abs(b)):
+        if a.is_Float and b.is_Float and abs(a - b) > DIFFERENCE * max(abs(a), abs(b), NOISE / DIFFERENCE):
             return True
     return False
 
