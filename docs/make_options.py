@@ -20,12 +20,12 @@ def main() -> None:
             "",
             (cls.__doc__ or "").strip(),
             "",
-            "| option | type | default | |",
-            "|---|---|---|---|",
+            "| option | type | range | default | |",
+            "|---|---|---|---|---|",
         ]
         for option in options_of(cls):
             kind = option.type.replace("|", "\\|")
-            lines.append(f"| `{option.key}` | {kind} | `{option.default}` | {option.help} |")
+            lines.append(f"| `{option.key}` | {kind} | {option.range} | `{option.default}` | {option.help} |")
         lines.append("")
     (Path(__file__).parent / "options.md").write_text("\n".join(lines))
 

@@ -93,21 +93,10 @@ def check_options(config: DatasetConfig, task: Task) -> None:
     problems = []
     if config.prompt_template.count(PLACEHOLDER) != 1:
         problems.append(f"dataset.prompt_template={config.prompt_template!r} must contain {PLACEHOLDER} exactly once")
-    if task is Task.pairs and config.max_pairs_per_prompt < 1:
-        problems.append(f"dataset.max_pairs_per_prompt={config.max_pairs_per_prompt} must be positive")
-    if task is Task.ranked and config.max_responses < 2:
-        problems.append(f"dataset.max_responses={config.max_responses} must be at least 2")
-    if not 0.0 <= config.label_noise <= 1.0:
-        problems.append(f"dataset.label_noise={config.label_noise} must be between 0 and 1")
     if config.label_noise and task is not Task.pairs:
         problems.append(f"dataset.label_noise={config.label_noise} requires a dataset of pairs")
-    if not 0.0 <= config.eval_fraction < 1.0:
-        problems.append(f"dataset.eval_fraction={config.eval_fraction} must be at least 0 and below 1")
     if config.eval_fraction and config.eval_path:
         problems.append("dataset.eval_fraction and dataset.eval_path are both set; use one of them")
-    for name in ("max_prompt_len", "max_seqlen"):
-        if (value := vars(config)[name]) < 1:
-            problems.append(f"dataset.{name}={value} must be positive")
     if problems:
         raise UserError(problems)
 

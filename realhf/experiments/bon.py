@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from realhf.api.config import DatasetConfig, GenerationConfig, opt
+from realhf.api.config import DatasetConfig, GenerationConfig
+from realhf.api.config.option import COUNT, opt
 from realhf.api.config.preference import EnsembleConfig, Objective
 from realhf.api.experiment import MultiStageExperiment, Stage
 from realhf.base.best_of_n import Entry, curve
@@ -29,11 +30,7 @@ class BestOfNExperiment(Scoring, MultiStageExperiment):
     """Best-of-n curves of reward models (Coste et al. 2024, arXiv 2310.02743), by the unbiased estimator."""
 
     sampling: GenerationConfig = opt(lambda: GenerationConfig(n=16), "sampling, with policy.path")
-    n_grid: list[int] = opt(list, "values of n (default: powers of two, and the number of responses)")
-
-    def problems(self) -> list[str]:
-        problems = [f"n_grid must contain positive numbers, got {n}" for n in self.n_grid if n < 1]
-        return problems + super().problems()
+    n_grid: list[int] = opt(list, "values of n (default: powers of two, and the number of responses)", COUNT)
 
     def stages(self, root: Path) -> Iterator[Stage]:
         """Score all responses in one run, then compute the curves.

@@ -55,15 +55,10 @@ class DPOExperiment(Experiment):
         dpo, loss = self.dpo, self.dpo.loss
         smoothed = (PreferenceLoss.sigmoid, PreferenceLoss.positive)
         return unmet([
-            (dpo.beta > 0, f"dpo.beta must be positive, got {dpo.beta}"),
-            (0 <= dpo.label_smoothing < 0.5,
-             f"dpo.label_smoothing must be at least 0 and below 0.5, got {dpo.label_smoothing}"),
             (dpo.label_smoothing == 0 or loss in smoothed,
              f"dpo.label_smoothing is for dpo.loss=sigmoid and positive, not for {loss.name}"),
-            (dpo.positive_lambda >= 0, f"dpo.positive_lambda must not be negative, got {dpo.positive_lambda}"),
-            (min(dpo.desirable_weight, dpo.undesirable_weight) >= 0 < dpo.desirable_weight + dpo.undesirable_weight,
-             f"dpo.desirable_weight={dpo.desirable_weight} and dpo.undesirable_weight={dpo.undesirable_weight} "
-             "must not be negative, and not both 0"),
+            (dpo.desirable_weight > 0 or dpo.undesirable_weight > 0,
+             "dpo.desirable_weight and dpo.undesirable_weight must not both be 0"),
             (not dpo.unpaired or loss is PreferenceLoss.kto,
              f"dpo.unpaired=True is for dpo.loss=kto; {loss.name} compares two responses"),
             (loss.needs_ref or self.ref == ModelSpec(), f"ref has options, but dpo.loss={loss.name} uses no reference"),

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from realhf.algorithms.policy_gradient.config import PPOConfig
-from realhf.api.config import GenerationConfig, MFCConfig, ModelSpec, RewardConfig, opt
+from realhf.api.config import GenerationConfig, MFCConfig, ModelSpec, RewardConfig
+from realhf.api.config.option import COUNT_OR_ALL, opt
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph
 from realhf.experiments.options.checks import reward_problems, sampling_problems
@@ -17,7 +18,7 @@ class GenerationExperiment(Experiment):
     model: ModelSpec = opt(ModelSpec, "the model")
     gen: MFCConfig = opt(MFCConfig, "generation call")
     sampling: GenerationConfig = opt(GenerationConfig, "sampling")
-    n_logged_generations: int = opt(-1, "number of rows written to generations/ per step, -1 for all")
+    n_logged_generations: int = opt(-1, "number of rows written to generations/ per step, -1 for all", COUNT_OR_ALL)
     judge: bool = opt(False, "verify the responses")
     reward: RewardConfig = opt(RewardConfig, "the verifier (judge=True)")
     rew_inf: MFCConfig = opt(MFCConfig, "verifier call")

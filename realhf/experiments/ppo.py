@@ -66,7 +66,7 @@ class PPOExperiment(Experiment):
         # reading 'rewards' restricts a call to the selected rows
         rows = ("tokens", "rewards") if self.drops_rows else ("tokens",)
         rollout = ("tokens", "prompt_mask", "logprobs", "truncated")
-        resamples = max(ppo.max_resamples, 0) if ppo.dynamic_sampling else 0
+        resamples = ppo.max_resamples if ppo.dynamic_sampling else 0
         *rewards, rew_inf = self.reward_mfcs()
         actor_gen = MFC("actor_gen", "actor", Kind.GENERATE, actor, ("prompts", "row"), rollout, batch)
         mfcs = [actor_gen, *rewards, replace(rew_inf, resamples=resamples)]
@@ -140,7 +140,6 @@ class PPOExperiment(Experiment):
              "critic.init_from_scratch=True needs critic.config=FOLDER_OR_JSON"),
             (self.ppo.advantage is not Advantage["process"] or has_model(self.prm),
              "ppo.advantage=process needs a process reward model: set prm.path"),
-            (self.max_staleness >= 0, f"max_staleness must not be negative, got {self.max_staleness}"),
         ])  # fmt: skip
         problems += reference_problems(self.ref)
         problems += ppo_problems(self.ppo, self._batch) + eval_problems(self.evaluation, self.dataset.holds_out)

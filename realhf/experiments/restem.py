@@ -8,11 +8,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from realhf.api.config import DatasetConfig, ExperimentControl, GenerationConfig, ModelSpec, RewardConfig, opt
+from realhf.api.config import DatasetConfig, ExperimentControl, GenerationConfig, ModelSpec, RewardConfig
+from realhf.api.config.option import COUNT, COUNT_OR_ALL, FILE, FINITE, opt
 from realhf.api.experiment import MultiStageExperiment, Stage
 from realhf.base.errors import RunFailed
 from realhf.experiments.gen import GenerationExperiment
-from realhf.experiments.options.checks import positive_problems, reward_problems, sampling_problems, unmet
+from realhf.experiments.options.checks import reward_problems, sampling_problems, unmet
 from realhf.experiments.sft import SFTExperiment
 
 
@@ -34,20 +35,18 @@ class RestEMExperiment(MultiStageExperiment):
     validation: GenerationConfig = opt(
         lambda: GenerationConfig(n=16, temperature=0.35), "sampling on validation prompts"
     )
-    valid_path: str = opt("", "validation prompts (default: those of dataset.path)")
+    valid_path: str = opt("", "validation prompts (default: those of dataset.path)", FILE)
     reward: RewardConfig = opt(lambda: RewardConfig(wrong_reward=0.0), "the verifier")
-    n_rounds: int = opt(10, "number of rounds")
-    threshold: float = opt(1.0, "minimum reward of the responses to train on")
-    max_per_prompt: int = opt(10, "maximum number of responses per prompt to train on, -1 for all")
+    n_rounds: int = opt(10, "number of rounds", COUNT)
+    threshold: float = opt(1.0, "minimum reward of the responses to train on", FINITE)
+    max_per_prompt: int = opt(10, "maximum number of responses per prompt to train on, -1 for all", COUNT_OR_ALL)
     choice: Choice = opt(Choice.first_drop, "round whose model is the result: first_drop or best")
-    epochs: int = opt(8, "number of training epochs per round")
-    fit_batch: int = opt(64, "number of responses per optimizer step")
+    epochs: int = opt(8, "number of training epochs per round", COUNT)
+    fit_batch: int = opt(64, "number of responses per optimizer step", COUNT)
 
     def problems(self) -> list[str]:
-        problems = positive_problems("", self, "n_rounds", "epochs", "fit_batch")
-        problems += unmet([
-            (self.max_per_prompt >= 1 or self.max_per_prompt == -1,
-             f"max_per_prompt must be positive or -1, got {self.max_per_prompt}"),
+        problems = unmet([
+            (self.max_per_prompt != 0, "max_per_prompt must be positive or -1, got 0"),
             (bool(self.model.path), "model.path is not set (a Hugging Face folder): rounds start from its weights"),
         ])  # fmt: skip
         problems += sampling_problems("sampling", self.sampling) + sampling_problems("validation", self.validation)
@@ -82,7 +81,7 @@ class RestEMExperiment(MultiStageExperiment):
     def sample(self, name: str, policy: str, data: DatasetConfig, sampling: GenerationConfig, seed: int) -> Stage:
         """Return the stage that samples ``sampling.n`` responses per prompt, in the order of the file."""
         config = self.inherit(GenerationExperiment, model=replace(self.model, path=policy), sampling=sampling,
-                              judge=True, reward=self.reward, dataset=replace(data, shuffle=False), seed=seed,
+                              judge=True, reward=self.reward, dataset=replace(data, shuffle=False), seed=seed % 2**63,
                               n_logged_generations=-1, exp_ctrl=self.control(1))  # fmt: skip
         return Stage(name, "gen", config)
 

@@ -7,7 +7,7 @@ from realhf.api.config import MFCConfig, ModelSpec, opt
 from realhf.api.config.preference import RewardModelType, RWConfig
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
-from realhf.experiments.options.checks import positive_problems, unmet
+from realhf.experiments.options.checks import unmet
 
 LABEL_INPUTS = {RewardModelType.outcome: ("tokens", "label"), RewardModelType.process: ("tokens", "step_labels")}
 
@@ -38,8 +38,7 @@ class RewardModelExperiment(Experiment):
 
     def problems(self) -> list[str]:
         reg = self.rw.score_l2_reg
-        return positive_problems("dataset.", self.dataset, "max_pairs_per_prompt") + unmet([
-            (reg >= 0, f"rw.score_l2_reg must not be negative, got {reg}"),
+        return unmet([
             (reg == 0 or self.rw.type not in LABEL_INPUTS,
              f"rw.score_l2_reg={reg} is for pairs and ranked lists, not for rw.type={self.rw.type.name}"),
         ])  # fmt: skip

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from realhf.algorithms.policy_gradient.config import PPOConfig
-from realhf.api.config import GenerationConfig, MFCConfig, ModelSpec, RewardConfig, opt
+from realhf.api.config import GenerationConfig, MFCConfig, ModelSpec, RewardConfig
+from realhf.api.config.option import COUNT_OR_ALL, opt
 from realhf.api.config.preference import EnsembleConfig, ScoreConfig
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import MFC, Graph
@@ -74,7 +75,7 @@ class Scoring(Experiment):
 class ScoreExperiment(Scoring):
     """Score responses with reward models; prompts, responses and scores are written to generations/."""
 
-    n_logged_generations: int = opt(-1, "number of rows written to generations/ per step, -1 for all")
+    n_logged_generations: int = opt(-1, "number of rows written to generations/ per step, -1 for all", COUNT_OR_ALL)
 
     @property
     def task(self) -> Task:

@@ -7,7 +7,6 @@ from realhf.algorithms.policy_gradient.config import Advantage, PPOConfig, VineC
 from realhf.api.codec import to_plain
 from realhf.api.config import KLPlace, LossAggregation, MFCConfig, RewardConfig, opt
 from realhf.api.graph import MFC, InterfaceSpec, Kind
-from realhf.experiments.options.checks import positive_problems
 from realhf.experiments.ppo_math import PPOMathExperiment
 
 
@@ -40,6 +39,3 @@ class VinePPOExperiment(PPOMathExperiment):
             MFC("vine_adv", None, Kind.INFERENCE, advantages,
                 ("prompt_mask", "rewards", "truncated", "state_starts", "state_values"), ("advantages",), batch),
         ]  # fmt: skip
-
-    def problems(self) -> list[str]:
-        return super().problems() + positive_problems("vine.", self.vine, "n_rollouts", "max_states")

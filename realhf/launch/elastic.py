@@ -69,10 +69,7 @@ def failed_permanently(config: ExperimentConfig, deaths: Mapping[int, int]) -> l
 
 
 def elastic_problems(config: ExperimentConfig) -> list[str]:
-    problems = []
-    if config.max_device_failures < 1:
-        problems.append(f"max_device_failures must be positive, got {config.max_device_failures}")
-    if config.recover_allocation and config.recover_allocation not in PLANNED:
-        problems.append(f"recover_allocation={config.recover_allocation}: the number of remaining workers is unknown "
-                        f"in advance; use {', '.join(PLANNED)}")  # fmt: skip
-    return problems
+    if not config.recover_allocation or config.recover_allocation in PLANNED:
+        return []
+    return [f"recover_allocation={config.recover_allocation}: the number of remaining workers is unknown in advance; "
+            f"use {', '.join(PLANNED)}"]  # fmt: skip

@@ -85,7 +85,7 @@ def problems(config: ExperimentConfig) -> list[str]:
     if devices and (config.mode is not Mode.local or config.device is Device.cpu):
         problems.append(f"devices={devices} is for mode=local device=cuda "
                         f"(got mode={config.mode.value} device={config.device.value})")  # fmt: skip
-    if devices and (not len(set(devices)) == len(devices) == config.n_gpus_per_node or min(devices) < 0):
+    if devices and (not len(set(devices)) == len(devices) == config.n_gpus_per_node):
         problems.append(f"devices={devices} does not name n_gpus_per_node={config.n_gpus_per_node} different devices")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if visible != [""] and devices and max(devices) >= len(visible):

@@ -185,8 +185,6 @@ def format_resources(resources: dict[str, float]) -> str:
 def problems(config: ExperimentConfig) -> list[str]:
     """Return the problems with the options of mode=ray."""
     problems = []
-    if config.ray.cpus_per_worker < 1:
-        problems.append(f"ray.cpus_per_worker must be positive, got {config.ray.cpus_per_worker}")
     if not config.ray.address and config.n_nodes != 1:
         problems.append(f"mode=ray without ray.address is for this machine only; set n_nodes=1 (got {config.n_nodes})")
     if config.ray.address.startswith("ray://"):

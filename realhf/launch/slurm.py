@@ -164,8 +164,6 @@ def in_allocation() -> bool:
 def problems(config: ExperimentConfig) -> list[str]:
     """Return the problems with the options of mode=slurm."""
     options, problems = config.slurm, []
-    if options.cpus_per_worker < 1:
-        problems.append(f"slurm.cpus_per_worker must be positive, got {options.cpus_per_worker}")
     problems += [f"slurm.extra: '{word}' is not an option of sbatch; write --name=value"
                  for word in options.extra if not re.fullmatch(r"--?\w.*", word)]  # fmt: skip
     for name in ("partition", "account", "qos", "time", "constraint", "mem_per_node", "gpu"):

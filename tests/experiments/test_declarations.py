@@ -128,11 +128,11 @@ def test_dpo_graph_with_and_without_reference(loss: PreferenceLoss) -> None:
 @pytest.mark.parametrize(
     ("options", "start"),
     [
-        ({"beta": 0}, "dpo.beta must be positive, got 0"),
-        ({"label_smoothing": 0.5}, "dpo.label_smoothing must be at least 0 and below 0.5, got 0.5"),
         ({"label_smoothing": 0.1, "loss": PreferenceLoss.ipo}, "dpo.label_smoothing is for dpo.loss=sigmoid and"),
-        ({"positive_lambda": -1}, "dpo.positive_lambda must not be negative"),
-        ({"desirable_weight": 0, "undesirable_weight": 0}, "dpo.desirable_weight=0 and dpo.undesirable_weight=0 must"),
+        (
+            {"desirable_weight": 0, "undesirable_weight": 0},
+            "dpo.desirable_weight and dpo.undesirable_weight must",
+        ),
         ({"unpaired": True}, "dpo.unpaired=True is for dpo.loss=kto; sigmoid compares two responses"),
     ],
 )
@@ -188,8 +188,6 @@ def test_evaluation_of_ensembles_and_of_check_verifier_status() -> None:
     [
         (EvaluationConfig(n=4), "evaluation.n=4: greedy responses are all the same"),
         (EvaluationConfig(n=4, greedy=False, temperature=0.0), "evaluation.n=4: greedy responses are all the same"),
-        (EvaluationConfig(n=0), "evaluation.n must be positive, got 0"),
-        (EvaluationConfig(top_p=2.0), "evaluation.top_p must be in (0, 1]"),
     ],
 )
 def test_invalid_evaluation_options(evaluation: EvaluationConfig, start: str) -> None:
@@ -215,19 +213,11 @@ def test_dataset_task_depends_on_the_verifier(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "start"),
     [
-        ({"group_size": 0}, "ppo.group_size must be positive, got 0"),
         ({"group_size": 4, "generation_size": 2}, "ppo.generation_size=2 is smaller than ppo.group_size=4"),
         ({"group_adv_norm": True}, "ppo.group_adv_norm needs ppo.group_size > 1"),
-        ({"ppo_n_minibatches": 0}, "ppo.ppo_n_minibatches=0 does not fit dataset.train_bs_n_seqs=128"),
         ({"ppo_n_minibatches": 129}, "ppo.ppo_n_minibatches=129 does not fit"),
-        ({"discount": 1.5}, "ppo.discount must be in [0, 1], got 1.5"),
-        ({"gae_lambda": -1}, "ppo.gae_lambda must be in [0, 1]"),
-        ({"eps_clip": 0}, "ppo.eps_clip must be positive"),
-        ({"value_eps_clip": 0}, "ppo.value_eps_clip must be positive"),
-        ({"kl_ctl": -0.1}, "ppo.kl_ctl must not be negative"),
-        ({"value_loss_type": "mae"}, "ppo.value_loss_type must be mse or huber, got mae"),
+        ({"overlong_buffer": 257}, "ppo.overlong_buffer=257 is larger than ppo.gen.max_new_tokens=256"),
         ({"gen": GenerationConfig(n=2)}, "ppo.gen.n=2 is for the experiment gen; set ppo.group_size"),
-        ({"gen": GenerationConfig(top_p=0)}, "ppo.gen.top_p must be in (0, 1]"),
     ],
 )
 def test_invalid_ppo_options(options: dict, start: str) -> None:
@@ -235,21 +225,10 @@ def test_invalid_ppo_options(options: dict, start: str) -> None:
     assert problem.startswith(start)
 
 
-@pytest.mark.parametrize(
-    ("options", "start"),
-    [
-        ({"max_new_tokens": 0}, "gen.max_new_tokens must be positive, got 0"),
-        ({"min_new_tokens": 300}, "gen.min_new_tokens must be between 0 and max_new_tokens=256, got 300"),
-        ({"top_k": -1}, "gen.top_k must be 0 (all) or positive"),
-        ({"temperature": -1}, "gen.temperature must not be negative"),
-        ({"n": 0}, "gen.n must be positive"),
-        ({"max_num_seqs": 0}, "gen.max_num_seqs must be positive"),
-    ],
-)
-def test_invalid_sampling_options(options: dict, start: str) -> None:
-    problem = sampling_problems("gen", GenerationConfig(**options))[0]
-    assert problem.startswith(start)
-    assert sampling_problems("gen", GenerationConfig()) == []
+def test_invalid_sampling_options() -> None:
+    problem = "gen.min_new_tokens=300 is larger than gen.max_new_tokens=256"
+    assert sampling_problems("gen", GenerationConfig(min_new_tokens=300)) == [problem]
+    assert sampling_problems("gen", GenerationConfig(min_new_tokens=256)) == []
 
 
 def test_options_without_effect_are_errors() -> None:
@@ -265,12 +244,9 @@ def test_options_without_effect_are_errors() -> None:
 
 
 def test_all_problems_are_reported_at_once() -> None:
-    experiment = PPOMathExperiment(ppo=PPOConfig(group_size=0, gen=GenerationConfig(top_p=2)))
-    experiment.reward.timeout, experiment.reward.processes = 0, 0
+    experiment = PPOMathExperiment(ppo=PPOConfig(group_adv_norm=True, gen=GenerationConfig(min_new_tokens=999)))
+    experiment.reward.weights, experiment.reward.token_env = [1.0, 2.0], "X"
     assert len(experiment.problems()) == 4
-    rw = RewardModelExperiment()
-    rw.dataset.max_pairs_per_prompt = 0
-    assert rw.problems() == ["dataset.max_pairs_per_prompt must be positive, got 0"]
 
 
 def test_user_defined_experiment(tmp_path: Path) -> None:

@@ -48,14 +48,12 @@ def test_invalid_options() -> None:
         "ensemble.objective=WCO, but ensemble.members is empty"
         in problems(ensemble=EnsembleConfig([], Objective.WCO))[0]
     )
-    assert "uwo_weight must not be negative, got -1" in problems(ensemble=EnsembleConfig(["a"], uwo_weight=-1))[0]
     assert any("ensemble has options, but" in line for line in PPOMathExperiment(ensemble=TWO).problems())
     scoring = ScoreExperiment(gold=ModelSpec("g"), judge=True, sampling=GenerationConfig(n=2)).problems()
     assert (
         len(scoring) == 2 and "gold scores come from one of them" in scoring[0] and "without policy.path" in scoring[1]
     )
     assert "judge=False uses no verifier" in ScoreExperiment(reward=RewardConfig(fn="code")).problems()[0]
-    assert BestOfNExperiment(n_grid=[1, 0]).problems() == ["n_grid must contain positive numbers, got 0"]
 
 
 def test_scoring_of_sampled_and_of_existing_responses() -> None:

@@ -52,7 +52,6 @@ def test_workers_fail_permanently_after_several_deaths() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_device_failures": 0}, "max_device_failures must be positive"),
         ({"recover_allocation": "d2"}, "recover_allocation=d2: the number of remaining workers is unknown"),
         ({"devices": [0, 1]}, "does not name n_gpus_per_node=4 different devices"),
         ({"devices": [0, 1, 1, 2]}, "does not name n_gpus_per_node=4 different devices"),

@@ -16,8 +16,7 @@ The actor is dead because its node has died. Node Id: 55
 
 @pytest.mark.parametrize(
     "nodes, options, text",
-    [(2, RayConfig(), "n_nodes=1"), (1, RayConfig("ray://head:10001"), "part of the cluster"),
-     (1, RayConfig(cpus_per_worker=0), "cpus_per_worker")],
+    [(2, RayConfig(), "n_nodes=1"), (1, RayConfig("ray://head:10001"), "part of the cluster")],
 )  # fmt: skip
 def test_invalid_options(nodes: int, options: RayConfig, text: str) -> None:
     (problem,) = launch_problems(ExperimentConfig(mode=Mode.ray, n_nodes=nodes, ray=options))

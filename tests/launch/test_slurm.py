@@ -78,9 +78,9 @@ def test_command_of_a_step(tmp_path: Path) -> None:
 def test_invalid_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert launch_problems(config(extra=["--mail-type=END", "-x n3"])) == []
-    invalid = config(cpus_per_worker=0, extra=["mail"], time="1 day", array_seeds=[1, 1])
+    invalid = config(extra=["mail"], time="1 day", array_seeds=[1, 1])
     assert [problem.split(" ")[0].split("=")[0] for problem in launch_problems(invalid)] == [
-        "slurm.cpus_per_worker", "slurm.extra:", "slurm.time", "slurm.array_seeds"]  # fmt: skip
+        "slurm.extra:", "slurm.time", "slurm.array_seeds"]  # fmt: skip
     (problem,) = launch_problems(ExperimentConfig(slurm=SlurmConfig(array_seeds=[1])))
     assert "mode=slurm" in problem
 

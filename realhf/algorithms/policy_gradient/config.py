@@ -7,8 +7,17 @@ from typing import TYPE_CHECKING, Any
 from realhf.algorithms.policy_gradient.advantages import ADVANTAGES
 from realhf.algorithms.policy_gradient.components import help_text, options_class
 from realhf.algorithms.policy_gradient.policy_losses import POLICY_LOSSES
-from realhf.api.config import GenerationConfig, opt
-from realhf.api.config.choices import Delta, KLEstimator, KLPlace, LossAggregation, StepSplitter, ValueNormType
+from realhf.api.config import GenerationConfig
+from realhf.api.config.choices import (
+    Delta,
+    KLEstimator,
+    KLPlace,
+    LossAggregation,
+    StepSplitter,
+    ValueLossType,
+    ValueNormType,
+)
+from realhf.api.config.option import CAP, COUNT, DECAY, FINITE, FRACTION, NATURAL, NON_NEGATIVE, POSITIVE, opt
 
 if TYPE_CHECKING:  # type checkers cannot read members and fields from a dict
 
@@ -29,9 +38,9 @@ else:
 class PRMRewardConfig:
     """Step rewards from a process reward model (algorithms/policy_gradient/prm_rewards.py)."""
 
-    alpha: float = opt(1.0, "weight of the step rewards relative to the outcome reward")
+    alpha: float = opt(1.0, "weight of the step rewards relative to the outcome reward", FINITE)
     clip: bool = opt(False, "clip step rewards to min(q - eta, 0)")
-    eta: float | None = opt(None, "threshold of clip (default: mean over all steps of the batch)")
+    eta: float | None = opt(None, "threshold of clip (default: mean over all steps of the batch)", FINITE)
     delta: Delta = opt(Delta.none, "differences of step rewards: none, paper (q_k - q_k+1) or potential (q_k+1 - q_k)")
     step_splitter: StepSplitter = opt(StepSplitter.line, "unit of a step: line or latex")
 
@@ -41,51 +50,51 @@ class PPOConfig:
     """PPO and related algorithms (sources in docs and in algorithms/policy_gradient/ppo_formulas.py)."""
 
     gen: GenerationConfig = opt(GenerationConfig, "sampling")
-    ppo_n_minibatches: int = opt(4, "number of optimizer steps per batch")
-    group_size: int = opt(1, "number of responses per prompt used for training")
-    generation_size: int | None = opt(None, "number of sampled responses per prompt; the best group_size are used")
-    kl_ctl: float = opt(0.1, "KL coefficient")
+    ppo_n_minibatches: int = opt(4, "number of optimizer steps per batch", COUNT)
+    group_size: int = opt(1, "number of responses per prompt used for training", COUNT)
+    generation_size: int | None = opt(None, "sampled responses per prompt; the best group_size are used", COUNT)
+    kl_ctl: float = opt(0.1, "KL coefficient", NON_NEGATIVE)
     kl_in: KLPlace = opt(KLPlace.reward, "place of the KL penalty: reward, loss, or none (no reference model)")
     kl_reward_estimator: KLEstimator = opt(KLEstimator.k1, "KL estimator in the reward")
     kl_loss_estimator: KLEstimator = opt(KLEstimator.k3, "KL estimator in the loss")
     kl_loss_aggregation: LossAggregation | None = opt(None, "aggregation of the KL loss (default: loss_aggregation)")
-    kl_loss_clip: float | None = opt(None, "upper bound of the per-token KL loss, which is clamped to [0, this]")
+    kl_loss_clip: float | None = opt(None, "the per-token KL loss is clamped to [0, this]", POSITIVE)
     kl_monitor: list[KLEstimator] = opt(list, "KL estimators reported as metrics, in addition to k1")
     use_adaptive_kl_ctl: bool = opt(False, "adapt the KL coefficient towards adaptive_kl_target")
-    adaptive_kl_target: float = opt(6.0, "target KL per response in nats")
-    adaptive_kl_horizon: float = opt(10000.0, "horizon of the adaptive KL controller in responses")
-    discount: float = opt(1.0, "discount factor gamma of GAE")
-    gae_lambda: float = opt(1.0, "lambda of GAE")
-    eps_clip: float = opt(0.2, "clip range of the policy ratio")
-    eps_clip_high: float | None = opt(None, "upper clip range of the policy ratio (default: eps_clip)")
+    adaptive_kl_target: float = opt(6.0, "target KL per response in nats", POSITIVE)
+    adaptive_kl_horizon: float = opt(10000.0, "horizon of the adaptive KL controller in responses", POSITIVE)
+    discount: float = opt(1.0, "discount factor gamma of GAE", FRACTION)
+    gae_lambda: float = opt(1.0, "lambda of GAE", FRACTION)
+    eps_clip: float = opt(0.2, "clip range of the policy ratio", CAP)
+    eps_clip_high: float | None = opt(None, "upper clip range of the policy ratio (default: eps_clip)", CAP)
     policy_loss: PolicyLoss = opt(PolicyLoss["clip"], help_text(POLICY_LOSSES))
     losses: PolicyLossOptions = opt(PolicyLossOptions, "options of single policy losses")
     loss_aggregation: LossAggregation = opt(LossAggregation.token_mean, "token_mean, seq_mean, seq_sum, or constant")
-    loss_length: float | None = opt(None, "divisor of loss_aggregation=constant (default: gen.max_new_tokens)")
+    loss_length: float | None = opt(None, "divisor of loss_aggregation=constant (default: max_new_tokens)", POSITIVE)
     advantage: Advantage = opt(Advantage["gae"], help_text(ADVANTAGES))
     advantages: AdvantageOptions = opt(AdvantageOptions, "options of single advantage estimators")
     recompute_logprobs: bool = opt(False, "recompute old log-probs in the trainer, with importance weights")
-    is_weight_cap: float = opt(2.0, "cap of the importance weights p_trainer / p_generator (recompute_logprobs)")
+    is_weight_cap: float = opt(2.0, "cap of the importance weights p_trainer / p_generator (recompute_logprobs)", CAP)
     dynamic_sampling: bool = opt(False, "replace prompts whose responses all have the same reward by further prompts")
-    max_resamples: int = opt(8, "maximum number of times a step samples further prompts (dynamic_sampling)")
-    overlong_buffer: int = opt(0, "number of tokens before max_new_tokens over which the length penalty grows")
-    overlong_penalty: float = opt(1.0, "penalty of a response of max_new_tokens (overlong_buffer)")
+    max_resamples: int = opt(8, "maximum number of resamples per step (dynamic_sampling)", NATURAL)
+    overlong_buffer: int = opt(0, "tokens before max_new_tokens over which the length penalty grows", NATURAL)
+    overlong_penalty: float = opt(1.0, "penalty of a response of max_new_tokens (overlong_buffer)", NON_NEGATIVE)
     prm: PRMRewardConfig = opt(PRMRewardConfig, "step rewards of the process reward model (prm)")
-    value_eps_clip: float = opt(0.2, "clip range of the values around the old values")
-    value_loss_type: str = opt("mse", "value loss: mse or huber")
-    max_reward_clip: float = opt(20.0, "clip range of the scaled reward")
-    reward_output_scaling: float = opt(1.0, "scaling in reward = (score - bias) * scaling")
-    reward_output_bias: float = opt(0.0, "bias in reward = (score - bias) * scaling")
-    early_stop_imp_ratio: float | None = opt(5.0, "skip a mini-batch whose mean importance ratio exceeds this")
-    early_stop_kl: float | None = opt(None, "skip a mini-batch whose approximate KL exceeds this")
+    value_eps_clip: float = opt(0.2, "clip range of the values around the old values", CAP)
+    value_loss_type: ValueLossType = opt(ValueLossType.mse, "value loss: mse or huber")
+    max_reward_clip: float = opt(20.0, "clip range of the scaled reward", CAP)
+    reward_output_scaling: float = opt(1.0, "scaling in reward = (score - bias) * scaling", FINITE)
+    reward_output_bias: float = opt(0.0, "bias in reward = (score - bias) * scaling", FINITE)
+    early_stop_imp_ratio: float | None = opt(5.0, "skip mini-batches whose mean ratio exceeds this", POSITIVE)
+    early_stop_kl: float | None = opt(None, "skip mini-batches whose approximate KL exceeds this", POSITIVE)
     adv_norm: bool = opt(True, "normalize advantages over the batch")
     group_adv_norm: bool = opt(False, "normalize advantages over each prompt's group instead of the batch")
     adv_norm_unbiased: bool = opt(False, "adv_norm divides by sqrt(unbiased variance + 1e-8), as in VinePPO")
     value_norm: bool = opt(True, "train the critic on normalized returns")
     value_norm_type: ValueNormType = opt(ValueNormType.exp, "return statistics: exp (moving average) or ma (all steps)")
-    value_norm_beta: float = opt(0.99995, "decay of value_norm_type=exp")
-    value_norm_eps: float = opt(1e-5, "epsilon of value normalization")
-    ref_ema_eta: float | None = opt(None, "update the reference after each step: eta * actor + (1 - eta) * reference")
+    value_norm_beta: float = opt(0.99995, "decay of value_norm_type=exp", DECAY)
+    value_norm_eps: float = opt(1e-5, "epsilon of value normalization", POSITIVE)
+    ref_ema_eta: float | None = opt(None, "EMA update of the reference: eta * actor + (1 - eta) * ref", FRACTION)
     disable_value: bool = opt(False, "train without a critic: advantages from returns only")
     mask_no_eos_with_zero: bool = opt(False, "score truncated responses with 0")
     mask_too_long: bool = opt(False, "exclude truncated responses from training")
@@ -95,6 +104,6 @@ class PPOConfig:
 class VineConfig:
     """Monte Carlo value estimates of intermediate states (VinePPO)."""
 
-    n_rollouts: int = opt(9, "number of rollouts per state")
+    n_rollouts: int = opt(9, "number of rollouts per state", COUNT)
     step_splitter: StepSplitter = opt(StepSplitter.line, "unit of a step: line (GSM8K), or latex (MATH sentences)")
-    max_states: int | None = opt(None, "maximum number of states per response; later ones get the response's reward")
+    max_states: int | None = opt(None, "maximum states per response; later ones get its reward", COUNT)

@@ -19,8 +19,6 @@ from realhf.data.protocols import Engine, InterfaceContext, Limits, Loss, LossFn
 from realhf.ops.masked import group_normalise, masked_sums, normalise
 from realhf.ops.rows import PackedRows, per_token
 
-VALUE_LOSSES = ("mse", "huber")
-
 
 def train_minibatches(
     engine: Engine, parts: list[SequenceBatch], loss_fn: LossFn, limits: Limits, count: Callable[[SequenceBatch], float]
@@ -168,8 +166,6 @@ class PPOCritic:
     config_type = PPOConfig
 
     def __init__(self, config: PPOConfig, context: InterfaceContext) -> None:
-        if config.value_loss_type not in VALUE_LOSSES:
-            raise ValueError(f"value_loss_type '{config.value_loss_type}' is not one of {', '.join(VALUE_LOSSES)}")
         if config.disable_value:
             raise ValueError("disable_value is set: there is no critic to run")
         self.config = config

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from realhf.algorithms.policy_gradient.config import PPOConfig
-from realhf.api.config import ValueNormType
+from realhf.api.config import ValueLossType, ValueNormType
 from realhf.api.messages import State
 from realhf.data.protocols import Loss
 
@@ -73,7 +73,7 @@ def critic_loss(values: Tensor, old_values: Tensor, targets: Tensor, mask: Tenso
     """
 
     def loss_of(error: Tensor) -> Tensor:
-        if config.value_loss_type == "huber":
+        if config.value_loss_type is ValueLossType.huber:
             return functional.huber_loss(error, torch.zeros_like(error), reduction="none", delta=HUBER_DELTA)
         return 0.5 * error.square()
 

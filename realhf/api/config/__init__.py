@@ -14,7 +14,9 @@ from realhf.api.config.choices import (
     OptimizerType,
     RecoverMode,
     StepSplitter,
+    ValueLossType,
     ValueNormType,
+    WandbMode,
 )
 from realhf.api.config.dataset import DatasetConfig
 from realhf.api.config.experiment import ExperimentConfig, ExperimentControl

@@ -52,6 +52,11 @@ class ValueNormType(Enum):
     ma = "ma"
 
 
+class ValueLossType(Enum):
+    mse = "mse"
+    huber = "huber"
+
+
 class LossAggregation(Enum):
     token_mean = "token_mean"
     seq_mean = "seq_mean"
@@ -63,6 +68,12 @@ class KLPlace(Enum):
     reward = "reward"
     loss = "loss"
     none = "none"
+
+
+class WandbMode(Enum):
+    disabled = "disabled"
+    online = "online"
+    offline = "offline"
 
 
 class StepSplitter(Enum):

@@ -1,31 +1,32 @@
 """Options of every experiment."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from realhf.api.config.choices import Device, Mode, RecoverMode
 from realhf.api.config.dataset import DatasetConfig
 from realhf.api.config.launch import PlannerConfig, RayConfig, SlurmConfig, TensorboardConfig, WandbConfig
 from realhf.api.config.model import VllmConfig
-from realhf.api.config.option import opt
+from realhf.api.config.option import COUNT, COUNT_OR_ALL, NATURAL, NON_NEGATIVE, SECONDS, SEED, Range, leaves, opt
 
 
 @dataclass
 class ExperimentControl:
-    total_train_epochs: int = opt(1, "number of passes over the data")
-    total_train_steps: int | None = opt(None, "maximum number of steps")
+    total_train_epochs: int = opt(1, "number of passes over the data", COUNT)
+    total_train_steps: int | None = opt(None, "maximum number of steps", COUNT)
     eval_at_start: bool = opt(True, "evaluate on held-out rows before the first step")
-    eval_freq_steps: int | None = opt(None, "evaluate every this many steps, and at the end")
-    eval_freq_epochs: int | None = opt(None, "evaluate every this many epochs")
-    eval_freq_secs: int | None = opt(None, "evaluate every this many seconds")
+    eval_freq_steps: int | None = opt(None, "evaluate every this many steps, and at the end", COUNT)
+    eval_freq_epochs: int | None = opt(None, "evaluate every this many epochs", COUNT)
+    eval_freq_secs: int | None = opt(None, "evaluate every this many seconds", COUNT)
     keep_best: str = opt("", "metric of the evaluation that selects the models in best/, such as eval/accuracy; "
                              "-eval/loss to minimize")  # fmt: skip
-    save_freq_steps: int | None = opt(None, "save models to models/ every this many steps, and at the end")
-    save_freq_epochs: int | None = opt(None, "save models every this many epochs")
-    save_freq_secs: int | None = opt(None, "save models every this many seconds")
-    ckpt_freq_steps: int | None = opt(None, "write a checkpoint every this many steps, and at the end")
-    ckpt_freq_epochs: int | None = opt(None, "write a checkpoint every this many epochs")
-    ckpt_freq_secs: int | None = opt(None, "write a checkpoint every this many seconds")
-    keep_last: int = opt(2, "number of checkpoints to keep, 0 for all")
+    save_freq_steps: int | None = opt(None, "save models to models/ every this many steps, and at the end", COUNT)
+    save_freq_epochs: int | None = opt(None, "save models every this many epochs", COUNT)
+    save_freq_secs: int | None = opt(None, "save models every this many seconds", COUNT)
+    ckpt_freq_steps: int | None = opt(None, "write a checkpoint every this many steps, and at the end", COUNT)
+    ckpt_freq_epochs: int | None = opt(None, "write a checkpoint every this many epochs", COUNT)
+    ckpt_freq_secs: int | None = opt(None, "write a checkpoint every this many seconds", COUNT)
+    keep_last: int = opt(2, "number of checkpoints to keep, 0 for all", NATURAL)
 
 
 @dataclass
@@ -36,24 +37,24 @@ class ExperimentConfig:
     overwrite: bool = opt(False, "replace an existing run directory")
     mode: Mode = opt(Mode.local, "local: one process per worker; inline: one process, for debugging; ray; slurm")
     device: Device = opt(Device.auto, "device type: cpu, cuda, or auto to detect it")
-    n_nodes: int = opt(1, "number of machines; more than one requires mode=slurm or mode=ray")
-    n_gpus_per_node: int = opt(1, "number of workers per machine; with device=cpu a worker is a process")
+    n_nodes: int = opt(1, "number of machines; more than one requires mode=slurm or mode=ray", Range(1, 2**16))
+    n_gpus_per_node: int = opt(1, "workers per machine; with device=cpu a worker is a process", Range(1, 1024))
     allocation_mode: str = opt("heuristic", "execution plan: heuristic, search, manual, d2t1p1, or actor_gen:d2,*:d1")
-    seed: int = opt(1, "random seed")
-    threads_per_worker: int = opt(0, "number of CPU threads per worker, 0 for cores / workers")
-    startup_timeout: float = opt(180.0, "timeout of worker startup in seconds")
-    heartbeat_timeout: float = opt(60.0, "seconds without a heartbeat after which a worker is lost, 0 to disable")
+    seed: int = opt(1, "random seed", SEED)
+    threads_per_worker: int = opt(0, "number of CPU threads per worker, 0 for cores / workers", NATURAL)
+    startup_timeout: float = opt(180.0, "timeout of worker startup in seconds", SECONDS)
+    heartbeat_timeout: float = opt(60.0, "seconds without a heartbeat of a lost worker, 0: never", Range(0, 10**6))
     channel_address: str = opt("", "listen address of the master, tcp://HOST:PORT (default: a private local socket)")
     recover_mode: RecoverMode = opt(RecoverMode.disabled, "disabled, resume, fault (restart a failed run), auto (both)")
-    recover_retries: int = opt(1, "number of restarts after failures, with recover_mode=fault or auto")
-    max_device_failures: int = opt(2, "worker failures after which a restart excludes the device (mode=local)")
+    recover_retries: int = opt(1, "number of restarts after failures, with recover_mode=fault or auto", NATURAL)
+    max_device_failures: int = opt(2, "worker failures after which a restart excludes the device (mode=local)", COUNT)
     recover_allocation: str = opt("", "allocation_mode of restarts with fewer workers (default: unchanged if possible)")
-    devices: list[int] = opt(list, "CUDA device indices of the workers (mode=local; default: the first devices)")
-    max_staleness: int = opt(0, "maximum number of steps that generation may run ahead of training; 0 is on-policy")
-    logprob_diff_warning: float = opt(0.1, "warn above this trainer-generator log-prob difference in nats, 0: never")
-    call_timeout: float = opt(3600.0, "timeout of a request to the workers in seconds")
+    devices: list[int] = opt(list, "CUDA devices of the workers (mode=local; default: the first ones)", NATURAL)
+    max_staleness: int = opt(0, "steps that generation may run ahead of training; 0 is on-policy", NATURAL)
+    logprob_diff_warning: float = opt(0.1, "warn above this trainer-generator difference in nats, 0: off", NON_NEGATIVE)
+    call_timeout: float = opt(3600.0, "timeout of a request to the workers in seconds", SECONDS)
     verify_reallocation: bool = opt(False, "compare checksums of the weights after every reallocation")
-    n_logged_generations: int = opt(8, "number of rows written to generations/ per step")
+    n_logged_generations: int = opt(8, "number of rows written to generations/ per step, -1 for all", COUNT_OR_ALL)
     save_roles: list[str] = opt(list, "roles whose models are saved (default: all trained roles)")
     exp_ctrl: ExperimentControl = opt(ExperimentControl, "length of the run, evaluation, saving and checkpoints")
     dataset: DatasetConfig = opt(DatasetConfig, "dataset")
@@ -63,6 +64,13 @@ class ExperimentConfig:
     ray: RayConfig = opt(RayConfig, "Ray cluster, with mode=ray")
     wandb: WandbConfig = opt(WandbConfig, "Weights & Biases")
     tensorboard: TensorboardConfig = opt(TensorboardConfig, "TensorBoard")
+    interpolations: dict[str, tuple[Any, Any]] = field(default_factory=dict, metadata={"omegaconf_ignore": True})
+    """Options given as ``${...}``: text and resolved value by full name. Not an option."""
+
+    def unresolved(self) -> dict[str, Any]:
+        """Return the texts of the options given as ``${...}`` whose values have not been replaced since."""
+        values = {key: value for key, _, value in leaves(self)}
+        return {k: text for k, (text, value) in self.interpolations.items() if k in values and values[k] == value}
 
     def warnings(self) -> list[str]:
         """Return warnings about valid but questionable options, one line each."""

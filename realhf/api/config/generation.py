@@ -2,28 +2,28 @@
 
 from dataclasses import dataclass
 
-from realhf.api.config.option import opt
+from realhf.api.config.option import COUNT, NATURAL, NON_NEGATIVE, PROBABILITY, opt
 
 
 @dataclass
 class GenerationConfig:
-    n: int = opt(1, "number of responses per prompt (gen only; PPO uses group_size)")
-    max_new_tokens: int = opt(256, "maximum response length in tokens, including the stop token")
-    min_new_tokens: int = opt(0, "minimum number of tokens before a stop token may be sampled")
+    n: int = opt(1, "number of responses per prompt (gen only; PPO uses group_size)", COUNT)
+    max_new_tokens: int = opt(256, "maximum response length in tokens, including the stop token", COUNT)
+    min_new_tokens: int = opt(0, "minimum number of tokens before a stop token may be sampled", NATURAL)
     greedy: bool = opt(False, "greedy decoding")
-    top_p: float = opt(1.0, "probability mass of nucleus sampling, in (0, 1]")
-    top_k: int = opt(0, "sample from the k most likely tokens, 0 for all")
-    temperature: float = opt(1.0, "sampling temperature, 0 for greedy decoding")
-    stop_token_ids: list[int] = opt(list, "token ids that end a response, in addition to the tokenizer's EOS token")
-    max_num_seqs: int = opt(256, "maximum number of sequences decoded at a time (continuous batching)")
+    top_p: float = opt(1.0, "probability mass of nucleus sampling", PROBABILITY)
+    top_k: int = opt(0, "sample from the k most likely tokens, 0 for all", NATURAL)
+    temperature: float = opt(1.0, "sampling temperature, 0 for greedy decoding", NON_NEGATIVE)
+    stop_token_ids: list[int] = opt(list, "token ids that end a response, besides the EOS token", NATURAL)
+    max_num_seqs: int = opt(256, "maximum number of sequences decoded at a time (continuous batching)", COUNT)
 
 
 @dataclass
 class EvaluationConfig:
     """Sampling on held-out prompts; lengths and stop tokens are those of ppo.gen."""
 
-    n: int = opt(1, "number of responses per held-out prompt")
+    n: int = opt(1, "number of responses per held-out prompt", COUNT)
     greedy: bool = opt(True, "greedy decoding")
-    top_p: float = opt(1.0, "probability mass of nucleus sampling, in (0, 1]")
-    top_k: int = opt(0, "sample from the k most likely tokens, 0 for all")
-    temperature: float = opt(1.0, "sampling temperature, 0 for greedy decoding")
+    top_p: float = opt(1.0, "probability mass of nucleus sampling", PROBABILITY)
+    top_k: int = opt(0, "sample from the k most likely tokens, 0 for all", NATURAL)
+    temperature: float = opt(1.0, "sampling temperature, 0 for greedy decoding", NON_NEGATIVE)

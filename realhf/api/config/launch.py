@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from realhf.api.config.option import opt
+from realhf.api.config.choices import WandbMode
+from realhf.api.config.option import COUNT, FILE, GIGABYTES, POSITIVE, SECONDS, SEED, opt
 
 
 @dataclass
@@ -16,37 +17,37 @@ class SlurmConfig:
     signal_s: int = opt(300, "seconds before the time limit at which a run with checkpoints stops, 0 to disable")
     constraint: str = opt("", "required node features")
     exclusive: bool = opt(False, "allocate whole nodes")
-    cpus_per_worker: int = opt(1, "number of cores per worker")
+    cpus_per_worker: int = opt(1, "number of cores per worker", COUNT)
     mem_per_node: str = opt("", "memory per node, such as 200G; 0 for all memory")
     gpu: str = opt("gpu", "generic resource of a GPU, such as gpu:a100 (device=cuda)")
     container_image: str = opt("", "container image of the workers (srun --container-image)")
     container_mounts: str = opt("", "mounts of the container (srun --container-mounts)")
-    python: str = opt("", "Python interpreter of the workers (default: the current one)")
+    python: str = opt("", "Python interpreter of the workers (default: the current one)", FILE)
     setup: list[str] = opt(list, "shell commands before the run, such as 'module load cuda'")
     extra: list[str] = opt(list, "further sbatch options, such as --mail-type=END")
-    array_seeds: list[int] = opt(list, "seeds of a job array with one run per seed")
+    array_seeds: list[int] = opt(list, "seeds of a job array with one run per seed", SEED)
 
 
 @dataclass
 class RayConfig:
     address: str = opt("", "address of a Ray cluster, HOST:PORT or auto (default: start a local cluster)")
-    cpus_per_worker: int = opt(1, "number of cores per worker")
+    cpus_per_worker: int = opt(1, "number of cores per worker", COUNT)
 
 
 @dataclass
 class PlannerConfig:
     """Assumptions of the cost model, and limits of the plan search."""
 
-    profile: str = opt("", "profile of this machine from realhf profile (default: fileroot/profile.json, if it exists)")
-    hardware: str = opt("", "hardware limits without a profile: a100, h100, h200, cpu or a YAML file")
-    memory_gb: float | None = opt(None, "memory per worker in GB (default: that of the device, or an equal CPU share)")
-    new_tokens: float | None = opt(None, "expected response length in tokens (default: max_new_tokens)")
-    budget_s: float = opt(60.0, "time limit of the plan search in seconds")
+    profile: str = opt("", "profile of this machine (default: fileroot/profile.json, if it exists)", FILE)
+    hardware: str = opt("", "hardware limits without a profile: a100, h100, h200, cpu or a YAML file", FILE)
+    memory_gb: float | None = opt(None, "memory per worker in GB (default: device, or equal CPU share)", GIGABYTES)
+    new_tokens: float | None = opt(None, "expected response length in tokens (default: max_new_tokens)", POSITIVE)
+    budget_s: float = opt(60.0, "time limit of the plan search in seconds", SECONDS)
 
 
 @dataclass
 class WandbConfig:
-    mode: str = opt("disabled", "disabled, online or offline (extra wandb)")
+    mode: WandbMode = opt(WandbMode.disabled, "disabled, online or offline (extra wandb)")
     project: str | None = opt(None, "project")
     entity: str | None = opt(None, "entity")
     name: str | None = opt(None, "run name")

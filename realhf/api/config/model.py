@@ -3,28 +3,40 @@
 from dataclasses import dataclass
 
 from realhf.api.config.choices import Backend, LRSchedule, OptimizerType
-from realhf.api.config.option import opt
+from realhf.api.config.option import (
+    COUNT,
+    DECAY,
+    FILE,
+    FRACTION,
+    GIGABYTES,
+    NATURAL,
+    NON_NEGATIVE,
+    PATH,
+    POSITIVE,
+    SECONDS,
+    opt,
+)
 
 
 @dataclass
 class OptimizerConfig:
     type: OptimizerType = opt(OptimizerType.adam, "adam, or none for a model without updates")
-    lr: float = opt(1e-5, "peak learning rate")
-    weight_decay: float = opt(0.05, "decoupled weight decay, matrices only")
-    beta1: float = opt(0.9, "Adam beta1")
-    beta2: float = opt(0.95, "Adam beta2")
-    eps: float = opt(1e-5, "Adam epsilon")
-    min_lr_ratio: float = opt(0.0, "final learning rate divided by the peak")
+    lr: float = opt(1e-5, "peak learning rate", NON_NEGATIVE)
+    weight_decay: float = opt(0.05, "decoupled weight decay, matrices only", NON_NEGATIVE)
+    beta1: float = opt(0.9, "Adam beta1", DECAY)
+    beta2: float = opt(0.95, "Adam beta2", DECAY)
+    eps: float = opt(1e-5, "Adam epsilon", POSITIVE)
+    min_lr_ratio: float = opt(0.0, "final learning rate divided by the peak", FRACTION)
     lr_scheduler_type: LRSchedule = opt(LRSchedule.cosine, "learning-rate decay after warmup")
-    warmup_steps_proportion: float = opt(0.02, "fraction of all steps with linear warmup")
-    gradient_clipping: float = opt(1.0, "maximum global gradient norm, 0 for no clipping")
+    warmup_steps_proportion: float = opt(0.02, "fraction of all steps with linear warmup", FRACTION)
+    gradient_clipping: float = opt(1.0, "maximum global gradient norm, 0 for no clipping", NON_NEGATIVE)
 
 
 @dataclass
 class ModelSpec:
-    path: str | None = opt(None, "Hugging Face folder with weights, config and tokenizer")
-    config: str | None = opt(None, "config.json (or its folder), with init_from_scratch")
-    tokenizer: str | None = opt(None, "tokenizer folder (default: path)")
+    path: str | None = opt(None, "Hugging Face folder with weights, config and tokenizer", PATH)
+    config: str | None = opt(None, "config.json (or its folder), with init_from_scratch", PATH)
+    tokenizer: str | None = opt(None, "tokenizer folder (default: path)", PATH)
     init_from_scratch: bool = opt(False, "initialize random weights from config, seeded")
     init_critic_from_actor: bool = opt(False, "replace the vocabulary head of a language model by a new scalar head")
     bf16: bool | None = opt(None, "bfloat16 parameters with float32 master weights (default: on GPUs only)")
@@ -37,25 +49,25 @@ class ModelSpec:
 
 @dataclass
 class ParallelConfig:
-    data_parallel_size: int = opt(1, "data-parallel size")
-    tensor_parallel_size: int = opt(1, "tensor-parallel size")
-    pipeline_parallel_size: int = opt(1, "pipeline-parallel size")
+    data_parallel_size: int = opt(1, "data-parallel size", COUNT)
+    tensor_parallel_size: int = opt(1, "tensor-parallel size", COUNT)
+    pipeline_parallel_size: int = opt(1, "pipeline-parallel size", COUNT)
 
 
 @dataclass
 class MicroBatchConfig:
-    n_mbs: int = opt(1, "minimum number of micro-batches")
-    max_tokens_per_mb: int | None = opt(None, "maximum tokens per micro-batch (default: 4096 on CPU, 16384 on GPU)")
+    n_mbs: int = opt(1, "minimum number of micro-batches", COUNT)
+    max_tokens_per_mb: int | None = opt(None, "tokens per micro-batch (default: 4096 on CPU, 16384 on GPU)", COUNT)
 
 
 @dataclass
 class VllmConfig:
-    python: str | None = opt(None, "Python interpreter with vLLM (default: the current one)")
-    kv_cache_gb: float = opt(1.0, "KV cache of each engine in GB")
-    max_length: int = opt(0, "maximum sequence length in tokens, 0 for the maximum of the model")
-    max_num_seqs: int = opt(256, "maximum number of sequences decoded at a time")
+    python: str | None = opt(None, "Python interpreter with vLLM (default: the current one)", FILE)
+    kv_cache_gb: float = opt(1.0, "KV cache of each engine in GB", GIGABYTES)
+    max_length: int = opt(0, "maximum sequence length in tokens, 0 for the maximum of the model", NATURAL)
+    max_num_seqs: int = opt(256, "maximum number of sequences decoded at a time", COUNT)
     pack: bool = opt(True, "on CPU, pack weights for vLLM's kernels: faster decoding, slower weight updates")
-    timeout: float = opt(600.0, "timeout of startup, weight updates and generation calls in seconds")
+    timeout: float = opt(600.0, "timeout of startup, weight updates and generation calls in seconds", SECONDS)
 
 
 @dataclass

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from realhf.api.config import StepSplitter, opt
+from realhf.api.config import StepSplitter
+from realhf.api.config.option import FINITE, NON_NEGATIVE, PATH, POSITIVE, Range, opt
 
 KTO_KL_KEYS = {"kl_tokens": "tokens", "kl_prompt_mask": "prompt_mask"}
 """Keys of the mismatched prompt-response pairs of KTO's KL term, and their interface keys."""
@@ -30,7 +31,7 @@ class RWConfig:
     """Reward-model training (sources in algorithms/reward_model/reward_model.py)."""
 
     type: RewardModelType = opt(RewardModelType.pairs, "type of the training data: pairs, ranked, outcome or process")
-    score_l2_reg: float = opt(0.0, "L2 regularization of the scores of pairs and ranked lists (Open-Assistant: 0.001)")
+    score_l2_reg: float = opt(0.0, "L2 regularization of scores (pairs, ranked; Open-Assistant: 0.001)", NON_NEGATIVE)
 
 
 @dataclass
@@ -53,9 +54,9 @@ class Objective(Enum):
 class EnsembleConfig:
     """Reward models that score the same responses (Coste et al. 2024, arXiv 2310.02743)."""
 
-    members: list[str] = opt(list, "Hugging Face folders of the reward models; their other options are those of rew")
+    members: list[str] = opt(list, "folders of the reward models; their other options are those of rew", PATH)
     objective: Objective = opt(Objective.mean, "mean, WCO (minimum), or UWO (mean - uwo_weight * variance)")
-    uwo_weight: float = opt(0.1, "weight of the variance over members (UWO)")
+    uwo_weight: float = opt(0.1, "weight of the variance over members (UWO)", NON_NEGATIVE)
     uwo_unbiased: bool = opt(False, "divide the variance by members - 1 instead of members")
 
 
@@ -77,10 +78,10 @@ class DPOConfig:
     """Preference learning without a reward model (formulas in algorithms/preference/preference_loss.py)."""
 
     loss: PreferenceLoss = opt(PreferenceLoss.sigmoid, "sigmoid (DPO), positive (DPO-Positive), ipo, kto, orpo, simpo")
-    beta: float = opt(0.1, "scale of the implicit reward; tau of ipo; weight of the odds ratio of orpo")
-    label_smoothing: float = opt(0.0, "assumed fraction of flipped labels (sigmoid, positive)")
-    positive_lambda: float = opt(50.0, "weight of the penalty on chosen responses below the reference (positive)")
-    simpo_gamma: float = opt(1.0, "target reward margin (simpo)")
-    desirable_weight: float = opt(1.0, "loss weight of desirable responses (kto)")
-    undesirable_weight: float = opt(1.0, "loss weight of undesirable responses (kto)")
+    beta: float = opt(0.1, "scale of the implicit reward; tau of ipo; weight of the odds ratio of orpo", POSITIVE)
+    label_smoothing: float = opt(0.0, "fraction of flipped labels (sigmoid, positive)", Range(0, 0.5, high_open=True))
+    positive_lambda: float = opt(50.0, "penalty on chosen responses below the reference (positive)", NON_NEGATIVE)
+    simpo_gamma: float = opt(1.0, "target reward margin (simpo)", FINITE)
+    desirable_weight: float = opt(1.0, "loss weight of desirable responses (kto)", NON_NEGATIVE)
+    undesirable_weight: float = opt(1.0, "loss weight of undesirable responses (kto)", NON_NEGATIVE)
     unpaired: bool = opt(False, "rows of the dataset are prompt, answer, label instead of pairs (kto)")

@@ -9,15 +9,15 @@ from pathlib import Path
 from rich.table import Table
 
 from realhf.api.codec import from_json, to_plain
-from realhf.api.config import Device, ExperimentConfig, opt
+from realhf.api.config import Device, ExperimentConfig
+from realhf.api.config.option import COUNT, SECONDS, opt
 from realhf.api.model_config import ModelConfig
-from realhf.apps.prepare.options import print_options, read_options
+from realhf.apps.prepare.options import print_options, updated
 from realhf.apps.prepare.preflight import Findings, pick_device
 from realhf.apps.view.console import open_console
 from realhf.arch.hf_config import read_hf_config
 from realhf.base.atomic_io import atomic_write
 from realhf.base.errors import UserError
-from realhf.experiments.options.checks import positive_problems
 from realhf.plan.cost.profile import Fit, Profile
 
 USAGE = """usage: realhf profile [model=FOLDER_OR_CONFIG[,...]] [key=value ...]
@@ -31,11 +31,11 @@ class ProfileOptions:
     model: str = opt(
         "", "comma-separated Hugging Face folders or config.json files; the number of layers does not matter"
     )
-    n_gpus_per_node: int = opt(1, "number of workers; collectives are measured for 2, 4, ... up to this number")
+    n_gpus_per_node: int = opt(1, "number of workers; collectives are measured for 2, 4, ... up to this number", COUNT)
     device: Device = opt(Device.auto, "cpu, cuda, or auto for cuda if available")
     bf16: bool = opt(False, "measure the models in bfloat16")
-    threads_per_worker: int = opt(1, "CPU threads per worker")
-    seconds: float = opt(90.0, "time per model; less gives a rough profile")
+    threads_per_worker: int = opt(1, "CPU threads per worker", COUNT)
+    seconds: float = opt(90.0, "time per model; less gives a rough profile", SECONDS)
     out: str = opt("runs/profile.json", "output file")
 
 
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> None:
         print(USAGE)
         print_options(ProfileOptions)
         return
-    options = read_options(ProfileOptions, arguments, option_problems)
+    options = updated(ProfileOptions(), arguments)
     device, models, previous = check(options)
     from realhf.system.profiler.profiler import ProfileJob, n_gpus, take_profile, this_machine
 
@@ -61,10 +61,6 @@ def main(arguments: list[str]) -> None:
     write(profile, Path(options.out))
     out.print(table(profile))
     out.print(f"{profile.machine}\nprofile  {options.out}, {time.monotonic() - start:.0f} s")
-
-
-def option_problems(options: ProfileOptions) -> list[str]:
-    return positive_problems("", options, "n_gpus_per_node", "threads_per_worker", "seconds")
 
 
 def check(options: ProfileOptions) -> tuple[str, tuple[ModelConfig, ...], Profile | None]:

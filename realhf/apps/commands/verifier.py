@@ -15,11 +15,12 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from realhf.api.config import RewardConfig, opt
+from realhf.api.config import RewardConfig
+from realhf.api.config.option import COUNT, SECONDS, Range, opt
 from realhf.apps.prepare.options import print_options, read_options
 from realhf.base.errors import UserError, did_you_mean
 from realhf.base.version import __version__
-from realhf.experiments.options.checks import positive_problems, unmet
+from realhf.experiments.options.checks import unmet
 from realhf.rewards.judge.pool import Judge, judge_once, open_judge
 from realhf.rewards.registry import VERIFIERS, check_fn, is_remote, names_of
 from realhf.rewards.verdict import Item, Status, Verdict
@@ -36,15 +37,15 @@ BODY_TIMEOUT_S = 60.0
 class ServeOptions:
     fn: str = opt("math", "comma-separated rewards: math, code, my_file.py:function (requested by the name function)")
     host: str = opt("127.0.0.1", "address to listen on; token_env is required unless it is a loopback address")
-    port: int = opt(8320, "port, 0 for any free one")
-    timeout: float = opt(20.0, "seconds per response")
-    test_timeout: float = opt(6.0, "seconds per test of a program (code)")
-    processes: int = opt(2, "judge processes per reward")
-    max_concurrency: int = opt(16, "concurrent responses per judge process of an async def function")
+    port: int = opt(8320, "port, 0 for any free one", Range(0, 2**16 - 1))
+    timeout: float = opt(20.0, "seconds per response", SECONDS)
+    test_timeout: float = opt(6.0, "seconds per test of a program (code)", SECONDS)
+    processes: int = opt(2, "judge processes per reward", COUNT)
+    max_concurrency: int = opt(16, "concurrent responses per judge process of an async def function", COUNT)
     token_env: str = opt("", "environment variable with the bearer token that requests must send")
-    max_body_mb: float = opt(64.0, "largest request, in MiB")
-    max_items: int = opt(1024, "most responses per request")
-    wait_s: float = opt(60.0, "seconds a request waits while the judges are busy before it gets status 503")
+    max_body_mb: float = opt(64.0, "largest request, in MiB", Range(0, 10**6, low_open=True))
+    max_items: int = opt(1024, "most responses per request", COUNT)
+    wait_s: float = opt(60.0, "seconds a request waits while the judges are busy before it gets status 503", SECONDS)
 
 
 class Rejected(Exception):
@@ -84,9 +85,7 @@ def main(arguments: list[str]) -> None:
 def option_problems(options: ServeOptions) -> list[str]:
     fns = options.fn.split(",")
     names = names_of(fns)
-    positive = ("timeout", "test_timeout", "processes", "max_concurrency", "max_body_mb", "max_items", "wait_s")
-    problems = positive_problems("", options, *positive) + unmet([
-        (0 <= options.port < 2**16, f"port must be 0 to 65535, got {options.port}"),
+    problems = unmet([
         (len(set(names)) == len(names), f"fn={options.fn}: the names {', '.join(names)} must differ"),
         (not any(map(is_remote, fns)), f"fn={options.fn}: a remote service cannot be served again"),
         (options.token_env != "" or is_loopback(options.host),

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -25,7 +26,7 @@ from realhf.launch import LAUNCHERS
 from realhf.launch.slurm import in_allocation
 from realhf.launch.slurm_job import follow, log_file, script, submit
 from realhf.plan.run_spec import ExpectedPerformance, RunSpec
-from realhf.system.checkpoint.manifest import Manifest
+from realhf.system.checkpoint.manifest import Manifest, flat_options
 
 MAX_REPORTED = 8  # unresponsive workers whose process states are reported
 EXIT_TIMEOUT_S = 20.0  # for workers to exit after the last step
@@ -130,9 +131,9 @@ def runs_per_seed(experiment: Experiment, paths: RunDir) -> list[tuple[Experimen
     """Return one run per seed of ``slurm.array_seeds``, in subdirectories; without seeds, the run itself."""
     runs = []
     for seed in experiment.slurm.array_seeds:
-        name = f"seed_{seed}"
-        run = replace(experiment, fileroot=str(paths.root.parent), experiment_name=paths.root.name, trial_name=name,
-                      seed=seed, slurm=replace(experiment.slurm, array_seeds=[]))  # fmt: skip
+        name, root = f"seed_{seed}", os.path.join(experiment.fileroot, experiment.experiment_name)
+        run = replace(experiment, fileroot=root, experiment_name=paths.root.name, trial_name=name, seed=seed,
+                      slurm=replace(experiment.slurm, array_seeds=[]))  # fmt: skip
         runs.append((run, RunDir(paths.root / name)))
     return runs or [(experiment, paths)]
 
@@ -169,7 +170,7 @@ def _run_master(run: RunSpec, checkpoint: tuple[Path, Manifest] | None) -> None:
     telemetry = None
     try:
         workers.start()
-        telemetry = Telemetry(run, console, open_sinks(run.config, run.paths, to_plain(run.config)),
+        telemetry = Telemetry(run, console, open_sinks(run.config, run.paths, flat_options(run.config)),
                               checkpoint[1].step if checkpoint else 0)  # fmt: skip
         Master(run, workers.channel, workers.dead, telemetry, checkpoint).train()
         workers.join()

@@ -1,21 +1,27 @@
 """Parses ``key=value`` words and YAML files into options, with Hydra's override grammar and OmegaConf's types."""
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass
 from enum import Enum
+from functools import reduce
+from operator import getitem
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import OverrideType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from realhf.api.config import ExperimentConfig
+from realhf.api.config.option import Range, leaves, range_problems
 from realhf.base.atomic_io import atomic_write
 from realhf.base.errors import UserError, did_you_mean
 
 T = TypeVar("T")
+Fields = Mapping[str, Field]  # of all options, by their full names
 
 RENAMED_OPTIONS = {
     "behaviour_cap": "is_weight_cap",
@@ -41,7 +47,7 @@ RENAMED_VALUES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class OptionInfo:
     """One line of ``--help``."""
 
@@ -49,44 +55,56 @@ class OptionInfo:
     type: str
     default: str
     help: str
+    range: str
 
 
-def options_of(cls: type, prefix: str = "") -> Iterator[OptionInfo]:
-    """Yield every leaf option of a config class, in order of declaration."""
-    for field in dataclasses.fields(cls):
-        key = f"{prefix}{field.name}"
-        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc, operator]
-        if dataclasses.is_dataclass(default):
-            yield from options_of(type(default), f"{key}.")
-            continue
-        if isinstance(default, Enum):
-            kind, shown = "|".join(e.name for e in type(default)), default.name
-        else:
-            name = field.type.__name__ if isinstance(field.type, type) else str(field.type)
-            kind, shown = name.replace(" | None", ""), str(default)
-        yield OptionInfo(key, kind, shown, field.metadata.get("help", ""))
+def options_of(cls: type) -> Iterator[OptionInfo]:
+    """Yield every option of a config class, in order of declaration."""
+    for key, field, default in leaves(cls()):
+        shown = default.name if isinstance(default, Enum) else str(default)
+        domain = field.metadata.get("domain")
+        valid = str(domain) if isinstance(domain, Range) else ""
+        yield OptionInfo(key, _type_text(field.type), shown, field.metadata.get("help", ""), valid)
 
 
 def print_options(cls: type) -> None:
     options = list(options_of(cls))
     width = max(len(o.key) + len(o.type) for o in options) + 3
     for option in options:
-        print(f"  {option.key + ': ' + option.type:<{width}} {option.help} [{option.default}]")
+        valid = f", in {option.range}" if option.range else ""
+        print(f"  {option.key + ': ' + option.type:<{width}} {option.help}{valid} [{option.default}]")
+
+
+def _words(kind: Any) -> list[str]:
+    """Return the valid words of an enumerated option, or of the items of a list."""
+    if arguments := get_args(kind):
+        return [word for argument in arguments for word in _words(argument)]
+    return [choice.name for choice in kind] if isinstance(kind, type) and issubclass(kind, Enum) else []
+
+
+def _type_text(kind: Any) -> str:
+    if words := _words(kind):
+        return f"list[{'|'.join(words)}]" if get_origin(kind) is list else "|".join(words)
+    return (kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)).replace(" | None", "")
 
 
 def updated(options: T, overrides: Sequence[str], config_file: str | None = None) -> T:
     """Return a copy updated from the file, then from the overrides; ``UserError`` lists all invalid options."""
-    known = [o.key for o in options_of(type(options))]
-    tree = OmegaConf.structured(options)
+    known = {key: field for key, field, _ in leaves(options)}
+    tree = _tree(options)
     problems: list[str] = []
     if config_file:
-        for key, value in _flatten(_load_yaml(config_file)):
+        for key, value in _load_yaml(config_file, known):
             problems += _set(tree, key, value, known, f" ({config_file})")
     for word in overrides:
         problems += _apply(tree, word, known)
+    try:
+        result: T = _to_object(tree, known)
+    except UserError as error:
+        problems += error.problems
     if problems:
-        raise UserError(problems)
-    return _to_object(tree)
+        raise UserError(map(_one_line, problems))
+    return result
 
 
 def read_options(cls: type[T], overrides: Sequence[str], problems_of: Callable[[T], list[str]]) -> T:
@@ -98,55 +116,103 @@ def read_options(cls: type[T], overrides: Sequence[str], problems_of: Callable[[
 
 
 def load_experiment(cls: type[T], path: Path) -> T:
-    return _to_object(OmegaConf.merge(OmegaConf.structured(cls), OmegaConf.load(path)))
+    return updated(cls(), (), str(path))
 
 
 def save_experiment(config: ExperimentConfig, path: Path) -> None:
-    atomic_write(path, OmegaConf.to_yaml(OmegaConf.structured(config)))
+    """Write the options; interpolations are not resolved, because environment variables may be secret."""
+    atomic_write(path, OmegaConf.to_yaml(_tree(config)))
 
 
-def _to_object(tree: Any) -> Any:
-    try:
-        return OmegaConf.to_object(tree)
-    except OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+def absolute(text: Any, value: Any, exists: Callable[[Path], bool]) -> Any:
+    """Return ``text`` with the working directory in front if its ``value`` is an existing relative path.
+
+    ``value`` is ``text`` with interpolations resolved. A path may be followed by a name: ``file.py:function``.
+    """
+    if isinstance(text, list):
+        return [absolute(*both, exists) for both in zip(text, value, strict=True)]
+    if not isinstance(value, str) or os.path.isabs(value):
+        return text
+    file, suffix, _ = value.partition(".py:")
+    if not value or not exists(Path(file + suffix.removesuffix(":"))):
+        return text
+    return os.path.join(os.getcwd().replace("${", "\\${"), text)
 
 
-def _load_yaml(path: str) -> dict:
+def _tree(options: object) -> DictConfig:
+    """Return the options as a tree, with interpolations as they were given."""
+    given = options.unresolved() if isinstance(options, ExperimentConfig) else {}
+    if not given:
+        return OmegaConf.structured(options)
+    tree = OmegaConf.structured(type(options))  # a resolved value may look like an interpolation
+    for key, _, value in leaves(options):
+        OmegaConf.update(tree, key, given.get(key, value))
+    return tree
+
+
+def _to_object(tree: DictConfig, known: Fields) -> Any:
+    """Return the options, with interpolations resolved and paths absolute; ``UserError`` lists invalid values."""
+    plain: Any = OmegaConf.to_container(tree)
+    texts, problems = dict[str, Any](), list[str]()
+    for key, field in known.items():
+        texts[key], exists = reduce(getitem, key.split("."), plain), field.metadata.get("domain")
+        try:
+            value = OmegaConf.select(tree, key, throw_on_missing=True)
+            value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        except OmegaConfBaseException as error:
+            reason = str(error).splitlines()[0].removeprefix("KeyError raised while resolving interpolation: ")
+            problems.append(f"{key}={texts[key]}: {reason}")
+            continue
+        problems += range_problems([(key, field, value)])
+        if callable(exists):
+            texts[key] = absolute(texts[key], value, exists)
+            OmegaConf.update(tree, key, texts[key])
+    if problems:
+        raise UserError(problems)
+    options = OmegaConf.to_object(tree)
+    if isinstance(options, ExperimentConfig):
+        options.interpolations = {key: (texts[key], value) for key, _, value in leaves(options) if texts[key] != value}
+    return options
+
+
+def _load_yaml(path: str, known: Fields) -> list[tuple[str, Any]]:
+    """Return the options of a file and their values, not resolved."""
     if not Path(path).is_file():
-        raise UserError(f"--config {path}: there is no such file")
+        raise UserError(f"{path}: there is no such file")
     try:
-        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except Exception as error:
-        raise UserError(f"--config {path}: invalid YAML: {error}") from error
-    if not isinstance(loaded, dict):
-        raise UserError(f"--config {path}: expected a mapping, got a list")
-    return loaded
+        loaded = OmegaConf.load(path)
+        if isinstance(loaded, DictConfig):
+            return list(_flatten(loaded, known))
+    except Exception as error:  # of many kinds: the file, its encoding, YAML, unsupported values
+        raise UserError(_one_line(f"{path}: invalid YAML: {error}")) from error
+    raise UserError(f"{path}: expected a mapping, got a list")
 
 
-def _flatten(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
+def _flatten(section: DictConfig, known: Fields, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    plain: Any = OmegaConf.to_container(section)
+    for name, text in plain.items():
+        key = f"{prefix}{name}"
+        if key not in known and OmegaConf.is_dict(value := section[name]):  # resolves 'critic: ${actor}'
+            yield from _flatten(value, known, f"{key}.")
         else:
-            yield f"{prefix}{key}", value
+            yield key, text
 
 
-def _apply(tree: DictConfig, word: str, known: list[str]) -> list[str]:
+def _apply(tree: DictConfig, word: str, known: Fields) -> list[str]:
     if "=" not in word:
         return [f"'{word}' is not of the form key=value{did_you_mean(word, known)}"]
     try:
         override = OverridesParser.create().parse_override(word)
     except HydraException as error:
         return [f"'{word}' cannot be parsed: {str(error).splitlines()[0]} (quote values with special characters)"]
-    if override.is_delete():
-        return [f"'{word}': options cannot be deleted; set a value"]
+    if override.type is not OverrideType.CHANGE or override.package is not None:
+        return [f"'{word}': options cannot be added, deleted or moved; write key=value"]
     # no sweeps: 'actor_gen:d2,*:d1' and 'node01,node02' are strings
     value = word.partition("=")[2] if override.is_sweep_override() else override.value()
     return _set(tree, override.key_or_group, value, known, "")
 
 
-def _set(tree: DictConfig, key: str, value: Any, known: list[str], source: str) -> list[str]:
+def _set(tree: DictConfig, key: str, value: Any, known: Fields, source: str) -> list[str]:
     if key not in known:
         if example := next((k for k in known if k.startswith(f"{key}.")), None):
             return [f"{key} is a group of options; set one of them, like {example}=...{source}"]
@@ -155,7 +221,15 @@ def _set(tree: DictConfig, key: str, value: Any, known: list[str], source: str) 
         return [f"unknown option {key}{hint}{source}"]
     try:
         OmegaConf.update(tree, key, value)
-    except OmegaConfBaseException as error:
+    except GrammarParseError as error:
+        return [f"{key}={value}: {str(error).splitlines()[0]}{source}"]
+    except (OmegaConfBaseException, OverflowError):
+        kind = known[key].type
         new = next((new for old, new in RENAMED_VALUES.items() if f"{key}={value}".endswith(old)), None)
-        return [f"{key}={value}: {f'renamed to {new}' if new else str(error).splitlines()[0]}{source}"]
+        hint = f"renamed to {new}" if new else f"expected {_type_text(kind)}{did_you_mean(str(value), _words(kind))}"
+        return [f"{key}={value}: {hint}{source}"]
     return []
+
+
+def _one_line(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)

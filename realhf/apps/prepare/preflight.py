@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from realhf.api.config import Device, ExperimentConfig, MFCConfig
+from realhf.api.config.option import leaves, range_problems
 from realhf.api.config.preference import KTO_KL_KEYS
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import Experiment, RoleSpec, Task
@@ -23,7 +24,6 @@ from realhf.base.paths import RunDir
 from realhf.data.encode import EncodedRows, encode_split
 from realhf.data.rows import read_rows
 from realhf.data.tokenizer import load_tokenizer
-from realhf.experiments.options.checks import positive_problems
 from realhf.launch import launch_problems, launches_elsewhere
 from realhf.plan.compile.allocate import PLANNED, allocate, with_backends
 from realhf.plan.compile.check import key_problems, model_problems
@@ -118,7 +118,7 @@ def preflight(name: str, experiment: Experiment, paths: RunDir, resuming: bool =
     findings = Findings()
     if not resuming:
         findings.invalid += directory_problems(experiment, paths)
-    findings.invalid += run_problems(experiment)
+    findings.invalid += launch_problems(experiment)
     report = _check(name, experiment, findings, launching=True)
     prediction, machine = report.prediction, report.machine
     if prediction.peak > machine.hardware.usable:
@@ -137,18 +137,17 @@ def plan_report(name: str, experiment: Experiment) -> PlanReport:
 
 
 def _check(name: str, experiment: Experiment, findings: Findings, launching: bool) -> PlanReport:
+    if problems := range_problems(leaves(experiment)):
+        raise UserError(problems)
     device = findings.attempt(lambda: pick_device(experiment, launching))
     resolve_dtypes(experiment, device == Device.cuda.value)
     roles = experiment.roles()
-    findings.invalid += experiment.problems() + positive_problems("", experiment, "n_nodes", "n_gpus_per_node")
-    findings.invalid += positive_problems("dataset.", experiment.dataset, "train_bs_n_seqs")
-    findings.invalid += positive_problems("planner.", experiment.planner, "budget_s", "memory_gb", "new_tokens")
-    graph = _graph(experiment, findings) if experiment.dataset.train_bs_n_seqs >= 1 else None
+    findings.invalid += experiment.problems()
+    graph = _graph(experiment, findings)
     models = check_models(roles, findings, launching)
     known = {role: model for role, model in models.items() if model is not None}
-    has_workers = min(experiment.n_nodes, experiment.n_gpus_per_node) >= 1
     plan = machine = rows = held_out = None
-    if graph and has_workers:
+    if graph:
         plan = findings.attempt(lambda: allocate(graph, experiment, experiment.placements(), known, device or "cpu"))
     if launching or experiment.dataset.path:
         rows, held_out = _rows(experiment, models, findings) or (None, None)
@@ -160,7 +159,7 @@ def _check(name: str, experiment: Experiment, findings: Findings, launching: boo
         findings.invalid += vllm_problems(experiment, plan, experiment.sampling_options())
     if rows is not None and held_out is not None:
         findings.invalid += size_problems(experiment, rows, held_out, models)
-    if device and has_workers:
+    if device:
         machine = findings.attempt(lambda: machine_of(experiment, device, known, roles))
     findings.report()
     assert graph and plan and machine and device
@@ -232,16 +231,6 @@ def directory_problems(config: ExperimentConfig, paths: RunDir, is_owner: bool =
     if not os.access(existing, os.W_OK):
         problems.append(f"no write permission in {existing}; set fileroot")
     return problems
-
-
-def run_problems(config: ExperimentConfig) -> list[str]:
-    """Return problems of the launch mode, the length of the run and its checkpoints."""
-    problems, control = launch_problems(config), config.exp_ctrl
-    if control.keep_last < 0:
-        problems.append(f"exp_ctrl.keep_last must not be negative, got {control.keep_last}")
-    if config.recover_retries < 0:
-        problems.append(f"recover_retries must not be negative, got {config.recover_retries}")
-    return problems + positive_problems("exp_ctrl.", control, "total_train_epochs", "total_train_steps", *FREQUENCIES)
 
 
 def evaluation_problems(graph: Graph, config: ExperimentConfig) -> list[str]:

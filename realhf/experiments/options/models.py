@@ -76,7 +76,6 @@ class RewardModels:
             (not duplicates, f"ensemble.members has duplicates: {', '.join(duplicates)}"),
             (ensemble.members or ensemble.objective is Objective.mean,
              f"ensemble.objective={ensemble.objective.name}, but ensemble.members is empty"),
-            (ensemble.uwo_weight >= 0, f"ensemble.uwo_weight must not be negative, got {ensemble.uwo_weight}"),
         ])  # fmt: skip
         return problems + [line for spec in self.specs.values() for line in score_problems(self.score, spec)]
 

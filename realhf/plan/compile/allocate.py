@@ -60,8 +60,6 @@ def allocate(
     match their mesh, or are invalid for their model, each with the nearest legal one.
     """
     mode, n_workers = config.allocation_mode, config.n_nodes * config.n_gpus_per_node
-    if n_workers < 1:
-        raise UserError(f"n_nodes * n_gpus_per_node must be positive, got {config.n_nodes} * {config.n_gpus_per_node}")
     is_manual = mode == "manual"
     requests, problems = _manual(options, config) if is_manual else _from_text(mode, graph, n_workers, models)
     placements = {}
@@ -70,9 +68,6 @@ def allocate(
         given = {"device_mesh": option.device_mesh is not None, "parallel": option.parallel != ParallelConfig()}
         problems += [f"{mfc.name}.{field} is set, but allocation_mode={mode} ignores it; set allocation_mode=manual"
                      for field, is_given in given.items() if is_given and not is_manual]  # fmt: skip
-        batching = micro_batching(option, device)
-        if batching.n_mbs < 1 or batching.max_tokens_per_mb < 1:
-            problems.append(f"{mfc.name}.mb_spec: n_mbs and max_tokens_per_mb must be positive, got {option.mb_spec}")
         if (request := requests.get(mfc.name)) is None:
             continue
         known = [model for role, model in models.items() if role == mfc.role]
@@ -81,7 +76,8 @@ def allocate(
             shown = _as_options(mfc.name, option.parallel, near) if is_manual else str(near)
             problems.append(f"{mfc.name}: {problem}; nearest legal: {shown}")
         else:
-            placements[mfc.name] = Placement(Layout(request.mesh, request.strategy), batching, request.backend)
+            layout, batching = Layout(request.mesh, request.strategy), micro_batching(option, device)
+            placements[mfc.name] = Placement(layout, batching, request.backend)
     if problems:
         raise UserError(problems)
     return with_backends(ExecutionPlan(n_workers, placements), graph, options)

@@ -3,15 +3,17 @@
 A checkpoint is written to a temporary folder, synced, renamed, then referenced; other files there are incomplete.
 """
 
+import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from realhf.api.codec import from_plain, to_plain
 from realhf.api.config import ExperimentConfig
+from realhf.api.config.option import leaves
 from realhf.api.layout import Layout
 from realhf.api.messages import State
 from realhf.base.atomic_io import TMP_SUFFIX, Digests, atomic_write, fsync_and_hash, fsync_folder, sha256
@@ -87,16 +89,14 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def flat_options(config: ExperimentConfig) -> dict[str, object]:
-    """Return all options as plain values by their full names."""
+    """Return all options as plain values by their full names.
 
-    def flatten(tree: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
-        for key, value in tree.items():
-            if isinstance(value, Mapping):
-                yield from flatten(value, f"{prefix}{key}.")
-            else:
-                yield f"{prefix}{key}", value
-
-    return dict(flatten(to_plain(config), ""))
+    An option given as ``${...}`` is its text and a short digest of its value, which shows changes but no secrets.
+    """
+    options = {key: to_plain(value) for key, _, value in leaves(config)}
+    for key, text in config.unresolved().items():
+        options[key] = f"{text} (SHA-256 {hashlib.sha256(repr(options[key]).encode()).hexdigest()[:8]})"
+    return options
 
 
 def rewind(paths: RunDir, step: int) -> int:

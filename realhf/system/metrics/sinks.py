@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Protocol
 
-from realhf.api.config import ExperimentConfig, WandbConfig
+from realhf.api.config import ExperimentConfig, WandbConfig, WandbMode
 from realhf.base.errors import UserError
 from realhf.base.paths import RunDir
 
@@ -37,7 +37,12 @@ class WandbSink:
             raise UserError("wandb.mode is set, but wandb is not installed: pip install 'realhf[wandb]'") from error
         name = config.name or "-".join(paths.root.parts[-2:])
         self._run = wandb.init(
-            mode=config.mode, project=config.project, entity=config.entity, name=name, dir=paths.root, config=settings
+            mode=config.mode.value,
+            project=config.project,
+            entity=config.entity,
+            name=name,
+            dir=paths.root,
+            config=settings,
         )
 
     def write(self, metrics: dict[str, float]) -> None:
@@ -52,6 +57,6 @@ def open_sinks(config: ExperimentConfig, paths: RunDir, settings: dict[str, Any]
     sinks: list[MetricSink] = []
     if config.tensorboard.enabled:
         sinks.append(TensorboardSink(paths.tensorboard))
-    if config.wandb.mode != "disabled":
+    if config.wandb.mode is not WandbMode.disabled:
         sinks.append(WandbSink(config.wandb, paths, settings))
     return sinks

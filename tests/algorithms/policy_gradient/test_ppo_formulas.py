@@ -18,7 +18,7 @@ from realhf.algorithms.policy_gradient.ppo_formulas import (
     token_rewards,
     whiten,
 )
-from realhf.api.config import GenerationConfig, ValueNormType
+from realhf.api.config import GenerationConfig, ValueLossType, ValueNormType
 from realhf.ops.masked import masked_sums
 from tests.scaling import examples
 
@@ -59,11 +59,11 @@ def test_actions_move_to_the_preceding_state():
 @settings(max_examples=examples(50))
 @given(
     st.lists(st.tuples(st.floats(-30, 30), small, small, st.booleans()), min_size=1, max_size=12),
-    st.sampled_from(["mse", "huber"]),
+    st.sampled_from(ValueLossType),
 )
 def test_critic_loss(rows, kind):
     def error(e):
-        return 0.5 * e * e if kind == "mse" or abs(e) < 10 else 10 * (abs(e) - 5)
+        return 0.5 * e * e if kind is ValueLossType.mse or abs(e) < 10 else 10 * (abs(e) - 5)
 
     columns = [torch.tensor([r[i] for r in rows], dtype=torch.float64) for i in range(3)]
     loss = critic_loss(*columns, torch.tensor([r[3] for r in rows]), PPOConfig(value_loss_type=kind))

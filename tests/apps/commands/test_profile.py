@@ -10,7 +10,7 @@ from realhf.api.codec import from_json
 from realhf.api.config import Device
 from realhf.apps.commands import profile as command
 from realhf.apps.main import run
-from realhf.apps.prepare.options import read_options
+from realhf.apps.prepare.options import updated
 from realhf.base.errors import UserError
 from realhf.plan.cost.profile import Fit, Point, Profile, ProfiledMachine
 
@@ -22,7 +22,7 @@ LLAMA |= {"num_key_value_heads": 2, "intermediate_size": 48}
 
 
 def read(*words: str) -> command.ProfileOptions:
-    return read_options(command.ProfileOptions, words, command.option_problems)
+    return updated(command.ProfileOptions(), words)
 
 
 def problems(*words: str) -> list[str]:
@@ -34,10 +34,12 @@ def problems(*words: str) -> list[str]:
 def test_all_invalid_options_are_reported() -> None:
     found = problems("modle=x", "bf16=perhaps", "here", "device=tpu")
     assert found[::2] == ["unknown option modle  did you mean model ?", "'here' is not of the form key=value"]
-    assert found[1].startswith("bf16=perhaps: Value 'perhaps'") and found[3].startswith("device=tpu: Invalid value")
+    assert found[1].startswith("bf16=perhaps: expected bool") and found[3].startswith(
+        "device=tpu: expected auto|cpu|cuda"
+    )
     assert problems("n_gpus_per_node=0", "seconds=-1") == [
-        "n_gpus_per_node must be positive, got 0",
-        "seconds must be positive, got -1.0",
+        "n_gpus_per_node=0: must be >= 1",
+        "seconds=-1.0: must be > 0",
     ]
 
 

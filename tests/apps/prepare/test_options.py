@@ -1,9 +1,12 @@
 """Overrides and files are parsed into an experiment, or all their problems are listed."""
 
-from dataclasses import fields, is_dataclass
+import tempfile
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from realhf.api.config import Device, ExperimentConfig, LRSchedule, Mode, OnBadRow, ValueNormType
 from realhf.apps.prepare.options import RENAMED_OPTIONS, load_experiment, options_of, save_experiment, updated
@@ -12,6 +15,8 @@ from realhf.experiments import EXPERIMENTS, experiment_class
 from realhf.experiments.ppo import PPOExperiment
 from realhf.experiments.ppo_math import PPOMathExperiment
 from realhf.experiments.vineppo import VinePPOExperiment
+from realhf.system.checkpoint.manifest import flat_options
+from tests.scaling import examples
 
 
 def build(*words: str, file: Path | None = None) -> PPOExperiment:
@@ -98,8 +103,8 @@ def test_the_last_override_wins_and_overrides_win_over_the_file(tmp_path: Path) 
         ("ppo.gen.stop_token_ids=[a]", "ppo.gen.stop_token_ids="),
         ("seed=[1]", "seed=[1]: "),
         ("dataset.path={a", "'dataset.path={a' cannot be parsed: "),
-        ("~seed=1", "'~seed=1': options cannot be deleted"),
-        ("trial_name=${missing}", "trial_name: "),
+        ("~seed=1", "'~seed=1': options cannot be added, deleted or moved"),
+        ("trial_name=${missing}", "trial_name=${missing}: "),
     ],
 )
 def test_an_invalid_override_gives_one_line(word: str, start: str) -> None:
@@ -167,7 +172,7 @@ def test_an_old_option_value_is_answered_with_the_new_one(word: str, new: str) -
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    assert problems(file=tmp_path / "none.yaml") == [f"--config {tmp_path}/none.yaml: there is no such file"]
+    assert problems(file=tmp_path / "none.yaml") == [f"{tmp_path}/none.yaml: there is no such file"]
     assert "invalid YAML" in problems(file=write(tmp_path, "a: [1"))[0]
     assert "expected a mapping" in problems(file=write(tmp_path, "- 1\n- 2\n"))[0]
 
@@ -196,7 +201,7 @@ def leaves(config: object, prefix: str = "") -> list[str]:
 def test_every_option_has_a_help_text(name: str) -> None:
     cls = experiment_class(name)
     options = list(options_of(cls))
-    assert [o.key for o in options] == leaves(cls())
+    assert [o.key for o in options] == [key for key in leaves(cls()) if key != "interpolations"]
     assert all(o.help and o.type for o in options) and issubclass(cls, ExperimentConfig)
 
 
@@ -205,3 +210,96 @@ def test_help_shows_choices_types_and_defaults() -> None:
     assert listed["device"] == ("auto|cpu|cuda", "auto")
     assert listed["ppo.generation_size"] == ("int", "None") and listed["seed"] == ("int", "1")
     assert listed["reward.fn"] == ("str", "math") and listed["save_roles"] == ("list[str]", "[]")
+
+
+@pytest.mark.parametrize("key", ["wandb.entity", "experiment_name", "seed", "device", "ppo.kl_ctl", "save_roles"])
+def test_environment_variables_are_stored_unresolved(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    value = {"seed": "77", "device": "cuda", "ppo.kl_ctl": "0.77"}.get(key, "s3cret")
+    monkeypatch.setenv("VALUE", value)
+    word = "[${oc.env:VALUE}]" if key == "save_roles" else "${oc.env:VALUE}"
+    config = replace(build(f"{key}={word}"), trial_name="x")
+    save_experiment(config, tmp_path / "config.yaml")
+    text = (tmp_path / "config.yaml").read_text()
+    assert "${oc.env:VALUE}" in text and value not in text
+    loaded = load_experiment(PPOExperiment, tmp_path / "config.yaml")
+    assert loaded == config and flat_options(loaded) == flat_options(config)
+    assert "s3cret" not in str(flat_options(config))
+    monkeypatch.setenv("VALUE", {"seed": "78", "device": "cpu", "ppo.kl_ctl": "0.78"}.get(key, "other"))
+    changed = load_experiment(PPOExperiment, tmp_path / "config.yaml")
+    assert changed != config and flat_options(changed)[key] != flat_options(config)[key], "the digest shows the change"
+    monkeypatch.delenv("VALUE")
+    with pytest.raises(UserError, match="Environment variable 'VALUE' not found"):
+        load_experiment(PPOExperiment, tmp_path / "config.yaml")
+
+
+def test_a_replaced_value_is_stored_instead_of_its_interpolation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEED", "7")
+    config = replace(build("seed=${oc.env:SEED}"), seed=9)
+    save_experiment(config, tmp_path / "config.yaml")
+    assert load_experiment(PPOExperiment, tmp_path / "config.yaml").seed == 9
+
+
+def test_existing_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DATA", "data")
+    for name in ("data/rows.jsonl", "r.py", "data/machine.yaml", "tiny/config.json"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text("")
+    Path("math").mkdir()
+    words = ["dataset.path=${oc.env:DATA}/rows.jsonl", "actor.path=tiny", "actor.config=tiny/config.json",
+             "ref.tokenizer=tiny", "ensemble.members=[tiny,none]", "planner.hardware=data/machine.yaml",
+             "reward.fns=[math,r.py:f,format:a]", "rew.path=missing"]  # fmt: skip
+    config = updated(PPOMathExperiment(), words, None)
+    save_experiment(config, tmp_path / "config.yaml")
+    monkeypatch.chdir("/")
+    monkeypatch.setenv("DATA", f"{tmp_path}/data")
+    assert f"{tmp_path}/${{oc.env:DATA}}/rows.jsonl" in (tmp_path / "config.yaml").read_text()
+    monkeypatch.setenv("DATA", "data")
+    loaded = load_experiment(PPOMathExperiment, tmp_path / "config.yaml")
+    assert loaded == config and loaded.dataset.path == f"{tmp_path}/data/rows.jsonl"
+    assert (loaded.actor.path, loaded.actor.config) == (f"{tmp_path}/tiny", f"{tmp_path}/tiny/config.json")
+    assert loaded.ensemble.members == [f"{tmp_path}/tiny", "none"] and loaded.rew.path == "missing"
+    assert loaded.reward.fns == ["math", f"{tmp_path}/r.py:f", "format:a"]
+    assert loaded.planner.hardware == f"{tmp_path}/data/machine.yaml" and loaded.ref.tokenizer == f"{tmp_path}/tiny"
+
+
+KEYS = ["seed", "dataset.path", "actor.optimizer.lr", "mode", "ppo", "devices", "wandb.entity", "nope", ""]
+WORDS = ["=", "+", "~", "'", '"', ",", "[", "]", "{", "}", "${", "\\", ":", "@", "1", "-", "nan", "null", "???",
+         "\udcff", "choice(1,2)", "range(1,3)", "glob(*)", "oc.env:", "\u00e9"]  # fmt: skip
+PIECES = [*WORDS, *KEYS, " ", "\n", "\t", "9" * 400]
+
+
+YAML_PIECES = [*PIECES, "seed: 1\n", "ppo:\n", "  kl_ctl: ", "- ", "? ", "&a ", "*a", "!!python/name:x", "a: b: c"]
+
+
+@settings(max_examples=examples(12))
+@given(
+    st.sampled_from(KEYS), st.lists(st.sampled_from(PIECES), max_size=6).map("".join), st.sampled_from(["", "+", "~"])
+)
+def test_any_word_is_accepted_or_refused_with_one_line(key: str, rest: str, prefix: str) -> None:
+    for word in (f"{prefix}{key}={rest}", f"{prefix}{key}{rest}"):
+        try:
+            build(word)
+        except UserError as error:
+            assert len(error.problems) == 1 and error.problems[0].isprintable(), error.problems
+
+
+@settings(max_examples=examples(12))
+@given(
+    st.lists(
+        st.sampled_from(
+            [*PIECES, "seed: 1\n", "ppo:\n", "  kl_ctl: ", "- ", "? ", "&a ", "*a", "!!python/name:x", "a: b: c"]
+        ),
+        max_size=7,
+    ).map("".join)
+)
+def test_any_file_is_accepted_or_refused_with_one_line_per_problem(text: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "c.yaml"
+        file.write_bytes(text.encode("utf-8", "surrogateescape"))
+        try:
+            build(file=file)
+        except UserError as error:
+            assert error.problems and all(line.isprintable() for line in error.problems), error.problems

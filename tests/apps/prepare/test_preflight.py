@@ -179,7 +179,7 @@ def test_a_batch_larger_than_the_dataset(sft: SFTExperiment, paths: RunDir) -> N
 
 def test_a_batch_without_rows(sft: SFTExperiment, paths: RunDir) -> None:
     sft.dataset.train_bs_n_seqs = 0
-    assert one(sft, paths) == "dataset.train_bs_n_seqs must be positive, got 0"
+    assert one(sft, paths) == "dataset.train_bs_n_seqs=0: must be >= 1"
 
 
 def test_rows_longer_than_the_positions_of_the_model(
@@ -278,8 +278,8 @@ def test_device_cuda_without_a_gpu(sft: SFTExperiment, paths: RunDir) -> None:
 def test_run_lengths_must_be_positive(sft: SFTExperiment, paths: RunDir) -> None:
     sft.exp_ctrl.total_train_steps, sft.exp_ctrl.save_freq_secs = 0, -1
     assert problems(sft, paths) == [
-        "exp_ctrl.total_train_steps must be positive, got 0",
-        "exp_ctrl.save_freq_secs must be positive, got -1",
+        "exp_ctrl.total_train_steps=0: must be >= 1",
+        "exp_ctrl.save_freq_secs=-1: must be >= 1",
     ]
 
 
@@ -310,17 +310,16 @@ def test_a_key_without_a_producer(sft: SFTExperiment, paths: RunDir) -> None:
 def test_all_problems_are_reported_together(ppo: PPOMathExperiment, copy: Callable[..., Path], paths: RunDir) -> None:
     paths.root.mkdir(parents=True)
     paths.config.write_text("")
-    ppo.trial_name, ppo.n_nodes, ppo.exp_ctrl.total_train_epochs = "", 2, 0
-    ppo.ppo.eps_clip, ppo.reward.timeout, ppo.save_roles, ppo.allocation_mode = 0.0, 0.0, ["rew"], "d5"
+    ppo.trial_name, ppo.n_nodes, ppo.ppo.ppo_n_minibatches = "", 2, 19
+    ppo.reward.weights, ppo.save_roles, ppo.allocation_mode = [1.0, 2.0], ["rew"], "d5"
     ppo.actor.path, ppo.ref.path = str(copy("small", config={"vocab_size": 5})), "no/such"
     ppo.dataset.train_bs_n_seqs = 18
     starts = [
         "trial_name=''",
         f"{paths.root} already contains a run",
         "mode=local",
-        "exp_ctrl.total_train_epochs",
-        "ppo.eps_clip",
-        "reward.timeout",
+        "ppo.ppo_n_minibatches",
+        "reward.weights",
         "ref.path=no/such",
         "allocation_mode=d5",
         "actor, critic: the tokenizer",
@@ -372,7 +371,7 @@ def test_unused_evaluation_options(sft: Any, ppo: PPOMathExperiment, task: Any, 
     sft.exp_ctrl.eval_freq_steps = 3
     assert one(sft, paths) == "exp_ctrl.eval_freq_steps=3: there are no held-out rows"
     sft.exp_ctrl.eval_freq_steps = 0
-    assert "exp_ctrl.eval_freq_steps must be positive, got 0" in problems(sft, paths)
+    assert "exp_ctrl.eval_freq_steps=0: must be >= 1" in problems(sft, paths)
 
 
 def test_backends_that_cannot_train_a_role(ppo: PPOMathExperiment, paths: RunDir) -> None:

@@ -29,10 +29,6 @@ def test_task_of_the_dataset_rows(options: dict, task: Task) -> None:
 @pytest.mark.parametrize(
     ("options", "start"),
     [
-        ({"timeout": 0.0}, "reward.timeout must be positive, got 0.0"),
-        ({"processes": 0}, "reward.processes must be positive, got 0"),
-        ({"max_concurrency": 0}, "reward.max_concurrency must be positive, got 0"),
-        ({"retries": -1}, "reward.retries must not be negative, got -1"),
         ({"fn": "f.py:g", "fns": ["math"]}, "reward.fn=f.py:g and reward.fns=['math']: set only one"),
         ({"fns": ["math", "math"]}, "reward.fns: the names math, math must differ"),
         (

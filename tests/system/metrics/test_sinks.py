@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from realhf.api.config import ExperimentConfig, TensorboardConfig, WandbConfig
+from realhf.api.config import ExperimentConfig, TensorboardConfig, WandbConfig, WandbMode
 from realhf.base.errors import UserError
 from realhf.base.paths import RunDir
 from realhf.system.metrics.sinks import open_sinks
@@ -31,6 +31,6 @@ def test_disabled_sinks_are_not_opened(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
 def test_missing_wandb_is_a_user_error(tmp_path: Path) -> None:
-    config = ExperimentConfig(tensorboard=TensorboardConfig(enabled=False), wandb=WandbConfig(mode="offline"))
+    config = ExperimentConfig(tensorboard=TensorboardConfig(enabled=False), wandb=WandbConfig(mode=WandbMode.offline))
     with pytest.raises(UserError, match=r"realhf\[wandb\]"):
         open_sinks(config, RunDir(tmp_path), {})
