@@ -22,7 +22,8 @@ def read_generations(folder: Path) -> dict[str, list[dict]]:
         with file.open(encoding="utf-8") as lines:
             for row in map(json.loads, lines):
                 row["prompt"] = (row.get("fields") or row)["prompt"]  # as in the data file: text, or messages
-                prompts.setdefault(json.dumps(row["prompt"]), []).append(row)
+                if "rewards" in row:  # not if scoring has failed
+                    prompts.setdefault(json.dumps(row["prompt"]), []).append(row)
     return prompts
 
 

@@ -28,6 +28,7 @@ class RunDir:
     key = _PathEntry("channel.key")  # of the message channel, present during the run
     metrics = _PathEntry("metrics.jsonl")
     evaluation = _PathEntry("evaluation.jsonl")
+    failure = _PathEntry("first_failure.txt")  # why the first response without a reward has none
     events = _PathEntry("events.jsonl")
     trace = _PathEntry("trace.json")
     tensorboard = _PathEntry("tensorboard")

@@ -84,12 +84,16 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class InterfaceContext:
-    """The worker's properties that an interface can use. ``tokenizer`` is None for models that read no text."""
+    """The worker's properties that an interface can use. ``tokenizer`` is None for models that read no text.
+
+    ``report_failure`` takes the description of a response without a reward, for the user.
+    """
 
     seed: int
     tokenizer: Any
     run_root: Path
     dp_rank: int = 0
+    report_failure: Callable[[str], None] = lambda text: None
 
 
 class Interface(Protocol):

@@ -15,7 +15,7 @@ from realhf.api.config.option import COUNT, opt
 from realhf.api.config.preference import EnsembleConfig, Objective
 from realhf.api.experiment import MultiStageExperiment, Stage
 from realhf.base.best_of_n import Entry, curve
-from realhf.base.errors import UserError
+from realhf.base.errors import RunFailed, UserError
 from realhf.data.files import read_raw_rows
 from realhf.experiments.restem import read_generations
 from realhf.experiments.scoring import ScoreExperiment, Scoring
@@ -44,14 +44,20 @@ class BestOfNExperiment(Scoring, MultiStageExperiment):
         if not self.is_sampled:
             options["sampling"] = GenerationConfig()
         yield Stage("scored", "score", ScoreExperiment(**options))
-        prompts = by_prompt(read_generations(root / "scored"))
-        failed = failed_fraction(root / "scored") if self.judge else 0.0
+        rows = list(read_generations(root / "scored"))
+        prompts = by_prompt(filter(self.is_scored, rows))
+        failed = 1 - sum(map(len, prompts)) / len(rows)
+        if not prompts:
+            raise RunFailed(f"none of {len(rows)} responses has a score; see {root}/scored")
         result = {**best_of_n(prompts, self.ensemble, self.n_grid), "gold_failed": failed}
         (root / RESULT).write_text(json.dumps(result, indent=1) + "\n")
         print(f"bon     {len(prompts)} prompts, {result['n_answers']} responses each: {root / RESULT}")
         if failed:
-            print(f"bon     the verifier failed on {failed:.1%} of the responses, which count as wrong; "
-                  "see gold_inf/verifier_* in scored/metrics.jsonl")  # fmt: skip
+            print(f"bon     scoring failed for {failed:.1%} of the responses, which are left out; see {root}/scored")
+
+    def is_scored(self, row: dict[str, Any]) -> bool:
+        """Return True if the reward model, and the gold model or verifier, have scored a response."""
+        return "rewards" in row and ("gold" in row or not (self.judge or self.has_gold_model))
 
 
 def write_single_answers(data: DatasetConfig, path: Path) -> DatasetConfig:
@@ -80,12 +86,6 @@ def by_prompt(rows: Iterable[dict[str, Any]]) -> list[Responses]:
     for row in sorted(rows, key=lambda row: (row["prompt_id"], row["sample"])):
         prompts.setdefault((row["fields"] or {}).get("prompt_number", row["prompt_id"]), []).append(row)
     return list(prompts.values())
-
-
-def failed_fraction(run: Path) -> float:
-    """Return the fraction of responses on which the verifier of a run failed, as the mean over steps."""
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return sum(step["gold_inf/verifier_error"] + step["gold_inf/verifier_timeout"] for step in steps) / len(steps)
 
 
 def best_of_n(prompts: Sequence[Responses], ensemble: EnsembleConfig, grid: Sequence[int]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """PPO with a reward model: six calls on four models."""
 
 from dataclasses import dataclass, replace
+from math import inf
 
 from realhf.algorithms.policy_gradient.config import Advantage, PPOConfig
 from realhf.api.codec import to_plain
@@ -8,8 +9,15 @@ from realhf.api.config import EvaluationConfig, GenerationConfig, KLPlace, MFCCo
 from realhf.api.config.preference import EnsembleConfig, RewardModelType, ScoreConfig
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind, Sync
-from realhf.experiments.options.checks import eval_problems, ppo_problems, ppo_warnings, unmet
-from realhf.experiments.options.models import RewardModels, has_model, reference_problems, reference_role, sampling_call
+from realhf.experiments.options.checks import eval_problems, ppo_problems, ppo_warnings, truncation_warnings, unmet
+from realhf.experiments.options.models import (
+    COMPARED,
+    RewardModels,
+    has_model,
+    reference_problems,
+    reference_role,
+    sampling_call,
+)
 
 TRAINING_KEYS = ("rewards", "step_rewards", "ref_logprobs", "prox_logprobs", "values", "baseline", "advantages")
 """Keys that training reads, in addition to those of the rollout, if an MFC produces them."""
@@ -131,6 +139,10 @@ class PPOExperiment(Experiment):
     def samples_per_prompt(self) -> int:
         return self.ppo.generation_size or self.ppo.group_size
 
+    def score_range(self) -> tuple[float, float]:
+        """Return the lowest and the highest score of a response."""
+        return (-inf, inf) if self.score.type in COMPARED else (0.0, 1.0)
+
     def problems(self) -> list[str]:
         problems = unmet([
             (self.ppo.ref_ema_eta is None or not self.ref.offload,
@@ -146,4 +158,4 @@ class PPOExperiment(Experiment):
         return problems + self._reward_models.problems()
 
     def warnings(self) -> list[str]:
-        return ppo_warnings(self.ppo, self.max_staleness)
+        return ppo_warnings(self.ppo, self.max_staleness) + truncation_warnings(self.ppo, self.score_range())

@@ -6,7 +6,7 @@ from realhf.api.config import ModelSpec, RewardConfig, opt
 from realhf.api.config.preference import EnsembleConfig, ScoreConfig
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC
-from realhf.experiments.options.checks import reward_problems, unmet
+from realhf.experiments.options.checks import reward_problems, score_range, unmet
 from realhf.experiments.options.models import reward_task, verifier_call
 from realhf.experiments.ppo import PPOExperiment
 
@@ -30,6 +30,9 @@ class PPOMathExperiment(PPOExperiment):
 
     def reward_roles(self) -> dict[str, RoleSpec]:
         return {}
+
+    def score_range(self) -> tuple[float, float]:
+        return score_range(self.reward)
 
     def problems(self) -> list[str]:
         return super().problems() + reward_problems(self.reward) + unmet([

@@ -56,7 +56,7 @@ class RestEMExperiment(MultiStageExperiment):
         policy, rounds = self.model.path or "", list[dict[str, Any]]()
         for number in range(1, self.n_rounds + 1):
             yield self.sample(f"round{number}-sample", policy, self.dataset, self.sampling, self.seed + 2 * number)
-            responses = list(read_generations(root / f"round{number}-sample"))
+            responses = read_scored(root / f"round{number}-sample")
             kept = select_responses(responses, self.threshold, self.max_per_prompt)
             if not kept:
                 raise RunFailed(
@@ -70,8 +70,9 @@ class RestEMExperiment(MultiStageExperiment):
             policy = str(newest_model(root / f"round{number}-fit"))
             prompts = replace(self.dataset, path=self.valid_path or self.dataset.path)
             yield self.sample(f"round{number}-valid", policy, prompts, self.validation, self.seed + 2 * number + 1)
-            valid = [row["rewards"] for row in read_generations(root / f"round{number}-valid")]
-            rounds.append(summary(number, responses, kept, self.max_per_prompt, sum(valid) / len(valid), policy))
+            valid = [row["rewards"] for row in read_scored(root / f"round{number}-valid")]
+            accuracy = sum(valid) / max(len(valid), 1)
+            rounds.append(summary(number, responses, kept, self.max_per_prompt, accuracy, policy))
             best = rounds[chosen_round([r["accuracy"] for r in rounds], self.choice)]
             result = {"rounds": rounds, "chosen": best["number"], "model": best["model"]}
             (root / "restem.json").write_text(json.dumps(result, indent=1))
@@ -104,6 +105,11 @@ def read_generations(run: Path) -> Iterator[dict[str, Any]]:
     for file in sorted(files, key=lambda path: int(path.stem.rpartition("_")[2])):
         with file.open() as lines:
             yield from map(json.loads, lines)
+
+
+def read_scored(run: Path) -> list[dict[str, Any]]:
+    """Return the rows of generations/ that have a reward."""
+    return [row for row in read_generations(run) if "rewards" in row]
 
 
 def newest_model(run: Path) -> Path:

@@ -1,6 +1,6 @@
 """The result of judging one response; a failed judge is distinct from a wrong response."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 Item = tuple[str, str, dict]  # prompt, response, and the row of the dataset
@@ -30,3 +30,4 @@ class Verdict:
     score: float
     status: Status
     detail: str = ""
+    traceback: str = field(default="", compare=False)

@@ -61,6 +61,7 @@ class ModelWorker:
         self.links: SharedMemoryPeers | None = None
         self.servers: list[VllmServer] = []
         self.calls: dict[int, messages.PrepareCall] = {}  # prepared ones, by request
+        self.failures: list[str] = []  # responses without a reward in the current call
         self.during = "start-up"
         self.writer = CheckpointWriter()
 
@@ -108,7 +109,10 @@ class ModelWorker:
                 call = self.calls.pop(request)
                 self.during = f"{call.mfc} of step {call.step + 1}"
                 result = self.executor.execute(call)
-                self._done(request, call.step, outputs=result.outputs, stats=result.stats, state=result.state)
+                values = {"failure": self.failures[0].encode(errors="replace").decode()} if self.failures else {}
+                self.failures.clear()
+                self._done(request, call.step, outputs=result.outputs, stats=result.stats, state=result.state,
+                           values=values)  # fmt: skip
             case messages.ReadRows(request, ids, keys):
                 self.during = "reading rows"
                 self.send(messages.Done(request, self.rank, values={"rows": self._read_rows(ids, keys)}))
@@ -196,7 +200,8 @@ class ModelWorker:
             key = mfc.interface, layout.coord(self.rank).dp
             shared = (judge for *judge_key, judge in judges if mfc.role is None and tuple(judge_key) == key)
             if (interface := next(shared, None)) is None:
-                context = InterfaceContext(run.config.seed, self.tokenizer, run.paths.root, key[1])
+                context = InterfaceContext(run.config.seed, self.tokenizer, run.paths.root, key[1],
+                                           self.failures.append)  # fmt: skip
                 interface = build_interface(mfc.interface, context)
                 judges += [(*key, interface)] if mfc.role is None else []
             interfaces[mfc.name] = interface

@@ -10,7 +10,7 @@ from realhf.api.config import DatasetConfig, GenerationConfig, MFCConfig, ModelS
 from realhf.api.config.preference import EnsembleConfig, Objective, ScoreConfig
 from realhf.api.experiment import MultiStageExperiment, Task
 from realhf.base.errors import UserError
-from realhf.experiments.bon import BestOfNExperiment, best_of_n, by_prompt, failed_fraction, write_single_answers
+from realhf.experiments.bon import BestOfNExperiment, best_of_n, by_prompt, write_single_answers
 from realhf.experiments.ppo import PPOExperiment
 from realhf.experiments.ppo_math import PPOMathExperiment
 from realhf.experiments.scoring import ScoreExperiment
@@ -167,8 +167,17 @@ def test_scores_of_each_member_are_normalised(tmp_path: Path) -> None:
     assert f"no scores of held-out rows in {tmp_path}/b/evaluation.json" in experiment.problems()[0]
 
 
-def test_failed_fraction(tmp_path: Path) -> None:
-    fractions = [(0.5, 0.0), (0.0, 0.25)]
-    lines = [{"gold_inf/verifier_error": a, "gold_inf/verifier_timeout": b} for a, b in fractions]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert failed_fraction(tmp_path) == 0.375
+@pytest.mark.parametrize("judge", [False, True])
+def test_responses_without_a_score_are_left_out(tmp_path: Path, judge: bool) -> None:
+    rows = [{"prompt_id": i // 3, "sample": i % 3, "fields": None, "rewards": float(i), "gold": float(i)}
+            for i in range(6)]  # fmt: skip
+    del rows[1]["rewards"], rows[5]["gold"]
+    experiment = BestOfNExperiment(judge=judge, policy=ModelSpec("model"))
+    next(stages := experiment.stages(tmp_path))
+    folder = tmp_path / "scored" / "generations"
+    folder.mkdir(parents=True)
+    (folder / "step_1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (rows if judge else rows[:5])))
+    assert list(stages) == []
+    result = json.loads((tmp_path / "bon.json").read_text())
+    assert (result["n_answers"], result["gold_failed"]) == (2, pytest.approx(2 / 6 if judge else 1 / 5))
+    assert [entry["proxy_score"] for entry in result["entries"]] == [(1.0 + 3.5) / 2, 3.0]

@@ -37,19 +37,25 @@ class GroupOptions:
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """The rows of a training batch. ``rewards`` and ``values`` are ``[T]``, ``row_of_token`` is ``[T]`` int64."""
+    """The rows of a training batch. ``rewards`` and ``values`` are ``[T]``, ``row_of_token`` is ``[T]`` int64.
+
+    ``rows`` has all tokens of responses, ``trained`` those that the loss reads.
+    """
 
     batch: SequenceBatch
     rewards: Tensor
     values: Tensor
     rows: PackedRows
+    trained: PackedRows
     row_of_token: Tensor
     discount: float
     gae_lambda: float
 
     @property
     def groups(self) -> list[int]:
-        return [row.prompt for row in self.batch.ids]
+        """A number for each row, equal in responses to a prompt; one that is not trained on is a group of its own."""
+        pairs = zip(self.batch.ids, self.trained.counts.tolist(), strict=True)
+        return [row.prompt if count else -1 - i for i, (row, count) in enumerate(pairs)]
 
     @property
     def scores(self) -> Tensor:
@@ -88,7 +94,7 @@ def precomputed(x: AdvantageInputs, _: None) -> Advantages:
 
 
 def process(x: AdvantageInputs, _: None) -> Advantages:
-    """Return the sum of the normalised step rewards from each token on; ``step_rewards`` is 0 except at step ends.
+    """Return the sum of the normalised step rewards from each token on; ``step_rewards`` is -1 except at step ends.
 
     All step rewards of a group are normalised together, by their population standard deviation.
     """
@@ -96,7 +102,7 @@ def process(x: AdvantageInputs, _: None) -> Advantages:
     result = rewards.double().new_zeros(len(rewards))
     groups = x.row_of_token.new_tensor(x.groups)[x.row_of_token]
     for number in sorted(set(x.groups)):
-        at = (rewards > 0) & (groups == number)
+        at = (rewards >= 0) & (groups == number)
         steps = rewards[at].double()
         if len(steps) and steps.min() < steps.max():
             result[at] = (steps - steps.mean()) / (steps.std(correction=0) + GROUP_EPS)

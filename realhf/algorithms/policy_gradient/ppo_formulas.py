@@ -29,26 +29,29 @@ def response_mask(prompt_mask: Tensor, lengths: Sequence[int]) -> Tensor:
     return (prompt_mask == 0).index_fill(0, torch.tensor(starts, dtype=torch.int64, device=prompt_mask.device), False)
 
 
-def overlong_penalties(lengths: Tensor, config: PPOConfig) -> Tensor:
-    """Return the penalties of responses of ``lengths`` tokens, ``[B]``: 0 up to ``max_new_tokens - overlong_buffer``,
-    then linear to ``-overlong_penalty`` at ``max_new_tokens`` (DAPO, arXiv 2503.14476, eq. 13)."""
-    over = (lengths.float() - (config.gen.max_new_tokens - config.overlong_buffer)) / config.overlong_buffer
-    return -config.overlong_penalty * over.clamp(0.0, 1.0)
+def outcome_rewards(rewards: Tensor, truncated: Tensor, response_lengths: Tensor, config: PPOConfig) -> Tensor:
+    """Return the rewards of whole responses, ``[B]`` like the inputs: clipped, masked, then penalised for length.
 
-
-def token_rewards(
-    kl: Tensor, rewards: Tensor, truncated: Tensor, lengths: Sequence[int], kl_coef: float, config: PPOConfig
-) -> Tensor:
-    """Return the reward of every token, ``[T]``: ``-kl_coef * kl``, plus the clipped score on a row's last token.
-
-    ``kl`` is 0 outside of responses; ``rewards`` and ``truncated`` are ``[B]``. With ``mask_no_eos_with_zero`` the
-    score of a truncated response is 0 (its KL penalty remains).
+    With ``mask_no_eos_with_zero`` a truncated response has 0 instead of its reward. The penalty is 0 up to
+    ``max_new_tokens - overlong_buffer`` tokens, then linear to ``-overlong_penalty`` at ``max_new_tokens`` (DAPO, arXiv
+    2503.14476, eq. 13). It comes last, so that a truncated response is not worth more than a finished one as long.
     """
-    scores = rewards.clamp(-config.max_reward_clip, config.max_reward_clip)
+    result = rewards.clamp(-config.max_reward_clip, config.max_reward_clip)
     if config.mask_no_eos_with_zero:
-        scores = scores.masked_fill(truncated.bool(), 0.0)
+        result = result.masked_fill(truncated.bool(), 0.0)
+    if not config.overlong_buffer:
+        return result
+    over = (response_lengths.float() - (config.gen.max_new_tokens - config.overlong_buffer)) / config.overlong_buffer
+    return result - config.overlong_penalty * over.clamp(0.0, 1.0)
+
+
+def token_rewards(kl: Tensor, outcomes: Tensor, lengths: Sequence[int], kl_coef: float) -> Tensor:
+    """Return the reward of every token, ``[T]``: ``-kl_coef * kl``, plus the outcome on a row's last token.
+
+    ``kl`` is 0 outside of responses; ``outcomes`` are the rewards of whole responses, ``[B]``.
+    """
     last = torch.tensor(list(accumulate(lengths)), dtype=torch.int64, device=kl.device) - 1
-    return (-kl_coef * kl).index_add(0, last, scores.to(kl.dtype))
+    return (-kl_coef * kl).index_add(0, last, outcomes.to(kl.dtype))
 
 
 def whiten(advantages: Tensor, mask: Tensor, sums: Tensor) -> Tensor:

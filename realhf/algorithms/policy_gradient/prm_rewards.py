@@ -49,9 +49,9 @@ def delta(steps: Column, kind: Delta) -> Tensor:
 def shape_step_rewards(dense: Column, config: PRMRewardConfig, eta: float) -> Tensor:
     """Return the shaped step rewards on the last tokens of steps, 0 elsewhere, ``[T]``.
 
-    ``dense`` holds the probability of each step on its last token, 0 elsewhere; ``eta`` is Clip's threshold.
+    ``dense`` holds the probability of each step on its last token, -1 elsewhere; ``eta`` is Clip's threshold.
     """
-    ends = dense.data > 0
+    ends = dense.data >= 0
     q = dense.data[ends]
-    steps = Column(clip(q, eta) if config.clip else q, tuple(int((row > 0).sum()) for row in dense.rows()))
+    steps = Column(clip(q, eta) if config.clip else q, tuple(int((row >= 0).sum()) for row in dense.rows()))
     return torch.zeros_like(dense.data).masked_scatter(ends, config.alpha * delta(steps, config.delta))

@@ -16,18 +16,22 @@ from realhf.data.batch import SequenceBatch
 def rewards_of(batch: SequenceBatch, scores: Tensor, config: PPOConfig) -> tuple[SequenceBatch, Stats]:
     """Return the selected rows with ``rewards = (score - reward_output_bias) * reward_output_scaling`` (float32).
 
-    ``scores`` is ``[B]``. Keeps the ``group_size`` best responses per prompt, then, with dynamic_sampling, prompts with
-    different rewards. The statistic ``reward`` covers all rows.
+    ``scores`` is ``[B]``. Drops responses without a finite reward. Keeps the ``group_size`` best responses per prompt,
+    then, with dynamic_sampling, prompts with different rewards. The statistic ``reward`` covers all responses with a
+    reward, ``failed`` is the fraction of those without.
     """
     rewards = ((scores - config.reward_output_bias) * config.reward_output_scaling).float()
-    result = SequenceBatch(batch.ids).with_scalars("rewards", rewards)
+    finite = rewards.isfinite()
+    stats = {"reward": mean_of(rewards, finite), "failed": mean_of(~finite)}
+    result = SequenceBatch(batch.ids).with_scalars("rewards", rewards).select(finite.nonzero().flatten().tolist())
     if config.generation_size is not None and config.generation_size > config.group_size:
-        lengths = [int((row == 0).sum()) for row in batch.columns["prompt_mask"].rows()]
-        result = result.select(best_rows(batch.ids, rewards.tolist(), lengths, config.group_size))
+        length_of = dict(zip(batch.ids, batch.columns["prompt_mask"].rows(), strict=True))
+        lengths = [int((length_of[row] == 0).sum()) for row in result.ids]
+        result = result.select(best_rows(result.ids, result["rewards"].tolist(), lengths, config.group_size))
     if config.dynamic_sampling:
         is_equal = equal_in_group(result["rewards"], [row.prompt for row in result.ids])
         result = result.select([i for i, equal in enumerate(is_equal) if not equal])
-    return result, {"reward": mean_of(rewards)}
+    return result, stats
 
 
 def best_rows(ids: Sequence[RowId], rewards: Sequence[float], response_lengths: Sequence[int], n: int) -> list[int]:

@@ -9,7 +9,7 @@ from realhf.algorithms.policy_gradient.actor_loss import truncated_is_weights
 from realhf.algorithms.policy_gradient.advantages import ADVANTAGES, AdvantageInputs
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.algorithms.policy_gradient.kl import kl_terms
-from realhf.algorithms.policy_gradient.ppo_formulas import overlong_penalties, response_mask, token_rewards
+from realhf.algorithms.policy_gradient.ppo_formulas import outcome_rewards, response_mask, token_rewards
 from realhf.algorithms.policy_gradient.prm_rewards import shape_step_rewards
 from realhf.algorithms.stats import mean_of
 from realhf.api.config import KLEstimator, KLPlace
@@ -45,22 +45,20 @@ def compute_signals(engine: Engine, batch: SequenceBatch, config: PPOConfig, kl_
     kl = reference_kl(KLEstimator.k1, logprobs, batch, mask)
     in_reward = config.kl_in is KLPlace.reward
     penalty = reference_kl(config.kl_reward_estimator, logprobs, batch, mask) if in_reward else torch.zeros_like(kl)
-    scores = batch["rewards"]
-    if config.overlong_buffer:
-        scores = scores + overlong_penalties(rows.counts, config)
-    rewards = token_rewards(penalty, scores, truncated, lengths, kl_coef, config)
+    outcomes = outcome_rewards(batch["rewards"], truncated, rows.counts, config)
+    rewards = token_rewards(penalty, outcomes, lengths, kl_coef)
     if "step_rewards" in batch.columns:
         rewards = rewards + shape_step_rewards(batch.columns["step_rewards"], config.prm, eta)
     values = torch.zeros_like(kl) if config.disable_value else batch["values"]
     row_of_token = per_token(torch.arange(len(lengths), device=kl.device), lengths)
-    inputs = AdvantageInputs(batch, rewards, values, rows, row_of_token, config.discount, config.gae_lambda)
+    trained = PackedRows(mask & ~per_token(truncated, lengths) if config.mask_too_long else mask, lengths)
+    inputs = AdvantageInputs(batch, rewards, values, rows, trained, row_of_token, config.discount, config.gae_lambda)
     name = config.advantage.value
     advantages, returns = ADVANTAGES[name].fn(inputs, vars(config.advantages).get(name))
-    trained = mask & ~per_token(truncated, lengths) if config.mask_too_long else mask
     weights = None
     if config.recompute_logprobs:
         weights = truncated_is_weights(logprobs, batch["logprobs"], mask, config.is_weight_cap)
-    return TrainingSignals(logprobs, kl, mask, trained, values, advantages, returns, weights, len(batch))
+    return TrainingSignals(logprobs, kl, mask, trained.mask, values, advantages, returns, weights, len(batch))
 
 
 def step_threshold(engine: Engine, batch: SequenceBatch, config: PPOConfig) -> float:
@@ -68,7 +66,7 @@ def step_threshold(engine: Engine, batch: SequenceBatch, config: PPOConfig) -> f
     if "step_rewards" not in batch.columns or not config.prm.clip or config.prm.eta is not None:
         return config.prm.eta or 0.0
     steps = batch["step_rewards"]
-    total, _, count = engine.reduce(masked_sums(steps, steps > 0)).tolist()
+    total, _, count = engine.reduce(masked_sums(steps, steps >= 0)).tolist()
     return total / max(count, 1.0)
 
 

@@ -39,14 +39,17 @@ def decode_items(batch: SequenceBatch, tokenizer: Any) -> list[Item]:
     return items
 
 
+def is_failure(verdict: Verdict, fn: str) -> bool:
+    """Return True if there is no score: a response that a built-in verifier cannot judge in time is wrong instead."""
+    return verdict.status is Status.error or (verdict.status is Status.timeout and builtin_verifier(fn) is None)
+
+
 def shaped_score(verdict: Verdict, fn: str, config: RewardConfig, is_well_formed: bool = True) -> float:
     """Return the score before bias and scaling.
 
     Built-in verifiers score right or wrong, and the format if ``format_reward`` is set; a user's function returns its
-    own score. A failed judge gives ``wrong_reward``.
+    own score.
     """
-    if verdict.status is not Status.ok:
-        return config.wrong_reward
     if builtin_verifier(fn) is None:
         return verdict.score
     if verdict.score > 0:
@@ -58,20 +61,22 @@ def shaped_score(verdict: Verdict, fn: str, config: RewardConfig, is_well_formed
 class Verifier:
     """Verifies responses; returns the scalar ``rewards = (score - reward_output_bias) * reward_output_scaling``.
 
-    The score is the weighted sum of the scores of ``reward.fns``. Statistics over all verified responses: ``reward``,
-    ``accuracy`` (math, code), ``verifier_error``, ``verifier_timeout``, ``format_ok`` (format_reward), ``verdict_*``,
-    the fraction of each `Reason` (code), and with several rewards ``score_*`` by name. With check_verifier_status,
-    ValueError if all responses are wrong. The first call runs the self-tests of the judges.
+    The score is the weighted sum of the scores of ``reward.fns``; responses for which one of them fails are dropped.
+    Statistics over all responses: ``failed``, and over all verdicts ``verifier_error`` and ``verifier_timeout``. Over
+    the others: ``reward``, ``accuracy`` (math, code), ``format_ok`` (format_reward), ``verdict_*``, the fraction of
+    each `Reason` (code), and with several rewards ``score_*`` by name. With check_verifier_status, ValueError if all
+    responses are wrong. The first call runs the self-tests of the judges.
     """
 
     config_type = VerifierConfig
 
     def __init__(self, config: VerifierConfig, context: InterfaceContext) -> None:
         self.config = config
-        self.tokenizer = context.tokenizer
+        self.context = context
         self.fns = fns_of(config.reward)
         patterns = [f"{FORMAT}{config.reward.format_reward}"] if config.reward.format_reward else []
-        self.judges = [open_judge(fn, config.reward) for fn in [*self.fns, *patterns]]
+        self.judged_by = [*self.fns, *patterns]
+        self.judges = [open_judge(fn, config.reward) for fn in self.judged_by]
         self.tested = False
 
     def inference(self, engine: Engine | None, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
@@ -79,48 +84,57 @@ class Verifier:
             for judge in self.judges:
                 judge.self_test()
             self.tested = True
-        results = judge_once(self.judges, decode_items(batch, self.tokenizer))
-        verdicts, formats = results[: len(self.fns)], results[len(self.fns) :]
-        format_ok = [v.score > 0 for v in formats[0]] if formats else [True] * len(batch)
+        results = judge_once(self.judges, decode_items(batch, self.context.tokenizer))
+        judged = self.judged_rows(batch, results)
+        stats = failure_stats(results)
+        verdicts = [[column[i] for i in judged] for column in results]
+        verdicts, formats = verdicts[: len(self.fns)], verdicts[len(self.fns) :]
+        format_ok = [v.score > 0 for v in formats[0]] if formats else [True] * len(judged)
         scores = [
             [shaped_score(v, fn, self.config.reward, good) for v, good in zip(column, format_ok, strict=True)]
             for fn, column in zip(self.fns, verdicts, strict=True)
         ]
-        self.check_status(scores, verdicts)
+        self.check_status(scores)
         weights = torch.tensor(weights_of(self.config.reward), dtype=torch.float64)
-        totals = weights @ torch.tensor(scores, dtype=torch.float64).reshape(len(self.fns), len(batch))
-        rewarded, stats = rewards_of(batch, totals.to(batch["tokens"].device), self.config.ppo)
-        stats |= self.verdict_stats(verdicts)
+        totals = torch.full((len(batch),), torch.nan, dtype=torch.float64)
+        totals[judged] = weights @ torch.tensor(scores, dtype=torch.float64).reshape(len(self.fns), len(judged))
+        rewarded, reward_stats = rewards_of(batch, totals.to(batch["tokens"].device), self.config.ppo)
+        stats |= reward_stats | self.accuracy_stats(verdicts)
         if formats:
-            stats["format_ok"] = (float(sum(format_ok)), float(len(batch)))
+            stats["format_ok"] = (float(sum(format_ok)), float(len(judged)))
         if len(self.fns) > 1:
             names = names_of(self.fns)
             stats |= {f"score_{name}": (sum(s), float(len(s))) for name, s in zip(names, scores, strict=True)}
         return rewarded, stats
 
-    def check_status(self, scores: Sequence[Sequence[float]], verdicts: Sequence[Sequence[Verdict]]) -> None:
+    def judged_rows(self, batch: SequenceBatch, results: Sequence[Sequence[Verdict]]) -> list[int]:
+        """Return the rows for which no judge has failed; report the first failure."""
+        failures: dict[int, tuple[str, Verdict]] = {}
+        for fn, column in zip(self.judged_by, results, strict=True):
+            failures = {i: (fn, v) for i, v in enumerate(column) if is_failure(v, fn)} | failures
+        if failures:
+            row, (fn, verdict) = batch.ids[min(failures)], failures[min(failures)]
+            where = f"{fn}, response {row.sample} to prompt {row.prompt}"
+            self.context.report_failure(f"{where}: {verdict.detail}\n{verdict.traceback}".strip())
+        return [i for i in range(len(batch)) if i not in failures]
+
+    def check_status(self, scores: Sequence[Sequence[float]]) -> None:
         """Raise ValueError if no response is right by any of the rewards and ``check_verifier_status`` is set."""
         config = self.config.reward
         if not config.check_verifier_status or not scores[0]:
             return
         worst = max(config.wrong_reward, config.wrong_formatted_reward if config.format_reward else config.wrong_reward)
         if all(max(column) <= worst for column in scores):
-            failed = [v.detail or v.status.value for v in chain(*verdicts) if v.status is not Status.ok]
-            detail = f"; {len(failed)} verifications failed, the first with: {failed[0]}" if failed else ""
-            raise ValueError(f"all {len(scores[0])} responses are wrong (reward.check_verifier_status is set){detail}")
+            raise ValueError(f"all {len(scores[0])} responses are wrong (reward.check_verifier_status is set)")
 
-    def verdict_stats(self, verdicts: Sequence[Sequence[Verdict]]) -> Stats:
-        """Return the failures of all verdicts, and the accuracy of the first built-in verifier."""
-        every = list(chain(*verdicts))
-        stats = {
-            f"verifier_{status.value}": (float(sum(v.status is status for v in every)), float(len(every)))
-            for status in (Status.error, Status.timeout)
-        }
+    def accuracy_stats(self, verdicts: Sequence[Sequence[Verdict]]) -> Stats:
+        """Return the accuracy of the first built-in verifier."""
+        stats = Stats()
         for fn, column in zip(self.fns, verdicts, strict=True):
             if (kind := builtin_verifier(fn)) is None:
                 continue
             count = float(len(column))
-            stats["accuracy"] = (float(sum(v.status is Status.ok and v.score > 0 for v in column)), count)
+            stats["accuracy"] = (float(sum(v.score > 0 for v in column)), count)
             if VERIFIERS[kind].task is Task.code:
                 reasons = Counter(v.detail for v in column if v.status is Status.ok)
                 stats |= {f"verdict_{reason.value}": (float(reasons[reason.value]), count) for reason in Reason}
@@ -130,3 +144,9 @@ class Verifier:
     def close(self) -> None:
         for judge in self.judges:
             judge.close()
+
+
+def failure_stats(results: Sequence[Sequence[Verdict]]) -> Stats:
+    """Return the fractions of verdicts that are errors and timeouts."""
+    counts = Counter(verdict.status for verdict in chain(*results))
+    return {f"verifier_{s.value}": (float(counts[s]), float(counts.total())) for s in (Status.error, Status.timeout)}

@@ -14,7 +14,7 @@ from realhf.algorithms.preference.pairs import Pairs, pairs_of, ranked_pairs
 from realhf.algorithms.reward_model.step_splitter import SPLITTERS, step_starts
 from realhf.algorithms.stats import Monitors, mean_of, stats_of
 from realhf.api.config import opt
-from realhf.api.config.preference import EnsembleConfig, RewardModelType, RWConfig, ScoreConfig
+from realhf.api.config.preference import Aggregate, EnsembleConfig, RewardModelType, RWConfig, ScoreConfig
 from realhf.api.messages import State, Stats
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import Engine, InterfaceContext, Loss, Outputs
@@ -87,7 +87,7 @@ class LabelledReward:
     """Scores responses with a model of labelled responses or steps, by its probabilities.
 
     Reads ``tokens`` and ``prompt_mask``; returns the scalar ``rewards``, scaled as in ``PairedReward``, and for a
-    process model ``step_rewards``: the probability of each step on its last token, unscaled, and 0 elsewhere.
+    process model ``step_rewards``: the probability of each step on its last token, unscaled, and -1 elsewhere.
     """
 
     config_type = LabelledRewardConfig
@@ -109,9 +109,9 @@ class LabelledReward:
         for row, starts in zip(is_end.rows(), step_starts(batch, self.tokenizer, self.split), strict=True):
             row[[*(start - 1 for start in starts[1:]), -1]] = True
         steps = Column(probabilities[is_end.data], tuple(int(row.sum()) for row in is_end.rows()))
-        scores = aggregate(steps, self.config.score.aggregate)
+        scores = aggregate(steps, self.config.score.aggregate) + 0 * aggregate(steps, Aggregate.mean)  # NaN if any is
         result, stats = rewards_of(batch, scores.float(), self.config.ppo)
-        dense = Column(probabilities.masked_fill(~is_end.data, 0.0), is_end.lengths)
+        dense = Column(probabilities.masked_fill(~is_end.data, -1.0), is_end.lengths)
         index = {row: i for i, row in enumerate(batch.ids)}
         return result.with_columns(step_rewards=dense.select([index[row] for row in result.ids])), stats
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from realhf.algorithms.policy_gradient.config import PPOConfig, VineConfig
+from realhf.algorithms.policy_gradient.ppo_formulas import outcome_rewards
 from realhf.algorithms.policy_gradient.verifier import Verifier, VerifierConfig
 from realhf.algorithms.reward_model.step_splitter import SPLITTERS, step_starts
 from realhf.api.batch_meta import PROMPT, RowId
@@ -20,6 +21,7 @@ from realhf.api.config import RewardConfig, opt
 from realhf.api.messages import State, Stats
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import Engine, InterfaceContext
+from realhf.ops.rows import PackedRows
 
 MAX_STATES = 1 << 20  # per prompt; the prompt number of state k of prompt p is p * MAX_STATES + k
 
@@ -118,7 +120,8 @@ class ValuesConfig:
 class VineValues:
     """Verifies continuations: ``state_values`` of a row are the mean rewards from each of its states.
 
-    Reads the outputs of VineRollouts and ``tokens prompt_mask row``. Truncated continuations get ``wrong_reward``.
+    Reads the outputs of VineRollouts and ``tokens prompt_mask row``. Truncated continuations get ``wrong_reward``, and
+    rewards are clipped and penalised as those of responses. Drops responses with a state without any reward.
     """
 
     config_type = ValuesConfig
@@ -145,10 +148,15 @@ class VineValues:
             scored, stats = self.verifier.inference(None, verified, state)
             ppo = self.config.ppo
             wrong = (self.config.reward.wrong_reward - ppo.reward_output_bias) * ppo.reward_output_scaling
-            rewards = torch.where(torch.cat(rows["rollout_truncated"]).bool(), wrong, scored["rewards"])
-            values = rewards.view(-1, n).mean(1)
-        n_states = tuple(len(row) // n for row in rows["rollout_lengths"])
-        return SequenceBatch(batch.ids, {"state_values": Column(values, n_states)}), stats
+            truncated = torch.cat(rows["rollout_truncated"]).bool()
+            rewards = scored["rewards"].new_full((len(responses),), torch.nan)
+            rewards[[row.prompt for row in scored.ids]] = scored["rewards"]
+            lengths = torch.stack([(mask == 0).sum() for _, mask, _ in responses])
+            rewards = outcome_rewards(torch.where(truncated, wrong, rewards), truncated, lengths, ppo)
+            values = rewards.view(-1, n).nanmean(1)
+        result = Column(values, tuple(len(row) // n for row in rows["rollout_lengths"]))
+        judged = [i for i, row in enumerate(result.rows()) if row.isfinite().all()]
+        return SequenceBatch(batch.ids, {"state_values": result}).select(judged), stats
 
 
 class VineAdvantages:
@@ -160,10 +168,9 @@ class VineAdvantages:
         self.config = config
 
     def inference(self, engine: Engine | None, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
-        clip, lengths = self.config.max_reward_clip, batch.lengths("prompt_mask")
-        rewards = batch["rewards"].clamp(-clip, clip)
-        if self.config.mask_no_eos_with_zero:
-            rewards = rewards.masked_fill(batch["truncated"].bool(), 0.0)
+        lengths = batch.lengths("prompt_mask")
+        n_tokens = PackedRows(batch["prompt_mask"] == 0, lengths).counts
+        rewards = outcome_rewards(batch["rewards"], batch["truncated"], n_tokens, self.config)
         columns = (batch.columns[key].rows() for key in ("state_starts", "state_values"))
         advantages = [torch.empty(0)]
         for length, reward, starts, values in zip(lengths, rewards.tolist(), *columns, strict=True):

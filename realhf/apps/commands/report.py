@@ -61,8 +61,10 @@ def report(run: RunSpec) -> str:
     samples_step, samples = _samples(run)
     tables = [_summary(run, steps), _calls(run, steps)]
     charts = [svg for title, names in CURVES.items() if (svg := curves_svg(title, curves(steps, names)))]
+    failure = run.paths.failure.read_text("utf-8") if run.paths.failure.is_file() else ""
     return render_page(f"realhf {run.experiment}: {run.paths.root.name}", timelines, tables, curves=charts, note=note,
-                       samples=samples, samples_step=samples_step, config=run.paths.config)  # fmt: skip
+                       samples=samples, samples_step=samples_step, failure=failure,
+                       config=run.paths.config)  # fmt: skip
 
 
 def json_lines(path: Path) -> Iterator[Any]:

@@ -20,7 +20,7 @@ MUTABLE = ("experiment_name", "trial_name", "fileroot", "overwrite", "mode", "de
            "allocation_mode", "threads_per_worker", "startup_timeout", "call_timeout", "heartbeat_timeout",
            "channel_address", "verify_reallocation", "n_logged_generations", "save_roles", "recover_",
            "max_device_failures", "exp_ctrl.", "planner.", "wandb.", "vllm.", "logprob_diff_warning", "tensorboard.",
-           "slurm.", "ray.", "dataset.path")  # fmt: skip
+           "slurm.", "ray.", "dataset.path", "reward.max_failures")  # fmt: skip
 """Options that may change on resume: data and numerics are unaffected. Data files are compared by checksum."""
 MUTABLE_PARTS = (".device_mesh", ".parallel.", ".mb_spec.", ".offload", ".gradient_checkpointing", ".sequence_parallel")
 

@@ -79,6 +79,10 @@ class Console:
     def kept(self, metric: str, value: float, path: Path) -> None:
         self.out.print(f"best    {metric} {value:.4f} -> {path}")
 
+    def failed(self, failure: str) -> None:
+        self.out.print(f"warning a response has no reward: {failure}", markup=False)
+        sys.stdout.flush()
+
     def summary(self, models: dict[str, Path], best: Path | None = None) -> None:
         self.close()
         self.out.print(f"done    {self.run.schedule.n_steps} steps in {time.monotonic() - self.start:.1f} s")

@@ -40,7 +40,7 @@ def render_page(title: str, timelines: Sequence[str], tables: Sequence[Listing],
     """Return one self-contained page from the template ``report.html.j2``. ``timelines`` are SVG images.
 
     Optional ``parts`` are ``curves`` (SVG images), ``note``, ``samples`` (rows with prompt and response) and
-    ``samples_step``, and ``config`` (the path of the options).
+    ``samples_step``, ``failure`` (why a response has no reward), and ``config`` (the path of the options).
     """
     from jinja2 import Environment, PackageLoader
 

@@ -2,12 +2,22 @@
 
 import os
 from collections.abc import Sequence
+from math import inf
 
 from realhf.algorithms.policy_gradient.advantages import ADVANTAGES
 from realhf.algorithms.policy_gradient.config import PolicyLoss, PPOConfig
 from realhf.algorithms.policy_gradient.policy_losses import POLICY_LOSSES
 from realhf.api.config import EvaluationConfig, GenerationConfig, KLEstimator, KLPlace, RewardConfig
-from realhf.rewards.registry import FORMAT, VERIFIERS, builtin_verifier, check_fn, fns_of, is_remote, names_of
+from realhf.rewards.registry import (
+    FORMAT,
+    VERIFIERS,
+    builtin_verifier,
+    check_fn,
+    fns_of,
+    is_remote,
+    names_of,
+    weights_of,
+)
 
 
 def unmet(checks: Sequence[tuple[object, str]]) -> list[str]:
@@ -76,6 +86,35 @@ def eval_problems(evaluation: EvaluationConfig, holds_out: bool) -> list[str]:
     ])  # fmt: skip
 
 
+def score_range(reward: RewardConfig) -> tuple[float, float]:
+    """Return the lowest and the highest score of a response, infinite for functions of the user."""
+    low = high = 0.0
+    for fn, weight in zip(fns_of(reward), weights_of(reward), strict=True):
+        scores = [-inf, inf]
+        if builtin_verifier(fn):
+            formatted = (reward.wrong_formatted_reward, reward.right_unformatted_reward) if reward.format_reward else ()
+            scores = [reward.wrong_reward, reward.right_reward, *(s for s in formatted if s is not None)]
+        elif fn.startswith(FORMAT):
+            scores = [0.0, 1.0]
+        weighted = [weight * score for score in scores] if weight else [0.0]
+        low, high = low + min(weighted), high + max(weighted)
+    return low, high
+
+
+def truncation_warnings(ppo: PPOConfig, scores: tuple[float, float]) -> list[str]:
+    """Return a warning if a truncated response has a higher reward than finished ones may have.
+
+    ``scores`` are the lowest and the highest score of a response.
+    """
+    truncated = -ppo.overlong_penalty if ppo.overlong_buffer else 0.0
+    lowest = min((score - ppo.reward_output_bias) * ppo.reward_output_scaling for score in scores)
+    if not ppo.mask_no_eos_with_zero or ppo.mask_too_long or truncated <= lowest:
+        return []
+    return [f"ppo.mask_no_eos_with_zero=True: the reward of a truncated response is {truncated:g}, that of a finished "
+            f"one can be {lowest:g}, so the policy may learn not to finish; exclude truncated responses with "
+            "ppo.mask_too_long=True, or use rewards that are not lower"]  # fmt: skip
+
+
 def ppo_warnings(ppo: PPOConfig, max_staleness: int) -> list[str]:
     """Return one line per combination of options that runs but is known to be biased or ineffective."""
     in_loss, in_reward = (ppo.kl_in is place and ppo.kl_ctl > 0 for place in (KLPlace.loss, KLPlace.reward))
@@ -86,8 +125,9 @@ def ppo_warnings(ppo: PPOConfig, max_staleness: int) -> list[str]:
         (in_loss and loss is KLEstimator.k1,
          "ppo.kl_loss_estimator=k1: its expected gradient is 0 on-policy, and off-policy it points away from the old "
          "policy; k2 has the gradient of the KL"),
-        (in_loss and loss is KLEstimator.k2 and max_staleness > 0,
-         "ppo.kl_loss_estimator=k2 with max_staleness: biased on responses of an older policy; k4 is not"),
+        (in_loss and loss in (KLEstimator.k2, KLEstimator.k3) and max_staleness > 0,
+         f"ppo.kl_loss_estimator={loss.value} with max_staleness: biased on responses of an older policy; "
+         "k4 is not (without ppo.recompute_logprobs)"),
         (in_reward and reward in (KLEstimator.k2, KLEstimator.k3),
          f"ppo.kl_reward_estimator={reward.value}: in the reward only k1 has the gradient of the KL"),
         (uncorrected and has_ratio,

@@ -221,7 +221,7 @@ class JudgeProcess:
         if "timeout" in reply:
             return Verdict(0.0, Status.timeout, f"no verdict after {self._timeout:g} s (reward.timeout)")
         if "error" in reply:
-            return Verdict(0.0, Status.error, str(reply["error"]))
+            return Verdict(0.0, Status.error, str(reply["error"]), str(reply.get("traceback", "")))
         return Verdict(float(reply["score"]), Status.ok, str(reply.get("reason", "")))
 
     def kill(self) -> None:

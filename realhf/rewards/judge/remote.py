@@ -32,7 +32,8 @@ class RemoteJudge:
     """Judges by the service at ``url``, with up to ``connections`` concurrent requests.
 
     A request of n items has ``timeout`` * n seconds for its first attempt and up to ``retries`` more. The bearer
-    ``token`` is sent and never shown. If a request fails, all its items get a failed verdict.
+    ``token`` is sent and never shown. If a request fails or is late, which no response can cause, all its items get an
+    error.
     """
 
     url: str
@@ -53,8 +54,7 @@ class RemoteJudge:
         verdicts: list[Verdict] = []
         for batch, outcome in zip(batches, asyncio.run(self._post_all(batches)), strict=True):
             if isinstance(outcome, Exception):
-                status = Status.timeout if isinstance(outcome, TimeoutError) else Status.error
-                verdicts += [Verdict(0.0, status, f"{self.url}: {describe(outcome)}")] * len(batch)
+                verdicts += [Verdict(0.0, Status.error, f"{self.url}: {describe(outcome)}")] * len(batch)
             else:
                 verdicts += map(read_verdict, outcome)
         return verdicts

@@ -1,8 +1,9 @@
 """The child process of a judge pool: ``python -m realhf.rewards.judge.server FN SECONDS [TEST_SECONDS]``.
 
 It writes ``{"ready": true}`` or ``{"fatal": text}``, and then replies to each JSON line ``{prompt, answer, row}`` on
-stdin with ``{"score": x}`` or ``{"error": text}`` on stdout. Output of the reward function goes to stderr. The parent
-kills the process when a response exceeds its deadline; the process ends by itself when the parent exits.
+stdin with ``{"score": x}`` or ``{"error": text}``, with the ``traceback`` of an exception, on stdout. Output of the
+reward function goes to stderr. The parent kills the process when a response exceeds its deadline; the process ends by
+itself when the parent exits.
 
 For an ``async def`` function the first line includes ``"asynchronous": true``. The process then accepts further
 requests while earlier ones are in progress, enforces the deadline of each (``{"timeout": true}``), and repeats the
@@ -21,6 +22,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -28,6 +30,7 @@ from realhf.rewards.registry import RewardFn, load_reward
 from realhf.rewards.verdict import ScoreWithReason
 
 MEMORY_LIMIT = 8 * 2**30  # bytes of private memory per process
+MAX_TRACEBACK = 4000  # characters
 
 AsyncRewardFn = Callable[[str, str, dict], Awaitable[float]]
 
@@ -62,7 +65,7 @@ def judge(reward: RewardFn, request: dict) -> dict[str, object]:
     try:
         return score_reply(reward(request["prompt"], request["answer"], request["row"]))
     except (Exception, SystemExit) as error:
-        return {"error": describe(error)}
+        return error_reply(error)
 
 
 async def serve_many(reward: AsyncRewardFn, requests: int, replies: int, seconds: float) -> None:
@@ -88,7 +91,7 @@ async def judge_in_time(reward: AsyncRewardFn, request: dict, seconds: float) ->
         try:
             return score_reply(await reward(request["prompt"], request["answer"], request["row"]))
         except (Exception, SystemExit) as error:
-            return {"error": describe(error)}
+            return error_reply(error)
 
     try:
         return await asyncio.wait_for(judged(), seconds)
@@ -104,6 +107,13 @@ def score_reply(score: object) -> dict[str, object]:
         return {"error": f"the reward is {float(score)}, it must be finite"}
     reason: dict[str, object] = {"reason": score.reason} if isinstance(score, ScoreWithReason) else {}
     return {"score": float(score), **reason}
+
+
+def error_reply(error: BaseException) -> dict[str, object]:
+    """Return the reply for an exception; its traceback starts in the reward function, and is cut at its start."""
+    frames = error.__traceback__.tb_next if error.__traceback__ else None
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    return {"error": describe(error), "traceback": text[-MAX_TRACEBACK:]}
 
 
 def take_over_streams() -> tuple[int, int]:

@@ -12,11 +12,13 @@ from typing import Any, Protocol
 import msgspec
 
 from realhf.api.batch_meta import BatchMeta
+from realhf.api.config import RewardConfig
 from realhf.api.config.choices import Backend
 from realhf.api.graph import MFC, Kind
 from realhf.api.messages import Done, PrepareCall, Ready, Stats
 from realhf.api.model_config import ModelConfig
 from realhf.arch.flops import forward_flops, generate_bytes, generate_flops, train_flops
+from realhf.base.errors import RunFailed
 from realhf.plan.compile.schedule import RowsReady
 from realhf.plan.run_spec import RunSpec
 from realhf.system.metrics.sinks import MetricSink
@@ -30,6 +32,7 @@ EVALUATION = "evaluation.json"
 METRIC_ALIASES = {
     "reward/mean": ("rew_inf/reward",),
     "reward/accuracy": ("rew_inf/accuracy",),
+    "reward/failed": ("rew_inf/failed", "gold_inf/failed"),
     "kl/ref": ("actor_train/kl",),
     "length/response": ("actor_gen/response_length", "gen/response_length"),
     "loss": ("sft_train/loss", "rw_train/loss", "actor_train/actor_loss", "actor_train/loss"),
@@ -38,6 +41,7 @@ METRIC_ALIASES = {
 EVAL_ALIASES = {
     "eval/accuracy": ("eval_rew/accuracy", "rw_eval/accuracy", "actor_eval/accuracy"),
     "eval/reward": ("eval_rew/reward",),
+    "eval/failed": ("eval_rew/failed",),
     "eval/loss": ("sft_eval/loss", "rw_eval/loss", "actor_eval/loss"),
     "eval/response_length": ("eval_gen/response_length",),
     "eval/truncated": ("eval_gen/truncated",),
@@ -57,6 +61,8 @@ class ProgressView(Protocol):
     def saved(self, role: str, path: Path) -> None: ...
 
     def kept(self, metric: str, value: float, path: Path) -> None: ...
+
+    def failed(self, failure: str) -> None: ...
 
 
 @dataclass
@@ -81,6 +87,7 @@ class Telemetry:
         self.best: Path | None = None
         self.last: Metrics = {}
         self.evaluation: dict[str, Any] = {}
+        self.first_failure = ""
         self._steps: defaultdict[int, _Step] = defaultdict(lambda: _Step(StepMetrics(run.plan.n_workers)))
         self._n_written = first_step
         self._step_began = time.monotonic()
@@ -105,6 +112,8 @@ class Telemetry:
         step, mfc = self._steps[call.step], self.run.graph[call.mfc]
         stats = sum_stats([reply.stats for reply in replies])
         step.sums = sum_stats([step.sums, {f"{call.mfc}/{name}": value for name, value in stats.items()}])
+        if stats.get("failed", (0.0,))[0]:
+            self._failed(call, step.sums[f"{call.mfc}/failed"], [reply.values for reply in replies])
         outputs = [reply.outputs for reply in replies if reply.outputs]
         if mfc.resamples:
             step.counts["prompts/sampled"] += len({row.prompt for row in call.inputs.ids})
@@ -123,6 +132,20 @@ class Telemetry:
             if mfc.is_train:
                 step.counts["tokens/trained"] = max(step.counts["tokens/trained"], sum(lengths))
         step.flops[call.mfc] += flops
+
+    def _failed(self, call: PrepareCall, failed: tuple[float, float], values: Sequence[dict[str, Any]]) -> None:
+        """Show the first failure of a reward; ``RunFailed`` if too many of the step's responses have no reward."""
+        is_evaluation = call.step >= self.run.eval_schedule.first_step
+        where = f"{call.mfc} of {'an evaluation' if is_evaluation else f'step {call.step + 1}'}"
+        if not self.first_failure:
+            reported = (part["failure"] for part in values if "failure" in part)
+            self.first_failure = f"{where}: {next(reported, 'a reward is not a finite number')}"
+            self.run.paths.failure.write_text(self.first_failure + "\n", "utf-8")
+            self.view.failed(self.first_failure)
+        options = vars(self.run.config).get("reward")
+        if problem := too_many_failures(*failed, (options or RewardConfig()).max_failures):
+            remedy = "; correct the reward function, or increase reward.max_failures" if options else ""
+            raise RunFailed(f"{where}: {problem}; the first failure is in {self.run.paths.failure}{remedy}")
 
     def step_done(self, step: int, is_evaluated: bool = False) -> None:
         """Show the step and write its line, unless an evaluation follows, which writes it."""
@@ -225,6 +248,12 @@ class Telemetry:
             files.callback(self._events.close)
             files.callback(self._trace.close)
             self._trace.write(TRACE_END)
+
+
+def too_many_failures(failed: float, total: float, limit: float) -> str:
+    """Return the problem if more than the fraction ``limit`` of ``total`` responses has no reward, else nothing."""
+    problem = f"{failed:.0f} of {total:.0f} responses have no reward, more than a fraction of {limit:g}"
+    return problem if failed / total > limit else ""
 
 
 def _aliased(metrics: Metrics, aliases: dict[str, tuple[str, ...]]) -> Metrics:

@@ -49,14 +49,14 @@ def inputs_of(n_rows: int = 3) -> AdvantageInputs:
         "truncated": Column.scalars(torch.tensor([0, 0, 1])),
         "baseline": Column.scalars(torch.tensor([0.5, 1.0, -0.5])),
         "advantages": Column(torch.tensor([0.0, 1, 2, 0, 3, 0, 4]), LENGTHS),
-        "step_rewards": Column(torch.tensor([0, 1.0, 0.5, 0, 1.0, 0, 4.0], dtype=torch.float64), LENGTHS),
+        "step_rewards": Column(torch.tensor([-1, 1.0, 0.5, -1, 1.0, -1, 4.0], dtype=torch.float64), LENGTHS),
     }
     batch = SequenceBatch((RowId(0, 0), RowId(0, 1), RowId(1, 0)), columns).select(range(n_rows))
     lengths = LENGTHS[:n_rows]
     mask = torch.tensor([False, True, True, False, True, False, True])[: sum(lengths)]
     row_of_token = torch.arange(n_rows).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
     return AdvantageInputs(batch, REWARDS[: sum(lengths)], VALUES[: sum(lengths)], PackedRows(mask, lengths),
-                           row_of_token, discount=0.5, gae_lambda=0.5)  # fmt: skip
+                           PackedRows(mask, lengths), row_of_token, discount=0.5, gae_lambda=0.5)  # fmt: skip
 
 
 def test_every_estimator_has_a_worked_case_and_a_source() -> None:

@@ -1,6 +1,7 @@
 """PPO formulas against plain Python."""
 
 import math
+from dataclasses import replace
 from statistics import stdev
 
 import pytest
@@ -12,7 +13,7 @@ from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.algorithms.policy_gradient.ppo_formulas import (
     ValueNorm,
     critic_loss,
-    overlong_penalties,
+    outcome_rewards,
     response_mask,
     to_states,
     token_rewards,
@@ -31,12 +32,10 @@ def test_response_mask_excludes_prompts_and_first_tokens():
     assert response_mask(mask[:0], ()).tolist() == []
 
 
-@pytest.mark.parametrize(("zero", "score"), [(False, 2.0), (True, 0.0)])
-def test_token_rewards_are_kl_penalties_and_the_clipped_score(zero, score):
-    config = PPOConfig(max_reward_clip=2.0, mask_no_eos_with_zero=zero)
+def test_token_rewards_are_kl_penalties_and_the_outcome():
     kl = torch.tensor([0.0, 0, 3, -1, 0, 5])
-    rewards = token_rewards(kl, torch.tensor([7.0, -7.0]), torch.tensor([1, 0], dtype=torch.uint8), (4, 2), 0.5, config)
-    assert rewards.tolist() == [0, 0, -1.5, 0.5 + score, 0, -4.5]
+    rewards = token_rewards(kl, torch.tensor([2.0, -2.0]), (4, 2), 0.5)
+    assert rewards.tolist() == [0, 0, -1.5, 0.5 + 2.0, 0, -4.5]
 
 
 def test_whiten_adds_epsilon_to_the_unbiased_variance():
@@ -47,9 +46,28 @@ def test_whiten_adds_epsilon_to_the_unbiased_variance():
     assert whiten(equal, ones, masked_sums(equal, ones)).tolist() == pytest.approx([0.0] * 3, abs=1e-6)
 
 
-def test_overlong_penalties_grow_linearly_in_the_buffer():
-    config = PPOConfig(gen=GenerationConfig(max_new_tokens=80), overlong_buffer=20, overlong_penalty=0.5)
-    assert overlong_penalties(torch.tensor([10, 60, 70, 80]), config).tolist() == [0.0, 0.0, -0.25, -0.5]
+def test_outcomes_are_clipped_then_masked_then_penalised():
+    """The last response is truncated, and right or wrong: the penalty of its length remains."""
+    config = PPOConfig(gen=GenerationConfig(max_new_tokens=80), overlong_buffer=20, overlong_penalty=0.5,
+                       max_reward_clip=2.0)  # fmt: skip
+    lengths, truncated = torch.tensor([10, 60, 70, 80, 80]), torch.tensor([0, 0, 0, 0, 1], dtype=torch.uint8)
+    rewards = torch.tensor([7.0, -7.0, 1.0, -1.0, 1.0])
+    assert outcome_rewards(rewards, truncated, lengths, config).tolist() == [2.0, -2.0, 0.75, -1.5, 0.5]
+    masked = replace(config, mask_no_eos_with_zero=True)
+    assert outcome_rewards(rewards, truncated, lengths, masked).tolist() == [2.0, -2.0, 0.75, -1.5, -0.5]
+
+
+@settings(max_examples=examples(100))
+@given(st.integers(1, 50), st.floats(0, 3), st.floats(-25, 25, width=32), st.floats(0, 25, width=32), st.booleans())
+def test_a_truncated_response_is_never_worth_more_than_a_finished_one(buffer, penalty, reward, more, zero):
+    """The finished one is as long or shorter, and its reward is as high, and at least 0 (see truncation_warnings)."""
+    config = PPOConfig(gen=GenerationConfig(max_new_tokens=50), overlong_buffer=buffer, overlong_penalty=penalty,
+                       mask_no_eos_with_zero=zero)  # fmt: skip
+    finished = max(reward, 0.0) + more if zero else reward + more
+    truncated = torch.tensor([1] + [0] * 50, dtype=torch.uint8)
+    lengths = torch.tensor([50, *range(1, 51)])
+    first, *others = outcome_rewards(torch.tensor([reward] + [finished] * 50), truncated, lengths, config).tolist()
+    assert all(first <= other for other in others)
 
 
 def test_actions_move_to_the_preceding_state():

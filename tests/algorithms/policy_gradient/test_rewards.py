@@ -46,7 +46,21 @@ def test_rewards_are_scaled_scores_and_the_statistic_covers_all_rows():
     batch = SequenceBatch(IDS[:3], {"prompt_mask": Column.of([torch.zeros(2)] * 3)})
     config = PPOConfig(reward_output_bias=0.5, reward_output_scaling=2.0, generation_size=3, group_size=1)
     best, stats = rewards_of(batch, torch.tensor([1.0, 2.0, 0.0], dtype=torch.float64), config)
-    assert best.ids == (RowId(4, 1),) and best["rewards"].tolist() == [3.0] and stats == {"reward": (3.0, 3.0)}
+    assert best.ids == (RowId(4, 1),) and best["rewards"].tolist() == [3.0] and stats["reward"] == (3.0, 3.0)
+
+
+@settings(max_examples=examples(60))
+@given(st.lists(st.sampled_from([0.0, 1.0, 2.0, float("nan"), float("inf"), 1e39]), min_size=6, max_size=6),
+       st.integers(1, 3), st.booleans())  # fmt: skip
+def test_selection_is_as_if_responses_without_a_reward_did_not_exist(scores, keep, dynamic):
+    config = PPOConfig(generation_size=3, group_size=keep, dynamic_sampling=dynamic)
+    mask = Column.of([torch.zeros(2, dtype=torch.uint8)] * 6)
+    batch, values = SequenceBatch(IDS, {"prompt_mask": mask}), torch.tensor(scores, dtype=torch.float64)
+    kept = [i for i, score in enumerate(scores) if score < 1e38]
+    result, stats = rewards_of(batch, values, config)
+    alone, alone_stats = rewards_of(batch.select(kept), values[kept], config)
+    assert result.ids == alone.ids and torch.equal(result["rewards"], alone["rewards"])
+    assert stats == {**alone_stats, "failed": (6.0 - len(kept), 6.0)}
 
 
 def test_dynamic_sampling_drops_prompts_with_equal_rewards():

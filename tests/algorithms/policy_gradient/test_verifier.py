@@ -1,18 +1,29 @@
 """Rewards from verifiers, with real judge processes."""
 
 import json
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from realhf.algorithms.policy_gradient.config import PPOConfig
-from realhf.algorithms.policy_gradient.verifier import Verifier, VerifierConfig, decode_items, shaped_score
+from realhf.algorithms.policy_gradient.verifier import (
+    Verifier,
+    VerifierConfig,
+    decode_items,
+    is_failure,
+    shaped_score,
+)
 from realhf.api.batch_meta import RowId
 from realhf.api.config import RewardConfig
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import InterfaceContext
 from realhf.rewards.verdict import Status, Verdict
+from tests.scaling import examples
 
 JUDGE = """
 import time
@@ -33,6 +44,14 @@ class Letters:
         return "".join(chr(t) for t in tokens if t or not skip_special_tokens)
 
 
+VALUES = {  # what a function does, and the reward
+    "1": 1.0, "-0.5": -0.5, "0": 0.0, "True": 1.0, "fractions.Fraction(1, 4)": 0.25, "1e-30": 1.0000000031710769e-30,
+    "None": None, "math.nan": None, "math.inf": None, "-math.inf": None, "'1'": None, "[1.0]": None, "b'1'": None,
+    "1j": None, "decimal.Decimal(1)": None, "10**400": None, "1e300": None, "(1, 'why')": None, "object()": None,
+    "fail(ValueError('no'))": None, "fail(AssertionError)": None, "fail(KeyError('\\udc80'))": None, "1 / 0": None,
+    "undefined": None, "sys.exit()": None, "sys.exit(0)": None, "fail(MemoryError)": None, "fail(StopIteration)": None,
+    "fail(Exception())": None, "eval('')": None, "[].pop()": None, "print": None, "...": None,
+}  # fmt: skip
 CONTEXT = InterfaceContext(seed=1, tokenizer=Letters(), run_root=Path("."))
 
 
@@ -45,8 +64,8 @@ def responses(*texts, row=None):
     return SequenceBatch(tuple(RowId(0, i) for i in range(len(texts))), columns)
 
 
-def run(config, batch):
-    verifier = Verifier(config, CONTEXT)
+def run(config, batch, reports=None):
+    verifier = Verifier(config, CONTEXT if reports is None else replace(CONTEXT, report_failure=reports.append))
     try:
         return verifier.inference(None, batch, {})
     finally:
@@ -64,6 +83,7 @@ def test_math():
     assert stats == {
         "reward": (-5.0, 3.0),
         "accuracy": (1.0, 3.0),
+        "failed": (0.0, 3.0),
         "verifier_error": (0.0, 3.0),
         "verifier_timeout": (0.0, 3.0),
     }
@@ -75,13 +95,62 @@ def test_selection_prefers_longer_responses():
     assert out.ids == (RowId(0, 2), RowId(0, 3)) and stats["accuracy"] == (3.0, 4.0)
 
 
-def test_failed_judges_are_counted_separately(tmp_path):
+def test_failures_are_counted_reported_and_have_no_reward(tmp_path):
     file = tmp_path / "my_reward.py"
     file.write_text(JUDGE)
-    reward = RewardConfig(fn=f"{file}:judge", timeout=1.0, processes=2, wrong_reward=-2.0)
-    out, stats = run(VerifierConfig(reward=reward), responses("raise", "hang", "fine", row={"worth": 0.0}))
-    assert out["rewards"].tolist() == [-2.0, -2.0, 0.0]  # a user's function returned 0
-    assert stats == {"reward": (-4.0, 3.0), "verifier_error": (1.0, 3.0), "verifier_timeout": (1.0, 3.0)}
+    reward = RewardConfig(fn=f"{file}:judge", timeout=1.0, processes=2)
+    reports = []
+    batch = responses("fine", "raise", "hang", "fine", row={"worth": 0.0})
+    out, stats = run(VerifierConfig(reward=reward), batch, reports)
+    assert out.ids == (RowId(0, 0), RowId(0, 3)) and out["rewards"].tolist() == [0.0, 0.0]
+    assert stats == {"reward": (0.0, 2.0), "failed": (2.0, 4.0), "verifier_error": (1.0, 4.0),
+                     "verifier_timeout": (1.0, 4.0)}  # fmt: skip
+    (report,) = reports
+    assert report.startswith(
+        f"{file}:judge, response 1 to prompt 0: RuntimeError: no such tool\nTraceback (most recent"
+    )
+    assert f'File "{file}", line 6, in judge' in report and "server.py" not in report
+
+
+@settings(max_examples=examples(12), deadline=None)
+@given(st.lists(st.sampled_from(sorted(VALUES)), min_size=1, max_size=12), st.booleans())
+def test_only_finite_numbers_are_scores(returned, is_asynchronous):
+    """Any value that a function returns or raises either is the reward, or the response has none."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "values.py"
+        word = "async " if is_asynchronous else ""
+        file.write_text(f"import decimal, fractions, math, sys\n\n{word}def value(prompt, answer, row):\n"
+                        "    return eval(answer)\n\ndef fail(error):\n    raise error\n")  # fmt: skip
+        reports = []
+        config = VerifierConfig(RewardConfig(fns=[f"{file}:value", "format:.*"], weights=[1.0, 0.0]))
+        out, stats = run(config, responses(*returned), reports)
+    scored = [i for i, text in enumerate(returned) if VALUES[text] is not None]
+    assert [row.sample for row in out.ids] == scored
+    assert out["rewards"].tolist() == [VALUES[returned[i]] for i in scored]
+    assert stats["failed"] == (float(len(returned) - len(scored)), float(len(returned)))
+    assert stats["reward"] == (sum(out["rewards"].tolist()), float(len(scored)))
+    failed = [i for i, text in enumerate(returned) if VALUES[text] is None and text != "1e300"]  # which overflows later
+    assert [f"response {i} to prompt 0" in report for i, report in zip(failed, reports, strict=False)] == [True] * (
+        len(failed) > 0
+    )
+
+
+def test_a_failed_format_reward_is_a_failure():
+    """A regular expression with exponential time; the same one may also be a reward of its own."""
+    pattern = "(a+)+b"
+    for fns in (["math"], ["math", f"format:{pattern}"]):
+        config = RewardConfig(fns=fns, format_reward=pattern, timeout=5.0)
+        out, stats = run(VerifierConfig(config), responses("a" * 40, "ab"))
+        assert out.ids == (RowId(0, 1),) and stats["failed"] == (1.0, 2.0)
+        assert (stats["format_ok"], stats["accuracy"]) == ((1.0, 1.0), (0.0, 1.0))
+
+
+def test_an_overflowing_reward_is_a_failure(tmp_path):
+    file = tmp_path / "large.py"
+    file.write_text("def large(prompt, answer, row):\n    return float(answer)\n")
+    config = VerifierConfig(RewardConfig(fn=f"{file}:large"), PPOConfig(reward_output_scaling=10.0))
+    out, stats = run(config, responses("1e38", "-2"))
+    assert out["rewards"].tolist() == [-20.0] and stats["failed"] == (1.0, 2.0) and stats["reward"] == (-20.0, 1.0)
 
 
 def test_no_rows():
@@ -123,11 +192,11 @@ def test_equal_responses_are_verified_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("is_well_formed", "scores"), [(True, (1.0, -0.8, -1.0, 0.0)), (False, (1.0, -1.0, -1.0, 0.0))]
+    ("is_well_formed", "scores"), [(True, (1.0, -0.8, -0.8, 0.0)), (False, (1.0, -1.0, -1.0, 0.0))]
 )
 def test_shaped_score_with_format_reward(is_well_formed, scores):
-    right, wrong, failed = Verdict(1.0, Status.ok), Verdict(0.0, Status.ok), Verdict(0.0, Status.error)
-    asked = [("math", right), ("code", wrong), ("math", failed), ("f.py:g", wrong)]
+    right, wrong, late = Verdict(1.0, Status.ok), Verdict(0.0, Status.ok), Verdict(0.0, Status.timeout)
+    asked = [("math", right), ("code", wrong), ("math", late), ("f.py:g", wrong)]
     config = RewardConfig(format_reward="x")
     assert tuple(shaped_score(v, fn, config, is_well_formed) for fn, v in asked) == scores
 
@@ -138,9 +207,16 @@ def test_shaped_score_with_format_reward(is_well_formed, scores):
         ("math", Verdict(1.0, Status.ok), 1.0),
         ("math", Verdict(0.0, Status.ok), -1.0),
         ("f.py:g", Verdict(0.0, Status.ok), 0.0),
-        ("f.py:g", Verdict(0.0, Status.timeout), -1.0),
-        ("math", Verdict(0.0, Status.error), -1.0),
+        ("math", Verdict(0.0, Status.timeout), -1.0),
+        ("http://host/judge?fn=code", Verdict(0.0, Status.timeout), -1.0),
     ],
 )
 def test_shaped_score(fn, verdict, score):
-    assert shaped_score(verdict, fn, RewardConfig()) == score
+    assert shaped_score(verdict, fn, RewardConfig()) == score and not is_failure(verdict, fn)
+
+
+@pytest.mark.parametrize("fn", ["math", "code", "f.py:g", "format:x", "http://host/judge?fn=math", "http://host/"])
+def test_errors_are_failures_and_late_verifiers_are_not(fn):
+    assert is_failure(Verdict(0.0, Status.error), fn) and not is_failure(Verdict(0.0, Status.ok), fn)
+    is_builtin = fn.endswith(("math", "code"))
+    assert is_failure(Verdict(0.0, Status.timeout), fn) is not is_builtin

@@ -5,13 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from realhf.algorithms.policy_gradient.config import PPOConfig
+from realhf.algorithms.policy_gradient.config import PPOConfig, PRMRewardConfig
+from realhf.algorithms.policy_gradient.prm_rewards import shape_step_rewards
 from realhf.algorithms.reward_model.reward_model import LabelledReward, LabelledRewardConfig, PairedReward, RewardModel
 from realhf.api.batch_meta import RowId
 from realhf.api.config.preference import Aggregate, RewardModelType, RWConfig, ScoreConfig
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import InterfaceContext
+from tests.scaling import examples
 
 CONTEXT = InterfaceContext(seed=1, tokenizer=None, run_root=Path("."))
 LAST = {(5, 0): 1, (5, 1): 2, (5, 2): 3, (5, 3): 4, (9, 0): 6, (9, 1): 6}  # the last token of every row
@@ -132,8 +136,8 @@ def test_scores_are_scaled_and_the_best_selected(table_engine):
     assert len(none) == 0 and stats["reward"] == (0, 0)
 
 
-def labelled(kind, **options):
-    config = LabelledRewardConfig(PPOConfig(**options), ScoreConfig(type=kind, aggregate=Aggregate.prod))
+def labelled(kind, how=Aggregate.prod, **options):
+    config = LabelledRewardConfig(PPOConfig(**options), ScoreConfig(type=kind, aggregate=how))
     return LabelledReward(config, InterfaceContext(seed=1, tokenizer=Letters(), run_root=Path(".")))
 
 
@@ -144,7 +148,7 @@ def test_labelled_models_return_probabilities(table_engine):
     assert outcome["rewards"].tolist() == pytest.approx([p[6], p[6]])
     process, stats = labelled(RewardModelType.process, reward_output_scaling=2.0).inference(engine, batch, {})
     assert process["rewards"].tolist() == pytest.approx([2 * p[1] * p[6], 2 * p[6]])
-    assert process["step_rewards"].tolist() == pytest.approx([0, p[1], 0, 0, p[6], 0, 0, p[6]])
+    assert process["step_rewards"].tolist() == pytest.approx([-1, p[1], -1, -1, p[6], -1, -1, p[6]])
     assert stats["reward"] == pytest.approx((2 * p[1] * p[6] + 2 * p[6], 2))
     none, _ = labelled(RewardModelType.process).inference(engine, batch.select([]), {})
     assert len(none) == 0 and none["step_rewards"].numel() == none["rewards"].numel() == 0
@@ -160,4 +164,29 @@ def test_step_rewards_of_selected_responses(table_engine):
     batch = SequenceBatch((RowId(3, 0), RowId(3, 1)), batch.columns)
     p = engine.scores.detach().sigmoid().tolist()
     kept, _ = labelled(RewardModelType.process, generation_size=2, group_size=1).inference(engine, batch, {})
-    assert kept.ids == (RowId(3, 1),) and kept["step_rewards"].tolist() == pytest.approx([0, 0, p[6]])
+    assert kept.ids == (RowId(3, 1),) and kept["step_rewards"].tolist() == pytest.approx([-1, -1, p[6]])
+
+
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.sampled_from([0.3, -2.0, -1000.0, 1000.0, math.nan]), min_size=7, max_size=7),
+    st.sampled_from(Aggregate),
+)
+def test_a_probability_that_underflows_is_a_step_reward_and_nan_is_a_failure(table_engine, scores, how):
+    """Scores of tokens, of which -1e3 has probability 0; the rows end at the tokens 1, 6 and 6."""
+    engine, batch = table_engine(), steps_batch()
+    with torch.no_grad():
+        engine.scores[:] = torch.tensor(scores)
+    result, stats = labelled(RewardModelType.process, how=how).inference(engine, batch, {})
+    p = engine.scores.sigmoid().tolist()
+    steps = [[p[1], p[6]], [p[6]]]
+    valid = [i for i, row in enumerate(steps) if not any(map(math.isnan, row))]
+    assert result.ids == tuple(batch.ids[i] for i in valid) and stats["failed"] == (2.0 - len(valid), 2.0)
+    assert [row[row >= 0].tolist() for row in result.columns["step_rewards"].rows()] == [
+        pytest.approx(steps[i]) for i in valid
+    ]
+    dense = result.columns["step_rewards"]
+    shaped = Column(shape_step_rewards(dense, PRMRewardConfig(clip=True), 1.0), dense.lengths)
+    assert [row[row < 0].tolist() for row in shaped.rows()] == [
+        pytest.approx([q - 1 for q in steps[i] if q < 1]) for i in valid
+    ]

@@ -8,19 +8,24 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from realhf.api.batch_meta import BatchMeta, ColumnMeta, RowId
-from realhf.api.config import ModelSpec
+from realhf.api.config import ModelSpec, RewardConfig
 from realhf.api.experiment import RoleSpec
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.api.messages import Done, Holders, PrepareCall, Ready
 from realhf.arch.flops import generate_flops, matrix_params, train_flops
+from realhf.base.errors import RunFailed
 from realhf.experiments.ppo import PPOExperiment
+from realhf.experiments.ppo_math import PPOMathExperiment
 from realhf.plan.compile.schedule import PromptRange, RowsReady
 from realhf.plan.run_spec import ExpectedPerformance, RunSpec
 from realhf.system.metrics.telemetry import Metrics, Telemetry
 from realhf.system.metrics.trace import SpanTuple, trace_lines
 from realhf.system.metrics.worker_metrics import StepMetrics, microseconds
+from tests.scaling import examples
 
 SPEC = InterfaceSpec("any")
 GEN = MFC("actor_gen", "actor", Kind.GENERATE, SPEC, ("prompts",), ("tokens",), 2)
@@ -50,6 +55,9 @@ class Watcher:
 
     def kept(self, metric: str, value: float, path: Path) -> None:
         self.events.append((metric, value, path.name))
+
+    def failed(self, failure: str) -> None:
+        self.events.append(failure)
 
     def write(self, metrics: Metrics) -> None:
         self.events.append(metrics)
@@ -293,6 +301,47 @@ def test_evaluation_on_held_out_rows(run: RunSpec) -> None:
     telemetry.kept("eval/accuracy", 0.5, run.paths.best / "step_2")
     assert telemetry.best == run.paths.best / "step_2" and view.events[-1] == ("eval/accuracy", 0.5, "step_2")
     telemetry.close()
+
+
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["", "a", "b"])), min_size=1, max_size=5),
+    st.sampled_from([0.0, 0.05, 0.25, 0.5, 1.0]),
+    st.booleans(),
+)
+def test_the_limit_of_failures_is_for_the_step_over_all_ranks(
+    run: RunSpec, parts: list[tuple[int, str]], limit: float, is_evaluation: bool
+) -> None:
+    """Calls of one step (resamples) with replies of two ranks; each part has three responses."""
+    config = PPOMathExperiment(dataset=run.config.dataset, reward=RewardConfig(max_failures=limit))
+    run, view = replace(run, config=config), Watcher()
+    run.paths.failure.unlink(missing_ok=True)
+    telemetry, step = Telemetry(run, view, []), run.eval_schedule.first_step if is_evaluation else 0
+    where = "rew_inf of an evaluation" if is_evaluation else "rew_inf of step 1"
+    failed = total = 0
+    stopped = False
+    for k in range(0, len(parts), 2):
+        replies = [
+            Done(1, rank, stats={"failed": (float(n), 3.0)}, values={"failure": text} if n and text else {})
+            for rank, (n, text) in enumerate(parts[k : k + 2])
+        ]
+        failed, total = failed + sum(n for n, _ in parts[k : k + 2]), total + 3 * len(replies)
+        try:
+            telemetry.call_done(msgspec.structs.replace(call("rew_inf", ROWS), step=step), replies)
+        except RunFailed as error:
+            assert str(error).startswith(f"{where}: {failed} of {total} responses have no reward, more than a fraction")
+            stopped = True
+        assert stopped is (failed / total > limit)
+        if stopped:
+            break
+    telemetry.close()
+    first = next((k for k, (n, _) in enumerate(parts) if n), None)
+    if first is None or first >= total // 3:
+        assert view.events == [] and not run.paths.failure.exists()
+    else:
+        texts = [text for n, text in parts[first // 2 * 2 : first // 2 * 2 + 2] if n and text]
+        assert view.events == [f"{where}: {texts[0] if texts else 'a reward is not a finite number'}"]
+        assert run.paths.failure.read_text() == view.events[0] + "\n"
 
 
 def test_worker_metrics_are_reduced_as_declared() -> None:
