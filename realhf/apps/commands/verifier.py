@@ -10,6 +10,7 @@ import hmac
 import ipaddress
 import json
 import os
+import resource
 import socket
 import threading
 from dataclasses import dataclass
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from fastapi import FastAPI, Request
 
 USAGE = "usage: realhf verifier serve [key=value ...]\n\nServes built-in verifiers and reward functions over HTTP.\n"
-MAX_CONNECTIONS = 64  # further ones get status 503
 BODY_TIMEOUT_S = 60.0
 
 
@@ -43,6 +43,8 @@ class ServeOptions:
     processes: int = opt(2, "judge processes per reward", COUNT)
     max_concurrency: int = opt(16, "concurrent responses per judge process of an async def function", COUNT)
     token_env: str = opt("", "environment variable with the bearer token that requests must send")
+    max_connections: int = opt(256, "most open connections; a new one replaces the oldest one without a request", COUNT)
+    max_client_connections: int = opt(64, "most open connections of one address, likewise", COUNT)
     max_body_mb: float = opt(64.0, "largest request, in MiB", Range(0, 10**6, low_open=True))
     max_items: int = opt(1024, "most responses per request", COUNT)
     wait_s: float = opt(60.0, "seconds a request waits while the judges are busy before it gets status 503", SECONDS)
@@ -84,8 +86,12 @@ def main(arguments: list[str]) -> None:
 
 def option_problems(options: ServeOptions) -> list[str]:
     fns = options.fn.split(",")
-    names = names_of(fns)
+    names, (open_files, _) = names_of(fns), resource.getrlimit(resource.RLIMIT_NOFILE)
     problems = unmet([
+        (options.max_client_connections <= options.max_connections
+         and (open_files == resource.RLIM_INFINITY or options.max_connections <= open_files // 2),
+         f"max_client_connections={options.max_client_connections} must be at most max_connections="
+         f"{options.max_connections}, and this at most half of the limit of open files, {open_files} (ulimit -n)"),
         (len(set(names)) == len(names), f"fn={options.fn}: the names {', '.join(names)} must differ"),
         (not any(map(is_remote, fns)), f"fn={options.fn}: a remote service cannot be served again"),
         (options.token_env != "" or is_loopback(options.host),
@@ -110,6 +116,8 @@ def serve(options: ServeOptions) -> None:
         import uvicorn
     except ImportError as error:
         raise UserError(f"this needs the extra 'serve': pip install 'realhf[serve]' ({error})") from None
+    from realhf.apps.commands.verifier_connections import limited_connections
+
     fns = options.fn.split(",")
     config = RewardConfig(timeout=options.timeout, test_timeout=options.test_timeout, processes=options.processes,
                           max_concurrency=options.max_concurrency)  # fmt: skip
@@ -122,7 +130,8 @@ def serve(options: ServeOptions) -> None:
             judge.self_test()
         listener = stack.enter_context(listen(options.host, options.port))
         app = make_app(served, options, token)
-        settings = uvicorn.Config(app, log_level="warning", access_log=False, limit_concurrency=MAX_CONNECTIONS)
+        protocol = limited_connections(options.max_client_connections, options.max_connections)
+        settings = uvicorn.Config(app, log_level="error", access_log=False, http=protocol, ws="none")
         host, port = listener.getsockname()[:2]
         netloc = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         print(f"serving {', '.join(served)} on http://{netloc}/judge?fn={next(iter(served))}", flush=True)

@@ -1,5 +1,6 @@
 """Advantage estimators against their definitions."""
 
+from dataclasses import replace
 from statistics import mean, pstdev, stdev
 
 import pytest
@@ -72,6 +73,21 @@ def test_worked_case(name: str) -> None:
     assert result[1].tolist() == pytest.approx(returns, abs=1e-6)
     empty = ADVANTAGES[name].fn(inputs_of(0), options)
     assert [column.tolist() for column in empty] == [[], []]
+
+
+@pytest.mark.parametrize(("name", "of_first"), [("group", 1 / (1 + 1e-5)), ("rloo", 2.0), ("process", HIGH + LOW)])
+def test_a_response_that_is_not_trained_on_is_not_in_its_group(name: str, of_first: float) -> None:
+    """A truncated third response to prompt 0, whatever its reward, changes nothing for the others."""
+    inputs = inputs_of()
+    assert ADVANTAGES[name].fn(inputs, WORKED[name][2])[0][1].item() == pytest.approx(of_first, abs=1e-6)
+    for penalty in (-100.0, 0.0, 5.0):
+        batch = replace(inputs.batch, ids=(RowId(0, 0), RowId(0, 1), RowId(0, 2)))
+        rewards = inputs.rewards.clone()
+        rewards[-1] = penalty
+        trained = PackedRows(inputs.rows.mask & (inputs.row_of_token < 2), LENGTHS)
+        masked = replace(inputs, batch=batch, rewards=rewards, trained=trained)
+        found = ADVANTAGES[name].fn(masked, WORKED[name][2])[0]
+        assert found[:5].tolist() == pytest.approx(WORKED[name][0][:5], abs=1e-6) and found[5:].tolist() == [0, 0]
 
 
 scored = st.lists(st.tuples(st.integers(0, 3), st.floats(-2, 2, width=32)), max_size=14)

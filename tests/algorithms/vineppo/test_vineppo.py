@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from realhf.algorithms.policy_gradient.config import PPOConfig, VineConfig
@@ -110,6 +110,28 @@ def test_values_and_advantages_of_a_tree(tmp_path: Path) -> None:
         [0, 0, -0.75, -0.75],  # truncated: reward 0
     ]
     values.verifier.close()
+
+
+@given(failed=st.lists(st.booleans(), min_size=6, max_size=6))
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_continuations_without_a_reward_are_left_out(tmp_path: Path, failed: list[bool]) -> None:
+    """Two responses, the first with two states: three continuations of each distinct state."""
+    marks = ["?" if fails else "!" for fails in failed]
+    engine = ScriptedEngine({"P": [f"a{mark}" for mark in marks[:3]], "Pa": [f"\nx{mark}" for mark in marks[3:]]})
+    ppo, vine, batch = (
+        PPOConfig(gen=GenerationConfig(max_new_tokens=10)),
+        VineConfig(n_rollouts=3),
+        responses("a\nx", "b"),
+    )
+    sampled, _ = VineRollouts(RolloutConfig(ppo, vine), context(tmp_path)).generate(engine, batch, {})
+    (tmp_path / "reward.py").write_text("def f(prompt, answer, row):\n    return len(answer) / ('?' not in answer)\n")
+    values = VineValues(ValuesConfig(RewardConfig(fn=f"{tmp_path}/reward.py:f"), ppo, vine), context(tmp_path))
+    found, stats = values.inference(None, SequenceBatch(batch.ids, {**batch.columns, **sampled.columns}), {})
+    values.verifier.close()
+    n_failed = 2 * sum(failed[:3]) + sum(failed[3:])
+    assert stats["failed"] == (n_failed, 9.0)
+    expected = [[2.0, 4.0]] * (not all(failed[:3]) and not all(failed[3:])) + [[2.0]] * (not all(failed[:3]))
+    assert [row.tolist() for row in found.columns["state_values"].rows()] == expected
 
 
 def test_max_states(tmp_path: Path) -> None:

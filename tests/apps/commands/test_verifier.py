@@ -151,6 +151,12 @@ def test_options_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         (["prot=1", "port"], ["unknown option prot  did you mean port ?", "'port' is not of the form key=value"]),
         (["port=x"], ["port=x: expected int"]),
         (["port=70000", "processes=0"], ["port=70000: must be <= 65535", "processes=0: must be >= 1"]),
+        (
+            ["max_client_connections=9", "max_connections=8"],
+            ["max_client_connections=9 must be at most max_connections=8"],
+        ),
+        (["max_connections=100000000"], ["max_client_connections=64 must be at most max_connections=10"]),
+        (["max_client_connections=0"], ["max_client_connections=0: must be >= 1"]),
         (["host=0.0.0.0"], ["host=0.0.0.0 is not a loopback address"]),
         (["token_env=NO_SUCH_VARIABLE"], ["token_env=NO_SUCH_VARIABLE: this environment variable is not set"]),
         (["fn=math,math"], ["fn=math,math: the names math, math must differ"]),
