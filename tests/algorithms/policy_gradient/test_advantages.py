@@ -77,7 +77,7 @@ def test_worked_case(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "of_first"), [("group", 1 / (1 + 1e-5)), ("rloo", 2.0), ("process", HIGH + LOW)])
 def test_a_response_that_is_not_trained_on_is_not_in_its_group(name: str, of_first: float) -> None:
-    """A truncated third response to prompt 0, whatever its reward, changes nothing for the others."""
+    """The reward of a truncated third response to prompt 0 does not affect the others."""
     inputs = inputs_of()
     assert ADVANTAGES[name].fn(inputs, WORKED[name][2])[0][1].item() == pytest.approx(of_first, abs=1e-6)
     for penalty in (-100.0, 0.0, 5.0):
