@@ -58,7 +58,7 @@ def test_a_step_without_any_reward_does_not_train(tolerant: dict[str, Run], tmp_
     for run in tolerant.values():
         assert [line["reward/failed"] for line in run.metrics] == [1.0, 1.0]
         assert all(line.get("actor_train/grad_norm", 0.0) == 0.0 for line in run.metrics)
-        assert run.output.count("RuntimeError") == 2  # one failure: its message, and the end of its traceback
+        assert run.output.count("warning a response has no reward") == run.output.count("Traceback") == 1
         assert not any("rewards" in row for row in run.generations(1))
         report([str(run.root), "--out", str(tmp_path / "page.html")])
         page = (tmp_path / "page.html").read_text()
