@@ -43,6 +43,11 @@ def atomic_write(path: Path, text: str) -> None:
     tmp.rename(path)
 
 
+def discard(path: Path) -> None:
+    """Remove a file, a link or a folder with its content."""
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
 def remove_folder(path: Path) -> None:
     """Remove a folder; after a crash it is either unchanged or gone."""
     tmp = path.with_name(path.name + TMP_SUFFIX)

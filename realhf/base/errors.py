@@ -1,7 +1,9 @@
 """Exceptions that are reported to the user without a traceback."""
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -40,6 +42,16 @@ class WorkerTimeout(RunFailed):
 
 class RunStopped(Exception):
     """A run ended early, after a complete step, on request."""
+
+
+@contextlib.contextmanager
+def damage_reported(path: Path, advice: str) -> Iterator[None]:
+    """Report every error of reading a file that the program has written as a one-line ``UserError``."""
+    try:
+        yield
+    except Exception as error:  # of the file system, of decoding, and of the values
+        problem = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{path} is damaged ({problem:.200}); {advice}") from error
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -10,10 +10,10 @@ from realhf.api.graph import Graph
 from realhf.api.model_config import ModelConfig
 from realhf.api.program import Program
 from realhf.arch.hf_config import read_hf_config
-from realhf.base.atomic_io import sha256
 from realhf.base.paths import RunDir
 from realhf.plan.compile.program import compile_program
 from realhf.plan.compile.schedule import TrainSchedule, make_train_schedule
+from realhf.plan.fingerprint import Fingerprint, take_fingerprint
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,9 @@ class RunSpec:
                           control.total_train_steps, resamples)  # fmt: skip
 
     @cached_property
-    def data_digest(self) -> str:
-        """SHA-256 of the data file, or an empty string if there is none."""
-        path = Path(self.config.dataset.path)
-        return sha256(path) if path.is_file() else ""
+    def fingerprint(self) -> Fingerprint:
+        """Digests of code and files as of the first access."""
+        return take_fingerprint(self.experiment, self.config, self.graph, self.roles)
 
     @property
     def updated_roles(self) -> tuple[str, ...]:

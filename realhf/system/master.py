@@ -71,6 +71,8 @@ class Master:
             heartbeats=HeartbeatMonitor(run.config.heartbeat_timeout or float("inf")),
         )
         self.checkpoint = str(last[0]) if last else ""
+        self.accepted = last[1].accepted if last else []
+        self.fingerprint = run.fingerprint if run.writes_checkpoints else {}  # before files can change
         schedule = replace(run.schedule, first_step=last[1].step) if last else run.schedule
         strict_step_order = run.writes_checkpoints or bool(run.graph.evaluation)
         self.state = MasterState(run.graph, run.plan, schedule, run.config.max_staleness, strict_step_order)
@@ -246,7 +248,8 @@ class Master:
         run = self.run
         layouts = {role: home_layout(run.graph, run.plan, role) for role in run.updated_roles}
         states = dict(self.state.states)
-        self.pending_checkpoint = Manifest(step, states, layouts, {}, run.data_digest, flat_options(run.config))
+        self.pending_checkpoint = Manifest(step, run.schedule.n_steps, states, layouts, {}, self.fingerprint,
+                                           flat_options(run.config), self.accepted)  # fmt: skip
         folder = str(tmp_folder(run.paths.checkpoints, step))
         request = self._request(range(run.plan.n_workers), f"checkpoint {step}", step - 1, lambda replies: None)
         self._send_all(messages.Checkpoint(request, step - 1, folder))

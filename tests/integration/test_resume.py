@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -125,27 +126,67 @@ def test_a_truncated_shard_is_skipped(stopped: Path, whole: Run, tmp_path: Path)
     assert found.curve == whole.curve and files(found) == files(whole)
 
 
-def test_resume_rejects_changed_options(stopped: Path, task: Task, tmp_path: Path) -> None:
+def test_resume_rejects_changed_options(stopped: Path, tmp_path: Path) -> None:
     root = copy_of(stopped, tmp_path)
-    options = resume(root, "ppo.kl_ctl=0.2", "seed=5", "exp_ctrl.total_train_steps=4")
+    options = resume(root, "ppo.kl_ctl=0.2", "seed=5")
     assert options.code == 2
     assert (
         "ppo.kl_ctl: 0.05 at the checkpoint, 0.2 now" in options.output
         and "seed: 1 at the checkpoint" in options.output
     )
-    changed = tmp_path / "changed.jsonl"
-    rows = task.train.read_text().splitlines(keepends=True)
-    changed.write_text("".join([rows[1], rows[0], *rows[2:]]))
-    data = resume(root, f"dataset.path={changed}")
-    assert data.code == 2 and "changed.jsonl has changed: its SHA-256 was" in data.output
     typo = resume(root, "exp_ctrl.total_steps=3")
     assert typo.code == 2 and "did you mean exp_ctrl.total_train_steps" in typo.output
+    part = resume(root, "resume.accept=[rewards_file]")
+    assert part.code == 2 and "did you mean reward_file" in part.output
     nothing = resume(tmp_path)
     assert nothing.code == 2 and "has no run" in nothing.output
     shutil.rmtree(root / "checkpoints")
     none = resume(root)
     assert none.code == 2 and "contains no checkpoint" in none.output
     assert len((root / "metrics.jsonl").read_text().splitlines()) == 4, "nothing was touched"
+
+
+def test_every_changed_file_is_refused_or_accepted_by_name(
+    task: Task, actor_folder: Path, reward_file: Path, ppo_words: list[str], tmp_path: Path
+) -> None:
+    """All files of the run are copies, so that they can be edited."""
+    reward, data, held_out, model = (tmp_path / name for name in ("rewards.py", "train.jsonl", "valid.jsonl", "model"))
+    reward.write_text("import scale\n" + reward_file.read_text())
+    (tmp_path / "scale.py").write_text("SCALE = 1\n")
+    shutil.copy(task.train, data)
+    shutil.copy(task.valid, held_out)
+    shutil.copytree(actor_folder, model)
+    words = [*ppo_words, *OFTEN, f"reward.fn={reward}:graded", f"dataset.path={data}", f"dataset.eval_path={held_out}",
+             f"actor.path={model}"]  # fmt: skip
+    started = start("grpo", tmp_path, words)
+    kill(started, 4, "master")  # with the evaluation before the first step
+    root, weights = started.root, model / "model.safetensors"
+    rows = data.read_text().splitlines(keepends=True)
+    edits: dict[str, tuple[Path, bytes]] = {
+        "reward_file": (tmp_path / "scale.py", b"SCALE = 2\n"),
+        "data": (data, "".join([rows[1], rows[0], *rows[2:]]).encode()),
+        "eval_data": (held_out, "".join(held_out.read_text().splitlines(keepends=True)[1:]).encode()),
+        "models": (weights, weights.read_bytes()[:-1] + b"!"),
+    }
+    originals = {path: path.read_bytes() for path, _ in edits.values()}
+    for part, (path, content) in edits.items():
+        path.write_bytes(content)
+        refused = resume(root, "resume.accept=[code,lr_schedule]")
+        assert refused.code == 2 and f"{part} has changed" in refused.output, refused.output
+        assert f"resume.accept=[{part}] accepts it" in refused.output
+        assert re.findall(r"(\w+) has changed", refused.output) == [part]
+        path.write_bytes(originals[path])
+    longer = resume(root, "exp_ctrl.total_train_steps=4")
+    assert longer.code == 2
+    assert "exp_ctrl.total_train_steps 5 -> 4 changes the learning-rate schedule of actor (cosine)" in longer.output
+    reward.write_text(reward.read_text() + "# edited\n")
+    accepted = resume(root, "exp_ctrl.total_train_steps=4", "resume.accept=[lr_schedule,reward_file]")
+    assert accepted.code == 0, accepted.output
+    assert "accept  reward_file has changed" in accepted.output
+    (manifest,) = (json.loads(path.read_text()) for path in root.glob("checkpoints/step_4/manifest.json"))
+    assert sorted(part for _, part in manifest["accepted"]) == ["lr_schedule", "reward_file"]
+    again = resume(root)
+    assert again.code == 0 and "accept" not in again.output, "the last checkpoint has the accepted files"
 
 
 def test_a_failed_run_restarts_automatically(ppo_words: list[str], whole: Run, tmp_path: Path) -> None:

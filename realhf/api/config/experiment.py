@@ -30,6 +30,12 @@ class ExperimentControl:
 
 
 @dataclass
+class ResumeConfig:
+    accept: list[str] = opt(list, "differences from the checkpoint to accept: code, data, eval_data, reward_file, "
+                                  "models, lr_schedule")  # fmt: skip
+
+
+@dataclass
 class ExperimentConfig:
     experiment_name: str = opt("", "first part of the run directory (default: the name of the experiment)")
     trial_name: str = opt("", "second part of the run directory (default: run and the time)")
@@ -57,6 +63,7 @@ class ExperimentConfig:
     n_logged_generations: int = opt(8, "number of rows written to generations/ per step, -1 for all", COUNT_OR_ALL)
     save_roles: list[str] = opt(list, "roles whose models are saved (default: all trained roles)")
     exp_ctrl: ExperimentControl = opt(ExperimentControl, "length of the run, evaluation, saving and checkpoints")
+    resume: ResumeConfig = opt(ResumeConfig, "resuming from a checkpoint")
     dataset: DatasetConfig = opt(DatasetConfig, "dataset")
     planner: PlannerConfig = opt(PlannerConfig, "cost model and plan search")
     vllm: VllmConfig = opt(VllmConfig, "vLLM engines, for calls with backend=vllm")

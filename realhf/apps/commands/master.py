@@ -5,11 +5,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from realhf.apps.prepare.launching import launch, launch_of, locked
-from realhf.apps.prepare.recovery import retried
+from realhf.apps.prepare.launching import launch, launch_of, locked, read_run
+from realhf.apps.prepare.recovery import resume, retried
 from realhf.base.errors import RunStopped, UserError
 from realhf.base.paths import RunDir
-from realhf.system.checkpoint.manifest import newest, rewind
+from realhf.system.checkpoint.manifest import checkpoints_of, rewind
 
 
 def main(arguments: list[str]) -> None:
@@ -27,10 +27,12 @@ def main(arguments: list[str]) -> None:
 
 def run_from_last_checkpoint(paths: RunDir) -> None:
     """Resume from the last checkpoint, if any: SLURM may have requeued the job."""
+    if checkpoints_of(paths.checkpoints):
+        run = read_run(paths.root)
+        return resume(run.experiment, run.config, paths)
     with locked(paths):
-        last = newest(paths.checkpoints)
-        rewind(paths, last[1].step if last else -1)
-        launch(paths, last)
+        rewind(paths, -1)
+        launch(paths)
 
 
 if __name__ == "__main__":

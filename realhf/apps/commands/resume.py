@@ -1,8 +1,10 @@
 """``realhf resume``: resumes a run from its last checkpoint, optionally with other layouts or more or fewer workers."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from realhf.api.config import ResumeConfig
 from realhf.apps.prepare.launching import is_queued, read_run
 from realhf.apps.prepare.multi_stage import resume_multi_stage
 from realhf.apps.prepare.options import updated
@@ -23,7 +25,7 @@ def main(arguments: list[str]) -> None:
     if not paths.config.is_file() or not paths.plan.is_file():
         raise UserError(f"{paths.root} has no run: {paths.config.name} or {paths.plan.name} is missing\n{USAGE}")
     run = read_run(paths.root)
-    experiment = updated(run.config, arguments[1:])
+    experiment = updated(replace(run.config, resume=ResumeConfig()), arguments[1:])
     attempt = partial(resume, run.experiment, experiment, paths)
     if is_queued(experiment):
         return attempt()  # the job handles restarts

@@ -18,7 +18,7 @@ from realhf.apps.prepare.options import load_experiment, save_experiment
 from realhf.apps.prepare.preflight import directory_problems, preflight, running_message
 from realhf.apps.view.console import Console
 from realhf.base.atomic_io import atomic_write, remove_folder, sha256, try_lock
-from realhf.base.errors import RunFailed, RunStopped, UserError, WorkerTimeout
+from realhf.base.errors import RunFailed, RunStopped, UserError, WorkerTimeout, damage_reported
 from realhf.base.paths import RunDir
 from realhf.base.process import raise_fd_limit, uninterrupted
 from realhf.experiments import experiment_class
@@ -61,14 +61,22 @@ def launch_of(paths: RunDir) -> str:
 
 def read_run(root: Path) -> RunSpec:
     """Load a run from its directory; master and workers both do."""
-    paths = RunDir(root)
-    digest = sha256(paths.config) + sha256(paths.plan)
-    stored = json.loads(paths.plan.read_text())
-    experiment = load_experiment(experiment_class(stored["experiment"]), paths.config)
-    expected = from_plain(stored["expected"], ExpectedPerformance) if stored.get("expected") else None
-    return RunSpec(stored["experiment"], experiment, experiment.task, experiment.graph(), experiment.roles(),
-                   from_plain(stored["plan"], ExecutionPlan), paths, stored["device"], stored["n_rows"], expected,
-                   stored["n_held_out"], digest)  # fmt: skip
+    paths, advice = RunDir(root), "start the run again with overwrite=True"
+    with damage_reported(paths.plan, advice):
+        digest = sha256(paths.config) + sha256(paths.plan)
+        stored = json.loads(paths.plan.read_text())
+        name, plan = stored["experiment"], from_plain(stored["plan"], ExecutionPlan)
+        expected = from_plain(stored["expected"], ExpectedPerformance) if stored.get("expected") else None
+    cls = experiment_class(name)
+    with damage_reported(paths.config, advice):
+        experiment = load_experiment(cls, paths.config)
+    with damage_reported(paths.plan, advice):
+        run = RunSpec(name, experiment, experiment.task, experiment.graph(), experiment.roles(), plan, paths,
+                      stored["device"], stored["n_rows"], expected, stored["n_held_out"], digest)  # fmt: skip
+        n_workers = experiment.n_nodes * experiment.n_gpus_per_node
+        if not (run.program and run.eval_schedule) or plan.n_workers != n_workers:
+            raise ValueError(f"the plan is for {plan.n_workers} workers, {paths.config.name} has {n_workers}")
+    return run
 
 
 def start(runs: Sequence[RunSpec], config: ExperimentConfig, paths: RunDir) -> None:

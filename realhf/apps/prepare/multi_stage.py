@@ -10,13 +10,12 @@ from realhf.api.config import RecoverMode
 from realhf.api.experiment import MultiStageExperiment, Stage
 from realhf.apps.prepare.launching import locked, start
 from realhf.apps.prepare.options import load_experiment, save_experiment, updated
-from realhf.apps.prepare.preflight import directory_problems, preflight
+from realhf.apps.prepare.preflight import directory_problems, preflight, run_problems
 from realhf.apps.prepare.recovery import changes, resume, retried
 from realhf.base.atomic_io import atomic_write, remove_folder
 from realhf.base.errors import UserError
 from realhf.base.paths import RunDir
 from realhf.experiments import experiment_class
-from realhf.launch import launch_problems
 from realhf.system.checkpoint.manifest import flat_options, newest
 
 
@@ -27,7 +26,7 @@ def run_multi_stage(name: str, config: MultiStageExperiment, paths: RunDir) -> N
         return _resume_stages(name, config, paths)
     if mode is RecoverMode.resume:
         raise UserError(f"recover_mode=resume, but {paths.root} contains no multi-stage experiment")
-    if problems := directory_problems(config, paths) + launch_problems(config) + config.problems():
+    if problems := directory_problems(config, paths) + run_problems(config) + config.problems():
         raise UserError(problems)
     with locked(paths):
         if problems := directory_problems(config, paths, is_owner=True):  # used by another launch since
@@ -57,7 +56,7 @@ def _run_remaining_stages(name: str, config: MultiStageExperiment, paths: RunDir
         problems = [f"experiment: {stored['experiment']} before, {name} now"]
     else:
         problems = changes(flat_options(load_experiment(experiment_class(name), paths.config)), flat_options(config))
-    if problems := problems + launch_problems(config) + config.problems():
+    if problems := problems + run_problems(config) + config.problems():
         raise UserError([*problems, f"{paths.root} was started with other options; choose another trial_name"])
     _run_stages(name, config, paths, stored["done"])
 

@@ -28,6 +28,7 @@ from realhf.launch import launch_problems, launches_elsewhere
 from realhf.plan.compile.allocate import PLANNED, allocate, with_backends
 from realhf.plan.compile.check import key_problems, model_problems
 from realhf.plan.compile.program import with_evaluation
+from realhf.plan.fingerprint import ACCEPTABLE
 from realhf.plan.run_spec import ExpectedPerformance, RunSpec, model_config, tokenizer_dir
 from realhf.plan.search.planner import Planner
 from realhf.plan.search.suggest_fix import out_of_memory_message
@@ -118,7 +119,7 @@ def preflight(name: str, experiment: Experiment, paths: RunDir, resuming: bool =
     findings = Findings()
     if not resuming:
         findings.invalid += directory_problems(experiment, paths)
-    findings.invalid += launch_problems(experiment)
+    findings.invalid += run_problems(experiment)
     report = _check(name, experiment, findings, launching=True)
     prediction, machine = report.prediction, report.machine
     if prediction.peak > machine.hardware.usable:
@@ -231,6 +232,14 @@ def directory_problems(config: ExperimentConfig, paths: RunDir, is_owner: bool =
     if not os.access(existing, os.W_OK):
         problems.append(f"no write permission in {existing}; set fileroot")
     return problems
+
+
+def run_problems(config: ExperimentConfig) -> list[str]:
+    """Return problems of the launch mode and of accepted differences."""
+    unknown = sorted(set(config.resume.accept).difference(ACCEPTABLE))
+    return launch_problems(config) + [
+        f"resume.accept=[{part}]: known are {', '.join(ACCEPTABLE)}{did_you_mean(part, ACCEPTABLE)}" for part in unknown
+    ]
 
 
 def evaluation_problems(graph: Graph, config: ExperimentConfig) -> list[str]:

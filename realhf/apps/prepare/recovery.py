@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from realhf.apps.prepare.preflight import preflight
 from realhf.base.errors import RunFailed, UserError
 from realhf.base.paths import RunDir
 from realhf.launch.elastic import ElasticRestart, failed_permanently, plan_restart
+from realhf.plan.fingerprint import LR_SCHEDULE, fingerprint_changes, lr_changes
 from realhf.plan.run_spec import RunSpec
 from realhf.system.checkpoint.manifest import Manifest, flat_options, newest, rewind
 
@@ -20,8 +22,9 @@ MUTABLE = ("experiment_name", "trial_name", "fileroot", "overwrite", "mode", "de
            "allocation_mode", "threads_per_worker", "startup_timeout", "call_timeout", "heartbeat_timeout",
            "channel_address", "verify_reallocation", "n_logged_generations", "save_roles", "recover_",
            "max_device_failures", "exp_ctrl.", "planner.", "wandb.", "vllm.", "logprob_diff_warning", "tensorboard.",
-           "slurm.", "ray.", "dataset.path", "reward.max_failures")  # fmt: skip
-"""Options that may change on resume: data and numerics are unaffected. Data files are compared by checksum."""
+           "slurm.", "ray.", "resume.", "dataset.path", "dataset.eval_path", "reward.max_failures")  # fmt: skip
+"""Options that may change on resume: data and numerics are unaffected, or ``check_unchanged`` compares their effect."""
+LENGTHS = ("exp_ctrl.total_train_steps", "exp_ctrl.total_train_epochs")
 MUTABLE_PARTS = (".device_mesh", ".parallel.", ".mb_spec.", ".offload", ".gradient_checkpointing", ".sequence_parallel")
 
 
@@ -78,7 +81,7 @@ def _with_hint(failed: RunFailed, restart: ElasticRestart, paths: RunDir) -> Run
 
 
 def resume(name: str, experiment: Experiment, paths: RunDir) -> None:
-    """Resume from the last checkpoint; ``UserError`` if data or options have changed."""
+    """Resume from the last checkpoint; ``UserError`` if files or options have changed."""
     with locked(paths):
         run, checkpoint = _prepare_resume(name, experiment, paths)
         if not is_queued(run.config):
@@ -96,12 +99,7 @@ def _prepare_resume(name: str, experiment: Experiment, paths: RunDir) -> tuple[R
     run = read_run(paths.root)  # keeps its plan unless options change
     if flat_options(run.config) != flat_options(experiment):
         run = preflight(name, experiment, paths, resuming=True)
-    problems = changes(manifest.options, flat_options(run.config))
-    if run.data_digest != manifest.data:
-        problems.insert(0, f"{run.config.dataset.path} has changed: its SHA-256 was {manifest.data[:12]}..., "
-                           f"it is {run.data_digest[:12]}...")  # fmt: skip
-    if problems:
-        raise UserError([*problems, f"the checkpoint {folder} was taken with other data or options; start a new run"])
+    accepted = check_unchanged(run, folder, manifest)
     step, done = manifest.step, rewind(paths, manifest.step)
     write_run(run)
     print(f"resume  {folder}: {step} of {run.schedule.n_steps} steps are done")
@@ -109,7 +107,28 @@ def _prepare_resume(name: str, experiment: Experiment, paths: RunDir) -> tuple[R
         n_prompts = run.schedule.span(done - 1).stop - run.schedule.span(step).start
         print(f"repeat  steps {step + 1} to {done} ({n_prompts} prompts), completed after the checkpoint, and the "
               f"unfinished step {done + 1}")  # fmt: skip
-    return run, last
+    return run, (folder, replace(manifest, accepted=[*manifest.accepted, *((step, part) for part in accepted)]))
+
+
+def check_unchanged(run: RunSpec, folder: Path, manifest: Manifest) -> list[str]:
+    """Return the accepted differences of a run from its checkpoint; ``UserError`` for all others."""
+    options = flat_options(run.config)
+    differences = fingerprint_changes(manifest.fingerprint, run.fingerprint)
+    trained = {role: spec for role, spec in run.roles.items() if run.graph.trainer(role)}
+    n_steps = run.schedule.n_steps
+    if n_steps != manifest.n_steps and (roles := lr_changes(trained, manifest.step, manifest.n_steps, n_steps)):
+        causes = [f"{key} {manifest.options.get(key)} -> {options[key]}" for key in LENGTHS
+                  if options[key] != manifest.options.get(key)] or ["another number of rows"]  # fmt: skip
+        differences[LR_SCHEDULE] = (f"{', '.join(causes)} changes the learning-rate schedule of {', '.join(roles)}: "
+                                    f"{n_steps} steps instead of {manifest.n_steps}")  # fmt: skip
+    accept = run.config.resume.accept
+    problems = [f"{text}; resume.accept=[{part}] accepts it" for part, text in differences.items()
+                if part not in accept]  # fmt: skip
+    if problems := changes(manifest.options, options) + problems:
+        raise UserError([*problems, f"the checkpoint {folder} was taken with other files or options"])
+    for text in differences.values():
+        print(f"accept  {text}")
+    return list(differences)
 
 
 def changes(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:

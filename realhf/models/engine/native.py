@@ -22,7 +22,7 @@ from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import Limits, LossFn
 from realhf.models.engine.decode.generate import generate
 from realhf.models.engine.decode.scheduler import Request
-from realhf.models.engine.optimizer import ShardedAdamW, learning_rate
+from realhf.models.engine.optimizer import ShardedAdamW
 from realhf.models.engine.packing import ForwardOutputs, pack
 from realhf.models.engine.pipeline_runner import Pipeline
 from realhf.models.flat_params import FlatParams
@@ -31,6 +31,7 @@ from realhf.models.transformer import Transformer
 from realhf.ops.attention import supports_shared_prefixes
 from realhf.plan.compile.micro_batch import micro_batches
 from realhf.plan.compile.realloc import BoxCopy, plan_realloc, route_copies, shard_boxes
+from realhf.plan.learning_rate import learning_rate
 
 
 @dataclass(frozen=True)

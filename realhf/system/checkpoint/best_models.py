@@ -6,13 +6,14 @@ then referenced. Former best models are kept while a checkpoint exists that woul
 
 import json
 import math
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from realhf.base.atomic_io import TMP_SUFFIX, atomic_write, fsync_folder
-from realhf.base.errors import RunFailed, did_you_mean
+import msgspec
+
+from realhf.base.atomic_io import TMP_SUFFIX, atomic_write, discard, fsync_folder
+from realhf.base.errors import RunFailed, damage_reported, did_you_mean
 
 POINTER = "best.json"
 
@@ -53,7 +54,7 @@ class BestModels:
         """Make the models of a record the best ones, and remove models that no checkpoint needs."""
         target = self.folder / f"step_{record.step}"
         if target.exists():
-            shutil.rmtree(target)
+            discard(target)
         self.tmp_folder(record).rename(target)
         fsync_folder(self.folder)
         write_records(self.folder, self.metric, [r for r in self.records if r.step <= record.step])
@@ -66,7 +67,7 @@ class BestModels:
         kept = {f"step_{step}" for step in steps_to_keep(committed, checkpoints)}
         for path in self.folder.glob("step_*") if committed else ():
             if path.name not in kept and path.suffix != TMP_SUFFIX:
-                shutil.rmtree(path)
+                discard(path)
 
 
 def steps_to_keep(records: Sequence[BestRecord], checkpoints: Iterable[int]) -> set[int]:
@@ -76,13 +77,20 @@ def steps_to_keep(records: Sequence[BestRecord], checkpoints: Iterable[int]) -> 
     return {steps[-1] for steps in earlier if steps}
 
 
+def read_pointer(folder: Path) -> tuple[str, list[BestRecord]]:
+    """Return the metric and its records, in order, or none of both; ``UserError`` if the file is damaged."""
+    path = folder / POINTER
+    if not path.exists():
+        return "", []
+    with damage_reported(path, f"remove {folder}, which loses the best models so far"):
+        stored = json.loads(path.read_text())
+        return msgspec.convert(stored["metric"], str), msgspec.convert(stored["records"], list[BestRecord])
+
+
 def read_records(folder: Path, metric: str) -> list[BestRecord]:
     """Return the records of ``metric``, in order."""
-    path = folder / POINTER
-    if not metric or not path.is_file():
-        return []
-    stored = json.loads(path.read_text())
-    return [BestRecord(**fields) for fields in stored["records"]] if stored["metric"] == metric else []
+    stored, records = read_pointer(folder)
+    return records if metric == stored else []
 
 
 def write_records(folder: Path, metric: str, records: Sequence[BestRecord]) -> None:
@@ -95,14 +103,13 @@ def write_records(folder: Path, metric: str, records: Sequence[BestRecord]) -> N
 
 def rewind_best(folder: Path, step: int) -> None:
     """Remove records after ``step`` steps, and models without a record."""
-    pointer = folder / POINTER
-    metric = json.loads(pointer.read_text())["metric"] if pointer.is_file() else ""
-    records = [r for r in read_records(folder, metric) if r.step <= step]
+    metric, records = read_pointer(folder)
+    records = [r for r in records if r.step <= step]
     if records:
         write_records(folder, metric, records)
     else:
-        pointer.unlink(missing_ok=True)
+        (folder / POINTER).unlink(missing_ok=True)
     (folder / f"{POINTER}{TMP_SUFFIX}").unlink(missing_ok=True)
     for path in folder.glob("step_*"):
         if path.name not in {f"step_{r.step}" for r in records}:
-            shutil.rmtree(path)
+            discard(path)

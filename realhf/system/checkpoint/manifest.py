@@ -5,35 +5,57 @@ A checkpoint is written to a temporary folder, synced, renamed, then referenced;
 
 import hashlib
 import json
-import shutil
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from realhf.api.codec import from_plain, to_plain
+import msgspec
+
+from realhf.api.batch_meta import BatchMeta
+from realhf.api.codec import to_plain
 from realhf.api.config import ExperimentConfig
 from realhf.api.config.option import leaves
 from realhf.api.layout import Layout
-from realhf.api.messages import State
-from realhf.base.atomic_io import TMP_SUFFIX, Digests, atomic_write, fsync_and_hash, fsync_folder, sha256
-from realhf.base.errors import UserError
+from realhf.api.messages import State, Stats
+from realhf.base.atomic_io import TMP_SUFFIX, Digests, atomic_write, discard, fsync_and_hash, fsync_folder, sha256
+from realhf.base.errors import UserError, damage_reported
 from realhf.base.paths import RunDir
+from realhf.plan.compile.schedule import PromptRange
+from realhf.plan.fingerprint import Fingerprint
 from realhf.system.checkpoint.best_models import rewind_best
 
-MANIFEST, POINTER = "manifest.json", "latest"
+MANIFEST, CHECKSUM, POINTER = "manifest.json", "manifest.sha256", "latest"
+CHECKPOINT = re.compile(r"step_(0|[1-9][0-9]*)")
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A generating call of a later step, with weights that the checkpoint no longer has: its results."""
+
+    mfc: str
+    span: PromptRange
+    outputs: BatchMeta
+    stats: Stats
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint after ``step`` steps: interface states, layouts of trained roles, SHA-256 of the data, options."""
+    """A checkpoint after ``step`` of ``n_steps`` steps, with the layouts of trained roles and the options.
+
+    ``accepted`` lists the differences (step, part) that earlier resumes have accepted.
+    """
 
     step: int
+    n_steps: int
     states: dict[str, State]
     layouts: dict[str, Layout]
     files: Digests
-    data: str
-    options: dict[str, Any] = field(default_factory=dict)
+    fingerprint: Fingerprint
+    options: dict[str, Any]
+    accepted: list[tuple[int, str]] = field(default_factory=list)
+    rollouts: list[Rollout] = field(default_factory=list)
 
 
 def tmp_folder(folder: Path, step: int) -> Path:
@@ -41,39 +63,47 @@ def tmp_folder(folder: Path, step: int) -> Path:
 
 
 def commit(folder: Path, manifest: Manifest, keep_last: int) -> Path:
-    """Make a written checkpoint the latest, and remove those before the last ``keep_last`` (0: none)."""
-    tmp, target = tmp_folder(folder, manifest.step), folder / f"step_{manifest.step}"
+    """Make a written checkpoint the latest of the last ``keep_last`` (0: all), and remove those before."""
+    tmp, target, pointer = tmp_folder(folder, manifest.step), folder / f"step_{manifest.step}", folder / POINTER
     tmp.mkdir(parents=True, exist_ok=True)
-    (tmp / MANIFEST).write_text(json.dumps(to_plain(manifest), indent=1))
-    fsync_and_hash(tmp / MANIFEST)
+    (tmp / MANIFEST).write_text(json.dumps(msgspec.to_builtins(manifest), indent=1))
+    digest, _ = fsync_and_hash(tmp / MANIFEST)
+    (tmp / CHECKSUM).write_text(f"{digest}  {MANIFEST}\n")  # for sha256sum --check
+    fsync_and_hash(tmp / CHECKSUM)
     fsync_folder(tmp)
     if target.exists():
-        shutil.rmtree(target)
+        discard(target)
+    if pointer.is_dir():
+        discard(pointer)
     tmp.rename(target)
     fsync_folder(folder)
-    atomic_write(folder / POINTER, target.name)
+    atomic_write(pointer, target.name)
     fsync_folder(folder)
-    for old in checkpoints_of(folder)[:-keep_last] if keep_last else []:
-        shutil.rmtree(folder / f"step_{old}")
+    present = [step for step in checkpoints_of(folder) if step <= manifest.step]  # later ones were damaged
+    for old in present[:-keep_last] if keep_last else []:
+        discard(folder / f"step_{old}")
     return target
 
 
 def newest(folder: Path, warn: Callable[[str], None] = print) -> tuple[Path, Manifest] | None:
     """Return the last undamaged checkpoint, or None without checkpoints; ``UserError`` if all are damaged.
 
-    Incomplete checkpoints are removed; damaged ones are skipped with a call of ``warn``.
+    Damaged checkpoints, and files that belong to none, are skipped with a call of ``warn``. Changes nothing.
     """
-    for path in folder.glob(f"*{TMP_SUFFIX}"):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    latest = [folder / (folder / POINTER).read_text().strip()] if (folder / POINTER).is_file() else []
-    problems: list[str] = []
-    by_step = [folder / f"step_{step}" for step in reversed(checkpoints_of(folder))]
-    for path in dict.fromkeys([*latest, *by_step]):
-        if not (damage := find_damage(path)):
+    pointer = folder / POINTER
+    names = [f"step_{step}" for step in reversed(checkpoints_of(folder))]
+    strays = [path for path in sorted(folder.glob("step_*")) if path.name not in names and path.suffix != TMP_SUFFIX]
+    problems = [f"{path} is not a checkpoint" for path in strays]
+    if pointer.exists():
+        latest = pointer.read_text(errors="replace").strip() if pointer.is_file() else "a folder"
+        problems += [] if latest in names else [f"{pointer} names no checkpoint: {latest!r:.80}"]
+        names.sort(key=lambda name: name != latest)
+    for path in map(folder.joinpath, names):
+        if isinstance(manifest := read_undamaged(path), Manifest):
             for problem in problems:
                 warn(f"damaged {problem}")
-            return path, read_manifest(path)
-        problems += damage
+            return path, manifest
+        problems += manifest
     if problems:
         raise UserError([*problems, f"no undamaged checkpoint in {folder}; start a new run with overwrite=True"])
     return None
@@ -81,11 +111,20 @@ def newest(folder: Path, warn: Callable[[str], None] = print) -> tuple[Path, Man
 
 def checkpoints_of(folder: Path) -> list[int]:
     """Return the steps of the checkpoints, in order."""
-    return sorted(int(path.name.removeprefix("step_")) for path in folder.glob("step_*") if path.suffix != TMP_SUFFIX)
+    found = [CHECKPOINT.fullmatch(path.name) for path in folder.glob("step_*") if path.is_dir()]
+    return sorted(int(match[1]) for match in found if match)
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    return from_plain(json.loads((checkpoint / MANIFEST).read_text()), Manifest)
+    """Return the manifest in a folder; ``UserError`` if it has been edited, damaged or moved to another step."""
+    with damage_reported(checkpoint / MANIFEST, "the checkpoint cannot be used"):
+        content = (checkpoint / MANIFEST).read_bytes()
+        if hashlib.sha256(content).hexdigest() not in (checkpoint / CHECKSUM).read_text().split():
+            raise ValueError(f"it does not match {CHECKSUM}")
+        manifest = msgspec.convert(json.loads(content), Manifest)
+        if checkpoint.name != f"step_{manifest.step}":
+            raise ValueError(f"it is of step {manifest.step}")
+        return manifest
 
 
 def flat_options(config: ExperimentConfig) -> dict[str, object]:
@@ -99,33 +138,51 @@ def flat_options(config: ExperimentConfig) -> dict[str, object]:
     return options
 
 
-def rewind(paths: RunDir, step: int) -> int:
-    """Remove output and best models of a run after ``step`` steps (-1: all). Return the last completed step."""
-    step_of_line: dict[Path, Callable[[dict], int]] = {
-        paths.metrics: lambda line: line["step"],
-        paths.evaluation: lambda line: line["step"],
-        paths.events: lambda line: line["span"]["step"] + 1,
-    }
-    last = step
-    for path, step_of in step_of_line.items():
-        if path.is_file():
-            lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-            steps = [step_of(json.loads(line)) for line in lines]
-            last = max([last, *steps]) if path == paths.metrics else last
-            atomic_write(path, "".join(line for line, at in zip(lines, steps, strict=True) if at <= step))
-    for path in (paths.root / "generations").glob("step_*.jsonl"):
-        if int(path.stem.removeprefix("step_")) > step:
-            path.unlink()
+def rewind(paths: RunDir, step: int, warn: Callable[[str], None] = print) -> int:
+    """Remove output and best models of a run after ``step`` steps (-1: all), and incomplete checkpoints.
+
+    Return the last completed step. Lines that cannot be read are removed with a call of ``warn``; ``UserError`` if
+    the list of best models cannot be read.
+    """
     rewind_best(paths.best, step)
-    return last
+    for path in paths.checkpoints.glob(f"*{TMP_SUFFIX}"):
+        discard(path)
+    steps_of = {path: _rewind_lines(path, step, warn) for path in (paths.metrics, paths.evaluation, paths.events)}
+    for path in (paths.root / "generations").glob("step_*.jsonl"):
+        if (match := CHECKPOINT.fullmatch(path.stem)) and int(match[1]) > step:
+            path.unlink()
+    return max([step, *steps_of[paths.metrics]])
 
 
-def find_damage(checkpoint: Path) -> list[str]:
-    """Return the problems of a checkpoint, one line each."""
+def _rewind_lines(path: Path, step: int, warn: Callable[[str], None]) -> list[int]:
+    """Keep the lines of a file until ``step``, and return the steps of all of them. The last may be incomplete."""
+    if not path.is_file():
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]
+    steps = [*map(_step_of, lines)]
+    if damaged := steps.count(None):
+        warn(f"damaged {path}: {damaged} of {len(lines)} lines cannot be read and are removed")
+    kept = [line.decode() + "\n" for line, at in zip(lines, steps, strict=True) if at is not None and at <= step]
+    atomic_write(path, "".join(kept))
+    return [at for at in steps if at is not None]
+
+
+def _step_of(line: bytes) -> int | None:
+    """Return the number of completed steps in a line of metrics or events, None if it cannot be read."""
+    try:
+        values = json.loads(line.decode())
+        step = values["span"]["step"] + 1 if "span" in values else values["step"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return step if type(step) is int else None
+
+
+def read_undamaged(checkpoint: Path) -> Manifest | list[str]:
+    """Return the manifest of a checkpoint, or its problems, one line each."""
     try:
         manifest = read_manifest(checkpoint)
-    except Exception as error:  # OSError, JSON and type errors
-        return [f"{checkpoint}: the manifest cannot be read: {type(error).__name__}: {error}"]
+    except UserError as error:
+        return error.problems
     problems = []
     for name, (digest, size) in sorted(manifest.files.items()):
         path = checkpoint / name
@@ -135,4 +192,4 @@ def find_damage(checkpoint: Path) -> list[str]:
             problems.append(f"{path} has {path.stat().st_size} bytes, expected {size}")
         elif sha256(path) != digest:
             problems.append(f"{path} does not match its SHA-256")
-    return problems
+    return problems or manifest
