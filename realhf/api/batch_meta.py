@@ -1,6 +1,8 @@
 """Row ids, element types and row lengths of a batch, without its tensors. The master handles only this metadata."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 PROMPT = -1
@@ -35,3 +37,13 @@ class BatchMeta:
         for key, column in self.columns.items():
             if len(column.lengths) != len(self.ids):
                 raise ValueError(f"column '{key}' has {len(column.lengths)} rows, the batch has {len(self.ids)}")
+
+    @staticmethod
+    def merged(parts: Sequence["BatchMeta"]) -> "BatchMeta":
+        """Return the rows of all parts, which have the same keys."""
+        columns = {key: [part.columns[key] for part in parts] for key in parts[0].columns} if parts else {}
+        return BatchMeta(
+            tuple(chain.from_iterable(part.ids for part in parts)),
+            {key: ColumnMeta(of_key[0].dtype, tuple(chain.from_iterable(c.lengths for c in of_key)))
+             for key, of_key in columns.items()},
+        )  # fmt: skip

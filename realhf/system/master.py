@@ -10,13 +10,15 @@ from typing import Any
 import msgspec
 
 from realhf.api import messages
+from realhf.api.batch_meta import BatchMeta
+from realhf.api.graph import Kind
 from realhf.base.errors import RunFailed, RunStopped
 from realhf.plan.compile.program import home_layout, layout_ranks
 from realhf.plan.compile.schedule import Action, Dispatch, FetchRows, FinishStep, MasterState, PromptRange, RowsReady
 from realhf.plan.run_spec import RunSpec
 from realhf.system.checkpoint.best_models import BestModels, BestRecord
-from realhf.system.checkpoint.manifest import Manifest, checkpoints_of, commit, flat_options, tmp_folder
-from realhf.system.metrics.telemetry import Telemetry
+from realhf.system.checkpoint.manifest import Manifest, Rollout, checkpoints_of, commit, flat_options, tmp_folder
+from realhf.system.metrics.telemetry import Telemetry, sum_stats
 from realhf.system.transport.channel import MasterEnd
 from realhf.system.transport.heartbeat import HeartbeatMonitor
 from realhf.system.transport.reply_receiver import NODE_GRACE_S, ReplyReceiver, format_ranks
@@ -35,6 +37,7 @@ class _Request:
     left: Callable[[], float]
     on_replies: OnReplies
     replies: list[messages.Done] = field(default_factory=list)
+    rollout: Rollout | None = None  # the results of a generating call, once complete
 
     @property
     def waiting(self) -> list[int]:
@@ -77,7 +80,9 @@ class Master:
         strict_step_order = run.writes_checkpoints or bool(run.graph.evaluation)
         self.state = MasterState(run.graph, run.plan, schedule, run.config.max_staleness, strict_step_order)
         self.state.states |= last[1].states if last else {}
-        self.pending_checkpoint: Manifest | None = None
+        self.pending_checkpoint: tuple[Manifest, list[_Request]] | None = None
+        self.rollouts: list[_Request] = []  # of generating calls of unfinished steps
+        self.saved = {(rollout.mfc, rollout.span): rollout for rollout in last[1].rollouts} if last else {}
         self.requests: dict[int, _Request] = {}
         self.pending_events: list[RowsReady] = []  # of training, received during an evaluation
         self.last_request = 0
@@ -151,6 +156,8 @@ class Master:
             match action:
                 case FetchRows(span):
                     self._fetch(span)
+                case Dispatch(span, call) if (call.mfc, span) in self.saved:
+                    self._replay(self.saved.pop((call.mfc, span)), call)
                 case Dispatch(span, call):
                     calls.append((messages.ExecuteCall(self._prepare(span, call)), action))
                 case FinishStep(span):
@@ -166,14 +173,29 @@ class Master:
         request = self._request(ranks, f"the data of step {span.step + 1}", span.step, fetched)
         self.channel.send(ranks, messages.Fetch(request, span.step, span.start, span.stop))
 
+    def _replay(self, rollout: Rollout, call: messages.PrepareCall) -> None:
+        """Use the rows in the checkpoint, which worker 0 has read, as the results of a generating call."""
+        reply = messages.Done(0, 0, rollout.outputs, rollout.stats)
+        self.telemetry.call_done(call, [reply])
+        self.pending_events.append(RowsReady(call.mfc, rollout.span, {0: rollout.outputs}))
+        done = _Request(call.mfc, call.step, call.mfc, bytearray(), 0, lambda: 0.0, lambda replies: None)
+        self.rollouts.append(replace(done, rollout=rollout))
+
     def _prepare(self, span: PromptRange, call: messages.PrepareCall) -> int:
         def finished(replies: list[messages.Done]) -> RowsReady:
             self.telemetry.call_done(call, replies)
+            if rolled_out:
+                outputs = BatchMeta.merged([reply.outputs for reply in replies if reply.outputs])
+                rolled_out.rollout = Rollout(call.mfc, span, outputs, sum_stats([reply.stats for reply in replies]))
             states = [reply.state for reply in replies if reply.state is not None]
             return RowsReady(call.mfc, span, _outputs(replies), states[0] if states else None)
 
         ranks = sorted(layout_ranks(self.run.program[call.mfc]) | call.holders.ranks)
         request = self._request(ranks, f"{call.mfc} of step {span.step + 1}", span.step, finished, call.mfc)
+        may_be_ahead = self.run.writes_checkpoints and self.run.config.max_staleness > 0
+        is_rollout = any(mfc.name == call.mfc and mfc.kind is Kind.GENERATE for mfc in self.run.graph.mfcs)
+        rolled_out = self.requests[request] if may_be_ahead and is_rollout else None
+        self.rollouts += [rolled_out] if rolled_out else []
         self.channel.send(ranks, msgspec.structs.replace(call, request=request))
         return request
 
@@ -193,6 +215,7 @@ class Master:
             for role in self.run.saved_roles:
                 self._save_model(role, self.run.paths.model(role, step), step, self.telemetry.saved)
         self._finish_checkpoint()
+        self.rollouts = [request for request in self.rollouts if request.step >= step]
         is_stopped = not self.state.is_over and self.run.writes_checkpoints and self.run.paths.stop.exists()
         if self.run.writes_checkpoints and (is_stopped or self._is_due(step, "ckpt")):
             self._start_checkpoint(step)
@@ -248,8 +271,9 @@ class Master:
         run = self.run
         layouts = {role: home_layout(run.graph, run.plan, role) for role in run.updated_roles}
         states = dict(self.state.states)
-        self.pending_checkpoint = Manifest(step, run.schedule.n_steps, states, layouts, {}, self.fingerprint,
-                                           flat_options(run.config), self.accepted)  # fmt: skip
+        manifest = Manifest(step, run.schedule.n_steps, states, layouts, {}, self.fingerprint, flat_options(run.config),
+                            self.accepted)  # fmt: skip
+        self.pending_checkpoint = manifest, [*self.rollouts]  # complete before the files: workers reply in order
         folder = str(tmp_folder(run.paths.checkpoints, step))
         request = self._request(range(run.plan.n_workers), f"checkpoint {step}", step - 1, lambda replies: None)
         self._send_all(messages.Checkpoint(request, step - 1, folder))
@@ -257,11 +281,13 @@ class Master:
     def _finish_checkpoint(self) -> None:
         if self.pending_checkpoint is None:
             return
-        manifest, self.pending_checkpoint = self.pending_checkpoint, None
+        (manifest, requests), self.pending_checkpoint = self.pending_checkpoint, None
 
         def write(replies: list[messages.Done]) -> None:
             files = {name: tuple(digest) for reply in replies for name, digest in reply.values["files"].items()}
-            commit(self.run.paths.checkpoints, replace(manifest, files=files), self.run.config.exp_ctrl.keep_last)
+            rollouts = [request.rollout for request in requests if request.rollout]
+            complete = replace(manifest, files=files, rollouts=rollouts)
+            commit(self.run.paths.checkpoints, complete, self.run.config.exp_ctrl.keep_last)
             self.best.prune(checkpoints_of(self.run.paths.checkpoints))
 
         name, step = f"the files of checkpoint {manifest.step}", manifest.step - 1

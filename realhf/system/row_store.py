@@ -1,7 +1,8 @@
 """One worker's values by row and key, kept until their prompts are dropped."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
+import torch
 from torch import Tensor
 
 from realhf.api.batch_meta import RowId
@@ -31,6 +32,18 @@ class RowStore:
     def gather(self, ids: Iterable[RowId], key: str) -> Column:
         """Return the column of ``key`` for at least one row."""
         return Column.of([self.get(row, key) for row in ids])
+
+    def tensors(self, keys: Collection[str]) -> dict[str, Tensor]:
+        """Return the values of ``keys`` as ``key/prompt/sample``, in host memory."""
+        rows = ((f"{key}/{prompt}/{sample}", value) for prompt, values in self._values.items()
+                for (sample, key), value in values.items() if key in keys)  # fmt: skip
+        return {name: value.detach().to("cpu", copy=True) for name, value in rows}
+
+    def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        """Store what ``tensors`` has returned."""
+        for name, value in tensors.items():
+            key, prompt, sample = name.rsplit("/", 2)
+            self.put_value(RowId(int(prompt), int(sample)), key, value.to(device))
 
     def drop(self, start: int, stop: int) -> None:
         for prompt in range(start, stop):

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from realhf.algorithms import build_interface
 from realhf.api import messages
 from realhf.api.batch_meta import RowId
 from realhf.api.config.preference import KTO_KL_KEYS
-from realhf.api.graph import InterfaceSpec
+from realhf.api.graph import InterfaceSpec, Kind
 from realhf.base.activity import ActivityStack
 from realhf.base.errors import UserError
 from realhf.base.seeds import stable_seed
@@ -38,7 +39,7 @@ from realhf.models.engine.snapshot import restore, snapshot
 from realhf.plan.compile.program import home_layout, layout_ranks, process_groups, rank_engines, served_engines
 from realhf.plan.run_spec import RunSpec
 from realhf.system.checkpoint.manifest import read_manifest
-from realhf.system.checkpoint.writer import CheckpointWriter, RoleCheckpoint, file_name
+from realhf.system.checkpoint.writer import ROWS, CheckpointWriter, RoleCheckpoint, file_name
 from realhf.system.executor import Executor
 from realhf.system.metrics.trace import trace_lines
 from realhf.system.metrics.worker_metrics import WORKER_METRICS
@@ -212,12 +213,20 @@ class ModelWorker:
 
     def _snapshot(self) -> dict[str, dict[str, torch.Tensor]]:
         engines = {role: self._home_engine(role) for role in self.run.updated_roles}
-        return {file_name(role, self.rank): snapshot(e) for role, e in engines.items() if e is not None}
+        files = {file_name(role, self.rank): snapshot(e) for role, e in engines.items() if e is not None}
+        run, rollouts = self.run, [mfc for mfc in self.run.graph.mfcs if mfc.kind is Kind.GENERATE]
+        keys = {key for mfc in rollouts if self.rank in run.plan[mfc.name].layout.dp_heads() for key in mfc.outputs
+                if run.config.max_staleness}  # fmt: skip
+        return files | ({file_name(ROWS, self.rank): rows} if (rows := self.executor.store.tensors(keys)) else {})
 
     def _restore(self, folder: Path) -> None:
-        for role, layout in read_manifest(folder).layouts.items():
+        manifest = read_manifest(folder)
+        for role, layout in manifest.layouts.items():
             if (engine := self._home_engine(role)) is not None:
                 restore(engine, layout, RoleCheckpoint(folder, role))
+        for name in manifest.files if self.rank == 0 else ():
+            if name.startswith(f"{ROWS}."):
+                self.executor.store.load(load_file(folder / name), self.device)
 
     def _fetch(self, request: int, step: int, start: int, stop: int) -> None:
         assert self.source is not None, "only fetch ranks read data"

@@ -103,6 +103,24 @@ def test_resampling_resumes_bitwise(
     assert found.curve == straight.curve and files(found) == files(straight)
 
 
+@pytest.mark.parametrize("words", [["max_staleness=1"], ["max_staleness=2", "exp_ctrl.eval_at_start=False"]])
+def test_rollout_ahead_resumes_bitwise(
+    words: list[str], realhf: Callable[..., Run], ppo_words: list[str], tmp_path: Path
+) -> None:
+    """Rows that were generated before the checkpoint with older weights are part of it."""
+    words = [*ppo_words, *OFTEN, *TWO, *words, "allocation_mode=manual", "actor_gen.device_mesh=0",
+             *(f"{name}.device_mesh=1" for name in ("rew_inf", "ref_inf", "critic_inf", "critic_train", "actor_train")),
+             "exp_ctrl.total_train_steps=8", "exp_ctrl.total_train_epochs=4"]  # fmt: skip
+    straight = realhf("ppo-math", tmp_path / "straight", words)
+    started = start("ppo-math", tmp_path / "killed", words)
+    kill(started, 3, "master")
+    assert any("@rows" in path.name for path in started.root.glob("checkpoints/step_*/*"))
+    kill(start("", started.root, [], command=["resume", str(started.root)]), 5, "worker")
+    found = resume(started.root)
+    assert found.code == 0, found.output
+    assert found.curve == straight.curve and files(found) == files(straight)
+
+
 @pytest.mark.parametrize("layout", ["d1", "t2", "p2"])
 def test_a_run_resumes_in_another_layout_with_the_same_curve(
     layout: str, stopped: Path, whole: Run, tmp_path: Path

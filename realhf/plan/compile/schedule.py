@@ -86,7 +86,10 @@ class Scheduler:
 
     A call starts when all its input rows exist, no other call of its MFC is running, and the weights of its role are
     recent enough. With ``strict_step_order``, a step is trained only after the previous step has finished, so that the
-    state after a step can be saved. The MFCs after a filter MFC run on the first of the kept prompts.
+    state after a step can be saved, and the age of a call's weights does not depend on timing: rollouts of a step's own
+    prompts use weights that are exactly ``max_staleness`` steps old, those of resampled prompts one step less, and
+    generating calls that read other calls' rows current ones. The MFCs after a filter MFC run on the first of the kept
+    prompts.
     """
 
     def __init__(
@@ -98,6 +101,9 @@ class Scheduler:
         self.finished_steps = schedule.first_step
         self._updaters = {role: mfc.name for role in graph.roles if (mfc := graph.updater(role))}
         self._parents = {m.name: [p.name for p in graph.parents(m)] for m in graph.mfcs}
+        self._ahead = [m for m in graph.mfcs if m.allowed_staleness(1) and not self._parents[m.name]]
+        if strict_step_order and self._filters_by_current_weights():
+            self.max_staleness = min(max_staleness, 1)  # two steps ahead, training and sampling would await each other
         self._reads_data = {m.name for m in graph.mfcs if not graph.producer.keys() >= {*m.inputs}}
         first = self._start_of(schedule.first_step)
         self._next = dict.fromkeys(self._parents, first)  # step and position of the next call
@@ -190,13 +196,32 @@ class Scheduler:
         self._fetching = max(first, min(self.finished_steps + 2 + self.max_staleness, self.schedule.n_steps))
         return [FetchRows(self.schedule.span(step)) for step in range(first, self._fetching)]
 
+    def _allowed_staleness(self, mfc: MFC, step: int, position: int) -> int:
+        if not self.strict_step_order:
+            return mfc.allowed_staleness(self.max_staleness)
+        is_resampled = position >= self.schedule.span(step).stop
+        return max(0, self.max_staleness - is_resampled) if mfc in self._ahead else 0
+
+    def _has_readers(self, trainer: MFC, step: int) -> bool:
+        """Return True if rollouts that use the weights before this update have not all started."""
+        ahead, n_steps = step + self.max_staleness, self.schedule.n_steps
+        started = (ahead, self.schedule.span(ahead).stop) if ahead < n_steps else (n_steps, 0)
+        readers = [m.name for m in self._ahead if self._updaters.get(m.role or "") == trainer.name]
+        return ahead > step and any(self._next[name] < started for name in readers)
+
+    def _filters_by_current_weights(self) -> bool:
+        needed = {self.graph.filter_mfc.name} if self.graph.filter_mfc else set()
+        for mfc in reversed(self.graph.topological):
+            needed |= {*self._parents[mfc.name]} if mfc.name in needed else set()
+        return any(m.name in needed and m not in self._ahead and m.role in self._updaters for m in self.graph.mfcs)
+
     def _try_start(self, mfc: MFC) -> StartCall | None:
         step, position = self._next[mfc.name]
         if mfc.name in self._running or step >= min(self.schedule.n_steps, self._fetched):
             return None
-        if self.strict_step_order and mfc.is_train and step > self.finished_steps:
+        if self.strict_step_order and mfc.is_train and (step > self.finished_steps or self._has_readers(mfc, step)):
             return None
-        oldest_version = step - mfc.allowed_staleness(self.max_staleness)
+        oldest_version = step - self._allowed_staleness(mfc, step, position)
         if mfc.role in self._updaters and self.versions[mfc.role] < oldest_version:
             return None
         span = self._span(step)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from realhf.base.atomic_io import Digests, fsync_and_hash
 
+ROWS = "@rows"  # in place of a role: the generated rows of later steps
+
 
 def file_name(role: str, rank: int) -> str:
     return f"{role}.{rank}.safetensors"

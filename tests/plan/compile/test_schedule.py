@@ -98,10 +98,12 @@ class Trace:
         return [a for a in actions if not isinstance(a, FinishStep)]
 
 
-def play(picks: list[int], keep: Keep = lambda mfc, row: True, staleness: int = 0, **sizes: int) -> Trace:
+def play(
+    picks: list[int], keep: Keep = lambda mfc, row: True, staleness: int = 0, strict: bool = False, **sizes: int
+) -> Trace:
     graph = ppo(**sizes)
     schedule = replace(SCHEDULE, resamples=graph.filter_mfc.resamples if graph.filter_mfc else 0)
-    state = MasterState(graph, plan_of(graph), schedule, staleness)
+    state = MasterState(graph, plan_of(graph), schedule, staleness, strict)
     trace = Trace(state, state.start())
     todo = trace.note(trace.first)
     while todo:
@@ -169,6 +171,23 @@ def test_staleness_one_limits_generation_to_one_step_ahead(picks: list[int], siz
 def test_staleness_one_overlaps_generation_and_training() -> None:
     trace = play([0], staleness=1)
     assert trace.at("Dispatch", "gen", 4) < trace.at("Dispatch", "train", 0)
+
+
+@settings(max_examples=examples(40))
+@given(PICKS, PICKS, st.integers(0, 3), st.integers(0, 3), st.integers(1, 5), st.integers(1, 4))
+def test_in_strict_order_the_age_of_weights_does_not_depend_on_timing(
+    first: list[int], second: list[int], staleness: int, resamples: int, rate: int, size: int
+) -> None:
+    """For any order of replies, every call uses the same weights, and no run hangs."""
+    runs = [
+        play(picks, keep_some(rate, 0), staleness, True, resamples=resamples, gen=size) for picks in (first, second)
+    ]
+    schedule = runs[0].state.schedule
+    assert all(run.state.is_over for run in runs)
+    for d in (d for run in runs for d in run.dispatched if d.call.mfc in ("gen", "critic")):
+        is_resampled = d.span.start >= schedule.span(d.span.step).stop
+        age = max(0, staleness - is_resampled) if d.call.mfc == "gen" else 0
+        assert d.call.version == max(0, d.span.step - age)
 
 
 @settings(max_examples=examples(30))
