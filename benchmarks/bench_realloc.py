@@ -27,7 +27,7 @@ from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import box_numel, box_shape
 from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.comm.exchange import P2PCopy, TensorSlice, exchange
-from realhf.comm.process_groups import destroy_process_group, init_process_group, open_rendezvous
+from realhf.comm.process_groups import all_gather_bytes, destroy_process_group, init_process_group, open_rendezvous
 from realhf.comm.shared_memory import SharedMemoryPeers, open_shared_memory_peers
 from realhf.models.flat_params import FlatParams
 from realhf.ops.strided_copy import copy_box
@@ -181,8 +181,7 @@ def run_rank(rank: int, world: int, port: int, rounds: int) -> None:
     nbytes = 4 * sum(spec.numel for spec in param_specs(CONFIG))
     memory = os.memfd_create("plain")
     os.ftruncate(memory, nbytes)
-    paths: list[str] = [""] * world
-    dist.all_gather_object(paths, f"/proc/{os.getpid()}/fd/{memory}")
+    paths = [path.decode() for path in all_gather_bytes(f"/proc/{os.getpid()}/fd/{memory}".encode())]
     shared = map_shared(dict(enumerate(paths)), nbytes)
     shared[rank].fill_(1.0)
     for pair in PAIRS[world]:

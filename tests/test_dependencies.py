@@ -1,15 +1,17 @@
 """Dependencies are declared, used, bounded and pinned; no data is unpickled; results of audits."""
 
 import ast
+import inspect
 import json
 import re
 import sys
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -26,7 +28,9 @@ TOOLS = ("test", "dev")  # extras that the package itself does not import
 ELSEWHERE = {"vllm"}  # imported only in the separate interpreter of `make vllm`
 OURS = ("realhf", "tests", "examples", "benchmarks", "experiments", "docs")
 UNPICKLING = re.compile(r"(pickle|dill|cloudpickle|marshal|joblib)\.(load|loads|Unpickler)|shelve\.open|"
-                        r"pandas\.read_pickle|yaml\.(unsafe_load|full_load|unsafe_load_all|full_load_all)")  # fmt: skip
+                        r"pandas\.read_pickle|yaml\.(unsafe_load|full_load|unsafe_load_all|full_load_all)|"
+                        r"(.+\.)?((all_gather|gather|broadcast|scatter|send|recv)_object(_list)?|recv_pyobj)|"
+                        r"(multiprocessing|mp)\.(.+\.)?(\w*Queue|\w*Manager|Listener|Client)")  # fmt: skip
 
 
 def requirements(lines: list[str]) -> dict[str, Requirement]:
@@ -94,6 +98,8 @@ def loads_objects(call: ast.Call) -> bool:
             return not any(
                 "SafeLoader" in ast.unparse(value) for value in (*call.args, *(k.value for k in call.keywords))
             )
+    if name.endswith(".recv"):
+        return not call.args  # of a multiprocessing.Connection; that of a socket has a size
     return bool(UNPICKLING.fullmatch(name))
 
 
@@ -121,11 +127,27 @@ def test_nothing_is_unpickled_anywhere() -> None:
         ("np.load(f, allow_pickle=True)", True),
         ("np.load(f)", False),
         ("json.loads(x)", False),
+        ("connection.recv()", True),
+        ("connection.recv_bytes()", False),
+        ("sock.recv(4)", False),
+        ("channel.recv_pyobj()", True),
+        ("multiprocessing.Queue()", True),
+        ("multiprocessing.Process(target=f)", False),
+        ("queue.SimpleQueue()", False),
     ],
 )
 def test_which_calls_those_are(text: str, unsafe: bool) -> None:
     (call,) = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
     assert loads_objects(call) is unsafe
+
+
+def test_every_collective_of_torch_that_unpickles_is_found() -> None:
+    functions = [(name, getattr(dist, name)) for name in dir(dist) if inspect.isfunction(getattr(dist, name))]
+    unpickling = [name for name, function in functions if "_tensor_to_object(" in inspect.getsource(function)]
+    assert "all_gather_object" in unpickling and "broadcast_object_list" in unpickling
+    for name, prefix in product(unpickling, ("dist.", "torch.distributed.", "")):
+        (call,) = (node for node in ast.walk(ast.parse(f"{prefix}{name}(x, y)")) if isinstance(node, ast.Call))
+        assert loads_objects(call), name
 
 
 HOLE = {

@@ -137,6 +137,16 @@ class Group:
         return dist.get_backend(self.handle) == "gloo"
 
 
+def all_gather_bytes(data: bytes) -> list[bytes]:
+    """Return the bytes of every rank of the default group, which must be gloo; their lengths may differ."""
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.tensor([len(data)]))
+    longest = int(max(lengths))
+    gathered = [torch.zeros(longest, dtype=torch.uint8) for _ in lengths]
+    dist.all_gather(gathered, torch.tensor(list(data.ljust(longest, b"\0")), dtype=torch.uint8))
+    return [bytes(part[:length].tolist()) for part, length in zip(gathered, map(int, lengths), strict=True)]
+
+
 def make_groups(members: Iterable[Ranks], rank: int, activity: ActivityStack | None = None) -> dict[Ranks, Group]:
     """Create process groups in the given order. Collective over ALL workers."""
     return {ranks: Group(ranks, rank, dist.new_group(list(ranks)), activity) for ranks in members}

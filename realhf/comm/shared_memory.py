@@ -15,14 +15,14 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from realhf.base.activity import ActivityStack
 from realhf.comm.packets import Packet
+from realhf.comm.process_groups import all_gather_bytes
 from realhf.plan.cost.traffic import N_SLOTS, RING_BYTES, SLOT_BYTES
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -181,13 +181,13 @@ def open_shared_memory_peers(
             listener = stack.enter_context(_new_listener(world, timeout_s))
         except OSError as error:
             error_text = f"rank {rank}: {error}"
-        infos = _gather((own_host, error_text, listener.getsockname() if listener else b""), world)
+        infos = _gather([own_host, error_text, listener.getsockname().decode() if listener else ""], world)
         near = [peer for peer, (host, _, _) in enumerate(infos) if host == own_host]
         connected: dict[int, socket.socket] = {}
         if ring is not None and not any(infos[peer][1] for peer in near):
             addresses = {peer: infos[peer][2] for peer in near if peer < rank}
             connected, error_text = _connect(addresses, rank, ring, timeout_s)
-        failures = _gather(error_text, world)
+        failures = [failure for (failure,) in _gather([error_text], world)]
         excluded = {host for (host, _, _), failure in zip(infos, failures, strict=True) if failure}
         peers.hosts = {peer: host for peer, (host, _, _) in enumerate(infos) if host not in excluded}
         errors = [failures[peer] for peer in near if failures[peer]]
@@ -197,9 +197,11 @@ def open_shared_memory_peers(
             peers.why_not = errors[0]
             return peers
         peers.share(ring)
-        for _ in range(sum(peer > rank for peer in near)):
+        while len(peers.ranks) < sum(peer > rank for peer in near):
             sock, _ = listener.accept()
-            _check_owner(sock)
+            if not _is_own_user(sock):
+                sock.close()  # any user of the host can connect
+                continue
             sock.settimeout(timeout_s)
             peer, their_ring = _receive_ring(sock)
             _send_ring(sock, rank, ring)
@@ -209,11 +211,10 @@ def open_shared_memory_peers(
     return peers
 
 
-def _gather(value: Any, world: int) -> list[Any]:
-    values = [value] * world
-    if world > 1:
-        dist.all_gather_object(values, value)
-    return values
+def _gather(texts: list[str], world: int) -> list[list[str]]:
+    """Return the texts of every rank."""
+    gathered = all_gather_bytes(msgspec.msgpack.encode(texts)) if world > 1 else [msgspec.msgpack.encode(texts)]
+    return [msgspec.msgpack.decode(data, type=list[str]) for data in gathered]
 
 
 def _new_ring() -> int:
@@ -233,7 +234,7 @@ def _new_listener(world: int, timeout_s: float) -> socket.socket:
 
 
 def _connect(
-    addresses: Mapping[int, bytes], rank: int, ring: int, timeout_s: float
+    addresses: Mapping[int, str], rank: int, ring: int, timeout_s: float
 ) -> tuple[dict[int, socket.socket], str]:
     """Connect to peers and send each the ring; return the sockets, and the first error as text."""
     connected: dict[int, socket.socket] = {}
@@ -243,7 +244,8 @@ def _connect(
         connected[peer] = sock
         try:
             sock.connect(address)
-            _check_owner(sock)
+            if not _is_own_user(sock):
+                raise PermissionError("its process belongs to another user")
             _send_ring(sock, rank, ring)
         except OSError as error:
             return connected, f"rank {rank} cannot connect to rank {peer}, which names the same host: {error}"
@@ -262,8 +264,6 @@ def _receive_ring(sock: socket.socket) -> tuple[int, int]:
     return int.from_bytes(data, "little"), rings[0]
 
 
-def _check_owner(sock: socket.socket) -> None:
-    """Reject peers of other users: abstract addresses are open to every user of the host."""
+def _is_own_user(sock: socket.socket) -> bool:
     _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    if user != os.getuid():
-        raise PermissionError(f"the peer process belongs to user {user}")
+    return user == os.getuid()

@@ -1,5 +1,6 @@
 """Collectives against sums over ranks; a group of one needs no other process."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,14 @@ import torch
 from torch import Tensor
 
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.comm.process_groups import LARGE_BYTES, Group, ParallelContext, make_groups, open_rendezvous
+from realhf.comm.process_groups import (
+    LARGE_BYTES,
+    Group,
+    ParallelContext,
+    all_gather_bytes,
+    make_groups,
+    open_rendezvous,
+)
 
 WIDTH = 5
 
@@ -106,3 +114,17 @@ def test_a_port_in_use_is_an_error_that_names_it() -> None:
     store = open_rendezvous("127.0.0.1", 0, 5.0)
     with pytest.raises(ValueError, match=f"127.0.0.1:{store.port}"):
         open_rendezvous("127.0.0.1", store.port, 5.0)
+
+
+def gathered_bytes(rank: int, world: int, seed: int) -> bool:
+    generator = random.Random(seed)
+    for _ in range(20):
+        expected = [generator.randbytes(generator.choice((0, 1, 7, 300))) for _ in range(world)]
+        if all_gather_bytes(expected[rank]) != expected:
+            return False
+    return True
+
+
+@pytest.mark.dist
+def test_bytes_of_different_lengths_are_gathered(on_ranks: Callable[..., list[Any]]) -> None:
+    assert on_ranks(3, gathered_bytes, 21) == [True] * 3

@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import resource
 import signal
+import socket
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,6 +19,8 @@ from torch import Tensor
 from realhf.comm.exchange import P2PCopy, TensorSlice, exchange
 from realhf.comm.process_groups import init_process_group, open_rendezvous
 from realhf.comm.shared_memory import SLOT_BYTES, SharedMemoryPeers, open_shared_memory_peers
+from realhf.system.transport.channel import deadline
+from tests.conftest import TIMEOUT_S
 
 CPU = torch.device("cpu")
 WIDE = 3 * SLOT_BYTES // 2 // 4 // 1000  # elements; 1000 rows of twice this need several slots
@@ -101,6 +105,46 @@ def test_without_shared_memory_the_network_is_used(on_ranks: Callable[..., list[
     for rank, (ranks, why_not, target) in enumerate(on_ranks(3, exchange_without_memory)):
         assert ranks == frozenset() and target == [1.0 + rank] * 4
         assert ("rank 1: " in why_not) == (rank < 2)
+
+
+def listeners_of_siblings() -> list[str]:
+    """Return the names of the sockets on which the other ranks listen."""
+    siblings = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split()
+    links = [os.readlink(link) for pid in siblings for link in Path(f"/proc/{pid}/fd").glob("*") if link.is_symlink()]
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+    return [words[7] for words in lines if words[3] == "00010000" and f"socket:[{words[6]}]" in links]
+
+
+def connect_as_another_user(names: list[str]) -> None:
+    """Connect in a child process of another user, which stays connected until this process exits."""
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        ours.close()
+        os.setuid(65534)
+        kept = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in names]
+        for sock, name in zip(kept, names, strict=True):
+            sock.connect("\0" + name[1:])
+        theirs.send(b"connected")
+        theirs.recv(1)
+        os._exit(0)
+    theirs.close()
+    assert ours.recv(9) == b"connected"
+    ours.detach()
+
+
+def share_beside_another_user(rank: int, world: int) -> frozenset[int]:
+    if rank == 2:  # the others open their sockets, and then wait for the address of this rank
+        left = deadline(TIMEOUT_S)
+        while len(names := listeners_of_siblings()) < 2 and left() > 0:
+            time.sleep(0.01)
+        connect_as_another_user(names)
+    return open_shared_memory_peers(rank, world, 60.0).ranks
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_processes_of_other_users_are_ignored(on_ranks: Callable[..., list[Any]]) -> None:
+    assert on_ranks(3, share_beside_another_user) == [{0, 1, 2} - {rank} for rank in range(3)]
 
 
 def wait_until_timeout(rank: int, world: int) -> str:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
-import torch.distributed as dist
 
 from realhf.api.batch_meta import PROMPT, BatchMeta, ColumnMeta, RowId
 from realhf.api.config import ModelSpec
@@ -16,6 +16,7 @@ from realhf.api.experiment import RoleSpec
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.api.messages import Holders, PrepareCall, State, Stats
 from realhf.base.timers import Spans
+from realhf.comm.process_groups import all_gather_bytes
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import Engine
 from realhf.plan.compile.schedule import Dispatch, MasterState, RowsReady
@@ -61,10 +62,10 @@ def prompts() -> SequenceBatch:
     return SequenceBatch(tuple(RowId(p, PROMPT) for p in range(5)), {"prompts": Column.of(rows)})
 
 
-def gather_outputs(world: int, result: CallResult) -> dict[int, BatchMeta]:
+def gather_outputs(result: CallResult) -> dict[int, BatchMeta]:
     """Return the outputs of all ranks."""
-    metas: list[BatchMeta | None] = [None] * world
-    dist.all_gather_object(metas, result.outputs)
+    gathered = all_gather_bytes(msgspec.msgpack.encode(result.outputs))
+    metas = [msgspec.msgpack.decode(data, type=BatchMeta | None) for data in gathered]
     return {rank: meta for rank, meta in enumerate(metas) if meta is not None}
 
 
@@ -85,7 +86,7 @@ def three_calls(rank: int, world: int) -> dict[str, Any]:
         executor.receive_inputs(call)
         result = executor.execute(call)
         stats[name] = (result.stats, result.outputs is not None)
-        event = RowsReady(name, span, gather_outputs(world, result))
+        event = RowsReady(name, span, gather_outputs(result))
     rows = tuple(RowId(p, s) for p in range(5) for s in range(p % 3))
     found = {row: executor.store.find(row, "verdict") for row in rows}
     verdicts = {row: float(value) for row, value in found.items() if value is not None}
