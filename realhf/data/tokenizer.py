@@ -1,10 +1,14 @@
-"""Loads a tokenizer and encodes the prompts and answers of datasets."""
+"""Loads a tokenizer and encodes the prompts and answers of datasets. Runs no code of the tokenizer's folder."""
 
+import json
+import os
+import resource
+import signal
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from realhf.base.errors import UserError
 from realhf.data.rows import Prompt
@@ -13,6 +17,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+TEMPLATE_TIMEOUT_S = 10
+"""Time to render one chat."""
+TEMPLATE_BYTES = 1 << 30
+"""Additional address space for rendering chats."""
+Chat = list[dict[str, str]]
 OPTIONS: dict[str, Any] = {"return_attention_mask": False, "truncation": False, "verbose": False}
 
 
@@ -29,7 +38,7 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
     if tokenizer.eos_token_id is None:
@@ -49,11 +58,54 @@ def encode_prompts(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Promp
             f"prompts are lists of chat messages, but the tokenizer {tokenizer.name_or_path} has no chat template;"
             " give prompts as text, or tokenizer= a tokenizer with a chat template"
         )
-    rendered = [str(tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True)) for c in chats]
+    rendered = render_chats(tokenizer, chats)
     ids = encode_texts(tokenizer, plain, True)
     plain_ids = iter(row[:-1] if row[-1:] == [tokenizer.eos_token_id] else row for row in ids)
     chat_ids = iter(encode_texts(tokenizer, rendered, False))
     return [next(plain_ids if isinstance(prompt, str) else chat_ids) for prompt in prompts]
+
+
+def render_chats(tokenizer: "PreTrainedTokenizerBase", chats: Sequence[Chat]) -> list[str]:
+    """Render chats by the tokenizer's template in a child process; UserError if the template fails or does not end.
+
+    A template is a program from the tokenizer's folder. transformers restricts its access, but not its time and memory.
+    """
+    if not chats:
+        return []
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        _render_and_exit(tokenizer, chats, writer)
+    os.close(writer)
+    with open(reader, encoding="ascii") as lines:
+        results: list[tuple[bool, str]] = [json.loads(line) for line in lines]
+    texts, errors = ([text for is_text, text in results if is_text == kind] for kind in (True, False))
+    _, status = os.waitpid(child, 0)
+    if len(texts) < len(chats):
+        is_late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
+        errors.append(f"no end after {TEMPLATE_TIMEOUT_S} s" if is_late else f"its process ended with status {status}")
+        raise UserError(f"the chat template of the tokenizer {tokenizer.name_or_path} failed: {errors[0]}; fix the "
+                        f"template or this chat: {json.dumps(chats[len(texts)]):.200}")  # fmt: skip
+    return texts
+
+
+def _render_and_exit(tokenizer: "PreTrainedTokenizerBase", chats: Sequence[Chat], writer: int) -> NoReturn:
+    """Write a JSON line per chat, up to the first error. SIGALRM ends the process, also in the middle of C code."""
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (used + TEMPLATE_BYTES, resource.RLIM_INFINITY))
+        with open(writer, "w", buffering=1, encoding="ascii") as out:
+            for chat in chats:
+                signal.alarm(TEMPLATE_TIMEOUT_S)
+                try:
+                    line = True, tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+                except Exception as error:
+                    line = False, f"{type(error).__name__}: {error}"
+                out.write(json.dumps(line) + "\n")
+                if not line[0]:
+                    break
+    finally:
+        os._exit(0)
 
 
 def encode_answers(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:

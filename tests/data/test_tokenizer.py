@@ -1,0 +1,85 @@
+"""Tokenizer folders and chat templates are data: their code does not run, and their templates end."""
+
+import ast
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from realhf.base.errors import UserError
+from realhf.data import tokenizer as module
+from realhf.data.tokenizer import encode_prompts, load_tokenizer
+from tests.data.test_source import TEMPLATE, characters, ids
+
+ROOT = Path(__file__).parents[2]
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+def test_every_from_pretrained_call_refuses_remote_code() -> None:
+    found = []
+    for file in sorted((ROOT / "realhf").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".from_pretrained", ".from_config")):
+                options = {option.arg: ast.unparse(option.value) for option in node.keywords}
+                found.append((file.name, options.get("trust_remote_code")))
+    assert found and {value for _, value in found} == {"False"}, found
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_code_of_a_folder_does_not_run(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all places of ``auto_map``; and the terminal is not asked."""
+    generator = random.Random(seed)
+    monkeypatch.setattr("builtins.input", lambda text="": pytest.fail(f"a prompt: {text}"))
+    characters().save_pretrained(tmp_path)
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own:\n    pass\n")
+    classes = {"AutoTokenizer": ["code.Own", None], "AutoConfig": "code.Own"}
+    if seed % 2:
+        config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        config |= {"auto_map": generator.choice([classes, classes["AutoTokenizer"]]), "tokenizer_class": "Own"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    if not seed % 2 or generator.random() < 0.5:
+        kind = generator.choice(["llama", "own"])
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "auto_map": classes}))
+    try:
+        assert encode_prompts(load_tokenizer(tmp_path), ["a"]) == [[2, *ids("a")]]
+    except UserError as error:
+        assert str(tmp_path) in str(error)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for a in range(99999) %}{% for b in range(9999) %}x{% endfor %}{% endfor %}",
+        "{{ (9 ** (9 ** 9)) % 10 }}",
+        "{{ 'x' * 99999999999 }}",
+        "{{ raise_exception('roles must alternate') }}",
+        "{% for",
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ messages.append(1) }}",
+    ],
+)
+def test_a_template_that_fails_or_does_not_end_is_an_error(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TEMPLATE_TIMEOUT_S", 2)
+    tokenizer = characters(chat_template="{% if messages[0].content == 'hi' %}" + template + "{% endif %}")
+    with pytest.raises(UserError, match="chat template of the tokenizer .* failed: .* this chat: "):
+        encode_prompts(tokenizer, [[{"role": "user", "content": "no"}]] * 3 + [CHAT])
+
+
+def test_chats_are_rendered_as_transformers_does() -> None:
+    generator, tokenizer = random.Random(5), characters(chat_template=TEMPLATE)
+    letters = [*map(chr, range(32, 127)), "\n", "\\", '"']
+    chats = [
+        [
+            {"role": role, "content": "".join(generator.choices(letters, k=generator.randrange(40)))}
+            for role in ("user", "assistant")[: generator.randint(1, 2)]
+        ]
+        for _ in range(200)
+    ]
+    expected = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    assert module.render_chats(tokenizer, chats) == expected
+    odd = [[{"role": "user", "content": text}] for text in ("\ud800", "\u2028a", "é\x00\r\n")]
+    assert module.render_chats(tokenizer, odd) == [f"u:{chat[0]['content']};>" for chat in odd]
