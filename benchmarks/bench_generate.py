@@ -51,7 +51,7 @@ def seconds_of(engine: NativeEngine | None, seed: int) -> tuple[float, float]:
 def run_rank(rank: int, port: int, config: ModelConfig, rounds: int) -> None:
     """Run one worker; rank 0 prints. The first round is warm-up."""
     torch.set_num_threads(1)
-    init_process_group("127.0.0.1", port, rank, 2, "cpu", 120.0, None)
+    _store = init_process_group("127.0.0.1", port, rank, 2, "cpu", 120.0, None, bytes(32))
     groups, role = make_groups([(0, 1)], rank), RoleSpec(ModelSpec(init_from_scratch=True))
     engines = {
         name: build_engine(config, role, ParallelContext(where, rank, groups=groups), False, True, 1, 1, (0,), None)

@@ -176,7 +176,7 @@ def map_shared(path_of: dict[int, str], nbytes: int) -> dict[int, Tensor]:
 def run_rank(rank: int, world: int, port: int, rounds: int) -> None:
     """Run one worker; rank 0 prints."""
     torch.set_num_threads(1)
-    init_process_group("127.0.0.1", port, rank, world, "cpu", 120.0, None)
+    _store = init_process_group("127.0.0.1", port, rank, world, "cpu", 120.0, None, bytes(32))
     peers = open_shared_memory_peers(rank, world, 120.0)
     nbytes = 4 * sum(spec.numel for spec in param_specs(CONFIG))
     memory = os.memfd_create("plain")

@@ -77,7 +77,7 @@ def rank_main(reply: Connection, job: Job, port: int, rank: int, world: int, arg
     """One gloo rank: initialise, run the job, send (result, error)."""
     torch.set_num_threads(1)
     try:
-        init_process_group("127.0.0.1", port, rank, world, "cpu", TIMEOUT_S, None)
+        _store = init_process_group("127.0.0.1", port, rank, world, "cpu", TIMEOUT_S, None, bytes(32))
         answer = packed((job(rank, world, *arguments), None))
     except BaseException:
         answer = packed((None, traceback.format_exc()))

@@ -31,11 +31,12 @@ def main(root: str, rank: int, address: str) -> None:
         own_address = address_towards(master)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(own_address))  # the host name may resolve wrongly
     run = read_run(Path(root))
-    channel = ZmqWorker(address, rank, run.paths.key.read_bytes(), on_master_lost=_exit)
-    worker = ModelWorker(run, rank, channel.send, open_log(run.paths.log(f"worker-{rank}"), f"worker-{rank}"))
+    key, log = run.paths.key.read_bytes(), open_log(run.paths.log(f"worker-{rank}"), f"worker-{rank}")
+    channel = ZmqWorker(address, rank, key, on_master_lost=_exit)
+    worker = ModelWorker(run, rank, channel.send, log, own_address, key)
     heartbeat = HeartbeatSender(channel, rank, run.config.heartbeat_timeout, worker.activity_text)
     try:
-        worker.hello(own_address)
+        worker.hello()
         while not isinstance(message := channel.receive(), Shutdown):
             worker.handle(message)
         worker.close()

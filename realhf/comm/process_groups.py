@@ -1,6 +1,13 @@
 """Process groups along the axes of a layout. They are passed explicitly; there is no global state."""
 
 import datetime
+import hmac
+import ipaddress
+import os
+import secrets
+import socket
+import struct
+import sys
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -13,25 +20,97 @@ from torch import Tensor
 from realhf.api.layout import Coord, Layout
 from realhf.base.activity import ActivityStack
 
+TAG_BYTES = 32
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+
 
 def open_rendezvous(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """Open the rendezvous store on this machine; port 0 selects a free one. ValueError if the port is in use."""
+    """Open the rendezvous store on this machine; port 0 selects a free one. ValueError if the port is in use.
+
+    It listens on ``host`` only: the socket is opened here because torch's own listens on all interfaces.
+    """
     timeout = datetime.timedelta(seconds=timeout_s)
     try:
-        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout)
-    except RuntimeError as error:
+        listener = socket.create_server((host, port))
+        port = listener.getsockname()[1]
+        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout,
+                             master_listen_fd=listener.detach())  # fmt: skip
+    except (OSError, RuntimeError) as error:
         raise ValueError(f"cannot open the rendezvous store on {host}:{port}: {error}") from error
 
 
+class SignedStore(dist.Store):
+    """Entries of a store, signed with ``key``: clients without it can delete entries, but not forge them.
+
+    A store lists its names, so values are signed, too. Implements what gloo's groups need. ``get`` raises ValueError
+    for a forged value.
+    """
+
+    def __init__(self, store: dist.TCPStore, key: bytes) -> None:
+        super().__init__()
+        self._store, self._key = store, key
+
+    def _signed_name(self, name: str) -> str:
+        return hmac.digest(self._key, b"name" + name.encode(), "sha256").hex()
+
+    def _tag(self, name: str, value: bytes) -> bytes:
+        return hmac.digest(self._key, b"value" + self._signed_name(name).encode() + value, "sha256")
+
+    def set(self, name: str, value: bytes) -> None:  # type: ignore[override]  # torch passes and accepts bytes
+        self._store.set(self._signed_name(name), self._tag(name, value) + value)  # type: ignore[arg-type]
+
+    def get(self, name: str) -> bytes:
+        data = self._store.get(self._signed_name(name))
+        tag, value = data[:TAG_BYTES], data[TAG_BYTES:]
+        if not hmac.compare_digest(tag, self._tag(name, value)):
+            raise ValueError(f"the entry {name} of the rendezvous store is not signed with the key of this run")
+        return value
+
+    def wait(self, names: list[str], timeout: datetime.timedelta | None = None) -> None:
+        self._store.wait([self._signed_name(name) for name in names], *filter(None, [timeout]))
+
+    def check(self, names: list[str]) -> bool:
+        return self._store.check([self._signed_name(name) for name in names])
+
+
 def init_process_group(
-    host: str, port: int, rank: int, world: int, device: str, timeout_s: float, store: dist.TCPStore | None
-) -> None:
-    """Create the default process group of all workers. Collective; raises if a worker is missing at the timeout."""
+    host: str, port: int, rank: int, world: int, device: str, timeout_s: float, store: dist.TCPStore | None, key: bytes
+) -> dist.Store:
+    """Create the default process group of the workers with ``key``; return its store, which later groups need.
+
+    ``host`` is the IP address of the store. Collective; raises if a worker is missing at the timeout. Keep a reference
+    to the store: torch does not keep its Python part alive.
+    """
     timeout = datetime.timedelta(seconds=timeout_s)
     store = store or dist.TCPStore(host, port, is_master=False, timeout=timeout)
     backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    if ipaddress.ip_address(host).is_loopback:
+        os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK  # by default gloo listens on the address of the host name
+    # NCCL's threads use the store without the GIL, and its own sockets check a random number
+    group_store = SignedStore(store, key) if backend == "gloo" else store
+    dist.init_process_group(backend, store=group_store, rank=rank, world_size=world, timeout=timeout)
+    if backend == "gloo":
+        tags = [hmac.digest(key, struct.pack("<4sII", b"peer", rank, peer), "sha256") for peer in range(world)]
+        expected = [hmac.digest(key, struct.pack("<4sII", b"peer", peer, rank), "sha256") for peer in range(world)]
+        verify_peers(_as_rows(tags), _as_rows(expected), None)
     dist.barrier()  # the first NCCL operation of a group needs all ranks; an exchange may not involve all
+    return group_store
+
+
+def _as_rows(tags: list[bytes]) -> Tensor:
+    return torch.tensor([list(tag) for tag in tags], dtype=torch.uint8)
+
+
+def verify_peers(own: Tensor, expected: Tensor, handle: dist.ProcessGroup | None) -> None:
+    """Send row ``i`` of ``own`` to member ``i`` over the group's connections; ConnectionError for an unexpected reply.
+
+    A process that connects to a rank's port first takes the place of another rank.
+    """
+    received = torch.empty_like(expected)
+    dist.all_to_all_single(received, own.contiguous(), group=handle)
+    if not torch.equal(received, expected):
+        ranks = (received != expected).any(1).nonzero().flatten().tolist()
+        raise ConnectionError(f"the connections to members {ranks} of a process group are not authenticated")
 
 
 def destroy_process_group() -> None:
@@ -148,8 +227,19 @@ def all_gather_bytes(data: bytes) -> list[bytes]:
 
 
 def make_groups(members: Iterable[Ranks], rank: int, activity: ActivityStack | None = None) -> dict[Ranks, Group]:
-    """Create process groups in the given order. Collective over ALL workers."""
-    return {ranks: Group(ranks, rank, dist.new_group(list(ranks)), activity) for ranks in members}
+    """Create process groups in the given order. Collective over ALL workers. ConnectionError for unauthenticated peers.
+
+    Members of gloo groups prove their identity by random numbers that they exchange over the default group.
+    """
+    groups = {ranks: Group(ranks, rank, dist.new_group(list(ranks)), activity) for ranks in members}
+    if groups and dist.get_backend() == "gloo":
+        own = _as_rows([secrets.token_bytes(TAG_BYTES) for _ in range(dist.get_world_size())])
+        expected = torch.empty_like(own)
+        dist.all_to_all_single(expected, own)
+        for group in groups.values():
+            if group.index >= 0 and group.size > 1:
+                verify_peers(own[sorted(group.ranks)], expected[sorted(group.ranks)], group.handle)
+    return groups
 
 
 @dataclass(frozen=True)

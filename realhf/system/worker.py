@@ -50,15 +50,25 @@ IDLE = "waiting for the master"
 class ModelWorker:
     """Replies to the master's messages through ``send``."""
 
-    def __init__(self, run: RunSpec, rank: int, send: Callable[[messages.ToMaster], None], log: Logger) -> None:
+    def __init__(
+        self,
+        run: RunSpec,
+        rank: int,
+        send: Callable[[messages.ToMaster], None],
+        log: Logger,
+        address: str = "127.0.0.1",
+        key: bytes = b"",
+    ) -> None:
+        """``address`` is this worker's IP address for its peers; ``key`` is the key of the launch."""
         self.run, self.rank, self.send, self.log = run, rank, send, log
+        self.address, self.key = address, key
         self.activity = ActivityStack()
         self.spans = Spans(self.activity)
         self.device = torch.device(
             f"cuda:{rank % max(1, torch.cuda.device_count())}" if run.device == "cuda" else "cpu"
         )
         opens_store = rank == 0 and run.plan.n_workers > 1
-        self.store = open_rendezvous("127.0.0.1", 0, run.config.startup_timeout) if opens_store else None
+        self.store = open_rendezvous(address, 0, run.config.startup_timeout) if opens_store else None
         self.links: SharedMemoryPeers | None = None
         self.servers: list[VllmServer] = []
         self.calls: dict[int, messages.PrepareCall] = {}  # prepared ones, by request
@@ -66,10 +76,10 @@ class ModelWorker:
         self.during = "start-up"
         self.writer = CheckpointWriter()
 
-    def hello(self, address: str = "127.0.0.1") -> None:
-        """Report to the master; ``address`` is this worker's address for its peers."""
+    def hello(self) -> None:
+        """Report to the master."""
         port = self.store.port if self.store else 0
-        self.send(messages.Hello(self.rank, os.getpid(), socket.gethostname(), port, address, self.run.digest))
+        self.send(messages.Hello(self.rank, os.getpid(), socket.gethostname(), port, self.address, self.run.digest))
 
     def activity_text(self) -> str:
         """Return the current activity. Thread-safe."""
@@ -143,7 +153,9 @@ class ModelWorker:
             torch.cuda.set_device(self.device)
         if n_workers > 1:
             self.during = "initializing the process group"
-            init_process_group(host, port, self.rank, n_workers, run.device, timeout_s, self.store)
+            self.group_store = init_process_group(
+                host, port, self.rank, n_workers, run.device, timeout_s, self.store, self.key
+            )
             if self.device.type == "cpu":
                 self.links = open_shared_memory_peers(self.rank, n_workers, timeout_s, activity=self.activity)
         groups = make_groups(process_groups(run.program), self.rank, self.activity)

@@ -185,7 +185,7 @@ def test_different_lists_of_copies_are_an_error(on_ranks: Callable[..., list[Any
 def exit_during_exchange(rank: int, port: int, reply: Connection) -> None:
     """Rank 1 is killed while it packs its second slice."""
     torch.set_num_threads(1)
-    init_process_group("127.0.0.1", port, rank, 2, "cpu", 60.0, None)
+    _store = init_process_group("127.0.0.1", port, rank, 2, "cpu", 60.0, None, bytes(32))
     peers = open_shared_memory_peers(rank, 2, 60.0)
     numel = 3 * SLOT_BYTES // 4 // 4
 

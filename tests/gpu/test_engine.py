@@ -66,7 +66,7 @@ def test_cuda_graphs_sample_the_same_tokens(
 def test_megatron_equals_the_native_optimizer(bf16: bool, llama: Path) -> None:  # noqa: F811
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     store = open_rendezvous("127.0.0.1", 0, 60.0)
-    init_process_group("127.0.0.1", store.port, 0, 1, "cuda", 60.0, store)
+    init_process_group("127.0.0.1", store.port, 0, 1, "cuda", 60.0, store, bytes(32))
     try:
         assert dist.get_backend() == "nccl"
         rows = rows_of((5, 9, 2, 7)).to("cuda")

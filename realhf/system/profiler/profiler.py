@@ -138,7 +138,9 @@ def take_profile(job: ProfileJob, log: Log) -> Profile:
     for world in numbers_of_workers(job.n_workers):
         if world > 1:
             store = open_rendezvous("127.0.0.1", 0, TIMEOUT_S)
-            result, *_ = _run_workers(_measure_group, [(rank, world, store.port, job) for rank in range(world)], log)
+            key = secrets.token_bytes(TAG_BYTES)
+            arguments = [(rank, world, store.port, key, job) for rank in range(world)]
+            result, *_ = _run_workers(_measure_group, arguments, log)
             fits |= {name: fitted(points) for name, points in result.points.items() if points}
             resident = max(resident, result.resident)
     # workers on other cores run the same probes: in a run they compute, too, and share caches and memory bandwidth
@@ -211,9 +213,9 @@ def _worker(connection: Connection, measure: Callable[..., ProfileMessage], args
     connection.poll(None)  # an early exit would break the connections of other workers
 
 
-def _measure_group(log: Log, rank: int, world: int, port: int, job: ProfileJob) -> ProfileMessage:
+def _measure_group(log: Log, rank: int, world: int, port: int, key: bytes, job: ProfileJob) -> ProfileMessage:
     clock, (_, before) = _clock(job, rank, world), resident_bytes()
-    init_process_group("127.0.0.1", port, rank, world, job.device, TIMEOUT_S, None)
+    _store = init_process_group("127.0.0.1", port, rank, world, job.device, TIMEOUT_S, None, key)
     everyone = make_groups([tuple(range(world))], rank)[tuple(range(world))]
     peers = open_shared_memory_peers(rank, world, TIMEOUT_S) if job.device == "cpu" else None
     resident = float(resident_bytes()[1] - before)
