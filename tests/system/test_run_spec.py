@@ -1,5 +1,7 @@
 """Values derived from a run spec, and its files."""
 
+import os
+import stat
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +52,12 @@ def test_a_run_is_restored_from_its_directory(task: Task, actor_folder: Path, tm
              "allocation_mode=actor_gen:d2,*:d1", "ppo.gen.stop_token_ids=[3,4]"]  # fmt: skip
     run = prepare("ppo-math", overrides)
     assert not tmp_path.joinpath("ppo-math").exists()
-    write_run(run, "launch")
+    mask = os.umask(0)
+    try:
+        write_run(run, "launch")
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE(run.paths.root.stat().st_mode) == 0o700  # for any umask
     restored = read_run(run.paths.root)
     assert restored == run and restored.program == run.program and restored.models == run.models
     assert restored.fetch_ranks == (0, 1) and restored.tokenizer_dir == actor_folder

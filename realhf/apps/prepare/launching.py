@@ -46,6 +46,7 @@ def write_run(run: RunSpec, launch_id: str = "") -> None:
     if launch_id and run.paths.root.exists() and any(run.paths.root.iterdir()):
         remove_folder(run.paths.root)
     run.paths.root.mkdir(parents=True, exist_ok=True)
+    run.paths.root.chmod(0o700)  # prompts, responses and the channel's key
     save_experiment(run.config, run.paths.config)
     stored: dict[str, Any] = {"experiment": run.experiment, "device": run.device, "n_rows": run.n_rows,
                               "n_held_out": run.n_held_out, "plan": to_plain(run.plan),

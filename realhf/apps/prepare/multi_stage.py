@@ -34,6 +34,7 @@ def run_multi_stage(name: str, config: MultiStageExperiment, paths: RunDir) -> N
         if paths.root.exists() and any(paths.root.iterdir()):
             remove_folder(paths.root)  # overwrite=True
         paths.root.mkdir(parents=True, exist_ok=True)
+        paths.root.chmod(0o700)  # prompts, responses and the channel's key
         _run_stages(name, config, paths, ())
 
 
