@@ -59,7 +59,12 @@ def test_a_run_is_restored_from_its_directory(task: Task, actor_folder: Path, tm
         os.umask(mask)
     assert stat.S_IMODE(run.paths.root.stat().st_mode) == 0o700  # for any umask
     restored = read_run(run.paths.root)
-    assert restored == run and restored.program == run.program and restored.models == run.models
+    assert (
+        restored.digest
+        and replace(restored, digest="") == run
+        and restored.program == run.program
+        and restored.models == run.models
+    )
     assert restored.fetch_ranks == (0, 1) and restored.tokenizer_dir == actor_folder
 
 
