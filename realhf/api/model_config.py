@@ -1,6 +1,10 @@
 """The architecture of one decoder-only transformer of any family. Sizes only: weights are in models/."""
 
 from dataclasses import dataclass
+from typing import Any
+
+KERNEL_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+"""The activations that the compiled kernels compute, in their numbering."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +25,10 @@ class ModelConfig:
     norm_placement: str = "pre"  # pre | post | sandwich: norms on the inputs of attention and MLP, the outputs, or both
     qk_norm: str = "none"  # none | head | full: queries and keys are normalised per head or over the whole projection
     mlp: str = "gated"  # gated | ungated
-    activation: str = "silu"  # silu | gelu_tanh | gelu
+    activation: str = "silu"  # a name of ``ops/activations.ACTIVATIONS``
     parallel_residual: bool = False  # attention and MLP read the same hidden states
     rotary_base: float = 10000.0
-    rotary_scaling: tuple[tuple[str, float], ...] = ()  # parameters of linear or llama3 scaling
+    rotary_scaling: tuple[tuple[str, Any], ...] = ()  # parameters by their names in transformers; empty: none
     rotary_dims: int = 0  # leading dimensions of a head that are rotated, 0: all
     learned_positions: bool = False
     scaled_embedding: bool = False  # embeddings are multiplied by sqrt(hidden)
@@ -33,7 +37,8 @@ class ModelConfig:
     attention_softcap: float = 0.0  # c * tanh(scores / c), 0: none
     logit_softcap: float = 0.0
     qkv_bias: bool = False
-    proj_bias: bool = False
+    proj_bias: bool = False  # of the output projection of attention
+    mlp_bias: bool = False
     tied_embedding: bool = False
     n_experts: int = 0  # routed experts that replace the MLP, 0: none
     experts_per_token: int = 0
@@ -46,6 +51,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    padding_row: int | None = None  # row of the embedding that gets no gradient from inputs
 
     @property
     def pre_norms(self) -> bool:
@@ -66,7 +72,15 @@ class ModelConfig:
         return self.sliding_windows[layer] if self.sliding_windows else 0
 
     @property
+    def max_row_len(self) -> int:
+        """Return the length of the longest row; rotary scaling that depends on a row's length is constant up to it."""
+        scaling = dict(self.rotary_scaling)
+        is_long = scaling.get("rope_type") == "longrope"
+        return min(self.max_positions, scaling["original_max_position_embeddings"]) if is_long else self.max_positions
+
+    @property
     def is_fusable(self) -> bool:
         """Return True if the fused decoding kernel supports the blocks: dense, sizes in multiples of 16, pre-norms."""
         has_kernel = not self.n_experts and self.pre_norms and self.qk_norm != "full"
+        has_kernel = has_kernel and self.activation in KERNEL_ACTIVATIONS
         return has_kernel and not any(n % 16 for n in (self.hidden, self.head_dim, self.intermediate))

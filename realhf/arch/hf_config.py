@@ -5,6 +5,8 @@ from pathlib import Path
 
 from realhf.api.model_config import ModelConfig
 from realhf.arch.families import FAMILIES
+from realhf.arch.families.base import Family
+from realhf.arch.families.fields import HfFields, refuse_unread
 from realhf.base.errors import did_you_mean
 
 
@@ -15,27 +17,30 @@ def read_hf_config(path: Path | str, scalar_head: bool) -> ModelConfig:
     if not file.is_file():
         raise ValueError(f"no model configuration at '{file}': give a Hugging Face folder or its config.json")
     try:
-        hf = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
+        hf = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"'{file}' is not valid JSON: {error}") from error
     model_type = hf.get("model_type") if isinstance(hf, dict) else None
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         hint = did_you_mean(str(model_type), FAMILIES)
         raise ValueError(f"'{file}': unknown model_type {model_type!r}, known are {', '.join(FAMILIES)}{hint}")
     try:
-        return _checked(FAMILIES[model_type].config_from_hf(hf, scalar_head))
-    except ValueError as error:
+        return _read(HfFields(hf), FAMILIES[model_type], scalar_head)
+    except (ValueError, ArithmeticError) as error:
         raise ValueError(f"'{file}': {error}") from error
 
 
-def _checked(config: ModelConfig) -> ModelConfig:
+def _read(hf: HfFields, family: Family, scalar_head: bool) -> ModelConfig:
+    config = family.config_from_hf(hf, scalar_head)
+    refuse_unread(hf, family.unused)
     rotary_dims = config.rotary_dims or config.head_dim
     if config.n_heads % config.n_kv_heads:
         raise ValueError(f"{config.n_heads} query heads are not a multiple of {config.n_kv_heads} key/value heads")
     if not config.learned_positions and (rotary_dims % 2 or rotary_dims > config.head_dim):
         raise ValueError(f"rotary dimensions must be even and at most {config.head_dim}, got {rotary_dims}")
-    if config.sliding_windows and len(config.sliding_windows) != config.n_layers:
-        raise ValueError(f"{config.n_layers} layers have {len(config.sliding_windows)} attention windows")
+    for key, value in config.rotary_scaling:
+        if isinstance(value, tuple) and len(value) != rotary_dims // 2:
+            raise ValueError(f"field '{key}' must have {rotary_dims // 2} numbers, got {len(value)}")
     if config.n_experts and not 1 <= config.experts_per_token <= config.n_experts:
         raise ValueError(f"each token goes to {config.experts_per_token} of {config.n_experts} experts")
     return config

@@ -12,9 +12,10 @@ def param_specs(config: ModelConfig) -> tuple[ParamSpec, ...]:
     """Return all parameters in layer order. Matrices are ``[out, in]``.
 
     Names: ``embed.weight``, ``embed.positions``, ``layers.{i}.{attn_norm.weight, wq, wk, wv, bq, bk, bv, q_norm.weight,
-    k_norm.weight, wo, bo, attn_post_norm.weight, mlp_norm.weight, gate, up, b_up, down, b_down, router, experts.up,
-    experts.down, mlp_post_norm.weight}`` (and ``.bias`` of layer norms), ``final_norm.weight``, ``head.weight`` (absent
-    if tied to the embedding; ``[1, hidden]`` for a scalar head). Inputs of a fused product are adjacent.
+    k_norm.weight, wo, bo, attn_post_norm.weight, mlp_norm.weight, gate, up, b_gate, b_up, down, b_down, router,
+    experts.up, experts.down, mlp_post_norm.weight}`` (and ``.bias`` of layer norms), ``final_norm.weight``,
+    ``head.weight`` (absent if tied to the embedding; ``[1, hidden]`` for a scalar head). Inputs of a fused product are
+    adjacent.
     ``experts.up`` is ``[E, 2, wide, hidden]`` (gate and up of each expert), ``experts.down`` ``[E, hidden, wide]``.
     """
     d, vocab, last = config.hidden, config.vocab, config.n_layers + 1
@@ -70,8 +71,9 @@ def _mlp_specs(config: ModelConfig, prefix: str, layer: int) -> list[ParamSpec]:
     names = ("gate", "up") if config.mlp == "gated" else ("up",)
     specs = [ParamSpec(prefix + name, (wide, d), layer, 0, wide) for name in names]
     specs.append(ParamSpec(prefix + "down", (d, wide), layer, 1, wide))
-    if config.proj_bias and config.mlp == "ungated":
-        specs += [ParamSpec(prefix + "b_up", (wide,), layer, 0, wide), ParamSpec(prefix + "b_down", (d,), layer)]
+    if config.mlp_bias:
+        specs += [ParamSpec(f"{prefix}b_{name}", (wide,), layer, 0, wide) for name in names]
+        specs.append(ParamSpec(prefix + "b_down", (d,), layer))
     return specs
 
 

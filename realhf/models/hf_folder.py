@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 MAX_FILE_BYTES = 5e9
-HEADS = ("lm_head.", "embed_out.", "score.", "classifier.", "v_head.")
+HEADS = {"lm": ("lm_head.", "embed_out."), "scalar": ("score.",), "": ("classifier.", "v_head.")}
+FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class _SafetensorsFolder(ExitStack):
@@ -57,14 +58,21 @@ class _SafetensorsFolder(ExitStack):
             raise ValueError(f"'{self.path}' has pickled .bin weights, which are not supported: convert to safetensors")
         raise ValueError(f"'{self.path}' has no {SINGLE} and no {INDEX}")
 
-    def slice(self, name: str) -> Any:
-        """Return a lazy handle on a tensor, which has ``get_shape()`` and reads when indexed."""
+    def slice(self, name: str, shape: tuple[int, ...]) -> Any:
+        """Return a lazy handle on a tensor, which reads when indexed; ValueError for another shape or type."""
         file = self._file_of[name]
         if file not in self._files:
             if not (self.path / file).is_file():
                 raise ValueError(f"'{self.path}' lacks '{file}', which its index lists")
             self._files[file] = self.enter_context(safe_open(self.path / file, framework="pt"))
-        return self._files[file].get_slice(name)
+        handle = self._files[file].get_slice(name)
+        if handle.get_dtype() not in FLOATS:
+            raise ValueError(f"'{self.path}': tensor '{name}' has the type {handle.get_dtype()}, "
+                             f"supported are {', '.join(FLOATS)}: dequantise the weights")  # fmt: skip
+        if (found := tuple(handle.get_shape())) != shape:
+            raise ValueError(f"'{self.path}': tensor '{name}' has shape {list(found)}, "
+                             f"expected {list(shape)} by config.json")  # fmt: skip
+        return handle
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,11 @@ def stored_slices(config: ModelConfig) -> StoredSlices:
     return {name: tuple(StoredSlice.of(t, shapes[name]) for t in several) for name, several in tensors.items()}
 
 
+def hf_head(config: ModelConfig) -> str:
+    """Return the stored name of a model's own head."""
+    return FAMILIES[config.family].hf_tensors(config)["head.weight"][0].name
+
+
 def hf_shapes(stored: StoredSlices) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for part in (part for several in stored.values() for part in several):
@@ -112,14 +125,20 @@ def load_hf(
     """Fill ``params`` from a folder of safetensors, reading only the slices that the shard holds.
 
     Parameters in ``allow_missing`` that the folder lacks (a new scalar head) are initialised from ``seed``. Raises
-    ValueError for other missing tensors, unknown tensors and wrong shapes.
+    ValueError for other missing tensors, wrong shapes and types, and tensors that would be ignored: only heads of other
+    tasks, copies of a tied embedding, and buffers may be.
     """
     family, slices = FAMILIES[config.family], stored_slices(config)
     shapes = hf_shapes(slices)
+    tied = config.tied_embedding and config.head == "lm"
+    copy = hf_head(replace(config, tied_embedding=False)) if tied else None
     with _SafetensorsFolder(Path(folder)) as source:
         names = _stored_names(source, set(shapes), family.base_prefix)
         needed = {part.name for ours, several in slices.items() if ours not in allow_missing for part in several}
-        _check_names(source, names, needed, family.ignored)
+        heads = tuple(prefix for head, prefixes in HEADS.items() if head != config.head for prefix in prefixes)
+        _check_names(
+            source, names, needed, lambda name: name == copy or name.startswith(heads) or name.endswith(family.ignored)
+        )
         for name in params.names:
             if slices[name][0].name not in names:
                 _init_parameter(config, params, name, seed)
@@ -127,11 +146,10 @@ def load_hf(
             for part in slices[name]:
                 if (ours := intersect(part.at, params.box(name))) is None:
                     continue
-                handle, shape = source.slice(names[part.name]), list(shapes[part.name])
-                if list(handle.get_shape()) != shape:
-                    raise ValueError(f"'{source.path}': tensor '{names[part.name]}' has shape "
-                                     f"{list(handle.get_shape())}, expected {shape} by config.json")  # fmt: skip
-                value = handle[part.stored(ours)]
+                box, shape = part.stored(ours), shapes[part.name]
+                value = source.slice(names[part.name], shape)[box]
+                if name == "embed.weight" and copy in source.names:
+                    _check_tied(source, names[part.name], value, copy, source.slice(copy, shape)[box])
                 params.write(name, ours, (value.t() if part.transpose else value).reshape(box_shape(ours)))
 
 
@@ -141,11 +159,19 @@ def _stored_names(source: _SafetensorsFolder, wanted: set[str], prefix: str) -> 
     return {name: s for name, both in spellings.items() for s in both[::-1] if s in source.names}
 
 
-def _check_names(source: _SafetensorsFolder, names: dict[str, str], needed: set[str], ignored: tuple[str, ...]) -> None:
+def _check_tied(source: _SafetensorsFolder, name: str, value: Tensor, copy: str, copied: Tensor) -> None:
+    if not torch.equal(value, copied):
+        raise ValueError(f"'{source.path}': tensors '{name}' and '{copy}' differ, but config.json ties them: "
+                         "set tie_word_embeddings to false, or remove the wrong one")  # fmt: skip
+
+
+def _check_names(
+    source: _SafetensorsFolder, names: dict[str, str], needed: set[str], is_ignorable: Callable[[str], bool]
+) -> None:
     if missing := sorted(needed - set(names)):
         raise ValueError(f"'{source.path}' lacks {len(missing)} tensors: {_first(missing)}")
     extra = source.names - set(names.values())
-    if unknown := sorted(name for name in extra if not name.startswith(HEADS) and not name.endswith(ignored)):
+    if unknown := sorted(name for name in extra if not is_ignorable(name)):
         raise ValueError(f"'{source.path}' has {len(unknown)} tensors that this architecture lacks: {_first(unknown)}")
 
 

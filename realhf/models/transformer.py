@@ -69,7 +69,7 @@ class Transformer:
         self._rotary = None
         if not config.learned_positions:
             rotary_dims, scaling = config.rotary_dims or config.head_dim, dict(config.rotary_scaling)
-            self._rotary = Rotary(rotary_dims, config.rotary_base, scaling, params.data.device)
+            self._rotary = Rotary(rotary_dims, config.rotary_base, scaling, params.data.device, config.max_row_len)
         self._weights: _Weights | None = None
         self._bound_with_grad = False
         self._tiled_blocks: FusedBlocks | None = None  # copies, valid while the weights do not change
@@ -125,8 +125,9 @@ class Transformer:
         router = optional("router")
         if router is not None:
             return Block(attention, Experts(pre_norm, router, leaf("experts.up"), leaf("experts.down"), post_norm))
-        up = leaf("gate", "up") if self.config.mlp == "gated" else leaf("up")
-        return Block(attention, Mlp(pre_norm, up, optional("b_up"), leaf("down"), optional("b_down"), post_norm))
+        parts = ("gate", "up") if self.config.mlp == "gated" else ("up",)
+        up, bias = leaf(*parts), optional(*(f"b_{part}" for part in parts))
+        return Block(attention, Mlp(pre_norm, up, bias, leaf("down"), optional("b_down"), post_norm))
 
     def _make_vocab_shard(self) -> VocabShard:
         names = [name for name in ("embed.weight", "head.weight") if name in self.params.names]
@@ -256,11 +257,13 @@ class Transformer:
     def _embed(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         weights, tp_region = self.weights, self.tp_region(len(tokens))
         assert weights.embed is not None, "a later stage takes the hidden states of the previous stage"
+        padding = -1 if self.config.padding_row is None else self.config.padding_row - self._vocab_shard.start
+        look_up = partial(F.embedding, padding_idx=padding if 0 <= padding < len(weights.embed) else None)
         if self.tp.size == 1:
-            x = F.embedding(tokens, weights.embed)
+            x = look_up(tokens, weights.embed)
         else:
             local, is_local = self._vocab_shard.to_local(tokens, len(weights.embed))
-            x = tp_region.reduce_from_tp(F.embedding(local, weights.embed) * is_local[:, None])
+            x = tp_region.reduce_from_tp(look_up(local, weights.embed) * is_local[:, None])
         if self.config.scaled_embedding:
             x = x * float(torch.tensor(self.config.hidden**0.5, dtype=x.dtype))  # rounded as in transformers
         if weights.positions is not None:

@@ -8,24 +8,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realhf.api.model_config import KERNEL_ACTIVATIONS
 from realhf.ops import extension
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "relu6": F.relu6,
+    "leaky_relu": F.leaky_relu,
+    "mish": F.mish,
+    "hardswish": F.hardswish,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
 }
-ACTIVATION_IDS = {name: number for number, name in enumerate(ACTIVATIONS)}
-"""The numbering of the kernels."""
+ACTIVATION_IDS = {name: number for number, name in enumerate(KERNEL_ACTIVATIONS)}
 
 
 def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
     """Return ``f(x)`` or, gated, ``f(gate) * up`` with ``x = [gate, up]`` (arXiv 2002.05202, section 2).
 
     ``x`` is ``[T, inner]`` or, gated, ``[T, 2 * inner]``; the result is ``[T, inner]``. The kernel takes float32 and
-    bfloat16, computes in float32, and saves only ``x`` for the backward pass.
+    bfloat16, computes ``KERNEL_ACTIVATIONS`` in float32, and saves only ``x`` for the backward pass.
     """
-    fits = x.dtype in (torch.float32, torch.bfloat16)
+    fits = x.dtype in (torch.float32, torch.bfloat16) and activation in ACTIVATION_IDS
     kernel = extension.kernel("activate", x.device.type) if fits else None
     if kernel is None:
         return activate_reference(x, activation, gated)

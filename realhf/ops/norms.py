@@ -41,28 +41,58 @@ class _RmsNorm(torch.autograd.Function):
         return x_grad, weight_grad, None
 
 
-def rotary_frequencies(head_dim: int, base: float, scaling: dict[str, float]) -> Tensor:
-    """Return the angle per position of each pair, ``[head_dim / 2]`` float32.
+def rotary_frequencies(head_dim: int, base: float, scaling: dict[str, Any]) -> Tensor:
+    """Return the angle per position of each pair, ``[head_dim / 2]`` float32, with the ``rotary_scaling`` of a model.
 
-    ``scaling`` is empty, only a ``factor`` (linear position interpolation, arXiv 2306.15595), or that of Llama 3.1,
-    which divides low frequencies by ``factor``, keeps high ones, and interpolates between them.
+    ``linear`` divides frequencies by ``factor`` (arXiv 2306.15595). ``llama3`` and ``yarn`` divide low ones, keep high
+    ones, and interpolate between them by wavelength (Llama 3.1) or by index (arXiv 2309.00071, section 3.2).
+    ``longrope`` divides each one by its own factor (arXiv 2402.13753). ``longrope`` and ``dynamic`` have other
+    frequencies in rows that exceed ``ModelConfig.max_row_len``, which are not supported.
     """
-    frequencies = 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    if not scaling:
-        return frequencies
-    if set(scaling) == {"factor"}:
-        return frequencies / scaling["factor"]
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    rotations = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    keep = ((rotations - low) / (high - low)).clamp(0, 1)
-    return frequencies * (keep + (1 - keep) / scaling["factor"])
+    powers = base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    frequencies = 1.0 / powers
+    match scaling.get("rope_type"):
+        case "linear":
+            return frequencies / scaling["factor"]
+        case "longrope":
+            return 1.0 / (torch.tensor(scaling["short_factor"]) * powers)
+        case "llama3":
+            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+            rotations = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+            keep = ((rotations - low) / (high - low)).clamp(0, 1)
+            return frequencies * (keep + (1 - keep) / scaling["factor"])
+        case "yarn":
+            keep = 1 - _yarn_ramp(head_dim, base, scaling)
+            return 1.0 / (scaling["factor"] * powers) * (1 - keep) + frequencies * keep
+    return frequencies
+
+
+def _yarn_ramp(head_dim: int, base: float, scaling: dict[str, Any]) -> Tensor:
+    """Return the weight of the divided frequency of each pair, which grows from 0 to 1 between two pairs."""
+    context = scaling["original_max_position_embeddings"]
+    first, last = (
+        head_dim * math.log(context / (scaling[key] * 2 * math.pi)) / (2 * math.log(base))
+        for key in ("beta_fast", "beta_slow")
+    )
+    if scaling["truncate"]:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    width = last - first or 0.001
+    return ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / width).clamp(0, 1)
 
 
 class Rotary:
-    """A table of cosines and signed sines by position, extended on demand."""
+    """A table of cosines and signed sines by position, extended on demand.
 
-    def __init__(self, head_dim: int, base: float, scaling: dict[str, float], device: torch.device | str) -> None:
+    Scaling that depends on the length of a row has ``max_len`` positions.
+    """
+
+    def __init__(
+        self, head_dim: int, base: float, scaling: dict[str, Any], device: torch.device | str, max_len: int = 0
+    ) -> None:
+        self._max_len = max_len if scaling.get("rope_type") in ("dynamic", "longrope") else 0
         self._frequencies = rotary_frequencies(head_dim, base, scaling).to(device)
+        self._scale = scaling.get("attention_factor", 1.0)
         self._tables = torch.empty(2, 0, head_dim, device=device)
 
     def rows(self, positions: Tensor, longest: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -71,7 +101,14 @@ class Rotary:
         return cos, sin
 
     def table(self, longest: int) -> Tensor:
-        """Return cosines and signed sines, ``[2, L, head_dim]`` float32, with ``L >= longest``."""
+        """Return cosines and signed sines, ``[2, L, head_dim]`` float32, with ``L >= longest``.
+
+        Raises ValueError for a row that is too long for the scaling.
+        """
+        if 0 < self._max_len < longest:
+            raise ValueError(
+                f"a row has {longest} tokens; the rotary scaling of this model has {self._max_len} positions"
+            )
         if longest > self._tables.shape[1]:
             self._tables = self._build(1 << (longest - 1).bit_length())
         return self._tables
@@ -79,7 +116,7 @@ class Rotary:
     @torch.inference_mode(False)  # autograd may save the tables
     def _build(self, length: int) -> Tensor:
         angles = torch.outer(torch.arange(length, device=self._frequencies.device).float(), self._frequencies)
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
 
 

@@ -9,7 +9,9 @@ from realhf.arch.param_specs import param_specs
 TINY = ModelConfig(
     "llama", n_layers=2, hidden=4, n_heads=2, n_kv_heads=1, head_dim=2, intermediate=6, vocab=10, max_positions=16
 )
-UNGATED = replace(TINY, family="gpt2", n_kv_heads=2, mlp="ungated", norm="layer", qkv_bias=True, proj_bias=True)
+UNGATED = replace(
+    TINY, family="gpt2", n_kv_heads=2, mlp="ungated", norm="layer", qkv_bias=True, proj_bias=True, mlp_bias=True
+)
 
 
 def test_matrix_params_by_hand_and_from_param_specs() -> None:

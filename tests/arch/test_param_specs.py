@@ -21,10 +21,11 @@ LLAMA = ModelConfig("llama", 3, 48, 12, 4, 4, 60, 101, 64)
 QWEN2 = replace(LLAMA, family="qwen2", qkv_bias=True, tied_embedding=True)
 GPT2 = ModelConfig(
     "gpt2", 3, 48, 12, 12, 4, 192, 101, 64, norm="layer", mlp="ungated", activation="gelu_tanh",
-    learned_positions=True, qkv_bias=True, proj_bias=True, tied_embedding=True,
+    learned_positions=True, qkv_bias=True, proj_bias=True, mlp_bias=True, tied_embedding=True,
 )  # fmt: skip
 QWEN3 = replace(LLAMA, family="qwen3", qk_norm="head", sliding_windows=(0, 16, 16))
-MISTRAL = replace(LLAMA, family="mistral", sliding_windows=(16, 16, 16), rotary_scaling=(("factor", 2.0),))
+MISTRAL = replace(LLAMA, family="mistral", sliding_windows=(16, 16, 16), 
+                  rotary_scaling=(("rope_type", "linear"), ("factor", 2.0)))  # fmt: skip
 GEMMA = replace(LLAMA, family="gemma", norm_offset=1.0, scaled_embedding=True, activation="gelu_tanh")
 GEMMA2 = replace(
     GEMMA, family="gemma2", norm_placement="sandwich", sliding_windows=(16, 0, 16), attention_scale=144**-0.5,
@@ -71,6 +72,7 @@ def test_every_parameter_has_a_hugging_face_tensor(config: ModelConfig) -> None:
 def test_configurations_round_trip(config: ModelConfig) -> None:
     family = FAMILIES[config.family]
     config = replace(config, bos_token_id=1, eos_token_ids=(2, 3), pad_token_id=0)
+    config = replace(config, padding_row=None if config.norm == "layer" else 0)
     untied = config.head == "scalar"
     back = family.config_from_hf(json.loads(json.dumps(family.config_to_hf(config))), untied)
     assert back == replace(config, tied_embedding=config.tied_embedding and not untied)
@@ -112,19 +114,22 @@ SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1, "i
         ({"model_type": "llama", **SIZES, "vocab_size": "9"}, "'vocab_size' must be a positive whole number, got '9'"),
         ({"model_type": "llama", **SIZES, "hidden_size": 18}, "'hidden_size' is 18, not a multiple"),
         ({"model_type": "llama", **SIZES, "num_key_value_heads": 3}, "4 query heads are not a multiple of 3"),
-        ({"model_type": "llama", **SIZES, "hidden_act": "relu"}, "field 'hidden_act' is 'relu'"),
-        ({"model_type": "llama", **SIZES, "mlp_bias": True}, "field 'mlp_bias' is True"),
-        ({"model_type": "llama", **SIZES, "rope_scaling": {"type": "yarn", "factor": 2.0}}, "'yarn'"),
-        ({"model_type": "llama", **SIZES, "rope_scaling": {"rope_type": "llama3"}}, "'llama3' lacks factor"),
+        ({"model_type": "llama", **SIZES, "hidden_act": "prelu"}, "field 'hidden_act' is 'prelu'"),
+        ({"model_type": "mistral", **SIZES, "mlp_bias": True}, "field 'mlp_bias' is True"),
+        ({"model_type": "llama", **SIZES, "rope_scaling": {"type": "su", "factor": 2.0}}, "'su'"),
+        ({"model_type": "llama", **SIZES, "rope_scaling": {"rope_type": "llama3"}}, "'factor' is missing"),
         ({"model_type": "mistral", **SIZES, "sliding_window": 0}, "'sliding_window' must be a positive whole number"),
         ({"model_type": "qwen3", **SIZES, "use_sliding_window": True, "layer_types": ["a"]}, "'layer_types' must name"),
         ({"model_type": "gemma2", **SIZES, "layer_types": ["full_attention"] * 2}, "for 1 layers, got"),
         ({"model_type": "gemma2", **SIZES, "final_logit_softcapping": -1}, "'final_logit_softcapping' must be a posi"),
         ({"model_type": "gemma", **SIZES, "use_bidirectional_attention": True}, "only False is supported"),
-        ({"model_type": "gpt_neox", **SIZES, "attention_bias": False}, "field 'attention_bias' is False"),
+        ({"model_type": "gpt_neox", **SIZES, "attention_bias": 0}, "'attention_bias' must be true or false, got 0"),
         ({"model_type": "gpt_neox", **SIZES, "rotary_pct": 0.8}, "rotary dimensions must be even and at most 4, got 3"),
         ({"model_type": "mixtral", **SIZES, "router_jitter_noise": 0.1}, "field 'router_jitter_noise' is 0.1"),
-        ({"model_type": "mixtral", **SIZES, "num_experts_per_tok": 9}, "each token goes to 9 of 8 experts"),
+        (
+            {"model_type": "mixtral", **SIZES, "num_key_value_heads": 4, "num_experts_per_tok": 9},
+            "each token goes to 9 of 8 experts",
+        ),
         ({"model_type": "qwen3_moe", **SIZES, "router_aux_loss_coef": -1}, "must be a number of 0 or more, got -1"),
     ],
 )

@@ -16,7 +16,14 @@ from realhf.ops import extension
 from tests.models.tiny_models import whole_params
 
 LLAMA = ModelConfig("llama", 3, 64, 4, 2, 16, 112, 40, 128, init_std=0.2)
-LAYER_NORMS = {"norm": "layer", "qkv_bias": True, "proj_bias": True, "mlp": "ungated", "n_kv_heads": 4}
+LAYER_NORMS = {
+    "norm": "layer",
+    "qkv_bias": True,
+    "proj_bias": True,
+    "mlp_bias": True,
+    "mlp": "ungated",
+    "n_kv_heads": 4,
+}
 CONFIGS = {
     "llama": LLAMA,
     "wide heads": replace(LLAMA, head_dim=48, n_heads=6, n_kv_heads=1),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from realhf.ops import extension
-from realhf.ops.activations import ACTIVATIONS, activate, activate_reference
+from realhf.ops.activations import ACTIVATION_IDS, activate, activate_reference
 
 needs_kernel = pytest.mark.skipif(
     extension.kernel("activate", "cpu") is None, reason="the compiled kernels are not built"
@@ -20,7 +20,7 @@ def with_gradient(fn, wide, *options):
 
 @needs_kernel
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATION_IDS)
 def test_kernel_matches_the_reference(activation, gated):
     for rows, inner in ((1, 3), (7, 16), (300, 41), (0, 8)):
         wide = torch.randn(rows, inner * (1 + gated), generator=torch.Generator().manual_seed(rows)) * 4
@@ -33,7 +33,7 @@ def test_kernel_matches_the_reference(activation, gated):
 
 
 @needs_kernel
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATION_IDS)
 def test_extreme_numbers(activation):
     """For large inputs an activation is the identity or zero; NaN stays NaN."""
     wide = torch.tensor([[-1e30, -200.0, -90.0, -0.0, 0.0, 90.0, 200.0, 1e10]])

@@ -67,6 +67,7 @@ def test_the_table_grows_and_its_old_rows_stay() -> None:
 
 def test_llama3_scaling_slows_long_waves_alone() -> None:
     scaling = {
+        "rope_type": "llama3",
         "factor": 8.0,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
@@ -79,7 +80,9 @@ def test_llama3_scaling_slows_long_waves_alone() -> None:
 
 
 def test_linear_scaling_slows_all_waves() -> None:
-    assert torch.equal(rotary_frequencies(8, 1e4, {"factor": 4.0}), rotary_frequencies(8, 1e4, {}) / 4)
+    assert torch.equal(
+        rotary_frequencies(8, 1e4, {"rope_type": "linear", "factor": 4.0}), rotary_frequencies(8, 1e4, {}) / 4
+    )
 
 
 needs_kernel = pytest.mark.skipif(

@@ -342,7 +342,7 @@ def size_problems(experiment: Experiment, rows: EncodedRows, held_out: EncodedRo
                      for token in (sampling.stop_token_ids if sampling else ()) if not 0 <= token < vocab]  # fmt: skip
     what = f"the longest prompt and {n_new} new tokens need" if n_new else "the longest row needs"
     option = "max_new_tokens or dataset.max_prompt_len" if n_new else "dataset.max_seqlen"
-    for positions, names in _roles_by(models, lambda model: model.max_positions).items():
+    for positions, names in _roles_by(models, lambda model: model.max_row_len).items():
         if longest > positions:
             problems.append(f"{names}: the model has {positions} positions, {what} {longest}; lower {option}")
     return problems

@@ -6,14 +6,24 @@ from typing import Any
 
 from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import Box
+from realhf.arch.families import fields
 
-TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", **dict.fromkeys(TANH_GELUS, "gelu_tanh")}
-HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
-SCALINGS = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
+TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_accurate", "gelu_python_tanh")
+SAME_NAME = (
+    "silu",
+    "gelu",
+    "quick_gelu",
+    "relu",
+    "relu2",
+    "relu6",
+    "leaky_relu",
+    "mish",
+    "hardswish",
+    "sigmoid",
+    "tanh",
+)
+ACTIVATIONS = {**dict.fromkeys(TANH_GELUS, "gelu_tanh"), "swish": "silu", **{name: name for name in SAME_NAME}}
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True)
@@ -39,7 +49,8 @@ class Family:
     """One ``model_type``: its class names and the translation of configurations and tensors in both directions.
 
     ``base_prefix`` starts every tensor name except the heads' and is absent in folders of a bare base model. Tensors
-    whose name ends with one of ``ignored`` are buffers of older versions, not weights.
+    whose name ends with one of ``ignored`` are buffers of older versions, not weights. No version of the model class
+    reads the fields ``unused``.
     """
 
     name: str
@@ -50,56 +61,38 @@ class Family:
     base_prefix: str = "model."
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     lm_class: str = "ForCausalLM"
+    unused: frozenset[str] = frozenset()
 
     def architecture(self, config: ModelConfig) -> str:
         return self.class_prefix + ("ForSequenceClassification" if config.head == "scalar" else self.lm_class)
 
 
-def whole_number(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return a positive integer; an absent or null field gives ``default``, or ValueError if that is None."""
-    value = default if hf.get(key) is None else hf[key]
-    if value is None:
-        raise ValueError(f"field '{key}' is missing")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"field '{key}' must be a positive whole number, got {value!r}")
-    return value
-
-
-def number(hf: Mapping[str, Any], key: str, default: float, minimum: float | None = None) -> float:
-    """Return a positive number or, with ``minimum``, a number that is at least that."""
-    value = default if hf.get(key) is None else hf[key]
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or (value <= 0 if minimum is None else value < minimum):
-        kind = "a positive number" if minimum is None else f"a number of {minimum:g} or more"
-        raise ValueError(f"field '{key}' must be {kind}, got {value!r}")
-    return float(value)
-
-
-def optional_number(hf: Mapping[str, Any], key: str, default: float) -> float:
-    """Return a positive number, ``default`` for an absent field, 0 for a null one (disabled)."""
-    return 0.0 if key in hf and hf[key] is None else number(hf, key, default)
-
-
-def sliding_window(hf: Mapping[str, Any], default: int = 0) -> int:
+def sliding_window(hf: Mapping[str, Any], default: int | None = None) -> int:
     """Return the attention window; a null field disables it, an absent one gives ``default``."""
-    if hf.get("sliding_window", default or None) is None:
-        return 0
-    return whole_number(hf, "sliding_window", default or None)
+    return 0 if hf.get("sliding_window", default) is None else fields.whole_number(hf, "sliding_window", default)
 
 
 def sliding_windows(hf: Mapping[str, Any], width: int, slides: Callable[[int], bool]) -> tuple[int, ...]:
     """Return the window of each layer, by ``layer_types`` or else by ``slides``; empty if no layer has one."""
-    n_layers = whole_number(hf, "num_hidden_layers")
+    n_layers = fields.whole_number(hf, "num_hidden_layers")
     types = hf.get("layer_types")
     if types is None:
-        types = ["sliding_attention" if slides(i) else "full_attention" for i in range(n_layers)]
-    if set(types) - {"sliding_attention", "full_attention"} or len(types) != n_layers:
+        types = [SLIDING if width and slides(i) else FULL for i in range(n_layers)]
+    if not isinstance(types, list) or any(kind not in (SLIDING, FULL) for kind in types) or len(types) != n_layers:
         raise ValueError(
-            f"field 'layer_types' must name sliding_attention or full_attention for {n_layers} layers, got {types!r}"
+            f"field 'layer_types' must name {SLIDING} or {FULL} for {n_layers} layers, got {fields.shown(types)}"
         )
-    if "sliding_attention" not in types or not width:
-        return ()
-    return tuple(width if layer_type == "sliding_attention" else 0 for layer_type in types)
+    if SLIDING in types and not width:
+        raise ValueError(f"field 'layer_types' has {SLIDING}, but the model has no sliding window")
+    return tuple(width if kind == SLIDING else 0 for kind in types) if SLIDING in types else ()
+
+
+def equal_windows(hf: Mapping[str, Any], width: int = 0) -> tuple[int, ...]:
+    """Return the windows of a family whose layers all have the same; ``layer_types`` must agree."""
+    windows = sliding_windows(hf, width, lambda layer: True)
+    if width and set(windows) != {width}:
+        raise ValueError("field 'layer_types' differs between layers, but this model_type has one window for all")
+    return windows
 
 
 def sliding_window_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -107,21 +100,18 @@ def sliding_window_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def layer_types(config: ModelConfig) -> list[str]:
-    return ["sliding_attention" if config.sliding_window(i) else "full_attention" for i in range(config.n_layers)]
+    return [SLIDING if config.sliding_window(i) else FULL for i in range(config.n_layers)]
 
 
 def activation(hf: Mapping[str, Any], key: str, default: str) -> str:
     value = hf.get(key, default)
-    if value not in ACTIVATIONS:
-        raise ValueError(f"field '{key}' is {value!r}, known are {', '.join(ACTIVATIONS)}")
+    if not isinstance(value, str) or value not in ACTIVATIONS:
+        raise ValueError(f"field '{key}' is {fields.shown(value)}, known are {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[value]
 
 
-def require(hf: Mapping[str, Any], **supported: Any) -> None:
-    """Raise ValueError for fields with a value that is not supported; null counts as the supported value."""
-    for key, only in supported.items():
-        if hf.get(key) is not None and hf[key] != only:
-            raise ValueError(f"field '{key}' is {hf[key]!r}, only {only!r} is supported")
+def activation_to_hf(config: ModelConfig) -> str:
+    return "gelu_pytorch_tanh" if config.activation == "gelu_tanh" else config.activation
 
 
 def sizes_from_hf(
@@ -131,19 +121,18 @@ def sizes_from_hf(
 
     Without ``head_dim`` the number of heads must divide the hidden size.
     """
-    sizes: dict[str, Any] = {ours: whole_number(hf, theirs) for ours, theirs in keys.items()}
+    sizes: dict[str, Any] = {ours: fields.whole_number(hf, theirs) for ours, theirs in keys.items()}
     if head_dim is None and sizes["hidden"] % sizes["n_heads"]:
         hidden, n_heads = keys["hidden"], keys["n_heads"]
         raise ValueError(f"field '{hidden}' is {hf[hidden]}, not a multiple of {n_heads} ({hf[n_heads]})")
-    eos = hf.get("eos_token_id")  # Hugging Face allows one end token or a list
     return sizes | {
         "head_dim": head_dim or sizes["hidden"] // sizes["n_heads"],
         "head": "scalar" if scalar_head else "lm",
-        "tied_embedding": bool(hf.get("tie_word_embeddings", tied)) and not scalar_head,
-        "init_std": number(hf, "initializer_range", 0.02),
-        "bos_token_id": hf.get("bos_token_id"),
-        "eos_token_ids": () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
-        "pad_token_id": hf.get("pad_token_id"),
+        "tied_embedding": fields.flag(hf, "tie_word_embeddings", tied) and not scalar_head,
+        "init_std": fields.number(hf, "initializer_range", 0.02, minimum=0),
+        "bos_token_id": fields.token_id(hf, "bos_token_id"),
+        "eos_token_ids": fields.token_ids(hf, "eos_token_id"),
+        "pad_token_id": fields.token_id(hf, "pad_token_id"),
     }
 
 
@@ -204,34 +193,3 @@ def _token_ids_to_hf(config: ModelConfig) -> dict[str, Any]:
         pad = next(i for i in candidates if i is not None and i not in ends)
     eos = None if not ends else ends[0] if len(ends) == 1 else list(ends)
     return {"bos_token_id": config.bos_token_id, "eos_token_id": eos, "pad_token_id": pad}
-
-
-def rotary(hf: Mapping[str, Any], base: float = 10000.0) -> tuple[float, tuple[tuple[str, float], ...]]:
-    """Return base and scaling; transformers 5 stores them in ``rope_parameters``, older versions in two fields."""
-    new, old = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
-    base = number(new if "rope_theta" in new else hf, "rope_theta", base)
-    scaling = new or old
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return base, ()
-    if kind not in SCALINGS:
-        raise ValueError(f"rotary scaling '{kind}' is not supported, known are default, {', '.join(SCALINGS)}")
-    missing = [key for key in SCALINGS[kind] if key not in scaling]
-    if missing:
-        raise ValueError(f"rotary scaling '{kind}' lacks {', '.join(missing)}")
-    return base, tuple((key, float(scaling[key])) for key in SCALINGS[kind])
-
-
-def rotary_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Return the rotary fields as transformers 5 and as older versions name them."""
-    scaling: dict[str, Any] = {"rope_type": "default"}
-    if config.rotary_scaling:
-        values = dict(config.rotary_scaling)
-        kind = next(kind for kind, keys in SCALINGS.items() if set(keys) == set(values))
-        integers = {key: int(value) for key, value in values.items() if key == "original_max_position_embeddings"}
-        scaling = {"rope_type": kind, **values, **integers}
-    return {
-        "rope_theta": config.rotary_base,
-        "rope_scaling": scaling if config.rotary_scaling else None,
-        "rope_parameters": {"rope_theta": config.rotary_base, **scaling},
-    }

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from realhf.api.model_config import ModelConfig
-from realhf.arch.families import base, llama
+from realhf.arch.families import base, fields, llama
 from realhf.arch.families.base import Family
 
 GEMMA2_NORM_NAMES = {
@@ -16,34 +16,40 @@ GEMMA2_NORM_NAMES = {
 }
 
 
-def _gemma_from_hf(
-    hf: Mapping[str, Any], scalar_head: bool, family: str = "gemma", activation: str = "hidden_act", **fields: Any
-) -> ModelConfig:
-    """Read the configuration of Gemma and Gemma 2; ``activation`` is the name of that field.
+def _gemma_from_hf(hf: Mapping[str, Any], scalar_head: bool, family: str, n_kv_heads: int, **own: Any) -> ModelConfig:
+    """Read what Gemma and Gemma 2 share; ``own`` are the fields of one of them."""
+    own |= {"norm_offset": 1.0, "scaled_embedding": True, **llama.attention_bias(hf)}
+    return llama.config_from_hf(hf, family, scalar_head, 8192, n_kv_heads, head_dim=256, tied=True, **own)
 
-    The value ``gelu`` stands for the tanh form, which the weights were trained with.
+
+def _gemma1_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
+    """Read Gemma; ``gelu`` stands for the tanh form, which the weights were trained with.
+
+    Transformers 4.39 to 4.57 read ``hidden_activation``, others ``hidden_act``.
     """
-    base.require(hf, use_bidirectional_attention=False)
-    form = base.activation(hf, activation, "gelu_pytorch_tanh")
-    own: dict[str, Any] = {"norm_offset": 1.0, "scaled_embedding": True, **llama.attention_bias(hf)}
-    own["activation"] = "gelu_tanh" if form == "gelu" else form
-    return llama.config_from_hf(hf, family, scalar_head, 8192, head_dim=256, tied=True, **own, **fields)
+    default = "gelu_pytorch_tanh"
+    forms = {"hidden_act": base.activation(hf, "hidden_act", default)}
+    if hf.get("hidden_activation") is not None:
+        forms["hidden_activation"] = base.activation(hf, "hidden_activation", default)
+    forms = {name: "gelu_tanh" if form == "gelu" else form for name, form in forms.items()}
+    return _gemma_from_hf(hf, scalar_head, "gemma", 16, activation=fields.agreed(forms, *forms))
 
 
 def _gemma_to_hf(config: ModelConfig) -> dict[str, Any]:
-    fields = llama.config_to_hf(config, attention_bias=config.qkv_bias)
-    return fields | {"hidden_activation": fields["hidden_act"]}  # transformers 4.39 to 4.57 read the second name
+    activation = base.activation_to_hf(config)
+    return llama.config_to_hf(config, attention_bias=config.qkv_bias, hidden_activation=activation)
 
 
 def _gemma2_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
     own: dict[str, Any] = {
         "norm_placement": "sandwich",
         "sliding_windows": base.sliding_windows(hf, base.sliding_window(hf, 4096), lambda layer: layer % 2 == 0),
-        "attention_scale": base.number(hf, "query_pre_attn_scalar", 256.0) ** -0.5,
-        "attention_softcap": base.optional_number(hf, "attn_logit_softcapping", 50.0),
-        "logit_softcap": base.optional_number(hf, "final_logit_softcapping", 30.0),
+        "activation": base.activation(hf, "hidden_activation", "gelu_pytorch_tanh"),
+        "attention_scale": fields.number(hf, "query_pre_attn_scalar", 256.0) ** -0.5,
+        "attention_softcap": fields.optional_number(hf, "attn_logit_softcapping", 50.0),
+        "logit_softcap": fields.optional_number(hf, "final_logit_softcapping", 30.0),
     }
-    return _gemma_from_hf(hf, scalar_head, "gemma2", "hidden_activation", **own)
+    return _gemma_from_hf(hf, scalar_head, "gemma2", 4, **own)
 
 
 def _gemma2_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -57,5 +63,8 @@ def _gemma2_to_hf(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-GEMMA = Family("gemma", "Gemma", _gemma_from_hf, _gemma_to_hf, llama.hf_tensors)
-GEMMA2 = Family("gemma2", "Gemma2", _gemma2_from_hf, _gemma2_to_hf, partial(llama.hf_tensors, norms=GEMMA2_NORM_NAMES))
+GEMMA = Family("gemma", "Gemma", _gemma1_from_hf, _gemma_to_hf, llama.hf_tensors)
+GEMMA2 = Family(
+    "gemma2", "Gemma2", _gemma2_from_hf, _gemma2_to_hf, partial(llama.hf_tensors, norms=GEMMA2_NORM_NAMES),
+    unused=frozenset({"hidden_act"}),
+)  # fmt: skip

@@ -4,13 +4,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from realhf.api.model_config import ModelConfig
-from realhf.arch.families import base, llama
+from realhf.arch.families import base, fields, llama
 from realhf.arch.families.base import Family, HfTensor, HfTensors
+from realhf.arch.families.rotary import parameters, rotary, rotary_to_hf
 
 GPT2_KEYS = {"n_layers": "n_layer", "hidden": "n_embd", "n_heads": "n_head", "vocab": "vocab_size"}
 NEOX_KEYS = {ours: theirs for ours, theirs in llama.KEYS.items() if ours != "intermediate"}
 NORMS = (("attn_norm.weight", "attn_norm.bias"), ("mlp_norm.weight", "mlp_norm.bias"))
 MATRICES = (("wo", "bo"), ("up", "b_up"), ("down", "b_down"))
+GPT2_UNUSED = (
+    "n_ctx resid_pdrop embd_pdrop attn_pdrop reorder_and_upcast_attn summary_type summary_use_proj summary_activation "
+    "summary_proj_to_labels summary_first_dropout"
+)
 GPT2_MODULES = ("ln_1", "ln_2", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 NEOX_MODULES = (
     "input_layernorm", "post_attention_layernorm", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h",
@@ -28,20 +33,22 @@ NEOX_OUTER_NAMES = {
 }
 
 
-def _config(family: str, sizes: Mapping[str, Any], **fields: Any) -> ModelConfig:
-    shared: dict[str, Any] = {"norm": "layer", "mlp": "ungated", "qkv_bias": True, "proj_bias": True}
-    return ModelConfig(family, **sizes, n_kv_heads=sizes["n_heads"], **shared, **fields)
+def _config(family: str, sizes: Mapping[str, Any], attention_bias: bool, **own: Any) -> ModelConfig:
+    shared: dict[str, Any] = {"norm": "layer", "mlp": "ungated", "mlp_bias": True}
+    shared |= dict.fromkeys(("qkv_bias", "proj_bias"), attention_bias)
+    return ModelConfig(family, **sizes, n_kv_heads=sizes["n_heads"], **shared, **own)
 
 
 def _gpt2_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
-    base.require(hf, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    fields.require(hf, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)
     sizes = base.sizes_from_hf(hf, GPT2_KEYS, scalar_head, tied=True)
     return _config(
         "gpt2",
         sizes,
-        intermediate=base.whole_number(hf, "n_inner", 4 * sizes["hidden"]),
-        max_positions=base.whole_number(hf, "n_positions", 1024),
-        norm_eps=base.number(hf, "layer_norm_epsilon", 1e-5),
+        attention_bias=True,
+        intermediate=fields.whole_number(hf, "n_inner", 4 * sizes["hidden"]),
+        max_positions=fields.whole_number(hf, "n_positions", 1024),
+        norm_eps=fields.number(hf, "layer_norm_epsilon", 1e-5, minimum=0),
         activation=base.activation(hf, "activation_function", "gelu_new"),
         learned_positions=True,
     )
@@ -52,45 +59,47 @@ def _gpt2_to_hf(config: ModelConfig) -> dict[str, Any]:
         "n_inner": config.intermediate,
         "n_positions": config.max_positions,
         "layer_norm_epsilon": config.norm_eps,
-        "activation_function": base.HF_ACTIVATIONS[config.activation],
+        "activation_function": base.activation_to_hf(config),
     }
 
 
 def _neox_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
-    base.require(hf, attention_bias=True)
+    """Read GPT-NeoX, whose rotary parameters have further names before transformers 5."""
     sizes = base.sizes_from_hf(hf, NEOX_KEYS, scalar_head)
-    new = hf.get("rope_parameters") or {}
-    rotary_base, rotary_scaling = base.rotary(hf, base.number(hf, "rotary_emb_base", 10000.0))
-    share = base.number(new if "partial_rotary_factor" in new else hf, "partial_rotary_factor",
-                        base.number(hf, "rotary_pct", 0.25))  # fmt: skip
+    max_positions = fields.whole_number(hf, "max_position_embeddings", 2048)
+    old_base, old_share = fields.number(hf, "rotary_emb_base", 1e4), fields.number(hf, "rotary_pct", 0.25)
+    fields.require(hf, rope_theta=old_base, partial_rotary_factor=old_share)  # versions differ in which they read
+    share = fields.number(parameters(hf), "partial_rotary_factor", old_share)
+    if not (rotary_dims := int(sizes["head_dim"] * share)):
+        raise ValueError(f"no dimension of a head with {sizes['head_dim']} is rotary, the fraction is {share}")
     return _config(
         "gpt_neox",
         sizes,
-        intermediate=base.whole_number(hf, "intermediate_size", 24576),
-        max_positions=base.whole_number(hf, "max_position_embeddings", 2048),
-        norm_eps=base.number(hf, "layer_norm_eps", 1e-5),
+        intermediate=fields.whole_number(hf, "intermediate_size", 24576),
+        attention_bias=fields.flag(hf, "attention_bias", True),
+        max_positions=max_positions,
+        norm_eps=fields.number(hf, "layer_norm_eps", 1e-5, minimum=0),
         activation=base.activation(hf, "hidden_act", "gelu"),
-        parallel_residual=bool(hf.get("use_parallel_residual", True)),
-        rotary_base=rotary_base,
-        rotary_scaling=rotary_scaling,
-        rotary_dims=int(sizes["head_dim"] * share),
+        parallel_residual=fields.flag(hf, "use_parallel_residual", True),
+        rotary_dims=rotary_dims,
+        **rotary(hf, max_positions, old_base, share),
     )
 
 
 def _neox_to_hf(config: ModelConfig) -> dict[str, Any]:
-    rotary = base.rotary_to_hf(config)
+    rotary_fields = rotary_to_hf(config)
     share = (config.rotary_dims or config.head_dim) / config.head_dim
-    rotary["rope_parameters"]["partial_rotary_factor"] = share
+    rotary_fields["rope_parameters"]["partial_rotary_factor"] = share
     return base.sizes_to_hf(config, NEOX_KEYS) | {
         "intermediate_size": config.intermediate,
         "max_position_embeddings": config.max_positions,
         "layer_norm_eps": config.norm_eps,
-        "hidden_act": base.HF_ACTIVATIONS[config.activation],
+        "hidden_act": base.activation_to_hf(config),
         "use_parallel_residual": config.parallel_residual,
         "rotary_pct": share,
         "rotary_emb_base": config.rotary_base,
-        "attention_bias": True,
-        **rotary,
+        "attention_bias": config.qkv_bias,
+        **rotary_fields,
     }
 
 
@@ -127,12 +136,15 @@ def _neox_tensors(config: ModelConfig) -> HfTensors:
     for number, part in enumerate("qkv"):
         tensors[f"w{part}"] = _neox_heads(config, f"{fused}.weight", number, ((0, config.hidden),))
         tensors[f"b{part}"] = _neox_heads(config, f"{fused}.bias", number, ())
+    if not config.qkv_bias:
+        tensors = {name: parts for name, parts in tensors.items() if name not in ("bq", "bk", "bv", "bo")}
     return base.model_tensors(config, NEOX_OUTER_NAMES, "embed_out.weight", "gpt_neox.layers.", lambda layer: tensors)
 
 
 GPT2 = Family(
     "gpt2", "GPT2", _gpt2_from_hf, _gpt2_to_hf, _gpt2_tensors,
     base_prefix="transformer.", ignored=(".attn.bias", ".attn.masked_bias"), lm_class="LMHeadModel",
+    unused=frozenset(GPT2_UNUSED.split()),
 )  # fmt: skip
 GPT_NEOX = Family(
     "gpt_neox", "GPTNeoX", _neox_from_hf, _neox_to_hf, _neox_tensors,

@@ -5,26 +5,21 @@ from functools import partial
 from typing import Any
 
 from realhf.api.model_config import ModelConfig
-from realhf.arch.families import base, llama
+from realhf.arch.families import base, fields, llama
 from realhf.arch.families.base import Family
 
 MIXTRAL_EXPERTS = ("w1.weight", "w3.weight", "w2.weight")
 
 
-def sliding_windows_from_hf(hf: Mapping[str, Any], default: int = 0) -> tuple[int, ...]:
-    """Return the window of each layer, which is the same for all."""
-    width = base.sliding_window(hf, default)
-    return (width,) * base.whole_number(hf, "num_hidden_layers") if width else ()
-
-
 def n_experts(hf: Mapping[str, Any], default: int) -> int:
     """Return the number of experts; Qwen3 drops ``local`` from the field name before transformers 5."""
-    return base.whole_number(hf, "num_experts" if hf.get("num_experts") is not None else "num_local_experts", default)
+    value = fields.agreed(hf, "num_experts", "num_local_experts", default=default)
+    return fields.whole_number({"num_experts": value}, "num_experts")
 
 
 def _mistral_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
-    windows = sliding_windows_from_hf(hf, default=4096)
-    return llama.config_from_hf(hf, "mistral", scalar_head, 4096 * 32, sliding_windows=windows)
+    windows = base.equal_windows(hf, base.sliding_window(hf, 4096))
+    return llama.config_from_hf(hf, "mistral", scalar_head, 4096 * 32, n_kv_heads=8, sliding_windows=windows)
 
 
 def _mistral_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -32,15 +27,15 @@ def _mistral_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _mixtral_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
-    base.require(hf, router_jitter_noise=0.0)
+    fields.require(hf, router_jitter_noise=0.0)
     own: dict[str, Any] = {
-        "sliding_windows": sliding_windows_from_hf(hf),
+        "sliding_windows": base.equal_windows(hf, base.sliding_window(hf)),
         "n_experts": n_experts(hf, 8),
-        "experts_per_token": base.whole_number(hf, "num_experts_per_tok", 2),
-        "expert_intermediate": base.whole_number(hf, "intermediate_size"),
-        "balance_loss": base.number(hf, "router_aux_loss_coef", 0.001, minimum=0),
+        "experts_per_token": fields.whole_number(hf, "num_experts_per_tok", 2),
+        "expert_intermediate": fields.whole_number(hf, "intermediate_size"),
+        "balance_loss": fields.number(hf, "router_aux_loss_coef", 0.001, minimum=0),
     }
-    return llama.config_from_hf(hf, "mixtral", scalar_head, 4096 * 32, norm_eps=1e-5, rotary_base=1e6, **own)
+    return llama.config_from_hf(hf, "mixtral", scalar_head, 4096 * 32, 8, norm_eps=1e-5, rotary_base=1e6, **own)
 
 
 def _mixtral_to_hf(config: ModelConfig) -> dict[str, Any]:

@@ -5,15 +5,18 @@ from functools import partial
 from typing import Any
 
 from realhf.api.model_config import ModelConfig
-from realhf.arch.families import base, llama, mistral
+from realhf.arch.families import base, fields, llama, mistral
 from realhf.arch.families.base import Family
 
 
 def _sliding_windows_from_hf(hf: Mapping[str, Any]) -> tuple[int, ...]:
-    if not hf.get("use_sliding_window", False):
-        return ()
-    n_full = int(base.number(hf, "max_window_layers", 28, minimum=0))
-    return base.sliding_windows(hf, base.sliding_window(hf, 4096), lambda layer: layer >= n_full)
+    n_full = fields.number(hf, "max_window_layers", 28, minimum=0)
+    return base.sliding_windows(hf, _sliding_window(hf), lambda layer: layer >= n_full)
+
+
+def _sliding_window(hf: Mapping[str, Any]) -> int:
+    hf.get("sliding_window")  # without effect if windows are disabled
+    return base.sliding_window(hf, 4096) if fields.flag(hf, "use_sliding_window") else 0
 
 
 def _sliding_windows_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -29,7 +32,7 @@ def _sliding_windows_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def _qwen2_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
     windows = _sliding_windows_from_hf(hf)
-    return llama.config_from_hf(hf, "qwen2", scalar_head, 32768, qkv_bias=True, sliding_windows=windows)
+    return llama.config_from_hf(hf, "qwen2", scalar_head, 32768, 32, qkv_bias=True, sliding_windows=windows)
 
 
 def _qwen2_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -38,7 +41,7 @@ def _qwen2_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def _qwen3_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
     own: dict[str, Any] = {"sliding_windows": _sliding_windows_from_hf(hf), **llama.attention_bias(hf)}
-    return llama.config_from_hf(hf, "qwen3", scalar_head, 32768, head_dim=128, qk_norm="head", **own)
+    return llama.config_from_hf(hf, "qwen3", scalar_head, 32768, 32, head_dim=128, qk_norm="head", **own)
 
 
 def _qwen3_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -46,20 +49,23 @@ def _qwen3_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _qwen3_moe_from_hf(hf: Mapping[str, Any], scalar_head: bool) -> ModelConfig:
-    n_layers, step = base.whole_number(hf, "num_hidden_layers"), base.whole_number(hf, "decoder_sparse_step", 1)
-    dense = set(hf.get("mlp_only_layers") or ()) | {i for i in range(n_layers) if (i + 1) % step}
+    n_layers, step = fields.whole_number(hf, "num_hidden_layers"), fields.whole_number(hf, "decoder_sparse_step", 1)
+    dense = {*fields.token_ids(hf, "mlp_only_layers"), *(i for i in range(n_layers) if (i + 1) % step)}
+    width = _sliding_window(hf)
+    if width:
+        fields.require(hf, max_window_layers=0)  # layers without a window, in transformers before 4.52
     own: dict[str, Any] = {
         "qk_norm": "head",
-        "sliding_windows": mistral.sliding_windows_from_hf(hf, 4096) if hf.get("use_sliding_window", False) else (),
+        "sliding_windows": base.equal_windows(hf, width),
         "n_experts": mistral.n_experts(hf, 128),
-        "experts_per_token": base.whole_number(hf, "num_experts_per_tok", 8),
-        "expert_intermediate": base.whole_number(hf, "moe_intermediate_size", 768),
-        "dense_layers": tuple(sorted(i for i in dense if i < n_layers)),
-        "renormalise_experts": bool(hf.get("norm_topk_prob", False)),
-        "balance_loss": base.number(hf, "router_aux_loss_coef", 0.001, minimum=0),
+        "experts_per_token": fields.whole_number(hf, "num_experts_per_tok", 8),
+        "expert_intermediate": fields.whole_number(hf, "moe_intermediate_size", 768),
+        "dense_layers": tuple(sorted(i for i in dense if 0 <= i < n_layers)),
+        "renormalise_experts": fields.flag(hf, "norm_topk_prob"),
+        "balance_loss": fields.number(hf, "router_aux_loss_coef", 0.001, minimum=0),
         **llama.attention_bias(hf),
     }
-    return llama.config_from_hf(hf, "qwen3_moe", scalar_head, 32768, **own)
+    return llama.config_from_hf(hf, "qwen3_moe", scalar_head, 32768, 4, **own)
 
 
 def _qwen3_moe_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -80,5 +86,10 @@ def _qwen3_moe_to_hf(config: ModelConfig) -> dict[str, Any]:
 QWEN2 = Family("qwen2", "Qwen2", _qwen2_from_hf, _qwen2_to_hf, llama.hf_tensors)
 QWEN3 = Family("qwen3", "Qwen3", _qwen3_from_hf, _qwen3_to_hf, llama.hf_tensors)
 QWEN3_MOE = Family(
-    "qwen3_moe", "Qwen3Moe", _qwen3_moe_from_hf, _qwen3_moe_to_hf, partial(llama.hf_tensors, routed_mlp="mlp")
+    "qwen3_moe",
+    "Qwen3Moe",
+    _qwen3_moe_from_hf,
+    _qwen3_moe_to_hf,
+    partial(llama.hf_tensors, routed_mlp="mlp"),
+    unused=frozenset({"max_window_layers"}),
 )

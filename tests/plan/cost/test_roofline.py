@@ -17,7 +17,7 @@ from tests.plan.search.planners import COMPUTE_ONLY, CRITIC, FREE, LLAMA, TOY
 from tests.scaling import examples
 
 MOE = replace(LLAMA, n_experts=8, experts_per_token=2, expert_intermediate=48, dense_layers=(1,))
-PLAIN = replace(LLAMA, n_kv_heads=8, mlp="ungated", norm="layer", qkv_bias=True, proj_bias=True)
+PLAIN = replace(LLAMA, n_kv_heads=8, mlp="ungated", norm="layer", qkv_bias=True, proj_bias=True, mlp_bias=True)
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=8)
 BYTES_ONLY = replace(COMPUTE_ONLY, flops=FREE, memory_bandwidth=1e11)
 

@@ -29,7 +29,7 @@ def generate(pipeline: Pipeline, request: Request) -> SequenceBatch:
     if not request.n_rows:
         return empty_result(request.prompts["prompts"].device)
     model = pipeline.model
-    if request.max_row_len > (n_positions := model.config.max_positions):
+    if request.max_row_len > (n_positions := model.config.max_row_len):
         raise ValueError(f"prompt and response may have {request.max_row_len} tokens, the model has {n_positions}"
                          " positions; lower max_new_tokens or max_prompt_len")  # fmt: skip
     n_slots, queue = min(request.config.max_num_seqs, request.n_rows), deque(range(request.n_rows))
