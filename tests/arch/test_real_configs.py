@@ -1,6 +1,7 @@
 """Configurations of released models with reduced sizes: outputs equal those of transformers."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from realhf.arch.families import FAMILIES
 from realhf.arch.hf_config import read_hf_config
 from tests.models.tiny_models import load_model
 
@@ -99,3 +101,37 @@ def test_buffers_of_old_pythia_folders_are_ignored(tmp_path: Path) -> None:
         tensors[prefix + "rotary_emb.inv_freq"] = torch.ones(1)
     save_file(tensors, tmp_path / "model.safetensors")
     assert torch.equal(load_model(tmp_path).params.data, before)
+
+
+CLAIMS = {
+    "is_causal": (False, None),
+    "quantization_config": ({"quant_method": "fp8"}, {"quant_method": "awq", "bits": 4}),
+    "per_layer_config": ({"0": {"intermediate_size": 64}},),
+    "auto_map": ({"AutoModelForCausalLM": "modeling.Other"},),
+    "attention_chunk_size": (8,),
+    "residual_multiplier": (0.2,),
+    "a_later_invention": (True, 0, "x"),
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+@pytest.mark.parametrize("field", CLAIMS)
+def test_fields_that_could_change_the_mathematics_are_refused_by_name(name: str, field: str, tmp_path: Path) -> None:
+    for value in CLAIMS[field]:
+        (tmp_path / "config.json").write_text(json.dumps({**RELEASED[name], field: value}))
+        with pytest.raises(ValueError, match=f"field '{field}' is "):
+            read_hf_config(tmp_path, False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_fields_that_transformers_saves_are_accepted(family: str, tmp_path: Path) -> None:
+    AutoConfig.for_model(family).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**AutoConfig.for_model(family).to_dict(), **saved}))
+    full = read_hf_config(tmp_path, False)
+    required = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size", "n_embd",
+                "n_layer", "n_head", "model_type")  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({key: saved[key] for key in required if key in saved}))
+    bare = read_hf_config(tmp_path, False)  # with our defaults for all other fields
+    tokens = {"bos_token_id": None, "eos_token_ids": (), "pad_token_id": None, "padding_row": None}
+    assert replace(bare, **tokens) == replace(full, **tokens)

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from realhf.models.transformer import Transformer
-from tests.models.config_edits import OWN, edited_config
+from tests.models.config_edits import OWN, base_config, edited_config
 from tests.models.tiny_models import load_model
 from tests.scaling import examples
 
@@ -36,6 +36,14 @@ def transformers_model(folder: Path, seed: int) -> PreTrainedModel | None:
         (folder / "config.json").write_text(text)
     except Exception:
         return None
+    return model
+
+
+def saved_model(family: str, fields: dict[str, Any], folder: Path, rng: random.Random) -> PreTrainedModel:
+    """Return a random model of a family with these fields, saved to a folder."""
+    (folder / "config.json").write_text(json.dumps({**base_config(family, rng), **fields}))
+    model = transformers_model(folder, 0)
+    assert model is not None
     return model
 
 

@@ -176,3 +176,42 @@ def test_invalid_folders_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").unlink()
     with pytest.raises(ValueError, match="has no model.safetensors and no model.safetensors.index.json"):
         load(tmp_path)
+
+
+UNUSED = {
+    "lm_head.bias": torch.ones(67),
+    "model.layers.0.self_attn.q_proj.weight_scale": torch.ones(1),
+    "model.layers.2.mlp.up_proj.weight": torch.ones(50, 32),
+    "embed_tokens.weight": torch.zeros(67, 32),
+}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_tensors_that_would_be_ignored_are_refused(name: str, tmp_path: Path) -> None:
+    written_by_hf("llama_tied", tmp_path)
+    edit(tmp_path, lambda t: t.update({name: UNUSED[name]}))
+    with pytest.raises(ValueError, match=f"1 tensors that this architecture lacks: {name}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "gemma", "gpt2", "gpt_neox_serial"])
+def test_a_stored_copy_of_a_tied_embedding_must_equal_it(family: str, tmp_path: Path) -> None:
+    written_by_hf(family, tmp_path)
+    names = {"gpt2": ("transformer.wte.weight", "lm_head.weight"),
+             "gpt_neox_serial": ("gpt_neox.embed_in.weight", "embed_out.weight")}  # fmt: skip
+    embed, copy = names.get(family, ("model.embed_tokens.weight", "lm_head.weight"))
+    edit(tmp_path, lambda t: t.update({copy: t[embed].clone()}))
+    load(tmp_path)
+    edit(tmp_path, lambda t: t[copy][66, 31].add_(1e-3))
+    load(tmp_path, scalar_head=True)  # has no head over the vocabulary
+    with pytest.raises(ValueError, match=f"'{embed}' and '{copy}' differ, but config.json ties them"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32])
+def test_weights_that_are_not_floats_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    written_by_hf("llama", tmp_path)
+    name = "model.layers.1.mlp.down_proj.weight"
+    edit(tmp_path, lambda t: t.update({name: t[name].to(dtype)}))
+    with pytest.raises(ValueError, match=f"tensor '{name}' has the type .*: dequantise the weights"):
+        load(tmp_path)

@@ -45,6 +45,7 @@ COMMON |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 SIZES = {**COMMON, "num_key_value_heads": 2}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 GPT2 = {"vocab_size": VOCAB, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
 GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
@@ -60,6 +61,10 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama_tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True, attention_bias=True)),
     "llama_scaled": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=16, rope_parameters=LLAMA3)),
     "llama_linear": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=LINEAR)),
+    "llama_biases": lambda: LlamaForCausalLM(
+        LlamaConfig(**{**SIZES, "pad_token_id": 5}, mlp_bias=True, hidden_act="relu2")
+    ),
+    "llama_yarn": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=YARN)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
     "qwen2_window": lambda: Qwen2ForCausalLM(
         Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)

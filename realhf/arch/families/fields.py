@@ -37,7 +37,7 @@ FIXED = {
 
 
 class HfFields(Mapping[str, Any]):
-    """The fields of a ``config.json``; ``unread`` are those that no one has asked for and that have a value."""
+    """The fields of a ``config.json``; ``unread`` are those that no one has asked for."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._fields = fields
@@ -54,7 +54,7 @@ class HfFields(Mapping[str, Any]):
         return len(self._fields)
 
     def unread(self) -> dict[str, Any]:
-        return {k: v for k, v in self._fields.items() if k not in self._read and v not in (None, {}, [])}
+        return {k: v for k, v in self._fields.items() if k not in self._read}
 
 
 def refuse_unread(fields: HfFields, unused: frozenset[str]) -> None:
@@ -64,7 +64,7 @@ def refuse_unread(fields: HfFields, unused: frozenset[str]) -> None:
     """
     require(fields, **{key: only for key, only in FIXED.items() if key in fields.unread()})
     for key, value in fields.unread().items():
-        if key not in HARMLESS and key not in unused:
+        if key not in HARMLESS and key not in unused and value not in (None, {}, []):
             raise ValueError(f"field '{key}' is {shown(value)}, which is not supported for this model_type: "
                              "remove it if the weights do not need it")  # fmt: skip
 
