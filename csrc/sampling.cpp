@@ -90,6 +90,8 @@ class Row {
   }
 
   void read(const float* logits, float temperature, const int64_t* forbidden, int64_t n_forbidden);
+  // False if a logit is NaN or +inf, or no allowed one is finite; the searches below need a finite row.
+  bool is_finite() const { return std::isfinite(total_) && std::isfinite(log_all_); }
   double logprob(int64_t id) const { return scaled_[id] - log_all_; }  // over all tokens, including forbidden ones
   double logprob(const Pick& pick) const { return scaled_[pick.id] - pick.log_mass; }
 
@@ -141,15 +143,13 @@ void Row::read(const float* logits, float temperature, const int64_t* forbidden,
   log_all_ = log_mass(total_);
   for (const double x : banned) {  // log(e^a + e^b): forbidden logits may be far larger than allowed ones
     const double high = std::max(x, log_all_), low = std::min(x, log_all_);
-    if (low > -kInfinity) log_all_ = high + std::log1p(std::exp(low - high));
+    if (low != -kInfinity) log_all_ = high + std::log1p(std::exp(low - high));
   }
 }
 
 int64_t Row::most_likely() const {
   const int64_t block = std::find(maxima_.begin(), maxima_.end(), largest_) - maxima_.begin();
-  const float *const row = scaled_.get(), *const end = row + vocab_;
-  const float* const found = std::find(row + std::min(block * kBlock, vocab_), end, largest_);
-  return found < end ? found - row : 0;
+  return std::find(scaled_.get() + block * kBlock, scaled_.get() + vocab_, largest_) - scaled_.get();
 }
 
 Pick Row::from_all(double u) const {
@@ -169,7 +169,7 @@ Pick Row::from_all(double u) const {
     }
     return {last, log_total};
   }
-  return {most_likely(), log_total};  // u is 1, or the logits are not finite
+  return {most_likely(), log_total};  // u is 1
 }
 
 // Sets keys_ to the k largest keys, in descending order.
@@ -261,7 +261,6 @@ Pick Row::from_top_p(double u, double top_p) {
   double mass = 0.0;
   for (const double weight : bucket_weights_) mass += weight;
   const Place last = find([=](double reach) { return reach >= top_p * mass; });
-  if (last.key == 0) return {most_likely(), log_mass(mass)};  // the logits are not finite
   const Place drawn = find([=](double reach) { return reach > u * last.reach; });
   return {id_of(std::max(drawn.key, last.key)), log_mass(last.reach)};
 }
@@ -288,6 +287,10 @@ std::tuple<Tensor, Tensor, Tensor> sample_tokens_cpu(const Tensor& logits, const
       const bool restricted = drawing.rows() == nullptr || drawing.rows()[i];
       row.read(all + i * drawing.vocab, drawing.temperature, drawing.forbidden(),
                restricted ? drawing.n_forbidden() : 0);
+      if (!row.is_finite()) {
+        tokens[i] = kNoToken, logprobs[i] = sampling_logprobs[i] = NAN;
+        continue;
+      }
       const Pick pick = drawing.temperature == 0.0f ? Pick{row.most_likely(), 0.0}
                         : drawing.top_k > 0         ? row.from_top_k(us[i], drawing.top_k, drawing.top_p)
                         : drawing.top_p < 1.0       ? row.from_top_p(us[i], drawing.top_p)

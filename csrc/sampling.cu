@@ -75,8 +75,9 @@ __device__ Value over_block(Value value, Combine combine) {
 template <typename Value>
 __device__ float largest_over(int64_t count, Value value) {
   float most = -INFINITY;
-  for (int64_t i = threadIdx.x; i < count; i += kThreads) most = fmaxf(most, value(i));
-  return over_block(most, [](float a, float b) { return fmaxf(a, b); });
+  const auto larger = [](float a, float b) { return isnan(a) || a > b ? a : b; };  // NaN if any is; fmaxf drops NaN
+  for (int64_t i = threadIdx.x; i < count; i += kThreads) most = larger(value(i), most);
+  return over_block(most, larger);
 }
 
 template <typename Weight>
@@ -159,6 +160,10 @@ __global__ void sample_rows(const float* logits, const double* u, Options option
   const Row row = {logits + at * vocab, &options, restricted};
   const float largest = largest_over(vocab, [&](int64_t i) { return row.allowed(i); });
   const float largest_of_all = restricted ? largest_over(vocab, [&](int64_t i) { return row.scaled(i); }) : largest;
+  if (!isfinite(largest) || !isfinite(largest_of_all)) {  // for all threads of the block
+    if (threadIdx.x == 0) tokens[at] = kNoToken, logprobs[at] = sampling_logprobs[at] = NAN;
+    return;
+  }
   const Word all = sum_over(vocab, [&](int64_t i) { return weight_of(row.scaled(i), largest_of_all); });
   Pick pick = {0, 0.0f};
   if (options.temperature == 0.0f) {
@@ -168,8 +173,8 @@ __global__ void sample_rows(const float* logits, const double* u, Options option
   } else {
     pick = draw(row, largest, u[at]);
   }
-  if (threadIdx.x == 0) {  // for logits that are not finite, any token of the vocabulary
-    const int64_t id = min(static_cast<int64_t>(0xffffffffu - static_cast<unsigned>(pick.key)), vocab - 1);
+  if (threadIdx.x == 0) {
+    const int64_t id = static_cast<int64_t>(0xffffffffu - static_cast<unsigned>(pick.key));
     tokens[at] = id;
     logprobs[at] = row.scaled(id) - log_mass(largest_of_all, all);
     sampling_logprobs[at] = options.temperature == 0.0f ? 0.0f : row.scaled(id) - pick.log_mass;

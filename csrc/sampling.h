@@ -19,6 +19,8 @@ namespace realhf {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+constexpr int64_t kNoToken = -1;  // of a row whose logits are not finite
+
 // The finaliser of splitmix64 (Steele, Lea, Flood 2014).
 REALHF_HOST_DEVICE inline uint64_t mixed(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;

@@ -1,6 +1,6 @@
 """The decoder of any family on packed rows: one shard, which is a pipeline stage and a tensor-parallel slice of it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -155,6 +155,7 @@ class Transformer:
         x: Tensor | None = None,
         token_weight: float = 0.0,
         prefixes: Sequence[int] = (),
+        observe: Callable[[str, Tensor], None] | None = None,
     ) -> Tensor:
         """Run packed rows through this stage and return ``[T, D]``, after the final norm on the last stage.
 
@@ -162,8 +163,9 @@ class Transformer:
         output (None on the first). Positions start at 0 in every row, or continue those of row ``prefixes[i]`` (see
         ``rotary_attention``). With a cache, keys and values of row i are stored in slot ``slots[i]`` (prefill). Rows
         sorted by length are fastest. With a ``token_weight``, the router losses join the loss that is differentiated
-        through the result: their mean over routed layers, summed over tokens, times this weight. Raises ValueError for
-        a row that is longer than the learned positions.
+        through the result: their mean over routed layers, summed over tokens, times this weight. ``observe`` receives
+        the embedding's and every layer's name and output. Raises ValueError for a row that is longer than the learned
+        positions.
         """
         device = tokens.device
         positions = positions_in_rows(lengths, prefixes, device)
@@ -183,7 +185,9 @@ class Transformer:
 
         router_loss = RouterLoss(rows, len(lengths), token_weight) if token_weight and self.config.n_experts else None
         x = self._embed(tokens, positions, longest) if x is None else x
-        return self._run(x, len(tokens), attend, router_loss)
+        if observe is not None:
+            observe("the embedding", x)
+        return self._run(x, len(tokens), attend, router_loss, observe)
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
@@ -243,13 +247,22 @@ class Transformer:
     def _angle_rows(self, positions: Tensor, longest: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         return None if self._rotary is None else self._rotary.rows(positions, longest, dtype)
 
-    def _run(self, x: Tensor, n_tokens: int, attend: Attend, router_loss: RouterLoss | None = None) -> Tensor:
+    def _run(
+        self,
+        x: Tensor,
+        n_tokens: int,
+        attend: Attend,
+        router_loss: RouterLoss | None = None,
+        observe: Callable[[str, Tensor], None] | None = None,
+    ) -> Tensor:
         weights, tp_region = self.weights, self.tp_region(n_tokens)
         context = ForwardContext(self.config, self.n_q, self.n_kv, self._kv_holders, tp_region, attend, router_loss)
         recompute = self.checkpoint_activations and torch.is_grad_enabled() and self.params.grad is not None
         run = partial(checkpoint, run_block, use_reentrant=False, preserve_rng_state=False) if recompute else run_block
         for index, block in enumerate(weights.blocks):
             x, losses = run(block, index, x, context)
+            if observe is not None:
+                observe(f"layer {self.layers[index]}", x)
             if losses is not None:
                 self._router_loss_sums += losses
         return x if weights.final_norm is None else weights.final_norm(x)

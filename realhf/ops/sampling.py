@@ -12,6 +12,8 @@ def _int64(x: int) -> int:
     return x - (1 << 64) if x >> 63 else x
 
 
+NO_TOKEN = -1
+"""The sampled token of a row whose logits are not finite."""
 _INCREMENT = _int64(0x9E3779B97F4A7C15)
 _FACTORS = (_int64(0xBF58476D1CE4E5B9), _int64(0x94D049BB133111EB))
 
@@ -92,7 +94,8 @@ def sample(
     rows of ``forbid_rows`` (``[S]`` bool; None: all). Of the rest, the ``top_k`` most likely tokens are kept (0: all),
     and of those the smallest prefix whose mass reaches ``top_p``. ``logprobs`` is log_softmax(logits / temperature),
     which training recomputes; ``sampling_logprobs`` is of the truncated distribution. Temperature 0 is greedy, with the
-    lowest id on ties, ``logprobs`` of temperature 1 and ``sampling_logprobs`` 0. Every row needs an allowed token.
+    lowest id on ties, ``logprobs`` of temperature 1 and ``sampling_logprobs`` 0. A row without a distribution gives
+    ``NO_TOKEN`` and NaN: one of its tempered logits is NaN or inf, or every allowed one is -inf.
 
     The kernel does not sort. Its tokens equal those of ``sample_reference`` unless ``u`` is within rounding error of
     the boundary between two tokens. Raises ValueError for options out of range.
@@ -131,9 +134,15 @@ def sample_reference(
         index = _inverse_cdf(log_q.exp(), u).unsqueeze(-1)
         tokens = (index if ids is None else ids.gather(-1, index)).squeeze(-1)
         sampling_logprobs = log_q.gather(-1, index).squeeze(-1)
-    return tokens, log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), sampling_logprobs
+    logprobs, scores = (x.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) for x in (log_p, allowed))
+    invalid = ~(logprobs.isfinite() & scores.isfinite())
+    return (
+        tokens.masked_fill(invalid, NO_TOKEN),
+        logprobs.masked_fill(invalid, torch.nan),
+        sampling_logprobs.masked_fill(invalid, torch.nan),
+    )
 
 
 def _check_options(temperature: float, top_k: int, top_p: float) -> None:
-    if temperature < 0.0 or top_k < 0 or not 0.0 < top_p <= 1.0:
+    if not temperature >= 0.0 or top_k < 0 or not 0.0 < top_p <= 1.0:
         raise ValueError(f"need temperature >= 0, top_k >= 0, 0 < top_p <= 1: got {temperature}, {top_k}, {top_p}")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.ops import extension
-from realhf.ops.sampling import sample, sample_reference, uniform, uniform_reference
+from realhf.ops.sampling import NO_TOKEN, sample, sample_reference, uniform, uniform_reference
 from tests.scaling import examples
 
 both = pytest.mark.parametrize("draw", [sample, sample_reference])
@@ -153,7 +153,7 @@ def test_a_row_samples_the_same_token_in_any_batch(draw):
 
 
 @both
-@pytest.mark.parametrize("wrong", [(-1.0, 0, 1.0), (1.0, -1, 1.0), (1.0, 0, 0.0), (1.0, 0, 1.5)])
+@pytest.mark.parametrize("wrong", [(-1.0, 0, 1.0), (math.nan, 0, 1.0), (1.0, -1, 1.0), (1.0, 0, 0.0), (1.0, 0, 1.5)])
 def test_options_out_of_range_are_errors(draw, wrong):
     with pytest.raises(ValueError, match="need temperature"):
         draw(torch.zeros(1, 3), torch.zeros(1), *wrong)
@@ -233,12 +233,73 @@ def test_logits_far_apart_and_a_forbidden_most_likely_token(draw):
         assert (tokens.item(), logprobs.item(), sampling.item()) == (200, -900.0, 0.0)
 
 
-def test_logits_that_are_not_finite_give_a_token_of_the_vocabulary():
-    for value in (float("nan"), float("inf"), -float("inf")):
-        logits = torch.full((2, 130), value)
-        for options in ((1.0,), (1.0, 5), (1.0, 0, 0.5), (0.0,)):
-            tokens, _, _ = sample(logits, torch.tensor([0.2, 0.9]), *options)
-            assert bool(((tokens >= 0) & (tokens < 130)).all())
+OPTIONS = ((1.0,), (0.7,), (1.0, 5), (1.0, 5, 0.5), (1.0, 0, 0.5), (0.3, 0, 0.05), (0.0,))
+ODD_VALUES = (math.nan, -math.nan, math.inf, -math.inf, 1e30, -1e30, 1e-45)
+
+
+def has_distribution(row, temperature, forbidden):
+    """Return True if every tempered logit is finite or -inf, and one that is not forbidden is finite."""
+    scaled = row / (temperature or 1.0)
+    allowed = [x for i, x in enumerate(scaled.tolist()) if i not in forbidden]
+    return not bool((scaled.isnan() | (scaled == math.inf)).any()) and any(math.isfinite(x) for x in allowed)
+
+
+def draw_with_odd_values(draw, device, vocab, options, poison, n_forbidden, seed):
+    """Draw from rows in which values of ``poison`` replace some logits; return all that a check needs."""
+    generator = torch.Generator().manual_seed(seed)
+    logits, u = torch.randn(6, vocab, generator=generator) * 3, torch.rand(6, generator=generator, dtype=torch.float64)
+    for row, (value, n_values) in enumerate(poison):
+        logits[row, torch.randint(0, vocab, (n_values,), generator=generator)] = value
+    logits[5] = poison[0][0]  # a whole row
+    forbid = torch.randint(0, vocab, (n_forbidden,), generator=generator)
+    rows = torch.rand(6, generator=generator) < 0.5
+    given = [x.to(device) for x in (logits, u, forbid, rows)]
+    drawn = [x.cpu() for x in draw(given[0], given[1], *options, forbid=given[2], forbid_rows=given[3])]
+    return logits, forbid, rows, drawn
+
+
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no CUDA device")])])  # fmt: skip
+
+
+@both
+@devices
+@settings(max_examples=examples(100), deadline=None)
+@given(
+    st.sampled_from([1, 2, 63, 64, 65, 129, 1000]),
+    st.sampled_from(OPTIONS),
+    st.lists(st.tuples(st.sampled_from(ODD_VALUES), st.sampled_from([1, 3, 200])), min_size=1, max_size=5),
+    st.integers(0, 3),
+    st.integers(0, 2**31),
+)
+def test_rows_that_are_not_finite_have_no_token(draw, device, vocab, options, poison, n_forbidden, seed):
+    logits, forbid, rows, drawn = draw_with_odd_values(draw, device, vocab, options, poison, n_forbidden, seed)
+    for i, (token, *logprobs) in enumerate(zip(*(x.tolist() for x in drawn), strict=True)):
+        forbidden = set(forbid.tolist()) if rows[i] else set()
+        if has_distribution(logits[i], options[0], forbidden):
+            assert 0 <= token < vocab and token not in forbidden and math.isfinite(logits[i, token])
+            assert all(map(math.isfinite, logprobs))
+        else:
+            assert token == NO_TOKEN and all(map(math.isnan, logprobs))
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf])
+@pytest.mark.parametrize("options", OPTIONS)
+@both
+def test_a_row_does_not_depend_on_rows_that_are_not_finite(draw, options, value):
+    generator = torch.Generator().manual_seed(0)
+    logits, u = torch.randn(3, 130, generator=generator), torch.rand(3, generator=generator)
+    expected = [x[[0, 2]] for x in draw(logits, u, *options)]
+    logits[1, 77] = value
+    drawn = draw(logits, u, *options)
+    assert drawn[0][1] == NO_TOKEN and all(torch.equal(a[[0, 2]], b) for a, b in zip(drawn, expected, strict=True))
+
+
+@both
+def test_a_row_without_an_allowed_token_has_no_token(draw):
+    for options in OPTIONS:
+        tokens, *logprobs = draw(torch.zeros(1, 3), torch.zeros(1), *options, forbid=torch.tensor([2, 0, 1]))
+        assert tokens.tolist() == [NO_TOKEN] and all(x.isnan().all() for x in logprobs)
 
 
 def test_kernels_pass_opcheck_and_reject_invalid_arguments():

@@ -1,5 +1,6 @@
 """The native engine: forward, train and generate on one shard, in plain torch, on CPU and CUDA."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import Limits, LossFn
 from realhf.models.engine.decode.generate import generate
 from realhf.models.engine.decode.scheduler import Request
+from realhf.models.engine.nonfinite import nonfinite_loss
 from realhf.models.engine.optimizer import ShardedAdamW
 from realhf.models.engine.packing import ForwardOutputs, pack
 from realhf.models.engine.pipeline_runner import Pipeline
@@ -102,6 +104,8 @@ class NativeEngine:
 
         def loss_of(number: int, hidden: Tensor) -> Tensor:
             loss = loss_fn(ForwardOutputs(self.model, hidden, batches[number], packings[number]), batches[number])
+            if not math.isfinite(loss_sum := float(loss.total.detach())):
+                raise nonfinite_loss(loss_sum, batches[number])
             for name, (value, weight) in loss.stats.items():
                 old_value, old_weight = stats.get(name, (0.0, 0.0))
                 stats[name] = (old_value + float(value), old_weight + float(weight))
@@ -175,7 +179,7 @@ class NativeEngine:
         table = torch.tensor([stats.get(name, (0.0, 0.0)) for name in limits], dtype=torch.float64)
         sums = self.pipeline.from_last(self.reduce(table))
         means = [value / max(weight, 1.0) for value, weight in sums.tolist()]
-        return any(mean > limit for mean, limit in zip(means, limits.values(), strict=True))
+        return any(not mean <= limit for mean, limit in zip(means, limits.values(), strict=True))
 
 
 def build_engine(

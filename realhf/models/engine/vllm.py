@@ -34,6 +34,7 @@ from realhf.data.batch import SequenceBatch
 from realhf.models.engine.decode.generate import build_result, empty_result
 from realhf.models.engine.decode.scheduler import Request
 from realhf.models.engine.native import NativeEngine, empty_shard
+from realhf.models.engine.nonfinite import nonfinite_logits
 from realhf.models.flat_params import FlatParams
 from realhf.models.hf_folder import config_json, hf_shapes, stored_slices
 
@@ -144,6 +145,10 @@ class VllmEngine(NativeEngine):
         if tokens is None or logprobs is None:
             tokens, logprobs = torch.empty(int(counts.sum()), dtype=torch.int64), torch.empty(int(counts.sum()))
         tokens, logprobs = (group.broadcast(some.to(device), first) for some in (tokens, logprobs))
+        if len(invalid := (~logprobs.isfinite()).nonzero()):  # vLLM samples from logits that are NaN
+            row = int(torch.searchsorted(counts.cumsum(0), invalid[0], right=True))
+            response = tokens[int(counts[:row].sum()) : int(invalid[0])]
+            raise nonfinite_logits(self.model, request, row, response.tolist())
         return build_result(request, counts, tokens, torch.stack((logprobs, logprobs)))
 
     def _checksum(self) -> int:

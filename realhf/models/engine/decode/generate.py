@@ -47,8 +47,7 @@ def empty_result(device: torch.device) -> SequenceBatch:
 
 def _assemble(pipeline: Pipeline, request: Request, groups: list[DecodeGroup]) -> SequenceBatch:
     sampled = [turn for group in groups for turn in group.slots.sampled]
-    tokens = torch.cat([tokens for _, tokens in sampled])
-    row_of = torch.cat([rows for rows, _ in sampled]).to(tokens.device)
+    row_of, tokens = (torch.cat(parts).to(pipeline.context.device) for parts in zip(*sampled, strict=True))
     order = row_of.argsort(stable=True)
     tokens = tokens[order]
     logprobs = torch.empty(2, len(order), device=tokens.device)

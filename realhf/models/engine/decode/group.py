@@ -7,8 +7,9 @@ from torch import Tensor
 
 from realhf.models.engine.decode.cuda_graphs import CudaGraphRunner, supports_cuda_graphs
 from realhf.models.engine.decode.scheduler import Request, SlotTable
+from realhf.models.engine.nonfinite import nonfinite_logits
 from realhf.models.transformer import Transformer
-from realhf.ops.sampling import sample, uniform
+from realhf.ops.sampling import NO_TOKEN, sample, uniform
 
 
 class DecodeGroup:
@@ -88,6 +89,12 @@ class DecodeGroup:
         )
 
     def advance(self, tokens: Tensor) -> None:
-        """Record the tokens sampled in this turn and update the cache for the next one, on every stage."""
-        for move in self.slots.record(tokens):
+        """Record the tokens sampled in this turn and update the cache for the next one, on every stage.
+
+        Raises ValueError for a row whose logits were not finite.
+        """
+        sampled = tokens.cpu()
+        if int(sampled.min()) == NO_TOKEN:
+            raise nonfinite_logits(self.model, self.request, *self.slots.history(int(sampled.argmin())))
+        for move in self.slots.record(sampled):
             self.cache.copy_slot(*move)

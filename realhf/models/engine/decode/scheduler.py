@@ -169,12 +169,17 @@ class SlotTable:
         """The length of the longest row, including the token that is computed next."""
         return int(self.positions.max(initial=-1)) + 1
 
+    def history(self, index: int) -> tuple[int, list[int]]:
+        """Return the row of this turn's sample ``index``, and the tokens that it has sampled before."""
+        row = int(self.rows[self.n_live - self.n_sampling + index])
+        return row, [token for rows, tokens in self.sampled for token in tokens[rows == row].tolist()]
+
     def record(self, tokens: Tensor) -> list[SlotMove]:
         """Record the turn's tokens ``[n_sampling]``, schedule the next turn, and return the cache moves before it.
 
-        Finished rows are evicted and the last live rows move to their slots.
+        The tokens are on the CPU. Finished rows are evicted and the last live rows move to their slots.
         """
-        first, new = self.n_live - self.n_sampling, tokens.cpu().numpy()
+        first, new = self.n_live - self.n_sampling, tokens.numpy()
         self.sampled.append((torch.from_numpy(self.rows[first:]), tokens))
         self._last[first:] = new
         self.positions[first:] += 1
