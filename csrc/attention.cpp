@@ -135,7 +135,8 @@ struct PrefixGroups {
     std::vector<int64_t> starts(n), order;
     int64_t total = 0;
     for (int64_t i = 0; i < n; ++i) {
-      STD_TORCH_CHECK(lengths[i] >= 0, "packed_attention: a row of ", lengths[i], " tokens");
+      STD_TORCH_CHECK(lengths[i] >= 0 && lengths[i] <= n_tokens - total, "packed_attention: row ", i, " has ",
+                      lengths[i], " tokens, q has ", n_tokens - total, " left");
       starts[i] = total, total += lengths[i];
       const int64_t prefix = prefixes[i];
       STD_TORCH_CHECK(prefix >= -1 && prefix < n && (prefix < 0 || prefixes[prefix] < 0), "packed_attention: row ", i,
@@ -233,8 +234,8 @@ std::tuple<Tensor, Tensor> packed_attention_cpu(const Tensor& q, const Tensor& k
                                                 const std::optional<Tensor>& angles, double scale, int64_t window,
                                                 double softcap) {
   const Heads heads = checked_heads(q, k, v);
-  const Rule rule{static_cast<float>(scale), static_cast<float>(softcap), window};
   const PrefixGroups prefix_groups(rows, q.size(0));
+  const Rule rule{static_cast<float>(scale), static_cast<float>(softcap), std::min(window, prefix_groups.longest)};
   const Rope rope = rope_of(angles, heads, prefix_groups);
   Tensor out = torch::stable::new_empty(q, {q.size(0), heads.count, heads.dim});
   Tensor normalisers = torch::stable::new_empty(q, {q.size(0), heads.count}, ScalarType::Float);
@@ -264,12 +265,12 @@ Tensor packed_attention_backward_cpu(const Tensor& grad, const Tensor& q, const 
                                      const std::optional<Tensor>& angles, double scale, int64_t window,
                                      double softcap) {
   const Heads heads = checked_heads(q, k, v);
-  const Rule rule{static_cast<float>(scale), static_cast<float>(softcap), window};
   check_like("grad", grad, q, heads.count);
   check_like("out", out, q, heads.count);
   STD_TORCH_CHECK(out.is_contiguous() && normalisers.is_contiguous() && normalisers.numel() == q.size(0) * heads.count,
                   "packed_attention_backward: out and normalisers must be what packed_attention returned");
   const PrefixGroups prefix_groups(rows, q.size(0));
+  const Rule rule{static_cast<float>(scale), static_cast<float>(softcap), std::min(window, prefix_groups.longest)};
   const Rope rope = rope_of(angles, heads, prefix_groups);
   Tensor result = torch::stable::new_empty(q, {q.size(0), heads.count + 2 * heads.kv_count, heads.dim});
   const auto run = q.scalar_type() == ScalarType::Float ? backward<float> : backward<BFloat16>;

@@ -27,6 +27,7 @@ constexpr int64_t kRowsAtOnce = 128;       // rows per pass over the weights
 constexpr int64_t kMinRowsPerThread = 12;  // fewer rows do not repay a thread
 constexpr int64_t kRowsPerGroup = 16;      // rows that attend to a shared prefix together
 constexpr int64_t kTensorsPerLayer = 16;
+constexpr int64_t kMaxSize = 1 << 20;  // of given sizes, whose products must not overflow
 
 constexpr int64_t padded(int64_t count) { return (count + kPadding - 1) / kPadding * kPadding; }
 
@@ -228,9 +229,10 @@ Shape checked_shape(const Tensor& x, const Tensor& k, const Tensor& v, const std
   Shape shape{};
   shape.hidden = x.size(1), shape.n_q = n_heads, shape.n_kv = k.size(2), shape.max_len = k.size(3);
   shape.dim = k.size(4), shape.inner = inner;
-  STD_TORCH_CHECK(shape.n_kv > 0 && n_heads % shape.n_kv == 0, "decode_blocks: ", n_heads, " heads over ", shape.n_kv);
+  STD_TORCH_CHECK(shape.n_kv > 0 && n_heads > 0 && n_heads <= kMaxSize && n_heads % shape.n_kv == 0, "decode_blocks: ", n_heads, " heads over ", shape.n_kv);
   for (const int64_t size : {shape.hidden, shape.dim, inner}) {
-    STD_TORCH_CHECK(size > 0 && size % kPadding == 0, "decode_blocks: size ", size, " is no multiple of ", kPadding);
+    STD_TORCH_CHECK(size > 0 && size <= kMaxSize && size % kPadding == 0, "decode_blocks: size ", size,
+                    " is no multiple of ", kPadding, " up to ", kMaxSize);
   }
   shape.rope = checked_rope(angles, shape.dim);
   return shape;

@@ -59,7 +59,7 @@ Tensor tiled_linear_cpu(const Tensor& x, const Tensor& tiles, int64_t outs) {
   STD_TORCH_CHECK(x.dim() == 2 && x.is_contiguous() && x.size(1) > 0 && x.size(1) % kPadding == 0,
                   "tiled_linear: x must be [S, D], contiguous, D a multiple of ", kPadding);
   STD_TORCH_CHECK(outs > 0 && tiles.dim() == 3 && tiles.is_contiguous() && tiles.size(1) == x.size(1) &&
-                      tiles.size(0) == (outs + kPadding - 1) / kPadding && tiles.size(2) == kPadding,
+                      tiles.size(0) == (outs - 1) / kPadding + 1 && tiles.size(2) == kPadding,
                   "tiled_linear: tiles must be [ceil(", outs, " / ", kPadding, "), ", x.size(1), ", ", kPadding,
                   "], contiguous");
   STD_TORCH_CHECK(x.scalar_type() == tiles.scalar_type() &&
