@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from realhf.api.config.choices import WandbMode
-from realhf.api.config.option import COUNT, FILE, GIGABYTES, POSITIVE, SECONDS, SEED, opt
+from realhf.api.config.option import COUNT, FILE, GIGABYTES, POSITIVE, SECONDS, SEED, Range, opt
 
 
 @dataclass
@@ -14,7 +14,9 @@ class SlurmConfig:
     account: str = opt("", "account")
     qos: str = opt("", "quality of service")
     time: str = opt("", "time limit of the job, such as 12:00:00")
-    signal_s: int = opt(300, "seconds before the time limit at which a run with checkpoints stops, 0 to disable")
+    signal_s: int = opt(
+        300, "seconds before the time limit at which a run with checkpoints stops, 0: never", Range(0, 65535)
+    )
     constraint: str = opt("", "required node features")
     exclusive: bool = opt(False, "allocate whole nodes")
     cpus_per_worker: int = opt(1, "number of cores per worker", COUNT)
