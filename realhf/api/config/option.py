@@ -1,9 +1,9 @@
 """Declaration of options with help texts, ranges of numbers, and marks of paths."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from math import inf
-from pathlib import Path
 from typing import Any
 
 
@@ -42,11 +42,11 @@ NATURAL = Range(0, 2**31 - 1)
 COUNT_OR_ALL = Range(-1, 2**31 - 1)
 SEED = Range(0, 2**63 - 1)
 
-FILE: Callable[[Path], bool] = Path.is_file
-PATH: Callable[[Path], bool] = Path.exists
+FILE: Callable[[str], bool] = os.path.isfile
+PATH: Callable[[str], bool] = os.path.exists
 
 
-def opt(default: Any, text: str, domain: Range | Callable[[Path], bool] | None = None) -> Any:
+def opt(default: Any, text: str, domain: Range | Callable[[str], bool] | None = None) -> Any:
     """Return a dataclass field with a default (or a factory of it) and the text that ``--help`` shows.
 
     ``domain`` is the range of a number (or of the numbers of a list). For a path, it is the test whether the path

@@ -124,7 +124,7 @@ def save_experiment(config: ExperimentConfig, path: Path) -> None:
     atomic_write(path, OmegaConf.to_yaml(_tree(config)))
 
 
-def absolute(text: Any, value: Any, exists: Callable[[Path], bool]) -> Any:
+def absolute(text: Any, value: Any, exists: Callable[[str], bool]) -> Any:
     """Return ``text`` with the working directory in front if its ``value`` is an existing relative path.
 
     ``value`` is ``text`` with interpolations resolved. A path may be followed by a name: ``file.py:function``.
@@ -134,7 +134,7 @@ def absolute(text: Any, value: Any, exists: Callable[[Path], bool]) -> Any:
     if not isinstance(value, str) or os.path.isabs(value):
         return text
     file, suffix, _ = value.partition(".py:")
-    if not value or not exists(Path(file + suffix.removesuffix(":"))):
+    if not value or not exists(file + suffix.removesuffix(":")):
         return text
     return os.path.join(os.getcwd().replace("${", "\\${"), text)
 
