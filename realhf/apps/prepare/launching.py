@@ -68,9 +68,7 @@ def read_run(root: Path) -> RunSpec:
         stored = json.loads(paths.plan.read_text())
         name, plan = stored["experiment"], from_plain(stored["plan"], ExecutionPlan)
         expected = from_plain(stored["expected"], ExpectedPerformance) if stored.get("expected") else None
-    cls = experiment_class(name)
-    with damage_reported(paths.config, advice):
-        experiment = load_experiment(cls, paths.config)
+    experiment = load_experiment(experiment_class(name), paths.config)
     with damage_reported(paths.plan, advice):
         run = RunSpec(name, experiment, experiment.task, experiment.graph(), experiment.roles(), plan, paths,
                       stored["device"], stored["n_rows"], expected, stored["n_held_out"], digest)  # fmt: skip

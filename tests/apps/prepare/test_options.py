@@ -5,7 +5,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from realhf.api.config import Device, ExperimentConfig, LRSchedule, Mode, OnBadRow, ValueNormType
@@ -275,6 +275,7 @@ YAML_PIECES = [*PIECES, "seed: 1\n", "ppo:\n", "  kl_ctl: ", "- ", "? ", "&a ", 
 
 
 @settings(max_examples=examples(12))
+@example("dataset.path", "9" * 400, "")  # longer than a file name may be
 @given(
     st.sampled_from(KEYS), st.lists(st.sampled_from(PIECES), max_size=6).map("".join), st.sampled_from(["", "+", "~"])
 )
