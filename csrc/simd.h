@@ -28,6 +28,7 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));  // for sums and shifts of bits, which may wrap around
 typedef uint16_t Shorts __attribute__((vector_size(2 * kLanes)));
 
 struct BFloat16 {  // the upper half of a float32
@@ -56,16 +57,16 @@ REALHF_INLINE Floats load(const float* from) { return *reinterpret_cast<const Fl
 REALHF_INLINE Floats load(const BFloat16* from) {
   Shorts halves;
   std::memcpy(&halves, from, sizeof halves);
-  const Ints bits = __builtin_convertvector(halves, Ints) << 16;
+  const Words bits = __builtin_convertvector(halves, Words) << 16;
   return (Floats)bits;
 }
 
 REALHF_INLINE void store(float* to, const Floats& lanes) { *reinterpret_cast<FloatsThere*>(to) = lanes; }
 
 REALHF_INLINE void store(BFloat16* to, const Floats& lanes) {  // rounds to nearest even; NaN stays NaN
-  const Ints bits = (Ints)lanes;
-  const Ints rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  const Shorts halves = __builtin_convertvector(select(is_nan(lanes), (bits >> 16) | 0x40, rounded), Shorts);
+  const Words bits = (Words)lanes, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const Ints halves_of = select(is_nan(lanes), (Ints)((bits >> 16) | 0x40), (Ints)rounded);
+  const Shorts halves = __builtin_convertvector(halves_of, Shorts);
   std::memcpy(to, &halves, sizeof halves);
 }
 
@@ -149,7 +150,7 @@ REALHF_INLINE Floats exp_of(const Floats& x) {
   const Floats high = (r * 1.9875691500e-4f + 1.3981999507e-3f) * square + (r * 8.3334519073e-3f + 4.1665795894e-2f);
   const Floats poly = high * square + (r * 1.6666665459e-1f + 5.0000001201e-1f);
   const Floats mantissa = poly * square + (r + 1.0f);
-  const Ints scale = ((Ints)shifted + 127) << 23;  // 2^power; 0 where that is -127
+  const Words scale = ((Words)shifted + 127) << 23;  // 2^power; 0 where that is -127
   return mantissa * (Floats)scale;
 }
 

@@ -4,6 +4,7 @@
 
 typedef float Vec __attribute__((vector_size(4 * REALHF_WIDTH)));
 typedef int32_t VecInts __attribute__((vector_size(4 * REALHF_WIDTH)));
+typedef uint32_t VecWords __attribute__((vector_size(4 * REALHF_WIDTH)));
 typedef uint16_t VecShorts __attribute__((vector_size(2 * REALHF_WIDTH)));
 constexpr int64_t kMaxRows = REALHF_MAX_ROWS;
 
@@ -16,7 +17,7 @@ REALHF_INLINE Vec load_vec(const float* from) {
 REALHF_INLINE Vec load_vec(const BFloat16* from) {
   VecShorts halves;
   __builtin_memcpy(&halves, from, sizeof halves);
-  const VecInts bits = __builtin_convertvector(halves, VecInts) << 16;
+  const VecWords bits = __builtin_convertvector(halves, VecWords) << 16;
   return (Vec)bits;
 }
 
