@@ -38,7 +38,10 @@ def test_task_of_the_dataset_rows(options: dict, task: Task) -> None:
         ({"fns": ["math", "maths"]}, "reward.fn='maths' must be one of math, math_strict, code, "),
         ({"fn": "format:("}, "reward.fn='format:(': invalid regular expression"),
         ({"format_reward": "("}, "reward.fn='format:(': invalid regular expression"),
-        ({"fn": "format:x", "format_reward": "x"}, "reward.format_reward needs one of the verifiers math, code, "),
+        (
+            {"fn": "format:x", "format_reward": "x"},
+            "reward.format_reward needs one of the verifiers math, math_strict, code, ",
+        ),
         ({"fn": "http://host:0/"}, "reward.fn='http://host:0/' is not of the form"),
         ({"token_env": "X"}, "reward.token_env is for services"),
         ({"fn": "http://host/", "token_env": "X"}, "reward.token_env=X: this environment variable is not set or empty"),
