@@ -195,7 +195,7 @@ Heads checked_heads(const Tensor& q, const Tensor& k, const Tensor& v) {
   STD_TORCH_CHECK(q.scalar_type() == ScalarType::Float || q.scalar_type() == ScalarType::BFloat16,
                   "packed_attention: q must be float32 or bfloat16");
   const int64_t count = q.size(1), kv_count = k.size(1);
-  STD_TORCH_CHECK(kv_count > 0 && count % kv_count == 0, "packed_attention: ", count, " heads over ", kv_count);
+  STD_TORCH_CHECK(kv_count > 0 && count > 0 && count % kv_count == 0, "packed_attention: ", count, " heads over ", kv_count);
   check_like("k", k, q, kv_count);
   check_like("v", v, q, kv_count);
   return {count, kv_count, count / kv_count, q.size(2), padded(q.size(2))};

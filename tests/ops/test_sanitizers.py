@@ -1,0 +1,89 @@
+"""The libraries of csrc under address and undefined-behaviour sanitizers: hostile inputs, then the other tests."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.scaling import examples
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")]
+REPOSITORY = Path(__file__).parents[2]
+FLAGS = "-fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -fno-omit-frame-pointer -g1"
+KERNELS, PLANNER = "realhf/ops/_C.so", "realhf/plan/search/_planner.so"
+SUITES = ["tests/ops", "tests/models/test_fused_decode.py", "tests/plan/search/test_cpp_evaluator.py"]
+# the two modules load the library beside them at first use: they get copies beside the sanitized libraries
+RUN_TESTS = """
+import shutil, sys, pytest
+from realhf.ops import extension
+from realhf.plan.search import cpp_evaluator
+for module, folder in zip((extension, cpp_evaluator), sys.argv[1:3]):
+    module.__file__ = shutil.copy(module.__file__, folder)
+sys.exit(pytest.main(sys.argv[3:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build both libraries with sanitizers, without CUDA."""
+    folder = tmp_path_factory.mktemp("sanitized")
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(folder), "--build-temp", f"{folder}/o"]
+    environment = {**os.environ, "CXX": f"g++ {FLAGS}", "NVCC": "false", "REALHF_BUILD_CUDA": "0"}
+    built = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=1500)
+    assert built.returncode == 0 and (folder / KERNELS).exists() and (folder / PLANNER).exists(), built.stderr[-2000:]
+    return folder
+
+
+def sanitized(arguments: list[str], fill: int = 0xFF) -> subprocess.CompletedProcess[str]:
+    """Run Python with the sanitizers; new memory has the bytes ``fill``, so that results show if it is read."""
+    names = ("libasan.so", "libubsan.so", "libstdc++.so")
+    found = [subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip() for name in names]
+    options = f"detect_leaks=0:allocator_may_return_null=1:max_malloc_fill_size=1000000000:malloc_fill_byte={fill}"
+    environment = {**os.environ, "LD_PRELOAD": " ".join(found), "ASAN_OPTIONS": options, "OMP_NUM_THREADS": "2",
+                   "UBSAN_OPTIONS": "print_stacktrace=1", "PYTHONPATH": str(REPOSITORY)}  # fmt: skip
+    return subprocess.run([sys.executable, *arguments], cwd=REPOSITORY, env=environment, capture_output=True, text=True,
+                          timeout=1500)  # fmt: skip
+
+
+def test_the_sanitizers_find_an_error(tmp_path: Path) -> None:
+    """Otherwise the other tests would show nothing."""
+    source, library = tmp_path / "wrong.cpp", tmp_path / "wrong.so"
+    source.write_text('extern "C" int past_end(int n) { int* a = new int[n]; int x = a[n]; delete[] a; return x; }')
+    subprocess.run(["g++", *FLAGS.split(), "-fPIC", "-shared", str(source), "-o", str(library)], check=True)
+    run = sanitized(["-c", f"import ctypes; ctypes.CDLL('{library}').past_end(3)"])
+    assert run.returncode != 0 and "heap-buffer-overflow" in run.stderr
+
+
+@pytest.mark.parametrize("seed", range(examples(2)))
+def test_hostile_inputs_to_every_operator(libraries: Path, seed: int) -> None:
+    results = []
+    for fill in (0xFF, 0x41):
+        run = sanitized(["tests/ops/hostile_inputs.py", str(libraries / KERNELS), "600", str(seed)], fill)
+        assert run.returncode == 0, run.stderr[-3000:]
+        results.append(json.loads(run.stdout))
+    sources = "".join(path.read_text() for path in (REPOSITORY / "csrc").glob("*.cpp"))
+    assert results[0].keys() == set(re.findall(r'library\.impl\("(\w+)"', sources))
+    missing = [name for name, result in results[0].items() if result is None]
+    assert not missing, f"operators without a case in hostile_inputs.py: {missing}"
+    assert all(result["accepted"] >= 200 and result["refused"] for result in results[0].values())
+    depends = [name for name, result in results[0].items() if result != results[1][name]]
+    assert not depends, f"results depend on uninitialised memory: {depends}"
+
+
+def test_tests_of_kernels_and_planner_pass_under_sanitizers(libraries: Path) -> None:
+    folders = [str((libraries / library).parent) for library in (KERNELS, PLANNER)]
+    deselected = [
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow and not gpu and not dist",
+        "--ignore",
+        "tests/ops/test_extension.py",
+    ]
+    run = sanitized(["-c", RUN_TESTS, *folders, *deselected, *SUITES])
+    assert run.returncode == 0, (run.stdout + run.stderr)[-5000:]
