@@ -127,7 +127,8 @@ def test_a_full_disk_is_one_line_with_a_hint(
     assert run.code == 1 and "No space left on device" in run.output and "Traceback" not in run.output, run.output
     assert len(errors) == 1 and "realhf resume" in run.output, errors
     (tmp_path / "disk" / "ballast").unlink()
-    resumed = start("", run.root, ["exp_ctrl.total_train_steps=40"], ["resume", str(run.root)]).finish()
+    words = ["exp_ctrl.total_train_steps=40", "resume.accept=[lr_schedule]"]
+    resumed = start("", run.root, words, ["resume", str(run.root)]).finish()
     assert resumed.code == 0 and [line["step"] for line in resumed.metrics] == list(range(1, 41)), resumed.output
 
 
