@@ -6,6 +6,8 @@ import re
 import signal
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
@@ -17,6 +19,7 @@ from realhf.apps.commands.quickstart import prepare
 from realhf.apps.prepare.launching import launch, write_run
 from realhf.base.errors import RunFailed
 from realhf.launch.local import LocalLauncher
+from realhf.system.transport.handshake import send_password
 from tests.integration.conftest import Run, Started
 from tests.integration.test_failures import LiveProcesses, Start, no_process_remains, worker_pid
 from tests.system.transport.hostile_peers import KEY, http, oversized
@@ -96,11 +99,16 @@ def free_port() -> int:
         return int(door.getsockname()[1])
 
 
-def throw_garbage(address: str, started: Started) -> None:
-    """Send messages until the run ends, with the identities of workers and with others."""
+def throw_garbage(address: str, key: bytes, started: Started) -> None:
+    """Send messages until the run ends, with the identities of workers and with others, with and without a password."""
+    module = "tests.system.transport.hostile_peers"
+    attacks = [subprocess.Popen([sys.executable, "-m", module, address, name], stderr=subprocess.DEVNULL)
+               for name in ("many, wrong password", "endless, no greeting")]  # fmt: skip
     wires = []
     for name in (b"7", b"0", b"1"):
         wire = zmq.Context.instance().socket(zmq.DEALER)
+        if name != b"7":
+            send_password(wire, key)
         wire.setsockopt(zmq.LINGER, 0)
         wire.setsockopt(zmq.IDENTITY, name)
         wire.connect(address)
@@ -124,6 +132,9 @@ def throw_garbage(address: str, started: Started) -> None:
                     wire.send_multipart(next(kinds))
     for wire in wires:
         wire.close()
+    for attack in attacks:
+        attack.kill()
+        attack.wait()
 
 
 def test_unauthenticated_peers_change_nothing_and_the_key_stays_secret(
@@ -137,7 +148,7 @@ def test_unauthenticated_peers_change_nothing_and_the_key_stays_secret(
     path = started.root / "channel.key"
     key = path.read_bytes()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    throw_garbage(address, started)
+    throw_garbage(address, key, started)
     run = started.finish()
     assert run.code == 0, run.output
     assert run.curve == alone.curve

@@ -21,6 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 from realhf.api.messages import TO_MASTER, TO_WORKER, Heartbeat, Message, ToMaster, ToWorker
 from realhf.base.errors import RunFailed, UserError
 from realhf.system.transport.auth import Direction, SignatureVerifier, Signer
+from realhf.system.transport.handshake import require_password, send_password, split
 
 MAX_MESSAGE = 256 << 20
 HEARTBEAT = Direction.heartbeat  # a global: attribute access on an enum is slow, and every message needs it
@@ -105,9 +106,10 @@ class ZmqMaster:
         self.folder = None if address else Path(tempfile.mkdtemp(prefix="realhf-"))  # mkdtemp makes it 0700
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.SNDHWM, 0)
+        if address:
+            require_password(self._socket, self._context, key)
         try:
             self._socket.bind(address or f"ipc://{self.folder}/master")
         except zmq.ZMQError as error:
@@ -137,6 +139,8 @@ class ZmqMaster:
                 if self._socket.poll(max(0, int(left() * 1000))):
                     continue
                 return None
+            if len(frames) > 2:
+                frames[1:] = [b"".join(frames[1:])]
             if (unpacked := unpack(self._verifier, frames)) is not None:
                 direction, message = unpacked
                 if direction is Direction.to_master:
@@ -170,6 +174,8 @@ class ZmqWorker:
         connection = self._context.socket(zmq.DEALER)
         connection.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
         connection.setsockopt(zmq.LINGER, linger_ms)
+        if self._address.startswith("tcp:"):
+            send_password(connection, self._key)
         connection.setsockopt(zmq.TCP_KEEPALIVE, 1)  # detects the loss of a host
         connection.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60)
         if on_master_lost is not None:  # before connecting: no event is missed
@@ -179,7 +185,8 @@ class ZmqWorker:
         return connection
 
     def send(self, message: ToMaster) -> None:
-        self._socket.send_multipart(pack(self._signer, (self._rank,), message))
+        header, payload = pack(self._signer, (self._rank,), message)
+        self._socket.send_multipart([header, *split(payload)])
 
     def receive(self, timeout_s: float | None = None, waiting_for: str = "the next message") -> ToWorker:
         """Return the next message; ``RunFailed`` after the timeout. Without a timeout, wait indefinitely."""

@@ -1,7 +1,6 @@
 """Messages over real sockets: ordered delivery, rejected messages, timeouts."""
 
 import pickle
-import socket
 import stat
 import subprocess
 import sys
@@ -35,6 +34,7 @@ from realhf.base.errors import RunFailed, UserError
 from realhf.system.transport import channel as channel_module
 from realhf.system.transport.auth import Direction, Signer
 from realhf.system.transport.channel import InlineChannel, ZmqMaster, ZmqWorker, deadline, decode, encode
+from realhf.system.transport.handshake import require_password, send_password
 from tests.conftest import TIMEOUT_S
 from tests.scaling import examples
 from tests.system.transport.hostile_peers import KEY, oversized
@@ -104,6 +104,8 @@ def test_an_invalid_address_is_a_user_error(master: ZmqMaster) -> None:
 def connect(address: str, name: bytes | None = None) -> zmq.Socket:
     connection = zmq.Context.instance().socket(zmq.DEALER)
     connection.setsockopt(zmq.LINGER, 0)
+    if address.startswith("tcp:"):
+        send_password(connection, KEY)
     if name is not None:
         connection.setsockopt(zmq.IDENTITY, name)
     connection.connect(address)
@@ -169,13 +171,15 @@ def test_replayed_and_garbage_messages_are_rejected(master: ZmqMaster) -> None:
     connection.close()
 
 
-def test_a_worker_rejects_unauthenticated_messages() -> None:
-    """A server without the key is rejected, as are messages to another worker."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-    router = zmq.Context.instance().socket(zmq.ROUTER)
+@pytest.mark.parametrize("address", ["ipc://*", "tcp://127.0.0.1:*"], ids=["ipc", "tcp"])
+def test_a_worker_rejects_unauthenticated_messages(address: str) -> None:
+    """A server without the key is rejected, also one that has the password, as are messages to another worker."""
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    if address.startswith("tcp:"):
+        require_password(router, context, KEY)
     router.bind(address)
+    address = router.getsockopt_string(zmq.LAST_ENDPOINT)
     worker = ZmqWorker(address, 0, KEY)
     worker.send(hello(0))
     route = router.recv_multipart()[0]
@@ -190,6 +194,7 @@ def test_a_worker_rejects_unauthenticated_messages() -> None:
     assert worker.receive(WAIT_S) == Shutdown()
     worker.close()
     router.close()
+    context.term()
 
 
 def test_an_invalid_message_of_a_worker_ends_the_run(master: ZmqMaster) -> None:
