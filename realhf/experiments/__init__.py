@@ -27,6 +27,8 @@ EXPERIMENTS: dict[str, str] = {
 }
 """Imported on demand, which keeps the command line fast."""
 
+FILE_MODULE = "realhf_experiment_"  # beginning of the module name of a user's file
+
 
 def experiment_class(name: str) -> type[Experiment]:
     """Return the class of an experiment; ``UserError`` for an unknown name."""
@@ -43,7 +45,7 @@ def _from_file(file: str, cls: str) -> type[Experiment]:
     if not path.is_file():
         raise UserError(f"experiment '{file}:{cls}': there is no file {path}")
     try:
-        classes = load_classes(path, f"realhf_experiment_{path.stem}")  # the file may have the name of a library
+        classes = load_classes(path, f"{FILE_MODULE}{path.stem}")  # the file may have the name of a library
     except Exception as error:
         raise UserError(f"experiment '{file}:{cls}' cannot be loaded: {type(error).__name__}: {error}") from error
     classes = {name: value for name, value in classes.items() if issubclass(value, ExperimentConfig)}

@@ -1,14 +1,15 @@
 """``realhf plan``: predicts what a run does and how long it takes, without launching it."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 from realhf.api.codec import to_plain
 from realhf.api.execution_plan import ExecutionPlan
-from realhf.api.experiment import MultiStageExperiment
+from realhf.api.experiment import Experiment, MultiStageExperiment
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
 from realhf.apps.commands.quickstart import print_help, read_words
 from realhf.apps.prepare.preflight import Findings, PlanReport, plan_report
@@ -34,6 +35,7 @@ EXPERIMENT is listed by realhf quickstart --help, or my_file.py:MyExperiment.
 exit code 0: the plan can run; 1: it cannot, because the graph is invalid or memory is too small (with --compare: in all
 modes); 2: an option or a file is invalid."""
 FLAGS = ("--out", "--compare", "--why", "--config", "--help", "-h")
+TEXT_WIDTH = 120
 Predicted = Mapping[str, tuple[ExecutionPlan, Prediction]]  # by allocation mode
 
 
@@ -47,13 +49,58 @@ def main(arguments: list[str]) -> None:
         print_help(words[0])
         return
     experiment, _ = read_words(words[0], words[1:])
+    result = planned(words[0], experiment, _modes(flags.get("--compare", "")), why="--why" in flags)
+    _show(result)
+    if "--out" in flags:
+        result.save(flags["--out"])
+    if not result.fits:
+        raise InfeasibleError(result.report.too_large())
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A planned run: predictions by allocation mode, of which the first is the run's, and the tables to show."""
+
+    report: PlanReport
+    results: Predicted
+    tables: list[Listing]
+
+    @property
+    def seconds(self) -> float:
+        """The predicted seconds of a step."""
+        return self.report.prediction.seconds
+
+    @property
+    def peak_bytes(self) -> float:
+        """The predicted peak memory of a worker."""
+        return self.report.prediction.peak
+
+    @property
+    def fits(self) -> bool:
+        """True if the memory of the workers suffices in one of the allocation modes."""
+        return any(p.peak <= self.report.machine.hardware.usable for _, p in self.results.values())
+
+    @property
+    def layouts(self) -> dict[str, str]:
+        """The workers and the layout of every call."""
+        return {name: str(placement) for name, placement in self.report.plan.placements.items()}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write an image (``.svg``), a page with all tables (``.html``), or the plan as data (``.json``)."""
+        _write(Path(path), self.report, self.results, self.tables)
+
+    def __str__(self) -> str:
+        return "\n\n".join(f"{table.title}\n{table.text(TEXT_WIDTH)}" for table in self.tables)
+
+
+def planned(name: str, experiment: Experiment, modes: Sequence[str] = (), why: bool = False) -> Planned:
+    """Plan a run, or compare ``modes``; ``UserError`` for invalid options or multi-stage experiments."""
     if isinstance(experiment, MultiStageExperiment):
-        raise UserError(f"{words[0]} consists of several runs that are planned one by one; plan one of them,"
+        raise UserError(f"{name} consists of several runs that are planned one by one; plan one of them,"
                         " for example gen or sft")  # fmt: skip
-    modes = _modes(flags.get("--compare", ""))
     if modes:
         experiment.allocation_mode = modes[0]
-    report = plan_report(words[0], experiment)
+    report = plan_report(name, experiment)
     results = {experiment.allocation_mode: (report.plan, report.prediction), **_others(report, modes[1:])}
     if modes:
         tables = [_comparison(report, results)]
@@ -61,13 +108,9 @@ def main(arguments: list[str]) -> None:
         prediction, capacity = report.prediction, report.machine.hardware.usable
         instructions = _instructions(report.planner, report.plan)
         tables = [_allocation(report), instructions, _memory(prediction, capacity), _step(prediction)]
-    if "--why" in flags:
+    if why:
         tables.append(_why(report.planner, report.plan))
-    _show(report, tables)
-    if "--out" in flags:
-        _write(Path(flags["--out"]), report, results, tables)
-    if all(prediction.peak > report.machine.hardware.usable for _, prediction in results.values()):
-        raise InfeasibleError(report.too_large())
+    return Planned(report, results, tables)
 
 
 def _flags(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -102,7 +145,7 @@ def _modes(text: str) -> list[str]:
     return list(dict.fromkeys(modes))
 
 
-def _others(report: PlanReport, modes: list[str]) -> Predicted:
+def _others(report: PlanReport, modes: Sequence[str]) -> Predicted:
     findings = Findings()  # the profile may have no entry that a plan needs
     results = {mode: findings.attempt(partial(report.under, mode), f"allocation_mode={mode}: ") for mode in modes}
     findings.report()
@@ -208,11 +251,12 @@ def _why(planner: Planner, plan: ExecutionPlan) -> Listing:
     return Listing("why", "lllr", ("call", "layout", "next best with the others fixed", "step time"), tuple(rows))
 
 
-def _show(report: PlanReport, tables: list[Listing]) -> None:
+def _show(result: Planned) -> None:
+    report = result.report
     out = open_console()
     out.print(f"{report.name}: {report.n_rows_text}, {report.plan.n_workers} x {report.device}, predicted from "
               f"{report.machine.source}\n", markup=False)  # fmt: skip
-    for listing in tables:
+    for listing in result.tables:
         out.print(listing.title, style="bold", markup=False)
         out.print(f"{listing.text(out.width)}\n", markup=False)
     for note in graph_notes(report.graph.mfcs, report.experiment.roles(), Telemetry.logged_keys):
