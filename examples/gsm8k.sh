@@ -1,13 +1,13 @@
 #!/bin/sh
-# PPO on GSM8K from random weights: an end-to-end smoke test on real data.
-#   GSM8K=path/to/train.jsonl sh examples/gsm8k.sh [key=value ...]
+# PPO on word problems in GSM8K's format from random weights: an end-to-end smoke test.
+#   GSM8K=path/to/train.jsonl sh examples/gsm8k.sh [key=value ...]      (default: 40 problems in word_problems.jsonl)
 set -eu
 cd "$(dirname "$0")/.."
-data=${GSM8K:-../shared/data/gsm8k_train.jsonl}
+data=${GSM8K:-examples/word_problems.jsonl}
 out=${OUT:-runs/gsm8k-start}
 [ -f "$data" ] || { echo "no file $data: set GSM8K to GSM8K's train.jsonl (question, answer)" >&2; exit 1; }
 
-${PYTHON:-python} examples/make_tokenizer.py "$data" "$out" --vocab 2048
+${PYTHON:-python} examples/make_tokenizer.py "$data" "$out" --vocab 512
 exec ${PYTHON:-python} -m realhf quickstart ppo-math \
     experiment_name=gsm8k \
     actor.init_from_scratch=True actor.config="$out" actor.tokenizer="$out" \

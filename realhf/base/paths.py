@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-KERNELS = Path(__file__).parents[1] / "ops" / "_C.so"  # the compiled csrc, loaded by torch
-
 
 class _PathEntry:
     def __init__(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Loads the compiled kernels of csrc at first use, if they are built.
+"""Loads the compiled kernels of csrc at first use; they are compiled if there are none but a compiler.
 
 A kernel is called only by the function of ops/ that also has its reference implementation in plain torch. (The
 reference implementation of ``decode_blocks`` is the model itself: models/fused_decode.py.)
@@ -7,11 +7,12 @@ reference implementation of ``decode_blocks`` is the model itself: models/fused_
 import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from realhf.base import native
 
 
 def _like(*indices: int) -> Callable[..., Tensor | tuple[Tensor, ...]]:
@@ -83,8 +84,8 @@ def required(name: str, device: str) -> Callable[..., Any]:
 @cache
 def available() -> bool:
     """Return True if the compiled library exists and loads."""
-    path = Path(__file__).with_name("_C.so")
-    if not path.exists():
+    path = native.ensure(native.KERNELS)
+    if path is None:
         return False
     try:
         torch.ops.load_library(path)

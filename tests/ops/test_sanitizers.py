@@ -17,14 +17,12 @@ REPOSITORY = Path(__file__).parents[2]
 FLAGS = "-fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -fno-omit-frame-pointer -g1"
 KERNELS, PLANNER = "realhf/ops/_C.so", "realhf/plan/search/_planner.so"
 SUITES = ["tests/ops", "tests/models/test_fused_decode.py", "tests/plan/search/test_cpp_evaluator.py"]
-# the two modules load the library beside them at first use: they get copies beside the sanitized libraries
 RUN_TESTS = """
-import shutil, sys, pytest
-from realhf.ops import extension
-from realhf.plan.search import cpp_evaluator
-for module, folder in zip((extension, cpp_evaluator), sys.argv[1:3]):
-    module.__file__ = shutil.copy(module.__file__, folder)
-sys.exit(pytest.main(sys.argv[3:]))
+import pathlib, sys, pytest
+from realhf.base import native
+native.PACKAGE = pathlib.Path(sys.argv[1])
+assert native.found(native.KERNELS) and native.found(native.PLANNER)
+sys.exit(pytest.main(sys.argv[2:]))
 """
 
 
@@ -76,7 +74,6 @@ def test_hostile_inputs_to_every_operator(libraries: Path, seed: int) -> None:
 
 
 def test_tests_of_kernels_and_planner_pass_under_sanitizers(libraries: Path) -> None:
-    folders = [str((libraries / library).parent) for library in (KERNELS, PLANNER)]
     deselected = [
         "-p",
         "no:cacheprovider",
@@ -85,5 +82,5 @@ def test_tests_of_kernels_and_planner_pass_under_sanitizers(libraries: Path) -> 
         "--ignore",
         "tests/ops/test_extension.py",
     ]
-    run = sanitized(["-c", RUN_TESTS, *folders, *deselected, *SUITES])
+    run = sanitized(["-c", RUN_TESTS, str(libraries / "realhf"), *deselected, *SUITES])
     assert run.returncode == 0, (run.stdout + run.stderr)[-5000:]

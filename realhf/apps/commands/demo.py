@@ -36,14 +36,14 @@ def main(arguments: list[str]) -> None:
 
 
 def make_task(folder: Path) -> Path:
-    """Write the dataset, tokenizer and model config with the generator in ``examples/``."""
-    program = Path(__file__).parents[3] / "examples" / "arithmetic.py"
-    if not program.is_file():
-        raise UserError(f"the demo needs a checkout of the repository: {program} does not exist")
-    with subprocess.Popen([sys.executable, str(program), str(folder), "--hidden", "96", "--layers", "3"]) as generator:
+    """Write the dataset, tokenizer and model config."""
+    program = [sys.executable, "-m", "realhf.apps.demo.arithmetic", str(folder), "--hidden", "96", "--layers", "3"]
+    with subprocess.Popen(program) as generator:
         importlib.import_module("transformers.models.auto.tokenization_auto")  # slow; needed next
     if generator.returncode:
-        raise UserError(f"{program} failed with exit code {generator.returncode}; is {folder} writable?")
+        raise UserError(
+            f"the task of the demo could not be made (exit code {generator.returncode}); is {folder} writable?"
+        )
     return folder
 
 

@@ -17,6 +17,7 @@ from realhf.api.messages import ToWorker
 from realhf.apps.prepare.options import load_experiment, save_experiment
 from realhf.apps.prepare.preflight import directory_problems, preflight, running_message
 from realhf.apps.view.console import Console
+from realhf.base import native
 from realhf.base.atomic_io import atomic_write, remove_folder, sha256, try_lock
 from realhf.base.errors import RunFailed, RunStopped, UserError, WorkerTimeout, damage_reported
 from realhf.base.paths import RunDir
@@ -173,6 +174,8 @@ def _run_master(run: RunSpec, checkpoint: tuple[Path, Manifest] | None) -> None:
 
     console = Console(run)
     console.banner()
+    if native.ensure(native.KERNELS) is None:
+        print(f"warning: {native.missing(native.KERNELS)}", flush=True)
     workers = _Inline(run) if run.config.mode is Mode.inline else _Processes(run)
     telemetry = None
     try:

@@ -12,8 +12,8 @@ from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph
 from realhf.api.machine import Hardware, Workload
 from realhf.api.model_config import ModelConfig
+from realhf.base import native
 from realhf.base.errors import UserError
-from realhf.base.paths import KERNELS
 from realhf.data.encode import EncodedRows
 from realhf.data.order import rows_at
 from realhf.plan.compile.allocate import PLANNED, micro_batching
@@ -149,7 +149,8 @@ def planner_of(
 ) -> Planner:
     sampling, roles = experiment.sampling_options(), experiment.roles()
     workload = workload_of(experiment, experiment.task, rows, sampling, experiment.samples_per_prompt())
-    shares = device == "cpu" and KERNELS.exists()  # the kernel that shares a prompt's prefill is compiled for CPU only
+    # the kernel that shares a prompt's prefill is compiled for CPU only
+    shares = device == "cpu" and native.ensure(native.KERNELS) is not None
     node = experiment.n_gpus_per_node
     cost = CostModel(graph, models, roles, machine.speed, workload, node, sampling, shares)
     # a worker allocates its ring buffer when it connects to peers of its host (comm/shared_memory.py)

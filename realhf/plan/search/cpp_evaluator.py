@@ -1,12 +1,12 @@
-"""The evaluator in C++ (csrc/planner), loaded on first use if it was built."""
+"""The evaluator in C++ (csrc/planner), loaded on first use."""
 
 import warnings
 from collections.abc import Iterator
 from ctypes import CDLL, CFUNCTYPE, POINTER, Structure, byref, c_double, c_int, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+from realhf.base import native
 from realhf.plan.search.evaluate import PythonEvaluator
 from realhf.plan.search.mcmc import Chain
 from realhf.plan.search.problem import Choice, Problem, ReallocCost
@@ -24,8 +24,8 @@ class _ChainStruct(Structure):
 @cache
 def load_library() -> CDLL | None:
     """Return the compiled library, or None if it was not built or cannot be loaded."""
-    path = Path(__file__).with_name("_planner.so")
-    if not path.exists():
+    path = native.ensure(native.PLANNER)
+    if path is None:
         return None
     try:
         library = CDLL(str(path))

@@ -1,7 +1,6 @@
 """The C++ evaluator: bitwise equal to the Python evaluator, including errors in cost tables."""
 
 import importlib.util
-import shutil
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from realhf.base import native
 from realhf.plan.search import cpp_evaluator
 from realhf.plan.search.cpp_evaluator import MAX_MFCS, CppEvaluator, evaluator, load_library
 from realhf.plan.search.evaluate import PythonEvaluator
@@ -67,23 +67,23 @@ def test_larger_graphs_use_python() -> None:
     assert isinstance(evaluator(random_instance(3, n_mfcs=MAX_MFCS + 1).problem), PythonEvaluator)
 
 
-def copy_of_module(folder: Path) -> ModuleType:
-    """Import a copy of the module from ``folder``."""
-    shutil.copy(cpp_evaluator.__file__, folder)
-    spec = importlib.util.spec_from_file_location("cpp_evaluator_copy", folder / "cpp_evaluator.py")
+def copy_of_module(library: Path | None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Import a copy of the module that finds ``library``."""
+    monkeypatch.setattr(native, "ensure", lambda _: library)
+    spec = importlib.util.spec_from_file_location("cpp_evaluator_copy", cpp_evaluator.__file__)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_without_the_library_python_is_used(tmp_path: Path) -> None:
-    assert isinstance(copy_of_module(tmp_path).evaluator(problem_of()), PythonEvaluator)
+def test_without_the_library_python_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(copy_of_module(None, monkeypatch).evaluator(problem_of()), PythonEvaluator)
 
 
-def test_a_broken_library_is_reported_once(tmp_path: Path) -> None:
+def test_a_broken_library_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "_planner.so").write_bytes(b"not a library")
-    module = copy_of_module(tmp_path)
+    module = copy_of_module(tmp_path / "_planner.so", monkeypatch)
     with pytest.warns(
         UserWarning, match="_planner.so cannot be loaded, so the slower Python evaluator is used"
     ) as reports:

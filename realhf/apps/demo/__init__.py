@@ -1,0 +1,1 @@
+"""The task of ``realhf demo``: data, tokenizer and model config, made from nothing."""

@@ -1,0 +1,98 @@
+"""Libraries that are compiled at first use: once, also by several processes, and never again after a failure."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TIMEOUT_S
+
+REPOSITORY = Path(__file__).parents[2]
+PROGRAM = """
+import sys
+from pathlib import Path
+from realhf.base import native
+native.PACKAGE = Path(sys.argv[1])
+print(native.ensure(native.PLANNER))
+print(native.missing(native.PLANNER))
+"""
+COMPILER = """#!/bin/sh
+echo call >> "$CALLS"
+sleep 0.5
+for word; do :; done
+if [ -n "$FAILS" ]; then echo "no such luck" >&2; exit 1; fi
+echo compiled > "$word"
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A package with sources and without libraries."""
+    (tmp_path / "package" / "csrc" / "planner").mkdir(parents=True)
+    (tmp_path / "package" / "csrc" / "planner" / "api.cpp").write_text("int x;\n")
+    compiler = tmp_path / "compiler"
+    compiler.write_text(COMPILER)
+    compiler.chmod(stat.S_IRWXU)
+    return tmp_path / "package"
+
+
+def start(package: Path, **environment: str) -> subprocess.Popen[str]:
+    folder = package.parent
+    environment = {"CXX": str(folder / "compiler"), "CALLS": str(folder / "calls"), "FAILS": "",
+                   "XDG_CACHE_HOME": str(folder / "cache"), **environment}  # fmt: skip
+    return subprocess.Popen([sys.executable, "-c", PROGRAM, str(package)], cwd=REPOSITORY, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})  # fmt: skip
+
+
+def outcome(process: subprocess.Popen[str]) -> tuple[str, str, str]:
+    """Return the path, the reason why there is none, and what was printed to the user."""
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, err
+    return *out.splitlines(), err  # type: ignore[return-value]
+
+
+def calls(package: Path) -> int:
+    file = package.parent / "calls"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def test_several_processes_compile_once_and_changed_sources_again(package: Path) -> None:
+    first = [outcome(process) for process in [start(package) for _ in range(4)]]
+    assert len({path for path, *_ in first}) == 1 and Path(first[0][0]).read_text() == "compiled\n"
+    assert calls(package) == 1
+    assert sorted(bool(err) for *_, err in first) == [False, False, False, True]
+    (package / "csrc" / "planner" / "api.cpp").write_text("int y;\n")
+    assert outcome(start(package))[0] != first[0][0] and calls(package) == 2
+
+
+def test_a_compiler_that_fails_is_not_tried_again(package: Path) -> None:
+    results = [outcome(process) for process in [start(package, FAILS="1") for _ in range(3)]]
+    results.append(outcome(start(package, FAILS="1")))
+    assert calls(package) == 1
+    for path, reason, _ in results:
+        assert path == "None" and "could not be compiled, see " in reason
+        failure = reason.partition("see ")[2].partition(";")[0]
+        assert "no such luck" in Path(failure).read_text()
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"CXX": "no-such-compiler"}, "there is no compiler no-such-compiler"),
+        ({"REALHF_NATIVE": "0"}, "REALHF_NATIVE=0"),
+        ({"XDG_CACHE_HOME": "/proc/nowhere"}, "cannot be written"),
+    ],
+)
+def test_without_a_library_the_reason_is_one_line(package: Path, environment: dict[str, str], reason: str) -> None:
+    path, text, _ = outcome(start(package, **environment))
+    assert path == "None" and reason in text and "over a hundred times slower" in text and calls(package) == 0
+
+
+def test_a_library_of_the_package_is_used(package: Path) -> None:
+    library = package / "plan" / "search" / "_planner.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    assert outcome(start(package))[0] == str(library) and calls(package) == 0
