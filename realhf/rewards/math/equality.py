@@ -12,9 +12,12 @@ from typing import TypeVar
 from realhf.rewards.math.exact_integers import exact_value
 from realhf.rewards.math.extract import extract_answer, marked_answer
 from realhf.rewards.math.normalize import ascii_signs, is_wrapped, normalize, split_outside, strip_spaces
-from realhf.rewards.math.quantities import quantity, same_quantity
+from realhf.rewards.math.quantities import Form, Quantity, quantity, same_quantity
 from realhf.rewards.math.real_sets import MEMBER, Interval, parse_real_set
+from realhf.rewards.math.residues import common_modulus, integer_residues, parse_residues
 from realhf.rewards.math.symbolic import TIME_LIMIT, same_mathematics
+from realhf.rewards.math.text_answers import as_date, as_digits, as_points, as_ratio, as_text
+from realhf.rewards.math.vectors import Matrix, matrix_rows, parse_matrix, unit_vector_components
 
 CHOICE = re.compile(r"\(?([A-J])\)?")
 LABELLED_CHOICE = re.compile(r"\(?([A-J])\)[\s:.]*([^\s:.].*)", re.DOTALL)
@@ -22,20 +25,10 @@ GIVEN_CHOICE = re.compile(
     r"(?i:(?:the\s+)?(?:correct\s+)?(?:option|choice|answer)\s+(?:is\s+)?)?\(?([A-Ja-j])(?:[).:].*)?", re.DOTALL
 )
 OTHER_CHOICE = re.compile(r"[\s,;]\(?([A-J])(?:[).:]|\s*[,;]|\s*$)")
-TEXT_ANSWER = re.compile(r"[^\W\d_]+(?:[\s,.'-]+[^\W\d_]+)*")
-SHORT_TEXTS = frozenset(["yes", "no", "odd", "even", "all", "one", "two", "six", "ten", "red", "sun", "mon"])
-VERDICTS = frozenset(["yes", "no", "true", "false"])
 EQUALS = re.compile(r"(?<![<>!:=\\])=(?!=)")
 NAME = re.compile(r"\\?[A-Za-z]{1,2}|\\[a-z]+|[A-Za-z](?:_\{?\w+\}?|'|\([a-z](?:,[a-z])*\))|\([a-z](?:,[a-z])*\)")
-MATRIX = re.compile(
-    r"\\begin\{([pbvBV]?|small)(?:matrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\1(?:matrix|array)\}", re.DOTALL
-)
-CONGRUENCE = re.compile(r"(?:([a-zA-Z])\s*\\equiv\s*)?(.+?)\s*\\pmod\{(\w+)\}", re.DOTALL)
-RATIO = re.compile(r'(\d+(?:\s*:\s*\d+)+)\s*(?:"([ap]m)")?')
-FRACTION = re.compile(r"(\d+)/(\d+)|\\frac\{(\d+)\}\{(\d+)\}")
+CLOSED_FORM = re.compile(r"\^|!|\\binom|^1\s*-\s*\\frac")
 CASES = re.compile(r"\\begin\{cases\}(.*)\\end\{cases\}", re.DOTALL)
-DETERMINANTS = ("v", "V")
-BASED = re.compile(r"([0-9A-Fa-f]+)_\{?(\d{1,2})\}?")
 OPERATOR = re.compile(r"[\w)}]\s*(?:[+*/-]|\\times|\\cdot|\\div)\s*[\w({\\-]|(?<!_)\d\s+[\d.]|\\[dtc]?frac")
 RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|in|cup)(?![a-z])")
 EXPONENT = re.compile(r"\^\s*\{[^{}]*\}")
@@ -59,8 +52,9 @@ def judge_math(prompt: str, answer: str, row: Mapping[str, object], strict: bool
     if not given:
         return 0.0
     golds = [marked_answer(solution) for solution in solutions]
-    TIME_LIMIT.restart()
-    return float(any(same_answer(given, s if gold is None else gold) for gold, s in zip(golds, solutions, strict=True)))
+    targets = [s if gold is None else gold for gold, s in zip(golds, solutions, strict=True)]
+    with TIME_LIMIT.shared():
+        return float(any(same_answer(given, target) for target in targets))
 
 
 def same_answer(given: str, gold: str) -> bool:
@@ -134,7 +128,7 @@ def _as_cases(given: str, gold: str) -> bool | None:
     if given_match is None:
         return False
     a, b = (
-        [[cell.strip(' ,;"') for cell in row.split("&", 1)] for row in _rows(match.group(1))]
+        [[cell.strip(' ,;"') for cell in row.split("&", 1)] for row in matrix_rows(match.group(1))]
         for match in (given_match, gold_match)
     )
 
@@ -168,75 +162,18 @@ def _choices(text: str) -> str:
     return letters if re.fullmatch("[A-J]{2,}", letters) and sorted(set(letters)) == list(letters) else ""
 
 
-def _as_text(given: str, gold: str) -> bool | None:
-    """Decide if either answer is words; case, punctuation, articles and the order of a list do not matter."""
-    if not (is_text(gold) or is_text(given)):
+def _as_residues(given: str, gold: str) -> bool | None:
+    """Decide if an answer is a residue class: names and residues must be equal, and moduli unless all are integers."""
+    a, b = parse_residues(given), parse_residues(gold)
+    if not (a and a.is_stated) and not (b and b.is_stated):
         return None
-    if _words(given) == _words(gold):
-        return True
-    if gold.casefold() in VERDICTS and re.match(rf"{gold}\s*[,.;:]", given, re.IGNORECASE):
-        return set(_words(given)) & VERDICTS == {gold.casefold()}
-    lists = [re.split(r"\s*,\s*(?:and\s+)?|\s+and\s+|\s+or\s+", text) for text in (given, gold)]
-    first, second = (sorted(map(_words, parts)) for parts in lists)
-    return len(first) > 1 and first == second
-
-
-def is_text(text: str) -> bool:
-    """Return True if an answer is words rather than mathematics."""
-    if not TEXT_ANSWER.fullmatch(text):
+    if a is None or b is None or (a.name and b.name and a.name != b.name):
         return False
-    words = re.findall(r"[^\W\d_]+", text)
-    return max(map(len, words)) > 3 or any(word.lower() in SHORT_TEXTS for word in words)
-
-
-def _words(text: str) -> list[str]:
-    words = re.findall(r"\w+", text.casefold())
-    return words[1:] if len(words) > 1 and words[0] in ("the", "a", "an") else words
-
-
-def _as_digits(given: str, gold: str) -> bool | None:
-    """Decide if the gold answer is a number with a base: ``101_{2}`` and ``101`` equal ``101_2``."""
-    if (gold_match := BASED.fullmatch(strip_spaces(gold))) is None:
-        return None
-    given_match = BASED.fullmatch(strip_spaces(given))
-    if given_match is None:
-        return strip_spaces(given) == gold_match.group(1)
-    return [part.upper() for part in given_match.groups()] == [part.upper() for part in gold_match.groups()]
-
-
-def _as_ratio(given: str, gold: str) -> bool | None:
-    """Decide if either answer is a ratio or a time of day; a ratio of two numbers also equals their fraction."""
-    gold_match, given_match = RATIO.fullmatch(gold), RATIO.fullmatch(given)
-    if gold_match is None and given_match is None:
-        return None
-    if gold_match is None or given_match is None:
-        ratio, other = (gold_match or given_match), (given if gold_match else gold)
-        assert ratio is not None
-        fraction = FRACTION.fullmatch(strip_spaces(other))
-        return fraction is not None and ratio.group(1).replace(" ", "") == ":".join(filter(None, fraction.groups()))
-    (parts, half), (given_parts, given_half) = gold_match.groups(), given_match.groups()
-    if half and given_half and half != given_half:
-        return False
-    a, b = ([int(part) for part in text.split(":")] for text in (parts, given_parts))
-    is_time = half or given_half or re.search(r":\s*0", parts + given_parts)
-    if a == b or is_time or len(a) != len(b):
-        return a == b
-    return all(x * b[0] == y * a[0] for x, y in zip(a, b, strict=True))
-
-
-def _as_congruence(given: str, gold: str) -> bool | None:
-    """Decide if the gold answer is a residue class: names, moduli and residues must be equal."""
-    if (gold_match := CONGRUENCE.fullmatch(gold)) is None:
-        return None
-    if (given_match := CONGRUENCE.fullmatch(given)) is None:
-        return False
-    (name, residue, modulus), (given_name, given_residue, given_modulus) = gold_match.groups(), given_match.groups()
-    if modulus != given_modulus or (name and given_name and name != given_name):
-        return False
-    integers = all(re.fullmatch(r"-?\d{1,300}", text) for text in (residue, given_residue, modulus))
-    if integers and int(modulus):
-        return (int(residue) - int(given_residue)) % int(modulus) == 0
-    return _same(given_residue, residue)
+    modulus = common_modulus(a, b)
+    sets = integer_residues(a, modulus), integer_residues(b, modulus)
+    if None not in sets:
+        return sets[0] == sets[1]
+    return _in_any_order(a.pairs, b.pairs, lambda x, y: x[1] == y[1] and _same(x[0], y[0]))
 
 
 def _as_quantity(given: str, gold: str) -> bool | None:
@@ -252,34 +189,38 @@ def _as_quantity(given: str, gold: str) -> bool | None:
     given_value = quantity(result)
     if given_value is not None:
         return same_quantity(given_value, gold_value)
-    if "degree" in gold_value.unit and "\\pi" in result:
+    if "degree" in gold_value.unit.words and "\\pi" in result:
         return None
+    if CLOSED_FORM.search(result) and (value := exact_value(result)) is not None:
+        return same_quantity(Quantity(value, Form.mixed), gold_value)
     if OPERATOR.search(EXPONENT.sub("", result)):
         return False
     return None if len(_elements(result)[1]) == 1 else False
 
 
 def _as_matrix(given: str, gold: str) -> bool | None:
-    gold_match = MATRIX.fullmatch(_unbracketed(gold))
-    if gold_match is None:
+    """Decide if either answer is a matrix or a sum of unit vectors."""
+    a, b = parse_matrix(given), parse_matrix(gold)
+    if a is not None and b is not None:
+        same = same_mathematics if a.is_scaled or b.is_scaled else _same
+        same_shape = [len(row) for row in a.rows] == [len(row) for row in b.rows]
+        return a.is_determinant == b.is_determinant and same_shape and all(map(same, chain(*a.rows), chain(*b.rows)))
+    sums = unit_vector_components(given), unit_vector_components(gold)
+    if sums == (None, None):
+        return None if a is b or "\\begin" in (given if a is None else gold) else False
+    x, y = (_components(text, matrix, terms) for text, matrix, terms in ((given, a, sums[0]), (gold, b, sums[1])))
+    if x is None or y is None:
         return None
-    given_match = MATRIX.fullmatch(_unbracketed(given))
-    if given_match is None and "\\begin" in given:
-        return None
-    if given_match is None or (gold_match.group(1) in DETERMINANTS) != (given_match.group(1) in DETERMINANTS):
-        return False
-    a, b = ([split_outside(row, "&") for row in _rows(m.group(2))] for m in (given_match, gold_match))
-    return list(map(len, a)) == list(map(len, b)) and all(map(_same, chain(*a), chain(*b)))
+    x, y = (terms + ["0"] * (max(len(x), len(y)) - len(terms)) if len(terms) == 2 else terms for terms in (x, y))
+    return len(x) == len(y) and all(map(_same, x, y))
 
 
-def _unbracketed(text: str) -> str:
-    inner = text[1:-1].strip() if is_wrapped(text, "([", ")]") else text
-    return inner if inner.startswith("\\begin") else text
-
-
-def _rows(body: str) -> list[str]:
-    rows = [re.sub(r"^\[[^\]]*\]", "", row).strip() for row in body.split("\\\\")]
-    return [row for row in rows if row]
+def _components(text: str, matrix: Matrix | None, terms: list[str] | None) -> list[str] | None:
+    """Return the components of a vector, or None for another answer."""
+    if matrix is not None:
+        return [row[0] for row in matrix.rows] if {len(row) for row in matrix.rows} == {1} else None
+    kind, elements = _elements(text)
+    return elements if terms is None and kind == "()" else terms
 
 
 def _as_elements(given: str, gold: str) -> bool | None:
@@ -370,6 +311,6 @@ def _named(text: str) -> tuple[str, str]:
 
 
 CHECKS = (  # from cheapest to most expensive; each decides or returns None
-    _as_choice, _as_cases, _as_values, _as_real_set, _as_text, _as_digits, _as_ratio, _as_congruence, _as_quantity,
-    _as_equation, _as_matrix, _as_elements,
+    _as_choice, as_points, _as_cases, _as_residues, _as_values, _as_real_set, as_date, as_text, as_digits,
+    as_ratio, _as_quantity, _as_equation, _as_matrix, _as_elements,
 )  # fmt: skip

@@ -37,11 +37,18 @@ def _degrees(degrees: str, minutes: str) -> str:
     return rf'\frac{{{60 * int(degrees) + int(minutes)}}}{{60}} "degree" '
 
 
-TEXT = re.compile(r"\\(text(?:bf|it|rm)?|math(?:rm|bf|it|sf)|mbox|operatorname)\s*\{([^{}]*)\}")
+TEXT = re.compile(
+    r"\\(text(?:bf|it|rm)?|math(?:rm|bf|it|sf)|boldsymbol|bm|mbox|operatorname)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
+)
+CDOT = re.compile(r"\\cdot(?![a-z])")
+DOTLESS = re.compile(r"\\([ij])math(?![a-z])")
+HAT = re.compile(r"\\(?:hat|vec)(?=\s*(?:\{\s*)?(?:\\mathbf\s*\{\s*)?[ijk](?![a-z]))")  # of a unit vector
 REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"(?<!\\)\\[()\[\]]|\\(?:left|right)\.(?!\d)", " "),
+        (r"[_^]\s*\{\s*\}|\\(?:math(?:bf|rm|it|sf)|boldsymbol|bm)\s+(?=[A-Za-z](?![A-Za-z]))", ""),
+        (r"\s*\\approx(?![a-z]).*$", ""),
         (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|(?i:large|small|tiny|huge))(?![a-zA-Z])", ""),
         (r"\\(?:text)?color\s*\{\w+\}", ""),
         (r"(?<=\d)(?:\{,\}|(?<!\\)\\[,;:! ])(?=\d{3}(?!\d))", ""),
@@ -94,7 +101,7 @@ REWRITES = [
         (r"(\d+)\s*\"degree\"\s*(\d+)\s*(?:'|\^\s*\{?\s*\\prime\s*\}?)", lambda m: _degrees(*m.groups())),
     )
 ]  # fmt: skip
-VARIABLES = ("mathbf", "mathit", "mathsf", "operatorname")
+VARIABLES = ("mathbf", "mathit", "mathsf", "boldsymbol", "bm", "operatorname")
 MATHEMATICS = (*"0123456789)}]%", "\\pi", "\\circ")
 LEFT_EDGE = " \t\n*`,;:"
 RIGHT_EDGE = LEFT_EDGE + "."
@@ -121,6 +128,11 @@ WHOLE_ANSWERS = (
     (re.compile(r"(?:it\s+)?does\s+not\s+exist", re.I), "DNE"),
 )
 ENVIRONMENT = re.compile(r"\\begin\{(aligned|align\*?|gathered|cases)\}(.*?)\\end\{\1\}", re.DOTALL)
+QUALIFIER = re.compile(  # says that a variable is arbitrary: "for all x", "k \\in \\mathbb{Z}", "where c is a constant"
+    r"(?<=[\w})])[\s,;(\"]+(?:(?:for|where)\b(?:[\s\",]+|(?:all|any|every|each|some|is|are|an?|the|arbitrary|real|integers?"
+    r"|constants?|numbers?|of)\b|[a-zA-Z](?![a-zA-Z])|\\in(?![a-z])|\\mathbb\s*\{?[RZ]\}?)+"
+    r"|[a-z]\s*\\in\s*(?:\\mathbb\s*\{?\s*)?[RZ]\s*\}?)[\s)\"]*$"
+)
 ISO_INTERVAL = re.compile(r"(|.*(?:\\in(?![a-z])|=)\s*)([\[\](])([^\[\]]*,[^\[\]]*)([\[\])])", re.DOTALL)
 
 
@@ -183,11 +195,13 @@ def _without_iso_brackets(text: str) -> str:
 def normalize(text: str) -> str:
     """Return an answer in the normal notation; an answer without mathematics keeps its words and their case."""
     text = trimmed(" ".join(ascii_signs(text).split()))  # long spaces take the patterns quadratic time
+    text = HAT.sub(r"\\mathbf", DOTLESS.sub(r" \1", text))
     for _ in range(2):
         text = TEXT.sub(_words, text)
     for pattern, replacement in REWRITES:
         text = pattern.sub(replacement, text)
     text = trimmed(" ".join(_without_iso_brackets(ENVIRONMENT.sub(_rows_as_list, text)).split()))
+    text = QUALIFIER.sub("", text)
     if text[:1].isalpha():
         text = next((symbol for pattern, symbol in WHOLE_ANSWERS if pattern.fullmatch(text)), _spelled(text) or text)
     while is_wrapped(text, "{", "}"):
@@ -205,8 +219,8 @@ def _words(match: re.Match[str]) -> str:
     font, words = match.group(1), match.group(2).strip()
     before = match.string[: match.start()].rstrip("\\ \t\n~,;:!$")
     if font not in VARIABLES and words and words not in ("and", "or") and before.endswith(MATHEMATICS):
-        return f' "{words}" '
-    return words if len(words) == 1 else f" {words} "
+        return f' "{CDOT.sub(" ", words)}" '
+    return words if len(words) == 1 and not match.string[: match.start()][-1:].isalpha() else f" {words} "
 
 
 def is_wrapped(text: str, opening: str, closing: str) -> bool:

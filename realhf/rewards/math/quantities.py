@@ -4,10 +4,20 @@ Values are exact fractions. Variables are not supported: ``5 apples`` is a quant
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
 from itertools import pairwise
+
+from realhf.rewards.math.units import (
+    CURRENCIES,
+    FILLERS,
+    WORD,
+    Unit,
+    conversion,
+    parse_unit,
+    with_exponents,
+)
 
 TOLERANCE = Fraction(1, 10**6)
 MAX_CHARS = 200  # of a quantity; Python itself limits integers to a few thousand digits
@@ -23,15 +33,12 @@ NUMBER = re.compile(
     re.VERBOSE,
 )
 PARENTHESES = re.compile(r"^(-?)\(\s*([^()+,-][^(),]*)\)$")
-WORD = re.compile(r"[^\W\d_]+")
 PROSE_MARKS = frozenset(" .,:;?'\"/()-")
-QUOTED = re.compile(r'"[^"]*"')
+QUOTED = re.compile(r'"[^"]*"(?:\s*/\s*[A-Za-z]+(?![A-Za-z(]))?')
 RATE = re.compile(r"\b(?:k?m|mi|ft|k?g)/(?:s|h|hr|l|L)\b")
 STRAY = re.compile(r"-(?![A-Za-z])")
-POWER_OF_UNIT = re.compile(r"(?<=[A-Za-z\"])\s*\^\s*(?:\{\s*-?([123])\s*\}|-?([123]))(?!\d)")
-POWER_WORDS = {"2": "square", "3": "cubic"}
-POWER_NAMES = frozenset(POWER_WORDS.values())
-INCH = re.compile(r"^\W*in\b(?=\W*(?:square|cubic)?\W*$)")
+POWER_OF_UNIT = re.compile(r"(?<=[A-Za-z\"])\s*\^\s*(?:\{\s*-?[123]\s*\}|-?[123])(?!\d)")
+INCH = re.compile(r"^\W*in\b(?=[\W\d]*$)")
 UNITS = frozenset([
     "mm", "cm", "km", "mg", "kg", "ml", "dl", "oz", "lb", "lbs", "ft", "yd", "mi", "hr", "hrs", "min", "mins",
     "sec", "secs", "ms", "hz", "khz", "kw", "mph", "kmh", "kph", "pm", "am", "us", "usd", "eur", "gb", "mb", "kb",
@@ -47,23 +54,6 @@ OTHER_VALUE = frozenset([  # words next to a number that change its value, or ma
     "lcm", "ceil", "floor", "reciprocal", "inverse", "opposite", "undefined", "abc", "xyz",
 ])  # fmt: skip
 MULTIPLES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-CURRENCIES = {"usd": "dollar", "eur": "euro", "gbp": "pound", "jpy": "yen", "inr": "rupee"}
-UNIT_NAMES = CURRENCIES | {
-    "mm": "millimeter", "cm": "centimeter", "m": "meter", "km": "kilometer", "sq": "square", "cu": "cubic",
-    "foot": "ft", "feet": "ft",
-    "yard": "yd", "mile": "mi", "mg": "milligram", "g": "gram", "kg": "kilogram", "lb": "pound", "ounce": "oz",
-    "ml": "milliliter", "l": "liter", "s": "second", "sec": "second", "min": "minute", "h": "hour", "hr": "hour",
-    "mph": "mi hour", "kmh": "kilometer hour", "kph": "kilometer hour", "metre": "meter", "centimetre": "centimeter",
-    "kilometre": "kilometer", "millimetre": "millimeter", "litre": "liter", "inche": "inch",
-}  # fmt: skip
-SIZES = {  # of units, in a unit of the same kind
-    **{f"{prefix}{unit}": (unit, Fraction(size)) for unit in ("meter", "gram", "liter")
-       for prefix, size in (("milli", "1/1000"), ("centi", "1/100"), ("", "1"), ("kilo", "1000"))},
-    "inch": ("ft", Fraction(1, 12)), "ft": ("ft", Fraction(1)), "yd": ("ft", Fraction(3)), "mi": ("ft", Fraction(5280)),
-    "second": ("second", Fraction(1)), "minute": ("second", Fraction(60)), "hour": ("second", Fraction(3600)),
-    "day": ("second", Fraction(86400)), "week": ("second", Fraction(604800)),
-    "cent": ("dollar", Fraction(1, 100)), "dollar": ("dollar", Fraction(1)),
-}  # fmt: skip
 VERBS = frozenset([  # a number after one of these is a value, for any subject: "Sam has 3"
     "is", "are", "was", "were", "be", "equals", "equal", "has", "have", "had", "gets", "get", "got", "costs", "cost",
     "needs", "need", "takes", "took", "makes", "made", "spends", "spent", "earns", "earned", "sells", "sold", "eats",
@@ -74,10 +64,6 @@ LABELS = frozenset([
     "answer", "final", "result", "value", "sum", "product", "so", "thus", "hence", "therefore", "approximately",
     "around", "roughly", "just", "us", "rs", "nearly", "altogether", "number", *CURRENCIES,
 ])  # fmt: skip
-FILLERS = frozenset([
-    "the", "a", "an", "of", "in", "is", "are", "was", "were", "there", "it", "he", "she", "they", "total",
-    "exactly", "about", "per", "each", "all", "unit",
-])  # fmt: skip
 
 
 Form = Enum("Form", ("integer", "decimal", "ratio", "mixed"))
@@ -85,12 +71,12 @@ Form = Enum("Form", ("integer", "decimal", "ratio", "mixed"))
 
 @dataclass(frozen=True)
 class Quantity:
-    """A value as written, without its percent sign; ``unit`` holds the words of the unit in the singular."""
+    """A value as written, without its percent sign."""
 
     value: Fraction
     form: Form
     is_percent: bool = False
-    unit: frozenset[str] = frozenset()
+    unit: Unit = Unit()
 
 
 def quantity(text: str) -> Quantity | None:
@@ -126,13 +112,14 @@ def _decimal(digits: str) -> Fraction:
 
 def _among_words(text: str) -> Quantity | None:
     """Parse ``18 dollars``; None for a second number, an operator, a variable or a word that changes the value."""
-    text = POWER_OF_UNIT.sub(lambda m: f" {POWER_WORDS.get(m.group(1) or m.group(2), '')} ", text)
+    text = with_exponents(text)
+    with_powers, text = text, POWER_OF_UNIT.sub(lambda m: " " * len(m.group()), text)
     numbers = [m for m in NUMBER.finditer(text) if any(char.isdigit() for char in m.group())]
     if len(numbers) > 1:
-        return _sum_of_units(text, [m.start() for m in numbers])
+        return _sum_of_units(with_powers, [m.start() for m in numbers])
     if len(numbers) != 1 or (read := _read(numbers[0])) is None:
         return None
-    before, after = text[: numbers[0].start()], INCH.sub(" inch ", text[numbers[0].end() :])
+    before, after = text[: numbers[0].start()], text[numbers[0].end() :]
     if STRAY.search(after) or after.startswith("'") or (before + after).count("(") != (before + after).count(")"):
         return None
     if before and (before[-1].isalnum() or before[-1] in "_^\\-.") or not _is_prose(before) or not _is_prose(after):
@@ -150,40 +137,28 @@ def _among_words(text: str) -> Quantity | None:
         value *= MULTIPLES[words.pop(0)]
     if any(word in MULTIPLES for word in words):
         return None
-    names = [CURRENCIES[word] for word in WORD.findall(before.lower()) if word in CURRENCIES]
-    for word in map(_singular, words):
-        names += UNIT_NAMES.get(word, word).split()
-    return Quantity(value, read.form, read.is_percent, frozenset(names) - FILLERS)
+    currency = " ".join(word for word in WORD.findall(before.lower()) if word in CURRENCIES)
+    unit = parse_unit(f"{currency} {INCH.sub(' inch ', with_powers[numbers[0].end() :])}")
+    return Quantity(value, read.form, read.is_percent, unit)
 
 
 def _sum_of_units(text: str, starts: list[int]) -> Quantity | None:
     """Parse ``1 hour 30 minutes``: numbers with smaller and smaller units of one kind."""
     pieces = [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
     parts = [quantity(re.sub(r'[\s",]*(?:\band\b)?[\s"]*$', "", piece)) for piece in pieces]
-    found = [part for part in parts if part is not None and len(part.unit) == 1 and part.unit <= SIZES.keys()]
-    sizes = [SIZES[unit] for part in found for unit in part.unit]
-    if starts[0] > 0 or len(found) < len(parts) or len({base for base, _ in sizes}) != 1:
+    units = [part.unit for part in parts if part is not None]
+    if starts[0] > 0 or len(units) < len(parts) or len({unit.base for unit in units}) != 1 or not units[0].base:
         return None
-    if any(small >= large for (_, large), (_, small) in pairwise(sizes)):
+    if any(unit.words for unit in units) or any(small.size >= large.size for large, small in pairwise(units)):
         return None
-    value = sum((part.value * size for part, (_, size) in zip(found, sizes, strict=True)), Fraction(0))
-    return Quantity(value, Form.decimal, unit=frozenset([sizes[0][0]]))
-
-
-def _in_base_units(found: Quantity) -> Quantity:
-    """Return centimeters as meters, hours as seconds; rates such as meters per second are unchanged."""
-    names = found.unit & SIZES.keys()
-    if len(names) != 1:
-        return found
-    base, size = SIZES[min(names)]
-    power = 2 if "square" in found.unit else 3 if "cubic" in found.unit else 1
-    return replace(found, value=found.value * size**power, unit=(found.unit - names) | {base})
+    value = sum((part.value * part.unit.size for part in parts if part is not None), Fraction(0))
+    return Quantity(value, Form.decimal, unit=Unit(units[0].base))
 
 
 def _introduces_value(before: str) -> bool:
     """Return True if the words before a number say that it is the value: ``a total of``, ``answer:``, ``Sam has``."""
     words = [word.lower() for word in WORD.findall(before)]
-    is_known = set(words) <= VERBS | LABELS | FILLERS
+    is_known = set(words) <= VERBS | LABELS | FILLERS | {"per"}
     return is_known or words[-1] in VERBS or before.rstrip().endswith((":", ","))
 
 
@@ -200,12 +175,6 @@ def _is_prose(text: str) -> bool:
     return True
 
 
-def _singular(word: str) -> str:
-    if word.endswith(("ches", "shes", "xes", "sses")):
-        return word[:-2]
-    return word[:-1] if len(word) > 3 and word.endswith("s") else word
-
-
 def same_quantity(given: Quantity, gold: Quantity) -> bool:
     """Return True if the given number equals the gold one.
 
@@ -213,14 +182,11 @@ def same_quantity(given: Quantity, gold: Quantity) -> bool:
     have one. ``50%`` equals ``50`` and ``0.5``; ``50`` equals ``50%`` but not ``0.5``. ``170/2`` does not answer 85: it
     may repeat the question.
     """
-    if given.unit and gold.unit and given.unit & POWER_NAMES != gold.unit & POWER_NAMES:
+    if (factor := conversion(given.unit, gold.unit)) is None:
         return False
-    if given.unit != gold.unit and given.unit & SIZES.keys() and gold.unit & SIZES.keys():
-        given, gold = _in_base_units(given), _in_base_units(gold)
-    if not (given.unit <= gold.unit or gold.unit <= given.unit):
+    if given.is_percent != gold.is_percent and (given.unit or gold.unit):
         return False
-    if given.is_percent != gold.is_percent and (given.unit | gold.unit):
-        return False
+    number = given.value * factor
     is_exact = Form.decimal not in (given.form, gold.form) and given.is_percent == gold.is_percent
 
     def same(value: Fraction, target: Fraction) -> bool:
@@ -228,10 +194,10 @@ def same_quantity(given: Quantity, gold: Quantity) -> bool:
             return value == target
         return abs(value - target) <= TOLERANCE * min(Fraction(1), 100 * abs(target))
 
-    if gold.is_percent and not given.is_percent and same(given.value, gold.value / 100):
+    if gold.is_percent and not given.is_percent and same(number, gold.value / 100):
         return True
     if gold.form is Form.integer and given.form is Form.ratio:
         return False  # repeats the question
     if gold.is_percent or not given.is_percent:
-        return same(given.value, gold.value)
-    return same(given.value / 100, gold.value) or (abs(gold.value) > 1 and same(given.value, gold.value))
+        return same(number, gold.value)
+    return same(number / 100, gold.value) or (abs(gold.value) > 1 and same(number, gold.value))

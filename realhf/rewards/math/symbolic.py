@@ -18,6 +18,7 @@ from typing import Any
 from realhf.rewards.math.exact_integers import exact_value
 from realhf.rewards.math.normalize import is_wrapped
 from realhf.rewards.math.quantities import OTHER_VALUE
+from realhf.rewards.math.units import WORD, conversion, parse_unit, with_exponents
 
 POINTS = (2, 3, 5, 7, 4, 6, 8)
 DIFFERENCE = 1e-5  # of two values, relative; answers agree to six decimals
@@ -35,11 +36,13 @@ UNSAFE = re.compile(
 )
 UNFINISHED = re.compile(r"\\(?:sum|prod|i*int|oint|lim|[cl]?dots)(?![a-z])")
 WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}")
-TAIL_UNIT = re.compile(r'\s*"[^"]*"(?:\s*\^\s*\{?\s*\d\s*\}?)?$')
+TAIL_UNIT = re.compile(r'\s*"[^"]*"(?:\s*(?:\^\s*(?:\{\s*-?\d\s*\}|-?\d)|/|\\cdot(?![a-z])|"[^"]*"|[A-Za-z]+))*$')
 DEGREES = re.compile(r'(\d+(?:\.\d+)?)\s*"degree"')
+ANGLE = re.compile(r'(.+?)\s*"degree"', re.DOTALL)
 TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
-CONSTANT = re.compile(r"(?<![A-Za-z\\])[CcKk](?![A-Za-z])")
+CONSTANT = re.compile(r"(?<![A-Za-z\\])[CcKk](?![A-Za-z])")  # of integration
+MULTIPLIER = re.compile(r"(?<![A-Za-z\\])[kmn](?![A-Za-z])")  # of a period
 
 
 class TimeUp(BaseException):
@@ -74,18 +77,21 @@ def same_mathematics(given: str, gold: str) -> bool:
     """
     if (given_value := exact_value(given)) is not None and (gold_value := exact_value(gold)) is not None:
         return given_value == gold_value
-    if TRIGONOMETRIC.search(given + gold) or (('"degree"' in given) != ('"degree"' in gold) and "\\pi" in given + gold):
+    if TRIGONOMETRIC.search(given + gold):
         given, gold = (DEGREES.sub(r"(\\frac{\1\\pi}{180})", text) for text in (given, gold))
-    for text in (given, gold):
-        if (unit := TAIL_UNIT.search(text)) is not None and OTHER_VALUE & set(re.findall(r"[a-z]+", unit.group())):
-            return False
-    given, gold = (TAIL_UNIT.sub("", text).replace('"', " ").strip() for text in (given, gold))
+    if ('"degree"' in given) != ('"degree"' in gold) and "\\pi" in given + gold:
+        given, gold = (ANGLE.sub(r"\\frac{\\pi}{180}(\1)", text) for text in (given, gold))
+    without_units = _without_units(given, gold)
+    if without_units is None:
+        return False
+    given, gold = without_units
     if UNFINISHED.search(given) and not UNFINISHED.search(gold):
         return False  # repeats the question
     if not (is_safe_for_sympy(given) and is_safe_for_sympy(gold)):
         return False
-    if constant_of(gold) == "C" and (letter := constant_of(given)):
-        given = re.sub(rf"(?<![A-Za-z\\]){letter}(?![A-Za-z])", "C", given)
+    for letters, is_bound in ((CONSTANT, _only(CONSTANT, gold) == "C"), (MULTIPLIER, "\\pi" in gold)):
+        if is_bound and _only(letters, gold) and _only(letters, given):
+            given = letters.sub(_only(letters, gold), given)
     read, compare = library()
     try:
         with TIME_LIMIT.enforced():
@@ -99,25 +105,38 @@ def same_mathematics(given: str, gold: str) -> bool:
         return False
 
 
-def _differ(gold: list, given: list, sign: int = 1) -> bool:
-    """Return True if two expressions have different real values at a point with integer coordinates.
+def _without_units(given: str, gold: str) -> tuple[str, str] | None:
+    """Return two expressions in the unit of the second, or None if their units are of different kinds."""
+    tails = [with_exponents(tail.group()) if (tail := TAIL_UNIT.search(text)) else "" for text in (given, gold)]
+    factor = conversion(*map(parse_unit, tails))
+    if factor is None or OTHER_VALUE & set(WORD.findall(" ".join(tails))):
+        return None
+    given, gold = (TAIL_UNIT.sub("", text).replace('"', " ").strip() for text in (given, gold))
+    return (given if factor == 1 else rf"\frac{{{factor.numerator}}}{{{factor.denominator}}}({given})"), gold
 
-    Simplification can take long to find that two expressions differ; values are cheap.
+
+def _differ(gold: list, given: list, sign: int = 1) -> bool:
+    """Return True if two expressions have different values at all points of a few with integer coordinates.
+
+    Simplification can take long to find that two expressions differ; values are cheap. At a pole they are noise.
     """
     from sympy import Expr
 
     if not (gold and given and isinstance(gold[0], Expr) and isinstance(given[0], Expr)):
         return False
     symbols = sorted(gold[0].free_symbols | given[0].free_symbols, key=str)
+    is_different = False
     for shift in range(3):
         point = {symbol: sign * POINTS[(i + shift) % len(POINTS)] for i, symbol in enumerate(symbols)}
         try:
             a, b = (part[0].evalf(subs=point) for part in (gold, given))
         except Exception:  # sympy raises many kinds for values that are too large
             continue
-        if a.is_Float and b.is_Float and abs(a - b) > DIFFERENCE * max(abs(a), abs(b), NOISE / DIFFERENCE):
-            return True
-    return False
+        if a.is_Float and b.is_Float:
+            if abs(a - b) <= DIFFERENCE * max(abs(a), abs(b), NOISE / DIFFERENCE):
+                return False
+            is_different = True
+    return is_different
 
 
 def _same_for_positive(gold: list, given: list) -> bool:
@@ -153,9 +172,14 @@ class TimeLimit:
         self._limits = {signal.ITIMER_PROF: seconds, signal.ITIMER_REAL: wall_seconds}
         self._left: dict[int, float] = {}
 
-    def restart(self) -> None:
-        """Begin the comparisons of the next response."""
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Limit the comparisons in the block together; outside of such a block there is no limit."""
         self._left = dict(self._limits)
+        try:
+            yield
+        finally:
+            self._left = {}
 
     @contextmanager
     def enforced(self) -> Iterator[None]:
@@ -195,7 +219,7 @@ def is_safe_for_sympy(text: str) -> bool:
     return is_wrapped(f"{{{without_escapes}}}", "{", "}")  # true if its own braces are balanced
 
 
-def constant_of(text: str) -> str:
-    """Return the constant of integration, ``C`` or ``K`` in either case, or "" unless there is exactly one."""
-    letters = CONSTANT.findall(text)
-    return letters[0] if len(letters) == 1 else ""
+def _only(letters: re.Pattern[str], text: str) -> str:
+    """Return the letter of a bound variable, or "" unless it occurs once."""
+    found = letters.findall(text)
+    return found[0] if len(found) == 1 else ""

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.rewards.math.equality import is_text, same_answer
+from realhf.rewards.math.equality import same_answer
 from realhf.rewards.math.symbolic import is_safe_for_sympy, same_mathematics
+from realhf.rewards.math.text_answers import is_text
 from tests.scaling import examples
 
 

@@ -1,6 +1,9 @@
 """Generated answers against independent definitions: integer arithmetic, number words, sets of reals."""
 
+import itertools
 import math
+import operator
+from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
@@ -163,3 +166,69 @@ def test_sets_of_reals(
     points = [Fraction(i, 2) for i in range(-16, 17)]
     same = all(contains(a, x) == contains(b, x) for x in points)
     assert same_answer(written(a, form), written(b, gold_form)) is same
+
+
+Condition = tuple[str, Callable[[Fraction], bool]]
+
+
+@st.composite
+def conditions(draw: st.DrawFn) -> Condition:
+    """Draw a bound, an excluded point or the bound of an absolute value."""
+    a, b, factor = draw(st.integers(-6, 6)), draw(st.integers(1, 6)), draw(st.integers(1, 3))
+    sign = draw(st.sampled_from(["<", ">", LE, GE]))
+    compare = {"<": operator.lt, ">": operator.gt, LE: operator.le, GE: operator.ge}[sign]
+    if draw(st.booleans()):
+        return draw(st.sampled_from([
+            (f"x{sign} {a}", lambda x: compare(x, a)),
+            (f"{a}{sign} x", lambda x: compare(a, x)),
+            (rf"x\ne {a}", lambda x: x != a),
+        ]))  # fmt: skip
+    inner = f"{factor if factor > 1 else ''}x{a:+d}" if a else "x"
+    size = (lambda x: abs(factor * x + a)) if a else abs
+    if a > 0 and draw(st.booleans()):
+        inner, size = f"{a}-x", lambda x: abs(a - x)
+    bars = draw(st.sampled_from([r"|{}|", r"\left|{}\right|", r"\lvert {}\rvert"])).format(inner)
+    return draw(st.sampled_from([
+        (f"{bars}{sign} {b}", lambda x: compare(size(x), b)), (f"{b}{sign} {bars}", lambda x: compare(b, size(x))),
+    ]))  # fmt: skip
+
+
+@given(st.lists(conditions(), min_size=1, max_size=3), unions(), st.sampled_from([r"\text{ and }", ", ", r" \land "]))
+@settings(max_examples=examples(300))
+def test_conditions_are_intersected(joined: list[Condition], other: tuple[Bounds, ...], joint: str) -> None:
+    answer = joint.join(text for text, _ in joined)
+    points = [Fraction(i, 12) for i in range(-300, 301)]
+    inside = [all(holds(x) for _, holds in joined) for x in points]
+    if any(inside):
+        assert same_answer(answer, written(bounds_of(points, inside), "brackets"))
+    same = inside == [contains(other, x) for x in points]
+    assert same_answer(answer, written(other, "brackets")) is same
+
+
+def bounds_of(points: list[Fraction], inside: list[bool]) -> tuple[Bounds, ...]:
+    """Return the intervals of a set; their ends are points with even indices."""
+    found: list[Bounds] = []
+    for holds, group in itertools.groupby(range(len(points)), key=inside.__getitem__):
+        first, *_, last = 2 * list(group)
+        low = None if first == 0 else points[first - first % 2]
+        high = None if last == len(points) - 1 else points[last + last % 2]
+        found += [(low, high, first % 2 == 0, last % 2 == 0)] if holds else []
+    return tuple(found)
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.sampled_from([2, 3, 5, 7]), st.sampled_from([0, 0, 1]))
+@settings(max_examples=examples(15), deadline=None)
+def test_functions_with_poles(a: int, b: int, pole: int, error: int) -> None:
+    quotient = rf"\frac{{{a}x{b - a * pole:+d}}}{{x-{pole}}}" if b != a * pole else rf"\frac{{{a}x}}{{x-{pole}}}"
+    assert same_answer(rf"{a + error}+\frac{{{b}}}{{x-{pole}}}", quotient) is (error == 0)
+    assert same_answer(rf"{a}-\frac{{{b}}}{{{pole}-x}}", quotient)
+
+
+@given(st.integers(2, 9), st.integers(2, 9), st.integers(-99, 99), st.integers(-1, 1))
+@settings(max_examples=examples(100))
+def test_powers_are_values_but_sums_and_products_are_questions(a: int, n: int, b: int, error: int) -> None:
+    value = a**n + b + error
+    assert same_answer(f"{a}^{{{n}}}{b:+d}", str(value)) is (error == 0)
+    assert same_answer(rf"\left(\frac{{1}}{{{a}}}\right)^{{{n}}}", rf"\frac{{1}}{{{a**n + error}}}") is (error == 0)
+    assert not same_answer(f"{abs(value)}+{n}", str(abs(value) + n))
+    assert not same_answer(rf"{a}\cdot {n}", str(a * n))

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.rewards.judge.pool import JudgePool
-from realhf.rewards.math.equality import judge_math
+from realhf.rewards.math.equality import judge_math, same_answer
+from realhf.rewards.math.symbolic import TIME_LIMIT
 from realhf.rewards.verdict import Status
 from tests.conftest import TIMEOUT_S
 from tests.scaling import examples
@@ -146,3 +147,11 @@ def test_strict_verdicts_need_a_mark(form: str, value: int, gold: int) -> None:
     row = {"solutions": [f"#### {gold}"]}
     marked = form.startswith("#") or form.endswith("}}}")
     assert judge_math("", form.format(value), row, strict=True) == float(marked and value == gold)
+
+
+def test_the_time_limit_of_a_response_ends_with_its_verdict() -> None:
+    slow = "(x+y+z+w)^{300}-(x-y+z-w)^{301}"
+    assert judge_math("", rf"\boxed{{{slow}}}", {"solutions": [r"\boxed{(x+y)^{400}+(z+w)^{399}}"]}) == 0.0
+    with pytest.raises(ValueError), TIME_LIMIT.shared():
+        raise ValueError
+    assert same_answer(r"\sin^2 x+\cos^2 x", "1+x-x")

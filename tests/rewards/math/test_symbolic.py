@@ -17,23 +17,23 @@ def compute() -> None:
 
 def test_blocking_does_not_use_processor_time() -> None:
     limit = TimeLimit(seconds=0.05, wall_seconds=TIMEOUT_S)
-    limit.restart()
-    for _ in range(3):
-        with limit.enforced():
-            time.sleep(0.1)
-    with pytest.raises(TimeUp), limit.enforced():
-        compute()
-    with pytest.raises(TimeUp), limit.enforced():
-        raise AssertionError("the comparisons of a response share one limit")
-    limit.restart()
+    with limit.shared():
+        for _ in range(3):
+            with limit.enforced():
+                time.sleep(0.1)
+        with pytest.raises(TimeUp), limit.enforced():
+            compute()
+        with pytest.raises(TimeUp), limit.enforced():
+            raise AssertionError("the comparisons of a response share one limit")
     with limit.enforced():
+        pass  # the limit ends with its block
+    with limit.shared(), limit.enforced():
         pass
 
 
 def test_blocking_ends_at_the_wall_limit() -> None:
     limit = TimeLimit(seconds=TIMEOUT_S, wall_seconds=0.05)
-    limit.restart()
-    with pytest.raises(TimeUp), limit.enforced():
+    with limit.shared(), pytest.raises(TimeUp), limit.enforced():
         time.sleep(TIMEOUT_S)
 
 
@@ -44,8 +44,7 @@ def test_a_lost_exception_is_raised_again() -> None:
             compute()
 
     limit = TimeLimit(seconds=0.05, wall_seconds=TIMEOUT_S)
-    limit.restart()
-    with pytest.raises(TimeUp), limit.enforced():
+    with limit.shared(), pytest.raises(TimeUp), limit.enforced():
         Destructor()
         compute()
 
