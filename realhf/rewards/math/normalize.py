@@ -125,7 +125,7 @@ PARTS = {word: value for value, word in enumerate([
 POWERS = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
 WHOLE_ANSWERS = (
     (re.compile(r"(?:there\s+(?:is|are)\s+)?no\s+(?:real\s+)?solutions?|(?:the\s+)?empty\s+set", re.I), "\\emptyset"),
-    (re.compile(r"(?:it\s+)?does\s+not\s+exist", re.I), "DNE"),
+    (re.compile(r"(?:(?:it|the\s+limit)\s+)?does\s+not\s+exist", re.I), "DNE"),
 )
 ENVIRONMENT = re.compile(r"\\begin\{(aligned|align\*?|gathered|cases)\}(.*?)\\end\{\1\}", re.DOTALL)
 QUALIFIER = re.compile(  # says that a variable is arbitrary: "for all x", "k \\in \\mathbb{Z}", "where c is a constant"

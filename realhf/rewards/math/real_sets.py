@@ -13,7 +13,9 @@ from realhf.rewards.math.exact_integers import exact_value
 from realhf.rewards.math.normalize import split_outside
 from realhf.rewards.math.quantities import quantity
 
-REALS = re.compile(r"\\mathbb\s*\{?\s*R\s*\}?|\\?R(?![a-zA-Z])|(?i:(?:the\s+set\s+of\s+)?all\s+real\s+numbers)")
+REALS = re.compile(
+    r"\\mathbb\s*\{?\s*R\s*\}?|\\?R(?![a-zA-Z])|(?i:(?:the\s+set\s+of\s+)?(?:all|every)\s+real\s+numbers?)"
+)
 UNION = re.compile(r"\\cup(?![a-z])|\\lor(?![a-z])|\\vee(?![a-z])|\"?\s*\bor\b\s*\"?")
 AND = re.compile(r"\\land(?![a-z])|\\wedge(?![a-z])|,?\s*\"?\s*\b(?:and|but)\b\s*\"?|;")
 ABSOLUTE = re.compile(r"\|\s*(\d*)\s*([a-z])\s*(?:([+-][^|<>]+))?\|")

@@ -41,8 +41,9 @@ DEGREES = re.compile(r'(\d+(?:\.\d+)?)\s*"degree"')
 ANGLE = re.compile(r'(.+?)\s*"degree"', re.DOTALL)
 TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
-CONSTANT = re.compile(r"(?<![A-Za-z\\])[CcKk](?![A-Za-z])")  # of integration
-MULTIPLIER = re.compile(r"(?<![A-Za-z\\])[kmn](?![A-Za-z])")  # of a period
+SYMBOL = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
+CONSTANTS = "CcKk"  # of integration
+MULTIPLIERS = "kmn"  # of a period
 
 
 class TimeUp(BaseException):
@@ -89,9 +90,12 @@ def same_mathematics(given: str, gold: str) -> bool:
         return False  # repeats the question
     if not (is_safe_for_sympy(given) and is_safe_for_sympy(gold)):
         return False
-    for letters, is_bound in ((CONSTANT, _only(CONSTANT, gold) == "C"), (MULTIPLIER, "\\pi" in gold)):
-        if is_bound and _only(letters, gold) and _only(letters, given):
-            given = letters.sub(_only(letters, gold), given)
+    for letters, is_bound in ((CONSTANTS, _only(CONSTANTS, gold) == "C"), (MULTIPLIERS, "\\pi" in gold)):
+        if is_bound and (old := _only(letters, given)) and (new := _only(letters, gold)):
+            given = re.sub(rf"(\\[A-Za-z]+)|{old}", lambda match: match[1] or new, given)
+    symbols, gold_symbols = set(SYMBOL.findall(given)), set(SYMBOL.findall(gold))
+    if any(symbol.swapcase() in gold_symbols - symbols for symbol in symbols - gold_symbols):
+        return False  # Math-Verify ignores case
     read, compare = library()
     try:
         with TIME_LIMIT.enforced():
@@ -219,7 +223,7 @@ def is_safe_for_sympy(text: str) -> bool:
     return is_wrapped(f"{{{without_escapes}}}", "{", "}")  # true if its own braces are balanced
 
 
-def _only(letters: re.Pattern[str], text: str) -> str:
-    """Return the letter of a bound variable, or "" unless it occurs once."""
-    found = letters.findall(text)
+def _only(letters: str, text: str) -> str:
+    """Return the only symbol of ``text`` that is one of the letters, or "" if there is none or several."""
+    found = [symbol for symbol in SYMBOL.findall(text) if symbol in letters]
     return found[0] if len(found) == 1 else ""

@@ -67,7 +67,7 @@ def parse_unit(text: str) -> Unit:
             size, power = size * unit_size**total, 1
         else:
             words.add(name)
-    return Unit(frozenset((name, n) for name, n in exponents.items() if n), size, frozenset(words) - FILLERS)
+    return Unit(frozenset(exponents.items()), size, frozenset(words) - FILLERS)
 
 
 def conversion(given: Unit, gold: Unit) -> Fraction | None:

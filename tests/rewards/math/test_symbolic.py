@@ -5,9 +5,12 @@ import sys
 import time
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
-from realhf.rewards.math.symbolic import TimeLimit, TimeUp
+from realhf.rewards.math.symbolic import TimeLimit, TimeUp, same_mathematics
 from tests.conftest import TIMEOUT_S
+from tests.scaling import examples
 
 
 def compute() -> None:
@@ -60,3 +63,25 @@ print({name.split(".")[1] for name in sys.modules if name.startswith("sympy.")} 
 """
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=TIMEOUT_S, check=True)
     assert done.stdout == "set()\n"
+
+
+@given(st.sampled_from("abdfghpqrstuvwxyz"), st.sampled_from("abdfghpqrstuvwxyz"), st.integers(2, 9))
+@settings(max_examples=examples(20), deadline=None)
+def test_the_case_of_a_symbol_matters(a: str, b: str, n: int) -> None:
+    assume(a != b)
+    for form in ("{n}{a}{b}", r"\sqrt{{{a}^2+{n}{b}}}", r"\frac{{{a}+{n}}}{{{b}}}", r"\sin {a}+{b}"):
+        gold, other = form.format(a=a, b=b, n=n), form.format(a=a.upper(), b=b, n=n)
+        assert same_mathematics(gold, gold) and not same_mathematics(other, gold)
+
+
+@pytest.mark.parametrize(
+    ("given_text", "gold", "same"),
+    [
+        ("ke^{-x}", "Ce^{-x}", True),
+        ("ke^{-x}", "ae^{-x}", False),
+        (r"\frac{\pi}{2}+2n\pi", r"\frac{\pi}{2}+2k\pi", True),
+        (r"\frac{\pi}{2}+n\pi", r"\frac{\pi}{2}+2k\pi", False),
+    ],
+)
+def test_bound_letters(given_text: str, gold: str, same: bool) -> None:
+    assert same_mathematics(given_text, gold) is same

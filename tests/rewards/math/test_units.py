@@ -83,6 +83,7 @@ def test_degrees_and_radians(n: int, d: int) -> None:
         (r"50\text{ miles}", r"50\text{ miles per hour}", False),
         (r"12\text{ square units}", r"12\text{ cm}^2", True),
         (r"12\text{ units}", r"12\text{ cm}^2", False),
+        (r"5\text{ s/s}", r"5\text{ m/s}", False),
         ("5 squared", "5", False),
         (r"5\text{ feet squared}", r"5\text{ ft}^2", True),
         (r"3\text{ apples}", r"3\text{ oranges}", False),
