@@ -78,11 +78,12 @@ class Master:
         self.fingerprint = run.fingerprint if run.writes_checkpoints else {}  # before files can change
         schedule = replace(run.schedule, first_step=last[1].step) if last else run.schedule
         strict_step_order = run.writes_checkpoints or bool(run.graph.evaluation)
-        self.state = MasterState(run.graph, run.plan, schedule, run.config.max_staleness, strict_step_order)
+        self.saved = {(rollout.mfc, rollout.span): rollout for rollout in last[1].rollouts} if last else {}
+        self.state = MasterState(run.graph, run.plan, schedule, run.config.max_staleness, strict_step_order, self.saved)
         self.state.states |= last[1].states if last else {}
         self.pending_checkpoint: tuple[Manifest, list[_Request]] | None = None
+        self.uncommitted: set[int] = set()  # steps of checkpoints in progress
         self.rollouts: list[_Request] = []  # of generating calls of unfinished steps
-        self.saved = {(rollout.mfc, rollout.span): rollout for rollout in last[1].rollouts} if last else {}
         self.requests: dict[int, _Request] = {}
         self.pending_events: list[RowsReady] = []  # of training, received during an evaluation
         self.last_request = 0
@@ -273,6 +274,7 @@ class Master:
         states = dict(self.state.states)
         manifest = Manifest(step, run.schedule.n_steps, states, layouts, {}, self.fingerprint, flat_options(run.config),
                             self.accepted)  # fmt: skip
+        self.uncommitted.add(step)
         self.pending_checkpoint = manifest, [*self.rollouts]  # complete before the files: workers reply in order
         folder = str(tmp_folder(run.paths.checkpoints, step))
         request = self._request(range(run.plan.n_workers), f"checkpoint {step}", step - 1, lambda replies: None)
@@ -288,11 +290,16 @@ class Master:
             rollouts = [request.rollout for request in requests if request.rollout]
             complete = replace(manifest, files=files, rollouts=rollouts)
             commit(self.run.paths.checkpoints, complete, self.run.config.exp_ctrl.keep_last)
-            self.best.prune(checkpoints_of(self.run.paths.checkpoints))
+            self.uncommitted.remove(manifest.step)
+            self.best.prune(self._resumable_steps())
 
         name, step = f"the files of checkpoint {manifest.step}", manifest.step - 1
         request = self._request(range(self.run.plan.n_workers), name, step, write)
         self._send_all(messages.AwaitCheckpoint(request, step))
+
+    def _resumable_steps(self) -> list[int]:
+        """Return the steps from which the run can be resumed now or later."""
+        return [*checkpoints_of(self.run.paths.checkpoints), *self.uncommitted]
 
     def _stop(self, step: int) -> None:
         self._finish_checkpoint()
@@ -310,7 +317,7 @@ class Master:
             self.telemetry.describe(path, evaluation)
             missing.discard(role)
             if not missing:
-                folder = self.best.commit(record, checkpoints_of(self.run.paths.checkpoints))
+                folder = self.best.commit(record, self._resumable_steps())
                 self.telemetry.kept(self.best.metric, record.value, folder)
 
         for role in self.run.saved_roles:

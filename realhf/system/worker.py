@@ -227,8 +227,8 @@ class ModelWorker:
         engines = {role: self._home_engine(role) for role in self.run.updated_roles}
         files = {file_name(role, self.rank): snapshot(e) for role, e in engines.items() if e is not None}
         run, rollouts = self.run, [mfc for mfc in self.run.graph.mfcs if mfc.kind is Kind.GENERATE]
-        keys = {key for mfc in rollouts if self.rank in run.plan[mfc.name].layout.dp_heads() for key in mfc.outputs
-                if run.config.max_staleness}  # fmt: skip
+        keys = {key for mfc in rollouts if self.rank in (0, *run.plan[mfc.name].layout.dp_heads())  # 0: see _restore
+                for key in mfc.outputs if run.config.max_staleness}  # fmt: skip
         return files | ({file_name(ROWS, self.rank): rows} if (rows := self.executor.store.tensors(keys)) else {})
 
     def _restore(self, folder: Path) -> None:

@@ -15,6 +15,7 @@ from tests.conftest import Task
 from tests.integration.conftest import TIMEOUT_S, Run, Started, same_curve, start
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
+CALLS = ("actor_gen", "rew_inf", "ref_inf", "critic_inf", "critic_train", "actor_train")
 OFTEN = ["exp_ctrl.ckpt_freq_steps=1", "exp_ctrl.total_train_epochs=2", "exp_ctrl.total_train_steps=5",
          "tensorboard.enabled=False", "n_logged_generations=-1"]  # fmt: skip
 TWO = ["n_gpus_per_node=2", "ppo.use_adaptive_kl_ctl=True"]
@@ -108,8 +109,7 @@ def test_rollout_ahead_resumes_bitwise(
     words: list[str], realhf: Callable[..., Run], ppo_words: list[str], tmp_path: Path
 ) -> None:
     """Rows that were generated before the checkpoint with older weights are part of it."""
-    words = [*ppo_words, *OFTEN, *TWO, *words, "allocation_mode=manual", "actor_gen.device_mesh=0",
-             *(f"{name}.device_mesh=1" for name in ("rew_inf", "ref_inf", "critic_inf", "critic_train", "actor_train")),
+    words = [*ppo_words, *OFTEN, *TWO, *words, *generating_on(0),
              "exp_ctrl.total_train_steps=8", "exp_ctrl.total_train_epochs=4"]  # fmt: skip
     straight = realhf("ppo-math", tmp_path / "straight", words)
     started = start("ppo-math", tmp_path / "killed", words)
@@ -119,6 +119,26 @@ def test_rollout_ahead_resumes_bitwise(
     found = resume(started.root)
     assert found.code == 0, found.output
     assert found.curve == straight.curve and files(found) == files(straight)
+
+
+def generating_on(rank: int) -> list[str]:
+    """Return the options to generate on one of two workers and to train on the other."""
+    return ["allocation_mode=manual", *(f"{c}.device_mesh={rank if c == CALLS[0] else 1 - rank}" for c in CALLS)]
+
+
+def test_rollout_ahead_resumes_in_other_layouts(
+    realhf: Callable[..., Run], ppo_words: list[str], tmp_path: Path
+) -> None:
+    """Stored rows are found in any layout, and stored again by the worker that has read them."""
+    words = [*ppo_words, *OFTEN, *TWO, "max_staleness=2", *generating_on(0), "exp_ctrl.total_train_epochs=3",
+             "exp_ctrl.total_train_steps=6", "actor.optimizer.lr=1e-4", "critic.optimizer.lr=1e-4"]  # fmt: skip
+    straight = realhf("ppo-math", tmp_path / "straight", words)
+    started = start("ppo-math", tmp_path / "killed", words)
+    kill(started, 3, "master")
+    kill(start("", started.root, generating_on(1), command=["resume", str(started.root)]), 4, "master")
+    found = resume(started.root, "allocation_mode=d2", *(f"{call}.device_mesh=null" for call in CALLS))
+    assert found.code == 0, found.output
+    assert same_curve(straight, found) == []
 
 
 @pytest.mark.parametrize("layout", ["d1", "t2", "p2"])

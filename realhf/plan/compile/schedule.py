@@ -1,13 +1,13 @@
 """The scheduler of the master as a pure state machine: events in, actions out. No IO, no clock, no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise, product
 
 from realhf.api.batch_meta import PROMPT, BatchMeta, ColumnMeta, RowId
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.graph import MFC, Graph
-from realhf.api.messages import PrepareCall, State
+from realhf.api.messages import Holders, PrepareCall, State
 from realhf.plan.compile import transfer
 from realhf.plan.compile.micro_batch import partition_rows
 
@@ -259,7 +259,10 @@ Action = FetchRows | Dispatch | FinishStep
 
 
 class MasterState(Scheduler):
-    """The scheduler of one run, with the locations of all rows. Only ``start`` and ``handle`` change it."""
+    """The scheduler of one run, with the locations of all rows. Only ``start`` and ``handle`` change it.
+
+    ``replayed`` are calls whose results are known: they are not executed, and so their inputs are not transferred.
+    """
 
     def __init__(
         self,
@@ -268,9 +271,10 @@ class MasterState(Scheduler):
         schedule: TrainSchedule,
         max_staleness: int = 0,
         strict_step_order: bool = False,
+        replayed: Collection[tuple[str, PromptRange]] = (),
     ) -> None:
         super().__init__(graph, schedule, max_staleness, strict_step_order)
-        self.plan = plan
+        self.plan, self.replayed = plan, frozenset(replayed)
         self.states: dict[str, State] = {m.role or m.name: {} for m in graph.mfcs}
         keys = dict.fromkeys(key for m in graph.mfcs for key in (*m.inputs, *m.outputs))
         self._columns = {key: transfer.ColumnIndex() for key in keys}
@@ -335,10 +339,11 @@ class MasterState(Scheduler):
         weights = transfer.row_bytes(columns.values()) if columns else [1] * len(ids)
         layout = self.plan[mfc.name].layout
         assignment, minibatches = partition_rows(ids, weights, layout.strategy.dp, mfc.n_minibatches)
+        is_replayed = (mfc.name, span) in self.replayed
+        holders = Holders((), {}) if is_replayed else transfer.record_transfer(inputs, kept, assignment, layout)
         call = PrepareCall(request=0, mfc=mfc.name, step=span.step, version=self.versions.get(mfc.role or "", 0),
                            inputs=BatchMeta(ids, columns), shared=shared,
-                           holders=transfer.record_transfer(inputs, kept, assignment, layout),
-                           assignment=assignment, minibatches=minibatches,
+                           holders=holders, assignment=assignment, minibatches=minibatches,
                            state=self.states[mfc.role or mfc.name])  # fmt: skip
         return Dispatch(span, call)
 

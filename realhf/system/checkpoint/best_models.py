@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from realhf.base.atomic_io import TMP_SUFFIX, atomic_write, discard, fsync_folder
-from realhf.base.errors import RunFailed, damage_reported, did_you_mean
+from realhf.base.errors import RunFailed, UserError, damage_reported, did_you_mean
 
 POINTER = "best.json"
 
@@ -102,9 +102,11 @@ def write_records(folder: Path, metric: str, records: Sequence[BestRecord]) -> N
 
 
 def rewind_best(folder: Path, step: int) -> None:
-    """Remove records after ``step`` steps, and models without a record."""
+    """Remove records after ``step`` steps, and models without a record; ``UserError`` if the best are missing."""
     metric, records = read_pointer(folder)
     records = [r for r in records if r.step <= step]
+    if records and not (best := folder / f"step_{records[-1].step}").is_dir():
+        raise UserError(f"{best} with the best models is missing; remove {folder}, which loses those so far")
     if records:
         write_records(folder, metric, records)
     else:

@@ -1,10 +1,12 @@
 """Best models: records, former models, and interrupted runs."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from realhf.base.errors import UserError
 from realhf.system.checkpoint.best_models import (
     POINTER,
     TMP_SUFFIX,
@@ -111,3 +113,14 @@ def test_the_pointer_always_names_complete_models(moment: str, tmp_path: Path) -
     assert (tmp_path / stored["folder"] / "actor" / "weights").is_file()
     rewind_best(tmp_path, 1)
     assert json.loads((tmp_path / POINTER).read_text())["step"] == 1 and "step_1" in names(tmp_path)
+
+
+def test_missing_best_models_are_refused(tmp_path: Path) -> None:
+    best = BestModels(tmp_path, "a")
+    for step in (1, 2, 3):
+        commit(best, step, float(step), [1, 2])
+    shutil.rmtree(tmp_path / "step_2")
+    with pytest.raises(UserError, match=r"step_2 with the best models is missing; remove "):
+        rewind_best(tmp_path, 2)
+    rewind_best(tmp_path, 3)
+    assert names(tmp_path) == ["best.json", "step_1", "step_3"]
