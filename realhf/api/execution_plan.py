@@ -17,6 +17,10 @@ class MicroBatching:
     max_tokens_per_mb: int = 16384
     max_num_seqs: int = 0
 
+    def __post_init__(self) -> None:
+        if min(self.n_mbs, self.max_tokens_per_mb, self.max_num_seqs + 1) < 1:
+            raise ValueError(f"{self}: numbers must be positive")
+
     def limit_num_seqs(self, requested: int) -> int:
         """Return the number of rows to decode at a time, given the number in the sampling options."""
         return min(requested, self.max_num_seqs) if self.max_num_seqs else requested

@@ -99,7 +99,7 @@ def _flock(fd: int) -> bool:
 def is_locked(path: Path) -> bool:
     try:
         fd = os.open(path, os.O_RDWR)
-    except FileNotFoundError:
+    except OSError:  # there is none, or it cannot be locked either
         return False
     try:
         return not _flock(fd)

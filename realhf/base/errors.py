@@ -49,6 +49,8 @@ def damage_reported(path: Path, advice: str) -> Iterator[None]:
     """Report every error of reading a file that the program has written as a one-line ``UserError``."""
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:  # of the file system, of decoding, and of the values
         problem = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"{path} is damaged ({problem:.200}); {advice}") from error

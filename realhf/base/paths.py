@@ -1,12 +1,13 @@
 """File names of a run. Creates nothing."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 
 class _PathEntry:
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, is_folder: bool = False) -> None:
+        self.name, self.is_folder = name, is_folder
 
     def __get__(self, run: "RunDir", owner: type) -> Path:
         return run.root / self.name
@@ -29,9 +30,12 @@ class RunDir:
     failure = _PathEntry("first_failure.txt")  # why the first response without a reward has none
     events = _PathEntry("events.jsonl")
     trace = _PathEntry("trace.json")
-    tensorboard = _PathEntry("tensorboard")
-    checkpoints = _PathEntry("checkpoints")
-    best = _PathEntry("best")  # models of the best evaluation, and best.json, which lists them
+    tensorboard = _PathEntry("tensorboard", is_folder=True)
+    checkpoints = _PathEntry("checkpoints", is_folder=True)
+    best = _PathEntry("best", is_folder=True)  # models of the best evaluation, and best.json, which lists them
+    logs = _PathEntry("logs", is_folder=True)
+    samples = _PathEntry("generations", is_folder=True)
+    models = _PathEntry("models", is_folder=True)
 
     @property
     def lock(self) -> Path:
@@ -40,10 +44,29 @@ class RunDir:
         return root.with_name(f".{root.name}.lock")
 
     def log(self, process: str) -> Path:
-        return self.root / "logs" / f"{process}.log"
+        return self.logs / f"{process}.log"
 
     def generations(self, step: int) -> Path:
-        return self.root / "generations" / f"step_{step}.jsonl"
+        return self.samples / f"step_{step}.jsonl"
 
     def model(self, role: str, step: int) -> Path:
-        return self.root / "models" / role / f"step_{step}"
+        return self.models / role / f"step_{step}"
+
+    def unusable(self, mode: int) -> list[str]:
+        """Return the entries of another kind, and those without access of ``mode`` (``os.R_OK``, ``os.W_OK``)."""
+        entries = {self.root / e.name: e.is_folder for e in vars(RunDir).values() if isinstance(e, _PathEntry)}
+        entries |= {self.root: True} | dict.fromkeys(self.logs.glob("*.log"), False)
+        problems = (_problem(*entry, mode) for entry in entries.items())
+        return [problem for problem in problems if problem]
+
+
+def _problem(path: Path, is_folder: bool, mode: int) -> str:
+    if not os.path.lexists(path):
+        return ""
+    if not (os.path.isdir if is_folder else os.path.isfile)(path):
+        return f"{path} is not a {'folder' if is_folder else 'regular file'}; move it away or restore it"
+    if not os.access(path, mode | os.X_OK if is_folder else mode, effective_ids=True):
+        status = path.stat()
+        return (f"{path} of user {status.st_uid} with mode {status.st_mode & 0o7777:04o} cannot be "
+                f"{'changed' if mode & os.W_OK else 'read'}; correct its owner or mode")  # fmt: skip
+    return ""

@@ -5,7 +5,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from realhf.apps.prepare.launching import launch, launch_of, locked, read_run
+from realhf.apps.prepare.launching import launch, locked, read_run, stored_run
 from realhf.apps.prepare.recovery import resume, retried
 from realhf.base.errors import RunStopped, UserError
 from realhf.base.paths import RunDir
@@ -16,7 +16,7 @@ def main(arguments: list[str]) -> None:
     if not 1 <= len(arguments) <= 2 or not RunDir(Path(arguments[0])).plan.is_file():
         raise UserError("usage: realhf master RUN_DIR [LAUNCH], with the config.yaml and plan.json of a run")
     paths = RunDir(Path(arguments[0]))
-    if arguments[1:] not in ([], [launch_of(paths)]):
+    if arguments[1:] not in ([], [stored_run(paths).launch]):
         raise UserError(f"{paths.root} has been replaced by another launch since this job was submitted")
     signal.signal(signal.SIGUSR1, lambda number, frame: paths.stop.touch())  # from SLURM, before the time limit
     try:

@@ -49,8 +49,6 @@ def main(arguments: list[str]) -> None:
     if paths.stages.is_file():
         stages = sorted(str(plan.parent) for plan in paths.root.glob("*/plan.json"))
         raise UserError(f"{paths.root} has several runs; report one of them: {', '.join(stages) or 'none has started'}")
-    if not paths.plan.is_file() or not paths.config.is_file():
-        raise UserError(f"{paths.root} has no run: {paths.config.name} or {paths.plan.name} is missing")
     target = Path(words[2]) if len(words) == 3 else paths.root / "report.html"
     write_out(target, report(read_run(paths.root)))
 

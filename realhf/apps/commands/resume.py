@@ -1,5 +1,6 @@
 """``realhf resume``: resumes a run from its last checkpoint, optionally with other layouts or more or fewer workers."""
 
+import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,10 +21,10 @@ def main(arguments: list[str]) -> None:
         print(USAGE)
         return
     paths = RunDir(Path(arguments[0]))
+    if problems := paths.unusable(os.R_OK | os.W_OK):
+        raise UserError(problems)
     if paths.stages.is_file():
         return resume_multi_stage(paths, arguments[1:])
-    if not paths.config.is_file() or not paths.plan.is_file():
-        raise UserError(f"{paths.root} has no run: {paths.config.name} or {paths.plan.name} is missing\n{USAGE}")
     run = read_run(paths.root)
     experiment = updated(replace(run.config, resume=ResumeConfig()), arguments[1:])
     attempt = partial(resume, run.experiment, experiment, paths)

@@ -5,12 +5,13 @@ import json
 import os
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from realhf.api.codec import from_plain, to_plain
-from realhf.api.config import ExperimentConfig, Mode
+import msgspec
+
+from realhf.api.config import Device, ExperimentConfig, Mode
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import Experiment
 from realhf.api.messages import ToWorker
@@ -31,51 +32,76 @@ from realhf.system.checkpoint.manifest import Manifest, flat_options
 
 MAX_REPORTED = 8  # unresponsive workers whose process states are reported
 EXIT_TIMEOUT_S = 20.0  # for workers to exit after the last step
+DAMAGED = "start the run again with overwrite=True"
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """Content of plan.json: what a run has besides its options. ``launch`` identifies the launch that created it."""
+
+    experiment: str
+    device: Device
+    n_rows: Annotated[int, msgspec.Meta(ge=1)]
+    n_held_out: Annotated[int, msgspec.Meta(ge=0)]
+    plan: ExecutionPlan
+    expected: ExpectedPerformance | None
+    launch: str
 
 
 @contextlib.contextmanager
 def locked(paths: RunDir) -> Iterator[None]:
-    """Hold the lock of a run directory, which every process needs to change it; ``UserError`` if another has it."""
-    with try_lock(paths.lock) as is_acquired:
-        if not is_acquired:
-            raise UserError(running_message(paths))
-        yield
+    """Hold the lock of a run directory, which every process needs to change it.
+
+    ``UserError`` if another process has it, and for errors of files before the master starts.
+    """
+    try:
+        with try_lock(paths.lock) as is_acquired:
+            if not is_acquired:
+                raise UserError(running_message(paths))
+            yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UserError(f"the files of {paths.root} cannot be used: {error}") from error
 
 
 def write_run(run: RunSpec, launch_id: str = "") -> None:
     """Write config.yaml and plan.json; a new launch, which has a ``launch_id``, replaces the run directory."""
+    stored = StoredRun(run.experiment, Device(run.device), run.n_rows, run.n_held_out, run.plan, run.expected,
+                       launch_id or stored_run(run.paths).launch)  # fmt: skip
     if launch_id and run.paths.root.exists() and any(run.paths.root.iterdir()):
         remove_folder(run.paths.root)
     run.paths.root.mkdir(parents=True, exist_ok=True)
     run.paths.root.chmod(0o700)  # prompts, responses and the channel's key
     save_experiment(run.config, run.paths.config)
-    stored: dict[str, Any] = {"experiment": run.experiment, "device": run.device, "n_rows": run.n_rows,
-                              "n_held_out": run.n_held_out, "plan": to_plain(run.plan),
-                              "expected": to_plain(run.expected),
-                              "launch": launch_id or launch_of(run.paths)}  # fmt: skip
-    atomic_write(run.paths.plan, json.dumps(stored, indent=1))
+    atomic_write(run.paths.plan, json.dumps(msgspec.to_builtins(stored), indent=1))
 
 
-def launch_of(paths: RunDir) -> str:
-    """Return the identifier of the launch that created a run directory."""
-    return json.loads(paths.plan.read_text())["launch"]
+def stored_run(paths: RunDir) -> StoredRun:
+    """Read plan.json; ``UserError`` if the directory has no run, or damaged or inaccessible files."""
+    if problems := paths.unusable(os.R_OK):
+        raise UserError(problems)
+    if not paths.config.is_file() or not paths.plan.is_file():
+        raise UserError(f"{paths.root} has no run: {paths.config.name} or {paths.plan.name} is missing")
+    with damage_reported(paths.plan, DAMAGED):
+        return msgspec.convert(json.loads(paths.plan.read_text()), StoredRun)
 
 
 def read_run(root: Path) -> RunSpec:
     """Load a run from its directory; master and workers both do."""
-    paths, advice = RunDir(root), "start the run again with overwrite=True"
-    with damage_reported(paths.plan, advice):
+    paths = RunDir(root)
+    stored = stored_run(paths)
+    experiment = load_experiment(experiment_class(stored.experiment), paths.config)
+    with damage_reported(paths.config, DAMAGED):
+        task, graph, roles = experiment.task, experiment.graph(), experiment.roles()
+    with damage_reported(paths.plan, DAMAGED):
         digest = sha256(paths.config) + sha256(paths.plan)
-        stored = json.loads(paths.plan.read_text())
-        name, plan = stored["experiment"], from_plain(stored["plan"], ExecutionPlan)
-        expected = from_plain(stored["expected"], ExpectedPerformance) if stored.get("expected") else None
-    experiment = load_experiment(experiment_class(name), paths.config)
-    with damage_reported(paths.plan, advice):
-        run = RunSpec(name, experiment, experiment.task, experiment.graph(), experiment.roles(), plan, paths,
-                      stored["device"], stored["n_rows"], expected, stored["n_held_out"], digest)  # fmt: skip
+        run = RunSpec(stored.experiment, experiment, task, graph, roles, stored.plan, paths, stored.device.value,
+                      stored.n_rows, stored.expected, stored.n_held_out, digest)  # fmt: skip
         n_workers = experiment.n_nodes * experiment.n_gpus_per_node
-        if not (run.program and run.eval_schedule) or plan.n_workers != n_workers:
-            raise ValueError(f"the plan is for {plan.n_workers} workers, {paths.config.name} has {n_workers}")
+        ranks = {rank for mfc in (*graph.mfcs, *graph.evaluation) for rank in run.plan[mfc.name].layout.mesh.ranks}
+        if not (run.program and run.eval_schedule) or not max(ranks) < run.plan.n_workers == n_workers:
+            raise ValueError(f"the plan is for {run.plan.n_workers} workers, {paths.config.name} has {n_workers}")
     return run
 
 
@@ -150,7 +176,7 @@ def queue(runs: Sequence[RunSpec], config: ExperimentConfig, paths: RunDir) -> N
     """Submit runs whose directories are prepared, and follow the job to its end."""
     logs = [log_file(paths.root, i if len(runs) > 1 else "") for i in range(len(runs))]
     logs[0].parent.mkdir(parents=True, exist_ok=True)  # SLURM does not create the folder of a log
-    roots, launch_id = [run.paths.root for run in runs], launch_of(runs[0].paths)
+    roots, launch_id = [run.paths.root for run in runs], stored_run(runs[0].paths).launch
     paths.job_script.write_text(script(roots, config, runs[0].device, paths.root, launch_id))
     job = submit(paths.job_script, len(runs))
     print(f"job     {job.number}: {paths.job_script}; Ctrl-C cancels it", flush=True)

@@ -2,21 +2,31 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from realhf.api.config import RecoverMode
 from realhf.api.experiment import MultiStageExperiment, Stage
-from realhf.apps.prepare.launching import locked, start
+from realhf.apps.prepare.launching import DAMAGED, locked, start
 from realhf.apps.prepare.options import load_experiment, save_experiment, updated
 from realhf.apps.prepare.preflight import directory_problems, preflight, run_problems
 from realhf.apps.prepare.recovery import changes, resume, retried
 from realhf.base.atomic_io import atomic_write, remove_folder
-from realhf.base.errors import UserError
+from realhf.base.errors import UserError, damage_reported
 from realhf.base.paths import RunDir
 from realhf.experiments import experiment_class
-from realhf.system.checkpoint.manifest import flat_options, newest
+from realhf.system.checkpoint.manifest import flat_options, is_resumable
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Content of stages.json: the experiment and its completed stages."""
+
+    experiment: str
+    done: list[str]
 
 
 def run_multi_stage(name: str, config: MultiStageExperiment, paths: RunDir) -> None:
@@ -40,9 +50,10 @@ def run_multi_stage(name: str, config: MultiStageExperiment, paths: RunDir) -> N
 
 def resume_multi_stage(paths: RunDir, overrides: Sequence[str]) -> None:
     """Resume the multi-stage experiment in a directory, with some options replaced."""
-    name = json.loads(paths.stages.read_text())["experiment"]
+    name = _progress(paths).experiment
     config = updated(load_experiment(experiment_class(name), paths.config), overrides)
-    assert isinstance(config, MultiStageExperiment), f"{name} is not a multi-stage experiment"
+    if not isinstance(config, MultiStageExperiment):
+        raise UserError(f"{paths.stages} is damaged: {name} is not a multi-stage experiment; {DAMAGED}")
     _resume_stages(name, config, paths)
 
 
@@ -52,14 +63,19 @@ def _resume_stages(name: str, config: MultiStageExperiment, paths: RunDir) -> No
 
 
 def _run_remaining_stages(name: str, config: MultiStageExperiment, paths: RunDir) -> None:
-    stored = json.loads(paths.stages.read_text())
-    if stored["experiment"] != name:
-        problems = [f"experiment: {stored['experiment']} before, {name} now"]
+    stored = _progress(paths)
+    if stored.experiment != name:
+        problems = [f"experiment: {stored.experiment} before, {name} now"]
     else:
         problems = changes(flat_options(load_experiment(experiment_class(name), paths.config)), flat_options(config))
     if problems := problems + run_problems(config) + config.problems():
         raise UserError([*problems, f"{paths.root} was started with other options; choose another trial_name"])
-    _run_stages(name, config, paths, stored["done"])
+    _run_stages(name, config, paths, stored.done)
+
+
+def _progress(paths: RunDir) -> Progress:
+    with damage_reported(paths.stages, DAMAGED):
+        return msgspec.convert(json.loads(paths.stages.read_text()), Progress)
 
 
 def _run_stages(name: str, config: MultiStageExperiment, paths: RunDir, completed: Sequence[str]) -> None:
@@ -85,5 +101,5 @@ def _run_stage(stage: Stage, root: Path) -> None:
         run = preflight(stage.experiment, config, paths)
         start([run], config, paths)
 
-    is_started = paths.plan.is_file() and newest(paths.checkpoints)
+    is_started = paths.plan.is_file() and is_resumable(paths.checkpoints)
     retried(partial(resume, stage.experiment, config, paths) if is_started else begin, paths)

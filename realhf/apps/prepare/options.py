@@ -116,6 +116,11 @@ def read_options(cls: type[T], overrides: Sequence[str], problems_of: Callable[[
 
 
 def load_experiment(cls: type[T], path: Path) -> T:
+    """Return the options in a file with all of them; ``UserError`` if some are missing, or have invalid values."""
+    known = {key: field for key, field, _ in leaves(cls())}
+    if missing := known.keys() - dict(_load_yaml(str(path), known)).keys():
+        raise UserError(f"{path} is damaged, or of another version: {len(missing)} options are missing, such as "
+                        f"{min(missing)}; add them, or start the run again with overwrite=True")  # fmt: skip
     return updated(cls(), (), str(path))
 
 

@@ -219,9 +219,11 @@ def directory_problems(config: ExperimentConfig, paths: RunDir, is_owner: bool =
     for option in ("experiment_name", "trial_name"):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value := getattr(config, option)):
             problems.append(f"{option}='{value}': use letters, digits, '.', '_' and '-'")
-    existing = next(p for p in (paths.root, *paths.root.parents) if p.exists())
+    existing = next(p for p in (paths.root, *paths.root.parents) if os.path.exists(p))
     if not existing.is_dir():
         return [*problems, f"cannot create {paths.root}: {existing} is a file; set fileroot or trial_name"]
+    if not os.access(existing, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+        return [*problems, f"no write permission in {existing}; set fileroot"]
     if not is_owner and is_locked(paths.lock):
         problems.append(running_message(paths))
     elif paths.root.exists() and any(not path.name.endswith(TMP_SUFFIX) for path in paths.root.iterdir()):
@@ -229,8 +231,6 @@ def directory_problems(config: ExperimentConfig, paths: RunDir, is_owner: bool =
             problems.append(f"{paths.root} is not empty and contains no realhf run; choose another trial_name")
         elif not config.overwrite:
             problems.append(f"{paths.root} already contains a run; choose another trial_name, or set overwrite=True")
-    if not os.access(existing, os.W_OK):
-        problems.append(f"no write permission in {existing}; set fileroot")
     return problems
 
 

@@ -16,7 +16,7 @@ from realhf.base.paths import RunDir
 from realhf.launch.elastic import ElasticRestart, failed_permanently, plan_restart
 from realhf.plan.fingerprint import LR_SCHEDULE, fingerprint_changes, lr_changes
 from realhf.plan.run_spec import RunSpec
-from realhf.system.checkpoint.manifest import Manifest, flat_options, newest, rewind
+from realhf.system.checkpoint.manifest import Manifest, flat_options, is_resumable, newest, rewind
 
 MUTABLE = ("experiment_name", "trial_name", "fileroot", "overwrite", "mode", "device", "n_nodes", "n_gpus_per_node",
            "allocation_mode", "threads_per_worker", "startup_timeout", "call_timeout", "heartbeat_timeout",
@@ -39,12 +39,12 @@ def retried(run: Callable[[], None], paths: RunDir) -> None:
             return run()
         except RunFailed as failed:
             deaths.update(failed.lost)
-            spec = read_run(paths.root)
+            possible = _plan_restart(failed, deaths, paths)
+            if possible is None:
+                raise
+            spec, restart = possible
             config = spec.config
             may = config.recover_mode in (RecoverMode.fault, RecoverMode.auto) and restarts < config.recover_retries
-            restart = _plan_restart(failed, deaths, spec)
-            if restart is None:
-                raise
             if not may or restart.refusal:
                 raise _with_hint(failed, restart, paths) from failed
             restarts, first = restarts + 1, failed
@@ -62,16 +62,18 @@ def retried(run: Callable[[], None], paths: RunDir) -> None:
             raise RunFailed(f"{first}\nthe run cannot be resumed: {error}") from error
 
 
-def _plan_restart(failed: RunFailed, deaths: Counter[int], run: RunSpec) -> ElasticRestart | None:
-    """Return the possible restart, None without workers or a checkpoint."""
+def _plan_restart(failed: RunFailed, deaths: Counter[int], paths: RunDir) -> tuple[RunSpec, ElasticRestart] | None:
+    """Return the run and its possible restart, None without workers or a checkpoint."""
     try:
-        if failed.n_nodes is None or newest(run.paths.checkpoints) is None:
+        if failed.n_nodes is None or not is_resumable(paths.checkpoints):
             return None
+        run = read_run(paths.root)
     except UserError as error:
         print(f"damaged {error}")
         return None
     lost = failed_permanently(run.config, deaths)
-    return plan_restart(run.config, run.config.placements(), run.device, failed.n_nodes, lost)
+    restart = plan_restart(run.config, run.config.placements(), run.device, failed.n_nodes, lost)
+    return (run, restart) if restart else None
 
 
 def _with_hint(failed: RunFailed, restart: ElasticRestart, paths: RunDir) -> RunFailed:
@@ -97,7 +99,7 @@ def _prepare_resume(name: str, experiment: Experiment, paths: RunDir) -> tuple[R
                         "start the run again with overwrite=True")  # fmt: skip
     folder, manifest = last
     run = read_run(paths.root)  # keeps its plan unless options change
-    if flat_options(run.config) != flat_options(experiment):
+    if not flat_options(run.config) == flat_options(experiment) == manifest.options:
         run = preflight(name, experiment, paths, resuming=True)
     accepted = check_unchanged(run, folder, manifest)
     step, done = manifest.step, rewind(paths, manifest.step)

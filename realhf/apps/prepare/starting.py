@@ -11,7 +11,7 @@ from realhf.apps.prepare.recovery import resume, retried
 from realhf.base.errors import UserError
 from realhf.base.paths import RunDir
 from realhf.launch import missing
-from realhf.system.checkpoint.manifest import newest
+from realhf.system.checkpoint.manifest import is_resumable
 
 
 def start_experiment(name: str, experiment: Experiment, paths: RunDir, dry: bool) -> None:
@@ -29,7 +29,7 @@ def supervise(name: str, experiment: Experiment, paths: RunDir) -> None:
     mode = experiment.recover_mode
     if problems := missing(experiment):
         raise UserError(problems)
-    if mode in (RecoverMode.resume, RecoverMode.auto) and newest(paths.checkpoints):
+    if mode in (RecoverMode.resume, RecoverMode.auto) and is_resumable(paths.checkpoints):
         run = partial(resume, name, experiment, paths)
     elif mode is RecoverMode.resume:
         raise UserError(f"recover_mode=resume, but {paths.checkpoints} has no checkpoint")

@@ -5,6 +5,7 @@ A checkpoint is written to a temporary folder, synced, renamed, then referenced;
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -73,7 +74,7 @@ def commit(folder: Path, manifest: Manifest, keep_last: int) -> Path:
     fsync_folder(tmp)
     if target.exists():
         discard(target)
-    if pointer.is_dir():
+    if os.path.lexists(pointer) and not pointer.is_file():
         discard(pointer)
     tmp.rename(target)
     fsync_folder(folder)
@@ -90,15 +91,9 @@ def newest(folder: Path, warn: Callable[[str], None] = print) -> tuple[Path, Man
 
     Damaged checkpoints, and files that belong to none, are skipped with a call of ``warn``. Changes nothing.
     """
-    pointer = folder / POINTER
-    names = [f"step_{step}" for step in reversed(checkpoints_of(folder))]
-    strays = [path for path in sorted(folder.glob("step_*")) if path.name not in names and path.suffix != TMP_SUFFIX]
-    problems = [f"{path} is not a checkpoint" for path in strays]
-    if pointer.exists():
-        latest = pointer.read_text(errors="replace").strip() if pointer.is_file() else "a folder"
-        problems += [] if latest in names else [f"{pointer} names no checkpoint: {latest!r:.80}"]
-        names.sort(key=lambda name: name != latest)
-    for path in map(folder.joinpath, names):
+    with damage_reported(folder, "the checkpoints cannot be used"):
+        paths, problems = _candidates(folder)
+    for path in paths:
         if isinstance(manifest := read_undamaged(path), Manifest):
             for problem in problems:
                 warn(f"damaged {problem}")
@@ -107,6 +102,25 @@ def newest(folder: Path, warn: Callable[[str], None] = print) -> tuple[Path, Man
     if problems:
         raise UserError([*problems, f"no undamaged checkpoint in {folder}; start a new run with overwrite=True"])
     return None
+
+
+def is_resumable(folder: Path) -> bool:
+    """Return True if there are checkpoints, damaged or not, or files that look like one; reads no checkpoint."""
+    with damage_reported(folder, "the checkpoints cannot be used"):
+        return any(_candidates(folder))
+
+
+def _candidates(folder: Path) -> tuple[list[Path], list[str]]:
+    """Return the checkpoints, the first to try first, and the files that belong to none."""
+    pointer = folder / POINTER
+    names = [f"step_{step}" for step in reversed(checkpoints_of(folder))]
+    strays = [path for path in sorted(folder.glob("step_*")) if path.name not in names and path.suffix != TMP_SUFFIX]
+    problems = [f"{path} is not a checkpoint" for path in strays]
+    if os.path.lexists(pointer):
+        latest = pointer.read_text(errors="replace").strip() if pointer.is_file() else "no file"
+        problems += [] if latest in names else [f"{pointer} names no checkpoint: {latest!r:.80}"]
+        names.sort(key=lambda name: name != latest)
+    return [folder / name for name in names], problems
 
 
 def checkpoints_of(folder: Path) -> list[int]:
@@ -148,9 +162,9 @@ def rewind(paths: RunDir, step: int, warn: Callable[[str], None] = print) -> int
     for path in paths.checkpoints.glob(f"*{TMP_SUFFIX}"):
         discard(path)
     steps_of = {path: _rewind_lines(path, step, warn) for path in (paths.metrics, paths.evaluation, paths.events)}
-    for path in (paths.root / "generations").glob("step_*.jsonl"):
+    for path in paths.samples.glob("step_*.jsonl"):
         if (match := CHECKPOINT.fullmatch(path.stem)) and int(match[1]) > step:
-            path.unlink()
+            discard(path)
     return max([step, *steps_of[paths.metrics]])
 
 
@@ -183,13 +197,16 @@ def read_undamaged(checkpoint: Path) -> Manifest | list[str]:
         manifest = read_manifest(checkpoint)
     except UserError as error:
         return error.problems
-    problems = []
-    for name, (digest, size) in sorted(manifest.files.items()):
-        path = checkpoint / name
+    problems = [_file_problem(checkpoint / name, *expected) for name, expected in sorted(manifest.files.items())]
+    return [problem for problem in problems if problem] or manifest
+
+
+def _file_problem(path: Path, digest: str, size: int) -> str:
+    try:
         if not path.is_file():
-            problems.append(f"{path} is missing")
-        elif path.stat().st_size != size:
-            problems.append(f"{path} has {path.stat().st_size} bytes, expected {size}")
-        elif sha256(path) != digest:
-            problems.append(f"{path} does not match its SHA-256")
-    return problems or manifest
+            return f"{path} is missing"
+        if path.stat().st_size != size:
+            return f"{path} has {path.stat().st_size} bytes, expected {size}"
+        return "" if sha256(path) == digest else f"{path} does not match its SHA-256"
+    except OSError as error:  # a faulty disk, or no permission
+        return f"{path} cannot be read: {error}"
