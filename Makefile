@@ -13,7 +13,7 @@ help:
 	@echo "make test-full   the slow tests, and the property tests with more examples"
 	@echo "make vllm    an environment with vLLM, for vllm.python; make test-vllm runs its tests"
 	@echo "make check   lint, types, known vulnerabilities, architecture, English, torch-free tests"
-	@echo "make kill    kill runs at random moments, resume and compare them; half an hour or more"
+	@echo "make kill    kill runs at random moments, resume and compare them; 40 minutes or more"
 	@echo "make bench   benchmarks (ratios; quiet machine)"
 	@echo "make bench-peer   the same work by realhf, Hugging Face and TRL (in a separate environment)"
 	@echo "make gpu     kernels, tests and benchmarks on a GPU, in the environment of PYTHON with its own torch"
@@ -69,7 +69,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-kill: $(STAMP)  # 50 random kills of runs, each resumed and compared; half an hour or more
+kill: $(STAMP)  # 60 random kills of runs, each resumed and compared; 40 minutes or more
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kill_and_resume.py
 
 bench: $(STAMP)
