@@ -229,7 +229,7 @@ def test_every_changed_file_is_refused_or_accepted_by_name(
 
 def test_a_failed_run_restarts_automatically(ppo_words: list[str], whole: Run, tmp_path: Path) -> None:
     started = start("ppo-math", tmp_path, [*ppo_words, *OFTEN, *TWO, "recover_mode=fault"])
-    metrics, end = started.root / "metrics.jsonl", time.monotonic() + 60
+    metrics, end = started.root / "metrics.jsonl", time.monotonic() + TIMEOUT_S
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
         assert time.monotonic() < end
         time.sleep(0.01)

@@ -21,7 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 from realhf.api.messages import TO_MASTER, TO_WORKER, Heartbeat, Message, ToMaster, ToWorker
 from realhf.base.errors import RunFailed, UserError
 from realhf.system.transport.auth import Direction, SignatureVerifier, Signer
-from realhf.system.transport.handshake import require_password, send_password, split
+from realhf.system.transport.handshake import accept_password, require_password, send_password, split
 
 MAX_MESSAGE = 256 << 20
 HEARTBEAT = Direction.heartbeat  # a global: attribute access on an enum is slow, and every message needs it
@@ -109,12 +109,14 @@ class ZmqMaster:
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         if address:
-            require_password(self._socket, self._context, key)
+            require_password(self._socket)
         try:
             self._socket.bind(address or f"ipc://{self.folder}/master")
         except zmq.ZMQError as error:
             self._context.destroy()
             raise UserError(f"channel_address={address!r}: {error}") from error
+        if address:
+            accept_password(self._context, key)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         if self.folder is not None:
             os.chmod(self.folder / "master", 0o600)

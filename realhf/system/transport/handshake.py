@@ -25,11 +25,15 @@ def password(key: bytes) -> bytes:
     return blake2b(b"password of a connection", key=key, digest_size=32).hexdigest().encode()
 
 
-def require_password(connection: zmq.Socket, context: zmq.Context, key: bytes) -> None:
-    """Let only peers with the password of ``key`` connect to a socket; to be called before it is bound."""
+def require_password(connection: zmq.Socket) -> None:
+    """Let only peers with a password connect to a socket; to be called before it is bound."""
     connection.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
     connection.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
     connection.setsockopt(zmq.PLAIN_SERVER, 1)
+
+
+def accept_password(context: zmq.Context, key: bytes) -> None:
+    """Accept peers with the password of ``key`` until the context is closed; to be called after the socket is bound."""
     handler = context.socket(zmq.REP)
     handler.setsockopt(zmq.LINGER, 0)
     handler.bind("inproc://zeromq.zap.01")

@@ -34,7 +34,7 @@ from realhf.base.errors import RunFailed, UserError
 from realhf.system.transport import channel as channel_module
 from realhf.system.transport.auth import Direction, Signer
 from realhf.system.transport.channel import InlineChannel, ZmqMaster, ZmqWorker, deadline, decode, encode
-from realhf.system.transport.handshake import require_password, send_password
+from realhf.system.transport.handshake import accept_password, require_password, send_password
 from tests.conftest import TIMEOUT_S
 from tests.scaling import examples
 from tests.system.transport.hostile_peers import KEY, oversized
@@ -177,8 +177,9 @@ def test_a_worker_rejects_unauthenticated_messages(address: str) -> None:
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     if address.startswith("tcp:"):
-        require_password(router, context, KEY)
+        require_password(router)
     router.bind(address)
+    accept_password(context, KEY)
     address = router.getsockopt_string(zmq.LAST_ENDPOINT)
     worker = ZmqWorker(address, 0, KEY)
     worker.send(hello(0))

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realhf.api.messages import Failed, Hello
+from realhf.base.errors import UserError
 from realhf.base.process import raise_fd_limit
 from realhf.system.transport.channel import ZmqMaster, ZmqWorker
 from realhf.system.transport.handshake import MAX_FRAME, password, split
@@ -46,6 +48,14 @@ def test_an_attack_costs_no_memory_and_workers_are_served(attack: str) -> None:
     assert master.rejected_messages == 0  # none of them was read
     worker.close()
     master.close()
+
+
+def test_an_address_in_use_is_an_error_every_time() -> None:
+    """And no thread of a socket that was not bound aborts the process."""
+    with closing(ZmqMaster(KEY, 1, "tcp://127.0.0.1:*")) as master:
+        for _ in range(50):
+            with pytest.raises(UserError, match="channel_address='tcp://"):
+                ZmqMaster(KEY, 1, master.address)
 
 
 @given(st.binary(max_size=64), st.integers(0, 3 * MAX_FRAME))
