@@ -24,6 +24,7 @@ from realhf.models.flat_params import FlatParams
 from realhf.models.hf_folder import init_random, save_hf
 from tests.rank_results import packed, unpacked
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test depends on the network
 settings.register_profile("no_deadline", deadline=None)  # a busy machine is not a failure
 settings.load_profile("no_deadline")
 EXAMPLES = Path(__file__).parents[1] / "examples"

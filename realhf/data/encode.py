@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from realhf.api.config import DatasetConfig
 from realhf.api.experiment import Task
 from realhf.base.seeds import stable_seed
-from realhf.data.rows import Row, check_problems, read_rows
+from realhf.data.rows import Row, check_problems, parse_rows
 from realhf.data.tokenizer import encode_answers, encode_prompts, encode_segments
 
 if TYPE_CHECKING:
@@ -115,11 +115,12 @@ def encode_rows(config: DatasetConfig, task: Task, tokenizer: "PreTrainedTokeniz
     bad row. Labels belong to the last token: steps that end beyond ``max_seqlen`` are dropped with their labels, and a
     row without remaining labels is a bad row.
     """
-    raw = read_rows(config, task)
+    parsed = parse_rows(config, task)
     valid: list[EncodedRow] = []
     problems: list[str] = []
-    for start in range(0, len(raw.rows), CHUNK):
-        rows = raw.rows[start : start + CHUNK]
+    while chunk := list(islice(parsed, CHUNK)):
+        rows = [row for row in chunk if isinstance(row, Row)]
+        problems += (problem for problem in chunk if isinstance(problem, str))
         for row, encoded in zip(rows, encode_chunk(rows, task, tokenizer), strict=True):
             problem = length_problem(len(encoded.prompt), bool(encoded.answers), config)
             truncated = truncate(encoded, max(0, config.max_seqlen - len(encoded.prompt)))
@@ -131,7 +132,7 @@ def encode_rows(config: DatasetConfig, task: Task, tokenizer: "PreTrainedTokeniz
             else:
                 valid.append(truncated)
     check_problems(config, problems, n_valid=len(valid))
-    return EncodedRows(valid, [*raw.problems, *problems])
+    return EncodedRows(valid, problems)
 
 
 def truncate(row: EncodedRow, limit: int) -> EncodedRow:

@@ -15,8 +15,9 @@
 A prompt is a text, or a list of chat messages for the tokenizer's chat template.
 """
 
+import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,19 @@ PROMPT_KEYS = ("prompt", "question", "messages")
 CALCULATOR_SPAN = re.compile(r"<<[^<>\n]*>>")
 SURROGATE = re.compile("[\ud800-\udfff]")
 MAX_SHOWN_PROBLEMS = 10
+SYNONYMS = {
+    "prompt": ("question", "problem", "query", "instruction", "input", "context", "text"),
+    "answer": ("response", "output", "completion", "target", "solution", "chosen", "reply", "label"),
+    "solutions": ("solution", "answer", "final_answer", "target", "ground_truth", "label"),
+    "chosen": ("accepted", "preferred", "positive"),
+    "rejected": ("negative", "dispreferred"),
+    "input_output": ("tests", "test_cases"),
+    "label": ("score", "rating", "correct"),
+    "answers": ("responses", "outputs", "completions"),
+    "steps": ("completions", "solution_steps"),
+    "labels": ("ratings", "step_labels"),
+}
+"""Names that other datasets have for a column, which an error message suggests to rename."""
 
 
 @dataclass(frozen=True)
@@ -60,27 +74,36 @@ def read_rows(config: DatasetConfig, task: Task) -> TaskRows:
 
     With ``on_bad_row=skip`` bad rows are only listed, unless no valid row remains.
     """
+    parsed = list(parse_rows(config, task))
+    rows = tuple(row for row in parsed if isinstance(row, Row))
+    problems = tuple(problem for problem in parsed if isinstance(problem, str))
+    check_problems(config, problems, n_valid=len(rows))
+    return TaskRows(rows, problems)
+
+
+def parse_rows(config: DatasetConfig, task: Task) -> Iterator[Row | str]:
+    """Yield every row, or a message for a bad row, while the file is read."""
     check_options(config, task)
-    rows: list[Row] = []
-    problems: list[str] = []
-    for raw in read_raw_rows(config.path):
+    for raw in read_raw_rows(config.path, config.columns):
         try:
             if raw.problem:
                 raise BadRow(raw.problem)
             if not isinstance(raw.value, dict):
                 raise BadRow(f"the row is {kind_of(raw.value)}, it must be an object with keys")
-            rows.append(Row(raw.line, NORMALISE[task](raw.value, raw.line, config.prompt_template)))
+            yield Row(raw.line, NORMALISE[task](raw.value, raw.line, config.prompt_template))
         except BadRow as problem:
-            problems.append(f"{config.path}:{raw.line}: {problem}")
-    check_problems(config, problems, n_valid=len(rows))
-    return TaskRows(tuple(rows), tuple(problems))
+            yield f"{config.path}:{raw.line}: {problem}"
 
 
 def check_problems(config: DatasetConfig, problems: Sequence[str], n_valid: int) -> None:
-    """Raise UserError with the first ``problems`` if bad rows are errors or no valid row remains."""
+    """Raise UserError with the first ``problems``, equal ones once, if bad rows are errors or no valid row remains."""
     if not problems and n_valid:
         return
-    shown, rest = list(problems[:MAX_SHOWN_PROBLEMS]), len(problems) - MAX_SHOWN_PROBLEMS
+    equal: dict[str, list[str]] = {}
+    for problem in problems:
+        equal.setdefault(problem.removeprefix(f"{config.path}:").partition(": ")[2], []).append(problem)
+    lines = [f"{same[0]} (and in {len(same) - 1} more rows)" if same[1:] else same[0] for same in equal.values()]
+    shown, rest = lines[:MAX_SHOWN_PROBLEMS], sum(map(len, list(equal.values())[MAX_SHOWN_PROBLEMS:]))
     more = [f"... and {rest} more bad rows in {config.path}"] if rest > 0 else []
     if not n_valid:
         raise UserError([*shown, *more, f"dataset.path={config.path} has no usable row"])
@@ -93,6 +116,8 @@ def check_options(config: DatasetConfig, task: Task) -> None:
     problems = []
     if config.prompt_template.count(PLACEHOLDER) != 1:
         problems.append(f"dataset.prompt_template={config.prompt_template!r} must contain {PLACEHOLDER} exactly once")
+    if twice := sorted({new for new in config.columns.values() if list(config.columns.values()).count(new) > 1}):
+        problems.append(f"dataset.columns={config.columns} gives several columns the name {', '.join(twice)}")
     if config.label_noise and task is not Task.pairs:
         problems.append(f"dataset.label_noise={config.label_noise} requires a dataset of pairs")
     if config.eval_fraction and config.eval_path:
@@ -102,7 +127,7 @@ def check_options(config: DatasetConfig, task: Task) -> None:
 
 
 def prompt_row(raw: dict, line: int, template: str) -> dict:
-    return {**without(raw, "messages"), "prompt": prompt_of(raw, template, ("prompt", "messages"))}
+    return {**without(raw, "messages"), "prompt": prompt_of(raw, template)}
 
 
 def answer_row(raw: dict, line: int, template: str) -> dict:
@@ -110,7 +135,7 @@ def answer_row(raw: dict, line: int, template: str) -> dict:
     original = raw["fields"] if isinstance(raw.get("fields"), dict) else raw
     key = "response" if "fields" in raw else "answer"
     answer = check_text(f"'{key}'", required(raw, key), may_be_empty=True)
-    prompt = prompt_of(original, template, ("prompt", "messages"))
+    prompt = prompt_of(original, template)
     return {**without({**original, **raw}, "fields", "messages", "response"), "prompt": prompt, "answer": answer}
 
 
@@ -213,11 +238,11 @@ NORMALISE: dict[Task, Callable[[dict, int, str], dict]] = {
 }
 
 
-def prompt_of(raw: dict, template: str, keys: Sequence[str] = PROMPT_KEYS) -> Prompt:
-    """Return the prompt under the first of ``keys`` in the row; the template is applied to its last message."""
-    key = next((key for key in keys if key in raw), None)
+def prompt_of(raw: dict, template: str) -> Prompt:
+    """Return the prompt under the first of ``PROMPT_KEYS`` in the row; the template is applied to its last message."""
+    key = next((key for key in PROMPT_KEYS if key in raw), None)
     if key is None:
-        raise missing(raw, keys[0])
+        raise missing(raw, PROMPT_KEYS[0])
     if not isinstance(raw[key], list):
         return template.replace(PLACEHOLDER, text(raw, key))
     messages = chat(raw, key)
@@ -280,4 +305,6 @@ def required(raw: dict, key: str) -> Any:
 
 
 def missing(raw: dict, key: str) -> BadRow:
-    return BadRow(f"{key!r} is missing (keys: {', '.join(map(str, raw)) or 'none'})")
+    near = [*(name for name in SYNONYMS.get(key, ()) if name in raw), *difflib.get_close_matches(key, map(str, raw))]
+    hint = f"; dataset.columns={{{near[0]}: {key}}} renames" if near else ""
+    return BadRow(f"{key!r} is missing (keys: {', '.join(map(str, raw)) or 'none'}){hint}")

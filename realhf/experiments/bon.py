@@ -63,7 +63,7 @@ class BestOfNExperiment(Scoring, MultiStageExperiment):
 def write_single_answers(data: DatasetConfig, path: Path) -> DatasetConfig:
     """Write a file with one row per answer of ``data`` and return its config; UserError for an invalid row."""
     lines: list[str] = []
-    for number, raw in enumerate(read_raw_rows(data.path)):
+    for number, raw in enumerate(read_raw_rows(data.path, data.columns)):
         at, row = f"{data.path}:{raw.line}", raw.value
         if raw.problem or not isinstance(row, dict):
             raise UserError(f"{at}: {raw.problem or 'the row must be a JSON object'}")
@@ -77,7 +77,7 @@ def write_single_answers(data: DatasetConfig, path: Path) -> DatasetConfig:
             gold = {"gold": golds[i]} if golds is not None else {}
             lines.append(json.dumps({**others, "prompt_number": number, "answer": answer, **gold}) + "\n")
     path.write_text("".join(lines))
-    return replace(data, path=str(path), shuffle=False)
+    return replace(data, path=str(path), columns={}, shuffle=False)
 
 
 def by_prompt(rows: Iterable[dict[str, Any]]) -> list[Responses]:

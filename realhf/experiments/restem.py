@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.config import DatasetConfig, ExperimentControl, GenerationConfig, ModelSpec, RewardConfig
-from realhf.api.config.option import COUNT, COUNT_OR_ALL, FILE, FINITE, opt
+from realhf.api.config.option import COUNT, COUNT_OR_ALL, DATA, FINITE, opt
 from realhf.api.experiment import MultiStageExperiment, Stage
 from realhf.base.errors import RunFailed
 from realhf.experiments.gen import GenerationExperiment
@@ -35,7 +35,7 @@ class RestEMExperiment(MultiStageExperiment):
     validation: GenerationConfig = opt(
         lambda: GenerationConfig(n=16, temperature=0.35), "sampling on validation prompts"
     )
-    valid_path: str = opt("", "validation prompts (default: those of dataset.path)", FILE)
+    valid_path: str = opt("", "validation prompts (default: those of dataset.path)", DATA)
     reward: RewardConfig = opt(lambda: RewardConfig(wrong_reward=0.0), "the verifier")
     n_rounds: int = opt(10, "number of rounds", COUNT)
     threshold: float = opt(1.0, "minimum reward of the responses to train on", FINITE)
@@ -88,7 +88,7 @@ class RestEMExperiment(MultiStageExperiment):
 
     def fit(self, name: str, data: Path, n_kept: int) -> Stage:
         batch = min(self.fit_batch, n_kept)
-        rows = replace(self.dataset, path=str(data), train_bs_n_seqs=batch, prompt_template="{prompt}")
+        rows = replace(self.dataset, path=str(data), columns={}, train_bs_n_seqs=batch, prompt_template="{prompt}")
         config = self.inherit(SFTExperiment, model=self.model, dataset=rows, save_roles=[],
                               exp_ctrl=self.control(self.epochs))  # fmt: skip
         return Stage(name, "sft", config)

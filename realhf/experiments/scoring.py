@@ -64,7 +64,7 @@ class Scoring(Experiment):
         needed, data = SOLUTIONS.get(reward_task(self.reward), ()), self.dataset.path
         if not needed or not Path(data).is_file():
             return []
-        row = next(read_raw_rows(data)).value
+        row = next(read_raw_rows(data, self.dataset.columns)).value
         keys = {**(row.get("fields") or {}), **row}.keys() if isinstance(row, dict) else {}
         if set(needed) & set(keys):
             return []

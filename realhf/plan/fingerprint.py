@@ -11,6 +11,7 @@ from typing import Any
 from realhf.api.experiment import Experiment, RoleSpec
 from realhf.api.graph import Graph
 from realhf.base.atomic_io import sha256
+from realhf.base.data_files import data_files
 from realhf.base.version import __version__
 from realhf.plan.learning_rate import learning_rate
 
@@ -38,11 +39,13 @@ def take_fingerprint(name: str, experiment: Experiment, graph: Graph, roles: Map
     data = experiment.dataset
     return {
         "code": packages | code | _user_files([name, *(mfc.interface.name for mfc in mfcs)]),
-        "data": {"dataset.path": _digest(Path(data.path))},
-        "eval_data": {"dataset.eval_path": _digest(Path(data.eval_path))} if data.eval_path else {},
+        "data": _data("dataset.path", data.path),
+        "eval_data": _data("dataset.eval_path", data.eval_path) if data.eval_path else {},
         "reward_file": _user_files(text for mfc in mfcs for text in _strings(mfc.interface.config)),
         "models": {
-            str(file): sampled_sha256(file) for source in sorted(sources) for file in _model_files(Path(source))
+            str(Path(experiment.portable(source), file.relative_to(source))): sampled_sha256(file)
+            for source in sorted(sources)
+            for file in _model_files(Path(source))
         },
     }
 
@@ -85,6 +88,15 @@ def sampled_sha256(path: Path) -> str:
             file.seek(start)
             digest.update(file.read(BLOCK))
     return digest.hexdigest()
+
+
+def _data(option: str, path: str) -> dict[str, str]:
+    """Return the digests of the files of a data path; without a folder, the only one has the name of the option."""
+    try:
+        files = data_files(path)
+    except ValueError:
+        files = []
+    return {option if len(files) < 2 else f"{option}/{file.name}": _digest(file) for file in files or [Path(path)]}
 
 
 def _digest(path: Path) -> str:

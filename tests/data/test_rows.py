@@ -121,7 +121,11 @@ def test_a_single_object_with_a_list_is_a_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "row", "words"),
     [
-        (Task.prompt, {"question": "q", "text": "t"}, "'prompt' is missing (keys: question, text)"),
+        (
+            Task.prompt,
+            {"text": "t"},
+            "'prompt' is missing (keys: text); dataset.columns={text: prompt} renames",
+        ),
         (Task.prompt, {}, "'prompt' is missing (keys: none)"),
         (Task.prompt, {"prompt": 3}, "'prompt' is 3, it must be text"),
         (Task.prompt, {"prompt": None}, "'prompt' is null, it must be text"),
@@ -200,9 +204,10 @@ def test_invalid_utf8_is_a_bad_row(tmp_path: Path) -> None:
 
 def test_ten_bad_rows_are_shown_and_the_rest_counted(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
-        read(tmp_path, '{"prompt": "p"}\n' + "{}\n" * 13, Task.prompt)
+        bad = "".join(json.dumps({f"key{i}": 0}) + "\n" for i in range(13))
+        read(tmp_path, '{"prompt": "p"}\n' + bad, Task.prompt)
     assert len(caught.value.problems) == 12
-    assert caught.value.problems[0].endswith("d.jsonl:2: 'prompt' is missing (keys: none)")
+    assert caught.value.problems[0].endswith("d.jsonl:2: 'prompt' is missing (keys: key0)")
     assert caught.value.problems[10] == f"... and 3 more bad rows in {tmp_path}/d.jsonl"
     assert "dataset.on_bad_row=skip" in caught.value.problems[11]
 
@@ -232,7 +237,11 @@ def test_a_file_without_rows_is_an_error(tmp_path: Path, text: str | bytes, word
 
 def test_an_invalid_path_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("{}")
-    for path, words in [("", "not set"), (str(tmp_path), "it contains train.jsonl"), ("no/such.jsonl", "no such file")]:
+    for path, words in [
+        ("", "not set"),
+        (f"{tmp_path}::test", "it contains train.jsonl"),
+        ("no/such.jsonl", "no such file"),
+    ]:
         with pytest.raises(UserError, match=words):
             read_rows(DatasetConfig(path=path), Task.prompt)
 

@@ -1,5 +1,6 @@
 """Options of every experiment."""
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +63,7 @@ class ExperimentConfig:
     verify_reallocation: bool = opt(False, "compare checksums of the weights after every reallocation")
     n_logged_generations: int = opt(8, "number of rows written to generations/ per step, -1 for all", COUNT_OR_ALL)
     save_roles: list[str] = opt(list, "roles whose models are saved (default: all trained roles)")
+    push_to_hub: str = opt("", "repository ORG/NAME on the hub that receives the final model; a new one is private")
     exp_ctrl: ExperimentControl = opt(ExperimentControl, "length of the run, evaluation, saving and checkpoints")
     resume: ResumeConfig = opt(ResumeConfig, "resuming from a checkpoint")
     dataset: DatasetConfig = opt(DatasetConfig, "dataset")
@@ -73,11 +75,18 @@ class ExperimentConfig:
     tensorboard: TensorboardConfig = opt(TensorboardConfig, "TensorBoard")
     interpolations: dict[str, tuple[Any, Any]] = field(default_factory=dict, metadata={"omegaconf_ignore": True})
     """Options given as ``${...}``: text and resolved value by full name. Not an option."""
+    snapshots: dict[str, str] = field(default_factory=dict, metadata={"omegaconf_ignore": True})
+    """Local paths of the names on the hub that the options had as values. Not an option."""
 
     def unresolved(self) -> dict[str, Any]:
         """Return the texts of the options given as ``${...}`` whose values have not been replaced since."""
         values = {key: value for key, _, value in leaves(self)}
         return {k: text for k, (text, value) in self.interpolations.items() if k in values and values[k] == value}
+
+    def portable(self, path: str | None) -> str:
+        """Return a path in the cache of the hub as ``NAME@COMMIT``, which is the same on all machines, or the path."""
+        names = [name for name, local in self.snapshots.items() if local == path]
+        return f"{names[0]}@{os.path.basename(path)}" if names and path else path or ""
 
     def warnings(self) -> list[str]:
         """Return warnings about valid but questionable options, one line each."""

@@ -9,9 +9,9 @@ from realhf.api.config.option import (
     FILE,
     FRACTION,
     GIGABYTES,
+    MODEL,
     NATURAL,
     NON_NEGATIVE,
-    PATH,
     POSITIVE,
     SECONDS,
     opt,
@@ -34,9 +34,9 @@ class OptimizerConfig:
 
 @dataclass
 class ModelSpec:
-    path: str | None = opt(None, "Hugging Face folder with weights, config and tokenizer", PATH)
-    config: str | None = opt(None, "config.json (or its folder), with init_from_scratch", PATH)
-    tokenizer: str | None = opt(None, "tokenizer folder (default: path)", PATH)
+    path: str | None = opt(None, "Hugging Face folder with weights and tokenizer, or ORG/NAME[@revision]", MODEL)
+    config: str | None = opt(None, "config.json (or its folder), with init_from_scratch", MODEL)
+    tokenizer: str | None = opt(None, "tokenizer folder (default: path)", MODEL)
     init_from_scratch: bool = opt(False, "initialize random weights from config, seeded")
     init_critic_from_actor: bool = opt(False, "replace the vocabulary head of a language model by a new scalar head")
     bf16: bool | None = opt(None, "bfloat16 parameters with float32 master weights (default: on GPUs only)")

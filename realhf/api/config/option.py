@@ -6,6 +6,8 @@ from dataclasses import Field, dataclass, field, fields, is_dataclass
 from math import inf
 from typing import Any
 
+from realhf.base.data_files import data_exists
+
 
 @dataclass(frozen=True)
 class Range:
@@ -43,7 +45,8 @@ COUNT_OR_ALL = Range(-1, 2**31 - 1)
 SEED = Range(0, 2**63 - 1)
 
 FILE: Callable[[str], bool] = os.path.isfile
-PATH: Callable[[str], bool] = os.path.exists
+MODEL: Callable[[str], bool] = os.path.exists  # or ORG/NAME[@revision] on the hub
+DATA: Callable[[str], bool] = data_exists  # or ORG/NAME[@revision][:config[:split]] on the hub
 
 
 def opt(default: Any, text: str, domain: Range | Callable[[str], bool] | None = None) -> Any:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from realhf.api.config import StepSplitter
-from realhf.api.config.option import FINITE, NON_NEGATIVE, PATH, POSITIVE, Range, opt
+from realhf.api.config.option import FINITE, MODEL, NON_NEGATIVE, POSITIVE, Range, opt
 
 KTO_KL_KEYS = {"kl_tokens": "tokens", "kl_prompt_mask": "prompt_mask"}
 """Keys of the mismatched prompt-response pairs of KTO's KL term, and their interface keys."""
@@ -54,7 +54,7 @@ class Objective(Enum):
 class EnsembleConfig:
     """Reward models that score the same responses (Coste et al. 2024, arXiv 2310.02743)."""
 
-    members: list[str] = opt(list, "folders of the reward models; their other options are those of rew", PATH)
+    members: list[str] = opt(list, "folders of the reward models; their other options are those of rew", MODEL)
     objective: Objective = opt(Objective.mean, "mean, WCO (minimum), or UWO (mean - uwo_weight * variance)")
     uwo_weight: float = opt(0.1, "weight of the variance over members (UWO)", NON_NEGATIVE)
     uwo_unbiased: bool = opt(False, "divide the variance by members - 1 instead of members")

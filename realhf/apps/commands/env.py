@@ -7,8 +7,8 @@ import sys
 
 from realhf.base.version import __version__
 
-LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "hydra-core", "omegaconf", "rich", "pyzmq",
-             "msgspec", "cattrs", "numpy", "math-verify", "tensorboard", "httpx", "jinja2")  # fmt: skip
+LIBRARIES = ("torch", "transformers", "huggingface_hub", "tokenizers", "safetensors", "hydra-core", "omegaconf", "rich",
+             "pyzmq", "msgspec", "cattrs", "numpy", "math-verify", "tensorboard", "httpx", "jinja2")  # fmt: skip
 EXTRAS = {"serve": "fastapi", "ray": "ray", "vllm": "vllm", "megatron": "megatron-core", "parquet": "pyarrow",
           "wandb": "wandb"}  # fmt: skip
 

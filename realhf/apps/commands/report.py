@@ -86,7 +86,7 @@ def _summary(run: RunSpec, steps: list[Metrics]) -> Listing:
         ("directory", str(run.paths.root)),
         ("steps", f"{last.get('step', 0)} of {run.schedule.n_steps}, {run.schedule.batch_size} rows each"),
         ("workers", f"{run.plan.n_workers} x {run.device}"),
-        ("data", f"{run.config.dataset.path}, {run.n_rows} rows"),
+        ("data", f"{run.config.portable(run.config.dataset.path)}, {run.n_rows} rows"),
         ("last step", ", ".join(metrics) or "none yet"),
     ]
     if run.expected:

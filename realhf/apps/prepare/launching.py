@@ -5,7 +5,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +15,7 @@ from realhf.api.config import Device, ExperimentConfig, Mode
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import Experiment
 from realhf.api.messages import ToWorker
+from realhf.apps.prepare.hub import located
 from realhf.apps.prepare.options import load_experiment, save_experiment
 from realhf.apps.prepare.preflight import directory_problems, preflight, running_message
 from realhf.apps.view.console import Console
@@ -37,7 +38,10 @@ DAMAGED = "start the run again with overwrite=True"
 
 @dataclass(frozen=True)
 class StoredRun:
-    """Content of plan.json: what a run has besides its options. ``launch`` identifies the launch that created it."""
+    """Content of plan.json: what a run has besides its options. ``launch`` identifies the launch that created it.
+
+    ``snapshots`` are the local paths of names on the hub.
+    """
 
     experiment: str
     device: Device
@@ -46,6 +50,7 @@ class StoredRun:
     plan: ExecutionPlan
     expected: ExpectedPerformance | None
     launch: str
+    snapshots: dict[str, str] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -68,7 +73,7 @@ def locked(paths: RunDir) -> Iterator[None]:
 def write_run(run: RunSpec, launch_id: str = "") -> None:
     """Write config.yaml and plan.json; a new launch, which has a ``launch_id``, replaces the run directory."""
     stored = StoredRun(run.experiment, Device(run.device), run.n_rows, run.n_held_out, run.plan, run.expected,
-                       launch_id or stored_run(run.paths).launch)  # fmt: skip
+                       launch_id or stored_run(run.paths).launch, run.config.snapshots)  # fmt: skip
     if launch_id and run.paths.root.exists() and any(run.paths.root.iterdir()):
         remove_folder(run.paths.root)
     run.paths.root.mkdir(parents=True, exist_ok=True)
@@ -93,6 +98,7 @@ def read_run(root: Path) -> RunSpec:
     stored = stored_run(paths)
     experiment = load_experiment(experiment_class(stored.experiment), paths.config)
     with damage_reported(paths.config, DAMAGED):
+        experiment = located(experiment, stored.snapshots)
         task, graph, roles = experiment.task, experiment.graph(), experiment.roles()
     with damage_reported(paths.plan, DAMAGED):
         digest = sha256(paths.config) + sha256(paths.plan)

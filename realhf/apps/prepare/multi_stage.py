@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import msgspec
 
 from realhf.api.config import RecoverMode
 from realhf.api.experiment import MultiStageExperiment, Stage
+from realhf.apps.prepare.hub import with_snapshots
 from realhf.apps.prepare.launching import DAMAGED, locked, start
 from realhf.apps.prepare.options import load_experiment, save_experiment, updated
 from realhf.apps.prepare.preflight import directory_problems, preflight, run_problems
@@ -23,10 +24,11 @@ from realhf.system.checkpoint.manifest import flat_options, is_resumable
 
 @dataclass(frozen=True)
 class Progress:
-    """Content of stages.json: the experiment and its completed stages."""
+    """Content of stages.json: the experiment, its completed stages, and local paths of names on the hub."""
 
     experiment: str
     done: list[str]
+    snapshots: dict[str, str] = field(default_factory=dict)
 
 
 def run_multi_stage(name: str, config: MultiStageExperiment, paths: RunDir) -> None:
@@ -36,6 +38,7 @@ def run_multi_stage(name: str, config: MultiStageExperiment, paths: RunDir) -> N
         return _resume_stages(name, config, paths)
     if mode is RecoverMode.resume:
         raise UserError(f"recover_mode=resume, but {paths.root} contains no multi-stage experiment")
+    config = with_snapshots(config)
     if problems := directory_problems(config, paths) + run_problems(config) + config.problems():
         raise UserError(problems)
     with locked(paths):
@@ -68,6 +71,7 @@ def _run_remaining_stages(name: str, config: MultiStageExperiment, paths: RunDir
         problems = [f"experiment: {stored.experiment} before, {name} now"]
     else:
         problems = changes(flat_options(load_experiment(experiment_class(name), paths.config)), flat_options(config))
+    config = with_snapshots(config, stored.snapshots)
     if problems := problems + run_problems(config) + config.problems():
         raise UserError([*problems, f"{paths.root} was started with other options; choose another trial_name"])
     _run_stages(name, config, paths, stored.done)
@@ -81,7 +85,8 @@ def _progress(paths: RunDir) -> Progress:
 def _run_stages(name: str, config: MultiStageExperiment, paths: RunDir, completed: Sequence[str]) -> None:
     save_experiment(config, paths.config)
     root, done = paths.root.resolve(), list(completed)  # absolute: stages refer to each other's files by path
-    atomic_write(paths.stages, json.dumps({"experiment": name, "done": done}))
+    stored = {"experiment": name, "done": done, "snapshots": config.snapshots}
+    atomic_write(paths.stages, json.dumps(stored))
     for stage in config.stages(root):  # executes the code between stages again when the experiment is resumed
         if stage.name in done:
             print(f"stage   {stage.name}: already completed")
@@ -89,7 +94,7 @@ def _run_stages(name: str, config: MultiStageExperiment, paths: RunDir, complete
         print(f"stage   {stage.name}: {stage.experiment}", flush=True)
         _run_stage(stage, root)
         done.append(stage.name)
-        atomic_write(paths.stages, json.dumps({"experiment": name, "done": done}))
+        atomic_write(paths.stages, json.dumps(stored))
 
 
 def _run_stage(stage: Stage, root: Path) -> None:

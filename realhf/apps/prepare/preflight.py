@@ -16,6 +16,7 @@ from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph, GraphError
 from realhf.api.model_config import ModelConfig
 from realhf.apps.prepare.backends import resolve_dtypes, trainer_problems, vllm_problems
+from realhf.apps.prepare.hub import with_snapshots
 from realhf.apps.prepare.options import options_of
 from realhf.apps.prepare.planning import MachineModel, limits_of, machine_of, plan_for_mode, planner_of, replan
 from realhf.base.atomic_io import TMP_SUFFIX, is_locked
@@ -128,6 +129,7 @@ def preflight(name: str, experiment: Experiment, paths: RunDir, resuming: bool =
     expected = ExpectedPerformance(machine.source, prediction.seconds, calls, prediction.peak, machine.is_measured,
                                    machine.hardware.peak_flops, machine.hardware.peak_bandwidth)  # fmt: skip
     plan = with_evaluation(report.graph, report.plan)
+    experiment = report.experiment
     return RunSpec(name, experiment, experiment.task, report.graph, experiment.roles(), plan, paths, report.device,
                    report.n_rows, expected, report.n_held_out)  # fmt: skip
 
@@ -140,6 +142,7 @@ def plan_report(name: str, experiment: Experiment) -> PlanReport:
 def _check(name: str, experiment: Experiment, findings: Findings, launching: bool) -> PlanReport:
     if problems := range_problems(leaves(experiment)):
         raise UserError(problems)
+    experiment = with_snapshots(experiment, weights=launching)
     device = findings.attempt(lambda: pick_device(experiment, launching))
     resolve_dtypes(experiment, device == Device.cuda.value)
     roles = experiment.roles()

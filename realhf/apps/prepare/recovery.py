@@ -8,6 +8,7 @@ from pathlib import Path
 
 from realhf.api.config import RecoverMode
 from realhf.api.experiment import Experiment
+from realhf.apps.prepare.hub import with_snapshots
 from realhf.apps.prepare.launching import is_queued, launch, locked, queue, read_run, write_run
 from realhf.apps.prepare.options import updated
 from realhf.apps.prepare.preflight import preflight
@@ -99,7 +100,9 @@ def _prepare_resume(name: str, experiment: Experiment, paths: RunDir) -> tuple[R
                         "start the run again with overwrite=True")  # fmt: skip
     folder, manifest = last
     run = read_run(paths.root)  # keeps its plan unless options change
-    if not flat_options(run.config) == flat_options(experiment) == manifest.options:
+    experiment = with_snapshots(experiment, pinned=run.config.snapshots)
+    if (experiment.snapshots != run.config.snapshots
+            or not flat_options(run.config) == flat_options(experiment) == manifest.options):  # fmt: skip
         run = preflight(name, experiment, paths, resuming=True)
     accepted = check_unchanged(run, folder, manifest)
     step, done = manifest.step, rewind(paths, manifest.step)

@@ -32,8 +32,8 @@ class Console:
                        f"seed {config.seed}")  # fmt: skip
         self.out.print(f"run     {run.paths.root}")
         held_out = f", {run.n_held_out} held out" if run.n_held_out else ""
-        self.out.print(f"data    {config.dataset.path}: {run.n_rows} rows{held_out}, {run.schedule.batch_size} per "
-                       f"step, {run.schedule.n_steps} steps")  # fmt: skip
+        self.out.print(f"data    {config.portable(config.dataset.path)}: {run.n_rows} rows{held_out}, "
+                       f"{run.schedule.batch_size} per step, {run.schedule.n_steps} steps")  # fmt: skip
         if expected := run.expected:
             label, hint = "predicted", ""
             if not expected.is_measured:

@@ -148,7 +148,9 @@ def flat_options(config: ExperimentConfig) -> dict[str, object]:
     """
     options = {key: to_plain(value) for key, _, value in leaves(config)}
     for key, text in config.unresolved().items():
-        options[key] = f"{text} (SHA-256 {hashlib.sha256(repr(options[key]).encode()).hexdigest()[:8]})"
+        value = options[key]
+        value = [config.portable(v) for v in value] if isinstance(value, list) else config.portable(value)
+        options[key] = f"{text} (SHA-256 {hashlib.sha256(repr(value).encode()).hexdigest()[:8]})"
     return options
 
 

@@ -127,8 +127,8 @@ def test_a_missing_shared_model_is_reported_once(ppo: PPOMathExperiment, paths: 
     ppo.actor.path = None
     expected = "actor.path is not set (a Hugging Face folder), and actor.init_from_scratch is not True"
     assert one(ppo, paths) == expected
-    ppo.actor.path = "no/such"
-    assert one(ppo, paths) == "actor.path=no/such: there is no such folder"
+    ppo.actor.path = "no-such"
+    assert one(ppo, paths) == "actor.path=no-such: there is no such folder"
 
 
 def test_missing_independent_models_are_reported_each(task: Any, paths: RunDir) -> None:
@@ -312,7 +312,7 @@ def test_all_problems_are_reported_together(ppo: PPOMathExperiment, copy: Callab
     paths.config.write_text("")
     ppo.trial_name, ppo.n_nodes, ppo.ppo.ppo_n_minibatches = "", 2, 19
     ppo.reward.weights, ppo.save_roles, ppo.allocation_mode = [1.0, 2.0], ["rew"], "d5"
-    ppo.actor.path, ppo.ref.path = str(copy("small", config={"vocab_size": 5})), "no/such"
+    ppo.actor.path, ppo.ref.path = str(copy("small", config={"vocab_size": 5})), "no-such"
     ppo.dataset.train_bs_n_seqs = 18
     starts = [
         "trial_name=''",
@@ -320,7 +320,7 @@ def test_all_problems_are_reported_together(ppo: PPOMathExperiment, copy: Callab
         "mode=local",
         "ppo.ppo_n_minibatches",
         "reward.weights",
-        "ref.path=no/such",
+        "ref.path=no-such",
         "allocation_mode=d5",
         "actor, critic: the tokenizer",
         "save_roles: 'rew'",
@@ -331,9 +331,9 @@ def test_all_problems_are_reported_together(ppo: PPOMathExperiment, copy: Callab
 
 
 def test_data_is_checked_even_without_a_tokenizer(ppo: PPOMathExperiment, paths: RunDir) -> None:
-    ppo.actor.path, ppo.dataset.path = "no/such", "none.jsonl"
+    ppo.actor.path, ppo.dataset.path = "no-such", "none.jsonl"
     assert problems(ppo, paths) == [
-        "actor.path=no/such: there is no such folder",
+        "actor.path=no-such: there is no such folder",
         "dataset.path=none.jsonl: there is no such file",
     ]
 
