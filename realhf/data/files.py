@@ -125,6 +125,8 @@ def columnar_rows(file: Path, stream: io.BufferedReader, start: bytes) -> Iterat
     """Yield rows of Parquet or Arrow as JSON objects: null cells are omitted, dates are text."""
     arrow = _import_arrow(file)
     try:
+        if not stream.seekable() and not start.startswith(ARROW_STREAM):
+            stream = io.BufferedReader(io.BytesIO(stream.read()))  # type: ignore[arg-type]
         if start.startswith(PARQUET):
             batches = arrow.parquet.ParquetFile(stream).iter_batches()
         elif start.startswith(ARROW_FILE):

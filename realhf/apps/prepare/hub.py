@@ -149,7 +149,7 @@ def _listing(repo: str, folder: str) -> list[str]:
 
     commit = os.path.basename(folder)
     try:
-        return _patiently(partial(list_repo_files, repo, repo_type="dataset", revision=commit), "dataset", repo, commit)
+        return requested(partial(list_repo_files, repo, repo_type="dataset", revision=commit), "dataset", repo, commit)
     except ValueError:
         cached = [path.relative_to(folder).as_posix() for path in Path(folder).rglob("*") if path.is_file()]
         if not any(map(data_format, cached)):
@@ -163,10 +163,10 @@ def _snapshot(kind: str, repo: str, revision: str, patterns: list[str], ignore: 
 
     download = partial(snapshot_download, repo, repo_type=kind, revision=revision, allow_patterns=patterns,
                        ignore_patterns=list(ignore))  # fmt: skip
-    return _patiently(download, kind, repo, revision)
+    return requested(download, kind, repo, revision)
 
 
-def _patiently(call: Callable[[], T], kind: str, repo: str, revision: str) -> T:
+def requested(call: Callable[[], T], kind: str, repo: str, revision: str) -> T:
     """Return the result of a request, repeated while the hub limits requests; ValueError states a problem."""
     from huggingface_hub import set_client_factory
     from huggingface_hub.utils import disable_progress_bars
@@ -215,6 +215,8 @@ def hub_problem(error: BaseException, kind: str, repo: str, revision: str) -> st
     status = next((e.response.status_code for e in causes if isinstance(e, errors.HfHubHTTPError)), 0)
     for cause in causes:
         match cause:
+            case errors.LocalTokenNotFoundError():
+                return "there is no token for the hub: set HF_TOKEN, or run hf auth login"
             case errors.GatedRepoError():
                 return f"{what} is gated: accept its terms at {constants.ENDPOINT}/{repo} and set HF_TOKEN"
             case errors.RepositoryNotFoundError():
@@ -229,4 +231,4 @@ def hub_problem(error: BaseException, kind: str, repo: str, revision: str) -> st
     if status in (401, 403):
         return f"{constants.ENDPOINT} refuses access to {what} ({status}): set HF_TOKEN to a valid token"
     reason = " ".join(f"{type(causes[-1]).__name__}: {causes[-1]}".split())
-    return f"{what} cannot be loaded from {constants.ENDPOINT} ({reason:.200}); check the network, or set HF_ENDPOINT"
+    return f"requests to {constants.ENDPOINT} for {what} fail ({reason:.200}); check the network, or set HF_ENDPOINT"

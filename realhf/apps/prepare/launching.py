@@ -18,6 +18,7 @@ from realhf.api.messages import ToWorker
 from realhf.apps.prepare.hub import located
 from realhf.apps.prepare.options import load_experiment, save_experiment
 from realhf.apps.prepare.preflight import directory_problems, preflight, running_message
+from realhf.apps.prepare.publish import publish
 from realhf.apps.view.console import Console
 from realhf.base import native
 from realhf.base.atomic_io import atomic_write, remove_folder, sha256, try_lock
@@ -146,6 +147,7 @@ def launch(paths: RunDir, checkpoint: tuple[Path, Manifest] | None = None) -> No
     run.paths.stop.unlink(missing_ok=True)  # a request to stop an earlier run
     with _file_errors(run):
         _run_master(run, checkpoint)
+        publish(run)
 
 
 @contextlib.contextmanager

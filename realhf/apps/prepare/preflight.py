@@ -1,5 +1,6 @@
 """Checks of an experiment before launch. All problems are reported together."""
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -7,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+from safetensors import SafetensorError, safe_open
 
 from realhf.api.config import Device, ExperimentConfig, MFCConfig
 from realhf.api.config.option import leaves, range_problems
@@ -19,6 +22,7 @@ from realhf.apps.prepare.backends import resolve_dtypes, trainer_problems, vllm_
 from realhf.apps.prepare.hub import with_snapshots
 from realhf.apps.prepare.options import options_of
 from realhf.apps.prepare.planning import MachineModel, limits_of, machine_of, plan_for_mode, planner_of, replan
+from realhf.apps.prepare.publish import push_problems
 from realhf.base.atomic_io import TMP_SUFFIX, is_locked
 from realhf.base.errors import InfeasibleError, UserError, did_you_mean
 from realhf.base.paths import RunDir
@@ -159,6 +163,7 @@ def _check(name: str, experiment: Experiment, findings: Findings, launching: boo
         findings.invalid += role_problems(graph, experiment)
         findings.invalid += trainer_problems(graph, roles, device, launching)
         findings.invalid += evaluation_problems(graph, experiment)
+        findings.invalid += push_problems(experiment, graph) if launching else []
     if plan and launching:
         findings.invalid += vllm_problems(experiment, plan, experiment.sampling_options())
     if rows is not None and held_out is not None:
@@ -304,7 +309,26 @@ def check_model(role: str, spec: RoleSpec, launching: bool) -> ModelConfig:
         raise UserError(f"{role}.path={options.path}: there is no such folder")
     elif launching and not any((Path(options.path) / name).is_file() for name in WEIGHTS):
         raise UserError(f"{role}.path={options.path}: the folder has no weights ({' or '.join(WEIGHTS)})")
+    elif launching and (problems := weight_problems(Path(options.path))):
+        raise UserError([f"{role}.path={options.path}: {problem}" for problem in problems])
     return model_config(spec)
+
+
+def weight_problems(folder: Path) -> list[str]:
+    """Return a problem for every file of weights that is missing, truncated or damaged, by its header and size."""
+    try:
+        index = json.loads((folder / WEIGHTS[1]).read_text()) if (folder / WEIGHTS[1]).is_file() else {}
+        files = sorted(set(index["weight_map"].values())) if index else [WEIGHTS[0]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"{WEIGHTS[1]} is damaged ({type(error).__name__}: {error})"]
+    problems = []
+    for file in files:
+        try:
+            with safe_open(folder / file, framework="np"):
+                pass
+        except (OSError, SafetensorError) as error:
+            problems.append(f"{file} is missing or damaged ({error}); copy or download it again")
+    return problems
 
 
 def _roles_by(models: Models, size: Callable[[ModelConfig], int]) -> dict[int, str]:
