@@ -32,7 +32,8 @@ class Site:
     env: dict[str, str] = field(default_factory=dict)
 
     def command(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-        base = {"HF_ENDPOINT": self.hub.url, "HF_HOME": str(self.home / "hf"), "HF_HUB_OFFLINE": "0", "HF_TOKEN": ""}
+        base = {"HF_ENDPOINT": self.hub.url, "HF_HOME": str(self.home / "hf"), "HF_HUB_OFFLINE": "0", "HF_TOKEN": "",
+                "HF_HUB_DISABLE_XET": "1"}  # fmt: skip
         return subprocess.run([sys.executable, "-m", "realhf", *words], cwd=REPOSITORY, text=True, capture_output=True,
                               env={**os.environ, "OMP_NUM_THREADS": "1", **base, **env}, timeout=TIMEOUT_S)  # fmt: skip
 
