@@ -18,11 +18,12 @@ def rewards_of(batch: SequenceBatch, scores: Tensor, config: PPOConfig) -> tuple
 
     ``scores`` is ``[B]``. Drops responses without a finite reward. Keeps the ``group_size`` best responses per prompt,
     then, with dynamic_sampling, prompts with different rewards. The statistic ``reward`` covers all responses with a
-    reward, ``failed`` is the fraction of those without.
+    reward, as does ``reward_sq``, their squares; ``failed`` is the fraction of those without.
     """
     rewards = ((scores - config.reward_output_bias) * config.reward_output_scaling).float()
     finite = rewards.isfinite()
-    stats = {"reward": mean_of(rewards, finite), "failed": mean_of(~finite)}
+    stats = {"reward": mean_of(rewards, finite), "reward_sq": mean_of(rewards.double() ** 2, finite)}
+    stats["failed"] = mean_of(~finite)
     result = SequenceBatch(batch.ids).with_scalars("rewards", rewards).select(finite.nonzero().flatten().tolist())
     if config.generation_size is not None and config.generation_size > config.group_size:
         length_of = dict(zip(batch.ids, batch.columns["prompt_mask"].rows(), strict=True))

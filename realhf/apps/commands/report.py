@@ -28,7 +28,7 @@ CURVES = {  # the metrics in each chart
     "response length, tokens": ("length/response", "eval/response_length"),
     "fraction truncated": ("actor_gen/truncated", "gen/truncated", "eval/truncated"),
     "gradient norm": ("actor_train/grad_norm", "critic_train/grad_norm", "sft_train/grad_norm", "rw_train/grad_norm"),
-    "seconds per step": ("time/step_s", "predicted/step_s"),
+    "seconds per step": ("time/step_s", "predicted/step_s", "limit/step_s"),
     "tokens per second": ("tokens/per_s",),
     "peak memory over workers, GB": ("memory/worker_peak_gb",),
 }
@@ -39,9 +39,8 @@ Metrics = Mapping[str, Any]
 
 
 def main(arguments: list[str]) -> None:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE)
-        return
+    if not arguments:
+        raise UserError(f"missing RUN_DIR\n{USAGE}")
     words = [word for argument in arguments for word in argument.split("=", 1)]
     if len(words) not in (1, 3) or (len(words) == 3 and words[1] != "--out"):
         raise UserError(f"invalid arguments: {' '.join(arguments)}\n{USAGE}")
@@ -90,7 +89,8 @@ def _summary(run: RunSpec, steps: list[Metrics]) -> Listing:
         ("last step", ", ".join(metrics) or "none yet"),
     ]
     if run.expected:
-        rows.append(("predicted", f"{run.expected.step_s:.3g} s per step, from {run.expected.source}"))
+        word = "predicted" if run.expected.is_measured else "limit: at least"
+        rows.append((word, f"{run.expected.step_s:.3g} s per step, from {run.expected.source}"))
     return Listing("run", "ll", (), tuple(rows))
 
 
@@ -109,7 +109,8 @@ def _calls(run: RunSpec, steps: list[Metrics]) -> Listing:
         rows.append((mfc.name, mfc.kind.value, mfc.role or "-", str(run.plan[mfc.name]),
                      f"{median(seconds):.3g}" if seconds else "-", f"{predicted:.3g}" if predicted else "-",
                      ", ".join(utilization)))  # fmt: skip
-    head = ("call", "kind", "role", "layout", "seconds", "predicted", "of the data sheet")
+    word = "at least" if run.expected and not run.expected.is_measured else "predicted"
+    head = ("call", "kind", "role", "layout", "seconds", word, "of the data sheet")
     return Listing("calls", "llllrrl", head, tuple(rows))
 
 

@@ -2,21 +2,52 @@
 
 import sys
 import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from realhf.api.messages import Ready
+from realhf.apps.view.step_warnings import step_warnings
 from realhf.base.errors import UserError
 from realhf.base.version import __version__
 from realhf.plan.run_spec import RunSpec
+from realhf.system.metrics.telemetry import EVAL_ALIASES
 
-HEADER = (
-    f"{'step':>6} {'reward':>8} {'loss':>8} {'kl':>8} {'len':>6} {'tok/s':>8} {'time':>7} {'(pred)':>9}  share of calls"
+
+@dataclass(frozen=True)
+class ConsoleColumn:
+    """A column of the step lines: it shows the first of its metrics that the step has."""
+
+    title: str
+    metrics: tuple[str, ...]
+    width: int
+    digits: int
+    form: str = "{}"
+
+    def cell(self, metrics: dict[str, float]) -> str:
+        value = next((f"{metrics[name]:.{self.digits}f}" for name in self.metrics if name in metrics), None)
+        return ("-" if value is None else self.form.format(value)).rjust(self.width)
+
+
+COLUMNS = (
+    ConsoleColumn("step", ("step",), 6, 0),
+    ConsoleColumn("reward", ("reward/mean",), 8, 3),
+    ConsoleColumn("acc", ("reward/accuracy", "rw_train/accuracy", "actor_train/accuracy"), 6, 3),
+    ConsoleColumn("loss", ("loss",), 8, 4),
+    ConsoleColumn("kl", ("kl/ref",), 8, 4),
+    ConsoleColumn("len", ("length/response",), 6, 1),
+    ConsoleColumn("tok/s", ("tokens/per_s",), 8, 0),
+    ConsoleColumn("time", ("time/step_s",), 7, 2, "{}s"),
+    ConsoleColumn("(pred)", ("predicted/step_s",), 9, 2, "({}s)"),
 )
-HEADER_LIMITS = HEADER.replace(" (pred)", "(limit)")  # without a profile
+N_EARLIER = 20  # steps with which a step is compared
+MIN_SHARE = 0.005  # smaller ones are not shown
 
 
 class Console:
@@ -25,6 +56,9 @@ class Console:
         self.out = open_console()
         self.start = time.monotonic()
         self.progress: Progress | None = None
+        self.columns: tuple[ConsoleColumn, ...] = ()
+        self.earlier: deque[dict[str, float]] = deque(maxlen=N_EARLIER)
+        self.warned: set[str] = set()
 
     def banner(self) -> None:
         run, config = self.run, self.run.config
@@ -37,16 +71,15 @@ class Console:
         if expected := run.expected:
             label, hint = "predicted", ""
             if not expected.is_measured:
-                label, hint = "limits ", "; realhf profile measures this machine"
+                label, hint = "limits  at least", "; realhf profile measures this machine"
             self.out.print(f"{label} {expected.step_s:.3g} s per step, peak memory over workers "
                            f"{expected.peak_bytes / 1e9:.2f} GB, from {expected.source}{hint}")  # fmt: skip
         self.out.print(plan_table(run))
 
     def ready(self, workers: dict[int, Ready]) -> None:
         slowest = max(w.info.get("seconds", 0.0) for w in workers.values())
-        header = HEADER_LIMITS if self.run.expected and not self.run.expected.is_measured else HEADER
         self.out.print(f"workers {len(workers)} ready after {time.monotonic() - self.start:.1f} s "
-                       f"(models and data {slowest:.1f} s)\n{header}")  # fmt: skip
+                       f"(models and data {slowest:.1f} s)")  # fmt: skip
         if self.out.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self.progress = Progress(*columns, console=self.out, transient=True)
@@ -54,23 +87,31 @@ class Console:
             self.progress.add_task("steps", total=self.run.schedule.n_steps)
 
     def step(self, metrics: dict[str, float]) -> None:
-        self.out.print(step_line(metrics))
-        limit = self.run.config.logprob_diff_warning
-        for name, value in metrics.items():
-            if name.endswith("/logprob_diff") and 0 < limit < value:
-                self.out.print(f"warning {name}: trainer and generator log-probs differ by {value:.3g} nats per token "
-                               f"(limit {limit:g}); ppo.recompute_logprobs=True corrects for it")  # fmt: skip
+        columns = tuple(c for c in COLUMNS if c in self.columns or any(name in metrics for name in c.metrics))
+        if columns != self.columns:  # at the first step
+            self.columns = columns
+            self.out.print(" ".join(c.title.rjust(c.width) for c in columns) + "  share of worker time")
+        self.out.print(step_line(metrics, columns))
+        warnings = step_warnings(metrics, self.run.config.logprob_diff_warning, self.earlier)
+        for kind in warnings.keys() - self.warned:  # not again while it lasts
+            self.out.print(f"warning {warnings[kind]}", markup=False)
+        self.warned = set(warnings)
+        self.earlier.append(metrics)
         if self.progress is not None:
             self.progress.advance(self.progress.task_ids[0])
         sys.stdout.flush()
 
     def evaluated(self, step: int, metrics: dict[str, float]) -> None:
+        """Show each result once: under its common name if it has one, else under its call."""
+        common = {name for alias in metrics for name in EVAL_ALIASES.get(alias, ())}
         calls: dict[str, list[str]] = {}
         for name, value in metrics.items():
             mfc, _, stat = name.partition("/")
-            calls.setdefault(mfc, []).append(f"{stat} {value:.4f}")
+            if name not in common and not stat.endswith("_sq"):
+                calls.setdefault(mfc, []).append(f"{stat} {value:.4f}")
         for mfc, stats in calls.items():
-            self.out.print(f"eval    step {step}: {mfc}  {'  '.join(stats)}")
+            call = "" if mfc == "eval" else f"{mfc}  "
+            self.out.print(f"eval    step {step}: {call}{'  '.join(stats)}")
         sys.stdout.flush()
 
     def saved(self, role: str, path: Path) -> None:
@@ -91,6 +132,17 @@ class Console:
         if best is not None:
             self.out.print(f"best    {best}")
         self.out.print(f"metrics {self.run.paths.metrics}   trace {self.run.paths.trace}")
+        self.out.print(f"report  realhf report {quote(str(self.run.paths.root))}")
+        final = (best / role if best else path for role, path in models.items())
+        for (role, _), path in zip(models.items(), final, strict=True):
+            if usage := self._usage(role, quote(str(path))):
+                self.out.print(f"use     {usage}")
+
+    def _usage(self, role: str, path: str) -> str:
+        """Return how to use a trained model; empty for a critic, which is of no use without its actor."""
+        if not self.run.roles[role].scalar_head:
+            return f"vllm serve {path}, or in transformers AutoModelForCausalLM.from_pretrained({path!r})"
+        return f"realhf quickstart ppo rew.path={path} ..." if role == "model" else ""
 
     def close(self) -> None:
         if self.progress is not None:
@@ -131,16 +183,9 @@ def plan_table(run: RunSpec) -> Table:
     return table
 
 
-def step_line(metrics: dict[str, float]) -> str:
-    def cell(name: str, width: int, digits: int) -> str:
-        return f"{metrics[name]:>{width}.{digits}f}" if name in metrics else " " * (width - 1) + "-"
-
-    seconds = {k[5:-2]: v for k, v in metrics.items() if k.startswith("time/") and k.endswith("_s")}
-    step_s = seconds.pop("step")
-    expected = f"({metrics['predicted/step_s']:.2f}s)" if "predicted/step_s" in metrics else ""
-    longest = sorted(((v, call) for call, v in seconds.items()), reverse=True)
-    parts = " ".join(f"{call} {100 * v / step_s:.0f}%" for v, call in longest if v / step_s >= 0.005)
-    return (
-        f"{int(metrics['step']):>6} {cell('reward/mean', 8, 3)} {cell('loss', 8, 4)} {cell('kl/ref', 8, 4)} "
-        f"{cell('length/response', 6, 1)} {cell('tokens/per_s', 8, 0)} {step_s:>6.2f}s {expected:>9}  {parts}"
-    )
+def step_line(metrics: dict[str, float], columns: Sequence[ConsoleColumn] = COLUMNS) -> str:
+    shares = {k[6:]: v for k, v in metrics.items() if k.startswith("share/")}
+    shares |= {"idle": 1 - sum(shares.values())} if shares else {}
+    longest = sorted(shares.items(), key=lambda part: -part[1])
+    parts = " ".join(f"{call} {share:.0%}" for call, share in longest if share >= MIN_SHARE)
+    return f"{' '.join(column.cell(metrics) for column in columns)}  {parts}".rstrip()

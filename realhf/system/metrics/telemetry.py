@@ -154,7 +154,8 @@ class Telemetry:
         self._n_written = step + 1
         done = self._steps[step]
         del self._steps[step]
-        metrics: Metrics = {"step": step + 1, "time/step_s": seconds, **done.counts, **done.workers.metrics()}
+        metrics: Metrics = {"step": step + 1, "time/step_s": seconds, **done.counts, **done.workers.metrics(),
+                            **done.workers.shares(seconds)}  # fmt: skip
         tokens = metrics.get("tokens/trained") or metrics.get("tokens/generated", 0)
         metrics["tokens/per_s"] = tokens / seconds
         metrics["flops/model_per_s"] = done.flops.total() / seconds
@@ -163,8 +164,8 @@ class Telemetry:
             metrics[name] = value / weight if weight else 0.0
         metrics |= _aliased(metrics, METRIC_ALIASES)
         if expected := self.run.expected:
-            metrics["predicted/step_s"] = expected.step_s
-            metrics |= {f"predicted/{mfc}_s": call_s for mfc, call_s in expected.calls.items()}
+            word = "predicted" if expected.is_measured else "limit"
+            metrics |= {f"{word}/{name}_s": s for name, s in {"step": expected.step_s, **expected.calls}.items()}
         self.last = metrics
         if not is_evaluated:
             self._write(metrics)

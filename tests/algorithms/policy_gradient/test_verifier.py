@@ -82,6 +82,7 @@ def test_math():
     assert out["rewards"].tolist() == [1.0, -3.0, -3.0] and out["rewards"].dtype == torch.float32
     assert stats == {
         "reward": (-5.0, 3.0),
+        "reward_sq": (19.0, 3.0),
         "accuracy": (1.0, 3.0),
         "failed": (0.0, 3.0),
         "verifier_error": (0.0, 3.0),
@@ -103,7 +104,7 @@ def test_failures_are_counted_reported_and_have_no_reward(tmp_path):
     batch = responses("fine", "raise", "hang", "fine", row={"worth": 0.0})
     out, stats = run(VerifierConfig(reward=reward), batch, reports)
     assert out.ids == (RowId(0, 0), RowId(0, 3)) and out["rewards"].tolist() == [0.0, 0.0]
-    assert stats == {"reward": (0.0, 2.0), "failed": (2.0, 4.0), "verifier_error": (1.0, 4.0),
+    assert stats == {"reward": (0.0, 2.0), "reward_sq": (0.0, 2.0), "failed": (2.0, 4.0), "verifier_error": (1.0, 4.0),
                      "verifier_timeout": (1.0, 4.0)}  # fmt: skip
     (report,) = reports
     assert report.startswith(

@@ -34,8 +34,8 @@ def test_rewards_and_statistics() -> None:
     ppo = PPOConfig(reward_output_bias=1.0, reward_output_scaling=2.0)
     rows, stats = scored(EnsembleConfig(["a", "b"], Objective.WCO), ppo, MEMBERS)
     assert rows["rewards"].tolist() == [0.0, 2.0, -4.0, -4.0] and rows["rewards"].dtype == torch.float32
-    assert stats == {"reward": (-6.0, 4.0), "failed": (0.0, 4.0), "variance": (1.5, 4.0), "lowest_0": (3.0, 4.0),
-                     "lowest_1": (1.0, 4.0)}  # fmt: skip
+    assert stats == {"reward": (-6.0, 4.0), "reward_sq": (36.0, 4.0), "failed": (0.0, 4.0), "variance": (1.5, 4.0),
+                     "lowest_0": (3.0, 4.0), "lowest_1": (1.0, 4.0)}  # fmt: skip
     unbiased, stats = scored(EnsembleConfig(["a", "b"], Objective.UWO, 1.0, True), PPOConfig(), MEMBERS)
     assert unbiased["rewards"].tolist() == [0.0, 2.0, -1.0, -1.0] and stats["variance"] == (3.0, 4.0)
 

@@ -2,47 +2,70 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from realhf.api.config import ExperimentConfig
+from realhf.api.config import ExperimentConfig, ModelSpec
 from realhf.api.execution_plan import ExecutionPlan, Placement
-from realhf.api.experiment import Task
+from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, Graph, InterfaceSpec, Kind
 from realhf.api.messages import Ready
-from realhf.apps.view.console import HEADER, HEADER_LIMITS, Console, step_line
+from realhf.apps.view.console import COLUMNS, Console, step_line
 from realhf.base.paths import RunDir
 from realhf.plan.run_spec import ExpectedPerformance, RunSpec
+from realhf.system.metrics.telemetry import EVAL_ALIASES
 from tests.plan.search.planners import layout
+from tests.scaling import examples
 
-METRICS = {"step": 3.0, "time/step_s": 2.0, "time/gen_s": 1.5, "time/train_s": 0.4, "time/move_s": 0.001,
-           "reward/mean": -0.25, "tokens/per_s": 1234.5, "predicted/step_s": 1.75}  # fmt: skip
-
-
-def cell(column: str, line: str) -> str:
-    """The right-aligned cell below a word of the header."""
-    end = HEADER.index(column) + len(column)
-    return line[:end].split(" ")[-1]
+METRICS = {"step": 3.0, "time/step_s": 2.0, "time/gen_s": 1.5, "time/train_s": 0.4, "share/gen": 0.5,
+           "share/train": 0.3, "share/move": 0.001, "reward/mean": -0.25, "tokens/per_s": 1234.5,
+           "predicted/step_s": 1.75}  # fmt: skip
 
 
-def test_the_prediction_is_next_to_the_measurement() -> None:
-    line = step_line(METRICS)
-    assert (cell("step", line), cell("reward", line), cell("tok/s", line)) == ("3", "-0.250", "1234")
-    assert (cell("time", line), cell("(pred)", line)) == ("2.00s", "(1.75s)")
-    assert line.endswith("  gen 75% train 20%")  # calls below half a percent are omitted
-    assert cell("kl", line) == "-"
+def shown(tmp_path: Path, capsys: pytest.CaptureFixture[str], *steps: dict[str, float]) -> list[str]:
+    """The lines that a console prints for steps."""
+    console = Console(run_of(tmp_path))
+    for metrics in steps:
+        console.step(metrics)
+    return capsys.readouterr().out.splitlines()
 
 
-def test_without_a_prediction_its_column_is_empty() -> None:
-    line = step_line({name: value for name, value in METRICS.items() if name != "predicted/step_s"})
-    assert (cell("time", line), cell("(pred)", line)) == ("2.00s", "")
-    assert line.index("gen 75%") == step_line(METRICS).index("gen 75%")
+def run_of(root: Path, **options: Any) -> RunSpec:
+    graph = Graph((MFC("gen", "actor", Kind.GENERATE, InterfaceSpec("any"), ("prompts",), ("tokens",), 2),))
+    plan = ExecutionPlan(2, {"gen": Placement(layout("t2"))})
+    return RunSpec("test", ExperimentConfig(), Task.prompt, graph, {}, plan, RunDir(root), "cpu", 4, **options)
+
+
+def test_the_columns_are_those_of_the_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    header, line, again = shown(tmp_path, capsys, METRICS, {**METRICS, "step": 4})
+    assert header.split() == ["step", "reward", "tok/s", "time", "(pred)", "share", "of", "worker", "time"]
+    assert line.split() == ["3", "-0.250", "1234", "2.00s", "(1.75s)", "gen", "50%", "train", "30%", "idle", "20%"]
+    assert header.index("(pred)") + 6 == line.index("(1.75s)") + 7, "columns are aligned"
+    assert again.split()[0] == "4", "the header is printed once"
+
+
+def test_a_metric_that_comes_later_adds_its_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(tmp_path, capsys, METRICS, {**METRICS, "kl/ref": 0.5}, METRICS)
+    assert [("kl" in line, "0.5000" in line) for line in lines] == [
+        (False, False), (False, False), (True, False), (False, True), (False, False)]  # fmt: skip
+    assert " - " in lines[4], "a step without the metric keeps the column"
+
+
+@settings(max_examples=examples(30))
+@given(st.sets(st.sampled_from([name for column in COLUMNS for name in column.metrics])))
+def test_every_set_of_metrics_fills_its_columns(names: set[str]) -> None:
+    metrics = dict.fromkeys(names, 1.0)
+    columns = [column for column in COLUMNS if names & set(column.metrics)]
+    cells = step_line(metrics, columns)
+    assert len(cells.split()) == len(columns) and "-" not in cells
+    assert len(cells) == max(0, sum(column.width + 1 for column in columns) - 1)
 
 
 def test_the_banner_shows_the_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    graph = Graph((MFC("gen", "actor", Kind.GENERATE, InterfaceSpec("any"), ("prompts",), ("tokens",), 2),))
-    plan = ExecutionPlan(2, {"gen": Placement(layout("t2"))})
-    run = RunSpec("test", ExperimentConfig(), Task.prompt, graph, {}, plan, RunDir(tmp_path), "cpu", 4)
+    run = run_of(tmp_path)
     Console(run).banner()
     assert "s per step" not in capsys.readouterr().out
     expected = ExpectedPerformance("the profile p.json", 1.75, {"gen": 1.5}, 2.5e9)
@@ -52,30 +75,54 @@ def test_the_banner_shows_the_prediction(tmp_path: Path, capsys: pytest.CaptureF
     assert "d1t2p1@0-1" in shown
 
 
-def test_hardware_limits_are_not_labelled_as_a_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    graph = Graph((MFC("gen", "actor", Kind.GENERATE, InterfaceSpec("any"), ("prompts",), ("tokens",), 2),))
+def test_hardware_limits_are_not_labelled_as_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = ExpectedPerformance("the limits of cpu", 1.75, {"gen": 1.5}, 2.5e9, is_measured=False)
-    plan = ExecutionPlan(2, {"gen": Placement(layout("t2"))})
-    run = RunSpec("test", ExperimentConfig(), Task.prompt, graph, {}, plan, RunDir(tmp_path), "cpu", 4, expected)
-    console = Console(run)
+    console = Console(run_of(tmp_path, expected=expected))
     console.banner()
     console.ready({0: Ready(0)})
+    console.step({"step": 1.0, "time/step_s": 2.0, "limit/step_s": 1.75})
     shown = capsys.readouterr().out
-    assert "limits  1.75 s per step" in shown and "from the limits of cpu; realhf profile measures" in shown
-    assert (
-        "predicted" not in shown
-        and HEADER_LIMITS.index("(limit)") + 1 == HEADER.index("(pred)")
-        and HEADER_LIMITS in shown
-    )
+    assert "limits  at least 1.75 s per step" in shown and "from the limits of cpu; realhf profile measures" in shown
+    assert "predicted" not in shown and "(pred)" not in shown and shown.count("1.75") == 1
 
 
 def test_an_evaluation_has_one_line_per_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    graph = Graph((MFC("gen", "actor", Kind.GENERATE, InterfaceSpec("any"), ("prompts",), ("tokens",), 2),))
-    plan = ExecutionPlan(2, {"gen": Placement(layout("t2"))})
-    run = RunSpec("test", ExperimentConfig(), Task.prompt, graph, {}, plan, RunDir(tmp_path), "cpu", 4, n_held_out=3)
-    console = Console(run)
+    console = Console(run_of(tmp_path, n_held_out=3))
     console.banner()
     console.evaluated(7, {"a/loss": 0.25, "b/accuracy": 1.0, "b/loss": 0.5})
     shown = capsys.readouterr().out
     assert ": 4 rows, 3 held out, " in shown
     assert shown.endswith("eval    step 7: a  loss 0.2500\neval    step 7: b  accuracy 1.0000  loss 0.5000\n")
+
+
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sets(st.sampled_from([*(n for names in EVAL_ALIASES.values() for n in names), "eval_rew/verifier_error"])))
+def test_every_result_of_an_evaluation_is_shown_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], names: set[str]
+) -> None:
+    values = {name: 100.5 + i for i, name in enumerate(sorted(names))}
+    aliased = {alias: values[n] for alias, of in EVAL_ALIASES.items() for n in of if n in names}
+    Console(run_of(tmp_path)).evaluated(1, {**aliased, **values})
+    shown = capsys.readouterr().out
+    assert all(shown.count(f"{value:.4f}") <= 1 for value in values.values())
+    assert all(f"{value:.4f}" in shown for value in aliased.values())
+
+
+def test_a_warning_is_shown_while_it_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = {**METRICS, "actor_gen/truncated": 1.0}
+    lines = shown(tmp_path, capsys, bad, bad, METRICS, bad)
+    assert [i for i, line in enumerate(lines) if "100% of the responses are truncated" in line] == [2, 6]
+
+
+def test_the_summary_ends_with_the_report_and_the_use_of_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "with space"
+    roles = {"actor": RoleSpec(ModelSpec()), "critic": RoleSpec(ModelSpec(), scalar_head=True)}
+    run = replace(run_of(root), roles=roles)
+    Console(run).summary({role: root / role for role in roles})
+    *_, report, use = capsys.readouterr().out.splitlines()
+    assert report == f"report  realhf report '{root}'"
+    assert use.startswith(f"use     vllm serve '{root}/actor'") and "critic" not in use
+    Console(replace(run, roles={"model": roles["critic"]})).summary({"model": root}, best=root / "best")
+    assert capsys.readouterr().out.splitlines()[-1] == f"use     realhf quickstart ppo rew.path='{root}/best/model' ..."
