@@ -21,8 +21,12 @@ COMMANDS = {
     "verifier": ("serve [key=value ...]", "score math and code answers over HTTP"),
     "demo": ("[--dir DIR]", "train a random model with SFT and PPO on a small arithmetic task"),
     "env": ("", "print versions, devices and extras"),
+    "completion": ("bash|zsh|fish", "print a script that completes commands and options in a shell"),
 }
 """Arguments and description of every command, which is ``main`` in its module of ``apps/commands``."""
+
+OWN_HELP = ("quickstart", "plan", "profile", "verifier")
+"""Commands whose ``main`` answers ``--help``, with their options."""
 
 EXIT_USER, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 1, 130, 141
 
@@ -31,7 +35,8 @@ def usage() -> str:
     width = max(len(f"{name} {args}") for name, (args, _) in COMMANDS.items())
     lines = [f"  realhf {f'{name} {args}':<{width}}  {text}" for name, (args, text) in COMMANDS.items()]
     return "\n".join(["usage: realhf COMMAND ...", "", *lines, "",
-                      "realhf quickstart --help lists the experiments, realhf quickstart ppo --help its options.",
+                      "realhf COMMAND --help explains a command, realhf quickstart --help lists the experiments,",
+                      "realhf quickstart ppo --help the options of one.",
                       "--traceback prints the traceback of an error."])  # fmt: skip
 
 
@@ -41,6 +46,8 @@ def run(arguments: list[str]) -> int:
     0: done; 1: the run failed; 2: invalid input, nothing was launched; 130: interrupted or stopped; 141: broken pipe.
     ``realhf plan`` returns 1 for an infeasible plan.
     """
+    if arguments[:1] == ["help"] and arguments[1:2] and arguments[1] in COMMANDS:
+        arguments = [*arguments[1:], "--help"]
     show_traceback = "--traceback" in arguments
     arguments = [a for a in arguments if a != "--traceback"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -54,8 +61,12 @@ def run(arguments: list[str]) -> int:
         from realhf.experiments import EXPERIMENTS
 
         hint = f"; use realhf quickstart {command}" if command in EXPERIMENTS else did_you_mean(command, COMMANDS)
-        print(f"error: unknown command '{command}'{hint}\n\n{usage()}", file=sys.stderr)
+        print(f"error: unknown command '{command}'{hint}; realhf --help lists the commands", file=sys.stderr)
         return EXIT_USER
+    if command not in OWN_HELP and {"-h", "--help"} & set(rest):
+        args, text = COMMANDS[command]
+        print(f"usage: realhf {command} {args}".rstrip() + f"\n\n{text}")
+        return 0
     try:
         importlib.import_module(f"realhf.apps.commands.{command}").main(rest)
         return 0

@@ -11,7 +11,7 @@ from realhf.api.codec import to_plain
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import Experiment, MultiStageExperiment
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
-from realhf.apps.commands.quickstart import print_help, read_words
+from realhf.apps.commands.quickstart import help_pattern, print_help, read_words
 from realhf.apps.prepare.preflight import Findings, PlanReport, plan_report
 from realhf.apps.view.console import open_console, write_out
 from realhf.apps.view.tables import Listing, render_page
@@ -40,14 +40,11 @@ Predicted = Mapping[str, tuple[ExecutionPlan, Prediction]]  # by allocation mode
 
 
 def main(arguments: list[str]) -> None:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE)
-        return
+    if arguments[:1] in (["-h"], ["--help"]):
+        return print(USAGE)
     words, flags = _flags(arguments)
-    if "--help" in flags:
-        print(f"{USAGE}\n")
-        print_help(words[0])
-        return
+    if (pattern := help_pattern(arguments)) is not None:
+        return print_help(words[0], pattern)
     experiment, _ = read_words(words[0], words[1:])
     result = planned(words[0], experiment, _modes(flags.get("--compare", "")), why="--why" in flags)
     _show(result)
@@ -107,7 +104,7 @@ def planned(name: str, experiment: Experiment, modes: Sequence[str] = (), why: b
     else:
         prediction, capacity = report.prediction, report.machine.hardware.usable
         instructions = _instructions(report.planner, report.plan)
-        tables = [_allocation(report), instructions, _memory(prediction, capacity), _step(prediction)]
+        tables = [_allocation(report), instructions, _memory(prediction, capacity), _step(report)]
     if why:
         tables.append(_why(report.planner, report.plan))
     return Planned(report, results, tables)
@@ -161,7 +158,7 @@ def _allocation(report: PlanReport) -> Listing:
         batching = f"{limits.max_tokens_per_mb}" + (f", {limits.max_num_seqs} rows" if limits.max_num_seqs else "")
         cells = (mfc.name, mfc.kind.value, mfc.role or "-", str(placement), batching)
         rows.append((*cells, f"{compute:.3g}", f"{moves:.3g}" if moves else "-"))
-    return Listing("allocation", "llllrrr", ("call", "kind", "role", "layout", "tokens/mb", "seconds", "moves"),
+    return Listing("allocation", "llllrrr", ("call", "kind", "role", "layout", "tokens/mb", _seconds(report), "moves"),
                    tuple(rows))  # fmt: skip
 
 
@@ -211,11 +208,18 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def _step(prediction: Prediction) -> Listing:
+def _seconds(report: PlanReport) -> str:
+    """Return the name of predicted seconds: without a profile they are limits of the hardware, not predictions."""
+    return "seconds" if report.machine.is_measured else "seconds, at least"
+
+
+def _step(report: PlanReport) -> Listing:
+    prediction = report.prediction
     shares = prediction.critical_shares.items()
     path = ", ".join(f"{name} {100 * share:.0f}%" for name, share in shares if share >= 0.005)
     busy = f"{100 * (1 - prediction.timeline.idle):.0f}%"
-    step = ("predicted", f"{prediction.seconds:.4g} s")
+    word = "predicted" if report.machine.is_measured else "at least"
+    step = (word, f"{prediction.seconds:.4g} s")
     return Listing("step", "ll", (), (step, ("workers busy", busy), ("critical path", path)))
 
 
@@ -228,7 +232,14 @@ def _comparison(report: PlanReport, results: Predicted) -> Listing:
         busy = f"{100 * (1 - p.timeline.idle):.0f}%"
         cells = (mode, f"{p.seconds:.4g} s", f"{p.seconds / best:.2f}", busy, size_text(p.peak) + fits)
         rows.append((*cells, layouts_text(plan)))
-    head = ("allocation_mode", "step", "relative", "busy", "peak memory", "layouts")
+    head = (
+        "allocation_mode",
+        "step" if report.machine.is_measured else "step, at least",
+        "relative",
+        "busy",
+        "peak memory",
+        "layouts",
+    )
     return Listing(f"comparison (usable memory per worker: {size_text(capacity)})", "lrrrrl", head, tuple(rows))
 
 
@@ -253,8 +264,8 @@ def _why(planner: Planner, plan: ExecutionPlan) -> Listing:
 
 def _show(result: Planned) -> None:
     report = result.report
-    out = open_console()
-    out.print(f"{report.name}: {report.n_rows_text}, {report.plan.n_workers} x {report.device}, predicted from "
+    out, word = open_console(), "predicted from" if report.machine.is_measured else "bounded by"
+    out.print(f"{report.name}: {report.n_rows_text}, {report.plan.n_workers} x {report.device}, {word} "
               f"{report.machine.source}\n", markup=False)  # fmt: skip
     for listing in result.tables:
         out.print(listing.title, style="bold", markup=False)
@@ -293,4 +304,9 @@ def _data(report: PlanReport, results: Predicted) -> dict[str, object]:
         }
         for mode, (plan, p) in results.items()
     }
-    return {"experiment": report.name, "machine": report.machine.source, "modes": modes}
+    return {
+        "experiment": report.name,
+        "machine": report.machine.source,
+        "is_measured": report.machine.is_measured,
+        "modes": modes,
+    }

@@ -12,7 +12,8 @@ from realhf.api.codec import from_json, to_plain
 from realhf.api.config import Device, ExperimentConfig
 from realhf.api.config.option import COUNT, SECONDS, opt
 from realhf.api.model_config import ModelConfig
-from realhf.apps.prepare.options import print_options, updated
+from realhf.apps.prepare.option_help import options_help
+from realhf.apps.prepare.options import updated
 from realhf.apps.prepare.preflight import Findings, pick_device
 from realhf.apps.view.console import open_console
 from realhf.arch.hf_config import read_hf_config
@@ -42,7 +43,7 @@ class ProfileOptions:
 def main(arguments: list[str]) -> None:
     if "-h" in arguments or "--help" in arguments:
         print(USAGE)
-        print_options(ProfileOptions)
+        print(options_help(ProfileOptions))
         return
     options = updated(ProfileOptions(), arguments)
     device, models, previous = check(options)

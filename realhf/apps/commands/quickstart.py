@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from realhf.api.config.option import FILE
 from realhf.api.experiment import Experiment
-from realhf.apps.prepare.options import absolute, print_options, updated
+from realhf.apps.prepare.option_help import options_help
+from realhf.apps.prepare.options import absolute, updated
 from realhf.base.errors import UserError
 from realhf.base.paths import RunDir
 from realhf.experiments import EXPERIMENTS, experiment_class
@@ -18,21 +19,34 @@ from realhf.experiments import EXPERIMENTS, experiment_class
 if TYPE_CHECKING:
     from realhf.plan.run_spec import RunSpec
 
+HELP = ("-h", "--help")
+
+USAGE = "usage: realhf quickstart EXPERIMENT [key=value ...] [--config FILE.yaml] [--dry-run]"
+
 
 def main(arguments: list[str]) -> None:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: realhf quickstart EXPERIMENT [--config FILE.yaml] [--dry-run] [key=value ...]\n\nexperiments:")
-        for name in EXPERIMENTS:
-            print(f"  {name:<10} {(experiment_class(name).__doc__ or '').strip()}")
-        return
+    if arguments in (["-h"], ["--help"]):
+        return print("\n".join([USAGE, "", "experiments:", *experiment_lines()]))
+    if not arguments:
+        raise UserError(f"missing EXPERIMENT: {', '.join(EXPERIMENTS)}, or my_file.py:MyExperiment\n{USAGE}")
+    pattern = help_pattern(arguments)
+    if pattern is not None:
+        return print_help(next(word for word in arguments if word not in HELP), pattern)
     name, rest = absolute(arguments[0], arguments[0], FILE), arguments[1:]
-    if "-h" in rest or "--help" in rest:
-        print_help(name)
-        return
     experiment, paths = read_words(name, [word for word in rest if word != "--dry-run"])
     from realhf.apps.prepare.starting import start_experiment
 
     start_experiment(name, experiment, paths, dry="--dry-run" in rest)
+
+
+def experiment_lines() -> list[str]:
+    return [f"  {name:<12} {(experiment_class(name).__doc__ or '').strip()}" for name in EXPERIMENTS]
+
+
+def help_pattern(words: list[str]) -> str | None:
+    """Return the word after ``EXPERIMENT ... --help``, empty if there is none; None without ``--help``."""
+    at = next((i for i, word in enumerate(words) if word in HELP), None)
+    return None if at is None else "".join(words[at + 1 : at + 2]) if at else ""
 
 
 def prepare(name: str, words: list[str]) -> "RunSpec":
@@ -58,7 +72,8 @@ def read_words(name: str, words: list[str]) -> tuple[Experiment, RunDir]:
     return experiment, paths
 
 
-def print_help(name: str) -> None:
+def print_help(name: str, pattern: str) -> None:
     cls = experiment_class(name)
-    print(f"realhf quickstart {name}: {(cls.__doc__ or '').strip()}\n")
-    print_options(cls)
+    print(f"realhf quickstart {name}: {(cls.__doc__ or '').strip()}\n\n{options_help(cls, pattern)}")
+    if not pattern:
+        print(f"\nrealhf quickstart {name} --help all lists all options, --help WORD those with WORD in name or text.")

@@ -17,9 +17,8 @@ USAGE = "usage: realhf resume RUN_DIR [key=value ...]"
 
 
 def main(arguments: list[str]) -> None:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE)
-        return
+    if not arguments:
+        raise UserError(f"missing RUN_DIR\n{USAGE}")
     paths = RunDir(Path(arguments[0]))
     if problems := paths.unusable(os.R_OK | os.W_OK):
         raise UserError(problems)

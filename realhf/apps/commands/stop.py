@@ -13,9 +13,8 @@ POLL_S = 0.2
 
 
 def main(arguments: list[str]) -> None:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE)
-        return
+    if not arguments:
+        raise UserError(f"missing RUN_DIR\n{USAGE}")
     paths = RunDir(Path(arguments[0]))
     if len(arguments) > 1 or not paths.plan.is_file() or not is_locked(paths.lock):
         raise UserError(f"{paths.root} has no run in progress\n{USAGE}")

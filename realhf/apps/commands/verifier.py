@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from realhf.api.config import RewardConfig
 from realhf.api.config.option import COUNT, SECONDS, Range, opt
-from realhf.apps.prepare.options import print_options, read_options
+from realhf.apps.prepare.option_help import options_help
+from realhf.apps.prepare.options import read_options
 from realhf.base.errors import UserError, did_you_mean
 from realhf.base.version import __version__
 from realhf.experiments.options.checks import unmet
@@ -74,7 +75,7 @@ class ServedReward:
 def main(arguments: list[str]) -> None:
     if "-h" in arguments or "--help" in arguments:
         print(USAGE)
-        print_options(ServeOptions)
+        print(options_help(ServeOptions))
         print("\nbuilt-in verifiers:")
         for name, verifier in VERIFIERS.items():
             print(f"  {name:<14} {verifier.doc}")

@@ -192,13 +192,16 @@ def queue(runs: Sequence[RunSpec], config: ExperimentConfig, paths: RunDir) -> N
 
 
 def dry_run(name: str, experiment: Experiment, paths: RunDir) -> None:
-    """Print the script that would be submitted; write no files."""
-    if not is_queued(experiment):
-        raise UserError(f"--dry-run prints a SLURM script and requires mode=slurm (got {experiment.mode.value}); "
-                        "realhf plan shows what would run")  # fmt: skip
+    """Check a run and print its plan, or the script that would be submitted; write no files."""
     runs = [preflight(name, run, run_dir) for run, run_dir in runs_per_seed(experiment, paths)]
-    roots = [run.paths.root for run in runs]
-    print(script(roots, experiment, runs[0].device, paths.root, "LAUNCH_ID"), end="")
+    if is_queued(experiment):
+        roots = [run.paths.root for run in runs]
+        print(script(roots, experiment, runs[0].device, paths.root, "LAUNCH_ID"), end="")
+        return
+    for warning in experiment.warnings():
+        print(f"warning {warning}")
+    Console(runs[0]).banner()
+    print("dry run: all checks passed; nothing was written or launched")
 
 
 def _run_master(run: RunSpec, checkpoint: tuple[Path, Manifest] | None) -> None:

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 
 from realhf.api.config import RecoverMode
 from realhf.api.experiment import MultiStageExperiment, Stage
 from realhf.apps.prepare.hub import with_snapshots
-from realhf.apps.prepare.launching import DAMAGED, locked, start
+from realhf.apps.prepare.launching import DAMAGED, dry_run, locked, start
 from realhf.apps.prepare.options import load_experiment, save_experiment, updated
 from realhf.apps.prepare.preflight import directory_problems, preflight, run_problems
 from realhf.apps.prepare.recovery import changes, resume, retried
@@ -39,8 +40,7 @@ def run_multi_stage(name: str, config: MultiStageExperiment, paths: RunDir) -> N
     if mode is RecoverMode.resume:
         raise UserError(f"recover_mode=resume, but {paths.root} contains no multi-stage experiment")
     config = with_snapshots(config)
-    if problems := directory_problems(config, paths) + run_problems(config) + config.problems():
-        raise UserError(problems)
+    check(config, paths)
     with locked(paths):
         if problems := directory_problems(config, paths, is_owner=True):  # used by another launch since
             raise UserError(problems)
@@ -49,6 +49,20 @@ def run_multi_stage(name: str, config: MultiStageExperiment, paths: RunDir) -> N
         paths.root.mkdir(parents=True, exist_ok=True)
         paths.root.chmod(0o700)  # prompts, responses and the channel's key
         _run_stages(name, config, paths, ())
+
+
+def check(config: MultiStageExperiment, paths: RunDir) -> None:
+    if problems := directory_problems(config, paths) + run_problems(config) + config.problems():
+        raise UserError(problems)
+
+
+def dry_run_stages(config: MultiStageExperiment, paths: RunDir) -> None:
+    """Check the first stage as ``dry_run`` does; later ones depend on its results."""
+    check(config, paths)
+    with TemporaryDirectory() as folder:
+        stage = next(iter(config.stages(Path(folder))))
+        print(f"stage   {stage.name}: {stage.experiment}; later stages depend on its results")
+        dry_run(stage.experiment, stage.config, RunDir(paths.root / stage.name))
 
 
 def resume_multi_stage(paths: RunDir, overrides: Sequence[str]) -> None:

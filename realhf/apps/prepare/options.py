@@ -1,13 +1,14 @@
 """Parses ``key=value`` words and YAML files into options, with Hydra's override grammar and OmegaConf's types."""
 
+import contextlib
+import csv
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass
-from enum import Enum
+from dataclasses import Field
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import OverrideType
@@ -16,7 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from realhf.api.config import ExperimentConfig
-from realhf.api.config.option import Range, leaves, range_problems
+from realhf.api.config.option import leaves, range_problems
+from realhf.apps.prepare.option_help import choices, suggestion, type_text
 from realhf.base.atomic_io import atomic_write
 from realhf.base.errors import UserError, did_you_mean
 
@@ -45,47 +47,6 @@ RENAMED_VALUES = {
     "ppo.advantage=given": "precomputed",
     "optimizer.type=empty": "none",
 }
-
-
-@dataclass(frozen=True)
-class OptionInfo:
-    """One line of ``--help``."""
-
-    key: str
-    type: str
-    default: str
-    help: str
-    range: str
-
-
-def options_of(cls: type) -> Iterator[OptionInfo]:
-    """Yield every option of a config class, in order of declaration."""
-    for key, field, default in leaves(cls()):
-        shown = default.name if isinstance(default, Enum) else str(default)
-        domain = field.metadata.get("domain")
-        valid = str(domain) if isinstance(domain, Range) else ""
-        yield OptionInfo(key, _type_text(field.type), shown, field.metadata.get("help", ""), valid)
-
-
-def print_options(cls: type) -> None:
-    options = list(options_of(cls))
-    width = max(len(o.key) + len(o.type) for o in options) + 3
-    for option in options:
-        valid = f", in {option.range}" if option.range else ""
-        print(f"  {option.key + ': ' + option.type:<{width}} {option.help}{valid} [{option.default}]")
-
-
-def _words(kind: Any) -> list[str]:
-    """Return the valid words of an enumerated option, or of the items of a list."""
-    if arguments := get_args(kind):
-        return [word for argument in arguments for word in _words(argument)]
-    return [choice.name for choice in kind] if isinstance(kind, type) and issubclass(kind, Enum) else []
-
-
-def _type_text(kind: Any) -> str:
-    if words := _words(kind):
-        return f"list[{'|'.join(words)}]" if get_origin(kind) is list else "|".join(words)
-    return (kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)).replace(" | None", "")
 
 
 def updated(options: T, overrides: Sequence[str], config_file: str | None = None) -> T:
@@ -204,17 +165,33 @@ def _flatten(section: DictConfig, known: Fields, prefix: str = "") -> Iterator[t
 
 
 def _apply(tree: DictConfig, word: str, known: Fields) -> list[str]:
-    if "=" not in word:
-        return [f"'{word}' is not of the form key=value{did_you_mean(word, known)}"]
+    key, equals, text = word.partition("=")
+    if not equals:
+        return [f"'{word}' is not of the form key=value{suggestion(word, known)}"]
+    kind = known[key].type if key in known else None
+    if kind in (str, str | None) and text != "null" and text[:1] not in ("'", '"'):
+        return _set(tree, key, text, known, "")  # URLs, times and patterns need no quotes
     try:
         override = OverridesParser.create().parse_override(word)
     except HydraException as error:
+        if get_origin(kind) is list and (items := _list_items(text)) is not None:
+            return _set(tree, key, items, known, "")
         return [f"'{word}' cannot be parsed: {str(error).splitlines()[0]} (quote values with special characters)"]
     if override.type is not OverrideType.CHANGE or override.package is not None:
         return [f"'{word}': options cannot be added, deleted or moved; write key=value"]
-    # no sweeps: 'actor_gen:d2,*:d1' and 'node01,node02' are strings
-    value = word.partition("=")[2] if override.is_sweep_override() else override.value()
-    return _set(tree, override.key_or_group, value, known, "")
+    # no sweeps: 'node01,node02' is a string
+    return _set(tree, override.key_or_group, text if override.is_sweep_override() else override.value(), known, "")
+
+
+def _list_items(text: str) -> list[str] | None:
+    """Return the items of a list in brackets, each of which may be quoted; None for other texts."""
+    if text[:1] != "[" or text[-1:] != "]":
+        return None
+    quotechar = "'" if "'" in text else '"'
+    with contextlib.suppress(csv.Error):
+        (items,) = csv.reader([text[1:-1]], quotechar=quotechar, skipinitialspace=True, strict=True)
+        return items
+    return None
 
 
 def _set(tree: DictConfig, key: str, value: Any, known: Fields, source: str) -> list[str]:
@@ -222,7 +199,7 @@ def _set(tree: DictConfig, key: str, value: Any, known: Fields, source: str) -> 
         if example := next((k for k in known if k.startswith(f"{key}.")), None):
             return [f"{key} is a group of options; set one of them, like {example}=...{source}"]
         renamed = ".".join(RENAMED_OPTIONS.get(part, part) for part in key.split("."))
-        hint = f": renamed to {renamed}" if renamed != key and renamed in known else did_you_mean(renamed, known)
+        hint = f": renamed to {renamed}" if renamed != key and renamed in known else suggestion(renamed, known)
         return [f"unknown option {key}{hint}{source}"]
     try:
         OmegaConf.update(tree, key, value)
@@ -231,7 +208,7 @@ def _set(tree: DictConfig, key: str, value: Any, known: Fields, source: str) -> 
     except (OmegaConfBaseException, OverflowError):
         kind = known[key].type
         new = next((new for old, new in RENAMED_VALUES.items() if f"{key}={value}".endswith(old)), None)
-        hint = f"renamed to {new}" if new else f"expected {_type_text(kind)}{did_you_mean(str(value), _words(kind))}"
+        hint = f"renamed to {new}" if new else f"expected {type_text(kind)}{did_you_mean(str(value), choices(kind))}"
         return [f"{key}={value}: {hint}{source}"]
     return []
 

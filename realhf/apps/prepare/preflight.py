@@ -20,7 +20,7 @@ from realhf.api.graph import Graph, GraphError
 from realhf.api.model_config import ModelConfig
 from realhf.apps.prepare.backends import resolve_dtypes, trainer_problems, vllm_problems
 from realhf.apps.prepare.hub import with_snapshots
-from realhf.apps.prepare.options import options_of
+from realhf.apps.prepare.option_help import options_of
 from realhf.apps.prepare.planning import MachineModel, limits_of, machine_of, plan_for_mode, planner_of, replan
 from realhf.apps.prepare.publish import push_problems
 from realhf.base.atomic_io import TMP_SUFFIX, is_locked

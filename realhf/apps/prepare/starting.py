@@ -5,7 +5,7 @@ from functools import partial
 from realhf.api.config import RecoverMode
 from realhf.api.experiment import Experiment, MultiStageExperiment
 from realhf.apps.prepare.launching import dry_run, is_queued, runs_per_seed, start
-from realhf.apps.prepare.multi_stage import run_multi_stage
+from realhf.apps.prepare.multi_stage import dry_run_stages, run_multi_stage
 from realhf.apps.prepare.preflight import preflight
 from realhf.apps.prepare.recovery import resume, retried
 from realhf.base.errors import UserError
@@ -15,11 +15,11 @@ from realhf.system.checkpoint.manifest import is_resumable
 
 
 def start_experiment(name: str, experiment: Experiment, paths: RunDir, dry: bool) -> None:
-    """Start or resume a run or a multi-stage experiment; ``dry`` only prints the SLURM script."""
-    if dry:
+    """Start or resume a run or a multi-stage experiment; ``dry`` only checks it."""
+    if isinstance(experiment, MultiStageExperiment):
+        dry_run_stages(experiment, paths) if dry else run_multi_stage(name, experiment, paths)
+    elif dry:
         dry_run(name, experiment, paths)
-    elif isinstance(experiment, MultiStageExperiment):
-        run_multi_stage(name, experiment, paths)
     else:
         supervise(name, experiment, paths)
 

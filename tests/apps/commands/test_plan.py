@@ -81,10 +81,10 @@ def test_ppo_on_128_gpus_without_a_gpu(tmp_path: Path) -> None:
 def test_tables(plan: Command) -> None:
     result = plan.ppo("allocation_mode=d2t2p2", "--out", "p.json")
     assert (result.code, result.err) == (0, "")
-    assert result.out.startswith("ppo: maximum-length sequences, 8 x cuda, predicted from the limits of h100\n")
+    assert result.out.startswith("ppo: maximum-length sequences, 8 x cuda, bounded by the limits of h100\n")
     stored = json.loads((plan.folder / "p.json").read_text())["modes"]["d2t2p2"]
     head, *rows = result.table("allocation")
-    assert head == ["call", "kind", "role", "layout", "tokens/mb", "seconds", "moves"]
+    assert head == ["call", "kind", "role", "layout", "tokens/mb", "seconds, at least", "moves"]
     assert tuple(row[0] for row in rows) == MFCS and {row[3] for row in rows} == {"d2t2p2@0-7"}
     for name, *_, seconds, moves in rows:
         assert float(seconds) == pytest.approx(stored["calls"][name]["compute_s"], rel=0.01)
@@ -96,7 +96,7 @@ def test_tables(plan: Command) -> None:
     assert worker == "0-7" and has == "76 GB" and parts.startswith("optimizer 20.2 GB, weights 13.5 GB, gradients ")
     assert float(needs.split()[0]) == pytest.approx(stored["peak_bytes"] / 1e9, rel=0.01)
     step = dict(row for row in result.table("step"))
-    assert float(step["predicted"].split()[0]) == pytest.approx(stored["step_s"], rel=1e-3)
+    assert float(step["at least"].split()[0]) == pytest.approx(stored["step_s"], rel=1e-3)
     assert "actor_gen" in step["critical path"]
 
 
@@ -140,7 +140,7 @@ def test_comparison_of_modes(plan: Command) -> None:
     title = next(line for line in result.out.splitlines() if line.startswith("comparison"))
     head, *rows = result.table(title)
     rows = [row for row in rows if len(row) == len(head)]  # layouts may wrap
-    assert head == ["allocation_mode", "step", "relative", "busy", "peak memory", "layouts"]
+    assert head == ["allocation_mode", "step, at least", "relative", "busy", "peak memory", "layouts"]
     assert [row[0] for row in rows] == modes and rows[3][5] == "d1t8p1@0-7"
     assert rows[2][5].startswith("d8t1p1@0-7: actor_gen; d2t2p2@0-7: rew_inf, ref_inf")
     shares = [float(row[2]) for row in rows]
@@ -231,7 +231,11 @@ def test_help(plan: Command) -> None:
         assert result.code == 0 and result.out.strip() == USAGE
     assert "exit code 0: the plan can run; 1: it cannot" in USAGE
     result = plan("ppo", "--help")
-    assert result.code == 0 and USAGE in result.out and "planner.memory_gb" in result.out
+    assert result.code == 0 and "actor.path" in result.out and "planner.memory_gb" not in result.out
+    assert (
+        "planner.memory_gb" in plan("ppo", "--help", "memory").out
+        and "planner.memory_gb" in plan("ppo", "-h", "all").out
+    )
 
 
 WRONG = '''

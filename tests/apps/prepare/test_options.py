@@ -9,7 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from realhf.api.config import Device, ExperimentConfig, LRSchedule, Mode, OnBadRow, ValueNormType
-from realhf.apps.prepare.options import RENAMED_OPTIONS, load_experiment, options_of, save_experiment, updated
+from realhf.apps.prepare.option_help import options_of
+from realhf.apps.prepare.options import RENAMED_OPTIONS, load_experiment, save_experiment, updated
 from realhf.base.errors import UserError
 from realhf.experiments import EXPERIMENTS, experiment_class
 from realhf.experiments.ppo import PPOExperiment
@@ -102,7 +103,7 @@ def test_the_last_override_wins_and_overrides_win_over_the_file(tmp_path: Path) 
         ("device=tpu", "device=tpu: "),
         ("ppo.gen.stop_token_ids=[a]", "ppo.gen.stop_token_ids="),
         ("seed=[1]", "seed=[1]: "),
-        ("dataset.path={a", "'dataset.path={a' cannot be parsed: "),
+        ("dataset.path='a", "'dataset.path='a' cannot be parsed: "),
         ("~seed=1", "'~seed=1': options cannot be added, deleted or moved"),
         ("trial_name=${missing}", "trial_name=${missing}: "),
     ],

@@ -12,7 +12,8 @@ import pytest
 from realhf.api.config.option import Range
 from realhf.apps.commands.profile import ProfileOptions
 from realhf.apps.commands.verifier import ServeOptions
-from realhf.apps.prepare.options import options_of, updated
+from realhf.apps.prepare.option_help import options_of
+from realhf.apps.prepare.options import updated
 from realhf.base.errors import UserError
 from realhf.experiments import EXPERIMENTS, experiment_class
 
