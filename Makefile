@@ -39,7 +39,7 @@ test: $(STAMP)
 	$(PYTEST) -m "not slow"
 
 test-full: $(STAMP)
-	HYPOTHESIS_SCALE=4 $(PYTEST) -m "slow or hypothesis"
+	HYPOTHESIS_SCALE=2 $(PYTEST) -m "slow or hypothesis"
 
 VLLM = .venv-vllm
 
