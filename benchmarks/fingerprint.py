@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TIMINGS = ("time/", "memory/", "tokens/per_s", "flops/model_per_s", "predicted/", "mfu/", "mbu/")
+TIMINGS = ("time/", "memory/", "tokens/per_s", "flops/model_per_s", "predicted/", "limit/", "mfu/", "mbu/")
 LEARN = ("actor.optimizer.lr=5e-4", "actor.optimizer.lr_scheduler_type=constant", "critic.optimizer.lr=1e-3",
          "ppo.gen.max_new_tokens=32", "dataset.train_bs_n_seqs=32", "exp_ctrl.total_train_epochs=9",
          "ppo.ppo_n_minibatches=2")  # fmt: skip

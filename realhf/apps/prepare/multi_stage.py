@@ -58,6 +58,7 @@ def check(config: MultiStageExperiment, paths: RunDir) -> None:
 
 def dry_run_stages(config: MultiStageExperiment, paths: RunDir) -> None:
     """Check the first stage as ``dry_run`` does; later ones depend on its results."""
+    config = with_snapshots(config)
     check(config, paths)
     with TemporaryDirectory() as folder:
         stage = next(iter(config.stages(Path(folder))))

@@ -184,7 +184,7 @@ def plan_table(run: RunSpec) -> Table:
 
 
 def step_line(metrics: dict[str, float], columns: Sequence[ConsoleColumn] = COLUMNS) -> str:
-    shares = {k[6:]: v for k, v in metrics.items() if k.startswith("share/")}
+    shares = {k[5:-6]: v for k, v in metrics.items() if k.startswith("time/") and k.endswith("_share")}
     shares |= {"idle": 1 - sum(shares.values())} if shares else {}
     longest = sorted(shares.items(), key=lambda part: -part[1])
     parts = " ".join(f"{call} {share:.0%}" for call, share in longest if share >= MIN_SHARE)

@@ -69,7 +69,7 @@ class StepMetrics:
         return reduced
 
     def shares(self, seconds: float) -> dict[str, float]:
-        """Return the fraction of all workers' time that each call takes, and the transfers: ``share/move``.
+        """Return the fraction of all workers' time that each call takes, and the transfers: ``time/move_share``.
 
         The shares add up to at most 1, because a worker executes one instruction at a time. With generation ahead of
         training, a step may contain more work than its ``seconds``.
@@ -77,7 +77,7 @@ class StepMetrics:
         totals: dict[str, int] = {}
         for i, metric in enumerate(WORKER_METRICS):
             if metric.name.startswith("time/"):
-                share = metric.name.removesuffix("_s").replace("time/", "share/")
+                share = metric.name.removesuffix("_s") + "_share"
                 totals |= {share.replace("{mfc}", mfc): sum(arrays[i]) for mfc, arrays in self._by_mfc.items()}
         whole = max(seconds * 1e6 * len(self._zeros) / 8, sum(totals.values()))
         return {name: total / whole for name, total in totals.items() if total}

@@ -20,8 +20,8 @@ from realhf.system.metrics.telemetry import EVAL_ALIASES
 from tests.plan.search.planners import layout
 from tests.scaling import examples
 
-METRICS = {"step": 3.0, "time/step_s": 2.0, "time/gen_s": 1.5, "time/train_s": 0.4, "share/gen": 0.5,
-           "share/train": 0.3, "share/move": 0.001, "reward/mean": -0.25, "tokens/per_s": 1234.5,
+METRICS = {"step": 3.0, "time/step_s": 2.0, "time/gen_s": 1.5, "time/train_s": 0.4, "time/gen_share": 0.5,
+           "time/train_share": 0.3, "time/move_share": 0.001, "reward/mean": -0.25, "tokens/per_s": 1234.5,
            "predicted/step_s": 1.75}  # fmt: skip
 
 

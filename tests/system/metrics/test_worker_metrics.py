@@ -24,7 +24,7 @@ def test_calls_on_disjoint_workers_share_the_time() -> None:
     """Two calls of 0.8 s at the same time on two of four workers each: 40 % of the workers' time in one second."""
     replies = [("gen", rank, 800_000, 0) for rank in (0, 1)] + [("train", rank, 800_000, 100_000) for rank in (2, 3)]
     step = step_of(replies)
-    assert step.shares(1.0) == pytest.approx({"share/gen": 0.4, "share/train": 0.4, "share/move": 0.05})
+    assert step.shares(1.0) == pytest.approx({"time/gen_share": 0.4, "time/train_share": 0.4, "time/move_share": 0.05})
     assert step.metrics()["time/gen_s"] + step.metrics()["time/train_s"] > 1.0, "the times do not add up"
 
 
