@@ -54,8 +54,10 @@ class RunDir:
 
     def unusable(self, mode: int) -> list[str]:
         """Return the entries of another kind, and those without access of ``mode`` (``os.R_OK``, ``os.W_OK``)."""
+        if problem := _problem(self.root, True, mode):
+            return [problem]
         entries = {self.root / e.name: e.is_folder for e in vars(RunDir).values() if isinstance(e, _PathEntry)}
-        entries |= {self.root: True} | dict.fromkeys(self.logs.glob("*.log"), False)
+        entries |= dict.fromkeys(self.logs.glob("*.log"), False)
         problems = (_problem(*entry, mode) for entry in entries.items())
         return [problem for problem in problems if problem]
 

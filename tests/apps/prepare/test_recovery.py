@@ -48,7 +48,7 @@ def unprivileged() -> Iterator[None]:
 
 def owned(folder: Path) -> Path:
     """Give a folder to the user of ``unprivileged``."""
-    for path in (folder, *folder.rglob("*")) if os.geteuid() == 0 else ():
+    for path in (folder, *folder.rglob("*")) if os.geteuid() == 0 and os.path.lexists(folder) else ():
         os.chown(path, OTHER_USER, OTHER_USER, follow_symlinks=False)
     return folder
 
@@ -75,7 +75,9 @@ def finished(task: Task) -> Iterator[Path]:
 def stopped(finished: Path) -> Path:
     """Return the run after three steps of four; a copy at the place where it started."""
     root = finished.with_name("run")
-    if root.exists():
+    if os.path.lexists(root) and not (root.is_dir() and not root.is_symlink()):
+        root.unlink()
+    elif root.exists():
         for folder in (root, *(path for path in root.rglob("*") if path.is_dir() and not path.is_symlink())):
             folder.chmod(0o700)
         shutil.rmtree(root)
