@@ -102,7 +102,7 @@ def test_a_shell_completes(shell: str, keys: str, line: str, environment: dict[s
             os.write(primary, f". {script}; echo REA''DY\n".encode())
             read_until(primary, "READY\r\n", "PROMPT> ")  # keys before the prompt are not completed
             os.write(primary, keys.encode() + b"\x01echo '\x05'END\n")  # ctrl-a, ctrl-e: the line is printed, not run
-            text = read_until(primary, "END\r\n")
+            text = read_until(primary, "END\r\n", "PROMPT> ")  # of the next command: after the output
             assert re.search(rf"\n.*{re.escape(line.rstrip())} ?END\r", text), text
         finally:
             process.kill()
