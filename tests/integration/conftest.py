@@ -73,7 +73,11 @@ class Started:
     root: Path
 
     def finish(self, timeout_s: float = TIMEOUT_S) -> Run:
-        output, _ = self.process.communicate(timeout=timeout_s)
+        try:
+            output, _ = self.process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()  # its workers end with it
+            raise
         return Run(self.process.returncode, output, self.root)
 
     def wait_for_step(self) -> None:
@@ -93,8 +97,9 @@ class Started:
 
 
 def reset_sigint() -> None:
-    """Background jobs of a shell, and their children, ignore SIGINT; programs in a terminal do not."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """Background jobs of a shell, and their children, ignore SIGINT and SIGQUIT; programs in a terminal do not."""
+    for number in (signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def start(experiment: str, folder: Path, words: Sequence[str], command: Sequence[str] = ()) -> Started:
