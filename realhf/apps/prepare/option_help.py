@@ -99,7 +99,7 @@ def options_help(cls: type, pattern: str = "all") -> str:
         groups = {"": matching(pattern, options.values())}
     shown = [options[key] for keys in groups.values() for key in keys]
     if not shown:
-        return f"no option matches '{pattern}'{did_you_mean(pattern, options)}"
+        return f"no option matches {pattern!r:.80}{did_you_mean(pattern, options)}"
     width = max(len(option.key) + len(option.type) for option in shown) + 3
     lines = [line for title, keys in groups.items() for line in (title, *(options[key].line(width) for key in keys))]
     return "\n".join(filter(None, lines))
@@ -161,8 +161,9 @@ def completions(word: str, known: Mapping[str, Field]) -> list[str]:
 
 
 def paths(start: str) -> list[str]:
-    """Return the files and folders whose paths begin with ``start``; folders end with a slash."""
-    return sorted(f"{path}/" if os.path.isdir(path) else path for path in iglob(f"{escape(start)}*"))
+    """Return the printable files and folders whose paths begin with ``start``; folders end with a slash."""
+    found = filter(str.isprintable, iglob(f"{escape(start)}*"))
+    return sorted(f"{path}/" if os.path.isdir(path) else path for path in found)
 
 
 def choices(kind: Any) -> list[str]:

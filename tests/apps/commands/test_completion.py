@@ -51,6 +51,7 @@ def test_paths_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "rows.jsonl").write_text("")
+    (tmp_path / "rows\udcff\n.jsonl").write_text("")  # cannot be printed in a line
     (tmp_path / "runs" / "plan.json").write_text('{"experiment": "sft"}')
     assert candidates(["quickstart", "sft", "dataset.path=r"]) == ["dataset.path=rows.jsonl", "dataset.path=runs/"]
     assert candidates(["report", "ru"]) == ["runs/"] and candidates(["plan", "sft", "--config", "ro"]) == ["rows.jsonl"]

@@ -102,6 +102,12 @@ def test_help_searches(pattern: str, options: set[str]) -> None:
     assert set(shown("grpo", pattern)) == options
 
 
+@settings(max_examples=examples(50))
+@given(st.text(st.characters(), max_size=50) | st.sampled_from(["[", "]*", "**", "\udcff", "a" * 5000]))
+def test_any_search_gives_lines_that_can_be_printed(pattern: str) -> None:
+    options_help(PPOMathExperiment, pattern).encode()
+
+
 @pytest.mark.parametrize(
     "words", [["grpo", "--help"], ["grpo", "-h", "kl"], ["--help", "grpo"], ["grpo", "x=1", "--help"]]
 )
