@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from realhf.base.errors import RunFailed, RunStopped, UserError
 from realhf.base.paths import RunDir
@@ -32,13 +32,13 @@ class Run:
         self._paths, self._is_multi_stage, self._quiet = paths, is_multi_stage, quiet
         self._marker = paths.stages if is_multi_stage else paths.plan  # written after the checks
         self._before = _identity(self._marker)
-        self.output = ""
-        """What the command has printed so far."""
+        self._lines: list[str] = []
+        self._n_shown = 0
         self._errors: list[str] = []
         self._process = subprocess.Popen([*COMMAND, *arguments], stdin=subprocess.DEVNULL,
                                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
                                          env={**os.environ, STARTED_BY_RUN: "1"})  # fmt: skip
-        pipes = (self._read_output, self._process.stdout), (self._read_errors, self._process.stderr)
+        pipes = (self._lines.extend, self._process.stdout), (self._errors.extend, self._process.stderr)
         self._readers = [threading.Thread(target=target, args=(pipe,), daemon=True) for target, pipe in pipes]
         for reader in self._readers:
             reader.start()
@@ -48,6 +48,11 @@ class Run:
     def directory(self) -> Path:
         """The run directory."""
         return self._paths.root
+
+    @property
+    def output(self) -> str:
+        """What the command has printed so far."""
+        return "".join(self._lines)
 
     @property
     def is_running(self) -> bool:
@@ -65,6 +70,7 @@ class Run:
         ended = False
         while not ended:
             ended = not self.is_running  # before reading: the last lines are complete
+            self._show()
             for file in self._metrics_files():
                 lines, read[file] = _read_lines(file, read.get(file, 0))
                 for line in self._parsed(file, lines):
@@ -79,13 +85,17 @@ class Run:
         """Wait for the end of the run. Raises ``UserError``, ``RunFailed`` or ``RunStopped`` as the command would."""
         atexit.unregister(self._at_exit)
         try:
-            self._process.wait()
+            while self.is_running:
+                self._show()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(POLL_S)
         except KeyboardInterrupt:
             self._process.send_signal(signal.SIGINT)  # a notebook interrupts only its own process
             self._process.wait()
             raise
         for reader in self._readers:
             reader.join()
+        self._show()
         message = "".join(self._errors).strip()
         match self._process.returncode:
             case 0:
@@ -137,6 +147,7 @@ class Run:
     def wait_for_checks(self) -> None:
         """Return when the run has been checked and launched, or has ended; raise as ``wait`` does."""
         while self.is_running:
+            self._show()
             if (now := _identity(self._marker)) and now != self._before:
                 return
             time.sleep(POLL_S)
@@ -158,14 +169,12 @@ class Run:
         for line in lines:
             yield json.loads(line) | ({"stage": file.parent.name} if self._is_multi_stage else {})
 
-    def _read_output(self, pipe: IO[str]) -> None:
-        for line in pipe:
-            self.output += line
-            if not self._quiet:
-                print(line, end="", flush=True)
-
-    def _read_errors(self, pipe: IO[str]) -> None:
-        self._errors.extend(pipe)
+    def _show(self) -> None:
+        """Print new output, in the thread of the caller: from another one it would break the caller's own lines."""
+        new = self._lines[self._n_shown :]
+        self._n_shown += len(new)
+        if new and not self._quiet:
+            print("".join(new), end="", flush=True)
 
     def _at_exit(self) -> None:
         """Do not end before the run, or with success after its failure."""

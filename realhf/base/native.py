@@ -203,4 +203,4 @@ def _cache(library: Library) -> Path | None:
     for path in files:
         digest.update(path.read_bytes())
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "realhf" / f"{Path(library.path).stem.strip('_')}-{digest.hexdigest()[:16]}"
+    return home / "realhf" / f"{library.sources or 'kernels'}-{digest.hexdigest()[:16]}"

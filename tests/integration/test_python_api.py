@@ -1,10 +1,12 @@
 """``realhf.run`` and ``realhf.plan`` in scripts: results, errors, interrupts."""
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,22 @@ def test_metrics_come_as_steps_end(options: dict[str, Any]) -> None:
     assert seen == list(range(1, 81)) == [line["step"] for line in run.metrics]
     assert not run.is_running and "done, 80 steps" in repr(run)
     assert run.model_path == run.models["model"] == run.directory / "models" / "model" / "step_80"
+
+
+def test_output_is_printed_by_the_caller(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread would print between a line of the caller and its end."""
+    writers: list[int] = []
+
+    class Recorder(io.StringIO):
+        def write(self, text: str) -> int:
+            writers.append(threading.get_ident())
+            return super().write(text)
+
+    monkeypatch.setattr(sys, "stdout", recorder := Recorder())
+    run = realhf.run("sft", wait=False, **{**options, "quiet": False})
+    assert [metrics["step"] for metrics in run] == [1, 2]
+    assert recorder.getvalue() == run.output and "done    2 steps" in run.output
+    assert set(writers) == {threading.get_ident()}
 
 
 def test_invalid_options_and_checks_are_user_errors(options: dict[str, Any], tmp_path: Path) -> None:

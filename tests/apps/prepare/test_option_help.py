@@ -105,7 +105,8 @@ def test_help_searches(pattern: str, options: set[str]) -> None:
 @settings(max_examples=examples(50))
 @given(st.text(st.characters(), max_size=50) | st.sampled_from(["[", "]*", "**", "\udcff", "a" * 5000]))
 def test_any_search_gives_lines_that_can_be_printed(pattern: str) -> None:
-    options_help(PPOMathExperiment, pattern).encode()
+    text = options_help(PPOMathExperiment, pattern)
+    assert text.strip() and text.encode().decode() == text
 
 
 @pytest.mark.parametrize(
