@@ -59,7 +59,7 @@ def test_files_of_an_evaluation(runs: Runs, task: Task) -> None:
         assert {**line, **found["metrics"]} == line and line["time/eval_s"] == found["seconds"]
         assert line["eval/prompts"] == n == found["counts"]["eval_rew/reward"]
         assert 1 <= line["eval/response_length"] <= 12 and line["eval/reward"] == line["eval_rew/reward"]
-        assert f"eval    step {int(line['step'])}: eval  reward {line['eval/reward']:.4f}" in tried.output
+        assert f"eval    step {int(line['step'])}: reward {line['eval/reward']:.4f}" in tried.output
     assert sampled.evaluations[0]["counts"]["eval_rew/reward"] == 3 * n
     assert len({line["eval/reward"] for line in tried.metrics}) > 1
 

@@ -118,7 +118,7 @@ def test_a_reward_model_is_evaluated_on_held_out_pairs(reward_model: Run) -> Non
     assert (at_start["step"], first["step"], last["step"]) == (0, 6, 8) and first["metrics"] != last["metrics"]
     assert last["counts"]["rw_eval/accuracy"] == N_PAIRS and last["counts"]["rw_eval/score"] == 2 * N_PAIRS
     assert json.loads((reward_model.model("model", 8) / "evaluation.json").read_text()) == last
-    assert f"eval    step 8: rw_eval  accuracy {last['metrics']['rw_eval/accuracy']:.4f}" in reward_model.output
+    assert f"eval    step 8: accuracy {last['metrics']['rw_eval/accuracy']:.4f}" in reward_model.output
 
 
 def test_ppo_against_the_reward_model(
