@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+GENERIC_MODELS = (None, "llama", "gpt2", "gpt_neox", "gemma", "gemma2", "qwen3", "qwen3_moe", "olmo2")
+"""Models whose tokenizers may be of a generic class; transformers chooses another one for some of the others."""
 TEMPLATE_TIMEOUT_S = 10
 """Time to render one chat."""
 TEMPLATE_BYTES = 1 << 30
@@ -35,10 +38,9 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
             f"{folder} has no tokenizer: it contains none of {', '.join(TOKENIZER_FILES)};"
             " tokenizer= can name another folder"
         )
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        loader = _tokenizer_class(path)
+        tokenizer = loader.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
     if tokenizer.eos_token_id is None:
@@ -47,6 +49,28 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
             " set eos_token in its tokenizer_config.json"
         )
     return tokenizer
+
+
+def _tokenizer_class(folder: Path) -> Any:
+    """Return ``AutoTokenizer``, or the class it would choose where that is certain: its import takes 2 s and torch."""
+    config, model = (_json_object(folder / name) for name in ("tokenizer_config.json", "config.json"))
+    is_generic = config.get("tokenizer_class") in GENERIC_CLASSES and model.get("model_type") in GENERIC_MODELS
+    if is_generic and not ({"auto_map"} & (config.keys() | model.keys())) and (folder / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    """Return the object in a file; empty if there is none, and where only ``AutoTokenizer`` knows what to do."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def encode_prompts(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Prompt]) -> list[list[int]]:

@@ -6,7 +6,9 @@ import random
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
+from realhf.arch.families import FAMILIES
 from realhf.base.errors import UserError
 from realhf.data import tokenizer as module
 from realhf.data.tokenizer import encode_prompts, load_tokenizer
@@ -46,6 +48,29 @@ def test_the_code_of_a_folder_does_not_run(seed: int, tmp_path: Path, monkeypatc
     except UserError as error:
         assert str(tmp_path) in str(error)
     assert not (tmp_path / "ran").exists()
+
+
+CLASSES = (*module.GENERIC_CLASSES, "Qwen2Tokenizer", "LlamaTokenizerFast", "GPT2Tokenizer", "Unknown", None)
+
+
+@pytest.mark.parametrize("model_type", [None, *FAMILIES, "unknown", 3])
+def test_a_tokenizer_is_the_one_of_auto_tokenizer(model_type: object, tmp_path: Path) -> None:
+    """For every class and model: the same class and the same file, whether or not ``AutoTokenizer`` is imported."""
+    for number, name in enumerate(CLASSES):
+        folder = tmp_path / str(number)
+        characters().save_pretrained(folder)
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": name}))
+        if model_type is not None:
+            (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+        try:
+            expected = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception:
+            continue
+        loaded = load_tokenizer(folder)
+        assert type(loaded) is type(expected), (name, model_type)
+        assert loaded.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str(), (name, model_type)
+        assert loaded.special_tokens_map == expected.special_tokens_map
 
 
 @pytest.mark.parametrize(

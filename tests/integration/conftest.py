@@ -96,9 +96,9 @@ class Started:
             time.sleep(0.05)
 
 
-def reset_sigint() -> None:
-    """Background jobs of a shell, and their children, ignore SIGINT and SIGQUIT; programs in a terminal do not."""
-    for number in (signal.SIGINT, signal.SIGQUIT):
+def reset_signals() -> None:
+    """Background jobs of a shell ignore SIGINT and SIGQUIT, those of nohup SIGHUP; programs in a terminal do not."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
@@ -112,7 +112,7 @@ def start(experiment: str, folder: Path, words: Sequence[str], command: Sequence
         text=True,
         cwd=REPOSITORY,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        preexec_fn=reset_sigint,
+        preexec_fn=reset_signals,
     )
     return Started(process, folder if command else folder / "t" / "trial")
 

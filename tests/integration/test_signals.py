@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TIMEOUT_S
-from tests.integration.conftest import PROGRAM, reset_sigint, start
+from tests.integration.conftest import PROGRAM, reset_signals, start
 from tests.integration.test_failures import LiveProcesses, no_process_remains, worker_pid
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -74,7 +74,7 @@ def test_a_signal_during_start_up(
 def test_a_closed_pipe_ends_the_run(sft_words: list[str], live_processes: LiveProcesses, tmp_path: Path) -> None:
     common = [f"fileroot={tmp_path}", "experiment_name=t", "trial_name=trial", "device=cpu", "threads_per_worker=1"]
     command = [*PROGRAM, "quickstart", "sft", *common, *sft_words, *ENDLESS]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=reset_sigint)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=reset_signals)
     assert process.stdout and process.stderr and process.stdout.readline()
     process.stdout.close()
     assert process.wait(TIMEOUT_S) == 141, process.stderr.read()
