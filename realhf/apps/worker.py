@@ -5,13 +5,25 @@ or the master is lost. SIGUSR1 dumps the stacks of all threads to standard error
 """
 
 import faulthandler
+import importlib
 import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 EXIT_ORPHANED = 3
+PRELOADED = (
+    "realhf.apps.prepare.launching",
+    "realhf.launch.network",
+    "realhf.system.transport.channel",
+    "realhf.system.worker",
+    "realhf.algorithms.policy_gradient.ppo",
+    "realhf.algorithms.policy_gradient.verifier",
+    "realhf.experiments.ppo_math",
+    "transformers.tokenization_utils_tokenizers",
+)
 
 
 def main(root: str, rank: int, address: str) -> None:
@@ -55,6 +67,16 @@ def _exit() -> None:
     os._exit(EXIT_ORPHANED)  # other threads may block
 
 
+def preload() -> None:
+    """Import the modules of a worker, for a fork server."""
+    for module in PRELOADED:
+        importlib.import_module(module)
+
+
+def run(arguments: Sequence[str]) -> None:
+    root, rank, address = arguments
+    main(root, int(rank if rank.isdigit() else os.environ[rank]), address)
+
+
 if __name__ == "__main__":
-    rank = sys.argv[2] if sys.argv[2].isdigit() else os.environ[sys.argv[2]]
-    main(sys.argv[1], int(rank), sys.argv[3])
+    run(sys.argv[1:])

@@ -12,6 +12,11 @@ from pathlib import Path
 from realhf.api.config import Device, ExperimentConfig, Mode
 from realhf.base.host_memory import proc_field
 from realhf.base.paths import RunDir
+from realhf.launch.fork_server import UNKNOWN_STATUS, ForkedProcess, forked, preloaded
+
+Process = subprocess.Popen[bytes] | ForkedProcess
+WORKER = (sys.executable, "-m", "realhf.apps.worker")
+"""Program of a worker."""
 
 STOP_S = 5.0
 """Time for a worker to exit before it is killed."""
@@ -24,16 +29,18 @@ class LocalLauncher:
     def __init__(self, paths: RunDir, n_workers: int, threads: int, devices: Sequence[int] = ()) -> None:
         """``devices`` are the CUDA devices of the workers; empty for the first ones."""
         self.paths, self.n_workers, self.devices = paths, n_workers, devices
-        self.threads = threads or max(1, (os.cpu_count() or 1) // n_workers)
-        self.processes: list[subprocess.Popen] = []
+        self.threads = threads_per_worker(threads, n_workers)
+        self.processes: list[Process] = []
 
     def prepare(self) -> str:
         return ""
 
     def start(self, address: str) -> None:
+        environment = worker_environment(self.threads, self.devices)
         for rank in range(self.n_workers):
             command, log = worker_command(self.paths, rank, address), self.paths.log(f"worker-{rank}")
-            self.processes.append(start_worker(command, self.threads, log, self.devices))
+            process = forked(command[len(WORKER) :], environment, log)
+            self.processes.append(process or start_worker(command, self.threads, log, self.devices))
 
     def dead(self) -> dict[int, str]:
         codes = {rank: process.poll() for rank, process in enumerate(self.processes)}
@@ -56,13 +63,15 @@ class LocalLauncher:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, end - time.monotonic()))
         late = {rank: "is still running" for rank, process in enumerate(self.processes) if process.returncode is None}
-        return late | {rank: how for rank, how in self.dead().items() if self.processes[rank].returncode}
+        clean = (0, UNKNOWN_STATUS)
+        return late | {rank: how for rank, how in self.dead().items() if self.processes[rank].returncode not in clean}
 
     def stop(self) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
             for process in self.processes:
                 if process.poll() is None:
-                    os.killpg(process.pid, number)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, number)
             self.wait(STOP_S)
         for process in self.processes:
             if process.stdin:
@@ -93,11 +102,12 @@ def problems(config: ExperimentConfig) -> list[str]:
     return problems
 
 
-def request_stacks(process: subprocess.Popen) -> None:
+def request_stacks(process: Process) -> None:
     """Make a local worker write its stacks; a stopped one is continued."""
     if process.poll() is None:
-        for number in (signal.SIGUSR1, signal.SIGCONT):
-            os.kill(process.pid, number)
+        with contextlib.suppress(ProcessLookupError):
+            for number in (signal.SIGUSR1, signal.SIGCONT):
+                os.kill(process.pid, number)
 
 
 def start_worker(command: list[str], threads: int, log: Path, devices: Sequence[int] = ()) -> subprocess.Popen:
@@ -105,14 +115,7 @@ def start_worker(command: list[str], threads: int, log: Path, devices: Sequence[
 
     Its standard input is a pipe from this process: a worker exits at its end, however the launcher ends.
     """
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",  # idle OpenMP threads must not spin
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": python_path(),
-        **cuda_visible_devices(devices),
-    }
+    environment = worker_environment(threads, devices)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
         return subprocess.Popen(
@@ -120,9 +123,40 @@ def start_worker(command: list[str], threads: int, log: Path, devices: Sequence[
         )
 
 
+def preloaded_workers(config: ExperimentConfig) -> contextlib.AbstractContextManager[None]:
+    """Import the modules of CPU workers on this machine in the background, for the runs in this context."""
+    is_cpu = config.device is Device.cpu or (config.device is Device.auto and not has_gpu())
+    if config.mode is not Mode.local or not is_cpu:
+        return contextlib.nullcontext()
+    n_workers = config.n_nodes * config.n_gpus_per_node
+    return preloaded(WORKER[-1], worker_environment(threads_per_worker(config.threads_per_worker, n_workers)))
+
+
+def has_gpu() -> bool:
+    """Return True if this machine has the control file of an NVIDIA driver."""
+    return Path("/dev/nvidiactl").exists()
+
+
+def threads_per_worker(option: int, n_workers: int) -> int:
+    return option or max(1, (os.cpu_count() or 1) // max(1, n_workers))
+
+
+def worker_environment(threads: int, devices: Sequence[int] = ()) -> dict[str, str]:
+    """Return the environment variables of workers with this number of threads, and restricted to these devices."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",  # idle OpenMP threads must not spin
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": python_path(),
+        **cuda_visible_devices(devices),
+    }
+
+
 def worker_command(paths: RunDir, rank: int | str, address: str, python: str = "") -> list[str]:
     """Return the command of a worker; ``rank`` may be the name of an environment variable."""
-    return [python or sys.executable, "-m", "realhf.apps.worker", str(paths.root.resolve()), str(rank), address]
+    program = [python or sys.executable, *WORKER[1:]]
+    return [*program, str(paths.root.resolve()), str(rank), address]
 
 
 def python_path() -> str:

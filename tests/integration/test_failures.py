@@ -72,6 +72,35 @@ def test_workers_exit_when_the_launcher_is_killed(
     assert no_process_remains(tmp_path, live_processes)
 
 
+def fork_server_pid(worker: int) -> int:
+    """Return the parent of a worker, which has forked it."""
+    parent = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+    assert "realhf.launch.fork_server" in Path(f"/proc/{parent}/cmdline").read_text()
+    return parent
+
+
+def test_the_fork_server_ends_with_its_launcher(endless: Started, live_processes: LiveProcesses) -> None:
+    servers = {fork_server_pid(worker_pid(endless, rank, live_processes)) for rank in (0, 1)}
+    endless.process.kill()
+    assert endless.process.wait(TIMEOUT_S) == -signal.SIGKILL and len(servers) == 1
+    end = time.monotonic() + TIMEOUT_S
+    while any(Path(f"/proc/{pid}").exists() for pid in servers):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_run_without_its_fork_server_ends_as_usual(
+    realhf: Callable[..., Run], realhf_start: Start, ppo_words: list[str], live_processes: LiveProcesses, tmp_path: Path
+) -> None:
+    words = [*ppo_words, "n_gpus_per_node=2"]
+    alone = realhf("ppo-math", tmp_path / "alone", words)
+    started = realhf_start("ppo-math", tmp_path / "killed", words)
+    started.wait_for_step()
+    os.kill(fork_server_pid(worker_pid(started, 0, live_processes)), signal.SIGKILL)
+    run = started.finish()
+    assert run.code == 0 and run.curve == alone.curve, run.output
+
+
 def snapshot(root: Path) -> dict[str, tuple[int, bytes]]:
     return {str(p.relative_to(root)): (p.stat().st_mtime_ns, p.read_bytes()) for p in root.rglob("*") if p.is_file()}
 

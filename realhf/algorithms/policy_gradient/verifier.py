@@ -65,7 +65,7 @@ class Verifier:
     Statistics over all responses: ``failed``, and over all verdicts ``verifier_error`` and ``verifier_timeout``. Over
     the others: ``reward``, ``accuracy`` (math, code), ``format_ok`` (format_reward), ``verdict_*``, the fraction of
     each `Reason` (code), and with several rewards ``score_*`` by name. With check_verifier_status, ValueError if all
-    responses are wrong. The first call runs the self-tests of the judges.
+    responses are wrong. Its judges start at once; the first call runs their self-tests.
     """
 
     config_type = VerifierConfig
@@ -77,6 +77,8 @@ class Verifier:
         patterns = [f"{FORMAT}{config.reward.format_reward}"] if config.reward.format_reward else []
         self.judged_by = [*self.fns, *patterns]
         self.judges = [open_judge(fn, config.reward) for fn in self.judged_by]
+        for judge in self.judges:
+            judge.spawn()  # ready after the first responses
         self.tested = False
 
     def inference(self, engine: Engine | None, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:

@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from realhf.apps.commands.quickstart import prepare
+from realhf.apps.commands.quickstart import read_words
 from realhf.apps.prepare.launching import start
+from realhf.apps.prepare.preflight import preflight
 from realhf.base.errors import RunFailed, UserError
+from realhf.launch.local import preloaded_workers
 from realhf.plan.run_spec import RunSpec
 
 SFT_STEPS, PPO_STEPS = 90, 50
@@ -39,7 +41,7 @@ def make_task(folder: Path) -> Path:
     """Write the dataset, tokenizer and model config."""
     program = [sys.executable, "-m", "realhf.apps.demo.arithmetic", str(folder), "--hidden", "96", "--layers", "3"]
     with subprocess.Popen(program) as generator:
-        importlib.import_module("transformers.models.auto.tokenization_auto")  # slow; needed next
+        importlib.import_module("transformers.tokenization_utils_tokenizers")  # slow; needed next
     if generator.returncode:
         raise UserError(
             f"the task of the demo could not be made (exit code {generator.returncode}); is {folder} writable?"
@@ -49,8 +51,10 @@ def make_task(folder: Path) -> Path:
 
 def run(experiment: str, folder: Path, words: list[str]) -> RunSpec:
     common = [f"fileroot={folder}", "experiment_name=demo", f"trial_name={experiment}", "overwrite=True", "device=cpu"]
-    spec = prepare(experiment, [*common, *words])
-    start([spec], spec.config, spec.paths)
+    options, paths = read_words(experiment, [*common, *words])
+    with preloaded_workers(options):
+        spec = preflight(experiment, options, paths)
+        start([spec], spec.config, spec.paths)
     return spec
 
 

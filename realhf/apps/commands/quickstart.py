@@ -5,6 +5,7 @@ Invalid options are reported before the modules of planning and launching are im
 
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,9 +35,13 @@ def main(arguments: list[str]) -> None:
         return print_help(next(word for word in arguments if word not in HELP), pattern)
     name, rest = absolute(arguments[0], arguments[0], FILE), arguments[1:]
     experiment, paths = read_words(name, [word for word in rest if word != "--dry-run"])
-    from realhf.apps.prepare.starting import start_experiment
+    is_dry = "--dry-run" in rest
+    from realhf.launch.local import preloaded_workers
 
-    start_experiment(name, experiment, paths, dry="--dry-run" in rest)
+    with nullcontext() if is_dry else preloaded_workers(experiment):
+        from realhf.apps.prepare.starting import start_experiment
+
+        start_experiment(name, experiment, paths, dry=is_dry)
 
 
 def experiment_lines() -> list[str]:

@@ -12,6 +12,7 @@ from realhf.apps.prepare.options import updated
 from realhf.apps.prepare.recovery import resume, retried
 from realhf.base.errors import UserError
 from realhf.base.paths import RunDir
+from realhf.launch.local import preloaded_workers
 
 USAGE = "usage: realhf resume RUN_DIR [key=value ...]"
 
@@ -29,4 +30,5 @@ def main(arguments: list[str]) -> None:
     attempt = partial(resume, run.experiment, experiment, paths)
     if is_queued(experiment):
         return attempt()  # the job handles restarts
-    retried(attempt, paths)
+    with preloaded_workers(experiment):
+        retried(attempt, paths)

@@ -30,6 +30,7 @@ from realhf.data.encode import EncodedRows, encode_split
 from realhf.data.rows import read_rows
 from realhf.data.tokenizer import load_tokenizer
 from realhf.launch import launch_problems, launches_elsewhere
+from realhf.launch.local import has_gpu
 from realhf.plan.compile.allocate import PLANNED, allocate, with_backends
 from realhf.plan.compile.check import key_problems, model_problems
 from realhf.plan.compile.program import with_evaluation
@@ -270,17 +271,16 @@ def role_problems(graph: Graph, config: ExperimentConfig) -> list[str]:
 
 
 def pick_device(config: ExperimentConfig, launching: bool = True) -> str:
-    """Return ``cpu`` or ``cuda``. Detects GPUs by the driver's control file, without loading torch."""
+    """Return ``cpu`` or ``cuda``."""
     if not launching and (config.device is not Device.auto or config.planner.hardware):  # may be another machine
         return "cpu" if config.device is Device.cpu or config.planner.hardware == "cpu" else "cuda"
     if launching and launches_elsewhere(config):
         if config.device is Device.auto:
             raise UserError(f"mode={config.mode.value} runs workers on other machines; set device=cuda or device=cpu")
         return config.device.value
-    has_gpu = Path("/dev/nvidiactl").exists()
-    if config.device is Device.cuda and not has_gpu:
+    if config.device is Device.cuda and not has_gpu():
         raise UserError("device=cuda, but this machine has no NVIDIA driver; set device=cpu")
-    return "cuda" if config.device is not Device.cpu and has_gpu else "cpu"
+    return "cuda" if config.device is not Device.cpu and has_gpu() else "cpu"
 
 
 def check_models(roles: dict[str, RoleSpec], findings: Findings, launching: bool) -> Models:

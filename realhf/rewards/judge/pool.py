@@ -23,7 +23,9 @@ EVENT_LOOP_GRACE_S = 1.0  # an event loop is stuck this long after a response's 
 
 
 class Judge(Protocol):
-    """Judges responses; ``self_test`` starts it and runs the built-in tests, if any."""
+    """Judges responses; ``self_test`` waits until it is ready and runs the built-in tests, if any."""
+
+    def spawn(self) -> None: ...
 
     def self_test(self) -> None: ...
 
@@ -52,7 +54,7 @@ def judge_once(judges: Sequence[Judge], items: Sequence[Item]) -> list[list[Verd
 
 
 class JudgePool:
-    """``processes`` children that judge with ``fn`` (not a URL), started on first use.
+    """``processes`` children that judge with ``fn`` (not a URL), started by ``spawn`` or on first use.
 
     UserError for an invalid ``fn``, or a child that is not ready within ``startup_timeout`` seconds.
     """
@@ -77,10 +79,14 @@ class JudgePool:
         self._max_concurrency = max_concurrency
         self.children = [JudgeProcess(self._fn, timeout, test_timeout, startup_timeout) for _ in range(processes)]
 
-    def start(self) -> None:
-        """Start all children in parallel and wait until they are ready."""
+    def spawn(self) -> None:
+        """Start all children that do not run, without waiting until they are ready."""
         for child in self.children:
             child.spawn()
+
+    def start(self) -> None:
+        """Start all children in parallel and wait until they are ready."""
+        self.spawn()
         for child in self.children:
             child.await_ready()
 
