@@ -109,7 +109,7 @@ docs: $(STAMP)  # warnings, such as broken links, are errors
 	$(BIN)/python -m docs.make_options
 	$(BIN)/python -m docs.make_metrics
 	$(BIN)/python -m docs.make_figures
-	$(BIN)/python -m sphinx -q -W --keep-going docs build/docs
+	$(BIN)/python -m sphinx -q -E -W --keep-going docs build/docs
 
 clean:
 	rm -rf build dist *.egg-info runs demo-run .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -24,6 +24,7 @@ html_title = f"realhf {release}"
 html_static_path = ["static"]
 html_css_files = ["wide.css"]
 html_show_sphinx = False
+html_show_copyright = False
 html_copy_source = False
 highlight_language = "none"
 
