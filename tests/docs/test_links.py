@@ -52,4 +52,5 @@ def test_external_links_use_https(record_property: Callable[[str, object], None]
     """There is no network here: the links are listed in the report of the tests."""
     external = sorted({link for page in PAGES for link in links(page) if link.startswith(EXTERNAL)})
     record_property("external_links", "\n".join(external))
+    print(*external, sep="\n")
     assert [link for link in external if not link.startswith("https://")] == []
