@@ -17,7 +17,7 @@ help:
 	@echo "make bench   benchmarks (ratios; quiet machine)"
 	@echo "make bench-peer   the same work by realhf, Hugging Face and TRL (in a separate environment)"
 	@echo "make gpu     kernels, tests and benchmarks on a GPU, in the environment of PYTHON with its own torch"
-	@echo "make docs    regenerate docs/options.md from the code"
+	@echo "make docs    regenerate the generated pages and figures, and build the site in build/docs"
 	@echo "make clean   remove build products (not the environment)"
 
 $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard csrc/* csrc/*/*)
@@ -104,8 +104,12 @@ gpu:  # PYTHON has a CUDA torch and our dependencies, or GPU_WHEELS has the whee
 	PYTHONPATH=. $(PYTHON) benchmarks/bench_gae.py --device cuda
 	PYTHONPATH=. $(PYTHON) benchmarks/bench_utilisation.py --device cuda
 
-docs: $(STAMP)
-	$(BIN)/python docs/make_options.py
+docs: $(STAMP)  # warnings, such as broken links, are errors
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[docs]"
+	$(BIN)/python -m docs.make_options
+	$(BIN)/python -m docs.make_metrics
+	$(BIN)/python -m docs.make_figures
+	$(BIN)/python -m sphinx -q -E -W --keep-going docs build/docs
 
 clean:
 	rm -rf build dist *.egg-info runs demo-run .pytest_cache .ruff_cache .mypy_cache .hypothesis

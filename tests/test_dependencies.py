@@ -24,7 +24,7 @@ else:
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-TOOLS = ("test", "dev")  # extras that the package itself does not import
+TOOLS = ("test", "dev", "docs")  # extras that the package itself does not import
 ELSEWHERE = {"vllm"}  # imported only in the separate interpreter of `make vllm`
 OURS = ("realhf", "tests", "examples", "benchmarks", "experiments", "docs")
 UNPICKLING = re.compile(r"(pickle|dill|cloudpickle|marshal|joblib)\.(load|loads|Unpickler)|shelve\.open|"
