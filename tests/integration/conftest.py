@@ -1,5 +1,6 @@
 """The command line in separate processes."""
 
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from realhf.system.metrics.descriptions import describe
 from tests.conftest import TIMEOUT_S, Task
 
 REPOSITORY = Path(__file__).parents[2]
@@ -78,6 +80,7 @@ class Started:
         except subprocess.TimeoutExpired:
             self.process.kill()  # its workers end with it
             raise
+        assert not (unknown := undescribed_metrics(self.root)), f"no description of {', '.join(sorted(unknown))}"
         return Run(self.process.returncode, output, self.root)
 
     def wait_for_step(self) -> None:
@@ -94,6 +97,17 @@ class Started:
             assert self.process.poll() is None, self.process.communicate()[0]
             assert time.monotonic() < end, f"there is no {file}"
             time.sleep(0.05)
+
+
+def undescribed_metrics(root: Path) -> set[str]:
+    """Return the metrics of a run that the registry does not describe. A line that cannot be read is skipped."""
+    keys: set[str] = set()
+    for path in (*root.glob("**/metrics.jsonl"), *root.glob("**/evaluation.jsonl")):
+        for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+            with contextlib.suppress(json.JSONDecodeError):
+                found = json.loads(line)
+                keys |= set(found.get("metrics", found))
+    return {key for key in keys if describe(key) is None}
 
 
 def reset_sigint() -> None:
