@@ -126,7 +126,7 @@ def test_a_multi_stage_experiment(actor_folder: Path, reward_file: Path, task: T
 def test_the_report_of_a_run(two_workers: Run, capsys: pytest.CaptureFixture[str]) -> None:
     report([str(two_workers.root)])
     page = (two_workers.root / "report.html").read_text()
-    assert "reward/mean" in page and "actor_gen" in page and "measured: step 3, " in page
+    assert "Reward</h4>" in page and "actor_gen" in page and "Measured: step 3, " in page
 
 
 def test_invalid_options_launch_nothing(ppo_words: list[str], tmp_path: Path) -> None:
