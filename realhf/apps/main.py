@@ -13,7 +13,7 @@ from realhf.base.version import __version__
 COMMANDS = {
     "quickstart": ("EXPERIMENT [key=value ...]", "plan, check, launch and follow a run"),
     "resume": ("RUN_DIR [key=value ...]", "resume a run from its last checkpoint"),
-    "report": ("RUN_DIR [--out FILE.html]", "write one HTML page: curves, timelines, responses"),
+    "report": ("RUN_DIR [RUN_DIR ...] [--out FILE.html | --follow]", "show runs in one HTML page, also while they run"),
     "stop": ("RUN_DIR", "end a run after its current step, with a checkpoint"),
     "master": ("RUN_DIR", "run the master for a prepared run directory (used by SLURM)"),
     "plan": ("EXPERIMENT [key=value ...]", "everything except launching: graph, layouts, program"),
@@ -25,7 +25,7 @@ COMMANDS = {
 }
 """Arguments and description of every command, which is ``main`` in its module of ``apps/commands``."""
 
-OWN_HELP = ("quickstart", "plan", "profile", "verifier")
+OWN_HELP = ("quickstart", "plan", "profile", "verifier", "report")
 """Commands whose ``main`` answers ``--help``, with their options."""
 
 EXIT_USER, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 1, 130, 141

@@ -70,7 +70,7 @@ BAD_INPUTS = {
     "resume /none": "/none has no run",
     "report": "missing RUN_DIR",
     "report /none": "/none has no run",
-    "report a b c": "invalid arguments",
+    "report a --port": "invalid arguments",
     "stop": "missing RUN_DIR",
     "stop /none": "no run in progress",
     "master": "RUN_DIR",

@@ -62,7 +62,7 @@ def test_a_step_without_any_reward_does_not_train(tolerant: dict[str, Run], tmp_
         assert not any("rewards" in row for row in run.generations(1))
         report([str(run.root), "--out", str(tmp_path / "page.html")])
         page = (tmp_path / "page.html").read_text()
-        assert "first response without a reward" in page and "in mine\n    raise RuntimeError(answer)" in page
+        assert "First response without a reward" in page and "in mine\n    raise RuntimeError(answer)" in page
     assert tolerant["critic"].evaluations[-1]["metrics"]["eval/failed"] == 1.0
 
 

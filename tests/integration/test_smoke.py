@@ -121,12 +121,16 @@ def test_a_multi_stage_experiment(actor_folder: Path, reward_file: Path, task: T
              "validation.n=2", "validation.max_new_tokens=8", "fit_batch=8", "dataset.train_bs_n_seqs=5"]  # fmt: skip
     root = run("restem", tmp_path, [*words, *INLINE]).root
     assert json.loads((root / "restem.json").read_text())["chosen"] == 1
+    report([str(root)])
+    page, stages = (root / "report.html").read_text(), json.loads((root / "stages.json").read_text())["done"]
+    assert len(stages) > 2 and page.count('<span class="pill done"') == len(stages)
+    assert all(f"</i>{stage}</th>" in page for stage in stages)
 
 
 def test_the_report_of_a_run(two_workers: Run, capsys: pytest.CaptureFixture[str]) -> None:
     report([str(two_workers.root)])
     page = (two_workers.root / "report.html").read_text()
-    assert "reward/mean" in page and "actor_gen" in page and "measured: step 3, " in page
+    assert "Reward</h4>" in page and "actor_gen" in page and "Measured: step 3, " in page
 
 
 def test_invalid_options_launch_nothing(ppo_words: list[str], tmp_path: Path) -> None:

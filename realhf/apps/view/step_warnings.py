@@ -9,6 +9,8 @@ KL_NATS, KL_GROWTH = 10.0, 10.0  # per token; relative to earlier steps, above 1
 GRAD_GROWTH = 100.0  # relative to earlier steps
 EQUAL = 1e-10  # relative variance of equal numbers, summed in float64
 MIN_STEPS = 3  # before a growth is reported
+WATCHED_STATISTICS = ("grad_norm", "truncated", "logprob_diff")  # of any call
+WATCHED = ("kl/ref", "length/response", "reward/mean", "rew_inf/reward_sq")
 Metrics = Mapping[str, float]
 
 
@@ -53,6 +55,11 @@ def step_warnings(metrics: Metrics, max_logprob_diff: float, before: Sequence[Me
             "reward and the responses in generations/"
         )
     return found
+
+
+def is_watched(name: str) -> bool:
+    """Return True if ``step_warnings`` depends on a metric even if its value is finite."""
+    return name.rpartition("/")[2] in WATCHED_STATISTICS or name in WATCHED
 
 
 def _median(name: str, before: Sequence[Metrics]) -> float | None:

@@ -36,14 +36,10 @@ class Listing:
         return [(start + parts[0]).rstrip(), *(" " * len(start) + part for part in parts[1:])]
 
 
-def render_page(title: str, timelines: Sequence[str], tables: Sequence[Listing], **parts: object) -> str:
-    """Return one self-contained page from the template ``report.html.j2``. ``timelines`` are SVG images.
-
-    Optional ``parts`` are ``curves`` (SVG images), ``note``, ``samples`` (rows with prompt and response) and
-    ``samples_step``, ``failure`` (why a response has no reward), and ``config`` (the path of the options).
-    """
+def render_page(title: str, timelines: Sequence[str], tables: Sequence[Listing]) -> str:
+    """Return one self-contained page from the template ``plan.html.j2``. ``timelines`` are SVG images."""
     from jinja2 import Environment, PackageLoader
 
     loader = PackageLoader("realhf.apps", "view")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return environment.get_template("report.html.j2").render(title=title, timelines=timelines, tables=tables, **parts)
+    return environment.get_template("plan.html.j2").render(title=title, timelines=timelines, tables=tables)

@@ -1,0 +1,1 @@
+"""The page of ``realhf report``: reads run directories, draws charts, renders one HTML file, and serves it."""
