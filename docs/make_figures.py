@@ -13,13 +13,13 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from docs.curves_svg import curves_svg
 from docs.drawing import Drawing, for_both_schemes, terminal
 from realhf.api.graph import MFC, Graph
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.param_box import ParamSpec
 from realhf.api.program import Compute, Instruction, Reallocate, Release, Transfer
 from realhf.apps.commands.plan import main as plan_command
-from realhf.apps.view.curves_svg import curves_svg
 from realhf.experiments.ppo import PPOExperiment
 from realhf.plan.compile.allocate import allocate
 from realhf.plan.compile.program import compile_program
