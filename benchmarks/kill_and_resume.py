@@ -184,7 +184,7 @@ def processes(root: Path) -> list[int]:
     pids = []
     for entry in Path("/proc").iterdir():
         try:
-            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").split() if entry.name.isdigit() else []
         except OSError:
             continue
         if b"realhf.apps.worker" in words and str(root).encode() in words:

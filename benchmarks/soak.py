@@ -55,7 +55,7 @@ def process_tree(root: int) -> Iterator[int]:
 
 def name_of(pid: int) -> str:
     """Return the module of a process, with the rank of a worker."""
-    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1]
+    words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").split()
     if "realhf.apps.worker" in words:
         return f"worker {words[words.index('realhf.apps.worker') + 2]}"
     return next((word.removeprefix("realhf.") for word in words if word.startswith("realhf")), "other")

@@ -48,7 +48,7 @@ def kill(started: Started, step: int, whom: str) -> None:
 
 def is_worker(pid: int, root: Path) -> bool:
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").split()
     except OSError:
         return False
     return b"realhf.apps.worker" in words and str(root).encode() in words
