@@ -28,7 +28,7 @@ def parse_code_tests(value: object) -> CodeTests:
     """Return the tests in an object or its JSON text; ``ValueError`` for invalid ones, and if there are none."""
     try:
         tests = json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"'input_output' is not JSON: {error}") from None
     if not isinstance(tests, Mapping):
         raise ValueError(f"'input_output' is {kind_of(tests)}, it must be an object with 'inputs' and 'outputs'")
@@ -58,5 +58,5 @@ def _texts(tests: Mapping[str, object], key: str) -> tuple[str, ...]:
 def _check_json(name: str, value: str) -> None:
     try:
         json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"{name} is {value!r:.40}; with 'fn_name', arguments and results must be JSON") from None

@@ -221,6 +221,8 @@ def list_rows(path: str, text: str, start: int) -> Iterator[RawRow]:
             raise JSONDecodeError("Extra data", text, at + 1)
     except JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not JSON: {error.msg} (column {error.colno})") from error
+    except RecursionError as error:
+        raise UserError(f"{path}:{line}: not JSON: nested too deeply") from error
 
 
 def list_start(text: str) -> int | None:

@@ -59,6 +59,7 @@ def test_human_eval_is_read_unchanged(tmp_path: Path) -> None:
     [
         ({"prompt": "p"}, "'input_output' is missing (keys: prompt)"),
         ({"prompt": "p", "input_output": "{"}, "'input_output' is not JSON: Expecting property name"),
+        ({"prompt": "p", "input_output": "[" * 100_000}, "'input_output' is not JSON: maximum recursion depth"),
         ({"prompt": "p", "input_output": "[1]"}, "'input_output' is a list, it must be an object with 'inputs'"),
         ({"prompt": "p", "input_output": None}, "'input_output' is null, it must be an object"),
         ({"prompt": "p", "input_output": {"inputs": ["1"]}}, "'outputs' of 'input_output' is null, it must be a list"),

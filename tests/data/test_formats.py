@@ -108,6 +108,8 @@ def test_a_truncated_file_is_one_problem(tmp_path: Path, kind: str, packed: str)
         (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
         (b"<html>\n<body>\n", "not JSON Lines"),
         (gzip.compress(b"", mtime=0), "is empty"),
+        (b"[" * 100_000, "d.jsonl:1: not JSON: nested too deeply"),
+        (b'[{"prompt": "a"},\n{"prompt": ' + b"[" * 100_000 + b"\n", "d.jsonl:2: not JSON: nested too deeply"),
     ],
 )
 def test_a_wrong_format_is_reported_once_with_the_remedy(tmp_path: Path, data: bytes, words: str) -> None:

@@ -105,5 +105,5 @@ def _class_of(name: str) -> type | None:
 def _experiment_in(run: RunDir) -> str:
     try:
         return json.loads((run.stages if run.stages.is_file() else run.plan).read_text())["experiment"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""

@@ -5,6 +5,7 @@ import os
 import platform
 import sys
 
+from realhf.base.errors import UserError
 from realhf.base.version import __version__
 
 LIBRARIES = ("torch", "transformers", "huggingface_hub", "tokenizers", "safetensors", "hydra-core", "omegaconf", "rich",
@@ -14,6 +15,8 @@ EXTRAS = {"serve": "fastapi", "ray": "ray", "vllm": "vllm", "megatron": "megatro
 
 
 def main(arguments: list[str]) -> None:
+    if arguments:
+        raise UserError(f"invalid arguments: {' '.join(arguments)}\nusage: realhf env")
     print(f"realhf        {__version__}")
     print(f"python        {sys.version.split()[0]} on {platform.platform()}")
     print(f"cores         {os.cpu_count()}")

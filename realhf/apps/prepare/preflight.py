@@ -319,7 +319,7 @@ def weight_problems(folder: Path) -> list[str]:
     try:
         index = json.loads((folder / WEIGHTS[1]).read_text()) if (folder / WEIGHTS[1]).is_file() else {}
         files = sorted(set(index["weight_map"].values())) if index else [WEIGHTS[0]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return [f"{WEIGHTS[1]} is damaged ({type(error).__name__}: {error})"]
     problems = []
     for file in files:

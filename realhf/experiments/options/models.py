@@ -10,6 +10,7 @@ from realhf.api.config import GenerationConfig, ModelSpec, RewardConfig
 from realhf.api.config.preference import EnsembleConfig, Objective, RewardModelType, ScoreConfig
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, InterfaceSpec, Kind
+from realhf.base.errors import damage_reported
 from realhf.experiments.options.checks import unmet
 from realhf.rewards.registry import VERIFIERS, builtin_verifier, fns_of
 
@@ -103,9 +104,10 @@ def score_moments(rew: ModelSpec) -> tuple[float, float] | None:
     file = Path(rew.path or "") / STATISTICS
     if not file.is_file():
         return None
-    stored = json.loads(file.read_text())
-    mean, square = (stored["metrics"].get(f"rw_eval/{name}") for name in ("score", "score_sq"))
-    count = stored["counts"].get("rw_eval/score", 0.0)
+    with damage_reported(file, "evaluate the reward model again, or remove the file"):
+        stored = json.loads(file.read_text())
+        mean, square = (stored["metrics"].get(f"rw_eval/{name}") for name in ("score", "score_sq"))
+        count = stored["counts"].get("rw_eval/score", 0.0)
     if mean is None or square is None or count < 2 or square <= mean**2:
         return None
     return mean, ((square - mean**2) * count / (count - 1)) ** 0.5

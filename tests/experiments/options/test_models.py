@@ -11,6 +11,7 @@ from realhf.algorithms import build_interface
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.config import ModelSpec
 from realhf.api.config.preference import RewardModelType, ScoreConfig
+from realhf.base.errors import UserError
 from realhf.data.protocols import InterfaceContext
 from realhf.experiments.options.models import normalised, score_call, score_moments
 from realhf.experiments.ppo import PPOExperiment
@@ -49,6 +50,16 @@ def test_moments_of_held_out_scores(tmp_path: Path) -> None:
     spec = PPOExperiment(rew=rew, score=ScoreConfig(normalise=True)).graph()["rew_inf"].interface
     assert spec.config["reward_output_bias"] == pytest.approx(3.0)
     assert spec.config["reward_output_scaling"] == pytest.approx(7**-0.5)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"metrics": {}}', "[" * 100_000, '{"metrics": 1, "counts": {}}', "\xff"]
+)
+def test_damaged_statistics_are_one_problem(text: str, tmp_path: Path) -> None:
+    (tmp_path / "evaluation.json").write_text(text, encoding="latin-1")
+    with pytest.raises(UserError, match="evaluation.json is damaged .*; evaluate the reward model again") as caught:
+        score_moments(ModelSpec(str(tmp_path)))
+    assert len(caught.value.problems) == 1
 
 
 def test_scores_that_cannot_be_normalised(tmp_path: Path) -> None:
