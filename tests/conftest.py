@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -149,3 +150,13 @@ def live_processes() -> Callable[[Path], dict[int, str]]:
         return found
 
     return find
+
+
+def reset_signals() -> None:
+    """Background jobs of a shell ignore SIGINT and SIGQUIT, those of nohup SIGHUP; programs in a terminal do not."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job; programs of tests would ignore it too
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from realhf.system.metrics.descriptions import describe
-from tests.conftest import TIMEOUT_S, Task
+from tests.conftest import TIMEOUT_S, Task, reset_signals
 
 REPOSITORY = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-c", "from realhf.apps.main import console; console()"]
@@ -108,12 +107,6 @@ def undescribed_metrics(root: Path) -> set[str]:
                 found = json.loads(line)
                 keys |= set(found.get("metrics", found))
     return {key for key in keys if describe(key) is None}
-
-
-def reset_signals() -> None:
-    """Background jobs of a shell ignore SIGINT and SIGQUIT, those of nohup SIGHUP; programs in a terminal do not."""
-    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
 
 
 def start(experiment: str, folder: Path, words: Sequence[str], command: Sequence[str] = ()) -> Started:

@@ -15,7 +15,7 @@ import pytest
 
 import realhf
 from realhf.base.errors import RunFailed, RunStopped, UserError
-from tests.conftest import EXAMPLES, TIMEOUT_S, Task
+from tests.conftest import EXAMPLES, TIMEOUT_S, Task, reset_signals
 
 pytestmark = [pytest.mark.dist]
 
@@ -146,7 +146,7 @@ def script(end: str, options: dict[str, Any], folder: Path, *words: str) -> subp
     model = [f"model.{key}={value}" for key, value in options["model"].items()]
     return subprocess.Popen([sys.executable, str(path), *model, f"dataset.path={rows}", "device=cpu",
                              "dataset.train_bs_n_seqs=4", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            text=True, start_new_session=True)  # fmt: skip
+                            text=True, start_new_session=True, preexec_fn=reset_signals)  # fmt: skip
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import TIMEOUT_S
-from tests.integration.conftest import PROGRAM, reset_signals, start
+from tests.conftest import TIMEOUT_S, reset_signals
+from tests.integration.conftest import PROGRAM, start
 from tests.integration.test_failures import LiveProcesses, no_process_remains, worker_pid
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
