@@ -17,8 +17,9 @@ from tests.integration.conftest import Run, Started, run, start
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 ROUNDS = int(os.environ.get("RACE_ROUNDS", "2"))
 MAX_GAP_S = 2.0
-STEPS = ["exp_ctrl.total_train_epochs=8", "exp_ctrl.total_train_steps=16", "n_gpus_per_node=2",
-         "tensorboard.enabled=False", "exp_ctrl.ckpt_freq_steps=4", "exp_ctrl.keep_last=0"]  # fmt: skip
+STEPS = ["exp_ctrl.total_train_epochs=100", "exp_ctrl.total_train_steps=200", "n_gpus_per_node=2",
+         "tensorboard.enabled=False", "exp_ctrl.ckpt_freq_steps=50", "exp_ctrl.keep_last=0"]  # fmt: skip
+"""The run takes longer than the gap."""
 RACERS = {"first": ["model.optimizer.lr=1e-3"], "second": ["model.optimizer.lr=4e-3"]}
 RESUMED = {"first": ["allocation_mode=d2"], "second": ["allocation_mode=d1t2"]}
 
@@ -69,7 +70,7 @@ def test_two_new_launches(overwrite: bool, sft_words: list[str], tmp_path: Path)
 
 def test_two_resumes_with_different_allocations(sft_words: list[str], tmp_path: Path) -> None:
     base = run("sft", tmp_path / "base", [*sft_words, *STEPS, *RACERS["first"]]).root
-    for number in (8, 12, 16):
+    for number in (100, 150, 200):
         shutil.rmtree(base / "checkpoints" / f"step_{number}", ignore_errors=True)
     rng = random.Random(2)
 
