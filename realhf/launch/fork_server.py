@@ -22,6 +22,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import IO, Any
 
+from realhf.base.process import raise_fd_limit
+
 MESSAGE_BYTES = 1 << 16
 FORK_S = 120.0
 """Time for the imports and the fork of the first worker."""
@@ -58,6 +60,7 @@ class ForkServer:
         os.close(reader)
         if pid is None:
             os.close(writer)
+            self.close()  # a late reply would be taken for the next one
             return None
         self.workers[pid] = ForkedProcess(self, pid, writer)
         return self.workers[pid]
@@ -156,13 +159,15 @@ def main(module: str, fd: int) -> None:
 
     worker: Any = importlib.import_module(module)
     worker.preload()
+    raise_fd_limit()  # as launchers do later
     if len(os.listdir("/proc/self/task")) > 1:
         return
     gc.collect()
     gc.freeze()  # so that forks share these pages
     if (arguments := serve(socket.socket(fileno=fd))) is not None:
         sys.argv = [module, *arguments]
-        setproctitle.setproctitle(" ".join([sys.executable, "-m", module, *arguments]))
+        title = " ".join([sys.executable, "-m", module, *arguments])
+        setproctitle.setproctitle(title.encode(errors="replace").decode())
         worker.run(arguments)
 
 

@@ -16,7 +16,7 @@ PROGRAM = """
 import os, signal, sys, time
 def preload(): {preload}
 def run(arguments):
-    print("arguments", arguments, os.getpid() == os.getsid(0), flush=True)
+    print("arguments", ascii(arguments), os.getpid() == os.getsid(0), flush=True)
     print("to stderr", sorted(map(int, os.listdir("/proc/self/fd")))[:-1], file=sys.stderr, flush=True)
     action = arguments[0]
     if action == "echo": print(sys.stdin.read())
@@ -50,11 +50,12 @@ def fork(server: ForkServer, arguments: Sequence[str], log: Path) -> ForkedProce
 
 def test_every_end_is_reported(server: ForkServer, tmp_path: Path) -> None:
     """In any order of waiting, and with the same streams and descriptors as a program that was started alone."""
-    processes = {action: fork(server, [action, f"of {action}"], tmp_path / action) for action in ENDS}
+    odd = "with spaces, é, \udcff"  # the name of a folder may be any bytes
+    processes = {action: fork(server, [action, odd], tmp_path / action) for action in ENDS}
     for action, process in reversed(processes.items()):
         assert process.wait(60) == ENDS[action] == process.poll() == process.returncode
         first, second, *others = (tmp_path / action).read_text().splitlines()
-        assert first == f"arguments {[action, f'of {action}']} True" and second.startswith("to stderr [0, 1, 2")
+        assert first == f"arguments {ascii([action, odd])} True" and second.startswith("to stderr [0, 1, 2")
         assert (others[-1:] == ["ValueError: wrong"]) == (action == "raise")
 
 
