@@ -56,6 +56,9 @@ def run(arguments: list[str]) -> int:
     if arguments[0] == "--version":
         print(__version__)
         return 0
+    if sys.platform != "linux":
+        print(f"error: realhf runs on Linux, this is {sys.platform}; use a container: Dockerfile", file=sys.stderr)
+        return EXIT_USER
     command, rest = arguments[0], arguments[1:]
     if command not in COMMANDS:
         from realhf.experiments import EXPERIMENTS

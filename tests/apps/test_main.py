@@ -19,6 +19,14 @@ def test_a_broken_pipe_ends_the_command_silently() -> None:
         assert process.stderr.read() == "" and process.wait() == EXIT_BROKEN_PIPE == 141
 
 
+def test_other_systems_are_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert run(["env"]) == EXIT_USER
+    assert capsys.readouterr().err == "error: realhf runs on Linux, this is darwin; use a container: Dockerfile\n"
+
+
 @pytest.mark.parametrize("word, hint", [("ppo-math", "; use realhf quickstart ppo-math"), ("resme", "resume")])
 def test_an_unknown_command_gives_a_suggestion(word: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([word]) == EXIT_USER
