@@ -103,7 +103,7 @@ def full_disk(tmp_path: Path) -> Callable[[], None]:
     """``tmp_path/disk`` is a small file system; the function fills it up."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(disk)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)]
     if os.getuid() != 0 or subprocess.run(mount, stderr=subprocess.DEVNULL).returncode:
         pytest.skip("mounting a file system needs root")
 
