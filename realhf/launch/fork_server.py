@@ -43,7 +43,8 @@ class ForkServer:
         self.environment = dict(environment)
         self.workers: dict[int, ForkedProcess] = {}
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", __name__, module, str(theirs.fileno())]
+        added = NUMPY_THREADS.keys() - self.environment.keys()
+        command = [sys.executable, "-m", __name__, module, str(theirs.fileno()), *added]
         with theirs:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                                              stderr=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
@@ -153,10 +154,14 @@ def forked(arguments: Sequence[str], environment: Mapping[str, str], log: Path) 
         return server.fork(arguments, out)
 
 
-def main(module: str, fd: int) -> None:
-    """Serve until the launcher closes the socket; in a forked process, run the worker."""
+def main(module: str, fd: int, *added: str) -> None:
+    """Serve until the launcher closes the socket; in a forked process, run the worker.
+
+    ``added`` are environment variables of the server that workers and their children do not have.
+    """
     import setproctitle
 
+    setproctitle.getproctitle()  # finds the memory of the command line, which needs the original environment
     worker: Any = importlib.import_module(module)
     worker.preload()
     raise_fd_limit()  # as launchers do later
@@ -164,6 +169,8 @@ def main(module: str, fd: int) -> None:
         return
     gc.collect()
     gc.freeze()  # so that forks share these pages
+    for name in added:
+        del os.environ[name]
     if (arguments := serve(socket.socket(fileno=fd))) is not None:
         sys.argv = [module, *arguments]
         title = " ".join([sys.executable, "-m", module, *arguments])
@@ -210,4 +217,4 @@ def _detach(stdin: int, log: int, *unused: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

@@ -18,6 +18,7 @@ def preload(): {preload}
 def run(arguments):
     print("arguments", ascii(arguments), os.getpid() == os.getsid(0), flush=True)
     print("to stderr", sorted(map(int, os.listdir("/proc/self/fd")))[:-1], file=sys.stderr, flush=True)
+    print(*sorted(os.environ), sep=" ", flush=True)
     action = arguments[0]
     if action == "echo": print(sys.stdin.read())
     elif action == "raise": raise ValueError("wrong")
@@ -54,7 +55,8 @@ def test_every_end_is_reported(server: ForkServer, tmp_path: Path) -> None:
     processes = {action: fork(server, [action, odd], tmp_path / action) for action in ENDS}
     for action, process in reversed(processes.items()):
         assert process.wait(60) == ENDS[action] == process.poll() == process.returncode
-        first, second, *others = (tmp_path / action).read_text().splitlines()
+        first, second, names, *others = (tmp_path / action).read_text().splitlines()
+        assert set(names.split()) - {"LC_CTYPE"} == set(server.environment) - {"LC_CTYPE"}
         assert first == f"arguments {ascii([action, odd])} True" and second.startswith("to stderr [0, 1, 2")
         assert (others[-1:] == ["ValueError: wrong"]) == (action == "raise")
 
