@@ -1,5 +1,6 @@
 """Workers forked from a preloaded process: their streams, command lines, exit codes and ends."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -97,6 +98,7 @@ def fork_after_close(server: ForkServer, tmp_path: Path) -> bool:
 def test_without_a_server_there_is_no_fork(preload: str, environment: dict[str, str], tmp_path: Path) -> None:
     """The launcher then starts a program."""
     (tmp_path / "program.py").write_text(PROGRAM.format(preload=preload))
+    gc.collect()  # pipes of other tests
     n_open = len(os.listdir("/proc/self/fd"))
     with preloaded("program", environment):
         assert forked(["0"], {**environment, "OMP_NUM_THREADS": "99"}, tmp_path / "log") is None
