@@ -43,6 +43,10 @@ class ProtocolError(Exception):
     """An error that the browser reports for a command, or an exception of evaluated code."""
 
 
+class PageChanged(ProtocolError):
+    """The page was reloaded, as by itself at its first step, before the answer."""
+
+
 class Tab:
     """One page. ``messages`` are the lines of its console, exceptions, and log entries such as blocked requests."""
 
@@ -59,7 +63,8 @@ class Tab:
         while (message := self._receive()).get("id") != number:
             pass
         if "error" in message:
-            raise ProtocolError(f"{method}: {message['error']}")
+            kind = PageChanged if "navigated" in message["error"]["message"] else ProtocolError
+            raise kind(f"{method}: {message['error']}")
         return message["result"]
 
     def _receive(self) -> dict[str, Any]:
@@ -99,9 +104,12 @@ class Tab:
     def wait_for(self, expression: str) -> Any:
         """Return the value of an expression when it is true."""
         deadline = time.monotonic() + TIMEOUT_S
-        while not (value := self.run(expression)):
+        value = None
+        while not value:
             assert time.monotonic() < deadline, f"{expression} has not become true"
             time.sleep(0.1)
+            with contextlib.suppress(PageChanged):
+                value = self.run(expression)
         return value
 
     def press(self, key: str) -> None:
