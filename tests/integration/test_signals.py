@@ -1,6 +1,5 @@
 """Ends of a run that its options do not ask for: signals, a closed pipe, a stopped master, a full disk."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -108,9 +107,13 @@ def full_disk(tmp_path: Path) -> Callable[[], None]:
         pytest.skip("mounting a file system needs root")
 
     def fill() -> None:
-        with (disk / "ballast").open("wb") as file, contextlib.suppress(OSError):  # the run writes too
-            while (free := shutil.disk_usage(disk).free) > 0:
-                os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, free)
+        size = shutil.disk_usage(disk).free
+        with (disk / "ballast").open("wb") as file:
+            while size:  # the run writes and deletes too: a size that no longer fits is tried again, halved
+                try:
+                    os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, size)
+                except OSError:
+                    size //= 2
 
     yield fill  # type: ignore[misc]
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
