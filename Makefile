@@ -105,7 +105,6 @@ gpu:  # PYTHON has a CUDA torch and our dependencies, or GPU_WHEELS has the whee
 	PYTHONPATH=. $(PYTHON) benchmarks/bench_utilisation.py --device cuda
 
 docs: $(STAMP)  # warnings, such as broken links, are errors
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[docs]"
 	$(BIN)/python -m docs.make_options
 	$(BIN)/python -m docs.make_metrics
 	$(BIN)/python -m docs.make_figures
