@@ -3,11 +3,13 @@
 Only the launcher downloads. ``plan.json`` maps each name to its snapshot, whose path contains the hash of the commit.
 """
 
+import contextlib
 import errno
 import os
 import re
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache, partial, reduce
@@ -27,8 +29,11 @@ NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[^@:\s]+))
 MODEL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # of the top folder; no pickles, no code
 WEIGHTS = ["model*.safetensors"]
 CONVERTED = "refs/convert/parquet"  # the branch with the Parquet files that the hub makes of every public dataset
-TIMEOUT_S = 60.0
-"""Longest silence of the hub."""
+STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EISDIR,
+           errno.EEXIST, errno.ENAMETOOLONG, errno.EIO}  # fmt: skip
+"""Errors of the file system in which the cache is."""
+SILENCE = 6
+"""Longest silence of the hub, in units of the client's time limit for metadata (``HF_HUB_ETAG_TIMEOUT``, 10 s)."""
 RETRY_S = 120.0
 """Time to wait for a hub that limits requests."""
 DEFAULT_PAUSE_S = 5.0
@@ -53,6 +58,30 @@ class HubBusyError(Exception):
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.seconds = seconds
+
+
+class HubSilentError(Exception):
+    """The hub has answered no request for a while."""
+
+
+class AnswerMonitor:
+    """Gives every request a time limit, and ends their repetition if the hub answers none. Hooks of the HTTP client."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self.waits_since: float | None = None
+
+    def sends(self, request: Any) -> None:
+        limits = request.extensions.get("timeout", {})  # some requests of the client switch the client's limit off
+        request.extensions["timeout"] = {kind: limit or self.limit_s for kind, limit in limits.items()}
+        now = time.monotonic()
+        if self.waits_since is None:
+            self.waits_since = now
+        elif now - self.waits_since >= self.limit_s:
+            raise HubSilentError(f"{request.url.host} has not answered for {now - self.waits_since:.0f} s")
+
+    def receives(self, _response: Any) -> None:
+        self.waits_since = None
 
 
 def with_snapshots(experiment: E, pinned: Mapping[str, str] = MappingProxyType({}), weights: bool = True) -> E:
@@ -163,15 +192,24 @@ def _snapshot(kind: str, repo: str, revision: str, patterns: list[str], ignore: 
 
     download = partial(snapshot_download, repo, repo_type=kind, revision=revision, allow_patterns=patterns,
                        ignore_patterns=list(ignore))  # fmt: skip
-    return requested(download, kind, repo, revision)
+    try:
+        return requested(download, kind, repo, revision)
+    except ValueError as problem:
+        if not isinstance(problem.__cause__, HubSilentError):  # the client uses its cache for other failures
+            raise
+        with contextlib.suppress(Exception):
+            return download(local_files_only=True)
+        raise
 
 
 def requested(call: Callable[[], T], kind: str, repo: str, revision: str) -> T:
     """Return the result of a request, repeated while the hub limits requests; ValueError states a problem."""
     from huggingface_hub import set_client_factory
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils import disable_progress_bars, logging
 
     set_client_factory(_client)
+    logging.set_verbosity_error()  # its warnings repeat what the error of the last attempt states
+    warnings.filterwarnings("ignore", module="huggingface_hub")
     if not sys.stderr.isatty():
         disable_progress_bars()
     deadline = time.monotonic() + RETRY_S
@@ -189,12 +227,15 @@ def requested(call: Callable[[], T], kind: str, repo: str, revision: str) -> T:
 
 
 def _client() -> Any:
-    """Return the HTTP client of huggingface_hub, with a timeout, and without unlimited waiting for busy hubs."""
+    """Return the HTTP client of huggingface_hub, with time limits, and without unlimited waiting for busy hubs."""
+    from huggingface_hub import constants
     from huggingface_hub.utils._http import default_client_factory
 
     client = default_client_factory()
-    client.timeout = TIMEOUT_S
-    client.event_hooks = {**client.event_hooks, "response": [_raise_if_busy]}
+    monitor = AnswerMonitor(SILENCE * constants.HF_HUB_ETAG_TIMEOUT)
+    hooks = client.event_hooks
+    client.event_hooks = {"request": [*hooks["request"], monitor.sends],
+                          "response": [*hooks["response"], monitor.receives, _raise_if_busy]}  # fmt: skip
     return client
 
 
@@ -226,7 +267,9 @@ def hub_problem(error: BaseException, kind: str, repo: str, revision: str) -> st
             case errors.OfflineModeIsEnabled():
                 return (f"{what} is not complete in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE forbids "
                         "downloads: unset it")  # fmt: skip
-            case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EACCES | errno.EROFS | errno.EPERM as number):
+            case HubSilentError():
+                return f"{cause}: repeat the command later, or set HF_ENDPOINT"
+            case OSError(errno=int() as number) if number in STORAGE:
                 return f"{what} cannot be stored in {constants.HF_HUB_CACHE} ({os.strerror(number)}): set HF_HOME"
     if status in (401, 403):
         return f"{constants.ENDPOINT} refuses access to {what} ({status}): set HF_TOKEN to a valid token"

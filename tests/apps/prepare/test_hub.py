@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -138,6 +139,56 @@ def test_a_busy_hub_is_asked_again_up_to_a_deadline(site: Site) -> None:
     assert code == 0 and output.count("limits requests, retrying") == 4, output
     site.hub.failures = [Failure("GET /api/datasets", 429, {"Retry-After": "3600"})]
     assert "retry after 3600 s" in site.problem(HF_HOME=str(site.home / "new"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["/api/models", "GET /org/tiny/resolve/.*json", "/cdn/"])
+def test_a_hub_that_does_not_answer_is_left(site: Site, pattern: str) -> None:
+    """Every request of the client, and the cache is used if it is complete."""
+    limits = {"HF_HUB_DOWNLOAD_TIMEOUT": "1", "HF_HUB_ETAG_TIMEOUT": "1"}
+    site.hub.failures = [Failure(pattern, stalls=True)]
+    line = site.problem(**limits)
+    assert "model.path" in line and ("has not answered for" in line or "timed out" in line), line
+    site.hub.failures = []
+    assert site.sft("a")[0] == 0
+    site.hub.failures = [Failure(".", stalls=True)]
+    code, output, _ = site.sft("b", **limits)
+    assert code == 0, output
+
+
+def mount(folder: Path, options: str) -> None:
+    if os.getuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]).returncode:
+        pytest.skip("mounting a file system needs root")
+
+
+@pytest.mark.parametrize("options", ["ro", "size=64k"])
+def test_a_cache_that_cannot_be_written_is_named(site: Site, options: str) -> None:
+    cache = site.home / "hf"
+    cache.mkdir()
+    mount(cache, options)
+    try:
+        code, output, _ = site.sft("refused")
+    finally:
+        subprocess.run(["umount", "--lazy", str(cache)], check=True)
+    assert code == 2 and f"cannot be stored in {cache}/hub" in output and "set HF_HOME" in output, output
+    lines = [line for line in output.splitlines() if not line.startswith("hub ")]
+    assert len(lines) <= 3, "the client's warnings do not bury the error"
+
+
+@pytest.mark.parametrize("file", ["hf", "hf/hub", "hf/hub/models--org--tiny"])
+def test_a_file_in_the_place_of_the_cache_is_named(site: Site, file: str) -> None:
+    path = site.home / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("")
+    code, output, _ = site.sft("refused")
+    assert code == 2 and "cannot be stored in" in output and "Traceback" not in output, output
+
+
+@pytest.mark.slow
+def test_launches_at_once_share_a_cache(site: Site) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        for code, output, _ in pool.map(site.sft, ("a", "b", "c")):
+            assert code == 0, output
 
 
 @pytest.mark.parametrize("seed", range(2))
