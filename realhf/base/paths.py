@@ -28,6 +28,7 @@ class RunDir:
     metrics = _PathEntry("metrics.jsonl")
     evaluation = _PathEntry("evaluation.jsonl")
     failure = _PathEntry("first_failure.txt")  # why the first response without a reward has none
+    error = _PathEntry("error.txt")  # why the run failed
     events = _PathEntry("events.jsonl")
     trace = _PathEntry("trace.json")
     tensorboard = _PathEntry("tensorboard", is_folder=True)

@@ -39,6 +39,9 @@ def test_a_run_whose_reward_function_always_fails_stops(
     assert error.endswith("correct the reward function, or increase reward.max_failures")
     assert ALWAYS[body] in run.output and ALWAYS[body] in (run.root / "first_failure.txt").read_text()
     assert not (run.root / "models").exists() and "done " not in run.output
+    assert error.removeprefix("error: ") in (run.root / "error.txt").read_text()
+    report([str(run.root), "--out", str(tmp_path / "page.html")])
+    assert "responses have no reward, more than a fraction of 0.05" in (tmp_path / "page.html").read_text()
 
 
 @pytest.fixture(scope="module")

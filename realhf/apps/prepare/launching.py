@@ -145,9 +145,21 @@ def launch(paths: RunDir, checkpoint: tuple[Path, Manifest] | None = None) -> No
     """
     run = read_run(paths.root)
     run.paths.stop.unlink(missing_ok=True)  # a request to stop an earlier run
-    with _file_errors(run):
+    with _error_recorded(run.paths), _file_errors(run):
         _run_master(run, checkpoint)
         publish(run)
+
+
+@contextlib.contextmanager
+def _error_recorded(paths: RunDir) -> Iterator[None]:
+    """Keep the error of a failed run for its report."""
+    paths.error.unlink(missing_ok=True)
+    try:
+        yield
+    except RunFailed as failed:
+        with contextlib.suppress(OSError):  # a full disk may be the error
+            atomic_write(paths.error, f"{failed.traceback_text}{failed}\n")
+        raise
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The status of a run: running, done, stopped, failed or ended early, and the error of a failed worker."""
+"""The status of a run: running, done, stopped, failed or ended early, and its error."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -26,7 +26,7 @@ class RunState(Enum):
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The state of a run, why it is known, and the error that the first failed worker has logged."""
+    """The state of a run, why it is known, and the error: the launcher's, or that of the first failed worker."""
 
     state: RunState
     reason: str
@@ -40,6 +40,8 @@ def read_status(paths: RunDir, n_done: int, n_steps: int | None) -> RunStatus:
     if is_locked(paths.lock):
         request = "; it ends after the current step, as requested" if paths.stop.exists() else ""
         return RunStatus(RunState.RUNNING, f"a process holds the lock of the run directory{request}")
+    if error := recorded_error(paths.error):
+        return RunStatus(RunState.FAILED, "the run ended with an error", error)
     if n_steps is not None and n_done >= n_steps:
         return RunStatus(RunState.DONE, "all steps are complete")
     if paths.stop.exists():
@@ -52,7 +54,15 @@ def read_status(paths: RunDir, n_done: int, n_steps: int | None) -> RunStatus:
         return RunStatus(RunState.UNKNOWN, "no process holds the lock, and the number of steps is not known")
     if not n_done and not paths.events.exists():
         return RunStatus(RunState.WAITING, "the run directory is prepared, but no process has used it")
-    return RunStatus(RunState.ENDED, "interrupted, or failed without an error of a worker")
+    return RunStatus(RunState.ENDED, "interrupted")
+
+
+def recorded_error(path: Path) -> str:
+    """Return the last part of the error with which the launcher ended the run."""
+    try:
+        return clean(path.read_text("utf-8", "replace")[-LOG_TAIL:].strip()) if path.is_file() else ""
+    except OSError:
+        return ""
 
 
 def first_error(logs: Path) -> str:

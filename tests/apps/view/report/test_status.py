@@ -51,6 +51,17 @@ def test_other_ends(paths: RunDir) -> None:
     assert read_status(RunDir(paths.root / "none"), 2, 5).state is RunState.UNKNOWN
 
 
+def test_the_error_of_the_launcher_comes_first(paths: RunDir) -> None:
+    paths.error.write_text("Traceback\x00\nno heartbeat\n")
+    open_log(paths.log("worker-1"), "worker-1").error("stopped")
+    for n_done in (2, 5):
+        status = read_status(paths, n_done, 5)
+        assert status.state is RunState.FAILED and status.error.endswith("no heartbeat")
+    paths.error.unlink()
+    paths.error.mkdir()
+    assert read_status(paths, 5, 5).state is RunState.DONE
+
+
 def test_logs_that_are_no_files(paths: RunDir) -> None:
     paths.log("worker-0").mkdir(parents=True)
     assert first_error(paths.logs) == ""
