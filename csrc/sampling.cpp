@@ -142,6 +142,7 @@ void Row::read(const float* logits, float temperature, const int64_t* forbidden,
   for (const double sum : sums_) total_ += sum;
   log_all_ = log_mass(total_);
   for (const double x : banned) {  // log(e^a + e^b): forbidden logits may be far larger than allowed ones
+    if (std::isnan(log_all_)) break;  // min and max ignore a NaN that is their second argument
     const double high = std::max(x, log_all_), low = std::min(x, log_all_);
     if (low != -kInfinity) log_all_ = high + std::log1p(std::exp(low - high));
   }

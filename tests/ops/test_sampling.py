@@ -1,5 +1,6 @@
 """Counter-based uniforms against Python integers; sampled tokens against enumerated distributions."""
 
+import itertools
 import math
 
 import pytest
@@ -293,6 +294,16 @@ def test_a_row_does_not_depend_on_rows_that_are_not_finite(draw, options, value)
     logits[1, 77] = value
     drawn = draw(logits, u, *options)
     assert drawn[0][1] == NO_TOKEN and all(torch.equal(a[[0, 2]], b) for a, b in zip(drawn, expected, strict=True))
+
+
+@both
+@pytest.mark.parametrize("forbid", list(itertools.permutations([0, 1, 2])))
+def test_forbidden_logits_that_are_not_finite_are_noticed(draw, forbid):
+    """In any place of the list of forbidden tokens."""
+    for value, options in itertools.product((math.nan, math.inf), OPTIONS):
+        logits = torch.tensor([[value, 1.0, 2.0, 3.0, 4.0]])
+        tokens, *logprobs = draw(logits, torch.zeros(1), *options, forbid=torch.tensor(forbid))
+        assert tokens.tolist() == [NO_TOKEN] and all(x.isnan().all() for x in logprobs)
 
 
 @both
