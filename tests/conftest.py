@@ -52,15 +52,19 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
-    root = tmp_path_factory.mktemp("arithmetic")
+def make_task(root: Path) -> Task:
+    """Write the files of a task."""
     sizes = {"digits": 1, "sft-rows": 40, "train-rows": 17, "valid-rows": 5, "hidden": 32, "layers": 2}
     options = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
     subprocess.run([sys.executable, str(EXAMPLES / "arithmetic.py"), str(root), *options], check=True)
     return Task(
         root, *(root / f"{name}.jsonl" for name in ("sft", "train", "valid")), root / "tokenizer", root / "model"
     )
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
+    return make_task(tmp_path_factory.mktemp("arithmetic"))
 
 
 @pytest.fixture(scope="session")
