@@ -31,8 +31,11 @@ class ConsoleColumn:
     form: str = "{}"
 
     def cell(self, metrics: dict[str, float]) -> str:
-        value = next((f"{metrics[name]:.{self.digits}f}" for name in self.metrics if name in metrics), None)
-        return ("-" if value is None else self.form.format(value)).rjust(self.width)
+        value = next((metrics[name] for name in self.metrics if name in metrics), None)
+        if value is None:
+            return "-".rjust(self.width)
+        rounded = round(value, self.digits) + 0.0  # no negative zero
+        return self.form.format(f"{rounded:.{self.digits}f}").rjust(self.width)
 
 
 COLUMNS = (

@@ -6,7 +6,7 @@ from statistics import median
 
 TRUNCATED = 0.95  # fraction of the responses
 KL_NATS, KL_GROWTH = 10.0, 10.0  # per token; relative to earlier steps, above 1 nat
-GRAD_GROWTH = 100.0  # relative to earlier steps
+GRAD_NORM, GRAD_GROWTH = 1.0, 100.0  # at least; relative to earlier steps, which may have had no signal
 EQUAL = 1e-10  # relative variance of equal numbers, summed in float64
 MIN_STEPS = 3  # before a growth is reported
 WATCHED_STATISTICS = ("grad_norm", "truncated", "logprob_diff")  # of any call
@@ -32,7 +32,7 @@ def step_warnings(metrics: Metrics, max_logprob_diff: float, before: Sequence[Me
                 f"{100 * value:.3g}% of the responses are truncated at max_new_tokens; increase it, or check that the "
                 "model writes its end token"
             )
-        elif usual and value > GRAD_GROWTH * usual:
+        elif usual and value > max(GRAD_NORM, GRAD_GROWTH * usual):
             found[f"gradient {call}"] = (
                 f"{name} is {value:.3g}, {value / usual:.3g} times its median: the weights may soon be NaN; lower the "
                 "learning rate or gradient_clipping"

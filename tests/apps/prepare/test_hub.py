@@ -70,6 +70,8 @@ def test_a_run_with_names_trains_and_resumes_at_the_same_commit(site: Site, acto
     commit = site.hub.branches[f"models/{MODEL}"]["main"]
     code, output, root = site.sft("a", "exp_ctrl.ckpt_freq_steps=1")
     assert code == 0 and f"hub     {MODEL}: commit {commit}" in output, output
+    data_commit = site.hub.branches[f"datasets/{DATA}"]["main"]
+    assert f"data    datasets/{DATA}@{data_commit}: 40 rows" in output, output
     assert f"path: {MODEL}\n" in (root / "config.yaml").read_text(), "config.yaml keeps what the user wrote"
     snapshots = json.loads((root / "plan.json").read_text())["snapshots"]
     assert commit in snapshots[MODEL] and set(snapshots) == {MODEL, f"datasets/{DATA}"}

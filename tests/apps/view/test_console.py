@@ -1,6 +1,7 @@
 """Console output of steps: columns of measured and predicted times."""
 
 from dataclasses import replace
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,12 @@ def test_the_columns_are_those_of_the_experiment(tmp_path: Path, capsys: pytest.
     assert line.split() == ["3", "-0.250", "1234", "2.00s", "(1.75s)", "gen", "50%", "train", "30%", "idle", "20%"]
     assert header.index("(pred)") + 6 == line.index("(1.75s)") + 7, "columns are aligned"
     assert again.split()[0] == "4", "the header is printed once"
+
+
+@pytest.mark.parametrize(("value", "shown"), [(-4e-5, "0.0000"), (-6e-5, "-0.0001"), (nan, "nan"), (-inf, "-inf")])
+def test_numbers_that_round_to_zero_have_no_sign(value: float, shown: str) -> None:
+    (column,) = (c for c in COLUMNS if c.title == "kl")
+    assert column.cell({"kl/ref": value}).strip() == shown
 
 
 def test_a_metric_that_comes_later_adds_its_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

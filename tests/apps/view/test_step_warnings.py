@@ -46,6 +46,12 @@ def test_growth_is_relative_to_several_earlier_steps() -> None:
     assert not lines, "of DPO, which has no responses of its own, the metric is per response"
 
 
+def test_a_first_gradient_after_steps_without_a_signal_is_no_growth() -> None:
+    before = [{"actor_train/grad_norm": 1e-6}] * 5
+    assert not step_warnings({"actor_train/grad_norm": 0.9}, 0.1, before)
+    assert set(step_warnings({"actor_train/grad_norm": 1.1}, 0.1, before)) == {"gradient actor_train"}
+
+
 @settings(max_examples=examples(100))
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=9), st.booleans())
 def test_equal_rewards_are_noticed_and_different_ones_are_not(rewards: list[float], equal: bool) -> None:
