@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard csrc/* csrc/*/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade "pip>=24" "setuptools>=77" wheel
 	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"  # setuptools explains what -e is
 	$(BIN)/python setup.py -q build_ext --inplace
 	touch $(STAMP)
 
