@@ -139,7 +139,7 @@ class _Buckets:
         posts = [(dist.isend, b.data, b.packet.dsts[0]) if b.packet.src == rank else
                  (dist.irecv, b.data, b.packet.src) for b in buckets]  # fmt: skip
         works: list[dist.Work | None] = []
-        if self.buffers.device.type == "cpu":
+        if dist.get_backend() == "gloo":
             works += [post(data, peer) for post, data, peer in posts]
         else:
             works += dist.batch_isend_irecv([dist.P2POp(*post) for post in posts])

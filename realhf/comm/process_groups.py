@@ -8,8 +8,8 @@ import secrets
 import socket
 import struct
 import sys
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from realhf.api.layout import Coord, Layout
 from realhf.base.activity import ActivityStack
+from realhf.comm.p2p import DirectedGroups
 
 TAG_BYTES = 32
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
@@ -208,8 +209,15 @@ class Group:
         for rank, member_shard in zip(sorted(self.ranks), shards, strict=True):  # gloo's all-gather copies three times
             dist.broadcast(member_shard, rank, group=self.handle)
 
-    def _activity(self, name: str, tensor: Tensor) -> AbstractContextManager[None]:
-        return self.activity.enter(PendingCollective(name, tensor.nbytes, self.ranks))
+    @contextmanager
+    def _activity(self, name: str, tensor: Tensor) -> Iterator[None]:
+        """Enter a collective; RuntimeError names it, for example at its deadline."""
+        pending = PendingCollective(name, tensor.nbytes, self.ranks)
+        with self.activity.enter(pending):
+            try:
+                yield
+            except RuntimeError as error:
+                raise RuntimeError(f"{pending} failed: {error}") from error
 
     @property
     def _is_gloo(self) -> bool:
@@ -226,12 +234,16 @@ def all_gather_bytes(data: bytes) -> list[bytes]:
     return [bytes(part[:length].tolist()) for part, length in zip(gathered, map(int, lengths), strict=True)]
 
 
-def make_groups(members: Iterable[Ranks], rank: int, activity: ActivityStack | None = None) -> dict[Ranks, Group]:
+def make_groups(
+    members: Iterable[Ranks], rank: int, activity: ActivityStack | None = None, timeout_s: float | None = None
+) -> dict[Ranks, Group]:
     """Create process groups in the given order. Collective over ALL workers. ConnectionError for unauthenticated peers.
 
-    Members of gloo groups prove their identity by random numbers that they exchange over the default group.
+    Their operations have ``timeout_s``, else torch's default. Members of gloo groups prove their identity by random
+    numbers that they exchange over the default group.
     """
-    groups = {ranks: Group(ranks, rank, dist.new_group(list(ranks)), activity) for ranks in members}
+    timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+    groups = {ranks: Group(ranks, rank, dist.new_group(list(ranks), timeout=timeout), activity) for ranks in members}
     if groups and dist.get_backend() == "gloo":
         own = _as_rows([secrets.token_bytes(TAG_BYTES) for _ in range(dist.get_world_size())])
         expected = torch.empty_like(own)
@@ -251,6 +263,7 @@ class ParallelContext:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     groups: Mapping[Ranks, Group] = field(default_factory=dict)
     activity: ActivityStack = field(default_factory=ActivityStack)
+    directed: DirectedGroups = DirectedGroups()
 
     @property
     def coord(self) -> Coord:

@@ -22,6 +22,7 @@ from realhf.base.activity import ActivityStack
 from realhf.base.errors import UserError
 from realhf.base.seeds import stable_seed
 from realhf.base.timers import Spans
+from realhf.comm.p2p import DirectedGroups, make_directed_groups
 from realhf.comm.process_groups import (
     ParallelContext,
     destroy_process_group,
@@ -158,7 +159,8 @@ class ModelWorker:
             )
             if self.device.type == "cpu":
                 self.links = open_shared_memory_peers(self.rank, n_workers, timeout_s, activity=self.activity)
-        groups = make_groups(process_groups(run.program), self.rank, self.activity)
+        groups = make_groups(process_groups(run.program), self.rank, self.activity, timeout_s)
+        directed = make_directed_groups(timeout_s) if n_workers > 1 else DirectedGroups()
         self.during = "loading the tokenizer"
         self.tokenizer = load_tokenizer(run.tokenizer_dir)
         engines, served_here = {}, served_engines(run.graph, run.plan)
@@ -168,7 +170,7 @@ class ModelWorker:
             engines[role, layout] = build_engine(
                 run.models[role],
                 run.roles[role],
-                ParallelContext(layout, self.rank, self.device, groups, self.activity),
+                ParallelContext(layout, self.rank, self.device, groups, self.activity, directed),
                 trained=is_home and run.graph.trainer(role) is not None,
                 holds_weights=is_home,
                 seed=stable_seed(run.config.seed, run.roles[role].starts_as or role),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from realhf.api.config import OptimizerConfig
-from realhf.api.param_box import box_shape, relative, whole
+from realhf.api.param_box import relative, whole
 from realhf.comm.p2p import P2PChannel
 from realhf.comm.process_groups import ParallelContext
 from realhf.models.flat_params import FlatParams
@@ -58,10 +58,7 @@ class SharedGradients:
                 grad.copy_(part.view_as(grad))
         for spec in self.tied:
             grad = self.params.grad_view(spec.name)
-            self.p2p.send(grad, self.peer)
-            other = self.p2p.receive(box_shape(self.params.box(spec.name)), grad.dtype, self.peer)
-            self.p2p.flush()
-            grad.add_(other)
+            grad.add_(self.p2p.swap(grad, self.peer))
 
 
 CHUNK = 1 << 18

@@ -23,7 +23,7 @@ class Pipeline:
         stages, index = context.layout.axis("pp", context.rank), context.group("tp").index
         self.ranks = tuple(sorted(context.layout.axis("tp", rank))[index] for rank in stages)
         self.stage, self.n_stages = context.coord.pp, len(self.ranks)
-        self.p2p = P2PChannel(context.device, context.activity)
+        self.p2p = P2PChannel(context.device, context.activity, context.directed)
 
     @property
     def is_last(self) -> bool:

@@ -1,0 +1,158 @@
+"""No schedule of the project blocks under NCCL's ordering rules.
+
+The engines and exchanges run on the recording backend; ``Machine`` executes what they called. In the quick form an
+engine runs several numbers of micro-batches in turn. In the long form (slow) each is the first on fresh communicators.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from realhf.api.layout import Layout
+from realhf.comm import exchange
+from realhf.comm.exchange import P2PCopy, TensorSlice
+from realhf.comm.p2p import DirectedGroups
+from realhf.system.profiler.link_probes import send_probes
+from realhf.system.profiler.probes import Clock
+from tests.gpu_emulated.nccl import programs
+from tests.gpu_emulated.nccl.programs import layout_of
+from tests.gpu_emulated.nccl.recording import Job, Recorder, record, recorder  # noqa: F401
+from tests.gpu_emulated.nccl.rules import Machine, OrderError
+
+STAGES = range(2, 9)
+Pairs = set[tuple[int, int]]
+
+
+def executed(recorder: Recorder, world: int, job: Job) -> Pairs:  # noqa: F811
+    """Execute a job by NCCL's rules; return the pairs of ranks that exchanged messages."""
+    machine = Machine(record(recorder, world, job))
+    machine.run()
+    return machine.pairs
+
+
+def adjacent(n: int) -> Pairs:
+    return {(stage, stage + 1) for stage in range(n - 1)}
+
+
+def train_counts(stages: int) -> list[int]:
+    return sorted({1, stages - 1, stages, 2 * stages, 2 * stages + 3})
+
+
+def slot_counts(stages: int) -> list[int]:
+    return sorted({1, 2, stages - 1, stages, 10})
+
+
+@pytest.mark.parametrize("stages", STAGES)
+def test_training_inference_and_generation(stages: int, recorder: Recorder) -> None:  # noqa: F811
+    layout, tied, last = layout_of(f"p{stages}"), {(0, stages - 1)}, stages - 1
+    counts = train_counts(stages)
+    assert executed(recorder, stages, programs.train(layout, counts[-3:])) == adjacent(stages) | tied
+    assert executed(recorder, stages, programs.infer(layout, counts[:3])) == adjacent(stages)
+    to_last = {(stage, last) for stage in range(last)}
+    assert executed(recorder, stages, programs.generate(layout, [stages])) == adjacent(stages) | to_last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", STAGES)
+def test_every_schedule_on_fresh_communicators(stages: int, recorder: Recorder) -> None:  # noqa: F811
+    layout, untied = layout_of(f"p{stages}"), replace(programs.CONFIG, tied_embedding=False)
+    for n in train_counts(stages):
+        assert executed(recorder, stages, programs.train(layout, [n])) == adjacent(stages) | {(0, stages - 1)}
+        assert executed(recorder, stages, programs.train(layout, [n], untied)) == adjacent(stages)
+        assert executed(recorder, stages, programs.infer(layout, [n])) == adjacent(stages)
+    for n in slot_counts(stages):
+        assert executed(recorder, stages, programs.generate(layout, [n])) >= adjacent(stages)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 8])
+def test_one_communicator_per_pair_blocks(
+    stages: int, recorder: Recorder, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:  # fmt: skip
+    monkeypatch.setattr(programs, "make_directed_groups", lambda timeout_s: DirectedGroups())
+    with pytest.raises(OrderError, match="block one another"):
+        executed(recorder, stages, programs.train(layout_of(f"p{stages}"), [2 * stages]))
+
+
+LAYOUTS = [
+    layout_of("p2", (3, 1)),
+    layout_of("d2p2"),
+    layout_of("t2p2", (1, 0, 2, 3)),
+    layout_of("p4", (2, 0, 3, 1)),
+    layout_of("d2t2p2", (1, 0, 2, 3, 6, 5, 4, 7)),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_pipelines_with_several_axes_and_meshes(layout: Layout, recorder: Recorder) -> None:  # noqa: F811
+    world, stages = max(layout.mesh.ranks) + 1, layout.strategy.pp
+
+    def job(rank: int, _: int) -> None:
+        if rank in layout.mesh.ranks:
+            programs.train(layout, [2 * stages + 1])(rank, world)
+        else:
+            programs.context_of(layout, rank)
+
+    assert len(executed(recorder, world, job)) >= stages - 1
+
+
+REALLOCATIONS = [
+    (layout_of("d1"), layout_of("p4")),
+    (layout_of("p4"), layout_of("d4", (3, 2, 1, 0))),
+    (layout_of("d4"), layout_of("p8")),
+    (layout_of("t2p2"), layout_of("d2t2", (4, 5, 6, 7))),
+    (layout_of("p8"), layout_of("d2t2p2", (1, 0, 2, 3, 6, 5, 4, 7))),
+    (layout_of("d2t4"), layout_of("t2p4", tuple(reversed(range(8))))),
+]
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tiny tensors need several buckets and rounds."""
+    for name, nbytes in (("BUCKET_BYTES", 1 << 9), ("ALONE_BYTES", 1 << 8), ("BUFFER_BYTES", 1 << 10)):
+        monkeypatch.setattr(exchange, name, nbytes)
+
+
+@pytest.mark.usefixtures("small_buckets")
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("src, dst", REALLOCATIONS, ids=str)
+def test_reallocation(src: Layout, dst: Layout, in_place: bool, recorder: Recorder) -> None:  # noqa: F811
+    assert executed(recorder, 8, programs.reallocate(src, dst, in_place))
+
+
+@pytest.mark.usefixtures("small_buckets")
+@pytest.mark.parametrize("seed", range(4))
+def test_transfers_of_rows(seed: int, recorder: Recorder) -> None:  # noqa: F811
+    """Rows of all sizes between random ranks, in several exchanges with other participants."""
+    generator = torch.Generator().manual_seed(seed)
+    moves = []
+    for members in ((0, 1, 2, 3, 4), (1, 2), (0, 4), (0, 1, 2, 3, 4)):
+        copies = []
+        for number in range(60):
+            src, dst = (members[int(torch.randint(len(members), (), generator=generator))] for _ in range(2))
+            numel = int(torch.randint(1 << int(torch.randint(1, 11, (), generator=generator)), (), generator=generator))
+            copies.append(P2PCopy(number, src, dst, TensorSlice(torch.float32, numel)))
+        moves.append(programs.transfer(copies))
+    assert len(executed(recorder, 5, programs.in_sequence(*moves))) == 10
+
+
+def test_the_calls_of_a_step_in_sequence(recorder: Recorder) -> None:  # noqa: F811
+    """Generation, a reallocation, inference and training on the same workers, in layouts with other pairs."""
+    four, eight, spread = layout_of("d4p2"), layout_of("p8"), layout_of("d2t2p2", (1, 0, 2, 3, 6, 5, 4, 7))
+    job = programs.in_sequence(
+        programs.generate(four, [3]),
+        programs.reallocate(four, eight, True),
+        programs.infer(eight, [9]),
+        programs.reallocate(eight, spread, False),
+        programs.train(spread, [5]),
+        programs.train(eight, [17]),
+    )
+    assert executed(recorder, 8, job) >= adjacent(8)
+
+
+def test_the_probes_of_links(recorder: Recorder) -> None:  # noqa: F811
+    def job(rank: int, world: int) -> None:
+        for probe in send_probes(rank, Clock(programs.CPU, 1, world)):
+            probe.run()
+
+    assert executed(recorder, 2, job) == {(0, 1)}
