@@ -33,6 +33,7 @@ def main(root: str, rank: int, address: str) -> None:
     from realhf.api.messages import Shutdown
     from realhf.apps.prepare.launching import read_run
     from realhf.base.logging import open_log
+    from realhf.launch.cuda import cuda_environment
     from realhf.launch.network import address_towards, host_of, interface_of
     from realhf.system.transport.channel import ZmqWorker
     from realhf.system.transport.heartbeat import HeartbeatSender
@@ -43,6 +44,9 @@ def main(root: str, rank: int, address: str) -> None:
         own_address = address_towards(master)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(own_address))  # the host name may resolve wrongly
     run = read_run(Path(root))
+    if run.device == "cuda":  # before CUDA is initialized
+        run.paths.nccl.mkdir(exist_ok=True)
+        os.environ.update(cuda_environment(run.config, run.paths, rank))
     key, log = run.paths.key.read_bytes(), open_log(run.paths.log(f"worker-{rank}"), f"worker-{rank}")
     channel = ZmqWorker(address, rank, key, on_master_lost=_exit)
     worker = ModelWorker(run, rank, channel.send, log, own_address, key)

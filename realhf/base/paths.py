@@ -35,6 +35,7 @@ class RunDir:
     checkpoints = _PathEntry("checkpoints", is_folder=True)
     best = _PathEntry("best", is_folder=True)  # models of the best evaluation, and best.json, which lists them
     logs = _PathEntry("logs", is_folder=True)
+    nccl = _PathEntry("nccl", is_folder=True)  # records of NCCL's last operations, after a timeout
     samples = _PathEntry("generations", is_folder=True)
     models = _PathEntry("models", is_folder=True)
 
@@ -46,6 +47,9 @@ class RunDir:
 
     def log(self, process: str) -> Path:
         return self.logs / f"{process}.log"
+
+    def flight_record(self, rank: int | str) -> Path:
+        return self.nccl / f"rank_{rank}"
 
     def generations(self, step: int) -> Path:
         return self.samples / f"step_{step}.jsonl"

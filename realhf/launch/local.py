@@ -12,6 +12,7 @@ from pathlib import Path
 from realhf.api.config import Device, ExperimentConfig, Mode
 from realhf.base.host_memory import proc_field
 from realhf.base.paths import RunDir
+from realhf.launch.cuda import VISIBLE, has_gpu, visible_devices
 from realhf.launch.fork_server import UNKNOWN_STATUS, ForkedProcess, forked, preloaded
 
 Process = subprocess.Popen[bytes] | ForkedProcess
@@ -79,13 +80,10 @@ class LocalLauncher:
 
 
 def cuda_visible_devices(devices: Sequence[int]) -> dict[str, str]:
-    """Return the environment that restricts CUDA to ``devices`` of the visible ones; all workers see all of them.
-
-    NCCL needs the devices of the other workers.
-    """
-    visible = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+    """Return the environment that restricts CUDA to ``devices`` of the visible ones; each worker selects its own."""
+    visible = [device for device in os.environ.get(VISIBLE, "").split(",") if device]
     selected = [visible[number] if visible else str(number) for number in devices]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(selected)} if selected else {}
+    return {VISIBLE: ",".join(selected)} if selected else {}
 
 
 def problems(config: ExperimentConfig) -> list[str]:
@@ -96,9 +94,9 @@ def problems(config: ExperimentConfig) -> list[str]:
                         f"(got mode={config.mode.value} device={config.device.value})")  # fmt: skip
     if devices and (not len(set(devices)) == len(devices) == config.n_gpus_per_node):
         problems.append(f"devices={devices} does not name n_gpus_per_node={config.n_gpus_per_node} different devices")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if visible != [""] and devices and max(devices) >= len(visible):
-        problems.append(f"devices={devices}: CUDA_VISIBLE_DEVICES has {len(visible)} devices, numbered from 0")
+    visible = visible_devices(os.environ)
+    if (visible or VISIBLE in os.environ) and devices and max(devices) >= len(visible):
+        problems.append(f"devices={devices}: {len(visible)} devices are visible, numbered from 0")
     return problems
 
 
@@ -130,11 +128,6 @@ def preloaded_workers(config: ExperimentConfig) -> contextlib.AbstractContextMan
         return contextlib.nullcontext()
     n_workers = config.n_nodes * config.n_gpus_per_node
     return preloaded(WORKER[-1], worker_environment(threads_per_worker(config.threads_per_worker, n_workers)))
-
-
-def has_gpu() -> bool:
-    """Return True if this machine has the control file of an NVIDIA driver."""
-    return Path("/dev/nvidiactl").exists()
 
 
 def threads_per_worker(option: int, n_workers: int) -> int:

@@ -62,8 +62,9 @@ class RayLauncher:
         self._group = placement_group([bundle] * config.n_nodes, strategy=strategy)
         if not self._group.wait(config.startup_timeout):
             free = format_resources(self.ray.available_resources())
+            n_large = self._count_nodes()
             raise RunFailed(f"waited {config.startup_timeout:.0f} s for {config.n_nodes} nodes with {bundle} each; "
-                            f"free in the whole cluster: {free}")  # fmt: skip
+                            f"{n_large} nodes are that large; free in the whole cluster: {free}")  # fmt: skip
         needs = {"num_cpus": config.ray.cpus_per_worker, "num_gpus": int(self.device == "cuda"), "max_concurrency": 2}
         actor = self.ray.remote(NodeActor)
         for rank in range(self.n_workers):

@@ -70,6 +70,7 @@ class Master:
             dead_workers,
             self._requested,
             lambda rank: run.paths.log(f"worker-{rank}"),
+            run.paths.flight_record,
             node_grace_s=NODE_GRACE_S if run.config.n_nodes > 1 else 0.0,
             heartbeats=HeartbeatMonitor(run.config.heartbeat_timeout or float("inf")),
         )

@@ -16,9 +16,11 @@ from safetensors.torch import load_file
 from realhf.algorithms import build_interface
 from realhf.api import messages
 from realhf.api.batch_meta import RowId
+from realhf.api.config.choices import CpuAffinity
 from realhf.api.config.preference import KTO_KL_KEYS
 from realhf.api.graph import InterfaceSpec, Kind
 from realhf.base.activity import ActivityStack
+from realhf.base.cpu_affinity import local_cores
 from realhf.base.errors import UserError
 from realhf.base.seeds import stable_seed
 from realhf.base.timers import Spans
@@ -46,6 +48,8 @@ from realhf.system.metrics.trace import trace_lines
 from realhf.system.metrics.worker_metrics import WORKER_METRICS
 
 IDLE = "waiting for the master"
+NCCL_DEADLINE = 0.9
+"""Of a collective, relative to ``call_timeout``: its worker names it before the master gives up on the call."""
 
 
 class ModelWorker:
@@ -65,9 +69,7 @@ class ModelWorker:
         self.address, self.key = address, key
         self.activity = ActivityStack()
         self.spans = Spans(self.activity)
-        self.device = torch.device(
-            f"cuda:{rank % max(1, torch.cuda.device_count())}" if run.device == "cuda" else "cpu"
-        )
+        self.device = torch.device("cuda:0" if run.device == "cuda" else "cpu")  # the only one that is visible
         opens_store = rank == 0 and run.plan.n_workers > 1
         self.store = open_rendezvous(address, 0, run.config.startup_timeout) if opens_store else None
         self.links: SharedMemoryPeers | None = None
@@ -151,7 +153,11 @@ class ModelWorker:
         run, began = self.run, time.monotonic()
         n_workers, timeout_s = run.plan.n_workers, run.config.call_timeout
         if self.device.type == "cuda":
+            timeout_s *= NCCL_DEADLINE
+            require_cuda()
             torch.cuda.set_device(self.device)
+            if run.config.cpu_affinity is CpuAffinity.numa:
+                self._use_local_cores()
         if n_workers > 1:
             self.during = "initializing the process group"
             self.group_store = init_process_group(
@@ -194,6 +200,16 @@ class ModelWorker:
                                 f"held-out rows, at launch it had {run.n_rows} and {run.n_held_out}")  # fmt: skip
         sizes = {role: engine.params.data.numel() for (role, _), engine in engines.items()}
         return {"parameters": sizes, "seconds": time.monotonic() - began, "device": str(self.device)}
+
+    def _use_local_cores(self) -> None:
+        """Restrict this thread, and those that it starts, to the cores next to the device."""
+        gpu = torch.cuda.get_device_properties(self.device)
+        cores = local_cores(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id) & os.sched_getaffinity(0)
+        if cores:
+            os.sched_setaffinity(0, cores)
+        self.log.info(
+            "cpu_affinity=numa: %s", f"cores {sorted(cores)}" if cores else "the cores of the GPU are unknown"
+        )
 
     def _with_server(self, role: str, engine: NativeEngine) -> VllmEngine:
         run, name = self.run, f"vllm_{role}_{self.rank}"
@@ -294,3 +310,13 @@ class ModelWorker:
         if self.links is not None:
             self.links.close()
         destroy_process_group()
+
+
+def require_cuda() -> None:
+    """Raise UserError if torch has no CUDA or shows no device to this process."""
+    if torch.version.cuda is None:
+        raise UserError(f"device=cuda, but torch {torch.__version__} is built without CUDA")
+    if torch.cuda.device_count() == 0:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        raise UserError(f"device=cuda, but torch {torch.__version__} shows no device on {socket.gethostname()} "
+                        f"(CUDA_VISIBLE_DEVICES is {visible})")  # fmt: skip

@@ -249,3 +249,20 @@ def grandparent(pid: int) -> int:
 @pytest.mark.dist
 def test_hostile_peers_do_not_change_results(on_ranks: Callable[..., list[Any]]) -> None:
     assert on_ranks(3, work_under_attack) == [[6.0] * 10] * 3
+
+
+def late_member(rank: int, world: int) -> str:
+    """Rank 1 never calls the collective of rank 0."""
+    group = make_groups([(0, 1)], rank, timeout_s=1.0)[0, 1]
+    try:
+        if rank == 0:
+            group.all_reduce(torch.ones(3))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.dist
+def test_the_deadline_of_a_group_names_its_collective(on_ranks: Callable[..., list[Any]]) -> None:
+    message, _ = on_ranks(2, late_member)
+    assert message.startswith("all_reduce of 12 bytes among ranks 0, 1 failed: ")

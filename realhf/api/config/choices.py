@@ -27,6 +27,11 @@ class Device(Enum):
     cuda = "cuda"
 
 
+class CpuAffinity(Enum):
+    none = "none"
+    numa = "numa"
+
+
 class Backend(Enum):
     native = "native"
     vllm = "vllm"

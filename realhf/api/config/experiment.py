@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from realhf.api.config.choices import Device, Mode, RecoverMode
+from realhf.api.config.choices import CpuAffinity, Device, Mode, RecoverMode
 from realhf.api.config.dataset import DatasetConfig
 from realhf.api.config.launch import PlannerConfig, RayConfig, SlurmConfig, TensorboardConfig, WandbConfig
 from realhf.api.config.model import VllmConfig
@@ -57,6 +57,7 @@ class ExperimentConfig:
     max_device_failures: int = opt(2, "worker failures after which a restart excludes the device (mode=local)", COUNT)
     recover_allocation: str = opt("", "allocation_mode of restarts with fewer workers (default: unchanged if possible)")
     devices: list[int] = opt(list, "CUDA devices of the workers (mode=local; default: the first ones)", NATURAL)
+    cpu_affinity: CpuAffinity = opt(CpuAffinity.none, "numa: run GPU workers on the cores next to their GPU; or none")
     max_staleness: int = opt(0, "steps that generation may run ahead of training; 0 is on-policy", NATURAL)
     logprob_diff_warning: float = opt(0.1, "warn above this trainer-generator difference in nats, 0: off", NON_NEGATIVE)
     call_timeout: float = opt(3600.0, "timeout of a request to the workers in seconds", SECONDS)

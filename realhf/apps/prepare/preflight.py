@@ -30,7 +30,7 @@ from realhf.data.encode import EncodedRows, encode_split
 from realhf.data.rows import read_rows
 from realhf.data.tokenizer import load_tokenizer
 from realhf.launch import launch_problems, launches_elsewhere
-from realhf.launch.local import has_gpu
+from realhf.launch.cuda import device_problems, has_gpu
 from realhf.plan.compile.allocate import PLANNED, allocate, with_backends
 from realhf.plan.compile.check import key_problems, model_problems
 from realhf.plan.compile.program import with_evaluation
@@ -149,6 +149,8 @@ def _check(name: str, experiment: Experiment, findings: Findings, launching: boo
         raise UserError(problems)
     experiment = with_snapshots(experiment, weights=launching)
     device = findings.attempt(lambda: pick_device(experiment, launching))
+    if device == Device.cuda.value and launching:
+        findings.invalid += device_problems(experiment)
     resolve_dtypes(experiment, device == Device.cuda.value)
     roles = experiment.roles()
     findings.invalid += experiment.problems()
@@ -279,7 +281,8 @@ def pick_device(config: ExperimentConfig, launching: bool = True) -> str:
             raise UserError(f"mode={config.mode.value} runs workers on other machines; set device=cuda or device=cpu")
         return config.device.value
     if config.device is Device.cuda and not has_gpu():
-        raise UserError("device=cuda, but this machine has no NVIDIA driver; set device=cpu")
+        raise UserError("device=cuda, but CUDA shows no device: there is no NVIDIA driver, or CUDA_VISIBLE_DEVICES "
+                        "hides all devices; set device=cpu")  # fmt: skip
     return "cuda" if config.device is not Device.cpu and has_gpu() else "cpu"
 
 

@@ -1,5 +1,6 @@
 """Receives the workers' messages with deadlines, and finds the root cause when workers die or fail."""
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,10 @@ AWAITED = (Done, Hello, Ready)
 LOG_LINES, LOG_BYTES = 20, 8192
 """The part of a dead worker's log that is shown."""
 
+SEARCHED_BYTES = 1 << 18
+"""The end of a log in which torch's report of a timeout is searched; stacks follow it."""
+TIMED_OUT = re.compile(r"Watchdog caught collective operation timeout: WorkNCCL\((.*)\) ran for")
+
 
 class NodeLoss(str):
     """How a worker ended that was lost with its node: the root cause, even if the worker reported a failure."""
@@ -37,6 +42,7 @@ class ReplyReceiver:
     dead_workers: Callable[[], dict[int, str]]
     activity: Callable[[int], str]
     log_of: Callable[[int], Any]
+    record_of: Callable[[int], Path] | None = None
     grace_s: float = GRACE_S
     node_grace_s: float = 0.0
     heartbeats: HeartbeatMonitor = field(default_factory=lambda: HeartbeatMonitor(float("inf")))
@@ -94,7 +100,8 @@ class ReplyReceiver:
         if silent:
             rank, ending = silent[0]
             log = self.log_of(rank)
-            text = f"worker {rank} {ending} during {self.activity(rank)}; see {log}{log_tail(Path(log))}"
+            collective = timed_out_collective(Path(log), self.record_of(rank) if self.record_of else None)
+            text = f"worker {rank} {ending} during {self.activity(rank)}; {collective}see {log}{log_tail(Path(log))}"
             return RunFailed(text, lost=[rank for rank, _ in silent])
         report = next((r for r in reports if r.user_error), reports[0])
         text = f"worker {report.rank} failed during {report.during}: {report.error}\nsee {self.log_of(report.rank)}"
@@ -114,11 +121,24 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, ordered[:16])) + more
 
 
-def log_tail(log: Path) -> str:
-    """Return the end of a log, indented under a title; empty if there is none."""
+def timed_out_collective(log: Path, record: Path | None) -> str:
+    """Return the operation that exceeded NCCL's deadline, as torch logged it, with its record; empty if none did."""
+    found = TIMED_OUT.findall(end_of(log, SEARCHED_BYTES))
+    if not found:
+        return ""
+    where = f", flight record {record} (torchfrtrace reads it)" if record is not None and record.is_file() else ""
+    return f"the NCCL operation {found[-1]} exceeded its deadline{where}; "
+
+
+def end_of(log: Path, nbytes: int) -> str:
     if not log.is_file():
         return ""
     with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - LOG_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
+        file.seek(max(0, log.stat().st_size - nbytes))
+        return file.read().decode(errors="replace")
+
+
+def log_tail(log: Path) -> str:
+    """Return the end of a log, indented under a title; empty if there is none."""
+    lines = end_of(log, LOG_BYTES).splitlines()[-LOG_LINES:]
     return "\n".join(["", "its last lines:", *(f"  {line}" for line in lines)]) if lines else ""

@@ -133,6 +133,28 @@ def test_a_silent_death_is_reported_with_the_end_of_its_log(tmp_path: Path) -> N
     assert log_tail(log) == "" == log_tail(tmp_path / "none")
 
 
+WATCHDOG = (
+    "[rank1]:[E1124 ProcessGroupNCCL.cpp:683] [Rank 1] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum={}, OpType=ALLREDUCE, NumelIn=8, NumelOut=8, Timeout(ms)=600000) ran for 600096 milliseconds "
+    "before timing out.\n"
+)
+
+
+def test_a_timeout_of_nccl_names_the_operation_and_its_record(tmp_path: Path) -> None:
+    log, record = tmp_path / "worker.log", tmp_path / "rank_1"
+    log.write_text(WATCHDOG.format(3) + "restarted\n" + WATCHDOG.format(78) + "frame #0: stack\n" * 900)
+    receiver = ReplyReceiver(Script(), lambda: {1: "was ended by SIGABRT"}, str, lambda _: log, lambda _: record, 0.05)
+    operation = "SeqNum=78, OpType=ALLREDUCE, NumelIn=8, NumelOut=8, Timeout(ms)=600000"
+    for where in ("", f", flight record {record} (torchfrtrace reads it)"):
+        with pytest.raises(RunFailed) as caught:
+            receiver.receive(deadline(5.0), str, tuple)
+        assert str(caught.value).startswith(
+            f"worker 1 was ended by SIGABRT during 1; the NCCL operation {operation} exceeded its deadline{where}; "
+            f"see {log}"
+        )
+        record.touch()
+
+
 def test_long_lists_of_ranks_are_shortened() -> None:
     assert format_ranks({3, 1}) == "1, 3" and format_ranks(range(16)) == ", ".join(map(str, range(16)))
     assert format_ranks(range(100)) == ", ".join(map(str, range(16))) + " and 84 more"

@@ -1,0 +1,96 @@
+"""CUDA devices of a host, counted without CUDA; the device and the environment of a worker."""
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from realhf.api.config import ExperimentConfig, Mode
+from realhf.base.errors import UserError
+from realhf.base.paths import RunDir
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+NODE_DEVICES = "REALHF_NODE_DEVICES"
+"""The devices of all workers of the node, in order of rank, for programs that a worker starts on several of them."""
+
+DEVICE_FILES = Path("/dev")
+CONTROL_FILE = "nvidiactl"
+NVIDIA_FILE = re.compile(r"nvidia\d+")
+
+
+def visible_devices(environment: Mapping[str, str], files: Path | None = None) -> tuple[str, ...]:
+    """Return the devices that CUDA shows to a process with this environment, as entries of CUDA_VISIBLE_DEVICES.
+
+    Containers have the device files of their own GPUs only. As in CUDA, the first invalid entry ends the list.
+    """
+    files = files or DEVICE_FILES
+    if not (files / CONTROL_FILE).exists():
+        return ()
+    present = tuple(str(i) for i in range(sum(bool(NVIDIA_FILE.fullmatch(file.name)) for file in files.iterdir())))
+    if VISIBLE not in environment:
+        return present
+    names: list[str] = []
+    for entry in environment[VISIBLE].split(","):
+        name = entry.strip()
+        if name not in present and not name.startswith(("GPU-", "MIG-")):
+            break
+        names.append(name)
+    return tuple(names)
+
+
+def has_gpu() -> bool:
+    """Return True if CUDA shows a device to this process."""
+    return bool(visible_devices(os.environ))
+
+
+def device_problems(config: ExperimentConfig) -> list[str]:
+    """Return the problem that a node has fewer devices than workers, where the number is known before the launch.
+
+    Ray starts workers where it has devices. Outside of an allocation, SLURM allocates what the job requests.
+    """
+    needed, count, source = config.n_gpus_per_node, len(visible_devices(os.environ)), "this machine"
+    if config.mode is Mode.slurm or config.ray.address:
+        on_node = os.environ.get("SLURM_GPUS_ON_NODE", "") if config.mode is Mode.slurm else ""
+        if not on_node.isdigit():
+            return []
+        count, source = int(on_node), "a node of this allocation"
+    if needed <= count:
+        return []
+    limit = f" in {VISIBLE}={os.environ[VISIBLE]}" if VISIBLE in os.environ and source == "this machine" else ""
+    return [f"n_gpus_per_node={needed}: {source} has {count} GPUs{limit}; set n_gpus_per_node={count or 1}"
+            + ("" if count else " device=cpu")]  # fmt: skip
+
+
+def worker_device(config: ExperimentConfig, rank: int, visible: tuple[str, ...]) -> str:
+    """Return the device of a worker among those of its node; UserError if the node has too few.
+
+    Ray shows every actor its own device only. Other launchers show all devices of the node to all workers.
+    """
+    if config.mode is Mode.ray and len(visible) == 1:
+        return visible[0]
+    number = rank % config.n_gpus_per_node
+    if number >= len(visible):
+        shown = ", ".join(visible) or "none"
+        raise UserError(f"worker {rank} is number {number} of n_gpus_per_node={config.n_gpus_per_node} workers, but "
+                        f"{socket.gethostname()} shows {len(visible)} GPUs ({shown})")  # fmt: skip
+    return visible[number]
+
+
+def cuda_environment(config: ExperimentConfig, paths: RunDir, rank: int) -> dict[str, str]:
+    """Return the environment of a CUDA worker: its own device, as ``cuda:0``, and torch's handling of NCCL errors.
+
+    NCCL reaches the devices of other workers although they are not visible. An operation that exceeds its deadline ends
+    the worker; torch writes the last operations of every rank to ``paths.flight_record(rank)``.
+    """
+    visible = visible_devices(os.environ)
+    return {
+        VISIBLE: worker_device(config, rank, visible),
+        NODE_DEVICES: ",".join(visible),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "8",  # with 1, a message that waits for its peer holds back all other work
+        "TORCH_NCCL_BLOCKING_WAIT": "0",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # end the process, without aborting communicators
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(paths.flight_record("").resolve()),
+    }
