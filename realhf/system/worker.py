@@ -203,13 +203,11 @@ class ModelWorker:
 
     def _use_local_cores(self) -> None:
         """Restrict this thread, and those that it starts, to the cores next to the device."""
-        gpu = torch.cuda.get_device_properties(self.device)
+        gpu: Any = torch.cuda.get_device_properties(self.device)  # torch's stub lacks the PCI numbers
         cores = local_cores(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id) & os.sched_getaffinity(0)
         if cores:
             os.sched_setaffinity(0, cores)
-        self.log.info(
-            "cpu_affinity=numa: %s", f"cores {sorted(cores)}" if cores else "the cores of the GPU are unknown"
-        )
+        self.log.info("cpu_affinity=numa: cores %s", sorted(cores) or "of the GPU are unknown")
 
     def _with_server(self, role: str, engine: NativeEngine) -> VllmEngine:
         run, name = self.run, f"vllm_{role}_{self.rank}"
