@@ -5,7 +5,7 @@ JOBS ?= 3
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 
-.PHONY: help install demo test test-full check format kill bench bench-peer gpu docs clean vllm test-vllm
+.PHONY: help install demo test test-full check format kill bench bench-peer gpu-1 gpu-2 gpu-3 gpu-4 gpu-5 docs clean vllm test-vllm
 
 help:
 	@echo "make demo    SFT, then PPO on a small arithmetic task, on CPU, in a few minutes"
@@ -16,7 +16,7 @@ help:
 	@echo "make kill    kill runs at random moments, resume and compare them; 40 minutes or more"
 	@echo "make bench   benchmarks (ratios; quiet machine)"
 	@echo "make bench-peer   the same work by realhf, Hugging Face and TRL (in a separate environment)"
-	@echo "make gpu     kernels, tests and benchmarks on a GPU, in the environment of PYTHON with its own torch"
+	@echo "make gpu-1 ... gpu-5   build and tests, sanitizers, engine, utilisation, kernels on a GPU: docs/howto/gpu.md"
 	@echo "make docs    regenerate the generated pages and figures, and build the site in build/docs"
 	@echo "make clean   remove build products (not the environment)"
 
@@ -95,14 +95,8 @@ bench-peer: $(STAMP)  # TRL uses our torch and transformers through a .pth file
 	$(BIN)/python benchmarks/bench_peer.py
 	$(BIN)/python benchmarks/bench_trl.py
 
-gpu:  # PYTHON has a CUDA torch and our dependencies, or GPU_WHEELS has the wheels of the latter
-	test -z "$(GPU_WHEELS)" || $(PYTHON) -m pip install -q --no-index --find-links $(GPU_WHEELS) hydra-core omegaconf rich pyzmq msgspec cattrs math-verify tensorboard httpx jinja2 pytest hypothesis
-	$(PYTHON) -c "import torch; assert torch.cuda.is_available(), f'torch {torch.__version__} sees no GPU'"
-	REALHF_BUILD_CUDA=1 $(PYTHON) setup.py -q build_ext --inplace
-	$(PYTHON) -m pytest tests/ops tests/models tests/gpu -m gpu -rs
-	PYTHONPATH=. $(PYTHON) benchmarks/bench_kernels.py --device cuda
-	PYTHONPATH=. $(PYTHON) benchmarks/bench_gae.py --device cuda
-	PYTHONPATH=. $(PYTHON) benchmarks/bench_utilisation.py --device cuda
+gpu-1 gpu-2 gpu-3 gpu-4 gpu-5:  # PYTHON has a CUDA torch; GPU_WHEELS is a folder of wheels of our other dependencies
+	$(PYTHON) -m benchmarks.gpu.phases $(@:gpu-%=%)
 
 docs: $(STAMP)  # warnings, such as broken links, are errors
 	$(BIN)/python -m docs.make_options

@@ -216,7 +216,7 @@ def main() -> None:
         bench_softmax(dtype, device)
     for width in (64, 512):
         bench_logprobs(width, device)
-    if Path("/proc/self/clear_refs").exists():
+    if device.type == "cpu" and Path("/proc/self/clear_refs").exists():
         show_memory()
     bench_sampling(device)
 

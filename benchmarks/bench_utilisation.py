@@ -63,30 +63,39 @@ def engine_of(config: ModelConfig, device: torch.device, bf16: bool, trained: bo
     return build_engine(config, role, place, trained, True, 1, 1000, (), None)
 
 
-def decode(config: ModelConfig, device: torch.device, bf16: bool, rows: int, rounds: int) -> tuple[float, int, int]:
-    """Return seconds, bytes read and operations of generation for ``rows`` prompts."""
+def decode_job(
+    config: ModelConfig, device: torch.device, bf16: bool, rows: int, n_new: int = N_NEW
+) -> Callable[[], object]:
+    """Return a function that generates ``n_new`` tokens for each of ``rows`` prompts."""
     engine = engine_of(config, device, bf16, trained=False)
     tokens = torch.randint(config.vocab, (rows * PROMPT_LENGTH,), device=device)
     column = Column(tokens, (PROMPT_LENGTH,) * rows)
     prompts = SequenceBatch(tuple(RowId(i, PROMPT) for i in range(rows)), {"prompts": column})
-    sampling = GenerationConfig(max_new_tokens=N_NEW, max_num_seqs=rows)
-    seconds = seconds_of(lambda: engine.generate(prompts, sampling, 1, 3), rounds, device)
-    lengths = (PROMPT_LENGTH,) * rows, (PROMPT_LENGTH + N_NEW,) * rows
-    itemsize = engine.params.data.element_size()
-    return seconds, generate_bytes(config, *lengths, rows, itemsize), generate_flops(config, *lengths)
+    sampling = GenerationConfig(max_new_tokens=n_new, max_num_seqs=rows)
+    return lambda: engine.generate(prompts, sampling, 1, 3)
 
 
-def train(config: ModelConfig, device: torch.device, bf16: bool, rows: int, rounds: int) -> tuple[float, int]:
-    """Return seconds and operations of a training step on ``rows`` rows."""
+def decode_work(config: ModelConfig, rows: int, itemsize: int, n_new: int = N_NEW) -> tuple[int, int]:
+    """Return the bytes read and the operations of a ``decode_job``."""
+    lengths = (PROMPT_LENGTH,) * rows, (PROMPT_LENGTH + n_new,) * rows
+    return generate_bytes(config, *lengths, rows, itemsize), generate_flops(config, *lengths)
+
+
+def train_job(config: ModelConfig, device: torch.device, bf16: bool, rows: int, row: int = ROW) -> Callable[[], object]:
+    """Return a function that makes a training step on ``rows`` rows of ``row`` tokens."""
     engine = engine_of(config, device, bf16, trained=True)
-    tokens = torch.randint(config.vocab, (rows * ROW,), device=device)
-    batch = SequenceBatch(tuple(RowId(i, 0) for i in range(rows)), {"tokens": Column(tokens, (ROW,) * rows)})
+    tokens = torch.randint(config.vocab, (rows * row,), device=device)
+    batch = SequenceBatch(tuple(RowId(i, 0) for i in range(rows)), {"tokens": Column(tokens, (row,) * rows)})
 
     def nll(outputs: Outputs, some: SequenceBatch) -> Loss:
         return Loss(-outputs.logprobs().sum(), {})
 
-    seconds = seconds_of(lambda: engine.train(batch, nll, float(rows * ROW)), rounds, device)
-    return seconds, train_flops(config, (ROW,) * rows)
+    return lambda: engine.train(batch, nll, float(rows * row))
+
+
+def model_config(size: str) -> ModelConfig:
+    layers, hidden, heads, kv, dim, width, vocab = SIZES[size]
+    return ModelConfig("qwen2", layers, hidden, heads, kv, dim, width, vocab, 4096, qkv_bias=True, tied_embedding=True)
 
 
 def main() -> None:
@@ -98,19 +107,20 @@ def main() -> None:
     parser.add_argument("--fp32", action="store_true", help="float32 weights (always on CPU)")
     o = parser.parse_args()
     device, bf16 = torch.device(o.device), not o.fp32 and o.device != "cpu"
-    layers, hidden, heads, kv, dim, width, vocab = SIZES[o.size]
-    config = ModelConfig(
-        "qwen2", layers, hidden, heads, kv, dim, width, vocab, 4096, qkv_bias=True, tied_embedding=True
-    )
+    config = model_config(o.size)
     dtype = torch.bfloat16 if bf16 else torch.float32
     flops, bandwidth = limits(device, dtype, o.rounds)
     print(f"{o.size} on {o.device}, {dtype}: products {flops / 1e12:.2f} TFLOP/s, copy {bandwidth / 1e9:.1f} GB/s")
     for rows in o.rows:
-        seconds, nbytes, done = decode(config, device, bf16, rows, o.rounds)
+        seconds = seconds_of(decode_job(config, device, bf16, rows), o.rounds, device)
+        nbytes, done = decode_work(config, rows, dtype.itemsize)
         print(f"decode {rows:4} rows {rows * N_NEW / seconds:10.0f} tokens/s   MBU {nbytes / seconds / bandwidth:6.1%}"
               f"   MFU {done / seconds / flops:6.1%}")  # fmt: skip
     rows = 16
-    seconds, done = train(config, device, bf16, rows, o.rounds)
+    seconds, done = (
+        seconds_of(train_job(config, device, bf16, rows), o.rounds, device),
+        train_flops(config, (ROW,) * rows),
+    )
     print(f"train  {rows:4} rows {rows * ROW / seconds:10.0f} tokens/s   MFU {done / seconds / flops:6.1%}")
 
 

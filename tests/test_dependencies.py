@@ -59,7 +59,8 @@ def imported() -> dict[str, str]:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             found |= {name.split(".")[0]: file for name in names}
-    return {name: file for name, file in found.items() if name != "realhf" and name not in sys.stdlib_module_names}
+    ours = {"realhf", *ELSEWHERE, *sys.stdlib_module_names}
+    return {name: file for name, file in found.items() if name not in ours}
 
 
 def distributions() -> dict[str, str]:
@@ -73,6 +74,11 @@ def test_what_is_imported_is_declared() -> None:
     assert {name: files[name] for name, owner in distributions().items() if owner not in RUNTIME} == {}
 
 
+def test_no_extra_replaces_the_torch_of_the_environment() -> None:
+    """Every vllm pins one version of torch."""
+    assert not ELSEWHERE & set(DECLARED)
+
+
 def test_what_is_declared_is_imported() -> None:
     assert not set(RUNTIME) - set(distributions().values())
 
@@ -80,9 +86,8 @@ def test_what_is_declared_is_imported() -> None:
 def test_every_dependency_has_a_lower_bound_and_a_pin_that_keeps_it() -> None:
     for name, wanted in DECLARED.items():
         assert any(bound.operator in (">=", "==") for bound in wanted.specifier), f"{wanted}: which version is needed?"
-        if name not in ELSEWHERE:
-            (pin,) = PINS[name].specifier
-            assert pin.operator == "==" and wanted.specifier.contains(pin.version), f"{PINS[name]} is not {wanted}"
+        (pin,) = PINS[name].specifier
+        assert pin.operator == "==" and wanted.specifier.contains(pin.version), f"{PINS[name]} is not {wanted}"
     assert set(PINS) <= set(DECLARED), "what is pinned is declared"
 
 

@@ -10,7 +10,7 @@ from realhf.base.version import __version__
 
 LIBRARIES = ("torch", "transformers", "huggingface_hub", "tokenizers", "safetensors", "hydra-core", "omegaconf", "rich",
              "pyzmq", "msgspec", "cattrs", "numpy", "math-verify", "tensorboard", "httpx", "jinja2")  # fmt: skip
-EXTRAS = {"serve": "fastapi", "ray": "ray", "vllm": "vllm", "megatron": "megatron-core", "parquet": "pyarrow",
+EXTRAS = {"serve": "fastapi", "ray": "ray", "megatron": "megatron-core", "parquet": "pyarrow",
           "wandb": "wandb"}  # fmt: skip
 
 
