@@ -101,7 +101,7 @@ class ReplyReceiver:
             rank, ending = silent[0]
             log = self.log_of(rank)
             collective = timed_out_collective(Path(log), self.record_of(rank) if self.record_of else None)
-            text = f"worker {rank} {ending} during {self.activity(rank)}; {collective}see {log}{log_tail(Path(log))}"
+            text = f"worker {rank} {ending} during {self.activity(rank)}; see {log}{collective}{log_tail(Path(log))}"
             return RunFailed(text, lost=[rank for rank, _ in silent])
         report = next((r for r in reports if r.user_error), reports[0])
         text = f"worker {report.rank} failed during {report.during}: {report.error}\nsee {self.log_of(report.rank)}"
@@ -122,12 +122,12 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def timed_out_collective(log: Path, record: Path | None) -> str:
-    """Return the operation that exceeded NCCL's deadline, as torch logged it, with its record; empty if none did."""
+    """Return a line on the operation that exceeded NCCL's deadline, as torch logged it; empty if none did."""
     found = TIMED_OUT.findall(end_of(log, SEARCHED_BYTES))
     if not found:
         return ""
     where = f", flight record {record} (torchfrtrace reads it)" if record is not None and record.is_file() else ""
-    return f"the NCCL operation {found[-1]} exceeded its deadline{where}; "
+    return f"\nthe NCCL operation {found[-1]} exceeded its deadline{where}"
 
 
 def end_of(log: Path, nbytes: int) -> str:

@@ -23,8 +23,6 @@ from realhf.experiments.ppo import PPOExperiment
 from realhf.experiments.ppo_math import PPOMathExperiment
 from realhf.experiments.rw import RewardModelExperiment
 from realhf.experiments.sft import SFTExperiment
-from realhf.launch import cuda
-from realhf.launch.cuda import has_gpu
 from realhf.plan.cost.hardware import read_hardware
 from realhf.plan.run_spec import RunSpec
 
@@ -266,29 +264,6 @@ def test_invalid_layouts_are_listed_with_the_nearest_valid_one(ppo: PPOMathExper
     assert lines[3].startswith("ref_inf: d1t1p3: 2 layers are fewer than 3 pipeline stages; nearest legal: ")
     assert lines[3].endswith("ref_inf.parallel.data_parallel_size=3 ref_inf.parallel.pipeline_parallel_size=1")
     assert not paths.root.parent.exists()
-
-
-def test_device_cuda_without_a_gpu(sft: SFTExperiment, paths: RunDir) -> None:
-    if has_gpu():
-        pytest.skip("this machine has a GPU")
-    sft.device = Device.cuda
-    assert one(sft, paths).startswith("device=cuda, but CUDA shows no device: there is no NVIDIA driver, or ")
-    sft.device = Device.auto
-    assert preflight("sft", sft, paths).device == "cpu"
-
-
-def test_device_cuda_with_too_few_gpus(
-    sft: SFTExperiment, paths: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("nvidiactl", "nvidia0", "nvidia1"):
-        (tmp_path / name).touch()
-    monkeypatch.setattr(cuda, "DEVICE_FILES", tmp_path)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    sft.device, sft.n_gpus_per_node = Device.cuda, 4
-    lines = problems(sft, paths)
-    assert "n_gpus_per_node=4: this machine has 2 GPUs; set n_gpus_per_node=2" in lines
-    sft.device, sft.n_gpus_per_node = Device.auto, 2
-    assert preflight("sft", sft, paths).device == "cuda"
 
 
 def test_run_lengths_must_be_positive(sft: SFTExperiment, paths: RunDir) -> None:
