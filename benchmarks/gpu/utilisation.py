@@ -53,7 +53,6 @@ def hugging_face_model(config: ModelConfig, dtype: torch.dtype, device: torch.de
         vocab_size=config.vocab, hidden_size=config.hidden, intermediate_size=config.intermediate,
         num_hidden_layers=config.n_layers, num_attention_heads=config.n_heads, num_key_value_heads=config.n_kv_heads,
         max_position_embeddings=config.max_positions, tie_word_embeddings=config.tied_embedding,
-        head_dim=config.head_dim,
     )  # fmt: skip
     with torch.device(device):
         return AutoModelForCausalLM.from_config(like, attn_implementation="sdpa").to(dtype)
@@ -121,7 +120,7 @@ def measure(sizes: Sizes, device: torch.device, traces: Path | None) -> None:
     print(f"{sizes.model} on {device}, {dtype}: products {flops / 1e12:.2f} TFLOP/s, copy {bandwidth / 1e9:.1f} GB/s")
     for rows in sizes.decode_rows:
         nbytes, _ = decode_work(config, rows, dtype.itemsize, sizes.n_new)
-        jobs = {
+        jobs: dict[str, Callable[..., Job]] = {
             "realhf": lambda rows=rows: decode_job(config, device, bf16, rows, sizes.n_new),
             "transformers": lambda rows=rows: generate_job(config, device, dtype, rows, sizes.n_new),
         }
@@ -130,12 +129,12 @@ def measure(sizes: Sizes, device: torch.device, traces: Path | None) -> None:
             print(f"decode {rows:4} rows, {name:14} {rows * sizes.n_new / seconds:10.0f} tokens/s   "
                   f"MBU {nbytes / seconds / bandwidth:6.1%}", flush=True)  # fmt: skip
     n_tokens, done = sizes.train_rows * sizes.row, train_flops(config, (sizes.row,) * sizes.train_rows)
-    steps = {
+    steps: dict[str, Callable[[], Job]] = {
         "realhf": lambda: train_job(config, device, bf16, sizes.train_rows, sizes.row),
         "plain torch": lambda: plain_step_job(config, device, sizes),
     }
-    for name, make in steps.items():
-        seconds = timed(make, sizes, device)
+    for name, make_step in steps.items():
+        seconds = timed(make_step, sizes, device)
         print(f"train  {sizes.train_rows:4} rows, {name:14} {n_tokens / seconds:10.0f} tokens/s   "
               f"MFU {done / seconds / flops:6.1%}", flush=True)  # fmt: skip
     if traces is not None:
