@@ -59,7 +59,7 @@ def rotary_attention(
     Uses the compiled kernel (CPU: float32, and bfloat16 computed in float32), torch's kernel for 16-bit types on GPUs,
     or ``rotary_attention_reference``.
     """
-    if qkv.numel() and varlen.is_supported(qkv, scoring.softcap):
+    if qkv.numel() and varlen.is_supported(qkv.device, qkv.dtype, qkv.shape[-1], scoring.softcap, scoring.window):
         _check_rows(qkv, lengths, prefixes)
         parts = _split_and_rotate(qkv, n_q, n_kv, lengths, prefixes, angles)
         scale = scoring.scale_for(qkv.shape[-1])
@@ -98,10 +98,12 @@ class _Attention(torch.autograd.Function):
         return (kernel(grad, *parts, out, normalisers, rows, angles, *ctx.scoring), *[None] * 5)
 
 
-def supports_shared_prefixes(device: torch.device, dtype: torch.dtype, softcap: float = 0.0) -> bool:
+def supports_shared_prefixes(
+    device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float = 0.0, window: int = 0
+) -> bool:
     """Return True if a kernel makes shared prefixes faster than repeating them in every row."""
-    on_gpu = varlen.is_available(device) and dtype.itemsize == 2 and not softcap
-    return extension.kernel("packed_attention", device.type) is not None or on_gpu
+    on_gpu = varlen.is_supported(device, dtype, head_dim, softcap, window)
+    return on_gpu or extension.kernel("packed_attention", device.type) is not None
 
 
 def _check_rows(q: Tensor, lengths: Sequence[int], prefixes: Sequence[int]) -> None:

@@ -1,12 +1,16 @@
 """The layout for torch's variable-length attention, and the kernel if there is a GPU."""
 
+from collections.abc import Callable
+from inspect import signature
+
 import pytest
 import torch
 from torch import Tensor
 
+from realhf.ops import varlen
 from realhf.ops.attention import ScoreParams, rotary_attention, rotary_attention_reference
 from realhf.ops.norms import Rotary
-from realhf.ops.varlen import varlen_attention, varlen_layout
+from realhf.ops.varlen import varlen_layout
 
 CASES = [
     ((5, 1, 3), ()),
@@ -16,13 +20,10 @@ CASES = [
 ]
 
 
-def by_row(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *,
-    scale: float, window_size: tuple[int, int], enable_gqa: bool,
-) -> Tensor:  # fmt: skip
+def by_row(q: Tensor, k: Tensor, v: Tensor, layout: tuple, scale: float, window: tuple[int, int]) -> Tensor:
     """Compute torch's documented semantics: each row by itself, its last query at its last key, windows to the left."""
-    assert (cu_q.dtype, cu_k.dtype) == (torch.int32, torch.int32) and window_size[1] == 0
-    assert enable_gqa == (q.shape[1] != k.shape[1])
+    cu_q, cu_k, max_q, max_k = layout
+    assert (cu_q.dtype, cu_k.dtype) == (torch.int32, torch.int32) and window[1] == 0
     outs = []
     for row in range(len(cu_q) - 1):
         some_q, keys = q[cu_q[row] : cu_q[row + 1]], slice(int(cu_k[row]), int(cu_k[row + 1]))
@@ -31,28 +32,81 @@ def by_row(
         some_k, some_v = (x[keys].repeat_interleave(groups, 1) for x in (k, v))
         at = torch.arange(len(some_q))[:, None] + len(some_k) - len(some_q)
         behind = at - torch.arange(len(some_k))
-        hidden = behind < 0 if window_size[0] < 0 else (behind < 0) | (behind > window_size[0])
+        hidden = behind < 0 if window[0] < 0 else (behind < 0) | (behind > window[0])
         scores = (torch.einsum("ihd,jhd->hij", some_q, some_k) * scale).masked_fill(hidden, float("-inf"))
         outs.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1), some_v))
     return torch.cat(outs)
 
 
+def torch_2_10(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
+    is_causal: bool = False, return_aux: object = None,
+) -> Tensor:  # fmt: skip
+    """The signature of torch 2.10."""
+    assert is_causal and query.shape[1] == key.shape[1]
+    return by_row(query, key, value, (cu_seq_q, cu_seq_k, max_q, max_k), query.shape[-1] ** -0.5, (-1, 0))
+
+
+def torch_2_11(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
+    return_aux: object = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:  # fmt: skip
+    """The signature of torch 2.11."""
+    assert scale is not None and query.shape[1] == key.shape[1]
+    return by_row(query, key, value, (cu_seq_q, cu_seq_k, max_q, max_k), scale, window_size)
+
+
+def torch_2_12(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, max_q: int, max_k: int, *,
+    return_aux: object = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False, seqused_k: Tensor | None = None, block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Tensor:  # fmt: skip
+    """The signature of torch 2.12 and 2.13."""
+    assert scale is not None and enable_gqa == (query.shape[1] != key.shape[1]) and seqused_k is None
+    return by_row(query, key, value, (cu_seq_q, cu_seq_k, max_q, max_k), scale, window_size)
+
+
+def install(function: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> varlen.VarlenKernel:
+    kernel = varlen.VarlenKernel(function, frozenset(signature(function).parameters))
+    monkeypatch.setattr(varlen, "_kernel", lambda: kernel)
+    return kernel
+
+
 @pytest.mark.parametrize("lengths, prefixes", CASES)
+@pytest.mark.parametrize("function", [torch_2_10, torch_2_11, torch_2_12])
+@pytest.mark.parametrize("scale", [0.0, 0.7])
 @pytest.mark.parametrize("window", [0, 1, 3])
-def test_the_varlen_layout_matches_the_reference(
-    lengths: tuple[int, ...], prefixes: tuple[int, ...], window: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("realhf.ops.varlen._kernel", lambda: by_row)
+def test_every_version_of_the_kernel_matches_the_reference(
+    lengths: tuple[int, ...], prefixes: tuple[int, ...], function: Callable[..., Tensor], scale: float, window: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if not install(function, monkeypatch).accepts(8, window):
+        assert function is torch_2_10 and window
+        return
     torch.manual_seed(0)
     leaves = [torch.randn(sum(lengths), heads, 8, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)]
-    rule = ScoreParams(window=window)
-    found = varlen_attention(*leaves, lengths, prefixes, rule.scale_for(8), window)
+    rule = ScoreParams(scale, window)
+    found = varlen.varlen_attention(*leaves, lengths, prefixes, rule.scale_for(8), window)
     expected = rotary_attention_reference(torch.cat(leaves, 1), 4, 2, lengths, rule, prefixes)
     torch.testing.assert_close(found, expected)
     weight = torch.randn_like(expected)
     ours, theirs = (torch.autograd.grad((out * weight).sum(), leaves) for out in (found, expected))
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("head_dim, fits", [(8, True), (12, False), (256, True), (264, False)])
+def test_head_dimensions_of_flash_attention(head_dim: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert install(torch_2_12, monkeypatch).accepts(head_dim, 0) == fits
+
+
+def test_the_installed_kernel_has_a_known_signature() -> None:
+    kernel = varlen._kernel()
+    if kernel is None:
+        pytest.skip(f"torch {torch.__version__} has no varlen attention")
+    known = (frozenset(signature(function).parameters) for function in (torch_2_10, torch_2_11, torch_2_12))
+    assert any(parameters <= kernel.parameters for parameters in known)
 
 
 def test_rows_without_prefixes_are_not_gathered() -> None:

@@ -57,8 +57,9 @@ class NativeEngine:
     @property
     def _shares_prefixes(self) -> bool:
         """Common prefixes of one prompt's rows are computed once, unless that makes attention slower."""
-        softcap = self.config.attention_softcap
-        return self.share_prompts and supports_shared_prefixes(self.context.device, self.params.data.dtype, softcap)
+        config, window = self.config, max(map(self.config.sliding_window, range(self.config.n_layers)))
+        kind = self.context.device, self.params.data.dtype, config.head_dim, config.attention_softcap, window
+        return self.share_prompts and supports_shared_prefixes(*kind)
 
     def forward(self, batch: SequenceBatch, fn: Callable[[ForwardOutputs, SequenceBatch], Tensor]) -> Tensor:
         parts = self._micro_batches(batch, at_least=self.pipeline.n_stages)
