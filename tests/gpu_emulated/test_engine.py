@@ -1,0 +1,106 @@
+"""The engine on fake devices: inference, training, generation with graphs, offloading, equal to the CPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from realhf.api.config import GenerationConfig
+from realhf.api.param_box import box_numel
+from realhf.comm.exchange import P2PCopy, TensorSlice, exchange
+from realhf.models.engine.native import NativeEngine
+from tests.gpu_emulated.conftest import FAMILIES
+from tests.gpu_emulated.fake_cuda import FakeCuda
+from tests.gpu_emulated.fake_runtime import fake_cuda
+from tests.models.engine.tiny_engine import counted, engine_on, nll, prompts_of, rows_of
+
+LENGTHS = (5, 9, 2, 7, 9, 9)
+PROMPTS = (3, 1, 7, 7, 12, 2, 5)
+CONFIG = GenerationConfig(max_new_tokens=12, max_num_seqs=9)
+TOLERANCE = {False: 1e-5, True: 2e-2}
+
+
+def distance(actual: Tensor, expected: Tensor) -> float:
+    actual, expected = actual.cpu().double(), expected.double()
+    return float((actual - expected).norm() / expected.norm())
+
+
+def on_device(folder: Path, bf16: bool = False, device: str = "cuda:0", **options: object) -> NativeEngine:
+    return engine_on(folder, device=device, bf16=bf16, **options)
+
+
+def logprobs(engine: NativeEngine, rows: object) -> Tensor:
+    return engine.forward(rows, lambda outputs, _: outputs.logprobs(1.0))  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "mistral"])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_inference_and_training_equal_the_cpu(family: str, bf16: bool, folders: dict[str, Path]) -> None:
+    rows, cpu = rows_of(LENGTHS, per_prompt=2), engine_on(folders[family])
+    expected = logprobs(cpu, rows)
+    norm = cpu.train(rows, nll, counted(rows))["grad_norm"][0]
+    for recompute in (False, True):
+        with fake_cuda():
+            gpu, there = on_device(folders[family], bf16, gradient_checkpointing=recompute), rows.to("cuda:0")
+            assert distance(logprobs(gpu, there), expected) < TOLERANCE[bf16]
+            stats = gpu.train(there, nll, counted(rows))
+            assert stats["grad_norm"][0] == pytest.approx(norm, rel=5 * TOLERANCE[bf16])
+            assert gpu.params.grad is not None and cpu.params.grad is not None
+            assert distance(gpu.params.grad, cpu.params.grad) < 5 * TOLERANCE[bf16]
+            assert distance(gpu.params.data, cpu.params.data) < TOLERANCE[bf16]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_generation_equals_the_cpu(family: str, bf16: bool, folders: dict[str, Path]) -> None:
+    """In bfloat16, where rounding changes tokens, the log-probabilities of the same tokens are compared."""
+    prompts, cpu = prompts_of(PROMPTS), engine_on(folders[family], trained=False)
+    with fake_cuda():
+        made = on_device(folders[family], bf16, trained=False).generate(prompts.to("cuda:0"), CONFIG, 3, 11).to("cpu")
+    if not bf16:
+        assert torch.equal(made["tokens"], cpu.generate(prompts, CONFIG, 3, 11)["tokens"])
+    sampled = made["prompt_mask"] == 0
+    assert distance(made["logprobs"][sampled], logprobs(cpu, made)[sampled]) < TOLERANCE[bf16]
+
+
+@pytest.mark.parametrize("options", [{"top_k": 5, "top_p": 0.8, "min_new_tokens": 3}, {"greedy": True}])
+def test_sampling_options_equal_the_cpu(options: dict, folders: dict[str, Path], cuda: FakeCuda) -> None:
+    config = GenerationConfig(max_new_tokens=12, max_num_seqs=9, **options)
+    prompts, folder = prompts_of(PROMPTS), folders["llama"]
+    expected = engine_on(folder, trained=False).generate(prompts, config, 3, 11)
+    made = on_device(folder, trained=False).generate(prompts.to("cuda:0"), config, 3, 11)
+    assert torch.equal(made["tokens"].cpu(), expected["tokens"])
+    torch.testing.assert_close(made["logprobs"].cpu(), expected["logprobs"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_offloaded_parameters_return(bf16: bool, folders: dict[str, Path], cuda: FakeCuda) -> None:
+    engine, rows = on_device(folders["llama"], bf16, trained=False), rows_of(LENGTHS).to("cuda:0")
+    expected = logprobs(engine, rows).cpu()
+    engine.params.offload()
+    with pytest.raises(AssertionError, match="released"):
+        logprobs(engine, rows)
+    cuda.events.clear()
+    engine.params.load()
+    assert cuda.n_waits == 0, cuda.report()
+    assert torch.equal(logprobs(engine, rows).cpu(), expected)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_parameters_are_reallocated_to_another_device(bf16: bool, folders: dict[str, Path], cuda: FakeCuda) -> None:
+    source, target = (on_device(folders["qwen3"], bf16, f"cuda:{i}", trained=False) for i in (0, 1))
+    rows = rows_of(LENGTHS)
+    expected = logprobs(source, rows.to("cuda:0")).cpu()
+    target.params.free()
+    target.params.allocate()
+    copies = [
+        P2PCopy(name, 0, 0, TensorSlice(source.params.data.dtype, box_numel(source.params.box(name))))
+        for name in source.params.names
+    ]
+    exchange(
+        copies, 0, lambda name: source.params.read(name, source.params.box(name)), lambda *_: None,
+        torch.device("cuda:1"), into=lambda name: target.params.read(name, target.params.box(name)),
+    )  # fmt: skip
+    assert target.params.data.device == torch.device("cuda:1")
+    assert torch.equal(logprobs(target, rows.to("cuda:1")).cpu(), expected)
