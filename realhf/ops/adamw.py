@@ -53,7 +53,7 @@ def adamw_reference_(
     """
     if step.scale != 1.0:
         grad.mul_(step.scale)
-    count = torch.tensor(float(step.steps), device=master.device)
+    count = torch.full((), float(step.steps), device=master.device)
     for part, decay in ((slice(0, step.n_decayed), step.weight_decay), (slice(step.n_decayed, len(master)), 0.0)):
         if part.stop > part.start:
             torch._fused_adamw_(

@@ -62,7 +62,7 @@ class SharedGradients:
 
 
 CHUNK = 1 << 18
-"""Elements per chunk of the gradient norm, which converts to float64."""
+"""Elements per chunk of the gradient norm, which converts to float64; a GPU computes many chunks in one launch."""
 
 
 class ShardedAdamW:
@@ -124,11 +124,11 @@ class ShardedAdamW:
     def _global_norm(self) -> float:
         """Return the gradient norm of the whole model; elements that several workers hold count once."""
 
-        def square(part: Tensor) -> Tensor:
-            norms = [torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in part.split(CHUNK)]
-            return torch.stack(norms).square().sum()
-
-        squares = square(self.grad) - sum(square(self.grad[part]) * excess for part, excess in self._repeats)
+        parts = [self.grad, *(self.grad[part] for part, _ in self._repeats)]
+        chunks = [part.split(CHUNK) for part in parts]
+        norms = torch._foreach_norm([chunk for some in chunks for chunk in some], dtype=torch.float64)
+        whole, *repeated = (some.square().sum() for some in torch.stack(norms).split([len(some) for some in chunks]))
+        squares = whole - sum(some * excess for some, (_, excess) in zip(repeated, self._repeats, strict=True))
         for axis in ("dp", "tp", "pp"):
             squares = self.context.group(axis).all_reduce(squares.reshape(1))
         return float(squares.sqrt())
