@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +19,10 @@ from realhf.models.blocks import Attend, Attention, Block, Experts, ForwardConte
 from realhf.models.flat_params import FlatParams
 from realhf.models.fused_decode import FusedBlocks, fuse_blocks, pack_tiles, tiled_linear
 from realhf.models.kv_cache import KVCache
-from realhf.ops.attention import ScoreParams, decode_attention, decode_bias, positions_in_rows, rotary_attention
+from realhf.ops.attention import ScoreParams, decode_attention, decode_bias, rotary_attention
 from realhf.ops.logprobs import FULL_VOCAB, VocabShard, packed_logprobs
 from realhf.ops.norms import Rotary, rotate
-from realhf.ops.rows import per_token
+from realhf.ops.rows import RowLayout, on_device
 
 
 @dataclass(frozen=True)
@@ -167,24 +168,24 @@ class Transformer:
         the embedding's and every layer's name and output. Raises ValueError for a row that is longer than the learned
         positions.
         """
-        device = tokens.device
-        positions = positions_in_rows(lengths, prefixes, device)
-        longest = int(positions.max()) + 1 if len(positions) else 0
-        rows = per_token(torch.arange(len(lengths), device=device), lengths)
-        angles, indices, angle_rows = self._angles(longest), None, None
+        layout = RowLayout(tuple(lengths), tuple(prefixes), tokens.device)
+        angles, indices, angle_rows = self._angles(layout.longest), None, None
         if cache is not None:
             assert slots is not None and len(slots) == len(lengths)
-            indices = cache.indices(torch.tensor(slots, dtype=torch.int64, device=device)[rows], positions)
-            angle_rows = self._angle_rows(positions, longest, self.params.data.dtype)
+            slot_of = on_device(torch.tensor(slots, dtype=torch.int64), tokens.device)
+            indices = cache.indices(slot_of[layout.rows], layout.positions)
+            angle_rows = None if angles is None else layout.rotation(angles, self.params.data.dtype)
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
             if cache is not None and indices is not None:
                 _, k, v = qkv.split((self.n_q, self.n_kv, self.n_kv), 1)
                 cache.write(layer, indices, k if angle_rows is None else rotate(k, *angle_rows), v)
-            return rotary_attention(qkv, self.n_q, self.n_kv, lengths, self._score_rules[layer], prefixes, angles)
+            rule = self._score_rules[layer]
+            return rotary_attention(qkv, self.n_q, self.n_kv, lengths, rule, prefixes, angles, layout)
 
-        router_loss = RouterLoss(rows, len(lengths), token_weight) if token_weight and self.config.n_experts else None
-        x = self._embed(tokens, positions, longest) if x is None else x
+        has_router_loss = token_weight and self.config.n_experts
+        router_loss = RouterLoss(layout.rows, len(lengths), token_weight) if has_router_loss else None
+        x = self._embed(tokens, layout.positions, layout.longest) if x is None else x
         if observe is not None:
             observe("the embedding", x)
         return self._run(x, len(tokens), attend, router_loss, observe)
@@ -318,8 +319,8 @@ class Transformer:
         if prev_index is not None:
             states = states.index_select(0, prev_index.clamp(min=0))
             return score(states, self.head, tokens, temperature).masked_fill(prev_index < 0, 0.0)
-        counts = torch.tensor(lengths, dtype=torch.int64, device=tokens.device)
-        firsts = (counts.cumsum(0) - counts)[counts > 0]
+        starts = [start for start, n in zip(accumulate(lengths, initial=0), lengths, strict=False) if n]
+        firsts = on_device(torch.tensor(starts, dtype=torch.int64), tokens.device)
         # each token predicts the next one; predictions across row boundaries are masked
         return score(states, self.head, tokens.roll(-1), temperature).roll(1).index_fill(0, firsts, 0.0)
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from realhf.ops import extension, varlen
 from realhf.ops.norms import rotate
+from realhf.ops.rows import RowLayout
 
 BLOCK = 256
 """Queries per block where the reference implementation stores scores."""
@@ -48,25 +49,27 @@ def rotary_attention(
     scoring: ScoreParams = DEFAULT_SCORES,
     prefixes: Sequence[int] = (),
     angles: Tensor | None = None,
+    layout: RowLayout | None = None,
 ) -> Tensor:
     """Attend causally within each packed row; return ``[T, n_q, d]``.
 
     ``qkv`` is ``[T, n_q + 2 * n_kv, d]``: fused queries, keys and values, with n_q a multiple of n_kv. Row i with
     ``prefixes[i] = p >= 0`` continues row p, which has no prefix itself: it also sees all of p's keys, whose gradients
     are summed over the rows that share them. By default no row has a prefix. If ``angles`` (``Rotary.table``) are
-    given, queries and keys are rotated by their positions first. ValueError for lengths or prefixes that do not fit.
+    given, queries and keys are rotated by their positions first. The calls of a pass share a ``layout`` of these rows.
+    ValueError for lengths or prefixes that do not fit.
 
     Uses the compiled kernel (CPU: float32, and bfloat16 computed in float32), torch's kernel for 16-bit types on GPUs,
     or ``rotary_attention_reference``.
     """
     if qkv.numel() and varlen.is_supported(qkv.device, qkv.dtype, qkv.shape[-1], scoring.softcap, scoring.window):
         _check_rows(qkv, lengths, prefixes)
-        parts = _split_and_rotate(qkv, n_q, n_kv, lengths, prefixes, angles)
-        scale = scoring.scale_for(qkv.shape[-1])
-        return varlen.varlen_attention(*parts, tuple(lengths), tuple(prefixes), scale, scoring.window)
+        layout = layout or RowLayout(tuple(lengths), tuple(prefixes), qkv.device)
+        parts = _split_and_rotate(qkv, n_q, n_kv, layout, angles)
+        return varlen.varlen_attention(*parts, layout, scoring.scale_for(qkv.shape[-1]), scoring.window)
     fits = qkv.dtype in (torch.float32, torch.bfloat16) and qkv.numel() > 0
     if not fits or extension.kernel("packed_attention", qkv.device.type) is None:
-        return rotary_attention_reference(qkv, n_q, n_kv, lengths, scoring, prefixes, angles)
+        return rotary_attention_reference(qkv, n_q, n_kv, lengths, scoring, prefixes, angles, layout)
     table = torch.frombuffer(array("q", (*lengths, *(prefixes or (-1,) * len(lengths)))), dtype=torch.int64)
     try:
         rows = table.view(2, len(lengths))
@@ -116,17 +119,6 @@ def _check_rows(q: Tensor, lengths: Sequence[int], prefixes: Sequence[int]) -> N
             raise ValueError(f"row {row} has prefix {prefix}, which is not a row without a prefix")
 
 
-def positions_in_rows(lengths: Sequence[int], prefixes: Sequence[int], device: torch.device) -> Tensor:
-    """Return the position of every token, ``[T]``, counted from the start of its row's prefix."""
-    counts = torch.tensor(lengths, dtype=torch.int64, device=device)
-    firsts = counts.cumsum(0) - counts
-    if prefixes:
-        before = [lengths[prefix] if prefix >= 0 else 0 for prefix in prefixes]
-        firsts = firsts - torch.tensor(before, device=device)
-    n_tokens = sum(lengths)
-    return torch.arange(n_tokens, device=device) - firsts.repeat_interleave(counts, output_size=n_tokens)
-
-
 def rotary_attention_reference(
     qkv: Tensor,
     n_q: int,
@@ -135,13 +127,15 @@ def rotary_attention_reference(
     scoring: ScoreParams = DEFAULT_SCORES,
     prefixes: Sequence[int] = (),
     angles: Tensor | None = None,
+    layout: RowLayout | None = None,
 ) -> Tensor:
     """The reference implementation of ``rotary_attention``.
 
     Adjacent rows of equal length form one dense batch without copies. Rows with prefixes are computed one by one.
     """
     _check_rows(qkv, lengths, prefixes)
-    q, k, v = _split_and_rotate(qkv, n_q, n_kv, lengths, prefixes, angles)
+    layout = layout or RowLayout(tuple(lengths), tuple(prefixes), qkv.device)
+    q, k, v = _split_and_rotate(qkv, n_q, n_kv, layout, angles)
     if max(prefixes, default=-1) >= 0:
         parts = zip(*(x.split(list(lengths)) for x in (q, k, v)), strict=True)
         return torch.cat(_with_prefixes(list(parts), prefixes, scoring))
@@ -157,12 +151,11 @@ def rotary_attention_reference(
 
 
 def _split_and_rotate(
-    qkv: Tensor, n_q: int, n_kv: int, lengths: Sequence[int], prefixes: Sequence[int], angles: Tensor | None
+    qkv: Tensor, n_q: int, n_kv: int, layout: RowLayout, angles: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     qk, v = qkv.split((n_q + n_kv, n_kv), 1)
     if angles is not None:
-        cos, sin = angles[:, positions_in_rows(lengths, prefixes, qkv.device)].to(qkv.dtype).unsqueeze(2)
-        qk = rotate(qk, cos, sin)
+        qk = rotate(qk, *layout.rotation(angles, qkv.dtype))
     q, k = qk.split((n_q, n_kv), 1)
     return q, k, v
 

@@ -33,11 +33,16 @@ def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor
 
 
 def sort_by_expert(experts: Tensor, n_experts: int) -> ExpertOrder:
-    """Sort the pairs of ``experts`` ``[T, k]`` stably by expert. Synchronises with the device."""
+    """Sort the pairs of ``experts`` ``[T, k]`` stably by expert. Waits for the device once, for the sizes."""
     flat = experts.flatten()
     order = flat.argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return ExpertOrder(order, inverse, tuple(flat.bincount(minlength=n_experts).tolist()), experts.shape[1])
+    return ExpertOrder(order, inverse, tuple(_counts(flat, n_experts).tolist()), experts.shape[1])
+
+
+def _counts(index: Tensor, size: int) -> Tensor:
+    """Return how often each of ``size`` numbers occurs, ``[size]`` int64. ``bincount`` waits for a device."""
+    return torch.zeros(size, dtype=torch.int64, device=index.device).scatter_add_(0, index, torch.ones_like(index))
 
 
 class _Dispatch(torch.autograd.Function):
@@ -116,7 +121,7 @@ def balance_loss(probs: Tensor, experts: Tensor, rows: Tensor, n_rows: int, loca
     cells = (rows[:, None] * n_experts + experts).flatten()
     counts = torch.zeros(n_rows * n_experts, device=probs.device)
     counts = counts.scatter_add_(0, cells, torch.ones(len(cells), device=probs.device)).view(n_rows, n_experts)
-    lengths = rows.bincount(minlength=n_rows)
+    lengths = _counts(rows, n_rows)
     fractions = (counts / lengths.clamp(min=1)[:, None]).index_select(0, rows[local])
     return n_experts * (fractions * probs).sum()
 

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from realhf.ops.rows import RowLayout
 
 MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8
 MIN_CAPABILITY = (8, 0)
@@ -88,36 +89,11 @@ def _kernel() -> VarlenKernel | None:
     return VarlenKernel(varlen_attn, frozenset(signature(varlen_attn).parameters))
 
 
-@lru_cache(maxsize=16)  # all layers of a pass share the layout
-def varlen_layout(
-    lengths: tuple[int, ...], prefixes: tuple[int, ...], device: torch.device
-) -> tuple[tuple[Tensor, Tensor, int, int], Tensor | None]:
-    """Return the kernel's arguments for the rows of ``rotary_attention``, and the index of gathered keys, ``[T_k]``.
-
-    The index is None without prefixes. Arguments: row offsets ``[B + 1]`` int32 and longest row of queries and keys.
-    """
-    shared = [lengths[p] if p >= 0 else 0 for p in prefixes] if prefixes else [0] * len(lengths)
-    keys = [before + own for before, own in zip(shared, lengths, strict=True)]
-    starts = list(accumulate(lengths, initial=0))
-    gather = None
-    if any(shared):
-        indices = []
-        for row, (before, own) in enumerate(zip(shared, lengths, strict=True)):
-            if before:
-                indices.append(torch.arange(starts[prefixes[row]], starts[prefixes[row]] + before))
-            indices.append(torch.arange(starts[row], starts[row] + own))
-        gather = torch.cat(indices).to(device)
-    cu_seqlens = torch.tensor([starts, list(accumulate(keys, initial=0))], dtype=torch.int32).to(device)
-    return (cu_seqlens[0], cu_seqlens[1], max(lengths, default=0), max(keys, default=0)), gather
-
-
-def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], prefixes: tuple[int, ...], scale: float, window: int
-) -> Tensor:
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, scale: float, window: int) -> Tensor:
     """Attend like ``rotary_attention`` from q ``[T, H, d]`` to k, v ``[T, K, d]``; a ``window`` of 0 is unlimited."""
     kernel = _kernel()
     assert kernel is not None, "the caller checks is_supported"
-    layout, gather = varlen_layout(lengths, prefixes, q.device)
-    if gather is not None:
-        k, v = k.index_select(0, gather), v.index_select(0, gather)
-    return kernel(q, k, v, layout, scale, window)
+    if (index := layout.key_index) is not None:
+        k, v = k.index_select(0, index), v.index_select(0, index)
+    cu_q, cu_k = layout.cu_seqlens
+    return kernel(q, k, v, (cu_q, cu_k, max(layout.lengths, default=0), layout.longest), scale, window)

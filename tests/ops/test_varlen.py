@@ -10,8 +10,9 @@ from torch import Tensor
 from realhf.ops import varlen
 from realhf.ops.attention import ScoreParams, rotary_attention, rotary_attention_reference
 from realhf.ops.norms import Rotary
-from realhf.ops.varlen import varlen_layout
+from realhf.ops.rows import RowLayout
 
+CPU = torch.device("cpu")
 CASES = [
     ((5, 1, 3), ()),
     ((4, 3, 2, 6), (-1, 0, 0, -1)),
@@ -87,7 +88,7 @@ def test_every_version_of_the_kernel_matches_the_reference(
     torch.manual_seed(0)
     leaves = [torch.randn(sum(lengths), heads, 8, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)]
     rule = ScoreParams(scale, window)
-    found = varlen.varlen_attention(*leaves, lengths, prefixes, rule.scale_for(8), window)
+    found = varlen.varlen_attention(*leaves, RowLayout(lengths, prefixes, CPU), rule.scale_for(8), window)
     expected = rotary_attention_reference(torch.cat(leaves, 1), 4, 2, lengths, rule, prefixes)
     torch.testing.assert_close(found, expected)
     weight = torch.randn_like(expected)
@@ -107,11 +108,6 @@ def test_the_installed_kernel_has_a_known_signature() -> None:
         pytest.skip(f"torch {torch.__version__} has no varlen attention")
     known = (frozenset(signature(function).parameters) for function in (torch_2_10, torch_2_11, torch_2_12))
     assert any(parameters <= kernel.parameters for parameters in known)
-
-
-def test_rows_without_prefixes_are_not_gathered() -> None:
-    (cu_queries, cu_keys, *longest), gather = varlen_layout((4, 2), (), torch.device("cpu"))
-    assert gather is None and cu_queries.tolist() == cu_keys.tolist() == [0, 4, 6] and longest == [4, 4]
 
 
 @pytest.mark.gpu

@@ -1,7 +1,7 @@
 """The native engine: forward, train and generate on one shard, in plain torch, on CPU and CUDA."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from realhf.arch.param_specs import param_specs, stage_layers
 from realhf.comm.exchange import P2PCopy, TensorSlice, exchange
 from realhf.comm.process_groups import ParallelContext
 from realhf.data.batch import SequenceBatch
-from realhf.data.protocols import Limits, LossFn
+from realhf.data.protocols import Limits, Loss, LossFn
 from realhf.models.engine.decode.generate import generate
 from realhf.models.engine.decode.scheduler import Request
 from realhf.models.engine.nonfinite import nonfinite_loss
@@ -31,6 +31,7 @@ from realhf.models.flat_params import FlatParams
 from realhf.models.hf_folder import init_random, load_hf, save_hf
 from realhf.models.transformer import Transformer
 from realhf.ops.attention import supports_shared_prefixes
+from realhf.ops.rows import to_floats
 from realhf.plan.compile.micro_batch import micro_batches
 from realhf.plan.compile.realloc import BoxCopy, plan_realloc, route_copies, shard_boxes
 from realhf.plan.learning_rate import learning_rate
@@ -101,19 +102,15 @@ class NativeEngine:
         batches = batch.split(self._micro_batches(batch, at_least, together))
         # router losses are means over rows, which must be complete
         packings = [pack(some, self._shares_prefixes and not self.config.n_experts) for some in batches]
-        stats: dict[str, tuple[float, float]] = {}
+        losses: dict[int, Loss] = {}
 
         def loss_of(number: int, hidden: Tensor) -> Tensor:
             loss = loss_fn(ForwardOutputs(self.model, hidden, batches[number], packings[number]), batches[number])
-            if not math.isfinite(loss_sum := float(loss.total.detach())):
-                raise nonfinite_loss(loss_sum, batches[number])
-            for name, (value, weight) in loss.stats.items():
-                old_value, old_weight = stats.get(name, (0.0, 0.0))
-                stats[name] = (old_value + float(value), old_weight + float(weight))
+            losses[number] = _detached(loss)
             return loss.total / total
 
         self.pipeline.train(packings, loss_of, token_weight=1.0 / max(n_tokens, 1.0))
-        stats |= self._router_stats(sum(batch.lengths("tokens")))
+        stats = {**_sum_stats(losses, batches), **self._router_stats(sum(batch.lengths("tokens")))}
         if self._exceeds(stats, limits or {}):
             return {**stats, "step_skipped": (1.0, 1.0)}
         lr = learning_rate(self.role.spec.optimizer, self.version, self.total_steps)
@@ -143,8 +140,11 @@ class NativeEngine:
             return generate(self.pipeline, request)
 
     def reduce(self, sums: Tensor) -> Tensor:
+        group = self.context.group("dp")
+        if group.size == 1:
+            return sums.to(torch.float64, copy=True)
         total = sums.to(self.context.device, torch.float64, copy=True)  # where the group's backend can reach it
-        return self.context.group("dp").all_reduce(total).to(sums.device)
+        return group.all_reduce(total).to(sums.device)
 
     def save(self, path: Path) -> None:
         if self.context.coord.dp != 0:
@@ -181,6 +181,26 @@ class NativeEngine:
         sums = self.pipeline.from_last(self.reduce(table))
         means = [value / max(weight, 1.0) for value, weight in sums.tolist()]
         return any(not mean <= limit for mean, limit in zip(means, limits.values(), strict=True))
+
+
+def _detached(loss: Loss) -> Loss:
+    detach = lambda x: x.detach() if isinstance(x, Tensor) else x
+    return Loss(loss.total.detach(), {name: (detach(a), detach(b)) for name, (a, b) in loss.stats.items()})
+
+
+def _sum_stats(losses: Mapping[int, Loss], batches: Sequence[SequenceBatch]) -> dict[str, tuple[float, float]]:
+    """Return the sums of the statistics over micro-batches, read with one wait. ValueError for an infinite loss."""
+    pairs = [(name, pair) for loss in losses.values() for name, pair in loss.stats.items()]
+    numbers = to_floats([*(loss.total for loss in losses.values()), *(number for _, pair in pairs for number in pair)])
+    for batch, total in zip(losses, numbers, strict=False):
+        if not math.isfinite(total):
+            raise nonfinite_loss(total, batches[batch])
+    rest = iter(numbers[len(losses) :])
+    stats: dict[str, tuple[float, float]] = {}
+    for (name, _), value, weight in zip(pairs, rest, rest, strict=True):
+        old_value, old_weight = stats.get(name, (0.0, 0.0))
+        stats[name] = (old_value + value, old_weight + weight)
+    return stats
 
 
 def build_engine(

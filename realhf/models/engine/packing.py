@@ -7,6 +7,7 @@ from torch import Tensor
 
 from realhf.data.batch import SequenceBatch
 from realhf.models.transformer import Transformer
+from realhf.ops.rows import on_device
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class ForwardOutputs:
         return self.packing.unpack(self.model.values(self.hidden, len(self.packing.tokens)))
 
     def last_values(self) -> Tensor:
-        last = torch.tensor(self.batch.columns["tokens"].offsets[1:], device=self.hidden.device) - 1
+        last = on_device(torch.tensor(self.batch.columns["tokens"].offsets[1:]) - 1, self.hidden.device)
         return self.values().index_select(0, last)
 
 
@@ -56,8 +57,10 @@ def pack(batch: SequenceBatch, share: bool = False) -> Packing:
     prompts: dict[int, list[int]] = {}
     for row, row_id in enumerate(batch.ids):
         prompts.setdefault(row_id.prompt, []).append(row)
-    for group in prompts.values() if share else ():
-        if len(group) > 1 and (n := _common_prefix_length([batch.columns["tokens"].rows()[row] for row in group])):
+    groups = [group for group in prompts.values() if len(group) > 1] if share else []
+    rows = tokens.cpu().split(lengths) if groups else ()  # one copy for all groups
+    for group in groups:
+        if n := _common_prefix_length([rows[row] for row in group]):
             for row in group:
                 leaders[row], shared[row] = group[0], n
     return _packing(tokens, lengths, leaders, shared) if any(shared) else Packing(tokens, lengths)
@@ -81,13 +84,14 @@ def _packing(tokens: Tensor, lengths: tuple[int, ...], leaders: list[int], share
             prefixes.append(-1)
         segments.append(length - n)
         prefixes.append(shared_segment[leader] if n else -1)
-    counts, leader_of, n_shared = torch.tensor((lengths, leaders, shared), device=tokens.device)
+    counts, leader_of, n_shared = torch.tensor((lengths, leaders, shared))  # on the host, which knows the sizes
     starts = counts.cumsum(0) - counts
-    row_T = torch.arange(len(lengths), device=tokens.device).repeat_interleave(counts, output_size=len(tokens))
-    index = torch.arange(len(tokens), device=tokens.device)
+    row_T = torch.arange(len(lengths)).repeat_interleave(counts, output_size=len(tokens))
+    index = torch.arange(len(tokens))
     offset = index - starts[row_T]
     source = torch.where(offset < n_shared[row_T], starts[leader_of][row_T] + offset, index)
     is_kept = source == index
     gather_index = (is_kept.cumsum(0) - 1)[source]
     prev_index = torch.where(offset > 0, gather_index.roll(1), -1)[is_kept]
-    return Packing(tokens[is_kept], tuple(segments), tuple(prefixes), gather_index, prev_index)
+    kept, gather_index, prev_index = (on_device(x, tokens.device) for x in (index[is_kept], gather_index, prev_index))
+    return Packing(tokens.index_select(0, kept), tuple(segments), tuple(prefixes), gather_index, prev_index)

@@ -104,7 +104,7 @@ def both(engine: NativeEngine) -> tuple[NativeEngine, NativeEngine]:
 
 @pytest.fixture(autouse=True)
 def _kernel() -> None:
-    if not supports_shared_prefixes(torch.device("cpu"), torch.float32):
+    if not supports_shared_prefixes(torch.device("cpu"), torch.float32, 8):
         pytest.skip("NATIVE KERNELS NOT BUILT, prefixes are not shared: python setup.py build_ext --inplace")
 
 

@@ -1,0 +1,76 @@
+"""Ceilings on waits, copies and launches of a pass. They are measured, so that a change that adds one is noticed."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from realhf.models.engine.native import NativeEngine
+from tests.gpu_emulated.conftest import FAMILIES
+from tests.gpu_emulated.fake_cuda import FakeCuda
+from tests.gpu_emulated.fake_runtime import fake_cuda
+from tests.models.engine.tiny_engine import counted, engine_on, nll, rows_of
+
+LAUNCHES_PER_LAYER = {
+    # inference in float32 and bfloat16, training in float32 and bfloat16; attention of these few rows included
+    "llama": (26, 26, 88, 88),
+    "qwen3": (42, 50, 141, 161),
+    "gpt2": (14, 10, 52, 42),
+    "gemma2": (108, 128, 300, 348),
+    "qwen3_moe": (67, 77, 238, 264),
+}
+WAITS = {"inference": 0, "training": 3}
+"""Training reads losses and statistics, the tokens with a gradient, and the gradient norm."""
+ROUTER_WAITS = {"inference": 0, "training": 1}
+"""Of a pass; each routed layer also waits for the number of tokens of every expert."""
+PINNED_COPIES = 3
+"""Of the index tensors of a pass."""
+
+
+class Counts(NamedTuple):
+    launches: int
+    waits: int
+    pinned_copies: int
+
+
+def deeper(folder: Path, n_layers: int, target: Path) -> Path:
+    """Write the configuration of a folder's model with another number of layers."""
+    config = json.loads((folder / "config.json").read_text())
+    config["n_layer" if "n_layer" in config else "num_hidden_layers"] = n_layers
+    if "layer_types" in config:
+        config["layer_types"] = (config["layer_types"] * n_layers)[:n_layers]
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def count(cuda: FakeCuda, engine: NativeEngine, kind: str) -> Counts:
+    rows = rows_of((5, 9, 2, 7), per_prompt=2)
+    there = rows.to("cuda:0")
+    cuda.events.clear()
+    if kind == "inference":
+        engine.forward(there, lambda outputs, _: outputs.logprobs(1.0))
+    else:
+        engine.train(there, nll, counted(rows))
+    return Counts(cuda.n_launches, cuda.n_waits, cuda.count("copy from pinned memory"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("kind", ["inference", "training"])
+def test_ceilings_of_a_pass(family: str, bf16: bool, kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    found = []
+    for n_layers in (2, 4):
+        folder = deeper(folders[family], n_layers, tmp_path / str(n_layers))
+        with fake_cuda() as cuda:
+            engine = engine_on(folder, device="cuda:0", bf16=bf16, init_from_scratch=True)
+            found.append(count(cuda, engine, kind))
+            shares_prefixes, is_routed = engine._shares_prefixes, family == "qwen3_moe"
+    layer = [(b - a) / 2 for a, b in zip(*found, strict=True)]
+    per_pass = [a - 2 * n for a, n in zip(found[0], layer, strict=True)]
+    assert layer[0] <= LAUNCHES_PER_LAYER[family][2 * (kind == "training") + bf16]
+    assert layer[1:] == [is_routed, 0], "no waits and no copies in a layer"
+    # finding the shared prompts of rows reads the tokens
+    assert per_pass[1] <= WAITS[kind] + is_routed * ROUTER_WAITS[kind] + shares_prefixes
+    assert per_pass[2] <= PINNED_COPIES + 3 * shares_prefixes
