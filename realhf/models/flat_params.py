@@ -4,7 +4,7 @@ Matrices come first, then vectors (which have no weight decay). Each group is or
 that a fused product reads its weights as one wider view of the same memory.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +60,8 @@ class FlatParams:
             self.data = torch.frombuffer(self.shared.map, dtype=dtype, count=numel)
         self.grad: Tensor | None = None
         self.is_free = False
+        self.n_allocations = 0  # changes when the weights may have moved in memory
+        self.on_free: list[Callable[[], None]] = []
         self.average: Tensor | None = None
         self._host: Tensor | None = None
         self._leaves: dict[tuple[str, ...], Tensor] = {}
@@ -141,6 +143,7 @@ class FlatParams:
         """Use external memory from now on: ``data``, which has the same values, and ``grad``."""
         assert data.shape == grad.shape == self.data.shape and data.dtype == self.data.dtype and self.grad is None
         self.data, self.grad = data, grad
+        self.n_allocations += 1
         self._boxes.clear()
 
     def zero_grad(self) -> None:
@@ -190,7 +193,12 @@ class FlatParams:
             self._host = None
 
     def free(self) -> None:
-        """Release the memory of data and gradient, even if views of them exist; the contents are lost."""
+        """Release the memory of data and gradient, even if views of them exist; the contents are lost.
+
+        Calls ``on_free`` first, which releases memory that is of no use without the parameters.
+        """
+        for release in self.on_free:
+            release()
         if self.shared is not None:
             self.shared.release_pages()
         for flat in self._resizable():
@@ -210,6 +218,7 @@ class FlatParams:
             return
         for flat in self._resizable():
             flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+        self.n_allocations += 1
         self.is_free = False
         self.data[self.end :].zero_()
         if self.grad is not None:

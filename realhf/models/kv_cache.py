@@ -1,35 +1,85 @@
 """Cached keys and values, with one slot per row that is being generated."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from realhf.ops.rows import on_device
+
+COPY_BYTES = 1 << 28
+"""Limit of the temporary memory of ``copy_slots``."""
 
 
 class KVCache:
     """``k`` and ``v`` of shape ``[L, n_slots, K, max_len, head_dim]``, indexed by slot and token position.
 
     Both are slices of one tensor, so that one operation copies both. ``zeroed``: unwritten positions are zero, for
-    kernels that read them with zero attention weight.
+    kernels that read them with zero attention weight. ``by_token``: dimensions ``K`` and ``max_len`` are swapped, for
+    attention that reads only the used length.
     """
 
     def __init__(
-        self, n_layers: int, n_kv_heads: int, head_dim: int, n_slots: int, max_len: int, like: Tensor, zeroed: bool
+        self,
+        n_layers: int,
+        n_kv_heads: int,
+        head_dim: int,
+        n_slots: int,
+        max_len: int,
+        like: Tensor,
+        zeroed: bool,
+        by_token: bool = False,
     ) -> None:
         new = like.new_zeros if zeroed else like.new_empty
-        self.both = new((2, n_layers, n_slots, n_kv_heads, max_len, head_dim))
+        inner = (max_len, n_kv_heads) if by_token else (n_kv_heads, max_len)
+        self.both = new((2, n_layers, n_slots, *inner, head_dim))
         self.k, self.v = self.both
-        self.max_len = max_len
+        self.n_slots, self.max_len, self.by_token = n_slots, max_len, by_token
+        self._n_heads, self._width = n_kv_heads, head_dim * (n_kv_heads if by_token else 1)
 
     def indices(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Return the flat indices ``[T*K]`` of tokens ``(slot, position)``, which are the same in all layers."""
-        heads = torch.arange(self.k.shape[2], device=slots.device)
-        return ((slots[:, None] * len(heads) + heads) * self.max_len + positions[:, None]).view(-1)
+        """Return the flat indices ``[T*K]`` of tokens ``(slot, position)``, which are the same in all layers.
+
+        A cache ``by_token`` has one index per token, ``[T]``.
+        """
+        if self.by_token:
+            return slots * self.max_len + positions
+        heads = torch.arange(self._n_heads, device=slots.device)
+        return ((slots[:, None] * self._n_heads + heads) * self.max_len + positions[:, None]).view(-1)
 
     def write(self, layer: int, indices: Tensor, k: Tensor, v: Tensor) -> None:
         """Store new keys and values, ``[T, K, head_dim]``, of one layer."""
         for store, new in ((self.k, k), (self.v, v)):
-            head_dim = store.shape[-1]
-            store[layer].view(-1, head_dim).index_copy_(0, indices, new.detach().reshape(-1, head_dim))
+            store[layer].view(-1, self._width).index_copy_(0, indices, new.detach().reshape(-1, self._width))
 
-    def copy_slot(self, src: int, dst: int, start: int, stop: int) -> None:
-        """Copy tokens ``start`` to ``stop`` of a slot to another slot."""
-        self.both[:, :, dst, :, start:stop] = self.both[:, :, src, :, start:stop]
+    def copy_slots(self, moves: Sequence[tuple[int, int, int, int]]) -> None:
+        """Copy tokens ``start`` to ``stop`` of a slot to another slot, for each (source, target, start, stop).
+
+        On a GPU all of them are one copy by index, unless it is large; no source is a target there.
+        """
+        if not self.both.is_cuda:
+            for src, dst, start, stop in moves:
+                # both layouts have two dimensions after the slot, of which one is the position
+                part = (slice(start, stop),) if self.by_token else (slice(None), slice(start, stop))
+                self.both[(slice(None), slice(None), dst, *part)] = self.both[(slice(None), slice(None), src, *part)]
+            return
+        assert not {src for src, *_ in moves} & {dst for _, dst, *_ in moves}
+        if not (n_tokens := sum(stop - start for *_, start, stop in moves)):
+            return
+        flat = self.both.view(2 * self.both.shape[1], -1, self._width)
+        per_copy = max(1, COPY_BYTES * self.n_slots * self.max_len // self.both.nbytes)
+        for part in on_device(_tokens_of(moves), self.both.device).split(
+            [min(per_copy, n_tokens - first) for first in range(0, n_tokens, per_copy)], 1
+        ):
+            sources, targets, positions = part
+            values = flat.index_select(1, self.indices(sources, positions))
+            flat.index_copy_(1, self.indices(targets, positions), values)
+
+
+def _tokens_of(moves: Sequence[tuple[int, int, int, int]]) -> Tensor:
+    """Return the source slot, target slot and position of every token of the moves, ``[3, n]``."""
+    table = torch.tensor(moves)
+    counts = table[:, 3] - table[:, 2]
+    sources, targets, starts = table[:, :3].repeat_interleave(counts, 0).t()
+    offsets = torch.arange(len(starts)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    return torch.stack((sources, targets, starts + offsets))

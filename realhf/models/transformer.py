@@ -19,10 +19,12 @@ from realhf.models.blocks import Attend, Attention, Block, Experts, ForwardConte
 from realhf.models.flat_params import FlatParams
 from realhf.models.fused_decode import FusedBlocks, fuse_blocks, pack_tiles, tiled_linear
 from realhf.models.kv_cache import KVCache
+from realhf.ops import varlen
 from realhf.ops.attention import ScoreParams, decode_attention, decode_bias, rotary_attention
 from realhf.ops.logprobs import FULL_VOCAB, VocabShard, packed_logprobs
 from realhf.ops.norms import Rotary, rotate
 from realhf.ops.rows import RowLayout, on_device
+from realhf.ops.varlen import CachedRows
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,15 @@ class Transformer:
 
     def new_cache(self, n_slots: int, max_len: int) -> KVCache:
         sizes = (len(self.layers), self.n_kv, self.config.head_dim, n_slots, max_len)
-        return KVCache(*sizes, self.params.data, zeroed=self.weights.fused is None)
+        by_token = self._reads_used_lengths()
+        return KVCache(*sizes, self.params.data, self.weights.fused is None and not by_token, by_token)
+
+    def _reads_used_lengths(self) -> bool:
+        """Return True if decoding reads only the used length of the cache, by the GPU kernel of torch."""
+        data, dim = self.params.data, self.config.head_dim
+        rules = self._score_rules
+        supported = (varlen.is_supported(data.device, data.dtype, dim, rule.softcap, rule.window) for rule in rules)
+        return varlen.reads_used_lengths() and all(supported)
 
     def _bind(self) -> _Weights:
         blocks = tuple(self._bind_block(f"layers.{i}.") for i in self.layers)
@@ -169,7 +179,7 @@ class Transformer:
         positions.
         """
         layout = RowLayout(tuple(lengths), tuple(prefixes), tokens.device)
-        angles, indices, angle_rows = self._angles(layout.longest), None, None
+        angles, indices, angle_rows = self.rotary_table(layout.longest), None, None
         if cache is not None:
             assert slots is not None and len(slots) == len(lengths)
             slot_of = on_device(torch.tensor(slots, dtype=torch.int64), tokens.device)
@@ -226,9 +236,10 @@ class Transformer:
         longest = longest or (int(positions.max()) + 1 if count else 0)
         x = self._embed(tokens, positions, longest) if x is None else x
         if (blocks := self.weights.fused) is not None:
-            return (self._tiled_blocks or blocks.tiled())(x, positions, cache, prefixes, self._angles(longest))
+            return (self._tiled_blocks or blocks.tiled())(x, positions, cache, prefixes, self.rotary_table(longest))
         indices = cache.indices(torch.arange(count, device=tokens.device), positions)
-        windows = {rule.window for rule in self._score_rules}
+        cached_rows = CachedRows.of(positions, cache.max_len) if cache.by_token else None
+        windows = {rule.window for rule in self._score_rules} if cached_rows is None else ()
         biases = {w: decode_bias(positions, longest, self.n_kv, w).to(cache.k.dtype) for w in windows}
         angle_rows = self._angle_rows(positions, longest, cache.k.dtype)
 
@@ -237,12 +248,16 @@ class Transformer:
             q, k = (qk if angle_rows is None else rotate(qk, *angle_rows)).split((self.n_q, self.n_kv), 1)
             cache.write(layer, indices, k, v)
             rule = self._score_rules[layer]
+            if cached_rows is not None:
+                scale = rule.scale_for(self.config.head_dim)
+                return cached_rows.attend(q, cache.k[layer], cache.v[layer], longest, scale, rule.window)
             keys, values = cache.k[layer, :count], cache.v[layer, :count]
             return decode_attention(q, keys, values, biases[rule.window], rule)
 
         return self._run(x, count, attend)
 
-    def _angles(self, longest: int) -> Tensor | None:
+    def rotary_table(self, longest: int) -> Tensor | None:
+        """Return the table of rotary angles, with at least ``longest`` positions; None for learned positions."""
         return None if self._rotary is None else self._rotary.table(longest)
 
     def _angle_rows(self, positions: Tensor, longest: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:

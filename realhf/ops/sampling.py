@@ -37,6 +37,12 @@ def uniform(seed: int, prompts: Tensor, samples: Tensor, positions: Tensor) -> T
     return kernel(_int64(seed), prompts, samples, positions)
 
 
+def mix_seed(seed: int) -> int:
+    """Return a number x such that ``uniform(0, prompts ^ x, ...)`` equals ``uniform(seed, prompts, ...)``."""
+    first, zero = _mix(torch.tensor([_int64(seed + _INCREMENT), _INCREMENT])).tolist()
+    return int(first ^ zero)
+
+
 def uniform_reference(seed: int, prompts: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
     """The reference implementation of ``uniform``, with identical bits."""
     state = _mix(torch.full_like(prompts, _int64(seed + _INCREMENT)))

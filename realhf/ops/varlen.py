@@ -75,7 +75,7 @@ def is_supported(
 
 
 def reads_used_lengths() -> bool:
-    """Return True if the kernel can read the first keys of a row only, as decoding needs."""
+    """Return True if the kernel can read the first keys of a row only, as decoding needs: torch 2.12 or later."""
     kernel = _kernel()
     return kernel is not None and "seqused_k" in kernel.parameters
 
@@ -97,3 +97,24 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, scale: 
         k, v = k.index_select(0, index), v.index_select(0, index)
     cu_q, cu_k = layout.cu_seqlens
     return kernel(q, k, v, (cu_q, cu_k, max(layout.lengths, default=0), layout.longest), scale, window)
+
+
+@dataclass(frozen=True)
+class CachedRows:
+    """One query per slot of a cache of ``max_len`` tokens per slot: offsets ``[S + 1]`` and used lengths ``[S]``."""
+
+    cu_q: Tensor
+    cu_k: Tensor
+    used: Tensor
+
+    @classmethod
+    def of(cls, positions: Tensor, max_len: int) -> "CachedRows":
+        offsets = torch.arange(len(positions) + 1, dtype=torch.int32, device=positions.device)
+        return cls(offsets, offsets * max_len, positions.int() + 1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, longest: int, scale: float, window: int) -> Tensor:
+        """Attend from q ``[S, H, d]`` to the used keys of k, v ``[slots, max_len, K, d]``, at most ``longest``."""
+        kernel = _kernel()
+        assert kernel is not None, "the caller checks reads_used_lengths"
+        layout = (self.cu_q, self.cu_k, 1, longest)
+        return kernel(q, k.flatten(0, 1), v.flatten(0, 1), layout, scale, window, self.used)

@@ -56,7 +56,7 @@ def test_cuda_graphs_sample_the_same_tokens(
     config = GenerationConfig(max_new_tokens=40, max_num_seqs=19, **options)
     engine, prompts = engine_on(llama, trained=False, device="cuda"), prompts_of(LENGTHS).to("cuda")
     made = engine.generate(prompts, config, 3, 11)
-    monkeypatch.setattr(group, "supports_cuda_graphs", lambda model: False)
+    monkeypatch.setattr(group, "decodes_on_device", lambda model: False)
     plain = engine.generate(prompts, config, 3, 11)
     assert torch.equal(made["tokens"], plain["tokens"])
     torch.testing.assert_close(made["logprobs"], plain["logprobs"], atol=1e-4, rtol=0)

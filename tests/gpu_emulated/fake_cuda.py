@@ -8,6 +8,7 @@ does not block arrives at the next wait.
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -148,7 +149,7 @@ class FakeCuda(TorchDispatchMode):
         if func in ALLOCATING:
             fill_with_garbage(out.untyped_storage())
         if self.capture is not None:
-            self.capture.record(func, compute, args, kwargs, out, is_launched=_is_launched(func))
+            self.capture.record(compute, args, kwargs, out, [x.inner for x in ours], is_launched=_is_launched(func))
         known = {id(x.inner): x for x in ours}
 
         def wrap(x: Any) -> Any:
@@ -198,7 +199,7 @@ class FakeCuda(TorchDispatchMode):
             self._check_memory(func, [args[0]])
             return self._run(func, (args[0].inner, values), {}, [args[0]], args[0].where)
         options = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "non_blocking")}
-        return self._run(_converted, (values,), options, [], target)
+        return self._run(_converted, (values,), options, [source] if isinstance(source, DeviceTensor) else [], target)
 
     def _copy_to_host(self, target: Tensor, source: Any, non_blocking: bool) -> Tensor:
         if non_blocking and self.is_pinned(target):
@@ -251,6 +252,7 @@ def _converted(x: Tensor, **options: Any) -> Tensor:
 _converted._schema = aten.clone.default._schema  # type: ignore[attr-defined]
 
 
+@cache
 def _is_launched(func: Any) -> bool:
     """Return True unless the operation only makes a view, or only allocates."""
     is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)

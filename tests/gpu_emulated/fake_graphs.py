@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from tests.gpu_emulated.device_tensor import fill_with_garbage
 
@@ -44,7 +44,7 @@ class FakeCudaGraph:
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
-        self.steps: list[tuple[Callable[..., Any], Any, Any, Any]] = []
+        self.steps: list[tuple[Callable[..., Any], list[Any], Any]] = []
         self.own: dict[int, torch.UntypedStorage] = {}
         self.saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
@@ -59,18 +59,22 @@ class FakeCudaGraph:
                     if storage._cdata not in self.own and storage._cdata not in self.saved:
                         self.saved[storage._cdata] = storage, storage.clone()
 
-    def record(self, func: Any, compute: Any, args: Any, kwargs: Any, out: Any, is_launched: bool) -> None:
+    def record(self, compute: Any, args: Any, kwargs: Any, out: Any, ours: list[Tensor], is_launched: bool) -> None:
+        """Record an operation on ``ours``, and on scalars of the host, whose values are constants of the graph."""
         written = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         for x in tree_leaves(out):
             if isinstance(x, Tensor) and (number := x.untyped_storage()._cdata) not in written:
                 self.own[number] = x.untyped_storage()
-        if is_launched:
-            self.steps.append((compute, *tree_map(self._by_address, (args, kwargs, out))))
+        device_tensors = {id(x) for x in (*ours, *tree_leaves(out))}
 
-    def _by_address(self, x: Any) -> Any:
-        if not isinstance(x, Tensor) or x.untyped_storage()._cdata in self.own:
-            return x
-        return ForeignMemory(x, self.cuda)
+        def by_address(x: Any) -> Any:
+            if not isinstance(x, Tensor) or x.untyped_storage()._cdata in self.own:
+                return x
+            return ForeignMemory(x, self.cuda) if id(x) in device_tensors else x.clone()
+
+        if is_launched:
+            leaves, spec = tree_flatten((args, kwargs, out))
+            self.steps.append((compute, [by_address(x) for x in leaves], spec))
 
     def begin(self) -> None:
         assert self.cuda.capture is None and not self.steps, "captures do not nest"
@@ -89,8 +93,9 @@ class FakeCudaGraph:
         self.cuda.note("graph replay", "")
         self.cuda.note("launch", "graph replay")
         with _disable_current_modes(), torch.no_grad():
-            for compute, *recorded in self.steps:
-                args, kwargs, out = tree_map(lambda x: x.tensor() if isinstance(x, ForeignMemory) else x, recorded)
+            for compute, leaves, spec in self.steps:
+                values = [x.tensor() if isinstance(x, ForeignMemory) else x for x in leaves]
+                args, kwargs, out = tree_unflatten(values, spec)
                 again = compute(*args, **kwargs)
                 for new, old in zip(tree_leaves(again), tree_leaves(out), strict=True):
                     if isinstance(new, Tensor) and new.data_ptr() != old.data_ptr():

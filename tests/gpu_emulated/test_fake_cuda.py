@@ -166,6 +166,16 @@ def test_graphs_compute_at_replay_only(cuda: FakeCuda) -> None:
         assert x.tolist() == [turn, turn + 1, turn + 2, turn + 3] and out.tolist() == [10 * v for v in x.tolist()]
 
 
+def test_conversions_and_scalars_in_a_graph(cuda: FakeCuda) -> None:
+    x, graph = numbers(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = torch.where(x > 1, x.int() + 1, -5)
+    for _ in range(2):
+        graph.replay()
+        assert out.tolist() == [v + 1 if v > 1 else -5 for v in x.tolist()]
+        x.add_(1)
+
+
 def test_graphs_do_not_keep_their_inputs_alive(cuda: FakeCuda) -> None:
     x = numbers()
     graph, _ = captured(x)

@@ -27,10 +27,10 @@ def test_tokens_are_written_to_their_slot_and_position() -> None:
 def test_only_the_prefix_is_copied() -> None:
     kv = cache()
     before = kv.k.clone()
+    kv.copy_slots([(1, 0, 0, 4), (1, 3, 0, 4)])
     for slot in (0, 3):
-        kv.copy_slot(1, slot, 0, 4)
         assert torch.equal(kv.k[:, slot, :, :4], before[:, 1, :, :4])
         assert torch.equal(kv.k[:, slot, :, 4:], before[:, slot, :, 4:])
-    kv.copy_slot(2, 0, 3, 5)
+    kv.copy_slots([(2, 0, 3, 5)])
     assert torch.equal(kv.k[:, 0, :, 3:5], before[:, 2, :, 3:5])
     assert torch.equal(kv.k[:, 0, :, :3], before[:, 1, :, :3]) and torch.equal(kv.k[:, 0, :, 5], before[:, 0, :, 5])

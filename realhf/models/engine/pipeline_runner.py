@@ -8,6 +8,7 @@ from torch import Tensor
 
 from realhf.comm.p2p import P2PChannel, PendingTransfer
 from realhf.comm.process_groups import ParallelContext
+from realhf.models.engine.decode.cuda_graphs import KeptDecoder
 from realhf.models.engine.decode.group import DecodeGroup
 from realhf.models.engine.packing import Packing
 from realhf.models.transformer import Transformer
@@ -24,6 +25,8 @@ class Pipeline:
         self.ranks = tuple(sorted(context.layout.axis("tp", rank))[index] for rank in stages)
         self.stage, self.n_stages = context.coord.pp, len(self.ranks)
         self.p2p = P2PChannel(context.device, context.activity, context.directed)
+        self.kept_decoder = KeptDecoder()
+        model.params.on_free.append(self.kept_decoder.drop)
 
     @property
     def is_last(self) -> bool:

@@ -208,7 +208,7 @@ def decoding_probe(context: ProbeContext, engine: NativeEngine, rows: int, cache
 
     @torch.no_grad()
     def run() -> list[float]:
-        group = DecodeGroup(model, request, deque(range(request.n_rows)), request.n_rows)
+        group = DecodeGroup(model, request, deque(range(request.n_rows)), request.n_rows, steps_per_wait=1)
         group.advance(group.forward(None))
         whole, inner = [], []
         with model.decoding():

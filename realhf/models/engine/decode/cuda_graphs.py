@@ -1,20 +1,39 @@
-"""Decoding steps as CUDA graphs, which launch hundreds of small kernels at once.
+"""Decoding steps that stay on the device, as CUDA graphs, which launch hundreds of small kernels at once.
 
 A graph is for one number of slots and one context length, both rounded up so that few graphs cover all steps. Inputs
-and outputs have fixed addresses. Slots beyond the live ones write to unused slots, and their tokens are dropped.
+and outputs have fixed addresses. Slots beyond the live ones write to unused slots, and their tokens are dropped. Routed
+experts are not captured: the host reads how many tokens each of them has.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from realhf.models.transformer import Transformer
+from realhf.ops.rows import on_device
+from realhf.ops.sampling import NO_TOKEN
 
 CONTEXT_STEP = 256
 """Context lengths are rounded up to multiples of this."""
-Step = Callable[[Tensor, int], Tensor]
-"""Computes a step from its inputs ``[5, S]`` and the longest row's length: tokens and log-probabilities, ``[3, S]``."""
+STEPS_PER_WAIT = 8
+"""Decoding steps between two times at which the host reads tokens."""
+MAX_GRAPHS = 64
+KEPT_SHARE = 0.1
+"""A cache of at most this share of the device's memory is kept between calls of ``generate``."""
+SKIPPED = -2
+"""The token of a row that ended in an earlier step of a turn."""
+Step = Callable[[Tensor, int], tuple[Tensor, ...]]
+"""Samples from the first five rows of the state, for rows up to a length: tokens and two log-probabilities, ``[S]``."""
+
+
+class _CapturedStep(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    outputs: Tensor
+    constants: tuple[Tensor, ...]  # the graph reads their memory
 
 
 def round_batch(n: int, limit: int) -> int:
@@ -29,47 +48,114 @@ def round_context(longest: int, limit: int) -> int:
     return min(-(-longest // CONTEXT_STEP) * CONTEXT_STEP, limit)
 
 
-def supports_cuda_graphs(model: Transformer) -> bool:
-    """Return True for whole models on one GPU without routed experts."""
-    is_whole = model.is_first and model.is_last and model.tp.size == 1
-    return is_whole and model.params.data.is_cuda and not model.config.n_experts
+def decodes_on_device(model: Transformer) -> bool:
+    """Return True for models on GPUs that are not split into stages."""
+    return model.is_first and model.is_last and model.params.data.is_cuda
 
 
-class CudaGraphRunner:
-    """Runs a ``Step`` for at most ``n_slots`` slots and contexts of at most ``max_len`` tokens.
+class DeviceDecoder:
+    """The KV cache of a model, and the decoding steps of its first slots.
 
-    ``inputs`` are last tokens, positions, and the arguments of sampling: prompt numbers, samples, token counts.
+    ``state`` is ``[7, n_slots]`` int64: last tokens, positions, the arguments of sampling (prompt numbers, samples,
+    token counts), limits of the counts, and 1 for ended rows. A step updates it, so that several steps need no host.
     """
 
-    def __init__(self, step: Step, n_slots: int, max_len: int, device: torch.device) -> None:
-        self.step, self.n_slots, self.max_len = step, n_slots, max_len
-        self.inputs = torch.zeros(5, n_slots, dtype=torch.int64, device=device)
-        self._captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+    def __init__(self, model: Transformer, n_slots: int, max_len: int) -> None:
+        self.cache, self.device = model.new_cache(n_slots, max_len), model.params.data.device
+        self.state = torch.zeros(7, n_slots, dtype=torch.int64, device=self.device)
+        self.weights_version = model.params.n_allocations
+        self._angles = model.rotary_table(max_len)  # graphs read it, and the model may replace it by a longer one
+        self._captured: dict[Hashable, _CapturedStep] = {}
+        is_captured = self.device.type == "cuda" and not model.config.n_experts
+        self._pool = torch.cuda.graph_pool_handle() if is_captured else None
 
-    def __call__(self, inputs: Tensor, longest: int) -> Tensor:
-        """Return ``[3, S]`` float64 for ``inputs`` ``[5, S]``: token, log-probability, sampling log-probability."""
-        n = inputs.shape[1]
-        size, context = round_batch(n, self.n_slots), round_context(longest, self.max_len)
-        self.inputs[:, :n] = inputs
-        self.inputs[:, n:size] = 0
-        if self._pool is None:  # tests run the padded step without a graph
-            return self.step(self.inputs[:, :size], context)[:, :n]
-        if (size, context) not in self._captured:
-            self._captured[size, context] = self._capture(size, context)
-        graph, outputs = self._captured[size, context]
-        graph.replay()
-        return outputs[:, :n].clone()
+    def fits(self, model: Transformer, n_slots: int, max_len: int) -> bool:
+        """Return True if the cache is large enough, and the weights have not moved since the graphs were captured."""
+        is_large = self.cache.n_slots >= n_slots and self.cache.max_len >= max_len
+        return is_large and self.weights_version == model.params.n_allocations
 
-    def _capture(self, size: int, context: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Capture a step after one warm-up run, which initialises libraries and tables."""
-        inputs = self.inputs[:, :size]
+    def run(
+        self, step: Step, table: npt.NDArray[np.int64], stop_tokens: Tensor, options: Hashable, n_steps: int
+    ) -> Tensor:
+        """Make ``n_steps`` steps from the state ``table`` ``[6, n]``; return ``[n_steps, 3, n]`` float64.
+
+        Outputs are token (``SKIPPED`` after a row's end), log-probability and sampling log-probability. ``options``
+        names everything else that ``step`` depends on.
+        """
+        n = table.shape[1]
+        size = round_batch(n, self.cache.n_slots)
+        context = round_context(int(table[1].max()) + n_steps, self.cache.max_len)
+        padded = np.zeros((7, size), np.int64)
+        padded[:6, :n], padded[6, n:] = table, 1
+        self.state[:, :size].copy_(on_device(torch.from_numpy(padded), self.device))
+        if self._pool is None:  # routed experts; tests run the padded step without a graph
+            outputs = [self._advance(step, size, context, stop_tokens) for _ in range(n_steps)]
+            return torch.stack(outputs)[:, :, :n]
+        key = (size, context, options)
+        captured = self._captured.pop(key, None) or self._capture(step, size, context, stop_tokens)
+        self._captured[key] = captured  # the last one is the most recent
+        if len(self._captured) > MAX_GRAPHS:
+            del self._captured[next(iter(self._captured))]
+        outputs = []
+        for _ in range(n_steps):
+            captured.graph.replay()
+            outputs.append(captured.outputs.clone())
+        return torch.stack(outputs)[:, :, :n]
+
+    def _advance(self, step: Step, size: int, context: int, stop_tokens: Tensor) -> Tensor:
+        """Sample one token per row and update the state; float64 represents every token exactly."""
+        state = self.state[:, :size]
+        last, positions, _, _, counts, limits, ended = state
+        tokens, *logprobs = step(state[:5], context)
+        is_live = ended == 0
+        is_new = is_live & (tokens != NO_TOKEN)
+        last.copy_(torch.where(is_new, tokens, last))
+        positions += is_new
+        counts += is_new
+        is_stop = (tokens[:, None] == stop_tokens).any(1)  # isin waits for the device if there are many
+        ended.logical_or_(~is_new | is_stop | (counts >= limits))
+        return torch.stack([x.double() for x in (torch.where(is_live, tokens, SKIPPED), *logprobs)])
+
+    def _capture(self, step: Step, size: int, context: int, stop_tokens: Tensor) -> _CapturedStep:
+        """Capture a step after one warm-up run, which initialises libraries and communicators."""
+        saved = self.state.clone()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self.step(inputs, context)
+            self._advance(step, size, context, stop_tokens)
         torch.cuda.current_stream().wait_stream(stream)
+        self.state.copy_(saved)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            outputs = self.step(inputs, context)
-        return graph, outputs
+        # NCCL's watchdog thread queries events meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            outputs = self._advance(step, size, context, stop_tokens)
+        return _CapturedStep(graph, outputs, (stop_tokens,))
+
+
+class KeptDecoder:
+    """Keeps the decoder of an engine between calls, in bounded memory: captures take as long as many steps.
+
+    It does not refer to the model, whose parameters call ``drop`` when they are released.
+    """
+
+    def __init__(self) -> None:
+        self._decoder: DeviceDecoder | None = None
+
+    def take(self, model: Transformer, n_slots: int, max_len: int) -> DeviceDecoder:
+        """Return the kept decoder if it fits, else a new one; it is the caller's until ``give``."""
+        kept, self._decoder = self._decoder, None
+        if kept is not None and kept.fits(model, n_slots, max_len):
+            return kept
+        del kept  # before the new cache is allocated
+        max_len = min(round_context(max_len, model.config.max_row_len), model.config.max_row_len)
+        return DeviceDecoder(model, n_slots, max_len)
+
+    def give(self, decoder: DeviceDecoder) -> None:
+        """Keep a decoder if it is small enough."""
+        if decoder.device.type == "cuda":
+            _, total = torch.cuda.mem_get_info(decoder.device)
+            if decoder.cache.both.nbytes <= KEPT_SHARE * total:
+                self._decoder = decoder
+
+    def drop(self) -> None:
+        self._decoder = None

@@ -5,6 +5,7 @@ In a pipeline the slots form as many groups as there are stages, which pass thro
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from realhf.data.batch import Column, SequenceBatch
 from realhf.models.engine.decode.group import DecodeGroup
 from realhf.models.engine.decode.scheduler import Request
 from realhf.models.engine.pipeline_runner import Pipeline
+from realhf.ops.rows import on_device
 
 COLUMNS = {
     "tokens": torch.int64,
@@ -35,9 +37,11 @@ def generate(pipeline: Pipeline, request: Request) -> SequenceBatch:
     n_slots, queue = min(request.config.max_num_seqs, request.n_rows), deque(range(request.n_rows))
     n_groups = min(pipeline.n_stages, n_slots)
     shares = [n_slots // n_groups + (i < n_slots % n_groups) for i in range(n_groups)]
-    groups = [DecodeGroup(model, request, queue, share) for share in shares]
+    groups = [DecodeGroup(model, request, queue, share, pipeline.kept_decoder) for share in shares]
     with model.decoding():
         pipeline.generate(groups)
+    for group in groups:
+        group.close()
     return _assemble(pipeline, request, groups)
 
 
@@ -47,14 +51,21 @@ def empty_result(device: torch.device) -> SequenceBatch:
 
 def _assemble(pipeline: Pipeline, request: Request, groups: list[DecodeGroup]) -> SequenceBatch:
     sampled = [turn for group in groups for turn in group.slots.sampled]
-    row_of, tokens = (torch.cat(parts).to(pipeline.context.device) for parts in zip(*sampled, strict=True))
-    order = row_of.argsort(stable=True)
-    tokens = tokens[order]
-    logprobs = torch.empty(2, len(order), device=tokens.device)
+    row_of, tokens = (torch.cat(parts) for parts in zip(*sampled, strict=True))  # in host memory
+    order, device = row_of.argsort(stable=True), pipeline.context.device
+    counts, tokens = row_of.bincount(minlength=request.n_rows), on_device(tokens[order], device)
+    order = on_device(order, device)
+    logprobs = torch.empty(2, len(order), device=device)
     if pipeline.is_last:
         pairs = [pair for group in groups for pair in group.logprobs]
-        logprobs = torch.stack([torch.cat(parts) for parts in zip(*pairs, strict=True)])[:, order]
-    return build_result(request, row_of.bincount(minlength=request.n_rows), tokens, pipeline.from_last(logprobs))
+        logprobs = torch.stack([_joined(parts, device) for parts in zip(*pairs, strict=True)])[:, order]
+    return build_result(request, counts, tokens, pipeline.from_last(logprobs))
+
+
+def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Concatenate tensors of which some are on the device and some in host memory, with one copy per run of these."""
+    runs = [torch.cat(list(run)) for _, run in groupby(parts, key=lambda part: part.device.type)]
+    return torch.cat([run if run.device == device else on_device(run, device) for run in runs])
 
 
 def build_result(request: Request, counts: Tensor, tokens: Tensor, logprobs: Tensor) -> SequenceBatch:
@@ -69,7 +80,8 @@ def build_result(request: Request, counts: Tensor, tokens: Tensor, logprobs: Ten
         pairs = zip(prompt_of, responses.split(n_sampled), strict=True)
         return Column(torch.cat([part for prompt, response in pairs for part in (prompts[prompt], response)]), lengths)
 
-    stopped = torch.isin(tokens[counts.cumsum(0) - 1], request.stop_tokens)
+    last = on_device(torch.tensor(n_sampled).cumsum(0) - 1, tokens.device)
+    stopped = torch.isin(tokens[last], request.stop_tokens)
     columns = {
         "tokens": joined(request.prompt_tensors, tokens),
         "prompt_mask": joined(ones, torch.zeros_like(tokens, dtype=torch.uint8)),

@@ -1,29 +1,56 @@
 """A group of rows in generation on one stage: its slots, their cache and the computation of a turn."""
 
 from collections import deque
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from realhf.models.engine.decode.cuda_graphs import CudaGraphRunner, supports_cuda_graphs
+from realhf.models.engine.decode.cuda_graphs import (
+    SKIPPED,
+    STEPS_PER_WAIT,
+    DeviceDecoder,
+    KeptDecoder,
+    decodes_on_device,
+)
 from realhf.models.engine.decode.scheduler import Request, SlotTable
 from realhf.models.engine.nonfinite import nonfinite_logits
 from realhf.models.transformer import Transformer
-from realhf.ops.sampling import NO_TOKEN, sample, uniform
+from realhf.ops.rows import on_device
+from realhf.ops.sampling import NO_TOKEN, mix_seed, sample, uniform
 
 
 class DecodeGroup:
-    """Computes the turns of a group. Only the last stage has ``logprobs``: pairs, with sampling ones, by turn."""
+    """Computes the turns of a group. Only the last stage has ``logprobs``: pairs, with sampling ones, by turn.
 
-    def __init__(self, model: Transformer, request: Request, queue: deque[int], n_slots: int) -> None:
-        self.model, self.request = model, request
-        self.cache = model.new_cache(n_slots, request.max_row_len)
+    A whole model on a GPU makes up to ``steps_per_wait`` decoding steps per turn, between which the host does not read
+    tokens. Its cache is taken from ``kept``, and returned by ``close``.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        request: Request,
+        queue: deque[int],
+        n_slots: int,
+        kept: KeptDecoder | None = None,
+        steps_per_wait: int = STEPS_PER_WAIT,
+    ) -> None:
+        self.model, self.request, self.steps_per_wait = model, request, steps_per_wait
+        self._kept = kept or KeptDecoder()
+        self._decoder: DeviceDecoder | None = None
+        if decodes_on_device(model):
+            self._decoder = self._kept.take(model, n_slots, request.max_row_len)
+        self.cache = self._decoder.cache if self._decoder else model.new_cache(n_slots, request.max_row_len)
         shares_prefix = request.share_prefixes and model.supports_shared_prefixes
         self.slots = SlotTable(request, queue, n_slots, shares_prefix)
         self.logprobs: list[tuple[Tensor, Tensor]] = []
-        self.graphs: CudaGraphRunner | None = None
-        if supports_cuda_graphs(model):
-            self.graphs = CudaGraphRunner(self._full_step, n_slots, request.max_row_len, model.params.data.device)
+
+    def close(self) -> None:
+        """Return the cache, after the last turn."""
+        if self._decoder is not None:
+            self._kept.give(self._decoder)
 
     @property
     def is_finished(self) -> bool:
@@ -38,13 +65,14 @@ class DecodeGroup:
     def forward(self, x: Tensor | None) -> Tensor:
         """Compute this stage's part of a turn: hidden states for the next stage, or on the last one sampled tokens.
 
-        ``x`` is the previous stage's output, ``[n_tokens, D]``.
+        ``x`` is the previous stage's output, ``[n_tokens, D]``. Several steps return ``[k, 3, S]``: tokens and
+        log-probabilities.
         """
         slots = self.slots
-        if slots.prefill is None and self.graphs is not None:
-            tokens, *logprobs = self.graphs(slots.inputs, slots.longest)
-            self.logprobs.append((logprobs[0].float(), logprobs[1].float()))
-            return tokens.long()
+        if slots.prefill is None and self._decoder is not None:
+            n_steps = min(self.steps_per_wait, slots.most_steps)
+            table, options = slots.state(self._seed_mask), self._step_options
+            return self._decoder.run(self._sample_step, table, self.request.stop_tokens, options, n_steps)
         if slots.prefill is None:
             inputs = slots.inputs
             hidden = self.model.decode(inputs[0], inputs[1], self.cache, x, slots.prefixes, slots.longest)
@@ -52,15 +80,26 @@ class DecodeGroup:
             hidden = self._prefill(x)
         if not self.model.is_last:
             return hidden
-        tokens, *logprobs = self._sample(hidden, *slots.counters)
+        tokens, *logprobs = self._sample(hidden, self.request.seed, *slots.counters)
         self.logprobs.append((logprobs[0], logprobs[1]))
         return tokens
 
-    def _full_step(self, inputs: Tensor, longest: int) -> Tensor:
-        """Compute a decoding step of a whole model in one tensor; float64 represents every token exactly."""
+    @cached_property
+    def _seed_mask(self) -> int:
+        """Makes prompt numbers depend on the seed, which is a constant of a captured step."""
+        return mix_seed(self.request.seed)
+
+    @cached_property
+    def _step_options(self) -> tuple[object, ...]:
+        config = self.request.config
+        return (config.greedy, config.temperature, config.top_k, config.top_p, config.min_new_tokens,
+                self.request.stop_ids)  # fmt: skip
+
+    def _sample_step(self, inputs: Tensor, longest: int) -> tuple[Tensor, ...]:
+        """Compute a decoding step of a whole model."""
         last, positions, *counters = inputs
         hidden = self.model.decode(last, positions, self.cache, longest=longest)
-        return torch.stack([output.double() for output in self._sample(hidden, *counters)])
+        return self._sample(hidden, 0, *counters)
 
     def _prefill(self, x: Tensor | None) -> Tensor:
         """Compute each prompt once and share its cache; the last stage returns hidden states at the prompts' ends."""
@@ -69,18 +108,18 @@ class DecodeGroup:
         lengths = [request.lengths[prompt] for prompt in prefill.prompts]
         tokens = torch.cat([request.prompt_tensors[prompt] for prompt in prefill.prompts])
         hidden = self.model.hidden(tokens, lengths, self.cache, prefill.slots, x)
-        for first, others, length in prefill.copies:
-            for slot in others:
-                self.cache.copy_slot(first, slot, 0, length)
-        return hidden[torch.tensor(prefill.ends, device=hidden.device)] if self.model.is_last else hidden
+        self.cache.copy_slots([(src, dst, 0, length) for src, others, length in prefill.copies for dst in others])
+        return hidden[on_device(torch.tensor(prefill.ends), hidden.device)] if self.model.is_last else hidden
 
-    def _sample(self, hidden: Tensor, prompts: Tensor, samples: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
+    def _sample(
+        self, hidden: Tensor, seed: int, prompts: Tensor, samples: Tensor, counts: Tensor
+    ) -> tuple[Tensor, ...]:
         """Sample the next tokens, with log-probabilities; the result is the same on all tensor-parallel ranks."""
         config = self.request.config
         early = counts < config.min_new_tokens if config.min_new_tokens else None
         return sample(
             self.model.logits(hidden),
-            uniform(self.request.seed, prompts, samples, counts),
+            uniform(seed, prompts, samples, counts),
             temperature=0.0 if config.greedy else config.temperature,
             top_k=config.top_k,
             top_p=config.top_p,
@@ -88,13 +127,24 @@ class DecodeGroup:
             forbid_rows=early,
         )
 
-    def advance(self, tokens: Tensor) -> None:
+    def advance(self, sampled: Tensor) -> None:
         """Record the tokens sampled in this turn and update the cache for the next one, on every stage.
 
         Raises ValueError for a row whose logits were not finite.
         """
-        sampled = tokens.cpu()
-        if int(sampled.min()) == NO_TOKEN:
-            raise nonfinite_logits(self.model, self.request, *self.slots.history(int(sampled.argmin())))
-        for move in self.slots.record(sampled):
-            self.cache.copy_slot(*move)
+        host = sampled.cpu()
+        if host.dim() == 1:
+            self._append(host)
+        for step in host if host.dim() > 1 else ():
+            tokens, *logprobs = step[:, step[0] != SKIPPED].unbind()
+            self._append(tokens.long(), np.flatnonzero((step[0] != SKIPPED).numpy()))
+            self.logprobs.append((logprobs[0].float(), logprobs[1].float()))
+        self.cache.copy_slots(self.slots.end_turn())
+
+    def _append(self, tokens: Tensor, indices: np.ndarray | None = None) -> None:
+        if len(tokens) and int(tokens.min()) == NO_TOKEN:
+            index = int(tokens.argmin())
+            raise nonfinite_logits(
+                self.model, self.request, *self.slots.history(index if indices is None else int(indices[index]))
+            )
+        self.slots.append(tokens, indices)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from realhf.api.config import GenerationConfig
 from realhf.data.batch import SequenceBatch
+from realhf.ops.rows import on_device
 
 IntTable = npt.NDArray[np.int64]
 
@@ -42,7 +43,8 @@ class Request:
 
     @cached_property
     def prompt_tokens(self) -> tuple[list[int], ...]:
-        return tuple(prompt.tolist() for prompt in self.prompt_tensors)
+        tokens = self.prompts["prompts"].cpu()  # one copy for all
+        return tuple(prompt.tolist() for prompt in tokens.split(self.lengths))
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -65,7 +67,7 @@ class Request:
 
     @cached_property
     def stop_tokens(self) -> Tensor:
-        return torch.tensor(self.stop_ids, dtype=torch.int64, device=self.prompts["prompts"].device)
+        return on_device(torch.tensor(self.stop_ids, dtype=torch.int64), self.prompts["prompts"].device)
 
 
 @dataclass(frozen=True)
@@ -146,13 +148,19 @@ class SlotTable:
         self._table, self.n_live = table, table.shape[1]
         self._last, self.positions, _, _, self._counts, self.rows, self._limits, self.owners = table
         self._starts = self.positions - self._counts + 1
-        self.prefixes: Tensor | None = None
-        if self.request.share_prefixes:
-            self.prefixes = self._on_device(np.stack((self.rows // self.request.n, self._starts, self.owners)))
+        self._finished: list[IntTable] = []
+        self._prefixes: Tensor | None = None
+
+    @property
+    def prefixes(self) -> Tensor | None:
+        """The common prefixes of rows, as for ``Transformer.decode``; the same tensor until rows are exchanged."""
+        if self._prefixes is None and self.request.share_prefixes:
+            self._prefixes = self._on_device(np.stack((self.rows // self.request.n, self._starts, self.owners)))
+        return self._prefixes
 
     def _on_device(self, array: IntTable) -> Tensor:
         """Return an array on the model's device; on the CPU it shares the table's memory."""
-        return torch.from_numpy(array).to(self.request.stop_tokens.device)
+        return on_device(torch.from_numpy(array), self.request.stop_tokens.device)
 
     @property
     def inputs(self) -> Tensor:
@@ -169,6 +177,17 @@ class SlotTable:
         """The length of the longest row, including the token that is computed next."""
         return int(self.positions.max(initial=-1)) + 1
 
+    @property
+    def most_steps(self) -> int:
+        """The number of steps until every row has ended."""
+        return int((self._limits - self._counts).max(initial=0))
+
+    def state(self, seed_mask: int) -> IntTable:
+        """Return ``[6, n_live]``: the inputs, with prompt numbers masked by the seed, and limits of the counts."""
+        table = self._table[[0, 1, 2, 3, 4, 6]]
+        table[2] ^= seed_mask
+        return table
+
     def history(self, index: int) -> tuple[int, list[int]]:
         """Return the row of this turn's sample ``index``, and the tokens that it has sampled before."""
         row = int(self.rows[self.n_live - self.n_sampling + index])
@@ -179,13 +198,25 @@ class SlotTable:
 
         The tokens are on the CPU. Finished rows are evicted and the last live rows move to their slots.
         """
+        self.append(tokens)
+        return self.end_turn()
+
+    def append(self, tokens: Tensor, indices: IntTable | None = None) -> None:
+        """Record a step's tokens: one of every sampling row or, after its first step, of those with these indices."""
         first, new = self.n_live - self.n_sampling, tokens.numpy()
-        self.sampled.append((torch.from_numpy(self.rows[first:]), tokens))
-        self._last[first:] = new
-        self.positions[first:] += 1
-        self._counts[first:] += 1
+        slots = slice(first, None) if indices is None else first + indices
+        self.sampled.append((torch.from_numpy(self.rows[slots]), tokens))
+        self._last[slots] = new
+        self.positions[slots] += 1
+        self._counts[slots] += 1
         stopped = (new[:, None] == self._stops).any(1)
-        finished = np.flatnonzero(stopped | (self._counts[first:] >= self._limits[first:])) + first
+        finished = np.flatnonzero(stopped | (self._counts[slots] >= self._limits[slots]))
+        self._finished.append((finished if indices is None else indices[finished]) + first)
+
+    def end_turn(self) -> list[SlotMove]:
+        """Evict finished rows, schedule the next turn, and return the cache moves before it."""
+        finished = np.sort(np.concatenate(self._finished))
+        self._finished.clear()
         moves = self._evict(finished) if len(finished) else []
         self._schedule()
         return moves

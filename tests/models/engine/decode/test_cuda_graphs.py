@@ -1,11 +1,14 @@
 """Padded decoding steps sample the same tokens. CUDA graphs themselves are tested in tests/gpu."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
 from realhf.api.config import GenerationConfig
-from realhf.models.engine.decode import group
-from realhf.models.engine.decode.cuda_graphs import CudaGraphRunner, round_batch, round_context
+from realhf.models.engine.decode import cuda_graphs, group
+from realhf.models.engine.decode.cuda_graphs import DeviceDecoder, Step, round_batch, round_context
 from realhf.models.transformer import Transformer
 from tests.models.engine.tiny_engine import engine_on, prompts_of
 
@@ -30,13 +33,13 @@ def padded_steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Pad all decoding steps as for CUDA graphs; records the sizes of steps before and after padding."""
     seen = []
 
-    class RecordingRunner(CudaGraphRunner):
-        def __call__(self, inputs: torch.Tensor, longest: int) -> torch.Tensor:
-            seen.append((inputs.shape[1], round_batch(inputs.shape[1], self.n_slots)))
-            return super().__call__(inputs, longest)
+    class RecordingDecoder(DeviceDecoder):
+        def run(self, step: Step, table: np.ndarray, *arguments: Any) -> torch.Tensor:
+            seen.append((table.shape[1], round_batch(table.shape[1], self.cache.n_slots)))
+            return super().run(step, table, *arguments)
 
-    monkeypatch.setattr(group, "CudaGraphRunner", RecordingRunner)
-    monkeypatch.setattr(group, "supports_cuda_graphs", lambda model: True)
+    monkeypatch.setattr(cuda_graphs, "DeviceDecoder", RecordingDecoder)
+    monkeypatch.setattr(group, "decodes_on_device", lambda model: True)
     return seen
 
 
@@ -47,7 +50,7 @@ def test_padded_steps_sample_the_same_tokens(
 ) -> None:
     monkeypatch.setattr(Transformer, "supports_shared_prefixes", False)  # as on a GPU
     engine = engine_on(hf_models[family][0], trained=False)
-    config = GenerationConfig(max_new_tokens=14, max_num_seqs=19, **options)
+    config = GenerationConfig(max_new_tokens=40, max_num_seqs=19, **options)
     plain = engine.generate(prompts_of(LENGTHS), config, 3, 11)
     seen = request.getfixturevalue("padded_steps")
     made = engine.generate(prompts_of(LENGTHS), config, 3, 11)

@@ -1,0 +1,197 @@
+"""Decoding on a device: lifetime of cache and graphs, waits per token, results that do not depend on steps per wait."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from realhf.api.config import GenerationConfig, ModelSpec
+from realhf.api.experiment import RoleSpec
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.arch.hf_config import read_hf_config
+from realhf.comm.process_groups import Group, ParallelContext
+from realhf.models.engine.decode import cuda_graphs, group
+from realhf.models.engine.decode.cuda_graphs import STEPS_PER_WAIT
+from realhf.models.engine.native import NativeEngine, build_engine
+from realhf.models.kv_cache import KVCache
+from tests.gpu_emulated.fake_cuda import FakeCuda
+from tests.models.engine.tiny_engine import STOP, engine_on, prompts_of
+
+LENGTHS, N = (3, 1, 7), 2
+CONFIG = GenerationConfig(max_new_tokens=12, max_num_seqs=4)
+MAX_WAITS, MAX_LAUNCHES = 3, 4
+"""Waits of a call besides those of turns: tokens of prompts, and the end; launches per step: replay, outputs."""
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def tokens_of(engine: NativeEngine, config: GenerationConfig = CONFIG, seed: int = 11) -> Tensor:
+    prompts = prompts_of(LENGTHS).to(engine.context.device)
+    return engine.generate(prompts, config, N, seed)["tokens"].cpu()
+
+
+@pytest.fixture
+def gpu(folders: dict[str, Path], cuda: FakeCuda) -> NativeEngine:
+    return engine_on(folders["llama"], trained=False, device="cuda:0", bf16=True)
+
+
+@pytest.fixture
+def caches(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref]:
+    """Weak references to all caches that are created."""
+    found: list[weakref.ref] = []
+
+    class TracedCache(KVCache):
+        def __init__(self, *args: object) -> None:
+            super().__init__(*args)  # type: ignore[arg-type]
+            found.append(weakref.ref(self))
+
+    monkeypatch.setattr("realhf.models.transformer.KVCache", TracedCache)
+    return found
+
+
+def test_a_large_cache_is_released_after_the_call(
+    gpu: NativeEngine, caches: list[weakref.ref], no_gc: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "KEPT_SHARE", 0.0)
+    tokens_of(gpu)
+    assert len(caches) == 1 and caches[0]() is None
+
+
+@pytest.mark.parametrize("release", ["offload", "free"])
+def test_a_small_cache_is_kept_until_the_weights_are_released(
+    release: str, gpu: NativeEngine, cuda: FakeCuda, caches: list[weakref.ref], no_gc: None
+) -> None:
+    tokens_of(gpu)
+    n_captures = cuda.count("graph capture")
+    assert n_captures > 0
+    tokens_of(gpu)
+    assert len(caches) == 1 and caches[0]() is not None
+    assert cuda.count("graph capture") == cuda.count("empty_cache") == n_captures
+    getattr(gpu.params, release)()
+    assert caches[0]() is None
+
+
+@pytest.mark.parametrize("change", ["seed", "options", "weights", "moved", "longer rows", "more slots"])
+def test_kept_graphs_give_the_results_of_new_ones(
+    change: str, gpu: NativeEngine, folders: dict[str, Path], cuda: FakeCuda
+) -> None:
+    tokens_of(gpu)
+    other = engine_on(folders["llama"], trained=False, device="cuda:0", bf16=True)
+    config, seed = CONFIG, 11
+    match change:
+        case "seed":
+            seed = -(1 << 40) - 5
+        case "options":
+            config = GenerationConfig(max_new_tokens=12, max_num_seqs=4, temperature=0.5, stop_token_ids=[7, 9])
+        case "weights":
+            for engine in (gpu, other):
+                engine.params.data.mul_(1.5)
+        case "moved":
+            gpu.params.offload()
+            gpu.params.load()
+        case "longer rows":
+            config = GenerationConfig(max_new_tokens=16, max_num_seqs=4)
+        case "more slots":
+            config = GenerationConfig(max_new_tokens=12, max_num_seqs=6)
+    assert torch.equal(tokens_of(gpu, config, seed), tokens_of(other, config, seed))
+
+
+def test_a_longer_rotary_table_does_not_break_kept_graphs(gpu: NativeEngine, cuda: FakeCuda) -> None:
+    expected = tokens_of(gpu)
+    gpu.model.rotary_table(1000)
+    n_captures = cuda.count("graph capture")
+    assert torch.equal(tokens_of(gpu), expected) and cuda.count("graph capture") == n_captures
+
+
+def test_the_number_of_graphs_is_bounded(gpu: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = tokens_of(gpu)
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 2)
+    assert torch.equal(tokens_of(gpu), expected)
+    decoder = gpu.pipeline.kept_decoder._decoder
+    assert decoder is not None and len(decoder._captured) <= 2
+
+
+@pytest.mark.parametrize("options", [{}, {"min_new_tokens": 6, "top_k": 9}, {"greedy": True}])
+def test_results_do_not_depend_on_the_steps_per_wait(
+    options: dict, gpu: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = GenerationConfig(max_new_tokens=12, max_num_seqs=4, **options)
+    expected = tokens_of(gpu, config)
+    for steps in (1, 3):
+        defaults = group.DecodeGroup.__init__.__defaults__
+        monkeypatch.setattr(group.DecodeGroup.__init__, "__defaults__", (*defaults[:-1], steps))
+        assert torch.equal(tokens_of(gpu, config), expected)
+
+
+def test_ceilings_of_a_decoding_step(gpu: NativeEngine, cuda: FakeCuda) -> None:
+    config = GenerationConfig(max_new_tokens=17, max_num_seqs=6, min_new_tokens=16)
+    tokens_of(gpu, config)  # captures
+    prompts = prompts_of(LENGTHS).to("cuda:0")
+    cuda.events.clear()
+    gpu.generate(prompts, config, N, 11)
+    steps = cuda.count("graph replay")
+    assert steps == 16 and cuda.count("graph capture") == 0
+    assert cuda.n_waits <= 1 + steps / STEPS_PER_WAIT + MAX_WAITS, cuda.report()
+    in_turns = sum(n for e, n in cuda.events.items() if e.kind == "launch" and "decode/cuda_graphs" in e.line)
+    assert in_turns <= MAX_LAUNCHES * steps, cuda.report()
+
+
+def test_copies_of_prompts_are_one_launch(gpu: NativeEngine, cuda: FakeCuda) -> None:
+    cache = gpu.model.new_cache(9, 16)
+    cache.both.copy_(torch.randn(cache.both.shape))
+    before = cache.both.cpu()
+    moves = [(0, 3, 0, 5), (0, 4, 0, 5), (1, 5, 2, 7), (2, 6, 1, 1)]
+    cuda.events.clear()
+    cache.copy_slots(moves)
+    copies = [event for event in cuda.events if "index_copy_" in event.what]
+    assert len(copies) == 1 and cuda.events[copies[0]] == 1 and cuda.n_waits == 0
+    for src, dst, start, stop in moves:
+        before[:, :, dst, start:stop] = before[:, :, src, start:stop]
+    assert torch.equal(cache.both.cpu().isnan(), before.isnan()) and torch.equal(cache.both.cpu(), before)
+
+
+def test_decoding_reads_only_the_used_length(gpu: NativeEngine, cuda: FakeCuda) -> None:
+    """Unwritten positions of the cache are NaN."""
+    cuda.events.clear()
+    made = gpu.generate(prompts_of(LENGTHS).to("cuda:0"), CONFIG, N, 11)
+    assert made["logprobs"].cpu().isfinite().all()
+    decoder = gpu.pipeline.kept_decoder._decoder
+    assert decoder is not None and decoder.cache.by_token and decoder.cache.both.cpu().isnan().any()
+
+
+class MirrorGroup(Group):
+    """A tensor-parallel group whose other member computes the same partial results."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor.mul_(2)
+
+
+def test_tensor_parallel_steps_are_captured(
+    folders: dict[str, Path], cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = Layout(DeviceMesh((0, 1)), ParallelStrategy(tp=2))
+    context = ParallelContext(layout, 0, torch.device("cuda:0"), {(0, 1): MirrorGroup((0, 1), 0)})
+    spec = ModelSpec(str(folders["llama"]), bf16=True)
+    config = read_hf_config(folders["llama"], False)
+    engine = build_engine(config, RoleSpec(spec), context, False, True, 3, 1, (STOP,), None)
+    captured = tokens_of(engine)
+    assert cuda.count("graph replay") > 0
+    monkeypatch.setattr(group, "decodes_on_device", lambda model: False)
+    assert torch.equal(tokens_of(engine), captured)
+
+
+def test_routed_experts_are_not_captured(folders: dict[str, Path], cuda: FakeCuda) -> None:
+    """The host reads how many tokens every expert has."""
+    engine = engine_on(folders["qwen3_moe"], trained=False, device="cuda:0")
+    tokens_of(engine, GenerationConfig(max_new_tokens=2, max_num_seqs=6))
+    assert cuda.count("graph capture") == 0
