@@ -3,6 +3,7 @@
 C++ sees a CPU tensor, so autograd runs unchanged; Python sees the device. ``FakeCuda`` computes their operations.
 """
 
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,27 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from tests.gpu_emulated.fake_cuda import FakeCuda
+
+
+def leaves(x: Any) -> Iterator[Any]:
+    """Yield the values in nested lists, tuples and dicts; torch's own trees take most of the time of an operation."""
+    if type(x) in (list, tuple):
+        for value in x:
+            yield from leaves(value)
+    elif type(x) is dict:
+        yield from leaves(list(x.values()))
+    else:
+        yield x
+
+
+def mapped(function: Callable[[Any], Any], x: Any) -> Any:
+    """Apply a function to the values in nested lists, tuples and dicts."""
+    if type(x) in (list, tuple):
+        return type(x)([mapped(function, value) for value in x])
+    if type(x) is dict:
+        return {key: mapped(function, value) for key, value in x.items()}
+    return function(x)
+
 
 ADDRESS_SPACE = 1 << 60
 """Added to addresses: one of a device never equals one of the host."""
@@ -49,8 +71,9 @@ class DeviceTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        flat = torch.utils._pytree.tree_leaves((args, kwargs))
-        return next(x for x in flat if isinstance(x, DeviceTensor)).cuda_.dispatch(func, args, kwargs or {})
+        return next(x for x in leaves((args, kwargs)) if isinstance(x, DeviceTensor)).cuda_.dispatch(
+            func, args, kwargs or {}
+        )
 
     device = property(lambda self: self.where)  # type: ignore[assignment]
     is_cuda = property(lambda self: True)  # type: ignore[assignment]

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from tests.gpu_emulated.device_tensor import DeviceTensor, fill_with_garbage
+from tests.gpu_emulated.device_tensor import DeviceTensor, fill_with_garbage, leaves, mapped
 from tests.gpu_emulated.fake_attention import varlen_backward, varlen_forward
 from tests.gpu_emulated.fake_graphs import FakeCudaGraph
 
@@ -119,7 +118,7 @@ class FakeCuda(TorchDispatchMode):
         return self.dispatch(func, args, kwargs or {})
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        flat, spec = tree_flatten((args, kwargs))
+        flat = list(leaves((args, kwargs)))
         ours = [x for x in flat if isinstance(x, DeviceTensor)]
         named = kwargs.get("device")
         named = None if named is None else self.indexed(named)
@@ -128,14 +127,12 @@ class FakeCuda(TorchDispatchMode):
         if func in (aten.copy_.default, aten._to_copy.default):
             return self._copy(func, args, kwargs, named)
         if named is not None and named.type == "cpu" and func not in (aten.is_pinned.default,):
-            return self._on_host(
-                func, *tree_map(lambda x: x.inner if isinstance(x, DeviceTensor) else x, (args, kwargs))
-            )
+            return self._on_host(func, *mapped(lambda x: x.inner if isinstance(x, DeviceTensor) else x, (args, kwargs)))
         where = named or ours[0].where
         self._check(func, args, flat, where)
         self._count(func, args, kwargs)
-        inner_args, inner_kwargs = tree_unflatten([_inner(x) for x in flat], spec)
-        inner_kwargs = {k: v for k, v in inner_kwargs.items() if k not in ("device", "pin_memory")}
+        inner_args = mapped(_inner, args)
+        inner_kwargs = {k: mapped(_inner, v) for k, v in kwargs.items() if k not in ("device", "pin_memory")}
         return self._run(func, inner_args, inner_kwargs, ours, where)
 
     def _run(
@@ -161,7 +158,7 @@ class FakeCuda(TorchDispatchMode):
             assert (found.shape, found.stride()) == (x.shape, x.stride()), f"{func} changes the shape of its argument"
             return found
 
-        return tree_map(wrap, out)
+        return mapped(wrap, out)
 
     def _on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is aten.is_pinned.default:

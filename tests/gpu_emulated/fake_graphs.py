@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from tests.gpu_emulated.device_tensor import fill_with_garbage
+from tests.gpu_emulated.device_tensor import fill_with_garbage, leaves, mapped
 
 if TYPE_CHECKING:
     from tests.gpu_emulated.fake_cuda import FakeCuda
@@ -39,12 +38,16 @@ class ForeignMemory:
         return torch.empty(0, dtype=self.dtype).set_(storage, *self.view)
 
 
+def _found(x: Any) -> Any:
+    return x.tensor() if isinstance(x, ForeignMemory) else x
+
+
 class FakeCudaGraph:
     """Stands for ``torch.cuda.CUDAGraph``."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
-        self.steps: list[tuple[Callable[..., Any], list[Any], Any]] = []
+        self.steps: list[tuple[Callable[..., Any], Any, Any, Any]] = []
         self.own: dict[int, torch.UntypedStorage] = {}
         self.saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
@@ -54,18 +57,18 @@ class FakeCudaGraph:
         named += [(a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs]
         for argument, value in named:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in tree_leaves(value):
+                for tensor in leaves(value):
                     storage = tensor.untyped_storage()
                     if storage._cdata not in self.own and storage._cdata not in self.saved:
                         self.saved[storage._cdata] = storage, storage.clone()
 
     def record(self, compute: Any, args: Any, kwargs: Any, out: Any, ours: list[Tensor], is_launched: bool) -> None:
         """Record an operation on ``ours``, and on scalars of the host, whose values are constants of the graph."""
-        written = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for x in tree_leaves(out):
+        written = {x.untyped_storage()._cdata for x in leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in leaves(out):
             if isinstance(x, Tensor) and (number := x.untyped_storage()._cdata) not in written:
                 self.own[number] = x.untyped_storage()
-        device_tensors = {id(x) for x in (*ours, *tree_leaves(out))}
+        device_tensors = {id(x) for x in (*ours, *leaves(out))}
 
         def by_address(x: Any) -> Any:
             if not isinstance(x, Tensor) or x.untyped_storage()._cdata in self.own:
@@ -73,8 +76,7 @@ class FakeCudaGraph:
             return ForeignMemory(x, self.cuda) if id(x) in device_tensors else x.clone()
 
         if is_launched:
-            leaves, spec = tree_flatten((args, kwargs, out))
-            self.steps.append((compute, [by_address(x) for x in leaves], spec))
+            self.steps.append((compute, *mapped(by_address, (args, kwargs, out))))
 
     def begin(self) -> None:
         assert self.cuda.capture is None and not self.steps, "captures do not nest"
@@ -93,11 +95,10 @@ class FakeCudaGraph:
         self.cuda.note("graph replay", "")
         self.cuda.note("launch", "graph replay")
         with _disable_current_modes(), torch.no_grad():
-            for compute, leaves, spec in self.steps:
-                values = [x.tensor() if isinstance(x, ForeignMemory) else x for x in leaves]
-                args, kwargs, out = tree_unflatten(values, spec)
+            for compute, *recorded in self.steps:
+                args, kwargs, out = mapped(_found, recorded)
                 again = compute(*args, **kwargs)
-                for new, old in zip(tree_leaves(again), tree_leaves(out), strict=True):
+                for new, old in zip(leaves(again), leaves(out), strict=True):
                     if isinstance(new, Tensor) and new.data_ptr() != old.data_ptr():
                         old.copy_(new)
 

@@ -81,7 +81,7 @@ def test_a_small_cache_is_kept_until_the_weights_are_released(
     assert caches[0]() is None
 
 
-@pytest.mark.parametrize("change", ["seed", "options", "weights", "moved", "longer rows", "more slots"])
+@pytest.mark.parametrize("change", ["seed", "options", "weights", "moved", "replaced", "longer rows", "more slots"])
 def test_kept_graphs_give_the_results_of_new_ones(
     change: str, gpu: NativeEngine, folders: dict[str, Path], cuda: FakeCuda
 ) -> None:
@@ -99,6 +99,8 @@ def test_kept_graphs_give_the_results_of_new_ones(
         case "moved":
             gpu.params.offload()
             gpu.params.load()
+        case "replaced":
+            gpu.params.use_buffers(gpu.params.data.clone(), gpu.params.data.float())
         case "longer rows":
             config = GenerationConfig(max_new_tokens=16, max_num_seqs=4)
         case "more slots":

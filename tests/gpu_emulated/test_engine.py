@@ -73,6 +73,18 @@ def test_sampling_options_equal_the_cpu(options: dict, folders: dict[str, Path],
     torch.testing.assert_close(made["logprobs"].cpu(), expected["logprobs"], atol=1e-5, rtol=0)
 
 
+def test_rows_that_end_at_different_steps_equal_the_cpu(folders: dict[str, Path], cuda: FakeCuda) -> None:
+    """A row ends by a stop token or its limit between two times at which the host reads tokens."""
+    config = GenerationConfig(max_new_tokens=6, max_num_seqs=4, stop_token_ids=list(range(2, 12)))
+    prompts, folder = prompts_of(PROMPTS), folders["llama"]
+    expected = engine_on(folder, trained=False).generate(prompts, config, 5, 11)
+    made = on_device(folder, trained=False).generate(prompts.to("cuda:0"), config, 5, 11)
+    assert len(set(expected.lengths("tokens"))) > 5 and 0 < int(expected["truncated"].sum()) < len(expected)
+    assert made.lengths("tokens") == expected.lengths("tokens")
+    for key in ("tokens", "truncated"):
+        assert torch.equal(made[key].cpu(), expected[key])
+
+
 @pytest.mark.parametrize("bf16", [False, True])
 def test_offloaded_parameters_return(bf16: bool, folders: dict[str, Path], cuda: FakeCuda) -> None:
     engine, rows = on_device(folders["llama"], bf16, trained=False), rows_of(LENGTHS).to("cuda:0")
