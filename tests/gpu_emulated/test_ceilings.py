@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 import pytest
 
+from realhf.api.config import GenerationConfig
 from realhf.models.engine.native import NativeEngine
 from tests.gpu_emulated.conftest import FAMILIES
 from tests.gpu_emulated.fake_cuda import FakeCuda
 from tests.gpu_emulated.fake_runtime import fake_cuda
-from tests.models.engine.tiny_engine import counted, engine_on, nll, rows_of
+from tests.models.engine.tiny_engine import counted, engine_on, nll, prompts_of, rows_of
 
 LAUNCHES_PER_LAYER = {
     # inference in float32 and bfloat16, training in float32 and bfloat16; attention of these few rows included
@@ -20,6 +21,8 @@ LAUNCHES_PER_LAYER = {
     "gemma2": (108, 128, 300, 348),
     "qwen3_moe": (67, 77, 238, 264),
 }
+KERNELS_PER_DECODED_LAYER = {"llama": (29, 28), "qwen3": (45, 53), "gpt2": (17, 12), "gemma2": (52, 64)}
+"""In a captured step, in float32 and bfloat16, without the fused kernels of csrc."""
 WAITS = {"inference": 0, "training": 3}
 """Training reads losses and statistics, the tokens with a gradient, and the gradient norm."""
 ROUTER_WAITS = {"inference": 0, "training": 1}
@@ -75,3 +78,19 @@ def test_ceilings_of_a_pass(family: str, bf16: bool, folders: dict[str, Path], t
         # finding the shared prompts of rows reads the tokens
         assert per_pass[1] <= WAITS[kind] + is_routed * ROUTER_WAITS[kind] + shares_prefixes
         assert per_pass[2] <= PINNED_COPIES + 3 * shares_prefixes
+
+
+@pytest.mark.parametrize("family", KERNELS_PER_DECODED_LAYER)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_ceilings_of_a_captured_step(family: str, bf16: bool, folders: dict[str, Path], tmp_path: Path) -> None:
+    found = []
+    for n_layers in (2, 4):
+        folder = deeper(folders[family], n_layers, tmp_path / str(n_layers))
+        with fake_cuda():
+            engine = engine_on(folder, trained=False, device="cuda:0", bf16=bf16, init_from_scratch=True)
+            engine.generate(prompts_of((3,)).to("cuda:0"), GenerationConfig(max_new_tokens=2, max_num_seqs=2), 2, 11)
+            decoder = engine.pipeline.kept_decoder._decoder
+            assert decoder is not None
+            (captured,) = decoder._captured.values()
+            found.append(len(captured.graph.steps))  # type: ignore[attr-defined]
+    assert (found[1] - found[0]) / 2 <= KERNELS_PER_DECODED_LAYER[family][bf16]
