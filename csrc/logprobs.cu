@@ -6,7 +6,7 @@
 #include <cmath>
 #include <tuple>
 
-#include "device.h"
+#include "block_reduce.h"
 #include "logprobs.h"
 
 namespace realhf {
@@ -21,31 +21,18 @@ __device__ void assign(float& to, float value) { to = value; }
 __device__ void assign(__half& to, float value) { to = __float2half(value); }
 __device__ void assign(__nv_bfloat16& to, float value) { to = __float2bfloat16(value); }
 
-// Reduces over the block in a fixed order; every thread gets the result.
-template <typename Combine>
-__device__ float over_block(float value, Combine combine) {
-  __shared__ float parts[kThreads];
-  __syncthreads();  // wait for readers of the previous reduction
-  parts[threadIdx.x] = value;
-  for (int half = kThreads / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (threadIdx.x < half) parts[threadIdx.x] = combine(parts[threadIdx.x], parts[threadIdx.x + half]);
-  }
-  __syncthreads();
-  return parts[0];
-}
-
 template <typename scalar_t>
-__global__ void stats(const scalar_t* logits, const int64_t* targets, int64_t size, float scale, float* largest,
-                      float* sums, float* picked) {
+__global__ void __launch_bounds__(kThreads)
+    stats(const scalar_t* logits, const int64_t* targets, int64_t size, float scale, float* largest, float* sums,
+          float* picked) {
   const int64_t row = blockIdx.x;
   logits += row * size;
   float most = -INFINITY;
   for (int64_t i = threadIdx.x; i < size; i += kThreads) most = fmaxf(most, value_of(logits[i]) * scale);
-  most = over_block(most, [](float a, float b) { return fmaxf(a, b); });
+  most = over_block<kThreads>(most, [](float a, float b) { return fmaxf(a, b); });
   float sum = 0.0f;
   for (int64_t i = threadIdx.x; i < size; i += kThreads) sum += expf(value_of(logits[i]) * scale - most);
-  sum = over_block(sum, [](float a, float b) { return a + b; });
+  sum = over_block<kThreads>(sum, [](float a, float b) { return a + b; });
   if (threadIdx.x == 0) {
     largest[row] = most;
     sums[row] = sum;
@@ -55,8 +42,9 @@ __global__ void stats(const scalar_t* logits, const int64_t* targets, int64_t si
 }
 
 template <typename scalar_t>
-__global__ void slopes(scalar_t* logits, const int64_t* targets, const float* normalisers, const float* logprobs,
-                       const float* grads, int64_t size, float scale) {
+__global__ void __launch_bounds__(kThreads)
+    slopes(scalar_t* logits, const int64_t* targets, const float* normalisers, const float* logprobs,
+           const float* grads, int64_t size, float scale) {
   const int64_t row = blockIdx.x;
   logits += row * size;
   const int64_t target = targets[row];
@@ -90,7 +78,7 @@ std::tuple<Tensor, Tensor, Tensor> logit_stats_cuda(const Tensor& logits, const 
   const Launch on(logits);
   for_type("logit_stats", logits, [&](auto* type) {
     using scalar_t = std::remove_pointer_t<decltype(type)>;
-    stats<<<static_cast<unsigned>(targets.numel()), kThreads, 0, on.stream()>>>(
+    stats<<<blocks_for(targets.numel(), 1), kThreads, 0, on.stream()>>>(
         static_cast<const scalar_t*>(logits.const_data_ptr()), wanted.const_data_ptr<int64_t>(), logits.size(1),
         static_cast<float>(scale), largest.mutable_data_ptr<float>(), sums.mutable_data_ptr<float>(),
         picked.mutable_data_ptr<float>());
@@ -109,7 +97,7 @@ void logit_slopes_cuda(Tensor logits, const Tensor& targets, const Tensor& norma
   const Launch on(logits);
   for_type("logit_slopes_", logits, [&](auto* type) {
     using scalar_t = std::remove_pointer_t<decltype(type)>;
-    slopes<<<static_cast<unsigned>(targets.numel()), kThreads, 0, on.stream()>>>(
+    slopes<<<blocks_for(targets.numel(), 1), kThreads, 0, on.stream()>>>(
         static_cast<scalar_t*>(logits.mutable_data_ptr()), wanted.const_data_ptr<int64_t>(),
         shifts.const_data_ptr<float>(), chosen.const_data_ptr<float>(), weights.const_data_ptr<float>(), logits.size(1),
         static_cast<float>(scale));
