@@ -24,8 +24,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 PACKAGE = Path(__file__).resolve().parents[1]
-CPU_TORCH = (2, 10)  # first torch whose stable ABI has parallel_for, to and contiguous, for C++
-CUDA_TORCH = (2, 13)  # and the native handle of a stream, for CUDA
+MIN_TORCH = {
+    "native kernels": (2, 10),  # the first stable ABI with parallel_for, to and contiguous
+    "CUDA kernels": (2, 10),
+}
+"""The oldest torch for each compiled feature; docs/reference/compatibility.md has the same table."""
+NATIVE_STREAM = (2, 13)  # the stable ABI has the handle of a stream; before, libtorch_cuda has it
 CUDA_REQUIRED = os.environ.get("REALHF_BUILD_CUDA") == "1"
 CXX = os.environ.get("CXX", "g++").split()
 FLAGS = ["-O3", "-std=c++17", "-DNDEBUG"]
@@ -93,32 +97,44 @@ def build(library: Library, target: Path, scratch: Path, cuda_arch: str = "all-m
         _call([*CXX, *CXX_FLAGS, *FLAGS, "-shared", *_of_kind(files, ".cpp"), "-o", str(target)])
         return
     torch, linker = find_torch(), CXX
-    objects = _compile([*CXX, *CXX_FLAGS], _of_kind(files, ".cpp"), scratch, torch, CPU_TORCH)
+    objects = _compile([*CXX, *CXX_FLAGS], _of_kind(files, ".cpp"), scratch, torch, "native kernels")
+    libraries = ["-ltorch_cpu", "-lc10"]
     if torch.has_cuda or CUDA_REQUIRED:
         try:
             nvcc = find_nvcc()
             arch = f"-arch={os.environ.get('REALHF_CUDA_ARCH', cuda_arch)}"
-            objects += _compile([nvcc, arch, *NVCC_FLAGS], _of_kind(files, ".cu"), scratch, torch, CUDA_TORCH)
+            objects += _compile([nvcc, arch, *NVCC_FLAGS], _of_kind(files, ".cu"), scratch, torch, "CUDA kernels")
             linker = [nvcc]
+            libraries += ["-ltorch_cuda"] if torch.version < NATIVE_STREAM else []
         except BuildError as error:
             if CUDA_REQUIRED:
                 raise
             print(f"compiling native kernels without CUDA: {error}", file=sys.stderr)
-    _call([*linker, "-shared", *objects, "-o", str(target), f"-L{torch.home / 'lib'}", "-ltorch_cpu", "-lc10"])
+    _call([*linker, "-shared", *objects, "-o", str(target), f"-L{torch.home / 'lib'}", *libraries])
 
 
 def _of_kind(files: Sequence[Path], suffix: str) -> list[str]:
     return [str(path) for path in files if path.suffix == suffix]
 
 
-def _compile(compiler: list[str], files: list[str], scratch: Path, torch: Torch, abi: tuple[int, int]) -> list[str]:
-    """Compile files against a stable ABI version; return the objects."""
-    if torch.version < abi:
-        raise BuildError(f"torch {torch.version} is older than {abi}")
-    version = f"-DTORCH_TARGET_VERSION=0x{abi[0]:02x}{abi[1]:02x}000000000000"
+def abi_flags(feature: str, version: tuple[int, int]) -> list[str]:
+    """Return the flags that select the stable ABI of a feature for a torch; ``BuildError`` if that is too old."""
+    minimum = MIN_TORCH[feature]
+    if version < minimum:
+        needed, actual = (".".join(map(str, x)) for x in (minimum, version))
+        raise BuildError(f"{feature} need torch {needed} or newer, this is torch {actual}")
+    is_cuda = feature == "CUDA kernels"
+    target = min(version, NATIVE_STREAM) if is_cuda else minimum
+    flags = [f"-DTORCH_TARGET_VERSION=0x{target[0]:02x}{target[1]:02x}000000000000"]
+    return [*flags, "-DUSE_CUDA"] if is_cuda and target < NATIVE_STREAM else flags  # declares what libtorch_cuda has
+
+
+def _compile(compiler: list[str], files: list[str], scratch: Path, torch: Torch, feature: str) -> list[str]:
+    """Compile files against torch's stable ABI; return the objects."""
+    flags = [*FLAGS, *abi_flags(feature, torch.version)]
     include = ["-isystem", str(torch.home / "include")]
     objects = [str(scratch / f"{Path(file).name}.o") for file in files]
-    commands = [[*compiler, *FLAGS, version, *include, "-c", file, "-o", output]
+    commands = [[*compiler, *flags, *include, "-c", file, "-o", output]
                 for file, output in zip(files, objects, strict=True)]  # fmt: skip
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(_call, commands))

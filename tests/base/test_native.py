@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from realhf.base import native
 from tests.conftest import TIMEOUT_S
 
 REPOSITORY = Path(__file__).parents[2]
@@ -96,3 +97,25 @@ def test_a_library_of_the_package_is_used(package: Path) -> None:
     library.parent.mkdir(parents=True)
     library.touch()
     assert outcome(start(package))[0] == str(library) and calls(package) == 0
+
+
+@pytest.mark.parametrize("feature", native.MIN_TORCH)
+@pytest.mark.parametrize("minor", [10, 11, 12, 13, 14])
+def test_features_are_compiled_for_the_abi_of_the_torch_that_is_found(feature: str, minor: int) -> None:
+    target, *others = native.abi_flags(feature, (2, minor))
+    is_cuda = feature == "CUDA kernels"
+    expected = min(minor, 13) if is_cuda else 10
+    assert target == f"-DTORCH_TARGET_VERSION=0x02{expected:02x}000000000000"
+    assert others == (["-DUSE_CUDA"] if is_cuda and minor < 13 else [])
+
+
+@pytest.mark.parametrize("feature", native.MIN_TORCH)
+def test_an_older_torch_is_refused_with_the_feature_and_the_version_it_needs(feature: str) -> None:
+    with pytest.raises(native.BuildError, match=f"^{feature} need torch 2.10 or newer, this is torch 2.9$"):
+        native.abi_flags(feature, (2, 9))
+
+
+def test_the_documented_versions_of_torch_are_those_of_the_build() -> None:
+    page = (REPOSITORY / "docs" / "reference" / "compatibility.md").read_text()
+    for feature, version in native.MIN_TORCH.items():
+        assert f"| {feature} | {'.'.join(map(str, version))} |" in page
