@@ -35,12 +35,12 @@ __global__ void slots_gae(const scalar_t* rewards, const scalar_t* values, const
     for (int span = 1; span < kWarp; span *= 2) {  // invariant: a lane holds the composition of the next `span` steps
       const double later = __shfl_up_sync(kWholeWarp, sum, span);
       const double further = __shfl_up_sync(kWholeWarp, link, span);
-      if (lane >= span) {
+      if (lane >= span && link != 0.0) {  // a NaN of another sequence times 0 would be a NaN
         sum += link * later;
         link *= further;
       }
     }
-    sum += link * carry;
+    if (link != 0.0) sum += link * carry;
     carry = __shfl_sync(kWholeWarp, sum, kWarp - 1);
     if (t >= 0) {
       advantages[t] = static_cast<scalar_t>(sum);

@@ -115,7 +115,7 @@ def gae_2d_reference(
     later = torch.zeros_like(values[:, 0])
     advantages = []
     for delta, link in zip(reversed(deltas.unbind(1)), reversed(links.unbind(1)), strict=True):
-        later = delta + link * later
+        later = delta + (link * later).masked_fill(link == 0, 0.0)  # a NaN stays in its sequence
         advantages.append(later)
     whole = torch.stack(advantages[::-1], 1) if advantages else torch.zeros_like(rewards)
     return whole, whole + before
