@@ -87,8 +87,9 @@ class ExperimentConfig:
     def portable(self, path: str | None) -> str:
         """Return a path in the cache of the hub as ``NAME@COMMIT``, which is the same on all machines, or the path."""
         names = [name for name, local in self.snapshots.items() if local == path]
-        commit = os.path.basename(path or "").partition(":")[0]  # the name has the selection too
-        return f"{names[0]}@{commit}" if names else path or ""
+        if not names or not path:
+            return path or ""
+        return f"{names[0]}@{os.path.basename(path).partition(':')[0]}"  # the name has the selection too
 
     def warnings(self) -> list[str]:
         """Return warnings about valid but questionable options, one line each."""
