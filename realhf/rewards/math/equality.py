@@ -6,27 +6,31 @@ Comparisons run from cheapest to most expensive: text; numbers; tuples, interval
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, product
 from typing import TypeVar
 
 from realhf.rewards.math.exact_integers import exact_value
-from realhf.rewards.math.extract import extract_answer, marked_answer
+from realhf.rewards.math.extract import after_thoughts, extract_answer, marked_answer
 from realhf.rewards.math.normalize import ascii_signs, is_wrapped, normalize, split_outside, strip_spaces
 from realhf.rewards.math.quantities import Form, Quantity, quantity, same_quantity
 from realhf.rewards.math.real_sets import MEMBER, Interval, parse_real_set
-from realhf.rewards.math.residues import common_modulus, integer_residues, parse_residues
-from realhf.rewards.math.symbolic import TIME_LIMIT, same_mathematics
+from realhf.rewards.math.residues import PARAMETERS, common_modulus, integer_residues, parse_residues
+from realhf.rewards.math.symbolic import TIME_LIMIT, same_mathematics, with_constant_of
 from realhf.rewards.math.text_answers import as_date, as_digits, as_points, as_ratio, as_text
 from realhf.rewards.math.vectors import Matrix, matrix_rows, parse_matrix, unit_vector_components
 
-CHOICE = re.compile(r"\(?([A-J])\)?")
-LABELLED_CHOICE = re.compile(r"\(?([A-J])\)[\s:.]*([^\s:.].*)", re.DOTALL)
+CHOICE = re.compile(r"(?:(?i:option|choice|answer)\s+)?\(?([A-J])\)?")
+LABELLED_CHOICE = re.compile(r"(?:\(?(?=[A-J]\))|(?=[A-J][.:]\s))([A-J])[).:][\s:.]*([^\s:.].*)", re.DOTALL)
 GIVEN_CHOICE = re.compile(
     r"(?i:(?:the\s+)?(?:correct\s+)?(?:option|choice|answer)\s+(?:is\s+)?)?\(?([A-Ja-j])(?:[).:].*)?", re.DOTALL
 )
 OTHER_CHOICE = re.compile(r"[\s,;]\(?([A-J])(?:[).:]|\s*[,;]|\s*$)")
 EQUALS = re.compile(r"(?<![<>!:=\\])=(?!=)")
-NAME = re.compile(r"\\?[A-Za-z]{1,2}|\\[a-z]+|[A-Za-z](?:_\{?\w+\}?|'|\([a-z](?:,[a-z])*\))|\([a-z](?:,[a-z])*\)")
+NAME = re.compile(
+    r"\\?[A-Za-z]{1,2}|\\[a-z]+(?:_(?:\{\w+\}|\w))?|[A-Za-z]{3,}|\|[^|=]+\||\\\|[^|=]+\\\||\\(?:vec|overline|overrightarrow|bar|hat)\{?\w+\}?|"
+    r"[A-Za-z](?:_\{?\w+\}?|'|(?:\^\{-1\})?\([a-z](?:,[a-z])*\)|\^\{-1\})|\([a-z](?:,[a-z])*\)"
+)
+SUBSCRIPT = re.compile(r"_\{?\d+\}?$")
 CLOSED_FORM = re.compile(r"\^|!|\\binom|^1\s*-\s*\\frac")
 CASES = re.compile(r"\\begin\{cases\}(.*)\\end\{cases\}", re.DOTALL)
 OPERATOR = re.compile(r"[\w)}]\s*(?:[+*/-]|\\times|\\cdot|\\div)\s*[\w({\\-]|(?<!_)\d\s+[\d.]|\\[dtc]?frac")
@@ -34,8 +38,11 @@ RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|in|cup)(?![a-z])")
 EXPONENT = re.compile(r"\^\s*\{[^{}]*\}")
 THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+")
 FUNCTION = re.compile(r"([a-z])\(([a-z])\)")
+BUILDER = re.compile(r"\\\{((?:(?!\\mid|[|:]).)+)(?:\\mid(?![a-z])|[|:])(.*)\\\}", re.DOTALL)
+LETTER = re.compile(r"(?<![a-zA-Z\\])[a-z](?![a-zA-Z])")
 MAX_CHARS = 2000  # of an answer that is parsed; longer ones are compared as text
 MAX_SET_SIZE = 30
+MAX_SIGNS = 3  # of one expression
 T = TypeVar("T")
 
 
@@ -48,7 +55,7 @@ def judge_math(prompt: str, answer: str, row: Mapping[str, object], strict: bool
     solutions = row["solutions"]
     if not isinstance(solutions, list) or not solutions:
         raise ValueError(f"row['solutions'] is {solutions!r}, it must be a list of texts")
-    given = marked_answer(ascii_signs(answer)) if strict else extract_answer(answer)
+    given = marked_answer(after_thoughts(ascii_signs(answer))) if strict else extract_answer(answer)
     if not given:
         return 0.0
     golds = [marked_answer(solution) for solution in solutions]
@@ -76,22 +83,43 @@ def _same(given: str, gold: str) -> bool:
 
 def _as_values(given: str, gold: str) -> bool | None:
     """Decide if either answer gives values to several names: ``x=1, y=2`` equals ``(1,2)`` and ``(x,y)=(1,2)``."""
+    points = _alternatives(given), _alternatives(gold)
+    if any(points):
+        return _same(points[0] or given, points[1] or gold)
     values, given_values = _assignments(gold), _assignments(given)
     if values is None and given_values is None:
         return None
     if values is not None and given_values is not None:
         return values.keys() == given_values.keys() and all(_same(given_values[name], values[name]) for name in values)
     named, (kind, elements) = (given_values, _elements(gold)) if values is None else (values, _elements(given))
-    if named is None or kind != "()" or len(elements) != len(named):
+    if named is None:
+        return None
+    other = _named(given if values is not None else gold)
+    if (bases := {SUBSCRIPT.sub("", name) for name in named}) == {other[0]} and len(bases) == 1:
+        listed = ", ".join(named.values())  # x_1=1, x_2=2 for x=1,2
+        return _same(other[1], listed) if values is not None else _same(listed, other[1])
+    if kind == "{}" or (kind == "" and len(elements) == len(named)):
+        return False  # a set has no order
+    if kind != "()" or len(elements) != len(named):
         return None
     ordered = [named[name] for name in sorted(named)]
     pairs = zip(ordered, elements, strict=True) if values is None else zip(elements, ordered, strict=True)
     return all(_same(a, b) for a, b in pairs)
 
 
+def _alternatives(text: str) -> str:
+    """Return ``(1,2), (2,1)`` for ``x=1, y=2 or x=2, y=1``; empty for any other text."""
+    found = [_assignments(part) for part in re.split(r'[\s,"]+or\b[\s"]+', text)] if " or" in text else []
+    if not all(found) or len({frozenset(values or ()) for values in found}) != 1:
+        return ""
+    return ", ".join(f"({','.join(values[name] for name in sorted(values))})" for values in found if values)
+
+
 def _assignments(text: str) -> dict[str, str] | None:
     """Return the values of at least two different names, or None."""
     sides = [side.strip() for side in EQUALS.split(text)]
+    if len(sides) > 2 and all(NAME.fullmatch(name) for name in sides[:-1]) and not NAME.fullmatch(sides[-1]):
+        return dict.fromkeys(sides[:-1], sides[-1])  # x=y=1
     if len(sides) == 2 and is_wrapped(sides[0], "(", ")") and is_wrapped(sides[1], "(", ")"):
         names, values = (split_outside(side[1:-1], ",") for side in sides)
     else:
@@ -133,23 +161,30 @@ def _as_cases(given: str, gold: str) -> bool | None:
     )
 
     def same(x: list[str], y: list[str]) -> bool:
-        return len(x) == len(y) and _condition(x[-1]) == _condition(y[-1]) and _same(x[0], y[0])
+        conditions = _condition(x[-1]), _condition(y[-1])
+        is_rest = conditions.count("else") == 1  # all rows but one have equal conditions
+        return len(x) == len(y) and (is_rest or _same(*conditions)) and _same(x[0], y[0])
 
     return _in_any_order(a, b, same)
 
 
 def _condition(text: str) -> str:
     text = re.sub(r'"|\b(?:if|for|when|is|are)\b', " ", text)
-    return "else" if re.search(r"\b(?:otherwise|else)\b", text) else strip_spaces(text.strip(" ,;."))
+    return "else" if re.search(r"\b(?:otherwise|else)\b", text) else text.strip(" ,;.")
 
 
 def _as_choice(given: str, gold: str) -> bool | None:
     """Decide if the gold answer is a letter: ``(C)`` and ``C. 42`` equal ``C``."""
-    if (labelled := LABELLED_CHOICE.fullmatch(gold)) is not None:
-        letter_only, text = labelled.groups()
-        return _as_choice(given, letter_only) or _same(given, text.strip())
+    if (letters := _choices(gold)) and (letters != gold or letters == _choices(given)):
+        return letters == _choices(given)
+    given_labelled, labelled = LABELLED_CHOICE.fullmatch(given), LABELLED_CHOICE.fullmatch(gold)
+    if labelled is not None:
+        is_letter = _as_choice(given, labelled[1])
+        return is_letter if is_letter or given_labelled else _same(given, labelled[2].strip())
     if (letter := CHOICE.fullmatch(gold)) is None:
-        return True if (letters := _choices(gold)) and letters == _choices(given) else None
+        if given_labelled is not None and _same(given_labelled[2].strip(), gold):
+            return True
+        return None
     given_letter = GIVEN_CHOICE.fullmatch(given)
     if given_letter is None or given_letter.group(1).upper() != letter.group(1):
         return False
@@ -159,15 +194,19 @@ def _as_choice(given: str, gold: str) -> bool | None:
 def _choices(text: str) -> str:
     """Return the letters of several choices, ``ACD`` or ``A, C and D``; empty for any other text."""
     letters = re.sub(r"\band\b|[\s,;()]", "", text)
-    return letters if re.fullmatch("[A-J]{2,}", letters) and sorted(set(letters)) == list(letters) else ""
+    in_order = "".join(sorted(set(letters)))
+    is_list = re.fullmatch("[A-J]{2,}", letters) and len(in_order) == len(letters)
+    return in_order if is_list and (letters == in_order or letters != text) else ""
 
 
 def _as_residues(given: str, gold: str) -> bool | None:
     """Decide if an answer is a residue class: names and residues must be equal, and moduli unless all are integers."""
     a, b = parse_residues(given), parse_residues(gold)
-    if not (a and a.is_stated) and not (b and b.is_stated):
+    if a is None or b is None:
+        return False if any(each and each.is_stated for each in (a, b)) else None
+    if a.parameter and b.parameter and (a.parameter == b.parameter or not {a.parameter, b.parameter} <= PARAMETERS):
         return None
-    if a is None or b is None or (a.name and b.name and a.name != b.name):
+    if a.name and b.name and a.name != b.name:
         return False
     modulus = common_modulus(a, b)
     sets = integer_residues(a, modulus), integer_residues(b, modulus)
@@ -182,6 +221,8 @@ def _as_quantity(given: str, gold: str) -> bool | None:
     if gold_value is None:
         return THOUSANDS.fullmatch(given) and exact_value(gold) == exact_value(given.replace(",", "")) or None
     result = given
+    if given.startswith("\\{") and len(members := _elements(given)[1]) == 1:
+        result = given = members[0]
     if equals := EQUALS.split(given):
         result = equals[-1].strip()
         if len(equals) == 2 and NAME.fullmatch(strip_spaces(equals[1])):  # 5 = x
@@ -206,7 +247,7 @@ def _as_matrix(given: str, gold: str) -> bool | None:
         same_shape = [len(row) for row in a.rows] == [len(row) for row in b.rows]
         return a.is_determinant == b.is_determinant and same_shape and all(map(same, chain(*a.rows), chain(*b.rows)))
     sums = unit_vector_components(given), unit_vector_components(gold)
-    if sums == (None, None):
+    if sums == (None, None) and not (a and a.is_column or b and b.is_column):
         return None if a is b or "\\begin" in (given if a is None else gold) else False
     x, y = (_components(text, matrix, terms) for text, matrix, terms in ((given, a, sums[0]), (gold, b, sums[1])))
     if x is None or y is None:
@@ -243,20 +284,32 @@ def _elements(text: str) -> tuple[str, list[str]]:
 
     An element with ``\pm`` becomes two.
     """
+    if (matrix := parse_matrix(text)) is not None and matrix.is_column:
+        return "()", [row[0] for row in matrix.rows]
     plain = text.replace("\\{", "{").replace("\\}", "}")
     if not text.startswith(("\\{", "(", "[")) or not is_wrapped(plain, "([{", ")]}"):
         return "", _split(text)
     if text.startswith("\\{"):
         return "{}", _split(text[2:].removesuffix("\\}"))
+    if "\\pm" in text and "," in text:
+        return "", _split(text)  # several points
     elements = _split(text[1:-1])
     return text[0] + text[-1] if len(elements) > 1 else "", elements
 
 
 def _split(text: str) -> list[str]:
     parts = split_outside(re.sub(r'\s+(?:and|or)\s+|\s*"\s*(?:and|or)\s*"\s*|;', ",", text), ",")
-    parts = [part for part in parts if part]
-    signed = [(p.replace("\\pm", sign, 1) for sign in "+-") if p.count("\\pm") == 1 else (p,) for p in parts]
-    return [normalize(element) for pair in signed for element in pair] or [text]
+    return [normalize(element) for part in parts if part for element in _with_signs(part)] or [text]
+
+
+def _with_signs(text: str) -> list[str]:
+    r"""Return the values of an expression with ``\pm``, or of a point; ``\mp`` has the opposite sign."""
+    if (n := text.count("\\pm")) == 0 or n > MAX_SIGNS:
+        return [text]
+    if "\\mp" in text:
+        return [text.replace("\\pm", a).replace("\\mp", b) for a, b in ("+-", "-+")]
+    start, *rest = text.split("\\pm")
+    return [start + "".join(map("".join, zip(signs, rest, strict=True))) for signs in product("+-", repeat=n)]
 
 
 def _same_set(given: Sequence[str], gold: Sequence[str]) -> bool:
@@ -282,6 +335,21 @@ def _in_any_order(given: Sequence[T], gold: Sequence[T], same: Callable[[T, T], 
     return not rest
 
 
+def _as_builder(given: str, gold: str) -> bool | None:
+    r"""Decide if both answers are sets by a condition; the letter is bound: ``\{2^n : n\ge 1\}``."""
+    first, second = BUILDER.fullmatch(given), BUILDER.fullmatch(gold)
+    if first is None or second is None:
+        return None
+    letters = [LETTER.findall(match[2]) for match in (first, second)]
+    if not all(letters):
+        return None
+    old, new = letters[0][0], letters[1][0]
+    if old != new and new in LETTER.findall(given):
+        return False
+    a, b = (re.sub(rf"(?<![a-zA-Z\\]){old}(?![a-zA-Z])", new, part).strip() for part in first.groups())
+    return _same(a, second[1].strip()) and _same(b, second[2].strip())
+
+
 def _as_equation(given: str, gold: str) -> bool | None:
     """Decide by the value after ``x =`` if either answer has a name; if both do, the names must be equal."""
     (name, value), (given_name, given_value) = (_named(text) for text in (gold, given))
@@ -295,6 +363,8 @@ def _as_equation(given: str, gold: str) -> bool | None:
     elif name and given_name and name != given_name:
         is_curve = re.search(r"(?<![a-zA-Z\\])[a-z]", value + given_value) or sorted(name) == sorted(given_name)
         return None if is_curve else False  # y = x is x = y, xy = 1 is y = 1/x
+    if function and given_function and function.group(1) == given_function.group(1):
+        given_value = with_constant_of(value, given_value)
     if EQUALS.search(value) or EQUALS.search(given_value):
         return None
     return _same(given_value, value)
@@ -312,5 +382,5 @@ def _named(text: str) -> tuple[str, str]:
 
 CHECKS = (  # from cheapest to most expensive; each decides or returns None
     _as_choice, as_points, _as_cases, _as_residues, _as_values, _as_real_set, as_date, as_text, as_digits,
-    as_ratio, _as_quantity, _as_equation, _as_matrix, _as_elements,
+    as_ratio, _as_quantity, _as_equation, _as_matrix, _as_builder, _as_elements,
 )  # fmt: skip

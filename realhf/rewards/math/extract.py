@@ -1,5 +1,7 @@
 r"""Extracts the final answer of a response: boxed, after ``####``, in answer tags, after "answer is", or a number.
 
+A number that is not marked counts only in the last sentence, and if the sentence does not doubt it.
+
 Every search takes linear time, since a response may be any text.
 """
 
@@ -11,6 +13,15 @@ NUMBER = re.compile(r"(?<![\w.^])(?<!\^\{)-?\$?(?:\d+(?:,\d{3}(?!\d))*(?:\.\d+)?
 ANSWER_IS = re.compile(r"\banswer\**(?:\s+is|\s*:)\**\s*:?\s*(?=\S)", re.IGNORECASE)
 ANSWER_TAG = re.compile(r"</?answer>", re.IGNORECASE)
 SENTENCE_END = re.compile(r"\.(?=\s|$)|,?\s+(?:because|since|so|which|where)\b")
+DISPLAY = re.compile(r"\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\(?!\]))*)\\\]|\\\(((?:[^\\]|\\(?!\)))*)\\\)")
+OTHER_NUMBER = re.compile(r"\d[^\d\n]{,12}\b(?:or|and)\b[^\d\n]{,9}$")
+OPERAND = re.compile(r"[\d)]\s*[-+*/]\s*$")
+UNFINISHED = re.compile(r"[-+*/=:,(]\s*$")
+END_OF_SENTENCE = re.compile(r"[.!?]\s+|\n+")
+UNCERTAIN = re.compile(
+    r"\b(?:may|might|could|maybe|perhaps|possibly|probably|need\s+to|step|guess|suppose|assume|let|whether|if|either|not|cannot|can't|unsure)\b",
+    re.IGNORECASE,
+)
 BARE_BOX = re.compile(r"\\boxed\s+(\w[\w.,]*)")
 ALTERNATIVE = re.compile(r"[\s$]{,4}(?:,[\s$]{,4}(?:and|or)?|and|or)[\s$]{,4}(?:[a-z]\s{,2}=\s{,2})?")
 BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
@@ -22,7 +33,7 @@ def extract_answer(text: str) -> str | None:
     If the text has ``<answer>`` tags, only their content is searched, and it is the answer if none of it is marked. A
     marker without content gives an empty text.
     """
-    text = ascii_signs(text)
+    text = after_thoughts(ascii_signs(text))
     tagged = tagged_answer(text)
     text = text if tagged is None else tagged
     if (marked := marked_answer(text)) is not None:
@@ -30,11 +41,29 @@ def extract_answer(text: str) -> str | None:
     if "\\boxed" in text:
         return ""  # the response ends within the box
     if statements := list(ANSWER_IS.finditer(text)):
-        return stated_answer(text[statements[-1].end() :].splitlines()[0])
+        return stated_answer(text[statements[-1].end() :])
     if tagged is not None:
         return tagged
-    numbers = NUMBER.findall(text)
-    return numbers[-1] if numbers else None
+    return last_number(text)
+
+
+def after_thoughts(text: str) -> str:
+    """Return what follows the last ``</think>`` unless it is blank; empty if the thoughts do not end."""
+    thoughts, end, answer = text.rpartition("</think>")
+    if not end and "<think>" in text:
+        return ""
+    return answer if answer.strip() else thoughts
+
+
+def last_number(text: str) -> str | None:
+    """Return the last number of the last sentence unless the sentence doubts it, lists others or is incomplete."""
+    sentence = END_OF_SENTENCE.split(text.rstrip())[-1]
+    numbers = list(NUMBER.finditer(sentence))
+    if not numbers or UNCERTAIN.search(sentence) or UNFINISHED.search(sentence):
+        return None
+    before, number = sentence[: numbers[-1].start()], numbers[-1].group()
+    is_alternative = len(numbers) > 1 and numbers[-2].group() != number and OTHER_NUMBER.search(before[-40:])
+    return None if is_alternative or OPERAND.search(before[-40:]) else number
 
 
 def tagged_answer(text: str) -> str | None:
@@ -84,8 +113,11 @@ def last_box(text: str) -> str | None:
     return ", ".join(reversed(answers)) if answers else None
 
 
-def stated_answer(sentence: str) -> str:
+def stated_answer(text: str) -> str:
     """Return the answer at the start of the text after "answer is": a formula, or the rest of the sentence."""
+    if (display := DISPLAY.match(text)) is not None:
+        return next(filter(None, display.groups()), "").strip()
+    sentence = text.splitlines()[0]
     if re.match(r"\$[^$\d][^$]*\$|\$[^$ ]+\$", sentence):
         return sentence[1 : sentence.index("$", 1)].strip()
     return SENTENCE_END.split(sentence)[0].strip()

@@ -14,7 +14,7 @@ from realhf.rewards.math.normalize import split_outside
 from realhf.rewards.math.quantities import quantity
 
 REALS = re.compile(
-    r"\\mathbb\s*\{?\s*R\s*\}?|\\?R(?![a-zA-Z])|(?i:(?:the\s+set\s+of\s+)?(?:all|every)\s+real\s+numbers?)"
+    r"\\mathbb\s*\{?\s*R\s*\}?|\\?R(?![a-zA-Z])|(?i:(?:the\s+set\s+of\s+)?(?:all|every|any)\s+real(?:s|\s+numbers?))"
 )
 UNION = re.compile(r"\\cup(?![a-z])|\\lor(?![a-z])|\\vee(?![a-z])|\"?\s*\bor\b\s*\"?")
 AND = re.compile(r"\\land(?![a-z])|\\wedge(?![a-z])|,?\s*\"?\s*\b(?:and|but)\b\s*\"?|;")
@@ -22,7 +22,7 @@ ABSOLUTE = re.compile(r"\|\s*(\d*)\s*([a-z])\s*(?:([+-][^|<>]+))?\|")
 REVERSED = re.compile(r"\|\s*([^|<>+-]+)-\s*(\d*\s*[a-z])\s*\|")  # |3-x| equals |x-3|
 INTERVAL = re.compile(r"([\[(])(.*)([\])])", re.DOTALL)
 WITHOUT = re.compile(r"(?:-|\\(?:setminus|backslash|smallsetminus)(?![a-z]))\s*\\\{(.*)\\\}", re.DOTALL)
-SINGLE = re.compile(r"\\\{([^,]*)\\\}")
+SINGLE = re.compile(r"\\\{((?:(?!\\mid)[^,:|])*)\\\}")
 COMPARISON = re.compile(r"(<|>|\\le(?![a-z])|\\ge(?![a-z]))")
 RELATION = re.compile(r"[<>=]|\\(?:le|ge|ne|in)(?![a-z])")
 DIFFERENT = re.compile(r"([a-z])\s*\\ne(?![a-z])\s*(.+)", re.DOTALL)

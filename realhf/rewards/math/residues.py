@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from realhf.rewards.math.normalize import split_outside
 
+PARAMETERS = frozenset("jklmnpqrt")
 MAX_MODULUS = 10_000  # of residues that are listed
 INTEGER = re.compile(r"-?\d{1,300}")
 OR = re.compile(r'\\lor(?![a-z])|,?\s*"?\s*\bor\b\s*"?')
@@ -20,14 +21,21 @@ PARITY = re.compile(
 )
 MULTIPLE = re.compile(r"([a-z])\s*=\s*(?:(\d+)\s*([a-z])\s*(?:([+-])\s*(\d+))?|(\d+)\s*\+\s*(\d+)\s*([a-z]))")
 
+MEMBERS = re.compile(r"^\\\{([^{}|:]+)(?:\\mid(?![a-z])|[|:])\s*[a-z]\s*\\in\s*\\mathbb\s*\{?\s*Z\s*\}?\s*\\\}$")
+
 
 @dataclass(frozen=True)
 class Residues:
-    """Residues with their moduli, as text; ``is_stated`` is false for ``n=4k+1``, which may also be a line."""
+    """Residues with their moduli, as text.
+
+    ``is_stated`` is false for ``odd``, which may also describe a function, and ``n=4k+1``, which may be a line. The
+    latter has a parameter, k.
+    """
 
     name: str
     pairs: tuple[tuple[str, str], ...]
     is_stated: bool = True
+    parameter: str = ""
 
 
 def parse_residues(text: str) -> Residues | None:
@@ -37,10 +45,11 @@ def parse_residues(text: str) -> Residues | None:
         return Residues(divisible["name"] or divisible["name_"] or "", (("0", divisor),))
     if (parity := PARITY.fullmatch(text)) is not None:
         return Residues(parity[1] or parity[3] or "", (("1" if parity[2] == "odd" else "0", "2"),), is_stated=False)
+    text = MEMBERS.sub(r"n=\1", text)
     if (multiple := MULTIPLE.fullmatch(text)) is not None:
-        name, factor, _, sign, offset, first, second, _ = multiple.groups()
+        name, factor, parameter, sign, offset, first, second, last = multiple.groups()
         residue = first or (sign or "").replace("+", "") + (offset or "0")
-        return Residues(name, ((residue, factor or second),), is_stated=False)
+        return Residues(name, ((residue, factor or second),), is_stated=False, parameter=parameter or last)
     names, pairs = set(), []
     for part in OR.split(text) if text.count("\\pmod") > 1 else [text]:
         if (match := CONGRUENCE.fullmatch(part.strip())) is None or "\\equiv" in match[2]:

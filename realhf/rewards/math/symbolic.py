@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, permutations
 from types import FrameType
 from typing import Any
 
@@ -37,12 +37,18 @@ UNSAFE = re.compile(
 UNFINISHED = re.compile(r"\\(?:sum|prod|i*int|oint|lim|[cl]?dots)(?![a-z])")
 WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}")
 TAIL_UNIT = re.compile(r'\s*"[^"]*"(?:\s*(?:\^\s*(?:\{\s*-?\d\s*\}|-?\d)|/|\\cdot(?![a-z])|"[^"]*"|[A-Za-z]+))*$')
+DROPPED = re.compile(
+    r"'|\\prime(?![a-z])|\^\s*\{?\s*(?:T|\\top)(?![A-Za-z])|(?<![A-Za-z\\])[fgh]\s*\^\s*\{-1"
+)  # marks that Math-Verify ignores
 DEGREES = re.compile(r'(\d+(?:\.\d+)?)\s*"degree"')
 ANGLE = re.compile(r'(.+?)\s*"degree"', re.DOTALL)
 TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
 SYMBOL = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
-CONSTANTS = "CcKk"  # of integration
+CONSTANTS = "CcKkA"  # of integration
+NUMBERED = re.compile(r"[CcKk]_(?:\d|\{\d\})")  # of them
+LETTERS = "ABCDKck"  # instead of C_1, C_2
+MAX_CONSTANTS = 3
 MULTIPLIERS = "kmn"  # of a period
 
 
@@ -90,23 +96,45 @@ def same_mathematics(given: str, gold: str) -> bool:
         return False  # repeats the question
     if not (is_safe_for_sympy(given) and is_safe_for_sympy(gold)):
         return False
-    for letters, is_bound in ((CONSTANTS, _only(CONSTANTS, gold) == "C"), (MULTIPLIERS, "\\pi" in gold)):
-        if is_bound and (old := _only(letters, given)) and (new := _only(letters, gold)):
-            given = re.sub(rf"(\\[A-Za-z]+)|{old}", lambda match: match[1] or new, given)
+    if "C" in (_only(CONSTANTS, gold), _only(CONSTANTS, given)):
+        given = with_constant_of(gold, given)
+    if "\\pi" in gold:
+        given = with_constant_of(gold, given, MULTIPLIERS)
+    if len(DROPPED.findall(given)) != len(DROPPED.findall(gold)):
+        return False
+    library()
+    try:
+        with TIME_LIMIT.enforced():
+            return any(_same_expression(form, gold) for form in _with_constants_of(gold, given))
+    except TimeUp:
+        return False
+
+
+def _same_expression(given: str, gold: str) -> bool:
     symbols, gold_symbols = set(SYMBOL.findall(given)), set(SYMBOL.findall(gold))
     if any(symbol.swapcase() in gold_symbols - symbols for symbol in symbols - gold_symbols):
         return False  # Math-Verify ignores case
     read, compare = library()
-    try:
-        with TIME_LIMIT.enforced():
-            parsed = read(gold), read(given)
-            if IMAGINARY.search(gold + " " + given):
-                parsed = _with_imaginary_unit(parsed[0]), _with_imaginary_unit(parsed[1])
-            if _differ(*parsed):
-                return False
-            return compare(*parsed) or _same_for_positive(*parsed)
-    except TimeUp:
+    parsed = read(gold), read(given)
+    if IMAGINARY.search(gold + " " + given):
+        parsed = _with_imaginary_unit(parsed[0]), _with_imaginary_unit(parsed[1])
+    if _differ(*parsed):
         return False
+    return compare(*parsed) or _same_for_positive(*parsed)
+
+
+def _with_constants_of(gold: str, given: str) -> list[str]:
+    """Return the forms of an expression whose constants of integration have the names of the gold one's."""
+    numbered = [list(dict.fromkeys(NUMBERED.findall(text))) for text in (given, gold)]
+    if numbered[0] == numbered[1]:
+        return [given]
+    others = [set(SYMBOL.findall(NUMBERED.sub("", text))) for text in (given, gold)]
+    own, new = numbered[0] or sorted(others[0] - others[1]), numbered[1] or sorted(others[1] - others[0])
+    if len(own) != len(new) or len(own) > MAX_CONSTANTS or not all(s[0] in LETTERS for s in own + new):
+        return [given]
+    pattern = re.compile(rf"(\\[A-Za-z]+)|{'|'.join(map(re.escape, own))}")
+    renamed = [dict(zip(own, names, strict=True)) for names in permutations(new)]
+    return [pattern.sub(lambda m: m[1] or names[m[0]], given) for names in renamed]
 
 
 def _without_units(given: str, gold: str) -> tuple[str, str] | None:
@@ -221,6 +249,13 @@ def is_safe_for_sympy(text: str) -> bool:
     if max(accumulate((char in "([{") - (char in ")]}") for char in without_escapes), default=0) > MAX_DEPTH:
         return False
     return is_wrapped(f"{{{without_escapes}}}", "{", "}")  # true if its own braces are balanced
+
+
+def with_constant_of(gold: str, given: str, letters: str = CONSTANTS) -> str:
+    """Return an expression with the gold one's letter if both have only one of the letters."""
+    if (old := _only(letters, given)) and (new := _only(letters, gold)):
+        return re.sub(rf"(\\[A-Za-z]+)|{old}", lambda match: match[1] or new, given)
+    return given
 
 
 def _only(letters: str, text: str) -> str:

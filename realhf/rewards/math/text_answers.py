@@ -10,6 +10,12 @@ from realhf.rewards.math.normalize import strip_spaces
 
 TEXT_ANSWER = re.compile(r"[^\W\d_]+(?:[\s,.'-]+[^\W\d_]+)*")
 SHORT_TEXTS = frozenset(["yes", "no", "odd", "even", "all", "one", "two", "six", "ten", "red", "sun", "mon"])
+ARTICLES = frozenset(["the", "a", "an", "on"])
+WORDS = {"every": "all", "each": "all", "any": "all", "convergent": "converge", "divergent": "diverge", "won": "win"}
+IMPLIED = frozenset(["exist", "win", "series", "sequence", "integral", "function", "number", "player"])
+SUBJECT = re.compile(r"^(?:the\s+\w+|it|they|he|she)\s+(?:is|are|was|will\s+be)\s+(?!not\b)")
+STRATEGY = re.compile(r"\bhas\s+(?:a|the)\s+winning\s+strategy$")
+PLURAL = re.compile(r"(?<=\w{3})(?<!s|e)s$|(?<=\w{2}[^i]e)s$")
 VERDICTS = frozenset(["yes", "no", "true", "false"])
 RATIO = re.compile(r'(\d+(?:\s*:\s*\d+)*)\s*(?:"?([ap]m|noon|midnight)"?)?')
 HALVES = {"noon": "pm", "midnight": "am"}
@@ -24,10 +30,12 @@ def as_text(given: str, gold: str) -> bool | None:
     """Decide if either answer is words; case, punctuation, articles and the order of a list do not matter."""
     if not (is_text(gold) or is_text(given)):
         return None
-    if _words(given) == _words(gold):
+    words, gold_words = _words(given), _words(gold)
+    if gold_words in (words, _core(words)) or words == _core(gold_words):
         return True
-    if gold.casefold() in VERDICTS and re.match(rf"{gold}\s*[,.;:]", given, re.IGNORECASE):
-        return set(_words(given)) & VERDICTS == {gold.casefold()}
+    for verdict, sentence in ((gold, given), (given, gold)):
+        if verdict.casefold() in VERDICTS and re.match(rf"{verdict}\s*[,.;:]", sentence, re.IGNORECASE):
+            return set(_words(sentence)) & VERDICTS == {verdict.casefold()}
     lists = [re.split(r"\s*,\s*(?:and\s+)?|\s+and\s+|\s+or\s+", text) for text in (given, gold)]
     first, second = (sorted(map(_words, parts)) for parts in lists)
     return len(first) > 1 and first == second
@@ -42,8 +50,15 @@ def is_text(text: str) -> bool:
 
 
 def _words(text: str) -> list[str]:
-    words = re.findall(r"\w+", text.casefold())
-    return words[1:] if len(words) > 1 and words[0] in ("the", "a", "an") else words
+    text = SUBJECT.sub("", STRATEGY.sub("wins", text.casefold()))
+    words = [WORDS.get(word, word) for word in re.findall(r"\w+", text)]
+    words = [PLURAL.sub("", word) for word in words]
+    return [word for word in words if word not in ARTICLES] or words
+
+
+def _core(words: list[str]) -> list[str]:
+    """Return the words without those that the question implies, as in ``Alice wins`` for the winner."""
+    return [word for word in words if word not in IMPLIED]
 
 
 def as_digits(given: str, gold: str) -> bool | None:

@@ -13,7 +13,7 @@ NAMES = CURRENCIES | {
     "lb": "pound", "ounce": "oz", "ml": "milliliter", "l": "liter", "s": "second", "sec": "second", "min": "minute",
     "h": "hour", "hr": "hour", "mph": "mi/hour", "kmh": "kilometer/hour", "kph": "kilometer/hour", "metre": "meter",
     "centimetre": "centimeter", "kilometre": "kilometer", "millimetre": "millimeter", "litre": "liter", "hrs": "hour",
-    "mins": "minute", "secs": "second", "lbs": "pound",
+    "gal": "gallon", "mins": "minute", "secs": "second", "lbs": "pound",
     "n": "newton", "j": "joule", "w": "watt", "v": "volt", "pa": "pascal", "hz": "hertz", "rad": "radian",
 }  # fmt: skip
 SIZES = {  # of units, in a unit of the same kind

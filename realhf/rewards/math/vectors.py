@@ -8,7 +8,7 @@ from realhf.rewards.math.normalize import is_wrapped, split_outside
 MATRIX = re.compile(
     r"(?P<factor>(?:(?!\\begin).)*?)\s*(?:\\cdot|\\times)?\s*"
     r"\\begin\{(?P<kind>[pbvBV]?|small)(?:matrix|array)\}(?:\{[lcr| ]*\})?"
-    r"(?P<body>(?:(?!\\begin).)*)\\end\{(?P=kind)(?:matrix|array)\}",
+    r"(?P<body>(?:(?!\\begin).)*)\\end\{(?P=kind)(?:matrix|array)\}(?P<transposed>\s*\^\s*\{?\s*(?:T|\\top)\s*\}?)?",
     re.DOTALL,
 )
 FACTOR = re.compile(r"-|[^=<>&,]+")
@@ -17,11 +17,15 @@ TERM = re.compile(r"\s*([+-]?)((?:[^+\-{}()]|\{[^{}]*\}|\([^()]*\))*?)(?<![A-Za-
 
 @dataclass(frozen=True)
 class Matrix:
-    """Entries as text; those of a scaled matrix are products that are not evaluated."""
+    """Entries as text; those of a scaled matrix are products that are not evaluated.
+
+    A column without brackets is a vector, which is also written as a tuple.
+    """
 
     rows: tuple[tuple[str, ...], ...]
     is_scaled: bool
     is_determinant: bool
+    is_column: bool = False
 
 
 def matrix_rows(body: str) -> list[str]:
@@ -41,7 +45,10 @@ def parse_matrix(text: str) -> Matrix | None:
     if factor:
         scale = "-1" if factor == "-" else factor
         rows = tuple(tuple(rf"({scale})\cdot({entry})" for entry in row) for row in rows)
-    return None if not rows or (factor and is_determinant) else Matrix(rows, bool(factor), is_determinant)
+    if match["transposed"] and len({len(row) for row in rows}) == 1:
+        rows = tuple(zip(*rows, strict=True))
+    is_column = match["kind"] == "" and {len(row) for row in rows} == {1}
+    return None if not rows or (factor and is_determinant) else Matrix(rows, bool(factor), is_determinant, is_column)
 
 
 def unit_vector_components(text: str) -> list[str] | None:
