@@ -133,8 +133,11 @@ def _with_constants_of(gold: str, given: str) -> list[str]:
     if len(own) != len(new) or len(own) > MAX_CONSTANTS or not all(s[0] in LETTERS for s in own + new):
         return [given]
     pattern = re.compile(rf"(\\[A-Za-z]+)|{'|'.join(map(re.escape, own))}")
-    renamed = [dict(zip(own, names, strict=True)) for names in permutations(new)]
-    return [pattern.sub(lambda m: m[1] or names[m[0]], given) for names in renamed]
+
+    def renamed(names: dict[str, str]) -> str:
+        return pattern.sub(lambda match: match[1] or names[match[0]], given)
+
+    return [renamed(dict(zip(own, order, strict=True))) for order in permutations(new)]
 
 
 def _without_units(given: str, gold: str) -> tuple[str, str] | None:
