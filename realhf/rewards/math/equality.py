@@ -95,12 +95,13 @@ def _as_values(given: str, gold: str) -> bool | None:
     if named is None:
         return None
     other = _named(given if values is not None else gold)
-    if (bases := {SUBSCRIPT.sub("", name) for name in named}) == {other[0]} and len(bases) == 1:
+    bases = {SUBSCRIPT.sub("", name) for name in named}
+    if len(bases) == 1 and other[0] in bases | ({""} if kind != "()" else set()):
         listed = ", ".join(named.values())  # x_1=1, x_2=2 for x=1,2
         return _same(other[1], listed) if values is not None else _same(listed, other[1])
-    if kind == "{}" or (kind == "" and len(elements) == len(named)):
+    if kind == "{}":
         return False  # a set has no order
-    if kind != "()" or len(elements) != len(named):
+    if kind not in ("()", "") or len(elements) != len(named):
         return None
     ordered = [named[name] for name in sorted(named)]
     pairs = zip(ordered, elements, strict=True) if values is None else zip(elements, ordered, strict=True)

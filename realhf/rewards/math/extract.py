@@ -15,8 +15,8 @@ ANSWER_TAG = re.compile(r"</?answer>", re.IGNORECASE)
 SENTENCE_END = re.compile(r"\.(?=\s|$)|,?\s+(?:because|since|so|which|where)\b")
 DISPLAY = re.compile(r"\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\(?!\]))*)\\\]|\\\(((?:[^\\]|\\(?!\)))*)\\\)")
 OTHER_NUMBER = re.compile(r"\d[^\d\n]{,12}\b(?:or|and)\b[^\d\n]{,9}$")
-OPERAND = re.compile(r"[\d)]\s*[-+*/]\s*$")
-UNFINISHED = re.compile(r"[-+*/=:,(]\s*$")
+OPERAND = re.compile(r"[\d)]\s*[+*/]\s*$")
+UNFINISHED = re.compile(r"[-+*/=:(]\s*$")
 END_OF_SENTENCE = re.compile(r"[.!?]\s+|\n+")
 UNCERTAIN = re.compile(
     r"\b(?:may|might|could|maybe|perhaps|possibly|probably|need\s+to|step|guess|suppose|assume|let|whether|if|either|not|cannot|can't|unsure)\b",

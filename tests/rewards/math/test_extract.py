@@ -23,7 +23,7 @@ from realhf.rewards.math.extract import extract_answer, last_box
         ("Answer: $x+1$", "x+1"),
         ("It costs $1,234.50 in all.", "$1,234.50"),
         ("from 3 to -4", "-4"),
-        ("10-4", None),
+        ("10-4", "4"),
         ("The final answer is $\\frac{1}{2}$. I hope it is correct.", "\\frac{1}{2}"),
         ("The answer is 5. The answer is 6, since 2+4=6.", "6"),
         ("**Answer:** 7\n8", "7"),
