@@ -30,6 +30,7 @@ NAME = re.compile(
     r"\\?[A-Za-z]{1,2}|\\[a-z]+(?:_(?:\{\w+\}|\w))?|[A-Za-z]{3,}|\|[^|=]+\||\\\|[^|=]+\\\||\\(?:vec|overline|overrightarrow|bar|hat)\{?\w+\}?|"
     r"[A-Za-z](?:_\{?\w+\}?|'|(?:\^\{-1\})?\([a-z](?:,[a-z])*\)|\^\{-1\})|\([a-z](?:,[a-z])*\)"
 )
+CURVE = re.compile(r"(?<![A-Za-z\\])[xy](?![A-Za-z(])")
 SUBSCRIPT = re.compile(r"_\{?\d+\}?$")
 CLOSED_FORM = re.compile(r"\^|!|\\binom|^1\s*-\s*\\frac")
 CASES = re.compile(r"\\begin\{cases\}(.*)\\end\{cases\}", re.DOTALL)
@@ -230,6 +231,13 @@ def _as_quantity(given: str, gold: str) -> bool | None:
             result = equals[0].strip()
     given_value = quantity(result)
     if given_value is not None:
+        if (
+            gold_value.value == 0
+            and len(equals) == 2
+            and CURVE.search(equals[0])
+            and not NAME.fullmatch(equals[0].strip())
+        ):
+            return False  # 3x-4y+5=0
         return same_quantity(given_value, gold_value)
     if "degree" in gold_value.unit.words and "\\pi" in result:
         return None

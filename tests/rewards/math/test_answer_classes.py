@@ -56,6 +56,8 @@ CLASSES = (  # answer, gold, an answer that differs
     ("B", r"\text{B. } 12", "C"),
     (r"\textbf{(B)}\ 12", "12", r"\textbf{(B)}\ 13"),
     ("D, B", "B, D", "B"),
+    ("x=0", "0", "3x-4y+5=0"),
+    ("m-n=0", "0", "x^2-1=0"),
     (r"\begin{cases}2&x<0\\3&\text{otherwise}\end{cases}", r"\begin{cases}2&x<0\\3&0\le x\end{cases}",
      r"\begin{cases}3&x<0\\2&\text{otherwise}\end{cases}"),
     (r"\{{176^{\circ}}\}", r"176^\circ", r"{175^{\circ}}"),
