@@ -30,7 +30,7 @@ NAME = re.compile(
     r"\\?[A-Za-z]{1,2}|\\[a-z]+(?:_(?:\{\w+\}|\w))?|[A-Za-z]{3,}|\|[^|=]+\||\\\|[^|=]+\\\||\\(?:vec|overline|overrightarrow|bar|hat)\{?\w+\}?|"
     r"[A-Za-z](?:_\{?\w+\}?|'|(?:\^\{-1\})?\([a-z](?:,[a-z])*\)|\^\{-1\})|\([a-z](?:,[a-z])*\)"
 )
-CURVE = re.compile(r"(?<![A-Za-z\\])[xy](?![A-Za-z(])")
+COORDINATE = re.compile(r"(?<![A-Za-z\\])[xy](?![A-Za-z(])")
 SUBSCRIPT = re.compile(r"_\{?\d+\}?$")
 CLOSED_FORM = re.compile(r"\^|!|\\binom|^1\s*-\s*\\frac")
 CASES = re.compile(r"\\begin\{cases\}(.*)\\end\{cases\}", re.DOTALL)
@@ -231,13 +231,8 @@ def _as_quantity(given: str, gold: str) -> bool | None:
             result = equals[0].strip()
     given_value = quantity(result)
     if given_value is not None:
-        if (
-            gold_value.value == 0
-            and len(equals) == 2
-            and CURVE.search(equals[0])
-            and not NAME.fullmatch(equals[0].strip())
-        ):
-            return False  # 3x-4y+5=0
+        if len(equals) == 2 and _is_curve(equals[0].strip(), gold_value.value == 0):
+            return False
         return same_quantity(given_value, gold_value)
     if "degree" in gold_value.unit.words and "\\pi" in result:
         return None
@@ -246,6 +241,12 @@ def _as_quantity(given: str, gold: str) -> bool | None:
     if OPERATOR.search(EXPONENT.sub("", result)):
         return False
     return None if len(_elements(result)[1]) == 1 else False
+
+
+def _is_curve(left: str, equals_zero: bool) -> bool:
+    """Return True if ``left`` equals a number on a curve: ``3x-4y+5=0``, ``x^2+y^2=4``; ``x+y=4`` is a value."""
+    is_equation = equals_zero or (len(set(COORDINATE.findall(left))) == 2 and re.search(r"\^|\\frac", left))
+    return bool(is_equation and COORDINATE.search(left) and not NAME.fullmatch(left))
 
 
 def _as_matrix(given: str, gold: str) -> bool | None:
@@ -376,6 +377,8 @@ def _as_equation(given: str, gold: str) -> bool | None:
         given_value = with_constant_of(value, given_value)
     if EQUALS.search(value) or EQUALS.search(given_value):
         return None
+    if not (name and given_name) and {name or given_name, value, given_value} <= {"x", "y", "z"}:
+        return False  # the line x=y
     return _same(given_value, value)
 
 

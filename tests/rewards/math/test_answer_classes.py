@@ -58,6 +58,8 @@ CLASSES = (  # answer, gold, an answer that differs
     ("D, B", "B, D", "B"),
     ("x=0", "0", "3x-4y+5=0"),
     ("m-n=0", "0", "x^2-1=0"),
+    ("x+y=9", "9", "x^2+y^2=9"),
+    ("x=y", "y=x", "y"),
     (r"\begin{cases}2&x<0\\3&\text{otherwise}\end{cases}", r"\begin{cases}2&x<0\\3&0\le x\end{cases}",
      r"\begin{cases}3&x<0\\2&\text{otherwise}\end{cases}"),
     (r"\{{176^{\circ}}\}", r"176^\circ", r"{175^{\circ}}"),
