@@ -129,7 +129,8 @@ def throw_garbage(address: str, key: bytes, started: Started) -> None:
         for wire in wires:
             for _ in range(20):
                 if wire.poll(20, zmq.POLLOUT):
-                    wire.send_multipart(next(kinds))
+                    with contextlib.suppress(zmq.Again):  # the peer may end between the frames of a message
+                        wire.send_multipart(next(kinds), zmq.DONTWAIT)
     for wire in wires:
         wire.close()
     for attack in attacks:

@@ -15,8 +15,9 @@ from tests.conftest import TIMEOUT_S
 FOLDER = Path(__file__).parent
 GOLDS = (FOLDER / "distinct_golds.txt").read_text().splitlines()
 SPELLINGS = [json.loads(line) for line in (FOLDER / "spellings.jsonl").read_text().splitlines()]
-MAX_ERRORS = {"heldout_pairs.jsonl": 0.002, "heldout_pairs_2.jsonl": 0.002, "heldout_pairs_3.jsonl": 0.002}
-"""Fraction of wrong verdicts; rules were written with these sets in view."""
+MAX_ERRORS = {"heldout_pairs.jsonl": 0.002, "heldout_pairs_2.jsonl": 0.002, "heldout_pairs_3.jsonl": 0.002,
+              "heldout_pairs_4.jsonl": 0.005}  # fmt: skip
+"""Fraction of wrong verdicts; rules were written with the first three sets in view, and without the fourth."""
 CHANGED = (
     "3 factorial", r"3\text{ factorial}", "3 squared", "3 (mod 5)", r"3\pmod{5}", r"\arctan(3)", "arctan(3)", "lcm(3)",
     "reciprocal of 3", "all but 3", "cis(3)", r"\operatorname{cis} 3", "cube of 3", "gcd(3)", "opposite of 3", "base 3",
