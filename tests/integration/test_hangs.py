@@ -141,7 +141,7 @@ def throw_garbage(address: str, key: bytes, started: Started) -> None:
 def test_unauthenticated_peers_change_nothing_and_the_key_stays_secret(
     realhf: Callable[..., Run], realhf_start: Start, ppo_words: list[str], tmp_path: Path
 ) -> None:
-    words = [*ppo_words, "n_gpus_per_node=2", "exp_ctrl.total_train_epochs=10"]
+    words = [*ppo_words, "n_gpus_per_node=2", "exp_ctrl.total_train_epochs=20"]
     alone = realhf("ppo-math", tmp_path / "alone", words)
     address = f"tcp://127.0.0.1:{free_port()}"
     started = realhf_start("ppo-math", tmp_path / "beside", [*words, f"channel_address={address}"])
