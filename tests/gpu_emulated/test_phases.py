@@ -38,7 +38,11 @@ def test_a_machine_without_a_gpu_is_refused_in_one_line() -> None:
 def test_make_runs_the_phases() -> None:
     for number in PHASES:
         done = subprocess.run(
-            ["make", "-n", f"gpu-{number}", "PYTHON=py"], cwd=ROOT, capture_output=True, text=True, check=True
+            ["make", "-n", "--no-print-directory", f"gpu-{number}", "PYTHON=py"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         assert done.stdout == f"py -m benchmarks.gpu.phases {number}\n"
 
