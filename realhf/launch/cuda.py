@@ -11,8 +11,6 @@ from realhf.base.errors import UserError
 from realhf.base.paths import RunDir
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-NODE_DEVICES = "REALHF_NODE_DEVICES"
-"""The devices of all workers of the node, in order of rank, for programs that a worker starts on several of them."""
 
 DEVICE_FILES = Path("/dev")
 CONTROL_FILE = "nvidiactl"
@@ -83,10 +81,8 @@ def cuda_environment(config: ExperimentConfig, paths: RunDir, rank: int) -> dict
     NCCL reaches the devices of other workers although they are not visible. An operation that exceeds its deadline ends
     the worker; torch writes the last operations of every rank to ``paths.flight_record(rank)``.
     """
-    visible = visible_devices(os.environ)
     return {
-        VISIBLE: worker_device(config, rank, visible),
-        NODE_DEVICES: ",".join(visible),
+        VISIBLE: worker_device(config, rank, visible_devices(os.environ)),
         "CUDA_DEVICE_MAX_CONNECTIONS": "8",  # with 1, a message that waits for its peer holds back all other work
         "TORCH_NCCL_BLOCKING_WAIT": "0",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # end the process, without aborting communicators

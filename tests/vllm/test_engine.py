@@ -94,7 +94,7 @@ def test_weight_updates_reach_vllm(engine: NativeEngine, vllm: VllmEngine) -> No
 def test_weights_are_sent_in_several_requests(
     engine: NativeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("realhf.models.engine.vllm.BUCKET_BYTES", 1000)
+    monkeypatch.setattr("realhf.models.engine.vllm_weights.BUCKET_BYTES", 1000)
     other = vllm_on(engine, tmp_path / "actor")
     assert other.server is not None and len(other.buckets) == 4  # embedding, two blocks, the last norm
     responses = replace(other, verify=True).generate(prompts_of(LENGTHS), PLAIN, 2, seed=5)

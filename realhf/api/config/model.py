@@ -17,6 +17,8 @@ from realhf.api.config.option import (
     opt,
 )
 
+GB = 2.0**30
+
 
 @dataclass
 class OptimizerConfig:
@@ -63,11 +65,23 @@ class MicroBatchConfig:
 @dataclass
 class VllmConfig:
     python: str | None = opt(None, "Python interpreter with vLLM (default: the current one)", FILE)
-    kv_cache_gb: float = opt(1.0, "KV cache of each engine in GB", GIGABYTES)
+    kv_cache_gb: float | None = opt(
+        None,
+        "KV cache of each engine, on GPUs per device, in GB (default: 1, on GPUs a quarter of the memory)",
+        GIGABYTES,
+    )
     max_length: int = opt(0, "maximum sequence length in tokens, 0 for the maximum of the model", NATURAL)
     max_num_seqs: int = opt(256, "maximum number of sequences decoded at a time", COUNT)
     pack: bool = opt(True, "on CPU, pack weights for vLLM's kernels: faster decoding, slower weight updates")
+    enforce_eager: bool = opt(
+        False, "on GPUs, run without CUDA graphs and compilation: a faster start, slower decoding"
+    )
+    enable_sleep_mode: bool = opt(True, "on GPUs, free vLLM's weights and cache between calls")
     timeout: float = opt(600.0, "timeout of startup, weight updates and generation calls in seconds", SECONDS)
+
+    def kv_cache_bytes(self, device_bytes: float) -> float:
+        """Return the size of the KV cache per device; ``device_bytes`` is the memory of a GPU, 0 on a CPU."""
+        return self.kv_cache_gb * GB if self.kv_cache_gb is not None else device_bytes / 4 or GB
 
 
 @dataclass

@@ -156,7 +156,8 @@ def planner_of(
     # a worker allocates its ring buffer when it connects to peers of its host (comm/shared_memory.py)
     reserved = machine.hardware.reserved + (RING_BYTES if device == "cpu" and node > 1 else 0)
     memory = MemoryModel(graph, models, roles, workload, machine.footprint, reserved, device, sampling, shares, node,
-                         experiment.vllm.kv_cache_gb * 2**30)  # fmt: skip
+                         experiment.vllm.kv_cache_bytes(machine.hardware.memory if device != "cpu" else 0.0),
+                         device != "cpu" and experiment.vllm.enable_sleep_mode)  # fmt: skip
     limits = {name: micro_batching(option, device) for name, option in experiment.placements().items()}
     calls = Candidates(cost, memory, machine.hardware, experiment.dataset.train_bs_n_seqs, limits)
     return Planner(graph, calls, experiment.n_nodes * node, experiment.max_staleness)

@@ -47,7 +47,8 @@ class Bytes:
 class MemoryModel:
     """Memory of one experiment's plans. ``runtime`` is the bytes of a worker without any model.
 
-    ``share_prompts`` is as in ``CostModel``; ``server_cache`` is the key/value cache of a vLLM process in bytes.
+    ``share_prompts`` is as in ``CostModel``; ``server_cache`` is the key/value cache of a vLLM process in bytes. With
+    ``server_sleeps`` the process has weights and cache during calls only.
     """
 
     graph: Graph
@@ -61,6 +62,7 @@ class MemoryModel:
     share_prompts: bool = False
     node_size: int = 8
     server_cache: float = 0.0
+    server_sleeps: bool = False
 
     def weights(self, role: str, strategy: ParallelStrategy) -> float:
         """Return the bytes of a role's weights per device at the largest stage."""
@@ -91,9 +93,11 @@ class MemoryModel:
         if mfc.role is None:
             return Bytes()
         config, role, strategy = self.models[mfc.role], self.roles[mfc.role], placement.layout.strategy
-        if placement.backend is Backend.vllm:  # its weights are always copied to shared memory
-            return Bytes(borrowed=self.weights(mfc.role, strategy))
         borrowed = 0.0 if home_layout == placement.layout else self.weights(mfc.role, strategy)
+        if placement.backend is Backend.vllm:
+            if self.device == "cpu":  # the weights are in shared memory
+                borrowed = self.weights(mfc.role, strategy)
+            return Bytes(borrowed=borrowed, server=self._server_contents(mfc.role, strategy, self.server_sleeps))
         shards = stage_shards(config, role, strategy)
         match mfc.kind:
             case Kind.TRAIN:
@@ -143,9 +147,13 @@ class MemoryModel:
             nbytes = self.ring_bytes(mfc.role, home_layout, layout)
             rings |= {rank: max(rings[rank], nbytes) for rank in {*home_layout.mesh.ranks, *layout.mesh.ranks}}
             if plan[mfc.name].backend is Backend.vllm:
-                nbytes = self.weights(mfc.role, layout.strategy) + self.server_cache + SERVER_BYTES
+                nbytes = SERVER_BYTES + self._server_contents(mfc.role, layout.strategy, not self.server_sleeps)
                 servers |= {rank: servers[rank] + nbytes for rank in layout.mesh.ranks}
         return {rank: Bytes(buffers=rings[rank], server=servers[rank]) for rank in rings}
+
+    def _server_contents(self, role: str, strategy: ParallelStrategy, allocated: bool) -> float:
+        """Return the bytes of weights and cache of a vLLM process at a time at which it has ``allocated`` them."""
+        return self.weights(role, strategy) + self.server_cache if allocated else 0.0
 
     def _is_offloaded(self, role: str) -> bool:
         return role in self.graph.offloaded and self.device != "cpu"

@@ -131,8 +131,7 @@ def test_fused_decoding_copies_weights() -> None:
 
 
 def test_served_calls_have_a_server_process() -> None:
-    model = memory_model()
-    model = replace(model, server_cache=3e8)
+    model = replace(memory_model(), server_cache=3e8, device="cpu")
     native = plan(actor_gen="d2")
     placed = replace(native["actor_gen"], backend=Backend.vllm)
     served = replace(native, placements={**native.placements, "actor_gen": placed})
@@ -144,6 +143,16 @@ def test_served_calls_have_a_server_process() -> None:
         assert found[rank].server == (weights + 3e8 + SERVER_BYTES if on_it else 0.0) and plain[rank].server == 0.0
     taken = model.transient(model.graph["actor_gen"], placed, [rows(4)], placed.layout)
     assert taken == Bytes(borrowed=weights), "the server has cache and logits"
+    gpu = replace(model, device="cuda")
+    assert (
+        gpu.transient(model.graph["actor_gen"], placed, [rows(4)], placed.layout) == Bytes()
+    )  # no copy of the weights
+    sleeping = replace(gpu, server_sleeps=True)
+    taken = sleeping.transient(model.graph["actor_gen"], placed, [rows(4)], placed.layout)
+    assert taken == Bytes(server=weights + 3e8)
+    waking, asleep = (m.devices(served, calls) for m in (gpu, sleeping))
+    for rank in placed.layout.mesh.ranks:
+        assert waking[rank].server == weights + 3e8 + SERVER_BYTES and asleep[rank].total <= waking[rank].total
 
 
 def test_weights_in_another_layout_are_borrowed() -> None:

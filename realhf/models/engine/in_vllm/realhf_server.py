@@ -1,7 +1,7 @@
 """The vLLM process: a child of the worker, possibly with another interpreter, so it does not import realhf.
 
 Requests and replies are length-prefixed msgpack maps over a socket that the child inherits. Weights are not sent: every
-process of the vLLM engine maps the workers' memory and copies them from there.
+process of the vLLM engine opens the workers' memory, on a GPU by CUDA IPC, and copies them from there.
 """
 
 import ctypes
@@ -27,7 +27,6 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
-    "TORCHDYNAMO_DISABLE": "1",
 }
 _maps: dict[str, torch.Tensor] = {}
 
@@ -36,16 +35,34 @@ class WeightReceiver:
     """Methods that vLLM adds to its worker class (``worker_extension_cls``), for every process of the engine."""
 
     model_runner: Any
+    rank: int
     trainer_version = -1
+    trainer_memory: tuple[torch.Tensor, ...] = ()
 
-    def load_from_trainer(self, tensors: list[dict[str, Any]], version: int) -> None:
-        """Copy tensors from the trainer's memory into the model."""
+    def load_from_trainer(self, tensors: list[dict[str, Any]], memory: list[dict[str, Any]], version: int) -> None:
+        """Copy tensors from the trainer's memory into the model.
+
+        The first request of an update has the ``memory``, the last one the ``version``, which is -1 in others.
+        """
+        if memory:
+            self.trainer_memory = tuple(opened(shard, self.rank) for shard in memory)
         model = self.model_runner.model
         if all(weight.numel() for weight in model.parameters()):
-            model.load_weights(assembled(tensors))
+            model.load_weights(assembled(tensors, self.trainer_memory))
         else:  # kernels have packed the matrices: build them again
-            self.model_runner.reload_weights(weights_iterator=assembled(tensors))
+            self.model_runner.reload_weights(weights_iterator=assembled(tensors, self.trainer_memory))
         self.trainer_version = version
+        if version >= 0:
+            self.close_trainer_memory()
+
+    def close_trainer_memory(self) -> None:
+        """Release the trainer's memory, once the copies from it have ended."""
+        on_gpu = any(shard.is_cuda for shard in self.trainer_memory)
+        if on_gpu:
+            torch.cuda.synchronize()
+        self.trainer_memory = ()
+        if on_gpu:
+            torch.cuda.ipc_collect()
 
     def get_trainer_version(self) -> int:
         return self.trainer_version
@@ -72,29 +89,43 @@ def integer_sum(weight: torch.Tensor) -> int:
     return int(weight.detach().contiguous().view(-1).view(torch.int16).sum(dtype=torch.int64))
 
 
-def assembled(tensors: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+def assembled(tensors: list[dict[str, Any]], memory: tuple[torch.Tensor, ...]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield named tensors assembled from their slices: a view if one slice is the whole tensor."""
     for tensor in tensors:
         dtype, shape, slices = getattr(torch, tensor["dtype"]), tuple(tensor["shape"]), tensor["slices"]
+        values = [slice_of(memory[one["shard"]], one, dtype) for one in slices]
         if len(slices) == 1 and not slices[0]["transpose"] and tuple(slices[0]["shape"]) == shape:
-            yield tensor["name"], mapped(slices[0], dtype)
+            yield tensor["name"], values[0]
             continue
-        whole = torch.empty(shape, dtype=dtype)
-        for one in slices:
+        whole = torch.empty(shape, dtype=dtype, device=values[0].device)
+        for one, value in zip(slices, values, strict=True):
             target = whole[tuple(slice(*span) for span in one["box"])]
-            value = mapped(one, dtype)
             target.copy_((value.t() if one["transpose"] else value).reshape(target.shape))
         yield tensor["name"], whole
 
 
-def mapped(memory: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
-    """Return a view of a slice in a worker's memory."""
-    path, shape = memory["path"], tuple(memory["shape"])
+def slice_of(memory: torch.Tensor, where: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
+    """Return a view of a slice in the memory of a shard."""
+    shape, start = tuple(where["shape"]), where["start"] * dtype.itemsize
+    return memory[start : start + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+
+
+def opened(shard: dict[str, Any], rank: int) -> torch.Tensor:
+    """Return the memory of a shard as bytes. Files stay mapped; a handle of a device is for one process, once."""
+    if "path" not in shard:
+        return device_memory(shard["device"], shard["handles"][rank])
+    path = shard["path"]
     if path not in _maps:
         with Path(path).open("r+b") as file:
             _maps[path] = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
-    start = memory["start"] * dtype.itemsize
-    return _maps[path][start : start + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+    return _maps[path]
+
+
+def device_memory(device: int, handle: list[Any]) -> torch.Tensor:
+    """Return the memory behind a CUDA IPC handle of torch: arguments of ``_new_shared_cuda`` after the device."""
+    torch.cuda._lazy_init()
+    storage = torch.UntypedStorage._new_shared_cuda(device, *handle)
+    return torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}").set_(storage)
 
 
 def use_plain_matrix(layer: Any, remove_weight: bool) -> None:
@@ -107,35 +138,53 @@ if os.environ.get(NO_PACKING):  # every process of the engine imports this modul
     utils.dispatch_cpu_unquantized_gemm = use_plain_matrix
 
 
+def engine_arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``vllm.LLM``."""
+    is_cpu = options["device"] == "cpu"
+    return {
+        "model": options["folder"],
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",  # weights come from the trainer
+        "dtype": options["dtype"],
+        "tensor_parallel_size": options["tp"],
+        "distributed_executor_backend": "uni" if options["tp"] == 1 else "mp",
+        "max_model_len": options["max_length"],
+        "max_num_seqs": options["slots"],
+        "enforce_eager": is_cpu,
+        "enable_prefix_caching": True,
+        "enable_chunked_prefill": not is_cpu,  # vLLM 0.32 does not reset a row's CPU generator after a partial prefill
+        "max_num_batched_tokens": max(options["max_length"], BATCHED_TOKENS) if is_cpu else BATCHED_TOKENS,
+        "logprobs_mode": options["logprobs"],
+        "worker_extension_cls": f"{Path(__file__).stem}.{WeightReceiver.__name__}",
+        "seed": 0,
+        **options["gpu"],
+    }
+
+
 class Server:
     """One engine and the methods that a worker calls."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
 
-        self.llm = LLM(
-            model=options["folder"],
-            skip_tokenizer_init=True,
-            load_format="dummy",  # weights come from the trainer
-            dtype=options["dtype"],
-            tensor_parallel_size=options["tp"],
-            distributed_executor_backend="uni" if options["tp"] == 1 else "mp",
-            max_model_len=options["max_length"],
-            max_num_seqs=options["slots"],
-            enforce_eager=True,
-            enable_prefix_caching=True,
-            # vLLM 0.32 does not reset a row's CPU generator after a partial prefill
-            enable_chunked_prefill=options["device"] != "cpu",
-            max_num_batched_tokens=max(options["max_length"], BATCHED_TOKENS),
-            logprobs_mode=options["logprobs"],
-            worker_extension_cls=f"{Path(__file__).stem}.{WeightReceiver.__name__}",
-            seed=0,
-        )
+        self.llm = LLM(**engine_arguments(options))
+        self.sleeps = bool(options["gpu"].get("enable_sleep_mode"))
+        self.sleep()
 
-    def load(self, tensors: list[dict[str, Any]], version: int) -> dict[str, Any]:
+    def sleep(self) -> None:
+        """Free weights and cache, if vLLM sleeps between calls; the trainer sends the weights of every call."""
+        if self.sleeps:
+            self.llm.sleep(level=2)
+
+    def load(self, tensors: list[dict[str, Any]], memory: list[dict[str, Any]], version: int) -> dict[str, Any]:
         """Load the trainer's weights and drop the prefix cache of older ones."""
-        self.llm.collective_rpc("load_from_trainer", args=(tensors, version))
-        self.llm.reset_prefix_cache()
+        if self.sleeps and memory:
+            self.llm.wake_up(tags=["weights"])
+        self.llm.collective_rpc("load_from_trainer", args=(tensors, memory, version))
+        if version >= 0:
+            if self.sleeps:  # not before, so that tensors being assembled can use the memory of the cache
+                self.llm.wake_up(tags=["kv_cache"])
+            self.llm.reset_prefix_cache()
         return {}
 
     def checksum(self) -> dict[str, Any]:
@@ -151,6 +200,7 @@ class Server:
         sampling = [SamplingParams(logprobs=0, detokenize=False, ignore_eos=True, **row["sampling"]) for row in rows]
         inputs = [{"prompt_token_ids": prompts[row["prompt"]]} for row in rows]
         responses = [result.outputs[0] for result in self.llm.generate(inputs, sampling, use_tqdm=False)]
+        self.sleep()
         return {
             "tokens": [list(response.token_ids) for response in responses],
             "logprobs": [
@@ -169,7 +219,7 @@ def serve(connection: socket.socket) -> None:
         try:
             if server is None:
                 server = Server(**request)
-                reply: dict[str, Any] = {}
+                reply: dict[str, Any] = {"sleeps": server.sleeps}
             else:
                 reply = getattr(server, method)(**request)
         except Exception as error:  # the parent reports it
