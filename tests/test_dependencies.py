@@ -15,6 +15,7 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from realhf.ops import varlen
 from tests.audit import verdict
 
 if sys.version_info >= (3, 11):
@@ -25,7 +26,7 @@ else:
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TOOLS = ("test", "dev", "docs")  # extras that the package itself does not import
-ELSEWHERE = {"vllm"}  # imported only in the separate interpreter of `make vllm`
+ELSEWHERE = {"vllm", "flash_attn_interface"}  # of the interpreter of `make vllm`; built from source
 OURS = ("realhf", "tests", "examples", "benchmarks", "experiments", "docs")
 UNPICKLING = re.compile(r"(pickle|dill|cloudpickle|marshal|joblib)\.(load|loads|Unpickler)|shelve\.open|"
                         r"pandas\.read_pickle|yaml\.(unsafe_load|full_load|unsafe_load_all|full_load_all)|"
@@ -59,6 +60,7 @@ def imported() -> dict[str, str]:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             found |= {name.split(".")[0]: file for name in names}
+    found |= {module.split(".")[0]: "realhf/ops/varlen.py" for module, *_ in varlen.SOURCES}  # by their names
     ours = {"realhf", *ELSEWHERE, *sys.stdlib_module_names}
     return {name: file for name, file in found.items() if name not in ours}
 

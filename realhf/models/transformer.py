@@ -24,7 +24,7 @@ from realhf.ops.attention import ScoreParams, decode_attention, decode_bias, rot
 from realhf.ops.logprobs import FULL_VOCAB, VocabShard, packed_logprobs
 from realhf.ops.norms import Rotary, rotate
 from realhf.ops.rows import RowLayout, on_device
-from realhf.ops.varlen import CachedRows
+from realhf.ops.varlen import CachedRows, VarlenKernel
 
 
 @dataclass(frozen=True)
@@ -93,15 +93,13 @@ class Transformer:
 
     def new_cache(self, n_slots: int, max_len: int) -> KVCache:
         sizes = (len(self.layers), self.n_kv, self.config.head_dim, n_slots, max_len)
-        by_token = self._reads_used_lengths()
+        by_token = self._cache_kernel() is not None
         return KVCache(*sizes, self.params.data, self.weights.fused is None and not by_token, by_token)
 
-    def _reads_used_lengths(self) -> bool:
-        """Return True if decoding reads only the used length of the cache, by the GPU kernel of torch."""
-        data, dim = self.params.data, self.config.head_dim
-        rules = self._score_rules
-        supported = (varlen.is_supported(data.device, data.dtype, dim, rule.softcap, rule.window) for rule in rules)
-        return varlen.reads_used_lengths() and all(supported)
+    def _cache_kernel(self) -> VarlenKernel | None:
+        """Return a GPU kernel with which decoding reads only the used length of the cache, if there is one."""
+        data, rules = self.params.data, (rule.rule for rule in self._score_rules)
+        return varlen.kernel_for(data.device, data.dtype, self.config.head_dim, rules, decoding=True)
 
     def _bind(self) -> _Weights:
         blocks = tuple(self._bind_block(f"layers.{i}.") for i in self.layers)
@@ -238,7 +236,8 @@ class Transformer:
         if (blocks := self.weights.fused) is not None:
             return (self._tiled_blocks or blocks.tiled())(x, positions, cache, prefixes, self.rotary_table(longest))
         indices = cache.indices(torch.arange(count, device=tokens.device), positions)
-        cached_rows = CachedRows.of(positions, cache.max_len) if cache.by_token else None
+        kernel = self._cache_kernel() if cache.by_token else None
+        cached_rows = None if kernel is None else CachedRows.of(kernel, positions, cache.max_len)
         windows = {rule.window for rule in self._score_rules} if cached_rows is None else ()
         biases = {w: decode_bias(positions, longest, self.n_kv, w).to(cache.k.dtype) for w in windows}
         angle_rows = self._angle_rows(positions, longest, cache.k.dtype)
@@ -250,7 +249,7 @@ class Transformer:
             rule = self._score_rules[layer]
             if cached_rows is not None:
                 scale = rule.scale_for(self.config.head_dim)
-                return cached_rows.attend(q, cache.k[layer], cache.v[layer], longest, scale, rule.window)
+                return cached_rows.attend(q, cache.k[layer], cache.v[layer], longest, scale, rule.rule)
             keys, values = cache.k[layer, :count], cache.v[layer, :count]
             return decode_attention(q, keys, values, biases[rule.window], rule)
 

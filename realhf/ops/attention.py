@@ -34,6 +34,10 @@ class ScoreParams:
     def scale_for(self, head_dim: int) -> float:
         return self.scale or head_dim**-0.5
 
+    @property
+    def rule(self) -> varlen.Rule:
+        return self.softcap, self.window
+
     def cap(self, scores: Tensor) -> Tensor:
         return torch.tanh(scores / self.softcap) * self.softcap if self.softcap else scores
 
@@ -59,14 +63,15 @@ def rotary_attention(
     given, queries and keys are rotated by their positions first. The calls of a pass share a ``layout`` of these rows.
     ValueError for lengths or prefixes that do not fit.
 
-    Uses the compiled kernel (CPU: float32, and bfloat16 computed in float32), torch's kernel for 16-bit types on GPUs,
-    or ``rotary_attention_reference``.
+    Uses the compiled kernel (CPU: float32, and bfloat16 computed in float32), a kernel of ``ops.varlen`` for 16-bit
+    types on GPUs, or ``rotary_attention_reference``.
     """
-    if qkv.numel() and varlen.is_supported(qkv.device, qkv.dtype, qkv.shape[-1], scoring.softcap, scoring.window):
+    varlen_kernel = varlen.kernel_for(qkv.device, qkv.dtype, qkv.shape[-1], [scoring.rule])
+    if qkv.numel() and varlen_kernel is not None:
         _check_rows(qkv, lengths, prefixes)
         layout = layout or RowLayout(tuple(lengths), tuple(prefixes), qkv.device)
         parts = _split_and_rotate(qkv, n_q, n_kv, layout, angles)
-        return varlen.varlen_attention(*parts, layout, scoring.scale_for(qkv.shape[-1]), scoring.window)
+        return varlen.varlen_attention(varlen_kernel, *parts, layout, scoring.scale_for(qkv.shape[-1]), scoring.rule)
     fits = qkv.dtype in (torch.float32, torch.bfloat16) and qkv.numel() > 0
     if not fits or extension.kernel("packed_attention", qkv.device.type) is None:
         return rotary_attention_reference(qkv, n_q, n_kv, lengths, scoring, prefixes, angles, layout)
@@ -105,7 +110,7 @@ def supports_shared_prefixes(
     device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float = 0.0, window: int = 0
 ) -> bool:
     """Return True if a kernel makes shared prefixes faster than repeating them in every row."""
-    on_gpu = varlen.is_supported(device, dtype, head_dim, softcap, window)
+    on_gpu = varlen.kernel_for(device, dtype, head_dim, [(softcap, window)]) is not None
     return on_gpu or extension.kernel("packed_attention", device.type) is not None
 
 

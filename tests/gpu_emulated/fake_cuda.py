@@ -122,6 +122,8 @@ class FakeCuda(TorchDispatchMode):
         ours = [x for x in flat if isinstance(x, DeviceTensor)]
         named = kwargs.get("device")
         named = None if named is None else self.indexed(named)
+        if ours and func is aten.new_zeros.default and torch._C._current_graph_task_id() >= 0:
+            named = ours[0].where  # autograd passes the device that C++ sees
         if not ours and (named is None or named.type != "cuda"):
             return self._on_host(func, args, kwargs)
         if func in (aten.copy_.default, aten._to_copy.default):

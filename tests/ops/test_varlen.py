@@ -68,10 +68,8 @@ def torch_2_12(
     return by_row(query, key, value, (cu_seq_q, cu_seq_k, max_q, max_k), scale, window_size)
 
 
-def install(function: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> varlen.VarlenKernel:
-    kernel = varlen.VarlenKernel(function, frozenset(signature(function).parameters))
-    monkeypatch.setattr(varlen, "_kernel", lambda: kernel)
-    return kernel
+def kernel_of(function: Callable[..., Tensor]) -> varlen.VarlenKernel:
+    return varlen.VarlenKernel(function.__name__, function, frozenset(signature(function).parameters))
 
 
 @pytest.mark.parametrize("lengths, prefixes", CASES)
@@ -79,16 +77,17 @@ def install(function: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("scale", [0.0, 0.7])
 @pytest.mark.parametrize("window", [0, 1, 3])
 def test_every_version_of_the_kernel_matches_the_reference(
-    lengths: tuple[int, ...], prefixes: tuple[int, ...], function: Callable[..., Tensor], scale: float, window: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    if not install(function, monkeypatch).accepts(8, window):
+    lengths: tuple[int, ...], prefixes: tuple[int, ...], function: Callable[..., Tensor], scale: float, window: int
+) -> None:
+    kernel = kernel_of(function)
+    if not kernel.accepts(8, 0.0, window):
         assert function is torch_2_10 and window
         return
     torch.manual_seed(0)
     leaves = [torch.randn(sum(lengths), heads, 8, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)]
     rule = ScoreParams(scale, window)
-    found = varlen.varlen_attention(*leaves, RowLayout(lengths, prefixes, CPU), rule.scale_for(8), window)
+    layout = RowLayout(lengths, prefixes, CPU)
+    found = varlen.varlen_attention(kernel, *leaves, layout, rule.scale_for(8), rule.rule)
     expected = rotary_attention_reference(torch.cat(leaves, 1), 4, 2, lengths, rule, prefixes)
     torch.testing.assert_close(found, expected)
     weight = torch.randn_like(expected)
@@ -98,12 +97,12 @@ def test_every_version_of_the_kernel_matches_the_reference(
 
 
 @pytest.mark.parametrize("head_dim, fits", [(8, True), (12, False), (256, True), (264, False)])
-def test_head_dimensions_of_flash_attention(head_dim: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert install(torch_2_12, monkeypatch).accepts(head_dim, 0) == fits
+def test_head_dimensions_of_flash_attention(head_dim: int, fits: bool) -> None:
+    assert kernel_of(torch_2_12).accepts(head_dim, 0.0, 0) == fits
 
 
 def test_the_installed_kernel_has_a_known_signature() -> None:
-    kernel = varlen._kernel()
+    kernel = varlen._load(*varlen.SOURCES[-1])
     if kernel is None:
         pytest.skip(f"torch {torch.__version__} has no varlen attention")
     known = (frozenset(signature(function).parameters) for function in (torch_2_10, torch_2_11, torch_2_12))
@@ -113,15 +112,23 @@ def test_the_installed_kernel_has_a_known_signature() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("lengths, prefixes", [((130, 7, 64), ()), *CASES[1:]])
-@pytest.mark.parametrize("window", [0, 3])
-def test_the_kernel_matches_the_reference(lengths: tuple[int, ...], prefixes: tuple[int, ...], window: int) -> None:
+@pytest.mark.parametrize("source", varlen.SOURCES, ids=lambda source: source[0])
+@pytest.mark.parametrize("rule", [ScoreParams(), ScoreParams(window=3), ScoreParams(softcap=5.0)])
+def test_the_kernel_matches_the_reference(
+    lengths: tuple[int, ...], prefixes: tuple[int, ...], source: tuple, rule: ScoreParams,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    installed = [kernel for kernel in varlen.kernels() if kernel.module == source[0]]
+    monkeypatch.setattr(varlen, "kernels", lambda: installed)
+    if varlen.kernel_for(torch.device("cuda"), torch.bfloat16, 64, [rule.rule]) is None:
+        pytest.skip(f"{source[0]} is not installed, or does not support {rule} on this GPU")
     torch.manual_seed(0)
     exact = torch.randn(sum(lengths), 8 + 2 + 2, 64, device="cuda")
     angles = Rotary(64, 1e4, {}, "cuda").table(256)
     found, expected = [], []
     for dtype, fn, into in ((torch.bfloat16, rotary_attention, found), (None, rotary_attention_reference, expected)):
         leaf = exact.to(dtype or torch.float32).requires_grad_()
-        out = fn(leaf, 8, 2, lengths, ScoreParams(window=window), prefixes, angles)
+        out = fn(leaf, 8, 2, lengths, rule, prefixes, angles)
         into += [out.float(), *torch.autograd.grad(out.float().square().sum(), [leaf])]
     for mine, other in zip(found, expected, strict=True):
         assert float((mine.float() - other).norm() / other.norm()) < 1e-2

@@ -10,7 +10,7 @@ from realhf.base.version import __version__
 
 LIBRARIES = ("torch", "transformers", "huggingface_hub", "tokenizers", "safetensors", "hydra-core", "omegaconf", "rich",
              "pyzmq", "msgspec", "cattrs", "numpy", "math-verify", "tensorboard", "httpx", "jinja2")  # fmt: skip
-EXTRAS = {"serve": "fastapi", "ray": "ray", "megatron": "megatron-core", "parquet": "pyarrow",
+EXTRAS = {"serve": "fastapi", "ray": "ray", "megatron": "megatron-core", "flash": "flash-attn", "parquet": "pyarrow",
           "wandb": "wandb"}  # fmt: skip
 
 
@@ -26,12 +26,13 @@ def main(arguments: list[str]) -> None:
         print(f"extra {extra:<8} {_version(name)}")
     import torch
 
-    from realhf.ops import extension
+    from realhf.ops import extension, varlen
     from realhf.rewards.sandbox.sandbox import describe_sandbox
 
     print(f"kernels       {' '.join(extension.kernels()) or 'none: the PyTorch reference implementations are used'}")
     print(f"sandbox       {describe_sandbox()}")
     if torch.cuda.is_available():
+        print(f"attention     {' '.join(kernel.module for kernel in varlen.kernels()) or 'none: plain torch'}")
         for i in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(i)
             print(f"cuda:{i}        {torch.cuda.get_device_name(i)}, {free >> 30} of {total >> 30} GiB free")
