@@ -191,6 +191,17 @@ class Group:
         elif output.data_ptr() != whole.data_ptr():
             output.copy_(whole)
 
+    def start_reduce(self, tensor: Tensor, index: int) -> dist.Work:
+        """Start to sum over the group in the memory of member ``index``; others lose their values. See ``wait``."""
+        work = dist.reduce(tensor, sorted(self.ranks)[index], group=self.handle, async_op=True)
+        assert work is not None
+        return work
+
+    def wait(self, work: dist.Work, name: str, tensor: Tensor) -> None:
+        """Wait until an operation on ``tensor`` has completed, on a GPU in its stream only."""
+        with self._activity(name, tensor):
+            work.wait()
+
     def all_gather(self, whole: Tensor, shard: Tensor) -> None:
         """Fill ``whole`` with the members' equal shards, ordered by ``index``; ``shard`` may be a view of its own."""
         if self.size > 1:

@@ -78,6 +78,8 @@ class Transformer:
         self._tiled_blocks: FusedBlocks | None = None  # copies, valid while the weights do not change
         self._tiled_head: Tensor | None = None
         self._router_loss_sums = torch.zeros(2, dtype=torch.float64, device=params.data.device)
+        self.on_backward: Callable[[int, Tensor], None] | None = None
+        """Called in a backward pass with a layer and the gradient of its input."""
 
     def pop_router_losses(self) -> Tensor:
         """Return and reset the sums of the router losses, ``[2]`` float64: ``balance_loss`` and ``z_loss``.
@@ -275,6 +277,8 @@ class Transformer:
         recompute = self.checkpoint_activations and torch.is_grad_enabled() and self.params.grad is not None
         run = partial(checkpoint, run_block, use_reentrant=False, preserve_rng_state=False) if recompute else run_block
         for index, block in enumerate(weights.blocks):
+            if self.on_backward is not None and x.requires_grad:
+                x.register_hook(partial(self.on_backward, self.layers[index]))
             x, losses = run(block, index, x, context)
             if observe is not None:
                 observe(f"layer {self.layers[index]}", x)

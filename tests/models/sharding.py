@@ -17,6 +17,7 @@ from realhf.arch.hf_config import read_hf_config
 from realhf.comm.process_groups import Group, ParallelContext, make_groups
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.protocols import Loss
+from realhf.models.engine import grad_reduction
 from realhf.models.engine.native import NativeEngine, build_engine
 from realhf.models.engine.packing import ForwardOutputs
 
@@ -28,14 +29,15 @@ STEP = {"lr": 0.1, "eps": 1.0, "gradient_clipping": 1.0, "lr_scheduler_type": LR
 
 @dataclass(frozen=True)
 class ShardedLayout:
-    """A layout, with or without sequence parallelism in training."""
+    """A layout; in training with or without sequence parallelism, and gradients reduced during the backward pass."""
 
     layout: Layout
     sequence: bool = True
+    overlap: bool = False
 
 
-def _sharded(mesh: tuple[int, ...], text: str, sequence: bool = True) -> ShardedLayout:
-    return ShardedLayout(Layout(DeviceMesh(mesh), ParallelStrategy.parse(text)), sequence)
+def _sharded(mesh: tuple[int, ...], text: str, sequence: bool = True, overlap: bool = False) -> ShardedLayout:
+    return ShardedLayout(Layout(DeviceMesh(mesh), ParallelStrategy.parse(text)), sequence, overlap)
 
 
 AXES = ("dp", "tp", "pp")
@@ -49,7 +51,8 @@ LAYOUTS: Mapping[str, ShardedLayout] = {
     "t4": _sharded((0, 1, 2, 3), "t4"),
     "t4 without sequence": _sharded((0, 1, 2, 3), "t4", sequence=False),
     "d2t2": _sharded((0, 1, 2, 3), "d2t2"),
-    "d2t2p2": _sharded((1, 0, 2, 3, 6, 5, 4, 7), "d2t2p2"),
+    "d2t2 overlapped": _sharded((1, 0, 3, 2), "d2t2", overlap=True),
+    "d2t2p2": _sharded((1, 0, 2, 3, 6, 5, 4, 7), "d2t2p2", overlap=True),
 }
 
 
@@ -76,6 +79,7 @@ def job(
     rank: int, world: int, models: Mapping[str, InitialModel], names: Sequence[str], root: Path
 ) -> dict[tuple[str, str], WorkerResult]:
     """Run each model in one layout after the other; each layout loads what the previous one saved."""
+    grad_reduction.BUCKET_NUMEL = 500
     layouts = [LAYOUTS[name].layout for name in names]
     axes = dict.fromkeys(layout.axis(axis, rank) for layout in layouts for rank in layout.mesh.ranks for axis in AXES)
     groups = make_groups([ranks for ranks in axes if len(ranks) > 1], rank)
@@ -97,7 +101,7 @@ def engine_on(
     initial: InitialModel, sharded: ShardedLayout, rank: int, groups: Mapping[tuple[int, ...], Group]
 ) -> NativeEngine:
     spec = ModelSpec(str(initial.folder), sequence_parallel=sharded.sequence, optimizer=OptimizerConfig(**STEP))
-    spec.init_critic_from_actor = initial.is_critic
+    spec.init_critic_from_actor, spec.overlap_grad_reduce = initial.is_critic, sharded.overlap
     config = read_hf_config(initial.folder, initial.is_critic)
     return build_engine(
         replace(config, z_loss=0.05 if config.n_experts else 0.0),

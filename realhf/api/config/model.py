@@ -44,6 +44,9 @@ class ModelSpec:
     bf16: bool | None = opt(None, "bfloat16 parameters with float32 master weights (default: on GPUs only)")
     offload: bool = opt(False, "offload the weights to host memory between calls (untrained roles)")
     gradient_checkpointing: bool = opt(False, "recompute activations in the backward pass")
+    overlap_grad_reduce: bool | None = opt(
+        None, "reduce gradients over data-parallel ranks during the backward pass (default: on GPUs)"
+    )
     sequence_parallel: bool = opt(True, "sequence parallelism in training with tensor parallelism")
     backend: Backend = opt(Backend.native, "training backend: native, or megatron on GPUs")
     optimizer: OptimizerConfig = opt(OptimizerConfig, "optimizer")

@@ -34,7 +34,12 @@ class MegatronAdamW(ShardedAdamW):
     Raises ValueError if the end of a shard's matrices is not aligned.
     """
 
-    def __init__(self, params: FlatParams, config: OptimizerConfig, context: ParallelContext, sequence: bool) -> None:
+    can_overlap = False
+
+    def __init__(
+        self, params: FlatParams, config: OptimizerConfig, context: ParallelContext, sequence: bool,
+        overlap: bool = False,
+    ) -> None:  # fmt: skip
         if params.n_matrix % PARAM_ALIGNMENT:
             raise ValueError(f"megatron-core aligns parameters to multiples of {PARAM_ALIGNMENT} elements, and the "
                              f"matrices of this shard end at {params.n_matrix}; use backend=native")  # fmt: skip

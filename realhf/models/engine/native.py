@@ -109,9 +109,13 @@ class NativeEngine:
             losses[number] = _detached(loss)
             return loss.total / total
 
-        self.pipeline.train(packings, loss_of, token_weight=1.0 / max(n_tokens, 1.0))
+        reduction = self.optimizer.reduction
+        self.pipeline.train(packings, loss_of, 1.0 / max(n_tokens, 1.0), reduction.start if reduction else None)
+        if reduction is not None:
+            reduction.backward_ended()
         stats = {**_sum_stats(losses, batches), **self._router_stats(sum(batch.lengths("tokens")))}
         if self._exceeds(stats, limits or {}):
+            self.optimizer.discard()
             return {**stats, "step_skipped": (1.0, 1.0)}
         lr = learning_rate(self.role.spec.optimizer, self.version, self.total_steps)
         norm = self.optimizer.step(lr)
@@ -234,7 +238,11 @@ def build_engine(
     recompute = trained and role.spec.gradient_checkpointing
     model = Transformer(config, params, recompute, context.group("tp"), trained and role.spec.sequence_parallel)
     pipeline, sequence = Pipeline(model, context), model.sequence_parallel
-    adamw = optimizer_type(params, role.spec.optimizer, context, sequence) if optimizer_type else None
+    overlap = role.spec.overlap_grad_reduce
+    overlap = context.device.type == "cuda" if overlap is None else overlap
+    adamw = optimizer_type(params, role.spec.optimizer, context, sequence, overlap) if optimizer_type else None
+    if adamw is not None and adamw.reduction is not None:
+        model.on_backward = adamw.reduction.backward_reached
     return NativeEngine(config, role, params, model, pipeline, context, stop_ids, total_steps, tokenizer_folder, adamw)
 
 

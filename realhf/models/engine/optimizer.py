@@ -9,6 +9,7 @@ from realhf.api.config import OptimizerConfig
 from realhf.api.param_box import relative, whole
 from realhf.comm.p2p import P2PChannel
 from realhf.comm.process_groups import ParallelContext
+from realhf.models.engine.grad_reduction import OverlappedReduction
 from realhf.models.flat_params import FlatParams
 from realhf.ops.adamw import AdamWStep, adamw_
 
@@ -42,6 +43,10 @@ class SharedGradients:
         self.peer = stages[-1] if context.coord.pp == 0 else stages[0]
         self.p2p = P2PChannel(context.device, context.activity)
 
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(spec.name for spec in (*self.replicated_units, *self.replicated, *self.tied))
+
     @torch.no_grad()
     def all_reduce(self) -> None:
         """Replace the gradients of shared parameters by their sums. Collective over the replica."""
@@ -66,9 +71,17 @@ CHUNK = 1 << 18
 
 
 class ShardedAdamW:
-    """The optimizer of one model on one data-parallel rank. State lives in float32, for this rank's range only."""
+    """The optimizer of one model on one data-parallel rank. State lives in float32, for this rank's range only.
 
-    def __init__(self, params: FlatParams, config: OptimizerConfig, context: ParallelContext, sequence: bool) -> None:
+    With ``overlap``, gradients are reduced during the backward pass by ``reduction``.
+    """
+
+    can_overlap = True
+
+    def __init__(
+        self, params: FlatParams, config: OptimizerConfig, context: ParallelContext, sequence: bool,
+        overlap: bool = False,
+    ) -> None:  # fmt: skip
         self.params, self.config, self.context = params, config, context
         self.group = group = context.group("dp")
         self.shared = SharedGradients(params, context, sequence)
@@ -81,6 +94,9 @@ class ShardedAdamW:
         self.grad = self.whole_grad[self.start : self.stop]
         self.first, self.second = torch.zeros_like(self.master), torch.zeros_like(self.master)
         self.steps = 0
+        overlap = overlap and self.can_overlap and group.size > 1
+        late = self.shared.names
+        self.reduction = OverlappedReduction(params, self.whole_grad, group, late) if overlap else None
         self._repeats = [
             (slice(max(span.start, self.start) - self.start, min(span.stop, self.stop) - self.start), 1 - 1 / count)
             for name in params.names
@@ -112,7 +128,15 @@ class ShardedAdamW:
         ))  # fmt: skip
         return norm
 
+    def discard(self) -> None:
+        """Drop the accumulated gradient instead of a step. Collective."""
+        if self.reduction is not None:
+            self.reduction.finish()
+
     def _reduce(self) -> None:
+        if self.reduction is not None:
+            self.reduction.finish()
+            return
         self.group.reduce_scatter(self.grad, self.whole_grad)
 
     def _update(self, step: AdamWStep) -> None:

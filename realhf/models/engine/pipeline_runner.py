@@ -49,12 +49,18 @@ class Pipeline:
         self.p2p.flush()
 
     def train(
-        self, batches: Sequence[Packing], loss: Callable[[int, Tensor], Tensor], token_weight: float = 0.0
+        self,
+        batches: Sequence[Packing],
+        loss: Callable[[int, Tensor], Tensor],
+        token_weight: float = 0.0,
+        before_last: Callable[[], None] | None = None,
     ) -> None:
         """Accumulate the gradients of all batches; the last stage computes a scalar ``loss`` of its hidden states.
 
-        Every stage adds its router losses, with ``token_weight`` per token.
+        Every stage adds its router losses, with ``token_weight`` per token. ``before_last`` is called before the last
+        backward pass.
         """
+        n_backward = 0
         inputs: dict[int, Tensor] = {}
         outputs: dict[int, Tensor] = {}
         gradients: dict[int, Tensor] = {}
@@ -71,6 +77,9 @@ class Pipeline:
                 case schedule.RecvGradient(i):
                     gradients[i] = self._receive(batches[i], self.ranks[self.stage + 1])
                 case schedule.Backward(i):
+                    n_backward += 1
+                    if n_backward == len(batches) and before_last is not None:
+                        before_last()
                     with_gradient(outputs.pop(i), gradients.pop(i, None)).backward()
                 case schedule.SendGradient(i):
                     gradient = inputs.pop(i).grad

@@ -41,7 +41,7 @@ def context_of(layout: Layout, rank: int) -> ParallelContext:
 
 
 def engine_of(layout: Layout, rank: int, trained: bool, config: ModelConfig = CONFIG) -> NativeEngine:
-    spec = ModelSpec(init_from_scratch=True, optimizer=OptimizerConfig(lr=1e-3))
+    spec = ModelSpec(init_from_scratch=True, optimizer=OptimizerConfig(lr=1e-3), overlap_grad_reduce=True)
     context = context_of(layout, rank)
     return build_engine(config, RoleSpec(spec), context, trained, True, 3, 10, (1,), None)
 
@@ -62,6 +62,17 @@ def train(layout: Layout, counts: Sequence[int], config: ModelConfig = CONFIG) -
         engine = engine_of(layout, rank, True, config)
         for n in counts:
             replace(engine, micro_batching=MicroBatching(n)).train(rows(n), loss, 2.0 * n)
+
+    return job
+
+
+def train_with_limit(layout: Layout) -> Job:
+    """Make a step in which only the first replica has rows, and a mean is compared with its limit before it."""
+
+    def job(rank: int, world: int) -> None:
+        engine = engine_of(layout, rank, True)
+        some = rows(4) if layout.coord(rank).dp == 0 else rows(4).select([])
+        engine.train(some, loss, 8.0, {"nll": 1.0})
 
     return job
 

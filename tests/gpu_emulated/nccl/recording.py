@@ -119,6 +119,9 @@ class RecordingGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> RecordedWork:
         return self._collective("all_reduce", tensors[0])
 
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> RecordedWork:
+        return self._collective(f"reduce to {opts.rootRank}", tensors[0])
+
     def broadcast(self, tensors: list[Tensor], opts: Any) -> RecordedWork:
         key = self._key("broadcast", opts.rootRank)
         if opts.rootRank == self.index:

@@ -13,6 +13,7 @@ from realhf.api.layout import Layout
 from realhf.comm import exchange
 from realhf.comm.exchange import P2PCopy, TensorSlice
 from realhf.comm.p2p import DirectedGroups
+from realhf.models.engine import grad_reduction
 from realhf.system.profiler.link_probes import send_probes
 from realhf.system.profiler.probes import Clock
 from tests.gpu_emulated.nccl import programs
@@ -94,6 +95,18 @@ def test_pipelines_with_several_axes_and_meshes(layout: Layout, recorder: Record
             programs.context_of(layout, rank)
 
     assert len(executed(recorder, world, job)) >= stages - 1
+
+
+@pytest.fixture
+def small_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grad_reduction, "BUCKET_NUMEL", 100)
+
+
+@pytest.mark.usefixtures("small_reductions")
+def test_replicas_without_rows_reduce_in_the_same_order(recorder: Recorder) -> None:  # noqa: F811
+    for text in ("d3", "d2t2", "d2p2"):
+        layout = layout_of(text)
+        executed(recorder, len(layout.mesh.ranks), programs.train_with_limit(layout))
 
 
 REALLOCATIONS = [

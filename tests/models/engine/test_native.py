@@ -15,6 +15,7 @@ from realhf.api.config import OptimizerType
 from realhf.api.execution_plan import MicroBatching
 from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import Loss, Outputs
+from realhf.models.engine import grad_reduction
 from realhf.models.engine.native import NativeEngine
 from tests.models.engine.tiny_engine import FAMILIES, counted, engine_on, nll, rows_of
 
@@ -164,10 +165,11 @@ def test_only_one_replica_writes_the_folder(llama: Path, tmp_path: Path) -> None
 
 
 def steps_on_ranks(
-    rank: int, world: int, folder: Path, mesh: tuple[int, ...], parts: list[list[int]]
+    rank: int, world: int, folder: Path, mesh: tuple[int, ...], parts: list[list[int]], overlap: bool
 ) -> dict[str, Any]:
     """Make steps on this rank's rows, one of which exceeds a limit on only some ranks."""
-    engine, batch = engine_on(folder, rank, mesh), rows_of(LENGTHS)
+    grad_reduction.BUCKET_NUMEL = 300
+    engine, batch = engine_on(folder, rank, mesh, overlap_grad_reduce=overlap), rows_of(LENGTHS)
     mine = batch.select(parts[rank])
     reduced = engine.reduce(torch.tensor([1.0, rank]))
     first = engine.train(mine, nll, counted(mine))
@@ -193,13 +195,14 @@ def steps_on_ranks(
     ],
     ids=["two", "turned", "one without rows"],
 )
+@pytest.mark.parametrize("overlap", [False, True])
 def test_several_workers_make_the_step_of_one(
-    mesh: tuple[int, ...], parts: list[list[int]], llama: Path, on_ranks: Callable[..., list[Any]]
+    overlap: bool, mesh: tuple[int, ...], parts: list[list[int]], llama: Path, on_ranks: Callable[..., list[Any]]
 ) -> None:
     alone, batch = engine_on(llama), rows_of(LENGTHS)
     expected = alone.train(batch, nll, counted(batch))
     replace(alone, version=1).train(batch, nll, counted(batch))
-    answers = on_ranks(len(mesh), steps_on_ranks, llama, mesh, parts)
+    answers = on_ranks(len(mesh), steps_on_ranks, llama, mesh, parts, overlap)
     sums = [sum(values) for values in zip(*(answer["nll"] for answer in answers), strict=True)]
     assert sums == pytest.approx(expected["nll"], rel=1e-6)
     for answer in answers:
