@@ -116,7 +116,7 @@ def test_a_temperature_can_make_finite_logits_overflow(llama: Path) -> None:
 class FakeServer:
     """Answers a generation with tokens and log-probabilities given by row."""
 
-    version = 0
+    version, sleeps = 0, False
 
     def __init__(self, tokens: list[list[int]], logprobs: list[list[float]]) -> None:
         self.reply: dict[str, Any] = {"tokens": tokens, "logprobs": logprobs}
