@@ -22,12 +22,8 @@ constexpr int64_t kElementsPerTask = 1 << 14;
 #define REALHF_KERNEL_FILE "activation_rows.h"
 #include "multi_isa.h"
 
-struct Sizes {
-  int64_t rows, across, inner;
-};
-
 template <Activation activation, typename scalar_t>
-void forward(const Sizes& sizes, const Tensor& x, Tensor& out) {
+void forward(const ActivationSizes& sizes, const Tensor& x, Tensor& out) {
   const auto* from = static_cast<const scalar_t*>(x.const_data_ptr());
   auto* to = static_cast<scalar_t*>(out.mutable_data_ptr());
   const auto run = best_isa(REALHF_ALL_ISAS(forward_row<activation, scalar_t>));
@@ -40,7 +36,7 @@ void forward(const Sizes& sizes, const Tensor& x, Tensor& out) {
 }
 
 template <Activation activation, typename scalar_t>
-void backward(const Sizes& sizes, const Tensor& grad, const Tensor& x, Tensor& x_grad) {
+void backward(const ActivationSizes& sizes, const Tensor& grad, const Tensor& x, Tensor& x_grad) {
   const auto* along = static_cast<const scalar_t*>(grad.const_data_ptr());
   const auto* from = static_cast<const scalar_t*>(x.const_data_ptr());
   auto* to = static_cast<scalar_t*>(x_grad.mutable_data_ptr());
@@ -75,16 +71,14 @@ void by_kind(int64_t activation, ScalarType type, const With& with) {
   }
 }
 
-Sizes checked(const Tensor& x, int64_t activation, bool gated) {
-  STD_TORCH_CHECK(x.dim() == 2 && x.is_contiguous() && (!gated || x.size(1) % 2 == 0) &&
-                      (x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16),
-                  "activate: x must be [T, inner] or, gated, [T, 2 * inner], float32 or bfloat16, contiguous");
-  STD_TORCH_CHECK(activation >= 0 && activation <= 2, "activate: activation ", activation);
-  return {x.size(0), x.size(1), gated ? x.size(1) / 2 : x.size(1)};
+ActivationSizes checked(const Tensor& x, int64_t activation, bool gated) {
+  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16,
+                  "activate: x must be float32 or bfloat16");
+  return checked_activation(x, activation, gated);
 }
 
 Tensor activate_cpu(const Tensor& x, int64_t activation, bool gated) {
-  const Sizes sizes = checked(x, activation, gated);
+  const ActivationSizes sizes = checked(x, activation, gated);
   Tensor out = torch::stable::new_empty(x, {sizes.rows, sizes.inner});
   if (out.numel() == 0) return out;
   by_kind(activation, x.scalar_type(),
@@ -93,10 +87,8 @@ Tensor activate_cpu(const Tensor& x, int64_t activation, bool gated) {
 }
 
 Tensor activate_backward_cpu(const Tensor& grad, const Tensor& x, int64_t activation, bool gated) {
-  const Sizes sizes = checked(x, activation, gated);
-  STD_TORCH_CHECK(grad.dim() == 2 && grad.size(0) == sizes.rows && grad.size(1) == sizes.inner &&
-                      grad.is_contiguous() && grad.scalar_type() == x.scalar_type(),
-                  "activate_backward: grad must be [", sizes.rows, ", ", sizes.inner, "], typed as x, contiguous");
+  const ActivationSizes sizes = checked(x, activation, gated);
+  check_activation_grad(grad, x, sizes);
   Tensor x_grad = torch::stable::new_empty(x, {sizes.rows, sizes.across});
   if (x_grad.numel() == 0) return x_grad;
   by_kind(activation, x.scalar_type(),

@@ -1,11 +1,10 @@
 // MLP activations and their derivatives on float32 vectors.
 #pragma once
 
+#include "activation_kinds.h"
 #include "simd.h"
 
 namespace realhf {
-
-enum class Activation : int64_t { silu, gelu, gelu_tanh };
 
 REALHF_INLINE Floats tanh_of(const Floats& x) {
   const Floats shrunk = exp_of(abs_of(x) * -2.0f);
@@ -25,8 +24,6 @@ REALHF_INLINE Floats sigmoid(const Floats& x) {
   const Floats shrunk = exp_of(-abs_of(x)), share = 1.0f / (1.0f + shrunk);
   return select(is_negative((Ints)x), shrunk * share, share);
 }
-
-constexpr float kRootOfHalf = 0.70710678118f, kRootOfTwoOverPi = 0.79788456080f, kCubic = 0.044715f;
 
 struct Slope {
   Floats value, slope;

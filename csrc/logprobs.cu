@@ -1,25 +1,16 @@
 // The softmax of log-probabilities for one tile of logits: CUDA kernels, one thread block per row.
 // realhf/ops/logprobs.py documents the operators, logprobs.cpp has the schemas.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cmath>
 #include <tuple>
 
 #include "block_reduce.h"
+#include "device_floats.h"
 #include "logprobs.h"
 
 namespace realhf {
 namespace {
 
 constexpr int kThreads = 512;
-
-__device__ float value_of(float x) { return x; }
-__device__ float value_of(__half x) { return __half2float(x); }
-__device__ float value_of(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ void assign(float& to, float value) { to = value; }
-__device__ void assign(__half& to, float value) { to = __float2half(value); }
-__device__ void assign(__nv_bfloat16& to, float value) { to = __float2bfloat16(value); }
 
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads)
@@ -52,21 +43,6 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t i = threadIdx.x; i < size; i += kThreads) {
     const float less = i == target ? expm1f(logprobs[row]) : expf(value_of(logits[i]) * scale - normaliser);
     assign(logits[i], -slope * less);
-  }
-}
-
-// Calls `run` with a null pointer of the element type.
-template <typename Run>
-void for_type(const char* name, const Tensor& logits, const Run& run) {
-  switch (logits.scalar_type()) {
-    case ScalarType::Float:
-      return run(static_cast<float*>(nullptr));
-    case ScalarType::Half:
-      return run(static_cast<__half*>(nullptr));
-    case ScalarType::BFloat16:
-      return run(static_cast<__nv_bfloat16*>(nullptr));
-    default:
-      STD_TORCH_CHECK(false, name, ": logits must be float32, float16 or bfloat16");
   }
 }
 

@@ -110,6 +110,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(realhf, library) {
   library.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   library.def(
       "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, float eps) -> (Tensor x_grad, Tensor weight_grad)");
+  library.def("rotate(Tensor x, Tensor angles, Tensor positions, bool inverse) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(realhf, CPU, library) {

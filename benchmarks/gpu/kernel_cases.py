@@ -5,19 +5,24 @@ implementation; a difference or a missing kernel ends the program with an error.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 
 import torch
+from torch import Tensor
 
 from realhf.ops import extension
+from realhf.ops.activations import activate, activate_reference
 from realhf.ops.gae import gae_2d_nolp, gae_2d_olp, gae_2d_reference, packed_gae, packed_gae_reference
 from realhf.ops.intervals import set_intervals, set_intervals_reference, slice_intervals, slice_intervals_reference
 from realhf.ops.logprobs import logit_slopes_, logit_slopes_reference_, logit_stats, logit_stats_reference
+from realhf.ops.norms import Rotary, rotate, rotate_reference
 from realhf.ops.sampling import sample, sample_reference, uniform, uniform_reference
 
 KERNELS = ("packed_gae", "gae_2d", "slice_intervals", "set_intervals", "logit_stats", "logit_slopes_", "sample_tokens",
-           "counter_uniform")  # fmt: skip
+           "counter_uniform", "activate", "activate_backward")  # fmt: skip
+GPU_KERNELS = ("rotate",)  # plain torch on a CPU
 SIZES = (1, 31, 32, 33, 1024, 1025)
 
 
@@ -85,15 +90,44 @@ def sampling_cases(device: torch.device) -> Iterator[str]:
             yield f"{name} sampling of {rows} x {size}"
 
 
+def block_cases(device: torch.device) -> Iterator[str]:
+    """Activations and rotations of a decoder block, with their gradients."""
+    for dtype, size, gated in product((torch.float32, torch.bfloat16), SIZES, (True, False)):
+        x = torch.randn(5, size * (1 + gated), device=device).to(dtype)
+        options = {"activation": "silu", "gated": gated}
+        compare(partial(activate, **options), partial(activate_reference, **options), x)
+        yield f"silu of 5 x {size} {dtype}"
+    for dtype, heads, dims in product((torch.float32, torch.bfloat16), (1, 33), ((32, 32), (24, 8))):
+        angles, positions = Rotary(dims[1], 1e4, {}, device).table(9), torch.tensor([0, 8, 3], device=device)
+        rows = angles[:, positions].unsqueeze(2)
+        ours = partial(rotate, angles=angles, positions=positions, rows=partial(rows.to, dtype))
+        x = torch.randn(3, heads, dims[0], device=device).to(dtype)
+        compare(ours, partial(rotate_reference, cos=rows[0].double(), sin=rows[1].double()), x)
+        yield f"rotation of {heads} heads {dtype}"
+
+
+def compare(ours: Callable[[Tensor], Tensor], reference: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """Compare results and gradients, the reference implementation's in float64."""
+    found, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    results = ours(found), reference(exact)
+    for result in results:
+        result.backward(torch.ones_like(result))
+    assert found.grad is not None and exact.grad is not None
+    for mine, other in ((results[0], results[1]), (found.grad, exact.grad)):
+        torch.testing.assert_close(mine.double(), other, rtol=2e-2, atol=2e-2 if x.dtype == torch.bfloat16 else 1e-4)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
     device = torch.device(parser.parse_args().device)
-    if missing := [name for name in KERNELS if extension.kernel(name, device.type) is None]:
+    kernels = KERNELS + (GPU_KERNELS if device.type == "cuda" else ())
+    if missing := [name for name in kernels if extension.kernel(name, device.type) is None]:
         raise SystemExit(f"not compiled for {device.type}: {', '.join(missing)}; run make gpu-1 first")
     torch.manual_seed(0)
-    n_cases = sum(1 for cases in (gae_cases, interval_cases, logit_cases, sampling_cases) for _ in cases(device))
-    print(f"{n_cases} cases of {len(KERNELS)} kernels on {device}")
+    groups = (gae_cases, interval_cases, logit_cases, sampling_cases, block_cases)
+    n_cases = sum(1 for cases in groups for _ in cases(device))
+    print(f"{n_cases} cases of {len(kernels)} kernels on {device}")
 
 
 if __name__ == "__main__":

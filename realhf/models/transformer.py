@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 
 import torch
@@ -179,17 +179,18 @@ class Transformer:
         positions.
         """
         layout = RowLayout(tuple(lengths), tuple(prefixes), tokens.device)
-        angles, indices, angle_rows = self.rotary_table(layout.longest), None, None
+        angles, indices = self.rotary_table(layout.longest), None
         if cache is not None:
             assert slots is not None and len(slots) == len(lengths)
             slot_of = on_device(torch.tensor(slots, dtype=torch.int64), tokens.device)
             indices = cache.indices(slot_of[layout.rows], layout.positions)
-            angle_rows = None if angles is None else layout.rotation(angles, self.params.data.dtype)
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
             if cache is not None and indices is not None:
                 _, k, v = qkv.split((self.n_q, self.n_kv, self.n_kv), 1)
-                cache.write(layer, indices, k if angle_rows is None else rotate(k, *angle_rows), v)
+                if angles is not None:
+                    k = rotate(k, angles, layout.positions, partial(layout.rotation, angles, k.dtype))
+                cache.write(layer, indices, k, v)
             rule = self._score_rules[layer]
             return rotary_attention(qkv, self.n_q, self.n_kv, lengths, rule, prefixes, angles, layout)
 
@@ -242,11 +243,17 @@ class Transformer:
         cached_rows = None if kernel is None else CachedRows.of(kernel, positions, cache.max_len)
         windows = {rule.window for rule in self._score_rules} if cached_rows is None else ()
         biases = {w: decode_bias(positions, longest, self.n_kv, w).to(cache.k.dtype) for w in windows}
-        angle_rows = self._angle_rows(positions, longest, cache.k.dtype)
+        angles = self.rotary_table(longest)
+
+        @lru_cache(maxsize=1)
+        def angle_rows() -> Tensor:
+            assert self._rotary is not None
+            return self._rotary.rows(positions, longest, cache.k.dtype)
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
             qk, v = qkv.split((self.n_q + self.n_kv, self.n_kv), 1)
-            q, k = (qk if angle_rows is None else rotate(qk, *angle_rows)).split((self.n_q, self.n_kv), 1)
+            qk = qk if angles is None else rotate(qk, angles, positions, angle_rows)
+            q, k = qk.split((self.n_q, self.n_kv), 1)
             cache.write(layer, indices, k, v)
             rule = self._score_rules[layer]
             if cached_rows is not None:
@@ -260,9 +267,6 @@ class Transformer:
     def rotary_table(self, longest: int) -> Tensor | None:
         """Return the table of rotary angles, with at least ``longest`` positions; None for learned positions."""
         return None if self._rotary is None else self._rotary.table(longest)
-
-    def _angle_rows(self, positions: Tensor, longest: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        return None if self._rotary is None else self._rotary.rows(positions, longest, dtype)
 
     def _run(
         self,

@@ -160,7 +160,7 @@ def _split_and_rotate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     qk, v = qkv.split((n_q + n_kv, n_kv), 1)
     if angles is not None:
-        qk = rotate(qk, *layout.rotation(angles, qkv.dtype))
+        qk = rotate(qk, angles, layout.positions, partial(layout.rotation, angles, qkv.dtype))
     q, k = qk.split((n_q, n_kv), 1)
     return q, k, v
 

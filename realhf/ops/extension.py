@@ -57,6 +57,7 @@ SHAPES: Mapping[str, Callable[..., object]] = {
     "rms_norm_backward": _like(1, 2),
     "activate": lambda x, _, gated: x.new_empty((x.shape[0], x.shape[1] // 2 if gated else x.shape[1])),
     "activate_backward": _like(1),
+    "rotate": lambda x, *_: x.new_empty(x.shape),
 }
 
 

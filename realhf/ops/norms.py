@@ -1,6 +1,7 @@
 """Norms over the last dimension, and rotary position embeddings."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.ops import extension
+
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -95,10 +98,9 @@ class Rotary:
         self._scale = scaling.get("attention_factor", 1.0)
         self._tables = torch.empty(2, 0, head_dim, device=device)
 
-    def rows(self, positions: Tensor, longest: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return (cosine, signed sine), each ``[T, 1, head_dim]``, of ``positions`` below ``longest``."""
-        cos, sin = self.table(longest)[:, positions].to(dtype).unsqueeze(2)
-        return cos, sin
+    def rows(self, positions: Tensor, longest: int, dtype: torch.dtype) -> Tensor:
+        """Return cosines and signed sines, ``[2, T, 1, head_dim]``, of ``positions`` below ``longest``."""
+        return self.table(longest)[:, positions].to(dtype).unsqueeze(2)
 
     def table(self, longest: int) -> Tensor:
         """Return cosines and signed sines, ``[2, L, head_dim]`` float32, with ``L >= longest``.
@@ -120,12 +122,36 @@ class Rotary:
         return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, angles: Tensor, positions: Tensor, rows: Callable[[], Tensor]) -> Tensor:
     """Rotate the pairs ``(i, i + d/2)`` of ``x`` ``[T, heads, d]`` (RoFormer, arXiv 2104.09864).
 
-    If ``cos`` has fewer dimensions than a head, only the first dimensions are rotated.
+    Token t is rotated by row ``positions[t]`` of ``angles``, a ``Rotary.table``. If it has fewer dimensions than a
+    head, only the first dimensions are rotated. ``rows`` returns the rows of all tokens, for the reference
+    implementation; the CUDA kernel computes in float32.
     """
+    kernel = extension.kernel("rotate", x.device.type) if x.dtype in KERNEL_DTYPES else None
+    if kernel is None:
+        return rotate_reference(x, *rows())
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Rotate.apply(x, angles, positions)
+    return kernel(x, angles, positions, False)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, angles: Tensor, positions: Tensor) -> Tensor:
+        ctx.save_for_backward(angles, positions)
+        return extension.required("rotate", x.device.type)(x, angles, positions, False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        return extension.required("rotate", grad.device.type)(grad, *ctx.saved_tensors, True), None, None
+
+
+def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The reference implementation of ``rotate``, with the rows of the table ``[T, 1, d]``."""
     rotary_dim = cos.shape[-1]
     if rotary_dim < x.shape[-1]:
-        return torch.cat((rotate(x[..., :rotary_dim], cos, sin), x[..., rotary_dim:]), -1)
+        return torch.cat((rotate_reference(x[..., :rotary_dim], cos, sin), x[..., rotary_dim:]), -1)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

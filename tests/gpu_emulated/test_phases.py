@@ -106,7 +106,7 @@ def test_a_phase_ends_at_its_first_failure(
 
 EXPECTED = {
     1: "gpu-1: kernels",
-    2: "107 cases of 8 kernels on cpu",
+    2: "139 cases of 10 kernels on cpu",
     3: "no CUDA device",
     4: "transformers",
     5: "top-k 50, top-p 0.9",

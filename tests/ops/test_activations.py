@@ -10,20 +10,28 @@ needs_kernel = pytest.mark.skipif(
     extension.kernel("activate", "cpu") is None, reason="the compiled kernels are not built"
 )
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
 
 def with_gradient(fn, wide, *options):
     leaf = wide.detach().requires_grad_()
     out = fn(leaf, *options)
-    out_grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out.dtype)
+    out_grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out)
     return out.detach(), torch.autograd.grad(out, leaf, out_grad)[0]
 
 
+on_gpu = pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])
+
+
 @needs_kernel
+@pytest.mark.parametrize("device", ["cpu", on_gpu])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("activation", ACTIVATION_IDS)
-def test_kernel_matches_the_reference(activation, gated):
+def test_kernel_matches_the_reference(activation, gated, device):
+    assert extension.kernel("activate", device) is not None
     for rows, inner in ((1, 3), (7, 16), (300, 41), (0, 8)):
         wide = torch.randn(rows, inner * (1 + gated), generator=torch.Generator().manual_seed(rows)) * 4
+        wide = wide.to(device)
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
             ours = with_gradient(activate, wide.to(dtype), activation, gated)
             reference = with_gradient(activate_reference, wide.to(dtype).double(), activation, gated)

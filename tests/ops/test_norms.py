@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from realhf.ops import extension
-from realhf.ops.norms import Rotary, rms_norm, rotary_frequencies, rotate
+from realhf.ops.norms import Rotary, rms_norm, rotary_frequencies, rotate, rotate_reference
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
@@ -40,16 +40,35 @@ def test_an_offset_keeps_the_bits_of_a_sixteen_bit_weight() -> None:
 def test_a_part_of_each_head_turns() -> None:
     x, rotary = torch.randn(3, 2, 8), Rotary(4, 100.0, {}, "cpu")
     angles = rotary.rows(torch.arange(3), 3, torch.float32)
-    rope = rotate(x, *angles)
+    rope = rotate_reference(x, *angles)
     assert torch.equal(rope[..., 4:], x[..., 4:])
-    assert torch.equal(rope[..., :4], rotate(x[..., :4], *angles))
+    assert torch.equal(rope[..., :4], rotate_reference(x[..., :4], *angles))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rotary_dim", [64, 24])
+def test_the_kernel_rotates_like_the_reference(dtype: torch.dtype, rotary_dim: int) -> None:
+    assert extension.kernel("rotate", "cuda") is not None
+    qkv, rotary = torch.randn(40, 7, 64, device="cuda"), Rotary(rotary_dim, 1e4, {}, "cuda")
+    positions, table = torch.arange(40, device="cuda") % 9, rotary.table(9)
+    found, exact = qkv.to(dtype).requires_grad_(), qkv.to(dtype).double().requires_grad_()
+    out = rotate(found[:, :5], table, positions, lambda: pytest.fail("the kernel is not used"))
+    expected = rotate_reference(exact[:, :5], *rotary.rows(positions, 9, torch.float64))
+    torch.testing.assert_close(out.double(), expected, atol=1e-2, rtol=1e-2)
+    weights = torch.randn_like(out)
+    (out * weights).sum().backward()
+    (expected * weights.double()).sum().backward()
+    assert found.grad is not None and exact.grad is not None
+    torch.testing.assert_close(found.grad.double(), exact.grad, atol=2e-2, rtol=2e-2)
 
 
 def test_rotation_turns_pairs_by_position_and_keeps_relative_products() -> None:
     rotary = Rotary(4, 100.0, {}, "cpu")
     q, k = torch.randn(2, 1, 1, 4)
     cos, sin = rotary.rows(torch.tensor([2, 5, 9, 12]), 13, torch.float32)
-    turned_q, turned_k = (rotate(x.expand(4, 1, 4), cos, sin)[:, 0] for x in (q, k))
+    turned_q, turned_k = (rotate_reference(x.expand(4, 1, 4), cos, sin)[:, 0] for x in (q, k))
     assert turned_q[1] @ turned_k[0] == pytest.approx(float(turned_q[3] @ turned_k[2]), abs=1e-5)
     first = torch.view_as_complex(torch.stack(q[0, 0].chunk(2), -1)) * torch.polar(
         torch.ones(2), 5 * torch.tensor([1.0, 0.1])

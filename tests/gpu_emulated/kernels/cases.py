@@ -1,14 +1,17 @@
 """One check of every CUDA kernel against its reference implementation, for all sizes and dtypes given."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from realhf.api.model_config import KERNEL_ACTIVATIONS
+from realhf.ops.activations import ACTIVATION_IDS, activate_reference
 from realhf.ops.gae import gae_2d_reference, packed_gae_reference
 from realhf.ops.intervals import set_intervals_reference, slice_intervals_reference
 from realhf.ops.logprobs import logit_slopes_reference_, logit_stats_reference
+from realhf.ops.norms import Rotary, rotate_reference
 from realhf.ops.sampling import NO_TOKEN, sample_reference, uniform_reference
 from tests.gpu_emulated.kernels.library import EmulatedKernels
 from tests.ops.test_sampling import reach
@@ -27,6 +30,8 @@ class Sizes:
     sampled_vocabs: Sequence[int]
     spreads: Sequence[float]  # of logits
     copied: Sequence[int]  # elements of a tensor with intervals
+    widths: Sequence[int]  # of an MLP
+    heads: Sequence[tuple[int, int, int]]  # heads, their dimension, dimensions that rotate
     counters: Sequence[int]
 
 
@@ -37,10 +42,20 @@ QUICK = Sizes(
     sampled_vocabs=[1, 31, 1025],
     spreads=[3.0],
     copied=[0, 1, 1023, 40_003],
+    widths=[1, 31, 264, 2056],
+    heads=[(1, 2, 2), (3, 32, 32), (5, 24, 8), (40, 64, 64), (3, 12, 6)],
     counters=[0, 1, 511, 512, 513, 1025],
 )
 TINY = Sizes(
-    rows=[[1, 33]], slots=[(5, 33)], vocabs=[1025], sampled_vocabs=[1025], spreads=[3.0], copied=[1023], counters=[513]
+    rows=[[1, 33]],
+    slots=[(5, 33)],
+    vocabs=[1025],
+    sampled_vocabs=[1025],
+    spreads=[3.0],
+    copied=[1023],
+    counters=[513],
+    widths=[33, 264],
+    heads=[(3, 32, 32), (5, 12, 6)],
 )
 """For a sanitizer that makes everything a hundred times slower, and for planted errors."""
 LARGE = Sizes(
@@ -50,6 +65,8 @@ LARGE = Sizes(
     sampled_vocabs=[*QUICK.sampled_vocabs, 2, 511, 512, 513, 1024, 5003],
     spreads=[0.0, 3.0, 30.0],
     copied=[*QUICK.copied, 31, 32_768, 400_003],
+    widths=[*QUICK.widths, 8, 255, 256, 257, 2047, 2048, 2049, 18_944],
+    heads=[*QUICK.heads, (1, 256, 256), (256, 8, 2), (33, 128, 128), (7, 80, 32)],
     counters=[*QUICK.counters, 5000],
 )
 
@@ -185,6 +202,60 @@ def check_samples(
     torch.testing.assert_close(sampling[same], expected[2][same], rtol=1e-5, atol=1e-3 if options[2] < 1 else 1e-5)
 
 
+ACTIVATIONS = tuple((name, gated) for name in KERNEL_ACTIVATIONS for gated in (True, False))
+
+
+def check_activate(kernels: EmulatedKernels, sizes: Sizes, g: torch.Generator) -> None:
+    for x, _, name, gated in some_activations(sizes, g):
+        result = kernels["activate"](x, ACTIVATION_IDS[name], gated)
+        expected = activate_reference(x.double(), name, gated)
+        assert result.dtype == x.dtype and result.shape == expected.shape
+        torch.testing.assert_close(result.double(), expected, rtol=ROUNDING[x.dtype], atol=1e-5)
+
+
+def check_activate_backward(kernels: EmulatedKernels, sizes: Sizes, g: torch.Generator) -> None:
+    for x, grad, name, gated in some_activations(sizes, g):
+        result = kernels["activate_backward"](grad, x, ACTIVATION_IDS[name], gated)
+        leaf = x.double().requires_grad_()
+        activate_reference(leaf, name, gated).backward(grad.double())
+        assert leaf.grad is not None and result.dtype == x.dtype
+        torch.testing.assert_close(result.double(), leaf.grad, rtol=ROUNDING[x.dtype], atol=1e-4)
+
+
+def some_activations(sizes: Sizes, g: torch.Generator) -> Iterator[tuple[Tensor, Tensor, str, bool]]:
+    """Yield inputs and gradients of all dtypes, some of them at addresses that are not aligned."""
+    for n_rows, width in ((0, 8), *((3, width) for width in sizes.widths)):
+        for number, (name, gated) in enumerate(ACTIVATIONS):
+            dtype, across = FLOATS[number % len(FLOATS)], width * (1 + gated)
+            flat = (torch.randn(n_rows * across + 1, generator=g) * 4).to(dtype)
+            flat[:2] = torch.tensor([40.0, -40.0])[: len(flat)]
+            x = flat[number // 3 % 2 :][: n_rows * across].view(n_rows, across)
+            yield x, torch.randn(n_rows, width, generator=g).to(dtype), name, gated
+
+
+def check_rotate(kernels: EmulatedKernels, sizes: Sizes, g: torch.Generator) -> None:
+    """Also for a part of fused queries, keys and values; the inverse is the gradient."""
+    for number, (heads, dim, rotary_dim) in enumerate(sizes.heads):
+        for dtype in FLOATS:
+            positions, table = torch.tensor([0, 7, 3, 3]), Rotary(rotary_dim, 100.0, {}, "cpu").table(8)
+            x = torch.randn(4, heads + number % 2, dim + number % 3 * 8, generator=g).to(dtype)[:, :heads, :dim]
+            rows = table[:, positions].double().unsqueeze(2)
+            leaf = x.double().requires_grad_()
+            expected = rotate_reference(leaf, *rows)
+            result = kernels["rotate"](x, table, positions, False)
+            assert result.dtype == dtype and result.is_contiguous()
+            torch.testing.assert_close(result.double(), expected.detach(), rtol=ROUNDING[dtype], atol=ROUNDING[dtype])
+            grad = torch.randn(4, heads, dim, generator=g).to(dtype)
+            expected.backward(grad.double())
+            assert leaf.grad is not None
+            found = kernels["rotate"](grad, table, positions, True)
+            torch.testing.assert_close(found.double(), leaf.grad, rtol=ROUNDING[dtype], atol=ROUNDING[dtype])
+    empty = kernels["rotate"](
+        torch.empty(0, 2, 4), Rotary(4, 100.0, {}, "cpu").table(8), torch.tensor([]).long(), False
+    )
+    assert empty.shape == (0, 2, 4)
+
+
 CASES: Mapping[str, Callable[[EmulatedKernels, Sizes, torch.Generator], None]] = {
     "packed_gae": check_packed_gae,
     "gae_2d": check_gae_2d,
@@ -194,4 +265,7 @@ CASES: Mapping[str, Callable[[EmulatedKernels, Sizes, torch.Generator], None]] =
     "logit_slopes_": check_logit_slopes,
     "sample_tokens": check_sample_tokens,
     "counter_uniform": check_counter_uniform,
+    "activate": check_activate,
+    "activate_backward": check_activate_backward,
+    "rotate": check_rotate,
 }

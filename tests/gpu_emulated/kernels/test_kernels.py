@@ -52,6 +52,9 @@ def test_kernels_run_on_the_device_and_the_stream_of_their_tensors(kernels: Emul
         "logit_slopes_": (values, torch.tensor([1]), per_row, per_row, per_row, 1.0),
         "sample_tokens": (values, u, None, None, 1.0, 0, 1.0),
         "counter_uniform": (7, counters, counters, counters),
+        "activate": (values, 0, True),
+        "activate_backward": (values, values, 0, False),
+        "rotate": (values.view(1, 1, 4), torch.zeros(2, 3, 4), torch.tensor([1]), False),
     }
     assert arguments.keys() == CASES.keys()
     with kernels.tensors_on(1):
