@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from realhf.base.errors import RunFailed
 from realhf.models.engine.in_vllm import realhf_server
 from tests.gpu_emulated.device_tensor import DeviceStorage, DeviceTensor
 from tests.gpu_emulated.fake_cuda import FakeCuda
@@ -111,7 +112,7 @@ class InProcessServer:
     """Stands for ``VllmServer``: requests and replies pass through msgpack, but no process."""
 
     def __init__(self, name: str, *_: Any) -> None:
-        self.name, self.version, self.sleeps = name, -1, False
+        self.name, self.version, self.sleeps, self.torch = name, -1, False, ""
         self.server: realhf_server.Server | None = None
 
     def call(self, method: str, **arguments: Any) -> dict[str, Any]:
@@ -119,8 +120,11 @@ class InProcessServer:
         if self.server is None:
             assert method == "start"
             self.server = realhf_server.Server(**arguments)
-            return {"sleeps": self.server.sleeps}
-        reply = getattr(self.server, method)(**arguments)
+            return {"sleeps": self.server.sleeps, "torch": "2.9.1"}
+        try:
+            reply = getattr(self.server, method)(**arguments)
+        except RuntimeError as error:
+            raise RunFailed(f"{self.name} failed to {method}: {error}") from error
         return msgspec.msgpack.decode(msgspec.msgpack.encode(reply))
 
     @property

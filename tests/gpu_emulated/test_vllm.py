@@ -11,8 +11,10 @@ from realhf.api.config import GenerationConfig, ModelSpec, VllmConfig
 from realhf.api.experiment import RoleSpec
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.arch.hf_config import read_hf_config
+from realhf.base.errors import RunFailed
 from realhf.comm.process_groups import Group, ParallelContext
 from realhf.models.engine import vllm_weights
+from realhf.models.engine.in_vllm import realhf_server
 from realhf.models.engine.in_vllm.realhf_server import WeightReceiver
 from realhf.models.engine.native import build_engine
 from realhf.models.engine.vllm import RUNTIME_BYTES, VllmEngine, VllmLauncher, with_vllm
@@ -153,6 +155,20 @@ def test_failing_requests_name_the_version(
     folders: dict[str, Path], handles: fake_vllm.Handles, tmp_path: Path
 ) -> None:
     engine = vllm_on(folders["llama"], tmp_path)
-    with pytest.raises(RuntimeError, match="weights of version 3 are requested, the engine has versions"):
+    with pytest.raises(RunFailed, match="weights of version 3 are requested, the engine has versions"):
         assert engine.server is not None
         engine.server.call("generate", version=3, prompts=[[1]], rows=[])
+
+
+def test_handles_of_another_torch_are_explained(
+    folders: dict[str, Path], handles: fake_vllm.Handles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch 2.13 has a newer version byte in its handles than 2.9, which refuses it."""
+    engine = vllm_on(folders["llama"], tmp_path)
+    monkeypatch.setattr(realhf_server, "device_memory", unreadable)
+    with pytest.raises(RunFailed, match=r"vLLM has torch 2\.9\.1, this worker torch .*; use a vLLM for this torch"):
+        engine.generate(prompts_of((3,)).to("cuda:0"), CONFIG, 1, 7)
+
+
+def unreadable(device: int, handle: list[object]) -> Tensor:
+    raise RuntimeError("received sharable handle version 3")

@@ -75,17 +75,28 @@ class VllmEngine(NativeEngine):
         tied = [self.params.view("embed.weight")] if self.config.tied_embedding else []
         return sum(int(some.reshape(-1).view(torch.int16).sum(dtype=torch.int64)) for some in (self.params.data, *tied))
 
+    def _send_weights(self, server: VllmServer, memory: Memory) -> None:
+        if self.params.data.is_cuda:
+            torch.cuda.empty_cache()  # vLLM allocates from what torch does not hold
+        try:
+            for bucket in self.buckets:
+                version = self.version if bucket is self.buckets[-1] else -1
+                server.call("load", tensors=bucket, memory=memory, version=version)
+                memory = []  # it is open until the last request
+        except RunFailed as error:
+            if not self.params.data.is_cuda or server.torch == torch.__version__:
+                raise
+            raise RunFailed(
+                f"{error}; vLLM has torch {server.torch}, this worker torch {torch.__version__}, and an older torch may "
+                "not open the memory handles of a newer one; use a vLLM for this torch"
+            ) from error
+        server.version = self.version
+
     def _request(self, request: Request, checksum: int, memory: Memory) -> tuple[Tensor, Tensor, Tensor]:
         """Return the numbers of tokens by row, all tokens, and their log-probabilities."""
         assert self.server is not None
         if memory:
-            if self.params.data.is_cuda:
-                torch.cuda.empty_cache()  # vLLM allocates from what torch does not hold
-            for bucket in self.buckets:
-                version = self.version if bucket is self.buckets[-1] else -1
-                self.server.call("load", tensors=bucket, memory=memory, version=version)
-                memory = []  # it is open until the last request
-            self.server.version = self.version
+            self._send_weights(self.server, memory)
         if self.verify and (theirs := sum(self.server.call("checksum")["checksums"])) != checksum:
             raise RunFailed(
                 f"{self.server.name} has different weights from the trainer: checksums {theirs} and {checksum}"
@@ -150,7 +161,8 @@ class VllmLauncher:
             "gpu": self.gpu_options(engine) if devices else {},
         }
         try:
-            server.sleeps = server.call("start", options=options)["sleeps"]
+            started = server.call("start", options=options)
+            server.sleeps, server.torch = started["sleeps"], started["torch"]
         except BaseException:
             server.close()
             raise

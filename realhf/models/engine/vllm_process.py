@@ -27,14 +27,15 @@ LOG_TAIL_CHARS = 800
 class VllmServer:
     """A vLLM process, with a deadline for every ``call``. Not thread-safe.
 
-    ``version`` is that of its weights; -1 without any, or if it discards them after every call (``sleeps``).
+    ``version`` is that of its weights; -1 without any, or if it discards them after every call (``sleeps``). ``torch``
+    is the version of its torch, known after the start.
     """
 
     def __init__(
         self, name: str, options: VllmConfig, log: Path, environment: Mapping[str, str], activity: ActivityStack
     ) -> None:
         self.name, self.log, self.timeout_s, self.activity = name, log, options.timeout, activity
-        self.version, self.sleeps = -1, False
+        self.version, self.sleeps, self.torch = -1, False, ""
         self._socket, theirs = socket.socketpair()
         with log.open("ab") as output, theirs:
             self._process = subprocess.Popen(

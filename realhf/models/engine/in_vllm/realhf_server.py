@@ -219,7 +219,7 @@ def serve(connection: socket.socket) -> None:
         try:
             if server is None:
                 server = Server(**request)
-                reply: dict[str, Any] = {"sleeps": server.sleeps}
+                reply: dict[str, Any] = {"sleeps": server.sleeps, "torch": torch.__version__}
             else:
                 reply = getattr(server, method)(**request)
         except Exception as error:  # the parent reports it
