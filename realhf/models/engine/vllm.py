@@ -87,8 +87,8 @@ class VllmEngine(NativeEngine):
             if not self.params.data.is_cuda or server.torch == torch.__version__:
                 raise
             raise RunFailed(
-                f"{error}; vLLM has torch {server.torch}, this worker torch {torch.__version__}, and an older torch may "
-                "not open the memory handles of a newer one; use a vLLM for this torch"
+                f"{error}; vLLM has torch {server.torch}, this worker torch {torch.__version__}, and an older torch "
+                "may not open the memory handles of a newer one; use a vLLM for this torch"
             ) from error
         server.version = self.version
 
