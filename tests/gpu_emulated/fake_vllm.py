@@ -120,7 +120,7 @@ class InProcessServer:
         if self.server is None:
             assert method == "start"
             self.server = realhf_server.Server(**arguments)
-            return {"sleeps": self.server.sleeps, "torch": "2.9.1"}
+            return msgspec.msgpack.decode(msgspec.msgpack.encode(self.server.describe()))
         try:
             reply = getattr(self.server, method)(**arguments)
         except RuntimeError as error:

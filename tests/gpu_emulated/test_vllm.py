@@ -165,6 +165,8 @@ def test_handles_of_another_torch_are_explained(
 ) -> None:
     """Torch 2.13 has a newer version byte in its handles than 2.9, which refuses it."""
     engine = vllm_on(folders["llama"], tmp_path)
+    assert engine.server is not None and engine.server.torch == torch.__version__
+    engine.server.torch = "2.9.1"
     monkeypatch.setattr(realhf_server, "device_memory", unreadable)
     with pytest.raises(RunFailed, match=r"vLLM has torch 2\.9\.1, this worker torch .*; use a vLLM for this torch"):
         engine.generate(prompts_of((3,)).to("cuda:0"), CONFIG, 1, 7)

@@ -171,6 +171,9 @@ class Server:
         self.sleeps = bool(options["gpu"].get("enable_sleep_mode"))
         self.sleep()
 
+    def describe(self) -> dict[str, Any]:
+        return {"sleeps": self.sleeps, "torch": str(torch.__version__)}
+
     def sleep(self) -> None:
         """Free weights and cache, if vLLM sleeps between calls; the trainer sends the weights of every call."""
         if self.sleeps:
@@ -219,7 +222,7 @@ def serve(connection: socket.socket) -> None:
         try:
             if server is None:
                 server = Server(**request)
-                reply: dict[str, Any] = {"sleeps": server.sleeps, "torch": torch.__version__}
+                reply = server.describe()
             else:
                 reply = getattr(server, method)(**request)
         except Exception as error:  # the parent reports it
