@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from realhf.api.model_config import ModelConfig
 from realhf.comm.tensor_parallel import TensorParallelRegion
@@ -98,6 +99,18 @@ class ForwardContext:
     tp_region: TensorParallelRegion
     attend: Attend
     router_loss: RouterLoss | None = None
+    recomputes_inputs: bool = False
+    """Whether the inputs of products, which are norms and activations, are computed again in the backward pass."""
+
+    def product(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Return ``function`` of ``inputs``, which ends with a product.
+
+        Recomputation stops before the product: autograd has saved its inputs then, and does not need its result.
+        """
+        if not self.recomputes_inputs:
+            return function(*inputs)
+        recomputed: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return recomputed
 
 
 def run_block(block: Block, index: int, x: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
@@ -105,20 +118,24 @@ def run_block(block: Block, index: int, x: Tensor, context: ForwardContext) -> t
 
     The losses, ``[2]``: ``balance_loss`` and ``z_loss``, are sums over local tokens; None without a router in training.
     """
-    after = _attention(block.attention, index, x, _normalise(block.attention.norm, x), context)
-    inner = _normalise(block.mlp.norm, x if context.config.parallel_residual else after)
+    after = _attention(block.attention, index, x, context)
+    mlp_input = x if context.config.parallel_residual else after
     if isinstance(block.mlp, Experts):
-        return _experts(block.mlp, after, inner, context)
-    return _mlp(block.mlp, after, inner, context), None
+        return _experts(block.mlp, after, _normalise(block.mlp.norm, mlp_input), context)
+    return _mlp(block.mlp, after, mlp_input, context), None
 
 
 def _normalise(norm: Norm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
 
 
-def _attention(attention: Attention, index: int, x: Tensor, inner: Tensor, context: ForwardContext) -> Tensor:
+def _attention(attention: Attention, index: int, x: Tensor, context: ForwardContext) -> Tensor:
     n_q, n_kv, config, tp_region = context.n_q, context.n_kv, context.config, context.tp_region
-    qkv = F.linear(tp_region.copy_to_tp(inner), attention.wqkv, attention.bqkv)
+
+    def project(x: Tensor) -> Tensor:
+        return F.linear(tp_region.copy_to_tp(_normalise(attention.norm, x)), attention.wqkv, attention.bqkv)
+
+    qkv = context.product(project, x) if attention.norm is not None else project(x)
     qkv = qkv.view(-1, n_q + 2 * n_kv, config.head_dim)
     if attention.q_norm is not None and attention.k_norm is not None:
         q, k, v = qkv.split((n_q, n_kv, n_kv), 1)
@@ -166,11 +183,21 @@ def _scaled(norm: Norm, x: Tensor, mean_square: Tensor) -> Tensor:
     return (x.float() * scale * (norm.weight.float() + norm.offset).view(x.shape[1:])).to(x.dtype)
 
 
-def _mlp(mlp: Mlp, x: Tensor, inner: Tensor, context: ForwardContext) -> Tensor:
+def _mlp(mlp: Mlp, x: Tensor, mlp_input: Tensor, context: ForwardContext) -> Tensor:
+    """Return ``x`` plus the MLP of the norm of ``mlp_input``."""
     config = context.config
-    wide = F.linear(context.tp_region.copy_to_tp(inner), mlp.up, mlp.b_up)
-    wide = activate(wide, config.activation, config.mlp == "gated")
-    return _add_product(x, wide, mlp.down, mlp.b_down, mlp.post_norm, context)
+
+    def expand(inner: Tensor) -> Tensor:
+        return F.linear(context.tp_region.copy_to_tp(_normalise(mlp.norm, inner)), mlp.up, mlp.b_up)
+
+    def activated(wide: Tensor) -> Tensor:
+        return activate(wide, config.activation, config.mlp == "gated")
+
+    wide = context.product(expand, mlp_input) if mlp.norm is not None else expand(mlp_input)
+    if context.recomputes_inputs:
+        product = context.product(lambda wide: F.linear(activated(wide), mlp.down), wide)
+        return _add(x, product, mlp.b_down, mlp.post_norm, context)
+    return _add_product(x, activated(wide), mlp.down, mlp.b_down, mlp.post_norm, context)
 
 
 def _experts(experts: Experts, x: Tensor, inner: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:

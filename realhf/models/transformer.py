@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from realhf.api.config import Recompute
 from realhf.api.model_config import ModelConfig
 from realhf.api.param_box import ParamSpec, box_shape, shard_box
 from realhf.comm.process_groups import Group
@@ -52,12 +53,12 @@ class Transformer:
         self,
         config: ModelConfig,
         params: FlatParams,
-        checkpoint_activations: bool = False,
+        recompute: Recompute | None = None,
         tp: Group = SINGLE_RANK_GROUP,
         sequence_parallel: bool = False,
     ) -> None:
         self.config, self.params, self.tp = config, params, tp
-        self.checkpoint_activations, self.sequence_parallel = checkpoint_activations, sequence_parallel and tp.size > 1
+        self.recompute, self.sequence_parallel = recompute, sequence_parallel and tp.size > 1
         self.layers = [i for i in range(config.n_layers) if f"layers.{i}.wq" in params.names]
         assert self.layers, "a stage has at least one layer"
         self.is_first, self.is_last = self.layers[0] == 0, "final_norm.weight" in params.names
@@ -277,9 +278,11 @@ class Transformer:
         observe: Callable[[str, Tensor], None] | None = None,
     ) -> Tensor:
         weights, tp_region = self.weights, self.tp_region(n_tokens)
-        context = ForwardContext(self.config, self.n_q, self.n_kv, self._kv_holders, tp_region, attend, router_loss)
-        recompute = self.checkpoint_activations and torch.is_grad_enabled() and self.params.grad is not None
-        run = partial(checkpoint, run_block, use_reentrant=False, preserve_rng_state=False) if recompute else run_block
+        recompute = self.recompute if torch.is_grad_enabled() and self.params.grad is not None else None
+        context = ForwardContext(self.config, self.n_q, self.n_kv, self._kv_holders, tp_region, attend, router_loss,
+                                 recompute is Recompute.selective)  # fmt: skip
+        whole_block = partial(checkpoint, run_block, use_reentrant=False, preserve_rng_state=False)
+        run = whole_block if recompute is Recompute.full else run_block
         for index, block in enumerate(weights.blocks):
             if self.on_backward is not None and x.requires_grad:
                 x.register_hook(partial(self.on_backward, self.layers[index]))

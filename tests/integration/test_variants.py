@@ -43,6 +43,7 @@ def runs(
             "actor.bf16=True",
             "actor.gradient_checkpointing=True",
             "critic.gradient_checkpointing=True",
+            "critic.recompute_granularity=selective",
             "exp_ctrl.total_train_epochs=2",
             "exp_ctrl.total_train_steps=4",
             "ppo.value_norm_type=ma",

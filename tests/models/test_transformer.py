@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from realhf.api.config import Recompute
 from realhf.arch.hf_config import read_hf_config
 from realhf.models.hf_folder import init_random, load_hf
 from realhf.models.transformer import Transformer
@@ -112,7 +113,7 @@ def router_losses(theirs: torch.nn.Module, balance: float, z: float) -> torch.Te
 def test_router_losses_are_added_to_the_gradient(name: str, saving: bool, tmp_path: Path) -> None:
     theirs, ours = both_models(name, tmp_path)
     assert ours.config.balance_loss == 0.5
-    ours = Transformer(replace(ours.config, z_loss=0.3), ours.params, checkpoint_activations=saving)
+    ours = Transformer(replace(ours.config, z_loss=0.3), ours.params, recompute=Recompute.full if saving else None)
     ours.params.enable_grad()
     hidden = ours.hidden(tokens(), LENGTHS, token_weight=1 / sum(LENGTHS))
     ours.logprobs(hidden, tokens(), LENGTHS).sum().backward()
@@ -138,7 +139,7 @@ def test_the_balance_loss_of_one_row_and_layer_equals_transformers() -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mixtral"])
 def test_recomputed_activations_give_the_same_gradient(name: str, tmp_path: Path) -> None:
     ours = both_models(name, tmp_path)[1]
-    saving = Transformer(ours.config, ours.params, checkpoint_activations=True)
+    saving = Transformer(ours.config, ours.params, recompute=Recompute.full)
     assert torch.equal(loss_and_gradient(ours), loss_and_gradient(saving))
 
 

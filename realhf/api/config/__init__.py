@@ -12,6 +12,7 @@ from realhf.api.config.choices import (
     Mode,
     OnBadRow,
     OptimizerType,
+    Recompute,
     RecoverMode,
     StepSplitter,
     ValueLossType,

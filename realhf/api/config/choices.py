@@ -14,6 +14,11 @@ class LRSchedule(Enum):
     cosine = "cosine"
 
 
+class Recompute(Enum):
+    full = "full"
+    selective = "selective"
+
+
 class Mode(Enum):
     local = "local"
     inline = "inline"

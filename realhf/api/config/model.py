@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from realhf.api.config.choices import Backend, LRSchedule, OptimizerType
+from realhf.api.config.choices import Backend, LRSchedule, OptimizerType, Recompute
 from realhf.api.config.option import (
     COUNT,
     DECAY,
@@ -44,6 +44,9 @@ class ModelSpec:
     bf16: bool | None = opt(None, "bfloat16 parameters with float32 master weights (default: on GPUs only)")
     offload: bool = opt(False, "offload the weights to host memory between calls (untrained roles)")
     gradient_checkpointing: bool = opt(False, "recompute activations in the backward pass")
+    recompute_granularity: Recompute = opt(
+        Recompute.full, "with gradient_checkpointing: full recomputes blocks, selective only norms and MLP activations"
+    )
     overlap_grad_reduce: bool | None = opt(
         None, "reduce gradients over data-parallel ranks during the backward pass (default: on GPUs)"
     )

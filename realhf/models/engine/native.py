@@ -235,7 +235,7 @@ def build_engine(
     else:
         new = frozenset({"head.weight"}) if role.spec.init_critic_from_actor else frozenset()
         load_hf(Path(role.spec.path or ""), config, params, seed, allow_missing=new)
-    recompute = trained and role.spec.gradient_checkpointing
+    recompute = role.spec.recompute_granularity if trained and role.spec.gradient_checkpointing else None
     model = Transformer(config, params, recompute, context.group("tp"), trained and role.spec.sequence_parallel)
     pipeline, sequence = Pipeline(model, context), model.sequence_parallel
     overlap = role.spec.overlap_grad_reduce

@@ -6,6 +6,7 @@ from statistics import median
 
 import numpy as np
 
+from realhf.api.config.choices import Recompute
 from realhf.api.model_config import ModelConfig
 from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work
 
@@ -221,7 +222,8 @@ class ProfiledSpeed:
         trained = work.tokens if work.trained is None else work.trained
         forward_s = forward(pass_counts(shard, work, work.tokens))
         backward_s = backward(pass_counts(shard, work, trained))
-        if shard.recompute:  # blocks run without autograd first, and with it before their backward pass
+        # a profile has no measurement of selective recomputation, whose operations it counts as free
+        if shard.recompute is Recompute.full:  # blocks run without autograd, and with it before their backward pass
             again = forward(_blocks(shard.n_blocks, work))
             return forward_s - again + self._of(shard, "forward")(_blocks(shard.n_blocks, work)), backward_s + again
         return forward_s, backward_s

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from realhf.api.config.choices import Recompute
 from realhf.api.machine import Hardware, Link
 from realhf.api.model_config import ModelConfig
 from realhf.plan.cost.speed import CollectiveKind, StageShard, Traffic, Work
@@ -31,7 +32,12 @@ class Roofline:
     def train(self, shard: StageShard, work: Work, ranks: Sequence[int]) -> tuple[float, float]:
         block, reduces = self._block(shard, work), self._all_reduces(shard, work.tokens, ranks)
         forward = shard.n_blocks * (block + reduces) + self._ends(shard, work.tokens)
-        recompute_s = shard.n_blocks * (block + reduces) if shard.recompute else 0.0
+        recompute_s = 0.0
+        if shard.recompute is Recompute.full:
+            recompute_s = shard.n_blocks * (block + reduces)
+        elif shard.recompute is Recompute.selective:  # read and write what the products take
+            recomputed = 3 * recomputed_numel(shard.model, shard.tp) * shard.itemsize
+            recompute_s = shard.n_blocks * work.tokens * recomputed / self.hardware.memory_bandwidth
         # two products for each one of the forward pass; the head recomputes its logits
         backward = shard.n_blocks * (2 * block + reduces) + 3 * self._ends(shard, work.tokens)
         return forward, backward + recompute_s
@@ -127,9 +133,13 @@ class AnalyticMemory:
         config, size = shard.model, shard.itemsize
         block = saved_activation_numel(config, shard.tp, shard.sequence_parallel)
         outside = config.hidden * (2.0 * shard.first + 3.0 * shard.last)
-        if shard.recompute:
+        if shard.recompute is Recompute.full:
             kept = shard.n_blocks * config.hidden / (shard.tp if shard.sequence_parallel else 1) + outside
             temporary = block + self._temporary_numel(shard)
+        elif shard.recompute is Recompute.selective:
+            recomputed = recomputed_numel(config, shard.tp)
+            kept = shard.n_blocks * (block - recomputed) + outside
+            temporary = recomputed + self._temporary_numel(shard)
         else:
             kept, temporary = shard.n_blocks * block + outside, self._temporary_numel(shard)
         peak = (kept + temporary) * work.tokens * size + self._logits(shard, work)
@@ -167,6 +177,15 @@ def saved_activation_numel(config: ModelConfig, tp: int, sequence_parallel: bool
     dense, routed = copies * config.intermediate / tp, _routed(config)
     per_expert = (copies * config.expert_intermediate / tp + 2 * config.hidden) * config.experts_per_token
     return residual + attention + (1 - routed) * dense + routed * (per_expert + 3 * config.n_experts)
+
+
+def recomputed_numel(config: ModelConfig, tp: int) -> float:
+    """Return the elements per token and block that selective recomputation does not save: inputs of products.
+
+    They are the normalised inputs of attention and of a dense MLP, and the input of its down projection.
+    """
+    dense = 1 - _routed(config)
+    return config.hidden * (1 + dense) + dense * config.intermediate / tp
 
 
 def _mlp_width(config: ModelConfig) -> float:

@@ -6,6 +6,7 @@ from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
+from realhf.api.config.choices import Recompute
 from realhf.api.experiment import RoleSpec
 from realhf.api.layout import ParallelStrategy
 from realhf.api.model_config import ModelConfig
@@ -69,7 +70,7 @@ class StageShard:
     first: bool
     last: bool
     bf16: bool
-    recompute: bool = False  # gradient checkpointing
+    recompute: Recompute | None = None  # gradient checkpointing
     sequence_parallel: bool = False  # training: outside tensor-parallel layers each rank has its share of the tokens
 
     @property
@@ -94,7 +95,8 @@ def stage_shards(config: ModelConfig, role: RoleSpec, strategy: ParallelStrategy
     spec, last = role.spec, config.n_layers + 1
     return tuple(
         StageShard(config, strategy.tp, n_blocks=len(layers) - (0 in layers) - (last in layers), first=0 in layers,
-                   last=last in layers, bf16=bool(spec.bf16), recompute=spec.gradient_checkpointing,
+                   last=last in layers, bf16=bool(spec.bf16), 
+                   recompute=spec.recompute_granularity if spec.gradient_checkpointing else None,
                    sequence_parallel=spec.sequence_parallel and strategy.tp > 1)
         for layers in stage_layers(config, strategy.pp)
     )  # fmt: skip

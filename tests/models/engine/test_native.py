@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from realhf.api.batch_meta import RowId
-from realhf.api.config import OptimizerType
+from realhf.api.config import OptimizerType, Recompute
 from realhf.api.execution_plan import MicroBatching
 from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import Loss, Outputs
@@ -73,10 +73,13 @@ def test_rows_of_a_prompt_stay_together_if_requested(llama: Path) -> None:
     assert sum(map(len, seen)) > 4
 
 
-def test_recomputing_activations_gives_the_same_step(llama: Path) -> None:
-    batch = rows_of(LENGTHS)
-    plain, saving = engine_on(llama), engine_on(llama, gradient_checkpointing=True)
-    assert saving.model.checkpoint_activations and not plain.model.checkpoint_activations
+@pytest.mark.parametrize("granularity", Recompute)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recomputing_activations_gives_the_same_step(granularity: Recompute, family: str, hf_models: dict) -> None:
+    batch, folder = rows_of(LENGTHS), hf_models[family][0]
+    plain = engine_on(folder)
+    saving = engine_on(folder, gradient_checkpointing=True, recompute_granularity=granularity)
+    assert saving.model.recompute is granularity and plain.model.recompute is None
     for _ in range(2):
         gradients = [trained(engine, batch, MicroBatching(2))[0] for engine in (plain, saving)]
         torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-8)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from realhf.api.batch_meta import PROMPT, RowId
 from realhf.api.config import GenerationConfig, OptimizerConfig, OptimizerType
-from realhf.api.config.choices import Backend
+from realhf.api.config.choices import Backend, Recompute
 from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.graph import Graph
 from realhf.api.layout import ParallelStrategy
@@ -100,11 +100,12 @@ def test_training_saves_all_micro_batches_in_flight(pp: int) -> None:
 
 def test_recomputation_saves_memory() -> None:
     some, limits = rows(4), MicroBatching()
-    kept, recomputed, short = (
+    selective = {"gradient_checkpointing": True, "recompute_granularity": Recompute.selective}
+    kept, recomputed, some_recomputed, short = (
         transient(memory_model(**options), "actor_train", "d1", some, limits).activations
-        for options in ({}, {"gradient_checkpointing": True}, {"bf16": True})
+        for options in ({}, {"gradient_checkpointing": True}, selective, {"bf16": True})
     )
-    assert recomputed < kept / 2 and short < kept
+    assert recomputed < kept / 2 and short < kept and recomputed < some_recomputed < 0.9 * kept
 
 
 @pytest.mark.parametrize(("slots", "limits", "expected"), [(64, 0, 6), (4, 0, 4), (64, 3, 3)])

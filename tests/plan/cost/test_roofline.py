@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from realhf.api.config import Recompute
 from realhf.api.machine import Link
 from realhf.api.model_config import ModelConfig
 from realhf.arch.flops import forward_flops, matrix_params
@@ -37,7 +38,8 @@ def test_compute_bound_passes_cost_their_operations(model: ModelConfig, lengths:
     assert speed.forward(whole(model), work, (0,)) == pytest.approx(seconds, rel=1e-9)
     forward, backward = speed.train(whole(model), work, (0,))
     assert (forward, backward) == (pytest.approx(seconds, rel=1e-9), pytest.approx(2 * seconds + again, rel=1e-9))
-    with_again = speed.train(whole(model, recompute=True), work, (0,))[1]
+    with_again = speed.train(whole(model, recompute=Recompute.full), work, (0,))[1]
+    assert speed.train(whole(model, recompute=Recompute.selective), work, (0,))[1] == backward  # no products
     assert with_again == pytest.approx(3 * seconds, rel=1e-9)  # blocks again, the head as before
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.api.config import ModelSpec
+from realhf.api.config import ModelSpec, Recompute
 from realhf.api.experiment import RoleSpec
 from realhf.api.layout import ParallelStrategy
 from realhf.api.model_config import ModelConfig
@@ -47,7 +47,10 @@ def test_stages_partition_all_blocks(n_layers: int, data: st.DataObject) -> None
     assert sum(part.n_blocks for part in parts) == n_layers and min(part.n_blocks for part in parts) >= 1
     assert [part.first for part in parts] == [True] + [False] * (pp - 1)
     assert [part.last for part in parts] == [False] * (pp - 1) + [True]
-    assert all((part.tp, part.bf16, part.recompute, part.sequence_parallel) == (2, True, True, True) for part in parts)
+    assert all(
+        (part.tp, part.bf16, part.recompute, part.sequence_parallel) == (2, True, Recompute.full, True)
+        for part in parts
+    )
     assert sum(shard_numels(model, 1, pp)) == sum(spec.numel for spec in param_specs(model))
 
 
