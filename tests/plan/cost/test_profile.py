@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realhf.api.codec import from_json, to_json
+from realhf.api.config import Recompute
 from realhf.api.model_config import ModelConfig
 from realhf.plan.cost.profile import (
     Fit,
