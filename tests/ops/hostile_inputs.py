@@ -1,4 +1,4 @@
-"""Calls every operator of a compiled library with random inputs, valid and invalid; run by test_sanitizers.py.
+"""Calls every CPU operator of a compiled library with random inputs, valid and invalid; run by test_sanitizers.py.
 
 Prints, by operator, the numbers of accepted and refused calls and a digest of the results. Imports nothing of realhf:
 its own library would register the same operators.
@@ -276,7 +276,8 @@ def call_operator(name: str, n_calls: int, seed: int) -> dict[str, Any]:
 def main(library: str, n_calls: int, seed: int) -> None:
     torch.ops.load_library(library)
     names = sorted(name.removeprefix("realhf::") for name in torch._C._dispatch_get_all_op_names()
-                   if name.startswith("realhf::"))  # fmt: skip
+                   if name.startswith("realhf::")
+                   and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"))  # fmt: skip
     print(json.dumps({name: call_operator(name, n_calls, seed) if name in CASES else None for name in names}))
 
 
