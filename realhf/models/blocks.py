@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,17 @@ from torch.utils.checkpoint import checkpoint
 from realhf.api.model_config import ModelConfig
 from realhf.comm.tensor_parallel import TensorParallelRegion
 from realhf.ops.activations import activate
-from realhf.ops.moe import add_loss, balance_loss, combine, dispatch, grouped_linear, route, sort_by_expert, z_loss
+from realhf.ops.moe import (
+    add_loss,
+    balance_loss,
+    combine,
+    dispatch,
+    grouped_linear,
+    has_grouped_kernel,
+    route,
+    sort_by_expert,
+    z_loss,
+)
 from realhf.ops.norms import rms_norm
 
 Attend = Callable[[int, Tensor], Tensor]
@@ -68,6 +79,16 @@ class Experts:
     up: Tensor
     down: Tensor
     post_norm: Norm | None
+
+    @property
+    def up_rows(self) -> Tensor:
+        """Gate and up as one matrix per expert, ``[E, 2 * wide, D]``."""
+        return self.up.flatten(1, 2)
+
+    @cached_property
+    def are_grouped(self) -> bool:
+        """Whether all experts are one product, without waiting for the device."""
+        return has_grouped_kernel(self.up_rows, self.down)
 
 
 @dataclass(frozen=True)
@@ -206,9 +227,9 @@ def _experts(experts: Experts, x: Tensor, inner: Tensor, context: ForwardContext
     logits = F.linear(inner, experts.router)
     probs, weights, chosen = route(logits, config.experts_per_token, config.renormalise_experts)
     chosen = tp_region.all_gather_tokens(chosen)
-    by_expert = sort_by_expert(chosen, config.n_experts)
+    by_expert = sort_by_expert(chosen, config.n_experts, experts.are_grouped)
     tokens = dispatch(tp_region.copy_to_tp(inner), by_expert)
-    wide = grouped_linear(tokens, experts.up.flatten(1, 2), by_expert)
+    wide = grouped_linear(tokens, experts.up_rows, by_expert)
     wide = activate(wide, config.activation, config.mlp == "gated")
     partial = combine(grouped_linear(wide, experts.down, by_expert), tp_region.copy_to_tp(weights), by_expert)
     after = _add(x, partial, None, experts.post_norm, context)

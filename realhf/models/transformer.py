@@ -218,6 +218,11 @@ class Transformer:
         """``decode`` can read a prefix from the slot of another row."""
         return self.weights.fused is not None and not any(rule.window for rule in self._score_rules)
 
+    @property
+    def waits_for_experts(self) -> bool:
+        """Whether the host reads in every routed layer how many tokens each expert has."""
+        return any(isinstance(block.mlp, Experts) and not block.mlp.are_grouped for block in self.weights.blocks)
+
     def decode(
         self,
         tokens: Tensor,

@@ -4,20 +4,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+GROUPED_CAPABILITIES = (9, 10)
+"""Major compute capabilities with a grouped product in torch; on others torch copies the sizes to the host."""
 
 
 @dataclass(frozen=True)
 class ExpertOrder:
     """The permutation that sorts (token, expert) pairs by expert, ``order`` ``[T*k]``, and its ``inverse``.
 
-    Pair ``k*t + j`` is the j-th expert of token t. ``sizes`` are the numbers of pairs per expert.
+    Pair ``k*t + j`` is the j-th expert of token t. ``sizes`` are the numbers of pairs per expert in host memory. For
+    grouped products ``ends`` has the end of every expert's pairs on the device, ``[E]`` int32, and there are no sizes.
     """
 
     order: Tensor
     inverse: Tensor
-    sizes: tuple[int, ...]
     top_k: int
+    sizes: tuple[int, ...] = ()
+    ends: Tensor | None = None
 
 
 def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,12 +38,29 @@ def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor
     return probs, weights.to(logits.dtype), experts
 
 
-def sort_by_expert(experts: Tensor, n_experts: int) -> ExpertOrder:
-    """Sort the pairs of ``experts`` ``[T, k]`` stably by expert. Waits for the device once, for the sizes."""
+def has_grouped_kernel(*weights: Tensor) -> bool:
+    """Return True if torch multiplies by these weights, ``[E, out, in]``, without copying sizes to the host.
+
+    It does from torch 2.10 on, in bfloat16 on Hopper and Blackwell (sm_90, sm_100), for rows of whole 16 bytes.
+    """
+    if not weights[0].is_cuda or not hasattr(F, "grouped_mm"):
+        return False
+    fits = [w.dtype == torch.bfloat16 and not (w.shape[1] % 8 or w.shape[2] % 8 or w.data_ptr() % 16) for w in weights]
+    return all(fits) and torch.cuda.get_device_capability(weights[0].device)[0] in GROUPED_CAPABILITIES
+
+
+def sort_by_expert(experts: Tensor, n_experts: int, grouped: bool = False) -> ExpertOrder:
+    """Sort the pairs of ``experts`` ``[T, k]`` stably by expert, for grouped products or for one product per expert.
+
+    The latter waits for the device once, for the sizes.
+    """
     flat = experts.flatten()
     order = flat.argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return ExpertOrder(order, inverse, tuple(_counts(flat, n_experts).tolist()), experts.shape[1])
+    counts = _counts(flat, n_experts)
+    if grouped:
+        return ExpertOrder(order, inverse, experts.shape[1], ends=counts.cumsum(0, dtype=torch.int32))
+    return ExpertOrder(order, inverse, experts.shape[1], tuple(counts.tolist()))
 
 
 def _counts(index: Tensor, size: int) -> Tensor:
@@ -67,7 +90,9 @@ class _Collect(torch.autograd.Function):
         return grad.index_select(0, ctx.order.order), None
 
 
-class _GroupedLinear(torch.autograd.Function):
+class _SplitLinear(torch.autograd.Function):
+    """One product per expert."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, sizes: tuple[int, ...]) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -93,6 +118,24 @@ class _GroupedLinear(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
+class _GroupedLinear(torch.autograd.Function):
+    """One launch for all experts. Autograd of torch's operation passes it gradients with strides that it refuses."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, ends = ctx.saved_tensors
+        need_x, need_weight = ctx.needs_input_grad[:2]
+        grad = grad.contiguous()
+        grad_x = F.grouped_mm(grad, weight, offs=ends) if need_x else None
+        grad_weight = F.grouped_mm(grad.t(), x, offs=ends) if need_weight else None
+        return grad_x, grad_weight, None
+
+
 def dispatch(x: Tensor, order: ExpertOrder) -> Tensor:
     """Return each token of ``x`` ``[T, D]`` once per expert, sorted by expert: ``[T*k, D]``."""
     return _Dispatch.apply(x, order)
@@ -100,7 +143,9 @@ def dispatch(x: Tensor, order: ExpertOrder) -> Tensor:
 
 def grouped_linear(x: Tensor, weight: Tensor, order: ExpertOrder) -> Tensor:
     """Multiply each expert's tokens by its matrix: ``[T*k, D]`` and ``[E, out, D]`` to ``[T*k, out]``."""
-    return _GroupedLinear.apply(x, weight, order.sizes)
+    if order.ends is not None:
+        return _GroupedLinear.apply(x, weight, order.ends)
+    return _SplitLinear.apply(x, weight, order.sizes)
 
 
 def combine(y: Tensor, weights: Tensor, order: ExpertOrder) -> Tensor:

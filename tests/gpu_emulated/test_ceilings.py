@@ -19,14 +19,16 @@ LAUNCHES_PER_LAYER = {
     "qwen3": (42, 50, 141, 161),
     "gpt2": (14, 10, 52, 42),
     "gemma2": (108, 128, 300, 348),
-    "qwen3_moe": (67, 77, 238, 264),
+    "qwen3_moe": (67, 68, 238, 235),
 }
-KERNELS_PER_DECODED_LAYER = {"llama": (29, 28), "qwen3": (45, 53), "gpt2": (17, 12), "gemma2": (52, 64)}
-"""In a captured step, in float32 and bfloat16, without the fused kernels of csrc."""
+KERNELS_PER_DECODED_LAYER = {
+    "llama": (29, 28), "qwen3": (45, 53), "gpt2": (17, 12), "gemma2": (52, 64), "qwen3_moe": (0, 71),
+}  # fmt: skip
+"""In a captured step, in float32 (0: not captured) and bfloat16, without the fused kernels of csrc."""
 WAITS = {"inference": 0, "training": 3}
 """Training reads losses and statistics, the tokens with a gradient, and the gradient norm."""
 ROUTER_WAITS = {"inference": 0, "training": 1}
-"""Of a pass; each routed layer also waits for the number of tokens of every expert."""
+"""Of a pass; without a grouped product, each routed layer also waits for the number of tokens of every expert."""
 PINNED_COPIES = 3
 """Of the index tensors of a pass."""
 
@@ -70,11 +72,13 @@ def test_ceilings_of_a_pass(family: str, bf16: bool, folders: dict[str, Path], t
             for kind in WAITS:
                 found[kind].append(count(cuda, engine, kind))
             shares_prefixes, is_routed = engine._shares_prefixes, family == "qwen3_moe"
+            waits = engine.model.waits_for_experts
+            assert waits == (is_routed and not bf16)
     for kind, (shallow, deep) in found.items():
         layer = [(b - a) / 2 for a, b in zip(shallow, deep, strict=True)]
         per_pass = [a - 2 * n for a, n in zip(shallow, layer, strict=True)]
         assert layer[0] <= LAUNCHES_PER_LAYER[family][2 * (kind == "training") + bf16]
-        assert layer[1:] == [is_routed, 0], "no waits and no copies in a layer"
+        assert layer[1:] == [waits, 0], "no waits and no copies in a layer"
         # finding the shared prompts of rows reads the tokens
         assert per_pass[1] <= WAITS[kind] + is_routed * ROUTER_WAITS[kind] + shares_prefixes
         assert per_pass[2] <= PINNED_COPIES + 3 * shares_prefixes
@@ -91,6 +95,10 @@ def test_ceilings_of_a_captured_step(family: str, bf16: bool, folders: dict[str,
             engine.generate(prompts_of((3,)).to("cuda:0"), GenerationConfig(max_new_tokens=2, max_num_seqs=2), 2, 11)
             decoder = engine.pipeline.kept_decoder._decoder
             assert decoder is not None
-            (captured,) = decoder._captured.values()
-            found.append(len(captured.graph.steps))  # type: ignore[attr-defined]
-    assert (found[1] - found[0]) / 2 <= KERNELS_PER_DECODED_LAYER[family][bf16]
+            found.append([len(step.graph.steps) for step in decoder._captured.values()])  # type: ignore[attr-defined]
+    ceiling = KERNELS_PER_DECODED_LAYER[family][bf16]
+    if not ceiling:
+        assert found == [[], []]
+        return
+    (shallow,), (deep,) = found
+    assert (deep - shallow) / 2 <= ceiling

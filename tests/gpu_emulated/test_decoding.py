@@ -18,6 +18,7 @@ from realhf.models.engine.decode import cuda_graphs, group
 from realhf.models.engine.native import NativeEngine, build_engine
 from realhf.models.kv_cache import KVCache
 from tests.gpu_emulated.fake_cuda import FakeCuda
+from tests.gpu_emulated.fake_runtime import fake_cuda
 from tests.models.engine.tiny_engine import STOP, engine_on, prompts_of
 
 LENGTHS, N = (3, 1, 7), 2
@@ -191,8 +192,28 @@ def test_tensor_parallel_steps_are_captured(
     assert torch.equal(tokens_of(engine), captured)
 
 
-def test_routed_experts_are_not_captured(folders: dict[str, Path], cuda: FakeCuda) -> None:
-    """The host reads how many tokens every expert has."""
-    engine = engine_on(folders["qwen3_moe"], trained=False, device="cuda:0")
-    tokens_of(engine, GenerationConfig(max_new_tokens=2, max_num_seqs=6))
-    assert cuda.count("graph capture") == 0
+@pytest.mark.parametrize(
+    "bf16, capability, is_captured",
+    [
+        (True, (9, 0), True),
+        (True, (10, 0), True),
+        (True, (8, 0), False),
+        (True, (12, 0), False),
+        (False, (9, 0), False),
+    ],
+)
+def test_routed_experts_are_captured_with_a_grouped_product(
+    bf16: bool,
+    capability: tuple[int, int],
+    is_captured: bool,
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without it the host reads how many tokens every expert has."""
+    config = GenerationConfig(max_new_tokens=6, max_num_seqs=6)
+    with fake_cuda(capability=capability) as cuda:
+        engine = engine_on(folders["qwen3_moe"], trained=False, device="cuda:0", bf16=bf16)
+        found = tokens_of(engine, config)
+        assert (cuda.count("graph replay") > 0) == is_captured
+        monkeypatch.setattr(group, "decodes_on_device", lambda model: False)
+        assert torch.equal(tokens_of(engine, config), found)

@@ -49,8 +49,8 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 GPT2 = {"vocab_size": VOCAB, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
 GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
-# expert sizes are multiples of 4 for Hugging Face's grouped product
-MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 12}
+# expert sizes are multiples of 8 for grouped products
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12}
 BALANCE = {"router_aux_loss_coef": 0.5}
 WINDOW = 4
 CAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 24}

@@ -63,6 +63,30 @@ def test_tokens_are_sorted_by_expert_in_their_order() -> None:
     assert by.order[by.inverse].tolist() == list(range(6))
 
 
+GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+@settings(max_examples=examples(20))
+@given(st.integers(1, 40), sizes, st.integers(0, 1000))
+def test_grouped_products_and_their_gradients_equal_one_per_expert(
+    device: str, tokens: int, sizes: tuple[int, int], seed: int
+) -> None:
+    """Experts without tokens have a gradient of zero."""
+    torch.manual_seed(seed)
+    x = torch.randn(tokens, 16, dtype=torch.bfloat16, device=device, requires_grad=True)
+    weight = torch.randn(sizes[0], 24, 16, dtype=torch.bfloat16, device=device, requires_grad=True)
+    shares = torch.rand(tokens, sizes[1], dtype=torch.bfloat16, device=device)
+    chosen = torch.rand(tokens, sizes[0], device=device).topk(sizes[1], -1).indices
+    slopes = torch.randn(tokens, 24, dtype=torch.bfloat16, device=device)
+    results = []
+    for grouped in (False, True):
+        out = routed(x, weight, shares, sort_by_expert(chosen, sizes[0], grouped))
+        results.append([out, *torch.autograd.grad((out * slopes).sum(), (x, weight))])
+    for apart, together in zip(*results, strict=True):
+        torch.testing.assert_close(together, apart, atol=0.05, rtol=0.02)
+
+
 def test_only_required_gradients_are_computed() -> None:
     x, weight, shares, chosen = problem(4, 3, 2)
     routed(x.detach(), weight, shares, sort_by_expert(chosen, 3)).sum().backward()

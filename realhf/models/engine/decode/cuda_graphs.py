@@ -2,7 +2,7 @@
 
 A graph is for one number of slots and one context length, both rounded up so that few graphs cover all steps. Inputs
 and outputs have fixed addresses. Slots beyond the live ones write to unused slots, and their tokens are dropped. Routed
-experts are not captured: the host reads how many tokens each of them has.
+experts without a grouped product are not captured: the host reads how many tokens each of them has.
 """
 
 from collections.abc import Callable, Hashable
@@ -66,7 +66,7 @@ class DeviceDecoder:
         self.weights_version = model.params.n_allocations
         self._angles = model.rotary_table(max_len)  # graphs read it, and the model may replace it by a longer one
         self._captured: dict[Hashable, _CapturedStep] = {}
-        is_captured = self.device.type == "cuda" and not model.config.n_experts
+        is_captured = self.device.type == "cuda" and not model.waits_for_experts
         self._pool = torch.cuda.graph_pool_handle() if is_captured else None
 
     def fits(self, model: Transformer, n_slots: int, max_len: int) -> bool:
@@ -88,7 +88,7 @@ class DeviceDecoder:
         padded = np.zeros((7, size), np.int64)
         padded[:6, :n], padded[6, n:] = table, 1
         self.state[:, :size].copy_(on_device(torch.from_numpy(padded), self.device))
-        if self._pool is None:  # routed experts; tests run the padded step without a graph
+        if self._pool is None:  # the host waits for experts; tests run the padded step without a graph
             outputs = [self._advance(step, size, context, stop_tokens) for _ in range(n_steps)]
             return torch.stack(outputs)[:, :, :n]
         key = (size, context, options)
