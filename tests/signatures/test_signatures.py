@@ -27,6 +27,8 @@ VLLM = "realhf/models/engine/vllm.py"
 FIRST_VERSIONS = {
     # torch has it since 2.3, its stubs since 2.8
     "torch.distributed.TCPStore.check": "2.8",
+    # ``has_grouped_kernel``
+    "torch.nn.functional.grouped_mm": "2.10",
     # only called for matrices that CPU kernels have packed, and this runner is for GPUs
     f"{OTHER_RUNNERS[0]}.reload_weights": "0.32",
 }
