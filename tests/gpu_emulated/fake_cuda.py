@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.gpu_emulated.device_tensor import DeviceTensor, fill_with_garbage, leaves, mapped
 from tests.gpu_emulated.fake_attention import varlen_backward, varlen_forward
 from tests.gpu_emulated.fake_graphs import FakeCudaGraph
+from tests.gpu_emulated.fake_streams import Clock, FakeStream, RaceDetector, merge
 
 aten = torch.ops.aten
 HOST = torch.device("cpu")
@@ -56,6 +57,9 @@ class FakeCuda(TorchDispatchMode):
         self.events: Counter[Event] = Counter()
         self.moves: defaultdict[int, int] = defaultdict(int)  # by storage: how often its memory was allocated again
         self.capture: FakeCudaGraph | None = None
+        self.n_streams, self.host_clock = 0, Clock()
+        self.stream = FakeStream(self)
+        self.races: RaceDetector | None = None  # tests of code with several streams set it
         self.pending: list[tuple[Tensor, Tensor]] = []
         self.kernels: dict[Any, Callable[..., Any]] = {}
         from torch.nn.attention import varlen  # registers its operations
@@ -98,6 +102,8 @@ class FakeCuda(TorchDispatchMode):
             if self.capture is not None:
                 raise RuntimeError(f"operation not permitted when stream is capturing: {event}")
             if kind in ("wait", "copy to host"):
+                if what not in ("stream", "event"):  # these have clocks of their own
+                    merge(self.host_clock, self.stream.clock)
                 self.complete()
 
     def complete(self) -> None:
@@ -118,6 +124,13 @@ class FakeCuda(TorchDispatchMode):
         return self.dispatch(func, args, kwargs or {})
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = self._dispatch(func, args, kwargs)
+        tensors = leaves((args, kwargs, out))
+        if self.races is not None and _is_launched(func) and any(isinstance(x, DeviceTensor) for x in tensors):
+            self.races.operation(func, args, kwargs, out)
+        return out
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         flat = list(leaves((args, kwargs)))
         ours = [x for x in flat if isinstance(x, DeviceTensor)]
         named = kwargs.get("device")

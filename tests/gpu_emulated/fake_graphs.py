@@ -1,4 +1,4 @@
-"""CUDA graphs that are recorded and replayed for real, streams and events.
+"""CUDA graphs that are recorded and replayed for real.
 
 During a capture nothing is computed, as on a GPU: memory is as before afterwards, and outputs contain garbage. A graph
 refers to memory by address: a replay raises if memory that it reads was released or has moved since.
@@ -122,30 +122,3 @@ class FakeCapture:
 
     def __exit__(self, *_: object) -> None:
         self.graph.end()
-
-
-class FakeStream:
-    def __init__(self, cuda: FakeCuda) -> None:
-        self.cuda = cuda
-
-    def wait_stream(self, other: object) -> None: ...
-
-    def wait_event(self, event: object) -> None: ...
-
-    def synchronize(self) -> None:
-        self.cuda.note("wait", "stream")
-
-
-class FakeEvent:
-    def __init__(self, cuda: FakeCuda) -> None:
-        self.cuda = cuda
-
-    def record(self, stream: object = None) -> None: ...
-
-    def wait(self, stream: object = None) -> None: ...
-
-    def query(self) -> bool:
-        return not self.cuda.pending
-
-    def synchronize(self) -> None:
-        self.cuda.note("wait", "event")

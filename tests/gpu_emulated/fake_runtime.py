@@ -1,7 +1,7 @@
 """Replaces the functions of ``torch.cuda`` that the package uses by those of the fake devices."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.gpu_emulated.fake_cuda import FakeCuda
-from tests.gpu_emulated.fake_graphs import FakeCapture, FakeCudaGraph, FakeEvent, FakeStream
+from tests.gpu_emulated.fake_graphs import FakeCapture, FakeCudaGraph
+from tests.gpu_emulated.fake_streams import FakeEvent, FakeStream, on_stream
 
 MEMORY = 80 << 30
 
@@ -48,8 +49,8 @@ def _runtime(cuda: FakeCuda) -> dict[str, Any]:
         "max_memory_allocated": lambda device=None: 0,
         "reset_peak_memory_stats": lambda device=None: None,
         "Stream": lambda *_, **__: FakeStream(cuda),
-        "current_stream": lambda device=None: FakeStream(cuda),
-        "stream": lambda stream: nullcontext(),
+        "current_stream": lambda device=None: cuda.stream,
+        "stream": lambda stream: on_stream(cuda, stream),
         "Event": lambda *_, **__: FakeEvent(cuda),
         "graph_pool_handle": lambda: (0, 1),
         "CUDAGraph": partial(FakeCudaGraph, cuda),

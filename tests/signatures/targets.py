@@ -46,6 +46,7 @@ OBJECTS = {
         "captured.graph": "torch.cuda.CUDAGraph",
         "stream": "torch.cuda.Stream",
     },
+    "realhf/models/engine/optimizer_offload.py": dict.fromkeys(("current", "loads", "stores"), "torch.cuda.Stream"),
     "realhf/comm/process_groups.py": {"self._store": "torch.distributed.TCPStore"},
     "realhf/comm/p2p.py": {"send.work": "torch.distributed.Work"},
     "realhf/comm/exchange.py": {"bucket.work": "torch.distributed.Work"},

@@ -32,6 +32,7 @@ class OptimizerConfig:
     lr_scheduler_type: LRSchedule = opt(LRSchedule.cosine, "learning-rate decay after warmup")
     warmup_steps_proportion: float = opt(0.02, "fraction of all steps with linear warmup", FRACTION)
     gradient_clipping: float = opt(1.0, "maximum global gradient norm, 0 for no clipping", NON_NEGATIVE)
+    offload: bool = opt(False, "keep the optimizer state of GPUs in host memory; steps copy it in chunks")
 
 
 @dataclass

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from realhf.api.codec import from_json
 from realhf.api.config import ExperimentConfig, GenerationConfig
+from realhf.api.config.choices import Device
 from realhf.api.execution_plan import ExecutionPlan
 from realhf.api.experiment import Experiment, RoleSpec, Task
 from realhf.api.graph import Graph
@@ -139,6 +140,13 @@ def response_lengths(mean: float | None, longest: int, n: int = 16) -> tuple[int
     return tuple(max(1, ramp[k * 7 % n]) for k in range(n))
 
 
+def _on(device: str, role: RoleSpec) -> RoleSpec:
+    """Return a role without ``optimizer.offload`` on CPUs, where it changes nothing."""
+    if device != Device.cpu.value or not role.spec.optimizer.offload:
+        return role
+    return replace(role, spec=replace(role.spec, optimizer=replace(role.spec.optimizer, offload=False)))
+
+
 def planner_of(
     experiment: Experiment,
     graph: Graph,
@@ -147,7 +155,8 @@ def planner_of(
     machine: MachineModel,
     device: str,
 ) -> Planner:
-    sampling, roles = experiment.sampling_options(), experiment.roles()
+    sampling = experiment.sampling_options()
+    roles = {name: _on(device, role) for name, role in experiment.roles().items()}
     workload = workload_of(experiment, experiment.task, rows, sampling, experiment.samples_per_prompt())
     # the kernel that shares a prompt's prefill is compiled for CPU only
     shares = device == "cpu" and native.ensure(native.KERNELS) is not None

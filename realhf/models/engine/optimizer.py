@@ -1,6 +1,8 @@
 """AdamW on this worker's equal range of the flat parameters (ZeRO-1): reduce-scatter, step, all-gather."""
 
 import math
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from realhf.api.param_box import relative, whole
 from realhf.comm.p2p import P2PChannel
 from realhf.comm.process_groups import ParallelContext
 from realhf.models.engine.grad_reduction import OverlappedReduction
+from realhf.models.engine.optimizer_offload import ChunkedState
 from realhf.models.flat_params import FlatParams
 from realhf.ops.adamw import AdamWStep, adamw_
 
@@ -73,7 +76,8 @@ CHUNK = 1 << 18
 class ShardedAdamW:
     """The optimizer of one model on one data-parallel rank. State lives in float32, for this rank's range only.
 
-    With ``overlap``, gradients are reduced during the backward pass by ``reduction``.
+    With ``overlap``, gradients are reduced during the backward pass by ``reduction``. With ``config.offload`` the state
+    of a GPU is in host memory, in ``offloaded``.
     """
 
     can_overlap = True
@@ -89,10 +93,14 @@ class ShardedAdamW:
         assert size * group.size == params.data.numel(), "flat parameters are padded to a multiple of dp"
         self.start, self.stop = group.index * size, (group.index + 1) * size
         local = params.data[self.start : self.stop]
-        self.master = local if local.dtype == torch.float32 else local.float()
+        is_offloaded = config.offload and local.is_cuda
+        new = partial(torch.empty, size, device="cpu" if is_offloaded else local.device, pin_memory=is_offloaded)
+        self.master = local if self._is_exact else new(dtype=torch.float32).copy_(local)
         self.whole_grad = params.enable_grad()
         self.grad = self.whole_grad[self.start : self.stop]
-        self.first, self.second = torch.zeros_like(self.master), torch.zeros_like(self.master)
+        self.first, self.second = (new(dtype=torch.float32).zero_() for _ in range(2))
+        hosted = [self.first, self.second] if self._is_exact else [self.first, self.second, self.master]
+        self.offloaded = ChunkedState(hosted, local.device) if is_offloaded else None
         self.steps = 0
         overlap = overlap and self.can_overlap and group.size > 1
         late = self.shared.names
@@ -107,10 +115,16 @@ class ShardedAdamW:
         self._n_decayed = min(max(params.n_matrix - self.start, 0), size)
 
     @property
+    def _is_exact(self) -> bool:
+        """Whether the weights are float32, and so their own master copy."""
+        return self.params.data.dtype == torch.float32
+
+    @property
     def state(self) -> dict[str, Tensor]:
         """The state tensors of this range; the float32 master copy only for bfloat16 weights."""
-        master = {} if self.master.data_ptr() == self.params.data[self.start :].data_ptr() else {"master": self.master}
-        return {"first": self.first, "second": self.second, **master}
+        if self.offloaded is not None:
+            self.offloaded.synchronize()
+        return {"first": self.first, "second": self.second, **({} if self._is_exact else {"master": self.master})}
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
@@ -141,8 +155,14 @@ class ShardedAdamW:
 
     def _update(self, step: AdamWStep) -> None:
         local = self.params.data[self.start : self.stop]
-        rounded = None if self.master.data_ptr() == local.data_ptr() else local
-        adamw_(self.master, self.grad, self.first, self.second, step, rounded)
+        rounded = None if self._is_exact else local
+        if self.offloaded is None:
+            adamw_(self.master, self.grad, self.first, self.second, step, rounded)
+        else:
+            for span, (first, second, *master) in self.offloaded.chunks():
+                part = replace(step, n_decayed=min(max(step.n_decayed - span.start, 0), span.stop - span.start))
+                weights = master[0] if master else local[span]
+                adamw_(weights, self.grad[span], first, second, part, None if rounded is None else rounded[span])
         self.group.all_gather(self.params.data, local)
 
     def _global_norm(self) -> float:

@@ -19,7 +19,17 @@ from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, 
 from realhf.plan.compile.micro_batch import micro_batches
 from realhf.plan.compile.pipeline import inference_schedule, train_schedule
 from realhf.plan.cost.pipeline_time import makespan, uniform_makespan
-from realhf.plan.cost.speed import CollectiveKind, Speed, Stages, Traffic, Work, itemsize, shard_numels, stage_shards
+from realhf.plan.cost.speed import (
+    CollectiveKind,
+    Speed,
+    Stages,
+    Traffic,
+    Work,
+    itemsize,
+    optimizer_bytes,
+    shard_numels,
+    stage_shards,
+)
 from realhf.plan.cost.traffic import realloc_traffic, transfer_traffic
 
 NO_COST = Cost(0.0, 0.0)
@@ -167,11 +177,15 @@ class CostModel:
 
     def _update(self, mfc: MFC, layout: Layout, stage: int) -> float:
         """ZeRO-1: reduce-scatter gradients, update a range per replica, all-gather weights."""
+        assert mfc.role is not None
         shard, group = self._stages(mfc, layout, 0)[stage]
         strategy = layout.strategy
         numel = shard_numels(shard.model, strategy.tp, strategy.pp)[stage]
         replicas = layout.axis("dp", group[0])
         seconds = self.speed.optimizer(shard, numel // strategy.dp)
+        if self.roles[mfc.role].spec.optimizer.offload:  # copies in both directions overlap
+            nbytes = numel // strategy.dp * optimizer_bytes(self.roles[mfc.role])
+            seconds = max(seconds, self.speed.host_copy(nbytes))
         if strategy.dp > 1:
             seconds += self.speed.collective(CollectiveKind.REDUCE_SCATTER, 4 * numel, replicas)
             seconds += self.speed.collective(CollectiveKind.ALL_GATHER, shard.itemsize * numel, replicas)

@@ -15,9 +15,18 @@ from realhf.api.machine import Workload
 from realhf.api.model_config import ModelConfig
 from realhf.plan.compile.program import home_layout
 from realhf.plan.cost.cost import BatchRows, Rows, mfc_works
-from realhf.plan.cost.speed import Footprint, StageShard, Work, itemsize, shard_numels, stage_shards
+from realhf.plan.cost.speed import (
+    Footprint,
+    StageShard,
+    Work,
+    itemsize,
+    optimizer_bytes,
+    shard_numels,
+    stage_shards,
+)
 from realhf.plan.cost.traffic import realloc_ring_bytes
 
+OPTIMIZER_CHUNK_NUMEL = 1 << 24  # of two chunks of offloaded state (models/engine/optimizer_offload.py)
 SERVER_BYTES = 1e9  # a vLLM process without weights and cache, measured on a CPU
 
 
@@ -83,7 +92,9 @@ class MemoryModel:
             weights += 4 * numel  # a float32 master of the moving average
         if self.graph.trainer(role) is None or self.roles[role].spec.optimizer.type is OptimizerType.none:
             return Bytes(weights=weights)
-        state = numel / strategy.dp * (8 + (4 if bf16 else 0))  # two moments; float32 master weights
+        state = numel / strategy.dp * optimizer_bytes(self.roles[role])
+        if self.roles[role].spec.optimizer.offload:
+            state = 0.0
         return Bytes(weights=weights, gradients=4 * numel, optimizer=state)
 
     def transient(
@@ -106,7 +117,7 @@ class MemoryModel:
                 stages = enumerate(self.footprint.train_bytes(shard, work) for shard in shards)
                 # 1F1B: stage s has pp - s micro-batches in flight
                 peaks = [(strategy.pp - stage - 1) * kept + peak for stage, (kept, peak) in stages]
-                return Bytes(borrowed=borrowed, activations=max(peaks))
+                return Bytes(borrowed=borrowed, activations=max(peaks), optimizer=self._chunks(mfc.role, strategy))
             case Kind.INFERENCE:
                 work = self._largest(mfc, placement, [(r.ids, r.lengths) for r in ranks])
                 return Bytes(borrowed=borrowed, activations=max(self.footprint.forward_bytes(p, work) for p in shards))
@@ -157,6 +168,13 @@ class MemoryModel:
 
     def _is_offloaded(self, role: str) -> bool:
         return role in self.graph.offloaded and self.device != "cpu"
+
+    def _chunks(self, role: str, strategy: ParallelStrategy) -> float:
+        """Return the bytes of optimizer state that pass through a device at a time."""
+        if not self.roles[role].spec.optimizer.offload:
+            return 0.0
+        numel = max(shard_numels(self.models[role], strategy.tp, strategy.pp)) / strategy.dp
+        return 2 * min(numel, OPTIMIZER_CHUNK_NUMEL) * optimizer_bytes(self.roles[role])
 
     def _largest(self, mfc: MFC, placement: Placement, parts: Sequence[Rows]) -> Work:
         assert mfc.role is not None

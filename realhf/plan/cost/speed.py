@@ -106,6 +106,11 @@ def itemsize(role: RoleSpec) -> int:
     return 2 if role.spec.bf16 else 4
 
 
+def optimizer_bytes(role: RoleSpec) -> int:
+    """Return the bytes of optimizer state per parameter: two moments, and float32 master weights of bfloat16 ones."""
+    return 12 if role.spec.bf16 else 8
+
+
 @lru_cache(maxsize=4096)
 def shard_numels(config: ModelConfig, tp: int, pp: int) -> tuple[int, ...]:
     """Return, per stage, the parameters of its first tensor rank, which holds at least as many as the others."""

@@ -368,6 +368,9 @@ def test_unused_evaluation_options(sft: Any, ppo: PPOMathExperiment, task: Any, 
 def test_backends_that_cannot_train_a_role(ppo: PPOMathExperiment, paths: RunDir) -> None:
     ppo.actor.backend = Backend.megatron
     (only,) = problems(ppo, paths)
+    ppo.actor.optimizer.offload = True
+    assert problems(ppo, paths) == [only, "actor.optimizer.offload=True requires actor.backend=native"]
+    ppo.actor.optimizer.offload = False
     ppo.critic.backend, ppo.ref = Backend.vllm, replace(ppo.actor)
     assert sorted(problems(ppo, paths)) == [
         only,

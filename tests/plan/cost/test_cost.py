@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.api.batch_meta import PROMPT, RowId
-from realhf.api.config import GenerationConfig
+from realhf.api.config import GenerationConfig, OptimizerConfig
 from realhf.api.execution_plan import ExecutionPlan, MicroBatching, Placement
 from realhf.api.graph import MFC, InterfaceSpec, Kind
-from realhf.api.machine import Cost, Hardware, Workload
+from realhf.api.machine import Cost, Hardware, Link, Workload
 from realhf.api.messages import PrepareCall
 from realhf.api.model_config import ModelConfig
 from realhf.api.program import Compute, Instruction, Load, Offload, Reallocate, Release, Transfer
@@ -52,6 +52,18 @@ def test_inference_costs_its_operations_on_the_busiest_rank() -> None:
     assert seconds(cost, "ref_inf", "d1") == pytest.approx(forward_flops(LLAMA, [30] * 16) / 1e12)
     uneven = (equal_rows(1, n=3)[0], equal_rows(1, n=5)[0])
     assert seconds(cost, "ref_inf", "d2", uneven) == pytest.approx(forward_flops(LLAMA, [30] * 5) / 1e12)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_offloaded_optimizer_state_takes_the_time_of_the_bus(bf16: bool) -> None:
+    bus = replace(TOY, host=Link(bandwidth=1e6, latency=0.0))
+    kept, offloaded = (cost_model(bus, bf16=bf16, optimizer=OptimizerConfig(offload=o)) for o in (False, True))
+    numel = shard_numels(LLAMA, 1, 1)[0]
+    (part,) = stage_shards(LLAMA, kept.roles["actor"], layout("d1").strategy)
+    more = numel * (12 if bf16 else 8) / 1e6 - kept.speed.optimizer(part, numel)
+    assert more > 0
+    found = seconds(offloaded, "actor_train", "d1") - seconds(kept, "actor_train", "d1")
+    assert found == pytest.approx(2 * more), "of two mini-batches"
 
 
 @pytest.mark.parametrize("dp", [2, 4])

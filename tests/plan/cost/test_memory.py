@@ -47,6 +47,26 @@ def test_resident_bytes_of_a_trained_role(dp: int, bf16: bool) -> None:
     assert found == Bytes(weights=(2 if bf16 else 4) * NUMEL, gradients=4 * NUMEL, optimizer=NUMEL / dp * state)
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_offloaded_optimizer_state_passes_through_the_device(bf16: bool) -> None:
+    """Two chunks of it are on the device during a training call."""
+    kept, offloaded = (
+        memory_model(bf16=bf16, device="cuda", optimizer=OptimizerConfig(offload=o)) for o in (False, True)
+    )
+    state = NUMEL / 2 * (12 if bf16 else 8)
+    assert offloaded.resident("actor", D2) == replace(kept.resident("actor", D2), optimizer=0.0)
+    train, where = kept.graph["actor_train"], Placement(layout("d2"), MicroBatching())
+    calls = [model.transient(train, where, [rows(2), rows(2)], layout("d2")) for model in (kept, offloaded)]
+    assert calls[1] == replace(calls[0], optimizer=2 * state), "a chunk is larger than this state"
+
+
+def test_chunks_of_offloaded_state_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("realhf.plan.cost.memory.OPTIMIZER_CHUNK_NUMEL", 1000)
+    model = memory_model(bf16=True, device="cuda", optimizer=OptimizerConfig(offload=True))
+    train, where = model.graph["actor_train"], Placement(layout("d1"), MicroBatching())
+    assert model.transient(train, where, [rows(2)], layout("d1")).optimizer == 2 * 1000 * 12
+
+
 def test_resident_bytes_of_a_frozen_role() -> None:
     assert memory_model().resident("ref", D2) == Bytes(weights=4 * NUMEL)
     assert memory_model().resident("ref", T2P2) == Bytes(weights=4 * max(shard_numels(LLAMA, 2, 2)))
