@@ -13,6 +13,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import re
 import runpy
 import shutil
 import subprocess
@@ -58,7 +59,8 @@ PLANNER = Library("plan/search/_planner.so", "planner", "the plan search runs in
 class Torch(NamedTuple):
     home: Path
     version: tuple[int, int]
-    has_cuda: bool
+    cuda: str | None
+    """The version of CUDA that it was built for."""
 
 
 def find_torch() -> Torch:
@@ -69,7 +71,7 @@ def find_torch() -> Torch:
     home = Path(spec.origin).parent
     facts = runpy.run_path(str(home / "version.py"))
     major, minor = facts["__version__"].split(".")[:2]
-    return Torch(home, (int(major), int(minor)), facts["cuda"] is not None)
+    return Torch(home, (int(major), int(minor)), facts["cuda"])
 
 
 def find_nvcc() -> str:
@@ -78,6 +80,22 @@ def find_nvcc() -> str:
     if not nvcc:
         raise BuildError("no nvcc on PATH or in CUDA_HOME")
     return nvcc
+
+
+def check_cuda_version(nvcc: str, torch: Torch) -> None:
+    """Raise BuildError if a compiler's CUDA needs another driver than torch's: their major versions differ."""
+    if torch.cuda is None:
+        return
+    try:
+        output = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise BuildError(f"{nvcc} --version: {error}") from error
+    release = re.search(r"release (\d+)\.(\d+)", output)
+    if release is None:
+        raise BuildError(f"{nvcc} --version names no release of CUDA")
+    if release[1] != torch.cuda.split(".")[0]:
+        raise BuildError(f"{nvcc} is of CUDA {release[1]}.{release[2]} and torch of CUDA {torch.cuda}: set NVCC or"
+                         f" CUDA_HOME to a compiler of CUDA {torch.cuda.split('.')[0]}")  # fmt: skip
 
 
 def sources(library: Library) -> list[Path]:
@@ -99,9 +117,10 @@ def build(library: Library, target: Path, scratch: Path, cuda_arch: str = "all-m
     torch, linker = find_torch(), CXX
     objects = _compile([*CXX, *CXX_FLAGS], _of_kind(files, ".cpp"), scratch, torch, "native kernels")
     libraries = ["-ltorch_cpu", "-lc10"]
-    if torch.has_cuda or CUDA_REQUIRED:
+    if torch.cuda or CUDA_REQUIRED:
         try:
             nvcc = find_nvcc()
+            check_cuda_version(nvcc, torch)
             arch = f"-arch={os.environ.get('REALHF_CUDA_ARCH', cuda_arch)}"
             objects += _compile([nvcc, arch, *NVCC_FLAGS], _of_kind(files, ".cu"), scratch, torch, "CUDA kernels")
             linker = [nvcc]

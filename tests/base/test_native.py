@@ -119,3 +119,33 @@ def test_the_documented_versions_of_torch_are_those_of_the_build() -> None:
     page = (REPOSITORY / "docs" / "reference" / "compatibility.md").read_text()
     for feature, version in native.MIN_TORCH.items():
         assert f"| {feature} | {'.'.join(map(str, version))} |" in page
+
+
+def compiler(folder: Path, output: str, status: int = 0) -> str:
+    """Write a program that prints its version as nvcc does."""
+    path = folder / "nvcc"
+    path.write_text(f"#!/bin/sh\ncat <<'END'\n{output}\nEND\nexit {status}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+RELEASE = "nvcc: NVIDIA (R) Cuda compiler driver\nCuda compilation tools, release {}, V{}.48"
+
+
+@pytest.mark.parametrize("release, cuda", [("13.0", "13.0"), ("12.9", "12.6"), ("12.4", "12.8"), ("13.2", None)])
+def test_a_compiler_of_the_same_major_version_is_accepted(release: str, cuda: str | None, tmp_path: Path) -> None:
+    nvcc = compiler(tmp_path, RELEASE.format(release, release))
+    native.check_cuda_version(nvcc, native.Torch(tmp_path, (2, 11), cuda))
+
+
+@pytest.mark.parametrize("release, cuda", [("13.0", "12.8"), ("12.8", "13.0"), ("11.8", "12.1")])
+def test_a_compiler_of_another_major_version_is_refused(release: str, cuda: str, tmp_path: Path) -> None:
+    nvcc = compiler(tmp_path, RELEASE.format(release, release))
+    with pytest.raises(native.BuildError, match=f"CUDA {release} and torch of CUDA {cuda}: set NVCC or CUDA_HOME"):
+        native.check_cuda_version(nvcc, native.Torch(tmp_path, (2, 11), cuda))
+
+
+@pytest.mark.parametrize("output, status", [("", 0), ("release of nothing", 0), ("no device", 3)])
+def test_a_compiler_without_a_version_is_refused(output: str, status: int, tmp_path: Path) -> None:
+    with pytest.raises(native.BuildError, match="nvcc"):
+        native.check_cuda_version(compiler(tmp_path, output, status), native.Torch(tmp_path, (2, 11), "13.0"))

@@ -1,6 +1,7 @@
 """Runs the checks of kernels in a process of its own: arguments LIBRARY SIZES SEED [OPERATOR ...]."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from tests.gpu_emulated.kernels.cases import CASES, LARGE, QUICK, TINY
 from tests.gpu_emulated.kernels.library import EmulatedKernels
 
-SIZES = {"tiny": TINY, "quick": QUICK, "large": LARGE}
+SIZES = {"tiny": TINY, "quick": QUICK, "large": LARGE, "vocabulary": replace(TINY, sampled_vocabs=[151_937])}
 
 
 def main(library: str, sizes: str, seed: int, names: list[str]) -> None:

@@ -44,6 +44,11 @@ def test_large_vocabularies_and_all_dtypes() -> None:
     assert done.returncode == 0, done.stderr[-5000:]
 
 
+def test_sampling_from_a_large_vocabulary() -> None:
+    done = run_cases(build(sources()), "plain", "vocabulary", 1, "sample_tokens")
+    assert done.returncode == 0 and "'atomics': 0" in done.stdout, done.stderr[-5000:]
+
+
 PLANTED = {
     "a missing barrier": ("block_reduce.h", "  __syncthreads();\n  return", "  return", "logit_stats"),
     "a row that ends at 1,024": (
