@@ -30,8 +30,8 @@ class ChunkedState:
         loads, stores = (torch.cuda.Stream(self.device) for _ in range(2))
         total = len(self.tensors[0])
         spans = [slice(start, min(start + CHUNK_NUMEL, total)) for start in range(0, total, CHUNK_NUMEL)]
-        width = min(CHUNK_NUMEL, total)
-        buffers = [[torch.empty(width, device=self.device) for _ in self.tensors] for _ in range(N_BUFFERS)]
+        width, n_buffers = min(CHUNK_NUMEL, total), min(N_BUFFERS, len(spans))
+        buffers = [[torch.empty(width, device=self.device) for _ in self.tensors] for _ in range(n_buffers)]
         loads.wait_stream(current)  # the buffers' memory had other users, and the tensors were stored before
         loaded: list[torch.cuda.Event] = []
         stored: list[torch.cuda.Event] = []
@@ -39,17 +39,17 @@ class ChunkedState:
         def load(number: int) -> None:
             span = spans[number]
             with torch.cuda.stream(loads):
-                if number >= N_BUFFERS:
-                    loads.wait_event(stored[number - N_BUFFERS])
-                for tensor, buffer in zip(self.tensors, buffers[number % N_BUFFERS], strict=True):
+                if number >= n_buffers:
+                    loads.wait_event(stored[number - n_buffers])
+                for tensor, buffer in zip(self.tensors, buffers[number % n_buffers], strict=True):
                     buffer[: span.stop - span.start].copy_(tensor[span], non_blocking=True)
                 loaded.append(loads.record_event())
 
         for number, span in enumerate(spans):
-            while len(loaded) < min(number + N_BUFFERS, len(spans)) and len(loaded) - N_BUFFERS < len(stored):
+            while len(loaded) < min(number + n_buffers, len(spans)):
                 load(len(loaded))
             current.wait_event(loaded[number])
-            parts = [buffer[: span.stop - span.start] for buffer in buffers[number % N_BUFFERS]]
+            parts = [buffer[: span.stop - span.start] for buffer in buffers[number % n_buffers]]
             yield span, parts
             stores.wait_event(current.record_event())
             with torch.cuda.stream(stores):

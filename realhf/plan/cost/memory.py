@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
+from math import ceil
 from operator import add
 
 from realhf.api.config import GenerationConfig, OptimizerType
@@ -174,7 +175,8 @@ class MemoryModel:
         if not self.roles[role].spec.optimizer.offload:
             return 0.0
         numel = max(shard_numels(self.models[role], strategy.tp, strategy.pp)) / strategy.dp
-        return 2 * min(numel, OPTIMIZER_CHUNK_NUMEL) * optimizer_bytes(self.roles[role])
+        chunk = min(numel, OPTIMIZER_CHUNK_NUMEL)
+        return min(2, ceil(numel / chunk)) * chunk * optimizer_bytes(self.roles[role])
 
     def _largest(self, mfc: MFC, placement: Placement, parts: Sequence[Rows]) -> Work:
         assert mfc.role is not None
