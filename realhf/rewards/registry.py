@@ -1,5 +1,6 @@
 """Reward functions by the name the user gives: built-in verifiers, regular expressions, Python files and services."""
 
+import ast
 import importlib.util
 import json
 import math
@@ -149,11 +150,27 @@ def check_fn(fn: str) -> list[str]:
     if not Path(path).is_file():
         return [f"reward.fn={fn!r}: no such file: {path}"]
     try:
-        symbols = symtable.symtable(importlib.util.decode_source(Path(path).read_bytes()), path, "exec").get_symbols()
-    except (SyntaxError, ValueError) as error:
+        source = importlib.util.decode_source(Path(path).read_bytes())
+        symbols, tree = symtable.symtable(source, path, "exec").get_symbols(), ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError) as error:
         return [f"reward.fn={fn!r}: {path} is not valid Python: {error}"]
     names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
-    return [] if name in names else [f"reward.fn={fn!r}: {path} does not define '{name}'{did_you_mean(name, names)}"]
+    if name not in names:
+        return [f"reward.fn={fn!r}: {path} does not define '{name}'{did_you_mean(name, names)}"]
+    accepts = _accepts_three(tree, name)
+    return [] if accepts else [f"reward.fn={fn!r}: {name} must take three arguments: prompt, response and row"]
+
+
+def _accepts_three(tree: ast.Module, name: str) -> bool:
+    """Return False if the source shows that the function ``name`` cannot be called with three positional arguments."""
+    bound = [node for node in ast.walk(tree) if not isinstance(getattr(node, "ctx", None), ast.Load)
+             and name in {getattr(node, key, None) for key in ("name", "asname", "id")}]  # fmt: skip
+    if len(bound) != 1 or bound[0] not in tree.body or not isinstance(bound[0], ast.FunctionDef | ast.AsyncFunctionDef):
+        return True
+    function, given = bound[0], bound[0].args
+    n_most = len(given.posonlyargs) + len(given.args)
+    is_callable = n_most - len(given.defaults) <= 3 and (n_most >= 3 or given.vararg is not None)
+    return bool(function.decorator_list) or (is_callable and None not in given.kw_defaults)
 
 
 def _check_url(url: str) -> list[str]:

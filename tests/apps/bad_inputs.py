@@ -49,7 +49,7 @@ OPTIONS = {
     "call name": "ppo-math {all} n_gpus_per_node=2 allocation_mode=actor_gn:d2",
     "no GPU": "ppo-math {all} device=cuda",
     "file root": "ppo-math {all} fileroot=/proc/x",
-    "batch size": "ppo-math {all} dataset.train_bs_n_seqs=100000",
+    "batch size": "ppo-math {models} {data} dataset.train_bs_n_seqs=100000",
 }
 COMMANDS = {
     "command name": "quikstart",
@@ -94,7 +94,7 @@ def write_files(folder: Path, task: Task) -> None:
         "bad.jsonl": row + "{oops}\n",
         "empty.jsonl": "",
         "deep.jsonl": "[" * 100_000 + "\n",
-        "raises.py": "raise RuntimeError('at import')\n",
+        "raises.py": "raise RuntimeError('at import')\ndef f(prompt, response, row): ...\n",
         "cut.yaml": "ppo: [1\n",
         "arguments.py": "def f(x):\n    return 1.0\n",
         "unknown.yaml": "ppo:\n  grup_size: 4\n",
@@ -123,7 +123,8 @@ def commands(task: Task) -> dict[str, list[str]]:
     )
     data = f"dataset.path={task.train} tensorboard.enabled=False"
     heads = f"actor.init_from_scratch=True actor.config=odd_heads actor.tokenizer={task.tokenizer}"
-    fields = {"models": f"{actor} {critic}", "all": f"{actor} {critic} {data}", "data": data, "critic": critic}
+    fits = "dataset.train_bs_n_seqs=8 ppo.gen.max_new_tokens=8"  # nothing else is wrong
+    fields = {"models": f"{actor} {critic}", "all": f"{actor} {critic} {data} {fits}", "data": data, "critic": critic}
     filled = {name: f"quickstart {text.format(heads=heads, **fields)}".split() for name, text in OPTIONS.items()}
     return filled | {name: text.split() for name, text in COMMANDS.items()}
 

@@ -1,10 +1,12 @@
 """Reward functions by name: the built-in verifiers with their self-tests, and checks of names and URLs."""
 
+import inspect
 import platform
 import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,6 +107,50 @@ def test_invalid_names_are_found_without_running_the_file(
     assert words in check_fn(fn)[0]
     with pytest.raises(UserError, match="reward.fn"):
         JudgePool(fn, timeout=1.0)
+
+
+SIGNATURES = {
+    "a, b, c": True, "a, b": False, "": False, "a": False, "a, b, c, d": False, "a, b, c, d=1": True, "*args": True,
+    "a, b=1": False, "a, *rest": True, "a, b, c, *, key": False, "a, b, c, *, key=1": True, "a, /, b, c": True,
+    "a, b, **rest": False, "a, b, c, d, *rest": False, "a=1, b=2, c=3": True, "*, a, b, c": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("keyword", ["def", "async def"])
+@pytest.mark.parametrize(("arguments", "fits"), SIGNATURES.items())
+def test_functions_that_cannot_take_three_arguments_are_refused(
+    tmp_path: Path, arguments: str, fits: bool, keyword: str
+) -> None:
+    file = tmp_path / "r.py"
+    source = f"{keyword} score({arguments}):\n    return 1.0\n"
+    file.write_text(source)
+    names: dict[str, Any] = {}
+    exec(source, names)
+    try:
+        inspect.signature(names["score"]).bind(1, 2, 3)
+    except TypeError:
+        assert not fits
+    expected = [] if fits else [f"reward.fn='{file}:score': score must take three arguments: prompt, response and row"]
+    assert check_fn(f"{file}:score") == expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import functools\n@functools.cache\ndef score(a): ...\n",
+        "def score(a): ...\nscore = print\n",
+        "if True:\n    def score(a): ...\nelse:\n    def score(a, b, c): ...\n",
+        "class score:\n    def __new__(cls, a, b, c): return 1.0\n",
+        "def make():\n    def score(a): ...\n    return score\nfrom x import score\n",
+        "def score(a): ...\nimport y as score\n",
+        "for score in (1, 2): ...\n",
+        "def score(a): ...\nif (score := 1): ...\n",
+        "def score(a): ...\ndef score(a, b, c): ...\n",
+    ],
+)
+def test_functions_whose_arguments_the_source_does_not_show_are_accepted(tmp_path: Path, source: str) -> None:
+    (tmp_path / "r.py").write_text(source)
+    assert check_fn(f"{tmp_path / 'r.py'}:score") == []
 
 
 def test_imports_assignments_and_classes_define_names_too(tmp_path: Path) -> None:
