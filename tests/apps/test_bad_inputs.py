@@ -18,7 +18,8 @@ def screens(task: Task, tmp_path_factory: pytest.TempPathFactory) -> dict[str, S
     words = commands(task)
     with ThreadPoolExecutor(2) as pool:
         found = dict(zip(words, pool.map(partial(screen, folder=folder), words.values()), strict=True))
-    assert not (folder / "runs").exists(), "nothing was launched, and nothing is left"
+    assert not (folder / "runs").exists(), "nothing is left of a command that launched nothing"
+    assert len(list((folder / "launched").glob("*/*/error.txt"))) == 2, "two mistakes are found by the first judgement"
     return found
 
 
