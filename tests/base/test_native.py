@@ -132,10 +132,19 @@ def compiler(folder: Path, output: str, status: int = 0) -> str:
 RELEASE = "nvcc: NVIDIA (R) Cuda compiler driver\nCuda compilation tools, release {}, V{}.48"
 
 
+def refused(nvcc: str, torch: native.Torch) -> bool:
+    try:
+        native.check_cuda_version(nvcc, torch)
+    except native.BuildError:
+        return True
+    return False
+
+
 @pytest.mark.parametrize("release, cuda", [("13.0", "13.0"), ("12.9", "12.6"), ("12.4", "12.8"), ("13.2", None)])
 def test_a_compiler_of_the_same_major_version_is_accepted(release: str, cuda: str | None, tmp_path: Path) -> None:
     nvcc = compiler(tmp_path, RELEASE.format(release, release))
-    native.check_cuda_version(nvcc, native.Torch(tmp_path, (2, 11), cuda))
+    assert not refused(nvcc, native.Torch(tmp_path, (2, 11), cuda))
+    assert refused(nvcc, native.Torch(tmp_path, (2, 11), "11.8")), "the version is compared"
 
 
 @pytest.mark.parametrize("release, cuda", [("13.0", "12.8"), ("12.8", "13.0"), ("11.8", "12.1")])

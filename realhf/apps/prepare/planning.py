@@ -140,7 +140,7 @@ def response_lengths(mean: float | None, longest: int, n: int = 16) -> tuple[int
     return tuple(max(1, ramp[k * 7 % n]) for k in range(n))
 
 
-def _on(device: str, role: RoleSpec) -> RoleSpec:
+def _role_on(device: str, role: RoleSpec) -> RoleSpec:
     """Return a role without ``optimizer.offload`` on CPUs, where it changes nothing."""
     if device != Device.cpu.value or not role.spec.optimizer.offload:
         return role
@@ -156,7 +156,7 @@ def planner_of(
     device: str,
 ) -> Planner:
     sampling = experiment.sampling_options()
-    roles = {name: _on(device, role) for name, role in experiment.roles().items()}
+    roles = {name: _role_on(device, role) for name, role in experiment.roles().items()}
     workload = workload_of(experiment, experiment.task, rows, sampling, experiment.samples_per_prompt())
     # the kernel that shares a prompt's prefill is compiled for CPU only
     shares = device == "cpu" and native.ensure(native.KERNELS) is not None

@@ -95,11 +95,11 @@ class ShardedAdamW:
         local = params.data[self.start : self.stop]
         is_offloaded = config.offload and local.is_cuda
         new = partial(torch.empty, size, device="cpu" if is_offloaded else local.device, pin_memory=is_offloaded)
-        self.master = local if self._is_exact else new(dtype=torch.float32).copy_(local)
+        self.master = local if self._is_float32 else new(dtype=torch.float32).copy_(local)
         self.whole_grad = params.enable_grad()
         self.grad = self.whole_grad[self.start : self.stop]
         self.first, self.second = (new(dtype=torch.float32).zero_() for _ in range(2))
-        hosted = [self.first, self.second] if self._is_exact else [self.first, self.second, self.master]
+        hosted = [self.first, self.second] if self._is_float32 else [self.first, self.second, self.master]
         self.offloaded = ChunkedState(hosted, local.device) if is_offloaded else None
         self.steps = 0
         overlap = overlap and self.can_overlap and group.size > 1
@@ -115,8 +115,8 @@ class ShardedAdamW:
         self._n_decayed = min(max(params.n_matrix - self.start, 0), size)
 
     @property
-    def _is_exact(self) -> bool:
-        """Whether the weights are float32, and so their own master copy."""
+    def _is_float32(self) -> bool:
+        """Whether the weights are float32; they are their own master copy then."""
         return self.params.data.dtype == torch.float32
 
     @property
@@ -124,7 +124,7 @@ class ShardedAdamW:
         """The state tensors of this range; the float32 master copy only for bfloat16 weights."""
         if self.offloaded is not None:
             self.offloaded.synchronize()
-        return {"first": self.first, "second": self.second, **({} if self._is_exact else {"master": self.master})}
+        return {"first": self.first, "second": self.second, **({} if self._is_float32 else {"master": self.master})}
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
@@ -155,7 +155,7 @@ class ShardedAdamW:
 
     def _update(self, step: AdamWStep) -> None:
         local = self.params.data[self.start : self.stop]
-        rounded = None if self._is_exact else local
+        rounded = None if self._is_float32 else local
         if self.offloaded is None:
             adamw_(self.master, self.grad, self.first, self.second, step, rounded)
         else:
