@@ -1,6 +1,6 @@
 """Cached keys and values, with one slot per row that is being generated."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -37,6 +37,11 @@ class KVCache:
         self.n_slots, self.max_len, self.by_token = n_slots, max_len, by_token
         self._n_heads, self._width = n_kv_heads, head_dim * (n_kv_heads if by_token else 1)
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token in one layer."""
+        return self.both.nbytes // (self.both.shape[1] * self.n_slots * self.max_len)
+
     def indices(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Return the flat indices ``[T*K]`` of tokens ``(slot, position)``, which are the same in all layers.
 
@@ -55,7 +60,7 @@ class KVCache:
     def copy_slots(self, moves: Sequence[tuple[int, int, int, int]]) -> None:
         """Copy tokens ``start`` to ``stop`` of a slot to another slot, for each (source, target, start, stop).
 
-        On a GPU all of them are one copy by index, unless it is large; no source is a target there.
+        On a GPU copies that do not depend on each other are one copy by index, unless it is large.
         """
         if not self.both.is_cuda:
             for src, dst, start, stop in moves:
@@ -63,7 +68,10 @@ class KVCache:
                 part = (slice(start, stop),) if self.by_token else (slice(None), slice(start, stop))
                 self.both[(slice(None), slice(None), dst, *part)] = self.both[(slice(None), slice(None), src, *part)]
             return
-        assert not {src for src, *_ in moves} & {dst for _, dst, *_ in moves}
+        for run in _independent(moves):
+            self._copy_by_index(run)
+
+    def _copy_by_index(self, moves: Sequence[tuple[int, int, int, int]]) -> None:
         if not (n_tokens := sum(stop - start for *_, start, stop in moves)):
             return
         flat = self.both.view(2 * self.both.shape[1], -1, self._width)
@@ -74,6 +82,18 @@ class KVCache:
             sources, targets, positions = part
             values = flat.index_select(1, self.indices(sources, positions))
             flat.index_copy_(1, self.indices(targets, positions), values)
+
+
+def _independent(moves: Sequence[tuple[int, int, int, int]]) -> Iterator[list[tuple[int, int, int, int]]]:
+    """Split copies into runs in which no source or target is the target of an earlier copy."""
+    run, targets = list[tuple[int, int, int, int]](), set[int]()
+    for move in moves:
+        if targets & set(move[:2]):
+            yield run
+            run, targets = [], set()
+        run.append(move)
+        targets.add(move[1])
+    yield run
 
 
 def _tokens_of(moves: Sequence[tuple[int, int, int, int]]) -> Tensor:

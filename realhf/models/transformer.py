@@ -22,6 +22,7 @@ from realhf.models.fused_decode import FusedBlocks, fuse_blocks, pack_tiles, til
 from realhf.models.kv_cache import KVCache
 from realhf.ops import varlen
 from realhf.ops.attention import ScoreParams, decode_attention, decode_bias, rotary_attention
+from realhf.ops.cascade import SharedPrefixes
 from realhf.ops.logprobs import FULL_VOCAB, VocabShard, packed_logprobs
 from realhf.ops.norms import Rotary, rotate
 from realhf.ops.rows import RowLayout, on_device
@@ -216,7 +217,9 @@ class Transformer:
     @property
     def supports_shared_prefixes(self) -> bool:
         """``decode`` can read a prefix from the slot of another row."""
-        return self.weights.fused is not None and not any(rule.window for rule in self._score_rules)
+        kernel = self._cache_kernel()
+        can_read = self.weights.fused is not None or (kernel is not None and kernel.reads_spans)
+        return can_read and not any(rule.window for rule in self._score_rules)
 
     @property
     def waits_for_experts(self) -> bool:
@@ -229,20 +232,22 @@ class Transformer:
         positions: Tensor,
         cache: KVCache,
         x: Tensor | None = None,
-        prefixes: Tensor | None = None,
+        prefixes: Tensor | SharedPrefixes | None = None,
         longest: int = 0,
     ) -> Tensor:
         """Run one token for each of the cache's first S slots through this stage and return ``[S, D]``.
 
-        Slot s stores its key and value at ``positions[s]`` and attends to positions up to it. ``prefixes``, ``[3, S]``
-        int64, describes common prefixes, which are then read once: for each slot a prefix number, the length that all
-        slots of this number have in common, and a slot that stores it (another one only if the model
-        ``supports_shared_prefixes``). ``longest`` bounds the row lengths (0: the positions are read from the device).
+        Slot s stores its key and value at ``positions[s]`` and attends to positions up to it. ``prefixes`` describes
+        common prefixes, which are then read once: on a GPU as ``SharedPrefixes``, on a CPU by ``[3, S]`` int64, for
+        each slot a prefix number, the length that all slots of this number have in common, and a slot that stores it
+        (another one only if the model ``supports_shared_prefixes``). ``longest`` bounds the row lengths (0: the
+        positions are read from the device).
         """
         count = len(tokens)
         longest = longest or (int(positions.max()) + 1 if count else 0)
         x = self._embed(tokens, positions, longest) if x is None else x
         if (blocks := self.weights.fused) is not None:
+            assert not isinstance(prefixes, SharedPrefixes)
             return (self._tiled_blocks or blocks.tiled())(x, positions, cache, prefixes, self.rotary_table(longest))
         indices = cache.indices(torch.arange(count, device=tokens.device), positions)
         kernel = self._cache_kernel() if cache.by_token else None
@@ -264,6 +269,9 @@ class Transformer:
             rule = self._score_rules[layer]
             if cached_rows is not None:
                 scale = rule.scale_for(self.config.head_dim)
+                if isinstance(prefixes, SharedPrefixes):
+                    keys, values, used = cache.k[layer], cache.v[layer], cached_rows.used
+                    return prefixes.attend(cached_rows.kernel, q, keys, values, used, longest, scale, rule.softcap)
                 return cached_rows.attend(q, cache.k[layer], cache.v[layer], longest, scale, rule.rule)
             keys, values = cache.k[layer, :count], cache.v[layer, :count]
             return decode_attention(q, keys, values, biases[rule.window], rule)

@@ -15,6 +15,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.ops.rows import RowLayout
@@ -36,8 +37,8 @@ Rule = tuple[float, int]
 class VarlenKernel:
     """A function for variable-length attention, and the names of its parameters in the installed version.
 
-    ``cached``, in FlashAttention, attends from one query per row to the used part of a cache. A device's compute
-    capability is at least ``lowest`` and below ``limit``.
+    ``cached``, in FlashAttention, attends from one query per row to the used part of a cache; its parameters are
+    ``cached_parameters``. A device's compute capability is at least ``lowest`` and below ``limit``.
     """
 
     module: str
@@ -46,6 +47,7 @@ class VarlenKernel:
     lowest: tuple[int, int] = AMPERE
     limit: tuple[int, int] = ANY
     cached: Callable[..., Any] | None = None
+    cached_parameters: frozenset[str] = frozenset()
 
     @property
     def is_flash(self) -> bool:
@@ -55,6 +57,13 @@ class VarlenKernel:
     def reads_used_lengths(self) -> bool:
         """Whether it can read the first keys of a row only, as decoding needs."""
         return self.cached is not None or "seqused_k" in self.parameters
+
+    @property
+    def reads_spans(self) -> bool:
+        """Whether ``attend_spans`` is supported: FlashAttention 2.7, torch 2.12."""
+        if self.cached is not None:
+            return self.cached_parameters >= {"cache_batch_idx", "cache_leftpad", "return_softmax_lse"}
+        return self.parameters >= {"seqused_k", "return_aux"}
 
     def accepts(self, head_dim: int, softcap: float, window: int) -> bool:
         has_window = not window or "window_size" in self.parameters
@@ -113,6 +122,33 @@ class VarlenKernel:
         out: Tensor = self.cached(q[:, None], k[: len(q)], v[: len(q)], cache_seqlens=used, **options)
         return out[:, 0]
 
+    def attend_spans(
+        self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor | None, starts: Tensor, stops: Tensor, longest: int,
+        scale: float, softcap: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Attend from q ``[B, m, H, d]`` to tokens ``starts[b]`` to ``stops[b]``, at most ``longest``, of cache slots.
+
+        ``k``, ``v`` are ``[n_slots, max_len, K, d]``; ``slots`` None stands for the first B. All m queries attend to
+        the whole span. Returns results like q and normalisers, the log of the sum of exponentials, ``[B, m, H]``.
+        """
+        count, n_queries, n_heads, _ = q.shape
+        if self.cached is not None:
+            caches = (k[:count], v[:count]) if slots is None else (k, v)
+            out, sums, *_ = self.cached(
+                q, *caches, cache_seqlens=stops, cache_batch_idx=slots, cache_leftpad=starts, softmax_scale=scale,
+                softcap=softcap, return_softmax_lse=True,
+            )  # fmt: skip
+            return out, sums.reshape(count, n_heads, n_queries).transpose(1, 2)
+        batch = torch.arange(count + 1, dtype=torch.int32, device=q.device)
+        firsts = (batch[:-1] if slots is None else slots) * k.shape[1] + starts
+        layout = (batch * n_queries, F.pad(firsts, (0, 1)), n_queries, longest)
+        options = {"scale": scale, "enable_gqa": True, "seqused_k": stops - starts}
+        from torch.nn.attention.varlen import AuxRequest  # torch 2.10
+
+        packed = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        out, sums = self.function(*packed, *layout, return_aux=AuxRequest(lse=True), **options)
+        return out.view(q.shape), sums.t().reshape(count, n_queries, n_heads)
+
 
 def kernels() -> tuple[VarlenKernel, ...]:
     """Return the kernels of the installed packages, in order of preference."""
@@ -127,7 +163,8 @@ def _load(module: str, name: str, lowest: tuple[int, int], limit: tuple[int, int
     except (ImportError, AttributeError):  # not installed, for another torch, or torch before 2.10
         return None
     cached = getattr(found, CACHED, None)
-    return VarlenKernel(module, function, frozenset(signature(function).parameters), lowest, limit, cached)
+    parameters, cached_parameters = (frozenset(signature(f).parameters if f else ()) for f in (function, cached))
+    return VarlenKernel(module, function, parameters, lowest, limit, cached, cached_parameters)
 
 
 def kernel_for(
@@ -169,7 +206,7 @@ class CachedRows:
         return cls(kernel, offsets, offsets * max_len, positions.int() + 1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, longest: int, scale: float, rule: Rule) -> Tensor:
-        """Attend from q ``[S, H, d]`` to the used keys of k, v ``[slots, max_len, K, d]``, at most ``longest``."""
+        """Attend from q ``[S, H, d]`` to the ``used`` keys of k, v ``[slots, max_len, K, d]``, at most ``longest``."""
         if self.kernel.cached is not None:
             return self.kernel.attend_cached(q, k, v, self.used, scale, rule)
         layout = (self.cu_q, self.cu_k, 1, longest)

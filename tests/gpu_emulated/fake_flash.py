@@ -36,20 +36,29 @@ def flash_attn_with_kvcache(
     softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
     return_softmax_lse: bool = False,
-) -> Tensor:  # fmt: skip
-    """FlashAttention 2 and 3: q ``[B, 1, H, d]``, caches ``[B, max_len, K, d]``. Its operations do not wait."""
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """FlashAttention 2 and 3: q ``[B, m, H, d]``, caches ``[slots, max_len, K, d]``. Its operations do not wait."""
     CALLS["with_kvcache"] += 1
-    assert cache_seqlens is not None and cache_seqlens.dtype == torch.int32 and len(k_cache) == len(q) and causal
+    assert cache_seqlens is not None and cache_seqlens.dtype == torch.int32
+    assert cache_batch_idx is None or cache_batch_idx.dtype == torch.int32
+    assert cache_leftpad is None or cache_leftpad.dtype == torch.int32
+    assert q.shape[1] == 1 or not causal, "not emulated"
+    if cache_batch_idx is not None:
+        k_cache, v_cache = (x.index_select(0, cache_batch_idx) for x in (k_cache, v_cache))
+    assert len(k_cache) == len(q)
     groups = q.shape[2] // k_cache.shape[2]
     keys, values = (x.float().repeat_interleave(groups, 2) for x in (k_cache, v_cache))
     positions, used = torch.arange(keys.shape[1], device=q.device), cache_seqlens[:, None]
     hidden = positions >= used
+    if cache_leftpad is not None:
+        hidden = hidden | (positions < cache_leftpad[:, None])
     if window_size[0] >= 0:
         hidden = hidden | (positions < used - 1 - window_size[0])
-    scores = torch.einsum("bhd,bkhd->bhk", q[:, 0].float(), keys) * (softmax_scale or q.shape[-1] ** -0.5)
-    scores = _capped(scores, softcap).masked_fill(hidden[:, None], float("-inf"))
+    scores = torch.einsum("bmhd,bkhd->bhmk", q.float(), keys) * (softmax_scale or q.shape[-1] ** -0.5)
+    scores = _capped(scores, softcap).masked_fill(hidden[:, None, None], float("-inf"))
     values = values.masked_fill(hidden[..., None, None], 0.0)  # unused memory may be NaN
-    return torch.einsum("bhk,bkhd->bhd", scores.softmax(-1), values).to(q.dtype)[:, None]
+    out = torch.einsum("bhmk,bkhd->bmhd", scores.softmax(-1).nan_to_num(0.0), values).to(q.dtype)
+    return (out, scores.logsumexp(-1)) if return_softmax_lse else out
 
 
 def flash_attn_3_varlen_func(

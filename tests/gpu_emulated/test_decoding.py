@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +16,13 @@ from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.arch.hf_config import read_hf_config
 from realhf.comm.process_groups import Group, ParallelContext
 from realhf.models.engine.decode import cuda_graphs, group
+from realhf.models.engine.decode.scheduler import Request
 from realhf.models.engine.native import NativeEngine, build_engine
 from realhf.models.kv_cache import KVCache
+from realhf.ops.cascade import SharedPrefixes
 from tests.gpu_emulated.fake_cuda import FakeCuda
 from tests.gpu_emulated.fake_runtime import fake_cuda
+from tests.gpu_emulated.test_engine import TOLERANCE, distance, logprobs
 from tests.models.engine.tiny_engine import STOP, engine_on, prompts_of
 
 LENGTHS, N = (3, 1, 7), 2
@@ -217,3 +221,48 @@ def test_routed_experts_are_captured_with_a_grouped_product(
         assert (cuda.count("graph replay") > 0) == is_captured
         monkeypatch.setattr(group, "decodes_on_device", lambda model: False)
         assert torch.equal(tokens_of(engine, config), found)
+
+
+@pytest.mark.parametrize("steps", [1, 8])
+@pytest.mark.parametrize("in_graphs", [True, False])
+def test_rows_of_a_prompt_read_it_in_one_slot(
+    steps: int, in_graphs: bool, folders: dict[str, Path], cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows end at different steps, so that prompts pass to other slots. The log-probabilities are the model's."""
+    engine = engine_on(folders["llama"], trained=False, device="cuda:0", bf16=True)
+    config = GenerationConfig(max_new_tokens=14, max_num_seqs=9, stop_token_ids=list(range(0, 40, 3)))
+    monkeypatch.setattr(group, "MIN_SAVED_BYTES", 0)
+    calls = list[int]()
+    attend = SharedPrefixes.attend
+    monkeypatch.setattr(SharedPrefixes, "attend", lambda self, *args: calls.append(1) or attend(self, *args))
+    defaults = group.DecodeGroup.__init__.__defaults__
+    monkeypatch.setattr(group.DecodeGroup.__init__, "__defaults__", (*defaults[:-1], steps))
+    if not in_graphs:
+        monkeypatch.setattr(group, "decodes_on_device", lambda model: False)
+    made = [engine.generate(prompts_of((3, 1, 7, 5)).to("cuda:0"), config, 5, seed).to("cpu") for seed in (11, 12)]
+    assert calls and (cuda.count("graph replay") > 0) == in_graphs
+    cpu = engine_on(folders["llama"], trained=False)
+    for batch in made:
+        sampled = batch["prompt_mask"] == 0
+        assert len({*batch.lengths("tokens")}) > 3, "rows end at different steps"
+        assert distance(batch["logprobs"][sampled], logprobs(cpu, batch)[sampled]) < TOLERANCE[True]
+
+
+def test_prefixes_are_shared_where_it_saves_time(gpu: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Request(prompts_of((3, 1)).to("cuda:0"), CONFIG, 4, 1, (STOP,), 1 << 30)
+    read = gpu.model.new_cache(4, 20).bytes_per_token * 2 * 4 * 3 / 4  # four slots, prompts of two tokens
+    for limit, shares in ((read, True), (read + 1, False)):
+        monkeypatch.setattr(group, "MIN_SAVED_BYTES", limit)
+        assert group.DecodeGroup(gpu.model, request, deque(range(8)), 4).slots.shares_prefix == shares
+
+
+def test_copies_that_depend_on_each_other_are_in_order(gpu: NativeEngine, cuda: FakeCuda) -> None:
+    """A prompt passes to a row, which then moves to a free slot."""
+    cache = gpu.model.new_cache(9, 16)
+    cache.both.copy_(torch.arange(cache.both.numel()).view(cache.both.shape) % 251)
+    expected = cache.both.cpu()
+    moves = [(1, 6, 0, 5), (6, 1, 0, 9), (7, 2, 3, 4), (1, 2, 0, 3), (3, 2, 0, 1)]
+    for src, dst, start, stop in moves:
+        expected[:, :, dst, start:stop] = expected[:, :, src, start:stop]
+    cache.copy_slots(moves)
+    assert torch.equal(cache.both.cpu(), expected)

@@ -29,6 +29,8 @@ FIRST_VERSIONS = {
     "torch.distributed.TCPStore.check": "2.8",
     # ``has_grouped_kernel``
     "torch.nn.functional.grouped_mm": "2.10",
+    # ``reads_spans``
+    "torch.nn.attention.varlen.AuxRequest": "2.10",
     # only called for matrices that CPU kernels have packed, and this runner is for GPUs
     f"{OTHER_RUNNERS[0]}.reload_weights": "0.32",
 }

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -39,14 +40,22 @@ class RecordedKernel:
         parameters = parsed(signature)
         names = frozenset(one.arg for one in (*parameters.args, *parameters.kwonlyargs))
         function = self.checked(signature)
-        self.kernel = VarlenKernel(module, function, names, cached=self.checked(cached[0]) if cached else None)
+        of_cache = parsed(cached[0]) if cached else None
+        self.kernel = VarlenKernel(
+            module,
+            function,
+            names,
+            cached=self.checked(cached[0]) if cached else None,
+            cached_parameters=frozenset(one.arg for one in of_cache.args) if of_cache else frozenset(),
+        )
 
-    def checked(self, signature: str) -> Callable[..., torch.Tensor]:
-        def call(q: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+    def checked(self, signature: str) -> Callable[..., Any]:
+        def call(q: torch.Tensor, *args: object, **options: object) -> Any:
             self.n_calls += 1
             reason = problem(parsed(signature), Arguments(1 + len(args), tuple(options)))
             self.problems += [reason] if reason else []
-            return q
+            with_sums = options.get("return_softmax_lse") or options.get("return_aux")
+            return (q, q.new_empty(q[..., 0].numel())) if with_sums else q
 
         return call
 
@@ -65,6 +74,10 @@ def test_arguments_are_valid_in_every_release(module: str, name: str, version: s
                                  (softcap, window))  # fmt: skip
         elif kernel.reads_used_lengths:
             kernel(q, k, k, (offsets, offsets, 1, 6), 0.5, (softcap, window), offsets)
+        if kernel.reads_spans:
+            cache = torch.empty(3, 8, n_kv, 64)
+            for slots in (None, offsets):
+                kernel.attend_spans(q.view(2, 3, 4, 64), cache, cache, slots, offsets, offsets, 8, 0.5, softcap)
     assert recorded.n_calls >= 2 and not recorded.problems
 
 
@@ -76,6 +89,7 @@ def test_the_documented_features_are_found(module: str, name: str, version: str)
     assert kernel.is_flash == kernel.accepts(64, 5.0, 4) == is_flash
     assert kernel.accepts(64, 0.0, 4) == (is_flash or Version(version) >= Version("2.11"))
     assert kernel.reads_used_lengths == (is_flash or Version(version) >= Version("2.12"))
+    assert kernel.reads_spans == (Version(version) >= Version("2.7" if is_flash else "2.12"))
 
 
 @pytest.mark.parametrize("module, name", [source[:2] for source in SOURCES])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from realhf.models.transformer import Transformer
+from realhf.ops.cascade import GroupSizes, PrefixGroups, SharedPrefixes
 from realhf.ops.rows import on_device
 from realhf.ops.sampling import NO_TOKEN
 
@@ -26,14 +27,28 @@ KEPT_SHARE = 0.1
 """A cache of at most this share of the device's memory is kept between calls of ``generate``."""
 SKIPPED = -2
 """The token of a row that ended in an earlier step of a turn."""
-Step = Callable[[Tensor, int], tuple[Tensor, ...]]
+Step = Callable[[Tensor, int, SharedPrefixes | None], tuple[Tensor, ...]]
 """Samples from the first five rows of the state, for rows up to a length: tokens and two log-probabilities, ``[S]``."""
+
+
+class _StepArguments(NamedTuple):
+    """What a graph is captured for; it reads the memory of the tensors. ``prefixes`` are packed ``PrefixGroups``."""
+
+    size: int
+    context: int
+    stop_tokens: Tensor
+    prefixes: Tensor
+    sizes: GroupSizes | None
+
+    @property
+    def shared(self) -> SharedPrefixes | None:
+        return SharedPrefixes.of(self.prefixes, self.sizes) if self.sizes else None
 
 
 class _CapturedStep(NamedTuple):
     graph: torch.cuda.CUDAGraph
     outputs: Tensor
-    constants: tuple[Tensor, ...]  # the graph reads their memory
+    arguments: _StepArguments
 
 
 def round_batch(n: int, limit: int) -> int:
@@ -74,26 +89,40 @@ class DeviceDecoder:
         is_large = self.cache.n_slots >= n_slots and self.cache.max_len >= max_len
         return is_large and self.weights_version == model.params.n_allocations
 
+    def size_for(self, n: int) -> int:
+        """Return the number of slots that a step computes for ``n`` live rows."""
+        return round_batch(n, self.cache.n_slots)
+
     def run(
-        self, step: Step, table: npt.NDArray[np.int64], stop_tokens: Tensor, options: Hashable, n_steps: int
+        self,
+        step: Step,
+        table: npt.NDArray[np.int64],
+        stop_tokens: Tensor,
+        options: Hashable,
+        n_steps: int,
+        groups: PrefixGroups | None = None,
     ) -> Tensor:
         """Make ``n_steps`` steps from the state ``table`` ``[6, n]``; return ``[n_steps, 3, n]`` float64.
 
         Outputs are token (``SKIPPED`` after a row's end), log-probability and sampling log-probability. ``options``
-        names everything else that ``step`` depends on.
+        names everything else that ``step`` depends on. ``groups`` are of ``size_for(n)`` slots.
         """
         n = table.shape[1]
-        size = round_batch(n, self.cache.n_slots)
+        size = self.size_for(n)
         context = round_context(int(table[1].max()) + n_steps, self.cache.max_len)
         padded = np.zeros((7, size), np.int64)
         padded[:6, :n], padded[6, n:] = table, 1
         self.state[:, :size].copy_(on_device(torch.from_numpy(padded), self.device))
+        packed = on_device(torch.from_numpy(groups.packed if groups else np.empty(0, np.int64)), self.device)
+        arguments = _StepArguments(size, context, stop_tokens, packed, groups.sizes if groups else None)
         if self._pool is None:  # the host waits for experts; tests run the padded step without a graph
-            outputs = [self._advance(step, size, context, stop_tokens) for _ in range(n_steps)]
+            outputs = [self._advance(step, arguments) for _ in range(n_steps)]
             return torch.stack(outputs)[:, :, :n]
-        key = (size, context, options)
-        captured = self._captured.pop(key, None) or self._capture(step, size, context, stop_tokens)
+        key = (size, context, arguments.sizes, options)
+        captured = self._captured.pop(key, None) or self._capture(step, arguments)
         self._captured[key] = captured  # the last one is the most recent
+        if captured.arguments.prefixes is not packed:
+            captured.arguments.prefixes.copy_(packed)
         if len(self._captured) > MAX_GRAPHS:
             del self._captured[next(iter(self._captured))]
         outputs = []
@@ -102,34 +131,34 @@ class DeviceDecoder:
             outputs.append(captured.outputs.clone())
         return torch.stack(outputs)[:, :, :n]
 
-    def _advance(self, step: Step, size: int, context: int, stop_tokens: Tensor) -> Tensor:
+    def _advance(self, step: Step, arguments: _StepArguments) -> Tensor:
         """Sample one token per row and update the state; float64 represents every token exactly."""
-        state = self.state[:, :size]
+        state = self.state[:, : arguments.size]
         last, positions, _, _, counts, limits, ended = state
-        tokens, *logprobs = step(state[:5], context)
+        tokens, *logprobs = step(state[:5], arguments.context, arguments.shared)
         is_live = ended == 0
         is_new = is_live & (tokens != NO_TOKEN)
         last.copy_(torch.where(is_new, tokens, last))
         positions += is_new
         counts += is_new
-        is_stop = (tokens[:, None] == stop_tokens).any(1)  # isin waits for the device if there are many
+        is_stop = (tokens[:, None] == arguments.stop_tokens).any(1)  # isin waits for the device if there are many
         ended.logical_or_(~is_new | is_stop | (counts >= limits))
         return torch.stack([x.double() for x in (torch.where(is_live, tokens, SKIPPED), *logprobs)])
 
-    def _capture(self, step: Step, size: int, context: int, stop_tokens: Tensor) -> _CapturedStep:
+    def _capture(self, step: Step, arguments: _StepArguments) -> _CapturedStep:
         """Capture a step after one warm-up run, which initialises libraries and communicators."""
         saved = self.state.clone()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._advance(step, size, context, stop_tokens)
+            self._advance(step, arguments)
         torch.cuda.current_stream().wait_stream(stream)
         self.state.copy_(saved)
         graph = torch.cuda.CUDAGraph()
         # NCCL's watchdog thread queries events meanwhile
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            outputs = self._advance(step, size, context, stop_tokens)
-        return _CapturedStep(graph, outputs, (stop_tokens,))
+            outputs = self._advance(step, arguments)
+        return _CapturedStep(graph, outputs, arguments)
 
 
 class KeptDecoder:

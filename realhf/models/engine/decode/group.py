@@ -17,8 +17,12 @@ from realhf.models.engine.decode.cuda_graphs import (
 from realhf.models.engine.decode.scheduler import Request, SlotTable
 from realhf.models.engine.nonfinite import nonfinite_logits
 from realhf.models.transformer import Transformer
+from realhf.ops.cascade import SharedPrefixes
 from realhf.ops.rows import on_device
 from realhf.ops.sampling import NO_TOKEN, mix_seed, sample, uniform
+
+MIN_SAVED_BYTES = 1 << 26
+"""Bytes of a layer that sharing must save in a step on a GPU: 20 us of its memory, the time of the added kernels."""
 
 
 class DecodeGroup:
@@ -43,9 +47,17 @@ class DecodeGroup:
         if decodes_on_device(model):
             self._decoder = self._kept.take(model, n_slots, request.max_row_len)
         self.cache = self._decoder.cache if self._decoder else model.new_cache(n_slots, request.max_row_len)
-        shares_prefix = request.share_prefixes and model.supports_shared_prefixes
-        self.slots = SlotTable(request, queue, n_slots, shares_prefix)
+        self.slots = SlotTable(request, queue, n_slots, self._shares_prefixes())
         self.logprobs: list[tuple[Tensor, Tensor]] = []
+
+    def _shares_prefixes(self) -> bool:
+        """Return True if rows read their prompts in one slot; on GPUs only where this saves more than it costs."""
+        request, cache = self.request, self.cache
+        if not request.share_prefixes or not self.model.supports_shared_prefixes:
+            return False
+        mean_length = sum(request.lengths) / len(request.lengths)
+        saved = cache.bytes_per_token * mean_length * cache.n_slots * (1 - 1 / request.n)
+        return not cache.by_token or saved >= MIN_SAVED_BYTES
 
     def close(self) -> None:
         """Return the cache, after the last turn."""
@@ -72,10 +84,11 @@ class DecodeGroup:
         if slots.prefill is None and self._decoder is not None:
             n_steps = min(self.steps_per_wait, slots.most_steps)
             table, options = slots.state(self._seed_mask), self._step_options
-            return self._decoder.run(self._sample_step, table, self.request.stop_tokens, options, n_steps)
+            groups = slots.prefix_groups(self._decoder.size_for(slots.n_live))
+            return self._decoder.run(self._sample_step, table, self.request.stop_tokens, options, n_steps, groups)
         if slots.prefill is None:
             inputs = slots.inputs
-            hidden = self.model.decode(inputs[0], inputs[1], self.cache, x, slots.prefixes, slots.longest)
+            hidden = self.model.decode(inputs[0], inputs[1], self.cache, x, self._prefixes(), slots.longest)
         else:
             hidden = self._prefill(x)
         if not self.model.is_last:
@@ -95,10 +108,18 @@ class DecodeGroup:
         return (config.greedy, config.temperature, config.top_k, config.top_p, config.min_new_tokens,
                 self.request.stop_ids)  # fmt: skip
 
-    def _sample_step(self, inputs: Tensor, longest: int) -> tuple[Tensor, ...]:
+    def _prefixes(self) -> Tensor | SharedPrefixes | None:
+        if not self.cache.by_token:
+            return self.slots.prefixes
+        groups = self.slots.prefix_groups(self.slots.n_live)
+        if groups is None:
+            return None
+        return SharedPrefixes.of(on_device(torch.from_numpy(groups.packed), self.cache.k.device), groups.sizes)
+
+    def _sample_step(self, inputs: Tensor, longest: int, shared: SharedPrefixes | None) -> tuple[Tensor, ...]:
         """Compute a decoding step of a whole model."""
         last, positions, *counters = inputs
-        hidden = self.model.decode(last, positions, self.cache, longest=longest)
+        hidden = self.model.decode(last, positions, self.cache, None, shared, longest)
         return self._sample(hidden, 0, *counters)
 
     def _prefill(self, x: Tensor | None) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from realhf.api.config import GenerationConfig
 from realhf.data.batch import SequenceBatch
+from realhf.ops.cascade import PrefixGroups, group_prefixes
 from realhf.ops.rows import on_device
 
 IntTable = npt.NDArray[np.int64]
@@ -157,6 +158,12 @@ class SlotTable:
         if self._prefixes is None and self.request.share_prefixes:
             self._prefixes = self._on_device(np.stack((self.rows // self.request.n, self._starts, self.owners)))
         return self._prefixes
+
+    def prefix_groups(self, n_slots: int) -> PrefixGroups | None:
+        """Return the rows that share a prefix, for ``n_slots`` computed slots; None if there are none."""
+        if not self.shares_prefix:
+            return None
+        return group_prefixes(self.rows // self.request.n, self._starts, self.owners, n_slots)
 
     def _on_device(self, array: IntTable) -> Tensor:
         """Return an array on the model's device; on the CPU it shares the table's memory."""
