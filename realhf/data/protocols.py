@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from realhf.api.config import GenerationConfig
 from realhf.api.messages import State, Stats
 from realhf.api.model_config import ModelConfig
+from realhf.data.turns import TurnDriver
 
 if TYPE_CHECKING:  # annotations only: importing this module does not import torch
     from torch import Tensor
@@ -73,6 +74,20 @@ class Engine(Protocol):
         ``logprobs`` (float32, of the tempered distribution as in training; 0 on the prompt), ``sampling_logprobs``
         (float32, after top-k, top-p and min_new_tokens), and ``truncated`` (``[B]`` uint8, 1 if the response has no
         stop token). Samples depend only on (seed, prompt, sample, position).
+        """
+
+    def sample_turns(
+        self,
+        make_driver: Callable[[], TurnDriver],
+        config: GenerationConfig,
+        seed: int,
+        max_len: int,
+        max_episodes: int,
+    ) -> bytes:
+        """Sample the turns that a driver requests, and return its result on all ranks of the replica.
+
+        The first rank makes the driver. ``max_len`` bounds the tokens of an episode, ``max_episodes`` those open at a
+        time. Samples depend only on (seed, prompt, sample, number of sampled tokens) and the tokens before.
         """
 
     def reduce(self, sums: Tensor) -> Tensor:

@@ -57,6 +57,11 @@ class KVCache:
         for store, new in ((self.k, k), (self.v, v)):
             store[layer].view(-1, self._width).index_copy_(0, indices, new.detach().reshape(-1, self._width))
 
+    def first(self, layer: int, slot: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return the first keys and values of a slot, ``[K, count, head_dim]`` each, as views."""
+        k, v = self.k[layer, slot], self.v[layer, slot]
+        return (k[:count].transpose(0, 1), v[:count].transpose(0, 1)) if self.by_token else (k[:, :count], v[:, :count])
+
     def copy_slots(self, moves: Sequence[tuple[int, int, int, int]]) -> None:
         """Copy tokens ``start`` to ``stop`` of a slot to another slot, for each (source, target, start, stop).
 

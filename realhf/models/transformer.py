@@ -21,7 +21,7 @@ from realhf.models.flat_params import FlatParams
 from realhf.models.fused_decode import FusedBlocks, fuse_blocks, pack_tiles, tiled_linear
 from realhf.models.kv_cache import KVCache
 from realhf.ops import varlen
-from realhf.ops.attention import ScoreParams, decode_attention, decode_bias, rotary_attention
+from realhf.ops.attention import ScoreParams, attend_to_prefix, decode_attention, decode_bias, rotary_attention
 from realhf.ops.cascade import SharedPrefixes
 from realhf.ops.logprobs import FULL_VOCAB, VocabShard, packed_logprobs
 from realhf.ops.norms import Rotary, rotate
@@ -277,6 +277,27 @@ class Transformer:
             return decode_attention(q, keys, values, biases[rule.window], rule)
 
         return self._run(x, count, attend)
+
+    def extend(self, tokens: Tensor, start: int, slot: int, cache: KVCache, x: Tensor | None = None) -> Tensor:
+        """Run ``tokens`` ``[T]`` of one row, which follow ``start`` cached ones in ``slot``; return ``[T, D]``.
+
+        Their keys and values are stored. ``x`` and the result are as for ``hidden``.
+        """
+        stop = start + len(tokens)
+        positions = torch.arange(start, stop, device=tokens.device)
+        angles, indices = self.rotary_table(stop), cache.indices(torch.full_like(positions, slot), positions)
+        x = self._embed(tokens, positions, stop) if x is None else x
+
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            qk, v = qkv.split((self.n_q + self.n_kv, self.n_kv), 1)
+            if angles is not None and (rotary := self._rotary) is not None:
+                qk = rotate(qk, angles, positions, lambda: rotary.rows(positions, stop, qkv.dtype))
+            q, k = qk.split((self.n_q, self.n_kv), 1)
+            cache.write(layer, indices, k, v)
+            keys, values = cache.first(layer, slot, stop)
+            return attend_to_prefix(q, keys, values, self._score_rules[layer])
+
+        return self._run(x, len(tokens), attend)
 
     def rotary_table(self, longest: int) -> Tensor | None:
         """Return the table of rotary angles, with at least ``longest`` positions; None for learned positions."""

@@ -217,6 +217,12 @@ def _block(q: Tensor, k: Tensor, v: Tensor, scoring: ScoreParams, offset: int) -
     return (probs.flatten(2, 3) @ v).unflatten(2, (groups, -1)).flatten(1, 2)
 
 
+def attend_to_prefix(q: Tensor, k: Tensor, v: Tensor, scoring: ScoreParams = DEFAULT_SCORES) -> Tensor:
+    """Attend from the last tokens of a row, ``[T, H, d]``, to keys and values of the row, ``[K, S, d]``."""
+    out = _block(q.transpose(0, 1).unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), scoring, k.shape[1] - len(q))
+    return out[0].transpose(0, 1)
+
+
 def decode_bias(positions: Tensor, longest: int, n_kv_heads: int, window: int = 0) -> Tensor:
     """Return ``[S*K, 1, longest]`` float32: 0 for visible cache positions, minus infinity for others."""
     distance = positions[:, None] - torch.arange(longest, device=positions.device)

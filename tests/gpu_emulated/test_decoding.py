@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from realhf.api.batch_meta import RowId
 from realhf.api.config import GenerationConfig, ModelSpec
 from realhf.api.experiment import RoleSpec
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.arch.hf_config import read_hf_config
 from realhf.comm.process_groups import Group, ParallelContext
+from realhf.data.batch import Column, SequenceBatch
 from realhf.models.engine.decode import cuda_graphs, group
 from realhf.models.engine.decode.scheduler import Request
 from realhf.models.engine.native import NativeEngine, build_engine
@@ -23,6 +25,8 @@ from realhf.ops.cascade import SharedPrefixes
 from tests.gpu_emulated.fake_cuda import FakeCuda
 from tests.gpu_emulated.fake_runtime import fake_cuda
 from tests.gpu_emulated.test_engine import TOLERANCE, distance, logprobs
+from tests.models.engine.scripted_driver import LENGTHS as SCRIPTED_LENGTHS
+from tests.models.engine.scripted_driver import play
 from tests.models.engine.tiny_engine import STOP, engine_on, prompts_of
 
 LENGTHS, N = (3, 1, 7), 2
@@ -266,3 +270,20 @@ def test_copies_that_depend_on_each_other_are_in_order(gpu: NativeEngine, cuda: 
         expected[:, :, dst, start:stop] = expected[:, :, src, start:stop]
     cache.copy_slots(moves)
     assert torch.equal(cache.both.cpu(), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_multi_turn_rollouts(family: str, bf16: bool, folders: dict[str, Path], cuda: FakeCuda) -> None:
+    engine = engine_on(folders[family], trained=False, device="cuda:0", bf16=bf16)
+    rows, turns = play(engine, 1)
+    assert play(engine)[0] == rows or bf16
+    ids = tuple(RowId(*key) for key, _ in rows)
+    batch = SequenceBatch(ids, {"tokens": Column.of([torch.tensor(tokens) for _, tokens in rows])})
+    logprobs = engine_on(folders[family], trained=False).forward(batch, lambda outputs, _: outputs.logprobs())
+    first = [(torch.tensor(some[0]["logprobs"]), SCRIPTED_LENGTHS[key[0]]) for key, some in turns]
+    expected = [
+        row[start:][: len(one)]
+        for (one, start), row in zip(first, logprobs.split(batch.lengths("tokens")), strict=True)
+    ]
+    assert distance(torch.cat([one for one, _ in first]), torch.cat(expected)) < TOLERANCE[bf16]

@@ -21,8 +21,10 @@ from realhf.comm.exchange import P2PCopy, TensorSlice, exchange
 from realhf.comm.process_groups import ParallelContext
 from realhf.data.batch import SequenceBatch
 from realhf.data.protocols import Limits, Loss, LossFn
+from realhf.data.turns import TurnDriver
 from realhf.models.engine.decode.generate import generate
 from realhf.models.engine.decode.scheduler import Request
+from realhf.models.engine.decode.session import run_turns, session_options
 from realhf.models.engine.nonfinite import nonfinite_loss
 from realhf.models.engine.optimizer import ShardedAdamW
 from realhf.models.engine.packing import ForwardOutputs, pack
@@ -142,6 +144,18 @@ class NativeEngine:
         request = Request(prompts, config, n, seed, stops, limit, share_prefixes=self.share_prompts and n > 1)
         with torch.no_grad():
             return generate(self.pipeline, request)
+
+    def sample_turns(
+        self,
+        make_driver: Callable[[], TurnDriver],
+        config: GenerationConfig,
+        seed: int,
+        max_len: int,
+        max_episodes: int,
+    ) -> bytes:
+        n_slots = self.micro_batching.limit_num_seqs(config.max_num_seqs)
+        options = session_options(config, seed, self.stop_ids, max_len, max_episodes, n_slots)
+        return run_turns(self.pipeline, options, make_driver)
 
     def reduce(self, sums: Tensor) -> Tensor:
         group = self.context.group("dp")

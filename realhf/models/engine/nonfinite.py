@@ -43,6 +43,16 @@ def nonfinite_logits(model: Transformer, request: Request, row: int, response: S
     )
 
 
+def nonfinite_turn(model: Transformer, key: tuple[int, int], position: int) -> ValueError:
+    """Return the error for an episode without a distribution of the token at ``position``."""
+    prompt, sample = key
+    return ValueError(
+        f"the logits of prompt {prompt}, sample {sample} are not finite at position {position}"
+        f"{_listed('; parameters that are not finite', _nonfinite_names(model))}; lower the learning rate, or check "
+        "the model and the temperature"
+    )
+
+
 def _first_nonfinite(model: Transformer, tokens: Tensor) -> str:
     """Return where the row's hidden states are first not finite. A pipeline stage cannot compute them alone."""
     if not (model.is_first and model.is_last):

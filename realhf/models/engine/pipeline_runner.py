@@ -104,7 +104,7 @@ class Pipeline:
                     self.p2p.flush(keep=len(groups) * (self.n_stages - 1))  # the tokens of older ones have arrived
                     group.advance(outputs.pop(i) if self.is_last else expected.pop(i).wait())
                 case schedule.RecvActivation(i):
-                    inputs[i] = self._receive_rows(group.n_tokens, self.ranks[self.stage - 1])
+                    inputs[i] = self.receive_rows(group.n_tokens, self.ranks[self.stage - 1])
                 case schedule.Forward(i):
                     outputs[i] = group.forward(inputs.pop(i, None))
                 case schedule.SendActivation(i):
@@ -124,9 +124,10 @@ class Pipeline:
         return self.model.hidden(batch.tokens, batch.lengths, x=x, token_weight=token_weight, prefixes=batch.prefixes)
 
     def _receive(self, batch: Packing, rank: int) -> Tensor:
-        return self._receive_rows(self.model.tp_region(len(batch.tokens)).n_local_tokens, rank)
+        return self.receive_rows(self.model.tp_region(len(batch.tokens)).n_local_tokens, rank)
 
-    def _receive_rows(self, n_rows: int, rank: int) -> Tensor:
+    def receive_rows(self, n_rows: int, rank: int) -> Tensor:
+        """Receive the hidden states of ``n_rows`` tokens from another stage."""
         return self.p2p.receive((n_rows, self.model.config.hidden), self.model.params.data.dtype, rank)
 
 

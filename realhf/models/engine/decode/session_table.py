@@ -1,0 +1,179 @@
+"""Which episode is in which slot during multi-turn generation: bookkeeping without model and communication.
+
+Every stage and shard computes the same state from the same turns and tokens.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from realhf.data.turns import EpisodeKey, TurnInput, TurnOutput
+from realhf.models.engine.decode.scheduler import SlotMove
+
+IntTable = npt.NDArray[np.int64]
+
+
+@dataclass
+class Episode:
+    """An open episode. Its first ``n_cached`` tokens are stored in slot ``home``; then ``rest`` was sampled last."""
+
+    key: EpisodeKey
+    home: int
+    n_cached: int = 0
+    rest: tuple[int, ...] = ()
+    count: int = 0  # sampled tokens of all turns
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A turn's tokens to compute in ``slot``, where ``start`` tokens are stored."""
+
+    slot: int
+    start: int
+    tokens: tuple[int, ...]
+
+
+class SessionTable:
+    """Rows of live turns in the first slots, and open episodes, each with a home slot behind them.
+
+    ``state`` is ``[6, n_live]``: last token, its position, prompt number, sample, number of sampled tokens, and its
+    limit. Waiting turns of open episodes are admitted before new episodes.
+    """
+
+    def __init__(self, n_slots: int, max_episodes: int, stop_ids: Sequence[int]) -> None:
+        self.n_slots = n_slots
+        self._homes = list(range(n_slots + max_episodes - 1, n_slots - 1, -1))
+        self._stops = np.array(stop_ids, np.int64)
+        self._open: dict[EpisodeKey, Episode] = {}
+        self._resumed, self._new = deque[TurnInput](), deque[TurnInput]()
+        self._live: list[Episode] = []
+        self._n_admitted = 0
+        self.state: IntTable = np.empty((6, 0), np.int64)
+        self._finished: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self._tokens: list[list[int]] = []
+        self._logprobs: list[list[tuple[float, float]]] = []
+
+    @property
+    def n_live(self) -> int:
+        return len(self._live)
+
+    @property
+    def is_idle(self) -> bool:
+        """No turn is live or waits."""
+        return not (self._live or self._resumed or self._new)
+
+    @property
+    def can_admit(self) -> bool:
+        waits = self._resumed or (self._new and self._homes)
+        return bool(waits) and self.n_live < self.n_slots
+
+    @property
+    def longest(self) -> int:
+        return int(self.state[1].max(initial=-1)) + 1
+
+    @property
+    def most_steps(self) -> int:
+        """Steps until every row has ended."""
+        return int((self.state[5] - self.state[4]).max(initial=0))
+
+    def submit(self, inputs: Sequence[TurnInput]) -> None:
+        for turn in inputs:
+            (self._resumed if turn.key in self._open else self._new).append(turn)
+
+    def release(self, closed: Sequence[EpisodeKey]) -> None:
+        """Release the home slots of episodes that have ended; none of their turns is live or waits."""
+        for key in closed:
+            if (episode := self._open.pop(key, None)) is not None:
+                self._homes.append(episode.home)
+
+    def admit(self) -> tuple[list[Admission], list[SlotMove]]:
+        """Move waiting turns to free slots; return what to compute, equal first turns side by side, and copies."""
+        turns: list[tuple[Episode, TurnInput]] = []
+        while self.n_live + len(turns) < self.n_slots and (self._resumed or (self._new and self._homes)):
+            turn = self._resumed.popleft() if self._resumed else self._new.popleft()
+            episode = self._open.get(turn.key)
+            if episode is None:
+                episode = self._open[turn.key] = Episode(turn.key, self._homes.pop())
+            turns.append((episode, turn))
+        turns.sort(key=lambda one: (one[0].n_cached > 0, one[0].key))
+        admitted, moves, columns = list[Admission](), list[SlotMove](), list[list[int]]()
+        for slot, (episode, turn) in enumerate(turns, self.n_live):
+            tokens, start = (*episode.rest, *turn.tokens), episode.n_cached
+            admitted.append(Admission(slot, start, tokens))
+            if start:
+                moves.append((episode.home, slot, 0, start))
+            last = start + len(tokens) - 1
+            columns.append([0, last, *episode.key, episode.count, episode.count + turn.limit])
+        self._live += [episode for episode, _ in turns]
+        self._tokens += [[] for _ in turns]
+        self._logprobs += [[] for _ in turns]
+        self._finished = np.concatenate((self._finished, np.zeros(len(turns), np.bool_)))
+        if columns:
+            self.state = np.concatenate((self.state, np.array(columns, np.int64).T), 1)
+        self._n_admitted = len(turns)
+        return admitted, moves
+
+    def counters(self, n: int) -> IntTable:
+        """Return prompt number, sample and token count of the last ``n`` rows, the arguments of sampling."""
+        return self.state[2:5, self.n_live - n :]
+
+    def where(self, index: int, indices: IntTable | None) -> tuple[EpisodeKey, int]:
+        """Return the episode and the position of sample ``index`` of a pass."""
+        rows = self._rows(indices)
+        return self._live[rows[index]].key, int(self.state[1, rows[index]]) + 1
+
+    def _rows(self, indices: IntTable | None) -> IntTable:
+        if indices is not None:
+            return indices
+        first = self.n_live - self._n_admitted if self._n_admitted else 0
+        return np.arange(first, self.n_live)
+
+    def record(self, tokens: IntTable, logprobs: npt.NDArray[np.float64], indices: IntTable | None = None) -> None:
+        """Record the tokens that a pass sampled for the admitted rows, else for all, else for rows ``indices``."""
+        rows, self._n_admitted = self._rows(indices), 0
+        self.state[0, rows] = tokens
+        self.state[1, rows] += 1
+        self.state[4, rows] += 1
+        for row, token, pair in zip(rows.tolist(), tokens.tolist(), logprobs.T.tolist(), strict=True):
+            self._tokens[row].append(token)
+            self._logprobs[row].append(pair)
+        stopped = (tokens[:, None] == self._stops).any(1)
+        self._finished[rows] = stopped | (self.state[4, rows] >= self.state[5, rows])
+
+    def finish(self) -> tuple[list[TurnOutput], list[SlotMove]]:
+        """Remove finished rows; return their turns, and copies: new tokens to home slots, then rows to free slots."""
+        ended = np.flatnonzero(self._finished).tolist()
+        if not ended:
+            return [], []
+        outputs, moves = list[TurnOutput](), list[SlotMove]()
+        for row in ended:
+            episode, position = self._live[row], int(self.state[1, row])
+            moves.append((row, episode.home, episode.n_cached, position))
+            last = int(self.state[0, row])
+            episode.n_cached, episode.rest, episode.count = position, (last,), int(self.state[4, row])
+            pairs = self._logprobs[row]
+            outputs.append(
+                TurnOutput(
+                    episode.key,
+                    self._tokens[row],
+                    [own for own, _ in pairs],
+                    [own for _, own in pairs],
+                    bool((self._stops == last).any()),
+                )
+            )
+        n_kept = self.n_live - len(ended)
+        holes = [row for row in ended if row < n_kept]
+        sources = [row for row in range(n_kept, self.n_live) if not self._finished[row]]
+        order = list(range(n_kept))
+        for source, hole in zip(sources, holes, strict=True):
+            order[hole] = source
+            moves.append((source, hole, 0, int(self.state[1, source])))
+        self.state = self.state[:, order]
+        self._finished = np.zeros(n_kept, np.bool_)
+        self._live = [self._live[row] for row in order]
+        self._tokens = [self._tokens[row] for row in order]
+        self._logprobs = [self._logprobs[row] for row in order]
+        return outputs, moves
