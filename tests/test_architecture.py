@@ -16,7 +16,7 @@ LEVELS = [
     "api",
     "arch",
     "plan",
-    "data ops comm rewards",
+    "data ops comm rewards environments",
     "models",
     "algorithms",
     "system",

@@ -17,20 +17,25 @@ import math
 import numbers
 import os
 import resource
-import select
 import signal
 import sys
 import threading
-import time
-import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from realhf.base.child_process import (
+    describe,
+    die_with_parent,
+    error_reply,
+    limit,
+    limit_cpu,
+    send,
+    take_over_streams,
+)
 from realhf.rewards.registry import RewardFn, load_reward
 from realhf.rewards.verdict import ScoreWithReason
 
 MEMORY_LIMIT = 8 * 2**30  # bytes of private memory per process
-MAX_TRACEBACK = 4000  # characters
 
 AsyncRewardFn = Callable[[str, str, dict], Awaitable[float]]
 
@@ -107,54 +112,6 @@ def score_reply(score: object) -> dict[str, object]:
         return {"error": f"the reward is {float(score)}, it must be finite"}
     reason: dict[str, object] = {"reason": score.reason} if isinstance(score, ScoreWithReason) else {}
     return {"score": float(score), **reason}
-
-
-def error_reply(error: BaseException) -> dict[str, object]:
-    """Return the reply for an exception; its traceback starts in the reward function, and is cut at its start."""
-    frames = error.__traceback__.tb_next if error.__traceback__ else None
-    text = "".join(traceback.format_exception(type(error), error, frames))
-    return {"error": describe(error), "traceback": text[-MAX_TRACEBACK:]}
-
-
-def take_over_streams() -> tuple[int, int]:
-    """Return private copies of stdin and stdout, so that judged code cannot read requests or write replies."""
-    requests, replies = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    os.dup2(2, 1)
-    return requests, replies
-
-
-def die_with_parent(requests: int, seconds: float) -> None:
-    """Kill this process group ``seconds`` after the parent has closed its end of ``requests``."""
-    poll = select.poll()
-    poll.register(requests, 0)
-    poll.poll()  # no events requested: returns only on POLLHUP
-    time.sleep(seconds)
-    os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
-def limit_cpu(seconds: float) -> None:
-    """Limit the CPU time of the next response; this ends an orphan whose watchdog thread never gets the GIL."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + (seconds + 1) * (os.cpu_count() or 1)))
-
-
-def limit(what: int, value: int) -> None:
-    """Set the soft limit ``what`` to ``value``, or to the hard limit if that is lower."""
-    hard = resource.getrlimit(what)[1]
-    resource.setrlimit(what, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
-
-
-def send(replies: int, message: dict[str, object]) -> None:
-    data = json.dumps(message).encode() + b"\n"
-    while data:
-        data = data[os.write(replies, data) :]
-
-
-def describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:1000]
 
 
 if __name__ == "__main__":

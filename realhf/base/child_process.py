@@ -1,0 +1,60 @@
+"""The child's side of a process that runs the user's code and replies in JSON lines on its standard output."""
+
+import json
+import math
+import os
+import resource
+import select
+import signal
+import time
+import traceback
+
+MAX_TRACEBACK = 4000  # characters
+
+
+def error_reply(error: BaseException) -> dict[str, object]:
+    """Return the reply for an exception; its traceback starts in the reward function, and is cut at its start."""
+    frames = error.__traceback__.tb_next if error.__traceback__ else None
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    return {"error": describe(error), "traceback": text[-MAX_TRACEBACK:]}
+
+
+def take_over_streams() -> tuple[int, int]:
+    """Return private copies of stdin and stdout, so that judged code cannot read requests or write replies."""
+    requests, replies = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    return requests, replies
+
+
+def die_with_parent(requests: int, seconds: float) -> None:
+    """Kill this process group ``seconds`` after the parent has closed its end of ``requests``."""
+    poll = select.poll()
+    poll.register(requests, 0)
+    poll.poll()  # no events requested: returns only on POLLHUP
+    time.sleep(seconds)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def limit_cpu(seconds: float) -> None:
+    """Limit the CPU time of the next response; this ends an orphan whose watchdog thread never gets the GIL."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + (seconds + 1) * (os.cpu_count() or 1)))
+
+
+def limit(what: int, value: int) -> None:
+    """Set the soft limit ``what`` to ``value``, or to the hard limit if that is lower."""
+    hard = resource.getrlimit(what)[1]
+    resource.setrlimit(what, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+
+
+def send(replies: int, message: dict[str, object]) -> None:
+    data = json.dumps(message).encode() + b"\n"
+    while data:
+        data = data[os.write(replies, data) :]
+
+
+def describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:1000]

@@ -1,0 +1,62 @@
+"""Loads the class of an environment from ``my_file.py:Class`` or ``package.module:Class``."""
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+from realhf.base.errors import did_you_mean
+
+
+def check_class(name: str) -> list[str]:
+    """Return the problems of an ``env.cls``, one line each, without running the file."""
+    path, colon, cls = name.rpartition(":")
+    if not colon or not cls.isidentifier():
+        return [f"env.cls={name!r} must be 'file.py:Class' or 'package.module:Class'"]
+    if not path.endswith(".py"):
+        found = None
+        try:
+            found = importlib.util.find_spec(path.partition(".")[0])
+        except (ImportError, ValueError):
+            pass
+        return [] if found else [f"env.cls={name!r}: there is no module '{path}'"]
+    if not Path(path).is_file():
+        return [f"env.cls={name!r}: no such file: {path}"]
+    try:
+        tree = ast.parse(Path(path).read_bytes())
+    except (SyntaxError, ValueError, RecursionError) as error:
+        return [f"env.cls={name!r}: {path} is not valid Python: {error}"]
+    names = {getattr(node, "name", "") for node in ast.walk(tree)}
+    names |= {alias.asname or alias.name for node in ast.walk(tree) for alias in getattr(node, "names", [])
+              if isinstance(alias, ast.alias)}  # fmt: skip
+    names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return [] if cls in names else [f"env.cls={name!r}: {path} does not define '{cls}'{did_you_mean(cls, names)}"]
+
+
+def absolute_class(name: str) -> str:
+    """Return ``env.cls`` with an absolute path."""
+    path, _, cls = name.rpartition(":")
+    return f"{Path(path).resolve()}:{cls}" if path.endswith(".py") else name
+
+
+def load_class(name: str) -> Any:
+    """Import a class or factory; AttributeError or TypeError if it is none."""
+    path, _, attribute = name.rpartition(":")
+    if path.endswith(".py"):
+        sys.path.insert(0, str(Path(path).parent))  # the file may import its neighbours
+        spec = importlib.util.spec_from_file_location("realhf_environment", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(path)
+    found = vars(module).get(attribute)
+    if found is None:
+        raise AttributeError(f"{path} has no class '{attribute}'{did_you_mean(attribute, vars(module))}")
+    if inspect.isclass(found) and not callable(getattr(found, "step", None)):
+        raise TypeError(f"{path}: class '{attribute}' has no method 'step'")
+    return found

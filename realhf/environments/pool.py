@@ -1,0 +1,303 @@
+"""Environments in child processes, with a deadline per request; a process that hangs is killed and replaced.
+
+A process has the environments of many episodes. When it dies, the request that it was executing fails, and its other
+episodes are played again in a new process, with the replies that they have had; their turns must be the same.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from subprocess import PIPE, Popen
+from typing import Any
+
+from realhf.base.errors import UserError
+from realhf.environments.types import Reply, Turn, turn_of
+
+STARTUP_S = 60.0
+DIED, TIMEOUT, ERROR = "died", "timeout", "error"
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class EnvOptions:
+    """Options of a pool. ``timeout`` is in seconds, per request; ``max_concurrency`` is for ``async`` environments."""
+
+    cls: str
+    options: Json = field(default_factory=dict)
+    workers: int = 1
+    timeout: float = 30.0
+    max_concurrency: int = 64
+    memory_gb: float = 4.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an episode ended without a turn: ``kind`` is error, timeout or died."""
+
+    kind: str
+    detail: str
+    traceback: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result of a request. ``seconds`` is the time from its start to the result."""
+
+    episode: int
+    result: Turn | Failure
+    seconds: float = 0.0
+
+
+@dataclass(eq=False)
+class _Request:
+    number: int
+    episode: int
+    op: str
+    fields: Json
+    expected: Json | None = None  # of a request that is played again
+    started: float = 0.0
+
+    @property
+    def line(self) -> bytes:
+        return json.dumps({"id": self.number, "episode": self.episode, "op": self.op, **self.fields}).encode() + b"\n"
+
+
+class _Worker:
+    """One child process: requests that wait for it, those it executes, and the requests of its open episodes."""
+
+    def __init__(self, options: EnvOptions) -> None:
+        self.options = options
+        self.process: Popen[bytes] | None = None
+        self.capacity = 0  # requests at a time; 0 until the process is ready
+        self.ready_by = 0.0
+        self.serial = False
+        self.waiting = deque[_Request]()
+        self.running: dict[int, _Request] = {}
+        self.history: dict[int, list[tuple[_Request, Json | None]]] = {}
+        self._unsent, self._received = b"", b""
+
+    def spawn(self) -> None:
+        options = {**asdict(self.options)}
+        command = [sys.executable, "-m", "realhf.environments.server", json.dumps(options)]
+        self.process = Popen(command, stdin=PIPE, stdout=PIPE, bufsize=0, start_new_session=True)
+        self.capacity, self.ready_by = 0, time.monotonic() + STARTUP_S
+        self._unsent, self._received = b"", b""
+        for fd in self.fds:
+            os.set_blocking(fd, False)
+
+    @property
+    def fds(self) -> tuple[int, int]:
+        assert self.process is not None and self.process.stdin is not None and self.process.stdout is not None
+        return self.process.stdin.fileno(), self.process.stdout.fileno()
+
+    @property
+    def events(self) -> int:
+        return select.POLLOUT if self._unsent else 0
+
+    @property
+    def deadline(self) -> float:
+        if self.process is None:
+            return float("inf")
+        if not self.capacity:
+            return self.ready_by
+        return min((one.started + self.options.timeout for one in self.running.values()), default=float("inf"))
+
+    def send(self) -> None:
+        """Send requests up to the capacity; EOFError if the process has ended."""
+        capacity = 1 if self.serial else self.capacity
+        while self.waiting and len(self.running) < capacity:
+            request = self.waiting.popleft()
+            request.started = time.monotonic()
+            self.running[request.number] = request
+            self._unsent += request.line
+        while self._unsent:
+            try:
+                self._unsent = self._unsent[os.write(self.fds[0], self._unsent[: 1 << 16]) :]
+            except BlockingIOError:
+                return
+            except BrokenPipeError:
+                raise EOFError from None
+
+    def receive(self) -> Iterator[Json]:
+        """Yield the messages that have arrived; EOFError if the process has ended."""
+        while True:
+            try:
+                chunk = os.read(self.fds[1], 1 << 20)
+            except BlockingIOError:
+                break
+            if not chunk:
+                raise EOFError
+            self._received += chunk
+        *lines, self._received = self._received.split(b"\n")
+        for line in lines:
+            yield json.loads(line)
+
+    def kill(self) -> str:
+        """Kill the process and its process group; return how it ended."""
+        process, self.process = self.process, None
+        if process is None:
+            return ""
+        for _ in range(20):  # the streams close shortly before the process ends
+            if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                break
+            time.sleep(0.005)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the group id is not reused
+        for stream in filter(None, (process.stdin, process.stdout)):
+            stream.close()
+        code = process.wait()
+        return f"exit code {code}" if code >= 0 else str(signal.strsignal(-code))
+
+
+class EnvPool:
+    """``workers`` processes of environments of one class, started on first use; not thread-safe.
+
+    An episode is a number of the caller's. It has at most one request at a time.
+    """
+
+    def __init__(self, options: EnvOptions) -> None:
+        self.options = options
+        self._workers = [_Worker(options) for _ in range(options.workers)]
+        self._worker_of: dict[int, _Worker] = {}
+        self._lost: dict[int, Failure] = {}
+        self._number = 0
+
+    def spawn(self) -> None:
+        """Start all processes that do not run, without waiting until they are ready."""
+        for worker in self._workers:
+            if worker.process is None:
+                worker.spawn()
+
+    def reset(self, episode: int, row: Json, seed: int) -> None:
+        """Start an episode in the process with the fewest."""
+        worker = min(self._workers, key=lambda one: len(one.history))
+        self._worker_of[episode], worker.history[episode] = worker, []
+        self._submit(episode, "reset", {"row": row, "seed": seed})
+
+    def step(self, episode: int, reply: Reply) -> None:
+        self._submit(episode, "step", {"reply": asdict(reply)})
+
+    def _submit(self, episode: int, op: str, fields: Json) -> None:
+        self._number += 1
+        self._worker_of[episode].waiting.append(_Request(self._number, episode, op, fields))
+
+    def end(self, episode: int) -> None:
+        """Close an episode's environment, without waiting."""
+        worker = self._worker_of.pop(episode, None)
+        self._lost.pop(episode, None)
+        if worker is not None and worker.history.pop(episode, None) is not None and worker.process is not None:
+            self._number += 1
+            worker.waiting.append(_Request(self._number, episode, "close", {}))
+
+    def poll(self, wait_s: float = 0.0) -> list[Answer]:
+        """Return the answers that have arrived; wait up to ``wait_s`` seconds for one."""
+        until, answers = time.monotonic() + wait_s, list[Answer]()
+        while True:
+            for episode in [one for one in self._lost if self._waits(one)]:
+                answers.append(self._fail(episode, self._lost.pop(episode)))
+            for worker in self._workers:
+                answers += self._serve(worker)
+            now = time.monotonic()
+            if answers or now >= until:
+                return answers
+            self._wait(min(until, *(worker.deadline for worker in self._workers)) - now)
+
+    def _waits(self, episode: int) -> bool:
+        worker = self._worker_of[episode]
+        return any(one.episode == episode for one in worker.waiting)
+
+    def _wait(self, seconds: float) -> None:
+        poll = select.poll()
+        for worker in self._workers:
+            if worker.process is not None:
+                poll.register(worker.fds[1], select.POLLIN)
+                if worker.events:
+                    poll.register(worker.fds[0], worker.events)
+        poll.poll(max(0.0, seconds) * 1000 + 1)
+
+    def _serve(self, worker: _Worker) -> list[Answer]:
+        if worker.process is None:
+            if not worker.waiting:
+                return []
+            worker.spawn()
+        answers = list[Answer]()
+        try:
+            for message in worker.receive():
+                answers += self._received(worker, message)
+            worker.send()
+        except EOFError:
+            return answers + self._ended(worker, DIED, "")
+        if time.monotonic() > worker.deadline:
+            answers += self._ended(worker, TIMEOUT, f"no answer after {self.options.timeout:g} s (env.timeout)")
+        return answers
+
+    def _received(self, worker: _Worker, message: Json) -> list[Answer]:
+        if "fatal" in message:
+            self.close()
+            raise UserError(f"env.cls={self.options.cls} cannot be loaded: {message['fatal']}")
+        if "ready" in message:
+            worker.capacity = self.options.max_concurrency if message["asynchronous"] else 1
+            return []
+        request = worker.running.pop(message["id"])
+        if request.op == "close" or request.episode not in worker.history:
+            return []
+        if request.expected is None and request.episode in self._lost:
+            return [self._fail(request.episode, self._lost.pop(request.episode))]
+        if "error" in message:
+            return [self._fail(request.episode, Failure(ERROR, message["error"], message.get("traceback", "")))]
+        turn, history = message["turn"], worker.history[request.episode]
+        if request.expected is None:
+            history.append((request, turn))
+            return [Answer(request.episode, turn_of(turn), time.monotonic() - request.started)]
+        if turn != request.expected:
+            detail = "another environment ended their process, and this one is not deterministic: it cannot be replayed"
+            self._lost[request.episode] = Failure(DIED, detail)
+        return []
+
+    def _fail(self, episode: int, failure: Failure) -> Answer:
+        worker = self._worker_of.pop(episode)
+        worker.history.pop(episode)
+        worker.waiting = deque(one for one in worker.waiting if one.episode != episode)
+        return Answer(episode, failure)
+
+    def _ended(self, worker: _Worker, kind: str, detail: str) -> list[Answer]:
+        """Kill a process; fail the request that it was executing, and play its other episodes again."""
+        was_ready = worker.capacity > 0
+        how = worker.kill()
+        if not was_ready:
+            self.close()
+            waited = f"was not ready after {STARTUP_S:g} s" if kind == TIMEOUT else f"ended ({how})"
+            raise UserError(f"env.cls={self.options.cls}: its process {waited}")
+        late = [one for one in worker.running.values() if time.monotonic() > one.started + self.options.timeout]
+        suspects = late if kind == TIMEOUT else list(worker.running.values())
+        answers = list[Answer]()
+        if len(suspects) == 1 or kind == TIMEOUT:
+            failure = Failure(kind, detail or f"the environment's process ended ({how})")
+            for one in suspects:
+                if one.episode in worker.history:
+                    answers.append(self._fail(one.episode, failure))
+        worker.serial |= len(suspects) > 1
+        again = [one for one in worker.running.values() if one.episode in worker.history and one.expected is None]
+        waiting = [one for one in (*again, *worker.waiting) if one.op != "close" and one.expected is None]
+        worker.running.clear()
+        worker.waiting = deque(self._replays(worker))
+        worker.waiting += waiting
+        return answers
+
+    def _replays(self, worker: _Worker) -> Iterator[_Request]:
+        for history in worker.history.values():
+            for request, turn in history:
+                self._number += 1
+                yield _Request(self._number, request.episode, request.op, request.fields, turn)
+
+    def close(self) -> None:
+        """Kill all processes and their descendants."""
+        for worker in self._workers:
+            worker.kill()

@@ -1,0 +1,86 @@
+"""The child process of an environment pool: ``python -m realhf.environments.server OPTIONS``, a JSON object.
+
+It writes ``{"ready": true}`` or ``{"fatal": text}``, and then replies to each JSON line ``{id, op, ...}`` on stdin with
+``{"id", "turn"}`` or ``{"id", "error", "traceback"}``. ``op`` is ``reset`` (``row``, ``seed``), ``step`` (``reply``) or
+``close``. If the methods are ``async``, the first line includes ``"asynchronous": true``, and the process accepts
+further requests while others are in progress. Output of the environment goes to stderr. The parent kills the process
+when a request exceeds its deadline; the process ends by itself when the parent exits.
+"""
+
+import asyncio
+import inspect
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+from typing import Any
+
+from realhf.base.child_process import describe, die_with_parent, error_reply, limit, send, take_over_streams
+from realhf.environments.loading import load_class
+from realhf.environments.types import reply_of, turn_to_json
+
+
+def main(options: dict[str, Any]) -> None:
+    """Serve until stdin is closed."""
+    requests, replies = take_over_streams()
+    if os.getpgrp() != os.getpid():
+        os.setpgrp()
+    threading.Thread(target=die_with_parent, args=(requests, options["timeout"]), daemon=True).start()
+    limit(resource.RLIMIT_DATA, int(options["memory_gb"] * 2**30))
+    try:
+        make = load_class(options["cls"])
+    except (Exception, SystemExit) as error:
+        send(replies, {"fatal": describe(error)})
+        return
+    methods = (getattr(make, name, None) for name in ("reset", "step"))
+    asynchronous = any(map(inspect.iscoroutinefunction, methods))
+    send(replies, {"ready": True, "asynchronous": asynchronous})
+    asyncio.run(Server(make, options["options"], replies).run(requests))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.killpg(os.getpgrp(), signal.SIGTERM)  # processes that environments left running
+
+
+class Server:
+    """The environments of open episodes, by the number of their requests' episode."""
+
+    def __init__(self, make: Any, options: dict[str, Any], replies: int) -> None:
+        self._make, self._options, self._replies = make, options, replies
+        self._environments: dict[int, Any] = {}
+
+    async def run(self, requests: int) -> None:
+        reader, loop = asyncio.StreamReader(limit=2**30), asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(requests, "rb"))
+        tasks: set[asyncio.Task[None]] = set()
+        async for line in reader:
+            tasks.add(task := loop.create_task(self._serve(json.loads(line))))
+            task.add_done_callback(tasks.discard)
+        await asyncio.gather(*tasks)
+
+    async def _serve(self, request: dict[str, Any]) -> None:
+        try:
+            answer = {"turn": await self._answer(request)}
+        except (Exception, SystemExit) as error:
+            answer = error_reply(error)
+        send(self._replies, {"id": request["id"], **answer})
+
+    async def _answer(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        episode = request["episode"]
+        match request["op"]:
+            case "reset":
+                environment = self._environments[episode] = self._make(**self._options)
+                result = environment.reset(request["row"], request["seed"])
+            case "step":
+                result = self._environments[episode].step(reply_of(request["reply"]))
+            case _:
+                environment = self._environments.pop(episode, None)
+                close = getattr(environment, "close", None)
+                if close is not None and inspect.isawaitable(done := close()):
+                    await done
+                return None
+        return turn_to_json(await result if inspect.isawaitable(result) else result)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,100 @@
+"""The words between an environment and a model: ``Turn`` from the environment, ``Reply`` from the model."""
+
+import json
+import math
+import numbers
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+MAX_TURN_BYTES = 1 << 24
+"""Limit of one observation, as JSON."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the model has written. ``arguments`` are as parsed; an invalid call has ``error``."""
+
+    name: str
+    arguments: dict[str, Any]
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The model's message: text without special tokens, and all token ids.
+
+    ``stop`` is ``stop`` after a stop token, or ``length`` for a reply cut at its limit.
+    """
+
+    text: str
+    tokens: list[int]
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    stop: str = "stop"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The environment's message: chat ``messages`` for the chat template, or ``text`` or ``tokens`` to append.
+
+    The first turn of an episode may have none of them: the episode then starts with the prompt of its row. ``tools``
+    (JSON schemas) are passed to the chat template in the first turn. ``reward`` is for the reply before. The last turn
+    is ``done``; its message is not shown to the model. Numbers in ``info`` become metrics ``env/NAME`` when done.
+    """
+
+    messages: Sequence[dict[str, Any]] = ()
+    text: str | None = None
+    tokens: list[int] | None = None
+    tools: Sequence[dict[str, Any]] = ()
+    reward: float = 0.0
+    done: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """A user's environment. One instance plays one episode; a process has many. Methods may be ``async``."""
+
+    def reset(self, row: dict[str, Any], seed: int) -> Turn:
+        """Start an episode for a row of the data set. ``seed`` depends on the seed of the run and the prompt."""
+
+    def step(self, reply: Reply) -> Turn:
+        """Answer a reply of the model."""
+
+    def close(self) -> None:
+        """Release resources; optional."""
+
+
+def turn_to_json(value: object) -> dict[str, Any]:
+    """Return a turn as JSON values; TypeError or ValueError for an invalid one."""
+    if isinstance(value, str):
+        value = Turn(text=value)
+    if not isinstance(value, Turn):
+        raise TypeError(f"the environment returned {value!r:.100}, a {type(value).__name__}; it must return a Turn")
+    if not isinstance(value.reward, numbers.Real) or not math.isfinite(value.reward):
+        raise ValueError(f"Turn.reward is {value.reward!r:.100}; it must be a finite number")
+    if sum((bool(value.messages), value.text is not None, value.tokens is not None)) > 1:
+        raise ValueError("a Turn has messages, text or tokens, not several of them")
+    if value.text is not None and not isinstance(value.text, str):
+        raise TypeError(f"Turn.text is a {type(value.text).__name__}; it must be text")
+    for message in value.messages:
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise TypeError(f"Turn.messages has {message!r:.100}; a message is a dict with texts 'role' and 'content'")
+    size = len(value.text or "") + sum(len(message["content"]) for message in value.messages)
+    if size > MAX_TURN_BYTES:
+        raise ValueError(f"the Turn has {size} characters, more than {MAX_TURN_BYTES}")
+    if value.tokens is not None and not all(isinstance(t, int) and t >= 0 for t in value.tokens):
+        raise TypeError("Turn.tokens must be token ids, integers >= 0")
+    fields = {**asdict(value), "reward": float(value.reward), "done": bool(value.done)}
+    fields["info"] = {str(k): float(v) for k, v in value.info.items() if isinstance(v, numbers.Real | bool)}
+    size = len(json.dumps(fields))
+    if size > MAX_TURN_BYTES:
+        raise ValueError(f"the Turn has {size} bytes, more than {MAX_TURN_BYTES}")
+    return fields
+
+
+def turn_of(fields: dict[str, Any]) -> Turn:
+    return Turn(**{**fields, "messages": tuple(fields["messages"]), "tools": tuple(fields["tools"])})
+
+
+def reply_of(fields: dict[str, Any]) -> Reply:
+    return Reply(**{**fields, "tool_calls": [ToolCall(**call) for call in fields["tool_calls"]]})

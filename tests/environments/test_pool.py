@@ -1,0 +1,177 @@
+"""Environment processes: results, faults that harm nobody else, and replays after a process has died."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from realhf.base.errors import UserError
+from realhf.environments import Reply, Turn
+from realhf.environments.pool import EnvOptions, EnvPool, Failure
+
+FILE = Path(__file__).with_name("hostile.py")
+TIMEOUT_S = 1.0
+
+
+@pytest.fixture
+def pools() -> Iterator[list[EnvPool]]:
+    made: list[EnvPool] = []
+    yield made
+    for pool in made:
+        pool.close()
+
+
+def pool_of(pools: list[EnvPool], cls: str, workers: int = 1, timeout: float = TIMEOUT_S, **options: object) -> EnvPool:
+    pools.append(EnvPool(EnvOptions(f"{FILE}:{cls}", options, workers, timeout)))
+    return pools[-1]
+
+
+def play(pool: EnvPool, rows: list[dict], max_turns: int = 5) -> list[list[Turn | Failure]]:
+    """Play the episodes of all rows at once."""
+    results: list[list[Turn | Failure]] = [[] for _ in rows]
+    for number, row in enumerate(rows):
+        pool.reset(number, row, 7 * number)
+    n_open, deadline = len(rows), time.monotonic() + 60
+    while n_open:
+        assert time.monotonic() < deadline, results
+        for answer in pool.poll(5.0):
+            turns = results[answer.episode]
+            turns.append(answer.result)
+            if isinstance(answer.result, Failure) or answer.result.done or len(turns) > max_turns:
+                pool.end(answer.episode)
+                n_open -= 1
+            else:
+                pool.step(answer.episode, Reply(f"reply {len(turns)}", [1, 2]))
+    return results
+
+
+def good(name: str, turns: int, seed: int) -> list[Turn]:
+    last = [Turn(text=f"{name} {i} reply {i}", reward=1.0, done=i == turns) for i in range(1, turns + 1)]
+    return [Turn(text=f"start {name} {seed}"), *last]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_episodes_are_independent(workers: int, pools: list[EnvPool]) -> None:
+    rows = [{"name": f"e{i}", "turns": 1 + i % 4} for i in range(20)]
+    results = play(pool_of(pools, "Counter", workers), rows)
+    assert results == [good(row["name"], row["turns"], 7 * i) for i, row in enumerate(rows)]
+
+
+FAULTS = {
+    "hang": ("timeout", "no answer after 1 s"),
+    "hang deaf to signals": ("timeout", "no answer after 1 s"),
+    "crash": ("died", "exit code 3"),
+    "segfault": ("died", "Segmentation fault"),
+    "huge observation": ("error", "bytes, more than"),
+    "memory": ("error", "MemoryError"),
+    "nan reward": ("error", "must be a finite number"),
+    "no turn": ("error", "must return a Turn"),
+    "wrong types": ("error", "must be"),
+    "exit": ("error", "SystemExit"),
+}
+HARMLESS = ("fork", "never done", "prints", "reads stdin", "special tokens", "slow close", "")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_ends_its_own_episode_only(fault: str, pools: list[EnvPool]) -> None:
+    rows = [{"name": f"e{i}", "turns": 3} for i in range(6)]
+    rows[2]["fault"] = fault  # type: ignore[assignment]
+    results = play(pool_of(pools, "Broken", timeout=TIMEOUT_S if fault.startswith("hang") else 20.0), rows)
+    *turns, failure = results.pop(2)
+    kind, detail = FAULTS[fault]
+    assert turns == good("e2", 3, 14)[:1]
+    assert isinstance(failure, Failure) and failure.kind == kind and detail in failure.detail
+    assert results == [good(row["name"], 3, 7 * i) for i, row in enumerate(rows) if i != 2]
+
+
+@pytest.mark.parametrize("fault", HARMLESS)
+def test_odd_behaviour_harms_nobody(fault: str, pools: list[EnvPool]) -> None:
+    rows = [{"name": f"e{i}", "turns": 3} for i in range(4)]
+    rows[1]["fault"] = fault  # type: ignore[assignment]
+    results = play(pool_of(pools, "Broken"), rows)
+    odd = results.pop(1)
+    assert not any(isinstance(turn, Failure) for turn in odd)
+    assert results == [good(row["name"], 3, 7 * i) for i, row in enumerate(rows) if i != 1]
+
+
+def test_forked_processes_are_killed(pools: list[EnvPool]) -> None:
+    pool = pool_of(pools, "Broken")
+    play(pool, [{"name": "e", "turns": 1, "fault": "fork"}])
+    process = pool._workers[0].process
+    assert process is not None
+    pool.close()
+    deadline = time.monotonic() + 5
+    while any(one.read_text().split(") ")[1].split()[2] == str(process.pid) for one in stats()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def stats() -> list[Path]:
+    found = []
+    for entry in os.listdir("/proc"):
+        path = Path("/proc") / entry / "stat"
+        if entry.isdigit():
+            try:
+                path.read_text()
+            except OSError:
+                continue
+            found.append(path)
+    return found
+
+
+def test_async_environments_wait_together(pools: list[EnvPool]) -> None:
+    rows = [{"name": f"e{i}", "turns": 2, "seconds": 0.2} for i in range(20)]
+    pool = pool_of(pools, "Async", timeout=10.0)
+    play(pool, rows[:1])
+    began = time.monotonic()
+    results = play(pool, rows)
+    assert results == [good(row["name"], 2, 7 * i) for i, row in enumerate(rows)]
+    assert time.monotonic() - began < 20 * 2 * 0.2
+
+
+def test_of_concurrent_requests_only_the_fault_fails(pools: list[EnvPool]) -> None:
+    rows = [{"name": f"e{i}", "turns": 2, "seconds": 0.01 * i} for i in range(8)]
+    rows[5]["fault"] = "crash"
+    results = play(pool_of(pools, "Async", timeout=5.0), rows)
+    assert isinstance(results[5][-1], Failure)
+    assert [r for i, r in enumerate(results) if i != 5] == [good(f"e{i}", 2, 7 * i) for i in range(8) if i != 5]
+
+
+def test_an_episode_that_cannot_be_replayed_fails(pools: list[EnvPool]) -> None:
+    """The first row's process dies in the second step of the second row."""
+    pool = pool_of(pools, "Random")
+    rows: list[dict] = [{"name": "a", "turns": 3}, {"name": "b", "turns": 3}]
+    pool.reset(0, rows[0], 0)
+    pool.poll(20)
+    pool.step(0, Reply("x", []))
+    assert isinstance(pool.poll(20)[0].result, Turn)
+    pool.reset(1, {**rows[1], "fault": "crash"}, 0)
+    pool.poll(20)
+    pool.step(1, Reply("x", []))
+    assert isinstance(pool.poll(20)[0].result, Failure)
+    pool.step(0, Reply("y", []))
+    (answer,) = pool.poll(20)
+    assert isinstance(answer.result, Failure) and "not deterministic" in answer.result.detail
+
+
+@pytest.mark.parametrize(
+    "source, problem",
+    [
+        ("raise ValueError('no')", "ValueError: no"),
+        ("class Env: pass", "has no method 'step'"),
+        ("class Other: pass", "has no class 'Env'"),
+        ("import os; os._exit(4)", "exit code 4"),
+    ],
+)
+def test_a_class_that_cannot_be_loaded_is_an_error(
+    source: str, problem: str, tmp_path: Path, pools: list[EnvPool]
+) -> None:
+    file = tmp_path / "env.py"
+    file.write_text(source)
+    pools.append(EnvPool(EnvOptions(f"{file}:Env")))
+    pools[-1].reset(0, {}, 0)
+    with pytest.raises(UserError, match=problem):
+        while True:
+            pools[-1].poll(20)
