@@ -1,6 +1,7 @@
 """Loads the class of an environment from ``my_file.py:Class`` or ``package.module:Class``."""
 
 import ast
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -18,10 +19,8 @@ def check_class(name: str) -> list[str]:
         return [f"env.cls={name!r} must be 'file.py:Class' or 'package.module:Class'"]
     if not path.endswith(".py"):
         found = None
-        try:
+        with contextlib.suppress(ImportError, ValueError):
             found = importlib.util.find_spec(path.partition(".")[0])
-        except (ImportError, ValueError):
-            pass
         return [] if found else [f"env.cls={name!r}: there is no module '{path}'"]
     if not Path(path).is_file():
         return [f"env.cls={name!r}: no such file: {path}"]

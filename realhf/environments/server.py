@@ -37,12 +37,12 @@ def main(options: dict[str, Any]) -> None:
     methods = (getattr(make, name, None) for name in ("reset", "step"))
     asynchronous = any(map(inspect.iscoroutinefunction, methods))
     send(replies, {"ready": True, "asynchronous": asynchronous})
-    asyncio.run(Server(make, options["options"], replies).run(requests))
+    asyncio.run(EnvServer(make, options["options"], replies).run(requests))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.killpg(os.getpgrp(), signal.SIGTERM)  # processes that environments left running
 
 
-class Server:
+class EnvServer:
     """The environments of open episodes, by the number of their requests' episode."""
 
     def __init__(self, make: Any, options: dict[str, Any], replies: int) -> None:
@@ -59,6 +59,7 @@ class Server:
         await asyncio.gather(*tasks)
 
     async def _serve(self, request: dict[str, Any]) -> None:
+        answer: dict[str, Any]
         try:
             answer = {"turn": await self._answer(request)}
         except (Exception, SystemExit) as error:

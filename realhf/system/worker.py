@@ -20,8 +20,8 @@ from realhf.api.config.choices import CpuAffinity
 from realhf.api.config.preference import KTO_KL_KEYS
 from realhf.api.graph import InterfaceSpec, Kind
 from realhf.base.activity import ActivityStack
-from realhf.base.cpu_affinity import local_cores
 from realhf.base.errors import UserError
+from realhf.base.process import local_cores
 from realhf.base.seeds import stable_seed
 from realhf.base.timers import Spans
 from realhf.comm.p2p import DirectedGroups, make_directed_groups

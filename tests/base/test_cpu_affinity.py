@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.base.cpu_affinity import local_cores, parse_cores
+from realhf.base.process import local_cores, parse_cores
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
-"""Environment processes: results, faults that harm nobody else, and replays after a process has died."""
+"""Environment processes: results, faults that harm no other episode, and replays after a process has died."""
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -64,7 +65,7 @@ FAULTS = {
     "hang deaf to signals": ("timeout", "no answer after 1 s"),
     "crash": ("died", "exit code 3"),
     "segfault": ("died", "Segmentation fault"),
-    "huge observation": ("error", "bytes, more than"),
+    "huge observation": ("error", "characters, more than"),
     "memory": ("error", "MemoryError"),
     "nan reward": ("error", "must be a finite number"),
     "no turn": ("error", "must return a Turn"),
@@ -87,7 +88,7 @@ def test_a_fault_ends_its_own_episode_only(fault: str, pools: list[EnvPool]) -> 
 
 
 @pytest.mark.parametrize("fault", HARMLESS)
-def test_odd_behaviour_harms_nobody(fault: str, pools: list[EnvPool]) -> None:
+def test_odd_behaviour_harms_no_episode(fault: str, pools: list[EnvPool]) -> None:
     rows = [{"name": f"e{i}", "turns": 3} for i in range(4)]
     rows[1]["fault"] = fault  # type: ignore[assignment]
     results = play(pool_of(pools, "Broken"), rows)
@@ -103,21 +104,16 @@ def test_forked_processes_are_killed(pools: list[EnvPool]) -> None:
     assert process is not None
     pool.close()
     deadline = time.monotonic() + 5
-    while any(one.read_text().split(") ")[1].split()[2] == str(process.pid) for one in stats()):
+    while any(one.split(") ")[1].split()[2] == str(process.pid) for one in stats()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def stats() -> list[Path]:
-    found = []
-    for entry in os.listdir("/proc"):
-        path = Path("/proc") / entry / "stat"
-        if entry.isdigit():
-            try:
-                path.read_text()
-            except OSError:
-                continue
-            found.append(path)
+def stats() -> list[str]:
+    found = list[str]()
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            found.append((Path("/proc") / entry / "stat").read_text())
     return found
 
 
