@@ -18,6 +18,8 @@ INTERFACES: dict[str, str] = {
     "dpo": "realhf.algorithms.preference.dpo:DPO",
     "dpo_evaluation": "realhf.algorithms.preference.dpo:DPOEvaluation",
     "ensemble": "realhf.algorithms.reward_model.reward_model:EnsembleReward",
+    "episode_rewards": "realhf.algorithms.policy_gradient.rollout:EpisodeRewards",
+    "episodes": "realhf.algorithms.policy_gradient.rollout:EpisodeRollout",
     "generation": "realhf.algorithms.policy_gradient.ppo:Generate",
     "labelled_rw": "realhf.algorithms.reward_model.reward_model:LabelledReward",
     "paired_rw": "realhf.algorithms.reward_model.reward_model:PairedReward",

@@ -25,6 +25,7 @@ class Task(Enum):
     answer = "answer"
     math = "math"
     code = "code"
+    episode = "episode"
 
 
 @dataclass(frozen=True)

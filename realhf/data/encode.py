@@ -144,7 +144,9 @@ def truncate(row: EncodedRow, limit: int) -> EncodedRow:
 
 
 def encode_chunk(rows: Sequence[Row], task: Task, tokenizer: "PreTrainedTokenizerBase") -> Iterator[EncodedRow]:
-    prompts = encode_prompts(tokenizer, [row.fields["prompt"] for row in rows])
+    prompts = encode_prompts(tokenizer, [row.fields.get("prompt", "") for row in rows])
+    if task is Task.episode:  # the environment may begin
+        prompts = [prompt or [tokenizer.eos_token_id] for prompt in prompts]
     texts = [answers_of(row, task) for row in rows]
     if task is Task.process:
         answers = encode_segments(tokenizer, texts)

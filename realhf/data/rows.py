@@ -3,6 +3,7 @@
 | task | fields of a row |
 |---|---|
 | prompt | ``prompt``, and all other keys |
+| episode | all keys; ``prompt`` is optional |
 | math | ``query_id``, ``prompt``, ``solutions``, and all other keys |
 | code | ``query_id``, ``prompt``, ``input_output`` or ``stub``, ``test``, ``entry_point``, and all other keys |
 | answer | ``prompt``, ``answer``, and all other keys |
@@ -203,6 +204,10 @@ def ranked_row(raw: dict, line: int, template: str) -> dict:
     return {"prompt": prompt, "answers": answers}
 
 
+def episode_row(raw: dict, line: int, template: str) -> dict:
+    return prompt_row(raw, line, template) if any(key in raw for key in PROMPT_KEYS) else dict(raw)
+
+
 def outcome_row(raw: dict, line: int, template: str) -> dict:
     label = required(raw, "label")
     prompt = prompt_of(raw, template)
@@ -228,6 +233,7 @@ def process_row(raw: dict, line: int, template: str) -> dict:
 NORMALISE: dict[Task, Callable[[dict, int, str], dict]] = {
     Task.prompt: prompt_row,
     Task.answer: answer_row,
+    Task.episode: episode_row,
     Task.math: math_row,
     Task.code: code_row,
     Task.sft: sft_row,

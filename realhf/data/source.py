@@ -58,7 +58,7 @@ class RowSource:
     def batch(self, start: int, stop: int, first: int | None = None) -> SequenceBatch:
         """Return positions ``start`` to ``stop`` of the infinite stream, numbered as prompts from ``first``.
 
-        prompt, math, code: per position one row with ``prompts`` (int64 ids) and ``row`` (uint8, see ``row_fields``).
+        prompt, math, code, episode: per position one row with ``prompts`` (int64) and ``row`` (uint8, ``row_fields``).
         sft: per position one row with ``tokens`` (int64) and ``prompt_mask`` (uint8, 1 on the prompt).
         pairs: rows chosen, rejected, chosen, ... of up to ``max_pairs_per_prompt`` pairs; columns of sft.
         ranked: rows of up to ``max_responses`` answers from best to worst; columns of sft.
@@ -86,7 +86,7 @@ class RowSource:
     def _assemble(self, positions: range, candidates: list[EncodedRow]) -> SequenceBatch:
         """Return the batch of the first rows; the others are candidates for mismatched answers."""
         rows = candidates[: len(positions)]
-        if self._task in (Task.prompt, Task.math, Task.code):
+        if self._task in (Task.prompt, Task.math, Task.code, Task.episode):
             columns = {"prompts": column([row.prompt for row in rows], torch.int64)}
             columns["row"] = column([row.fields for row in rows], torch.uint8)
             return SequenceBatch(tuple(RowId(p, PROMPT) for p in positions), columns)

@@ -5,7 +5,7 @@ import os
 import resource
 import signal
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,7 +24,7 @@ TEMPLATE_TIMEOUT_S = 10
 """Time to render one chat."""
 TEMPLATE_BYTES = 1 << 30
 """Additional address space for rendering chats."""
-Chat = list[dict[str, str]]
+Chat = Sequence[Mapping[str, Any]]
 OPTIONS: dict[str, Any] = {"return_attention_mask": False, "truncation": False, "verbose": False}
 
 
@@ -89,7 +89,9 @@ def encode_prompts(tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Promp
     return [next(plain_ids if isinstance(prompt, str) else chat_ids) for prompt in prompts]
 
 
-def render_chats(tokenizer: "PreTrainedTokenizerBase", chats: Sequence[Chat]) -> list[str]:
+def render_chats(
+    tokenizer: "PreTrainedTokenizerBase", chats: Sequence[Chat], tools: Sequence[dict[str, Any]] = ()
+) -> list[str]:
     """Render chats by the tokenizer's template in a child process; UserError if the template fails or does not end.
 
     A template is a program from the tokenizer's folder. transformers restricts its access, but not its time and memory.
@@ -98,7 +100,7 @@ def render_chats(tokenizer: "PreTrainedTokenizerBase", chats: Sequence[Chat]) ->
         return []
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
-        _render_and_exit(tokenizer, chats, writer)
+        _render_and_exit(tokenizer, chats, tools, writer)
     os.close(writer)
     with open(reader, encoding="ascii") as lines:
         results: list[tuple[bool, str]] = [json.loads(line) for line in lines]
@@ -112,7 +114,9 @@ def render_chats(tokenizer: "PreTrainedTokenizerBase", chats: Sequence[Chat]) ->
     return texts
 
 
-def _render_and_exit(tokenizer: "PreTrainedTokenizerBase", chats: Sequence[Chat], writer: int) -> NoReturn:
+def _render_and_exit(
+    tokenizer: "PreTrainedTokenizerBase", chats: Sequence[Chat], tools: Sequence[dict[str, Any]], writer: int
+) -> NoReturn:
     """Write a JSON line per chat, up to the first error. SIGALRM ends the process, also in the middle of C code."""
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -122,7 +126,12 @@ def _render_and_exit(tokenizer: "PreTrainedTokenizerBase", chats: Sequence[Chat]
             for chat in chats:
                 signal.alarm(TEMPLATE_TIMEOUT_S)
                 try:
-                    line = True, tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+                    options: dict[str, Any] = {"tools": list(tools)} if tools else {}
+                    messages = [dict(message) for message in chat]
+                    text = tokenizer.apply_chat_template(
+                        messages, tokenize=False, add_generation_prompt=True, **options
+                    )
+                    line = True, text
                 except Exception as error:
                     line = False, f"{type(error).__name__}: {error}"
                 out.write(json.dumps(line) + "\n")

@@ -38,7 +38,7 @@ class EnvOptions:
 
 
 @dataclass(frozen=True)
-class Failure:
+class EnvFailure:
     """Why an episode ended without a turn: ``kind`` is error, timeout or died."""
 
     kind: str
@@ -47,16 +47,16 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Answer:
+class EnvAnswer:
     """The result of a request. ``seconds`` is the time from its start to the result."""
 
     episode: int
-    result: Turn | Failure
+    result: Turn | EnvFailure
     seconds: float = 0.0
 
 
 @dataclass(eq=False)
-class _Request:
+class _EnvRequest:
     number: int
     episode: int
     op: str
@@ -69,7 +69,7 @@ class _Request:
         return json.dumps({"id": self.number, "episode": self.episode, "op": self.op, **self.fields}).encode() + b"\n"
 
 
-class _Worker:
+class _EnvWorker:
     """One child process: requests that wait for it, those it executes, and the requests of its open episodes."""
 
     def __init__(self, options: EnvOptions) -> None:
@@ -78,9 +78,9 @@ class _Worker:
         self.capacity = 0  # requests at a time; 0 until the process is ready
         self.ready_by = 0.0
         self.serial = False
-        self.waiting = deque[_Request]()
-        self.running: dict[int, _Request] = {}
-        self.history: dict[int, list[tuple[_Request, Json | None]]] = {}
+        self.waiting = deque[_EnvRequest]()
+        self.running: dict[int, _EnvRequest] = {}
+        self.history: dict[int, list[tuple[_EnvRequest, Json | None]]] = {}
         self._unsent, self._received = b"", b""
 
     def spawn(self) -> None:
@@ -164,9 +164,9 @@ class EnvPool:
 
     def __init__(self, options: EnvOptions) -> None:
         self.options = options
-        self._workers = [_Worker(options) for _ in range(options.workers)]
-        self._worker_of: dict[int, _Worker] = {}
-        self._lost: dict[int, Failure] = {}
+        self._workers = [_EnvWorker(options) for _ in range(options.workers)]
+        self._worker_of: dict[int, _EnvWorker] = {}
+        self._lost: dict[int, EnvFailure] = {}
         self._number = 0
 
     def spawn(self) -> None:
@@ -186,7 +186,7 @@ class EnvPool:
 
     def _submit(self, episode: int, op: str, fields: Json) -> None:
         self._number += 1
-        self._worker_of[episode].waiting.append(_Request(self._number, episode, op, fields))
+        self._worker_of[episode].waiting.append(_EnvRequest(self._number, episode, op, fields))
 
     def end(self, episode: int) -> None:
         """Close an episode's environment, without waiting."""
@@ -194,11 +194,11 @@ class EnvPool:
         self._lost.pop(episode, None)
         if worker is not None and worker.history.pop(episode, None) is not None and worker.process is not None:
             self._number += 1
-            worker.waiting.append(_Request(self._number, episode, "close", {}))
+            worker.waiting.append(_EnvRequest(self._number, episode, "close", {}))
 
-    def poll(self, wait_s: float = 0.0) -> list[Answer]:
+    def poll(self, wait_s: float = 0.0) -> list[EnvAnswer]:
         """Return the answers that have arrived; wait up to ``wait_s`` seconds for one."""
-        until, answers = time.monotonic() + wait_s, list[Answer]()
+        until, answers = time.monotonic() + wait_s, list[EnvAnswer]()
         while True:
             for episode in [one for one in self._lost if self._waits(one)]:
                 answers.append(self._fail(episode, self._lost.pop(episode)))
@@ -222,12 +222,12 @@ class EnvPool:
                     poll.register(worker.fds[0], worker.events)
         poll.poll(max(0.0, seconds) * 1000 + 1)
 
-    def _serve(self, worker: _Worker) -> list[Answer]:
+    def _serve(self, worker: _EnvWorker) -> list[EnvAnswer]:
         if worker.process is None:
             if not worker.waiting:
                 return []
             worker.spawn()
-        answers = list[Answer]()
+        answers = list[EnvAnswer]()
         try:
             for message in worker.receive():
                 answers += self._received(worker, message)
@@ -238,7 +238,7 @@ class EnvPool:
             answers += self._ended(worker, TIMEOUT, f"no answer after {self.options.timeout:g} s (env.timeout)")
         return answers
 
-    def _received(self, worker: _Worker, message: Json) -> list[Answer]:
+    def _received(self, worker: _EnvWorker, message: Json) -> list[EnvAnswer]:
         if "fatal" in message:
             self.close()
             raise UserError(f"env.cls={self.options.cls} cannot be loaded: {message['fatal']}")
@@ -251,23 +251,23 @@ class EnvPool:
         if request.expected is None and request.episode in self._lost:
             return [self._fail(request.episode, self._lost.pop(request.episode))]
         if "error" in message:
-            return [self._fail(request.episode, Failure(ERROR, message["error"], message.get("traceback", "")))]
+            return [self._fail(request.episode, EnvFailure(ERROR, message["error"], message.get("traceback", "")))]
         turn, history = message["turn"], worker.history[request.episode]
         if request.expected is None:
             history.append((request, turn))
-            return [Answer(request.episode, turn_of(turn), time.monotonic() - request.started)]
+            return [EnvAnswer(request.episode, turn_of(turn), time.monotonic() - request.started)]
         if turn != request.expected:
             detail = "another environment ended their process, and this one is not deterministic: it cannot be replayed"
-            self._lost[request.episode] = Failure(DIED, detail)
+            self._lost[request.episode] = EnvFailure(DIED, detail)
         return []
 
-    def _fail(self, episode: int, failure: Failure) -> Answer:
+    def _fail(self, episode: int, failure: EnvFailure) -> EnvAnswer:
         worker = self._worker_of.pop(episode)
         worker.history.pop(episode)
         worker.waiting = deque(one for one in worker.waiting if one.episode != episode)
-        return Answer(episode, failure)
+        return EnvAnswer(episode, failure)
 
-    def _ended(self, worker: _Worker, kind: str, detail: str) -> list[Answer]:
+    def _ended(self, worker: _EnvWorker, kind: str, detail: str) -> list[EnvAnswer]:
         """Kill a process; fail the request that it was executing, and play its other episodes again."""
         was_ready = worker.capacity > 0
         how = worker.kill()
@@ -277,9 +277,9 @@ class EnvPool:
             raise UserError(f"env.cls={self.options.cls}: its process {waited}")
         late = [one for one in worker.running.values() if time.monotonic() > one.started + self.options.timeout]
         suspects = late if kind == TIMEOUT else list(worker.running.values())
-        answers = list[Answer]()
+        answers = list[EnvAnswer]()
         if len(suspects) == 1 or kind == TIMEOUT:
-            failure = Failure(kind, detail or f"the environment's process ended ({how})")
+            failure = EnvFailure(kind, detail or f"the environment's process ended ({how})")
             for one in suspects:
                 if one.episode in worker.history:
                     answers.append(self._fail(one.episode, failure))
@@ -291,11 +291,11 @@ class EnvPool:
         worker.waiting += waiting
         return answers
 
-    def _replays(self, worker: _Worker) -> Iterator[_Request]:
+    def _replays(self, worker: _EnvWorker) -> Iterator[_EnvRequest]:
         for history in worker.history.values():
             for request, turn in history:
                 self._number += 1
-                yield _Request(self._number, request.episode, request.op, request.fields, turn)
+                yield _EnvRequest(self._number, request.episode, request.op, request.fields, turn)
 
     def close(self) -> None:
         """Kill all processes and their descendants."""

@@ -73,10 +73,10 @@ class PPOExperiment(Experiment):
         actor, critic = (InterfaceSpec(name, to_plain(ppo)) for name in ("ppo_actor", "ppo_critic"))
         # reading 'rewards' restricts a call to the selected rows
         rows = ("tokens", "rewards") if self.drops_rows else ("tokens",)
-        rollout = ("tokens", "prompt_mask", "logprobs", "truncated")
         resamples = ppo.max_resamples if ppo.dynamic_sampling else 0
         *rewards, rew_inf = self.reward_mfcs()
-        actor_gen = MFC("actor_gen", "actor", Kind.GENERATE, actor, ("prompts", "row"), rollout, batch)
+        actor_gen = self.rollout_mfc()
+        rollout = tuple(key for key in actor_gen.outputs if key != "scores")
         mfcs = [actor_gen, *rewards, replace(rew_inf, resamples=resamples)]
         if has_model(self.prm):
             score = ScoreConfig(RewardModelType.process, step_splitter=ppo.prm.step_splitter)
@@ -98,6 +98,14 @@ class PPOExperiment(Experiment):
         offloaded = tuple(role for role, model in self.roles().items() if role in frozen and model.spec.offload)
         return Graph(tuple(mfcs), syncs, offloaded, tuple(self.eval_mfcs()))
 
+    def rollout_mfc(self) -> MFC:
+        actor = InterfaceSpec("ppo_actor", to_plain(self.ppo))
+        outputs = ("tokens", "prompt_mask", "logprobs", "truncated")
+        return MFC("actor_gen", "actor", Kind.GENERATE, actor, ("prompts", "row"), outputs, self._batch)
+
+    def eval_rollout_mfc(self, sampling: GenerationConfig) -> MFC:
+        return sampling_call("eval_gen", "actor", sampling, self._batch)
+
     def more_mfcs(self) -> list[MFC]:
         """Return the calls that an algorithm adds between rewards and training."""
         return []
@@ -107,7 +115,7 @@ class PPOExperiment(Experiment):
         if not self.dataset.holds_out:
             return []
         sampling = replace(self.ppo.gen, **vars(self.evaluation))
-        gen = sampling_call("eval_gen", "actor", sampling, self._batch)
+        gen = self.eval_rollout_mfc(sampling)
         rewards = self.without_selection().reward_mfcs()
         return [gen, *(replace(mfc, name=f"eval_{mfc.name.removesuffix('_inf')}") for mfc in rewards)]
 

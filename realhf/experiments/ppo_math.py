@@ -1,13 +1,14 @@
 """PPO with verified rewards: maths answers, programs, or any reward function of the user."""
 
 from dataclasses import dataclass, replace
+from math import inf
 
-from realhf.api.config import ModelSpec, RewardConfig, opt
+from realhf.api.config import EnvConfig, GenerationConfig, ModelSpec, RewardConfig, opt
 from realhf.api.config.preference import EnsembleConfig, ScoreConfig
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC
-from realhf.experiments.options.checks import reward_problems, score_range, unmet
-from realhf.experiments.options.models import reward_task, verifier_call
+from realhf.experiments.options.checks import env_problems, reward_problems, score_range, unmet
+from realhf.experiments.options.models import episode_call, episode_rewards, reward_task, verifier_call
 from realhf.experiments.ppo import PPOExperiment
 
 
@@ -16,12 +17,29 @@ class PPOMathExperiment(PPOExperiment):
     """PPO with verified rewards instead of a reward model."""
 
     reward: RewardConfig = opt(RewardConfig, "the verifier")
+    env: EnvConfig = opt(EnvConfig, "an environment instead of the verifier: multi-turn rollouts")
 
     @property
     def task(self) -> Task:  # type: ignore[override]
-        return reward_task(self.reward)
+        return Task.episode if self.env.cls else reward_task(self.reward)
+
+    @property
+    def drops_rows(self) -> bool:
+        return bool(self.env.cls) or super().drops_rows
+
+    def rollout_mfc(self) -> MFC:
+        if not self.env.cls:
+            return super().rollout_mfc()
+        return episode_call("actor_gen", "actor", self.env, self.ppo.gen, self.samples_per_prompt(), self._batch)
+
+    def eval_rollout_mfc(self, sampling: GenerationConfig) -> MFC:
+        if not self.env.cls:
+            return super().eval_rollout_mfc(sampling)
+        return episode_call("eval_gen", "actor", self.env, sampling, sampling.n, self._batch)
 
     def reward_mfcs(self) -> list[MFC]:
+        if self.env.cls:
+            return [episode_rewards("rew_inf", self.ppo, self._batch)]
         return [verifier_call("rew_inf", self.reward, self.ppo, self._batch)]
 
     def without_selection(self) -> "PPOMathExperiment":
@@ -32,10 +50,13 @@ class PPOMathExperiment(PPOExperiment):
         return {}
 
     def score_range(self) -> tuple[float, float]:
-        return score_range(self.reward)
+        return (-inf, inf) if self.env.cls else score_range(self.reward)
 
     def problems(self) -> list[str]:
-        return super().problems() + reward_problems(self.reward) + unmet([
+        rewards = env_problems(self.env, self.ppo, self.reward) if self.env.cls else reward_problems(self.reward)
+        return super().problems() + rewards + unmet([
+            (not self.env.cls or type(self).more_mfcs is PPOMathExperiment.more_mfcs,
+             "env.cls: this algorithm is for single responses; use grpo, rloo, reinforce-pp or ppo-math"),
             ((self.rew, self.score) == (ModelSpec(), ScoreConfig()),
              "rew or score have options, but rewards come from reward.fn; for a reward model use ppo"),
             (self.ensemble == EnsembleConfig(),

@@ -106,6 +106,13 @@ class PackedRows:
         """Masked-in tokens of every row, ``[B]`` float32."""
         return self.sums(torch.ones_like(self.mask, dtype=torch.float32))
 
+    @property
+    def last(self) -> Tensor:
+        """Index of the last masked-in token of every row, ``[B]`` int64; 0 without one."""
+        row = per_token(torch.arange(len(self.lengths), device=self.mask.device), self.lengths)
+        index = torch.arange(len(self.mask), device=self.mask.device) * self.mask
+        return index.new_zeros(len(self.lengths)).scatter_reduce(0, row, index, "amax")
+
     def sums(self, x: Tensor) -> Tensor:
         """Return the sum of ``x`` (``[T]``) over each row's masked-in tokens, ``[B]``."""
         row = per_token(torch.arange(len(self.lengths), device=x.device), self.lengths)

@@ -10,7 +10,7 @@ import pytest
 
 from realhf.base.errors import UserError
 from realhf.environments import Reply, Turn
-from realhf.environments.pool import EnvOptions, EnvPool, Failure
+from realhf.environments.pool import EnvFailure, EnvOptions, EnvPool
 
 FILE = Path(__file__).with_name("hostile.py")
 TIMEOUT_S = 1.0
@@ -29,9 +29,9 @@ def pool_of(pools: list[EnvPool], cls: str, workers: int = 1, timeout: float = T
     return pools[-1]
 
 
-def play(pool: EnvPool, rows: list[dict], max_turns: int = 5) -> list[list[Turn | Failure]]:
+def play(pool: EnvPool, rows: list[dict], max_turns: int = 5) -> list[list[Turn | EnvFailure]]:
     """Play the episodes of all rows at once."""
-    results: list[list[Turn | Failure]] = [[] for _ in rows]
+    results: list[list[Turn | EnvFailure]] = [[] for _ in rows]
     for number, row in enumerate(rows):
         pool.reset(number, row, 7 * number)
     n_open, deadline = len(rows), time.monotonic() + 60
@@ -40,7 +40,7 @@ def play(pool: EnvPool, rows: list[dict], max_turns: int = 5) -> list[list[Turn 
         for answer in pool.poll(5.0):
             turns = results[answer.episode]
             turns.append(answer.result)
-            if isinstance(answer.result, Failure) or answer.result.done or len(turns) > max_turns:
+            if isinstance(answer.result, EnvFailure) or answer.result.done or len(turns) > max_turns:
                 pool.end(answer.episode)
                 n_open -= 1
             else:
@@ -83,7 +83,7 @@ def test_a_fault_ends_its_own_episode_only(fault: str, pools: list[EnvPool]) -> 
     *turns, failure = results.pop(2)
     kind, detail = FAULTS[fault]
     assert turns == good("e2", 3, 14)[:1]
-    assert isinstance(failure, Failure) and failure.kind == kind and detail in failure.detail
+    assert isinstance(failure, EnvFailure) and failure.kind == kind and detail in failure.detail
     assert results == [good(row["name"], 3, 7 * i) for i, row in enumerate(rows) if i != 2]
 
 
@@ -93,7 +93,7 @@ def test_odd_behaviour_harms_no_episode(fault: str, pools: list[EnvPool]) -> Non
     rows[1]["fault"] = fault  # type: ignore[assignment]
     results = play(pool_of(pools, "Broken"), rows)
     odd = results.pop(1)
-    assert not any(isinstance(turn, Failure) for turn in odd)
+    assert not any(isinstance(turn, EnvFailure) for turn in odd)
     assert results == [good(row["name"], 3, 7 * i) for i, row in enumerate(rows) if i != 1]
 
 
@@ -131,7 +131,7 @@ def test_of_concurrent_requests_only_the_fault_fails(pools: list[EnvPool]) -> No
     rows = [{"name": f"e{i}", "turns": 2, "seconds": 0.01 * i} for i in range(8)]
     rows[5]["fault"] = "crash"
     results = play(pool_of(pools, "Async", timeout=5.0), rows)
-    assert isinstance(results[5][-1], Failure)
+    assert isinstance(results[5][-1], EnvFailure)
     assert [r for i, r in enumerate(results) if i != 5] == [good(f"e{i}", 2, 7 * i) for i in range(8) if i != 5]
 
 
@@ -146,10 +146,10 @@ def test_an_episode_that_cannot_be_replayed_fails(pools: list[EnvPool]) -> None:
     pool.reset(1, {**rows[1], "fault": "crash"}, 0)
     pool.poll(20)
     pool.step(1, Reply("x", []))
-    assert isinstance(pool.poll(20)[0].result, Failure)
+    assert isinstance(pool.poll(20)[0].result, EnvFailure)
     pool.step(0, Reply("y", []))
     (answer,) = pool.poll(20)
-    assert isinstance(answer.result, Failure) and "not deterministic" in answer.result.detail
+    assert isinstance(answer.result, EnvFailure) and "not deterministic" in answer.result.detail
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,17 @@ Advantages = tuple["Tensor", "Tensor"]
 
 
 def gae(x: AdvantageInputs, _: None) -> Advantages:
-    from realhf.ops.gae import packed_gae
+    """Apply GAE to sampled tokens; the state before one is that after the token before it, sampled or not."""
+    from realhf.ops.gae import gae_1d_nolp_misalign, packed_gae
 
+    if "turn_rewards" in x.batch.columns:
+        at, counts = x.rows.mask.nonzero().flatten(), [int(count) for count in x.rows.counts.tolist()]
+        ends = zip((at - 1).split(counts), x.rows.last, strict=True)
+        states = x.values[[index for before, last in ends for index in (*before.tolist(), int(last))]]
+        bootstrap = x.batch["truncated"].bool()
+        found = gae_1d_nolp_misalign(x.rewards[at], states, counts, bootstrap, x.discount, x.gae_lambda)
+        advantages, returns = (x.values.new_zeros(len(x.values)).index_copy(0, at, some) for some in found)
+        return advantages, returns
     return packed_gae(x.rewards, x.values, x.rows.lengths, x.batch["truncated"].bool(), x.discount, x.gae_lambda)
 
 

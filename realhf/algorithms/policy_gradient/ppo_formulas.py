@@ -17,6 +17,7 @@ from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.config import ValueLossType, ValueNormType
 from realhf.api.messages import State
 from realhf.data.protocols import Loss
+from realhf.ops.rows import PackedRows
 
 HUBER_DELTA = 10.0
 MIN_VARIANCE = 1e-2
@@ -45,13 +46,13 @@ def outcome_rewards(rewards: Tensor, truncated: Tensor, response_lengths: Tensor
     return result - config.overlong_penalty * over.clamp(0.0, 1.0)
 
 
-def token_rewards(kl: Tensor, outcomes: Tensor, lengths: Sequence[int], kl_coef: float) -> Tensor:
-    """Return the reward of every token, ``[T]``: ``-kl_coef * kl``, plus the outcome on a row's last token.
+def token_rewards(kl: Tensor, outcomes: Tensor, rows: PackedRows, kl_coef: float) -> Tensor:
+    """Return the reward of every token, ``[T]``: ``-kl_coef * kl``, plus the outcome on a row's last sampled token.
 
-    ``kl`` is 0 outside of responses; ``outcomes`` are the rewards of whole responses, ``[B]``.
+    ``kl`` is 0 outside of ``rows.mask``, the sampled tokens; ``outcomes`` are the rewards of whole responses, ``[B]``.
+    A row without sampled tokens has no reward.
     """
-    last = torch.tensor(list(accumulate(lengths)), dtype=torch.int64, device=kl.device) - 1
-    return (-kl_coef * kl).index_add(0, last, outcomes.to(kl.dtype))
+    return (-kl_coef * kl).index_add(0, rows.last, outcomes.to(kl.dtype).masked_fill(rows.counts == 0, 0.0))
 
 
 def whiten(advantages: Tensor, mask: Tensor, sums: Tensor) -> Tensor:

@@ -46,7 +46,9 @@ def compute_signals(engine: Engine, batch: SequenceBatch, config: PPOConfig, kl_
     in_reward = config.kl_in is KLPlace.reward
     penalty = reference_kl(config.kl_reward_estimator, logprobs, batch, mask) if in_reward else torch.zeros_like(kl)
     outcomes = outcome_rewards(batch["rewards"], truncated, rows.counts, config)
-    rewards = token_rewards(penalty, outcomes, lengths, kl_coef)
+    rewards = token_rewards(penalty, outcomes, rows, kl_coef)
+    if "turn_rewards" in batch.columns:
+        rewards = with_turn_rewards(rewards, batch["turn_rewards"] * config.reward_output_scaling, rows)
     if "step_rewards" in batch.columns:
         rewards = rewards + shape_step_rewards(batch.columns["step_rewards"], config.prm, eta)
     values = torch.zeros_like(kl) if config.disable_value else batch["values"]
@@ -59,6 +61,12 @@ def compute_signals(engine: Engine, batch: SequenceBatch, config: PPOConfig, kl_
     if config.recompute_logprobs:
         weights = truncated_is_weights(logprobs, batch["logprobs"], mask, config.is_weight_cap)
     return TrainingSignals(logprobs, kl, mask, trained.mask, values, advantages, returns, weights, len(batch))
+
+
+def with_turn_rewards(rewards: Tensor, turn_rewards: Tensor, rows: PackedRows) -> Tensor:
+    """Move the rewards of turns, ``[T]``, from the last sampled token of each row to their own; sums do not change."""
+    moved = turn_rewards.masked_fill(~rows.mask, 0.0)
+    return (rewards + moved).index_add(0, rows.last, -rows.sums(moved))
 
 
 def step_threshold(engine: Engine, batch: SequenceBatch, config: PPOConfig) -> float:

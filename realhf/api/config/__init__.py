@@ -20,6 +20,7 @@ from realhf.api.config.choices import (
     WandbMode,
 )
 from realhf.api.config.dataset import DatasetConfig
+from realhf.api.config.environment import EnvConfig
 from realhf.api.config.experiment import ExperimentConfig, ExperimentControl, ResumeConfig
 from realhf.api.config.generation import EvaluationConfig, GenerationConfig
 from realhf.api.config.launch import PlannerConfig, RayConfig, SlurmConfig, TensorboardConfig, WandbConfig

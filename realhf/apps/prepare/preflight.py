@@ -51,6 +51,7 @@ DATASET_KEYS = {
     Task.prompt: {"prompts", "row"},
     Task.math: {"prompts", "row"},
     Task.code: {"prompts", "row"},
+    Task.episode: {"prompts", "row"},
     Task.answer: {"tokens", "prompt_mask", "row"},
     Task.sft: {"tokens", "prompt_mask"},
     Task.pairs: {"tokens", "prompt_mask", *KTO_KL_KEYS},

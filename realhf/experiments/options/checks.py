@@ -7,7 +7,8 @@ from math import inf
 from realhf.algorithms.policy_gradient.advantages import ADVANTAGES
 from realhf.algorithms.policy_gradient.config import PolicyLoss, PPOConfig
 from realhf.algorithms.policy_gradient.policy_losses import POLICY_LOSSES
-from realhf.api.config import EvaluationConfig, GenerationConfig, KLEstimator, KLPlace, RewardConfig
+from realhf.api.config import EnvConfig, EvaluationConfig, GenerationConfig, KLEstimator, KLPlace, RewardConfig
+from realhf.environments.loading import check_class
 from realhf.rewards.registry import (
     FORMAT,
     VERIFIERS,
@@ -53,6 +54,17 @@ def reward_problems(reward: RewardConfig) -> list[str]:
     ])  # fmt: skip
     patterns = [f"{FORMAT}{reward.format_reward}"] if reward.format_reward else []
     return problems + [line for fn in [*fns, *patterns] for line in check_fn(fn)]
+
+
+def env_problems(env: EnvConfig, ppo: PPOConfig, reward: RewardConfig) -> list[str]:
+    """Return the invalid options of multi-turn rollouts."""
+    return check_class(env.cls) + unmet([
+        (reward == RewardConfig(), "env.cls and reward.* are set: rewards come from the environment"),
+        (ppo.gen.min_new_tokens == 0, "ppo.gen.min_new_tokens is for single responses; not with env.cls"),
+        (not ppo.overlong_buffer, "ppo.overlong_buffer is for single responses; not with env.cls"),
+        (env.turn_discount == 1 or ppo.advantage.name in ("group", "rloo"),
+         f"env.turn_discount={env.turn_discount} discounts scores of episodes: it needs ppo.advantage=group or rloo"),
+    ])  # fmt: skip
 
 
 def ppo_problems(ppo: PPOConfig, batch: int) -> list[str]:

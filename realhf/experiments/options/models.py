@@ -6,7 +6,7 @@ from pathlib import Path
 
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.api.codec import to_plain
-from realhf.api.config import GenerationConfig, ModelSpec, RewardConfig
+from realhf.api.config import EnvConfig, GenerationConfig, ModelSpec, RewardConfig
 from realhf.api.config.preference import EnsembleConfig, Objective, RewardModelType, ScoreConfig
 from realhf.api.experiment import RoleSpec, Task
 from realhf.api.graph import MFC, InterfaceSpec, Kind
@@ -134,6 +134,18 @@ def reward_task(reward: RewardConfig) -> Task:
 def sampling_call(name: str, role: str, sampling: GenerationConfig, batch: int) -> MFC:
     interface = InterfaceSpec("generation", to_plain(sampling))
     return MFC(name, role, Kind.GENERATE, interface, ("prompts", "row"), (*RESPONSE, "truncated"), batch)
+
+
+def episode_call(name: str, role: str, env: EnvConfig, gen: GenerationConfig, n: int, batch: int) -> MFC:
+    """Return the call that plays ``n`` episodes per prompt."""
+    interface = InterfaceSpec("episodes", {"env": to_plain(env), "gen": to_plain(gen), "n": n})
+    outputs = (*RESPONSE, "logprobs", "turn_rewards", "truncated", "scores")
+    return MFC(name, role, Kind.GENERATE, interface, ("prompts", "row"), outputs, batch)
+
+
+def episode_rewards(name: str, ppo: PPOConfig, batch: int) -> MFC:
+    interface = InterfaceSpec("episode_rewards", to_plain(ppo))
+    return MFC(name, None, Kind.INFERENCE, interface, ("prompt_mask", "scores"), ("rewards",), batch)
 
 
 def verifier_call(name: str, reward: RewardConfig, ppo: PPOConfig, batch: int) -> MFC:

@@ -142,9 +142,11 @@ class Telemetry:
             self.first_failure = f"{where}: {next(reported, 'a reward is not a finite number')}"
             self.run.paths.failure.write_text(self.first_failure + "\n", "utf-8")
             self.view.failed(self.first_failure)
-        options = vars(self.run.config).get("reward")
+        reward, env = (vars(self.run.config).get(name) for name in ("reward", "env"))
+        options, remedy = reward, "; correct the reward function, or increase reward.max_failures" if reward else ""
+        if env is not None and env.cls:
+            options, remedy = env, "; correct the environment, or increase env.max_failures"
         if problem := too_many_failures(*failed, (options or RewardConfig()).max_failures):
-            remedy = "; correct the reward function, or increase reward.max_failures" if options else ""
             raise RunFailed(f"{where}: {problem}; the first failure is in {self.run.paths.failure}{remedy}")
 
     def step_done(self, step: int, is_evaluated: bool = False) -> None:

@@ -21,6 +21,7 @@ from realhf.algorithms.policy_gradient.ppo_formulas import (
 )
 from realhf.api.config import GenerationConfig, ValueLossType, ValueNormType
 from realhf.ops.masked import masked_sums
+from realhf.ops.rows import PackedRows
 from tests.scaling import examples
 
 small = st.floats(-3, 3)
@@ -34,7 +35,7 @@ def test_response_mask_excludes_prompts_and_first_tokens():
 
 def test_token_rewards_are_kl_penalties_and_the_outcome():
     kl = torch.tensor([0.0, 0, 3, -1, 0, 5])
-    rewards = token_rewards(kl, torch.tensor([2.0, -2.0]), (4, 2), 0.5)
+    rewards = token_rewards(kl, torch.tensor([2.0, -2.0]), PackedRows(torch.ones(6, dtype=torch.bool), (4, 2)), 0.5)
     assert rewards.tolist() == [0, 0, -1.5, 0.5 + 2.0, 0, -4.5]
 
 

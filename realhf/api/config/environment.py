@@ -1,0 +1,23 @@
+"""Options of environments for multi-turn rollouts."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from realhf.api.config.option import COUNT, FILE, FRACTION, GIGABYTES, SECONDS, opt
+
+
+@dataclass
+class EnvConfig:
+    cls: str = opt("", "environment of multi-turn rollouts: my_file.py:Class or package.module:Class", FILE)
+    options: dict[str, Any] = opt(dict, "arguments of the class, such as {size: 5}")
+    workers: int = opt(2, "environment processes per model worker", COUNT)
+    max_concurrency: int = opt(64, "concurrent calls per process of async methods", COUNT)
+    max_turns: int = opt(8, "maximum number of replies of the model per episode", COUNT)
+    max_episode_len: int | None = opt(None, "maximum tokens of an episode (default: the prompt, and max_turns times "
+                                            "max_new_tokens twice)", COUNT)  # fmt: skip
+    max_episodes: int | None = opt(None, "open episodes per model replica (default: 2 * max_num_seqs)", COUNT)
+    timeout: float = opt(30.0, "timeout of reset, step and close in seconds", SECONDS)
+    memory_gb: float = opt(4.0, "memory limit of an environment process", GIGABYTES)
+    seed_per_sample: bool = opt(False, "different seeds for the samples of a prompt (default: one seed per prompt)")
+    turn_discount: float = opt(1.0, "discount of rewards per turn", FRACTION)
+    max_failures: float = opt(0.05, "stop the run when more than this fraction of a step's episodes fails", FRACTION)

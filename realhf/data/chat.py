@@ -1,0 +1,111 @@
+"""Tokens of chat messages, so that a next turn extends the tokens of a conversation verbatim. Imports no torch.
+
+A chat template is rendered once per shape of a conversation, with marks in place of contents. The pieces between them
+are encoded with special tokens, the contents without: text of an environment never becomes a special token.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from realhf.base.errors import UserError
+from realhf.data.tokenizer import OPTIONS, encode_texts, render_chats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+MARK = "content{}of{}message"
+REPLY = "the0reply0of0the0model"
+SPACE = " \n"
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """The pieces of a rendered conversation around its contents, and whether contents are stripped left and right."""
+
+    pieces: tuple[tuple[int, ...], ...]
+    strips: tuple[tuple[bool, bool], ...]
+
+
+class ChatEncoder:
+    """Encodes the first and the following turns of conversations by a tokenizer's chat template, or as plain text."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._tokenizer = tokenizer
+        self._shapes: dict[str, _Shape] = {}
+
+    def text(self, text: str, is_first: bool = False) -> list[int]:
+        """Return the ids of a text, with BOS if it is the first of an episode."""
+        ids = self._tokenizer(text, add_special_tokens=is_first, split_special_tokens=True, **OPTIONS)["input_ids"]
+        return ids[:-1] if is_first and ids[-1:] == [self._tokenizer.eos_token_id] else ids
+
+    def first(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+        """Return the ids of a conversation up to the first reply of the model."""
+        return self._encode(messages, tools, after_reply=False)
+
+    def following(self, messages: Sequence[Message], last_token: int | None) -> list[int]:
+        """Return the ids between a reply that ends with ``last_token`` and the next one.
+
+        The template's end of turn is not repeated if the reply ends with it.
+        """
+        ids = self._encode(messages, (), after_reply=True)
+        return ids[1:] if ids[:1] == [last_token] else ids
+
+    def _encode(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], after_reply: bool) -> list[int]:
+        shape = self._shape(messages, tools, after_reply)
+        ids = list(shape.pieces[0])
+        for message, piece, (left, right) in zip(messages, shape.pieces[1:], shape.strips, strict=True):
+            content = message["content"]
+            content = content.lstrip() if left else content
+            ids += self.text(content.rstrip() if right else content)
+            ids += piece
+        return ids
+
+    def _shape(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], after_reply: bool) -> _Shape:
+        others = [{key: value for key, value in message.items() if key != "content"} for message in messages]
+        key = json.dumps([others, list(tools), after_reply], sort_keys=True)
+        if key not in self._shapes:
+            self._shapes[key] = self._new_shape(messages, tools, after_reply)
+        return self._shapes[key]
+
+    def _new_shape(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], after_reply: bool) -> _Shape:
+        tokenizer = self._tokenizer
+        if tokenizer.chat_template is None:
+            raise UserError(
+                f"the environment returned chat messages, but the tokenizer {tokenizer.name_or_path} has no chat "
+                "template; return Turn(text=...), or set tokenizer= to one with a chat template"
+            )
+        marks = [MARK.format(i, len(messages)) for i in range(len(messages))]
+        before: list[dict[str, Any]] = []
+        if after_reply:
+            before = [{"role": "user", "content": "question"}, {"role": "assistant", "content": REPLY}]
+        chats = [[*before, *({**message, "content": f"{space}{mark}{space[::-1]}"}
+                             for message, mark in zip(messages, marks, strict=True))]
+                 for space in ("", SPACE)]  # fmt: skip
+        plain, spaced = render_chats(tokenizer, chats, tools)
+        if after_reply:
+            if REPLY not in plain:
+                raise self._invalid("does not show replies of the assistant")
+            plain, spaced = (text.rpartition(REPLY)[2] for text in (plain, spaced))
+        pieces = re.split("|".join(map(re.escape, marks)) or r"(?!)", plain)
+        found = re.findall("|".join(map(re.escape, marks)) or r"(?!)", plain)
+        if found != marks:
+            raise self._invalid("does not show the content of every message once and in order")
+        pattern = re.escape(pieces[0]) + "".join(
+            f"(\\s*){mark}(\\s*){re.escape(piece)}" for mark, piece in zip(marks, pieces[1:], strict=True)
+        )
+        match = re.fullmatch(pattern, spaced, re.DOTALL)
+        if match is None:
+            raise self._invalid("changes the content of messages")
+        spaces = [group == "" for group in match.groups()]
+        strips = tuple(zip(spaces[::2], spaces[1::2], strict=True))
+        return _Shape(tuple(tuple(ids) for ids in encode_texts(tokenizer, pieces, False)), strips)
+
+    def _invalid(self, problem: str) -> UserError:
+        return UserError(
+            f"the chat template of the tokenizer {self._tokenizer.name_or_path} {problem}, so that a conversation "
+            "cannot be extended; return Turn(text=...) from the environment"
+        )
