@@ -11,12 +11,12 @@ from pathlib import Path
 
 from realhf.environments import Reply, Turn
 
-HIGHEST = 63
+HIGHEST = 31
 PROMPT = f"0-{HIGHEST}\n"
 
 
 class GuessNumber:
-    """The secret is in the row. The right guess gives 1, every wrong one costs 0.1, other text ends the game with -1."""
+    """The secret is in the row. The right guess gives 1, a wrong one costs 0.1, other text ends the game with -1."""
 
     def reset(self, row: dict, seed: int) -> Turn:
         self.secret = int(row["secret"])

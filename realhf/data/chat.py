@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from realhf.base.errors import UserError
@@ -20,6 +21,8 @@ Message = Mapping[str, Any]
 MARK = "content{}of{}message"
 REPLY = "the0reply0of0the0model"
 SPACE = " \n"
+MAX_CACHED = 4096
+"""Texts whose ids are kept: environments repeat short ones."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,13 @@ class ChatEncoder:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
         self._shapes: dict[str, _Shape] = {}
+        self._cached = lru_cache(MAX_CACHED)(self._encoded)
 
     def text(self, text: str, is_first: bool = False) -> list[int]:
         """Return the ids of a text, with BOS if it is the first of an episode."""
+        return list(self._cached(text, is_first))
+
+    def _encoded(self, text: str, is_first: bool) -> list[int]:
         ids = self._tokenizer(text, add_special_tokens=is_first, split_special_tokens=True, **OPTIONS)["input_ids"]
         return ids[:-1] if is_first and ids[-1:] == [self._tokenizer.eos_token_id] else ids
 

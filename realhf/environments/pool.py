@@ -18,7 +18,7 @@ from subprocess import PIPE, Popen
 from typing import Any
 
 from realhf.base.errors import UserError
-from realhf.environments.types import Reply, Turn, turn_of
+from realhf.environments.types import Reply, Turn, reply_to_json, turn_of
 
 STARTUP_S = 60.0
 DIED, TIMEOUT, ERROR = "died", "timeout", "error"
@@ -182,7 +182,7 @@ class EnvPool:
         self._submit(episode, "reset", {"row": row, "seed": seed})
 
     def step(self, episode: int, reply: Reply) -> None:
-        self._submit(episode, "step", {"reply": asdict(reply)})
+        self._submit(episode, "step", {"reply": reply_to_json(reply)})
 
     def _submit(self, episode: int, op: str, fields: Json) -> None:
         self._number += 1

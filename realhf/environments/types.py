@@ -96,5 +96,9 @@ def turn_of(fields: dict[str, Any]) -> Turn:
     return Turn(**{**fields, "messages": tuple(fields["messages"]), "tools": tuple(fields["tools"])})
 
 
+def reply_to_json(reply: Reply) -> dict[str, Any]:
+    return {**vars(reply), "tool_calls": [vars(call) for call in reply.tool_calls]}
+
+
 def reply_of(fields: dict[str, Any]) -> Reply:
     return Reply(**{**fields, "tool_calls": [ToolCall(**call) for call in fields["tool_calls"]]})

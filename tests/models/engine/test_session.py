@@ -18,6 +18,7 @@ from realhf.api.batch_meta import RowId
 from realhf.api.config import GenerationConfig
 from realhf.data.batch import Column, SequenceBatch
 from realhf.data.turns import TurnOutput
+from realhf.models.engine.decode import session_table
 from realhf.models.engine.native import NativeEngine
 from tests.models.engine.scripted_driver import LENGTHS, LIMIT, MESHES, SEED, N, play, play_everywhere, reply_to
 from tests.models.engine.tiny_engine import engine_on, prompts_of
@@ -65,10 +66,14 @@ def test_the_first_turn_is_that_of_generate(engine: NativeEngine) -> None:
         torch.testing.assert_close(torch.tensor(some[0]["logprobs"]), logprobs[-len(first) :], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("delays", [1, 2, 3, 4])
+@pytest.mark.parametrize("delays", [1, 2, 3])
 @pytest.mark.parametrize("slots, episodes", [(1, 1), (2, 3), (12, 12)])
-def test_no_order_of_replies_changes_a_row(delays: int, slots: int, episodes: int, engine: NativeEngine) -> None:
+@pytest.mark.parametrize("fed", [0, 5, 16])
+def test_no_order_of_replies_changes_a_row(
+    delays: int, slots: int, episodes: int, fed: int, engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tokens and log-probabilities are equal, bit for bit with the fused kernel."""
+    monkeypatch.setattr(session_table, "MAX_FED", fed)
     expected, found = play(engine), play(engine, delays, slots, episodes)
     if engine.model.weights.fused is not None:
         assert found == expected
@@ -79,7 +84,11 @@ def test_no_order_of_replies_changes_a_row(delays: int, slots: int, episodes: in
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"greedy": True}, {"top_k": 5}])
-def test_logprobs_are_those_of_the_trainer(options: dict, engine: NativeEngine) -> None:
+@pytest.mark.parametrize("fed", [0, 16])
+def test_logprobs_are_those_of_the_trainer(
+    options: dict, fed: int, engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_table, "MAX_FED", fed)
     rows, turns = play(engine, 1, **options)
     batch = SequenceBatch(
         tuple(RowId(*key) for key, _ in rows), {"tokens": Column.of([torch.tensor(tokens) for _, tokens in rows])}

@@ -56,11 +56,12 @@ class DecodeSession:
         """Take new turns, and make one pass: compute the tokens of admitted turns, or one token per live row."""
         self.table.release(closed)
         self.table.submit(inputs)
-        if self.table.n_live == 0 or self.table.can_admit:
-            admitted, moves = self.table.admit()
-            self.cache.copy_slots(moves)
-            if admitted:
-                self._record(self._admit(admitted))
+        admitted, moves = self.table.admit()
+        self.cache.copy_slots(moves)
+        if admitted:
+            self._record(self._admit(admitted))
+        elif self.table.n_live == 0:
+            return []
         elif self._decoder is not None:
             for step in self._decode_on_device(self._decoder):
                 self._record(step[:, step[0] != SKIPPED], np.flatnonzero((step[0] != SKIPPED).numpy()))

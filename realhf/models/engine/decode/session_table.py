@@ -14,6 +14,9 @@ from realhf.data.turns import EpisodeKey, TurnInput, TurnOutput
 from realhf.models.engine.decode.scheduler import SlotMove
 
 IntTable = npt.NDArray[np.int64]
+MAX_FED = 16
+"""Up to so many new tokens of an open episode are fed to decoding steps, together with the tokens of other rows; more
+are computed in one pass of their own. This depends on the row only."""
 
 
 @dataclass
@@ -40,7 +43,8 @@ class SessionTable:
     """Rows of live turns in the first slots, and open episodes, each with a home slot behind them.
 
     ``state`` is ``[6, n_live]``: last token, its position, prompt number, sample, number of sampled tokens, and its
-    limit. Waiting turns of open episodes are admitted before new episodes.
+    limit. Waiting turns of open episodes are admitted before new episodes. Rows with tokens in ``fed`` take them from
+    there instead of those that are sampled.
     """
 
     def __init__(self, n_slots: int, max_episodes: int, stop_ids: Sequence[int]) -> None:
@@ -52,6 +56,7 @@ class SessionTable:
         self._live: list[Episode] = []
         self._n_admitted = 0
         self.state: IntTable = np.empty((6, 0), np.int64)
+        self._fed: list[deque[int]] = []
         self._finished: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._tokens: list[list[int]] = []
         self._logprobs: list[list[tuple[float, float]]] = []
@@ -66,18 +71,13 @@ class SessionTable:
         return not (self._live or self._resumed or self._new)
 
     @property
-    def can_admit(self) -> bool:
-        waits = self._resumed or (self._new and self._homes)
-        return bool(waits) and self.n_live < self.n_slots
-
-    @property
     def longest(self) -> int:
         return int(self.state[1].max(initial=-1)) + 1
 
     @property
     def most_steps(self) -> int:
-        """Steps until every row has ended."""
-        return int((self.state[5] - self.state[4]).max(initial=0))
+        """Steps until every row has ended, or one if a row takes tokens from the host."""
+        return 1 if any(self._fed) else int((self.state[5] - self.state[4]).max(initial=0))
 
     def submit(self, inputs: Sequence[TurnInput]) -> None:
         for turn in inputs:
@@ -98,22 +98,25 @@ class SessionTable:
             if episode is None:
                 episode = self._open[turn.key] = Episode(turn.key, self._homes.pop())
             turns.append((episode, turn))
-        turns.sort(key=lambda one: (one[0].n_cached > 0, one[0].key))
+        turns.sort(key=lambda one: (not _is_fed(*one), one[0].n_cached > 0, one[0].key))
         admitted, moves, columns = list[Admission](), list[SlotMove](), list[list[int]]()
         for slot, (episode, turn) in enumerate(turns, self.n_live):
             tokens, start = (*episode.rest, *turn.tokens), episode.n_cached
-            admitted.append(Admission(slot, start, tokens))
             if start:
                 moves.append((episode.home, slot, 0, start))
-            last = start + len(tokens) - 1
-            columns.append([0, last, *episode.key, episode.count, episode.count + turn.limit])
+            is_fed = _is_fed(episode, turn)
+            self._fed.append(deque(tokens[1:] if is_fed else ()))
+            if not is_fed:
+                admitted.append(Admission(slot, start, tokens))
+            token, position = (tokens[0], start) if is_fed else (0, start + len(tokens) - 1)
+            columns.append([token, position, *episode.key, episode.count, episode.count + turn.limit])
         self._live += [episode for episode, _ in turns]
         self._tokens += [[] for _ in turns]
         self._logprobs += [[] for _ in turns]
         self._finished = np.concatenate((self._finished, np.zeros(len(turns), np.bool_)))
         if columns:
             self.state = np.concatenate((self.state, np.array(columns, np.int64).T), 1)
-        self._n_admitted = len(turns)
+        self._n_admitted = len(admitted)
         return admitted, moves
 
     def counters(self, n: int) -> IntTable:
@@ -134,6 +137,9 @@ class SessionTable:
     def record(self, tokens: IntTable, logprobs: npt.NDArray[np.float64], indices: IntTable | None = None) -> None:
         """Record the tokens that a pass sampled for the admitted rows, else for all, else for rows ``indices``."""
         rows, self._n_admitted = self._rows(indices), 0
+        if any(self._fed):
+            sampling = [i for i, row in enumerate(rows.tolist()) if not self._feed(row)]
+            rows, tokens, logprobs = rows[sampling], tokens[sampling], logprobs[:, sampling]
         self.state[0, rows] = tokens
         self.state[1, rows] += 1
         self.state[4, rows] += 1
@@ -142,6 +148,14 @@ class SessionTable:
             self._logprobs[row].append(pair)
         stopped = (tokens[:, None] == self._stops).any(1)
         self._finished[rows] = stopped | (self.state[4, rows] >= self.state[5, rows])
+
+    def _feed(self, row: int) -> bool:
+        """Give a row its next token if it has one to take."""
+        if not self._fed[row]:
+            return False
+        self.state[0, row] = self._fed[row].popleft()
+        self.state[1, row] += 1
+        return True
 
     def finish(self) -> tuple[list[TurnOutput], list[SlotMove]]:
         """Remove finished rows; return their turns, and copies: new tokens to home slots, then rows to free slots."""
@@ -174,6 +188,11 @@ class SessionTable:
         self.state = self.state[:, order]
         self._finished = np.zeros(n_kept, np.bool_)
         self._live = [self._live[row] for row in order]
+        self._fed = [self._fed[row] for row in order]
         self._tokens = [self._tokens[row] for row in order]
         self._logprobs = [self._logprobs[row] for row in order]
         return outputs, moves
+
+
+def _is_fed(episode: Episode, turn: TurnInput) -> bool:
+    return episode.n_cached > 0 and len(episode.rest) + len(turn.tokens) <= MAX_FED
