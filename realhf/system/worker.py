@@ -5,6 +5,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from logging import Logger
 from pathlib import Path
@@ -46,6 +47,7 @@ from realhf.system.checkpoint.writer import ROWS, CheckpointWriter, RoleCheckpoi
 from realhf.system.executor import Executor
 from realhf.system.metrics.trace import trace_lines
 from realhf.system.metrics.worker_metrics import WORKER_METRICS
+from realhf.system.row_texts import text_fields
 
 IDLE = "waiting for the master"
 NCCL_DEADLINE = 0.9
@@ -286,10 +288,8 @@ class ModelWorker:
             if (value := store.find(row, key)) is None:
                 continue
             if key == "tokens" and (mask := store.find(row, "prompt_mask")) is not None:
-                n_prompt = int(mask.sum())
-                rows[row]["prompt"] = self.tokenizer.decode(value[:n_prompt].tolist(), skip_special_tokens=True)
-                rows[row]["response"] = self.tokenizer.decode(value[n_prompt:].tolist(), skip_special_tokens=True)
-                rows[row]["answer_tokens"] = value.numel() - n_prompt
+                decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+                rows[row] |= text_fields(value, mask, store.find(row, "turn_rewards"), decode)
             elif key == "row":
                 rows[row]["fields"] = row_fields(value)
             elif value.numel() == 1:

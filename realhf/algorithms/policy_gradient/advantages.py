@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from realhf.algorithms.policy_gradient.components import Component
 from realhf.api.config import opt
+from realhf.api.config.option import FRACTION
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +34,12 @@ class GroupStd(Enum):
 @dataclass
 class GroupOptions:
     std: GroupStd = opt(GroupStd.population, "divisor: population or sample standard deviation, or none (Dr. GRPO)")
+
+
+@dataclass
+class TurnOptions:
+    std: GroupStd = opt(GroupStd.population, "divisor: population or sample standard deviation, or none")
+    discount: float = opt(1.0, "discount of the rewards of later turns", FRACTION)
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,32 @@ def rloo(x: AdvantageInputs, _: None) -> Advantages:
     return x.per_token(leave_one_out(x.scores, x.groups))
 
 
+def turn(x: AdvantageInputs, options: TurnOptions) -> Advantages:
+    """Normalise the return from each turn on over the turns of the same number in the group.
+
+    A turn is a run of sampled tokens; its reward is the sum over them.
+    """
+    mask = x.rows.mask
+    starts = mask & ~mask.roll(1)  # a row's first token is not sampled
+    number_of = (starts.cumsum(0) - 1)[mask]
+    rows, indices, returns = x.row_of_token[starts].tolist(), list[int](), list[float]()
+    for i, row in enumerate(rows):
+        indices.append(indices[-1] + 1 if i and rows[i - 1] == row else 0)
+    rewards = x.rewards.double().new_zeros(len(rows)).index_add(0, number_of, x.rewards[mask].double()).tolist()
+    for i in reversed(range(len(rows))):
+        has_next = i + 1 < len(rows) and rows[i + 1] == rows[i]
+        returns.append(rewards[i] + (options.discount * returns[-1] if has_next else 0.0))
+    groups = dict[tuple[int, int], int]()
+    group_of = x.groups
+    numbers = [groups.setdefault((group_of[row], i), len(groups)) for row, i in zip(rows, indices, strict=True)]
+    scores = x.rewards.double().new_tensor(returns[::-1])
+    advantages = group_advantages(scores, numbers, options.std)
+    whole = [x.rewards.new_zeros(len(mask)), x.rewards.new_zeros(len(mask))]
+    for column, values in zip(whole, (advantages, scores), strict=True):
+        column[mask] = values.to(column.dtype)[number_of]
+    return whole[0], whole[1]
+
+
 def greedy_baseline(x: AdvantageInputs, _: None) -> Advantages:
     return x.per_token(x.scores - x.batch["baseline"])
 
@@ -134,6 +167,8 @@ ADVANTAGES: dict[str, Component[AdvantageInputs, Advantages]] = {
     "gae": Component(gae, "generalised advantage estimation (arXiv 1506.02438, eq. 16)"),
     "group": Component(group, "score normalised over the group (GRPO, arXiv 2402.03300, sec. 4.1.2)",
                        GroupOptions, check_group),
+    "turn": Component(turn, "return from each turn on, normalised over the group by turn (MT-GRPO, arXiv 2505.11821)",
+                      TurnOptions, check_group),
     "rloo": Component(rloo, "leave-one-out baseline (RLOO, arXiv 2402.14740, sec. 3.2)", check=check_group),
     "greedy_baseline": Component(greedy_baseline, "reward of the greedy response as baseline (ReMax, arXiv 2310.10505)",
                                  check=check_no_critic),

@@ -105,4 +105,5 @@ def _row_data(row: ResponseRow) -> dict[str, Any]:
     data |= {} if row.reward is None else {"w": row.reward}
     data |= {} if row.n_tokens is None else {"n": row.n_tokens}
     data |= {"t": 1} if row.is_truncated else {}
+    data |= {"x": row.turns} if row.turns else {}
     return data | ({"o": row.n_omitted} if row.n_omitted else {})

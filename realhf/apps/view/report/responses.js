@@ -29,6 +29,24 @@ function textBox(className, text, search) {
   return box;
 }
 
+// The turns of an episode; those of the environment are not trained on.
+function turnsBox(turns, search) {
+  const box = html('div', 'answer');
+  box.dir = 'auto';
+  for (const [isEnvironment, text, reward] of turns) {
+    const part = html('span', isEnvironment ? 'environment' : 'model');
+    if (isEnvironment) part.title = 'environment: not trained on';
+    appendMarked(part, text, search);
+    box.append(part);
+    if (reward) box.append(html('b', 'turn-reward', ` ${number(reward)} `));
+  }
+  return box;
+}
+
+function answerBox(row, search) {
+  return row.x ? turnsBox(row.x, search) : textBox('answer', row.r, search);
+}
+
 function metaOf(row, step) {
   const meta = html('div', 'meta');
   const add = (name, value) => {
@@ -47,7 +65,7 @@ function metaOf(row, step) {
 
 function card(row, step, search) {
   const article = html('article', 'card response');
-  article.append(textBox('prompt', row.p, search), metaOf(row, step), textBox('answer', row.r, search));
+  article.append(textBox('prompt', row.p, search), metaOf(row, step), answerBox(row, search));
   return article;
 }
 
@@ -107,7 +125,7 @@ function pairCard(before, after, steps, search, isSame) {
   [[before, '-'], [after, '+']].forEach(([row, kind], i) => {
     const side = html('div');
     if (!isSame) side.append(textBox('prompt', row.p, search));
-    side.append(metaOf(row, steps[i]), runs ? diffBox(runs, kind) : textBox('answer', row.r, search));
+    side.append(metaOf(row, steps[i]), runs ? diffBox(runs, kind) : answerBox(row, search));
     pair.append(side);
   });
   if (isSame) article.append(textBox('prompt', before.p, search));

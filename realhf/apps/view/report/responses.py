@@ -12,7 +12,8 @@ from realhf.apps.view.report.text import shortened
 MAX_STEPS, MAX_ROWS, MAX_READ = 40, 32, 256  # steps of a run, rows of a step; rows of a step that are read
 MAX_PROMPT, MAX_RESPONSE = 4_000, 12_000  # characters
 MAX_TOTAL = 1_500_000  # characters of all runs
-COLUMNS = ("prompt_id", "sample", "prompt", "response", "answer_tokens", "rewards", "truncated", "fields")
+COLUMNS = ("prompt_id", "sample", "prompt", "response", "answer_tokens", "rewards", "truncated", "fields",
+           "turns")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class ResponseRow:
     n_tokens: float | None
     is_truncated: bool
     n_omitted: int  # characters
+    turns: tuple[tuple[bool, str, float | None], ...] = ()  # of an episode: of the environment, text, reward
 
     @property
     def size(self) -> int:
@@ -139,8 +141,23 @@ def response_row(record: Mapping[str, Any]) -> ResponseRow | None:
     prompt, n_prompt = shortened(prompt, MAX_PROMPT)
     response, n_response = shortened(response, MAX_RESPONSE)
     sample, truncated = record.get("sample"), record.get("truncated")
-    return ResponseRow(prompt, response, sample if type(sample) is int else 0, _number(record.get("rewards")),
-                       _number(record.get("answer_tokens")), truncated in (1, True), n_prompt + n_response)  # fmt: skip
+    turns = episode_turns(record.get("turns"))
+    if turns:
+        response = "".join(text for _, text, _ in turns)
+    reward, n_tokens = _number(record.get("rewards")), _number(record.get("answer_tokens"))
+    sample = sample if type(sample) is int else 0
+    return ResponseRow(prompt, response, sample, reward, n_tokens, truncated in (1, True), n_prompt + n_response, turns)
+
+
+def episode_turns(value: object) -> tuple[tuple[bool, str, float | None], ...]:
+    """Return the turns of an episode, up to ``MAX_RESPONSE`` characters."""
+    turns, left = list[tuple[bool, str, float | None]](), MAX_RESPONSE
+    for turn in value if isinstance(value, list) else ():
+        text = turn.get("text") if isinstance(turn, dict) else None
+        if isinstance(text, str) and left > 0:
+            turns.append((turn.get("role") == "environment", text[:left], _number(turn.get("reward"))))
+            left -= len(text)
+    return tuple(turns)
 
 
 def _number(value: object) -> float | None:
