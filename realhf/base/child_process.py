@@ -8,13 +8,17 @@ import select
 import signal
 import time
 import traceback
+from pathlib import Path
 
+PACKAGE = Path(__file__).parents[1]
 MAX_TRACEBACK = 4000  # characters
 
 
 def error_reply(error: BaseException) -> dict[str, object]:
-    """Return the reply for an exception; its traceback starts in the reward function, and is cut at its start."""
-    frames = error.__traceback__.tb_next if error.__traceback__ else None
+    """Return the reply for an exception; its traceback starts in the user's code, and is cut at its start."""
+    frames = error.__traceback__
+    while frames is not None and Path(frames.tb_frame.f_code.co_filename).is_relative_to(PACKAGE):
+        frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
     return {"error": describe(error), "traceback": text[-MAX_TRACEBACK:]}
 

@@ -1,7 +1,7 @@
 """Environments in child processes, with a deadline per request; a process that hangs is killed and replaced.
 
-A process has the environments of many episodes. When it dies, the request that it was executing fails, and its other
-episodes are played again in a new process, with the replies that they have had; their turns must be the same.
+A process has the environments of many episodes. When it dies, they are played again in a new process, with the replies
+that they have had; their turns must be the same. The request that it was executing fails at the second death.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import select
 import signal
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from subprocess import PIPE, Popen
@@ -21,6 +21,8 @@ from realhf.base.errors import UserError
 from realhf.environments.types import Reply, Turn, reply_to_json, turn_of
 
 STARTUP_S = 60.0
+MAX_DEATHS = 2
+"""Deaths of a process at an episode's request, or before it is ready, that end the episode or the run."""
 DIED, TIMEOUT, ERROR = "died", "timeout", "error"
 Json = dict[str, Any]
 
@@ -78,6 +80,8 @@ class _EnvWorker:
         self.capacity = 0  # requests at a time; 0 until the process is ready
         self.ready_by = 0.0
         self.serial = False
+        self.n_starts = 0  # that ended before the process was ready
+        self.deaths = Counter[int]()  # by episode
         self.waiting = deque[_EnvRequest]()
         self.running: dict[int, _EnvRequest] = {}
         self.history: dict[int, list[tuple[_EnvRequest, Json | None]]] = {}
@@ -211,7 +215,7 @@ class EnvPool:
 
     def _waits(self, episode: int) -> bool:
         worker = self._worker_of[episode]
-        return any(one.episode == episode for one in worker.waiting)
+        return any(one.episode == episode and one.expected is None for one in worker.waiting)
 
     def _wait(self, seconds: float) -> None:
         poll = select.poll()
@@ -243,7 +247,7 @@ class EnvPool:
             self.close()
             raise UserError(f"env.cls={self.options.cls} cannot be loaded: {message['fatal']}")
         if "ready" in message:
-            worker.capacity = self.options.max_concurrency if message["asynchronous"] else 1
+            worker.capacity, worker.n_starts = self.options.max_concurrency if message["asynchronous"] else 1, 0
             return []
         request = worker.running.pop(message["id"])
         if request.op == "close" or request.episode not in worker.history:
@@ -255,6 +259,7 @@ class EnvPool:
         turn, history = message["turn"], worker.history[request.episode]
         if request.expected is None:
             history.append((request, turn))
+            del worker.deaths[request.episode]
             return [EnvAnswer(request.episode, turn_of(turn), time.monotonic() - request.started)]
         if turn != request.expected:
             detail = "another environment ended their process, and this one is not deterministic: it cannot be replayed"
@@ -268,27 +273,34 @@ class EnvPool:
         return EnvAnswer(episode, failure)
 
     def _ended(self, worker: _EnvWorker, kind: str, detail: str) -> list[EnvAnswer]:
-        """Kill a process; fail the request that it was executing, and play its other episodes again."""
+        """Kill a process; fail the request at fault, and play the other episodes again."""
         was_ready = worker.capacity > 0
         how = worker.kill()
         if not was_ready:
+            worker.n_starts += 1
+            if kind == DIED and not how.startswith("exit") and worker.n_starts < MAX_DEATHS:
+                worker.spawn()  # it was killed by a signal
+                return []
             self.close()
             waited = f"was not ready after {STARTUP_S:g} s" if kind == TIMEOUT else f"ended ({how})"
             raise UserError(f"env.cls={self.options.cls}: its process {waited}")
         late = [one for one in worker.running.values() if time.monotonic() > one.started + self.options.timeout]
         suspects = late if kind == TIMEOUT else list(worker.running.values())
         answers = list[EnvAnswer]()
-        if len(suspects) == 1 or kind == TIMEOUT:
-            failure = EnvFailure(kind, detail or f"the environment's process ended ({how})")
-            for one in suspects:
-                if one.episode in worker.history:
-                    answers.append(self._fail(one.episode, failure))
+        failure = EnvFailure(kind, detail or f"the environment's process ended ({how})")
+        for one in suspects:
+            worker.deaths[one.episode] += 1 if len(suspects) == 1 else 0
+            is_at_fault = kind == TIMEOUT or worker.deaths[one.episode] >= MAX_DEATHS
+            if is_at_fault and one.episode in worker.history:
+                answers.append(self._fail(one.episode, failure))
         worker.serial |= len(suspects) > 1
         again = [one for one in worker.running.values() if one.episode in worker.history and one.expected is None]
         waiting = [one for one in (*again, *worker.waiting) if one.op != "close" and one.expected is None]
         worker.running.clear()
         worker.waiting = deque(self._replays(worker))
         worker.waiting += waiting
+        if worker.waiting:
+            worker.spawn()
         return answers
 
     def _replays(self, worker: _EnvWorker) -> Iterator[_EnvRequest]:

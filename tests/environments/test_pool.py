@@ -135,6 +135,26 @@ def test_of_concurrent_requests_only_the_fault_fails(pools: list[EnvPool]) -> No
     assert [r for i, r in enumerate(results) if i != 5] == [good(f"e{i}", 2, 7 * i) for i in range(8) if i != 5]
 
 
+def test_a_process_that_is_killed_changes_no_turn(pools: list[EnvPool]) -> None:
+    """Killed between requests and during startup; the pool does not wait for the next poll to start another one."""
+    pool, rows = pool_of(pools, "Counter"), [{"name": f"e{i}", "turns": 6} for i in range(4)]
+    expected, kills = play(pool, rows, 9), 0
+    for number in range(4):
+        pool.reset(number, rows[number], 7 * number)
+    results: list[list[Turn | EnvFailure]] = [[] for _ in rows]
+    began = time.monotonic()
+    while any(len(turns) < 7 for turns in results):
+        for answer in pool.poll(30.0):
+            results[answer.episode].append(answer.result)
+            if len(results[answer.episode]) == 4 and kills < 3:
+                assert (process := pool._workers[0].process) is not None
+                process.kill()
+                kills += 1
+            if len(results[answer.episode]) < 7:
+                pool.step(answer.episode, Reply(f"reply {len(results[answer.episode])}", [1, 2]))
+    assert kills == 3 and results == expected and time.monotonic() - began < 30
+
+
 def test_an_episode_that_cannot_be_replayed_fails(pools: list[EnvPool]) -> None:
     """The first row's process dies in the second step of the second row."""
     pool = pool_of(pools, "Random")

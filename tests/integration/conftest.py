@@ -19,7 +19,17 @@ from tests.conftest import TIMEOUT_S, Task, reset_signals
 
 REPOSITORY = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-c", "from realhf.apps.main import console; console()"]
-TIMING_METRICS = ("time/", "memory/", "tokens/per_s", "flops/model_per_s", "predicted/", "limit/", "mfu/", "mbu/")
+TIMING_METRICS = (
+    "time/",
+    "actor_gen/env_step",
+    "memory/",
+    "tokens/per_s",
+    "flops/model_per_s",
+    "predicted/",
+    "limit/",
+    "mfu/",
+    "mbu/",
+)
 REWARDS = '''
 def graded(prompt: str, answer: str, row: dict) -> float:
     """Small numbers are good, and so are short answers: every answer gets its own reward."""

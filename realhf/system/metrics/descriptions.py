@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-GROUPS = ("time", "tokens", "flops", "memory", "mfu", "mbu", "predicted", "limit", "prompts", "reward", "kl", "length",
-          "eval")  # fmt: skip
+GROUPS = ("time", "tokens", "flops", "memory", "mfu", "mbu", "predicted", "limit", "prompts", "reward", "env", "kl",
+          "length", "eval")  # fmt: skip
 PLACEHOLDERS = {
     "call": rf"(?!(?:{'|'.join(GROUPS)})/)(?!(?:step|move|eval)_(?:s|share)$)[A-Za-z0-9]\w*?",
     "estimator": r"k\d",
@@ -98,6 +98,8 @@ SUMMARY = (
     MetricPattern("reward/mean", "reward", "", "`rew_inf/reward`"),
     MetricPattern("reward/accuracy", "accuracy", "fraction", "`rew_inf/accuracy`"),
     MetricPattern("reward/failed", "failed rewards", "fraction", "`rew_inf/failed` or `gold_inf/failed`"),
+    MetricPattern("env/turns", "turns", "turns", "`actor_gen/turns`"),
+    MetricPattern("env/failed", "failed episodes", "fraction", "`actor_gen/failed`"),
     MetricPattern("kl/ref", "KL to the reference", "nats", "`actor_train/kl`"),
     MetricPattern("length/response", "response length", "tokens",
                   "`actor_gen/response_length` or `gen/response_length`"),
@@ -120,6 +122,17 @@ GENERATION = (
                   "actor_gen/prompt_length"),
     MetricPattern("{call}/truncated", "truncated responses", "fraction", "fraction of responses without a stop token",
                   "actor_gen/truncated"),
+    MetricPattern("{call}/turns", "turns", "turns", "mean number of replies of the model per episode",
+                  "actor_gen/turns"),
+    MetricPattern("{call}/episode_length", "episode length", "tokens",
+                  "mean number of tokens of an episode, with those of the environment", "actor_gen/episode_length"),
+    MetricPattern("{call}/env_step_s", "environment step", "s", "mean time of a call of an environment",
+                  "actor_gen/env_step_s"),
+    MetricPattern("{call}/env_step_p99_s", "environment step, 99th percentile", "s",
+                  "99th percentile of the time of a call of an environment, mean over workers",
+                  "actor_gen/env_step_p99_s"),
+    MetricPattern("{call}/env_{fn}", "{fn}", "", "mean over episodes of the number `Turn.info` of the last turn",
+                  "actor_gen/env_right"),
     MetricPattern("{call}/states", "states per response", "states",
                   "intermediate states per response from which VinePPO samples", "value_gen/states"),
     MetricPattern("{call}/shared_states", "shared states", "fraction",
