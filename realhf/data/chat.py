@@ -1,7 +1,7 @@
 """Tokens of chat messages, so that a next turn extends the tokens of a conversation verbatim. Imports no torch.
 
-A chat template is rendered once per shape of a conversation, with marks in place of contents. The pieces between them
-are encoded with special tokens, the contents without: text of an environment never becomes a special token.
+A chat template is rendered once per shape of a conversation, with marks in place of contents. Only the pieces between
+them may contain special tokens: text of an environment never becomes one.
 """
 
 import json
@@ -27,10 +27,14 @@ MAX_CACHED = 4096
 
 @dataclass(frozen=True)
 class _Shape:
-    """The pieces of a rendered conversation around its contents, and whether contents are stripped left and right."""
+    """The pieces of a rendered conversation around its contents, and whether contents are stripped left and right.
 
-    pieces: tuple[tuple[int, ...], ...]
+    ``special`` are the ids of its special tokens.
+    """
+
+    pieces: tuple[str, ...]
     strips: tuple[tuple[bool, bool], ...]
+    special: tuple[int, ...]
 
 
 class ChatEncoder:
@@ -40,9 +44,13 @@ class ChatEncoder:
         self._tokenizer = tokenizer
         self._shapes: dict[str, _Shape] = {}
         self._cached = lru_cache(MAX_CACHED)(self._encoded)
+        added = tokenizer.added_tokens_decoder
+        self._special = {str(token): number for number, token in added.items() if token.special}
+        longest_first = sorted(self._special, key=len, reverse=True)
+        self._any_special = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
     def text(self, text: str, is_first: bool = False) -> list[int]:
-        """Return the ids of a text, with BOS if it is the first of an episode."""
+        """Return the ids of a text without special tokens, with BOS if it is the first of an episode."""
         return list(self._cached(text, is_first))
 
     def _encoded(self, text: str, is_first: bool) -> list[int]:
@@ -63,13 +71,29 @@ class ChatEncoder:
 
     def _encode(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], after_reply: bool) -> list[int]:
         shape = self._shape(messages, tools, after_reply)
-        ids = list(shape.pieces[0])
+        parts = [shape.pieces[0]]
         for message, piece, (left, right) in zip(messages, shape.pieces[1:], shape.strips, strict=True):
             content = message["content"]
             content = content.lstrip() if left else content
-            ids += self.text(content.rstrip() if right else content)
-            ids += piece
-        return ids
+            parts += [content.rstrip() if right else content, piece]
+        ids = encode_texts(self._tokenizer, ["".join(parts)], False)[0]
+        return ids if self._special_in(ids) == shape.special else self._without_special(parts)
+
+    def _special_in(self, ids: Sequence[int]) -> tuple[int, ...]:
+        return tuple(i for i in ids if i in self._special.values())
+
+    def _without_special(self, parts: Sequence[str]) -> list[int]:
+        """Encode pieces and contents in turn, so that contents have no special tokens."""
+        ids, plain = list[int](), ""
+        for number, part in enumerate(parts):
+            split = [part] if number % 2 or not self._special else re.split(self._any_special, part)
+            for k, text in enumerate(split):
+                if k % 2 == 0:
+                    plain += text
+                    continue
+                ids += [*self.text(plain), self._special[text]]
+                plain = ""
+        return ids + self.text(plain)
 
     def _shape(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], after_reply: bool) -> _Shape:
         others = [{key: value for key, value in message.items() if key != "content"} for message in messages]
@@ -109,7 +133,8 @@ class ChatEncoder:
             raise self._invalid("changes the content of messages")
         spaces = [group == "" for group in match.groups()]
         strips = tuple(zip(spaces[::2], spaces[1::2], strict=True))
-        return _Shape(tuple(tuple(ids) for ids in encode_texts(tokenizer, pieces, False)), strips)
+        ids = encode_texts(tokenizer, [plain], False)[0]
+        return _Shape(tuple(pieces), strips, self._special_in(ids))
 
     def _invalid(self, problem: str) -> UserError:
         return UserError(
