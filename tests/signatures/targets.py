@@ -33,6 +33,7 @@ RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
 OBJECTS = {
     SERVER: {
         "self.llm": "vllm.LLM",
+        "engine": "vllm.v1.engine.llm_engine.LLMEngine",
         "self.model_runner": RUNNER,
         "result": "vllm.outputs.RequestOutput",
         "response": "vllm.outputs.CompletionOutput",

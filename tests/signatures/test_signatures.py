@@ -36,6 +36,7 @@ FIRST_VERSIONS = {
 }
 """Versions from which on a name is used. The comment names the guard."""
 
+VLLM_TURNS = "realhf/models/engine/vllm_turns.py"
 MAX_BYTES = 300_000
 CASES = [(package, version) for package, versions in RELEASES.items() for version in versions]
 SERVER_OPTIONS = {"folder": "model", "dtype": "bfloat16", "tp": 2, "max_length": 4096, "slots": 64, "logprobs": "raw"}
@@ -90,7 +91,7 @@ def test_engine_arguments_of_vllm(version: str, device: str) -> None:
 
 @pytest.mark.parametrize("version", RELEASES["vllm"])
 def test_sampling_parameters_of_vllm(version: str) -> None:
-    where, keywords = returned_keys(VLLM, "sampling_params")
+    where, keywords = returned_keys(VLLM_TURNS, "sampling_options")
     assert "min_tokens" in keywords
     use = Use(where, "vllm.SamplingParams", Arguments(0, tuple(keywords)))
     reason = mismatch(use, f"vllm=={version}", RECORDS["vllm"][version])

@@ -6,13 +6,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
+from realhf.api.batch_meta import RowId
 from realhf.api.config import GenerationConfig
 from realhf.base.errors import RunFailed
-from realhf.data.batch import SequenceBatch
+from realhf.data.batch import Column, SequenceBatch
+from realhf.data.turns import TurnOutput
 from realhf.models.engine import NativeEngine, VllmEngine
+from tests.models.engine.scripted_driver import LIMIT, ScriptedDriver, reply_to
 from tests.models.engine.tiny_engine import by_row
 from tests.vllm.model import engine_on, prompts_of, vllm_on
 
@@ -122,3 +126,36 @@ def test_a_killed_process_is_reported(engine: NativeEngine, tmp_path: Path) -> N
     with pytest.raises(RunFailed, match="vLLM of worker 0 ended by signal SIGKILL"):
         other.generate(prompts_of(LENGTHS), PLAIN, 2, seed=5)
     other.server.close()
+
+
+def play(engine: NativeEngine, config: GenerationConfig, delays: int | None = None) -> tuple[list, list]:
+    """Return the rows and the turns of scripted episodes."""
+    prompts = {i: row.tolist() for i, row in enumerate(prompts_of(LENGTHS).columns["prompts"].rows())}
+    driver = ScriptedDriver(prompts, 2, delays, engine.config.vocab)
+    return tuple(msgspec.msgpack.decode(engine.sample_turns(lambda: driver, config, 5, 64, 8)))
+
+
+def test_turns_have_the_log_probabilities_of_the_native_engine(engine: NativeEngine, vllm: VllmEngine) -> None:
+    config = replace(PLAIN, max_new_tokens=LIMIT)
+    rows, turns = play(vllm, config, delays=1)
+    batch = SequenceBatch(
+        tuple(RowId(*key) for key, _ in rows), {"tokens": Column.of([torch.tensor(tokens) for _, tokens in rows])}
+    )
+    expected = engine.forward(batch, lambda outputs, _: outputs.logprobs(1.0))
+    for (key, row), (_, some), logprobs in zip(rows, turns, expected.split(batch.lengths("tokens")), strict=True):
+        at = LENGTHS[key[0]]
+        for number, turn in enumerate(some, 1):
+            found = torch.tensor(turn["logprobs"])
+            assert row[at : at + len(found)] == turn["tokens"]
+            assert float((found - logprobs[at : at + len(found)]).abs().max()) < 1e-4
+            at += len(found) + len(reply_to(TurnOutput(**turn), number, engine.config.vocab))
+
+
+def test_the_order_of_replies_does_not_change_a_row(vllm: VllmEngine) -> None:
+    config = replace(PLAIN, max_new_tokens=LIMIT)
+    assert play(vllm, config)[0] == play(vllm, config, delays=2)[0]
+
+
+def test_greedy_turns_equal_the_native_engine(engine: NativeEngine, vllm: VllmEngine) -> None:
+    greedy = replace(PLAIN, greedy=True, max_new_tokens=LIMIT)
+    assert play(vllm, greedy)[0] == play(engine, greedy)[0]

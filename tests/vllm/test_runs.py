@@ -104,3 +104,35 @@ def vllm_of(run: Started) -> int:
             if any(word.endswith("realhf_server.py") for word in words) and str(run.root) in above:
                 return int(folder.name)
     raise AssertionError(f"{run.root} has no vLLM process")
+
+
+ENVIRONMENT = '''
+from realhf.environments import Turn
+
+
+class Echo:
+    """Answers three times with a digit that depends on the reply."""
+
+    def reset(self, row, seed):
+        self.left = 3
+        return Turn()
+
+    def step(self, reply):
+        self.left -= 1
+        digit = sum(reply.tokens) % 10
+        return Turn(text=f" {digit}\\n", reward=digit / 10, done=not self.left)
+'''
+
+
+def test_episodes_with_vllm(options: list[str], tmp_path: Path) -> None:
+    """The trainer computes the log-probabilities of vLLM; one worker and two play the same episodes."""
+    (tmp_path / "echo.py").write_text(ENVIRONMENT)
+    words = [*(word for word in options if not word.startswith("reward.fn")), f"env.cls={tmp_path}/echo.py:Echo",
+             "ppo.recompute_logprobs=True", "exp_ctrl.total_train_steps=3", "n_logged_generations=-1"]  # fmt: skip
+    variants = {"one": [WITH_VLLM], "two": VARIANTS["two"], "tensor": VARIANTS["tensor"]}
+    runs = run_all("grpo", tmp_path, variants, words)
+    whole = runs["one"]
+    assert len(whole.metrics) == 3 and whole.metrics[0]["env/turns"] == 3
+    for run in runs.values():
+        assert all(line["actor_train/logprob_diff"] < 1e-5 for line in run.metrics)
+        assert [row["turns"] for row in run.generations(1)] == [row["turns"] for row in whole.generations(1)]

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,14 @@ from realhf.api.config import GenerationConfig, VllmConfig
 from realhf.base.errors import RunFailed
 from realhf.base.seeds import stable_seed
 from realhf.data.batch import SequenceBatch
+from realhf.data.turns import TurnDriver
 from realhf.models.engine.decode.generate import build_result, empty_result
 from realhf.models.engine.decode.scheduler import Request
+from realhf.models.engine.decode.session import broadcast_bytes
 from realhf.models.engine.native import NativeEngine
 from realhf.models.engine.nonfinite import nonfinite_logits
 from realhf.models.engine.vllm_process import VllmServer
+from realhf.models.engine.vllm_turns import play_turns, sampling_options
 from realhf.models.engine.vllm_weights import (
     Bucket,
     DeviceMemory,
@@ -52,10 +55,7 @@ class VllmEngine(NativeEngine):
         if not request.n_rows:
             return empty_result(prompts["prompts"].device)
         group, device = self.context.group("tp"), self.context.device
-        is_stale = self.server is not None and self.server.version != self.version
-        state = torch.tensor([self._checksum() if self.verify else 0, int(is_stale)], device=device)
-        checksum, stale = group.all_reduce(state).tolist()  # also a barrier: all shards of the weights are up to date
-        memory = self.memory.export() if stale and self.memory is not None else []
+        checksum, memory = self._synchronised()
         first = group.ranks.index(min(group.ranks))
         counts, tokens, logprobs = torch.zeros(request.n_rows, dtype=torch.int64), None, None
         if self.server is not None:
@@ -69,6 +69,40 @@ class VllmEngine(NativeEngine):
             response = tokens[int(counts[:row].sum()) : int(invalid[0])]
             raise nonfinite_logits(self.model, request, row, response.tolist())
         return build_result(request, counts, tokens, torch.stack((logprobs, logprobs)))
+
+    def sample_turns(
+        self,
+        make_driver: Callable[[], TurnDriver],
+        config: GenerationConfig,
+        seed: int,
+        max_len: int,
+        max_episodes: int,
+    ) -> bytes:
+        group, device = self.context.group("tp"), self.context.device
+        checksum, memory = self._synchronised()
+        result = b""
+        if self.server is not None:
+            if memory:
+                self._send_weights(self.server, memory)
+            self._check_weights(checksum)
+            stop_ids = tuple(dict.fromkeys((*self.stop_ids, *config.stop_token_ids)))
+            result = play_turns(self.server, self.version, make_driver(), config, seed, stop_ids)
+        return broadcast_bytes(group, result, group.ranks.index(min(group.ranks)), device)
+
+    def _synchronised(self) -> tuple[int, Memory]:
+        """Return the checksum of the replica's weights, and their memory if vLLM needs it. Collective."""
+        group, device = self.context.group("tp"), self.context.device
+        is_stale = self.server is not None and self.server.version != self.version
+        state = torch.tensor([self._checksum() if self.verify else 0, int(is_stale)], device=device)
+        checksum, stale = group.all_reduce(state).tolist()  # also a barrier: all shards of the weights are up to date
+        return checksum, self.memory.export() if stale and self.memory is not None else []
+
+    def _check_weights(self, checksum: int) -> None:
+        assert self.server is not None
+        if self.verify and (theirs := sum(self.server.call("checksum")["checksums"])) != checksum:
+            raise RunFailed(
+                f"{self.server.name} has different weights from the trainer: checksums {theirs} and {checksum}"
+            )
 
     def _checksum(self) -> int:
         """Return the sum of this shard's weights, read as integers; like in vLLM, a tied embedding counts twice."""
@@ -97,10 +131,7 @@ class VllmEngine(NativeEngine):
         assert self.server is not None
         if memory:
             self._send_weights(self.server, memory)
-        if self.verify and (theirs := sum(self.server.call("checksum")["checksums"])) != checksum:
-            raise RunFailed(
-                f"{self.server.name} has different weights from the trainer: checksums {theirs} and {checksum}"
-            )
+        self._check_weights(checksum)
         rows = [{"prompt": i // request.n, "sampling": sampling_params(request, i)} for i in range(request.n_rows)]
         reply = self.server.call("generate", version=self.version, prompts=list(request.prompt_tokens), rows=rows)
         if self.server.sleeps:
@@ -113,17 +144,9 @@ class VllmEngine(NativeEngine):
 
 def sampling_params(request: Request, row: int) -> dict[str, Any]:
     """Return vLLM's sampling parameters of a row: those of the native engine, and a seed per row."""
-    config, (prompt, sample) = request.config, divmod(row, request.n)
-    greedy = config.greedy or config.temperature == 0
-    return {
-        "temperature": 0.0 if greedy else config.temperature,
-        "top_p": config.top_p,
-        "top_k": config.top_k or -1,
-        "min_tokens": config.min_new_tokens,
-        "max_tokens": request.budgets[prompt],
-        "stop_token_ids": list(request.stop_ids),
-        "seed": stable_seed(request.seed, request.prompts.ids[prompt].prompt, sample) >> 1,
-    }
+    prompt, sample = divmod(row, request.n)
+    seed = stable_seed(request.seed, request.prompts.ids[prompt].prompt, sample) >> 1
+    return sampling_options(request.config, request.budgets[prompt], request.stop_ids, seed)
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ FOUR_LAYERS = ModelConfig("llama", 4, 32, 4, 2, 8, 48, VOCAB, 64, init_std=0.2)
 MESHES = {"d1": (0,), "t2": (1, 2), "p2": (3, 1), "t2p2": (1, 0, 2, 3)}
 
 
-def reply_to(output: TurnOutput, turn: int) -> list[int]:
+def reply_to(output: TurnOutput, turn: int, vocab: int = VOCAB) -> list[int]:
     """Return the tokens that an environment answers, a function of the turn."""
     generator = torch.Generator().manual_seed(sum(output.tokens) + 31 * output.key[0] + turn)
     length = int(torch.randint(0 if not output.stopped else 1, 9, (1,), generator=generator))
-    return torch.randint(2, VOCAB, (length,), generator=generator).tolist()
+    return torch.randint(2, vocab, (length,), generator=generator).tolist()
 
 
 @dataclass
@@ -36,6 +36,7 @@ class ScriptedDriver:
     prompts: dict[int, list[int]]
     n: int
     delays: int | None = None
+    vocab: int = VOCAB
     turns: dict[EpisodeKey, list[TurnOutput]] = field(default_factory=dict)
     rows: dict[EpisodeKey, list[int]] = field(default_factory=dict)
 
@@ -58,7 +59,7 @@ class ScriptedDriver:
                 closed.append(output.key)
                 self.n_open -= 1
                 continue
-            tokens = reply_to(output, len(self.turns[output.key]))
+            tokens = reply_to(output, len(self.turns[output.key]), self.vocab)
             self.rows[output.key] += tokens
             self.waiting.append(TurnInput(output.key, tokens, LIMIT))
         if not self.n_open:

@@ -195,22 +195,45 @@ class Server:
 
     def generate(self, version: int, prompts: list[list[int]], rows: list[dict[str, Any]]) -> dict[str, Any]:
         """Sample a response for every row; raises RuntimeError if a process has weights of another version."""
-        from vllm import SamplingParams
-
-        versions = self.llm.collective_rpc("get_trainer_version")
-        if any(one != version for one in versions):
-            raise RuntimeError(f"weights of version {version} are requested, the engine has versions {versions}")
-        sampling = [SamplingParams(logprobs=0, detokenize=False, ignore_eos=True, **row["sampling"]) for row in rows]
+        self.check_version(version)
+        sampling = [sampling_params(row["sampling"]) for row in rows]
         inputs = [{"prompt_token_ids": prompts[row["prompt"]]} for row in rows]
         responses = [result.outputs[0] for result in self.llm.generate(inputs, sampling, use_tqdm=False)]
         self.sleep()
-        return {
-            "tokens": [list(response.token_ids) for response in responses],
-            "logprobs": [
-                [step[token].logprob for step, token in zip(response.logprobs, response.token_ids, strict=True)]
-                for response in responses
-            ],
-        }
+        return {"tokens": [list(one.token_ids) for one in responses], "logprobs": list(map(logprobs_of, responses))}
+
+    def check_version(self, version: int) -> None:
+        versions = self.llm.collective_rpc("get_trainer_version")
+        if any(one != version for one in versions):
+            raise RuntimeError(f"weights of version {version} are requested, the engine has versions {versions}")
+
+    def sample_turns(self, version: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """Add turns, each with an ``id``, ``tokens`` and ``sampling``; run until one or more are finished."""
+        engine, finished = self.llm.llm_engine, list[Any]()
+        if not engine.has_unfinished_requests():
+            self.check_version(version)
+        for row in rows:
+            engine.add_request(row["id"], {"prompt_token_ids": row["tokens"]}, sampling_params(row["sampling"]))
+        while engine.has_unfinished_requests() and not finished:
+            finished += [result for result in engine.step() if result.finished]
+        turns = [(result.request_id, result.outputs[0]) for result in finished]
+        return {"turns": [{"id": i, "tokens": list(one.token_ids), "logprobs": logprobs_of(one)} for i, one in turns]}
+
+    def end_turns(self) -> dict[str, Any]:
+        self.sleep()
+        return {}
+
+
+def sampling_params(options: dict[str, Any]) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    kind = RequestOutputKind.FINAL_ONLY
+    return SamplingParams(logprobs=0, detokenize=False, ignore_eos=True, output_kind=kind, **options)
+
+
+def logprobs_of(response: Any) -> list[float]:
+    return [step[token].logprob for step, token in zip(response.logprobs, response.token_ids, strict=True)]
 
 
 def serve(connection: socket.socket) -> None:
