@@ -20,7 +20,7 @@ are computed in one pass of their own. This depends on the row only."""
 
 
 @dataclass
-class Episode:
+class OpenEpisode:
     """An open episode. Its first ``n_cached`` tokens are stored in slot ``home``; then ``rest`` was sampled last."""
 
     key: EpisodeKey
@@ -51,9 +51,9 @@ class SessionTable:
         self.n_slots = n_slots
         self._homes = list(range(n_slots + max_episodes - 1, n_slots - 1, -1))
         self._stops = np.array(stop_ids, np.int64)
-        self._open: dict[EpisodeKey, Episode] = {}
+        self._open: dict[EpisodeKey, OpenEpisode] = {}
         self._resumed, self._new = deque[TurnInput](), deque[TurnInput]()
-        self._live: list[Episode] = []
+        self._live: list[OpenEpisode] = []
         self._n_admitted = 0
         self.state: IntTable = np.empty((6, 0), np.int64)
         self._fed: list[deque[int]] = []
@@ -91,12 +91,12 @@ class SessionTable:
 
     def admit(self) -> tuple[list[Admission], list[SlotMove]]:
         """Move waiting turns to free slots; return what to compute, equal first turns side by side, and copies."""
-        turns: list[tuple[Episode, TurnInput]] = []
+        turns: list[tuple[OpenEpisode, TurnInput]] = []
         while self.n_live + len(turns) < self.n_slots and (self._resumed or (self._new and self._homes)):
             turn = self._resumed.popleft() if self._resumed else self._new.popleft()
             episode = self._open.get(turn.key)
             if episode is None:
-                episode = self._open[turn.key] = Episode(turn.key, self._homes.pop())
+                episode = self._open[turn.key] = OpenEpisode(turn.key, self._homes.pop())
             turns.append((episode, turn))
         turns.sort(key=lambda one: (not _is_fed(*one), one[0].n_cached > 0, one[0].key))
         admitted, moves, columns = list[Admission](), list[SlotMove](), list[list[int]]()
@@ -194,5 +194,5 @@ class SessionTable:
         return outputs, moves
 
 
-def _is_fed(episode: Episode, turn: TurnInput) -> bool:
+def _is_fed(episode: OpenEpisode, turn: TurnInput) -> bool:
     return episode.n_cached > 0 and len(episode.rest) + len(turn.tokens) <= MAX_FED
