@@ -66,6 +66,14 @@ class Experiment(ExperimentConfig):
         """Return the options of generation; None if the experiment does not generate."""
         return None
 
+    def planned_sampling(self) -> GenerationConfig | None:
+        """Return the options of generation with the number of new tokens of a row, those of environments included."""
+        return self.sampling_options()
+
+    def max_episodes(self) -> int:
+        """Return the number of episodes that are open at a time; 0 without environments."""
+        return 0
+
     def samples_per_prompt(self) -> int:
         return 1
 

@@ -42,6 +42,15 @@ class PPOMathExperiment(PPOExperiment):
             return [episode_rewards("rew_inf", self.ppo, self._batch)]
         return [verifier_call("rew_inf", self.reward, self.ppo, self._batch)]
 
+    def planned_sampling(self) -> GenerationConfig:
+        if not self.env.cls:
+            return self.ppo.gen
+        default = 2 * self.env.max_turns * self.ppo.gen.max_new_tokens
+        return replace(self.ppo.gen, max_new_tokens=self.env.max_episode_len or default)
+
+    def max_episodes(self) -> int:
+        return (self.env.max_episodes or 2 * self.ppo.gen.max_num_seqs) if self.env.cls else 0
+
     def without_selection(self) -> "PPOMathExperiment":
         reward = replace(self.reward, check_verifier_status=False)
         return replace(self, ppo=super().without_selection().ppo, reward=reward)

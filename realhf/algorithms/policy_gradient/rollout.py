@@ -118,7 +118,7 @@ def episode_stats(episodes: Sequence[Episode]) -> Stats:
         stats["env_step_p99_s"] = (float(np.quantile(seconds, 0.99)), 1.0)
     for name in sorted({name for one in good for name in one.info}):
         values = [one.info[name] for one in good if name in one.info]
-        stats[f"env_{name}"] = (float(sum(values)), float(len(values)))
+        stats[f"info_{name}"] = (float(sum(values)), float(len(values)))
     return stats
 
 

@@ -155,7 +155,7 @@ def planner_of(
     machine: MachineModel,
     device: str,
 ) -> Planner:
-    sampling = experiment.sampling_options()
+    sampling = experiment.planned_sampling()
     roles = {name: _role_on(device, role) for name, role in experiment.roles().items()}
     workload = workload_of(experiment, experiment.task, rows, sampling, experiment.samples_per_prompt())
     # the kernel that shares a prompt's prefill is compiled for CPU only
@@ -166,7 +166,8 @@ def planner_of(
     reserved = machine.hardware.reserved + (RING_BYTES if device == "cpu" and node > 1 else 0)
     memory = MemoryModel(graph, models, roles, workload, machine.footprint, reserved, device, sampling, shares, node,
                          experiment.vllm.kv_cache_bytes(machine.hardware.memory if device != "cpu" else 0.0),
-                         device != "cpu" and experiment.vllm.enable_sleep_mode)  # fmt: skip
+                         device != "cpu" and experiment.vllm.enable_sleep_mode,
+                         experiment.max_episodes())  # fmt: skip
     limits = {name: micro_batching(option, device) for name, option in experiment.placements().items()}
     calls = Candidates(cost, memory, machine.hardware, experiment.dataset.train_bs_n_seqs, limits)
     return Planner(graph, calls, experiment.n_nodes * node, experiment.max_staleness)

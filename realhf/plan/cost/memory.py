@@ -58,7 +58,8 @@ class MemoryModel:
     """Memory of one experiment's plans. ``runtime`` is the bytes of a worker without any model.
 
     ``share_prompts`` is as in ``CostModel``; ``server_cache`` is the key/value cache of a vLLM process in bytes. With
-    ``server_sleeps`` the process has weights and cache during calls only.
+    ``server_sleeps`` the process has weights and cache during calls only. ``max_episodes`` is the number of episodes of
+    multi-turn rollouts whose cache is kept between turns.
     """
 
     graph: Graph
@@ -73,6 +74,7 @@ class MemoryModel:
     node_size: int = 8
     server_cache: float = 0.0
     server_sleeps: bool = False
+    max_episodes: int = 0
 
     def weights(self, role: str, strategy: ParallelStrategy) -> float:
         """Return the bytes of a role's weights per device at the largest stage."""
@@ -195,9 +197,10 @@ class MemoryModel:
         prompts = max((_first_prefill(r.lengths, placement.micro_batching.max_tokens_per_mb) for r in ranks),
                       key=lambda work: work.tokens)  # fmt: skip
         cache = max(shard.kv_numel for shard in shards)
+        n_cached = slots + min(self.max_episodes, max_rows)
         work = max(self.footprint.forward_bytes(replace(shard, last=False), prompts) for shard in shards)
         logits = 8.0 * slots * config.vocab  # logits and the sampler's copy
-        return Bytes(activations=work, kv_cache=float(cache * slots * longest * size), buffers=logits)
+        return Bytes(activations=work, kv_cache=float(cache * n_cached * longest * size), buffers=logits)
 
 
 def _first_prefill(lengths: tuple[int, ...], limit: int) -> Work:

@@ -48,6 +48,8 @@ EVAL_ALIASES = {
     "eval/response_length": ("eval_gen/response_length",),
     "eval/truncated": ("eval_gen/truncated",),
 }
+EPISODES = "turn_rewards"
+"""Output of calls that play episodes."""
 GENERATION_COLUMNS = ("prompt_id", "sample", "prompt", "response", "answer_tokens")
 
 
@@ -293,6 +295,8 @@ def _generated_tokens(
         inputs = call.inputs.columns[mfc.graph_key("tokens")].lengths
         return sum(rows), forward_flops(config, inputs, head_tokens=0) + forward_flops(config, rows)
     prompts = call.inputs.columns[mfc.graph_key("prompts")].lengths
+    if EPISODES in mfc.outputs:  # an episode need not begin with the prompt of its row
+        return sum(rows), generate_flops(config, (1,) * len(rows), rows)
     n_tokens = sum(rows) - len(rows) // max(1, len(prompts)) * sum(prompts)
     return n_tokens, generate_flops(config, prompts, rows)
 
@@ -303,6 +307,8 @@ def _bytes_read(run: RunSpec, mfc: MFC, config: ModelConfig, call: PrepareCall, 
     if mfc.graph_key("rollouts") in mfc.outputs or sampling is None or mfc.role is None:
         return 0
     prompt_lengths = call.inputs.columns[mfc.graph_key("prompts")].lengths
+    if EPISODES in mfc.outputs:
+        prompt_lengths = (1,) * len(prompt_lengths)
     length_of = {row.prompt: n for row, n in zip(call.inputs.ids, prompt_lengths, strict=True)}
     placement = run.plan[mfc.name]
     if placement.backend is Backend.vllm:
