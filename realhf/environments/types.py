@@ -39,7 +39,8 @@ class Turn:
 
     The first turn of an episode may have none of them: the episode then starts with the prompt of its row. ``tools``
     (JSON schemas) are passed to the chat template in the first turn. ``reward`` is for the reply before. The last turn
-    is ``done``; its message is not shown to the model. The means of numbers in the last ``info`` are metrics ``CALL/info_NAME``.
+    is ``done``; its message is not shown to the model. Means of the numbers in the last ``info`` are metrics,
+    ``CALL/info_NAME``.
     """
 
     messages: Sequence[dict[str, Any]] = ()
