@@ -4,12 +4,12 @@ import ast
 import contextlib
 import importlib
 import importlib.util
-import inspect
 import sys
 from pathlib import Path
 from typing import Any
 
 from realhf.base.errors import did_you_mean
+from realhf.environments.tool_env import as_environment
 
 
 def check_class(name: str) -> list[str]:
@@ -42,7 +42,10 @@ def absolute_class(name: str) -> str:
 
 
 def load_class(name: str) -> Any:
-    """Import a class or factory; AttributeError or TypeError if it is none."""
+    """Import a class or factory; one whose methods are tools becomes an environment.
+
+    AttributeError or TypeError if it is none.
+    """
     path, _, attribute = name.rpartition(":")
     if path.endswith(".py"):
         sys.path.insert(0, str(Path(path).parent))  # the file may import its neighbours
@@ -56,6 +59,4 @@ def load_class(name: str) -> Any:
     found = vars(module).get(attribute)
     if found is None:
         raise AttributeError(f"{path} has no class '{attribute}'{did_you_mean(attribute, vars(module))}")
-    if inspect.isclass(found) and not callable(getattr(found, "step", None)):
-        raise TypeError(f"{path}: class '{attribute}' has no method 'step'")
-    return found
+    return as_environment(found)
