@@ -209,11 +209,14 @@ class Server:
 
     def sample_turns(self, version: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """Add turns, each with an ``id``, ``tokens`` and ``sampling``; run until one or more are finished."""
-        engine, finished = self.llm.llm_engine, list[Any]()
+        from vllm.sampling_params import RequestOutputKind
+
+        engine, finished, final = self.llm.llm_engine, list[Any](), RequestOutputKind.FINAL_ONLY
         if not engine.has_unfinished_requests():
             self.check_version(version)
         for row in rows:
-            engine.add_request(row["id"], {"prompt_token_ids": row["tokens"]}, sampling_params(row["sampling"]))
+            params = sampling_params(row["sampling"], output_kind=final)
+            engine.add_request(row["id"], {"prompt_token_ids": row["tokens"]}, params)
         while engine.has_unfinished_requests() and not finished:
             finished += [result for result in engine.step() if result.finished]
         turns = [(result.request_id, result.outputs[0]) for result in finished]
@@ -224,12 +227,10 @@ class Server:
         return {}
 
 
-def sampling_params(options: dict[str, Any]) -> Any:
+def sampling_params(options: dict[str, Any], **more: Any) -> Any:
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
 
-    kind = RequestOutputKind.FINAL_ONLY
-    return SamplingParams(logprobs=0, detokenize=False, ignore_eos=True, output_kind=kind, **options)
+    return SamplingParams(logprobs=0, detokenize=False, ignore_eos=True, **options, **more)
 
 
 def logprobs_of(response: Any) -> list[float]:
