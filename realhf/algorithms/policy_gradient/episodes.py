@@ -83,6 +83,7 @@ class EpisodeDriver:
         max_episodes: int,
     ) -> None:
         self._pool, self._tokenizer, self._encoder = pool, tokenizer, ChatEncoder(tokenizer)
+        self._vocab = len(tokenizer)
         self._config, self._gen, self._seed, self._max_len = config, gen, seed, max_len
         self._prompts = {one.prompt: one for one in prompts}
         keys = [(one.prompt, sample) for one in prompts for sample in range(n)]
@@ -134,12 +135,23 @@ class EpisodeDriver:
             self._end(episode, request)
             return
         tokens = self._tokens(episode, result)
+        if problem := self._problem(episode, tokens):
+            episode.failure = f"error: {problem}"
+            self._end(episode, request)
+            return
         limit = min(self._gen.max_new_tokens, self._max_len - len(episode.tokens) - len(tokens))
         if episode.n_turns >= self._config.max_turns or limit < 1:
             self._end(episode, request)
             return
         episode.append(tokens)
         request.inputs.append(TurnInput(episode.key, tokens, limit))
+
+    def _problem(self, episode: Episode, tokens: Sequence[int]) -> str:
+        if tokens and max(tokens) >= self._vocab:
+            return f"Turn.tokens has token {max(tokens)}, the vocabulary has {self._vocab} tokens"
+        if not episode.tokens and len(tokens) >= self._max_len:
+            return f"the first turn has {len(tokens)} tokens, an episode may have {self._max_len} (env.max_episode_len)"
+        return ""
 
     def _end(self, episode: Episode, request: TurnRequest) -> None:
         self._pool.end(episode.number)
@@ -149,18 +161,23 @@ class EpisodeDriver:
             episode.append(self._prompts[episode.key[0]].tokens[: self._max_len] or [self._tokenizer.eos_token_id])
 
     def _tokens(self, episode: Episode, turn: Turn) -> list[int]:
-        """Return the tokens between the last reply, or the start, and the next reply."""
-        is_first = not episode.tokens
+        """Return the tokens between the last reply, or the start, and the next reply; at least one at the start."""
+        if not episode.tokens:
+            return self._first(episode, turn) or [self._tokenizer.eos_token_id]
         if turn.tokens is not None:
             return turn.tokens
         if turn.text is not None:
-            return self._encoder.text(turn.text, is_first)
+            return self._encoder.text(turn.text)
+        return self._encoder.following(list(turn.messages), episode.tokens[-1]) if turn.messages else []
+
+    def _first(self, episode: Episode, turn: Turn) -> list[int]:
+        if turn.tokens is not None:
+            return turn.tokens
+        if turn.text is not None:
+            return self._encoder.text(turn.text, is_first=True)
         if turn.messages:
-            messages, last = list(turn.messages), episode.tokens[-1:]
-            if is_first:
-                return self._encoder.first(messages, turn.tools)
-            return self._encoder.following(messages, last[0])
-        return self._prompts[episode.key[0]].tokens if is_first else []
+            return self._encoder.first(list(turn.messages), turn.tools)
+        return self._prompts[episode.key[0]].tokens
 
     def result(self) -> bytes:
         import msgspec
