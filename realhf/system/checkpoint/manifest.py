@@ -132,6 +132,9 @@ def checkpoints_of(folder: Path) -> list[int]:
 def read_manifest(checkpoint: Path) -> Manifest:
     """Return the manifest in a folder; ``UserError`` if it has been edited, damaged or moved to another step."""
     with damage_reported(checkpoint / MANIFEST, "the checkpoint cannot be used"):
+        for path in (checkpoint / MANIFEST, checkpoint / CHECKSUM):
+            if path.exists() and not path.is_file():  # opening a pipe would wait for its writer
+                raise ValueError(f"{path.name} is not a regular file")
         content = (checkpoint / MANIFEST).read_bytes()
         if hashlib.sha256(content).hexdigest() not in (checkpoint / CHECKSUM).read_text().split():
             raise ValueError(f"it does not match {CHECKSUM}")
