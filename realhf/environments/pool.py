@@ -29,7 +29,10 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class EnvOptions:
-    """Options of a pool. ``timeout`` is in seconds, per request; ``max_concurrency`` is for ``async`` environments."""
+    """Options of a pool. ``timeout`` is in seconds, per request; ``max_concurrency`` is for ``async`` environments.
+
+    ``tool_format``, a key of ``TOOL_CALL_PARSERS``, is how replies call tools.
+    """
 
     cls: str
     options: Json = field(default_factory=dict)
@@ -37,6 +40,7 @@ class EnvOptions:
     timeout: float = 30.0
     max_concurrency: int = 64
     memory_gb: float = 4.0
+    tool_format: str = "hermes"
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,13 @@ import resource
 import signal
 import sys
 import threading
+from dataclasses import replace
 from typing import Any
 
 from realhf.base.child_process import describe, die_with_parent, error_reply, limit, send, take_over_streams
 from realhf.environments.loading import load_class
-from realhf.environments.types import reply_of, turn_to_json
+from realhf.environments.tool_calls import TOOL_CALL_PARSERS
+from realhf.environments.types import Reply, reply_of, turn_to_json
 
 
 def main(options: dict[str, Any]) -> None:
@@ -37,16 +39,18 @@ def main(options: dict[str, Any]) -> None:
     methods = (getattr(make, name, None) for name in ("reset", "step"))
     asynchronous = any(map(inspect.iscoroutinefunction, methods))
     send(replies, {"ready": True, "asynchronous": asynchronous})
-    asyncio.run(EnvServer(make, options["options"], replies).run(requests))
+    asyncio.run(EnvServer(make, options["options"], options["tool_format"], replies).run(requests))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.killpg(os.getpgrp(), signal.SIGTERM)  # processes that environments left running
+    os._exit(0)  # with their threads
 
 
 class EnvServer:
     """The environments of open episodes, by the number of their requests' episode."""
 
-    def __init__(self, make: Any, options: dict[str, Any], replies: int) -> None:
+    def __init__(self, make: Any, options: dict[str, Any], tool_format: str, replies: int) -> None:
         self._make, self._options, self._replies = make, options, replies
+        self._parse = TOOL_CALL_PARSERS[tool_format]
         self._environments: dict[int, Any] = {}
 
     async def run(self, requests: int) -> None:
@@ -66,6 +70,9 @@ class EnvServer:
             answer = error_reply(error)
         send(self._replies, {"id": request["id"], **answer})
 
+    def _with_calls(self, reply: Reply) -> Reply:
+        return replace(reply, tool_calls=reply.tool_calls or self._parse(reply.text))
+
     async def _answer(self, request: dict[str, Any]) -> dict[str, Any] | None:
         episode = request["episode"]
         match request["op"]:
@@ -73,7 +80,7 @@ class EnvServer:
                 environment = self._environments[episode] = self._make(**self._options)
                 result = environment.reset(request["row"], request["seed"])
             case "step":
-                result = self._environments[episode].step(reply_of(request["reply"]))
+                result = self._environments[episode].step(self._with_calls(reply_of(request["reply"])))
             case _:
                 environment = self._environments.pop(episode, None)
                 close = getattr(environment, "close", None)

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 from realhf.base.errors import did_you_mean
-from realhf.environments.tool_calls import TOOL_CALL_PARSERS
 from realhf.environments.tool_schema import InvalidArgument, ToolFunction, tool_function
 from realhf.environments.types import Reply, ToolCall, Turn
 
@@ -36,7 +35,7 @@ def tools_of(cls: type) -> dict[str, ToolFunction]:
 class ToolEnvironment:
     """The environment of a user's object whose public methods are tools.
 
-    ``format`` is a key of ``TOOL_CALL_PARSERS``. An answer has at most ``max_output`` characters, and of a reply at
+    An answer has at most ``max_output`` characters, and of a reply at
     most ``max_calls`` calls run. An exception of a tool is an answer ``Error: ...``, or with ``fatal`` the end of the
     episode. The last turn has the reward. Metrics are ``tool_calls`` and ``tool_errors``.
 
@@ -47,19 +46,15 @@ class ToolEnvironment:
     def __init__(
         self,
         tools: Any,
-        format: str = "hermes",
         as_text: bool = False,
         max_output: int = 4000,
         max_calls: int = 32,
         fatal: bool = False,
     ) -> None:
-        if format not in TOOL_CALL_PARSERS:
-            known = ", ".join(TOOL_CALL_PARSERS)
-            raise ValueError(f"format={format!r}{did_you_mean(format, TOOL_CALL_PARSERS)}; it must be one of {known}")
         if is_async_class(type(tools)) and not isinstance(self, AsyncToolEnvironment):
             raise TypeError(f"{type(tools).__name__} has async methods; use AsyncToolEnvironment")
         self._object, self._tools = tools, tools_of(type(tools))
-        self._parse, self._as_text, self._fatal = TOOL_CALL_PARSERS[format], as_text, fatal
+        self._as_text, self._fatal = as_text, fatal
         self._max_output, self._max_calls = max_output, max_calls
         self._n_calls, self._n_errors = 0, 0
 
@@ -93,7 +88,7 @@ class ToolEnvironment:
         return turn if turn.tools or not turn.messages else replace(turn, tools=self.schemas)
 
     async def _step(self, reply: Reply) -> Turn:
-        calls = reply.tool_calls or self._parse(reply.text)
+        calls = reply.tool_calls
         if not calls:
             return await self._last_turn(reply)
         answers = [(call.name or "tool", await self._answer(call)) for call in calls[: self._max_calls]]
@@ -162,7 +157,7 @@ def is_async_class(cls: type) -> bool:
 def as_environment(cls: Any) -> Any:
     """Return a class with ``step``, or a factory, unchanged, and the environment class of a class with tools.
 
-    Its arguments are those of the user's class, and ``format``, ``as_text``, ``max_output``, ``max_calls`` and
+    Its arguments are those of the user's class, and ``as_text``, ``max_output``, ``max_calls`` and
     ``fatal``. TypeError for a class without tools, or with invalid ones.
     """
     if not inspect.isclass(cls) or callable(getattr(cls, "step", None)):

@@ -22,7 +22,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Reply:
-    """The model's message: text without special tokens, and all token ids.
+    """The model's message: text without special tokens, all token ids, and its tool calls in ``env.tool_format``.
 
     ``stop`` is ``stop`` after a stop token, or ``length`` for a reply cut at its limit.
     """

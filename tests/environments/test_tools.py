@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from realhf.base.errors import UserError
 from realhf.environments import Reply, Turn
 from realhf.environments.pool import EnvOptions, EnvPool
+from realhf.environments.tool_calls import TOOL_CALL_PARSERS
 from realhf.environments.tool_env import as_environment
 from realhf.environments.tools import (
     MAX_BITS,
@@ -280,7 +281,7 @@ def test_calls_have_a_cost() -> None:
     first = made.reset({"prompt": "6 * 7?", "answer": 42}, 0)
     assert first.messages[0]["content"] == "6 * 7?" and first.tools[0]["function"]["name"] == "calculate"
     text = '<tool_call>{"name": "calculate", "arguments": {"expression": "6*7"}}</tool_call>'
-    assert made.step(Reply(text, [1])).messages[0]["content"] == "42"
+    assert made.step(Reply(text, [1], TOOL_CALL_PARSERS["hermes"](text))).messages[0]["content"] == "42"
     assert made.step(Reply("It is 42.", [1])).reward == 0.75
 
 

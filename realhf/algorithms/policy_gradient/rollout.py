@@ -52,8 +52,8 @@ class EpisodeRollout:
     @cached_property
     def pool(self) -> EnvPool:
         env = self.config.env
-        options = EnvOptions(env.cls, dict(env.options), env.workers, env.timeout, env.max_concurrency, env.memory_gb)
-        return EnvPool(options)
+        limits = env.workers, env.timeout, env.max_concurrency, env.memory_gb
+        return EnvPool(EnvOptions(env.cls, dict(env.options), *limits, env.tool_format))
 
     def generate(self, engine: Engine, batch: SequenceBatch, state: State) -> tuple[SequenceBatch, Stats]:
         env, gen, n = self.config.env, self.config.gen, self.config.n

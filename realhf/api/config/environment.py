@@ -12,6 +12,8 @@ class EnvConfig:
     options: dict[str, Any] = opt(dict, "arguments of the class, such as {size: 5}")
     workers: int = opt(2, "environment processes per model worker", COUNT)
     max_concurrency: int = opt(64, "concurrent calls per process of async methods", COUNT)
+    tool_format: str = opt("hermes", "how the model writes tool calls: hermes (Qwen), llama3, mistral, qwen3_coder or "
+                                     "pythonic")  # fmt: skip
     max_turns: int = opt(8, "maximum number of replies of the model per episode", COUNT)
     max_episode_len: int | None = opt(None, "maximum tokens of an episode (default: the prompt, and max_turns times "
                                             "max_new_tokens twice)", COUNT)  # fmt: skip

@@ -9,6 +9,7 @@ from realhf.algorithms.policy_gradient.config import PolicyLoss, PPOConfig
 from realhf.algorithms.policy_gradient.policy_losses import POLICY_LOSSES
 from realhf.api.config import EnvConfig, EvaluationConfig, GenerationConfig, KLEstimator, KLPlace, RewardConfig
 from realhf.environments.loading import check_class
+from realhf.environments.tool_calls import TOOL_CALL_PARSERS
 from realhf.rewards.registry import (
     FORMAT,
     VERIFIERS,
@@ -58,7 +59,9 @@ def reward_problems(reward: RewardConfig) -> list[str]:
 
 def env_problems(env: EnvConfig, ppo: PPOConfig, reward: RewardConfig) -> list[str]:
     """Return the invalid options of multi-turn rollouts."""
+    known = ", ".join(TOOL_CALL_PARSERS)
     return check_class(env.cls) + unmet([
+        (env.tool_format in TOOL_CALL_PARSERS, f"env.tool_format={env.tool_format}: it must be one of {known}"),
         (reward == RewardConfig(), "env.cls and reward.* are set: rewards come from the environment"),
         (ppo.gen.min_new_tokens == 0, "ppo.gen.min_new_tokens is for single responses; not with env.cls"),
         (not ppo.overlong_buffer, "ppo.overlong_buffer is for single responses; not with env.cls"),
