@@ -23,6 +23,7 @@ def kinds(changes: dict[str, float], before: int = 5) -> set[str]:
         ({"actor_gen/truncated": 0.95}, "truncated actor_gen"),
         ({"gen/truncated": 1.0}, "truncated gen"),
         ({"eval_gen/truncated": 1.0}, ""),
+        ({"actor_gen/truncated": 1.0, "actor_gen/turns": 8.0}, "truncated actor_gen"),
         ({"kl/ref": 1.5}, "kl"),
         ({"kl/ref": 0.9}, ""),
         ({"kl/ref": -50.0}, ""),
@@ -70,3 +71,9 @@ def test_equal_rewards_are_noticed_and_different_ones_are_not(rewards: list[floa
 def test_any_metrics_give_short_lines(changes: dict[str, float], before: int, limit: float) -> None:
     for line in step_warnings({**ORDINARY, **changes}, limit, [{**ORDINARY, **changes}] * before).values():
         assert len(line) < 200 and line.isprintable()
+
+
+@pytest.mark.parametrize("turns, limit", [({}, "max_new_tokens"), ({"actor_gen/turns": 8.0}, "env.max_turns")])
+def test_a_truncation_names_its_limit(turns: dict[str, float], limit: str) -> None:
+    (text,) = step_warnings({"actor_gen/truncated": 1.0, **turns}, 0.1).values()
+    assert limit in text
