@@ -30,11 +30,11 @@ def step_warnings(metrics: Metrics, max_logprob_diff: float, before: Sequence[Me
         elif statistic == "truncated" and value >= TRUNCATED and not call.startswith("eval"):
             percent, is_episode = f"{100 * value:.3g}", f"{call}/turns" in metrics
             found[f"truncated {call}"] = (
-                f"{percent}% of the episodes are cut at env.max_turns or env.max_episode_len; increase it, or check that "
-                "the environment ends them"
+                f"{percent}% of the episodes are cut at env.max_turns or env.max_episode_len; increase it, or check "
+                "that the environment ends them"
                 if is_episode
-                else f"{percent}% of the responses are truncated at max_new_tokens; increase it, or check that the model "
-                "writes its end token"
+                else f"{percent}% of the responses are truncated at max_new_tokens; increase it, or check that the "
+                "model writes its end token"
             )
         elif usual and value > max(GRAD_NORM, GRAD_GROWTH * usual):
             found[f"gradient {call}"] = (
