@@ -12,12 +12,14 @@ EpisodeKey = tuple[int, int]
 class TurnInput:
     """Appends ``tokens`` to an episode, and samples up to ``limit`` further ones, including a stop token.
 
-    For the first turn ``tokens`` is the prompt. They may be empty only if the last turn was truncated.
+    For the first turn ``tokens`` is the prompt. They may be empty only if the last turn was truncated. A closed episode
+    may be opened again, with all of its tokens and the ``count`` of those that were sampled.
     """
 
     key: EpisodeKey
     tokens: list[int]
     limit: int
+    count: int = 0
 
 
 @dataclass(frozen=True)

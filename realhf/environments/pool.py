@@ -192,6 +192,10 @@ class EnvPool:
     def step(self, episode: int, reply: Reply) -> None:
         self._submit(episode, "step", {"reply": reply_to_json(reply)})
 
+    def truncate(self, episode: int) -> None:
+        """Request the last turn of an episode that ends at a limit."""
+        self._submit(episode, "truncate", {})
+
     def _submit(self, episode: int, op: str, fields: Json) -> None:
         self._number += 1
         self._worker_of[episode].waiting.append(_EnvRequest(self._number, episode, op, fields))

@@ -1,8 +1,8 @@
 """The child process of an environment pool: ``python -m realhf.environments.server OPTIONS``, a JSON object.
 
 It writes ``{"ready": true}`` or ``{"fatal": text}``, and then replies to each JSON line ``{id, op, ...}`` on stdin with
-``{"id", "turn"}`` or ``{"id", "error", "traceback"}``. ``op`` is ``reset`` (``row``, ``seed``), ``step`` (``reply``) or
-``close``. If the methods are ``async``, the first line includes ``"asynchronous": true``, and the process accepts
+``{"id", "turn"}`` or ``{"id", "error", "traceback"}``. ``op`` is ``reset`` (``row``, ``seed``), ``step`` (``reply``),
+``truncate`` or ``close``. If the methods are ``async``, the first line includes ``"asynchronous": true``, and the process accepts
 further requests while others are in progress. Output of the environment goes to stderr. The parent kills the process
 when a request exceeds its deadline; the process ends by itself when the parent exits.
 """
@@ -21,7 +21,7 @@ from typing import Any
 from realhf.base.child_process import describe, die_with_parent, error_reply, limit, send, take_over_streams
 from realhf.environments.loading import load_class
 from realhf.environments.tool_calls import TOOL_CALL_PARSERS
-from realhf.environments.types import Reply, reply_of, turn_to_json
+from realhf.environments.types import Reply, Turn, reply_of, turn_to_json
 
 
 def main(options: dict[str, Any]) -> None:
@@ -81,6 +81,9 @@ class EnvServer:
                 result = environment.reset(request["row"], request["seed"])
             case "step":
                 result = self._environments[episode].step(self._with_calls(reply_of(request["reply"])))
+            case "truncate":
+                truncate = getattr(self._environments[episode], "truncate", None)
+                result = Turn(done=True) if truncate is None else truncate()
             case _:
                 environment = self._environments.pop(episode, None)
                 close = getattr(environment, "close", None)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from realhf.base.errors import did_you_mean
+from realhf.environments.agents import function_agent
 from realhf.environments.tool_schema import InvalidArgument, ToolFunction, tool_function
 from realhf.environments.types import Reply, ToolCall, Turn
 
@@ -57,6 +58,7 @@ class ToolEnvironment:
         self._as_text, self._fatal = as_text, fatal
         self._max_output, self._max_calls = max_output, max_calls
         self._n_calls, self._n_errors = 0, 0
+        self._last_reply = ""
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -68,6 +70,9 @@ class ToolEnvironment:
 
     def step(self, reply: Reply) -> Any:
         return _finished(self._step(reply))
+
+    def truncate(self) -> Any:
+        return _finished(self._last_turn())
 
     def close(self) -> Any:
         close = getattr(self._object, "close", None)
@@ -88,9 +93,9 @@ class ToolEnvironment:
         return turn if turn.tools or not turn.messages else replace(turn, tools=self.schemas)
 
     async def _step(self, reply: Reply) -> Turn:
-        calls = reply.tool_calls
+        calls, self._last_reply = reply.tool_calls, reply.text
         if not calls:
-            return await self._last_turn(reply)
+            return await self._last_turn()
         answers = [(call.name or "tool", await self._answer(call)) for call in calls[: self._max_calls]]
         if (n := len(calls) - self._max_calls) > 0:
             problem = f"Error: the last {n} calls did not run; a reply may have at most {self._max_calls} calls"
@@ -99,11 +104,11 @@ class ToolEnvironment:
             return Turn(text="".join(map(_text_answer, answers)))
         return Turn(messages=[{"role": "tool", "name": name, "content": content} for name, content in answers])
 
-    async def _last_turn(self, reply: Reply) -> Turn:
+    async def _last_turn(self) -> Turn:
         get_reward = getattr(self._object, "get_reward", None)
         reward = 0.0
         if get_reward is not None:
-            arguments = [reply.text] if inspect.signature(get_reward).parameters else []
+            arguments = [self._last_reply] if inspect.signature(get_reward).parameters else []
             reward = await _awaited(get_reward(*arguments))
         return Turn(
             reward=reward, done=True, info={"tool_calls": float(self._n_calls), "tool_errors": float(self._n_errors)}
@@ -147,6 +152,9 @@ class AsyncToolEnvironment(ToolEnvironment):
     async def step(self, reply: Reply) -> Turn:
         return await self._step(reply)
 
+    async def truncate(self) -> Turn:
+        return await self._last_turn()
+
 
 def is_async_class(cls: type) -> bool:
     """Return whether a tool or another method of the episode is ``async``."""
@@ -155,11 +163,13 @@ def is_async_class(cls: type) -> bool:
 
 
 def as_environment(cls: Any) -> Any:
-    """Return a class with ``step``, or a factory, unchanged, and the environment class of a class with tools.
+    """Return a class with ``step``, or a factory, unchanged; the environment of an async function, which is an agent.
 
-    Its arguments are those of the user's class, and ``as_text``, ``max_output``, ``max_calls`` and
+    A class with tools becomes an environment class. Its arguments are those of the user's class, and ``as_text``, ``max_output``, ``max_calls`` and
     ``fatal``. TypeError for a class without tools, or with invalid ones.
     """
+    if inspect.iscoroutinefunction(cls):
+        return function_agent(cls)
     if not inspect.isclass(cls) or callable(getattr(cls, "step", None)):
         return cls
     if not tools_of(cls):

@@ -24,13 +24,16 @@ class ToolCall:
 class Reply:
     """The model's message: text without special tokens, all token ids, and its tool calls in ``env.tool_format``.
 
-    ``stop`` is ``stop`` after a stop token, or ``length`` for a reply cut at its limit.
+    ``stop`` is ``stop`` after a stop token, or ``length`` for a reply cut at its limit. ``logprobs`` belong to
+    ``tokens``. ``n_prompt_tokens`` counts the tokens before them.
     """
 
     text: str
     tokens: list[int]
     tool_calls: list[ToolCall] = field(default_factory=list)
     stop: str = "stop"
+    logprobs: list[float] = field(default_factory=list)
+    n_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,10 @@ class Turn:
     (JSON schemas) are passed to the chat template in the first turn. ``reward`` is for the reply before. The last turn
     is ``done``; its message is not shown to the model. Means of the numbers in the last ``info`` are metrics,
     ``CALL/info_NAME``.
+
+    With ``whole`` the messages or tokens are the conversation from its start. It goes on in the row whose end it
+    continues verbatim; else a new row begins, which has the tokens of an earlier one up to the last common reply.
+    ``max_tokens`` limits the next reply.
     """
 
     messages: Sequence[dict[str, Any]] = ()
@@ -50,6 +57,8 @@ class Turn:
     reward: float = 0.0
     done: bool = False
     info: dict[str, Any] = field(default_factory=dict)
+    whole: bool = False
+    max_tokens: int | None = None
 
 
 class Environment(Protocol):
@@ -60,6 +69,9 @@ class Environment(Protocol):
 
     def step(self, reply: Reply) -> Turn:
         """Answer a reply of the model."""
+
+    def truncate(self) -> Turn:
+        """Return the last turn of an episode that ends at a limit, with the reward for its last reply; optional."""
 
     def close(self) -> None:
         """Release resources; optional."""
@@ -85,6 +97,10 @@ def turn_to_json(value: object) -> dict[str, Any]:
         raise ValueError(f"the Turn has {size} characters, more than {MAX_TURN_BYTES}")
     if value.tokens is not None and not all(isinstance(t, int) and t >= 0 for t in value.tokens):
         raise TypeError("Turn.tokens must be token ids, integers >= 0")
+    if value.whole and not (value.messages or value.tokens):
+        raise ValueError("a Turn with whole=True has neither messages nor tokens")
+    if value.max_tokens is not None and (not isinstance(value.max_tokens, int) or value.max_tokens < 1):
+        raise ValueError(f"Turn.max_tokens is {value.max_tokens!r:.100}; it must be an integer >= 1")
     fields = {**asdict(value), "reward": float(value.reward), "done": bool(value.done)}
     fields["info"] = {str(k): float(v) for k, v in value.info.items() if isinstance(v, numbers.Real | bool)}
     size = len(json.dumps(fields))

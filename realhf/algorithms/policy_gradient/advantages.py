@@ -6,7 +6,7 @@ Scores are ``[B]``, one per response; rows with the same number in ``group_of_ro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -69,6 +69,18 @@ class AdvantageInputs:
         """Return of each response, ``[B]``."""
         return self.rows.sums(self.rewards)
 
+    def of_episodes(self, estimate: Callable[[Tensor, Sequence[int]], Tensor]) -> Advantages:
+        """Return the estimates for scores ``[E]`` and groups of episodes, and the scores of rows, at all tokens of rows.
+
+        An episode with several rows counts once: its score is their mean.
+        """
+        episode_of = episode_numbers(self.batch)
+        sums, sizes = group_sums(self.scores, episode_of)
+        groups = dict(sorted(zip(episode_of, self.groups, strict=True), key=lambda one: one[1]))  # a prompt has priority
+        scores = (sums / sizes)[first_rows(episode_of)].to(self.scores.dtype)
+        advantages = estimate(scores, [groups[number] for number in range(len(scores))])
+        return self.per_token(advantages[episode_of])
+
     def per_token(self, advantages_B: Tensor) -> tuple[Tensor, Tensor]:
         """Return the advantages and the scores of the rows at all their tokens, ``[T]`` each."""
         return advantages_B[self.row_of_token], self.scores[self.row_of_token]
@@ -94,11 +106,11 @@ def gae(x: AdvantageInputs, _: None) -> Advantages:
 
 
 def group(x: AdvantageInputs, options: GroupOptions) -> Advantages:
-    return x.per_token(group_advantages(x.scores, x.groups, options.std))
+    return x.of_episodes(lambda scores, groups: group_advantages(scores, groups, options.std))
 
 
 def rloo(x: AdvantageInputs, _: None) -> Advantages:
-    return x.per_token(leave_one_out(x.scores, x.groups))
+    return x.of_episodes(leave_one_out)
 
 
 def turn(x: AdvantageInputs, options: TurnOptions) -> Advantages:
@@ -177,6 +189,19 @@ ADVANTAGES: dict[str, Component[AdvantageInputs, Advantages]] = {
     "process": Component(process, "normalised step rewards (GRPO with a PRM, arXiv 2402.03300, sec. 4.1.3)",
                          check=check_no_critic),
 }  # fmt: skip
+
+
+def episode_numbers(batch: SequenceBatch) -> list[int]:
+    """Return a number for each row, from 0 in order of first rows, equal in the rows of an episode."""
+    samples = batch["episode"].tolist() if "episode" in batch.columns else [row.sample for row in batch.ids]
+    numbers = dict[tuple[int, int], int]()
+    return [numbers.setdefault((row.prompt, n), len(numbers)) for row, n in zip(batch.ids, samples, strict=True)]
+
+
+def first_rows(episode_of: Sequence[int]) -> list[int]:
+    """Return the first row of each episode."""
+    last_seen = dict(zip(reversed(episode_of), reversed(range(len(episode_of))), strict=True))
+    return [last_seen[number] for number in range(len(last_seen))]
 
 
 def group_advantages(scores: Tensor, group_of_row: Sequence[int], std: GroupStd) -> Tensor:

@@ -1,39 +1,33 @@
-"""Multi-turn rollouts: plays episodes between the model and environments, and returns them as rows."""
+"""Episodes of multi-turn rollouts and their rows. Imports no torch."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Sequence
+import zlib
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from realhf.api.config import EnvConfig, GenerationConfig
-from realhf.base.seeds import stable_seed
-from realhf.data.chat import ChatEncoder
-from realhf.data.turns import EpisodeKey, TurnInput, TurnOutput, TurnRequest
-from realhf.environments import Reply, Turn
-from realhf.environments.pool import EnvFailure, EnvPool
+from realhf.data.turns import EpisodeKey, TurnOutput
+
+Message = Mapping[str, Any]
 
 
 @dataclass
-class Episode:
-    """An episode of a prompt's sample. Lists are by token; ``sampled`` is 1 on tokens of the model.
+class EpisodeRow:
+    """A conversation that only grows. Lists are by token; ``sampled`` is 1 on tokens that the model sampled for it.
 
-    ``rewards`` are pairs: the index of the last token that the model had sampled, and the reward that followed.
+    ``replies`` are the ends of replies, with the checksum of the tokens up to there. ``n_messages`` counts the
+    messages up to each reply, for conversations that an agent sends whole; ``messages`` are those.
     """
 
-    key: EpisodeKey
-    number: int
     tokens: list[int] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    rewards: list[tuple[int, float]] = field(default_factory=list)
-    n_turns: int = 0
-    truncated: bool = True
-    failure: str = ""
-    info: dict[str, float] = field(default_factory=dict)
-    seconds: list[float] = field(default_factory=list)
+    replies: list[tuple[int, int]] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    n_messages: list[int] = field(default_factory=list)
 
     def append(self, tokens: Sequence[int]) -> None:
         """Append tokens that the model has not sampled."""
@@ -41,145 +35,117 @@ class Episode:
         self.sampled += [0] * len(tokens)
         self.logprobs += [0.0] * len(tokens)
 
-    def append_reply(self, output: TurnOutput) -> None:
+    def append_reply(self, output: TurnOutput, text: str) -> None:
         self.tokens += output.tokens
         self.sampled += [1] * len(output.tokens)
         self.logprobs += output.logprobs
+        self.replies.append((len(self.tokens), checksum(self.tokens)))
+        if self.messages:
+            self.messages.append({"role": "assistant", "content": text})
+            self.n_messages.append(len(self.messages))
+
+    def fork(self, number: int) -> EpisodeRow:
+        """Return a new row with the tokens up to the end of reply ``number``, none of which is its own."""
+        row = EpisodeRow(messages=self.messages[: self.n_messages[number]])
+        row.append(self.tokens[: self.replies[number][0]])
+        return row
+
+    @property
+    def n_drifted(self) -> int:
+        """Number of sampled tokens of replies that are not, or not in the context, in which they were sampled."""
+        starts = [0, *(end for end, _ in self.replies)]
+        pairs = zip(starts, self.replies, strict=False)
+        return sum(
+            sum(self.sampled[start:end]) for start, (end, known) in pairs if checksum(self.tokens[:end]) != known
+        )
+
+
+def checksum(tokens: Sequence[int]) -> int:
+    return zlib.crc32(array("q", tokens).tobytes())
+
+
+@dataclass
+class Episode:
+    """An episode of a prompt's sample: its rows, of which the last is continued.
+
+    ``last`` are the row and the index of the token that the model has sampled last. ``rewards`` are these at the time
+    of a reward, and the reward.
+    """
+
+    key: EpisodeKey
+    number: int
+    rows: list[EpisodeRow] = field(default_factory=lambda: [EpisodeRow()])
+    current: int = 0
+    last: tuple[int, int] = (0, 0)
+    rewards: list[tuple[int, int, float]] = field(default_factory=list)
+    n_turns: int = 0
+    truncated: bool = True
+    failure: str = ""
+    info: dict[str, float] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def row(self) -> EpisodeRow:
+        return self.rows[self.current]
+
+    @property
+    def has_started(self) -> bool:
+        return bool(self.rows[0].tokens)
+
+    def append_reply(self, output: TurnOutput, text: str) -> None:
+        self.row.append_reply(output, text)
+        self.last = (self.current, len(self.row.tokens) - 1)
         self.n_turns += 1
+
+    def append_reward(self, reward: float) -> None:
+        """Append the reward of the last reply, or add to it."""
+        if self.rewards and self.rewards[-1][:2] == self.last:
+            reward += self.rewards.pop()[2]
+        self.rewards.append((*self.last, reward))
+
+    def drop_empty_row(self) -> None:
+        """Remove the last row if the model sampled nothing for it, unless it is the only one."""
+        if len(self.rows) > 1 and not self.rows[-1].replies:
+            self.rows.pop()
+            self.current = self.last[0]
 
     def score(self, turn_discount: float) -> float:
         """Return the discounted sum of the rewards; NaN for a failed episode."""
         if self.failure:
             return math.nan
-        return sum(reward * turn_discount**i for i, (_, reward) in enumerate(self.rewards))
+        return sum(reward * turn_discount**i for i, (*_, reward) in enumerate(self.rewards))
 
+    def continue_messages(self, messages: Sequence[Message]) -> int:
+        """Make the row current that a whole conversation continues, or a new one; return how many messages it has.
 
-@dataclass(frozen=True)
-class PromptRow:
-    """A prompt's number and tokens, and its row of the data set."""
+        A conversation continues a row whose messages it starts with. Else it forks from the last reply that it has in
+        common with one.
+        """
+        best = (0, 0, -1)
+        for number, row in enumerate(self.rows):
+            for reply, n in enumerate(row.n_messages):
+                if n > best[0] and list(messages[:n]) == row.messages[:n]:
+                    best = (n, number, reply)
+        n, number, reply = best
+        self._select(number, reply, len(self.rows[number].n_messages))
+        self.row.messages = list(messages)
+        return n
 
-    prompt: int
-    tokens: list[int]
-    row: dict[str, Any]
+    def continue_tokens(self, tokens: Sequence[int]) -> int:
+        """Make the row current that the tokens continue, or a new one; return how many of the tokens it has."""
+        best = (0, 0, -1)
+        for number, row in enumerate(self.rows):
+            for reply, (end, _) in enumerate(row.replies):
+                if best[0] < end <= len(tokens) and list(tokens[:end]) == row.tokens[:end]:
+                    best = (end, number, reply)
+        n, number, reply = best
+        self._select(number, reply, len(self.rows[number].replies))
+        return n
 
-
-class EpisodeDriver:
-    """Plays ``n`` episodes of every prompt: passes replies to environments, and their turns to the engine.
-
-    An episode ends when its environment is done or fails, after ``max_turns`` replies, or at ``max_len`` tokens; the
-    last two are truncated.
-    """
-
-    def __init__(
-        self,
-        pool: EnvPool,
-        tokenizer: Any,
-        prompts: Sequence[PromptRow],
-        n: int,
-        config: EnvConfig,
-        gen: GenerationConfig,
-        seed: int,
-        max_len: int,
-        max_episodes: int,
-    ) -> None:
-        self._pool, self._tokenizer, self._encoder = pool, tokenizer, ChatEncoder(tokenizer)
-        self._vocab = len(tokenizer)
-        self._config, self._gen, self._seed, self._max_len = config, gen, seed, max_len
-        self._prompts = {one.prompt: one for one in prompts}
-        keys = [(one.prompt, sample) for one in prompts for sample in range(n)]
-        self.episodes = [Episode(key, number) for number, key in enumerate(keys)]
-        self._by_key = {episode.key: episode for episode in self.episodes}
-        self._pending = deque(self.episodes)
-        self._open: set[int] = set()
-        self._most = max_episodes
-
-    def next(self, outputs: Sequence[TurnOutput], is_idle: bool) -> TurnRequest:
-        request = TurnRequest()
-        for output in outputs:
-            episode = self._by_key[output.key]
-            episode.append_reply(output)
-            self._pool.step(episode.number, self._reply(output))
-        self._start()
-        while True:
-            for answer in self._pool.poll(self._config.timeout if is_idle and self._open else 0.0):
-                episode = self.episodes[answer.episode]
-                episode.seconds.append(answer.seconds)
-                self._answered(episode, answer.result, request)
-            self._start()
-            if not is_idle or request.inputs or not self._open:
-                break
-        return TurnRequest(request.inputs, request.closed, done=is_idle and not request.inputs and not self._open)
-
-    def _start(self) -> None:
-        while self._pending and len(self._open) < self._most:
-            episode = self._pending.popleft()
-            prompt, sample = episode.key
-            parts = ("environment", self._seed, prompt, *([sample] if self._config.seed_per_sample else []))
-            self._open.add(episode.number)
-            self._pool.reset(episode.number, self._prompts[prompt].row, stable_seed(*parts))
-
-    def _reply(self, output: TurnOutput) -> Reply:
-        text = self._tokenizer.decode(output.tokens, skip_special_tokens=True)
-        return Reply(text, output.tokens, stop="stop" if output.stopped else "length")
-
-    def _answered(self, episode: Episode, result: Turn | EnvFailure, request: TurnRequest) -> None:
-        if isinstance(result, EnvFailure):
-            episode.failure = f"{result.kind}: {result.detail}\n{result.traceback}".strip()
-            self._end(episode, request)
-            return
-        if episode.n_turns:
-            episode.rewards.append((len(episode.tokens) - 1, result.reward))
-        episode.info = result.info
-        if result.done:
-            episode.truncated = False
-            self._end(episode, request)
-            return
-        tokens = self._tokens(episode, result)
-        if problem := self._problem(episode, tokens):
-            episode.failure = f"error: {problem}"
-            self._end(episode, request)
-            return
-        limit = min(self._gen.max_new_tokens, self._max_len - len(episode.tokens) - len(tokens))
-        if episode.n_turns >= self._config.max_turns or limit < 1:
-            self._end(episode, request)
-            return
-        episode.append(tokens)
-        request.inputs.append(TurnInput(episode.key, tokens, limit))
-
-    def _problem(self, episode: Episode, tokens: Sequence[int]) -> str:
-        if tokens and max(tokens) >= self._vocab:
-            return f"Turn.tokens has token {max(tokens)}, the vocabulary has {self._vocab} tokens"
-        if not episode.tokens and len(tokens) >= self._max_len:
-            return f"the first turn has {len(tokens)} tokens, an episode may have {self._max_len} (env.max_episode_len)"
-        return ""
-
-    def _end(self, episode: Episode, request: TurnRequest) -> None:
-        self._pool.end(episode.number)
-        self._open.discard(episode.number)
-        request.closed.append(episode.key)
-        if not episode.tokens:  # a row has at least one token
-            episode.append(self._prompts[episode.key[0]].tokens[: self._max_len] or [self._tokenizer.eos_token_id])
-
-    def _tokens(self, episode: Episode, turn: Turn) -> list[int]:
-        """Return the tokens between the last reply, or the start, and the next reply; at least one at the start."""
-        if not episode.tokens:
-            return self._first(episode, turn) or [self._tokenizer.eos_token_id]
-        if turn.tokens is not None:
-            return turn.tokens
-        if turn.text is not None:
-            return self._encoder.text(turn.text)
-        return self._encoder.following(list(turn.messages), episode.tokens[-1]) if turn.messages else []
-
-    def _first(self, episode: Episode, turn: Turn) -> list[int]:
-        if turn.tokens is not None:
-            return turn.tokens
-        if turn.text is not None:
-            return self._encoder.text(turn.text, is_first=True)
-        if turn.messages:
-            return self._encoder.first(list(turn.messages), turn.tools)
-        return self._prompts[episode.key[0]].tokens
-
-    def result(self) -> bytes:
-        import msgspec
-
-        return msgspec.msgpack.encode(self.episodes)
+    def _select(self, number: int, reply: int, n_replies: int) -> None:
+        if reply >= 0 and reply == n_replies - 1:
+            self.current = number
+        elif self.has_started:
+            new = self.rows[number].fork(reply) if reply >= 0 else EpisodeRow()
+            self.rows.append(new)
+            self.current = len(self.rows) - 1

@@ -5,7 +5,7 @@ from itertools import groupby, islice
 
 from torch import Tensor
 
-from realhf.algorithms.policy_gradient.advantages import equal_in_group
+from realhf.algorithms.policy_gradient.advantages import episode_numbers, equal_in_group, first_rows
 from realhf.algorithms.policy_gradient.config import PPOConfig
 from realhf.algorithms.stats import mean_of
 from realhf.api.batch_meta import RowId
@@ -18,28 +18,42 @@ def rewards_of(batch: SequenceBatch, scores: Tensor, config: PPOConfig) -> tuple
 
     ``scores`` is ``[B]``. Drops responses without a finite reward. Keeps the ``group_size`` best responses per prompt,
     then, with dynamic_sampling, prompts with different rewards. The statistic ``reward`` covers all responses with a
-    reward, as does ``reward_sq``, their squares; ``failed`` is the fraction of those without.
+    reward, as does ``reward_sq``, their squares; ``failed`` is the fraction of those without. The rows of an episode
+    have the same score: they count once, and are kept or dropped together.
     """
     rewards = ((scores - config.reward_output_bias) * config.reward_output_scaling).float()
-    finite = rewards.isfinite()
-    stats = {"reward": mean_of(rewards, finite), "reward_sq": mean_of(rewards.double() ** 2, finite)}
+    episode_of = episode_numbers(batch)
+    firsts = first_rows(episode_of)
+    finite = rewards[firsts].isfinite()
+    stats = {"reward": mean_of(rewards[firsts], finite), "reward_sq": mean_of(rewards[firsts].double() ** 2, finite)}
     stats["failed"] = mean_of(~finite)
-    result = SequenceBatch(batch.ids).with_scalars("rewards", rewards).select(finite.nonzero().flatten().tolist())
+    episodes = [number for number, is_finite in enumerate(finite.tolist()) if is_finite]
+    values, ids = rewards.tolist(), [batch.ids[row] for row in firsts]
     if config.generation_size is not None and config.generation_size > config.group_size:
-        length_of = dict(zip(batch.ids, batch.columns["prompt_mask"].rows(), strict=True))
-        lengths = [int((length_of[row] == 0).sum()) for row in result.ids]
-        result = result.select(best_rows(result.ids, result["rewards"].tolist(), lengths, config.group_size))
+        lengths = response_lengths(batch, episode_of)
+        found = [ids[k] for k in episodes], [values[firsts[k]] for k in episodes], [lengths[k] for k in episodes]
+        episodes = [episodes[i] for i in best_rows(*found, config.group_size)]
     if config.dynamic_sampling:
-        is_equal = equal_in_group(result["rewards"], [row.prompt for row in result.ids])
-        result = result.select([i for i, equal in enumerate(is_equal) if not equal])
-    return result, stats
+        is_equal = equal_in_group(rewards[[firsts[k] for k in episodes]], [ids[k].prompt for k in episodes])
+        episodes = [k for k, equal in zip(episodes, is_equal, strict=True) if not equal]
+    kept = set(episodes)
+    result = SequenceBatch(batch.ids).with_scalars("rewards", rewards)
+    return result.select([row for row, number in enumerate(episode_of) if number in kept]), stats
 
 
-def best_rows(ids: Sequence[RowId], rewards: Sequence[float], response_lengths: Sequence[int], n: int) -> list[int]:
+def response_lengths(batch: SequenceBatch, episode_of: Sequence[int]) -> list[int]:
+    """Return the number of sampled tokens of each episode."""
+    lengths = [0] * (max(episode_of, default=-1) + 1)
+    for number, mask in zip(episode_of, batch.columns["prompt_mask"].rows(), strict=True):
+        lengths[number] += int((mask == 0).sum())
+    return lengths
+
+
+def best_rows(ids: Sequence[RowId], rewards: Sequence[float], lengths: Sequence[int], n: int) -> list[int]:
     """Return the indices, ascending, of the ``n`` rows per prompt that are largest by (reward, response length).
 
     Ties are broken by sample number, so the result does not depend on the order of the batch.
     """
-    ranked = sorted(range(len(ids)), key=lambda i: (ids[i].prompt, -rewards[i], -response_lengths[i], ids[i].sample))
+    ranked = sorted(range(len(ids)), key=lambda i: (ids[i].prompt, -rewards[i], -lengths[i], ids[i].sample))
     prompts = groupby(ranked, key=lambda i: ids[i].prompt)
     return sorted(i for _, rows in prompts for i in islice(rows, n))

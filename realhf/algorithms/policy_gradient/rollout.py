@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from realhf.algorithms.policy_gradient.config import PPOConfig
-from realhf.algorithms.policy_gradient.episodes import Episode, EpisodeDriver, PromptRow
+from realhf.algorithms.policy_gradient.episode_driver import EpisodeDriver, PromptRow
+from realhf.algorithms.policy_gradient.episodes import Episode
 from realhf.algorithms.policy_gradient.rewards import rewards_of
 from realhf.api.batch_meta import RowId
 from realhf.api.config import EnvConfig, GenerationConfig, opt
@@ -21,6 +22,7 @@ from realhf.environments.pool import EnvOptions, EnvPool
 from realhf.ops.rows import on_device
 
 DTYPES = {"tokens": torch.int64, "prompt_mask": torch.uint8, "logprobs": torch.float32, "turn_rewards": torch.float32}
+SCALARS = {"episode": torch.int64, "truncated": torch.uint8, "scores": torch.float32}
 
 
 @dataclass
@@ -40,8 +42,9 @@ class EpisodeRollout:
     """Plays ``n`` episodes per prompt. Reads ``prompts row``.
 
     Returns ``tokens prompt_mask logprobs turn_rewards`` by token, where ``prompt_mask`` is 0 on sampled tokens only and
-    ``turn_rewards`` are on the last sampled token before each reward; and ``truncated scores``, the discounted sum of
-    the rewards, NaN for a failed episode.
+    ``turn_rewards`` are on the last sampled token before each reward; and ``episode truncated scores``: the sample
+    number of the row's episode, and the discounted sum of its rewards, NaN for a failed one. Row ``k`` of an episode
+    has sample number ``episode + k * n``.
     """
 
     config_type = EpisodeConfig
@@ -73,44 +76,56 @@ class EpisodeRollout:
         if failed := next((one for one in episodes if one.failure), None):
             prompt, sample = failed.key
             self.context.report_failure(f"{env.cls}, episode {sample} of prompt {prompt}: {failed.failure}")
-        return episode_rows(episodes, env.turn_discount, batch["prompts"].device), episode_stats(episodes)
+        return episode_rows(episodes, n, env.turn_discount, batch["prompts"].device), episode_stats(episodes)
 
     def close(self) -> None:
         if "pool" in self.__dict__:
             self.pool.close()
 
 
-def episode_rows(episodes: Sequence[Episode], turn_discount: float, device: torch.device) -> SequenceBatch:
+def episode_rows(
+    episodes: Sequence[Episode], n: int, turn_discount: float, device: torch.device
+) -> SequenceBatch:
     """Return the columns of ``EpisodeRollout``."""
-    lengths = tuple(len(one.tokens) for one in episodes)
     columns = {key: list[float]() for key in DTYPES}
+    ids, lengths, scalars = list[RowId](), list[int](), list[tuple[int, bool, float]]()
     for one in episodes:
-        rewards = [0.0] * len(one.tokens)
-        for at, reward in one.rewards:
-            rewards[at] += reward
-        columns["tokens"] += one.tokens
-        columns["prompt_mask"] += [1 - sampled for sampled in one.sampled]
-        columns["logprobs"] += one.logprobs
-        columns["turn_rewards"] += rewards
-    rows = {key: Column(on_device(torch.tensor(columns[key], dtype=DTYPES[key]), device), lengths) for key in DTYPES}
-    scalars = {
-        "truncated": torch.tensor([one.truncated for one in episodes], dtype=torch.uint8),
-        "scores": torch.tensor([one.score(turn_discount) for one in episodes], dtype=torch.float32),
-    }
-    rows |= {key: Column.scalars(on_device(values, device)) for key, values in scalars.items()}
-    return SequenceBatch(tuple(RowId(*one.key) for one in episodes), rows)
+        prompt, sample = one.key
+        for number, row in enumerate(one.rows):
+            rewards = [0.0] * len(row.tokens)
+            for at, index, reward in one.rewards:
+                if at == number:
+                    rewards[index] += reward
+            columns["tokens"] += row.tokens
+            columns["prompt_mask"] += [1 - sampled for sampled in row.sampled]
+            columns["logprobs"] += row.logprobs
+            columns["turn_rewards"] += rewards
+            lengths.append(len(row.tokens))
+            ids.append(RowId(prompt, sample + number * n))
+            scalars.append((sample, one.truncated and number == one.last[0], one.score(turn_discount)))
+    shape = tuple(lengths)
+    found = {key: Column(on_device(torch.tensor(columns[key], dtype=DTYPES[key]), device), shape) for key in DTYPES}
+    for (key, dtype), values in zip(SCALARS.items(), zip(*scalars, strict=True), strict=True):
+        found[key] = Column.scalars(on_device(torch.tensor(values, dtype=dtype), device))
+    return SequenceBatch(tuple(ids), found)
 
 
 def episode_stats(episodes: Sequence[Episode]) -> Stats:
-    """Return statistics of episodes: replies, sampled tokens, failures, and seconds of environment calls."""
+    """Return statistics of episodes: replies, sampled tokens, failures, and seconds of environment calls.
+
+    ``drifted`` is the fraction of sampled tokens that are not in the context in which they were sampled.
+    """
     good = [one for one in episodes if not one.failure]
     n, n_good = float(len(episodes)), float(len(good))
     seconds = [second for one in episodes for second in one.seconds]
+    rows = [row for one in episodes for row in one.rows]
     stats: Stats = {
         "failed": (n - n_good, n),
         "turns": (float(sum(one.n_turns for one in good)), n_good),
-        "response_length": (float(sum(sum(one.sampled) for one in good)), n_good),
-        "episode_length": (float(sum(len(one.tokens) for one in good)), n_good),
+        "rows": (float(sum(len(one.rows) for one in good)), n_good),
+        "drifted": (float(sum(row.n_drifted for row in rows)), float(sum(sum(row.sampled) for row in rows))),
+        "response_length": (float(sum(sum(row.sampled) for one in good for row in one.rows)), n_good),
+        "episode_length": (float(sum(len(row.tokens) for one in good for row in one.rows)), n_good),
         "truncated": (float(sum(one.truncated for one in good)), n_good),
         "env_step_s": (float(sum(seconds)), float(len(seconds))),
     }
@@ -123,7 +138,7 @@ def episode_stats(episodes: Sequence[Episode]) -> Stats:
 
 
 class EpisodeRewards:
-    """Returns ``rewards`` of episodes. Reads ``scores prompt_mask``; episodes that failed are dropped."""
+    """Returns ``rewards`` of episodes. Reads ``scores prompt_mask episode``; episodes that failed are dropped."""
 
     config_type = PPOConfig
 

@@ -139,13 +139,13 @@ def sampling_call(name: str, role: str, sampling: GenerationConfig, batch: int) 
 def episode_call(name: str, role: str, env: EnvConfig, gen: GenerationConfig, n: int, batch: int) -> MFC:
     """Return the call that plays ``n`` episodes per prompt."""
     interface = InterfaceSpec("episodes", {"env": to_plain(env), "gen": to_plain(gen), "n": n})
-    outputs = (*RESPONSE, "logprobs", "turn_rewards", "truncated", "scores")
+    outputs = (*RESPONSE, "logprobs", "turn_rewards", "episode", "truncated", "scores")
     return MFC(name, role, Kind.GENERATE, interface, ("prompts", "row"), outputs, batch)
 
 
 def episode_rewards(name: str, ppo: PPOConfig, batch: int) -> MFC:
     interface = InterfaceSpec("episode_rewards", to_plain(ppo))
-    return MFC(name, None, Kind.INFERENCE, interface, ("prompt_mask", "scores"), ("rewards",), batch)
+    return MFC(name, None, Kind.INFERENCE, interface, ("prompt_mask", "episode", "scores"), ("rewards",), batch)
 
 
 def verifier_call(name: str, reward: RewardConfig, ppo: PPOConfig, batch: int) -> MFC:

@@ -25,6 +25,8 @@ def play_turns(
         rows = []
         for turn in request.inputs:
             prompt, sample = turn.key
+            if turn.key not in histories:
+                counts[turn.key] = turn.count
             histories[turn.key] += turn.tokens
             sampling = sampling_options(config, turn.limit, stop_ids, turn_seed(seed, turn.key, counts[turn.key]))
             name = f"{prompt}-{sample}-{counts[turn.key]}"

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from realhf.algorithms.policy_gradient.episodes import Episode, EpisodeDriver, PromptRow
+from realhf.algorithms.policy_gradient.episode_driver import EpisodeDriver, PromptRow
+from realhf.algorithms.policy_gradient.episodes import Episode
 from realhf.algorithms.policy_gradient.rollout import episode_rows, episode_stats, max_episode_len
 from realhf.api.config import EnvConfig, GenerationConfig
 from realhf.apps.demo.arithmetic import character_tokenizer
@@ -90,10 +91,10 @@ def play(tmp_path: Path) -> Iterator[Callable[..., list[Episode]]]:
 def test_tokens_masks_and_rewards(play: Callable[..., list[Episode]]) -> None:
     turns = [{"text": "+", "reward": 0.5}, {"tokens": ids("=="), "reward": -1.0}, {"reward": 2.0, "done": True}]
     (episode,) = play([{"turns": turns}])
-    assert TOKENIZER.decode(episode.tokens) == f"1+1=1{EOS}+2{EOS}==3{EOS}"
-    assert episode.sampled == [0] * 4 + [1] * 2 + [0] + [1] * 2 + [0] * 2 + [1] * 2
-    assert episode.logprobs == [0.0] * 4 + [-1.0] * 2 + [0.0] + [-2.0] * 2 + [0.0] * 2 + [-3.0] * 2
-    assert episode.rewards == [(5, 0.5), (8, -1.0), (12, 2.0)]
+    assert TOKENIZER.decode(episode.row.tokens) == f"1+1=1{EOS}+2{EOS}==3{EOS}"
+    assert episode.row.sampled == [0] * 4 + [1] * 2 + [0] + [1] * 2 + [0] * 2 + [1] * 2
+    assert episode.row.logprobs == [0.0] * 4 + [-1.0] * 2 + [0.0] + [-2.0] * 2 + [0.0] * 2 + [-3.0] * 2
+    assert episode.rewards == [(0, 5, 0.5), (0, 8, -1.0), (0, 12, 2.0)]
     assert not episode.truncated and episode.n_turns == 3 and not episode.failure
     assert episode.score(1.0) == 1.5 and episode.score(0.5) == 0.5 - 0.5 + 0.5
 
@@ -101,7 +102,7 @@ def test_tokens_masks_and_rewards(play: Callable[..., list[Episode]]) -> None:
 def test_columns_and_statistics(play: Callable[..., list[Episode]]) -> None:
     last = {"reward": 1.0, "done": True, "info": {"right": True}}
     episodes = play([{"turns": [{"text": "+", "reward": 0.5}, last]}, {"turns": ["raise"]}], n=2)
-    batch = episode_rows(episodes, 1.0, torch.device("cpu"))
+    batch = episode_rows(episodes, 2, 1.0, torch.device("cpu"))
     assert [(i.prompt, i.sample) for i in batch.ids] == [(0, 0), (0, 1), (7, 0), (7, 1)]
     assert batch["scores"].tolist()[:2] == [1.5, 1.5] and batch["scores"][2:].isnan().all()
     assert (batch.columns["turn_rewards"].rows()[0] != 0).nonzero().flatten().tolist() == [5, 8]
@@ -125,7 +126,7 @@ def test_episodes_are_truncated(
     """The reply before the end has its reward, and no message of the environment follows it."""
     (episode,) = play([row], **options)
     assert episode.truncated and not episode.failure and episode.n_turns == len(episode.rewards) == n_turns
-    assert episode.sampled[-1] == 1 and len(episode.tokens) <= options.get("max_len", 60)
+    assert episode.row.sampled[-1] == 1 and len(episode.row.tokens) <= options.get("max_len", 60)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +137,8 @@ def test_an_episode_starts_with_its_first_turn_or_its_prompt(
     first: Row, start: str | None, play: Callable[..., list[Episode]]
 ) -> None:
     (episode,) = play([{"first": first, "turns": [{"done": True}]}])
-    n = episode.sampled.index(1)
-    assert episode.tokens[:n] == ([5, 6] if start is None else ids(start))
+    n = episode.row.sampled.index(1)
+    assert episode.row.tokens[:n] == ([5, 6] if start is None else ids(start))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_an_episode_starts_with_its_first_turn_or_its_prompt(
 )
 def test_failures_name_their_cause(row: Row, problem: str, play: Callable[..., list[Episode]]) -> None:
     failed, good = play([row, {"turns": [{"done": True, "reward": 1.0}]}])
-    assert problem in failed.failure and failed.tokens and failed.score(1.0) != failed.score(1.0)
+    assert problem in failed.failure and failed.row.tokens and failed.score(1.0) != failed.score(1.0)
     assert not good.failure and good.score(1.0) == 1.0
 
 

@@ -96,7 +96,7 @@ class SessionTable:
             turn = self._resumed.popleft() if self._resumed else self._new.popleft()
             episode = self._open.get(turn.key)
             if episode is None:
-                episode = self._open[turn.key] = OpenEpisode(turn.key, self._homes.pop())
+                episode = self._open[turn.key] = OpenEpisode(turn.key, self._homes.pop(), count=turn.count)
             turns.append((episode, turn))
         turns.sort(key=lambda one: (not _is_fed(*one), one[0].n_cached > 0, one[0].key))
         admitted, moves, columns = list[Admission](), list[SlotMove](), list[list[int]]()
