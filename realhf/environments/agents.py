@@ -12,6 +12,7 @@ import numbers
 import os
 import shlex
 import signal
+import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -45,7 +46,10 @@ class AgentEnvironment:
         return await self._next()
 
     async def _play(self, row: dict[str, Any], seed: int, base_url: str) -> Turn:
-        return last_turn(await self.run(row, seed, base_url))
+        try:
+            return last_turn(await self.run(row, seed, base_url))
+        except SystemExit as error:  # would end the event loop
+            raise RuntimeError(f"the agent raised SystemExit({error.code!r:.100})") from error
 
     async def step(self, reply: Reply) -> Turn:
         assert self._endpoint is not None
@@ -53,10 +57,14 @@ class AgentEnvironment:
         return await self._next()
 
     async def truncate(self) -> Turn:
-        """Refuse the pending request and later ones, and wait for the agent's reward."""
+        """Refuse the pending request and later ones, and wait for the agent's reward: 0 if it fails without them."""
         assert self._endpoint is not None and self._agent is not None
         self._endpoint.refuse()
-        return await self._agent
+        try:
+            return await self._agent
+        except Exception as error:
+            print(f"an agent at its limit of turns or tokens: {type(error).__name__}: {error!s:.200}", file=sys.stderr)
+            return Turn(done=True)
 
     async def _next(self) -> Turn:
         """Return the next request as a turn, or the end of the agent."""
@@ -111,11 +119,14 @@ def function_agent(function: Any) -> type[AgentEnvironment]:
 class AgentProgram(AgentEnvironment):
     """A program, started once per episode. Its requests go to ``OPENAI_BASE_URL``.
 
-    ``command`` is split as by a shell. The program gets the row as JSON on stdin, and the seed in ``REALHF_SEED``. The last line of its output is the reward: a number, or a JSON
-    object with ``reward`` and metrics. An exit status other than 0 fails the episode.
+    ``command`` is split as by a shell. The program gets the row as JSON on stdin, and the seed in ``REALHF_SEED``. The
+    last line of its output is the reward: a number, or a JSON object with ``reward`` and metrics. An exit status other
+    than 0 fails the episode.
     """
 
-    def __init__(self, command: str | Sequence[str], cwd: str | None = None, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, command: str | Sequence[str], cwd: str | None = None, env: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__()
         self._command = shlex.split(command) if isinstance(command, str) else [str(one) for one in command]
         if not self._command:

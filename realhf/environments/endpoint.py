@@ -271,14 +271,15 @@ def response(request: PendingRequest, message: Json, reply: Reply, name: str) ->
     extra: Json = {"token_ids": reply.tokens} if request.body.get("return_token_ids") else {}
     calls = "tool_calls" in message
     n, n_prompt = len(reply.tokens), reply.n_prompt_tokens
-    whole: Json = {"id": name, "created": int(time.time()), "model": request.body.get("model") or MODEL,
-                   "usage": {"prompt_tokens": n_prompt, "completion_tokens": n, "total_tokens": n_prompt + n}}  # fmt: skip
+    usage = {"prompt_tokens": n_prompt, "completion_tokens": n, "total_tokens": n_prompt + n}
+    model = request.body.get("model") or MODEL
+    whole: Json = {"id": name, "created": int(time.time()), "model": model, "usage": usage}
     if request.tokens is not None:
         logprobs = {"tokens": texts, "token_logprobs": reply.logprobs, "top_logprobs": None, "text_offset": []}
         choice = {"index": 0, "text": reply.text, "finish_reason": reply.stop,
                   "logprobs": logprobs if wants_logprobs else None, **extra}  # fmt: skip
         return {**whole, "object": "text_completion", "choices": [choice]}
-    content = [{"token": text, "logprob": logprob, "bytes": None, "top_logprobs": []}
+    content: list[Json] = [{"token": text, "logprob": logprob, "bytes": None, "top_logprobs": []}
                for text, logprob in zip(texts, reply.logprobs, strict=False)]  # fmt: skip
     reason = "length" if reply.stop == "length" else "tool_calls" if calls else "stop"
     choice = {"index": 0, "message": message, "finish_reason": reason,
@@ -293,11 +294,11 @@ async def chunks(result: Json, with_usage: bool) -> AsyncIterator[str]:
     kind = result["object"] if "text" in choice else "chat.completion.chunk"
     first = {key: value for key, value in choice.items() if key != "message"} | {"finish_reason": None}
     if "message" in choice:
-        calls = choice["message"].get("tool_calls", [])
-        delta = {**choice["message"], **({"tool_calls": [{"index": k, **c} for k, c in enumerate(calls)]} if calls else {})}
-        first["delta"] = delta
-    last = {"index": 0, "finish_reason": choice["finish_reason"], "logprobs": None}
-    last |= {"text": ""} if "text" in choice else {"delta": {}}
+        first["delta"] = dict(choice["message"])
+        if calls := choice["message"].get("tool_calls"):
+            first["delta"]["tool_calls"] = [{"index": k, **call} for k, call in enumerate(calls)]
+    last: Json = {"index": 0, "finish_reason": choice["finish_reason"], "logprobs": None}
+    last["text" if "text" in choice else "delta"] = "" if "text" in choice else {}
     events: list[Json] = [{"choices": [first]}, {"choices": [last]}]
     if with_usage:
         events.append({"choices": [], "usage": result["usage"]})

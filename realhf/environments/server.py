@@ -2,9 +2,9 @@
 
 It writes ``{"ready": true}`` or ``{"fatal": text}``, and then replies to each JSON line ``{id, op, ...}`` on stdin with
 ``{"id", "turn"}`` or ``{"id", "error", "traceback"}``. ``op`` is ``reset`` (``row``, ``seed``), ``step`` (``reply``),
-``truncate`` or ``close``. If the methods are ``async``, the first line includes ``"asynchronous": true``, and the process accepts
-further requests while others are in progress. Output of the environment goes to stderr. The parent kills the process
-when a request exceeds its deadline; the process ends by itself when the parent exits.
+``truncate`` or ``close``. If the methods are ``async``, the first line includes ``"asynchronous": true``, and the
+process accepts further requests while others are in progress. Output of the environment goes to stderr. The parent
+kills the process when a request exceeds its deadline; the process ends by itself when the parent exits.
 """
 
 import asyncio

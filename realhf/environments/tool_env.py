@@ -165,8 +165,8 @@ def is_async_class(cls: type) -> bool:
 def as_environment(cls: Any) -> Any:
     """Return a class with ``step``, or a factory, unchanged; the environment of an async function, which is an agent.
 
-    A class with tools becomes an environment class. Its arguments are those of the user's class, and ``as_text``, ``max_output``, ``max_calls`` and
-    ``fatal``. TypeError for a class without tools, or with invalid ones.
+    A class with tools becomes an environment class. Its arguments are those of the user's class, and ``as_text``,
+    ``max_output``, ``max_calls`` and ``fatal``. TypeError for a class without tools, or with invalid ones.
     """
     if inspect.iscoroutinefunction(cls):
         return function_agent(cls)

@@ -13,7 +13,6 @@ from realhf.environments import Reply, ToolCall, Turn
 from realhf.environments.adapters.common import optional_library
 from realhf.environments.adapters.gymnasium_env import observation_text
 from realhf.environments.adapters.textarena_env import TextArenaEnv, available_moves
-from tests.conftest import TIMEOUT_S
 from tests.environments.episodes import Policy, play, rewards, script, shown
 
 FOLDER = Path(__file__).parent

@@ -70,13 +70,14 @@ class AdvantageInputs:
         return self.rows.sums(self.rewards)
 
     def of_episodes(self, estimate: Callable[[Tensor, Sequence[int]], Tensor]) -> Advantages:
-        """Return the estimates for scores ``[E]`` and groups of episodes, and the scores of rows, at all tokens of rows.
+        """Return estimates for the scores ``[E]`` and groups of episodes, and the scores of rows, at the rows' tokens.
 
         An episode with several rows counts once: its score is their mean.
         """
         episode_of = episode_numbers(self.batch)
         sums, sizes = group_sums(self.scores, episode_of)
-        groups = dict(sorted(zip(episode_of, self.groups, strict=True), key=lambda one: one[1]))  # a prompt has priority
+        pairs = zip(episode_of, self.groups, strict=True)
+        groups = dict(sorted(pairs, key=lambda one: one[1]))  # the prompt's, if a row is trained on
         scores = (sums / sizes)[first_rows(episode_of)].to(self.scores.dtype)
         advantages = estimate(scores, [groups[number] for number in range(len(scores))])
         return self.per_token(advantages[episode_of])

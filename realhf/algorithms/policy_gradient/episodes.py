@@ -46,7 +46,7 @@ class EpisodeRow:
 
     def fork(self, number: int) -> EpisodeRow:
         """Return a new row with the tokens up to the end of reply ``number``, none of which is its own."""
-        row = EpisodeRow(messages=self.messages[: self.n_messages[number]])
+        row = EpisodeRow()
         row.append(self.tokens[: self.replies[number][0]])
         return row
 

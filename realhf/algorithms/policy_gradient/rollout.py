@@ -83,9 +83,7 @@ class EpisodeRollout:
             self.pool.close()
 
 
-def episode_rows(
-    episodes: Sequence[Episode], n: int, turn_discount: float, device: torch.device
-) -> SequenceBatch:
+def episode_rows(episodes: Sequence[Episode], n: int, turn_discount: float, device: torch.device) -> SequenceBatch:
     """Return the columns of ``EpisodeRollout``."""
     columns = {key: list[float]() for key in DTYPES}
     ids, lengths, scalars = list[RowId](), list[int](), list[tuple[int, bool, float]]()

@@ -176,11 +176,19 @@ def _apply(tree: DictConfig, word: str, known: Fields) -> list[str]:
     except HydraException as error:
         if get_origin(kind) is list and (items := _list_items(text)) is not None:
             return _set(tree, key, items, known, "")
+        if _mapping_of(key, known):
+            return _set(tree, key, text, known, "")
         return [f"'{word}' cannot be parsed: {str(error).splitlines()[0]} (quote values with special characters)"]
     if override.type is not OverrideType.CHANGE or override.package is not None:
         return [f"'{word}': options cannot be added, deleted or moved; write key=value"]
     # no sweeps: 'node01,node02' is a string
     return _set(tree, override.key_or_group, text if override.is_sweep_override() else override.value(), known, "")
+
+
+def _mapping_of(key: str, known: Fields) -> str:
+    """Return the option that ``key`` is an entry of, as ``env.options`` of ``env.options.size``; empty for none."""
+    parent = key.rpartition(".")[0]
+    return parent if parent in known and get_origin(known[parent].type) is dict else ""
 
 
 def _list_items(text: str) -> list[str] | None:
@@ -195,6 +203,9 @@ def _list_items(text: str) -> list[str] | None:
 
 
 def _set(tree: DictConfig, key: str, value: Any, known: Fields, source: str) -> list[str]:
+    if parent := _mapping_of(key, known):
+        entries: Any = OmegaConf.to_container(OmegaConf.select(tree, parent))
+        return _set(tree, parent, {**entries, key.rpartition(".")[2]: value}, known, source)
     if key not in known:
         if example := next((k for k in known if k.startswith(f"{key}.")), None):
             return [f"{key} is a group of options; set one of them, like {example}=...{source}"]

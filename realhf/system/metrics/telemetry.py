@@ -35,6 +35,7 @@ METRIC_ALIASES = {
     "reward/failed": ("rew_inf/failed", "gold_inf/failed"),
     "env/turns": ("actor_gen/turns",),
     "env/failed": ("actor_gen/failed",),
+    "tokens/drifted": ("actor_gen/drifted",),
     "kl/ref": ("actor_train/kl",),
     "length/response": ("actor_gen/response_length", "gen/response_length"),
     "loss": ("sft_train/loss", "rw_train/loss", "actor_train/actor_loss", "actor_train/loss"),
